@@ -1,0 +1,172 @@
+"""The jobs of this repository; `nox -l` lists them, `nox -s NAME` runs one, `nox -s NAME -- ARGS` passes arguments on.
+
+Packages are found in the tree, so none is listed here. PyTorch is installed once, in a base environment that most
+sessions borrow; `build` borrows nothing, and so proves what each package declares.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import nox
+
+ROOT = Path(__file__).parent
+CORE = ROOT / "shared" / "core"
+PACKAGES = {file.parent.name: file.parent for file in sorted(ROOT.glob("packages/*/pyproject.toml"))}
+META = "rl-kernels"
+OPERATORS = [name for name in PACKAGES if name != META]
+INTEGRATION = "integration"
+
+CONSTRAINTS = ROOT / "constraints.txt"
+PINNED = ("-c", str(CONSTRAINTS))
+BASE = ROOT / ".nox" / "base"
+BASE_REQUIREMENTS = ("torch", "numpy", "rich", "matplotlib", "hatchling", "editables", "pytest", "hypothesis")
+
+# A borrowing environment has no pip of its own: that of the base serves it, and its older setuptools stay away.
+BORROWING = {"venv_backend": "venv", "venv_params": ["--without-pip"]}
+
+nox.options.sessions = ["lint", "types", "tests", "docs"]
+nox.options.default_venv_backend = "venv"
+
+
+@nox.session(**BORROWING)
+def demo(session: nox.Session) -> None:
+    """Install everything and train: GRPO on the CPU, through the operators."""
+    borrow(session)
+    install(session, *PACKAGES)
+    session.run("rl-kernels", "demo", *session.posargs)
+
+
+@nox.session(**BORROWING)
+@nox.parametrize("package", [nox.param(name, id=name) for name in ("core", *PACKAGES, INTEGRATION)])
+def tests(session: nox.Session, package: str) -> None:
+    """Run the tests of one package beside core alone, or the integration tests of all."""
+    borrow(session)
+    present = [package] if package in OPERATORS else [] if package == "core" else [*PACKAGES]
+    install(session, *present)
+    if package == INTEGRATION:
+        session.install(*PINNED, "transformers")
+    session.run("python", "-m", "pip", "check")
+    session.run("python", "tools/installed.py", *map(module, ("core", *present)))
+    session.run("python", "-m", "pytest", str(tests_of(package)), *session.posargs)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check style, formatting, the arrows between modules, and the Markdown files."""
+    session.install(*PINNED, "ruff", "import-linter", "pymarkdownlnt")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+    session.run("lint-imports", "--no-cache", env={"PYTHONPATH": source_path()})
+    markdown = session.run("git", "ls-files", "*.md", external=True, silent=True).split()
+    session.run("pymarkdown", "scan", *markdown)
+
+
+@nox.session(**BORROWING)
+def types(session: nox.Session) -> None:
+    """Check the types of all packages, as the one namespace that they are."""
+    borrow(session)
+    session.install(*PINNED, "mypy")
+    session.run("mypy", *source_path().split(os.pathsep), env={"MYPYPATH": source_path()})
+
+
+@nox.session(**BORROWING)
+def docs(session: nox.Session) -> None:
+    """Build the documentation into site/; every warning is an error."""
+    borrow(session)
+    install(session, *PACKAGES)
+    session.install(*PINNED, "mkdocs", "mkdocs-material")
+    session.run("mkdocs", "build", "--strict", *session.posargs)
+
+
+@nox.session
+def build(session: nox.Session) -> None:
+    """Build all wheels into dist/, then install each in an environment of its own and list what it brings."""
+    dist = ROOT / "dist"
+    shutil.rmtree(dist, ignore_errors=True)
+    session.install(*PINNED, "hatchling")
+    session.run(
+        *("python", "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--wheel-dir", str(dist)),
+        *map(str, (CORE, *PACKAGES.values())),
+    )
+    for package in PACKAGES:
+        prove(session, package, dist)
+
+
+@nox.session(**BORROWING)
+def bench(session: nox.Session) -> None:
+    """Run the benchmark of every operator: verify, then time."""
+    borrow(session)
+    install(session, *PACKAGES)
+    for script in sorted(ROOT.glob("packages/*/benchmarks/bench.py")):
+        session.run("python", str(script), *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def gpu(session: nox.Session) -> None:
+    """Run the GPU tests with this Python, where the wheels are installed already; needs no network."""
+    session.run("python", "-c", "import torch, sys; sys.exit(not torch.cuda.is_available() and 'no GPU')")
+    session.run("python", "-m", "pytest", "-m", "gpu", *session.posargs)
+
+
+def borrow(session: nox.Session) -> None:
+    """Let the session's environment see the packages of the base environment."""
+    here, base = (purelib(session, python) for python in ("python", base_python(session)))
+    Path(here, "borrowed.pth").write_text(base + "\n", encoding="utf-8")
+
+
+def base_python(session: nox.Session) -> str:
+    """Return the Python of the base environment, made anew if what it was made from has changed."""
+    python = str(BASE / "bin" / "python")
+    made_from = "\n".join((CONSTRAINTS.read_text(encoding="utf-8"), sys.version, *BASE_REQUIREMENTS))
+    digest, mark = hashlib.sha256(made_from.encode()).hexdigest(), BASE / "made-from"
+    if not mark.exists() or mark.read_text(encoding="utf-8") != digest:
+        session.run(sys.executable, "-m", "venv", "--clear", str(BASE), external=True)
+        session.run(python, "-m", "pip", "install", *PINNED, *BASE_REQUIREMENTS, external=True)
+        mark.write_text(digest, encoding="utf-8")
+    return python
+
+
+def purelib(session: nox.Session, python: str) -> str:
+    """Return the folder in which that Python keeps installed packages."""
+    code = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    return session.run(python, "-c", code, external=True, silent=True).strip()
+
+
+def install(session: nox.Session, *packages: str) -> None:
+    """Install core and packages, editable, in one command: they pin each other, and no index has them."""
+    folders = (CORE, *(PACKAGES[name] for name in packages))
+    editable = [word for folder in folders for word in ("-e", str(folder))]
+    session.install("--no-build-isolation", "--no-index", *editable)
+
+
+def prove(session: nox.Session, package: str, dist: Path) -> None:
+    """Install one wheel with what it declares, import what came with it, and list the operators."""
+    home = Path(session.create_tmp(), package)
+    session.run("python", "-m", "venv", "--clear", str(home))
+    python = str(home / "bin" / "python")
+    requirement = package if package == META else f"rl-kernels-{package}"
+    session.run(python, "-m", "pip", "install", *PINNED, "--find-links", str(dist), requirement, external=True)
+    session.run(python, "-m", "pip", "check", external=True)
+    present = PACKAGES if package == META else [package]
+    session.run(python, "tools/installed.py", *map(module, ("core", *present)), external=True)
+    session.run(str(home / "bin" / "rl-kernels"), "list", external=True)
+
+
+def source_path() -> str:
+    """Return the source folders of all packages, as one search path."""
+    return os.pathsep.join(str(folder / "src") for folder in (CORE, *PACKAGES.values()))
+
+
+def tests_of(package: str) -> Path:
+    """Return the folder of the tests that a session runs."""
+    return {"core": CORE / "tests", INTEGRATION: ROOT / "tests_integration"}.get(package) or PACKAGES[package] / "tests"
+
+
+def module(package: str) -> str:
+    """Return what a package adds to the namespace rl_kernels."""
+    return "demo" if package == META else package.replace("-", "_")

@@ -1,0 +1,26 @@
+"""Check what is installed: `python tools/installed.py core linear_logp` passes if rl_kernels has exactly these parts.
+
+Each is imported too, so in an environment that borrows nothing it also proves that a package declares what it uses.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import sys
+
+
+def main(expected: list[str]) -> str | None:
+    """Return what is wrong with the installed parts, or None."""
+    import rl_kernels
+
+    found = {part.name for part in pkgutil.iter_modules(rl_kernels.__path__)}
+    if found != set(expected):
+        return f"expected rl_kernels.{{{','.join(sorted(expected))}}}, found rl_kernels.{{{','.join(sorted(found))}}}"
+    for name in expected:
+        importlib.import_module(f"rl_kernels.{name}")
+    return None
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
