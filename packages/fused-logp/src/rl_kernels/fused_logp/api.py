@@ -1,0 +1,186 @@
+"""The public function of the package: validation, dispatch, autograd."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+
+from rl_kernels.core import validate as check
+from rl_kernels.core.dispatch import choose
+from rl_kernels.core.outputs import LogpStats
+from rl_kernels.core.rowwise import compute_dtype
+from rl_kernels.core.torchlib import first_order
+from rl_kernels.fused_logp.op import OPERATOR, describe, ops
+
+Reduction = Literal["auto", "two_pass", "online"]
+
+
+def fused_logp(
+    logits: torch.Tensor,
+    token_ids: torch.Tensor,
+    *,
+    temperature: float | torch.Tensor = 1.0,
+    ignore_index: int | None = None,
+    row_indices: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    output_dtype: torch.dtype = torch.float32,
+    return_stats: bool = False,
+    inplace_backward: bool = False,
+    reduction: Reduction = "auto",
+    validate: bool = True,
+    backend: str | None = None,
+) -> torch.Tensor | LogpStats:
+    """Return the log-probability of each selected token: ``z[id] - logsumexp(z)`` with ``z = logits / temperature``.
+
+    Worked in FP32 whatever the dtype of the logits (in FP64 for FP64 logits). A row's result, and its row of the
+    gradient, depend on that row alone, bit for bit. ``-inf`` is a masked entry; a row that is all ``-inf`` or holds
+    NaN or ``+inf`` gives NaN for that row alone.
+
+    Args:
+        logits: ``[..., V]``, FP32, BF16, FP16 or FP64, any strides; differentiable.
+        token_ids: ``[...]``, int64 or int32, each in ``[0, V)`` or equal to ``ignore_index``.
+        temperature: a number > 0, or a tensor ``[...]`` with one value a token.
+        ignore_index: positions with this id give 0 in every output and get zero gradient; they are not read.
+        row_indices: ``[R]``, indices into the flattened rows; only those are computed. The others are left alone in
+            ``out``, and are 0 without it; their ids are neither read nor checked.
+        out: ``[...]`` in ``output_dtype``, overwritten with the log-probabilities and returned; not with logits that
+            require grad.
+        output_dtype: of the log-probabilities; logsumexp and entropy are FP32 (FP64 if this is).
+        return_stats: return ``LogpStats(logp, logsumexp, entropy)``, all differentiable.
+        inplace_backward: let the gradient overwrite the logits' storage; a second backward raises. Not under
+            torch.compile.
+        reduction: ``two_pass`` (maximum, then sum) or ``online`` (running maximum); ``auto`` lets the backend choose,
+            never by the number of rows.
+        validate: check the values of ids, indices and temperature, which syncs with a GPU; skipped under
+            torch.compile and graph capture. Unchecked, a row with a bad id gives NaN.
+        backend: name of a backend, ``auto``, or None for what is forced elsewhere, if anything.
+
+    Returns:
+        ``[...]`` in ``output_dtype``, or ``LogpStats``.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above; the message names it.
+        BackendUnavailable: the backend asked for cannot run this call.
+    """
+    _validate(logits, token_ids, temperature, ignore_index, row_indices, output_dtype, reduction, backend, validate)
+    _validate_storage(logits, token_ids, out, output_dtype, inplace_backward)
+    chosen = choose(OPERATOR, describe(logits), backend)
+    vocab = logits.shape[-1]
+    dtype = compute_dtype(logits.dtype)
+    if isinstance(temperature, torch.Tensor):
+        scale = temperature.to(dtype).reshape(-1) if temperature.ndim else temperature.to(dtype)
+    else:
+        scale = torch.full((), temperature, dtype=dtype)
+    arguments = (logits.reshape(-1, vocab), token_ids.reshape(-1), scale, ignore_index, row_indices)
+    if logits.requires_grad and torch.is_grad_enabled():
+        results = _FusedLogp.apply(*arguments, reduction, return_stats, inplace_backward, chosen.name)
+    else:
+        results = ops["forward_stats" if return_stats else "forward"](*arguments, reduction, chosen.name)
+
+    logp = results[0].view(token_ids.shape).to(output_dtype)
+    if out is not None:
+        logp = _write(out, logp, row_indices)
+    if not return_stats:
+        return logp
+    stats_dtype = compute_dtype(output_dtype)
+    return LogpStats(logp, *(value.view(token_ids.shape).to(stats_dtype) for value in results[1:]))
+
+
+def _validate(
+    logits: torch.Tensor,
+    token_ids: torch.Tensor,
+    temperature: float | torch.Tensor,
+    ignore_index: int | None,
+    row_indices: torch.Tensor | None,
+    output_dtype: torch.dtype,
+    reduction: str,
+    backend: str | None,
+    values: bool,
+) -> None:
+    check.tensor("logits", logits, check.FLOATS, least=1)
+    if logits.shape[-1] == 0:
+        raise ValueError(f"logits: expected a vocabulary (last dim) of at least 1, got shape {tuple(logits.shape)}")
+    check.token_ids("token_ids", token_ids, logits.shape[:-1], "the leading dims of logits")
+    if row_indices is not None:
+        check.tensor("row_indices", row_indices, check.INTEGERS, ndim=1)
+    check.same_device(logits=logits, token_ids=token_ids, row_indices=row_indices)
+    if ignore_index is not None:
+        check.integer("ignore_index", ignore_index)
+    check.choice("output_dtype", output_dtype, check.FLOATS)
+    check.choice("reduction", reduction, ("auto", "two_pass", "online"))
+    check.backend_name(backend)
+    check.temperature(temperature, token_ids.shape, logits.device, values=values)
+    if values:
+        ids = token_ids
+        if row_indices is not None:
+            check.ids_in_range("row_indices", row_indices, token_ids.numel())
+            ids = token_ids.reshape(-1)[row_indices.long()]
+        check.ids_in_range("token_ids", ids, logits.shape[-1], ignore_index)
+
+
+def _validate_storage(
+    logits: torch.Tensor,
+    token_ids: torch.Tensor,
+    out: torch.Tensor | None,
+    output_dtype: torch.dtype,
+    inplace_backward: bool,
+) -> None:
+    if out is not None:
+        check.tensor("out", out, (output_dtype,))
+        check.shape("out", out, token_ids.shape, "that of token_ids")
+        check.same_device(logits=logits, out=out)
+        if logits.requires_grad and torch.is_grad_enabled():
+            raise ValueError("out: expected None with logits that require grad, the result could not carry a gradient")
+    if inplace_backward:
+        if torch.compiler.is_compiling():
+            raise ValueError("inplace_backward: expected False under torch.compile")
+        if 0 in logits.stride() and logits.numel() > 1:
+            raise ValueError("inplace_backward: expected logits whose elements have storage of their own, got a stride 0")
+
+
+def _write(out: torch.Tensor, logp: torch.Tensor, row_indices: torch.Tensor | None) -> torch.Tensor:
+    if row_indices is not None:
+        rows = row_indices.long()
+        logp = out.flatten().index_copy(0, rows, logp.flatten()[rows]).view(out.shape)
+    return out.copy_(logp)
+
+
+class _FusedLogp(torch.autograd.Function):
+    """Saves logits and logsumexp (entropy too with statistics); gradients flow to the logits alone."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: torch.Tensor,
+        token_ids: torch.Tensor,
+        temperature: torch.Tensor,
+        ignore_index: int | None,
+        row_indices: torch.Tensor | None,
+        reduction: str,
+        return_stats: bool,
+        inplace: bool,
+        backend: str,
+    ) -> tuple[torch.Tensor, ...]:
+        op = ops["forward_stats" if return_stats else "forward"]
+        results = op(logits, token_ids, temperature, ignore_index, row_indices, reduction, backend)
+        ctx.save_for_backward(logits, token_ids, temperature, row_indices, *results[1:])
+        ctx.set_materialize_grads(False)
+        ctx.ignore_index, ctx.inplace, ctx.backend, ctx.done = ignore_index, inplace, backend, False
+        return results if return_stats else results[:1]
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if ctx.done:
+            raise RuntimeError("inplace_backward: the first backward has overwritten the logits, a second cannot run")
+        logits, token_ids, temperature, row_indices, lse, *entropy = ctx.saved_tensors
+        grads = [*upstream, *[None] * (3 - len(upstream))]
+        saved = (lse, entropy[0] if entropy else None, *grads)
+        arguments = (logits, token_ids, temperature, ctx.ignore_index, row_indices, *saved, ctx.backend)
+        if ctx.inplace:
+            ctx.done = True
+            ops["backward_inplace"](*arguments)
+            grad = logits.detach()
+        else:
+            grad = first_order(ops["backward"], *arguments)
+        return grad, *[None] * 8

@@ -1,0 +1,133 @@
+"""fused_logp in PyTorch, for any device: rows in blocks of bounded memory, every sum in a fixed order.
+
+Order of the sums, which is the contract of this backend: a row is cut into segments of 4096 columns. ``two_pass`` takes
+the maximum of the whole row, then adds the segments' trees in ascending order; ``online`` forms the state of each
+segment and merges the states in ascending order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from rl_kernels.core import rowwise
+
+BLOCK_ELEMENTS = 1 << 22
+"""Logits worked on at once; rows are independent, so it changes no bit."""
+
+Rows = torch.Tensor | slice
+
+
+def forward(
+    logits: torch.Tensor,
+    token_ids: torch.Tensor,
+    temperature: torch.Tensor,
+    ignore_index: int | None,
+    row_indices: torch.Tensor | None,
+    reduction: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (logp, logsumexp), each ``[N]``."""
+    logp, lse, _ = forward_stats(logits, token_ids, temperature, ignore_index, row_indices, reduction)
+    return logp, lse
+
+
+def forward_stats(
+    logits: torch.Tensor,
+    token_ids: torch.Tensor,
+    temperature: torch.Tensor,
+    ignore_index: int | None,
+    row_indices: torch.Tensor | None,
+    reduction: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (logp, logsumexp, entropy), each ``[N]``."""
+    dtype = rowwise.compute_dtype(logits.dtype)
+    logp, lse, entropy = (logits.new_zeros(logits.shape[0], dtype=dtype) for _ in range(3))
+    for rows in _blocks(logits, row_indices):
+        z = _scaled(logits, rows, temperature)
+        ids = token_ids[rows]
+        row_lse, row_entropy = rowwise.finish(_state(z, reduction))
+        row_logp = torch.where(rowwise.outside(ids, z.shape[1]), torch.nan, rowwise.select(z, ids) - row_lse)
+        active = _active(ids, ignore_index)
+        for total, value in ((logp, row_logp), (lse, row_lse), (entropy, row_entropy)):
+            total[rows] = torch.where(active, value, 0.0)
+    return logp, lse, entropy
+
+
+def backward(
+    logits: torch.Tensor,
+    token_ids: torch.Tensor,
+    temperature: torch.Tensor,
+    ignore_index: int | None,
+    row_indices: torch.Tensor | None,
+    *saved: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return dlogits ``[N, V]`` in the dtype of logits; ``saved`` is LogpUpstream without ids."""
+    grad = logits.new_zeros(logits.shape)
+    for rows, dz in _gradients(logits, token_ids, temperature, ignore_index, row_indices, *saved):
+        grad[rows] = dz
+    return grad
+
+
+def backward_inplace(
+    logits: torch.Tensor,
+    token_ids: torch.Tensor,
+    temperature: torch.Tensor,
+    ignore_index: int | None,
+    row_indices: torch.Tensor | None,
+    *saved: torch.Tensor | None,
+) -> None:
+    """Overwrite logits with dlogits."""
+    if row_indices is not None:
+        others = torch.ones(logits.shape[0], dtype=torch.bool, device=logits.device)
+        logits.masked_fill_(others.index_fill(0, row_indices.long(), False)[:, None], 0)
+    for rows, dz in _gradients(logits, token_ids, temperature, ignore_index, row_indices, *saved):
+        logits[rows] = dz
+
+
+def _gradients(
+    logits: torch.Tensor,
+    token_ids: torch.Tensor,
+    temperature: torch.Tensor,
+    ignore_index: int | None,
+    row_indices: torch.Tensor | None,
+    *saved: torch.Tensor | None,
+) -> Iterator[tuple[Rows, torch.Tensor]]:
+    for rows in _blocks(logits, row_indices):
+        z = _scaled(logits, rows, temperature)
+        upstream = rowwise.LogpUpstream(token_ids, *saved).rows(rows)
+        dz = rowwise.dlogits(z, upstream) / _column(temperature, rows, z)
+        dz = torch.where(rowwise.outside(upstream.ids, z.shape[1])[:, None], torch.nan, dz)
+        yield rows, torch.where(_active(upstream.ids, ignore_index)[:, None], dz, 0.0).to(logits.dtype)
+
+
+def _blocks(logits: torch.Tensor, row_indices: torch.Tensor | None) -> Iterator[Rows]:
+    height = max(BLOCK_ELEMENTS // logits.shape[1], 1)
+    if row_indices is not None:
+        # Unchecked indices (validate=False) must not read out of bounds.
+        yield from row_indices.long().clamp(0, max(logits.shape[0] - 1, 0)).split(height)
+        return
+    for row in range(0, logits.shape[0], height):
+        yield slice(row, row + height)
+
+
+def _column(temperature: torch.Tensor, rows: Rows, z: torch.Tensor) -> torch.Tensor:
+    return rowwise.per_row(temperature[rows] if temperature.ndim else temperature, z)
+
+
+def _scaled(logits: torch.Tensor, rows: Rows, temperature: torch.Tensor) -> torch.Tensor:
+    z = logits[rows].to(temperature.dtype)
+    return z / _column(temperature, rows, z)
+
+
+def _active(ids: torch.Tensor, ignore_index: int | None) -> torch.Tensor:
+    return torch.ones_like(ids, dtype=torch.bool) if ignore_index is None else ids != ignore_index
+
+
+def _state(z: torch.Tensor, reduction: str) -> rowwise.SoftmaxState:
+    if reduction != "online":
+        return rowwise.softmax_state(z)
+    first, *others = (rowwise.softmax_state(part) for part in z.split(rowwise.SEGMENT, 1))
+    for part in others:
+        first = rowwise.merge(first, part)
+    return first

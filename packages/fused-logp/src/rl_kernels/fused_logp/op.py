@@ -1,0 +1,56 @@
+"""What fused_logp is to the registry and to torch: schemas, fake kernels, backends and their promises.
+
+In the raw ops logits are ``[N, V]`` of any strides, ids ``[N]``, temperature ``[]`` or ``[N]`` in the dtype of the
+computation (FP32, FP64 for FP64 logits); logp, logsumexp and entropy are ``[N]`` in that dtype too.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from rl_kernels.core import torchlib
+from rl_kernels.core.operator import INVARIANT, Backend, Call, Operator
+from rl_kernels.core.rowwise import compute_dtype
+
+_INPUTS = "Tensor logits, Tensor token_ids, Tensor temperature, int? ignore_index, Tensor? row_indices"
+_SAVED = "Tensor logsumexp, Tensor? entropy, Tensor? grad_logp, Tensor? grad_logsumexp, Tensor? grad_entropy"
+
+SCHEMAS = {
+    "forward": f"({_INPUTS}, str reduction, str backend) -> (Tensor, Tensor)",
+    "forward_stats": f"({_INPUTS}, str reduction, str backend) -> (Tensor, Tensor, Tensor)",
+    "backward": f"({_INPUTS}, {_SAVED}, str backend) -> Tensor",
+    "backward_inplace": f"({_INPUTS.replace('Tensor logits', 'Tensor(a!) logits')}, {_SAVED}, str backend) -> ()",
+}
+
+
+def _rows(logits: torch.Tensor) -> torch.Tensor:
+    return logits.new_empty(logits.shape[0], dtype=compute_dtype(logits.dtype))
+
+
+FAKES = {
+    "forward": lambda logits, *_: (_rows(logits), _rows(logits)),
+    "forward_stats": lambda logits, *_: (_rows(logits), _rows(logits), _rows(logits)),
+    "backward": lambda logits, *_: logits.new_empty(logits.shape),
+    "backward_inplace": lambda *_: None,
+}
+
+
+def describe(logits: torch.Tensor, *_: object, **__: object) -> Call:
+    """Describe a call of the public function to the dispatcher."""
+    return Call.of(logits, V=logits.shape[-1])
+
+
+OPERATOR = Operator(
+    name="fused_logp",
+    aliases=("logp",),
+    package="rl_kernels.fused_logp",
+    summary="log-probability, logsumexp and entropy of selected tokens, from logits",
+    shape=("N", "V"),
+    rows=frozenset({"N"}),
+    schemas=SCHEMAS,
+    fakes=FAKES,
+    backends=(Backend("native", "rl_kernels.fused_logp.native", {"cpu": INVARIANT, "cuda": INVARIANT}),),
+    describe=describe,
+)
+
+ops = torchlib.define(OPERATOR)

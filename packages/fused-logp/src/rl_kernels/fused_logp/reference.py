@@ -1,0 +1,40 @@
+"""The definition of fused_logp in plain PyTorch; the gold when its inputs are FP64."""
+
+from __future__ import annotations
+
+import torch
+
+from rl_kernels.core.outputs import LogpStats
+
+
+def fused_logp(
+    logits: torch.Tensor,
+    token_ids: torch.Tensor,
+    *,
+    temperature: float | torch.Tensor = 1.0,
+    ignore_index: int | None = None,
+    row_indices: torch.Tensor | None = None,
+    output_dtype: torch.dtype | None = None,
+    return_stats: bool = False,
+) -> torch.Tensor | LogpStats:
+    """Return ``z[id] - logsumexp(z)`` with ``z = logits / temperature``; shapes as in the public function.
+
+    Worked in FP32, in FP64 for FP64 logits; statistics stay there, the log-probability is cast to ``output_dtype``.
+    """
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    active = torch.ones_like(token_ids, dtype=torch.bool)
+    if row_indices is not None:
+        active = torch.zeros_like(active).flatten().index_fill(0, row_indices.long(), True).view(token_ids.shape)
+    if ignore_index is not None:
+        active = active & (token_ids != ignore_index)
+    scale = torch.as_tensor(temperature, dtype=dtype, device=logits.device)
+    z = torch.where(active[..., None], logits, 0).to(dtype) / (scale[..., None] if scale.ndim else scale)
+    ids = torch.where(active, token_ids, 0).long()
+
+    log_p = torch.log_softmax(z, -1)
+    logp = torch.where(active, log_p.gather(-1, ids[..., None]).squeeze(-1), 0)
+    logp = logp if output_dtype is None else logp.to(output_dtype)
+    if not return_stats:
+        return logp
+    entropy = -torch.where(log_p == -torch.inf, 0, log_p.exp() * log_p).sum(-1)
+    return LogpStats(logp, torch.where(active, z.logsumexp(-1), 0), torch.where(active, entropy, 0))

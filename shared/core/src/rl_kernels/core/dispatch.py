@@ -1,0 +1,176 @@
+"""Choose a backend for a call, or say why not; force one; record what was chosen.
+
+The choice is the first backend, in the operator's order of priority, that can run the call and keeps the promises of
+the operator. State is plain module variables, because torch.compile guards those and cannot trace a ContextVar; the
+environment is read once, at import.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+
+from rl_kernels.core.operator import INVARIANT, Backend, Call, Operator
+from rl_kernels.core.registry import PUBLISHED, kernel_registry
+
+AUTO = "auto"
+
+
+class BackendUnavailable(ValueError):
+    """The backend that was asked for, or every backend, cannot run this call; the message says why."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One dispatch: which backend ran which operator, and whether it was forced."""
+
+    operator: str
+    backend: str
+    device: str
+    forced: bool
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One line of ``explain``: a backend with ``chosen`` or the reason it was not."""
+
+    backend: str
+    reason: str | None
+    chosen: bool
+
+    def __str__(self) -> str:
+        return f"{self.backend}: {'chosen' if self.chosen else self.reason or 'can run, comes after the chosen one'}"
+
+
+def _canonical(operator: str) -> str:
+    for known, aliases in PUBLISHED.items():
+        if operator in aliases:
+            return known
+    if operator in PUBLISHED or operator in kernel_registry.names():
+        return operator
+    raise ValueError(f"{operator!r} is no operator; known: {', '.join(sorted({*PUBLISHED, *kernel_registry.names()}))}")
+
+
+def parse_forced(text: str) -> dict[str, str]:
+    """Parse ``linear_logp=triton,grpo_loss=native``, the form of ``RL_KERNELS_BACKEND``."""
+    forced = {}
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, backend = item.partition("=")
+        if not equals or not name or not backend:
+            raise ValueError(f"RL_KERNELS_BACKEND: expected operator=backend[,operator=backend], got {text!r}")
+        forced[_canonical(name.strip())] = backend.strip()
+    return forced
+
+
+_forced: dict[str, str] = parse_forced(os.environ.get("RL_KERNELS_BACKEND", ""))
+_strict: bool = os.environ.get("RL_KERNELS_STRICT", "0") not in ("", "0")
+_logs: list[list[Choice]] = []
+
+
+class use_backend:  # noqa: N801 - reads as a statement: with use_backend(linear_logp="triton")
+    """Force backends inside a ``with`` block; ``auto`` lifts an outer choice.
+
+    ``use_backend(linear_logp="triton", grpo_loss="native")``. An explicit ``backend=`` on a call wins over it.
+
+    Raises:
+        ValueError: a keyword is no operator.
+    """
+
+    def __init__(self, **backends: str) -> None:
+        self._backends = {_canonical(name): backend for name, backend in backends.items()}
+        self._outer: list[Mapping[str, str]] = []
+
+    def __enter__(self) -> None:
+        """Force the backends."""
+        self._outer.append(dict(_forced))
+        _forced.update(self._backends)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Restore what was forced outside."""
+        outer = self._outer.pop()
+        _forced.clear()
+        _forced.update(outer)
+
+
+@contextmanager
+def record_dispatch() -> Iterator[list[Choice]]:
+    """Collect every choice made inside the block, oldest first."""
+    log: list[Choice] = []
+    _logs.append(log)
+    try:
+        yield log
+    finally:
+        _logs[:] = [other for other in _logs if other is not log]
+
+
+def reason_against(backend: Backend, call: Call) -> str | None:
+    """Say why the automatic choice may not take this backend for this call, or return None."""
+    reason = backend.why_not(call)
+    if reason is not None:
+        return reason
+    missing = [promise for promise in sorted(INVARIANT) if promise not in backend.promises[call.device.type]]
+    if missing:
+        return f"does not promise {', '.join(missing)} on {call.device.type}; ask for it by name to use it all the same"
+    if _strict and backend.name == "native" and call.device.type == "cuda":
+        return "RL_KERNELS_STRICT forbids the native backend on a GPU"
+    return None
+
+
+def choose(operator: Operator, call: Call, backend: str | None = None) -> Backend:
+    """Return the backend that runs this call, and record it.
+
+    Args:
+        operator: whose backend.
+        call: device, dtype, arch and traits of the tensors.
+        backend: a name forces that backend; ``"auto"`` chooses whatever is forced elsewhere; None respects
+            ``use_backend`` and ``RL_KERNELS_BACKEND``.
+
+    Raises:
+        ValueError: no backend has that name.
+        BackendUnavailable: the forced backend, or all, cannot run the call.
+    """
+    wanted = _forced.get(operator.name, AUTO) if backend is None else backend
+    chosen = _first(operator, call) if wanted == AUTO else _named(operator, call, wanted)
+    for log in _logs:
+        log.append(Choice(operator.name, chosen.name, call.device.type, wanted != AUTO))
+    return chosen
+
+
+def _named(operator: Operator, call: Call, name: str) -> Backend:
+    backend = operator.backend(name)
+    reason = backend.why_not(call)
+    if reason is not None:
+        raise BackendUnavailable(f"backend: {operator.name} cannot run on {name!r}: {reason}")
+    return backend
+
+
+def _first(operator: Operator, call: Call) -> Backend:
+    reasons = []
+    for backend in operator.backends:
+        reason = reason_against(backend, call)
+        if reason is None:
+            return backend
+        reasons.append(f"{backend.name}: {reason}")
+    raise BackendUnavailable(f"backend: no backend of {operator.name} can run this call; " + "; ".join(reasons))
+
+
+def explain_call(operator: Operator, call: Call) -> list[Verdict]:
+    """Return a verdict on every backend of an operator for a described call, in order of priority."""
+    verdicts: list[Verdict] = []
+    taken = False
+    for backend in operator.backends:
+        reason = reason_against(backend, call)
+        verdicts.append(Verdict(backend.name, reason, chosen=reason is None and not taken))
+        taken = taken or reason is None
+    return verdicts
+
+
+def explain(op: str, *args: object, **kwargs: object) -> list[Verdict]:
+    """Return a verdict on every backend for a call of the operator ``op`` with these arguments; nothing runs."""
+    operator = kernel_registry.load(op)
+    return explain_call(operator, operator.describe(*args, **kwargs))

@@ -1,0 +1,141 @@
+"""The vocabulary: what an operator is, what a backend promises, what a choice between backends may look at.
+
+Everything here is a frozen dataclass without behaviour of its own, so that it can be read under ``torch.compile`` and
+compared in tests. This module knows no operator and imports no backend.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any, Literal
+
+import torch
+
+Promise = Literal["invariant", "repeatable", "differentiable"]
+
+INVARIANT: frozenset[Promise] = frozenset({"invariant", "repeatable", "differentiable"})
+"""A row's bits depend on that row alone; same inputs give the same bits; gradients are provided."""
+REPEATABLE: frozenset[Promise] = frozenset({"repeatable", "differentiable"})
+"""Same inputs give the same bits, but a row's bits may follow the batch; gradients are provided."""
+
+
+def arch_of(device_type: str, index: int | None = None) -> str:
+    """Name the architecture of a device as the tolerance contract does: ``cpu``, ``sm90``, ``gfx942``."""
+    if device_type != "cuda":
+        return device_type
+    if torch.version.hip:
+        return torch.cuda.get_device_properties(index or 0).gcnArchName.split(":")[0]
+    major, minor = torch.cuda.get_device_capability(index)
+    return f"sm{major}{minor}"
+
+
+@dataclass(frozen=True)
+class Call:
+    """What the choice of a backend may look at: never the number of rows, or bits would follow the batch.
+
+    Attributes:
+        device: where all tensors of the call are.
+        dtype: of the operands.
+        arch: ``cpu``, ``sm90``, ``gfx942``, ...
+        traits: sizes that are no row count (``V``, ``D``, ``K``), and facts such as ``bias`` or ``layout``.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    arch: str
+    traits: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, **traits: Any) -> Call:
+        """Describe a call by its leading tensor and the traits of the others."""
+        device = tensor.device
+        return cls(device, tensor.dtype, arch_of(device.type, device.index), traits)
+
+
+def no_limits(call: Call) -> str | None:
+    """Accept every call: the default of ``Backend.limits``."""
+    return None
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One implementation of an operator.
+
+    Attributes:
+        name: ``native``, ``triton``, ``cuda-generic``, ``cuda-sm90``: what ``backend=`` and ``explain`` call it.
+        module: import path of its module, which holds one function for each schema of the operator; imported at
+            first use only.
+        promises: by device type, what it promises there; a device type that is not a key is not supported.
+        limits: ``call -> reason``; why this call is beyond it, or None. An exception propagates.
+    """
+
+    name: str
+    module: str
+    promises: Mapping[str, frozenset[Promise]]
+    limits: Callable[[Call], str | None] = no_limits
+
+    def why_not(self, call: Call) -> str | None:
+        """Say why this backend cannot run this call, or return None if it can."""
+        if call.device.type not in self.promises:
+            return f"runs on {', '.join(self.promises)}, but the tensors are on {call.device.type}"
+        return self.limits(call)
+
+    def load(self) -> ModuleType:
+        """Import and return the backend's module."""
+        return importlib.import_module(self.module)
+
+
+@dataclass(frozen=True)
+class Operator:
+    """An operator as its package announces it (entry point group ``rl_kernels.operators``).
+
+    Attributes:
+        name: registry name, which is also the name of the public function.
+        package: import path; holds the public functions and a module ``cases`` with ``SPEC``.
+        summary: one line for lists.
+        shape: names of the sizes that ``explain --shape`` takes, in order.
+        rows: those of them that count rows: the choice of a backend never sees them.
+        schemas: raw op name -> ``torch.library`` schema; the last argument is always ``str backend``.
+        fakes: raw op name -> its shape function, without the ``backend`` argument.
+        backends: in order of priority.
+        describe: the public function's arguments -> ``Call``.
+        aliases: other registry names.
+        functions: the package's other public functions that run through the operator's backends.
+    """
+
+    name: str
+    package: str
+    summary: str
+    shape: tuple[str, ...]
+    rows: frozenset[str]
+    schemas: Mapping[str, str]
+    fakes: Mapping[str, Callable[..., Any]]
+    backends: tuple[Backend, ...]
+    describe: Callable[..., Call]
+    aliases: tuple[str, ...] = ()
+    functions: tuple[str, ...] = ()
+
+    def backend(self, name: str) -> Backend:
+        """Return the backend of that name; ``ValueError`` lists the known ones."""
+        for backend in self.backends:
+            if backend.name == name:
+                return backend
+        known = ", ".join(backend.name for backend in self.backends)
+        raise ValueError(f"backend: {self.name} has no backend {name!r}; it has: auto, {known}")
+
+    def function(self, name: str = "") -> Callable[..., Any]:
+        """Return a public function of the package, by default the one the operator is named after."""
+        return getattr(importlib.import_module(self.package), name or self.name)
+
+    @property
+    def distribution(self) -> str:
+        """Name to ``pip install``."""
+        return distribution_of(self.name)
+
+
+def distribution_of(operator_name: str) -> str:
+    """Return the distribution that brings an operator: ``grpo_loss`` -> ``rl-kernels-grpo-loss``."""
+    return "rl-kernels-" + operator_name.replace("_", "-")

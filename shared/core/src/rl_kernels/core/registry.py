@@ -1,0 +1,79 @@
+"""Which operators are installed, found by entry point and imported only when asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from rl_kernels.core.operator import Operator, distribution_of
+
+GROUP = "rl_kernels.operators"
+
+PUBLISHED = {"fused_logp": ("logp",), "linear_logp": (), "det_gemm": (), "grpo_loss": ()}
+"""Operators (and their aliases) of this release: only to tell how to install one that is missing."""
+
+
+class UnknownOperator(LookupError):
+    """No installed operator has that name."""
+
+
+class KernelRegistry:
+    """The installed operators. Reading their names imports none of them."""
+
+    def __init__(self, found: dict[str, EntryPoint]) -> None:
+        self._found = found
+        self._loaded: dict[str, Operator] = {}
+
+    def names(self) -> list[str]:
+        """Return the registry names of the installed operators, sorted."""
+        return sorted(self._found)
+
+    def load(self, name: str) -> Operator:
+        """Return an operator by name or alias.
+
+        Raises:
+            UnknownOperator: no installed operator is called that; the message tells what to install, or lists what
+                there is.
+        """
+        if name in self._loaded:
+            return self._loaded[name]
+        operator = self._import(name) if name in self._found else self._by_alias(name)
+        self._loaded[name] = operator
+        return operator
+
+    def get_op(self, name: str) -> Callable[..., Any]:
+        """Return an operator's public function by name or alias; raises as ``load`` does."""
+        return self.load(name).function()
+
+    def _import(self, name: str) -> Operator:
+        operator = self._found[name].load()
+        if not isinstance(operator, Operator) or operator.name != name:
+            raise TypeError(f"entry point {name!r} of {GROUP} must give the Operator of that name, got {operator!r}")
+        return operator
+
+    def _by_alias(self, name: str) -> Operator:
+        for known, aliases in PUBLISHED.items():
+            if name == known or name in aliases:
+                if known in self._found:
+                    return self._import(known)
+                raise UnknownOperator(f"operator {name!r} is not installed: pip install {distribution_of(known)}")
+        for known in self._found:
+            if name in self._import(known).aliases:
+                return self._import(known)
+        raise UnknownOperator(f"unknown operator {name!r}; installed: {', '.join(self.names()) or 'none'}")
+
+
+def _discover() -> dict[str, EntryPoint]:
+    found: dict[str, EntryPoint] = {}
+    for point in entry_points(group=GROUP):
+        other = found.setdefault(point.name, point)
+        if other.value != point.value:
+            raise ImportError(f"operator {point.name!r} is announced twice: as {other.value} and as {point.value}")
+    return found
+
+
+# Found once, at import: entry points cannot be read while torch.compile traces.
+kernel_registry = KernelRegistry(_discover())
+names = kernel_registry.names
+load = kernel_registry.load

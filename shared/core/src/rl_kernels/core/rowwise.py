@@ -1,0 +1,180 @@
+"""CPU numerics whose rows do not depend on the batch: the same row gives the same bits wherever it stands.
+
+Library products and sums choose their order of summation by shape, alignment and thread count. Here every order is
+fixed: products run in FP64 on zero-padded blocks of one shape and are rounded once; sums are power-of-two trees of
+element-wise additions over fixed segments, merged in ascending order. Works on a GPU too, where only products lose the
+promise.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+BLOCK = 64
+"""Rows of a product computed at once; the last block is padded with zero rows."""
+STEP = 16
+"""Terms that one step of a chain adds, and the multiple to which inner sizes are padded with zeros."""
+SEGMENT = 4096
+"""Longest stretch of a row that one tree sums; also the columns of a product computed at once."""
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which values of ``dtype`` are worked on: FP64 for FP64, otherwise FP32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def pad_to(x: torch.Tensor, dim: int, multiple: int) -> torch.Tensor:
+    """Append zeros along ``dim`` up to the next multiple; ``x`` itself if none are missing."""
+    missing = -x.shape[dim] % multiple
+    if not missing:
+        return x
+    return F.pad(x, [0, 0] * (x.ndim - 1 - dim % x.ndim) + [0, missing])
+
+
+def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return ``a[M, K] @ b[K, N]``, products and sums in FP64, rounded once to ``compute_dtype``.
+
+    Any strides. Memory beyond the result: one block of ``a`` and one slab of ``b`` in FP64.
+    """
+    m, n = a.shape[0], b.shape[1]
+    out = a.new_empty((m, n), dtype=compute_dtype(a.dtype))
+    left = pad_to(pad_to(a, 1, STEP), 0, BLOCK)
+    for column in range(0, n, SEGMENT):
+        slab = b[:, column : column + SEGMENT].double()
+        width = slab.shape[1]
+        slab = pad_to(pad_to(slab, 1, STEP), 0, STEP).contiguous()
+        for row in range(0, m, BLOCK):
+            product = left[row : row + BLOCK].double().contiguous() @ slab
+            out[row : row + BLOCK, column : column + width] = product[: min(BLOCK, m - row), :width]
+    return out
+
+
+def chain_dw(a: torch.Tensor, dc: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Add ``a[M, K]^T @ dc[M, N]`` to ``out[K, N]`` in place, 16 rows of ``a`` a step, and return ``out``.
+
+    Each step's product is FP64, rounded to the dtype of ``out`` before it is added: splitting M at multiples of 16
+    over several calls, or appending zero rows, changes no bit.
+    """
+    for row in range(0, a.shape[0], STEP):
+        left, right = a[row : row + STEP].double(), dc[row : row + STEP].double()
+        step = pad_to(pad_to(left, 0, STEP), 1, STEP).t().contiguous() @ pad_to(pad_to(right, 0, STEP), 1, STEP)
+        out += step[: out.shape[0], : out.shape[1]].to(out.dtype)
+    return out
+
+
+def row_sum(x: torch.Tensor) -> torch.Tensor:
+    """Return the sum over the last dim of ``x[..., n]``: trees over segments, merged in ascending order.
+
+    Zeros appended to a row change no bit, nor does the sign of a zero: an all-zero row sums to +0.
+    """
+    total = x.new_zeros(x.shape[:-1])
+    for start in range(0, x.shape[-1], SEGMENT):
+        total = total + _tree(x[..., start : start + SEGMENT])
+    return total
+
+
+def _tree(x: torch.Tensor) -> torch.Tensor:
+    width = 1 << max(x.shape[-1] - 1, 0).bit_length()
+    x = F.pad(x, [0, width - x.shape[-1]])
+    while width > 1:
+        width //= 2
+        x = x[..., :width] + x[..., width:]
+    return x[..., 0]
+
+
+class SoftmaxState(NamedTuple):
+    """Softmax statistics of a stretch of each row: max, sum of e^(z - max), sum of e^(z - max) (z - max)."""
+
+    top: torch.Tensor
+    total: torch.Tensor
+    weighted: torch.Tensor
+
+
+def softmax_state(z: torch.Tensor) -> SoftmaxState:
+    """Return the state of ``z[N, n]``, n >= 1; a -inf entry adds nothing to it."""
+    top = z.amax(-1)
+    shifted = z - torch.where(top == -torch.inf, 0.0, top)[:, None]
+    power = shifted.exp()
+    product = torch.where(z == -torch.inf, 0.0, power * shifted)
+    return SoftmaxState(top, row_sum(power), row_sum(product))
+
+
+def merge(left: SoftmaxState, right: SoftmaxState) -> SoftmaxState:
+    """Return the state of two stretches; not associative in the last bit, so always merge in ascending order."""
+    top = torch.maximum(left.top, right.top)
+    return SoftmaxState(top, *(a + b for a, b in zip(_at(left, top), _at(right, top), strict=True)))
+
+
+def _at(state: SoftmaxState, top: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    empty = state.top == -torch.inf
+    shift = torch.where(empty, 0.0, state.top - top)
+    scale = torch.where(empty, 0.0, shift.exp())
+    return state.total * scale, (state.weighted + shift * state.total) * scale
+
+
+def finish(state: SoftmaxState) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (logsumexp, entropy) of a whole row; NaN for a row that is all -inf or contains NaN or +inf."""
+    log_total = state.total.log()
+    lse = torch.where(state.top == -torch.inf, torch.nan, state.top + log_total)
+    return lse, torch.where(lse.isnan(), torch.nan, log_total - state.weighted / state.total)
+
+
+def select(z: torch.Tensor, ids: torch.Tensor, first: int = 0) -> torch.Tensor:
+    """Return ``z[i, ids[i] - first]`` for each row, 0 where that column is not in this stretch of the row."""
+    column = ids.long() - first
+    inside = (column >= 0) & (column < z.shape[1])
+    return torch.where(inside, z.gather(1, column.clamp(0, z.shape[1] - 1)[:, None])[:, 0], 0.0)
+
+
+def outside(ids: torch.Tensor, size: int) -> torch.Tensor:
+    """Say for each id whether it lies outside ``[0, size)``."""
+    return (ids < 0) | (ids >= size)
+
+
+class LogpUpstream(NamedTuple):
+    """What ``dlogits`` needs of each row, each ``[N]``: saved statistics, and upstream gradients where there are any."""
+
+    ids: torch.Tensor
+    logsumexp: torch.Tensor
+    entropy: torch.Tensor | None
+    grad_logp: torch.Tensor | None
+    grad_logsumexp: torch.Tensor | None
+    grad_entropy: torch.Tensor | None
+
+    def rows(self, index: torch.Tensor | slice) -> LogpUpstream:
+        """Return the same for some of the rows."""
+        return LogpUpstream(*(None if field is None else field[index] for field in self))
+
+
+def dlogits(z: torch.Tensor, up: LogpUpstream, first: int = 0) -> torch.Tensor:
+    """Return the gradient to ``z[N, n]``, columns ``first`` to ``first + n`` of the logits after temperature.
+
+    dz_j = g_logp (1[j = id] - p_j) + g_lse p_j - g_H p_j (z_j - lse + H).
+    """
+    centred = z - up.logsumexp[:, None]
+    p = centred.exp()
+    dz = torch.zeros_like(z)
+    if up.grad_logp is not None:
+        chosen = torch.arange(first, first + z.shape[1], device=z.device) == up.ids[:, None]
+        dz = up.grad_logp[:, None] * (chosen.to(z.dtype) - p)
+    if up.grad_logsumexp is not None:
+        dz = dz + up.grad_logsumexp[:, None] * p
+    if up.grad_entropy is not None and up.entropy is not None:
+        surprise = torch.where(p == 0, 0.0, p * (centred + up.entropy[:, None]))
+        dz = dz - up.grad_entropy[:, None] * surprise
+    return dz
+
+
+def per_row(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return a number held in a tensor without dims (maybe on the CPU), or one value a row, as a column beside ``like``.
+
+    A scalar operand may take another kernel than a column (a GPU multiplies by its reciprocal), hence other bits.
+    """
+    if value.ndim:
+        return value[:, None]
+    if value.device == like.device:
+        return value.expand(like.shape[0], 1)
+    return torch.full((like.shape[0], 1), float(value), dtype=value.dtype, device=like.device)

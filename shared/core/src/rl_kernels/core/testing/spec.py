@@ -1,0 +1,133 @@
+"""What an operator's ``cases.py`` says about it: its cases, definition, classes, promised layouts and illegal calls.
+
+Tests, checker, benchmark and docs all read this one description; adding an operator edits no file of the core.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+
+from rl_kernels.core.operator import Operator
+from rl_kernels.core.testing.draw import Draw
+
+Inputs = dict[str, Any]
+"""Keyword arguments of a public function."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One named call of an operator, before its tensors are drawn.
+
+    Attributes:
+        name: unique within the operator.
+        sizes: by the names of the checker's shape flags (``batch``, ``seq``, ``vocab``, ...).
+        options: what ``Spec.inputs`` is to do differently for this case.
+        function: the package's public function that is called; by default the operator itself.
+        suite: ``quick`` cases run always, ``full`` ones in the full suite only.
+    """
+
+    name: str
+    sizes: Mapping[str, int]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    function: str = ""
+    suite: Literal["quick", "full"] = "quick"
+
+    def resized(self, sizes: Mapping[str, int]) -> Case:
+        """Return the case with some sizes replaced."""
+        return replace(self, sizes={**self.sizes, **sizes})
+
+
+def _identity(name: str, value: torch.Tensor) -> torch.Tensor:
+    return value
+
+
+@dataclass(frozen=True)
+class Variant:
+    """The same computation laid out differently, and where its results stand.
+
+    Results are named as outputs are (``logp``, ``output``) or ``gradient:NAME``. For each result of the base call,
+    ``pick(name, result)`` gives the elements to compare, or None if this variant says nothing about that result;
+    ``find(name, result of the variant)`` gives the same elements; their bits must be equal. ``lift`` turns the base
+    call's upstream gradient of an output into the variant's.
+    """
+
+    label: str
+    inputs: Inputs
+    pick: Callable[[str, torch.Tensor], torch.Tensor | None] = _identity
+    find: Callable[[str, torch.Tensor], torch.Tensor] = _identity
+    lift: Callable[[str, torch.Tensor], torch.Tensor] = _identity
+
+
+Transform = Callable[[Case, Inputs, Draw], Iterator[Variant]]
+"""Yields variants of a base call that the operator promises to be equal to it, bit for bit; none if it does not apply."""
+
+
+@dataclass(frozen=True)
+class IllegalCall:
+    """A call that must raise: ``change`` edits the keyword arguments of a good call.
+
+    Attributes:
+        name: unique within the operator.
+        change: the good call's keyword arguments -> the bad call's.
+        error: the exception type, exactly or a subclass.
+        match: regular expression that the message must contain; it names the argument.
+        case: name of the case that is the good call; the operator's first by default.
+    """
+
+    name: str
+    change: Callable[[Inputs], Inputs]
+    error: type[Exception]
+    match: str
+    case: str = ""
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Everything the checker knows about an operator.
+
+    Attributes:
+        cases: the first is the operator's plainest; every optional argument takes a non-default value in some case.
+        inputs: draws a case's keyword arguments.
+        references: by function name, its definition. Called with the same keyword arguments less ``unread``, on FP64
+            inputs for the gold and on the tested dtype for the error of plain eager PyTorch; it names the outputs,
+            and gives their shapes and dtypes.
+        classes: result name -> class of the tolerance contract.
+        differentiable: arguments that have a gradient.
+        magnitudes: ``(case, inputs, upstream) -> result name -> sum of the magnitudes of the terms`` whose sum the
+            element is, all FP64: how far rounding alone can move it.
+        transforms: by name, the layouts that may change no bit.
+        illegal: calls that must raise.
+        unread: arguments that choose how to compute, not what: the reference does not take them.
+        output: what a result that is a single tensor is called.
+        exempt: relation name -> why this operator is not held to it.
+    """
+
+    cases: Sequence[Case]
+    inputs: Callable[[Case, Draw], Inputs]
+    references: Mapping[str, Callable[..., Any]]
+    classes: Mapping[str, str]
+    differentiable: Sequence[str]
+    magnitudes: Callable[[Case, Inputs, Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
+    transforms: Mapping[str, Transform]
+    illegal: Sequence[IllegalCall]
+    unread: frozenset[str] = frozenset()
+    output: str = "output"
+    exempt: Mapping[str, str] = field(default_factory=dict)
+
+    def case(self, name: str = "") -> Case:
+        """Return a case by name, by default the first."""
+        return next(case for case in self.cases if name in ("", case.name))
+
+    def size_names(self) -> tuple[str, ...]:
+        """Return the shape flags that the cases use, in order of appearance."""
+        return tuple(dict.fromkeys(name for case in self.cases for name in case.sizes))
+
+
+def spec_of(operator: Operator) -> Spec:
+    """Import and return the ``SPEC`` of an operator's ``cases`` module."""
+    return importlib.import_module(f"{operator.package}.cases").SPEC

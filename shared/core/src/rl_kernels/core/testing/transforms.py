@@ -1,0 +1,192 @@
+"""Layouts that must change no bit, for operators whose results belong to rows.
+
+A ``RowLayout`` says which arguments and results run along the rows; the transforms then move, drop, pad and cut rows
+of any such operator. Each variant keeps the original rows among others, and compares exactly those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from rl_kernels.core.testing.draw import Draw
+from rl_kernels.core.testing.spec import Case, Inputs, Transform, Variant
+
+IGNORED = -100
+"""The id that padding rows carry where the operator has ``ignore_index``."""
+FILLER = -1
+"""In a row index: a row that is no row of the base call."""
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """How an operator's rows lie.
+
+    Attributes:
+        arguments: argument -> number of dims of one row (logits 1, token_ids 0); an argument of fewer dims than that
+            plus one belongs to no row.
+        results: outputs and gradients with one entry, or row, for each row.
+        ids: the argument of token ids, if rows can be masked by ``ignore_index``.
+        functions: public functions with this layout; empty for the operator's own.
+    """
+
+    arguments: Mapping[str, int]
+    results: frozenset[str]
+    ids: str | None = None
+    functions: frozenset[str] = field(default_factory=lambda: frozenset({""}))
+
+    def transforms(self) -> dict[str, Transform]:
+        """Return the standard transforms of rows by name."""
+        plain = {"alone": _alone, "batch": _batch, "position": _position, "neighbours": _neighbours, "chunks": _chunks}
+        named = {**plain, "padding": _padding, **({"masked": _masked} if self.ids else {})}
+        return {name: self._bind(transform) for name, transform in named.items()}
+
+    def _bind(self, transform: RowTransform) -> Transform:
+        def variants(case: Case, inputs: Inputs, draw: Draw) -> Iterator[Variant]:
+            if case.function in self.functions and "row_indices" not in inputs:
+                yield from transform(Rows(self, inputs), draw)
+
+        return variants
+
+
+class Rows:
+    """The flattened rows of one call, from which variants are put together."""
+
+    def __init__(self, layout: RowLayout, inputs: Inputs) -> None:
+        self.layout = layout
+        self.inputs = inputs
+        self.flat = {
+            name: value.reshape(-1, *value.shape[value.ndim - dims :])
+            for name, dims in layout.arguments.items()
+            if isinstance(value := inputs.get(name), torch.Tensor) and value.ndim > dims
+        }
+        self.count = len(next(iter(self.flat.values())))
+
+    def variant(self, label: str, index: torch.Tensor, filler: Inputs | None = None, **changes: object) -> Variant:
+        """Return a call whose row j is row ``index[j]`` of the base call, or the next row of ``filler`` (-1)."""
+        kept = index >= 0
+        rows = {name: self._gather(value, index, (filler or {}).get(name)) for name, value in self.flat.items()}
+
+        def pick(name: str, result: torch.Tensor) -> torch.Tensor | None:
+            return self._flatten(result)[index[kept]] if name in self.layout.results else None
+
+        def find(name: str, result: torch.Tensor) -> torch.Tensor:
+            return result[kept]
+
+        def lift(name: str, upstream: torch.Tensor) -> torch.Tensor:
+            return self._gather(self._flatten(upstream), index, None)
+
+        return Variant(label, {**self.inputs, **rows, **changes}, pick, find, lift)
+
+    def garbage(self, count: int, draw: Draw) -> Inputs:
+        """Return filler rows: rows of the base call in random order, floats three times as large."""
+        index = draw.permutation(max(count, self.count))[:count] % self.count
+        return {name: value[index] * 3 if value.is_floating_point() else value[index] for name, value in self.flat.items()}
+
+    def nan(self, count: int) -> Inputs:
+        """Return filler rows that are masked and hold NaN."""
+        rows = {name: value[:1].expand(count, *value.shape[1:]).clone() for name, value in self.flat.items()}
+        for name, value in rows.items():
+            value.fill_(float("nan") if value.is_floating_point() and name != "temperature" else 1)
+        rows[self.layout.ids or ""].fill_(IGNORED)
+        return rows
+
+    def _flatten(self, result: torch.Tensor) -> torch.Tensor:
+        lead = next(self.inputs[name].ndim - self.layout.arguments[name] for name in self.flat)
+        return result.reshape(self.count, *result.shape[lead:])
+
+    @staticmethod
+    def _gather(value: torch.Tensor, index: torch.Tensor, filler: torch.Tensor | None) -> torch.Tensor:
+        rows = value[index.clamp(min=0).to(value.device)]
+        missing = (index < 0).to(value.device)
+        if filler is not None:
+            rows[missing] = filler
+        return rows
+
+
+RowTransform = Callable[[Rows, Draw], Iterator[Variant]]
+
+
+def _some(count: int) -> list[int]:
+    return sorted({0, count // 2, count - 1} & set(range(count)))
+
+
+def _alone(rows: Rows, draw: Draw) -> Iterator[Variant]:
+    for row in _some(rows.count):
+        yield rows.variant(f"row {row} alone", torch.tensor([row]))
+
+
+def _batch(rows: Rows, draw: Draw) -> Iterator[Variant]:
+    for size in (1, 2, 3, 4, 9, 16, 17, 33, 65):
+        index = torch.arange(size) % rows.count
+        yield rows.variant(f"batch of {size}", index)
+
+
+def _position(rows: Rows, draw: Draw) -> Iterator[Variant]:
+    yield rows.variant("rows reversed", torch.arange(rows.count).flip(0))
+    yield rows.variant("rows permuted", draw.permutation(rows.count))
+
+
+def _neighbours(rows: Rows, draw: Draw) -> Iterator[Variant]:
+    for row in _some(rows.count):
+        index = torch.full((rows.count + 1,), FILLER)
+        index[row] = row
+        yield rows.variant(f"row {row} among others", index, rows.garbage(rows.count, draw))
+
+
+def _padded(rows: Rows) -> Iterator[tuple[str, int, torch.Tensor]]:
+    keep = torch.arange(rows.count)
+    for count in (1, 5):
+        fill = torch.full((count,), FILLER)
+        yield f"{count} on the left", count, torch.cat((fill, keep))
+        yield f"{count} on the right", count, torch.cat((keep, fill))
+
+
+def _padding(rows: Rows, draw: Draw) -> Iterator[Variant]:
+    for where, count, index in _padded(rows):
+        yield rows.variant(f"garbage rows, {where}", index, rows.garbage(count, draw))
+
+
+def _masked(rows: Rows, draw: Draw) -> Iterator[Variant]:
+    if rows.inputs.get("ignore_index") not in (None, IGNORED):
+        return
+    for where, count, index in _padded(rows):
+        yield rows.variant(f"masked rows of NaN, {where}", index, rows.nan(count), ignore_index=IGNORED)
+
+
+def _chunks(rows: Rows, draw: Draw) -> Iterator[Variant]:
+    if rows.count < 2:
+        return
+    cut = draw.integer(1, rows.count)
+    yield rows.variant(f"rows before the cut at {cut}", torch.arange(cut))
+    yield rows.variant(f"rows from the cut at {cut}", torch.arange(cut, rows.count))
+
+
+def strides(case: Case, inputs: Inputs, draw: Draw) -> Iterator[Variant]:
+    """Every tensor spread over every other element of its storage; then each matrix stored column by column."""
+    tensors = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor) and value.ndim}
+    yield Variant("every other element", {**inputs, **{name: _spread(value) for name, value in tensors.items()}})
+    swapped = {name: value.mT.contiguous().mT for name, value in tensors.items() if value.ndim >= 2}
+    if swapped:
+        yield Variant("stored column by column", {**inputs, **swapped})
+
+
+def _spread(value: torch.Tensor) -> torch.Tensor:
+    wide = value.new_empty(*value.shape[:-1], 2 * value.shape[-1])
+    return wide[..., ::2].copy_(value)
+
+
+def options(**named: Mapping[str, object]) -> Transform:
+    """Return a transform that only changes options: ``options(stats={"return_stats": True})``.
+
+    An option that the base call gives already is left out: the variant would be another computation.
+    """
+
+    def variants(case: Case, inputs: Inputs, draw: Draw) -> Iterator[Variant]:
+        for label, changes in named.items():
+            if not changes.keys() & inputs.keys():
+                yield Variant(label.replace("_", " "), {**inputs, **changes})
+
+    return variants

@@ -1,0 +1,91 @@
+"""Operators in torch.library: schema, implementation and fake kernel in one place, and first-order gradients.
+
+``define(OPERATOR)`` registers each schema as ``torch.ops.rl_kernels.<operator>_<name>``. Its implementation is the
+function of that name in the module of the backend that the last argument names, so a compiled graph carries the choice
+that was made for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from rl_kernels.core.operator import Operator
+
+NAMESPACE = "rl_kernels"
+DEVICES = {"CPU": "cpu", "CUDA": "cuda"}
+
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")
+
+
+def define(operator: Operator) -> dict[str, Callable[..., Any]]:
+    """Register an operator's raw ops; return them by their names in ``operator.schemas``."""
+    ops = {}
+    for name, schema in operator.schemas.items():
+        qualified = f"{operator.name}_{name}"
+        _library.define(qualified + schema)
+        for key, device_type in DEVICES.items():
+            _library.impl(qualified, _implementation(operator, name, device_type), key)
+        torch.library.register_fake(f"{NAMESPACE}::{qualified}", _fake(operator.fakes[name]), lib=_library)
+        ops[name] = getattr(getattr(torch.ops, NAMESPACE), qualified).default
+    return ops
+
+
+def _implementation(operator: Operator, name: str, device_type: str) -> Callable[..., Any]:
+    def run(*args: Any) -> Any:
+        *inputs, backend = args
+        kernel = getattr(operator.backend(backend).load(), name)
+        # Inside a backend autocast would silently turn an FP32 product into BF16.
+        with torch.autocast(device_type, enabled=False):
+            return kernel(*inputs)
+
+    return run
+
+
+def _fake(fake: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any) -> Any:
+        return fake(*args[:-1])
+
+    return run
+
+
+class _FirstOrder(torch.autograd.Function):
+    """A backward op whose own backward raises: a second derivative must never come out as silent zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, op: Callable[..., Any], *args: Any) -> Any:
+        ctx.name = str(op)
+        return op(*args)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError(f"{ctx.name}: double backward is not supported")
+
+
+def first_order(op: Callable[..., Any], *args: Any) -> Any:
+    """Call a raw backward op so that differentiating its result raises ``RuntimeError``."""
+    return op(*args) if torch.compiler.is_compiling() else _FirstOrder.apply(op, *args)
+
+
+def define_check(name: str, schema: str, check: Callable[..., None]) -> Callable[..., Any]:
+    """Register a check of a tensor's values as an op, so that fake and meta tensors pass it; return the op.
+
+    The first argument is the tensor; the op returns an empty tensor, because an op must return something.
+    """
+
+    def run(value: torch.Tensor, *args: Any) -> torch.Tensor:
+        check(value, *args)
+        return value.new_empty(0)
+
+    _library.define(f"{name}{schema} -> Tensor")
+    for key in DEVICES:
+        _library.impl(name, run, key)
+    torch.library.register_fake(f"{NAMESPACE}::{name}", lambda value, *args: value.new_empty(0), lib=_library)
+    return getattr(getattr(torch.ops, NAMESPACE), name).default
+
+
+def values_hidden(value: torch.Tensor) -> bool:
+    """Say whether a tensor's values cannot be looked at now: under torch.compile, or while a CUDA graph is captured."""
+    return torch.compiler.is_compiling() or (value.is_cuda and torch.cuda.is_current_stream_capturing())

@@ -1,0 +1,153 @@
+"""Argument checks that operators share; every message names the argument, what was expected and what came."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from rl_kernels.core.torchlib import define_check, values_hidden
+
+HALF_AND_FLOAT = (torch.float32, torch.bfloat16, torch.float16)
+FLOATS = (*HALF_AND_FLOAT, torch.float64)
+INTEGERS = (torch.int64, torch.int32)
+
+
+def tensor(name: str, value: object, dtypes: Sequence[torch.dtype], ndim: int | None = None, least: int = 0) -> None:
+    """Require a strided tensor of one of ``dtypes`` with exactly ``ndim``, or at least ``least``, dims."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(value).__name__}")
+    if value.dtype not in dtypes:
+        raise TypeError(f"{name}: expected dtype {_names(dtypes)}, got {value.dtype}")
+    if value.layout != torch.strided:
+        raise TypeError(f"{name}: expected a strided tensor, got layout {value.layout}")
+    if ndim is not None and value.ndim != ndim:
+        raise ValueError(f"{name}: expected {ndim} dims, got shape {tuple(value.shape)}")
+    if value.ndim < least:
+        raise ValueError(f"{name}: expected at least {least} dims, got shape {tuple(value.shape)}")
+
+
+def shape(name: str, value: torch.Tensor, expected: Iterable[int], why: str) -> None:
+    """Require a shape; ``why`` says where it comes from, as in "the leading dims of logits"."""
+    wanted = tuple(expected)
+    if tuple(value.shape) != wanted:
+        raise ValueError(f"{name}: expected shape {wanted} ({why}), got {tuple(value.shape)}")
+
+
+def same_device(**tensors: torch.Tensor | None) -> None:
+    """Require all given tensors on the device of the first."""
+    present = [(name, value) for name, value in tensors.items() if value is not None]
+    first_name, first = present[0]
+    for name, value in present[1:]:
+        if value.device != first.device:
+            raise ValueError(f"{name}: expected device {first.device} (that of {first_name}), got {value.device}")
+
+
+def same_dtype(**tensors: torch.Tensor | None) -> None:
+    """Require all given tensors in the dtype of the first."""
+    present = [(name, value) for name, value in tensors.items() if value is not None]
+    first_name, first = present[0]
+    for name, value in present[1:]:
+        if value.dtype != first.dtype:
+            raise TypeError(f"{name}: expected dtype {first.dtype} (that of {first_name}), got {value.dtype}")
+
+
+def number(name: str, value: object, *, above: float | None = None, least: float | None = None) -> None:
+    """Require a finite real number, ``> above`` and ``>= least`` where given."""
+    if isinstance(value, (bool, torch.Tensor)) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
+    # Comparisons, unlike math.isfinite, can be traced with a number that varies from call to call.
+    if not -math.inf < value < math.inf:
+        raise ValueError(f"{name}: expected a finite number, got {value}")
+    if above is not None and not value > above:
+        raise ValueError(f"{name}: expected a number > {above:g}, got {value}")
+    if least is not None and not value >= least:
+        raise ValueError(f"{name}: expected a number >= {least:g}, got {value}")
+
+
+def integer(name: str, value: object, least: int | None = None) -> None:
+    """Require an integer, ``>= least`` where given."""
+    if isinstance(value, (bool, torch.Tensor)) or not isinstance(value, (numbers.Integral, torch.SymInt)):
+        raise TypeError(f"{name}: expected an integer, got {type(value).__name__}")
+    if least is not None and value < least:
+        raise ValueError(f"{name}: expected an integer >= {least}, got {value}")
+
+
+def choice(name: str, value: object, allowed: Sequence[object]) -> None:
+    """Require one of ``allowed``."""
+    if value not in allowed:
+        raise ValueError(f"{name}: expected one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+def backend_name(value: object) -> None:
+    """Require None or the name of a backend; whether it exists is the dispatcher's to say."""
+    if value is not None and not isinstance(value, str):
+        raise TypeError(f"backend: expected a name or None, got {type(value).__name__}")
+
+
+def temperature(value: object, leading: Sequence[int], device: torch.device, *, values: bool) -> None:
+    """Require a number > 0, or a floating tensor of ``leading`` shape (or no dims) on ``device``, all > 0.
+
+    ``values=False`` leaves a tensor's values unread; they are also left under torch.compile and graph capture.
+    """
+    if not isinstance(value, torch.Tensor):
+        number("temperature", value, above=0)
+        return
+    tensor("temperature", value, FLOATS)
+    if value.ndim:
+        shape("temperature", value, leading, "one value a token")
+    if value.device != device:
+        raise ValueError(f"temperature: expected device {device}, got {value.device}")
+    if value.requires_grad:
+        raise ValueError("temperature: expected a tensor that does not require grad, it has no gradient here")
+    if values and not values_hidden(value):
+        _check_positive(value, "temperature")
+
+
+def ids_in_range(name: str, ids: torch.Tensor, size: int, ignore_index: int | None = None) -> None:
+    """Require every id in ``[0, size)`` or equal to ``ignore_index``. Costs a sync on a GPU.
+
+    Skipped under torch.compile and while a CUDA graph is captured.
+    """
+    if not values_hidden(ids):
+        _check_ids(ids, size, ignore_index, name)
+
+
+def _ids_in_range(ids: torch.Tensor, size: int, ignore_index: int | None, name: str) -> None:
+    checked = ids if ignore_index is None else ids[ids != ignore_index]
+    if not checked.numel():
+        return
+    low, high = (int(bound) for bound in torch.aminmax(checked))
+    if low < 0 or high >= size:
+        ignored = "" if ignore_index is None else f" or {ignore_index} (ignored)"
+        raise ValueError(f"{name}: expected values in [0, {size}){ignored}, got values in [{low}, {high}]")
+
+
+def _positive(value: torch.Tensor, name: str) -> None:
+    if value.numel() and not bool((value > 0).all()):
+        raise ValueError(f"{name}: expected values > 0, the smallest is {float(value.min())}")
+
+
+_check_ids = define_check("check_ids", "(Tensor ids, SymInt size, int? ignore_index, str name)", _ids_in_range)
+_check_positive = define_check("check_positive", "(Tensor value, str name)", _positive)
+
+
+def token_ids(name: str, value: object, leading: Sequence[int], why: str) -> None:
+    """Require integer ids of ``leading`` shape; their range is checked by ``ids_in_range``."""
+    tensor(name, value, INTEGERS)
+    assert isinstance(value, torch.Tensor)
+    shape(name, value, leading, why)
+
+
+def main_grad(name: str, value: torch.Tensor, weight: torch.Tensor) -> None:
+    """Require an FP32 gradient buffer of the weight's shape and device."""
+    tensor(name, value, (torch.float32,))
+    shape(name, value, weight.shape, "that of its weight")
+    if value.device != weight.device:
+        raise ValueError(f"{name}: expected device {weight.device} (that of its weight), got {value.device}")
+
+
+def _names(dtypes: Sequence[torch.dtype]) -> str:
+    return " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
