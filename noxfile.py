@@ -10,6 +10,7 @@ import hashlib
 import os
 import shutil
 import sys
+import sysconfig
 from pathlib import Path
 
 import nox
@@ -90,7 +91,8 @@ def build(session: nox.Session) -> None:
     shutil.rmtree(dist, ignore_errors=True)
     session.install(*PINNED, "hatchling")
     session.run(
-        *("python", "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--wheel-dir", str(dist)),
+        *("python", "-m", "pip", "wheel", "--quiet", "--no-cache-dir", "--no-build-isolation", "--no-deps"),
+        *("--wheel-dir", str(dist)),
         *map(str, (CORE, *PACKAGES.values())),
     )
     for package in PACKAGES:
@@ -114,27 +116,21 @@ def gpu(session: nox.Session) -> None:
 
 
 def borrow(session: nox.Session) -> None:
-    """Let the session's environment see the packages of the base environment."""
-    here, base = (purelib(session, python) for python in ("python", base_python(session)))
-    Path(here, "borrowed.pth").write_text(base + "\n", encoding="utf-8")
-
-
-def base_python(session: nox.Session) -> str:
-    """Return the Python of the base environment, made anew if what it was made from has changed."""
-    python = str(BASE / "bin" / "python")
-    made_from = "\n".join((CONSTRAINTS.read_text(encoding="utf-8"), sys.version, *BASE_REQUIREMENTS))
-    digest, mark = hashlib.sha256(made_from.encode()).hexdigest(), BASE / "made-from"
+    """Let the session's environment see the packages of the base environment, made anew if its recipe has changed."""
+    recipe = "\n".join((CONSTRAINTS.read_text(encoding="utf-8"), sys.version, *BASE_REQUIREMENTS))
+    digest, mark = hashlib.sha256(recipe.encode()).hexdigest(), BASE / "made-from"
     if not mark.exists() or mark.read_text(encoding="utf-8") != digest:
         session.run(sys.executable, "-m", "venv", "--clear", str(BASE), external=True)
+        python = str(BASE / "bin" / "python")
         session.run(python, "-m", "pip", "install", *PINNED, *BASE_REQUIREMENTS, external=True)
         mark.write_text(digest, encoding="utf-8")
-    return python
+    borrowed = purelib(session.virtualenv.location) / "borrowed.pth"
+    borrowed.write_text(f"{purelib(str(BASE))}\n", encoding="utf-8")
 
 
-def purelib(session: nox.Session, python: str) -> str:
-    """Return the folder in which that Python keeps installed packages."""
-    code = "import sysconfig; print(sysconfig.get_path('purelib'))"
-    return session.run(python, "-c", code, external=True, silent=True).strip()
+def purelib(environment: str) -> Path:
+    """Return the folder in which a virtual environment of this Python keeps installed packages."""
+    return Path(sysconfig.get_path("purelib", "posix_prefix", {"base": environment}))
 
 
 def install(session: nox.Session, *packages: str) -> None:
@@ -150,7 +146,8 @@ def prove(session: nox.Session, package: str, dist: Path) -> None:
     session.run("python", "-m", "venv", "--clear", str(home))
     python = str(home / "bin" / "python")
     requirement = package if package == META else f"rl-kernels-{package}"
-    session.run(python, "-m", "pip", "install", *PINNED, "--find-links", str(dist), requirement, external=True)
+    source = ("--find-links", str(dist))
+    session.run(python, "-m", "pip", "install", "--quiet", *PINNED, *source, requirement, external=True)
     session.run(python, "-m", "pip", "check", external=True)
     present = PACKAGES if package == META else [package]
     session.run(python, "tools/installed.py", *map(module, ("core", *present)), external=True)
