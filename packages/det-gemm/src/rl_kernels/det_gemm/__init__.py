@@ -1,0 +1,6 @@
+"""Matrix product and linear layer whose bits do not depend on the batch."""
+
+from rl_kernels.det_gemm.api import det_gemm, det_gemm_dw, det_linear
+from rl_kernels.det_gemm.module import DetLinear
+
+__all__ = ["DetLinear", "det_gemm", "det_gemm_dw", "det_linear"]

@@ -1,0 +1,201 @@
+"""The public functions of the package: validation, dispatch, and the one autograd.Function behind them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rl_kernels.core import validate as check
+from rl_kernels.core.dispatch import choose
+from rl_kernels.core.torchlib import first_order
+from rl_kernels.det_gemm.op import OPERATOR, describe, describe_dw, ops
+
+
+def det_gemm(
+    a: torch.Tensor, b: torch.Tensor, *, out_dtype: torch.dtype | None = None, backend: str | None = None
+) -> torch.Tensor:
+    """Return ``a @ b``, each row of it a function of that row of ``a`` and of ``b`` alone, bit for bit.
+
+    Products of the operands' dtype are accumulated in FP32 or better, without TF32, in an order that K alone fixes, and
+    rounded once to ``out_dtype``. The gradient of ``a`` keeps the same promise. The gradient of ``b`` is a sum over the
+    rows: same bits every run, in a chain of 16 rows a step, so that rows with zero gradient appended change no bit.
+
+    Args:
+        a: ``[M, K]``, FP32, BF16 or FP16, any strides; differentiable.
+        b: ``[K, N]`` in the dtype of ``a``, any strides; differentiable.
+        out_dtype: FP32, BF16 or FP16; by default that of the operands. An upstream gradient of another dtype than the
+            operands' is rounded to theirs before the two products of the backward pass.
+        backend: name of a backend, ``auto``, or None for what is forced elsewhere, if anything.
+
+    Returns:
+        ``[M, N]`` in ``out_dtype``.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above; the message names it.
+        BackendUnavailable: the backend asked for cannot run this call.
+    """
+    check.tensor("a", a, check.HALF_AND_FLOAT, ndim=2)
+    check.tensor("b", b, check.HALF_AND_FLOAT, ndim=2)
+    check.shape("b", b, (a.shape[1], b.shape[1]), "K of a by N")
+    check.same_dtype(a=a, b=b)
+    check.same_device(a=a, b=b)
+    _validate_options(out_dtype, backend)
+    return _product(a, b, None, None, out_dtype or a.dtype, backend)
+
+
+def det_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, backend: str | None = None
+) -> torch.Tensor:
+    """Return ``x @ weight^T + bias``, each row a function of that row of ``x`` and the parameters alone, bit for bit.
+
+    The product is that of ``det_gemm``; the bias is added in FP32 before the one rounding to the dtype of the operands.
+    The weight is read as it lies, never copied or transposed. Where ``weight.main_grad`` exists (FP32, shape of the
+    weight, any strides), backward continues the chain of sums in it, in place, and the weight gets no ``.grad``:
+    splitting the rows over several backward passes at multiples of 16 then changes no bit of it.
+
+    Args:
+        x: ``[..., K]``, FP32, BF16 or FP16, any strides, any number of leading dims, none included; differentiable.
+        weight: ``[N, K]`` in the dtype of ``x``; differentiable.
+        bias: ``[N]`` in the dtype of ``x``, or None; differentiable.
+        backend: name of a backend, ``auto``, or None for what is forced elsewhere, if anything.
+
+    Under ``torch.autocast`` the three are first cast to the autocast dtype, as ``F.linear`` does.
+
+    Returns:
+        ``[..., N]`` in the dtype of the operands.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above; the message names it.
+        BackendUnavailable: the backend asked for cannot run this call.
+    """
+    check.tensor("x", x, check.HALF_AND_FLOAT, least=1)
+    check.tensor("weight", weight, check.HALF_AND_FLOAT, ndim=2)
+    check.shape("weight", weight, (weight.shape[0], x.shape[-1]), "N by the last dim of x")
+    if bias is not None:
+        check.tensor("bias", bias, check.HALF_AND_FLOAT, ndim=1)
+        check.shape("bias", bias, weight.shape[:1], "the first dim of weight")
+    check.same_device(x=x, weight=weight, bias=bias)
+    check.backend_name(backend)
+    main_grad = getattr(weight, "main_grad", None)
+    if main_grad is not None:
+        check.main_grad("weight.main_grad", main_grad, weight)
+
+    rows, matrix = x.flatten(0, -2) if x.ndim > 1 else x[None], weight
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        rows, matrix, bias = rows.to(dtype), matrix.to(dtype), None if bias is None else bias.to(dtype)
+    check.same_dtype(x=rows, weight=matrix, bias=bias)
+    buffer = None if main_grad is None else main_grad.t()
+    out = _product(rows, matrix.t(), bias, buffer, rows.dtype, backend)
+    return out.view(*x.shape[:-1], weight.shape[0])
+
+
+def det_gemm_dw(
+    a: torch.Tensor,
+    dc: torch.Tensor,
+    *,
+    accumulate_into: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Return ``a^T @ dc``, the gradient of ``b`` in ``det_gemm(a, b)``, or continue it in a buffer.
+
+    The sum over the M rows is a chain of 16 rows a step, in FP32. With ``accumulate_into`` the chain goes on from what
+    the buffer holds, so a batch that is split at multiples of 16 rows gives bitwise the gradient of the whole.
+
+    Args:
+        a: ``[M, K]``, FP32, BF16 or FP16, any strides.
+        dc: ``[M, N]`` in the dtype of ``a``, any strides.
+        accumulate_into: ``[K, N]``, FP32, any strides; updated in place and returned.
+        out_dtype: FP32, BF16 or FP16; by default that of the operands. With ``accumulate_into`` None or FP32.
+        backend: name of a backend, ``auto``, or None for what is forced elsewhere, if anything.
+
+    Returns:
+        ``[K, N]`` in ``out_dtype``, or ``accumulate_into``. It carries no gradient.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above, or requires grad while grad mode is on; the message names it.
+        BackendUnavailable: the backend asked for cannot run this call.
+    """
+    check.tensor("a", a, check.HALF_AND_FLOAT, ndim=2)
+    check.tensor("dc", dc, check.HALF_AND_FLOAT, ndim=2)
+    check.shape("dc", dc, (a.shape[0], dc.shape[1]), "M of a by N")
+    check.same_dtype(a=a, dc=dc)
+    check.same_device(a=a, dc=dc)
+    _validate_options(out_dtype, backend)
+    _validate_no_grad(a=a, dc=dc, accumulate_into=accumulate_into)
+    shape = (a.shape[1], dc.shape[1])
+    chosen = choose(OPERATOR, describe_dw(a, dc), backend)
+    if accumulate_into is None:
+        return ops["weight_gradient"](a, dc, out_dtype or a.dtype, chosen.name)
+    check.tensor("accumulate_into", accumulate_into, (torch.float32,))
+    check.shape("accumulate_into", accumulate_into, shape, "K of a by N of dc")
+    check.same_device(a=a, accumulate_into=accumulate_into)
+    ops["weight_gradient_into"](a, dc, accumulate_into, chosen.name)
+    return accumulate_into
+
+
+def _validate_options(out_dtype: torch.dtype | None, backend: str | None) -> None:
+    if out_dtype is not None:
+        check.choice("out_dtype", out_dtype, check.HALF_AND_FLOAT)
+    check.backend_name(backend)
+
+
+def _validate_no_grad(**tensors: torch.Tensor | None) -> None:
+    if not torch.is_grad_enabled():
+        return
+    for name, value in tensors.items():
+        if value is not None and value.requires_grad:
+            raise ValueError(f"{name}: expected a tensor that does not require grad, det_gemm_dw has no gradient")
+
+
+def _product(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    main_grad: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    backend: str | None,
+) -> torch.Tensor:
+    chosen = choose(OPERATOR, describe(a, b, bias), backend).name
+    inputs = [a, b] if bias is None else [a, b, bias]
+    if torch.is_grad_enabled() and any(value.requires_grad for value in inputs):
+        return _Product.apply(a, b, bias, main_grad, out_dtype, chosen)
+    return ops["forward"](a, b, bias, out_dtype, chosen)
+
+
+class _Product(torch.autograd.Function):
+    """``a @ b + bias``; where there is a ``main_grad[K, N]``, backward adds the gradient of ``b`` to it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        bias: torch.Tensor | None,
+        main_grad: torch.Tensor | None,
+        out_dtype: torch.dtype,
+        backend: str,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(a, b)
+        # Not saved for backward: it is meant to change in place between this call and its backward pass.
+        ctx.main_grad, ctx.backend = main_grad, backend
+        return ops["forward"](a, b, bias, out_dtype, backend)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        a, b = ctx.saved_tensors
+        dc = upstream.to(a.dtype)
+        da = db = dbias = None
+        if ctx.needs_input_grad[0]:
+            da = first_order(ops["forward"], dc, b.t(), None, a.dtype, ctx.backend)
+        if ctx.needs_input_grad[1]:
+            if ctx.main_grad is None:
+                db = first_order(ops["weight_gradient"], a, dc, a.dtype, ctx.backend)
+            else:
+                ops["weight_gradient_into"](a, dc, ctx.main_grad, ctx.backend)
+        if ctx.needs_input_grad[2]:
+            ones = dc.new_ones(dc.shape[0], 1)
+            dbias = first_order(ops["weight_gradient"], ones, dc, a.dtype, ctx.backend)[0]
+        return da, db, dbias, None, None, None

@@ -1,0 +1,31 @@
+"""det_gemm in PyTorch: products in FP64 on blocks of one shape, so that no library call sees the number of rows.
+
+Order of the sums, which is the contract of this backend: an element of the forward product is one FP64 sum over K,
+rounded once to FP32; the bias is added in FP32; the result is rounded to the output dtype. An element of the weight
+gradient is a chain of FP32 additions, one for each 16 tokens in ascending order, of FP64 sums rounded to FP32.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from rl_kernels.core import rowwise
+
+
+def forward(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
+    """Return ``a[M, K] @ b[K, N] + bias[N]`` in ``out_dtype``."""
+    product = rowwise.matmul(a, b)
+    if bias is not None:
+        product += bias
+    return product.to(out_dtype)
+
+
+def weight_gradient(a: torch.Tensor, dc: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+    """Return ``a[M, K]^T @ dc[M, N]`` in ``out_dtype``."""
+    total = a.new_zeros((a.shape[1], dc.shape[1]), dtype=rowwise.compute_dtype(a.dtype))
+    return rowwise.chain_dw(a, dc, total).to(out_dtype)
+
+
+def weight_gradient_into(a: torch.Tensor, dc: torch.Tensor, out: torch.Tensor) -> None:
+    """Add ``a[M, K]^T @ dc[M, N]`` to ``out[K, N]``, which may have any strides."""
+    rowwise.chain_dw(a, dc, out)

@@ -1,0 +1,52 @@
+"""What det_gemm is to the registry and to torch: schemas, fake kernels, backends and their promises.
+
+In the raw ops all operands share one dtype and may have any strides: ``forward`` is ``a[M, K] @ b[K, N] + bias[N]``,
+``weight_gradient`` is ``a[M, K]^T @ dc[M, N]``, and ``weight_gradient_into`` adds that to the FP32 buffer ``out[K, N]``.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from rl_kernels.core import torchlib
+from rl_kernels.core.operator import INVARIANT, REPEATABLE, Backend, Call, Operator
+
+SCHEMAS = {
+    "forward": "(Tensor a, Tensor b, Tensor? bias, ScalarType out_dtype, str backend) -> Tensor",
+    "weight_gradient": "(Tensor a, Tensor dc, ScalarType out_dtype, str backend) -> Tensor",
+    "weight_gradient_into": "(Tensor a, Tensor dc, Tensor(a!) out, str backend) -> ()",
+}
+
+FAKES = {
+    "forward": lambda a, b, bias, out_dtype: a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype),
+    "weight_gradient": lambda a, dc, out_dtype: a.new_empty((a.shape[1], dc.shape[1]), dtype=out_dtype),
+    "weight_gradient_into": lambda a, dc, out: None,
+}
+
+
+def describe(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None, **_: object) -> Call:
+    """Describe a product to the dispatcher: K, N, whether there is a bias, and how ``b[K, N]`` is stored."""
+    inner, outer = b.stride()
+    layout = "row" if outer == 1 else "column" if inner == 1 else "strided"
+    return Call.of(a, K=b.shape[0], N=b.shape[1], bias=bias is not None, layout=layout)
+
+
+def describe_dw(a: torch.Tensor, dc: torch.Tensor) -> Call:
+    """Describe a weight gradient by its own K and N; the number of tokens is not looked at."""
+    return Call.of(a, K=a.shape[1], N=dc.shape[1], bias=False, layout="row")
+
+
+OPERATOR = Operator(
+    name="det_gemm",
+    package="rl_kernels.det_gemm",
+    summary="matrix product and linear layer whose rows do not depend on the batch",
+    shape=("M", "N", "K"),
+    rows=frozenset({"M"}),
+    schemas=SCHEMAS,
+    fakes=FAKES,
+    backends=(Backend("native", "rl_kernels.det_gemm.native", {"cpu": INVARIANT, "cuda": REPEATABLE}),),
+    describe=describe,
+    functions=("det_linear", "det_gemm_dw"),
+)
+
+ops = torchlib.define(OPERATOR)
