@@ -80,8 +80,8 @@ def docs(session: nox.Session) -> None:
     """Build the documentation into site/; every warning is an error."""
     borrow(session)
     install(session, *PACKAGES)
-    session.install(*PINNED, "mkdocs", "mkdocs-material")
-    session.run("mkdocs", "build", "--strict", *session.posargs)
+    session.install(*PINNED, "mkdocs", "mkdocs-material", "mkdocstrings-python", "ruff")
+    session.run("mkdocs", "build", "--strict", *session.posargs, env={"NO_MKDOCS_2_WARNING": "1"})
 
 
 @nox.session

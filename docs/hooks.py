@@ -1,0 +1,49 @@
+"""Makes the page of each installed operator from its package: README, public functions and backend table.
+
+An operator is found by its entry point, so a new one has its page and its line in the navigation without an edit here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+from rl_kernels.core.operator import Operator
+from rl_kernels.core.registry import kernel_registry
+
+DOCS = Path(__file__).parent
+PACKAGES = DOCS.parent / "packages"
+TEMPLATE = Environment(loader=FileSystemLoader(DOCS), keep_trailing_newline=True).get_template("operator.md.jinja")
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Append the operators to the navigation."""
+    pages = [{name: page_of(name)} for name in kernel_registry.names()]
+    config.nav = [*(config.nav or []), {"Operators": pages}]
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the page of each operator to the files of the site."""
+    for name in kernel_registry.names():
+        files.append(File.generated(config, page_of(name), content=render(kernel_registry.load(name))))
+    return files
+
+
+def page_of(name: str) -> str:
+    """Return where an operator's page stands in the site."""
+    return f"operators/{name.replace('_', '-')}.md"
+
+
+def render(operator: Operator) -> str:
+    """Fill the template for one operator."""
+    return TEMPLATE.render(operator=operator, readme=readme_of(operator))
+
+
+def readme_of(operator: Operator) -> str:
+    """Return the package's README, its links made to work from the page: they are relative to the package's folder."""
+    text = (PACKAGES / operator.name.replace("_", "-") / "README.md").read_text(encoding="utf-8")
+    return text.strip().replace("](../../docs/", "](../").replace("/README.md)", ".md)")
