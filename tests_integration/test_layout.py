@@ -1,0 +1,116 @@
+"""The tree keeps its form: the same rooms in every package, one version, one namespace, nothing of a machine."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10
+    import tomli as tomllib
+
+ROOT = Path(__file__).parents[1]
+PROJECTS = [ROOT / "shared" / "core", *(file.parent for file in sorted(ROOT.glob("packages/*/pyproject.toml")))]
+META = "rl-kernels"
+OPERATORS = [folder for folder in PROJECTS[1:] if folder.name != META]
+ROOMS = [
+    "README.md",
+    "tests",
+    "benchmarks/bench.py",
+    *(f"src/rl_kernels/{{name}}/{file}" for file in ("__init__.py", "api.py", "op.py", "reference.py", "cases.py")),
+]
+
+
+def named(folder: Path) -> str:
+    return folder.name
+
+
+def project(folder: Path) -> dict[str, Any]:
+    return tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def tracked() -> list[Path]:
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
+    return [ROOT / name for name in listed.stdout.split("\0") if name]
+
+
+def test_packages_are_found() -> None:
+    assert len(OPERATORS) >= 4
+
+
+def test_nothing_closes_the_namespace() -> None:
+    assert not [*ROOT.glob("shared/*/src/rl_kernels/__init__.py"), *ROOT.glob("packages/*/src/rl_kernels/__init__.py")]
+
+
+@pytest.mark.parametrize("folder", OPERATORS, ids=named)
+@pytest.mark.parametrize("room", ROOMS)
+def test_operator_has_the_same_rooms(folder: Path, room: str) -> None:
+    assert (folder / room.format(name=folder.name.replace("-", "_"))).exists()
+
+
+@pytest.mark.parametrize("folder", PROJECTS, ids=named)
+def test_sources_are_typed(folder: Path) -> None:
+    (package,) = (path for path in folder.glob("src/rl_kernels/*") if path.name != "__pycache__")
+    assert (package / "py.typed").exists()
+
+
+@pytest.mark.parametrize("folder", PROJECTS, ids=named)
+def test_wheel_holds_the_namespace(folder: Path) -> None:
+    assert project(folder)["tool"]["hatch"]["build"]["targets"]["wheel"] == {"packages": ["src/rl_kernels"]}
+
+
+@pytest.mark.parametrize("folder", PROJECTS, ids=named)
+def test_name_follows_the_folder(folder: Path) -> None:
+    assert project(folder)["project"]["name"] == (META if folder.name == META else f"rl-kernels-{folder.name}")
+
+
+@pytest.mark.parametrize("folder", PROJECTS, ids=named)
+def test_one_version_and_exact_pins(folder: Path) -> None:
+    declared = project(folder)["project"]
+    version = project(PROJECTS[0])["project"]["version"]
+    siblings = {project(other)["project"]["name"] for other in PROJECTS}
+    pins = [word for word in declared["dependencies"] if word.startswith("rl-kernels")]
+    assert declared["version"] == version
+    assert {pin.partition("==")[0] for pin in pins} <= siblings
+    assert all(pin.endswith(f"=={version}") for pin in pins)
+
+
+@pytest.mark.parametrize("folder", OPERATORS, ids=named)
+def test_operator_depends_on_core_alone(folder: Path) -> None:
+    needed = [re.split(r"[=<>]", word)[0] for word in project(folder)["project"]["dependencies"]]
+    assert sorted(needed) == ["rl-kernels-core", "torch"]
+
+
+@pytest.mark.parametrize("folder", OPERATORS, ids=named)
+def test_operator_announces_itself(folder: Path) -> None:
+    name = folder.name.replace("-", "_")
+    announced = project(folder)["project"]["entry-points"]["rl_kernels.operators"]
+    assert announced == {name: f"rl_kernels.{name}.op:OPERATOR"}
+
+
+@pytest.mark.parametrize("folder", PROJECTS, ids=named)
+def test_entry_points_lead_somewhere(folder: Path) -> None:
+    declared = project(folder)["project"]
+    groups = [declared.get("scripts", {}), *declared.get("entry-points", {}).values()]
+    for target in (target for group in groups for target in group.values()):
+        module, _, attribute = target.partition(":")
+        file = folder / "src" / Path(*module.split(".")).with_suffix(".py")
+        assert file.exists(), target
+        assert re.search(rf"^(def )?{attribute}\b", file.read_text(encoding="utf-8"), re.MULTILINE), target
+
+
+@pytest.mark.parametrize(
+    "private",
+    [
+        pytest.param(r"(?<![\w.:/>-])/(work|root|home|farm|tmp|Users)/", id="path on one machine"),
+        pytest.param(r"\bpypi[.]org|pythonhosted[.]org|download[.]pytorch", id="host of a package registry"),
+    ],
+)
+def test_nothing_of_a_machine_is_tracked(private: str) -> None:
+    found = [file for file in tracked() if re.search(private, file.read_text(encoding="utf-8", errors="replace"))]
+    assert not found
