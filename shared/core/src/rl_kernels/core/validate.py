@@ -142,11 +142,18 @@ def token_ids(name: str, value: object, leading: Sequence[int], why: str) -> Non
 
 
 def main_grad(name: str, value: torch.Tensor, weight: torch.Tensor) -> None:
-    """Require an FP32 gradient buffer of the weight's shape and device."""
+    """Require an FP32 gradient buffer of the weight's shape and device, each element with storage of its own."""
     tensor(name, value, (torch.float32,))
     shape(name, value, weight.shape, "that of its weight")
     if value.device != weight.device:
         raise ValueError(f"{name}: expected device {weight.device} (that of its weight), got {value.device}")
+    own_storage(name, value)
+
+
+def own_storage(name: str, value: torch.Tensor) -> None:
+    """Require a tensor that can be written: no expanded dim, whose elements would share storage."""
+    if any(stride == 0 and size > 1 for stride, size in zip(value.stride(), value.shape, strict=True)):
+        raise ValueError(f"{name}: expected elements with storage of their own, got stride 0 in {value.stride()}")
 
 
 def _names(dtypes: Sequence[torch.dtype]) -> str:
