@@ -82,8 +82,9 @@ def det_linear(
         check.main_grad("weight.main_grad", main_grad, weight)
 
     rows, matrix = x.flatten(0, -2) if x.ndim > 1 else x[None], weight
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
+    device_type = x.device.type
+    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+        dtype = torch.get_autocast_dtype(device_type)
         rows, matrix, bias = rows.to(dtype), matrix.to(dtype), None if bias is None else bias.to(dtype)
     check.same_dtype(x=rows, weight=matrix, bias=bias)
     buffer = None if main_grad is None else main_grad.t()
@@ -115,7 +116,7 @@ def det_gemm_dw(
         ``[K, N]`` in ``out_dtype``, or ``accumulate_into``. It carries no gradient.
 
     Raises:
-        TypeError, ValueError: an argument is not as above, or requires grad while grad mode is on; the message names it.
+        TypeError, ValueError: an argument is not as above, or one requires grad while grad mode is on.
         BackendUnavailable: the backend asked for cannot run this call.
     """
     check.tensor("a", a, check.HALF_AND_FLOAT, ndim=2)
@@ -124,15 +125,18 @@ def det_gemm_dw(
     check.same_dtype(a=a, dc=dc)
     check.same_device(a=a, dc=dc)
     _validate_options(out_dtype, backend)
+    if accumulate_into is not None:
+        check.tensor("accumulate_into", accumulate_into, (torch.float32,))
+        check.shape("accumulate_into", accumulate_into, (a.shape[1], dc.shape[1]), "K of a by N of dc")
+        check.same_device(a=a, accumulate_into=accumulate_into)
+        check.own_storage("accumulate_into", accumulate_into)
+        if out_dtype not in (None, torch.float32):
+            raise ValueError(f"out_dtype: expected None or torch.float32 with accumulate_into, got {out_dtype}")
     _validate_no_grad(a=a, dc=dc, accumulate_into=accumulate_into)
-    shape = (a.shape[1], dc.shape[1])
-    chosen = choose(OPERATOR, describe_dw(a, dc), backend)
+    chosen = choose(OPERATOR, describe_dw(a, dc), backend).name
     if accumulate_into is None:
-        return ops["weight_gradient"](a, dc, out_dtype or a.dtype, chosen.name)
-    check.tensor("accumulate_into", accumulate_into, (torch.float32,))
-    check.shape("accumulate_into", accumulate_into, shape, "K of a by N of dc")
-    check.same_device(a=a, accumulate_into=accumulate_into)
-    ops["weight_gradient_into"](a, dc, accumulate_into, chosen.name)
+        return ops["weight_gradient"](a, dc, out_dtype or a.dtype, chosen)
+    ops["weight_gradient_into"](a, dc, accumulate_into, chosen)
     return accumulate_into
 
 

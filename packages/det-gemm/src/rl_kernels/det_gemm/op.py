@@ -1,7 +1,7 @@
 """What det_gemm is to the registry and to torch: schemas, fake kernels, backends and their promises.
 
 In the raw ops all operands share one dtype and may have any strides: ``forward`` is ``a[M, K] @ b[K, N] + bias[N]``,
-``weight_gradient`` is ``a[M, K]^T @ dc[M, N]``, and ``weight_gradient_into`` adds that to the FP32 buffer ``out[K, N]``.
+``weight_gradient`` is ``a[M, K]^T @ dc[M, N]``, and ``weight_gradient_into`` adds it to the FP32 buffer ``out[K, N]``.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import torch
 
 
 def det_gemm(a: torch.Tensor, b: torch.Tensor, *, out_dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return ``a[M, K] @ b[K, N]``: worked in FP32 (FP64 for FP64 inputs), rounded to ``out_dtype`` or that of ``a``."""
+    """Return ``a[M, K] @ b[K, N]``, worked in FP32 (FP64 for FP64 inputs), then rounded to ``out_dtype``."""
     return (_wide(a) @ _wide(b)).to(out_dtype or a.dtype)
 
 
