@@ -1,0 +1,6 @@
+"""Selected-token log-probability, logsumexp and entropy from hidden states, without ever holding the logits."""
+
+from rl_kernels.core import LogpStats
+from rl_kernels.linear_logp.api import linear_logp
+
+__all__ = ["LogpStats", "linear_logp"]

@@ -1,0 +1,184 @@
+"""The public function of the package: validation, dispatch, autograd."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rl_kernels.core import validate as check
+from rl_kernels.core.dispatch import choose
+from rl_kernels.core.outputs import LogpStats
+from rl_kernels.core.rowwise import compute_dtype
+from rl_kernels.core.torchlib import first_order
+from rl_kernels.linear_logp.op import OPERATOR, describe, ops
+
+
+def linear_logp(
+    hidden: torch.Tensor,
+    lm_head_weight: torch.Tensor,
+    target_ids: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    temperature: float | torch.Tensor = 1.0,
+    ignore_index: int | None = None,
+    return_stats: bool = False,
+    workspace_mib: int = 256,
+    validate: bool = True,
+    backend: str | None = None,
+) -> torch.Tensor | LogpStats:
+    """Return each target's log-probability: ``z[id] - logsumexp(z)``, ``z = (hidden @ W^T + bias) / temperature``.
+
+    The logits are never held, only one piece of the vocabulary for one block of rows, and never rounded below FP32
+    (FP64 for FP64 inputs). A row's result, and its row of the gradient to ``hidden``, depend on that row and the
+    weights alone, bit for bit. The gradients of weight and bias are sums over tokens, 16 a step: repeatable, and
+    unchanged by ignored rows appended to the batch.
+
+    Where ``lm_head_weight.main_grad`` exists (FP32, shape and device of the weight), backward adds the weight's
+    gradient to it in place and leaves ``.grad`` alone: a batch cut at multiples of 16 tokens then gives the bits of the
+    whole batch.
+
+    Args:
+        hidden: ``[..., D]``, FP32, BF16, FP16 or FP64, any strides; differentiable.
+        lm_head_weight: ``[V, D]``, dtype and device of ``hidden``, any strides; differentiable.
+        target_ids: ``[...]``, int64 or int32, each in ``[0, V)`` or equal to ``ignore_index``.
+        bias: ``[V]``, dtype and device of ``hidden``, or None; differentiable. ``-inf`` masks an entry.
+        temperature: a number > 0, or a tensor ``[...]`` with one value a token.
+        ignore_index: positions with this id give 0 in every output and get zero gradient; their hidden states are not
+            read and add nothing to the gradients of weight and bias.
+        return_stats: return ``LogpStats(logp, logsumexp, entropy)``, all differentiable.
+        workspace_mib: bound on what backward holds beside the gradients, in MiB, at least 1; the FP32 buffer of the
+            gradient to ``hidden`` counts. Raised to that buffer plus one piece of the vocabulary for 64 rows, if that
+            is more. It changes no bit.
+        validate: check the values of ids and temperature, which syncs with a GPU; skipped under torch.compile and
+            graph capture. Unchecked, a row with a bad id gives NaN, as do all gradients that it enters.
+        backend: name of a backend, ``auto``, or None for what is forced elsewhere, if anything.
+
+    Under ``torch.autocast`` hidden, weight and bias are cast as ``F.linear`` casts its operands.
+
+    Returns:
+        ``[...]`` in FP32, in FP64 for FP64 inputs; or ``LogpStats`` of such.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above; the message names it.
+        BackendUnavailable: the backend asked for cannot run this call.
+    """
+    _validate_kinds(hidden, lm_head_weight, target_ids, bias)
+    main_grad = getattr(lm_head_weight, "main_grad", None) if lm_head_weight.requires_grad else None
+    hidden, weight, bias = _autocast(hidden, lm_head_weight, bias)
+    _validate(hidden, weight, target_ids, bias, temperature, ignore_index, workspace_mib, backend, validate)
+    if main_grad is not None:
+        check.main_grad("lm_head_weight.main_grad", main_grad, weight)
+    chosen = choose(OPERATOR, describe(hidden, weight, target_ids, bias), backend)
+    scale = _scale(temperature, compute_dtype(hidden.dtype))
+    arguments = (hidden.reshape(-1, hidden.shape[-1]), weight, target_ids.reshape(-1), bias, scale, ignore_index)
+    differentiable = hidden.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    if differentiable and torch.is_grad_enabled():
+        results = _LinearLogp.apply(*arguments, main_grad, workspace_mib, return_stats, chosen.name)
+    else:
+        results = ops["forward_stats" if return_stats else "forward"](*arguments, chosen.name)
+
+    logp = results[0].view(target_ids.shape)
+    if not return_stats:
+        return logp
+    return LogpStats(logp, *(value.view(target_ids.shape) for value in results[1:]))
+
+
+def _validate_kinds(hidden: object, weight: object, target_ids: object, bias: object) -> None:
+    check.tensor("hidden", hidden, check.FLOATS, least=1)
+    check.tensor("lm_head_weight", weight, check.FLOATS, ndim=2)
+    check.tensor("target_ids", target_ids, check.INTEGERS)
+    if bias is not None:
+        check.tensor("bias", bias, check.FLOATS, ndim=1)
+
+
+def _validate(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target_ids: torch.Tensor,
+    bias: torch.Tensor | None,
+    temperature: float | torch.Tensor,
+    ignore_index: int | None,
+    workspace_mib: int,
+    backend: str | None,
+    values: bool,
+) -> None:
+    vocab = weight.shape[0]
+    if vocab == 0:
+        raise ValueError(f"lm_head_weight: expected a vocabulary (first dim) of at least 1, got {tuple(weight.shape)}")
+    check.shape("lm_head_weight", weight, (vocab, hidden.shape[-1]), "a row for each entry, of the last dim of hidden")
+    check.token_ids("target_ids", target_ids, hidden.shape[:-1], "the leading dims of hidden")
+    if bias is not None:
+        check.shape("bias", bias, (vocab,), "the first dim of lm_head_weight")
+    check.same_device(hidden=hidden, lm_head_weight=weight, target_ids=target_ids, bias=bias)
+    check.same_dtype(hidden=hidden, lm_head_weight=weight, bias=bias)
+    if ignore_index is not None:
+        check.integer("ignore_index", ignore_index)
+    check.integer("workspace_mib", workspace_mib, least=1)
+    check.backend_name(backend)
+    check.temperature(temperature, target_ids.shape, hidden.device, values=values)
+    if values:
+        check.ids_in_range("target_ids", target_ids, vocab, ignore_index)
+
+
+def _autocast(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Cast as autocast casts the operands of ``F.linear``: all but FP64, and differentiably."""
+    device = hidden.device.type
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return hidden, weight, bias
+    dtype = torch.get_autocast_dtype(device)
+
+    def cast(value: torch.Tensor) -> torch.Tensor:
+        return value if value.dtype == torch.float64 else value.to(dtype)
+
+    return cast(hidden), cast(weight), None if bias is None else cast(bias)
+
+
+def _scale(temperature: float | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if not isinstance(temperature, torch.Tensor):
+        return torch.full((), temperature, dtype=dtype)
+    return temperature.to(dtype).reshape(-1) if temperature.ndim else temperature.to(dtype)
+
+
+class _LinearLogp(torch.autograd.Function):
+    """Saves the inputs and logsumexp (entropy too with statistics); never logits."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        target_ids: torch.Tensor,
+        bias: torch.Tensor | None,
+        temperature: torch.Tensor,
+        ignore_index: int | None,
+        main_grad: torch.Tensor | None,
+        workspace_mib: int,
+        return_stats: bool,
+        backend: str,
+    ) -> tuple[torch.Tensor, ...]:
+        op = ops["forward_stats" if return_stats else "forward"]
+        results = op(hidden, weight, target_ids, bias, temperature, ignore_index, backend)
+        ctx.save_for_backward(hidden, weight, target_ids, bias, temperature, *results[1:])
+        ctx.set_materialize_grads(False)
+        # Not a saved tensor: others may add to the buffer between this forward and its backward.
+        ctx.main_grad = main_grad
+        ctx.ignore_index, ctx.workspace_mib, ctx.backend = ignore_index, workspace_mib, backend
+        return results if return_stats else results[:1]
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, target_ids, bias, temperature, lse, *entropy = ctx.saved_tensors
+        inputs = (hidden, weight, target_ids, bias, temperature, ctx.ignore_index)
+        saved = (lse, entropy[0] if entropy else None, *upstream, *[None] * (3 - len(upstream)))
+        needed = [ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[3]]
+        arguments = (*inputs, *saved, ctx.workspace_mib, needed)
+        if needed[1] and ctx.main_grad is not None:
+            dhidden, dbias = first_order(ops["backward_main_grad"], *arguments, ctx.main_grad, ctx.backend)
+            dweight = None
+        else:
+            dhidden, dweight, dbias = first_order(ops["backward"], *arguments, ctx.backend)
+        found = [value if wanted else None for value, wanted in zip((dhidden, dweight, dbias), needed, strict=True)]
+        return found[0], found[1], None, found[2], *[None] * 6

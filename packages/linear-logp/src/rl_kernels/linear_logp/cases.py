@@ -1,0 +1,288 @@
+"""The cases of linear_logp: inputs, error budget, promised layouts, illegal calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+
+from rl_kernels.core.testing import IGNORED, Case, Draw, IllegalCall, Inputs, RowLayout, Spec, Variant, options, strides
+from rl_kernels.linear_logp import reference
+
+STATS = {"return_stats": True}
+
+CASES = (
+    Case("plain", {"batch": 2, "seq": 16, "hidden": 64, "vocab": 257}),
+    Case("stats", {"batch": 2, "seq": 9, "hidden": 48, "vocab": 1000}, STATS),
+    Case("bias", {"batch": 2, "seq": 7, "hidden": 32, "vocab": 131}, {**STATS, "bias": True}),
+    Case("temperature", {"batch": 2, "seq": 5, "hidden": 40, "vocab": 333}, {**STATS, "temperature": 0.7}),
+    Case(
+        "temperature-per-token",
+        {"batch": 3, "seq": 5, "hidden": 24, "vocab": 129},
+        {**STATS, "temperature": "tensor", "bias": True},
+    ),
+    Case(
+        "ignored", {"batch": 4, "seq": 7, "hidden": 32, "vocab": 65}, {**STATS, "ignore_index": IGNORED, "bias": True}
+    ),
+    Case("segments", {"batch": 2, "seq": 9, "hidden": 17, "vocab": 9001}, {**STATS, "bias": True, "workspace_mib": 1}),
+    Case("odd", {"batch": 3, "seq": 3, "hidden": 33, "vocab": 1025}, STATS),
+    Case("one-token", {"batch": 1, "seq": 1, "hidden": 64, "vocab": 515}, STATS),
+    Case("one-feature", {"batch": 1, "seq": 5, "hidden": 1, "vocab": 7}, STATS),
+    Case("one-entry", {"batch": 1, "seq": 3, "hidden": 8, "vocab": 1}, {**STATS, "bias": True}),
+    Case("peaked", {"batch": 1, "seq": 6, "hidden": 64, "vocab": 500}, {**STATS, "scale": 8.0}),
+    Case(
+        "masked-vocabulary",
+        {"batch": 1, "seq": 6, "hidden": 32, "vocab": 200},
+        {**STATS, "bias": True, "minus_inf": 0.3},
+    ),
+    Case("qwen3-vocabulary", {"batch": 1, "seq": 3, "hidden": 16, "vocab": 151936}, STATS, suite="full"),
+    Case("gpt2-vocabulary", {"batch": 1, "seq": 4, "hidden": 24, "vocab": 50257}, STATS, suite="full"),
+    Case("llama3-hidden", {"batch": 1, "seq": 3, "hidden": 4096, "vocab": 300}, STATS, suite="full"),
+    Case("many-rows", {"batch": 4, "seq": 500, "hidden": 16, "vocab": 33}, {"workspace_mib": 1}, suite="full"),
+)
+DRAWN = frozenset({"scale", "minus_inf", "bias", "temperature"})
+"""Options that shape the inputs; the others are passed on as keyword arguments."""
+
+
+def inputs(case: Case, draw: Draw) -> Inputs:
+    """Draw ``hidden[batch, seq, hidden]``, a weight of scale ``hidden^-0.5``, ids, and what the case asks for."""
+    batch, seq, size, vocab = (case.sizes[name] for name in ("batch", "seq", "hidden", "vocab"))
+    asked = case.options
+    ids = draw.ids(vocab, batch, seq)
+    call: Inputs = {
+        "hidden": draw.normal(batch, seq, size, scale=asked.get("scale", 1.0)),
+        "lm_head_weight": draw.normal(vocab, size, scale=size**-0.5),
+        "target_ids": ids,
+    }
+    if asked.get("bias"):
+        bias = draw.normal(vocab)
+        if "minus_inf" in asked:
+            targets = torch.zeros(vocab, dtype=torch.bool, device=draw.device).index_fill(0, ids.flatten(), True)
+            bias = bias.masked_fill(draw.mask(asked["minus_inf"], vocab) & ~targets, -torch.inf)
+        call["bias"] = bias
+    if "ignore_index" in asked:
+        call["target_ids"] = ids.masked_fill(draw.mask(0.4, batch, seq), asked["ignore_index"])
+    if "temperature" in asked:
+        per_token = asked["temperature"] == "tensor"
+        call["temperature"] = (
+            draw.uniform(0.5, 2.0, batch, seq, dtype=torch.float32) if per_token else asked["temperature"]
+        )
+    return call | {name: value for name, value in asked.items() if name not in DRAWN}
+
+
+def magnitudes(case: Case, call: Inputs, upstream: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Bound the terms: those of each logit by sums of |hidden| |W| + |bias|, those of the gradients through them."""
+    ids, hidden, weight = call["target_ids"], call["hidden"], call["lm_head_weight"].abs()
+    active = (ids != call["ignore_index"]).double() if "ignore_index" in call else torch.ones_like(ids).double()
+    temperature = call.get("temperature", 1.0)
+    scale = temperature[..., None] if isinstance(temperature, torch.Tensor) else temperature
+    bias = call.get("bias", hidden.new_zeros(()))
+    z = (hidden @ call["lm_head_weight"].T + bias) / scale
+    size = (hidden.abs() @ weight.T + torch.where(bias == -torch.inf, 0.0, bias.abs())) / scale
+    lse = z.logsumexp(-1)
+    p = (z - lse[..., None]).exp()
+    top = size.amax(-1) + lse.abs()
+    surprise = p * (size + lse.abs()[..., None] + 1)
+    terms = {"logp": 2 * top, "logsumexp": top, "entropy": surprise.sum(-1) + top}
+    chosen = torch.nn.functional.one_hot(ids.clamp(min=0).long(), z.shape[-1])
+    grads = {"logp": (chosen + p) * (1 + top[..., None]), "logsumexp": p * (1 + top[..., None])}
+    grads["entropy"] = surprise * (2 + top[..., None])
+    dlogits = sum(grads[name] * (value.abs() * active)[..., None] for name, value in upstream.items()) / scale
+    rows = dlogits.flatten(0, -2)
+    dweight = rows.T @ hidden.abs().flatten(0, -2)
+    gradients = {"hidden": dlogits @ weight, "lm_head_weight": dweight, "bias": rows.sum(0)}
+    return {**terms, **{f"gradient:{name}": value for name, value in gradients.items()}}
+
+
+ROWS = RowLayout(
+    arguments={"hidden": 1, "target_ids": 0, "temperature": 0},
+    results=frozenset({"logp", "logsumexp", "entropy", "gradient:hidden"}),
+    ids="target_ids",
+)
+WEIGHTS = ("gradient:lm_head_weight", "gradient:bias")
+
+
+def number_as_tensor(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
+    """Give a temperature once as a number, once as a tensor of equal values."""
+    if isinstance(call.get("temperature", 1.0), torch.Tensor):
+        return
+    value = torch.full(call["target_ids"].shape, call.get("temperature", 1.0), device=draw.device)
+    yield Variant("temperature as a tensor", {**call, "temperature": value})
+
+
+def appended(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
+    """Append ignored rows of NaN: the gradients of weight and bias, sums over tokens, keep their bits too."""
+    count = call["target_ids"].numel()
+    flat = {"hidden": call["hidden"].flatten(0, -2), "target_ids": call["target_ids"].flatten()}
+    if isinstance(call.get("temperature"), torch.Tensor):
+        flat["temperature"] = call["temperature"].flatten()
+    fills = {"hidden": torch.nan, "target_ids": IGNORED, "temperature": 1.0}
+
+    def longer(value: torch.Tensor, fill: float, rows: int) -> torch.Tensor:
+        return torch.cat((value, value.new_full((rows, *value.shape[1:]), fill)))
+
+    for rows in (1, 23):
+        changed = {name: longer(value, fills[name], rows) for name, value in flat.items()}
+        yield Variant(
+            f"{rows} ignored rows appended",
+            {**call, **changed, "ignore_index": IGNORED},
+            lambda name, result: result if name in WEIGHTS else result.flatten(0, call["target_ids"].ndim - 1),
+            lambda name, result: result if name in WEIGHTS else result[:count],
+            lambda name, upstream, rows=rows: longer(upstream.flatten(), torch.nan, rows),
+        )
+
+
+TRANSFORMS = {
+    **ROWS.transforms(),
+    "appended": appended,
+    "temperature": number_as_tensor,
+    "strides": strides,
+    "workspace": options(small_workspace={"workspace_mib": 1}, large_workspace={"workspace_mib": 4096}),
+    "options": options(
+        with_statistics=STATS, with_ignore_index={"ignore_index": IGNORED}, unchecked={"validate": False}
+    ),
+}
+
+Change = Callable[[Inputs], Inputs]
+
+
+def _with(**changes: object) -> Change:
+    return lambda call: {**call, **changes}
+
+
+def _replace(name: str, edit: Callable[[torch.Tensor], torch.Tensor]) -> Change:
+    return lambda call: {**call, name: edit(call[name])}
+
+
+def _bias(make: Callable[[torch.Tensor], torch.Tensor]) -> Change:
+    return lambda call: {**call, "bias": make(call["lm_head_weight"][:, 0])}
+
+
+def _temperature(make: Callable[[torch.Tensor], torch.Tensor]) -> Change:
+    return lambda call: {**call, "temperature": make(call["target_ids"])}
+
+
+def _main_grad(make: Callable[[torch.Tensor], object]) -> Change:
+    def change(call: Inputs) -> Inputs:
+        weight = call["lm_head_weight"].detach().clone().requires_grad_()
+        weight.main_grad = make(weight.detach())
+        return {**call, "lm_head_weight": weight}
+
+    return change
+
+
+def _other(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.float64 if x.dtype != torch.float64 else torch.float32)
+
+
+def _elsewhere(x: torch.Tensor) -> torch.Tensor:
+    return x.to("meta")
+
+
+ILLEGAL = (
+    IllegalCall("hidden not a tensor", _with(hidden=[1.0]), TypeError, "hidden: expected a tensor"),
+    IllegalCall("hidden of integers", _replace("hidden", torch.Tensor.int), TypeError, "hidden: expected dtype"),
+    IllegalCall("hidden without dims", _with(hidden=torch.tensor(1.0)), ValueError, "hidden: expected at least 1 dims"),
+    IllegalCall("weight not a tensor", _with(lm_head_weight=None), TypeError, "lm_head_weight: expected a tensor"),
+    IllegalCall(
+        "weight of integers", _replace("lm_head_weight", torch.Tensor.int), TypeError, "lm_head_weight: expected dtype"
+    ),
+    IllegalCall(
+        "weight of one dim", _replace("lm_head_weight", lambda x: x[0]), ValueError, "lm_head_weight: expected 2 dims"
+    ),
+    IllegalCall(
+        "weight of another hidden size",
+        _replace("lm_head_weight", lambda x: x[:, 1:]),
+        ValueError,
+        "lm_head_weight: expected shape",
+    ),
+    IllegalCall(
+        "empty vocabulary",
+        _replace("lm_head_weight", lambda x: x[:0]),
+        ValueError,
+        "lm_head_weight: expected a vocabulary",
+    ),
+    IllegalCall(
+        "weight of another dtype", _replace("lm_head_weight", _other), TypeError, "lm_head_weight: expected dtype"
+    ),
+    IllegalCall(
+        "weight elsewhere", _replace("lm_head_weight", _elsewhere), ValueError, "lm_head_weight: expected device"
+    ),
+    IllegalCall("bias not a tensor", _with(bias=0.0), TypeError, "bias: expected a tensor"),
+    IllegalCall("bias of another shape", _bias(lambda x: x[1:]), ValueError, "bias: expected shape"),
+    IllegalCall("bias of two dims", _bias(lambda x: x[None]), ValueError, "bias: expected 1 dims"),
+    IllegalCall("bias of another dtype", _bias(_other), TypeError, "bias: expected dtype"),
+    IllegalCall("bias elsewhere", _bias(_elsewhere), ValueError, "bias: expected device"),
+    IllegalCall("ids of floats", _replace("target_ids", torch.Tensor.float), TypeError, "target_ids: expected dtype"),
+    IllegalCall(
+        "ids of another shape", _replace("target_ids", lambda x: x[:, 1:]), ValueError, "target_ids: expected sh"
+    ),
+    IllegalCall("ids elsewhere", _replace("target_ids", _elsewhere), ValueError, "target_ids: expected device"),
+    IllegalCall(
+        "id too large", _replace("target_ids", lambda x: x + 10**6), ValueError, r"target_ids: expected values in"
+    ),
+    IllegalCall(
+        "id negative", _replace("target_ids", lambda x: x - 10**6), ValueError, r"target_ids: expected values in"
+    ),
+    IllegalCall("temperature zero", _with(temperature=0.0), ValueError, "temperature: expected a number > 0"),
+    IllegalCall("temperature negative", _with(temperature=-1), ValueError, "temperature: expected a number > 0"),
+    IllegalCall(
+        "temperature NaN", _with(temperature=float("nan")), ValueError, "temperature: expected a finite number"
+    ),
+    IllegalCall("temperature text", _with(temperature="1"), TypeError, "temperature: expected a number"),
+    IllegalCall(
+        "temperature of another shape", _with(temperature=torch.ones(3)), ValueError, "temperature: expected shape"
+    ),
+    IllegalCall(
+        "temperature tensor with zero",
+        _temperature(lambda ids: torch.zeros_like(ids, dtype=torch.float32)),
+        ValueError,
+        "temperature: expected values > 0",
+    ),
+    IllegalCall(
+        "temperature elsewhere",
+        _temperature(lambda ids: torch.ones(ids.shape, device="meta")),
+        ValueError,
+        "temperature: expected device",
+    ),
+    IllegalCall("ignore_index float", _with(ignore_index=1.5), TypeError, "ignore_index: expected an integer"),
+    IllegalCall("workspace of nothing", _with(workspace_mib=0), ValueError, "workspace_mib: expected an integer >= 1"),
+    IllegalCall("workspace of a fraction", _with(workspace_mib=0.5), TypeError, "workspace_mib: expected an integer"),
+    IllegalCall(
+        "main_grad of another dtype",
+        _main_grad(torch.Tensor.double),
+        TypeError,
+        "lm_head_weight.main_grad: expected dtype",
+    ),
+    IllegalCall(
+        "main_grad of another shape",
+        _main_grad(lambda x: x[1:].float()),
+        ValueError,
+        "lm_head_weight.main_grad: expected shape",
+    ),
+    IllegalCall(
+        "main_grad elsewhere",
+        _main_grad(lambda x: _elsewhere(x.float())),
+        ValueError,
+        "lm_head_weight.main_grad: expected device",
+    ),
+    IllegalCall("unknown backend", _with(backend="no-such"), ValueError, "backend: linear_logp has no backend"),
+    IllegalCall("backend not a name", _with(backend=3), TypeError, "backend: expected a name"),
+)
+
+SPEC = Spec(
+    cases=CASES,
+    inputs=inputs,
+    references={"": reference.linear_logp},
+    classes={
+        **dict.fromkeys(("logp", "logsumexp", "entropy", "gradient:hidden"), "logprob"),
+        **dict.fromkeys(WEIGHTS, "reduction"),
+    },
+    differentiable=("hidden", "lm_head_weight", "bias"),
+    magnitudes=magnitudes,
+    transforms=TRANSFORMS,
+    illegal=ILLEGAL,
+    unread=frozenset({"workspace_mib", "validate", "backend"}),
+    output="logp",
+    ids=("target_ids",),
+)

@@ -1,0 +1,78 @@
+"""What linear_logp is to the registry and to torch: schemas, fake kernels, backends and their promises.
+
+In the raw ops hidden is ``[N, D]``, weight ``[V, D]`` and bias ``[V]``, all of one dtype and of any strides; target_ids
+``[N]``; temperature ``[]`` or ``[N]`` in the dtype of the computation (FP32, FP64 for FP64 inputs). logp, logsumexp and
+entropy are ``[N]`` in that dtype too. ``needed`` says which gradients are wanted: of hidden, weight and bias; one that
+is not comes back empty. ``backward_main_grad`` adds the gradient of the weight to ``main_grad[V, D]``, FP32, instead of
+returning it, and returns those of hidden and bias.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from rl_kernels.core import torchlib
+from rl_kernels.core.operator import INVARIANT, REPEATABLE, Backend, Call, Operator
+from rl_kernels.core.rowwise import compute_dtype
+
+_INPUTS = "Tensor hidden, Tensor weight, Tensor target_ids, Tensor? bias, Tensor temperature, int? ignore_index"
+_SAVED = "Tensor logsumexp, Tensor? entropy, Tensor? grad_logp, Tensor? grad_logsumexp, Tensor? grad_entropy"
+_BACKWARD = f"{_INPUTS}, {_SAVED}, int workspace_mib, bool[3] needed"
+
+SCHEMAS = {
+    "forward": f"({_INPUTS}, str backend) -> (Tensor, Tensor)",
+    "forward_stats": f"({_INPUTS}, str backend) -> (Tensor, Tensor, Tensor)",
+    "backward": f"({_BACKWARD}, str backend) -> (Tensor, Tensor, Tensor)",
+    "backward_main_grad": f"({_BACKWARD}, Tensor(a!) main_grad, str backend) -> (Tensor, Tensor)",
+}
+
+
+def _rows(hidden: torch.Tensor) -> torch.Tensor:
+    return hidden.new_empty(hidden.shape[0], dtype=compute_dtype(hidden.dtype))
+
+
+def _gradients(
+    hidden: torch.Tensor, weight: torch.Tensor, *others: Any, needed: Sequence[bool]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    shapes = (hidden.shape, weight.shape, weight.shape[:1])
+    dhidden, dweight, dbias = (
+        hidden.new_empty(shape if wanted else 0) for shape, wanted in zip(shapes, needed, strict=True)
+    )
+    return dhidden, dweight, dbias
+
+
+FAKES = {
+    "forward": lambda hidden, *_: (_rows(hidden), _rows(hidden)),
+    "forward_stats": lambda hidden, *_: (_rows(hidden), _rows(hidden), _rows(hidden)),
+    "backward": lambda *args: _gradients(*args[:-1], needed=args[-1]),
+    "backward_main_grad": lambda *args: _gradients(*args[:-2], needed=args[-2])[::2],
+}
+
+
+def describe(
+    hidden: torch.Tensor,
+    lm_head_weight: torch.Tensor,
+    target_ids: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    **_: object,
+) -> Call:
+    """Describe a call of the public function to the dispatcher."""
+    return Call.of(hidden, D=hidden.shape[-1], V=lm_head_weight.shape[0], bias=bias is not None)
+
+
+OPERATOR = Operator(
+    name="linear_logp",
+    package="rl_kernels.linear_logp",
+    summary="log-probability, logsumexp and entropy of selected tokens, from hidden states, without the logits",
+    shape=("N", "D", "V"),
+    rows=frozenset({"N"}),
+    schemas=SCHEMAS,
+    fakes=FAKES,
+    backends=(Backend("native", "rl_kernels.linear_logp.native", {"cpu": INVARIANT, "cuda": REPEATABLE}),),
+    describe=describe,
+)
+
+ops = torchlib.define(OPERATOR)

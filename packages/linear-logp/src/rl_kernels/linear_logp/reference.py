@@ -1,0 +1,41 @@
+"""The definition of linear_logp in plain PyTorch; the gold when its inputs are FP64."""
+
+from __future__ import annotations
+
+import torch
+
+from rl_kernels.core.outputs import LogpStats
+
+
+def linear_logp(
+    hidden: torch.Tensor,
+    lm_head_weight: torch.Tensor,
+    target_ids: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    temperature: float | torch.Tensor = 1.0,
+    ignore_index: int | None = None,
+    return_stats: bool = False,
+) -> torch.Tensor | LogpStats:
+    """Return ``z[id] - logsumexp(z)``, ``z = (hidden @ W^T + bias) / temperature``; shapes as in the public function.
+
+    Worked in FP32, in FP64 for FP64 inputs, and holds all logits.
+    """
+    dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    active = torch.ones_like(target_ids, dtype=torch.bool)
+    if ignore_index is not None:
+        active = target_ids != ignore_index
+    logits = torch.where(active[..., None], hidden, 0).to(dtype) @ lm_head_weight.to(dtype).T
+    if bias is not None:
+        logits = logits + bias.to(dtype)
+    scale = torch.as_tensor(temperature, dtype=dtype, device=hidden.device)
+    z = logits / (scale[..., None] if scale.ndim else scale)
+    ids = torch.where(active, target_ids, 0).long()
+
+    log_p = torch.log_softmax(z, -1)
+    logp = torch.where(active, log_p.gather(-1, ids[..., None]).squeeze(-1), 0)
+    if not return_stats:
+        return logp
+    # A second factor without -inf: 0 * -inf would turn the entropy and its gradient into NaN.
+    entropy = -(log_p.exp() * torch.where(log_p == -torch.inf, 0, log_p)).sum(-1)
+    return LogpStats(logp, torch.where(active, z.logsumexp(-1), 0), torch.where(active, entropy, 0))
