@@ -1,20 +1,52 @@
 """Fixtures for tests, checker and benchmarks: operator specs, random inputs, RL batches, references, layouts."""
 
+from rl_kernels.core.testing.batch import RLBatch, make_synthetic_rl_kernel_batch
 from rl_kernels.core.testing.draw import Draw
+from rl_kernels.core.testing.layouts import Chunks, Layout, Packed, chunk, pack, pad, permute
+from rl_kernels.core.testing.references import (
+    Drift,
+    bits_of,
+    drift,
+    masked_mean,
+    masked_sum,
+    policy_ratio,
+    reference_kl,
+    selected_logprobs,
+)
 from rl_kernels.core.testing.spec import Case, IllegalCall, Inputs, Spec, Transform, Variant, spec_of
+from rl_kernels.core.testing.state import poisoned_empty, torch_threads
 from rl_kernels.core.testing.transforms import IGNORED, RowLayout, options, strides
 
 __all__ = [
     "IGNORED",
     "Case",
+    "Chunks",
     "Draw",
+    "Drift",
     "IllegalCall",
     "Inputs",
+    "Layout",
+    "Packed",
+    "RLBatch",
     "RowLayout",
     "Spec",
     "Transform",
     "Variant",
+    "bits_of",
+    "chunk",
+    "drift",
+    "make_synthetic_rl_kernel_batch",
+    "masked_mean",
+    "masked_sum",
     "options",
+    "pack",
+    "pad",
+    "permute",
+    "poisoned_empty",
+    "policy_ratio",
+    "reference_kl",
+    "selected_logprobs",
     "spec_of",
     "strides",
+    "torch_threads",
 ]

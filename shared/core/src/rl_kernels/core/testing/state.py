@@ -1,0 +1,41 @@
+"""State of torch that a test changes for a while and gives back as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """Let operators on the CPU use ``count`` threads inside the block; ``ValueError`` below 1."""
+    if count < 1:
+        raise ValueError(f"count: expected an integer >= 1, got {count}")
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def poisoned_empty() -> Iterator[None]:
+    """Fill the memory of ``torch.empty`` and its like with NaN (integers: the largest) inside the block.
+
+    An output that a kernel does not wholly write then shows. PyTorch does this in its deterministic mode only, which
+    is switched on too, with warnings in place of errors where an operator of PyTorch itself has no such mode.
+    """
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    memory: Any = torch.utils.deterministic
+    filled = memory.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    memory.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        memory.fill_uninitialized_memory = filled
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
