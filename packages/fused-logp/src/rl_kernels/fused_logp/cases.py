@@ -76,7 +76,7 @@ def magnitudes(case: Case, call: Inputs, upstream: Mapping[str, torch.Tensor]) -
 
 
 ROWS = RowLayout(
-    arguments={"logits": 1, "token_ids": 0, "temperature": 0},
+    arguments={"logits": 1, "token_ids": 0, "temperature": 0, "out": 0},
     results=frozenset({"logp", "logsumexp", "entropy", "gradient:logits"}),
     ids="token_ids",
 )
@@ -179,4 +179,5 @@ SPEC = Spec(
     illegal=ILLEGAL,
     unread=frozenset({"out", "reduction", "inplace_backward", "validate", "backend"}),
     output="logp",
+    ids=("token_ids",),
 )

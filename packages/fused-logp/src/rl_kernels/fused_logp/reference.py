@@ -36,5 +36,5 @@ def fused_logp(
     logp = logp if output_dtype is None else logp.to(output_dtype)
     if not return_stats:
         return logp
-    entropy = -torch.where(log_p == -torch.inf, 0, log_p.exp() * log_p).sum(-1)
+    entropy = -(log_p.exp() * torch.where(log_p == -torch.inf, 0, log_p)).sum(-1)
     return LogpStats(logp, torch.where(active, z.logsumexp(-1), 0), torch.where(active, entropy, 0))

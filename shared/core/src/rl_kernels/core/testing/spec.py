@@ -29,6 +29,7 @@ class Case:
         options: what ``Spec.inputs`` is to do differently for this case.
         function: the package's public function that is called; by default the operator itself.
         suite: ``quick`` cases run always, ``full`` ones in the full suite only.
+        grad: False if no input of this call may require grad.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Case:
     options: Mapping[str, Any] = field(default_factory=dict)
     function: str = ""
     suite: Literal["quick", "full"] = "quick"
+    grad: bool = True
 
     def resized(self, sizes: Mapping[str, int]) -> Case:
         """Return the case with some sizes replaced."""
@@ -104,6 +106,7 @@ class Spec:
         illegal: calls that must raise.
         unread: arguments that choose how to compute, not what: the reference does not take them.
         output: what a result that is a single tensor is called.
+        ids: arguments that hold token ids.
         exempt: relation name -> why this operator is not held to it.
     """
 
@@ -117,6 +120,7 @@ class Spec:
     illegal: Sequence[IllegalCall]
     unread: frozenset[str] = frozenset()
     output: str = "output"
+    ids: Sequence[str] = ()
     exempt: Mapping[str, str] = field(default_factory=dict)
 
     def case(self, name: str = "") -> Case:

@@ -1,0 +1,7 @@
+"""``python -m rl_kernels.core.check``."""
+
+import sys
+
+from rl_kernels.core.check.cli import main
+
+sys.exit(main())

@@ -1,0 +1,136 @@
+"""Call an implementation on copies of the inputs, and turn whatever it does into named results or a clear failure."""
+
+from __future__ import annotations
+
+import copy
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rl_kernels.core.operator import Operator
+from rl_kernels.core.testing.spec import Inputs, Spec
+
+Results = dict[str, torch.Tensor]
+
+
+class Misbehaved(Exception):
+    """A candidate did not answer as an operator must; the message says how."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A named implementation of an operator's public functions.
+
+    Attributes:
+        name: as on the command line.
+        operator: whose implementation.
+        call: ``(function name, keyword arguments) -> result``.
+        only: the relations it is held to; empty for all.
+        exempt_reason: why it is not held to the others.
+    """
+
+    name: str
+    operator: Operator
+    call: Callable[[str, Inputs], Any]
+    only: frozenset[str] = frozenset()
+    exempt_reason: str = ""
+
+
+def backend_candidate(operator: Operator, name: str, backend: str) -> Candidate:
+    """Return the public functions of an operator, forced to a backend (or ``auto``)."""
+
+    def call(function: str, inputs: Inputs) -> Any:
+        return operator.function(function)(**{"backend": backend, **inputs})
+
+    return Candidate(name, operator, call)
+
+
+def reference_candidate(operator: Operator, spec: Spec) -> Candidate:
+    """Return the definition itself, in the tested dtype."""
+
+    def call(function: str, inputs: Inputs) -> Any:
+        return spec.references[function](**readable(spec, inputs))
+
+    only = frozenset({"accuracy", "gradients"})
+    return Candidate("pytorch", operator, call, only, "the definition promises values, not bits")
+
+
+def readable(spec: Spec, inputs: Inputs) -> Inputs:
+    """Return the arguments that the reference takes."""
+    return {name: value for name, value in inputs.items() if name not in spec.unread}
+
+
+def gold_inputs(spec: Spec, inputs: Inputs) -> Inputs:
+    """Return the reference's arguments in FP64; an option that is a dtype is left out, the gold is not rounded."""
+    return {name: _fp64(value) for name, value in readable(spec, inputs).items() if not isinstance(value, torch.dtype)}
+
+
+def _fp64(value: Any) -> Any:
+    return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+class Run:
+    """One call on copies of its inputs: the outputs at once, the gradients when asked for."""
+
+    def __init__(self, call: Callable[[Inputs], Any], spec: Spec, inputs: Inputs, *, grad: bool = True) -> None:
+        # deepcopy keeps strides and offsets, and shares no storage.
+        self._inputs = copy.deepcopy(inputs)
+        self._leaves = {
+            name: value.requires_grad_()
+            for name in spec.differentiable
+            if grad and isinstance(value := self._inputs.get(name), torch.Tensor) and "out" not in inputs
+        }
+        self._attached = _guarded("forward", lambda: named(call(self._inputs), spec.output))
+        self.outputs: Results = {name: value.detach().clone() for name, value in self._attached.items()}
+
+    @property
+    def attached(self) -> set[str]:
+        """Names of the outputs that carry a gradient."""
+        return {name for name, value in self._attached.items() if value.requires_grad}
+
+    def gradients(self, upstream: Mapping[str, torch.Tensor]) -> Results:
+        """Return ``gradient:NAME`` for each differentiable input, given upstream gradients by output name."""
+        detached = upstream.keys() - self.attached
+        if detached:
+            raise Misbehaved(f"{', '.join(sorted(detached))}: detached, expected an output that carries a gradient")
+        outputs = [self._attached[name] for name in upstream]
+
+        def backward() -> Any:
+            return torch.autograd.grad(outputs, list(self._leaves.values()), list(upstream.values()), allow_unused=True)
+
+        grads = dict(zip(self._leaves, _guarded("backward", backward), strict=True))
+        missing = [name for name, grad in grads.items() if grad is None]
+        if missing:
+            raise Misbehaved(f"no gradient for {', '.join(missing)}")
+        return {f"gradient:{name}": grad.clone() for name, grad in grads.items()}
+
+    def results(self, upstream: Mapping[str, torch.Tensor]) -> Results:
+        """Return outputs and, if there is an upstream gradient, gradients."""
+        return {**self.outputs, **(self.gradients(upstream) if upstream and self._leaves else {})}
+
+
+def named(result: Any, single: str) -> Results:
+    """Name the tensors of a result: the fields of a NamedTuple, or ``single`` for a bare tensor."""
+    if isinstance(result, torch.Tensor):
+        return {single: result}
+    if isinstance(result, tuple) and hasattr(result, "_fields"):
+        wrong = [field for field in result._fields if not isinstance(getattr(result, field), torch.Tensor)]
+        if not wrong:
+            return dict(zip(result._fields, result, strict=True))
+        raise Misbehaved(f"{', '.join(wrong)}: expected a tensor")
+    raise Misbehaved(f"expected a tensor or a NamedTuple of tensors, got {type(result).__name__}")
+
+
+def _guarded(phase: str, run: Callable[[], Any]) -> Any:
+    try:
+        return run()
+    except Misbehaved:
+        raise
+    except Exception as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        raise Misbehaved(
+            f"{phase} raised {type(error).__name__}: {error} ({where.filename}:{where.lineno} in {where.name})"
+        ) from error

@@ -1,0 +1,119 @@
+"""A cell of the checker: one candidate on one case, its inputs, its upstream gradients and its records."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from rl_kernels.core.check.candidate import Candidate, Results, Run, gold_inputs, readable
+from rl_kernels.core.check.compare import Comparison
+from rl_kernels.core.check.result import Check, Skip
+from rl_kernels.core.contract import DTYPES, Tolerance, contract
+from rl_kernels.core.testing import Case, Draw, Inputs, Spec
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all cells of a run share."""
+
+    dtype: str
+    device: torch.device
+    arch: str
+    seed: int = 123
+    grad: bool = False
+    grad_mode: str = "random"
+    grad_seed: int = 123
+    constant: tuple[float, int] | None = None
+    """(value, token): fill the differentiable inputs and the ids with these."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A candidate on a case."""
+
+    candidate: Candidate
+    spec: Spec
+    case: Case
+    setting: Setting
+
+    @cached_property
+    def seed(self) -> int:
+        """Seed of this case's inputs: the run's, and the case's name."""
+        return (self.setting.seed + zlib.crc32(self.case.name.encode())) % 2**31
+
+    def draw(self, salt: int = 0) -> Draw:
+        """Return the source of this case's random values."""
+        return Draw(DTYPES[self.setting.dtype], self.setting.device, self.seed + salt)
+
+    @cached_property
+    def inputs(self) -> Inputs:
+        """The case's keyword arguments."""
+        inputs = self.spec.inputs(self.case, self.draw())
+        if self.setting.constant is None:
+            return inputs
+        value, token = self.setting.constant
+        fills = {**dict.fromkeys(self.spec.differentiable, value), **dict.fromkeys(self.spec.ids, token)}
+        return {
+            name: torch.full_like(given, fills[name]) if name in fills and isinstance(given, torch.Tensor) else given
+            for name, given in inputs.items()
+        }
+
+    def run(self, inputs: Inputs | None = None, *, grad: bool = True) -> Run:
+        """Call the candidate."""
+        arguments = self.inputs if inputs is None else inputs
+        return Run(lambda kwargs: self.candidate.call(self.case.function, kwargs), self.spec, arguments, grad=grad and self.case.grad)
+
+    def eager(self) -> Run:
+        """Call the reference in the tested dtype."""
+        return self._define(readable(self.spec, self.inputs))
+
+    def gold(self) -> Run:
+        """Call the reference in FP64."""
+        return self._define(gold_inputs(self.spec, self.inputs))
+
+    def magnitudes(self, upstream: Results) -> Mapping[str, torch.Tensor]:
+        """Return the sums of the terms' magnitudes, by result name."""
+        return self.spec.magnitudes(self.case, gold_inputs(self.spec, self.inputs), upstream)
+
+    def _define(self, inputs: Inputs) -> Run:
+        return Run(lambda kwargs: self.spec.references[self.case.function](**kwargs), self.spec, inputs, grad=self.case.grad)
+
+    def upstream(self, run: Run) -> Results:
+        """Return an upstream gradient for each output of ``run`` that carries a gradient."""
+        if "out" in self.inputs:
+            return {}
+        draw = Draw(torch.float64, self.setting.device, self.setting.grad_seed + self.seed)
+        ones = self.setting.grad_mode == "ones"
+        values = {name: value for name, value in run.outputs.items() if name in run.attached}
+        return {
+            name: torch.ones_like(value) if ones else draw.normal(*value.shape, dtype=value.dtype)
+            for name, value in values.items()
+        }
+
+    def tolerance(self, relation: str, item: str, dtype: torch.dtype | None = None) -> Tolerance:
+        """Return the contract's row for an output or gradient; for a result of a coarser dtype, that dtype's row."""
+        direction = "gradient" if item.startswith("gradient:") else "forward"
+        name = self.setting.dtype
+        if dtype is not None and torch.finfo(dtype).eps > torch.finfo(DTYPES[name]).eps:
+            name = next(known for known, value in DTYPES.items() if value == dtype)
+        return contract().tolerance(relation, self.spec.classes[item], name, direction, self.setting.arch)
+
+    def record(
+        self, relation: str, item: str, shape: tuple[int, ...], tolerance: object, comparison: Comparison
+    ) -> Check:
+        """Return the record of a comparison."""
+        name = self.candidate.operator.name
+        where = (name, self.candidate.name, relation, self.case.name, item, self.setting.dtype)
+        return Check(*where, shape, str(tolerance), comparison, self.seed)
+
+    def failed(self, relation: str, item: str, message: str) -> Check:
+        """Return the record of something that could not be compared."""
+        return self.record(relation, item, (), "-", Comparison(False, message=message))
+
+    def skip(self, relation: str, reason: str) -> Skip:
+        """Return the record of something that did not run."""
+        return Skip(self.candidate.operator.name, self.candidate.name, relation, self.case.name, reason)

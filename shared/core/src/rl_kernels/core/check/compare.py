@@ -1,0 +1,135 @@
+"""Compare numbers: two rules of accuracy against a gold, and equality of bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import nan
+
+import torch
+
+from rl_kernels.core.contract import Tolerance
+
+FACTORS = {"forward": 2.0, "gradient": 3.0}
+"""How many times the error of plain eager PyTorch a candidate may have (the relative rule)."""
+ROUNDING = 4 * 2.0**-24
+"""Share of the sum of the terms' magnitudes that FP32 rounding may move a sum by."""
+BITS = {torch.float64: torch.int64, torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What one comparison showed; ``message`` is empty if it holds."""
+
+    passed: bool
+    max_abs: float = nan
+    mean_abs: float = nan
+    max_rel: float = nan
+    message: str = ""
+
+
+def described(candidate: object, expected: torch.Tensor) -> str | None:
+    """Say how a result differs from the expected one in kind, shape, dtype or device, or return None."""
+    if not isinstance(candidate, torch.Tensor):
+        return f"expected a tensor, got {type(candidate).__name__}"
+    if candidate.shape != expected.shape:
+        return f"expected shape {tuple(expected.shape)}, got {tuple(candidate.shape)}"
+    if candidate.dtype != expected.dtype:
+        return f"expected dtype {expected.dtype}, got {candidate.dtype}"
+    if candidate.device != expected.device:
+        return f"expected device {expected.device}, got {candidate.device}"
+    return None
+
+
+def accuracy(
+    candidate: torch.Tensor,
+    eager: torch.Tensor,
+    gold: torch.Tensor,
+    magnitude: torch.Tensor,
+    tolerance: Tolerance,
+    direction: str,
+) -> Comparison:
+    """Hold a result to the contract's fence and to the relative rule.
+
+    Args:
+        candidate: the result.
+        eager: plain PyTorch of the same dtype, whose error sets the scale; it also gives shape and dtype.
+        gold: the definition in FP64.
+        magnitude: FP64 sum of the magnitudes of the terms each element is the sum of.
+        tolerance: the contract's row.
+        direction: ``forward`` or ``gradient``.
+    """
+    wrong = described(candidate, eager)
+    if wrong:
+        return Comparison(False, message=wrong)
+    if not gold.numel():
+        return Comparison(True, 0.0, 0.0, 0.0)
+    value, special = candidate.double(), ~gold.isfinite()
+    if not _same_special(value, gold, special):
+        return Comparison(False, message=_at("NaN or inf in one but not the other", value != gold, candidate, gold))
+    error = torch.where(special, 0.0, value - gold).abs()
+    finite = torch.where(special, 0.0, gold)
+    slack = ulp(finite, eager.dtype) + ROUNDING * torch.where(special, 0.0, magnitude)
+    plain = torch.where(special, 0.0, eager.double() - gold).abs()
+    factor = FACTORS[direction]
+    rules = {
+        "outside the contract's fence": error > tolerance.atol + tolerance.rtol * finite.abs(),
+        f"worse than {factor:g}x the worst element of eager PyTorch": error > factor * plain.nan_to_num().max() + slack,
+    }
+    relative = torch.where(finite == 0, 0.0, error / finite.abs())
+    numbers = float(error.max()), float(error.mean()), float(relative.max())
+    for rule, broken in rules.items():
+        if broken.any():
+            return Comparison(False, *numbers, _at(rule, broken, candidate, gold))
+    budget = factor * plain.nan_to_num().norm() + slack.norm()
+    if error.norm() > budget:
+        return Comparison(False, *numbers, f"L2 error {error.norm():.3g} over {budget:.3g} (relative rule)")
+    return Comparison(True, *numbers)
+
+
+def _same_special(value: torch.Tensor, gold: torch.Tensor, special: torch.Tensor) -> bool:
+    same = torch.where(gold.isnan(), value.isnan(), value == gold)
+    return bool(torch.where(special, same, value.isfinite()).all())
+
+
+def ulp(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the spacing of ``dtype`` at each FP64 value."""
+    info = torch.finfo(dtype)
+    exponent = torch.frexp(value).exponent - 1
+    spacing = torch.ldexp(torch.ones_like(value), exponent) * info.eps
+    return torch.where(value == 0, 0.0, spacing).clamp(min=info.tiny * info.eps)
+
+
+def bits(candidate: torch.Tensor, expected: torch.Tensor) -> Comparison:
+    """Require equal bits in the integer view: +0 and -0 differ, NaN equals the same NaN."""
+    wrong = described(candidate, expected)
+    if wrong:
+        return Comparison(False, message=wrong)
+    if not expected.numel():
+        return Comparison(True, 0.0, 0.0, 0.0)
+    left, right = (_integers(value) for value in (candidate, expected))
+    if torch.equal(left, right):
+        return Comparison(True, 0.0, 0.0, 0.0)
+    differ = left != right
+    error = (candidate.double() - expected.double()).abs()
+    relative = (error / expected.double().abs()).nan_to_num(0.0, 0.0)
+    message = f"{int(differ.sum())} of {differ.numel()} elements differ in bits; {_at('first', differ, candidate, expected)}"
+    first = int(differ.flatten().nonzero()[0])
+    distance = abs(int(left.flatten()[first]) - int(right.flatten()[first]))
+    return Comparison(
+        False,
+        float(error.nan_to_num().max()),
+        float(error.nan_to_num().mean()),
+        float(relative.max()),
+        f"{message}, {distance} ULP",
+    )
+
+
+def _integers(value: torch.Tensor) -> torch.Tensor:
+    return value.contiguous().view(BITS[value.dtype]) if value.is_floating_point() else value
+
+
+def _at(what: str, where: torch.Tensor, candidate: torch.Tensor, expected: torch.Tensor) -> str:
+    if not where.any():
+        return what
+    index = tuple(int(i) for i in where.nonzero()[0])
+    return f"{what}: at {list(index)} got {float(candidate[index]):.9g}, expected {float(expected[index]):.9g}"

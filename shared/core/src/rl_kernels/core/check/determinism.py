@@ -1,0 +1,126 @@
+"""Relations of bits: the same call again, and the same rows laid out differently."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from rl_kernels.core.check import compare
+from rl_kernels.core.check.candidate import Misbehaved, Results
+from rl_kernels.core.check.cell import Cell
+from rl_kernels.core.check.compare import Comparison
+from rl_kernels.core.check.result import Check, Record
+from rl_kernels.core.testing import Case, Draw, Inputs, Variant
+
+RUNS = 20
+"""Calls that repeatability compares."""
+
+
+def repeatability(cell: Cell) -> Iterator[Record]:
+    """The same call many times, on a GPU with another stream busy: equal bits."""
+    try:
+        first = cell.run()
+        upstream = cell.upstream(first)
+        expected = first.results(upstream)
+        found: dict[str, Comparison] = {}
+        for _ in range(RUNS - 1):
+            with _busy(cell.setting.device):
+                again = cell.run().results(upstream)
+            for item, value in again.items():
+                if item not in found or found[item].passed:
+                    found[item] = compare.bits(value, expected[item])
+    except Misbehaved as error:
+        yield cell.failed("repeatability", "run", str(error))
+        return
+    for item, comparison in found.items():
+        tolerance = cell.tolerance("repeatability", item)
+        yield cell.record("repeatability", item, tuple(expected[item].shape), tolerance, comparison)
+
+
+class _busy:
+    """On a GPU, keep a second stream at work inside the block."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def __enter__(self) -> None:
+        if self._device.type == "cuda":
+            with torch.cuda.stream(torch.cuda.Stream(self._device)):
+                noise = torch.randn(2048, 2048, device=self._device)
+                for _ in range(4):
+                    noise = (noise @ noise).tanh()
+
+    def __exit__(self, *_: object) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def invariance(cell: Cell) -> Iterator[Record]:
+    """Every promised layout of the same computation: equal bits, gradients too."""
+    try:
+        base = cell.run()
+        upstream = cell.upstream(base)
+        expected = base.results(upstream)
+    except Misbehaved as error:
+        yield cell.failed("invariance", "base", str(error))
+        return
+    applied = False
+    for name, transform in {**cell.spec.transforms, **_THREADS}.items():
+        variants = list(transform(cell.case, cell.inputs, cell.draw(salt=1)))
+        if variants:
+            applied = True
+            yield _invariant(cell, name, variants, expected, upstream)
+    if not applied:
+        yield cell.skip("invariance", "no transform applies to this case")
+
+
+def _invariant(cell: Cell, name: str, variants: list[Variant], expected: Results, upstream: Results) -> Check:
+    compared = 0
+    for variant in variants:
+        try:
+            with _threads(variant.label):
+                lifted = {item: variant.lift(item, value) for item, value in upstream.items()}
+                found = cell.run(variant.inputs).results(lifted)
+        except Misbehaved as error:
+            return cell.failed("invariance", name, f"{variant.label}: {error}")
+        for item, whole in expected.items():
+            cell.tolerance("invariance", item)
+            part = variant.pick(item, whole)
+            if part is None:
+                continue
+            compared += 1
+            comparison = compare.bits(variant.find(item, found[item]), part)
+            if not comparison.passed:
+                failed = replace(comparison, message=f"{variant.label}, {item}: {comparison.message}")
+                return cell.record("invariance", name, tuple(whole.shape), "bitwise", failed)
+    if not compared:
+        return cell.failed("invariance", name, "no variant of this transform compares anything")
+    first = next(iter(expected.values()))
+    return cell.record("invariance", name, tuple(first.shape), "bitwise", Comparison(True, 0.0, 0.0, 0.0))
+
+
+def _other_threads(case: Case, inputs: Inputs, draw: Draw) -> Iterator[Variant]:
+    if draw.device.type == "cpu":
+        for count in (1, 2):
+            yield Variant(f"{count} threads", inputs)
+
+
+_THREADS = {"threads": _other_threads}
+
+
+class _threads:
+    """Run the variants of ``_other_threads`` with that many CPU threads."""
+
+    def __init__(self, label: str) -> None:
+        match = re.fullmatch(r"(\d+) threads", label)
+        self._count = int(match[1]) if match else torch.get_num_threads()
+        self._before = torch.get_num_threads()
+
+    def __enter__(self) -> None:
+        torch.set_num_threads(self._count)
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_num_threads(self._before)

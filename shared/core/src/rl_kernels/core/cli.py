@@ -1,0 +1,135 @@
+"""The command ``rl-kernels``: its own sub-commands, and those that packages add (group ``rl_kernels.commands``)."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import platform
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import entry_points, version
+from importlib.util import find_spec
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from rl_kernels.core.contract import DTYPES, contract
+from rl_kernels.core.dispatch import explain_call
+from rl_kernels.core.operator import Call, Operator, arch_of
+from rl_kernels.core.registry import UnknownOperator, kernel_registry
+
+GROUP = "rl_kernels.commands"
+Command = Callable[[Sequence[str]], int]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the sub-command named by the first argument; return the exit status."""
+    name, *rest = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    commands = _commands()
+    if name in ("-h", "--help"):
+        _help(commands)
+        return 0
+    if name == "--version":
+        print(version("rl-kernels-core"))
+        return 0
+    if name not in commands:
+        print(f"rl-kernels: unknown command {name!r}; known: {', '.join(commands)}", file=sys.stderr)
+        return 2
+    return commands[name][1]()(rest)
+
+
+def _commands() -> dict[str, tuple[str, Callable[[], Command]]]:
+    own = {
+        "list": ("installed operators and their backends", lambda: list_operators),
+        "explain": ("which backend a call would take, and why not the others", lambda: explain),
+        "doctor": ("what is installed and what can run here", lambda: doctor),
+        "check": ("hold backends to the tolerance contract", lambda: _check_command()),
+    }
+    added = {point.name: (f"from {point.value.split(':')[0]}", point.load) for point in entry_points(group=GROUP)}
+    return {**added, **own}
+
+
+def _check_command() -> Command:
+    # Imported only when asked for: it imports every operator.
+    return importlib.import_module("rl_kernels.core.check.cli").main
+
+
+def _help(commands: dict[str, tuple[str, Callable[[], Command]]]) -> None:
+    print("usage: rl-kernels COMMAND [options]\n")
+    for name, (summary, _) in commands.items():
+        print(f"  {name:<10} {summary}")
+    print("\nrl-kernels COMMAND --help tells a command's options")
+
+
+def list_operators(argv: Sequence[str]) -> int:
+    """Print the installed operators."""
+    argparse.ArgumentParser(prog="rl-kernels list").parse_args(argv)
+    table = Table("operator", "aliases", "backends", "what it computes", box=None)
+    for name in kernel_registry.names():
+        operator = kernel_registry.load(name)
+        backends = ", ".join(backend.name for backend in operator.backends)
+        table.add_row(name, ", ".join(operator.aliases), backends, operator.summary)
+    Console().print(table)
+    return 0
+
+
+def explain(argv: Sequence[str]) -> int:
+    """Print the verdict on every backend for a described call."""
+    parser = argparse.ArgumentParser(prog="rl-kernels explain")
+    parser.add_argument("op")
+    parser.add_argument("--shape", help="sizes joined by x or commas, in the operator's order (e.g. 4096x151936)")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--arch", help="of the device, as in the tolerance contract (e.g. sm90)")
+    given = parser.parse_args(argv)
+    try:
+        operator = kernel_registry.load(given.op)
+        call = _described(operator, given)
+    except (UnknownOperator, ValueError) as error:
+        print(f"rl-kernels explain: {error}", file=sys.stderr)
+        return 2
+    for verdict in explain_call(operator, call):
+        print(verdict)
+    return 0
+
+
+def _described(operator: Operator, given: argparse.Namespace) -> Call:
+    order = "x".join(operator.shape)
+    sizes: list[int] = []
+    if given.shape is not None:
+        parts = given.shape.replace(",", "x").split("x")
+        if len(parts) != len(operator.shape) or not all(part.isdigit() and int(part) > 0 for part in parts):
+            raise ValueError(f"--shape: expected {order}, sizes >= 1, got {given.shape!r}")
+        sizes = [int(part) for part in parts]
+    traits = {name: size for name, size in zip(operator.shape, sizes, strict=False) if name not in operator.rows}
+    device = torch.device(given.device)
+    if given.arch is not None and given.arch not in contract().archs:
+        raise ValueError(f"--arch: expected one of {', '.join(contract().archs)}, got {given.arch!r}")
+    if given.arch is None and given.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--arch: needed to explain a call on a GPU that is not here (e.g. --arch sm90)")
+    return Call(device, DTYPES[given.dtype], given.arch or arch_of(device.type, device.index), traits)
+
+
+def doctor(argv: Sequence[str]) -> int:
+    """Print versions, devices, and every backend of every operator with the reason if it cannot run here."""
+    argparse.ArgumentParser(prog="rl-kernels doctor").parse_args(argv)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    arch = arch_of(device.type, device.index)
+    facts = Table("what", "found", box=None)
+    facts.add_row("rl-kernels-core", version("rl-kernels-core"))
+    facts.add_row("python, torch", f"{platform.python_version()}, {torch.__version__}")
+    facts.add_row("triton", version("triton") if find_spec("triton") else "not installed")
+    facts.add_row("device", f"{torch.cuda.get_device_name() if device.type == 'cuda' else 'cpu'} ({arch})")
+    facts.add_row("arch in the tolerance contract", "yes" if arch in contract().archs else "no: checks need --arch-key")
+    for variable in ("RL_KERNELS_BACKEND", "RL_KERNELS_STRICT"):
+        facts.add_row(variable, os.environ.get(variable, "not set"))
+    backends = Table("operator", "backend", "here", box=None)
+    for name in kernel_registry.names():
+        operator = kernel_registry.load(name)
+        for verdict in explain_call(operator, Call(device, torch.float32, arch)):
+            backends.add_row(name, verdict.backend, str(verdict).partition(": ")[2])
+    console = Console()
+    console.print(facts, backends, sep="\n\n")
+    return 0
