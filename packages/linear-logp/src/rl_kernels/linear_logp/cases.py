@@ -87,7 +87,9 @@ def magnitudes(case: Case, call: Inputs, upstream: Mapping[str, torch.Tensor]) -
     chosen = torch.nn.functional.one_hot(ids.clamp(min=0).long(), z.shape[-1])
     grads = {"logp": (chosen + p) * (1 + top[..., None]), "logsumexp": p * (1 + top[..., None])}
     grads["entropy"] = surprise * (2 + top[..., None])
-    dlogits = sum(grads[name] * (value.abs() * active)[..., None] for name, value in upstream.items()) / scale
+    dlogits = torch.zeros_like(z)
+    for name, value in upstream.items():
+        dlogits += grads[name] * (value.abs() * active)[..., None] / scale
     rows = dlogits.flatten(0, -2)
     dweight = rows.T @ hidden.abs().flatten(0, -2)
     gradients = {"hidden": dlogits @ weight, "lm_head_weight": dweight, "bias": rows.sum(0)}
