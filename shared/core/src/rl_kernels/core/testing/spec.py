@@ -107,6 +107,7 @@ class Spec:
         unread: arguments that choose how to compute, not what: the reference does not take them.
         output: what a result that is a single tensor is called.
         ids: arguments that hold token ids.
+        eager_only: options that torch.compile must refuse, naming the option.
         exempt: relation name -> why this operator is not held to it.
     """
 
@@ -121,6 +122,7 @@ class Spec:
     unread: frozenset[str] = frozenset()
     output: str = "output"
     ids: Sequence[str] = ()
+    eager_only: frozenset[str] = frozenset()
     exempt: Mapping[str, str] = field(default_factory=dict)
 
     def case(self, name: str = "") -> Case:
