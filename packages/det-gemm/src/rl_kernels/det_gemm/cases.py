@@ -24,7 +24,9 @@ CASES = (
     Case("a-column-major", _sizes(19, 24, 40), {COLUMNS: ("a",)}),
     Case("b-column-major", _sizes(19, 24, 40), {COLUMNS: ("b",)}),
     Case("both-column-major", _sizes(19, 25, 41), {COLUMNS: ("a", "b")}),
-    Case("wide-output", _sizes(21, 32, 50), WIDE),
+    # Its gradients start from an upstream gradient rounded to the operands' dtype, which the gold does not know:
+    # test_backends compares their bits with those of that rounded gradient.
+    Case("wide-output", _sizes(21, 32, 50), WIDE, grad=False),
     Case("one-row", _sizes(1, 65, 33)),
     Case("one-column", _sizes(9, 1, 100)),
     Case("one-term", _sizes(9, 20, 1)),
@@ -33,17 +35,17 @@ CASES = (
     Case("linear-no-bias", _sizes(17, 31, 29), {}, LINEAR),
     Case("linear-leading", _sizes(5, 24, 32), {"leading": (2, 3), **BIAS}, LINEAR),
     Case("linear-column-major", _sizes(6, 22, 35), {COLUMNS: ("x", "weight"), **BIAS}, LINEAR),
-    Case("dw", _sizes(35, 24, 18), {}, DW),
-    Case("dw-wide-output", _sizes(20, 17, 33), WIDE, DW),
-    Case("dw-column-major", _sizes(50, 16, 31), {COLUMNS: ("a", "dc")}, DW),
-    Case("dw-continued", _sizes(33, 20, 21), BUFFER, DW),
-    Case("dw-continued-column-major", _sizes(16, 9, 40), {COLUMNS: ("accumulate_into",), **BUFFER}, DW),
+    Case("dw", _sizes(35, 24, 18), {}, DW, grad=False),
+    Case("dw-wide-output", _sizes(20, 17, 33), WIDE, DW, grad=False),
+    Case("dw-column-major", _sizes(50, 16, 31), {COLUMNS: ("a", "dc")}, DW, grad=False),
+    Case("dw-continued", _sizes(33, 20, 21), BUFFER, DW, grad=False),
+    Case("dw-continued-column-major", _sizes(16, 9, 40), {COLUMNS: ("accumulate_into",), **BUFFER}, DW, grad=False),
     Case("qwen2.5-0.5b-gate", _sizes(5, 4864, 896), {}, LINEAR, "full"),
     Case("qwen2.5-0.5b-down", _sizes(5, 896, 4864), {}, LINEAR, "full"),
     Case("qwen2.5-0.5b-key", _sizes(40, 128, 896), BIAS, LINEAR, "full"),
     Case("llama3-8b-value", _sizes(2, 1024, 4096), {}, LINEAR, "full"),
     Case("many-rows", _sizes(700, 33, 70), suite="full"),
-    Case("dw-many-rows", _sizes(700, 33, 70), {}, DW, "full"),
+    Case("dw-many-rows", _sizes(700, 33, 70), {}, DW, "full", grad=False),
 )
 
 
