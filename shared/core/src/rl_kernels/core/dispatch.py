@@ -45,13 +45,14 @@ class Verdict:
         return f"{self.backend}: {'chosen' if self.chosen else self.reason or 'can run, comes after the chosen one'}"
 
 
-def _canonical(operator: str) -> str:
-    for known, aliases in PUBLISHED.items():
+def _canonical(operator: str, where: str) -> str:
+    for name, aliases in PUBLISHED.items():
         if operator in aliases:
-            return known
+            return name
     if operator in PUBLISHED or operator in kernel_registry.names():
         return operator
-    raise ValueError(f"{operator!r} is no operator; known: {', '.join(sorted({*PUBLISHED, *kernel_registry.names()}))}")
+    known = ", ".join(sorted({*PUBLISHED, *kernel_registry.names()}))
+    raise ValueError(f"{where}: {operator!r} is no operator; known: {known}")
 
 
 def parse_forced(text: str) -> dict[str, str]:
@@ -61,7 +62,7 @@ def parse_forced(text: str) -> dict[str, str]:
         name, equals, backend = item.partition("=")
         if not equals or not name or not backend:
             raise ValueError(f"RL_KERNELS_BACKEND: expected operator=backend[,operator=backend], got {text!r}")
-        forced[_canonical(name.strip())] = backend.strip()
+        forced[_canonical(name.strip(), "RL_KERNELS_BACKEND")] = backend.strip()
     return forced
 
 
@@ -80,7 +81,7 @@ class use_backend:  # noqa: N801 - reads as a statement: with use_backend(linear
     """
 
     def __init__(self, **backends: str) -> None:
-        self._backends = {_canonical(name): backend for name, backend in backends.items()}
+        self._backends = {_canonical(name, "use_backend"): backend for name, backend in backends.items()}
         self._outer: list[Mapping[str, str]] = []
 
     def __enter__(self) -> None:
