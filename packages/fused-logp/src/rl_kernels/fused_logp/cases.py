@@ -180,4 +180,5 @@ SPEC = Spec(
     unread=frozenset({"out", "reduction", "inplace_backward", "validate", "backend"}),
     output="logp",
     ids=("token_ids",),
+    eager_only=frozenset({"inplace_backward"}),
 )

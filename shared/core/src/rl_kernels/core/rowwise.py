@@ -70,9 +70,10 @@ def row_sum(x: torch.Tensor) -> torch.Tensor:
 
     Zeros appended to a row change no bit, nor does the sign of a zero: an all-zero row sums to +0.
     """
+    trees = _tree(pad_to(x, -1, SEGMENT).unflatten(-1, (-1, SEGMENT)) if x.shape[-1] > SEGMENT else x[..., None, :])
     total = x.new_zeros(x.shape[:-1])
-    for start in range(0, x.shape[-1], SEGMENT):
-        total = total + _tree(x[..., start : start + SEGMENT])
+    for segment in trees.unbind(-1):
+        total = total + segment
     return total
 
 

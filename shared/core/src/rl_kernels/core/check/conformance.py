@@ -1,0 +1,265 @@
+"""The tests that every operator package runs: subclass ``Conformance`` in its tests and name the operator.
+
+    class TestConformance(Conformance):
+        operator = OPERATOR
+
+Rules are those of the operators: one signature, one validator, repeatable, invariant, torch-native, no silent stand-in,
+global state left as found.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rl_kernels.core.check.candidate import Run, backend_candidate, named
+from rl_kernels.core.check.cell import Cell, Setting
+from rl_kernels.core.check.compare import bits
+from rl_kernels.core.check.relations import RELATIONS
+from rl_kernels.core.check.result import Check
+from rl_kernels.core.contract import DTYPES
+from rl_kernels.core.dispatch import BackendUnavailable, record_dispatch, use_backend
+from rl_kernels.core.operator import Operator, arch_of
+from rl_kernels.core.registry import kernel_registry
+from rl_kernels.core.testing import Case, Draw, Inputs, Spec, spec_of
+from rl_kernels.core.torchlib import NAMESPACE
+
+HELD = {"fp32": tuple(RELATIONS), "bf16": ("accuracy", "gradients", "invariance"), "fp16": ("accuracy", "gradients")}
+"""Relations by dtype; the CPU works on every dtype in FP32, so bits need no third round."""
+
+
+def device() -> torch.device:
+    """Return the device that the tests run on."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def cell(operator: Operator, case: Case, dtype: str = "fp32", backend: str = "auto") -> Cell:
+    """Return a backend on a case."""
+    setting = Setting(dtype, device(), arch_of(device().type), grad=True)
+    return Cell(backend_candidate(operator, backend, backend), spec_of(operator), case, setting)
+
+
+class RawCalls(TorchDispatchMode):
+    """Collects the raw ops that are called inside the block, with detached copies of their arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[str, tuple[Any, tuple[Any, ...]]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Record calls into the namespace of the operators."""
+        if func.namespace == NAMESPACE:
+            copies = [arg.detach().clone() if isinstance(arg, torch.Tensor) else arg for arg in args]
+            self.calls[str(func)] = (func, tuple(copies))
+        return func(*args, **(kwargs or {}))
+
+
+class Conformance:
+    """Holds ``operator`` to the rules, on every backend that runs here and every quick case."""
+
+    operator: ClassVar[Operator]
+
+    @classmethod
+    def pytest_generate_tests(cls, metafunc: pytest.Metafunc) -> None:
+        """Parametrise the tests by the operator's quick cases, dtypes, relations and backends."""
+        cases = [case for case in spec_of(cls.operator).cases if case.suite == "quick"]
+        if "relation" in metafunc.fixturenames:
+            starts = {bad.case or cases[0].name for bad in spec_of(cls.operator).illegal}
+            names = [
+                pytest.param(backend, relation, dtype, case, id=f"{backend}-{relation}-{dtype}-{case.name}")
+                for backend in _runnable(cls.operator)
+                for dtype, relations in HELD.items()
+                for relation in relations
+                for case in cases
+                if relation != "robustness" or case.name in starts
+            ]
+            metafunc.parametrize(("backend", "relation", "dtype", "case"), names)
+        elif "case" in metafunc.fixturenames:
+            metafunc.parametrize("case", cases, ids=[case.name for case in cases])
+
+    def test_relation(self, backend: str, relation: str, dtype: str, case: Case) -> None:
+        """Rules 3 to 8 and the tolerance contract."""
+        spec = spec_of(self.operator)
+        if relation in spec.exempt:
+            pytest.skip(spec.exempt[relation])
+        records = list(RELATIONS[relation](cell(self.operator, case, dtype, backend)))
+        checks = [record for record in records if isinstance(record, Check)]
+        assert not [f"{check.item}: {check.comparison.message}" for check in checks if not check.passed]
+        if not checks:
+            pytest.skip(records[0].reason)
+
+    def test_opcheck(self, case: Case) -> None:
+        """Rule 9: the raw ops of this case pass torch.library.opcheck."""
+        with RawCalls() as raw:
+            run = _run(self.operator, case)
+            run.gradients(cell(self.operator, case).upstream(run)) if run.attached else None
+        assert raw.calls
+        for op, args in raw.calls.values():
+            torch.library.opcheck(op, args)
+
+    def test_compile_fullgraph_equals_eager(self, case: Case) -> None:
+        """Rule 9: torch.compile traces through, forward and backward, and changes no bit."""
+        torch.compiler.reset()
+        compiled = torch.compile(self.operator.function(case.function), fullgraph=True, backend="aot_eager")
+        refused = spec_of(self.operator).eager_only & case.options.keys()
+        if refused:
+            with pytest.raises(Exception, match=" or ".join(refused)):
+                _run(self.operator, case, compiled)
+            return
+        _same(self.operator, case, _run(self.operator, case, compiled))
+
+    def test_inductor(self) -> None:
+        """Rule 9, with the default compiler, whose first call this is."""
+        case = spec_of(self.operator).case()
+        torch.compiler.reset()
+        _same(self.operator, case, _run(self.operator, case, torch.compile(self.operator.function(), fullgraph=True)))
+
+    def test_fake_tensors(self, case: Case) -> None:
+        """Rule 9: fake tensors give the shapes, dtypes and strides of real ones."""
+        here = cell(self.operator, case)
+        real = named(here.candidate.call(case.function, _inputs(self.operator, case)), here.spec.output)
+        with FakeTensorMode() as mode:
+            inputs = {
+                name: mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
+                for name, value in _inputs(self.operator, case).items()
+            }
+            fake = named(here.candidate.call(case.function, inputs), here.spec.output)
+        assert {name: _layout(value) for name, value in fake.items()} == {n: _layout(v) for n, v in real.items()}
+
+    def test_double_backward_raises(self) -> None:
+        """Rule 9: a second derivative is refused, not silently zero."""
+        spec = spec_of(self.operator)
+        inputs = _inputs(self.operator, spec.case())
+        leaf = inputs[spec.differentiable[0]].requires_grad_()
+        result = next(iter(named(self.operator.function()(**inputs), spec.output).values()))
+        (grad,) = torch.autograd.grad(result.double().square().sum(), leaf, create_graph=True)
+        with pytest.raises(RuntimeError, match="double backward"):
+            grad.double().square().sum().backward()
+
+    def test_retain_graph(self) -> None:
+        """Rule 9: a retained graph gives the same gradient again."""
+        spec = spec_of(self.operator)
+        inputs = _inputs(self.operator, spec.case())
+        leaf = inputs[spec.differentiable[0]].requires_grad_()
+        result = next(iter(named(self.operator.function()(**inputs), spec.output).values())).double().sum()
+        first, second = (torch.autograd.grad(result, leaf, retain_graph=True)[0] for _ in range(2))
+        assert bits(second, first).passed
+
+    def test_global_state_is_left_as_found(self, case: Case) -> None:
+        """Rule 11."""
+        before = _global_state()
+        _run(self.operator, case)
+        assert _global_state() == before
+
+    def test_import_is_quiet_and_light(self) -> None:
+        """Rule 11: importing the package prints nothing and imports no GPU library."""
+        code = (
+            f"import sys, {self.operator.package}, {self.operator.package}.cases\n"
+            "heavy = {'triton', 'cuda', 'cuda.core'} & sys.modules.keys()\n"
+            "assert not heavy, heavy\n"
+            "import torch; assert not torch.cuda.is_initialized()"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+    def test_every_option_is_exercised(self) -> None:
+        """Rule 1 and the checker: each optional argument takes a non-default value in some case."""
+        spec = spec_of(self.operator)
+        for function in {case.function for case in spec.cases}:
+            given: dict[str, list[Any]] = {}
+            for case in (case for case in spec.cases if case.function == function):
+                for name, value in _inputs(self.operator, case).items():
+                    given.setdefault(name, []).append(value)
+            for name, parameter in _options(self.operator, function):
+                values = given.get(name, [])
+                assert any(_differs(value, parameter.default) for value in values), f"{function or 'main'}: {name}"
+
+    def test_reference_has_the_signature(self) -> None:
+        """Rule 1: the definition takes the operator's arguments, in order, by name, with equal defaults."""
+        spec = spec_of(self.operator)
+        for function, reference in spec.references.items():
+            public = inspect.signature(self.operator.function(function)).parameters
+            taken = inspect.signature(reference).parameters
+            assert [name for name in public if name not in spec.unread] == list(taken)
+
+    def test_forcing_and_record(self) -> None:
+        """Rule 10: an explicit backend runs or raises; what ran is recorded."""
+        case = spec_of(self.operator).case()
+        for backend in self.operator.backends:
+            call = partial(self.operator.function(), **_inputs(self.operator, case))
+            with use_backend(**{self.operator.name: backend.name}), record_dispatch() as log:
+                if backend.name in _runnable(self.operator):
+                    call()
+                    assert {choice.backend for choice in log} == {backend.name}
+                else:
+                    with pytest.raises(BackendUnavailable, match=backend.name):
+                        call()
+                    assert not log
+
+    def test_registry(self) -> None:
+        """The registry gives this operator's function by name and by alias."""
+        for name in (self.operator.name, *self.operator.aliases):
+            assert kernel_registry.get_op(name) is self.operator.function()
+
+
+def _runnable(operator: Operator) -> list[str]:
+    spec = spec_of(operator)
+    call = operator.describe(**spec.inputs(spec.case(), Draw(torch.float32, device())))
+    return [backend.name for backend in operator.backends if backend.why_not(call) is None]
+
+
+def _inputs(operator: Operator, case: Case) -> Inputs:
+    spec: Spec = spec_of(operator)
+    return spec.inputs(case, Draw(DTYPES["fp32"], device(), seed=7))
+
+
+def _run(operator: Operator, case: Case, function: Callable[..., Any] | None = None) -> Run:
+    call = function or operator.function(case.function)
+    return Run(lambda kwargs: call(**kwargs), spec_of(operator), _inputs(operator, case), grad=case.grad)
+
+
+def _same(operator: Operator, case: Case, compiled: Run) -> None:
+    eager = _run(operator, case)
+    upstream = {} if "out" in _inputs(operator, case) else cell(operator, case).upstream(eager)
+    expected, found = eager.results(upstream), compiled.results(upstream)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        comparison = bits(found[name], value)
+        assert comparison.passed, f"{name}: {comparison.message}"
+
+
+def _layout(value: torch.Tensor) -> tuple[Any, ...]:
+    return tuple(value.shape), value.stride(), value.dtype, value.device
+
+
+def _global_state() -> dict[str, Any]:
+    return {
+        "threads": torch.get_num_threads(),
+        "precision": torch.get_float32_matmul_precision(),
+        "default dtype": torch.get_default_dtype(),
+        "random": torch.get_rng_state().tolist(),
+        "grad": torch.is_grad_enabled(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "tf32": (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32),
+        "environment": dict(os.environ),
+    }
+
+
+def _options(operator: Operator, function: str) -> Iterator[tuple[str, inspect.Parameter]]:
+    for name, parameter in inspect.signature(operator.function(function)).parameters.items():
+        if parameter.default is not inspect.Parameter.empty and name not in ("validate", "backend"):
+            yield name, parameter
+
+
+def _differs(value: Any, default: Any) -> bool:
+    return isinstance(value, torch.Tensor) or value != default
