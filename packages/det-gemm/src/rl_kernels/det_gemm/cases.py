@@ -110,10 +110,9 @@ def leading(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
     if case.function != LINEAR:
         return
     x = call["x"]
-    owned = frozenset({"output", "gradient:x"})
 
     def shaped(*lead: int) -> Callable[[str, torch.Tensor], torch.Tensor]:
-        return lambda name, value: value.reshape(*lead, value.shape[-1]) if name in owned else value
+        return lambda name, value: value.reshape(*lead, value.shape[-1]) if name in ROWS.results else value
 
     rows = x.shape[:-1].numel()
     for lead in ((rows,), (1, rows), (rows, 1, 1)):
@@ -121,7 +120,7 @@ def leading(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
         yield Variant(f"leading dims {lead}", reshaped, find=shaped(*x.shape[:-1]), lift=shaped(*lead))
 
     def first(name: str, value: torch.Tensor) -> torch.Tensor | None:
-        return value.reshape(rows, -1)[0] if name in owned else None
+        return value.reshape(rows, -1)[0] if name in ROWS.results else None
 
     alone = {**call, "x": x.reshape(rows, -1)[0]}
     yield Variant("no leading dims", alone, first, lift=lambda name, value: value.reshape(rows, -1)[0])
@@ -132,20 +131,19 @@ def zero_rows(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
     name = "x" if case.function == LINEAR else "a"
     flat = call[name].flatten(0, -2)
     for count in (1, 5, 16, 40):
-        garbage = draw.normal(count, flat.shape[1], scale=3.0)
-        longer = {**call, name: torch.cat((flat, garbage))}
+        longer = {**call, name: torch.cat((flat, draw.normal(count, flat.shape[1], scale=3.0)))}
+
+        def zeros(_: str, value: torch.Tensor, count: int = count) -> torch.Tensor:
+            return torch.cat((value.flatten(0, -2), value.new_zeros(count, value.shape[-1])))
+
         if case.function == DW:
-            yield Variant(f"{count} rows", {**longer, "dc": _with_zeros(call["dc"], count)})
+            yield Variant(f"{count} rows", {**longer, "dc": zeros("dc", call["dc"])})
         else:
-            yield Variant(f"{count} rows", longer, _weights_only, lift=lambda _, value, n=count: _with_zeros(value, n))
+            yield Variant(f"{count} rows", longer, _flat, lambda key, value: _flat(key, value, len(flat)), zeros)
 
 
-def _with_zeros(value: torch.Tensor, count: int) -> torch.Tensor:
-    return torch.cat((value.flatten(0, -2), value.new_zeros(count, value.shape[-1])))
-
-
-def _weights_only(name: str, result: torch.Tensor) -> torch.Tensor | None:
-    return result if name in ("gradient:b", "gradient:weight", "gradient:bias") else None
+def _flat(name: str, value: torch.Tensor, rows: int | None = None) -> torch.Tensor:
+    return value.flatten(0, -2)[:rows] if name in ROWS.results else value
 
 
 TRANSFORMS = {**ROWS.transforms(), "strides": strides, "layouts": layouts, "leading": leading, "zero-rows": zero_rows}
