@@ -136,7 +136,9 @@ def _validate_storage(
         if torch.compiler.is_compiling():
             raise ValueError("inplace_backward: expected False under torch.compile")
         if 0 in logits.stride() and logits.numel() > 1:
-            raise ValueError("inplace_backward: expected logits whose elements have storage of their own, got a stride 0")
+            raise ValueError(
+                "inplace_backward: expected logits whose elements have storage of their own, got a stride 0"
+            )
 
 
 def _write(out: torch.Tensor, logp: torch.Tensor, row_indices: torch.Tensor | None) -> torch.Tensor:

@@ -6,14 +6,29 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from rl_kernels.core.testing import IGNORED, Case, Draw, IllegalCall, Inputs, RowLayout, Spec, Variant, options, strides
+from rl_kernels.core.testing import (
+    IGNORED,
+    Case,
+    Draw,
+    IllegalCall,
+    Inputs,
+    RowLayout,
+    Spec,
+    Variant,
+    edited,
+    given,
+    options,
+    strides,
+)
 from rl_kernels.fused_logp import reference
 
 CASES = (
     Case("plain", {"batch": 2, "seq": 16, "vocab": 257}),
     Case("stats", {"batch": 2, "seq": 9, "vocab": 1000}, {"return_stats": True}),
     Case("temperature", {"batch": 2, "seq": 5, "vocab": 333}, {"temperature": 0.7, "return_stats": True}),
-    Case("temperature-per-token", {"batch": 3, "seq": 5, "vocab": 129}, {"temperature": "tensor", "return_stats": True}),
+    Case(
+        "temperature-per-token", {"batch": 3, "seq": 5, "vocab": 129}, {"temperature": "tensor", "return_stats": True}
+    ),
     Case("ignored", {"batch": 4, "seq": 7, "vocab": 65}, {"ignore_index": IGNORED, "return_stats": True}),
     Case("indexed", {"batch": 4, "seq": 8, "vocab": 100}, {"row_indices": True, "return_stats": True}),
     Case("out", {"batch": 2, "seq": 6, "vocab": 77}, {"out": True}),
@@ -116,35 +131,39 @@ TRANSFORMS = {
     "temperature": number_as_tensor,
     "strides": strides,
     "options": options(
-        with_statistics={"return_stats": True}, with_ignore_index={"ignore_index": IGNORED}, unchecked={"validate": False}
+        with_statistics={"return_stats": True},
+        with_ignore_index={"ignore_index": IGNORED},
+        unchecked={"validate": False},
     ),
 }
 
 
-def _with(**changes: object) -> object:
-    return lambda call: {**call, **changes}
-
-
-def _replace(name: str, edit: object) -> object:
-    return lambda call: {**call, name: edit(call[name])}
-
-
 ILLEGAL = (
-    IllegalCall("logits not a tensor", _with(logits=[1.0]), TypeError, "logits: expected a tensor"),
-    IllegalCall("logits of integers", _replace("logits", torch.Tensor.int), TypeError, "logits: expected dtype"),
-    IllegalCall("logits without dims", _with(logits=torch.tensor(1.0)), ValueError, "logits: expected at least 1 dims"),
-    IllegalCall("empty vocabulary", _replace("logits", lambda x: x[..., :0]), ValueError, "logits: expected a vocabulary"),
-    IllegalCall("ids of floats", _replace("token_ids", torch.Tensor.float), TypeError, "token_ids: expected dtype"),
-    IllegalCall("ids of another shape", _replace("token_ids", lambda x: x[:, 1:]), ValueError, "token_ids: expected shape"),
-    IllegalCall("ids elsewhere", _replace("token_ids", lambda x: x.to("meta")), ValueError, "token_ids: expected device"),
-    IllegalCall("id too large", _replace("token_ids", lambda x: x + 10**6), ValueError, r"token_ids: expected values in \[0"),
-    IllegalCall("id negative", _replace("token_ids", lambda x: x - 10**6), ValueError, r"token_ids: expected values in \[0"),
-    IllegalCall("temperature zero", _with(temperature=0.0), ValueError, "temperature: expected a number > 0"),
-    IllegalCall("temperature negative", _with(temperature=-1), ValueError, "temperature: expected a number > 0"),
-    IllegalCall("temperature NaN", _with(temperature=float("nan")), ValueError, "temperature: expected a finite number"),
-    IllegalCall("temperature text", _with(temperature="1"), TypeError, "temperature: expected a number"),
+    IllegalCall("logits not a tensor", given(logits=[1.0]), TypeError, "logits: expected a tensor"),
+    IllegalCall("logits of integers", edited("logits", torch.Tensor.int), TypeError, "logits: expected dtype"),
+    IllegalCall("logits without dims", given(logits=torch.tensor(1.0)), ValueError, "logits: expected at least 1 dims"),
     IllegalCall(
-        "temperature of another shape", _with(temperature=torch.ones(3)), ValueError, "temperature: expected shape"
+        "empty vocabulary", edited("logits", lambda x: x[..., :0]), ValueError, "logits: expected a vocabulary"
+    ),
+    IllegalCall("ids of floats", edited("token_ids", torch.Tensor.float), TypeError, "token_ids: expected dtype"),
+    IllegalCall(
+        "ids of another shape", edited("token_ids", lambda x: x[:, 1:]), ValueError, "token_ids: expected shape"
+    ),
+    IllegalCall("ids elsewhere", edited("token_ids", lambda x: x.to("meta")), ValueError, "token_ids: expected device"),
+    IllegalCall(
+        "id too large", edited("token_ids", lambda x: x + 10**6), ValueError, r"token_ids: expected values in \[0"
+    ),
+    IllegalCall(
+        "id negative", edited("token_ids", lambda x: x - 10**6), ValueError, r"token_ids: expected values in \[0"
+    ),
+    IllegalCall("temperature zero", given(temperature=0.0), ValueError, "temperature: expected a number > 0"),
+    IllegalCall("temperature negative", given(temperature=-1), ValueError, "temperature: expected a number > 0"),
+    IllegalCall(
+        "temperature NaN", given(temperature=float("nan")), ValueError, "temperature: expected a finite number"
+    ),
+    IllegalCall("temperature text", given(temperature="1"), TypeError, "temperature: expected a number"),
+    IllegalCall(
+        "temperature of another shape", given(temperature=torch.ones(3)), ValueError, "temperature: expected shape"
     ),
     IllegalCall(
         "temperature tensor with zero",
@@ -158,14 +177,14 @@ ILLEGAL = (
         ValueError,
         r"row_indices: expected values in \[0",
     ),
-    IllegalCall("row indices of floats", _with(row_indices=torch.ones(2)), TypeError, "row_indices: expected dtype"),
-    IllegalCall("ignore_index float", _with(ignore_index=1.5), TypeError, "ignore_index: expected an integer"),
-    IllegalCall("out of another shape", _with(out=torch.zeros(1)), ValueError, "out: expected shape"),
-    IllegalCall("out of another dtype", _with(out=torch.zeros(1).double()), TypeError, "out: expected dtype"),
-    IllegalCall("unknown output_dtype", _with(output_dtype=torch.int32), ValueError, "output_dtype: expected one of"),
-    IllegalCall("unknown reduction", _with(reduction="fast"), ValueError, "reduction: expected one of"),
-    IllegalCall("unknown backend", _with(backend="no-such"), ValueError, "backend: fused_logp has no backend"),
-    IllegalCall("backend not a name", _with(backend=3), TypeError, "backend: expected a name"),
+    IllegalCall("row indices of floats", given(row_indices=torch.ones(2)), TypeError, "row_indices: expected dtype"),
+    IllegalCall("ignore_index float", given(ignore_index=1.5), TypeError, "ignore_index: expected an integer"),
+    IllegalCall("out of another shape", given(out=torch.zeros(1)), ValueError, "out: expected shape"),
+    IllegalCall("out of another dtype", given(out=torch.zeros(1).double()), TypeError, "out: expected dtype"),
+    IllegalCall("unknown output_dtype", given(output_dtype=torch.int32), ValueError, "output_dtype: expected one of"),
+    IllegalCall("unknown reduction", given(reduction="fast"), ValueError, "reduction: expected one of"),
+    IllegalCall("unknown backend", given(backend="no-such"), ValueError, "backend: fused_logp has no backend"),
+    IllegalCall("backend not a name", given(backend=3), TypeError, "backend: expected a name"),
 )
 
 SPEC = Spec(

@@ -60,11 +60,12 @@ def backward(
     temperature: torch.Tensor,
     ignore_index: int | None,
     row_indices: torch.Tensor | None,
-    *saved: torch.Tensor | None,
+    logsumexp: torch.Tensor,
+    *upstream: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return dlogits ``[N, V]`` in the dtype of logits; ``saved`` is LogpUpstream without ids."""
+    """Return dlogits ``[N, V]`` in the dtype of logits; ``upstream`` is the rest of LogpUpstream."""
     grad = logits.new_zeros(logits.shape)
-    for rows, dz in _gradients(logits, token_ids, temperature, ignore_index, row_indices, *saved):
+    for rows, dz in _gradients(logits, token_ids, temperature, ignore_index, row_indices, logsumexp, *upstream):
         grad[rows] = dz
     return grad
 
@@ -75,13 +76,14 @@ def backward_inplace(
     temperature: torch.Tensor,
     ignore_index: int | None,
     row_indices: torch.Tensor | None,
-    *saved: torch.Tensor | None,
+    logsumexp: torch.Tensor,
+    *upstream: torch.Tensor | None,
 ) -> None:
     """Overwrite logits with dlogits."""
     if row_indices is not None:
         others = torch.ones(logits.shape[0], dtype=torch.bool, device=logits.device)
         logits.masked_fill_(others.index_fill(0, row_indices.long(), False)[:, None], 0)
-    for rows, dz in _gradients(logits, token_ids, temperature, ignore_index, row_indices, *saved):
+    for rows, dz in _gradients(logits, token_ids, temperature, ignore_index, row_indices, logsumexp, *upstream):
         logits[rows] = dz
 
 
@@ -91,14 +93,15 @@ def _gradients(
     temperature: torch.Tensor,
     ignore_index: int | None,
     row_indices: torch.Tensor | None,
-    *saved: torch.Tensor | None,
+    logsumexp: torch.Tensor,
+    *upstream: torch.Tensor | None,
 ) -> Iterator[tuple[Rows, torch.Tensor]]:
     for rows in _blocks(logits, row_indices):
         z = _scaled(logits, rows, temperature)
-        upstream = rowwise.LogpUpstream(token_ids, *saved).rows(rows)
-        dz = rowwise.dlogits(z, upstream) / _column(temperature, rows, z)
-        dz = torch.where(rowwise.outside(upstream.ids, z.shape[1])[:, None], torch.nan, dz)
-        yield rows, torch.where(_active(upstream.ids, ignore_index)[:, None], dz, 0.0).to(logits.dtype)
+        known = rowwise.LogpUpstream(token_ids, logsumexp, *upstream).rows(rows)
+        dz = rowwise.dlogits(z, known) / _column(temperature, rows, z)
+        dz = torch.where(rowwise.outside(known.ids, z.shape[1])[:, None], torch.nan, dz)
+        yield rows, torch.where(_active(known.ids, ignore_index)[:, None], dz, 0.0).to(logits.dtype)
 
 
 def _blocks(logits: torch.Tensor, row_indices: torch.Tensor | None) -> Iterator[Rows]:

@@ -15,6 +15,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from rl_kernels.core.command import Parser
 from rl_kernels.core.contract import DTYPES, contract
 from rl_kernels.core.dispatch import explain_call
 from rl_kernels.core.operator import Call, Operator, arch_of
@@ -65,7 +66,7 @@ def _help(commands: dict[str, tuple[str, Callable[[], Command]]]) -> None:
 
 def list_operators(argv: Sequence[str]) -> int:
     """Print the installed operators."""
-    argparse.ArgumentParser(prog="rl-kernels list").parse_args(argv)
+    Parser("rl-kernels list").parse_args(argv)
     table = Table("operator", "aliases", "backends", "what it computes", box=None)
     for name in kernel_registry.names():
         operator = kernel_registry.load(name)
@@ -77,7 +78,7 @@ def list_operators(argv: Sequence[str]) -> int:
 
 def explain(argv: Sequence[str]) -> int:
     """Print the verdict on every backend for a described call."""
-    parser = argparse.ArgumentParser(prog="rl-kernels explain")
+    parser = Parser("rl-kernels explain")
     parser.add_argument("op")
     parser.add_argument("--shape", help="sizes joined by x or commas, in the operator's order (e.g. 4096x151936)")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
@@ -114,7 +115,7 @@ def _described(operator: Operator, given: argparse.Namespace) -> Call:
 
 def doctor(argv: Sequence[str]) -> int:
     """Print versions, devices, and every backend of every operator with the reason if it cannot run here."""
-    argparse.ArgumentParser(prog="rl-kernels doctor").parse_args(argv)
+    Parser("rl-kernels doctor").parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     arch = arch_of(device.type, device.index)
     facts = Table("what", "found", box=None)

@@ -71,7 +71,7 @@ _strict: bool = os.environ.get("RL_KERNELS_STRICT", "0") not in ("", "0")
 _logs: list[list[Choice]] = []
 
 
-class use_backend:  # noqa: N801 - reads as a statement: with use_backend(linear_logp="triton")
+class use_backend:
     """Force backends inside a ``with`` block; ``auto`` lifts an outer choice.
 
     ``use_backend(linear_logp="triton", grpo_loss="native")``. An explicit ``backend=`` on a call wins over it.

@@ -136,7 +136,7 @@ def outside(ids: torch.Tensor, size: int) -> torch.Tensor:
 
 
 class LogpUpstream(NamedTuple):
-    """What ``dlogits`` needs of each row, each ``[N]``: saved statistics, and upstream gradients where there are any."""
+    """What ``dlogits`` needs of each row, each ``[N]``: saved statistics, and the upstream gradients that there are."""
 
     ids: torch.Tensor
     logsumexp: torch.Tensor
@@ -147,7 +147,8 @@ class LogpUpstream(NamedTuple):
 
     def rows(self, index: torch.Tensor | slice) -> LogpUpstream:
         """Return the same for some of the rows."""
-        return LogpUpstream(*(None if field is None else field[index] for field in self))
+        ids, lse, *others = self
+        return LogpUpstream(ids[index], lse[index], *(None if field is None else field[index] for field in others))
 
 
 def dlogits(z: torch.Tensor, up: LogpUpstream, first: int = 0) -> torch.Tensor:
@@ -170,7 +171,7 @@ def dlogits(z: torch.Tensor, up: LogpUpstream, first: int = 0) -> torch.Tensor:
 
 
 def per_row(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return a number held in a tensor without dims (maybe on the CPU), or one value a row, as a column beside ``like``.
+    """Return one number (a tensor without dims, maybe on the CPU), or one value a row, as a column beside ``like``.
 
     A scalar operand may take another kernel than a column (a GPU multiplies by its reciprocal), hence other bits.
     """

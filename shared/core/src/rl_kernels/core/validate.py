@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -54,9 +55,10 @@ def same_dtype(**tensors: torch.Tensor | None) -> None:
             raise TypeError(f"{name}: expected dtype {first.dtype} (that of {first_name}), got {value.dtype}")
 
 
-def number(name: str, value: object, *, above: float | None = None, least: float | None = None) -> None:
+def number(name: str, value: Any, *, above: float | None = None, least: float | None = None) -> None:
     """Require a finite real number, ``> above`` and ``>= least`` where given."""
-    if isinstance(value, (bool, torch.Tensor)) or not isinstance(value, numbers.Real):
+    real = isinstance(value, numbers.Real) and not isinstance(value, (bool, torch.Tensor))
+    if not real:
         raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
     # Comparisons, unlike math.isfinite, can be traced with a number that varies from call to call.
     if not -math.inf < value < math.inf:

@@ -65,7 +65,12 @@ class Cell:
     def run(self, inputs: Inputs | None = None, *, grad: bool = True) -> Run:
         """Call the candidate."""
         arguments = self.inputs if inputs is None else inputs
-        return Run(lambda kwargs: self.candidate.call(self.case.function, kwargs), self.spec, arguments, grad=grad and self.case.grad)
+        return Run(
+            lambda kwargs: self.candidate.call(self.case.function, kwargs),
+            self.spec,
+            arguments,
+            grad=grad and self.case.grad,
+        )
 
     def eager(self) -> Run:
         """Call the reference in the tested dtype."""
@@ -80,7 +85,9 @@ class Cell:
         return self.spec.magnitudes(self.case, gold_inputs(self.spec, self.inputs), upstream)
 
     def _define(self, inputs: Inputs) -> Run:
-        return Run(lambda kwargs: self.spec.references[self.case.function](**kwargs), self.spec, inputs, grad=self.case.grad)
+        return Run(
+            lambda kwargs: self.spec.references[self.case.function](**kwargs), self.spec, inputs, grad=self.case.grad
+        )
 
     def upstream(self, run: Run) -> Results:
         """Return an upstream gradient for each output of ``run`` that carries a gradient."""

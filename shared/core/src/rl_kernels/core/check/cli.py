@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -18,6 +18,7 @@ from rl_kernels.core.check.cell import Setting
 from rl_kernels.core.check.relations import RELATIONS
 from rl_kernels.core.check.result import Skip
 from rl_kernels.core.check.suite import Plan, candidates_of, run
+from rl_kernels.core.command import Parser, count
 from rl_kernels.core.contract import DTYPES, contract
 from rl_kernels.core.operator import Operator, arch_of
 from rl_kernels.core.registry import UnknownOperator, kernel_registry
@@ -26,13 +27,9 @@ from rl_kernels.core.testing import spec_of
 USAGE = 2
 
 
-def parser(operators: Sequence[Operator]) -> argparse.ArgumentParser:
+def parser(operators: Sequence[Operator]) -> Parser:
     """Return the parser; the shape flags are those of the operators' cases."""
-    made = argparse.ArgumentParser(
-        prog="rl-kernels check",
-        description="Hold implementations of the operators to the tolerance contract.",
-        allow_abbrev=False,
-    )
+    made = Parser("rl-kernels check", "Hold implementations of the operators to the tolerance contract.")
     made.add_argument("--op", action="append", metavar="NAME", help="operator (default: every installed one)")
     made.add_argument(
         "--candidate", action="append", metavar="NAME", help="pytorch, auto, all, cuda, or a backend (default: auto)"
@@ -48,25 +45,12 @@ def parser(operators: Sequence[Operator]) -> argparse.ArgumentParser:
     made.add_argument("--seed", type=int, default=123)
     made.add_argument("--input-mode", choices=("random", "constant"), default="random", help="constant adds to random")
     made.add_argument("--constant-value", type=float, default=0.25)
-    made.add_argument("--token-value", type=_count(0), default=0)
+    made.add_argument("--token-value", type=count(0), default=0)
     made.add_argument("--json", action="store_true", help="print the report as strict JSON, and nothing else")
     shapes = made.add_argument_group("shapes", "replace the sizes of every case that has them")
     for name in dict.fromkeys(size for operator in operators for size in spec_of(operator).size_names()):
-        shapes.add_argument(f"--{name.replace('_', '-')}", dest=f"size_{name}", type=_count(1), metavar="N")
+        shapes.add_argument(f"--{name.replace('_', '-')}", dest=f"size_{name}", type=count(1), metavar="N")
     return made
-
-
-def _count(least: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = least - 1
-        if value < least:
-            raise argparse.ArgumentTypeError(f"expected an integer >= {least}, got {text!r}")
-        return value
-
-    return parse
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -86,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _operators(argv: Sequence[str] | None) -> list[Operator]:
     """Return the operators that the arguments name: their cases say which shape flags there are."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--op", action="append")
+    first.add_argument("--op", action="append", default=[])
     named = first.parse_known_args(argv)[0].op
     found = [kernel_registry.load(name) for name in named or kernel_registry.names()]
     if not found:
@@ -129,7 +113,9 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _token_in_vocabulary(constant: tuple[float, int] | None, sizes: dict[str, int], operators: Sequence[Operator]) -> None:
+def _token_in_vocabulary(
+    constant: tuple[float, int] | None, sizes: dict[str, int], operators: Sequence[Operator]
+) -> None:
     if constant is None:
         return
     cases = [case for op in operators if spec_of(op).ids for case in spec_of(op).cases]

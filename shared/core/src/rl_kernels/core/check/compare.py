@@ -8,12 +8,12 @@ from math import nan
 import torch
 
 from rl_kernels.core.contract import Tolerance
+from rl_kernels.core.testing import bits_of
 
 FACTORS = {"forward": 2.0, "gradient": 3.0}
 """How many times the error of plain eager PyTorch a candidate may have (the relative rule)."""
 ROUNDING = 4 * 2.0**-24
 """Share of the sum of the terms' magnitudes that FP32 rounding may move a sum by."""
-BITS = {torch.float64: torch.int64, torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 
 
 @dataclass(frozen=True)
@@ -106,13 +106,15 @@ def bits(candidate: torch.Tensor, expected: torch.Tensor) -> Comparison:
         return Comparison(False, message=wrong)
     if not expected.numel():
         return Comparison(True, 0.0, 0.0, 0.0)
-    left, right = (_integers(value) for value in (candidate, expected))
+    left, right = (bits_of(value) if value.is_floating_point() else value for value in (candidate, expected))
     if torch.equal(left, right):
         return Comparison(True, 0.0, 0.0, 0.0)
     differ = left != right
     error = (candidate.double() - expected.double()).abs()
     relative = (error / expected.double().abs()).nan_to_num(0.0, 0.0)
-    message = f"{int(differ.sum())} of {differ.numel()} elements differ in bits; {_at('first', differ, candidate, expected)}"
+    message = (
+        f"{int(differ.sum())} of {differ.numel()} elements differ in bits; {_at('first', differ, candidate, expected)}"
+    )
     first = int(differ.flatten().nonzero()[0])
     distance = abs(int(left.flatten()[first]) - int(right.flatten()[first]))
     return Comparison(
@@ -122,10 +124,6 @@ def bits(candidate: torch.Tensor, expected: torch.Tensor) -> Comparison:
         float(relative.max()),
         f"{message}, {distance} ULP",
     )
-
-
-def _integers(value: torch.Tensor) -> torch.Tensor:
-    return value.contiguous().view(BITS[value.dtype]) if value.is_floating_point() else value
 
 
 def _at(what: str, where: torch.Tensor, candidate: torch.Tensor, expected: torch.Tensor) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -13,7 +12,7 @@ from rl_kernels.core.check.candidate import Misbehaved, Results
 from rl_kernels.core.check.cell import Cell
 from rl_kernels.core.check.compare import Comparison
 from rl_kernels.core.check.result import Check, Record
-from rl_kernels.core.testing import Case, Draw, Inputs, Variant
+from rl_kernels.core.testing import Case, Draw, Inputs, Variant, torch_threads
 
 RUNS = 20
 """Calls that repeatability compares."""
@@ -81,7 +80,7 @@ def _invariant(cell: Cell, name: str, variants: list[Variant], expected: Results
     compared = 0
     for variant in variants:
         try:
-            with _threads(variant.label):
+            with torch_threads(variant.threads or torch.get_num_threads()):
                 lifted = {item: variant.lift(item, value) for item, value in upstream.items()}
                 found = cell.run(variant.inputs).results(lifted)
         except Misbehaved as error:
@@ -105,22 +104,7 @@ def _invariant(cell: Cell, name: str, variants: list[Variant], expected: Results
 def _other_threads(case: Case, inputs: Inputs, draw: Draw) -> Iterator[Variant]:
     if draw.device.type == "cpu":
         for count in (1, 2):
-            yield Variant(f"{count} threads", inputs)
+            yield Variant(f"{count} threads", inputs, threads=count)
 
 
 _THREADS = {"threads": _other_threads}
-
-
-class _threads:
-    """Run the variants of ``_other_threads`` with that many CPU threads."""
-
-    def __init__(self, label: str) -> None:
-        match = re.fullmatch(r"(\d+) threads", label)
-        self._count = int(match[1]) if match else torch.get_num_threads()
-        self._before = torch.get_num_threads()
-
-    def __enter__(self) -> None:
-        torch.set_num_threads(self._count)
-
-    def __exit__(self, *_: object) -> None:
-        torch.set_num_threads(self._before)

@@ -37,8 +37,10 @@ def text(report: Report) -> Iterator[str]:
 
 def _line(check: Check) -> str:
     found = check.comparison
-    numbers = "" if math.isnan(found.max_abs) else (
-        f" max_abs={found.max_abs:.3g} mean_abs={found.mean_abs:.3g} max_rel={found.max_rel:.3g}"
+    numbers = (
+        ""
+        if math.isnan(found.max_abs)
+        else (f" max_abs={found.max_abs:.3g} mean_abs={found.mean_abs:.3g} max_rel={found.max_rel:.3g}")
     )
     shape = "x".join(map(str, check.shape)) or "scalar"
     line = f"{_verdict(check.passed)} {check.relation} {check.case}: {check.item} [{shape}] {check.dtype}"

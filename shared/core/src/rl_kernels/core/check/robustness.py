@@ -32,7 +32,9 @@ def robustness(cell: Cell) -> Iterator[Record]:
         yield cell.failed("robustness", "good call", str(error))
         return
     for item, value in again.items():
-        yield cell.record("robustness", f"{item} afterwards", tuple(value.shape), "bitwise", compare.bits(value, expected[item]))
+        yield cell.record(
+            "robustness", f"{item} afterwards", tuple(value.shape), "bitwise", compare.bits(value, expected[item])
+        )
 
 
 def _raises(cell: Cell, inputs: Inputs, error: type[Exception], match: str) -> Comparison:

@@ -9,9 +9,9 @@ from rl_kernels.core.check.candidate import Candidate, backend_candidate, refere
 from rl_kernels.core.check.cell import Cell, Setting
 from rl_kernels.core.check.relations import RELATIONS
 from rl_kernels.core.check.result import Check, Record, Skip
+from rl_kernels.core.contract import DTYPES
 from rl_kernels.core.operator import Call, Operator
 from rl_kernels.core.testing import Draw, Spec, spec_of
-from rl_kernels.core.contract import DTYPES
 
 GENERIC_CANDIDATES = ("pytorch", "auto", "all", "cuda")
 

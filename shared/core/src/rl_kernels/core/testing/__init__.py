@@ -13,7 +13,7 @@ from rl_kernels.core.testing.references import (
     reference_kl,
     selected_logprobs,
 )
-from rl_kernels.core.testing.spec import Case, IllegalCall, Inputs, Spec, Transform, Variant, spec_of
+from rl_kernels.core.testing.spec import Case, IllegalCall, Inputs, Spec, Transform, Variant, edited, given, spec_of
 from rl_kernels.core.testing.state import poisoned_empty, torch_threads
 from rl_kernels.core.testing.transforms import IGNORED, RowLayout, options, strides
 
@@ -35,6 +35,8 @@ __all__ = [
     "bits_of",
     "chunk",
     "drift",
+    "edited",
+    "given",
     "make_synthetic_rl_kernel_batch",
     "masked_mean",
     "masked_sum",

@@ -55,7 +55,7 @@ class Variant:
     Results are named as outputs are (``logp``, ``output``) or ``gradient:NAME``. For each result of the base call,
     ``pick(name, result)`` gives the elements to compare, or None if this variant says nothing about that result;
     ``find(name, result of the variant)`` gives the same elements; their bits must be equal. ``lift`` turns the base
-    call's upstream gradient of an output into the variant's.
+    call's upstream gradient of an output into the variant's. ``threads`` is how many the CPU may use.
     """
 
     label: str
@@ -63,10 +63,25 @@ class Variant:
     pick: Callable[[str, torch.Tensor], torch.Tensor | None] = _identity
     find: Callable[[str, torch.Tensor], torch.Tensor] = _identity
     lift: Callable[[str, torch.Tensor], torch.Tensor] = _identity
+    threads: int | None = None
 
 
 Transform = Callable[[Case, Inputs, Draw], Iterator[Variant]]
-"""Yields variants of a base call that the operator promises to be equal to it, bit for bit; none if it does not apply."""
+"""Yields variants of a base call that are promised to equal it, bit for bit; none if it does not apply."""
+
+
+Change = Callable[[Inputs], Inputs]
+"""Edits the keyword arguments of a good call."""
+
+
+def given(**changes: Any) -> Change:
+    """Return a change that gives these arguments."""
+    return lambda inputs: {**inputs, **changes}
+
+
+def edited(name: str, edit: Callable[[Any], Any]) -> Change:
+    """Return a change that edits one argument."""
+    return lambda inputs: {**inputs, name: edit(inputs[name])}
 
 
 @dataclass(frozen=True)
@@ -82,7 +97,7 @@ class IllegalCall:
     """
 
     name: str
-    change: Callable[[Inputs], Inputs]
+    change: Change
     error: type[Exception]
     match: str
     case: str = ""

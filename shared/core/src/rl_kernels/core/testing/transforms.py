@@ -45,8 +45,11 @@ class RowLayout:
 
     def _bind(self, transform: RowTransform) -> Transform:
         def variants(case: Case, inputs: Inputs, draw: Draw) -> Iterator[Variant]:
-            if case.function in self.functions and "row_indices" not in inputs:
-                yield from transform(Rows(self, inputs), draw)
+            if case.function not in self.functions or "row_indices" in inputs:
+                return
+            rows = Rows(self, inputs)
+            if rows.count:
+                yield from transform(rows, draw)
 
         return variants
 
@@ -83,7 +86,9 @@ class Rows:
     def garbage(self, count: int, draw: Draw) -> Inputs:
         """Return filler rows: rows of the base call in random order, floats three times as large."""
         index = draw.permutation(max(count, self.count))[:count] % self.count
-        return {name: value[index] * 3 if value.is_floating_point() else value[index] for name, value in self.flat.items()}
+        return {
+            name: value[index] * 3 if value.is_floating_point() else value[index] for name, value in self.flat.items()
+        }
 
     def nan(self, count: int) -> Inputs:
         """Return filler rows that are masked and hold NaN."""

@@ -1,0 +1,33 @@
+"""What the project's commands share: one clear line and exit status 2 for a mistake in the arguments."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import NoReturn
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line, without the usage; options cannot be abbreviated."""
+
+    def __init__(self, prog: str, description: str | None = None) -> None:
+        super().__init__(prog=prog, description=description, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        """Print the mistake and exit with status 2."""
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def count(least: int) -> Callable[[str], int]:
+    """Return an argument type: an integer that is at least ``least``."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if value < least:
+            raise argparse.ArgumentTypeError(f"expected an integer >= {least}, got {text!r}")
+        return value
+
+    return parse
