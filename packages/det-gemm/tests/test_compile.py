@@ -1,0 +1,71 @@
+"""What torch.compile sees of det_gemm beyond the cases: the module, buffers in place, autocast, changing row counts."""
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+
+from rl_kernels.core.testing import Draw
+from rl_kernels.det_gemm import DetLinear, det_gemm_dw, det_linear
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch.compiler.reset()
+
+
+def compiled(function):
+    return torch.compile(function, fullgraph=True, backend="aot_eager")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_module_forward_and_backward(dtype):
+    draw = Draw(dtype, seed=1)
+    layer, x, upstream = DetLinear(24, 10, dtype=dtype), draw.normal(2, 5, 24).requires_grad_(), draw.normal(2, 5, 10)
+    leaves = (x, layer.weight, layer.bias)
+    expected = layer(x)
+    found = compiled(layer)(x)
+    assert torch.equal(found, expected)
+    gradients = (torch.autograd.grad(out, leaves, upstream) for out in (found, expected))
+    assert all(torch.equal(value, other) for value, other in zip(*gradients, strict=True))
+
+
+def test_module_continues_main_grad():
+    draw = Draw(torch.float32, seed=2)
+    layer, x, upstream = DetLinear(24, 10), draw.normal(16, 24), draw.normal(16, 10)
+    buffers = []
+    for module in (layer, compiled(layer)):
+        layer.weight.main_grad = torch.ones(10, 24)
+        for _ in range(2):
+            module(x).backward(upstream)
+        buffers.append(layer.weight.main_grad)
+    assert torch.equal(*buffers)
+    assert not torch.equal(buffers[0], torch.ones(10, 24))
+    assert layer.weight.grad is None
+
+
+def test_weight_gradient_into_a_buffer():
+    draw = Draw(torch.float32, seed=3)
+    a, dc = draw.normal(20, 6), draw.normal(20, 9)
+    eager, traced = torch.ones(6, 9), torch.ones(6, 9)
+    det_gemm_dw(a, dc, accumulate_into=eager)
+    assert torch.equal(compiled(lambda out: det_gemm_dw(a, dc, accumulate_into=out))(traced), eager)
+    assert torch.equal(traced, eager)
+
+
+def test_autocast():
+    draw = Draw(torch.float32, seed=4)
+    x, weight = draw.normal(5, 24), draw.normal(10, 24)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, expected = compiled(det_linear)(x, weight), det_linear(x, weight)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, expected)
+
+
+def test_a_changing_number_of_rows_compiles_twice_at_most():
+    counter = CompileCounter()
+    layer, draw = DetLinear(24, 10), Draw(torch.float32, seed=5)
+    run = torch.compile(layer, fullgraph=True, backend=counter)
+    for rows in (5, 6, 9, 33, 64, 100):
+        x = draw.normal(rows, 24)
+        assert torch.equal(run(x), layer(x))
+    assert counter.frame_count <= 2

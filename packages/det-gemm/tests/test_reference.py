@@ -1,0 +1,69 @@
+"""The definition against sums written out, so that everything else may lean on it."""
+
+import math
+
+import pytest
+import torch
+
+from rl_kernels.core.testing import Draw
+from rl_kernels.det_gemm import reference
+
+
+def written_out(a, b):
+    """Return ``a @ b`` for FP64 matrices, every element a correctly rounded sum."""
+    rows, columns = a.tolist(), b.t().tolist()
+    sums = [[math.fsum(x * y for x, y in zip(row, column, strict=True)) for column in columns] for row in rows]
+    return torch.tensor(sums, dtype=torch.float64)
+
+
+@pytest.fixture
+def operands():
+    draw = Draw(torch.float64, seed=3)
+    return draw.normal(5, 7), draw.normal(7, 4)
+
+
+def test_product(operands):
+    a, b = operands
+    torch.testing.assert_close(reference.det_gemm(a, b), written_out(a, b))
+
+
+def test_linear_is_the_product_with_the_transpose_plus_bias(operands):
+    a, b = operands
+    bias = torch.arange(4, dtype=torch.float64)
+    expected = written_out(a, b) + bias
+    torch.testing.assert_close(reference.det_linear(a, b.t(), bias), expected)
+    torch.testing.assert_close(reference.det_linear(a[0], b.t(), bias), expected[0])
+    torch.testing.assert_close(reference.det_linear(a.view(5, 1, 7), b.t(), bias), expected.view(5, 1, 4))
+    torch.testing.assert_close(reference.det_linear(a, b.t()), expected - bias)
+
+
+def test_linear_equals_nn_linear(operands):
+    a, b = operands
+    bias = torch.arange(4, dtype=torch.float64)
+    torch.testing.assert_close(reference.det_linear(a, b.t(), bias), torch.nn.functional.linear(a, b.t(), bias))
+
+
+def test_weight_gradient_is_what_autograd_gives(operands):
+    a, b = operands
+    dc = Draw(torch.float64, seed=4).normal(5, 4)
+    (expected,) = torch.autograd.grad(reference.det_gemm(a, b.requires_grad_()), b, dc)
+    torch.testing.assert_close(reference.det_gemm_dw(a, dc), expected)
+
+
+def test_accumulation_adds_and_leaves_the_buffer(operands):
+    a, _ = operands
+    dc, buffer = Draw(torch.float64, seed=4).normal(5, 4), torch.full((7, 4), 3.0, dtype=torch.float64)
+    total = reference.det_gemm_dw(a, dc, accumulate_into=buffer)
+    torch.testing.assert_close(total, written_out(a.t(), dc) + 3)
+    assert bool((buffer == 3).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_result_is_rounded_once_to_the_dtype_asked_for(operands, dtype):
+    a, b = (value.to(dtype) for value in operands)
+    wide = a.float() @ b.float()
+    assert torch.equal(reference.det_gemm(a, b), wide.to(dtype))
+    assert torch.equal(reference.det_gemm(a, b, out_dtype=torch.float32), wide)
+    assert reference.det_gemm_dw(a, a, out_dtype=torch.float32).dtype == torch.float32
+    bias = torch.full((4,), 100.0, dtype=dtype)
+    assert torch.equal(reference.det_linear(a, b.t(), bias), (wide + 100).to(dtype))
