@@ -52,7 +52,7 @@ def tests(session: nox.Session, package: str) -> None:
     if package == INTEGRATION:
         session.install(*PINNED, "transformers")
     session.run("python", "-m", "pip", "check")
-    session.run("python", "tools/installed.py", *map(module, ("core", *present)))
+    session.run("python", "tools/installed.py", "core", *map(module, present))
     session.run("python", "-m", "pytest", str(tests_of(package)), *session.posargs)
 
 
@@ -149,9 +149,14 @@ def prove(session: nox.Session, package: str, dist: Path) -> None:
     source = ("--find-links", str(dist))
     session.run(python, "-m", "pip", "install", "--quiet", *PINNED, *source, requirement, external=True)
     session.run(python, "-m", "pip", "check", external=True)
-    present = PACKAGES if package == META else [package]
-    session.run(python, "tools/installed.py", *map(module, ("core", *present)), external=True)
+    session.run(python, "tools/installed.py", "core", *map(module, brought_by(package)), external=True)
     session.run(str(home / "bin" / "rl-kernels"), "list", external=True)
+
+
+def brought_by(package: str) -> list[str]:
+    """Return the packages that a wheel brings beside core: the meta-package names those that were there at the bump."""
+    declared = (PACKAGES[package] / "pyproject.toml").read_text(encoding="utf-8")
+    return [package, *(name for name in OPERATORS if f'"rl-kernels-{name}==' in declared)]
 
 
 def source_path() -> str:
