@@ -1,0 +1,86 @@
+"""Which rewards belong together: the two ways to say it, checked and brought to one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+
+from rl_kernels.core import validate as check
+from rl_kernels.core.torchlib import define_check, values_hidden
+
+SHOWN = 8
+"""Offsets that an error message repeats."""
+
+
+def boundaries_of(
+    rewards: torch.Tensor,
+    samples_per_prompt: int | None,
+    group_boundaries: Sequence[int] | torch.Tensor | None,
+    *,
+    values: bool,
+) -> torch.Tensor:
+    """Return the offsets of the groups, ``[G + 1]``, int64 on the device of the rewards.
+
+    ``values=False`` leaves offsets on another device than the CPU unread; no tensor's are read under torch.compile and
+    graph capture.
+
+    Raises:
+        TypeError, ValueError: not exactly one of the two is given, or it does not cut ``rewards[B]`` into groups.
+    """
+    count = rewards.shape[0]
+    if (samples_per_prompt is None) == (group_boundaries is None):
+        given = "neither" if samples_per_prompt is None else "both"
+        raise ValueError(f"samples_per_prompt, group_boundaries: expected exactly one of them, got {given}")
+    if samples_per_prompt is not None:
+        check.integer("samples_per_prompt", samples_per_prompt, least=2)
+        if count % samples_per_prompt:
+            raise ValueError(f"samples_per_prompt: expected a divisor of the {count} rewards, got {samples_per_prompt}")
+        return torch.arange(0, count + 1, samples_per_prompt, device=rewards.device)
+    if isinstance(group_boundaries, torch.Tensor):
+        offsets = _checked(group_boundaries, rewards, values)
+    else:
+        offsets = torch.tensor(_listed(group_boundaries, count), dtype=torch.int64)
+    # Non-blocking: a copy to a GPU must not wait for what runs there.
+    return offsets.to(rewards.device, torch.int64, non_blocking=True)
+
+
+def _checked(boundaries: torch.Tensor, rewards: torch.Tensor, values: bool) -> torch.Tensor:
+    check.tensor("group_boundaries", boundaries, check.INTEGERS, ndim=1)
+    if boundaries.device.type != "cpu" and boundaries.device != rewards.device:
+        raise ValueError(f"group_boundaries: expected device cpu or {rewards.device}, got {boundaries.device}")
+    least = 2 if rewards.shape[0] else 1
+    if boundaries.shape[0] < least:
+        raise ValueError(f"group_boundaries: expected at least {least} offsets, got {boundaries.shape[0]}")
+    if (values or boundaries.device.type == "cpu") and not values_hidden(boundaries):
+        _check_offsets(boundaries, rewards.shape[0])
+    return boundaries
+
+
+def _listed(boundaries: object, count: int) -> list[int]:
+    if not isinstance(boundaries, Sequence) or isinstance(boundaries, (str, bytes)):
+        raise TypeError(
+            f"group_boundaries: expected a sequence of integers or a tensor, got {type(boundaries).__name__}"
+        )
+    offsets = list(boundaries)
+    for offset in offsets:
+        check.integer("group_boundaries", offset)
+    _increasing(offsets, count)
+    return offsets
+
+
+def _increasing(offsets: list[int], count: int) -> None:
+    if not offsets or offsets[0] != 0 or offsets[-1] != count or any(low >= high for low, high in pairwise(offsets)):
+        shown = ", ".join(map(str, offsets[:SHOWN])) + (", ..." if len(offsets) > SHOWN else "")
+        raise ValueError(
+            f"group_boundaries: expected offsets that start at 0, increase strictly and end at {count} "
+            f"(the number of rewards), got [{shown}]"
+        )
+
+
+def _offsets(boundaries: torch.Tensor, count: int) -> None:
+    _increasing(boundaries.tolist(), count)
+
+
+_check_offsets = define_check("check_group_boundaries", "(Tensor boundaries, SymInt count)", _offsets)
