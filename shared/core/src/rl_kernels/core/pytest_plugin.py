@@ -71,11 +71,9 @@ def torch_threads() -> Callable[[int], AbstractContextManager[None]]:
 
 
 @pytest.fixture
-def poisoned_empty(request: pytest.FixtureRequest) -> Iterator[None]:
+def poisoned_empty() -> Iterator[None]:
     """Run the test with ``torch.empty`` filled with NaN; ``pytest.mark.usefixtures`` does so for a whole module."""
     from rl_kernels.core.testing import poisoned_empty
 
-    # PyTorch's own operators without a deterministic form warn in this mode; that says nothing about the test.
-    request.node.add_marker(pytest.mark.filterwarnings("ignore:.*use_deterministic_algorithms"))
     with poisoned_empty():
         yield
