@@ -1,0 +1,114 @@
+import copy
+import json
+from importlib.resources import files
+from itertools import product
+
+import pytest
+import torch
+
+from rl_kernels.core.contract import CLASSES, DIRECTIONS, DTYPES, RELATIONS, MissingTolerance, contract, parse
+
+# (op_class, dtype) -> atol / rtol of the forward results, and of the gradients: the outer fence of accuracy.
+ACCURACY = {
+    ("elementwise", "fp32"): ((1e-5, 1e-5), (1e-5, 1e-5)),
+    ("elementwise", "bf16"): ((2e-2, 1.6e-2), (2e-2, 1.6e-2)),
+    ("elementwise", "fp16"): ((1e-3, 1e-3), (1e-3, 1e-3)),
+    ("reduction", "fp32"): ((1e-4, 1e-4), (1e-4, 1e-4)),
+    ("reduction", "bf16"): ((5e-2, 2e-2), (1e-1, 2e-2)),
+    ("reduction", "fp16"): ((1e-3, 1e-3), (1e-3, 1e-3)),
+    ("logprob", "fp32"): ((1e-5, 0), (1e-5, 0)),
+    ("logprob", "bf16"): ((5e-2, 0), (5e-2, 2e-2)),
+    ("logprob", "fp16"): ((5e-3, 0), (5e-3, 1e-3)),
+}
+ROW = {"op_class": "logprob", "dtype": "fp32", "direction": "forward", "atol": 1, "rtol": 2, "provenance": "a test"}
+DOCUMENT = {"version": "7", "rows": [{"relation": "accuracy", **ROW}], "arch_overrides": {"cpu": [], "sm90": []}}
+
+
+@pytest.mark.parametrize(("op_class", "dtype"), ACCURACY)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_fence_of_accuracy(op_class, dtype, direction):
+    row = contract().tolerance("accuracy", op_class, dtype, direction, "cpu")
+    assert (row.atol, row.rtol) == ACCURACY[op_class, dtype][direction == "gradient"]
+    assert not row.bitwise
+    assert str(row) == f"{row.atol:g}/{row.rtol:g}"
+
+
+@pytest.mark.parametrize("relation", ["invariance", "repeatability"])
+@pytest.mark.parametrize(("op_class", "dtype", "direction"), product(CLASSES, DTYPES, DIRECTIONS))
+def test_invariance_and_repeatability_are_bitwise(relation, op_class, dtype, direction):
+    row = contract().tolerance(relation, op_class, dtype, direction, "cpu")
+    assert (row.bitwise, row.atol, row.rtol, str(row)) == (True, 0, 0, "bitwise")
+
+
+def test_there_is_exactly_one_row_for_each_comparison():
+    assert set(contract().rows) == set(product(RELATIONS, CLASSES, DTYPES, DIRECTIONS))
+    assert {(op_class, dtype) for op_class, dtype in product(CLASSES, DTYPES)} == set(ACCURACY)
+
+
+def test_every_row_says_where_its_value_comes_from():
+    every = [*contract().rows.values(), *(row for rows in contract().overrides.values() for row in rows.values())]
+    assert all(row.provenance.strip() for row in every)
+
+
+def test_the_file_keeps_its_form():
+    document = json.loads(files("rl_kernels.core").joinpath("tolerance_contract.json").read_text("utf-8"))
+    assert document["version"] == contract().version
+    assert {"cpu", "sm80", "sm90", "sm100", "gfx942"} <= set(contract().archs)
+    assert all(isinstance(rows, list) for rows in document["arch_overrides"].values())
+
+
+def test_dtype_names_are_those_of_the_command_line():
+    assert {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16} == DTYPES
+
+
+def test_parity_is_no_wider_than_accuracy():
+    for op_class, dtype, direction in product(CLASSES, DTYPES, DIRECTIONS):
+        parity, accuracy = (contract().rows[name, op_class, dtype, direction] for name in ("parity", "accuracy"))
+        assert not parity.bitwise
+        assert parity.atol <= accuracy.atol
+        assert parity.rtol <= accuracy.rtol
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        ("hygiene", "logprob", "fp32", "forward"),
+        ("accuracy", "matmul", "fp32", "forward"),
+        ("accuracy", "logprob", "fp64", "forward"),
+        ("accuracy", "logprob", "fp32", "backward"),
+    ],
+)
+def test_a_missing_row_is_an_error(key):
+    with pytest.raises(MissingTolerance, match="no row for " + " / ".join(key)):
+        contract().tolerance(*key, "cpu")
+
+
+def test_an_unknown_arch_is_an_error_that_lists_the_known_ones():
+    with pytest.raises(LookupError, match="arch 'sm91' is not in the tolerance contract; known: cpu, sm80"):
+        contract().tolerance("accuracy", "logprob", "fp32", "forward", "sm91")
+
+
+def test_an_arch_overrides_its_own_rows_only():
+    document = copy.deepcopy(DOCUMENT)
+    document["arch_overrides"]["sm90"] = [{"relation": "accuracy", **ROW, "atol": 3}]
+    parsed = parse(document)
+    assert parsed.version == "7"
+    assert parsed.tolerance("accuracy", "logprob", "fp32", "forward", "sm90").atol == 3
+    assert parsed.tolerance("accuracy", "logprob", "fp32", "forward", "cpu").atol == 1
+
+
+@pytest.mark.parametrize("place", ["rows", "arch_overrides"])
+def test_duplicate_rows_are_refused(place):
+    document = copy.deepcopy(DOCUMENT)
+    rows = document["rows"] if place == "rows" else document["arch_overrides"]["cpu"]
+    rows[:] = [{"relation": "accuracy", **ROW}] * 2
+    with pytest.raises(ValueError, match="two rows for accuracy / logprob / fp32 / forward"):
+        parse(document)
+
+
+@pytest.mark.parametrize("field", ["relation", "op_class", "dtype", "direction", "atol", "rtol", "provenance"])
+def test_a_row_without_one_of_its_fields_is_refused(field):
+    document = copy.deepcopy(DOCUMENT)
+    del document["rows"][0][field]
+    with pytest.raises(KeyError, match=field):
+        parse(document)

@@ -1,0 +1,246 @@
+from importlib.metadata import EntryPoint
+
+import pytest
+import torch
+
+from rl_kernels.core import dispatch
+from rl_kernels.core.dispatch import BackendUnavailable, Choice, Verdict, choose, explain, record_dispatch, use_backend
+from rl_kernels.core.operator import INVARIANT, REPEATABLE, Backend, Call, Operator
+from rl_kernels.core.registry import GROUP, KernelRegistry
+
+CPU = Call(torch.device("cpu"), torch.float32, "cpu", {"V": 7})
+CUDA = Call(torch.device("cuda"), torch.float32, "sm90", {"V": 7})
+
+FUSED = Backend("fused", "toy", {"cuda": INVARIANT}, lambda call: "V is odd" if call.traits["V"] % 2 else None)
+QUICK = Backend("quick", "toy", {"cpu": REPEATABLE, "cuda": REPEATABLE})
+NATIVE = Backend("native", "toy", {"cpu": INVARIANT, "cuda": INVARIANT})
+PLAIN = Backend("plain", "toy", {"cpu": INVARIANT, "cuda": INVARIANT})
+
+
+def make_operator(*backends, name="grpo_loss", describe=Call.of):
+    return Operator(
+        name=name,
+        package="toy",
+        summary="",
+        shape=("V",),
+        rows=frozenset(),
+        schemas={},
+        fakes={},
+        backends=backends,
+        describe=describe,
+    )
+
+
+OPERATOR = make_operator(FUSED, QUICK, NATIVE, PLAIN)
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch):
+    """Hold each test apart from the environment that the suite runs in, and see that it leaves nothing behind."""
+    monkeypatch.setattr(dispatch, "_forced", {})
+    monkeypatch.setattr(dispatch, "_strict", False)
+    yield
+    assert dispatch._forced == {}
+    assert dispatch._logs == []
+
+
+def test_the_first_backend_that_can_run_is_chosen():
+    assert choose(make_operator(NATIVE, PLAIN), CPU) is NATIVE
+    assert choose(make_operator(PLAIN, NATIVE), CPU) is PLAIN
+
+
+def test_a_backend_beyond_its_limits_is_passed_over():
+    even = Call(CUDA.device, CUDA.dtype, CUDA.arch, {"V": 8})
+    assert choose(OPERATOR, even) is FUSED
+    assert choose(OPERATOR, CUDA) is NATIVE
+
+
+def test_a_backend_that_promises_less_is_chosen_only_by_name():
+    assert choose(OPERATOR, CPU) is NATIVE
+    assert choose(OPERATOR, CPU, "quick") is QUICK
+
+
+def test_promises_are_those_of_the_device_of_the_call():
+    backend = Backend("mixed", "toy", {"cpu": INVARIANT, "cuda": REPEATABLE})
+    operator = make_operator(backend, PLAIN)
+    assert choose(operator, CPU) is backend
+    assert choose(operator, CUDA) is PLAIN
+
+
+def test_an_exception_in_limits_propagates():
+    def limits(call):
+        raise ZeroDivisionError("a bug in limits")
+
+    operator = make_operator(Backend("broken", "toy", {"cpu": INVARIANT}, limits), NATIVE)
+    for attempt in (lambda: choose(operator, CPU), lambda: choose(operator, CPU, "broken")):
+        with pytest.raises(ZeroDivisionError, match="a bug in limits"):
+            attempt()
+    assert choose(operator, CPU, "native") is NATIVE
+
+
+def test_a_forced_backend_that_cannot_run_says_why():
+    with pytest.raises(
+        BackendUnavailable, match=r"backend: grpo_loss cannot run on 'fused': runs on cuda, but the ten"
+    ):
+        choose(OPERATOR, CPU, "fused")
+    with pytest.raises(BackendUnavailable, match=r"backend: grpo_loss cannot run on 'fused': V is odd$"):
+        choose(OPERATOR, CUDA, "fused")
+
+
+def test_backend_unavailable_is_a_value_error():
+    assert issubclass(BackendUnavailable, ValueError)
+
+
+def test_where_no_backend_can_run_every_reason_is_given():
+    reasons = (
+        r"backend: no backend of grpo_loss can run this call; fused: runs on cuda, but the tensors are on cpu; "
+        r"quick: does not promise invariant on cpu; ask for it by name to use it all the same$"
+    )
+    with pytest.raises(BackendUnavailable, match=reasons):
+        choose(make_operator(FUSED, QUICK), CPU)
+
+
+def test_an_unknown_backend_lists_the_known_ones():
+    with pytest.raises(ValueError, match="grpo_loss has no backend 'cuda'; it has: auto, fused, quick, native, plain"):
+        choose(OPERATOR, CPU, "cuda")
+
+
+def test_use_backend_forces_inside_its_block_only():
+    with use_backend(grpo_loss="plain"):
+        assert choose(OPERATOR, CPU) is PLAIN
+        assert choose(make_operator(QUICK, NATIVE, name="det_gemm"), CPU) is NATIVE
+    assert choose(OPERATOR, CPU) is NATIVE
+
+
+def test_use_backend_nests_and_auto_lifts_an_outer_choice():
+    with use_backend(grpo_loss="plain", det_gemm="plain"):
+        with use_backend(grpo_loss="quick"):
+            assert choose(OPERATOR, CPU) is QUICK
+            assert dispatch._forced["det_gemm"] == "plain"
+        with use_backend(grpo_loss="auto"):
+            assert choose(OPERATOR, CPU) is NATIVE
+        assert choose(OPERATOR, CPU) is PLAIN
+
+
+def test_use_backend_restores_after_an_exception():
+    with pytest.raises(KeyError), use_backend(grpo_loss="plain"), use_backend(grpo_loss="quick"):
+        raise KeyError
+    assert choose(OPERATOR, CPU) is NATIVE
+
+
+def test_one_use_backend_can_be_entered_again():
+    forced = use_backend(grpo_loss="plain")
+    with forced:
+        with forced:
+            assert choose(OPERATOR, CPU) is PLAIN
+        assert choose(OPERATOR, CPU) is PLAIN
+    assert choose(OPERATOR, CPU) is NATIVE
+
+
+def test_the_argument_wins_over_use_backend():
+    with use_backend(grpo_loss="plain"):
+        assert choose(OPERATOR, CPU, "quick") is QUICK
+        assert choose(OPERATOR, CPU, "auto") is NATIVE
+
+
+def test_use_backend_takes_an_alias():
+    with use_backend(logp="plain"):
+        assert choose(make_operator(NATIVE, PLAIN, name="fused_logp"), CPU) is PLAIN
+
+
+def test_use_backend_refuses_a_name_that_is_no_operator():
+    with pytest.raises(ValueError, match="use_backend: 'no_such' is no operator; known: det_gemm, fused_logp, grpo_l"):
+        use_backend(no_such="native")
+
+
+def test_a_forced_backend_is_not_replaced_where_it_cannot_run():
+    with use_backend(grpo_loss="fused"), pytest.raises(BackendUnavailable, match="cannot run on 'fused'"):
+        choose(OPERATOR, CPU)
+
+
+def test_strict_forbids_native_on_a_gpu_only(monkeypatch):
+    monkeypatch.setattr(dispatch, "_strict", True)
+    assert choose(OPERATOR, CPU) is NATIVE
+    assert choose(OPERATOR, CUDA) is PLAIN
+    with pytest.raises(BackendUnavailable, match="native: RL_KERNELS_STRICT forbids the native backend on a GPU"):
+        choose(make_operator(FUSED, NATIVE), CUDA)
+
+
+def test_strict_leaves_native_to_those_who_ask_for_it(monkeypatch):
+    monkeypatch.setattr(dispatch, "_strict", True)
+    assert choose(OPERATOR, CUDA, "native") is NATIVE
+
+
+def test_record_dispatch_tells_forced_from_automatic():
+    with record_dispatch() as log:
+        choose(OPERATOR, CPU)
+        choose(OPERATOR, CUDA, "quick")
+        with use_backend(grpo_loss="plain"):
+            choose(OPERATOR, CPU)
+            choose(OPERATOR, CPU, "auto")
+    choose(OPERATOR, CPU)
+    assert log == [
+        Choice("grpo_loss", "native", "cpu", forced=False),
+        Choice("grpo_loss", "quick", "cuda", forced=True),
+        Choice("grpo_loss", "plain", "cpu", forced=True),
+        Choice("grpo_loss", "native", "cpu", forced=False),
+    ]
+
+
+def test_record_dispatch_nests_and_ends_with_an_exception():
+    with record_dispatch() as outer:
+        with record_dispatch() as inner:
+            choose(OPERATOR, CPU)
+        with pytest.raises(KeyError), record_dispatch():
+            raise KeyError
+        choose(OPERATOR, CPU)
+    assert (len(outer), len(inner)) == (2, 1)
+
+
+def test_a_call_that_cannot_run_is_not_recorded():
+    with record_dispatch() as log, pytest.raises(BackendUnavailable):
+        choose(OPERATOR, CPU, "fused")
+    assert log == []
+
+
+def test_explain_gives_a_verdict_on_every_backend(monkeypatch, make_module):
+    operator = make_operator(FUSED, QUICK, NATIVE, PLAIN, describe=lambda x, *, size: Call.of(x, V=size))
+    make_module("toy", OPERATOR=operator)
+    found = {"grpo_loss": EntryPoint("grpo_loss", "toy:OPERATOR", GROUP)}
+    monkeypatch.setattr(dispatch, "kernel_registry", KernelRegistry(found))
+    assert explain("grpo_loss", torch.zeros(2), size=8) == [
+        Verdict("fused", "runs on cuda, but the tensors are on cpu", chosen=False),
+        Verdict("quick", "does not promise invariant on cpu; ask for it by name to use it all the same", chosen=False),
+        Verdict("native", None, chosen=True),
+        Verdict("plain", None, chosen=False),
+    ]
+
+
+def test_explain_records_nothing_and_names_what_it_prints():
+    with record_dispatch() as log:
+        verdicts = dispatch.explain_call(OPERATOR, CUDA)
+    assert log == []
+    assert [str(verdict) for verdict in verdicts] == [
+        "fused: V is odd",
+        "quick: does not promise invariant on cuda; ask for it by name to use it all the same",
+        "native: chosen",
+        "plain: can run, comes after the chosen one",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "forced"),
+    [
+        ("", {}),
+        ("linear_logp=triton", {"linear_logp": "triton"}),
+        (" linear_logp=triton , logp = native,", {"linear_logp": "triton", "fused_logp": "native"}),
+    ],
+)
+def test_parse_forced(text, forced):
+    assert dispatch.parse_forced(text) == forced
+
+
+@pytest.mark.parametrize("text", ["linear_logp", "=triton", "linear_logp=", "no_such=native"])
+def test_parse_forced_names_the_variable_that_is_malformed(text):
+    with pytest.raises(ValueError, match=r"^RL_KERNELS_BACKEND: "):
+        dispatch.parse_forced(text)

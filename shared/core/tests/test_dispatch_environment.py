@@ -1,0 +1,36 @@
+"""The environment is read once, at import: each test is a fresh interpreter."""
+
+import pytest
+
+SCRIPT = """
+import torch
+from rl_kernels.core.dispatch import choose, use_backend
+from rl_kernels.core.operator import INVARIANT, Backend, Call, Operator
+
+backends = tuple(Backend(name, "toy", {"cpu": INVARIANT, "cuda": INVARIANT}) for name in ("native", "plain"))
+operator = Operator("fused_logp", "toy", "", (), frozenset(), {}, {}, backends, Call.of)
+cpu, cuda = (Call(torch.device(name), torch.float32, name) for name in ("cpu", "cuda"))
+print(choose(operator, cpu).name, choose(operator, cpu, "auto").name, choose(operator, cuda).name, end=" ")
+with use_backend(logp="native"):
+    print(choose(operator, cpu).name)
+"""
+
+
+@pytest.mark.parametrize(
+    ("environment", "chosen"),
+    [
+        ({"RL_KERNELS_BACKEND": "grpo_loss=native,logp=plain"}, "plain native plain native"),
+        ({"RL_KERNELS_STRICT": "1"}, "native native plain native"),
+        ({"RL_KERNELS_STRICT": "0"}, "native native native native"),
+    ],
+    ids=["forced", "strict", "strict-off"],
+)
+def test_what_the_environment_forces(run_python, environment, chosen):
+    done = run_python("-c", SCRIPT, **environment)
+    assert (done.stdout.strip(), done.stderr) == (chosen, "")
+
+
+def test_a_malformed_environment_is_refused_at_once(run_python):
+    done = run_python("-c", SCRIPT, RL_KERNELS_BACKEND="no_such=plain")
+    assert done.returncode == 1
+    assert "ValueError: RL_KERNELS_BACKEND: 'no_such' is no operator" in done.stderr

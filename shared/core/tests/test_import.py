@@ -1,0 +1,36 @@
+"""What importing core does not do; most tests are a fresh interpreter."""
+
+import pytest
+
+from rl_kernels import core
+
+EVERY_MODULE = """
+import importlib, pkgutil, sys
+import rl_kernels.core
+for module in pkgutil.walk_packages(rl_kernels.core.__path__, "rl_kernels.core."):
+    if not module.name.endswith("__main__"):
+        importlib.import_module(module.name)
+import torch
+brought = [name for name in ("triton", "cuda", "rl_kernels.fused_logp") if name in sys.modules]
+assert not brought, brought
+assert not torch.cuda.is_initialized()
+assert torch.get_default_dtype() == torch.float32
+"""
+
+
+def test_importing_every_module_brings_no_gpu_library_and_prints_nothing(run_python):
+    done = run_python("-W", "error", "-c", EVERY_MODULE)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_the_pytest_plugin_brings_no_torch(run_python):
+    done = run_python("-c", "import sys, rl_kernels.core.pytest_plugin; sys.exit('torch' in sys.modules)")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_every_public_name_is_there_and_no_other():
+    namespace = {}
+    exec("from rl_kernels.core import *", namespace)
+    assert namespace.keys() - {"__builtins__"} == set(core.__all__) <= set(dir(core))
+    with pytest.raises(AttributeError, match=r"module 'rl_kernels.core' has no attribute 'no_such'"):
+        core.no_such  # noqa: B018

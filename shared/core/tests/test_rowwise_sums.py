@@ -1,0 +1,188 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl_kernels.core import rowwise
+from rl_kernels.core.testing import Draw, bits_of
+
+LENGTHS = (1, 2, 3, 5, 16, 31, 4095, 4096, 4097, 8192, 10_001)
+NAN, INF = torch.nan, torch.inf
+
+
+def same_bits(left, right):
+    return left.dtype == right.dtype and torch.equal(bits_of(left), bits_of(right))
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_row_sum_against_fp64(length):
+    x = Draw(torch.float32).normal(3, length)
+    gold = x.double().sum(-1)
+    # A tree of n terms rounds each of them log2(n) times, then once a segment.
+    rounds = length.bit_length() + length // rowwise.SEGMENT + 1
+    assert ((rowwise.row_sum(x).double() - gold).abs() <= rounds * 2.0**-24 * x.double().abs().sum(-1)).all()
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("zero", [0.0, -0.0])
+def test_zeros_appended_to_a_row_change_no_bit_of_its_sum(length, zero):
+    x = Draw(torch.float32).normal(2, length)
+    expected = rowwise.row_sum(x)
+    for more in (1, 7, 4096, 5000):
+        padded = torch.cat((x, torch.full((2, more), zero)), -1)
+        assert same_bits(rowwise.row_sum(padded), expected), f"{more} appended"
+
+
+@pytest.mark.parametrize("length", [0, 1, 3, 4096, 4097])
+def test_a_row_of_zeros_of_any_sign_sums_to_plus_zero(length):
+    for sign in (1.0, -1.0):
+        assert same_bits(rowwise.row_sum(sign * torch.zeros(2, length)), torch.zeros(2))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("length", [33, 4097, 40_000])
+def test_a_rows_sum_depends_on_neither_batch_nor_strides(torch_threads, threads, length):
+    x = Draw(torch.float32).normal(5, length)
+    with torch_threads(threads):
+        expected = rowwise.row_sum(x)
+        for row in range(5):
+            assert same_bits(rowwise.row_sum(x[row]), expected[row])
+        assert same_bits(rowwise.row_sum(x.t().contiguous().t()), expected)
+        assert same_bits(rowwise.row_sum(x.repeat_interleave(2, 1)[:, ::2]), expected)
+        assert same_bits(rowwise.row_sum(x.view(5, 1, length)), expected[:, None])
+
+
+@given(st.lists(st.floats(-(2.0**99), 2.0**99, width=32), max_size=40))
+@settings(max_examples=60, deadline=None)
+def test_row_sum_of_any_values_is_close_and_ignores_padding(values):
+    x = torch.tensor(values, dtype=torch.float32)
+    total = rowwise.row_sum(x)
+    assert abs(float(total.double() - x.double().sum())) <= 8 * 2.0**-24 * float(x.double().abs().sum()) + 1e-45
+    assert same_bits(rowwise.row_sum(torch.cat((x, torch.zeros(3)))), total)
+
+
+def statistics(z, cuts=()):
+    first, *others = (rowwise.softmax_state(part, entropy=True) for part in z.tensor_split(cuts, dim=1))
+    for part in others:
+        first = rowwise.merge(first, part)
+    return rowwise.finish(first)
+
+
+def gold(z):
+    log_p = z.double().log_softmax(-1)
+    return z.double().logsumexp(-1), -torch.where(log_p == -INF, 0.0, log_p.exp() * log_p).sum(-1)
+
+
+@pytest.mark.parametrize("cuts", [(), (1,), (500,), (3, 4, 999)], ids=str)
+@pytest.mark.parametrize("scale", [0.0, 1.0, 30.0])
+@pytest.mark.parametrize("offset", [0.0, 1e4, -1e4])
+def test_softmax_states_give_logsumexp_and_entropy(cuts, scale, offset):
+    z = Draw(torch.float32).normal(4, 1000, scale=scale) + offset
+    lse, entropy = statistics(z, cuts)
+    gold_lse, gold_entropy = gold(z)
+    torch.testing.assert_close(lse.double(), gold_lse, rtol=2.0**-22, atol=1e-6)
+    torch.testing.assert_close(entropy.double(), gold_entropy, rtol=1e-5, atol=1e-5)
+
+
+def test_softmax_states_of_fp64_stay_there():
+    z = Draw(torch.float64).normal(4, 1000)
+    for value, expected in zip(statistics(z, (17,)), gold(z), strict=True):
+        torch.testing.assert_close(value, expected, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("cuts", [(), (2,), (2, 5)], ids=str)
+def test_minus_inf_is_an_entry_that_is_not_there(cuts):
+    z = Draw(torch.float32).normal(3, 7)
+    z[0, :2], z[1, 2:5], z[2, 1:] = -INF, -INF, -INF
+    lse, entropy = statistics(z, cuts)
+    gold_lse, gold_entropy = gold(z)
+    torch.testing.assert_close(lse.double(), gold_lse, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(entropy.double(), gold_entropy, rtol=1e-6, atol=1e-6)
+    assert (lse[2], entropy[2]) == (z[2, 0], 0)
+
+
+@pytest.mark.parametrize("cuts", [(), (2,), (6,)], ids=str)
+@pytest.mark.parametrize("row", [[-INF] * 7, [NAN, *[1.0] * 6], [*[1.0] * 6, NAN], [1.0, INF, *[-INF] * 5], [INF] * 7])
+def test_a_row_without_a_softmax_is_nan_and_its_neighbours_are_not(cuts, row):
+    z = Draw(torch.float32).normal(3, 7)
+    expected = statistics(z, cuts)
+    z[1] = torch.tensor(row)
+    for value, before in zip(statistics(z, cuts), expected, strict=True):
+        assert value[1].isnan()
+        assert same_bits(value[::2], before[::2])
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_softmax_statistics_of_a_row_do_not_depend_on_the_batch(torch_threads, threads):
+    z = Draw(torch.float32).normal(9, 5001)
+    with torch_threads(threads):
+        for cuts in ((), (4096,)):
+            whole = statistics(z, cuts)
+            for row in range(9):
+                for value, expected in zip(statistics(z[row : row + 1], cuts), whole, strict=True):
+                    assert same_bits(value, expected[row : row + 1])
+
+
+def test_select_takes_the_column_of_each_id():
+    z = torch.arange(12.0).view(3, 4)
+    assert rowwise.select(z, torch.tensor([3, 0, 2])).tolist() == [3, 4, 10]
+    assert rowwise.select(z, torch.tensor([13, 9, 12], dtype=torch.int32), first=10).tolist() == [3, 0, 10]
+    assert rowwise.select(z, torch.tensor([4, -1, 10**9])).tolist() == [0, 0, 0]
+
+
+def test_outside():
+    assert rowwise.outside(torch.tensor([-1, 0, 6, 7]), 7).tolist() == [True, False, False, True]
+
+
+def upstream_of(z, ids, **grads):
+    """Return LogpUpstream and the FP64 gradient that autograd finds for the sum of the weighted outputs."""
+    leaf = z.double().requires_grad_()
+    log_p = leaf.log_softmax(-1)
+    outputs = {
+        "grad_logp": log_p.gather(-1, ids[:, None])[:, 0],
+        "grad_logsumexp": leaf.logsumexp(-1),
+        "grad_entropy": -(log_p.exp() * log_p).sum(-1),
+    }
+    sum((outputs[name] * grad.double()).sum() for name, grad in grads.items()).backward()
+    lse, entropy = (outputs[name].detach().to(z.dtype) for name in ("grad_logsumexp", "grad_entropy"))
+    return rowwise.LogpUpstream(ids, lse, entropy, *(grads.get(name) for name in outputs)), leaf.grad
+
+
+@pytest.mark.parametrize(
+    "names",
+    [("grad_logp",), ("grad_logsumexp",), ("grad_entropy",), ("grad_logp", "grad_logsumexp", "grad_entropy")],
+    ids=" ".join,
+)
+def test_dlogits_against_autograd(names):
+    draw = Draw(torch.float64)
+    z, ids = draw.normal(6, 33), draw.ids(33, 6)
+    up, expected = upstream_of(z, ids, **{name: draw.normal(6) for name in names})
+    torch.testing.assert_close(rowwise.dlogits(z, up), expected, rtol=1e-12, atol=1e-14)
+    parts = [rowwise.dlogits(z[:, first : first + 8], up, first) for first in range(0, 33, 8)]
+    assert same_bits(torch.cat(parts, 1), rowwise.dlogits(z, up))
+    rows = torch.tensor([4, 1])
+    assert same_bits(rowwise.dlogits(z[rows], up.rows(rows)), rowwise.dlogits(z, up)[rows])
+
+
+def test_dlogits_without_upstream_is_zero():
+    z = Draw(torch.float32).normal(2, 5)
+    up = rowwise.LogpUpstream(torch.tensor([0, 1]), z.logsumexp(-1), None, None, None, None)
+    assert same_bits(rowwise.dlogits(z, up), torch.zeros(2, 5))
+
+
+def test_dlogits_of_a_minus_inf_entry_is_zero():
+    draw = Draw(torch.float64)
+    z, ids = draw.normal(3, 6), torch.tensor([0, 1, 2])
+    z[:, 4] = -INF
+    lse, entropy = statistics(z)
+    dz = rowwise.dlogits(z, rowwise.LogpUpstream(ids, lse, entropy, *(draw.normal(3) for _ in range(3))))
+    assert (dz[:, 4] == 0).all()
+    assert dz.isfinite().all()
+
+
+def test_per_row():
+    like = torch.zeros(3, 4)
+    assert torch.equal(rowwise.per_row(torch.tensor([1.0, 2.0, 3.0]), like), torch.tensor([[1.0], [2.0], [3.0]]))
+    assert torch.equal(rowwise.per_row(torch.tensor(2.0), like), torch.full((3, 1), 2.0))
+    elsewhere = rowwise.per_row(torch.tensor(2.0), like.to("meta"))
+    assert (elsewhere.shape, elsewhere.device.type, elsewhere.dtype) == ((3, 1), "meta", torch.float32)

@@ -1,0 +1,201 @@
+"""A toy operator, defined as packages define theirs. Run as a script, this file compiles it before anything else."""
+
+import sys
+from importlib.metadata import EntryPoint
+from types import ModuleType
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from rl_kernels.core import dispatch, torchlib
+from rl_kernels.core.dispatch import BackendUnavailable, Choice, choose, record_dispatch, use_backend
+from rl_kernels.core.operator import INVARIANT, Backend, Call, Operator
+from rl_kernels.core.registry import GROUP, KernelRegistry
+
+native = ModuleType("toy_native")
+native.forward = lambda a, b: a @ b
+native.backward = lambda grad, b: grad @ b.t()
+twice = ModuleType("toy_twice")
+twice.forward = lambda a, b: 2 * (a @ b)
+twice.backward = lambda grad, b: 2 * (grad @ b.t())
+sys.modules |= {"toy_native": native, "toy_twice": twice}
+
+OPERATOR = Operator(
+    name="toy_product",
+    package=__name__,
+    summary="a @ b, with a gradient to a alone",
+    shape=("M", "K", "N"),
+    rows=frozenset({"M"}),
+    schemas={
+        "forward": "(Tensor a, Tensor b, str backend) -> Tensor",
+        "backward": "(Tensor grad, Tensor b, str backend) -> Tensor",
+    },
+    fakes={
+        "forward": lambda a, b: a.new_empty(a.shape[0], b.shape[1]),
+        "backward": lambda grad, b: grad.new_empty(grad.shape[0], b.shape[0]),
+    },
+    backends=(
+        Backend("native", "toy_native", {"cpu": INVARIANT}),
+        Backend("twice", "toy_twice", {"cpu": INVARIANT}),
+        Backend("gpu", "toy_gpu", {"cuda": INVARIANT}),
+    ),
+    describe=lambda a, b: Call.of(a, K=b.shape[0], N=b.shape[1]),
+)
+ops = torchlib.define(OPERATOR)
+
+
+def _require_positive(value, name):
+    if not bool((value > 0).all()):
+        raise ValueError(f"{name}: expected values > 0")
+
+
+check_toy = torchlib.define_check("check_toy", "(Tensor value, str name)", _require_positive)
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, a, b, backend):
+        ctx.save_for_backward(b)
+        ctx.backend = backend
+        return ops["forward"](a, b, backend)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return torchlib.first_order(ops["backward"], grad, *ctx.saved_tensors, ctx.backend), None, None
+
+
+def toy_product(a, b, backend=None):
+    return _Product.apply(a, b, choose(OPERATOR, OPERATOR.describe(a, b), backend).name)
+
+
+def operands():
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((3, 4), (4, 5)))
+    return a.requires_grad_(), b
+
+
+def test_define_registers_the_raw_ops():
+    a, b = operands()
+    assert set(ops) == {"forward", "backward"}
+    assert ops["forward"] is torch.ops.rl_kernels.toy_product_forward.default
+    assert torch.equal(ops["forward"](a, b, "native"), a @ b)
+    assert torch.equal(torch.ops.rl_kernels.toy_product_backward(a @ b, b, "twice"), 2 * (a @ b) @ b.t())
+
+
+def test_the_backend_that_the_last_argument_names_runs():
+    a, b = operands()
+    assert torch.equal(toy_product(a, b, "twice"), 2 * toy_product(a, b, "native"))
+    with pytest.raises(ValueError, match="toy_product has no backend 'no_such'"):
+        ops["forward"](a, b, "no_such")
+    with pytest.raises(BackendUnavailable, match="cannot run on 'gpu': runs on cuda"):
+        toy_product(a, b, "gpu")
+
+
+def test_a_backend_module_that_is_missing_is_told():
+    a, b = operands()
+    with pytest.raises(ModuleNotFoundError, match="toy_gpu"):
+        ops["forward"](a, b, "gpu")
+
+
+def test_fake_tensors_have_the_shape_without_running_a_backend():
+    with FakeTensorMode():
+        out = ops["forward"](torch.empty(3, 4), torch.empty(4, 5), "gpu")
+        grad = ops["backward"](torch.empty(3, 5), torch.empty(4, 5), "gpu")
+    assert (out.shape, grad.shape) == ((3, 5), (3, 4))
+
+
+@pytest.mark.parametrize("name", ["forward", "backward"])
+def test_opcheck(name):
+    a, b = operands()
+    first = a.detach() if name == "forward" else (a @ b).detach()
+    torch.library.opcheck(ops[name], (first, b, "native"))
+
+
+def test_autocast_does_not_reach_into_a_backend():
+    a, b = (value.detach().float() for value in operands())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert (a @ b).dtype == torch.bfloat16
+        out = toy_product(a, b)
+    assert out.dtype == torch.float32
+    assert torch.equal(out, a @ b)
+
+
+def test_first_order_gradient():
+    a, b = operands()
+    assert torch.autograd.gradcheck(lambda a: toy_product(a, b), a)
+    toy_product(a, b).sum().backward()
+    assert torch.equal(a.grad, torch.ones(3, 5, dtype=torch.float64) @ b.t())
+
+
+@pytest.mark.parametrize("upstream_needs_grad", [False, True])
+def test_double_backward_raises(upstream_needs_grad):
+    a, b = operands()
+    upstream = torch.ones(3, 5, dtype=torch.float64, requires_grad=upstream_needs_grad)
+    # A loss that is not linear in the gradient, so that a second derivative exists.
+    (grad,) = torch.autograd.grad((toy_product(a, b) ** 2), a, upstream, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"toy_product.backward.*double backward is not supported"):
+        grad.square().sum().backward()
+
+
+def test_first_order_without_gradients_in_play_is_the_op_itself():
+    a, b = operands()
+    grad = torchlib.first_order(ops["backward"], (a @ b).detach(), b, "native")
+    assert not grad.requires_grad
+    assert torch.equal(grad, (a @ b).detach() @ b.t())
+
+
+def test_define_check_looks_at_values_where_there_are_any():
+    assert check_toy(torch.ones(2), "x").shape == (0,)
+    with pytest.raises(ValueError, match="x: expected values > 0"):
+        check_toy(torch.zeros(2), "x")
+    assert check_toy(torch.zeros(2, device="meta"), "x").device.type == "meta"
+    with FakeTensorMode():
+        assert check_toy(torch.zeros(2), "x").shape == (0,)
+
+
+def test_values_are_seen_in_eager_mode():
+    assert not torchlib.values_hidden(torch.ones(1))
+
+
+def test_values_are_hidden_while_a_graph_is_captured(monkeypatch):
+    class OnGpu:
+        is_cuda = True
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert torchlib.values_hidden(OnGpu())
+    assert not torchlib.values_hidden(torch.ones(1))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert not torchlib.values_hidden(OnGpu())
+
+
+def test_the_very_first_call_may_be_compiled(run_python):
+    done = run_python(__file__)
+    assert (done.returncode, done.stdout) == (0, "compiled\n"), done.stderr
+
+
+def compile_first():
+    """Compile before any eager call; see that graphs follow what is forced, and that bits and records are eager's."""
+
+    def loss(a, b):
+        assert torchlib.values_hidden(b)
+        return toy_product(a, b)
+
+    a, b = operands()
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    with record_dispatch() as log:
+        out = compiled(a, b)
+    assert log == [Choice("toy_product", "native", "cpu", forced=False)], log
+    out.backward(torch.ones_like(out))
+    assert torch.equal(out, toy_product(a, b))
+    assert torch.equal(a.grad, torch.ones_like(out) @ b.t())
+
+    dispatch.kernel_registry = KernelRegistry({"toy_product": EntryPoint("toy_product", "toy:OPERATOR", GROUP)})
+    with use_backend(toy_product="twice"):
+        assert torch.equal(compiled(a, b), 2 * out)
+    assert torch.equal(compiled(a, b), out)
+    print("compiled")
+
+
+if __name__ == "__main__":
+    compile_first()

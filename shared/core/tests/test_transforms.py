@@ -1,0 +1,198 @@
+"""The standard transforms on toy functions: they hold where rows are independent, and catch where they are not."""
+
+import pytest
+import torch
+
+from rl_kernels.core.testing import IGNORED, Case, Draw, RowLayout, bits_of, options, strides
+
+CASE = Case("plain", {"rows": 6, "size": 5})
+LAYOUT = RowLayout(
+    arguments={"x": 1, "ids": 0, "temperature": 0}, results=frozenset({"output", "gradient:x"}), ids="ids"
+)
+NAMES = ("alone", "batch", "position", "neighbours", "chunks", "padding", "masked")
+
+
+def rowwise_toy(x, ids, temperature=1.0, ignore_index=None, square=False):
+    """Return x[id] / temperature in each row, 0 where the row is ignored."""
+    active = torch.ones_like(ids, dtype=torch.bool) if ignore_index is None else ids != ignore_index
+    z = torch.where(active[..., None], x, 0.0)
+    chosen = z.gather(-1, torch.where(active, ids, 0)[..., None])[..., 0] / temperature
+    return chosen.square() if square else chosen
+
+
+def batch_dependent(x, **rest):
+    return rowwise_toy(x - x.flatten(0, -2).mean(0), **rest)
+
+
+def follows_row_number(x, ids, **rest):
+    return rowwise_toy(x, ids, **rest) + torch.arange(ids.numel(), dtype=x.dtype).view(ids.shape)
+
+
+def follows_row_count(x, ids, **rest):
+    return rowwise_toy(x, ids, **rest) + ids.numel()
+
+
+def follows_neighbour(x, ids, **rest):
+    return rowwise_toy(x, ids, **rest) + x[..., 0].flatten().roll(1).view(ids.shape).nan_to_num(7.0)
+
+
+def reads_masked_rows(x, ids, **rest):
+    return rowwise_toy(x, ids, **rest) + 0 * x.sum()
+
+
+def follows_storage(x, ids, **rest):
+    return rowwise_toy(x, ids, **rest) + (x.stride(-1) != 1)
+
+
+def gradient_is_scaled_by_the_batch(x, ids, **rest):
+    scaled = x / ids.numel() + (x - x / ids.numel()).detach()
+    return rowwise_toy(scaled, ids, **rest)
+
+
+def draw_inputs(leading=(2, 3), temperature="tensor"):
+    draw = Draw(torch.float32, seed=3)
+    inputs = {"x": draw.normal(*leading, 5), "ids": draw.ids(5, *leading)}
+    return inputs | ({"temperature": draw.uniform(0.5, 2.0, *leading)} if temperature == "tensor" else {})
+
+
+def results(function, inputs, lift=None):
+    """Return output and gradient of one call, under a random upstream gradient that ``lift`` may carry over."""
+    x = inputs["x"].detach().requires_grad_()
+    output = function(**{**inputs, "x": x})
+    upstream = lift("output", UPSTREAM) if lift else UPSTREAM
+    output.backward(upstream.view(output.shape))
+    return {"output": output.detach(), "gradient:x": x.grad}
+
+
+UPSTREAM = Draw(torch.float32, seed=9).normal(6)
+
+
+def broken(function, transform, inputs, case=CASE):
+    """Return the labels of the variants whose bits differ from the base call's, and the number of comparisons."""
+    shape = inputs["ids"].shape
+    base = results(function, inputs)
+    labels, compared = [], 0
+    for variant in transform(case, inputs, Draw(torch.float32, seed=4)):
+
+        def lift(name, upstream, variant=variant):
+            return variant.lift(name, upstream.view(shape))
+
+        found = results(function, variant.inputs, lift)
+        for name, result in base.items():
+            expected = variant.pick(name, result)
+            if expected is None:
+                continue
+            compared += 1
+            if not torch.equal(bits_of(variant.find(name, found[name])), bits_of(expected)):
+                labels.append(f"{variant.label}: {name}")
+    return labels, compared
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("leading", [(2, 3), (6,), (1, 6), (3, 1, 2)], ids=str)
+@pytest.mark.parametrize("temperature", ["tensor", "none"])
+def test_a_transform_holds_where_rows_are_independent(name, leading, temperature):
+    labels, compared = broken(rowwise_toy, LAYOUT.transforms()[name], draw_inputs(leading, temperature))
+    assert labels == []
+    assert compared >= 4
+
+
+@pytest.mark.parametrize("name", ["alone", "batch", "neighbours", "chunks", "padding", "masked"])
+def test_a_batch_dependent_function_is_caught(name):
+    labels, _ = broken(batch_dependent, LAYOUT.transforms()[name], draw_inputs())
+    assert any("output" in label for label in labels)
+
+
+@pytest.mark.parametrize(
+    ("function", "caught_by"),
+    [
+        (follows_row_number, {"alone", "batch", "position", "chunks", "padding", "masked"}),
+        (follows_row_count, {"alone", "batch", "neighbours", "chunks", "padding", "masked"}),
+        (follows_neighbour, {"alone", "batch", "position", "neighbours", "chunks", "padding", "masked"}),
+        (reads_masked_rows, {"masked"}),
+        (gradient_is_scaled_by_the_batch, {"alone", "batch", "neighbours", "chunks", "padding", "masked"}),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_each_way_of_looking_beyond_a_row_is_caught(function, caught_by):
+    transforms = LAYOUT.transforms()
+    assert set(transforms) == set(NAMES)
+    caught = {name for name in NAMES if broken(function, transforms[name], draw_inputs())[0]}
+    assert caught == caught_by
+
+
+def test_batches_of_one_and_two_rows_and_more_are_compared():
+    sizes = [
+        len(variant.inputs["ids"]) for variant in LAYOUT.transforms()["batch"](CASE, draw_inputs(), Draw(torch.float32))
+    ]
+    assert {1, 2, 4, 9} <= set(sizes)
+    assert max(sizes) > 64
+
+
+def test_masked_rows_hold_nan_and_their_temperature_does_not():
+    for variant in LAYOUT.transforms()["masked"](CASE, draw_inputs(), Draw(torch.float32)):
+        inputs = variant.inputs
+        ignored = inputs["ids"] == IGNORED
+        assert ignored.any()
+        assert inputs["ignore_index"] == IGNORED
+        assert torch.equal(inputs["x"].isnan().all(-1), ignored)
+        assert (inputs["temperature"] > 0).all()
+
+
+def test_rows_are_masked_by_no_other_ignore_index():
+    inputs = draw_inputs() | {"ignore_index": 3}
+    assert list(LAYOUT.transforms()["masked"](CASE, inputs, Draw(torch.float32))) == []
+
+
+def test_without_ids_there_are_no_masked_rows():
+    assert "masked" not in RowLayout({"x": 1}, frozenset({"output"})).transforms()
+
+
+def test_other_functions_and_indexed_calls_are_left_out():
+    transform = LAYOUT.transforms()["alone"]
+    other = Case("other", {}, function="toy_other")
+    assert list(transform(other, draw_inputs(), Draw(torch.float32))) == []
+    indexed = draw_inputs() | {"row_indices": torch.tensor([0])}
+    assert list(transform(CASE, indexed, Draw(torch.float32))) == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_call_without_rows_has_no_variants_of_them(name):
+    variants = list(LAYOUT.transforms()[name](CASE, draw_inputs((0,)), Draw(torch.float32)))
+    assert variants == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_single_row(name):
+    inputs = {key: value[:1, :1] for key, value in draw_inputs().items()}
+    variants = list(LAYOUT.transforms()[name](CASE, inputs, Draw(torch.float32)))
+    for variant in variants:
+        expected = variant.pick("output", rowwise_toy(**inputs))
+        assert torch.equal(variant.find("output", rowwise_toy(**variant.inputs)), expected)
+    assert variants or name == "chunks"
+
+
+def test_strides_hold_and_catch_what_follows_them():
+    assert broken(rowwise_toy, strides, draw_inputs()) == ([], 4)
+    labels, _ = broken(follows_storage, strides, draw_inputs())
+    assert labels == ["every other element: output", "stored column by column: output"]
+
+
+def test_strides_of_tensors_without_a_matrix():
+    draw = Draw(torch.float32)
+    variants = list(strides(CASE, {"rewards": draw.normal(5), "eps": 1e-6, "scale": torch.tensor(2.0)}, draw))
+    assert [variant.label for variant in variants] == ["every other element"]
+    assert variants[0].inputs["rewards"].stride() == (2,)
+
+
+def test_options_hold_and_catch_what_follows_them():
+    transform = options(ignoring={"ignore_index": IGNORED}, number={"temperature": 1})
+    assert broken(rowwise_toy, transform, draw_inputs(temperature="none")) == ([], 4)
+    labels, _ = broken(rowwise_toy, options(squared={"square": True}), draw_inputs())
+    assert labels == ["squared: output", "squared: gradient:x"]
+
+
+def test_an_option_that_the_base_call_gives_is_left_out():
+    transform = options(number_as_tensor={"temperature": 2}, without_it={"square": False})
+    variants = list(transform(CASE, draw_inputs(), Draw(torch.float32)))
+    assert [variant.label for variant in variants] == ["without it"]

@@ -1,0 +1,197 @@
+import math
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from rl_kernels.core import validate as check
+
+X = torch.zeros(2, 3)
+IDS = torch.tensor([[0, 6], [-100, 3]])
+
+
+def refuses(error, message, function, *args, **kwargs):
+    with pytest.raises(error, match=f"^{re.escape(message)}$"):
+        function(*args, **kwargs)
+
+
+def test_tensor_accepts_its_dtypes_and_dims():
+    check.tensor("x", X, check.FLOATS)
+    check.tensor("x", X, (torch.float64, torch.float32), ndim=2, least=2)
+    check.tensor("x", X.t(), check.HALF_AND_FLOAT, least=1)
+    check.tensor("x", torch.zeros(()), check.FLOATS, ndim=0)
+
+
+@pytest.mark.parametrize("value", [[1.0], None, np.zeros(3)], ids=lambda value: type(value).__name__)
+def test_tensor_refuses_what_is_no_tensor(value):
+    refuses(TypeError, f"x: expected a tensor, got {type(value).__name__}", check.tensor, "x", value, check.FLOATS)
+
+
+def test_tensor_refuses_other_dtypes_layouts_and_dims():
+    got = "got torch.int64"
+    refuses(
+        TypeError, f"x: expected dtype float32 or float16, {got}", check.tensor, "x", IDS, (torch.float32, torch.half)
+    )
+    refuses(
+        TypeError,
+        "x: expected a strided tensor, got layout torch.sparse_coo",
+        *(check.tensor, "x", X.to_sparse(), check.FLOATS),
+    )
+    refuses(ValueError, "x: expected 1 dims, got shape (2, 3)", check.tensor, "x", X, check.FLOATS, ndim=1)
+    refuses(ValueError, "x: expected at least 3 dims, got shape (2, 3)", check.tensor, "x", X, check.FLOATS, least=3)
+
+
+def test_shape():
+    check.shape("x", X, (2, 3), "why")
+    check.shape("x", X, X.shape, "why")
+    for expected in ((3, 2), (2,), (2, 3, 1), ()):
+        refuses(
+            ValueError,
+            f"x: expected shape {expected} (that of y), got (2, 3)",
+            *(check.shape, "x", X, expected, "that of y"),
+        )
+
+
+def test_same_device():
+    check.same_device(x=X)
+    check.same_device(x=X, y=None, z=X)
+    message = "z: expected device cpu (that of x), got meta"
+    refuses(ValueError, message, check.same_device, x=X, y=None, z=X.to("meta"))
+
+
+def test_same_dtype():
+    check.same_dtype(x=X, y=None, z=X)
+    message = "z: expected dtype torch.float32 (that of x), got torch.bfloat16"
+    refuses(TypeError, message, check.same_dtype, x=X, y=None, z=X.bfloat16())
+
+
+@pytest.mark.parametrize("value", [1, 0.5, np.float32(2), np.int64(3), 1e300], ids=repr)
+def test_number_accepts(value):
+    check.number("x", value, above=0, least=0.5)
+
+
+@pytest.mark.parametrize("value", [True, "1", None, 1j, torch.tensor(1.0)], ids=repr)
+def test_number_refuses_other_types(value):
+    refuses(TypeError, f"x: expected a number, got {type(value).__name__}", check.number, "x", value)
+
+
+def test_number_refuses_other_values():
+    for value in (math.nan, math.inf, -math.inf):
+        refuses(ValueError, f"x: expected a finite number, got {value}", check.number, "x", value, above=0)
+    for value in (0, 0.0, -1):
+        refuses(ValueError, f"x: expected a number > 0, got {value}", check.number, "x", value, above=0)
+    refuses(ValueError, "x: expected a number >= 0.2, got 0.1", check.number, "x", 0.1, least=0.2)
+    check.number("x", 0.2, least=0.2)
+    check.number("x", -5)
+
+
+def test_integer():
+    check.integer("x", -3)
+    check.integer("x", 2, least=2)
+    check.integer("x", np.int64(2), least=2)
+    refuses(ValueError, "x: expected an integer >= 2, got 1", check.integer, "x", 1, least=2)
+    for value in (1.0, True, "1", None, torch.tensor(1)):
+        refuses(TypeError, f"x: expected an integer, got {type(value).__name__}", check.integer, "x", value)
+
+
+def test_choice():
+    check.choice("x", "a", ("a", None))
+    check.choice("x", None, ("a", None))
+    refuses(ValueError, "x: expected one of 'a', None, got 'b'", check.choice, "x", "b", ("a", None))
+
+
+def test_backend_name():
+    check.backend_name(None)
+    check.backend_name("triton")
+    refuses(TypeError, "backend: expected a name or None, got int", check.backend_name, 3)
+
+
+def temperature(value, *, leading=(2, 3), values=True):
+    check.temperature(value, leading, torch.device("cpu"), values=values)
+
+
+@pytest.mark.parametrize("value", [0.7, 2, torch.ones(2, 3), torch.tensor(0.5), torch.ones(2, 3).double()], ids=repr)
+def test_temperature_accepts(value):
+    temperature(value)
+
+
+def test_temperature_accepts_an_empty_tensor():
+    temperature(torch.ones(0), leading=(0,))
+
+
+def test_temperature_refuses():
+    refuses(ValueError, "temperature: expected a number > 0, got 0", temperature, 0)
+    refuses(TypeError, "temperature: expected a number, got str", temperature, "1")
+    refuses(
+        TypeError,
+        "temperature: expected dtype float32 or bfloat16 or float16 or float64, got torch.int64",
+        *(temperature, torch.ones(2, 3).long()),
+    )
+    message = "temperature: expected shape (2, 3) (one value a token), got (3,)"
+    refuses(ValueError, message, temperature, torch.ones(3))
+    refuses(ValueError, "temperature: expected device cpu, got meta", temperature, torch.ones(2, 3, device="meta"))
+    message = "temperature: expected a tensor that does not require grad, it has no gradient here"
+    refuses(ValueError, message, temperature, torch.ones(2, 3, requires_grad=True))
+
+
+@pytest.mark.parametrize("smallest", [0.0, -1.5, math.nan])
+def test_temperature_reads_the_values_of_a_tensor_unless_told_not_to(smallest):
+    value = torch.ones(2, 3).index_put((torch.tensor(1), torch.tensor(2)), torch.tensor(smallest))
+    message = f"temperature: expected values > 0, the smallest is {smallest}"
+    refuses(ValueError, message, temperature, value)
+    temperature(value, values=False)
+
+
+def test_ids_in_range():
+    check.ids_in_range("ids", torch.tensor([0, 6]), 7)
+    check.ids_in_range("ids", torch.tensor([0, 6], dtype=torch.int32), 7)
+    check.ids_in_range("ids", IDS, 7, ignore_index=-100)
+    check.ids_in_range("ids", torch.full((3,), -100), 7, ignore_index=-100)
+    check.ids_in_range("ids", torch.zeros(0, dtype=torch.long), 7)
+    check.ids_in_range("ids", torch.zeros(0, dtype=torch.long), 0)
+
+
+def test_ids_out_of_range_are_told_with_their_range():
+    message = "ids: expected values in [0, 7), got values in [-100, 6]"
+    refuses(ValueError, message, check.ids_in_range, "ids", IDS, 7)
+    message = "ids: expected values in [0, 6) or -100 (ignored), got values in [0, 6]"
+    refuses(ValueError, message, check.ids_in_range, "ids", IDS, 6, ignore_index=-100)
+    message = "ids: expected values in [0, 7) or 5 (ignored), got values in [-100, 6]"
+    refuses(ValueError, message, check.ids_in_range, "ids", IDS, 7, ignore_index=5)
+
+
+def test_values_of_tensors_without_storage_are_not_looked_at():
+    check.ids_in_range("ids", IDS.to("meta"), 1)
+    check.temperature(torch.zeros(2, 3, device="meta"), (2, 3), torch.device("meta"), values=True)
+
+
+def test_token_ids():
+    check.token_ids("ids", IDS, (2, 2), "that of x")
+    check.token_ids("ids", IDS.int(), (2, 2), "that of x")
+    refuses(
+        TypeError,
+        "ids: expected dtype int64 or int32, got torch.float32",
+        *(check.token_ids, "ids", IDS.float(), (2, 2), "that of x"),
+    )
+    message = "ids: expected shape (2,) (that of x), got (2, 2)"
+    refuses(ValueError, message, check.token_ids, "ids", IDS, (2,), "that of x")
+
+
+def test_main_grad():
+    weight = X.bfloat16()
+    check.main_grad("buffer", X, weight)
+    check.main_grad("buffer", torch.zeros(3, 2).t(), weight)
+    message = "buffer: expected dtype float32, got torch.bfloat16"
+    refuses(TypeError, message, check.main_grad, "buffer", weight, weight)
+    message = "buffer: expected shape (2, 3) (that of its weight), got (3, 2)"
+    refuses(ValueError, message, check.main_grad, "buffer", X.t(), weight)
+    message = "buffer: expected device cpu (that of its weight), got meta"
+    refuses(ValueError, message, check.main_grad, "buffer", X.to("meta"), weight)
+    message = "buffer: expected elements with storage of their own, got stride 0 in (0, 1)"
+    refuses(ValueError, message, check.main_grad, "buffer", torch.zeros(3).expand(2, 3), weight)
+
+
+def test_own_storage_lets_a_single_element_have_any_stride():
+    check.own_storage("x", torch.zeros(1).expand(1, 1))
+    check.own_storage("x", X[:, ::2])
