@@ -6,7 +6,19 @@ from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
-from rl_kernels.core.testing import Case, Draw, IllegalCall, Inputs, RowLayout, Spec, Variant, strides
+from rl_kernels.core.testing import (
+    Case,
+    Draw,
+    IllegalCall,
+    Inputs,
+    RowLayout,
+    Spec,
+    Variant,
+    edited,
+    given,
+    strides,
+)
+from rl_kernels.core.testing.spec import Change
 from rl_kernels.det_gemm import reference
 
 LINEAR, DW = "det_linear", "det_gemm_dw"
@@ -149,17 +161,6 @@ def _flat(name: str, value: torch.Tensor, rows: int | None = None) -> torch.Tens
 TRANSFORMS = {**ROWS.transforms(), "strides": strides, "layouts": layouts, "leading": leading, "zero-rows": zero_rows}
 
 
-Change = Callable[[Inputs], Inputs]
-
-
-def _with(**changes: object) -> Change:
-    return lambda call: {**call, **changes}
-
-
-def _replace(name: str, edit: Callable[[torch.Tensor], object]) -> Change:
-    return lambda call: {**call, name: edit(call[name])}
-
-
 def _other_dtype(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.bfloat16 if x.dtype == torch.float32 else torch.float32)
 
@@ -192,18 +193,18 @@ def _all_on_meta(call: Inputs) -> Inputs:
 def _operand(name: str, case: str, second: bool) -> Iterator[IllegalCall]:
     """Yield what is wrong with any matrix operand, and with one that must match the operand before it."""
     bad: list[tuple[str, Change, type[Exception], str]] = [
-        ("not a tensor", _with(**{name: [[1.0]]}), TypeError, "expected a tensor, got list"),
-        ("of integers", _replace(name, torch.Tensor.int), TypeError, "expected dtype"),
-        ("of FP64", _replace(name, torch.Tensor.double), TypeError, "expected dtype"),
-        ("sparse", _replace(name, torch.Tensor.to_sparse), TypeError, "expected a strided tensor"),
-        ("without dims", _with(**{name: torch.tensor(1.0)}), ValueError, "expected (2|at least 1) dims"),
+        ("not a tensor", given(**{name: [[1.0]]}), TypeError, "expected a tensor, got list"),
+        ("of integers", edited(name, torch.Tensor.int), TypeError, "expected dtype"),
+        ("of FP64", edited(name, torch.Tensor.double), TypeError, "expected dtype"),
+        ("sparse", edited(name, torch.Tensor.to_sparse), TypeError, "expected a strided tensor"),
+        ("without dims", given(**{name: torch.tensor(1.0)}), ValueError, "expected (2|at least 1) dims"),
     ]
     if name != "x":
-        bad.append(("of three dims", _replace(name, lambda value: value[None]), ValueError, "expected 2 dims"))
+        bad.append(("of three dims", edited(name, lambda value: value[None]), ValueError, "expected 2 dims"))
     if second:
         bad += [
-            ("of another dtype", _replace(name, _other_dtype), TypeError, "expected dtype"),
-            ("elsewhere", _replace(name, _elsewhere), ValueError, "expected device"),
+            ("of another dtype", edited(name, _other_dtype), TypeError, "expected dtype"),
+            ("elsewhere", edited(name, _elsewhere), ValueError, "expected device"),
         ]
     return (
         IllegalCall(f"{case}: {name} {what}", change, error, f"{name}: {match}", case)
@@ -216,31 +217,31 @@ def _illegal(case: str, *calls: tuple[str, Change, type[Exception], str]) -> lis
 
 
 OPTIONS = (
-    ("unknown backend", _with(backend="no-such"), ValueError, "backend: det_gemm has no backend 'no-such'"),
-    ("backend not a name", _with(backend=3), TypeError, "backend: expected a name"),
+    ("unknown backend", given(backend="no-such"), ValueError, "backend: det_gemm has no backend 'no-such'"),
+    ("backend not a name", given(backend=3), TypeError, "backend: expected a name"),
     ("all where no backend runs", _all_on_meta, ValueError, "backend: .* on meta"),
 )
 OUT_DTYPE = (
-    ("out_dtype of integers", _with(out_dtype=torch.int32), ValueError, "out_dtype: expected one of"),
-    ("out_dtype FP64", _with(out_dtype=torch.float64), ValueError, "out_dtype: expected one of"),
-    ("out_dtype text", _with(out_dtype="float32"), ValueError, "out_dtype: expected one of"),
+    ("out_dtype of integers", given(out_dtype=torch.int32), ValueError, "out_dtype: expected one of"),
+    ("out_dtype FP64", given(out_dtype=torch.float64), ValueError, "out_dtype: expected one of"),
+    ("out_dtype text", given(out_dtype="float32"), ValueError, "out_dtype: expected one of"),
 )
 ILLEGAL = (
     *_operand("a", "plain", second=False),
     *_operand("b", "plain", second=True),
-    *_illegal("plain", ("b of another K", _replace("b", lambda b: b[1:]), ValueError, "b: expected shape")),
+    *_illegal("plain", ("b of another K", edited("b", lambda b: b[1:]), ValueError, "b: expected shape")),
     *_illegal("plain", *OUT_DTYPE, *OPTIONS),
     *_operand("x", "linear", second=False),
     *_operand("weight", "linear", second=True),
     *_illegal(
         "linear",
-        ("weight of another K", _replace("weight", lambda w: w[:, 1:]), ValueError, "weight: expected shape"),
-        ("bias not a tensor", _with(bias=1.0), TypeError, "bias: expected a tensor"),
-        ("bias of FP64", _replace("bias", torch.Tensor.double), TypeError, "bias: expected dtype"),
-        ("bias of another dtype", _replace("bias", _other_dtype), TypeError, "bias: expected dtype"),
-        ("bias of two dims", _replace("bias", lambda bias: bias[None]), ValueError, "bias: expected 1 dims"),
-        ("bias of another N", _replace("bias", lambda bias: bias[1:]), ValueError, "bias: expected shape"),
-        ("bias elsewhere", _replace("bias", _elsewhere), ValueError, "bias: expected device"),
+        ("weight of another K", edited("weight", lambda w: w[:, 1:]), ValueError, "weight: expected shape"),
+        ("bias not a tensor", given(bias=1.0), TypeError, "bias: expected a tensor"),
+        ("bias of FP64", edited("bias", torch.Tensor.double), TypeError, "bias: expected dtype"),
+        ("bias of another dtype", edited("bias", _other_dtype), TypeError, "bias: expected dtype"),
+        ("bias of two dims", edited("bias", lambda bias: bias[None]), ValueError, "bias: expected 1 dims"),
+        ("bias of another N", edited("bias", lambda bias: bias[1:]), ValueError, "bias: expected shape"),
+        ("bias elsewhere", edited("bias", _elsewhere), ValueError, "bias: expected device"),
         ("main_grad not a tensor", _main_grad(lambda _: [0.0]), TypeError, "main_grad: expected a tensor"),
         ("main_grad of BF16", _main_grad(torch.Tensor.bfloat16), TypeError, "main_grad: expected dtype"),
         ("main_grad of another shape", _main_grad(torch.Tensor.t), ValueError, "main_grad: expected shape"),
@@ -251,9 +252,9 @@ ILLEGAL = (
     *_operand("dc", "dw", second=True),
     *_illegal(
         "dw",
-        ("dc of another M", _replace("dc", lambda dc: dc[1:]), ValueError, "dc: expected shape"),
-        ("a requires grad", _replace("a", torch.Tensor.requires_grad_), ValueError, "a: .* not require grad"),
-        ("dc requires grad", _replace("dc", torch.Tensor.requires_grad_), ValueError, "dc: .* not require grad"),
+        ("dc of another M", edited("dc", lambda dc: dc[1:]), ValueError, "dc: expected shape"),
+        ("a requires grad", edited("a", torch.Tensor.requires_grad_), ValueError, "a: .* not require grad"),
+        ("dc requires grad", edited("dc", torch.Tensor.requires_grad_), ValueError, "dc: .* not require grad"),
         ("buffer not a tensor", _buffer(lambda _: 0), TypeError, "accumulate_into: expected a tensor"),
         ("buffer of BF16", _buffer(torch.Tensor.bfloat16), TypeError, "accumulate_into: expected dtype float32"),
         ("buffer of another shape", _buffer(torch.Tensor.t), ValueError, "accumulate_into: expected shape"),
