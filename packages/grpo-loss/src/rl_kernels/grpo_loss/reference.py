@@ -74,10 +74,9 @@ def group_advantages(
     """Return ``(r - mean) / max(std, eps)`` within each group, population std; 0 where all rewards are equal."""
     r = rewards.to(_dtype(rewards))
     if samples_per_prompt is not None:
-        boundaries = list(range(0, len(r) + 1, samples_per_prompt))
-    else:
-        boundaries = [int(offset) for offset in group_boundaries or ()]
-    groups = [r[start:end] for start, end in pairwise(boundaries)]
+        group_boundaries = range(0, len(r) + 1, samples_per_prompt)
+    assert group_boundaries is not None
+    groups = [r[start:end] for start, end in pairwise(int(offset) for offset in group_boundaries)]
     return torch.cat([_normalised(group, eps) for group in groups]) if groups else r
 
 

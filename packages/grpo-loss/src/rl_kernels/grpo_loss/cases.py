@@ -1,0 +1,160 @@
+"""The cases of grpo_loss: inputs and error budget; promised layouts and illegal calls stand in modules of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import cycle
+
+import torch
+
+from rl_kernels.core.testing import Case, Draw, Inputs, Spec
+from rl_kernels.grpo_loss import reference
+from rl_kernels.grpo_loss.illegal import ILLEGAL
+from rl_kernels.grpo_loss.transforms import GRADIENT, TRANSFORMS
+
+HALF = torch.bfloat16
+FROM = "grpo_loss_from_advantages"
+GROUPS = "group_advantages"
+RAGGED = {"group_sizes": (1, 4, 2)}
+
+
+def _sizes(prompts: int, samples: int, completion: int) -> dict[str, int]:
+    return {"prompts": prompts, "samples": samples, "completion": completion}
+
+
+def _groups(prompts: int, samples: int) -> dict[str, int]:
+    return {"prompts": prompts, "samples": samples}
+
+
+CASES = (
+    Case("plain", _sizes(2, 4, 16)),
+    Case("kl", _sizes(3, 4, 19), {"beta": 0.04, "density": 0.7}),
+    Case("small-kl", _sizes(2, 3, 40), {"beta": 1.0, "drift": 1e-3, "old": None}),
+    Case("large-kl", _sizes(2, 2, 30), {"beta": 0.5, "drift": 3.0, "clip_eps": 0.3}),
+    Case("ragged", _sizes(3, 4, 11), {**RAGGED, "beta": 0.1, "density": 0.6, "masked_sequence": True}),
+    Case("boundaries-tensor", _sizes(4, 3, 9), {**RAGGED, "boundaries": torch.tensor, "density": 0.5}),
+    Case("on-policy", _sizes(2, 5, 13), {"old": None, "ref": None, "density": 0.8}),
+    Case("unread-reference", _sizes(2, 4, 10), {"ref": torch.nan, "clip_eps": 0.1}),
+    Case("no-clip-range", _sizes(2, 3, 12), {"clip_eps": 0.0, "beta": 0.02}),
+    Case("wide-clip-range", _sizes(2, 3, 12), {"clip_eps": 1.5}),
+    Case("reward-offset", _sizes(3, 4, 8), {"offset": 1000.0}),
+    Case("large-eps", _sizes(3, 4, 8), {"eps": 0.9}),
+    Case("equal-rewards", _sizes(2, 4, 8), {"equal": True, "beta": 0.3}),
+    Case("float-mask", _sizes(2, 3, 14), {"mask": torch.float32, "density": 0.5, "beta": 0.1}),
+    Case("half-operands", _sizes(2, 4, 15), {"old": HALF, "ref": HALF, "beta": 0.2}),
+    Case("all-masked", _sizes(2, 2, 7), {"density": 0.0, "beta": 0.1}),
+    Case("one-token", _sizes(1, 2, 1), {"beta": 0.1}),
+    Case("two-segments", _sizes(1, 2, 4099), {"beta": 0.1, "density": 0.9}),
+    Case("advantages", _sizes(2, 4, 12), {"beta": 0.05, "clip_eps": 0.3, "density": 0.6}, FROM),
+    Case("advantages-per-token", _sizes(2, 3, 21), {"per_token": True, "beta": 0.05, "density": 0.6}, FROM),
+    Case("advantages-on-policy", _sizes(1, 3, 9), {"old": None, "ref": None, "masked_sequence": True}, FROM),
+    Case("groups", _groups(5, 4), {}, GROUPS),
+    Case("groups-ragged", _groups(7, 4), RAGGED, GROUPS),
+    Case("groups-offset", _groups(4, 8), {"offset": 10000.0, "eps": 1e-3}, GROUPS),
+    Case("many-prompts", _sizes(64, 8, 128), {"beta": 0.04, "density": 0.7}, suite="full"),
+    Case("long-completions", _sizes(1, 4, 20000), {"beta": 0.04, "density": 0.9}, suite="full"),
+    Case("large-group", _groups(1, 5000), {"group_sizes": (1, 4998, 1)}, GROUPS, suite="full"),
+)
+NUMBERS = ("clip_eps", "beta", "eps")
+"""Options that are passed on as keyword arguments; the others shape the inputs."""
+
+
+def inputs(case: Case, draw: Draw) -> Inputs:
+    """Draw log-probabilities ``[prompts * samples, completion]`` <= 0, rewards, mask, and what the options ask for."""
+    asked = case.options
+    numbers = {name: asked[name] for name in NUMBERS if name in asked}
+    groups = {"rewards": _rewards(case, draw), **_grouping(case)}
+    if case.function == GROUPS:
+        return {**groups, **numbers}
+    batch, length = case.sizes["prompts"] * case.sizes["samples"], case.sizes["completion"]
+    current = draw.uniform(1e-3, 1.0, batch, length, dtype=torch.float64).log()
+    mask = draw.mask(asked.get("density", 1.0), batch, length)
+    if asked.get("masked_sequence"):
+        mask[batch // 2] = False
+    call: Inputs = {
+        "current_logps": current.to(draw.dtype),
+        "old_logps": _near(current, 0.3, draw, asked.get("old", draw.dtype)),
+        "ref_logps": _near(current, asked.get("drift", 0.3), draw, asked.get("ref", draw.dtype)),
+        "completion_mask": mask.to(asked.get("mask", torch.bool)),
+        **numbers,
+    }
+    if case.function == FROM:
+        shape = (batch, length) if asked.get("per_token") else (batch,)
+        return {**call, "advantages": draw.normal(*shape)}
+    return {**call, **groups}
+
+
+def _near(current: torch.Tensor, noise: float, draw: Draw, kind: torch.dtype | float | None) -> torch.Tensor | None:
+    """Return log-probabilities of another policy: of a dtype, all of one value, or none."""
+    other = (current + draw.normal(*current.shape, scale=noise, dtype=torch.float64)).clamp(max=0.0)
+    if kind is None:
+        return None
+    return other.to(kind) if isinstance(kind, torch.dtype) else torch.full_like(other, kind, dtype=draw.dtype)
+
+
+def _rewards(case: Case, draw: Draw) -> torch.Tensor:
+    batch = case.sizes["prompts"] * case.sizes["samples"]
+    if "offset" in case.options:
+        return case.options["offset"] + 0.1 * draw.ids(2, batch).float()
+    rewards = draw.normal(batch)
+    if case.options.get("equal"):
+        rewards[: case.sizes["samples"]] = 0.1
+    return rewards
+
+
+def _grouping(case: Case) -> Inputs:
+    """Return the argument that says how rewards are grouped; sizes given by the case are repeated until all are in."""
+    batch, samples = case.sizes["prompts"] * case.sizes["samples"], case.sizes["samples"]
+    if "group_sizes" not in case.options and samples > 1:
+        return {"samples_per_prompt": samples}
+    offsets = [0]
+    for size in cycle(case.options.get("group_sizes", (1,))):
+        if offsets[-1] >= batch:
+            break
+        offsets.append(min(offsets[-1] + size, batch))
+    return {"group_boundaries": case.options.get("boundaries", list)(offsets)}
+
+
+def magnitudes(case: Case, call: Inputs, upstream: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Bound the terms: each term of a sum, and how far rounding of its exponent d or e moves it."""
+    grouping = {name: call[name] for name in ("samples_per_prompt", "group_boundaries", "eps") if name in call}
+    a = call["advantages"] if case.function == FROM else reference.group_advantages(call["rewards"], **grouping)
+    if case.function == GROUPS:
+        return {"advantages": a.abs()}
+    mask, current = call["completion_mask"].bool(), call["current_logps"]
+    beta, clip_eps = call.get("beta", 0.0), call.get("clip_eps", 0.2)
+    a = torch.where(mask, a if a.ndim == 2 else a[:, None], 0.0)
+
+    def exponent(left: torch.Tensor | None, right: torch.Tensor | None) -> torch.Tensor:
+        return torch.zeros_like(current) if left is None or right is None else torch.where(mask, left - right, 0.0)
+
+    d = exponent(current, call["old_logps"])
+    e = exponent(call["ref_logps"] if beta else None, current)
+    policy = d.exp() * a.abs() * (1 + d.abs())
+    k3 = e.expm1().abs() * (1 + e.abs())
+    count = mask.sum().clamp(min=1)
+    terms = {"policy_loss": policy.sum() / count, "kl": k3.sum() / count}
+    terms["loss"] = terms["policy_loss"] + beta * terms["kl"]
+    if "loss" in upstream:
+        is_clipped = torch.where(a > 0, d.exp() > 1 + clip_eps, d.exp() < 1 - clip_eps)
+        slope = torch.where(is_clipped, 0.0, policy) + beta * (e.expm1().abs() + e.exp() * e.abs())
+        terms[GRADIENT] = slope * upstream["loss"].abs() / count
+    return terms
+
+
+SPEC = Spec(
+    cases=CASES,
+    inputs=inputs,
+    references={
+        "": reference.grpo_loss,
+        FROM: reference.grpo_loss_from_advantages,
+        GROUPS: reference.group_advantages,
+    },
+    classes=dict.fromkeys(("loss", "policy_loss", "kl", "advantages", GRADIENT), "reduction"),
+    differentiable=("current_logps",),
+    magnitudes=magnitudes,
+    transforms=TRANSFORMS,
+    illegal=ILLEGAL,
+    unread=frozenset({"validate", "backend"}),
+    output="advantages",
+)
