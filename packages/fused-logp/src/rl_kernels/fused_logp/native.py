@@ -7,14 +7,15 @@ segment and merges the states in ascending order.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import torch
 
 from rl_kernels.core import rowwise
 
-BLOCK_ELEMENTS = 1 << 22
-"""Logits worked on at once; rows are independent, so it changes no bit."""
+BLOCK_ELEMENTS = 1 << 18
+"""Logits worked on at once, so that they stay in the cache; rows are independent, so it changes no bit."""
 
 Rows = torch.Tensor | slice
 
@@ -28,7 +29,7 @@ def forward(
     reduction: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (logp, logsumexp), each ``[N]``."""
-    logp, lse, _ = forward_stats(logits, token_ids, temperature, ignore_index, row_indices, reduction)
+    logp, lse = _statistics(logits, token_ids, temperature, ignore_index, row_indices, reduction, 2)
     return logp, lse
 
 
@@ -41,17 +42,29 @@ def forward_stats(
     reduction: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (logp, logsumexp, entropy), each ``[N]``."""
-    dtype = rowwise.compute_dtype(logits.dtype)
-    logp, lse, entropy = (logits.new_zeros(logits.shape[0], dtype=dtype) for _ in range(3))
+    logp, lse, entropy = _statistics(logits, token_ids, temperature, ignore_index, row_indices, reduction, 3)
+    return logp, lse, entropy
+
+
+def _statistics(
+    logits: torch.Tensor,
+    token_ids: torch.Tensor,
+    temperature: torch.Tensor,
+    ignore_index: int | None,
+    row_indices: torch.Tensor | None,
+    reduction: str,
+    count: int,
+) -> list[torch.Tensor]:
+    totals = [logits.new_zeros(logits.shape[0], dtype=temperature.dtype) for _ in range(count)]
     for rows in _blocks(logits, row_indices):
         z = _scaled(logits, rows, temperature)
         ids = token_ids[rows]
-        row_lse, row_entropy = rowwise.finish(_state(z, reduction))
-        row_logp = torch.where(rowwise.outside(ids, z.shape[1]), torch.nan, rowwise.select(z, ids) - row_lse)
+        lse, entropy = rowwise.finish(_state(z, reduction, entropy=count == 3))
+        logp = torch.where(rowwise.outside(ids, z.shape[1]), torch.nan, rowwise.select(z, ids) - lse)
         active = _active(ids, ignore_index)
-        for total, value in ((logp, row_logp), (lse, row_lse), (entropy, row_entropy)):
+        for total, value in zip(totals, (logp, lse, entropy), strict=False):
             total[rows] = torch.where(active, value, 0.0)
-    return logp, lse, entropy
+    return totals
 
 
 def backward(
@@ -127,10 +140,8 @@ def _active(ids: torch.Tensor, ignore_index: int | None) -> torch.Tensor:
     return torch.ones_like(ids, dtype=torch.bool) if ignore_index is None else ids != ignore_index
 
 
-def _state(z: torch.Tensor, reduction: str) -> rowwise.SoftmaxState:
+def _state(z: torch.Tensor, reduction: str, *, entropy: bool) -> rowwise.SoftmaxState:
     if reduction != "online":
-        return rowwise.softmax_state(z)
-    first, *others = (rowwise.softmax_state(part) for part in z.split(rowwise.SEGMENT, 1))
-    for part in others:
-        first = rowwise.merge(first, part)
-    return first
+        return rowwise.softmax_state(z, entropy=entropy)
+    parts = (rowwise.softmax_state(part, entropy=entropy) for part in z.split(rowwise.SEGMENT, 1))
+    return functools.reduce(rowwise.merge, parts)

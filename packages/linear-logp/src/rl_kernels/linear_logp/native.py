@@ -18,7 +18,7 @@ from rl_kernels.linear_logp.logits import Inputs, slices
 
 PIECE = 1024
 """Columns of the vocabulary worked on at once: part of the contract, so fixed. Their FP64 copy is 8 D KiB."""
-BLOCK_ELEMENTS = 1 << 22
+BLOCK_ELEMENTS = 1 << 20
 """Logits that the forward works on at once; rows are independent, so it changes no bit."""
 
 
@@ -31,7 +31,7 @@ def forward(
     ignore_index: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (logp, logsumexp), each ``[N]``."""
-    logp, lse, _ = forward_stats(hidden, weight, target_ids, bias, temperature, ignore_index)
+    logp, lse = _statistics(Inputs(hidden, weight, target_ids, bias, temperature, ignore_index), 2)
     return logp, lse
 
 
@@ -44,18 +44,23 @@ def forward_stats(
     ignore_index: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (logp, logsumexp, entropy), each ``[N]``."""
-    inputs = Inputs(hidden, weight, target_ids, bias, temperature, ignore_index)
+    logp, lse, entropy = _statistics(Inputs(hidden, weight, target_ids, bias, temperature, ignore_index), 3)
+    return logp, lse, entropy
+
+
+def _statistics(inputs: Inputs, count: int) -> list[torch.Tensor]:
+    hidden, vocab = inputs.hidden, inputs.weight.shape[0]
     dtype = rowwise.compute_dtype(hidden.dtype)
-    logp, lse, entropy = (hidden.new_empty(hidden.shape[0], dtype=dtype) for _ in range(3))
+    totals = [hidden.new_empty(hidden.shape[0], dtype=dtype) for _ in range(count)]
     height = max(BLOCK_ELEMENTS // max(PIECE, hidden.shape[1]), rowwise.BLOCK)
     for rows in slices(hidden.shape[0], height):
         block = inputs.block(rows)
-        state, chosen = _walk(block)
-        row_lse, row_entropy = rowwise.finish(state)
-        row_logp = torch.where(rowwise.outside(block.target_ids, weight.shape[0]), torch.nan, chosen - row_lse)
-        for total, value in ((logp, row_logp), (lse, row_lse), (entropy, row_entropy)):
+        state, chosen = _walk(block, entropy=count == 3)
+        lse, entropy = rowwise.finish(state)
+        logp = torch.where(rowwise.outside(block.target_ids, vocab), torch.nan, chosen - lse)
+        for total, value in zip(totals, (logp, lse, entropy), strict=False):
             total[rows] = block.keep(value)
-    return logp, lse, entropy
+    return totals
 
 
 def backward(
@@ -87,14 +92,14 @@ def backward_main_grad(*args: object) -> tuple[torch.Tensor, torch.Tensor]:
     return dhidden, dbias
 
 
-def _walk(block: Inputs) -> tuple[rowwise.SoftmaxState, torch.Tensor]:
+def _walk(block: Inputs, *, entropy: bool) -> tuple[rowwise.SoftmaxState, torch.Tensor]:
     """Return the softmax state of whole rows, and the logit of each row's target."""
     first, *others = slices(block.weight.shape[0], PIECE)
     z = block.logits(_logits, first)
-    state, chosen = rowwise.softmax_state(z), rowwise.select(z, block.target_ids)
+    state, chosen = rowwise.softmax_state(z, entropy=entropy), rowwise.select(z, block.target_ids)
     for columns in others:
         z = block.logits(_logits, columns)
-        state = rowwise.merge(state, rowwise.softmax_state(z))
+        state = rowwise.merge(state, rowwise.softmax_state(z, entropy=entropy))
         chosen = chosen + rowwise.select(z, block.target_ids, columns.start)
     return state, chosen
 

@@ -87,39 +87,49 @@ def _tree(x: torch.Tensor) -> torch.Tensor:
 
 
 class SoftmaxState(NamedTuple):
-    """Softmax statistics of a stretch of each row: max, sum of e^(z - max), sum of e^(z - max) (z - max)."""
+    """Softmax statistics of a stretch of each row: max, sum of e^(z - max), sum of e^(z - max) (z - max).
+
+    The last is there only where the entropy is wanted; the others have the same bits with it and without.
+    """
 
     top: torch.Tensor
     total: torch.Tensor
-    weighted: torch.Tensor
+    weighted: torch.Tensor | None
 
 
-def softmax_state(z: torch.Tensor) -> SoftmaxState:
+def softmax_state(z: torch.Tensor, *, entropy: bool) -> SoftmaxState:
     """Return the state of ``z[N, n]``, n >= 1; a -inf entry adds nothing to it."""
     top = z.amax(-1)
     shifted = z - torch.where(top == -torch.inf, 0.0, top)[:, None]
     power = shifted.exp()
-    product = torch.where(z == -torch.inf, 0.0, power * shifted)
-    return SoftmaxState(top, row_sum(power), row_sum(product))
+    weighted = row_sum(torch.where(z == -torch.inf, 0.0, power * shifted)) if entropy else None
+    return SoftmaxState(top, row_sum(power), weighted)
 
 
 def merge(left: SoftmaxState, right: SoftmaxState) -> SoftmaxState:
     """Return the state of two stretches; not associative in the last bit, so always merge in ascending order."""
     top = torch.maximum(left.top, right.top)
-    return SoftmaxState(top, *(a + b for a, b in zip(_at(left, top), _at(right, top), strict=True)))
+    (left_total, left_weighted), (right_total, right_weighted) = _at(left, top), _at(right, top)
+    if left_weighted is None or right_weighted is None:
+        return SoftmaxState(top, left_total + right_total, None)
+    return SoftmaxState(top, left_total + right_total, left_weighted + right_weighted)
 
 
-def _at(state: SoftmaxState, top: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _at(state: SoftmaxState, top: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     empty = state.top == -torch.inf
     shift = torch.where(empty, 0.0, state.top - top)
     scale = torch.where(empty, 0.0, shift.exp())
+    if state.weighted is None:
+        return state.total * scale, None
     return state.total * scale, (state.weighted + shift * state.total) * scale
 
 
-def finish(state: SoftmaxState) -> tuple[torch.Tensor, torch.Tensor]:
+def finish(state: SoftmaxState) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return (logsumexp, entropy) of a whole row; NaN for a row that is all -inf or contains NaN or +inf."""
     log_total = state.total.log()
     lse = torch.where(state.top == -torch.inf, torch.nan, state.top + log_total)
+    if state.weighted is None:
+        return lse, None
     return lse, torch.where(lse.isnan(), torch.nan, log_total - state.weighted / state.total)
 
 
