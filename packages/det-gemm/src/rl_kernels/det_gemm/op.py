@@ -6,6 +6,9 @@ In the raw ops all operands share one dtype and may have any strides: ``forward`
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from rl_kernels.core import torchlib
@@ -17,7 +20,7 @@ SCHEMAS = {
     "weight_gradient_into": "(Tensor a, Tensor dc, Tensor(a!) out, str backend) -> ()",
 }
 
-FAKES = {
+FAKES: dict[str, Callable[..., Any]] = {
     "forward": lambda a, b, bias, out_dtype: a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype),
     "weight_gradient": lambda a, dc, out_dtype: a.new_empty((a.shape[1], dc.shape[1]), dtype=out_dtype),
     "weight_gradient_into": lambda a, dc, out: None,
