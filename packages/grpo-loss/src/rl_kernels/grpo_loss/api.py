@@ -9,7 +9,7 @@ import torch
 
 from rl_kernels.core import validate as check
 from rl_kernels.core.dispatch import choose
-from rl_kernels.core.torchlib import define_check, first_order, values_hidden
+from rl_kernels.core.torchlib import define_check, first_order, scalar, values_hidden
 from rl_kernels.grpo_loss.groups import boundaries_of
 from rl_kernels.grpo_loss.op import OPERATOR, describe, ops
 from rl_kernels.grpo_loss.outputs import GRPOLossOutput
@@ -77,7 +77,7 @@ def grpo_loss(
     chosen = choose(OPERATOR, describe(current_logps), backend).name
     if current_logps.dtype == torch.float64:
         rewards = rewards.double()
-    advantages = ops["advantages"](rewards.detach(), boundaries, _number(eps), chosen)
+    advantages = ops["advantages"](rewards.detach(), boundaries, scalar(eps, torch.float64), chosen)
     return _loss(current_logps, old_logps, ref_logps, advantages, completion_mask, clip_eps, beta, chosen)
 
 
@@ -155,7 +155,7 @@ def group_advantages(
     check.backend_name(backend)
     boundaries = boundaries_of(rewards, samples_per_prompt, group_boundaries, values=validate)
     chosen = choose(OPERATOR, describe(rewards), backend).name
-    return ops["advantages"](rewards.detach(), boundaries, _number(eps), chosen)
+    return ops["advantages"](rewards.detach(), boundaries, scalar(eps, torch.float64), chosen)
 
 
 def _validate_rewards(rewards: torch.Tensor, eps: float) -> None:
@@ -196,11 +196,6 @@ def _zero_or_one(mask: torch.Tensor) -> None:
 _check_mask = define_check("check_completion_mask", "(Tensor mask)", _zero_or_one)
 
 
-def _number(value: float) -> torch.Tensor:
-    # In a tensor, so that another value does not compile another graph.
-    return torch.full((), value, dtype=torch.float64)
-
-
 def _loss(
     current_logps: torch.Tensor,
     old_logps: torch.Tensor | None,
@@ -213,7 +208,7 @@ def _loss(
 ) -> GRPOLossOutput:
     old = None if old_logps is None else old_logps.detach()
     ref = None if ref_logps is None or beta == 0 else ref_logps.detach()
-    arguments = (current_logps, old, ref, advantages, mask.bool(), _number(clip_eps), _number(beta), backend)
+    arguments = (current_logps, old, ref, advantages, mask.bool(), scalar(clip_eps, torch.float64), scalar(beta, torch.float64), backend)
     if current_logps.requires_grad and torch.is_grad_enabled():
         return GRPOLossOutput(*_GRPOLoss.apply(*arguments))
     return GRPOLossOutput(*ops["forward"](*arguments))

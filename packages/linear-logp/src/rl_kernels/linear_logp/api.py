@@ -10,7 +10,7 @@ from rl_kernels.core import validate as check
 from rl_kernels.core.dispatch import choose
 from rl_kernels.core.outputs import LogpStats
 from rl_kernels.core.rowwise import compute_dtype
-from rl_kernels.core.torchlib import first_order
+from rl_kernels.core.torchlib import first_order, scalar
 from rl_kernels.linear_logp.op import OPERATOR, describe, ops
 
 
@@ -138,7 +138,7 @@ def _autocast(
 
 def _scale(temperature: float | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if not isinstance(temperature, torch.Tensor):
-        return torch.full((), temperature, dtype=dtype)
+        return scalar(temperature, dtype)
     return temperature.to(dtype).reshape(-1) if temperature.ndim else temperature.to(dtype)
 
 

@@ -89,3 +89,11 @@ def define_check(name: str, schema: str, check: Callable[..., None]) -> Callable
 def values_hidden(value: torch.Tensor) -> bool:
     """Say whether a tensor's values cannot be looked at now: under torch.compile, or while a CUDA graph is captured."""
     return torch.compiler.is_compiling() or (value.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def scalar(value: float, dtype: torch.dtype) -> torch.Tensor:
+    """Return a number as a tensor without dims on the CPU, which a kernel reads without a launch or a sync.
+
+    A product, unlike ``torch.full``, stays one graph under torch.compile when the number varies from call to call.
+    """
+    return torch.ones((), dtype=dtype) * value

@@ -1,0 +1,65 @@
+"""fused_logp under torch.compile beyond the conformance tests."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from rl_kernels.core import use_backend
+from rl_kernels.core.check.compare import bits
+from rl_kernels.fused_logp import fused_logp
+
+
+def compiled():
+    torch.compiler.reset()
+    return torch.compile(fused_logp, fullgraph=True, backend="aot_eager")
+
+
+def test_the_very_first_call_may_be_compiled():
+    code = (
+        "import torch\n"
+        "from rl_kernels.fused_logp import fused_logp\n"
+        "call = torch.compile(fused_logp, fullgraph=True, backend='aot_eager')\n"
+        "z = torch.randn(3, 9, requires_grad=True)\n"
+        "call(z, torch.tensor([0, 1, 2]), temperature=0.5).sum().backward()\n"
+        "assert z.grad.abs().sum() > 0\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_temperature_that_varies_does_not_recompile_each_time():
+    call = compiled()
+    logits, ids = torch.randn(3, 9), torch.tensor([0, 1, 2])
+    torch._dynamo.config.error_on_recompile, before = False, torch._dynamo.config.error_on_recompile
+    try:
+        for temperature in (0.5, 0.6):
+            call(logits, ids, temperature=temperature)
+        torch._dynamo.config.error_on_recompile = True
+        for temperature in (0.7, 0.8, 1.3, 2.0):
+            found = call(logits, ids, temperature=temperature)
+            assert bits(found, fused_logp(logits, ids, temperature=temperature)).passed
+    finally:
+        torch._dynamo.config.error_on_recompile = before
+
+
+def test_rows_that_vary_do_not_change_bits():
+    call = compiled()
+    logits, ids = torch.randn(40, 9), torch.randint(0, 9, (40,))
+    expected = fused_logp(logits, ids)
+    for rows in (40, 3, 17, 1):
+        assert bits(call(logits[:rows], ids[:rows]), expected[:rows]).passed
+
+
+def test_a_forced_backend_is_guarded():
+    call = compiled()
+    logits, ids = torch.randn(3, 9), torch.tensor([0, 1, 2])
+    call(logits, ids)
+    with use_backend(fused_logp="no-such"), pytest.raises(Exception, match="no backend 'no-such'"):
+        call(logits, ids)
+    call(logits, ids)
+
+
+def test_a_bad_shape_raises_while_tracing():
+    with pytest.raises(Exception, match="token_ids: expected shape"):
+        compiled()(torch.randn(3, 9), torch.tensor([0, 1]))
