@@ -1,0 +1,58 @@
+"""An operator made by tools/new_operator.py works as it stands, beside the others, with no edit anywhere."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run(*command, **environment):
+    return subprocess.run(
+        [sys.executable, *map(str, command)],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Make the operator soft-cap, and install it into a folder; return (package, folder)."""
+    folder = tmp_path_factory.mktemp("operator")
+    done = run("tools/new_operator.py", "soft-cap", "--into", folder)
+    assert done.returncode == 0, done.stderr
+    site, package = folder / "site", folder / "soft-cap"
+    options = ("--quiet", "--no-deps", "--no-index", "--no-build-isolation", "--target", site)
+    done = run("-m", "pip", "install", *options, package)
+    assert done.returncode == 0, done.stderr
+    return package, site
+
+
+def test_its_tests_pass(made):
+    package, site = made
+    done = run("-m", "pytest", "-q", package / "tests", PYTHONPATH=str(site))
+    assert done.returncode == 0, done.stdout
+    assert " passed" in done.stdout
+
+
+def test_it_is_listed_and_checks_green(made):
+    code = "import sys; from rl_kernels.core.cli import main; sys.exit(main(sys.argv[1:]))"
+    listed = run("-c", code, "list", PYTHONPATH=str(made[1]))
+    assert "soft_cap" in listed.stdout
+    checked = run("-c", code, "check", "--op", "soft_cap", "--check-grad", PYTHONPATH=str(made[1]))
+    assert checked.returncode == 0, checked.stdout
+    assert checked.stdout.startswith("PASS")
+
+
+@pytest.mark.parametrize("name", ["Soft-Cap", "soft_cap", "1st", "demo", ""])
+def test_bad_names(name, tmp_path):
+    done = run("tools/new_operator.py", name, "--into", tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("new_operator: NAME: ")
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,63 @@
+"""The public function of the package: validation, dispatch, autograd."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rl_kernels.core import validate as check
+from rl_kernels.core.dispatch import choose
+from rl_kernels.core.rowwise import compute_dtype
+from rl_kernels.core.torchlib import first_order, scalar
+from rl_kernels.scaled_add.op import OPERATOR, describe, ops
+
+
+def scaled_add(x: torch.Tensor, y: torch.Tensor, *, scale: float = 1.0, backend: str | None = None) -> torch.Tensor:
+    """Return ``x + scale * y``, element by element.
+
+    Worked in FP32 whatever the dtype of x (in FP64 for FP64), rounded once to it.
+
+    Args:
+        x: ``[..., D]``, FP32, BF16, FP16 or FP64, any strides; differentiable.
+        y: the shape, dtype and device of x; differentiable.
+        scale: a number.
+        backend: name of a backend, ``auto``, or None for what is forced elsewhere, if anything.
+
+    Returns:
+        ``[..., D]`` in the dtype of x.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above; the message names it.
+        BackendUnavailable: the backend asked for cannot run this call.
+    """
+    check.tensor("x", x, check.FLOATS, least=1)
+    check.tensor("y", y, check.FLOATS)
+    check.same_dtype(x=x, y=y)
+    check.same_device(x=x, y=y)
+    check.shape("y", y, x.shape, "that of x")
+    check.number("scale", scale)
+    check.backend_name(backend)
+    chosen = choose(OPERATOR, describe(x), backend).name
+    rows = -1 if x.numel() else 0
+    arguments = (
+        x.reshape(rows, x.shape[-1]),
+        y.reshape(rows, x.shape[-1]),
+        scalar(scale, compute_dtype(x.dtype)),
+        chosen,
+    )
+    needs_grad = torch.is_grad_enabled() and (x.requires_grad or y.requires_grad)
+    return (_ScaledAdd.apply(*arguments) if needs_grad else ops["forward"](*arguments)).view(x.shape)
+
+
+class _ScaledAdd(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor, scale: torch.Tensor, backend: str) -> torch.Tensor:
+        ctx.save_for_backward(scale)
+        ctx.backend = backend
+        return ops["forward"](x, y, scale, backend)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (scale,) = ctx.saved_tensors
+        return *first_order(ops["backward"], upstream, scale, ctx.backend), None, None

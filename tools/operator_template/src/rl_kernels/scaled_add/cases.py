@@ -1,0 +1,57 @@
+"""The cases of scaled_add: inputs, error budget, promised layouts, illegal calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from rl_kernels.core.testing import Case, Draw, IllegalCall, Inputs, RowLayout, Spec, edited, given, strides
+from rl_kernels.scaled_add import reference
+
+CASES = (
+    Case("plain", {"batch": 6, "width": 33}),
+    Case("scaled", {"batch": 3, "width": 7}, {"scale": -2.5}),
+    Case("wide", {"batch": 2, "width": 5000}, {"scale": 0.1}, suite="full"),
+)
+
+
+def inputs(case: Case, draw: Draw) -> Inputs:
+    """Draw ``x[batch, width]`` and ``y``, and pass the case's options on."""
+    shape = case.sizes["batch"], case.sizes["width"]
+    return {"x": draw.normal(*shape), "y": draw.normal(*shape), **case.options}
+
+
+def magnitudes(case: Case, call: Inputs, upstream: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Sum the magnitudes of the terms: |x| + |scale y|, and those of the gradients."""
+    x, y, scale = call["x"], call["y"], abs(call.get("scale", 1.0))
+    given_upstream = upstream.get("output", torch.zeros_like(x)).abs()
+    gradients = {"gradient:x": given_upstream, "gradient:y": scale * given_upstream}
+    return {"output": x.abs() + scale * y.abs(), **gradients}
+
+
+ROWS = RowLayout(arguments={"x": 1, "y": 1}, results=frozenset({"output", "gradient:x", "gradient:y"}))
+
+ILLEGAL = (
+    IllegalCall("x not a tensor", given(x=1.0), TypeError, "x: expected a tensor"),
+    IllegalCall("x of integers", edited("x", torch.Tensor.int), TypeError, "x: expected dtype"),
+    IllegalCall("x without dims", edited("x", lambda x: x[0, 0]), ValueError, "x: expected at least 1 dims"),
+    IllegalCall("y of another shape", edited("y", lambda y: y[1:]), ValueError, "y: expected shape"),
+    IllegalCall("y of another dtype", edited("y", torch.Tensor.double), TypeError, "y: expected dtype"),
+    IllegalCall("y elsewhere", edited("y", lambda y: y.to("meta")), ValueError, "y: expected device"),
+    IllegalCall("scale text", given(scale="2"), TypeError, "scale: expected a number"),
+    IllegalCall("scale infinite", given(scale=float("inf")), ValueError, "scale: expected a finite number"),
+    IllegalCall("unknown backend", given(backend="no-such"), ValueError, "backend: scaled_add has no backend"),
+)
+
+SPEC = Spec(
+    cases=CASES,
+    inputs=inputs,
+    references={"": reference.scaled_add},
+    classes=dict.fromkeys(("output", "gradient:x", "gradient:y"), "elementwise"),
+    differentiable=("x", "y"),
+    magnitudes=magnitudes,
+    transforms={**ROWS.transforms(), "strides": strides},
+    illegal=ILLEGAL,
+    unread=frozenset({"backend"}),
+)

@@ -1,0 +1,40 @@
+"""What scaled_add is to the registry and to torch: schemas, fake kernels, backends and their promises.
+
+In the raw ops x and y are ``[N, D]``, scale is ``[]`` in the dtype of the computation.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from rl_kernels.core import torchlib
+from rl_kernels.core.operator import INVARIANT, Backend, Call, Operator
+
+SCHEMAS = {
+    "forward": "(Tensor x, Tensor y, Tensor scale, str backend) -> Tensor",
+    "backward": "(Tensor upstream, Tensor scale, str backend) -> (Tensor, Tensor)",
+}
+FAKES = {
+    "forward": lambda x, *_: x.new_empty(x.shape),
+    "backward": lambda upstream, *_: (upstream.new_empty(upstream.shape), upstream.new_empty(upstream.shape)),
+}
+
+
+def describe(x: torch.Tensor, *_: object, **__: object) -> Call:
+    """Describe a call of the public function to the dispatcher."""
+    return Call.of(x, D=x.shape[-1])
+
+
+OPERATOR = Operator(
+    name="scaled_add",
+    package="rl_kernels.scaled_add",
+    summary="x + scale * y",
+    shape=("N", "D"),
+    rows=frozenset({"N"}),
+    schemas=SCHEMAS,
+    fakes=FAKES,
+    backends=(Backend("native", "rl_kernels.scaled_add.native", {"cpu": INVARIANT, "cuda": INVARIANT}),),
+    describe=describe,
+)
+
+ops = torchlib.define(OPERATOR)

@@ -1,0 +1,10 @@
+"""The definition of scaled_add against values worked out by hand."""
+
+import torch
+
+from rl_kernels.scaled_add import reference
+
+
+def test_by_hand():
+    x, y = torch.tensor([1.0, 2.0]), torch.tensor([10.0, -4.0])
+    assert reference.scaled_add(x, y, scale=0.5).tolist() == [6.0, 0.0]
