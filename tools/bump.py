@@ -11,6 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 META = ROOT / "packages" / "rl-kernels" / "pyproject.toml"
+TEMPLATE = ROOT / "tools" / "operator_template" / "pyproject.toml"
 VERSION = re.compile(r"\d+\.\d+\.\d+((a|b|rc)\d+)?")
 PIN = re.compile(r'"(rl-kernels[\w-]*)==[^"]*"')
 
@@ -36,7 +37,7 @@ def requiring_all(text: str, names: list[str], version: str) -> str:
 def main(version: str) -> None:
     """Rewrite the files in place."""
     files = project_files()
-    for file in files:
+    for file in (*files, TEMPLATE):
         file.write_text(bumped(file.read_text(encoding="utf-8"), version), encoding="utf-8")
     names = sorted(f"rl-kernels-{file.parent.name}" for file in files if file != META)
     META.write_text(requiring_all(META.read_text(encoding="utf-8"), names, version), encoding="utf-8")
