@@ -59,8 +59,8 @@ def chain_dw(a: torch.Tensor, dc: torch.Tensor, out: torch.Tensor) -> torch.Tens
     over several calls, or appending zero rows, changes no bit.
     """
     for row in range(0, a.shape[0], STEP):
-        left, right = a[row : row + STEP].double(), dc[row : row + STEP].double()
-        step = pad_to(pad_to(left, 0, STEP), 1, STEP).t().contiguous() @ pad_to(pad_to(right, 0, STEP), 1, STEP)
+        left, right = (pad_to(pad_to(x[row : row + STEP].double(), 0, STEP), 1, STEP) for x in (a, dc))
+        step = left.t().contiguous() @ right.contiguous()
         out += step[: out.shape[0], : out.shape[1]].to(out.dtype)
     return out
 
