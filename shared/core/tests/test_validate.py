@@ -193,5 +193,5 @@ def test_main_grad():
 
 
 def test_own_storage_lets_a_single_element_have_any_stride():
-    check.own_storage("x", torch.zeros(1).expand(1, 1))
+    check.own_storage("x", torch.as_strided(torch.zeros(1), (1, 1), (0, 0)))
     check.own_storage("x", X[:, ::2])
