@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -41,6 +42,14 @@ class Products:
     add_dweight: Accumulate
 
 
+class Sums(NamedTuple):
+    """What one block adds to, in place; None for a gradient that is not needed."""
+
+    dhidden: torch.Tensor | None
+    dweight: torch.Tensor | None
+    dbias: torch.Tensor | None
+
+
 def gradients(
     products: Products,
     inputs: Inputs,
@@ -63,15 +72,8 @@ def gradients(
     for columns in slices(weight.shape[0], products.piece):
         total = _weight_total(weight[columns], main_grad, columns) if needed[1] else None
         for rows in slices(hidden.shape[0], height):
-            block = inputs.block(rows)
-            dz = _dlogits(products, block, upstream.rows(rows), columns)
-            if needed[2]:
-                rowwise.chain_dw(dz, torch.ones_like(dz[:, :1]), dbias[columns, None])
-            dz = dz.to(hidden.dtype)
-            if needed[0]:
-                products.add_dhidden(dz, weight[columns], dhidden[rows])
-            if total is not None:
-                products.add_dweight(dz, block.hidden, total)
+            sums = Sums(dhidden[rows] if needed[0] else None, total, dbias[columns, None] if needed[2] else None)
+            _add(products, inputs.block(rows), upstream.rows(rows), columns, sums)
         if total is not None and main_grad is None:
             dweight[columns] = total
 
@@ -89,7 +91,7 @@ def block_height(hidden: torch.Tensor, piece: int, workspace_mib: int, need_hidd
     count, size = hidden.shape
     item = rowwise.compute_dtype(hidden.dtype).itemsize
     fixed = (count * size * item if need_hidden else 0) + piece * size * (16 + item)
-    height = ((workspace_mib << 20) - fixed) // (item * (7 * piece + 2 * size))
+    height = ((workspace_mib << 20) - fixed) // (item * (8 * piece + 2 * size))
     return max(height // rowwise.BLOCK, 1) * rowwise.BLOCK
 
 
@@ -97,6 +99,17 @@ def _weight_total(weight: torch.Tensor, main_grad: torch.Tensor | None, columns:
     if main_grad is not None:
         return main_grad[columns]
     return weight.new_zeros(weight.shape, dtype=rowwise.compute_dtype(weight.dtype))
+
+
+def _add(products: Products, block: Inputs, upstream: rowwise.LogpUpstream, columns: slice, sums: Sums) -> None:
+    dz = _dlogits(products, block, upstream, columns)
+    if sums.dbias is not None:
+        rowwise.chain_dw(dz, torch.ones_like(dz[:, :1]), sums.dbias)
+    dz = dz.to(block.hidden.dtype)
+    if sums.dhidden is not None:
+        products.add_dhidden(dz, block.weight[columns], sums.dhidden)
+    if sums.dweight is not None:
+        products.add_dweight(dz, block.hidden, sums.dweight)
 
 
 def _dlogits(products: Products, block: Inputs, upstream: rowwise.LogpUpstream, columns: slice) -> torch.Tensor:

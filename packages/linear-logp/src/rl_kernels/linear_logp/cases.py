@@ -6,7 +6,21 @@ from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
-from rl_kernels.core.testing import IGNORED, Case, Draw, IllegalCall, Inputs, RowLayout, Spec, Variant, options, strides
+from rl_kernels.core.testing import (
+    IGNORED,
+    Case,
+    Draw,
+    IllegalCall,
+    Inputs,
+    RowLayout,
+    Spec,
+    Variant,
+    edited,
+    given,
+    options,
+    strides,
+)
+from rl_kernels.core.testing.spec import Change
 from rl_kernels.linear_logp import reference
 
 STATS = {"return_stats": True}
@@ -145,16 +159,6 @@ TRANSFORMS = {
     ),
 }
 
-Change = Callable[[Inputs], Inputs]
-
-
-def _with(**changes: object) -> Change:
-    return lambda call: {**call, **changes}
-
-
-def _replace(name: str, edit: Callable[[torch.Tensor], torch.Tensor]) -> Change:
-    return lambda call: {**call, name: edit(call[name])}
-
 
 def _bias(make: Callable[[torch.Tensor], torch.Tensor]) -> Change:
     return lambda call: {**call, "bias": make(call["lm_head_weight"][:, 0])}
@@ -182,58 +186,58 @@ def _elsewhere(x: torch.Tensor) -> torch.Tensor:
 
 
 ILLEGAL = (
-    IllegalCall("hidden not a tensor", _with(hidden=[1.0]), TypeError, "hidden: expected a tensor"),
-    IllegalCall("hidden of integers", _replace("hidden", torch.Tensor.int), TypeError, "hidden: expected dtype"),
-    IllegalCall("hidden without dims", _with(hidden=torch.tensor(1.0)), ValueError, "hidden: expected at least 1 dims"),
-    IllegalCall("weight not a tensor", _with(lm_head_weight=None), TypeError, "lm_head_weight: expected a tensor"),
+    IllegalCall("hidden not a tensor", given(hidden=[1.0]), TypeError, "hidden: expected a tensor"),
+    IllegalCall("hidden of integers", edited("hidden", torch.Tensor.int), TypeError, "hidden: expected dtype"),
+    IllegalCall("hidden without dims", given(hidden=torch.tensor(1.0)), ValueError, "hidden: expected at least 1 dims"),
+    IllegalCall("weight not a tensor", given(lm_head_weight=None), TypeError, "lm_head_weight: expected a tensor"),
     IllegalCall(
-        "weight of integers", _replace("lm_head_weight", torch.Tensor.int), TypeError, "lm_head_weight: expected dtype"
+        "weight of integers", edited("lm_head_weight", torch.Tensor.int), TypeError, "lm_head_weight: expected dtype"
     ),
     IllegalCall(
-        "weight of one dim", _replace("lm_head_weight", lambda x: x[0]), ValueError, "lm_head_weight: expected 2 dims"
+        "weight of one dim", edited("lm_head_weight", lambda x: x[0]), ValueError, "lm_head_weight: expected 2 dims"
     ),
     IllegalCall(
         "weight of another hidden size",
-        _replace("lm_head_weight", lambda x: x[:, 1:]),
+        edited("lm_head_weight", lambda x: x[:, 1:]),
         ValueError,
         "lm_head_weight: expected shape",
     ),
     IllegalCall(
         "empty vocabulary",
-        _replace("lm_head_weight", lambda x: x[:0]),
+        edited("lm_head_weight", lambda x: x[:0]),
         ValueError,
         "lm_head_weight: expected a vocabulary",
     ),
     IllegalCall(
-        "weight of another dtype", _replace("lm_head_weight", _other), TypeError, "lm_head_weight: expected dtype"
+        "weight of another dtype", edited("lm_head_weight", _other), TypeError, "lm_head_weight: expected dtype"
     ),
     IllegalCall(
-        "weight elsewhere", _replace("lm_head_weight", _elsewhere), ValueError, "lm_head_weight: expected device"
+        "weight elsewhere", edited("lm_head_weight", _elsewhere), ValueError, "lm_head_weight: expected device"
     ),
-    IllegalCall("bias not a tensor", _with(bias=0.0), TypeError, "bias: expected a tensor"),
+    IllegalCall("bias not a tensor", given(bias=0.0), TypeError, "bias: expected a tensor"),
     IllegalCall("bias of another shape", _bias(lambda x: x[1:]), ValueError, "bias: expected shape"),
     IllegalCall("bias of two dims", _bias(lambda x: x[None]), ValueError, "bias: expected 1 dims"),
     IllegalCall("bias of another dtype", _bias(_other), TypeError, "bias: expected dtype"),
     IllegalCall("bias elsewhere", _bias(_elsewhere), ValueError, "bias: expected device"),
-    IllegalCall("ids of floats", _replace("target_ids", torch.Tensor.float), TypeError, "target_ids: expected dtype"),
+    IllegalCall("ids of floats", edited("target_ids", torch.Tensor.float), TypeError, "target_ids: expected dtype"),
     IllegalCall(
-        "ids of another shape", _replace("target_ids", lambda x: x[:, 1:]), ValueError, "target_ids: expected sh"
+        "ids of another shape", edited("target_ids", lambda x: x[:, 1:]), ValueError, "target_ids: expected sh"
     ),
-    IllegalCall("ids elsewhere", _replace("target_ids", _elsewhere), ValueError, "target_ids: expected device"),
+    IllegalCall("ids elsewhere", edited("target_ids", _elsewhere), ValueError, "target_ids: expected device"),
     IllegalCall(
-        "id too large", _replace("target_ids", lambda x: x + 10**6), ValueError, r"target_ids: expected values in"
+        "id too large", edited("target_ids", lambda x: x + 10**6), ValueError, r"target_ids: expected values in"
     ),
     IllegalCall(
-        "id negative", _replace("target_ids", lambda x: x - 10**6), ValueError, r"target_ids: expected values in"
+        "id negative", edited("target_ids", lambda x: x - 10**6), ValueError, r"target_ids: expected values in"
     ),
-    IllegalCall("temperature zero", _with(temperature=0.0), ValueError, "temperature: expected a number > 0"),
-    IllegalCall("temperature negative", _with(temperature=-1), ValueError, "temperature: expected a number > 0"),
+    IllegalCall("temperature zero", given(temperature=0.0), ValueError, "temperature: expected a number > 0"),
+    IllegalCall("temperature negative", given(temperature=-1), ValueError, "temperature: expected a number > 0"),
     IllegalCall(
-        "temperature NaN", _with(temperature=float("nan")), ValueError, "temperature: expected a finite number"
+        "temperature NaN", given(temperature=float("nan")), ValueError, "temperature: expected a finite number"
     ),
-    IllegalCall("temperature text", _with(temperature="1"), TypeError, "temperature: expected a number"),
+    IllegalCall("temperature text", given(temperature="1"), TypeError, "temperature: expected a number"),
     IllegalCall(
-        "temperature of another shape", _with(temperature=torch.ones(3)), ValueError, "temperature: expected shape"
+        "temperature of another shape", given(temperature=torch.ones(3)), ValueError, "temperature: expected shape"
     ),
     IllegalCall(
         "temperature tensor with zero",
@@ -247,9 +251,9 @@ ILLEGAL = (
         ValueError,
         "temperature: expected device",
     ),
-    IllegalCall("ignore_index float", _with(ignore_index=1.5), TypeError, "ignore_index: expected an integer"),
-    IllegalCall("workspace of nothing", _with(workspace_mib=0), ValueError, "workspace_mib: expected an integer >= 1"),
-    IllegalCall("workspace of a fraction", _with(workspace_mib=0.5), TypeError, "workspace_mib: expected an integer"),
+    IllegalCall("ignore_index float", given(ignore_index=1.5), TypeError, "ignore_index: expected an integer"),
+    IllegalCall("workspace of nothing", given(workspace_mib=0), ValueError, "workspace_mib: expected an integer >= 1"),
+    IllegalCall("workspace of a fraction", given(workspace_mib=0.5), TypeError, "workspace_mib: expected an integer"),
     IllegalCall(
         "main_grad of another dtype",
         _main_grad(torch.Tensor.double),
@@ -268,8 +272,8 @@ ILLEGAL = (
         ValueError,
         "lm_head_weight.main_grad: expected device",
     ),
-    IllegalCall("unknown backend", _with(backend="no-such"), ValueError, "backend: linear_logp has no backend"),
-    IllegalCall("backend not a name", _with(backend=3), TypeError, "backend: expected a name"),
+    IllegalCall("unknown backend", given(backend="no-such"), ValueError, "backend: linear_logp has no backend"),
+    IllegalCall("backend not a name", given(backend=3), TypeError, "backend: expected a name"),
 )
 
 SPEC = Spec(

@@ -31,7 +31,8 @@ def forward(
     ignore_index: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (logp, logsumexp), each ``[N]``."""
-    logp, lse = _statistics(Inputs(hidden, weight, target_ids, bias, temperature, ignore_index), 2)
+    inputs = Inputs(hidden, weight, target_ids, bias, temperature, ignore_index)
+    logp, lse = _statistics(inputs, entropy=False)
     return logp, lse
 
 
@@ -44,23 +45,9 @@ def forward_stats(
     ignore_index: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (logp, logsumexp, entropy), each ``[N]``."""
-    logp, lse, entropy = _statistics(Inputs(hidden, weight, target_ids, bias, temperature, ignore_index), 3)
+    inputs = Inputs(hidden, weight, target_ids, bias, temperature, ignore_index)
+    logp, lse, entropy = _statistics(inputs, entropy=True)
     return logp, lse, entropy
-
-
-def _statistics(inputs: Inputs, count: int) -> list[torch.Tensor]:
-    hidden, vocab = inputs.hidden, inputs.weight.shape[0]
-    dtype = rowwise.compute_dtype(hidden.dtype)
-    totals = [hidden.new_empty(hidden.shape[0], dtype=dtype) for _ in range(count)]
-    height = max(BLOCK_ELEMENTS // max(PIECE, hidden.shape[1]), rowwise.BLOCK)
-    for rows in slices(hidden.shape[0], height):
-        block = inputs.block(rows)
-        state, chosen = _walk(block, entropy=count == 3)
-        lse, entropy = rowwise.finish(state)
-        logp = torch.where(rowwise.outside(block.target_ids, vocab), torch.nan, chosen - lse)
-        for total, value in zip(totals, (logp, lse, entropy), strict=False):
-            total[rows] = block.keep(value)
-    return totals
 
 
 def backward(
@@ -92,7 +79,24 @@ def backward_main_grad(*args: object) -> tuple[torch.Tensor, torch.Tensor]:
     return dhidden, dbias
 
 
-def _walk(block: Inputs, *, entropy: bool) -> tuple[rowwise.SoftmaxState, torch.Tensor]:
+def _statistics(inputs: Inputs, *, entropy: bool) -> list[torch.Tensor]:
+    count, size = inputs.hidden.shape
+    dtype = rowwise.compute_dtype(inputs.hidden.dtype)
+    totals = [inputs.hidden.new_empty(count, dtype=dtype) for _ in range(3 if entropy else 2)]
+    for rows in slices(count, max(BLOCK_ELEMENTS // max(PIECE, size), rowwise.BLOCK)):
+        block = inputs.block(rows)
+        state, chosen = _walk(block, entropy)
+        lse, row_entropy = rowwise.finish(state)
+        bad = rowwise.outside(block.target_ids, inputs.weight.shape[0])
+        values = [torch.where(bad, torch.nan, chosen - lse), lse]
+        if row_entropy is not None:
+            values.append(row_entropy)
+        for total, value in zip(totals, values, strict=True):
+            total[rows] = block.keep(value)
+    return totals
+
+
+def _walk(block: Inputs, entropy: bool) -> tuple[rowwise.SoftmaxState, torch.Tensor]:
     """Return the softmax state of whole rows, and the logit of each row's target."""
     first, *others = slices(block.weight.shape[0], PIECE)
     z = block.logits(_logits, first)

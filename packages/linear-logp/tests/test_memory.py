@@ -1,0 +1,55 @@
+"""linear_logp never holds the logits, and its backward stays inside the workspace."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from rl_kernels.core.testing import Draw
+from rl_kernels.linear_logp import native
+
+
+class Memory(TorchDispatchMode):
+    """Measures tensors made inside the block: elements of the largest, and the most bytes alive at once."""
+
+    def __init__(self, *known: torch.Tensor) -> None:
+        super().__init__()
+        self.largest = self.peak = self._now = 0
+        self._alive = {value.untyped_storage()._cdata: 0 for value in known}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in (leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)):
+            storage = value.untyped_storage()
+            self.largest = max(self.largest, value.numel())
+            if storage._cdata not in self._alive:
+                self._alive[storage._cdata] = storage.nbytes()
+                self._now += storage.nbytes()
+                weakref.finalize(storage, self._free, storage._cdata)
+        self.peak = max(self.peak, self._now)
+        return result
+
+    def _free(self, key: int) -> None:
+        self._now -= self._alive.pop(key)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_are_never_held_and_workspace_bounds_the_rest(dtype: torch.dtype) -> None:
+    rows, size, vocab, workspace_mib = 1000, 32, 3000, 8
+    draw = Draw(dtype, seed=3)
+    operands = draw.normal(rows, size), draw.normal(vocab, size, scale=size**-0.5)
+    tensors = (*operands, draw.ids(vocab, rows), draw.normal(vocab), torch.tensor(0.7))
+    inputs = (*tensors, None)
+    with Memory(*tensors) as forward:
+        logp, lse, entropy = native.forward_stats(*inputs)
+    saved = (lse, entropy, logp, lse, entropy)
+    with Memory(*tensors, *saved) as backward:
+        grads = native.backward(*inputs, *saved, workspace_mib, [True, True, True])
+    assert max(forward.largest, backward.largest) < rows * vocab / 2
+    buffer = 0 if dtype == torch.float32 else rows * size * 4
+    assert buffer < backward.peak < sum(grad.nbytes for grad in grads) + (workspace_mib << 20)

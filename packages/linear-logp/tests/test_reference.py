@@ -1,0 +1,71 @@
+"""The definition against other definitions: cross entropy and the entropy of a categorical distribution, in FP64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from rl_kernels.core.testing import IGNORED, Draw
+from rl_kernels.linear_logp.reference import linear_logp
+
+
+def _call(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, ...]:
+    draw = Draw(dtype, seed=5)
+    return draw.normal(3, 4, 8), draw.normal(11, 8, scale=8**-0.5), draw.ids(11, 3, 4), draw.normal(11)
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_equals_cross_entropy_and_categorical(with_bias: bool, temperature: float) -> None:
+    hidden, weight, ids, bias = _call()
+    offset = bias if with_bias else None
+    stats = linear_logp(hidden, weight, ids, offset, temperature=temperature, return_stats=True)
+    logits = F.linear(hidden, weight, offset) / temperature
+    torch.testing.assert_close(stats.logp, -F.cross_entropy(logits.movedim(-1, 1), ids, reduction="none"))
+    torch.testing.assert_close(stats.logsumexp, logits.exp().sum(-1).log())
+    torch.testing.assert_close(stats.entropy, torch.distributions.Categorical(logits=logits).entropy())
+
+
+def test_temperature_of_each_token() -> None:
+    hidden, weight, ids, bias = _call()
+    temperature = Draw(torch.float64, seed=6).uniform(0.5, 2.0, 3, 4)
+    whole = linear_logp(hidden, weight, ids, bias, temperature=temperature)
+    for index in ((0, 0), (2, 3)):
+        one = linear_logp(hidden[index], weight, ids[index], bias, temperature=float(temperature[index]))
+        torch.testing.assert_close(whole[index], one)
+
+
+def test_ignored_positions_are_zero_and_never_read() -> None:
+    hidden, weight, ids, bias = _call()
+    clean = linear_logp(hidden, weight, ids, bias, return_stats=True)
+    hidden[0] = torch.nan
+    ids[0] = IGNORED
+    hidden.requires_grad_()
+    stats = linear_logp(hidden, weight, ids, bias, ignore_index=IGNORED, return_stats=True)
+    for value, expected in zip(stats, clean, strict=True):
+        assert (value[0] == 0).all()
+        assert torch.equal(value[1:], expected[1:])
+    (grad,) = torch.autograd.grad(sum(value.sum() for value in stats), hidden)
+    assert (grad[0] == 0).all()
+    assert grad.isfinite().all()
+
+
+def test_entry_masked_by_its_bias_has_no_gradient() -> None:
+    hidden, weight, ids, bias = _call()
+    ids[ids == 4] = 5
+    bias[4] = -torch.inf
+    weight.requires_grad_()
+    stats = linear_logp(hidden, weight, ids, bias, return_stats=True)
+    (grad,) = torch.autograd.grad(sum(value.sum() for value in stats), weight)
+    assert (grad[4] == 0).all()
+    assert grad.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_logits_are_not_rounded_to_the_dtype_of_the_inputs(dtype: torch.dtype) -> None:
+    hidden, weight, ids, bias = _call(dtype)
+    logp = linear_logp(hidden, weight, ids, bias)
+    exact = linear_logp(
+        *(value.double() if value.is_floating_point() else value for value in (hidden, weight, ids, bias))
+    )
+    assert logp.dtype == torch.float32
+    torch.testing.assert_close(logp.double(), exact, atol=2e-6, rtol=0)
