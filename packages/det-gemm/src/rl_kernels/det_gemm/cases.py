@@ -177,6 +177,12 @@ def _buffer(edit: Callable[[torch.Tensor], object]) -> Change:
     return change
 
 
+def _expanded_buffer(call: Inputs) -> Inputs:
+    a = torch.cat((call["a"], call["a"]), 1)  # K is 2 at least, whatever the shape flags say
+    out = torch.zeros(1, 1, device=a.device).expand(a.shape[1], call["dc"].shape[1])
+    return {**call, "a": a, "accumulate_into": out}
+
+
 def _main_grad(edit: Callable[[torch.Tensor], object]) -> Change:
     def change(call: Inputs) -> Inputs:
         weight = call["weight"].clone()
@@ -244,7 +250,7 @@ ILLEGAL = (
         ("bias elsewhere", edited("bias", _elsewhere), ValueError, "bias: expected device"),
         ("main_grad not a tensor", _main_grad(lambda _: [0.0]), TypeError, "main_grad: expected a tensor"),
         ("main_grad of BF16", _main_grad(torch.Tensor.bfloat16), TypeError, "main_grad: expected dtype"),
-        ("main_grad of another shape", _main_grad(torch.Tensor.t), ValueError, "main_grad: expected shape"),
+        ("main_grad of another shape", _main_grad(lambda out: out[None]), ValueError, "main_grad: expected shape"),
         ("main_grad elsewhere", _main_grad(_elsewhere), ValueError, "main_grad: expected device"),
         *OPTIONS,
     ),
@@ -257,10 +263,10 @@ ILLEGAL = (
         ("dc requires grad", edited("dc", torch.Tensor.requires_grad_), ValueError, "dc: .* not require grad"),
         ("buffer not a tensor", _buffer(lambda _: 0), TypeError, "accumulate_into: expected a tensor"),
         ("buffer of BF16", _buffer(torch.Tensor.bfloat16), TypeError, "accumulate_into: expected dtype float32"),
-        ("buffer of another shape", _buffer(torch.Tensor.t), ValueError, "accumulate_into: expected shape"),
+        ("buffer of another shape", _buffer(lambda out: out[None]), ValueError, "accumulate_into: expected shape"),
         ("buffer elsewhere", _buffer(_elsewhere), ValueError, "accumulate_into: expected device"),
         ("buffer requires grad", _buffer(torch.Tensor.requires_grad_), ValueError, "accumulate_into: .* require grad"),
-        ("buffer expanded", _buffer(lambda out: out[:1].expand(out.shape)), ValueError, "accumulate_into: .* stride 0"),
+        ("buffer expanded", _expanded_buffer, ValueError, "accumulate_into: .* stride 0"),
         (
             "buffer with another out_dtype",
             lambda call: _buffer(lambda out: out)({**call, "out_dtype": torch.bfloat16}),
