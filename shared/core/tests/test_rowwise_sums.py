@@ -123,6 +123,30 @@ def test_softmax_statistics_of_a_row_do_not_depend_on_the_batch(torch_threads, t
                     assert same_bits(value, expected[row : row + 1])
 
 
+@pytest.mark.parametrize("vocab", [7, 4090, 5001])
+def test_statistics_ignore_strides_masked_columns_and_whether_entropy_is_wanted(vocab):
+    z = Draw(torch.float64).normal(4, vocab)
+    lse, entropy = statistics(z)
+    for same in (
+        z.t().contiguous().t(),
+        z.repeat_interleave(2, 1)[:, ::2],
+        torch.cat((z, z.new_full((4, 9), -INF)), 1),
+    ):
+        for value, expected in zip(statistics(same), (lse, entropy), strict=True):
+            assert same_bits(value, expected)
+    alone, missing = rowwise.finish(rowwise.softmax_state(z, entropy=False))
+    assert same_bits(alone, lse)
+    assert missing is None
+
+
+def test_states_without_entropy_merge_to_the_same_logsumexp():
+    z = Draw(torch.float64).normal(3, 50)
+    states = [[rowwise.softmax_state(part, entropy=wanted) for part in z.split(20, 1)[:2]] for wanted in (True, False)]
+    with_it, without = (rowwise.finish(rowwise.merge(*pair)) for pair in states)
+    assert same_bits(without[0], with_it[0])
+    assert without[1] is None
+
+
 def test_select_takes_the_column_of_each_id():
     z = torch.arange(12.0).view(3, 4)
     assert rowwise.select(z, torch.tensor([3, 0, 2])).tolist() == [3, 4, 10]
