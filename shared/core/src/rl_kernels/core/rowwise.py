@@ -19,6 +19,8 @@ STEP = 16
 """Terms that one step of a chain adds, and the multiple to which inner sizes are padded with zeros."""
 SEGMENT = 4096
 """Longest stretch of a row that one tree sums; also the columns of a product computed at once."""
+SLAB = 256
+"""Columns of a chain that are added to before the next ones, so that they stay in the cache."""
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -58,10 +60,13 @@ def chain_dw(a: torch.Tensor, dc: torch.Tensor, out: torch.Tensor) -> torch.Tens
     Each step's product is FP64, rounded to the dtype of ``out`` before it is added: splitting M at multiples of 16
     over several calls, or appending zero rows, changes no bit.
     """
-    for row in range(0, a.shape[0], STEP):
-        left, right = (pad_to(pad_to(x[row : row + STEP].double(), 0, STEP), 1, STEP) for x in (a, dc))
-        step = left.t().contiguous() @ right.contiguous()
-        out += step[: out.shape[0], : out.shape[1]].to(out.dtype)
+    for column in range(0, out.shape[1], SLAB):
+        total = out[:, column : column + SLAB]
+        for row in range(0, a.shape[0], STEP):
+            left = pad_to(a[row : row + STEP].double(), 0, STEP)
+            right = pad_to(dc[row : row + STEP, column : column + SLAB].double(), 0, STEP)
+            step = pad_to(left, 1, STEP).t().contiguous() @ pad_to(right, 1, STEP).contiguous()
+            total += step[: total.shape[0], : total.shape[1]].to(total.dtype)
     return out
 
 
