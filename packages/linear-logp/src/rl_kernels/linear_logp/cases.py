@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
@@ -41,8 +42,8 @@ CASES = (
     Case("segments", {"batch": 2, "seq": 9, "hidden": 17, "vocab": 9001}, {**STATS, "bias": True, "workspace_mib": 1}),
     Case("odd", {"batch": 3, "seq": 3, "hidden": 33, "vocab": 1025}, STATS),
     Case("one-token", {"batch": 1, "seq": 1, "hidden": 64, "vocab": 515}, STATS),
-    Case("one-feature", {"batch": 1, "seq": 5, "hidden": 1, "vocab": 7}, STATS),
-    Case("one-entry", {"batch": 1, "seq": 3, "hidden": 8, "vocab": 1}, {**STATS, "bias": True}),
+    Case("one-feature", {"batch": 2, "seq": 9, "hidden": 1, "vocab": 7}, STATS),
+    Case("one-entry", {"batch": 2, "seq": 8, "hidden": 24, "vocab": 1}, {**STATS, "bias": True}),
     Case("peaked", {"batch": 1, "seq": 6, "hidden": 64, "vocab": 500}, {**STATS, "scale": 8.0}),
     Case(
         "masked-vocabulary",
@@ -137,15 +138,20 @@ def appended(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
     def longer(value: torch.Tensor, fill: float, rows: int) -> torch.Tensor:
         return torch.cat((value, value.new_full((rows, *value.shape[1:]), fill)))
 
+    def kept(name: str, result: torch.Tensor) -> torch.Tensor:
+        return result if name in WEIGHTS else result.flatten(0, call["target_ids"].ndim - 1)
+
+    def first(name: str, result: torch.Tensor) -> torch.Tensor:
+        return result if name in WEIGHTS else result[:count]
+
     for rows in (1, 23):
         changed = {name: longer(value, fills[name], rows) for name, value in flat.items()}
-        yield Variant(
-            f"{rows} ignored rows appended",
-            {**call, **changed, "ignore_index": IGNORED},
-            lambda name, result: result if name in WEIGHTS else result.flatten(0, call["target_ids"].ndim - 1),
-            lambda name, result: result if name in WEIGHTS else result[:count],
-            lambda name, upstream, rows=rows: longer(upstream.flatten(), torch.nan, rows),
-        )
+        lift = functools.partial(_lift, rows)
+        yield Variant(f"{rows} ignored rows appended", {**call, **changed, "ignore_index": IGNORED}, kept, first, lift)
+
+
+def _lift(rows: int, name: str, upstream: torch.Tensor) -> torch.Tensor:
+    return torch.cat((upstream.flatten(), upstream.new_full((rows,), torch.nan)))
 
 
 TRANSFORMS = {
