@@ -208,7 +208,8 @@ def _loss(
 ) -> GRPOLossOutput:
     old = None if old_logps is None else old_logps.detach()
     ref = None if ref_logps is None or beta == 0 else ref_logps.detach()
-    arguments = (current_logps, old, ref, advantages, mask.bool(), scalar(clip_eps, torch.float64), scalar(beta, torch.float64), backend)
+    numbers = scalar(clip_eps, torch.float64), scalar(beta, torch.float64)
+    arguments = (current_logps, old, ref, advantages, mask.bool(), *numbers, backend)
     if current_logps.requires_grad and torch.is_grad_enabled():
         return GRPOLossOutput(*_GRPOLoss.apply(*arguments))
     return GRPOLossOutput(*ops["forward"](*arguments))

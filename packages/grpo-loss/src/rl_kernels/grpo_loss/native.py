@@ -15,7 +15,7 @@ import torch
 
 from rl_kernels.core import rowwise
 
-BLOCK_ELEMENTS = 1 << 18
+BLOCK_ELEMENTS = 1 << 16
 """Tokens worked on at once; sequences are independent up to their sums, so it changes no bit."""
 SMALL = 0.06
 """|e| below which k3 is its series: there expm1(e) - e loses more than five bits."""
@@ -92,7 +92,7 @@ def backward(
     current_logps: torch.Tensor, unit_grad: torch.Tensor, mask: torch.Tensor, upstream: torch.Tensor
 ) -> torch.Tensor:
     """Return the gradient in the dtype of current_logps; 0 at masked positions, whatever the upstream gradient."""
-    grad = torch.where(mask, unit_grad * upstream.to(unit_grad.dtype), 0.0)
+    grad = _keep(unit_grad * upstream.to(unit_grad.dtype), _lanes(mask, unit_grad.dtype))
     return grad.to(current_logps.dtype).contiguous()
 
 
@@ -127,12 +127,12 @@ def _block(inputs: Inputs, clip_eps: float, beta: float) -> tuple[list[torch.Ten
     a = advantages.to(dtype) if advantages.ndim == 2 else advantages.to(dtype)[:, None]
     current = current.to(dtype)
     # Masked before any exponential, and A = 0 with it: 0 * inf would be NaN.
-    counted = mask & (a != 0)
-    d = torch.zeros_like(current) if old is None else torch.where(counted, current - old.to(dtype), 0.0)
-    policy, slope = (torch.where(counted, value, 0.0) for value in _policy_term(d.exp(), a, clip_eps))
+    active, counted = _lanes(mask, dtype), _lanes(mask & (a != 0), dtype)
+    d = torch.zeros_like(current) if old is None else _keep(current - old.to(dtype), counted)
+    policy, slope = (_keep(value, counted) for value in _policy_term(d.exp(), a, clip_eps))
     if ref is None:
         return [policy], slope
-    k3, k3_slope = _k3(torch.where(mask, ref.to(dtype) - current, 0.0))
+    k3, k3_slope = _k3(_keep(ref.to(dtype) - current, active))
     return [policy, k3], slope + beta * k3_slope
 
 
@@ -140,8 +140,7 @@ def _policy_term(ratio: torch.Tensor, a: torch.Tensor, clip_eps: float) -> Term:
     """-min(ratio A, clamp(ratio) A); a tie, and NaN, takes the unclipped branch."""
     unclipped = -(ratio * a)
     clipped = -(ratio.clamp(1 - clip_eps, 1 + clip_eps) * a)
-    is_clipped = clipped > unclipped
-    return torch.where(is_clipped, clipped, unclipped), torch.where(is_clipped, 0.0, unclipped)
+    return torch.maximum(unclipped, clipped), _keep(unclipped, _lanes(~(clipped > unclipped), ratio.dtype))
 
 
 def _k3(e: torch.Tensor) -> Term:
@@ -152,8 +151,20 @@ def _k3(e: torch.Tensor) -> Term:
         coefficient.append(coefficient[-1] / n)
     series = torch.full_like(e, coefficient.pop())
     for value in reversed(coefficient):
-        series = series * e + value
-    return torch.where(e.abs() < SMALL, e * e * series, expm1 - e), -expm1
+        series.mul_(e).add_(value)
+    small = _lanes(e.abs() < SMALL, e.dtype)
+    # One of the two is +0 at each position, and x + 0 is x.
+    return _keep(e * e * series, small) + _keep(expm1 - e, ~small), -expm1
+
+
+def _lanes(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return all bits set where the mask holds, none elsewhere, in integers of the width of ``dtype``."""
+    return mask.to(torch.int64 if dtype == torch.float64 else torch.int32).neg_()
+
+
+def _keep(x: torch.Tensor, lanes: torch.Tensor) -> torch.Tensor:
+    """Return ``x`` in the lanes and +0 elsewhere, whatever ``x`` is there; on a CPU 10 times as fast as torch.where."""
+    return (x.view(lanes.dtype) & lanes).view(x.dtype)
 
 
 def _group_sums(x: torch.Tensor, start: torch.Tensor, end: torch.Tensor) -> torch.Tensor:

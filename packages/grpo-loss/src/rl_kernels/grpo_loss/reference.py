@@ -72,12 +72,13 @@ def group_advantages(
     eps: float = 1e-6,
 ) -> torch.Tensor:
     """Return ``(r - mean) / max(std, eps)`` within each group, population std; 0 where all rewards are equal."""
-    r = rewards.to(_dtype(rewards))
+    # In FP64: the FP32 mean of rewards around 10,000 is off by more than advantages may be.
+    r = rewards.double()
     if samples_per_prompt is not None:
         group_boundaries = range(0, len(r) + 1, samples_per_prompt)
     assert group_boundaries is not None
     groups = [r[start:end] for start, end in pairwise(int(offset) for offset in group_boundaries)]
-    return torch.cat([_normalised(group, eps) for group in groups]) if groups else r
+    return torch.cat([r[:0], *(_normalised(group, eps) for group in groups)]).to(_dtype(rewards))
 
 
 def _normalised(group: torch.Tensor, eps: float) -> torch.Tensor:

@@ -1,0 +1,222 @@
+"""Every backend of grpo_loss that runs here, held to the rules of all operators, and what is special to this one."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from rl_kernels.core.check.conformance import Conformance, RawCalls
+from rl_kernels.core.dispatch import record_dispatch
+from rl_kernels.core.testing import Draw
+from rl_kernels.grpo_loss import GRPOLossOutput, grpo_loss, grpo_loss_from_advantages
+from rl_kernels.grpo_loss.op import OPERATOR, ops
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class TestConformance(Conformance):
+    operator = OPERATOR
+
+
+def _call(dtype: torch.dtype = torch.float32, batch: int = 6, length: int = 7, **options: Any) -> dict[str, Any]:
+    draw = Draw(dtype, seed=3)
+    current = draw.uniform(1e-3, 1.0, batch, length).log()
+    tensors = {name: (current + draw.normal(batch, length, scale=0.3)).clamp(max=0) for name in ("old", "ref")}
+    call = {"current_logps": current.requires_grad_(), "old_logps": tensors["old"], "ref_logps": tensors["ref"]}
+    call |= {"rewards": draw.normal(batch), "completion_mask": draw.mask(0.7, batch, length)}
+    return {**call, "samples_per_prompt": 3, "beta": 0.1, **options}
+
+
+def _gradient(call: dict[str, Any], upstream: float = 1.0) -> torch.Tensor:
+    loss = grpo_loss(**call).loss
+    return torch.autograd.grad(loss, call["current_logps"], torch.tensor(upstream, dtype=loss.dtype))[0]
+
+
+def _one_token(current: float, old: float, advantage: float, **options: float) -> tuple[float, float]:
+    """Return loss and gradient of one token."""
+    values = (torch.tensor([[value]]) for value in (current, old))
+    leaf, before = values
+    mask = torch.ones(1, 1, dtype=torch.bool)
+    leaf.requires_grad_()
+    loss = grpo_loss_from_advantages(leaf, before, before, torch.tensor([advantage]), mask, **options).loss
+    return float(loss.detach()), float(torch.autograd.grad(loss, leaf)[0])
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_k3_and_its_gradient_are_accurate_from_tiny_to_large_e_and_never_negative(sign: int) -> None:
+    exponents = sign * torch.logspace(-7, 1, 161, dtype=torch.float64).float()
+    for e in (*exponents, *(sign * torch.tensor([1e-4, 0.0599999, 0.06, 0.0600001]))):
+        current = torch.zeros(1, 1, requires_grad=True)
+        zero, mask = torch.zeros(1), torch.ones(1, 1, dtype=torch.bool)
+        found = grpo_loss_from_advantages(current, None, e.view(1, 1), zero, mask, beta=1.0)
+        exact = e.double()
+        # In FP64 too exp(e) - e - 1 cancels; its series does not.
+        truth = sum(exact**n / math.factorial(n) for n in range(2, 60))
+        assert found.kl >= 0
+        assert found.kl.double() == pytest.approx(float(truth), rel=4e-6 if abs(e) > 0.05 else 4e-7)
+        (grad,) = torch.autograd.grad(found.loss, current)
+        assert float(grad) == pytest.approx(-float(exact.expm1()), rel=3e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("e", [1e-4, -1e-4, 1e-3])
+def test_k3_of_a_difference_of_log_probabilities(dtype: torch.dtype, e: float) -> None:
+    current = torch.full((1, 1), -1.0, dtype=dtype)
+    ref = current + e
+    found = grpo_loss_from_advantages(current, None, ref, torch.zeros(1), torch.ones(1, 1).bool(), beta=1.0).kl
+    exact = float(ref.double() - current.double())
+    truth = exact**2 / 2 + exact**3 / 6 + exact**4 / 24 + exact**5 / 120
+    assert float(found) == pytest.approx(truth, rel=3e-7 if dtype == torch.float32 else 1e-14)
+
+
+@pytest.mark.parametrize("advantage", [2.0, -2.0])
+def test_tie_takes_the_unclipped_branch(advantage: float) -> None:
+    for d in (0.5, -0.5):
+        # The ratio is exactly on the bound of the range.
+        ratio = float(torch.tensor(d).exp())
+        loss, grad = _one_token(d, 0.0, advantage, clip_eps=abs(ratio - 1))
+        assert loss == grad == pytest.approx(-ratio * advantage, rel=1e-7)
+    assert _one_token(-1.0, -1.0, advantage, clip_eps=0.0) == (-advantage, -advantage)
+
+
+def test_clipped_side_has_no_gradient_and_the_other_has() -> None:
+    assert _one_token(0.5, 0.0, 1.0)[1] == 0
+    assert _one_token(-0.5, 0.0, -1.0)[1] == 0
+    assert _one_token(0.5, 0.0, -1.0)[1] > 1
+    assert _one_token(-0.5, 0.0, 1.0)[1] < 0
+
+
+def test_zero_advantage_contributes_nothing_even_to_an_infinite_ratio() -> None:
+    assert _one_token(500.0, -500.0, 0.0) == (0.0, 0.0)
+
+
+def test_infinite_ratio_and_nan_are_not_hidden() -> None:
+    assert _one_token(500.0, -500.0, -1.0) == (torch.inf, torch.inf)
+    assert _one_token(500.0, -500.0, 1.0) == (pytest.approx(-1.2), 0.0)
+    assert all(value != value for value in _one_token(torch.nan, -1.0, 1.0))
+    assert all(value != value for value in _one_token(-1.0, -1.0, torch.nan))
+
+
+@pytest.mark.parametrize("kl", [{}, {"beta": 0.0}, {"old_logps": None}])
+def test_gradcheck(kl: dict[str, Any]) -> None:
+    call = _call(torch.float64, **kl)
+
+    def function(current_logps: torch.Tensor) -> torch.Tensor:
+        return grpo_loss(**{**call, "current_logps": current_logps}).loss
+
+    if "old_logps" in kl:
+        # On-policy the old log-probabilities follow the current ones, which no difference quotient shows.
+        fixed = {**call, "old_logps": call["current_logps"].detach()}
+        assert torch.equal(_gradient(call), _gradient(fixed))
+        assert torch.equal(grpo_loss(**call).loss, grpo_loss(**fixed).loss)
+    else:
+        assert torch.autograd.gradcheck(function, call["current_logps"])
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("upstream", [0.0, -1.0, 3.0])
+def test_gradient_is_the_upstream_times_that_of_one(dtype: torch.dtype, upstream: float) -> None:
+    call = _call(dtype)
+    wide = {**call, "current_logps": call["current_logps"].detach().double().requires_grad_()}
+    assert _gradient(call, upstream).dtype == dtype
+    rounding = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 1e-7} if dtype != torch.float64 else {}
+    torch.testing.assert_close(_gradient(call, upstream).double(), upstream * _gradient(wide), **rounding)
+
+
+@pytest.mark.parametrize("upstream", [torch.inf, torch.nan])
+def test_masked_gradient_is_zero_for_any_upstream(upstream: float) -> None:
+    call = _call()
+    grad = _gradient(call, upstream)
+    assert (grad[~call["completion_mask"]] == 0).all()
+    assert not grad[call["completion_mask"]].isfinite().any()
+
+
+def test_backward_again_after_retain_graph_and_with_another_upstream() -> None:
+    call = _call()
+    loss = grpo_loss(**call).loss
+    grads = [torch.autograd.grad(loss * scale, call["current_logps"], retain_graph=True)[0] for scale in (1, 4, 1)]
+    assert torch.equal(grads[0], grads[2])
+    assert torch.equal(4 * grads[0], grads[1])
+
+
+def test_only_the_loss_carries_a_gradient() -> None:
+    found = grpo_loss(**_call())
+    assert [value.requires_grad for value in found] == [True, False, False]
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        found.kl.backward()
+
+
+def test_others_that_require_grad_get_none() -> None:
+    call = _call()
+    for name in ("old_logps", "ref_logps", "rewards"):
+        call[name].requires_grad_()
+    grpo_loss(**call).loss.backward()
+    assert call["current_logps"].grad is not None
+    assert all(call[name].grad is None for name in ("old_logps", "ref_logps", "rewards"))
+    assert not grpo_loss(**{**call, "current_logps": call["current_logps"].detach()}).loss.requires_grad
+
+
+def test_second_derivative_through_what_came_before_raises() -> None:
+    call = _call()
+    logits = call["current_logps"].detach().clone().requires_grad_()
+    loss = grpo_loss(**{**call, "current_logps": logits.sin() - 1}).loss
+    (grad,) = torch.autograd.grad(loss, logits, create_graph=True)
+    with pytest.raises(RuntimeError, match="double backward"):
+        grad.square().sum().backward()
+
+
+@pytest.mark.parametrize(("batch", "length"), [(0, 5), (6, 0), (0, 0)])
+def test_empty(batch: int, length: int) -> None:
+    call = _call(batch=batch, length=length)
+    assert grpo_loss(**call) == GRPOLossOutput(*[torch.tensor(0.0)] * 3)
+    assert _gradient(call).shape == (batch, length)
+
+
+def test_all_masked() -> None:
+    call = _call()
+    call["completion_mask"] = torch.zeros(6, 7)
+    assert grpo_loss(**call) == GRPOLossOutput(*[torch.tensor(0.0)] * 3)
+    assert (_gradient(call) == 0).all()
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_output_dtype_follows_current_logps_alone(dtype: torch.dtype) -> None:
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    assert {value.dtype for value in grpo_loss(**_call(dtype))} == {wide}
+    others = {name: value.double() for name, value in _call().items() if name in ("old_logps", "ref_logps", "rewards")}
+    assert grpo_loss(**{**_call(), **others}).loss.dtype == torch.float32
+
+
+def test_fp64_log_probabilities_get_fp64_advantages() -> None:
+    call = _call(torch.float64)
+    call["rewards"] = call["rewards"].float()
+    assert torch.equal(grpo_loss(**call).loss, grpo_loss(**{**call, "rewards": call["rewards"].double()}).loss)
+
+
+def test_unchecked_mask_counts_what_is_not_zero() -> None:
+    call = _call()
+    twice = call["completion_mask"].int() * 2
+    assert grpo_loss(**{**call, "completion_mask": twice, "validate": False}) == grpo_loss(**call)
+
+
+def test_raw_ops_of_a_step() -> None:
+    call = _call()
+    with RawCalls() as raw, record_dispatch() as log:
+        _gradient(call)
+    assert {*raw.calls} == {
+        f"rl_kernels.grpo_loss_{name}.default" for name in ("advantages", "forward_grad", "backward")
+    }
+    _, (*_, advantages, _mask, _clip_eps, _beta, _backend) = raw.calls["rl_kernels.grpo_loss_forward_grad.default"]
+    assert advantages.shape == (6,)
+    assert len(log) == 1
+
+
+def test_raw_backward_overwrites_nothing() -> None:
+    call = _call()
+    unit_grad, upstream = torch.ones(6, 7), torch.tensor(2.0)
+    grad = ops["backward"](call["current_logps"].detach(), unit_grad, call["completion_mask"], upstream, "native")
+    assert torch.equal(grad, 2.0 * call["completion_mask"])
+    assert (unit_grad == 1).all()

@@ -1,0 +1,96 @@
+"""grpo_loss under torch.compile: one graph for all values of its numbers, values unchecked, errors while tracing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from rl_kernels.core.testing import Draw
+from rl_kernels.grpo_loss import GRPOLossOutput, group_advantages, grpo_loss
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch.compiler.reset()
+
+
+def _compiled(function: Callable[..., Any] = grpo_loss, **options: Any) -> Callable[..., Any]:
+    return torch.compile(function, fullgraph=True, backend="aot_eager", **options)
+
+
+def _call(batch: int = 6, length: int = 9) -> dict[str, Any]:
+    draw = Draw(torch.float32, seed=31)
+    current = draw.uniform(1e-3, 1.0, batch, length).log()
+    old, ref = ((current + draw.normal(batch, length, scale=0.3)).clamp(max=0) for _ in range(2))
+    call = {"current_logps": current.requires_grad_(), "old_logps": old, "ref_logps": ref}
+    return {**call, "rewards": draw.normal(batch), "completion_mask": draw.mask(0.7, batch, length)}
+
+
+def _graphs() -> int:
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def _agree(compiled: Callable[..., Any], call: dict[str, Any]) -> None:
+    found, expected = compiled(**call), grpo_loss(**call)
+    assert isinstance(found, GRPOLossOutput)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    grads = [torch.autograd.grad(value.loss, call["current_logps"])[0] for value in (found, expected)]
+    assert torch.equal(*grads)
+
+
+def test_numbers_may_change_without_many_graphs() -> None:
+    compiled, call = _compiled(), {**_call(), "samples_per_prompt": 3}
+    for step in range(1, 8):
+        _agree(compiled, {**call, "clip_eps": 0.1 * step, "beta": 0.02 * step, "eps": 1e-6 * step})
+    assert _graphs() <= 3
+
+
+def test_sizes_may_change_without_many_graphs() -> None:
+    compiled = _compiled(dynamic=True)
+    for batch, length in ((6, 9), (9, 9), (6, 17), (12, 33), (15, 5)):
+        _agree(compiled, {**_call(batch, length), "samples_per_prompt": 3, "beta": 0.1})
+    assert _graphs() <= 2
+
+
+def test_boundaries_in_a_tensor_may_change_without_another_graph() -> None:
+    compiled, call = _compiled(), {**_call(), "beta": 0.1}
+    for offsets in ([0, 1, 4, 6], [0, 2, 3, 6], [0, 4, 5, 6]):
+        _agree(compiled, {**call, "group_boundaries": torch.tensor(offsets)})
+    assert _graphs() == 1
+
+
+@pytest.mark.parametrize("boundaries", [[0, 1, 4, 6], (0, 6)])
+def test_boundaries_in_a_sequence(boundaries: Any) -> None:
+    _agree(_compiled(), {**_call(), "group_boundaries": boundaries})
+
+
+def test_on_policy_without_a_reference() -> None:
+    _agree(_compiled(), {**_call(), "old_logps": None, "ref_logps": None, "samples_per_prompt": 2})
+
+
+def test_values_are_not_looked_at() -> None:
+    call = {**_call(), "samples_per_prompt": 3}
+    twice = {**call, "completion_mask": call["completion_mask"].int() * 2}
+    assert torch.equal(_compiled()(**twice).loss, grpo_loss(**call).loss)
+    found = _compiled(group_advantages)(call["rewards"], group_boundaries=torch.tensor([-5, 3, 10**6]))
+    assert found.shape == (6,)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"samples_per_prompt": 3, "group_boundaries": [0, 6]}, "expected exactly one of them, got both"),
+        ({"group_boundaries": [1, 3, 6]}, "group_boundaries: expected offsets"),
+        ({"samples_per_prompt": 4}, "samples_per_prompt: expected a divisor"),
+        ({"samples_per_prompt": 3, "beta": -1.0}, "beta: expected a number >= 0"),
+    ],
+)
+def test_bad_call_is_refused_while_tracing(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(Exception, match=message):
+        _compiled()(**{**_call(), **changes})

@@ -1,0 +1,97 @@
+"""Bits of grpo_loss that no single call's layout shows: its two halves, blocks of sequences, threads, grad mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+
+from rl_kernels.core.testing import Draw, bits_of
+from rl_kernels.grpo_loss import group_advantages, grpo_loss, grpo_loss_from_advantages, native
+
+BATCH, LENGTH = 24, 3001
+"""More elements than PyTorch gives to one thread, and more than one block."""
+
+
+def _call(dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    draw = Draw(dtype, seed=21)
+    current = draw.uniform(1e-3, 1.0, BATCH, LENGTH).log()
+    old, ref = ((current + draw.normal(BATCH, LENGTH, scale=scale)).clamp(max=0) for scale in (0.3, 0.1))
+    mask = torch.arange(LENGTH) < draw.ids(LENGTH + 1, BATCH)[:, None]
+    call = {"current_logps": current.requires_grad_(), "old_logps": old, "ref_logps": ref, "completion_mask": mask}
+    return {**call, "rewards": draw.normal(BATCH), "beta": 0.04}
+
+
+def _results(function: Callable[..., Any], call: dict[str, Any]) -> list[torch.Tensor]:
+    found = function(**call)
+    return [*(value.detach() for value in found), *torch.autograd.grad(found.loss, call["current_logps"])]
+
+
+def _same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+    return all(torch.equal(bits_of(a), bits_of(b)) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("groups", [{"samples_per_prompt": 8}, {"group_boundaries": [0, 1, 9, 24]}])
+def test_the_two_halves_give_the_bits_of_the_whole(dtype: torch.dtype, groups: dict[str, Any]) -> None:
+    call = _call(dtype)
+    expected = _results(grpo_loss, {**call, **groups})
+    advantages = group_advantages(call.pop("rewards"), **groups)
+    assert _same(_results(grpo_loss_from_advantages, {**call, "advantages": advantages}), expected)
+    per_token = advantages[:, None].expand(BATCH, LENGTH)
+    assert _same(_results(grpo_loss_from_advantages, {**call, "advantages": per_token}), expected)
+
+
+@pytest.mark.parametrize("elements", [1, 5000, 1 << 30])
+def test_blocks_of_sequences_change_no_bit(monkeypatch: pytest.MonkeyPatch, elements: int) -> None:
+    call = {**_call(), "samples_per_prompt": 4}
+    expected = _results(grpo_loss, call)
+    monkeypatch.setattr(native, "BLOCK_ELEMENTS", elements)
+    assert _same(_results(grpo_loss, call), expected)
+
+
+def test_threads_change_no_bit(
+    monkeypatch: pytest.MonkeyPatch, torch_threads: Callable[[int], AbstractContextManager[None]]
+) -> None:
+    monkeypatch.setattr(native, "BLOCK_ELEMENTS", 1 << 30)
+    call, found = {**_call(), "samples_per_prompt": 4}, []
+    for count in (1, 2):
+        with torch_threads(count):
+            found.append(_results(grpo_loss, call))
+    assert _same(*found)
+
+
+def test_grad_mode_changes_no_bit() -> None:
+    call = {**_call(), "samples_per_prompt": 4}
+    expected = _results(grpo_loss, call)[:3]
+    with torch.no_grad():
+        assert _same([*grpo_loss(**call)], expected)
+    assert _same([*grpo_loss(**{**call, "current_logps": call["current_logps"].detach()})], expected)
+
+
+def test_masked_sequences_between_others_change_only_where_sums_stand() -> None:
+    """Only sequences at the end are promised to change no bit; elsewhere the loss keeps its value."""
+    call = {**_call(), "samples_per_prompt": 4}
+    call["completion_mask"][8:12] = False
+    rest = [*range(8), *range(12, BATCH)]
+    short = {name: value[rest] if isinstance(value, torch.Tensor) else value for name, value in call.items()}
+    short["current_logps"] = short["current_logps"].detach().requires_grad_()
+    found, expected = _results(grpo_loss, call), _results(grpo_loss, short)
+    torch.testing.assert_close(found[:3], expected[:3], rtol=1e-6, atol=1e-7)
+    assert torch.equal(bits_of(found[3][rest]), bits_of(expected[3]))
+
+
+@pytest.mark.usefixtures("poisoned_empty")
+def test_outputs_are_wholly_written() -> None:
+    call = {**_call(), "samples_per_prompt": 4}
+    assert all(value.isfinite().all() for value in _results(grpo_loss, call))
+
+
+def test_inputs_are_left_as_they_are() -> None:
+    call = {**_call(), "samples_per_prompt": 4}
+    copies = {name: value.clone() for name, value in call.items() if isinstance(value, torch.Tensor)}
+    _results(grpo_loss, call)
+    assert all(torch.equal(call[name], value) for name, value in copies.items())
