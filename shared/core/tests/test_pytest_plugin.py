@@ -19,13 +19,15 @@ def no_gpu(monkeypatch):
 
 
 @pytest.fixture
-def run(pytester):
-    """Return ``run(source, *arguments)``, which runs a test module of that source by itself."""
+def run(pytester, monkeypatch):
+    """Return ``run(source, *arguments)``, which runs a test module of that source with no plugin but ours."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     pytester.makeini("[pytest]\nfilterwarnings = error")
 
     def run_source(source, *arguments):
         pytester.makepyfile(source)
-        return pytester.runpytest_inprocess("--strict-markers", "-p", "no:cacheprovider", "-rs", *arguments)
+        plugin = ("-p", "rl_kernels.core.pytest_plugin", "-p", "no:cacheprovider")
+        return pytester.runpytest_inprocess(*plugin, "--strict-markers", "-rs", *arguments)
 
     return run_source
 
@@ -77,9 +79,8 @@ def test_gpu_tests_run_where_there_is_one(run, monkeypatch):
     run(source).assert_outcomes(passed=1, failed=1)
 
 
-def test_markers_are_described(pytester):
-    result = pytester.runpytest_inprocess("--markers")
-    result.stdout.fnmatch_lines(["@pytest.mark.gpu: *", "@pytest.mark.slow: *"])
+def test_markers_are_described(run):
+    run("", "--markers").stdout.fnmatch_lines(["@pytest.mark.gpu: *", "@pytest.mark.slow: *"])
 
 
 def test_seeds_follow_from_the_names_of_tests(run):
