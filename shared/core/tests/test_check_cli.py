@@ -120,6 +120,13 @@ def test_one_relation(capsys):
     assert {entry["relation"] for entry in report["candidates"][0]["outputs"]} == {"invariance"}
 
 
+def test_list_runs_nothing(capsys, monkeypatch):
+    monkeypatch.setattr(double, "factor", 3.0)
+    assert cli.main(["--list", "--candidate", "pytorch", "--device", "cpu", "--check-grad"]) == 0
+    names = ["double/pytorch/fp32/accuracy/plain", "double/pytorch/fp32/gradients/plain"]
+    assert capsys.readouterr().out.splitlines() == names
+
+
 def test_nothing_ran_is_no_pass():
     assert cli.main(["--relation", "robustness", "--device", "cpu"]) == 1
 

@@ -47,6 +47,7 @@ def parser(operators: Sequence[Operator]) -> Parser:
     made.add_argument("--constant-value", type=float, default=0.25)
     made.add_argument("--token-value", type=count(0), default=0)
     made.add_argument("--json", action="store_true", help="print the report as strict JSON, and nothing else")
+    made.add_argument("--list", action="store_true", help="print what would run, and run nothing")
     shapes = made.add_argument_group("shapes", "replace the sizes of every case that has them")
     for name in dict.fromkeys(size for operator in operators for size in spec_of(operator).size_names()):
         shapes.add_argument(f"--{name.replace('_', '-')}", dest=f"size_{name}", type=count(1), metavar="N")
@@ -62,6 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (UnknownOperator, ValueError) as error:
         print(f"rl-kernels check: {error}", file=sys.stderr)
         return USAGE
+    if given.list:
+        print("\n".join(plan.names()))
+        return 0
     report = run(plan, skips)
     print(reports.as_json(report) if given.json else "\n".join(reports.text(report)))
     return 0 if report.passed else 1

@@ -13,8 +13,6 @@ from rl_kernels.core.contract import DTYPES
 from rl_kernels.core.operator import Call, Operator
 from rl_kernels.core.testing import Draw, Spec, spec_of
 
-GENERIC_CANDIDATES = ("pytorch", "auto", "all", "cuda")
-
 
 class CannotRun(ValueError):
     """A candidate that was asked for cannot run here; the message says why."""
@@ -43,6 +41,14 @@ class Plan:
                     if self.constant is not None:
                         filled = replace(resized, name=f"{case.name}, constant")
                         yield Cell(candidate, spec, filled, replace(self.setting, constant=self.constant))
+
+    def names(self) -> Iterator[str]:
+        """Yield ``operator/candidate/dtype/relation/case`` for everything that would run."""
+        for cell in self.cells():
+            for relation in self.relations:
+                if not exempt(cell, relation):
+                    where = (cell.candidate.operator.name, cell.candidate.name, self.setting.dtype, relation)
+                    yield "/".join((*where, cell.case.name))
 
 
 @dataclass(frozen=True)
@@ -124,12 +130,13 @@ def run(plan: Plan, skips: Sequence[Skip] = (), progress: Callable[[Cell], None]
     for cell in plan.cells():
         progress(cell)
         for relation in plan.relations:
-            reason = _exempt(cell, relation)
+            reason = exempt(cell, relation)
             records += [cell.skip(relation, reason)] if reason else RELATIONS[relation](cell)
     return Report(plan, tuple(records))
 
 
-def _exempt(cell: Cell, relation: str) -> str | None:
+def exempt(cell: Cell, relation: str) -> str | None:
+    """Say why a candidate or an operator is not held to a relation, or return None."""
     if cell.candidate.only and relation not in cell.candidate.only:
         return cell.candidate.exempt_reason
     return cell.spec.exempt.get(relation)
