@@ -136,7 +136,7 @@ def test_nothing_ran_is_no_pass():
     ("argv", "message"),
     [
         (["--candidate", "cuda"], "--candidate cuda: runs on a GPU"),
-        (["--candidate", "cuda-sm90"], "cannot run it here: runs on cuda"),
+        (["--candidate", "cuda-sm90"], "cannot run it here: cuda-sm90: runs on cuda"),
         (["--device", "cuda"], "--device: cuda is not there"),
     ],
 )

@@ -36,7 +36,7 @@ def main(operator: Operator, cases: Sequence[Case], baselines: Baselines, argv: 
     given = parser.parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     setting = Setting(given.dtype, device, arch_of(device.type, device.index))
-    candidate = backend_candidate(operator, given.backend, given.backend)
+    candidate = backend_candidate(operator, given.backend, given.backend, device.type)
     console = Console()
     title = f"{operator.name}, {given.dtype}, {device}, torch {torch.__version__}, {torch.get_num_threads()} threads"
     table = Table("shape", "implementation", "forward ms", "forward + backward ms", "times the speed", title=title)

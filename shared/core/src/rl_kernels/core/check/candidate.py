@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from rl_kernels.core.dispatch import AUTO
 from rl_kernels.core.operator import Operator
 from rl_kernels.core.testing.spec import Inputs, Spec
 
@@ -28,24 +29,31 @@ class Candidate:
         name: as on the command line.
         operator: whose implementation.
         call: ``(function name, keyword arguments) -> result``.
-        only: the relations it is held to; empty for all.
-        exempt_reason: why it is not held to the others.
+        exempt: relation -> why it is not held to it.
     """
 
     name: str
     operator: Operator
     call: Callable[[str, Inputs], Any]
-    only: frozenset[str] = frozenset()
-    exempt_reason: str = ""
+    exempt: Mapping[str, str] = field(default_factory=dict)
 
 
-def backend_candidate(operator: Operator, name: str, backend: str) -> Candidate:
-    """Return the public functions of an operator, forced to a backend (or ``auto``)."""
+def backend_candidate(operator: Operator, name: str, backend: str, device_type: str) -> Candidate:
+    """Return the public functions of an operator, forced to a backend (or ``auto``), with what it promises there."""
 
     def call(function: str, inputs: Inputs) -> Any:
         return operator.function(function)(**{"backend": backend, **inputs})
 
-    return Candidate(name, operator, call)
+    exempt: dict[str, str] = {}
+    if backend != AUTO:
+        promises = operator.backend(backend).promises[device_type]
+        needed = {"invariance": "invariant", "repeatability": "repeatable", "gradients": "differentiable"}
+        exempt = {
+            relation: f"does not promise to be {promise} on {device_type}"
+            for relation, promise in needed.items()
+            if promise not in promises
+        }
+    return Candidate(name, operator, call, exempt)
 
 
 def reference_candidate(operator: Operator, spec: Spec) -> Candidate:
@@ -54,8 +62,8 @@ def reference_candidate(operator: Operator, spec: Spec) -> Candidate:
     def call(function: str, inputs: Inputs) -> Any:
         return spec.references[function](**readable(spec, inputs))
 
-    only = frozenset({"accuracy", "gradients"})
-    return Candidate("pytorch", operator, call, only, "the definition promises values, not bits")
+    others = ("repeatability", "invariance", "robustness")
+    return Candidate("pytorch", operator, call, dict.fromkeys(others, "the definition promises values, not bits"))
 
 
 def readable(spec: Spec, inputs: Inputs) -> Inputs:

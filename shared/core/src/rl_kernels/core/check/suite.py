@@ -10,7 +10,8 @@ from rl_kernels.core.check.cell import Cell, Setting
 from rl_kernels.core.check.relations import RELATIONS
 from rl_kernels.core.check.result import Check, Record, Skip
 from rl_kernels.core.contract import DTYPES
-from rl_kernels.core.operator import Call, Operator
+from rl_kernels.core.dispatch import AUTO, Verdict, explain_call
+from rl_kernels.core.operator import Backend, Call, Operator
 from rl_kernels.core.testing import Draw, Spec, spec_of
 
 
@@ -91,37 +92,41 @@ def candidates_of(operator: Operator, names: Sequence[str], setting: Setting) ->
     found: list[Candidate] = []
     skips: list[Skip] = []
     for name in names:
-        if name == "all":
-            found += [_candidate(operator, spec, "pytorch", call), _candidate(operator, spec, "auto", call)]
-            for backend in operator.backends:
-                reason = backend.why_not(call)
-                if reason is None:
-                    found.append(backend_candidate(operator, backend.name, backend.name))
-                else:
-                    skips.append(Skip(operator.name, backend.name, "all", "all", reason))
-        else:
+        if name != "all":
             found.append(_candidate(operator, spec, name, call))
+            continue
+        for each in ("pytorch", AUTO, *(backend.name for backend in operator.backends)):
+            try:
+                found.append(_candidate(operator, spec, each, call))
+            except CannotRun as error:
+                skips.append(Skip(operator.name, each, "all", "all", str(error)))
     return found, skips
 
 
 def _candidate(operator: Operator, spec: Spec, name: str, call: Call) -> Candidate:
     if name == "pytorch":
         return reference_candidate(operator, spec)
-    if name == "auto":
-        return backend_candidate(operator, "auto", "auto")
-    wanted = [backend for backend in operator.backends if backend.name == name]
-    if name == "cuda":
-        wanted = [backend for backend in operator.backends if backend.name.startswith("cuda-")]
+    if name == AUTO:
+        verdicts = explain_call(operator, call)
+    elif name == "cuda":
         if call.device.type != "cuda":
             raise CannotRun(f"--candidate cuda: runs on a GPU, but the device is {call.device.type}")
-    if not wanted:
+        verdicts = [_asked_for(backend, call) for backend in operator.backends if backend.name.startswith("cuda-")]
+    else:
+        verdicts = [_asked_for(backend, call) for backend in operator.backends if backend.name == name]
+    if not verdicts:
         known = ", ".join(backend.name for backend in operator.backends)
         raise CannotRun(f"--candidate {name}: {operator.name} has no such backend; it has: {known}")
-    reasons = [(backend, backend.why_not(call)) for backend in wanted]
-    for backend, reason in reasons:
-        if reason is None:
-            return backend_candidate(operator, name, backend.name)
-    raise CannotRun(f"--candidate {name}: {operator.name} cannot run it here: {reasons[0][1]}")
+    for verdict in verdicts:
+        if verdict.chosen:
+            return backend_candidate(operator, name, AUTO if name == AUTO else verdict.backend, call.device.type)
+    reasons = "; ".join(map(str, verdicts))
+    raise CannotRun(f"--candidate {name}: {operator.name} cannot run it here: {reasons}")
+
+
+def _asked_for(backend: Backend, call: Call) -> Verdict:
+    reason = backend.why_not(call)
+    return Verdict(backend.name, reason, chosen=reason is None)
 
 
 def run(plan: Plan, skips: Sequence[Skip] = (), progress: Callable[[Cell], None] = lambda cell: None) -> Report:
@@ -137,6 +142,4 @@ def run(plan: Plan, skips: Sequence[Skip] = (), progress: Callable[[Cell], None]
 
 def exempt(cell: Cell, relation: str) -> str | None:
     """Say why a candidate or an operator is not held to a relation, or return None."""
-    if cell.candidate.only and relation not in cell.candidate.only:
-        return cell.candidate.exempt_reason
-    return cell.spec.exempt.get(relation)
+    return cell.candidate.exempt.get(relation) or cell.spec.exempt.get(relation)
