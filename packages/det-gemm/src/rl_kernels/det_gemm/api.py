@@ -8,7 +8,7 @@ import torch
 
 from rl_kernels.core import validate as check
 from rl_kernels.core.dispatch import choose
-from rl_kernels.core.torchlib import first_order
+from rl_kernels.core.torchlib import autocast_linear, first_order
 from rl_kernels.det_gemm.op import OPERATOR, describe, describe_dw, ops
 
 
@@ -81,11 +81,7 @@ def det_linear(
     if main_grad is not None:
         check.main_grad("weight.main_grad", main_grad, weight)
 
-    rows, matrix = x.flatten(0, -2) if x.ndim > 1 else x[None], weight
-    device_type = x.device.type
-    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
-        dtype = torch.get_autocast_dtype(device_type)
-        rows, matrix, bias = rows.to(dtype), matrix.to(dtype), None if bias is None else bias.to(dtype)
+    rows, matrix, bias = autocast_linear(x.flatten(0, -2) if x.ndim > 1 else x[None], weight, bias)
     check.same_dtype(x=rows, weight=matrix, bias=bias)
     buffer = None if main_grad is None else main_grad.t()
     out = _product(rows, matrix.t(), bias, buffer, rows.dtype, backend)

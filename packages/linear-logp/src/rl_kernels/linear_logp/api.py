@@ -10,7 +10,7 @@ from rl_kernels.core import validate as check
 from rl_kernels.core.dispatch import choose
 from rl_kernels.core.outputs import LogpStats
 from rl_kernels.core.rowwise import compute_dtype
-from rl_kernels.core.torchlib import first_order, scalar
+from rl_kernels.core.torchlib import autocast_linear, first_order, scalar
 from rl_kernels.linear_logp.op import OPERATOR, describe, ops
 
 
@@ -65,7 +65,7 @@ def linear_logp(
     """
     _validate_kinds(hidden, lm_head_weight, target_ids, bias)
     main_grad = getattr(lm_head_weight, "main_grad", None) if lm_head_weight.requires_grad else None
-    hidden, weight, bias = _autocast(hidden, lm_head_weight, bias)
+    hidden, weight, bias = autocast_linear(hidden, lm_head_weight, bias)
     _validate(hidden, weight, target_ids, bias, temperature, ignore_index, workspace_mib, backend, validate)
     if main_grad is not None:
         check.main_grad("lm_head_weight.main_grad", main_grad, weight)
@@ -119,21 +119,6 @@ def _validate(
     check.temperature(temperature, target_ids.shape, hidden.device, values=values)
     if values:
         check.ids_in_range("target_ids", target_ids, vocab, ignore_index)
-
-
-def _autocast(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Cast as autocast casts the operands of ``F.linear``: all but FP64, and differentiably."""
-    device = hidden.device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
-        return hidden, weight, bias
-    dtype = torch.get_autocast_dtype(device)
-
-    def cast(value: torch.Tensor) -> torch.Tensor:
-        return value if value.dtype == torch.float64 else value.to(dtype)
-
-    return cast(hidden), cast(weight), None if bias is None else cast(bias)
 
 
 def _scale(temperature: float | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -39,7 +39,7 @@ def pad_to(x: torch.Tensor, dim: int, multiple: int) -> torch.Tensor:
 def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return ``a[M, K] @ b[K, N]``, products and sums in FP64, rounded once to ``compute_dtype``.
 
-    Any strides. Memory beyond the result: one block of ``a`` and one slab of ``b`` in FP64.
+    An element's FP64 bits may follow N, so cut N by a constant, never by the batch. Any strides. Memory beyond the result: one block of ``a`` and one slab of ``b`` in FP64.
     """
     m, n = a.shape[0], b.shape[1]
     out = a.new_empty((m, n), dtype=compute_dtype(a.dtype))
@@ -121,9 +121,9 @@ def merge(left: SoftmaxState, right: SoftmaxState) -> SoftmaxState:
 
 
 def _at(state: SoftmaxState, top: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    empty = state.top == -torch.inf
-    shift = torch.where(empty, 0.0, state.top - top)
-    scale = torch.where(empty, 0.0, shift.exp())
+    # A stretch of -inf alone has sums of 0, which any finite scale leaves as they are.
+    shift = torch.where(state.top == -torch.inf, 0.0, state.top - top)
+    scale = shift.exp()
     if state.weighted is None:
         return state.total * scale, None
     return state.total * scale, (state.weighted + shift * state.total) * scale

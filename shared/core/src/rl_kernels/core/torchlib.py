@@ -97,3 +97,18 @@ def scalar(value: float, dtype: torch.dtype) -> torch.Tensor:
     A product, unlike ``torch.full``, stays one graph under torch.compile when the number varies from call to call.
     """
     return torch.ones((), dtype=dtype) * value
+
+
+def autocast_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return the operands of a linear layer as autocast casts those of ``F.linear``: all but FP64, differentiably."""
+    device_type = x.device.type
+    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
+        return x, weight, bias
+    dtype = torch.get_autocast_dtype(device_type)
+
+    def cast(value: torch.Tensor) -> torch.Tensor:
+        return value if value.dtype == torch.float64 else value.to(dtype)
+
+    return cast(x), cast(weight), None if bias is None else cast(bias)
