@@ -29,7 +29,7 @@ def forward(
     reduction: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (logp, logsumexp), each ``[N]``."""
-    logp, lse = _statistics(logits, token_ids, temperature, ignore_index, row_indices, reduction, 2)
+    logp, lse = _statistics(logits, token_ids, temperature, ignore_index, row_indices, reduction, entropy=False)
     return logp, lse
 
 
@@ -42,7 +42,7 @@ def forward_stats(
     reduction: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (logp, logsumexp, entropy), each ``[N]``."""
-    logp, lse, entropy = _statistics(logits, token_ids, temperature, ignore_index, row_indices, reduction, 3)
+    logp, lse, entropy = _statistics(logits, token_ids, temperature, ignore_index, row_indices, reduction, entropy=True)
     return logp, lse, entropy
 
 
@@ -53,16 +53,19 @@ def _statistics(
     ignore_index: int | None,
     row_indices: torch.Tensor | None,
     reduction: str,
-    count: int,
+    *,
+    entropy: bool,
 ) -> list[torch.Tensor]:
-    totals = [logits.new_zeros(logits.shape[0], dtype=temperature.dtype) for _ in range(count)]
+    totals = [logits.new_zeros(logits.shape[0], dtype=temperature.dtype) for _ in range(3 if entropy else 2)]
     for rows in _blocks(logits, row_indices):
         z = _scaled(logits, rows, temperature)
         ids = token_ids[rows]
-        lse, entropy = rowwise.finish(_state(z, reduction, entropy=count == 3))
-        logp = torch.where(rowwise.outside(ids, z.shape[1]), torch.nan, rowwise.select(z, ids) - lse)
+        lse, row_entropy = rowwise.finish(_state(z, reduction, entropy=entropy))
+        values = [torch.where(rowwise.outside(ids, z.shape[1]), torch.nan, rowwise.select(z, ids) - lse), lse]
+        if row_entropy is not None:
+            values.append(row_entropy)
         active = _active(ids, ignore_index)
-        for total, value in zip(totals, (logp, lse, entropy), strict=False):
+        for total, value in zip(totals, values, strict=True):
             total[rows] = torch.where(active, value, 0.0)
     return totals
 

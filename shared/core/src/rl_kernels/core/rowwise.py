@@ -39,7 +39,8 @@ def pad_to(x: torch.Tensor, dim: int, multiple: int) -> torch.Tensor:
 def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return ``a[M, K] @ b[K, N]``, products and sums in FP64, rounded once to ``compute_dtype``.
 
-    An element's FP64 bits may follow N, so cut N by a constant, never by the batch. Any strides. Memory beyond the result: one block of ``a`` and one slab of ``b`` in FP64.
+    Any strides. An element's FP64 bits may follow N, so cut N by a constant, never by the batch. Memory beyond the
+    result: one block of ``a`` and one slab of ``b`` in FP64.
     """
     m, n = a.shape[0], b.shape[1]
     out = a.new_empty((m, n), dtype=compute_dtype(a.dtype))
