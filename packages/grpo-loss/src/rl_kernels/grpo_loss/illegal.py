@@ -44,8 +44,8 @@ def _number(name: str, bound: str, *too_small: float) -> list[Row]:
     ]
     for value in (torch.nan, torch.inf):
         rows.append((f"{name} {value}", given(**{name: value}), ValueError, f"{wrong}a finite number"))
-    for value in ("1", None, True, torch.tensor(1.0)):
-        rows.append((f"{name} {value!r}", given(**{name: value}), TypeError, f"{wrong}a number"))
+    for other in ("1", None, True, torch.tensor(1.0)):
+        rows.append((f"{name} {other!r}", given(**{name: other}), TypeError, f"{wrong}a number"))
     return rows
 
 
@@ -60,11 +60,11 @@ SAMPLES = "samples_per_prompt: expected "
 BOUNDARIES = "group_boundaries: expected "
 ONE_OF = "samples_per_prompt, group_boundaries: expected exactly one of them, got "
 WRONG_OFFSETS = ([1, 3, 6], [-1, 1, 4], [1, 8], [0, 2, 4], [0, 4, 1000], [0, 5, 3, 8], [0, 4, 4, 8], [0, -8, 8])
-"""Each is wrong for every number of rewards but the fourth, which is for all but 4."""
+"""None of them cuts the rewards of the cases below, 8 or 20, into groups."""
 
 
 def _groups() -> list[Row]:
-    """Return the ways in which groups cannot be said of 8 rewards."""
+    """Return the ways in which groups cannot be said of 8 or 20 rewards."""
     order = BOUNDARIES + "offsets that start at 0, increase strictly and end at"
     rows: list[Row] = [
         ("neither", _grouped(), ValueError, ONE_OF + "neither"),
@@ -125,26 +125,16 @@ REWARDS: list[Row] = [
     *_number("eps", "> 0", 0.0, -1e-6),
     *_groups(),
 ]
-WRONG_SHAPE = "advantages: expected shape"
+SHAPED = "advantages: expected "
 TABLES: dict[str, list[Row]] = {
     "plain": [*LOSS, *_tensor("rewards"), *REWARDS],
     "advantages": [
         *LOSS,
         *_tensor("advantages"),
-        (
-            "advantages of three dims",
-            edited("advantages", lambda x: x[None, None]),
-            ValueError,
-            "advantages: expected sh",
-        ),
-        (
-            "advantages of no dims",
-            given(advantages=torch.tensor(1.0)),
-            ValueError,
-            "advantages: expected at least 1 dims",
-        ),
+        ("advantages of three dims", edited("advantages", lambda x: x[None, None]), ValueError, SHAPED + "shape"),
+        ("advantages of no dims", given(advantages=torch.tensor(1.0)), ValueError, SHAPED + "at least 1 dims"),
     ],
-    "advantages-per-token": _tokens("advantages")[:-2],
+    "advantages-per-token": _tokens("advantages"),
     "groups": [
         *REWARDS,
         ("rewards a list", given(rewards=[1.0] * 8), TypeError, "rewards: expected a tensor"),
@@ -152,4 +142,8 @@ TABLES: dict[str, list[Row]] = {
         *_backend(),
     ],
 }
-ILLEGAL = tuple(IllegalCall(f"{case}: {label}", *row, case) for case, rows in TABLES.items() for label, *row in rows)
+ILLEGAL = tuple(
+    IllegalCall(f"{case}: {label}", change, error, match, case)
+    for case, rows in TABLES.items()
+    for label, change, error, match in rows
+)
