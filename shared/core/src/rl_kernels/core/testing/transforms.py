@@ -94,7 +94,9 @@ class Rows:
         """Return filler rows that are masked and hold NaN."""
         rows = {name: value[:1].expand(count, *value.shape[1:]).clone() for name, value in self.flat.items()}
         for name, value in rows.items():
-            value.fill_(float("nan") if value.is_floating_point() and name != "temperature" else 1)
+            # One number a row, such as a temperature, is checked even where its row is masked.
+            if self.layout.arguments[name] and value.is_floating_point():
+                value.fill_(torch.nan)
         rows[self.layout.ids or ""].fill_(IGNORED)
         return rows
 
