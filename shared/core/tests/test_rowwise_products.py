@@ -32,13 +32,18 @@ LAYOUTS = {
 }
 
 
+PRODUCTS = {"matmul": rowwise.matmul, "linear": lambda a, b: rowwise.linear(a, b.t())}
+both_products = pytest.mark.parametrize("matmul", PRODUCTS.values(), ids=list(PRODUCTS))
+
+
+@both_products
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(1, 1, 1), (3, 17, 5), (64, 64, 64), (65, 129, 33), (2, 31, 4099)], ids=str)
-def test_matmul_is_the_fp64_product_rounded_once(dtype, shape):
+def test_product_is_that_of_fp64_rounded_once(matmul, dtype, shape):
     m, k, n = shape
     draw = Draw(dtype)
     a, b = draw.normal(m, k), draw.normal(k, n)
-    out = rowwise.matmul(a, b)
+    out = matmul(a, b)
     assert out.dtype == torch.float32
     torch.testing.assert_close(out, (a.double() @ b.double()).float(), rtol=ULP, atol=1e-12)
 
@@ -51,10 +56,11 @@ def test_matmul_of_fp64_stays_there():
     torch.testing.assert_close(out, a @ b, rtol=1e-13, atol=1e-13)
 
 
+@both_products
 @pytest.mark.parametrize("shape", [(0, 3, 4), (4, 3, 0), (2, 0, 3)], ids=str)
-def test_matmul_of_empty_operands(shape):
+def test_product_of_empty_operands(matmul, shape):
     m, k, n = shape
-    out = rowwise.matmul(torch.ones(m, k), torch.ones(k, n))
+    out = matmul(torch.ones(m, k), torch.ones(k, n))
     assert same_bits(out, torch.zeros(m, n))
 
 
@@ -62,20 +68,21 @@ def test_matmul_of_empty_operands(shape):
 ROW_SHAPES = [(k, n, torch.float64) for k, n in ((1, 1), (7, 3), (33, 17), (129, 65), (1025, 33), (17, 4100))]
 
 
+@both_products
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(("k", "n", "dtype"), [*ROW_SHAPES, (33, 17, torch.float32), (65, 31, torch.bfloat16)], ids=str)
-def test_rows_of_a_product_do_not_depend_on_the_batch(torch_threads, threads, k, n, dtype):
+def test_rows_of_a_product_do_not_depend_on_the_batch(matmul, torch_threads, threads, k, n, dtype):
     draw = Draw(dtype, seed=k)
     a, b = draw.normal(70, k), draw.normal(k, n)
     with torch_threads(threads):
-        whole = rowwise.matmul(a, b)
+        whole = matmul(a, b)
         # Two threads wait for each other busily, so they get the sizes around which libraries switch.
         for m in range(1, 71) if threads == 1 else (1, 2, 3, 4, 5, 8, 9, 16, 17, 33, 63, 64, 65):
-            assert same_bits(rowwise.matmul(a[:m], b), whole[:m]), f"the first {m} rows"
+            assert same_bits(matmul(a[:m], b), whole[:m]), f"the first {m} rows"
         for row in (0, 1, 30, 63, 64, 69):
-            assert same_bits(rowwise.matmul(a[row : row + 1], b), whole[row : row + 1]), f"row {row} alone"
+            assert same_bits(matmul(a[row : row + 1], b), whole[row : row + 1]), f"row {row} alone"
         order = draw.permutation(70)
-        assert same_bits(rowwise.matmul(a[order], b), whole[order])
+        assert same_bits(matmul(a[order], b), whole[order])
 
 
 def test_a_neighbour_of_nan_leaves_a_row_alone():
@@ -87,16 +94,17 @@ def test_a_neighbour_of_nan_leaves_a_row_alone():
     assert same_bits(rowwise.matmul(a, b)[others], whole[others])
 
 
+@both_products
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize(("m", "k", "n"), [(67, 35, 19), (64, 32, 48)])
-def test_strides_change_no_bit_of_a_product(layout, dtype, m, k, n):
+def test_strides_change_no_bit_of_a_product(matmul, layout, dtype, m, k, n):
     draw = Draw(dtype)
     a, b = draw.normal(m, k), draw.normal(k, n)
-    whole = rowwise.matmul(a, b)
-    assert same_bits(rowwise.matmul(layout(a), b), whole)
-    assert same_bits(rowwise.matmul(a, layout(b)), whole)
-    assert same_bits(rowwise.matmul(layout(a), layout(b)), whole)
+    whole = matmul(a, b)
+    assert same_bits(matmul(layout(a), b), whole)
+    assert same_bits(matmul(a, layout(b)), whole)
+    assert same_bits(matmul(layout(a), layout(b)), whole)
 
 
 def test_reduced_precision_of_fp32_products_does_not_reach_them():
