@@ -99,17 +99,13 @@ def _statistics(inputs: Inputs, *, entropy: bool) -> list[torch.Tensor]:
 def _walk(block: Inputs, entropy: bool) -> tuple[rowwise.SoftmaxState, torch.Tensor]:
     """Return the softmax state of whole rows, and the logit of each row's target."""
     first, *others = slices(block.weight.shape[0], PIECE)
-    z = block.logits(_logits, first)
+    z = block.logits(PRODUCTS.logits, first)
     state, chosen = rowwise.softmax_state(z, entropy=entropy), rowwise.select(z, block.target_ids)
     for columns in others:
-        z = block.logits(_logits, columns)
+        z = block.logits(PRODUCTS.logits, columns)
         state = rowwise.merge(state, rowwise.softmax_state(z, entropy=entropy))
         chosen = chosen + rowwise.select(z, block.target_ids, columns.start)
     return state, chosen
-
-
-def _logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return rowwise.matmul(hidden, weight.t())
 
 
 def _add_dhidden(dz: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -117,4 +113,4 @@ def _add_dhidden(dz: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> t
     return out
 
 
-PRODUCTS = Products(PIECE, _logits, _add_dhidden, rowwise.chain_dw)
+PRODUCTS = Products(PIECE, rowwise.linear, _add_dhidden, rowwise.chain_dw)
