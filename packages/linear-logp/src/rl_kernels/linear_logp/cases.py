@@ -1,9 +1,9 @@
-"""The cases of linear_logp: inputs, error budget, promised layouts, illegal calls."""
+"""The cases of linear_logp: inputs, error budget, promised layouts."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 
@@ -11,18 +11,15 @@ from rl_kernels.core.testing import (
     IGNORED,
     Case,
     Draw,
-    IllegalCall,
     Inputs,
     RowLayout,
     Spec,
     Variant,
-    edited,
-    given,
     options,
     strides,
 )
-from rl_kernels.core.testing.spec import Change
 from rl_kernels.linear_logp import reference
+from rl_kernels.linear_logp.illegal import ILLEGAL
 
 STATS = {"return_stats": True}
 
@@ -165,122 +162,6 @@ TRANSFORMS = {
     ),
 }
 
-
-def _bias(make: Callable[[torch.Tensor], torch.Tensor]) -> Change:
-    return lambda call: {**call, "bias": make(call["lm_head_weight"][:, 0])}
-
-
-def _temperature(make: Callable[[torch.Tensor], torch.Tensor]) -> Change:
-    return lambda call: {**call, "temperature": make(call["target_ids"])}
-
-
-def _main_grad(make: Callable[[torch.Tensor], object]) -> Change:
-    def change(call: Inputs) -> Inputs:
-        weight = call["lm_head_weight"].detach().clone().requires_grad_()
-        weight.main_grad = make(weight.detach())
-        return {**call, "lm_head_weight": weight}
-
-    return change
-
-
-def _other(x: torch.Tensor) -> torch.Tensor:
-    return x.to(torch.float64 if x.dtype != torch.float64 else torch.float32)
-
-
-def _elsewhere(x: torch.Tensor) -> torch.Tensor:
-    return x.to("meta")
-
-
-ILLEGAL = (
-    IllegalCall("hidden not a tensor", given(hidden=[1.0]), TypeError, "hidden: expected a tensor"),
-    IllegalCall("hidden of integers", edited("hidden", torch.Tensor.int), TypeError, "hidden: expected dtype"),
-    IllegalCall("hidden without dims", given(hidden=torch.tensor(1.0)), ValueError, "hidden: expected at least 1 dims"),
-    IllegalCall("weight not a tensor", given(lm_head_weight=None), TypeError, "lm_head_weight: expected a tensor"),
-    IllegalCall(
-        "weight of integers", edited("lm_head_weight", torch.Tensor.int), TypeError, "lm_head_weight: expected dtype"
-    ),
-    IllegalCall(
-        "weight of one dim", edited("lm_head_weight", lambda x: x[0]), ValueError, "lm_head_weight: expected 2 dims"
-    ),
-    IllegalCall(
-        "weight of another hidden size",
-        edited("lm_head_weight", lambda x: x[:, 1:]),
-        ValueError,
-        "lm_head_weight: expected shape",
-    ),
-    IllegalCall(
-        "empty vocabulary",
-        edited("lm_head_weight", lambda x: x[:0]),
-        ValueError,
-        "lm_head_weight: expected a vocabulary",
-    ),
-    IllegalCall(
-        "weight of another dtype", edited("lm_head_weight", _other), TypeError, "lm_head_weight: expected dtype"
-    ),
-    IllegalCall(
-        "weight elsewhere", edited("lm_head_weight", _elsewhere), ValueError, "lm_head_weight: expected device"
-    ),
-    IllegalCall("bias not a tensor", given(bias=0.0), TypeError, "bias: expected a tensor"),
-    IllegalCall("bias of another shape", _bias(lambda x: x[1:]), ValueError, "bias: expected shape"),
-    IllegalCall("bias of two dims", _bias(lambda x: x[None]), ValueError, "bias: expected 1 dims"),
-    IllegalCall("bias of another dtype", _bias(_other), TypeError, "bias: expected dtype"),
-    IllegalCall("bias elsewhere", _bias(_elsewhere), ValueError, "bias: expected device"),
-    IllegalCall("ids of floats", edited("target_ids", torch.Tensor.float), TypeError, "target_ids: expected dtype"),
-    IllegalCall(
-        "ids of another shape", edited("target_ids", lambda x: x[:, 1:]), ValueError, "target_ids: expected sh"
-    ),
-    IllegalCall("ids elsewhere", edited("target_ids", _elsewhere), ValueError, "target_ids: expected device"),
-    IllegalCall(
-        "id too large", edited("target_ids", lambda x: x + 10**6), ValueError, r"target_ids: expected values in"
-    ),
-    IllegalCall(
-        "id negative", edited("target_ids", lambda x: x - 10**6), ValueError, r"target_ids: expected values in"
-    ),
-    IllegalCall("temperature zero", given(temperature=0.0), ValueError, "temperature: expected a number > 0"),
-    IllegalCall("temperature negative", given(temperature=-1), ValueError, "temperature: expected a number > 0"),
-    IllegalCall(
-        "temperature NaN", given(temperature=float("nan")), ValueError, "temperature: expected a finite number"
-    ),
-    IllegalCall("temperature text", given(temperature="1"), TypeError, "temperature: expected a number"),
-    IllegalCall(
-        "temperature of another shape", given(temperature=torch.ones(3)), ValueError, "temperature: expected shape"
-    ),
-    IllegalCall(
-        "temperature tensor with zero",
-        _temperature(lambda ids: torch.zeros_like(ids, dtype=torch.float32)),
-        ValueError,
-        "temperature: expected values > 0",
-    ),
-    IllegalCall(
-        "temperature elsewhere",
-        _temperature(lambda ids: torch.ones(ids.shape, device="meta")),
-        ValueError,
-        "temperature: expected device",
-    ),
-    IllegalCall("ignore_index float", given(ignore_index=1.5), TypeError, "ignore_index: expected an integer"),
-    IllegalCall("workspace of nothing", given(workspace_mib=0), ValueError, "workspace_mib: expected an integer >= 1"),
-    IllegalCall("workspace of a fraction", given(workspace_mib=0.5), TypeError, "workspace_mib: expected an integer"),
-    IllegalCall(
-        "main_grad of another dtype",
-        _main_grad(torch.Tensor.double),
-        TypeError,
-        "lm_head_weight.main_grad: expected dtype",
-    ),
-    IllegalCall(
-        "main_grad of another shape",
-        _main_grad(lambda x: x[1:].float()),
-        ValueError,
-        "lm_head_weight.main_grad: expected shape",
-    ),
-    IllegalCall(
-        "main_grad elsewhere",
-        _main_grad(lambda x: _elsewhere(x.float())),
-        ValueError,
-        "lm_head_weight.main_grad: expected device",
-    ),
-    IllegalCall("unknown backend", given(backend="no-such"), ValueError, "backend: linear_logp has no backend"),
-    IllegalCall("backend not a name", given(backend=3), TypeError, "backend: expected a name"),
-)
 
 SPEC = Spec(
     cases=CASES,
