@@ -83,11 +83,23 @@ def test_dtype(dtype: torch.dtype) -> None:
     assert torch.equal(found, group_advantages(rewards.double(), samples_per_prompt=5).to(found.dtype))
 
 
+def test_fp64_rewards_keep_fp64_accuracy() -> None:
+    rewards = 1000.0 + Draw(torch.float64, seed=7).normal(9)
+    shifted = group_advantages(rewards, samples_per_prompt=9)
+    torch.testing.assert_close(shifted, _exact(rewards, [0, 9]), rtol=1e-12, atol=1e-12)
+
+
 def test_no_rewards() -> None:
     assert group_advantages(torch.zeros(0), samples_per_prompt=4).shape == (0,)
     assert group_advantages(torch.zeros(0), group_boundaries=[0]).shape == (0,)
     with pytest.raises(ValueError, match=r"end at 0 .*, got \[0, 0\]"):
         group_advantages(torch.zeros(0), group_boundaries=[0, 0])
+
+
+@pytest.mark.parametrize("samples", [3, 5, 16])
+def test_samples_that_do_not_divide_the_batch_are_refused(samples: int) -> None:
+    with pytest.raises(ValueError, match=f"samples_per_prompt: expected a divisor of the 8 rewards, got {samples}"):
+        group_advantages(torch.zeros(8), samples_per_prompt=samples)
 
 
 def test_message_shows_the_first_offsets_of_many() -> None:

@@ -1,6 +1,8 @@
-"""Calls of grpo_loss and its siblings that must raise, and what the message says."""
+"""Calls of grpo_loss and its siblings that must raise, at whatever sizes, and what the message says."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 
@@ -19,7 +21,6 @@ def _tensor(name: str, *, optional: bool = False, dtype: torch.dtype = torch.int
         (f"{name} of {dtype}", edited(name, lambda x: x.to(dtype)), TypeError, wrong + "dtype"),
         (f"{name} sparse", edited(name, lambda x: x.to_sparse()), TypeError, wrong + "a strided tensor"),
         (f"{name} of another batch", edited(name, lambda x: x[1:]), ValueError, wrong + "shape"),
-        (f"{name} of one row", edited(name, lambda x: x[:1]), ValueError, wrong + "shape"),
         (f"{name} elsewhere", edited(name, lambda x: x.to("meta")), ValueError, wrong + "device"),
     ]
     if not optional:
@@ -32,7 +33,6 @@ def _tokens(name: str, *, optional: bool = False, dtype: torch.dtype = torch.int
     return [
         *_tensor(name, optional=optional, dtype=dtype),
         (f"{name} of another length", edited(name, lambda x: x[:, 1:]), ValueError, wrong),
-        (f"{name} of one dim", edited(name, lambda x: x[0]), ValueError, wrong),
         (f"{name} of three dims", edited(name, lambda x: x[None]), ValueError, wrong),
     ]
 
@@ -56,26 +56,41 @@ def _grouped(samples_per_prompt: object = None, group_boundaries: object = None)
     return change
 
 
+def _offsets(make: Callable[[int], list[int]], *, tensor: bool) -> Change:
+    """Give boundaries that follow from the number of rewards, so that they are wrong at every size."""
+
+    def change(inputs: Inputs) -> Inputs:
+        offsets = make(len(inputs["rewards"]))
+        return _grouped(None, torch.tensor(offsets) if tensor else offsets)(inputs)
+
+    return change
+
+
 SAMPLES = "samples_per_prompt: expected "
 BOUNDARIES = "group_boundaries: expected "
 ONE_OF = "samples_per_prompt, group_boundaries: expected exactly one of them, got "
-WRONG_OFFSETS = ([1, 3, 6], [-1, 1, 4], [1, 8], [0, 2, 4], [0, 4, 1000], [0, 5, 3, 8], [0, 4, 4, 8], [0, -8, 8])
-"""None of them cuts the rewards of the cases below, 8 or 20, into groups."""
+WRONG_OFFSETS: dict[str, Callable[[int], list[int]]] = {
+    "not from 0": lambda count: [1, count],
+    "from 1 on": lambda count: [1, 3, 6],
+    "negative": lambda count: [-1, 1, 4],
+    "short of B": lambda count: [0, count - 1],
+    "beyond B": lambda count: [0, count + 1],
+    "decreasing": lambda count: [0, 2 * count, count],
+    "with an empty group": lambda count: [0, 0, count],
+}
 
 
 def _groups() -> list[Row]:
-    """Return the ways in which groups cannot be said of 8 or 20 rewards."""
-    order = BOUNDARIES + "offsets that start at 0, increase strictly and end at"
+    """Return the ways in which groups cannot be said."""
     rows: list[Row] = [
         ("neither", _grouped(), ValueError, ONE_OF + "neither"),
         ("both", _grouped(2, [0, 8]), ValueError, ONE_OF + "both"),
         ("samples of 1", _grouped(1), ValueError, SAMPLES + "an integer >= 2"),
         ("samples negative", _grouped(-2), ValueError, SAMPLES + "an integer >= 2"),
-        ("samples no divisor", _grouped(3), ValueError, SAMPLES + "a divisor of the"),
-        ("samples more than there are", _grouped(1000), ValueError, SAMPLES + "a divisor of the"),
+        ("samples no divisor", _grouped(10**6 + 3), ValueError, SAMPLES + "a divisor of the"),
         ("samples a fraction", _grouped(2.0), TypeError, SAMPLES + "an integer"),
         ("samples a bool", _grouped(True), TypeError, SAMPLES + "an integer"),
-        ("boundaries empty", _grouped(None, []), ValueError, order),
+        ("boundaries empty", _grouped(None, []), ValueError, BOUNDARIES + "offsets"),
         ("boundaries a number", _grouped(None, 8), TypeError, BOUNDARIES + "a sequence"),
         ("boundaries text", _grouped(None, "08"), TypeError, BOUNDARIES + "a sequence"),
         ("boundaries of floats", _grouped(None, [0.0, 8.0]), TypeError, BOUNDARIES + "an integer"),
@@ -84,9 +99,10 @@ def _groups() -> list[Row]:
         ("boundaries too few", _grouped(None, torch.tensor([0])), ValueError, BOUNDARIES + "at least 2 offsets"),
         ("boundaries elsewhere", _grouped(None, torch.tensor([0], device="meta")), ValueError, BOUNDARIES + "device"),
     ]
-    for offsets in WRONG_OFFSETS:
-        rows.append((f"boundaries {offsets}", _grouped(None, offsets), ValueError, order))
-        rows.append((f"boundaries, tensor {offsets}", _grouped(None, torch.tensor(offsets)), ValueError, order))
+    for label, make in WRONG_OFFSETS.items():
+        for kind in ("list", "tensor"):
+            change = _offsets(make, tensor=kind == "tensor")
+            rows.append((f"boundaries {label}, {kind}", change, ValueError, BOUNDARIES + "offsets that start at 0"))
     return rows
 
 
@@ -98,7 +114,7 @@ def _backend() -> list[Row]:
 
 
 def _mask_of(value: float, dtype: torch.dtype) -> Row:
-    change = edited("completion_mask", lambda mask: mask.to(dtype) * value)
+    change = edited("completion_mask", lambda mask: torch.full_like(mask, value, dtype=dtype))
     return f"mask of {value}", change, ValueError, "completion_mask: expected values 0 and 1, got"
 
 
