@@ -10,7 +10,7 @@ from rl_kernels.core import validate as check
 from rl_kernels.core.dispatch import choose
 from rl_kernels.core.outputs import LogpStats
 from rl_kernels.core.rowwise import compute_dtype
-from rl_kernels.core.torchlib import first_order, scalar
+from rl_kernels.core.torchlib import first_order, scalar_or_rows
 from rl_kernels.fused_logp.op import OPERATOR, describe, ops
 
 Reduction = Literal["auto", "two_pass", "online"]
@@ -67,11 +67,7 @@ def fused_logp(
     _validate_storage(logits, token_ids, out, output_dtype, inplace_backward)
     chosen = choose(OPERATOR, describe(logits), backend)
     vocab = logits.shape[-1]
-    dtype = compute_dtype(logits.dtype)
-    if isinstance(temperature, torch.Tensor):
-        scale = temperature.to(dtype).reshape(-1) if temperature.ndim else temperature.to(dtype)
-    else:
-        scale = scalar(temperature, dtype)
+    scale = scalar_or_rows(temperature, compute_dtype(logits.dtype))
     arguments = (logits.reshape(-1, vocab), token_ids.reshape(-1), scale, ignore_index, row_indices)
     if logits.requires_grad and torch.is_grad_enabled():
         results = _FusedLogp.apply(*arguments, reduction, return_stats, inplace_backward, chosen.name)

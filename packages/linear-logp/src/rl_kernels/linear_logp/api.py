@@ -10,7 +10,7 @@ from rl_kernels.core import validate as check
 from rl_kernels.core.dispatch import choose
 from rl_kernels.core.outputs import LogpStats
 from rl_kernels.core.rowwise import compute_dtype
-from rl_kernels.core.torchlib import autocast_linear, first_order, scalar
+from rl_kernels.core.torchlib import autocast_linear, first_order, scalar_or_rows
 from rl_kernels.linear_logp.op import OPERATOR, describe, ops
 
 
@@ -70,7 +70,7 @@ def linear_logp(
     if main_grad is not None:
         check.main_grad("lm_head_weight.main_grad", main_grad, weight)
     chosen = choose(OPERATOR, describe(hidden, weight, target_ids, bias), backend)
-    scale = _scale(temperature, compute_dtype(hidden.dtype))
+    scale = scalar_or_rows(temperature, compute_dtype(hidden.dtype))
     arguments = (hidden.reshape(-1, hidden.shape[-1]), weight, target_ids.reshape(-1), bias, scale, ignore_index)
     differentiable = hidden.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     if differentiable and torch.is_grad_enabled():
@@ -119,12 +119,6 @@ def _validate(
     check.temperature(temperature, target_ids.shape, hidden.device, values=values)
     if values:
         check.ids_in_range("target_ids", target_ids, vocab, ignore_index)
-
-
-def _scale(temperature: float | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    if not isinstance(temperature, torch.Tensor):
-        return scalar(temperature, dtype)
-    return temperature.to(dtype).reshape(-1) if temperature.ndim else temperature.to(dtype)
 
 
 class _LinearLogp(torch.autograd.Function):

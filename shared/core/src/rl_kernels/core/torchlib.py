@@ -99,6 +99,13 @@ def scalar(value: float, dtype: torch.dtype) -> torch.Tensor:
     return torch.ones((), dtype=dtype) * value
 
 
+def scalar_or_rows(value: float | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a number as ``scalar`` does, or a tensor ``[...]`` with one value a row as ``[N]``, in ``dtype``."""
+    if not isinstance(value, torch.Tensor):
+        return scalar(value, dtype)
+    return value.to(dtype).reshape(-1) if value.ndim else value.to(dtype)
+
+
 def autocast_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
