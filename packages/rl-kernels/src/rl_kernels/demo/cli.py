@@ -1,0 +1,102 @@
+"""The command ``rl-kernels demo``."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from rl_kernels.core import record_dispatch
+from rl_kernels.core.command import Parser, count
+from rl_kernels.demo import plot, record, report, task
+from rl_kernels.demo.compare import compare
+from rl_kernels.demo.invariant import INVARIANT
+from rl_kernels.demo.plain import PLAIN
+from rl_kernels.demo.train import Settings, Trainer
+from rl_kernels.demo.verdict import Verdict, judge
+
+DESCRIPTION = """Train a small transformer with GRPO on the CPU, through the operators, and compare the log-probs of
+rollout and training bit by bit. Exit status 1 if the reward has not clearly risen, or if one bit differs."""
+SHOWN = 8
+"""Sampled answers that are printed."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the demo; return 0 if it showed what it is for, 1 if not, 2 for unusable arguments."""
+    parser = Parser("rl-kernels demo", DESCRIPTION)
+    defaults = Settings()
+    parser.add_argument("--out", type=Path, default=Path("rl-kernels-demo"), help="folder to write to (%(default)s)")
+    parser.add_argument("--steps", type=count(1), default=defaults.steps, help="of training (%(default)s)")
+    parser.add_argument("--seed", type=count(0), default=defaults.seed, help="of weights and draws (%(default)s)")
+    parser.add_argument("--quiet", action="store_true", help="print the verdict alone")
+    given = parser.parse_args(argv)
+    reason = _reason_against(given.out)
+    if reason is not None:
+        print(f"rl-kernels demo: --out: cannot write to {given.out}: {reason}", file=sys.stderr)
+        return 2
+    with _one_thread():
+        verdict = run(Settings(steps=given.steps, seed=given.seed), given.out, given.quiet)
+    return 0 if verdict.passed else 1
+
+
+def run(settings: Settings, out: Path, quiet: bool) -> Verdict:
+    """Train, compare, print, and write ``curves.png`` and ``run.json`` into ``out``."""
+    start = time.perf_counter()
+    console = Console(quiet=quiet)
+    with record_dispatch() as choices:
+        trainer = Trainer(settings)
+        parameters = sum(weight.numel() for weight in trainer.policy.parameters())
+        console.print(
+            f"GRPO from random weights: {parameters:,} parameters, bytes as tokens, {settings.prompts} prompts x "
+            f"{settings.samples_per_prompt} samples a step.\n4192= asks for 1249, the digits in ascending order.",
+            highlight=False,
+        )
+        with report.TrainingView(console, settings.steps) as view:
+            history = trainer.run(view)
+        prompts, rollout = trainer.sample(settings.prompts)
+        invariant = compare(trainer.policy, rollout, INVARIANT, settings.temperature)
+    comparisons = [*invariant, *compare(trainer.policy, rollout, PLAIN, settings.temperature)]
+    verdict = judge(history, invariant)
+    seconds = time.perf_counter() - start
+    plot.draw(history, out / "curves.png")
+    record.write(
+        out / "run.json",
+        settings=settings,
+        model=trainer.policy.config,
+        history=history,
+        comparisons=comparisons,
+        choices=choices,
+        verdict=verdict,
+        seconds=seconds,
+    )
+    pairs = list(zip(prompts, rollout.answers, strict=True))[:: len(prompts) // SHOWN]
+    report.show_answers(console, [(*pair, task.reward(*pair)) for pair in pairs])
+    report.show_comparison(console, comparisons)
+    report.show_verdict(Console(), verdict, [str(out / "curves.png"), str(out / "run.json")], seconds)
+    return verdict
+
+
+def _reason_against(folder: Path) -> str | None:
+    """Make the folder; return why it cannot be written to, if so: better now than after the training."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return error.strerror
+    return None if os.access(folder, os.W_OK) else "permission denied"
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Compute on one thread: with products this small, threads wait for each other longer than they work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

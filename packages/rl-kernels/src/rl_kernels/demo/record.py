@@ -1,0 +1,49 @@
+"""The JSON of a run: what it was made of, every step, the comparison and the verdict."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from rl_kernels.core import Choice
+from rl_kernels.demo.compare import Comparison
+from rl_kernels.demo.model import ModelConfig
+from rl_kernels.demo.train import Settings, StepMetrics
+from rl_kernels.demo.verdict import Verdict
+
+
+def write(
+    path: Path,
+    *,
+    settings: Settings,
+    model: ModelConfig,
+    history: Sequence[StepMetrics],
+    comparisons: Sequence[Comparison],
+    choices: Sequence[Choice],
+    verdict: Verdict,
+    seconds: float,
+) -> None:
+    """Write the record of a run as strict JSON."""
+    record = {
+        "settings": asdict(settings),
+        "model": asdict(model),
+        "environment": {
+            "rl-kernels": version("rl-kernels"),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+            "threads": torch.get_num_threads(),
+        },
+        "backends": {choice.operator: choice.backend for choice in choices},
+        "steps": [asdict(metrics) for metrics in history],
+        "comparison": [asdict(case) for case in comparisons],
+        "verdict": {**asdict(verdict), "risen": verdict.risen, "passed": verdict.passed},
+        "seconds": seconds,
+    }
+    path.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", encoding="utf-8")

@@ -1,0 +1,119 @@
+"""What the demo prints: a progress bar with a growing table of steps, then the comparison and the verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from rl_kernels.demo.compare import Comparison
+from rl_kernels.demo.train import StepMetrics
+from rl_kernels.demo.verdict import MARGIN, Verdict
+
+ROWS = 12
+"""Rows of the table of steps, at most; each is the mean since the row before."""
+
+
+class TrainingView:
+    """A ``with`` block that shows the steps as they come; call it with each step's metrics."""
+
+    def __init__(self, console: Console, steps: int) -> None:
+        self._console = console
+        self._bar = Progress(
+            TextColumn("training"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("reward {task.fields[reward]:.2f}"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=console,
+        )
+        self._task = self._bar.add_task("training", total=steps, reward=0.0)
+        self._table = Table(
+            "step", "reward", "solved", "KL", "clipped", "tokens", "bits differ", "s/step", title="GRPO"
+        )
+        for column in self._table.columns:
+            column.justify = "right"
+        self._live = Live(Group(self._table, self._bar), console=console, refresh_per_second=4)
+        self._every = -(-steps // ROWS)
+        self._steps = steps
+        self._since: list[StepMetrics] = []
+
+    def __enter__(self) -> TrainingView:
+        """Start drawing."""
+        self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leave the last state on the screen."""
+        self._live.stop()
+        self._console.print()
+
+    def __call__(self, metrics: StepMetrics) -> None:
+        """Show one more step."""
+        self._bar.update(self._task, advance=1, reward=metrics.reward)
+        self._since.append(metrics)
+        if metrics.step % self._every == 0 or metrics.step == self._steps:
+            self._table.add_row(*_row(self._since))
+            self._since = []
+
+
+def _row(steps: Sequence[StepMetrics]) -> list[str]:
+    def mean(name: str) -> float:
+        return sum(getattr(metrics, name) for metrics in steps) / len(steps)
+
+    return [
+        str(steps[-1].step),
+        f"{mean('reward'):.3f}",
+        f"{mean('solved'):.0%}",
+        f"{mean('kl'):.2f}",
+        f"{mean('clip_fraction'):.1%}",
+        f"{sum(metrics.tokens for metrics in steps):,}",
+        f"{sum(metrics.mismatches for metrics in steps):,}",
+        f"{mean('seconds'):.2f}",
+    ]
+
+
+def show_answers(console: Console, answers: Sequence[tuple[str, str, float]]) -> None:
+    """Print sampled answers: prompt, answer, reward."""
+    table = Table("prompt", "answer", "reward", title="answers sampled after training")
+    for prompt, answer, reward in answers:
+        table.add_row(prompt, ascii(answer)[1:-1], f"{reward:.2f}")
+    console.print(table)
+
+
+def show_comparison(console: Console, comparisons: Sequence[Comparison]) -> None:
+    """Print how the log-probs of rollout and training compare, a row for each arithmetic and way to decode."""
+    table = Table(
+        *("computed with", "rollout: one token each of", "tokens", "bits differ", "largest difference"),
+        title="log-probs: cached rollout against training pass over the whole padded batch",
+    )
+    for column in table.columns[2:]:
+        column.justify = "right"
+    for case in comparisons:
+        colour = "red" if case.mismatches else "green"
+        mismatches = f"[{colour}]{case.mismatches:,} ({case.mismatches / case.tokens:.0%})[/]"
+        table.add_row(
+            case.arithmetic,
+            case.decoding,
+            f"{case.tokens:,}",
+            mismatches,
+            f"{case.largest:.1e}" if case.mismatches else "0",
+        )
+    console.print(table)
+
+
+def show_verdict(console: Console, verdict: Verdict, files: Sequence[str], seconds: float) -> None:
+    """Print whether the run showed what it is for, where its files are and how long it took."""
+    rewards = f"{verdict.first_reward:.3f} in the first tenth of the steps, {verdict.last_reward:.3f} in the last"
+    mismatches = f"{verdict.mismatches:,} of {verdict.compared:,}, in all steps and at the end"
+    _line(console, verdict.risen, f"reward risen by at least {MARGIN}: {rewards}")
+    _line(console, verdict.mismatches == 0, f"log-probs through the operators that differ: {mismatches}")
+    console.print(f"{', '.join(files)} written; {seconds:.0f} s", highlight=False, soft_wrap=True)
+
+
+def _line(console: Console, good: bool, text: str) -> None:
+    console.print(f"[green]ok[/]      {text}" if good else f"[red]FAILED[/]  {text}", highlight=False, soft_wrap=True)

@@ -1,0 +1,144 @@
+"""GRPO: sample groups, score them, take a few clipped steps on each batch."""
+
+from __future__ import annotations
+
+import copy
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from rl_kernels.demo import task
+from rl_kernels.demo.bits import different
+from rl_kernels.demo.invariant import INVARIANT
+from rl_kernels.demo.model import ModelConfig, Policy
+from rl_kernels.demo.rollout import Rollout, sample, training_logps
+from rl_kernels.grpo_loss import GRPOLossOutput, group_advantages, grpo_loss
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a run is made of; ``epochs`` are the optimiser's steps on one batch."""
+
+    steps: int = 200
+    seed: int = 0
+    prompts: int = 16
+    samples_per_prompt: int = 16
+    epochs: int = 2
+    learning_rate: float = 4e-3
+    warmup_steps: int = 10
+    clip_eps: float = 0.2
+    beta: float = 0.05
+    temperature: float = 1.0
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One step of training.
+
+    Attributes:
+        step: counted from 1.
+        reward: mean of the batch.
+        solved: share of answers that earned the whole reward.
+        kl: mean k3 estimate per token against the initial policy, before the last update on the batch.
+        clip_fraction: share of tokens whose ratio the last update on the batch found clipped.
+        tokens: sampled in this step.
+        mismatches: tokens whose log-probability differed in any bit between rollout and first training pass.
+        seconds: wall time of the step.
+    """
+
+    step: int
+    reward: float
+    solved: float
+    kl: float
+    clip_fraction: float
+    tokens: int
+    mismatches: int
+    seconds: float
+
+
+class Trainer:
+    """A policy, its frozen initial copy as the reference, and the optimiser."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.prompts = random.Random(settings.seed)
+        self.generator = torch.Generator().manual_seed(settings.seed)
+        self.policy = Policy(ModelConfig(positions=task.PROMPT_TOKENS + task.ANSWER_TOKENS), self.generator)
+        self.reference = copy.deepcopy(self.policy).requires_grad_(False)
+        self.optimizer = torch.optim.AdamW(self.policy.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
+
+    def run(self, report: Callable[[StepMetrics], None]) -> list[StepMetrics]:
+        """Train for all steps; hand each step's metrics to ``report`` and return them all."""
+        history = []
+        for step in range(1, self.settings.steps + 1):
+            history.append(self.step(step))
+            report(history[-1])
+        return history
+
+    def step(self, step: int) -> StepMetrics:
+        """Sample one batch and learn from it."""
+        start = time.perf_counter()
+        prompts, rollout = self.sample(self.settings.prompts)
+        rewards = torch.tensor([task.reward(*pair) for pair in zip(prompts, rollout.answers, strict=True)])
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._learning_rate(step)
+        with torch.no_grad():
+            reference = training_logps(self.reference, rollout, INVARIANT, self.settings.temperature)
+        first, output = self._update(rollout, reference, rewards)
+        current = first
+        for _ in range(self.settings.epochs - 1):
+            current, output = self._update(rollout, reference, rewards)
+        return StepMetrics(
+            step=step,
+            reward=float(rewards.mean()),
+            solved=float((rewards == 1).float().mean()),
+            kl=float(output.kl),
+            clip_fraction=self._clip_fraction(current, rollout, rewards),
+            tokens=int(rollout.mask.sum()),
+            mismatches=int(different(first, rollout.logps).sum()),
+            seconds=time.perf_counter() - start,
+        )
+
+    def sample(self, prompts: int) -> tuple[list[str], Rollout]:
+        """Draw prompts and sample a group of answers to each; the prompts are returned once an answer."""
+        drawn = [task.draw_prompt(self.prompts) for _ in range(prompts)]
+        repeated = [prompt for prompt in drawn for _ in range(self.settings.samples_per_prompt)]
+        temperature = self.settings.temperature
+        return repeated, sample(self.policy, repeated, INVARIANT, temperature=temperature, generator=self.generator)
+
+    def _update(
+        self, rollout: Rollout, reference: torch.Tensor, rewards: torch.Tensor
+    ) -> tuple[torch.Tensor, GRPOLossOutput]:
+        settings = self.settings
+        current = training_logps(self.policy, rollout, INVARIANT, settings.temperature)
+        output = grpo_loss(
+            current,
+            rollout.logps,
+            reference,
+            rewards,
+            rollout.mask,
+            samples_per_prompt=settings.samples_per_prompt,
+            clip_eps=settings.clip_eps,
+            beta=settings.beta,
+        )
+        self.optimizer.zero_grad()
+        output.loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.policy.parameters(), 1.0)
+        self.optimizer.step()
+        return current.detach(), output
+
+    def _learning_rate(self, step: int) -> float:
+        """Rise over the first steps, then fall in a line to a tenth."""
+        settings = self.settings
+        rise = min(1.0, step / settings.warmup_steps)
+        return settings.learning_rate * rise * (1 - 0.9 * (step - 1) / settings.steps)
+
+    def _clip_fraction(self, current: torch.Tensor, rollout: Rollout, rewards: torch.Tensor) -> float:
+        advantages = group_advantages(rewards, samples_per_prompt=self.settings.samples_per_prompt)[:, None]
+        ratio = (current - rollout.logps).exp()
+        above = (ratio > 1 + self.settings.clip_eps) & (advantages > 0)
+        below = (ratio < 1 - self.settings.clip_eps) & (advantages < 0)
+        return float((above | below)[rollout.mask].float().mean())

@@ -1,0 +1,45 @@
+"""Whether a run showed what the demo is for: the reward has risen, and not one bit differs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rl_kernels.demo.compare import Comparison
+from rl_kernels.demo.train import StepMetrics
+
+MARGIN = 0.5
+"""By how much the mean reward, which lies between 0 and 1, must have risen."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Mean reward of the first and the last tenth of the steps; tokens compared through the operators, and mismatches."""
+
+    first_reward: float
+    last_reward: float
+    compared: int
+    mismatches: int
+
+    @property
+    def risen(self) -> bool:
+        """Whether the reward has risen by the margin."""
+        return self.last_reward >= self.first_reward + MARGIN
+
+    @property
+    def passed(self) -> bool:
+        """Whether the reward has risen and no bit differed."""
+        return self.risen and self.mismatches == 0
+
+
+def judge(history: Sequence[StepMetrics], invariant: Sequence[Comparison]) -> Verdict:
+    """Judge a run by its steps and by the comparisons through the operators."""
+    window = max(1, len(history) // 10)
+    rewards = [metrics.reward for metrics in history]
+    compared = [*history, *invariant]
+    return Verdict(
+        first_reward=sum(rewards[:window]) / window,
+        last_reward=sum(rewards[-window:]) / window,
+        compared=sum(part.tokens for part in compared),
+        mismatches=sum(part.mismatches for part in compared),
+    )
