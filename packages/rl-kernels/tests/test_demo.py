@@ -49,6 +49,7 @@ def test_the_record_is_strict_and_whole(finished):
         (["--steps", "0"], "--steps"),
         (["--steps", "many"], "--steps"),
         (["--seed", "-1"], "--seed"),
+        (["--seed", str(2**63)], "--seed"),
         (["--unknown"], "--unknown"),
         (["extra"], "extra"),
     ],

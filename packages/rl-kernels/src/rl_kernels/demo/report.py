@@ -8,12 +8,13 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from rl_kernels.demo.compare import Comparison
 from rl_kernels.demo.train import StepMetrics
 from rl_kernels.demo.verdict import MARGIN, Verdict
 
-ROWS = 12
+ROWS = 10
 """Rows of the table of steps, at most; each is the mean since the row before."""
 
 
@@ -79,10 +80,15 @@ def _row(steps: Sequence[StepMetrics]) -> list[str]:
 
 def show_answers(console: Console, answers: Sequence[tuple[str, str, float]]) -> None:
     """Print sampled answers: prompt, answer, reward."""
-    table = Table("prompt", "answer", "reward", title="answers sampled after training")
+    table = Table("prompt", "answer", "reward", title="sampled after training")
     for prompt, answer, reward in answers:
-        table.add_row(prompt, ascii(answer)[1:-1], f"{reward:.2f}")
+        # As Text: an answer may look like markup.
+        table.add_row(prompt, Text(_printable(answer)), f"{reward:.2f}")
     console.print(table)
+
+
+def _printable(text: str) -> str:
+    return "".join(character if " " <= character <= "~" else "·" for character in text)
 
 
 def show_comparison(console: Console, comparisons: Sequence[Comparison]) -> None:

@@ -14,7 +14,7 @@ MARGIN = 0.5
 
 @dataclass(frozen=True)
 class Verdict:
-    """Mean reward of the first and the last tenth of the steps; tokens compared through the operators, and mismatches."""
+    """Mean reward of the first and the last tenth of the steps; tokens compared through the operators."""
 
     first_reward: float
     last_reward: float
@@ -36,7 +36,7 @@ def judge(history: Sequence[StepMetrics], invariant: Sequence[Comparison]) -> Ve
     """Judge a run by its steps and by the comparisons through the operators."""
     window = max(1, len(history) // 10)
     rewards = [metrics.reward for metrics in history]
-    compared = [*history, *invariant]
+    compared: list[StepMetrics | Comparison] = [*history, *invariant]
     return Verdict(
         first_reward=sum(rewards[:window]) / window,
         last_reward=sum(rewards[-window:]) / window,
