@@ -1,4 +1,4 @@
-"""The cases of det_gemm, det_linear and det_gemm_dw: inputs, error budget, promised layouts, illegal calls."""
+"""The cases of det_gemm, det_linear and det_gemm_dw: inputs, error budget, promised layouts."""
 
 from __future__ import annotations
 
@@ -9,17 +9,14 @@ import torch
 from rl_kernels.core.testing import (
     Case,
     Draw,
-    IllegalCall,
     Inputs,
     RowLayout,
     Spec,
     Variant,
-    edited,
-    given,
     strides,
 )
-from rl_kernels.core.testing.spec import Change
 from rl_kernels.det_gemm import reference
+from rl_kernels.det_gemm.illegal import ILLEGAL
 
 LINEAR, DW = "det_linear", "det_gemm_dw"
 
@@ -159,125 +156,6 @@ def _flat(name: str, value: torch.Tensor, rows: int | None = None) -> torch.Tens
 
 
 TRANSFORMS = {**ROWS.transforms(), "strides": strides, "layouts": layouts, "leading": leading, "zero-rows": zero_rows}
-
-
-def _other_dtype(x: torch.Tensor) -> torch.Tensor:
-    return x.to(torch.bfloat16 if x.dtype == torch.float32 else torch.float32)
-
-
-def _elsewhere(x: torch.Tensor) -> torch.Tensor:
-    return x.to("meta")
-
-
-def _buffer(edit: Callable[[torch.Tensor], object]) -> Change:
-    def change(call: Inputs) -> Inputs:
-        shape = (call["a"].shape[1], call["dc"].shape[1])
-        return {**call, "accumulate_into": edit(torch.zeros(shape, device=call["a"].device))}
-
-    return change
-
-
-def _expanded_buffer(call: Inputs) -> Inputs:
-    a = torch.cat((call["a"], call["a"]), 1)  # K is 2 at least, whatever the shape flags say
-    out = torch.zeros(1, 1, device=a.device).expand(a.shape[1], call["dc"].shape[1])
-    return {**call, "a": a, "accumulate_into": out}
-
-
-def _main_grad(edit: Callable[[torch.Tensor], object]) -> Change:
-    def change(call: Inputs) -> Inputs:
-        weight = call["weight"].clone()
-        weight.main_grad = edit(torch.zeros(weight.shape, device=weight.device))
-        return {**call, "weight": weight}
-
-    return change
-
-
-def _all_on_meta(call: Inputs) -> Inputs:
-    return {name: _elsewhere(value) if isinstance(value, torch.Tensor) else value for name, value in call.items()}
-
-
-def _operand(name: str, case: str, second: bool) -> Iterator[IllegalCall]:
-    """Yield what is wrong with any matrix operand, and with one that must match the operand before it."""
-    bad: list[tuple[str, Change, type[Exception], str]] = [
-        ("not a tensor", given(**{name: [[1.0]]}), TypeError, "expected a tensor, got list"),
-        ("of integers", edited(name, torch.Tensor.int), TypeError, "expected dtype"),
-        ("of FP64", edited(name, torch.Tensor.double), TypeError, "expected dtype"),
-        ("sparse", edited(name, torch.Tensor.to_sparse), TypeError, "expected a strided tensor"),
-        ("without dims", given(**{name: torch.tensor(1.0)}), ValueError, "expected (2|at least 1) dims"),
-    ]
-    if name != "x":
-        bad.append(("of three dims", edited(name, lambda value: value[None]), ValueError, "expected 2 dims"))
-    if second:
-        bad += [
-            ("of another dtype", edited(name, _other_dtype), TypeError, "expected dtype"),
-            ("elsewhere", edited(name, _elsewhere), ValueError, "expected device"),
-        ]
-    return (
-        IllegalCall(f"{case}: {name} {what}", change, error, f"{name}: {match}", case)
-        for what, change, error, match in bad
-    )
-
-
-def _illegal(case: str, *calls: tuple[str, Change, type[Exception], str]) -> list[IllegalCall]:
-    return [IllegalCall(f"{case}: {what}", change, error, match, case) for what, change, error, match in calls]
-
-
-OPTIONS = (
-    ("unknown backend", given(backend="no-such"), ValueError, "backend: det_gemm has no backend 'no-such'"),
-    ("backend not a name", given(backend=3), TypeError, "backend: expected a name"),
-    ("all where no backend runs", _all_on_meta, ValueError, "backend: .* on meta"),
-)
-OUT_DTYPE = (
-    ("out_dtype of integers", given(out_dtype=torch.int32), ValueError, "out_dtype: expected one of"),
-    ("out_dtype FP64", given(out_dtype=torch.float64), ValueError, "out_dtype: expected one of"),
-    ("out_dtype text", given(out_dtype="float32"), ValueError, "out_dtype: expected one of"),
-)
-ILLEGAL = (
-    *_operand("a", "plain", second=False),
-    *_operand("b", "plain", second=True),
-    *_illegal("plain", ("b of another K", edited("b", lambda b: b[1:]), ValueError, "b: expected shape")),
-    *_illegal("plain", *OUT_DTYPE, *OPTIONS),
-    *_operand("x", "linear", second=False),
-    *_operand("weight", "linear", second=True),
-    *_illegal(
-        "linear",
-        ("weight of another K", edited("weight", lambda w: w[:, 1:]), ValueError, "weight: expected shape"),
-        ("bias not a tensor", given(bias=1.0), TypeError, "bias: expected a tensor"),
-        ("bias of FP64", edited("bias", torch.Tensor.double), TypeError, "bias: expected dtype"),
-        ("bias of another dtype", edited("bias", _other_dtype), TypeError, "bias: expected dtype"),
-        ("bias of two dims", edited("bias", lambda bias: bias[None]), ValueError, "bias: expected 1 dims"),
-        ("bias of another N", edited("bias", lambda bias: bias[1:]), ValueError, "bias: expected shape"),
-        ("bias elsewhere", edited("bias", _elsewhere), ValueError, "bias: expected device"),
-        ("main_grad not a tensor", _main_grad(lambda _: [0.0]), TypeError, "main_grad: expected a tensor"),
-        ("main_grad of BF16", _main_grad(torch.Tensor.bfloat16), TypeError, "main_grad: expected dtype"),
-        ("main_grad of another shape", _main_grad(lambda out: out[None]), ValueError, "main_grad: expected shape"),
-        ("main_grad elsewhere", _main_grad(_elsewhere), ValueError, "main_grad: expected device"),
-        *OPTIONS,
-    ),
-    *_operand("a", "dw", second=False),
-    *_operand("dc", "dw", second=True),
-    *_illegal(
-        "dw",
-        ("dc of another M", edited("dc", lambda dc: dc[1:]), ValueError, "dc: expected shape"),
-        ("a requires grad", edited("a", torch.Tensor.requires_grad_), ValueError, "a: .* not require grad"),
-        ("dc requires grad", edited("dc", torch.Tensor.requires_grad_), ValueError, "dc: .* not require grad"),
-        ("buffer not a tensor", _buffer(lambda _: 0), TypeError, "accumulate_into: expected a tensor"),
-        ("buffer of BF16", _buffer(torch.Tensor.bfloat16), TypeError, "accumulate_into: expected dtype float32"),
-        ("buffer of another shape", _buffer(lambda out: out[None]), ValueError, "accumulate_into: expected shape"),
-        ("buffer elsewhere", _buffer(_elsewhere), ValueError, "accumulate_into: expected device"),
-        ("buffer requires grad", _buffer(torch.Tensor.requires_grad_), ValueError, "accumulate_into: .* require grad"),
-        ("buffer expanded", _expanded_buffer, ValueError, "accumulate_into: .* stride 0"),
-        (
-            "buffer with another out_dtype",
-            lambda call: _buffer(lambda out: out)({**call, "out_dtype": torch.bfloat16}),
-            ValueError,
-            "out_dtype: expected None or torch.float32",
-        ),
-        *OUT_DTYPE,
-        *OPTIONS,
-    ),
-)
-
 RESULTS = ("output", "gradient:a", "gradient:b", "gradient:x", "gradient:weight", "gradient:bias")
 SPEC = Spec(
     cases=CASES,

@@ -1,4 +1,4 @@
-"""The cases of fused_logp: inputs, error budget, promised layouts, illegal calls."""
+"""The cases of fused_logp: inputs, error budget, promised layouts."""
 
 from __future__ import annotations
 
@@ -10,17 +10,15 @@ from rl_kernels.core.testing import (
     IGNORED,
     Case,
     Draw,
-    IllegalCall,
     Inputs,
     RowLayout,
     Spec,
     Variant,
-    edited,
-    given,
     options,
     strides,
 )
 from rl_kernels.fused_logp import reference
+from rl_kernels.fused_logp.illegal import ILLEGAL
 
 CASES = (
     Case("plain", {"batch": 2, "seq": 16, "vocab": 257}),
@@ -137,55 +135,6 @@ TRANSFORMS = {
     ),
 }
 
-
-ILLEGAL = (
-    IllegalCall("logits not a tensor", given(logits=[1.0]), TypeError, "logits: expected a tensor"),
-    IllegalCall("logits of integers", edited("logits", torch.Tensor.int), TypeError, "logits: expected dtype"),
-    IllegalCall("logits without dims", given(logits=torch.tensor(1.0)), ValueError, "logits: expected at least 1 dims"),
-    IllegalCall(
-        "empty vocabulary", edited("logits", lambda x: x[..., :0]), ValueError, "logits: expected a vocabulary"
-    ),
-    IllegalCall("ids of floats", edited("token_ids", torch.Tensor.float), TypeError, "token_ids: expected dtype"),
-    IllegalCall(
-        "ids of another shape", edited("token_ids", lambda x: x[:, 1:]), ValueError, "token_ids: expected shape"
-    ),
-    IllegalCall("ids elsewhere", edited("token_ids", lambda x: x.to("meta")), ValueError, "token_ids: expected device"),
-    IllegalCall(
-        "id too large", edited("token_ids", lambda x: x + 10**6), ValueError, r"token_ids: expected values in \[0"
-    ),
-    IllegalCall(
-        "id negative", edited("token_ids", lambda x: x - 10**6), ValueError, r"token_ids: expected values in \[0"
-    ),
-    IllegalCall("temperature zero", given(temperature=0.0), ValueError, "temperature: expected a number > 0"),
-    IllegalCall("temperature negative", given(temperature=-1), ValueError, "temperature: expected a number > 0"),
-    IllegalCall(
-        "temperature NaN", given(temperature=float("nan")), ValueError, "temperature: expected a finite number"
-    ),
-    IllegalCall("temperature text", given(temperature="1"), TypeError, "temperature: expected a number"),
-    IllegalCall(
-        "temperature of another shape", given(temperature=torch.ones(3)), ValueError, "temperature: expected shape"
-    ),
-    IllegalCall(
-        "temperature tensor with zero",
-        lambda call: {**call, "temperature": torch.zeros(call["token_ids"].shape, device=call["token_ids"].device)},
-        ValueError,
-        "temperature: expected values > 0",
-    ),
-    IllegalCall(
-        "row index out of range",
-        lambda call: {**call, "row_indices": torch.tensor([10**6], device=call["token_ids"].device)},
-        ValueError,
-        r"row_indices: expected values in \[0",
-    ),
-    IllegalCall("row indices of floats", given(row_indices=torch.ones(2)), TypeError, "row_indices: expected dtype"),
-    IllegalCall("ignore_index float", given(ignore_index=1.5), TypeError, "ignore_index: expected an integer"),
-    IllegalCall("out of another shape", given(out=torch.zeros(1)), ValueError, "out: expected shape"),
-    IllegalCall("out of another dtype", given(out=torch.zeros(1).double()), TypeError, "out: expected dtype"),
-    IllegalCall("unknown output_dtype", given(output_dtype=torch.int32), ValueError, "output_dtype: expected one of"),
-    IllegalCall("unknown reduction", given(reduction="fast"), ValueError, "reduction: expected one of"),
-    IllegalCall("unknown backend", given(backend="no-such"), ValueError, "backend: fused_logp has no backend"),
-    IllegalCall("backend not a name", given(backend=3), TypeError, "backend: expected a name"),
-)
 
 SPEC = Spec(
     cases=CASES,

@@ -6,16 +6,12 @@ from collections.abc import Callable
 
 import torch
 
-from rl_kernels.core.testing import IllegalCall, Inputs, edited, given
+from rl_kernels.core.testing import IllegalCall, Inputs, edited, given, illegal_ids, illegal_temperatures
 from rl_kernels.core.testing.spec import Change
 
 
 def _bias(make: Callable[[torch.Tensor], torch.Tensor]) -> Change:
     return lambda call: {**call, "bias": make(call["lm_head_weight"][:, 0])}
-
-
-def _temperature(make: Callable[[torch.Tensor], torch.Tensor]) -> Change:
-    return lambda call: {**call, "temperature": make(call["target_ids"])}
 
 
 def _main_grad(make: Callable[[torch.Tensor], object]) -> Change:
@@ -69,39 +65,6 @@ ILLEGAL = (
     IllegalCall("bias of two dims", _bias(lambda x: x[None]), ValueError, "bias: expected 1 dims"),
     IllegalCall("bias of another dtype", _bias(_other), TypeError, "bias: expected dtype"),
     IllegalCall("bias elsewhere", _bias(_elsewhere), ValueError, "bias: expected device"),
-    IllegalCall("ids of floats", edited("target_ids", torch.Tensor.float), TypeError, "target_ids: expected dtype"),
-    IllegalCall(
-        "ids of another shape", edited("target_ids", lambda x: x[:, 1:]), ValueError, "target_ids: expected sh"
-    ),
-    IllegalCall("ids elsewhere", edited("target_ids", _elsewhere), ValueError, "target_ids: expected device"),
-    IllegalCall(
-        "id too large", edited("target_ids", lambda x: x + 10**6), ValueError, r"target_ids: expected values in"
-    ),
-    IllegalCall(
-        "id negative", edited("target_ids", lambda x: x - 10**6), ValueError, r"target_ids: expected values in"
-    ),
-    IllegalCall("temperature zero", given(temperature=0.0), ValueError, "temperature: expected a number > 0"),
-    IllegalCall("temperature negative", given(temperature=-1), ValueError, "temperature: expected a number > 0"),
-    IllegalCall(
-        "temperature NaN", given(temperature=float("nan")), ValueError, "temperature: expected a finite number"
-    ),
-    IllegalCall("temperature text", given(temperature="1"), TypeError, "temperature: expected a number"),
-    IllegalCall(
-        "temperature of another shape", given(temperature=torch.ones(3)), ValueError, "temperature: expected shape"
-    ),
-    IllegalCall(
-        "temperature tensor with zero",
-        _temperature(lambda ids: torch.zeros_like(ids, dtype=torch.float32)),
-        ValueError,
-        "temperature: expected values > 0",
-    ),
-    IllegalCall(
-        "temperature elsewhere",
-        _temperature(lambda ids: torch.ones(ids.shape, device="meta")),
-        ValueError,
-        "temperature: expected device",
-    ),
-    IllegalCall("ignore_index float", given(ignore_index=1.5), TypeError, "ignore_index: expected an integer"),
     IllegalCall("workspace of nothing", given(workspace_mib=0), ValueError, "workspace_mib: expected an integer >= 1"),
     IllegalCall("workspace of a fraction", given(workspace_mib=0.5), TypeError, "workspace_mib: expected an integer"),
     IllegalCall(
@@ -124,4 +87,6 @@ ILLEGAL = (
     ),
     IllegalCall("unknown backend", given(backend="no-such"), ValueError, "backend: linear_logp has no backend"),
     IllegalCall("backend not a name", given(backend=3), TypeError, "backend: expected a name"),
+    *illegal_ids("target_ids"),
+    *illegal_temperatures("target_ids"),
 )

@@ -1,4 +1,4 @@
-"""The cases of scaled_add: inputs, error budget, promised layouts, illegal calls."""
+"""The cases of scaled_add: inputs, error budget, promised layouts."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Mapping
 
 import torch
 
-from rl_kernels.core.testing import Case, Draw, IllegalCall, Inputs, RowLayout, Spec, edited, given, strides
+from rl_kernels.core.testing import Case, Draw, Inputs, RowLayout, Spec, strides
 from rl_kernels.scaled_add import reference
+from rl_kernels.scaled_add.illegal import ILLEGAL
 
 CASES = (
     Case("plain", {"batch": 6, "width": 33}),
@@ -31,18 +32,6 @@ def magnitudes(case: Case, call: Inputs, upstream: Mapping[str, torch.Tensor]) -
 
 
 ROWS = RowLayout(arguments={"x": 1, "y": 1}, results=frozenset({"output", "gradient:x", "gradient:y"}))
-
-ILLEGAL = (
-    IllegalCall("x not a tensor", given(x=1.0), TypeError, "x: expected a tensor"),
-    IllegalCall("x of integers", edited("x", torch.Tensor.int), TypeError, "x: expected dtype"),
-    IllegalCall("x without dims", edited("x", lambda x: x[0, 0]), ValueError, "x: expected at least 1 dims"),
-    IllegalCall("y of another shape", edited("y", lambda y: y[1:]), ValueError, "y: expected shape"),
-    IllegalCall("y of another dtype", edited("y", torch.Tensor.double), TypeError, "y: expected dtype"),
-    IllegalCall("y elsewhere", edited("y", lambda y: y.to("meta")), ValueError, "y: expected device"),
-    IllegalCall("scale text", given(scale="2"), TypeError, "scale: expected a number"),
-    IllegalCall("scale infinite", given(scale=float("inf")), ValueError, "scale: expected a finite number"),
-    IllegalCall("unknown backend", given(backend="no-such"), ValueError, "backend: scaled_add has no backend"),
-)
 
 SPEC = Spec(
     cases=CASES,

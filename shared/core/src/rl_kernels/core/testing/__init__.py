@@ -2,6 +2,7 @@
 
 from rl_kernels.core.testing.batch import RLBatch, make_synthetic_rl_kernel_batch
 from rl_kernels.core.testing.draw import Draw
+from rl_kernels.core.testing.illegal import illegal_ids, illegal_temperatures
 from rl_kernels.core.testing.layouts import Chunks, Layout, Packed, chunk, pack, pad, permute
 from rl_kernels.core.testing.references import (
     Drift,
@@ -37,6 +38,8 @@ __all__ = [
     "drift",
     "edited",
     "given",
+    "illegal_ids",
+    "illegal_temperatures",
     "make_synthetic_rl_kernel_batch",
     "masked_mean",
     "masked_sum",
