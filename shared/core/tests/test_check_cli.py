@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from rl_kernels.core.check import cli
+from rl_kernels.core.check.cell import Cell
 from rl_kernels.core.operator import INVARIANT, Backend, Call, Operator
 from rl_kernels.core.registry import GROUP, KernelRegistry
 from rl_kernels.core.testing import Case, RowLayout, Spec
@@ -112,6 +113,15 @@ def test_constant_inputs_are_added(capsys):
     assert cli.main(["--input-mode", "constant", "--constant-value", "0.5", "--json", "--device", "cpu"]) == 0
     report = strict(capsys.readouterr().out)
     assert {entry["case"] for entry in report["candidates"][0]["outputs"]} == {"plain", "plain, constant"}
+
+
+@pytest.mark.parametrize(("mode", "varies"), [("ones", False), ("random", True)])
+def test_grad_mode_reaches_the_upstream(mode, varies, monkeypatch):
+    seen = []
+    run = Cell.upstream
+    monkeypatch.setattr(Cell, "upstream", lambda *args: seen.append(run(*args)) or seen[-1])
+    assert cli.main(["--relation", "gradients", "--grad-mode", mode, "--device", "cpu"]) == 0
+    assert bool((seen[0]["output"] - 1).abs().max() > 0.01) is varies
 
 
 def test_one_relation(capsys):

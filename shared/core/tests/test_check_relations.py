@@ -133,7 +133,7 @@ class Toy:
 
 def records(function, relation, case=None, **setting):
     candidate = Candidate("toy", Toy, lambda name, kwargs: function(**kwargs))
-    shared = Setting("fp32", torch.device("cpu"), "cpu", grad=True, **setting)
+    shared = Setting("fp32", torch.device("cpu"), "cpu", **setting)
     return list(RELATIONS[relation](Cell(candidate, SPEC, case or SPEC.case(), shared)))
 
 
@@ -152,6 +152,13 @@ def test_a_bug_is_caught(bug):
     failed = [record for record in found if isinstance(record, Check) and not record.passed]
     assert failed
     assert all(record.comparison.message for record in failed)
+
+
+@pytest.mark.parametrize("relation", RELATIONS)
+@pytest.mark.parametrize("bug", BUGS)
+def test_no_bug_stops_the_suite(bug, relation):
+    for record in records(BUGS[bug][1], relation):
+        assert isinstance(record, Skip) or record.passed or record.comparison.message
 
 
 def test_an_upstream_of_ones_hides_what_a_random_one_shows():

@@ -24,7 +24,6 @@ class Setting:
     device: torch.device
     arch: str
     seed: int = 123
-    grad: bool = False
     grad_mode: str = "random"
     grad_seed: int = 123
     constant: tuple[float, int] | None = None

@@ -90,7 +90,7 @@ def _plan(given: argparse.Namespace, operators: Sequence[Operator]) -> tuple[Pla
     sizes = {name.removeprefix("size_"): n for name, n in vars(given).items() if name.startswith("size_") and n}
     constant = (given.constant_value, given.token_value) if given.input_mode == "constant" else None
     _token_in_vocabulary(constant, sizes, operators)
-    setting = Setting(given.dtype, device, arch, given.seed, given.grad_mode, given.grad_seed)
+    setting = Setting(given.dtype, device, arch, seed=given.seed, grad_mode=given.grad_mode, grad_seed=given.grad_seed)
     found: list[Candidate] = []
     skips: list[Skip] = []
     for operator in operators:

@@ -46,7 +46,7 @@ def device() -> torch.device:
 
 def cell(operator: Operator, case: Case, dtype: str = "fp32", backend: str = "auto") -> Cell:
     """Return a backend on a case."""
-    setting = Setting(dtype, device(), arch_of(device().type), grad=True)
+    setting = Setting(dtype, device(), arch_of(device().type))
     return Cell(backend_candidate(operator, backend, backend, device().type), spec_of(operator), case, setting)
 
 

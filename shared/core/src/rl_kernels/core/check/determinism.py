@@ -12,6 +12,7 @@ from rl_kernels.core.check.candidate import Misbehaved, Results
 from rl_kernels.core.check.cell import Cell
 from rl_kernels.core.check.compare import Comparison
 from rl_kernels.core.check.result import Check, Record
+from rl_kernels.core.contract import Tolerance
 from rl_kernels.core.testing import Case, Draw, Inputs, Variant, torch_threads
 
 RUNS = 20
@@ -28,9 +29,9 @@ def repeatability(cell: Cell) -> Iterator[Record]:
         for _ in range(RUNS - 1):
             with _busy(cell.setting.device):
                 again = cell.run().results(upstream)
-            for item, value in again.items():
+            for item, value in expected.items():
                 if item not in found or found[item].passed:
-                    found[item] = compare.bits(value, expected[item])
+                    found[item] = compare.bits(again.get(item), value)
     except Misbehaved as error:
         yield cell.failed("repeatability", "run", str(error))
         return
@@ -83,22 +84,34 @@ def _invariant(cell: Cell, name: str, variants: list[Variant], expected: Results
             with torch_threads(variant.threads or torch.get_num_threads()):
                 lifted = {item: variant.lift(item, value) for item, value in upstream.items()}
                 found = cell.run(variant.inputs).results(lifted)
+            pairs = list(_pairs(variant, found, expected))
         except Misbehaved as error:
             return cell.failed("invariance", name, f"{variant.label}: {error}")
-        for item, whole in expected.items():
-            cell.tolerance("invariance", item)
-            part = variant.pick(item, whole)
-            if part is None:
-                continue
-            compared += 1
-            comparison = compare.bits(variant.find(item, found[item]), part)
+        compared += len(pairs)
+        for item, part, whole in pairs:
+            comparison = compare.bits(part, whole)
             if not comparison.passed:
                 failed = replace(comparison, message=f"{variant.label}, {item}: {comparison.message}")
-                return cell.record("invariance", name, tuple(whole.shape), "bitwise", failed)
+                return cell.record("invariance", name, tuple(expected[item].shape), _row(cell, item), failed)
     if not compared:
         return cell.failed("invariance", name, "no variant of this transform compares anything")
-    first = next(iter(expected.values()))
-    return cell.record("invariance", name, tuple(first.shape), "bitwise", Comparison(True, 0.0, 0.0, 0.0))
+    item, first = next(iter(expected.items()))
+    return cell.record("invariance", name, tuple(first.shape), _row(cell, item), Comparison(True, 0.0, 0.0, 0.0))
+
+
+def _row(cell: Cell, item: str) -> Tolerance:
+    return cell.tolerance("invariance", item)
+
+
+def _pairs(variant: Variant, found: Results, expected: Results) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Yield (result, the variant's elements, the base call's), where the variant says something about the result."""
+    for item, whole in expected.items():
+        try:
+            part = variant.pick(item, whole)
+            if part is not None:
+                yield item, variant.find(item, found[item]), part
+        except (KeyError, IndexError, RuntimeError) as error:
+            raise Misbehaved(f"{item}: no result of the shape that the arguments ask for ({error})") from error
 
 
 def _other_threads(case: Case, inputs: Inputs, draw: Draw) -> Iterator[Variant]:
