@@ -49,7 +49,6 @@ OPERATOR = Operator(
     fakes=FAKES,
     backends=(Backend("native", "rl_kernels.det_gemm.native", {"cpu": INVARIANT, "cuda": REPEATABLE}),),
     describe=describe,
-    functions=("det_linear", "det_gemm_dw"),
 )
 
 ops = torchlib.define(OPERATOR)

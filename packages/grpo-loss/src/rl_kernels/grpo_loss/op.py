@@ -66,7 +66,6 @@ OPERATOR = Operator(
     fakes=FAKES,
     backends=(Backend("native", "rl_kernels.grpo_loss.native", {"cpu": INVARIANT, "cuda": INVARIANT}),),
     describe=describe,
-    functions=("grpo_loss_from_advantages", "group_advantages"),
 )
 
 ops = torchlib.define(OPERATOR)

@@ -103,7 +103,6 @@ class Operator:
         backends: in order of priority.
         describe: the public function's arguments -> ``Call``.
         aliases: other registry names.
-        functions: the package's other public functions that run through the operator's backends.
     """
 
     name: str
@@ -116,7 +115,6 @@ class Operator:
     backends: tuple[Backend, ...]
     describe: Callable[..., Call]
     aliases: tuple[str, ...] = ()
-    functions: tuple[str, ...] = ()
 
     def backend(self, name: str) -> Backend:
         """Return the backend of that name; ``ValueError`` lists the known ones."""

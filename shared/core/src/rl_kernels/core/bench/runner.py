@@ -39,7 +39,7 @@ def main(operator: Operator, cases: Sequence[Case], baselines: Baselines, argv: 
     candidate = backend_candidate(operator, given.backend, given.backend, device.type)
     console = Console()
     title = f"{operator.name}, {given.dtype}, {device}, torch {torch.__version__}, {torch.get_num_threads()} threads"
-    table = Table("shape", "implementation", "forward ms", "forward + backward ms", "times the speed", title=title)
+    table = Table("shape", "implementation", "forward ms", "forward + backward ms", "speed over it", title=title)
     wrong: list[str] = []
     for case in track(cases, "timing", transient=True, disable=not console.is_terminal):
         cell = Cell(candidate, spec_of(operator), case, setting)
