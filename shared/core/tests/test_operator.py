@@ -107,7 +107,7 @@ def test_function_is_that_of_the_operators_name_unless_another_is_named(make_mod
         pass
 
     make_module("toy_package", toy_scale=toy_scale, toy_unscale=toy_unscale)
-    operator = make_operator(functions=("toy_unscale",))
+    operator = make_operator()
     assert operator.function() is toy_scale
     assert operator.function("toy_unscale") is toy_unscale
 

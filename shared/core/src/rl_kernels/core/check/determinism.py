@@ -17,6 +17,7 @@ from rl_kernels.core.testing import Case, Draw, Inputs, Variant, torch_threads
 
 RUNS = 20
 """Calls that repeatability compares."""
+MISSING = Comparison(False, message="this result is missing in another run of the same call")
 
 
 def repeatability(cell: Cell) -> Iterator[Record]:
@@ -31,7 +32,7 @@ def repeatability(cell: Cell) -> Iterator[Record]:
                 again = cell.run().results(upstream)
             for item, value in expected.items():
                 if item not in found or found[item].passed:
-                    found[item] = compare.bits(again.get(item), value)
+                    found[item] = compare.bits(again[item], value) if item in again else MISSING
     except Misbehaved as error:
         yield cell.failed("repeatability", "run", str(error))
         return
