@@ -35,13 +35,14 @@ CASES = (
     Case("online", {"batch": 1, "seq": 5, "vocab": 9001}, {"reduction": "online", "return_stats": True}),
     Case("two-pass", {"batch": 1, "seq": 5, "vocab": 9001}, {"reduction": "two_pass", "return_stats": True}),
     Case("peaked", {"batch": 1, "seq": 6, "vocab": 500}, {"scale": 12.0, "return_stats": True}),
+    Case("beyond-exp", {"batch": 1, "seq": 6, "vocab": 300}, {"offset": 100.0, "return_stats": True}),
     Case("masked-vocabulary", {"batch": 1, "seq": 6, "vocab": 200}, {"minus_inf": 0.3, "return_stats": True}),
     Case("one-entry", {"batch": 1, "seq": 3, "vocab": 1}, {"return_stats": True}),
     Case("qwen3-vocabulary", {"batch": 1, "seq": 3, "vocab": 151936}, {"return_stats": True}, suite="full"),
     Case("gpt2-vocabulary", {"batch": 1, "seq": 4, "vocab": 50257}, {"return_stats": True}, suite="full"),
     Case("many-rows", {"batch": 4, "seq": 500, "vocab": 33}, suite="full"),
 )
-DRAWN = frozenset({"scale", "minus_inf", "row_indices", "out", "temperature"})
+DRAWN = frozenset({"scale", "offset", "minus_inf", "row_indices", "out", "temperature"})
 """Options that shape the inputs; the others are passed on as keyword arguments."""
 
 
@@ -49,7 +50,7 @@ def inputs(case: Case, draw: Draw) -> Inputs:
     """Draw ``logits[batch, seq, vocab]`` and ids, and what the case's options ask for."""
     batch, seq, vocab = (case.sizes[name] for name in ("batch", "seq", "vocab"))
     asked = case.options
-    logits = draw.normal(batch, seq, vocab, scale=asked.get("scale", 2.0))
+    logits = draw.normal(batch, seq, vocab, scale=asked.get("scale", 2.0)) + asked.get("offset", 0.0)
     ids = draw.ids(vocab, batch, seq)
     if "minus_inf" in asked:
         hidden = draw.mask(asked["minus_inf"], batch, seq, vocab).scatter(-1, ids[..., None], False)

@@ -41,6 +41,7 @@ CASES = (
     Case("one-token", {"batch": 1, "seq": 1, "hidden": 64, "vocab": 515}, STATS),
     Case("one-feature", {"batch": 2, "seq": 9, "hidden": 1, "vocab": 7}, STATS),
     Case("one-entry", {"batch": 2, "seq": 8, "hidden": 24, "vocab": 1}, {**STATS, "bias": True}),
+    Case("beyond-exp", {"batch": 1, "seq": 6, "hidden": 16, "vocab": 300}, {**STATS, "bias": True, "offset": 100.0}),
     Case("peaked", {"batch": 1, "seq": 6, "hidden": 64, "vocab": 500}, {**STATS, "scale": 8.0}),
     Case(
         "masked-vocabulary",
@@ -52,7 +53,7 @@ CASES = (
     Case("llama3-hidden", {"batch": 1, "seq": 3, "hidden": 4096, "vocab": 300}, STATS, suite="full"),
     Case("many-rows", {"batch": 4, "seq": 500, "hidden": 16, "vocab": 33}, {"workspace_mib": 1}, suite="full"),
 )
-DRAWN = frozenset({"scale", "minus_inf", "bias", "temperature"})
+DRAWN = frozenset({"scale", "offset", "minus_inf", "bias", "temperature"})
 """Options that shape the inputs; the others are passed on as keyword arguments."""
 
 
@@ -67,7 +68,7 @@ def inputs(case: Case, draw: Draw) -> Inputs:
         "target_ids": ids,
     }
     if asked.get("bias"):
-        bias = draw.normal(vocab)
+        bias = draw.normal(vocab) + asked.get("offset", 0.0)
         if "minus_inf" in asked:
             targets = torch.zeros(vocab, dtype=torch.bool, device=draw.device).index_fill(0, ids.flatten(), True)
             bias = bias.masked_fill(draw.mask(asked["minus_inf"], vocab) & ~targets, -torch.inf)
