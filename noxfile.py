@@ -58,6 +58,14 @@ def tests(session: nox.Session, package: str) -> None:
     session.run("python", "-m", "pytest", str(tests_of(package)), *session.posargs, env=waiting)
 
 
+@nox.session(**BORROWING)
+def check(session: nox.Session) -> None:
+    """Hold every backend that runs here to every relation on all cases, and plant the bugs that must be caught."""
+    borrow(session)
+    install(session, *PACKAGES)
+    session.run("rl-kernels", "check", "--suite", "full", *session.posargs)
+
+
 @nox.session
 def lint(session: nox.Session) -> None:
     """Check style, formatting, the arrows between modules, and the Markdown files."""

@@ -45,9 +45,10 @@ def test_it_is_listed_and_checks_green(made):
     code = "import sys; from rl_kernels.core.cli import main; sys.exit(main(sys.argv[1:]))"
     listed = run("-c", code, "list", PYTHONPATH=str(made[1]))
     assert "soft_cap" in listed.stdout
-    checked = run("-c", code, "check", "--op", "soft_cap", "--check-grad", PYTHONPATH=str(made[1]))
+    checked = run("-c", code, "check", "--op", "soft_cap", "--suite", "full", PYTHONPATH=str(made[1]))
     assert checked.returncode == 0, checked.stdout
     assert checked.stdout.startswith("PASS")
+    assert "mutation score 100.0%" in checked.stdout
 
 
 @pytest.mark.parametrize("name", ["Soft-Cap", "soft_cap", "1st", "demo", ""])

@@ -13,7 +13,6 @@ from rl_kernels.core.testing import (
     RowLayout,
     Spec,
     Variant,
-    strides,
 )
 from rl_kernels.det_gemm import reference
 from rl_kernels.det_gemm.illegal import ILLEGAL
@@ -55,6 +54,12 @@ CASES = (
     Case("llama3-8b-value", _sizes(2, 1024, 4096), {}, LINEAR, "full"),
     Case("many-rows", _sizes(700, 33, 70), suite="full"),
     Case("dw-many-rows", _sizes(700, 33, 70), {}, DW, "full", grad=False),
+)
+
+EMPTY = (
+    Case("no-rows", _sizes(0, 7, 9)),
+    Case("no-rows-linear", _sizes(0, 7, 9), BIAS, LINEAR),
+    Case("no-rows-dw", _sizes(0, 7, 9), {}, DW, grad=False),
 )
 
 
@@ -155,7 +160,7 @@ def _flat(name: str, value: torch.Tensor, rows: int | None = None) -> torch.Tens
     return value.flatten(0, -2)[:rows] if name in ROWS.results else value
 
 
-TRANSFORMS = {**ROWS.transforms(), "strides": strides, "layouts": layouts, "leading": leading, "zero-rows": zero_rows}
+TRANSFORMS = {**ROWS.transforms(), "layouts": layouts, "leading": leading, "zero-rows": zero_rows}
 RESULTS = ("output", "gradient:a", "gradient:b", "gradient:x", "gradient:weight", "gradient:bias")
 SPEC = Spec(
     cases=CASES,
@@ -166,5 +171,7 @@ SPEC = Spec(
     magnitudes=magnitudes,
     transforms=TRANSFORMS,
     illegal=ILLEGAL,
+    empty=EMPTY,
+    writes={"accumulate_into": "output"},
     unread=frozenset({"backend"}),
 )

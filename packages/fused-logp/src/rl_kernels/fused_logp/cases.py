@@ -15,7 +15,6 @@ from rl_kernels.core.testing import (
     Spec,
     Variant,
     options,
-    strides,
 )
 from rl_kernels.fused_logp import reference
 from rl_kernels.fused_logp.illegal import ILLEGAL
@@ -42,6 +41,7 @@ CASES = (
     Case("gpt2-vocabulary", {"batch": 1, "seq": 4, "vocab": 50257}, {"return_stats": True}, suite="full"),
     Case("many-rows", {"batch": 4, "seq": 500, "vocab": 33}, suite="full"),
 )
+EMPTY = (Case("no-rows", {"batch": 0, "seq": 5, "vocab": 33}, {"return_stats": True}),)
 DRAWN = frozenset({"scale", "offset", "minus_inf", "row_indices", "out", "temperature"})
 """Options that shape the inputs; the others are passed on as keyword arguments."""
 
@@ -128,7 +128,6 @@ TRANSFORMS = {
     **ROWS.transforms(),
     "indexed": indexed,
     "temperature": number_as_tensor,
-    "strides": strides,
     "options": options(
         with_statistics={"return_stats": True},
         with_ignore_index={"ignore_index": IGNORED},
@@ -146,8 +145,13 @@ SPEC = Spec(
     magnitudes=magnitudes,
     transforms=TRANSFORMS,
     illegal=ILLEGAL,
+    hygiene=ROWS.hygiene(),
+    empty=EMPTY,
+    writes={"out": "logp"},
+    inplace={"inplace_backward": "logits"},
     unread=frozenset({"out", "reduction", "inplace_backward", "validate", "backend"}),
     output="logp",
+    adds=frozenset({"return_stats"}),
     ids=("token_ids",),
     eager_only=frozenset({"inplace_backward"}),
 )

@@ -10,7 +10,7 @@ import torch
 from rl_kernels.core.testing import Case, Draw, Inputs, Spec
 from rl_kernels.grpo_loss import reference
 from rl_kernels.grpo_loss.illegal import ILLEGAL
-from rl_kernels.grpo_loss.transforms import GRADIENT, TRANSFORMS
+from rl_kernels.grpo_loss.transforms import GRADIENT, HYGIENE, TRANSFORMS
 
 HALF = torch.bfloat16
 FROM = "grpo_loss_from_advantages"
@@ -54,6 +54,11 @@ CASES = (
     Case("many-prompts", _sizes(64, 8, 128), {"beta": 0.04, "density": 0.7}, suite="full"),
     Case("long-completions", _sizes(1, 4, 20000), {"beta": 0.04, "density": 0.9}, suite="full"),
     Case("large-group", _groups(1, 5000), {"group_sizes": (1, 4998, 1)}, GROUPS, suite="full"),
+)
+EMPTY = (
+    Case("no-completions", _sizes(0, 4, 6), {"beta": 0.1}),
+    Case("no-tokens", _sizes(2, 4, 0), {"beta": 0.1}),
+    Case("no-rewards", _groups(0, 4), {}, GROUPS),
 )
 NUMBERS = ("clip_eps", "beta", "eps")
 """Options that are passed on as keyword arguments; the others shape the inputs."""
@@ -159,6 +164,10 @@ SPEC = Spec(
     magnitudes=magnitudes,
     transforms=TRANSFORMS,
     illegal=ILLEGAL,
+    hygiene=HYGIENE,
+    empty=EMPTY,
+    masks=("completion_mask",),
+    on_host=frozenset({"group_boundaries"}),
     unread=frozenset({"validate", "backend"}),
     output="advantages",
 )

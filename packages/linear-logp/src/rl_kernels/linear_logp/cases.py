@@ -16,7 +16,6 @@ from rl_kernels.core.testing import (
     Spec,
     Variant,
     options,
-    strides,
 )
 from rl_kernels.linear_logp import reference
 from rl_kernels.linear_logp.illegal import ILLEGAL
@@ -53,6 +52,7 @@ CASES = (
     Case("llama3-hidden", {"batch": 1, "seq": 3, "hidden": 4096, "vocab": 300}, STATS, suite="full"),
     Case("many-rows", {"batch": 4, "seq": 500, "hidden": 16, "vocab": 33}, {"workspace_mib": 1}, suite="full"),
 )
+EMPTY = (Case("no-rows", {"batch": 0, "seq": 5, "hidden": 16, "vocab": 33}, {**STATS, "bias": True}),)
 DRAWN = frozenset({"scale", "offset", "minus_inf", "bias", "temperature"})
 """Options that shape the inputs; the others are passed on as keyword arguments."""
 
@@ -154,9 +154,7 @@ def _lift(rows: int, name: str, upstream: torch.Tensor) -> torch.Tensor:
 
 TRANSFORMS = {
     **ROWS.transforms(),
-    "appended": appended,
     "temperature": number_as_tensor,
-    "strides": strides,
     "workspace": options(small_workspace={"workspace_mib": 1}, large_workspace={"workspace_mib": 4096}),
     "options": options(
         with_statistics=STATS, with_ignore_index={"ignore_index": IGNORED}, unchecked={"validate": False}
@@ -176,7 +174,10 @@ SPEC = Spec(
     magnitudes=magnitudes,
     transforms=TRANSFORMS,
     illegal=ILLEGAL,
+    hygiene={**ROWS.hygiene(), "appended": appended},
+    empty=EMPTY,
     unread=frozenset({"workspace_mib", "validate", "backend"}),
     output="logp",
+    adds=frozenset({"return_stats"}),
     ids=("target_ids",),
 )

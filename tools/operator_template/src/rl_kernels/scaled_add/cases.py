@@ -6,15 +6,18 @@ from collections.abc import Mapping
 
 import torch
 
-from rl_kernels.core.testing import Case, Draw, Inputs, RowLayout, Spec, strides
+from rl_kernels.core.testing import Case, Draw, Inputs, RowLayout, Spec
 from rl_kernels.scaled_add import reference
 from rl_kernels.scaled_add.illegal import ILLEGAL
+from rl_kernels.scaled_add.mutants import MUTANTS
 
 CASES = (
     Case("plain", {"batch": 6, "width": 33}),
     Case("scaled", {"batch": 3, "width": 7}, {"scale": -2.5}),
     Case("wide", {"batch": 2, "width": 5000}, {"scale": 0.1}, suite="full"),
 )
+
+EMPTY = (Case("no-rows", {"batch": 0, "width": 7}),)
 
 
 def inputs(case: Case, draw: Draw) -> Inputs:
@@ -40,7 +43,9 @@ SPEC = Spec(
     classes=dict.fromkeys(("output", "gradient:x", "gradient:y"), "elementwise"),
     differentiable=("x", "y"),
     magnitudes=magnitudes,
-    transforms={**ROWS.transforms(), "strides": strides},
+    transforms=ROWS.transforms(),
     illegal=ILLEGAL,
+    mutants=MUTANTS,
+    empty=EMPTY,
     unread=frozenset({"backend"}),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,15 @@ Results = dict[str, torch.Tensor]
 class Misbehaved(Exception):
     """A candidate did not answer as an operator must; the message says how."""
 
+    def __init__(self, message: str, traceback: str = "") -> None:
+        super().__init__(message)
+        self.traceback = traceback
+        """Of the exception that the candidate raised, if it did."""
+
+
+def _everything(function: str, argument: str) -> bool:
+    return True
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -30,12 +39,26 @@ class Candidate:
         operator: whose implementation.
         call: ``(function name, keyword arguments) -> result``.
         exempt: relation -> why it is not held to it.
+        judged_on: relations that it is held to; empty for all.
+        takes: ``(function name, argument) -> bool``; calls with an argument that it does not take are skipped.
+        implements: the one function that it implements; None for all of the operator's.
+        backend: the backend that it calls, if it is one.
     """
 
     name: str
     operator: Operator
     call: Callable[[str, Inputs], Any]
     exempt: Mapping[str, str] = field(default_factory=dict)
+    judged_on: Sequence[str] = ()
+    takes: Callable[[str, str], bool] = _everything
+    implements: str | None = None
+    backend: str | None = None
+
+    def exemption(self, relation: str) -> str | None:
+        """Say why it is not held to a relation, or return None."""
+        if self.judged_on and relation not in self.judged_on:
+            return f"{self.name} is judged on {', '.join(self.judged_on)} only"
+        return self.exempt.get(relation)
 
 
 def backend_candidate(operator: Operator, name: str, backend: str, device_type: str) -> Candidate:
@@ -53,7 +76,7 @@ def backend_candidate(operator: Operator, name: str, backend: str, device_type: 
             for relation, promise in needed.items()
             if promise not in promises
         }
-    return Candidate(name, operator, call, exempt)
+    return Candidate(name, operator, call, exempt, backend=backend)
 
 
 def reference_candidate(operator: Operator, spec: Spec) -> Candidate:
@@ -62,8 +85,7 @@ def reference_candidate(operator: Operator, spec: Spec) -> Candidate:
     def call(function: str, inputs: Inputs) -> Any:
         return spec.references[function](**readable(spec, inputs))
 
-    others = ("repeatability", "invariance", "robustness")
-    return Candidate("pytorch", operator, call, dict.fromkeys(others, "the definition promises values, not bits"))
+    return Candidate("pytorch", operator, call, judged_on=("accuracy", "gradients"))
 
 
 def readable(spec: Spec, inputs: Inputs) -> Inputs:
@@ -81,18 +103,27 @@ def _fp64(value: Any) -> Any:
 
 
 class Run:
-    """One call on copies of its inputs: the outputs at once, the gradients when asked for."""
+    """One call on copies of its inputs: the outputs at once, the gradients when asked for.
 
-    def __init__(self, call: Callable[[Inputs], Any], spec: Spec, inputs: Inputs, *, grad: bool = True) -> None:
+    ``leaves`` names the arguments that require grad.
+    """
+
+    def __init__(self, call: Callable[[Inputs], Any], spec: Spec, inputs: Inputs, leaves: Collection[str]) -> None:
         # deepcopy keeps strides and offsets, and shares no storage.
-        self._inputs = copy.deepcopy(inputs)
+        self.inputs = copy.deepcopy(inputs)
         self._leaves = {
             name: value.requires_grad_()
-            for name in spec.differentiable
-            if grad and isinstance(value := self._inputs.get(name), torch.Tensor) and "out" not in inputs
+            for name in leaves
+            if isinstance(value := self.inputs.get(name), torch.Tensor) and not spec.writes.keys() & inputs.keys()
         }
-        self._attached = _guarded("forward", lambda: named(call(self._inputs), spec.output))
+        # A dict of its own: a candidate that edits its keyword arguments must not hide what it did to the tensors.
+        self._attached = guarded("forward", lambda: named(call(dict(self.inputs)), spec.output))
         self.outputs: Results = {name: value.detach().clone() for name, value in self._attached.items()}
+
+    @property
+    def kept(self) -> Results:
+        """The outputs as they are now, which a later call must not have changed."""
+        return {name: value.detach() for name, value in self._attached.items()}
 
     @property
     def attached(self) -> set[str]:
@@ -109,7 +140,7 @@ class Run:
         def backward() -> Any:
             return torch.autograd.grad(outputs, list(self._leaves.values()), list(upstream.values()), allow_unused=True)
 
-        grads = dict(zip(self._leaves, _guarded("backward", backward), strict=True))
+        grads = dict(zip(self._leaves, guarded("backward", backward), strict=True))
         missing = [name for name, grad in grads.items() if grad is None]
         if missing:
             raise Misbehaved(f"no gradient for {', '.join(missing)}")
@@ -132,13 +163,15 @@ def named(result: Any, single: str) -> Results:
     raise Misbehaved(f"expected a tensor or a NamedTuple of tensors, got {type(result).__name__}")
 
 
-def _guarded(phase: str, run: Callable[[], Any]) -> Any:
+def guarded(phase: str, run: Callable[[], Any]) -> Any:
+    """Return what ``run`` returns; whatever it raises becomes ``Misbehaved``, with the traceback."""
     try:
         return run()
     except Misbehaved:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
         raise Misbehaved(
-            f"{phase} raised {type(error).__name__}: {error} ({where.filename}:{where.lineno} in {where.name})"
+            f"{phase} raised {type(error).__name__}: {error} ({where.filename}:{where.lineno} in {where.name})",
+            "".join(traceback.format_exception(error)),
         ) from error

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 
-from rl_kernels.core.check.candidate import Candidate, Results, Run, gold_inputs, readable
+from rl_kernels.core.check.candidate import Candidate, Misbehaved, Results, Run, gold_inputs, readable
 from rl_kernels.core.check.compare import Comparison
-from rl_kernels.core.check.result import Check, Skip
+from rl_kernels.core.check.result import CaseId, Check, Skip
 from rl_kernels.core.contract import DTYPES, Tolerance, contract
-from rl_kernels.core.testing import Case, Draw, Inputs, Spec
+from rl_kernels.core.operator import Call, Operator
+from rl_kernels.core.testing import Case, Draw, Inputs, Spec, spec_of
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,13 @@ class Setting:
     grad_seed: int = 123
     constant: tuple[float, int] | None = None
     """(value, token): fill the differentiable inputs and the ids with these."""
+
+
+def call_of(operator: Operator, setting: Setting) -> Call:
+    """Describe the operator's plainest case to the dispatcher, as it would be on the setting's device."""
+    spec = spec_of(operator)
+    call = operator.describe(**spec.inputs(spec.case(), Draw(DTYPES[setting.dtype], "cpu")))
+    return replace(call, device=setting.device, arch=setting.arch)
 
 
 @dataclass(frozen=True)
@@ -51,7 +59,8 @@ class Cell:
     @cached_property
     def inputs(self) -> Inputs:
         """The case's keyword arguments."""
-        inputs = self.spec.inputs(self.case, self.draw())
+        drawn = self.spec.inputs(self.case, self.draw())
+        inputs = {name: value for name, value in drawn.items() if name not in self.spec.adds or self.takes(name)}
         if self.setting.constant is None:
             return inputs
         value, token = self.setting.constant
@@ -61,15 +70,38 @@ class Cell:
             for name, given in inputs.items()
         }
 
-    def run(self, inputs: Inputs | None = None, *, grad: bool = True) -> Run:
+    def case_id(self, relation: str) -> str:
+        """Return what ``--replay`` takes to run a relation on this cell again."""
+        candidate = self.candidate
+        return str(CaseId(candidate.operator.name, candidate.name, self.setting.dtype, relation, self.case.name))
+
+    def redrawn(self) -> Cell:
+        """Return the same cell with other values."""
+        return replace(self, setting=replace(self.setting, seed=self.setting.seed + 1))
+
+    def takes(self, argument: str) -> bool:
+        """Say whether the candidate takes an argument."""
+        return self.candidate.takes(self.case.function, argument)
+
+    def missing(self, inputs: Inputs | None = None) -> str | None:
+        """Say why the candidate does not take a call (its function, or an optional argument), or return None."""
+        implements = self.candidate.implements
+        if implements not in (None, self.case.function):
+            return f"it does not implement {self.case.function or self.candidate.operator.name}"
+        wanted = self.inputs if inputs is None else inputs
+        absent = [name for name in wanted if not self.takes(name)]
+        return f"its signature has no {', '.join(absent)}" if absent else None
+
+    @property
+    def leaves(self) -> list[str]:
+        """The arguments that require grad."""
+        return [name for name in self.spec.differentiable if name in self.inputs] if self.case.grad else []
+
+    def run(self, inputs: Inputs | None = None, leaves: Collection[str] | None = None) -> Run:
         """Call the candidate."""
         arguments = self.inputs if inputs is None else inputs
-        return Run(
-            lambda kwargs: self.candidate.call(self.case.function, kwargs),
-            self.spec,
-            arguments,
-            grad=grad and self.case.grad,
-        )
+        attached = self.leaves if leaves is None else leaves
+        return Run(lambda kwargs: self.candidate.call(self.case.function, kwargs), self.spec, arguments, attached)
 
     def eager(self) -> Run:
         """Call the reference in the tested dtype."""
@@ -84,13 +116,11 @@ class Cell:
         return self.spec.magnitudes(self.case, gold_inputs(self.spec, self.inputs), upstream)
 
     def _define(self, inputs: Inputs) -> Run:
-        return Run(
-            lambda kwargs: self.spec.references[self.case.function](**kwargs), self.spec, inputs, grad=self.case.grad
-        )
+        return Run(lambda kwargs: self.spec.references[self.case.function](**kwargs), self.spec, inputs, self.leaves)
 
     def upstream(self, run: Run) -> Results:
         """Return an upstream gradient for each output of ``run`` that carries a gradient."""
-        if "out" in self.inputs:
+        if self.spec.writes.keys() & self.inputs.keys():
             return {}
         draw = Draw(torch.float64, self.setting.device, self.setting.grad_seed + self.seed)
         ones = self.setting.grad_mode == "ones"
@@ -116,10 +146,12 @@ class Cell:
         where = (name, self.candidate.name, relation, self.case.name, item, self.setting.dtype)
         return Check(*where, shape, str(tolerance), comparison, self.seed)
 
-    def failed(self, relation: str, item: str, message: str) -> Check:
+    def failed(self, relation: str, item: str, reason: str | Misbehaved) -> Check:
         """Return the record of something that could not be compared."""
-        return self.record(relation, item, (), "-", Comparison(False, message=message))
+        traceback = reason.traceback if isinstance(reason, Misbehaved) else ""
+        return self.record(relation, item, (), "-", Comparison(False, message=str(reason), traceback=traceback))
 
     def skip(self, relation: str, reason: str) -> Skip:
         """Return the record of something that did not run."""
-        return Skip(self.candidate.operator.name, self.candidate.name, relation, self.case.name, reason)
+        candidate = self.candidate
+        return Skip(candidate.operator.name, candidate.name, relation, self.case.name, self.setting.dtype, reason)

@@ -1,23 +1,31 @@
 """``rl-kernels check``: arguments, and what exit status they end in.
 
-0: at least one check ran and every one that ran holds. 1: a check failed, or none ran. 2: unusable arguments, or a
-candidate that cannot run here; said before anything runs.
+0: at least one check ran, every one that ran holds, and no planted bug escaped. 1: a check failed, none ran, or a
+planted bug escaped. 2: unusable arguments, or a candidate that cannot run here; said before anything runs.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
 
 import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from rl_kernels.core.check import report as reports
 from rl_kernels.core.check.candidate import Candidate
 from rl_kernels.core.check.cell import Setting
 from rl_kernels.core.check.relations import RELATIONS
-from rl_kernels.core.check.result import Skip
-from rl_kernels.core.check.suite import Plan, candidates_of, run
+from rl_kernels.core.check.reports.document import as_json
+from rl_kernels.core.check.reports.html import write_html
+from rl_kernels.core.check.reports.junit import write_junit
+from rl_kernels.core.check.reports.text import text
+from rl_kernels.core.check.result import CaseId, Skip
+from rl_kernels.core.check.suite import Part, Plan, candidates_of, run
 from rl_kernels.core.command import Parser, count
 from rl_kernels.core.contract import DTYPES, contract
 from rl_kernels.core.operator import Operator, arch_of
@@ -25,6 +33,7 @@ from rl_kernels.core.registry import UnknownOperator, kernel_registry
 from rl_kernels.core.testing import spec_of
 
 USAGE = 2
+CHOSEN_BY_REPLAY = ("op", "candidate", "dtype", "relation", "suite", "check_grad", "list")
 
 
 def parser(operators: Sequence[Operator]) -> Parser:
@@ -32,12 +41,15 @@ def parser(operators: Sequence[Operator]) -> Parser:
     made = Parser("rl-kernels check", "Hold implementations of the operators to the tolerance contract.")
     made.add_argument("--op", action="append", metavar="NAME", help="operator (default: every installed one)")
     made.add_argument(
-        "--candidate", action="append", metavar="NAME", help="pytorch, auto, all, cuda, or a backend (default: auto)"
+        "--candidate",
+        action="append",
+        metavar="NAME",
+        help="pytorch, auto, all, cuda, a backend, or your own MODULE:CALLABLE or file.py:callable (default: auto)",
     )
-    made.add_argument("--dtype", choices=DTYPES, default="fp32")
+    made.add_argument("--dtype", nargs="+", choices=DTYPES, help="default: fp32")
     made.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 (default: auto)")
     made.add_argument("--arch-key", help="key of the tolerance contract (default: that of the device)")
-    made.add_argument("--suite", choices=("quick", "full"), default="quick")
+    made.add_argument("--suite", choices=("quick", "full"), help="full: all cases, gradients, and planted bugs")
     made.add_argument("--relation", nargs="+", choices=RELATIONS, metavar="NAME", help=f"of {', '.join(RELATIONS)}")
     made.add_argument("--check-grad", action="store_true", help="check gradients too (implied by --suite full)")
     made.add_argument("--grad-mode", choices=("random", "ones"), default="random", help="upstream gradients")
@@ -47,7 +59,10 @@ def parser(operators: Sequence[Operator]) -> Parser:
     made.add_argument("--constant-value", type=float, default=0.25)
     made.add_argument("--token-value", type=count(0), default=0)
     made.add_argument("--json", action="store_true", help="print the report as strict JSON, and nothing else")
-    made.add_argument("--list", action="store_true", help="print what would run, and run nothing")
+    made.add_argument("--junit", type=_writable, metavar="FILE", help="also write the report as JUnit XML")
+    made.add_argument("--html", type=_writable, metavar="FILE", help="also write the report as one HTML file")
+    made.add_argument("--list", action="store_true", help="print the id of each case that would run, and run nothing")
+    made.add_argument("--replay", metavar="CASE_ID", help="run one relation on one case again, by its id in --list")
     shapes = made.add_argument_group("shapes", "replace the sizes of every case that has them")
     for name in dict.fromkeys(size for operator in operators for size in spec_of(operator).size_names()):
         shapes.add_argument(f"--{name.replace('_', '-')}", dest=f"size_{name}", type=count(1), metavar="N")
@@ -66,23 +81,66 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given.list:
         print("\n".join(plan.names()))
         return 0
-    report = run(plan, skips)
-    print(reports.as_json(report) if given.json else "\n".join(reports.text(report)))
+    # What a candidate prints must not mix with the report.
+    with redirect_stdout(sys.stderr), _progress(sum(1 for _ in plan.cells()) * len(plan.relations)) as progress:
+        report = run(plan, skips, progress)
+    if given.junit:
+        write_junit(report, given.junit)
+    if given.html:
+        write_html(report, given.html)
+    print(as_json(report) if given.json else "\n".join(text(report)))
     return 0 if report.passed else 1
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[str], None]]:
+    """Show on a terminal, and nowhere else, what runs."""
+    console = Console(stderr=True)
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=total)
+
+        def advance(what: str) -> None:
+            bar.update(task, advance=1, description=what, total=max(total, bar.tasks[task].completed + 1))
+
+        yield advance
+
+
+def _writable(text: str) -> Path:
+    path = Path(text)
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"expected a file that can be written, got {text!r}")
+    return path
+
+
+def _case_id(text: str) -> CaseId:
+    try:
+        wanted = CaseId.parse(text)
+    except ValueError as error:
+        raise ValueError(f"--replay: {error}") from error
+    for part, known in ((wanted.dtype, DTYPES), (wanted.relation, RELATIONS)):
+        if part not in known:
+            raise ValueError(f"--replay: expected one of {', '.join(known)}, got {part!r} in {text!r}")
+    return wanted
 
 
 def _operators(argv: Sequence[str] | None) -> list[Operator]:
     """Return the operators that the arguments name: their cases say which shape flags there are."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--op", action="append", default=[])
-    named = first.parse_known_args(argv)[0].op
+    first.add_argument("--replay")
+    given = first.parse_known_args(argv)[0]
+    named = [_case_id(given.replay).operator] if given.replay else given.op
     found = [kernel_registry.load(name) for name in named or kernel_registry.names()]
     if not found:
         raise ValueError("no operator is installed; for example: pip install rl-kernels-fused-logp")
-    return found
+    return list({operator.name: operator for operator in found}.values())
 
 
 def _plan(given: argparse.Namespace, operators: Sequence[Operator]) -> tuple[Plan, list[Skip]]:
+    case = ""
+    if given.replay:
+        case = _replayed(given)
     device = _device(given.device)
     arch = given.arch_key or arch_of(device.type, device.index)
     if arch not in contract().archs:
@@ -90,17 +148,45 @@ def _plan(given: argparse.Namespace, operators: Sequence[Operator]) -> tuple[Pla
     sizes = {name.removeprefix("size_"): n for name, n in vars(given).items() if name.startswith("size_") and n}
     constant = (given.constant_value, given.token_value) if given.input_mode == "constant" else None
     _token_in_vocabulary(constant, sizes, operators)
-    setting = Setting(given.dtype, device, arch, seed=given.seed, grad_mode=given.grad_mode, grad_seed=given.grad_seed)
-    found: list[Candidate] = []
+    names = given.candidate or ["auto"]
+    _one_operator_for_users(names, operators)
+    parts: list[Part] = []
     skips: list[Skip] = []
-    for operator in operators:
-        candidates, left_out = candidates_of(operator, given.candidate or ["auto"], setting)
-        found += candidates
-        skips += left_out
+    for dtype in dict.fromkeys(given.dtype or ["fp32"]):
+        setting = Setting(dtype, device, arch, given.seed, given.grad_mode, given.grad_seed)
+        found: list[Candidate] = []
+        for operator in operators:
+            candidates, left_out = candidates_of(operator, names, setting)
+            found += candidates
+            skips += left_out
+        parts.append(Part(setting, found))
+    suite = given.suite or "quick"
     relations = given.relation or [
-        name for name in RELATIONS if name != "gradients" or given.check_grad or given.suite == "full"
+        name for name in RELATIONS if name != "gradients" or given.check_grad or suite == "full"
     ]
-    return Plan(found, setting, relations, given.suite, sizes, constant), skips
+    plan = Plan(parts, relations, suite, sizes, constant, case, plants_bugs=suite == "full" and not given.relation)
+    if case and not any(plan.cells()):
+        hint = "" if constant or not case.endswith(", constant") else " without --input-mode constant"
+        raise ValueError(f"--replay: {operators[0].name} has no case {case!r}{hint}")
+    return plan, skips
+
+
+def _replayed(given: argparse.Namespace) -> str:
+    """Let the case id choose operator, candidate, dtype and relation; return the case's name."""
+    chosen = [name for name in CHOSEN_BY_REPLAY if getattr(given, name)]
+    if chosen:
+        flags = ", ".join("--" + name.replace("_", "-") for name in chosen)
+        raise ValueError(f"--replay: cannot be combined with {flags}")
+    wanted = _case_id(given.replay)
+    given.candidate, given.dtype, given.relation = [wanted.candidate], [wanted.dtype], [wanted.relation]
+    given.suite = "full"
+    return wanted.case
+
+
+def _one_operator_for_users(names: Sequence[str], operators: Sequence[Operator]) -> None:
+    for name in names:
+        if ":" in name and len(operators) > 1:
+            raise ValueError(f"--candidate {name}: say which operator it implements, with --op")
 
 
 def _device(name: str) -> torch.device:

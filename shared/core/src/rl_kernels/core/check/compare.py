@@ -18,13 +18,25 @@ ROUNDING = 4 * 2.0**-24
 
 @dataclass(frozen=True)
 class Comparison:
-    """What one comparison showed; ``message`` is empty if it holds."""
+    """What one comparison showed.
+
+    Attributes:
+        passed: whether it holds.
+        max_abs: largest absolute error; NaN where nothing was measured.
+        mean_abs: mean absolute error.
+        max_rel: largest relative error.
+        message: what is wrong; empty if it holds.
+        worst: the element with the largest error, or the first that differs in bits.
+        traceback: of the exception that the candidate raised, if it did.
+    """
 
     passed: bool
     max_abs: float = nan
     mean_abs: float = nan
     max_rel: float = nan
     message: str = ""
+    worst: str = ""
+    traceback: str = ""
 
 
 def described(candidate: object, expected: torch.Tensor) -> str | None:
@@ -62,28 +74,54 @@ def accuracy(
     if wrong:
         return Comparison(False, message=wrong)
     if not gold.numel():
-        return Comparison(True, 0.0, 0.0, 0.0)
+        return Comparison(False, message="an empty result proves nothing")
     value, special = candidate.double(), ~gold.isfinite()
     if not _same_special(value, gold, special):
-        return Comparison(False, message=_at("NaN or inf in one but not the other", value != gold, candidate, gold))
+        differ = torch.where(gold.isnan(), ~value.isnan(), value != gold) & (special | ~value.isfinite())
+        where = _at(differ, candidate, gold)
+        return Comparison(False, message=f"NaN or inf in one but not the other: {where}", worst=where)
     error = torch.where(special, 0.0, value - gold).abs()
     finite = torch.where(special, 0.0, gold)
     slack = ulp(finite, eager.dtype) + ROUNDING * torch.where(special, 0.0, magnitude)
     plain = torch.where(special, 0.0, eager.double() - gold).abs()
     factor = FACTORS[direction]
-    rules = {
-        "outside the contract's fence": error > tolerance.atol + tolerance.rtol * finite.abs(),
-        f"worse than {factor:g}x the worst element of eager PyTorch": error > factor * plain.nan_to_num().max() + slack,
+    limits = {
+        "outside the contract's fence": tolerance.atol + tolerance.rtol * finite.abs(),
+        f"worse than {factor:g}x the worst element of eager PyTorch": factor * plain.nan_to_num().max() + slack,
     }
     relative = torch.where(finite == 0, 0.0, error / finite.abs())
     numbers = float(error.max()), float(error.mean()), float(relative.max())
-    for rule, broken in rules.items():
+    worst = _at(error == error.max(), candidate, gold)
+    for rule, limit in limits.items():
+        broken = error > limit
         if broken.any():
-            return Comparison(False, *numbers, _at(rule, broken, candidate, gold))
+            off = f"off by {float(error[broken][0]):.3g}, allowed {float(limit[broken][0]):.3g}"
+            return Comparison(False, *numbers, f"{rule}: {_at(broken, candidate, gold)}, {off}", worst)
     budget = factor * plain.nan_to_num().norm() + slack.norm()
     if error.norm() > budget:
-        return Comparison(False, *numbers, f"L2 error {error.norm():.3g} over {budget:.3g} (relative rule)")
-    return Comparison(True, *numbers)
+        return Comparison(False, *numbers, f"L2 error {error.norm():.3g} over {budget:.3g} (relative rule)", worst)
+    return Comparison(True, *numbers, worst=worst)
+
+
+def parity(candidate: torch.Tensor, other: torch.Tensor, tolerance: Tolerance) -> Comparison:
+    """Hold two backends' results to the contract's row for both: ``|a - b| <= atol + rtol |b|``."""
+    wrong = described(candidate, other)
+    if wrong:
+        return Comparison(False, message=wrong)
+    if not other.numel():
+        return Comparison(False, message="an empty result proves nothing")
+    value, expected = candidate.double(), other.double()
+    special = ~expected.isfinite()
+    if not _same_special(value, expected, special):
+        return Comparison(False, message="NaN or inf in one but not the other")
+    error = torch.where(special, 0.0, value - expected).abs()
+    size = torch.where(special, 0.0, expected).abs()
+    relative = torch.where(size == 0, 0.0, error / size)
+    numbers = float(error.max()), float(error.mean()), float(relative.max())
+    worst = _at(error == error.max(), candidate, other)
+    if (error > tolerance.atol + tolerance.rtol * size).any():
+        return Comparison(False, *numbers, f"outside the contract's fence: {worst}", worst)
+    return Comparison(True, *numbers, worst=worst)
 
 
 def _same_special(value: torch.Tensor, gold: torch.Tensor, special: torch.Tensor) -> bool:
@@ -112,22 +150,15 @@ def bits(candidate: torch.Tensor, expected: torch.Tensor) -> Comparison:
     differ = left != right
     error = (candidate.double() - expected.double()).abs()
     relative = (error / expected.double().abs()).nan_to_num(0.0, 0.0)
-    message = (
-        f"{int(differ.sum())} of {differ.numel()} elements differ in bits; {_at('first', differ, candidate, expected)}"
-    )
     first = int(differ.flatten().nonzero()[0])
     distance = abs(int(left.flatten()[first]) - int(right.flatten()[first]))
-    return Comparison(
-        False,
-        float(error.nan_to_num().max()),
-        float(error.nan_to_num().mean()),
-        float(relative.max()),
-        f"{message}, {distance} ULP",
-    )
+    worst = f"{_at(differ, candidate, expected)}, {distance} ULP"
+    numbers = float(error.nan_to_num().max()), float(error.nan_to_num().mean()), float(relative.max())
+    message = f"{int(differ.sum())} of {differ.numel()} elements differ in bits; first: {worst}"
+    return Comparison(False, *numbers, message, worst)
 
 
-def _at(what: str, where: torch.Tensor, candidate: torch.Tensor, expected: torch.Tensor) -> str:
-    if not where.any():
-        return what
+def _at(where: torch.Tensor, candidate: torch.Tensor, expected: torch.Tensor) -> str:
+    """Say what stands at the first place where ``where`` holds."""
     index = tuple(int(i) for i in where.nonzero()[0])
-    return f"{what}: at {list(index)} got {float(candidate[index]):.9g}, expected {float(expected[index]):.9g}"
+    return f"at {list(index)} got {float(candidate[index]):.9g}, expected {float(expected[index]):.9g}"

@@ -1,10 +1,33 @@
-"""What a check leaves behind: one record for each thing compared, and one for each thing left out."""
+"""What a check leaves behind: records of what was compared, of what was left out, and of planted bugs."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from rl_kernels.core.check.compare import Comparison
+
+
+class CaseId(NamedTuple):
+    """Names one relation on one case: ``operator/candidate/dtype/relation/case``."""
+
+    operator: str
+    candidate: str
+    dtype: str
+    relation: str
+    case: str
+
+    def __str__(self) -> str:
+        return "/".join(self)
+
+    @classmethod
+    def parse(cls, text: str) -> CaseId:
+        """Take a printed id apart; ``ValueError`` if it has too few parts."""
+        # A candidate may be the path of a file; the other parts hold no slash.
+        operator, *candidate, dtype, relation, case = text.split("/") if text.count("/") >= 4 else [""] * 5
+        if not all((operator, *candidate, dtype, relation, case)):
+            raise ValueError(f"expected OPERATOR/CANDIDATE/DTYPE/RELATION/CASE, got {text!r}")
+        return cls(operator, "/".join(candidate), dtype, relation, case)
 
 
 @dataclass(frozen=True)
@@ -27,6 +50,11 @@ class Check:
         """Whether the comparison holds."""
         return self.comparison.passed
 
+    @property
+    def case_id(self) -> str:
+        """What ``--replay`` takes to run this relation on this case again."""
+        return str(CaseId(self.operator, self.candidate, self.dtype, self.relation, self.case))
+
 
 @dataclass(frozen=True)
 class Skip:
@@ -36,7 +64,27 @@ class Skip:
     candidate: str
     relation: str
     case: str
+    dtype: str
     reason: str
 
 
 Record = Check | Skip
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """What became of a planted bug.
+
+    Attributes:
+        operator: in which operator.
+        candidate: the honest implementation that was spoilt.
+        dtype: of the cases.
+        name: of the bug.
+        caught: the first failed check that the honest implementation passes; None if the bug escaped.
+    """
+
+    operator: str
+    candidate: str
+    dtype: str
+    name: str
+    caught: Check | None

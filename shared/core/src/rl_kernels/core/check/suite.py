@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from rl_kernels.core.check.candidate import Candidate, backend_candidate, reference_candidate
-from rl_kernels.core.check.cell import Cell, Setting
-from rl_kernels.core.check.relations import RELATIONS
-from rl_kernels.core.check.result import Check, Record, Skip
-from rl_kernels.core.contract import DTYPES
+from rl_kernels.core.check.cell import Cell, Setting, call_of
+from rl_kernels.core.check.mutation import plant_bugs
+from rl_kernels.core.check.relations import exempt, hold
+from rl_kernels.core.check.result import Check, Mutation, Record, Skip
+from rl_kernels.core.check.user import user_candidate
 from rl_kernels.core.dispatch import AUTO, Verdict, explain_call
-from rl_kernels.core.operator import Backend, Call, Operator
-from rl_kernels.core.testing import Draw, Spec, spec_of
+from rl_kernels.core.operator import Backend, Call, Operator, arch_of
+from rl_kernels.core.testing import Spec, spec_of
 
 
 class CannotRun(ValueError):
@@ -20,44 +23,72 @@ class CannotRun(ValueError):
 
 
 @dataclass(frozen=True)
+class Part:
+    """The candidates of one setting; a run has a part for each dtype."""
+
+    setting: Setting
+    candidates: Sequence[Candidate]
+
+
+@dataclass(frozen=True)
 class Plan:
     """What to run: everything is known to be usable before anything runs."""
 
-    candidates: Sequence[Candidate]
-    setting: Setting
+    parts: Sequence[Part]
     relations: Sequence[str]
     suite: str = "quick"
     sizes: Mapping[str, int] = field(default_factory=dict)
     constant: tuple[float, int] | None = None
     """Also fill the inputs of every case with these."""
+    case: str = ""
+    """Run this case alone."""
+    plants_bugs: bool = False
+    """Also plant bugs, which the checks must catch."""
+
+    @property
+    def setting(self) -> Setting:
+        """The setting of the first part; the others differ from it by dtype only."""
+        return self.parts[0].setting
+
+    @property
+    def dtypes(self) -> list[str]:
+        """The dtypes of all parts."""
+        return [part.setting.dtype for part in self.parts]
 
     def cells(self) -> Iterator[Cell]:
         """Yield a cell for each candidate and case."""
-        for candidate in self.candidates:
-            spec = spec_of(candidate.operator)
-            for case in spec.cases:
-                if self.suite == "full" or case.suite == "quick":
-                    resized = case.resized({name: n for name, n in self.sizes.items() if name in case.sizes})
-                    yield Cell(candidate, spec, resized, self.setting)
-                    if self.constant is not None:
-                        filled = replace(resized, name=f"{case.name}, constant")
-                        yield Cell(candidate, spec, filled, replace(self.setting, constant=self.constant))
+        for part in self.parts:
+            for candidate in part.candidates:
+                for cell in self.of(candidate, part.setting):
+                    if self.case in ("", cell.case.name):
+                        yield cell
+
+    def of(self, candidate: Candidate, setting: Setting) -> Iterator[Cell]:
+        """Yield the cells of one candidate."""
+        spec = spec_of(candidate.operator)
+        for case in spec.cases:
+            if self.suite == "full" or case.suite == "quick":
+                resized = case.resized({name: n for name, n in self.sizes.items() if name in case.sizes})
+                yield Cell(candidate, spec, resized, setting)
+                if self.constant is not None:
+                    filled = replace(resized, name=f"{case.name}, constant")
+                    yield Cell(candidate, spec, filled, replace(setting, constant=self.constant))
 
     def names(self) -> Iterator[str]:
-        """Yield ``operator/candidate/dtype/relation/case`` for everything that would run."""
+        """Yield the case id of everything that would run."""
         for cell in self.cells():
             for relation in self.relations:
                 if not exempt(cell, relation):
-                    where = (cell.candidate.operator.name, cell.candidate.name, self.setting.dtype, relation)
-                    yield "/".join((*where, cell.case.name))
+                    yield cell.case_id(relation)
 
 
 @dataclass(frozen=True)
 class Report:
-    """The records of a run."""
+    """The records of a run, and what became of the bugs planted in it."""
 
     plan: Plan
     records: tuple[Record, ...]
+    mutations: tuple[Mutation, ...] = ()
 
     @property
     def checks(self) -> list[Check]:
@@ -71,13 +102,37 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """At least one check ran, and every one that ran holds."""
-        return bool(self.checks) and all(check.passed for check in self.checks)
+        """At least one check ran, every one that ran holds, and no planted bug escaped."""
+        holds = bool(self.checks) and all(check.passed for check in self.checks)
+        return holds and all(mutation.caught for mutation in self.mutations)
 
     @property
     def pass_rate(self) -> float:
         """Share of the checks that hold, 0 if none ran."""
         return sum(check.passed for check in self.checks) / max(len(self.checks), 1)
+
+    @property
+    def mutation_score(self) -> float | None:
+        """Share of the planted bugs that were caught, None if none was planted."""
+        if not self.mutations:
+            return None
+        return sum(mutation.caught is not None for mutation in self.mutations) / len(self.mutations)
+
+    def replay(self, check: Check) -> str:
+        """Return the command that runs a check's relation on its case again, on the same inputs."""
+        plan, setting = self.plan, self.plan.setting
+        words = ["rl-kernels", "check", "--replay", check.case_id, "--device", str(setting.device)]
+        words += ["--seed", str(setting.seed), "--grad-seed", str(setting.grad_seed)]
+        if setting.grad_mode != "random":
+            words += ["--grad-mode", setting.grad_mode]
+        if setting.arch != arch_of(setting.device.type, setting.device.index):
+            words += ["--arch-key", setting.arch]
+        for name, size in plan.sizes.items():
+            words += [f"--{name.replace('_', '-')}", str(size)]
+        if plan.constant is not None:
+            value, token = plan.constant
+            words += ["--input-mode", "constant", "--constant-value", str(value), "--token-value", str(token)]
+        return shlex.join(words)
 
 
 def candidates_of(operator: Operator, names: Sequence[str], setting: Setting) -> tuple[list[Candidate], list[Skip]]:
@@ -86,9 +141,7 @@ def candidates_of(operator: Operator, names: Sequence[str], setting: Setting) ->
     Raises:
         CannotRun: a candidate asked for by name does not exist or cannot run here.
     """
-    spec = spec_of(operator)
-    call = operator.describe(**spec.inputs(spec.case(), Draw(DTYPES[setting.dtype], "cpu")))
-    call = replace(call, device=setting.device, arch=setting.arch)
+    spec, call = spec_of(operator), call_of(operator, setting)
     found: list[Candidate] = []
     skips: list[Skip] = []
     for name in names:
@@ -99,11 +152,13 @@ def candidates_of(operator: Operator, names: Sequence[str], setting: Setting) ->
             try:
                 found.append(_candidate(operator, spec, each, call))
             except CannotRun as error:
-                skips.append(Skip(operator.name, each, "all", "all", str(error)))
+                skips.append(Skip(operator.name, each, "all", "all", setting.dtype, str(error)))
     return found, skips
 
 
 def _candidate(operator: Operator, spec: Spec, name: str, call: Call) -> Candidate:
+    if ":" in name:
+        return _users(operator, name)
     if name == "pytorch":
         return reference_candidate(operator, spec)
     if name == AUTO:
@@ -124,22 +179,33 @@ def _candidate(operator: Operator, spec: Spec, name: str, call: Call) -> Candida
     raise CannotRun(f"--candidate {name}: {operator.name} cannot run it here: {reasons}")
 
 
+def _users(operator: Operator, name: str) -> Candidate:
+    try:
+        return user_candidate(operator, name)
+    except ValueError as error:
+        raise CannotRun(f"--candidate {name}: {error}") from error
+
+
 def _asked_for(backend: Backend, call: Call) -> Verdict:
     reason = backend.why_not(call)
     return Verdict(backend.name, reason, chosen=reason is None)
 
 
-def run(plan: Plan, skips: Sequence[Skip] = (), progress: Callable[[Cell], None] = lambda cell: None) -> Report:
-    """Run every relation of the plan on every cell."""
+def run(plan: Plan, skips: Sequence[Skip] = (), progress: Callable[[str], None] = lambda what: None) -> Report:
+    """Run every relation of the plan on every cell, then plant bugs if the plan asks for it."""
     records: list[Record] = list(skips)
     for cell in plan.cells():
-        progress(cell)
         for relation in plan.relations:
-            reason = exempt(cell, relation)
-            records += [cell.skip(relation, reason)] if reason else RELATIONS[relation](cell)
-    return Report(plan, tuple(records))
-
-
-def exempt(cell: Cell, relation: str) -> str | None:
-    """Say why a candidate or an operator is not held to a relation, or return None."""
-    return cell.candidate.exempt.get(relation) or cell.spec.exempt.get(relation)
+            progress(cell.case_id(relation))
+            records += hold(cell, relation)
+    mutations: list[Mutation] = []
+    # The quick cases must catch them: they are what a developer runs.
+    quick = replace(plan, suite="quick")
+    for part in plan.parts if plan.plants_bugs else ():
+        for operator in {candidate.operator.name: candidate.operator for candidate in part.candidates}.values():
+            for found in plant_bugs(operator, partial(quick.of, setting=part.setting), part.setting, progress):
+                if isinstance(found, Mutation):
+                    mutations.append(found)
+                else:
+                    records.append(found)
+    return Report(plan, tuple(records), tuple(mutations))

@@ -5,6 +5,7 @@ from rl_kernels.core.testing.draw import Draw
 from rl_kernels.core.testing.illegal import illegal_ids, illegal_temperatures
 from rl_kernels.core.testing.layouts import Chunks, Layout, Packed, chunk, pack, pad, permute
 from rl_kernels.core.testing.references import (
+    INTEGERS,
     Drift,
     bits_of,
     drift,
@@ -14,12 +15,28 @@ from rl_kernels.core.testing.references import (
     reference_kl,
     selected_logprobs,
 )
-from rl_kernels.core.testing.spec import Case, IllegalCall, Inputs, Spec, Transform, Variant, edited, given, spec_of
+from rl_kernels.core.testing.spec import (
+    Bug,
+    Case,
+    IllegalCall,
+    Inputs,
+    Mutants,
+    Spec,
+    Transform,
+    Variant,
+    edited,
+    given,
+    spec_of,
+)
 from rl_kernels.core.testing.state import poisoned_empty, torch_threads
-from rl_kernels.core.testing.transforms import IGNORED, RowLayout, options, strides
+from rl_kernels.core.testing.storage import STORAGE
+from rl_kernels.core.testing.transforms import IGNORED, RowLayout, options
 
 __all__ = [
     "IGNORED",
+    "INTEGERS",
+    "STORAGE",
+    "Bug",
     "Case",
     "Chunks",
     "Draw",
@@ -27,6 +44,7 @@ __all__ = [
     "IllegalCall",
     "Inputs",
     "Layout",
+    "Mutants",
     "Packed",
     "RLBatch",
     "RowLayout",
@@ -52,6 +70,5 @@ __all__ = [
     "reference_kl",
     "selected_logprobs",
     "spec_of",
-    "strides",
     "torch_threads",
 ]

@@ -104,6 +104,30 @@ class IllegalCall:
 
 
 @dataclass(frozen=True)
+class Bug:
+    """A planted bug: ``old``, which stands in the source of a backend exactly once, becomes ``new``."""
+
+    name: str
+    old: str
+    new: str
+
+
+@dataclass(frozen=True)
+class Mutants:
+    """Bugs of a backend that the checker must catch, each planted in a copy of it.
+
+    Attributes:
+        backend: name of the backend.
+        modules: its source, as dotted names, each before those that import it; the last is the backend's own.
+        bugs: each changes one of the modules.
+    """
+
+    backend: str
+    modules: Sequence[str]
+    bugs: Sequence[Bug]
+
+
+@dataclass(frozen=True)
 class Spec:
     """Everything the checker knows about an operator.
 
@@ -119,9 +143,17 @@ class Spec:
             element is, all FP64: how far rounding alone can move it.
         transforms: by name, the layouts that may change no bit.
         illegal: calls that must raise.
+        mutants: by backend, bugs that the checker must catch.
+        hygiene: by name, transforms that put garbage where nothing may be read.
+        empty: cases whose results have no elements, or are sums of none.
+        writes: argument -> the result that it holds after the call.
+        inplace: option -> the argument that it lets the backward overwrite.
         unread: arguments that choose how to compute, not what: the reference does not take them.
         output: what a result that is a single tensor is called.
+        adds: options that only add outputs: an implementation that does not take one is called without it.
         ids: arguments that hold token ids.
+        masks: arguments that are masks.
+        on_host: arguments that may lie on the host, which a captured CUDA graph cannot copy.
         eager_only: options that torch.compile must refuse, naming the option.
         exempt: relation name -> why this operator is not held to it.
     """
@@ -134,15 +166,28 @@ class Spec:
     magnitudes: Callable[[Case, Inputs, Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
     transforms: Mapping[str, Transform]
     illegal: Sequence[IllegalCall]
+    mutants: Sequence[Mutants] = ()
+    hygiene: Mapping[str, Transform] = field(default_factory=dict)
+    empty: Sequence[Case] = ()
+    writes: Mapping[str, str] = field(default_factory=dict)
+    inplace: Mapping[str, str] = field(default_factory=dict)
     unread: frozenset[str] = frozenset()
     output: str = "output"
+    adds: frozenset[str] = frozenset()
     ids: Sequence[str] = ()
+    masks: Sequence[str] = ()
+    on_host: frozenset[str] = frozenset()
     eager_only: frozenset[str] = frozenset()
     exempt: Mapping[str, str] = field(default_factory=dict)
 
     def case(self, name: str = "") -> Case:
         """Return a case by name, by default the first."""
         return next(case for case in self.cases if name in ("", case.name))
+
+    def overwritten(self, inputs: Inputs) -> set[str]:
+        """Return the arguments that this call may write to."""
+        inplace = {argument for option, argument in self.inplace.items() if inputs.get(option)}
+        return inplace | (self.writes.keys() & inputs.keys())
 
     def size_names(self) -> tuple[str, ...]:
         """Return the shape flags that the cases use, in order of appearance."""

@@ -39,9 +39,19 @@ class RowLayout:
 
     def transforms(self) -> dict[str, Transform]:
         """Return the standard transforms of rows by name."""
-        plain = {"alone": _alone, "batch": _batch, "position": _position, "neighbours": _neighbours, "chunks": _chunks}
-        named = {**plain, "padding": _padding, **({"masked": _masked} if self.ids else {})}
+        named = {
+            "alone": _alone,
+            "batch": _batch,
+            "position": _position,
+            "neighbours": _neighbours,
+            "chunks": _chunks,
+            "padding": _padding,
+        }
         return {name: self._bind(transform) for name, transform in named.items()}
+
+    def hygiene(self) -> dict[str, Transform]:
+        """Return the transforms that put garbage where nothing may be read, by name."""
+        return {"masked": self._bind(_masked)} if self.ids else {}
 
     def _bind(self, transform: RowTransform) -> Transform:
         def variants(case: Case, inputs: Inputs, draw: Draw) -> Iterator[Variant]:
@@ -169,20 +179,6 @@ def _chunks(rows: Rows, draw: Draw) -> Iterator[Variant]:
     cut = draw.integer(1, rows.count)
     yield rows.variant(f"rows before the cut at {cut}", torch.arange(cut))
     yield rows.variant(f"rows from the cut at {cut}", torch.arange(cut, rows.count))
-
-
-def strides(case: Case, inputs: Inputs, draw: Draw) -> Iterator[Variant]:
-    """Every tensor spread over every other element of its storage; then each matrix stored column by column."""
-    tensors = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor) and value.ndim}
-    yield Variant("every other element", {**inputs, **{name: _spread(value) for name, value in tensors.items()}})
-    swapped = {name: value.mT.contiguous().mT for name, value in tensors.items() if value.ndim >= 2}
-    if swapped:
-        yield Variant("stored column by column", {**inputs, **swapped})
-
-
-def _spread(value: torch.Tensor) -> torch.Tensor:
-    wide = value.new_empty(*value.shape[:-1], 2 * value.shape[-1])
-    return wide[..., ::2].copy_(value)
 
 
 def options(**named: Mapping[str, object]) -> Transform:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -13,7 +13,7 @@ from rl_kernels.core.check.cell import Cell
 from rl_kernels.core.check.compare import Comparison
 from rl_kernels.core.check.result import Check, Record
 from rl_kernels.core.contract import Tolerance
-from rl_kernels.core.testing import Case, Draw, Inputs, Variant, torch_threads
+from rl_kernels.core.testing import Case, Draw, Inputs, Transform, Variant, torch_threads
 
 RUNS = 20
 """Calls that repeatability compares."""
@@ -34,7 +34,7 @@ def repeatability(cell: Cell) -> Iterator[Record]:
                 if item not in found or found[item].passed:
                     found[item] = compare.bits(again[item], value) if item in again else MISSING
     except Misbehaved as error:
-        yield cell.failed("repeatability", "run", str(error))
+        yield cell.failed("repeatability", "run", error)
         return
     for item, comparison in found.items():
         tolerance = cell.tolerance("repeatability", item)
@@ -66,19 +66,42 @@ def invariance(cell: Cell) -> Iterator[Record]:
         upstream = cell.upstream(base)
         expected = base.results(upstream)
     except Misbehaved as error:
-        yield cell.failed("invariance", "base", str(error))
+        yield cell.failed("invariance", "base", error)
         return
-    applied = False
-    for name, transform in {**cell.spec.transforms, **_THREADS}.items():
+    records = list(unchanged_by({**cell.spec.transforms, **_THREADS}, "invariance", cell, expected, upstream))
+    yield from records or [cell.skip("invariance", "no transform applies to this case")]
+    if upstream:
+        yield from _without_gradient(cell, base.outputs)
+
+
+def _without_gradient(cell: Cell, expected: Results) -> Iterator[Record]:
+    """Compare with a call of inputs that require no gradient."""
+    try:
+        found = cell.run(leaves=[]).outputs
+    except Misbehaved as error:
+        yield cell.failed("invariance", "without gradient", error)
+        return
+    for item, value in expected.items():
+        comparison = compare.bits(found[item], value) if item in found else MISSING
+        yield cell.record("invariance", f"{item} without gradient", tuple(value.shape), _row(cell, item), comparison)
+
+
+def unchanged_by(
+    transforms: Mapping[str, Transform], relation: str, cell: Cell, expected: Results, upstream: Results
+) -> Iterator[Record]:
+    """Yield a record for each transform that applies: its variants' results have the bits of ``expected``."""
+    for name, transform in transforms.items():
         variants = list(transform(cell.case, cell.inputs, cell.draw(salt=1)))
-        if variants:
-            applied = True
-            yield _invariant(cell, name, variants, expected, upstream)
-    if not applied:
-        yield cell.skip("invariance", "no transform applies to this case")
+        accepted = [variant for variant in variants if not cell.missing(variant.inputs)]
+        if variants and not accepted:
+            yield cell.skip(relation, f"{name}: {cell.missing(variants[0].inputs)}")
+        elif variants:
+            yield _unchanged(cell, relation, name, accepted, expected, upstream)
 
 
-def _invariant(cell: Cell, name: str, variants: list[Variant], expected: Results, upstream: Results) -> Check:
+def _unchanged(
+    cell: Cell, relation: str, name: str, variants: list[Variant], expected: Results, upstream: Results
+) -> Check:
     compared = 0
     for variant in variants:
         try:
@@ -87,17 +110,17 @@ def _invariant(cell: Cell, name: str, variants: list[Variant], expected: Results
                 found = cell.run(variant.inputs).results(lifted)
             pairs = list(_pairs(variant, found, expected))
         except Misbehaved as error:
-            return cell.failed("invariance", name, f"{variant.label}: {error}")
+            return cell.failed(relation, name, Misbehaved(f"{variant.label}: {error}", error.traceback))
         compared += len(pairs)
         for item, part, whole in pairs:
             comparison = compare.bits(part, whole)
             if not comparison.passed:
                 failed = replace(comparison, message=f"{variant.label}, {item}: {comparison.message}")
-                return cell.record("invariance", name, tuple(expected[item].shape), _row(cell, item), failed)
+                return cell.record(relation, name, tuple(expected[item].shape), _row(cell, item), failed)
     if not compared:
-        return cell.failed("invariance", name, "no variant of this transform compares anything")
+        return cell.failed(relation, name, "no variant of this transform compares anything")
     item, first = next(iter(expected.items()))
-    return cell.record("invariance", name, tuple(first.shape), _row(cell, item), Comparison(True, 0.0, 0.0, 0.0))
+    return cell.record(relation, name, tuple(first.shape), _row(cell, item), Comparison(True, 0.0, 0.0, 0.0))
 
 
 def _row(cell: Cell, item: str) -> Tolerance:

@@ -1,0 +1,113 @@
+"""The checker's own check: bugs are planted, and each must fail a check that the honest implementation passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+
+from rl_kernels.core.check.candidate import Candidate, backend_candidate
+from rl_kernels.core.check.cell import Cell, Setting, call_of
+from rl_kernels.core.check.mutation.controls import CONTROLS, Control
+from rl_kernels.core.check.mutation.planted import planted
+from rl_kernels.core.check.relations import hold
+from rl_kernels.core.check.result import Check, Mutation, Skip
+from rl_kernels.core.dispatch import AUTO, explain_call
+from rl_kernels.core.operator import INVARIANT, Operator
+from rl_kernels.core.testing import Bug, Mutants, spec_of
+
+RELATIONS = ("accuracy", "gradients", "hygiene", "invariance", "repeatability")
+"""Those that may catch a bug in a backend, the quickest first."""
+
+Cells = Callable[[Candidate], Iterator[Cell]]
+Plant = Callable[[], AbstractContextManager[None]]
+
+
+def plant_bugs(
+    operator: Operator, cells: Cells, setting: Setting, progress: Callable[[str], None]
+) -> Iterator[Mutation | Skip]:
+    """Plant every bug there is for an operator, one at a time.
+
+    The negative controls spoil the automatic choice from outside, and the relation that each is meant for must catch
+    it. An operator's own mutants are planted in copies of its backends, where these keep all promises: that a promise
+    is broken shows only where one was made.
+
+    Args:
+        operator: whose backends.
+        cells: gives the cells of a candidate.
+        setting: that of the cells.
+        progress: is told what is planted.
+    """
+    call = call_of(operator, setting)
+    device = setting.device.type
+
+    def skip(candidate: str, reason: str) -> Skip:
+        return Skip(operator.name, candidate, "mutation", "all", setting.dtype, reason)
+
+    if any(verdict.chosen for verdict in explain_call(operator, call)):
+        honest = Honest(backend_candidate(operator, AUTO, AUTO, device), cells)
+        for relation, controls in CONTROLS.items():
+            for name, control in controls.items():
+                progress(f"{operator.name}: {name}")
+                yield honest.spoilt(name, control, relation) or skip(AUTO, f"{name}: does not apply to this operator")
+    else:
+        yield skip(AUTO, "no backend keeps all promises here, so no negative control is run")
+
+    for mutants in spec_of(operator).mutants:
+        backend = operator.backend(mutants.backend)
+        if backend.why_not(call) is not None or backend.promises[device] != INVARIANT:
+            yield skip(backend.name, f"does not run here with all promises: {len(mutants.bugs)} bugs not planted")
+            continue
+        honest = Honest(backend_candidate(operator, backend.name, backend.name, device), cells)
+        for bug in mutants.bugs:
+            progress(f"{operator.name} {backend.name}: {bug.name}")
+            yield honest.planted(mutants, bug)
+
+
+class Honest:
+    """An implementation as it is, beside which spoilt ones are judged."""
+
+    def __init__(self, candidate: Candidate, cells: Cells) -> None:
+        self.candidate = candidate
+        self._cells = list(cells(candidate))
+        self._passes: dict[tuple[str, str], bool] = {}
+
+    def spoilt(self, name: str, control: Control, relation: str) -> Mutation | None:
+        """Hold what a negative control makes of the candidate to a relation; None if it does not apply."""
+        call = control(self.candidate.call, spec_of(self.candidate.operator))
+        return None if call is None else self._judged(name, replace(self.candidate, call=call), nullcontext, [relation])
+
+    def planted(self, mutants: Mutants, bug: Bug) -> Mutation:
+        """Hold the candidate to the relations while the bug is planted in its backend."""
+        return self._judged(bug.name, self.candidate, partial(planted, mutants.modules, bug), RELATIONS)
+
+    def _judged(self, name: str, candidate: Candidate, plant: Plant, relations: Sequence[str]) -> Mutation:
+        return Mutation(
+            self.candidate.operator.name,
+            self.candidate.name,
+            self._cells[0].setting.dtype,
+            name,
+            next(self._caught(candidate, plant, relations), None),
+        )
+
+    def _caught(self, candidate: Candidate, plant: Plant, relations: Iterable[str]) -> Iterator[Check]:
+        for relation in relations:
+            for cell in self._cells:
+                check = _first_failure(replace(cell, candidate=candidate), relation, plant)
+                if check is not None and self._holds(cell, relation):
+                    yield check
+
+    def _holds(self, cell: Cell, relation: str) -> bool:
+        key = relation, cell.case.name
+        if key not in self._passes:
+            self._passes[key] = _first_failure(cell, relation, nullcontext) is None
+        return self._passes[key]
+
+
+def _first_failure(cell: Cell, relation: str, plant: Plant) -> Check | None:
+    with plant():
+        for record in hold(cell, relation):
+            if isinstance(record, Check) and not record.passed:
+                return record
+    return None

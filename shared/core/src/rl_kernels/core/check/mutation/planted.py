@@ -1,0 +1,60 @@
+"""Plant a bug in a copy of a backend: the public function then runs the copy, until the block ends."""
+
+from __future__ import annotations
+
+import importlib
+import linecache
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from types import ModuleType
+
+from rl_kernels.core.testing import Bug
+
+
+@contextmanager
+def planted(modules: Sequence[str], bug: Bug) -> Iterator[None]:
+    """Run with copies of ``modules``, made from their source with the bug in it; importers of an edited one follow it.
+
+    Raises:
+        ValueError: the text that the bug replaces does not stand exactly once in the modules.
+    """
+    sources = {name: _source(name) for name in modules}
+    count = sum(text.count(bug.old) for text in sources.values())
+    if count != 1:
+        raise ValueError(f"bug {bug.name!r}: expected {bug.old!r} once in {', '.join(modules)}, found it {count} times")
+    originals = {name: importlib.import_module(name) for name in modules}
+    try:
+        for name, text in sources.items():
+            _install(name, _copy(name, text.replace(bug.old, bug.new)))
+        yield
+    finally:
+        for name, module in originals.items():
+            _install(name, module)
+
+
+def _source(name: str) -> str:
+    spec = find_spec(name)
+    if spec is None or spec.origin is None:
+        raise ValueError(f"{name}: no source to plant a bug in")
+    with open(spec.origin, encoding="utf-8") as file:
+        return file.read()
+
+
+def _copy(name: str, text: str) -> ModuleType:
+    module = ModuleType(name)
+    file = f"<{name}, planted>"
+    module.__file__ = file
+    module.__package__ = name.rpartition(".")[0]
+    # Triton reads the source of a kernel, and a traceback its lines.
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+    sys.modules[name] = module
+    exec(compile(text, file, "exec"), vars(module))
+    return module
+
+
+def _install(name: str, module: ModuleType) -> None:
+    sys.modules[name] = module
+    parent, _, leaf = name.rpartition(".")
+    setattr(sys.modules[parent], leaf, module)

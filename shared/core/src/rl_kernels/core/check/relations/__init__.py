@@ -1,0 +1,46 @@
+"""The relations by name, in the order in which they run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from rl_kernels.core.check.cell import Cell
+from rl_kernels.core.check.relations.accuracy import accuracy, gradients
+from rl_kernels.core.check.relations.determinism import invariance, repeatability
+from rl_kernels.core.check.relations.hygiene import hygiene
+from rl_kernels.core.check.relations.integration import integration
+from rl_kernels.core.check.relations.parity import parity
+from rl_kernels.core.check.relations.robustness import robustness
+from rl_kernels.core.check.result import Record
+
+RELATIONS: dict[str, Callable[[Cell], Iterator[Record]]] = {
+    "accuracy": accuracy,
+    "gradients": gradients,
+    "repeatability": repeatability,
+    "invariance": invariance,
+    "parity": parity,
+    "robustness": robustness,
+    "hygiene": hygiene,
+    "torch": integration,
+}
+"""Each turns a cell into records; a candidate that misbehaves leaves a failed check, and the suite goes on."""
+
+
+def hold(cell: Cell, relation: str) -> Iterator[Record]:
+    """Hold a cell to a relation: its records, or why it is not held to it."""
+    reason = exempt(cell, relation)
+    if reason:
+        yield cell.skip(relation, reason)
+        return
+    device = cell.setting.device
+    # A candidate that draws from torch's global generator does so from the same state in a replay.
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(cell.seed)
+        yield from RELATIONS[relation](cell)
+
+
+def exempt(cell: Cell, relation: str) -> str | None:
+    """Say why a candidate or an operator is not held to a relation, or return None."""
+    return cell.candidate.exemption(relation) or cell.spec.exempt.get(relation) or cell.missing()

@@ -1,0 +1,155 @@
+"""The relation of memory: what a call reads, what it writes, and what it must leave alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from rl_kernels.core.check import compare
+from rl_kernels.core.check.candidate import Misbehaved, Results, Run
+from rl_kernels.core.check.cell import Cell
+from rl_kernels.core.check.compare import Comparison
+from rl_kernels.core.check.relations.determinism import unchanged_by
+from rl_kernels.core.check.result import Record
+from rl_kernels.core.testing import STORAGE, poisoned_empty
+
+HELD = Comparison(True)
+
+
+def hygiene(cell: Cell) -> Iterator[Record]:
+    """Inputs stay as they were, outputs are wholly written, and garbage beside or under the values changes nothing."""
+    try:
+        base = cell.run()
+        upstream = cell.upstream(base)
+        expected = base.results(upstream)
+    except Misbehaved as error:
+        yield cell.failed("hygiene", "run", error)
+        return
+    yield cell.record("hygiene", "inputs unchanged", (), "bitwise", _untouched(cell, base))
+    yield from _written(cell, base)
+    yield from _poisoned(cell, expected, upstream)
+    yield from _interleaved(cell, expected, upstream)
+    yield from _expanded(cell)
+    transforms = {**STORAGE, **cell.spec.hygiene}
+    yield from unchanged_by(transforms, "hygiene", cell, expected, upstream)
+    if cell.case.name == cell.spec.case().name:
+        yield from _empty(cell)
+
+
+def _untouched(cell: Cell, run: Run) -> Comparison:
+    """Compare every argument that the call may not write with what was given, gaps between its elements included."""
+    overwritten = cell.spec.overwritten(cell.inputs)
+    for name, before in cell.inputs.items():
+        after = run.inputs[name]
+        if name in overwritten:
+            continue
+        if isinstance(before, torch.Tensor):
+            comparison = _same_tensor(after.detach(), before)
+            if not comparison.passed:
+                return replace(comparison, message=f"{name} was changed: {comparison.message}")
+        elif after != before and not (after != after and before != before):
+            return Comparison(False, message=f"{name} was changed: got {after!r}, expected {before!r}")
+    return HELD
+
+
+def _same_tensor(after: torch.Tensor, before: torch.Tensor) -> Comparison:
+    if after.stride() != before.stride() or after.storage_offset() != before.storage_offset():
+        return Comparison(False, message=f"expected strides {before.stride()}, got {after.stride()}")
+    comparison = compare.bits(after, before)
+    if not comparison.passed:
+        return comparison
+    return compare.bits(_storage(after), _storage(before))
+
+
+def _storage(value: torch.Tensor) -> torch.Tensor:
+    """Return all bytes that a tensor could reach."""
+    return torch.empty(0, dtype=torch.uint8, device=value.device).set_(value.untyped_storage())
+
+
+def _written(cell: Cell, run: Run) -> Iterator[Record]:
+    for argument, item in cell.spec.writes.items():
+        if argument in cell.inputs:
+            comparison = compare.bits(run.inputs[argument].detach(), run.outputs[item])
+            shape = tuple(run.outputs[item].shape)
+            yield cell.record("hygiene", f"{argument} holds {item}", shape, "bitwise", comparison)
+
+
+def _poisoned(cell: Cell, expected: Results, upstream: Results) -> Iterator[Record]:
+    """Compare with a call whose fresh memory holds NaN: an element that is never written shows."""
+    try:
+        with poisoned_empty():
+            found = cell.run().results(upstream)
+    except Misbehaved as error:
+        yield cell.failed("hygiene", "poisoned memory", error)
+        return
+    for item, value in expected.items():
+        comparison = compare.bits(found[item], value)
+        yield cell.record("hygiene", f"{item}, poisoned memory", tuple(value.shape), "bitwise", comparison)
+
+
+def _interleaved(cell: Cell, expected: Results, upstream: Results) -> Iterator[Record]:
+    """Call on other values between a forward and its backward: what the first call gave and saved is its own."""
+    try:
+        first = cell.run()
+        cell.redrawn().run().results(upstream)
+        comparison = _first_difference({**first.results(upstream), **first.kept}, expected)
+    except Misbehaved as error:
+        yield cell.failed("hygiene", "a call in between", error)
+        return
+    yield cell.record("hygiene", "a call in between", (), "bitwise", comparison)
+
+
+def _expanded(cell: Cell) -> Iterator[Record]:
+    """Compare differentiable arguments of stride 0 with the same values, each with storage of its own."""
+    if cell.spec.inplace.keys() & cell.inputs.keys():
+        return
+    for name in cell.spec.differentiable:
+        value = cell.inputs.get(name)
+        if not isinstance(value, torch.Tensor):
+            continue
+        views = {**cell.inputs, name: value[:1].expand(value.shape)}
+        copies = {**cell.inputs, name: value[:1].expand(value.shape).contiguous()}
+        try:
+            base = cell.run(copies)
+            upstream = cell.upstream(base)
+            expected, found = base.results(upstream), cell.run(views).results(upstream)
+            comparison = _first_difference(found, expected)
+        except Misbehaved as error:
+            yield cell.failed("hygiene", f"{name} expanded", error)
+            continue
+        yield cell.record("hygiene", f"{name} expanded", tuple(value.shape), "bitwise", comparison)
+
+
+def _first_difference(found: Results, expected: Results) -> Comparison:
+    if found.keys() != expected.keys():
+        return Comparison(False, message=f"expected {', '.join(expected)}, got {', '.join(found)}")
+    for item, value in expected.items():
+        comparison = compare.bits(found[item], value)
+        if not comparison.passed:
+            return replace(comparison, message=f"{item}: {comparison.message}")
+    return HELD
+
+
+def _empty(cell: Cell) -> Iterator[Record]:
+    """Call on nothing: shapes and dtypes are the definition's, and sums of nothing are its zeros."""
+    for case in cell.spec.empty:
+        here = replace(cell, case=case)
+        item = f"empty: {case.name}"
+        if here.missing():
+            continue
+        try:
+            run = here.run()
+            eager = here.eager()
+            upstream = here.upstream(eager)
+            comparison = _first_difference(_positive(run.results(upstream)), _positive(eager.results(upstream)))
+        except Misbehaved as error:
+            yield cell.failed("hygiene", item, error)
+            continue
+        yield cell.record("hygiene", item, (), "exact", comparison)
+
+
+def _positive(results: Results) -> Results:
+    """Take the sign off zeros: a sum of nothing may be either."""
+    return {item: value + 0.0 for item, value in results.items()}

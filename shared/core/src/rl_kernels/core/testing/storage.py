@@ -1,0 +1,49 @@
+"""Where a tensor's elements lie: spread out, column by column, at an odd address; garbage in every gap."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from rl_kernels.core.testing.draw import Draw
+from rl_kernels.core.testing.spec import Case, Inputs, Transform, Variant
+
+
+def strided(case: Case, inputs: Inputs, draw: Draw) -> Iterator[Variant]:
+    """Every tensor spread over every other element of its storage; then each matrix stored column by column."""
+    tensors = _tensors(inputs)
+    yield Variant("every other element", {**inputs, **{name: _spread(value) for name, value in tensors.items()}})
+    swapped = {name: value.mT.contiguous().mT for name, value in tensors.items() if value.ndim >= 2}
+    if swapped:
+        yield Variant("stored column by column", {**inputs, **swapped})
+
+
+def offset(case: Case, inputs: Inputs, draw: Draw) -> Iterator[Variant]:
+    """Every tensor at an address that is a multiple of its element's size and of no more."""
+    shifted = {name: _between_garbage(value) for name, value in _tensors(inputs).items()}
+    yield Variant("one element into the storage", {**inputs, **shifted})
+
+
+STORAGE: dict[str, Transform] = {"strided": strided, "offset": offset}
+"""Transforms that every operator must stand, whatever its arguments mean."""
+
+
+def garbage(like: torch.Tensor, *shape: int) -> torch.Tensor:
+    """Return NaN, or the largest integer, in the dtype and on the device of ``like``; a bool is True."""
+    if like.is_floating_point():
+        return like.new_full(shape, torch.nan)
+    return like.new_full(shape, True if like.dtype == torch.bool else torch.iinfo(like.dtype).max)
+
+
+def _tensors(inputs: Inputs) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor) and value.ndim}
+
+
+def _spread(value: torch.Tensor) -> torch.Tensor:
+    return garbage(value, *value.shape[:-1], 2 * value.shape[-1])[..., ::2].copy_(value)
+
+
+def _between_garbage(value: torch.Tensor) -> torch.Tensor:
+    flat = garbage(value, value.numel() + 2)
+    return flat[1:-1].view(value.shape).copy_(value)
