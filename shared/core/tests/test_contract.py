@@ -21,6 +21,9 @@ ACCURACY = {
     ("logprob", "fp16"): ((5e-3, 0), (5e-3, 1e-3)),
 }
 ROW = {"op_class": "logprob", "dtype": "fp32", "direction": "forward", "atol": 1, "rtol": 2, "provenance": "a test"}
+ERRORS = {"max_abs": 0.5, "share": 0.25, "inside": 4, "case": "op/pytorch/fp32/accuracy/plain", "item": "y", "seed": 7}
+MEASURED = {"results": 4, "eager": ERRORS, "same_dtype": {**ERRORS, "share": 3.0, "inside": 1}}
+CALIBRATION = {"torch": "2.8.0", "device": "cpu", "suite": "full", "seeds": [7, 8]}
 DOCUMENT = {"version": "7", "rows": [{"relation": "accuracy", **ROW}], "arch_overrides": {"cpu": [], "sm90": []}}
 
 
@@ -111,4 +114,66 @@ def test_a_row_without_one_of_its_fields_is_refused(field):
     document = copy.deepcopy(DOCUMENT)
     del document["rows"][0][field]
     with pytest.raises(KeyError, match=field):
+        parse(document)
+
+
+def measured_document():
+    document = copy.deepcopy({"calibration": CALIBRATION, **DOCUMENT})
+    document["rows"][0]["measured"] = copy.deepcopy(MEASURED)
+    return document
+
+
+def test_what_was_measured_is_read():
+    parsed = parse(measured_document())
+    assert parsed.calibration == ("2.8.0", "cpu", "full", (7, 8))
+    measured = parsed.tolerance("accuracy", "logprob", "fp32", "forward", "cpu").measured
+    assert (measured.results, measured.eager.share, measured.same_dtype.share) == (4, 0.25, 3.0)
+    assert measured.eager.case == "op/pytorch/fp32/accuracy/plain"
+    assert (measured.same_dtype.inside, measured.same_dtype.item, measured.same_dtype.seed) == (1, "y", 7)
+
+
+def test_a_row_need_not_be_measured():
+    parsed = parse(DOCUMENT)
+    assert parsed.calibration is None
+    assert parsed.tolerance("accuracy", "logprob", "fp32", "forward", "cpu").measured is None
+
+
+PARTS = {
+    "document": lambda document: document,
+    "row": lambda document: document["rows"][0],
+    "calibration": lambda document: document["calibration"],
+    "measured": lambda document: document["rows"][0]["measured"],
+    "eager": lambda document: document["rows"][0]["measured"]["eager"],
+    "same_dtype": lambda document: document["rows"][0]["measured"]["same_dtype"],
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_an_unknown_key_is_refused(part):
+    document = measured_document()
+    PARTS[part](document)["shares"] = 1
+    with pytest.raises(ValueError, match="unknown shares; known: "):
+        parse(document)
+
+
+@pytest.mark.parametrize(
+    ("part", "field"),
+    [
+        *(("calibration", field) for field in CALIBRATION),
+        *(("measured", field) for field in MEASURED),
+        *(("eager", field) for field in ERRORS),
+        *(("same_dtype", field) for field in ERRORS),
+    ],
+)
+def test_measurements_without_one_of_their_fields_are_refused(part, field):
+    document = measured_document()
+    del PARTS[part](document)[field]
+    with pytest.raises(ValueError, match=f"{part}: no {field}"):
+        parse(document)
+
+
+def test_measurements_say_with_what_they_were_made():
+    document = measured_document()
+    del document["calibration"]
+    with pytest.raises(ValueError, match="measured rows, but no calibration"):
         parse(document)

@@ -7,6 +7,7 @@ planted bug escaped. 2: unusable arguments, or a candidate that cannot run here;
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -53,10 +54,10 @@ def parser(operators: Sequence[Operator]) -> Parser:
     made.add_argument("--relation", nargs="+", choices=RELATIONS, metavar="NAME", help=f"of {', '.join(RELATIONS)}")
     made.add_argument("--check-grad", action="store_true", help="check gradients too (implied by --suite full)")
     made.add_argument("--grad-mode", choices=("random", "ones"), default="random", help="upstream gradients")
-    made.add_argument("--grad-seed", type=int, default=123)
-    made.add_argument("--seed", type=int, default=123)
+    made.add_argument("--grad-seed", type=_seed, default=123)
+    made.add_argument("--seed", type=_seed, default=123)
     made.add_argument("--input-mode", choices=("random", "constant"), default="random", help="constant adds to random")
-    made.add_argument("--constant-value", type=float, default=0.25)
+    made.add_argument("--constant-value", type=_finite, default=0.25)
     made.add_argument("--token-value", type=count(0), default=0)
     made.add_argument("--json", action="store_true", help="print the report as strict JSON, and nothing else")
     made.add_argument("--junit", type=_writable, metavar="FILE", help="also write the report as JUnit XML")
@@ -74,14 +75,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         operators = _operators(argv)
         given = parser(operators).parse_args(argv)
-        plan, skips = _plan(given, operators)
+        # What a candidate prints must not mix with the report, nor when it is imported.
+        with redirect_stdout(sys.stderr):
+            plan, skips = _plan(given, operators)
     except (UnknownOperator, ValueError) as error:
         print(f"rl-kernels check: {error}", file=sys.stderr)
         return USAGE
     if given.list:
         print("\n".join(plan.names()))
         return 0
-    # What a candidate prints must not mix with the report.
     with redirect_stdout(sys.stderr), _progress(sum(1 for _ in plan.cells()) * len(plan.relations)) as progress:
         report = run(plan, skips, progress)
     if given.junit:
@@ -104,6 +106,23 @@ def _progress(total: int) -> Iterator[Callable[[str], None]]:
             bar.update(task, advance=1, description=what, total=max(total, bar.tasks[task].completed + 1))
 
         yield advance
+
+
+def _seed(text: str) -> int:
+    value = count(0)(text)
+    if value >= 1 << 31:
+        raise argparse.ArgumentTypeError(f"expected an integer below 2^31, got {text!r}")
+    return value
+
+
+def _finite(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"expected a finite number, got {text!r}")
+    return value
 
 
 def _writable(text: str) -> Path:

@@ -25,7 +25,7 @@ class CaseId(NamedTuple):
         """Take a printed id apart; ``ValueError`` if it has too few parts."""
         # A candidate may be the path of a file; the other parts hold no slash.
         operator, *candidate, dtype, relation, case = text.split("/") if text.count("/") >= 4 else [""] * 5
-        if not all((operator, *candidate, dtype, relation, case)):
+        if not all((operator, "/".join(candidate), dtype, relation, case)):
             raise ValueError(f"expected OPERATOR/CANDIDATE/DTYPE/RELATION/CASE, got {text!r}")
         return cls(operator, "/".join(candidate), dtype, relation, case)
 

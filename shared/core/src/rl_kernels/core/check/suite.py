@@ -131,7 +131,8 @@ class Report:
             words += [f"--{name.replace('_', '-')}", str(size)]
         if plan.constant is not None:
             value, token = plan.constant
-            words += ["--input-mode", "constant", "--constant-value", str(value), "--token-value", str(token)]
+            # With "=": a value such as -1e-05 alone reads as an option.
+            words += ["--input-mode", "constant", f"--constant-value={value}", "--token-value", str(token)]
         return shlex.join(words)
 
 

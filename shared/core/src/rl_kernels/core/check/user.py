@@ -65,7 +65,7 @@ def load_callable(target: str) -> Callable[..., Any]:
     source, _, path = target.rpartition(":")
     try:
         module = _import_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"cannot import {source}: {type(error).__name__}: {error}") from error
     found: Any = module
     for attribute in path.split("."):

@@ -114,7 +114,8 @@ def _random_last_bit(value: torch.Tensor) -> torch.Tensor:
 def _size_in_last_bit(call: Call, spec: Spec) -> Call:
     def spoilt(function: str, inputs: Inputs) -> Any:
         size = sum(value.numel() for value in inputs.values() if isinstance(value, torch.Tensor))
-        return _each(call(function, inputs), lambda value: _moved(value, size % 3))
+        # Of the bit length, not the size: that may be a multiple of 3 whatever the number of rows.
+        return _each(call(function, inputs), lambda value: _moved(value, size.bit_length() % 3))
 
     return spoilt
 

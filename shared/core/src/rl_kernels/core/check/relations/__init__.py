@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from traceback import format_exc
 
 import torch
 
+from rl_kernels.core.check.candidate import Misbehaved
 from rl_kernels.core.check.cell import Cell
 from rl_kernels.core.check.relations.accuracy import accuracy, gradients
 from rl_kernels.core.check.relations.determinism import invariance, repeatability
@@ -14,6 +16,7 @@ from rl_kernels.core.check.relations.integration import integration
 from rl_kernels.core.check.relations.parity import parity
 from rl_kernels.core.check.relations.robustness import robustness
 from rl_kernels.core.check.result import Record
+from rl_kernels.core.contract import MissingTolerance
 
 RELATIONS: dict[str, Callable[[Cell], Iterator[Record]]] = {
     "accuracy": accuracy,
@@ -36,9 +39,14 @@ def hold(cell: Cell, relation: str) -> Iterator[Record]:
         return
     device = cell.setting.device
     # A candidate that draws from torch's global generator does so from the same state in a replay.
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
         torch.manual_seed(cell.seed)
-        yield from RELATIONS[relation](cell)
+        try:
+            yield from RELATIONS[relation](cell)
+        except MissingTolerance:
+            raise
+        except Exception as error:  # A result so odd that it cannot even be compared.
+            yield cell.failed(relation, "check", Misbehaved(f"{type(error).__name__}: {error}", format_exc()))
 
 
 def exempt(cell: Cell, relation: str) -> str | None:

@@ -13,7 +13,7 @@ from rl_kernels.core.check.cell import Cell
 from rl_kernels.core.check.compare import Comparison
 from rl_kernels.core.check.relations.determinism import unchanged_by
 from rl_kernels.core.check.result import Record
-from rl_kernels.core.testing import STORAGE, poisoned_empty
+from rl_kernels.core.testing import STORAGE, Inputs, Variant, poisoned_empty
 
 HELD = Comparison(True)
 
@@ -27,7 +27,8 @@ def hygiene(cell: Cell) -> Iterator[Record]:
     except Misbehaved as error:
         yield cell.failed("hygiene", "run", error)
         return
-    yield cell.record("hygiene", "inputs unchanged", (), "bitwise", _untouched(cell, base))
+    yield cell.record("hygiene", "inputs unchanged", (), "bitwise", _untouched(cell, cell.inputs, base))
+    yield from _untouched_elsewhere(cell)
     yield from _written(cell, base)
     yield from _poisoned(cell, expected, upstream)
     yield from _interleaved(cell, expected, upstream)
@@ -38,10 +39,23 @@ def hygiene(cell: Cell) -> Iterator[Record]:
         yield from _empty(cell)
 
 
-def _untouched(cell: Cell, run: Run) -> Comparison:
+def _untouched_elsewhere(cell: Cell) -> Iterator[Record]:
+    """The same without gradient, and for tensors with garbage between and beside their elements."""
+    moved = [variant for transform in STORAGE.values() for variant in transform(cell.case, cell.inputs, cell.draw())]
+    for variant in (Variant("without gradient", cell.inputs), *moved):
+        item = f"inputs unchanged, {variant.label}"
+        try:
+            run = cell.run(variant.inputs, leaves=[])
+        except Misbehaved as error:
+            yield cell.failed("hygiene", item, error)
+            continue
+        yield cell.record("hygiene", item, (), "bitwise", _untouched(cell, variant.inputs, run))
+
+
+def _untouched(cell: Cell, inputs: Inputs, run: Run) -> Comparison:
     """Compare every argument that the call may not write with what was given, gaps between its elements included."""
-    overwritten = cell.spec.overwritten(cell.inputs)
-    for name, before in cell.inputs.items():
+    overwritten = cell.spec.overwritten(inputs)
+    for name, before in inputs.items():
         after = run.inputs[name]
         if name in overwritten:
             continue

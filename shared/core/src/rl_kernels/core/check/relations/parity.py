@@ -34,7 +34,11 @@ def parity(cell: Cell) -> Iterator[Record]:
         if reason:
             yield cell.skip("parity", f"{other.name} is not eligible: {reason}")
             continue
-        expected = peer.run().results(upstream)
+        try:
+            expected = peer.run().results(upstream)
+        except Misbehaved as error:
+            yield cell.failed("parity", f"beside {other.name}", error)
+            continue
         if found.keys() != expected.keys():
             message = f"expected {', '.join(expected)}, got {', '.join(found)}"
             yield cell.failed("parity", f"beside {other.name}", message)

@@ -46,6 +46,6 @@ def _raises(cell: Cell, inputs: Inputs, error: type[Exception], match: str) -> C
         if re.search(match, str(raised)):
             return Comparison(True)
         return Comparison(False, message=f"expected a message matching {match!r}, got {str(raised)!r}")
-    except Exception as raised:
+    except (Exception, SystemExit) as raised:
         return Comparison(False, message=f"expected {error.__name__}, got {type(raised).__name__}: {raised}")
     return Comparison(False, message=f"expected {error.__name__} ({match!r}), nothing was raised")
