@@ -1,7 +1,8 @@
 """The tolerance contract: how far an output may be from what it is compared with, for every backend alike.
 
 ``tolerance_contract.json`` holds one row for each (relation, op_class, dtype, direction). A missing row is an error,
-never a default, and no backend can relax a row for itself. An architecture may override rows by its key.
+never a default, and no backend can relax a row for itself. An architecture may override rows by its key. Beside its
+values a row says where they come from, and what plain PyTorch needs of them, as ``tools/calibrate.py`` measured it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -27,6 +28,43 @@ class MissingTolerance(LookupError):
     """The contract has no row for a comparison, or does not know the architecture."""
 
 
+class Errors(NamedTuple):
+    """How far one way of computing was off over the results of a row, against the definition in FP64."""
+
+    max_abs: float
+    """Largest absolute error."""
+    share: float
+    """Largest part of the fence that an element used: ``max(error / (atol + rtol * |gold|))``."""
+    inside: int
+    """How many of the results lie inside the fence."""
+    case: str
+    """Where that share was, as ``rl-kernels check --replay`` takes it."""
+    item: str
+    """Which output, or ``gradient:NAME``."""
+    seed: int
+    """``--seed`` of its inputs."""
+
+
+class Measured(NamedTuple):
+    """What plain PyTorch needs of a row of accuracy."""
+
+    results: int
+    """How many outputs or gradients were compared."""
+    eager: Errors
+    """The definition as it is: in FP32 for inputs of a smaller dtype."""
+    same_dtype: Errors
+    """The same without its casts to a wider dtype."""
+
+
+class Calibration(NamedTuple):
+    """With what ``measured`` was measured."""
+
+    torch: str
+    device: str
+    suite: str
+    seeds: tuple[int, ...]
+
+
 class Tolerance(NamedTuple):
     """One row: ``|a - b| <= atol + rtol * |b|``, or equal bits."""
 
@@ -34,12 +72,16 @@ class Tolerance(NamedTuple):
     rtol: float
     bitwise: bool
     provenance: str
+    measured: Measured | None = None
 
     def __str__(self) -> str:
         return "bitwise" if self.bitwise else f"{self.atol:g}/{self.rtol:g}"
 
 
 Key = tuple[str, str, str, str]
+Filled = TypeVar("Filled", Errors, Measured, Calibration)
+DOCUMENT_KEYS = ("version", "calibration", "arch_overrides", "rows")
+ROW_KEYS = ("relation", "op_class", "dtype", "direction", "atol", "rtol", "bitwise", "provenance", "measured")
 
 
 @dataclass(frozen=True)
@@ -49,6 +91,7 @@ class Contract:
     version: str
     rows: Mapping[Key, Tolerance]
     overrides: Mapping[str, Mapping[Key, Tolerance]]
+    calibration: Calibration | None = None
 
     @property
     def archs(self) -> tuple[str, ...]:
@@ -71,19 +114,55 @@ class Contract:
 
 
 def parse(document: Mapping[str, Any]) -> Contract:
-    """Build a contract from its JSON document; a duplicate row is a ``ValueError``."""
+    """Build a contract from its JSON document.
+
+    Raises:
+        ValueError: two rows for one comparison, an unknown key, or measurements that do not say how they were made.
+        KeyError: a row lacks a field.
+    """
+    _known(document, DOCUMENT_KEYS, "the tolerance contract")
     overrides = {arch: _rows(rows) for arch, rows in document["arch_overrides"].items()}
-    return Contract(document["version"], _rows(document["rows"]), overrides)
+    calibration = None
+    if "calibration" in document:
+        calibration = _filled(Calibration, document["calibration"], "calibration")
+        calibration = calibration._replace(seeds=tuple(calibration.seeds))
+    rows = _rows(document["rows"])
+    if calibration is None and any(row.measured for each in (rows, *overrides.values()) for row in each.values()):
+        raise ValueError("the tolerance contract has measured rows, but no calibration that says with what")
+    return Contract(document["version"], rows, overrides, calibration)
 
 
 def _rows(rows: list[Mapping[str, Any]]) -> dict[Key, Tolerance]:
     found: dict[Key, Tolerance] = {}
     for row in rows:
         key = (row["relation"], row["op_class"], row["dtype"], row["direction"])
+        where = f"row {' / '.join(key)}"
+        _known(row, ROW_KEYS, where)
         if key in found:
             raise ValueError(f"the tolerance contract has two rows for {' / '.join(key)}")
-        found[key] = Tolerance(row["atol"], row["rtol"], row.get("bitwise", False), row["provenance"])
+        measured = _measured(row["measured"], where) if "measured" in row else None
+        found[key] = Tolerance(row["atol"], row["rtol"], row.get("bitwise", False), row["provenance"], measured)
     return found
+
+
+def _measured(values: Mapping[str, Any], where: str) -> Measured:
+    made = _filled(Measured, values, f"{where}: measured")
+    eager, same = (_filled(Errors, values[name], f"{where}: {name}") for name in ("eager", "same_dtype"))
+    return made._replace(eager=eager, same_dtype=same)
+
+
+def _filled(kind: type[Filled], values: Mapping[str, Any], where: str) -> Filled:
+    _known(values, kind._fields, where)
+    missing = [name for name in kind._fields if name not in values]
+    if missing:
+        raise ValueError(f"{where}: no {', '.join(missing)}")
+    return kind(**values)
+
+
+def _known(values: Mapping[str, Any], keys: tuple[str, ...], where: str) -> None:
+    unknown = sorted(values.keys() - set(keys))
+    if unknown:
+        raise ValueError(f"{where}: unknown {', '.join(unknown)}; known: {', '.join(keys)}")
 
 
 @functools.cache
