@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from rl_kernels.core.check.conformance import Conformance, RawCalls
+from rl_kernels.core.check.conformance import Conformance
+from rl_kernels.core.check.relations.integration import RawCalls
 from rl_kernels.core.dispatch import record_dispatch
 from rl_kernels.core.testing import Draw
 from rl_kernels.grpo_loss import GRPOLossOutput, grpo_loss, grpo_loss_from_advantages

@@ -5,19 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
+import torch.nn.functional as F
 
-from rl_kernels.core.testing import (
-    Case,
-    Draw,
-    Inputs,
-    RowLayout,
-    Spec,
-    Variant,
-)
+from rl_kernels.core.testing import Case, Draw, Inputs, RowLayout, Spec, Variant
 from rl_kernels.det_gemm import reference
 from rl_kernels.det_gemm.illegal import ILLEGAL
+from rl_kernels.det_gemm.mutants import MUTANTS
 
 LINEAR, DW = "det_linear", "det_gemm_dw"
+STEP = 16
+"""Rows that one step of the chain of a weight gradient adds."""
 
 
 def _sizes(m: int, n: int, k: int) -> dict[str, int]:
@@ -35,6 +32,8 @@ CASES = (
     # Its gradients start from an upstream gradient rounded to the operands' dtype, which the gold does not know:
     # test_backends compares their bits with those of that rounded gradient.
     Case("wide-output", _sizes(21, 32, 50), WIDE, grad=False),
+    # What is left of its sums is so small that their order shows, though they are taken in FP64 and rounded to FP32.
+    Case("cancelling", _sizes(21, 32, 480), {"cancels": True, **WIDE}, grad=False),
     Case("one-row", _sizes(1, 65, 33)),
     Case("one-column", _sizes(9, 1, 100)),
     Case("one-term", _sizes(9, 20, 1)),
@@ -43,7 +42,9 @@ CASES = (
     Case("linear-no-bias", _sizes(17, 31, 29), {}, LINEAR),
     Case("linear-leading", _sizes(5, 24, 32), {"leading": (2, 3), **BIAS}, LINEAR),
     Case("linear-column-major", _sizes(6, 22, 35), {COLUMNS: ("x", "weight"), **BIAS}, LINEAR),
+    Case("linear-cancelling", _sizes(1, 40, 48), {"cancels": True, **BIAS}, LINEAR),
     Case("dw", _sizes(35, 24, 18), {}, DW, grad=False),
+    Case("dw-many-steps", _sizes(300, 260, 9), {}, DW, grad=False),
     Case("dw-wide-output", _sizes(20, 17, 33), WIDE, DW, grad=False),
     Case("dw-column-major", _sizes(50, 16, 31), {COLUMNS: ("a", "dc")}, DW, grad=False),
     Case("dw-continued", _sizes(33, 20, 21), BUFFER, DW, grad=False),
@@ -66,18 +67,38 @@ EMPTY = (
 def inputs(case: Case, draw: Draw) -> Inputs:
     """Draw the operands of the case's function; weights have standard deviation ``K^-0.5``."""
     m, n, k = (case.sizes[name] for name in ("m_dim", "n_dim", "k_dim"))
-    asked = case.options
+    asked, cancels = case.options, "cancels" in case.options
     call: Inputs
     if case.function == LINEAR:
         call = {"x": draw.normal(*asked.get("leading", ()), m, k), "weight": draw.normal(n, k, scale=k**-0.5)}
-        call |= {"bias": draw.normal(n)} if "bias" in asked else {}
+        call |= {"bias": _bias(call, n, draw, cancels)} if "bias" in asked else {}
     elif case.function == DW:
         call = {"a": draw.normal(m, k), "dc": draw.normal(m, n)}
-        call |= {"accumulate_into": draw.normal(k, n, dtype=torch.float32)} if "accumulate_into" in asked else {}
+        # Values that the operands' dtype can hold: the chain must be able to reach them.
+        call |= {"accumulate_into": draw.normal(k, n).float()} if "accumulate_into" in asked else {}
+    elif cancels:
+        call = _cancelling(m, n, k, draw)
     else:
         call = {"a": draw.normal(m, k), "b": draw.normal(k, n, scale=k**-0.5)}
     call |= {name: column_major(call[name]) for name in asked.get(COLUMNS, ())}
     return call | {name: asked[name] for name in ("out_dtype",) if name in asked}
+
+
+def _cancelling(m: int, n: int, k: int, draw: Draw) -> Inputs:
+    """Return operands ``[x, x, small]`` and ``[w, -w, small]``, whose product is that of the small parts."""
+    half, rest = k // 3, k - k // 3 * 2
+    # To the fifth power, so that terms are of such unlike sizes that sums in FP64 are rounded too.
+    x, w = (draw.normal(*shape, dtype=torch.float64) ** 5 for shape in ((m, half), (half, n)))
+    x, w = x.to(draw.dtype), (w * 2.0**-13).to(draw.dtype)
+    small = draw.normal(m, rest, scale=2.0**-16), draw.normal(rest, n, scale=2.0**-16)
+    return {"a": torch.cat((x, x, small[0]), 1), "b": torch.cat((w, -w, small[1]))}
+
+
+def _bias(call: Inputs, n: int, draw: Draw, cancels: bool) -> torch.Tensor:
+    """Draw a bias, or give the one that leaves of the first row no more than its rounding."""
+    if not cancels:
+        return draw.normal(n)
+    return -(call["x"][:1].double() @ call["weight"].double().t())[0].to(draw.dtype)
 
 
 def column_major(x: torch.Tensor) -> torch.Tensor:
@@ -141,26 +162,44 @@ def leading(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
 
 
 def zero_rows(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
-    """Append rows whose gradient is zero: whatever they hold, no sum over the rows changes a bit."""
+    """Add rows whose gradient is zero, whole steps of the chain in front or any number behind: no sum changes a bit."""
     name = "x" if case.function == LINEAR else "a"
     flat = call[name].flatten(0, -2)
-    for count in (1, 5, 16, 40):
-        longer = {**call, name: torch.cat((flat, draw.normal(count, flat.shape[1], scale=3.0)))}
+    for before, after in ((0, 1), (0, 5), (0, 16), (0, 40), (STEP, 0), (3 * STEP, 7)):
+        garbage = draw.normal(before + after, flat.shape[1], scale=3.0)
+        longer = {**call, name: torch.cat((garbage[:before], flat, garbage[before:]))}
+        label = f"{before} rows in front, {after} behind"
 
-        def zeros(_: str, value: torch.Tensor, count: int = count) -> torch.Tensor:
-            return torch.cat((value.flatten(0, -2), value.new_zeros(count, value.shape[-1])))
+        def zeros(_: str, value: torch.Tensor, before: int = before, after: int = after) -> torch.Tensor:
+            return F.pad(value.flatten(0, -2), (0, 0, before, after))
+
+        def find(key: str, value: torch.Tensor, before: int = before) -> torch.Tensor:
+            return value[before : before + len(flat)] if key in ROWS.results else value
 
         if case.function == DW:
-            yield Variant(f"{count} rows", {**longer, "dc": zeros("dc", call["dc"])})
+            yield Variant(label, {**longer, "dc": zeros("dc", call["dc"])})
         else:
-            yield Variant(f"{count} rows", longer, _flat, lambda key, value: _flat(key, value, len(flat)), zeros)
+            yield Variant(label, longer, _flat, find, zeros)
 
 
-def _flat(name: str, value: torch.Tensor, rows: int | None = None) -> torch.Tensor:
-    return value.flatten(0, -2)[:rows] if name in ROWS.results else value
+def _flat(name: str, value: torch.Tensor) -> torch.Tensor:
+    return value.flatten(0, -2) if name in ROWS.results else value
 
 
-TRANSFORMS = {**ROWS.transforms(), "layouts": layouts, "leading": leading, "zero-rows": zero_rows}
+def continued(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
+    """Fill the buffer by whole steps of the same chain: rows of the identity, and what the buffer holds as gradient."""
+    if "accumulate_into" not in call:
+        return
+    a, dc, buffer = (call[name] for name in ("a", "dc", "accumulate_into"))
+    count = -(-a.shape[1] // STEP) * STEP
+    rows = torch.eye(count, a.shape[1], dtype=a.dtype, device=a.device)
+    held = F.pad(buffer.to(dc.dtype), (0, 0, 0, count - len(buffer)))
+    longer = {"a": torch.cat((rows, a)), "dc": torch.cat((held, dc)), "accumulate_into": torch.zeros_like(buffer)}
+    yield Variant(f"{count} rows that fill the buffer", {**call, **longer})
+
+
+OTHERS = {"layouts": layouts, "leading": leading, "zero-rows": zero_rows, "continued": continued}
+TRANSFORMS = {**ROWS.transforms(), **OTHERS}
 RESULTS = ("output", "gradient:a", "gradient:b", "gradient:x", "gradient:weight", "gradient:bias")
 SPEC = Spec(
     cases=CASES,
@@ -171,6 +210,7 @@ SPEC = Spec(
     magnitudes=magnitudes,
     transforms=TRANSFORMS,
     illegal=ILLEGAL,
+    mutants=MUTANTS,
     empty=EMPTY,
     writes={"accumulate_into": "output"},
     unread=frozenset({"backend"}),

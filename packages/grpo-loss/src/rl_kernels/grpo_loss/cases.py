@@ -10,6 +10,7 @@ import torch
 from rl_kernels.core.testing import Case, Draw, Inputs, Spec
 from rl_kernels.grpo_loss import reference
 from rl_kernels.grpo_loss.illegal import ILLEGAL
+from rl_kernels.grpo_loss.mutants import MUTANTS
 from rl_kernels.grpo_loss.transforms import GRADIENT, HYGIENE, TRANSFORMS
 
 HALF = torch.bfloat16
@@ -30,12 +31,13 @@ CASES = (
     Case("plain", _sizes(2, 4, 16)),
     Case("kl", _sizes(3, 4, 19), {"beta": 0.04, "density": 0.7}),
     Case("small-kl", _sizes(2, 3, 40), {"beta": 1.0, "drift": 1e-3, "old": None}),
+    Case("medium-kl", _sizes(2, 3, 40), {"beta": 1.0, "drift": 0.03, "old": None}),
     Case("large-kl", _sizes(2, 2, 30), {"beta": 0.5, "drift": 3.0, "clip_eps": 0.3}),
     Case("ragged", _sizes(3, 4, 11), {**RAGGED, "beta": 0.1, "density": 0.6, "masked_sequence": True}),
     Case("boundaries-tensor", _sizes(4, 3, 9), {**RAGGED, "boundaries": torch.tensor, "density": 0.5}),
     Case("on-policy", _sizes(2, 5, 13), {"old": None, "ref": None, "density": 0.8}),
     Case("unread-reference", _sizes(2, 4, 10), {"ref": torch.nan, "clip_eps": 0.1}),
-    Case("no-clip-range", _sizes(2, 3, 12), {"clip_eps": 0.0, "beta": 0.02}),
+    Case("no-clip-range", _sizes(2, 3, 12), {"clip_eps": 0.0, "beta": 0.02, "ties": True}),
     Case("wide-clip-range", _sizes(2, 3, 12), {"clip_eps": 1.5}),
     Case("reward-offset", _sizes(3, 4, 8), {"offset": 1000.0}),
     Case("large-eps", _sizes(3, 4, 8), {"eps": 0.9}),
@@ -44,13 +46,16 @@ CASES = (
     Case("half-operands", _sizes(2, 4, 15), {"old": HALF, "ref": HALF, "beta": 0.2}),
     Case("all-masked", _sizes(2, 2, 7), {"density": 0.0, "beta": 0.1}),
     Case("one-token", _sizes(1, 2, 1), {"beta": 0.1}),
-    Case("two-segments", _sizes(1, 2, 4099), {"beta": 0.1, "density": 0.9}),
+    # More tokens than a backend works on at once, in sequences longer than one tree of a sum.
+    Case("two-segments", _sizes(4, 4, 4500), {"beta": 0.1, "density": 0.9}),
     Case("advantages", _sizes(2, 4, 12), {"beta": 0.05, "clip_eps": 0.3, "density": 0.6}, FROM),
     Case("advantages-per-token", _sizes(2, 3, 21), {"per_token": True, "beta": 0.05, "density": 0.6}, FROM),
     Case("advantages-on-policy", _sizes(1, 3, 9), {"old": None, "ref": None, "masked_sequence": True}, FROM),
     Case("groups", _groups(5, 4), {}, GROUPS),
     Case("groups-ragged", _groups(7, 4), RAGGED, GROUPS),
     Case("groups-offset", _groups(4, 8), {"offset": 10000.0, "eps": 1e-3}, GROUPS),
+    # In FP64 sums of rewards are rounded: those of FP32 rewards are exact there, and hide how they were taken.
+    Case("groups-double", _groups(6, 7), {"rewards": torch.float64, "offset": 10000.0, "equal": True}, GROUPS),
     Case("many-prompts", _sizes(64, 8, 128), {"beta": 0.04, "density": 0.7}, suite="full"),
     Case("long-completions", _sizes(1, 4, 20000), {"beta": 0.04, "density": 0.9}, suite="full"),
     Case("large-group", _groups(1, 5000), {"group_sizes": (1, 4998, 1)}, GROUPS, suite="full"),
@@ -60,6 +65,10 @@ EMPTY = (
     Case("no-tokens", _sizes(2, 4, 0), {"beta": 0.1}),
     Case("no-rewards", _groups(0, 4), {}, GROUPS),
 )
+LEVELS = (0.0, 0.1, 0.37)
+"""What rewards with an offset are apart: no mean of a few is one of them, so no advantage is 0 but for rounding."""
+SMALL = 0.06
+"""|e| below which exp(e) - e - 1 is not to be taken as a difference."""
 NUMBERS = ("clip_eps", "beta", "eps")
 """Options that are passed on as keyword arguments; the others shape the inputs."""
 
@@ -83,6 +92,8 @@ def inputs(case: Case, draw: Draw) -> Inputs:
         "completion_mask": mask.to(asked.get("mask", torch.bool)),
         **numbers,
     }
+    if asked.get("ties"):
+        call["old_logps"][:, ::2] = call["current_logps"][:, ::2]
     if asked.get("equal"):
         # An infinite ratio where the advantage is 0: in FP32 at least, in FP64 the gold's is finite.
         call["old_logps"][0, 0] = -500.0
@@ -103,10 +114,12 @@ def _near(current: torch.Tensor, noise: float, draw: Draw, kind: torch.dtype | f
 def _rewards(case: Case, draw: Draw) -> torch.Tensor:
     batch = case.sizes["prompts"] * case.sizes["samples"]
     if "offset" in case.options:
-        return case.options["offset"] + 0.1 * draw.ids(2, batch).float()
-    rewards = draw.normal(batch)
+        levels = torch.tensor(LEVELS, dtype=case.options.get("rewards", torch.float32), device=draw.device)
+        rewards = case.options["offset"] + levels[draw.ids(len(LEVELS), batch)]
+    else:
+        rewards = draw.normal(batch)
     if case.options.get("equal"):
-        rewards[: case.sizes["samples"]] = 0.1
+        rewards[: case.sizes["samples"]] = 0.3
     return rewards
 
 
@@ -140,7 +153,8 @@ def magnitudes(case: Case, call: Inputs, upstream: Mapping[str, torch.Tensor]) -
     d = torch.where(a == 0, 0.0, exponent(current, call["old_logps"]))
     e = exponent(call["ref_logps"] if beta else None, current)
     policy = d.exp() * a.abs() * (1 + d.abs())
-    k3 = e.expm1().abs() * (1 + e.abs())
+    # k3 is about e^2 / 2 near 0, and must be as accurate as that, though e is far larger there.
+    k3 = e.expm1().abs() * ((e.abs() / SMALL).clamp(max=1) + e.abs())
     count = mask.sum().clamp(min=1)
     terms = {"policy_loss": policy.sum() / count, "kl": k3.sum() / count}
     terms["loss"] = terms["policy_loss"] + beta * terms["kl"]
@@ -164,6 +178,7 @@ SPEC = Spec(
     magnitudes=magnitudes,
     transforms=TRANSFORMS,
     illegal=ILLEGAL,
+    mutants=MUTANTS,
     hygiene=HYGIENE,
     empty=EMPTY,
     masks=("completion_mask",),

@@ -130,15 +130,19 @@ class Run:
         """Names of the outputs that carry a gradient."""
         return {name for name, value in self._attached.items() if value.requires_grad}
 
-    def gradients(self, upstream: Mapping[str, torch.Tensor]) -> Results:
-        """Return ``gradient:NAME`` for each differentiable input, given upstream gradients by output name."""
+    def gradients(self, upstream: Mapping[str, torch.Tensor], *, again: bool = False) -> Results:
+        """Return ``gradient:NAME`` for each differentiable input, given upstream gradients by output name.
+
+        ``again`` keeps the graph, for a further backward pass.
+        """
         detached = upstream.keys() - self.attached
         if detached:
             raise Misbehaved(f"{', '.join(sorted(detached))}: detached, expected an output that carries a gradient")
         outputs = [self._attached[name] for name in upstream]
 
         def backward() -> Any:
-            return torch.autograd.grad(outputs, list(self._leaves.values()), list(upstream.values()), allow_unused=True)
+            leaves = list(self._leaves.values())
+            return torch.autograd.grad(outputs, leaves, list(upstream.values()), retain_graph=again, allow_unused=True)
 
         grads = dict(zip(self._leaves, guarded("backward", backward), strict=True))
         missing = [name for name, grad in grads.items() if grad is None]

@@ -121,15 +121,6 @@ class Conformance:
         with pytest.raises(RuntimeError, match="double backward"):
             grad.double().square().sum().backward()
 
-    def test_retain_graph(self) -> None:
-        """Rule 9: a retained graph gives the same gradient again."""
-        spec = spec_of(self.operator)
-        inputs = _inputs(self.operator, spec.case())
-        leaf = inputs[spec.differentiable[0]].requires_grad_()
-        result = next(iter(named(self.operator.function()(**inputs), spec.output).values())).double().sum()
-        first, second = (torch.autograd.grad(result, leaf, retain_graph=True)[0] for _ in range(2))
-        assert bits(second, first).passed
-
     def test_global_state_is_left_as_found(self, case: Case) -> None:
         """Rule 11."""
         before = _global_state()

@@ -14,6 +14,8 @@ import torch
 from rl_kernels.core.testing.draw import Draw
 from rl_kernels.core.testing.spec import Case, Inputs, Transform, Variant
 
+BATCHES = (1, 2, 3, 4, 9, 16, 17, 33, 65, 129, 257)
+"""Rows of the batches that rows are put into: beside and beyond the heights of tiles."""
 IGNORED = -100
 """The id that padding rows carry where the operator has ``ignore_index``."""
 FILLER = -1
@@ -136,7 +138,7 @@ def _alone(rows: Rows, draw: Draw) -> Iterator[Variant]:
 
 
 def _batch(rows: Rows, draw: Draw) -> Iterator[Variant]:
-    for size in (1, 2, 3, 4, 9, 16, 17, 33, 65):
+    for size in BATCHES:
         index = torch.arange(size) % rows.count
         yield rows.variant(f"batch of {size}", index)
 

@@ -32,6 +32,7 @@ def hygiene(cell: Cell) -> Iterator[Record]:
     yield from _written(cell, base)
     yield from _poisoned(cell, expected, upstream)
     yield from _interleaved(cell, expected, upstream)
+    yield from _again(cell, upstream)
     yield from _expanded(cell)
     transforms = {**STORAGE, **cell.spec.hygiene}
     yield from unchanged_by(transforms, "hygiene", cell, expected, upstream)
@@ -113,6 +114,20 @@ def _interleaved(cell: Cell, expected: Results, upstream: Results) -> Iterator[R
         yield cell.failed("hygiene", "a call in between", error)
         return
     yield cell.record("hygiene", "a call in between", (), "bitwise", comparison)
+
+
+def _again(cell: Cell, upstream: Results) -> Iterator[Record]:
+    """Run backward twice on one graph: the first pass leaves what the second needs."""
+    if not upstream or cell.spec.inplace.keys() & cell.inputs.keys():
+        return
+    try:
+        run = cell.run()
+        first = run.gradients(upstream, again=True)
+        comparison = _first_difference(run.gradients(upstream), first)
+    except Misbehaved as error:
+        yield cell.failed("hygiene", "backward again", error)
+        return
+    yield cell.record("hygiene", "backward again", (), "bitwise", comparison)
 
 
 def _expanded(cell: Cell) -> Iterator[Record]:
