@@ -3,12 +3,13 @@
 import pytest
 import torch
 
-from rl_kernels.core.testing import IGNORED, Case, Draw, RowLayout, bits_of, options, strides
+from rl_kernels.core.testing import IGNORED, STORAGE, Case, Draw, RowLayout, bits_of, options
 
 CASE = Case("plain", {"rows": 6, "size": 5})
 LAYOUT = RowLayout(
     arguments={"x": 1, "ids": 0, "temperature": 0}, results=frozenset({"output", "gradient:x"}), ids="ids"
 )
+TRANSFORMS = {**LAYOUT.transforms(), **LAYOUT.hygiene()}
 NAMES = ("alone", "batch", "position", "neighbours", "chunks", "padding", "masked")
 
 
@@ -41,7 +42,7 @@ def reads_masked_rows(x, ids, **rest):
 
 
 def follows_storage(x, ids, **rest):
-    return rowwise_toy(x, ids, **rest) + (x.stride(-1) != 1)
+    return rowwise_toy(x, ids, **rest) + (x.stride(-1) != 1 or x.storage_offset() != 0)
 
 
 def gradient_is_scaled_by_the_batch(x, ids, **rest):
@@ -92,14 +93,14 @@ def broken(function, transform, inputs, case=CASE):
 @pytest.mark.parametrize("leading", [(2, 3), (6,), (1, 6), (3, 1, 2)], ids=str)
 @pytest.mark.parametrize("temperature", ["tensor", "none"])
 def test_a_transform_holds_where_rows_are_independent(name, leading, temperature):
-    labels, compared = broken(rowwise_toy, LAYOUT.transforms()[name], draw_inputs(leading, temperature))
+    labels, compared = broken(rowwise_toy, TRANSFORMS[name], draw_inputs(leading, temperature))
     assert labels == []
     assert compared >= 4
 
 
 @pytest.mark.parametrize("name", ["alone", "batch", "neighbours", "chunks", "padding", "masked"])
 def test_a_batch_dependent_function_is_caught(name):
-    labels, _ = broken(batch_dependent, LAYOUT.transforms()[name], draw_inputs())
+    labels, _ = broken(batch_dependent, TRANSFORMS[name], draw_inputs())
     assert any("output" in label for label in labels)
 
 
@@ -115,22 +116,19 @@ def test_a_batch_dependent_function_is_caught(name):
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_each_way_of_looking_beyond_a_row_is_caught(function, caught_by):
-    transforms = LAYOUT.transforms()
-    assert set(transforms) == set(NAMES)
-    caught = {name for name in NAMES if broken(function, transforms[name], draw_inputs())[0]}
+    assert set(TRANSFORMS) == set(NAMES)
+    caught = {name for name in NAMES if broken(function, TRANSFORMS[name], draw_inputs())[0]}
     assert caught == caught_by
 
 
 def test_batches_of_one_and_two_rows_and_more_are_compared():
-    sizes = [
-        len(variant.inputs["ids"]) for variant in LAYOUT.transforms()["batch"](CASE, draw_inputs(), Draw(torch.float32))
-    ]
+    sizes = [len(variant.inputs["ids"]) for variant in TRANSFORMS["batch"](CASE, draw_inputs(), Draw(torch.float32))]
     assert {1, 2, 4, 9} <= set(sizes)
-    assert max(sizes) > 64
+    assert max(sizes) > 128
 
 
 def test_masked_rows_hold_nan_and_their_temperature_does_not():
-    for variant in LAYOUT.transforms()["masked"](CASE, draw_inputs(), Draw(torch.float32)):
+    for variant in TRANSFORMS["masked"](CASE, draw_inputs(), Draw(torch.float32)):
         inputs = variant.inputs
         ignored = inputs["ids"] == IGNORED
         assert ignored.any()
@@ -141,15 +139,15 @@ def test_masked_rows_hold_nan_and_their_temperature_does_not():
 
 def test_rows_are_masked_by_no_other_ignore_index():
     inputs = draw_inputs() | {"ignore_index": 3}
-    assert list(LAYOUT.transforms()["masked"](CASE, inputs, Draw(torch.float32))) == []
+    assert list(TRANSFORMS["masked"](CASE, inputs, Draw(torch.float32))) == []
 
 
 def test_without_ids_there_are_no_masked_rows():
-    assert "masked" not in RowLayout({"x": 1}, frozenset({"output"})).transforms()
+    assert not RowLayout({"x": 1}, frozenset({"output"})).hygiene()
 
 
 def test_other_functions_and_indexed_calls_are_left_out():
-    transform = LAYOUT.transforms()["alone"]
+    transform = TRANSFORMS["alone"]
     other = Case("other", {}, function="toy_other")
     assert list(transform(other, draw_inputs(), Draw(torch.float32))) == []
     indexed = draw_inputs() | {"row_indices": torch.tensor([0])}
@@ -158,31 +156,57 @@ def test_other_functions_and_indexed_calls_are_left_out():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_call_without_rows_has_no_variants_of_them(name):
-    variants = list(LAYOUT.transforms()[name](CASE, draw_inputs((0,)), Draw(torch.float32)))
+    variants = list(TRANSFORMS[name](CASE, draw_inputs((0,)), Draw(torch.float32)))
     assert variants == []
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_single_row(name):
     inputs = {key: value[:1, :1] for key, value in draw_inputs().items()}
-    variants = list(LAYOUT.transforms()[name](CASE, inputs, Draw(torch.float32)))
+    variants = list(TRANSFORMS[name](CASE, inputs, Draw(torch.float32)))
     for variant in variants:
         expected = variant.pick("output", rowwise_toy(**inputs))
         assert torch.equal(variant.find("output", rowwise_toy(**variant.inputs)), expected)
     assert variants or name == "chunks"
 
 
-def test_strides_hold_and_catch_what_follows_them():
-    assert broken(rowwise_toy, strides, draw_inputs()) == ([], 4)
-    labels, _ = broken(follows_storage, strides, draw_inputs())
-    assert labels == ["every other element: output", "stored column by column: output"]
+@pytest.mark.parametrize("name", STORAGE)
+def test_storage_holds_and_catches_what_follows_it(name):
+    labels, compared = broken(rowwise_toy, STORAGE[name], draw_inputs())
+    assert labels == []
+    assert compared >= 2
+    labels, _ = broken(follows_storage, STORAGE[name], draw_inputs())
+    assert (
+        labels
+        == {
+            "strided": ["every other element: output", "stored column by column: output"],
+            "offset": ["one element into the storage: output"],
+        }[name]
+    )
 
 
 def test_strides_of_tensors_without_a_matrix():
     draw = Draw(torch.float32)
-    variants = list(strides(CASE, {"rewards": draw.normal(5), "eps": 1e-6, "scale": torch.tensor(2.0)}, draw))
+    inputs = {"rewards": draw.normal(5), "eps": 1e-6, "scale": torch.tensor(2.0)}
+    variants = list(STORAGE["strided"](CASE, inputs, draw))
     assert [variant.label for variant in variants] == ["every other element"]
     assert variants[0].inputs["rewards"].stride() == (2,)
+
+
+@pytest.mark.parametrize("name", STORAGE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.int32])
+def test_gaps_hold_garbage_and_places_the_values(name, dtype):
+    value = torch.tensor([[1, 0], [0, 1]]).to(dtype)
+    (moved, *_) = (variant.inputs["x"] for variant in STORAGE[name](CASE, {"x": value}, Draw(torch.float32)))
+    assert torch.equal(moved, value)
+    everything = torch.empty(0, dtype=dtype).set_(moved.untyped_storage())
+    gaps = everything.numel() - value.numel()
+    assert gaps >= 2
+    assert (everything != everything).sum() + (everything == garbage_of(dtype)).sum() >= gaps
+
+
+def garbage_of(dtype):
+    return {torch.float32: torch.nan, torch.bool: True, torch.int32: torch.iinfo(torch.int32).max}[dtype]
 
 
 def test_options_hold_and_catch_what_follows_them():
