@@ -96,11 +96,18 @@ def backward_inplace(
     *upstream: torch.Tensor | None,
 ) -> None:
     """Overwrite logits with dlogits."""
-    if row_indices is not None:
-        others = torch.ones(logits.shape[0], dtype=torch.bool, device=logits.device)
-        logits.masked_fill_(others.index_fill(0, row_indices.long(), False)[:, None], 0)
-    for rows, dz in _gradients(logits, token_ids, temperature, ignore_index, row_indices, logsumexp, *upstream):
-        logits[rows] = dz
+    arguments = (token_ids, temperature, ignore_index)
+    if row_indices is None:
+        for rows, dz in _gradients(logits, *arguments, None, logsumexp, *upstream):
+            logits[rows] = dz
+        return
+    others = torch.ones(logits.shape[0], dtype=torch.bool, device=logits.device)
+    logits.masked_fill_(others.index_fill(0, row_indices.long(), False)[:, None], 0)
+    # In order, a row that is given twice stands at the end of one block and the start of the next: it is done once.
+    done = torch.full_like(row_indices[:1], -1, dtype=torch.int64)
+    for rows, dz in _gradients(logits, *arguments, row_indices.sort().values, logsumexp, *upstream):
+        logits[rows] = torch.where((rows == done)[:, None], logits[rows], dz)
+        done = rows[-1:]
 
 
 def _gradients(

@@ -1,26 +1,20 @@
-"""The cases of linear_logp: inputs, error budget, promised layouts."""
+"""The cases of linear_logp: inputs and error budget."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 
-from rl_kernels.core.testing import (
-    IGNORED,
-    Case,
-    Draw,
-    Inputs,
-    RowLayout,
-    Spec,
-    Variant,
-    options,
-)
+from rl_kernels.core.testing import IGNORED, Case, Draw, Inputs, Spec
 from rl_kernels.linear_logp import reference
 from rl_kernels.linear_logp.illegal import ILLEGAL
+from rl_kernels.linear_logp.mutants import MUTANTS
+from rl_kernels.linear_logp.transforms import HYGIENE, TRANSFORMS, WEIGHTS
 
 STATS = {"return_stats": True}
+PIECE = 1024
+"""Columns that a backend may work on at once: ids and maxima stand on both sides of its multiples."""
 
 CASES = (
     Case("plain", {"batch": 2, "seq": 16, "hidden": 64, "vocab": 257}),
@@ -35,10 +29,29 @@ CASES = (
     Case(
         "ignored", {"batch": 4, "seq": 7, "hidden": 32, "vocab": 65}, {**STATS, "ignore_index": IGNORED, "bias": True}
     ),
-    Case("segments", {"batch": 2, "seq": 9, "hidden": 17, "vocab": 9001}, {**STATS, "bias": True, "workspace_mib": 1}),
-    Case("odd", {"batch": 3, "seq": 3, "hidden": 33, "vocab": 1025}, STATS),
+    Case(
+        "segments",
+        {"batch": 2, "seq": 9, "hidden": 17, "vocab": 9001},
+        {**STATS, "bias": True, "edges": True, "workspace_mib": 1},
+    ),
+    Case("odd", {"batch": 3, "seq": 3, "hidden": 33, "vocab": 1025}, {**STATS, "edges": True}),
     Case("one-token", {"batch": 1, "seq": 1, "hidden": 64, "vocab": 515}, STATS),
     Case("one-feature", {"batch": 2, "seq": 9, "hidden": 1, "vocab": 7}, STATS),
+    Case("pad-token", {"batch": 3, "seq": 7, "hidden": 20, "vocab": 50}, {**STATS, "ignore_index": 0, "bias": True}),
+    Case("rising", {"batch": 1, "seq": 6, "hidden": 12, "vocab": 2 * PIECE + 1}, {**STATS, "bias": True, "low": PIECE}),
+    Case(
+        "masked-pieces",
+        {"batch": 1, "seq": 6, "hidden": 12, "vocab": 2 * PIECE},
+        {**STATS, "bias": True, "edges": True, "minus_inf_first": PIECE},
+    ),
+    Case("wide", {"batch": 1, "seq": 5, "hidden": 4100, "vocab": 11}, {**STATS, "scale": 0.5}),
+    Case("blocks", {"batch": 2, "seq": 40, "hidden": 16, "vocab": 33}, {**STATS, "bias": True, "scale": 0.25}),
+    Case(
+        "many-tokens",
+        {"batch": 2, "seq": 521, "hidden": 4, "vocab": 33},
+        {**STATS, "bias": True, "temperature": "tensor"},
+        grad=False,
+    ),
     Case("one-entry", {"batch": 2, "seq": 8, "hidden": 24, "vocab": 1}, {**STATS, "bias": True}),
     Case("beyond-exp", {"batch": 1, "seq": 6, "hidden": 16, "vocab": 300}, {**STATS, "bias": True, "offset": 100.0}),
     Case("peaked", {"batch": 1, "seq": 6, "hidden": 64, "vocab": 500}, {**STATS, "scale": 8.0}),
@@ -53,7 +66,7 @@ CASES = (
     Case("many-rows", {"batch": 4, "seq": 500, "hidden": 16, "vocab": 33}, {"workspace_mib": 1}, suite="full"),
 )
 EMPTY = (Case("no-rows", {"batch": 0, "seq": 5, "hidden": 16, "vocab": 33}, {**STATS, "bias": True}),)
-DRAWN = frozenset({"scale", "offset", "minus_inf", "bias", "temperature"})
+DRAWN = frozenset({"scale", "offset", "minus_inf", "minus_inf_first", "low", "edges", "bias", "temperature"})
 """Options that shape the inputs; the others are passed on as keyword arguments."""
 
 
@@ -62,6 +75,8 @@ def inputs(case: Case, draw: Draw) -> Inputs:
     batch, seq, size, vocab = (case.sizes[name] for name in ("batch", "seq", "hidden", "vocab"))
     asked = case.options
     ids = draw.ids(vocab, batch, seq)
+    if asked.get("edges"):
+        ids = with_edges(ids, vocab)
     call: Inputs = {
         "hidden": draw.normal(batch, seq, size, scale=asked.get("scale", 1.0)),
         "lm_head_weight": draw.normal(vocab, size, scale=size**-0.5),
@@ -72,6 +87,9 @@ def inputs(case: Case, draw: Draw) -> Inputs:
         if "minus_inf" in asked:
             targets = torch.zeros(vocab, dtype=torch.bool, device=draw.device).index_fill(0, ids.flatten(), True)
             bias = bias.masked_fill(draw.mask(asked["minus_inf"], vocab) & ~targets, -torch.inf)
+        # So far below the other pieces that exp(other - this) overflows, and exp(this - other) is 0.
+        bias[: asked.get("low", 0)] -= 110
+        bias[: min(asked.get("minus_inf_first", 0), vocab - 1)] = -torch.inf
         call["bias"] = bias
     if "ignore_index" in asked:
         call["target_ids"] = ids.masked_fill(draw.mask(0.4, batch, seq), asked["ignore_index"])
@@ -83,8 +101,19 @@ def inputs(case: Case, draw: Draw) -> Inputs:
     return call | {name: value for name, value in asked.items() if name not in DRAWN}
 
 
+def with_edges(ids: torch.Tensor, vocab: int) -> torch.Tensor:
+    """Return ids of which the first are the first and last columns of the pieces."""
+    edges = [column for start in range(0, vocab, PIECE) for column in (start, min(start + PIECE, vocab) - 1)]
+    found = ids.clone()
+    found.view(-1)[: len(edges)] = torch.tensor(edges, device=ids.device)[: ids.numel()]
+    return found
+
+
 def magnitudes(case: Case, call: Inputs, upstream: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Bound the terms: those of each logit by sums of |hidden| |W| + |bias|, those of the gradients through them."""
+    """Bound the terms: those of each logit by sums of |hidden| |W| + |bias|, those of the gradients through them.
+
+    A logit's rounding, and that of lse, moves p by a share of their sizes; hence the factors in entropy and gradients.
+    """
     ids, hidden, weight = call["target_ids"], call["hidden"], call["lm_head_weight"].abs()
     active = (ids != call["ignore_index"]).double() if "ignore_index" in call else torch.ones_like(ids).double()
     temperature = call.get("temperature", 1.0)
@@ -93,13 +122,16 @@ def magnitudes(case: Case, call: Inputs, upstream: Mapping[str, torch.Tensor]) -
     z = (hidden @ call["lm_head_weight"].T + bias) / scale
     size = (hidden.abs() @ weight.T + torch.where(bias == -torch.inf, 0.0, bias.abs())) / scale
     lse = z.logsumexp(-1)
-    p = (z - lse[..., None]).exp()
+    log_p = z - lse[..., None]
+    p, surprise = log_p.exp(), torch.where(z == -torch.inf, 0.0, -log_p)
+    spread = (surprise - (p * surprise).sum(-1, keepdim=True)).abs()
     top = size.amax(-1) + lse.abs()
-    surprise = p * (size + lse.abs()[..., None] + 1)
-    terms = {"logp": 2 * top, "logsumexp": top, "entropy": surprise.sum(-1) + top}
+    terms = {"logp": 2 * top, "logsumexp": top, "entropy": (p * (surprise + 1 + spread * size)).sum(-1)}
+
+    share = 1 + size + lse.abs()[..., None]
     chosen = torch.nn.functional.one_hot(ids.clamp(min=0).long(), z.shape[-1])
-    grads = {"logp": (chosen + p) * (1 + top[..., None]), "logsumexp": p * (1 + top[..., None])}
-    grads["entropy"] = surprise * (2 + top[..., None])
+    grads = {"logp": chosen + p * share, "logsumexp": p * share}
+    grads["entropy"] = p * ((1 + spread) * share + terms["entropy"][..., None])
     dlogits = torch.zeros_like(z)
     for name, value in upstream.items():
         dlogits += grads[name] * (value.abs() * active)[..., None] / scale
@@ -107,59 +139,6 @@ def magnitudes(case: Case, call: Inputs, upstream: Mapping[str, torch.Tensor]) -
     dweight = rows.T @ hidden.abs().flatten(0, -2)
     gradients = {"hidden": dlogits @ weight, "lm_head_weight": dweight, "bias": rows.sum(0)}
     return {**terms, **{f"gradient:{name}": value for name, value in gradients.items()}}
-
-
-ROWS = RowLayout(
-    arguments={"hidden": 1, "target_ids": 0, "temperature": 0},
-    results=frozenset({"logp", "logsumexp", "entropy", "gradient:hidden"}),
-    ids="target_ids",
-)
-WEIGHTS = ("gradient:lm_head_weight", "gradient:bias")
-
-
-def number_as_tensor(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
-    """Give a temperature once as a number, once as a tensor of equal values."""
-    if isinstance(call.get("temperature", 1.0), torch.Tensor):
-        return
-    value = torch.full(call["target_ids"].shape, call.get("temperature", 1.0), device=draw.device)
-    yield Variant("temperature as a tensor", {**call, "temperature": value})
-
-
-def appended(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
-    """Append ignored rows of NaN: the gradients of weight and bias, sums over tokens, keep their bits too."""
-    count = call["target_ids"].numel()
-    flat = {"hidden": call["hidden"].flatten(0, -2), "target_ids": call["target_ids"].flatten()}
-    if isinstance(call.get("temperature"), torch.Tensor):
-        flat["temperature"] = call["temperature"].flatten()
-    fills = {"hidden": torch.nan, "target_ids": IGNORED, "temperature": 1.0}
-
-    def longer(value: torch.Tensor, fill: float, rows: int) -> torch.Tensor:
-        return torch.cat((value, value.new_full((rows, *value.shape[1:]), fill)))
-
-    def kept(name: str, result: torch.Tensor) -> torch.Tensor:
-        return result if name in WEIGHTS else result.flatten(0, call["target_ids"].ndim - 1)
-
-    def first(name: str, result: torch.Tensor) -> torch.Tensor:
-        return result if name in WEIGHTS else result[:count]
-
-    for rows in (1, 23):
-        changed = {name: longer(value, fills[name], rows) for name, value in flat.items()}
-        lift = functools.partial(_lift, rows)
-        yield Variant(f"{rows} ignored rows appended", {**call, **changed, "ignore_index": IGNORED}, kept, first, lift)
-
-
-def _lift(rows: int, name: str, upstream: torch.Tensor) -> torch.Tensor:
-    return torch.cat((upstream.flatten(), upstream.new_full((rows,), torch.nan)))
-
-
-TRANSFORMS = {
-    **ROWS.transforms(),
-    "temperature": number_as_tensor,
-    "workspace": options(small_workspace={"workspace_mib": 1}, large_workspace={"workspace_mib": 4096}),
-    "options": options(
-        with_statistics=STATS, with_ignore_index={"ignore_index": IGNORED}, unchecked={"validate": False}
-    ),
-}
 
 
 SPEC = Spec(
@@ -174,7 +153,8 @@ SPEC = Spec(
     magnitudes=magnitudes,
     transforms=TRANSFORMS,
     illegal=ILLEGAL,
-    hygiene={**ROWS.hygiene(), "appended": appended},
+    mutants=MUTANTS,
+    hygiene=HYGIENE,
     empty=EMPTY,
     unread=frozenset({"workspace_mib", "validate", "backend"}),
     output="logp",

@@ -38,4 +38,7 @@ def linear_logp(
         return logp
     # A second factor without -inf: 0 * -inf would turn the entropy and its gradient into NaN.
     entropy = -(log_p.exp() * torch.where(log_p == -torch.inf, 0, log_p)).sum(-1)
-    return LogpStats(logp, torch.where(active, z.logsumexp(-1), 0), torch.where(active, entropy, 0))
+    # No distribution, no logsumexp: log_softmax gives NaN for rows of -inf and with +inf, where logsumexp is infinite.
+    lse = z.logsumexp(-1)
+    lse = lse * torch.where(lse.isinf(), torch.nan, 1.0)
+    return LogpStats(logp, torch.where(active, lse, 0), torch.where(active, entropy, 0))

@@ -1,0 +1,97 @@
+"""Layouts of fused_logp that may change no bit, and garbage that may reach no other row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from rl_kernels.core.testing import IGNORED, Case, Draw, Inputs, RowLayout, Variant, options
+
+ROWS = RowLayout(
+    arguments={"logits": 1, "token_ids": 0, "temperature": 0, "out": 0},
+    results=frozenset({"logp", "logsumexp", "entropy", "gradient:logits"}),
+    ids="token_ids",
+)
+
+
+def indexed(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
+    """Compute some rows only: those are the same bits, and the masked ones may hold NaN and ids out of range.
+
+    ``out`` keeps what it held in the others.
+    """
+    if "row_indices" in call:
+        return
+    count = call["token_ids"].numel()
+    rows = draw.permutation(count)[: max(count // 2, 1)].to(draw.device)
+    others = torch.ones(count, dtype=torch.bool, device=draw.device).index_fill(0, rows, False)
+    others = others.view(call["token_ids"].shape)
+    changed = {
+        "logits": call["logits"].masked_fill(others[..., None], torch.nan),
+        "token_ids": call["token_ids"].masked_fill(others, -7),
+        "row_indices": rows,
+    }
+
+    def taken(name: str, result: torch.Tensor) -> torch.Tensor:
+        return result.flatten(0, others.ndim - 1)[rows]
+
+    def kept(name: str, result: torch.Tensor) -> torch.Tensor:
+        return torch.where(others, call["out"], result)
+
+    label = "half of the rows, by index"
+    yield (
+        Variant(label, {**call, **changed}, kept)
+        if "out" in call
+        else Variant(label, {**call, **changed}, taken, taken)
+    )
+
+
+def number_as_tensor(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
+    """Give a temperature once as a number, once as a tensor of equal values."""
+    if isinstance(call.get("temperature", 1.0), torch.Tensor):
+        return
+    value = torch.full(call["token_ids"].shape, call.get("temperature", 1.0), device=draw.device)
+    yield Variant("temperature as a tensor", {**call, "temperature": value})
+
+
+def short_integers(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
+    """Give ids and row indices as int32."""
+    changed: Inputs = {name: call[name].int() for name in ("token_ids", "row_indices") if name in call}
+    yield Variant("int32", {**call, **changed})
+
+
+def bad_ids(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
+    """Give the first and the last row an id out of range, unchecked: NaN there, and the others keep their bits."""
+    if "row_indices" in call:
+        return
+    shape, vocab = call["token_ids"].shape, call["logits"].shape[-1]
+    bad = torch.zeros(shape, dtype=torch.bool, device=draw.device)
+    bad.view(-1)[[0, -1]] = True
+
+    def with_nan(name: str, result: torch.Tensor) -> torch.Tensor | None:
+        if name not in ("logp", "gradient:logits"):
+            return None
+        return any_nan(name, result.masked_fill(bad if result.ndim == bad.ndim else bad[..., None], torch.nan))
+
+    for value in (vocab, -1):
+        ids = call["token_ids"].masked_fill(bad, value)
+        yield Variant(f"id {value}", {**call, "token_ids": ids, "validate": False}, with_nan, any_nan)
+
+
+def any_nan(name: str, result: torch.Tensor) -> torch.Tensor:
+    """Return a result with one NaN for every NaN: its sign and payload are free."""
+    return result.masked_fill(result.isnan(), torch.nan)
+
+
+TRANSFORMS = {
+    **ROWS.transforms(),
+    "indexed": indexed,
+    "temperature": number_as_tensor,
+    "integers": short_integers,
+    "options": options(
+        with_statistics={"return_stats": True},
+        with_ignore_index={"ignore_index": IGNORED},
+        unchecked={"validate": False},
+    ),
+}
+HYGIENE = {**ROWS.hygiene(), "bad ids": bad_ids}

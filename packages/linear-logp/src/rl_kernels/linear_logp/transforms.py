@@ -1,0 +1,111 @@
+"""Layouts of linear_logp that may change no bit, and garbage that may reach no other row."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import torch
+
+from rl_kernels.core.testing import IGNORED, Case, Draw, Inputs, RowLayout, Variant, options
+
+ROWS = RowLayout(
+    arguments={"hidden": 1, "target_ids": 0, "temperature": 0},
+    results=frozenset({"logp", "logsumexp", "entropy", "gradient:hidden"}),
+    ids="target_ids",
+)
+WEIGHTS = ("gradient:lm_head_weight", "gradient:bias")
+
+
+def number_as_tensor(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
+    """Give a temperature once as a number, once as a tensor of equal values."""
+    if isinstance(call.get("temperature", 1.0), torch.Tensor):
+        return
+    value = torch.full(call["target_ids"].shape, call.get("temperature", 1.0), device=draw.device)
+    yield Variant("temperature as a tensor", {**call, "temperature": value})
+
+
+def appended(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
+    """Append ignored rows of NaN: the gradients of weight and bias, sums over tokens, keep their bits too."""
+    count = call["target_ids"].numel()
+    flat = {"hidden": call["hidden"].flatten(0, -2), "target_ids": call["target_ids"].flatten()}
+    if isinstance(call.get("temperature"), torch.Tensor):
+        flat["temperature"] = call["temperature"].flatten()
+    ignored = call.get("ignore_index", IGNORED)
+    fills = {"hidden": torch.nan, "target_ids": ignored, "temperature": 1.0}
+
+    def longer(value: torch.Tensor, fill: float, rows: int) -> torch.Tensor:
+        return torch.cat((value, value.new_full((rows, *value.shape[1:]), fill)))
+
+    def kept(name: str, result: torch.Tensor) -> torch.Tensor:
+        return result if name in WEIGHTS else result.flatten(0, call["target_ids"].ndim - 1)
+
+    def first(name: str, result: torch.Tensor) -> torch.Tensor:
+        return result if name in WEIGHTS else result[:count]
+
+    for rows in (1, 23):
+        changed = {name: longer(value, fills[name], rows) for name, value in flat.items()}
+        lift = functools.partial(_lift, rows)
+        yield Variant(f"{rows} ignored rows appended", {**call, **changed, "ignore_index": ignored}, kept, first, lift)
+
+
+def short_integers(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
+    """Give ids as int32."""
+    yield Variant("int32", {**call, "target_ids": call["target_ids"].int()})
+
+
+def bad_ids(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
+    """Give the first and the last row an id out of range, unchecked: NaN there and in sums over rows, nowhere else."""
+    shape, vocab = call["target_ids"].shape, len(call["lm_head_weight"])
+    bad = torch.zeros(shape, dtype=torch.bool, device=draw.device)
+    bad.view(-1)[[0, -1]] = True
+
+    def with_nan(name: str, result: torch.Tensor) -> torch.Tensor | None:
+        if name in WEIGHTS:
+            return torch.full_like(result, torch.nan)
+        if name not in ("logp", "gradient:hidden"):
+            return None
+        return any_nan(name, result.masked_fill(bad if result.ndim == bad.ndim else bad[..., None], torch.nan))
+
+    for value in (vocab, -1):
+        ids = call["target_ids"].masked_fill(bad, value)
+        yield Variant(f"id {value}", {**call, "target_ids": ids, "validate": False}, with_nan, any_nan)
+
+
+def any_nan(name: str, result: torch.Tensor) -> torch.Tensor:
+    """Return a result with one NaN for every NaN: its sign and payload are free."""
+    return result.masked_fill(result.isnan(), torch.nan)
+
+
+def nan_weight(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
+    """Put NaN into the weight: what belongs to ignored rows stays 0."""
+    if "ignore_index" not in call:
+        return
+    ignored = call["target_ids"] == call["ignore_index"]
+
+    def picked(name: str, result: torch.Tensor) -> torch.Tensor | None:
+        return None if name in WEIGHTS else result[ignored]
+
+    def found(name: str, result: torch.Tensor) -> torch.Tensor:
+        return result[ignored]
+
+    weight = call["lm_head_weight"].index_fill(0, call["target_ids"].new_zeros(1), torch.nan)
+    yield Variant("weight of NaN, ignored rows", {**call, "lm_head_weight": weight}, picked, found)
+
+
+def _lift(rows: int, name: str, upstream: torch.Tensor) -> torch.Tensor:
+    return torch.cat((upstream.flatten(), upstream.new_full((rows,), torch.nan)))
+
+
+TRANSFORMS = {
+    **ROWS.transforms(),
+    "temperature": number_as_tensor,
+    "integers": short_integers,
+    "workspace": options(small_workspace={"workspace_mib": 1}, large_workspace={"workspace_mib": 4096}),
+    "options": options(
+        with_statistics={"return_stats": True},
+        with_ignore_index={"ignore_index": IGNORED},
+        unchecked={"validate": False},
+    ),
+}
+HYGIENE = {**ROWS.hygiene(), "appended": appended, "bad ids": bad_ids, "weight of NaN": nan_weight}
