@@ -6,6 +6,7 @@ import copy
 import inspect
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from rl_kernels.core.check.candidate import Misbehaved, Results, Run, guarded, n
 from rl_kernels.core.check.cell import Cell
 from rl_kernels.core.check.compare import Comparison
 from rl_kernels.core.check.result import Check, Record
-from rl_kernels.core.testing import Inputs
+from rl_kernels.core.testing import Case, Inputs
 from rl_kernels.core.torchlib import NAMESPACE
 
 HELD = Comparison(True)
@@ -30,6 +31,10 @@ def integration(cell: Cell) -> Iterator[Record]:
     if cell.candidate.backend is None:
         yield cell.skip("torch", "not a backend of the operator")
         return
+    twin = _twin(cell)
+    if twin:
+        yield cell.skip("torch", f"the case {twin} makes the same graph")
+        return
     parts: list[Callable[[Cell], Iterator[Record]]] = [_opcheck, _fake, _compiled]
     if cell.setting.device.type == "cuda":
         parts += [_no_sync, _graph]
@@ -38,6 +43,22 @@ def integration(cell: Cell) -> Iterator[Record]:
             yield from part(cell)
         except Misbehaved as error:
             yield cell.failed("torch", part.__name__.strip("_").replace("_", " "), error)
+
+
+def _twin(cell: Cell) -> str | None:
+    """Return the first case before this one of the same function, arguments and sizes of one, if there is one."""
+
+    def form(case: Case) -> tuple[object, ...]:
+        ones = frozenset(name for name, size in case.sizes.items() if size == 1)
+        return case.function, ones, frozenset(replace(cell, case=case).inputs)
+
+    own = form(cell.case)
+    for case in cell.spec.cases:
+        if case.name == cell.case.name:
+            return None
+        if form(case) == own:
+            return case.name
+    return None
 
 
 class RawCalls(TorchDispatchMode):
