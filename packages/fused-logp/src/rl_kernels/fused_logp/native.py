@@ -106,6 +106,7 @@ def backward_inplace(
     # In order, a row that is given twice stands at the end of one block and the start of the next: it is done once.
     done = torch.full_like(row_indices[:1], -1, dtype=torch.int64)
     for rows, dz in _gradients(logits, *arguments, row_indices.sort().values, logsumexp, *upstream):
+        assert isinstance(rows, torch.Tensor)
         logits[rows] = torch.where((rows == done)[:, None], logits[rows], dz)
         done = rows[-1:]
 

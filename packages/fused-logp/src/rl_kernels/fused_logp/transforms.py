@@ -6,7 +6,18 @@ from collections.abc import Iterator
 
 import torch
 
-from rl_kernels.core.testing import IGNORED, Case, Draw, Inputs, RowLayout, Variant, options
+from rl_kernels.core.testing import (
+    IGNORED,
+    Case,
+    Draw,
+    Inputs,
+    RowLayout,
+    Variant,
+    as_int32,
+    one_nan,
+    options,
+    temperature_as_tensor,
+)
 
 ROWS = RowLayout(
     arguments={"logits": 1, "token_ids": 0, "temperature": 0, "out": 0},
@@ -46,20 +57,6 @@ def indexed(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
     )
 
 
-def number_as_tensor(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
-    """Give a temperature once as a number, once as a tensor of equal values."""
-    if isinstance(call.get("temperature", 1.0), torch.Tensor):
-        return
-    value = torch.full(call["token_ids"].shape, call.get("temperature", 1.0), device=draw.device)
-    yield Variant("temperature as a tensor", {**call, "temperature": value})
-
-
-def short_integers(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
-    """Give ids and row indices as int32."""
-    changed: Inputs = {name: call[name].int() for name in ("token_ids", "row_indices") if name in call}
-    yield Variant("int32", {**call, **changed})
-
-
 def bad_ids(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
     """Give the first and the last row an id out of range, unchecked: NaN there, and the others keep their bits."""
     if "row_indices" in call:
@@ -71,23 +68,18 @@ def bad_ids(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
     def with_nan(name: str, result: torch.Tensor) -> torch.Tensor | None:
         if name not in ("logp", "gradient:logits"):
             return None
-        return any_nan(name, result.masked_fill(bad if result.ndim == bad.ndim else bad[..., None], torch.nan))
+        return one_nan(name, result.masked_fill(bad if result.ndim == bad.ndim else bad[..., None], torch.nan))
 
     for value in (vocab, -1):
         ids = call["token_ids"].masked_fill(bad, value)
-        yield Variant(f"id {value}", {**call, "token_ids": ids, "validate": False}, with_nan, any_nan)
-
-
-def any_nan(name: str, result: torch.Tensor) -> torch.Tensor:
-    """Return a result with one NaN for every NaN: its sign and payload are free."""
-    return result.masked_fill(result.isnan(), torch.nan)
+        yield Variant(f"id {value}", {**call, "token_ids": ids, "validate": False}, with_nan, one_nan)
 
 
 TRANSFORMS = {
     **ROWS.transforms(),
     "indexed": indexed,
-    "temperature": number_as_tensor,
-    "integers": short_integers,
+    "temperature": temperature_as_tensor("token_ids"),
+    "integers": as_int32("token_ids", "row_indices"),
     "options": options(
         with_statistics={"return_stats": True},
         with_ignore_index={"ignore_index": IGNORED},

@@ -7,7 +7,18 @@ from collections.abc import Iterator
 
 import torch
 
-from rl_kernels.core.testing import IGNORED, Case, Draw, Inputs, RowLayout, Variant, options
+from rl_kernels.core.testing import (
+    IGNORED,
+    Case,
+    Draw,
+    Inputs,
+    RowLayout,
+    Variant,
+    as_int32,
+    one_nan,
+    options,
+    temperature_as_tensor,
+)
 
 ROWS = RowLayout(
     arguments={"hidden": 1, "target_ids": 0, "temperature": 0},
@@ -15,14 +26,6 @@ ROWS = RowLayout(
     ids="target_ids",
 )
 WEIGHTS = ("gradient:lm_head_weight", "gradient:bias")
-
-
-def number_as_tensor(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
-    """Give a temperature once as a number, once as a tensor of equal values."""
-    if isinstance(call.get("temperature", 1.0), torch.Tensor):
-        return
-    value = torch.full(call["target_ids"].shape, call.get("temperature", 1.0), device=draw.device)
-    yield Variant("temperature as a tensor", {**call, "temperature": value})
 
 
 def appended(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
@@ -49,11 +52,6 @@ def appended(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
         yield Variant(f"{rows} ignored rows appended", {**call, **changed, "ignore_index": ignored}, kept, first, lift)
 
 
-def short_integers(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
-    """Give ids as int32."""
-    yield Variant("int32", {**call, "target_ids": call["target_ids"].int()})
-
-
 def bad_ids(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
     """Give the first and the last row an id out of range, unchecked: NaN there and in sums over rows, nowhere else."""
     shape, vocab = call["target_ids"].shape, len(call["lm_head_weight"])
@@ -65,16 +63,11 @@ def bad_ids(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
             return torch.full_like(result, torch.nan)
         if name not in ("logp", "gradient:hidden"):
             return None
-        return any_nan(name, result.masked_fill(bad if result.ndim == bad.ndim else bad[..., None], torch.nan))
+        return one_nan(name, result.masked_fill(bad if result.ndim == bad.ndim else bad[..., None], torch.nan))
 
     for value in (vocab, -1):
         ids = call["target_ids"].masked_fill(bad, value)
-        yield Variant(f"id {value}", {**call, "target_ids": ids, "validate": False}, with_nan, any_nan)
-
-
-def any_nan(name: str, result: torch.Tensor) -> torch.Tensor:
-    """Return a result with one NaN for every NaN: its sign and payload are free."""
-    return result.masked_fill(result.isnan(), torch.nan)
+        yield Variant(f"id {value}", {**call, "target_ids": ids, "validate": False}, with_nan, one_nan)
 
 
 def nan_weight(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
@@ -99,8 +92,8 @@ def _lift(rows: int, name: str, upstream: torch.Tensor) -> torch.Tensor:
 
 TRANSFORMS = {
     **ROWS.transforms(),
-    "temperature": number_as_tensor,
-    "integers": short_integers,
+    "temperature": temperature_as_tensor("target_ids"),
+    "integers": as_int32("target_ids"),
     "workspace": options(small_workspace={"workspace_mib": 1}, large_workspace={"workspace_mib": 4096}),
     "options": options(
         with_statistics={"return_stats": True},

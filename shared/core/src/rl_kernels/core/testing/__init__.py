@@ -30,7 +30,14 @@ from rl_kernels.core.testing.spec import (
 )
 from rl_kernels.core.testing.state import poisoned_empty, torch_threads
 from rl_kernels.core.testing.storage import STORAGE
-from rl_kernels.core.testing.transforms import IGNORED, RowLayout, options
+from rl_kernels.core.testing.transforms import (
+    IGNORED,
+    RowLayout,
+    as_int32,
+    one_nan,
+    options,
+    temperature_as_tensor,
+)
 
 __all__ = [
     "IGNORED",
@@ -51,6 +58,7 @@ __all__ = [
     "Spec",
     "Transform",
     "Variant",
+    "as_int32",
     "bits_of",
     "chunk",
     "drift",
@@ -61,6 +69,7 @@ __all__ = [
     "make_synthetic_rl_kernel_batch",
     "masked_mean",
     "masked_sum",
+    "one_nan",
     "options",
     "pack",
     "pad",
@@ -70,5 +79,6 @@ __all__ = [
     "reference_kl",
     "selected_logprobs",
     "spec_of",
+    "temperature_as_tensor",
     "torch_threads",
 ]

@@ -195,3 +195,29 @@ def options(**named: Mapping[str, object]) -> Transform:
                 yield Variant(label.replace("_", " "), {**inputs, **changes})
 
     return variants
+
+
+def temperature_as_tensor(ids: str) -> Transform:
+    """Return a transform that gives a temperature as a tensor of equal values, of the shape of the argument ``ids``."""
+
+    def variants(case: Case, inputs: Inputs, draw: Draw) -> Iterator[Variant]:
+        temperature = inputs.get("temperature", 1.0)
+        if not isinstance(temperature, torch.Tensor):
+            value = torch.full(inputs[ids].shape, temperature, device=draw.device)
+            yield Variant("temperature as a tensor", {**inputs, "temperature": value})
+
+    return variants
+
+
+def as_int32(*names: str) -> Transform:
+    """Return a transform that gives integer arguments as int32."""
+
+    def variants(case: Case, inputs: Inputs, draw: Draw) -> Iterator[Variant]:
+        yield Variant("int32", {**inputs, **{name: inputs[name].int() for name in names if name in inputs}})
+
+    return variants
+
+
+def one_nan(name: str, result: torch.Tensor) -> torch.Tensor:
+    """Return a result with one NaN for every NaN: its sign and payload are free."""
+    return result.masked_fill(result.isnan(), torch.nan)
