@@ -1,0 +1,48 @@
+"""The candidate of docs/checker.md does what the page says: it passes in FP32, and fails in BF16 with these reasons."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from rl_kernels.core.check.cli import main
+
+PAGE = (Path(__file__).parents[1] / "docs" / "checker.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def run(tmp_path, capsys):
+    """Return ``run(dtype, *edits)``: the exit status and the failed checks of the page's example, maybe edited."""
+    (code,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    file = tmp_path / "my_logp.py"
+
+    def check(dtype, old="", new=""):
+        file.write_text(code.replace(old, new) if old else code, encoding="utf-8")
+        status = main(
+            ["--op", "fused_logp", "--candidate", f"{file}:my_logp", "--dtype", dtype, "--check-grad", "--json"]
+        )
+        report = json.loads(capsys.readouterr().out)
+        outputs = [entry for candidate in report["candidates"] for entry in candidate["outputs"]]
+        return status, {(e["relation"], e["case"], e["output"]): e["message"] for e in outputs if not e["passed"]}
+
+    return check
+
+
+def test_it_passes_in_fp32(run):
+    assert run("fp32") == (0, {})
+
+
+def test_in_bf16_it_fails_as_the_page_says(run):
+    status, failed = run("bf16")
+    assert status == 1
+    for case, reason in (("plain", "worse than 2x"), ("peaked", "outside the contract's fence")):
+        assert failed["accuracy", case, "logp"].startswith(reason)
+    assert "temperature as a tensor" in failed["invariance", "plain", "temperature"]
+    quoted = re.findall(r"got -7.125,\s+expected -7.14374156", PAGE)
+    assert quoted
+    assert "got -7.125, expected -7.14374156" in failed["accuracy", "plain", "logp"]
+
+
+def test_the_mend_of_the_page_mends_it(run):
+    assert run("bf16", "logits / scale", "logits.float() / scale") == (0, {})
