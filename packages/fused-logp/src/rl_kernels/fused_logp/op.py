@@ -11,6 +11,7 @@ import torch
 from rl_kernels.core import torchlib
 from rl_kernels.core.operator import INVARIANT, Backend, Call, Operator
 from rl_kernels.core.rowwise import compute_dtype
+from rl_kernels.core.triton_lib.launch import triton_backend
 
 _INPUTS = "Tensor logits, Tensor token_ids, Tensor temperature, int? ignore_index, Tensor? row_indices"
 _SAVED = "Tensor logsumexp, Tensor? entropy, Tensor? grad_logp, Tensor? grad_logsumexp, Tensor? grad_entropy"
@@ -49,7 +50,10 @@ OPERATOR = Operator(
     rows=frozenset({"N"}),
     schemas=SCHEMAS,
     fakes=FAKES,
-    backends=(Backend("native", "rl_kernels.fused_logp.native", {"cpu": INVARIANT, "cuda": INVARIANT}),),
+    backends=(
+        triton_backend("rl_kernels.fused_logp.triton_backend"),
+        Backend("native", "rl_kernels.fused_logp.native", {"cpu": INVARIANT, "cuda": INVARIANT}),
+    ),
     describe=describe,
 )
 

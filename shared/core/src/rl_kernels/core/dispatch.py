@@ -114,6 +114,8 @@ def reason_against(backend: Backend, call: Call) -> str | None:
     reason = backend.why_not(call)
     if reason is not None:
         return reason
+    if call.device.type in backend.by_name:
+        return f"on {call.device.type} it runs only if it is asked for by name"
     missing = [promise for promise in sorted(INVARIANT) if promise not in backend.promises[call.device.type]]
     if missing:
         return f"does not promise {', '.join(missing)} on {call.device.type}; ask for it by name to use it all the same"

@@ -70,12 +70,14 @@ class Backend:
             first use only.
         promises: by device type, what it promises there; a device type that is not a key is not supported.
         limits: ``call -> reason``; why this call is beyond it, or None. An exception propagates.
+        by_name: device types on which it runs only if it is asked for by name.
     """
 
     name: str
     module: str
     promises: Mapping[str, frozenset[Promise]]
     limits: Callable[[Call], str | None] = no_limits
+    by_name: frozenset[str] = frozenset()
 
     def why_not(self, call: Call) -> str | None:
         """Say why this backend cannot run this call, or return None if it can."""

@@ -1,0 +1,396 @@
+"""fused_logp in Triton: a row is read once in the forward pass, and read and written once in the backward pass.
+
+Order of the sums, which is the contract of this backend: a row is cut into segments of 8192 columns, a segment into
+blocks of 1024, both taken in ascending order; ``two_pass`` and ``online`` are the same here. Whether one program takes a
+whole row or one each segment follows the number of rows and changes no bit. How a block lies in the registers follows
+the alignment that the compiler may assume, so that is fixed by V, and rows that are aligned otherwise are copied first.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from rl_kernels.core.triton_lib import softmax
+from rl_kernels.core.triton_lib.arithmetic import fma
+from rl_kernels.core.triton_lib.launch import device_of
+
+SEGMENT = tl.constexpr(8192)
+"""Columns whose state is formed at a time."""
+BLOCK = tl.constexpr(1024)
+"""Columns that one warp takes at a time, 32 to a thread."""
+SPLIT_BELOW = 2048
+"""Rows below which each segment has a program of its own, so that a few rows fill the chip."""
+ALIGNED = 16
+"""V is a multiple of this, in elements, and addresses, in bytes, where rows are read in wide loads."""
+ROWS = tl.constexpr(32)
+"""Rows whose segments one program merges."""
+GRADIENT_BLOCK, GRADIENT_WARPS = 8192, 8
+"""Columns of the gradient that one program works on, and its warps: element by element, so they change no bit."""
+
+
+def forward(
+    logits: torch.Tensor,
+    token_ids: torch.Tensor,
+    temperature: torch.Tensor,
+    ignore_index: int | None,
+    row_indices: torch.Tensor | None,
+    reduction: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (logp, logsumexp), each ``[N]``."""
+    logp, lse, _ = _statistics(logits, token_ids, temperature, ignore_index, row_indices, entropy=False)
+    return logp, lse
+
+
+def forward_stats(
+    logits: torch.Tensor,
+    token_ids: torch.Tensor,
+    temperature: torch.Tensor,
+    ignore_index: int | None,
+    row_indices: torch.Tensor | None,
+    reduction: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (logp, logsumexp, entropy), each ``[N]``."""
+    return _statistics(logits, token_ids, temperature, ignore_index, row_indices, entropy=True)
+
+
+def _statistics(
+    logits: torch.Tensor,
+    token_ids: torch.Tensor,
+    temperature: torch.Tensor,
+    ignore_index: int | None,
+    row_indices: torch.Tensor | None,
+    *,
+    entropy: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    count, vocab = logits.shape
+    logp, lse = (logits.new_empty(count, dtype=torch.float32) for _ in range(2))
+    row_entropy = logits.new_empty(count, dtype=torch.float32) if entropy else lse
+    if not count:
+        return logp, lse, row_entropy
+    rows = _canonical(logits)
+    inputs = (rows, *_rows(token_ids, temperature, ignore_index, row_indices))
+    sizes = (vocab, rows.stride(0), ignore_index or 0)
+    flags = {
+        "ALIGNED": vocab % ALIGNED == 0,
+        "HAS_ROWS": row_indices is not None,
+        "HAS_IGNORED": ignore_index is not None,
+        "PER_ROW": temperature.ndim > 0,
+        "ENTROPY": entropy,
+    }
+    segments = triton.cdiv(vocab, SEGMENT.value)
+    with device_of(logits):
+        if segments == 1 or count >= SPLIT_BELOW:
+            _forward_rows[(count,)](*inputs, logp, lse, row_entropy, *sizes, **flags, num_warps=1)
+        else:
+            parts = logits.new_empty((segments, 3, count), dtype=torch.float32)
+            _forward_segments[(count, segments)](*inputs, parts, count, *sizes, **flags, num_warps=1)
+            merged = (parts, logp, lse, row_entropy, count, segments)
+            _forward_merge[(triton.cdiv(count, ROWS.value),)](*inputs, *merged, *sizes, **flags, num_warps=1)
+    return logp, lse, row_entropy
+
+
+def _canonical(logits: torch.Tensor) -> torch.Tensor:
+    """Return the rows contiguous, and where V allows it at addresses for wide loads; a copy if they are not."""
+    aligned = logits.shape[1] % ALIGNED or not (logits.stride(0) % ALIGNED or logits.data_ptr() % ALIGNED)
+    if logits.stride(1) == 1 and aligned:
+        return logits
+    return torch.empty_like(logits, memory_format=torch.contiguous_format).copy_(logits)
+
+
+def _rows(
+    token_ids: torch.Tensor,
+    temperature: torch.Tensor,
+    ignore_index: int | None,
+    row_indices: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor | float, torch.Tensor]:
+    """Return ids, temperature (a number, or one a row) and a mark for each row that is computed."""
+    ids = token_ids.contiguous()
+    marks = ids
+    if row_indices is not None:
+        # Marks, not indices: a row that is given twice is computed, and overwritten, once.
+        inside = row_indices.long().clamp(0, len(ids) - 1)
+        marks = torch.zeros_like(ids, dtype=torch.int8).index_fill_(0, inside, 1)
+    return ids, temperature.contiguous() if temperature.ndim else float(temperature), marks
+
+
+def backward(
+    logits: torch.Tensor,
+    token_ids: torch.Tensor,
+    temperature: torch.Tensor,
+    ignore_index: int | None,
+    row_indices: torch.Tensor | None,
+    logsumexp: torch.Tensor,
+    *upstream: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return dlogits ``[N, V]`` in the dtype of logits; ``upstream`` is entropy and the three upstream gradients."""
+    grad = logits.new_empty(logits.shape)
+    _gradient(logits, grad, token_ids, temperature, ignore_index, row_indices, logsumexp, *upstream)
+    return grad
+
+
+def backward_inplace(
+    logits: torch.Tensor,
+    token_ids: torch.Tensor,
+    temperature: torch.Tensor,
+    ignore_index: int | None,
+    row_indices: torch.Tensor | None,
+    logsumexp: torch.Tensor,
+    *upstream: torch.Tensor | None,
+) -> None:
+    """Overwrite logits with dlogits."""
+    _gradient(logits, logits, token_ids, temperature, ignore_index, row_indices, logsumexp, *upstream)
+
+
+def _gradient(
+    logits: torch.Tensor,
+    out: torch.Tensor,
+    token_ids: torch.Tensor,
+    temperature: torch.Tensor,
+    ignore_index: int | None,
+    row_indices: torch.Tensor | None,
+    logsumexp: torch.Tensor,
+    entropy: torch.Tensor | None,
+    grad_logp: torch.Tensor | None,
+    grad_logsumexp: torch.Tensor | None,
+    grad_entropy: torch.Tensor | None,
+) -> None:
+    count, vocab = logits.shape
+    if not count:
+        return
+    # Where one is missing its place is taken by a tensor that is not read.
+    grads = [logsumexp if grad is None else grad.contiguous() for grad in (grad_logp, grad_logsumexp, grad_entropy)]
+    saved = (logsumexp, logsumexp if entropy is None else entropy, *grads)
+    sizes = (vocab, *logits.stride(), *out.stride(), ignore_index or 0)
+    with device_of(logits):
+        _backward[(count, triton.cdiv(vocab, GRADIENT_BLOCK))](
+            logits,
+            out,
+            *_rows(token_ids, temperature, ignore_index, row_indices),
+            *saved,
+            *sizes,
+            HAS_ROWS=row_indices is not None,
+            HAS_IGNORED=ignore_index is not None,
+            PER_ROW=temperature.ndim > 0,
+            HAS_LOGP=grad_logp is not None,
+            HAS_LSE=grad_logsumexp is not None,
+            HAS_ENTROPY=grad_entropy is not None,
+            UNIT=logits.stride(1) == out.stride(1) == 1,
+            COLUMNS=GRADIENT_BLOCK,
+            num_warps=GRADIENT_WARPS,
+        )
+
+
+@triton.jit
+def _segment(logits, row, row_stride, first, V, c, ALIGNED: tl.constexpr, ENTROPY: tl.constexpr):
+    """Return the state of columns ``first`` to ``first + SEGMENT`` of a row."""
+    base = logits + row * row_stride + first
+    if ALIGNED:
+        base = tl.multiple_of(base, 16)
+    columns = tl.arange(0, BLOCK)
+    width = tl.minimum(V - first, SEGMENT)
+    whole = width // BLOCK * BLOCK
+    top, total, weighted = softmax.empty()
+    for start in range(0, whole, BLOCK):
+        x = tl.load(base + start + columns).to(tl.float32)
+        top, total, weighted = softmax.add_block(x, c, top, total, weighted, ENTROPY)
+    if whole < width:
+        x = tl.load(base + whole + columns, mask=whole + columns < width, other=float("-inf")).to(tl.float32)
+        top, total, weighted = softmax.add_block(x, c, top, total, weighted, ENTROPY)
+    return top, total, weighted
+
+
+@triton.jit
+def _active(ids, marks, rows, here, ignore_index, HAS_ROWS: tl.constexpr, HAS_IGNORED: tl.constexpr):
+    """Return the ids of rows, and which of the rows are computed."""
+    id = tl.load(ids + rows, mask=here, other=0).to(tl.int64)
+    if HAS_ROWS:
+        here = here & (tl.load(marks + rows, mask=here, other=0) != 0)
+    if HAS_IGNORED:
+        here = here & (id != ignore_index)
+    return id, here
+
+
+@triton.jit
+def _inverse(temperature, rows, here, PER_ROW: tl.constexpr):
+    if PER_ROW:
+        return 1.0 / tl.load(temperature + rows, mask=here, other=1.0)
+    else:
+        return 1.0 / tl.full((), temperature, tl.float32)
+
+
+@triton.jit
+def _write(logits, rows, row_stride, id, V, top, total, weighted, inv, logp, lse, entropy, here, active, ENTROPY: tl.constexpr):
+    """Write the statistics of one row or of several; 0 where a row is not computed, NaN where its id is no column."""
+    inside = active & (id >= 0) & (id < V)
+    x = tl.load(logits + rows * row_stride + id, mask=inside, other=float("nan")).to(tl.float32)
+    log_total, row_lse, row_entropy = softmax.finish(top, total, weighted, inv)
+    tl.store(logp + rows, tl.where(active, fma(x - top, inv, -log_total), 0.0), mask=here)
+    tl.store(lse + rows, tl.where(active, row_lse, 0.0), mask=here)
+    if ENTROPY:
+        tl.store(entropy + rows, tl.where(active, row_entropy, 0.0), mask=here)
+
+
+@triton.jit(do_not_specialize=["row_stride"], do_not_specialize_on_alignment=["logits"])
+def _forward_rows(
+    logits,
+    ids,
+    temperature,
+    marks,
+    logp,
+    lse,
+    entropy,
+    V,
+    row_stride,
+    ignore_index,
+    ALIGNED: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
+    HAS_IGNORED: tl.constexpr,
+    PER_ROW: tl.constexpr,
+    ENTROPY: tl.constexpr,
+):
+    """One program a row."""
+    row = tl.program_id(0).to(tl.int64)
+    id, active = _active(ids, marks, row, row >= 0, ignore_index, HAS_ROWS, HAS_IGNORED)
+    inv = _inverse(temperature, row, active, PER_ROW)
+    c = inv * softmax.LOG2E
+    top, total, weighted = softmax.empty()
+    if active:
+        for first in range(0, V, SEGMENT):
+            part_top, part_total, part_weighted = _segment(logits, row, row_stride, first, V, c, ALIGNED, ENTROPY)
+            top, total, weighted = softmax.merge(
+                top, total, weighted, part_top, part_total, part_weighted, c, ENTROPY
+            )
+    _write(logits, row, row_stride, id, V, top, total, weighted, inv, logp, lse, entropy, row >= 0, active, ENTROPY)
+
+
+@triton.jit(do_not_specialize=["row_stride"], do_not_specialize_on_alignment=["logits"])
+def _forward_segments(
+    logits,
+    ids,
+    temperature,
+    marks,
+    parts,
+    count,
+    V,
+    row_stride,
+    ignore_index,
+    ALIGNED: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
+    HAS_IGNORED: tl.constexpr,
+    PER_ROW: tl.constexpr,
+    ENTROPY: tl.constexpr,
+):
+    """One program a segment of a row; its state goes to ``parts[segment, 3, row]``."""
+    row = tl.program_id(0).to(tl.int64)
+    segment = tl.program_id(1)
+    _, active = _active(ids, marks, row, row >= 0, ignore_index, HAS_ROWS, HAS_IGNORED)
+    if active:
+        c = _inverse(temperature, row, active, PER_ROW) * softmax.LOG2E
+        top, total, weighted = _segment(logits, row, row_stride, segment * SEGMENT, V, c, ALIGNED, ENTROPY)
+        place = parts + segment * 3 * count + row
+        tl.store(place, top)
+        tl.store(place + count, total)
+        tl.store(place + 2 * count, weighted)
+
+
+@triton.jit(do_not_specialize=["row_stride"], do_not_specialize_on_alignment=["logits"])
+def _forward_merge(
+    logits,
+    ids,
+    temperature,
+    marks,
+    parts,
+    logp,
+    lse,
+    entropy,
+    count,
+    segments,
+    V,
+    row_stride,
+    ignore_index,
+    ALIGNED: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
+    HAS_IGNORED: tl.constexpr,
+    PER_ROW: tl.constexpr,
+    ENTROPY: tl.constexpr,
+):
+    """One program for some rows: their segments, in ascending order."""
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    here = rows < count
+    id, active = _active(ids, marks, rows, here, ignore_index, HAS_ROWS, HAS_IGNORED)
+    inv = _inverse(temperature, rows, active, PER_ROW)
+    c = inv * softmax.LOG2E
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    total, weighted = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32)
+    for segment in range(segments):
+        place = parts + segment * 3 * count + rows
+        part_top = tl.load(place, mask=active, other=float("-inf"))
+        part_total = tl.load(place + count, mask=active, other=0.0)
+        part_weighted = tl.load(place + 2 * count, mask=active, other=0.0)
+        top, total, weighted = softmax.merge(top, total, weighted, part_top, part_total, part_weighted, c, ENTROPY)
+    _write(logits, rows, row_stride, id, V, top, total, weighted, inv, logp, lse, entropy, here, active, ENTROPY)
+
+
+@triton.jit
+def _backward(
+    logits,
+    out,
+    ids,
+    temperature,
+    marks,
+    logsumexp,
+    entropy,
+    grad_logp,
+    grad_logsumexp,
+    grad_entropy,
+    V,
+    row_stride,
+    column_stride,
+    out_row_stride,
+    out_column_stride,
+    ignore_index,
+    HAS_ROWS: tl.constexpr,
+    HAS_IGNORED: tl.constexpr,
+    PER_ROW: tl.constexpr,
+    HAS_LOGP: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr,
+    UNIT: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """One program some columns of a row: dz_j = g_logp (1[j = id] - p_j) + g_lse p_j - g_H p_j (z_j - lse + H)."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    here = columns < V
+    id, active = _active(ids, marks, row, row >= 0, ignore_index, HAS_ROWS, HAS_IGNORED)
+    if UNIT:
+        source, place = logits + row * row_stride + columns, out + row * out_row_stride + columns
+    else:
+        source = logits + row * row_stride + columns.to(tl.int64) * column_stride
+        place = out + row * out_row_stride + columns.to(tl.int64) * out_column_stride
+    if active:
+        inv = _inverse(temperature, row, active, PER_ROW)
+        lse = tl.load(logsumexp + row)
+        slope, chosen = tl.full((), 0.0, tl.float32), tl.full((), 0.0, tl.float32)
+        if HAS_LSE:
+            slope += tl.load(grad_logsumexp + row)
+        if HAS_LOGP:
+            chosen += tl.load(grad_logp + row)
+            slope -= chosen
+        x = tl.load(source, mask=here, other=0.0).to(tl.float32)
+        d = fma(x, inv, -lse)
+        p = tl.exp2(d * softmax.LOG2E)
+        dz = tl.where(columns == id, chosen, 0.0)
+        if HAS_ENTROPY:
+            curve = tl.load(grad_entropy + row)
+            slopes = fma(d + tl.load(entropy + row), -curve, slope)
+        else:
+            slopes = slope
+        # Where p is 0 the slope may be infinite.
+        dz = tl.where(p == 0.0, dz, fma(p, slopes, dz)) * inv
+        dz = tl.where((id >= 0) & (id < V), dz, float("nan"))
+        tl.store(place, dz.to(out.dtype.element_ty), mask=here)
+    else:
+        tl.store(place, tl.zeros((COLUMNS,), tl.float32).to(out.dtype.element_ty), mask=here)

@@ -1,0 +1,1 @@
+"""What the Triton backends share: where they run, and device functions that two operators use."""

@@ -1,0 +1,19 @@
+"""Arithmetic that gives the same bits in every kernel: nothing is left for a compiler to fuse or not."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from rl_kernels.core.triton_lib.launch import INTERPRETED as _INTERPRETED
+
+INTERPRETED = tl.constexpr(_INTERPRETED)
+
+
+@triton.jit
+def fma(x, y, z):
+    """Return ``x y + z``, FP32, rounded once; Triton's interpreter would round twice."""
+    if INTERPRETED:
+        return (x.to(tl.float64) * y.to(tl.float64) + z.to(tl.float64)).to(tl.float32)
+    else:
+        return tl.fma(x, y, z)
