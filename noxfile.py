@@ -27,6 +27,9 @@ PINNED = ("-c", str(CONSTRAINTS))
 BASE = ROOT / ".nox" / "base"
 BASE_REQUIREMENTS = ("torch", "numpy", "rich", "matplotlib", "hatchling", "editables", "pytest", "hypothesis")
 
+# The interpreter of 3.6 needs an older NumPy than the rest of the house.
+TRITON = {"3.6": ("triton==3.6.0", "numpy<2.4"), "3.9": ("triton==3.9.0",)}
+
 # A borrowing environment has no pip of its own: that of the base serves it, and its older setuptools stay away.
 BORROWING = {"venv_backend": "venv", "venv_params": ["--without-pip"]}
 
@@ -56,6 +59,20 @@ def tests(session: nox.Session, package: str) -> None:
     # Threads that spin while they wait take the cores from the ones they wait for.
     waiting = {"OMP_WAIT_POLICY": "PASSIVE"}
     session.run("python", "-m", "pytest", str(tests_of(package)), *session.posargs, env=waiting)
+
+
+@nox.session(**BORROWING)
+@nox.parametrize("version", [nox.param(version, id=version) for version in TRITON])
+def interpreted(session: nox.Session, version: str) -> None:
+    """Run the tests of the Triton backends on the CPU, in Triton's interpreter."""
+    borrow(session)
+    install(session, *OPERATORS)
+    session.install(*TRITON[version])
+    folders = [str(file.parents[3] / "tests") for file in sorted(ROOT.glob("packages/*/src/*/*/triton_backend.py"))]
+    env = {"TRITON_INTERPRET": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    # Interpreted, a kernel takes a thousand times as long, and the order of its sums is not that of a GPU.
+    chosen = ("-k", "triton and not repeatability and not invariance")
+    session.run("python", "-m", "pytest", *chosen, *folders, *session.posargs, env=env)
 
 
 @nox.session(**BORROWING)

@@ -11,7 +11,8 @@ import torch
 from rl_kernels.core.check.candidate import Candidate
 from rl_kernels.core.check.cell import Cell, Setting
 from rl_kernels.core.check.relations import RELATIONS, hold
-from rl_kernels.core.check.result import Check
+from rl_kernels.core.check.result import Check, Skip
+from rl_kernels.core.dispatch import BackendUnavailable
 from rl_kernels.core.testing import Case, IllegalCall, RowLayout, Spec
 
 
@@ -313,3 +314,13 @@ def test_the_global_generator_of_torch_is_left_as_found():
     before = torch.get_rng_state()
     records(BUGS["noise"][1], "repeatability")
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_call_that_a_backend_refuses_beforehand_is_a_skip_and_no_pass():
+    def refusing(x, *, scale=1.0):
+        raise BackendUnavailable("backend: toy cannot run on 'triton': too small")
+
+    for relation in ("accuracy", "gradients", "repeatability", "invariance", "hygiene"):
+        (record,) = records(refusing, relation)
+        assert isinstance(record, Skip)
+        assert record.reason.endswith("too small")

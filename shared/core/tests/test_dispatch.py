@@ -60,6 +60,15 @@ def test_a_backend_that_promises_less_is_chosen_only_by_name():
     assert choose(OPERATOR, CPU, "quick") is QUICK
 
 
+def test_a_backend_may_be_there_by_name_only():
+    shy = Backend("shy", "toy", {"cpu": INVARIANT, "cuda": INVARIANT}, by_name=frozenset({"cpu"}))
+    operator = make_operator(shy, PLAIN)
+    assert choose(operator, CUDA) is shy
+    assert choose(operator, CPU) is PLAIN
+    assert choose(operator, CPU, "shy") is shy
+    assert "asked for by name" in str(dispatch.explain_call(operator, CPU)[0])
+
+
 def test_promises_are_those_of_the_device_of_the_call():
     backend = Backend("mixed", "toy", {"cpu": INVARIANT, "cuda": REPEATABLE})
     operator = make_operator(backend, PLAIN)

@@ -1,8 +1,8 @@
 """fused_logp in Triton: a row is read once in the forward pass, and read and written once in the backward pass.
 
 Order of the sums, which is the contract of this backend: a row is cut into segments of 8192 columns, a segment into
-blocks of 1024, both taken in ascending order; ``two_pass`` and ``online`` are the same here. Whether one program takes a
-whole row or one each segment follows the number of rows and changes no bit. How a block lies in the registers follows
+blocks of 1024, both taken in ascending order; ``two_pass`` and ``online`` are the same here. Whether one program takes
+a whole row or one each segment follows the number of rows and changes no bit. How a block lies in the registers follows
 the alignment that the compiler may assume, so that is fixed by V, and rows that are aligned otherwise are copied first.
 """
 
@@ -22,12 +22,12 @@ BLOCK = tl.constexpr(1024)
 """Columns that one warp takes at a time, 32 to a thread."""
 SPLIT_BELOW = 2048
 """Rows below which each segment has a program of its own, so that a few rows fill the chip."""
-ALIGNED = 16
+ALIGNED = tl.constexpr(16)
 """V is a multiple of this, in elements, and addresses, in bytes, where rows are read in wide loads."""
 ROWS = tl.constexpr(32)
 """Rows whose segments one program merges."""
-GRADIENT_BLOCK, GRADIENT_WARPS = 8192, 8
-"""Columns of the gradient that one program works on, and its warps: element by element, so they change no bit."""
+GRADIENT_WIDTHS = {True: 4096, False: 1024}
+"""Columns of the gradient that one program works on, by whether rows are read in wide loads: no bit depends on it."""
 
 
 def forward(
@@ -73,7 +73,7 @@ def _statistics(
     inputs = (rows, *_rows(token_ids, temperature, ignore_index, row_indices))
     sizes = (vocab, rows.stride(0), ignore_index or 0)
     flags = {
-        "ALIGNED": vocab % ALIGNED == 0,
+        "WIDE": vocab % ALIGNED.value == 0,
         "HAS_ROWS": row_indices is not None,
         "HAS_IGNORED": ignore_index is not None,
         "PER_ROW": temperature.ndim > 0,
@@ -93,7 +93,7 @@ def _statistics(
 
 def _canonical(logits: torch.Tensor) -> torch.Tensor:
     """Return the rows contiguous, and where V allows it at addresses for wide loads; a copy if they are not."""
-    aligned = logits.shape[1] % ALIGNED or not (logits.stride(0) % ALIGNED or logits.data_ptr() % ALIGNED)
+    aligned = logits.shape[1] % ALIGNED.value or not (logits.stride(0) | logits.data_ptr()) % ALIGNED.value
     if logits.stride(1) == 1 and aligned:
         return logits
     return torch.empty_like(logits, memory_format=torch.contiguous_format).copy_(logits)
@@ -163,8 +163,9 @@ def _gradient(
     grads = [logsumexp if grad is None else grad.contiguous() for grad in (grad_logp, grad_logsumexp, grad_entropy)]
     saved = (logsumexp, logsumexp if entropy is None else entropy, *grads)
     sizes = (vocab, *logits.stride(), *out.stride(), ignore_index or 0)
+    width = GRADIENT_WIDTHS[vocab % ALIGNED.value == 0]
     with device_of(logits):
-        _backward[(count, triton.cdiv(vocab, GRADIENT_BLOCK))](
+        _backward[(count, triton.cdiv(vocab, width))](
             logits,
             out,
             *_rows(token_ids, temperature, ignore_index, row_indices),
@@ -177,17 +178,17 @@ def _gradient(
             HAS_LSE=grad_logsumexp is not None,
             HAS_ENTROPY=grad_entropy is not None,
             UNIT=logits.stride(1) == out.stride(1) == 1,
-            COLUMNS=GRADIENT_BLOCK,
-            num_warps=GRADIENT_WARPS,
+            WIDTH=width,
+            num_warps=4,
         )
 
 
 @triton.jit
-def _segment(logits, row, row_stride, first, V, c, ALIGNED: tl.constexpr, ENTROPY: tl.constexpr):
+def _segment(logits, row, row_stride, first, V, c, WIDE: tl.constexpr, ENTROPY: tl.constexpr):
     """Return the state of columns ``first`` to ``first + SEGMENT`` of a row."""
     base = logits + row * row_stride + first
-    if ALIGNED:
-        base = tl.multiple_of(base, 16)
+    if WIDE:
+        base = tl.multiple_of(base, ALIGNED)
     columns = tl.arange(0, BLOCK)
     width = tl.minimum(V - first, SEGMENT)
     whole = width // BLOCK * BLOCK
@@ -221,7 +222,23 @@ def _inverse(temperature, rows, here, PER_ROW: tl.constexpr):
 
 
 @triton.jit
-def _write(logits, rows, row_stride, id, V, top, total, weighted, inv, logp, lse, entropy, here, active, ENTROPY: tl.constexpr):
+def _write(
+    logits,
+    rows,
+    row_stride,
+    id,
+    V,
+    top,
+    total,
+    weighted,
+    inv,
+    logp,
+    lse,
+    entropy,
+    here,
+    active,
+    ENTROPY: tl.constexpr,
+):
     """Write the statistics of one row or of several; 0 where a row is not computed, NaN where its id is no column."""
     inside = active & (id >= 0) & (id < V)
     x = tl.load(logits + rows * row_stride + id, mask=inside, other=float("nan")).to(tl.float32)
@@ -244,7 +261,7 @@ def _forward_rows(
     V,
     row_stride,
     ignore_index,
-    ALIGNED: tl.constexpr,
+    WIDE: tl.constexpr,
     HAS_ROWS: tl.constexpr,
     HAS_IGNORED: tl.constexpr,
     PER_ROW: tl.constexpr,
@@ -258,10 +275,8 @@ def _forward_rows(
     top, total, weighted = softmax.empty()
     if active:
         for first in range(0, V, SEGMENT):
-            part_top, part_total, part_weighted = _segment(logits, row, row_stride, first, V, c, ALIGNED, ENTROPY)
-            top, total, weighted = softmax.merge(
-                top, total, weighted, part_top, part_total, part_weighted, c, ENTROPY
-            )
+            part_top, part_total, part_weighted = _segment(logits, row, row_stride, first, V, c, WIDE, ENTROPY)
+            top, total, weighted = softmax.merge(top, total, weighted, part_top, part_total, part_weighted, c, ENTROPY)
     _write(logits, row, row_stride, id, V, top, total, weighted, inv, logp, lse, entropy, row >= 0, active, ENTROPY)
 
 
@@ -276,7 +291,7 @@ def _forward_segments(
     V,
     row_stride,
     ignore_index,
-    ALIGNED: tl.constexpr,
+    WIDE: tl.constexpr,
     HAS_ROWS: tl.constexpr,
     HAS_IGNORED: tl.constexpr,
     PER_ROW: tl.constexpr,
@@ -288,7 +303,7 @@ def _forward_segments(
     _, active = _active(ids, marks, row, row >= 0, ignore_index, HAS_ROWS, HAS_IGNORED)
     if active:
         c = _inverse(temperature, row, active, PER_ROW) * softmax.LOG2E
-        top, total, weighted = _segment(logits, row, row_stride, segment * SEGMENT, V, c, ALIGNED, ENTROPY)
+        top, total, weighted = _segment(logits, row, row_stride, segment * SEGMENT, V, c, WIDE, ENTROPY)
         place = parts + segment * 3 * count + row
         tl.store(place, top)
         tl.store(place + count, total)
@@ -310,7 +325,7 @@ def _forward_merge(
     V,
     row_stride,
     ignore_index,
-    ALIGNED: tl.constexpr,
+    WIDE: tl.constexpr,
     HAS_ROWS: tl.constexpr,
     HAS_IGNORED: tl.constexpr,
     PER_ROW: tl.constexpr,
@@ -334,6 +349,19 @@ def _forward_merge(
 
 
 @triton.jit
+def _dlogits(x, columns, id, V, inv, lse, entropy, chosen, slope, curve, HAS_ENTROPY: tl.constexpr):
+    """Return dz_j = g_logp (1[j = id] - p_j) + g_lse p_j - g_H p_j (z_j - lse + H), over the temperature."""
+    d = fma(x, inv, -lse)
+    p = tl.exp2(d * softmax.LOG2E)
+    if HAS_ENTROPY:
+        slope = fma(d + entropy, -curve, slope)
+    dz = tl.where(columns == id, chosen, 0.0)
+    # Where p is 0 the slope may be infinite.
+    dz = tl.where(p == 0.0, dz, fma(p, slope, dz)) * inv
+    return tl.where((id >= 0) & (id < V), dz, float("nan"))
+
+
+@triton.jit
 def _backward(
     logits,
     out,
@@ -341,7 +369,7 @@ def _backward(
     temperature,
     marks,
     logsumexp,
-    entropy,
+    entropies,
     grad_logp,
     grad_logsumexp,
     grad_entropy,
@@ -358,39 +386,28 @@ def _backward(
     HAS_LSE: tl.constexpr,
     HAS_ENTROPY: tl.constexpr,
     UNIT: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
-    """One program some columns of a row: dz_j = g_logp (1[j = id] - p_j) + g_lse p_j - g_H p_j (z_j - lse + H)."""
+    """One program some columns of a row."""
     row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    columns = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     here = columns < V
     id, active = _active(ids, marks, row, row >= 0, ignore_index, HAS_ROWS, HAS_IGNORED)
     if UNIT:
-        source, place = logits + row * row_stride + columns, out + row * out_row_stride + columns
+        source, target = logits + row * row_stride + columns, out + row * out_row_stride + columns
     else:
         source = logits + row * row_stride + columns.to(tl.int64) * column_stride
-        place = out + row * out_row_stride + columns.to(tl.int64) * out_column_stride
+        target = out + row * out_row_stride + columns.to(tl.int64) * out_column_stride
+    dtype = out.dtype.element_ty
     if active:
         inv = _inverse(temperature, row, active, PER_ROW)
-        lse = tl.load(logsumexp + row)
-        slope, chosen = tl.full((), 0.0, tl.float32), tl.full((), 0.0, tl.float32)
-        if HAS_LSE:
-            slope += tl.load(grad_logsumexp + row)
-        if HAS_LOGP:
-            chosen += tl.load(grad_logp + row)
-            slope -= chosen
+        lse, entropy = tl.load(logsumexp + row), tl.load(entropies + row)
+        zero = tl.full((), 0.0, tl.float32)
+        chosen = tl.load(grad_logp + row) if HAS_LOGP else zero
+        slope = (tl.load(grad_logsumexp + row) if HAS_LSE else zero) - chosen
+        curve = tl.load(grad_entropy + row) if HAS_ENTROPY else zero
         x = tl.load(source, mask=here, other=0.0).to(tl.float32)
-        d = fma(x, inv, -lse)
-        p = tl.exp2(d * softmax.LOG2E)
-        dz = tl.where(columns == id, chosen, 0.0)
-        if HAS_ENTROPY:
-            curve = tl.load(grad_entropy + row)
-            slopes = fma(d + tl.load(entropy + row), -curve, slope)
-        else:
-            slopes = slope
-        # Where p is 0 the slope may be infinite.
-        dz = tl.where(p == 0.0, dz, fma(p, slopes, dz)) * inv
-        dz = tl.where((id >= 0) & (id < V), dz, float("nan"))
-        tl.store(place, dz.to(out.dtype.element_ty), mask=here)
+        dz = _dlogits(x, columns, id, V, inv, lse, entropy, chosen, slope, curve, HAS_ENTROPY)
+        tl.store(target, dz.to(dtype), mask=here)
     else:
-        tl.store(place, tl.zeros((COLUMNS,), tl.float32).to(out.dtype.element_ty), mask=here)
+        tl.store(target, tl.zeros((WIDTH,), tl.float32).to(dtype), mask=here)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from rl_kernels.core.dispatch import AUTO
+from rl_kernels.core.dispatch import AUTO, BackendUnavailable
 from rl_kernels.core.operator import Operator
 from rl_kernels.core.testing.spec import Inputs, Spec
 
@@ -168,10 +168,13 @@ def named(result: Any, single: str) -> Results:
 
 
 def guarded(phase: str, run: Callable[[], Any]) -> Any:
-    """Return what ``run`` returns; whatever it raises becomes ``Misbehaved``, with the traceback."""
+    """Return what ``run`` returns; whatever it raises becomes ``Misbehaved``, with the traceback.
+
+    But ``BackendUnavailable``: a backend that says beforehand that a call is beyond it has not misbehaved.
+    """
     try:
         return run()
-    except Misbehaved:
+    except (Misbehaved, BackendUnavailable):
         raise
     except (Exception, SystemExit) as error:
         where = traceback.extract_tb(error.__traceback__)[-1]

@@ -1,9 +1,9 @@
 """Softmax statistics of a row in base 2, as every Triton kernel over a vocabulary forms and merges them.
 
-A state is (top, total, weighted) of a stretch of raw values x, whose logits are ``z = x * inv``: the largest x, the sum of
-``2^(x c - r)`` and of ``2^(x c - r) (x c - r)``, where ``c = inv log2(e)`` and the reference ``r = round(top c)``. One
-fused multiply-add an element forms the exponent without an error of its own; what rounding r took away is put back once
-a row. The arithmetic is explicit, so that no compiler may fuse it one way in one kernel and another way in the next.
+A state is (top, total, weighted) of a stretch of raw values x, whose logits are ``z = x * inv``: the largest x, the sum
+of ``2^(x c - r)`` and of ``2^(x c - r) (x c - r)``, where ``c = inv log2(e)`` and the reference ``r = round(top c)``.
+One fused multiply-add an element forms the exponent without an error of its own; what rounding r took away is put back
+once a row. The arithmetic is explicit, so that no compiler may fuse it one way in one kernel and another in the next.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from rl_kernels.core.check.relations.parity import parity
 from rl_kernels.core.check.relations.robustness import robustness
 from rl_kernels.core.check.result import Record
 from rl_kernels.core.contract import MissingTolerance
+from rl_kernels.core.dispatch import BackendUnavailable
 
 RELATIONS: dict[str, Callable[[Cell], Iterator[Record]]] = {
     "accuracy": accuracy,
@@ -45,6 +46,8 @@ def hold(cell: Cell, relation: str) -> Iterator[Record]:
             yield from RELATIONS[relation](cell)
         except MissingTolerance:
             raise
+        except BackendUnavailable as error:
+            yield cell.skip(relation, str(error))
         except Exception as error:  # A result so odd that it cannot even be compared.
             yield cell.failed(relation, "check", Misbehaved(f"{type(error).__name__}: {error}", format_exc()))
 

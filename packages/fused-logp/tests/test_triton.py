@@ -1,0 +1,55 @@
+"""The Triton backend of fused_logp: schedules that follow the rows change no bit, offsets are 64 bits wide."""
+
+import pytest
+import torch
+
+from rl_kernels.core.check.compare import bits
+from rl_kernels.core.operator import Call
+from rl_kernels.core.testing import Draw
+from rl_kernels.fused_logp import fused_logp
+from rl_kernels.fused_logp.op import OPERATOR
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+REASON = OPERATOR.backend("triton").why_not(Call.of(torch.zeros(1, device=DEVICE)))
+pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+
+
+def statistics(logits, ids):
+    return fused_logp(logits, ids, temperature=0.7, return_stats=True, backend="triton")
+
+
+@pytest.mark.parametrize("vocab", [2 * 8192, 2 * 8192 + 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_whole_rows_and_segments_give_the_same_bits(vocab, dtype, monkeypatch):
+    from rl_kernels.fused_logp import triton_backend
+
+    draw = Draw(dtype, DEVICE, seed=5)
+    logits, ids = draw.normal(5, vocab, scale=3.0), draw.ids(vocab, 5)
+    found = []
+    for limit in (0, 1000):
+        monkeypatch.setattr(triton_backend, "SPLIT_BELOW", limit)
+        found.append(statistics(logits, ids))
+    for whole, split in zip(*found, strict=True):
+        assert bits(split, whole).passed
+
+
+def test_every_place_of_a_dense_gradient_is_written():
+    draw = Draw(torch.float32, DEVICE, seed=6)
+    for vocab in (1, 15, 16, 17, 4095, 4097):
+        logits, ids = draw.normal(3, vocab).requires_grad_(), draw.ids(vocab, 3)
+        (dense,) = torch.autograd.grad(fused_logp(logits, ids, backend="triton").sum(), logits)
+        wide = torch.full((3, vocab + 1), torch.nan, device=DEVICE)[:, 1:].copy_(logits.detach()).requires_grad_()
+        (other,) = torch.autograd.grad(fused_logp(wide, ids, backend="triton").sum(), wide)
+        assert bits(other, dense).passed
+
+
+@pytest.mark.gpu
+def test_more_elements_than_32_bits_count():
+    rows, vocab = 17_000, 131_072
+    logits = torch.randn(rows, vocab, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    ids = torch.randint(vocab, (rows,), device="cuda")
+    last = logits.detach()[-3:].clone().requires_grad_()
+    whole, alone = (fused_logp(x, i, backend="triton") for x, i in ((logits, ids), (last, ids[-3:])))
+    assert bits(whole[-3:], alone).passed
+    (grad,), (expected,) = (torch.autograd.grad(y.sum(), x) for y, x in ((whole, logits), (alone, last)))
+    assert bits(grad[-3:], expected).passed
