@@ -19,6 +19,7 @@ import torch
 from rl_kernels.core import torchlib
 from rl_kernels.core.operator import INVARIANT, Backend, Call, Operator
 from rl_kernels.core.rowwise import compute_dtype
+from rl_kernels.core.triton_lib.launch import triton_backend
 
 _INPUTS = (
     "Tensor current_logps, Tensor? old_logps, Tensor? ref_logps, Tensor advantages, Tensor mask, "
@@ -64,7 +65,10 @@ OPERATOR = Operator(
     rows=frozenset({"B", "T"}),
     schemas=SCHEMAS,
     fakes=FAKES,
-    backends=(Backend("native", "rl_kernels.grpo_loss.native", {"cpu": INVARIANT, "cuda": INVARIANT}),),
+    backends=(
+        triton_backend("rl_kernels.grpo_loss.triton_backend"),
+        Backend("native", "rl_kernels.grpo_loss.native", {"cpu": INVARIANT, "cuda": INVARIANT}),
+    ),
     describe=describe,
 )
 
