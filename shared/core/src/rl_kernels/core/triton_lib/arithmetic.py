@@ -17,3 +17,9 @@ def fma(x, y, z):
         return (x.to(tl.float64) * y.to(tl.float64) + z.to(tl.float64)).to(tl.float32)
     else:
         return tl.fma(x, y, z)
+
+
+@triton.jit
+def product(x, y):
+    """Return ``x y``, rounded before anything is added to it: a compiler may fuse a plain product with an addition."""
+    return fma(x, y, tl.zeros_like(x))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rl_kernels.core.triton_lib.arithmetic import fma
+from rl_kernels.core.triton_lib.arithmetic import fma, product
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -28,7 +28,7 @@ def empty():
 @triton.jit
 def reference_of(top, c):
     """Return r of a state; 0 for a stretch of -inf alone."""
-    return tl.where(top == float("-inf"), 0.0, top * c)
+    return tl.where(top == float("-inf"), 0.0, product(top, c))
 
 
 @triton.jit
