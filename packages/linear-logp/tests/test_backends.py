@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -60,13 +59,19 @@ def test_gradient_does_not_depend_on_which_others_are_wanted(wanted: tuple[str, 
     ("frozen", "product"), [("lm_head_weight", "add_dweight"), ("hidden", "add_dhidden"), ("bias", None)]
 )
 def test_frozen_operand_costs_nothing(monkeypatch: pytest.MonkeyPatch, frozen: str, product: str | None) -> None:
-    def refuse(*_: torch.Tensor) -> torch.Tensor:
+    def refuse(*_: object, **__: object) -> torch.Tensor:
         raise AssertionError("computed for an operand that needs no gradient")
 
     if product is not None:
-        monkeypatch.setattr(native, "PRODUCTS", replace(native.PRODUCTS, **{product: refuse}))
+        monkeypatch.setattr(native.Steps, product, refuse)
     else:
-        monkeypatch.setattr("rl_kernels.core.rowwise.chain_dw", refuse)
+        dlogits = native.Steps.dlogits
+
+        def watched(*args: Any) -> torch.Tensor:
+            assert args[-1] is None
+            return dlogits(*args)
+
+        monkeypatch.setattr(native.Steps, "dlogits", watched)
     wanted = tuple(name for name in OPERANDS if name != frozen)
     assert _gradients(_call(), wanted).keys() == {*wanted}
 

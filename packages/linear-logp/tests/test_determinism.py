@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -136,13 +135,13 @@ def test_ignored_rows_appended_change_no_bit_of_the_weights_gradient() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_workspace_changes_no_bit(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     heights = []
-    add = native.PRODUCTS.add_dhidden
+    add = native.Steps.add_dhidden
 
-    def watched(dz: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    def watched(self: native.Steps, dz: torch.Tensor, *others: torch.Tensor, continues: bool) -> None:
         heights.append(len(dz))
-        return add(dz, weight, out)
+        add(self, dz, *others, continues=continues)
 
-    monkeypatch.setattr(native, "PRODUCTS", replace(native.PRODUCTS, add_dhidden=watched))
+    monkeypatch.setattr(native.Steps, "add_dhidden", watched)
     found = []
     for workspace_mib in (1, 4096):
         call = _call(dtype)

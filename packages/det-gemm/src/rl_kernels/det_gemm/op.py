@@ -13,6 +13,7 @@ import torch
 
 from rl_kernels.core import torchlib
 from rl_kernels.core.operator import INVARIANT, REPEATABLE, Backend, Call, Operator
+from rl_kernels.core.triton_lib.launch import triton_backend
 
 SCHEMAS = {
     "forward": "(Tensor a, Tensor b, Tensor? bias, ScalarType out_dtype, str backend) -> Tensor",
@@ -47,7 +48,10 @@ OPERATOR = Operator(
     rows=frozenset({"M"}),
     schemas=SCHEMAS,
     fakes=FAKES,
-    backends=(Backend("native", "rl_kernels.det_gemm.native", {"cpu": INVARIANT, "cuda": REPEATABLE}),),
+    backends=(
+        triton_backend("rl_kernels.det_gemm.triton_backend"),
+        Backend("native", "rl_kernels.det_gemm.native", {"cpu": INVARIANT, "cuda": REPEATABLE}),
+    ),
     describe=describe,
 )
 

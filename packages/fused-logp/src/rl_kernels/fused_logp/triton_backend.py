@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 
 from rl_kernels.core.triton_lib import softmax
-from rl_kernels.core.triton_lib.arithmetic import fma
 from rl_kernels.core.triton_lib.launch import device_of
 
 SEGMENT = tl.constexpr(8192)
@@ -214,14 +213,6 @@ def _active(ids, marks, rows, here, ignore_index, HAS_ROWS: tl.constexpr, HAS_IG
 
 
 @triton.jit
-def _inverse(temperature, rows, here, PER_ROW: tl.constexpr):
-    if PER_ROW:
-        return 1.0 / tl.load(temperature + rows, mask=here, other=1.0)
-    else:
-        return 1.0 / tl.full((), temperature, tl.float32)
-
-
-@triton.jit
 def _write(
     logits,
     rows,
@@ -242,11 +233,7 @@ def _write(
     """Write the statistics of one row or of several; 0 where a row is not computed, NaN where its id is no column."""
     inside = active & (id >= 0) & (id < V)
     x = tl.load(logits + rows * row_stride + id, mask=inside, other=float("nan")).to(tl.float32)
-    log_total, row_lse, row_entropy = softmax.finish(top, total, weighted, inv)
-    tl.store(logp + rows, tl.where(active, fma(x - top, inv, -log_total), 0.0), mask=here)
-    tl.store(lse + rows, tl.where(active, row_lse, 0.0), mask=here)
-    if ENTROPY:
-        tl.store(entropy + rows, tl.where(active, row_entropy, 0.0), mask=here)
+    softmax.store_statistics(x, top, total, weighted, inv, logp, lse, entropy, rows, here, active, ENTROPY)
 
 
 @triton.jit(do_not_specialize=["row_stride"], do_not_specialize_on_alignment=["logits"])
@@ -270,7 +257,7 @@ def _forward_rows(
     """One program a row."""
     row = tl.program_id(0).to(tl.int64)
     id, active = _active(ids, marks, row, row >= 0, ignore_index, HAS_ROWS, HAS_IGNORED)
-    inv = _inverse(temperature, row, active, PER_ROW)
+    inv = softmax.inverse(temperature, row, active, PER_ROW)
     c = inv * softmax.LOG2E
     top, total, weighted = softmax.empty()
     if active:
@@ -302,12 +289,9 @@ def _forward_segments(
     segment = tl.program_id(1)
     _, active = _active(ids, marks, row, row >= 0, ignore_index, HAS_ROWS, HAS_IGNORED)
     if active:
-        c = _inverse(temperature, row, active, PER_ROW) * softmax.LOG2E
+        c = softmax.inverse(temperature, row, active, PER_ROW) * softmax.LOG2E
         top, total, weighted = _segment(logits, row, row_stride, segment * SEGMENT, V, c, WIDE, ENTROPY)
-        place = parts + segment * 3 * count + row
-        tl.store(place, top)
-        tl.store(place + count, total)
-        tl.store(place + 2 * count, weighted)
+        softmax.store_part(parts, segment, count, row, row >= 0, top, total, weighted, ENTROPY)
 
 
 @triton.jit(do_not_specialize=["row_stride"], do_not_specialize_on_alignment=["logits"])
@@ -335,30 +319,10 @@ def _forward_merge(
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     here = rows < count
     id, active = _active(ids, marks, rows, here, ignore_index, HAS_ROWS, HAS_IGNORED)
-    inv = _inverse(temperature, rows, active, PER_ROW)
+    inv = softmax.inverse(temperature, rows, active, PER_ROW)
     c = inv * softmax.LOG2E
-    top = tl.full((ROWS,), float("-inf"), tl.float32)
-    total, weighted = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32)
-    for segment in range(segments):
-        place = parts + segment * 3 * count + rows
-        part_top = tl.load(place, mask=active, other=float("-inf"))
-        part_total = tl.load(place + count, mask=active, other=0.0)
-        part_weighted = tl.load(place + 2 * count, mask=active, other=0.0)
-        top, total, weighted = softmax.merge(top, total, weighted, part_top, part_total, part_weighted, c, ENTROPY)
+    top, total, weighted = softmax.merge_parts(parts, 0, segments, count, rows, active, c, ENTROPY)
     _write(logits, rows, row_stride, id, V, top, total, weighted, inv, logp, lse, entropy, here, active, ENTROPY)
-
-
-@triton.jit
-def _dlogits(x, columns, id, V, inv, lse, entropy, chosen, slope, curve, HAS_ENTROPY: tl.constexpr):
-    """Return dz_j = g_logp (1[j = id] - p_j) + g_lse p_j - g_H p_j (z_j - lse + H), over the temperature."""
-    d = fma(x, inv, -lse)
-    p = tl.exp2(d * softmax.LOG2E)
-    if HAS_ENTROPY:
-        slope = fma(d + entropy, -curve, slope)
-    dz = tl.where(columns == id, chosen, 0.0)
-    # Where p is 0 the slope may be infinite.
-    dz = tl.where(p == 0.0, dz, fma(p, slope, dz)) * inv
-    return tl.where((id >= 0) & (id < V), dz, float("nan"))
 
 
 @triton.jit
@@ -400,14 +364,14 @@ def _backward(
         target = out + row * out_row_stride + columns.to(tl.int64) * out_column_stride
     dtype = out.dtype.element_ty
     if active:
-        inv = _inverse(temperature, row, active, PER_ROW)
+        inv = softmax.inverse(temperature, row, active, PER_ROW)
         lse, entropy = tl.load(logsumexp + row), tl.load(entropies + row)
-        zero = tl.full((), 0.0, tl.float32)
-        chosen = tl.load(grad_logp + row) if HAS_LOGP else zero
-        slope = (tl.load(grad_logsumexp + row) if HAS_LSE else zero) - chosen
-        curve = tl.load(grad_entropy + row) if HAS_ENTROPY else zero
+        chosen, slope, curve = softmax.upstream_of(
+            grad_logp, grad_logsumexp, grad_entropy, row, active, inv, HAS_LOGP, HAS_LSE, HAS_ENTROPY
+        )
         x = tl.load(source, mask=here, other=0.0).to(tl.float32)
-        dz = _dlogits(x, columns, id, V, inv, lse, entropy, chosen, slope, curve, HAS_ENTROPY)
+        dz = softmax.dlogits(x, columns == id, inv, lse, entropy, chosen, slope, curve, HAS_ENTROPY)
+        dz = tl.where((id >= 0) & (id < V), dz, float("nan"))
         tl.store(target, dz.to(dtype), mask=here)
     else:
         tl.store(target, tl.zeros((WIDTH,), tl.float32).to(dtype), mask=here)

@@ -6,7 +6,7 @@ from rl_kernels.core.testing import Bug, Mutants
 
 MODULES = (
     "rl_kernels.core.rowwise",
-    "rl_kernels.linear_logp.logits",
+    "rl_kernels.linear_logp.inputs",
     "rl_kernels.linear_logp.backward",
     "rl_kernels.linear_logp.native",
 )
@@ -30,9 +30,9 @@ _LOGITS = (
         "slices(block.weight.shape[0], PIECE)",
         "slices(block.weight.shape[0], PIECE if block.hidden.shape[0] > 4 else 2 * PIECE)",
     ),
-    Bug("logits rounded to BF16", "self.weight[columns])\n", "self.weight[columns]).bfloat16().float()\n"),
-    Bug("bias added twice", "z += self.bias[columns]", "z += 2 * self.bias[columns]"),
-    Bug("temperature missing in forward", "return z.div_(rowwise.per_row(self.temperature, z))", "return z"),
+    Bug("logits rounded to BF16", "block.weight[columns])\n", "block.weight[columns]).bfloat16().float()\n"),
+    Bug("bias added twice", "z += block.bias[columns]", "z += 2 * block.bias[columns]"),
+    Bug("temperature missing in forward", "return z.div_(rowwise.per_row(block.temperature, z))", "return z"),
     Bug(
         "temperatures of the first block",
         "self.temperature[rows] if",
@@ -47,14 +47,22 @@ _LOGITS = (
 _TARGETS = (
     Bug("ids off by one", "rowwise.select(z, block.target_ids)\n", "rowwise.select(z, block.target_ids + 1)\n"),
     Bug("target after a piece's last column counted there too", "(column < z.shape[1])", "(column <= z.shape[1])"),
-    Bug("target of every piece in backward", "dlogits(z, upstream, columns.start)", "dlogits(z, upstream)"),
+    Bug(
+        "target of every piece in backward",
+        "rowwise.dlogits(z, upstream, columns.start)",
+        "rowwise.dlogits(z, upstream)",
+    ),
     Bug("every negative id is ignored, no other", "self.target_ids != self.ignore_index", "self.target_ids >= 0"),
-    Bug("hidden of ignored rows read", "return block._replace(hidden=block.keep(block.hidden))", "return block"),
-    Bug("mask missing in backward", "return block.keep(torch.where(bad[:, None]", "return (torch.where(bad[:, None]"),
+    Bug("hidden of ignored rows read", "hidden = inputs.keep(inputs.hidden)", "hidden = inputs.hidden"),
+    Bug("mask missing in backward", "dz = block.keep(torch.where(bad[:, None]", "dz = (torch.where(bad[:, None]"),
     Bug("ignored rows read the weight", "dhidden.masked_fill_(", "dhidden.masked_fill("),
 )
 _GRADIENTS = (
-    Bug("temperature missing in backward", ".div_(rowwise.per_row(block.temperature, z))", ""),
+    Bug(
+        "temperature missing in backward",
+        "columns.start).div_(rowwise.per_row(block.temperature, z))",
+        "columns.start)",
+    ),
     Bug("gradient through entropy dropped", "if up.grad_entropy is not None and up.entropy is not None:", "if False:"),
     Bug(
         "last tokens of dW skipped",
@@ -62,13 +70,13 @@ _GRADIENTS = (
         "for row in range(0, a.shape[0] - STEP + 1, STEP):",
     ),
     Bug("dW of the first slab alone", "range(0, out.shape[1], SLAB)", "range(0, min(out.shape[1], SLAB), SLAB)"),
-    Bug("dW does not continue its buffer", "block.hidden, sums.dweight)", "block.hidden, sums.dweight.zero_())"),
+    Bug("dW does not continue its buffer", "continues=rows.start > 0 or main_grad", "continues=main_grad"),
     Bug("blocks of rows cut steps of dW", "max(height // rowwise.BLOCK, 1) * rowwise.BLOCK", "max(height, 1)"),
-    Bug("dH not initialised", "dhidden = hidden.new_zeros(", "dhidden = hidden.new_empty("),
+    Bug("dH not initialised", "continues=columns.start > 0", "continues=True"),
     Bug(
         "dW buffer kept between calls",
-        "return weight.new_zeros(weight.shape, dtype=rowwise.compute_dtype(weight.dtype))",
-        "return globals().setdefault(weight.shape, weight.new_zeros(weight.shape, dtype=torch.float32))",
+        "out.new_zeros(out.shape, dtype=rowwise.compute_dtype(dz.dtype))",
+        "globals().setdefault(out.shape, out.new_zeros(out.shape, dtype=torch.float32))",
     ),
 )
 

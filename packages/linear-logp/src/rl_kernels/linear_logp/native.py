@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import torch
 
 from rl_kernels.core import rowwise
-from rl_kernels.linear_logp.backward import Products, gradients
-from rl_kernels.linear_logp.logits import Inputs, slices
+from rl_kernels.linear_logp.backward import gradients
+from rl_kernels.linear_logp.inputs import Inputs, slices
 
 PIECE = 1024
 """Columns of the vocabulary worked on at once: part of the contract, so fixed. Their FP64 copy is 8 D KiB."""
@@ -70,7 +70,7 @@ def backward(
     inputs = Inputs(hidden, weight, target_ids, bias, temperature, ignore_index)
     grads = (grad_logp, grad_logsumexp, grad_entropy)
     upstream = rowwise.LogpUpstream(target_ids, logsumexp, entropy, *grads)
-    return gradients(PRODUCTS, inputs, upstream, workspace_mib, needed, main_grad)
+    return gradients(Steps(), inputs, upstream, workspace_mib, needed, main_grad)
 
 
 def backward_main_grad(*args: object) -> tuple[torch.Tensor, torch.Tensor]:
@@ -99,18 +99,56 @@ def _statistics(inputs: Inputs, *, entropy: bool) -> list[torch.Tensor]:
 def _walk(block: Inputs, entropy: bool) -> tuple[rowwise.SoftmaxState, torch.Tensor]:
     """Return the softmax state of whole rows, and the logit of each row's target."""
     first, *others = slices(block.weight.shape[0], PIECE)
-    z = block.logits(PRODUCTS.logits, first)
+    z = _logits(block, first)
     state, chosen = rowwise.softmax_state(z, entropy=entropy), rowwise.select(z, block.target_ids)
     for columns in others:
-        z = block.logits(PRODUCTS.logits, columns)
+        z = _logits(block, columns)
         state = rowwise.merge(state, rowwise.softmax_state(z, entropy=entropy))
         chosen = chosen + rowwise.select(z, block.target_ids, columns.start)
     return state, chosen
 
 
-def _add_dhidden(dz: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    out += rowwise.matmul(dz, weight)
-    return out
+def _logits(block: Inputs, columns: slice) -> torch.Tensor:
+    """Return columns of ``(hidden @ weight^T + bias) / temperature``, as forward and backward both compute them."""
+    z = rowwise.linear(block.hidden, block.weight[columns])
+    if block.bias is not None:
+        z += block.bias[columns].to(z.dtype)
+    return z.div_(rowwise.per_row(block.temperature, z))
 
 
-PRODUCTS = Products(PIECE, rowwise.linear, _add_dhidden, rowwise.chain_dw)
+class Steps:
+    """One piece of the vocabulary for one block of rows of the backward pass."""
+
+    def cut(self, inputs: Inputs, workspace: int, needed: Sequence[bool]) -> tuple[int, int]:
+        """Return (piece, height): of a piece there are an FP64 copy in two layouts and a total.
+
+        Of each row there are some temporaries like its logits. The height is a multiple of 64, and at least that.
+        """
+        size = inputs.hidden.shape[1]
+        item = rowwise.compute_dtype(inputs.hidden.dtype).itemsize
+        height = (workspace - PIECE * size * (16 + item)) // (item * (8 * PIECE + 2 * size))
+        return PIECE, max(height // rowwise.BLOCK, 1) * rowwise.BLOCK
+
+    def dlogits(
+        self, block: Inputs, upstream: rowwise.LogpUpstream, columns: slice, dbias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return dz, rounded, and add its sum over rows to dbias."""
+        z = _logits(block, columns)
+        dz = rowwise.dlogits(z, upstream, columns.start).div_(rowwise.per_row(block.temperature, z))
+        bad = rowwise.outside(block.target_ids, block.weight.shape[0])
+        dz = block.keep(torch.where(bad[:, None], torch.nan, dz))
+        if dbias is not None:
+            rowwise.chain_dw(dz, torch.ones_like(dz[:, :1]), dbias[:, None])
+        return dz.to(block.hidden.dtype)
+
+    def add_dhidden(self, dz: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, continues: bool) -> None:
+        """Write ``dz @ weight`` to out, or add it."""
+        product = rowwise.matmul(dz, weight)
+        out.copy_(out + product if continues else product)
+
+    def add_dweight(self, dz: torch.Tensor, hidden: torch.Tensor, out: torch.Tensor, *, continues: bool) -> None:
+        """Write ``dz^T @ hidden`` to out, or add it."""
+        total = out if continues else out.new_zeros(out.shape, dtype=rowwise.compute_dtype(dz.dtype))
+        rowwise.chain_dw(dz, hidden, total)
+        if not continues:
+            out.copy_(total)

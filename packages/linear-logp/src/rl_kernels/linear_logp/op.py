@@ -17,6 +17,7 @@ import torch
 from rl_kernels.core import torchlib
 from rl_kernels.core.operator import INVARIANT, REPEATABLE, Backend, Call, Operator
 from rl_kernels.core.rowwise import compute_dtype
+from rl_kernels.core.triton_lib.launch import triton_backend
 
 _INPUTS = "Tensor hidden, Tensor weight, Tensor target_ids, Tensor? bias, Tensor temperature, int? ignore_index"
 _SAVED = "Tensor logsumexp, Tensor? entropy, Tensor? grad_logp, Tensor? grad_logsumexp, Tensor? grad_entropy"
@@ -71,7 +72,10 @@ OPERATOR = Operator(
     rows=frozenset({"N"}),
     schemas=SCHEMAS,
     fakes=FAKES,
-    backends=(Backend("native", "rl_kernels.linear_logp.native", {"cpu": INVARIANT, "cuda": REPEATABLE}),),
+    backends=(
+        triton_backend("rl_kernels.linear_logp.triton_backend"),
+        Backend("native", "rl_kernels.linear_logp.native", {"cpu": INVARIANT, "cuda": REPEATABLE}),
+    ),
     describe=describe,
 )
 

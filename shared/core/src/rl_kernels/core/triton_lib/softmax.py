@@ -1,9 +1,10 @@
-"""Softmax statistics of a row in base 2, as every Triton kernel over a vocabulary forms and merges them.
+"""Softmax statistics of a row in base 2, as every Triton kernel over a vocabulary forms and merges them; the gradient.
 
 A state is (top, total, weighted) of a stretch of raw values x, whose logits are ``z = x * inv``: the largest x, the sum
 of ``2^(x c - r)`` and of ``2^(x c - r) (x c - r)``, where ``c = inv log2(e)`` and the reference ``r = round(top c)``.
 One fused multiply-add an element forms the exponent without an error of its own; what rounding r took away is put back
-once a row. The arithmetic is explicit, so that no compiler may fuse it one way in one kernel and another in the next.
+once a row. In memory states are ``parts[part, 3, row]``. The arithmetic is explicit, so that no compiler may fuse it
+one way in one kernel and another in the next.
 """
 
 from __future__ import annotations
@@ -46,6 +47,19 @@ def add_block(x, c, top, total, weighted, ENTROPY: tl.constexpr):
 
 
 @triton.jit
+def rows_state(x, c, ENTROPY: tl.constexpr):
+    """Return the states of the rows of ``x[rows, columns]``, whose factors are ``c[rows]``."""
+    top = tl.max(x, 1)
+    r = reference_of(top, c)
+    exponent = fma(x, c[:, None], -r[:, None])
+    power = tl.exp2(exponent)
+    weighted = tl.zeros_like(top)
+    if ENTROPY:
+        weighted = tl.sum(power * tl.maximum(exponent, LEAST), 1)
+    return top, tl.sum(power, 1), weighted
+
+
+@triton.jit
 def _shift(top, c, r):
     """Return what exponents move by when a state's reference becomes ``r``, and the power of two that is."""
     shift = tl.where(top == float("-inf"), 0.0, reference_of(top, c) - r)
@@ -74,3 +88,85 @@ def finish(top, total, weighted, inv):
     log_total = LN2 * (tl.log2(total) - fma(top, c, -r))
     entropy = LN2 * (tl.log2(total) - weighted / total)
     return log_total, fma(top, inv, log_total), entropy
+
+
+@triton.jit
+def inverse(temperature, rows, here, PER_ROW: tl.constexpr):
+    """Return one over the temperature of rows, a vector or a scalar: ``temperature`` is a number, or one a row."""
+    if PER_ROW:
+        return 1.0 / tl.load(temperature + rows, mask=here, other=1.0)
+    else:
+        return tl.where(here, 1.0 / tl.full((), temperature, tl.float32), 1.0)
+
+
+@triton.jit
+def store_part(parts, part, count, rows, here, top, total, weighted, ENTROPY: tl.constexpr):
+    """Write the states of rows to ``parts[part, 3, count]``."""
+    place = parts + tl.full((), part, tl.int64) * 3 * count + rows
+    tl.store(place, top, mask=here)
+    tl.store(place + count, total, mask=here)
+    if ENTROPY:
+        tl.store(place + 2 * count, weighted, mask=here)
+
+
+@triton.jit
+def merge_parts(parts, begin, end, count, rows, here, c, ENTROPY: tl.constexpr):
+    """Return the states of rows over the parts from begin to end, merged in ascending order."""
+    total, weighted = tl.zeros_like(c), tl.zeros_like(c)
+    top = total + float("-inf")
+    # Unrolled, several parts are on their way at once.
+    for part in tl.range(begin, end, loop_unroll_factor=8):
+        place = parts + tl.full((), part, tl.int64) * 3 * count + rows
+        part_top = tl.load(place, mask=here, other=float("-inf"))
+        part_total = tl.load(place + count, mask=here, other=0.0)
+        part_weighted = part_total
+        if ENTROPY:
+            part_weighted = tl.load(place + 2 * count, mask=here, other=0.0)
+        top, total, weighted = merge(top, total, weighted, part_top, part_total, part_weighted, c, ENTROPY)
+    return top, total, weighted
+
+
+@triton.jit
+def store_statistics(x, top, total, weighted, inv, logp, lse, entropy, rows, here, active, ENTROPY: tl.constexpr):
+    """Write the statistics of rows whose selected raw value is x; 0 where a row is not active."""
+    log_total, row_lse, row_entropy = finish(top, total, weighted, inv)
+    tl.store(logp + rows, tl.where(active, fma(x - top, inv, -log_total), 0.0), mask=here)
+    tl.store(lse + rows, tl.where(active, row_lse, 0.0), mask=here)
+    if ENTROPY:
+        tl.store(entropy + rows, tl.where(active, row_entropy, 0.0), mask=here)
+
+
+@triton.jit
+def upstream_of(
+    grad_logp,
+    grad_logsumexp,
+    grad_entropy,
+    rows,
+    here,
+    inv,
+    HAS_LOGP: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr,
+):
+    """Return (g_logp, g_lse - g_logp, g_H) of rows, over the temperature; 0 for one that is missing."""
+    chosen, slope, curve = tl.zeros_like(inv), tl.zeros_like(inv), tl.zeros_like(inv)
+    if HAS_LOGP:
+        chosen = tl.load(grad_logp + rows, mask=here, other=0.0)
+    if HAS_LSE:
+        slope = tl.load(grad_logsumexp + rows, mask=here, other=0.0)
+    if HAS_ENTROPY:
+        curve = tl.load(grad_entropy + rows, mask=here, other=0.0)
+    return chosen * inv, (slope - chosen) * inv, curve * inv
+
+
+@triton.jit
+def dlogits(x, selected, inv, lse, entropy, chosen, slope, curve, HAS_ENTROPY: tl.constexpr):
+    """Return dx_j = g_logp (1[j is selected] - p_j) + g_lse p_j - g_H p_j (z_j - lse + H), all over the temperature."""
+    d = fma(x, inv, -lse)
+    p = tl.exp2(d * LOG2E)
+    target = tl.where(selected, chosen, 0.0)
+    if HAS_ENTROPY:
+        # Where p is 0 its factor may be infinite.
+        return tl.where(p == 0.0, target, fma(p, fma(d + entropy, -curve, slope), target))
+    else:
+        return fma(p, slope, target)

@@ -1,0 +1,26 @@
+"""det_gemm in Triton: the canonical chain, on tiles that follow the shape."""
+
+from __future__ import annotations
+
+import torch
+
+from rl_kernels.core.triton_lib import gemm
+
+
+def forward(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
+    """Return ``a[M, K] @ b[K, N] + bias[N]`` in ``out_dtype``."""
+    out = a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
+    gemm.matmul(a, b, out, bias=bias)
+    return out
+
+
+def weight_gradient(a: torch.Tensor, dc: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+    """Return ``a[M, K]^T @ dc[M, N]`` in ``out_dtype``."""
+    out = a.new_empty((a.shape[1], dc.shape[1]), dtype=out_dtype)
+    gemm.matmul(a.t(), dc, out)
+    return out
+
+
+def weight_gradient_into(a: torch.Tensor, dc: torch.Tensor, out: torch.Tensor) -> None:
+    """Let the chain of ``a[M, K]^T @ dc[M, N]`` go on from ``out[K, N]``, which may have any strides."""
+    gemm.matmul(a.t(), dc, out, continues=True)

@@ -1,0 +1,264 @@
+"""The canonical chain in Triton: a product whose bits follow from K alone, and from no tile, stage or operand order.
+
+``acc = acc + A[:, k:k+16] B[k:k+16, :]`` for k = 0, 16, 32, ... in one FP32 accumulator, K padded with zeros, rounded
+once at the end. FP32 operands are multiplied as FP32 (no TF32), K term by term.
+
+Both operands are seen as ``[rows, K]``: the right one by its transpose. None is ever copied: a tile comes through a
+tensor descriptor where dtype and addresses allow it, by masked loads where they do not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from rl_kernels.core.operator import arch_of
+from rl_kernels.core.triton_lib.arithmetic import INTERPRETED
+from rl_kernels.core.triton_lib.launch import device_of
+from rl_kernels.core.triton_lib.schedule import HALF, Schedule, processors, schedule_for
+
+ROWS, COLUMNS, POINTERS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+"""How an operand ``[rows, K]`` is read: through a descriptor of it, one of its transpose, or by pointers."""
+BY_ROW, BY_COLUMN = tl.constexpr(1), tl.constexpr(2)
+"""Which dim of a tile a bias runs along; 0 is no bias."""
+ALIGNED = 16
+"""Bytes that a descriptor's address and strides are multiples of."""
+
+
+class Operand(NamedTuple):
+    """An operand ``[rows, K]`` as a kernel takes it."""
+
+    source: Any
+    row_stride: int
+    k_stride: int
+    kind: int
+
+
+def operand(x: torch.Tensor, rows: int, k: int) -> Operand:
+    """Return how tiles ``[rows, k]`` of ``x[rows, K]`` are read where it lies."""
+    strides = x.stride()
+    if described(x):
+        return Operand(descriptor(x, rows, k), *strides, ROWS.value)
+    if described(x.t()):
+        return Operand(descriptor(x.t(), k, rows), *strides, COLUMNS.value)
+    return Operand(x, *strides, POINTERS.value)
+
+
+def described(x: torch.Tensor) -> bool:
+    """Say whether a descriptor can stand for ``x``: two dims, the last contiguous, 16 bits, all of it aligned."""
+    if x.dtype not in HALF or not x.numel():
+        return False
+    if not INTERPRETED.value and arch_of(x.device.type, x.device.index) != "sm90":
+        return False
+    outer = 0 if x.shape[0] == 1 else x.stride(0) * x.itemsize
+    return (x.stride(1) == 1 or x.shape[1] == 1) and not (outer | x.data_ptr()) % ALIGNED
+
+
+def descriptor(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """Return a descriptor of ``x`` for tiles ``[rows, columns]``."""
+    count, width = x.shape
+    # The stride of a dim of one is never used, but must be one that is possible.
+    outer = x.stride(0) if count > 1 else -(-width * x.itemsize // ALIGNED) * ALIGNED // x.itemsize
+    return TensorDescriptor(x, [count, width], [outer, 1], [rows, columns])
+
+
+def matmul(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    continues: bool = False,
+    schedule: Schedule | None = None,
+) -> None:
+    """Write ``a[M, K] @ b[K, N] + bias[N]`` to ``out[M, N]``, or let its FP32 chain go on from what ``out`` holds.
+
+    Operands of one dtype, any strides; ``out`` of any floating dtype and any strides. ``schedule`` is chosen by the
+    sizes if it is not given.
+    """
+    if not out.numel():
+        return
+    cut = schedule or schedule_for(*out.shape, a.shape[1], a.dtype, a.device)
+    left, right, target = (b.t(), a, out.t()) if cut.swapped else (a, b.t(), out)
+    stored = described(target)
+    if not stored and out.dtype == torch.float32:
+        # What such a tile needs to be stored does not fit beside the loads of the next one.
+        cut = replace(cut, persistent=False, parts=1)
+    tiles = cut.tiles(*out.shape)
+    with device_of(a):
+        _matmul[(min(tiles, processors(a.device)) if cut.persistent else tiles,)](
+            *(first := operand(left, cut.rows, cut.inner))[:3],
+            *(second := operand(right, cut.columns, cut.inner))[:3],
+            descriptor(target, cut.rows, cut.columns // cut.parts) if stored else target,
+            *target.stride(),
+            out if bias is None else bias,
+            0 if bias is None else bias.stride(0),
+            *target.shape,
+            a.shape[1],
+            LEFT=first.kind,
+            RIGHT=second.kind,
+            STORED=stored,
+            BIAS=0 if bias is None else BY_ROW.value if cut.swapped else BY_COLUMN.value,
+            CONTINUES=continues,
+            BLOCK_M=cut.rows,
+            BLOCK_N=cut.columns,
+            BLOCK_K=cut.inner,
+            GROUP=cut.group,
+            PERSISTENT=cut.persistent,
+            PARTS=cut.parts,
+            num_warps=cut.warps,
+            num_stages=cut.stages,
+        )
+
+
+@triton.jit
+def tile(source, row, k, rows, K, row_stride, k_stride, KIND: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Return ``[BLOCK, BLOCK_K]`` of an operand ``[rows, K]``; 0 beyond its edges."""
+    if KIND == ROWS:
+        value = source.load([row, k])
+    elif KIND == COLUMNS:
+        value = source.load([k, row]).T
+    else:
+        r, c = row + tl.arange(0, BLOCK), k + tl.arange(0, BLOCK_K)
+        place = source + r.to(tl.int64)[:, None] * row_stride + c.to(tl.int64)[None, :] * k_stride
+        value = tl.load(place, mask=(r < rows)[:, None] & (c < K)[None, :], other=0.0)
+    return value
+
+
+@triton.jit
+def chain(
+    a,
+    a_row_stride,
+    a_k_stride,
+    b,
+    b_row_stride,
+    b_k_stride,
+    row,
+    column,
+    M,
+    N,
+    K,
+    acc,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Return ``acc`` and the whole chain after it of ``a[M, K]`` and ``b[N, K]``, at the tile from row and column."""
+    for k in range(0, K, BLOCK_K):
+        left = tile(a, row, k, M, K, a_row_stride, a_k_stride, LEFT, BLOCK_M, BLOCK_K)
+        right = tile(b, column, k, N, K, b_row_stride, b_k_stride, RIGHT, BLOCK_N, BLOCK_K)
+        if INTERPRETED:
+            # A library multiplies there, in an order of its own, which FP64 hides; BF16 it would take for integers.
+            acc = tl.dot(left.to(tl.float64), right.T.to(tl.float64), acc.to(tl.float64)).to(tl.float32)
+        else:
+            acc = tl.dot(left, right.T, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def place_of(index, tiles_m, tiles_n, GROUP: tl.constexpr):
+    """Return where the index-th tile stands: GROUP rows of tiles at a time, so that a panel stays in the cache."""
+    group = index // (GROUP * tiles_n)
+    height = tl.minimum(tiles_m - group * GROUP, GROUP)
+    within = index % (GROUP * tiles_n)
+    return group * GROUP + within % height, within // height
+
+
+@triton.jit
+def _pointers(c, row, column, M, N, row_stride, column_stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return pointers to a tile of ``c[M, N]``, and which of them are inside."""
+    rows, columns = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    base = c + tl.full((), row, tl.int64) * row_stride + tl.full((), column, tl.int64) * column_stride
+    place = base + rows.to(tl.int64)[:, None] * row_stride + columns.to(tl.int64)[None, :] * column_stride
+    return place, (rows < M - row)[:, None] & (columns < N - column)[None, :]
+
+
+@triton.jit
+def _store(
+    acc,
+    c,
+    c_row_stride,
+    c_column_stride,
+    bias,
+    bias_stride,
+    row,
+    column,
+    M,
+    N,
+    STORED: tl.constexpr,
+    BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Add the bias in FP32, round once, and store a tile."""
+    if BIAS == BY_ROW:
+        rows = row + tl.arange(0, BLOCK_M)
+        acc += tl.load(bias + rows.to(tl.int64) * bias_stride, mask=rows < M, other=0.0).to(tl.float32)[:, None]
+    elif BIAS == BY_COLUMN:
+        columns = column + tl.arange(0, BLOCK_N)
+        acc += tl.load(bias + columns.to(tl.int64) * bias_stride, mask=columns < N, other=0.0).to(tl.float32)[None, :]
+    if STORED:
+        c.store([row, column], acc.to(c.dtype))
+    else:
+        place, inside = _pointers(c, row, column, M, N, c_row_stride, c_column_stride, BLOCK_M, BLOCK_N)
+        tl.store(place, acc.to(c.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _matmul(
+    a,
+    a_row_stride,
+    a_k_stride,
+    b,
+    b_row_stride,
+    b_k_stride,
+    c,
+    c_row_stride,
+    c_column_stride,
+    bias,
+    bias_stride,
+    M,
+    N,
+    K,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    STORED: tl.constexpr,
+    BIAS: tl.constexpr,
+    CONTINUES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    PERSISTENT: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """One program a tile, or tile after tile."""
+    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    last = tiles_m * tiles_n if PERSISTENT else tl.program_id(0) + 1
+    # Flattened, the loads of the next tile are under way while this one is stored.
+    for index in tl.range(tl.program_id(0), last, tl.num_programs(0), flatten=PERSISTENT):
+        tile_m, tile_n = place_of(index, tiles_m, tiles_n, GROUP)
+        row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
+        if CONTINUES:
+            place, inside = _pointers(c, row, column, M, N, c_row_stride, c_column_stride, BLOCK_M, BLOCK_N)
+            acc = tl.load(place, mask=inside, other=0.0)
+        else:
+            acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        acc = chain(
+            *(a, a_row_stride, a_k_stride, b, b_row_stride, b_k_stride, row, column, M, N, K, acc),
+            *(LEFT, RIGHT, BLOCK_M, BLOCK_N, BLOCK_K),
+        )
+        where = (c, c_row_stride, c_column_stride, bias, bias_stride)
+        if PARTS == 2:
+            first, second = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
+            _store(first, *where, row, column, M, N, STORED, BIAS, BLOCK_M, BLOCK_N // 2)
+            _store(second, *where, row, column + BLOCK_N // 2, M, N, STORED, BIAS, BLOCK_M, BLOCK_N // 2)
+        else:
+            _store(acc, *where, row, column, M, N, STORED, BIAS, BLOCK_M, BLOCK_N)

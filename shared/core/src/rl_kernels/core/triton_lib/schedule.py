@@ -1,0 +1,118 @@
+"""How a matrix product is laid out on a GPU, and which layout a product of some size takes: frozen, nothing is timed.
+
+Any schedule gives the same bits on sm_90, so the choice there may follow all three sizes. On another architecture,
+where nobody has shown that, there is one schedule for each dtype.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+import torch
+
+from rl_kernels.core.operator import arch_of
+from rl_kernels.core.triton_lib.launch import INTERPRETED
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How a product ``[M, K] x [K, N]`` is cut.
+
+    Attributes:
+        rows: of a tile.
+        columns: of a tile.
+        inner: terms of K that are loaded at a time, a multiple of 16.
+        warps: of a program.
+        stages: loads in flight.
+        group: rows of tiles that are worked on together, so that what they share stays in the cache.
+        persistent: one program a multiprocessor, each taking tile after tile.
+        parts: pieces, 1 or 2, in which a tile is stored.
+        swapped: a tile's rows are columns of the right operand: for a product of few rows.
+    """
+
+    rows: int
+    columns: int
+    inner: int
+    warps: int
+    stages: int
+    group: int = 8
+    persistent: bool = False
+    parts: int = 1
+    swapped: bool = False
+
+    def tiles(self, m: int, n: int) -> int:
+        """Return the number of tiles of a product ``[m, n]``."""
+        if self.swapped:
+            m, n = n, m
+        return -(-m // self.rows) * -(-n // self.columns)
+
+
+ANYWHERE = {
+    torch.bfloat16: Schedule(64, 128, 32, 4, 3),
+    torch.float16: Schedule(64, 128, 32, 4, 3),
+    torch.float32: Schedule(64, 64, 32, 8, 2),
+}
+"""Where nothing is tuned: small enough for every GPU."""
+IN_INTERPRETER = Schedule(64, 64, 64, 4, 1)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A schedule and its speed on the device that it was tuned on.
+
+    Attributes:
+        schedule: what it is the speed of.
+        resident: programs that a multiprocessor holds at once.
+        start: microseconds that a wave of tiles takes beside its steps.
+        step: microseconds a step of ``schedule.inner`` takes, with every multiprocessor busy on operands in the cache.
+    """
+
+    schedule: Schedule
+    resident: int
+    start: float
+    step: float
+
+    def time(self, m: int, n: int, k: int, units: int) -> float:
+        """Return the microseconds that a product is expected to take on so many multiprocessors."""
+        waves = -(-self.schedule.tiles(m, n) // (units * self.resident))
+        return waves * (self.start + self.step * -(-k // self.schedule.inner))
+
+
+def schedule_for(m: int, n: int, k: int, dtype: torch.dtype, device: torch.device) -> Schedule:
+    """Return the schedule for a product ``[m, k] x [k, n]``; on architectures other than sm_90 by dtype alone."""
+    if INTERPRETED:
+        return IN_INTERPRETER
+    if dtype not in HALF or arch_of(device.type, device.index) != "sm90":
+        return ANYWHERE[dtype]
+    return _fastest(m, n, k, processors(device))
+
+
+@functools.lru_cache(maxsize=4096)
+def _fastest(m: int, n: int, k: int, units: int) -> Schedule:
+    return min(_candidates(), key=lambda candidate: candidate.time(m, n, k, units)).schedule
+
+
+@functools.cache
+def _candidates() -> tuple[Candidate, ...]:
+    entries = tuned("rl_kernels.core.triton_lib")["matmul"]
+    return tuple(Candidate(Schedule(**entry.pop("schedule")), **entry) for entry in entries)
+
+
+@functools.cache
+def tuned(package: str) -> dict[str, Any]:
+    """Return the schedules of a package, measured on an H200 (``tuned/h200.json``)."""
+    return json.loads((files(package) / "tuned" / "h200.json").read_text(encoding="utf-8"))
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Return the number of multiprocessors of a device; 2 where Triton is interpreted."""
+    if device.type != "cuda":
+        return 2
+    return torch.cuda.get_device_properties(device).multi_processor_count
