@@ -46,15 +46,16 @@ def _commands() -> dict[str, tuple[str, Callable[[], Command]]]:
         "list": ("installed operators and their backends", lambda: list_operators),
         "explain": ("which backend a call would take, and why not the others", lambda: explain),
         "doctor": ("what is installed and what can run here", lambda: doctor),
-        "check": ("hold backends to the tolerance contract", lambda: _check_command()),
+        "check": ("hold backends to the tolerance contract", lambda: _command("check")),
+        "bench": ("time operators beside their peers; no speed for a wrong result", lambda: _command("bench")),
     }
     added = {point.name: (f"from {point.value.split(':')[0]}", point.load) for point in entry_points(group=GROUP)}
     return {**added, **own}
 
 
-def _check_command() -> Command:
+def _command(name: str) -> Command:
     # Imported only when asked for: it imports every operator.
-    return importlib.import_module("rl_kernels.core.check.cli").main
+    return importlib.import_module(f"rl_kernels.core.{name}.cli").main
 
 
 def _help(commands: dict[str, tuple[str, Callable[[], Command]]]) -> None:

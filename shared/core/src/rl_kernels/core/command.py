@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 
@@ -31,3 +33,11 @@ def count(least: int) -> Callable[[str], int]:
         return value
 
     return parse
+
+
+def writable(text: str) -> Path:
+    """Return the path of a file that can be written: an argument type."""
+    path = Path(text)
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"expected a file that can be written, got {text!r}")
+    return path

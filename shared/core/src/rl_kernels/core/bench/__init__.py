@@ -1,5 +1,1 @@
-"""Benchmarks: verify a result by the checker's rules, then time it beside plain PyTorch in the same run."""
-
-from rl_kernels.core.bench.runner import main
-
-__all__ = ["main"]
+"""Benchmarks: hold a result to the tolerance contract, then time it beside its peers in the same run."""

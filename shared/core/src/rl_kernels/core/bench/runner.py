@@ -1,103 +1,250 @@
-"""The program of every ``benchmarks/bench.py``: verify, time, print a table; no speed for a wrong result."""
+"""Run a plan: for each shape, verify our result, time it, look at it again, then time the peers beside it."""
 
 from __future__ import annotations
 
-import copy
-import statistics
+import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
-from torch.utils.benchmark import Timer
 
-from rl_kernels.core.check.candidate import backend_candidate, named
-from rl_kernels.core.check.cell import Cell, Setting
-from rl_kernels.core.check.relations import RELATIONS
-from rl_kernels.core.check.result import Check
-from rl_kernels.core.command import Parser, count
+from rl_kernels.core.bench.arena import Arena
+from rl_kernels.core.bench.definition import Benchmark, Pass, Peer, Shape
+from rl_kernels.core.bench.measure import Ceilings, Effort, Timing, measure
+from rl_kernels.core.bench.peers import LOOSE, Skipped, difference, made, named_if_it_fails, one_line
+from rl_kernels.core.bench.record import OURS, Measured, Record
+from rl_kernels.core.bench.verify import Wrong, call, verify
+from rl_kernels.core.check.candidate import Misbehaved, Results, backend_candidate, named
 from rl_kernels.core.contract import DTYPES
+from rl_kernels.core.dispatch import BackendUnavailable, record_dispatch
 from rl_kernels.core.operator import Operator, arch_of
-from rl_kernels.core.testing import Case, Inputs, Spec, spec_of
+from rl_kernels.core.testing import Case, Inputs, spec_of
 
-Baselines = Mapping[str, Callable[..., Any]]
-"""By name, plain implementations that take the case's keyword arguments."""
-
-
-def main(operator: Operator, cases: Sequence[Case], baselines: Baselines, argv: Sequence[str] | None = None) -> int:
-    """Benchmark an operator on its cases beside its baselines; return the exit status: 1 if a result is wrong."""
-    parser = Parser(f"bench {operator.name}", f"Time {operator.name} beside {', '.join(baselines)}.")
-    parser.add_argument("--iters", type=count(1), default=10, help="timed runs; their median is reported")
-    parser.add_argument("--warmup", type=count(0), default=2, help="runs before that")
-    parser.add_argument("--dtype", choices=DTYPES, default="fp32")
-    parser.add_argument("--backend", default="auto", choices=["auto", *(b.name for b in operator.backends)])
-    given = parser.parse_args(argv)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    setting = Setting(given.dtype, device, arch_of(device.type, device.index))
-    candidate = backend_candidate(operator, given.backend, given.backend, device.type)
-    console = Console()
-    title = f"{operator.name}, {given.dtype}, {device}, torch {torch.__version__}, {torch.get_num_threads()} threads"
-    table = Table("shape", "implementation", "forward ms", "forward + backward ms", "speed over it", title=title)
-    wrong: list[str] = []
-    for case in track(cases, "timing", transient=True, disable=not console.is_terminal):
-        cell = Cell(candidate, spec_of(operator), case, setting)
-        found = _verify(cell)
-        wrong += found
-        if not found:
-            _rows(table, cell, baselines, given.warmup, given.iters)
-    console.print(table)
-    for message in wrong:
-        console.print(f"WRONG, not timed: {message}")
-    return 1 if wrong else 0
+Function = Callable[..., Any]
 
 
-def _verify(cell: Cell) -> list[str]:
-    records = [record for relation in ("accuracy", "gradients") for record in RELATIONS[relation](cell)]
-    failed = [record for record in records if isinstance(record, Check) and not record.passed]
-    return [f"{check.case}: {check.item}: {check.comparison.message}" for check in failed]
+@dataclass(frozen=True)
+class Job:
+    """One operator on one shape in one dtype."""
+
+    operator: Operator
+    benchmark: Benchmark
+    shape: Shape
+    dtype: str
+    device: torch.device
+    backend: str
+    peers: Sequence[str]
+    effort: Effort
+
+    def passes(self) -> dict[str, Pass]:
+        """Return what is timed."""
+        return dict(self.benchmark.passes(self.shape, DTYPES[self.dtype].itemsize))
+
+    def arena(self, case: Case) -> Arena:
+        """Return the inputs of one case."""
+        return Arena(spec_of(self.operator), case, self.dtype, self.device)
+
+    def record(self, implementation: str, note: str = "") -> Record:
+        """Return an empty record."""
+        shape = self.shape
+        return Record(self.operator.name, shape.label, shape.sizes, shape.group, self.dtype, implementation, note=note)
 
 
-def _rows(table: Table, cell: Cell, baselines: Baselines, warmup: int, iters: int) -> None:
-    shape = "x".join(map(str, cell.case.sizes.values()))
-    own = _times(lambda **inputs: cell.candidate.call(cell.case.function, inputs), cell, warmup, iters)
-    table.add_row(shape, f"{cell.candidate.operator.name} ({cell.candidate.name})", *_milliseconds(own), "")
-    for name, baseline in baselines.items():
-        other = _times(baseline, cell, warmup, iters)
-        ratios = " / ".join(f"{theirs / ours:.2f}" for theirs, ours in zip(other, own, strict=True))
-        table.add_row(shape, name, *_milliseconds(other), ratios)
+@dataclass
+class Round:
+    """One case of a job: its passes, its inputs, and our verified result, which peers are compared with."""
+
+    job: Job
+    passes: Mapping[str, Pass]
+    ceilings: Ceilings
+    arena: Arena
+    ours: Results = field(default_factory=dict)
+    upstream: Results = field(default_factory=dict)
+    function: Function | None = None
+    ms: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether a pass of this case goes through the backward."""
+        return any(each.backward for each in self.passes.values())
+
+    @functools.cached_property
+    def under_ones(self) -> Results:
+        """Our result for an upstream gradient of ones: what a peer that returns a sum is compared with."""
+        assert self.function is not None
+        ones = {name: torch.ones_like(value) for name, value in self.upstream.items()}
+        found = self.result(self.function, self.arena.inputs, ones)
+        return {name: found[name] if name.startswith("gradient:") else found[name].sum() for name in found}
+
+    def verify(self, results: Results, upstream: Results) -> float:
+        """Hold results to the contract; return the largest share of its fence that was used."""
+        device, layouts = self.job.device, self.job.benchmark.rows
+        arch = arch_of(device.type, device.index)
+        return verify(self.arena, layouts.get(self.arena.case.function), results, upstream, arch)
+
+    def result(self, function: Function, inputs: Inputs, upstream: Results) -> Results:
+        """Call an implementation once."""
+        return call(function, self.arena.spec.output, inputs, self.arena.leaves if upstream else [], upstream)
 
 
-def _milliseconds(times: Sequence[float]) -> list[str]:
-    return [f"{time * 1e3:.3f}" for time in times]
+def run(job: Job, ceilings: Ceilings) -> list[Record]:
+    """Return the records of a job: ours first, then one for each peer."""
+    ours = job.record(OURS)
+    records = {name: job.record(name, job.benchmark.peers[name].note) for name in job.peers}
+    cases: list[Case] = []
+    passes = job.passes()
+    for each in passes.values():
+        if each.case not in cases:
+            cases.append(each.case)
+    for case in cases:
+        mine = {name: each for name, each in passes.items() if each.case == case}
+        round_ = Round(job, mine, ceilings, job.arena(case))
+        _run_ours(round_, ours)
+        for name, record in records.items():
+            # What our result cannot be held against has no speed either.
+            if round_.ms and not ours.wrong:
+                _run_peer(round_, job.benchmark.peers[name], record)
+        _release(job.device)
+    return [ours, *(record for record in records.values() if record.passes or record.skipped or record.wrong)]
 
 
-def _times(function: Callable[..., Any], cell: Cell, warmup: int, iters: int) -> list[float]:
-    """Return the median seconds of the forward alone, and with the backward where there is one."""
-    spec, inputs = cell.spec, copy.deepcopy(cell.inputs)
-    leaves = [inputs[name].requires_grad_() for name in spec.differentiable if name in inputs]
+def _run_ours(round_: Round, record: Record) -> None:
+    job, arena = round_.job, round_.arena
+    unchecked = {"validate": False} if "validate" in arena.spec.unread else {}
+    candidate = backend_candidate(job.operator, OURS, job.backend, job.device.type)
 
-    def forward() -> None:
-        with torch.no_grad():
-            function(**inputs)
+    def function(**inputs: Any) -> Any:
+        return candidate.call(arena.case.function, {**unchecked, **inputs})
 
-    upstream = _upstream(function, spec, inputs)
+    try:
+        _verify(round_, function, record)
+        for name, each in round_.passes.items():
+            timing, kept = _timed(round_, function, each, arena.copies(), round_.upstream)
+            _same(round_, each, kept)
+            round_.ms[name] = timing.ms
+            record.passes[name] = Measured.of(timing, each.work, round_.ceilings, None)
+    except BackendUnavailable as error:
+        record.skipped[""] = str(error)
+    except torch.OutOfMemoryError as error:
+        record.skipped[", ".join(round_.passes)] = one_line(error)
+    except (Wrong, Misbehaved) as error:
+        record.wrong, record.passes = str(error), {}
+    except Exception as error:  # Named, and the next shape has its turn.
+        record.wrong, record.passes = one_line(error), {}
 
-    def both() -> None:
-        outputs = named(function(**inputs), spec.output)
-        torch.autograd.grad([outputs[name] for name in upstream], leaves, list(upstream.values()))
 
-    return [_median(run, warmup, iters) for run in ([forward, both] if upstream and leaves else [forward])]
+def _verify(round_: Round, function: Function, record: Record) -> None:
+    """Hold our result to the contract, and keep it."""
+    arena = round_.arena
+    with record_dispatch() as log:
+        with torch.set_grad_enabled(round_.has_backward):
+            attached = {name: arena.inputs[name].detach().requires_grad_() for name in arena.leaves}
+            outputs = named(function(**{**arena.inputs, **attached}), arena.spec.output)
+        record.backend = log[-1].backend if log else round_.job.backend
+    round_.upstream = arena.upstream(outputs) if round_.has_backward else {}
+    round_.ours = {name: value.detach() for name, value in outputs.items()}
+    if round_.upstream:
+        through = [outputs[name] for name in round_.upstream]
+        grads = torch.autograd.grad(through, list(attached.values()), list(round_.upstream.values()))
+        round_.ours |= {f"gradient:{name}": grad for name, grad in zip(attached, grads, strict=True)}
+    round_.function = function
+    del outputs, attached
+    share = round_.verify(round_.ours, round_.upstream)
+    record.checked[", ".join(round_.passes)] = f"FP64 definition, {share:.2g} of the contract's fence"
 
 
-def _upstream(function: Callable[..., Any], spec: Spec, inputs: Inputs) -> dict[str, torch.Tensor]:
-    outputs = named(function(**inputs), spec.output)
-    return {name: torch.randn_like(value) for name, value in outputs.items() if value.requires_grad}
+def _same(round_: Round, each: Pass, kept: Any) -> None:
+    """Look at what the last timed call gave: the bits that were verified, or as accurate as those."""
+    found = _results(round_, each, kept)
+    before = {name: value for name, value in round_.ours.items() if name in found}
+    if all(torch.equal(value, before[name]) for name, value in found.items()):
+        return
+    if each.backward:
+        found = {**before, **found}
+    round_.verify(found, round_.upstream if each.backward else {})
 
 
-def _median(run: Callable[[], None], warmup: int, iters: int) -> float:
-    for _ in range(warmup):
-        run()
-    timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
-    return statistics.median(timer.timeit(1).median for _ in range(iters))
+def _results(round_: Round, each: Pass, kept: Any) -> Results:
+    if not each.backward:
+        return {name: value.detach() for name, value in named(kept, round_.arena.spec.output).items()}
+    return {f"gradient:{name}": grad for name, grad in zip(round_.arena.leaves, kept, strict=True)}
+
+
+def _timed(
+    round_: Round, function: Function, each: Pass, copies: Sequence[Inputs], upstream: Results
+) -> tuple[Timing, Any]:
+    runs = [
+        _both(round_, function, inputs, upstream) if each.backward else _forward(function, inputs) for inputs in copies
+    ]
+    with torch.set_grad_enabled(each.backward):
+        return measure(runs, round_.job.device, round_.job.effort)
+
+
+def _forward(function: Function, inputs: Inputs) -> Callable[[], Any]:
+    return lambda: function(**inputs)
+
+
+def _both(round_: Round, function: Function, inputs: Inputs, upstream: Results) -> Callable[[], Any]:
+    attached = {name: inputs[name].detach().requires_grad_() for name in round_.arena.leaves}
+    given, leaves, above = {**inputs, **attached}, list(attached.values()), list(upstream.values())
+    names, output = list(upstream), round_.arena.spec.output
+
+    def run() -> Any:
+        result = function(**given)
+        outputs = [result] if isinstance(result, torch.Tensor) else [named(result, output)[name] for name in names]
+        return torch.autograd.grad(outputs, leaves, above)
+
+    return run
+
+
+def _run_peer(round_: Round, peer: Peer, record: Record) -> None:
+    """Time a peer on the passes it has; what stops it is named in its record."""
+    wanted = {name: each for name, each in round_.passes.items() if name in (peer.passes or round_.passes)}
+    if record.skipped.get("") or record.wrong or not wanted:
+        return
+    try:
+        function = made(peer)
+    except Skipped as error:
+        record.skipped[""] = str(error)
+        return
+    try:
+        with named_if_it_fails(), peer.around():
+            upstream = _check_peer(round_, peer, function, record, any(each.backward for each in wanted.values()))
+            copies = round_.arena.copies()
+            if peer.overwrites:
+                copies = [_cloned(inputs) for inputs in copies]
+            for name, each in wanted.items():
+                timing, _ = _timed(round_, function, each, copies, upstream)
+                record.passes[name] = Measured.of(timing, each.work, round_.ceilings, round_.ms.get(name))
+    except Skipped as error:
+        record.skipped[", ".join(name for name in wanted if name not in record.passes)] = str(error)
+    _release(round_.job.device)
+
+
+def _check_peer(round_: Round, peer: Peer, function: Function, record: Record, backward: bool) -> Results:
+    """Hold a peer roughly to our result; return its upstream gradients."""
+    upstream, ours = (round_.upstream if backward else {}), round_.ours
+    if not peer.checked:
+        return upstream
+    if peer.scalar:
+        upstream = {name: value.new_ones(()) for name, value in upstream.items()}
+        ours = round_.under_ones
+    inputs = _cloned(round_.arena.inputs) if peer.overwrites else round_.arena.inputs
+    found = round_.result(function, inputs, upstream)
+    name, share = difference(found, ours)
+    record.checked[", ".join(round_.passes)] = f"our result, off by {share:.2g} of its norm in {name}"
+    if share > LOOSE:
+        record.wrong = f"{name} differs from ours by {share:.2g} of its norm"
+        raise Skipped(f"wrong: {record.wrong}")
+    return upstream
+
+
+def _cloned(inputs: Inputs) -> Inputs:
+    return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
+
+
+def _release(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()

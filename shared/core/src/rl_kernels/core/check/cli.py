@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
-from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -27,7 +25,7 @@ from rl_kernels.core.check.reports.junit import write_junit
 from rl_kernels.core.check.reports.text import text
 from rl_kernels.core.check.result import CaseId, Skip
 from rl_kernels.core.check.suite import Part, Plan, candidates_of, run
-from rl_kernels.core.command import Parser, count
+from rl_kernels.core.command import Parser, count, writable
 from rl_kernels.core.contract import DTYPES, contract
 from rl_kernels.core.operator import Operator, arch_of
 from rl_kernels.core.registry import UnknownOperator, kernel_registry
@@ -60,8 +58,8 @@ def parser(operators: Sequence[Operator]) -> Parser:
     made.add_argument("--constant-value", type=_finite, default=0.25)
     made.add_argument("--token-value", type=count(0), default=0)
     made.add_argument("--json", action="store_true", help="print the report as strict JSON, and nothing else")
-    made.add_argument("--junit", type=_writable, metavar="FILE", help="also write the report as JUnit XML")
-    made.add_argument("--html", type=_writable, metavar="FILE", help="also write the report as one HTML file")
+    made.add_argument("--junit", type=writable, metavar="FILE", help="also write the report as JUnit XML")
+    made.add_argument("--html", type=writable, metavar="FILE", help="also write the report as one HTML file")
     made.add_argument("--list", action="store_true", help="print the id of each case that would run, and run nothing")
     made.add_argument("--replay", metavar="CASE_ID", help="run one relation on one case again, by its id in --list")
     shapes = made.add_argument_group("shapes", "replace the sizes of every case that has them")
@@ -123,13 +121,6 @@ def _finite(text: str) -> float:
     if not math.isfinite(value):
         raise argparse.ArgumentTypeError(f"expected a finite number, got {text!r}")
     return value
-
-
-def _writable(text: str) -> Path:
-    path = Path(text)
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise argparse.ArgumentTypeError(f"expected a file that can be written, got {text!r}")
-    return path
 
 
 def _case_id(text: str) -> CaseId:

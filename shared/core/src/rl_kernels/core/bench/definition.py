@@ -1,0 +1,139 @@
+"""What an operator's ``bench.py`` says about it: shapes, what is timed, the work that cannot be avoided, and peers.
+
+``rl-kernels bench`` reads this one description, as the checker reads ``cases.SPEC``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from rl_kernels.core.operator import Operator
+from rl_kernels.core.testing import Case, Inputs, RowLayout
+
+FORWARD, BOTH = "forward", "forward + backward"
+GOALS, SMALL = "goals", "small"
+"""The sets of shapes that every operator has: what is run by default on a GPU, and on a CPU."""
+
+
+class Work(NamedTuple):
+    """What no implementation can do without: bytes moved to or from memory, and floating-point operations."""
+
+    bytes: float
+    flops: float = 0.0
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One thing that is timed: the call of a case, alone or with its backward, and the work in it."""
+
+    case: Case
+    work: Work
+    backward: bool = False
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One line of a set.
+
+    Attributes:
+        sizes: in the order of ``Benchmark.shape``.
+        options: of the case, beyond the benchmark's own.
+        note: what is special about it; part of its label.
+        group: shapes whose geometric mean is reported together.
+        without: peers that are left out here unless they are asked for by name.
+    """
+
+    sizes: tuple[int, ...]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    note: str = ""
+    group: str = ""
+    without: frozenset[str] = frozenset()
+
+    @property
+    def label(self) -> str:
+        """The sizes, and the note if there is one."""
+        return "x".join(map(str, self.sizes)) + (f" {self.note}" if self.note else "")
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Another implementation, timed beside ours.
+
+    Attributes:
+        make: imports what it needs, and returns the function that takes a case's keyword arguments.
+        package: the distribution that brings it; empty for PyTorch.
+        note: what a reader of the table must know.
+        passes: what it can do; empty for all.
+        scalar: its result is the sum of ours, one number.
+        overwrites: it writes to its inputs, so it gets copies.
+        checked: False if its result is not ours at all, such as the bare product under a loss.
+        around: settings to time it under.
+        environment: variables that must be set before the first product of the process.
+    """
+
+    make: Callable[[], Callable[..., Any]]
+    package: str = ""
+    note: str = ""
+    passes: tuple[str, ...] = ()
+    scalar: bool = False
+    overwrites: bool = False
+    checked: bool = True
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """The benchmark of an operator.
+
+    Attributes:
+        shape: names of the sizes, in the order in which ``--shapes`` takes them.
+        sets: by name, shapes; ``goals`` and ``small`` are there.
+        passes: ``(shape, bytes of an element) -> name -> Pass``, in the order of the table.
+        peers: by name.
+        rows: public function -> how its rows lie; a function without is checked in one piece.
+        dtype: name of the dtype that is timed where none is asked for; empty for that of the device.
+    """
+
+    shape: tuple[str, ...]
+    sets: Mapping[str, Sequence[Shape]]
+    passes: Callable[[Shape, int], Mapping[str, Pass]]
+    peers: Mapping[str, Peer]
+    rows: Mapping[str, RowLayout] = field(default_factory=dict)
+    dtype: str = ""
+
+
+def bench_of(operator: Operator) -> Benchmark:
+    """Import and return the ``BENCH`` of an operator's ``bench`` module."""
+    return importlib.import_module(f"{operator.package}.bench").BENCH
+
+
+def forward_and_backward(case: Case, forward: Work, both: Work) -> dict[str, Pass]:
+    """Return the two passes of an ordinary operator."""
+    return {FORWARD: Pass(case, forward), BOTH: Pass(case, both, backward=True)}
+
+
+def plain(function: Callable[..., Any], note: str = "") -> Peer:
+    """Return the peer that is plain PyTorch as users write it."""
+    return Peer(lambda: function, note=note)
+
+
+def compiled(function: Callable[..., Any]) -> Peer:
+    """Return the peer that is ``torch.compile`` of plain PyTorch, compiled anew for each shape."""
+
+    def make() -> Callable[..., Any]:
+        torch.compiler.reset()
+        return torch.compile(function, dynamic=False)
+
+    return Peer(make, note="torch.compile of eager")
+
+
+def bytes_of(inputs: Inputs) -> int:
+    """Return how much memory the tensors of a call hold."""
+    return sum(value.nbytes for value in inputs.values() if isinstance(value, torch.Tensor))
