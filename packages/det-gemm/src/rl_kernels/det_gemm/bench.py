@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 
 import torch
 
@@ -78,11 +77,6 @@ def without_split_k() -> Callable[..., torch.Tensor]:
     return products(torch.matmul)
 
 
-def cublaslt() -> AbstractContextManager[None]:
-    """Return the setting in which BF16 products are taken without split-K."""
-    return no_split_k("bf16")
-
-
 def batch_invariant() -> Callable[..., torch.Tensor]:
     """Import the product of batch_invariant_ops."""
     from batch_invariant_ops import matmul_persistent
@@ -117,7 +111,7 @@ BENCH = Benchmark(
         "cublas-no-split-k": Peer(
             without_split_k,
             note="torch.matmul by cuBLASLt, its workspace starved, reductions of split-K disallowed",
-            around=cublaslt,
+            around=no_split_k,
             environment={"CUBLASLT_WORKSPACE_SIZE": "1"},
         ),
         "batch-invariant": Peer(batch_invariant, "batch_invariant_ops"),

@@ -66,21 +66,24 @@ def _share(value: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @contextmanager
-def no_split_k(dtype: str) -> Iterator[None]:
+def no_split_k() -> Iterator[None]:
     """Have products taken by cuBLASLt without reductions of split-K, and restore what was set before.
 
     Raises:
         RuntimeError: this PyTorch cannot be told so.
     """
-    matmul, name = torch.backends.cuda.matmul, f"allow_{dtype}_reduced_precision_reduction"
-    before = getattr(matmul, name), getattr(matmul, f"{name}_split_k", None)
-    if before[1] is None:
+    matmul = torch.backends.cuda.matmul
+    names = [f"allow_{dtype}_reduced_precision_reduction" for dtype in ("bf16", "fp16")]
+    before = {name: (getattr(matmul, name), getattr(matmul, f"{name}_split_k", None)) for name in names}
+    if any(allowed is None for _, allowed in before.values()):
         raise RuntimeError(f"PyTorch {torch.__version__} cannot forbid split-K")
     library = torch.backends.cuda.preferred_blas_library()
     torch.backends.cuda.preferred_blas_library("cublaslt")
     try:
-        setattr(matmul, name, (False, False))
+        for name in names:
+            setattr(matmul, name, (False, False))
         yield
     finally:
         torch.backends.cuda.preferred_blas_library(library)
-        setattr(matmul, name, before)
+        for name, value in before.items():
+            setattr(matmul, name, value)

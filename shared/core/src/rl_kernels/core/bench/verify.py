@@ -110,13 +110,19 @@ def verify(
                 found = (eager[item], gold[item], magnitudes[item])
                 sums[item].add(*found) if item in sums else sums.update({item: Sums(*found)})
                 continue
-            mine = value if rows is None else value.reshape(-1, *gold[item].shape[1:])[rows]
+            mine = value if rows is None else _flat(value, gold[item])[rows]
             rules[item].feed(mine, eager[item].to(value.dtype), gold[item], magnitudes[item])
     for item, total in sums.items():
         rules[item].feed(results[item], total.eager.to(results[item].dtype), total.gold, total.magnitude)
     for rule in rules.values():
         rule.finish()
     return max(rule.share for rule in rules.values())
+
+
+def _flat(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return the rows of a result; one of another width is left as it is, for its shape to be found wrong."""
+    row = like.shape[1:]
+    return value.reshape(-1, *row) if value.shape[value.ndim - len(row) :] == row else value
 
 
 def _rule(arena: Arena, item: str, arch: str) -> Accuracy:

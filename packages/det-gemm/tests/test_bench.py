@@ -1,0 +1,67 @@
+"""The benchmark of det_gemm on tiny shapes: the three products, their layouts, and the settings of the peers."""
+
+import pytest
+import torch
+
+from rl_kernels.core.bench.conformance import BenchConformance
+from rl_kernels.core.bench.definition import Shape
+from rl_kernels.core.bench.peers import no_split_k
+from rl_kernels.core.testing import Draw
+from rl_kernels.det_gemm.bench import BENCH, MODELS
+from rl_kernels.det_gemm.cases import SPEC
+from rl_kernels.det_gemm.op import OPERATOR
+
+
+class TestBench(BenchConformance):
+    operator = OPERATOR
+    tiny = (Shape((7, 16, 33)), Shape((1, 9, 130)))
+    peers = ("eager", "batch-invariant")
+    modules = {"batch_invariant_ops": {"matmul_persistent": torch.matmul}}
+
+
+def test_the_three_products_are_those_of_a_linear_layer():
+    """Forward NT, dA NN, dW TN, as autograd takes them of ``F.linear``."""
+    m, n, k = 6, 5, 4
+    drawn = {
+        name: SPEC.inputs(each.case, Draw(torch.float32)) for name, each in BENCH.passes(Shape((m, n, k)), 4).items()
+    }
+    assert [tuple(drawn[name][key].shape) for name, key in (("forward", "a"), ("dA", "a"), ("dW", "dc"))] == [
+        (m, k),
+        (m, n),
+        (m, n),
+    ]
+    assert drawn["forward"]["b"].t().is_contiguous()
+    assert drawn["dA"]["b"].shape == (n, k)
+    assert drawn["dA"]["b"].is_contiguous()
+    assert drawn["dW"]["a"].shape == (m, k)
+
+
+def test_layers_of_the_models():
+    shapes = {model: {name: (n, k) for name, n, k in layers} for model, layers in MODELS.items()}
+    assert shapes["Qwen3-8B"]["qkv"] == (6144, 4096)
+    assert shapes["Qwen3-8B"]["gate_up"] == (24576, 4096)
+    assert shapes["Llama-3.1-70B"]["qkv"] == (10240, 8192)
+    assert shapes["Llama-3.1-70B"]["down"] == (8192, 28672)
+
+
+def test_settings_without_split_k_are_put_back(monkeypatch):
+    matmul, library = torch.backends.cuda.matmul, ["cublas"]
+    names = [
+        f"allow_{dtype}_reduced_precision_reduction{end}" for dtype in ("bf16", "fp16") for end in ("", "_split_k")
+    ]
+    if not hasattr(matmul, names[1]):
+        pytest.skip("this PyTorch cannot forbid split-K")
+
+    def prefer(name=None):
+        library.extend([name] if name else [])
+        return library[-1]
+
+    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", prefer)
+    before = [getattr(matmul, name) for name in names]
+    assert any(before)
+    with pytest.raises(ArithmeticError), no_split_k():
+        assert not any(getattr(matmul, name) for name in names)
+        assert prefer() == "cublaslt"
+        raise ArithmeticError
+    assert [getattr(matmul, name) for name in names] == before
+    assert prefer() == "cublas"

@@ -1,0 +1,28 @@
+"""The benchmark of fused_logp on tiny shapes, with stand-ins of the peers' signatures."""
+
+import torch.nn.functional as F
+
+from rl_kernels.core.bench.conformance import BenchConformance
+from rl_kernels.core.bench.definition import Shape
+from rl_kernels.fused_logp.bench import BENCH, MASKED
+from rl_kernels.fused_logp.op import OPERATOR
+
+
+def cross_entropy(x, target, *, ignore_index=-100, reduction="mean"):
+    assert x.ndim == 2
+    return F.cross_entropy(x.float(), target, ignore_index=ignore_index, reduction=reduction)
+
+
+class TestBench(BenchConformance):
+    operator = OPERATOR
+    tiny = (Shape((7, 33)), Shape((1, 130)), Shape((9, 65), MASKED, "ignored"))
+    peers = ("eager", "liger", "quack")
+    modules = {
+        "liger_kernel.transformers.functional": {"liger_cross_entropy": cross_entropy},
+        "quack.cross_entropy": {"cross_entropy": cross_entropy},
+    }
+
+
+def test_the_work_is_one_read_then_a_read_and_a_write():
+    forward, both = BENCH.passes(Shape((8192, 32768)), 2).values()
+    assert (forward.work.bytes, both.work.bytes) == (8192 * 32768 * 2, 3 * 8192 * 32768 * 2)

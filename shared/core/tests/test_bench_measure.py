@@ -1,0 +1,139 @@
+"""The clocks, on a CPU for real and on a GPU that is played: what runs how often, and what is divided by what."""
+
+import itertools
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rl_kernels.core.bench import measure
+from rl_kernels.core.bench.arena import Arena
+from rl_kernels.core.bench.measure import EVENTS, GRAPH, WALL, Effort
+from rl_kernels.core.testing import Case, Spec
+
+GPU = SimpleNamespace(type="cuda", index=None)
+CALL_S = 1e-5
+
+
+class Played:
+    """A GPU whose clock goes on by ``CALL_S`` for each call, on which graphs can be captured or cannot."""
+
+    def __init__(self, capturable):
+        self.capturable, self.seconds, self.inside, self.graph, self.calls = capturable, 0.0, False, [], 0
+
+    def call(self, result):
+        def run():
+            self.calls += 1
+            if self.inside:
+                if not self.capturable:
+                    raise RuntimeError("operation not permitted when stream is capturing")
+                self.graph.append(CALL_S)
+            else:
+                self.seconds += CALL_S
+            return result
+
+        return run
+
+    @contextmanager
+    def capture(self, graph):
+        self.inside = True
+        try:
+            yield
+        finally:
+            self.inside = False
+
+    def replay(self):
+        self.seconds += sum(self.graph)
+
+
+@pytest.fixture
+def played(monkeypatch, request):
+    gpu = Played(request.param)
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.at = gpu.seconds
+
+        def synchronize(self):
+            pass
+
+        def elapsed_time(self, other):
+            return (other.at - self.at) * 1e3
+
+    nothing = SimpleNamespace(wait_stream=lambda other: None)
+
+    @contextmanager
+    def stream(_):
+        yield
+
+    memory = itertools.count(2**20, 2**20)
+    for name, value in {
+        "CUDAGraph": lambda: SimpleNamespace(replay=gpu.replay),
+        "Event": Event,
+        "Stream": lambda: nothing,
+        "current_stream": lambda: nothing,
+        "graph": gpu.capture,
+        "max_memory_allocated": lambda: next(memory),
+        "memory_allocated": lambda: next(memory),
+        "reset_peak_memory_stats": lambda: None,
+        "stream": stream,
+        "synchronize": lambda: None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    return gpu
+
+
+@pytest.mark.parametrize(("played", "how"), [(True, GRAPH), (False, EVENTS)], indirect=["played"])
+@pytest.mark.parametrize("copies", [1, 3])
+def test_device_time_is_that_of_one_call(played, how, copies):
+    timing, kept = measure.measure([played.call(i) for i in range(copies)], GPU, Effort())
+    assert timing.ms == pytest.approx(CALL_S * 1e3)
+    assert (timing.how, timing.copies, timing.extra_mib) == (how, copies, 1.0)
+    assert kept == 0
+    assert timing.call_us > 0
+
+
+@pytest.mark.parametrize("played", [True], indirect=True)
+def test_iterations_as_asked_for(played, monkeypatch):
+    samples = []
+    median = measure.statistics.median
+    monkeypatch.setattr(
+        measure.statistics, "median", lambda values: median(samples.append(list(values)) or samples[-1])
+    )
+    measure.measure([played.call(0)], GPU, Effort(iters=7))
+    assert [len(each) for each in samples] == [7, 7]
+
+
+def test_a_cpu_has_wall_time_alone():
+    timing, kept = measure.measure([lambda: 5], torch.device("cpu"), Effort(iters=2, warmup=0))
+    assert timing.ms * 1e3 == pytest.approx(timing.call_us)
+    assert (timing.how, timing.extra_mib, kept) == (WALL, None, 5)
+
+
+def test_samples_follow_the_time_of_one():
+    assert Effort().samples(1e-6) == 100
+    assert Effort().samples(10.0) == 5
+    assert Effort(iters=3).samples(10.0) == 3
+
+
+def test_ceilings_are_those_of_the_device():
+    found = measure.ceilings(torch.device("cpu"), "fp32")
+    assert found.bytes_per_s > 1e8
+    assert found.flops_per_s > 1e8
+
+
+def test_copies_go_beyond_the_cache(monkeypatch):
+    spec = Spec((), lambda case, draw: {"x": draw.normal(case.sizes["n"])}, {}, {}, (), lambda *_: {}, {}, ())
+    properties = SimpleNamespace(L2_cache_size=4000)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(Arena, "inputs", {"x": torch.randn(100)})
+    arena = Arena(spec, Case("toy", {"n": 100}), "fp32", GPU)
+    assert len(arena.copies()) == 20
+    storages = {copy["x"].data_ptr() for copy in arena.copies()}
+    assert len(storages) == 20
+    properties.L2_cache_size = 100
+    assert len(arena.copies()) == 1

@@ -1,0 +1,10 @@
+"""The benchmark of scaled_add on tiny shapes."""
+
+from rl_kernels.core.bench.conformance import BenchConformance
+from rl_kernels.core.bench.definition import Shape
+from rl_kernels.scaled_add.op import OPERATOR
+
+
+class TestBench(BenchConformance):
+    operator = OPERATOR
+    tiny = (Shape((7, 16)), Shape((1, 9)))
