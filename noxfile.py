@@ -131,8 +131,7 @@ def bench(session: nox.Session) -> None:
     """Run the benchmark of every operator: verify, then time."""
     borrow(session)
     install(session, *PACKAGES)
-    for script in sorted(ROOT.glob("packages/*/benchmarks/bench.py")):
-        session.run("python", str(script), *session.posargs)
+    session.run("rl-kernels", "bench", *session.posargs)
 
 
 @nox.session(venv_backend="none")

@@ -18,8 +18,8 @@ ROOT = Path(__file__).parents[1]
 PROJECTS = [ROOT / "shared" / "core", *(file.parent for file in sorted(ROOT.glob("packages/*/pyproject.toml")))]
 META = "rl-kernels"
 OPERATORS = [folder for folder in PROJECTS[1:] if folder.name != META]
-MODULES = ("__init__.py", "api.py", "op.py", "reference.py", "cases.py", "illegal.py", "mutants.py")
-ROOMS = ["README.md", "tests", "benchmarks/bench.py", *(f"src/rl_kernels/{{name}}/{file}" for file in MODULES)]
+MODULES = ("__init__.py", "api.py", "op.py", "reference.py", "cases.py", "illegal.py", "mutants.py", "bench.py")
+ROOMS = ["README.md", "tests", *(f"src/rl_kernels/{{name}}/{file}" for file in MODULES)]
 
 
 def named(folder: Path) -> str:

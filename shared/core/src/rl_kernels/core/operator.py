@@ -96,7 +96,7 @@ class Operator:
 
     Attributes:
         name: registry name, which is also the name of the public function.
-        package: import path; holds the public functions and a module ``cases`` with ``SPEC``.
+        package: import path; holds the public functions, ``cases`` with ``SPEC`` and ``bench`` with ``BENCH``.
         summary: one line for lists.
         shape: names of the sizes that ``explain --shape`` takes, in order.
         rows: those of them that count rows: the choice of a backend never sees them.

@@ -59,7 +59,7 @@ class BenchConformance:
             for i in range(1, len(parts) + 1):
                 monkeypatch.setitem(sys.modules, ".".join(parts[:i]), ModuleType(parts[0]))
             vars(sys.modules[name]).update(members)
-        monkeypatch.setitem(self.benchmark.sets, "tiny", self.tiny)  # type: ignore[arg-type]
+        monkeypatch.setitem(self.benchmark.sets, "tiny", self.tiny)
         records = bench("--set", "tiny", "--compare", ",".join(self.peers), "--dtype", *self.dtypes)
         assert len(records) == len(self.tiny) * (1 + len(self.peers)) * len(self.dtypes)
         for record in records:

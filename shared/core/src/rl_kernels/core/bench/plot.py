@@ -82,7 +82,7 @@ def _axes(
             axes.plot(shares[-1], shapes.index(each.shape), linestyle="", **styles[each.name])
     axes.set_yticks(range(len(shapes)), shapes if named else [""] * len(shapes))
     axes.set_ylim(len(shapes) - 0.5, -0.5)
-    axes.set_xlim(0, max(105.0, *(share * 1.05 for share in shares)) if shares else 105)
+    axes.set_xlim(-2, max(105.0, *(share * 1.05 for share in shares)) if shares else 105)
     axes.axvline(100, color="#999999", linewidth=1, linestyle="--")
     axes.set_title(title, fontsize="medium", loc="left")
     axes.set_xlabel("share of the floor, %")

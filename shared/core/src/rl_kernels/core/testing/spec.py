@@ -1,6 +1,6 @@
 """What an operator's ``cases.py`` says about it: its cases, definition, classes, promised layouts and illegal calls.
 
-Tests, checker, benchmark and docs all read this one description; adding an operator edits no file of the core.
+Tests, checker and docs all read this one description; adding an operator edits no file of the core.
 """
 
 from __future__ import annotations

@@ -1,0 +1,93 @@
+"""The pages of the docs hold what the committed results say; tools/bench_tables.py makes them so."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rl_kernels.core.bench.definition import Work
+from rl_kernels.core.bench.measure import GRAPH, Ceilings, Timing
+from rl_kernels.core.bench.record import OURS, Document, Measured, Record
+
+ROOT = Path(__file__).parents[1]
+CEILINGS = Ceilings(4.28e12, 750e12, "1024 MiB, read and written", "8192^3, bf16, torch.matmul")
+
+
+def tool(*arguments):
+    command = [sys.executable, "tools/bench_tables.py", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+def test_the_pages_are_up_to_date():
+    done = tool("--check")
+    assert done.returncode == 0, done.stderr
+
+
+def document():
+    """Return results such as a GPU gives."""
+    records = []
+    for sizes in ((8192, 32768), (8192, 151936), (8, 151936)):
+        shape, size = "x".join(map(str, sizes)), 2.0 * sizes[0] * sizes[1]
+        for name, share in ((OURS, 0.95), ("eager", 0.1), ("quack", 0.7)):
+            ms = {"forward": size / 4.28e9 / share, "forward + backward": 3 * size / 4.28e9 / share}
+            passes = {
+                key: Measured.of(
+                    Timing(value, GRAPH, 1e3 * value + 9, size / 2**20, 1),
+                    Work(size if key == "forward" else 3 * size),
+                    CEILINGS,
+                    None if name == OURS else ms[key] * share / 0.95,
+                )
+                for key, value in ms.items()
+            }
+            backend = "triton" if name == OURS else ""
+            records.append(Record("fused_logp", shape, sizes, "", "bf16", name, backend, passes=passes))
+    absent = {"": "not installed: pip install liger-kernel"}
+    records.append(Record("fused_logp", "8x151936", (8, 151936), "", "bf16", "liger", skipped=absent))
+    where = {"device": "NVIDIA H200", "arch": "sm90", "torch": "2.11.0", "triton": "3.6.0"}
+    return Document(where, {"bf16": CEILINGS}, records)
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """Return a copy of the pages, with results of one operator."""
+    names = [
+        *ROOT.glob("packages/*/src/rl_kernels/*/bench.py"),
+        *ROOT.glob("packages/*/README.md"),
+        ROOT / "docs/benchmarks.md",
+    ]
+    for file in names:
+        target = tmp_path / file.relative_to(ROOT)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, target)
+    folder = tmp_path / "packages/fused-logp/benchmarks/results"
+    folder.mkdir(parents=True)
+    document().write(folder / "h200-goals.json")
+    return tmp_path
+
+
+def test_results_are_written_into_the_pages(tree):
+    pytest.importorskip("matplotlib")
+    stale = tool("--check", "--root", tree)
+    assert stale.returncode == 1
+    assert "packages/fused-logp/README.md is not up to date" in stale.stderr
+    assert tool("--root", tree).returncode == 0
+    assert tool("--check", "--root", tree).returncode == 0
+    page = (tree / "packages/fused-logp/README.md").read_text()
+    assert "| 8192x151936 | rl-kernels triton | 0.612 | 4.07 TB/s | 95 % |" in page
+    assert "| 8192x151936 | eager | 5.82 | 0.428 TB/s | 10 % | 9.50 |" in page
+    assert "- skipped: fused_logp: liger: not installed: pip install liger-kernel (8x151936)" in page
+    assert "- ran on device NVIDIA H200, arch sm90" in page
+    overview = (tree / "docs/benchmarks.md").read_text()
+    assert "(bench-fused-logp-h200-goals.svg)" in overview
+    before = (tree / "docs/bench-fused-logp-h200-goals.svg").read_bytes()
+    assert tool("--root", tree).returncode == 0
+    assert (tree / "docs/bench-fused-logp-h200-goals.svg").read_bytes() == before
+
+
+def test_a_page_without_markers_is_named(tree):
+    (tree / "packages/det-gemm/README.md").write_text("# det_gemm\n")
+    done = tool("--check", "--root", tree)
+    assert done.returncode == 1
+    assert done.stderr == "bench_tables: packages/det-gemm/README.md: expected the markers of bench results\n"

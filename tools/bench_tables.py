@@ -1,0 +1,108 @@
+"""Write the committed results of the benchmarks into the docs: `python tools/bench_tables.py`, `--check` to compare.
+
+Reads packages/*/benchmarks/results/h200-*.json, which `rl-kernels bench --json` wrote. The tables of an operator go
+between the markers of its README, which is its page in the docs too; the plots go into docs/ and are shown by
+docs/benchmarks.md. Everything is derived from the results: where there are none, a page says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from rl_kernels.core.bench.record import Document, read
+from rl_kernels.core.bench.report import as_table, facts, remarks, tables
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = "docs/benchmarks.md"
+MARKED = re.compile(r"(<!-- bench results -->\n).*?(<!-- end of bench results -->\n)", re.DOTALL)
+NOTHING = "\nNo results are committed yet.\n\n"
+LONGEST = 100
+"""Rows of a table that a page shows; of a longer one it shows the geometric means alone."""
+
+
+def results(package: Path) -> dict[str, Document]:
+    """Return the committed results of a package by the name of their file; records of other operators are left out."""
+    operator, found = package.name.replace("-", "_"), {}
+    for file in sorted(package.glob("benchmarks/results/h200-*.json")):
+        document = read(file)
+        found[file.stem] = replace(document, records=[each for each in document.records if each.operator == operator])
+    return found
+
+
+def section(found: dict[str, Document]) -> str:
+    """Return what stands between the markers of a package's README."""
+    parts = []
+    for document in found.values():
+        for title, rows in tables(document):
+            parts.append(f"{title}:\n\n{as_table(rows)}" if len(rows) <= LONGEST else f"{title}: {len(rows) - 1} rows.")
+        parts.append("\n".join(f"- {line}" for line in (*remarks(document.records), *facts(document))))
+    return "\n" + "\n\n".join(parts) + "\n\n" if parts else NOTHING
+
+
+def overview(packages: dict[str, dict[str, Document]]) -> str:
+    """Return what stands between the markers of the page of all benchmarks."""
+    lines = [
+        f"![Share of the floor, {name}, {file}]({plot_name(name, file)})\n\nThe numbers: [{name}](operators/{name}.md)."
+        for name, found in packages.items()
+        for file in found
+    ]
+    return "\n" + "\n\n".join(lines) + "\n\n" if lines else NOTHING
+
+
+def plot_name(package: str, file: str) -> str:
+    """Return the name of a picture in the docs."""
+    return f"bench-{package}-{file}.svg"
+
+
+def pages(root: Path, packages: dict[str, dict[str, Document]]) -> Iterator[tuple[Path, str]]:
+    """Yield each page with the text that it should have."""
+    wanted = {root / "packages" / name / "README.md": section(found) for name, found in packages.items()}
+    for page, body in {**wanted, root / PAGE: overview(packages)}.items():
+        text = page.read_text(encoding="utf-8")
+        if not MARKED.search(text):
+            raise ValueError(f"{page.relative_to(root)}: expected the markers of bench results")
+        yield page, MARKED.sub(lambda match, body=body: match[1] + body + match[2], text)  # type: ignore[misc]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Write or check the pages; return the exit status: 1 if a page is not up to date."""
+    parser = argparse.ArgumentParser(description="Write the committed results of the benchmarks into the docs.")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a page is not up to date")
+    parser.add_argument("--root", type=Path, default=ROOT, help="the tree (default: this one)")
+    given = parser.parse_args(argv)
+    root = given.root
+    folders = sorted(file.parents[3] for file in root.glob("packages/*/src/rl_kernels/*/bench.py"))
+    try:
+        packages = {folder.name: results(folder) for folder in folders}
+        wanted = dict(pages(root, packages))
+    except (OSError, ValueError) as error:
+        print(f"bench_tables: {error}", file=sys.stderr)
+        return 1
+    pictures = {
+        root / "docs" / plot_name(name, file): document
+        for name, found in packages.items()
+        for file, document in found.items()
+    }
+    if given.check:
+        stale = [page for page, text in wanted.items() if page.read_text(encoding="utf-8") != text]
+        stale += [picture for picture in pictures if not picture.exists()]
+        for page in stale:
+            print(f"{page.relative_to(root)} is not up to date: python tools/bench_tables.py", file=sys.stderr)
+        return 1 if stale else 0
+    for page, text in wanted.items():
+        page.write_text(text, encoding="utf-8")
+    for picture, document in pictures.items():
+        # Needs matplotlib, which a check does not.
+        from rl_kernels.core.bench.plot import draw
+
+        draw(document.records, picture, document.environment)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
