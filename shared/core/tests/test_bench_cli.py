@@ -127,6 +127,7 @@ def test_every_pass_has_a_time_a_rate_and_ratios(bench, capsys):
         assert measured.timing.extra_mib is None
         assert measured.unit == "TB/s"
         assert measured.ratio == pytest.approx(measured.timing.ms / mine.timing.ms)
+        assert measured.call_ratio == pytest.approx(measured.timing.call_us / mine.timing.call_us)
         assert mine.ratio is None
         floor = (2 if name == "forward" else 4) * 8 * 16 * 4 / CEILINGS.bytes_per_s
         assert mine.share == pytest.approx(floor / (mine.timing.ms * 1e-3))

@@ -20,7 +20,7 @@ ROWS_OF_GOALS, ROWS_OF_PROJECTIONS = (1, 8, 32, 128, 1024, 4096), (1, 8, 32, 128
 
 def _shape(m: int, n: int, k: int, note: str = "") -> Shape:
     kind = DECODE if m <= 32 else TRAIN if m >= 1024 else f"M = {m}"
-    return Shape((m, n, k), note=note, group=f"{kind}, skinny" if n < 4096 else kind)
+    return Shape((m, n, k), note=note, group=f"{kind}, N < 4096" if n < 4096 else kind)
 
 
 def projections(hidden: int, heads: int, kv_heads: int, between: int, vocab: int) -> list[tuple[str, int, int]]:
@@ -43,7 +43,7 @@ SETS = {
     GOALS: (
         *(_shape(m, n, k) for n, k in WEIGHTS for m in ROWS_OF_GOALS),
         *(_shape(m, *SHARD, "shard") for m in ROWS_OF_GOALS),
-        _shape(257, 129, 4104, "ragged"),
+        Shape((257, 129, 4104), note="ragged"),
     ),
     "projections": tuple(
         _shape(m, n, k, f"{model} {name}")
@@ -56,7 +56,7 @@ SETS = {
         _shape(16, 1024, 1024),
         _shape(64, 896, 4864, "Qwen2.5-0.5B down"),
         _shape(256, 1024, 1024),
-        _shape(7, 129, 513, "ragged"),
+        Shape((7, 129, 513), note="ragged"),
     ),
 }
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from rl_kernels.core.bench.arena import DeviceDraw
 from rl_kernels.core.contract import DTYPES
 
 Run = Callable[[], Any]
@@ -22,7 +23,7 @@ Run = Callable[[], Any]
 GRAPH, EVENTS, WALL = "CUDA graph", "events", "wall clock"
 BATCHES = 5
 """Of real calls, of which the median is taken; the device is waited for at the end of each."""
-BATCH_S, BUDGET_S = 0.02, 0.15
+BATCH_S, BUDGET_S = 0.01, 0.1
 """How long a batch of calls takes, and all timed replays together, where no number of iterations is given."""
 REPLAYS_S = 0.002
 """How long the replays between two events take at least: the launch of the first is then no share of the time."""
@@ -86,7 +87,9 @@ def measure(runs: Sequence[Run], device: torch.device, effort: Effort) -> tuple[
     if device.type != "cuda":
         return Timing(call * 1e3, WALL, call * 1e6, extra, len(runs)), runs[0]()
     try:
-        (seconds, kept), how = graph_seconds(runs, effort), GRAPH
+        # A capture that fails leaves its own stream behind as the current one.
+        with torch.cuda.stream(torch.cuda.current_stream()):
+            (seconds, kept), how = graph_seconds(runs, effort), GRAPH
     except RuntimeError:
         torch.cuda.synchronize()
         (seconds, kept), how = event_seconds(runs, effort), EVENTS
@@ -175,9 +178,10 @@ def ceilings(device: torch.device, dtype: str) -> Ceilings:
     on_gpu = device.type == "cuda"
     size, side = (2**30, 8192) if on_gpu else (2**26, 1024)
     effort = Effort(iters=None if on_gpu else 3)
-    pair = torch.randint(256, (2, size), dtype=torch.uint8, device=device)
+    draw = DeviceDraw(DTYPES[dtype], device)
+    pair = draw.normal(2, size // DTYPES[dtype].itemsize)
     copied, _ = measure([lambda: pair[0].copy_(pair[1])], device, effort)
-    a, b = (torch.randn(side, side, device=device).to(DTYPES[dtype]) for _ in range(2))
+    a, b = (draw.normal(side, side) for _ in range(2))
     product, _ = measure([lambda: torch.matmul(a, b)], device, effort)
     return Ceilings(
         2 * size / (copied.ms * 1e-3),

@@ -12,9 +12,23 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from rl_kernels.core.bench.record import OURS, Record
 
-COLOURS = ("#d9822b", "#3a9a5b", "#8e5bb5", "#c0392b", "#17a2b8", "#7f8c8d", "#b7950b", "#5d6d7e")
+COLOURS = (
+    *(
+        "#3a9a5b",
+        "#d9822b",
+        "#8e5bb5",
+        "#c0392b",
+        "#17a2b8",
+        "#7f8c8d",
+        "#b7950b",
+        "#e377c2",
+        "#34495e",
+        "#8c564b",
+        "#9acd32",
+    ),
+)
 BLUE = "#2a6fbb"
-MARKERS = "sDv^PX<>"
+MARKERS = "sDv^PX<>hp*d"
 LINE, HEAD = 0.27, 1.3
 """Inches that a shape takes, and that the title and axis of an operator take."""
 

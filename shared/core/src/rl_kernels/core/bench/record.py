@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,8 @@ class Measured:
         rate: what it achieves of the work that cannot be avoided, in ``unit``.
         unit: ``TB/s`` or ``TFLOP/s``, whichever bounds the work.
         share: of the floor: the time that the measured ceiling needs for that work, over the time taken.
-        ratio: its time over ours in the same run; None for ours, and where ours was not timed.
+        ratio: its time over ours in the same run; None for ours.
+        call_ratio: the same of the wall time of a real call.
     """
 
     timing: Timing
@@ -33,15 +34,18 @@ class Measured:
     unit: str
     share: float
     ratio: float | None = None
+    call_ratio: float | None = None
 
     @classmethod
-    def of(cls, timing: Timing, work: Work, ceilings: Ceilings, ours: float | None) -> Measured:
+    def of(cls, timing: Timing, work: Work, ceilings: Ceilings, ours: Timing | None) -> Measured:
         """Set a time beside the work and what the device can do."""
         seconds = timing.ms * 1e-3
         moved, computed = work.bytes / ceilings.bytes_per_s, work.flops / ceilings.flops_per_s
         amount, unit = (work.bytes, "TB/s") if moved >= computed else (work.flops, "TFLOP/s")
-        ratio = None if ours is None else timing.ms / ours
-        return cls(timing, amount / seconds * 1e-12, unit, max(moved, computed) / seconds, ratio)
+        found = cls(timing, amount / seconds * 1e-12, unit, max(moved, computed) / seconds)
+        if ours is None:
+            return found
+        return replace(found, ratio=timing.ms / ours.ms, call_ratio=timing.call_us / ours.call_us)
 
 
 @dataclass

@@ -70,15 +70,17 @@ def tables(document: Document) -> Iterator[tuple[str, Rows]]:
 
 def _head(passes: Sequence[str]) -> tuple[str, ...]:
     columns = [word for name in passes for word in (f"{name} ms", "rate", "floor", "/ ours")]
-    return ("shape", "implementation", *columns, "extra MiB", "call us")
+    return ("shape", "implementation", *columns, "extra MiB", "call us", "/ ours")
 
 
 def _row(record: Record, passes: Sequence[str]) -> tuple[str, ...]:
     cells = [word for name in passes for word in _cells(record.passes.get(name))]
-    found = [record.passes[name].timing for name in passes if name in record.passes]
-    memory = " / ".join("n/a" if timing.extra_mib is None else f"{timing.extra_mib:.0f}" for timing in found)
-    calls = " / ".join(f"{timing.call_us:.0f}" for timing in found)
-    return (record.shape, record.name, *cells, memory, calls)
+    found = [record.passes[name] for name in passes if name in record.passes]
+    extra = [each.timing.extra_mib for each in found]
+    memory = " / ".join("n/a" if mib is None else f"{mib:.0f}" for mib in extra)
+    calls = " / ".join(f"{each.timing.call_us:.0f}" for each in found)
+    ratios = " / ".join(f"{each.call_ratio:.2f}" for each in found if each.call_ratio is not None)
+    return (record.shape, record.name, *cells, memory, calls, ratios)
 
 
 def _cells(measured: Measured | None) -> tuple[str, ...]:

@@ -62,7 +62,7 @@ class Round:
     ours: Results = field(default_factory=dict)
     upstream: Results = field(default_factory=dict)
     function: Function | None = None
-    ms: dict[str, float] = field(default_factory=dict)
+    timings: dict[str, Timing] = field(default_factory=dict)
 
     @property
     def has_backward(self) -> bool:
@@ -103,7 +103,7 @@ def run(job: Job, ceilings: Ceilings) -> list[Record]:
         _run_ours(round_, ours)
         for name, record in records.items():
             # What our result cannot be held against has no speed either.
-            if round_.ms and not ours.wrong:
+            if round_.timings and not ours.wrong:
                 _run_peer(round_, job.benchmark.peers[name], record)
         _release(job.device)
     return [ours, *(record for record in records.values() if record.passes or record.skipped or record.wrong)]
@@ -122,7 +122,7 @@ def _run_ours(round_: Round, record: Record) -> None:
         for name, each in round_.passes.items():
             timing, kept = _timed(round_, function, each, arena.copies(), round_.upstream)
             _same(round_, each, kept)
-            round_.ms[name] = timing.ms
+            round_.timings[name] = timing
             record.passes[name] = Measured.of(timing, each.work, round_.ceilings, None)
     except BackendUnavailable as error:
         record.skipped[""] = str(error)
@@ -216,7 +216,7 @@ def _run_peer(round_: Round, peer: Peer, record: Record) -> None:
                 copies = [_cloned(inputs) for inputs in copies]
             for name, each in wanted.items():
                 timing, _ = _timed(round_, function, each, copies, upstream)
-                record.passes[name] = Measured.of(timing, each.work, round_.ceilings, round_.ms.get(name))
+                record.passes[name] = Measured.of(timing, each.work, round_.ceilings, round_.timings.get(name))
     except Skipped as error:
         record.skipped[", ".join(name for name in wanted if name not in record.passes)] = str(error)
     _release(round_.job.device)
