@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from rl_kernels.core.bench.plot import draw
 from rl_kernels.core.bench.record import Document, read
 from rl_kernels.core.bench.report import as_table, facts, remarks, tables
 
@@ -97,9 +98,6 @@ def main(argv: list[str] | None = None) -> int:
     for page, text in wanted.items():
         page.write_text(text, encoding="utf-8")
     for picture, document in pictures.items():
-        # Needs matplotlib, which a check does not.
-        from rl_kernels.core.bench.plot import draw
-
         draw(document.records, picture, document.environment)
     return 0
 

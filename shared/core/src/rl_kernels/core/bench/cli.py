@@ -21,6 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rl_kernels.core.bench.definition import GOALS, SMALL, Benchmark, Shape, bench_of
 from rl_kernels.core.bench.environment import environment
 from rl_kernels.core.bench.measure import Effort, ceilings
+from rl_kernels.core.bench.plot import draw
 from rl_kernels.core.bench.record import OURS, Document, Record
 from rl_kernels.core.bench.report import FORMATS
 from rl_kernels.core.bench.runner import Job, run
@@ -73,9 +74,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             if given.json:
                 document.write(given.json)
     if given.plot:
-        # Drawn last, by a library that is needed for nothing else.
-        from rl_kernels.core.bench.plot import draw
-
         draw(document.records, given.plot, document.environment)
     FORMATS[given.format](document)
     return 1 if document.wrong else 0

@@ -4,37 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-
-from matplotlib import rc_context
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
+from typing import TYPE_CHECKING
 
 from rl_kernels.core.bench.record import OURS, Record
 
-COLOURS = (
-    *(
-        "#3a9a5b",
-        "#d9822b",
-        "#8e5bb5",
-        "#c0392b",
-        "#17a2b8",
-        "#7f8c8d",
-        "#b7950b",
-        "#e377c2",
-        "#34495e",
-        "#8c564b",
-        "#9acd32",
-    ),
-)
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+COLOURS = "#3a9a5b #d9822b #8e5bb5 #c0392b #17a2b8 #7f8c8d #b7950b #e377c2 #34495e #8c564b #9acd32".split()
 BLUE = "#2a6fbb"
-MARKERS = "sDv^PX<>hp*d"
+MARKERS = "Dsv^PX<>hp*"
 LINE, HEAD = 0.27, 1.3
 """Inches that a shape takes, and that the title and axis of an operator take."""
 
 
 def draw(records: Sequence[Record], path: Path, environment: Mapping[str, str]) -> None:
     """Write shares of the floor, one row of axes for each operator, one column for each pass."""
+    # Optional, and needed for nothing else.
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
     timed = [each for each in records if each.passes]
     operators = list(dict.fromkeys((each.operator, each.dtype) for each in timed))
     if not operators:
