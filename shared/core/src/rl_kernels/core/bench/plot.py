@@ -11,9 +11,9 @@ from rl_kernels.core.bench.record import OURS, Record
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-COLOURS = "#3a9a5b #d9822b #8e5bb5 #c0392b #17a2b8 #7f8c8d #b7950b #e377c2 #34495e #8c564b #9acd32".split()
+COLOURS = ("#3a9a5b", "#d9822b", "#8e5bb5", "#c0392b", "#17a2b8", "#7f8c8d", "#b7950b", "#e377c2", "#34495e", "#8c564b")
 BLUE = "#2a6fbb"
-MARKERS = "Dsv^PX<>hp*"
+MARKERS = "Dsv^PX<>hp"
 LINE, HEAD = 0.27, 1.3
 """Inches that a shape takes, and that the title and axis of an operator take."""
 
