@@ -176,7 +176,7 @@ def test_ours_that_raises_is_named_and_the_others_go_on(bench, make_module):
 @pytest.mark.parametrize(
     ("peer", "reason"),
     [
-        ("absent", "not installed: pip install no-such-peer"),
+        ("absent", "no_such_peer is not installed: pip install no-such-peer"),
         ("raising", "ValueError: only even widths"),
         ("lying", "differs from ours by 0.5 of its norm"),
     ],

@@ -24,11 +24,10 @@ def made(peer: Peer) -> Callable[..., Any]:
     try:
         return peer.make()
     except ImportError as error:
-        hint = f": pip install {peer.package}" if peer.package else ""
-        reason = (
-            "not installed" if isinstance(error, ModuleNotFoundError) else f"cannot be imported ({one_line(error)})"
-        )
-        raise Skipped(reason + hint) from error
+        if not isinstance(error, ModuleNotFoundError):
+            raise Skipped(f"cannot be imported: {one_line(error)}") from error
+        # The peer itself, or something that it needs.
+        raise Skipped(f"{error.name} is not installed: pip install {peer.package}") from error
     except Exception as error:
         raise Skipped(one_line(error)) from error
 
