@@ -9,16 +9,18 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 import pytest
+import torch
 
 from rl_kernels.core.bench import cli
 from rl_kernels.core.bench.definition import GOALS, SMALL, Benchmark, Shape, bench_of
 from rl_kernels.core.bench.environment import installed
+from rl_kernels.core.bench.measure import GRAPH, WALL
 from rl_kernels.core.bench.record import OURS, Record, read
 from rl_kernels.core.operator import Operator
 
 
 class BenchConformance:
-    """Runs the command on tiny shapes on the CPU, with stand-ins for the peers that are not installed.
+    """Runs the command on tiny shapes, with stand-ins for the peers that are not installed.
 
     Attributes:
         operator: whose benchmark.
@@ -35,12 +37,12 @@ class BenchConformance:
     modules: ClassVar[Mapping[str, Mapping[str, Callable[..., Any]]]] = {}
 
     @pytest.fixture
-    def bench(self, tmp_path: Path) -> Callable[..., list[Record]]:
+    def bench(self, tmp_path: Path, device: torch.device) -> Callable[..., list[Record]]:
         """Return a function that runs the command and returns its records."""
 
         def run(*arguments: str) -> list[Record]:
             file = tmp_path / "bench.json"
-            common = ("--op", self.operator.name, "--device", "cpu", "--iters", "1", "--warmup", "0")
+            common = ("--op", self.operator.name, "--device", device.type, "--iters", "1", "--warmup", "0")
             assert cli.main([*common, "--json", str(file), *arguments]) == 0
             return read(file).records
 
@@ -52,7 +54,7 @@ class BenchConformance:
         return bench_of(self.operator)
 
     def test_results_hold_and_peers_agree(
-        self, bench: Callable[..., list[Record]], monkeypatch: pytest.MonkeyPatch
+        self, bench: Callable[..., list[Record]], device: torch.device, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Every implementation is timed on every pass it has: it was called rightly, and its result holds."""
         for name, members in self.modules.items():
@@ -69,6 +71,8 @@ class BenchConformance:
             wanted = (peer and peer.passes) or list(self.benchmark.passes(shape, 4))
             assert list(record.passes) == list(wanted), (record.implementation, record.skipped)
             assert record.checked or (peer is not None and not peer.checked)
+            clocks = {measured.timing.how for measured in record.passes.values()}
+            assert clocks == {GRAPH if device.type == "cuda" else WALL}
 
     def test_what_is_not_installed_is_named(self, bench: Callable[..., list[Record]]) -> None:
         """A peer of another distribution is skipped with what to install; ours is timed all the same."""
