@@ -59,6 +59,7 @@ PEERS = {
     "absent": Peer(absent, "no-such-peer"),
     "raising": plain(raising),
     "lying": plain(lambda x: 3 * x),
+    "nan": plain(lambda x: x * torch.nan),
     "summed": Peer(lambda: lambda x: (2 * x).sum(), scalar=True, passes=("forward + backward",)),
     "floor": Peer(lambda: torch.clone, checked=False, passes=("forward",)),
     "overwriting": Peer(lambda: overwriting, overwrites=True),
@@ -179,6 +180,7 @@ def test_ours_that_raises_is_named_and_the_others_go_on(bench, make_module):
         ("absent", "no_such_peer is not installed: pip install no-such-peer"),
         ("raising", "ValueError: only even widths"),
         ("lying", "differs from ours by 0.5 of its norm"),
+        ("nan", "differs from ours by inf of its norm"),
     ],
 )
 def test_a_peer_that_cannot_is_named_and_skipped(bench, capsys, peer, reason):
@@ -197,6 +199,24 @@ def test_peers_of_other_kinds(bench):
     assert list(records["floor", "8x16"].passes) == ["forward"]
     assert not records["floor", "8x16"].checked
     assert len(records["overwriting", "8x16"].passes) == 2
+
+
+def test_a_peer_that_overwrites_its_inputs_spoils_nobody_else_s(bench):
+    _, records = bench("--compare", "overwriting,slow")
+    assert len(records["slow", "8x16"].passes) == 2
+
+
+def test_ids_are_not_checked_where_that_can_be_left_out(bench, make_module):
+    asked = []
+
+    def checking(x, *, validate=True, backend=None):
+        asked.append(validate)
+        return 2 * x
+
+    make_module("toy_pkg", double=checking)
+    make_module("toy_pkg.cases", SPEC=replace(SPEC, unread=frozenset({"backend", "validate"})))
+    bench("--compare", "none")
+    assert set(asked) == {False}
 
 
 def test_what_a_shape_leaves_out_runs_if_it_is_asked_for(bench):

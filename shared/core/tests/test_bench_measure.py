@@ -114,6 +114,16 @@ def test_a_cpu_has_wall_time_alone():
     assert (timing.how, timing.extra_mib, kept) == (WALL, None, 5)
 
 
+def test_a_call_s_time_is_its_share_of_a_batch(monkeypatch):
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: clock.now)
+
+    def run():
+        clock.now += 1e-3
+
+    assert measure.call_seconds([run], torch.device("cpu"), Effort()) == pytest.approx(1e-3)
+
+
 def test_samples_follow_the_time_of_one():
     assert Effort().samples(1e-6) == 100
     assert Effort().samples(10.0) == 5
@@ -137,3 +147,5 @@ def test_copies_go_beyond_the_cache(monkeypatch):
     assert len(storages) == 20
     properties.L2_cache_size = 100
     assert len(arena.copies()) == 1
+    properties.L2_cache_size = 2**30
+    assert len(arena.copies()) == 64

@@ -64,6 +64,15 @@ def test_right_in_blocks_of_any_size(arena, block):
     assert share == pytest.approx(verify(arena, None, found, upstream, "cpu"), rel=1e-3)
 
 
+def test_blocks_are_no_larger_than_asked_for(arena, monkeypatch):
+    found, upstream = results(arena)
+    rows = []
+    spying = replace(SPEC, references={"": lambda x, **others: rows.append(len(x)) or product(x, **others)})
+    verify(replace(arena, spec=spying), LAYOUT, found, upstream, "cpu", 50)
+    assert max(rows) == 50 // 11
+    assert sum(rows) == 2 * 33
+
+
 @pytest.mark.parametrize("item", ["output", "gradient:x", "gradient:weight"])
 def test_one_wrong_element_is_seen(arena, item):
     found, upstream = results(arena)

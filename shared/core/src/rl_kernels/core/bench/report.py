@@ -143,13 +143,14 @@ def remarks(records: Sequence[Record]) -> Iterator[str]:
 
 
 def _clocks(records: Sequence[Record]) -> Iterator[str]:
-    """Yield by which clocks the times were taken, and which are the few that another clock took."""
+    """Yield by which clocks the times were taken, and which are those that an unusual clock took."""
     found: dict[str, list[str]] = {}
     for each in records:
         for measured in each.passes.values():
             found.setdefault(measured.timing.how, []).append(f"{each.operator} {each.name} {each.shape}")
+    usual = max(found, key=lambda clock: len(found[clock]), default="")
     for clock, places in found.items():
-        few = list(dict.fromkeys(places)) if len(found) > 1 and len(set(places)) < 6 else []
+        few = [] if clock == usual else list(dict.fromkeys(places))
         yield f"clock: {clock}, {len(places)} times" + (f" ({', '.join(few)})" if few else "")
 
 
