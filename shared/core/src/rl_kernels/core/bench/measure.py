@@ -6,7 +6,6 @@ events around plain calls. On a CPU there is the wall time alone.
 
 from __future__ import annotations
 
-import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -100,7 +99,6 @@ def extra_memory(run: Run, device: torch.device) -> float | None:
     """Return the peak memory of a call in MiB, beyond what was allocated before; None where it is not counted."""
     if device.type != "cuda":
         return None
-    gc.collect()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
