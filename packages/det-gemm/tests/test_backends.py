@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl_kernels.core.check.conformance import Conformance
-from rl_kernels.core.testing import Draw
+from rl_kernels.core.testing import Case, Draw
 from rl_kernels.det_gemm import det_gemm, det_gemm_dw, det_linear
 from rl_kernels.det_gemm.op import OPERATOR
 
@@ -18,6 +18,12 @@ DTYPES = [torch.float32, *HALVES]
 
 class TestConformance(Conformance):
     operator = OPERATOR
+    large = (
+        Case("many-rows", {"m_dim": 1100, "n_dim": 4096, "k_dim": 4096}),
+        Case("few-rows", {"m_dim": 8, "n_dim": 4096, "k_dim": 4096}),
+        Case("skinny-linear", {"m_dim": 33, "n_dim": 1280, "k_dim": 8192}, {"bias": True}, "det_linear"),
+        Case("dw", {"m_dim": 2050, "n_dim": 4096, "k_dim": 1024}, {}, "det_gemm_dw", grad=False),
+    )
 
 
 class RawOps(TorchDispatchMode):

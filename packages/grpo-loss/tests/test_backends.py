@@ -11,7 +11,7 @@ import torch
 from rl_kernels.core.check.conformance import Conformance
 from rl_kernels.core.check.relations.integration import RawCalls
 from rl_kernels.core.dispatch import record_dispatch
-from rl_kernels.core.testing import Draw
+from rl_kernels.core.testing import Case, Draw
 from rl_kernels.grpo_loss import GRPOLossOutput, grpo_loss, grpo_loss_from_advantages
 from rl_kernels.grpo_loss.op import OPERATOR, ops
 
@@ -20,6 +20,10 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 class TestConformance(Conformance):
     operator = OPERATOR
+    large = (
+        Case("many-tokens", {"prompts": 128, "samples": 16, "completion": 2048}, {"beta": 0.04, "density": 0.9}),
+        Case("many-prompts", {"prompts": 4096, "samples": 8, "completion": 129}, {"group_sizes": (1, 5000, 7)}),
+    )
 
 
 def _call(dtype: torch.dtype = torch.float32, batch: int = 6, length: int = 7, **options: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from rl_kernels.core.check.conformance import Conformance
-from rl_kernels.core.testing import IGNORED, Draw
+from rl_kernels.core.testing import IGNORED, Case, Draw
 from rl_kernels.linear_logp import LogpStats, linear_logp, native
 from rl_kernels.linear_logp.op import OPERATOR, ops
 
@@ -18,6 +18,10 @@ OPERANDS = ("hidden", "lm_head_weight", "bias")
 
 class TestConformance(Conformance):
     operator = OPERATOR
+    large = (
+        Case("few-rows", {"batch": 1, "seq": 129, "hidden": 2048, "vocab": 32768}, {"return_stats": True}),
+        Case("many-rows", {"batch": 4, "seq": 512, "hidden": 1024, "vocab": 50257}, {"return_stats": True, "bias": True}),
+    )
 
 
 def _call(dtype: torch.dtype = torch.float32, rows: int = 37, size: int = 24, vocab: int = 1500) -> dict[str, Any]:

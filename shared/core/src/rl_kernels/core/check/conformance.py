@@ -13,7 +13,7 @@ import inspect
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -26,6 +26,7 @@ from rl_kernels.core.check.compare import bits
 from rl_kernels.core.check.mutation import Honest
 from rl_kernels.core.check.mutation.controls import CONTROLS
 from rl_kernels.core.check.relations import RELATIONS, hold
+from rl_kernels.core.check.repeat import differing_runs
 from rl_kernels.core.check.result import Check, Skip
 from rl_kernels.core.contract import DTYPES
 from rl_kernels.core.dispatch import AUTO, BackendUnavailable, record_dispatch, use_backend
@@ -52,6 +53,8 @@ class Conformance:
     """Holds ``operator`` to the rules, on every backend that runs here and every quick case."""
 
     operator: ClassVar[Operator]
+    large: ClassVar[Sequence[Case]] = ()
+    """Calls that fill a GPU, in each way that a backend may cut its work; by default the operator's plainest case."""
 
     @classmethod
     def pytest_generate_tests(cls, metafunc: pytest.Metafunc) -> None:
@@ -70,6 +73,13 @@ class Conformance:
                 if relation != "parity" or len(_runnable(cls.operator)) > 1
             ]
             metafunc.parametrize(("backend", "relation", "dtype", "case"), names)
+        elif "large_case" in metafunc.fixturenames:
+            params = [
+                pytest.param(name, case, id=f"{name}-{case.name}")
+                for name in _accelerated(cls.operator)
+                for case in cls.large or cases[:1]
+            ]
+            metafunc.parametrize(("backend", "large_case"), params)
         elif "case" in metafunc.fixturenames:
             metafunc.parametrize("case", cases, ids=[case.name for case in cases])
         elif "bug" in metafunc.fixturenames:
@@ -94,6 +104,15 @@ class Conformance:
             if isinstance(record, Skip):
                 pytest.skip(record.reason)
         assert checks
+
+    @pytest.mark.gpu
+    def test_hundred_runs_beside_another_stream(self, backend: str, large_case: Case) -> None:
+        """Rule 6 at sizes that fill the chip: which block runs first, and beside what, changes no bit."""
+        reason = self.operator.backend(backend).why_not(call_of(self.operator, _setting("bf16")))
+        if reason is not None:
+            pytest.skip(reason)
+        found = differing_runs(cell(self.operator, large_case, "bf16", backend), 100)
+        assert found == dict.fromkeys(found, 0)
 
     def test_planted_bug_is_caught(self, mutants: Mutants, bug: Bug) -> None:
         """The quick cases show each bug that is planted in a copy of a backend."""
@@ -186,6 +205,12 @@ def _setting(dtype: str = "fp32") -> Setting:
 def _runnable(operator: Operator) -> list[str]:
     call = call_of(operator, _setting())
     return [backend.name for backend in operator.backends if backend.why_not(call) is None]
+
+
+def _accelerated(operator: Operator) -> list[str]:
+    """Return the backends that have kernels of their own, or all where none has."""
+    names = [backend.name for backend in operator.backends]
+    return [name for name in names if name != "native"] or names
 
 
 def _interpreted(backend: str) -> bool:

@@ -11,12 +11,15 @@ from rl_kernels.core.check import compare
 from rl_kernels.core.check.candidate import Misbehaved, Results
 from rl_kernels.core.check.cell import Cell
 from rl_kernels.core.check.compare import Comparison
+from rl_kernels.core.check.repeat import other_stream
 from rl_kernels.core.check.result import Check, Record
 from rl_kernels.core.contract import Tolerance
 from rl_kernels.core.testing import Case, Draw, Inputs, Transform, Variant, torch_threads
 
 RUNS = 20
 """Calls that repeatability compares."""
+PRODUCTS = 4
+"""On a GPU, products that another stream has before it at the start of each."""
 MISSING = Comparison(False, message="this result is missing in another run of the same call")
 
 
@@ -28,8 +31,8 @@ def repeatability(cell: Cell) -> Iterator[Record]:
         expected = first.results(upstream)
         found: dict[str, Comparison] = {}
         for _ in range(RUNS - 1):
-            with _busy(cell.setting.device):
-                again = cell.run().results(upstream)
+            other_stream(cell.setting.device).top_up(PRODUCTS)
+            again = cell.run().results(upstream)
             for item, value in expected.items():
                 if item not in found or found[item].passed:
                     found[item] = compare.bits(again[item], value) if item in again else MISSING
@@ -39,24 +42,6 @@ def repeatability(cell: Cell) -> Iterator[Record]:
     for item, comparison in found.items():
         tolerance = cell.tolerance("repeatability", item)
         yield cell.record("repeatability", item, tuple(expected[item].shape), tolerance, comparison)
-
-
-class _busy:
-    """On a GPU, keep a second stream at work inside the block."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def __enter__(self) -> None:
-        if self._device.type == "cuda":
-            with torch.cuda.stream(torch.cuda.Stream(self._device)):
-                noise = torch.randn(2048, 2048, device=self._device)
-                for _ in range(4):
-                    noise = (noise @ noise).tanh()
-
-    def __exit__(self, *_: object) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
 
 
 def invariance(cell: Cell) -> Iterator[Record]:
