@@ -20,7 +20,9 @@ class TestConformance(Conformance):
     operator = OPERATOR
     large = (
         Case("few-rows", {"batch": 1, "seq": 129, "hidden": 2048, "vocab": 32768}, {"return_stats": True}),
-        Case("many-rows", {"batch": 4, "seq": 512, "hidden": 1024, "vocab": 50257}, {"return_stats": True, "bias": True}),
+        Case(
+            "many-rows", {"batch": 4, "seq": 512, "hidden": 1024, "vocab": 50257}, {"return_stats": True, "bias": True}
+        ),
     )
 
 

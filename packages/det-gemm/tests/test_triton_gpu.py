@@ -1,0 +1,221 @@
+"""The Triton backend on a GPU: bits of rows, of the canonical chain, of cuBLASLt without split-K, of micro-batches.
+
+Run as a program it compares with cuBLASLt, whose settings are those of a whole process, and prints what differs.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from itertools import pairwise
+
+import pytest
+import torch
+
+from rl_kernels.core.check.compare import bits
+from rl_kernels.core.testing import Draw
+from rl_kernels.det_gemm import det_gemm, det_gemm_dw, det_linear
+from rl_kernels.det_gemm.op import OPERATOR
+
+triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
+if "triton" not in [backend.name for backend in OPERATOR.backends]:
+    pytest.skip("det_gemm has no Triton backend", allow_module_level=True)
+pytestmark = pytest.mark.gpu
+
+HALVES = [torch.bfloat16, torch.float16]
+ROWS = [1, 2, 3, 7, 8, 16, 17, 33, 63, 64, 65, 127, 128, 129, 257, 1000, 4096]
+WEIGHTS = [(129, 4104), (4096, 4096), (1280, 8192)]
+TOKENS = 1024 + 5
+WORKSPACE = {
+    "TORCH_CUBLASLT_UNIFIED_WORKSPACE": "0",
+    "CUBLASLT_WORKSPACE_SIZE": "1",
+    "CUBLAS_WORKSPACE_CONFIG": ":16:8",
+}
+"""KiB and less: too little for partial sums of any shape compared here."""
+
+
+def forced(function, *args, **options):
+    return function(*args, backend="triton", **options)
+
+
+def linear(x, weight, upstream):
+    """Return the output and the gradient of ``x``."""
+    leaf = x.detach().requires_grad_()
+    out = forced(det_linear, leaf, weight)
+    return out.detach(), torch.autograd.grad(out, leaf, upstream)[0]
+
+
+def rows_keep_their_bits(dtype, n, k, counts):
+    draw = Draw(dtype, "cuda", seed=1)
+    most = max(counts)
+    x, weight, upstream = draw.normal(most, k), draw.normal(n, k, scale=k**-0.5), draw.normal(most, n)
+    whole = linear(x, weight, upstream)
+    for count in counts:
+        for part in (slice(count), slice(most - count, most)):
+            for found, expected in zip(linear(x[part], weight, upstream[part]), whole, strict=True):
+                assert bits(found, expected[part]).passed, f"{count} rows"
+
+
+@pytest.mark.parametrize(("n", "k"), WEIGHTS)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_a_row_has_the_same_bits_in_every_batch(dtype, n, k):
+    rows_keep_their_bits(dtype, n, k, ROWS)
+
+
+@pytest.mark.parametrize("parts", [2, 4, 8])
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_micro_batches_at_multiples_of_16_continue_the_chain(dtype, parts):
+    micro_batches_continue(dtype, [*range(0, 1024, 1024 // parts), TOKENS])
+
+
+@pytest.mark.parametrize(
+    "cuts", [(0, 16, 48, 304, 1024, TOKENS), (0, 1008, TOKENS), (0, *range(16, TOKENS, 16), TOKENS)]
+)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_ragged_cuts_at_multiples_of_16_continue_the_chain(dtype, cuts):
+    micro_batches_continue(dtype, cuts)
+
+
+def micro_batches_continue(dtype, cuts):
+    for k, n in ((1024, 768), (129, 100)):
+        a, dc = tokens(dtype, k, n)
+        whole = forced(det_gemm_dw, a, dc, out_dtype=torch.float32)
+        buffers = (torch.zeros(k, n), torch.zeros(n, k).t(), torch.zeros(k, 2 * n)[:, ::2])
+        for buffer in (value.to("cuda") for value in buffers):
+            for start, stop in pairwise(cuts):
+                forced(det_gemm_dw, a[start:stop], dc[start:stop], accumulate_into=buffer)
+            assert bits(buffer, whole).passed, (k, n, buffer.stride())
+
+
+def tokens(dtype, k, n):
+    draw = Draw(dtype, "cuda", seed=2)
+    return draw.normal(TOKENS, k), draw.normal(TOKENS, n)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_a_cut_inside_a_step_is_another_sum(dtype):
+    """The control of the tests above."""
+    a, dc = tokens(dtype, 1024, 768)
+    buffer = forced(det_gemm_dw, a[:40], dc[:40], out_dtype=torch.float32)
+    forced(det_gemm_dw, a[40:], dc[40:], accumulate_into=buffer)
+    whole = forced(det_gemm_dw, a, dc, out_dtype=torch.float32)
+    assert not bits(buffer, whole).passed
+    torch.testing.assert_close(buffer, whole, rtol=1e-4, atol=1e-3)
+
+
+def test_main_grad_in_micro_batches_has_the_bits_of_the_whole():
+    x, upstream = tokens(torch.bfloat16, 200, 136)
+    found = []
+    for cuts in ((0, TOKENS), (0, 256, 272, TOKENS)):
+        weight = torch.ones(136, 200, device="cuda", dtype=torch.bfloat16).requires_grad_()
+        weight.main_grad = torch.zeros(136, 200, device="cuda")
+        for start, stop in pairwise(cuts):
+            forced(det_linear, x[start:stop], weight).backward(upstream[start:stop])
+        assert weight.grad is None
+        found.append(weight.main_grad)
+    assert bits(found[1], found[0]).passed
+    assert bits(found[0], chained(upstream.t(), x)).passed
+
+
+@triton.jit
+def chain(a, b, c, M, N, K, row_a, column_a, row_b, column_b):
+    """The definition: one tile of 16 by 16, K in steps of 16, ascending, from zero."""
+    rows = tl.program_id(0) * 16 + tl.arange(0, 16)
+    columns = tl.program_id(1) * 16 + tl.arange(0, 16)
+    total = tl.zeros((16, 16), tl.float32)
+    for start in range(0, K, 16):
+        inner = start + tl.arange(0, 16)
+        x_here = (rows[:, None] < M) & (inner[None, :] < K)
+        y_here = (inner[:, None] < K) & (columns[None, :] < N)
+        x = tl.load(a + rows[:, None] * row_a + inner[None, :] * column_a, mask=x_here, other=0.0)
+        y = tl.load(b + inner[:, None] * row_b + columns[None, :] * column_b, mask=y_here, other=0.0)
+        total = tl.dot(x, y, total)
+    here = (rows[:, None] < M) & (columns[None, :] < N)
+    tl.store(c + rows[:, None] * N + columns[None, :], total, mask=here)
+
+
+def chained(a, b):
+    """Return ``a @ b`` by the plain chain, FP32."""
+    (m, k), n = a.shape, b.shape[1]
+    out = torch.full((m, n), torch.nan, device=a.device)
+    chain[(triton.cdiv(m, 16), triton.cdiv(n, 16))](a, b, out, m, n, k, *a.stride(), *b.stride(), num_warps=1)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(1, 129, 4104), (33, 129, 4104), (65, 200, 72), (7, 13, 37), (300, 517, 1001)]
+)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_bits_are_those_of_the_plain_chain(dtype, m, n, k):
+    draw = Draw(dtype, "cuda", seed=3)
+    a, b = draw.normal(m, k), draw.normal(k, n)
+    expected = chained(a, b)
+    for left in (a, a.t().contiguous().t()):
+        for right in (b, b.t().contiguous().t()):
+            assert bits(forced(det_gemm, left, right, out_dtype=torch.float32), expected).passed
+    assert bits(forced(det_gemm, a, b), expected.to(dtype)).passed
+    upstream = draw.normal(m, n)
+    leaves = a.requires_grad_(), b.requires_grad_()
+    da, db = torch.autograd.grad(forced(det_gemm, *leaves), leaves, upstream)
+    assert bits(da, chained(upstream, b.detach().t()).to(dtype)).passed
+    assert bits(db, chained(a.detach().t(), upstream).to(dtype)).passed
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_wide_exponents_have_the_bits_of_the_plain_chain(dtype):
+    draw = Draw(dtype, "cuda", seed=4)
+    a, b = ((draw.normal(*shape, dtype=torch.float64) ** 5).to(dtype) for shape in ((70, 999), (999, 130)))
+    assert bits(forced(det_gemm, a, b, out_dtype=torch.float32), chained(a, b)).passed
+
+
+def test_fp32_rows_have_the_same_bits_in_every_batch():
+    for n, k in ((129, 4104), (1000, 512)):
+        rows_keep_their_bits(torch.float32, n, k, [1, 2, 17, 64, 65, 129, 1000])
+
+
+def test_fp32_products_are_those_of_ieee():
+    draw = Draw(torch.float32, "cuda", seed=5)
+    x, y = draw.normal(100, 1), draw.normal(1, 70)
+    assert bits(forced(det_gemm, x, y), (x.double() @ y.double()).float()).passed
+    a, b = draw.normal(100, 4104), draw.normal(4104, 129)
+    error = (forced(det_gemm, a, b).double() - a.double() @ b.double()).abs()
+    # TF32 would be off by twenty times as much.
+    assert bool((error <= 1e-6 * (a.double().abs() @ b.double().abs())).all())
+
+
+def test_bits_are_those_of_cublaslt_without_split_k():
+    if not hasattr(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction_split_k"):
+        pytest.skip("this torch cannot forbid split-K")
+    command = [sys.executable, __file__]
+    done = subprocess.run(command, env={**os.environ, **WORKSPACE}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["compared"] == 60
+    assert found["differ"] == []
+
+
+def compare_with_cublaslt():
+    """Return how many products were compared, and which differ: output, dA and dW at aligned shapes."""
+    torch.backends.cuda.preferred_blas_library("cublaslt")
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False)
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = (False, False)
+    results = {}
+    for dtype in HALVES:
+        for n, k in ((4096, 4096), (1280, 8192)):
+            draw = Draw(dtype, "cuda", seed=6)
+            whole = draw.normal(4096, k), draw.normal(4096, n)
+            weight = draw.normal(n, k, scale=k**-0.5)
+            for m in (64, 128, 256, 1024, 4096):
+                x, dc = (value[:m] for value in whole)
+                pairs = {"output": (x, weight.t()), "dA": (dc, weight), "dW": (dc.t(), x)}
+                for name, (a, b) in pairs.items():
+                    results[f"{name} {dtype} {m}x{n}x{k}"] = bits(forced(det_gemm, a, b), a @ b)
+    return {
+        "compared": len(results),
+        "differ": [f"{name}: {found.message}" for name, found in results.items() if not found.passed],
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(compare_with_cublaslt()))
