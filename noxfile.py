@@ -136,9 +136,8 @@ def bench(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def gpu(session: nox.Session) -> None:
-    """Run the GPU tests with this Python, where the wheels are installed already; needs no network."""
-    session.run("python", "-c", "import torch, sys; sys.exit(not torch.cuda.is_available() and 'no GPU')")
-    session.run("python", "-m", "pytest", "-m", "gpu", *session.posargs)
+    """Pack the wheels of `build`, the tests and one command to run there, for a GPU machine without a network."""
+    session.run(sys.executable, "tools/gpu_bundle.py", *session.posargs)
 
 
 def borrow(session: nox.Session) -> None:

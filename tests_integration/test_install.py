@@ -13,7 +13,6 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[1]
-CORE = ROOT / "shared" / "core"
 PACKAGES = sorted(file.parent for file in ROOT.glob("packages/*/pyproject.toml"))
 OPERATORS = [folder.name.replace("-", "_") for folder in PACKAGES if folder.name != "rl-kernels"]
 
@@ -24,21 +23,6 @@ Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True)
-
-
-@pytest.fixture(scope="session")
-def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the wheel of every package, with the hatchling that is here."""
-    dist = tmp_path_factory.mktemp("dist")
-    for folder in (CORE, *PACKAGES):
-        built = subprocess.run(
-            [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(dist)],
-            cwd=folder,
-            capture_output=True,
-            text=True,
-        )
-        assert built.returncode == 0, built.stderr
-    return dist
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,160 @@
+"""The bundle for a GPU machine and the driver of the sanitizer, as far as a CPU goes: a stand-in is the sanitizer."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+TOOLS = ROOT / "tools"
+
+pytestmark = pytest.mark.slow
+
+SANITIZER = """#!{python}
+import subprocess, sys
+if "--version" in sys.argv:
+    sys.exit(print("Compute Sanitizer stand-in version 1"))
+tool, start = sys.argv[2], sys.argv.index({python!r})
+planted = "a planted fault" in sys.argv
+if not planted:
+    subprocess.run(sys.argv[start:], check=True)
+found = {faults} if planted else {errors}
+lines = {{"memcheck": "ERROR SUMMARY: %d errors", "racecheck": "RACECHECK SUMMARY: %d hazards displayed (0 errors)"}}
+print("=========", lines[tool] % found)
+"""
+
+
+def run(*command: str | Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *map(str, command)], cwd=cwd, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="session")
+def bundle(wheels: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Pack the bundle and unpack it elsewhere; return its folder."""
+    folder = tmp_path_factory.mktemp("gpu machine")
+    done = run(TOOLS / "gpu_bundle.py", "--wheels", wheels, "--out", folder / "bundle.tar.gz")
+    assert done.returncode == 0, done.stderr
+    with tarfile.open(folder / "bundle.tar.gz") as archive:
+        archive.extractall(folder)
+    return folder / "rl-kernels-gpu"
+
+
+def steps(folder: Path) -> dict[str, Any]:
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    return {"passed": summary["passed"], **{f"{step['group']} {step['name']}": step for step in summary["steps"]}}
+
+
+def test_bundle_proves_itself_on_a_fresh_machine(bundle: Path, tmp_path: Path) -> None:
+    options = ("--device", "cpu", "--candidate", "native", "--suite", "quick", "--op", "fused_logp", "--dtype", "fp32")
+    chosen = ("--", "-q", "-k", "test_tokenizer or test_contract or test_reference")
+    done = run(bundle / "run.py", "--only", "tests", "check", "--out", "results", *options, *chosen, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = steps(tmp_path / "results")
+    assert found["passed"]
+    tested = [name for name in found if name.startswith("tests ")]
+    assert len(tested) == len([*ROOT.glob("packages/*/tests"), *ROOT.glob("shared/*/tests")])
+    assert all(found[name]["counts"]["tests"] for name in tested)
+    assert found["check fused_logp-fp32"]["counts"]["checks"] > 500
+    assert found["check fused_logp-fp32"]["counts"]["failed"] == 0
+
+
+def test_a_step_that_fails_stops_no_other(bundle: Path, tmp_path: Path) -> None:
+    missing = ("no_such", "nor_this")
+    options = ("--device", "cpu", "--only", "check", "--dtype", "fp32", "--jobs", "1", "--op", *missing)
+    assert run(bundle / "run.py", *options, "--out", tmp_path).returncode == 1
+    found = steps(tmp_path)
+    assert not found["passed"]
+    assert [found[f"check {name}-fp32"]["exit"] for name in missing] == [2, 2]
+    assert "no_such" in (tmp_path / "check-no_such-fp32.log").read_text(encoding="utf-8")
+
+
+def test_a_command_that_takes_too_long_is_ended_with_what_it_started(tmp_path: Path) -> None:
+    started = "import subprocess, sys; print(1, flush=True); subprocess.run([sys.executable, '-c', sys.argv[1]])"
+    late = f"import pathlib, time; time.sleep(4); pathlib.Path({str(tmp_path / 'late')!r}).touch()"
+    code = (
+        "import os, sys, time; from limited import limited\n"
+        f"command = [sys.executable, '-c', {started!r}, {late!r}]\n"
+        "status = limited(command, os.environ, 2, sys.stdout); time.sleep(4); sys.exit(status)"
+    )
+    done = run("-c", code, cwd=TOOLS)
+    assert (done.returncode, done.stdout) == (124, "1\n")
+    assert not (tmp_path / "late").exists()
+
+
+def test_no_gpu_is_said_at_once(bundle: Path, tmp_path: Path) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    done = run(bundle / "run.py", "--out", tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.endswith("--device: torch sees no GPU here\n")
+    assert not (tmp_path / "summary.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("option", "message"), [("--wheels", "run `nox -s build`"), ("--extra-wheels", "there is no wheel in")]
+)
+def test_bundle_of_no_wheels(option: str, message: str, wheels: Path, tmp_path: Path) -> None:
+    folders = {"--wheels": wheels, option: tmp_path}
+    arguments = [word for name, folder in folders.items() for word in (name, folder)]
+    done = run(TOOLS / "gpu_bundle.py", *arguments, "--out", tmp_path / "bundle.tar.gz")
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert not (tmp_path / "bundle.tar.gz").exists()
+
+
+def sanitized(folder: Path, *options: str, errors: int = 0, faults: int = 1) -> tuple[int, list[dict[str, Any]]]:
+    """Run the driver with a stand-in that reports this many errors; return its exit status and results."""
+    program, report = folder / "sanitizer", folder / "report.json"
+    program.write_text(SANITIZER.format(python=sys.executable, errors=errors, faults=faults), encoding="utf-8")
+    program.chmod(0o755)
+    here = ("--device", "cpu", "--backend", "native", "--dtype", "fp32", "--sanitizer", program, "--json", report)
+    done = run(TOOLS / "sanitize.py", *here, *options)
+    assert done.returncode in (0, 1), done.stderr
+    return done.returncode, json.loads(report.read_text(encoding="utf-8"))["results"]
+
+
+def test_sanitizer_goes_over_the_cases(tmp_path: Path) -> None:
+    status, results = sanitized(tmp_path, "--op", "det_gemm", "linear_logp")
+    assert status == 0, results
+    assert {(found["tool"], found["operator"]) for found in results} == {
+        (tool, name) for tool in ("memcheck", "racecheck") for name in ("det_gemm", "linear_logp", "a planted fault")
+    }
+    assert all(found["calls"] > 100 for found in results if found["operator"] != "a planted fault")
+
+
+def test_what_the_sanitizer_reports_fails(tmp_path: Path) -> None:
+    status, results = sanitized(tmp_path, "--op", "det_gemm", "--tool", "racecheck", errors=3)
+    assert status == 1
+    assert [(found["operator"], found["passed"], found["errors"]) for found in results] == [
+        ("det_gemm", False, 3),
+        ("a planted fault", True, 1),
+    ]
+
+
+def test_a_planted_fault_that_is_not_reported_fails(tmp_path: Path) -> None:
+    status, results = sanitized(tmp_path, "--self-test", faults=0)
+    assert status == 1
+    assert [found["passed"] for found in results] == [False, False]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--sanitizer", "no-such-program"), "--sanitizer: 'no-such-program' is not a program"),
+        (("--op", "no_such"), "--op: expected one of "),
+        (("--jobs", "0"), "argument --jobs: expected an integer >= 1, got '0'"),
+    ],
+)
+def test_bad_arguments_of_the_sanitizer(options: tuple[str, ...], message: str) -> None:
+    done = run(TOOLS / "sanitize.py", "--device", "cpu", "--backend", "native", "--sanitizer", "true", *options)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"sanitize.py: {message}")
+    assert done.stderr.count("\n") == 1

@@ -1,0 +1,78 @@
+"""Pack what proves the project on a GPU machine without a network: `python tools/gpu_bundle.py`, after `nox -s build`.
+
+The archive holds the wheels, the tests, and one command: unpack it there, and `python rl-kernels-gpu/run.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tarfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+NAME = "rl-kernels-gpu"
+SCRIPTS = {"gpu_run.py": "run.py", "limited.py": "limited.py", "sanitize.py": "sanitize.py"}
+SCRIPTS |= {"sanitize_planted.py": "sanitize_planted.py"}
+
+
+def packages() -> list[Path]:
+    """Return the folder of every package, core first."""
+    return [ROOT / "shared" / "core", *(file.parent for file in sorted(ROOT.glob("packages/*/pyproject.toml")))]
+
+
+def wheel_of(package: Path, dist: Path) -> Path:
+    """Return the one wheel of a package; ``ValueError`` if there is none or more than one."""
+    name = "rl_kernels" if package.name == "rl-kernels" else f"rl_kernels_{package.name.replace('-', '_')}"
+    found = sorted(dist.glob(f"{name}-*.whl"))
+    if len(found) != 1:
+        raise ValueError(f"--wheels: expected one wheel {name}-*.whl in {dist}, found {len(found)}; run `nox -s build`")
+    return found[0]
+
+
+def contents(dist: Path, extra: Path | None) -> Iterator[tuple[Path, str]]:
+    """Yield (file, its name in the archive)."""
+    for package in packages():
+        wheel = wheel_of(package, dist)
+        yield wheel, f"wheels/{wheel.name}"
+        for file in sorted((package / "tests").rglob("*")):
+            if file.is_file() and "__pycache__" not in file.parts:
+                yield file, str(file.relative_to(ROOT))
+    others = sorted(extra.glob("*.whl")) if extra else []
+    if extra and not others:
+        raise ValueError(f"--extra-wheels: there is no wheel in {extra}")
+    yield from ((wheel, f"wheels/{wheel.name}") for wheel in others)
+    # pytest finds its settings there, and the folder that holds it is the root of the tests.
+    yield ROOT / "pyproject.toml", "pyproject.toml"
+    yield from ((ROOT / "tools" / script, name) for script, name in SCRIPTS.items())
+
+
+def pack(dist: Path, extra: Path | None, archive: Path) -> int:
+    """Write the archive; return how many files it holds."""
+    files = list(contents(dist, extra))
+    with tarfile.open(archive, "w:gz") as tar:
+        for file, name in files:
+            tar.add(file, f"{NAME}/{name}")
+    return len(files)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return the exit status."""
+    parser = argparse.ArgumentParser(description="Pack what proves the project on a GPU machine without a network.")
+    parser.add_argument("--wheels", type=Path, default=ROOT / "dist", help="folder of the wheels (default: dist)")
+    parser.add_argument("--extra-wheels", type=Path, metavar="DIR", help="more wheels to take along, such as peers'")
+    parser.add_argument("--out", type=Path, help=f"the archive (default: {NAME}.tar.gz beside the wheels)")
+    given = parser.parse_args(argv)
+    archive = given.out or given.wheels / f"{NAME}.tar.gz"
+    try:
+        count = pack(given.wheels, given.extra_wheels, archive)
+    except ValueError as error:
+        print(f"gpu_bundle: {error}", file=sys.stderr)
+        return 2
+    print(f"{archive}: {count} files; unpack it there, then: python {NAME}/run.py")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,207 @@
+"""Install the wheels beside this file and prove them on this machine: `python run.py`; `--help` tells the rest.
+
+Needs torch, Triton, NumPy, rich and pytest (hypothesis and matplotlib for some tests), and no network. The steps are
+the tests of each package with those that need a GPU, the checker's full suite on every operator and dtype, the
+benchmarks, and the sanitizer. Each has a time limit, and one that fails does not stop the next. What they print and
+find lies in the output folder; summary.json there says how each ended, so far while it runs. Exit status: 0 if all
+passed, 1 if not, 2 if nothing could start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from limited import limited
+
+HERE = Path(__file__).resolve().parent
+GROUPS = ("tests", "check", "bench", "sanitize")
+DTYPES = ("fp32", "bf16", "fp16")
+FACTS = """
+import importlib.metadata as metadata, json, os, platform, sys, torch
+from rl_kernels.core.registry import kernel_registry
+import rl_kernels.core
+def version(name):
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+names = ("rl-kernels-core", "triton", "numpy", "liger-kernel", "cut-cross-entropy", "quack-kernels")
+versions = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda}
+json.dump({
+    "versions": {**versions, **{name: found for name in names if (found := version(name))}},
+    "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+    "operators": sorted(kernel_registry.names()),
+    "from_wheels": os.path.dirname(rl_kernels.core.__file__).startswith(sys.argv[1]),
+}, sys.stdout)
+"""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command; ``report`` is the file in the output folder that it writes or, with ``prints``, prints.
+
+    It has passed if its exit status is one of ``good``.
+    """
+
+    group: str
+    name: str
+    command: list[str]
+    report: str
+    prints: bool = False
+    good: tuple[int, ...] = (0,)
+
+
+class Runner:
+    """Runs steps in the environment that the wheels are installed in."""
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        self.given = given
+        self.out: Path = given.out.resolve()
+        self.site = HERE / "site"
+        self.ended: list[dict[str, Any]] = []
+        self._one_writer = Lock()
+        hidden = {"CUDA_VISIBLE_DEVICES": ""} if given.device == "cpu" else {}
+        path = os.pathsep.join(filter(None, (str(self.site), os.environ.get("PYTHONPATH"))))
+        self.environment = {**os.environ, **hidden, "PYTHONPATH": path, "OMP_WAIT_POLICY": "PASSIVE"}
+
+    def install(self) -> None:
+        """Install all wheels into a folder of their own, made anew; pip has said why if it exits."""
+        shutil.rmtree(self.site, ignore_errors=True)
+        wheels = [str(wheel) for wheel in sorted((HERE / "wheels").glob("*.whl"))]
+        options = ["--quiet", "--no-index", "--no-deps", "--no-compile", "--disable-pip-version-check"]
+        command = [sys.executable, "-m", "pip", "install", *options, "--target", str(self.site), *wheels]
+        if subprocess.run(command, check=False).returncode:
+            sys.exit(2)
+
+    def facts(self) -> dict[str, Any]:
+        """Return versions, device and operators, as a process with the wheels sees them."""
+        command = [sys.executable, "-c", FACTS, str(self.site)]
+        return json.loads(subprocess.run(command, env=self.environment, stdout=subprocess.PIPE, check=True).stdout)
+
+    def steps(self, operators: Sequence[str]) -> Iterator[Step]:
+        """Yield all steps, group by group."""
+        given, program = self.given, [sys.executable, str(self.site / "bin" / "rl-kernels")]
+        for folder in sorted([HERE / "shared" / "core" / "tests", *HERE.glob("packages/*/tests")]):
+            report = f"tests-{folder.parent.name}.xml"
+            options = ["-p", "no:cacheprovider", "--junit-xml", str(self.out / report), *given.pytest]
+            command = [sys.executable, "-m", "pytest", str(folder), *options]
+            # With arguments that choose tests, a package may have none of them, which pytest calls 5.
+            yield Step("tests", folder.parent.name, command, report, good=(0, 5) if given.pytest else (0,))
+        for name in given.op or operators:
+            for dtype in given.dtype:
+                chosen = ["--op", name, "--dtype", dtype, "--candidate", given.candidate, "--device", given.device]
+                command = [*program, "check", *chosen, "--suite", given.suite, "--json"]
+                yield Step("check", f"{name}-{dtype}", command, f"check-{name}-{dtype}.json", prints=True)
+        yield Step("bench", "all", [*program, "bench", "--json", str(self.out / "bench.json")], "bench.json")
+        sanitize = [sys.executable, str(HERE / "sanitize.py"), "--json", str(self.out / "sanitize.json")]
+        yield Step("sanitize", "all", sanitize, "sanitize.json")
+
+    def run(self, step: Step) -> None:
+        """Run a step, and note how it ended."""
+        report, log = self.out / step.report, self.out / f"{step.group}-{step.name}.log"
+        report.unlink(missing_ok=True)
+        started = time.monotonic()
+        with log.open("w") as errors, (report if step.prints else log).open("a") as output:
+            status = limited(step.command, self.environment, self.given.timeout, output, errors)
+        seconds = round(time.monotonic() - started, 1)
+        passed = status in step.good
+        verdict = "passed" if passed else f"FAILED ({status})"
+        print(f"{verdict:<12} {step.group} {step.name}, {seconds} s", flush=True)
+        command = [self._local(word) for word in step.command]
+        ended = {"group": step.group, "name": step.name, "passed": passed, "exit": status, "seconds": seconds}
+        self.ended.append({**ended, "command": command, "report": step.report, "counts": counts(report)})
+
+    def summarise(self, facts: dict[str, Any], planned: int) -> bool:
+        """Write the summary of the steps that have ended, and say whether all that are planned have, and passed."""
+        with self._one_writer:
+            passed = len(self.ended) == planned and all(step["passed"] for step in self.ended)
+            summary = {**facts, "passed": passed, "planned": planned, "steps": self.ended}
+            (self.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        return passed
+
+    def _local(self, word: str) -> str:
+        """Return a word of a command as it reads in any folder."""
+        for folder, name in ((self.out, "OUT"), (HERE, ".")):
+            word = word.replace(str(folder), name)
+        return "python" if word == sys.executable else word
+
+
+def counts(report: Path) -> dict[str, int]:
+    """Return how many of what a report holds; nothing if it is not there or not whole."""
+    try:
+        if report.suffix == ".xml":
+            suites = list(ElementTree.parse(report).iter("testsuite"))
+            return {
+                name: sum(int(suite.get(name, 0)) for suite in suites)
+                for name in ("tests", "failures", "errors", "skipped")
+            }
+        found = json.loads(report.read_text(encoding="utf-8"))
+    except (OSError, ValueError, ElementTree.ParseError):
+        return {}
+    if "candidates" in found:
+        checks = [output["passed"] for candidate in found["candidates"] for output in candidate["outputs"]]
+        caught = [bug["caught"] for bug in found["mutations"]]
+        counted = {"checks": len(checks), "failed": checks.count(False), "skipped": len(found["skipped"])}
+        return {**counted, "planted": len(caught), "escaped": caught.count(False)}
+    if isinstance(found.get("results"), list):
+        return {"results": len(found["results"])}
+    return {}
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    made = argparse.ArgumentParser(description="Install the wheels beside this file and prove them on this machine.")
+    made.add_argument("--out", type=Path, default=Path("results"), help="folder for the results (default: results)")
+    made.add_argument("--only", nargs="+", choices=GROUPS, default=GROUPS, help="groups of steps (default: all)")
+    made.add_argument("--op", nargs="+", metavar="NAME", help="operators to check (default: all)")
+    made.add_argument("--dtype", nargs="+", choices=DTYPES, default=DTYPES, help="dtypes to check (default: all)")
+    made.add_argument("--candidate", default="triton", help="what to check (default: triton)")
+    made.add_argument("--suite", choices=("quick", "full"), default="full", help="of the checker (default: full)")
+    made.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu hides the GPU (default: cuda)")
+    made.add_argument("--timeout", type=float, default=600, metavar="S", help="seconds for one step (default: 600)")
+    made.add_argument("--jobs", type=int, default=4, help="steps of one group at a time (default: 4)")
+    made.add_argument("pytest", nargs="*", help="arguments for pytest, after --")
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return the exit status."""
+    given = parser().parse_args(argv)
+    if given.timeout <= 0 or given.jobs < 1:
+        parser().error(f"--timeout, --jobs: expected numbers above 0, got {given.timeout:g} and {given.jobs}")
+    given.out.mkdir(parents=True, exist_ok=True)
+    runner = Runner(given)
+    runner.install()
+    facts = runner.facts()
+    if not facts.pop("from_wheels"):
+        parser().error("rl_kernels.core is imported from elsewhere than these wheels")
+    if given.device == "cuda" and facts["device"] == "cpu":
+        parser().error("--device: torch sees no GPU here")
+    steps = [step for step in runner.steps(facts["operators"]) if step.group in given.only]
+
+    def run(step: Step) -> None:
+        runner.run(step)
+        runner.summarise(facts, len(steps))
+
+    with ThreadPoolExecutor(given.jobs) as pool:
+        for group in GROUPS:
+            # What is timed runs alone: groups do not overlap.
+            list(pool.map(run, [step for step in steps if step.group == group]))
+    return 0 if runner.summarise(facts, len(steps)) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,263 @@
+"""Run compute-sanitizer over the Triton kernels of every operator: `python tools/sanitize.py --json sanitize.json`.
+
+Each operator's own cases are its calls, forward and backward: the small ones, each also with every tensor strided and
+at an odd address, with a main_grad where there is a weight, and with integers of any value where none is validated.
+There is one process for each tool and operator; one without a tool goes before, and leaves the kernels compiled. A
+kernel with a planted fault runs under each tool as well, and must be reported. Needs a GPU, and the packages installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from limited import TIMED_OUT, limited
+
+from rl_kernels.core.check.candidate import named
+from rl_kernels.core.command import Parser, count
+from rl_kernels.core.contract import DTYPES
+from rl_kernels.core.operator import Operator
+from rl_kernels.core.registry import kernel_registry
+from rl_kernels.core.testing import STORAGE, Case, Draw, Inputs, Spec, spec_of
+
+TOOLS = {"memcheck": r"ERROR SUMMARY: (\d+) error", "racecheck": r"RACECHECK SUMMARY: (\d+) hazard"}
+OPTIONS = {"memcheck": ("--padding", "512"), "racecheck": ()}
+"""Padding: a write beyond one tensor must not be one into the next."""
+LARGEST = 1 << 21
+"""Elements of the largest call that is made."""
+ANY = (-(1 << 40), -1, 1 << 31, 1 << 40)
+"""Integers that are no index, beside the sizes themselves."""
+PLANTED = "a planted fault"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one tool said of one operator, or of the kernel with a planted fault."""
+
+    tool: str
+    operator: str
+    passed: bool
+    calls: int
+    errors: int | None
+    exit: int
+    seconds: float
+    output: list[str]
+
+
+def calls(operator: Operator, dtype: str, device: str) -> Iterator[tuple[str, Case, Inputs]]:
+    """Yield (label, case, arguments) of every call that is made."""
+    spec = spec_of(operator)
+    for case in (*spec.cases, *spec.empty):
+        draw = Draw(DTYPES[dtype], device, seed=7)
+        inputs = spec.inputs(case, draw)
+        if sum(value.numel() for value in inputs.values() if isinstance(value, torch.Tensor)) > LARGEST:
+            continue
+        yield case.name, case, inputs
+        for transform in STORAGE.values():
+            for variant in transform(case, spec.inputs(case, draw), draw):
+                yield f"{case.name}, {variant.label}", case, variant.inputs
+        weights = [name for name in inputs if name.endswith("weight")]
+        if weights and case.grad:
+            yield f"{case.name}, main_grad", case, _with_main_grad(spec.inputs(case, draw), weights)
+        if "validate" in inspect.signature(operator.function(case.function)).parameters:
+            yield f"{case.name}, any integers", case, _unchecked(case, spec.inputs(case, draw), device)
+
+
+def _with_main_grad(inputs: Inputs, weights: Sequence[str]) -> Inputs:
+    for name in weights:
+        inputs[name].main_grad = torch.zeros_like(inputs[name], dtype=torch.float32)
+    return inputs
+
+
+def _unchecked(case: Case, inputs: Inputs, device: str) -> Inputs:
+    """Return the call with every tensor of int64, on the device, holding what is no index, and not validated."""
+    values = torch.tensor([*ANY, *case.sizes.values()], device=device)
+    for name, value in inputs.items():
+        if isinstance(value, torch.Tensor) and value.dtype == torch.int64:
+            places = torch.arange(value.numel(), device=device) % len(values)
+            inputs[name] = values[places].view(value.shape)
+    return {**inputs, "validate": False}
+
+
+def make(operator: Operator, case: Case, inputs: Inputs, backend: str) -> None:
+    """Make one call, and the backward pass of what it returns."""
+    spec: Spec = spec_of(operator)
+    if case.grad and not spec.writes.keys() & inputs.keys():
+        for name in spec.differentiable:
+            if name in inputs:
+                inputs[name].requires_grad_()
+    results = named(operator.function(case.function)(**inputs, backend=backend), spec.output).values()
+    attached = [value for value in results if value.requires_grad]
+    if attached:
+        torch.autograd.backward(attached, [torch.ones_like(value) for value in attached])
+
+
+def work(name: str, given: argparse.Namespace) -> int:
+    """Make all calls of an operator, or run the planted kernel, in this process; print how many calls there were."""
+    made = 0
+    if name == PLANTED:
+        import sanitize_planted
+
+        sanitize_planted.run(given.tool[0])
+    else:
+        operator = kernel_registry.load(name)
+        for dtype in given.dtype:
+            for label, case, inputs in calls(operator, dtype, given.device):
+                try:
+                    make(operator, case, inputs, given.backend)
+                except Exception as error:
+                    raise RuntimeError(f"{name}, {dtype}, {label}") from error
+                made += 1
+    if given.device == "cuda":
+        torch.cuda.synchronize()
+    print(f"calls made: {made}")
+    return 0
+
+
+class Sanitizer:
+    """Runs this program again as a worker, under a tool or under none."""
+
+    def __init__(self, program: str, given: argparse.Namespace) -> None:
+        self._program = program
+        self._given = given
+        # Every tensor is an allocation of its own, or memory beyond it would be that of another.
+        self._environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+
+    def version(self) -> str:
+        """Return what the program says of itself."""
+        said = subprocess.run([self._program, "--version"], capture_output=True, text=True, check=False).stdout
+        return next((line for line in said.splitlines() if "ersion" in line), said.strip())
+
+    def prepare(self, operator: str) -> Result:
+        """Compile what a worker needs, without a tool."""
+        status, seconds, text = self._run([], "memcheck", operator)
+        made = _number(r"calls made: (\d+)", text) or 0
+        return Result("none", operator, status == 0, made, None, status, seconds, [] if status == 0 else _tail(text))
+
+    def check(self, tool: str, operator: str) -> Result:
+        """Run a worker under a tool."""
+        prefix = [self._program, "--tool", tool, "--target-processes", "application-only", "--report-api-errors", "no"]
+        status, seconds, text = self._run([*prefix, *OPTIONS[tool]], tool, operator)
+        made, errors = _number(r"calls made: (\d+)", text), _number(TOOLS[tool], text)
+        passed = bool(errors) if operator == PLANTED else status == 0 and errors == 0 and bool(made)
+        return Result(tool, operator, passed, made or 0, errors, status, seconds, [] if passed else _tail(text))
+
+    def _run(self, prefix: Sequence[str], tool: str, operator: str) -> tuple[int, float, str]:
+        given = self._given
+        worker = [sys.executable, __file__, "--work", operator, "--tool", tool, "--dtype", *given.dtype]
+        worker += ["--device", given.device, "--backend", given.backend]
+        started = time.monotonic()
+        with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
+            status = limited([*prefix, *worker], self._environment, given.timeout, output)
+            output.seek(0)
+            text = output.read()
+        if status == TIMED_OUT:
+            text += f"\nended after {given.timeout} s\n"
+        return status, round(time.monotonic() - started, 1), text
+
+
+def _number(pattern: str, text: str) -> int | None:
+    found = re.findall(pattern, text)
+    return int(found[-1]) if found else None
+
+
+def _tail(text: str) -> list[str]:
+    """Return the first lines that the sanitizer printed, and the last of all."""
+    lines = text.splitlines()
+    return [line for line in lines if line.startswith("=====")][:40] + lines[-20:]
+
+
+def parser() -> Parser:
+    """Return the parser of the command line."""
+    made = Parser("sanitize.py", "Run compute-sanitizer over the Triton kernels of every operator.")
+    made.add_argument("--op", nargs="+", metavar="NAME", help="operators (default: all that have the backend)")
+    made.add_argument("--tool", nargs="+", choices=TOOLS, default=list(TOOLS))
+    made.add_argument("--dtype", nargs="+", choices=DTYPES, default=["bf16", "fp32"])
+    made.add_argument("--self-test", action="store_true", help="run the kernels with a planted fault, and nothing else")
+    made.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
+    made.add_argument(
+        "--sanitizer", default="compute-sanitizer", metavar="PROGRAM", help="compute-sanitizer by default"
+    )
+    made.add_argument("--timeout", type=count(1), default=240, metavar="S", help="seconds for one process")
+    made.add_argument("--jobs", type=count(1), default=4, help="processes at a time")
+    made.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help=argparse.SUPPRESS)
+    made.add_argument("--backend", default="triton", help=argparse.SUPPRESS)
+    made.add_argument("--work", metavar="NAME", help=argparse.SUPPRESS)
+    return made
+
+
+def chosen(given: argparse.Namespace) -> list[str]:
+    """Return the operators to check; one that is asked for must have the backend."""
+    if given.self_test:
+        return []
+    having = [
+        name
+        for name in kernel_registry.names()
+        if given.backend in [backend.name for backend in kernel_registry.load(name).backends]
+    ]
+    for name in given.op or ():
+        if name not in having:
+            raise ValueError(f"--op: expected one of {', '.join(having)}, got {name!r}")
+    return given.op or having
+
+
+def check_all(sanitizer: Sanitizer, operators: Sequence[str], given: argparse.Namespace) -> list[Result]:
+    """Compile everything, then check it; what does not run without a tool is not run under one."""
+    with ThreadPoolExecutor(given.jobs) as pool:
+        prepared = list(pool.map(sanitizer.prepare, operators))
+        ready = [found.operator for found in prepared if found.passed]
+        pairs = [(tool, name) for name in (*ready, PLANTED) for tool in given.tool]
+        checked = list(pool.map(lambda pair: sanitizer.check(*pair), pairs))
+    return [found for found in prepared if not found.passed] + checked
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return the exit status: 1 if anything was found, or a planted fault was not."""
+    given = parser().parse_args(argv)
+    if given.work:
+        return work(given.work, given)
+    program = shutil.which(given.sanitizer)
+    if program is None:
+        parser().error(f"--sanitizer: {given.sanitizer!r} is not a program that can be found here")
+    if given.device == "cuda" and not torch.cuda.is_available():
+        parser().error("needs a GPU, and torch sees none")
+    try:
+        operators = chosen(given)
+    except ValueError as error:
+        parser().error(str(error))
+    sanitizer = Sanitizer(program, given)
+    results = check_all(sanitizer, operators, given)
+    passed = all(found.passed for found in results)
+    document: dict[str, Any] = {
+        "sanitizer": sanitizer.version(),
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if given.device == "cuda" else "cpu",
+        "dtypes": given.dtype,
+        "passed": passed,
+        "results": [asdict(found) for found in results],
+    }
+    if given.json:
+        given.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    for found in results:
+        verdict = "passed" if found.passed else "FAILED"
+        counts = f"{found.calls} calls, {found.errors} errors, {found.seconds} s"
+        print(f"{verdict} {found.tool:<9} {found.operator:<16} {counts}")
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

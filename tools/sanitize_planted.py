@@ -1,0 +1,47 @@
+"""Two kernels with a fault each, which the sanitizer must report: what `tools/sanitize.py` finds is worth that much."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+# Each thread writes its own word of shared memory, and reads that of a thread of the next warp without a barrier.
+RACE = """
+{
+    .shared .align 4 .b32 words[128];
+    .reg .b32 base, here, there;
+    mov.u32 base, words;
+    mad.lo.u32 here, $1, 4, base;
+    st.shared.b32 [here], $1;
+    add.u32 there, $1, 32;
+    and.b32 there, there, 127;
+    mad.lo.u32 there, there, 4, base;
+    ld.shared.b32 $0, [there];
+}
+"""
+
+
+@triton.jit
+def beyond_the_end(out):
+    """Write 128 elements, wherever the tensor ends."""
+    places = tl.arange(0, 128)
+    tl.store(out + places, places)
+
+
+@triton.jit
+def race(out, CODE: tl.constexpr):
+    """Write what the threads of another warp may or may not have written by then."""
+    places = tl.arange(0, 128)
+    found = tl.inline_asm_elementwise(CODE, "=r,r", [places], dtype=tl.int32, is_pure=False, pack=1)
+    tl.store(out + places, found)
+
+
+def run(tool: str) -> None:
+    """Run the kernel that a tool must catch."""
+    out = torch.zeros(100 if tool == "memcheck" else 128, dtype=torch.int32, device="cuda")
+    if tool == "memcheck":
+        beyond_the_end[(1,)](out, num_warps=4)
+    else:
+        race[(1,)](out, RACE, num_warps=4)
+    torch.cuda.synchronize()
