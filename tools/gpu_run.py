@@ -94,7 +94,7 @@ class Runner:
     def steps(self, operators: Sequence[str]) -> Iterator[Step]:
         """Yield all steps, group by group."""
         given, program = self.given, [sys.executable, str(self.site / "bin" / "rl-kernels")]
-        for folder in sorted([HERE / "shared" / "core" / "tests", *HERE.glob("packages/*/tests")]):
+        for folder in self._folders():
             report = f"tests-{folder.parent.name}.xml"
             options = ["-p", "no:cacheprovider", "--junit-xml", str(self.out / report), *given.pytest]
             command = [sys.executable, "-m", "pytest", str(folder), *options]
@@ -105,16 +105,25 @@ class Runner:
                 chosen = ["--op", name, "--dtype", dtype, "--candidate", given.candidate, "--device", given.device]
                 command = [*program, "check", *chosen, "--suite", given.suite, "--json"]
                 yield Step("check", f"{name}-{dtype}", command, f"check-{name}-{dtype}.json", prints=True)
-        yield Step("bench", "all", [*program, "bench", "--json", str(self.out / "bench.json")], "bench.json")
+        timed = [word for name in given.op or () for word in ("--op", name)]
+        yield Step("bench", "all", [*program, "bench", *timed, "--json", str(self.out / "bench.json")], "bench.json")
         sanitize = [sys.executable, str(HERE / "sanitize.py"), "--json", str(self.out / "sanitize.json")]
+        sanitize += ["--op", *given.op] if given.op else []
         yield Step("sanitize", "all", sanitize, "sanitize.json")
+
+    def _folders(self) -> list[Path]:
+        """Return the folders of the tests to run, the operators' first: they take longest."""
+        if self.given.op:
+            return [HERE / "packages" / name.replace("_", "-") / "tests" for name in self.given.op]
+        return [*sorted(HERE.glob("packages/*/tests")), HERE / "shared" / "core" / "tests"]
 
     def run(self, step: Step) -> None:
         """Run a step, and note how it ended."""
         report, log = self.out / step.report, self.out / f"{step.group}-{step.name}.log"
-        report.unlink(missing_ok=True)
+        for old in (report, log):
+            old.unlink(missing_ok=True)
         started = time.monotonic()
-        with log.open("w") as errors, (report if step.prints else log).open("a") as output:
+        with log.open("a") as errors, (report if step.prints else log).open("a") as output:
             status = limited(step.command, self.environment, self.given.timeout, output, errors)
         seconds = round(time.monotonic() - started, 1)
         passed = status in step.good
@@ -156,9 +165,7 @@ def counts(report: Path) -> dict[str, int]:
         caught = [bug["caught"] for bug in found["mutations"]]
         counted = {"checks": len(checks), "failed": checks.count(False), "skipped": len(found["skipped"])}
         return {**counted, "planted": len(caught), "escaped": caught.count(False)}
-    if isinstance(found.get("results"), list):
-        return {"results": len(found["results"])}
-    return {}
+    return {name: len(found[name]) for name in ("results", "records") if name in found}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -166,7 +173,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description="Install the wheels beside this file and prove them on this machine.")
     made.add_argument("--out", type=Path, default=Path("results"), help="folder for the results (default: results)")
     made.add_argument("--only", nargs="+", choices=GROUPS, default=GROUPS, help="groups of steps (default: all)")
-    made.add_argument("--op", nargs="+", metavar="NAME", help="operators to check (default: all)")
+    made.add_argument("--op", nargs="+", metavar="NAME", help="operators (default: all, and core)")
     made.add_argument("--dtype", nargs="+", choices=DTYPES, default=DTYPES, help="dtypes to check (default: all)")
     made.add_argument("--candidate", default="triton", help="what to check (default: triton)")
     made.add_argument("--suite", choices=("quick", "full"), default="full", help="of the checker (default: full)")
