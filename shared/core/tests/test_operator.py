@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from rl_kernels.core import operator
 from rl_kernels.core.operator import INVARIANT, REPEATABLE, Backend, Call, Operator, arch_of, distribution_of
 
 CPU_CALL = Call(torch.device("cpu"), torch.float32, "cpu", {"V": 7})
@@ -30,6 +31,7 @@ def test_arch_of_the_cpu_is_cpu():
 
 
 def test_arch_of_a_cuda_device_is_its_compute_capability(monkeypatch):
+    monkeypatch.setattr(operator, "_archs", {})
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: {None: (9, 0), 1: (12, 0)}[index])
     assert arch_of("cuda") == "sm90"
@@ -37,6 +39,7 @@ def test_arch_of_a_cuda_device_is_its_compute_capability(monkeypatch):
 
 
 def test_arch_of_a_rocm_device_leaves_its_features_out(monkeypatch):
+    monkeypatch.setattr(operator, "_archs", {})
     monkeypatch.setattr(torch.version, "hip", "6.4")
     properties = SimpleNamespace(gcnArchName="gfx942:sramecc+:xnack-")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
@@ -79,11 +82,11 @@ def test_without_limits_a_backend_takes_every_call_on_its_devices():
 def test_backend_module_is_imported_when_it_is_loaded(monkeypatch):
     imported = []
     monkeypatch.setattr(importlib, "import_module", lambda name: imported.append(name) or name)
-    backend = Backend("native", "toy_native", {"cpu": INVARIANT})
+    backend = Backend("native", "toy_not_yet_imported", {"cpu": INVARIANT})
     make_operator(backend).backend("native").why_not(CPU_CALL)
     assert imported == []
-    assert backend.load() == "toy_native"
-    assert imported == ["toy_native"]
+    assert backend.load() == "toy_not_yet_imported"
+    assert imported == ["toy_not_yet_imported"]
 
 
 def test_backend_by_name():

@@ -138,6 +138,22 @@ def test_double_backward_raises(upstream_needs_grad):
         grad.square().sum().backward()
 
 
+def test_first_order_with_gradients_off_records_nothing(monkeypatch):
+    monkeypatch.setattr(torchlib, "_FirstOrder", None)
+    a, b = torch.ones(2, 3), torch.ones(3, 2)
+    with torch.no_grad():
+        assert torch.equal(torchlib.first_order(ops["backward"], a @ b, b, "native"), (a @ b) @ b.t())
+
+
+def test_numbers_in_one_tensor_are_those_of_one_each():
+    values = (0.1, 1, 1e-30)
+    expected = [torchlib.scalar(value, torch.float64) for value in values]
+    compiled = torch.compile(torchlib.scalars, fullgraph=True, backend="aot_eager")
+    for found in (torchlib.scalars(*values), compiled(*values)):
+        assert found.dtype == torch.float64
+        assert torch.equal(found, torch.stack(expected))
+
+
 def test_first_order_without_gradients_in_play_is_the_op_itself():
     a, b = operands()
     grad = torchlib.first_order(ops["backward"], (a @ b).detach(), b, "native")

@@ -116,8 +116,8 @@ def reason_against(backend: Backend, call: Call) -> str | None:
         return reason
     if call.device.type in backend.by_name:
         return f"on {call.device.type} it runs only if it is asked for by name"
-    missing = [promise for promise in sorted(INVARIANT) if promise not in backend.promises[call.device.type]]
-    if missing:
+    if not backend.promises[call.device.type] >= INVARIANT:
+        missing = sorted(INVARIANT - backend.promises[call.device.type])
         return f"does not promise {', '.join(missing)} on {call.device.type}; ask for it by name to use it all the same"
     if _strict and backend.name == "native" and call.device.type == "cuda":
         return "RL_KERNELS_STRICT forbids the native backend on a GPU"

@@ -7,6 +7,7 @@ compared in tests. This module knows no operator and imports no backend.
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -26,6 +27,18 @@ def arch_of(device_type: str, index: int | None = None) -> str:
     """Name the architecture of a device as the tolerance contract does: ``cpu``, ``sm90``, ``gfx942``."""
     if device_type != "cuda":
         return device_type
+    if index is None or torch.compiler.is_compiling():
+        return _arch_of_gpu(index)
+    if index not in _archs:
+        _archs[index] = _arch_of_gpu(index)
+    return _archs[index]
+
+
+_archs: dict[int, str] = {}
+"""Those of the GPUs that were asked for: every call wants it, and the driver takes its time."""
+
+
+def _arch_of_gpu(index: int | None) -> str:
     if torch.version.hip:
         return torch.cuda.get_device_properties(index or 0).gcnArchName.split(":")[0]
     major, minor = torch.cuda.get_device_capability(index)
@@ -87,7 +100,8 @@ class Backend:
 
     def load(self) -> ModuleType:
         """Import and return the backend's module."""
-        return importlib.import_module(self.module)
+        # One look-up where import_module, called for every op, would take the lock of imports.
+        return sys.modules.get(self.module) or importlib.import_module(self.module)
 
 
 @dataclass(frozen=True)

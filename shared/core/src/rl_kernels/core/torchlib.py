@@ -37,6 +37,8 @@ def _implementation(operator: Operator, name: str, device_type: str) -> Callable
     def run(*args: Any) -> Any:
         *inputs, backend = args
         kernel = getattr(operator.backend(backend).load(), name)
+        if not torch.is_autocast_enabled(device_type):
+            return kernel(*inputs)
         # Inside a backend autocast would silently turn an FP32 product into BF16.
         with torch.autocast(device_type, enabled=False):
             return kernel(*inputs)
@@ -66,7 +68,10 @@ class _FirstOrder(torch.autograd.Function):
 
 def first_order(op: Callable[..., Any], *args: Any) -> Any:
     """Call a raw backward op so that differentiating its result raises ``RuntimeError``."""
-    return op(*args) if torch.compiler.is_compiling() else _FirstOrder.apply(op, *args)
+    # With gradients off, as in a backward pass that is not itself recorded, nothing could differentiate the result.
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return op(*args)
+    return _FirstOrder.apply(op, *args)
 
 
 def define_check(name: str, schema: str, check: Callable[..., None]) -> Callable[..., Any]:
@@ -97,6 +102,13 @@ def scalar(value: float, dtype: torch.dtype) -> torch.Tensor:
     A product, unlike ``torch.full``, stays one graph under torch.compile when the number varies from call to call.
     """
     return torch.ones((), dtype=dtype) * value
+
+
+def scalars(*values: float) -> torch.Tensor:
+    """Return numbers as one tensor ``[n]`` on the CPU, FP64: as ``scalar`` does, at the price of one."""
+    if torch.compiler.is_compiling():
+        return torch.stack([scalar(value, torch.float64) for value in values])
+    return torch.tensor(values, dtype=torch.float64)
 
 
 def scalar_or_rows(value: float | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
