@@ -35,6 +35,96 @@ def test_asking_imports_no_triton(run_python):
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+class Kernel:
+    """Launches as a jitted function does; compiled, as what that returns does."""
+
+    def __init__(self, launched, compiled=None):
+        self.launched = launched
+        self.compiled = compiled
+
+    def __getitem__(self, grid):
+        def run(*args, **options):
+            self.launched.append((self.compiled, grid, args, options))
+            return self.compiled
+
+        return run
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(launch, "_compiled", {})
+    return []
+
+
+def test_arguments_that_came_before_are_launched_by_what_was_compiled(launched):
+    kernel = Kernel(launched, Kernel(launched))
+    x = torch.zeros(4)
+    for _ in range(3):
+        launch.launch(kernel, (5,), x, None, 7, 0.5, True, num_warps=4)
+    first = (kernel.compiled, (5,), (x, None, 7, 0.5, True), {"num_warps": 4})
+    assert launched == [first, *[(None, (5, 1, 1), (x, None, 7, 0.5, True), {})] * 2]
+
+
+BASE = torch.zeros(512, dtype=torch.uint8)
+BASE = BASE[-BASE.data_ptr() % 256 :]
+"""Starts at a multiple of 256 bytes."""
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        (BASE[16:32], 7, 0.5, None),
+        (BASE[:16].view(torch.int8), 7, 0.5, None),
+        (BASE[:16], 16, 0.5, None),
+        (BASE[:16], 7, 0.25, None),
+        (BASE[:16], 7, 0.5, BASE[:16]),
+    ],
+    ids=["address", "dtype", "integer", "float", "none"],
+)
+def test_any_other_form_of_an_argument_is_looked_at_by_triton(other, launched):
+    kernel = Kernel(launched, Kernel(launched))
+    launch.launch(kernel, (5,), BASE[:16], 7, 0.5, None, num_warps=4)
+    launch.launch(kernel, (5,), *other, num_warps=4)
+    launch.launch(Kernel(launched, kernel.compiled), (5,), BASE[:16], 7, 0.5, None, num_warps=4)
+    launch.launch(kernel, (5,), BASE[:16], 7, 0.5, None, num_warps=8)
+    assert [compiled is kernel.compiled for compiled, *_ in launched] == [True] * 4
+
+
+def test_another_device_has_a_compiled_kernel_of_its_own(launched, monkeypatch):
+    kernel = Kernel(launched, Kernel(launched))
+    launch.launch(kernel, (5,), 7, num_warps=4)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    launch.launch(kernel, (5,), 7, num_warps=4)
+    assert all(compiled is kernel.compiled for compiled, *_ in launched)
+
+
+def test_what_is_remembered_is_bounded(launched, monkeypatch):
+    monkeypatch.setattr(launch, "KEPT", 3)
+    for number in range(10):
+        launch.launch(Kernel(launched, Kernel(launched)), (5,), number, num_warps=4)
+        assert len(launch._compiled) <= 3
+
+
+@pytest.mark.parametrize(("name", "value"), [("INTERPRETED", True), ("hip", "6.4")])
+def test_interpreter_and_rocm_launch_as_triton_does(name, value, launched, monkeypatch):
+    monkeypatch.setattr(launch if name == "INTERPRETED" else torch.version, name, value)
+    kernel = Kernel(launched, Kernel(launched))
+    for _ in range(2):
+        launch.launch(kernel, (5,), 7, num_warps=4)
+    assert all(compiled is kernel.compiled for compiled, *_ in launched)
+    assert len(launched) == 2
+
+
+def test_a_kernel_that_a_hook_keeps_from_compiling_is_not_remembered(launched):
+    kernel = Kernel(launched)
+    for _ in range(2):
+        launch.launch(kernel, (5,), 7, num_warps=4)
+    assert [options for *_, options in launched] == [{"num_warps": 4}] * 2
+
+
 def test_nothing_is_switched_for_a_tensor_of_the_cpu():
     with launch.device_of(torch.zeros(1)):
         pass

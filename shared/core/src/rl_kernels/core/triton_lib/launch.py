@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 
@@ -13,6 +14,16 @@ from rl_kernels.core.operator import INVARIANT, Backend, Call
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 """Triton reads it when it is imported, so it is read once here too."""
 INSTALLED = find_spec("triton") is not None
+
+ALIGNMENT = 256
+"""More than the alignment that any Triton looks at; PyTorch's own allocations have it."""
+PLAIN = frozenset({int, float, bool, type(None)})
+"""Types of arguments that are a key as they are; all others are tensors."""
+KEPT = 4096
+"""Launches whose compiled kernel is remembered."""
+
+_compiled: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+_HERE = nullcontext()
 
 
 def why_not(call: Call) -> str | None:
@@ -33,4 +44,39 @@ def triton_backend(module: str) -> Backend:
 
 def device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
     """Make the tensor's GPU the current one, on which Triton launches."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+    if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
+        return _HERE
+    return torch.cuda.device(tensor.device)
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int) -> None:
+    """Launch a jitted kernel on the current device, as ``kernel[grid](*args, num_warps=num_warps)`` does.
+
+    Arguments that came before find what Triton compiled for them by a key of their own, which leaves out Triton's look
+    at each of them: on the host that is most of a launch. The key is finer than anything that Triton specializes on:
+    numbers and constants by value, tensors by dtype and by where their address lies in 256 bytes. The launch itself is
+    ``compiled[grid](*args)``, the form of Triton's own tutorials.
+
+    Args:
+        kernel: of ``triton.jit``.
+        grid: one to three sizes.
+        args: all parameters of the kernel in their order, constants too; a number's type never varies at its place.
+        num_warps: of a program.
+    """
+    if INTERPRETED or torch.version.hip is not None:
+        # ROCm specializes on the sizes of tensors too.
+        kernel[grid](*args, num_warps=num_warps)
+        return
+    forms = [x if type(x) in PLAIN else (x.dtype, x.data_ptr() % ALIGNMENT) for x in args]
+    key = (id(kernel), torch.cuda.current_device(), num_warps, *forms)
+    found = _compiled.get(key)
+    if found is not None:
+        sizes = (*grid, 1, 1)
+        found[1][sizes](*args)
+        return
+    compiled = kernel[grid](*args, num_warps=num_warps)
+    if len(_compiled) >= KEPT:
+        _compiled.clear()
+    # A hook of Triton's may have kept it from compiling. With the kernel beside it, no other one can get its id.
+    if compiled is not None:
+        _compiled[key] = kernel, compiled
