@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rl_kernels.core.operator import Call
 from rl_kernels.core.testing import Draw
 from rl_kernels.grpo_loss import group_advantages
 from rl_kernels.grpo_loss import reference as definition
-from rl_kernels.grpo_loss.op import ops
+from rl_kernels.grpo_loss.op import OPERATOR, ops
 
+BACKENDS = [b.name for b in OPERATOR.backends if b.why_not(Call.of(torch.zeros(1))) is None]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -110,9 +112,17 @@ def test_message_shows_the_first_offsets_of_many() -> None:
 @pytest.mark.parametrize(
     "boundaries", [[0, 1000], [-50, 2, 9], [3, 2, 1, 0], [5, 5], [2**62, -(2**62)], [0, 4, 10**9, 6], [7, 6]]
 )
-def test_unchecked_boundaries_never_read_out_of_bounds(boundaries: list[int]) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_unchecked_boundaries_never_read_out_of_bounds(boundaries: list[int], backend: str) -> None:
     eps = torch.tensor(1e-6, dtype=torch.float64)
-    rewards = Draw(torch.float32, seed=6).normal(6)
-    found = ops["advantages"](rewards, torch.tensor(boundaries), eps, "native")
+    # What lies beside the rewards is never read: a NaN there would come out.
+    around = torch.full((18,), torch.nan)
+    rewards = around[6:12].copy_(Draw(torch.float32, seed=6).normal(6))
+    found = ops["advantages"](rewards, torch.tensor(boundaries), 0, eps, backend)
     assert found.shape == (6,)
     assert torch.equal(rewards, Draw(torch.float32, seed=6).normal(6))
+    mask, numbers = torch.ones(6, 2, dtype=torch.bool), torch.tensor([0.2, 0.0, 1e-6], dtype=torch.float64)
+    scores = (rewards, torch.tensor(boundaries), 0, None)
+    *_, count, slope = ops["forward_grad"](torch.zeros(6, 2), None, None, *scores, mask, numbers, backend)
+    assert count == 12
+    assert slope.shape == (6, 2)

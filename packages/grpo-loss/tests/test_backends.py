@@ -223,21 +223,40 @@ def test_unchecked_mask_counts_what_is_not_zero() -> None:
     assert grpo_loss(**{**call, "completion_mask": twice, "validate": False}) == grpo_loss(**call)
 
 
+@pytest.mark.parametrize("upstream", [torch.inf, torch.nan])
+def test_active_token_without_a_slope_is_told_from_a_masked_one(upstream: float) -> None:
+    # A ratio that underflows to 0 has the slope -0 A.
+    current = torch.tensor([[-500.0, -1.0]], requires_grad=True)
+    mask, advantages = torch.tensor([[True, False]]), torch.tensor([1.0])
+    loss = grpo_loss_from_advantages(current, torch.zeros(1, 2), None, advantages, mask).loss
+    (grad,) = torch.autograd.grad(loss, current, torch.tensor(upstream))
+    assert grad.isnan().tolist() == [[True, False]]
+
+
 def test_raw_ops_of_a_step() -> None:
     call = _call()
     with RawCalls() as raw, record_dispatch() as log:
         _gradient(call)
-    assert {*raw.calls} == {
-        f"rl_kernels.grpo_loss_{name}.default" for name in ("advantages", "forward_grad", "backward")
-    }
-    _, (*_, advantages, _mask, _clip_eps, _beta, _backend) = raw.calls["rl_kernels.grpo_loss_forward_grad.default"]
-    assert advantages.shape == (6,)
+    assert {*raw.calls} == {f"rl_kernels.grpo_loss_{name}.default" for name in ("forward_grad", "backward")}
+    _, arguments = raw.calls["rl_kernels.grpo_loss_forward_grad.default"]
+    assert torch.equal(arguments[3], call["rewards"])
+    assert arguments[4:7] == (None, 3, None)
     assert len(log) == 1
 
 
-def test_raw_backward_overwrites_nothing() -> None:
+def test_raw_ops_tell_masked_tokens_by_a_negative_zero() -> None:
     call = _call()
-    unit_grad, upstream = torch.ones(6, 7), torch.tensor(2.0)
-    grad = ops["backward"](call["current_logps"].detach(), unit_grad, call["completion_mask"], upstream, "native")
-    assert torch.equal(grad, 2.0 * call["completion_mask"])
-    assert (unit_grad == 1).all()
+    numbers = torch.tensor([0.2, 0.1, 1e-6], dtype=torch.float64)
+    tensors = [call[name].detach() for name in ("current_logps", "old_logps", "ref_logps", "rewards")]
+    *_, count, slope = ops["forward_grad"](*tensors, None, 3, None, call["completion_mask"], numbers, "native")
+    assert count == call["completion_mask"].sum()
+    assert torch.equal((slope == 0) & slope.signbit(), ~call["completion_mask"])
+
+
+def test_raw_backward_overwrites_nothing() -> None:
+    current, count, upstream = torch.zeros(1, 3), torch.tensor(4.0), torch.tensor(2.0)
+    slope = torch.tensor([[1.0, -0.0, -6.0]])
+    grad = ops["backward"](current, count, slope, upstream, "native")
+    assert grad.tolist() == [[0.5, 0.0, -3.0]]
+    assert not grad[0, 1].signbit()
+    assert slope.tolist() == [[1.0, -0.0, -6.0]]

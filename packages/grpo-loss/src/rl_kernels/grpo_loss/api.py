@@ -9,12 +9,13 @@ import torch
 
 from rl_kernels.core import validate as check
 from rl_kernels.core.dispatch import choose
-from rl_kernels.core.torchlib import define_check, first_order, scalar, values_hidden
-from rl_kernels.grpo_loss.groups import boundaries_of
+from rl_kernels.core.torchlib import define_check, first_order, scalar, scalars, values_hidden
+from rl_kernels.grpo_loss.groups import Groups, groups_of
 from rl_kernels.grpo_loss.op import OPERATOR, describe, ops
 from rl_kernels.grpo_loss.outputs import GRPOLossOutput
 
 MASKS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, *check.FLOATS)
+NO_GROUPS = Groups(None, 0)
 
 
 def grpo_loss(
@@ -73,12 +74,10 @@ def grpo_loss(
     check.same_device(current_logps=current_logps, rewards=rewards)
     _validate_tokens(current_logps, old_logps, ref_logps, completion_mask, clip_eps, beta, validate)
     check.backend_name(backend)
-    boundaries = boundaries_of(rewards, samples_per_prompt, group_boundaries, values=validate)
+    groups = groups_of(rewards, samples_per_prompt, group_boundaries, values=validate)
     chosen = choose(OPERATOR, describe(current_logps), backend).name
-    if current_logps.dtype == torch.float64:
-        rewards = rewards.double()
-    advantages = ops["advantages"](rewards.detach(), boundaries, scalar(eps, torch.float64), chosen)
-    return _loss(current_logps, old_logps, ref_logps, advantages, completion_mask, clip_eps, beta, chosen)
+    scores = (rewards.detach(), *groups, None)
+    return _loss(current_logps, old_logps, ref_logps, scores, completion_mask, (clip_eps, beta, eps), chosen)
 
 
 def grpo_loss_from_advantages(
@@ -118,7 +117,8 @@ def grpo_loss_from_advantages(
     _validate_tokens(current_logps, old_logps, ref_logps, completion_mask, clip_eps, beta, validate)
     check.backend_name(backend)
     chosen = choose(OPERATOR, describe(current_logps), backend).name
-    return _loss(current_logps, old_logps, ref_logps, advantages.detach(), completion_mask, clip_eps, beta, chosen)
+    scores = (None, *NO_GROUPS, advantages.detach())
+    return _loss(current_logps, old_logps, ref_logps, scores, completion_mask, (clip_eps, beta, 0.0), chosen)
 
 
 def group_advantages(
@@ -153,9 +153,9 @@ def group_advantages(
     """
     _validate_rewards(rewards, eps)
     check.backend_name(backend)
-    boundaries = boundaries_of(rewards, samples_per_prompt, group_boundaries, values=validate)
+    groups = groups_of(rewards, samples_per_prompt, group_boundaries, values=validate)
     chosen = choose(OPERATOR, describe(rewards), backend).name
-    return ops["advantages"](rewards.detach(), boundaries, scalar(eps, torch.float64), chosen)
+    return ops["advantages"](rewards.detach(), *groups, scalar(eps, torch.float64), chosen)
 
 
 def _validate_rewards(rewards: torch.Tensor, eps: float) -> None:
@@ -200,37 +200,38 @@ def _loss(
     current_logps: torch.Tensor,
     old_logps: torch.Tensor | None,
     ref_logps: torch.Tensor | None,
-    advantages: torch.Tensor,
+    scores: tuple[torch.Tensor | None, torch.Tensor | None, int, torch.Tensor | None],
     mask: torch.Tensor,
-    clip_eps: float,
-    beta: float,
+    numbers: tuple[float, float, float],
     backend: str,
 ) -> GRPOLossOutput:
+    """Run the raw op: ``scores`` are rewards, their groups and advantages, ``numbers`` clip_eps, beta and eps."""
     old = None if old_logps is None else old_logps.detach()
-    ref = None if ref_logps is None or beta == 0 else ref_logps.detach()
-    numbers = scalar(clip_eps, torch.float64), scalar(beta, torch.float64)
-    arguments = (current_logps, old, ref, advantages, mask.bool(), *numbers, backend)
+    ref = None if ref_logps is None or numbers[1] == 0 else ref_logps.detach()
+    others = (old, ref, *scores, mask.detach(), scalars(*numbers), backend)
     if current_logps.requires_grad and torch.is_grad_enabled():
-        return GRPOLossOutput(*_GRPOLoss.apply(*arguments))
-    return GRPOLossOutput(*ops["forward"](*arguments))
+        return GRPOLossOutput(*_GRPOLoss.apply(current_logps, others))
+    return GRPOLossOutput(*ops["forward"](current_logps, *others))
 
 
 class _GRPOLoss(torch.autograd.Function):
-    """Saves the gradient for an upstream of one, which the forward writes; gradients flow to current_logps alone."""
+    """Saves the slope that the forward writes and what divides it; gradients flow to current_logps alone.
+
+    The other arguments come as one, so that autograd need not look at each.
+    """
 
     @staticmethod
-    def forward(ctx: Any, current_logps: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, ...]:
-        loss, policy_loss, kl, unit_grad = ops["forward_grad"](current_logps, *arguments)
+    def forward(ctx: Any, current_logps: torch.Tensor, others: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+        loss, policy_loss, kl, count, slope = ops["forward_grad"](current_logps, *others)
         # current_logps is saved for the graph's sake alone: without it a second derivative would be silently 0.
-        ctx.save_for_backward(current_logps, unit_grad, arguments[3])
+        ctx.save_for_backward(current_logps, count, slope)
         ctx.mark_non_differentiable(policy_loss, kl)
         ctx.set_materialize_grads(False)
-        ctx.count, ctx.backend = len(arguments), arguments[-1]
+        ctx.backend = others[-1]
         return loss, policy_loss, kl
 
     @staticmethod
-    def backward(ctx: Any, upstream: torch.Tensor | None, *_: None) -> tuple[torch.Tensor | None, ...]:
-        others = [None] * ctx.count
+    def backward(ctx: Any, upstream: torch.Tensor | None, *_: None) -> tuple[torch.Tensor | None, None]:
         if upstream is None:
-            return None, *others
-        return first_order(ops["backward"], *ctx.saved_tensors, upstream, ctx.backend), *others
+            return None, None
+        return first_order(ops["backward"], *ctx.saved_tensors, upstream, ctx.backend), None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
@@ -14,14 +15,26 @@ SHOWN = 8
 """Offsets that an error message repeats."""
 
 
-def boundaries_of(
+class Groups(NamedTuple):
+    """Which rewards belong together, as the raw ops take it.
+
+    Attributes:
+        boundaries: offsets ``[G + 1]``, int64 on the device of the rewards, or None.
+        samples: size of every group where there are no boundaries, otherwise 0.
+    """
+
+    boundaries: torch.Tensor | None
+    samples: int
+
+
+def groups_of(
     rewards: torch.Tensor,
     samples_per_prompt: int | None,
     group_boundaries: Sequence[int] | torch.Tensor | None,
     *,
     values: bool,
-) -> torch.Tensor:
-    """Return the offsets of the groups, ``[G + 1]``, int64 on the device of the rewards.
+) -> Groups:
+    """Return the groups that the arguments of a public function say.
 
     ``values=False`` leaves offsets on another device than the CPU unread; no tensor's are read under torch.compile and
     graph capture.
@@ -37,13 +50,13 @@ def boundaries_of(
         check.integer("samples_per_prompt", samples_per_prompt, least=2)
         if count % samples_per_prompt:
             raise ValueError(f"samples_per_prompt: expected a divisor of the {count} rewards, got {samples_per_prompt}")
-        return torch.arange(0, count + 1, samples_per_prompt, device=rewards.device)
+        return Groups(None, samples_per_prompt)
     if isinstance(group_boundaries, torch.Tensor):
         offsets = _checked(group_boundaries, rewards, values)
     else:
         offsets = torch.tensor(_listed(group_boundaries, count), dtype=torch.int64)
     # Non-blocking: a copy to a GPU must not wait for what runs there.
-    return offsets.to(rewards.device, torch.int64, non_blocking=True)
+    return Groups(offsets.to(rewards.device, torch.int64, non_blocking=True).contiguous(), 0)
 
 
 def _checked(boundaries: torch.Tensor, rewards: torch.Tensor, values: bool) -> torch.Tensor:

@@ -61,20 +61,22 @@ SUMS = (
     ),
     Bug("sums of KL not zeroed", "(current.new_zeros(current.shape[0]", "(current.new_empty(current.shape[0]"),
     Bug(
-        "unit gradient kept between calls",
-        "    unit_grad = current_logps.new_empty(current_logps.shape, ",
-        "    unit_grad = vars(rowwise).setdefault('kept', {}).setdefault(current_logps.shape, torch.empty_like("
+        "slope kept between calls",
+        "    slope = current_logps.new_empty(current_logps.shape, ",
+        "    slope = vars(rowwise).setdefault('kept', {}).setdefault(current_logps.shape, torch.empty_like("
         "current_logps, memory_format=torch.contiguous_format).float())\n    current_logps.new_empty((), ",
     ),
+    Bug("slope not divided by the count", "upstream.to(slope.dtype) / count", "upstream.to(slope.dtype)"),
     Bug(
         "backward overwrites what it needs again",
-        "_keep(unit_grad * upstream.to(unit_grad.dtype), ",
-        "_keep(unit_grad.mul_(upstream.to(unit_grad.dtype)), ",
+        "_keep(slope * (upstream.to(slope.dtype) / count), active)",
+        "_keep(slope.mul_(upstream.to(slope.dtype) / count), active)",
     ),
+    Bug("masked tokens not marked", "(lanes & torch.iinfo(lanes.dtype).min)", "(lanes & 0)"),
     Bug(
         "mask missing in the backward pass",
-        "_keep(unit_grad * upstream.to(unit_grad.dtype), _lanes(mask, unit_grad.dtype))",
-        "unit_grad * upstream.to(unit_grad.dtype)",
+        "_keep(slope * (upstream.to(slope.dtype) / count), active)",
+        "slope * (upstream.to(slope.dtype) / count)",
     ),
 )
 

@@ -40,11 +40,13 @@ class Inputs(NamedTuple):
         return Inputs(*(None if field is None else field[index] for field in self))  # type: ignore[arg-type]
 
 
-def advantages(rewards: torch.Tensor, boundaries: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:
+def advantages(rewards: torch.Tensor, boundaries: torch.Tensor | None, samples: int, eps: torch.Tensor) -> torch.Tensor:
     """Return (r - mean) / max(std, eps) within each group, ``[B]``; 0 where all rewards are equal."""
     count = rewards.shape[0]
     if not count:
         return rewards.new_empty(0, dtype=rowwise.compute_dtype(rewards.dtype))
+    if boundaries is None:
+        boundaries = torch.arange(0, count + 1, samples, device=rewards.device)
     r = rewards.double()
     place = torch.arange(count, device=rewards.device)
     group = torch.bucketize(place, boundaries[1:-1].contiguous(), right=True)
@@ -64,54 +66,77 @@ def forward(
     current_logps: torch.Tensor,
     old_logps: torch.Tensor | None,
     ref_logps: torch.Tensor | None,
-    advantages: torch.Tensor,
+    rewards: torch.Tensor | None,
+    boundaries: torch.Tensor | None,
+    samples: int,
+    advantages: torch.Tensor | None,
     mask: torch.Tensor,
-    clip_eps: torch.Tensor,
-    beta: torch.Tensor,
+    numbers: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (loss, policy_loss, kl), scalars."""
-    return _loss(Inputs(current_logps, old_logps, ref_logps, advantages, mask), float(clip_eps), float(beta), None)
+    a = _advantages(current_logps, rewards, boundaries, samples, advantages, numbers)
+    loss, policy_loss, kl, _ = _loss(Inputs(current_logps, old_logps, ref_logps, a, mask.bool()), numbers, None)
+    return loss, policy_loss, kl
 
 
 def forward_grad(
     current_logps: torch.Tensor,
     old_logps: torch.Tensor | None,
     ref_logps: torch.Tensor | None,
-    advantages: torch.Tensor,
+    rewards: torch.Tensor | None,
+    boundaries: torch.Tensor | None,
+    samples: int,
+    advantages: torch.Tensor | None,
     mask: torch.Tensor,
-    clip_eps: torch.Tensor,
-    beta: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (loss, policy_loss, kl, unit_grad), the last ``[B, T]``."""
-    inputs = Inputs(current_logps, old_logps, ref_logps, advantages, mask)
-    unit_grad = current_logps.new_empty(current_logps.shape, dtype=rowwise.compute_dtype(current_logps.dtype))
-    return *_loss(inputs, float(clip_eps), float(beta), unit_grad), unit_grad
+    numbers: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (loss, policy_loss, kl, count, slope), the last ``[B, T]``, -0 at masked tokens."""
+    a = _advantages(current_logps, rewards, boundaries, samples, advantages, numbers)
+    slope = current_logps.new_empty(current_logps.shape, dtype=rowwise.compute_dtype(current_logps.dtype))
+    return *_loss(Inputs(current_logps, old_logps, ref_logps, a, mask.bool()), numbers, slope), slope
 
 
 def backward(
-    current_logps: torch.Tensor, unit_grad: torch.Tensor, mask: torch.Tensor, upstream: torch.Tensor
+    current_logps: torch.Tensor, count: torch.Tensor, slope: torch.Tensor, upstream: torch.Tensor
 ) -> torch.Tensor:
     """Return the gradient in the dtype of current_logps; 0 at masked positions, whatever the upstream gradient."""
-    grad = _keep(unit_grad * upstream.to(unit_grad.dtype), _lanes(mask, unit_grad.dtype))
+    active = _lanes((slope != 0) | ~slope.signbit(), slope.dtype)
+    grad = _keep(slope * (upstream.to(slope.dtype) / count), active)
     return grad.to(current_logps.dtype).contiguous()
 
 
+def _advantages(
+    current: torch.Tensor,
+    rewards: torch.Tensor | None,
+    boundaries: torch.Tensor | None,
+    samples: int,
+    given: torch.Tensor | None,
+    numbers: torch.Tensor,
+) -> torch.Tensor:
+    """Return the given advantages, or those of the rewards, ``[B]``."""
+    if rewards is None:
+        assert given is not None
+        return given
+    return advantages(rewards.to(torch.promote_types(rewards.dtype, current.dtype)), boundaries, samples, numbers[2])
+
+
 def _loss(
-    inputs: Inputs, clip_eps: float, beta: float, unit_grad: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (loss, policy_loss, kl) and write the gradient, if it is wanted."""
+    inputs: Inputs, numbers: torch.Tensor, slope: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (loss, policy_loss, kl, count) and write the slope, if it is wanted."""
     current, mask = inputs.current, inputs.mask
+    clip_eps, beta, _ = numbers.tolist()
     dtype = rowwise.compute_dtype(current.dtype)
     count = mask.sum().clamp(min=1).to(dtype)
     policy_sums, kl_sums = (current.new_zeros(current.shape[0], dtype=dtype) for _ in range(2))
     for rows in _blocks(current):
-        terms, slope = _block(inputs.rows(rows), clip_eps, beta)
+        terms, block_slope = _block(inputs.rows(rows), clip_eps, beta)
         for sums, term in zip((policy_sums, kl_sums), terms, strict=False):
             sums[rows] = rowwise.row_sum(term)
-        if unit_grad is not None:
-            unit_grad[rows] = slope / count
+        if slope is not None:
+            slope[rows] = _marked(block_slope, mask[rows])
     policy_loss, kl = (rowwise.row_sum(sums) / count for sums in (policy_sums, kl_sums))
-    return policy_loss + beta * kl, policy_loss, kl
+    return policy_loss + beta * kl, policy_loss, kl, count
 
 
 def _blocks(current: torch.Tensor) -> Iterator[slice]:
@@ -165,6 +190,12 @@ def _lanes(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _keep(x: torch.Tensor, lanes: torch.Tensor) -> torch.Tensor:
     """Return ``x`` in the lanes and +0 elsewhere, whatever ``x`` is there; on a CPU 10 times as fast as torch.where."""
     return (x.view(lanes.dtype) & lanes).view(x.dtype)
+
+
+def _marked(slope: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return a slope that is 0 at masked tokens with -0 there and nowhere else: -0 + 0 is +0."""
+    lanes = _lanes(~mask, slope.dtype)
+    return ((slope + 0.0).view(lanes.dtype) | (lanes & torch.iinfo(lanes.dtype).min)).view(slope.dtype)
 
 
 def _group_sums(x: torch.Tensor, start: torch.Tensor, end: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,170 @@
+"""Advantages in Triton, for a kernel of their own and for the one that sums the loss; and the tree that both sum by.
+
+The rewards of a group are added to 512 lanes from its start, in FP64, mean first and then squares of deviations, and
+the lanes by a tree: halves added to halves. Fewer lanes, where a group has no more rewards, change no bit: the others
+are zeros. So an advantage has the same bits from every kernel, and however its group was said.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from rl_kernels.core.rowwise import compute_dtype
+from rl_kernels.core.triton_lib.launch import device_of, launch
+
+LANES = 512
+"""Most lanes of a sum, of rewards, tokens or sequences."""
+LEVELS = tl.constexpr(12)
+"""More levels than any tree has."""
+SOME_REWARDS = tl.constexpr(16)
+"""Rewards of a group to which one warp is enough."""
+WARPS = 4
+"""Warps of a program: the order of the sums is explicit, so they change no bit."""
+
+
+class Scores(NamedTuple):
+    """What advantages come from, as the kernels take it: rewards of groups, or the advantages themselves.
+
+    Attributes:
+        values: rewards ``[B]``, or advantages ``[B]`` or ``[B, T]``.
+        boundaries: of the groups, or None.
+        groups: how many boundaries there are but one, or the size of each group.
+        lanes: to which a group's rewards are added; 0 for advantages.
+        one_step: no group has more rewards than that.
+    """
+
+    values: torch.Tensor
+    boundaries: torch.Tensor | None = None
+    groups: int = 0
+    lanes: int = 0
+    one_step: bool = False
+
+
+def advantages(rewards: torch.Tensor, boundaries: torch.Tensor | None, samples: int, eps: torch.Tensor) -> torch.Tensor:
+    """Return (r - mean) / max(std, eps) within each group, ``[B]``; 0 where all rewards are equal."""
+    out = rewards.new_empty(rewards.shape, dtype=compute_dtype(rewards.dtype))
+    count = rewards.shape[0]
+    if count:
+        scores = scores_of(rewards, boundaries, samples)
+        programs = count // samples if boundaries is None else scores.groups
+        arguments = (rewards, boundaries, out, float(eps), count, scores.groups, rewards.stride(0))
+        with device_of(rewards):
+            launch(_advantages, (programs,), *arguments, scores.lanes, scores.one_step, num_warps=WARPS)
+    return out
+
+
+def lanes_for(size: int, least: int) -> int:
+    """Return the lanes to which so many terms are added: more would hold zeros."""
+    return min(max(1 << (size - 1).bit_length(), least), LANES)
+
+
+def scores_of(rewards: torch.Tensor, boundaries: torch.Tensor | None, samples: int) -> Scores:
+    """Return rewards and their groups as the kernels take them."""
+    if boundaries is None:
+        return Scores(rewards, None, samples, lanes_for(samples, SOME_REWARDS.value), samples <= LANES)
+    return Scores(rewards, boundaries, boundaries.shape[0] - 1, LANES)
+
+
+@triton.jit
+def tree(x):
+    """Return the sum of ``x``, a power of two of terms: two at a time, so that no layout changes the order."""
+    for _ in tl.static_range(LEVELS):
+        if x.shape[0] > 2:
+            x = tl.sum(tl.reshape(x, (2, x.shape[0] // 2)), 0)
+    return tl.sum(x, 0)
+
+
+@triton.jit
+def _group_of(row, boundaries, groups, count):
+    """Return where the group of a sequence starts and ends; inside of [0, count], whatever the boundaries are."""
+    if boundaries is None:
+        start = row // groups * groups
+        return start, start + groups
+    else:
+        # The last group that starts at the row or before it.
+        low = tl.full((), 0, tl.int64)
+        high = tl.full((), groups, tl.int64) - 1
+        while low < high:
+            middle = (low + high + 1) // 2
+            is_before = tl.load(boundaries + middle) <= row
+            low = tl.where(is_before, middle, low)
+            high = tl.where(is_before, high, middle - 1)
+        return _clamped(boundaries, low, count)
+
+
+@triton.jit
+def _clamped(boundaries, group, count):
+    start = tl.load(boundaries + group)
+    end = tl.load(boundaries + group + 1)
+    return tl.minimum(tl.maximum(start, 0), count - 1), tl.minimum(tl.maximum(end, 1), count)
+
+
+@triton.jit
+def _statistics(rewards, start, end, stride, eps, LANES: tl.constexpr, ONE_STEP: tl.constexpr):
+    """Return mean, divisor, and whether all rewards are equal, of a group that is not empty."""
+    size = (end - start).to(tl.float64)
+    example = tl.load(rewards + start * stride).to(tl.float64)
+    if ONE_STEP:
+        steps: tl.constexpr = 1
+    else:
+        steps = tl.cdiv(end - start, LANES)
+
+    total = tl.zeros((LANES,), tl.float64)
+    unlike = tl.zeros((LANES,), tl.int32)
+    for step in range(steps):
+        place = start + step * LANES + tl.arange(0, LANES)
+        r = tl.load(rewards + place * stride, mask=place < end, other=0.0).to(tl.float64)
+        total += r
+        unlike |= ((place < end) & (r != example)).to(tl.int32)
+    mean = tree(total) / size
+
+    squares = tl.zeros((LANES,), tl.float64)
+    for step in range(steps):
+        place = start + step * LANES + tl.arange(0, LANES)
+        r = tl.load(rewards + place * stride, mask=place < end, other=0.0).to(tl.float64)
+        centred = tl.where(place < end, r - mean, 0.0)
+        squares = tl.fma(centred, centred, squares)
+    std = tl.sqrt(tree(squares) / size)
+    # Written so that a NaN stays.
+    return mean, tl.where(std < eps, tl.full((), eps, tl.float64), std), tl.max(unlike, 0) == 0
+
+
+@triton.jit
+def _scaled(r, mean, divisor, equal):
+    """Return advantages; the mean of seven times 0.1 is not 0.1, so equal rewards give exactly 0 by comparison."""
+    return tl.where(equal, 0.0, (r.to(tl.float64) - mean) / divisor)
+
+
+@triton.jit
+def advantage_of(rewards, boundaries, row, count, groups, stride, eps, LANES: tl.constexpr, ONE_STEP: tl.constexpr):
+    """Return the advantage of one sequence; what its group alone decides is worked out anew for each."""
+    start, end = _group_of(row, boundaries, groups, count)
+    if ONE_STEP:
+        mean, divisor, equal = _statistics(rewards, start, end, stride, eps, LANES, True)
+    elif end - start <= SOME_REWARDS:
+        mean, divisor, equal = _statistics(rewards, start, end, stride, eps, SOME_REWARDS, True)
+    else:
+        mean, divisor, equal = _statistics(rewards, start, end, stride, eps, LANES, False)
+    return _scaled(tl.load(rewards + row * stride), mean, divisor, equal)
+
+
+@triton.jit
+def _advantages(rewards, boundaries, out, eps, count, groups, stride, LANES: tl.constexpr, ONE_STEP: tl.constexpr):
+    """One program a group; the first and the last also write what unchecked boundaries leave out."""
+    group = tl.program_id(0).to(tl.int64)
+    if boundaries is None:
+        start, end = group * groups, group * groups + groups
+        first, last = start, end
+    else:
+        start, end = _clamped(boundaries, group, count)
+        first = tl.where(group == 0, 0, tl.maximum(tl.load(boundaries + group), 0))
+        last = tl.where(group == groups - 1, count, tl.minimum(tl.load(boundaries + group + 1), count))
+    mean, divisor, equal = _statistics(rewards, start, end, stride, eps, LANES, ONE_STEP)
+    for place in range(first, last, LANES):
+        places = place + tl.arange(0, LANES)
+        r = tl.load(rewards + places * stride, mask=places < last, other=0.0)
+        tl.store(out + places, _scaled(r, mean, divisor, equal).to(out.dtype.element_ty), mask=places < last)
