@@ -1,0 +1,115 @@
+"""Measure the speed of each schedule of core's matrix product on this GPU, and write the table that one is chosen by.
+
+``python tools/tune_matmul.py FILE`` writes ``tuned/h200.json`` anew. Each schedule runs on a full wave of tiles, at two
+lengths of K: the difference gives the time of a step, the rest the time that a wave takes beside its steps. Nothing
+here can change a bit of a result: every schedule forms the same chain.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from dataclasses import fields
+from pathlib import Path
+
+import torch
+import triton
+
+from rl_kernels.core.triton_lib import gemm
+from rl_kernels.core.triton_lib.schedule import Schedule, processors
+
+LARGE = (
+    Schedule(128, 256, 64, 8, 4, persistent=True, parts=2),
+    Schedule(128, 128, 64, 8, 6),
+    Schedule(128, 128, 64, 4, 3),
+    Schedule(128, 64, 64, 4, 4),
+    Schedule(64, 128, 64, 4, 4),
+    Schedule(64, 256, 64, 4, 5),
+    Schedule(64, 64, 128, 4, 3),
+)
+FEW = tuple(
+    Schedule(64, tokens, inner, 4, stages, group=1, swapped=True)
+    for tokens in (16, 32, 64)
+    for inner, stages in ((256, 5 if tokens == 16 else 4), (128, 4), (128, 3))
+    if (64 + tokens) * inner * 2 * stages < 227 << 10
+)
+SHARED = 227 << 10
+"""Bytes of shared memory of a multiprocessor."""
+LENGTHS = (2048, 8192)
+REPEATS = 15
+
+
+def resident(schedule: Schedule) -> int:
+    """Return how many programs fit on a multiprocessor: by shared memory, and by 64 Ki registers."""
+    if schedule.persistent:
+        return 1
+    loads = (schedule.rows + schedule.columns) * schedule.inner * 2 * schedule.stages + 1024
+    registers = schedule.rows * schedule.columns + 64 * 32 * schedule.warps
+    return max(1, min(SHARED // loads, 65536 // registers))
+
+
+def microseconds(schedule: Schedule, k: int) -> float:
+    """Return the median time of one wave of tiles, operands of which are not in the cache where a user's are not."""
+    tiles = processors(torch.device("cuda", 0)) * resident(schedule)
+    if schedule.swapped:
+        m, n = schedule.columns, schedule.rows * tiles
+    else:
+        across = next(number for number in range(int(tiles**0.5), 0, -1) if tiles % number == 0)
+        m, n = schedule.rows * across, schedule.columns * (tiles // across)
+    copies = 3 if schedule.swapped else 1
+    weights = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
+    a = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+    out = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
+
+    def run() -> None:
+        for weight in weights:
+            gemm.matmul(a, weight.t(), out, schedule=schedule)
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(4):
+            run()
+    times = []
+    for _ in range(REPEATS):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) * 1000 / 4 / copies)
+    return statistics.median(times)
+
+
+def entry(schedule: Schedule) -> dict[str, object]:
+    """Return the line of the table for one schedule."""
+    short, long = (microseconds(schedule, k) for k in LENGTHS)
+    step = (long - short) * schedule.inner / (LENGTHS[1] - LENGTHS[0])
+    start = max(short - step * LENGTHS[0] / schedule.inner, 0.5)
+    default = Schedule(0, 0, 0, 0, 0)
+    named = {
+        field.name: value
+        for field in fields(schedule)
+        if (value := getattr(schedule, field.name)) != getattr(default, field.name)
+    }
+    return {"schedule": named, "resident": resident(schedule), "start": round(start, 2), "step": round(step, 4)}
+
+
+def main() -> None:
+    """Measure all, print the table, and write it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("file", type=Path)
+    given = parser.parse_args()
+    entries = []
+    for schedule in (*LARGE, *FEW):
+        found = entry(schedule)
+        entries.append(found)
+        print(found, flush=True)
+    lines = ",\n".join(f"    {json.dumps(found)}" for found in entries)
+    head = f'  "device": "{torch.cuda.get_device_name()}",\n  "triton": "{triton.__version__}",\n'
+    given.file.write_text(f'{{\n{head}  "matmul": [\n{lines}\n  ]\n}}\n', encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
