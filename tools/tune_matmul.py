@@ -25,7 +25,7 @@ LARGE = (
     Schedule(128, 128, 64, 4, 3),
     Schedule(128, 64, 64, 4, 4),
     Schedule(64, 128, 64, 4, 4),
-    Schedule(64, 256, 64, 4, 5),
+    Schedule(64, 256, 64, 4, 4),
     Schedule(64, 64, 128, 4, 3),
 )
 FEW = tuple(

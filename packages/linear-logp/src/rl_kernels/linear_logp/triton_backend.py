@@ -133,6 +133,7 @@ def _statistics(inputs: Inputs, *, entropy: bool) -> tuple[torch.Tensor, torch.T
             HIDDEN=first.kind,
             WEIGHT=second.kind,
             HAS_BIAS=inputs.bias is not None,
+            RAGGED=vocab % BLOCK.value > 0,
             BLOCK_M=cut.rows,
             BLOCK_K=cut.inner,
             GROUP=cut.group,
@@ -278,18 +279,6 @@ def _column(id, V):
 
 
 @triton.jit
-def _take(x, first, id, rows, here, c, chosen, top, total, weighted, ENTROPY: tl.constexpr):
-    """Take a block of raw logits into the states of its rows; write those that are selected to ``chosen``."""
-    selected = (id >= first) & (id < first + BLOCK)
-    if tl.max(selected.to(tl.int32), 0) > 0:
-        columns = first + tl.arange(0, BLOCK)
-        value = tl.sum(tl.where(columns[None, :] == id[:, None], x, 0.0), 1)
-        tl.store(chosen + rows, value, mask=selected & here)
-    block_top, block_total, block_weighted = softmax.rows_state(x, c, ENTROPY)
-    return softmax.merge(top, total, weighted, block_top, block_total, block_weighted, c, ENTROPY)
-
-
-@triton.jit
 def _states(
     hidden,
     hidden_row,
@@ -312,6 +301,7 @@ def _states(
     HAS_BIAS: tl.constexpr,
     PER_ROW: tl.constexpr,
     ENTROPY: tl.constexpr,
+    RAGGED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
@@ -321,21 +311,21 @@ def _states(
     row = row_tile * BLOCK_M
     rows = row + tl.arange(0, BLOCK_M)
     here = rows < N
-    id = _column(tl.load(ids + rows, mask=here, other=-1), V)
+    column = _column(tl.load(ids + rows, mask=here, other=-1), V)
     c = softmax.inverse(temperature, rows, here, PER_ROW) * softmax.LOG2E
     operands = (hidden, hidden_row, hidden_k, weight, weight_row, weight_k, bias, bias_stride)
     total, weighted = tl.zeros_like(c), tl.zeros_like(c)
     top = total + float("-inf")
-    begin, end = unit * width, tl.minimum(unit * width + width, V)
-    whole = begin + (end - begin) // BLOCK * BLOCK
     # Flattened, the loads of the next block are under way while this one's states are formed.
-    for first in tl.range(begin, whole, BLOCK, flatten=True):
+    for first in tl.range(unit * width, tl.minimum(unit * width + width, V), BLOCK, flatten=True):
         x = _raw_logits(*operands, row, first, N, V, D, HIDDEN, WEIGHT, HAS_BIAS, BLOCK_M, BLOCK_K)
-        top, total, weighted = _take(x, first, id, rows, here, c, chosen, top, total, weighted, ENTROPY)
-    if whole < end:
-        x = _raw_logits(*operands, row, whole, N, V, D, HIDDEN, WEIGHT, HAS_BIAS, BLOCK_M, BLOCK_K)
-        x = tl.where((whole + tl.arange(0, BLOCK) < V)[None, :], x, float("-inf"))
-        top, total, weighted = _take(x, whole, id, rows, here, c, chosen, top, total, weighted, ENTROPY)
+        columns = first + tl.arange(0, BLOCK)
+        if RAGGED:
+            x = tl.where((columns < V)[None, :], x, float("-inf"))
+        value = tl.sum(tl.where(columns[None, :] == column[:, None], x, 0.0), 1)
+        tl.store(chosen + rows, value, mask=(column >= first) & (column < first + BLOCK))
+        block_top, block_total, block_weighted = softmax.rows_state(x, c, ENTROPY)
+        top, total, weighted = softmax.merge(top, total, weighted, block_top, block_total, block_weighted, c, ENTROPY)
     softmax.store_part(parts, unit, N, rows, here, top, total, weighted, ENTROPY)
 
 
