@@ -1,6 +1,6 @@
 """Measure the speed of each schedule of core's matrix product on this GPU, and write the table that one is chosen by.
 
-``python tools/tune_matmul.py FILE`` writes ``tuned/h200.json`` anew. Each schedule runs on a full wave of tiles, at two
+``python tools/tune_matmul.py FILE`` writes ``tuned/h200.json`` anew. Each schedule runs on full waves of tiles, at two
 lengths of K: the difference gives the time of a step, the rest the time that a wave takes beside its steps. Nothing
 here can change a bit of a result: every schedule forms the same chain.
 """
@@ -37,7 +37,8 @@ FEW = tuple(
 SHARED = 227 << 10
 """Bytes of shared memory of a multiprocessor."""
 LENGTHS = (2048, 8192)
-REPEATS = 15
+REPEATS = 9
+WAVES = 2
 
 
 def resident(schedule: Schedule) -> int:
@@ -49,15 +50,22 @@ def resident(schedule: Schedule) -> int:
     return max(1, min(SHARED // loads, 65536 // registers))
 
 
-def microseconds(schedule: Schedule, k: int) -> float:
-    """Return the median time of one wave of tiles, operands of which are not in the cache where a user's are not."""
-    tiles = processors(torch.device("cuda", 0)) * resident(schedule)
+def heat() -> None:
+    """Keep the GPU busy until its clocks are those of long work."""
+    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    for _ in range(100):
+        torch.mm(a, a)
+
+
+def microseconds(schedule: Schedule, k: int, programs: int) -> float:
+    """Return the median time of a wave of so many programs a multiprocessor, weights of few rows not in the cache."""
+    tiles = processors(torch.device("cuda", 0)) * programs * WAVES
     if schedule.swapped:
         m, n = schedule.columns, schedule.rows * tiles
     else:
         across = next(number for number in range(int(tiles**0.5), 0, -1) if tiles % number == 0)
         m, n = schedule.rows * across, schedule.columns * (tiles // across)
-    copies = 3 if schedule.swapped else 1
+    copies = 2 if schedule.swapped else 1
     weights = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
     a = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
     out = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
@@ -71,6 +79,7 @@ def microseconds(schedule: Schedule, k: int) -> float:
     with torch.cuda.graph(graph):
         for _ in range(4):
             run()
+    heat()
     times = []
     for _ in range(REPEATS):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -78,22 +87,24 @@ def microseconds(schedule: Schedule, k: int) -> float:
         graph.replay()
         end.record()
         torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1000 / 4 / copies)
+        times.append(start.elapsed_time(end) * 1000 / 4 / copies / WAVES)
     return statistics.median(times)
 
 
 def entry(schedule: Schedule) -> dict[str, object]:
     """Return the line of the table for one schedule."""
-    short, long = (microseconds(schedule, k) for k in LENGTHS)
-    step = (long - short) * schedule.inner / (LENGTHS[1] - LENGTHS[0])
-    start = max(short - step * LENGTHS[0] / schedule.inner, 0.5)
+    steps, start = [], 0.0
+    for programs in range(1, resident(schedule) + 1):
+        short, long = (microseconds(schedule, k, programs) for k in LENGTHS)
+        steps.append(round((long - short) * schedule.inner / (LENGTHS[1] - LENGTHS[0]), 4))
+        start = max(short - steps[-1] * LENGTHS[0] / schedule.inner, 0.5)
     default = Schedule(0, 0, 0, 0, 0)
     named = {
         field.name: value
         for field in fields(schedule)
         if (value := getattr(schedule, field.name)) != getattr(default, field.name)
     }
-    return {"schedule": named, "resident": resident(schedule), "start": round(start, 2), "step": round(step, 4)}
+    return {"schedule": named, "start": round(start, 2), "steps": steps}
 
 
 def main() -> None:

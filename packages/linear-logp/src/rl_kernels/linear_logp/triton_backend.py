@@ -31,6 +31,10 @@ ROWS = tl.constexpr(32)
 """Rows whose states one program merges."""
 TOKENS = tl.constexpr(128)
 """Rows of hidden whose gradient to the bias is one term of its sum; blocks of rows are multiples of it."""
+SELECTED = tl.constexpr(64)
+"""Rows whose selected logits one program forms."""
+SELECTED_INNER = {torch.float32: 32, torch.bfloat16: 64, torch.float16: 64}
+"""Terms of D that it loads at a time."""
 LEAST_PIECE, LEAST_HEIGHT = 2048, 4096
 """Columns and rows that the backward pass takes at once if there is no room for more: less would be slow."""
 
@@ -122,10 +126,8 @@ def _statistics(inputs: Inputs, *, entropy: bool) -> tuple[torch.Tensor, torch.T
             *(first := gemm.operand(hidden, cut.rows, cut.inner))[:3],
             *(second := gemm.operand(inputs.weight, BLOCK.value, cut.inner))[:3],
             *_bias(inputs),
-            ids,
             temperature,
             parts,
-            chosen,
             count,
             vocab,
             hidden.shape[1],
@@ -140,6 +142,19 @@ def _statistics(inputs: Inputs, *, entropy: bool) -> tuple[torch.Tensor, torch.T
             **flags,
             num_warps=cut.warps,
             num_stages=cut.stages,
+        )
+        at = (hidden, *hidden.stride(), inputs.weight, *inputs.weight.stride(), *_bias(inputs))
+        _selected[(triton.cdiv(count, SELECTED.value),)](
+            *at,
+            ids,
+            chosen,
+            count,
+            vocab,
+            hidden.shape[1],
+            HAS_BIAS=inputs.bias is not None,
+            BLOCK_K=SELECTED_INNER[hidden.dtype],
+            num_warps=4,
+            num_stages=4,
         )
         programs = triton.cdiv(count, ROWS.value)
         if units > segments:
@@ -288,10 +303,8 @@ def _states(
     weight_k,
     bias,
     bias_stride,
-    ids,
     temperature,
     parts,
-    chosen,
     N,
     V,
     D,
@@ -311,7 +324,6 @@ def _states(
     row = row_tile * BLOCK_M
     rows = row + tl.arange(0, BLOCK_M)
     here = rows < N
-    column = _column(tl.load(ids + rows, mask=here, other=-1), V)
     c = softmax.inverse(temperature, rows, here, PER_ROW) * softmax.LOG2E
     operands = (hidden, hidden_row, hidden_k, weight, weight_row, weight_k, bias, bias_stride)
     total, weighted = tl.zeros_like(c), tl.zeros_like(c)
@@ -322,11 +334,49 @@ def _states(
         columns = first + tl.arange(0, BLOCK)
         if RAGGED:
             x = tl.where((columns < V)[None, :], x, float("-inf"))
-        value = tl.sum(tl.where(columns[None, :] == column[:, None], x, 0.0), 1)
-        tl.store(chosen + rows, value, mask=(column >= first) & (column < first + BLOCK))
         block_top, block_total, block_weighted = softmax.rows_state(x, c, ENTROPY)
         top, total, weighted = softmax.merge(top, total, weighted, block_top, block_total, block_weighted, c, ENTROPY)
     softmax.store_part(parts, unit, N, rows, here, top, total, weighted, ENTROPY)
+
+
+@triton.jit
+def _selected(
+    hidden,
+    hidden_row,
+    hidden_k,
+    weight,
+    weight_row,
+    weight_k,
+    bias,
+    bias_stride,
+    ids,
+    chosen,
+    N,
+    V,
+    D,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """One program some rows: the diagonal of their product with the rows of the weight that they select.
+
+    A chain has the same bits in every tile, so this costs less than to look for the selected logit in each of them.
+    """
+    rows = tl.program_id(0) * SELECTED + tl.arange(0, SELECTED)
+    column = _column(tl.load(ids + rows, mask=rows < N, other=-1), V)
+    inner = tl.arange(0, BLOCK_K)
+    left = hidden + rows.to(tl.int64)[:, None] * hidden_row
+    right = weight + column.to(tl.int64)[:, None] * weight_row
+    acc = tl.zeros((SELECTED, SELECTED), tl.float32)
+    for k in range(0, D, BLOCK_K):
+        at = (k + inner).to(tl.int64)[None, :]
+        x = tl.load(left + at * hidden_k, mask=(rows < N)[:, None] & (at < D), other=0.0)
+        y = tl.load(right + at * weight_k, mask=(column >= 0)[:, None] & (at < D), other=0.0)
+        acc = gemm.step(x, y, acc)
+    lanes = tl.arange(0, SELECTED)
+    value = tl.sum(tl.where(lanes[:, None] == lanes[None, :], acc, 0.0), 1)
+    if HAS_BIAS:
+        value += tl.load(bias + column.to(tl.int64) * bias_stride, mask=column >= 0, other=0.0).to(tl.float32)
+    tl.store(chosen + rows, value, mask=rows < N)
 
 
 @triton.jit
@@ -366,7 +416,6 @@ def _finish(
     inv = softmax.inverse(temperature, rows, here, PER_ROW)
     c = inv * softmax.LOG2E
     top, total, weighted = softmax.merge_parts(parts, 0, segments, count, rows, here, c, ENTROPY)
-    # Nothing was written for an id that is no column.
     x = tl.load(chosen + rows, mask=active & (id >= 0) & (id < V), other=float("nan"))
     softmax.store_statistics(x, top, total, weighted, inv, logp, lse, entropy, rows, here, active, ENTROPY)
 

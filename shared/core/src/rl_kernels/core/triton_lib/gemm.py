@@ -131,6 +131,16 @@ def tile(source, row, k, rows, K, row_stride, k_stride, KIND: tl.constexpr, BLOC
 
 
 @triton.jit
+def step(left, right, acc):
+    """Return ``acc`` and what these columns of both operands add to it."""
+    if INTERPRETED:
+        # A library multiplies there, in an order of its own, which FP64 hides; BF16 it would take for integers.
+        return tl.dot(left.to(tl.float64), right.T.to(tl.float64), acc.to(tl.float64)).to(tl.float32)
+    else:
+        return tl.dot(left, right.T, acc, input_precision="ieee")
+
+
+@triton.jit
 def chain(
     a,
     a_row_stride,
@@ -154,11 +164,7 @@ def chain(
     for k in range(0, K, BLOCK_K):
         left = tile(a, row, k, M, K, a_row_stride, a_k_stride, LEFT, BLOCK_M, BLOCK_K)
         right = tile(b, column, k, N, K, b_row_stride, b_k_stride, RIGHT, BLOCK_N, BLOCK_K)
-        if INTERPRETED:
-            # A library multiplies there, in an order of its own, which FP64 hides; BF16 it would take for integers.
-            acc = tl.dot(left.to(tl.float64), right.T.to(tl.float64), acc.to(tl.float64)).to(tl.float32)
-        else:
-            acc = tl.dot(left, right.T, acc, input_precision="ieee")
+        acc = step(left, right, acc)
     return acc
 
 

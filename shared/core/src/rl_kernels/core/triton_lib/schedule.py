@@ -68,20 +68,21 @@ class Candidate:
 
     Attributes:
         schedule: what it is the speed of.
-        resident: programs that a multiprocessor holds at once.
         start: microseconds that a wave of tiles takes beside its steps.
-        step: microseconds a step of ``schedule.inner`` takes, with every multiprocessor busy on operands in the cache.
+        steps: microseconds that a step of ``schedule.inner`` takes with one program on every multiprocessor, with two,
+            and so on, as many as it holds at once.
     """
 
     schedule: Schedule
-    resident: int
     start: float
-    step: float
+    steps: tuple[float, ...]
 
     def time(self, m: int, n: int, k: int, units: int) -> float:
         """Return the microseconds that a product is expected to take on so many multiprocessors."""
-        waves = -(-self.schedule.tiles(m, n) // (units * self.resident))
-        return waves * (self.start + self.step * -(-k // self.schedule.inner))
+        count, resident = -(-k // self.schedule.inner), len(self.steps)
+        full, rest = divmod(-(-self.schedule.tiles(m, n) // units), resident)
+        time = full * (self.start + count * self.steps[-1])
+        return time + (self.start + count * self.steps[rest - 1] if rest else 0.0)
 
 
 def schedule_for(m: int, n: int, k: int, dtype: torch.dtype, device: torch.device) -> Schedule:
@@ -101,7 +102,7 @@ def _fastest(m: int, n: int, k: int, units: int) -> Schedule:
 @functools.cache
 def _candidates() -> tuple[Candidate, ...]:
     entries = tuned("rl_kernels.core.triton_lib")["matmul"]
-    return tuple(Candidate(Schedule(**entry.pop("schedule")), **entry) for entry in entries)
+    return tuple(Candidate(Schedule(**entry["schedule"]), entry["start"], tuple(entry["steps"])) for entry in entries)
 
 
 @functools.cache
