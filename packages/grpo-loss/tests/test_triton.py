@@ -62,6 +62,7 @@ def test_step_takes_three_launches_and_a_forward_two(groups: dict[str, Any], mon
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")
 def test_profiler_sees_three_kernels_and_no_copy() -> None:
     call = _call(64, 512, samples_per_prompt=8, validate=False)
     one = torch.ones((), device="cuda")

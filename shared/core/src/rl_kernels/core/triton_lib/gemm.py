@@ -135,7 +135,9 @@ def step(left, right, acc):
     """Return ``acc`` and what these columns of both operands add to it."""
     if INTERPRETED:
         # A library multiplies there, in an order of its own, which FP64 hides; BF16 it would take for integers.
-        return tl.dot(left.to(tl.float64), right.T.to(tl.float64), acc.to(tl.float64)).to(tl.float32)
+        return tl.dot(left.to(tl.float64), right.T.to(tl.float64), acc.to(tl.float64), out_dtype=tl.float64).to(
+            tl.float32
+        )
     else:
         return tl.dot(left, right.T, acc, input_precision="ieee")
 
