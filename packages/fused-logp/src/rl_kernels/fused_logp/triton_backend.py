@@ -370,8 +370,8 @@ def _backward(
             grad_logp, grad_logsumexp, grad_entropy, row, active, inv, HAS_LOGP, HAS_LSE, HAS_ENTROPY
         )
         x = tl.load(source, mask=here, other=0.0).to(tl.float32)
-        dz = softmax.dlogits(x, columns == id, inv, lse, entropy, chosen, slope, curve, HAS_ENTROPY)
-        dz = tl.where((id >= 0) & (id < V), dz, float("nan"))
+        rest = softmax.nothing_or_nan(id, V)
+        dz = softmax.dlogits(x, columns == id, rest, inv, lse, entropy, chosen, slope, curve, HAS_ENTROPY)
         tl.store(target, dz.to(dtype), mask=here)
     else:
         tl.store(target, tl.zeros((WIDTH,), tl.float32).to(dtype), mask=here)

@@ -480,11 +480,10 @@ def _dlogits(
         chosen, slope, curve = softmax.upstream_of(
             grad_logp, grad_logsumexp, grad_entropy, rows, active, inv, HAS_LOGP, HAS_LSE, HAS_ENTROPY
         )
-        # A row that is not active has a gradient of 0 whatever its logits; one whose id is no column, of NaN.
-        slope = tl.where(active & (column + begin < 0), float("nan"), slope)
+        rest = softmax.nothing_or_nan(id, V)
         selected = columns[None, :] == column[:, None]
         d = softmax.dlogits(
-            *(x, selected, inv[:, None], lse[:, None], entropy[:, None]),
+            *(x, selected, rest[:, None], inv[:, None], lse[:, None], entropy[:, None]),
             *(chosen[:, None], slope[:, None], curve[:, None], HAS_ENTROPY),
         )
         if HAS_IGNORED or DBIAS:

@@ -160,13 +160,22 @@ def upstream_of(
 
 
 @triton.jit
-def dlogits(x, selected, inv, lse, entropy, chosen, slope, curve, HAS_ENTROPY: tl.constexpr):
-    """Return dx_j = g_logp (1[j is selected] - p_j) + g_lse p_j - g_H p_j (z_j - lse + H), all over the temperature."""
+def dlogits(x, selected, rest, inv, lse, entropy, chosen, slope, curve, HAS_ENTROPY: tl.constexpr):
+    """Return dx_j = g_logp (1[j is selected] - p_j) + g_lse p_j - g_H p_j (z_j - lse + H), all over the temperature.
+
+    ``rest`` is what is added where j is not selected: 0, or NaN for a row that has no gradient.
+    """
     d = fma(x, inv, -lse)
     p = tl.exp2(d * LOG2E)
-    target = tl.where(selected, chosen, 0.0)
     if HAS_ENTROPY:
         # Where p is 0 its factor may be infinite.
+        target = tl.where(selected, chosen, rest)
         return tl.where(p == 0.0, target, fma(p, fma(d + entropy, -curve, slope), target))
     else:
-        return fma(p, slope, target)
+        return fma(p, slope + rest, tl.where(selected, chosen, 0.0))
+
+
+@triton.jit
+def nothing_or_nan(id, V):
+    """Return 0, and NaN for ids that are no column."""
+    return tl.where((id >= 0) & (id < V), 0.0, float("nan"))
