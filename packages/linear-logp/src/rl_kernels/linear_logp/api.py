@@ -48,8 +48,8 @@ def linear_logp(
             read and add nothing to the gradients of weight and bias.
         return_stats: return ``LogpStats(logp, logsumexp, entropy)``, all differentiable.
         workspace_mib: bound on what backward holds beside the gradients, in MiB, at least 1; the FP32 buffer of the
-            gradient to ``hidden`` counts. Raised to that buffer plus one piece of the vocabulary for 64 rows, if that
-            is more. It changes no bit.
+            gradient to ``hidden`` counts. Raised to that buffer and the least that the backend works on at once, if
+            that is more. It changes no bit.
         validate: check the values of ids and temperature, which syncs with a GPU; skipped under torch.compile and
             graph capture. Unchecked, a row with a bad id gives NaN, as do all gradients that it enters.
         backend: name of a backend, ``auto``, or None for what is forced elsewhere, if anything.

@@ -293,7 +293,7 @@ def _column(id, V):
     return tl.where((id >= 0) & (id < V), id, -1).to(tl.int32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "V", "width"])
 def _states(
     hidden,
     hidden_row,
@@ -339,7 +339,7 @@ def _states(
     softmax.store_part(parts, unit, N, rows, here, top, total, weighted, ENTROPY)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "V"])
 def _selected(
     hidden,
     hidden_row,
@@ -379,7 +379,7 @@ def _selected(
     tl.store(chosen + rows, value, mask=rows < N)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "units"])
 def _merge_blocks(parts, merged, temperature, count, units, PER_ROW: tl.constexpr, ENTROPY: tl.constexpr):
     """One program some rows of a segment: the states of its blocks, merged."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -391,7 +391,7 @@ def _merge_blocks(parts, merged, temperature, count, units, PER_ROW: tl.constexp
     softmax.store_part(merged, tl.program_id(1), count, rows, here, top, total, weighted, ENTROPY)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "segments", "V", "ignore_index"])
 def _finish(
     parts,
     temperature,
@@ -420,7 +420,7 @@ def _finish(
     softmax.store_statistics(x, top, total, weighted, inv, logp, lse, entropy, rows, here, active, ENTROPY)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "V", "begin", "width", "ignore_index"])
 def _dlogits(
     hidden,
     hidden_row,
@@ -498,7 +498,7 @@ def _dlogits(
             tl.store(place, d.to(dz.dtype.element_ty), mask=here[:, None] & (columns < width)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles", "width"])
 def _add_tiles(partial, out, tiles, width):
     """One program some columns: the partial sums of all tiles of rows, in ascending order, added to ``out``."""
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -219,7 +219,7 @@ def _store(
         tl.store(place, acc.to(c.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "N"])
 def _matmul(
     a,
     a_row_stride,
