@@ -47,7 +47,11 @@ TERMS = (
 )
 SUMS = (
     Bug("count rounded to BF16", ".clamp(min=1).to(dtype)", ".clamp(min=1).bfloat16().to(dtype)"),
-    Bug("library sum over the sequences", "rowwise.row_sum(sums)", "sums.sum()"),
+    Bug(
+        "halves of the sequences summed apart",
+        "rowwise.row_sum(sums)",
+        "sum(rowwise.row_sum(part) for part in sums.tensor_split(2))",
+    ),
     Bug(
         "segments follow the length",
         "pad_to(x, -1, SEGMENT).unflatten(-1, (-1, SEGMENT)) if x.shape[-1] > SEGMENT",

@@ -33,7 +33,7 @@ TOKENS = tl.constexpr(128)
 """Rows of hidden whose gradient to the bias is one term of its sum; blocks of rows are multiples of it."""
 SELECTED = tl.constexpr(64)
 """Rows whose selected logits one program forms."""
-SELECTED_INNER = {torch.float32: 32, torch.bfloat16: 64, torch.float16: 64}
+SELECTED_INNER = {torch.float32: 16, torch.bfloat16: 64, torch.float16: 64}
 """Terms of D that it loads at a time."""
 LEAST_PIECE, LEAST_HEIGHT = 2048, 4096
 """Columns and rows that the backward pass takes at once if there is no room for more: less would be slow."""
@@ -99,7 +99,7 @@ def schedule_of(name: str, hidden: torch.Tensor) -> Schedule:
     if INTERPRETED:
         return Schedule(64, BLOCK.value, 64, 4, 1)
     if hidden.dtype not in HALF:
-        return Schedule(32, BLOCK.value, 32, 8, 2)
+        return Schedule(32, BLOCK.value, 16, 8, 3)
     if arch_of(hidden.device.type, hidden.device.index) != "sm90":
         return Schedule(64, BLOCK.value, 32, 8, 3)
     return Schedule(**tuned("rl_kernels.linear_logp")[name])

@@ -1,7 +1,7 @@
 """The canonical chain in Triton: a product whose bits follow from K alone, and from no tile, stage or operand order.
 
 ``acc = acc + A[:, k:k+16] B[k:k+16, :]`` for k = 0, 16, 32, ... in one FP32 accumulator, K padded with zeros, rounded
-once at the end. FP32 operands are multiplied as FP32 (no TF32), K term by term.
+once at the end. FP32 operands are multiplied as FP32 (no TF32), and 16 terms are summed before they join the others.
 
 Both operands are seen as ``[rows, K]``: the right one by its transpose. None is ever copied: a tile comes through a
 tensor descriptor where dtype and addresses allow it, by masked loads where they do not.
@@ -26,6 +26,8 @@ ROWS, COLUMNS, POINTERS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 """How an operand ``[rows, K]`` is read: through a descriptor of it, one of its transpose, or by pointers."""
 BY_ROW, BY_COLUMN = tl.constexpr(1), tl.constexpr(2)
 """Which dim of a tile a bias runs along; 0 is no bias."""
+STEP = tl.constexpr(16)
+"""Terms that one step of the chain adds."""
 ALIGNED = 16
 """Bytes that a descriptor's address and strides are multiples of."""
 
@@ -138,8 +140,12 @@ def step(left, right, acc):
         return tl.dot(left.to(tl.float64), right.T.to(tl.float64), acc.to(tl.float64), out_dtype=tl.float64).to(
             tl.float32
         )
+    elif left.dtype == tl.float32:
+        # One term at a time, a long chain would lose digits: a step is summed from zero.
+        tl.static_assert(left.shape[1] == STEP, "FP32 operands are loaded one step at a time")
+        return acc + tl.dot(left, right.T, input_precision="ieee")
     else:
-        return tl.dot(left, right.T, acc, input_precision="ieee")
+        return tl.dot(left, right.T, acc)
 
 
 @triton.jit

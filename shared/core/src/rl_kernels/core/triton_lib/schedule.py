@@ -27,7 +27,7 @@ class Schedule:
     Attributes:
         rows: of a tile.
         columns: of a tile.
-        inner: terms of K that are loaded at a time, a multiple of 16.
+        inner: terms of K that are loaded at a time: 16 in FP32, else a multiple of it.
         warps: of a program.
         stages: loads in flight.
         group: rows of tiles that are worked on together, so that what they share stays in the cache.
@@ -56,7 +56,7 @@ class Schedule:
 ANYWHERE = {
     torch.bfloat16: Schedule(64, 128, 32, 4, 3),
     torch.float16: Schedule(64, 128, 32, 4, 3),
-    torch.float32: Schedule(64, 64, 32, 8, 2),
+    torch.float32: Schedule(64, 64, 16, 8, 3),
 }
 """Where nothing is tuned: small enough for every GPU."""
 IN_INTERPRETER = Schedule(64, 64, 64, 4, 1)
