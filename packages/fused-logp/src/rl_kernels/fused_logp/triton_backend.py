@@ -10,21 +10,12 @@ from __future__ import annotations
 
 import torch
 import triton
-import triton.language as tl
 
-from rl_kernels.core.triton_lib import softmax
 from rl_kernels.core.triton_lib.launch import device_of
+from rl_kernels.fused_logp import triton_kernels as kernels
 
-SEGMENT = tl.constexpr(8192)
-"""Columns whose state is formed at a time."""
-BLOCK = tl.constexpr(1024)
-"""Columns that one warp takes at a time, 32 to a thread."""
 SPLIT_BELOW = 2048
 """Rows below which each segment has a program of its own, so that a few rows fill the chip."""
-ALIGNED = tl.constexpr(16)
-"""V is a multiple of this, in elements, and addresses, in bytes, where rows are read in wide loads."""
-ROWS = tl.constexpr(32)
-"""Rows whose segments one program merges."""
 GRADIENT_WIDTHS = {True: 4096, False: 1024}
 """Columns of the gradient that one program works on, by whether rows are read in wide loads: no bit depends on it."""
 
@@ -72,27 +63,31 @@ def _statistics(
     inputs = (rows, *_rows(token_ids, temperature, ignore_index, row_indices))
     sizes = (vocab, rows.stride(0), ignore_index or 0)
     flags = {
-        "WIDE": vocab % ALIGNED.value == 0,
+        "WIDE": vocab % kernels.ALIGNED.value == 0,
         "HAS_ROWS": row_indices is not None,
         "HAS_IGNORED": ignore_index is not None,
         "PER_ROW": temperature.ndim > 0,
         "ENTROPY": entropy,
     }
-    segments = triton.cdiv(vocab, SEGMENT.value)
+    segments = triton.cdiv(vocab, kernels.SEGMENT.value)
     with device_of(logits):
         if segments == 1 or count >= SPLIT_BELOW:
-            _forward_rows[(count,)](*inputs, logp, lse, row_entropy, *sizes, **flags, num_warps=1)
+            kernels.forward_rows[(count,)](*inputs, logp, lse, row_entropy, *sizes, **flags, num_warps=1)
         else:
             parts = logits.new_empty((segments, 3, count), dtype=torch.float32)
-            _forward_segments[(count, segments)](*inputs, parts, count, *sizes, **flags, num_warps=1)
+            kernels.forward_segments[(count, segments)](*inputs, parts, count, *sizes, **flags, num_warps=1)
             merged = (parts, logp, lse, row_entropy, count, segments)
-            _forward_merge[(triton.cdiv(count, ROWS.value),)](*inputs, *merged, *sizes, **flags, num_warps=1)
+            kernels.forward_merge[(triton.cdiv(count, kernels.ROWS.value),)](
+                *inputs, *merged, *sizes, **flags, num_warps=1
+            )
     return logp, lse, row_entropy
 
 
 def _canonical(logits: torch.Tensor) -> torch.Tensor:
     """Return the rows contiguous, and where V allows it at addresses for wide loads; a copy if they are not."""
-    aligned = logits.shape[1] % ALIGNED.value or not (logits.stride(0) | logits.data_ptr()) % ALIGNED.value
+    aligned = (
+        logits.shape[1] % kernels.ALIGNED.value or not (logits.stride(0) | logits.data_ptr()) % kernels.ALIGNED.value
+    )
     if logits.stride(1) == 1 and aligned:
         return logits
     return torch.empty_like(logits, memory_format=torch.contiguous_format).copy_(logits)
@@ -162,9 +157,9 @@ def _gradient(
     grads = [logsumexp if grad is None else grad.contiguous() for grad in (grad_logp, grad_logsumexp, grad_entropy)]
     saved = (logsumexp, logsumexp if entropy is None else entropy, *grads)
     sizes = (vocab, *logits.stride(), *out.stride(), ignore_index or 0)
-    width = GRADIENT_WIDTHS[vocab % ALIGNED.value == 0]
+    width = GRADIENT_WIDTHS[vocab % kernels.ALIGNED.value == 0]
     with device_of(logits):
-        _backward[(count, triton.cdiv(vocab, width))](
+        kernels.backward[(count, triton.cdiv(vocab, width))](
             logits,
             out,
             *_rows(token_ids, temperature, ignore_index, row_indices),
@@ -180,198 +175,3 @@ def _gradient(
             WIDTH=width,
             num_warps=4,
         )
-
-
-@triton.jit
-def _segment(logits, row, row_stride, first, V, c, WIDE: tl.constexpr, ENTROPY: tl.constexpr):
-    """Return the state of columns ``first`` to ``first + SEGMENT`` of a row."""
-    base = logits + row * row_stride + first
-    if WIDE:
-        base = tl.multiple_of(base, ALIGNED)
-    columns = tl.arange(0, BLOCK)
-    width = tl.minimum(V - first, SEGMENT)
-    whole = width // BLOCK * BLOCK
-    top, total, weighted = softmax.empty()
-    for start in range(0, whole, BLOCK):
-        x = tl.load(base + start + columns).to(tl.float32)
-        top, total, weighted = softmax.add_block(x, c, top, total, weighted, ENTROPY)
-    if whole < width:
-        x = tl.load(base + whole + columns, mask=whole + columns < width, other=float("-inf")).to(tl.float32)
-        top, total, weighted = softmax.add_block(x, c, top, total, weighted, ENTROPY)
-    return top, total, weighted
-
-
-@triton.jit
-def _active(ids, marks, rows, here, ignore_index, HAS_ROWS: tl.constexpr, HAS_IGNORED: tl.constexpr):
-    """Return the ids of rows, and which of the rows are computed."""
-    id = tl.load(ids + rows, mask=here, other=0).to(tl.int64)
-    if HAS_ROWS:
-        here = here & (tl.load(marks + rows, mask=here, other=0) != 0)
-    if HAS_IGNORED:
-        here = here & (id != ignore_index)
-    return id, here
-
-
-@triton.jit
-def _write(
-    logits,
-    rows,
-    row_stride,
-    id,
-    V,
-    top,
-    total,
-    weighted,
-    inv,
-    logp,
-    lse,
-    entropy,
-    here,
-    active,
-    ENTROPY: tl.constexpr,
-):
-    """Write the statistics of one row or of several; 0 where a row is not computed, NaN where its id is no column."""
-    inside = active & (id >= 0) & (id < V)
-    x = tl.load(logits + rows * row_stride + id, mask=inside, other=float("nan")).to(tl.float32)
-    softmax.store_statistics(x, top, total, weighted, inv, logp, lse, entropy, rows, here, active, ENTROPY)
-
-
-@triton.jit(do_not_specialize=["row_stride"], do_not_specialize_on_alignment=["logits"])
-def _forward_rows(
-    logits,
-    ids,
-    temperature,
-    marks,
-    logp,
-    lse,
-    entropy,
-    V,
-    row_stride,
-    ignore_index,
-    WIDE: tl.constexpr,
-    HAS_ROWS: tl.constexpr,
-    HAS_IGNORED: tl.constexpr,
-    PER_ROW: tl.constexpr,
-    ENTROPY: tl.constexpr,
-):
-    """One program a row."""
-    row = tl.program_id(0).to(tl.int64)
-    id, active = _active(ids, marks, row, row >= 0, ignore_index, HAS_ROWS, HAS_IGNORED)
-    inv = softmax.inverse(temperature, row, active, PER_ROW)
-    c = inv * softmax.LOG2E
-    top, total, weighted = softmax.empty()
-    if active:
-        for first in range(0, V, SEGMENT):
-            part_top, part_total, part_weighted = _segment(logits, row, row_stride, first, V, c, WIDE, ENTROPY)
-            top, total, weighted = softmax.merge(top, total, weighted, part_top, part_total, part_weighted, c, ENTROPY)
-    _write(logits, row, row_stride, id, V, top, total, weighted, inv, logp, lse, entropy, row >= 0, active, ENTROPY)
-
-
-@triton.jit(do_not_specialize=["row_stride"], do_not_specialize_on_alignment=["logits"])
-def _forward_segments(
-    logits,
-    ids,
-    temperature,
-    marks,
-    parts,
-    count,
-    V,
-    row_stride,
-    ignore_index,
-    WIDE: tl.constexpr,
-    HAS_ROWS: tl.constexpr,
-    HAS_IGNORED: tl.constexpr,
-    PER_ROW: tl.constexpr,
-    ENTROPY: tl.constexpr,
-):
-    """One program a segment of a row; its state goes to ``parts[segment, 3, row]``."""
-    row = tl.program_id(0).to(tl.int64)
-    segment = tl.program_id(1)
-    _, active = _active(ids, marks, row, row >= 0, ignore_index, HAS_ROWS, HAS_IGNORED)
-    if active:
-        c = softmax.inverse(temperature, row, active, PER_ROW) * softmax.LOG2E
-        top, total, weighted = _segment(logits, row, row_stride, segment * SEGMENT, V, c, WIDE, ENTROPY)
-        softmax.store_part(parts, segment, count, row, row >= 0, top, total, weighted, ENTROPY)
-
-
-@triton.jit(do_not_specialize=["row_stride"], do_not_specialize_on_alignment=["logits"])
-def _forward_merge(
-    logits,
-    ids,
-    temperature,
-    marks,
-    parts,
-    logp,
-    lse,
-    entropy,
-    count,
-    segments,
-    V,
-    row_stride,
-    ignore_index,
-    WIDE: tl.constexpr,
-    HAS_ROWS: tl.constexpr,
-    HAS_IGNORED: tl.constexpr,
-    PER_ROW: tl.constexpr,
-    ENTROPY: tl.constexpr,
-):
-    """One program for some rows: their segments, in ascending order."""
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    here = rows < count
-    id, active = _active(ids, marks, rows, here, ignore_index, HAS_ROWS, HAS_IGNORED)
-    inv = softmax.inverse(temperature, rows, active, PER_ROW)
-    c = inv * softmax.LOG2E
-    top, total, weighted = softmax.merge_parts(parts, 0, segments, count, rows, active, c, ENTROPY)
-    _write(logits, rows, row_stride, id, V, top, total, weighted, inv, logp, lse, entropy, here, active, ENTROPY)
-
-
-@triton.jit
-def _backward(
-    logits,
-    out,
-    ids,
-    temperature,
-    marks,
-    logsumexp,
-    entropies,
-    grad_logp,
-    grad_logsumexp,
-    grad_entropy,
-    V,
-    row_stride,
-    column_stride,
-    out_row_stride,
-    out_column_stride,
-    ignore_index,
-    HAS_ROWS: tl.constexpr,
-    HAS_IGNORED: tl.constexpr,
-    PER_ROW: tl.constexpr,
-    HAS_LOGP: tl.constexpr,
-    HAS_LSE: tl.constexpr,
-    HAS_ENTROPY: tl.constexpr,
-    UNIT: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    """One program some columns of a row."""
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    here = columns < V
-    id, active = _active(ids, marks, row, row >= 0, ignore_index, HAS_ROWS, HAS_IGNORED)
-    if UNIT:
-        source, target = logits + row * row_stride + columns, out + row * out_row_stride + columns
-    else:
-        source = logits + row * row_stride + columns.to(tl.int64) * column_stride
-        target = out + row * out_row_stride + columns.to(tl.int64) * out_column_stride
-    dtype = out.dtype.element_ty
-    if active:
-        inv = softmax.inverse(temperature, row, active, PER_ROW)
-        lse, entropy = tl.load(logsumexp + row), tl.load(entropies + row)
-        chosen, slope, curve = softmax.upstream_of(
-            grad_logp, grad_logsumexp, grad_entropy, row, active, inv, HAS_LOGP, HAS_LSE, HAS_ENTROPY
-        )
-        x = tl.load(source, mask=here, other=0.0).to(tl.float32)
-        rest = softmax.nothing_or_nan(id, V)
-        dz = softmax.dlogits(x, columns == id, rest, inv, lse, entropy, chosen, slope, curve, HAS_ENTROPY)
-        tl.store(target, dz.to(dtype), mask=here)
-    else:
-        tl.store(target, tl.zeros((WIDTH,), tl.float32).to(dtype), mask=here)

@@ -59,6 +59,8 @@ ANYWHERE = {
     torch.float32: Schedule(64, 64, 16, 8, 3),
 }
 """Where nothing is tuned: small enough for every GPU."""
+FEW = 64
+"""Rows up to which a product is bound by reading the right operand, which swapped schedules were timed at."""
 IN_INTERPRETER = Schedule(64, 64, 64, 4, 1)
 
 
@@ -96,7 +98,8 @@ def schedule_for(m: int, n: int, k: int, dtype: torch.dtype, device: torch.devic
 
 @functools.lru_cache(maxsize=4096)
 def _fastest(m: int, n: int, k: int, units: int) -> Schedule:
-    return min(_candidates(), key=lambda candidate: candidate.time(m, n, k, units)).schedule
+    fitting = [candidate for candidate in _candidates() if candidate.schedule.swapped == (m <= FEW)]
+    return min(fitting, key=lambda candidate: candidate.time(m, n, k, units)).schedule
 
 
 @functools.cache

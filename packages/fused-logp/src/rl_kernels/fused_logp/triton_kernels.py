@@ -1,0 +1,212 @@
+"""The kernels of fused_logp's Triton backend, which says in which order they sum."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from rl_kernels.core.triton_lib import softmax
+
+SEGMENT = tl.constexpr(8192)
+"""Columns whose state is formed at a time."""
+BLOCK = tl.constexpr(1024)
+"""Columns that one warp takes at a time, 32 to a thread."""
+ALIGNED = tl.constexpr(16)
+"""V is a multiple of this, in elements, and addresses, in bytes, where rows are read in wide loads."""
+ROWS = tl.constexpr(32)
+"""Rows whose segments one program merges."""
+
+
+@triton.jit
+def _segment(logits, row, row_stride, first, V, c, WIDE: tl.constexpr, ENTROPY: tl.constexpr):
+    """Return the state of columns ``first`` to ``first + SEGMENT`` of a row."""
+    base = logits + row * row_stride + first
+    if WIDE:
+        base = tl.multiple_of(base, ALIGNED)
+    columns = tl.arange(0, BLOCK)
+    width = tl.minimum(V - first, SEGMENT)
+    whole = width // BLOCK * BLOCK
+    top, total, weighted = softmax.empty()
+    for start in range(0, whole, BLOCK):
+        x = tl.load(base + start + columns).to(tl.float32)
+        top, total, weighted = softmax.add_block(x, c, top, total, weighted, ENTROPY)
+    if whole < width:
+        x = tl.load(base + whole + columns, mask=whole + columns < width, other=float("-inf")).to(tl.float32)
+        top, total, weighted = softmax.add_block(x, c, top, total, weighted, ENTROPY)
+    return top, total, weighted
+
+
+@triton.jit
+def _active(ids, marks, rows, here, ignore_index, HAS_ROWS: tl.constexpr, HAS_IGNORED: tl.constexpr):
+    """Return the ids of rows, and which of the rows are computed."""
+    id = tl.load(ids + rows, mask=here, other=0).to(tl.int64)
+    if HAS_ROWS:
+        here = here & (tl.load(marks + rows, mask=here, other=0) != 0)
+    if HAS_IGNORED:
+        here = here & (id != ignore_index)
+    return id, here
+
+
+@triton.jit
+def _write(
+    logits,
+    rows,
+    row_stride,
+    id,
+    V,
+    top,
+    total,
+    weighted,
+    inv,
+    logp,
+    lse,
+    entropy,
+    here,
+    active,
+    ENTROPY: tl.constexpr,
+):
+    """Write the statistics of one row or of several; 0 where a row is not computed, NaN where its id is no column."""
+    inside = active & (id >= 0) & (id < V)
+    x = tl.load(logits + rows * row_stride + id, mask=inside, other=float("nan")).to(tl.float32)
+    softmax.store_statistics(x, top, total, weighted, inv, logp, lse, entropy, rows, here, active, ENTROPY)
+
+
+@triton.jit(do_not_specialize=["row_stride"], do_not_specialize_on_alignment=["logits"])
+def forward_rows(
+    logits,
+    ids,
+    temperature,
+    marks,
+    logp,
+    lse,
+    entropy,
+    V,
+    row_stride,
+    ignore_index,
+    WIDE: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
+    HAS_IGNORED: tl.constexpr,
+    PER_ROW: tl.constexpr,
+    ENTROPY: tl.constexpr,
+):
+    """One program a row."""
+    row = tl.program_id(0).to(tl.int64)
+    id, active = _active(ids, marks, row, row >= 0, ignore_index, HAS_ROWS, HAS_IGNORED)
+    inv = softmax.inverse(temperature, row, active, PER_ROW)
+    c = inv * softmax.LOG2E
+    top, total, weighted = softmax.empty()
+    if active:
+        for first in range(0, V, SEGMENT):
+            part_top, part_total, part_weighted = _segment(logits, row, row_stride, first, V, c, WIDE, ENTROPY)
+            top, total, weighted = softmax.merge(top, total, weighted, part_top, part_total, part_weighted, c, ENTROPY)
+    _write(logits, row, row_stride, id, V, top, total, weighted, inv, logp, lse, entropy, row >= 0, active, ENTROPY)
+
+
+@triton.jit(do_not_specialize=["row_stride"], do_not_specialize_on_alignment=["logits"])
+def forward_segments(
+    logits,
+    ids,
+    temperature,
+    marks,
+    parts,
+    count,
+    V,
+    row_stride,
+    ignore_index,
+    WIDE: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
+    HAS_IGNORED: tl.constexpr,
+    PER_ROW: tl.constexpr,
+    ENTROPY: tl.constexpr,
+):
+    """One program a segment of a row; its state goes to ``parts[segment, 3, row]``."""
+    row = tl.program_id(0).to(tl.int64)
+    segment = tl.program_id(1)
+    _, active = _active(ids, marks, row, row >= 0, ignore_index, HAS_ROWS, HAS_IGNORED)
+    if active:
+        c = softmax.inverse(temperature, row, active, PER_ROW) * softmax.LOG2E
+        top, total, weighted = _segment(logits, row, row_stride, segment * SEGMENT, V, c, WIDE, ENTROPY)
+        softmax.store_part(parts, segment, count, row, row >= 0, top, total, weighted, ENTROPY)
+
+
+@triton.jit(do_not_specialize=["row_stride"], do_not_specialize_on_alignment=["logits"])
+def forward_merge(
+    logits,
+    ids,
+    temperature,
+    marks,
+    parts,
+    logp,
+    lse,
+    entropy,
+    count,
+    segments,
+    V,
+    row_stride,
+    ignore_index,
+    WIDE: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
+    HAS_IGNORED: tl.constexpr,
+    PER_ROW: tl.constexpr,
+    ENTROPY: tl.constexpr,
+):
+    """One program for some rows: their segments, in ascending order."""
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    here = rows < count
+    id, active = _active(ids, marks, rows, here, ignore_index, HAS_ROWS, HAS_IGNORED)
+    inv = softmax.inverse(temperature, rows, active, PER_ROW)
+    c = inv * softmax.LOG2E
+    top, total, weighted = softmax.merge_parts(parts, 0, segments, count, rows, active, c, ENTROPY)
+    _write(logits, rows, row_stride, id, V, top, total, weighted, inv, logp, lse, entropy, here, active, ENTROPY)
+
+
+@triton.jit
+def backward(
+    logits,
+    out,
+    ids,
+    temperature,
+    marks,
+    logsumexp,
+    entropies,
+    grad_logp,
+    grad_logsumexp,
+    grad_entropy,
+    V,
+    row_stride,
+    column_stride,
+    out_row_stride,
+    out_column_stride,
+    ignore_index,
+    HAS_ROWS: tl.constexpr,
+    HAS_IGNORED: tl.constexpr,
+    PER_ROW: tl.constexpr,
+    HAS_LOGP: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr,
+    UNIT: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """One program some columns of a row."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    here = columns < V
+    id, active = _active(ids, marks, row, row >= 0, ignore_index, HAS_ROWS, HAS_IGNORED)
+    if UNIT:
+        source, target = logits + row * row_stride + columns, out + row * out_row_stride + columns
+    else:
+        source = logits + row * row_stride + columns.to(tl.int64) * column_stride
+        target = out + row * out_row_stride + columns.to(tl.int64) * out_column_stride
+    dtype = out.dtype.element_ty
+    if active:
+        inv = softmax.inverse(temperature, row, active, PER_ROW)
+        lse, entropy = tl.load(logsumexp + row), tl.load(entropies + row)
+        chosen, slope, curve = softmax.upstream_of(
+            grad_logp, grad_logsumexp, grad_entropy, row, active, inv, HAS_LOGP, HAS_LSE, HAS_ENTROPY
+        )
+        x = tl.load(source, mask=here, other=0.0).to(tl.float32)
+        rest = softmax.nothing_or_nan(id, V)
+        dz = softmax.dlogits(x, columns == id, rest, inv, lse, entropy, chosen, slope, curve, HAS_ENTROPY)
+        tl.store(target, dz.to(dtype), mask=here)
+    else:
+        tl.store(target, tl.zeros((WIDTH,), tl.float32).to(dtype), mask=here)

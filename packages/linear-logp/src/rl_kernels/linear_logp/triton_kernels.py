@@ -1,0 +1,274 @@
+"""The kernels of linear_logp's Triton backend, which says in which order they sum."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from rl_kernels.core.triton_lib import gemm, softmax
+
+SEGMENT = tl.constexpr(4096)
+"""Columns whose states are merged before any others."""
+BLOCK = tl.constexpr(256)
+"""Columns of a tile, which is where a sum over columns begins."""
+ROWS = tl.constexpr(32)
+"""Rows whose states one program merges."""
+TOKENS = tl.constexpr(128)
+"""Rows of hidden whose gradient to the bias is one term of its sum; blocks of rows are multiples of it."""
+SELECTED = tl.constexpr(64)
+"""Rows whose selected logits one program forms."""
+
+
+@triton.jit
+def _raw_logits(
+    hidden,
+    hidden_row,
+    hidden_k,
+    weight,
+    weight_row,
+    weight_k,
+    bias,
+    bias_stride,
+    row,
+    first,
+    N,
+    V,
+    D,
+    HIDDEN: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Return a tile of logits before the temperature."""
+    x = gemm.chain(
+        *(hidden, hidden_row, hidden_k, weight, weight_row, weight_k, row, first, N, V, D),
+        tl.zeros((BLOCK_M, BLOCK), tl.float32),
+        *(HIDDEN, WEIGHT, BLOCK_M, BLOCK, BLOCK_K),
+    )
+    if HAS_BIAS:
+        columns = first + tl.arange(0, BLOCK)
+        x += tl.load(bias + columns.to(tl.int64) * bias_stride, mask=columns < V, other=0.0).to(tl.float32)[None, :]
+    return x
+
+
+@triton.jit
+def _column(id, V):
+    """Return the columns that ids select, in 32 bits; -1 for one that is none."""
+    return tl.where((id >= 0) & (id < V), id, -1).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["N", "V", "width"])
+def states(
+    hidden,
+    hidden_row,
+    hidden_k,
+    weight,
+    weight_row,
+    weight_k,
+    bias,
+    bias_stride,
+    temperature,
+    parts,
+    N,
+    V,
+    D,
+    width,
+    HIDDEN: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PER_ROW: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    RAGGED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """One program some rows and ``width`` columns, a segment or a block: the states of its rows go to ``parts``."""
+    row_tile, unit = gemm.place_of(tl.program_id(0), tl.cdiv(N, BLOCK_M), tl.cdiv(V, width), GROUP)
+    row = row_tile * BLOCK_M
+    rows = row + tl.arange(0, BLOCK_M)
+    here = rows < N
+    c = softmax.inverse(temperature, rows, here, PER_ROW) * softmax.LOG2E
+    operands = (hidden, hidden_row, hidden_k, weight, weight_row, weight_k, bias, bias_stride)
+    total, weighted = tl.zeros_like(c), tl.zeros_like(c)
+    top = total + float("-inf")
+    # Flattened, the loads of the next block are under way while this one's states are formed.
+    for first in tl.range(unit * width, tl.minimum(unit * width + width, V), BLOCK, flatten=True):
+        x = _raw_logits(*operands, row, first, N, V, D, HIDDEN, WEIGHT, HAS_BIAS, BLOCK_M, BLOCK_K)
+        columns = first + tl.arange(0, BLOCK)
+        if RAGGED:
+            x = tl.where((columns < V)[None, :], x, float("-inf"))
+        block_top, block_total, block_weighted = softmax.rows_state(x, c, ENTROPY)
+        top, total, weighted = softmax.merge(top, total, weighted, block_top, block_total, block_weighted, c, ENTROPY)
+    softmax.store_part(parts, unit, N, rows, here, top, total, weighted, ENTROPY)
+
+
+@triton.jit(do_not_specialize=["N", "V"])
+def selected(
+    hidden,
+    hidden_row,
+    hidden_k,
+    weight,
+    weight_row,
+    weight_k,
+    bias,
+    bias_stride,
+    ids,
+    chosen,
+    N,
+    V,
+    D,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """One program some rows: the diagonal of their product with the rows of the weight that they select.
+
+    A chain has the same bits in every tile, so this costs less than to look for the selected logit in each of them.
+    """
+    rows = tl.program_id(0) * SELECTED + tl.arange(0, SELECTED)
+    column = _column(tl.load(ids + rows, mask=rows < N, other=-1), V)
+    inner = tl.arange(0, BLOCK_K)
+    left = hidden + rows.to(tl.int64)[:, None] * hidden_row
+    right = weight + column.to(tl.int64)[:, None] * weight_row
+    acc = tl.zeros((SELECTED, SELECTED), tl.float32)
+    for k in range(0, D, BLOCK_K):
+        at = (k + inner).to(tl.int64)[None, :]
+        x = tl.load(left + at * hidden_k, mask=(rows < N)[:, None] & (at < D), other=0.0)
+        y = tl.load(right + at * weight_k, mask=(column >= 0)[:, None] & (at < D), other=0.0)
+        acc = gemm.step(x, y, acc)
+    lanes = tl.arange(0, SELECTED)
+    value = tl.sum(tl.where(lanes[:, None] == lanes[None, :], acc, 0.0), 1)
+    if HAS_BIAS:
+        value += tl.load(bias + column.to(tl.int64) * bias_stride, mask=column >= 0, other=0.0).to(tl.float32)
+    tl.store(chosen + rows, value, mask=rows < N)
+
+
+@triton.jit(do_not_specialize=["count", "units"])
+def merge_blocks(parts, merged, temperature, count, units, PER_ROW: tl.constexpr, ENTROPY: tl.constexpr):
+    """One program some rows of a segment: the states of its blocks, merged."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    here = rows < count
+    c = softmax.inverse(temperature, rows, here, PER_ROW) * softmax.LOG2E
+    begin = tl.program_id(1) * (SEGMENT // BLOCK)
+    end = tl.minimum(begin + SEGMENT // BLOCK, units)
+    top, total, weighted = softmax.merge_parts(parts, begin, end, count, rows, here, c, ENTROPY)
+    softmax.store_part(merged, tl.program_id(1), count, rows, here, top, total, weighted, ENTROPY)
+
+
+@triton.jit(do_not_specialize=["count", "segments", "V", "ignore_index"])
+def finish(
+    parts,
+    temperature,
+    chosen,
+    ids,
+    logp,
+    lse,
+    entropy,
+    count,
+    segments,
+    V,
+    ignore_index,
+    HAS_IGNORED: tl.constexpr,
+    PER_ROW: tl.constexpr,
+    ENTROPY: tl.constexpr,
+):
+    """One program some rows: their segments, merged, and the statistics."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    here = rows < count
+    id = tl.load(ids + rows, mask=here, other=0)
+    active = here & (id != ignore_index) if HAS_IGNORED else here
+    inv = softmax.inverse(temperature, rows, here, PER_ROW)
+    c = inv * softmax.LOG2E
+    top, total, weighted = softmax.merge_parts(parts, 0, segments, count, rows, here, c, ENTROPY)
+    x = tl.load(chosen + rows, mask=active & (id >= 0) & (id < V), other=float("nan"))
+    softmax.store_statistics(x, top, total, weighted, inv, logp, lse, entropy, rows, here, active, ENTROPY)
+
+
+@triton.jit(do_not_specialize=["N", "V", "begin", "width", "ignore_index"])
+def dlogits(
+    hidden,
+    hidden_row,
+    hidden_k,
+    weight,
+    weight_row,
+    weight_k,
+    bias,
+    bias_stride,
+    ids,
+    temperature,
+    logsumexp,
+    entropies,
+    grad_logp,
+    grad_logsumexp,
+    grad_entropy,
+    dz,
+    dz_row,
+    partial,
+    N,
+    V,
+    D,
+    begin,
+    width,
+    ignore_index,
+    HIDDEN: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    STORED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PER_ROW: tl.constexpr,
+    HAS_IGNORED: tl.constexpr,
+    HAS_LOGP: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr,
+    DBIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    PERSISTENT: tl.constexpr,
+):
+    """One program a tile of the gradient of columns ``begin`` to ``begin + width``, or tile after tile."""
+    tiles_m, tiles_n = tl.cdiv(N, BLOCK_M), tl.cdiv(width, BLOCK)
+    last = tiles_m * tiles_n if PERSISTENT else tl.program_id(0) + 1
+    operands = (hidden, hidden_row, hidden_k, weight, weight_row, weight_k, bias, bias_stride)
+    for index in tl.range(tl.program_id(0), last, tl.num_programs(0), flatten=PERSISTENT):
+        tile_m, tile_n = gemm.place_of(index, tiles_m, tiles_n, GROUP)
+        row, first = tile_m * BLOCK_M, tile_n * BLOCK
+        x = _raw_logits(*operands, row, begin + first, N, V, D, HIDDEN, WEIGHT, HAS_BIAS, BLOCK_M, BLOCK_K)
+        rows, columns = row + tl.arange(0, BLOCK_M), first + tl.arange(0, BLOCK)
+        here = rows < N
+        id = tl.load(ids + rows, mask=here, other=-1)
+        column = _column(id, V) - begin
+        active = here & (id != ignore_index) if HAS_IGNORED else here
+        inv = softmax.inverse(temperature, rows, here, PER_ROW)
+        lse = tl.load(logsumexp + rows, mask=here, other=0.0)
+        entropy = tl.load(entropies + rows, mask=here, other=0.0)
+        chosen, slope, curve = softmax.upstream_of(
+            grad_logp, grad_logsumexp, grad_entropy, rows, active, inv, HAS_LOGP, HAS_LSE, HAS_ENTROPY
+        )
+        rest = softmax.nothing_or_nan(id, V)
+        selected = columns[None, :] == column[:, None]
+        d = softmax.dlogits(
+            *(x, selected, rest[:, None], inv[:, None], lse[:, None], entropy[:, None]),
+            *(chosen[:, None], slope[:, None], curve[:, None], HAS_ENTROPY),
+        )
+        if HAS_IGNORED or DBIAS:
+            d = tl.where(active[:, None], d, 0.0)
+        if DBIAS:
+            place = partial + tl.full((), tile_m, tl.int64) * width + columns
+            tl.store(place, tl.sum(d, 0), mask=columns < width)
+        if STORED:
+            dz.store([row, first], d.to(dz.dtype))
+        else:
+            place = dz + rows.to(tl.int64)[:, None] * dz_row + columns[None, :]
+            tl.store(place, d.to(dz.dtype.element_ty), mask=here[:, None] & (columns < width)[None, :])
+
+
+@triton.jit(do_not_specialize=["tiles", "width"])
+def add_tiles(partial, out, tiles, width):
+    """One program some columns: the partial sums of all tiles of rows, in ascending order, added to ``out``."""
+    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    here = columns < width
+    total = tl.load(out + columns, mask=here, other=0.0)
+    for tile in range(tiles):
+        total += tl.load(partial + tl.full((), tile, tl.int64) * width + columns, mask=here, other=0.0)
+    tl.store(out + columns, total, mask=here)

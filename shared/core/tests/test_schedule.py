@@ -1,0 +1,82 @@
+"""Schedules of matrix products: the table, the time that it expects, and what it is not allowed to look at."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rl_kernels.core.triton_lib import schedule
+from rl_kernels.core.triton_lib.schedule import ANYWHERE, Candidate, Schedule, schedule_for, tuned
+
+GPU = torch.device("cuda", 0)
+SHARED = 227 << 10
+SHAPES = [(m, n, k) for m in (1, 8, 33, 128, 1000, 8192) for n in (64, 1280, 4096, 57344) for k in (16, 4104, 8192)]
+TABLE = [Schedule(**entry["schedule"]) for entry in tuned("rl_kernels.core.triton_lib")["matmul"]]
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, "sm90")
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
+    monkeypatch.setattr(schedule, "INTERPRETED", False)
+    monkeypatch.setattr(schedule, "arch_of", lambda *_: arch)
+    monkeypatch.setattr(schedule, "processors", lambda _: 132)
+
+
+@pytest.mark.parametrize("cut", TABLE, ids=str)
+def test_schedule_of_the_table_fits_on_a_multiprocessor(cut: Schedule) -> None:
+    loads = (cut.rows + cut.columns) * cut.inner * 2 * cut.stages
+    stored = cut.rows * cut.columns // cut.parts * 2 if cut.persistent else 0
+    assert loads + stored <= SHARED
+    assert cut.inner % 16 == 0
+    assert cut.rows % 64 == 0
+    assert cut.parts in (1, 2)
+
+
+def test_entries_of_the_table_are_measured() -> None:
+    for entry in tuned("rl_kernels.core.triton_lib")["matmul"]:
+        assert entry["start"] > 0
+        assert entry["steps"] == sorted(entry["steps"])
+        assert min(entry["steps"]) > 0
+
+
+def test_tiles_of_a_swapped_schedule_lie_along_the_columns() -> None:
+    assert Schedule(64, 16, 128, 4, 4).tiles(100, 1000) == 2 * 63
+    assert Schedule(64, 16, 128, 4, 4, swapped=True).tiles(100, 1000) == 7 * 16
+
+
+def test_expected_time_counts_waves() -> None:
+    candidate = Candidate(Schedule(64, 64, 32, 4, 3), start=2.0, steps=(1.0, 1.5))
+    times = [candidate.time(64 * tiles, 64, 100, units=2) for tiles in (1, 2, 3, 4, 5, 9)]
+    # Four steps of K; two multiprocessors with two programs each.
+    assert times == [6.0, 6.0, 8.0, 8.0, 8.0 + 6.0, 8.0 + 8.0 + 6.0]
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(("m", "n", "k"), SHAPES)
+def test_every_product_has_a_schedule(m: int, n: int, k: int) -> None:
+    found = [schedule_for(m, n, k, dtype, GPU) for dtype in (torch.bfloat16, torch.float16)]
+    assert found[0] == found[1]
+    assert found[0] in TABLE
+
+
+@pytest.mark.usefixtures("hopper")
+def test_few_rows_stream_the_weight_and_many_take_large_tiles() -> None:
+    assert schedule_for(1, 4096, 4096, torch.bfloat16, GPU).swapped
+    assert schedule_for(8192, 12288, 4096, torch.bfloat16, GPU).persistent
+
+
+@pytest.mark.parametrize("arch", ["sm80", "sm100", "gfx942"])
+@pytest.mark.parametrize("dtype", [*ANYWHERE])
+def test_another_architecture_has_one_schedule(monkeypatch: pytest.MonkeyPatch, arch: str, dtype: torch.dtype) -> None:
+    pretend(monkeypatch, arch)
+    assert {schedule_for(*shape, dtype, GPU) for shape in SHAPES} == {ANYWHERE[dtype]}
+
+
+@pytest.mark.usefixtures("hopper")
+def test_fp32_has_one_schedule_whose_load_is_one_step() -> None:
+    found = {schedule_for(*shape, torch.float32, GPU) for shape in SHAPES}
+    assert len(found) == 1
+    assert found.pop().inner == 16
