@@ -43,12 +43,12 @@ class Operand(NamedTuple):
 
 def operand(x: torch.Tensor, rows: int, k: int) -> Operand:
     """Return how tiles ``[rows, k]`` of ``x[rows, K]`` are read where it lies."""
-    strides = x.stride()
+    row_stride, k_stride = x.stride()
     if described(x):
-        return Operand(descriptor(x, rows, k), *strides, ROWS.value)
+        return Operand(descriptor(x, rows, k), row_stride, k_stride, ROWS.value)
     if described(x.t()):
-        return Operand(descriptor(x.t(), k, rows), *strides, COLUMNS.value)
-    return Operand(x, *strides, POINTERS.value)
+        return Operand(descriptor(x.t(), k, rows), row_stride, k_stride, COLUMNS.value)
+    return Operand(x, row_stride, k_stride, POINTERS.value)
 
 
 def described(x: torch.Tensor) -> bool:
@@ -85,13 +85,14 @@ def matmul(
     """
     if not out.numel():
         return
-    cut = schedule or schedule_for(*out.shape, a.shape[1], a.dtype, a.device)
+    (m, k), n = a.shape, b.shape[1]
+    cut = schedule or schedule_for(m, n, k, a.dtype, a.device)
     left, right, target = (b.t(), a, out.t()) if cut.swapped else (a, b.t(), out)
     stored = described(target)
     if not stored and out.dtype == torch.float32:
         # What such a tile needs to be stored does not fit beside the loads of the next one.
         cut = replace(cut, persistent=False, parts=1)
-    tiles = cut.tiles(*out.shape)
+    tiles = cut.tiles(m, n)
     with device_of(a):
         _matmul[(min(tiles, processors(a.device)) if cut.persistent else tiles,)](
             *(first := operand(left, cut.rows, cut.inner))[:3],
@@ -101,7 +102,7 @@ def matmul(
             out if bias is None else bias,
             0 if bias is None else bias.stride(0),
             *target.shape,
-            a.shape[1],
+            k,
             LEFT=first.kind,
             RIGHT=second.kind,
             STORED=stored,
