@@ -7,7 +7,7 @@ from rl_kernels import core
 EVERY_MODULE = """
 import importlib, pkgutil, sys
 import rl_kernels.core
-KERNELS = {"rl_kernels.core.triton_lib.arithmetic", "rl_kernels.core.triton_lib.softmax"}
+KERNELS = {f"rl_kernels.core.triton_lib.{name}" for name in ("arithmetic", "gemm", "softmax")}
 names = {module.name for module in pkgutil.walk_packages(rl_kernels.core.__path__, "rl_kernels.core.")}
 assert names > KERNELS
 for name in sorted(names - KERNELS):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rl_kernels.core.bench.record import OURS, Record
 
@@ -74,7 +74,7 @@ def _axes(
     title: str,
     records: Sequence[Record],
     name: str,
-    styles: Mapping[str, Mapping[str, object]],
+    styles: Mapping[str, Mapping[str, Any]],
     *,
     named: bool,
 ) -> None:

@@ -18,7 +18,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rl_kernels.core.operator import arch_of
-from rl_kernels.core.triton_lib.arithmetic import INTERPRETED
+from rl_kernels.core.triton_lib.arithmetic import INTERPRETED, fma
 from rl_kernels.core.triton_lib.launch import device_of
 from rl_kernels.core.triton_lib.schedule import HALF, Schedule, processors, schedule_for
 
@@ -144,7 +144,8 @@ def step(left, right, acc):
     elif left.dtype == tl.float32:
         # One term at a time, a long chain would lose digits: a step is summed from zero.
         tl.static_assert(left.shape[1] == STEP, "FP32 operands are loaded one step at a time")
-        return acc + tl.dot(left, right.T, input_precision="ieee")
+        # Added by an fma: Triton would take a plain sum of a product and the rest for a product that continues it.
+        return fma(tl.dot(left, right.T, input_precision="ieee"), tl.full(acc.shape, 1.0, tl.float32), acc)
     else:
         return tl.dot(left, right.T, acc)
 
