@@ -208,7 +208,7 @@ class Steps:
                 lse,
                 *saved,
                 gemm.descriptor(dz, cut.rows, kernels.BLOCK.value) if stored else dz,
-                dz.stride(0),
+                0 if stored else dz.stride(0),
                 partial,
                 count,
                 len(weight),

@@ -43,11 +43,12 @@ class Operand(NamedTuple):
 
 def operand(x: torch.Tensor, rows: int, k: int) -> Operand:
     """Return how tiles ``[rows, k]`` of ``x[rows, K]`` are read where it lies."""
-    row_stride, k_stride = x.stride()
+    # A descriptor knows its strides: given as 0 they make no kernels of their own.
     if described(x):
-        return Operand(descriptor(x, rows, k), row_stride, k_stride, ROWS.value)
+        return Operand(descriptor(x, rows, k), 0, 0, ROWS.value)
     if described(x.t()):
-        return Operand(descriptor(x.t(), k, rows), row_stride, k_stride, COLUMNS.value)
+        return Operand(descriptor(x.t(), k, rows), 0, 0, COLUMNS.value)
+    row_stride, k_stride = x.stride()
     return Operand(x, row_stride, k_stride, POINTERS.value)
 
 
@@ -98,7 +99,7 @@ def matmul(
             *(first := operand(left, cut.rows, cut.inner))[:3],
             *(second := operand(right, cut.columns, cut.inner))[:3],
             descriptor(target, cut.rows, cut.columns // cut.parts) if stored else target,
-            *target.stride(),
+            *((0, 0) if stored else target.stride()),
             out if bias is None else bias,
             0 if bias is None else bias.stride(0),
             *target.shape,
