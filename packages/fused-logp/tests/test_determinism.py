@@ -94,7 +94,13 @@ def test_unchecked_ids_and_rows_give_nan_and_read_nothing_outside():
     found = fused_logp(logits, torch.tensor([int(ids[0]), 10, -5, 10**9]), validate=False)
     assert bits(found[0], good[0]).passed
     assert found[1:].isnan().all()
-    fused_logp(logits, ids, row_indices=torch.tensor([0, 10**9]), validate=False)
+    rows = {"row_indices": torch.tensor([0, 10**9, -7]), "validate": False}
+    fused_logp(logits, ids, **rows, out=torch.zeros(4))
+    for inplace in (False, True):
+        leaf = logits.clone().requires_grad_()
+        fused_logp(leaf * 1, ids, **rows, inplace_backward=inplace).sum().backward()
+        assert leaf.grad.isfinite().all()
+    assert fused_logp(logits[:0], ids[:0], **rows).shape == (0,)
 
 
 def test_rows_outside_the_index_are_left_alone_in_out():

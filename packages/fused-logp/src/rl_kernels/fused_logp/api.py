@@ -68,7 +68,8 @@ def fused_logp(
     chosen = choose(OPERATOR, describe(logits), backend)
     vocab = logits.shape[-1]
     scale = scalar_or_rows(temperature, compute_dtype(logits.dtype))
-    arguments = (logits.reshape(-1, vocab), token_ids.reshape(-1), scale, ignore_index, row_indices)
+    rows = None if row_indices is None else _inside(row_indices, token_ids.numel())
+    arguments = (logits.reshape(-1, vocab), token_ids.reshape(-1), scale, ignore_index, rows)
     if logits.requires_grad and torch.is_grad_enabled():
         results = _FusedLogp.apply(*arguments, reduction, return_stats, inplace_backward, chosen.name)
     else:
@@ -76,7 +77,7 @@ def fused_logp(
 
     logp = results[0].view(token_ids.shape).to(output_dtype)
     if out is not None:
-        logp = _write(out, logp, row_indices)
+        logp = _write(out, logp, rows)
     if not return_stats:
         return logp
     stats_dtype = compute_dtype(output_dtype)
@@ -137,9 +138,13 @@ def _validate_storage(
             )
 
 
-def _write(out: torch.Tensor, logp: torch.Tensor, row_indices: torch.Tensor | None) -> torch.Tensor:
-    if row_indices is not None:
-        rows = row_indices.long()
+def _inside(row_indices: torch.Tensor, count: int) -> torch.Tensor:
+    """Return indices of int64 that lie within the rows: unchecked ones (validate=False) may not."""
+    return row_indices.long().clamp(0, count - 1) if count else row_indices.new_empty(0, dtype=torch.int64)
+
+
+def _write(out: torch.Tensor, logp: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
+    if rows is not None:
         logp = out.flatten().index_copy(0, rows, logp.flatten()[rows]).view(out.shape)
     return out.copy_(logp)
 

@@ -102,9 +102,9 @@ def backward_inplace(
             logits[rows] = dz
         return
     others = torch.ones(logits.shape[0], dtype=torch.bool, device=logits.device)
-    logits.masked_fill_(others.index_fill(0, row_indices.long(), False)[:, None], 0)
+    logits.masked_fill_(others.index_fill(0, row_indices, False)[:, None], 0)
     # In order, a row that is given twice stands at the end of one block and the start of the next: it is done once.
-    done = torch.full_like(row_indices[:1], -1, dtype=torch.int64)
+    done = torch.full_like(row_indices[:1], -1)
     for rows, dz in _gradients(logits, *arguments, row_indices.sort().values, logsumexp, *upstream):
         assert isinstance(rows, torch.Tensor)
         logits[rows] = torch.where((rows == done)[:, None], logits[rows], dz)
@@ -131,8 +131,7 @@ def _gradients(
 def _blocks(logits: torch.Tensor, row_indices: torch.Tensor | None) -> Iterator[Rows]:
     height = max(BLOCK_ELEMENTS // logits.shape[1], 1)
     if row_indices is not None:
-        # Unchecked indices (validate=False) must not read out of bounds.
-        yield from row_indices.long().clamp(0, max(logits.shape[0] - 1, 0)).split(height)
+        yield from row_indices.split(height)
         return
     for row in range(0, logits.shape[0], height):
         yield slice(row, row + height)

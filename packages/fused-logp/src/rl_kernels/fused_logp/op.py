@@ -1,7 +1,8 @@
 """What fused_logp is to the registry and to torch: schemas, fake kernels, backends and their promises.
 
 In the raw ops logits are ``[N, V]`` of any strides, ids ``[N]``, temperature ``[]`` or ``[N]`` in the dtype of the
-computation (FP32, FP64 for FP64 logits); logp, logsumexp and entropy are ``[N]`` in that dtype too.
+computation (FP32, FP64 for FP64 logits); logp, logsumexp and entropy are ``[N]`` in that dtype too. row_indices are
+int64 and lie in ``[0, N)``.
 """
 
 from __future__ import annotations

@@ -104,8 +104,7 @@ def _rows(
     marks = ids
     if row_indices is not None:
         # Marks, not indices: a row that is given twice is computed, and overwritten, once.
-        inside = row_indices.long().clamp(0, len(ids) - 1)
-        marks = torch.zeros_like(ids, dtype=torch.int8).index_fill_(0, inside, 1)
+        marks = torch.zeros_like(ids, dtype=torch.int8).index_fill_(0, row_indices, 1)
     return ids, temperature.contiguous() if temperature.ndim else float(temperature), marks
 
 
