@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from itertools import pairwise
 
 import pytest
@@ -19,6 +20,7 @@ from rl_kernels.det_gemm.op import OPERATOR
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
+gemm = pytest.importorskip("rl_kernels.core.triton_lib.gemm")
 if "triton" not in [backend.name for backend in OPERATOR.backends]:
     pytest.skip("det_gemm has no Triton backend", allow_module_level=True)
 pytestmark = pytest.mark.gpu
@@ -160,6 +162,17 @@ def test_bits_are_those_of_the_plain_chain(dtype, m, n, k):
     da, db = torch.autograd.grad(forced(det_gemm, *leaves), leaves, upstream)
     assert bits(da, chained(upstream, b.detach().t()).to(dtype)).passed
     assert bits(db, chained(a.detach().t(), upstream).to(dtype)).passed
+
+
+def test_first_thing_that_a_thread_does_on_the_gpu() -> None:
+    draw = Draw(torch.bfloat16, "cuda", seed=8)
+    a, b = draw.normal(64, 64), draw.normal(64, 64)
+    expected, found = forced(det_gemm, a, b), torch.empty(64, 64, device="cuda", dtype=torch.bfloat16)
+    # No tensor is made in it, so nothing but the product can give the thread a context.
+    thread = threading.Thread(target=gemm.matmul, args=(a, b, found))
+    thread.start()
+    thread.join()
+    assert bits(found, expected).passed
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
