@@ -115,7 +115,7 @@ def scalar_or_rows(value: float | torch.Tensor, dtype: torch.dtype) -> torch.Ten
     """Return a number as ``scalar`` does, or a tensor ``[...]`` with one value a row as ``[N]``, in ``dtype``."""
     if not isinstance(value, torch.Tensor):
         return scalar(value, dtype)
-    return value.to(dtype).reshape(-1) if value.ndim else value.to(dtype)
+    return value.to(dtype).reshape(-1)
 
 
 def autocast_linear(
