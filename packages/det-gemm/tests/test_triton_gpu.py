@@ -164,6 +164,16 @@ def test_bits_are_those_of_the_plain_chain(dtype, m, n, k):
     assert bits(db, chained(a.detach().t(), upstream).to(dtype)).passed
 
 
+def test_expanded_and_overlapping_rows_have_the_bits_of_their_copies() -> None:
+    draw = Draw(torch.bfloat16, "cuda", seed=9)
+    b = draw.normal(256, 128)
+    for a in (draw.normal(1, 256).expand(300, 256), draw.normal(4096).unfold(0, 256, 8)):
+        assert bits(forced(det_gemm, a, b), forced(det_gemm, a.clone(), b)).passed
+        upstream = draw.normal(1, 128).expand(len(a), 128)
+        found = [forced(det_gemm_dw, a, value) for value in (upstream, upstream.clone())]
+        assert bits(*found).passed
+
+
 def test_first_thing_that_a_thread_does_on_the_gpu() -> None:
     draw = Draw(torch.bfloat16, "cuda", seed=8)
     a, b = draw.normal(64, 64), draw.normal(64, 64)

@@ -237,3 +237,11 @@ def test_no_graph_without_need() -> None:
     with torch.no_grad():
         assert not linear_logp(**call).requires_grad
     assert linear_logp(**call).requires_grad
+
+
+def test_no_features() -> None:
+    hidden, weight = torch.zeros(2, 3, 0, requires_grad=True), torch.zeros(4, 0, requires_grad=True)
+    logp = linear_logp(hidden, weight, torch.zeros(2, 3, dtype=torch.int64))
+    torch.testing.assert_close(logp, torch.full((2, 3), 0.25).log())
+    logp.sum().backward()
+    assert (hidden.grad.shape, weight.grad.shape) == (hidden.shape, weight.shape)

@@ -78,19 +78,24 @@ def test_main_grad_is_continued_in_pieces_and_blocks(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("count", [1, 200, 4096, 100_000])
 @pytest.mark.parametrize("workspace_mib", [1, 64, 256, 4096])
-def test_cut_keeps_to_the_workspace(count: int, workspace_mib: int) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cut_keeps_to_the_workspace(count: int, workspace_mib: int, dtype: torch.dtype) -> None:
     from rl_kernels.linear_logp.inputs import Inputs
-    from rl_kernels.linear_logp.triton_backend import LEAST_HEIGHT, LEAST_PIECE, Steps
+    from rl_kernels.linear_logp.triton_backend import LEAST_HEIGHT, LEAST_PIECE, Steps, schedule_of
 
     size, vocab = 128, 151_936
-    meta = {"device": "meta", "dtype": torch.bfloat16}
+    meta = {"device": "meta", "dtype": dtype}
     operands = torch.empty(count, size, **meta), torch.empty(vocab, size, **meta)
     inputs = Inputs(*operands, torch.empty(count, device="meta"), None, torch.ones(()), None)
-    piece, height = Steps().cut(inputs, workspace_mib << 20, [True, True, False])
+    piece, height = Steps().cut(inputs, workspace_mib << 20, [True, True, True])
     assert piece % 256 == 0
     assert height % 128 == 0
-    used = 2 * min(count, height) * min(piece, vocab) + (4 * piece * size if height < count else 0)
-    assert used <= max(workspace_mib << 20, LEAST_PIECE * (4 * size + 2 * LEAST_HEIGHT))
+    dz = torch.empty(0, **meta)
+    # dz and the parts of dbias, and dW where there are several blocks.
+    height, rows = min(count, height), schedule_of("gradient", dz).rows
+    used = min(piece, vocab) * (height * dz.itemsize + -(-height // rows) * 4) + (4 * piece * size * (height < count))
+    least = LEAST_PIECE * (4 * size + LEAST_HEIGHT * dz.itemsize + LEAST_HEIGHT // rows * 4)
+    assert used <= max(workspace_mib << 20, least)
 
 
 def test_every_row_and_column_is_worked_on_when_one_is_left_over() -> None:
@@ -101,3 +106,11 @@ def test_every_row_and_column_is_worked_on_when_one_is_left_over() -> None:
     logp = torch.log_softmax(hidden.double() @ weight.double().t(), -1)
     torch.testing.assert_close(found.logp.double(), logp.gather(1, ids[:, None])[:, 0], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found.entropy.double(), -(logp.exp() * logp).sum(-1), rtol=1e-5, atol=1e-5)
+
+
+def test_selected_logit_has_the_bits_of_its_tile() -> None:
+    hidden = Draw(torch.float32, DEVICE, seed=8).normal(40, 300)
+    ids = torch.zeros(40, dtype=torch.int64, device=DEVICE)
+    # One entry: its probability is 1, to the last bit.
+    found = linear_logp(hidden, hidden[:1] + 1, ids, return_stats=True, backend="triton")
+    assert not found.logp.any()

@@ -37,16 +37,22 @@ def assert_same(found, expected, what):
         assert comparison.passed, f"{what}, {name}: {comparison.message}"
 
 
-@pytest.mark.parametrize("vocab", [257, 32768, 50257])
-@pytest.mark.parametrize("size", [64, 1024, 2048])
-def test_a_row_has_the_same_bits_in_every_batch(size, vocab):
+@pytest.mark.parametrize(
+    ("size", "vocab", "all_options"),
+    [(size, vocab, False) for size in (64, 1024, 2048) for vocab in (257, 32768, 50257)]
+    + [(64, 4095, True), (1023, 1001, True)],
+)
+def test_a_row_has_the_same_bits_in_every_batch(size, vocab, all_options):
     hidden, weight, ids, upstream = operands(size, vocab)
+    draw = Draw(torch.bfloat16, "cuda", seed=4)
+    bias, temperature = draw.normal(vocab), draw.uniform(0.5, 2.0, len(hidden), dtype=torch.float32)
 
-    def run(index, **options):
+    def run(index):
+        options = {"bias": bias, "temperature": temperature[index]} if all_options else {}
         return results(hidden[index], weight, ids[index], upstream[:, index], **options)
 
-    whole = results(hidden, weight, ids, upstream)
     count = len(hidden)
+    whole = run(slice(count))
     for row in (0, 70, count - 1):
         one = slice(row, row + 1)
         assert_same(run(one), [value[one] for value in whole], f"row {row} alone")
@@ -109,3 +115,15 @@ def test_backward_holds_the_gradients_and_the_workspace(workspace_mib):
     # What the forward keeps for the backward, and a few vectors, beside the two.
     assert mib <= gradients + workspace_mib + 16
     assert mib <= 800
+
+
+def test_a_temperature_without_dims_is_read_on_the_device():
+    hidden, weight, ids, _ = operands(64, 257, rows=1)
+    temperature = torch.tensor(0.7, device="cuda")
+    expected = linear_logp(hidden[0], weight, ids[0], temperature=0.7, backend="triton")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = linear_logp(hidden[0], weight, ids[0], temperature=temperature, validate=False, backend="triton")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert bits(found, expected).passed

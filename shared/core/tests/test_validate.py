@@ -188,10 +188,17 @@ def test_main_grad():
     refuses(ValueError, message, check.main_grad, "buffer", X.t(), weight)
     message = "buffer: expected device cpu (that of its weight), got meta"
     refuses(ValueError, message, check.main_grad, "buffer", X.to("meta"), weight)
-    message = "buffer: expected elements with storage of their own, got stride 0 in (0, 1)"
+    message = "buffer: expected elements with storage of their own, got strides (0, 1) for shape (2, 3)"
     refuses(ValueError, message, check.main_grad, "buffer", torch.zeros(3).expand(2, 3), weight)
 
 
 def test_own_storage_lets_a_single_element_have_any_stride():
     check.own_storage("x", torch.as_strided(torch.zeros(1), (1, 1), (0, 0)))
     check.own_storage("x", X[:, ::2])
+
+
+def test_own_storage_refuses_dims_that_overlap():
+    check.own_storage("x", torch.zeros(3, 4, 5).permute(2, 0, 1))
+    for shape, strides in (((8, 8), (1, 1)), ((4, 4), (3, 1)), ((2, 3, 4), (1, 4, 1))):
+        with pytest.raises(ValueError, match="x: expected elements with storage of their own"):
+            check.own_storage("x", torch.zeros(64).as_strided(shape, strides))

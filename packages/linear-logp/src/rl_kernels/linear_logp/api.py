@@ -71,7 +71,8 @@ def linear_logp(
         check.main_grad("lm_head_weight.main_grad", main_grad, weight)
     chosen = choose(OPERATOR, describe(hidden, weight, target_ids, bias), backend)
     scale = scalar_or_rows(temperature, compute_dtype(hidden.dtype))
-    arguments = (hidden.reshape(-1, hidden.shape[-1]), weight, target_ids.reshape(-1), bias, scale, ignore_index)
+    rows = hidden.flatten(0, -2) if hidden.ndim > 1 else hidden[None]
+    arguments = (rows, weight, target_ids.reshape(-1), bias, scale, ignore_index)
     differentiable = hidden.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     if differentiable and torch.is_grad_enabled():
         results = _LinearLogp.apply(*arguments, main_grad, workspace_mib, return_stats, chosen.name)

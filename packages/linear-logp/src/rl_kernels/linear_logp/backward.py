@@ -53,7 +53,9 @@ def gradients(
     With ``main_grad`` that of the weight is added to it, and comes back empty.
     """
     count, dtype = inputs.hidden.shape[0], rowwise.compute_dtype(inputs.hidden.dtype)
-    inputs, workspace = _cleaned(inputs, workspace_mib << 20)
+    workspace = workspace_mib << 20
+    if needed[1]:
+        inputs, workspace = _cleaned(inputs, workspace)
     hidden, weight = inputs.hidden, inputs.weight
     dhidden = hidden.new_empty(hidden.shape if needed[0] else 0, dtype=dtype)
     dweight = weight.new_empty(weight.shape if needed[1] and main_grad is None else 0)

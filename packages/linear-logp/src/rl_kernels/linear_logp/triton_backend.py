@@ -23,8 +23,6 @@ from rl_kernels.linear_logp import triton_kernels as kernels
 from rl_kernels.linear_logp.backward import gradients
 from rl_kernels.linear_logp.inputs import Inputs
 
-SELECTED_INNER = {torch.float32: 16, torch.bfloat16: 64, torch.float16: 64}
-"""Terms of D that it loads at a time."""
 LEAST_PIECE, LEAST_HEIGHT = 2048, 4096
 """Columns and rows that the backward pass takes at once if there is no room for more: less would be slow."""
 
@@ -142,7 +140,7 @@ def _statistics(inputs: Inputs, *, entropy: bool) -> tuple[torch.Tensor, torch.T
             vocab,
             hidden.shape[1],
             HAS_BIAS=inputs.bias is not None,
-            BLOCK_K=SELECTED_INNER[hidden.dtype],
+            BLOCK_K=16 if hidden.dtype == torch.float32 and not INTERPRETED else 64,
             num_warps=4,
             num_stages=4,
         )
@@ -173,15 +171,16 @@ class Steps:
     def cut(self, inputs: Inputs, workspace: int, needed: Sequence[bool]) -> tuple[int, int]:
         """Return (piece, height), multiples of 256 and 128: all rows at once if a piece of 2048 columns fits then."""
         (count, size), vocab = inputs.hidden.shape, len(inputs.weight)
-        item, tiles = inputs.hidden.itemsize, triton.cdiv(count, kernels.TOKENS.value)
-        width = workspace // (count * item + 4 * tiles * needed[2]) // kernels.BLOCK.value * kernels.BLOCK.value
+        # Beside dz each tile of rows has its part of the sum that is dbias.
+        tile = schedule_of("gradient", inputs.hidden).rows
+        item, part = inputs.hidden.itemsize, 4 * needed[2]
+        block, tokens = kernels.BLOCK.value, kernels.TOKENS.value
+        width = workspace // (count * item + triton.cdiv(count, tile) * part) // block * block
         if width >= min(vocab, LEAST_PIECE):
             pieces = triton.cdiv(vocab, width)
-            return triton.cdiv(
-                triton.cdiv(vocab, pieces), kernels.BLOCK.value
-            ) * kernels.BLOCK.value, tiles * kernels.TOKENS.value
-        height = (workspace - 4 * LEAST_PIECE * size) // (LEAST_PIECE * item)
-        return LEAST_PIECE, max(height, LEAST_HEIGHT) // kernels.TOKENS.value * kernels.TOKENS.value
+            return triton.cdiv(triton.cdiv(vocab, pieces), block) * block, triton.cdiv(count, tokens) * tokens
+        height = (workspace - 4 * LEAST_PIECE * size) * tile // (LEAST_PIECE * (item * tile + part))
+        return LEAST_PIECE, max(height, LEAST_HEIGHT) // tokens * tokens
 
     def dlogits(
         self, block: Inputs, upstream: LogpUpstream, columns: slice, dbias: torch.Tensor | None

@@ -14,7 +14,7 @@ BLOCK = tl.constexpr(256)
 ROWS = tl.constexpr(32)
 """Rows whose states one program merges."""
 TOKENS = tl.constexpr(128)
-"""Rows of hidden whose gradient to the bias is one term of its sum; blocks of rows are multiples of it."""
+"""Blocks of rows are multiples of it, and so of every tile's height: each tile's sum is one term of dbias."""
 SELECTED = tl.constexpr(64)
 """Rows whose selected logits one program forms."""
 

@@ -154,9 +154,15 @@ def main_grad(name: str, value: torch.Tensor, weight: torch.Tensor) -> None:
 
 
 def own_storage(name: str, value: torch.Tensor) -> None:
-    """Require a tensor that can be written: no expanded dim, whose elements would share storage."""
-    if any(stride == 0 and size > 1 for stride, size in zip(value.stride(), value.shape, strict=True)):
-        raise ValueError(f"{name}: expected elements with storage of their own, got stride 0 in {value.stride()}")
+    """Require a tensor that can be written: no dim is expanded or overlaps another, so no elements share storage."""
+    reach = 0
+    for stride, size in sorted((s, n) for s, n in zip(value.stride(), value.shape, strict=True) if n > 1):
+        if stride <= reach:
+            raise ValueError(
+                f"{name}: expected elements with storage of their own, got strides {value.stride()} "
+                f"for shape {tuple(value.shape)}"
+            )
+        reach += stride * (size - 1)
 
 
 def _names(dtypes: Sequence[torch.dtype]) -> str:

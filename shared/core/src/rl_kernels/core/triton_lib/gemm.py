@@ -59,7 +59,9 @@ def described(x: torch.Tensor) -> bool:
     if not INTERPRETED.value and arch_of(x.device.type, x.device.index) != "sm90":
         return False
     outer = 0 if x.shape[0] == 1 else x.stride(0) * x.itemsize
-    return (x.stride(1) == 1 or x.shape[1] == 1) and not (outer | x.data_ptr()) % ALIGNED
+    # Rows that overlap, such as expanded ones, are for pointers.
+    apart = x.shape[0] == 1 or x.stride(0) >= x.shape[1]
+    return (x.stride(1) == 1 or x.shape[1] == 1) and apart and not (outer | x.data_ptr()) % ALIGNED
 
 
 def descriptor(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
@@ -228,7 +230,7 @@ def _store(
         tl.store(place, acc.to(c.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["M", "N"])
+@triton.jit(do_not_specialize=["M", "N", "K"])
 def _matmul(
     a,
     a_row_stride,

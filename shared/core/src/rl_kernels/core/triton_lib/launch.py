@@ -12,7 +12,7 @@ import torch
 
 from rl_kernels.core.operator import INVARIANT, Backend, Call
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
 """Triton reads it when it is imported, so it is read once here too."""
 INSTALLED = find_spec("triton") is not None
 

@@ -4,7 +4,8 @@ A state is (top, total, weighted) of a stretch of raw values x, whose logits are
 of ``2^(x c - r)`` and of ``2^(x c - r) (x c - r)``, where ``c = inv log2(e)`` and the reference ``r = round(top c)``.
 One fused multiply-add an element forms the exponent without an error of its own; what rounding r took away is put back
 once a row. In memory states are ``parts[part, 3, row]``. The arithmetic is explicit, so that no compiler may fuse it
-one way in one kernel and another in the next.
+one way in one kernel and another in the next; only the terms of a block's weighted sum are left to it, which the
+kernels of an operator form by one and the same code.
 """
 
 from __future__ import annotations
