@@ -23,6 +23,8 @@ from rl_kernels.linear_logp import triton_kernels as kernels
 from rl_kernels.linear_logp.backward import gradients
 from rl_kernels.linear_logp.inputs import Inputs
 
+TOKENS = 128
+"""Blocks of rows are multiples of it, and so of every tile's height: each tile's sum is one term of dbias."""
 LEAST_PIECE, LEAST_HEIGHT = 2048, 4096
 """Columns and rows that the backward pass takes at once if there is no room for more: less would be slow."""
 
@@ -174,13 +176,13 @@ class Steps:
         # Beside dz each tile of rows has its part of the sum that is dbias.
         tile = schedule_of("gradient", inputs.hidden).rows
         item, part = inputs.hidden.itemsize, 4 * needed[2]
-        block, tokens = kernels.BLOCK.value, kernels.TOKENS.value
+        block = kernels.BLOCK.value
         width = workspace // (count * item + triton.cdiv(count, tile) * part) // block * block
         if width >= min(vocab, LEAST_PIECE):
             pieces = triton.cdiv(vocab, width)
-            return triton.cdiv(triton.cdiv(vocab, pieces), block) * block, triton.cdiv(count, tokens) * tokens
+            return triton.cdiv(triton.cdiv(vocab, pieces), block) * block, triton.cdiv(count, TOKENS) * TOKENS
         height = (workspace - 4 * LEAST_PIECE * size) * tile // (LEAST_PIECE * (item * tile + part))
-        return LEAST_PIECE, max(height, LEAST_HEIGHT) // tokens * tokens
+        return LEAST_PIECE, max(height, LEAST_HEIGHT) // TOKENS * TOKENS
 
     def dlogits(
         self, block: Inputs, upstream: LogpUpstream, columns: slice, dbias: torch.Tensor | None

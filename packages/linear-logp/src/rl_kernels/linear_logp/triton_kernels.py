@@ -13,8 +13,6 @@ BLOCK = tl.constexpr(256)
 """Columns of a tile, which is where a sum over columns begins."""
 ROWS = tl.constexpr(32)
 """Rows whose states one program merges."""
-TOKENS = tl.constexpr(128)
-"""Blocks of rows are multiples of it, and so of every tile's height: each tile's sum is one term of dbias."""
 SELECTED = tl.constexpr(64)
 """Rows whose selected logits one program forms."""
 
