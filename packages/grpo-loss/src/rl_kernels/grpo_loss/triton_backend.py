@@ -1,8 +1,8 @@
 """grpo_loss in Triton: every token is read once; three launches, of the terms, of their sum and of the gradient.
 
 Order of the sums, which is the contract of this backend: a sequence is cut into segments of 4096 tokens from its
-start. Token i of a segment is added to lane i mod 512, ascending, and the lanes are added by a tree; a sequence's
-segments are added in ascending order. Sequence i is added to lane i mod 512 too, and these lanes by a tree, and so are
+start. Token i of a segment is added to lane i mod 256, ascending, and the lanes are added by a tree; a sequence's
+segments are added in ascending order. Sequence i is added to lane i mod 256 too, and these lanes by a tree, and so are
 the rewards of a group, counted from its start, in FP64. Trees are explicit, halves added to halves: no bit follows how
 a compiler lays values out, so none follows strides, addresses or the number of warps; nor does one follow the number of
 lanes where it is that of the terms at least, as the others are zeros. Masked tokens are zeros.
@@ -28,7 +28,7 @@ REDUCE_WARPS = 4
 """Warps of the program that adds all sequences; the order is explicit, so they change no bit."""
 UNROLLED = tl.constexpr(4)
 """Sequences that a lane of the last sum reads before it adds the first."""
-GRADIENT_BLOCK, GRADIENT_WARPS = 2048, 4
+GRADIENT_BLOCK, GRADIENT_WARPS = 1024, 4
 """Tokens that one program of the backward pass scales, and its warps: element by element, so they change no bit."""
 
 LOG2E = tl.constexpr(1.4426950408889634)

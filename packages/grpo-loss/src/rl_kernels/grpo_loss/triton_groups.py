@@ -1,6 +1,6 @@
 """Advantages in Triton, for a kernel of their own and for the one that sums the loss; and the tree that both sum by.
 
-The rewards of a group are added to 512 lanes from its start, in FP64, mean first and then squares of deviations, and
+The rewards of a group are added to 256 lanes from its start, in FP64, mean first and then squares of deviations, and
 the lanes by a tree: halves added to halves. Fewer lanes, where a group has no more rewards, change no bit: the others
 are zeros. So an advantage has the same bits from every kernel, and however its group was said.
 """
@@ -16,7 +16,7 @@ import triton.language as tl
 from rl_kernels.core.rowwise import compute_dtype
 from rl_kernels.core.triton_lib.launch import device_of, launch
 
-LANES = 512
+LANES = 256
 """Most lanes of a sum, of rewards, tokens or sequences."""
 LEVELS = tl.constexpr(12)
 """More levels than any tree has."""

@@ -3,8 +3,8 @@
 Order of the sums, which is the contract of this backend: a logit is a canonical chain over D. The vocabulary is cut
 into segments of 4096 columns, a segment into blocks of 256; every block gives a state of its own, blocks are merged in
 ascending order, and so are segments. Whether one program takes a whole segment or one block follows the number of rows
-and changes no bit. dH and dW are canonical chains over the vocabulary and over the tokens; dbias adds blocks of tokens,
-in ascending order.
+and changes no bit. dH and dW are canonical chains over the vocabulary and over the tokens, that of dH in FP32 of spans
+of 256 columns; dbias adds blocks of tokens, in ascending order.
 """
 
 from __future__ import annotations
@@ -242,7 +242,7 @@ class Steps:
 
     def add_dhidden(self, dz: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, continues: bool) -> None:
         """Write ``dz @ weight`` to out, or let its chain go on."""
-        gemm.matmul(dz, weight, out, continues=continues)
+        gemm.matmul(dz, weight, out, continues=continues, span=kernels.BLOCK.value)
 
     def add_dweight(self, dz: torch.Tensor, hidden: torch.Tensor, out: torch.Tensor, *, continues: bool) -> None:
         """Write ``dz^T @ hidden`` to out, or let its chain go on."""

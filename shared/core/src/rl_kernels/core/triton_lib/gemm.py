@@ -79,12 +79,14 @@ def matmul(
     *,
     bias: torch.Tensor | None = None,
     continues: bool = False,
+    span: int = STEP.value,
     schedule: Schedule | None = None,
 ) -> None:
     """Write ``a[M, K] @ b[K, N] + bias[N]`` to ``out[M, N]``, or let its FP32 chain go on from what ``out`` holds.
 
     Operands of one dtype, any strides; ``out`` of any floating dtype and any strides. ``schedule`` is chosen by the
-    sizes if it is not given.
+    sizes if it is not given. ``span``, a multiple of 16, is how many terms of FP32 operands make a chain of their own,
+    whose sum joins the others: a long chain of short spans loses digits, one that continues must end at a whole span.
     """
     if not out.numel():
         return
@@ -111,6 +113,7 @@ def matmul(
             STORED=stored,
             BIAS=0 if bias is None else BY_ROW.value if cut.swapped else BY_COLUMN.value,
             CONTINUES=continues,
+            SPAN=span if a.dtype == torch.float32 else STEP.value,
             BLOCK_M=cut.rows,
             BLOCK_N=cut.columns,
             BLOCK_K=cut.inner,
@@ -147,10 +150,15 @@ def step(left, right, acc):
     elif left.dtype == tl.float32:
         # One term at a time, a long chain would lose digits: a step is summed from zero.
         tl.static_assert(left.shape[1] == STEP, "FP32 operands are loaded one step at a time")
-        # Added by an fma: Triton would take a plain sum of a product and the rest for a product that continues it.
-        return fma(tl.dot(left, right.T, input_precision="ieee"), tl.full(acc.shape, 1.0, tl.float32), acc)
+        return _join(tl.dot(left, right.T, input_precision="ieee"), acc)
     else:
         return tl.dot(left, right.T, acc)
+
+
+@triton.jit
+def _join(part, acc):
+    """Return their sum, by an fma: Triton would take a plain one for a product that continues ``acc``."""
+    return fma(part, tl.full(acc.shape, 1.0, tl.float32), acc)
 
 
 @triton.jit
@@ -172,12 +180,22 @@ def chain(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    SPAN: tl.constexpr = STEP,
 ):
     """Return ``acc`` and the whole chain after it of ``a[M, K]`` and ``b[N, K]``, at the tile from row and column."""
-    for k in range(0, K, BLOCK_K):
-        left = tile(a, row, k, M, K, a_row_stride, a_k_stride, LEFT, BLOCK_M, BLOCK_K)
-        right = tile(b, column, k, N, K, b_row_stride, b_k_stride, RIGHT, BLOCK_N, BLOCK_K)
-        acc = step(left, right, acc)
+    if SPAN > STEP:
+        for first in range(0, K, SPAN):
+            part = tl.zeros(acc.shape, tl.float32)
+            for k in range(first, tl.minimum(first + SPAN, K), BLOCK_K):
+                left = tile(a, row, k, M, K, a_row_stride, a_k_stride, LEFT, BLOCK_M, BLOCK_K)
+                right = tile(b, column, k, N, K, b_row_stride, b_k_stride, RIGHT, BLOCK_N, BLOCK_K)
+                part = step(left, right, part)
+            acc = _join(part, acc)
+    else:
+        for k in range(0, K, BLOCK_K):
+            left = tile(a, row, k, M, K, a_row_stride, a_k_stride, LEFT, BLOCK_M, BLOCK_K)
+            right = tile(b, column, k, N, K, b_row_stride, b_k_stride, RIGHT, BLOCK_N, BLOCK_K)
+            acc = step(left, right, acc)
     return acc
 
 
@@ -251,6 +269,7 @@ def _matmul(
     STORED: tl.constexpr,
     BIAS: tl.constexpr,
     CONTINUES: tl.constexpr,
+    SPAN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -272,7 +291,7 @@ def _matmul(
             acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         acc = chain(
             *(a, a_row_stride, a_k_stride, b, b_row_stride, b_k_stride, row, column, M, N, K, acc),
-            *(LEFT, RIGHT, BLOCK_M, BLOCK_N, BLOCK_K),
+            *(LEFT, RIGHT, BLOCK_M, BLOCK_N, BLOCK_K, SPAN),
         )
         where = (c, c_row_stride, c_column_stride, bias, bias_stride)
         if PARTS == 2:
