@@ -117,6 +117,7 @@ def test_backward_holds_the_gradients_and_the_workspace(workspace_mib):
     assert mib <= 800
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 def test_a_temperature_without_dims_is_read_on_the_device():
     hidden, weight, ids, _ = operands(64, 257, rows=1)
     temperature = torch.tensor(0.7, device="cuda")

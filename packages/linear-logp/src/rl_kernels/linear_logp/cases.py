@@ -60,10 +60,17 @@ CASES = (
         {"batch": 1, "seq": 6, "hidden": 32, "vocab": 200},
         {**STATS, "bias": True, "minus_inf": 0.3},
     ),
-    Case("qwen3-vocabulary", {"batch": 1, "seq": 3, "hidden": 16, "vocab": 151936}, STATS, suite="full"),
+    Case(
+        "qwen3-vocabulary", {"batch": 1, "seq": 3, "hidden": 16, "vocab": 151936}, {**STATS, "scale": 2.0}, suite="full"
+    ),
     Case("gpt2-vocabulary", {"batch": 1, "seq": 4, "hidden": 24, "vocab": 50257}, STATS, suite="full"),
     Case("llama3-hidden", {"batch": 1, "seq": 3, "hidden": 4096, "vocab": 300}, STATS, suite="full"),
-    Case("many-rows", {"batch": 4, "seq": 500, "hidden": 16, "vocab": 33}, {"workspace_mib": 1}, suite="full"),
+    Case(
+        "many-rows",
+        {"batch": 4, "seq": 500, "hidden": 16, "vocab": 33},
+        {"workspace_mib": 1, "scale": 0.125},
+        suite="full",
+    ),
 )
 EMPTY = (Case("no-rows", {"batch": 0, "seq": 5, "hidden": 16, "vocab": 33}, {**STATS, "bias": True}),)
 DRAWN = frozenset({"scale", "offset", "minus_inf", "minus_inf_first", "low", "edges", "bias", "temperature"})

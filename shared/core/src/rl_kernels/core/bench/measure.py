@@ -136,10 +136,16 @@ def graph_seconds(runs: Sequence[Run], effort: Effort) -> tuple[float, Any]:
             run()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kept = runs[0]()
-        for run in runs[1:]:
-            run()
+    try:
+        with torch.cuda.graph(graph):
+            kept = runs[0]()
+            for run in runs[1:]:
+                run()
+    except RuntimeError:
+        # A capture that breaks leaves torch's generator in it, until one ends well.
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            torch.zeros((), device="cuda")
+        raise
     seconds = _between_events(graph.replay, effort) / len(runs)
     return seconds, kept
 
