@@ -39,7 +39,7 @@ def test_entries_of_the_table_are_measured() -> None:
     for entry in tuned("rl_kernels.core.triton_lib")["matmul"]:
         assert entry["start"] > 0
         assert entry["steps"] == sorted(entry["steps"])
-        assert min(entry["steps"]) > 0
+        assert min(entry["alone"], *entry["steps"]) > 0
 
 
 def test_tiles_of_a_swapped_schedule_lie_along_the_columns() -> None:
@@ -48,10 +48,16 @@ def test_tiles_of_a_swapped_schedule_lie_along_the_columns() -> None:
 
 
 def test_expected_time_counts_waves() -> None:
-    candidate = Candidate(Schedule(64, 64, 32, 4, 3), start=2.0, steps=(1.0, 1.5))
+    candidate = Candidate(Schedule(64, 64, 32, 4, 3), start=2.0, alone=0.75, steps=(1.0, 1.5))
     times = [candidate.time(64 * tiles, 64, 100, units=2) for tiles in (1, 2, 3, 4, 5, 9)]
     # Four steps of K; two multiprocessors with two programs each.
     assert times == [6.0, 6.0, 8.0, 8.0, 8.0 + 6.0, 8.0 + 8.0 + 6.0]
+
+
+def test_few_programs_that_read_have_the_memory_to_themselves() -> None:
+    candidate = Candidate(Schedule(64, 16, 32, 4, 3, swapped=True), start=2.0, alone=0.75, steps=(1.0, 2.0))
+    times = [candidate.time(16, 64 * tiles, 100, units=2) for tiles in (1, 2, 3, 4)]
+    assert times == [2 + 4 * 0.75, 2 + 4 * 1.0, 2 + 4 * 1.5, 2 + 4 * 2.0]
 
 
 @pytest.mark.usefixtures("hopper")

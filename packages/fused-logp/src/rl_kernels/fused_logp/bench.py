@@ -89,7 +89,9 @@ BENCH = Benchmark(
     peers={
         "eager": plain(eager, "log_softmax of FP32 logits, gather"),
         "compile": compiled(eager),
-        "liger": Peer(liger, "liger-kernel", "forward writes the gradient over the logits", overwrites=True),
+        "liger": Peer(
+            liger, "liger-kernel", "forward writes the gradient over the logits", overwrites=True, waits=True
+        ),
         "quack": Peer(quack, "quack-kernels"),
     },
     rows={"": ROWS},

@@ -72,6 +72,7 @@ class Peer:
         passes: what it can do; empty for all.
         scalar: its result is the sum of ours, one number.
         overwrites: it writes to its inputs, so it gets copies.
+        waits: it waits for the device, so no CUDA graph can hold its calls.
         checked: False if its result is not ours at all, such as the bare product under a loss.
         around: settings to time it under.
         environment: variables that must be set before the first product of the process.
@@ -83,6 +84,7 @@ class Peer:
     passes: tuple[str, ...] = ()
     scalar: bool = False
     overwrites: bool = False
+    waits: bool = False
     checked: bool = True
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
     environment: Mapping[str, str] = field(default_factory=dict)

@@ -76,8 +76,11 @@ class Ceilings:
     product: str
 
 
-def measure(runs: Sequence[Run], device: torch.device, effort: Effort) -> tuple[Timing, Any]:
-    """Time calls that differ in their copy of the inputs; return also what the last timed call on the first gave."""
+def measure(runs: Sequence[Run], device: torch.device, effort: Effort, *, captured: bool = True) -> tuple[Timing, Any]:
+    """Time calls that differ in their copy of the inputs; return also what the last timed call on the first gave.
+
+    A capture that breaks keeps its memory: with ``captured`` False none is tried.
+    """
     for _ in range(max(effort.warmup, 1)):
         result = runs[0]()
     del result
@@ -85,6 +88,9 @@ def measure(runs: Sequence[Run], device: torch.device, effort: Effort) -> tuple[
     call = call_seconds(runs, device, effort)
     if device.type != "cuda":
         return Timing(call * 1e3, WALL, call * 1e6, extra, len(runs)), runs[0]()
+    if not captured:
+        (seconds, kept), how = event_seconds(runs, effort), EVENTS
+        return Timing(seconds * 1e3, how, call * 1e6, extra, len(runs)), kept
     try:
         # A capture that fails leaves its own stream behind as the current one.
         with torch.cuda.stream(torch.cuda.current_stream()):
@@ -136,16 +142,10 @@ def graph_seconds(runs: Sequence[Run], effort: Effort) -> tuple[float, Any]:
             run()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph):
-            kept = runs[0]()
-            for run in runs[1:]:
-                run()
-    except RuntimeError:
-        # A capture that breaks leaves torch's generator in it, until one ends well.
-        with torch.cuda.graph(torch.cuda.CUDAGraph()):
-            torch.zeros((), device="cuda")
-        raise
+    with torch.cuda.graph(graph):
+        kept = runs[0]()
+        for run in runs[1:]:
+            run()
     seconds = _between_events(graph.replay, effort) / len(runs)
     return seconds, kept
 

@@ -172,13 +172,19 @@ def _results(round_: Round, each: Pass, kept: Any) -> Results:
 
 
 def _timed(
-    round_: Round, function: Function, each: Pass, copies: Sequence[Inputs], upstream: Results
+    round_: Round,
+    function: Function,
+    each: Pass,
+    copies: Sequence[Inputs],
+    upstream: Results,
+    *,
+    captured: bool = True,
 ) -> tuple[Timing, Any]:
     runs = [
         _both(round_, function, inputs, upstream) if each.backward else _forward(function, inputs) for inputs in copies
     ]
     with torch.set_grad_enabled(each.backward):
-        return measure(runs, round_.job.device, round_.job.effort)
+        return measure(runs, round_.job.device, round_.job.effort, captured=captured)
 
 
 def _forward(function: Function, inputs: Inputs) -> Callable[[], Any]:
@@ -215,7 +221,7 @@ def _run_peer(round_: Round, peer: Peer, record: Record) -> None:
             if peer.overwrites:
                 copies = [_cloned(inputs) for inputs in copies]
             for name, each in wanted.items():
-                timing, _ = _timed(round_, function, each, copies, upstream)
+                timing, _ = _timed(round_, function, each, copies, upstream, captured=not peer.waits)
                 record.passes[name] = Measured.of(timing, each.work, round_.ceilings, round_.timings.get(name))
     except Skipped as error:
         record.skipped[", ".join(name for name in wanted if name not in record.passes)] = str(error)

@@ -71,20 +71,27 @@ class Candidate:
     Attributes:
         schedule: what it is the speed of.
         start: microseconds that a wave of tiles takes beside its steps.
-        steps: microseconds that a step of ``schedule.inner`` takes with one program on every multiprocessor, with two,
-            and so on, as many as it holds at once.
+        alone: microseconds that a step of ``schedule.inner`` takes with few programs on the device: the latency that
+            its stages do not hide.
+        steps: the same with one program on every multiprocessor, with two, and so on, as many as it holds at once.
     """
 
     schedule: Schedule
     start: float
+    alone: float
     steps: tuple[float, ...]
 
     def time(self, m: int, n: int, k: int, units: int) -> float:
         """Return the microseconds that a product is expected to take on so many multiprocessors."""
-        count, resident = -(-k // self.schedule.inner), len(self.steps)
-        full, rest = divmod(-(-self.schedule.tiles(m, n) // units), resident)
+        count = -(-k // self.schedule.inner)
+        full, rest = divmod(self.schedule.tiles(m, n), units * len(self.steps))
         time = full * (self.start + count * self.steps[-1])
-        return time + (self.start + count * self.steps[rest - 1] if rest else 0.0)
+        if rest:
+            each = -(-rest // units)
+            # Where reading the right operand is what takes the time, the fewer there are, the more of it is for each.
+            share = rest / (each * units) if self.schedule.swapped else 1.0
+            time += self.start + count * max(self.alone, self.steps[each - 1] * share)
+        return time
 
 
 def schedule_for(m: int, n: int, k: int, dtype: torch.dtype, device: torch.device) -> Schedule:
@@ -99,13 +106,19 @@ def schedule_for(m: int, n: int, k: int, dtype: torch.dtype, device: torch.devic
 @functools.lru_cache(maxsize=4096)
 def _fastest(m: int, n: int, k: int, units: int) -> Schedule:
     fitting = [candidate for candidate in _candidates() if candidate.schedule.swapped == (m <= FEW)]
+    if m <= FEW:
+        # Every row at once, or the right operand would be read again.
+        fitting = [candidate for candidate in fitting if candidate.schedule.columns >= m]
     return min(fitting, key=lambda candidate: candidate.time(m, n, k, units)).schedule
 
 
 @functools.cache
 def _candidates() -> tuple[Candidate, ...]:
     entries = tuned("rl_kernels.core.triton_lib")["matmul"]
-    return tuple(Candidate(Schedule(**entry["schedule"]), entry["start"], tuple(entry["steps"])) for entry in entries)
+    return tuple(
+        Candidate(Schedule(**entry["schedule"]), entry["start"], entry["alone"], tuple(entry["steps"]))
+        for entry in entries
+    )
 
 
 @functools.cache
