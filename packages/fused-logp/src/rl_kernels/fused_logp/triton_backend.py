@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 import triton
 
-from rl_kernels.core.triton_lib.launch import device_of
+from rl_kernels.core.gpu import device_of
 from rl_kernels.fused_logp import triton_kernels as kernels
 
 SPLIT_BELOW = 2048

@@ -14,8 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
+from rl_kernels.core.gpu import device_of
 from rl_kernels.core.triton_lib.arithmetic import fma
-from rl_kernels.core.triton_lib.launch import device_of, launch
+from rl_kernels.core.triton_lib.launch import launch
 from rl_kernels.grpo_loss.triton_groups import LANES, Scores, advantage_of, advantages, lanes_for, scores_of, tree
 
 __all__ = ["advantages", "backward", "forward", "forward_grad"]

@@ -13,8 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
+from rl_kernels.core.gpu import device_of
 from rl_kernels.core.rowwise import compute_dtype
-from rl_kernels.core.triton_lib.launch import device_of, launch
+from rl_kernels.core.triton_lib.launch import launch
 
 LANES = 256
 """Most lanes of a sum, of rewards, tokens or sequences."""

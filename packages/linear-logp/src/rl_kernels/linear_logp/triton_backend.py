@@ -14,10 +14,11 @@ from collections.abc import Sequence
 import torch
 import triton
 
+from rl_kernels.core.gpu import device_of
 from rl_kernels.core.operator import arch_of
 from rl_kernels.core.rowwise import LogpUpstream
 from rl_kernels.core.triton_lib import gemm
-from rl_kernels.core.triton_lib.launch import INTERPRETED, device_of
+from rl_kernels.core.triton_lib.launch import INTERPRETED
 from rl_kernels.core.triton_lib.schedule import HALF, Schedule, processors, tuned
 from rl_kernels.linear_logp import triton_kernels as kernels
 from rl_kernels.linear_logp.backward import gradients

@@ -17,9 +17,9 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from rl_kernels.core.gpu import device_of
 from rl_kernels.core.operator import arch_of
 from rl_kernels.core.triton_lib.arithmetic import INTERPRETED, fma
-from rl_kernels.core.triton_lib.launch import device_of
 from rl_kernels.core.triton_lib.schedule import HALF, Schedule, processors, schedule_for
 
 ROWS, COLUMNS, POINTERS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
-from threading import local
 from typing import Any
 
 import torch
@@ -24,8 +22,6 @@ KEPT = 4096
 """Launches whose compiled kernel is remembered."""
 
 _compiled: dict[tuple[Any, ...], tuple[Any, Any]] = {}
-_HERE = nullcontext()
-_thread = local()
 
 
 def why_not(call: Call) -> str | None:
@@ -42,20 +38,6 @@ def why_not(call: Call) -> str | None:
 def triton_backend(module: str) -> Backend:
     """Return the backend ``triton`` of an operator; on a CPU, where it is interpreted, it runs by name only."""
     return Backend("triton", module, {"cuda": INVARIANT, "cpu": INVARIANT}, why_not, by_name=frozenset({"cpu"}))
-
-
-def device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
-    """Make the tensor's GPU the current one, on which Triton launches."""
-    if not tensor.is_cuda:
-        return _HERE
-    if tensor.get_device() != torch.cuda.current_device():
-        return torch.cuda.device(tensor.device)
-    if not hasattr(_thread, "has_context"):
-        # Triton asks the driver for a tensor's descriptor before it sees to a context, which a thread of autograd's
-        # may not have yet; what PyTorch does with an event makes one.
-        torch.cuda.Event().record()
-        _thread.has_context = True
-    return _HERE
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int) -> None:

@@ -1,0 +1,176 @@
+"""Cubins, each compiled once: in the process, on disk for all processes, or before that in the wheel.
+
+A file on disk is named by a digest of all that the compiler reads and of the version of NVRTC, so no compiler takes what
+another one made. A cubin that a wheel brings (``kernels/cubins/`` of its package) is named by the target and the digest
+of what the compiler read alone: it serves where there is no NVRTC to ask for its version, and which one made it was
+settled when the wheel was built. It comes first; after a change of the source or an option its name fits no more.
+
+Each file begins with the digest of the rest: what was cut off or altered is made again, not trusted. Files are written
+beside their place and moved there in one step, so that any number of processes may read and write at once.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import warnings
+from contextlib import suppress
+from hashlib import sha256
+from importlib.resources import files
+from pathlib import Path
+from threading import Lock
+
+from rl_kernels.core.cuda import toolchain
+from rl_kernels.core.cuda.program import FOLDER, SHIPPED, CompileError, Inputs, Program, compile_program, inputs_of
+
+VARIABLE = "RL_KERNELS_CACHE"
+SUFFIX = ".cubin"
+LIMIT = 256 * 2**20
+"""Bytes on disk above which the files that were not used for longest go."""
+
+_memory: dict[Program, bytes] = {}
+_lock = Lock()
+_warned: set[str] = set()
+
+
+def folder() -> Path:
+    """Return the folder of the cache, which need not exist.
+
+    Raises:
+        RuntimeError: nothing tells where the user's home is.
+    """
+    given, shared = os.environ.get(VARIABLE), os.environ.get("XDG_CACHE_HOME")
+    if given:
+        return Path(given)
+    return (Path(shared) if shared else Path.home() / ".cache") / "rl-kernels"
+
+
+def cubin_of(program: Program) -> bytes:
+    """Return the cubin of a program: from memory, the wheel, the disk, or compiled now.
+
+    Raises:
+        CompileError: it has to be compiled, and cannot be.
+    """
+    found = _memory.get(program)
+    if found is None:
+        with _lock:
+            found = _memory.get(program) or _found(program)
+            _memory[program] = found
+    return found
+
+
+def _found(program: Program) -> bytes:
+    inputs = inputs_of(program)
+    shipped = files(program.package) / FOLDER / SHIPPED / shipped_name(program, inputs)
+    found = unsealed(shipped.read_bytes()) if shipped.is_file() else None
+    if found is not None:
+        return found
+    reason = toolchain.why_no_compiler()
+    if reason:
+        raise CompileError(f"{program}: {reason}")
+    return _from_disk(program, inputs)
+
+
+def shipped_name(program: Program, inputs: Inputs) -> str:
+    """Return the name of the file in which a wheel brings the cubin of a program."""
+    return f"{program.arch}-{inputs.digest()}{SUFFIX}"
+
+
+def ships(package: str, arch: str) -> bool:
+    """Say whether a package brings any cubins for a target."""
+    brought = files(package) / FOLDER / SHIPPED
+    return brought.is_dir() and any(file.name.startswith(f"{arch}-") for file in brought.iterdir())
+
+
+def _from_disk(program: Program, inputs: Inputs) -> bytes:
+    try:
+        path = folder() / f"{inputs.digest(str(toolchain.nvrtc_version()))}{SUFFIX}"
+    except RuntimeError as error:
+        _warn(error)
+        return compile_program(program).cubin
+    found = _read(path)
+    if found is None:
+        found = compile_program(program).cubin
+        keep(path, found)
+    return found
+
+
+def _read(path: Path) -> bytes | None:
+    try:
+        found = unsealed(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        _warn(error)
+        return None
+    # Of another user, or on a disk that cannot be written, it can be used all the same.
+    with suppress(OSError):
+        os.utime(path)
+    return found
+
+
+def sealed(cubin: bytes) -> bytes:
+    """Return what a file of the cache holds: the digest of a cubin, and the cubin."""
+    return sha256(cubin).digest() + cubin
+
+
+def unsealed(content: bytes) -> bytes | None:
+    """Return the cubin in a file's content, or None if it is not what was written."""
+    size = sha256().digest_size
+    cubin = content[size:]
+    return cubin if cubin and sha256(cubin).digest() == content[:size] else None
+
+
+def keep(path: Path, cubin: bytes) -> None:
+    """Write a cubin for all processes; where that is not possible, warn once and go on without."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(path, cubin)
+        _prune(path.parent)
+    except OSError as error:
+        _warn(error)
+
+
+def write(path: Path, cubin: bytes) -> None:
+    """Write the file of a cubin in one step."""
+    handle, name = tempfile.mkstemp(suffix=SUFFIX, prefix=".writing-", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(sealed(cubin))
+        # mkstemp gives it to its user alone; what one user compiled into a shared folder serves all.
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def contents(place: Path) -> list[tuple[float, int, Path]]:
+    """Return time of last use, size and path of each file in a cache folder, the longest unused first."""
+    found = []
+    for path in [*place.glob(f"*{SUFFIX}"), *place.glob(f".*{SUFFIX}")]:
+        try:
+            status = path.stat()
+        except FileNotFoundError:
+            # Another process has removed it.
+            continue
+        found.append((status.st_mtime, status.st_size, path))
+    return sorted(set(found))
+
+
+def _prune(place: Path) -> None:
+    held = contents(place)
+    total = sum(size for _, size, _ in held)
+    for _, size, path in held:
+        if total <= LIMIT:
+            return
+        path.unlink(missing_ok=True)
+        total -= size
+
+
+def _warn(error: Exception) -> None:
+    if VARIABLE in _warned:
+        return
+    _warned.add(VARIABLE)
+    text = f"the cache of compiled kernels cannot be used ({error}), so each process compiles them anew"
+    warnings.warn(f"{text}; set {VARIABLE} to a folder that can be read and written", RuntimeWarning, stacklevel=2)

@@ -1,0 +1,191 @@
+"""Kernels: loaded once for each GPU, and launched on the current stream of PyTorch."""
+
+from __future__ import annotations
+
+import struct
+from threading import Lock, local
+from typing import Any
+
+import torch
+
+from rl_kernels.core.cuda.cache import cubin_of
+from rl_kernels.core.cuda.driver import checked, error_of
+from rl_kernels.core.cuda.program import Program
+from rl_kernels.core.cuda.signature import Buffer, Signature
+from rl_kernels.core.gpu import on_device
+
+SHARED = 48 * 1024
+"""Bytes of shared memory, static and dynamic, that a block may have without being allowed more."""
+PORTABLE_CLUSTER = 8
+"""Blocks that a cluster may have on any GPU that has clusters."""
+KEPT = 256
+"""Configurations with clusters that a kernel remembers."""
+
+_kernels: dict[tuple[Program, str, int], Kernel] = {}
+_modules: dict[tuple[Program, int], Any] = {}
+_lock = Lock()
+
+
+def kernel(program: Program, entry: str, signature: str, device: torch.device) -> Kernel:
+    """Return a kernel that is ready to be launched on a GPU; the first time it is compiled, or read, and loaded.
+
+    Args:
+        program: its source.
+        entry: name of the ``extern "C"`` function.
+        signature: its parameters, a letter of ``struct`` each (``P`` a pointer, ``q`` a long long, ``i`` an int, ``f``
+            a float, ...), or ``T`` for a tensor map.
+        device: the GPU; one without an index is the current one.
+
+    Raises:
+        CompileError: it cannot be compiled.
+        CudaError: the driver cannot load it, or it has no such entry.
+        ValueError: the signature is not that of the entry.
+    """
+    index = torch.cuda.current_device() if device.index is None else device.index
+    key = (program, entry, index)
+    found = _kernels.get(key)
+    if found is None:
+        with _lock, on_device(index):
+            found = _kernels.get(key)
+            if found is None:
+                found = _kernels[key] = Kernel(_module(program, index), entry, Signature(signature), index)
+    if found.signature.text != signature:
+        raise ValueError(f"signature: {entry} was asked for with {found.signature.text!r} before, now {signature!r}")
+    return found
+
+
+def _module(program: Program, index: int) -> Any:
+    from cuda.bindings import driver
+
+    found = _modules.get((program, index))
+    if found is None:
+        cubin = cubin_of(program)
+        # Loading is no work of a stream, so it does no harm to a stream that is being captured.
+        mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        before = checked(driver.cuThreadExchangeStreamCaptureMode(mode), str(program))
+        try:
+            found = checked(driver.cuModuleLoadData(cubin), str(program))
+        finally:
+            driver.cuThreadExchangeStreamCaptureMode(before)
+        _modules[program, index] = found
+    return found
+
+
+class Kernel:
+    """A loaded function of one GPU; ``kernel`` makes them.
+
+    Attributes:
+        entry: its name.
+        signature: of its parameters.
+    """
+
+    def __init__(self, module: Any, entry: str, signature: Signature, index: int) -> None:
+        from cuda.bindings import driver
+
+        self.entry, self.signature = entry, signature
+        self._driver, self._index, self._module = driver, index, module
+        self._function = checked(driver.cuModuleGetFunction(module, entry.encode()), entry)
+        self._check_signature()
+        static = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
+        self._allowed = SHARED - checked(driver.cuFuncGetAttribute(static, self._function), entry)
+        self._resident: dict[tuple[int, int], int] = {}
+        self._configurations: dict[tuple[int, ...], Any] = {}
+        self._portable = True
+        self._thread = local()
+        self._launch, self._stream = driver.cuLaunchKernel, torch._C._cuda_getCurrentRawStream
+
+    def launch(self, grid: int | tuple[int, ...], block: int, *args: Any, shared: int = 0, cluster: int = 1) -> None:
+        """Launch on the current stream of the kernel's GPU.
+
+        Args:
+            grid: blocks, one to three sizes.
+            block: threads of a block.
+            args: the parameters in their order; a tensor gives its address, None a null pointer. That tensors are on
+                the GPU, and live until the stream has come so far, is the caller's to see to.
+            shared: bytes of dynamic shared memory of a block.
+            cluster: blocks of a cluster, along the first size of the grid.
+
+        Raises:
+            TypeError: the arguments are not those of the signature.
+            CudaError: the driver refused the launch.
+        """
+        x, y, z = (grid, 1, 1) if isinstance(grid, int) else (*grid, 1, 1)[:3]
+        try:
+            buffer = self._thread.buffer
+        except AttributeError:
+            buffer = self._thread.buffer = Buffer(self.signature)
+        try:
+            buffer.fill(args)
+        except (struct.error, IndexError) as error:
+            raise TypeError(f"{self.entry}: the arguments do not fit {self.signature.text!r}: {error}") from error
+        if shared > self._allowed:
+            self._allow(shared)
+        with on_device(self._index):
+            stream = self._stream(self._index)
+            if cluster == 1:
+                launched = self._launch(self._function, x, y, z, block, 1, 1, shared, stream, 0, buffer.address)
+            else:
+                configuration = self._configuration(x, y, z, block, shared, cluster, stream)
+                launched = self._driver.cuLaunchKernelEx(configuration, self._function, 0, buffer.address)
+        if launched[0]:
+            sizes = f"grid {(x, y, z)}, block {block}, shared {shared}, cluster {cluster}"
+            raise error_of(launched[0], f"{self.entry}: {sizes}")
+
+    def resident(self, block: int, shared: int = 0) -> int:
+        """Return how many blocks of that size one multiprocessor holds at a time."""
+        found = self._resident.get((block, shared))
+        if found is None:
+            if shared > self._allowed:
+                self._allow(shared)
+            what = f"{self.entry}: block {block}, shared {shared}"
+            with on_device(self._index):
+                asked = self._driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(self._function, block, shared)
+            found = self._resident[block, shared] = checked(asked, what)
+        return found
+
+    def _check_signature(self) -> None:
+        """Compare with what the compiler made: an argument at the wrong place would be read as nonsense."""
+        wanted = []
+        for place in range(len(self.signature.places) + 1):
+            try:
+                status, *found = self._driver.cuFuncGetParamInfo(self._function, place)
+            except RuntimeError:
+                # A driver before CUDA 12.4 cannot be asked.
+                return
+            if status:
+                break
+            wanted.append(tuple(found))
+        if tuple(wanted) != self.signature.places:
+            ours = f"{self.signature.text!r} has {list(self.signature.places)}"
+            raise ValueError(f"signature: {ours}, {self.entry} has {wanted} (offset and size of each parameter)")
+
+    def _allow(self, shared: int) -> None:
+        attribute = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        with on_device(self._index):
+            set_to = self._driver.cuFuncSetAttribute(self._function, attribute, shared)
+        checked(set_to, f"{self.entry}: {shared} bytes of dynamic shared memory")
+        self._allowed = shared
+
+    def _configuration(self, *key: int) -> Any:
+        found = self._configurations.get(key)
+        if found is None:
+            if len(self._configurations) >= KEPT:
+                self._configurations.clear()
+            found = self._configurations[key] = self._configured(*key)
+        return found
+
+    def _configured(self, x: int, y: int, z: int, block: int, shared: int, cluster: int, stream: int) -> Any:
+        if cluster > PORTABLE_CLUSTER and self._portable:
+            attribute = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+            checked(self._driver.cuFuncSetAttribute(self._function, attribute, 1), f"{self.entry}: cluster {cluster}")
+            self._portable = False
+        made = self._driver.CUlaunchConfig()
+        made.gridDimX, made.gridDimY, made.gridDimZ = x, y, z
+        made.blockDimX, made.blockDimY, made.blockDimZ = block, 1, 1
+        made.sharedMemBytes, made.hStream = shared, stream
+        attribute = self._driver.CUlaunchAttribute()
+        attribute.id = self._driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        size = attribute.value.clusterDim
+        size.x, size.y, size.z = cluster, 1, 1
+        made.attrs, made.numAttrs = [attribute], 1
+        return made

@@ -1,0 +1,78 @@
+"""Parameters of a kernel as bytes: a signature, which is a format of ``struct``, and the buffer of a launch."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from typing import Any
+
+import torch
+
+POINTER = "P"
+MAP = "T"
+"""A tensor map by value: ``const __grid_constant__ TensorMap``, 128 bytes at a multiple of 64."""
+MAP_SIZE, MAP_ALIGNMENT = 128, 64
+KNOWN = frozenset("PTbBhHiIlLqQfd?")
+
+# What cuda.h calls CU_LAUNCH_PARAM_BUFFER_POINTER, ..._BUFFER_SIZE and ..._END.
+BUFFER_POINTER, BUFFER_SIZE, END = 1, 2, 0
+
+
+class Signature:
+    """The parameters of a kernel, in their order: one letter of ``struct`` each, or ``T`` for a tensor map.
+
+    Attributes:
+        text: the letters.
+        places: (offset, size) of each parameter, as the compiler lays them out.
+        size: bytes of all of them.
+    """
+
+    def __init__(self, text: str) -> None:
+        unknown = sorted(set(text) - KNOWN)
+        if unknown:
+            raise ValueError(f"signature: expected letters of {''.join(sorted(KNOWN))}, got {''.join(unknown)!r}")
+        self.text = text
+        form, places = "@", []
+        for letter in text:
+            size = MAP_SIZE if letter == MAP else struct.calcsize(letter)
+            alignment = MAP_ALIGNMENT if letter == MAP else size
+            filled = struct.calcsize(form)
+            offset = -(-filled // alignment) * alignment
+            form += "x" * (offset - filled) + (f"{MAP_SIZE}s" if letter == MAP else letter)
+            places.append((offset, size))
+        self.places = tuple(places)
+        self.struct = struct.Struct(form)
+        self.size = self.struct.size
+        self._addressed = tuple(place for place, letter in enumerate(text) if letter in (POINTER, MAP))
+
+    def values(self, args: tuple[Any, ...]) -> list[Any]:
+        """Return what is packed: addresses for tensors, 0 for None, all others as they are."""
+        values = list(args)
+        for place in self._addressed:
+            value = values[place]
+            if isinstance(value, torch.Tensor):
+                values[place] = value.data_ptr()
+            elif value is None:
+                values[place] = 0
+        return values
+
+
+class Buffer:
+    """Memory for the parameters of one launch at a time; each thread of each kernel has one.
+
+    Attributes:
+        address: of the list that a launch takes as ``extra``.
+    """
+
+    def __init__(self, signature: Signature) -> None:
+        self._signature = signature
+        self._bytes = (ctypes.c_char * max(signature.size, 1))()
+        self._size = ctypes.c_size_t(signature.size)
+        words = (BUFFER_POINTER, ctypes.addressof(self._bytes), BUFFER_SIZE, ctypes.addressof(self._size), END)
+        self._extra = (ctypes.c_void_p * len(words))(*words)
+        self._pack_into = signature.struct.pack_into
+        self.address = ctypes.addressof(self._extra)
+
+    def fill(self, args: tuple[Any, ...]) -> None:
+        """Pack the arguments of the next launch; ``struct.error`` or ``IndexError`` if they do not fit."""
+        self._pack_into(self._bytes, 0, *self._signature.values(args))

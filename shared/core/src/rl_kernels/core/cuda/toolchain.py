@@ -1,0 +1,84 @@
+"""What compiles and runs CUDA C++ here: cuda.bindings, NVRTC, the driver; their versions, or what to do about them."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+
+import torch
+
+
+@cache
+def bindings_version() -> str | None:
+    """Return the version of cuda-bindings, or None if it is not installed."""
+    try:
+        return version("cuda-bindings") if find_spec("cuda.bindings") else None
+    except (ImportError, PackageNotFoundError):
+        return None
+
+
+@cache
+def nvrtc_version() -> tuple[int, int]:
+    """Return the version of NVRTC.
+
+    Raises:
+        ImportError: cuda-bindings is not installed.
+        OSError: NVRTC cannot be loaded; the message says why.
+    """
+    from cuda.bindings import nvrtc
+
+    try:
+        status, major, minor = nvrtc.nvrtcVersion()
+    except RuntimeError as error:
+        # So cuda.bindings says that a library is not there.
+        raise OSError((str(error).strip() or "no reason is given").splitlines()[0]) from error
+    if status:
+        raise OSError(status.name)
+    return major, minor
+
+
+@cache
+def targets() -> frozenset[int]:
+    """Return the compute capabilities that NVRTC compiles for, as 10 * major + minor; raises as ``nvrtc_version``."""
+    from cuda.bindings import nvrtc
+
+    nvrtc_version()
+    status, found = nvrtc.nvrtcGetSupportedArchs()
+    if status:
+        raise OSError(status.name)
+    return frozenset(found)
+
+
+@cache
+def driver_major() -> int | None:
+    """Return the major version of CUDA that the driver knows, or None where torch sees no GPU."""
+    if not torch.cuda.is_available():
+        # Without a driver, a call to it may never return.
+        return None
+    from cuda.bindings import driver
+
+    status, found = driver.cuDriverGetVersion()
+    return None if status else found // 1000
+
+
+def why_no_compiler() -> str | None:
+    """Say what keeps programs from being compiled here, or return None."""
+    if bindings_version() is None:
+        return "cuda-bindings is not installed: pip install 'rl-kernels-core[cuda]'"
+    try:
+        nvrtc_version()
+    except (ImportError, OSError) as error:
+        major = (bindings_version() or "").partition(".")[0]
+        name = "nvidia-cuda-nvrtc-cu12" if major == "12" else f"'nvidia-cuda-nvrtc=={major}.*'"
+        return f"NVRTC cannot be loaded ({error}): pip install {name}"
+    return None
+
+
+def why_not_loaded() -> str | None:
+    """Say why the driver cannot load what NVRTC makes, or return None; asked only where NVRTC is."""
+    (major, minor), known = nvrtc_version(), driver_major()
+    if known is None or known >= major:
+        return None
+    older = f"install cuda-bindings and NVRTC of CUDA {known}"
+    return f"the driver knows CUDA {known}, NVRTC is that of CUDA {major}.{minor}: update the driver, or {older}"

@@ -1,0 +1,84 @@
+"""Where a CUDA C++ backend can run, said before anything is compiled; imports no CUDA library."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import torch
+
+from rl_kernels.core.cuda import cache, toolchain
+from rl_kernels.core.operator import INVARIANT, Backend, Call, no_limits
+
+ARCHS = re.compile(r"sm_(\d+)(\+?)")
+
+
+def cuda_backend(name: str, module: str, *, archs: str, limits: Callable[[Call], str | None] = no_limits) -> Backend:
+    """Return a CUDA C++ backend of an operator.
+
+    Args:
+        name: ``cuda-generic``, ``cuda-sm90``.
+        module: import path of its module, whose package holds the folder ``kernels``.
+        archs: what it has kernels for: ``sm_90`` alone, or ``sm_80+``, that and all newer ones.
+        limits: further reasons, asked last.
+    """
+    rule = ARCHS.fullmatch(archs)
+    if rule is None:
+        raise ValueError(f"archs: expected sm_NUMBER or sm_NUMBER+, got {archs!r}")
+    least, newer = int(rule[1]), bool(rule[2])
+    package = module.rpartition(".")[0]
+
+    def why_not(call: Call) -> str | None:
+        if torch.version.hip is not None:
+            return "CUDA C++ kernels are for NVIDIA GPUs, this PyTorch is for ROCm"
+        if not call.arch.startswith("sm"):
+            return f"CUDA C++ kernels are for NVIDIA GPUs, this is {call.arch}"
+        if call.dtype == torch.float64:
+            return "CUDA C++ kernels work in FP32; FP64 is for the native backend"
+        number = int(call.arch[2:])
+        if number < least:
+            return f"needs sm_{least}{' or newer' if newer else ''}, this is sm_{number}"
+        if number > least and not newer:
+            return f"has kernels for sm_{least} alone, this is sm_{number}"
+        reason = missing(package, target_of(call.arch, exact=not newer))
+        return limits(call) if reason is None else reason
+
+    return Backend(name, module, {"cuda": INVARIANT}, why_not)
+
+
+def target_of(arch: str, *, exact: bool) -> str:
+    """Return the compiler's name for an architecture: ``sm90`` -> ``sm_90a`` if exact, else ``sm_90``.
+
+    An exact target has the instructions of that architecture alone (WGMMA); its kernels run on no other.
+    """
+    return f"sm_{arch[2:]}{'a' if exact else ''}"
+
+
+_missing: dict[tuple[str, str], str | None] = {}
+"""What is installed does not change while a process runs."""
+
+
+def missing(package: str, arch: str) -> str | None:
+    """Say what keeps kernels of a package from being compiled for a target and loaded here, or return None."""
+    key = (package, arch)
+    if key not in _missing:
+        _missing[key] = _why_missing(package, arch)
+    return _missing[key]
+
+
+# What torch.compiler.assume_constant_result does, which imports all of the compiler to do it: a call that is traced
+# asks here and now, and traces none of it.
+missing._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _why_missing(package: str, arch: str) -> str | None:
+    if toolchain.bindings_version() is None:
+        return toolchain.why_no_compiler()
+    if cache.ships(package, arch):
+        return None
+    reason = toolchain.why_no_compiler() or toolchain.why_not_loaded()
+    number = int(re.sub(r"\D", "", arch))
+    if reason is None and number not in toolchain.targets():
+        major, minor = toolchain.nvrtc_version()
+        return f"NVRTC of CUDA {major}.{minor} cannot compile for {arch}: install a newer one"
+    return reason

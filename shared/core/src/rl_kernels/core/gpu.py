@@ -1,0 +1,28 @@
+"""The GPU of a tensor, made current: what every library that launches kernels by the driver needs first."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from threading import local
+
+import torch
+
+_HERE = nullcontext()
+_thread = local()
+
+
+def device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
+    """Make the tensor's GPU the current one, on which kernels are launched."""
+    return on_device(tensor.get_device()) if tensor.is_cuda else _HERE
+
+
+def on_device(index: int) -> AbstractContextManager[object]:
+    """Make a GPU the current one, and be sure that this thread has its context."""
+    if index != torch.cuda.current_device():
+        return torch.cuda.device(index)
+    if not hasattr(_thread, "has_context"):
+        # The driver is asked for things before anything that PyTorch does sees to a context, which a thread of
+        # autograd's may not have yet; what PyTorch does with an event makes one.
+        torch.cuda.Event().record()
+        _thread.has_context = True
+    return _HERE
