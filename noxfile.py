@@ -27,6 +27,8 @@ PINNED = ("-c", str(CONSTRAINTS))
 BASE = ROOT / ".nox" / "base"
 BASE_REQUIREMENTS = ("torch", "numpy", "rich", "matplotlib", "hatchling", "editables", "pytest", "hypothesis")
 
+NVRTC = ("cuda-bindings", "nvidia-cuda-nvrtc")
+
 # The interpreter of 3.6 needs an older NumPy than the rest of the house.
 TRITON = {"3.6": ("triton==3.6.0", "numpy<2.4"), "3.9": ("triton==3.9.0",)}
 # Interpreted, a kernel takes a thousand times as long, and the order of its sums is not that of a GPU. One version runs
@@ -74,6 +76,16 @@ def interpreted(session: nox.Session, version: str) -> None:
     folders = [str(file.parents[3] / "tests") for file in sorted(ROOT.glob("packages/*/src/*/*/triton_backend.py"))]
     env = {"TRITON_INTERPRET": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     session.run("python", "-m", "pytest", "-k", INTERPRETED[version], *folders, *session.posargs, env=env)
+
+
+@nox.session(**BORROWING)
+def kernels(session: nox.Session) -> None:
+    """Compile every CUDA kernel for all its targets, without a GPU; a warning, a spill or a stack fails."""
+    borrow(session)
+    install(session, *OPERATORS)
+    session.install(*PINNED, *NVRTC)
+    env = {"RL_KERNELS_CACHE": session.create_tmp()}
+    session.run("rl-kernels", "compile", "--arch", "all", *session.posargs, env=env)
 
 
 @nox.session(**BORROWING)

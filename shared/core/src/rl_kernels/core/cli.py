@@ -13,10 +13,12 @@ from importlib.util import find_spec
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from rl_kernels.core.command import Parser
 from rl_kernels.core.contract import DTYPES, contract
+from rl_kernels.core.cuda import cache, toolchain
 from rl_kernels.core.dispatch import explain_call
 from rl_kernels.core.operator import Call, Operator, arch_of
 from rl_kernels.core.registry import UnknownOperator, kernel_registry
@@ -46,16 +48,17 @@ def _commands() -> dict[str, tuple[str, Callable[[], Command]]]:
         "list": ("installed operators and their backends", lambda: list_operators),
         "explain": ("which backend a call would take, and why not the others", lambda: explain),
         "doctor": ("what is installed and what can run here", lambda: doctor),
-        "check": ("hold backends to the tolerance contract", lambda: _command("check")),
-        "bench": ("time operators beside their peers; no speed for a wrong result", lambda: _command("bench")),
+        "check": ("hold backends to the tolerance contract", lambda: _command("check.cli")),
+        "bench": ("time operators beside their peers; no speed for a wrong result", lambda: _command("bench.cli")),
+        "compile": ("compile CUDA kernels before they are needed", lambda: _command("precompile")),
     }
     added = {point.name: (f"from {point.value.split(':')[0]}", point.load) for point in entry_points(group=GROUP)}
     return {**added, **own}
 
 
-def _command(name: str) -> Command:
+def _command(module: str) -> Command:
     # Imported only when asked for: it imports every operator.
-    return importlib.import_module(f"rl_kernels.core.{name}.cli").main
+    return importlib.import_module(f"rl_kernels.core.{module}").main
 
 
 def _help(commands: dict[str, tuple[str, Callable[[], Command]]]) -> None:
@@ -123,6 +126,8 @@ def doctor(argv: Sequence[str]) -> int:
     facts.add_row("rl-kernels-core", version("rl-kernels-core"))
     facts.add_row("python, torch", f"{platform.python_version()}, {torch.__version__}")
     facts.add_row("triton", version("triton") if find_spec("triton") else "not installed")
+    for what, found in _cuda():
+        facts.add_row(what, escape(found))
     facts.add_row("device", f"{torch.cuda.get_device_name() if device.type == 'cuda' else 'cpu'} ({arch})")
     facts.add_row("arch in the tolerance contract", "yes" if arch in contract().archs else "no: checks need --arch-key")
     for variable in ("RL_KERNELS_BACKEND", "RL_KERNELS_STRICT"):
@@ -131,7 +136,22 @@ def doctor(argv: Sequence[str]) -> int:
     for name in kernel_registry.names():
         operator = kernel_registry.load(name)
         for verdict in explain_call(operator, Call(device, torch.float32, arch)):
-            backends.add_row(name, verdict.backend, str(verdict).partition(": ")[2])
+            backends.add_row(name, verdict.backend, escape(str(verdict).partition(": ")[2]))
     console = Console()
     console.print(facts, backends, sep="\n\n")
     return 0
+
+
+def _cuda() -> list[tuple[str, str]]:
+    """Return what there is for CUDA C++: the compiler, or what to do about it, and the cache."""
+    reason = toolchain.why_no_compiler()
+    compiler = reason or "CUDA " + ".".join(map(str, toolchain.nvrtc_version()))
+    held = cache.trouble()
+    if held is None:
+        sizes = [size for _, size, _ in cache.contents(cache.folder())]
+        held = f"{cache.folder()}: {len(sizes)} files, {sum(sizes) / 2**20:.1f} MiB, can be written"
+    return [
+        ("cuda-bindings", toolchain.bindings_version() or "not installed"),
+        ("NVRTC", compiler),
+        ("cache of kernels", held),
+    ]

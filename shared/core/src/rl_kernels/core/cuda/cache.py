@@ -1,9 +1,9 @@
 """Cubins, each compiled once: in the process, on disk for all processes, or before that in the wheel.
 
-A file on disk is named by a digest of all that the compiler reads and of the version of NVRTC, so no compiler takes what
-another one made. A cubin that a wheel brings (``kernels/cubins/`` of its package) is named by the target and the digest
-of what the compiler read alone: it serves where there is no NVRTC to ask for its version, and which one made it was
-settled when the wheel was built. It comes first; after a change of the source or an option its name fits no more.
+A file on disk is named by a digest of all that the compiler reads and of the version of NVRTC, so no compiler takes
+what another one made. A cubin that a wheel brings (``kernels/cubins/`` of its package) is named by the target and the
+digest of what the compiler read alone: it serves where there is no NVRTC to ask for its version, and which one made it
+was settled when the wheel was built. It comes first; after a change of the source or an option its name fits no more.
 
 Each file begins with the digest of the rest: what was cut off or altered is made again, not trusted. Files are written
 beside their place and moved there in one step, so that any number of processes may read and write at once.
@@ -45,6 +45,18 @@ def folder() -> Path:
     return (Path(shared) if shared else Path.home() / ".cache") / "rl-kernels"
 
 
+def trouble() -> str | None:
+    """Say why nothing can be kept on disk, or return None; writes nothing."""
+    try:
+        place = folder()
+    except RuntimeError as error:
+        return f"{error}; set {VARIABLE} to a folder that can be read and written"
+    there = next(path for path in (place, *place.absolute().parents) if path.exists())
+    if there.is_dir() and os.access(there, os.R_OK | os.W_OK | os.X_OK):
+        return None
+    return f"{place} cannot be written; set {VARIABLE} to a folder that can be read and written"
+
+
 def cubin_of(program: Program) -> bytes:
     """Return the cubin of a program: from memory, the wheel, the disk, or compiled now.
 
@@ -82,9 +94,14 @@ def ships(package: str, arch: str) -> bool:
     return brought.is_dir() and any(file.name.startswith(f"{arch}-") for file in brought.iterdir())
 
 
+def path_of(inputs: Inputs) -> Path:
+    """Return where the disk keeps the cubin of what the compiler read; raises as ``folder``."""
+    return folder() / f"{inputs.digest(str(toolchain.nvrtc_version()))}{SUFFIX}"
+
+
 def _from_disk(program: Program, inputs: Inputs) -> bytes:
     try:
-        path = folder() / f"{inputs.digest(str(toolchain.nvrtc_version()))}{SUFFIX}"
+        path = path_of(inputs)
     except RuntimeError as error:
         _warn(error)
         return compile_program(program).cubin

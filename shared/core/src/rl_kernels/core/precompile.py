@@ -1,0 +1,157 @@
+"""``rl-kernels compile``: compile the CUDA kernels of the installed operators before they are needed.
+
+0: all were compiled, without a warning, a spilled register or a stack. 1: one was not. 2: unusable arguments, or
+nothing to compile, or nothing to compile with; said before anything is compiled. No GPU is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from rl_kernels.core.command import Parser
+from rl_kernels.core.cuda import cache, toolchain
+from rl_kernels.core.cuda.program import Compiled, CompileError, Program, compile_program, inputs_of
+from rl_kernels.core.cuda.resources import resources_of, warnings_of
+from rl_kernels.core.cuda.where import target_of
+from rl_kernels.core.operator import arch_of
+from rl_kernels.core.registry import UnknownOperator, kernel_registry
+
+USAGE = 2
+PREFIX = "cuda-"
+ALL = "all"
+ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_120")
+"""The targets of ``--arch all``."""
+
+
+def parser() -> Parser:
+    """Return the parser."""
+    made = Parser("rl-kernels compile", "Compile the CUDA kernels of operators; no GPU is needed.")
+    made.add_argument("--op", action="append", metavar="NAME", help="operator (default: every one with CUDA kernels)")
+    made.add_argument(
+        "--arch",
+        nargs="+",
+        type=_arch,
+        metavar="ARCH",
+        help=f"targets such as sm_90a, or {ALL} (default: those of the GPUs that are here, or {ALL})",
+    )
+    made.add_argument(
+        "--out", type=Path, metavar="DIR", help="write the cubins there, to be shipped (default: into the cache)"
+    )
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compile the kernels and print what they use; return the exit status."""
+    try:
+        given = parser().parse_args(argv)
+        programs = _programs(given)
+        _check_folder(given.out)
+    except (UnknownOperator, ValueError) as error:
+        print(f"rl-kernels compile: {error}", file=sys.stderr)
+        return USAGE
+    table = Table("operator", "file", "defines", "arch", "kernel", "registers", "shared", "spills", "stack", box=None)
+    faults = []
+    console = Console(stderr=True)
+    for name, program in track(programs, "compiling", console=console, transient=True, disable=not console.is_terminal):
+        try:
+            compiled = compile_program(program)
+        except CompileError as error:
+            faults.append(str(error))
+            continue
+        _write(program, compiled, given.out)
+        _report(table, name, program, compiled)
+        faults += _faults(program, compiled)
+    Console().print(table)
+    for fault in faults:
+        print(fault, file=sys.stderr)
+    return 1 if faults else 0
+
+
+def _arch(text: str) -> str:
+    if text != ALL and not re.fullmatch(r"sm_\d+[af]?", text):
+        raise argparse.ArgumentTypeError(f"expected a target such as sm_80 or sm_90a, or {ALL}, got {text!r}")
+    return text
+
+
+def _archs(given: Sequence[str] | None) -> list[str]:
+    if given is None and torch.cuda.is_available():
+        here = [arch_of("cuda", index) for index in range(torch.cuda.device_count())]
+        return list(dict.fromkeys(target_of(arch, exact=exact) for arch in here for exact in (False, True)))
+    archs = [*dict.fromkeys(arch for word in given or [ALL] for arch in (ARCHS if word == ALL else (word,)))]
+    known = toolchain.targets()
+    for arch in archs:
+        if int(re.sub(r"\D", "", arch)) not in known:
+            raise ValueError(f"--arch: NVRTC compiles for {', '.join(f'sm_{n}' for n in sorted(known))}, got {arch!r}")
+    return archs
+
+
+def _programs(given: argparse.Namespace) -> list[tuple[str, Program]]:
+    """Return what to compile, each with the name of its operator."""
+    found = [kernel_registry.load(name) for name in given.op or kernel_registry.names()]
+    backends = {operator.name: [b for b in operator.backends if b.name.startswith(PREFIX)] for operator in found}
+    without = [name for name, its in backends.items() if not its]
+    if given.op and without:
+        raise ValueError(f"--op: {', '.join(without)} has no CUDA backend")
+    if len(without) == len(found):
+        raise ValueError("no installed operator has a CUDA backend")
+    reason = toolchain.why_no_compiler()
+    if reason:
+        raise ValueError(reason)
+    archs = _archs(given.arch)
+    programs = [
+        (name, program)
+        for name, its in backends.items()
+        for backend in its
+        for arch in archs
+        for program in backend.load().programs(arch)
+    ]
+    if not programs:
+        raise ValueError(f"--arch: there are no kernels for {', '.join(archs)}")
+    return list(dict.fromkeys(programs))
+
+
+def _check_folder(out: Path | None) -> None:
+    if out is None:
+        reason = cache.trouble()
+        if reason:
+            raise ValueError(reason)
+        return
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--out: {error}") from error
+    if not os.access(out, os.W_OK):
+        raise ValueError(f"--out: {out} cannot be written")
+
+
+def _write(program: Program, compiled: Compiled, out: Path | None) -> None:
+    inputs = inputs_of(program)
+    if out is None:
+        cache.keep(cache.path_of(inputs), compiled.cubin)
+    else:
+        cache.write(out / cache.shipped_name(program, inputs), compiled.cubin)
+
+
+def _report(table: Table, name: str, program: Program, compiled: Compiled) -> None:
+    defines = " ".join(f"{key}={value}" for key, value in program.defines)
+    for used in resources_of(compiled.log):
+        counts = map(str, (used.registers, used.shared, used.spills, used.stack))
+        table.add_row(name, program.file, defines, program.arch, used.entry, *counts)
+
+
+def _faults(program: Program, compiled: Compiled) -> list[str]:
+    faults = [f"{program}: {warning}" for warning in warnings_of(compiled.log)]
+    for used in resources_of(compiled.log):
+        if used.spills or used.stack:
+            faults.append(f"{program}: {used.entry} spills {used.spills} bytes and has a stack of {used.stack}")
+    return faults
