@@ -1,0 +1,89 @@
+"""Descriptors for the Tensor Memory Accelerator: how a box of a matrix is copied into shared memory.
+
+A descriptor is 128 bytes that say address, sizes, strides and box, and nothing else: it is passed to a kernel by value,
+as a ``T`` of its signature (``const __grid_constant__`` in the kernel). It owns nothing, so it may outlive the tensor;
+that the memory is there while a kernel reads it is the caller's to see to, as for a pointer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import NewType
+
+import torch
+
+from rl_kernels.core.cuda.driver import checked
+from rl_kernels.core.cuda.signature import MAP_SIZE
+
+TensorMap = NewType("TensorMap", bytes)
+DTYPES = {torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16", torch.float32: "FLOAT32"}
+SWIZZLES = (0, 32, 64, 128)
+ALIGNED = 16
+"""Bytes at whose multiples addresses, rows and boxes begin."""
+LONGEST = 256
+"""Elements that a box may have along each dimension."""
+KEPT = 4096
+
+_maps: dict[tuple[object, ...], TensorMap] = {}
+
+
+def tensor_map(tensor: torch.Tensor, box: tuple[int, int], *, swizzle: int = 0) -> TensorMap:
+    """Return the descriptor of a matrix on a GPU; elements beyond its edges are read as 0 and not written.
+
+    Args:
+        tensor: two dimensions, the columns beside each other, rows at multiples of 16 bytes.
+        box: rows and columns that one copy moves.
+        swizzle: bytes of the pattern in which shared memory holds the box: 0 (plain), 32, 64 or 128; a row of the box
+            is not longer.
+
+    Raises:
+        ValueError: an argument is not so.
+        CudaError: the driver refused it.
+    """
+    key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, box, swizzle)
+    found = _maps.get(key)
+    if found is None:
+        _check(tensor, box, swizzle)
+        if len(_maps) >= KEPT:
+            _maps.clear()
+        found = _maps[key] = _encoded(tensor, box, swizzle)
+    return found
+
+
+def _check(tensor: torch.Tensor, box: tuple[int, int], swizzle: int) -> None:
+    size = tensor.element_size()
+    if tensor.dtype not in DTYPES:
+        raise ValueError(f"tensor: expected bfloat16, float16 or float32, got {tensor.dtype}")
+    if tensor.ndim != 2 or tensor.stride(1) != 1 or not tensor.numel():
+        shape, strides = tuple(tensor.shape), tensor.stride()
+        raise ValueError(f"tensor: expected a matrix with columns side by side, got shape {shape}, strides {strides}")
+    if tensor.data_ptr() % ALIGNED or tensor.stride(0) * size % ALIGNED:
+        raise ValueError(f"tensor: expected rows that begin at multiples of {ALIGNED} bytes")
+    if swizzle not in SWIZZLES:
+        raise ValueError(f"swizzle: expected one of {SWIZZLES}, got {swizzle}")
+    longest = min(LONGEST, swizzle // size or LONGEST)
+    if not (1 <= box[0] <= LONGEST and 1 <= box[1] <= longest) or box[1] * size % ALIGNED:
+        rule = f"rows up to {LONGEST}, columns up to {longest} in multiples of {ALIGNED // size}"
+        raise ValueError(f"box: expected {rule}, got {box}")
+
+
+def _encoded(tensor: torch.Tensor, box: tuple[int, int], swizzle: int) -> TensorMap:
+    from cuda.bindings import driver
+
+    rows, columns = tensor.shape
+    made = driver.cuTensorMapEncodeTiled(
+        getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{DTYPES[tensor.dtype]}"),
+        2,
+        tensor.data_ptr(),
+        # The dimension whose elements are beside each other comes first, and has no stride.
+        [driver.cuuint64_t(columns), driver.cuuint64_t(rows)],
+        [driver.cuuint64_t(tensor.stride(0) * tensor.element_size())],
+        [driver.cuuint32_t(box[1]), driver.cuuint32_t(box[0])],
+        [driver.cuuint32_t(1), driver.cuuint32_t(1)],
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{f'{swizzle}B' if swizzle else 'NONE'}"),
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    described = checked(made, f"tensor map of {tuple(tensor.shape)} in boxes of {box}")
+    return TensorMap(ctypes.string_at(described.getPtr(), MAP_SIZE))
