@@ -8,6 +8,8 @@ that the memory is there while a kernel reads it is the caller's to see to, as f
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
+from functools import cache
 from typing import NewType
 
 import torch
@@ -22,6 +24,8 @@ ALIGNED = 16
 """Bytes at whose multiples addresses, rows and boxes begin."""
 LONGEST = 256
 """Elements that a box may have along each dimension."""
+ROOM = 128
+"""Alignment of a descriptor while it is written."""
 KEPT = 4096
 
 _maps: dict[tuple[object, ...], TensorMap] = {}
@@ -71,19 +75,38 @@ def _encoded(tensor: torch.Tensor, box: tuple[int, int], swizzle: int) -> Tensor
     from cuda.bindings import driver
 
     rows, columns = tensor.shape
-    made = driver.cuTensorMapEncodeTiled(
+    room = ctypes.create_string_buffer(MAP_SIZE + ROOM)
+    start = -ctypes.addressof(room) % ROOM
+    status = _encode()(
+        ctypes.addressof(room) + start,
         getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{DTYPES[tensor.dtype]}"),
         2,
         tensor.data_ptr(),
         # The dimension whose elements are beside each other comes first, and has no stride.
-        [driver.cuuint64_t(columns), driver.cuuint64_t(rows)],
-        [driver.cuuint64_t(tensor.stride(0) * tensor.element_size())],
-        [driver.cuuint32_t(box[1]), driver.cuuint32_t(box[0])],
-        [driver.cuuint32_t(1), driver.cuuint32_t(1)],
+        (ctypes.c_uint64 * 2)(columns, rows),
+        (ctypes.c_uint64 * 1)(tensor.stride(0) * tensor.element_size()),
+        (ctypes.c_uint32 * 2)(box[1], box[0]),
+        (ctypes.c_uint32 * 2)(1, 1),
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
         getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{f'{swizzle}B' if swizzle else 'NONE'}"),
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
-    described = checked(made, f"tensor map of {tuple(tensor.shape)} in boxes of {box}")
-    return TensorMap(ctypes.string_at(described.getPtr(), MAP_SIZE))
+    checked((driver.CUresult(status), None), f"tensor map of {tuple(tensor.shape)} in boxes of {box}")
+    return TensorMap(room.raw[start : start + MAP_SIZE])
+
+
+@cache
+def _encode() -> Callable[..., int]:
+    """Return cuTensorMapEncodeTiled, for a descriptor of our own.
+
+    That of cuda.bindings lies at whatever address Python gave it, where the driver needs a multiple of 64, and from
+    CUDA 13 on of 128: it may end the process.
+    """
+    from cuda.bindings import driver
+
+    name, version = b"cuTensorMapEncodeTiled", 12000
+    address, _ = checked(driver.cuGetProcAddress(name, version, driver.cuuint64_t(0)), name.decode())
+    integer, number, pointer = ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p
+    kinds = (pointer, integer, number, *(pointer,) * 5, *(integer,) * 4)
+    return ctypes.CFUNCTYPE(integer, *kinds)(address)
