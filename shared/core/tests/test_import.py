@@ -6,6 +6,8 @@ from rl_kernels import core
 
 EVERY_MODULE = """
 import importlib, pkgutil, sys
+import torch  # which brings a part of cuda.bindings where that is installed
+before = set(sys.modules)
 import rl_kernels.core
 KERNELS = {f"rl_kernels.core.triton_lib.{name}" for name in ("arithmetic", "gemm", "softmax")}
 names = {module.name for module in pkgutil.walk_packages(rl_kernels.core.__path__, "rl_kernels.core.")}
@@ -13,8 +15,8 @@ assert names > KERNELS
 for name in sorted(names - KERNELS):
     if not name.endswith("__main__"):
         importlib.import_module(name)
-import torch
-brought = [name for name in ("triton", "cuda", "rl_kernels.fused_logp") if name in sys.modules]
+LIBRARIES = {"triton", "cuda", "cuda.bindings.nvrtc", "rl_kernels.fused_logp"}
+brought = LIBRARIES & sys.modules.keys() - before
 assert not brought, brought
 assert not torch.cuda.is_initialized()
 assert torch.get_default_dtype() == torch.float32
