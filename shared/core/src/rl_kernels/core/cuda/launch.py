@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
 from threading import Lock, local
 from typing import Any
 
@@ -45,7 +48,7 @@ def kernel(program: Program, entry: str, signature: str, device: torch.device) -
     key = (program, entry, index)
     found = _kernels.get(key)
     if found is None:
-        with _lock, on_device(index):
+        with _lock, on_device(index), _uncaptured():
             found = _kernels.get(key)
             if found is None:
                 found = _kernels[key] = Kernel(_module(program, index), entry, Signature(signature), index)
@@ -54,20 +57,25 @@ def kernel(program: Program, entry: str, signature: str, device: torch.device) -
     return found
 
 
+@contextmanager
+def _uncaptured() -> Iterator[None]:
+    """Let this thread load while a stream is being captured: loading is no work of a stream, and does it no harm."""
+    from cuda.bindings import driver
+
+    mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    before = checked(driver.cuThreadExchangeStreamCaptureMode(mode), "mode of capture")
+    try:
+        yield
+    finally:
+        driver.cuThreadExchangeStreamCaptureMode(before)
+
+
 def _module(program: Program, index: int) -> Any:
     from cuda.bindings import driver
 
     found = _modules.get((program, index))
     if found is None:
-        cubin = cubin_of(program)
-        # Loading is no work of a stream, so it does no harm to a stream that is being captured.
-        mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-        before = checked(driver.cuThreadExchangeStreamCaptureMode(mode), str(program))
-        try:
-            found = checked(driver.cuModuleLoadData(cubin), str(program))
-        finally:
-            driver.cuThreadExchangeStreamCaptureMode(before)
-        _modules[program, index] = found
+        found = _modules[program, index] = checked(driver.cuModuleLoadData(cubin_of(program)), str(program))
     return found
 
 
@@ -116,7 +124,7 @@ class Kernel:
             buffer = self._thread.buffer = Buffer(self.signature)
         try:
             buffer.fill(args)
-        except (struct.error, IndexError) as error:
+        except (struct.error, IndexError, TypeError) as error:
             raise TypeError(f"{self.entry}: the arguments do not fit {self.signature.text!r}: {error}") from error
         if shared > self._allowed:
             self._allow(shared)
@@ -146,7 +154,7 @@ class Kernel:
     def _check_signature(self) -> None:
         """Compare with what the compiler made: an argument at the wrong place would be read as nonsense."""
         wanted = []
-        for place in range(len(self.signature.places) + 1):
+        for place in count():
             try:
                 status, *found = self._driver.cuFuncGetParamInfo(self._function, place)
             except RuntimeError:

@@ -1,0 +1,269 @@
+"""Kernels on a GPU: launched where and when PyTorch is, with all that a launch can ask for.
+
+That each source compiles is tested without a GPU too.
+"""
+
+from threading import Thread
+
+import pytest
+import torch
+
+from rl_kernels.core.cuda import launch, toolchain
+from rl_kernels.core.cuda.driver import CudaError
+from rl_kernels.core.cuda.launch import kernel
+from rl_kernels.core.cuda.program import Program, compile_program
+from rl_kernels.core.cuda.tensor_map import tensor_map
+from rl_kernels.core.cuda.where import target_of
+from rl_kernels.core.operator import arch_of
+
+MISSING = toolchain.why_no_compiler()
+pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+
+ADD = """
+extern "C" __global__ void add(const float* x, float* out, long long n, float y) {
+    long long i = 1ll * blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) out[i] = x[i] + y * TIMES;
+}
+extern "C" __global__ void absent(const float* x, float* out) { out[0] = x == nullptr ? 1.0f : 0.0f; }
+extern "C" __global__ void everything(float* out, signed char b, short h, int i, long long q, float f, double d) {
+    double values[] = {double(b), double(h), double(i), double(q), double(f), d};
+    for (int k = 0; k < 6; ++k) out[k] = float(values[k]);
+}
+"""
+TURN = """
+extern "C" __global__ void turn(const float* x, float* out, int n) {
+    extern __shared__ float held[];
+    for (int i = threadIdx.x; i < n; i += blockDim.x) held[i] = x[i];
+    __syncthreads();
+    for (int i = threadIdx.x; i < n; i += blockDim.x) out[i] = held[n - 1 - i];
+}
+"""
+RANKS = """
+extern "C" __global__ void ranks(int* out) {
+    unsigned rank, size;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
+    if (threadIdx.x == 0) out[blockIdx.x] = 10 * size + rank;
+}
+"""
+BOX = """
+struct alignas(64) Map { unsigned char bytes[128]; };
+extern "C" __global__ void box(int unused, const __grid_constant__ Map map, float* out, int column, int row) {
+    __shared__ alignas(128) float held[ROWS * COLUMNS];
+    __shared__ alignas(8) unsigned long long barrier;
+    unsigned to = unsigned(__cvta_generic_to_shared(held)), at = unsigned(__cvta_generic_to_shared(&barrier));
+    if (threadIdx.x == 0) {
+        asm volatile("mbarrier.init.shared.b64 [%0], 1;" :: "r"(at));
+        asm volatile("fence.mbarrier_init.release.cluster;");
+        asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" :: "r"(at), "r"(ROWS * COLUMNS * 4));
+        asm volatile(
+            "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+            :: "r"(to), "l"(&map), "r"(column), "r"(row), "r"(at) : "memory");
+    }
+    __syncthreads();
+    unsigned done = 0;
+    while (!done)
+        asm volatile(
+            "{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], 0; selp.u32 %0, 1, 0, p; }"
+            : "=r"(done) : "r"(at) : "memory");
+    for (int i = threadIdx.x; i < ROWS * COLUMNS; i += blockDim.x) out[i] = held[i] + 0 * unused;
+}
+"""
+SOURCES = {
+    "add": (ADD, "PPqf", (("TIMES", 2),)),
+    "turn": (TURN, "PPi", ()),
+    "ranks": (RANKS, "P", ()),
+    "box": (BOX, "iTPii", (("ROWS", 4), ("COLUMNS", 8))),
+}
+
+
+@pytest.fixture(autouse=True)
+def sources(make_kernels, cubins, monkeypatch):
+    monkeypatch.setattr(launch, "_kernels", {})
+    monkeypatch.setattr(launch, "_modules", {})
+    make_kernels("toy_kernels", **{f"{name}__cu": text for name, (text, *_) in SOURCES.items()})
+
+
+def load(name, entry="", signature="", **defines):
+    _, usual, constants = SOURCES[name]
+    arch = target_of(arch_of("cuda", 0), exact=False)
+    program = Program("toy_kernels", f"{name}.cu", arch, tuple(defines.items()) or constants)
+    return kernel(program, entry or name, signature or usual, torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_the_sources_compile(name):
+    program = Program("toy_kernels", f"{name}.cu", "sm_90", SOURCES[name][2])
+    assert compile_program(program).cubin
+
+
+def needs(major):
+    if torch.cuda.get_device_capability(0)[0] < major:
+        pytest.skip(f"needs sm_{major}0")
+
+
+def blocks(x):
+    return -(-x.numel() // 128)
+
+
+@pytest.mark.gpu
+def test_a_kernel_that_adds():
+    x = torch.randn(1000, device="cuda:0")
+    out = torch.full_like(x, torch.nan)
+    load("add").launch(blocks(x), 128, x, out, x.numel(), 1.5)
+    assert torch.equal(out, x + 3)
+
+
+@pytest.mark.gpu
+def test_parameters_of_every_kind():
+    out = torch.empty(6, device="cuda:0")
+    load("add", "everything", "Pbhiqfd").launch(1, 1, out, -3, 300, -(2**20), 2**40, 0.5, 0.25)
+    assert out.tolist() == [-3, 300, -(2**20), 2**40, 0.5, 0.25]
+
+
+@pytest.mark.gpu
+def test_none_is_a_null_pointer():
+    out = torch.zeros(1, device="cuda:0")
+    load("add", "absent", "PP").launch((1, 1, 1), 1, None, out)
+    assert out.item() == 1
+    load("add", "absent", "PP").launch((1,), 1, out, out)
+    assert out.item() == 0
+
+
+@pytest.mark.gpu
+def test_as_much_shared_memory_as_there_is():
+    most = torch.cuda.get_device_properties(0).shared_memory_per_block_optin
+    turn = load("turn")
+    for shared in (most, 1024, most):
+        x = torch.randn(shared // 4, device="cuda:0")
+        out = torch.empty_like(x)
+        turn.launch(1, 256, x, out, x.numel(), shared=shared)
+        assert torch.equal(out, x.flip(0))
+    with pytest.raises(
+        CudaError, match=f"turn: {most + 1024} bytes of dynamic shared memory: CUDA_ERROR_INVALID_VALUE"
+    ):
+        turn.launch(1, 256, x, out, 1, shared=most + 1024)
+
+
+@pytest.mark.gpu
+def test_residents_follow_the_shared_memory():
+    turn = load("turn")
+    most = torch.cuda.get_device_properties(0).shared_memory_per_block_optin
+    assert turn.resident(256, most) == 1
+    assert turn.resident(256) > turn.resident(1024) >= 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [2, 8, 16])
+def test_clusters(size):
+    needs(9)
+    out = torch.zeros(4 * size, dtype=torch.int32, device="cuda:0")
+    ranks = load("ranks")
+    for _ in range(2):
+        ranks.launch(4 * size, 32, out, cluster=size)
+    assert out.tolist() == [10 * size + rank for rank in range(size)] * 4
+    ranks.launch(4 * size, 32, out)
+    assert out.tolist() == [10] * 4 * size
+
+
+@pytest.mark.gpu
+def test_arguments_that_do_not_fit_launch_nothing():
+    x = torch.zeros(4, device="cuda:0")
+    add = load("add")
+    for args in ((x, x, 4), (x, x, 4, 1.0, 5), (x, x, 4.0, 1.0), (x, x, 4, "one")):
+        with pytest.raises(TypeError, match="add: the arguments do not fit 'PPqf'"):
+            add.launch(1, 32, *args)
+    with pytest.raises(CudaError, match=r"add: grid \(1, 1, 1\), block 4096, .*: CUDA_ERROR_INVALID_VALUE"):
+        add.launch(1, 4096, x, x, 4, 1.0)
+    with pytest.raises(CudaError, match=r"add: grid \(0, 1, 1\)"):
+        add.launch(0, 32, x, x, 4, 1.0)
+    torch.cuda.synchronize()
+    assert torch.equal(x, torch.zeros_like(x))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("signature", ["PPq", "PPqfi", "PPif", "PPqd", "PPff"])
+def test_a_signature_that_is_not_that_of_the_kernel(signature):
+    with pytest.raises(ValueError, match=r"signature: .* add has \[\(0, 8\), \(8, 8\), \(16, 8\), \(24, 4\)\]"):
+        load("add", signature=signature)
+
+
+@pytest.mark.gpu
+def test_an_entry_that_is_not_there():
+    with pytest.raises(CudaError, match="subtract: CUDA_ERROR_NOT_FOUND"):
+        load("add", "subtract")
+
+
+@pytest.mark.gpu
+def test_the_current_stream_is_the_one():
+    x, out = (torch.zeros(1000, device="cuda:0") for _ in range(2))
+    add = load("add")
+    add.launch(blocks(x), 128, x, out, x.numel(), 0.0)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        # Long enough for a launch on any other stream to come first.
+        torch.cuda._sleep(200_000_000)
+        x.fill_(5)
+        add.launch(blocks(x), 128, x, out, x.numel(), 1.0)
+    assert not stream.query()
+    stream.synchronize()
+    assert torch.equal(out, torch.full_like(out, 7))
+
+
+@pytest.mark.gpu
+def test_in_a_graph_even_if_it_is_loaded_while_it_is_captured():
+    x, out = (torch.zeros(1000, device="cuda:0") for _ in range(2))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        load("add", TIMES=3).launch(blocks(x), 128, x, out, x.numel(), 1.0)
+    for value in (1.0, 2.0):
+        x.fill_(value)
+        graph.replay()
+        assert torch.equal(out, torch.full_like(out, value + 3))
+
+
+@pytest.mark.gpu
+def test_many_threads_launch_at_once():
+    x = torch.randn(1000, device="cuda:0")
+    outs = [torch.empty_like(x) for _ in range(8)]
+    failed = []
+
+    def work(number):
+        try:
+            for _ in range(200):
+                load("add").launch(blocks(x), 128, x, outs[number], x.numel(), float(number))
+        except Exception as error:
+            failed.append(error)
+
+    threads = [Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    torch.cuda.synchronize()
+    assert not failed
+    assert all(torch.equal(out, x + 2.0 * number) for number, out in enumerate(outs))
+
+
+@pytest.mark.gpu
+def test_a_device_that_is_not_the_current_one():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    x = torch.randn(1000, device="cuda:1")
+    out = torch.empty_like(x)
+    program = Program("toy_kernels", "add.cu", target_of(arch_of("cuda", 1), exact=False), (("TIMES", 2),))
+    kernel(program, "add", "PPqf", x.device).launch(blocks(x), 128, x, out, x.numel(), 1.0)
+    assert torch.equal(out, x + 2)
+    assert torch.cuda.current_device() == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("row", "column"), [(0, 0), (3, 8), (8, 16)])
+def test_a_box_of_a_matrix_by_tensor_map(row, column):
+    needs(9)
+    x = torch.randn(10, 20, device="cuda:0")
+    out = torch.full((4, 8), torch.nan, device="cuda:0")
+    load("box").launch(1, 32, 0, tensor_map(x, (4, 8)), out, column, row)
+    padded = torch.nn.functional.pad(x, (0, 8, 0, 4))
+    assert torch.equal(out, padded[row : row + 4, column : column + 8])

@@ -1,0 +1,289 @@
+"""What a launch gives to the driver, with a driver that only takes note; the GPU itself is in test_cuda_gpu.py."""
+
+import ctypes
+import struct
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rl_kernels.core.cuda import launch as module
+from rl_kernels.core.cuda import tensor_map as maps
+from rl_kernels.core.cuda.driver import CudaError
+from rl_kernels.core.cuda.program import Program
+from rl_kernels.core.cuda.signature import Buffer, Signature
+from rl_kernels.core.cuda.tensor_map import tensor_map
+
+PROGRAM = Program("toy_kernels", "toy.cu", "sm_90a")
+GPU = torch.device("cuda", 0)
+
+
+def packed(address, size):
+    """Read what a launch was given: the bytes of the parameters."""
+    words = (ctypes.c_void_p * 5).from_address(address)
+    assert (words[0], words[2], words[4]) == (1, 2, None)
+    assert ctypes.c_size_t.from_address(words[3]).value == size
+    return ctypes.string_at(words[1], size)
+
+
+class Names:
+    """An enumeration that knows every name."""
+
+    def __getattr__(self, name):
+        return name
+
+
+class Driver:
+    """Takes note of calls; ``refuse`` names the one that fails, ``places`` are the parameters of its kernel."""
+
+    places = ((0, 8), (8, 8), (16, 4))
+    refuse = ""
+    CUfunction_attribute = CUstreamCaptureMode = CUlaunchAttributeID = Names()
+    CUlaunchConfig = SimpleNamespace
+
+    def __init__(self):
+        self.calls = []
+
+    def CUlaunchAttribute(self):
+        return SimpleNamespace(value=SimpleNamespace(clusterDim=SimpleNamespace()))
+
+    def cuFuncGetParamInfo(self, function, place):
+        return (0, *self.places[place]) if place < len(self.places) else (1, 0, 0)
+
+    def cuGetErrorName(self, status):
+        return 0, b"CUDA_ERROR_TOY"
+
+    def cuGetErrorString(self, status):
+        return 0, b"toy trouble"
+
+    def cuFuncGetAttribute(self, attribute, function):
+        return 0, 1024
+
+    def __getattr__(self, name):
+        def call(*args):
+            extra = (packed(args[-1], 20),) if name.startswith("cuLaunch") else ()
+            self.calls.append((name, *args[:-1], *extra) if extra else (name, *args))
+            return 7 if name == self.refuse else 0, f"{name}-result"
+
+        return call
+
+    def named(self, name):
+        return [call[1:] for call in self.calls if call[0] == name]
+
+
+@pytest.fixture
+def driver(make_module, monkeypatch):
+    made = Driver()
+    make_module("cuda")
+    make_module("cuda.bindings", driver=made)
+    monkeypatch.setattr(module, "_kernels", {})
+    monkeypatch.setattr(module, "_modules", {})
+    monkeypatch.setattr(module, "on_device", lambda index: nullcontext())
+    monkeypatch.setattr(module, "cubin_of", lambda program: b"cubin")
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 40 + index, raising=False)
+    return made
+
+
+@pytest.fixture
+def kernel(driver):
+    return module.kernel(PROGRAM, "toy", "Pqi", GPU)
+
+
+def test_loaded_once_for_each_device(driver):
+    first = module.kernel(PROGRAM, "toy", "Pqi", GPU)
+    assert module.kernel(PROGRAM, "toy", "Pqi", GPU) is first
+    assert module.kernel(PROGRAM, "other", "Pqi", GPU) is not first
+    assert module.kernel(PROGRAM, "toy", "Pqi", torch.device("cuda", 1)) is not first
+    assert driver.named("cuModuleLoadData") == [(b"cubin",)] * 2
+    modes = driver.named("cuThreadExchangeStreamCaptureMode")
+    assert modes[:2] == [("CU_STREAM_CAPTURE_MODE_RELAXED",), ("cuThreadExchangeStreamCaptureMode-result",)]
+
+
+def test_a_launch(kernel, driver):
+    x = torch.zeros(4)
+    kernel.launch(5, 128, x, 2**40, -1)
+    kernel.launch((2, 3), 64, None, 7, 8, shared=47 * 1024)
+    function = "cuModuleGetFunction-result"
+    assert driver.named("cuLaunchKernel") == [
+        (function, 5, 1, 1, 128, 1, 1, 0, 40, 0, struct.pack("Pqi", x.data_ptr(), 2**40, -1)),
+        (function, 2, 3, 1, 64, 1, 1, 47 * 1024, 40, 0, struct.pack("Pqi", 0, 7, 8)),
+    ]
+    assert not driver.named("cuFuncSetAttribute")
+
+
+def test_more_shared_memory_is_allowed_once(kernel, driver):
+    # 1 KiB of 48 is static.
+    for shared in (48 * 1024, 48 * 1024, 100 * 1024, 64 * 1024):
+        kernel.launch(1, 32, None, 0, 0, shared=shared)
+    assert [size for *_, size in driver.named("cuFuncSetAttribute")] == [48 * 1024, 100 * 1024]
+
+
+def test_clusters(kernel, driver):
+    for _ in range(2):
+        kernel.launch(4, 64, None, 1, 2, shared=16, cluster=2)
+    (first, *_), (second, *_) = driver.named("cuLaunchKernelEx")
+    assert first is second
+    assert (first.gridDimX, first.gridDimY, first.blockDimX, first.sharedMemBytes, first.hStream) == (4, 1, 64, 16, 40)
+    (attribute,) = first.attrs
+    size = attribute.value.clusterDim
+    assert (attribute.id, size.x, size.y, size.z) == ("CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION", 2, 1, 1)
+    assert not driver.named("cuFuncSetAttribute")
+    for _ in range(2):
+        kernel.launch(16, 64, None, 1, 2, cluster=16)
+    (allowed,) = driver.named("cuFuncSetAttribute")
+    assert allowed[1:] == ("CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED", 1)
+
+
+def test_residents_are_asked_for_once(kernel, driver):
+    driver.cuOccupancyMaxActiveBlocksPerMultiprocessor = lambda function, *sizes: (0, driver.calls.append(sizes) or 3)
+    assert [kernel.resident(128, 100), kernel.resident(128, 100), kernel.resident(256)] == [3, 3, 3]
+    assert driver.calls[-2:] == [(128, 100), (256, 0)]
+
+
+@pytest.mark.parametrize(
+    "args", [(None, 1), (None, 1, 2, 3), (), (None, 1.5, 2), (None, torch.zeros(1), 2), ("x", 1, 2), (None, 1, 2**31)]
+)
+def test_arguments_that_do_not_fit(args, kernel):
+    with pytest.raises(TypeError, match="toy: the arguments do not fit 'Pqi'"):
+        kernel.launch(1, 32, *args)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        ("cuLaunchKernel", "toy: grid (3, 2, 1), block 32, shared 8, cluster 1: CUDA_ERROR_TOY (toy trouble)"),
+        ("cuModuleLoadData", "toy_kernels/kernels/toy.cu for sm_90a: CUDA_ERROR_TOY"),
+        ("cuModuleGetFunction", "toy: CUDA_ERROR_TOY"),
+    ],
+)
+def test_what_the_driver_refuses(call, words, driver):
+    driver.refuse = call
+
+    def run():
+        module.kernel(PROGRAM, "toy", "Pqi", GPU).launch((3, 2), 32, None, 1, 2, shared=8)
+
+    with pytest.raises(CudaError) as caught:
+        run()
+    assert words in str(caught.value)
+
+
+def test_memory_that_is_not_there_is_asked_for_again(kernel, driver):
+    driver.refuse = "cuFuncSetAttribute"
+    for _ in range(2):
+        with pytest.raises(CudaError, match="999999 bytes of dynamic shared memory: CUDA_ERROR_TOY"):
+            kernel.launch(1, 32, None, 1, 2, shared=999999)
+
+
+@pytest.mark.parametrize("signature", ["Pq", "Pqii", "Pqq", "PiP", "P"])
+def test_a_signature_that_is_not_that_of_the_kernel(signature, driver):
+    with pytest.raises(ValueError, match=r"signature: .* toy has \[\(0, 8\), \(8, 8\), \(16, 4\)\]"):
+        module.kernel(PROGRAM, "toy", signature, GPU)
+
+
+def test_a_driver_that_cannot_tell_the_parameters(driver):
+    def unknown(*_):
+        raise RuntimeError('Function "cuFuncGetParamInfo" not found')
+
+    driver.cuFuncGetParamInfo = unknown
+    assert module.kernel(PROGRAM, "toy", "Pqi", GPU).entry == "toy"
+
+
+def test_one_kernel_has_one_signature(kernel):
+    with pytest.raises(ValueError, match="signature: toy was asked for with 'Pqi' before, now 'Pqf'"):
+        module.kernel(PROGRAM, "toy", "Pqf", GPU)
+
+
+@pytest.mark.parametrize(
+    ("text", "places", "size"),
+    [
+        ("", (), 0),
+        ("iPf", ((0, 4), (8, 8), (16, 4)), 20),
+        ("bhid?", ((0, 1), (2, 2), (4, 4), (8, 8), (16, 1)), 17),
+        ("PT", ((0, 8), (64, 128)), 192),
+        ("TiT", ((0, 128), (128, 4), (192, 128)), 320),
+    ],
+)
+def test_parameters_lie_where_the_compiler_puts_them(text, places, size):
+    signature = Signature(text)
+    assert (signature.places, signature.size) == (places, size)
+
+
+def test_a_signature_has_letters_of_parameters_only():
+    with pytest.raises(ValueError, match=r"signature: expected letters of .*, got '4s'"):
+        Signature("P4s")
+
+
+def test_tensor_maps_are_packed_by_value():
+    signature = Signature("iT")
+    buffer = Buffer(signature)
+    described = bytes(range(128))
+    buffer.fill((5, described))
+    assert packed(buffer.address, 192) == struct.pack("i", 5) + bytes(60) + described
+    for wrong in (None, torch.zeros(1), 5):
+        with pytest.raises(struct.error):
+            buffer.fill((5, wrong))
+
+
+X = torch.zeros(5, 64, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "box", "swizzle", "words"),
+    [
+        (X.double(), (1, 64), 0, "tensor: expected bfloat16"),
+        (X[0], (1, 64), 0, "tensor: expected a matrix with columns side by side"),
+        (X.T, (1, 64), 0, "tensor: expected a matrix with columns side by side"),
+        (X[:0], (1, 64), 0, "tensor: expected a matrix with columns side by side"),
+        (X[:, 1:], (1, 64), 0, "tensor: expected rows that begin at multiples of 16"),
+        (torch.zeros(3, 12, dtype=torch.bfloat16), (1, 8), 0, "tensor: expected rows that begin at multiples of 16"),
+        (X, (1, 64), 48, "swizzle: expected one of"),
+        (X, (1, 128), 128, "box: expected rows up to 256, columns up to 64 in multiples of 8"),
+        (X, (257, 64), 0, "box: expected rows up to 256"),
+        (X, (0, 64), 0, "box: expected rows up to 256"),
+        (X, (1, 12), 0, "box: expected rows up to 256, columns up to 256 in multiples of 8"),
+    ],
+)
+def test_matrices_that_the_accelerator_cannot_read(tensor, box, swizzle, words):
+    with pytest.raises(ValueError, match=words):
+        tensor_map(tensor, box, swizzle=swizzle)
+
+
+@pytest.fixture
+def encoded(monkeypatch):
+    """Stand in for the driver's encoder; the list of what it was asked for."""
+    pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")
+    asked = []
+    numbers = (ctypes.c_int, ctypes.c_uint32, *(ctypes.c_void_p,) * 5, *(ctypes.c_int,) * 4)
+
+    def encode(place, dtype, rank, address, sizes, strides, box, steps, *rest):
+        words = [(ctypes.c_uint64 * 2).from_address(sizes)[:], ctypes.c_uint64.from_address(strides).value]
+        words += [(ctypes.c_uint32 * 2).from_address(array)[:] for array in (box, steps)]
+        asked.append((place % 128, rank, address, *words))
+        ctypes.memset(place, len(asked), 128)
+        return 0
+
+    function = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, *numbers)(encode)
+    monkeypatch.setattr(maps, "_encode", lambda: function)
+    monkeypatch.setattr(maps, "_maps", {})
+    return asked
+
+
+def test_a_descriptor_is_written_at_an_aligned_place_and_kept(encoded):
+    first = tensor_map(X, (4, 64), swizzle=128)
+    assert first == tensor_map(X, (4, 64), swizzle=128) == bytes([1]) * 128
+    assert encoded == [(0, 2, X.data_ptr(), [64, 5], 128, [64, 4], [1, 1])]
+
+
+@pytest.mark.parametrize("other", [(X[1:], (4, 64), 0), (X, (2, 64), 0), (X, (4, 64), 128), (X.half(), (4, 64), 0)])
+def test_another_matrix_or_box_is_another_descriptor(other, encoded):
+    tensor, box, swizzle = other
+    assert tensor_map(X, (4, 64)) != tensor_map(tensor, box, swizzle=swizzle)
+    assert len(encoded) == 2
+
+
+def test_descriptors_that_are_kept_are_bounded(encoded, monkeypatch):
+    monkeypatch.setattr(maps, "KEPT", 3)
+    for rows in range(1, 10):
+        tensor_map(X, (rows, 64))
+        assert len(maps._maps) <= 3
