@@ -9,11 +9,8 @@ import pytest
 import torch
 
 from rl_kernels.core.cuda import launch as module
-from rl_kernels.core.cuda import tensor_map as maps
 from rl_kernels.core.cuda.driver import CudaError
 from rl_kernels.core.cuda.program import Program
-from rl_kernels.core.cuda.signature import Buffer, Signature
-from rl_kernels.core.cuda.tensor_map import tensor_map
 
 PROGRAM = Program("toy_kernels", "toy.cu", "sm_90a")
 GPU = torch.device("cuda", 0)
@@ -192,98 +189,3 @@ def test_a_driver_that_cannot_tell_the_parameters(driver):
 def test_one_kernel_has_one_signature(kernel):
     with pytest.raises(ValueError, match="signature: toy was asked for with 'Pqi' before, now 'Pqf'"):
         module.kernel(PROGRAM, "toy", "Pqf", GPU)
-
-
-@pytest.mark.parametrize(
-    ("text", "places", "size"),
-    [
-        ("", (), 0),
-        ("iPf", ((0, 4), (8, 8), (16, 4)), 20),
-        ("bhid?", ((0, 1), (2, 2), (4, 4), (8, 8), (16, 1)), 17),
-        ("PT", ((0, 8), (64, 128)), 192),
-        ("TiT", ((0, 128), (128, 4), (192, 128)), 320),
-    ],
-)
-def test_parameters_lie_where_the_compiler_puts_them(text, places, size):
-    signature = Signature(text)
-    assert (signature.places, signature.size) == (places, size)
-
-
-def test_a_signature_has_letters_of_parameters_only():
-    with pytest.raises(ValueError, match=r"signature: expected letters of .*, got '4s'"):
-        Signature("P4s")
-
-
-def test_tensor_maps_are_packed_by_value():
-    signature = Signature("iT")
-    buffer = Buffer(signature)
-    described = bytes(range(128))
-    buffer.fill((5, described))
-    assert packed(buffer.address, 192) == struct.pack("i", 5) + bytes(60) + described
-    for wrong in (None, torch.zeros(1), 5):
-        with pytest.raises(struct.error):
-            buffer.fill((5, wrong))
-
-
-X = torch.zeros(5, 64, dtype=torch.bfloat16)
-
-
-@pytest.mark.parametrize(
-    ("tensor", "box", "swizzle", "words"),
-    [
-        (X.double(), (1, 64), 0, "tensor: expected bfloat16"),
-        (X[0], (1, 64), 0, "tensor: expected a matrix with columns side by side"),
-        (X.T, (1, 64), 0, "tensor: expected a matrix with columns side by side"),
-        (X[:0], (1, 64), 0, "tensor: expected a matrix with columns side by side"),
-        (X[:, 1:], (1, 64), 0, "tensor: expected rows that begin at multiples of 16"),
-        (torch.zeros(3, 12, dtype=torch.bfloat16), (1, 8), 0, "tensor: expected rows that begin at multiples of 16"),
-        (X, (1, 64), 48, "swizzle: expected one of"),
-        (X, (1, 128), 128, "box: expected rows up to 256, columns up to 64 in multiples of 8"),
-        (X, (257, 64), 0, "box: expected rows up to 256"),
-        (X, (0, 64), 0, "box: expected rows up to 256"),
-        (X, (1, 12), 0, "box: expected rows up to 256, columns up to 256 in multiples of 8"),
-    ],
-)
-def test_matrices_that_the_accelerator_cannot_read(tensor, box, swizzle, words):
-    with pytest.raises(ValueError, match=words):
-        tensor_map(tensor, box, swizzle=swizzle)
-
-
-@pytest.fixture
-def encoded(monkeypatch):
-    """Stand in for the driver's encoder; the list of what it was asked for."""
-    pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")
-    asked = []
-    numbers = (ctypes.c_int, ctypes.c_uint32, *(ctypes.c_void_p,) * 5, *(ctypes.c_int,) * 4)
-
-    def encode(place, dtype, rank, address, sizes, strides, box, steps, *rest):
-        words = [(ctypes.c_uint64 * 2).from_address(sizes)[:], ctypes.c_uint64.from_address(strides).value]
-        words += [(ctypes.c_uint32 * 2).from_address(array)[:] for array in (box, steps)]
-        asked.append((place % 128, rank, address, *words))
-        ctypes.memset(place, len(asked), 128)
-        return 0
-
-    function = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, *numbers)(encode)
-    monkeypatch.setattr(maps, "_encode", lambda: function)
-    monkeypatch.setattr(maps, "_maps", {})
-    return asked
-
-
-def test_a_descriptor_is_written_at_an_aligned_place_and_kept(encoded):
-    first = tensor_map(X, (4, 64), swizzle=128)
-    assert first == tensor_map(X, (4, 64), swizzle=128) == bytes([1]) * 128
-    assert encoded == [(0, 2, X.data_ptr(), [64, 5], 128, [64, 4], [1, 1])]
-
-
-@pytest.mark.parametrize("other", [(X[1:], (4, 64), 0), (X, (2, 64), 0), (X, (4, 64), 128), (X.half(), (4, 64), 0)])
-def test_another_matrix_or_box_is_another_descriptor(other, encoded):
-    tensor, box, swizzle = other
-    assert tensor_map(X, (4, 64)) != tensor_map(tensor, box, swizzle=swizzle)
-    assert len(encoded) == 2
-
-
-def test_descriptors_that_are_kept_are_bounded(encoded, monkeypatch):
-    monkeypatch.setattr(maps, "KEPT", 3)
-    for rows in range(1, 10):
-        tensor_map(X, (rows, 64))
-        assert len(maps._maps) <= 3

@@ -1,0 +1,201 @@
+"""``rl-kernels compile``: what it compiles and where to, what it says of it, and its exit status."""
+
+from importlib.metadata import EntryPoint
+
+import pytest
+import torch
+
+from rl_kernels.core import cli, precompile
+from rl_kernels.core.cuda import cache, toolchain
+from rl_kernels.core.cuda.program import Program, inputs_of
+from rl_kernels.core.cuda.where import cuda_backend
+from rl_kernels.core.operator import INVARIANT, Backend, Call, Operator
+from rl_kernels.core.registry import GROUP, KernelRegistry
+
+MISSING = toolchain.why_no_compiler()
+compiling = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+
+FINE = 'extern "C" __global__ void fine(float* x) { __shared__ float s[32]; s[threadIdx.x] = 1; x[0] = s[0] * TIMES; }'
+WARNING = 'extern "C" __global__ void warning(float* x) { int unused; x[0] = 1; }'
+STACK = """
+extern "C" __global__ void stack(float* x, int n) {
+    float held[99];
+    for (int i = 0; i < 99; ++i) held[i] = x[i];
+    x[0] = held[n];
+}
+"""
+
+
+def operator(name, *backends):
+    return Operator(name, "toy_pkg", "a toy", ("N",), frozenset({"N"}), {}, {}, backends, lambda x: Call.of(x))
+
+
+NATIVE = Backend("native", "toy_pkg.native", {"cpu": INVARIANT})
+TOYS = {
+    "double": operator(
+        "double",
+        cuda_backend("cuda-sm90", "toy_pkg.cuda_sm90", archs="sm_90"),
+        cuda_backend("cuda-generic", "toy_pkg.cuda_generic", archs="sm_80+"),
+        NATIVE,
+    ),
+    "plain": operator("plain", NATIVE),
+}
+
+
+@pytest.fixture
+def offered(make_module):
+    """What the backends of ``double`` have to compile, by target; change it."""
+    made = {
+        "generic": {"sm_80": [("fine.cu", (("TIMES", 2),))], "sm_90": [("fine.cu", (("TIMES", 2),))]},
+        "sm90": {"sm_90a": [("fine.cu", (("TIMES", 3),)), ("fine.cu", (("TIMES", 4),))]},
+    }
+
+    def programs(kind):
+        return lambda arch: [Program("toy_kernels", file, arch, defines) for file, defines in made[kind].get(arch, ())]
+
+    for kind in made:
+        make_module(f"toy_pkg.cuda_{kind}", programs=programs(kind))
+    return made
+
+
+@pytest.fixture(autouse=True)
+def toys(make_module, make_kernels, cubins, offered, monkeypatch):
+    make_module("toy_pkg")
+    make_module("toy_pkg.op", **TOYS)
+    points = {name: EntryPoint(name, f"toy_pkg.op:{name}", GROUP) for name in TOYS}
+    monkeypatch.setattr(precompile, "kernel_registry", KernelRegistry(points))
+    monkeypatch.setenv("COLUMNS", "200")
+    return make_kernels("toy_kernels", fine__cu=FINE, warning__cu=WARNING, stack__cu=STACK, wrong__cu="wrong")
+
+
+@compiling
+def test_all_targets_into_the_cache(cubins, capsys, monkeypatch):
+    assert cli.main(["compile", "--arch", "all"]) == 0
+    said = capsys.readouterr()
+    rows = [line.split() for line in said.out.splitlines()[1:]]
+    assert [row[:5] for row in rows] == [
+        ["double", "fine.cu", "TIMES=3", "sm_90a", "fine"],
+        ["double", "fine.cu", "TIMES=4", "sm_90a", "fine"],
+        ["double", "fine.cu", "TIMES=2", "sm_80", "fine"],
+        ["double", "fine.cu", "TIMES=2", "sm_90", "fine"],
+    ]
+    assert all(int(row[5]) > 0 and row[6:] == ["128", "0", "0"] for row in rows)
+    assert said.err == ""
+    # Nothing is left to be compiled.
+    monkeypatch.setattr(cache, "compile_program", None)
+    assert cache.cubin_of(Program("toy_kernels", "fine.cu", "sm_90a", (("TIMES", 4),)))
+
+
+@compiling
+def test_one_target_into_a_folder_to_be_shipped(toys, cubins, monkeypatch):
+    out = toys / "cubins"
+    assert precompile.main(["--op", "double", "--arch", "sm_90a", "--out", str(out)]) == 0
+    wanted = [Program("toy_kernels", "fine.cu", "sm_90a", (("TIMES", times),)) for times in (3, 4)]
+    names = {cache.shipped_name(one, inputs_of(one)) for one in wanted}
+    assert {file.name for file in out.iterdir()} == names
+    assert not cubins.exists()
+    monkeypatch.setattr(toolchain, "why_no_compiler", lambda: "no NVRTC")
+    assert cache.cubin_of(wanted[0])[:4] == b"\x7fELF"
+
+
+@compiling
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [
+        ("warning.cu", 'warning #177-D: variable "unused" was declared but never referenced'),
+        ("stack.cu", "stack spills 0 bytes and has a stack of 4"),
+        ("wrong.cu", "toy_kernels/kernels/wrong.cu for sm_80: NVRTC_ERROR_COMPILATION"),
+    ],
+)
+def test_what_is_not_in_order_fails_and_all_others_are_compiled(file, words, offered, cubins, capsys):
+    offered["generic"]["sm_80"].insert(0, (file, ()))
+    assert precompile.main(["--arch", "sm_80"]) == 1
+    said = capsys.readouterr()
+    assert words in said.err
+    assert "TIMES=2" in said.out
+    assert len(list(cubins.iterdir())) == (1 if file == "wrong.cu" else 2)
+
+
+@compiling
+def test_targets_of_the_gpus_that_are_here_are_the_default(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(precompile, "arch_of", lambda kind, index: "sm90")
+    assert precompile.main([]) == 0
+    assert [line.split()[3] for line in capsys.readouterr().out.splitlines()[1:]] == ["sm_90a", "sm_90a", "sm_90"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--op", "no"], "unknown operator 'no'; installed: double, plain"),
+        (["--op", "plain"], "--op: plain has no CUDA backend"),
+        (["--arch", "90"], "argument --arch: expected a target such as sm_80 or sm_90a, or all, got '90'"),
+        (["--arch", "sm_12"], "--arch: NVRTC compiles for sm_80, sm_90, got 'sm_12'"),
+        (["--arch", "sm_90a", "sm_12"], "--arch: NVRTC compiles for sm_80, sm_90, got 'sm_12'"),
+        (["--op", "double", "--arch", "sm_80a"], "--arch: there are no kernels for sm_80a"),
+        (["--out", __file__, "--arch", "sm_80"], "--out: "),
+        (["--fast"], "unrecognized arguments: --fast"),
+    ],
+)
+def test_bad_arguments(argv, words, capsys, monkeypatch):
+    monkeypatch.setattr(toolchain, "why_no_compiler", lambda: None)
+    monkeypatch.setattr(toolchain, "targets", lambda: frozenset({80, 90}))
+    monkeypatch.setattr(precompile, "compile_program", None)
+    try:
+        status = precompile.main(argv)
+    except SystemExit as stopped:
+        status = stopped.code
+    said = capsys.readouterr()
+    assert (status, said.out) == (2, "")
+    assert said.err.startswith(f"rl-kernels compile: {words}")
+    assert said.err.count("\n") == 1
+
+
+def test_nothing_to_compile_with(capsys, monkeypatch):
+    monkeypatch.setattr(toolchain, "bindings_version", lambda: None)
+    assert precompile.main([]) == 2
+    expected = "rl-kernels compile: cuda-bindings is not installed: pip install 'rl-kernels-core[cuda]'\n"
+    assert capsys.readouterr().err == expected
+
+
+def test_nothing_to_compile(capsys, monkeypatch):
+    points = {"plain": EntryPoint("plain", "toy_pkg.op:plain", GROUP)}
+    monkeypatch.setattr(precompile, "kernel_registry", KernelRegistry(points))
+    assert precompile.main([]) == 2
+    assert capsys.readouterr().err == "rl-kernels compile: no installed operator has a CUDA backend\n"
+
+
+@compiling
+def test_a_cache_that_cannot_be_used(tmp_path, capsys, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "file" / "folder"))
+    assert precompile.main(["--arch", "sm_80"]) == 2
+    assert "cannot be written; set RL_KERNELS_CACHE" in capsys.readouterr().err
+
+
+def test_doctor_tells_what_compiles_and_where_it_is_kept(cubins, capsys, monkeypatch):
+    monkeypatch.setattr(toolchain, "bindings_version", lambda: "13.0.3")
+    monkeypatch.setattr(toolchain, "nvrtc_version", lambda: (13, 0))
+    cubins.mkdir()
+    cache.write(cubins / "one.cubin", bytes(3 * 2**20))
+    assert cli.main(["doctor"]) == 0
+    said = capsys.readouterr().out
+    assert "13.0.3" in said
+    assert "CUDA 13.0" in said
+    assert f"{cubins}: 1 files, 3.0 MiB, can be written" in said
+
+
+def test_doctor_tells_what_is_missing(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(toolchain, "bindings_version", lambda: None)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "file"))
+    assert cli.main(["doctor"]) == 0
+    said = capsys.readouterr().out
+    assert "cuda-bindings is not installed: pip install 'rl-kernels-core[cuda]'" in said
+    assert "file cannot be written; set RL_KERNELS_CACHE to a folder" in said
+
+
+def test_programs_are_named_in_full():
+    one = Program("toy", "a.cu", "sm_90a", (("X", 1), ("Y", -2)))
+    assert str(one) == "toy/kernels/a.cu X=1 Y=-2 for sm_90a"
