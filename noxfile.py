@@ -59,6 +59,8 @@ def tests(session: nox.Session, package: str) -> None:
     install(session, *present)
     if package == INTEGRATION:
         session.install(*PINNED, "transformers")
+    if package == "core":
+        session.install(*PINNED, *NVRTC)
     session.run("python", "-m", "pip", "check")
     session.run("python", "tools/installed.py", "core", *map(module, present))
     # Threads that spin while they wait take the cores from the ones they wait for.
