@@ -123,8 +123,3 @@ def test_a_kernel_that_a_hook_keeps_from_compiling_is_not_remembered(launched):
     for _ in range(2):
         launch.launch(kernel, (5,), 7, num_warps=4)
     assert [options for *_, options in launched] == [{"num_warps": 4}] * 2
-
-
-def test_nothing_is_switched_for_a_tensor_of_the_cpu():
-    with launch.device_of(torch.zeros(1)):
-        pass
