@@ -25,6 +25,8 @@ class Signature:
         text: the letters.
         places: (offset, size) of each parameter, as the compiler lays them out.
         size: bytes of all of them.
+        struct: that packs them.
+        pointers: which of them are addresses.
     """
 
     def __init__(self, text: str) -> None:
@@ -43,18 +45,7 @@ class Signature:
         self.places = tuple(places)
         self.struct = struct.Struct(form)
         self.size = self.struct.size
-        self._addressed = tuple(place for place, letter in enumerate(text) if letter in (POINTER, MAP))
-
-    def values(self, args: tuple[Any, ...]) -> list[Any]:
-        """Return what is packed: addresses for tensors, 0 for None, all others as they are."""
-        values = list(args)
-        for place in self._addressed:
-            value = values[place]
-            if isinstance(value, torch.Tensor):
-                values[place] = value.data_ptr()
-            elif value is None:
-                values[place] = 0
-        return values
+        self.pointers = tuple(place for place, letter in enumerate(text) if letter == POINTER)
 
 
 class Buffer:
@@ -65,14 +56,24 @@ class Buffer:
     """
 
     def __init__(self, signature: Signature) -> None:
-        self._signature = signature
+        self._pointers, self._pack_into = signature.pointers, signature.struct.pack_into
         self._bytes = (ctypes.c_char * max(signature.size, 1))()
         self._size = ctypes.c_size_t(signature.size)
         words = (BUFFER_POINTER, ctypes.addressof(self._bytes), BUFFER_SIZE, ctypes.addressof(self._size), END)
         self._extra = (ctypes.c_void_p * len(words))(*words)
-        self._pack_into = signature.struct.pack_into
         self.address = ctypes.addressof(self._extra)
 
     def fill(self, args: tuple[Any, ...]) -> None:
-        """Pack the arguments of the next launch; ``struct.error`` or ``IndexError`` if they do not fit."""
-        self._pack_into(self._bytes, 0, *self._signature.values(args))
+        """Pack the arguments of the next launch: tensors as their addresses, None as 0, all others as they are.
+
+        Raises:
+            IndexError, TypeError, struct.error: they do not fit.
+        """
+        values = list(args)
+        for place in self._pointers:
+            value = values[place]
+            if value is None:
+                values[place] = 0
+            elif isinstance(value, torch.Tensor):
+                values[place] = value.data_ptr()
+        self._pack_into(self._bytes, 0, *values)

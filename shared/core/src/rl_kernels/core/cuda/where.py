@@ -10,7 +10,7 @@ import torch
 from rl_kernels.core.cuda import cache, toolchain
 from rl_kernels.core.operator import INVARIANT, Backend, Call, no_limits
 
-ARCHS = re.compile(r"sm_(\d+)(\+?)")
+ARCHS = re.compile(r"sm_\d+\+?")
 
 
 def cuda_backend(name: str, module: str, *, archs: str, limits: Callable[[Call], str | None] = no_limits) -> Backend:
@@ -22,25 +22,16 @@ def cuda_backend(name: str, module: str, *, archs: str, limits: Callable[[Call],
         archs: what it has kernels for: ``sm_90`` alone, or ``sm_80+``, that and all newer ones.
         limits: further reasons, asked last.
     """
-    rule = ARCHS.fullmatch(archs)
-    if rule is None:
+    if ARCHS.fullmatch(archs) is None:
         raise ValueError(f"archs: expected sm_NUMBER or sm_NUMBER+, got {archs!r}")
-    least, newer = int(rule[1]), bool(rule[2])
     package = module.rpartition(".")[0]
 
     def why_not(call: Call) -> str | None:
         if torch.version.hip is not None:
             return "CUDA C++ kernels are for NVIDIA GPUs, this PyTorch is for ROCm"
-        if not call.arch.startswith("sm"):
-            return f"CUDA C++ kernels are for NVIDIA GPUs, this is {call.arch}"
         if call.dtype == torch.float64:
             return "CUDA C++ kernels work in FP32; FP64 is for the native backend"
-        number = int(call.arch[2:])
-        if number < least:
-            return f"needs sm_{least}{' or newer' if newer else ''}, this is sm_{number}"
-        if number > least and not newer:
-            return f"has kernels for sm_{least} alone, this is sm_{number}"
-        reason = missing(package, target_of(call.arch, exact=not newer))
+        reason = missing(package, archs, call.arch)
         return limits(call) if reason is None else reason
 
     return Backend(name, module, {"cuda": INVARIANT}, why_not)
@@ -54,21 +45,38 @@ def target_of(arch: str, *, exact: bool) -> str:
     return f"sm_{arch[2:]}{'a' if exact else ''}"
 
 
-_missing: dict[tuple[str, str], str | None] = {}
-"""What is installed does not change while a process runs."""
+_missing: dict[tuple[str, str, str], str | None] = {}
+"""What is installed, and for what, does not change while a process runs; every call asks."""
 
 
-def missing(package: str, arch: str) -> str | None:
-    """Say what keeps kernels of a package from being compiled for a target and loaded here, or return None."""
-    key = (package, arch)
+def missing(package: str, archs: str, arch: str) -> str | None:
+    """Say what keeps kernels of a package from being compiled for a GPU and loaded here, or return None.
+
+    Args:
+        package: that holds the folder ``kernels``.
+        archs: what it has kernels for, as ``cuda_backend`` takes it.
+        arch: of the GPU, as ``Call`` has it.
+    """
+    key = (package, archs, arch)
     if key not in _missing:
-        _missing[key] = _why_missing(package, arch)
+        _missing[key] = _why_no_kernel(archs, arch) or _why_missing(package, target_of(arch, exact=archs[-1] != "+"))
     return _missing[key]
 
 
 # What torch.compiler.assume_constant_result does, which imports all of the compiler to do it: a call that is traced
 # asks here and now, and traces none of it.
 missing._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _why_no_kernel(archs: str, arch: str) -> str | None:
+    if not arch.startswith("sm"):
+        return f"CUDA C++ kernels are for NVIDIA GPUs, this is {arch}"
+    least, newer, number = int(archs[3:].rstrip("+")), archs[-1] == "+", int(arch[2:])
+    if number < least:
+        return f"needs sm_{least}{' or newer' if newer else ''}, this is sm_{number}"
+    if number > least and not newer:
+        return f"has kernels for sm_{least} alone, this is sm_{number}"
+    return None
 
 
 def _why_missing(package: str, arch: str) -> str | None:
