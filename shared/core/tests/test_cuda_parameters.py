@@ -19,6 +19,7 @@ from rl_kernels.core.cuda.tensor_map import tensor_map
         ("bhid?", ((0, 1), (2, 2), (4, 4), (8, 8), (16, 1)), 17),
         ("PT", ((0, 8), (64, 128)), 192),
         ("TiT", ((0, 128), (128, 4), (192, 128)), 320),
+        ("i(Pif)i(qb)", ((0, 4), (8, 16), (24, 4), (32, 16)), 48),
     ],
 )
 def test_parameters_lie_where_the_compiler_puts_them(text, places, size):
@@ -29,6 +30,18 @@ def test_parameters_lie_where_the_compiler_puts_them(text, places, size):
 def test_a_signature_has_letters_of_parameters_only():
     with pytest.raises(ValueError, match=r"signature: expected letters of .*, got '4s'"):
         Signature("P4s")
+
+
+@pytest.mark.parametrize("text", ["(P", "P)", "((P))", ")P("])
+def test_parentheses_of_a_signature_are_pairs(text):
+    with pytest.raises(ValueError, match="signature: a parenthesis"):
+        Signature(text)
+
+
+def test_pointers_in_a_struct_are_addresses():
+    buffer, value = Buffer(Signature("(iP)P")), torch.zeros(1)
+    buffer.fill((5, value, None))
+    assert given(buffer, 24) == struct.pack("@iPP", 5, value.data_ptr(), 0)
 
 
 def given(buffer, size):

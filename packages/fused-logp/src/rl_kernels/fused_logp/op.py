@@ -10,10 +10,13 @@ from __future__ import annotations
 import torch
 
 from rl_kernels.core import torchlib
+from rl_kernels.core.cuda.where import cuda_backend
 from rl_kernels.core.operator import INVARIANT, Backend, Call, Operator
 from rl_kernels.core.rowwise import compute_dtype
 from rl_kernels.core.triton_lib.launch import triton_backend
 
+COLUMNS = 1 << 31
+"""V is less than that in the CUDA kernels; in tensors it is as good as always."""
 _INPUTS = "Tensor logits, Tensor token_ids, Tensor temperature, int? ignore_index, Tensor? row_indices"
 _SAVED = "Tensor logsumexp, Tensor? entropy, Tensor? grad_logp, Tensor? grad_logsumexp, Tensor? grad_entropy"
 
@@ -42,6 +45,11 @@ def describe(logits: torch.Tensor, *_: object, **__: object) -> Call:
     return Call.of(logits, V=logits.shape[-1])
 
 
+def _columns(call: Call) -> str | None:
+    vocab = call.traits.get("V", 0)
+    return None if vocab < COLUMNS else f"counts columns in 32 bits, and V is {vocab}"
+
+
 OPERATOR = Operator(
     name="fused_logp",
     aliases=("logp",),
@@ -52,6 +60,8 @@ OPERATOR = Operator(
     schemas=SCHEMAS,
     fakes=FAKES,
     backends=(
+        cuda_backend("cuda-sm90", "rl_kernels.fused_logp.cuda_sm90_backend", archs="sm_90", limits=_columns),
+        cuda_backend("cuda-generic", "rl_kernels.fused_logp.cuda_generic_backend", archs="sm_80+", limits=_columns),
         triton_backend("rl_kernels.fused_logp.triton_backend"),
         Backend("native", "rl_kernels.fused_logp.native", {"cpu": INVARIANT, "cuda": INVARIANT}),
     ),

@@ -13,6 +13,7 @@ import triton
 
 from rl_kernels.core.gpu import device_of
 from rl_kernels.fused_logp import triton_kernels as kernels
+from rl_kernels.fused_logp.rows import per_row
 
 SPLIT_BELOW = 2048
 """Rows below which each segment has a program of its own, so that a few rows fill the chip."""
@@ -60,7 +61,7 @@ def _statistics(
     if not count:
         return logp, lse, row_entropy
     rows = _canonical(logits)
-    inputs = (rows, *_rows(token_ids, temperature, ignore_index, row_indices))
+    inputs = (rows, *_rows(token_ids, temperature, row_indices))
     sizes = (vocab, rows.stride(0), ignore_index or 0)
     flags = {
         "WIDE": vocab % kernels.ALIGNED.value == 0,
@@ -94,18 +95,11 @@ def _canonical(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _rows(
-    token_ids: torch.Tensor,
-    temperature: torch.Tensor,
-    ignore_index: int | None,
-    row_indices: torch.Tensor | None,
+    token_ids: torch.Tensor, temperature: torch.Tensor, row_indices: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | float, torch.Tensor]:
-    """Return ids, temperature (a number, or one a row) and a mark for each row that is computed."""
-    ids = token_ids.contiguous()
-    marks = ids
-    if row_indices is not None:
-        # Marks, not indices: a row that is given twice is computed, and overwritten, once.
-        marks = torch.zeros_like(ids, dtype=torch.int8).index_fill_(0, row_indices, 1)
-    return ids, temperature.contiguous() if temperature.ndim else float(temperature), marks
+    """Return ids, temperature and marks; where there are none the ids, which are not read as such."""
+    ids, scale, marks = per_row(token_ids, temperature, row_indices)
+    return ids, scale, ids if marks is None else marks
 
 
 def backward(
@@ -161,7 +155,7 @@ def _gradient(
         kernels.backward[(count, triton.cdiv(vocab, width))](
             logits,
             out,
-            *_rows(token_ids, temperature, ignore_index, row_indices),
+            *_rows(token_ids, temperature, row_indices),
             *saved,
             *sizes,
             HAS_ROWS=row_indices is not None,

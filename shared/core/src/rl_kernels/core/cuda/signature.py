@@ -12,7 +12,10 @@ POINTER = "P"
 MAP = "T"
 """A tensor map by value: ``const __grid_constant__ TensorMap``, 128 bytes at a multiple of 64."""
 MAP_SIZE, MAP_ALIGNMENT = 128, 64
-KNOWN = frozenset("PTbBhHiIlLqQfd?")
+BRACKETS = "()"
+WORD = 8
+"""What size and address of a struct are multiples of."""
+KNOWN = frozenset("PTbBhHiIlLqQfd?" + BRACKETS)
 
 # What cuda.h calls CU_LAUNCH_PARAM_BUFFER_POINTER, ..._BUFFER_SIZE and ..._END.
 BUFFER_POINTER, BUFFER_SIZE, END = 1, 2, 0
@@ -20,6 +23,8 @@ BUFFER_POINTER, BUFFER_SIZE, END = 1, 2, 0
 
 class Signature:
     """The parameters of a kernel, in their order: one letter of ``struct`` each, or ``T`` for a tensor map.
+
+    Letters in parentheses are the members of one parameter, a struct that holds a pointer or a long long.
 
     Attributes:
         text: the letters.
@@ -34,18 +39,34 @@ class Signature:
         if unknown:
             raise ValueError(f"signature: expected letters of {''.join(sorted(KNOWN))}, got {''.join(unknown)!r}")
         self.text = text
-        form, places = "@", []
-        for letter in text:
-            size = MAP_SIZE if letter == MAP else struct.calcsize(letter)
-            alignment = MAP_ALIGNMENT if letter == MAP else size
-            filled = struct.calcsize(form)
-            offset = -(-filled // alignment) * alignment
-            form += "x" * (offset - filled) + (f"{MAP_SIZE}s" if letter == MAP else letter)
-            places.append((offset, size))
+        form, places = self._laid_out(text)
         self.places = tuple(places)
         self.struct = struct.Struct(form)
         self.size = self.struct.size
-        self.pointers = tuple(place for place, letter in enumerate(text) if letter == POINTER)
+        members = [letter for letter in text if letter not in BRACKETS]
+        self.pointers = tuple(place for place, letter in enumerate(members) if letter == POINTER)
+
+    @staticmethod
+    def _laid_out(text: str) -> tuple[str, list[tuple[int, int]]]:
+        form, places, begin = "@", [], -1
+        for letter in text:
+            piece = {MAP: f"{MAP_SIZE}s", "(": "", ")": ""}.get(letter, letter)
+            size, filled = struct.calcsize(piece), struct.calcsize(form)
+            alignment = {MAP: MAP_ALIGNMENT, "(": WORD, ")": WORD}.get(letter, size)
+            offset = -(-filled // alignment) * alignment
+            form += "x" * (offset - filled) + piece
+            if letter == "(" and begin < 0:
+                begin = offset
+            elif letter == ")" and begin >= 0:
+                places.append((begin, offset - begin))
+                begin = -1
+            elif letter in BRACKETS:
+                raise ValueError(f"signature: a parenthesis too many in {text!r}")
+            elif begin < 0:
+                places.append((offset, size))
+        if begin >= 0:
+            raise ValueError(f"signature: a parenthesis is not closed in {text!r}")
+        return form, places
 
 
 class Buffer:

@@ -1,0 +1,199 @@
+"""fused_logp in CUDA C++, the host side: how rows and segments are given to blocks, and what a kernel is called with.
+
+``kernels/fused_logp.cuh`` says in which order is summed. Both backends sum in that order, so they give the same bits:
+``cuda-generic`` reads rows straight into registers, ``cuda-sm90`` lets the copy engine bring them.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from rl_kernels.core.cuda.launch import Kernel, kernel
+from rl_kernels.core.cuda.program import Program
+from rl_kernels.core.cuda.where import target_of
+from rl_kernels.core.operator import arch_of
+from rl_kernels.fused_logp.rows import per_row
+
+SEGMENT, STEP, WARP, WARPS = 4096, 1024, 32, 8
+"""Columns of a segment and of a step, threads of a warp, warps of a block: as in ``kernels/fused_logp.cuh``."""
+MOST_SEGMENTS = 256
+"""Segments of a row whose states a block keeps; beyond it they are merged by a kernel of their own."""
+SPLIT_BELOW = 2048
+"""Rows below which each segment has a warp of its own, wherever it runs, so that a few rows fill the chip."""
+STATE, CHUNK = 12, 16
+"""Bytes of a state, and of what the copy engine aligns to."""
+MOST_THREADS, COLUMNS = 256, 32
+"""Threads of a block of the backward pass at most, and columns that one works on."""
+
+TUNED = {
+    ("fused_logp_generic", 4): {"BLOCKS": 2},
+    ("fused_logp_generic", 2): {"BLOCKS": 3},
+    ("fused_logp_sm90", 4): {"BLOCKS": 2, "STAGES": 3},
+    ("fused_logp_sm90", 2): {"BLOCKS": 3, "STAGES": 4},
+}
+"""By file and bytes of a logit, blocks that share a multiprocessor and steps that a warp has under way."""
+MOST_WARPS = 8
+"""Warps of a block that share a row at most."""
+GENERIC, SM90, GRADIENT = "fused_logp_generic", "fused_logp_sm90", "fused_logp_backward"
+CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""DTYPE of the kernels."""
+FORWARD, BACKWARD = "(PPPPPPPPqqqqifiii)", "(PPPPPPPPPPqqqqqiifi)"
+"""``struct Forward`` and ``struct Backward``: pointers, sizes, the temperature and whether rows may be ignored."""
+
+
+@functools.cache
+def program(file: str, arch: str, dtype: torch.dtype, *, entropy: bool) -> Program:
+    """Return a file with its constants."""
+    defines = {"DTYPE": CODES[dtype], "ENTROPY": int(entropy), **TUNED.get((file, dtype.itemsize), {})}
+    return Program("rl_kernels.fused_logp", f"{file}.cu", arch, tuple(defines.items()))
+
+
+class Host:
+    """The four raw ops for one way of reading rows."""
+
+    def __init__(self, *, bulk: bool) -> None:
+        self._bulk = bulk
+
+    def programs(self, arch: str) -> list[Program]:
+        """Return all that these ops may launch on an architecture such as ``sm90``."""
+        plain = target_of(arch, exact=False)
+        variants = [(dtype, entropy) for dtype in CODES for entropy in (False, True)]
+        files = [(GENERIC, plain), (GRADIENT, plain), *([(SM90, target_of(arch, exact=True))] if self._bulk else [])]
+        return [program(file, target, dtype, entropy=entropy) for file, target in files for dtype, entropy in variants]
+
+    def forward(
+        self,
+        logits: torch.Tensor,
+        token_ids: torch.Tensor,
+        temperature: torch.Tensor,
+        ignore_index: int | None,
+        row_indices: torch.Tensor | None,
+        reduction: str,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (logp, logsumexp), each ``[N]``."""
+        found = self._statistics(logits, token_ids, temperature, ignore_index, row_indices, entropy=False)
+        return found[0], found[1]
+
+    def forward_stats(
+        self,
+        logits: torch.Tensor,
+        token_ids: torch.Tensor,
+        temperature: torch.Tensor,
+        ignore_index: int | None,
+        row_indices: torch.Tensor | None,
+        reduction: str,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return (logp, logsumexp, entropy), each ``[N]``."""
+        return self._statistics(logits, token_ids, temperature, ignore_index, row_indices, entropy=True)
+
+    def backward(
+        self,
+        logits: torch.Tensor,
+        token_ids: torch.Tensor,
+        temperature: torch.Tensor,
+        ignore_index: int | None,
+        row_indices: torch.Tensor | None,
+        logsumexp: torch.Tensor,
+        *upstream: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return dlogits ``[N, V]`` in the dtype of logits; ``upstream``: entropy and the three upstream gradients."""
+        grad = logits.new_empty(logits.shape)
+        self._gradient(logits, grad, token_ids, temperature, ignore_index, row_indices, logsumexp, *upstream)
+        return grad
+
+    def backward_inplace(
+        self,
+        logits: torch.Tensor,
+        token_ids: torch.Tensor,
+        temperature: torch.Tensor,
+        ignore_index: int | None,
+        row_indices: torch.Tensor | None,
+        logsumexp: torch.Tensor,
+        *upstream: torch.Tensor | None,
+    ) -> None:
+        """Overwrite logits with dlogits."""
+        self._gradient(logits, logits, token_ids, temperature, ignore_index, row_indices, logsumexp, *upstream)
+
+    def _statistics(
+        self,
+        logits: torch.Tensor,
+        token_ids: torch.Tensor,
+        temperature: torch.Tensor,
+        ignore_index: int | None,
+        row_indices: torch.Tensor | None,
+        *,
+        entropy: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        count, vocab = logits.shape
+        logp, lse = (logits.new_empty(count, dtype=torch.float32) for _ in range(2))
+        row_entropy = logits.new_empty(count, dtype=torch.float32) if entropy else lse
+        if not count:
+            return logp, lse, row_entropy
+        segments = -(-vocab // SEGMENT)
+        split = segments > MOST_SEGMENTS or (segments > 1 and count < SPLIT_BELOW)
+        parts = logits.new_empty((segments, 3, count), dtype=torch.float32) if split else None
+        ids, scale, marks = per_row(token_ids.to(torch.int64), temperature, row_indices)
+        rows, number = (scale, 1.0) if isinstance(scale, torch.Tensor) else (None, scale)
+        strides = (stride * logits.itemsize for stride in logits.stride())
+        # Warps of a block that share a row: a power of two.
+        warps = min(1 << (segments - 1).bit_length(), MOST_WARPS)
+        slots = WARPS // warps
+        sizes = (count, *strides, ignore_index or 0, vocab, number, ignore_index is not None, warps, slots)
+        arguments = (logits, ids, rows, marks, logp, lse, row_entropy, parts, *sizes)
+        arch = arch_of("cuda", logits.device.index)
+        generic = program(GENERIC, target_of(arch, exact=False), logits.dtype, entropy=entropy)
+        if split:
+            per_segment = kernel(generic, "forward_parts", FORWARD, logits.device)
+            per_segment.launch(-(-count * segments // WARPS), WARPS * WARP, *arguments)
+            kernel(generic, "merge_parts", FORWARD, logits.device).launch(-(-count // WARPS), WARPS * WARP, *arguments)
+            return logp, lse, row_entropy
+        if self._bulk and logits.stride(1) == 1:
+            hopper = program(SM90, target_of(arch, exact=True), logits.dtype, entropy=entropy)
+            streaming = kernel(hopper, "forward_rows", FORWARD, logits.device)
+            shared = (
+                WARPS * TUNED[SM90, logits.itemsize]["STAGES"] * (STEP * logits.itemsize + CHUNK)
+                + 2 * slots * segments * STATE
+            )
+            blocks = _even(-(-count // slots), streaming, shared)
+            streaming.launch(blocks, WARPS * WARP, *arguments, shared=shared)
+        else:
+            whole = kernel(generic, "forward_rows", FORWARD, logits.device)
+            whole.launch(-(-count // slots), WARPS * WARP, *arguments, shared=slots * segments * STATE)
+        return logp, lse, row_entropy
+
+    def _gradient(
+        self,
+        logits: torch.Tensor,
+        out: torch.Tensor,
+        token_ids: torch.Tensor,
+        temperature: torch.Tensor,
+        ignore_index: int | None,
+        row_indices: torch.Tensor | None,
+        logsumexp: torch.Tensor,
+        entropy: torch.Tensor | None,
+        *grads: torch.Tensor | None,
+    ) -> None:
+        count, vocab = logits.shape
+        if not count:
+            return
+        grad_logp, grad_lse, grad_entropy = (grad if grad is None else grad.contiguous() for grad in grads)
+        ids, scale, marks = per_row(token_ids.to(torch.int64), temperature, row_indices)
+        rows, number = (scale, 1.0) if isinstance(scale, torch.Tensor) else (None, scale)
+        threads = min(-(-vocab // (COLUMNS * WARP)) * WARP, MOST_THREADS)
+        chunks = -(-vocab // (threads * COLUMNS))
+        strides = (stride * logits.itemsize for tensor in (logits, out) for stride in tensor.stride())
+        sizes = (*strides, ignore_index or 0, vocab, chunks, number, ignore_index is not None)
+        plain = target_of(arch_of("cuda", logits.device.index), exact=False)
+        gradient = program(GRADIENT, plain, logits.dtype, entropy=grad_entropy is not None)
+        saved = (logsumexp, entropy, grad_logp, grad_lse, grad_entropy)
+        launched = kernel(gradient, "backward", BACKWARD, logits.device)
+        launched.launch(count * chunks, threads, logits, out, ids, rows, marks, *saved, *sizes)
+
+
+def _even(groups: int, streaming: Kernel, shared: int) -> int:
+    """Return how many blocks share the groups of rows evenly, of those that run at once."""
+    device = torch.cuda.get_device_properties(torch.cuda.current_device())
+    rounds = -(-groups // (streaming.resident(WARPS * WARP, shared) * device.multi_processor_count))
+    return -(-groups // rounds)

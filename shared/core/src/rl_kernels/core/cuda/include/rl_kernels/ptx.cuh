@@ -1,0 +1,41 @@
+// The instructions that CUDA C++ has no word for, and short names for those whose rounding is meant. Includes nothing.
+#pragma once
+
+namespace rlk {
+
+using u32 = unsigned;
+using u64 = unsigned long long;
+using i64 = long long;
+
+constexpr int WARP = 32;
+constexpr u32 ALL = 0xffffffffu;
+
+// 16 bytes, what the widest load brings.
+struct alignas(16) Chunk {
+    u32 word[4];
+};
+constexpr int CHUNK = sizeof(Chunk);
+
+// 2^x to two units in the last place; subnormals become 0.
+__device__ inline float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ inline float infinity() { return __int_as_float(0x7f800000); }
+__device__ inline float not_a_number() { return __int_as_float(0x7fffffff); }
+
+// From global memory that no thread writes while the kernel runs.
+__device__ inline Chunk load_constant(const void* at) {
+    Chunk c;
+    asm("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
+        : "=r"(c.word[0]), "=r"(c.word[1]), "=r"(c.word[2]), "=r"(c.word[3])
+        : "l"(at));
+    return c;
+}
+
+// The address that instructions on shared memory take.
+__device__ inline u32 shared_address(const void* at) { return static_cast<u32>(__cvta_generic_to_shared(at)); }
+
+}  // namespace rlk

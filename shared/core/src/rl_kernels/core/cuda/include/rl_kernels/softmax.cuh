@@ -1,0 +1,116 @@
+// Softmax statistics of a row in base 2, formed by lanes, merged over a warp and over segments, in fixed order.
+//
+// A state is (top, total, weighted) of a stretch of raw values x, whose logits are z = x * inv: the largest x, the sum of
+// 2^(x c - r) and of 2^(x c - r) (x c - r), where c = inv log2(e) and the reference r = round(top c). Every rounding is
+// written out (and fmad is off), so that equal values give equal bits in every kernel.
+#pragma once
+
+#include <rl_kernels/number.cuh>
+
+namespace rlk {
+
+constexpr float LOG2E = 1.4426950408889634f;
+constexpr float LN2 = 0.6931471805599453f;
+// Stands for an exponent of -inf where it is multiplied by its power, 0.
+constexpr float LEAST = -1.0e30f;
+
+struct State {
+    float top, total, weighted;
+};
+
+// The state of nothing.
+__device__ inline State empty() { return {-infinity(), 0.0f, 0.0f}; }
+
+// r of a state; 0 for a stretch of -inf alone.
+__device__ inline float reference_of(float top, float c) { return top == -infinity() ? 0.0f : __fmul_rn(top, c); }
+
+// What exponents move by when a state's reference becomes r.
+__device__ inline float shift_to(float r, float top, float c) {
+    return top == -infinity() ? 0.0f : __fsub_rn(reference_of(top, c), r);
+}
+
+// Take N more words of numbers into a lane's state: four sums, one of every fourth number, then those in pairs. The words
+// stay packed while the largest is looked for, which halves the registers of BF16 and FP16.
+template <bool HasEntropy, class T, int N>
+__device__ inline void add(State& s, const u32 (&words)[N], float c) {
+    static_assert(N % 4 == 0, "two words, and so at least two numbers, to each of two maxima");
+    constexpr int PER = PER_WORD<T>;
+    u32 most[2] = {words[0], words[1]};
+#pragma unroll
+    for (int i = 2; i < N; ++i) most[i % 2] = T::larger(most[i % 2], words[i]);
+    float top = s.top, largest[PER];
+    T::unpack(T::larger(most[0], most[1]), largest);
+#pragma unroll
+    for (int k = 0; k < PER; ++k) top = fmaxf(top, largest[k]);
+    const float r = reference_of(top, c);
+    float sum[4] = {}, product[4] = {};
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        float x[PER];
+        T::unpack(words[i], x);
+#pragma unroll
+        for (int k = 0; k < PER; ++k) {
+            const int lane = (i * PER + k) % 4;
+            const float exponent = __fmaf_rn(x[k], c, -r);
+            const float power = exp2_fast(exponent);
+            sum[lane] = __fadd_rn(sum[lane], power);
+            if (HasEntropy) product[lane] = __fmaf_rn(power, fmaxf(exponent, LEAST), product[lane]);
+        }
+    }
+    const float shift = shift_to(r, s.top, c), scale = exp2_fast(shift);
+    if (HasEntropy) {
+        const float block = __fadd_rn(__fadd_rn(product[0], product[1]), __fadd_rn(product[2], product[3]));
+        s.weighted = __fmaf_rn(__fmaf_rn(shift, s.total, s.weighted), scale, block);
+    }
+    s.total = __fmaf_rn(s.total, scale, __fadd_rn(__fadd_rn(sum[0], sum[1]), __fadd_rn(sum[2], sum[3])));
+    s.top = top;
+}
+
+// The state of two stretches; not associative in the last bit, so always merge in ascending order.
+template <bool HasEntropy>
+__device__ inline State merged(State a, State b, float c) {
+    const float top = fmaxf(a.top, b.top), r = reference_of(top, c);
+    const float shift = shift_to(r, a.top, c), scale = exp2_fast(shift);
+    const float other_shift = shift_to(r, b.top, c), other_scale = exp2_fast(other_shift);
+    State s = {top, __fmaf_rn(a.total, scale, __fmul_rn(b.total, other_scale)), 0.0f};
+    if (HasEntropy) {
+        const float other = __fmul_rn(__fmaf_rn(other_shift, b.total, b.weighted), other_scale);
+        s.weighted = __fmaf_rn(__fmaf_rn(shift, a.total, a.weighted), scale, other);
+    }
+    return s;
+}
+
+// The state of all lanes of a warp, in each of them: every lane moves to the largest top, then a tree of pairs adds them.
+template <bool HasEntropy>
+__device__ inline State over_warp(State s, float c) {
+    float top = s.top;
+#pragma unroll
+    for (int apart = WARP / 2; apart; apart /= 2) top = fmaxf(top, __shfl_xor_sync(ALL, top, apart));
+    const float shift = shift_to(reference_of(top, c), s.top, c), scale = exp2_fast(shift);
+    float total = __fmul_rn(s.total, scale);
+    float weighted = HasEntropy ? __fmul_rn(__fmaf_rn(shift, s.total, s.weighted), scale) : 0.0f;
+#pragma unroll
+    for (int apart = WARP / 2; apart; apart /= 2) {
+        total = __fadd_rn(total, __shfl_xor_sync(ALL, total, apart));
+        if (HasEntropy) weighted = __fadd_rn(weighted, __shfl_xor_sync(ALL, weighted, apart));
+    }
+    return {top, total, weighted};
+}
+
+struct Statistics {
+    float logp, lse, entropy;
+};
+
+// The statistics of a whole row whose selected raw value is x; NaN for a row that is all -inf.
+template <bool HasEntropy>
+__device__ inline Statistics finished(State s, float x, float inv, float c) {
+    const float r = reference_of(s.top, c);
+    const float top = s.top == -infinity() ? not_a_number() : s.top;
+    const float log_sum = log2f(s.total);
+    const float log_total = __fmul_rn(LN2, __fsub_rn(log_sum, __fmaf_rn(top, c, -r)));
+    Statistics found = {__fmaf_rn(__fsub_rn(x, top), inv, -log_total), __fmaf_rn(top, inv, log_total), 0.0f};
+    if (HasEntropy) found.entropy = __fmul_rn(LN2, __fsub_rn(log_sum, __fdiv_rn(s.weighted, s.total)));
+    return found;
+}
+
+}  // namespace rlk
