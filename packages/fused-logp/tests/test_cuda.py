@@ -12,11 +12,21 @@ BACKENDS = ("cuda-sm90", "cuda-generic")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def test_programs_of_a_backend_are_those_it_may_launch():
-    for backend, files in (("cuda-generic", 2), ("cuda-sm90", 3)):
-        programs = OPERATOR.backend(backend).load().programs("sm90")
-        assert len(set(programs)) == len(programs) == files * 6
-        assert {program.arch for program in programs} == ({"sm_90"} if files == 2 else {"sm_90", "sm_90a"})
+@pytest.mark.parametrize(
+    ("backend", "arch", "files"),
+    [
+        ("cuda-generic", "sm_80", 2),
+        ("cuda-generic", "sm_90a", 0),
+        ("cuda-sm90", "sm_90", 2),
+        ("cuda-sm90", "sm_90a", 1),
+        ("cuda-sm90", "sm_80", 0),
+        ("cuda-sm90", "sm_100a", 0),
+    ],
+)
+def test_programs_of_a_target(backend, arch, files):
+    programs = OPERATOR.backend(backend).load().programs(arch)
+    assert len(set(programs)) == len(programs) == files * 6
+    assert {program.arch for program in programs} <= {arch}
 
 
 def test_columns_are_counted_in_32_bits():

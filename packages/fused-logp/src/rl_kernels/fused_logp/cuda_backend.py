@@ -57,11 +57,11 @@ class Host:
         self._bulk = bulk
 
     def programs(self, arch: str) -> list[Program]:
-        """Return all that these ops may launch on an architecture such as ``sm90``."""
-        plain = target_of(arch, exact=False)
+        """Return all that these ops launch and that is compiled for a target: ``sm_90``, ``sm_90a``."""
+        plain = [] if arch.endswith("a") else [GENERIC, GRADIENT]
+        files = {"sm_90a": [SM90], "sm_90": plain}.get(arch, []) if self._bulk else plain
         variants = [(dtype, entropy) for dtype in CODES for entropy in (False, True)]
-        files = [(GENERIC, plain), (GRADIENT, plain), *([(SM90, target_of(arch, exact=True))] if self._bulk else [])]
-        return [program(file, target, dtype, entropy=entropy) for file, target in files for dtype, entropy in variants]
+        return [program(file, arch, dtype, entropy=entropy) for file in files for dtype, entropy in variants]
 
     def forward(
         self,
