@@ -104,7 +104,7 @@ __device__ void stream(const char* from, i64 from_stride, char* to, i64 to_strid
 }  // namespace
 
 // One block a chunk of a row, 32 columns a thread. The gradient of a row that is not active is 0.
-extern "C" __global__ void __launch_bounds__(256, 5) backward(Backward p) {
+extern "C" __global__ void __launch_bounds__(256, 4) backward(Backward p) {
     const i64 row = blockIdx.x / p.chunks;
     const int width = blockDim.x * 32, first = blockIdx.x % p.chunks * width, last = first + min(width, p.vocab - first);
     const char* from = p.logits + row * p.row_stride;
