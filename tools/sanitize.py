@@ -1,4 +1,4 @@
-"""Run compute-sanitizer over the Triton kernels of every operator: `python tools/sanitize.py --json sanitize.json`.
+"""Run compute-sanitizer over the kernels of every operator: `python tools/sanitize.py --json sanitize.json`.
 
 Each operator's own cases are its calls, forward and backward: the small ones, each also with every tensor strided and
 at an odd address, with a main_grad where there is a weight, and with integers of any value where none is validated.
@@ -199,7 +199,7 @@ def parser() -> Parser:
     made.add_argument("--timeout", type=count(1), default=240, metavar="S", help="seconds for one process")
     made.add_argument("--jobs", type=count(1), default=4, help="processes at a time")
     made.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help=argparse.SUPPRESS)
-    made.add_argument("--backend", default="triton", help=argparse.SUPPRESS)
+    made.add_argument("--backend", default="triton", help="default: triton")
     made.add_argument("--work", metavar="NAME", help=argparse.SUPPRESS)
     return made
 

@@ -84,7 +84,13 @@ def test_where_a_row_begins_changes_no_bit(drawn, backend, dtype):
 def test_rows_and_segments_give_the_same_bits(drawn, backend, vocab, monkeypatch):
     logits, ids = drawn(2100, vocab, torch.bfloat16)
     expected = results(logits, ids, backend)
-    for name, value in (("SPLIT_BELOW", 1 << 30), ("MOST_WARPS", 1), ("MOST_WARPS", 2), ("MOST_SEGMENTS", 1)):
+    for name, value in (
+        ("SPLIT_BELOW", 1 << 30),
+        ("ENOUGH", 1),
+        ("ENOUGH", 4000),
+        ("ENOUGH", 1 << 20),
+        ("MOST_SEGMENTS", 1),
+    ):
         with monkeypatch.context() as changed:
             changed.setattr(cuda_backend, name, value)
             assert_same(results(logits, ids, backend), expected)

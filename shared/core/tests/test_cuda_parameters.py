@@ -32,6 +32,14 @@ def test_a_signature_has_letters_of_parameters_only():
         Signature("P4s")
 
 
+def test_a_map_lies_where_the_compiler_says():
+    signature = Signature("iT(Pi)i", [0, 48, 176, 192])
+    assert signature.places == ((0, 4), (48, 128), (176, 16), (192, 4))
+    buffer, described = Buffer(signature), bytes(range(128))
+    buffer.fill((5, described, None, 6, 7))
+    assert given(buffer, 196) == struct.pack("i", 5) + bytes(44) + described + struct.pack("@PiiI", 0, 6, 0, 7)
+
+
 @pytest.mark.parametrize("text", ["(P", "P)", "((P))", ")P("])
 def test_parentheses_of_a_signature_are_pairs(text):
     with pytest.raises(ValueError, match="signature: a parenthesis"):

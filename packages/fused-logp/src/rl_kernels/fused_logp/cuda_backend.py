@@ -34,8 +34,8 @@ TUNED = {
     ("fused_logp_sm90", 2): {"BLOCKS": 3, "STAGES": 4},
 }
 """By file and bytes of a logit, blocks that share a multiprocessor and steps that a warp has under way."""
-MOST_WARPS = 8
-"""Warps of a block that share a row at most."""
+ENOUGH = 8192
+"""Warps that keep a GPU busy: with fewer rows, several share one."""
 GENERIC, SM90, GRADIENT = "fused_logp_generic", "fused_logp_sm90", "fused_logp_backward"
 CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """DTYPE of the kernels."""
@@ -137,8 +137,9 @@ class Host:
         ids, scale, marks = per_row(token_ids.to(torch.int64), temperature, row_indices)
         rows, number = (scale, 1.0) if isinstance(scale, torch.Tensor) else (None, scale)
         strides = (stride * logits.itemsize for stride in logits.stride())
-        # Warps of a block that share a row: a power of two.
-        warps = min(1 << (segments - 1).bit_length(), MOST_WARPS)
+        bulk = self._bulk and logits.stride(1) == 1
+        # The copies run ahead best where the warps of a block go through one row together.
+        warps = min(_power(segments), WARPS if bulk else _power(-(-ENOUGH // count)), WARPS)
         slots = WARPS // warps
         sizes = (count, *strides, ignore_index or 0, vocab, number, ignore_index is not None, warps, slots)
         arguments = (logits, ids, rows, marks, logp, lse, row_entropy, parts, *sizes)
@@ -149,7 +150,7 @@ class Host:
             per_segment.launch(-(-count * segments // WARPS), WARPS * WARP, *arguments)
             kernel(generic, "merge_parts", FORWARD, logits.device).launch(-(-count // WARPS), WARPS * WARP, *arguments)
             return logp, lse, row_entropy
-        if self._bulk and logits.stride(1) == 1:
+        if bulk:
             hopper = program(SM90, target_of(arch, exact=True), logits.dtype, entropy=entropy)
             streaming = kernel(hopper, "forward_rows", FORWARD, logits.device)
             shared = (
@@ -190,6 +191,11 @@ class Host:
         saved = (logsumexp, entropy, grad_logp, grad_lse, grad_entropy)
         launched = kernel(gradient, "backward", BACKWARD, logits.device)
         launched.launch(count * chunks, threads, logits, out, ids, rows, marks, *saved, *sizes)
+
+
+def _power(number: int) -> int:
+    """Return the least power of two that is as large."""
+    return 1 << (number - 1).bit_length()
 
 
 def _even(groups: int, streaming: Kernel, shared: int) -> int:

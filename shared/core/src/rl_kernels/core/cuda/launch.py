@@ -14,7 +14,7 @@ import torch
 from rl_kernels.core.cuda.cache import cubin_of
 from rl_kernels.core.cuda.driver import checked, error_of
 from rl_kernels.core.cuda.program import Program
-from rl_kernels.core.cuda.signature import Buffer, Signature
+from rl_kernels.core.cuda.signature import MAP, Buffer, Signature
 from rl_kernels.core.gpu import on_device
 
 SHARED = 48 * 1024
@@ -163,6 +163,8 @@ class Kernel:
             if status:
                 break
             wanted.append(tuple(found))
+        if MAP in self.signature.text and [size for _, size in wanted] == [size for _, size in self.signature.places]:
+            self.signature = Signature(self.signature.text, [offset for offset, _ in wanted])
         if tuple(wanted) != self.signature.places:
             ours = f"{self.signature.text!r} has {list(self.signature.places)}"
             raise ValueError(f"signature: {ours}, {self.entry} has {wanted} (offset and size of each parameter)")

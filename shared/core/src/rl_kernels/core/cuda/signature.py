@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,7 +25,8 @@ BUFFER_POINTER, BUFFER_SIZE, END = 1, 2, 0
 class Signature:
     """The parameters of a kernel, in their order: one letter of ``struct`` each, or ``T`` for a tensor map.
 
-    Letters in parentheses are the members of one parameter, a struct that holds a pointer or a long long.
+    Letters in parentheses are the members of one parameter, a struct that holds a pointer or a long long. Where
+    parameters lie follows their alignment, unless offsets are given: a map's place also follows that of the first.
 
     Attributes:
         text: the letters.
@@ -34,12 +36,12 @@ class Signature:
         pointers: which of them are addresses.
     """
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, offsets: Sequence[int] = ()) -> None:
         unknown = sorted(set(text) - KNOWN)
         if unknown:
             raise ValueError(f"signature: expected letters of {''.join(sorted(KNOWN))}, got {''.join(unknown)!r}")
         self.text = text
-        form, places = self._laid_out(text)
+        form, places = self._laid_out(text, offsets)
         self.places = tuple(places)
         self.struct = struct.Struct(form)
         self.size = self.struct.size
@@ -47,13 +49,16 @@ class Signature:
         self.pointers = tuple(place for place, letter in enumerate(members) if letter == POINTER)
 
     @staticmethod
-    def _laid_out(text: str) -> tuple[str, list[tuple[int, int]]]:
-        form, places, begin = "@", [], -1
+    def _laid_out(text: str, offsets: Sequence[int]) -> tuple[str, list[tuple[int, int]]]:
+        places: list[tuple[int, int]] = []
+        form, begin = "@", -1
         for letter in text:
             piece = {MAP: f"{MAP_SIZE}s", "(": "", ")": ""}.get(letter, letter)
             size, filled = struct.calcsize(piece), struct.calcsize(form)
             alignment = {MAP: MAP_ALIGNMENT, "(": WORD, ")": WORD}.get(letter, size)
             offset = -(-filled // alignment) * alignment
+            if offsets and begin < 0:
+                offset = offsets[len(places)]
             form += "x" * (offset - filled) + piece
             if letter == "(" and begin < 0:
                 begin = offset
