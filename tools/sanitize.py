@@ -187,7 +187,7 @@ def _tail(text: str) -> list[str]:
 
 def parser() -> Parser:
     """Return the parser of the command line."""
-    made = Parser("sanitize.py", "Run compute-sanitizer over the Triton kernels of every operator.")
+    made = Parser("sanitize.py", "Run compute-sanitizer over the kernels of every operator.")
     made.add_argument("--op", nargs="+", metavar="NAME", help="operators (default: all that have the backend)")
     made.add_argument("--tool", nargs="+", choices=TOOLS, default=list(TOOLS))
     made.add_argument("--dtype", nargs="+", choices=DTYPES, default=["bf16", "fp32"])
