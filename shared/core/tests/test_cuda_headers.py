@@ -1,0 +1,194 @@
+"""The device headers of core, each by a small kernel: on a GPU for real; that they compile, without one."""
+
+import math
+
+import pytest
+import torch
+
+from rl_kernels.core.cuda import launch, toolchain
+from rl_kernels.core.cuda.launch import kernel
+from rl_kernels.core.cuda.program import Program, compile_program
+from rl_kernels.core.cuda.resources import resources_of, warnings_of
+from rl_kernels.core.cuda.where import target_of
+from rl_kernels.core.operator import arch_of
+
+MISSING = toolchain.why_no_compiler()
+pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+
+CHOOSE = """
+using namespace rlk;
+#if DTYPE == 0
+using T = FP32;
+#elif DTYPE == 1
+using T = BF16;
+#else
+using T = FP16;
+#endif
+"""
+NUMBERS = (
+    "#include <rl_kernels/number.cuh>\n"
+    + CHOOSE
+    + """
+extern "C" __global__ void numbers(const u32* a, const u32* b, float* wide, u32* back, u32* larger, int words) {
+    for (int i = threadIdx.x; i < words; i += blockDim.x) {
+        T::unpack(a[i], wide + i * PER_WORD<T>);
+        back[i] = T::pack(wide + i * PER_WORD<T>);
+        larger[i] = T::larger(a[i], b[i]);
+        for (int k = 0; k < PER_WORD<T>; ++k)
+            if (T::read((const char*)(a + i) + k * T::SIZE) != wide[i * PER_WORD<T> + k]) back[i] = 1;
+    }
+}
+"""
+)
+ROWS = (
+    "#include <rl_kernels/row.cuh>\n"
+    + CHOOSE
+    + """
+extern "C" __global__ void rows(const char* begin, float* out, int size, int first, int guard) {
+    const Row<T> row = {begin, size, T::SIZE};
+    const int column = first + threadIdx.x * COLUMNS;
+    u32 words[2 * WORDS<T>];
+    const char* at = row.floor_at(column);
+    if (guard)
+        read_aligned<T, 2>([&](int beyond) { return guarded(row, column + beyond / T::SIZE); }, words);
+    else
+        read_wide<T, 2>(row.skew(), [&](int beyond) { return load_constant(at + beyond); }, words);
+    for (int v = 0; v < 2; ++v)
+        for (int i = 0; i < WORDS<T>; ++i)
+            T::unpack(words[v * WORDS<T> + i], out + v * WARP * COLUMNS + threadIdx.x * COLUMNS + i * PER_WORD<T>);
+}
+"""
+)
+STATES = """
+#include <rl_kernels/softmax.cuh>
+using namespace rlk;
+// One warp: 128 values to each of two stretches, merged.
+extern "C" __global__ void states(const float* x, float* out, float inv, int selected) {
+    const float c = __fmul_rn(inv, LOG2E);
+    State whole = empty();
+    for (int part = 0; part < 2; ++part) {
+        u32 words[4];
+        for (int k = 0; k < 4; ++k) words[k] = __float_as_uint(x[part * 128 + threadIdx.x * 4 + k]);
+        State s = empty();
+        add<true, FP32>(s, words, c);
+        whole = merged<true>(whole, over_warp<true>(s, c), c);
+    }
+    const Statistics found = finished<true>(whole, x[selected], inv, c);
+    if (threadIdx.x == 0) out[0] = found.logp, out[1] = found.lse, out[2] = found.entropy;
+}
+"""
+COPIES = """
+#include <rl_kernels/tma.cuh>
+using namespace rlk;
+// Two halves of shared memory in turn, a barrier each; a phase without bytes in between.
+extern "C" __global__ void copies(const char* x, char* out, int pieces, int bytes) {
+    extern __shared__ __align__(16) char held[];
+    __shared__ Barrier full[2];
+    if (threadIdx.x == 0) full[0].init(1), full[1].init(1), fence_init();
+    __syncthreads();
+    for (int i = 0; i < pieces; ++i) {
+        char* half = held + i % 2 * bytes;
+        const bool empty = i % 3 == 2;
+        if (threadIdx.x == 0) {
+            full[i % 2].arrive_expecting(empty ? 0 : bytes);
+            if (!empty) copy_once(half, x + (long long)i * bytes, bytes, full[i % 2]);
+        }
+        full[i % 2].wait(i / 2 % 2);
+        for (int k = threadIdx.x; k < bytes; k += blockDim.x) out[(long long)i * bytes + k] = empty ? 0 : half[k];
+        __syncthreads();
+    }
+}
+"""
+SOURCES = {
+    "numbers": (NUMBERS, "PPPPPi"),
+    "rows": (ROWS, "PPiii"),
+    "states": (STATES, "PPfi"),
+    "copies": (COPIES, "PPii"),
+}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(autouse=True)
+def sources(make_kernels, cubins, monkeypatch):
+    monkeypatch.setattr(launch, "_kernels", {})
+    monkeypatch.setattr(launch, "_modules", {})
+    make_kernels("toy_kernels", **{f"{name}__cu": text for name, (text, _) in SOURCES.items()})
+
+
+def program(name, dtype, arch):
+    return Program("toy_kernels", f"{name}.cu", arch, (("DTYPE", DTYPES.index(dtype)),))
+
+
+def load(name, dtype=torch.float32):
+    made = program(name, dtype, target_of(arch_of("cuda", 0), exact=False))
+    return kernel(made, name, SOURCES[name][1], torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_headers_compile_without_a_warning_or_a_spill(name, dtype):
+    compiled = compile_program(program(name, dtype, "sm_90"))
+    assert not warnings_of(compiled.log)
+    assert sum(used.spills for used in resources_of(compiled.log)) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_numbers_are_those_of_torch(dtype):
+    if dtype == torch.float32:
+        a = torch.randn(1 << 16, device="cuda")
+    else:
+        a = torch.arange(1 << 16, device="cuda", dtype=torch.int32).to(torch.int16).view(dtype)
+        a = a[~a.isnan()][: (1 << 15) + (1 << 14)]
+    b = a.flip(0).contiguous()
+    words = a.numel() * a.itemsize // 4
+    wide, back, larger = torch.empty(a.numel(), device="cuda"), torch.empty_like(a), torch.empty_like(a)
+    load("numbers", dtype).launch(1, 256, a, b, wide, back, larger, words)
+    assert torch.equal(wide, a.float())
+    assert torch.equal(back, a)
+    assert torch.equal(larger, torch.maximum(a, b))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("offset", range(8))
+def test_columns_of_a_row_wherever_it_begins(dtype, offset):
+    held = torch.randn(2000, device="cuda").to(dtype)
+    row = held[offset : offset + 1500]
+    out = torch.empty(512, device="cuda")
+    for first in (8, 512, 960):
+        load("rows", dtype).launch(1, 32, row, out, len(row), first, 0)
+        assert torch.equal(out, row[first : first + 512].float()), first
+    for first in (0, 1000, 1496):
+        load("rows", dtype).launch(1, 32, row, out, len(row), first, 1)
+        expected = torch.full((512,), -math.inf, device="cuda")
+        part = row[first : first + 512]
+        expected[: len(part)] = part
+        assert torch.equal(out, expected), first
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scale", [0.0, 1.0, 80.0])
+@pytest.mark.parametrize("inv", [1.0, 0.37])
+def test_states_are_those_of_a_softmax(scale, inv):
+    x = torch.randn(256, device="cuda") * scale
+    x[3], x[200] = -math.inf, -math.inf
+    out = torch.empty(3, device="cuda")
+    load("states").launch(1, 32, x, out, inv, 77)
+    z = x.double() * inv
+    logs = z.log_softmax(0)
+    entropy = -(logs.exp() * logs).nan_to_num(0.0).sum()
+    expected = torch.stack((logs[77], z.logsumexp(0), entropy))
+    torch.testing.assert_close(out.double(), expected, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.gpu
+def test_bulk_copies_and_their_barriers():
+    if torch.cuda.get_device_capability(0)[0] < 9:
+        pytest.skip("needs sm_90")
+    pieces, size = 40, 4112
+    x = torch.randint(256, (pieces, size), device="cuda", dtype=torch.uint8)
+    out = torch.empty_like(x)
+    load("copies").launch(1, 128, x, out, pieces, size, shared=2 * size)
+    x[2::3] = 0
+    assert torch.equal(out, x)
