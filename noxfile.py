@@ -59,7 +59,7 @@ def tests(session: nox.Session, package: str) -> None:
     install(session, *present)
     if package == INTEGRATION:
         session.install(*PINNED, "transformers")
-    if package == "core":
+    if package in ("core", INTEGRATION):
         session.install(*PINNED, *NVRTC)
     session.run("python", "-m", "pip", "check")
     session.run("python", "tools/installed.py", "core", *map(module, present))

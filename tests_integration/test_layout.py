@@ -57,7 +57,10 @@ def test_sources_are_typed(folder: Path) -> None:
 
 @pytest.mark.parametrize("folder", PROJECTS, ids=named)
 def test_wheel_holds_the_namespace(folder: Path) -> None:
-    assert project(folder)["tool"]["hatch"]["build"]["targets"]["wheel"] == {"packages": ["src/rl_kernels"]}
+    expected: dict[str, Any] = {"packages": ["src/rl_kernels"]}
+    if list(folder.glob("src/rl_kernels/*/kernels")):
+        expected["hooks"] = {"custom": {"path": "../../tools/hatch_cubins.py"}}
+    assert project(folder)["tool"]["hatch"]["build"]["targets"]["wheel"] == expected
 
 
 @pytest.mark.parametrize("folder", PROJECTS, ids=named)
