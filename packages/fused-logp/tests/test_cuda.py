@@ -31,7 +31,7 @@ def test_programs_of_a_target(backend, arch, files):
 
 
 def test_columns_are_counted_in_32_bits(monkeypatch):
-    monkeypatch.setattr(where, "missing", lambda package, arch: None)
+    monkeypatch.setattr(where, "missing", lambda *_: None)
     call = Call(torch.device("cuda", 0), torch.bfloat16, "sm90", {"V": 1 << 31})
     assert "2147483648" in OPERATOR.backend("cuda-sm90").limits(call)
 
