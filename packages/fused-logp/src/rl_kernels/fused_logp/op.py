@@ -15,8 +15,8 @@ from rl_kernels.core.operator import INVARIANT, Backend, Call, Operator
 from rl_kernels.core.rowwise import compute_dtype
 from rl_kernels.core.triton_lib.launch import triton_backend
 
-COLUMNS = 1 << 31
-"""V is less than that in the CUDA kernels; in tensors it is as good as always."""
+COLUMNS = (1 << 31) - 4096
+"""V is less than that in the CUDA kernels, which look as far as a segment beyond a row; in tensors it always is."""
 _INPUTS = "Tensor logits, Tensor token_ids, Tensor temperature, int? ignore_index, Tensor? row_indices"
 _SAVED = "Tensor logsumexp, Tensor? entropy, Tensor? grad_logp, Tensor? grad_logsumexp, Tensor? grad_entropy"
 
