@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from rl_kernels.core.triton_lib import schedule
-from rl_kernels.core.triton_lib.schedule import ANYWHERE, Candidate, Schedule, schedule_for, tuned
+from rl_kernels.core.triton_lib.schedule import ANYWHERE, Candidate, Schedule, schedule_for
+from rl_kernels.core.tuned import tuned
 
 GPU = torch.device("cuda", 0)
 SHARED = 227 << 10

@@ -14,6 +14,7 @@ from rl_kernels.core.cuda.launch import Kernel, kernel
 from rl_kernels.core.cuda.program import Program
 from rl_kernels.core.cuda.where import target_of
 from rl_kernels.core.operator import arch_of
+from rl_kernels.core.tuned import tuned
 from rl_kernels.fused_logp.rows import per_row
 
 SEGMENT, STEP, WARP, WARPS = 4096, 1024, 32, 8
@@ -27,13 +28,6 @@ STATE, CHUNK = 12, 16
 MOST_THREADS, COLUMNS = 256, 32
 """Threads of a block of the backward pass at most, and columns that one works on."""
 
-TUNED = {
-    ("fused_logp_generic", 4): {"BLOCKS": 2},
-    ("fused_logp_generic", 2): {"BLOCKS": 3},
-    ("fused_logp_sm90", 4): {"BLOCKS": 2, "STAGES": 3},
-    ("fused_logp_sm90", 2): {"BLOCKS": 3, "STAGES": 4},
-}
-"""By file and bytes of a logit, blocks that share a multiprocessor and steps that a warp has under way."""
 ENOUGH = 8192
 """Warps that keep a GPU busy: with fewer rows, several share one."""
 GENERIC, SM90, GRADIENT = "fused_logp_generic", "fused_logp_sm90", "fused_logp_backward"
@@ -43,10 +37,15 @@ FORWARD, BACKWARD = "(PPPPPPPPqqqqifiii)", "(PPPPPPPPPPqqqqqiifi)"
 """``struct Forward`` and ``struct Backward``: pointers, sizes, the temperature and whether rows may be ignored."""
 
 
+def constants(file: str, size: int) -> dict[str, int]:
+    """Return what was tuned for logits of so many bytes: blocks of a multiprocessor, steps that are under way."""
+    return tuned("rl_kernels.fused_logp").get(file, {}).get(str(size), {})
+
+
 @functools.cache
 def program(file: str, arch: str, dtype: torch.dtype, *, entropy: bool) -> Program:
     """Return a file with its constants."""
-    defines = {"DTYPE": CODES[dtype], "ENTROPY": int(entropy), **TUNED.get((file, dtype.itemsize), {})}
+    defines = {"DTYPE": CODES[dtype], "ENTROPY": int(entropy), **constants(file, dtype.itemsize)}
     return Program("rl_kernels.fused_logp", f"{file}.cu", arch, tuple(defines.items()))
 
 
@@ -154,7 +153,7 @@ class Host:
             hopper = program(SM90, target_of(arch, exact=True), logits.dtype, entropy=entropy)
             streaming = kernel(hopper, "forward_rows", FORWARD, logits.device)
             shared = (
-                WARPS * TUNED[SM90, logits.itemsize]["STAGES"] * (STEP * logits.itemsize + CHUNK)
+                WARPS * constants(SM90, logits.itemsize)["STAGES"] * (STEP * logits.itemsize + CHUNK)
                 + 2 * slots * segments * STATE
             )
             blocks = _even(-(-count // slots), streaming, shared)

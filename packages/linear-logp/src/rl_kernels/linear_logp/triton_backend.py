@@ -19,7 +19,8 @@ from rl_kernels.core.operator import arch_of
 from rl_kernels.core.rowwise import LogpUpstream
 from rl_kernels.core.triton_lib import gemm
 from rl_kernels.core.triton_lib.launch import INTERPRETED
-from rl_kernels.core.triton_lib.schedule import HALF, Schedule, processors, tuned
+from rl_kernels.core.triton_lib.schedule import HALF, Schedule, processors
+from rl_kernels.core.tuned import tuned
 from rl_kernels.linear_logp import triton_kernels as kernels
 from rl_kernels.linear_logp.backward import gradients
 from rl_kernels.linear_logp.inputs import Inputs

@@ -150,7 +150,9 @@ def _cuda() -> list[tuple[str, str]]:
     if held is None:
         sizes = [size for _, size, _ in cache.contents(cache.folder())]
         held = f"{cache.folder()}: {len(sizes)} files, {sum(sizes) / 2**20:.1f} MiB, can be written"
+    driver = toolchain.driver_major() if toolchain.bindings_version() else None
     return [
+        ("driver", "not asked: no GPU, or no cuda-bindings" if driver is None else f"CUDA {driver}"),
         ("cuda-bindings", toolchain.bindings_version() or "not installed"),
         ("NVRTC", compiler),
         ("cache of kernels", held),

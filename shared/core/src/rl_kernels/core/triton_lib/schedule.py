@@ -7,15 +7,13 @@ where nobody has shown that, there is one schedule for each dtype.
 from __future__ import annotations
 
 import functools
-import json
 from dataclasses import dataclass
-from importlib.resources import files
-from typing import Any
 
 import torch
 
 from rl_kernels.core.operator import arch_of
 from rl_kernels.core.triton_lib.launch import INTERPRETED
+from rl_kernels.core.tuned import tuned
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -119,12 +117,6 @@ def _candidates() -> tuple[Candidate, ...]:
         Candidate(Schedule(**entry["schedule"]), entry["start"], entry["alone"], tuple(entry["steps"]))
         for entry in entries
     )
-
-
-@functools.cache
-def tuned(package: str) -> dict[str, Any]:
-    """Return the schedules of a package, measured on an H200 (``tuned/h200.json``)."""
-    return json.loads((files(package) / "tuned" / "h200.json").read_text(encoding="utf-8"))
 
 
 @functools.cache
