@@ -88,17 +88,19 @@ def measure(runs: Sequence[Run], device: torch.device, effort: Effort, *, captur
     call = call_seconds(runs, device, effort)
     if device.type != "cuda":
         return Timing(call * 1e3, WALL, call * 1e6, extra, len(runs)), runs[0]()
-    if not captured:
-        (seconds, kept), how = event_seconds(runs, effort), EVENTS
-        return Timing(seconds * 1e3, how, call * 1e6, extra, len(runs)), kept
-    try:
-        # A capture that fails leaves its own stream behind as the current one.
-        with torch.cuda.stream(torch.cuda.current_stream()):
-            (seconds, kept), how = graph_seconds(runs, effort), GRAPH
-    except RuntimeError:
-        torch.cuda.synchronize()
-        (seconds, kept), how = event_seconds(runs, effort), EVENTS
+    (seconds, kept), how = _device_seconds(runs, effort, captured=captured)
     return Timing(seconds * 1e3, how, call * 1e6, extra, len(runs)), kept
+
+
+def _device_seconds(runs: Sequence[Run], effort: Effort, *, captured: bool) -> tuple[tuple[float, Any], str]:
+    if captured:
+        try:
+            # A capture that fails leaves its own stream behind as the current one.
+            with torch.cuda.stream(torch.cuda.current_stream()):
+                return graph_seconds(runs, effort), GRAPH
+        except RuntimeError:
+            torch.cuda.synchronize()
+    return event_seconds(runs, effort), EVENTS
 
 
 def extra_memory(run: Run, device: torch.device) -> float | None:

@@ -5,42 +5,47 @@
 
 namespace rlk {
 
-// Each has SIZE in bytes, and LEAST, the bits of -inf.
+// Each has SIZE in bytes, LEAST, the bits of -inf, and of a number in memory its bits and its value. A word is unpacked to
+// the numbers it holds, the lower half first, and packed from them, rounded to nearest, ties to even. `larger` of two words
+// goes number by number; of a NaN and a number it is the number.
 struct FP32 {
     static constexpr int SIZE = 4;
     static constexpr u32 LEAST = 0xff800000u;
     __device__ static u32 bits(const void* at) { return *static_cast<const u32*>(at); }
     __device__ static float read(const void* at) { return *static_cast<const float*>(at); }
     __device__ static void write(void* at, float x) { *static_cast<float*>(at) = x; }
-    // The one number of a word.
     __device__ static void unpack(u32 word, float* x) { x[0] = __uint_as_float(word); }
     __device__ static u32 pack(const float* x) { return __float_as_uint(x[0]); }
     __device__ static u32 larger(u32 a, u32 b) { return __float_as_uint(fmaxf(__uint_as_float(a), __uint_as_float(b))); }
 };
 
-struct BF16 {
+// What two numbers to a word have in common.
+template <class T>
+struct Half {
     static constexpr int SIZE = 2;
-    static constexpr u32 LEAST = 0xff80u;
     __device__ static u32 bits(const void* at) { return *static_cast<const unsigned short*>(at); }
     __device__ static float read(const void* at) {
-        return __uint_as_float(bits(at) << 16);
+        float pair[2];
+        T::unpack(bits(at), pair);
+        return pair[0];
     }
     __device__ static void write(void* at, float x) {
-        float pair[2] = {x, 0.0f};
-        *static_cast<unsigned short*>(at) = static_cast<unsigned short>(pack(pair));
+        const float pair[2] = {x, 0.0f};
+        *static_cast<unsigned short*>(at) = static_cast<unsigned short>(T::pack(pair));
     }
-    // The two numbers of a word, the lower half first.
+};
+
+struct BF16 : Half<BF16> {
+    static constexpr u32 LEAST = 0xff80u;
     __device__ static void unpack(u32 word, float* x) {
         x[0] = __uint_as_float(word << 16);
         x[1] = __uint_as_float(word & 0xffff0000u);
     }
-    // Rounded to nearest, ties to even.
     __device__ static u32 pack(const float* x) {
         u32 word;
         asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(x[1]), "f"(x[0]));
         return word;
     }
-    // Number by number; of a NaN and a number the number.
     __device__ static u32 larger(u32 a, u32 b) {
         u32 word;
         asm("max.bf16x2 %0, %1, %2;" : "=r"(word) : "r"(a), "r"(b));
@@ -48,19 +53,8 @@ struct BF16 {
     }
 };
 
-struct FP16 {
-    static constexpr int SIZE = 2;
+struct FP16 : Half<FP16> {
     static constexpr u32 LEAST = 0xfc00u;
-    __device__ static u32 bits(const void* at) { return *static_cast<const unsigned short*>(at); }
-    __device__ static float read(const void* at) {
-        float pair[2];
-        unpack(bits(at), pair);
-        return pair[0];
-    }
-    __device__ static void write(void* at, float x) {
-        float pair[2] = {x, 0.0f};
-        *static_cast<unsigned short*>(at) = static_cast<unsigned short>(pack(pair));
-    }
     __device__ static void unpack(u32 word, float* x) {
         asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.f32.f16 %0, low;\ncvt.f32.f16 %1, high;\n}"
             : "=f"(x[0]), "=f"(x[1])
