@@ -246,7 +246,7 @@ def test_shapes_and_markdown(bench, capsys):
         (["--shapes", "8x8,"], "--shapes: expected NxD, sizes >= 1, got ''"),
         (["--shapes", "8x8", "--set", "goals"], "--shapes: give one operator with --op, and no --set"),
         (["--op", "triple"], "unknown operator 'triple'; installed: double"),
-        (["--compare", "eager,no"], "--compare: expected names of eager, absent, raising"),
+        (["--compare", "eager,no"], "--compare: expected names of all, eager, absent, raising"),
         (["--set", "no"], "double: --set: expected one of goals, small, got 'no'"),
         (["--backend", "no"], "double: --backend: double has no backend 'no'; it has: auto, cuda-sm90, native"),
         (["--backend", "cuda-sm90"], "double: --backend cuda-sm90: runs on cuda, but the tensors are on cpu"),
@@ -287,6 +287,14 @@ def test_plot(bench, tmp_path):
     pytest.importorskip("matplotlib")
     bench("--compare", "eager", "--plot", str(tmp_path / "a.png"))
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_another_backend_of_ours_as_a_peer(bench):
+    _, records = bench("--compare", "all,native")
+    assert set(records) == {*bench()[1], ("native", "8x16"), ("native", "3x5 ragged")}
+    native = records["native", "8x16"]
+    assert native.note == "rl-kernels, backend native"
+    assert all(each.ratio > 0 for each in native.passes.values())
 
 
 def test_a_peer_s_environment_is_set_before_anything_runs(bench, toy, monkeypatch):

@@ -267,3 +267,13 @@ def test_a_box_of_a_matrix_by_tensor_map(row, column):
     load("box").launch(1, 32, 0, tensor_map(x, (4, 8)), out, column, row)
     padded = torch.nn.functional.pad(x, (0, 8, 0, 4))
     assert torch.equal(out, padded[row : row + 4, column : column + 8])
+
+
+@pytest.mark.gpu
+def test_a_tensor_map_in_a_thread_that_has_no_context():
+    needs(9)
+    x, found = torch.randn(10, 20, device="cuda:0"), []
+    thread = Thread(target=lambda: found.append(tensor_map(x, (4, 8))))
+    thread.start()
+    thread.join()
+    assert found == [tensor_map(x, (4, 8))]

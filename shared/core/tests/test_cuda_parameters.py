@@ -2,6 +2,7 @@
 
 import ctypes
 import struct
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -118,6 +119,20 @@ def test_a_descriptor_is_written_at_an_aligned_place_and_kept(encoded):
     first = tensor_map(X, (4, 64), swizzle=128)
     assert first == tensor_map(X, (4, 64), swizzle=128) == bytes([1]) * 128
     assert encoded == [(0, 2, X.data_ptr(), [64, 5], 128, [64, 4], [1, 1])]
+
+
+def test_a_descriptor_is_written_on_the_gpu_of_its_matrix(encoded, monkeypatch):
+    entered = []
+
+    @contextmanager
+    def device_of(tensor):
+        entered.append(tensor is X and not encoded)
+        yield
+
+    monkeypatch.setattr(maps, "device_of", device_of)
+    tensor_map(X, (4, 64))
+    assert entered == [True]
+    assert len(encoded) == 1
 
 
 @pytest.mark.parametrize("other", [(X[1:], (4, 64), 0), (X, (2, 64), 0), (X, (4, 64), 128), (X.half(), (4, 64), 0)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from threading import local
 
 import torch
@@ -26,3 +27,9 @@ def on_device(index: int) -> AbstractContextManager[object]:
         torch.cuda.Event().record()
         _thread.has_context = True
     return _HERE
+
+
+@cache
+def processors(index: int) -> int:
+    """Return the number of multiprocessors of a GPU."""
+    return torch.cuda.get_device_properties(index).multi_processor_count

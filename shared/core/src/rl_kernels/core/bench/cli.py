@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from rl_kernels.core.bench.definition import GOALS, SMALL, Benchmark, Shape, bench_of
+from rl_kernels.core.bench.definition import GOALS, SMALL, Benchmark, Peer, Shape, bench_of
 from rl_kernels.core.bench.environment import environment
 from rl_kernels.core.bench.measure import Effort, ceilings
 from rl_kernels.core.bench.plot import draw
@@ -33,6 +33,8 @@ from rl_kernels.core.operator import Operator, arch_of
 from rl_kernels.core.registry import UnknownOperator, kernel_registry
 
 USAGE = 2
+ALL = "all"
+"""In ``--compare``: every peer, save where a shape leaves it out."""
 
 
 def parser() -> Parser:
@@ -43,7 +45,8 @@ def parser() -> Parser:
         "--shapes", metavar="LIST", help="sizes in the operator's order, such as 4096x2048x131072,8x64x99"
     )
     made.add_argument("--set", metavar="NAME", help=f"a set of shapes ({GOALS} on a GPU, {SMALL} on a CPU)")
-    made.add_argument("--compare", metavar="LIST", help="peers, such as eager,compile; or none (default: all)")
+    compared = "peers, such as eager,compile, all peers, other backends of ours; or none (default: all)"
+    made.add_argument("--compare", metavar="LIST", help=compared)
     made.add_argument("--dtype", nargs="+", choices=DTYPES, help="default: bf16 on a GPU, fp32 on a CPU")
     made.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     made.add_argument("--backend", default=AUTO, metavar="NAME", help="of ours (default: auto)")
@@ -112,7 +115,7 @@ def _plan(given: argparse.Namespace) -> tuple[list[Job], list[Record], Document]
         raise ValueError(f"--device: {arch} is not in the tolerance contract, so no result could be verified")
     if given.shapes and (given.set or len(benches) > 1):
         raise ValueError("--shapes: give one operator with --op, and no --set")
-    asked = None if given.compare is None else _peers(given.compare, [bench for _, bench in benches.values()])
+    asked = _peers(given.compare or ALL, list(benches.values()))
     jobs, reasons = [], {}
     for operator, bench in benches.values():
         mine, reasons[operator.name] = _jobs(operator, bench, given, device, asked)
@@ -121,12 +124,12 @@ def _plan(given: argparse.Namespace) -> tuple[list[Job], list[Record], Document]
         raise ValueError("; ".join(f"{name}: {reason}" for name, reason in reasons.items()))
     left_out = [Record(name, "", (), "", "", OURS, skipped={"": reason}) for name, reason in reasons.items() if reason]
     _set_environment(jobs)
-    packages = {job.benchmark.peers[name].package for job in jobs for name in job.peers} - {""}
+    packages = {peer.package for job in jobs for peer in job.peers.values()} - {""}
     return jobs, left_out, Document(environment(device, sorted(packages)))
 
 
 def _jobs(
-    operator: Operator, bench: Benchmark, given: argparse.Namespace, device: torch.device, asked: list[str] | None
+    operator: Operator, bench: Benchmark, given: argparse.Namespace, device: torch.device, asked: list[str]
 ) -> tuple[list[Job], str]:
     """Return the jobs of one operator, or why there are none."""
     default = bench.dtype or ("bf16" if device.type == "cuda" else "fp32")
@@ -140,8 +143,13 @@ def _jobs(
         if reason:
             return [], reason
         for shape in shapes:
-            names = [name for name in bench.peers if name in asked] if asked is not None else list(bench.peers)
-            peers = [name for name in names if asked is not None or name not in shape.without]
+            peers = {
+                name: peer
+                for name, peer in bench.peers.items()
+                if name in asked or (ALL in asked and name not in shape.without)
+            }
+            own = [each.name for each in operator.backends if each.name in asked]
+            peers |= {name: Peer(None, note=f"rl-kernels, backend {name}", backend=name) for name in own}
             effort = Effort(given.iters, given.warmup)
             jobs.append(Job(operator, bench, shape, dtype, device, given.backend, peers, effort))
     return jobs, ""
@@ -158,10 +166,11 @@ def _why_not(operator: Operator, backend: str, setting: Setting) -> str:
     return f"--backend {backend}: {reason}" if reason else ""
 
 
-def _peers(text: str, benches: Sequence[Benchmark]) -> list[str]:
+def _peers(text: str, benches: Sequence[tuple[Operator, Benchmark]]) -> list[str]:
     if text == "none":
         return []
-    known = list(dict.fromkeys(name for bench in benches for name in bench.peers))
+    names = [name for operator, bench in benches for name in (*bench.peers, *(each.name for each in operator.backends))]
+    known = [ALL, *dict.fromkeys(names)]
     asked = [name.strip() for name in text.split(",")]
     for name in asked:
         if name not in known:
@@ -182,6 +191,6 @@ def _shapes(text: str, bench: Benchmark) -> list[Shape]:
 def _set_environment(jobs: Sequence[Job]) -> None:
     """Set what a library reads once, before the first product of the process."""
     for job in jobs:
-        for name in job.peers:
-            for variable, value in job.benchmark.peers[name].environment.items():
+        for peer in job.peers.values():
+            for variable, value in peer.environment.items():
                 os.environ.setdefault(variable, value)

@@ -66,7 +66,8 @@ class Peer:
     """Another implementation, timed beside ours.
 
     Attributes:
-        make: imports what it needs, and returns the function that takes a case's keyword arguments.
+        make: imports what it needs, and returns the function that takes a case's keyword arguments; None for a backend.
+        backend: the name of another backend of ours, which is the peer.
         package: the distribution that brings it; empty for PyTorch.
         note: what a reader of the table must know.
         passes: what it can do; empty for all.
@@ -78,9 +79,10 @@ class Peer:
         environment: variables that must be set before the first product of the process.
     """
 
-    make: Callable[[], Callable[..., Any]]
+    make: Callable[[], Callable[..., Any]] | None
     package: str = ""
     note: str = ""
+    backend: str = ""
     passes: tuple[str, ...] = ()
     scalar: bool = False
     overwrites: bool = False

@@ -21,6 +21,7 @@ class Skipped(Exception):
 
 def made(peer: Peer) -> Callable[..., Any]:
     """Return a peer's function; ``Skipped`` if what it needs is not here."""
+    assert peer.make is not None
     try:
         return peer.make()
     except ImportError as error:

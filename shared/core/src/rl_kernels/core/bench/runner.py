@@ -34,7 +34,7 @@ class Job:
     dtype: str
     device: torch.device
     backend: str
-    peers: Sequence[str]
+    peers: Mapping[str, Peer]
     effort: Effort
 
     def passes(self) -> dict[str, Pass]:
@@ -83,6 +83,12 @@ class Round:
         arch = arch_of(device.type, device.index)
         return verify(self.arena, layouts.get(self.arena.case.function), results, upstream, arch)
 
+    def through(self, backend: str) -> Function:
+        """Return ours, by a backend, as what takes the inputs; they are right, so they are not validated."""
+        unchecked = {"validate": False} if "validate" in self.arena.spec.unread else {}
+        candidate = backend_candidate(self.job.operator, OURS, backend, self.job.device.type)
+        return lambda **inputs: candidate.call(self.arena.case.function, {**unchecked, **inputs})
+
     def result(self, function: Function, inputs: Inputs, upstream: Results) -> Results:
         """Call an implementation once."""
         return call(function, self.arena.spec.output, inputs, self.arena.leaves if upstream else [], upstream)
@@ -91,7 +97,7 @@ class Round:
 def run(job: Job, ceilings: Ceilings) -> list[Record]:
     """Return the records of a job: ours first, then one for each peer."""
     ours = job.record(OURS)
-    records = {name: job.record(name, job.benchmark.peers[name].note) for name in job.peers}
+    records = {name: job.record(name, peer.note) for name, peer in job.peers.items()}
     cases: list[Case] = []
     passes = job.passes()
     for each in passes.values():
@@ -104,19 +110,14 @@ def run(job: Job, ceilings: Ceilings) -> list[Record]:
         for name, record in records.items():
             # What our result cannot be held against has no speed either.
             if round_.timings and not ours.wrong:
-                _run_peer(round_, job.benchmark.peers[name], record)
+                _run_peer(round_, job.peers[name], record)
         _release(job.device)
     return [ours, *(record for record in records.values() if record.passes or record.skipped or record.wrong)]
 
 
 def _run_ours(round_: Round, record: Record) -> None:
-    job, arena = round_.job, round_.arena
-    unchecked = {"validate": False} if "validate" in arena.spec.unread else {}
-    candidate = backend_candidate(job.operator, OURS, job.backend, job.device.type)
-
-    def function(**inputs: Any) -> Any:
-        return candidate.call(arena.case.function, {**unchecked, **inputs})
-
+    arena = round_.arena
+    function = round_.through(round_.job.backend)
     try:
         _verify(round_, function, record)
         for name, each in round_.passes.items():
@@ -210,7 +211,7 @@ def _run_peer(round_: Round, peer: Peer, record: Record) -> None:
     if record.skipped.get("") or record.wrong or not wanted:
         return
     try:
-        function = made(peer)
+        function = round_.through(peer.backend) if peer.backend else made(peer)
     except Skipped as error:
         record.skipped[""] = str(error)
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import traceback
+from collections import namedtuple
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -156,10 +157,15 @@ class Run:
 
 
 def named(result: Any, single: str) -> Results:
-    """Name the tensors of a result: the fields of a NamedTuple, or ``single`` for a bare tensor."""
+    """Name the tensors of a result: the fields of a NamedTuple, also of one in it, or ``single`` for a bare tensor."""
     if isinstance(result, torch.Tensor):
         return {single: result}
     if isinstance(result, tuple) and hasattr(result, "_fields"):
+        inner = next((field for field in result._fields if hasattr(getattr(result, field), "_fields")), None)
+        if inner is not None:
+            others = {field: getattr(result, field) for field in result._fields if field != inner}
+            flat = {**named(getattr(result, inner), single), **others}
+            return named(namedtuple(type(result).__name__, flat)(**flat), single)
         wrong = [field for field in result._fields if not isinstance(getattr(result, field), torch.Tensor)]
         if not wrong:
             return dict(zip(result._fields, result, strict=True))

@@ -16,6 +16,7 @@ import torch
 
 from rl_kernels.core.cuda.driver import checked
 from rl_kernels.core.cuda.signature import MAP_SIZE
+from rl_kernels.core.gpu import device_of
 
 TensorMap = NewType("TensorMap", bytes)
 DTYPES = {torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16", torch.float32: "FLOAT32"}
@@ -50,7 +51,9 @@ def tensor_map(tensor: torch.Tensor, box: tuple[int, int], *, swizzle: int = 0) 
         _check(tensor, box, swizzle)
         if len(_maps) >= KEPT:
             _maps.clear()
-        found = _maps[key] = _encoded(tensor, box, swizzle)
+        # A thread of autograd's may have no context yet, which the driver asks for.
+        with device_of(tensor):
+            found = _maps[key] = _encoded(tensor, box, swizzle)
     return found
 
 

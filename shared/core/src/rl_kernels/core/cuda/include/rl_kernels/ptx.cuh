@@ -10,6 +10,13 @@ using i64 = long long;
 constexpr int WARP = 32;
 constexpr u32 ALL = 0xffffffffu;
 
+// Threads that a multiprocessor has room for.
+#if __CUDA_ARCH__ == 800 || (__CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200)
+constexpr int RESIDENT = 2048;
+#else
+constexpr int RESIDENT = 1536;
+#endif
+
 // 16 bytes, what the widest load brings.
 struct alignas(16) Chunk {
     u32 word[4];
@@ -33,6 +40,20 @@ __device__ inline Chunk load_constant(const void* at) {
         : "=r"(c.word[0]), "=r"(c.word[1]), "=r"(c.word[2]), "=r"(c.word[3])
         : "l"(at));
     return c;
+}
+
+// From and to global memory that is touched once: the first-level cache keeps none of it.
+__device__ inline Chunk load_once(const Chunk* at) {
+    Chunk c;
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(c.word[0]), "=r"(c.word[1]), "=r"(c.word[2]), "=r"(c.word[3])
+                 : "l"(at));
+    return c;
+}
+__device__ inline void store_once(Chunk* at, Chunk c) {
+    asm volatile("st.global.L1::no_allocate.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(c.word[0]), "r"(c.word[1]),
+                 "r"(c.word[2]), "r"(c.word[3])
+                 : "memory");
 }
 
 // The address that instructions on shared memory take.

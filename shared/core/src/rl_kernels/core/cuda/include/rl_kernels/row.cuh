@@ -30,9 +30,6 @@ struct Row {
     // How far, in bytes, every vector of eight lies beyond a multiple of 16.
     __device__ int skew() const { return contiguous() ? static_cast<int>(reinterpret_cast<u64>(begin) % CHUNK) : 0; }
 
-    // Columns behind a vector that its last chunk holds.
-    __device__ int beyond() const { return skew() ? PER_CHUNK<T> - skew() / T::SIZE : 0; }
-
     // The multiple of 16 at a column, a multiple of eight, or before it.
     __device__ const char* floor_at(int column) const { return at(column) - skew(); }
 };
@@ -50,22 +47,24 @@ __device__ inline void read_aligned(Load load, u32* words) {
 }
 
 // The same where the first word of a lane's vector is number WORD of its first chunk, and `bits` of that belong to the
-// column before. What a vector has in the next chunk comes from the next lane, and of lane 31 from lane 0's next vector.
-template <class T, int N, int WORD, class Load>
+// column before. What a vector has in the next chunk is loaded twice, where that is cheap, or else comes from the next
+// lane, and of lane 31 from lane 0's next vector.
+template <class T, int N, bool Twice, int WORD, class Load>
 __device__ inline void read_skewed(int bits, Load load, u32* words) {
     constexpr int SIZE = WORDS<T>;
     const int lane = threadIdx.x % WARP;
     read_aligned<T, N>(load, words);
-    const Chunk last = load((N - 1) * APART<T> + CHUNKS<T> * CHUNK);
 #pragma unroll
     for (int v = 0; v < N; ++v) {
+        const bool loaded = Twice || v + 1 == N;
+        const Chunk beyond = loaded ? load(v * APART<T> + CHUNKS<T> * CHUNK) : Chunk{};
         u32 held[SIZE + WORD + 1];
 #pragma unroll
         for (int i = 0; i < SIZE; ++i) held[i] = words[v * SIZE + i];
 #pragma unroll
         for (int k = 0; k <= WORD; ++k) {
-            u32 next = last.word[k];
-            if (v + 1 < N) next = __shfl_sync(ALL, lane == 0 ? words[(v + 1) * SIZE + k] : held[k], (lane + 1) % WARP);
+            u32 next = beyond.word[k];
+            if (!loaded) next = __shfl_sync(ALL, lane == 0 ? words[(v + 1) * SIZE + k] : held[k], (lane + 1) % WARP);
             held[SIZE + k] = next;
         }
 #pragma unroll
@@ -73,34 +72,35 @@ __device__ inline void read_skewed(int bits, Load load, u32* words) {
     }
 }
 
-// The same wherever the row begins; all chunks must lie in it.
-template <class T, int N, class Load>
+// The same wherever the row begins; all chunks must be there.
+template <class T, int N, bool Twice, class Load>
 __device__ inline void read_wide(int skew, Load load, u32* words) {
     if (!skew) return read_aligned<T, N>(load, words);
     const int bits = skew % 4 * 8;
     switch (skew / 4) {
-        case 0: return read_skewed<T, N, 0>(bits, load, words);
-        case 1: return read_skewed<T, N, 1>(bits, load, words);
-        case 2: return read_skewed<T, N, 2>(bits, load, words);
-        default: return read_skewed<T, N, 3>(bits, load, words);
+        case 0: return read_skewed<T, N, Twice, 0>(bits, load, words);
+        case 1: return read_skewed<T, N, Twice, 1>(bits, load, words);
+        case 2: return read_skewed<T, N, Twice, 2>(bits, load, words);
+        default: return read_skewed<T, N, Twice, 3>(bits, load, words);
     }
 }
 
 // As many columns as a chunk holds: at once if they are a chunk of the row, else one at a time, and -inf for what is not in
-// the row. That is for the ends of a row and for columns that are not contiguous, so it is a loop that takes few registers.
+// the row. That is for the ends of a row and for columns that are not contiguous.
 template <class T>
 __device__ inline Chunk guarded(const Row<T>& row, int column) {
-    constexpr int HALF = PER_CHUNK<T> / 2;
     if (row.contiguous() && !row.skew() && row.size - column >= PER_CHUNK<T>) return load_constant(row.at(column));
-    u64 half[2] = {};
+    Chunk made;
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-#pragma unroll 1
-        for (int at = column + h * HALF + HALF - 1; at >= column + h * HALF; --at)
-            half[h] = half[h] << 8 * T::SIZE | (at < row.size ? T::bits(row.at(at)) : T::LEAST);
+    for (int k = 0; k < 4; ++k) {
+        made.word[k] = 0;
+#pragma unroll
+        for (int j = 0; j < PER_WORD<T>; ++j) {
+            const int at = column + k * PER_WORD<T> + j;
+            made.word[k] |= (at < row.size ? T::bits(row.at(at)) : T::LEAST) << 8 * T::SIZE * j;
+        }
     }
-    return {{static_cast<u32>(half[0]), static_cast<u32>(half[0] >> 32), static_cast<u32>(half[1]),
-             static_cast<u32>(half[1] >> 32)}};
+    return made;
 }
 
 }  // namespace rlk

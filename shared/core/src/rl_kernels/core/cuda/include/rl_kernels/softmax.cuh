@@ -29,6 +29,8 @@ __device__ inline float shift_to(float r, float top, float c) {
     return top == -infinity() ? 0.0f : __fsub_rn(reference_of(top, c), r);
 }
 
+__device__ inline float pairs(const float (&x)[4]) { return __fadd_rn(__fadd_rn(x[0], x[1]), __fadd_rn(x[2], x[3])); }
+
 // Take N more words of numbers into a lane's state: four sums, one of every fourth number, then those in pairs. The words
 // stay packed while the largest is looked for, which halves the registers of BF16 and FP16.
 template <bool HasEntropy, class T, int N>
@@ -54,15 +56,33 @@ __device__ inline void add(State& s, const u32 (&words)[N], float c) {
             const float exponent = __fmaf_rn(x[k], c, -r);
             const float power = exp2_fast(exponent);
             sum[lane] = __fadd_rn(sum[lane], power);
-            if (HasEntropy) product[lane] = __fmaf_rn(power, fmaxf(exponent, LEAST), product[lane]);
+            if (HasEntropy) product[lane] = __fmaf_rn(power, exponent, product[lane]);
         }
     }
     const float shift = shift_to(r, s.top, c), scale = exp2_fast(shift);
     if (HasEntropy) {
-        const float block = __fadd_rn(__fadd_rn(product[0], product[1]), __fadd_rn(product[2], product[3]));
+        float block = pairs(product);
+        // Only -inf, whose exponent is multiplied by its power, 0, makes NaN of what is none: rare enough to go again.
+        if (isnan(block)) {
+            float again[4] = {};
+            // A zero that the compiler does not know: else it would keep all exponents until here, and run out of registers.
+            const u32 zero = __float_as_uint(fmaxf(block, 0.0f));
+#pragma unroll
+            for (int i = 0; i < N; ++i) {
+                float x[PER];
+                T::unpack(words[i] ^ zero, x);
+#pragma unroll
+                for (int k = 0; k < PER; ++k) {
+                    const float exponent = __fmaf_rn(x[k], c, -r);
+                    float& lane = again[(i * PER + k) % 4];
+                    lane = __fmaf_rn(exp2_fast(exponent), fmaxf(exponent, LEAST), lane);
+                }
+            }
+            block = pairs(again);
+        }
         s.weighted = __fmaf_rn(__fmaf_rn(shift, s.total, s.weighted), scale, block);
     }
-    s.total = __fmaf_rn(s.total, scale, __fadd_rn(__fadd_rn(sum[0], sum[1]), __fadd_rn(sum[2], sum[3])));
+    s.total = __fmaf_rn(s.total, scale, pairs(sum));
     s.top = top;
 }
 
@@ -95,6 +115,15 @@ __device__ inline State over_warp(State s, float c) {
         if (HasEntropy) weighted = __fadd_rn(weighted, __shfl_xor_sync(ALL, weighted, apart));
     }
     return {top, total, weighted};
+}
+
+// The state of `count` states, which `load` brings, in every lane of a warp: every 32nd merged in ascending order, and those
+// by the tree.
+template <bool HasEntropy, class Load>
+__device__ inline State over_states(int count, float c, Load load) {
+    State s = empty();
+    for (int i = threadIdx.x % WARP; i < count; i += WARP) s = merged<HasEntropy>(s, load(i), c);
+    return over_warp<HasEntropy>(s, c);
 }
 
 struct Statistics {

@@ -1,0 +1,142 @@
+// wgmma (sm_90a): products of tiles in shared memory, added to FP32 in the registers of a warpgroup.
+//
+// A tile is a box of 128-byte rows as TMA writes it with the 128-byte swizzle, from a multiple of 1024 bytes:
+//   K_MAJOR    a row of the box is a row of the operand, 64 terms of K; rows lie one after the other
+//   MN_MAJOR   a row of the box is one term of K, 64 rows of the operand; 64 terms make a piece, more rows more pieces
+// One instruction takes 16 terms of K. Its sums are FP32; d starts as what the caller put there. The next instruction on
+// the same d adds to what the last one left, in the order of issue: 16 terms a step is the canonical chain.
+//
+// Who holds what of d[N / 2]: thread t of the warpgroup, lane l of warp w, has the rows r = 16 w + l / 4 and r + 8, and of
+// every 8 columns the two from c = 8 j + 2 (l % 4):
+//   d[4 j], d[4 j + 1] = (r, c), (r, c + 1)        d[4 j + 2], d[4 j + 3] = (r + 8, c), (r + 8, c + 1)
+#pragma once
+
+#include <rl_kernels/number.cuh>
+
+namespace rlk {
+
+enum Major { K_MAJOR, MN_MAJOR };
+
+constexpr int MMA_M = 64, MMA_K = 16;
+// Bytes of a swizzled row, of 8 of them, and of a piece of an MN_MAJOR tile that has 64 terms of K.
+constexpr int SWIZZLE = 128, ATOM = 8 * SWIZZLE, PIECE = 64 * SWIZZLE;
+// 16-bit numbers in a swizzled row.
+constexpr int SPAN = SWIZZLE / 2;
+
+// Where an operand lies, as wgmma takes it: the first 16 terms of K of the rows that begin at `tile`; that is row 0 of a
+// K_MAJOR tile, or another multiple of 8, and a piece of an MN_MAJOR one.
+template <Major MAJOR>
+__device__ inline u64 operand_at(const void* tile) {
+    // In units of 16 bytes: from one 8 rows of the box to the next, and from one piece to the next.
+    constexpr u64 STRIDE = ATOM / 16, LEADING = MAJOR == MN_MAJOR ? PIECE / 16 : 1;
+    constexpr u64 SWIZZLE_128 = 1;
+    return (shared_address(tile) & 0x3ffffu) >> 4 | LEADING << 16 | STRIDE << 32 | SWIZZLE_128 << 62;
+}
+
+// The operand so many bytes further on, a multiple of 1024. Only the lower word changes, which has the address.
+__device__ inline u64 moved(u64 operand, int bytes) {
+    return (operand >> 32 << 32) | (static_cast<u32>(operand) + bytes / 16);
+}
+
+// The operand `step` times 16 terms of K further on in its tile.
+template <Major MAJOR>
+__device__ inline u64 advanced(u64 operand, int step) {
+    return moved(operand, step * MMA_K * (MAJOR == MN_MAJOR ? SWIZZLE : 2));
+}
+
+// Before the first product after d was written, or shared memory by another proxy.
+__device__ inline void fence_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+// Closes a group of products; products_done waits for all but the last PENDING groups. Until then neither d may be
+// touched nor the tiles be written. A warp waits for its own part: each arrives by itself where tiles are given back.
+__device__ inline void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int PENDING>
+__device__ inline void products_done() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+// Keeps the compiler from moving what it does with d across this place: it knows nothing of products under way.
+template <int COUNT>
+__device__ inline void hold(float (&d)[COUNT]) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+// d[64 x N] += a[64 x 16] b[N x 16]^T, by all threads of a warpgroup: Products<N>::add<T, A, B>(d, a, b), T BF16 or FP16.
+template <int N>
+struct Products;
+
+// Registers by their numbers, and as operands, eight at a time.
+#define RLK_LIST_0 "%0,%1,%2,%3,%4,%5,%6,%7"
+#define RLK_LIST_1 RLK_LIST_0 ",%8,%9,%10,%11,%12,%13,%14,%15"
+#define RLK_LIST_2 RLK_LIST_1 ",%16,%17,%18,%19,%20,%21,%22,%23"
+#define RLK_LIST_3 RLK_LIST_2 ",%24,%25,%26,%27,%28,%29,%30,%31"
+#define RLK_LIST_4 RLK_LIST_3 ",%32,%33,%34,%35,%36,%37,%38,%39"
+#define RLK_LIST_5 RLK_LIST_4 ",%40,%41,%42,%43,%44,%45,%46,%47"
+#define RLK_LIST_6 RLK_LIST_5 ",%48,%49,%50,%51,%52,%53,%54,%55"
+#define RLK_LIST_7 RLK_LIST_6 ",%56,%57,%58,%59,%60,%61,%62,%63"
+#define RLK_LIST_8 RLK_LIST_7 ",%64,%65,%66,%67,%68,%69,%70,%71"
+#define RLK_LIST_9 RLK_LIST_8 ",%72,%73,%74,%75,%76,%77,%78,%79"
+#define RLK_LIST_10 RLK_LIST_9 ",%80,%81,%82,%83,%84,%85,%86,%87"
+#define RLK_LIST_11 RLK_LIST_10 ",%88,%89,%90,%91,%92,%93,%94,%95"
+#define RLK_LIST_12 RLK_LIST_11 ",%96,%97,%98,%99,%100,%101,%102,%103"
+#define RLK_LIST_13 RLK_LIST_12 ",%104,%105,%106,%107,%108,%109,%110,%111"
+#define RLK_LIST_14 RLK_LIST_13 ",%112,%113,%114,%115,%116,%117,%118,%119"
+#define RLK_LIST_15 RLK_LIST_14 ",%120,%121,%122,%123,%124,%125,%126,%127"
+
+#define RLK_PAIR(i) "+f"(d[i]), "+f"(d[i + 1])
+#define RLK_EIGHT(i) RLK_PAIR(8 * i), RLK_PAIR(8 * i + 2), RLK_PAIR(8 * i + 4), RLK_PAIR(8 * i + 6)
+#define RLK_USED_0 RLK_EIGHT(0)
+#define RLK_USED_1 RLK_USED_0, RLK_EIGHT(1)
+#define RLK_USED_2 RLK_USED_1, RLK_EIGHT(2)
+#define RLK_USED_3 RLK_USED_2, RLK_EIGHT(3)
+#define RLK_USED_4 RLK_USED_3, RLK_EIGHT(4)
+#define RLK_USED_5 RLK_USED_4, RLK_EIGHT(5)
+#define RLK_USED_6 RLK_USED_5, RLK_EIGHT(6)
+#define RLK_USED_7 RLK_USED_6, RLK_EIGHT(7)
+#define RLK_USED_8 RLK_USED_7, RLK_EIGHT(8)
+#define RLK_USED_9 RLK_USED_8, RLK_EIGHT(9)
+#define RLK_USED_10 RLK_USED_9, RLK_EIGHT(10)
+#define RLK_USED_11 RLK_USED_10, RLK_EIGHT(11)
+#define RLK_USED_12 RLK_USED_11, RLK_EIGHT(12)
+#define RLK_USED_13 RLK_USED_12, RLK_EIGHT(13)
+#define RLK_USED_14 RLK_USED_13, RLK_EIGHT(14)
+#define RLK_USED_15 RLK_USED_14, RLK_EIGHT(15)
+
+#define RLK_LIST_HALF "%0,%1,%2,%3"
+#define RLK_USED_HALF RLK_PAIR(0), RLK_PAIR(2)
+
+// What follows the registers, whose numbers go on: the two operands, and as constants whether each is MN_MAJOR. The
+// predicate says that d is added to, the ones that no operand is negated.
+#define RLK_WGMMA(N, TYPE, LAST, A, B, MAJOR_A, MAJOR_B)                                                          \
+    asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, 1, 0;\n"                                                \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" RLK_LIST_##LAST "}, %" #A   \
+                 ", %" #B ", adds, 1, 1, %" #MAJOR_A ", %" #MAJOR_B ";\n}"                                        \
+                 : RLK_USED_##LAST                                                                                \
+                 : "l"(a), "l"(b), "n"(int(MAJOR_OF_A)), "n"(int(MAJOR_OF_B)))
+
+#define RLK_PRODUCTS(N, LAST, A, B, MAJOR_A, MAJOR_B)                      \
+    template <>                                                            \
+    struct Products<N> {                                                   \
+        template <class T, Major MAJOR_OF_A, Major MAJOR_OF_B>             \
+        __device__ static void add(float (&d)[N / 2], u64 a, u64 b) {      \
+            static_assert(T::SIZE == 2, "BF16 or FP16");                   \
+            if constexpr (T::LEAST == BF16::LEAST)                         \
+                RLK_WGMMA(N, "bf16", LAST, A, B, MAJOR_A, MAJOR_B);        \
+            else                                                           \
+                RLK_WGMMA(N, "f16", LAST, A, B, MAJOR_A, MAJOR_B);         \
+        }                                                                  \
+    };
+
+RLK_PRODUCTS(8, HALF, 4, 5, 6, 7)
+RLK_PRODUCTS(16, 0, 8, 9, 10, 11)
+RLK_PRODUCTS(32, 1, 16, 17, 18, 19)
+RLK_PRODUCTS(64, 3, 32, 33, 34, 35)
+RLK_PRODUCTS(128, 7, 64, 65, 66, 67)
+RLK_PRODUCTS(160, 9, 80, 81, 82, 83)
+RLK_PRODUCTS(192, 11, 96, 97, 98, 99)
+RLK_PRODUCTS(256, 15, 128, 129, 130, 131)
+
+#undef RLK_PRODUCTS
+#undef RLK_WGMMA
+
+}  // namespace rlk

@@ -1,0 +1,166 @@
+"""The device headers of core for Hopper, each by a small kernel: on a GPU for real; that they compile, without one."""
+
+import pytest
+import torch
+
+from rl_kernels.core.cuda import launch, toolchain
+from rl_kernels.core.cuda.launch import kernel
+from rl_kernels.core.cuda.program import Program, compile_program
+from rl_kernels.core.cuda.resources import resources_of, warnings_of
+from rl_kernels.core.cuda.tensor_map import tensor_map
+
+MISSING = toolchain.why_no_compiler()
+pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+
+BOXES = """
+#include <rl_kernels/cluster.cuh>
+#include <rl_kernels/tma.cuh>
+using namespace rlk;
+// Two blocks of a cluster: each copies one half of a box of 64 x 64 into both, tells both when it has read all of it,
+// and stores its own half.
+extern "C" __global__ void boxes(const __grid_constant__ TensorMap from, const __grid_constant__ TensorMap to,
+                                 unsigned short* plain, int row, int column) {
+    extern __shared__ char raw[];
+    __shared__ Barrier full, read;
+    char* box = raw + (-shared_address(raw) & 1023);
+    const int rank = rank_in_cluster();
+    char* half = box + rank * 4096;
+    if (threadIdx.x == 0) full.init(1), read.init(2), fence_init();
+    sync_cluster();
+    if (threadIdx.x == 0) {
+        full.arrive_expecting(8192);
+        load_box(half, from, row + rank * 32, column, full, 3);
+    }
+    full.wait(0);
+    for (int i = threadIdx.x; i < 4096; i += blockDim.x)
+        plain[rank * 4096 + i] = *(const unsigned short*)(box + swizzled<128>(2 * i));
+    __syncthreads();
+    if (threadIdx.x < 2) read.arrive_at(threadIdx.x);
+    read.wait(0);
+    // What both have read may be written: each changes the first number of its half.
+    if (threadIdx.x == 0) {
+        *(unsigned short*)half = 0x3c00 + rank;
+        fence_copies();
+        store_box(to, row + rank * 32, column, half);
+        commit_stores();
+        stores_read<0>();
+    }
+    sync_cluster();
+}
+"""
+PRODUCTS = """
+#include <rl_kernels/cluster.cuh>
+#include <rl_kernels/tma.cuh>
+#include <rl_kernels/wgmma.cuh>
+using namespace rlk;
+#if DTYPE == 1
+using T = BF16;
+#else
+using T = FP16;
+#endif
+constexpr Major A = LEFT ? MN_MAJOR : K_MAJOR, B = RIGHT ? MN_MAJOR : K_MAJOR;
+// One warpgroup adds the product of two tiles of 64 rows and 64 terms to what out holds; the other one gives registers.
+extern "C" __global__ void __launch_bounds__(256, 1)
+    products(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b, float* out) {
+    extern __shared__ char raw[];
+    __shared__ Barrier full;
+    char *a = raw + (-shared_address(raw) & 1023), *b = a + PIECE;
+    if (threadIdx.x == 0) full.init(1), fence_init();
+    __syncthreads();
+    if (warp_index() >= 4) {
+        give_registers<40>();
+        if (warp_index() == 4 && elected()) {
+            full.arrive_expecting(2 * PIECE);
+            load_box(a, map_a, 0, 0, full);
+            load_box(b, map_b, 0, 0, full);
+        }
+    } else {
+        take_registers<160>();
+        const int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
+        float d[32];
+        for (int i = 0; i < 32; ++i) d[i] = out[(row + i / 2 % 2 * 8) * 64 + column + i / 4 * 8 + i % 2];
+        full.wait(0);
+        hold(d);
+        fence_products();
+        for (int step = 0; step < 4; ++step)
+            Products<64>::add<T, A, B>(d, advanced<A>(operand_at<A>(a), step), advanced<B>(operand_at<B>(b), step));
+        commit_products();
+        hold(d);
+        products_done<0>();
+        hold(d);
+        sync_threads(1, WARPGROUP);
+        for (int i = 0; i < 32; ++i) out[(row + i / 2 % 2 * 8) * 64 + column + i / 4 * 8 + i % 2] = d[i];
+    }
+}
+"""
+SOURCES = {"boxes": (BOXES, "TTPii"), "products": (PRODUCTS, "TTP")}
+HALVES = (torch.bfloat16, torch.float16)
+ROOM = 3 * 8192
+MAJORS = [(left, right) for left in (0, 1) for right in (0, 1)]
+
+
+@pytest.fixture(autouse=True)
+def sources(make_kernels, cubins, monkeypatch):
+    monkeypatch.setattr(launch, "_kernels", {})
+    monkeypatch.setattr(launch, "_modules", {})
+    make_kernels("toy_hopper", **{f"{name}__cu": text for name, (text, _) in SOURCES.items()})
+
+
+@pytest.fixture
+def hopper():
+    if torch.cuda.get_device_capability(0)[0] != 9:
+        pytest.skip("needs sm_90")
+
+
+def program(name, dtype=torch.float16, left=0, right=0):
+    defines = (("DTYPE", 1 + HALVES.index(dtype)), ("LEFT", left), ("RIGHT", right))
+    return Program("toy_hopper", f"{name}.cu", "sm_90a", defines)
+
+
+def load(name, *constants):
+    return kernel(program(name, *constants), name, SOURCES[name][1], torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("majors", MAJORS)
+def test_the_headers_compile_without_a_warning_or_a_spill(name, dtype, majors):
+    compiled = compile_program(program(name, dtype, *majors))
+    assert not warnings_of(compiled.log)
+    assert sum(used.spills for used in resources_of(compiled.log)) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(("row", "column"), [(0, 0), (64, 40), (100, 136)])
+def test_boxes_for_all_of_a_cluster_and_out_again(row, column):
+    x = torch.randn(150, 168, device="cuda", dtype=torch.float16)
+    out, plain = torch.full_like(x, torch.nan), torch.empty(2, 64, 64, device="cuda", dtype=torch.float16)
+    maps = (tensor_map(value, (32, 64), swizzle=128) for value in (x, out))
+    load("boxes").launch(2, 128, *maps, plain, row, column, shared=ROOM, cluster=2)
+    expected = torch.zeros(64, 64, device="cuda", dtype=torch.float16)
+    part = x[row : row + 64, column : column + 64]
+    expected[: part.shape[0], : part.shape[1]] = part
+    assert torch.equal(plain, expected.expand(2, 64, 64))
+    changed = torch.full_like(x, torch.nan)
+    changed[row : row + 64, column : column + 64] = part
+    marks = torch.tensor([0x3C00, 0x3C01], device="cuda", dtype=torch.int16).view(torch.float16)
+    inside = [rank for rank in (0, 1) if row + 32 * rank < 150]
+    for rank in inside:
+        changed[row + 32 * rank, column] = marks[rank]
+    assert torch.equal(out.nan_to_num(7.0), changed.nan_to_num(7.0))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("majors", MAJORS)
+def test_products_of_tiles_that_lie_either_way(dtype, majors):
+    # Small integers: every sum is exact, whatever its order.
+    a, b = (torch.randint(-8, 9, (64, 64), device="cuda").to(dtype) for _ in range(2))
+    start = torch.randint(-8, 9, (64, 64), device="cuda").float()
+    lying = [x.t().contiguous() if major else x for x, major in zip((a, b), majors, strict=True)]
+    maps = [tensor_map(x, (64, 64), swizzle=128) for x in lying]
+    out = start.clone()
+    load("products", dtype, *majors).launch(1, 256, *maps, out, shared=ROOM)
+    assert torch.equal(out, start + a.float() @ b.float().t())
