@@ -60,7 +60,7 @@ def drawn():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("vocab", [1, 7, 1000, 1024, 4095, 8200, 33333, 151936])
+@pytest.mark.parametrize("vocab", [1, 7, 1000, 1024, 4095, 8200, 33333, 65536, 151936])
 def test_both_backends_give_the_same_bits(drawn, vocab, dtype):
     logits, ids = drawn(11, vocab, dtype)
     assert_same(*(results(logits, ids, backend) for backend in BACKENDS))
@@ -88,10 +88,10 @@ def test_rows_and_segments_give_the_same_bits(drawn, backend, vocab, monkeypatch
     expected = results(logits, ids, backend)
     for name, value in (
         ("SPLIT_BELOW", 1 << 30),
-        ("ENOUGH", 1),
-        ("ENOUGH", 4000),
-        ("ENOUGH", 1 << 20),
-        ("MOST_SEGMENTS", 1),
+        ("sharing", lambda _: 1),
+        ("sharing", lambda _: 3),
+        ("MOST_UNITS", 1),
+        ("SHORT", 0),
     ):
         with monkeypatch.context() as changed:
             changed.setattr(cuda_backend, name, value)

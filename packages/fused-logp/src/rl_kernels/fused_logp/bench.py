@@ -30,6 +30,7 @@ SETS = {
         Shape((8192, 151936)),
         Shape((8192, 151936), ENTROPY, "with entropy", without=ALL),
         Shape((4096, 128256)),
+        Shape((65536, 32000), note="long", without=COMPILE),
         *(Shape((rows, 151936), note="decode", without=COMPILE) for rows in (1, 8, 64)),
         Shape((4097, 50257), note="ragged", without=COMPILE),
         Shape((8192, 32768), MASKED, "40 % ignored", without=COMPILE),

@@ -1,4 +1,4 @@
-"""fused_logp in CUDA C++, the host side: how rows and segments are given to blocks, and what a kernel is called with.
+"""fused_logp in CUDA C++, the host side: how rows and units are given to blocks, and what a kernel is called with.
 
 ``kernels/fused_logp.cuh`` says in which order is summed. Both backends sum in that order, so they give the same bits:
 ``cuda-generic`` reads rows straight into registers, ``cuda-sm90`` lets the copy engine bring them.
@@ -7,34 +7,38 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 
 from rl_kernels.core.cuda.launch import Kernel, kernel
 from rl_kernels.core.cuda.program import Program
 from rl_kernels.core.cuda.where import target_of
+from rl_kernels.core.gpu import processors
 from rl_kernels.core.operator import arch_of
 from rl_kernels.core.tuned import tuned
 from rl_kernels.fused_logp.rows import per_row
 
-SEGMENT, STEP, WARP, WARPS = 4096, 1024, 32, 8
-"""Columns of a segment and of a step, threads of a warp, warps of a block: as in ``kernels/fused_logp.cuh``."""
-MOST_SEGMENTS = 256
-"""Segments of a row whose states a block keeps; beyond it they are merged by a kernel of their own."""
+SEGMENT, STEP, WARP, WARPS, UNITS = 32768, 1024, 32, 8, 8
+"""Columns of a segment and of a step, threads of a warp, warps of a block that sum, units of a segment: as in
+``kernels/fused_logp.cuh``."""
+MOST_UNITS = 256
+"""Units of a row whose states a block keeps; beyond it they are merged by a kernel of their own."""
 SPLIT_BELOW = 2048
-"""Rows below which each segment has a warp of its own, wherever it runs, so that a few rows fill the chip."""
+"""Rows below which each unit has a warp of its own, wherever it runs, so that a few rows fill the chip."""
+SHORT = 16384
+"""Columns below which a row is not worth the copies of cuda-sm90: they come eight steps at a time."""
 STATE, CHUNK = 12, 16
 """Bytes of a state, and of what the copy engine aligns to."""
-MOST_THREADS, COLUMNS = 256, 32
+MOST_THREADS, COLUMNS = 512, 32
 """Threads of a block of the backward pass at most, and columns that one works on."""
 
-ENOUGH = 8192
-"""Warps that keep a GPU busy: with fewer rows, several share one."""
 GENERIC, SM90, GRADIENT = "fused_logp_generic", "fused_logp_sm90", "fused_logp_backward"
 CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """DTYPE of the kernels."""
-FORWARD, BACKWARD = "(PPPPPPPPqqqqifiii)", "(PPPPPPPPPPqqqqqiifi)"
-"""``struct Forward`` and ``struct Backward``: pointers, sizes, the temperature and whether rows may be ignored."""
+ROWS = "PPPqfi"
+FORWARD, BACKWARD = f"({ROWS}PPPPPqqqi)", f"({ROWS}PPPPPPPqqqqii)"
+"""``struct Forward`` and ``struct Backward``: what ``struct Rows`` holds, pointers, and sizes."""
 
 
 def constants(file: str, size: int) -> dict[str, int]:
@@ -130,37 +134,30 @@ class Host:
         row_entropy = logits.new_empty(count, dtype=torch.float32) if entropy else lse
         if not count:
             return logp, lse, row_entropy
-        segments = -(-vocab // SEGMENT)
-        split = segments > MOST_SEGMENTS or (segments > 1 and count < SPLIT_BELOW)
-        parts = logits.new_empty((segments, 3, count), dtype=torch.float32) if split else None
-        ids, scale, marks = per_row(token_ids.to(torch.int64), temperature, row_indices)
-        rows, number = (scale, 1.0) if isinstance(scale, torch.Tensor) else (None, scale)
+        units = _units(vocab)
+        split = units > MOST_UNITS or (units > 1 and count < SPLIT_BELOW)
+        parts = logits.new_empty((units, 3, count), dtype=torch.float32) if split else None
+        rows = _rows(token_ids, temperature, ignore_index, row_indices)
         strides = (stride * logits.itemsize for stride in logits.stride())
-        bulk = self._bulk and logits.stride(1) == 1
-        # The copies run ahead best where the warps of a block go through one row together.
-        warps = min(_power(segments), WARPS if bulk else _power(-(-ENOUGH // count)), WARPS)
-        slots = WARPS // warps
-        sizes = (count, *strides, ignore_index or 0, vocab, number, ignore_index is not None, warps, slots)
-        arguments = (logits, ids, rows, marks, logp, lse, row_entropy, parts, *sizes)
+        arguments = (*rows, logits, logp, lse, row_entropy, parts, count, *strides, vocab)
         arch = arch_of("cuda", logits.device.index)
         generic = program(GENERIC, target_of(arch, exact=False), logits.dtype, entropy=entropy)
         if split:
-            per_segment = kernel(generic, "forward_parts", FORWARD, logits.device)
-            per_segment.launch(-(-count * segments // WARPS), WARPS * WARP, *arguments)
+            per_unit = kernel(generic, "forward_parts", FORWARD, logits.device)
+            per_unit.launch(-(-count * units // WARPS), WARPS * WARP, *arguments)
             kernel(generic, "merge_parts", FORWARD, logits.device).launch(-(-count // WARPS), WARPS * WARP, *arguments)
             return logp, lse, row_entropy
-        if bulk:
+        if self._bulk and logits.stride(1) == 1 and vocab >= SHORT:
             hopper = program(SM90, target_of(arch, exact=True), logits.dtype, entropy=entropy)
             streaming = kernel(hopper, "forward_rows", FORWARD, logits.device)
-            shared = (
-                WARPS * constants(SM90, logits.itemsize)["STAGES"] * (STEP * logits.itemsize + CHUNK)
-                + 2 * slots * segments * STATE
-            )
-            blocks = _even(-(-count // slots), streaming, shared)
-            streaming.launch(blocks, WARPS * WARP, *arguments, shared=shared)
+            stage = WARPS * STEP * logits.itemsize + CHUNK
+            shared = constants(SM90, logits.itemsize)["STAGES"] * stage + 2 * units * STATE
+            threads = (WARPS + 2) * WARP
+            blocks = _even(count, streaming, threads, shared, logits.get_device())
+            streaming.launch(blocks, threads, *arguments, shared=shared)
         else:
             whole = kernel(generic, "forward_rows", FORWARD, logits.device)
-            whole.launch(-(-count // slots), WARPS * WARP, *arguments, shared=slots * segments * STATE)
+            whole.launch(count, sharing(vocab * logits.itemsize) * WARP, *arguments, shared=units * STATE)
         return logp, lse, row_entropy
 
     def _gradient(
@@ -179,26 +176,41 @@ class Host:
         if not count:
             return
         grad_logp, grad_lse, grad_entropy = (grad if grad is None else grad.contiguous() for grad in grads)
-        ids, scale, marks = per_row(token_ids.to(torch.int64), temperature, row_indices)
-        rows, number = (scale, 1.0) if isinstance(scale, torch.Tensor) else (None, scale)
+        rows = _rows(token_ids, temperature, ignore_index, row_indices)
         threads = min(-(-vocab // (COLUMNS * WARP)) * WARP, MOST_THREADS)
         chunks = -(-vocab // (threads * COLUMNS))
         strides = (stride * logits.itemsize for tensor in (logits, out) for stride in tensor.stride())
-        sizes = (*strides, ignore_index or 0, vocab, chunks, number, ignore_index is not None)
         plain = target_of(arch_of("cuda", logits.device.index), exact=False)
         gradient = program(GRADIENT, plain, logits.dtype, entropy=grad_entropy is not None)
-        saved = (logsumexp, entropy, grad_logp, grad_lse, grad_entropy)
+        tensors = (logits, out, logsumexp, entropy, grad_logp, grad_lse, grad_entropy)
         launched = kernel(gradient, "backward", BACKWARD, logits.device)
-        launched.launch(count * chunks, threads, logits, out, ids, rows, marks, *saved, *sizes)
+        launched.launch(count * chunks, threads, *rows, *tensors, *strides, vocab, chunks)
 
 
-def _power(number: int) -> int:
-    """Return the least power of two that is as large."""
-    return 1 << (number - 1).bit_length()
+def _rows(
+    token_ids: torch.Tensor,
+    temperature: torch.Tensor,
+    ignore_index: int | None,
+    row_indices: torch.Tensor | None,
+) -> tuple[Any, ...]:
+    """Return ``struct Rows``."""
+    ids, scale, marks = per_row(token_ids.to(torch.int64), temperature, row_indices)
+    temperatures, number = (scale, 1.0) if isinstance(scale, torch.Tensor) else (None, scale)
+    return ids, temperatures, marks, ignore_index or 0, number, ignore_index is not None
 
 
-def _even(groups: int, streaming: Kernel, shared: int) -> int:
-    """Return how many blocks share the groups of rows evenly, of those that run at once."""
-    device = torch.cuda.get_device_properties(torch.cuda.current_device())
-    rounds = -(-groups // (streaming.resident(WARPS * WARP, shared) * device.multi_processor_count))
-    return -(-groups // rounds)
+def sharing(size: int) -> int:
+    """Return how many warps share a row of so many bytes: long rows are read faster the closer the reads lie."""
+    return 1 if size <= 1 << 16 else WARPS // 2 if size <= 1 << 17 else WARPS
+
+
+def _units(vocab: int) -> int:
+    """Return how many states the columns of a row give."""
+    last = (vocab - 1) // SEGMENT
+    return last * UNITS + min(-(-(vocab - last * SEGMENT) // STEP), UNITS)
+
+
+def _even(rows: int, streaming: Kernel, threads: int, shared: int, index: int) -> int:
+    """Return how many blocks share the rows evenly, of those that run at once on a GPU."""
+    rounds = -(-rows // (streaming.resident(threads, shared) * processors(index)))
+    return -(-rows // rounds)

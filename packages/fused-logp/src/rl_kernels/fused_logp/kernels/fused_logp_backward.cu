@@ -5,27 +5,22 @@
 
 using namespace rlk;
 
-// As in Forward; a missing upstream gradient is null and counts as 0.
-struct Backward {
+// A missing upstream gradient is null and counts as 0.
+struct Backward : Rows {
     const char* logits;
     char* out;
-    const i64* ids;
-    const float* temperatures;
-    const signed char* marks;
     const float* lse;
     const float* entropy;
     const float* grad_logp;
     const float* grad_lse;
     const float* grad_entropy;
-    i64 row_stride, column_stride, out_row_stride, out_column_stride, ignore_index;
+    i64 row_stride, column_stride, out_row_stride, out_column_stride;
     int vocab, chunks;
-    float temperature;
-    int has_ignored;
 };
 
 namespace {
 
-constexpr int UNROLLED = 4;
+constexpr int UNROLLED = 2, THREADS = 512, PER_THREAD = 32;
 
 // dx_j = g_logp (1[j is selected] - p_j) + g_lse p_j - g_H p_j (z_j - lse + H), all over the temperature.
 struct Gradient {
@@ -34,7 +29,7 @@ struct Gradient {
 
     __device__ Gradient(const Backward& p, i64 row) {
         id = p.ids[row];
-        inv = __frcp_rn(p.temperatures ? p.temperatures[row] : p.temperature);
+        inv = p.inverse(row);
         lse = p.lse[row];
         entropy = ENTROPY ? p.entropy[row] : 0.0f;
         const float g = p.grad_logp ? p.grad_logp[row] : 0.0f, g_lse = p.grad_lse ? p.grad_lse[row] : 0.0f;
@@ -80,7 +75,7 @@ __device__ void stream(const char* from, i64 from_stride, char* to, i64 to_strid
 #pragma unroll
         for (int u = 0; u < UNROLLED; ++u) {
             const int k = v + u * threads;
-            if (reads && k < vectors) held[u] = reinterpret_cast<const Chunk*>(source)[k];
+            if (reads && k < vectors) held[u] = load_once(reinterpret_cast<const Chunk*>(source) + k);
         }
 #pragma unroll
         for (int u = 0; u < UNROLLED; ++u) {
@@ -95,7 +90,7 @@ __device__ void stream(const char* from, i64 from_stride, char* to, i64 to_strid
                 for (int j = 0; j < PER_WORD<Number>; ++j) x[j] = value(x[j], column + w * PER_WORD<Number> + j);
                 made.word[w] = Number::pack(x);
             }
-            reinterpret_cast<Chunk*>(target)[k] = made;
+            store_once(reinterpret_cast<Chunk*>(target) + k, made);
         }
     }
     narrow(head + vectors * PER, last);
@@ -103,13 +98,15 @@ __device__ void stream(const char* from, i64 from_stride, char* to, i64 to_strid
 
 }  // namespace
 
-// One block a chunk of a row, 32 columns a thread. The gradient of a row that is not active is 0.
-extern "C" __global__ void __launch_bounds__(256, 4) backward(Backward p) {
+// One block a chunk of a row. The gradient of a row that is not active is 0. As many threads as a multiprocessor has room
+// for read and write faster than fewer with more under way each.
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT / THREADS) backward(Backward p) {
     const i64 row = blockIdx.x / p.chunks;
-    const int width = blockDim.x * 32, first = blockIdx.x % p.chunks * width, last = first + min(width, p.vocab - first);
+    const int width = blockDim.x * PER_THREAD, first = blockIdx.x % p.chunks * width;
+    const int last = first + min(width, p.vocab - first);
     const char* from = p.logits + row * p.row_stride;
     char* to = p.out + row * p.out_row_stride;
-    if ((p.marks && !p.marks[row]) || (p.has_ignored && p.ids[row] == p.ignore_index)) {
+    if (!p.active(row)) {
         stream(from, p.column_stride, to, p.out_column_stride, first, last, false, [](float, int) { return 0.0f; });
         return;
     }

@@ -7,66 +7,70 @@ using namespace rlk;
 
 namespace {
 
-__device__ State segment_state(const Row<Number>& row, int segment, float c) {
+__device__ State unit_state(const Row<Number>& row, const Steps& steps, int unit, float c) {
     State s = empty();
-    const Steps steps(row, segment);
-    const int first = segment * SEGMENT;
-    const char* floor = row.floor_at(first);
-    for (int step = 0; step < steps.count; ++step, floor += STEP * Number::SIZE) {
+    int step = unit / UNITS * PER_SEGMENT + unit % UNITS;
+    const int end = min((unit / UNITS + 1) * PER_SEGMENT, steps.count);
+    const char* floor = row.floor_at(step * STEP);
+    for (; step < end; step += UNITS, floor += UNITS * STEP * Number::SIZE) {
+        u32 words[VECTORS * WORDS<Number>];
         const auto load = [&](int beyond) { return load_constant(floor + beyond); };
-        add_step(s, row, first + step * STEP, steps.wide(step), c, load);
+        read_step<false>(row, step, steps.wide(step), load, words);
+        add<ENTROPY, Number>(s, words, c);
     }
     return over_warp<ENTROPY>(s, c);
 }
 
 }  // namespace
 
-// One block some rows; `warps` of its warps take the segments of a row in turn. Shared memory holds a state for each
-// segment of each of these rows.
+// One block a row: its warps take the units in turn. Shared memory holds a state for each unit.
 extern "C" __global__ void __launch_bounds__(WARPS* WARP, BLOCKS) forward_rows(Forward p) {
     extern __shared__ State states[];
-    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, warps = p.warps, segments = p.segments();
-    const i64 index = static_cast<i64>(blockIdx.x) * p.slots + warp / warps;
-    State* mine = states + warp / warps * segments;
-    const bool is_active = index < p.rows && p.active(index);
-    const float c = is_active ? __fmul_rn(p.inverse(index), LOG2E) : 0.0f;
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, warps = blockDim.x / WARP, units = p.units();
+    const i64 index = blockIdx.x;
+    const bool is_active = p.active(index);
+    const i64 id = p.ids[index];
+    const float c = is_active ? p.scale(index) : 0.0f;
     if (is_active) {
-        for (int segment = warp % warps; segment < segments; segment += warps) {
-            const State s = segment_state(p.row(index), segment, c);
-            if (lane == 0) mine[segment] = s;
+        const Row<Number> row = p.row(index);
+        const Steps steps(p, row);
+        for (int unit = warp; unit < units; unit += warps) {
+            const State s = unit_state(row, steps, unit, c);
+            if (lane == 0) states[unit] = s;
         }
     }
     __syncthreads();
-    if (warp % warps || index >= p.rows) return;
-    const State s = is_active ? over_segments(segments, c, [&](int k) { return mine[k]; }) : empty();
-    if (lane == 0) p.write(index, is_active, s);
+    if (warp) return;
+    const State s = is_active ? over_states<ENTROPY>(units, c, [&](int k) { return states[k]; }) : empty();
+    if (lane == 0) p.write(index, is_active, s, is_active ? p.selected(index, id) : 0.0f);
 }
 
-// One warp a segment of a row; its state goes to parts.
+// One warp a unit of a row; its state goes to parts.
 extern "C" __global__ void __launch_bounds__(WARPS* WARP, BLOCKS) forward_parts(Forward p) {
-    const i64 unit = static_cast<i64>(blockIdx.x) * WARPS + threadIdx.x / WARP;
-    const int segment = static_cast<int>(unit / p.rows);
-    const i64 index = unit % p.rows;
-    if (segment >= p.segments() || !p.active(index)) return;
-    const State s = segment_state(p.row(index), segment, __fmul_rn(p.inverse(index), LOG2E));
+    const i64 number = static_cast<i64>(blockIdx.x) * WARPS + threadIdx.x / WARP;
+    const int unit = static_cast<int>(number / p.rows);
+    const i64 index = number % p.rows;
+    if (unit >= p.units() || !p.active(index)) return;
+    const Row<Number> row = p.row(index);
+    const State s = unit_state(row, Steps(p, row), unit, p.scale(index));
     if (threadIdx.x % WARP) return;
-    float* part = p.parts + segment * 3 * p.rows + index;
+    float* part = p.parts + unit * 3 * p.rows + index;
     part[0] = s.top;
     part[p.rows] = s.total;
     if (ENTROPY) part[2 * p.rows] = s.weighted;
 }
 
-// One warp a row: its segments, merged.
+// One warp a row: its units, merged.
 extern "C" __global__ void __launch_bounds__(WARPS* WARP, BLOCKS) merge_parts(Forward p) {
     const i64 index = static_cast<i64>(blockIdx.x) * WARPS + threadIdx.x / WARP;
     if (index >= p.rows) return;
     const bool is_active = p.active(index);
     State s = empty();
     if (is_active) {
-        s = over_segments(p.segments(), __fmul_rn(p.inverse(index), LOG2E), [&](int k) {
+        s = over_states<ENTROPY>(p.units(), p.scale(index), [&](int k) {
             const float* part = p.parts + k * 3 * p.rows + index;
             return State{part[0], part[p.rows], ENTROPY ? part[2 * p.rows] : 0.0f};
         });
     }
-    if (threadIdx.x % WARP == 0) p.write(index, is_active, s);
+    if (threadIdx.x % WARP == 0) p.write(index, is_active, s, is_active ? p.selected(index, p.ids[index]) : 0.0f);
 }

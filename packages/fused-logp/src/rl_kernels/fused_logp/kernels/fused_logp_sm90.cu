@@ -1,7 +1,10 @@
-// fused_logp's forward pass on Hopper: bulk copies bring rows into shared memory, several ahead of the warp that asked.
+// fused_logp's forward pass on Hopper: the copy engine brings rows into shared memory, ahead of the warps that sum.
 //
 // Defines: DTYPE 0 FP32, 1 BF16, 2 FP16; ENTROPY 0 or 1; BLOCKS that share a multiprocessor, which bounds the
-// registers; STAGES, steps that a warp has under way.
+// registers; STAGES, turns that a block has under way.
+//
+// A block takes every gridDim.x-th row. One warp starts the copies, a turn at a time: eight steps, one for each of eight
+// warps that sum. What those find of a row they leave to a last warp, which merges and writes it.
 #include <rl_kernels/tma.cuh>
 
 #include "fused_logp.cuh"
@@ -10,105 +13,145 @@ using namespace rlk;
 
 namespace {
 
-// A step, and what a skew adds.
-constexpr int STAGE = STEP * Number::SIZE + CHUNK;
+constexpr int STEP_BYTES = STEP * Number::SIZE;
+// The steps of a turn, and what a skew adds.
+constexpr int STAGE = WARPS * STEP_BYTES + CHUNK;
+static_assert(UNITS == WARPS, "a warp forms one unit of each segment");
 
-// From a row of a block's slot to its next one.
-__device__ i64 apart(const Forward& p) { return static_cast<i64>(gridDim.x) * p.slots; }
-
-// What one thread of a warp does ahead of it: it starts the copies of all steps that are the warp's own, in the order in
-// which the warp takes them: rows index, index + apart(p), ..., and of a row the segments first, first + warps, ...
-struct Ahead {
-    const Forward& p;
+// Which steps a stage holds: of an active row and what scales it, from the step `first` on. After the last row, -1.
+struct Turn {
     i64 index;
-    int first, segment, step;
-    Steps steps;
-    const char* source;
-    u32 bytes;
+    float scale;
+    int first;
+};
 
-    __device__ Ahead(const Forward& p, i64 index, int first)
-        : p(p), index(index), first(first), segment(first), step(0), steps(p.row(0), 0) {
-        skip();
-    }
-    __device__ bool done() const { return index >= p.rows; }
+// Of turns, and of what is found of two rows at a time.
+struct Shared {
+    Turn turns[STAGES];
+    Barrier full[STAGES], empty[STAGES];
+    Barrier found[2], merged[2];
+};
 
-    // The next step; of one whose chunks reach beyond the row nothing is copied.
-    __device__ void fetch(char* stage, Barrier& full) {
-        const bool wide = steps.wide(step);
-        full.arrive_expecting(wide ? bytes : 0);
-        if (wide) copy_once(stage, source, bytes, full);
-        source += STEP * Number::SIZE;
-        if (++step < steps.count) return;
-        segment += p.warps;
-        if (segment < p.segments()) return enter();
-        segment = first;
-        index += apart(p);
-        skip();
-    }
+__shared__ Shared shared;
+// The stages, then the states [2, units] of two rows.
+extern __shared__ __align__(128) char memory[];
 
-  private:
-    // To the next row that has a segment for this warp and is active.
-    __device__ void skip() {
-        while (!done() && (first >= p.segments() || !p.active(index))) index += apart(p);
-        if (!done()) enter();
-    }
-    __device__ void enter() {
-        const Row<Number> row = p.row(index);
-        step = 0;
-        steps = Steps(row, segment);
-        source = row.floor_at(segment * SEGMENT);
-        bytes = STEP * Number::SIZE + (row.skew() ? CHUNK : 0);
+__device__ State* states_of(const Forward& p, u32 row) {
+    return reinterpret_cast<State*>(memory + STAGES * STAGE) + row % 2 * p.units();
+}
+
+// What tells whether a row is active, and its temperature, asked for a row ahead.
+struct Ahead {
+    i64 id;
+    float temperature;
+    signed char mark;
+
+    __device__ Ahead(const Forward& p, i64 index) : id(0), temperature(p.temperature), mark(1) {
+        if (index >= p.rows) return;
+        if (p.has_ignored) id = p.ids[index];
+        if (p.marks) mark = p.marks[index];
+        if (p.temperatures) temperature = p.temperatures[index];
     }
 };
 
+// One thread: announces turns and starts their copies, as stages become empty.
+__device__ void copy_rows(const Forward& p) {
+    u32 made = 0;
+    const auto begin_turn = [&](Turn turn, u32 bytes) {
+        shared.empty[made % STAGES].wait(made / STAGES % 2 ^ 1);
+        shared.turns[made % STAGES] = turn;
+        shared.full[made % STAGES].arrive_expecting(bytes);
+        return made++ % STAGES;
+    };
+    Ahead next(p, blockIdx.x);
+    for (i64 index = blockIdx.x; index < p.rows; index += gridDim.x) {
+        const Ahead now = next;
+        next = Ahead(p, index + gridDim.x);
+        if (!now.mark || (p.has_ignored && now.id == p.ignore_index)) continue;
+        const float scale = __fmul_rn(__frcp_rn(now.temperature), LOG2E);
+        const Row<Number> row = p.row(index);
+        const Steps steps(p, row);
+        for (int first = 0; first < steps.count; first += WARPS) {
+            const int begin = max(first, steps.first), end = min(first + WARPS, steps.last);
+            const u32 bytes = begin < end ? (end - begin) * STEP_BYTES + (row.skew() ? CHUNK : 0) : 0;
+            const u32 stage = begin_turn({index, scale, first}, bytes);
+            char* target = memory + stage * STAGE + (begin - first) * STEP_BYTES;
+            if (bytes) copy_once(target, row.floor_at(begin * STEP), bytes, shared.full[stage]);
+        }
+    }
+    begin_turn({-1, 0.0f, 0}, 0);
+}
+
+// One of eight warps: of each turn its step; at the end of a segment the state of its unit is left in shared memory.
+__device__ void sum_rows(const Forward& p) {
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, units = p.units();
+    Row<Number> row = p.row(0);
+    Steps steps(p, row);
+    State s = empty();
+    u32 rows = 0;
+    for (u32 taken = 0;; ++taken) {
+        const u32 stage = taken % STAGES;
+        shared.full[stage].wait(taken / STAGES % 2);
+        const Turn turn = shared.turns[stage];
+        if (turn.index < 0) return;
+        if (turn.first == 0) {
+            row = p.row(turn.index);
+            steps = Steps(p, row);
+        }
+        const int step = turn.first + warp, next = turn.first + WARPS;
+        if (step < steps.count) {
+            u32 words[VECTORS * WORDS<Number>];
+            const char* held = memory + stage * STAGE + warp * STEP_BYTES;
+            const auto load = [&](int beyond) { return *reinterpret_cast<const Chunk*>(held + beyond); };
+            read_step<true>(row, step, steps.wide(step), load, words);
+            add<ENTROPY, Number>(s, words, turn.scale);
+        }
+        fence_copies();
+        __syncwarp();
+        if (lane == 0) shared.empty[stage].arrive();
+        if (next % PER_SEGMENT && next < steps.count) continue;
+        s = over_warp<ENTROPY>(s, turn.scale);
+        const int unit = turn.first / PER_SEGMENT * UNITS + warp;
+        if (lane == 0) {
+            if (turn.first < PER_SEGMENT) shared.merged[rows % 2].wait(rows / 2 % 2 ^ 1);
+            if (unit < units) states_of(p, rows)[unit] = s;
+            if (next >= steps.count) shared.found[rows % 2].arrive();
+        }
+        s = empty();
+        if (next >= steps.count) ++rows;
+    }
+}
+
+// One warp: merges what was found of each row, and writes it.
+__device__ void write_rows(const Forward& p) {
+    const int lane = threadIdx.x % WARP, units = p.units();
+    u32 rows = 0;
+    for (i64 index = blockIdx.x; index < p.rows; index += gridDim.x) {
+        const bool is_active = p.active(index);
+        const float x = is_active ? p.selected(index, p.ids[index]) : 0.0f;
+        State s = empty();
+        if (is_active) {
+            shared.found[rows % 2].wait(rows / 2 % 2);
+            const State* states = states_of(p, rows);
+            s = over_states<ENTROPY>(units, p.scale(index), [&](int k) { return states[k]; });
+            if (lane == 0) shared.merged[rows % 2].arrive();
+            ++rows;
+        }
+        if (lane == 0) p.write(index, is_active, s, x);
+    }
+}
+
 }  // namespace
 
-// Some blocks, each taking rows as far apart as there are blocks; `warps` of a block's warps take the segments of a row
-// in turn. No warp waits for another but once a row. Dynamic shared memory: stages, then states of two rows for each row
-// that a block works on at once.
-extern "C" __global__ void __launch_bounds__(WARPS* WARP, BLOCKS) forward_rows(Forward p) {
-    extern __shared__ __align__(128) char memory[];
-    __shared__ Barrier full[WARPS][STAGES];
-    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, warps = p.warps, segments = p.segments();
-    const int slots = p.slots, slot = warp / warps, first = warp % warps;
-    char* stages = memory + warp * STAGES * STAGE;
-    State* states = reinterpret_cast<State*>(memory + WARPS * STAGES * STAGE) + slot * segments;
-    if (lane < STAGES) full[warp][lane].init(1);
-    fence_init();
-    __syncwarp();
-
-    i64 index = static_cast<i64>(blockIdx.x) * slots + slot;
-    Ahead ahead(p, index, first);
-    if (lane == 0) {
-        for (int s = 0; s < STAGES && !ahead.done(); ++s) ahead.fetch(stages + s * STAGE, full[warp][s]);
+extern "C" __global__ void __launch_bounds__((WARPS + 2) * WARP, BLOCKS) forward_rows(Forward p) {
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; ++i) shared.full[i].init(1), shared.empty[i].init(WARPS);
+        for (int i = 0; i < 2; ++i) shared.found[i].init(WARPS), shared.merged[i].init(1);
+        fence_init();
     }
-    u32 taken = 0;
-    // All warps of a block go around as often: as its first slot has rows.
-    for (int round = 0; index - slot < p.rows; ++round, index += apart(p)) {
-        State* mine = states + round % 2 * slots * segments;
-        const bool is_active = index < p.rows && p.active(index);
-        const float c = is_active ? __fmul_rn(p.inverse(index), LOG2E) : 0.0f;
-        const Row<Number> row = p.row(index);
-        for (int segment = first; is_active && segment < segments; segment += warps) {
-            const Steps steps(row, segment);
-            State s = empty();
-            for (int step = 0; step < steps.count; ++step, ++taken) {
-                const u32 stage = taken % STAGES;
-                char* held = stages + stage * STAGE;
-                full[warp][stage].wait(taken / STAGES % 2);
-                add_step(s, row, segment * SEGMENT + step * STEP, steps.wide(step), c,
-                         [&](int beyond) { return *reinterpret_cast<const Chunk*>(held + beyond); });
-                __syncwarp();
-                if (lane == 0 && !ahead.done()) ahead.fetch(held, full[warp][stage]);
-            }
-            s = over_warp<ENTROPY>(s, c);
-            if (lane == 0) mine[segment] = s;
-        }
-        // The states of one row are read while those of the next are written to the other half.
-        __syncthreads();
-        if (first == round % warps && index < p.rows) {
-            const State s = is_active ? over_segments(segments, c, [&](int k) { return mine[k]; }) : empty();
-            if (lane == 0) p.write(index, is_active, s);
-        }
-    }
+    __syncthreads();
+    const int warp = threadIdx.x / WARP;
+    if (warp < WARPS) return sum_rows(p);
+    if (warp > WARPS) return write_rows(p);
+    if (threadIdx.x % WARP == 0) copy_rows(p);
 }
