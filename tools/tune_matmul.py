@@ -1,9 +1,10 @@
-"""Measure the speed of each schedule of core's matrix product on this GPU, and write the table that one is chosen by.
+"""Measure the speed of each schedule of a matrix product on this GPU, and write the table that one is chosen by.
 
-``python tools/tune_matmul.py FILE`` writes ``tuned/h200.json`` anew. Each schedule runs on full waves of tiles, at two
-lengths of K: the difference gives the time of a step, the rest the time that a wave takes beside its steps; and on an
-eighth of the multiprocessors, where a step takes what its loads do. Weights never lie in the cache. Nothing here can
-change a bit of a result: every schedule forms the same chain.
+``python tools/tune_matmul.py FILE`` writes the ``tuned/h200.json`` of core's Triton product anew, with ``--cuda`` that
+of det_gemm's CUDA kernel. Each schedule runs on full waves of tiles, at two lengths of K: the difference gives the time
+of a step, the rest the time that a wave takes beside its steps; and on an eighth of the multiprocessors, where a step
+takes what its loads do. Weights never lie in the cache. Nothing here can change a bit of a result: every schedule forms
+the same chain.
 """
 
 from __future__ import annotations
@@ -11,14 +12,18 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from dataclasses import fields
+from collections.abc import Callable
+from dataclasses import MISSING, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
 
 from rl_kernels.core.triton_lib import gemm
 from rl_kernels.core.triton_lib.schedule import Schedule, processors
+from rl_kernels.det_gemm import cuda_matmul
+from rl_kernels.det_gemm.cuda_schedule import Schedule as CudaSchedule
 
 LARGE = (
     Schedule(128, 256, 64, 8, 4, persistent=True, parts=2),
@@ -38,6 +43,17 @@ FEW = tuple(
     for inner, stages in ((256, 5 if tokens == 16 else 4), (128, 9 if tokens == 16 else 6), (128, 4), (128, 3))
     if (64 + tokens) * inner * 2 * stages < 227 << 10
 )
+CUDA = (
+    *(CudaSchedule(128, columns) for columns in (256, 192, 160, 128)),
+    *(CudaSchedule(64, columns, turns=True) for columns in (256, 192)),
+    CudaSchedule(64, 64, inner=128),
+    *(CudaSchedule(rows, columns, 256, group=1, swapped=True) for columns in (8, 16) for rows in (64, 32)),
+    *(
+        CudaSchedule(rows, columns, inner, group=1, swapped=True)
+        for columns in (32, 64)
+        for rows, inner in ((64, 128), (16, 256))
+    ),
+)
 CACHE = 128 << 20
 """Bytes of weights that are read before the first are read again."""
 SHARED = 227 << 10
@@ -47,6 +63,8 @@ LEAST = 3.0
 LENGTHS = (2048, 8192)
 REPEATS = 9
 WAVES = 2
+CUDA_WAVES = 4
+"""Of tiles of a kernel whose programs stay; twice as many give what a tile takes beside its steps."""
 
 
 def resident(schedule: Schedule) -> int:
@@ -65,7 +83,7 @@ def heat() -> None:
         torch.mm(a, a)
 
 
-def microseconds(schedule: Schedule, k: int, tiles: int) -> float:
+def microseconds(multiply: Callable[..., None], schedule: Any, k: int, tiles: int, continues: bool = False) -> float:
     """Return the median time of a product of so many tiles."""
     if schedule.swapped:
         m, n = schedule.columns, schedule.rows * tiles
@@ -75,11 +93,11 @@ def microseconds(schedule: Schedule, k: int, tiles: int) -> float:
     copies = max(2, CACHE // (n * k * 2))
     weights = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
     a = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
-    out = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
+    out = torch.zeros(m, n, device="cuda", dtype=torch.float32 if continues else torch.bfloat16)
 
     def run() -> None:
         for weight in weights:
-            gemm.matmul(a, weight.t(), out, schedule=schedule)
+            multiply(a, weight.t(), out, schedule=schedule, continues=continues)
 
     run()
     graph = torch.cuda.CUDAGraph()
@@ -97,37 +115,62 @@ def microseconds(schedule: Schedule, k: int, tiles: int) -> float:
     return statistics.median(times)
 
 
+def named(schedule: Any) -> dict[str, object]:
+    """Return the fields of a schedule that are not at their defaults."""
+    values = ((field, getattr(schedule, field.name)) for field in fields(schedule))
+    return {field.name: value for field, value in values if field.default is MISSING or value != field.default}
+
+
 def entry(schedule: Schedule) -> dict[str, object]:
-    """Return the line of the table for one schedule."""
+    """Return the line of the table for one schedule of the Triton product."""
     units, counts = processors(torch.device("cuda", 0)), [length / schedule.inner for length in LENGTHS]
     steps, start = [], 0.0
     for programs in range(1, resident(schedule) + 1):
-        short, long = (microseconds(schedule, k, units * programs * WAVES) / WAVES for k in LENGTHS)
+        short, long = (microseconds(gemm.matmul, schedule, k, units * programs * WAVES) / WAVES for k in LENGTHS)
         steps.append(round((long - short) / (counts[1] - counts[0]), 4))
         start = max(short - steps[-1] * counts[0], LEAST)
-    alone = round((microseconds(schedule, LENGTHS[1], units // 8) - start) / counts[1], 4)
-    default = Schedule(0, 0, 0, 0, 0)
-    named = {
-        field.name: value
-        for field in fields(schedule)
-        if (value := getattr(schedule, field.name)) != getattr(default, field.name)
-    }
-    return {"schedule": named, "start": round(start, 2), "alone": alone, "steps": steps}
+    alone = round((microseconds(gemm.matmul, schedule, LENGTHS[1], units // 8) - start) / counts[1], 4)
+    return {"schedule": named(schedule), "start": round(start, 2), "alone": alone, "steps": steps}
+
+
+def cuda_entry(schedule: CudaSchedule) -> dict[str, object]:
+    """Return the line of the table for one schedule of the CUDA kernel."""
+
+    def time(k: int, tiles: int, continues: bool = False) -> float:
+        return microseconds(cuda_matmul.matmul, schedule, k, tiles, continues)
+
+    units, (few, many) = processors(torch.device("cuda", 0)), LENGTHS
+    counts = [length / schedule.inner for length in LENGTHS]
+    short, long, twice = (
+        time(few, CUDA_WAVES * units),
+        time(many, CUDA_WAVES * units),
+        time(few, 2 * CUDA_WAVES * units),
+    )
+    stage = (long - short) / (counts[1] - counts[0]) / CUDA_WAVES
+    tile = max((twice - short) / CUDA_WAVES - counts[0] * stage, 0.0)
+    start = max(short - CUDA_WAVES * (tile + counts[0] * stage), 1.0)
+    alone = (time(many, units // 8) - start - tile) / counts[1]
+    continued = 0.0 if schedule.swapped else max(time(few, 2 * CUDA_WAVES * units, True) - twice, 0.0) / 2 / CUDA_WAVES
+    speeds = {"start": start, "tile": tile, "stage": stage, "alone": alone, "continued": continued}
+    return {"schedule": named(schedule), **{name: round(value, 4) for name, value in speeds.items()}}
 
 
 def main() -> None:
     """Measure all, print the table, and write it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("file", type=Path)
+    parser.add_argument("--cuda", action="store_true", help="det_gemm's CUDA kernel in place of core's Triton product")
     given = parser.parse_args()
     entries = []
-    for schedule in (*LARGE, *FEW):
-        found = entry(schedule)
+    measured = map(cuda_entry, CUDA) if given.cuda else map(entry, (*LARGE, *FEW))
+    for found in measured:
         entries.append(found)
         print(found, flush=True)
     lines = ",\n".join(f"    {json.dumps(found)}" for found in entries)
-    head = f'  "device": "{torch.cuda.get_device_name()}",\n  "triton": "{triton.__version__}",\n'
-    given.file.write_text(f'{{\n{head}  "matmul": [\n{lines}\n  ]\n}}\n', encoding="utf-8")
+    head, name = f'  "device": "{torch.cuda.get_device_name()}",\n', "cuda"
+    if not given.cuda:
+        head, name = f'{head}  "triton": "{triton.__version__}",\n', "matmul"
+    given.file.write_text(f'{{\n{head}  "{name}": [\n{lines}\n  ]\n}}\n', encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import torch
 from rl_kernels.core import validate as check
 from rl_kernels.core.dispatch import choose
 from rl_kernels.core.torchlib import autocast_linear, first_order
+from rl_kernels.det_gemm import canary
 from rl_kernels.det_gemm.op import OPERATOR, describe, describe_dw, ops
 
 
@@ -34,6 +35,7 @@ def det_gemm(
     Raises:
         TypeError, ValueError: an argument is not as above; the message names it.
         BackendUnavailable: the backend asked for cannot run this call.
+        CanaryMismatch: this GPU gives other bits than were recorded for its architecture; seen at the first call.
     """
     check.tensor("a", a, check.HALF_AND_FLOAT, ndim=2)
     check.tensor("b", b, check.HALF_AND_FLOAT, ndim=2)
@@ -68,6 +70,7 @@ def det_linear(
     Raises:
         TypeError, ValueError: an argument is not as above; the message names it.
         BackendUnavailable: the backend asked for cannot run this call.
+        CanaryMismatch: this GPU gives other bits than were recorded for its architecture; seen at the first call.
     """
     check.tensor("x", x, check.HALF_AND_FLOAT, least=1)
     check.tensor("weight", weight, check.HALF_AND_FLOAT, ndim=2)
@@ -114,6 +117,7 @@ def det_gemm_dw(
     Raises:
         TypeError, ValueError: an argument is not as above, or one requires grad while grad mode is on.
         BackendUnavailable: the backend asked for cannot run this call.
+        CanaryMismatch: this GPU gives other bits than were recorded for its architecture; seen at the first call.
     """
     check.tensor("a", a, check.HALF_AND_FLOAT, ndim=2)
     check.tensor("dc", dc, check.HALF_AND_FLOAT, ndim=2)
@@ -130,6 +134,7 @@ def det_gemm_dw(
             raise ValueError(f"out_dtype: expected None or torch.float32 with accumulate_into, got {out_dtype}")
     _validate_no_grad(a=a, dc=dc, accumulate_into=accumulate_into)
     chosen = choose(OPERATOR, describe_dw(a, dc), backend).name
+    canary.guard(a, chosen)
     if accumulate_into is None:
         return ops["weight_gradient"](a, dc, out_dtype or a.dtype, chosen)
     ops["weight_gradient_into"](a, dc, accumulate_into, chosen)
@@ -159,6 +164,7 @@ def _product(
     backend: str | None,
 ) -> torch.Tensor:
     chosen = choose(OPERATOR, describe(a, b, bias), backend).name
+    canary.guard(a, chosen)
     inputs = [a, b] if bias is None else [a, b, bias]
     if torch.is_grad_enabled() and any(value.requires_grad for value in inputs):
         return _Product.apply(a, b, bias, main_grad, out_dtype, chosen)

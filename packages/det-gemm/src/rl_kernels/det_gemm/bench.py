@@ -84,6 +84,23 @@ def batch_invariant() -> Callable[..., torch.Tensor]:
     return products(matmul_persistent)
 
 
+def fixed_tile() -> Callable[..., torch.Tensor]:
+    """Return core's Triton product on one persistent tile, whatever the shape; it needs a GPU."""
+    if not torch.cuda.is_available():
+        raise RuntimeError("needs a GPU")
+    from rl_kernels.core.triton_lib import gemm
+    from rl_kernels.core.triton_lib.schedule import Schedule
+
+    tile = Schedule(128, 128, 64, 8, 3, persistent=True)
+
+    def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        out = left.new_empty((left.shape[0], right.shape[1]))
+        gemm.matmul(left, right, out, schedule=tile)
+        return out
+
+    return products(product)
+
+
 def passes(shape: Shape, itemsize: int) -> dict[str, Pass]:
     """Take the product of a linear layer, and the two of its backward: of as many operations, in other layouts."""
     m, n, k = shape.sizes
@@ -115,6 +132,7 @@ BENCH = Benchmark(
             environment={"CUBLASLT_WORKSPACE_SIZE": "1"},
         ),
         "batch-invariant": Peer(batch_invariant, "batch_invariant_ops"),
+        "fixed-tile": Peer(fixed_tile, note="one tile, 128 x 128 x 64, for every shape, as batch_invariant_ops has it"),
     },
     rows={"": ROWS, DW: RowLayout(arguments={"a": 1, "dc": 1}, results=frozenset(), functions=frozenset({DW}))},
 )

@@ -12,9 +12,12 @@ from typing import Any
 import torch
 
 from rl_kernels.core import torchlib
+from rl_kernels.core.cuda.where import cuda_backend
 from rl_kernels.core.operator import INVARIANT, REPEATABLE, Backend, Call, Operator
 from rl_kernels.core.triton_lib.launch import triton_backend
 
+PER_CHUNK = 8
+"""Numbers of 16 bits in 16 bytes."""
 SCHEMAS = {
     "forward": "(Tensor a, Tensor b, Tensor? bias, ScalarType out_dtype, str backend) -> Tensor",
     "weight_gradient": "(Tensor a, Tensor dc, ScalarType out_dtype, str backend) -> Tensor",
@@ -40,6 +43,15 @@ def describe_dw(a: torch.Tensor, dc: torch.Tensor) -> Call:
     return Call.of(a, K=a.shape[1], N=dc.shape[1], bias=False, layout="row")
 
 
+def _limits(call: Call) -> str | None:
+    if call.dtype == torch.float32:
+        return "multiplies BF16 and FP16; IEEE products of FP32 are for triton"
+    unaligned = [f"{name} = {call.traits[name]}" for name in ("K", "N") if call.traits.get(name, 0) % PER_CHUNK]
+    if unaligned:
+        return f"the copy engine needs rows that are multiples of 16 bytes, and {unaligned[0]}"
+    return None
+
+
 OPERATOR = Operator(
     name="det_gemm",
     package="rl_kernels.det_gemm",
@@ -49,6 +61,7 @@ OPERATOR = Operator(
     schemas=SCHEMAS,
     fakes=FAKES,
     backends=(
+        cuda_backend("cuda-sm90", "rl_kernels.det_gemm.cuda_sm90_backend", archs="sm_90", limits=_limits),
         triton_backend("rl_kernels.det_gemm.triton_backend"),
         Backend("native", "rl_kernels.det_gemm.native", {"cpu": INVARIANT, "cuda": REPEATABLE}),
     ),

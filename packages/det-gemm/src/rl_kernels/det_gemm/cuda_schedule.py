@@ -1,0 +1,139 @@
+"""How a product is laid out on a Hopper GPU by ``kernels/det_gemm_sm90.cu``: frozen, nothing is timed at run time.
+
+Any schedule gives the same bits, so the choice may follow all sizes. ``tuned/h200.json`` holds the speed of each as it
+was measured, and the one that is expected to take least time is taken.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+
+from rl_kernels.core.tuned import tuned
+
+K_MAJOR, MN_MAJOR, PLAIN = 0, 1, 2
+"""How an operand ``[rows, K]`` lies: terms of K side by side, rows side by side, any other way."""
+ROWS, BOX, HALF, SWIZZLE = 64, 64, 2, 128
+"""Rows of a warpgroup, terms of K in a box, bytes of a 16-bit number, of a swizzled row."""
+ROOM = 227 * 1024 - 2048
+"""Bytes of shared memory for stages and boxes: what a block may have, less barriers and alignment."""
+BOXES = 2 * ROWS * SWIZZLE
+"""Bytes of the two boxes of a consumer."""
+DEEPEST = 24
+"""Stages at most."""
+PLAIN_COLUMNS = 128
+"""Columns of a tile at most where registers are needed for reading an operand number by number."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How a product ``[M, K] x [K, N]`` is cut.
+
+    Attributes:
+        rows: of a tile; less than 64 where the left operand of a tile lies with its terms of K side by side.
+        columns: of a tile.
+        inner: terms of K in a stage, a multiple of 64.
+        turns: two tiles of 64 rows at a time, of which one is multiplied while the other is stored.
+        group: rows of tiles that are worked on together.
+        swapped: a tile's rows are columns of the right operand: for a product of few rows.
+    """
+
+    rows: int
+    columns: int
+    inner: int = BOX
+    turns: bool = False
+    group: int = 8
+    swapped: bool = False
+
+    @property
+    def consumers(self) -> int:
+        """Return the number of consumer warpgroups."""
+        return 2 if self.turns else max(self.rows // ROWS, 1)
+
+    def stage_bytes(self, right: int) -> int:
+        """Return the bytes of a stage; ``right`` says how the right operand of a tile lies."""
+        columns = -(-self.columns // BOX) * BOX if right == MN_MAJOR else self.columns
+        return (self.rows + columns) * self.inner * HALF
+
+    def depth(self, right: int) -> int:
+        """Return the number of stages: as many as there is room for."""
+        return min((ROOM - self.consumers * BOXES) // self.stage_bytes(right), DEEPEST)
+
+    def shared(self, right: int) -> int:
+        """Return the bytes of dynamic shared memory of a block."""
+        return self.depth(right) * self.stage_bytes(right) + self.consumers * BOXES + 1024
+
+    def units(self, rows: int, columns: int) -> int:
+        """Return how many tiles a product of so many rows and columns of tiles has."""
+        return -(-rows // self.rows) * -(-columns // self.columns)
+
+    def fitted(self, left: int, right: int) -> Schedule:
+        """Return what of it is possible where the operands of a tile lie like this."""
+        cut = self
+        if PLAIN in (left, right):
+            rows = cut.rows if cut.rows > ROWS else ROWS
+            cut = replace(cut, rows=rows, columns=min(cut.columns, PLAIN_COLUMNS), inner=BOX, turns=False)
+        if left == MN_MAJOR and cut.rows < ROWS:
+            cut = replace(cut, rows=ROWS)
+        # Pieces of 64 columns, whatever of them is needed: no room is left for long stages.
+        return replace(cut, inner=BOX) if right == MN_MAJOR and cut.inner > BOX else cut
+
+
+FEW = 64
+"""Rows up to which the right operand is what is streamed."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A schedule and its speed on the device that it was tuned on, in microseconds.
+
+    Attributes:
+        schedule: what it is the speed of.
+        start: what a product takes beside its tiles.
+        tile: what a tile takes beside its stages.
+        stage: a stage with every multiprocessor at work.
+        alone: a stage with few of them at work: its latency.
+        continued: what a tile takes more whose chain goes on from an FP32 output.
+    """
+
+    schedule: Schedule
+    start: float
+    tile: float
+    stage: float
+    alone: float
+    continued: float
+
+    def time(self, m: int, n: int, k: int, processors: int, continues: bool = False) -> float:
+        """Return the microseconds that a product is expected to take on so many multiprocessors."""
+        cut = self.schedule
+        rows, columns = (n, m) if cut.swapped else (m, n)
+        units = cut.units(rows, columns)
+        rounds, stages = -(-units // processors), -(-k // cut.inner)
+        # Where reading the weights is what takes the time, the fewer blocks there are, the more of it is for each.
+        share = units / (rounds * processors) if cut.swapped else 1.0
+        tile = self.tile + (self.continued if continues else 0.0)
+        return self.start + rounds * (tile + stages * max(self.alone, self.stage * share))
+
+
+@functools.lru_cache(maxsize=4096)
+def schedule_for(m: int, n: int, k: int, majors: tuple[int, int], processors: int, continues: bool = False) -> Schedule:
+    """Return the schedule for a product ``[m, k] x [k, n]``; ``majors`` says how ``a`` and ``b`` transposed lie."""
+
+    def operands(candidate: Candidate) -> tuple[int, int]:
+        return majors[::-1] if candidate.schedule.swapped else majors
+
+    # Every row at once, or the weights would be read again.
+    fitting = [one for one in candidates() if one.schedule.swapped == (m <= FEW)]
+    fitting = [one for one in fitting if not one.schedule.swapped or one.schedule.columns >= m]
+    possible = [one for one in fitting if one.schedule.fitted(*operands(one)) == one.schedule]
+    best = min(possible or fitting, key=lambda one: one.time(m, n, k, processors, continues))
+    return best.schedule.fitted(*operands(best))
+
+
+@functools.cache
+def candidates() -> tuple[Candidate, ...]:
+    """Return all schedules with their measured speeds."""
+    return tuple(
+        Candidate(**{**entry, "schedule": Schedule(**entry["schedule"])})
+        for entry in tuned("rl_kernels.det_gemm")["cuda"]
+    )

@@ -1,0 +1,359 @@
+// det_gemm on Hopper: out[rows, columns] = a[rows, inner] b[columns, inner]^T (+ bias), one FP32 chain for each element.
+//
+// Order of every sum, which is the contract: acc = 0, or what out holds if it continues; for k = 0, 16, 32, ... ascending
+// acc = wgmma(acc, a[:, k:k+16], b[:, k:k+16]), beyond the edges 0; + bias in FP32; rounded once. No tile, stage
+// or major changes it.
+//
+//   block      a producer warpgroup, and CONSUMERS consumer warpgroups; it stays, and takes tile after tile
+//   tile       TILE_M rows x TILE_N columns in the registers of its consumers, 64 rows each (wgmma.cuh). Of less than 64
+//              rows the instruction's others multiply what lies behind them, and are thrown away: where there are few
+//              columns, every multiprocessor has its share of a's rows, and a tile's chain waits for less of them
+//   turns      two consumers with a tile of 64 rows each: one multiplies while the other stores, or reads what it continues
+//   stage      64 BOXES terms of K of both operands of a tile in shared memory, swizzled; STAGES of them go round
+//   epilogue   a consumer's tile goes through two boxes in shared memory
+//
+// Defines: DTYPE 1 BF16, 2 FP16; TILE_M, TILE_N, CONSUMERS, BOXES, STAGES; A_MAJOR and B_MAJOR: 0 an operand whose
+// terms of K lie beside each other, 1 one whose rows do, 2 one of any strides and addresses, which the producer reads
+// number by number; OUT the type of out, 0 FP32; STORED 0 by strides, 1 in boxes through its map, 2 in boxes of its
+// transpose; CONTINUES.
+#include <rl_kernels/chain.cuh>
+
+using namespace rlk;
+
+template <int CODE>
+struct Numbers {
+    using Type = FP32;
+};
+template <>
+struct Numbers<1> {
+    using Type = BF16;
+};
+template <>
+struct Numbers<2> {
+    using Type = FP16;
+};
+using Number = Numbers<DTYPE>::Type;
+using Out = Numbers<OUT>::Type;
+
+struct Args {
+    void* out;
+    const void *bias, *a, *b;
+    // In elements; those of a and b are for A_MAJOR and B_MAJOR 2.
+    i64 out_row, out_column, a_row, a_inner, b_row, b_inner;
+    int rows, columns, inner;
+    // Rows of tiles that are worked on together: what they share stays in the L2 cache.
+    int group;
+    // The bias: 0 there is none, 1 it has a number for each row, 2 for each column.
+    int bias_along;
+};
+
+namespace {
+
+constexpr int PLAIN = 2, BOX_K = SPAN;
+constexpr bool A_PLAIN = A_MAJOR == PLAIN, B_PLAIN = B_MAJOR == PLAIN, ANY_PLAIN = A_PLAIN || B_PLAIN;
+constexpr Major MAJOR_OF_A = A_MAJOR == MN_MAJOR ? MN_MAJOR : K_MAJOR;
+constexpr Major MAJOR_OF_B = B_MAJOR == MN_MAJOR ? MN_MAJOR : K_MAJOR;
+// Consumers that share a tile, and whether they take turns with tiles of their own.
+constexpr int SHARERS = TILE_M > MMA_M ? TILE_M / MMA_M : 1;
+constexpr bool TURNS = CONSUMERS > SHARERS;
+// Terms of K in a stage.
+constexpr int INNER = BOXES * BOX_K;
+// Of a box of 64 terms of K. Pieces of an MN_MAJOR tile are whole, whatever of the last one is needed.
+constexpr int A_BYTES = TILE_M * SWIZZLE;
+constexpr int B_PIECES = (TILE_N + SPAN - 1) / SPAN;
+constexpr int B_BYTES = MAJOR_OF_B == MN_MAJOR ? B_PIECES * PIECE : TILE_N * SWIZZLE;
+constexpr int STAGE_BYTES = BOXES * (A_BYTES + B_BYTES);
+// Two boxes of each consumer's epilogue.
+constexpr int BOX_BYTES = 64 * SWIZZLE;
+constexpr int THREADS = (CONSUMERS + 1) * WARPGROUP;
+constexpr bool MOVES_REGISTERS = CONSUMERS == 2 && TILE_N > 128 && !ANY_PLAIN;
+static_assert(!ANY_PLAIN || BOXES == 1, "only copies reach other boxes");
+static_assert(TILE_M % MMA_M == 0 || (TILE_M % 8 == 0 && MAJOR_OF_A == K_MAJOR), "pieces are whole");
+static_assert(TILE_M >= MMA_M || STORED == 0, "a box has 64 rows");
+static_assert(CONSUMERS == SHARERS || (CONSUMERS == 2 && SHARERS == 1), "two take turns");
+static_assert(B_BYTES % ATOM == 0, "what follows begins at a whole pattern of the swizzle");
+
+struct Shared {
+    char* stages;
+    char* boxes;
+    // Consumer g of two that take turns waits for turn[g].
+    Barrier *full, *empty, *turn;
+    __device__ char* a(int stage, int box) const { return stages + stage * STAGE_BYTES + box * A_BYTES; }
+    __device__ char* b(int stage, int box) const { return a(stage, BOXES) + box * B_BYTES; }
+};
+
+// The tiles of a block, one after the other: `group` rows of tiles at a time, column by column.
+struct Tiles {
+    const Args& p;
+    int units, across, index, row, column;
+    __device__ explicit Tiles(const Args& p) : p(p), index(blockIdx.x) {
+        units = (p.rows + TILE_M - 1) / TILE_M;
+        across = (p.columns + TILE_N - 1) / TILE_N;
+        place();
+    }
+    __device__ bool done() const { return index >= units * across; }
+    __device__ void advance(int tiles = 1) {
+        index += tiles * static_cast<int>(gridDim.x);
+        place();
+    }
+    __device__ void place() {
+        if (done()) return;
+        const Place place = place_of(index, units, across, p.group);
+        row = place.row * TILE_M;
+        column = place.column * TILE_N;
+    }
+};
+
+__device__ int blocks_of(int inner) { return (inner + INNER - 1) / INNER; }
+
+// ---- producer ----
+
+// ROWS x 64 numbers of an operand of any strides into a K_MAJOR tile, by a warpgroup.
+template <int ROWS>
+__device__ void gather(char* tile, const void* source, i64 row_step, i64 inner_step, int row, int k, int rows, int inner) {
+    const auto* numbers = static_cast<const unsigned short*>(source);
+    const bool along_rows = row_step < inner_step;
+    for (int i = threadIdx.x; i < ROWS * (SWIZZLE / CHUNK); i += WARPGROUP) {
+        const int r = along_rows ? i % ROWS : i / (SWIZZLE / CHUNK);
+        const int c = along_rows ? i / ROWS : i % (SWIZZLE / CHUNK);
+        const int first = k + c * PER_CHUNK<Number>;
+        const auto* from = numbers + (row + r) * row_step + first * inner_step;
+        Chunk chunk = {};
+#pragma unroll
+        for (int n = 0; n < PER_CHUNK<Number>; ++n) {
+            const bool inside = row + r < rows && first + n < inner;
+            const u32 number = inside ? from[n * inner_step] : 0;
+            chunk.word[n / 2] |= number << 16 * (n % 2);
+        }
+        *reinterpret_cast<Chunk*>(tile + swizzled<SWIZZLE>(r * SWIZZLE + c * CHUNK)) = chunk;
+    }
+}
+
+// One thread, an elected one, where the copy engine brings both operands, else all of the warpgroup.
+__device__ void produce(const Args& p, const Shared& s, const TensorMap& map_a, const TensorMap& map_b) {
+    constexpr u32 COPIED = BOXES * ((A_PLAIN ? 0 : A_BYTES) + (B_PLAIN ? 0 : B_BYTES));
+    const int blocks = blocks_of(p.inner);
+    const bool leads = !ANY_PLAIN || threadIdx.x == 0;
+    if (leads && !A_PLAIN) prefetch(map_a);
+    if (leads && !B_PLAIN) prefetch(map_b);
+    Slot<STAGES> slot;
+    for (Tiles tile(p); !tile.done(); tile.advance()) {
+#pragma unroll 1
+        for (int block = 0; block < blocks; ++block, slot.advance()) {
+            const int stage = slot.stage, k = block * INNER;
+            s.empty[stage].wait(slot.parity ^ 1);
+            if (leads) {
+                s.full[stage].arrive_expecting(COPIED);
+#pragma unroll
+                for (int i = 0; i < BOXES; ++i) {
+                    const int at = k + i * BOX_K;
+                    if constexpr (!A_PLAIN)
+                        load_tile<MAJOR_OF_A, SHARERS>(s.a(stage, i), map_a, s.full[stage], tile.row, at);
+                    if constexpr (!B_PLAIN)
+                        load_tile<MAJOR_OF_B, B_PIECES>(s.b(stage, i), map_b, s.full[stage], tile.column, at);
+                }
+            }
+            if constexpr (A_PLAIN) gather<TILE_M>(s.a(stage, 0), p.a, p.a_row, p.a_inner, tile.row, k, p.rows, p.inner);
+            if constexpr (B_PLAIN)
+                gather<TILE_N>(s.b(stage, 0), p.b, p.b_row, p.b_inner, tile.column, k, p.columns, p.inner);
+            if constexpr (ANY_PLAIN) {
+                fence_copies();
+                s.full[stage].arrive();
+            }
+        }
+    }
+}
+
+// ---- consumers ----
+
+using Sums = float[TILE_N / 2];
+
+// What one thread of a consumer has of a tile: rows and columns of its first number (wgmma.cuh); `part` is which 64 rows.
+struct Mine {
+    int group, part, thread, row, column;
+    __device__ Mine() {
+        group = warp_index() / WARPS_OF_GROUP - 1;
+        part = SHARERS == 1 ? 0 : group;
+        thread = threadIdx.x % WARPGROUP;
+        const Fragment fragment;
+        row = part * MMA_M + fragment.row;
+        column = fragment.column;
+    }
+    __device__ bool leads() const { return thread == 0; }
+    __device__ void sync() const { sync_threads(1 + group, WARPGROUP); }
+};
+
+// Calls f(sum, address) for those of a thread's sums that are inside out, with their place in it.
+template <class F>
+__device__ void each_inside(const Args& p, const Mine& mine, const Tiles& tile, Sums& d, F f) {
+    i64 down = p.out_row, right = p.out_column;
+    // Otherwise the compiler works out every multiple of them once for all tiles, and runs out of registers.
+    asm volatile("" : "+l"(down), "+l"(right));
+    const int row = tile.row + mine.row, column = tile.column + mine.column;
+    const int end = TILE_M < MMA_M ? min(p.rows, tile.row + TILE_M) : p.rows;
+    char* at = static_cast<char*>(p.out) + (row * down + column * right) * Out::SIZE;
+#pragma unroll
+    for (int i = 0; i < TILE_N / 2; ++i) {
+        const int y = i / 2 % 2 * 8, x = i / 4 * 8 + i % 2;
+        if (row + y < end && column + x < p.columns) f(d[i], at + (y * down + x * right) * Out::SIZE);
+    }
+}
+
+__device__ void begin(const Args& p, const Mine& mine, const Tiles& tile, Sums& d) {
+#pragma unroll
+    for (int i = 0; i < TILE_N / 2; ++i) d[i] = 0.0f;
+    if constexpr (CONTINUES)
+        each_inside(p, mine, tile, d, [](float& sum, const char* at) { sum = *reinterpret_cast<const float*>(at); });
+}
+
+// The other consumer may multiply: no stage that is still to come in this tile could be taken for one of its own.
+__device__ void pass_turn(const Shared& s, const Mine& mine) {
+    if (mine.thread % WARP == 0) s.turn[1 - mine.group].arrive();
+}
+
+// The whole chain of a tile.
+__device__ void multiply(const Args& p, const Shared& s, const Mine& mine, Slot<STAGES>& slot, Sums& d) {
+    const int blocks = blocks_of(p.inner);
+    int before = 0;
+#pragma unroll 1
+    for (int block = 0; block < blocks; ++block, slot.advance()) {
+        s.full[slot.stage].wait(slot.parity);
+        add_stage<Number, MAJOR_OF_A, MAJOR_OF_B, BOXES, A_BYTES, B_BYTES>(
+            d, s.a(slot.stage, 0) + mine.part * PIECE, s.b(slot.stage, 0));
+        products_done<1>();
+        if (block) give_back(s.empty[before]);
+        before = slot.stage;
+    }
+    if constexpr (TURNS) pass_turn(s, mine);
+    products_done<0>();
+    hold(d);
+    if (blocks) give_back(s.empty[before]);
+}
+
+// A bias that has a number for each row, or for each column.
+template <bool BY_ROW>
+__device__ void add_bias(const Args& p, const Mine& mine, const Tiles& tile, Sums& d) {
+    const int first = BY_ROW ? tile.row + mine.row : tile.column + mine.column, end = BY_ROW ? p.rows : p.columns;
+    const auto* bias = static_cast<const unsigned short*>(p.bias) + first;
+#pragma unroll
+    for (int i = 0; i < TILE_N / 2; ++i) {
+        const int beyond = BY_ROW ? i / 2 % 2 * 8 : i / 4 * 8 + i % 2;
+        if (first + beyond < end) d[i] = __fadd_rn(d[i], Number::read(bias + beyond));
+    }
+}
+
+// A tile by strides: any address, any edge.
+__device__ void store_plain(const Args& p, const Mine& mine, const Tiles& tile, Sums& d) {
+    each_inside(p, mine, tile, d, [](float& sum, char* at) { Out::write(at, sum); });
+}
+
+constexpr bool TRANSPOSED = STORED == 2;
+template <int BYTES>
+constexpr int WIDEST = BYTES % 128 == 0 ? 128 : BYTES % 64 == 0 ? 64 : 32;
+// Of a box: columns of the tile, so that whole boxes make it up, and bytes of a row.
+constexpr int BOX_COLUMNS = TRANSPOSED ? WIDEST<2 * TILE_N> / 2 : WIDEST<TILE_N * Out::SIZE> / Out::SIZE;
+constexpr int BOX_ROW = TRANSPOSED ? SWIZZLE : BOX_COLUMNS * Out::SIZE;
+static_assert(STORED == 0 || TILE_N % 16 == 0, "two 8 x 8 matrices side by side");
+static_assert(!TRANSPOSED || Out::SIZE == 2, "64 rows of the tile make a row of a transposed box");
+
+// Four 8 x 8 matrices of 16 bits into shared memory, each lane giving where a row begins, or transposed, a column.
+__device__ void store_matrices(void* at, const u32 (&word)[4]) {
+    if constexpr (TRANSPOSED)
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(at)),
+                     "r"(word[0]), "r"(word[1]), "r"(word[2]), "r"(word[3])
+                     : "memory");
+    else
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(at)),
+                     "r"(word[0]), "r"(word[1]), "r"(word[2]), "r"(word[3])
+                     : "memory");
+}
+
+// The columns from `first` of a consumer's 64 rows into a box.
+__device__ void fill_box(char* box, const Mine& mine, int first, const Sums& d) {
+    if constexpr (Out::SIZE == 2) {
+        const int lane = mine.thread % WARP, i = lane % 8;
+        const int r = mine.thread / WARP * 16 + lane / 8 % 2 * 8, c = lane / 16 * 8;
+#pragma unroll
+        for (int j = 0; j < BOX_COLUMNS; j += 16) {
+            u32 word[4];
+#pragma unroll
+            for (int n = 0; n < 4; ++n) word[n] = Out::pack(d + (first + j) / 2 + 2 * n);
+            const int y = TRANSPOSED ? c + j + i : r + i, x = TRANSPOSED ? r : c + j;
+            store_matrices(box + swizzled<BOX_ROW>(y * BOX_ROW + x * Out::SIZE), word);
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < BOX_COLUMNS / 2; i += 2) {
+            const int y = mine.row % MMA_M + i / 2 % 2 * 8, x = mine.column + i / 4 * 8;
+            *reinterpret_cast<float2*>(box + swizzled<BOX_ROW>(y * BOX_ROW + x * Out::SIZE)) =
+                make_float2(d[first / 2 + i], d[first / 2 + i + 1]);
+        }
+    }
+}
+
+// A tile in boxes, of which one is filled while the copy engine still reads the other.
+__device__ void store_boxes(const Shared& s, const Mine& mine, const Tiles& tile, const TensorMap& map, Sums& d) {
+    const int row = tile.row + mine.part * MMA_M;
+#pragma unroll
+    for (int first = 0; first < TILE_N; first += BOX_COLUMNS) {
+        char* box = s.boxes + (2 * mine.group + first / BOX_COLUMNS % 2) * BOX_BYTES;
+        // With an odd number of boxes the first of a tile is where the last one was.
+        if (mine.leads()) first == 0 && TILE_N / BOX_COLUMNS % 2 ? stores_read<0>() : stores_read<1>();
+        mine.sync();
+        fill_box(box, mine, first, d);
+        fence_copies();
+        mine.sync();
+        if (mine.leads()) {
+            TRANSPOSED ? store_box(map, tile.column + first, row, box) : store_box(map, row, tile.column + first, box);
+            commit_stores();
+        }
+    }
+}
+
+__device__ void consume(const Args& p, const Shared& s, const TensorMap& map_out) {
+    const Mine mine;
+    Slot<STAGES> slot;
+    Tiles tile(p);
+    // The first turn is that of consumer 0, for which nobody has to arrive.
+    u32 parity = mine.group == 0;
+    if (TURNS && mine.group == 1) tile.advance(), slot.skip(blocks_of(p.inner));
+    for (; !tile.done(); tile.advance(TURNS ? 2 : 1), parity ^= 1) {
+        Sums d;
+        begin(p, mine, tile, d);
+        if constexpr (TURNS) s.turn[mine.group].wait(parity);
+        multiply(p, s, mine, slot, d);
+        if constexpr (TURNS) slot.skip(blocks_of(p.inner));
+        if (p.bias_along == 1) add_bias<true>(p, mine, tile, d);
+        if (p.bias_along == 2) add_bias<false>(p, mine, tile, d);
+        STORED ? store_boxes(s, mine, tile, map_out, d) : store_plain(p, mine, tile, d);
+    }
+    if (mine.leads()) stores_read<0>();
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    det_gemm(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
+             const __grid_constant__ TensorMap map_out, const __grid_constant__ Args p) {
+    extern __shared__ char raw[];
+    __shared__ Barrier full[STAGES], empty[STAGES], turn[2];
+    // The swizzle begins anew at multiples of 1024 bytes.
+    char* stages = raw + (-shared_address(raw) & (ATOM - 1));
+    const Shared s = {stages, stages + STAGES * STAGE_BYTES, full, empty, turn};
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; ++i) {
+            full[i].init(ANY_PLAIN ? 1 + WARPGROUP : 1);
+            empty[i].init(SHARERS * WARPS_OF_GROUP);
+        }
+        for (Barrier& one : turn) one.init(WARPS_OF_GROUP);
+        fence_init();
+    }
+    __syncthreads();
+    if (warp_index() < WARPS_OF_GROUP) {
+        if constexpr (MOVES_REGISTERS) give_registers<40>();
+        if (ANY_PLAIN || (warp_index() == 0 && elected())) produce(p, s, map_a, map_b);
+    } else {
+        if constexpr (MOVES_REGISTERS) take_registers<232>();
+        consume(p, s, map_out);
+    }
+}

@@ -1,0 +1,102 @@
+"""``rl-kernels audit``: arguments, and what exit status they end in.
+
+0: rows were compared, and no bit differs. 1: a module's rows differ. 2: unusable arguments, or a model that cannot be
+loaded or run.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from rl_kernels.core.check.user import load_callable
+from rl_kernels.core.command import Parser, count
+from rl_kernels.core.contract import DTYPES
+from rl_kernels.det_gemm.models.audit import AuditResult, audit
+from rl_kernels.det_gemm.models.invariant import invariant
+
+DESCRIPTION = """Run a model on the same rows alone, batched, moved, padded and in chunks, and name the first module
+whose bits differ. Exit status 1 if one does."""
+USAGE = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the audit; return the exit status."""
+    parser = Parser("rl-kernels audit", DESCRIPTION)
+    parser.add_argument(
+        "model",
+        help="folder or name of a causal language model of transformers; or MODULE:FUNCTION or file.py:function, "
+        "which returns a model and its inputs: a list of prompts, 1-D token ids, or a tensor or tuple of tensors",
+    )
+    parser.add_argument("--invariant", action="store_true", help="audit the model under invariant()")
+    parser.add_argument("--random-weights", action="store_true", help="draw the weights, read the configuration alone")
+    parser.add_argument("--layers", type=count(1), metavar="N", help="keep the first N layers; needs --random-weights")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: fp32, or that of the function's model")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 (default: auto)")
+    parser.add_argument("--prompts", type=count(2), default=4, help="random prompts to run (%(default)s)")
+    parser.add_argument("--length", type=count(2), default=23, help="tokens of the longest prompt (%(default)s)")
+    parser.add_argument("--seed", type=count(0), default=0, help="of prompts and weights (%(default)s)")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON, and nothing else")
+    given = parser.parse_args(argv)
+    if given.layers and not given.random_weights:
+        parser.error("argument --layers: needs --random-weights")
+    try:
+        model, inputs = _loaded(given)
+        with invariant(model) if given.invariant else nullcontext():
+            result = audit(model, inputs, prompts=given.prompts, length=given.length, seed=given.seed)
+    except Exception as error:  # a model is the user's, and may raise anything
+        told = " ".join(str(error).split())
+        print(f"rl-kernels audit: {type(error).__name__}: {told}", file=sys.stderr)
+        return USAGE
+    print(json.dumps(asdict(result), indent=2, default=str) if given.json else "\n".join(text(result)))
+    return 0 if result.passed else 1
+
+
+def text(result: AuditResult) -> list[str]:
+    """Return the report: a line for each variant, and the culprit."""
+    by_variant = {finding.variant: finding for finding in result.findings}
+    lines = [f"{name}: {by_variant.get(name, 'every bit as alone')}" for name in result.variants]
+    if result.skipped:
+        lines.append(f"not compared, for their outputs have no rows: {', '.join(result.skipped)}")
+    if result.culprit is None:
+        return [*lines, f"PASSED: {result.compared} comparisons, no bit differs"]
+    name = result.culprit.module or "the model"
+    return [*lines, f"FAILED: the first module whose rows differ is {name} ({result.culprit.type})"]
+
+
+def _loaded(given: Any) -> tuple[nn.Module, Any]:
+    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if given.device == "auto" else given.device)
+    dtype = None if given.dtype is None else DTYPES[given.dtype]
+    if ":" in given.model:
+        made = load_callable(given.model)()
+        if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], nn.Module):
+            raise ValueError(f"model: expected {given.model} to return a model and its inputs")
+        model, inputs = made
+    else:
+        model, inputs = _pretrained(given, dtype or torch.float32), None
+    return model.to(device=device, dtype=dtype), inputs
+
+
+def _pretrained(given: Any, dtype: torch.dtype) -> nn.Module:
+    if find_spec("transformers") is None:
+        raise ValueError("model: transformers is not installed: pip install transformers; or give MODULE:FUNCTION")
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if given.model.startswith((".", "/")) and not Path(given.model).exists():
+        raise ValueError(f"model: {given.model} is not there")
+    if not given.random_weights:
+        return AutoModelForCausalLM.from_pretrained(given.model, dtype=dtype)
+    config = AutoConfig.from_pretrained(given.model)
+    if given.layers:
+        config.num_hidden_layers = given.layers
+    torch.manual_seed(given.seed)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype)

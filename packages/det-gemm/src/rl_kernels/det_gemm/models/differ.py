@@ -1,0 +1,139 @@
+"""Compare what the modules of a model give for the same rows in other surroundings, bit by bit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from rl_kernels.core.testing import bits_of
+from rl_kernels.det_gemm.models.trace import Place, Seen
+from rl_kernels.det_gemm.models.variants import Piece, Row
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The first place at which rows of a variant differ from the same rows alone.
+
+    Attributes:
+        variant: in what surroundings.
+        module: dotted name of the module whose own code computed other bits; empty for the model itself.
+        type: its class.
+        place: the tensor that differs: an output of the module, or what it computed as the input of one inside it.
+        shape, alone: of that tensor, here and when the sample ran alone.
+        sample, token: the first row that differs; the token is None where samples are no sequences.
+        differ, elements: how many of how many compared elements differ.
+        ulp: the largest distance, in units of the last place of the tensor's dtype.
+    """
+
+    variant: str
+    module: str
+    type: str
+    place: Place
+    shape: tuple[int, ...]
+    alone: tuple[int, ...]
+    sample: int
+    token: int | None
+    differ: int
+    elements: int
+    ulp: int
+
+    def __str__(self) -> str:
+        name = self.module or "the model"
+        which = f"{self.place.kind} {self.place.path}".rstrip()
+        if self.place.kind == "input":
+            which = f"what it gives to {self.place.module.removeprefix(self.module + '.')}, {which}"
+        row = f"sample {self.sample}" + ("" if self.token is None else f", token {self.token}")
+        shapes = f"shape {self.shape} here, {self.alone} alone"
+        return (
+            f"{name} ({self.type}): {which}, {shapes}: {self.differ} of {self.elements} elements differ, "
+            f"by up to {self.ulp} ULP, first in {row}"
+        )
+
+
+class Comparison:
+    """Remembers what samples alone gave, and compares what a variant gives with it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._types = {name: type(module).__name__ for name, module in model.named_modules()}
+        self._alone: dict[tuple[int, Place], torch.Tensor] = {}
+        self._order: dict[Place, int] = {}
+        self._variant, self._called = "", set[str]()
+        self.compared = 0
+        self.first: tuple[int, Finding] | None = None
+
+    @property
+    def skipped(self) -> tuple[str, ...]:
+        """Modules of which no output can be compared."""
+        seen = {place.module for _, place in self._alone if place.kind == "output"}
+        return tuple(sorted(self._called - seen))
+
+    def begin(self, variant: str) -> None:
+        """Go on to another variant."""
+        self._variant, self.first = variant, None
+
+    def remember(self, piece: Piece, seen: Seen) -> None:
+        """Keep the rows of a sample that runs alone."""
+        self._called.add(seen.place.module)
+        self._order.setdefault(seen.place, len(self._order))
+        for row in piece.rows:
+            value = rows_of(piece, seen.value, row)
+            if value is not None:
+                self._alone[row.sample, seen.place] = value.clone()
+
+    def compare(self, piece: Piece, seen: Seen) -> None:
+        """Compare the rows of a variant with those kept."""
+        order = self._order.get(seen.place)
+        if order is None or (self.first is not None and self.first[0] <= order):
+            return
+        for row in piece.rows:
+            here, alone = rows_of(piece, seen.value, row), self._alone.get((row.sample, seen.place))
+            if here is None or alone is None:
+                continue
+            whole = tuple(alone.shape)
+            if row.length:
+                alone = alone[row.start : row.start + row.length]
+            if here.shape != alone.shape or here.dtype != alone.dtype:
+                continue
+            self.compared += 1
+            if not torch.equal(bits_of(here), bits_of(alone)):
+                self._note(order, seen, row, here, alone, (1, *whole))
+                return
+
+    def _note(
+        self, order: int, seen: Seen, row: Row, here: torch.Tensor, alone: torch.Tensor, whole: tuple[int, ...]
+    ) -> None:
+        distance = ulps(here, alone)
+        where = distance.flatten(1).amax(1) if row.length and distance.ndim > 1 else distance
+        token = row.start + int(where.nonzero()[0, 0]) if row.length else None
+        finding = Finding(
+            *(self._variant, seen.maker, self._types[seen.maker], seen.place, tuple(seen.value.shape), whole),
+            *(row.sample, token, int((distance > 0).sum()), distance.numel(), int(distance.max())),
+        )
+        self.first = order, finding
+
+
+def rows_of(piece: Piece, value: torch.Tensor, row: Row) -> torch.Tensor | None:
+    """Return a sample's rows of a tensor, or None if it does not have the piece's rows as its first dims."""
+    if piece.tokens is None:
+        return value[row.row] if value.ndim and value.shape[0] == piece.batch else None
+    if value.ndim and value.shape[0] == piece.batch * piece.tokens and value.shape[:2] != (piece.batch, piece.tokens):
+        value = value.unflatten(0, (piece.batch, piece.tokens))
+    if value.ndim < 2 or value.shape[1] != piece.tokens or value.shape[0] not in (1, piece.batch):
+        return None
+    return value[row.row if value.shape[0] > 1 else 0, row.first : row.first + row.length]
+
+
+def ulps(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return how many numbers of their dtype lie between the elements of two tensors; 0 only for the same bits."""
+    left, right = bits_of(a), bits_of(b)
+    distance = (_ordered(left) - _ordered(right)).abs()
+    # +0 and -0 are one number, and two patterns of bits.
+    return torch.where((left != right) & (distance == 0), 1, distance)
+
+
+def _ordered(bits: torch.Tensor) -> torch.Tensor:
+    # Negative numbers count down from zero.
+    wide = bits.long()
+    return torch.where(wide < 0, torch.iinfo(bits.dtype).min - wide, wide)

@@ -1,0 +1,195 @@
+"""Which modules of a model are swapped, and for what: a subclass of their class that differs in ``forward`` alone."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from rl_kernels.core.validate import HALF_AND_FLOAT
+from rl_kernels.det_gemm.api import det_linear
+from rl_kernels.det_gemm.models.norm import Form
+from rl_kernels.det_gemm.models.norm import norm as plain_norm
+from rl_kernels.det_gemm.models.ops import norm
+from rl_kernels.det_gemm.module import DetLinear
+
+FORMS = (
+    Form(centred=False, offset=0.0, early=True),  # Llama, Qwen
+    Form(centred=False, offset=0.0, early=False),  # gpt-oss, and torch
+    Form(centred=False, offset=1.0, early=False),  # Gemma
+    Form(centred=True, offset=0.0, early=False),  # Cohere, and every LayerNorm
+)
+EPS = ("variance_epsilon", "eps", "epsilon")
+"""What norms call the number that keeps them from dividing by 0."""
+AGREES = 0.98
+"""Share of the elements of a probe that a form must reproduce to the last bit; the order of sums may move a few."""
+
+ROW_WISE = "_rl_kernels_row_wise"
+"""An attribute of the classes made here."""
+
+Found = tuple[type[nn.Module] | None, str]
+"""The class to swap a module's for, or None and the reason to leave it alone; an empty one: it needs no swap."""
+NOTHING: Found = (None, "")
+
+
+def replacement(module: nn.Module) -> Found:
+    """Return the class that makes a module's rows independent of the batch, or why it is left alone."""
+    if isinstance(module, DetLinear) or hasattr(module, ROW_WISE):
+        return NOTHING
+    found = NOTHING
+    if isinstance(module, nn.Linear):
+        found = _linear(module)
+    elif type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils":
+        found = _subclass(type(module), (), _conv1d), ""
+    elif isinstance(module, nn.MultiheadAttention):
+        found = None, "nn.MultiheadAttention computes its products itself"
+    elif type(module) in _ACTIVATIONS or type(module).__module__ == "transformers.activations":
+        found = _activation(module)
+    elif "norm" in type(module).__name__.lower():
+        found = _norm(module)
+    if found[0] is not None and "forward" in vars(module):
+        return None, "its forward was replaced on the object, so a class would not reach it"
+    return found
+
+
+def _linear(module: nn.Linear) -> Found:
+    if type(module) is not nn.Linear:
+        return None, f"{type(module).__name__} is a subclass of nn.Linear that may compute something else"
+    if module.weight.dtype not in HALF_AND_FLOAT:
+        return None, f"its weight is {module.weight.dtype}; det_linear takes FP32, BF16 and FP16"
+    return DetLinear, ""
+
+
+def _conv1d(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """Compute the ``Conv1D`` of transformers, GPT-2's linear layer: its weight is stored the other way round."""
+    return det_linear(x, self.weight.t(), self.bias)
+
+
+def _norm(module: nn.Module) -> Found:
+    if next(module.children(), None) is not None:
+        return NOTHING
+    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)) and type(module) in (nn.LayerNorm, nn.RMSNorm):
+        if len(module.normalized_shape) != 1:
+            return None, "it normalises over several dims"
+        return row_wise(type(module), FORMS[3] if type(module) is nn.LayerNorm else FORMS[1], "eps"), ""
+    if isinstance(module, (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LocalResponseNorm)):
+        return NOTHING
+    eps = next((name for name in EPS if isinstance(getattr(module, name, None), float)), None)
+    shapes = {name: value.ndim for name, value in module.named_parameters()}
+    if eps is None or shapes not in ({}, {"weight": 1}):
+        return None, f"{type(module).__name__} is a norm of a kind that is not known"
+    form = _recognised(module, eps)
+    if form is None:
+        return None, f"{type(module).__name__} is a norm of a kind that is not known"
+    return row_wise(type(module), form, eps), ""
+
+
+def _recognised(module: nn.Module, eps: str) -> Form | None:
+    """Return what a norm computes, found by what it gives for a random row and weight."""
+    generator = torch.Generator().manual_seed(0)
+    weight = getattr(module, "weight", None)
+    width = 256 if weight is None else weight.shape[0]
+    # A twin that shares nothing that is written to; its hooks stay silent, for the class's own forward is called.
+    twin = copy.copy(module)
+    twin.__dict__["_parameters"] = {}
+    probe = torch.randn(4, width, generator=generator).bfloat16()
+    scale = None
+    if weight is not None:
+        scale = (0.5 + torch.rand(width, generator=generator)).bfloat16()
+        twin.__dict__["_parameters"]["weight"] = nn.Parameter(scale, requires_grad=False)
+    try:
+        with torch.no_grad():
+            expected = type(module).forward(twin, probe)
+    except Exception:  # whatever it wants beside a row, it is no norm of this kind
+        return None
+    if not isinstance(expected, torch.Tensor) or expected.shape != probe.shape:
+        return None
+    shares = {form: _share(plain_norm(probe, scale, None, getattr(module, eps), *form), expected) for form in FORMS}
+    best = max(FORMS, key=shares.__getitem__)
+    return best if shares[best] >= AGREES else None
+
+
+def _share(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found == expected).double().mean()) if found.dtype == expected.dtype else 0.0
+
+
+def row_wise(base: type[nn.Module], form: Form, eps: str) -> type[nn.Module]:
+    """Return the subclass of a norm that computes it row by row."""
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        epsilon = getattr(self, eps)
+        if epsilon is None:
+            epsilon = torch.finfo(x.dtype).eps
+        return norm(x, getattr(self, "weight", None), getattr(self, "bias", None), epsilon, form)
+
+    return _subclass(base, (form, eps), forward)
+
+
+def _element_wise(base: type[nn.Module], function: Callable[..., torch.Tensor]) -> type[nn.Module]:
+    """Return the subclass of an activation that on a CPU is made of functions that look at no neighbour."""
+    original = base.forward
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        x = args[0] if args else None
+        if isinstance(x, torch.Tensor) and x.device.type == "cpu" and x.dtype in HALF_AND_FLOAT:
+            return function(x.float()).to(x.dtype)
+        return original(self, *args, **kwargs)
+
+    return _subclass(base, (function,), forward)
+
+
+def _subclass(base: type[nn.Module], key: tuple[Any, ...], forward: Callable[..., Any]) -> type[nn.Module]:
+    """Return the subclass with that forward; one for each key, so that torch.compile meets the same class again."""
+    known = (base, *key)
+    if known not in _made:
+        body = {"forward": forward, ROW_WISE: True, "__module__": base.__module__, "__doc__": base.__doc__}
+        _made[known] = type(f"RowWise{base.__name__}", (base,), body)
+    return _made[known]
+
+
+_made: dict[tuple[Any, ...], type[nn.Module]] = {}
+
+
+def _sigmoid(x: torch.Tensor) -> torch.Tensor:
+    # Beyond 80 the power would overflow, and its gradient with it.
+    return 1 / (1 + (-x.clamp(min=-80)).exp())
+
+
+def _silu(x: torch.Tensor) -> torch.Tensor:
+    return x * _sigmoid(x)
+
+
+def _quick_gelu(x: torch.Tensor) -> torch.Tensor:
+    return x * _sigmoid(1.702 * x)
+
+
+def _gelu(x: torch.Tensor) -> torch.Tensor:
+    return 0.5 * x * (1 + torch.erf(x * 0.5**0.5))
+
+
+def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    return 0.5 * x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * (x * x * x))))
+
+
+_ACTIVATIONS: dict[type[nn.Module], Callable[..., torch.Tensor]] = {nn.SiLU: _silu, nn.Sigmoid: _sigmoid}
+_ACTIVATIONS[nn.GELU] = _gelu
+_BY_NAME = {
+    "SiLUActivation": _silu,
+    "GELUActivation": _gelu,
+    "GELUTanh": _gelu_tanh,
+    "PytorchGELUTanh": _gelu_tanh,
+    "QuickGELUActivation": _quick_gelu,
+}
+"""Those of transformers, whose other ones are made of functions that need no help, or are named by the audit."""
+
+
+def _activation(module: nn.Module) -> Found:
+    function = _ACTIVATIONS.get(type(module)) or _BY_NAME.get(type(module).__name__)
+    if function is None:
+        return NOTHING
+    if getattr(module, "approximate", None) == "tanh":
+        function = _gelu_tanh
+    return _element_wise(type(module), function), ""

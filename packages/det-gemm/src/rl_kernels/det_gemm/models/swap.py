@@ -1,0 +1,68 @@
+"""Swaps that can be undone in any order: who asks for one that is there holds it too, and the last one undoes it."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import nn
+
+Undo = Callable[[Any], None]
+"""Takes the object and undoes its swap; it must not keep the object alive itself."""
+
+
+class _Held(NamedTuple):
+    target: weakref.ref[Any]
+    undo: Undo
+    holders: int
+
+
+_lock = threading.RLock()
+_held: dict[tuple[int, str], _Held] = {}
+"""(id, what) -> the swap of an object; configs of transformers have no hash. It goes when the object does."""
+
+
+def hold(target: Any, what: str, swap: Callable[[Any], Undo]) -> Callable[[], None]:
+    """Swap ``what`` of an object, unless that is held already; return what lets go of it."""
+    key = id(target), what
+    with _lock:
+        if key in _held:
+            _held[key] = _held[key]._replace(holders=_held[key].holders + 1)
+        else:
+            _held[key] = _Held(weakref.ref(target, lambda _: _held.pop(key, None)), swap(target), 1)
+    return lambda: _release(target, what)
+
+
+def _release(target: Any, what: str) -> None:
+    key = id(target), what
+    with _lock:
+        found = _held[key]
+        if found.holders > 1:
+            _held[key] = found._replace(holders=found.holders - 1)
+            return
+        del _held[key]
+        found.undo(target)
+
+
+def held(target: Any, what: str) -> bool:
+    """Say whether a swap of an object is held."""
+    return (id(target), what) in _held
+
+
+def class_swap(other: type[nn.Module]) -> Callable[[nn.Module], Undo]:
+    """Return the swap of a module's class for a subclass of it; the object and all it holds stay as they are."""
+
+    def swap(module: nn.Module) -> Undo:
+        original = type(module)
+        module.__class__ = other
+
+        def undo(module: nn.Module) -> None:
+            # Unless someone has given it another class since, which is theirs to take back.
+            if type(module) is other:
+                module.__class__ = original
+
+        return undo
+
+    return swap

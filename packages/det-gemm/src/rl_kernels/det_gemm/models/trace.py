@@ -1,0 +1,78 @@
+"""Watch what goes into and comes out of every module of a model, in the order in which it happens."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+
+class Place(NamedTuple):
+    """Where a tensor was seen."""
+
+    module: str
+    """Dotted name; empty for the model itself."""
+    call: int
+    """Which call of the module in this forward pass, from 0."""
+    kind: str
+    """``input`` or ``output``."""
+    path: str
+    """Which of the inputs or outputs: ``[0]``, ``hidden_states``, ``logits``."""
+
+
+class Seen(NamedTuple):
+    """A tensor, where it was seen, and the module whose forward was running when it was made."""
+
+    place: Place
+    maker: str
+    value: torch.Tensor
+
+
+@contextmanager
+def watched(model: nn.Module, see: Callable[[Seen], None]) -> Iterator[None]:
+    """Call ``see`` with each floating tensor that goes into or comes out of a module during one forward pass."""
+    calls: Counter[str] = Counter()
+    running: list[tuple[str, int]] = [("", 0)]
+
+    def before(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            maker, call = running[-1][0], calls[name]
+            calls[name] += 1
+            for path, value in [*_tensors(args, ""), *_tensors(kwargs, "")]:
+                see(Seen(Place(name, call, "input", path), maker, value))
+            running.append((name, call))
+
+        return hook
+
+    def after(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            _, call = running.pop()
+            for path, value in _tensors(output, ""):
+                see(Seen(Place(name, call, "output", path), name, value))
+
+        return hook
+
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            for handle in (
+                module.register_forward_pre_hook(before(name), with_kwargs=True),
+                module.register_forward_hook(after(name)),
+            ):
+                stack.callback(handle.remove)
+        yield
+
+
+def _tensors(value: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        if value.is_floating_point():
+            yield path, value
+    elif isinstance(value, Mapping):
+        for name, part in value.items():
+            yield from _tensors(part, f"{path}.{name}".lstrip("."))
+    elif isinstance(value, (tuple, list)):
+        for index, part in enumerate(value):
+            yield from _tensors(part, f"{path}[{index}]")

@@ -1,0 +1,110 @@
+"""The same samples in other surroundings: batched, moved, padded, cut. What a row's bits must not follow."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+PAD = 3
+"""Positions of padding beyond what the longest prompt asks for."""
+CHUNK = 5
+"""Tokens of a chunk; what is left is decoded one at a time."""
+
+
+class Row(NamedTuple):
+    """Where a stretch of a sample stands in a batch."""
+
+    sample: int
+    row: int
+    """In the batch."""
+    first: int = 0
+    """The token of the batch that is the stretch's first."""
+    start: int = 0
+    """The token of the sample that is the stretch's first."""
+    length: int = 0
+
+
+class Piece(NamedTuple):
+    """One forward pass."""
+
+    run: Callable[[Any], Any]
+    """Takes the output of the piece before it, gives its own."""
+    rows: list[Row]
+    batch: int
+    tokens: int | None
+    """None where samples are no sequences: their rows are compared whole."""
+
+
+Variant = tuple[str, list[Piece]]
+
+
+def of_prompts(model: nn.Module, prompts: Sequence[torch.Tensor]) -> Iterator[Variant]:
+    """Yield the variants of prompts, 1-D token ids, for a causal language model; the first is each prompt alone."""
+    takes = inspect.signature(model.forward).parameters
+
+    def piece(kwargs: dict[str, Any], rows: list[Row]) -> Piece:
+        known = {name: value for name, value in kwargs.items() if name in takes}
+
+        def run(before: Any) -> Any:
+            cache = {} if before is None else {"past_key_values": before.past_key_values}
+            return model(**known, **cache)
+
+        return Piece(run, rows, *kwargs["input_ids"].shape)
+
+    each = list(enumerate(prompts))
+    yield "alone", [_chunk(piece, index, ids, 0, len(ids), cached=False) for index, ids in each]
+    yield "batched, padded on the left", [_padded(piece, each, 0, left=True)]
+    yield "batched, padded on the right", [_padded(piece, each, 0, left=False)]
+    yield "in another place of the batch", [_padded(piece, each[::-1], 0, left=True)]
+    yield "alone, padded on the left", [_padded(piece, [one], PAD, left=True) for one in each]
+    if "past_key_values" in takes:
+        longest = max(each, key=lambda one: len(one[1]))
+        yield f"in chunks of {CHUNK}, the rest token by token", list(_chunks(piece, *longest))
+
+
+def _padded(piece: Callable[..., Piece], each: list[tuple[int, torch.Tensor]], more: int, *, left: bool) -> Piece:
+    width = max(len(ids) for _, ids in each) + more
+    tokens = each[0][1].new_zeros(len(each), width)
+    mask, rows = torch.zeros_like(tokens), []
+    for row, (sample, ids) in enumerate(each):
+        first = width - len(ids) if left else 0
+        tokens[row, first : first + len(ids)] = ids
+        mask[row, first : first + len(ids)] = 1
+        rows.append(Row(sample, row, first, 0, len(ids)))
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    given = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions, "use_cache": False}
+    return piece(given, rows)
+
+
+def _chunks(piece: Callable[..., Piece], sample: int, ids: torch.Tensor) -> Iterator[Piece]:
+    cuts = [0, *range(CHUNK, len(ids) - CHUNK, CHUNK)]
+    cuts += range(cuts[-1] + CHUNK, len(ids) + 1) if len(ids) - cuts[-1] >= CHUNK else [len(ids)]
+    for start, stop in pairwise(cuts):
+        yield _chunk(piece, sample, ids, start, stop, cached=True)
+
+
+def _chunk(
+    piece: Callable[..., Piece], sample: int, ids: torch.Tensor, start: int, stop: int, *, cached: bool
+) -> Piece:
+    return piece({"input_ids": ids[None, start:stop], "use_cache": cached}, [Row(sample, 0, 0, start, stop - start)])
+
+
+def of_rows(model: nn.Module, inputs: Sequence[torch.Tensor]) -> Iterator[Variant]:
+    """Yield the variants of a batch: tensors whose first dim is the samples; the first is each sample alone."""
+    count = len(inputs[0])
+
+    def piece(samples: list[int]) -> Piece:
+        chosen = [value[samples] for value in inputs]
+        rows = [Row(sample, row) for row, sample in enumerate(samples)]
+        return Piece(lambda before: model(*chosen), rows, len(samples), None)
+
+    every = list(range(count))
+    yield "alone", [piece([sample]) for sample in every]
+    yield "batched", [piece(every)]
+    yield "in another place of the batch", [piece(every[::-1])]
+    yield "in two batches", [piece(every[: count // 2]), piece(every[count // 2 :])]

@@ -1,0 +1,147 @@
+"""The host side of the CUDA C++ backend: what is compiled, which schedule is chosen, how operands are launched."""
+
+import pytest
+import torch
+
+from rl_kernels.core.cuda import where
+from rl_kernels.core.operator import Call
+from rl_kernels.core.testing import Draw
+from rl_kernels.det_gemm import cuda_matmul
+from rl_kernels.det_gemm.cuda_schedule import (
+    FEW,
+    K_MAJOR,
+    MN_MAJOR,
+    PLAIN,
+    Candidate,
+    Schedule,
+    candidates,
+    schedule_for,
+)
+from rl_kernels.det_gemm.op import OPERATOR
+
+HALVES = (torch.bfloat16, torch.float16)
+TABLE = [candidate.schedule for candidate in candidates()]
+MAJORS = [(left, right) for left in (K_MAJOR, MN_MAJOR, PLAIN) for right in (K_MAJOR, MN_MAJOR, PLAIN)]
+SHAPES = [(m, n, k) for m in (1, 8, 33, 64, 65, 1000, 8192) for n in (1, 64, 1280, 57344) for k in (0, 16, 4104, 8192)]
+SHARED = 227 << 10
+LAYOUTS = ("row", "column", "apart", "odd")
+
+
+def lying(x, layout):
+    """Return ``x`` in another place: with columns apart, or at an address that no copy begins at."""
+    rows, columns = x.shape
+    if layout == "column":
+        return x.t().contiguous().t()
+    if layout == "apart":
+        return x.new_full((rows, 2 * columns), torch.nan)[:, ::2].copy_(x)
+    if layout == "odd":
+        return x.new_full((rows, columns + 1), torch.nan)[:, 1:].copy_(x)
+    return x
+
+
+def test_programs_of_a_target():
+    backend = OPERATOR.backend("cuda-sm90").load()
+    programs = backend.programs("sm_90a")
+    assert len(set(programs)) == len(programs) > 2 * 4 * sum(not cut.swapped for cut in TABLE)
+    assert {program.arch for program in programs} == {"sm_90a"}
+    assert not any(backend.programs(arch) for arch in ("sm_80", "sm_90", "sm_100a"))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "traits", "reason"),
+    [
+        (torch.float32, {"K": 64, "N": 64}, "FP32"),
+        (torch.bfloat16, {"K": 63, "N": 64}, "K = 63"),
+        (torch.float16, {"K": 64, "N": 65}, "N = 65"),
+        (torch.float16, {"K": 64, "N": 72}, None),
+    ],
+)
+def test_what_is_left_to_triton(monkeypatch, dtype, traits, reason):
+    monkeypatch.setattr(where, "missing", lambda *_: None)
+    found = OPERATOR.backend("cuda-sm90").limits(Call(torch.device("cuda", 0), dtype, "sm90", traits))
+    assert found is None if reason is None else reason in found
+
+
+@pytest.mark.parametrize("majors", MAJORS)
+@pytest.mark.parametrize("cut", TABLE, ids=str)
+def test_schedules_fit_on_a_multiprocessor_however_operands_lie(cut, majors):
+    fitted = cut.fitted(*majors)
+    assert fitted.shared(majors[1]) <= SHARED - 2048 + 1024
+    assert fitted.depth(majors[1]) >= 3
+    assert fitted.fitted(*majors) == fitted
+    assert fitted.inner % 64 == 0
+    assert fitted.rows >= 64 or majors[0] == K_MAJOR
+
+
+@pytest.mark.parametrize("majors", MAJORS)
+def test_few_rows_are_read_at_once_and_schedules_are_possible(majors):
+    for m, n, k in SHAPES:
+        cut = schedule_for(m, n, k, majors, 132)
+        assert cut.swapped == (m <= FEW)
+        assert not cut.swapped or cut.columns >= m
+        left, right = majors[::-1] if cut.swapped else majors
+        assert cut.fitted(left, right) == cut
+
+
+def test_expected_time_counts_rounds_stages_and_what_is_continued():
+    one = Candidate(Schedule(64, 64, 128), start=1.0, tile=2.0, stage=0.5, alone=0.25, continued=4.0)
+    times = [one.time(64 * tiles, 64, 300, 2) for tiles in (1, 2, 3)]
+    assert times == [1.0 + 2.0 + 1.5, 1.0 + 2.0 + 1.5, 1.0 + 2 * 3.5]
+    assert one.time(64, 64, 300, 2, True) == times[0] + 4.0
+    few = Candidate(Schedule(16, 8, 256, swapped=True), start=1.0, tile=0.0, stage=1.0, alone=0.25, continued=0.0)
+    # Half of the multiprocessors share the memory, so each has twice as much of it.
+    assert [few.time(8, 16 * tiles, 256, 4) for tiles in (1, 2, 4, 5)] == [1.25, 1.5, 2.0, 1.0 + 2 * 0.625]
+
+
+class Launched:
+    """Stands for the kernel on a CPU: computes what the arguments say, and checks them against its constants."""
+
+    def __init__(self, program):
+        self.constants = dict(program.defines)
+
+    def launch(self, grid, block, map_a, map_b, map_out, target, bias, left, right, *numbers, shared):
+        have = self.constants
+        rows, columns, inner, _, along = numbers[-5:]
+        assert 0 < grid <= 132
+        assert block == 128 * (have["CONSUMERS"] + 1)
+        assert shared <= SHARED
+        boxes = (
+            (have["TILE_M"], have["A_MAJOR"], map_a, left),
+            (have["TILE_N"], have["B_MAJOR"], map_b, right),
+        )
+        for count, major, (box, strides), x in boxes:
+            assert box == {K_MAJOR: (count, 64), MN_MAJOR: (64, 64), PLAIN: None}[major]
+            assert major == PLAIN or x.stride(major) == strides[0] or 1 in x.shape
+        assert target.shape == (rows, columns)
+        assert (map_out[0] is None) == (have["STORED"] == 0)
+        sums = left[:, :inner].double() @ right.double().t()
+        if have["CONTINUES"]:
+            sums += target
+        if along:
+            sums += bias.double()[:, None] if along == 1 else bias.double()
+        target.copy_(sums)
+
+
+@pytest.fixture
+def pretended(monkeypatch):
+    monkeypatch.setattr(cuda_matmul, "processors", lambda _: 132)
+    monkeypatch.setattr(cuda_matmul, "kernel", lambda program, *_: Launched(program))
+    monkeypatch.setattr(cuda_matmul, "tensor_map", lambda x, box, swizzle: (box, x.stride()))
+    monkeypatch.setattr(cuda_matmul, "NO_MAP", (None, None))
+
+
+@pytest.mark.parametrize("out_layout", ["row", "column", "apart"])
+@pytest.mark.parametrize("layouts", [(a, b) for a in LAYOUTS for b in LAYOUTS], ids=str)
+def test_operands_are_launched_as_they_lie(pretended, layouts, out_layout):
+    draw = Draw(torch.float16, seed=1)
+    for m, n, k in ((5, 200, 64), (200, 40, 72), (70, 136, 24), (1, 8, 8), (3, 5, 7), (65, 1, 1)):
+        values = draw.normal(m, k), draw.normal(k, n)
+        a, b = (lying(value, layout) for value, layout in zip(values, layouts, strict=True))
+        bias, start = draw.normal(n), torch.randn(m, n)
+        product = values[0].double() @ values[1].double()
+        out = lying(torch.zeros(m, n, dtype=torch.float16), out_layout)
+        cuda_matmul.matmul(a, b, out, bias=bias)
+        assert torch.equal(out, (product + bias.double()).half())
+        out = lying(start.clone(), out_layout)
+        cuda_matmul.matmul(a, b, out, continues=True)
+        assert torch.equal(out, (product + start).float())

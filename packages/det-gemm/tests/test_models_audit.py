@@ -1,0 +1,194 @@
+"""The audit: it names a planted culprit, passes what is clean, and compares what it says."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from rl_kernels.core.testing import Draw
+from rl_kernels.det_gemm import audit, invariant
+from rl_kernels.det_gemm.models import ops
+from rl_kernels.det_gemm.models.differ import ulps
+
+
+class Shift(nn.Module):
+    """Moves every row by a bit that follows the size of the batch."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x, *args):
+        return self.inner(x, *args) * (1 + 2.0**-22 * (len(x) - 1))
+
+
+class Outside(nn.Module):
+    """Does it between its children, where no module of its own is to blame."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Identity(), nn.Identity()
+
+    def forward(self, x):
+        return self.second(self.first(x) + 2.0**-20 * len(x))
+
+
+class Clean(nn.Module):
+    def forward(self, x):
+        return x * 2
+
+
+def rows(count=6):
+    return Draw(torch.float32, seed=1).normal(count, 5) + 10
+
+
+def test_clean_rows():
+    result = audit(nn.Sequential(Clean(), nn.ReLU()), rows())
+    assert result.passed
+    assert result.culprit is None
+    # Input and output of three modules; the batch and its reverse have six rows each, as have both halves.
+    assert result.compared == 3 * 2 * 6 * 3
+    assert result.variants == ("batched", "in another place of the batch", "in two batches")
+    assert result.skipped == ()
+
+
+def test_culprit_is_named():
+    model = nn.Sequential(Clean(), Shift(nn.ReLU()), nn.ReLU())
+    result = audit(model, rows())
+    assert not result.passed
+    found = result.culprit
+    assert (found.module, found.type, found.place.kind) == ("1", "Shift", "output")
+    assert (found.variant, found.sample, found.token) == ("batched", 0, None)
+    assert (found.shape, found.alone) == ((6, 5), (1, 5))
+    assert 0 < found.ulp < 20
+    assert found.differ <= found.elements == 5
+    assert re.match(r"1 \(Shift\): output, shape \(6, 5\) here, \(1, 5\) alone: \d of 5 elements differ", str(found))
+
+
+def test_code_between_children_is_blamed_on_their_parent():
+    found = audit(nn.Sequential(Clean(), Outside()), rows()).culprit
+    assert (found.module, found.type) == ("1", "Outside")
+    assert found.place.module == "1.second"
+    assert "what it gives to second, input [0]" in str(found)
+
+
+def test_a_batch_of_several_inputs_and_a_module_called_twice():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.same = Clean()
+
+        def forward(self, x, y):
+            return self.same(self.same(x)) + y
+
+    assert audit(Two(), (rows(), rows())).passed
+    assert not audit(Shift(Two()), (rows(), rows())).passed
+
+
+def test_the_model_is_left_as_it_was():
+    model = nn.Sequential(nn.Dropout(0.5), Clean()).train()
+    model[1].eval()
+    assert audit(model, rows()).passed
+    assert [module.training for module in model.modules()] == [True, True, False]
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("inputs", "error", "message"),
+    [
+        (None, ValueError, "inputs: expected prompts or a batch"),
+        (torch.zeros(1, 3), ValueError, "inputs: expected at least two samples, got 1"),
+        ((torch.zeros(2, 3), torch.zeros(3)), TypeError, "inputs: expected a list of 1-D token ids, or tensors"),
+        ([torch.zeros(3).long()], ValueError, "inputs: expected at least two prompts"),
+    ],
+)
+def test_bad_inputs(inputs, error, message):
+    with pytest.raises(error, match=message):
+        audit(Clean(), inputs)
+
+
+def test_nothing_to_compare_is_no_pass():
+    class Total(nn.Module):
+        def forward(self, x):
+            return x.sum()
+
+    class Hidden(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.total = Total()
+
+        def forward(self, x):
+            return self.total(x.t().contiguous())
+
+    with pytest.raises(ValueError, match="nothing could be compared"):
+        audit(Hidden(), (torch.arange(4),))
+
+
+def test_ulps():
+    one = torch.tensor([1.0, -1.0, 0.0, 1.0, 2.0])
+    other = torch.tensor([1.0, -1.0 - 2**-23, -0.0, 1 + 2**-22, -2.0])
+    assert ulps(one, other).tolist() == [0, 1, 1, 2, 2 * 0x40000000]
+    assert ulps(torch.ones(1).bfloat16(), torch.tensor([1 + 2**-7]).bfloat16()).tolist() == [1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_llama_under_invariant_passes(tiny, dtype, device):
+    model = tiny(dtype=dtype, device=device)
+    with invariant(model):
+        result = audit(model, prompts=6)
+    assert result.passed
+    assert result.skipped == ()
+    assert len(result.variants) == 5
+
+
+def shift_the_norm(layer):
+    layer.post_attention_layernorm = Shift(layer.post_attention_layernorm)
+
+
+@pytest.mark.parametrize(
+    ("name", "plant"),
+    [
+        ("model.layers.0.mlp.down_proj", lambda layer: setattr(layer.mlp, "down_proj", Shift(layer.mlp.down_proj))),
+        ("model.layers.0.self_attn.k_proj", lambda layer: setattr(layer.self_attn, "k_proj", nn.Linear(32, 16))),
+        ("model.layers.0.post_attention_layernorm", shift_the_norm),
+    ],
+)
+def test_planted_culprit_in_a_llama(tiny, name, plant):
+    model = tiny()
+    with invariant(model):
+        plant(model.model.layers[0])
+        found = audit(model).culprit
+    if found is None and name.endswith("k_proj"):
+        pytest.skip("on this machine nn.Linear gives the same rows in all these batches")
+    assert found.module == name
+
+
+def test_attention_that_follows_the_batch_is_blamed_on_its_module(tiny):
+    """Attention is no module: what it gives to o_proj is the first that differs."""
+    model = tiny()
+    with invariant(model):
+        real = ops._ops["attention"]
+
+        def shifted(*args):
+            return real(*args) * (1 + 2.0**-20 * (len(args[0]) - 1))
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(ops._ops, "attention", shifted)
+            found = audit(model).culprit
+    assert (found.module, found.type) == ("model.layers.0.self_attn", "LlamaAttention")
+    assert found.place.module == "model.layers.0.self_attn.o_proj"
+
+
+def test_only_the_cache_shows_a_culprit_that_follows_the_length(tiny):
+    class Length(nn.Module):
+        def forward(self, x):
+            return x * (1 + 2.0**-20 * (x.shape[1] == 1))
+
+    model = tiny()
+    model.model.layers[1].mlp.act_fn = nn.Sequential(model.model.layers[1].mlp.act_fn, Length())
+    with invariant(model):
+        result = audit(model)
+    assert [finding.variant for finding in result.findings] == ["in chunks of 5, the rest token by token"]
+    assert result.culprit.module == "model.layers.1.mlp.act_fn.1"
+    assert result.culprit.token == 20

@@ -1,0 +1,266 @@
+"""invariant(): what it changes in a model, what it leaves, and that it gives all of it back."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from rl_kernels.core.testing import Draw
+from rl_kernels.det_gemm import DetLinear, det_linear, invariant
+from rl_kernels.det_gemm.models import swap
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.act = nn.LayerNorm(24), nn.Linear(24, 40), nn.SiLU()
+        self.scale, self.down = nn.RMSNorm(40), nn.Linear(40, 24, bias=False)
+
+    def forward(self, x):
+        return x + self.down(self.scale(self.act(self.up(self.norm(x)))))
+
+
+class Odd(nn.Linear):
+    pass
+
+
+def model():
+    torch.manual_seed(0)
+    made = nn.Sequential(Block(), Block())
+    for value in made.parameters():
+        if value.ndim == 1:
+            nn.init.uniform_(value, 0.5, 1.5)
+    return made
+
+
+def classes(made):
+    return [type(module) for module in made.modules()]
+
+
+@pytest.fixture
+def x():
+    return Draw(torch.float32, seed=3).normal(37, 24)
+
+
+def test_rows_follow_nothing_and_are_those_of_the_model(x):
+    made = model()
+    plain = made(x)
+    with invariant(made):
+        whole = made(x)
+        for rows in (1, 2, 3, 16, 17):
+            for part in (slice(rows), slice(len(x) - rows, len(x))):
+                assert torch.equal(made(x[part]), whole[part]), rows
+    torch.testing.assert_close(whole, plain, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("act", [nn.SiLU(), nn.GELU(), nn.GELU(approximate="tanh"), nn.Sigmoid()], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_activations(act, dtype):
+    made, values = nn.Sequential(act), Draw(torch.float32, seed=4).normal(4099, scale=20.0).to(dtype)
+    values = torch.cat([values, torch.tensor([-1000.0, -100.0, 0.0, 100.0, 1000.0], dtype=dtype)])
+    plain = made(values)
+    with invariant(made):
+        found = made(values)
+        pieces = [made(values[first:stop].clone()) for first, stop in ((0, 5), (5, 36), (36, 1000), (1000, 4104))]
+        leaf = values[:-5].clone().requires_grad_()
+        made(leaf).sum().backward()
+    assert torch.equal(torch.cat(pieces), found)
+    torch.testing.assert_close(found, plain, atol=2e-6, rtol=1e-2 if dtype == torch.bfloat16 else 2e-6)
+    assert bool(leaf.grad.isfinite().all())
+
+
+def test_gradients_are_those_of_the_model_and_rows_of_them_follow_nothing(x):
+    made, upstream = model(), Draw(torch.float32, seed=5).normal(37, 24)
+
+    def gradients(rows):
+        leaf = x[rows].clone().requires_grad_()
+        return torch.autograd.grad(made(leaf), [leaf, *made.parameters()], upstream[rows])
+
+    plain = gradients(slice(None))
+    with invariant(made):
+        found = gradients(slice(None))
+        assert torch.equal(gradients(slice(5))[0], found[0][:5])
+        assert torch.equal(gradients(slice(36, 37))[0], found[0][36:])
+    for value, other in zip(found, plain, strict=True):
+        torch.testing.assert_close(value, other, rtol=1e-4, atol=1e-4)
+
+
+def test_model_stays_the_object_it_was(x):
+    made, calls = model(), []
+    made[1].up.weight = made[0].up.weight
+    made[0].down.requires_grad_(False)
+    made[1].train(False)
+    made[0].up.register_forward_hook(lambda *_: calls.append(1))
+    before = {name: value.data_ptr() for name, value in made.state_dict(keep_vars=True).items()}
+    modules, kept = list(made.modules()), list(made.parameters())
+    training = [module.training for module in made.modules()]
+    with invariant(made) as handle:
+        assert {name: value.data_ptr() for name, value in made.state_dict(keep_vars=True).items()} == before
+        assert all(one is other for one, other in zip(made.modules(), modules, strict=True))
+        assert all(one is other for one, other in zip(made.parameters(), kept, strict=True))
+        assert made[1].up.weight is made[0].up.weight
+        assert [module.training for module in made.modules()] == training
+        assert not made[0].down.weight.requires_grad
+        made(x)
+        assert calls == [1]
+        assert type(made[0].up) is DetLinear
+        assert isinstance(made[0].norm, nn.LayerNorm)
+        assert handle.swapped["0.up"] == "Linear"
+        assert not handle.left
+    assert calls == [1]
+
+
+def test_undo_gives_everything_back_and_may_come_twice(x):
+    made = model()
+    before, plain = classes(made), made(x)
+    handle = invariant(made)
+    assert classes(made) != before
+    handle.undo()
+    handle.undo()
+    assert classes(made) == before
+    assert torch.equal(made(x), plain)
+    assert not swap._held
+
+
+def test_an_exception_in_the_block_gives_everything_back():
+    made = model()
+    before = classes(made)
+    with pytest.raises(KeyError), invariant(made):
+        raise KeyError
+    assert classes(made) == before
+
+
+def test_a_swap_that_fails_leaves_nothing_half_done(monkeypatch):
+    made = model()
+    before = classes(made)
+    real, count = swap.class_swap, []
+
+    def failing(other):
+        count.append(1)
+        if len(count) == 4:
+            raise MemoryError
+        return real(other)
+
+    monkeypatch.setattr("rl_kernels.det_gemm.models.invariant.class_swap", failing)
+    with pytest.raises(MemoryError):
+        invariant(made)
+    assert classes(made) == before
+    assert not swap._held
+
+
+@pytest.mark.parametrize("first_out", [0, 1], ids=["inner first", "outer first"])
+def test_nested_in_any_order(first_out):
+    made = model()
+    before = classes(made)
+    outer = invariant(made)
+    inner = invariant(made[0])
+    swapped = classes(made)
+    first, last = (inner, outer) if first_out == 0 else (outer, inner)
+    first.undo()
+    assert classes(made[0]) == swapped[1 : 1 + len(classes(made[0]))]
+    last.undo()
+    assert classes(made) == before
+
+
+def test_a_model_that_is_never_given_back_is_not_kept_alive():
+    made = model()
+    gone = weakref.ref(made[0].up)
+    invariant(made)
+    del made
+    gc.collect()
+    assert gone() is None
+    assert not swap._held
+
+
+def test_layers_that_were_det_linear_before_stay_so(x):
+    made = nn.Sequential(DetLinear(24, 24), nn.Linear(24, 8))
+    with invariant(made) as handle:
+        assert set(handle.swapped) == {"1"}
+    assert classes(made) == [nn.Sequential, DetLinear, nn.Linear]
+
+
+def test_a_linear_alone_and_a_deepcopy(x):
+    layer = nn.Linear(24, 8)
+    with invariant(layer):
+        twin = copy.deepcopy(layer)
+        assert torch.equal(layer(x), det_linear(x, layer.weight, layer.bias))
+    assert type(layer) is nn.Linear
+    assert type(twin) is DetLinear
+
+
+def left_alone():
+    patched = nn.Linear(4, 4)
+    patched.forward = lambda input: input
+    parametrized = nn.utils.parametrizations.weight_norm(nn.Linear(3, 2))
+    return {
+        "a subclass": (Odd(4, 4), "Odd is a subclass"),
+        "a parametrization": (parametrized, "ParametrizedLinear is a subclass"),
+        "FP64": (nn.Linear(4, 4, dtype=torch.float64), "its weight is torch.float64"),
+        "a forward of its own": (patched, "its forward was replaced"),
+        "several dims": (nn.LayerNorm((2, 3)), "several dims"),
+        "attention of torch": (nn.MultiheadAttention(8, 2), "computes its products itself"),
+    }
+
+
+@pytest.mark.parametrize("what", left_alone())
+def test_what_it_does_not_know_is_left_alone_and_told(what):
+    module, why = left_alone()[what]
+    made = nn.Sequential(nn.Linear(2, 2), module)
+    before = classes(made)
+    with pytest.warns(UserWarning, match=rf"model: left alone.*1.*\(.*{why}"):
+        handle = invariant(made)
+    assert why in handle.left["1"]
+    assert type(made[1]) is type(module)
+    assert type(made[0]) is DetLinear
+    handle.undo()
+    with pytest.raises(ValueError, match=r"model: left alone"):
+        invariant(made, strict=True)
+    assert classes(made) == before
+
+
+def test_a_warning_names_a_few():
+    made = nn.Sequential(*(Odd(2, 2) for _ in range(7)))
+    with pytest.warns(UserWarning, match="and 4 more"):
+        invariant(made).undo()
+
+
+def test_only_a_module_will_do():
+    with pytest.raises(TypeError, match=r"model: expected an nn\.Module, got function"):
+        invariant(left_alone)
+
+
+def test_compiled_in_one_graph_and_again_after_undo(x):
+    torch.compiler.reset()
+    made, upstream = model(), Draw(torch.float32, seed=6).normal(37, 24)
+    run = torch.compile(made, fullgraph=True, backend="aot_eager")
+    plain = run(x).detach()
+    with invariant(made):
+        found, expected = run(x), made(x)
+        assert torch.equal(found, expected)
+        assert not torch.equal(found, plain)
+        grads = [torch.autograd.grad(out, list(made.parameters()), upstream) for out in (found, expected)]
+        assert all(torch.equal(value, other) for value, other in zip(*grads, strict=True))
+    assert torch.equal(run(x), plain)
+
+
+def test_trains():
+    """SGD on a model under invariant(): the loss falls as it does without."""
+    draw, losses = Draw(torch.float32, seed=8), {}
+    x, target = draw.normal(48, 24), draw.normal(48, 24)
+    for strict in (False, True):
+        made = model()
+        handle = invariant(made) if strict else None
+        optimizer = torch.optim.SGD(made.parameters(), lr=0.05)
+        for _ in range(10):
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(made(x), target)
+            loss.backward()
+            optimizer.step()
+            losses.setdefault(strict, []).append(float(loss.detach()))
+        if handle is not None:
+            handle.undo()
+    assert losses[True][-1] < 0.9 * losses[True][0]
+    torch.testing.assert_close(losses[True], losses[False], rtol=1e-4, atol=1e-6)

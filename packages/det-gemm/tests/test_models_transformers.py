@@ -1,0 +1,189 @@
+"""Models of transformers under invariant(): alone, batched, padded, in chunks, the logits are the same bit for bit."""
+
+import pytest
+import torch
+
+from rl_kernels.det_gemm import invariant
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def padded(prompts, *, left, more=0):
+    """Return a batch as a tokenizer and ``generate`` make it, and where each prompt stands in it."""
+    width = max(map(len, prompts)) + more
+    ids, mask, places = torch.zeros(len(prompts), width, dtype=torch.long), torch.zeros(len(prompts), width).long(), []
+    for row, prompt in enumerate(prompts):
+        first = width - len(prompt) if left else 0
+        places.append((row, slice(first, first + len(prompt))))
+        ids[places[-1]], mask[places[-1]] = prompt, 1
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    return {"input_ids": ids, "attention_mask": mask, "position_ids": positions}, places
+
+
+@torch.no_grad()
+def surroundings(model, prompts, device="cpu"):
+    """Yield (what, prompt, its logits): first alone, then in everything that must change no bit."""
+
+    def run(**inputs):
+        return model(**{n: x.to(device) if isinstance(x, torch.Tensor) else x for n, x in inputs.items()})
+
+    for index, prompt in enumerate(prompts):
+        yield "alone", index, run(input_ids=prompt[None], use_cache=False).logits[0]
+    for what, given in {
+        "left": {"left": True, "more": 3},
+        "right": {"left": False, "more": 5},
+    }.items():
+        batch, places = padded(prompts, **given)
+        logits = run(**batch, use_cache=False).logits
+        for index, place in enumerate(places):
+            yield what, index, logits[place]
+    longest = max(range(len(prompts)), key=lambda index: len(prompts[index]))
+    for cut in (1, 5, 16):
+        cache, parts = None, []
+        for part in prompts[longest].split(cut):
+            output = run(input_ids=part[None], past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            parts.append(output.logits[0])
+        yield f"chunks of {cut}", longest, torch.cat(parts)
+    batch, places = padded(prompts, left=True)
+    half, cache, parts = batch["input_ids"].shape[1] // 2, None, []
+    for step in (slice(0, half), slice(half, None)):
+        seen = {"attention_mask": batch["attention_mask"][:, : step.stop]}
+        given = {name: batch[name][:, step] for name in ("input_ids", "position_ids")}
+        output = run(**given, **seen, past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        parts.append(output.logits)
+    logits = torch.cat(parts, 1)
+    for index, place in enumerate(places):
+        yield "batch in chunks", index, logits[place]
+
+
+def differing(model, prompts, device="cpu"):
+    """Return in what surroundings a prompt has other bits than alone."""
+    alone, found = {}, []
+    for what, index, logits in surroundings(model, prompts, device):
+        if not torch.equal(logits, alone.setdefault(index, logits)):
+            found.append((what, index))
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_llama(tiny, prompts, dtype, device):
+    model = tiny(dtype=dtype, device=device)
+    plain = [logits for _, _, logits in surroundings(model, prompts, device)]
+    with invariant(model, strict=True):
+        assert differing(model, prompts, device) == []
+        found = [logits for _, _, logits in surroundings(model, prompts, device)]
+    tolerance = 1e-4 if dtype == torch.float32 else 0.1
+    for value, other in zip(found, plain, strict=True):
+        torch.testing.assert_close(value, other, rtol=tolerance, atol=tolerance * float(other.abs().max()))
+
+
+def test_llama_without_it_follows_the_batch(tiny, prompts):
+    """The control: were this not so somewhere, the test above would show nothing."""
+    if not differing(tiny(), prompts):
+        pytest.skip("on this machine PyTorch gives this model the same rows in all these batches")
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_threads_change_nothing(tiny, prompts, threads, torch_threads):
+    model = tiny()
+    with invariant(model), torch_threads(threads):
+        assert differing(model, prompts) == []
+
+
+MODELS = {
+    "Qwen3": {"head_dim": 16},
+    "Mistral": {"sliding_window": 6},
+    "Gemma2": {"head_dim": 8, "sliding_window": 4, "attn_logit_softcapping": 20.0, "query_pre_attn_scalar": 8},
+    "Olmo2": {},
+    "Cohere": {},
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_other_models(tiny, prompts, name):
+    model = tiny(name, **MODELS[name])
+    with torch.no_grad():
+        plain = model(prompts[0][None]).logits
+    with invariant(model, strict=True):
+        assert differing(model, prompts) == []
+        with torch.no_grad():
+            found = model(prompts[0][None]).logits
+    torch.testing.assert_close(found, plain, rtol=1e-3, atol=1e-4 * float(plain.abs().max()))
+
+
+def test_gpt2(tiny, prompts):
+    model = tiny("GPT2")
+    with invariant(model, strict=True) as handle:
+        assert "Conv1D" in handle.swapped.values()
+        assert differing(model, prompts) == []
+
+
+def test_everything_comes_back(tiny, prompts):
+    model = tiny()
+    before = [type(module) for module in model.modules()], model.config._attn_implementation
+    plain = [logits for _, _, logits in surroundings(model, prompts)]
+    with invariant(model):
+        assert model.config._attn_implementation == "rl_kernels"
+        with invariant(model.model):
+            pass
+        assert model.config._attn_implementation == "rl_kernels"
+    assert ([type(module) for module in model.modules()], model.config._attn_implementation) == before
+    found = [logits for _, _, logits in surroundings(model, prompts)]
+    assert all(torch.equal(value, other) for value, other in zip(found, plain, strict=True))
+
+
+def test_generate_draws_the_tokens_of_a_prompt_alone(tiny, prompts):
+    model = tiny()
+    batch, _ = padded(prompts, left=True)
+    given = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    given |= {"output_logits": True, "return_dict_in_generate": True}
+    with invariant(model):
+        whole = model.generate(batch["input_ids"], attention_mask=batch["attention_mask"], **given)
+        alone = model.generate(prompts[1][None], attention_mask=torch.ones(1, len(prompts[1])).long(), **given)
+    assert torch.equal(whole.sequences[1, -6:], alone.sequences[0, -6:])
+    assert all(torch.equal(one[1], two[0]) for one, two in zip(whole.logits, alone.logits, strict=True))
+
+
+def test_trains_and_gradients_are_those_of_the_model(tiny, prompts):
+    model = tiny().train()
+    batch, _ = padded(prompts, left=True)
+    upstream = torch.randn(*batch["input_ids"].shape, 211, generator=torch.Generator().manual_seed(2))
+    upstream *= batch["attention_mask"][..., None]
+
+    def gradients():
+        return torch.autograd.grad(model(**batch, use_cache=False).logits, list(model.parameters()), upstream)
+
+    plain = gradients()
+    with invariant(model):
+        found = gradients()
+    for (name, _), value, other in zip(model.named_parameters(), found, plain, strict=True):
+        assert (value - other).norm() <= 1e-5 * other.norm(), name
+
+
+def test_compiled_in_one_graph(tiny, prompts):
+    torch.compiler.reset()
+    model = tiny()
+    run = torch.compile(model, fullgraph=True, backend="aot_eager")
+    batch, _ = padded(prompts[:2], left=True)
+    with torch.no_grad(), invariant(model):
+        assert torch.equal(run(**batch, use_cache=False).logits, model(**batch, use_cache=False).logits)
+
+
+def test_what_the_attention_cannot_do_is_said(tiny, prompts):
+    model = tiny(attention_dropout=0.5).train()
+    ids = prompts[1][None]
+    with invariant(model):
+        with pytest.raises(ValueError, match="attention_dropout: expected 0 under invariant"):
+            model(ids)
+        model.eval()
+        with pytest.raises(ValueError, match="attention_mask: expected a bool mask"):
+            model(ids, attention_mask=torch.zeros(1, 1, 7, 7))
+
+
+def test_a_model_that_keeps_its_attention_is_told(tiny, monkeypatch):
+    model = tiny()
+    monkeypatch.setattr(type(model), "_can_set_attn_implementation", classmethod(lambda cls: False))
+    with pytest.warns(UserWarning, match="attention of the model .its attention does not go through"):
+        invariant(model).undo()
