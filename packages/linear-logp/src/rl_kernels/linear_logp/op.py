@@ -10,11 +10,13 @@ returning it, and returns those of hidden and bias.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from rl_kernels.core import torchlib
+from rl_kernels.core.cuda.where import cuda_backend
 from rl_kernels.core.operator import INVARIANT, REPEATABLE, Backend, Call, Operator
 from rl_kernels.core.rowwise import compute_dtype
 from rl_kernels.core.triton_lib.launch import triton_backend
@@ -64,6 +66,23 @@ def describe(
     return Call.of(hidden, D=hidden.shape[-1], V=lm_head_weight.shape[0], bias=bias is not None)
 
 
+PER_CHUNK = 8
+"""Numbers of 16 bits in 16 bytes."""
+_TRITON = triton_backend("rl_kernels.linear_logp.triton_backend")
+
+
+def _limits(call: Call) -> str | None:
+    if call.dtype == torch.float32:
+        return "multiplies BF16 and FP16; IEEE products of FP32 are for triton"
+    size = call.traits.get("D", 0)
+    if not size or size % PER_CHUNK:
+        return f"the copy engine needs rows that are multiples of 16 bytes, and D is {size}"
+    reason = _TRITON.why_not(call)
+    return reason and f"its backward pass is in Triton: {reason}"
+
+
+_CUDA = cuda_backend("cuda-sm90", "rl_kernels.linear_logp.cuda_sm90_backend", archs="sm_90", limits=_limits)
+
 OPERATOR = Operator(
     name="linear_logp",
     package="rl_kernels.linear_logp",
@@ -73,7 +92,9 @@ OPERATOR = Operator(
     schemas=SCHEMAS,
     fakes=FAKES,
     backends=(
-        triton_backend("rl_kernels.linear_logp.triton_backend"),
+        # By name: it has yet to be faster than Triton at every shape.
+        replace(_CUDA, by_name=frozenset({"cuda"})),
+        _TRITON,
         Backend("native", "rl_kernels.linear_logp.native", {"cpu": INVARIANT, "cuda": REPEATABLE}),
     ),
     describe=describe,

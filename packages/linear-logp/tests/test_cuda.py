@@ -1,0 +1,115 @@
+"""The forward pass in CUDA C++: what is compiled and refused; on a GPU, that bits follow no rows, parts or places."""
+
+import pytest
+import torch
+
+from rl_kernels.core.check.compare import bits
+from rl_kernels.core.cuda import where
+from rl_kernels.core.operator import Call
+from rl_kernels.core.triton_lib import launch
+from rl_kernels.linear_logp import linear_logp
+from rl_kernels.linear_logp.op import OPERATOR
+
+BACKEND = "cuda-sm90"
+HALVES = (torch.bfloat16, torch.float16)
+
+
+@pytest.fixture
+def hopper():
+    """Skip where there is no Hopper GPU; return the backend's module."""
+    if torch.cuda.is_available() and torch.cuda.get_device_capability(0)[0] != 9:
+        pytest.skip("needs sm_90")
+    return OPERATOR.backend(BACKEND).load()
+
+
+def test_programs_of_a_target():
+    backend = OPERATOR.backend(BACKEND).load()
+    programs = backend.programs("sm_90a")
+    assert len(set(programs)) == len(programs) == len(HALVES) * 2 * 2
+    assert not any(backend.programs(arch) for arch in ("sm_80", "sm_90", "sm_100a"))
+    for groups in (1, 2):
+        assert backend._stages(groups) >= 4
+        assert backend._stages(groups) * backend._stage(groups) + backend.ALIGNMENT <= backend.SHARED
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "reason"),
+    [
+        (torch.float32, 64, "multiplies BF16 and FP16"),
+        (torch.bfloat16, 68, "D is 68"),
+        (torch.float16, 0, "D is 0"),
+        (torch.bfloat16, 64, None),
+    ],
+)
+def test_what_it_refuses(monkeypatch, dtype, size, reason):
+    monkeypatch.setattr(where, "missing", lambda *_: None)
+    monkeypatch.setattr(launch, "INSTALLED", True)
+    found = OPERATOR.backend(BACKEND).limits(Call(torch.device("cuda", 0), dtype, "sm90", {"D": size, "V": 100}))
+    assert found is None if reason is None else reason in found
+
+
+def test_without_triton_it_has_no_backward(monkeypatch):
+    monkeypatch.setattr(where, "missing", lambda *_: None)
+    monkeypatch.setattr(launch, "INSTALLED", False)
+    call = Call(torch.device("cuda", 0), torch.bfloat16, "sm90", {"D": 64, "V": 100})
+    assert OPERATOR.backend(BACKEND).limits(call).startswith("its backward pass is in Triton: ")
+
+
+def drawn(rows, size, vocab, dtype=torch.bfloat16):
+    torch.manual_seed(rows + vocab)
+    hidden = torch.randn(rows, size, device="cuda").to(dtype)
+    weight = (torch.randn(vocab, size, device="cuda") / size**0.5).to(dtype)
+    return hidden, weight, torch.randint(vocab, (rows,), device="cuda")
+
+
+def same(found, expected):
+    return all(bits(a, b).passed for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("vocab", [1, 255, 257, 1025, 5003, 40000])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_parts_and_rows_at_a_time_change_no_bit(hopper, monkeypatch, vocab, dtype):
+    hidden, weight, ids = drawn(300, 264, vocab, dtype)
+    bias = torch.randn(vocab, device="cuda").to(dtype)
+
+    def call():
+        return linear_logp(hidden, weight, ids, bias=bias, temperature=0.7, return_stats=True, backend=BACKEND)
+
+    expected = call()
+    # On one processor a part is four blocks, on many it is one.
+    one, many = (lambda _, count=count: count for count in (1, 10_000))
+    for name, value in (("processors", one), ("processors", many), ("MOST_ROWS", 70), ("TOGETHER", 1)):
+        with monkeypatch.context() as changed:
+            changed.setattr(hopper, name, value)
+            assert same(call(), expected), name
+    for rows in (slice(1), slice(7, 72), slice(299, 300)):
+        part = linear_logp(
+            hidden[rows], weight, ids[rows], bias=bias, temperature=0.7, return_stats=True, backend=BACKEND
+        )
+        assert same(part, [value[rows] for value in expected])
+
+
+@pytest.mark.gpu
+def test_where_the_inputs_lie_changes_no_bit(hopper):
+    hidden, weight, ids = drawn(70, 136, 3000)
+    expected = linear_logp(hidden, weight, ids, return_stats=True, backend=BACKEND)
+    apart = torch.full((70, 300), torch.nan, device="cuda", dtype=torch.bfloat16)
+    for offset in (0, 1, 8):
+        moved = apart[:, offset : offset + 136].copy_(hidden)
+        lying = weight.t().contiguous().t()
+        assert same(linear_logp(moved, lying, ids, return_stats=True, backend=BACKEND), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+def test_as_close_to_fp64_as_triton(hopper, dtype):
+    hidden, weight, ids = drawn(200, 1032, 20011, dtype)
+    z = hidden.double() @ weight.double().t()
+    logs = z.log_softmax(-1)
+    gold = logs.gather(1, ids[:, None])[:, 0], z.logsumexp(-1), -(logs.exp() * logs).sum(-1)
+    errors = [
+        [float((a.double() - b).abs().max()) for a, b in zip(found, gold, strict=True)]
+        for found in (linear_logp(hidden, weight, ids, return_stats=True, backend=name) for name in (BACKEND, "triton"))
+    ]
+    assert all(mine <= 2 * theirs + 1e-6 for mine, theirs in zip(*errors, strict=True))
