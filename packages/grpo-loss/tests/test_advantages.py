@@ -9,6 +9,8 @@ from rl_kernels.core.operator import Call
 from rl_kernels.core.testing import Draw
 from rl_kernels.grpo_loss import group_advantages
 from rl_kernels.grpo_loss import reference as definition
+from rl_kernels.grpo_loss.estimator import Estimator
+from rl_kernels.grpo_loss.objective import Numbers, Plan
 from rl_kernels.grpo_loss.op import OPERATOR, ops
 
 BACKENDS = [b.name for b in OPERATOR.backends if b.why_not(Call.of(torch.zeros(1))) is None]
@@ -118,11 +120,13 @@ def test_unchecked_boundaries_never_read_out_of_bounds(boundaries: list[int], ba
     # What lies beside the rewards is never read: a NaN there would come out.
     around = torch.full((18,), torch.nan)
     rewards = around[6:12].copy_(Draw(torch.float32, seed=6).normal(6))
-    found = ops["advantages"](rewards, torch.tensor(boundaries), 0, eps, backend)
+    found = ops["advantages"](rewards, torch.tensor(boundaries), 0, eps, Estimator().text, backend)
     assert found.shape == (6,)
     assert torch.equal(rewards, Draw(torch.float32, seed=6).normal(6))
-    mask, numbers = torch.ones(6, 2, dtype=torch.bool), torch.tensor([0.2, 0.0, 1e-6], dtype=torch.float64)
-    scores = (rewards, torch.tensor(boundaries), 0, None)
-    *_, count, slope = ops["forward_grad"](torch.zeros(6, 2), None, None, *scores, mask, numbers, backend)
+    mask, numbers = torch.ones(6, 2, dtype=torch.bool), torch.tensor(Numbers(eps=1e-6), dtype=torch.float64)
+    scores, others = (rewards, torch.tensor(boundaries), 0, None), (None, None, None, None, 0)
+    texts = (Plan().text, Estimator().text, False)
+    call = (torch.zeros(6, 2), None, None, *scores, mask, *others, numbers, *texts, backend)
+    *_, count, slope = ops["forward_grad"](*call)
     assert count == 12
     assert slope.shape == (6, 2)

@@ -246,9 +246,10 @@ def test_raw_ops_of_a_step() -> None:
 
 def test_raw_ops_tell_masked_tokens_by_a_negative_zero() -> None:
     call = _call()
-    numbers = torch.tensor([0.2, 0.1, 1e-6], dtype=torch.float64)
-    tensors = [call[name].detach() for name in ("current_logps", "old_logps", "ref_logps", "rewards")]
-    *_, count, slope = ops["forward_grad"](*tensors, None, 3, None, call["completion_mask"], numbers, "native")
+    with RawCalls() as raw:
+        _gradient(call)
+    op, arguments = raw.calls["rl_kernels.grpo_loss_forward_grad.default"]
+    *_, count, slope = op(*arguments)
     assert count == call["completion_mask"].sum()
     assert torch.equal((slope == 0) & slope.signbit(), ~call["completion_mask"])
 

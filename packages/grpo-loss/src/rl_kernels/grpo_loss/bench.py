@@ -19,6 +19,13 @@ from rl_kernels.core.testing import Case
 from rl_kernels.grpo_loss.outputs import GRPOLossOutput
 
 COMPILE = frozenset({"compile"})
+OBJECTIVES = "objectives"
+LEVEL: dict[str, object] = {"importance_level": "sequence"}
+TYPES: dict[str, dict[str, object]] = {
+    **{name: {} for name in ("bnpo", "grpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo")},
+    **{name: LEVEL for name in ("luspo", "gspo")},
+}
+"""Loss types that trainers have, at the level that each is meant for."""
 SETS = {
     GOALS: (
         Shape((64, 8, 512)),
@@ -36,6 +43,11 @@ SETS = {
         Shape((64, 16, 1024), without=COMPILE),
         Shape((5, 3, 77), {"density": 0.5}, "ragged, half masked", without=COMPILE),
     ),
+    OBJECTIVES: tuple(
+        Shape(size, {"loss_type": name, "kl_correction": True, **options}, name)
+        for size in ((256, 16, 1024), (512, 16, 4096))
+        for name, options in TYPES.items()
+    ),
 }
 
 
@@ -49,20 +61,56 @@ def eager(
     samples_per_prompt: int,
     beta: float,
     clip_eps: float = 0.2,
+    loss_type: str = "bnpo",
+    importance_level: str = "token",
+    kl_correction: bool = False,
 ) -> GRPOLossOutput:
     """Compute the loss as trainers write it, with no regard for small e, NaN under the mask or offsets of rewards."""
     groups = rewards.view(-1, samples_per_prompt)
     scale = groups.std(1, correction=0, keepdim=True).clamp(min=1e-6)
     advantages = ((groups - groups.mean(1, keepdim=True)) / scale).view(-1, 1)
-    ratio = (current_logps - old_logps).exp()
-    policy = -torch.min(ratio * advantages, ratio.clamp(1 - clip_eps, 1 + clip_eps) * advantages)
-    count = completion_mask.sum().clamp(min=1)
-    policy_loss = (policy * completion_mask).sum() / count
+    d, tokens = current_logps - old_logps, completion_mask.sum(1, keepdim=True).clamp(min=1)
+    log_ratio = (d * completion_mask).sum(1, keepdim=True) / tokens if importance_level == "sequence" else d
+    ratio = log_ratio.exp()
+    policy = -_weighted(ratio, d, advantages, current_logps, completion_mask, loss_type, clip_eps)
+
+    def mean(values: torch.Tensor) -> torch.Tensor:
+        masked = values * completion_mask
+        if loss_type in ("grpo", "gspo", "sapo"):
+            return (masked.sum(1, keepdim=True) / tokens).mean()
+        if loss_type in ("dr_grpo", "luspo"):
+            return masked.sum() / (len(masked) * (masked.shape[1] if loss_type == "dr_grpo" else 1))
+        return masked.sum() / completion_mask.sum().clamp(min=1)
+
+    policy_loss = mean(policy)
     if ref_logps is None:
         return GRPOLossOutput(policy_loss, policy_loss.detach(), torch.zeros_like(policy_loss).detach())
     e = ref_logps - current_logps
-    kl = ((e.exp() - e - 1) * completion_mask).sum() / count
+    k3 = e.exp() - e - 1
+    kl = mean(k3 * ratio if kl_correction else k3)
     return GRPOLossOutput(policy_loss + beta * kl, policy_loss.detach(), kl.detach())
+
+
+def _weighted(
+    ratio: torch.Tensor,
+    d: torch.Tensor,
+    a: torch.Tensor,
+    logps: torch.Tensor,
+    mask: torch.Tensor,
+    loss_type: str,
+    clip_eps: float,
+) -> torch.Tensor:
+    """Return what a trainer maximises at each token, with the constants of our defaults."""
+    if loss_type == "cispo":
+        return ratio.clamp(max=5.0).detach() * a * logps
+    if loss_type == "sapo":
+        tau = torch.where(a > 0, 1.0, 1.05)
+        return torch.sigmoid(tau * (ratio - 1)) * 4 / tau * a
+    if loss_type == "vespo":
+        log_w = (d.detach().clamp(-20, 20) * mask).sum(1, keepdim=True).clamp(-18.420680744, 20)
+        k, decay = torch.where(a >= 0, 2.0, 3.0), torch.where(a >= 0, 3.0, 2.0)
+        return (decay + k * log_w - decay * log_w.exp()).exp() * a * logps
+    return torch.min(ratio * a, ratio.clamp(1 - clip_eps, 1 + clip_eps) * a)
 
 
 def passes(shape: Shape, itemsize: int) -> dict[str, Pass]:

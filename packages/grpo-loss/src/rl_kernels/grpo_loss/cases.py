@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from itertools import cycle
 
 import torch
 
 from rl_kernels.core.testing import Case, Draw, Inputs, Spec
 from rl_kernels.grpo_loss import reference
+from rl_kernels.grpo_loss.cases_objectives import KEYWORDS, OBJECTIVES, extras, pack
 from rl_kernels.grpo_loss.illegal import ILLEGAL
+from rl_kernels.grpo_loss.magnitudes import GRADIENT, magnitudes
 from rl_kernels.grpo_loss.mutants import MUTANTS
-from rl_kernels.grpo_loss.transforms import GRADIENT, HYGIENE, TRANSFORMS
+from rl_kernels.grpo_loss.transforms import HYGIENE, TRANSFORMS
 
 HALF = torch.bfloat16
 FROM = "grpo_loss_from_advantages"
@@ -56,6 +57,7 @@ CASES = (
     Case("groups-offset", _groups(4, 8), {"offset": 10000.0, "eps": 1e-3}, GROUPS),
     # In FP64 sums of rewards are rounded: those of FP32 rewards are exact there, and hide how they were taken.
     Case("groups-double", _groups(6, 7), {"rewards": torch.float64, "offset": 10000.0, "equal": True}, GROUPS),
+    *OBJECTIVES,
     Case("many-prompts", _sizes(64, 8, 128), {"beta": 0.04, "density": 0.7}, suite="full"),
     Case("long-completions", _sizes(1, 4, 20000), {"beta": 0.04, "density": 0.9}, suite="full"),
     Case("large-group", _groups(1, 5000), {"group_sizes": (1, 4998, 1)}, GROUPS, suite="full"),
@@ -67,9 +69,7 @@ EMPTY = (
 )
 LEVELS = (0.0, 0.1, 0.37)
 """What rewards with an offset are apart: no mean of a few is one of them, so no advantage is 0 but for rounding."""
-SMALL = 0.06
-"""|e| below which exp(e) - e - 1 is not to be taken as a difference."""
-NUMBERS = ("clip_eps", "beta", "eps")
+NUMBERS = ("clip_eps", "beta", "eps", *KEYWORDS)
 """Options that are passed on as keyword arguments; the others shape the inputs."""
 
 
@@ -87,7 +87,7 @@ def inputs(case: Case, draw: Draw) -> Inputs:
         mask[batch // 2] = False
     call: Inputs = {
         "current_logps": current.to(draw.dtype),
-        "old_logps": _near(current, 0.3, draw, asked.get("old", draw.dtype)),
+        "old_logps": _near(current, asked.get("noise", 0.3), draw, asked.get("old", draw.dtype)),
         "ref_logps": _near(current, asked.get("drift", 0.3), draw, asked.get("ref", draw.dtype)),
         "completion_mask": mask.to(asked.get("mask", torch.bool)),
         **numbers,
@@ -99,8 +99,11 @@ def inputs(case: Case, draw: Draw) -> Inputs:
         call["old_logps"][0, 0] = -500.0
     if case.function == FROM:
         shape = (batch, length) if asked.get("per_token") else (batch,)
-        return {**call, "advantages": draw.normal(*shape)}
-    return {**call, **groups}
+        call["advantages"] = draw.normal(*shape)
+    else:
+        call |= groups
+    call |= extras(asked, call, draw)
+    return pack(call) if asked.get("packed") else call
 
 
 def _near(current: torch.Tensor, noise: float, draw: Draw, kind: torch.dtype | float | None) -> torch.Tensor | None:
@@ -120,6 +123,8 @@ def _rewards(case: Case, draw: Draw) -> torch.Tensor:
         rewards = draw.normal(batch)
     if case.options.get("equal"):
         rewards[: case.sizes["samples"]] = 0.3
+    if case.options.get("missing"):
+        rewards[:: case.options["missing"]] = torch.nan
     return rewards
 
 
@@ -136,35 +141,6 @@ def _grouping(case: Case) -> Inputs:
     return {"group_boundaries": case.options.get("boundaries", list)(offsets)}
 
 
-def magnitudes(case: Case, call: Inputs, upstream: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Bound the terms: each term of a sum, and how far rounding of its exponent d or e moves it."""
-    grouping = {name: call[name] for name in ("samples_per_prompt", "group_boundaries", "eps") if name in call}
-    a = call["advantages"] if case.function == FROM else reference.group_advantages(call["rewards"], **grouping)
-    if case.function == GROUPS:
-        return {"advantages": a.abs()}
-    mask, current = call["completion_mask"].bool(), call["current_logps"]
-    beta, clip_eps = call.get("beta", 0.0), call.get("clip_eps", 0.2)
-    a = torch.where(mask, a if a.ndim == 2 else a[:, None], 0.0)
-
-    def exponent(left: torch.Tensor | None, right: torch.Tensor | None) -> torch.Tensor:
-        return torch.zeros_like(current) if left is None or right is None else torch.where(mask, left - right, 0.0)
-
-    # A = 0 contributes nothing, whatever the ratio.
-    d = torch.where(a == 0, 0.0, exponent(current, call["old_logps"]))
-    e = exponent(call["ref_logps"] if beta else None, current)
-    policy = d.exp() * a.abs() * (1 + d.abs())
-    # k3 is about e^2 / 2 near 0, and must be as accurate as that, though e is far larger there.
-    k3 = e.expm1().abs() * ((e.abs() / SMALL).clamp(max=1) + e.abs())
-    count = mask.sum().clamp(min=1)
-    terms = {"policy_loss": policy.sum() / count, "kl": k3.sum() / count}
-    terms["loss"] = terms["policy_loss"] + beta * terms["kl"]
-    if "loss" in upstream:
-        is_clipped = torch.where(a > 0, d.exp() > 1 + clip_eps, d.exp() < 1 - clip_eps)
-        slope = torch.where(is_clipped, 0.0, policy) + beta * (e.expm1().abs() + e.exp() * e.abs())
-        terms[GRADIENT] = slope * upstream["loss"].abs() / count
-    return terms
-
-
 SPEC = Spec(
     cases=CASES,
     inputs=inputs,
@@ -173,7 +149,7 @@ SPEC = Spec(
         FROM: reference.grpo_loss_from_advantages,
         GROUPS: reference.group_advantages,
     },
-    classes=dict.fromkeys(("loss", "policy_loss", "kl", "advantages", GRADIENT), "reduction"),
+    classes=dict.fromkeys(("loss", "policy_loss", "kl", "metrics", "advantages", GRADIENT), "reduction"),
     differentiable=("current_logps",),
     magnitudes=magnitudes,
     transforms=TRANSFORMS,
@@ -183,6 +159,7 @@ SPEC = Spec(
     empty=EMPTY,
     masks=("completion_mask",),
     on_host=frozenset({"group_boundaries"}),
+    adds=frozenset({"return_metrics"}),
     unread=frozenset({"validate", "backend"}),
     output="advantages",
 )

@@ -8,6 +8,7 @@ import torch
 
 from rl_kernels.core.testing import IllegalCall, edited, given
 from rl_kernels.core.testing.spec import Change, Inputs
+from rl_kernels.grpo_loss import illegal_objectives
 
 Row = tuple[str, Change, type[Exception], str]
 """Name, change of a good call, exception, message."""
@@ -37,14 +38,14 @@ def _tokens(name: str, *, optional: bool = False, dtype: torch.dtype = torch.int
     ]
 
 
-def _number(name: str, bound: str, *too_small: float) -> list[Row]:
+def _number(name: str, bound: str, *too_small: float, optional: bool = False) -> list[Row]:
     wrong = f"{name}: expected "
     rows: list[Row] = [
         (f"{name} {value}", given(**{name: value}), ValueError, f"{wrong}a number {bound}") for value in too_small
     ]
     for value in (torch.nan, torch.inf):
         rows.append((f"{name} {value}", given(**{name: value}), ValueError, f"{wrong}a finite number"))
-    for other in ("1", None, True, torch.tensor(1.0)):
+    for other in ("1", True, torch.tensor(1.0), *(() if optional else (None,))):
         rows.append((f"{name} {other!r}", given(**{name: other}), TypeError, f"{wrong}a number"))
     return rows
 
@@ -132,13 +133,15 @@ LOSS: list[Row] = [
     _mask_of(0.5, torch.float32),
     _mask_of(torch.nan, torch.float32),
     ("no reference", lambda call: {**call, "ref_logps": None, "beta": 0.1}, ValueError, "ref_logps: expected a tensor"),
-    *_number("clip_eps", ">= 0", -0.1),
+    *_number("clip_eps", ">= 0", -0.1, optional=True),
     *_number("beta", ">= 0", -0.1),
+    *illegal_objectives.LOSS,
     *_backend(),
 ]
 REWARDS: list[Row] = [
     ("rewards of two dims", edited("rewards", lambda x: x[None]), ValueError, "rewards: expected 1 dims"),
     *_number("eps", "> 0", 0.0, -1e-6),
+    *illegal_objectives.ESTIMATORS,
     *_groups(),
 ]
 SHAPED = "advantages: expected "

@@ -2,141 +2,123 @@
 
 Order of the sums, which is the contract of this backend: terms are summed over each sequence in segments of 4096
 counted from its start, each by one tree, the segments' sums in ascending order; then the sequences' sums in the same
-way. Masked positions are zeros in both, so padding and masked sequences at the end change no bit. Rewards are summed by
-a tree over each group counted from its start, in FP64.
+way. Masked positions are zeros in both, so padding and masked sequences at the end change no bit, and packed sequences
+are padded. Rewards are summed by a tree over each group counted from its start, in FP64.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from rl_kernels.core import rowwise
+from rl_kernels.grpo_loss import packing
+from rl_kernels.grpo_loss.call import LossCall
+from rl_kernels.grpo_loss.lanes import keep, lanes
+from rl_kernels.grpo_loss.native_advantages import advantages
+from rl_kernels.grpo_loss.native_metrics import Metrics
+from rl_kernels.grpo_loss.native_terms import Block, Terms, terms_of
+from rl_kernels.grpo_loss.objective import Numbers, Plan
+
+__all__ = ["advantages", "backward", "forward", "forward_grad"]
 
 BLOCK_ELEMENTS = 1 << 16
 """Tokens worked on at once; sequences are independent up to their sums, so it changes no bit."""
-SMALL = 0.06
-"""|e| below which k3 is its series: there expm1(e) - e loses more than five bits."""
-TERMS = {torch.float32: 5, torch.float64: 9}
-"""Terms of the series: the first left out is below half an ULP of the sum at ``SMALL``."""
-
-Term = tuple[torch.Tensor, torch.Tensor]
-"""A term of the loss at each position, and its derivative with respect to current_logps."""
 
 
-class Inputs(NamedTuple):
-    """The tensors of a loss, of all sequences or of some."""
+class Losses(NamedTuple):
+    """Loss, its two parts, the metrics, and what divides the sums; scalars but the metrics."""
 
-    current: torch.Tensor
-    old: torch.Tensor | None
-    ref: torch.Tensor | None
-    advantages: torch.Tensor
-    mask: torch.Tensor
-
-    def rows(self, index: slice) -> Inputs:
-        """Return the same for some of the sequences."""
-        return Inputs(*(None if field is None else field[index] for field in self))  # type: ignore[arg-type]
+    loss: torch.Tensor
+    policy_loss: torch.Tensor
+    kl: torch.Tensor
+    metrics: torch.Tensor
+    divisor: torch.Tensor
 
 
-def advantages(rewards: torch.Tensor, boundaries: torch.Tensor | None, samples: int, eps: torch.Tensor) -> torch.Tensor:
-    """Return (r - mean) / max(std, eps) within each group, ``[B]``; 0 where all rewards are equal."""
-    count = rewards.shape[0]
-    if not count:
-        return rewards.new_empty(0, dtype=rowwise.compute_dtype(rewards.dtype))
-    if boundaries is None:
-        boundaries = torch.arange(0, count + 1, samples, device=rewards.device)
-    r = rewards.double()
-    place = torch.arange(count, device=rewards.device)
-    group = torch.bucketize(place, boundaries[1:-1].contiguous(), right=True)
-    # Unchecked boundaries (validate=False) must not read out of bounds.
-    start = boundaries[group].clamp(0, count - 1)
-    end = boundaries[group + 1].clamp(1, count)
-    size = (end - start).double()
-    total, unlike = _group_sums(torch.stack((r, (r != r[start]).double())), start, end)
-    centred = r - total / size
-    (squares,) = _group_sums(centred.square()[None], start, end)
-    scaled = centred / torch.maximum((squares / size).sqrt(), eps)
-    # The mean of seven times 0.1 is not 0.1: equal rewards give exactly 0 by comparison.
-    return torch.where(unlike == 0, 0.0, scaled).to(rowwise.compute_dtype(rewards.dtype))
+def forward(*arguments: Any) -> tuple[torch.Tensor, ...]:
+    """Return (loss, policy_loss, kl, metrics)."""
+    return _loss(LossCall(*arguments), None)[:4]
 
 
-def forward(
-    current_logps: torch.Tensor,
-    old_logps: torch.Tensor | None,
-    ref_logps: torch.Tensor | None,
-    rewards: torch.Tensor | None,
-    boundaries: torch.Tensor | None,
-    samples: int,
-    advantages: torch.Tensor | None,
-    mask: torch.Tensor,
-    numbers: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (loss, policy_loss, kl), scalars."""
-    a = _advantages(current_logps, rewards, boundaries, samples, advantages, numbers)
-    loss, policy_loss, kl, _ = _loss(Inputs(current_logps, old_logps, ref_logps, a, mask.bool()), numbers, None)
-    return loss, policy_loss, kl
-
-
-def forward_grad(
-    current_logps: torch.Tensor,
-    old_logps: torch.Tensor | None,
-    ref_logps: torch.Tensor | None,
-    rewards: torch.Tensor | None,
-    boundaries: torch.Tensor | None,
-    samples: int,
-    advantages: torch.Tensor | None,
-    mask: torch.Tensor,
-    numbers: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (loss, policy_loss, kl, count, slope), the last ``[B, T]``, -0 at masked tokens."""
-    a = _advantages(current_logps, rewards, boundaries, samples, advantages, numbers)
-    slope = current_logps.new_empty(current_logps.shape, dtype=rowwise.compute_dtype(current_logps.dtype))
-    return *_loss(Inputs(current_logps, old_logps, ref_logps, a, mask.bool()), numbers, slope), slope
+def forward_grad(*arguments: Any) -> tuple[torch.Tensor, ...]:
+    """Return (loss, policy_loss, kl, metrics, divisor, slope), the last like current_logps, -0 at masked tokens."""
+    call = LossCall(*arguments)
+    slope = call.current_logps.new_empty((call.batch, call.length), dtype=call.dtype)
+    losses = _loss(call, slope)
+    if call.cu_seqlens is not None:
+        slope = packing.packed(slope, call.cu_seqlens, call.current_logps.shape[0])
+    return *losses, slope
 
 
 def backward(
-    current_logps: torch.Tensor, count: torch.Tensor, slope: torch.Tensor, upstream: torch.Tensor
+    current_logps: torch.Tensor, divisor: torch.Tensor, slope: torch.Tensor, upstream: torch.Tensor
 ) -> torch.Tensor:
     """Return the gradient in the dtype of current_logps; 0 at masked positions, whatever the upstream gradient."""
-    active = _lanes((slope != 0) | ~slope.signbit(), slope.dtype)
-    grad = _keep(slope * (upstream.to(slope.dtype) / count), active)
+    active = lanes((slope != 0) | ~slope.signbit(), slope.dtype)
+    grad = keep(slope * (upstream.to(slope.dtype) / divisor), active)
     return grad.to(current_logps.dtype).contiguous()
 
 
-def _advantages(
-    current: torch.Tensor,
-    rewards: torch.Tensor | None,
-    boundaries: torch.Tensor | None,
-    samples: int,
-    given: torch.Tensor | None,
-    numbers: torch.Tensor,
-) -> torch.Tensor:
-    """Return the given advantages, or those of the rewards, ``[B]``."""
-    if rewards is None:
-        assert given is not None
-        return given
-    return advantages(rewards.to(torch.promote_types(rewards.dtype, current.dtype)), boundaries, samples, numbers[2])
-
-
-def _loss(
-    inputs: Inputs, numbers: torch.Tensor, slope: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (loss, policy_loss, kl, count) and write the slope, if it is wanted."""
-    current, mask = inputs.current, inputs.mask
-    clip_eps, beta, _ = numbers.tolist()
-    dtype = rowwise.compute_dtype(current.dtype)
-    count = mask.sum().clamp(min=1).to(dtype)
+def _loss(call: LossCall, slope: torch.Tensor | None) -> Losses:
+    """Return the results and write the slope, if it is wanted."""
+    plan, n = call.formula, call.values
+    inputs = _inputs(call, n)
+    current, dtype = inputs.current, call.dtype
+    divisor = _divisor(call, inputs.mask, plan, n)
     policy_sums, kl_sums = (current.new_zeros(current.shape[0], dtype=dtype) for _ in range(2))
+    metrics = Metrics(current.shape[0], dtype, current.device) if call.with_metrics else None
     for rows in _blocks(current):
-        terms, block_slope = _block(inputs.rows(rows), clip_eps, beta)
-        for sums, term in zip((policy_sums, kl_sums), terms, strict=False):
-            sums[rows] = rowwise.row_sum(term)
+        block = inputs.rows(rows)
+        terms = terms_of(block, plan, n, call.with_metrics)
+        policy_sums[rows] = _row_sum(terms.policy, block, plan.mean, dtype)
+        if terms.kl is not None:
+            kl_sums[rows] = _row_sum(terms.kl, block, plan.mean, dtype)
+        if metrics is not None:
+            metrics.add(rows, block, terms, plan, n)
         if slope is not None:
-            slope[rows] = _marked(block_slope, mask[rows])
-    policy_loss, kl = (rowwise.row_sum(sums) / count for sums in (policy_sums, kl_sums))
-    return policy_loss + beta * kl, policy_loss, kl, count
+            slope[rows] = _marked(terms, block.mask)
+    policy_loss, kl = (rowwise.row_sum(sums) / divisor for sums in (policy_sums, kl_sums))
+    values = current.new_empty(0, dtype=torch.float32) if metrics is None else metrics.vector()
+    return Losses(policy_loss + n.beta * kl, policy_loss, kl, values, divisor)
+
+
+def _inputs(call: LossCall, n: Numbers) -> Block:
+    """Return the tensors of all sequences, padded."""
+    current, mask, scores = call.current_logps, call.mask.bool(), _advantages(call, n)
+    tensors = (current, call.old_logps, call.ref_logps, scores, mask, call.rollout_ratio, call.entropy)
+    if call.cu_seqlens is None:
+        return Block(*tensors)
+    layout = packing.Padding(call.cu_seqlens, call.max_seqlen, current.shape[0])
+    padded = [None if x is None else layout.padded(x, i in (3, 5)) for i, x in enumerate(tensors)]
+    inside = layout.padded(mask, False) & layout.inside
+    return Block(*padded)._replace(mask=inside)  # type: ignore[arg-type]
+
+
+def _advantages(call: LossCall, n: Numbers) -> torch.Tensor:
+    """Return the given advantages, or those of the rewards, ``[B]``."""
+    rewards = call.rewards
+    if rewards is None:
+        assert call.advantages is not None
+        return call.advantages
+    wide = rewards.to(torch.promote_types(rewards.dtype, call.current_logps.dtype))
+    eps = call.numbers.new_full((), n.eps)
+    return advantages(wide, call.boundaries, call.samples, eps, call.estimator)
+
+
+def _divisor(call: LossCall, mask: torch.Tensor, plan: Plan, n: Numbers) -> torch.Tensor:
+    """Return what divides the sums over the batch: a number of tokens or of sequences, times a length or 1."""
+    if call.normaliser is not None:
+        count = call.normaliser.to(call.dtype)
+    elif n.divisor:
+        count = mask.new_full((), n.divisor, dtype=call.dtype)
+    elif plan.mean == "tokens":
+        return mask.sum().clamp(min=1).to(call.dtype)
+    else:
+        count = mask.new_full((), max(call.batch, 1), dtype=call.dtype)
+    return count * (n.length or max(call.length, 1)) if plan.mean == "sums" else count.clone()
 
 
 def _blocks(current: torch.Tensor) -> Iterator[slice]:
@@ -145,71 +127,12 @@ def _blocks(current: torch.Tensor) -> Iterator[slice]:
         yield slice(row, row + height)
 
 
-def _block(inputs: Inputs, clip_eps: float, beta: float) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Return the policy term (and k3, if there is a reference) at each position, and the slope of the loss."""
-    current, old, ref, advantages, mask = inputs
-    dtype = rowwise.compute_dtype(current.dtype)
-    a = advantages.to(dtype) if advantages.ndim == 2 else advantages.to(dtype)[:, None]
-    current = current.to(dtype)
-    # Masked before any exponential, and A = 0 with it: 0 * inf would be NaN.
-    active, counted = _lanes(mask, dtype), _lanes(mask & (a != 0), dtype)
-    d = torch.zeros_like(current) if old is None else _keep(current - old.to(dtype), counted)
-    policy, slope = (_keep(value, counted) for value in _policy_term(d.exp(), a, clip_eps))
-    if ref is None:
-        return [policy], slope
-    k3, k3_slope = _k3(_keep(ref.to(dtype) - current, active))
-    return [policy, k3], slope + beta * k3_slope
+def _row_sum(term: torch.Tensor, block: Block, mean: str, dtype: torch.dtype) -> torch.Tensor:
+    sums = rowwise.row_sum(term)
+    return sums / block.mask.sum(1).clamp(min=1).to(dtype) if mean == "sequences" else sums
 
 
-def _policy_term(ratio: torch.Tensor, a: torch.Tensor, clip_eps: float) -> Term:
-    """-min(ratio A, clamp(ratio) A); a tie, and NaN, takes the unclipped branch."""
-    unclipped = -(ratio * a)
-    clipped = -(ratio.clamp(1 - clip_eps, 1 + clip_eps) * a)
-    return torch.maximum(unclipped, clipped), _keep(unclipped, _lanes(~(clipped > unclipped), ratio.dtype))
-
-
-def _k3(e: torch.Tensor) -> Term:
-    """exp(e) - e - 1 with its slope -(exp(e) - 1), ``e = ref - current``; never negative, accurate for small e."""
-    expm1 = e.expm1()
-    coefficient = [1 / 2]
-    for n in range(3, TERMS[e.dtype] + 2):
-        coefficient.append(coefficient[-1] / n)
-    series = torch.full_like(e, coefficient.pop())
-    for value in reversed(coefficient):
-        series.mul_(e).add_(value)
-    small = _lanes(e.abs() < SMALL, e.dtype)
-    # One of the two is +0 at each position, and x + 0 is x.
-    return _keep(e * e * series, small) + _keep(expm1 - e, ~small), -expm1
-
-
-def _lanes(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return all bits set where the mask holds, none elsewhere, in integers of the width of ``dtype``."""
-    return mask.to(torch.int64 if dtype == torch.float64 else torch.int32).neg_()
-
-
-def _keep(x: torch.Tensor, lanes: torch.Tensor) -> torch.Tensor:
-    """Return ``x`` in the lanes and +0 elsewhere, whatever ``x`` is there; on a CPU 10 times as fast as torch.where."""
-    return (x.view(lanes.dtype) & lanes).view(x.dtype)
-
-
-def _marked(slope: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def _marked(terms: Terms, mask: torch.Tensor) -> torch.Tensor:
     """Return a slope that is 0 at masked tokens with -0 there and nowhere else: -0 + 0 is +0."""
-    lanes = _lanes(~mask, slope.dtype)
-    return ((slope + 0.0).view(lanes.dtype) | (lanes & torch.iinfo(lanes.dtype).min)).view(slope.dtype)
-
-
-def _group_sums(x: torch.Tensor, start: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
-    """Return, at each place of ``x[n, B]``, the sum over its group: a tree counted from the group's start.
-
-    The order follows the place in the group alone, whatever the sizes and places of the groups, and no size has to be
-    known on the host.
-    """
-    count = x.shape[1]
-    place = torch.arange(count, device=x.device)
-    width = 1
-    while width < count:
-        other = place + width
-        takes = ((place - start) % (2 * width) == 0) & (other < end)
-        x = torch.where(takes, x + x[:, other.clamp(max=count - 1)], x)
-        width *= 2
-    return x[:, start]
+    masked = lanes(~mask, terms.slope.dtype)
+    return ((terms.slope + 0.0).view(masked.dtype) | (masked & torch.iinfo(masked.dtype).min)).view(terms.slope.dtype)

@@ -1,13 +1,24 @@
-"""The definition of the GRPO loss in plain PyTorch; the gold when its inputs are FP64."""
+"""The definition of the loss in plain PyTorch; the gold when its inputs are FP64."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from itertools import pairwise
 
 import torch
 
-from rl_kernels.grpo_loss.outputs import GRPOLossOutput
+from rl_kernels.grpo_loss.outputs import GRPOLossOutput, LossAndMetrics
+from rl_kernels.grpo_loss.reference_advantages import group_advantages, wide
+from rl_kernels.grpo_loss.reference_layout import Padding, metrics_of
+
+__all__ = ["group_advantages", "grpo_loss", "grpo_loss_from_advantages"]
+
+PER_SEQUENCE = ("grpo", "sapo", "gspo")
+"""Loss types that are the mean of each sequence's mean."""
+SUMS = ("dr_grpo", "luspo")
+"""Loss types that are the mean of each sequence's sum; dr_grpo divides it by a length too."""
+SMALLEST, LARGEST = math.log(1e-8), 20.0
+"""Bounds of the log-weight of a sequence in vespo."""
 
 
 def grpo_loss(
@@ -19,18 +30,87 @@ def grpo_loss(
     *,
     samples_per_prompt: int | None = None,
     group_boundaries: Sequence[int] | torch.Tensor | None = None,
-    clip_eps: float = 0.2,
-    beta: float = 0.0,
     eps: float = 1e-6,
-) -> GRPOLossOutput:
+    advantage_estimator: str = "population",
+    eps_placement: str = "max",
+    skip_nan: bool = False,
+    clip_eps: float | None = None,
+    beta: float = 0.0,
+    loss_type: str = "bnpo",
+    clip_low: float | None = None,
+    clip_high: float | None = None,
+    delta: float | None = None,
+    dual_clip: float | None = None,
+    cispo_floor: float = 0.0,
+    cispo_cap: float = 5.0,
+    sapo_temperature_pos: float = 1.0,
+    sapo_temperature_neg: float = 1.05,
+    vespo_k_pos: float = 2.0,
+    vespo_lambda_pos: float = 3.0,
+    vespo_k_neg: float = 3.0,
+    vespo_lambda_neg: float = 2.0,
+    importance_level: str | None = None,
+    kl_estimator: str = "k3",
+    kl_correction: bool = False,
+    rollout_ratio: torch.Tensor | None = None,
+    rollout_mode: str | None = None,
+    rollout_min: float | None = None,
+    rollout_max: float | None = None,
+    num_tokens: float | torch.Tensor | None = None,
+    num_sequences: float | torch.Tensor | None = None,
+    max_completion_length: int | None = None,
+    entropy: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    max_seqlen: int | None = None,
+    return_metrics: bool = False,
+) -> GRPOLossOutput | LossAndMetrics:
     """Return the loss with advantages from the rewards of each group; shapes as in the public function."""
     if current_logps.dtype == torch.float64:
         rewards = rewards.double()
     advantages = group_advantages(
-        rewards, samples_per_prompt=samples_per_prompt, group_boundaries=group_boundaries, eps=eps
+        rewards,
+        samples_per_prompt=samples_per_prompt,
+        group_boundaries=group_boundaries,
+        eps=eps,
+        advantage_estimator=advantage_estimator,
+        eps_placement=eps_placement,
+        skip_nan=skip_nan,
     )
     return grpo_loss_from_advantages(
-        current_logps, old_logps, ref_logps, advantages, completion_mask, clip_eps=clip_eps, beta=beta
+        current_logps,
+        old_logps,
+        ref_logps,
+        advantages,
+        completion_mask,
+        clip_eps=clip_eps,
+        beta=beta,
+        loss_type=loss_type,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        delta=delta,
+        dual_clip=dual_clip,
+        cispo_floor=cispo_floor,
+        cispo_cap=cispo_cap,
+        sapo_temperature_pos=sapo_temperature_pos,
+        sapo_temperature_neg=sapo_temperature_neg,
+        vespo_k_pos=vespo_k_pos,
+        vespo_lambda_pos=vespo_lambda_pos,
+        vespo_k_neg=vespo_k_neg,
+        vespo_lambda_neg=vespo_lambda_neg,
+        importance_level=importance_level,
+        kl_estimator=kl_estimator,
+        kl_correction=kl_correction,
+        rollout_ratio=rollout_ratio,
+        rollout_mode=rollout_mode,
+        rollout_min=rollout_min,
+        rollout_max=rollout_max,
+        num_tokens=num_tokens,
+        num_sequences=num_sequences,
+        max_completion_length=max_completion_length,
+        entropy=entropy,
+        cu_seqlens=cu_seqlens,
+        max_seqlen=max_seqlen,
+        return_metrics=return_metrics,
     )
 
 
@@ -41,56 +121,127 @@ def grpo_loss_from_advantages(
     advantages: torch.Tensor,
     completion_mask: torch.Tensor,
     *,
-    clip_eps: float = 0.2,
+    clip_eps: float | None = None,
     beta: float = 0.0,
-) -> GRPOLossOutput:
-    """Return the mean over active tokens of the clipped policy term, plus ``beta`` times that of k3."""
-    dtype = _dtype(current_logps)
+    loss_type: str = "bnpo",
+    clip_low: float | None = None,
+    clip_high: float | None = None,
+    delta: float | None = None,
+    dual_clip: float | None = None,
+    cispo_floor: float = 0.0,
+    cispo_cap: float = 5.0,
+    sapo_temperature_pos: float = 1.0,
+    sapo_temperature_neg: float = 1.05,
+    vespo_k_pos: float = 2.0,
+    vespo_lambda_pos: float = 3.0,
+    vespo_k_neg: float = 3.0,
+    vespo_lambda_neg: float = 2.0,
+    importance_level: str | None = None,
+    kl_estimator: str = "k3",
+    kl_correction: bool = False,
+    rollout_ratio: torch.Tensor | None = None,
+    rollout_mode: str | None = None,
+    rollout_min: float | None = None,
+    rollout_max: float | None = None,
+    num_tokens: float | torch.Tensor | None = None,
+    num_sequences: float | torch.Tensor | None = None,
+    max_completion_length: int | None = None,
+    entropy: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    max_seqlen: int | None = None,
+    return_metrics: bool = False,
+) -> GRPOLossOutput | LossAndMetrics:
+    """Return the mean of the policy term of a loss type, plus ``beta`` times that of a KL estimate."""
+    if cu_seqlens is not None:
+        layout = Padding(cu_seqlens, max_seqlen)
+        tensors = (current_logps, old_logps, ref_logps, entropy)
+        current_logps, old_logps, ref_logps, entropy = (layout.padded(x) for x in tensors)  # type: ignore[assignment]
+        advantages, rollout_ratio = layout.scores(advantages), layout.scores(rollout_ratio)  # type: ignore[assignment]
+        completion_mask = layout.padded(completion_mask) * layout.inside  # type: ignore[operator]
+    dtype = wide(current_logps)
     mask = completion_mask.bool()
     a = (advantages if advantages.ndim == 2 else advantages[:, None]).to(dtype).expand(mask.shape)
     current = current_logps.to(dtype)
     old = current.detach() if old_logps is None else old_logps.to(dtype)
+    low = (0.2 if clip_eps is None else clip_eps) if clip_low is None else clip_low
+    high = (0.2 if clip_eps is None else clip_eps) if clip_high is None else clip_high
 
-    # Taken out before the exponential: what overflows there would reach the gradient as 0 * inf.
+    # Taken out before any exponential: what overflows there would reach the gradient as 0 * inf.
+    tokens = mask.sum(1, keepdim=True).clamp(min=1)
     counted = mask & (a != 0)
-    ratio = torch.where(counted, current - old, 0).exp()
-    unclipped, clipped = ratio * a, ratio.clamp(1 - clip_eps, 1 + clip_eps) * a
-    policy_loss = _mean(torch.where(counted, -torch.where(clipped < unclipped, clipped, unclipped), 0), mask)
-    if beta == 0 or ref_logps is None:
-        return GRPOLossOutput(policy_loss, policy_loss.detach(), torch.zeros_like(policy_loss).detach())
+    d = torch.where(mask, current - old, 0)
+    if importance_level == "sequence" or (loss_type == "gspo" and importance_level is None):
+        kl_ratio = (d.sum(1, keepdim=True) / tokens).exp().expand(mask.shape)
+        ratio = torch.where(counted, kl_ratio, 1)
+    else:
+        kl_ratio = d.exp()
+        ratio = torch.where(counted, d, 0).exp()
+    weight = torch.ones((), dtype=dtype, device=mask.device)
+    if rollout_ratio is not None:
+        per_token = rollout_ratio if rollout_ratio.ndim == 2 else rollout_ratio[:, None]
+        least, most = rollout_min or 0.0, math.inf if rollout_max is None else rollout_max
+        weight = _rollout_weight(per_token.to(dtype), rollout_mode, least, most)
 
-    e = torch.where(mask, ref_logps.to(dtype) - current, 0)
-    kl = _mean(e.expm1() - e, mask)
-    return GRPOLossOutput(policy_loss + beta * kl, policy_loss.detach(), kl.detach())
+    logp = torch.where(counted, current, 0)
+    if loss_type == "cispo":
+        term = -ratio.clamp(cispo_floor, cispo_cap).detach() * a * logp
+    elif loss_type == "reinforce":
+        term = -a * logp
+    elif loss_type == "sapo":
+        tau = torch.full_like(a, sapo_temperature_neg).masked_fill(a > 0, sapo_temperature_pos)
+        term = -4 / tau * torch.sigmoid(tau * (ratio - 1)) * a
+    elif loss_type == "vespo":
+        log_weight = torch.where(mask, d.detach().clamp(-LARGEST, LARGEST), 0).sum(1, keepdim=True)
+        if rollout_ratio is not None:
+            log_rollout = weight.log().clamp(SMALLEST, LARGEST)
+            is_per_token = rollout_ratio.ndim == 2
+            log_weight = log_weight + (
+                torch.where(mask, log_rollout, 0).sum(1, keepdim=True) if is_per_token else log_rollout
+            )
+        log_weight = log_weight.clamp(SMALLEST, LARGEST)
+        k = torch.full_like(a, vespo_k_neg).masked_fill(a >= 0, vespo_k_pos)
+        lam = torch.full_like(a, vespo_lambda_neg).masked_fill(a >= 0, vespo_lambda_pos)
+        term = -(lam + k * log_weight - lam * log_weight.exp()).exp() * a * logp
+    else:
+        bounded = ratio if delta is None else ratio.clamp(max=delta)
+        unclipped, clipped = -bounded * a, -ratio.clamp(1 - low, 1 + high) * a
+        term = torch.where(clipped > unclipped, clipped, unclipped)
+        if dual_clip is not None:
+            term = torch.where((a < 0) & (term > -dual_clip * a), -dual_clip * a, term)
+    if rollout_ratio is not None and loss_type != "vespo":
+        term = term * weight
+
+    def aggregate(values: torch.Tensor) -> torch.Tensor:
+        if loss_type in (*PER_SEQUENCE, *SUMS):
+            count = len(mask) if num_sequences is None else num_sequences
+            if loss_type == "dr_grpo":
+                count = count * (mask.shape[1] if max_completion_length is None else max_completion_length)
+            per_sequence = values.sum(1, keepdim=True) / (1 if loss_type in SUMS else tokens)
+            return per_sequence.sum() / (max(count, 1) if num_sequences is None else count)
+        return values.sum() / (mask.sum().clamp(min=1) if num_tokens is None else num_tokens)
+
+    policy_loss = aggregate(torch.where(counted, term, 0))
+    loss, kl = policy_loss, torch.zeros_like(policy_loss)
+    e = None
+    if beta != 0 and ref_logps is not None:
+        e = torch.where(mask, ref_logps.to(dtype) - current, 0)
+        estimate = {"k1": -e, "k2": e.square() / 2, "k3": e.expm1() - e}[kl_estimator]
+        kl = aggregate(torch.where(mask, estimate * kl_ratio if kl_correction else estimate, 0))
+        loss = policy_loss + beta * kl
+    output = GRPOLossOutput(loss, policy_loss.detach(), kl.detach())
+    if not return_metrics:
+        return output
+    bounds = (1 - low, 1 + high) if loss_type not in ("cispo", "sapo", "vespo", "reinforce") else (0.0, math.inf)
+    is_high = (kl_ratio > cispo_cap) if loss_type == "cispo" else (kl_ratio > bounds[1]) & (a > 0)
+    is_low = (kl_ratio < cispo_floor) if loss_type == "cispo" else (kl_ratio < bounds[0]) & (a < 0)
+    logps = [
+        x for x in (current, None if old_logps is None else old, None if e is None else ref_logps) if x is not None
+    ]
+    values = metrics_of(mask, is_low, is_high, kl_ratio.detach(), e, logps, entropy)
+    return LossAndMetrics(output, values)
 
 
-def group_advantages(
-    rewards: torch.Tensor,
-    *,
-    samples_per_prompt: int | None = None,
-    group_boundaries: Sequence[int] | torch.Tensor | None = None,
-    eps: float = 1e-6,
-) -> torch.Tensor:
-    """Return ``(r - mean) / max(std, eps)`` within each group, population std; 0 where all rewards are equal."""
-    # In FP64: the FP32 mean of rewards around 10,000 is off by more than advantages may be.
-    r = rewards.double()
-    if samples_per_prompt is not None:
-        group_boundaries = range(0, len(r) + 1, samples_per_prompt)
-    assert group_boundaries is not None
-    groups = [r[start:end] for start, end in pairwise(int(offset) for offset in group_boundaries)]
-    return torch.cat([r[:0], *(_normalised(group, eps) for group in groups)]).to(_dtype(rewards))
-
-
-def _normalised(group: torch.Tensor, eps: float) -> torch.Tensor:
-    # The mean of seven times 0.1 is not 0.1, so equal rewards are seen before the arithmetic.
-    if bool((group == group[0]).all()):
-        return torch.zeros_like(group)
-    return (group - group.mean()) / group.std(correction=0).clamp(min=eps)
-
-
-def _mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    return values.sum() / mask.sum().clamp(min=1)
-
-
-def _dtype(value: torch.Tensor) -> torch.dtype:
-    return torch.float64 if value.dtype == torch.float64 else torch.float32
+def _rollout_weight(ratio: torch.Tensor, mode: str | None, least: float, most: float) -> torch.Tensor:
+    if mode == "mask":
+        return torch.where((ratio < least) | (ratio > most), 0, ratio)
+    return ratio.clamp(least, most) if mode == "truncate" else ratio

@@ -9,18 +9,24 @@ import torch
 import torch.nn.functional as F
 
 from rl_kernels.core.testing import Case, Draw, Inputs, Variant, options
+from rl_kernels.grpo_loss.magnitudes import GRADIENT
 
-GRADIENT = "gradient:current_logps"
-TOKENS = ("current_logps", "old_logps", "ref_logps", "advantages", "completion_mask")
+TOKENS = ("current_logps", "old_logps", "ref_logps", "advantages", "completion_mask", "rollout_ratio", "entropy")
+SEQUENCES = ("rewards", "advantages", "rollout_ratio")
+OF_SEQUENCES = ("grpo", "gspo", "sapo", "dr_grpo", "luspo")
+"""Loss types that are divided by a number of sequences."""
 GARBAGE = (torch.nan, torch.inf, -torch.inf, 1e38)
 
 
 def padding(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
     """Pad completions on the right, with garbage under the mask; the gradient is exactly 0 there."""
+    if "cu_seqlens" in call or "completion_mask" not in call:
+        return
+    counted = {"max_completion_length": call["completion_mask"].shape[1], **call}
+    divided = counted if call.get("loss_type") == "dr_grpo" else call
     for width, garbage in zip((1, 7, 64, 4100), GARBAGE, strict=True):
         wide = {name: _longer(name, value, 1, width, garbage) for name, value in _tokens(call).items()}
-        if wide:
-            yield Variant(f"{width} on the right, {garbage}", {**call, **wide}, _with_zeros(0, width))
+        yield Variant(f"{width} on the right, {garbage}", {**divided, **wide}, _with_zeros(0, width))
 
 
 def masked(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
@@ -30,20 +36,22 @@ def masked(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
     lanes = ~call["completion_mask"].bool()
     for garbage in GARBAGE:
         changed = {name: _filled(v, lanes, garbage) for name, v in _tokens(call).items() if name != "completion_mask"}
-        if "advantages" in call and call["advantages"].ndim == 1:
-            changed["advantages"] = _filled(call["advantages"], lanes.all(1), garbage)
+        for name in {"advantages", "rollout_ratio"} & call.keys() - changed.keys() if lanes.ndim == 2 else ():
+            changed[name] = _filled(call[name], lanes.all(1), garbage)
         yield Variant(f"{garbage} under the mask", {**call, **changed})
 
 
 def appended(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
     """Append masked completions of garbage: whole groups, where there are groups."""
     tokens = _tokens(call)
-    if not tokens:
+    if not tokens or "cu_seqlens" in call or call.get("advantage_estimator") == "batch":
         return
+    if call.get("loss_type") in OF_SEQUENCES:
+        call = {"num_sequences": len(call["completion_mask"]), **call}
     first = call.get("samples_per_prompt", 1)
     for count, garbage in ((first, torch.nan), (3 * first, torch.inf)):
         changed: Inputs = {name: _longer(name, value, 0, count, garbage) for name, value in tokens.items()}
-        for name in {"rewards", "advantages"} & call.keys() - changed.keys():
+        for name in {*SEQUENCES} & call.keys() - changed.keys():
             changed[name] = _longer(name, call[name], 0, count, garbage)
         if "group_boundaries" in call:
             offsets = _offsets(call)
@@ -68,7 +76,7 @@ def grouping(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
 
 def groups(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
     """Take a group alone, among others, and all groups in another order: advantages depend on their group alone."""
-    if case.function != "group_advantages":
+    if case.function != "group_advantages" or call.get("advantage_estimator") == "batch":
         return
     others = {name: value for name, value in call.items() if name not in ("samples_per_prompt", "group_boundaries")}
     rewards = call["rewards"]
@@ -108,13 +116,55 @@ def unread(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
             yield Variant(f"{label} reference", {**call, "ref_logps": value})
 
 
+def packed(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
+    """Pack the sequences: whole, and without the masked tokens at the end of each."""
+    if "completion_mask" not in call or "cu_seqlens" in call or not call["completion_mask"].numel():
+        return
+    mask = call["completion_mask"].bool()
+    length = mask.shape[1]
+    if call.get("loss_type") == "dr_grpo":
+        call = {"max_completion_length": length, **call}
+    tokens, place = _tokens(call), torch.arange(length, device=mask.device)
+    ends = torch.where(mask, place + 1, 0).amax(1)
+    ways = {"whole": torch.full_like(ends, length), "to the last active token": ends, "with a gap": ends}
+    for label, lengths in ways.items():
+        inside = place < lengths[:, None]
+        total = int(inside.sum())
+        if len(tokens) > 1 and total == len(mask) and any(name in tokens for name in SEQUENCES):
+            continue
+        offsets = torch.cat((lengths.new_zeros(1), lengths.cumsum(0)))
+        changed: Inputs = {name: value[inside] for name, value in tokens.items()}
+        changed["cu_seqlens"] = offsets.int() if label == "whole" else offsets
+        changed["max_seqlen"] = length if label == "with a gap" else int(lengths.max())
+        yield Variant(label, {**call, **changed}, _inside(inside))
+
+
+def normaliser(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
+    """Say what is divided by, which is counted otherwise."""
+    if "completion_mask" not in call or {"num_tokens", "num_sequences"} & call.keys() or "cu_seqlens" in call:
+        return
+    mask, of_sequences = call["completion_mask"].bool(), call.get("loss_type") in OF_SEQUENCES
+    name, count = ("num_sequences", len(mask)) if of_sequences else ("num_tokens", max(int(mask.sum()), 1))
+    for value in (count, torch.tensor(count, device=mask.device), torch.tensor(float(count), device=mask.device)):
+        yield Variant(f"{name} {value}", {**call, name: value})
+
+
+def metrics(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
+    """Ask for the metrics too."""
+    if "completion_mask" in call and "return_metrics" not in call:
+        yield Variant("with metrics", {**call, "return_metrics": True})
+
+
 TRANSFORMS = {
+    "packed": packed,
+    "normaliser": normaliser,
     "padding": padding,
     "appended": appended,
     "grouping": grouping,
     "groups": groups,
     "mask": mask_dtypes,
     "options": options(unchecked={"validate": False}),
+    "metrics": metrics,
 }
 
 HYGIENE = {"masked": masked, "unread": unread}
@@ -127,7 +177,10 @@ def _slice(start: int, end: int) -> Part:
 
 
 def _tokens(call: Inputs) -> dict[str, torch.Tensor]:
-    return {name: v for name in TOKENS if isinstance(v := call.get(name), torch.Tensor) and v.ndim == 2}
+    mask = call.get("completion_mask")
+    if mask is None:
+        return {}
+    return {name: v for name in TOKENS if isinstance(v := call.get(name), torch.Tensor) and v.shape == mask.shape}
 
 
 def _offsets(call: Inputs) -> list[int]:
@@ -146,6 +199,10 @@ def _longer(name: str, value: torch.Tensor, dim: int, count: int, garbage: float
 
 def _filled(value: torch.Tensor, lanes: torch.Tensor, garbage: float) -> torch.Tensor:
     return torch.where(lanes, torch.tensor(garbage, device=value.device).to(value.dtype), value)
+
+
+def _inside(inside: torch.Tensor) -> Callable[[str, torch.Tensor], torch.Tensor]:
+    return lambda name, result: result[inside] if name == GRADIENT else result
 
 
 def _with_zeros(rows: int, columns: int) -> Callable[[str, torch.Tensor], torch.Tensor]:

@@ -10,6 +10,8 @@ lanes where it is that of the terms at least, as the others are zeros. Masked to
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -17,7 +19,11 @@ import triton.language as tl
 from rl_kernels.core.gpu import device_of
 from rl_kernels.core.triton_lib.arithmetic import fma
 from rl_kernels.core.triton_lib.launch import launch
+from rl_kernels.grpo_loss.call import LossCall
+from rl_kernels.grpo_loss.objective import Plan
 from rl_kernels.grpo_loss.triton_groups import LANES, Scores, advantage_of, advantages, lanes_for, scores_of, tree
+from rl_kernels.grpo_loss.triton_objectives import loss_of
+from rl_kernels.grpo_loss.triton_terms import constant, exp, k3_of
 
 __all__ = ["advantages", "backward", "forward", "forward_grad"]
 
@@ -32,45 +38,21 @@ UNROLLED = tl.constexpr(4)
 GRADIENT_BLOCK, GRADIENT_WARPS = 1024, 4
 """Tokens that one program of the backward pass scales, and its warps: element by element, so they change no bit."""
 
-LOG2E = tl.constexpr(1.4426950408889634)
-SMALL = tl.constexpr(0.5)
-"""|e| below which exp(e) - 1 and k3 are a series: their differences lose bits there."""
 SIGN = tl.constexpr(-(1 << 31))
 """The bits of -0, as an integer."""
 
 
-def forward(
-    current_logps: torch.Tensor,
-    old_logps: torch.Tensor | None,
-    ref_logps: torch.Tensor | None,
-    rewards: torch.Tensor | None,
-    boundaries: torch.Tensor | None,
-    samples: int,
-    advantages: torch.Tensor | None,
-    mask: torch.Tensor,
-    numbers: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (loss, policy_loss, kl), scalars."""
-    scores = _scores(rewards, boundaries, samples, advantages)
-    loss, policy_loss, kl, _ = _loss(current_logps, old_logps, ref_logps, scores, mask, numbers, None)
-    return loss, policy_loss, kl
+def forward(*arguments: Any) -> tuple[torch.Tensor, ...]:
+    """Return (loss, policy_loss, kl, metrics), scalars but the metrics, which are empty."""
+    *results, _ = _loss(LossCall(*arguments), None)
+    return tuple(results)
 
 
-def forward_grad(
-    current_logps: torch.Tensor,
-    old_logps: torch.Tensor | None,
-    ref_logps: torch.Tensor | None,
-    rewards: torch.Tensor | None,
-    boundaries: torch.Tensor | None,
-    samples: int,
-    advantages: torch.Tensor | None,
-    mask: torch.Tensor,
-    numbers: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (loss, policy_loss, kl, count, slope), the last ``[B, T]``, -0 at masked tokens."""
-    slope = torch.empty(current_logps.shape, dtype=torch.float32, device=current_logps.device)
-    scores = _scores(rewards, boundaries, samples, advantages)
-    return *_loss(current_logps, old_logps, ref_logps, scores, mask, numbers, slope), slope
+def forward_grad(*arguments: Any) -> tuple[torch.Tensor, ...]:
+    """Return (loss, policy_loss, kl, metrics, count, slope), the last ``[B, T]``, -0 at masked tokens."""
+    call = LossCall(*arguments)
+    slope = torch.empty(call.current_logps.shape, dtype=torch.float32, device=call.current_logps.device)
+    return *_loss(call, slope), slope
 
 
 def backward(
@@ -86,22 +68,17 @@ def backward(
     return grad
 
 
-def _loss(
-    current: torch.Tensor,
-    old: torch.Tensor | None,
-    ref: torch.Tensor | None,
-    scores: Scores,
-    mask: torch.Tensor,
-    numbers: torch.Tensor,
-    slope: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (loss, policy_loss, kl, count) and write the slope, if it is wanted."""
+def _loss(call: LossCall, slope: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    """Return (loss, policy_loss, kl, metrics, count) and write the slope, if it is wanted."""
+    current, old, ref, mask = call.current_logps, call.old_logps, call.ref_logps, call.mask
+    scores, n = _scores(call), call.values
+    if not _is_plain(call):
+        return loss_of(call, scores, slope)
     batch, length = current.shape
     segments = -(-length // SEGMENT)
     sums = torch.empty((segments, 3, batch), dtype=torch.float32, device=current.device)
     loss = sums.new_empty(())
     policy_loss, kl, count = torch.empty_like(loss), torch.empty_like(loss), torch.empty_like(loss)
-    clip_eps, beta, eps = numbers.tolist()
     lanes = lanes_for(length, WARP)
     with device_of(current):
         if batch and length:
@@ -111,13 +88,13 @@ def _loss(
                 _terms,
                 (batch, segments),
                 *(*tensors, scores.boundaries, sums, slope, length, scores.groups, *strides),
-                *(1 - clip_eps, 1 + clip_eps, beta, eps),
-                *(SEGMENT, lanes, scores.lanes, scores.one_step, scores.values.ndim == 2),
+                *(1 - n.clip_low, 1 + n.clip_high, n.beta, n.eps),
+                *(SEGMENT, lanes, scores.lanes, scores.one_step, *scores.formula, scores.values.ndim == 2),
                 num_warps=lanes // WARP,
             )
-        arguments = (sums, loss, policy_loss, kl, count, batch, segments, beta, ref is not None, LANES)
+        arguments = (sums, loss, policy_loss, kl, count, batch, segments, n.beta, ref is not None, LANES)
         launch(_reduce, (1,), *arguments, num_warps=REDUCE_WARPS)
-    return loss, policy_loss, kl, count
+    return loss, policy_loss, kl, sums.new_empty(0), count
 
 
 def _rows(x: torch.Tensor | None) -> torch.Tensor | None:
@@ -125,40 +102,21 @@ def _rows(x: torch.Tensor | None) -> torch.Tensor | None:
     return x if x is None or x.ndim == 1 or x.stride(1) == 1 else x.contiguous()
 
 
-def _scores(
-    rewards: torch.Tensor | None, boundaries: torch.Tensor | None, samples: int, advantages: torch.Tensor | None
-) -> Scores:
-    if rewards is not None:
-        return scores_of(rewards, boundaries, samples)
+def _scores(call: LossCall) -> Scores:
+    if call.rewards is not None:
+        return scores_of(call.rewards, call.boundaries, call.samples, call.advantage_formula)
+    advantages = call.advantages
     assert advantages is not None
     # One advantage a sequence, expanded, is read as that one.
-    return Scores(advantages[:, 0] if advantages.ndim == 2 and advantages.stride(1) == 0 else advantages)
+    is_one = advantages.ndim == 2 and advantages.stride(1) == 0 and call.cu_seqlens is None
+    return Scores(advantages[:, 0] if is_one else advantages)
 
 
-@triton.jit
-def _constant(value):
-    return tl.full((), value, tl.float32)
-
-
-@triton.jit
-def _exp(x):
-    return tl.exp2(x * LOG2E)
-
-
-@triton.jit
-def _k3(e):
-    """Return exp(e) - e - 1, never negative and accurate for small e, and exp(e) - 1."""
-    series = fma(e, _constant(1 / 362880), _constant(1 / 40320))
-    series = fma(e, series, _constant(1 / 5040))
-    series = fma(e, series, _constant(1 / 720))
-    series = fma(e, series, _constant(1 / 120))
-    series = fma(e, series, _constant(1 / 24))
-    series = fma(e, series, _constant(1 / 6))
-    series = fma(e, series, _constant(1 / 2))
-    small = tl.abs(e) < SMALL
-    square = e * e
-    expm1 = tl.where(small, fma(square, series, e), _exp(e) - 1.0)
-    return tl.where(small, square * series, expm1 - e), expm1
+def _is_plain(call: LossCall) -> bool:
+    """Say whether this is the mean over tokens of the term clipped token by token, which has kernels of its own."""
+    others = (call.rollout_ratio, call.normaliser, call.cu_seqlens)
+    is_plain = call.plan == Plan().text and all(x is None for x in others)
+    return is_plain and not call.with_metrics and not call.values.divisor
 
 
 @triton.jit
@@ -191,13 +149,13 @@ def _token(x, before, other, is_active, a, low, high, beta, HAS_OLD: tl.constexp
     counted = is_active & (a != 0.0)
     ratio = tl.full(x.shape, 1.0, tl.float32)
     if HAS_OLD:
-        ratio = _exp(tl.where(counted, x - before.to(tl.float32), 0.0))
+        ratio = exp(tl.where(counted, x - before.to(tl.float32), 0.0))
     term, slope = _policy_term(ratio, a, low, high)
     term, slope = tl.where(counted, term, 0.0), tl.where(counted, slope, 0.0)
     k3 = tl.zeros(x.shape, tl.float32)
     if HAS_REF:
-        k3, expm1 = _k3(tl.where(is_active, other.to(tl.float32) - x, 0.0))
-        slope = fma(_constant(beta), -expm1, slope)
+        k3, expm1 = k3_of(tl.where(is_active, other.to(tl.float32) - x, 0.0))
+        slope = fma(constant(beta), -expm1, slope)
     return term, k3, slope
 
 
@@ -226,6 +184,9 @@ def _terms(
     LANES: tl.constexpr,
     GROUP_LANES: tl.constexpr,
     ONE_STEP: tl.constexpr,
+    ESTIMATOR: tl.constexpr,
+    ADD: tl.constexpr,
+    SKIP: tl.constexpr,
     PER_TOKEN: tl.constexpr,
 ):
     """One program a segment of a sequence: its sums, its number of active tokens, and the slope at its tokens.
@@ -244,7 +205,9 @@ def _terms(
         ref += row * ref_row
     x, before, other, is_active = _load(current, old, ref, mask, columns, columns < length)
     if GROUP_LANES:
-        advantage = advantage_of(scores, boundaries, row, batch, groups, score_row, eps, GROUP_LANES, ONE_STEP)
+        advantage = advantage_of(
+            scores, boundaries, row, batch, groups, score_row, eps, GROUP_LANES, ONE_STEP, ESTIMATOR, ADD, SKIP
+        )
         a = tl.broadcast_to(advantage.to(tl.float32), (LANES,))
     elif not PER_TOKEN:
         a = tl.broadcast_to(tl.load(scores + row * score_row).to(tl.float32), (LANES,))
@@ -300,7 +263,7 @@ def _reduce(sums, loss, policy_loss, kl, count, batch, segments, beta, HAS_REF: 
     tl.store(count, divisor)
     tl.store(policy_loss, policy_mean)
     tl.store(kl, kl_mean)
-    tl.store(loss, fma(_constant(beta), kl_mean, policy_mean))
+    tl.store(loss, fma(constant(beta), kl_mean, policy_mean))
 
 
 @triton.jit

@@ -16,6 +16,7 @@ import triton.language as tl
 from rl_kernels.core.gpu import device_of
 from rl_kernels.core.rowwise import compute_dtype
 from rl_kernels.core.triton_lib.launch import launch
+from rl_kernels.grpo_loss.estimator import ESTIMATORS, Estimator
 
 LANES = 256
 """Most lanes of a sum, of rewards, tokens or sequences."""
@@ -23,6 +24,11 @@ LEVELS = tl.constexpr(12)
 """More levels than any tree has."""
 SOME_REWARDS = tl.constexpr(16)
 """Rewards of a group to which one warp is enough."""
+POPULATION, LEAVE_ONE_OUT, NONE, BATCH = (
+    tl.constexpr(ESTIMATORS.index(name)) for name in ("population", "leave_one_out", "none", "batch")
+)
+BATCH_LANES = tl.constexpr(256)
+"""Lanes of the sum over all rewards, whatever the size of a group."""
 WARPS = 4
 """Warps of a program: the order of the sums is explicit, so they change no bit."""
 
@@ -36,6 +42,7 @@ class Scores(NamedTuple):
         groups: how many boundaries there are but one, or the size of each group.
         lanes: to which a group's rewards are added; 0 for advantages.
         one_step: no group has more rewards than that.
+        formula: the estimator: its place in ``ESTIMATORS``, whether eps is added, whether NaN is skipped.
     """
 
     values: torch.Tensor
@@ -43,18 +50,22 @@ class Scores(NamedTuple):
     groups: int = 0
     lanes: int = 0
     one_step: bool = False
+    formula: tuple[int, bool, bool] = (0, False, False)
 
 
-def advantages(rewards: torch.Tensor, boundaries: torch.Tensor | None, samples: int, eps: torch.Tensor) -> torch.Tensor:
+def advantages(
+    rewards: torch.Tensor, boundaries: torch.Tensor | None, samples: int, eps: torch.Tensor, estimator: str
+) -> torch.Tensor:
     """Return (r - mean) / max(std, eps) within each group, ``[B]``; 0 where all rewards are equal."""
     out = rewards.new_empty(rewards.shape, dtype=compute_dtype(rewards.dtype))
     count = rewards.shape[0]
     if count:
-        scores = scores_of(rewards, boundaries, samples)
+        scores = scores_of(rewards, boundaries, samples, Estimator.parse(estimator))
         programs = count // samples if boundaries is None else scores.groups
         arguments = (rewards, boundaries, out, float(eps), count, scores.groups, rewards.stride(0))
         with device_of(rewards):
-            launch(_advantages, (programs,), *arguments, scores.lanes, scores.one_step, num_warps=WARPS)
+            constants = (scores.lanes, scores.one_step, *scores.formula)
+            launch(_advantages, (programs,), *arguments, *constants, num_warps=WARPS)
     return out
 
 
@@ -63,11 +74,13 @@ def lanes_for(size: int, least: int) -> int:
     return min(max(1 << (size - 1).bit_length(), least), LANES)
 
 
-def scores_of(rewards: torch.Tensor, boundaries: torch.Tensor | None, samples: int) -> Scores:
+def scores_of(rewards: torch.Tensor, boundaries: torch.Tensor | None, samples: int, estimator: Estimator) -> Scores:
     """Return rewards and their groups as the kernels take them."""
+    formula = ESTIMATORS.index(estimator.kind), estimator.placement == "add", estimator.nan == "skip"
     if boundaries is None:
-        return Scores(rewards, None, samples, lanes_for(samples, SOME_REWARDS.value), samples <= LANES)
-    return Scores(rewards, boundaries, boundaries.shape[0] - 1, LANES)
+        lanes = lanes_for(samples, SOME_REWARDS.value)
+        return Scores(rewards, None, samples, lanes, samples <= LANES, formula)
+    return Scores(rewards, boundaries, boundaries.shape[0] - 1, LANES, formula=formula)
 
 
 @triton.jit
@@ -105,56 +118,137 @@ def _clamped(boundaries, group, count):
 
 
 @triton.jit
-def _statistics(rewards, start, end, stride, eps, LANES: tl.constexpr, ONE_STEP: tl.constexpr):
-    """Return mean, divisor, and whether all rewards are equal, of a group that is not empty."""
-    size = (end - start).to(tl.float64)
-    example = tl.load(rewards + start * stride).to(tl.float64)
+def _place(rewards, start, end, stride, step, LANES: tl.constexpr, SKIP: tl.constexpr):
+    """Return the rewards of a step, in FP64, and which of them count."""
+    place = start + step * LANES + tl.arange(0, LANES)
+    r = tl.load(rewards + place * stride, mask=place < end, other=0.0).to(tl.float64)
+    is_there = place < end
+    if SKIP:
+        is_there = is_there & (r == r)
+    return r, is_there
+
+
+@triton.jit
+def _moments(rewards, start, end, stride, LANES: tl.constexpr, ONE_STEP: tl.constexpr, SKIP: tl.constexpr):
+    """Return number, mean, sum of squared deviations, and whether all are equal, of rewards that are not none."""
     if ONE_STEP:
         steps: tl.constexpr = 1
     else:
         steps = tl.cdiv(end - start, LANES)
+    example = tl.load(rewards + start * stride).to(tl.float64)
 
-    total = tl.zeros((LANES,), tl.float64)
+    total, found = tl.zeros((LANES,), tl.float64), tl.zeros((LANES,), tl.int32)
     unlike = tl.zeros((LANES,), tl.int32)
+    least = tl.full((LANES,), float("inf"), tl.float64)
+    most = tl.full((LANES,), float("-inf"), tl.float64)
     for step in range(steps):
-        place = start + step * LANES + tl.arange(0, LANES)
-        r = tl.load(rewards + place * stride, mask=place < end, other=0.0).to(tl.float64)
+        r, is_there = _place(rewards, start, end, stride, step, LANES, SKIP)
+        if SKIP:
+            found += is_there.to(tl.int32)
+            least = tl.where(is_there & (r < least), r, least)
+            most = tl.where(is_there & (r > most), r, most)
+            r = tl.where(is_there, r, 0.0)
         total += r
-        unlike |= ((place < end) & (r != example)).to(tl.int32)
+        unlike |= (is_there & (r != example)).to(tl.int32)
+    if SKIP:
+        size = tl.sum(found, 0).to(tl.float64)
+        equal = tl.min(least, 0) >= tl.max(most, 0)
+    else:
+        size = (end - start).to(tl.float64)
+        equal = tl.max(unlike, 0) == 0
     mean = tree(total) / size
 
     squares = tl.zeros((LANES,), tl.float64)
     for step in range(steps):
-        place = start + step * LANES + tl.arange(0, LANES)
-        r = tl.load(rewards + place * stride, mask=place < end, other=0.0).to(tl.float64)
-        centred = tl.where(place < end, r - mean, 0.0)
+        r, is_there = _place(rewards, start, end, stride, step, LANES, SKIP)
+        centred = tl.where(is_there, r - mean, 0.0)
         squares = tl.fma(centred, centred, squares)
-    std = tl.sqrt(tree(squares) / size)
-    # Written so that a NaN stays.
-    return mean, tl.where(std < eps, tl.full((), eps, tl.float64), std), tl.max(unlike, 0) == 0
+    return size, mean, tree(squares), equal
 
 
 @triton.jit
-def _scaled(r, mean, divisor, equal):
+def _statistics(
+    rewards,
+    start,
+    end,
+    count,
+    stride,
+    eps,
+    LANES: tl.constexpr,
+    ONE_STEP: tl.constexpr,
+    KIND: tl.constexpr,
+    ADD: tl.constexpr,
+    SKIP: tl.constexpr,
+):
+    """Return mean, divisor, and whether all rewards are equal, of a group that is not empty."""
+    size, mean, squares, equal = _moments(rewards, start, end, stride, LANES, ONE_STEP, SKIP)
+    if KIND == BATCH:
+        # Of all rewards, by every program: their number is that of the sequences.
+        size, _, squares, _ = _moments(rewards, tl.zeros_like(start), count, stride, BATCH_LANES, False, SKIP)
+    if KIND == LEAVE_ONE_OUT:
+        return mean, (size - 1.0) / size, equal
+    elif KIND == NONE:
+        return mean, tl.full((), 1.0, tl.float64), equal
+    else:
+        std = tl.sqrt(squares / (size if KIND == POPULATION else size - 1.0))
+        least = tl.full((), eps, tl.float64)
+        if ADD:
+            return mean, std + least, equal
+        # Written so that a NaN stays.
+        return mean, tl.where(std < eps, least, std), equal
+
+
+@triton.jit
+def _scaled(r, mean, divisor, equal, SKIP: tl.constexpr):
     """Return advantages; the mean of seven times 0.1 is not 0.1, so equal rewards give exactly 0 by comparison."""
-    return tl.where(equal, 0.0, (r.to(tl.float64) - mean) / divisor)
+    r = r.to(tl.float64)
+    scaled = tl.where(equal, 0.0, (r - mean) / divisor)
+    if SKIP:
+        scaled = tl.where(r != r, 0.0, scaled)
+    return scaled
 
 
 @triton.jit
-def advantage_of(rewards, boundaries, row, count, groups, stride, eps, LANES: tl.constexpr, ONE_STEP: tl.constexpr):
+def advantage_of(
+    rewards,
+    boundaries,
+    row,
+    count,
+    groups,
+    stride,
+    eps,
+    LANES: tl.constexpr,
+    ONE_STEP: tl.constexpr,
+    KIND: tl.constexpr,
+    ADD: tl.constexpr,
+    SKIP: tl.constexpr,
+):
     """Return the advantage of one sequence; what its group alone decides is worked out anew for each."""
     start, end = _group_of(row, boundaries, groups, count)
     if ONE_STEP:
-        mean, divisor, equal = _statistics(rewards, start, end, stride, eps, LANES, True)
+        mean, divisor, equal = _statistics(rewards, start, end, count, stride, eps, LANES, True, KIND, ADD, SKIP)
     elif end - start <= SOME_REWARDS:
-        mean, divisor, equal = _statistics(rewards, start, end, stride, eps, SOME_REWARDS, True)
+        mean, divisor, equal = _statistics(rewards, start, end, count, stride, eps, SOME_REWARDS, True, KIND, ADD, SKIP)
     else:
-        mean, divisor, equal = _statistics(rewards, start, end, stride, eps, LANES, False)
-    return _scaled(tl.load(rewards + row * stride), mean, divisor, equal)
+        mean, divisor, equal = _statistics(rewards, start, end, count, stride, eps, LANES, False, KIND, ADD, SKIP)
+    return _scaled(tl.load(rewards + row * stride), mean, divisor, equal, SKIP)
 
 
 @triton.jit
-def _advantages(rewards, boundaries, out, eps, count, groups, stride, LANES: tl.constexpr, ONE_STEP: tl.constexpr):
+def _advantages(
+    rewards,
+    boundaries,
+    out,
+    eps,
+    count,
+    groups,
+    stride,
+    LANES: tl.constexpr,
+    ONE_STEP: tl.constexpr,
+    KIND: tl.constexpr,
+    ADD: tl.constexpr,
+    SKIP: tl.constexpr,
+):
     """One program a group; the first and the last also write what unchecked boundaries leave out."""
     group = tl.program_id(0).to(tl.int64)
     if boundaries is None:
@@ -164,8 +258,8 @@ def _advantages(rewards, boundaries, out, eps, count, groups, stride, LANES: tl.
         start, end = _clamped(boundaries, group, count)
         first = tl.where(group == 0, 0, tl.maximum(tl.load(boundaries + group), 0))
         last = tl.where(group == groups - 1, count, tl.minimum(tl.load(boundaries + group + 1), count))
-    mean, divisor, equal = _statistics(rewards, start, end, stride, eps, LANES, ONE_STEP)
+    mean, divisor, equal = _statistics(rewards, start, end, count, stride, eps, LANES, ONE_STEP, KIND, ADD, SKIP)
     for place in range(first, last, LANES):
         places = place + tl.arange(0, LANES)
         r = tl.load(rewards + places * stride, mask=places < last, other=0.0)
-        tl.store(out + places, _scaled(r, mean, divisor, equal).to(out.dtype.element_ty), mask=places < last)
+        tl.store(out + places, _scaled(r, mean, divisor, equal, SKIP).to(out.dtype.element_ty), mask=places < last)

@@ -1,0 +1,96 @@
+"""Advantages in PyTorch, in FP64: rewards are summed by a tree over each group, counted from the group's start."""
+
+from __future__ import annotations
+
+import torch
+
+from rl_kernels.core import rowwise
+from rl_kernels.grpo_loss.estimator import Estimator
+
+
+def advantages(
+    rewards: torch.Tensor, boundaries: torch.Tensor | None, samples: int, eps: torch.Tensor, estimator: str
+) -> torch.Tensor:
+    """Return the advantage of each reward in its group, ``[B]``; 0 where all rewards are equal."""
+    formula = Estimator.parse(estimator)
+    count = rewards.shape[0]
+    if not count:
+        return rewards.new_empty(0, dtype=rowwise.compute_dtype(rewards.dtype))
+    if boundaries is None:
+        boundaries = torch.arange(0, count + 1, samples, device=rewards.device)
+    r = rewards.double()
+    place = torch.arange(count, device=rewards.device)
+    group = torch.bucketize(place, boundaries[1:-1].contiguous(), right=True)
+    # Unchecked boundaries (validate=False) must not read out of bounds.
+    start = boundaries[group].clamp(0, count - 1)
+    end = boundaries[group + 1].clamp(1, count)
+    example, size, present = start, (end - start).double(), None
+    if formula.nan == "skip":
+        present = ~r.isnan()
+        r = torch.where(present, r, 0.0)
+        example = _first_present(present, group, start)
+        (size,) = _group_sums(present.double()[None], start, end)
+    unlike = (r != r[example]) if present is None else (r != r[example]) & present
+    total, unlike = _group_sums(torch.stack((r, unlike.double())), start, end)
+    centred = r - total / size
+    if present is not None:
+        centred = torch.where(present, centred, 0.0)
+    scaled = _scaled(centred, size, r, present, formula, eps, start, end)
+    # The mean of seven times 0.1 is not 0.1: equal rewards give exactly 0 by comparison.
+    return torch.where(unlike == 0, 0.0, scaled).to(rowwise.compute_dtype(rewards.dtype))
+
+
+def _scaled(
+    centred: torch.Tensor,
+    size: torch.Tensor,
+    r: torch.Tensor,
+    present: torch.Tensor | None,
+    formula: Estimator,
+    eps: torch.Tensor,
+    start: torch.Tensor,
+    end: torch.Tensor,
+) -> torch.Tensor:
+    """Return what the estimator makes of the deviations from the group's mean; of any value where all are equal."""
+    if formula.kind == "none":
+        return centred
+    if formula.kind == "leave_one_out":
+        return centred * size / (size - 1)
+    if formula.kind == "batch":
+        std = _std_of_all(r, present)
+    else:
+        (squares,) = _group_sums(centred.square()[None], start, end)
+        std = (squares / (size if formula.kind == "population" else size - 1)).sqrt()
+    return centred / (torch.maximum(std, eps) if formula.placement == "max" else std + eps)
+
+
+def _std_of_all(r: torch.Tensor, present: torch.Tensor | None) -> torch.Tensor:
+    """Return the sample standard deviation of all rewards that are present, summed in order."""
+    here = torch.ones_like(r) if present is None else present.double()
+    size = rowwise.row_sum(here)
+    centred = torch.where(here != 0, r - rowwise.row_sum(r) / size, 0.0)
+    return (rowwise.row_sum(centred.square()) / (size - 1)).sqrt()
+
+
+def _first_present(present: torch.Tensor, group: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+    """Return at each place where the first reward of its group is that is not missing."""
+    count = len(group)
+    place = torch.arange(count, device=group.device)
+    first = torch.full_like(place, count).scatter_reduce(0, group, torch.where(present, place, count), "amin")[group]
+    return torch.where(first < count, first, start)
+
+
+def _group_sums(x: torch.Tensor, start: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
+    """Return, at each place of ``x[n, B]``, the sum over its group: a tree counted from the group's start.
+
+    The order follows the place in the group alone, whatever the sizes and places of the groups, and no size has to be
+    known on the host.
+    """
+    count = x.shape[1]
+    place = torch.arange(count, device=x.device)
+    width = 1
+    while width < count:
+        other = place + width
+        takes = ((place - start) % (2 * width) == 0) & (other < end)
+        x = torch.where(takes, x + x[:, other.clamp(max=count - 1)], x)
+        width *= 2
+    return x[:, start]

@@ -1,0 +1,221 @@
+"""The terms of a loss at each token, and their derivatives by current_logps, for some sequences; see ``objective``.
+
+Only operations whose bits do not follow a value's place are used: no sigmoid, no where a tree of sums would differ.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from rl_kernels.core import rowwise
+from rl_kernels.grpo_loss.lanes import keep, lanes
+from rl_kernels.grpo_loss.objective import Numbers, Plan
+
+SMALL = 0.06
+"""|e| below which k3 is its series: there expm1(e) - e loses more than five bits."""
+TERMS = {torch.float32: 5, torch.float64: 9}
+"""Terms of the series: the first left out is below half an ULP of the sum at ``SMALL``."""
+LOG_LEAST, LOG_MOST = math.log(1e-8), 20.0
+"""Bounds of the log-weight of a sequence in vespo; the upper one bounds a token's log-ratio on both sides."""
+
+Term = tuple[torch.Tensor, torch.Tensor]
+"""A term of the loss at each position, and its derivative: by the log of the ratio, or by current_logps."""
+
+
+class Block(NamedTuple):
+    """The tensors of some sequences, ``[b, T]``; scores are ``[b]`` or ``[b, T]``."""
+
+    current: torch.Tensor
+    old: torch.Tensor | None
+    ref: torch.Tensor | None
+    advantages: torch.Tensor
+    mask: torch.Tensor
+    rollout: torch.Tensor | None
+    entropy: torch.Tensor | None
+
+    def rows(self, index: slice) -> Block:
+        """Return the same for some of the sequences."""
+        return Block(*(None if field is None else field[index] for field in self))  # type: ignore[arg-type]
+
+
+class Lanes(NamedTuple):
+    """Where tokens are active, where they count (A is not 0 either), and how many are active, ``[b, 1]``."""
+
+    active: torch.Tensor
+    counted: torch.Tensor
+    tokens: torch.Tensor
+
+
+class Terms(NamedTuple):
+    """Results of a block: policy term and KL estimate at each token (divided as the mean asks), and the slope.
+
+    ``ratio`` is that of all active tokens, ``[b, T]`` or ``[b, 1]``, where it is asked for; ``e`` is the log-ratio
+    to the reference.
+    """
+
+    policy: torch.Tensor
+    kl: torch.Tensor | None
+    slope: torch.Tensor
+    ratio: torch.Tensor
+    e: torch.Tensor | None
+
+
+def terms_of(block: Block, plan: Plan, n: Numbers, with_ratio: bool) -> Terms:
+    """Return the terms of some sequences, with the ratio if it is wanted."""
+    dtype = rowwise.compute_dtype(block.current.dtype)
+    current = block.current.to(dtype)
+    a = _column(block.advantages, dtype)
+    # Masked before any exponential, and A = 0 with it: 0 * inf would be NaN.
+    tokens = block.mask.sum(1, keepdim=True).clamp(min=1).to(dtype)
+    where = Lanes(lanes(block.mask, dtype), lanes(block.mask & (a != 0), dtype), tokens)
+    d = torch.zeros_like(current) if block.old is None else current - block.old.to(dtype)
+    if plan.level == "sequence":
+        ratio = seen = (rowwise.row_sum(keep(d, where.active))[:, None] / tokens).exp()
+    else:
+        ratio = keep(d, where.counted).exp()
+        seen = keep(d, where.active).exp() if with_ratio or plan.kl_correction == "corrected" else ratio
+    weight = None if block.rollout is None else _rollout(_column(block.rollout, dtype), plan, n)
+    policy, slope = _policy(current, ratio, a, d, weight, where, plan, n)
+    e = kl = None
+    if block.ref is not None:
+        e = keep(block.ref.to(dtype) - current, where.active)
+        kl, kl_slope = _kl(e, seen, where, plan)
+        slope = slope + n.beta * kl_slope
+    if plan.mean == "sequences":
+        slope = slope / tokens
+    return Terms(policy, kl, slope, seen, e)
+
+
+def _column(scores: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return scores.to(dtype) if scores.ndim == 2 else scores.to(dtype)[:, None]
+
+
+def _rollout(weight: torch.Tensor, plan: Plan, n: Numbers) -> torch.Tensor:
+    if plan.rollout == "mask":
+        return torch.where((weight < n.rollout_min) | (weight > n.rollout_max), 0.0, weight)
+    return weight.clamp(n.rollout_min, n.rollout_max) if plan.rollout == "truncate" else weight
+
+
+def _policy(
+    current: torch.Tensor,
+    ratio: torch.Tensor,
+    a: torch.Tensor,
+    d: torch.Tensor,
+    weight: torch.Tensor | None,
+    where: Lanes,
+    plan: Plan,
+    n: Numbers,
+) -> Term:
+    """Return the policy term and its slope, 0 where a token does not count."""
+    through_ratio = plan.kind in ("clip", "sapo")
+    if plan.kind == "clip":
+        term, slope = _clipped(ratio, a, plan, n)
+    elif plan.kind == "sapo":
+        term, slope = _sapo(ratio, a, n)
+    else:
+        slope = -(_weight(ratio, a, d, weight, where, plan, n) * a)
+        term = slope * current
+    if weight is not None and plan.kind != "vespo":
+        term, slope = term * weight, slope * weight
+    term, slope = keep(term, where.counted), keep(slope, where.counted)
+    if plan.level == "sequence" and through_ratio:
+        # Every token of a sequence moves its ratio, by 1/n of what its own log-probability moves.
+        slope = keep(rowwise.row_sum(slope)[:, None] / where.tokens, where.active)
+    return term, slope
+
+
+def _clipped(ratio: torch.Tensor, a: torch.Tensor, plan: Plan, n: Numbers) -> Term:
+    """-min(ratio A, clamp(ratio) A) with its further bound; a tie, and NaN, takes the unclipped branch."""
+    slope = -(ratio * a)
+    unclipped = -(ratio.clamp(max=n.delta) * a) if plan.bounds == "delta" else slope
+    clipped = -(ratio.clamp(1 - n.clip_low, 1 + n.clip_high) * a)
+    flows = ~(clipped > unclipped)
+    term = torch.maximum(unclipped, clipped)
+    if plan.bounds == "delta":
+        # Between delta and 1 + clip_high the clipped branch is the ratio itself.
+        inside = (ratio >= 1 - n.clip_low) & (ratio <= 1 + n.clip_high)
+        flows = (flows & ~(ratio > n.delta)) | (~flows & inside)
+    if plan.bounds == "dual":
+        ceiling = -(n.dual_clip * a)
+        is_above = (a < 0) & (term > ceiling)
+        term, flows = torch.where(is_above, ceiling, term), flows & ~is_above
+    return term, keep(slope, lanes(flows, slope.dtype))
+
+
+def _sapo(ratio: torch.Tensor, a: torch.Tensor, n: Numbers) -> Term:
+    """-(4 / tau) sigmoid(tau (ratio - 1)) A, tau by the sign of A; written with exp, whose bits follow no place."""
+    tau = torch.full_like(a, n.sapo_temperature_neg).masked_fill(a > 0, n.sapo_temperature_pos)
+    x = tau * (ratio - 1)
+    q = (-x.abs()).exp()
+    gate = torch.where(x >= 0, 1.0, q) / (1 + q)
+    # Where the gate is flat it is so for an infinite ratio too.
+    slope = torch.where(q == 0, 0.0, q * ratio / ((1 + q) * (1 + q)))
+    return -(4 / tau * gate * a), -(4 * slope * a)
+
+
+def _weight(
+    ratio: torch.Tensor,
+    a: torch.Tensor,
+    d: torch.Tensor,
+    rollout: torch.Tensor | None,
+    where: Lanes,
+    plan: Plan,
+    n: Numbers,
+) -> torch.Tensor:
+    """Return the detached weight of the log-probability, for the types that have one."""
+    if plan.kind == "reinforce":
+        return torch.ones_like(a)
+    if plan.kind == "cispo":
+        return ratio.clamp(n.cispo_floor, n.cispo_cap)
+    log_weight = rowwise.row_sum(keep(d.clamp(-LOG_MOST, LOG_MOST), where.active))[:, None]
+    if rollout is not None:
+        log_rollout = rollout.log().clamp(LOG_LEAST, LOG_MOST)
+        # One value a sequence is there once, however long the sequence is.
+        per_token = log_rollout.shape[1] != 1 or where.active.shape[1] == 1
+        log_weight = log_weight + (_row(log_rollout, where) if per_token else log_rollout)
+    log_weight = log_weight.clamp(LOG_LEAST, LOG_MOST)
+    k = torch.full_like(a, n.vespo_k_neg).masked_fill(a >= 0, n.vespo_k_pos)
+    lam = torch.full_like(a, n.vespo_lambda_neg).masked_fill(a >= 0, n.vespo_lambda_pos)
+    return (lam + k * log_weight - lam * log_weight.exp()).exp()
+
+
+def _row(values: torch.Tensor, where: Lanes) -> torch.Tensor:
+    return rowwise.row_sum(keep(values, where.active))[:, None]
+
+
+def _kl(e: torch.Tensor, ratio: torch.Tensor, where: Lanes, plan: Plan) -> Term:
+    """Return the estimate of the KL and its slope, ``e = ref - current``; weighted by the ratio if corrected."""
+    estimate, slope = {"k1": _k1, "k2": _k2, "k3": _k3}[plan.kl](e)
+    if plan.kl_correction == "plain":
+        return estimate, slope if plan.kl == "k3" else keep(slope, where.active)
+    if plan.level == "sequence":
+        shared = rowwise.row_sum(keep(estimate, where.active))[:, None] / where.tokens
+        return keep(estimate * ratio, where.active), keep((slope + shared) * ratio, where.active)
+    # d(k3 ratio) is -e ratio: the difference of the two, without their cancellation.
+    own = -e if plan.kl == "k3" else slope + estimate
+    return keep(estimate * ratio, where.active), keep(own * ratio, where.active)
+
+
+def _k1(e: torch.Tensor) -> Term:
+    return 0.0 - e, torch.ones_like(e)
+
+
+def _k2(e: torch.Tensor) -> Term:
+    return e * e * 0.5, -e
+
+
+def _k3(e: torch.Tensor) -> Term:
+    """exp(e) - e - 1 with its slope -(exp(e) - 1), ``e = ref - current``; never negative, accurate for small e."""
+    expm1 = e.expm1()
+    coefficient = [1 / 2]
+    for n in range(3, TERMS[e.dtype] + 2):
+        coefficient.append(coefficient[-1] / n)
+    series = torch.full_like(e, coefficient.pop())
+    for value in reversed(coefficient):
+        series.mul_(e).add_(value)
+    small = lanes(e.abs() < SMALL, e.dtype)
+    # One of the two is +0 at each position, and x + 0 is x.
+    return keep(e * e * series, small) + keep(expm1 - e, ~small), -expm1

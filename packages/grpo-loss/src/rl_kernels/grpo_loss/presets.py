@@ -1,0 +1,68 @@
+"""The objectives of frameworks by name: loss keywords that make ours compute what theirs does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+CLIP = {"clip_low": 0.2, "clip_high": 0.2}
+DAPO = {"clip_low": 0.2, "clip_high": 0.28}
+TRL = {**CLIP, "kl_estimator": "k3", "kl_correction": True}
+"""The defaults of TRL's configuration: its KL is weighted by the ratio unless that is turned off."""
+VERL = {**CLIP, "kl_estimator": "k3", "kl_correction": False}
+GATES = {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05}
+VESPO = {"vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0}
+
+
+def _trl(loss_type: str, **options: Any) -> dict[str, Any]:
+    return {"loss_type": loss_type, "importance_level": "token", **TRL, **options}
+
+
+def _trl_types() -> dict[str, dict[str, Any]]:
+    """Return TRL's eight types with the defaults of its configuration, and what its documentation says to change."""
+    return {
+        **{name: _trl(name) for name in ("grpo", "bnpo", "dr_grpo", "dapo")},
+        "luspo": _trl("luspo", importance_level="sequence"),
+        "cispo": _trl("cispo", cispo_cap=5.0),
+        "sapo": _trl("sapo", **GATES),
+        "vespo": _trl("vespo", **VESPO),
+        "gspo": _trl("grpo", importance_level="sequence"),
+    }
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    **{f"trl-{version}:{name}": made for version in ("1.10", "1.16") for name, made in _trl_types().items()},
+    "verl:vanilla": {**VERL, "loss_type": "ppo", "dual_clip": 3.0},
+    "verl:gspo": {**VERL, "loss_type": "gspo"},
+    "verl:cispo": {**VERL, "loss_type": "cispo", "cispo_floor": 0.8, "cispo_cap": 1.2},
+    "verl:sapo": {**VERL, "loss_type": "sapo", **GATES},
+    "verl:reinforce": {**VERL, "loss_type": "reinforce"},
+    "grpo": {**CLIP, "loss_type": "grpo"},
+    "bnpo": {**CLIP, "loss_type": "bnpo"},
+    "dr_grpo": {**CLIP, "loss_type": "dr_grpo"},
+    "dapo": {**DAPO, "loss_type": "dapo"},
+    "luspo": {**CLIP, "loss_type": "luspo", "importance_level": "sequence"},
+    "cispo": {**CLIP, "loss_type": "cispo", "cispo_cap": 5.0},
+    "sapo": {**CLIP, "loss_type": "sapo", **GATES},
+    "vespo": {**CLIP, "loss_type": "vespo", **VESPO},
+    "gspo": {"loss_type": "gspo", "clip_low": 3e-4, "clip_high": 4e-4},
+    "ppo": {**CLIP, "loss_type": "ppo"},
+    "reinforce": {**CLIP, "loss_type": "reinforce"},
+}
+"""Every preset; docs/objectives.md says what each is, and where it comes from."""
+
+
+def preset(name: str) -> dict[str, Any]:
+    """Return the keyword arguments of an objective, for ``grpo_loss`` and ``grpo_loss_from_advantages`` alike.
+
+    They say the loss type and its constants. ``beta`` is not among them, nor what a call brings: tensors, normalisers
+    and a length. ``grpo_loss(..., **{**preset("trl-1.16:dapo"), "clip_high": 0.28})`` changes one.
+
+    Args:
+        name: a framework's objective, such as ``trl-1.16:dapo`` or ``verl:vanilla``, or a paper's, such as ``dr_grpo``.
+
+    Raises:
+        ValueError: there is no preset of that name; the message lists all.
+    """
+    if name not in PRESETS:
+        raise ValueError(f"name: expected one of {', '.join(PRESETS)}, got {name!r}")
+    return dict(PRESETS[name])

@@ -1,0 +1,65 @@
+"""What the definition of the loss needs beside its formulas: packed sequences as padded ones, and the metrics."""
+
+from __future__ import annotations
+
+import torch
+
+
+def metrics_of(
+    mask: torch.Tensor,
+    is_low: torch.Tensor,
+    is_high: torch.Tensor,
+    ratio: torch.Tensor,
+    e: torch.Tensor | None,
+    logps: list[torch.Tensor],
+    entropy: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return the numbers that ``METRICS`` names, over active tokens; 0 for what is not given."""
+    count = mask.sum().clamp(min=1)
+    dtype, missing = ratio.dtype, ratio.new_zeros(())
+
+    def mean(values: torch.Tensor) -> torch.Tensor:
+        return torch.where(mask, values.to(dtype), 0).sum() / count
+
+    any_active = mask.any()
+    is_number = mask & ~ratio.isnan()
+    smallest = torch.where(is_number, ratio, torch.inf).flatten()
+    largest = torch.where(is_number, ratio, -torch.inf).flatten()
+    smallest, largest = (
+        torch.where(any_active, x, 0) if mask.numel() else missing
+        for x in ((smallest.amin(), largest.amax()) if mask.numel() else (missing, missing))
+    )
+    total, squares = mean(ratio), mean(ratio.square())
+    nonfinite = mask & ~torch.stack([x.isfinite() for x in logps]).all(0)
+    values = [mean(is_low), mean(is_high), total, smallest, largest]
+    if e is None:
+        values += [missing] * 3
+    else:
+        e = e.detach()
+        values += [mean(-e), mean(e.square() / 2), mean(e.expm1() - e)]
+    values.append(torch.where(any_active, total.square() / squares * count, 0))
+    values.append(nonfinite.sum().to(dtype))
+    values.append(missing if entropy is None else mean(entropy))
+    return torch.stack(values).float()
+
+
+class Padding:
+    """Packed tokens ``[total]`` as ``[B, T]`` and what lies inside of the sequences."""
+
+    def __init__(self, cu_seqlens: torch.Tensor, max_seqlen: int | None) -> None:
+        self.total = int(cu_seqlens[-1])
+        start, end = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
+        length = max_seqlen if max_seqlen is not None else int(max([0, *(end - start).tolist()]))
+        index = start[:, None] + torch.arange(length, device=cu_seqlens.device)
+        self.inside = index < end[:, None]
+        self.index = torch.where(self.inside, index, 0)
+
+    def padded(self, values: torch.Tensor | None) -> torch.Tensor | None:
+        """Return one value a token, zeros beyond the sequences."""
+        if values is None or not self.total:
+            return None if values is None else values.new_zeros(self.index.shape) + values.sum()
+        return torch.where(self.inside, values[self.index], 0).to(values.dtype)
+
+    def scores(self, values: torch.Tensor | None) -> torch.Tensor | None:
+        """Return one value a sequence, or a token."""
+        return values if values is None or values.shape[0] == len(self.index) else self.padded(values)

@@ -1,0 +1,112 @@
+"""From checked arguments to the raw op: what both loss functions share, and the one autograd function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from rl_kernels.core import validate as check
+from rl_kernels.core.dispatch import choose
+from rl_kernels.core.torchlib import first_order, scalars
+from rl_kernels.grpo_loss.arguments import Layout
+from rl_kernels.grpo_loss.estimator import Estimator
+from rl_kernels.grpo_loss.objective import Objective, flag
+from rl_kernels.grpo_loss.op import OPERATOR, describe, ops
+from rl_kernels.grpo_loss.outputs import GRPOLossOutput, LossAndMetrics
+
+Scores = tuple[torch.Tensor | None, torch.Tensor | None, int, torch.Tensor | None]
+"""Rewards, their groups (boundaries or a size), and advantages."""
+
+
+class Tokens(NamedTuple):
+    """The tensors beside current_logps and what scores them."""
+
+    old_logps: torch.Tensor | None
+    ref_logps: torch.Tensor | None
+    mask: torch.Tensor
+    rollout_ratio: torch.Tensor | None
+    entropy: torch.Tensor | None
+
+
+class Options(NamedTuple):
+    """How to compute, and what else to return."""
+
+    return_metrics: bool
+    validate: bool
+    backend: str | None
+
+
+def prepare(
+    current_logps: torch.Tensor, tokens: Tokens, layout: Layout, objective: Objective, options: Options
+) -> Callable[[Scores, Estimator, float], Any]:
+    """Check what is left to check; return the loss as a function of scores, their estimator and its eps."""
+    plan, numbers, normaliser = objective
+    old, ref, mask, rollout, entropy = tokens
+    if ref is None and numbers.beta > 0:
+        raise ValueError(f"ref_logps: expected a tensor with beta > 0 (beta is {numbers.beta}), got None")
+    layout.tokens(current_logps, mask, options.validate, old_logps=old, ref_logps=ref, entropy=entropy)
+    if rollout is None and plan.rollout != "given":
+        raise ValueError(f"rollout_mode: expected None without rollout_ratio, got {plan.rollout!r}")
+    ratio = None if rollout is None else layout.scores("rollout_ratio", rollout)
+    check.same_device(current_logps=current_logps, rollout_ratio=ratio)
+    if normaliser is not None and normaliser.device != current_logps.device:
+        name = "num_tokens" if plan.mean == "tokens" else "num_sequences"
+        raise ValueError(f"{name}: expected device {current_logps.device}, got {normaliser.device}")
+    flag("return_metrics", options.return_metrics)
+    check.backend_name(options.backend)
+
+    def run(scores: Scores, estimator: Estimator, eps: float) -> Any:
+        chosen = choose(OPERATOR, describe(current_logps), options.backend).name
+        others = (
+            None if old is None else old.detach(),
+            None if ref is None or numbers.beta == 0 else ref.detach(),
+            *scores,
+            mask.detach(),
+            ratio,
+            None if entropy is None or not options.return_metrics else entropy.detach(),
+            normaliser,
+            layout.cu_seqlens,
+            layout.max_seqlen,
+            scalars(*numbers._replace(eps=eps)),
+            plan.text,
+            estimator.text,
+            options.return_metrics,
+            chosen,
+        )
+        return _run(current_logps, others, options.return_metrics)
+
+    return run
+
+
+def _run(current_logps: torch.Tensor, others: tuple[Any, ...], with_metrics: bool) -> GRPOLossOutput | LossAndMetrics:
+    if current_logps.requires_grad and torch.is_grad_enabled():
+        loss, policy_loss, kl, metrics = _GRPOLoss.apply(current_logps, others)
+    else:
+        loss, policy_loss, kl, metrics = ops["forward"](current_logps, *others)
+    output = GRPOLossOutput(loss, policy_loss, kl)
+    return LossAndMetrics(output, metrics) if with_metrics else output
+
+
+class _GRPOLoss(torch.autograd.Function):
+    """Saves the slope that the forward writes and what divides it; gradients flow to current_logps alone.
+
+    The other arguments come as one, so that autograd need not look at each.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, current_logps: torch.Tensor, others: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+        loss, policy_loss, kl, metrics, divisor, slope = ops["forward_grad"](current_logps, *others)
+        # current_logps is saved for the graph's sake alone: without it a second derivative would be silently 0.
+        ctx.save_for_backward(current_logps, divisor, slope)
+        ctx.mark_non_differentiable(policy_loss, kl, metrics)
+        ctx.set_materialize_grads(False)
+        ctx.backend = others[-1]
+        return loss, policy_loss, kl, metrics
+
+    @staticmethod
+    def backward(ctx: Any, upstream: torch.Tensor | None, *_: None) -> tuple[torch.Tensor | None, None]:
+        if upstream is None:
+            return None, None
+        return first_order(ops["backward"], *ctx.saved_tensors, upstream, ctx.backend), None

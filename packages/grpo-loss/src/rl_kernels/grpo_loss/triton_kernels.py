@@ -1,0 +1,319 @@
+"""The kernel of objectives beyond the plain loss: one program a segment of a sequence; see ``triton_objectives``."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from rl_kernels.core.triton_lib.arithmetic import fma
+from rl_kernels.grpo_loss.triton_groups import advantage_of, tree
+from rl_kernels.grpo_loss.triton_terms import (
+    CISPO,
+    CLIP,
+    LOG_LEAST,
+    LOG_MOST,
+    SAPO,
+    VESPO,
+    bounded,
+    constant,
+    exp,
+    k3_of,
+    kl_of,
+    policy_of,
+    rollout_weight,
+)
+
+
+@triton.jit
+def _load(
+    current, old, ref, mask, scores, w, columns, here, a, weight, PER_TOKEN: tl.constexpr, W_PER_TOKEN: tl.constexpr
+):
+    """Return at each token log-probabilities, whether it is active, advantage and rollout ratio."""
+    is_active = tl.load(mask + columns, mask=here, other=0) != 0
+    x = tl.load(current + columns, mask=here, other=0.0).to(tl.float32)
+    before, other = x, x
+    if old is not None:
+        before = tl.load(old + columns, mask=here, other=0.0).to(tl.float32)
+    if ref is not None:
+        other = tl.load(ref + columns, mask=here, other=0.0).to(tl.float32)
+    if PER_TOKEN:
+        a = tl.load(scores + columns, mask=here, other=0.0).to(tl.float32)
+    if W_PER_TOKEN:
+        weight = tl.load(w + columns, mask=here, other=0.0).to(tl.float32)
+    return x, before, other, is_active, a, weight
+
+
+@triton.jit
+def _token(
+    token,
+    log_ratio,
+    log_weight,
+    n,
+    KIND: tl.constexpr,
+    SEQ: tl.constexpr,
+    BOUNDS: tl.constexpr,
+    MODE: tl.constexpr,
+    KL: tl.constexpr,
+    CORRECTED: tl.constexpr,
+    HAS_OLD: tl.constexpr,
+    HAS_REF: tl.constexpr,
+    HAS_W: tl.constexpr,
+):
+    """Return policy term, KL estimate, slope by x, slope by the ratio of the sequence, the ratio and e; 0 if masked."""
+    x, before, other, is_active, a, w = token
+    counted = is_active & (a != 0.0)
+    if SEQ:
+        seen = exp(tl.zeros(x.shape, tl.float32) + log_ratio)
+        ratio = seen
+    elif HAS_OLD:
+        ratio = exp(tl.where(counted, x - before, 0.0))
+        seen = exp(tl.where(is_active, x - before, 0.0))
+    else:
+        ratio = tl.full(x.shape, 1.0, tl.float32)
+        seen = ratio
+    if HAS_W:
+        w = rollout_weight(w, n[13], n[14], MODE)
+    term, slope = policy_of(x, ratio, a, w, log_weight, n, KIND, BOUNDS, HAS_W)
+    term, slope = tl.where(counted, term, 0.0), tl.where(counted, slope, 0.0)
+    shared = tl.zeros(x.shape, tl.float32)
+    if SEQ and KIND <= SAPO:
+        shared = slope
+        slope = tl.zeros(x.shape, tl.float32)
+    k, e = tl.zeros(x.shape, tl.float32), tl.zeros(x.shape, tl.float32)
+    if HAS_REF:
+        e = tl.where(is_active, other - x, 0.0)
+        k, own, through = kl_of(e, seen, KL, CORRECTED, SEQ)
+        k, own, through = tl.where(is_active, k, 0.0), tl.where(is_active, own, 0.0), tl.where(is_active, through, 0.0)
+        slope = fma(tl.full(own.shape, n[2], tl.float32), own, slope)
+        shared = fma(tl.full(own.shape, n[2], tl.float32), through, shared)
+    return term, k, slope, shared, seen, e
+
+
+@triton.jit
+def terms(
+    current,
+    old,
+    ref,
+    mask,
+    scores,
+    w,
+    entropy,
+    boundaries,
+    offsets,
+    sums,
+    slope,
+    length,
+    total,
+    groups,
+    current_row,
+    old_row,
+    ref_row,
+    mask_row,
+    score_row,
+    w_row,
+    entropy_row,
+    low,
+    high,
+    beta,
+    delta,
+    dual,
+    floor,
+    cap,
+    tau_pos,
+    tau_neg,
+    k_pos,
+    lambda_pos,
+    k_neg,
+    lambda_neg,
+    rollout_min,
+    rollout_max,
+    eps,
+    SEGMENT: tl.constexpr,
+    LANES: tl.constexpr,
+    GROUP_LANES: tl.constexpr,
+    ONE_STEP: tl.constexpr,
+    ESTIMATOR: tl.constexpr,
+    ADD: tl.constexpr,
+    SKIP: tl.constexpr,
+    PER_TOKEN: tl.constexpr,
+    W_PER_TOKEN: tl.constexpr,
+    KIND: tl.constexpr,
+    SEQ: tl.constexpr,
+    MEAN_SEQ: tl.constexpr,
+    BOUNDS: tl.constexpr,
+    MODE: tl.constexpr,
+    KL: tl.constexpr,
+    CORRECTED: tl.constexpr,
+    METRICS: tl.constexpr,
+):
+    """One program a segment of a sequence: its sums, and the slope at its tokens."""
+    # In the order in which triton_terms reads them.
+    # fmt: off
+    n = (low, high, beta, delta, dual, floor, cap, tau_pos, tau_neg, k_pos, lambda_pos, k_neg, lambda_neg,
+         rollout_min, rollout_max)
+    # fmt: on
+    HAS_OLD: tl.constexpr = old is not None
+    HAS_REF: tl.constexpr = ref is not None
+    HAS_W: tl.constexpr = w is not None
+    row, batch = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
+    segment = tl.program_id(1)
+    if offsets is None:
+        start = row * length
+        size = tl.full((), length, tl.int64)
+        current += row * current_row
+        mask += row * mask_row
+        if HAS_OLD:
+            old += row * old_row
+        if HAS_REF:
+            ref += row * ref_row
+        if PER_TOKEN:
+            scores += row * score_row
+        if W_PER_TOKEN:
+            w += row * w_row
+        if entropy is not None:
+            entropy += row * entropy_row
+    else:
+        start = tl.minimum(tl.maximum(tl.load(offsets + row).to(tl.int64), 0), total)
+        end = tl.minimum(tl.maximum(tl.load(offsets + row + 1).to(tl.int64), start), total)
+        size = tl.minimum(end - start, length)
+        current += start
+        mask += start
+        if HAS_OLD:
+            old += start
+        if HAS_REF:
+            ref += start
+        if PER_TOKEN:
+            scores += start
+        if W_PER_TOKEN:
+            w += start
+        if entropy is not None:
+            entropy += start
+    weight = tl.full((LANES,), 1.0, tl.float32)
+    if HAS_W and not W_PER_TOKEN:
+        weight = tl.broadcast_to(tl.load(w + row * w_row).to(tl.float32), (LANES,))
+    a = tl.zeros((LANES,), tl.float32)
+    if GROUP_LANES:
+        advantage = advantage_of(
+            scores, boundaries, row, batch, groups, score_row, eps, GROUP_LANES, ONE_STEP, ESTIMATOR, ADD, SKIP
+        )
+        a = tl.broadcast_to(advantage.to(tl.float32), (LANES,))
+    elif not PER_TOKEN:
+        a = tl.broadcast_to(tl.load(scores + row * score_row).to(tl.float32), (LANES,))
+
+    count, log_ratio, log_weight, shared_slope = constant(1.0), constant(0.0), constant(0.0), constant(0.0)
+    parts = tl.cdiv(size, SEGMENT)
+    if SEQ or MEAN_SEQ or KIND == VESPO:
+        tokens = tl.zeros((), tl.int64)
+        logs, weights = constant(0.0), constant(0.0)
+        for part in range(parts):
+            found = tl.zeros((LANES,), tl.int32)
+            lane_logs, lane_weights = tl.zeros((LANES,), tl.float32), tl.zeros((LANES,), tl.float32)
+            for step in range(tl.cdiv(tl.minimum(size - part * SEGMENT, SEGMENT), LANES)):
+                columns = part * SEGMENT + step * LANES + tl.arange(0, LANES)
+                x, before, other, is_active, _, v = _load(
+                    current, old, None, mask, None, w, columns, columns < size, a, weight, False, W_PER_TOKEN
+                )
+                found += is_active.to(tl.int32)
+                d = tl.where(is_active, x - before, 0.0)
+                lane_logs += d
+                if KIND == VESPO:
+                    lane_weights += bounded(d, -LOG_MOST, LOG_MOST)
+                    if W_PER_TOKEN:
+                        v = rollout_weight(v, rollout_min, rollout_max, MODE)
+                        lane_weights += tl.where(is_active, bounded(tl.log(v), LOG_LEAST, LOG_MOST), 0.0)
+            tokens += tl.sum(found, 0).to(tl.int64)
+            logs += tree(lane_logs)
+            weights += tree(lane_weights)
+        count = tl.maximum(tokens, 1).to(tl.float32)
+        log_ratio = tl.div_rn(logs, count)
+        if KIND == VESPO and HAS_W and not W_PER_TOKEN:
+            v = tl.load(w + row * w_row).to(tl.float32)
+            weights += bounded(tl.log(rollout_weight(v, rollout_min, rollout_max, MODE)), LOG_LEAST, LOG_MOST)
+        log_weight = bounded(weights, LOG_LEAST, LOG_MOST)
+    if SEQ and slope is not None:
+        through = constant(0.0)
+        for part in range(parts):
+            lane_through = tl.zeros((LANES,), tl.float32)
+            for step in range(tl.cdiv(tl.minimum(size - part * SEGMENT, SEGMENT), LANES)):
+                columns = part * SEGMENT + step * LANES + tl.arange(0, LANES)
+                token = _load(
+                    current, old, ref, mask, scores, w, columns, columns < size, a, weight, PER_TOKEN, W_PER_TOKEN
+                )
+                _, _, _, shared, _, _ = _token(
+                    token, log_ratio, log_weight, n, KIND, SEQ, BOUNDS, MODE, KL, CORRECTED, HAS_OLD, HAS_REF, HAS_W
+                )
+                lane_through += shared
+            through += tree(lane_through)
+        shared_slope = tl.div_rn(through, count)
+
+    policy_sum, kl_sum = tl.zeros((LANES,), tl.float32), tl.zeros((LANES,), tl.float32)
+    number = tl.zeros((LANES,), tl.int32)
+    if METRICS:
+        below, above, odd = (tl.zeros((LANES,), tl.int32), tl.zeros((LANES,), tl.int32), tl.zeros((LANES,), tl.int32))
+        ratios, squares = tl.zeros((LANES,), tl.float32), tl.zeros((LANES,), tl.float32)
+        k1, k2 = tl.zeros((LANES,), tl.float32), tl.zeros((LANES,), tl.float32)
+        k3, entropies = tl.zeros((LANES,), tl.float32), tl.zeros((LANES,), tl.float32)
+        least = tl.full((LANES,), float("inf"), tl.float32)
+        most = tl.full((LANES,), float("-inf"), tl.float32)
+    first = segment * SEGMENT
+    for step in range(tl.cdiv(tl.minimum(size - first, SEGMENT), LANES)):
+        columns = first + step * LANES + tl.arange(0, LANES)
+        here = columns < size
+        token = _load(current, old, ref, mask, scores, w, columns, here, a, weight, PER_TOKEN, W_PER_TOKEN)
+        term, k, own, _, seen, e = _token(
+            token, log_ratio, log_weight, n, KIND, SEQ, BOUNDS, MODE, KL, CORRECTED, HAS_OLD, HAS_REF, HAS_W
+        )
+        x, before, other, is_active, token_a, _ = token
+        policy_sum += term
+        kl_sum += k
+        number += is_active.to(tl.int32)
+        if slope is not None:
+            value = own
+            if SEQ:
+                value += shared_slope
+            if MEAN_SEQ:
+                value = tl.div_rn(value, tl.zeros((LANES,), tl.float32) + count)
+            # -0 marks a masked token, so it must stand nowhere else: -0 + 0 is +0. Triton takes a literal -0.0 for 0.
+            marked = tl.where(is_active, (value + 0.0).to(tl.int32, bitcast=True), -2147483648)
+            tl.store(slope + start + columns, marked.to(tl.float32, bitcast=True), mask=here)
+        if METRICS:
+            if KIND == CISPO:
+                below += (is_active & (seen < floor)).to(tl.int32)
+                above += (is_active & (seen > cap)).to(tl.int32)
+            elif KIND == CLIP:
+                below += (is_active & (seen < low) & (token_a < 0.0)).to(tl.int32)
+                above += (is_active & (seen > high) & (token_a > 0.0)).to(tl.int32)
+            is_odd = (tl.abs(x) < float("inf")) & (tl.abs(before) < float("inf")) & (tl.abs(other) < float("inf"))
+            odd += (is_active & ~is_odd).to(tl.int32)
+            shown = tl.where(is_active, seen, 0.0)
+            ratios += shown
+            squares = fma(shown, shown, squares)
+            if HAS_REF:
+                k1 -= e
+                k2 = fma(e, 0.5 * e, k2)
+                exact, _ = k3_of(e)
+                k3 += exact
+            if entropy is not None:
+                h = tl.load(entropy + columns, mask=here, other=0.0).to(tl.float32)
+                entropies += tl.where(is_active, h, 0.0)
+            # Of those that are numbers: no comparison holds for NaN.
+            least = tl.where(is_active & (seen < least), seen, least)
+            most = tl.where(is_active & (seen > most), seen, most)
+    QUANTITIES: tl.constexpr = 14 if METRICS else 3
+    place = sums + segment.to(tl.int64) * QUANTITIES * batch + row
+    tl.store(place, tree(policy_sum))
+    tl.store(place + batch, tree(kl_sum))
+    # A segment's tokens are few enough for FP32 to count.
+    tl.store(place + 2 * batch, tl.sum(number, 0).to(tl.float32))
+    if METRICS:
+        tl.store(place + 3 * batch, tl.sum(below, 0).to(tl.float32))
+        tl.store(place + 4 * batch, tl.sum(above, 0).to(tl.float32))
+        tl.store(place + 5 * batch, tree(ratios))
+        tl.store(place + 6 * batch, tree(squares))
+        tl.store(place + 7 * batch, tree(k1))
+        tl.store(place + 8 * batch, tree(k2))
+        tl.store(place + 9 * batch, tree(k3))
+        tl.store(place + 10 * batch, tl.sum(odd, 0).to(tl.float32))
+        tl.store(place + 11 * batch, tree(entropies))
+        tl.store(place + 12 * batch, tl.min(least, 0))
+        tl.store(place + 13 * batch, tl.max(most, 0))

@@ -1,0 +1,147 @@
+"""What a token adds to a loss, in Triton: the formulas of ``objective`` for the kernels of ``triton_objectives``.
+
+Products that something is added to are fused explicitly, so that no compiled variant of a kernel rounds otherwise.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from rl_kernels.core.triton_lib.arithmetic import fma
+
+LOG2E = tl.constexpr(1.4426950408889634)
+SMALL = tl.constexpr(0.5)
+"""|e| below which exp(e) - 1 and k3 are a series: their differences lose bits there."""
+CLIP, SAPO, CISPO, VESPO, REINFORCE = (tl.constexpr(i) for i in range(5))
+"""Kinds of policy terms; the first two are functions of the ratio, the others weigh the log-probability."""
+LOG_LEAST, LOG_MOST = tl.constexpr(-18.420680743952367), tl.constexpr(20.0)
+"""Bounds of the log-weight of a sequence in vespo."""
+
+
+@triton.jit
+def constant(value):
+    """Return a number as FP32."""
+    return tl.full((), value, tl.float32)
+
+
+@triton.jit
+def exp(x):
+    """Return e^x."""
+    return tl.exp2(x * LOG2E)
+
+
+@triton.jit
+def k3_of(e):
+    """Return exp(e) - e - 1, never negative and accurate for small e, and exp(e) - 1."""
+    series = fma(e, constant(1 / 362880), constant(1 / 40320))
+    series = fma(e, series, constant(1 / 5040))
+    series = fma(e, series, constant(1 / 720))
+    series = fma(e, series, constant(1 / 120))
+    series = fma(e, series, constant(1 / 24))
+    series = fma(e, series, constant(1 / 6))
+    series = fma(e, series, constant(1 / 2))
+    small = tl.abs(e) < SMALL
+    square = e * e
+    expm1 = tl.where(small, fma(square, series, e), exp(e) - 1.0)
+    return tl.where(small, square * series, expm1 - e), expm1
+
+
+@triton.jit
+def bounded(x, least, most):
+    """Return x within bounds; NaN stays."""
+    return tl.where(x < least, least, tl.where(x > most, most, x))
+
+
+@triton.jit
+def rollout_weight(w, least, most, MODE: tl.constexpr):
+    """Return a rollout ratio as it is (0), truncated (1) or masked (2)."""
+    if MODE == 1:
+        w = bounded(w, least, most)
+    if MODE == 2:
+        w = tl.where((w < least) | (w > most), 0.0, w)
+    return w
+
+
+@triton.jit
+def clipped(ratio, a, n, BOUNDS: tl.constexpr):
+    """Return -min(ratio A, clamp(ratio) A) with delta (1) or a dual clip (2), and its slope; a tie is not clipped."""
+    low, high, delta, dual = n[0], n[1], n[3], n[4]
+    slope = -(ratio * a)
+    unclipped = slope
+    if BOUNDS == 1:
+        unclipped = -(tl.where(ratio > delta, delta, ratio) * a)
+    limited = -(bounded(ratio, low, high) * a)
+    is_limited = limited > unclipped
+    term = tl.where(is_limited, limited, unclipped)
+    is_flat = is_limited
+    if BOUNDS == 1:
+        # Between delta and the upper bound the clipped branch is the ratio itself.
+        is_flat = tl.where(is_limited, (ratio < low) | (ratio > high), ratio > delta)
+    if BOUNDS == 2:
+        ceiling = -(dual * a)
+        is_above = (a < 0.0) & (term > ceiling)
+        term = tl.where(is_above, ceiling, term)
+        is_flat = is_flat | is_above
+    return term, tl.where(is_flat, 0.0, slope)
+
+
+@triton.jit
+def gated(ratio, a, n):
+    """Return -(4 / tau) sigmoid(tau (ratio - 1)) A, and its slope."""
+    tau = tl.where(a > 0.0, n[7], n[8])
+    x = fma(tau, ratio, -tau)
+    q = exp(-tl.abs(x))
+    gate = tl.div_rn(tl.where(x >= 0.0, 1.0, q), 1.0 + q)
+    # Where the gate is flat it is so for an infinite ratio too.
+    slope = tl.where(q == 0.0, 0.0, tl.div_rn(q * ratio, (1.0 + q) * (1.0 + q)))
+    return -(tl.div_rn(tl.full(tau.shape, 4.0, tl.float32), tau) * gate * a), -(4.0 * slope * a)
+
+
+@triton.jit
+def policy_of(x, ratio, a, w, log_weight, n, KIND: tl.constexpr, BOUNDS: tl.constexpr, HAS_W: tl.constexpr):
+    """Return the policy term and its slope: by the log of the ratio, or by x for kinds with a weight."""
+    if KIND == CLIP:
+        term, slope = clipped(ratio, a, n, BOUNDS)
+    elif KIND == SAPO:
+        term, slope = gated(ratio, a, n)
+    else:
+        if KIND == CISPO:
+            weight = bounded(ratio, n[5], n[6])
+        elif KIND == VESPO:
+            k, decay = tl.where(a >= 0.0, n[9], n[11]), tl.where(a >= 0.0, n[10], n[12])
+            logs = tl.full(a.shape, 0.0, tl.float32) + log_weight
+            weight = exp(fma(-decay, exp(logs), fma(k, logs, decay)))
+        else:
+            weight = tl.full(a.shape, 1.0, tl.float32)
+        slope = -(weight * a)
+        term = slope * x
+    if HAS_W and KIND != VESPO:
+        term, slope = term * w, slope * w
+    return term, slope
+
+
+@triton.jit
+def kl_of(e, ratio, KL: tl.constexpr, CORRECTED: tl.constexpr, SEQ: tl.constexpr):
+    """Return the KL estimate, its slope by x, and by the log of a ratio that a sequence shares."""
+    if KL == 3:
+        k, expm1 = k3_of(e)
+        own = -expm1
+    elif KL == 2:
+        k, own = e * (0.5 * e), -e
+    else:
+        k, own = -e, tl.full(e.shape, 1.0, tl.float32)
+    shared = tl.zeros(e.shape, tl.float32)
+    if CORRECTED:
+        if SEQ:
+            own = own * ratio
+            shared = k * ratio
+        elif KL == 3:
+            # The slope and the estimate without the cancellation of their sum.
+            own = -(e * ratio)
+        elif KL == 2:
+            own = fma(e, 0.5 * e, -e) * ratio
+        else:
+            own = (1.0 - e) * ratio
+        k = k * ratio
+    return k, own, shared

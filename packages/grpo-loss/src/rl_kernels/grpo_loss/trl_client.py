@@ -1,0 +1,107 @@
+"""TRL's GRPOTrainer with our loss in place of its own: ``use_in(trainer)``, once, before ``trainer.train()``.
+
+The model, the sampling, the rewards and the advantages stay TRL's. What TRL divides by is passed on as an explicit
+normaliser, so that micro-batches add up as they do there. Read off TRL 1.16; trl itself is not imported.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from rl_kernels.grpo_loss.api import grpo_loss_from_advantages
+from rl_kernels.grpo_loss.outputs import METRICS
+
+WEIGHTS = ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
+
+
+def use_in(trainer: Any, **options: Any) -> None:
+    """Replace the loss of a GRPOTrainer; ``options`` (``backend``, ``validate``) are those of our loss.
+
+    Raises:
+        ValueError: the trainer adds terms to its loss that ours does not have; the message names the setting.
+    """
+    beyond = {
+        "top_entropy_quantile": trainer.top_entropy_quantile < 1,
+        "off_policy_mask_threshold": trainer.off_policy_mask_threshold is not None,
+        "entropy_coef": trainer._entropy_bonus_enabled,
+        "router_aux_loss_coef": trainer.aux_loss_enabled,
+    }
+    for name, is_set in beyond.items():
+        if is_set:
+            raise ValueError(f"{name}: expected a trainer without it, the loss has no such term")
+    trainer._compute_loss = partial(compute_loss, trainer, **options)
+
+
+def compute_loss(trainer: Any, model: Any, inputs: dict[str, Any], **options: Any) -> torch.Tensor:
+    """Return the loss of one micro-batch as ``GRPOTrainer._compute_loss`` does, and log its metrics."""
+    ids = torch.cat((inputs["prompt_ids"], inputs["completion_ids"]), 1)
+    attention = torch.cat((inputs["prompt_mask"], inputs["completion_mask"]), 1)
+    kept = inputs["completion_ids"].shape[1]
+    logps, entropy, _ = trainer._get_per_token_logps_and_entropies(model, ids, attention, kept, compute_entropy=True)
+    mask = inputs["completion_mask"]
+    mask = mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
+    output, metrics = grpo_loss_from_advantages(
+        logps,
+        inputs.get("old_per_token_logps"),
+        inputs.get("ref_per_token_logps"),
+        inputs["advantages"],
+        mask,
+        entropy=entropy,
+        return_metrics=True,
+        **keywords(trainer),
+        **normaliser(trainer, inputs, mask),
+        **rollout(trainer, inputs),
+        **options,
+    )
+    log = trainer._metrics["train" if trainer.model.training else "eval"]
+    for name, value in zip(METRICS, metrics.tolist(), strict=True):
+        log[f"loss/{name}"].append(value)
+    return output.loss
+
+
+def keywords(trainer: Any) -> dict[str, Any]:
+    """Return the loss keywords that a trainer's configuration says."""
+    args, loss_type = trainer.args, trainer.loss_type
+    found = {
+        "loss_type": loss_type,
+        "beta": trainer.beta,
+        "clip_low": trainer.epsilon_low,
+        "clip_high": trainer.epsilon_high,
+        "importance_level": trainer.importance_sampling_level,
+        "kl_correction": bool(args.use_bias_correction_kl),
+    }
+    if loss_type == "cispo":
+        found["cispo_cap"] = trainer.epsilon_high
+    if loss_type == "sapo":
+        found |= {f"sapo_temperature_{sign}": getattr(args, f"sapo_temperature_{sign}") for sign in ("pos", "neg")}
+    elif loss_type == "vespo":
+        found |= {name: getattr(args, name) for name in WEIGHTS}
+    elif loss_type != "cispo" and args.delta is not None:
+        found["delta"] = args.delta
+    return found
+
+
+def normaliser(trainer: Any, inputs: dict[str, Any], mask: torch.Tensor) -> dict[str, Any]:
+    """Return what TRL divides the sum over a micro-batch by."""
+    steps = trainer.current_gradient_accumulation_steps if trainer.model.training else 1
+    if trainer.loss_type == "bnpo":
+        return {"num_tokens": mask.sum().clamp(min=1) * steps}
+    if trainer.loss_type in ("grpo", "sapo", "luspo"):
+        return {"num_sequences": len(mask) * steps}
+    if trainer.loss_type == "dr_grpo":
+        return {"num_sequences": len(mask) * steps, "max_completion_length": trainer.max_completion_length}
+    # Counted over all that was generated at once, on all processes.
+    share = steps / trainer.args.steps_per_generation if trainer.model.training else 1
+    return {"num_tokens": inputs["num_items_in_batch"].clamp(min=1) * (share / trainer.accelerator.num_processes)}
+
+
+def rollout(trainer: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return the rollout ratio, which TRL has truncated or masked already, if it corrects for the sampler."""
+    ratio = inputs.get("importance_sampling_ratio")
+    is_used = trainer.loss_type == "vespo" or (trainer.use_vllm and trainer.vllm_importance_sampling_correction)
+    if ratio is None or not is_used:
+        return {}
+    return {"rollout_ratio": ratio[:, 0] if ratio.shape[1] == 1 else ratio}

@@ -1,0 +1,98 @@
+"""Every objective in the Triton backend: three launches, packed sequences, and native's values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from rl_kernels.core.check.compare import bits
+from rl_kernels.core.operator import Call
+from rl_kernels.core.testing import Draw
+from rl_kernels.grpo_loss import grpo_loss, grpo_loss_from_advantages
+from rl_kernels.grpo_loss.objective import FORMS
+from rl_kernels.grpo_loss.op import OPERATOR
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+REASON = OPERATOR.backend("triton").why_not(Call.of(torch.zeros(1, device=DEVICE)))
+pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+BATCH, LENGTH = 4, 130
+OF_SEQUENCES = ("grpo", "gspo", "sapo", "dr_grpo", "luspo")
+
+
+def _call(loss_type: str, length: int = LENGTH, **options: Any) -> dict[str, Any]:
+    draw = Draw(torch.float32, DEVICE, seed=19)
+    current = draw.uniform(1e-2, 1.0, BATCH, length).log()
+    old, ref = (current + draw.normal(BATCH, length, scale=scale) for scale in (0.1, 0.2))
+    call = {"current_logps": current.requires_grad_(), "old_logps": old.detach(), "ref_logps": ref.detach()}
+    call |= {"advantages": draw.normal(BATCH), "completion_mask": draw.mask(0.8, BATCH, length)}
+    call["rollout_ratio"] = draw.uniform(0.5, 1.5, BATCH, length)
+    return {**call, "loss_type": loss_type, "beta": 0.1, "kl_correction": True, **options}
+
+
+def _results(call: dict[str, Any], backend: str = "triton") -> list[torch.Tensor]:
+    output, metrics = grpo_loss_from_advantages(**call, backend=backend, return_metrics=True)
+    return [*(value.detach() for value in output), metrics, *torch.autograd.grad(output.loss, call["current_logps"])]
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("loss_type", FORMS)
+def test_values_are_those_of_native(loss_type: str, level: str) -> None:
+    if loss_type == "gspo" and level == "token":
+        pytest.skip("gspo is of sequences")
+    call = _call(loss_type, importance_level=level)
+    for found, expected in zip(_results(call), _results(call, "native"), strict=True):
+        size = float(expected.abs().max())
+        torch.testing.assert_close(found, expected, rtol=3e-5, atol=2e-5 * size)
+
+
+@pytest.mark.parametrize("loss_type", FORMS)
+def test_packed_sequences_and_padding_change_no_bit(loss_type: str) -> None:
+    fixed = {"max_completion_length": LENGTH} if loss_type == "dr_grpo" else {}
+    call = _call(loss_type, **fixed)
+    *expected, grad = _results(call)
+    names = ("current_logps", "old_logps", "ref_logps", "completion_mask", "rollout_ratio")
+    ends = torch.where(call["completion_mask"], torch.arange(1, LENGTH + 1, device=DEVICE), 0).amax(1)
+    inside = torch.arange(LENGTH, device=DEVICE) < ends[:, None]
+    offsets = torch.cat((ends.new_zeros(1), ends.cumsum(0))).int()
+    packed = {name: call[name].detach()[inside] for name in names}
+    packed["current_logps"].requires_grad_()
+    *found, packed_grad = _results({**call, **packed, "cu_seqlens": offsets})
+    assert all(bits(a, b).passed for a, b in zip(found, expected, strict=True))
+    assert bits(packed_grad, grad[inside]).passed
+    wide = {name: torch.nn.functional.pad(call[name].detach(), (0, 70)) for name in names}
+    wide["current_logps"].requires_grad_()
+    *found, wide_grad = _results({**call, **wide})
+    assert all(bits(a, b).passed for a, b in zip(found, expected, strict=True))
+    assert bits(wide_grad[:, :LENGTH], grad).passed
+
+
+@pytest.mark.parametrize("loss_type", ["gspo", "vespo", "cispo"])
+def test_step_takes_three_launches(loss_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rl_kernels.grpo_loss import triton_backend, triton_groups, triton_objectives
+
+    launched, launch = [], triton_backend.launch
+
+    def counted(kernel: Any, *args: Any, **options: Any) -> None:
+        launched.append(kernel)
+        launch(kernel, *args, **options)
+
+    for module in (triton_backend, triton_groups, triton_objectives):
+        monkeypatch.setattr(module, "launch", counted)
+    call = _call(loss_type)
+    call["rewards"] = call.pop("advantages")
+    output, _ = grpo_loss(**call, samples_per_prompt=2, backend="triton", return_metrics=True)
+    torch.autograd.grad(output.loss, call["current_logps"])
+    assert len(launched) == 3
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "gspo"])
+def test_segments_of_a_sequence_share_what_it_decides(loss_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rl_kernels.grpo_loss import triton_objectives
+
+    call = _call(loss_type, 300)
+    expected = _results(call, "native")
+    monkeypatch.setattr(triton_objectives, "SEGMENT", 256)
+    for found, value in zip(_results(call), expected, strict=True):
+        torch.testing.assert_close(found, value, rtol=3e-5, atol=2e-5 * float(value.abs().max()))

@@ -1,0 +1,161 @@
+"""Hold our loss to TRL's own code on the same tensors, and write the largest differences into docs/objectives.md.
+
+`python tools/objectives_table.py` prints the table, with `--write` it replaces the one in the page. Needs trl 1.16.
+TRL's `_compute_loss` runs as it is, on a trainer that was never initialised: the model's part is replaced by given
+log-probabilities, so that only the loss is compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from trl import GRPOConfig, GRPOTrainer
+
+from rl_kernels.grpo_loss import grpo_loss_from_advantages, trl_client
+
+PAGE = Path(__file__).parent.parent / "docs" / "objectives.md"
+BEGIN, END = "<!-- differences -->\n", "<!-- end of differences -->"
+TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "KL": {"beta": 0.1, "use_bias_correction_kl": False},
+    "corrected KL": {"beta": 0.1},
+    "delta": {"delta": 1.3},
+    "rollout ratio": {"ratio": "token"},
+    "rollout ratio, sequence": {"ratio": "sequence"},
+    "all": {"beta": 0.1, "delta": 1.3, "ratio": "token"},
+}
+LEVELS = ("token", "sequence")
+BATCH, LENGTH, STEPS = 8, 33, 4
+
+
+def trainer_of(loss_type: str, level: str = "token", **options: Any) -> Any:
+    """Return a GRPOTrainer without a model, whose configuration says this objective."""
+    defaults = {name: field.default for name, field in GRPOConfig.__dataclass_fields__.items()}
+    args = SimpleNamespace(**{**defaults, "steps_per_generation": STEPS, **options})
+    if loss_type == "cispo":
+        args.epsilon_high = 1.3
+    trainer = GRPOTrainer.__new__(GRPOTrainer)
+    made = {
+        "args": args,
+        "model": SimpleNamespace(training=True),
+        "accelerator": SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x),
+        "loss_type": loss_type,
+        "beta": args.beta,
+        "epsilon_low": args.epsilon,
+        "epsilon_high": args.epsilon if args.epsilon_high is None else args.epsilon_high,
+        "importance_sampling_level": level,
+        "top_entropy_quantile": 1.0,
+        "off_policy_mask_threshold": None,
+        "aux_loss_enabled": False,
+        "_entropy_bonus_enabled": False,
+        "use_vllm": "ratio" in options,
+        "vllm_importance_sampling_correction": True,
+        "max_completion_length": LENGTH,
+        "current_gradient_accumulation_steps": STEPS,
+        "_metrics": defaultdict(lambda: defaultdict(list)),
+        "_get_per_token_logps_and_entropies": lambda model, *_, **__: (model, torch.zeros_like(model), None),
+    }
+    vars(trainer).update(made)
+    return trainer
+
+
+def batch_of(dtype: torch.dtype, ratio: str | None = None, seed: int = 1) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Return log-probabilities and the inputs of a micro-batch, with ratios on both sides of every bound."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        return (torch.randn(shape, generator=generator, dtype=torch.float64) * scale).to(dtype)
+
+    current = -normal(BATCH, LENGTH).abs()
+    lengths = torch.randint(1, LENGTH + 1, (BATCH, 1), generator=generator)
+    ids = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
+    inputs = {
+        "prompt_ids": ids[:, :2],
+        "prompt_mask": torch.ones_like(ids[:, :2]),
+        "completion_ids": ids,
+        "completion_mask": (torch.arange(LENGTH) < lengths).long(),
+        "advantages": normal(BATCH),
+        "old_per_token_logps": current + normal(BATCH, LENGTH, scale=0.3),
+        "ref_per_token_logps": current + normal(BATCH, LENGTH, scale=0.3),
+        "num_items_in_batch": torch.tensor(457),
+    }
+    if ratio is not None:
+        found = normal(BATCH, LENGTH if ratio == "token" else 1, scale=0.2).exp()
+        inputs["importance_sampling_ratio"] = torch.where(inputs["completion_mask"].bool(), found, 1.0)[
+            :, : found.shape[1]
+        ]
+    return current, inputs
+
+
+def cells() -> Iterator[tuple[str, str, str]]:
+    """Yield every type, level and option that TRL has together."""
+    for loss_type in TYPES:
+        for level in LEVELS:
+            for option, settings in OPTIONS.items():
+                if "delta" not in settings or loss_type not in ("cispo", "sapo", "vespo"):
+                    yield loss_type, level, option
+
+
+def difference(loss_type: str, level: str, option: str, dtype: torch.dtype) -> tuple[float, float]:
+    """Return how far loss and gradient are apart, each as a share of TRL's largest."""
+    settings = OPTIONS[option]
+    trainer = trainer_of(loss_type, level, **settings)
+    logps, inputs = batch_of(dtype, settings.get("ratio"))
+    results = []
+    for loss_of in (GRPOTrainer._compute_loss, trl_client.compute_loss):
+        leaf = logps.clone().requires_grad_()
+        loss = loss_of(trainer, leaf, inputs)
+        results.append((loss.detach(), *torch.autograd.grad(loss, leaf)))
+    (theirs, their_grad), (ours, our_grad) = results
+    terms = _size_of_terms(trainer, logps, inputs)
+    return float((ours - theirs).abs() / terms), float((our_grad - their_grad).abs().max() / their_grad.abs().max())
+
+
+def _size_of_terms(trainer: Any, logps: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
+    """Return the sum of the terms' magnitudes over the divisor: what the rounding of a sum is a share of."""
+    mask = inputs["completion_mask"].bool()
+    lone = {**inputs, "advantages": -inputs["advantages"].abs()}
+    options = {**trl_client.keywords(trainer), **trl_client.normaliser(trainer, inputs, mask)}
+    options |= trl_client.rollout(trainer, inputs)
+    tensors = (inputs["old_per_token_logps"], inputs["ref_per_token_logps"], lone["advantages"], mask)
+    return grpo_loss_from_advantages(logps, *tensors, **options).loss.abs()
+
+
+def table() -> str:
+    """Return the largest differences by type, in FP64 and FP32, as a Markdown table."""
+    lines = [
+        "| `loss_type` | cells | FP64 loss | FP64 gradient | FP32 loss | FP32 gradient |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for loss_type in TYPES:
+        mine = [cell for cell in cells() if cell[0] == loss_type]
+        largest = []
+        for dtype in (torch.float64, torch.float32):
+            found = [difference(*cell, dtype) for cell in mine]
+            largest += [f"{max(values):.1e}" for values in zip(*found, strict=True)]
+        lines.append(f"| `{loss_type}` | {len(mine)} | {' | '.join(largest)} |")
+    return "\n".join(lines) + "\n"
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Print the table, or write it into the page."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--write", action="store_true", help="replace the table in docs/objectives.md")
+    made = table()
+    if not parser.parse_args(argv).write:
+        print(made)
+        return
+    text = PAGE.read_text(encoding="utf-8")
+    before, rest = text.split(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}\n{made}\n{END}{rest.split(END)[1]}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
