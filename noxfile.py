@@ -57,8 +57,9 @@ def tests(session: nox.Session, package: str) -> None:
     borrow(session)
     present = [package] if package in OPERATORS else [] if package == "core" else [*PACKAGES]
     install(session, *present)
-    if package == INTEGRATION:
-        session.install(*PINNED, "transformers")
+    needed = ["transformers"] if package == INTEGRATION else wanted_by_tests(package)
+    if needed:
+        session.install(*PINNED, *needed)
     if package in ("core", INTEGRATION):
         session.install(*PINNED, *NVRTC)
     session.run("python", "-m", "pip", "check")
@@ -66,6 +67,16 @@ def tests(session: nox.Session, package: str) -> None:
     # Threads that spin while they wait take the cores from the ones they wait for.
     waiting = {"OMP_WAIT_POLICY": "PASSIVE"}
     session.run("python", "-m", "pytest", str(tests_of(package)), *session.posargs, env=waiting)
+
+
+@nox.session(**BORROWING)
+def trl(session: nox.Session) -> None:
+    """Hold grpo_loss to TRL's own loss: the same tensors, and a small trainer whose loss it replaces."""
+    borrow(session)
+    install(session, "grpo-loss")
+    session.install(*PINNED, "trl", "transformers")
+    env = {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
+    session.run("python", "-m", "pytest", str(ROOT / "tests_integration" / "test_trl.py"), *session.posargs, env=env)
 
 
 @nox.session(**BORROWING)
@@ -203,6 +214,12 @@ def brought_by(package: str) -> list[str]:
 def source_path() -> str:
     """Return the source folders of all packages, as one search path."""
     return os.pathsep.join(str(folder / "src") for folder in (CORE, *PACKAGES.values()))
+
+
+def wanted_by_tests(package: str) -> list[str]:
+    """Return what the tests of a package need that the base does not have: its dependency group ``test``."""
+    folder = CORE if package == "core" else PACKAGES[package]
+    return nox.project.load_toml(folder / "pyproject.toml").get("dependency-groups", {}).get("test", [])
 
 
 def tests_of(package: str) -> Path:

@@ -35,8 +35,9 @@ from rl_kernels.core.operator import Operator
 from rl_kernels.core.registry import kernel_registry
 from rl_kernels.core.testing import STORAGE, Case, Draw, Inputs, Spec, spec_of
 
-TOOLS = {"memcheck": r"ERROR SUMMARY: (\d+) error", "racecheck": r"RACECHECK SUMMARY: (\d+) hazard"}
-OPTIONS = {"memcheck": ("--padding", "512"), "racecheck": ()}
+ERRORS = r"ERROR SUMMARY: (\d+) error"
+TOOLS = {"memcheck": ERRORS, "racecheck": r"RACECHECK SUMMARY: (\d+) hazard", "initcheck": ERRORS}
+OPTIONS = {"memcheck": ("--padding", "512"), "racecheck": (), "initcheck": ()}
 """Padding: a write beyond one tensor must not be one into the next."""
 LARGEST = 1 << 21
 """Elements of the largest call that is made."""

@@ -1,4 +1,4 @@
-"""Two kernels with a fault each, which the sanitizer must report: what `tools/sanitize.py` finds is worth that much."""
+"""Kernels with a fault each, which the sanitizer must report: what `tools/sanitize.py` finds is worth that much."""
 
 from __future__ import annotations
 
@@ -37,11 +37,20 @@ def race(out, CODE: tl.constexpr):
     tl.store(out + places, found)
 
 
+@triton.jit
+def copy(source, out):
+    """Copy 128 elements, whether or not anything has written them."""
+    places = tl.arange(0, 128)
+    tl.store(out + places, tl.load(source + places))
+
+
 def run(tool: str) -> None:
     """Run the kernel that a tool must catch."""
     out = torch.zeros(100 if tool == "memcheck" else 128, dtype=torch.int32, device="cuda")
     if tool == "memcheck":
         beyond_the_end[(1,)](out, num_warps=4)
+    elif tool == "initcheck":
+        copy[(1,)](torch.empty_like(out), out, num_warps=4)
     else:
         race[(1,)](out, RACE, num_warps=4)
     torch.cuda.synchronize()
