@@ -45,6 +45,7 @@ FEW = tuple(
 )
 CUDA = (
     *(CudaSchedule(128, columns) for columns in (256, 192, 160, 128)),
+    *(CudaSchedule(128, columns, cluster=2) for columns in (256, 192, 128)),
     *(CudaSchedule(64, columns, turns=True) for columns in (256, 192)),
     CudaSchedule(64, 64, inner=128),
     *(CudaSchedule(rows, columns, 256, group=1, swapped=True) for columns in (8, 16) for rows in (64, 32)),
@@ -53,6 +54,8 @@ CUDA = (
         for columns in (32, 64)
         for rows, inner in ((64, 128), (16, 256))
     ),
+    *(CudaSchedule(64, columns, 128, group=1, swapped=True, cluster=2) for columns in (32, 64)),
+    *(CudaSchedule(16, columns, 256, group=1, swapped=True, cluster=2) for columns in (32, 64)),
 )
 CACHE = 128 << 20
 """Bytes of weights that are read before the first are read again."""

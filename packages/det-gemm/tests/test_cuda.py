@@ -20,7 +20,12 @@ from rl_kernels.det_gemm.cuda_schedule import (
 from rl_kernels.det_gemm.op import OPERATOR
 
 HALVES = (torch.bfloat16, torch.float16)
-TABLE = [candidate.schedule for candidate in candidates()]
+CLUSTERED = [
+    Schedule(128, 256, cluster=2),
+    Schedule(128, 192, cluster=2),
+    Schedule(16, 64, 256, swapped=True, cluster=4),
+]
+TABLE = [*(candidate.schedule for candidate in candidates()), *CLUSTERED]
 MAJORS = [(left, right) for left in (K_MAJOR, MN_MAJOR, PLAIN) for right in (K_MAJOR, MN_MAJOR, PLAIN)]
 SHAPES = [(m, n, k) for m in (1, 8, 33, 64, 65, 1000, 8192) for n in (1, 64, 1280, 57344) for k in (0, 16, 4104, 8192)]
 SHARED = 227 << 10
@@ -42,7 +47,7 @@ def lying(x, layout):
 def test_programs_of_a_target():
     backend = OPERATOR.backend("cuda-sm90").load()
     programs = backend.programs("sm_90a")
-    assert len(set(programs)) == len(programs) > 2 * 4 * sum(not cut.swapped for cut in TABLE)
+    assert len(set(programs)) == len(programs) > 2 * 4 * sum(not one.schedule.swapped for one in candidates())
     assert {program.arch for program in programs} == {"sm_90a"}
     assert not any(backend.programs(arch) for arch in ("sm_80", "sm_90", "sm_100a"))
 
@@ -71,6 +76,9 @@ def test_schedules_fit_on_a_multiprocessor_however_operands_lie(cut, majors):
     assert fitted.fitted(*majors) == fitted
     assert fitted.inner % 64 == 0
     assert fitted.rows >= 64 or majors[0] == K_MAJOR
+    # A share is whole patterns of the swizzle, and of an operand in pieces whole pieces.
+    assert fitted.cluster == 1 or fitted.columns % (fitted.cluster * (64 if majors[1] == MN_MAJOR else 8)) == 0
+    assert fitted.cluster == 1 or PLAIN not in majors
 
 
 @pytest.mark.parametrize("majors", MAJORS)
@@ -99,15 +107,17 @@ class Launched:
     def __init__(self, program):
         self.constants = dict(program.defines)
 
-    def launch(self, grid, block, map_a, map_b, map_out, target, bias, left, right, *numbers, shared):
+    def launch(self, grid, block, map_a, map_b, map_out, target, bias, left, right, *numbers, shared, cluster):
         have = self.constants
         rows, columns, inner, _, along = numbers[-5:]
         assert 0 < grid <= 132
+        assert grid % cluster == 0
+        assert cluster == have["CLUSTER"]
         assert block == 128 * (have["CONSUMERS"] + 1)
         assert shared <= SHARED
         boxes = (
             (have["TILE_M"], have["A_MAJOR"], map_a, left),
-            (have["TILE_N"], have["B_MAJOR"], map_b, right),
+            (have["TILE_N"] // cluster, have["B_MAJOR"], map_b, right),
         )
         for count, major, (box, strides), x in boxes:
             assert box == {K_MAJOR: (count, 64), MN_MAJOR: (64, 64), PLAIN: None}[major]
@@ -145,3 +155,21 @@ def test_operands_are_launched_as_they_lie(pretended, layouts, out_layout):
         out = lying(start.clone(), out_layout)
         cuda_matmul.matmul(a, b, out, continues=True)
         assert torch.equal(out, (product + start).float())
+
+
+@pytest.mark.parametrize("cut", CLUSTERED, ids=str)
+@pytest.mark.parametrize("layouts", [(a, b) for a in LAYOUTS for b in LAYOUTS], ids=str)
+def test_clusters_are_launched_whole(pretended, cut, layouts):
+    draw = Draw(torch.float16, seed=2)
+    for m, n, k in ((64, 200, 72), (40, 1000, 8), (1, 8, 8)):
+        values = draw.normal(m, k), draw.normal(k, n)
+        a, b = (lying(value, layout) for value, layout in zip(values, layouts, strict=True))
+        out = torch.zeros(m, n)
+        cuda_matmul.matmul(a, b, out, schedule=cut)
+        assert torch.equal(out, (values[0].double() @ values[1].double()).float())
+
+
+def test_a_cluster_has_room_for_all_its_tiles():
+    cut = Schedule(128, 256, cluster=2)
+    assert [cut.units(rows, 256) for rows in (1, 128, 129, 256, 257)] == [2, 2, 2, 2, 4]
+    assert cut.units(300, 1000) == 4 * 4

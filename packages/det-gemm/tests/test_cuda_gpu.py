@@ -16,7 +16,11 @@ from rl_kernels.det_gemm.cuda_schedule import Schedule, candidates
 pytestmark = pytest.mark.gpu
 
 HALVES = (torch.bfloat16, torch.float16)
-TABLE = [candidate.schedule for candidate in candidates()]
+CLUSTERED = [
+    *(Schedule(128, columns, cluster=cluster) for columns, cluster in ((256, 2), (192, 2), (128, 2), (256, 4))),
+    *(Schedule(rows, 64, 128, swapped=True, cluster=2) for rows in (64, 16)),
+]
+TABLE = [*(candidate.schedule for candidate in candidates()), *CLUSTERED]
 LAYOUTS = ("row", "column", "apart", "odd")
 ALIGNED = [("row", "column"), ("row", "row"), ("column", "row"), ("column", "column")]
 BACKEND = "cuda-sm90"
@@ -136,7 +140,12 @@ def test_operands_that_lie_anyhow_have_the_bits_of_the_plain_chain(chained, layo
 
 
 @pytest.mark.parametrize(
-    "cut", [Schedule(128, 256), Schedule(64, 256, turns=True), Schedule(16, 8, 256, swapped=True)], ids=str
+    "cut",
+    [
+        *(Schedule(128, 256), Schedule(128, 256, cluster=2), Schedule(64, 256, turns=True)),
+        Schedule(16, 8, 256, swapped=True),
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("layout", ["row", "column", "apart", "odd"])
@@ -162,7 +171,9 @@ def test_weight_gradients_in_parts_are_the_plain_chain(chained, layout, parts):
         assert bits(det_gemm_dw(x.t(), dc, out_dtype=torch.float32, backend=BACKEND), chained(x, dc)).passed
 
 
-@pytest.mark.parametrize("cut", [Schedule(128, 128), Schedule(64, 256, turns=True)], ids=str)
+@pytest.mark.parametrize(
+    "cut", [Schedule(128, 128), Schedule(128, 128, cluster=2), Schedule(64, 256, turns=True)], ids=str
+)
 def test_signs_of_zeros_are_those_of_the_plain_chain(chained, cut):
     a, b = operands(136, 264, 80, torch.bfloat16)
     a[::2], b[:, ::3] = 0.0, -0.0

@@ -73,19 +73,20 @@ def matmul(
     made = program(a.dtype, out.dtype, cut, stages, (left_major, right_major), stored, continues)
     rows, columns = target.shape
     units = cut.units(rows, columns)
-    grid = min(units, processors(a.get_device()))
+    grid = min(units // cut.cluster, processors(a.get_device()) // cut.cluster) * cut.cluster
     if bias is not None:
         bias = bias.contiguous()
     kernel(made, "det_gemm", SIGNATURE, a.device).launch(
         grid,
         (cut.consumers + 1) * THREADS,
         _map(left_map, left_major, cut.rows),
-        _map(right_map, right_major, cut.columns),
+        _map(right_map, right_major, cut.columns // cut.cluster),
         out_map,
         *(target, bias, left, right),
         *(*target.stride(), *left.stride(), *right.stride()),
         *(rows, columns, k, cut.group, 0 if bias is None else along),
         shared=shared,
+        cluster=cut.cluster,
     )
 
 
@@ -103,6 +104,7 @@ def program(
     defines = {
         "DTYPE": CODES[dtype],
         "OUT": CODES[out_dtype],
+        "CLUSTER": cut.cluster,
         "TILE_M": cut.rows,
         "TILE_N": cut.columns,
         "CONSUMERS": cut.consumers,

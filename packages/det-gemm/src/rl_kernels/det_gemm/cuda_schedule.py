@@ -36,6 +36,7 @@ class Schedule:
         turns: two tiles of 64 rows at a time, of which one is multiplied while the other is stored.
         group: rows of tiles that are worked on together.
         swapped: a tile's rows are columns of the right operand: for a product of few rows.
+        cluster: blocks that share what they read of the right operand of their tiles, which have the same columns.
     """
 
     rows: int
@@ -44,6 +45,7 @@ class Schedule:
     turns: bool = False
     group: int = 8
     swapped: bool = False
+    cluster: int = 1
 
     @property
     def consumers(self) -> int:
@@ -64,17 +66,20 @@ class Schedule:
         return self.depth(right) * self.stage_bytes(right) + self.consumers * BOXES + 1024
 
     def units(self, rows: int, columns: int) -> int:
-        """Return how many tiles a product of so many rows and columns of tiles has."""
-        return -(-rows // self.rows) * -(-columns // self.columns)
+        """Return how many tiles a product of so many rows and columns has: of whole clusters."""
+        return -(-rows // (self.rows * self.cluster)) * self.cluster * -(-columns // self.columns)
 
     def fitted(self, left: int, right: int) -> Schedule:
         """Return what of it is possible where the operands of a tile lie like this."""
         cut = self
         if PLAIN in (left, right):
             rows = cut.rows if cut.rows > ROWS else ROWS
-            cut = replace(cut, rows=rows, columns=min(cut.columns, PLAIN_COLUMNS), inner=BOX, turns=False)
+            cut = replace(cut, rows=rows, columns=min(cut.columns, PLAIN_COLUMNS), inner=BOX, turns=False, cluster=1)
         if left == MN_MAJOR and cut.rows < ROWS:
             cut = replace(cut, rows=ROWS)
+        # A share of pieces is some of them.
+        if right == MN_MAJOR and cut.columns % (BOX * cut.cluster):
+            cut = replace(cut, cluster=1)
         # Pieces of 64 columns, whatever of them is needed: no room is left for long stages.
         return replace(cut, inner=BOX) if right == MN_MAJOR and cut.inner > BOX else cut
 

@@ -4,6 +4,7 @@
 // acc = wgmma(acc, a[:, k:k+16], b[:, k:k+16]), beyond the edges 0; + bias in FP32; rounded once. No tile, stage
 // or major changes it.
 //
+//   cluster    CLUSTER blocks whose tiles have the same columns: each brings its share of b for all
 //   block      a producer warpgroup, and CONSUMERS consumer warpgroups; it stays, and takes tile after tile
 //   tile       TILE_M rows x TILE_N columns in the registers of its consumers, 64 rows each (wgmma.cuh). Of less than 64
 //              rows the instruction's others multiply what lies behind them, and are thrown away: where there are few
@@ -12,11 +13,11 @@
 //   stage      64 BOXES terms of K of both operands of a tile in shared memory, swizzled; STAGES of them go round
 //   epilogue   a consumer's tile goes through two boxes in shared memory
 //
-// Defines: DTYPE 1 BF16, 2 FP16; TILE_M, TILE_N, CONSUMERS, BOXES, STAGES; A_MAJOR and B_MAJOR: 0 an operand whose
+// Defines: DTYPE 1 BF16, 2 FP16; CLUSTER, TILE_M, TILE_N, CONSUMERS, BOXES, STAGES; A_MAJOR and B_MAJOR: 0 an operand whose
 // terms of K lie beside each other, 1 one whose rows do, 2 one of any strides and addresses, which the producer reads
 // number by number; OUT the type of out, 0 FP32; STORED 0 by strides, 1 in boxes through its map, 2 in boxes of its
 // transpose; CONTINUES.
-#include <rl_kernels/chain.cuh>
+#include <rl_kernels/boxes.cuh>
 
 using namespace rlk;
 
@@ -63,14 +64,13 @@ constexpr int A_BYTES = TILE_M * SWIZZLE;
 constexpr int B_PIECES = (TILE_N + SPAN - 1) / SPAN;
 constexpr int B_BYTES = MAJOR_OF_B == MN_MAJOR ? B_PIECES * PIECE : TILE_N * SWIZZLE;
 constexpr int STAGE_BYTES = BOXES * (A_BYTES + B_BYTES);
-// Two boxes of each consumer's epilogue.
-constexpr int BOX_BYTES = 64 * SWIZZLE;
 constexpr int THREADS = (CONSUMERS + 1) * WARPGROUP;
 constexpr bool MOVES_REGISTERS = CONSUMERS == 2 && TILE_N > 128 && !ANY_PLAIN;
 static_assert(!ANY_PLAIN || BOXES == 1, "only copies reach other boxes");
 static_assert(TILE_M % MMA_M == 0 || (TILE_M % 8 == 0 && MAJOR_OF_A == K_MAJOR), "pieces are whole");
 static_assert(TILE_M >= MMA_M || STORED == 0, "a box has 64 rows");
 static_assert(CONSUMERS == SHARERS || (CONSUMERS == 2 && SHARERS == 1), "two take turns");
+static_assert(CLUSTER == 1 || (!ANY_PLAIN && !TURNS), "copies reach other blocks, and all of a cluster go through a tile together");
 static_assert(B_BYTES % ATOM == 0, "what follows begins at a whole pattern of the swizzle");
 
 struct Shared {
@@ -82,24 +82,26 @@ struct Shared {
     __device__ char* b(int stage, int box) const { return a(stage, BOXES) + box * B_BYTES; }
 };
 
-// The tiles of a block, one after the other: `group` rows of tiles at a time, column by column.
+// The tiles of a block, one after the other: `group` rows of clusters' tiles at a time, column by column. The last tile of a
+// cluster may lie beyond the rows.
 struct Tiles {
+    static constexpr int ROWS_AT_ONCE = CLUSTER * TILE_M;
     const Args& p;
     int units, across, index, row, column;
-    __device__ explicit Tiles(const Args& p) : p(p), index(blockIdx.x) {
-        units = (p.rows + TILE_M - 1) / TILE_M;
+    __device__ explicit Tiles(const Args& p) : p(p), index(static_cast<int>(blockIdx.x) / CLUSTER) {
+        units = (p.rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
         across = (p.columns + TILE_N - 1) / TILE_N;
         place();
     }
     __device__ bool done() const { return index >= units * across; }
     __device__ void advance(int tiles = 1) {
-        index += tiles * static_cast<int>(gridDim.x);
+        index += tiles * (static_cast<int>(gridDim.x) / CLUSTER);
         place();
     }
     __device__ void place() {
         if (done()) return;
         const Place place = place_of(index, units, across, p.group);
-        row = place.row * TILE_M;
+        row = place.row * ROWS_AT_ONCE + (CLUSTER > 1 ? static_cast<int>(rank_in_cluster()) * TILE_M : 0);
         column = place.column * TILE_N;
     }
 };
@@ -148,9 +150,9 @@ __device__ void produce(const Args& p, const Shared& s, const TensorMap& map_a, 
                 for (int i = 0; i < BOXES; ++i) {
                     const int at = k + i * BOX_K;
                     if constexpr (!A_PLAIN)
-                        load_tile<MAJOR_OF_A, SHARERS>(s.a(stage, i), map_a, s.full[stage], tile.row, at);
+                        load_tile<MAJOR_OF_A, TILE_M>(s.a(stage, i), map_a, s.full[stage], tile.row, at);
                     if constexpr (!B_PLAIN)
-                        load_tile<MAJOR_OF_B, B_PIECES>(s.b(stage, i), map_b, s.full[stage], tile.column, at);
+                        load_tile<MAJOR_OF_B, TILE_N, CLUSTER>(s.b(stage, i), map_b, s.full[stage], tile.column, at);
                 }
             }
             if constexpr (A_PLAIN) gather<TILE_M>(s.a(stage, 0), p.a, p.a_row, p.a_inner, tile.row, k, p.rows, p.inner);
@@ -180,7 +182,6 @@ struct Mine {
         column = fragment.column;
     }
     __device__ bool leads() const { return thread == 0; }
-    __device__ void sync() const { sync_threads(1 + group, WARPGROUP); }
 };
 
 // Calls f(sum, address) for those of a thread's sums that are inside out, with their place in it.
@@ -221,13 +222,13 @@ __device__ void multiply(const Args& p, const Shared& s, const Mine& mine, Slot<
         add_stage<Number, MAJOR_OF_A, MAJOR_OF_B, BOXES, A_BYTES, B_BYTES>(
             d, s.a(slot.stage, 0) + mine.part * PIECE, s.b(slot.stage, 0));
         products_done<1>();
-        if (block) give_back(s.empty[before]);
+        if (block) give_back<CLUSTER>(s.empty[before]);
         before = slot.stage;
     }
     if constexpr (TURNS) pass_turn(s, mine);
     products_done<0>();
     hold(d);
-    if (blocks) give_back(s.empty[before]);
+    if (blocks) give_back<CLUSTER>(s.empty[before]);
 }
 
 // A bias that has a number for each row, or for each column.
@@ -242,73 +243,19 @@ __device__ void add_bias(const Args& p, const Mine& mine, const Tiles& tile, Sum
     }
 }
 
-// A tile by strides: any address, any edge.
-__device__ void store_plain(const Args& p, const Mine& mine, const Tiles& tile, Sums& d) {
+#if STORED
+using Boxes = Outgoing<Out, TILE_N, STORED == 2>;
+
+__device__ void store(const Shared& s, const Args&, const Mine& mine, const Tiles& tile, const TensorMap& map, Sums& d) {
+    char* boxes = s.boxes + mine.group * Boxes::BYTES;
+    Boxes::store(boxes, 1 + mine.group, map, tile.row + mine.part * MMA_M, tile.column, d);
+}
+#else
+// By strides: any address, any edge.
+__device__ void store(const Shared&, const Args& p, const Mine& mine, const Tiles& tile, const TensorMap&, Sums& d) {
     each_inside(p, mine, tile, d, [](float& sum, char* at) { Out::write(at, sum); });
 }
-
-constexpr bool TRANSPOSED = STORED == 2;
-template <int BYTES>
-constexpr int WIDEST = BYTES % 128 == 0 ? 128 : BYTES % 64 == 0 ? 64 : 32;
-// Of a box: columns of the tile, so that whole boxes make it up, and bytes of a row.
-constexpr int BOX_COLUMNS = TRANSPOSED ? WIDEST<2 * TILE_N> / 2 : WIDEST<TILE_N * Out::SIZE> / Out::SIZE;
-constexpr int BOX_ROW = TRANSPOSED ? SWIZZLE : BOX_COLUMNS * Out::SIZE;
-static_assert(STORED == 0 || TILE_N % 16 == 0, "two 8 x 8 matrices side by side");
-static_assert(!TRANSPOSED || Out::SIZE == 2, "64 rows of the tile make a row of a transposed box");
-
-// Four 8 x 8 matrices of 16 bits into shared memory, each lane giving where a row begins, or transposed, a column.
-__device__ void store_matrices(void* at, const u32 (&word)[4]) {
-    if constexpr (TRANSPOSED)
-        asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(at)),
-                     "r"(word[0]), "r"(word[1]), "r"(word[2]), "r"(word[3])
-                     : "memory");
-    else
-        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(at)),
-                     "r"(word[0]), "r"(word[1]), "r"(word[2]), "r"(word[3])
-                     : "memory");
-}
-
-// The columns from `first` of a consumer's 64 rows into a box.
-__device__ void fill_box(char* box, const Mine& mine, int first, const Sums& d) {
-    if constexpr (Out::SIZE == 2) {
-        const int lane = mine.thread % WARP, i = lane % 8;
-        const int r = mine.thread / WARP * 16 + lane / 8 % 2 * 8, c = lane / 16 * 8;
-#pragma unroll
-        for (int j = 0; j < BOX_COLUMNS; j += 16) {
-            u32 word[4];
-#pragma unroll
-            for (int n = 0; n < 4; ++n) word[n] = Out::pack(d + (first + j) / 2 + 2 * n);
-            const int y = TRANSPOSED ? c + j + i : r + i, x = TRANSPOSED ? r : c + j;
-            store_matrices(box + swizzled<BOX_ROW>(y * BOX_ROW + x * Out::SIZE), word);
-        }
-    } else {
-#pragma unroll
-        for (int i = 0; i < BOX_COLUMNS / 2; i += 2) {
-            const int y = mine.row % MMA_M + i / 2 % 2 * 8, x = mine.column + i / 4 * 8;
-            *reinterpret_cast<float2*>(box + swizzled<BOX_ROW>(y * BOX_ROW + x * Out::SIZE)) =
-                make_float2(d[first / 2 + i], d[first / 2 + i + 1]);
-        }
-    }
-}
-
-// A tile in boxes, of which one is filled while the copy engine still reads the other.
-__device__ void store_boxes(const Shared& s, const Mine& mine, const Tiles& tile, const TensorMap& map, Sums& d) {
-    const int row = tile.row + mine.part * MMA_M;
-#pragma unroll
-    for (int first = 0; first < TILE_N; first += BOX_COLUMNS) {
-        char* box = s.boxes + (2 * mine.group + first / BOX_COLUMNS % 2) * BOX_BYTES;
-        // With an odd number of boxes the first of a tile is where the last one was.
-        if (mine.leads()) first == 0 && TILE_N / BOX_COLUMNS % 2 ? stores_read<0>() : stores_read<1>();
-        mine.sync();
-        fill_box(box, mine, first, d);
-        fence_copies();
-        mine.sync();
-        if (mine.leads()) {
-            TRANSPOSED ? store_box(map, tile.column + first, row, box) : store_box(map, row, tile.column + first, box);
-            commit_stores();
-        }
-    }
-}
+#endif
 
 __device__ void consume(const Args& p, const Shared& s, const TensorMap& map_out) {
     const Mine mine;
@@ -325,7 +272,7 @@ __device__ void consume(const Args& p, const Shared& s, const TensorMap& map_out
         if constexpr (TURNS) slot.skip(blocks_of(p.inner));
         if (p.bias_along == 1) add_bias<true>(p, mine, tile, d);
         if (p.bias_along == 2) add_bias<false>(p, mine, tile, d);
-        STORED ? store_boxes(s, mine, tile, map_out, d) : store_plain(p, mine, tile, d);
+        store(s, p, mine, tile, map_out, d);
     }
     if (mine.leads()) stores_read<0>();
 }
@@ -343,12 +290,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {
             full[i].init(ANY_PLAIN ? 1 + WARPGROUP : 1);
-            empty[i].init(SHARERS * WARPS_OF_GROUP);
+            empty[i].init(CLUSTER * SHARERS * WARPS_OF_GROUP);
         }
         for (Barrier& one : turn) one.init(WARPS_OF_GROUP);
         fence_init();
     }
-    __syncthreads();
+    CLUSTER > 1 ? sync_cluster() : __syncthreads();
     if (warp_index() < WARPS_OF_GROUP) {
         if constexpr (MOVES_REGISTERS) give_registers<40>();
         if (ANY_PLAIN || (warp_index() == 0 && elected())) produce(p, s, map_a, map_b);
@@ -356,4 +303,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if constexpr (MOVES_REGISTERS) take_registers<232>();
         consume(p, s, map_out);
     }
+    // No block may end while another one copies to it or arrives at its barriers.
+    if (CLUSTER > 1) sync_cluster();
 }

@@ -22,33 +22,12 @@ namespace {
 
 constexpr int UNROLLED = 2, THREADS = 512, PER_THREAD = 32;
 
-// dx_j = g_logp (1[j is selected] - p_j) + g_lse p_j - g_H p_j (z_j - lse + H), all over the temperature.
-struct Gradient {
-    i64 id;
-    float inv, lse, entropy, chosen, slope, curve, rest;
-
-    __device__ Gradient(const Backward& p, i64 row) {
-        id = p.ids[row];
-        inv = p.inverse(row);
-        lse = p.lse[row];
-        entropy = ENTROPY ? p.entropy[row] : 0.0f;
-        const float g = p.grad_logp ? p.grad_logp[row] : 0.0f, g_lse = p.grad_lse ? p.grad_lse[row] : 0.0f;
-        chosen = __fmul_rn(g, inv);
-        slope = __fmul_rn(__fsub_rn(g_lse, g), inv);
-        curve = ENTROPY ? __fmul_rn(p.grad_entropy[row], inv) : 0.0f;
-        // An id that is no column has no gradient.
-        rest = id >= 0 && id < p.vocab ? 0.0f : not_a_number();
-    }
-    __device__ float at(float x, int column) const {
-        const float d = __fmaf_rn(x, inv, -lse), power = exp2_fast(__fmul_rn(d, LOG2E));
-        const bool selected = column == id;
-        if (!ENTROPY) return __fmaf_rn(power, __fadd_rn(slope, rest), selected ? chosen : 0.0f);
-        // Where the probability is 0 its factor may be infinite.
-        const float target = selected ? chosen : rest;
-        if (power == 0.0f) return target;
-        return __fmaf_rn(power, __fmaf_rn(__fadd_rn(d, entropy), -curve, slope), target);
-    }
-};
+__device__ Gradient<ENTROPY> gradient_of(const Backward& p, i64 row, i64 id) {
+    const auto or_0 = [&](const float* of) { return of ? of[row] : 0.0f; };
+    const float entropy = ENTROPY ? p.entropy[row] : 0.0f, g_entropy = ENTROPY ? p.grad_entropy[row] : 0.0f;
+    const bool valid = id >= 0 && id < p.vocab;
+    return {p.inverse(row), p.lse[row], entropy, or_0(p.grad_logp), or_0(p.grad_lse), g_entropy, valid};
+}
 
 // `value(x, column)` of each column from first to last; where `reads` is false, x is not read.
 template <class Value>
@@ -110,7 +89,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT / THREADS) backwa
         stream(from, p.column_stride, to, p.out_column_stride, first, last, false, [](float, int) { return 0.0f; });
         return;
     }
-    const Gradient gradient(p, row);
+    const i64 id = p.ids[row];
+    const auto gradient = gradient_of(p, row, id);
     stream(from, p.column_stride, to, p.out_column_stride, first, last, true,
-           [&](float x, int column) { return gradient.at(x, column); });
+           [&](float x, int column) { return gradient.at(x, column == id); });
 }

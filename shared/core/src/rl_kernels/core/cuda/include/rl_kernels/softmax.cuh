@@ -142,4 +142,27 @@ __device__ inline Statistics finished(State s, float x, float inv, float c) {
     return found;
 }
 
+// The gradient to a row's raw values: dx_j = g_logp (1[j is selected] - p_j) + g_lse p_j - g_H p_j (z_j - lse + H), all over
+// the temperature; NaN where the row selects what is no column.
+template <bool HasEntropy>
+struct Gradient {
+    float inv, lse, entropy, chosen, slope, curve, rest;
+
+    Gradient() = default;
+    __device__ Gradient(float inv, float lse, float entropy, float g_logp, float g_lse, float g_entropy, bool valid)
+        : inv(inv), lse(lse), entropy(entropy), chosen(__fmul_rn(g_logp, inv)),
+          slope(__fmul_rn(__fsub_rn(g_lse, g_logp), inv)), curve(__fmul_rn(g_entropy, inv)),
+          rest(valid ? 0.0f : not_a_number()) {
+        if (!HasEntropy) slope = __fadd_rn(slope, rest);
+    }
+    __device__ float at(float x, bool selected) const {
+        const float d = __fmaf_rn(x, inv, -lse), power = exp2_fast(__fmul_rn(d, LOG2E));
+        if (!HasEntropy) return __fmaf_rn(power, slope, selected ? chosen : 0.0f);
+        // Where the probability is 0 its factor may be infinite.
+        const float target = selected ? chosen : rest;
+        if (power == 0.0f) return target;
+        return __fmaf_rn(power, __fmaf_rn(__fadd_rn(d, entropy), -curve, slope), target);
+    }
+};
+
 }  // namespace rlk

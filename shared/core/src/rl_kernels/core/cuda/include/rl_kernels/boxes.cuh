@@ -1,0 +1,82 @@
+// Tiles on their way out: from the registers of a warpgroup through shared memory to the copy engine (sm_90a).
+#pragma once
+
+#include <rl_kernels/chain.cuh>
+
+namespace rlk {
+
+// Four 8 x 8 matrices of 16 bits into shared memory, each lane giving where a row begins, or transposed, a column.
+template <bool TRANSPOSED>
+__device__ inline void store_matrices(void* at, const u32 (&word)[4]) {
+    if constexpr (TRANSPOSED)
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(at)),
+                     "r"(word[0]), "r"(word[1]), "r"(word[2]), "r"(word[3])
+                     : "memory");
+    else
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(at)),
+                     "r"(word[0]), "r"(word[1]), "r"(word[2]), "r"(word[3])
+                     : "memory");
+}
+
+// The longest swizzle of which whole ones make up so many bytes.
+template <int BYTES>
+constexpr int WIDEST = BYTES % 128 == 0 ? 128 : BYTES % 64 == 0 ? 64 : 32;
+
+// How 64 rows x COLUMNS in the registers of a warpgroup (wgmma.cuh) come to an output of type T, or to its transpose.
+template <class T, int COLUMNS, bool TRANSPOSED>
+struct Outgoing {
+    static_assert(COLUMNS % 16 == 0, "two 8 x 8 matrices side by side");
+    static_assert(!TRANSPOSED || T::SIZE == 2, "64 rows of the tile make a row of a transposed box");
+    // Of a box: columns of the tile, so that whole boxes make it up, and bytes of a row. BYTES: two boxes.
+    static constexpr int WIDTH = TRANSPOSED ? WIDEST<2 * COLUMNS> / 2 : WIDEST<COLUMNS * T::SIZE> / T::SIZE;
+    static constexpr int ROW = TRANSPOSED ? SWIZZLE : WIDTH * T::SIZE;
+    static constexpr int BOX = MMA_M * SWIZZLE, BYTES = 2 * BOX;
+    using Sums = float[COLUMNS / 2];
+
+    // The columns from `first` into a box.
+    __device__ static void fill(char* box, int first, const Sums& d) {
+        if constexpr (T::SIZE == 2) {
+            const int thread = threadIdx.x % WARPGROUP, lane = thread % WARP, i = lane % 8;
+            const int r = thread / WARP * 16 + lane / 8 % 2 * 8, c = lane / 16 * 8;
+#pragma unroll
+            for (int j = 0; j < WIDTH; j += 16) {
+                u32 word[4];
+#pragma unroll
+                for (int n = 0; n < 4; ++n) word[n] = T::pack(d + (first + j) / 2 + 2 * n);
+                const int y = TRANSPOSED ? c + j + i : r + i, x = TRANSPOSED ? r : c + j;
+                store_matrices<TRANSPOSED>(box + swizzled<ROW>(y * ROW + x * T::SIZE), word);
+            }
+        } else {
+            const Fragment mine;
+#pragma unroll
+            for (int i = 0; i < WIDTH / 2; i += 2) {
+                const int y = mine.row + i / 2 % 2 * 8, x = mine.column + i / 4 * 8;
+                *reinterpret_cast<float2*>(box + swizzled<ROW>(y * ROW + x * T::SIZE)) =
+                    make_float2(d[first / 2 + i], d[first / 2 + i + 1]);
+            }
+        }
+    }
+
+    // All of it, to (row, column) of the tile's place; `boxes` are two of the warpgroup's own, of which one is filled while
+    // the copy engine still reads the other, and `id` is its barrier (sync_threads). At the end of a kernel thread 0 of the
+    // warpgroup waits for its stores (stores_read).
+    __device__ static void store(char* boxes, int id, const TensorMap& map, int row, int column, const Sums& d) {
+        const bool leads = threadIdx.x % WARPGROUP == 0;
+#pragma unroll
+        for (int first = 0; first < COLUMNS; first += WIDTH) {
+            char* box = boxes + first / WIDTH % 2 * BOX;
+            // With an odd number of boxes the first of a tile is where the last one was.
+            if (leads) first == 0 && COLUMNS / WIDTH % 2 ? stores_read<0>() : stores_read<1>();
+            sync_threads(id, WARPGROUP);
+            fill(box, first, d);
+            fence_copies();
+            sync_threads(id, WARPGROUP);
+            if (leads) {
+                TRANSPOSED ? store_box(map, column + first, row, box) : store_box(map, row, column + first, box);
+                commit_stores();
+            }
+        }
+    }
+};
+
+}  // namespace rlk
