@@ -25,11 +25,9 @@ def hopper():
 def test_programs_of_a_target():
     backend = OPERATOR.backend(BACKEND).load()
     programs = backend.programs("sm_90a")
-    assert len(set(programs)) == len(programs) == len(HALVES) * 2 * 2
+    cuts = {backend.Cut.of(count) for count in range(1, 300)}
+    assert len(set(programs)) == len(programs) == len(HALVES) * 2 * 2 * len(cuts)
     assert not any(backend.programs(arch) for arch in ("sm_80", "sm_90", "sm_100a"))
-    for groups in (1, 2):
-        assert backend._stages(groups) >= 4
-        assert backend._stages(groups) * backend._stage(groups) + backend.ALIGNMENT <= backend.SHARED
 
 
 @pytest.mark.parametrize(
@@ -66,28 +64,80 @@ def same(found, expected):
     return all(bits(a, b).passed for a, b in zip(found, expected, strict=True))
 
 
+def both(backend_name, hidden, weight, ids, bias=None, **options):
+    """Return the statistics and the gradients of a call."""
+    leaves = [None if x is None else x.detach().clone().requires_grad_() for x in (hidden, weight, bias)]
+    stats = linear_logp(
+        leaves[0], leaves[1], ids, bias=leaves[2], temperature=0.7, return_stats=True, backend=backend_name, **options
+    )
+    rows = torch.arange(len(hidden), device="cuda") % 7 - 3.5
+    sum((value * rows * scale).sum() for value, scale in zip(stats, (1.0, 0.3, 0.1), strict=True)).backward()
+    return [*(value.detach() for value in stats), *(leaf.grad for leaf in leaves if leaf is not None)]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("vocab", [1, 255, 257, 1025, 5003, 40000])
 @pytest.mark.parametrize("dtype", HALVES)
-def test_parts_and_rows_at_a_time_change_no_bit(hopper, monkeypatch, vocab, dtype):
+def test_parts_clusters_and_rows_at_a_time_change_no_bit(hopper, monkeypatch, vocab, dtype):
     hidden, weight, ids = drawn(300, 264, vocab, dtype)
     bias = torch.randn(vocab, device="cuda").to(dtype)
-
-    def call():
-        return linear_logp(hidden, weight, ids, bias=bias, temperature=0.7, return_stats=True, backend=BACKEND)
-
-    expected = call()
+    expected = both(BACKEND, hidden, weight, ids, bias)
     # On one processor a part is four blocks, on many it is one.
-    one, many = (lambda _, count=count: count for count in (1, 10_000))
-    for name, value in (("processors", one), ("processors", many), ("MOST_ROWS", 70), ("TOGETHER", 1)):
+    few, many = (lambda _, count=count: count for count in (4, 10_000))
+    clusters = [("cluster", lambda count=count: count) for count in (1, 2, 4)]
+    for name, value in (("processors", few), ("processors", many), ("MOST_ROWS", 70), *clusters):
         with monkeypatch.context() as changed:
             changed.setattr(hopper, name, value)
-            assert same(call(), expected), name
+            assert same(both(BACKEND, hidden, weight, ids, bias), expected), name
     for rows in (slice(1), slice(7, 72), slice(299, 300)):
         part = linear_logp(
             hidden[rows], weight, ids[rows], bias=bias, temperature=0.7, return_stats=True, backend=BACKEND
         )
-        assert same(part, [value[rows] for value in expected])
+        assert same(part, [value[rows] for value in expected[:3]])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cluster", [1, 2])
+@pytest.mark.parametrize("ignored", [slice(0, 40), slice(130, 600), slice(250, 1000), slice(0, 1000)], ids=str)
+def test_rows_that_are_skipped_change_no_bit(hopper, monkeypatch, ignored, cluster):
+    monkeypatch.setattr(hopper, "cluster", lambda: cluster)
+    hidden, weight, ids = drawn(1000, 264, 5003)
+    whole = both(BACKEND, hidden, weight, ids)
+    ids[ignored] = -100
+    hidden[ignored] = torch.nan
+    found = both(BACKEND, hidden, weight, ids, ignore_index=-100)
+    kept = torch.ones(1000, device="cuda", dtype=torch.bool)
+    kept[ignored] = False
+    for value, expected in zip(found[:4], whole[:4], strict=True):
+        assert same([value[kept]], [expected[kept]])
+        assert not value[~kept].any()
+    # The gradient of the weight sums over tokens: that of the others alone, in their places.
+    assert not found[4].isnan().any()
+    apart = hidden.masked_fill(~kept[:, None], 0.0)
+    assert same(both(BACKEND, apart, weight, ids, ignore_index=-100)[4:], found[4:])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("workspace_mib", [1, 256])
+def test_gradients_are_as_close_to_fp64_as_those_of_triton(hopper, dtype, workspace_mib):
+    hidden, weight, ids = drawn(500, 264, 5003, dtype)
+    bias = torch.randn(5003, device="cuda").to(dtype)
+    gold = both("native", hidden.double(), weight.double(), ids, bias.double())
+    mine, theirs = (both(name, hidden, weight, ids, bias, workspace_mib=workspace_mib) for name in (BACKEND, "triton"))
+    for found, other, value in zip(mine, theirs, gold, strict=True):
+        allowed = 2 * float((other.double() - value).abs().max()) + 1e-6
+        assert float((found.double() - value).abs().max()) <= allowed
+
+
+@pytest.mark.gpu
+def test_bias_gradients_are_chains_of_sixteen_tokens(hopper):
+    hidden, weight, ids = drawn(300, 264, 700)
+    bias = torch.zeros(700, device="cuda", dtype=torch.bfloat16)
+    whole = both(BACKEND, hidden, weight, ids, bias)[-1]
+    padded = [torch.cat((x, x[:33])) for x in (hidden, ids)]
+    padded[1][300:] = -100
+    assert same([both(BACKEND, padded[0], weight, padded[1], bias, ignore_index=-100)[-1]], [whole])
 
 
 @pytest.mark.gpu

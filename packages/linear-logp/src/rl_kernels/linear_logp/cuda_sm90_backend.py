@@ -1,26 +1,31 @@
-"""The backend ``cuda-sm90`` of linear_logp: the forward pass in CUDA C++, the backward pass in Triton.
+"""The backend ``cuda-sm90`` of linear_logp: tiles of logits in CUDA C++, forward and backward.
 
-``kernels/linear_logp_sm90.cu`` says in which order is summed. A logit has the bits that it has in Triton: both are
-canonical chains over D, so the gradients are those of the very probabilities of this forward pass.
+``kernels/linear_logp_sm90.cu`` says in which order the forward pass sums. Logits have the same bits in both passes, so
+the gradients are those of the very probabilities of the forward pass.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from rl_kernels.core.cuda.launch import kernel
 from rl_kernels.core.cuda.program import Program
-from rl_kernels.core.cuda.tensor_map import tensor_map
+from rl_kernels.core.cuda.tensor_map import TensorMap, tensor_map
 from rl_kernels.core.gpu import processors
+from rl_kernels.core.tuned import tuned
 from rl_kernels.linear_logp.inputs import Inputs, slices
 
+PACKAGE = "rl_kernels.linear_logp"
+FORWARD, BACKWARD = "linear_logp_sm90.cu", "linear_logp_backward_sm90.cu"
 CODES = {torch.bfloat16: 1, torch.float16: 2}
-"""DTYPE of the kernel."""
-ARGS = "(PPPPPPPPqiiiiifi)"
-"""``struct Args``."""
+"""DTYPE of the kernels."""
+INPUTS = "PPPPqiiiifi"
+"""``struct Inputs``."""
+ARGS = f"({INPUTS}PPPPPi)"
+"""``struct Args`` of the forward pass."""
 BLOCK, UNIT = 256, 4
 """Columns of a block, and blocks that one part holds where there are enough of them to fill the GPU."""
 HEIGHT, INNER, SWIZZLE, CHUNK = 64, 64, 128, 16
@@ -28,10 +33,10 @@ HEIGHT, INNER, SWIZZLE, CHUNK = 64, 64, 128, 16
 WARPGROUP, WARP, ALIGNMENT = 128, 32, 1024
 SHARED = 227 * 1024
 """Bytes of shared memory that a block may have."""
+BOXES = 2 * HEIGHT * SWIZZLE
+"""Bytes of the boxes through which a consumer's part of dz leaves."""
 MOST_ROWS = 16384
 """Rows whose states are kept at a time: of more, there would be no bound on them."""
-TOGETHER = 8
-"""Rows of tiles that are worked on together."""
 
 
 def forward(
@@ -63,16 +68,15 @@ def forward_stats(
 def backward(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (dhidden, dweight, dbias), empty where not needed, as ``triton_backend.backward``."""
     # Here, because kernels are compiled where there is no Triton.
-    from rl_kernels.linear_logp import triton_backend
+    from rl_kernels.linear_logp import cuda_backward
 
-    return triton_backend.backward(*args)
+    return cuda_backward.backward(*args)
 
 
 def backward_main_grad(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Add dweight to ``main_grad``, the last argument, and return (dhidden, dbias), empty where not needed."""
-    from rl_kernels.linear_logp import triton_backend
-
-    return triton_backend.backward_main_grad(*args)
+    dhidden, _, dbias = backward(*args)
+    return dhidden, dbias
 
 
 def programs(arch: str) -> list[Program]:
@@ -80,30 +84,121 @@ def programs(arch: str) -> list[Program]:
     if arch != "sm_90a":
         return []
     return [
-        program(dtype, groups, entropy=entropy) for dtype in CODES for groups in (1, 2) for entropy in (False, True)
+        program(file, dtype, cut, entropy=entropy)
+        for file in (FORWARD, BACKWARD)
+        for dtype in CODES
+        for cut in dict.fromkeys(map(Cut.of, (1, 2 * HEIGHT, 4 * HEIGHT)))
+        for entropy in (False, True)
     ]
 
 
+class Cut(NamedTuple):
+    """How rows are cut: ``groups`` times 64 of them make a tile, ``cluster`` tiles share the weight that they read."""
+
+    groups: int
+    cluster: int
+
+    @classmethod
+    def of(cls, count: int) -> Cut:
+        """Return that of so many rows; it changes no bit."""
+        if count <= HEIGHT:
+            return cls(1, 1)
+        return cls(2, cluster() if count > 2 * HEIGHT else 1)
+
+    @property
+    def rows(self) -> int:
+        """Return the rows of a tile."""
+        return self.groups * HEIGHT
+
+    @property
+    def threads(self) -> int:
+        """Return the threads of a block."""
+        return (self.groups + 1) * WARPGROUP
+
+    @property
+    def stage(self) -> int:
+        """Return the bytes of a stage."""
+        return (self.rows + BLOCK) * SWIZZLE
+
+    def stages(self, file: str) -> int:
+        """Return the stages that there is room for."""
+        return (SHARED - ALIGNMENT - self._boxes(file)) // self.stage
+
+    def shared(self, file: str) -> int:
+        """Return the bytes of dynamic shared memory of a block."""
+        return self.stages(file) * self.stage + self._boxes(file) + ALIGNMENT
+
+    def grid(self, count: int, units: int, device: int) -> int:
+        """Return the number of blocks for so many rows and units of columns: whole clusters."""
+        clusters = -(-count // (self.rows * self.cluster)) * units
+        return min(clusters, processors(device) // self.cluster) * self.cluster
+
+    def _boxes(self, file: str) -> int:
+        return self.groups * BOXES if file == BACKWARD else 0
+
+
+def cluster() -> int:
+    """Return how many blocks share the weight that they read."""
+    return tuned(PACKAGE)["cuda"]["cluster"]
+
+
 @functools.cache
-def program(dtype: torch.dtype, groups: int, *, entropy: bool) -> Program:
-    """Return the kernels for tiles of so many times 64 rows."""
-    defines = {"DTYPE": CODES[dtype], "ENTROPY": int(entropy), "GROUPS": groups, "STAGES": _stages(groups)}
-    return Program("rl_kernels.linear_logp", "linear_logp_sm90.cu", "sm_90a", tuple(defines.items()))
+def program(file: str, dtype: torch.dtype, cut: Cut, *, entropy: bool) -> Program:
+    """Return the kernels of a file for tiles that are cut like this."""
+    groups, clustered = cut
+    defines = {"DTYPE": CODES[dtype], "ENTROPY": int(entropy), "CLUSTER": clustered, "GROUPS": groups}
+    return Program(PACKAGE, file, "sm_90a", (*defines.items(), ("STAGES", cut.stages(file))))
 
 
-def _stages(groups: int) -> int:
-    return (SHARED - ALIGNMENT) // _stage(groups)
+class Operands(NamedTuple):
+    """What every kernel takes.
+
+    Attributes:
+        cut: how rows are cut.
+        maps: of hidden and weight.
+        arguments: ``struct Inputs``.
+    """
+
+    cut: Cut
+    maps: tuple[TensorMap, TensorMap]
+    arguments: tuple[object, ...]
+
+    @classmethod
+    def of(cls, inputs: Inputs, hidden: torch.Tensor) -> Operands:
+        """Return those of a call whose weight is ``copyable``, as ``hidden`` is, that of the inputs or a copy."""
+        (count, size), vocab = hidden.shape, len(inputs.weight)
+        cut, device = Cut.of(count), hidden.device
+        ids = inputs.target_ids.to(torch.int64).contiguous()
+        per_row, ignores = inputs.temperature.ndim > 0, inputs.ignore_index is not None
+        bias = None if inputs.bias is None else inputs.bias.contiguous()
+        temperatures = inputs.temperature.contiguous() if per_row else None
+        sizes = (inputs.ignore_index or 0, count, vocab, size, tuned(PACKAGE)["cuda"]["group"])
+        sizes = (*sizes, 1.0 if per_row else float(inputs.temperature), ignores)
+        order = None
+        if ignores and count > cut.rows:
+            order = torch.empty(1 + -(-count // cut.rows), dtype=torch.int32, device=device)
+            made = program(FORWARD, hidden.dtype, cut, entropy=False)
+            sort = kernel(made, "sort_tiles", f"({INPUTS})P", device)
+            sort.launch(1, 1024, *(None, None, ids, None, *sizes), order)
+        maps = (
+            tensor_map(hidden, (cut.rows, INNER), swizzle=SWIZZLE),
+            tensor_map(inputs.weight, (BLOCK // cut.cluster, INNER), swizzle=SWIZZLE),
+        )
+        return cls(cut, maps, (bias, temperatures, ids, order, *sizes))
 
 
-def _stage(groups: int) -> int:
-    return (groups * HEIGHT + BLOCK) * SWIZZLE
+def copyable(x: torch.Tensor) -> torch.Tensor:
+    """Return a matrix whose rows begin at multiples of 16 bytes, as the copy engine wants them: itself, or a copy."""
+    size = x.element_size()
+    fits = x.stride(1) == 1 and x.stride(0) * size % CHUNK == 0 and x.stride(0) >= x.shape[1]
+    return x if fits and x.data_ptr() % CHUNK == 0 else x.contiguous().clone()
 
 
 def _statistics(inputs: Inputs, *, entropy: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     count = len(inputs.hidden)
     logp, lse = (inputs.hidden.new_empty(count, dtype=torch.float32) for _ in range(2))
     row_entropy = inputs.hidden.new_empty(count, dtype=torch.float32) if entropy else lse
-    weight = _copyable(inputs.weight)
+    weight = copyable(inputs.weight)
     for rows in slices(count, MOST_ROWS):
         block = inputs.block(rows)._replace(weight=weight)
         _launch(block, logp[rows], lse[rows], row_entropy[rows], entropy=entropy)
@@ -111,38 +206,24 @@ def _statistics(inputs: Inputs, *, entropy: bool) -> tuple[torch.Tensor, torch.T
 
 
 def _launch(inputs: Inputs, logp: torch.Tensor, lse: torch.Tensor, row_entropy: torch.Tensor, *, entropy: bool) -> None:
-    hidden, weight = _copyable(inputs.hidden), inputs.weight
-    (count, size), vocab = hidden.shape, len(weight)
-    groups = 1 if count <= HEIGHT else 2
-    units, down, chip = -(-vocab // (BLOCK * UNIT)), -(-count // (groups * HEIGHT)), processors(hidden.get_device())
+    hidden = copyable(inputs.hidden)
+    (count, vocab), device = (len(hidden), len(inputs.weight)), hidden.get_device()
+    operands = Operands.of(inputs, hidden)
+    cut = operands.cut
     # One block a part where whole units would leave multiprocessors idle.
-    blocks = UNIT if down * units >= 8 * chip else 1
+    whole = -(-count // cut.rows) * -(-vocab // (BLOCK * UNIT)) >= 8 * processors(device)
+    blocks = UNIT if whole else 1
     parts = -(-vocab // (BLOCK * blocks))
     states = hidden.new_empty((parts, 3, count), dtype=torch.float32)
     chosen = hidden.new_empty(count, dtype=torch.float32)
-    ids = inputs.target_ids.to(torch.int64).contiguous()
-    per_row = inputs.temperature.ndim > 0
-    temperatures = inputs.temperature.contiguous() if per_row else None
-    bias = None if inputs.bias is None else inputs.bias.contiguous()
-    arguments = (
-        *(bias, temperatures, ids, chosen, states, logp, lse, row_entropy),
-        *(inputs.ignore_index or 0, count, vocab, size, TOGETHER, blocks),
-        *(1.0 if per_row else float(inputs.temperature), inputs.ignore_index is not None),
-    )
-    made = program(hidden.dtype, groups, entropy=entropy)
+    arguments = (*operands.arguments, chosen, states, logp, lse, row_entropy, blocks)
+    made = program(FORWARD, hidden.dtype, cut, entropy=entropy)
     kernel(made, "states", f"TT{ARGS}", hidden.device).launch(
-        min(down * parts, chip),
-        (groups + 1) * WARPGROUP,
-        tensor_map(hidden, (groups * HEIGHT, INNER), swizzle=SWIZZLE),
-        tensor_map(weight, (BLOCK, INNER), swizzle=SWIZZLE),
+        cut.grid(count, parts, device),
+        cut.threads,
+        *operands.maps,
         *arguments,
-        shared=_stages(groups) * _stage(groups) + ALIGNMENT,
+        shared=cut.shared(FORWARD),
+        cluster=cut.cluster,
     )
     kernel(made, "finish", ARGS, hidden.device).launch(-(-count * WARP // 256), 256, *arguments)
-
-
-def _copyable(x: torch.Tensor) -> torch.Tensor:
-    """Return a matrix whose rows begin at multiples of 16 bytes, as the copy engine wants them: itself, or a copy."""
-    size = x.element_size()
-    fits = x.stride(1) == 1 and x.stride(0) * size % CHUNK == 0 and x.stride(0) >= x.shape[1]
-    return x if fits and x.data_ptr() % CHUNK == 0 else x.contiguous().clone()

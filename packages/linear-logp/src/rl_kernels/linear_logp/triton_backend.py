@@ -72,12 +72,16 @@ def backward(
     workspace_mib: int,
     needed: Sequence[bool],
     main_grad: torch.Tensor | None = None,
+    steps: Steps | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (dhidden, dweight, dbias), empty where not needed; with ``main_grad`` dweight is added to that."""
+    """Return (dhidden, dweight, dbias), empty where not needed; with ``main_grad`` dweight is added to that.
+
+    ``steps`` are those of another backend, if it has some of its own.
+    """
     inputs = Inputs(hidden, weight, target_ids, bias, temperature, ignore_index)
     grads = (grad if grad is None else grad.contiguous() for grad in (grad_logp, grad_logsumexp, grad_entropy))
     upstream = LogpUpstream(target_ids, logsumexp, entropy, *grads)
-    return gradients(Steps(), inputs, upstream, workspace_mib, needed, main_grad)
+    return gradients(steps or Steps(), inputs, upstream, workspace_mib, needed, main_grad)
 
 
 def backward_main_grad(*args: object) -> tuple[torch.Tensor, torch.Tensor]:
@@ -172,11 +176,15 @@ def _bias(inputs: Inputs) -> tuple[torch.Tensor, int]:
 class Steps:
     """One piece of the vocabulary for one block of rows of the backward pass."""
 
+    def summed(self, hidden: torch.Tensor) -> int:
+        """Return the rows whose sum is one term of dbias: those of a tile."""
+        return schedule_of("gradient", hidden).rows
+
     def cut(self, inputs: Inputs, workspace: int, needed: Sequence[bool]) -> tuple[int, int]:
         """Return (piece, height), multiples of 256 and 128: all rows at once if a piece of 2048 columns fits then."""
         (count, size), vocab = inputs.hidden.shape, len(inputs.weight)
-        # Beside dz each tile of rows has its part of the sum that is dbias.
-        tile = schedule_of("gradient", inputs.hidden).rows
+        # Beside dz there are the sums over rows of which dbias is made.
+        tile = self.summed(inputs.hidden)
         item, part = inputs.hidden.itemsize, 4 * needed[2]
         block = kernels.BLOCK.value
         width = workspace // (count * item + triton.cdiv(count, tile) * part) // block * block

@@ -1,0 +1,166 @@
+// What linear_logp's kernels on Hopper share: how tiles of logits come to be in the registers of WGMMA, and in which order.
+//
+// A logit is a canonical chain over D, as det_gemm's; + bias in FP32. No tile, stage, cluster, row or batch changes it, and
+// the forward and the backward pass form it by the same code.
+//
+//   cluster    CLUSTER blocks that take the same columns of different rows: each brings its share of the weight for all
+//   block      a producer warp, and GROUPS consumer warpgroups; it stays, and takes unit after unit
+//   tile       64 GROUPS rows x 256 columns; consumer g has the rows from 64 g in its registers (wgmma.cuh)
+//   stage      64 terms of D of both operands of a tile in shared memory, swizzled; STAGES of them go round
+//
+// Defines: DTYPE 1 BF16, 2 FP16; ENTROPY 0 or 1; CLUSTER, GROUPS, STAGES.
+#pragma once
+
+#include <rl_kernels/boxes.cuh>
+#include <rl_kernels/softmax.cuh>
+
+namespace rlk {
+
+#if DTYPE == 1
+using Number = BF16;
+#else
+using Number = FP16;
+#endif
+
+constexpr int TILE_M = MMA_M * GROUPS, TILE_N = 256;
+constexpr int INNER = SPAN;
+constexpr int A_BYTES = TILE_M * SWIZZLE, B_BYTES = TILE_N * SWIZZLE, STAGE_BYTES = A_BYTES + B_BYTES;
+constexpr int THREADS = (GROUPS + 1) * WARPGROUP;
+
+using Sums = float[TILE_N / 2];
+
+// Null pointers are not read: temperatures falls back to the number.
+struct Inputs {
+    const void* bias;
+    const float* temperatures;
+    const i64* ids;
+    // How many tiles of rows have a token that is not ignored, then all tiles, those first; null: every tile is computed.
+    const int* order;
+    i64 ignore_index;
+    int rows, columns, inner;
+    // Rows of tiles, of clusters, that are worked on together: what they share stays in the L2 cache.
+    int group;
+    float temperature;
+    int has_ignored;
+
+    __device__ int tiles() const { return (rows + TILE_M - 1) / TILE_M; }
+    __device__ int computed() const { return order ? order[0] : tiles(); }
+    __device__ bool ignored(int row) const { return has_ignored && ids[row] == ignore_index; }
+    __device__ float inverse(int row) const { return __frcp_rn(temperatures ? temperatures[row] : temperature); }
+    __device__ float scale(int row) const { return __fmul_rn(inverse(row), LOG2E); }
+};
+
+// The units of a cluster, one after the other: `across` units of columns for each of the tiles of rows that stand from `from`
+// to `to` in the order. What lies beyond them has rows beyond the last.
+struct Walk {
+    const Inputs& p;
+    int from, to, down, across, index, row, unit;
+    __device__ Walk(const Inputs& p, int from, int to, int across)
+        : p(p), from(from), to(to), across(across), index(static_cast<int>(blockIdx.x) / CLUSTER) {
+        down = (to - from + CLUSTER - 1) / CLUSTER;
+        place();
+    }
+    __device__ bool done() const { return index >= down * across; }
+    __device__ void advance() {
+        index += static_cast<int>(gridDim.x) / CLUSTER;
+        place();
+    }
+    __device__ void place() {
+        if (done()) return;
+        const Place place = place_of(index, down, across, p.group);
+        const int at = from + place.row * CLUSTER + (CLUSTER > 1 ? static_cast<int>(rank_in_cluster()) : 0);
+        row = TILE_M * (at >= to ? p.tiles() : p.order ? p.order[1 + at] : at);
+        unit = place.column;
+    }
+};
+
+// The ring of stages, with which a block's dynamic shared memory begins.
+struct Ring {
+    char* stages;
+    Barrier *full, *spare;
+
+    __device__ Ring() {
+        extern __shared__ char memory[];
+        __shared__ Barrier barriers[2 * STAGES];
+        // The swizzle begins anew at multiples of 1024 bytes.
+        stages = memory + (-shared_address(memory) & (ATOM - 1));
+        full = barriers, spare = barriers + STAGES;
+    }
+    __device__ char* a(int stage) const { return stages + stage * STAGE_BYTES; }
+    __device__ char* b(int stage) const { return a(stage) + A_BYTES; }
+    __device__ char* end() const { return a(STAGES); }
+
+    // By all threads, before and after their work.
+    __device__ void open() const {
+        if (threadIdx.x == 0) {
+            for (int i = 0; i < STAGES; ++i) full[i].init(1), spare[i].init(CLUSTER * GROUPS * WARPS_OF_GROUP);
+            fence_init();
+        }
+        CLUSTER > 1 ? sync_cluster() : __syncthreads();
+    }
+    // No block may end while another one copies to it or arrives at its barriers.
+    __device__ void close() const {
+        if (CLUSTER > 1) sync_cluster();
+    }
+};
+
+__device__ inline int stages_of(int inner) { return (inner + INNER - 1) / INNER; }
+
+// By an elected thread: brings the stages of the tile at (row, column).
+__device__ inline void produce(const Ring& ring, Slot<STAGES>& slot, const TensorMap& hidden, const TensorMap& weight,
+                               int row, int column, int stages) {
+#pragma unroll 1
+    for (int i = 0; i < stages; ++i, slot.advance()) {
+        Barrier& full = ring.full[slot.stage];
+        ring.spare[slot.stage].wait(slot.parity ^ 1);
+        full.arrive_expecting(STAGE_BYTES);
+        load_tile<K_MAJOR, TILE_M>(ring.a(slot.stage), hidden, full, row, i * INNER);
+        load_tile<K_MAJOR, TILE_N, CLUSTER>(ring.b(slot.stage), weight, full, column, i * INNER);
+    }
+}
+
+// What one thread of a consumer has of a tile: rows and columns of its first number (wgmma.cuh).
+struct Mine {
+    int group, row, column;
+    __device__ Mine() {
+        const Fragment fragment;
+        group = warp_index() / WARPS_OF_GROUP - 1;
+        row = group * MMA_M + fragment.row;
+        column = fragment.column;
+    }
+};
+
+// The whole chain of a tile.
+__device__ inline void multiply(const Ring& ring, int stages, const Mine& mine, Slot<STAGES>& slot, Sums& d) {
+    int before = 0;
+#pragma unroll
+    for (int i = 0; i < TILE_N / 2; ++i) d[i] = 0.0f;
+#pragma unroll 1
+    for (int i = 0; i < stages; ++i, slot.advance()) {
+        ring.full[slot.stage].wait(slot.parity);
+        add_stage<Number, K_MAJOR, K_MAJOR, 1, 0, 0>(d, ring.a(slot.stage) + mine.group * PIECE, ring.b(slot.stage));
+        products_done<1>();
+        if (i) give_back<CLUSTER>(ring.spare[before]);
+        before = slot.stage;
+    }
+    products_done<0>();
+    hold(d);
+    if (stages) give_back<CLUSTER>(ring.spare[before]);
+}
+
+// Calls f(sum, column) for each of a thread's sums, with its column from the tile's first one on.
+template <class F>
+__device__ inline void each(const Mine& mine, Sums& d, F f) {
+#pragma unroll
+    for (int i = 0; i < TILE_N / 2; ++i) f(d[i], mine.column + i / 4 * 8 + i % 2);
+}
+
+__device__ inline void add_bias(const Inputs& p, const Mine& mine, int column, Sums& d) {
+    if (!p.bias) return;
+    const auto* bias = static_cast<const char*>(p.bias) + static_cast<i64>(column) * Number::SIZE;
+    each(mine, d, [&](float& x, int at) {
+        if (column + at < p.columns) x = __fadd_rn(x, Number::read(bias + at * Number::SIZE));
+    });
+}
+
+}  // namespace rlk

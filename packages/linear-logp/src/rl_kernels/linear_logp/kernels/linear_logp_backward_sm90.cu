@@ -1,0 +1,136 @@
+// The gradient of linear_logp's logits on Hopper: tiles of logits, formed again, leave as dz, rounded once.
+//
+// Of a tile, logits are those of linear_logp.cuh, and dz is formed element by element (Gradient). With a bias, dz is also
+// summed over tokens, before it is rounded: 16 rows of a tile by a tree, which add_rows adds in ascending order.
+#include "linear_logp.cuh"
+
+using namespace rlk;
+
+// ENTROPY: an upstream gradient of the entropy is there. A missing upstream gradient is null and counts as 0.
+struct Args : Inputs {
+    const float* lse;
+    const float* entropy;
+    const float* grad_logp;
+    const float* grad_lse;
+    const float* grad_entropy;
+    float* sums;  // [rows / 16, width] over 16 rows each, or null
+    // The columns that are computed.
+    int begin, width;
+
+    __device__ int across() const { return (width + TILE_N - 1) / TILE_N; }
+};
+
+namespace {
+
+constexpr int SUMMED = 16;
+using Boxes = Outgoing<Number, TILE_N, false>;
+
+__device__ void bring(const Args& p, const Ring& ring, const TensorMap& hidden, const TensorMap& weight) {
+    const int stages = stages_of(p.inner);
+    prefetch(hidden);
+    prefetch(weight);
+    Slot<STAGES> slot;
+    for (Walk walk(p, 0, p.computed(), p.across()); !walk.done(); walk.advance())
+        produce(ring, slot, hidden, weight, walk.row, p.begin + walk.unit * TILE_N, stages);
+}
+
+// A row's gradient, and the column that it selects, from `column` on; of a row that is ignored, or that there is none, all
+// is 0.
+struct Row {
+    Gradient<ENTROPY> gradient;
+    int target = -1;
+    bool active;
+
+    __device__ Row(const Args& p, int row, int column) {
+        active = row < p.rows && !p.ignored(row);
+        if (!active) return;
+        const i64 id = p.ids[row];
+        const bool valid = id >= 0 && id < p.columns;
+        if (valid) target = static_cast<int>(id) - column;
+        const auto or_0 = [&](const float* of) { return of ? of[row] : 0.0f; };
+        const float entropy = ENTROPY ? p.entropy[row] : 0.0f, g_entropy = ENTROPY ? p.grad_entropy[row] : 0.0f;
+        gradient = {p.inverse(row), p.lse[row], entropy, or_0(p.grad_logp), or_0(p.grad_lse), g_entropy, valid};
+    }
+};
+
+// The gradient of one of a thread's two rows in a tile, in place of its logits.
+template <int HALF>
+__device__ void differentiate(const Row& row, Sums& d) {
+    // One branch for all: an element's would wait for its power before the next one's is begun.
+    if (row.active) {
+#pragma unroll
+        for (int i = 2 * HALF; i < TILE_N / 2; i += i % 2 ? 3 : 1)
+            d[i] = row.gradient.at(d[i], i / 4 * 8 + i % 2 == row.target);
+    } else {
+#pragma unroll
+        for (int i = 2 * HALF; i < TILE_N / 2; i += i % 2 ? 3 : 1) d[i] = 0.0f;
+    }
+}
+
+// The sums over each 16 rows of a tile, those of a warp.
+__device__ void sum_rows(const Args& p, const Mine& mine, int row, int column, const Sums& d) {
+    const int first = row - row % SUMMED;
+#pragma unroll
+    for (int i = 0; i < TILE_N / 2; i += i % 2 ? 3 : 1) {
+        float sum = __fadd_rn(d[i], d[i + 2]);
+#pragma unroll
+        for (int apart = 4; apart < WARP; apart *= 2) sum = __fadd_rn(sum, __shfl_xor_sync(ALL, sum, apart));
+        const int at = column + mine.column + i / 4 * 8 + i % 2;
+        if (threadIdx.x % WARP < 4 && first < p.rows && at < p.width)
+            p.sums[static_cast<i64>(first / SUMMED) * p.width + at] = sum;
+    }
+}
+
+__device__ void consume(const Args& p, const Ring& ring, const TensorMap& dz) {
+    const Mine mine;
+    const int stages = stages_of(p.inner);
+    char* boxes = ring.end() + mine.group * Boxes::BYTES;
+    const auto leave = [&](const Walk& walk, const Sums& d) {
+        const int column = walk.unit * TILE_N;
+        if (p.sums) sum_rows(p, mine, walk.row + mine.row, column, d);
+        Boxes::store(boxes, 1 + mine.group, dz, walk.row + mine.group * MMA_M, column, d);
+    };
+    Slot<STAGES> slot;
+    for (Walk walk(p, 0, p.computed(), p.across()); !walk.done(); walk.advance()) {
+        const int row = walk.row + mine.row, column = p.begin + walk.unit * TILE_N;
+        const Row low(p, row, column + mine.column), high(p, row + 8, column + mine.column);
+        Sums d;
+        multiply(ring, stages, mine, slot, d);
+        add_bias(p, mine, column, d);
+        differentiate<0>(low, d);
+        differentiate<1>(high, d);
+        leave(walk, d);
+    }
+    for (Walk walk(p, p.computed(), p.tiles(), p.across()); !walk.done(); walk.advance()) {
+        const Sums none = {};
+        leave(walk, none);
+    }
+    if (threadIdx.x % WARPGROUP == 0) stores_read<0>();
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    gradient(const __grid_constant__ TensorMap hidden, const __grid_constant__ TensorMap weight,
+             const __grid_constant__ TensorMap dz, const __grid_constant__ Args p) {
+    const Ring ring;
+    ring.open();
+    if (warp_index() < WARPS_OF_GROUP) {
+        give_registers<40>();
+        if (warp_index() == 0 && elected()) bring(p, ring, hidden, weight);
+    } else {
+        take_registers<232>();
+        consume(p, ring, dz);
+    }
+    ring.close();
+}
+
+// One thread a column: the sums of all rows, in ascending order, added to `out`.
+extern "C" __global__ void __launch_bounds__(256) add_rows(const float* sums, float* out, int rows, int width) {
+    const int column = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
+    if (column >= width) return;
+    float total = out[column];
+    for (int i = 0; i < (rows + SUMMED - 1) / SUMMED; ++i)
+        total = __fadd_rn(total, sums[static_cast<i64>(i) * width + column]);
+    out[column] = total;
+}

@@ -1,0 +1,166 @@
+"""The host side of the CUDA C++ backend, with kernels that a few lines of PyTorch stand for."""
+
+import pytest
+import torch
+
+from rl_kernels.core.rowwise import LogpUpstream
+from rl_kernels.linear_logp import cuda_sm90_backend as backend
+from rl_kernels.linear_logp.inputs import Inputs
+from rl_kernels.linear_logp.reference import linear_logp as reference
+
+IGNORED = -100
+SHARED = 227 << 10
+
+
+class Launched:
+    """Stands for a kernel on a CPU: computes what the arguments say, and checks them against its constants."""
+
+    logits = None
+
+    def __init__(self, program, entry):
+        self.constants, self.entry = dict(program.defines), entry
+
+    def launch(self, grid, block, *args, shared=0, cluster=1):
+        assert 0 < grid < 1 << 31
+        assert grid % cluster == 0
+        assert shared <= SHARED
+        if shared:
+            assert grid <= 132
+            assert cluster == self.constants["CLUSTER"]
+            assert block == 128 * (self.constants["GROUPS"] + 1)
+        getattr(self, self.entry)(*args)
+
+    def of_tiles(self, order, rows):
+        """Return which rows are in tiles that are computed."""
+        height, computed = 64 * self.constants["GROUPS"], torch.zeros(rows, dtype=torch.bool)
+        tiles = range(-(-rows // height)) if order is None else order[1 : 1 + order[0]].tolist()
+        for tile in tiles:
+            computed[tile * height : (tile + 1) * height] = True
+        return computed
+
+    def sort_tiles(self, *args):
+        (_, _, ids, _, ignored, rows, *_), order = args[:-1], args[-1]
+        tiles = ids.split(64 * self.constants["GROUPS"])
+        assert len(order) == 1 + len(tiles)
+        assert rows == len(ids)
+        wanted = torch.tensor([bool((tile != ignored).any()) for tile in tiles])
+        order.copy_(torch.cat((wanted.sum()[None], wanted.logical_not().sort(stable=True).indices)))
+
+    def tiles_of_logits(self, hidden, weight, bias, order, rows, columns, inner):
+        (hidden, box), (weight, weight_box) = hidden, weight
+        assert box == (64 * self.constants["GROUPS"], 64)
+        assert weight_box == (256 // self.constants["CLUSTER"], 64)
+        assert hidden.shape == (rows, inner)
+        assert weight.shape == (columns, inner)
+        z = hidden.double() @ weight.double().t() + (0.0 if bias is None else bias.double())
+        return torch.where(self.of_tiles(order, rows)[:, None], z, torch.nan)
+
+    def states(self, hidden, weight, *args):
+        bias, _, _, order, _, rows, columns, inner, *_ = args
+        states, blocks = args[12], args[-1]
+        assert states.shape == (-(-columns // (256 * blocks)), 3, rows)
+        Launched.logits = self.tiles_of_logits(hidden, weight, bias, order, rows, columns, inner)
+
+    def finish(self, *args):
+        _, temperatures, ids, _, ignored, _, _, _, _, temperature, ignores, _, _, logp, lse, entropy, _ = args
+        z = Launched.logits / (temperature if temperatures is None else temperatures.double()[:, None])
+        logs, keep = z.log_softmax(-1), (ids != ignored) if ignores else torch.ones_like(ids, dtype=torch.bool)
+        entropy.copy_(torch.where(keep, -(logs.exp() * logs).sum(-1), 0.0))
+        lse.copy_(torch.where(keep, z.logsumexp(-1), 0.0))
+        logp.copy_(torch.where(keep, logs.gather(1, ids.clamp(0)[:, None])[:, 0], 0.0))
+
+    def gradient(self, hidden, weight, dz, *args):
+        bias, temperatures, ids, order, ignored, rows, columns, inner, _, temperature, ignores, *others = args
+        lse, entropy, g_logp, g_lse, g_entropy, sums, begin, width = others
+        assert (g_entropy is not None) == self.constants["ENTROPY"]
+        raw = self.tiles_of_logits(hidden, weight, bias, order, rows, columns, inner)[:, begin : begin + width]
+        inverse = 1 / torch.tensor(temperature) if temperatures is None else 1 / temperatures.double()[:, None]
+        d, p = raw * inverse - lse[:, None], (raw * inverse - lse[:, None]).exp()
+        chosen = (ids[:, None] == torch.arange(begin, begin + width)).double()
+        found = torch.zeros_like(raw)
+        if g_logp is not None:
+            found += g_logp[:, None] * (chosen - p)
+        if g_lse is not None:
+            found += g_lse[:, None] * p
+        if g_entropy is not None:
+            found -= g_entropy[:, None] * p * (d + entropy[:, None])
+        found = found * inverse
+        if ignores:
+            found = torch.where((ids != ignored)[:, None], found, 0.0)
+        (out, box), _ = dz, None
+        assert out.shape == (rows, width)
+        assert box == (64, 64)
+        out.copy_(found)
+        if sums is not None:
+            padded = torch.nn.functional.pad(found, (0, 0, 0, -rows % 16))
+            sums.copy_(padded.unflatten(0, (-1, 16)).sum(1))
+
+    def add_rows(self, sums, out, rows, width):
+        assert sums.shape == (-(-rows // 16), width)
+        out += sums.sum(0)
+
+
+@pytest.fixture(params=[1, 2])
+def pretended(monkeypatch, request):
+    monkeypatch.setattr(backend, "processors", lambda _: 132)
+    monkeypatch.setattr(backend, "kernel", lambda program, entry, *_: Launched(program, entry))
+    monkeypatch.setattr(backend, "tensor_map", lambda x, box, swizzle: (x, box))
+    monkeypatch.setattr(backend, "cluster", lambda: request.param)
+
+
+def drawn(rows, size=24, vocab=600, ignored=0):
+    torch.manual_seed(rows)
+    hidden, weight = torch.randn(rows, size).half(), torch.randn(vocab, size).half()
+    ids = torch.randint(vocab, (rows,))
+    ids[rows // 3 : rows // 3 + ignored] = IGNORED
+    return hidden, weight, ids, torch.randn(vocab).half()
+
+
+@pytest.mark.parametrize("per_row", [False, True])
+@pytest.mark.parametrize(("rows", "ignored"), [(1, 0), (64, 0), (129, 0), (700, 300), (700, 0), (260, 260)])
+def test_the_forward_pass_is_launched_with_what_it_needs(pretended, monkeypatch, rows, ignored, per_row):
+    hidden, weight, ids, bias = drawn(rows)
+    ids[rows // 3 : rows // 3 + ignored] = IGNORED
+    temperature = torch.rand(rows) + 0.5 if per_row else torch.tensor(0.7)
+    monkeypatch.setattr(backend, "MOST_ROWS", 384)
+    found = backend.forward_stats(hidden, weight, ids, bias, temperature, IGNORED)
+    scale = temperature if per_row else 0.7
+    expected = reference(
+        hidden.double(), weight.double(), ids, bias.double(), temperature=scale, ignore_index=IGNORED, return_stats=True
+    )
+    for value, gold in zip(found, expected, strict=True):
+        assert torch.allclose(value.double(), gold.double(), atol=1e-4)
+
+
+@pytest.mark.parametrize("file", [backend.FORWARD, backend.BACKWARD])
+def test_clusters_and_stages(file):
+    for count, cut in ((1, (1, 1)), (64, (1, 1)), (65, (2, 1)), (128, (2, 1))):
+        assert backend.Cut.of(count) == cut
+    for cut in (backend.Cut(1, 1), backend.Cut(2, 1), backend.Cut(2, 2)):
+        assert cut.stages(file) >= 4
+        assert cut.shared(file) <= SHARED
+
+
+@pytest.mark.parametrize("others", [(None, None), ("lse", None), (None, "entropy"), ("lse", "entropy")])
+def test_the_gradient_beside_triton_products(pretended, monkeypatch, others):
+    pytest.importorskip("triton")
+    from rl_kernels.linear_logp import cuda_backward
+
+    for name in ("kernel", "tensor_map"):
+        monkeypatch.setattr(cuda_backward, name, getattr(backend, name))
+    hidden, weight, ids, bias = drawn(300, ignored=200)
+    z = (hidden.double() @ weight.double().t() + bias.double()) / 0.7
+    z.requires_grad_()
+    logs, keep = z.log_softmax(-1), ids != IGNORED
+    lse, entropy = z.logsumexp(-1), -(logs.exp() * logs).sum(-1)
+    grads = [torch.randn(300), *(torch.randn(300) if name else None for name in others)]
+    values = (logs.gather(1, ids.clamp(0)[:, None])[:, 0], lse, entropy)
+    sum(((g * v)[keep].sum() for g, v in zip(grads, values, strict=True) if g is not None), 0.0).backward()
+    inputs = Inputs(hidden, weight, ids, bias, torch.tensor(0.7), IGNORED)
+    upstream = LogpUpstream(ids, lse.detach().float(), entropy.detach().float(), *grads)
+    dbias = torch.zeros(600)
+    for columns in (slice(0, 256), slice(256, 600)):
+        dz = cuda_backward.Steps().dlogits(inputs, upstream, columns, dbias[columns])
+        assert torch.allclose(dz.double(), z.grad[:, columns] / 0.7, rtol=1e-3, atol=1e-4)
+        assert dz.stride(0) % 256 == 0
+    assert torch.allclose(dbias.double(), z.grad.sum(0) / 0.7, atol=1e-3)
