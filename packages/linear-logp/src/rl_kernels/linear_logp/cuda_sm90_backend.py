@@ -172,19 +172,19 @@ class Operands(NamedTuple):
         per_row, ignores = inputs.temperature.ndim > 0, inputs.ignore_index is not None
         bias = None if inputs.bias is None else inputs.bias.contiguous()
         temperatures = inputs.temperature.contiguous() if per_row else None
-        sizes = (inputs.ignore_index or 0, count, vocab, size, tuned(PACKAGE)["cuda"]["group"])
-        sizes = (*sizes, 1.0 if per_row else float(inputs.temperature), ignores)
+        group, temperature = tuned(PACKAGE)["cuda"]["group"], 1.0 if per_row else float(inputs.temperature)
+        numbers = (inputs.ignore_index or 0, count, vocab, size, group, temperature, ignores)
         order = None
         if ignores and count > cut.rows:
             order = torch.empty(1 + -(-count // cut.rows), dtype=torch.int32, device=device)
             made = program(FORWARD, hidden.dtype, cut, entropy=False)
             sort = kernel(made, "sort_tiles", f"({INPUTS})P", device)
-            sort.launch(1, 1024, *(None, None, ids, None, *sizes), order)
+            sort.launch(1, 1024, *(None, None, ids, None, *numbers), order)
         maps = (
             tensor_map(hidden, (cut.rows, INNER), swizzle=SWIZZLE),
             tensor_map(inputs.weight, (BLOCK // cut.cluster, INNER), swizzle=SWIZZLE),
         )
-        return cls(cut, maps, (bias, temperatures, ids, order, *sizes))
+        return cls(cut, maps, (bias, temperatures, ids, order, *numbers))
 
 
 def copyable(x: torch.Tensor) -> torch.Tensor:

@@ -72,6 +72,7 @@ def backward(
     workspace_mib: int,
     needed: Sequence[bool],
     main_grad: torch.Tensor | None = None,
+    *,
     steps: Steps | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (dhidden, dweight, dbias), empty where not needed; with ``main_grad`` dweight is added to that.
