@@ -203,6 +203,8 @@ def prove(session: nox.Session, package: str, dist: Path) -> None:
     session.run(python, "-m", "pip", "check", external=True)
     session.run(python, "tools/installed.py", "core", *map(module, brought_by(package)), external=True)
     session.run(str(home / "bin" / "rl-kernels"), "list", external=True)
+    # Each holds a PyTorch of its own.
+    shutil.rmtree(home)
 
 
 def brought_by(package: str) -> list[str]:
