@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 NAME = "rl-kernels-gpu"
 SCRIPTS = {"gpu_run.py": "run.py", "limited.py": "limited.py", "sanitize.py": "sanitize.py"}
-SCRIPTS |= {"sanitize_planted.py": "sanitize_planted.py"}
+SCRIPTS |= {name: name for name in ("sanitize_planted.py", "grpo_step.py", "grpo_policy.py")}
 
 
 def packages() -> list[Path]:

@@ -1,0 +1,201 @@
+"""The tool that times a GRPO step of transformers' Llama, as far as a CPU goes: both ways agree, and must."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+TOOLS = Path(__file__).parents[1] / "tools"
+SIZES = {"layers": 2, "hidden": 64, "heads": 4, "vocab": 500, "prompts": 2, "samples": 4, "tokens": 24}
+TINY = [f"--{name}={size}" for name, size in SIZES.items()] + ["--device=cpu", "--dtype=fp32"]
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(TOOLS))
+        return importlib.import_module("grpo_step")
+
+
+@pytest.fixture(scope="module")
+def policy(tool: ModuleType) -> ModuleType:
+    return importlib.import_module("grpo_policy")
+
+
+@pytest.mark.parametrize("options", [(), ("--checkpointing",), ("--dtype", "bf16"), ("--samples", "2", "--seed", "5")])
+def test_both_ways_agree_and_are_timed(
+    tool: ModuleType, options: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = tmp_path / "step.json"
+    assert tool.main([*TINY, *options, "--json", str(report)]) == 0
+    found = json.loads(report.read_text(encoding="utf-8"))
+    checked = found["checked"]
+    assert checked["off"] <= checked["tolerance"] < checked["planted_off"]
+    assert checked["backends"] == {"linear_logp": "native", "grpo_loss": "native"}
+    assert {"device", "torch", "transformers"} <= found["environment"].keys()
+    assert found["settings"]["vocab"] == 500
+    assert all(step["ms"] > 0 and step["extra_mib"] is None for step in found["steps"].values())
+    step, memory, batch = capsys.readouterr().out.splitlines()[-3:]
+    assert step.startswith("step, ms (wall clock)")
+    assert memory.count("not measured") == batch.count("not measured") == 2
+
+
+def test_batch_has_prompts_completions_and_padding(tool: ModuleType, policy: ModuleType) -> None:
+    batch = policy.Policy(tool.arguments(TINY)).batch(2)
+    assert torch.equal(batch.mask, batch.targets != -100)
+    first = batch.mask.int().argmax(1).view(2, 4)
+    assert (first == first[:, :1]).all()
+    assert batch.mask.any(1).all()
+    assert not batch.mask.all(1).any()
+    for group, start in zip(batch.ids.view(2, 4, -1), first[:, 0].tolist(), strict=True):
+        assert (group[:, : start + 1] == group[0, : start + 1]).all()
+
+
+def cooler(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **options: function(*args, **{**options, "temperature": 1.001})
+
+
+def no_gradient_of_the_weight(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda hidden, weight, *args, **options: function(hidden, weight.detach(), *args, **options)
+
+
+def one_token_more(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **options: Any) -> Any:
+        *others, mask = args
+        return function(*others, mask | mask.roll(1, 1), **options)
+
+    return call
+
+
+def another_beta(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **options: function(*args, **{**options, "beta": 0.041})
+
+
+def not_a_number(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **options: function(args[0] * float("nan"), *args[1:], **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("linear_logp", cooler),
+        ("linear_logp", no_gradient_of_the_weight),
+        ("grpo_loss", one_token_more),
+        ("grpo_loss", another_beta),
+        ("grpo_loss", not_a_number),
+    ],
+)
+def test_what_does_not_agree_has_no_speed(
+    tool: ModuleType,
+    policy: ModuleType,
+    name: str,
+    fault: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(policy, name, fault(getattr(policy, name)))
+    assert tool.main([*TINY, "--json", str(tmp_path / "step.json")]) == 1
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith("WRONG, no speed: ")
+    assert not (tmp_path / "step.json").exists()
+
+
+def test_a_comparison_that_sees_no_fault_fails(
+    tool: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(tool.TOLERANCE, "fp32", 10.0)
+    assert tool.main(TINY) == 1
+    assert "a planted temperature of 1.05 was not seen" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("room", [0, 1, 2, 3, 5, 64, 100])
+def test_largest_that_fits(tool: ModuleType, room: int) -> None:
+    asked: list[int] = []
+
+    def fits(number: int) -> bool:
+        asked.append(number)
+        return number <= room
+
+    assert tool.largest(fits) == room
+    assert len(asked) == len(set(asked)) <= 2 * room.bit_length() + 1
+
+
+def test_a_step_that_runs_out_of_memory_does_not_fit(tool: ModuleType, policy: ModuleType) -> None:
+    made, taken = policy.Policy(tool.arguments(TINY)), []
+
+    def step(batch: Any) -> torch.Tensor:
+        taken.append(len(batch.ids))
+        if len(taken) == 4:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return made.ours(batch)
+
+    assert tool.fits(made, step, 1)
+    assert not tool.fits(made, step, 2)
+    assert taken == [4, 4, 8, 8]
+
+
+def test_both_ways_are_searched_under_the_limit(tool: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stub:
+        device = torch.device("cuda")
+        batch = staticmethod(int)
+
+        def eager(self, prompts: int, room: int = 3) -> None:
+            if prompts > room:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+
+        def ours(self, prompts: int) -> None:
+            self.eager(prompts, 21)
+
+    fractions: list[float] = []
+    card = SimpleNamespace(total_memory=80 << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", fractions.append)
+    assert tool.sequences(Stub(), tool.arguments(TINY)) == {"eager": 3 * 4, "rl-kernels": 21 * 4}
+    assert fractions == [0.5, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--layers", "0"), "argument --layers: expected an integer >= 1, got '0'"),
+        (("--samples", "1"), "argument --samples: expected an integer >= 2, got '1'"),
+        (("--tokens", "many"), "argument --tokens: expected an integer >= 2, got 'many'"),
+        (("--hidden", "60"), "--hidden: expected a multiple of twice --heads (8), got 60"),
+        (("--limit-gib", "nan"), "argument --limit-gib: expected a number >= 0, got 'nan'"),
+        (("--json", "/nowhere/step.json"), "argument --json: expected a file that can be written"),
+        (("--backend", "cuda-sm90", "--dtype", "bf16"), "BackendUnavailable: "),
+        (("--device", "cuda"), "--device: this PyTorch sees no GPU"),
+    ],
+)
+def test_bad_arguments(
+    tool: ModuleType, options: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if "cuda" in options and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(SystemExit) as stopped:
+        tool.main([*TINY, *options])
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"grpo_step.py: {message}")
+    assert error.count("\n") == 1
+
+
+@pytest.mark.gpu
+def test_memory_and_the_largest_batch_on_a_gpu(tool: ModuleType, tmp_path: Path) -> None:
+    report = tmp_path / "step.json"
+    options = ("--device", "cuda", "--dtype", "bf16", "--vocab", "32000", "--tokens", "512", "--limit-gib", "2")
+    assert tool.main([*TINY, *options, "--json", str(report)]) == 0
+    eager, ours = json.loads(report.read_text(encoding="utf-8"))["steps"].values()
+    assert ours["extra_mib"] < eager["extra_mib"]
+    assert ours["largest"] > eager["largest"] > 0

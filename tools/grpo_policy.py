@@ -1,0 +1,132 @@
+"""What `grpo_step.py` measures: transformers' Llama with random weights, a batch, and a step of it in two ways."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rl_kernels.core.bench.arena import DeviceDraw
+from rl_kernels.core.check.candidate import Results
+from rl_kernels.core.contract import DTYPES
+from rl_kernels.core.testing import IGNORED
+from rl_kernels.grpo_loss import grpo_loss
+from rl_kernels.grpo_loss.bench import eager as eager_loss
+from rl_kernels.linear_logp import linear_logp
+from rl_kernels.linear_logp.bench import eager as eager_logp
+
+BETA = 0.04
+"""With it the reference log-probabilities are read; all else is at the defaults of `grpo_loss`."""
+DRIFTS, SPREAD = (-0.4, -0.08, 0.08, 0.4), 0.05
+"""How far old log-probabilities are off: no ratio is near a bound of the clip, where rounding decides on a gradient."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Tokens and their targets ``[B, T]``, ``IGNORED`` where the mask is False, and what else the loss takes."""
+
+    ids: torch.Tensor
+    targets: torch.Tensor
+    old: torch.Tensor
+    ref: torch.Tensor
+    rewards: torch.Tensor
+    mask: torch.Tensor
+
+
+class Policy:
+    """The model with its gradient buffers, and both ways through a step."""
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        self.given, self.device = given, torch.device(given.device)
+        self.model = llama(given)
+        for parameter in self.model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+
+    @property
+    def mib(self) -> float:
+        """What parameters and gradients take."""
+        return float(sum(2 * parameter.nbytes for parameter in self.model.parameters())) / 2**20
+
+    def batch(self, prompts: int) -> Batch:
+        """Draw groups of completions of many lengths, and old and reference policies that are near this one."""
+        given, draw = self.given, DeviceDraw(torch.float32, self.device, self.given.seed)
+        rows, length = prompts * given.samples, given.tokens
+        starts = draw.ids(length // 2, prompts).repeat_interleave(given.samples)[:, None]
+        ends = length - draw.ids(max(length // 4, 1), rows)[:, None]
+        at = torch.arange(length + 1, device=self.device)
+        prompt = draw.ids(given.vocab, prompts, length + 1).repeat_interleave(given.samples, 0)
+        tokens = torch.where(at <= starts, prompt, draw.ids(given.vocab, rows, length + 1))
+        mask = (at[:-1] >= starts) & (at[:-1] < ends)
+        ids, targets = tokens[:, :-1], tokens[:, 1:].masked_fill(~mask, IGNORED)
+        with torch.no_grad():
+            # One group at a time: what fits is not to follow from this.
+            groups = zip(ids.split(given.samples), targets.split(given.samples), strict=True)
+            now = torch.cat([self.logps(*group) for group in groups])
+        drift = torch.tensor(DRIFTS, device=self.device)[draw.ids(len(DRIFTS), rows, length)]
+        old = now - drift - draw.uniform(-SPREAD, SPREAD, rows, length)
+        return Batch(ids, targets, old, now + draw.normal(rows, length, scale=0.2), draw.uniform(0, 1, rows), mask)
+
+    def eager(self, batch: Batch) -> torch.Tensor:
+        """Take a step in plain PyTorch; return the loss."""
+        hidden, weight = self._hidden(batch.ids), self.model.lm_head.weight
+        return self._backward(batch, eager_loss, eager_logp(hidden, weight, batch.targets, ignore_index=IGNORED))
+
+    def ours(self, batch: Batch, temperature: float = 1.0) -> torch.Tensor:
+        """Take a step through the operators; return the loss."""
+        return self._backward(batch, grpo_loss, self.logps(batch.ids, batch.targets, temperature))
+
+    def logps(self, ids: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+        """Return our log-probabilities of the targets ``[B, T]``."""
+        options = {"temperature": temperature, "ignore_index": IGNORED, "backend": self.given.backend}
+        found = linear_logp(self._hidden(ids), self.model.lm_head.weight, targets, **options)
+        assert isinstance(found, torch.Tensor)
+        return found
+
+    def gradients(self) -> Results:
+        """Return the buffers, which hold what the last step left there."""
+        return {name: parameter.grad for name, parameter in self.model.named_parameters()}
+
+    def _hidden(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.model.model(input_ids=ids, use_cache=False).last_hidden_state
+
+    def _backward(self, batch: Batch, loss_of: Callable[..., Any], logps: torch.Tensor) -> torch.Tensor:
+        groups = {"samples_per_prompt": self.given.samples, "beta": BETA}
+        loss = loss_of(logps, batch.old, batch.ref, batch.rewards, batch.mask, **groups).loss
+        # The buffers stay, as they do where gradients of several batches are added up.
+        self.model.zero_grad(set_to_none=False)
+        loss.backward()
+        return loss.detach()
+
+
+def llama(given: argparse.Namespace) -> Any:
+    """Return the model, with weights such that logits have a variance near 1 at any size."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=given.vocab,
+        hidden_size=given.hidden,
+        intermediate_size=4 * given.hidden,
+        num_hidden_layers=given.layers,
+        num_attention_heads=given.heads,
+        num_key_value_heads=math.gcd(given.heads, 8),
+        max_position_embeddings=given.tokens,
+        initializer_range=given.hidden**-0.5,
+    )
+    torch.manual_seed(given.seed)
+    before = torch.get_default_dtype()
+    # Made where and as it stays: copies would leave holes in the memory that is measured.
+    torch.set_default_dtype(DTYPES[given.dtype])
+    try:
+        with torch.device(given.device):
+            model = LlamaForCausalLM(config).train()
+    finally:
+        torch.set_default_dtype(before)
+    if given.checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model

@@ -1,0 +1,249 @@
+"""A GRPO step of transformers' Llama, eager and through the operators: `python tools/grpo_step.py` on a GPU.
+
+The model has random weights and, unless others are asked for, the sizes of Llama 3.2 1B with four of its layers. A step
+is the forward pass through its body, the log-probabilities of the tokens, the GRPO loss and the backward pass, without
+an optimiser. Both ways share the body, the tokens and the positions. `eager` holds all logits, takes their log-softmax
+in FP32 and the loss in plain PyTorch, as the benchmarks of the two operators define it; ours is `linear_logp`, which
+ignores what is no completion, and `grpo_loss`, which masks it. They are compared before either is timed, and a fault
+that is planted in ours must be seen by that comparison.
+
+Peak extra memory is the most that a step has allocated at once beyond parameters, gradients and inputs, all of which
+lie there before it: activations, logits or workspace, and each new gradient until it is added to its buffer. The
+largest batch is that of whole groups whose step, taken twice, has room where all memory that PyTorch reserves is
+limited: parameters, gradients and inputs count there, and no optimiser does.
+
+Exit status: 1 if the two disagree or the planted fault is not seen, and then there is no speed; 2 if nothing could run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from grpo_policy import Batch, Policy
+from rich.console import Console
+from rich.table import Table
+
+from rl_kernels.core.bench.environment import environment
+from rl_kernels.core.bench.measure import Effort, Timing, measure
+from rl_kernels.core.bench.peers import LOOSE, difference, one_line
+from rl_kernels.core.bench.report import digits
+from rl_kernels.core.check.candidate import Results
+from rl_kernels.core.command import Parser, count, writable
+from rl_kernels.core.dispatch import AUTO, BackendUnavailable, record_dispatch
+from rl_kernels.linear_logp.op import OPERATOR
+
+EAGER, OURS = "eager", "rl-kernels"
+TOLERANCE = {"fp32": 5e-5, "bf16": LOOSE}
+"""Of the loss, whose terms are of order 1, and of each parameter's gradient as a share of its norm. In FP32 the two
+ways differ by the order of their sums, 1e-6 on a CPU; in BF16 eager rounds its logits, and the body rounds what both
+send back through it, 1.2e-2 there."""
+PLANTED = 1.05
+"""The temperature that is planted; on a CPU it moves a gradient by 0.12 or more."""
+PACKAGES = ("transformers", "rl-kernels-linear-logp", "rl-kernels-grpo-loss")
+
+Way = Callable[[Batch], torch.Tensor]
+
+
+class Wrong(Exception):
+    """The two ways do not agree, or a planted fault was not seen."""
+
+
+def distance(policy: Policy, loss: torch.Tensor, expected: Results) -> tuple[str, float]:
+    """Return which result of the last step is farthest from what is expected, and how far."""
+    off = abs(float(loss) - float(expected["loss"]))
+    name, share = difference(policy.gradients(), expected)
+    # Not a number is farther than anything.
+    return (f"gradient of {name}", share) if off <= share else ("loss", math.inf if math.isnan(off) else off)
+
+
+def close(policy: Policy, loss: torch.Tensor, expected: Results, tolerance: float) -> tuple[str, float]:
+    """Return the distance; ``Wrong`` if it is over the tolerance."""
+    where, far = distance(policy, loss, expected)
+    if not far <= tolerance:
+        raise Wrong(f"{where} is off by {far:.2g} (tolerance {tolerance:g})")
+    return where, far
+
+
+def compare(policy: Policy, batch: Batch, expected: Results, tolerance: float) -> dict[str, Any]:
+    """Hold our step to the eager one, and see that a planted fault does not hold; ``Wrong`` otherwise."""
+    with record_dispatch() as log:
+        where, far = close(policy, policy.ours(batch), expected, tolerance)
+    _, seen = distance(policy, policy.ours(batch, PLANTED), expected)
+    if seen <= tolerance:
+        raise Wrong(f"a planted temperature of {PLANTED} was not seen: off by {seen:.2g} (tolerance {tolerance:g})")
+    backends = {choice.operator: choice.backend for choice in log}
+    return {"tolerance": tolerance, "farthest": where, "off": far, "planted_off": seen, "backends": backends}
+
+
+def timed(policy: Policy, given: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Timing]]:
+    """Compare both ways on one batch and time them; then look again at what our last timed step gave."""
+    batch, tolerance = policy.batch(given.prompts), TOLERANCE[given.dtype]
+    expected = {"loss": policy.eager(batch)}
+    expected |= {name: value.clone() for name, value in policy.gradients().items()}
+    checked, timings = compare(policy, batch, expected, tolerance), {}
+    for name, way in ((EAGER, policy.eager), (OURS, policy.ours)):
+        timings[name], loss = measure([partial(way, batch)], policy.device, Effort(), captured=False)
+    close(policy, loss, expected, tolerance)
+    return checked, timings
+
+
+def largest(fits: Callable[[int], bool]) -> int:
+    """Return the largest number that fits, or 0: doubled from 1 on, then bisected."""
+    low, high = 0, 1
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def fits(policy: Policy, way: Way, prompts: int) -> bool:
+    """Say whether a step has room, and again after itself; leave nothing of it behind."""
+    fitted = _attempt(policy, way, prompts)
+    gc.collect()
+    torch.cuda.empty_cache()
+    return fitted
+
+
+def _attempt(policy: Policy, way: Way, prompts: int) -> bool:
+    try:
+        batch = policy.batch(prompts)
+        for _ in range(2):
+            way(batch)
+    except torch.OutOfMemoryError:
+        return False
+    return True
+
+
+def sequences(policy: Policy, given: argparse.Namespace) -> dict[str, int]:
+    """Return how many sequences fit under the limit, both ways; nothing where there is no GPU or no limit."""
+    if policy.device.type != "cuda" or not given.limit_gib:
+        return {}
+    limit = given.limit_gib * 2**30 / torch.cuda.get_device_properties(policy.device).total_memory
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(limit)
+    try:
+        ways = {EAGER: policy.eager, OURS: policy.ours}
+        return {name: given.samples * largest(partial(fits, policy, way)) for name, way in ways.items()}
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def show(document: dict[str, Any], mib: float) -> None:
+    """Print what was compared and where, and last the table."""
+    given, checked, found = document["settings"], document["checked"], document["steps"]
+    sizes = f"{given['layers']} layers, hidden {given['hidden']}, vocabulary {given['vocab']}, {given['dtype']}"
+    print(f"Llama with random weights: {sizes}; parameters and gradients: {digits(mib)} MiB")
+    print(f"{given['prompts']} prompts, {given['samples']} samples each, {given['tokens']} tokens a sequence")
+    print(f"{checked['farthest']} differs most, by {checked['off']:.2g}, tolerance {checked['tolerance']:g}")
+    print(f"a planted temperature of {PLANTED} is seen, off by {checked['planted_off']:.2g}")
+    print("backends: " + ", ".join(f"{operator} {name}" for operator, name in checked["backends"].items()))
+    print("ran on " + ", ".join(f"{name} {value}" for name, value in document["environment"].items()))
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for i, name in enumerate(("", EAGER, OURS, f"{EAGER} / {OURS}")):
+        table.add_column(name, justify="right" if i else "left", no_wrap=True)
+    how = found[OURS]["how"]
+    labels = {"ms": f"step, ms ({how})", "extra_mib": "peak extra memory, MiB"}
+    labels["largest"] = f"sequences that fit in {given['limit_gib']:g} GiB"
+    for key, label in labels.items():
+        values = [found[name][key] for name in (EAGER, OURS)]
+        cells = ["not measured" if value is None else _cell(value) for value in values]
+        table.add_row(label, *cells, f"{values[0] / values[1]:.2f}" if all(values) else "")
+    Console(width=100).print(table)
+
+
+def _cell(value: float) -> str:
+    return str(value) if isinstance(value, int) else digits(value)
+
+
+def limit(text: str) -> float:
+    """Return a number of GiB: an argument type."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number >= 0, got {text!r}")
+    return value
+
+
+def parser() -> Parser:
+    """Return the parser of the command line."""
+    made = Parser("grpo_step.py", "Time a GRPO step of a Llama with random weights, eager and through the operators.")
+    sizes = {"layers": 4, "hidden": 2048, "heads": 32, "vocab": 128256, "prompts": 2}
+    for name, default in sizes.items():
+        made.add_argument(f"--{name}", type=count(1), default=default, metavar="N", help=f"default: {default}")
+    made.add_argument("--samples", type=count(2), default=8, metavar="N", help="size of a group (default: 8)")
+    made.add_argument("--tokens", type=count(2), default=512, metavar="N", help="of a sequence (default: 512)")
+    made.add_argument("--checkpointing", action="store_true", help="compute activations of the body again in backward")
+    made.add_argument("--dtype", choices=tuple(TOLERANCE), default="bf16", help="default: bf16")
+    made.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default: cuda")
+    made.add_argument("--seed", type=count(0), default=0, metavar="N", help="default: 0")
+    backends = (AUTO, *(backend.name for backend in OPERATOR.backends))
+    made.add_argument("--backend", choices=backends, default=AUTO, help="of linear_logp (default: auto)")
+    most = "memory in which the largest batch is looked for; 0: none is (default: 40)"
+    made.add_argument("--limit-gib", type=limit, default=40.0, metavar="GIB", help=most)
+    made.add_argument("--json", type=writable, metavar="FILE", help="also write what was measured as JSON")
+    return made
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Return the arguments; exit with status 2 if they cannot be used here."""
+    asked = parser()
+    given = asked.parse_args(argv)
+    if given.hidden % (2 * given.heads):
+        asked.error(f"--hidden: expected a multiple of twice --heads ({2 * given.heads}), got {given.hidden}")
+    if find_spec("transformers") is None:
+        asked.error("transformers is not installed: pip install transformers")
+    if given.device == "cuda":
+        if not torch.cuda.is_available():
+            asked.error("--device: this PyTorch sees no GPU")
+        there = torch.cuda.get_device_properties(0).total_memory / 2**30
+        if given.limit_gib > there:
+            asked.error(f"--limit-gib: expected at most the {there:.1f} GiB of this GPU, got {given.limit_gib:g}")
+    return given
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return the exit status."""
+    given = arguments(argv)
+    try:
+        policy = Policy(given)
+        checked, timings = timed(policy, given)
+    except Wrong as error:
+        print(f"WRONG, no speed: {error}", file=sys.stderr)
+        return 1
+    except (BackendUnavailable, torch.OutOfMemoryError) as error:
+        parser().error(one_line(error))
+    steps = {name: {**asdict(timing), "largest": None} for name, timing in timings.items()}
+    settings = {name: value for name, value in vars(given).items() if name != "json"}
+    where = environment(policy.device, PACKAGES)
+    document = {"version": 1, "environment": where, "settings": settings, "checked": checked, "steps": steps}
+    _write(document, given.json)
+    for name, found in sequences(policy, given).items():
+        steps[name]["largest"] = found
+    _write(document, given.json)
+    show(document, policy.mib)
+    return 0
+
+
+def _write(document: dict[str, Any], file: Path | None) -> None:
+    if file is not None:
+        file.write_text(json.dumps(document, allow_nan=False, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
