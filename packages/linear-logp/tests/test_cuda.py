@@ -67,23 +67,22 @@ def same(found, expected):
 def both(backend_name, hidden, weight, ids, bias=None, **options):
     """Return the statistics and the gradients of a call."""
     leaves = [None if x is None else x.detach().clone().requires_grad_() for x in (hidden, weight, bias)]
-    stats = linear_logp(
-        leaves[0], leaves[1], ids, bias=leaves[2], temperature=0.7, return_stats=True, backend=backend_name, **options
-    )
+    options = {"temperature": 0.7, "return_stats": True, "backend": backend_name, **options}
+    stats = linear_logp(leaves[0], leaves[1], ids, bias=leaves[2], **options)
     rows = torch.arange(len(hidden), device="cuda") % 7 - 3.5
     sum((value * rows * scale).sum() for value, scale in zip(stats, (1.0, 0.3, 0.1), strict=True)).backward()
     return [*(value.detach() for value in stats), *(leaf.grad for leaf in leaves if leaf is not None)]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("vocab", [1, 255, 257, 1025, 5003, 40000])
+@pytest.mark.parametrize("vocab", [1, 255, 257, 1025, 5500, 40000])
 @pytest.mark.parametrize("dtype", HALVES)
 def test_parts_clusters_and_rows_at_a_time_change_no_bit(hopper, monkeypatch, vocab, dtype):
     hidden, weight, ids = drawn(300, 264, vocab, dtype)
     bias = torch.randn(vocab, device="cuda").to(dtype)
     expected = both(BACKEND, hidden, weight, ids, bias)
-    # On one processor a part is four blocks, on many it is one.
-    few, many = (lambda _, count=count: count for count in (4, 10_000))
+    # On few processors a part is four blocks, of 5500 columns two in the last one; on many it is one.
+    few, many = (lambda _, count=count: count for count in (2, 10_000))
     clusters = [("cluster", lambda count=count: count) for count in (1, 2, 4)]
     for name, value in (("processors", few), ("processors", many), ("MOST_ROWS", 70), *clusters):
         with monkeypatch.context() as changed:
@@ -98,9 +97,10 @@ def test_parts_clusters_and_rows_at_a_time_change_no_bit(hopper, monkeypatch, vo
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("cluster", [1, 2])
-@pytest.mark.parametrize("ignored", [slice(0, 40), slice(130, 600), slice(250, 1000), slice(0, 1000)], ids=str)
+@pytest.mark.parametrize("ignored", [slice(0, 40), slice(130, 700), slice(250, 1000), slice(0, 1000)], ids=str)
 def test_rows_that_are_skipped_change_no_bit(hopper, monkeypatch, ignored, cluster):
     monkeypatch.setattr(hopper, "cluster", lambda: cluster)
+    # Of the eight tiles of rows slice(130, 700) leaves five: the last cluster of either kind has one tile alone.
     hidden, weight, ids = drawn(1000, 264, 5003)
     whole = both(BACKEND, hidden, weight, ids)
     ids[ignored] = -100
@@ -141,6 +141,34 @@ def test_bias_gradients_are_chains_of_sixteen_tokens(hopper):
 
 
 @pytest.mark.gpu
+def test_pieces_and_blocks_of_rows_change_no_bit(hopper, monkeypatch):
+    from rl_kernels.linear_logp import triton_backend
+
+    hidden, weight, ids = drawn(300, 264, 5003)
+    bias, temperature = torch.randn(5003, device="cuda").bfloat16(), torch.rand(300, device="cuda") + 0.5
+    ids[20:290:3] = -100
+    options = {"temperature": temperature, "ignore_index": -100}
+    expected = both(BACKEND, hidden, weight, ids, bias, **options)
+    assert same(both(BACKEND, hidden, weight, ids, bias, workspace_mib=1, **options), expected)
+    monkeypatch.setattr(triton_backend, "LEAST_HEIGHT", 128)
+    assert same(both(BACKEND, hidden, weight, ids.int(), bias, workspace_mib=1, **options), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bad", [-1, 700, 1 << 40])
+def test_ids_that_are_no_column_give_nan(hopper, bad):
+    hidden, weight, ids = drawn(70, 136, 700)
+    bias = torch.zeros(700, device="cuda", dtype=torch.bfloat16)
+    whole = both(BACKEND, hidden, weight, ids, bias)
+    ids[5] = bad
+    found = both(BACKEND, hidden, weight, ids, bias, validate=False)
+    others = torch.arange(70, device="cuda") != 5
+    assert same([value[others] for value in found[:4]], [value[others] for value in whole[:4]])
+    assert found[0][5].isnan()
+    assert all(value.isnan().all() for value in (found[3][5], *found[4:]))
+
+
+@pytest.mark.gpu
 def test_where_the_inputs_lie_changes_no_bit(hopper):
     hidden, weight, ids = drawn(70, 136, 3000)
     expected = linear_logp(hidden, weight, ids, return_stats=True, backend=BACKEND)
@@ -149,6 +177,8 @@ def test_where_the_inputs_lie_changes_no_bit(hopper):
         moved = apart[:, offset : offset + 136].copy_(hidden)
         lying = weight.t().contiguous().t()
         assert same(linear_logp(moved, lying, ids, return_stats=True, backend=BACKEND), expected)
+        one = linear_logp(moved[:1], lying, ids[:1], return_stats=True, backend=BACKEND)
+        assert same(one, [value[:1] for value in expected])
 
 
 @pytest.mark.gpu

@@ -132,6 +132,19 @@ def test_the_forward_pass_is_launched_with_what_it_needs(pretended, monkeypatch,
         assert torch.allclose(value.double(), gold.double(), atol=1e-4)
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("offset", [0, 1, 8])
+def test_a_copy_begins_its_rows_where_the_copy_engine_can(rows, offset):
+    x = torch.randn(5, 300).half()[:rows, offset : offset + 136]
+    for value in (x, x.t().contiguous().t(), x[:1].expand(rows, 136)):
+        found = backend.copyable(value)
+        assert torch.equal(found, value)
+        assert found.stride(1) == 1
+        assert found.stride(0) % 8 == 0
+        assert found.stride(0) >= 136
+        assert found.data_ptr() % 16 == 0
+
+
 @pytest.mark.parametrize("file", [backend.FORWARD, backend.BACKWARD])
 def test_clusters_and_stages(file):
     for count, cut in ((1, (1, 1)), (64, (1, 1)), (65, (2, 1)), (128, (2, 1))):

@@ -191,7 +191,10 @@ def copyable(x: torch.Tensor) -> torch.Tensor:
     """Return a matrix whose rows begin at multiples of 16 bytes, as the copy engine wants them: itself, or a copy."""
     size = x.element_size()
     fits = x.stride(1) == 1 and x.stride(0) * size % CHUNK == 0 and x.stride(0) >= x.shape[1]
-    return x if fits and x.data_ptr() % CHUNK == 0 else x.contiguous().clone()
+    if fits and x.data_ptr() % CHUNK == 0:
+        return x
+    # A single row is contiguous whatever its stride, which clone would keep.
+    return torch.empty_like(x, memory_format=torch.contiguous_format).copy_(x)
 
 
 def _statistics(inputs: Inputs, *, entropy: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
