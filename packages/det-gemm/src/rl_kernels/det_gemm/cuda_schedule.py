@@ -21,6 +21,8 @@ BOXES = 2 * ROWS * SWIZZLE
 """Bytes of the two boxes of a consumer."""
 DEEPEST = 24
 """Stages at most."""
+PATTERN = 8
+"""Rows of a box after which its swizzle begins anew."""
 PLAIN_COLUMNS = 128
 """Columns of a tile at most where registers are needed for reading an operand number by number."""
 
@@ -77,8 +79,8 @@ class Schedule:
             cut = replace(cut, rows=rows, columns=min(cut.columns, PLAIN_COLUMNS), inner=BOX, turns=False, cluster=1)
         if left == MN_MAJOR and cut.rows < ROWS:
             cut = replace(cut, rows=ROWS)
-        # A share of pieces is some of them.
-        if right == MN_MAJOR and cut.columns % (BOX * cut.cluster):
+        # A share is whole patterns of the swizzle, or whole pieces; who takes turns shares nothing.
+        if cut.turns or cut.columns % (cut.cluster * (BOX if right == MN_MAJOR else PATTERN)):
             cut = replace(cut, cluster=1)
         # Pieces of 64 columns, whatever of them is needed: no room is left for long stages.
         return replace(cut, inner=BOX) if right == MN_MAJOR and cut.inner > BOX else cut
