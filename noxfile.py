@@ -86,9 +86,12 @@ def interpreted(session: nox.Session, version: str) -> None:
     borrow(session)
     install(session, *OPERATORS)
     session.install(*TRITON[version])
+    session.install(*PINNED, "pytest-xdist")
     folders = [str(file.parents[3] / "tests") for file in sorted(ROOT.glob("packages/*/src/*/*/triton_backend.py"))]
-    env = {"TRITON_INTERPRET": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    session.run("python", "-m", "pytest", "-k", INTERPRETED[version], *folders, *session.posargs, env=env)
+    # The interpreter is Python: a process a core is what makes use of them.
+    env = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    spread = ("-n", "auto", "--dist", "worksteal")
+    session.run("python", "-m", "pytest", *spread, "-k", INTERPRETED[version], *folders, *session.posargs, env=env)
 
 
 @nox.session(**BORROWING)
