@@ -89,13 +89,15 @@ def clipped(ratio, a, n, BOUNDS: tl.constexpr):
 @triton.jit
 def gated(ratio, a, n):
     """Return -(4 / tau) sigmoid(tau (ratio - 1)) A, and its slope."""
-    tau = tl.where(a > 0.0, n[7], n[8])
+    four = constant(4.0)
+    tau, factor = tl.where(a > 0.0, n[7], n[8]), tl.where(a > 0.0, tl.div_rn(four, n[7]), tl.div_rn(four, n[8]))
     x = fma(tau, ratio, -tau)
     q = exp(-tl.abs(x))
-    gate = tl.div_rn(tl.where(x >= 0.0, 1.0, q), 1.0 + q)
+    part = tl.div_rn(tl.full(q.shape, 1.0, tl.float32), 1.0 + q)
+    gate = tl.where(x >= 0.0, part, q * part)
     # Where the gate is flat it is so for an infinite ratio too.
-    slope = tl.where(q == 0.0, 0.0, tl.div_rn(q * ratio, (1.0 + q) * (1.0 + q)))
-    return -(tl.div_rn(tl.full(tau.shape, 4.0, tl.float32), tau) * gate * a), -(4.0 * slope * a)
+    slope = tl.where(q == 0.0, 0.0, q * part * part * ratio)
+    return -(factor * gate * a), -(4.0 * slope * a)
 
 
 @triton.jit
