@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl_kernels.core.check.compare import bits
 from rl_kernels.core.operator import Call
@@ -85,6 +86,50 @@ def test_step_takes_three_launches(loss_type: str, monkeypatch: pytest.MonkeyPat
     output, _ = grpo_loss(**call, samples_per_prompt=2, backend="triton", return_metrics=True)
     torch.autograd.grad(output.loss, call["current_logps"])
     assert len(launched) == 3
+
+
+class Launched(TorchDispatchMode):
+    """Collects the ops inside the block that launch a kernel of their own on a GPU."""
+
+    FREE = ("empty", "detach", "view", "slice", "select", "alias", "squeeze", "lift_fresh")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Record an op that is neither one of this library nor free."""
+        if func.namespace != "rl_kernels" and not any(word in func.name() for word in self.FREE):
+            self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("dtype", [None, torch.int64, torch.int32, torch.float64, torch.bfloat16])
+def test_nothing_but_the_three_kernels_is_launched(
+    packed: bool, dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rl_kernels.grpo_loss import triton_backend, triton_objectives
+
+    call = {**_call("dapo"), "validate": False}
+    if dtype is not None:
+        call["num_tokens"] = torch.tensor(7, dtype=dtype, device=DEVICE)
+    if packed:
+        for name in ("current_logps", "old_logps", "ref_logps", "completion_mask", "rollout_ratio"):
+            call[name] = call[name].detach().reshape(-1)
+        call["cu_seqlens"] = torch.arange(0, BATCH * LENGTH + 1, LENGTH, device=DEVICE)
+        call["max_seqlen"] = LENGTH
+        call["current_logps"].requires_grad_()
+    one = torch.ones((), device=DEVICE)
+    expected = _results(call)[0]
+    if dtype is not None:
+        assert bits(_results({**call, "num_tokens": 7.0})[0], expected).passed
+    for module in (triton_backend, triton_objectives):
+        monkeypatch.setattr(module, "launch", lambda *args, **options: None)
+    with Launched() as ops:
+        output, _ = grpo_loss_from_advantages(**call, backend="triton", return_metrics=True)
+        torch.autograd.grad(output.loss, call["current_logps"], one)
+    assert ops.names == []
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "gspo"])

@@ -306,14 +306,15 @@ def terms(
     # A segment's tokens are few enough for FP32 to count.
     tl.store(place + 2 * batch, tl.sum(number, 0).to(tl.float32))
     if METRICS:
+        # In the order of ``METRICS``; the squares stand for the effective samples.
         tl.store(place + 3 * batch, tl.sum(below, 0).to(tl.float32))
         tl.store(place + 4 * batch, tl.sum(above, 0).to(tl.float32))
         tl.store(place + 5 * batch, tree(ratios))
-        tl.store(place + 6 * batch, tree(squares))
-        tl.store(place + 7 * batch, tree(k1))
-        tl.store(place + 8 * batch, tree(k2))
-        tl.store(place + 9 * batch, tree(k3))
-        tl.store(place + 10 * batch, tl.sum(odd, 0).to(tl.float32))
-        tl.store(place + 11 * batch, tree(entropies))
-        tl.store(place + 12 * batch, tl.min(least, 0))
-        tl.store(place + 13 * batch, tl.max(most, 0))
+        tl.store(place + 6 * batch, tl.min(least, 0))
+        tl.store(place + 7 * batch, tl.max(most, 0))
+        tl.store(place + 8 * batch, tree(k1))
+        tl.store(place + 9 * batch, tree(k2))
+        tl.store(place + 10 * batch, tree(k3))
+        tl.store(place + 11 * batch, tree(squares))
+        tl.store(place + 12 * batch, tl.sum(odd, 0).to(tl.float32))
+        tl.store(place + 13 * batch, tree(entropies))

@@ -28,9 +28,8 @@ REDUCE_WARPS = 4
 KINDS = {"clip": 0, "sapo": 1, "cispo": 2, "vespo": 3, "reinforce": 4}
 BOUNDS = {"none": 0, "delta": 1, "dual": 2}
 MODES = {"given": 0, "truncate": 1, "mask": 2}
-SUMS, SUMS_WITH_METRICS = 3, 14
-"""Numbers that a program leaves: policy, KL, count; and clipped below, above, ratio, its square, k1, k2, k3, how many
-are not finite, entropy, least and greatest ratio."""
+SUMS = 3
+"""Numbers that a program leaves: policy, KL, count; then one for each metric."""
 
 
 class Results(NamedTuple):
@@ -47,7 +46,7 @@ def loss_of(call: LossCall, scores: Scores, slope: torch.Tensor | None) -> Resul
     """Return the results and write the slope, if it is wanted."""
     plan, n, batch, length = call.formula, call.values, call.batch, call.length
     segments = max(-(-length // SEGMENT), 1)
-    quantities = SUMS_WITH_METRICS if call.with_metrics else SUMS
+    quantities = SUMS + (len(METRICS) if call.with_metrics else 0)
     current = call.current_logps
     sums = torch.empty((segments, quantities, batch), dtype=torch.float32, device=current.device)
     metrics = sums.new_empty(len(METRICS) if call.with_metrics else 0)
@@ -58,11 +57,10 @@ def loss_of(call: LossCall, scores: Scores, slope: torch.Tensor | None) -> Resul
             _launch_terms(call, scores, slope, sums, plan, n, segments)
         divisor = n.divisor or (0.0 if plan.mean == "tokens" else float(max(batch, 1)))
         factor = float(n.length or max(length, 1)) if plan.mean == "sums" else 1.0
-        normaliser = None if call.normaliser is None else call.normaliser.to(torch.float32)
         launch(
             reduce,
-            (1,),
-            *(sums, *results[:3], metrics if call.with_metrics else None, results.divisor, normaliser),
+            (1 + len(metrics),),
+            *(sums, *results[:3], metrics if call.with_metrics else None, results.divisor, call.normaliser),
             *(batch, segments, n.beta, float(divisor), factor),
             *(plan.mean == "sequences", quantities, LANES),
             num_warps=REDUCE_WARPS,
