@@ -69,6 +69,28 @@ def test_packed_sequences_and_padding_change_no_bit(loss_type: str) -> None:
     assert bits(wide_grad[:, :LENGTH], grad).passed
 
 
+@pytest.mark.parametrize("loss_type", ["gspo", "vespo"])
+def test_expanded_advantages_have_the_bits_of_those_with_storage(loss_type: str) -> None:
+    call = _call(loss_type, importance_level="sequence")
+    expanded = call["advantages"][:, None].expand(BATCH, LENGTH)
+    found, expected = (_results({**call, "advantages": a}) for a in (expanded, expanded.contiguous()))
+    assert all(bits(a, b).passed for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("with_ratio", [False, True])
+@pytest.mark.parametrize("kl", ["k1", "k2", "k3"])
+def test_slope_that_a_sequence_shares_is_that_of_its_tokens(kl: str, with_ratio: bool) -> None:
+    call = _call("gspo", kl_estimator=kl)
+    ratio = call.pop("rollout_ratio")[:, 0]
+    if with_ratio:
+        call["rollout_ratio"] = ratio
+    per_token = call["advantages"][:, None].expand(BATCH, LENGTH).contiguous()
+    # One is worked out once for a sequence, the other added up over its tokens.
+    *_, once = _results(call)
+    *_, summed = _results({**call, "advantages": per_token})
+    torch.testing.assert_close(once, summed, rtol=1e-5, atol=1e-6 * float(summed.abs().max()))
+
+
 @pytest.mark.parametrize("loss_type", ["gspo", "vespo", "cispo"])
 def test_step_takes_three_launches(loss_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from rl_kernels.grpo_loss import triton_backend, triton_groups, triton_objectives

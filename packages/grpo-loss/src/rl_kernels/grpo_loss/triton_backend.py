@@ -107,8 +107,9 @@ def _scores(call: LossCall) -> Scores:
         return scores_of(call.rewards, call.boundaries, call.samples, call.advantage_formula)
     advantages = call.advantages
     assert advantages is not None
-    # One advantage a sequence, expanded, is read as that one.
+    # One advantage a sequence, expanded, is read as that one: but where it would change how slopes are summed.
     is_one = advantages.ndim == 2 and advantages.stride(1) == 0 and call.cu_seqlens is None
+    is_one = is_one and call.formula.level == "token"
     return Scores(advantages[:, 0] if is_one else advantages)
 
 

@@ -69,9 +69,9 @@ def advantages(
     return out
 
 
-def lanes_for(size: int, least: int) -> int:
+def lanes_for(size: int, least: int, most: int = LANES) -> int:
     """Return the lanes to which so many terms are added: more would hold zeros."""
-    return min(max(1 << (size - 1).bit_length(), least), LANES)
+    return min(max(1 << (size - 1).bit_length(), least), most)
 
 
 def scores_of(rewards: torch.Tensor, boundaries: torch.Tensor | None, samples: int, estimator: Estimator) -> Scores:

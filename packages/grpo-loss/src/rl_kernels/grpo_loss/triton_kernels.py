@@ -23,30 +23,46 @@ from rl_kernels.grpo_loss.triton_terms import (
     rollout_weight,
 )
 
+UNROLLED = tl.constexpr(2)
+"""Steps of a pass over a whole sequence whose tokens are asked for at once."""
+
 
 @triton.jit
 def _load(
     current, old, ref, mask, scores, w, columns, here, a, weight, PER_TOKEN: tl.constexpr, W_PER_TOKEN: tl.constexpr
 ):
-    """Return at each token log-probabilities, whether it is active, advantage and rollout ratio."""
+    """Return at each token log-probabilities, whether it is active, advantage and rollout ratio, in their own dtypes.
+
+    One that is missing is not read.
+    """
     is_active = tl.load(mask + columns, mask=here, other=0) != 0
-    x = tl.load(current + columns, mask=here, other=0.0).to(tl.float32)
+    x = tl.load(current + columns, mask=here, other=0.0)
     before, other = x, x
     if old is not None:
-        before = tl.load(old + columns, mask=here, other=0.0).to(tl.float32)
+        before = tl.load(old + columns, mask=here, other=0.0)
     if ref is not None:
-        other = tl.load(ref + columns, mask=here, other=0.0).to(tl.float32)
+        other = tl.load(ref + columns, mask=here, other=0.0)
     if PER_TOKEN:
-        a = tl.load(scores + columns, mask=here, other=0.0).to(tl.float32)
+        a = tl.load(scores + columns, mask=here, other=0.0)
     if W_PER_TOKEN:
-        weight = tl.load(w + columns, mask=here, other=0.0).to(tl.float32)
+        weight = tl.load(w + columns, mask=here, other=0.0)
     return x, before, other, is_active, a, weight
+
+
+@triton.jit
+def _count(mask, size, LANES: tl.constexpr):
+    """Return the number of active tokens of a sequence: of integers, so in wide loads and in any order."""
+    found = tl.zeros((4 * LANES,), tl.int32)
+    for first in range(0, size, 4 * LANES):
+        columns = first + tl.arange(0, 4 * LANES)
+        found += (tl.load(mask + columns, mask=columns < size, other=0) != 0).to(tl.int32)
+    return tl.sum(found, 0)
 
 
 @triton.jit
 def _token(
     token,
-    log_ratio,
+    shared_ratio,
     log_weight,
     n,
     KIND: tl.constexpr,
@@ -60,17 +76,17 @@ def _token(
     HAS_W: tl.constexpr,
 ):
     """Return policy term, KL estimate, slope by x, slope by the ratio of the sequence, the ratio and e; 0 if masked."""
-    x, before, other, is_active, a, w = token
+    is_active = token[3]
+    x, before, other = token[0].to(tl.float32), token[1].to(tl.float32), token[2].to(tl.float32)
+    a, w = token[4].to(tl.float32), token[5].to(tl.float32)
+    # A = 0 is taken out after the product with the ratio: 0 * inf is NaN.
     counted = is_active & (a != 0.0)
     if SEQ:
-        seen = exp(tl.zeros(x.shape, tl.float32) + log_ratio)
-        ratio = seen
+        ratio = shared_ratio
     elif HAS_OLD:
-        ratio = exp(tl.where(counted, x - before, 0.0))
-        seen = exp(tl.where(is_active, x - before, 0.0))
+        ratio = exp(tl.where(is_active, x - before, 0.0))
     else:
         ratio = tl.full(x.shape, 1.0, tl.float32)
-        seen = ratio
     if HAS_W:
         w = rollout_weight(w, n[13], n[14], MODE)
     term, slope = policy_of(x, ratio, a, w, log_weight, n, KIND, BOUNDS, HAS_W)
@@ -82,14 +98,14 @@ def _token(
     k, e = tl.zeros(x.shape, tl.float32), tl.zeros(x.shape, tl.float32)
     if HAS_REF:
         e = tl.where(is_active, other - x, 0.0)
-        k, own, through = kl_of(e, seen, KL, CORRECTED, SEQ)
+        k, own, through = kl_of(e, ratio, KL, CORRECTED, SEQ)
         k, own, through = tl.where(is_active, k, 0.0), tl.where(is_active, own, 0.0), tl.where(is_active, through, 0.0)
         slope = fma(tl.full(own.shape, n[2], tl.float32), own, slope)
         shared = fma(tl.full(own.shape, n[2], tl.float32), through, shared)
-    return term, k, slope, shared, seen, e
+    return term, k, slope, shared, ratio, e
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total", "groups"])
 def terms(
     current,
     old,
@@ -104,6 +120,8 @@ def terms(
     slope,
     length,
     total,
+    batch,
+    segments,
     groups,
     current_row,
     old_row,
@@ -146,7 +164,10 @@ def terms(
     CORRECTED: tl.constexpr,
     METRICS: tl.constexpr,
 ):
-    """One program a segment of a sequence: its sums, and the slope at its tokens."""
+    """One program a segment of a sequence: its sums, and the slope at its tokens.
+
+    Segments of one sequence run side by side, so that what each of them reads of all comes from the cache.
+    """
     # In the order in which triton_terms reads them.
     # fmt: off
     n = (low, high, beta, delta, dual, floor, cap, tau_pos, tau_neg, k_pos, lambda_pos, k_neg, lambda_neg,
@@ -155,11 +176,13 @@ def terms(
     HAS_OLD: tl.constexpr = old is not None
     HAS_REF: tl.constexpr = ref is not None
     HAS_W: tl.constexpr = w is not None
-    row, batch = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
-    segment = tl.program_id(1)
+    # One advantage and one rollout ratio a sequence: its tokens differ in their KL alone.
+    ALIKE: tl.constexpr = not (PER_TOKEN or W_PER_TOKEN)
+    row, segment = (tl.program_id(0) // segments).to(tl.int64), tl.program_id(0) % segments
+    batch = tl.full((), batch, tl.int64)
     if offsets is None:
         start = row * length
-        size = tl.full((), length, tl.int64)
+        size = tl.full((), length, tl.int32)
         current += row * current_row
         mask += row * mask_row
         if HAS_OLD:
@@ -175,7 +198,7 @@ def terms(
     else:
         start = tl.minimum(tl.maximum(tl.load(offsets + row).to(tl.int64), 0), total)
         end = tl.minimum(tl.maximum(tl.load(offsets + row + 1).to(tl.int64), start), total)
-        size = tl.minimum(end - start, length)
+        size = tl.minimum(end - start, length).to(tl.int32)
         current += start
         mask += start
         if HAS_OLD:
@@ -200,37 +223,75 @@ def terms(
     elif not PER_TOKEN:
         a = tl.broadcast_to(tl.load(scores + row * score_row).to(tl.float32), (LANES,))
 
-    count, log_ratio, log_weight, shared_slope = constant(1.0), constant(0.0), constant(0.0), constant(0.0)
+    count, log_weight = constant(1.0), constant(0.0)
+    shared_ratio, shared_slope = tl.full((LANES,), 1.0, tl.float32), tl.zeros((LANES,), tl.float32)
     parts = tl.cdiv(size, SEGMENT)
-    if SEQ or MEAN_SEQ or KIND == VESPO:
-        tokens = tl.zeros((), tl.int64)
-        logs, weights = constant(0.0), constant(0.0)
+    if SEQ or KIND == VESPO:
+        # The KL of a sequence's ratio, where it is all that its tokens differ in.
+        SUM_KL: tl.constexpr = SEQ and ALIKE and CORRECTED and HAS_REF and slope is not None
+        tokens = tl.zeros((), tl.int32)
+        logs, weights, estimates = constant(0.0), constant(0.0), constant(0.0)
         for part in range(parts):
             found = tl.zeros((LANES,), tl.int32)
             lane_logs, lane_weights = tl.zeros((LANES,), tl.float32), tl.zeros((LANES,), tl.float32)
-            for step in range(tl.cdiv(tl.minimum(size - part * SEGMENT, SEGMENT), LANES)):
-                columns = part * SEGMENT + step * LANES + tl.arange(0, LANES)
-                x, before, other, is_active, _, v = _load(
-                    current, old, None, mask, None, w, columns, columns < size, a, weight, False, W_PER_TOKEN
-                )
-                found += is_active.to(tl.int32)
-                d = tl.where(is_active, x - before, 0.0)
-                lane_logs += d
-                if KIND == VESPO:
-                    lane_weights += bounded(d, -LOG_MOST, LOG_MOST)
-                    if W_PER_TOKEN:
-                        v = rollout_weight(v, rollout_min, rollout_max, MODE)
-                        lane_weights += tl.where(is_active, bounded(tl.log(v), LOG_LEAST, LOG_MOST), 0.0)
-            tokens += tl.sum(found, 0).to(tl.int64)
+            lane_estimates = tl.zeros((LANES,), tl.float32)
+            steps = tl.cdiv(tl.minimum(size - part * SEGMENT, SEGMENT), LANES)
+            for step in range(0, steps, UNROLLED):
+                for i in tl.static_range(UNROLLED):
+                    columns = part * SEGMENT + (step + i) * LANES + tl.arange(0, LANES)
+                    here = (columns < size) & (step + i < steps)
+                    x, before, other, is_active, _, v = _load(
+                        current,
+                        old,
+                        ref if SUM_KL else None,
+                        mask,
+                        None,
+                        w,
+                        columns,
+                        here,
+                        a,
+                        weight,
+                        False,
+                        W_PER_TOKEN and KIND == VESPO,
+                    )
+                    x, before, other = x.to(tl.float32), before.to(tl.float32), other.to(tl.float32)
+                    found += is_active.to(tl.int32)
+                    d = tl.where(is_active, x - before, 0.0)
+                    lane_logs += d
+                    if SUM_KL:
+                        k, _, _ = kl_of(tl.where(is_active, other - x, 0.0), x, KL, False, False)
+                        lane_estimates += tl.where(is_active, k, 0.0)
+                    if KIND == VESPO:
+                        lane_weights += bounded(d, -LOG_MOST, LOG_MOST)
+                        if W_PER_TOKEN:
+                            v = rollout_weight(v.to(tl.float32), rollout_min, rollout_max, MODE)
+                            lane_weights += tl.where(is_active, bounded(tl.log(v), LOG_LEAST, LOG_MOST), 0.0)
+            tokens += tl.sum(found, 0)
             logs += tree(lane_logs)
-            weights += tree(lane_weights)
+            if KIND == VESPO:
+                weights += tree(lane_weights)
+            if SUM_KL:
+                estimates += tree(lane_estimates)
         count = tl.maximum(tokens, 1).to(tl.float32)
-        log_ratio = tl.div_rn(logs, count)
+        if SEQ:
+            shared_ratio = exp(tl.zeros((LANES,), tl.float32) + tl.div_rn(logs, count))
         if KIND == VESPO and HAS_W and not W_PER_TOKEN:
             v = tl.load(w + row * w_row).to(tl.float32)
             weights += bounded(tl.log(rollout_weight(v, rollout_min, rollout_max, MODE)), LOG_LEAST, LOG_MOST)
         log_weight = bounded(weights, LOG_LEAST, LOG_MOST)
-    if SEQ and slope is not None:
+        if SEQ and ALIKE and slope is not None:
+            if KIND <= SAPO:
+                v = weight
+                if HAS_W:
+                    v = rollout_weight(weight, rollout_min, rollout_max, MODE)
+                _, through = policy_of(weight, shared_ratio, a, v, log_weight, n, KIND, BOUNDS, HAS_W)
+                shared_slope = tl.where(a != 0.0, through, 0.0)
+            if SUM_KL:
+                mean = tl.zeros((LANES,), tl.float32) + tl.div_rn(estimates, count)
+                shared_slope = fma(tl.full((LANES,), beta, tl.float32), shared_ratio * mean, shared_slope)
+    elif MEAN_SEQ and slope is not None:
+        count = tl.maximum(_count(mask, size, LANES), 1).to(tl.float32)
+    if SEQ and not ALIKE and slope is not None:
         through = constant(0.0)
         for part in range(parts):
             lane_through = tl.zeros((LANES,), tl.float32)
@@ -240,11 +301,12 @@ def terms(
                     current, old, ref, mask, scores, w, columns, columns < size, a, weight, PER_TOKEN, W_PER_TOKEN
                 )
                 _, _, _, shared, _, _ = _token(
-                    token, log_ratio, log_weight, n, KIND, SEQ, BOUNDS, MODE, KL, CORRECTED, HAS_OLD, HAS_REF, HAS_W
+                    token, shared_ratio, log_weight, n, KIND, SEQ, BOUNDS, MODE, KL, CORRECTED, HAS_OLD, HAS_REF, HAS_W
                 )
                 lane_through += shared
             through += tree(lane_through)
-        shared_slope = tl.div_rn(through, count)
+        shared_slope += tl.div_rn(through, count)
+    scale = tl.zeros((LANES,), tl.float32) + tl.div_rn(constant(1.0), count)
 
     policy_sum, kl_sum = tl.zeros((LANES,), tl.float32), tl.zeros((LANES,), tl.float32)
     number = tl.zeros((LANES,), tl.int32)
@@ -255,15 +317,23 @@ def terms(
         k3, entropies = tl.zeros((LANES,), tl.float32), tl.zeros((LANES,), tl.float32)
         least = tl.full((LANES,), float("inf"), tl.float32)
         most = tl.full((LANES,), float("-inf"), tl.float32)
+    # A step's tokens are asked for while those before it are worked on.
     first = segment * SEGMENT
-    for step in range(tl.cdiv(tl.minimum(size - first, SEGMENT), LANES)):
-        columns = first + step * LANES + tl.arange(0, LANES)
+    columns = first + tl.arange(0, LANES)
+    x, before, other, is_active, token_a, v = _load(
+        current, old, ref, mask, scores, w, columns, columns < size, a, weight, PER_TOKEN, W_PER_TOKEN
+    )
+    for _ in range(tl.cdiv(tl.minimum(size - first, SEGMENT), LANES)):
         here = columns < size
-        token = _load(current, old, ref, mask, scores, w, columns, here, a, weight, PER_TOKEN, W_PER_TOKEN)
-        term, k, own, _, seen, e = _token(
-            token, log_ratio, log_weight, n, KIND, SEQ, BOUNDS, MODE, KL, CORRECTED, HAS_OLD, HAS_REF, HAS_W
+        ahead = columns + LANES
+        is_next = (ahead < size) & (ahead < first + SEGMENT)
+        next_x, next_before, next_other, next_active, next_a, next_v = _load(
+            current, old, ref, mask, scores, w, ahead, is_next, a, weight, PER_TOKEN, W_PER_TOKEN
         )
-        x, before, other, is_active, token_a, _ = token
+        token = (x, before, other, is_active, token_a, v)
+        term, k, own, _, seen, e = _token(
+            token, shared_ratio, log_weight, n, KIND, SEQ, BOUNDS, MODE, KL, CORRECTED, HAS_OLD, HAS_REF, HAS_W
+        )
         policy_sum += term
         kl_sum += k
         number += is_active.to(tl.int32)
@@ -272,7 +342,7 @@ def terms(
             if SEQ:
                 value += shared_slope
             if MEAN_SEQ:
-                value = tl.div_rn(value, tl.zeros((LANES,), tl.float32) + count)
+                value *= scale
             # -0 marks a masked token, so it must stand nowhere else: -0 + 0 is +0. Triton takes a literal -0.0 for 0.
             marked = tl.where(is_active, (value + 0.0).to(tl.int32, bitcast=True), -2147483648)
             tl.store(slope + start + columns, marked.to(tl.float32, bitcast=True), mask=here)
@@ -281,10 +351,12 @@ def terms(
                 below += (is_active & (seen < floor)).to(tl.int32)
                 above += (is_active & (seen > cap)).to(tl.int32)
             elif KIND == CLIP:
-                below += (is_active & (seen < low) & (token_a < 0.0)).to(tl.int32)
-                above += (is_active & (seen > high) & (token_a > 0.0)).to(tl.int32)
-            is_odd = (tl.abs(x) < float("inf")) & (tl.abs(before) < float("inf")) & (tl.abs(other) < float("inf"))
-            odd += (is_active & ~is_odd).to(tl.int32)
+                below += (is_active & (seen < low) & (token_a.to(tl.float32) < 0.0)).to(tl.int32)
+                above += (is_active & (seen > high) & (token_a.to(tl.float32) > 0.0)).to(tl.int32)
+            is_finite = tl.abs(x.to(tl.float32)) < float("inf")
+            is_finite &= tl.abs(before.to(tl.float32)) < float("inf")
+            is_finite &= tl.abs(other.to(tl.float32)) < float("inf")
+            odd += (is_active & ~is_finite).to(tl.int32)
             shown = tl.where(is_active, seen, 0.0)
             ratios += shown
             squares = fma(shown, shown, squares)
@@ -299,6 +371,8 @@ def terms(
             # Of those that are numbers: no comparison holds for NaN.
             least = tl.where(is_active & (seen < least), seen, least)
             most = tl.where(is_active & (seen > most), seen, most)
+        columns = ahead
+        x, before, other, is_active, token_a, v = next_x, next_before, next_other, next_active, next_a, next_v
     QUANTITIES: tl.constexpr = 14 if METRICS else 3
     place = sums + segment.to(tl.int64) * QUANTITIES * batch + row
     tl.store(place, tree(policy_sum))

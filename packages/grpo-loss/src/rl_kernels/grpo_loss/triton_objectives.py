@@ -3,6 +3,7 @@
 One program a segment of a sequence. What a whole sequence decides (its number of tokens, its ratio, the slope that its
 tokens share) each of its programs works out anew, in passes over the sequence before its own segment: a sequence of
 one segment is read from memory once and then from the cache. Segments are added in ascending order in these too.
+Objectives with a pass that sums log-probabilities have up to 1024 lanes, in that pass and after it, all others 256.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ SEGMENT = 4096
 """Tokens of a sequence whose sum is formed at a time."""
 WARP = 128
 """Lanes of one warp."""
+WIDE = 1024
+"""Most lanes of the sums of objectives with a pass over each sequence before its terms: all its steps in flight, on so
+few sequences at a time that the second reading finds them in the cache."""
 REDUCE_WARPS = 4
 KINDS = {"clip": 0, "sapo": 1, "cispo": 2, "vespo": 3, "reinforce": 4}
 BOUNDS = {"none": 0, "delta": 1, "dual": 2}
@@ -79,10 +83,12 @@ def _launch_terms(
 ) -> None:
     w, entropy = call.rollout_ratio, call.entropy
     offsets = None if call.cu_seqlens is None else call.cu_seqlens.contiguous()
+    total = 0 if offsets is None else call.current_logps.shape[0]
     tensors = [call.current_logps, call.old_logps, call.ref_logps, call.mask, scores.values, w, entropy]
     rows = [_rows(x) for x in tensors]
     strides = [0 if x is None else x.stride(0) for x in rows]
-    lanes = lanes_for(max(call.length, 1), WARP)
+    by_sequence = plan.level == "sequence" or plan.kind == "vespo"
+    lanes = lanes_for(min(max(call.length, 1), SEGMENT), WARP, WIDE if by_sequence else LANES)
     # In the order in which the kernel reads them.
     numbers: tuple[float, ...] = (
         1 - n.clip_low,
@@ -97,8 +103,8 @@ def _launch_terms(
     numbers += (n.vespo_k_pos, n.vespo_lambda_pos, n.vespo_k_neg, n.vespo_lambda_neg, n.rollout_min, n.rollout_max)
     launch(
         terms,
-        (call.batch, segments),
-        *(*rows, scores.boundaries, offsets, sums, slope, call.length, call.current_logps.shape[0], scores.groups),
+        (call.batch * segments,),
+        *(*rows, scores.boundaries, offsets, sums, slope, call.length, total, call.batch, segments, scores.groups),
         *(*strides, *map(float, numbers), n.eps),
         *(SEGMENT, lanes, scores.lanes, scores.one_step, *scores.formula),
         *(scores.values.ndim == 2, w is not None and w.ndim == 2),
