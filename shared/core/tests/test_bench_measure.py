@@ -1,6 +1,7 @@
 """The clocks, on a CPU for real and on a GPU that is played: what runs how often, and what is divided by what."""
 
 import itertools
+import warnings
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -106,6 +107,35 @@ def test_iterations_as_asked_for(played, monkeypatch):
     )
     measure.measure([played.call(0)], GPU, Effort(iters=7))
     assert [len(each) for each in samples] == [7, 7]
+
+
+@pytest.mark.parametrize("played", [True], indirect=True)
+def test_launches_and_waits_are_counted_where_they_are_asked_for(played, monkeypatch):
+    devices, profiled = torch.autograd.DeviceType, []
+    events = [SimpleNamespace(device_type=kind) for kind in (devices.CUDA, devices.CPU, devices.CUDA)]
+
+    @contextmanager
+    def profile(activities):
+        profiled.append(activities)
+        yield SimpleNamespace(events=lambda: events)
+
+    modes = ["default"]
+    monkeypatch.setattr(torch.profiler, "profile", profile)
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1], raising=False)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append, raising=False)
+
+    def run():
+        if modes[-1] == "warn":
+            for text in ("called a synchronizing CUDA operation", "another", "called a synchronizing CUDA operation"):
+                warnings.warn(text, stacklevel=1)
+
+    timing, _ = measure.measure([run], GPU, Effort(launches=True))
+    assert (timing.launches, timing.waits) == (2, 2)
+    assert modes == ["default", "warn", "default"]
+    timing, _ = measure.measure([run], GPU, Effort())
+    assert (timing.launches, timing.waits, len(profiled)) == (None, None, 1)
+    timing, _ = measure.measure([run], torch.device("cpu"), Effort(iters=1, launches=True))
+    assert (timing.launches, timing.waits) == (None, None)
 
 
 def test_a_cpu_has_wall_time_alone():

@@ -1,5 +1,7 @@
 """What a record says of a time, and how the tables and remarks put it."""
 
+from dataclasses import replace
+
 import pytest
 
 from rl_kernels.core.bench.definition import Work
@@ -35,6 +37,16 @@ def test_geometric_means_of_a_group():
     _, (title, rows) = tables(Document({}, {}, records))
     assert title == "toy, bf16: geometric means of time / ours"
     assert rows == [("shapes", "implementation", "forward"), ("all", "eager", "2.000")]
+
+
+def test_launches_are_columns_where_they_were_counted():
+    counted = replace(measured(1.0), timing=Timing(1.0, GRAPH, 1010.0, 5.0, 1, 3, 0))
+    records = [record(OURS, passes={"forward": counted}), record("eager", passes={"forward": measured(1.0, 1.0)})]
+    ((_, (head, *rows)),) = tables(Document({}, {}, [replace(each, group="") for each in records]))
+    assert head[-2:] == ("launches", "waits")
+    assert [row[-2:] for row in rows] == [("3", "0"), ("-", "-")]
+    ((_, (head, *_)),) = tables(Document({}, {}, [replace(records[1], group="")]))
+    assert "launches" not in head
 
 
 def test_remarks_name_the_few_that_another_clock_took():

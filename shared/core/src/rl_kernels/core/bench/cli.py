@@ -52,6 +52,7 @@ def parser() -> Parser:
     made.add_argument("--backend", default=AUTO, metavar="NAME", help="of ours (default: auto)")
     made.add_argument("--iters", type=count(1), metavar="N", help="timed samples of each pass (default: by time)")
     made.add_argument("--warmup", type=count(0), default=3, metavar="N", help="rounds before that (default: 3)")
+    made.add_argument("--launches", action="store_true", help="count launches and waits of each call on a GPU too")
     made.add_argument("--format", choices=FORMATS, default="text", help="of the tables (default: text)")
     made.add_argument("--json", type=writable, metavar="FILE", help="also write every record as JSON")
     made.add_argument("--plot", type=_picture, metavar="FILE", help="also draw shares of the floor (needs matplotlib)")
@@ -150,7 +151,7 @@ def _jobs(
             }
             own = [each.name for each in operator.backends if each.name in asked]
             peers |= {name: Peer(None, note=f"rl-kernels, backend {name}", backend=name) for name in own}
-            effort = Effort(given.iters, given.warmup)
+            effort = Effort(given.iters, given.warmup, given.launches)
             jobs.append(Job(operator, bench, shape, dtype, device, given.backend, peers, effort))
     return jobs, ""
 

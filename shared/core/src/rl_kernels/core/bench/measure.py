@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from rl_kernels.core.bench.arena import DeviceDraw
+from rl_kernels.core.bench.counts import counts
 from rl_kernels.core.contract import DTYPES
 
 Run = Callable[[], Any]
@@ -30,10 +31,11 @@ REPLAYS_S = 0.002
 
 @dataclass(frozen=True)
 class Effort:
-    """How often things run: ``iters`` timed samples (None: by time), after ``warmup`` rounds."""
+    """How often things run: ``iters`` timed samples (None: by time), after ``warmup`` rounds; and what is counted."""
 
     iters: int | None = None
     warmup: int = 3
+    launches: bool = False
 
     def samples(self, seconds: float) -> int:
         """Return how many samples to take of something that takes so long."""
@@ -50,6 +52,8 @@ class Timing:
         call_us: wall time of a real call, with what the host does.
         extra_mib: peak memory beyond what was there before, results included; None on a CPU.
         copies: of the inputs that were gone through.
+        launches: of kernels, copies and fills by one call; None if they were not counted.
+        waits: of the host for the device in one call; None likewise.
     """
 
     ms: float
@@ -57,6 +61,8 @@ class Timing:
     call_us: float
     extra_mib: float | None
     copies: int
+    launches: int | None = None
+    waits: int | None = None
 
 
 @dataclass(frozen=True)
@@ -89,7 +95,8 @@ def measure(runs: Sequence[Run], device: torch.device, effort: Effort, *, captur
     if device.type != "cuda":
         return Timing(call * 1e3, WALL, call * 1e6, extra, len(runs)), runs[0]()
     (seconds, kept), how = _device_seconds(runs, effort, captured=captured)
-    return Timing(seconds * 1e3, how, call * 1e6, extra, len(runs)), kept
+    counted = counts(runs[0]) if effort.launches else (None, None)
+    return Timing(seconds * 1e3, how, call * 1e6, extra, len(runs), *counted), kept
 
 
 def _device_seconds(runs: Sequence[Run], effort: Effort, *, captured: bool) -> tuple[tuple[float, Any], str]:

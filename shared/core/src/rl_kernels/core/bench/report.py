@@ -13,6 +13,9 @@ from rl_kernels.core.bench.record import Document, Measured, Record
 
 Rows = list[tuple[str, ...]]
 
+COUNTED = ("launches", "waits")
+"""Columns that are there where they were counted."""
+
 
 def text(document: Document) -> None:
     """Print the tables for a terminal."""
@@ -62,7 +65,13 @@ def tables(document: Document) -> Iterator[tuple[str, Rows]]:
         timed = [each for each in mine if each.passes]
         passes = list(dict.fromkeys(name for each in timed for name in each.passes))
         if timed:
-            yield f"{operator}, {dtype}", [_head(passes), *(_row(each, passes) for each in timed)]
+            heads, cells = _head(passes), [_row(each, passes) for each in timed]
+            if any(each.timing.launches is not None for record in timed for each in record.passes.values()):
+                heads, cells = (
+                    (*heads, *COUNTED),
+                    [(*row, *_counts(each, passes)) for row, each in zip(cells, timed, strict=True)],
+                )
+            yield f"{operator}, {dtype}", [heads, *cells]
         means = _means(timed, passes)
         if means:
             yield f"{operator}, {dtype}: geometric means of time / ours", means
@@ -81,6 +90,12 @@ def _row(record: Record, passes: Sequence[str]) -> tuple[str, ...]:
     calls = " / ".join(f"{each.timing.call_us:.0f}" for each in found)
     ratios = " / ".join(f"{each.call_ratio:.2f}" for each in found if each.call_ratio is not None)
     return (record.shape, record.name, *cells, memory, calls, ratios)
+
+
+def _counts(record: Record, passes: Sequence[str]) -> tuple[str, ...]:
+    found = [record.passes[name].timing for name in passes if name in record.passes]
+    columns = ([each.launches for each in found], [each.waits for each in found])
+    return tuple(" / ".join("-" if value is None else str(value) for value in column) for column in columns)
 
 
 def _cells(measured: Measured | None) -> tuple[str, ...]:

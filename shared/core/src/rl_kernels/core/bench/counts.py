@@ -1,0 +1,54 @@
+"""How often a call launches something on the device, and how often it waits for it: what small shapes cost."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+WAITS = "synchronizing CUDA operation"
+"""What PyTorch's warning of a wait says."""
+
+
+class Counts(NamedTuple):
+    """Of one call: kernels, copies and fills on the device, and waits of the host for it."""
+
+    launches: int
+    waits: int
+
+
+def counts(run: Callable[[], Any]) -> Counts:
+    """Count one call, of which another has gone before.
+
+    A profiler that was attached once may slow down every later launch of the process a little.
+    """
+    torch.cuda.synchronize()
+    with _waits() as found:
+        run()
+    torch.cuda.synchronize()
+    with warnings.catch_warnings():
+        # Of cycles, of which there is one.
+        warnings.filterwarnings("ignore", message=".*Profiler clears events")
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            run()
+            torch.cuda.synchronize()
+    launched = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    return Counts(len(launched), len(found))
+
+
+@contextmanager
+def _waits() -> Iterator[list[str]]:
+    """Collect PyTorch's warnings of waits."""
+    found: list[str] = []
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield found
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+            found += [str(each.message) for each in caught if WAITS in str(each.message)]
