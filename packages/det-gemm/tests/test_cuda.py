@@ -5,7 +5,7 @@ import torch
 
 from rl_kernels.core.cuda import where
 from rl_kernels.core.operator import Call
-from rl_kernels.core.testing import Draw
+from rl_kernels.core.testing import Draw, lying
 from rl_kernels.det_gemm import cuda_matmul
 from rl_kernels.det_gemm.cuda_schedule import (
     FEW,
@@ -30,18 +30,6 @@ MAJORS = [(left, right) for left in (K_MAJOR, MN_MAJOR, PLAIN) for right in (K_M
 SHAPES = [(m, n, k) for m in (1, 8, 33, 64, 65, 1000, 8192) for n in (1, 64, 1280, 57344) for k in (0, 16, 4104, 8192)]
 SHARED = 227 << 10
 LAYOUTS = ("row", "column", "apart", "odd")
-
-
-def lying(x, layout):
-    """Return ``x`` in another place: with columns apart, or at an address that no copy begins at."""
-    rows, columns = x.shape
-    if layout == "column":
-        return x.t().contiguous().t()
-    if layout == "apart":
-        return x.new_full((rows, 2 * columns), torch.nan)[:, ::2].copy_(x)
-    if layout == "odd":
-        return x.new_full((rows, columns + 1), torch.nan)[:, 1:].copy_(x)
-    return x
 
 
 def test_programs_of_a_target():

@@ -9,7 +9,7 @@ import torch
 from rl_kernels.core.check.compare import bits
 from rl_kernels.core.cuda.launch import kernel
 from rl_kernels.core.cuda.program import Program
-from rl_kernels.core.testing import Draw
+from rl_kernels.core.testing import Draw, lying
 from rl_kernels.det_gemm import cuda_matmul, det_gemm, det_gemm_dw, det_linear
 from rl_kernels.det_gemm.cuda_schedule import Schedule, candidates
 
@@ -30,18 +30,6 @@ BACKEND = "cuda-sm90"
 def hopper():
     if torch.cuda.is_available() and torch.cuda.get_device_capability(0)[0] != 9:
         pytest.skip("needs sm_90")
-
-
-def lying(x, layout):
-    """Return ``x`` in another place: with columns apart, or at an address that no copy begins at."""
-    rows, columns = x.shape
-    if layout == "column":
-        return x.t().contiguous().t()
-    if layout == "apart":
-        return x.new_full((rows, 2 * columns), torch.nan)[:, ::2].copy_(x)
-    if layout == "odd":
-        return x.new_full((rows, columns + 1), torch.nan)[:, 1:].copy_(x)
-    return x
 
 
 CHAIN = """

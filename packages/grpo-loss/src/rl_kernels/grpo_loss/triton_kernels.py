@@ -22,87 +22,10 @@ from rl_kernels.grpo_loss.triton_terms import (
     policy_of,
     rollout_weight,
 )
+from rl_kernels.grpo_loss.triton_tokens import count_active, load, terms_of
 
 UNROLLED = tl.constexpr(2)
 """Steps of a pass over a whole sequence whose tokens are asked for at once."""
-
-
-@triton.jit
-def _load(
-    current, old, ref, mask, scores, w, columns, here, a, weight, PER_TOKEN: tl.constexpr, W_PER_TOKEN: tl.constexpr
-):
-    """Return at each token log-probabilities, whether it is active, advantage and rollout ratio, in their own dtypes.
-
-    One that is missing is not read.
-    """
-    is_active = tl.load(mask + columns, mask=here, other=0) != 0
-    x = tl.load(current + columns, mask=here, other=0.0)
-    before, other = x, x
-    if old is not None:
-        before = tl.load(old + columns, mask=here, other=0.0)
-    if ref is not None:
-        other = tl.load(ref + columns, mask=here, other=0.0)
-    if PER_TOKEN:
-        a = tl.load(scores + columns, mask=here, other=0.0)
-    if W_PER_TOKEN:
-        weight = tl.load(w + columns, mask=here, other=0.0)
-    return x, before, other, is_active, a, weight
-
-
-@triton.jit
-def _count(mask, size, LANES: tl.constexpr):
-    """Return the number of active tokens of a sequence: of integers, so in wide loads and in any order."""
-    found = tl.zeros((4 * LANES,), tl.int32)
-    for first in range(0, size, 4 * LANES):
-        columns = first + tl.arange(0, 4 * LANES)
-        found += (tl.load(mask + columns, mask=columns < size, other=0) != 0).to(tl.int32)
-    return tl.sum(found, 0)
-
-
-@triton.jit
-def _token(
-    token,
-    shared_ratio,
-    log_weight,
-    n,
-    KIND: tl.constexpr,
-    SEQ: tl.constexpr,
-    BOUNDS: tl.constexpr,
-    MODE: tl.constexpr,
-    KL: tl.constexpr,
-    CORRECTED: tl.constexpr,
-    HAS_OLD: tl.constexpr,
-    HAS_REF: tl.constexpr,
-    HAS_W: tl.constexpr,
-):
-    """Return policy term, KL estimate, slope by x, slope by the ratio of the sequence, the ratio and e; 0 if masked."""
-    is_active = token[3]
-    x, before, other = token[0].to(tl.float32), token[1].to(tl.float32), token[2].to(tl.float32)
-    a, w = token[4].to(tl.float32), token[5].to(tl.float32)
-    # A = 0 is taken out after the product with the ratio: 0 * inf is NaN.
-    counted = is_active & (a != 0.0)
-    if SEQ:
-        ratio = shared_ratio
-    elif HAS_OLD:
-        ratio = exp(tl.where(is_active, x - before, 0.0))
-    else:
-        ratio = tl.full(x.shape, 1.0, tl.float32)
-    if HAS_W:
-        w = rollout_weight(w, n[13], n[14], MODE)
-    term, slope = policy_of(x, ratio, a, w, log_weight, n, KIND, BOUNDS, HAS_W)
-    term, slope = tl.where(counted, term, 0.0), tl.where(counted, slope, 0.0)
-    shared = tl.zeros(x.shape, tl.float32)
-    if SEQ and KIND <= SAPO:
-        shared = slope
-        slope = tl.zeros(x.shape, tl.float32)
-    k, e = tl.zeros(x.shape, tl.float32), tl.zeros(x.shape, tl.float32)
-    if HAS_REF:
-        e = tl.where(is_active, other - x, 0.0)
-        k, own, through = kl_of(e, ratio, KL, CORRECTED, SEQ)
-        k, own, through = tl.where(is_active, k, 0.0), tl.where(is_active, own, 0.0), tl.where(is_active, through, 0.0)
-        slope = fma(tl.full(own.shape, n[2], tl.float32), own, slope)
-        shared = fma(tl.full(own.shape, n[2], tl.float32), through, shared)
-    return term, k, slope, shared, ratio, e
 
 
 @triton.jit(do_not_specialize=["total", "groups"])
@@ -240,7 +163,7 @@ def terms(
                 for i in tl.static_range(UNROLLED):
                     columns = part * SEGMENT + (step + i) * LANES + tl.arange(0, LANES)
                     here = (columns < size) & (step + i < steps)
-                    x, before, other, is_active, _, v = _load(
+                    x, before, other, is_active, _, v = load(
                         current,
                         old,
                         ref if SUM_KL else None,
@@ -290,17 +213,17 @@ def terms(
                 mean = tl.zeros((LANES,), tl.float32) + tl.div_rn(estimates, count)
                 shared_slope = fma(tl.full((LANES,), beta, tl.float32), shared_ratio * mean, shared_slope)
     elif MEAN_SEQ and slope is not None:
-        count = tl.maximum(_count(mask, size, LANES), 1).to(tl.float32)
+        count = tl.maximum(count_active(mask, size, LANES), 1).to(tl.float32)
     if SEQ and not ALIKE and slope is not None:
         through = constant(0.0)
         for part in range(parts):
             lane_through = tl.zeros((LANES,), tl.float32)
             for step in range(tl.cdiv(tl.minimum(size - part * SEGMENT, SEGMENT), LANES)):
                 columns = part * SEGMENT + step * LANES + tl.arange(0, LANES)
-                token = _load(
+                token = load(
                     current, old, ref, mask, scores, w, columns, columns < size, a, weight, PER_TOKEN, W_PER_TOKEN
                 )
-                _, _, _, shared, _, _ = _token(
+                _, _, _, shared, _, _ = terms_of(
                     token, shared_ratio, log_weight, n, KIND, SEQ, BOUNDS, MODE, KL, CORRECTED, HAS_OLD, HAS_REF, HAS_W
                 )
                 lane_through += shared
@@ -320,18 +243,18 @@ def terms(
     # A step's tokens are asked for while those before it are worked on.
     first = segment * SEGMENT
     columns = first + tl.arange(0, LANES)
-    x, before, other, is_active, token_a, v = _load(
+    x, before, other, is_active, token_a, v = load(
         current, old, ref, mask, scores, w, columns, columns < size, a, weight, PER_TOKEN, W_PER_TOKEN
     )
     for _ in range(tl.cdiv(tl.minimum(size - first, SEGMENT), LANES)):
         here = columns < size
         ahead = columns + LANES
         is_next = (ahead < size) & (ahead < first + SEGMENT)
-        next_x, next_before, next_other, next_active, next_a, next_v = _load(
+        next_x, next_before, next_other, next_active, next_a, next_v = load(
             current, old, ref, mask, scores, w, ahead, is_next, a, weight, PER_TOKEN, W_PER_TOKEN
         )
         token = (x, before, other, is_active, token_a, v)
-        term, k, own, _, seen, e = _token(
+        term, k, own, _, seen, e = terms_of(
             token, shared_ratio, log_weight, n, KIND, SEQ, BOUNDS, MODE, KL, CORRECTED, HAS_OLD, HAS_REF, HAS_W
         )
         policy_sum += term

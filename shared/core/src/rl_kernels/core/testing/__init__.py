@@ -29,7 +29,7 @@ from rl_kernels.core.testing.spec import (
     spec_of,
 )
 from rl_kernels.core.testing.state import poisoned_empty, torch_threads
-from rl_kernels.core.testing.storage import STORAGE
+from rl_kernels.core.testing.storage import STORAGE, lying
 from rl_kernels.core.testing.transforms import (
     IGNORED,
     RowLayout,
@@ -66,6 +66,7 @@ __all__ = [
     "given",
     "illegal_ids",
     "illegal_temperatures",
+    "lying",
     "make_synthetic_rl_kernel_batch",
     "masked_mean",
     "masked_sum",

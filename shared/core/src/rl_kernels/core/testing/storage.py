@@ -29,6 +29,18 @@ STORAGE: dict[str, Transform] = {"strided": strided, "offset": offset}
 """Transforms that every operator must stand, whatever its arguments mean."""
 
 
+def lying(x: torch.Tensor, how: str) -> torch.Tensor:
+    """Return a matrix with its elements elsewhere: ``"column"`` by column, ``"apart"``, or at an ``"odd"`` address."""
+    rows, columns = x.shape
+    if how == "column":
+        return x.t().contiguous().t()
+    if how == "apart":
+        return _spread(x)
+    if how == "odd":
+        return garbage(x, rows, columns + 1)[:, 1:].copy_(x)
+    return x
+
+
 def garbage(like: torch.Tensor, *shape: int) -> torch.Tensor:
     """Return NaN, or the largest integer, in the dtype and on the device of ``like``; a bool is True."""
     if like.is_floating_point():
