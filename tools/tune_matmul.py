@@ -13,7 +13,7 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,7 @@ CUDA = (
     *(CudaSchedule(64, columns, 128, group=1, swapped=True, cluster=2) for columns in (32, 64)),
     *(CudaSchedule(16, columns, 256, group=1, swapped=True, cluster=2) for columns in (32, 64)),
 )
+CUDA += tuple(replace(schedule, pdl=True) for schedule in CUDA if schedule.swapped)
 CACHE = 128 << 20
 """Bytes of weights that are read before the first are read again."""
 SHARED = 227 << 10

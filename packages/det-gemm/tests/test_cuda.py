@@ -95,12 +95,13 @@ class Launched:
     def __init__(self, program):
         self.constants = dict(program.defines)
 
-    def launch(self, grid, block, map_a, map_b, map_out, target, bias, left, right, *numbers, shared, cluster):
+    def launch(self, grid, block, map_a, map_b, map_out, target, bias, left, right, *numbers, shared, cluster, pdl):
         have = self.constants
         rows, columns, inner, _, along = numbers[-5:]
         assert 0 < grid <= 132
         assert grid % cluster == 0
         assert cluster == have["CLUSTER"]
+        assert not pdl
         assert block == 128 * (have["CONSUMERS"] + 1)
         assert shared <= SHARED
         boxes = (

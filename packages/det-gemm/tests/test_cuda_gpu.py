@@ -1,6 +1,7 @@
 """The CUDA C++ backend on a GPU: every bit of it, by a kernel of a few lines: one warp, mma.sync, 16 terms a step."""
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -144,6 +145,29 @@ def test_outputs_of_any_dtype_and_strides(chained, layout, dtype, cut):
     for out_dtype in (torch.float32, *HALVES):
         out = lying(torch.full_like(expected, torch.nan, dtype=out_dtype), layout)
         assert bits(product(a, b, cut, out, bias=bias).contiguous(), expected.to(out_dtype)).passed
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        Schedule(64, 8, 256, swapped=True, pdl=True),
+        *(Schedule(128, 256, pdl=True), Schedule(128, 256, cluster=2, pdl=True)),
+    ],
+    ids=str,
+)
+def test_dependent_launches_wait_for_what_they_read(cut):
+    rows = 8 if cut.swapped else 300
+    x, weight = operands(rows, 1024, 1024, torch.bfloat16)
+    weight = weight / 32
+
+    def chain(schedule):
+        value, values = x, []
+        for _ in range(40):
+            values.append(product(value, weight, schedule, torch.empty_like(value)))
+            value = values[-1]
+        return torch.stack(values)
+
+    assert bits(chain(cut), chain(replace(cut, pdl=False))).passed
 
 
 @pytest.mark.parametrize("parts", [1, 2, 4, 8, 16])

@@ -93,7 +93,21 @@ extern "C" __global__ void __launch_bounds__(256, 1)
     }
 }
 """
-SOURCES = {"boxes": (BOXES, "TTPii"), "products": (PRODUCTS, "TTP")}
+RELAY = """
+#include <rl_kernels/ptx.cuh>
+using namespace rlk;
+// Every block takes what other blocks of the launch before have written, and comes late with its own.
+extern "C" __global__ void relay(const int* from, int* to) {
+    wait_for_prerequisites();
+    launch_dependents();
+    const int n = gridDim.x * blockDim.x, i = blockIdx.x * blockDim.x + threadIdx.x;
+    const int taken = *(volatile const int*)(from + (i + 7 * blockDim.x + 13) % n);
+    const long long began = clock64();
+    while (clock64() - began < 2000 * (blockIdx.x % 8)) {}
+    to[i] = taken + 1;
+}
+"""
+SOURCES = {"boxes": (BOXES, "TTPii"), "products": (PRODUCTS, "TTP"), "relay": (RELAY, "PP")}
 HALVES = (torch.bfloat16, torch.float16)
 ROOM = 3 * 8192
 MAJORS = [(left, right) for left in (0, 1) for right in (0, 1)]
@@ -164,3 +178,26 @@ def test_products_of_tiles_that_lie_either_way(dtype, majors):
     out = start.clone()
     load("products", dtype, *majors).launch(1, 256, *maps, out, shared=ROOM)
     assert torch.equal(out, start + a.float() @ b.float().t())
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper")
+def test_dependent_launches_see_all_that_was_written_before():
+    relay, rounds, size = load("relay"), 200, 132 * 256
+    start = torch.randint(1000, (size,), device="cuda", dtype=torch.int32)
+    one, other = start.clone(), torch.zeros_like(start)
+
+    def run():
+        for _ in range(rounds // 2):
+            relay.launch(132, 256, one, other, pdl=True)
+            relay.launch(132, 256, other, one, pdl=True)
+
+    run()
+    expected = start.roll(-rounds * (7 * 256 + 13)) + rounds
+    assert torch.equal(one, expected)
+    one.copy_(start)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    graph.replay()
+    assert torch.equal(one, expected)

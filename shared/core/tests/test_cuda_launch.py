@@ -127,9 +127,21 @@ def test_clusters(kernel, driver):
     assert (attribute.id, size.x, size.y, size.z) == ("CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION", 2, 1, 1)
     assert not driver.named("cuFuncSetAttribute")
     for _ in range(2):
-        kernel.launch(16, 64, None, 1, 2, cluster=16)
+        kernel.launch(16, 64, None, 1, 2, cluster=16, pdl=True)
+    first, second = driver.named("cuLaunchKernelEx")[-1][0].attrs
+    assert (first.value.clusterDim.x, second.value.programmaticStreamSerializationAllowed) == (16, 1)
+    assert second.id == "CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION"
     (allowed,) = driver.named("cuFuncSetAttribute")
     assert allowed[1:] == ("CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED", 1)
+
+
+def test_a_dependent_launch(kernel, driver):
+    kernel.launch(4, 64, None, 1, 2, pdl=True)
+    kernel.launch(4, 64, None, 1, 2)
+    ((configuration, *_),) = driver.named("cuLaunchKernelEx")
+    assert len(driver.named("cuLaunchKernel")) == 1
+    (attribute,) = configuration.attrs
+    assert attribute.id == "CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION"
 
 
 def test_residents_are_asked_for_once(kernel, driver):

@@ -87,6 +87,7 @@ def matmul(
         *(rows, columns, k, cut.group, 0 if bias is None else along),
         shared=shared,
         cluster=cut.cluster,
+        pdl=cut.pdl,
     )
 
 

@@ -39,6 +39,7 @@ class Schedule:
         group: rows of tiles that are worked on together.
         swapped: a tile's rows are columns of the right operand: for a product of few rows.
         cluster: blocks that share what they read of the right operand of their tiles, which have the same columns.
+        pdl: blocks begin while the kernel before still runs, which hides what they do before their first stage.
     """
 
     rows: int
@@ -48,6 +49,7 @@ class Schedule:
     group: int = 8
     swapped: bool = False
     cluster: int = 1
+    pdl: bool = False
 
     @property
     def consumers(self) -> int:

@@ -296,6 +296,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         fence_init();
     }
     CLUSTER > 1 ? sync_cluster() : __syncthreads();
+    wait_for_prerequisites();
+    launch_dependents();
     if (warp_index() < WARPS_OF_GROUP) {
         if constexpr (MOVES_REGISTERS) give_registers<40>();
         if (ANY_PLAIN || (warp_index() == 0 && elected())) produce(p, s, map_a, map_b);

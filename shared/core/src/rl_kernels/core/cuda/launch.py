@@ -22,7 +22,7 @@ SHARED = 48 * 1024
 PORTABLE_CLUSTER = 8
 """Blocks that a cluster may have on any GPU that has clusters."""
 KEPT = 256
-"""Configurations with clusters that a kernel remembers."""
+"""Configurations with attributes that a kernel remembers."""
 
 _kernels: dict[tuple[Program, str, int], Kernel] = {}
 _modules: dict[tuple[Program, int], Any] = {}
@@ -102,7 +102,15 @@ class Kernel:
         self._thread = local()
         self._launch, self._stream = driver.cuLaunchKernel, torch._C._cuda_getCurrentRawStream
 
-    def launch(self, grid: int | tuple[int, ...], block: int, *args: Any, shared: int = 0, cluster: int = 1) -> None:
+    def launch(
+        self,
+        grid: int | tuple[int, ...],
+        block: int,
+        *args: Any,
+        shared: int = 0,
+        cluster: int = 1,
+        pdl: bool = False,
+    ) -> None:
         """Launch on the current stream of the kernel's GPU.
 
         Args:
@@ -112,6 +120,9 @@ class Kernel:
                 the GPU, and live until the stream has come so far, is the caller's to see to.
             shared: bytes of dynamic shared memory of a block.
             cluster: blocks of a cluster, along the first size of the grid.
+            pdl: programmatic dependent launch, from sm_90 on: blocks may begin while the kernel before on the stream
+                still runs, so each of their threads must ``wait_for_prerequisites`` (``ptx.cuh``) before it touches
+                memory.
 
         Raises:
             TypeError: the arguments are not those of the signature.
@@ -130,10 +141,10 @@ class Kernel:
             self._allow(shared)
         with on_device(self._index):
             stream = self._stream(self._index)
-            if cluster == 1:
+            if cluster == 1 and not pdl:
                 launched = self._launch(self._function, x, y, z, block, 1, 1, shared, stream, 0, buffer.address)
             else:
-                configuration = self._configuration(x, y, z, block, shared, cluster, stream)
+                configuration = self._configuration(x, y, z, block, shared, cluster, pdl, stream)
                 launched = self._driver.cuLaunchKernelEx(configuration, self._function, 0, buffer.address)
         if launched[0]:
             sizes = f"grid {(x, y, z)}, block {block}, shared {shared}, cluster {cluster}"
@@ -184,7 +195,7 @@ class Kernel:
             found = self._configurations[key] = self._configured(*key)
         return found
 
-    def _configured(self, x: int, y: int, z: int, block: int, shared: int, cluster: int, stream: int) -> Any:
+    def _configured(self, x: int, y: int, z: int, block: int, shared: int, cluster: int, pdl: int, stream: int) -> Any:
         if cluster > PORTABLE_CLUSTER and self._portable:
             attribute = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
             checked(self._driver.cuFuncSetAttribute(self._function, attribute, 1), f"{self.entry}: cluster {cluster}")
@@ -193,9 +204,15 @@ class Kernel:
         made.gridDimX, made.gridDimY, made.gridDimZ = x, y, z
         made.blockDimX, made.blockDimY, made.blockDimZ = block, 1, 1
         made.sharedMemBytes, made.hStream = shared, stream
-        attribute = self._driver.CUlaunchAttribute()
-        attribute.id = self._driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-        size = attribute.value.clusterDim
-        size.x, size.y, size.z = cluster, 1, 1
-        made.attrs, made.numAttrs = [attribute], 1
+        names, attributes = self._driver.CUlaunchAttributeID, []
+        if cluster > 1:
+            attributes.append(self._driver.CUlaunchAttribute())
+            attributes[-1].id = names.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            size = attributes[-1].value.clusterDim
+            size.x, size.y, size.z = cluster, 1, 1
+        if pdl:
+            attributes.append(self._driver.CUlaunchAttribute())
+            attributes[-1].id = names.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attributes[-1].value.programmaticStreamSerializationAllowed = 1
+        made.attrs, made.numAttrs = attributes, len(attributes)
         return made

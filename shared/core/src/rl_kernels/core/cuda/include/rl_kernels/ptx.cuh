@@ -56,6 +56,12 @@ __device__ inline void store_once(Chunk* at, Chunk c) {
                  : "memory");
 }
 
+// Programmatic dependent launch (sm_90 and later); without it neither does anything. Waits until the kernels before on the
+// stream have ended and what they wrote is there: every thread, before it touches memory that one of them may use.
+__device__ inline void wait_for_prerequisites() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+// The next kernel on the stream may begin once a thread of every block has said so, or all have ended.
+__device__ inline void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
 // The address that instructions on shared memory take.
 __device__ inline u32 shared_address(const void* at) { return static_cast<u32>(__cvta_generic_to_shared(at)); }
 
