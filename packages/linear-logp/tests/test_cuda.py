@@ -83,7 +83,7 @@ def test_parts_clusters_and_rows_at_a_time_change_no_bit(hopper, monkeypatch, vo
     expected = both(BACKEND, hidden, weight, ids, bias)
     # On few processors a part is four blocks, of 5500 columns two in the last one; on many it is one.
     few, many = (lambda _, count=count: count for count in (2, 10_000))
-    clusters = [("cluster", lambda count=count: count) for count in (1, 2, 4)]
+    clusters = [("cluster", lambda count=count: count) for count in (1, 2, 4)] + [("pdl", lambda: True)]
     for name, value in (("processors", few), ("processors", many), ("MOST_ROWS", 70), *clusters):
         with monkeypatch.context() as changed:
             changed.setattr(hopper, name, value)

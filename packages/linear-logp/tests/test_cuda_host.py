@@ -20,7 +20,7 @@ class Launched:
     def __init__(self, program, entry):
         self.constants, self.entry = dict(program.defines), entry
 
-    def launch(self, grid, block, *args, shared=0, cluster=1):
+    def launch(self, grid, block, *args, shared=0, cluster=1, pdl=False):
         assert 0 < grid < 1 << 31
         assert grid % cluster == 0
         assert shared <= SHARED

@@ -128,6 +128,10 @@ class Cut(NamedTuple):
         """Return the bytes of dynamic shared memory of a block."""
         return self.stages(file) * self.stage + self._boxes(file) + ALIGNMENT
 
+    def launched(self, file: str) -> dict[str, Any]:
+        """Return the options with which the kernel of a file that forms tiles is launched."""
+        return {"shared": self.shared(file), "cluster": self.cluster, "pdl": pdl()}
+
     def grid(self, count: int, units: int, device: int) -> int:
         """Return the number of blocks for so many rows and units of columns: whole clusters."""
         clusters = -(-count // (self.rows * self.cluster)) * units
@@ -140,6 +144,11 @@ class Cut(NamedTuple):
 def cluster() -> int:
     """Return how many blocks share the weight that they read."""
     return tuned(PACKAGE)["cuda"]["cluster"]
+
+
+def pdl() -> bool:
+    """Say whether kernels begin while the one before still runs."""
+    return tuned(PACKAGE)["cuda"]["pdl"]
 
 
 @functools.cache
@@ -179,7 +188,7 @@ class Operands(NamedTuple):
             order = torch.empty(1 + -(-count // cut.rows), dtype=torch.int32, device=device)
             made = program(FORWARD, hidden.dtype, cut, entropy=False)
             sort = kernel(made, "sort_tiles", f"({INPUTS})P", device)
-            sort.launch(1, 1024, *(None, None, ids, None, *numbers), order)
+            sort.launch(1, 1024, *(None, None, ids, None, *numbers), order, pdl=pdl())
         maps = (
             tensor_map(hidden, (cut.rows, INNER), swizzle=SWIZZLE),
             tensor_map(inputs.weight, (BLOCK // cut.cluster, INNER), swizzle=SWIZZLE),
@@ -226,7 +235,6 @@ def _launch(inputs: Inputs, logp: torch.Tensor, lse: torch.Tensor, row_entropy: 
         cut.threads,
         *operands.maps,
         *arguments,
-        shared=cut.shared(FORWARD),
-        cluster=cut.cluster,
+        **cut.launched(FORWARD),
     )
-    kernel(made, "finish", ARGS, hidden.device).launch(-(-count * WARP // 256), 256, *arguments)
+    kernel(made, "finish", ARGS, hidden.device).launch(-(-count * WARP // 256), 256, *arguments, pdl=pdl())

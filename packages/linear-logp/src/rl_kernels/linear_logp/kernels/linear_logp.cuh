@@ -90,13 +90,15 @@ struct Ring {
     __device__ char* b(int stage) const { return a(stage) + A_BYTES; }
     __device__ char* end() const { return a(STAGES); }
 
-    // By all threads, before and after their work.
+    // By all threads, before and after their work: none touches memory earlier.
     __device__ void open() const {
         if (threadIdx.x == 0) {
             for (int i = 0; i < STAGES; ++i) full[i].init(1), spare[i].init(CLUSTER * GROUPS * WARPS_OF_GROUP);
             fence_init();
         }
         CLUSTER > 1 ? sync_cluster() : __syncthreads();
+        wait_for_prerequisites();
+        launch_dependents();
     }
     // No block may end while another one copies to it or arrives at its barriers.
     __device__ void close() const {

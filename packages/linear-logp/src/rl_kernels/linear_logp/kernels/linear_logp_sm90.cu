@@ -155,6 +155,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
 // One warp a row: its parts, merged, and its statistics; 0 where its token is ignored, NaN where its id is no column.
 extern "C" __global__ void __launch_bounds__(256) finish(Args p) {
+    wait_for_prerequisites();
+    launch_dependents();
     const int row = static_cast<int>((static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x) / WARP);
     if (row >= p.rows) return;
     const auto write = [&](Statistics found) {
@@ -185,6 +187,8 @@ extern "C" __global__ void __launch_bounds__(256) finish(Args p) {
 
 // One block: the order of the tiles of rows, those first that have a token that is not ignored.
 extern "C" __global__ void __launch_bounds__(1024) sort_tiles(Inputs p, int* order) {
+    wait_for_prerequisites();
+    launch_dependents();
     __shared__ int computed[WARP];
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, tiles = p.tiles();
     int before = 0;
