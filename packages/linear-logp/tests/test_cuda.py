@@ -7,7 +7,7 @@ from rl_kernels.core.check.compare import bits
 from rl_kernels.core.cuda import where
 from rl_kernels.core.operator import Call
 from rl_kernels.core.triton_lib import launch
-from rl_kernels.linear_logp import linear_logp
+from rl_kernels.linear_logp import cuda_tiles, linear_logp
 from rl_kernels.linear_logp.op import OPERATOR
 
 BACKEND = "cuda-sm90"
@@ -25,7 +25,7 @@ def hopper():
 def test_programs_of_a_target():
     backend = OPERATOR.backend(BACKEND).load()
     programs = backend.programs("sm_90a")
-    cuts = {backend.Cut.of(count) for count in range(1, 300)}
+    cuts = {cuda_tiles.Cut.of(count) for count in range(1, 300)}
     assert len(set(programs)) == len(programs) == len(HALVES) * 2 * 2 * len(cuts)
     assert not any(backend.programs(arch) for arch in ("sm_80", "sm_90", "sm_100a"))
 
@@ -83,10 +83,15 @@ def test_parts_clusters_and_rows_at_a_time_change_no_bit(hopper, monkeypatch, vo
     expected = both(BACKEND, hidden, weight, ids, bias)
     # On few processors a part is four blocks, of 5500 columns two in the last one; on many it is one.
     few, many = (lambda _, count=count: count for count in (2, 10_000))
-    clusters = [("cluster", lambda count=count: count) for count in (1, 2, 4)] + [("pdl", lambda: True)]
-    for name, value in (("processors", few), ("processors", many), ("MOST_ROWS", 70), *clusters):
+    changes = [
+        *((cuda_tiles, "processors", value) for value in (few, many)),
+        *((cuda_tiles, "cluster", lambda count=count: count) for count in (1, 2, 4)),
+        (cuda_tiles.Cut, "pdl", True),
+        (hopper, "MOST_ROWS", 70),
+    ]
+    for place, name, value in changes:
         with monkeypatch.context() as changed:
-            changed.setattr(hopper, name, value)
+            changed.setattr(place, name, value)
             assert same(both(BACKEND, hidden, weight, ids, bias), expected), name
     for rows in (slice(1), slice(7, 72), slice(299, 300)):
         part = linear_logp(
@@ -99,7 +104,7 @@ def test_parts_clusters_and_rows_at_a_time_change_no_bit(hopper, monkeypatch, vo
 @pytest.mark.parametrize("cluster", [1, 2])
 @pytest.mark.parametrize("ignored", [slice(0, 40), slice(130, 700), slice(250, 1000), slice(0, 1000)], ids=str)
 def test_rows_that_are_skipped_change_no_bit(hopper, monkeypatch, ignored, cluster):
-    monkeypatch.setattr(hopper, "cluster", lambda: cluster)
+    monkeypatch.setattr(cuda_tiles, "cluster", lambda: cluster)
     # Of the eight tiles of rows slice(130, 700) leaves five: the last cluster of either kind has one tile alone.
     hidden, weight, ids = drawn(1000, 264, 5003)
     whole = both(BACKEND, hidden, weight, ids)

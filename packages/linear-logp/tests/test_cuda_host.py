@@ -5,6 +5,7 @@ import torch
 
 from rl_kernels.core.rowwise import LogpUpstream
 from rl_kernels.linear_logp import cuda_sm90_backend as backend
+from rl_kernels.linear_logp import cuda_tiles as tiles
 from rl_kernels.linear_logp.inputs import Inputs
 from rl_kernels.linear_logp.reference import linear_logp as reference
 
@@ -102,10 +103,11 @@ class Launched:
 
 @pytest.fixture(params=[1, 2])
 def pretended(monkeypatch, request):
-    monkeypatch.setattr(backend, "processors", lambda _: 132)
-    monkeypatch.setattr(backend, "kernel", lambda program, entry, *_: Launched(program, entry))
-    monkeypatch.setattr(backend, "tensor_map", lambda x, box, swizzle: (x, box))
-    monkeypatch.setattr(backend, "cluster", lambda: request.param)
+    monkeypatch.setattr(tiles, "processors", lambda _: 132)
+    monkeypatch.setattr(tiles, "tensor_map", lambda x, box, swizzle: (x, box))
+    monkeypatch.setattr(tiles, "cluster", lambda: request.param)
+    for module in (tiles, backend):
+        monkeypatch.setattr(module, "kernel", lambda program, entry, *_: Launched(program, entry))
 
 
 def drawn(rows, size=24, vocab=600, ignored=0):
@@ -137,7 +139,7 @@ def test_the_forward_pass_is_launched_with_what_it_needs(pretended, monkeypatch,
 def test_a_copy_begins_its_rows_where_the_copy_engine_can(rows, offset):
     x = torch.randn(5, 300).half()[:rows, offset : offset + 136]
     for value in (x, x.t().contiguous().t(), x[:1].expand(rows, 136)):
-        found = backend.copyable(value)
+        found = tiles.copyable(value)
         assert torch.equal(found, value)
         assert found.stride(1) == 1
         assert found.stride(0) % 8 == 0
@@ -145,11 +147,11 @@ def test_a_copy_begins_its_rows_where_the_copy_engine_can(rows, offset):
         assert found.data_ptr() % 16 == 0
 
 
-@pytest.mark.parametrize("file", [backend.FORWARD, backend.BACKWARD])
+@pytest.mark.parametrize("file", [tiles.FORWARD, tiles.BACKWARD])
 def test_clusters_and_stages(file):
     for count, cut in ((1, (1, 1)), (64, (1, 1)), (65, (2, 1)), (128, (2, 1))):
-        assert backend.Cut.of(count) == cut
-    for cut in (backend.Cut(1, 1), backend.Cut(2, 1), backend.Cut(2, 2)):
+        assert tiles.Cut.of(count) == cut
+    for cut in (tiles.Cut(1, 1), tiles.Cut(2, 1), tiles.Cut(2, 2)):
         assert cut.stages(file) >= 4
         assert cut.shared(file) <= SHARED
 
@@ -160,7 +162,7 @@ def test_the_gradient_beside_triton_products(pretended, monkeypatch, others):
     from rl_kernels.linear_logp import cuda_backward
 
     for name in ("kernel", "tensor_map"):
-        monkeypatch.setattr(cuda_backward, name, getattr(backend, name))
+        monkeypatch.setattr(cuda_backward, name, getattr(tiles, name))
     hidden, weight, ids, bias = drawn(300, ignored=200)
     z = (hidden.double() @ weight.double().t() + bias.double()) / 0.7
     z.requires_grad_()

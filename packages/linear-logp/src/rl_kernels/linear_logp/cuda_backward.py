@@ -13,7 +13,7 @@ from rl_kernels.core.cuda.launch import kernel
 from rl_kernels.core.cuda.tensor_map import tensor_map
 from rl_kernels.core.rowwise import LogpUpstream
 from rl_kernels.linear_logp import triton_backend
-from rl_kernels.linear_logp.cuda_sm90_backend import (
+from rl_kernels.linear_logp.cuda_tiles import (
     BACKWARD,
     BLOCK,
     HEIGHT,

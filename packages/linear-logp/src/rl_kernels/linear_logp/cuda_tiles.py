@@ -1,0 +1,153 @@
+"""What the kernels of ``cuda-sm90`` have in common on the host: how rows are cut into tiles, and what all of them take.
+
+The device side of it is ``kernels/linear_logp.cuh``.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+
+from rl_kernels.core.cuda.launch import kernel
+from rl_kernels.core.cuda.program import Program
+from rl_kernels.core.cuda.tensor_map import TensorMap, tensor_map
+from rl_kernels.core.gpu import processors
+from rl_kernels.core.tuned import tuned
+from rl_kernels.linear_logp.inputs import Inputs
+
+PACKAGE = "rl_kernels.linear_logp"
+FORWARD, BACKWARD = "linear_logp_sm90.cu", "linear_logp_backward_sm90.cu"
+CODES = {torch.bfloat16: 1, torch.float16: 2}
+"""DTYPE of the kernels."""
+INPUTS = "PPPPqiiiifi"
+"""``struct Inputs``."""
+BLOCK, UNIT = 256, 4
+"""Columns of a block, and blocks that one part holds where there are enough of them to fill the GPU."""
+HEIGHT, INNER, SWIZZLE, CHUNK = 64, 64, 128, 16
+"""Rows of a consumer, terms of D of a stage, bytes of its swizzled rows, and what addresses are multiples of."""
+WARPGROUP, ALIGNMENT = 128, 1024
+SHARED = 227 * 1024
+"""Bytes of shared memory that a block may have."""
+BOXES = 2 * HEIGHT * SWIZZLE
+"""Bytes of the boxes through which a consumer's part of dz leaves."""
+
+
+class Cut(NamedTuple):
+    """How rows are cut: ``groups`` times 64 of them make a tile, ``cluster`` tiles share the weight that they read."""
+
+    groups: int
+    cluster: int
+
+    @classmethod
+    def of(cls, count: int) -> Cut:
+        """Return that of so many rows; it changes no bit."""
+        if count <= HEIGHT:
+            return cls(1, 1)
+        return cls(2, cluster() if count > 2 * HEIGHT else 1)
+
+    @property
+    def rows(self) -> int:
+        """Return the rows of a tile."""
+        return self.groups * HEIGHT
+
+    @property
+    def threads(self) -> int:
+        """Return the threads of a block."""
+        return (self.groups + 1) * WARPGROUP
+
+    @property
+    def stage(self) -> int:
+        """Return the bytes of a stage."""
+        return (self.rows + BLOCK) * SWIZZLE
+
+    @property
+    def pdl(self) -> bool:
+        """Say whether kernels begin while the one before still runs."""
+        return tuned(PACKAGE)["cuda"]["pdl"]
+
+    def stages(self, file: str) -> int:
+        """Return the stages that there is room for."""
+        return (SHARED - ALIGNMENT - self._boxes(file)) // self.stage
+
+    def shared(self, file: str) -> int:
+        """Return the bytes of dynamic shared memory of a block."""
+        return self.stages(file) * self.stage + self._boxes(file) + ALIGNMENT
+
+    def launched(self, file: str) -> dict[str, Any]:
+        """Return the options with which the kernel of a file that forms tiles is launched."""
+        return {"shared": self.shared(file), "cluster": self.cluster, "pdl": self.pdl}
+
+    def blocks(self, count: int, vocab: int, device: int) -> int:
+        """Return the blocks of a part of the forward pass: one where whole units would leave multiprocessors idle."""
+        units = -(-count // self.rows) * -(-vocab // (BLOCK * UNIT))
+        return UNIT if units >= 8 * processors(device) else 1
+
+    def grid(self, count: int, units: int, device: int) -> int:
+        """Return the number of blocks for so many rows and units of columns: whole clusters."""
+        clusters = -(-count // (self.rows * self.cluster)) * units
+        return min(clusters, processors(device) // self.cluster) * self.cluster
+
+    def _boxes(self, file: str) -> int:
+        return self.groups * BOXES if file == BACKWARD else 0
+
+
+def cluster() -> int:
+    """Return how many blocks share the weight that they read."""
+    return tuned(PACKAGE)["cuda"]["cluster"]
+
+
+@functools.cache
+def program(file: str, dtype: torch.dtype, cut: Cut, *, entropy: bool) -> Program:
+    """Return the kernels of a file for tiles that are cut like this."""
+    groups, clustered = cut
+    defines = {"DTYPE": CODES[dtype], "ENTROPY": int(entropy), "CLUSTER": clustered, "GROUPS": groups}
+    return Program(PACKAGE, file, "sm_90a", (*defines.items(), ("STAGES", cut.stages(file))))
+
+
+class Operands(NamedTuple):
+    """What every kernel takes.
+
+    Attributes:
+        cut: how rows are cut.
+        maps: of hidden and weight.
+        arguments: ``struct Inputs``.
+    """
+
+    cut: Cut
+    maps: tuple[TensorMap, TensorMap]
+    arguments: tuple[object, ...]
+
+    @classmethod
+    def of(cls, inputs: Inputs, hidden: torch.Tensor) -> Operands:
+        """Return those of a call whose weight is ``copyable``, as ``hidden`` is, that of the inputs or a copy."""
+        (count, size), vocab = hidden.shape, len(inputs.weight)
+        cut, device = Cut.of(count), hidden.device
+        ids = inputs.target_ids.to(torch.int64).contiguous()
+        per_row, ignores = inputs.temperature.ndim > 0, inputs.ignore_index is not None
+        bias = None if inputs.bias is None else inputs.bias.contiguous()
+        temperatures = inputs.temperature.contiguous() if per_row else None
+        group, temperature = tuned(PACKAGE)["cuda"]["group"], 1.0 if per_row else float(inputs.temperature)
+        numbers = (inputs.ignore_index or 0, count, vocab, size, group, temperature, ignores)
+        order = None
+        if ignores and count > cut.rows:
+            order = torch.empty(1 + -(-count // cut.rows), dtype=torch.int32, device=device)
+            made = program(FORWARD, hidden.dtype, cut, entropy=False)
+            sort = kernel(made, "sort_tiles", f"({INPUTS})P", device)
+            sort.launch(1, 1024, *(None, None, ids, None, *numbers), order, pdl=cut.pdl)
+        maps = (
+            tensor_map(hidden, (cut.rows, INNER), swizzle=SWIZZLE),
+            tensor_map(inputs.weight, (BLOCK // cut.cluster, INNER), swizzle=SWIZZLE),
+        )
+        return cls(cut, maps, (bias, temperatures, ids, order, *numbers))
+
+
+def copyable(x: torch.Tensor) -> torch.Tensor:
+    """Return a matrix whose rows begin at multiples of 16 bytes, as the copy engine wants them: itself, or a copy."""
+    size = x.element_size()
+    fits = x.stride(1) == 1 and x.stride(0) * size % CHUNK == 0 and x.stride(0) >= x.shape[1]
+    if fits and x.data_ptr() % CHUNK == 0:
+        return x
+    # A single row is contiguous whatever its stride, which clone would keep.
+    return torch.empty_like(x, memory_format=torch.contiguous_format).copy_(x)
