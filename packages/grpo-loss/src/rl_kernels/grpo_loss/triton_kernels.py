@@ -158,11 +158,11 @@ def terms(
             found = tl.zeros((LANES,), tl.int32)
             lane_logs, lane_weights = tl.zeros((LANES,), tl.float32), tl.zeros((LANES,), tl.float32)
             lane_estimates = tl.zeros((LANES,), tl.float32)
-            steps = tl.cdiv(tl.minimum(size - part * SEGMENT, SEGMENT), LANES)
-            for step in range(0, steps, UNROLLED):
+            stop = part * SEGMENT + tl.minimum(size - part * SEGMENT, SEGMENT)
+            for step in range(part * SEGMENT, stop, UNROLLED * LANES):
                 for i in tl.static_range(UNROLLED):
-                    columns = part * SEGMENT + (step + i) * LANES + tl.arange(0, LANES)
-                    here = (columns < size) & (step + i < steps)
+                    columns = step + i * LANES + tl.arange(0, LANES)
+                    here = columns < stop
                     x, before, other, is_active, _, v = load(
                         current,
                         old,
