@@ -1,4 +1,4 @@
-"""The forward pass in CUDA C++: what is compiled and refused; on a GPU, that bits follow no rows, parts or places."""
+"""Logits in CUDA C++: what is compiled and refused; on a GPU, that bits follow no rows, parts, clusters or places."""
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ def test_without_triton_it_has_no_backward(monkeypatch):
     monkeypatch.setattr(where, "missing", lambda *_: None)
     monkeypatch.setattr(launch, "INSTALLED", False)
     call = Call(torch.device("cuda", 0), torch.bfloat16, "sm90", {"D": 64, "V": 100})
-    assert OPERATOR.backend(BACKEND).limits(call).startswith("its backward pass is in Triton: ")
+    assert OPERATOR.backend(BACKEND).limits(call).startswith("the products of its backward pass are in Triton: ")
 
 
 def drawn(rows, size, vocab, dtype=torch.bfloat16):

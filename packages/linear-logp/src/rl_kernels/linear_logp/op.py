@@ -78,7 +78,7 @@ def _limits(call: Call) -> str | None:
     if not size or size % PER_CHUNK:
         return f"the copy engine needs rows that are multiples of 16 bytes, and D is {size}"
     reason = _TRITON.why_not(call)
-    return reason and f"its backward pass is in Triton: {reason}"
+    return reason and f"the products of its backward pass are in Triton: {reason}"
 
 
 _CUDA = cuda_backend("cuda-sm90", "rl_kernels.linear_logp.cuda_sm90_backend", archs="sm_90", limits=_limits)
