@@ -22,6 +22,8 @@ LANES = 256
 """Most lanes of a sum, of rewards, tokens or sequences."""
 LEVELS = tl.constexpr(12)
 """More levels than any tree has."""
+NEIGHBOURS = tl.constexpr(2)
+"""Levels at which neighbours are added."""
 SOME_REWARDS = tl.constexpr(16)
 """Rewards of a group to which one warp is enough."""
 POPULATION, LEAVE_ONE_OUT, NONE, BATCH = (
@@ -85,10 +87,16 @@ def scores_of(rewards: torch.Tensor, boundaries: torch.Tensor | None, samples: i
 
 @triton.jit
 def tree(x):
-    """Return the sum of ``x``, a power of two of terms: two at a time, so that no layout changes the order."""
-    for _ in tl.static_range(LEVELS):
+    """Return the sum of ``x``, a power of two of terms: two at a time, so that no layout changes the order.
+
+    Four neighbours first, which one thread holds, then halves.
+    """
+    for level in tl.static_range(LEVELS):
         if x.shape[0] > 2:
-            x = tl.sum(tl.reshape(x, (2, x.shape[0] // 2)), 0)
+            if level < NEIGHBOURS:
+                x = tl.sum(tl.reshape(x, (x.shape[0] // 2, 2)), 1)
+            else:
+                x = tl.sum(tl.reshape(x, (2, x.shape[0] // 2)), 0)
     return tl.sum(x, 0)
 
 

@@ -18,14 +18,10 @@ from rl_kernels.grpo_loss.triton_terms import (
     constant,
     exp,
     k3_of,
-    kl_of,
     policy_of,
     rollout_weight,
 )
-from rl_kernels.grpo_loss.triton_tokens import count_active, load, terms_of
-
-UNROLLED = tl.constexpr(2)
-"""Steps of a pass over a whole sequence whose tokens are asked for at once."""
+from rl_kernels.grpo_loss.triton_tokens import count_active, load, ratio_of, terms_of
 
 
 @triton.jit(do_not_specialize=["total", "groups"])
@@ -86,6 +82,7 @@ def terms(
     KL: tl.constexpr,
     CORRECTED: tl.constexpr,
     METRICS: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
     """One program a segment of a sequence: its sums, and the slope at its tokens.
 
@@ -101,6 +98,9 @@ def terms(
     HAS_W: tl.constexpr = w is not None
     # One advantage and one rollout ratio a sequence: its tokens differ in their KL alone.
     ALIKE: tl.constexpr = not (PER_TOKEN or W_PER_TOKEN)
+    # Then all of them have the policy term of the sequence, if it is a function of the ratio.
+    SHARED: tl.constexpr = SEQ and ALIKE and KIND <= SAPO
+    RATIO: tl.constexpr = SEQ or KIND == VESPO
     row, segment = (tl.program_id(0) // segments).to(tl.int64), tl.program_id(0) % segments
     batch = tl.full((), batch, tl.int64)
     if offsets is None:
@@ -134,97 +134,104 @@ def terms(
             w += start
         if entropy is not None:
             entropy += start
-    weight = tl.full((LANES,), 1.0, tl.float32)
+    shared_a, shared_w = constant(0.0), constant(1.0)
+    a, weight = tl.zeros((LANES,), tl.float32), tl.full((LANES,), 1.0, tl.float32)
+    # What the ratio of a sequence is formed of is there for its terms too, where one segment is all of it.
+    first = segment * SEGMENT
+    columns = first + tl.arange(0, LANES)
+    # Asked for before the rewards are, so that one waits beside the other.
+    token = load(current, old, ref, mask, scores, w, columns, columns < size, a, weight, PER_TOKEN, W_PER_TOKEN)
     if HAS_W and not W_PER_TOKEN:
-        weight = tl.broadcast_to(tl.load(w + row * w_row).to(tl.float32), (LANES,))
-    a = tl.zeros((LANES,), tl.float32)
+        shared_w = tl.load(w + row * w_row).to(tl.float32)
+        weight = tl.broadcast_to(shared_w, (LANES,))
     if GROUP_LANES:
         advantage = advantage_of(
             scores, boundaries, row, batch, groups, score_row, eps, GROUP_LANES, ONE_STEP, ESTIMATOR, ADD, SKIP
         )
-        a = tl.broadcast_to(advantage.to(tl.float32), (LANES,))
+        shared_a = advantage.to(tl.float32)
     elif not PER_TOKEN:
-        a = tl.broadcast_to(tl.load(scores + row * score_row).to(tl.float32), (LANES,))
+        shared_a = tl.load(scores + row * score_row).to(tl.float32)
+
+    if not PER_TOKEN:
+        a = tl.broadcast_to(shared_a, (LANES,))
+        token = (token[0], token[1], token[2], token[3], a, token[5])
+    if not W_PER_TOKEN:
+        token = (token[0], token[1], token[2], token[3], token[4], weight)
 
     count, log_weight = constant(1.0), constant(0.0)
     shared_ratio, shared_slope = tl.full((LANES,), 1.0, tl.float32), tl.zeros((LANES,), tl.float32)
-    parts = tl.cdiv(size, SEGMENT)
-    if SEQ or KIND == VESPO:
+    parts = 1 if WHOLE else tl.cdiv(size, SEGMENT)
+    number, policy, kl = tl.zeros((), tl.int32), constant(0.0), constant(0.0)
+    if RATIO:
         # The KL of a sequence's ratio, where it is all that its tokens differ in.
-        SUM_KL: tl.constexpr = SEQ and ALIKE and CORRECTED and HAS_REF and slope is not None
-        tokens = tl.zeros((), tl.int32)
-        logs, weights, estimates = constant(0.0), constant(0.0), constant(0.0)
+        SUM_KL: tl.constexpr = HAS_REF and (SHARED or (SEQ and ALIKE and CORRECTED and slope is not None))
+        OWN_WEIGHT: tl.constexpr = W_PER_TOKEN and KIND == VESPO
+        other_of = ref if SUM_KL else None
+        tokens, logs, weights, estimates = tl.zeros((), tl.int32), constant(0.0), constant(0.0), constant(0.0)
         for part in range(parts):
             found = tl.zeros((LANES,), tl.int32)
             lane_logs, lane_weights = tl.zeros((LANES,), tl.float32), tl.zeros((LANES,), tl.float32)
             lane_estimates = tl.zeros((LANES,), tl.float32)
-            stop = part * SEGMENT + tl.minimum(size - part * SEGMENT, SEGMENT)
-            for step in range(part * SEGMENT, stop, UNROLLED * LANES):
-                for i in tl.static_range(UNROLLED):
-                    columns = step + i * LANES + tl.arange(0, LANES)
-                    here = columns < stop
-                    x, before, other, is_active, _, v = load(
-                        current,
-                        old,
-                        ref if SUM_KL else None,
-                        mask,
-                        None,
-                        w,
-                        columns,
-                        here,
-                        a,
-                        weight,
-                        False,
-                        W_PER_TOKEN and KIND == VESPO,
+            for step in range(1 if WHOLE else tl.cdiv(tl.minimum(size - part * SEGMENT, SEGMENT), LANES)):
+                some = token
+                if not WHOLE:
+                    there = part * SEGMENT + step * LANES + tl.arange(0, LANES)
+                    some = load(
+                        current, old, other_of, mask, None, w, there, there < size, a, weight, False, OWN_WEIGHT
                     )
-                    x, before, other = x.to(tl.float32), before.to(tl.float32), other.to(tl.float32)
-                    found += is_active.to(tl.int32)
-                    d = tl.where(is_active, x - before, 0.0)
-                    lane_logs += d
-                    if SUM_KL:
-                        k, _, _ = kl_of(tl.where(is_active, other - x, 0.0), x, KL, False, False)
-                        lane_estimates += tl.where(is_active, k, 0.0)
-                    if KIND == VESPO:
-                        lane_weights += bounded(d, -LOG_MOST, LOG_MOST)
-                        if W_PER_TOKEN:
-                            v = rollout_weight(v.to(tl.float32), rollout_min, rollout_max, MODE)
-                            lane_weights += tl.where(is_active, bounded(tl.log(v), LOG_LEAST, LOG_MOST), 0.0)
-            tokens += tl.sum(found, 0)
+                one, log, log_w, estimate = ratio_of(some, n, KIND, MODE, KL, SUM_KL, W_PER_TOKEN)
+                found += one
+                lane_logs += log
+                lane_weights += log_w
+                lane_estimates += estimate
+            of_part = tl.sum(found, 0)
+            number = tl.where(part == segment, of_part, number)
+            tokens += of_part
             logs += tree(lane_logs)
             if KIND == VESPO:
                 weights += tree(lane_weights)
             if SUM_KL:
-                estimates += tree(lane_estimates)
+                estimate_of_part = tree(lane_estimates)
+                kl = tl.where(part == segment, estimate_of_part, kl)
+                estimates += estimate_of_part
         count = tl.maximum(tokens, 1).to(tl.float32)
+        ratio = constant(1.0)
         if SEQ:
-            shared_ratio = exp(tl.zeros((LANES,), tl.float32) + tl.div_rn(logs, count))
+            ratio = exp(tl.div_rn(logs, count))
+            shared_ratio = tl.broadcast_to(ratio, (LANES,))
         if KIND == VESPO and HAS_W and not W_PER_TOKEN:
-            v = tl.load(w + row * w_row).to(tl.float32)
-            weights += bounded(tl.log(rollout_weight(v, rollout_min, rollout_max, MODE)), LOG_LEAST, LOG_MOST)
+            v = rollout_weight(shared_w, rollout_min, rollout_max, MODE)
+            weights += bounded(tl.log(v), LOG_LEAST, LOG_MOST)
         log_weight = bounded(weights, LOG_LEAST, LOG_MOST)
-        if SEQ and ALIKE and slope is not None:
-            if KIND <= SAPO:
-                v = weight
-                if HAS_W:
-                    v = rollout_weight(weight, rollout_min, rollout_max, MODE)
-                _, through = policy_of(weight, shared_ratio, a, v, log_weight, n, KIND, BOUNDS, HAS_W)
-                shared_slope = tl.where(a != 0.0, through, 0.0)
-            if SUM_KL:
-                mean = tl.zeros((LANES,), tl.float32) + tl.div_rn(estimates, count)
-                shared_slope = fma(tl.full((LANES,), beta, tl.float32), shared_ratio * mean, shared_slope)
+        slope_of_all = constant(0.0)
+        if SHARED:
+            v = shared_w
+            if HAS_W:
+                v = rollout_weight(v, rollout_min, rollout_max, MODE)
+            whole, through = policy_of(shared_w, ratio, shared_a, v, log_weight, n, KIND, BOUNDS, HAS_W)
+            slope_of_all = tl.where(shared_a != 0.0, through, 0.0)
+            # Without tokens, and without an advantage, it is 0 whatever the ratio is: 0 * inf is NaN.
+            policy = tl.where((number > 0) & (shared_a != 0.0), whole * number.to(tl.float32), 0.0)
+            if CORRECTED:
+                kl = tl.where(number > 0, kl * ratio, 0.0)
+        if SUM_KL and CORRECTED and slope is not None:
+            slope_of_all = fma(constant(beta), ratio * tl.div_rn(estimates, count), slope_of_all)
+        shared_slope = tl.broadcast_to(slope_of_all, (LANES,))
     elif MEAN_SEQ and slope is not None:
         count = tl.maximum(count_active(mask, size, LANES), 1).to(tl.float32)
     if SEQ and not ALIKE and slope is not None:
         through = constant(0.0)
         for part in range(parts):
             lane_through = tl.zeros((LANES,), tl.float32)
-            for step in range(tl.cdiv(tl.minimum(size - part * SEGMENT, SEGMENT), LANES)):
-                columns = part * SEGMENT + step * LANES + tl.arange(0, LANES)
-                token = load(
-                    current, old, ref, mask, scores, w, columns, columns < size, a, weight, PER_TOKEN, W_PER_TOKEN
-                )
+            for step in range(1 if WHOLE else tl.cdiv(tl.minimum(size - part * SEGMENT, SEGMENT), LANES)):
+                some = token
+                if not WHOLE:
+                    there = part * SEGMENT + step * LANES + tl.arange(0, LANES)
+                    some = load(
+                        current, old, ref, mask, scores, w, there, there < size, a, weight, PER_TOKEN, W_PER_TOKEN
+                    )
                 _, _, _, shared, _, _ = terms_of(
-                    token, shared_ratio, log_weight, n, KIND, SEQ, BOUNDS, MODE, KL, CORRECTED, HAS_OLD, HAS_REF, HAS_W
+                    some, shared_ratio, log_weight, n, KIND, SEQ, BOUNDS, MODE, KL, CORRECTED, HAS_OLD, HAS_REF, HAS_W
                 )
                 lane_through += shared
             through += tree(lane_through)
@@ -232,7 +239,7 @@ def terms(
     scale = tl.zeros((LANES,), tl.float32) + tl.div_rn(constant(1.0), count)
 
     policy_sum, kl_sum = tl.zeros((LANES,), tl.float32), tl.zeros((LANES,), tl.float32)
-    number = tl.zeros((LANES,), tl.int32)
+    counts = tl.zeros((LANES,), tl.int32)
     if METRICS:
         below, above, odd = (tl.zeros((LANES,), tl.int32), tl.zeros((LANES,), tl.int32), tl.zeros((LANES,), tl.int32))
         ratios, squares = tl.zeros((LANES,), tl.float32), tl.zeros((LANES,), tl.float32)
@@ -240,68 +247,69 @@ def terms(
         k3, entropies = tl.zeros((LANES,), tl.float32), tl.zeros((LANES,), tl.float32)
         least = tl.full((LANES,), float("inf"), tl.float32)
         most = tl.full((LANES,), float("-inf"), tl.float32)
-    # A step's tokens are asked for while those before it are worked on.
-    first = segment * SEGMENT
-    columns = first + tl.arange(0, LANES)
-    x, before, other, is_active, token_a, v = load(
-        current, old, ref, mask, scores, w, columns, columns < size, a, weight, PER_TOKEN, W_PER_TOKEN
-    )
-    for _ in range(tl.cdiv(tl.minimum(size - first, SEGMENT), LANES)):
-        here = columns < size
-        ahead = columns + LANES
-        is_next = (ahead < size) & (ahead < first + SEGMENT)
-        next_x, next_before, next_other, next_active, next_a, next_v = load(
-            current, old, ref, mask, scores, w, ahead, is_next, a, weight, PER_TOKEN, W_PER_TOKEN
-        )
-        token = (x, before, other, is_active, token_a, v)
-        term, k, own, _, seen, e = terms_of(
-            token, shared_ratio, log_weight, n, KIND, SEQ, BOUNDS, MODE, KL, CORRECTED, HAS_OLD, HAS_REF, HAS_W
-        )
-        policy_sum += term
-        kl_sum += k
-        number += is_active.to(tl.int32)
-        if slope is not None:
-            value = own
-            if SEQ:
-                value += shared_slope
-            if MEAN_SEQ:
-                value *= scale
-            # -0 marks a masked token, so it must stand nowhere else: -0 + 0 is +0. Triton takes a literal -0.0 for 0.
-            marked = tl.where(is_active, (value + 0.0).to(tl.int32, bitcast=True), -2147483648)
-            tl.store(slope + start + columns, marked.to(tl.float32, bitcast=True), mask=here)
-        if METRICS:
-            if KIND == CISPO:
-                below += (is_active & (seen < floor)).to(tl.int32)
-                above += (is_active & (seen > cap)).to(tl.int32)
-            elif KIND == CLIP:
-                below += (is_active & (seen < low) & (token_a.to(tl.float32) < 0.0)).to(tl.int32)
-                above += (is_active & (seen > high) & (token_a.to(tl.float32) > 0.0)).to(tl.int32)
-            is_finite = tl.abs(x.to(tl.float32)) < float("inf")
-            is_finite &= tl.abs(before.to(tl.float32)) < float("inf")
-            is_finite &= tl.abs(other.to(tl.float32)) < float("inf")
-            odd += (is_active & ~is_finite).to(tl.int32)
-            shown = tl.where(is_active, seen, 0.0)
-            ratios += shown
-            squares = fma(shown, shown, squares)
-            if HAS_REF:
-                k1 -= e
-                k2 = fma(e, 0.5 * e, k2)
-                exact, _ = k3_of(e)
-                k3 += exact
-            if entropy is not None:
-                h = tl.load(entropy + columns, mask=here, other=0.0).to(tl.float32)
-                entropies += tl.where(is_active, h, 0.0)
-            # Of those that are numbers: no comparison holds for NaN.
-            least = tl.where(is_active & (seen < least), seen, least)
-            most = tl.where(is_active & (seen > most), seen, most)
-        columns = ahead
-        x, before, other, is_active, token_a, v = next_x, next_before, next_other, next_active, next_a, next_v
+    # Where the sums of the first pass are all that is asked for, tokens are read once.
+    if METRICS or slope is not None or not SHARED:
+        for _ in range(1 if WHOLE else tl.cdiv(tl.minimum(size - first, SEGMENT), LANES)):
+            here = columns < size
+            if not WHOLE:
+                # A step's tokens are asked for while those before it are worked on.
+                ahead = columns + LANES
+                is_next = (ahead < size) & (ahead < first + SEGMENT)
+                next_token = load(current, old, ref, mask, scores, w, ahead, is_next, a, weight, PER_TOKEN, W_PER_TOKEN)
+            x, before, other, is_active, token_a, _ = token
+            term, k, own, _, seen, e = terms_of(
+                token, shared_ratio, log_weight, n, KIND, SEQ, BOUNDS, MODE, KL, CORRECTED, HAS_OLD, HAS_REF, HAS_W
+            )
+            policy_sum += term
+            kl_sum += k
+            if not RATIO:
+                counts += is_active.to(tl.int32)
+            if slope is not None:
+                value = own
+                if SEQ:
+                    value += shared_slope
+                if MEAN_SEQ:
+                    value *= scale
+                # -0 marks a masked token, so it must stand nowhere else: -0 + 0 is +0. A literal -0.0 is 0 to Triton.
+                marked = tl.where(is_active, (value + 0.0).to(tl.int32, bitcast=True), -2147483648)
+                tl.store(slope + start + columns, marked.to(tl.float32, bitcast=True), mask=here)
+            if METRICS:
+                if KIND == CISPO:
+                    below += (is_active & (seen < floor)).to(tl.int32)
+                    above += (is_active & (seen > cap)).to(tl.int32)
+                elif KIND == CLIP:
+                    below += (is_active & (seen < low) & (token_a.to(tl.float32) < 0.0)).to(tl.int32)
+                    above += (is_active & (seen > high) & (token_a.to(tl.float32) > 0.0)).to(tl.int32)
+                is_finite = tl.abs(x.to(tl.float32)) < float("inf")
+                is_finite &= tl.abs(before.to(tl.float32)) < float("inf")
+                is_finite &= tl.abs(other.to(tl.float32)) < float("inf")
+                odd += (is_active & ~is_finite).to(tl.int32)
+                shown = tl.where(is_active, seen, 0.0)
+                ratios += shown
+                squares = fma(shown, shown, squares)
+                if HAS_REF:
+                    k1 -= e
+                    k2 = fma(e, 0.5 * e, k2)
+                    exact, _ = k3_of(e)
+                    k3 += exact
+                if entropy is not None:
+                    h = tl.load(entropy + columns, mask=here, other=0.0).to(tl.float32)
+                    entropies += tl.where(is_active, h, 0.0)
+                # Of those that are numbers: no comparison holds for NaN.
+                least = tl.where(is_active & (seen < least), seen, least)
+                most = tl.where(is_active & (seen > most), seen, most)
+            if not WHOLE:
+                columns, token = ahead, next_token
     QUANTITIES: tl.constexpr = 14 if METRICS else 3
     place = sums + segment.to(tl.int64) * QUANTITIES * batch + row
-    tl.store(place, tree(policy_sum))
-    tl.store(place + batch, tree(kl_sum))
+    if not SHARED:
+        policy, kl = tree(policy_sum), tree(kl_sum)
+    if not RATIO:
+        number = tl.sum(counts, 0)
+    tl.store(place, policy)
+    tl.store(place + batch, kl)
     # A segment's tokens are few enough for FP32 to count.
-    tl.store(place + 2 * batch, tl.sum(number, 0).to(tl.float32))
+    tl.store(place + 2 * batch, number.to(tl.float32))
     if METRICS:
         # In the order of ``METRICS``; the squares stand for the effective samples.
         tl.store(place + 3 * batch, tl.sum(below, 0).to(tl.float32))

@@ -26,8 +26,11 @@ SEGMENT = 4096
 WARP = 128
 """Lanes of one warp."""
 WIDE = 1024
-"""Most lanes of the sums of objectives with a pass over each sequence before its terms: all its steps in flight, on so
-few sequences at a time that the second reading finds them in the cache."""
+"""Most lanes of the sums of objectives with a pass over each sequence before its terms: so few sequences are at work at
+a time that the second reading finds them in the cache."""
+SHARE = 256
+"""Lanes of one warp there; of a sequence of no more tokens than there are lanes, which stay in registers, four times
+as many."""
 REDUCE_WARPS = 4
 KINDS = {"clip": 0, "sapo": 1, "cispo": 2, "vespo": 3, "reinforce": 4}
 BOUNDS = {"none": 0, "delta": 1, "dual": 2}
@@ -89,6 +92,10 @@ def _launch_terms(
     strides = [0 if x is None else x.stride(0) for x in rows]
     by_sequence = plan.level == "sequence" or plan.kind == "vespo"
     lanes = lanes_for(min(max(call.length, 1), SEGMENT), WARP, WIDE if by_sequence else LANES)
+    is_whole = by_sequence and lanes >= call.length
+    share = WARP
+    if by_sequence:
+        share = 4 * SHARE if is_whole and not call.with_metrics else SHARE
     # In the order in which the kernel reads them.
     numbers: tuple[float, ...] = (
         1 - n.clip_low,
@@ -115,8 +122,8 @@ def _launch_terms(
             BOUNDS[plan.bounds],
             MODES[plan.rollout],
         ),
-        *(int(plan.kl[1]), plan.kl_correction == "corrected", call.with_metrics),
-        num_warps=lanes // WARP,
+        *(int(plan.kl[1]), plan.kl_correction == "corrected", call.with_metrics, is_whole),
+        num_warps=max(lanes // share, 1),
     )
 
 

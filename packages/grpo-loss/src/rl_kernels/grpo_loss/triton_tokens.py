@@ -6,7 +6,17 @@ import triton
 import triton.language as tl
 
 from rl_kernels.core.triton_lib.arithmetic import fma
-from rl_kernels.grpo_loss.triton_terms import SAPO, exp, kl_of, policy_of, rollout_weight
+from rl_kernels.grpo_loss.triton_terms import (
+    LOG_LEAST,
+    LOG_MOST,
+    SAPO,
+    VESPO,
+    bounded,
+    exp,
+    kl_of,
+    policy_of,
+    rollout_weight,
+)
 
 
 @triton.jit
@@ -29,6 +39,32 @@ def load(
     if W_PER_TOKEN:
         weight = tl.load(w + columns, mask=here, other=0.0)
     return x, before, other, is_active, a, weight
+
+
+@triton.jit
+def ratio_of(
+    token,
+    n,
+    KIND: tl.constexpr,
+    MODE: tl.constexpr,
+    KL: tl.constexpr,
+    SUM_KL: tl.constexpr,
+    W_PER_TOKEN: tl.constexpr,
+):
+    """Return what a token adds to the ratio of its sequence: 1, its log-ratio, its log-weight, and its KL estimate."""
+    is_active = token[3]
+    x, before, other = token[0].to(tl.float32), token[1].to(tl.float32), token[2].to(tl.float32)
+    d = tl.where(is_active, x - before, 0.0)
+    weight, k = tl.zeros(x.shape, tl.float32), tl.zeros(x.shape, tl.float32)
+    if KIND == VESPO:
+        weight = bounded(d, -LOG_MOST, LOG_MOST)
+        if W_PER_TOKEN:
+            w = rollout_weight(token[5].to(tl.float32), n[13], n[14], MODE)
+            weight += tl.where(is_active, bounded(tl.log(w), LOG_LEAST, LOG_MOST), 0.0)
+    if SUM_KL:
+        k, _, _ = kl_of(tl.where(is_active, other - x, 0.0), x, KL, False, False)
+        k = tl.where(is_active, k, 0.0)
+    return is_active.to(tl.int32), d, weight, k
 
 
 @triton.jit
