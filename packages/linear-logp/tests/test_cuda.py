@@ -1,4 +1,4 @@
-"""Logits in CUDA C++: what is compiled and refused; on a GPU, that bits follow no rows, parts, clusters or places."""
+"""Logits in CUDA C++: what is compiled and refused; on a GPU, that bits follow no rows, parts or places."""
 
 import pytest
 import torch
@@ -77,7 +77,7 @@ def both(backend_name, hidden, weight, ids, bias=None, **options):
 @pytest.mark.gpu
 @pytest.mark.parametrize("vocab", [1, 255, 257, 1025, 5500, 40000])
 @pytest.mark.parametrize("dtype", HALVES)
-def test_parts_clusters_and_rows_at_a_time_change_no_bit(hopper, monkeypatch, vocab, dtype):
+def test_parts_and_rows_at_a_time_change_no_bit(hopper, monkeypatch, vocab, dtype):
     hidden, weight, ids = drawn(300, 264, vocab, dtype)
     bias = torch.randn(vocab, device="cuda").to(dtype)
     expected = both(BACKEND, hidden, weight, ids, bias)
@@ -85,8 +85,6 @@ def test_parts_clusters_and_rows_at_a_time_change_no_bit(hopper, monkeypatch, vo
     few, many = (lambda _, count=count: count for count in (2, 10_000))
     changes = [
         *((cuda_tiles, "processors", value) for value in (few, many)),
-        *((cuda_tiles, "cluster", lambda count=count: count) for count in (1, 2, 4)),
-        (cuda_tiles.Cut, "pdl", True),
         (hopper, "MOST_ROWS", 70),
     ]
     for place, name, value in changes:
@@ -101,11 +99,8 @@ def test_parts_clusters_and_rows_at_a_time_change_no_bit(hopper, monkeypatch, vo
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("cluster", [1, 2])
 @pytest.mark.parametrize("ignored", [slice(0, 40), slice(130, 700), slice(250, 1000), slice(0, 1000)], ids=str)
-def test_rows_that_are_skipped_change_no_bit(hopper, monkeypatch, ignored, cluster):
-    monkeypatch.setattr(cuda_tiles, "cluster", lambda: cluster)
-    # Of the eight tiles of rows slice(130, 700) leaves five: the last cluster of either kind has one tile alone.
+def test_rows_that_are_skipped_change_no_bit(hopper, ignored):
     hidden, weight, ids = drawn(1000, 264, 5003)
     whole = both(BACKEND, hidden, weight, ids)
     ids[ignored] = -100

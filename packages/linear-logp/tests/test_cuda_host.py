@@ -21,13 +21,11 @@ class Launched:
     def __init__(self, program, entry):
         self.constants, self.entry = dict(program.defines), entry
 
-    def launch(self, grid, block, *args, shared=0, cluster=1, pdl=False):
+    def launch(self, grid, block, *args, shared=0):
         assert 0 < grid < 1 << 31
-        assert grid % cluster == 0
         assert shared <= SHARED
         if shared:
             assert grid <= 132
-            assert cluster == self.constants["CLUSTER"]
             assert block == 128 * (self.constants["GROUPS"] + 1)
         getattr(self, self.entry)(*args)
 
@@ -50,7 +48,7 @@ class Launched:
     def tiles_of_logits(self, hidden, weight, bias, order, rows, columns, inner):
         (hidden, box), (weight, weight_box) = hidden, weight
         assert box == (64 * self.constants["GROUPS"], 64)
-        assert weight_box == (256 // self.constants["CLUSTER"], 64)
+        assert weight_box == (256, 64)
         assert hidden.shape == (rows, inner)
         assert weight.shape == (columns, inner)
         z = hidden.double() @ weight.double().t() + (0.0 if bias is None else bias.double())
@@ -101,11 +99,10 @@ class Launched:
         out += sums.sum(0)
 
 
-@pytest.fixture(params=[1, 2])
-def pretended(monkeypatch, request):
+@pytest.fixture
+def pretended(monkeypatch):
     monkeypatch.setattr(tiles, "processors", lambda _: 132)
     monkeypatch.setattr(tiles, "tensor_map", lambda x, box, swizzle: (x, box))
-    monkeypatch.setattr(tiles, "cluster", lambda: request.param)
     for module in (tiles, backend):
         monkeypatch.setattr(module, "kernel", lambda program, entry, *_: Launched(program, entry))
 
@@ -148,10 +145,10 @@ def test_a_copy_begins_its_rows_where_the_copy_engine_can(rows, offset):
 
 
 @pytest.mark.parametrize("file", [tiles.FORWARD, tiles.BACKWARD])
-def test_clusters_and_stages(file):
-    for count, cut in ((1, (1, 1)), (64, (1, 1)), (65, (2, 1)), (128, (2, 1))):
-        assert tiles.Cut.of(count) == cut
-    for cut in (tiles.Cut(1, 1), tiles.Cut(2, 1), tiles.Cut(2, 2)):
+def test_tiles_and_stages(file):
+    for count, groups in ((1, 1), (64, 1), (65, 2), (128, 2), (129, 2)):
+        cut = tiles.Cut.of(count)
+        assert cut.groups == groups
         assert cut.stages(file) >= 4
         assert cut.shared(file) <= SHARED
 

@@ -61,7 +61,7 @@ class Steps(triton_backend.Steps):
             upstream.logsumexp if upstream.entropy is None else upstream.entropy,
             *(upstream.grad_logp, upstream.grad_logsumexp, upstream.grad_entropy),
             *(sums, columns.start, width),
-            **cut.launched(BACKWARD),
+            shared=cut.shared(BACKWARD),
         )
         if dbias is not None:
             kernel(made, "add_rows", "PPii", device).launch(-(-width // 256), 256, sums, dbias, count, width)

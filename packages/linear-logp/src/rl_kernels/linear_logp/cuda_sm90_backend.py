@@ -81,7 +81,7 @@ def programs(arch: str) -> list[Program]:
         program(file, dtype, cut, entropy=entropy)
         for file in (FORWARD, BACKWARD)
         for dtype in CODES
-        for cut in dict.fromkeys(map(Cut.of, (1, 2 * HEIGHT, 4 * HEIGHT)))
+        for cut in map(Cut.of, (HEIGHT, 2 * HEIGHT))
         for entropy in (False, True)
     ]
 
@@ -113,6 +113,6 @@ def _launch(inputs: Inputs, logp: torch.Tensor, lse: torch.Tensor, row_entropy: 
         cut.threads,
         *operands.maps,
         *arguments,
-        **cut.launched(FORWARD),
+        shared=cut.shared(FORWARD),
     )
-    kernel(made, "finish", ARGS, hidden.device).launch(-(-count * WARP // 256), 256, *arguments, pdl=cut.pdl)
+    kernel(made, "finish", ARGS, hidden.device).launch(-(-count * WARP // 256), 256, *arguments)

@@ -6,7 +6,7 @@ The device side of it is ``kernels/linear_logp.cuh``.
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -35,17 +35,14 @@ BOXES = 2 * HEIGHT * SWIZZLE
 
 
 class Cut(NamedTuple):
-    """How rows are cut: ``groups`` times 64 of them make a tile, ``cluster`` tiles share the weight that they read."""
+    """How rows are cut: ``groups`` times 64 of them make a tile."""
 
     groups: int
-    cluster: int
 
     @classmethod
     def of(cls, count: int) -> Cut:
         """Return that of so many rows; it changes no bit."""
-        if count <= HEIGHT:
-            return cls(1, 1)
-        return cls(2, cluster() if count > 2 * HEIGHT else 1)
+        return cls(1 if count <= HEIGHT else 2)
 
     @property
     def rows(self) -> int:
@@ -62,11 +59,6 @@ class Cut(NamedTuple):
         """Return the bytes of a stage."""
         return (self.rows + BLOCK) * SWIZZLE
 
-    @property
-    def pdl(self) -> bool:
-        """Say whether kernels begin while the one before still runs."""
-        return tuned(PACKAGE)["cuda"]["pdl"]
-
     def stages(self, file: str) -> int:
         """Return the stages that there is room for."""
         return (SHARED - ALIGNMENT - self._boxes(file)) // self.stage
@@ -75,35 +67,24 @@ class Cut(NamedTuple):
         """Return the bytes of dynamic shared memory of a block."""
         return self.stages(file) * self.stage + self._boxes(file) + ALIGNMENT
 
-    def launched(self, file: str) -> dict[str, Any]:
-        """Return the options with which the kernel of a file that forms tiles is launched."""
-        return {"shared": self.shared(file), "cluster": self.cluster, "pdl": self.pdl}
-
     def blocks(self, count: int, vocab: int, device: int) -> int:
         """Return the blocks of a part of the forward pass: one where whole units would leave multiprocessors idle."""
         units = -(-count // self.rows) * -(-vocab // (BLOCK * UNIT))
         return UNIT if units >= 8 * processors(device) else 1
 
     def grid(self, count: int, units: int, device: int) -> int:
-        """Return the number of blocks for so many rows and units of columns: whole clusters."""
-        clusters = -(-count // (self.rows * self.cluster)) * units
-        return min(clusters, processors(device) // self.cluster) * self.cluster
+        """Return the number of blocks for so many rows and units of columns."""
+        return min(-(-count // self.rows) * units, processors(device))
 
     def _boxes(self, file: str) -> int:
         return self.groups * BOXES if file == BACKWARD else 0
 
 
-def cluster() -> int:
-    """Return how many blocks share the weight that they read."""
-    return tuned(PACKAGE)["cuda"]["cluster"]
-
-
 @functools.cache
 def program(file: str, dtype: torch.dtype, cut: Cut, *, entropy: bool) -> Program:
     """Return the kernels of a file for tiles that are cut like this."""
-    groups, clustered = cut
-    defines = {"DTYPE": CODES[dtype], "ENTROPY": int(entropy), "CLUSTER": clustered, "GROUPS": groups}
-    return Program(PACKAGE, file, "sm_90a", (*defines.items(), ("STAGES", cut.stages(file))))
+    defines = {"DTYPE": CODES[dtype], "ENTROPY": int(entropy), "GROUPS": cut.groups, "STAGES": cut.stages(file)}
+    return Program(PACKAGE, file, "sm_90a", tuple(defines.items()))
 
 
 class Operands(NamedTuple):
@@ -135,10 +116,10 @@ class Operands(NamedTuple):
             order = torch.empty(1 + -(-count // cut.rows), dtype=torch.int32, device=device)
             made = program(FORWARD, hidden.dtype, cut, entropy=False)
             sort = kernel(made, "sort_tiles", f"({INPUTS})P", device)
-            sort.launch(1, 1024, *(None, None, ids, None, *numbers), order, pdl=cut.pdl)
+            sort.launch(1, 1024, *(None, None, ids, None, *numbers), order)
         maps = (
             tensor_map(hidden, (cut.rows, INNER), swizzle=SWIZZLE),
-            tensor_map(inputs.weight, (BLOCK // cut.cluster, INNER), swizzle=SWIZZLE),
+            tensor_map(inputs.weight, (BLOCK, INNER), swizzle=SWIZZLE),
         )
         return cls(cut, maps, (bias, temperatures, ids, order, *numbers))
 

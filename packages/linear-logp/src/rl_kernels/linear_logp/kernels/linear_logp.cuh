@@ -1,14 +1,13 @@
 // What linear_logp's kernels on Hopper share: how tiles of logits come to be in the registers of WGMMA, and in which order.
 //
-// A logit is a canonical chain over D, as det_gemm's; + bias in FP32. No tile, stage, cluster, row or batch changes it, and
-// the forward and the backward pass form it by the same code.
+// A logit is a canonical chain over D, as det_gemm's; + bias in FP32. No tile, stage, row or batch changes it, and the
+// forward and the backward pass form it by the same code.
 //
-//   cluster    CLUSTER blocks that take the same columns of different rows: each brings its share of the weight for all
 //   block      a producer warp, and GROUPS consumer warpgroups; it stays, and takes unit after unit
 //   tile       64 GROUPS rows x 256 columns; consumer g has the rows from 64 g in its registers (wgmma.cuh)
 //   stage      64 terms of D of both operands of a tile in shared memory, swizzled; STAGES of them go round
 //
-// Defines: DTYPE 1 BF16, 2 FP16; ENTROPY 0 or 1; CLUSTER, GROUPS, STAGES.
+// Defines: DTYPE 1 BF16, 2 FP16; ENTROPY 0 or 1; GROUPS, STAGES.
 #pragma once
 
 #include <rl_kernels/boxes.cuh>
@@ -38,7 +37,7 @@ struct Inputs {
     const int* order;
     i64 ignore_index;
     int rows, columns, inner;
-    // Rows of tiles, of clusters, that are worked on together: what they share stays in the L2 cache.
+    // Rows of tiles that are worked on together: what they share stays in the L2 cache.
     int group;
     float temperature;
     int has_ignored;
@@ -50,26 +49,25 @@ struct Inputs {
     __device__ float scale(int row) const { return __fmul_rn(inverse(row), LOG2E); }
 };
 
-// The units of a cluster, one after the other: `across` units of columns for each of the tiles of rows that stand from `from`
-// to `to` in the order. What lies beyond them has rows beyond the last.
+// The units of a block, one after the other: `across` units of columns for each of the tiles of rows that stand from `from`
+// to `to` in the order.
 struct Walk {
     const Inputs& p;
-    int from, to, down, across, index, row, unit;
+    int from, down, across, index, row, unit;
     __device__ Walk(const Inputs& p, int from, int to, int across)
-        : p(p), from(from), to(to), across(across), index(static_cast<int>(blockIdx.x) / CLUSTER) {
-        down = (to - from + CLUSTER - 1) / CLUSTER;
+        : p(p), from(from), down(to - from), across(across), index(static_cast<int>(blockIdx.x)) {
         place();
     }
     __device__ bool done() const { return index >= down * across; }
     __device__ void advance() {
-        index += static_cast<int>(gridDim.x) / CLUSTER;
+        index += static_cast<int>(gridDim.x);
         place();
     }
     __device__ void place() {
         if (done()) return;
         const Place place = place_of(index, down, across, p.group);
-        const int at = from + place.row * CLUSTER + (CLUSTER > 1 ? static_cast<int>(rank_in_cluster()) : 0);
-        row = TILE_M * (at >= to ? p.tiles() : p.order ? p.order[1 + at] : at);
+        const int at = from + place.row;
+        row = TILE_M * (p.order ? p.order[1 + at] : at);
         unit = place.column;
     }
 };
@@ -90,19 +88,13 @@ struct Ring {
     __device__ char* b(int stage) const { return a(stage) + A_BYTES; }
     __device__ char* end() const { return a(STAGES); }
 
-    // By all threads, before and after their work: none touches memory earlier.
+    // By all threads, before their work.
     __device__ void open() const {
         if (threadIdx.x == 0) {
-            for (int i = 0; i < STAGES; ++i) full[i].init(1), spare[i].init(CLUSTER * GROUPS * WARPS_OF_GROUP);
+            for (int i = 0; i < STAGES; ++i) full[i].init(1), spare[i].init(GROUPS * WARPS_OF_GROUP);
             fence_init();
         }
-        CLUSTER > 1 ? sync_cluster() : __syncthreads();
-        wait_for_prerequisites();
-        launch_dependents();
-    }
-    // No block may end while another one copies to it or arrives at its barriers.
-    __device__ void close() const {
-        if (CLUSTER > 1) sync_cluster();
+        __syncthreads();
     }
 };
 
@@ -117,7 +109,7 @@ __device__ inline void produce(const Ring& ring, Slot<STAGES>& slot, const Tenso
         ring.spare[slot.stage].wait(slot.parity ^ 1);
         full.arrive_expecting(STAGE_BYTES);
         load_tile<K_MAJOR, TILE_M>(ring.a(slot.stage), hidden, full, row, i * INNER);
-        load_tile<K_MAJOR, TILE_N, CLUSTER>(ring.b(slot.stage), weight, full, column, i * INNER);
+        load_tile<K_MAJOR, TILE_N>(ring.b(slot.stage), weight, full, column, i * INNER);
     }
 }
 
@@ -142,12 +134,12 @@ __device__ inline void multiply(const Ring& ring, int stages, const Mine& mine, 
         ring.full[slot.stage].wait(slot.parity);
         add_stage<Number, K_MAJOR, K_MAJOR, 1, 0, 0>(d, ring.a(slot.stage) + mine.group * PIECE, ring.b(slot.stage));
         products_done<1>();
-        if (i) give_back<CLUSTER>(ring.spare[before]);
+        if (i) give_back(ring.spare[before]);
         before = slot.stage;
     }
     products_done<0>();
     hold(d);
-    if (stages) give_back<CLUSTER>(ring.spare[before]);
+    if (stages) give_back(ring.spare[before]);
 }
 
 // Calls f(sum, column) for each of a thread's sums, with its column from the tile's first one on.

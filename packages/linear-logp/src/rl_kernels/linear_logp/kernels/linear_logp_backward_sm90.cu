@@ -122,7 +122,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         take_registers<232>();
         consume(p, ring, dz);
     }
-    ring.close();
 }
 
 // One thread a column: the sums of all rows, in ascending order, added to `out`.

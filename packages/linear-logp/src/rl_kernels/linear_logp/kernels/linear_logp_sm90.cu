@@ -3,7 +3,7 @@
 // Order of the sums, which is the contract: logits as in linear_logp.cuh. Of a block of 256 columns four lanes share a row:
 // each takes two of every eight columns, j = 0, 1, ... ascending, the even and the odd j in sums of their own, and a tree
 // adds the lanes. Four blocks make a unit: (0 + 1) + (2 + 3). Of the units of a row every 32nd is merged in ascending
-// order, and a tree adds those 32 states. No tile, stage, cluster, row or batch changes it, nor what is ignored elsewhere.
+// order, and a tree adds those 32 states. No tile, stage, row or batch changes it, nor what is ignored elsewhere.
 #include "linear_logp.cuh"
 
 using namespace rlk;
@@ -150,13 +150,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         take_registers<232>();
         consume(p, ring);
     }
-    ring.close();
 }
 
 // One warp a row: its parts, merged, and its statistics; 0 where its token is ignored, NaN where its id is no column.
 extern "C" __global__ void __launch_bounds__(256) finish(Args p) {
-    wait_for_prerequisites();
-    launch_dependents();
     const int row = static_cast<int>((static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x) / WARP);
     if (row >= p.rows) return;
     const auto write = [&](Statistics found) {
@@ -187,8 +184,6 @@ extern "C" __global__ void __launch_bounds__(256) finish(Args p) {
 
 // One block: the order of the tiles of rows, those first that have a token that is not ignored.
 extern "C" __global__ void __launch_bounds__(1024) sort_tiles(Inputs p, int* order) {
-    wait_for_prerequisites();
-    launch_dependents();
     __shared__ int computed[WARP];
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, tiles = p.tiles();
     int before = 0;
