@@ -4,6 +4,10 @@ Each operator's own cases are its calls, forward and backward: the small ones, e
 at an odd address, with a main_grad where there is a weight, and with integers of any value where none is validated.
 There is one process for each tool and operator; one without a tool goes before, and leaves the kernels compiled. A
 kernel with a planted fault runs under each tool as well, and must be reported. Needs a GPU, and the packages installed.
+
+initcheck does not see what Hopper's copy engine writes: it reports a product whose tiles leave through it as never
+written. For such kernels (`--backend cuda-sm90` of det_gemm and linear_logp) give `--tool memcheck racecheck`; that
+they read nothing unwritten is shown by the checker, which poisons new memory.
 """
 
 from __future__ import annotations

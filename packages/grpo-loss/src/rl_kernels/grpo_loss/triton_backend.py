@@ -3,9 +3,9 @@
 Order of the sums, which is the contract of this backend: a sequence is cut into segments of 4096 tokens from its
 start. Token i of a segment is added to lane i mod 256, ascending, and the lanes are added by a tree; a sequence's
 segments are added in ascending order. Sequence i is added to lane i mod 256 too, and these lanes by a tree, and so are
-the rewards of a group, counted from its start, in FP64. Trees are explicit, halves added to halves: no bit follows how
-a compiler lays values out, so none follows strides, addresses or the number of warps; nor does one follow the number of
-lanes where it is that of the terms at least, as the others are zeros. Masked tokens are zeros.
+the rewards of a group, counted from its start, in FP64. Trees are explicit, four neighbours first and then halves: no
+bit follows how a compiler lays values out, so none follows strides, addresses or the number of warps; nor does one
+follow the number of lanes where it is that of the terms at least, as the others are zeros. Masked tokens are zeros.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Advantages in Triton, for a kernel of their own and for the one that sums the loss; and the tree that both sum by.
 
 The rewards of a group are added to 256 lanes from its start, in FP64, mean first and then squares of deviations, and
-the lanes by a tree: halves added to halves. Fewer lanes, where a group has no more rewards, change no bit: the others
-are zeros. So an advantage has the same bits from every kernel, and however its group was said.
+the lanes by a tree. Fewer lanes, where a group has no more rewards, change no bit: the others are zeros. So an
+advantage has the same bits from every kernel, and however its group was said.
 """
 
 from __future__ import annotations

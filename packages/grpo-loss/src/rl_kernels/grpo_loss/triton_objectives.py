@@ -1,9 +1,11 @@
 """Every objective in Triton, beyond the plain loss of ``triton_backend``: the same launches, sums and order of sums.
 
 One program a segment of a sequence. What a whole sequence decides (its number of tokens, its ratio, the slope that its
-tokens share) each of its programs works out anew, in passes over the sequence before its own segment: a sequence of
-one segment is read from memory once and then from the cache. Segments are added in ascending order in these too.
-Objectives with a pass that sums log-probabilities have up to 1024 lanes, in that pass and after it, all others 256.
+tokens share) each of its programs works out anew, in passes over the sequence before its own segment. Segments are
+added in ascending order in these too. Objectives with a pass that sums log-probabilities have up to 1024 lanes, in that
+pass and after it, all others 256: tokens of a sequence that is no longer stay in registers, those of a longer one are
+read from memory once and then from the cache. A policy term that all tokens of a sequence share is not summed but
+multiplied by their number.
 """
 
 from __future__ import annotations

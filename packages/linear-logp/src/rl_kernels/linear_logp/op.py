@@ -10,7 +10,6 @@ returning it, and returns those of hidden and bias.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -81,8 +80,6 @@ def _limits(call: Call) -> str | None:
     return reason and f"the products of its backward pass are in Triton: {reason}"
 
 
-_CUDA = cuda_backend("cuda-sm90", "rl_kernels.linear_logp.cuda_sm90_backend", archs="sm_90", limits=_limits)
-
 OPERATOR = Operator(
     name="linear_logp",
     package="rl_kernels.linear_logp",
@@ -92,8 +89,7 @@ OPERATOR = Operator(
     schemas=SCHEMAS,
     fakes=FAKES,
     backends=(
-        # By name: it has yet to be faster than Triton at every shape.
-        replace(_CUDA, by_name=frozenset({"cuda"})),
+        cuda_backend("cuda-sm90", "rl_kernels.linear_logp.cuda_sm90_backend", archs="sm_90", limits=_limits),
         _TRITON,
         Backend("native", "rl_kernels.linear_logp.native", {"cpu": INVARIANT, "cuda": REPEATABLE}),
     ),
