@@ -86,7 +86,8 @@ def terms(
 ):
     """One program a segment of a sequence: its sums, and the slope at its tokens.
 
-    Segments of one sequence run side by side, so that what each of them reads of all comes from the cache.
+    Segments of one sequence run side by side, so that what each of them reads of all comes from the cache. With WHOLE
+    there is a lane for each token of any sequence, and nothing is read twice.
     """
     # In the order in which triton_terms reads them.
     # fmt: off
@@ -136,7 +137,6 @@ def terms(
             entropy += start
     shared_a, shared_w = constant(0.0), constant(1.0)
     a, weight = tl.zeros((LANES,), tl.float32), tl.full((LANES,), 1.0, tl.float32)
-    # What the ratio of a sequence is formed of is there for its terms too, where one segment is all of it.
     first = segment * SEGMENT
     columns = first + tl.arange(0, LANES)
     # Asked for before the rewards are, so that one waits beside the other.
@@ -154,9 +154,8 @@ def terms(
 
     if not PER_TOKEN:
         a = tl.broadcast_to(shared_a, (LANES,))
-        token = (token[0], token[1], token[2], token[3], a, token[5])
-    if not W_PER_TOKEN:
-        token = (token[0], token[1], token[2], token[3], token[4], weight)
+    x, before, other, is_active, token_a, token_w = token
+    token = (x, before, other, is_active, token_a if PER_TOKEN else a, token_w if W_PER_TOKEN else weight)
 
     count, log_weight = constant(1.0), constant(0.0)
     shared_ratio, shared_slope = tl.full((LANES,), 1.0, tl.float32), tl.zeros((LANES,), tl.float32)

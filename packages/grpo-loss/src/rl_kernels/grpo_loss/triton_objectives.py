@@ -31,8 +31,7 @@ WIDE = 1024
 """Most lanes of the sums of objectives with a pass over each sequence before its terms: so few sequences are at work at
 a time that the second reading finds them in the cache."""
 SHARE = 256
-"""Lanes of one warp there; of a sequence of no more tokens than there are lanes, which stay in registers, four times
-as many."""
+"""Lanes of one warp there, but for sequences that fit into its registers."""
 REDUCE_WARPS = 4
 KINDS = {"clip": 0, "sapo": 1, "cispo": 2, "vespo": 3, "reinforce": 4}
 BOUNDS = {"none": 0, "delta": 1, "dual": 2}
@@ -95,9 +94,10 @@ def _launch_terms(
     by_sequence = plan.level == "sequence" or plan.kind == "vespo"
     lanes = lanes_for(min(max(call.length, 1), SEGMENT), WARP, WIDE if by_sequence else LANES)
     is_whole = by_sequence and lanes >= call.length
-    share = WARP
-    if by_sequence:
-        share = 4 * SHARE if is_whole and not call.with_metrics else SHARE
+    per_token, w_per_token = scores.values.ndim == 2, w is not None and w.ndim == 2
+    # Where registers hold a sequence and its sums, one warp has room for 1024 tokens.
+    is_narrow = is_whole and not call.with_metrics and not w_per_token
+    share = (4 * SHARE if is_narrow else SHARE) if by_sequence else WARP
     # In the order in which the kernel reads them.
     numbers: tuple[float, ...] = (
         1 - n.clip_low,
@@ -116,7 +116,7 @@ def _launch_terms(
         *(*rows, scores.boundaries, offsets, sums, slope, call.length, total, call.batch, segments, scores.groups),
         *(*strides, *map(float, numbers), n.eps),
         *(SEGMENT, lanes, scores.lanes, scores.one_step, *scores.formula),
-        *(scores.values.ndim == 2, w is not None and w.ndim == 2),
+        *(per_token, w_per_token),
         *(
             KINDS[plan.kind],
             plan.level == "sequence",
