@@ -13,7 +13,7 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable
-from dataclasses import MISSING, fields, replace
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,6 @@ FEW = tuple(
 )
 CUDA = (
     *(CudaSchedule(128, columns) for columns in (256, 192, 160, 128)),
-    *(CudaSchedule(128, columns, cluster=2) for columns in (256, 192, 128)),
     *(CudaSchedule(64, columns, turns=True) for columns in (256, 192)),
     CudaSchedule(64, 64, inner=128),
     *(CudaSchedule(rows, columns, 256, group=1, swapped=True) for columns in (8, 16) for rows in (64, 32)),
@@ -54,10 +53,7 @@ CUDA = (
         for columns in (32, 64)
         for rows, inner in ((64, 128), (16, 256))
     ),
-    *(CudaSchedule(64, columns, 128, group=1, swapped=True, cluster=2) for columns in (32, 64)),
-    *(CudaSchedule(16, columns, 256, group=1, swapped=True, cluster=2) for columns in (32, 64)),
 )
-CUDA += tuple(replace(schedule, pdl=True) for schedule in CUDA if schedule.swapped)
 CACHE = 128 << 20
 """Bytes of weights that are read before the first are read again."""
 SHARED = 227 << 10

@@ -20,12 +20,7 @@ from rl_kernels.det_gemm.cuda_schedule import (
 from rl_kernels.det_gemm.op import OPERATOR
 
 HALVES = (torch.bfloat16, torch.float16)
-CLUSTERED = [
-    Schedule(128, 256, cluster=2),
-    Schedule(128, 192, cluster=2),
-    Schedule(16, 64, 256, swapped=True, cluster=4),
-]
-TABLE = [*(candidate.schedule for candidate in candidates()), *CLUSTERED]
+TABLE = [candidate.schedule for candidate in candidates()]
 MAJORS = [(left, right) for left in (K_MAJOR, MN_MAJOR, PLAIN) for right in (K_MAJOR, MN_MAJOR, PLAIN)]
 SHAPES = [(m, n, k) for m in (1, 8, 33, 64, 65, 1000, 8192) for n in (1, 64, 1280, 57344) for k in (0, 16, 4104, 8192)]
 SHARED = 227 << 10
@@ -64,9 +59,6 @@ def test_schedules_fit_on_a_multiprocessor_however_operands_lie(cut, majors):
     assert fitted.fitted(*majors) == fitted
     assert fitted.inner % 64 == 0
     assert fitted.rows >= 64 or majors[0] == K_MAJOR
-    # A share is whole patterns of the swizzle, and of an operand in pieces whole pieces.
-    assert fitted.cluster == 1 or fitted.columns % (fitted.cluster * (64 if majors[1] == MN_MAJOR else 8)) == 0
-    assert fitted.cluster == 1 or PLAIN not in majors
 
 
 @pytest.mark.parametrize("majors", MAJORS)
@@ -95,19 +87,13 @@ class Launched:
     def __init__(self, program):
         self.constants = dict(program.defines)
 
-    def launch(self, grid, block, map_a, map_b, map_out, target, bias, left, right, *numbers, shared, cluster, pdl):
+    def launch(self, grid, block, map_a, map_b, map_out, target, bias, left, right, *numbers, shared, pdl):
         have = self.constants
         rows, columns, inner, _, along = numbers[-5:]
         assert 0 < grid <= 132
-        assert grid % cluster == 0
-        assert cluster == have["CLUSTER"]
-        assert not pdl
         assert block == 128 * (have["CONSUMERS"] + 1)
         assert shared <= SHARED
-        boxes = (
-            (have["TILE_M"], have["A_MAJOR"], map_a, left),
-            (have["TILE_N"] // cluster, have["B_MAJOR"], map_b, right),
-        )
+        boxes = (have["TILE_M"], have["A_MAJOR"], map_a, left), (have["TILE_N"], have["B_MAJOR"], map_b, right)
         for count, major, (box, strides), x in boxes:
             assert box == {K_MAJOR: (count, 64), MN_MAJOR: (64, 64), PLAIN: None}[major]
             assert major == PLAIN or x.stride(major) == strides[0] or 1 in x.shape
@@ -119,14 +105,23 @@ class Launched:
         if along:
             sums += bias.double()[:, None] if along == 1 else bias.double()
         target.copy_(sums)
+        self.pdl = pdl
 
 
 @pytest.fixture
 def pretended(monkeypatch):
+    """Return the list of what is launched."""
+    launched = []
+
+    def kernel(program, *_):
+        launched.append(Launched(program))
+        return launched[-1]
+
     monkeypatch.setattr(cuda_matmul, "processors", lambda _: 132)
-    monkeypatch.setattr(cuda_matmul, "kernel", lambda program, *_: Launched(program))
+    monkeypatch.setattr(cuda_matmul, "kernel", kernel)
     monkeypatch.setattr(cuda_matmul, "tensor_map", lambda x, box, swizzle: (box, x.stride()))
     monkeypatch.setattr(cuda_matmul, "NO_MAP", (None, None))
+    return launched
 
 
 @pytest.mark.parametrize("out_layout", ["row", "column", "apart"])
@@ -146,19 +141,8 @@ def test_operands_are_launched_as_they_lie(pretended, layouts, out_layout):
         assert torch.equal(out, (product + start).float())
 
 
-@pytest.mark.parametrize("cut", CLUSTERED, ids=str)
-@pytest.mark.parametrize("layouts", [(a, b) for a in LAYOUTS for b in LAYOUTS], ids=str)
-def test_clusters_are_launched_whole(pretended, cut, layouts):
+def test_products_of_few_rows_are_dependent_launches(pretended):
     draw = Draw(torch.float16, seed=2)
-    for m, n, k in ((64, 200, 72), (40, 1000, 8), (1, 8, 8)):
-        values = draw.normal(m, k), draw.normal(k, n)
-        a, b = (lying(value, layout) for value, layout in zip(values, layouts, strict=True))
-        out = torch.zeros(m, n)
-        cuda_matmul.matmul(a, b, out, schedule=cut)
-        assert torch.equal(out, (values[0].double() @ values[1].double()).float())
-
-
-def test_a_cluster_has_room_for_all_its_tiles():
-    cut = Schedule(128, 256, cluster=2)
-    assert [cut.units(rows, 256) for rows in (1, 128, 129, 256, 257)] == [2, 2, 2, 2, 4]
-    assert cut.units(300, 1000) == 4 * 4
+    for m in (1, FEW, FEW + 1):
+        cuda_matmul.matmul(draw.normal(m, 64), draw.normal(64, 200), torch.zeros(m, 200))
+    assert [one.pdl for one in pretended] == [True, True, False]

@@ -72,22 +72,19 @@ def matmul(
     stages, shared = cut.depth(right_major), cut.shared(right_major)
     made = program(a.dtype, out.dtype, cut, stages, (left_major, right_major), stored, continues)
     rows, columns = target.shape
-    units = cut.units(rows, columns)
-    grid = min(units // cut.cluster, processors(a.get_device()) // cut.cluster) * cut.cluster
     if bias is not None:
         bias = bias.contiguous()
     kernel(made, "det_gemm", SIGNATURE, a.device).launch(
-        grid,
+        min(cut.units(rows, columns), processors(a.get_device())),
         (cut.consumers + 1) * THREADS,
         _map(left_map, left_major, cut.rows),
-        _map(right_map, right_major, cut.columns // cut.cluster),
+        _map(right_map, right_major, cut.columns),
         out_map,
         *(target, bias, left, right),
         *(*target.stride(), *left.stride(), *right.stride()),
         *(rows, columns, k, cut.group, 0 if bias is None else along),
         shared=shared,
-        cluster=cut.cluster,
-        pdl=cut.pdl,
+        pdl=cut.swapped,
     )
 
 
@@ -105,7 +102,6 @@ def program(
     defines = {
         "DTYPE": CODES[dtype],
         "OUT": CODES[out_dtype],
-        "CLUSTER": cut.cluster,
         "TILE_M": cut.rows,
         "TILE_N": cut.columns,
         "CONSUMERS": cut.consumers,

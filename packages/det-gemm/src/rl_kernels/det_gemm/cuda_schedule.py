@@ -21,8 +21,6 @@ BOXES = 2 * ROWS * SWIZZLE
 """Bytes of the two boxes of a consumer."""
 DEEPEST = 24
 """Stages at most."""
-PATTERN = 8
-"""Rows of a box after which its swizzle begins anew."""
 PLAIN_COLUMNS = 128
 """Columns of a tile at most where registers are needed for reading an operand number by number."""
 
@@ -37,9 +35,8 @@ class Schedule:
         inner: terms of K in a stage, a multiple of 64.
         turns: two tiles of 64 rows at a time, of which one is multiplied while the other is stored.
         group: rows of tiles that are worked on together.
-        swapped: a tile's rows are columns of the right operand: for a product of few rows.
-        cluster: blocks that share what they read of the right operand of their tiles, which have the same columns.
-        pdl: blocks begin while the kernel before still runs, which hides what they do before their first stage.
+        swapped: a tile's rows are columns of the right operand: for a product of few rows. Its blocks begin while the
+            kernel before still runs, which hides what they do before their first stage.
     """
 
     rows: int
@@ -48,8 +45,6 @@ class Schedule:
     turns: bool = False
     group: int = 8
     swapped: bool = False
-    cluster: int = 1
-    pdl: bool = False
 
     @property
     def consumers(self) -> int:
@@ -70,20 +65,17 @@ class Schedule:
         return self.depth(right) * self.stage_bytes(right) + self.consumers * BOXES + 1024
 
     def units(self, rows: int, columns: int) -> int:
-        """Return how many tiles a product of so many rows and columns has: of whole clusters."""
-        return -(-rows // (self.rows * self.cluster)) * self.cluster * -(-columns // self.columns)
+        """Return how many tiles a product of so many rows and columns has."""
+        return -(-rows // self.rows) * -(-columns // self.columns)
 
     def fitted(self, left: int, right: int) -> Schedule:
         """Return what of it is possible where the operands of a tile lie like this."""
         cut = self
         if PLAIN in (left, right):
-            rows = cut.rows if cut.rows > ROWS else ROWS
-            cut = replace(cut, rows=rows, columns=min(cut.columns, PLAIN_COLUMNS), inner=BOX, turns=False, cluster=1)
+            rows, columns = max(cut.rows, ROWS), min(cut.columns, PLAIN_COLUMNS)
+            cut = replace(cut, rows=rows, columns=columns, inner=BOX, turns=False)
         if left == MN_MAJOR and cut.rows < ROWS:
             cut = replace(cut, rows=ROWS)
-        # A share is whole patterns of the swizzle, or whole pieces; who takes turns shares nothing.
-        if cut.turns or cut.columns % (cut.cluster * (BOX if right == MN_MAJOR else PATTERN)):
-            cut = replace(cut, cluster=1)
         # Pieces of 64 columns, whatever of them is needed: no room is left for long stages.
         return replace(cut, inner=BOX) if right == MN_MAJOR and cut.inner > BOX else cut
 

@@ -4,7 +4,6 @@
 // acc = wgmma(acc, a[:, k:k+16], b[:, k:k+16]), beyond the edges 0; + bias in FP32; rounded once. No tile, stage
 // or major changes it.
 //
-//   cluster    CLUSTER blocks whose tiles have the same columns: each brings its share of b for all
 //   block      a producer warpgroup, and CONSUMERS consumer warpgroups; it stays, and takes tile after tile
 //   tile       TILE_M rows x TILE_N columns in the registers of its consumers, 64 rows each (wgmma.cuh). Of less than 64
 //              rows the instruction's others multiply what lies behind them, and are thrown away: where there are few
@@ -13,7 +12,7 @@
 //   stage      64 BOXES terms of K of both operands of a tile in shared memory, swizzled; STAGES of them go round
 //   epilogue   a consumer's tile goes through two boxes in shared memory
 //
-// Defines: DTYPE 1 BF16, 2 FP16; CLUSTER, TILE_M, TILE_N, CONSUMERS, BOXES, STAGES; A_MAJOR and B_MAJOR: 0 an operand whose
+// Defines: DTYPE 1 BF16, 2 FP16; TILE_M, TILE_N, CONSUMERS, BOXES, STAGES; A_MAJOR and B_MAJOR: 0 an operand whose
 // terms of K lie beside each other, 1 one whose rows do, 2 one of any strides and addresses, which the producer reads
 // number by number; OUT the type of out, 0 FP32; STORED 0 by strides, 1 in boxes through its map, 2 in boxes of its
 // transpose; CONTINUES.
@@ -70,7 +69,6 @@ static_assert(!ANY_PLAIN || BOXES == 1, "only copies reach other boxes");
 static_assert(TILE_M % MMA_M == 0 || (TILE_M % 8 == 0 && MAJOR_OF_A == K_MAJOR), "pieces are whole");
 static_assert(TILE_M >= MMA_M || STORED == 0, "a box has 64 rows");
 static_assert(CONSUMERS == SHARERS || (CONSUMERS == 2 && SHARERS == 1), "two take turns");
-static_assert(CLUSTER == 1 || (!ANY_PLAIN && !TURNS), "copies reach other blocks, and all of a cluster go through a tile together");
 static_assert(B_BYTES % ATOM == 0, "what follows begins at a whole pattern of the swizzle");
 
 struct Shared {
@@ -82,26 +80,24 @@ struct Shared {
     __device__ char* b(int stage, int box) const { return a(stage, BOXES) + box * B_BYTES; }
 };
 
-// The tiles of a block, one after the other: `group` rows of clusters' tiles at a time, column by column. The last tile of a
-// cluster may lie beyond the rows.
+// The tiles of a block, one after the other: `group` rows of tiles at a time, column by column.
 struct Tiles {
-    static constexpr int ROWS_AT_ONCE = CLUSTER * TILE_M;
     const Args& p;
-    int units, across, index, row, column;
-    __device__ explicit Tiles(const Args& p) : p(p), index(static_cast<int>(blockIdx.x) / CLUSTER) {
-        units = (p.rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
+    int down, across, index, row, column;
+    __device__ explicit Tiles(const Args& p) : p(p), index(static_cast<int>(blockIdx.x)) {
+        down = (p.rows + TILE_M - 1) / TILE_M;
         across = (p.columns + TILE_N - 1) / TILE_N;
         place();
     }
-    __device__ bool done() const { return index >= units * across; }
+    __device__ bool done() const { return index >= down * across; }
     __device__ void advance(int tiles = 1) {
-        index += tiles * (static_cast<int>(gridDim.x) / CLUSTER);
+        index += tiles * static_cast<int>(gridDim.x);
         place();
     }
     __device__ void place() {
         if (done()) return;
-        const Place place = place_of(index, units, across, p.group);
-        row = place.row * ROWS_AT_ONCE + (CLUSTER > 1 ? static_cast<int>(rank_in_cluster()) * TILE_M : 0);
+        const Place place = place_of(index, down, across, p.group);
+        row = place.row * TILE_M;
         column = place.column * TILE_N;
     }
 };
@@ -152,7 +148,7 @@ __device__ void produce(const Args& p, const Shared& s, const TensorMap& map_a, 
                     if constexpr (!A_PLAIN)
                         load_tile<MAJOR_OF_A, TILE_M>(s.a(stage, i), map_a, s.full[stage], tile.row, at);
                     if constexpr (!B_PLAIN)
-                        load_tile<MAJOR_OF_B, TILE_N, CLUSTER>(s.b(stage, i), map_b, s.full[stage], tile.column, at);
+                        load_tile<MAJOR_OF_B, TILE_N>(s.b(stage, i), map_b, s.full[stage], tile.column, at);
                 }
             }
             if constexpr (A_PLAIN) gather<TILE_M>(s.a(stage, 0), p.a, p.a_row, p.a_inner, tile.row, k, p.rows, p.inner);
@@ -222,13 +218,13 @@ __device__ void multiply(const Args& p, const Shared& s, const Mine& mine, Slot<
         add_stage<Number, MAJOR_OF_A, MAJOR_OF_B, BOXES, A_BYTES, B_BYTES>(
             d, s.a(slot.stage, 0) + mine.part * PIECE, s.b(slot.stage, 0));
         products_done<1>();
-        if (block) give_back<CLUSTER>(s.empty[before]);
+        if (block) give_back(s.empty[before]);
         before = slot.stage;
     }
     if constexpr (TURNS) pass_turn(s, mine);
     products_done<0>();
     hold(d);
-    if (blocks) give_back<CLUSTER>(s.empty[before]);
+    if (blocks) give_back(s.empty[before]);
 }
 
 // A bias that has a number for each row, or for each column.
@@ -290,12 +286,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {
             full[i].init(ANY_PLAIN ? 1 + WARPGROUP : 1);
-            empty[i].init(CLUSTER * SHARERS * WARPS_OF_GROUP);
+            empty[i].init(SHARERS * WARPS_OF_GROUP);
         }
         for (Barrier& one : turn) one.init(WARPS_OF_GROUP);
         fence_init();
     }
-    CLUSTER > 1 ? sync_cluster() : __syncthreads();
+    __syncthreads();
     wait_for_prerequisites();
     launch_dependents();
     if (warp_index() < WARPS_OF_GROUP) {
@@ -305,6 +301,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if constexpr (MOVES_REGISTERS) take_registers<232>();
         consume(p, s, map_out);
     }
-    // No block may end while another one copies to it or arrives at its barriers.
-    if (CLUSTER > 1) sync_cluster();
 }
