@@ -13,44 +13,37 @@ MISSING = toolchain.why_no_compiler()
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
 BOXES = """
-#include <rl_kernels/cluster.cuh>
 #include <rl_kernels/tma.cuh>
 using namespace rlk;
-// Two blocks of a cluster: each copies one half of a box of 64 x 64 into both, tells both when it has read all of it,
-// and stores its own half.
+// A box of 64 x 64 comes, is read by all, and leaves with another first number.
 extern "C" __global__ void boxes(const __grid_constant__ TensorMap from, const __grid_constant__ TensorMap to,
                                  unsigned short* plain, int row, int column) {
     extern __shared__ char raw[];
-    __shared__ Barrier full, read;
+    __shared__ Barrier full;
     char* box = raw + (-shared_address(raw) & 1023);
-    const int rank = rank_in_cluster();
-    char* half = box + rank * 4096;
-    if (threadIdx.x == 0) full.init(1), read.init(2), fence_init();
-    sync_cluster();
     if (threadIdx.x == 0) {
+        full.init(1);
+        fence_init();
         full.arrive_expecting(8192);
-        load_box(half, from, row + rank * 32, column, full, 3);
+        load_box(box, from, row, column, full);
     }
+    __syncthreads();
     full.wait(0);
     for (int i = threadIdx.x; i < 4096; i += blockDim.x)
-        plain[rank * 4096 + i] = *(const unsigned short*)(box + swizzled<128>(2 * i));
+        plain[i] = *(const unsigned short*)(box + swizzled<128>(2 * i));
     __syncthreads();
-    if (threadIdx.x < 2) read.arrive_at(threadIdx.x);
-    read.wait(0);
-    // What both have read may be written: each changes the first number of its half.
     if (threadIdx.x == 0) {
-        *(unsigned short*)half = 0x3c00 + rank;
+        *(unsigned short*)box = 0x4200;
         fence_copies();
-        store_box(to, row + rank * 32, column, half);
+        store_box(to, row, column, box);
         commit_stores();
         stores_read<0>();
     }
-    sync_cluster();
 }
 """
 PRODUCTS = """
-#include <rl_kernels/cluster.cuh>
 #include <rl_kernels/tma.cuh>
+#include <rl_kernels/warpgroup.cuh>
 #include <rl_kernels/wgmma.cuh>
 using namespace rlk;
 #if DTYPE == 1
@@ -147,21 +140,18 @@ def test_the_headers_compile_without_a_warning_or_a_spill(name, dtype, majors):
 @pytest.mark.gpu
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize(("row", "column"), [(0, 0), (64, 40), (100, 136)])
-def test_boxes_for_all_of_a_cluster_and_out_again(row, column):
+def test_boxes_in_and_out_again(row, column):
     x = torch.randn(150, 168, device="cuda", dtype=torch.float16)
-    out, plain = torch.full_like(x, torch.nan), torch.empty(2, 64, 64, device="cuda", dtype=torch.float16)
-    maps = (tensor_map(value, (32, 64), swizzle=128) for value in (x, out))
-    load("boxes").launch(2, 128, *maps, plain, row, column, shared=ROOM, cluster=2)
+    out, plain = torch.full_like(x, torch.nan), torch.empty(64, 64, device="cuda", dtype=torch.float16)
+    maps = (tensor_map(value, (64, 64), swizzle=128) for value in (x, out))
+    load("boxes").launch(1, 128, *maps, plain, row, column, shared=ROOM)
     expected = torch.zeros(64, 64, device="cuda", dtype=torch.float16)
     part = x[row : row + 64, column : column + 64]
     expected[: part.shape[0], : part.shape[1]] = part
-    assert torch.equal(plain, expected.expand(2, 64, 64))
+    assert torch.equal(plain, expected)
     changed = torch.full_like(x, torch.nan)
     changed[row : row + 64, column : column + 64] = part
-    marks = torch.tensor([0x3C00, 0x3C01], device="cuda", dtype=torch.int16).view(torch.float16)
-    inside = [rank for rank in (0, 1) if row + 32 * rank < 150]
-    for rank in inside:
-        changed[row + 32 * rank, column] = marks[rank]
+    changed[row, column] = 3.0
     assert torch.equal(out.nan_to_num(7.0), changed.nan_to_num(7.0))
 
 

@@ -2,8 +2,8 @@
 // of stages, the order of tiles, and the chain of a tile.
 #pragma once
 
-#include <rl_kernels/cluster.cuh>
 #include <rl_kernels/tma.cuh>
+#include <rl_kernels/warpgroup.cuh>
 #include <rl_kernels/wgmma.cuh>
 
 namespace rlk {
@@ -35,26 +35,14 @@ __device__ inline Place place_of(int index, int down, int across, int group) {
     return {first + within % height, within / height};
 }
 
-// Starts the copy of 64 terms of K of an operand's tile of ROWS rows: at once, or MN_MAJOR in pieces of 64 rows. Of PEERS
-// blocks of a cluster each does so, and brings its share of the rows to all of them.
-template <Major MAJOR, int ROWS, int PEERS = 1>
+// Starts the copy of 64 terms of K of an operand's tile of ROWS rows: at once, or MN_MAJOR in pieces of 64 rows.
+template <Major MAJOR, int ROWS>
 __device__ inline void load_tile(char* target, const TensorMap& map, Barrier& full, int row, int k) {
-    constexpr int SHARE = ROWS / PEERS;
-    static_assert(PEERS == 1 || ROWS % (PEERS * (MAJOR == K_MAJOR ? 8 : SPAN)) == 0, "shares are whole patterns");
-    const int first = PEERS == 1 ? 0 : static_cast<int>(rank_in_cluster()) * SHARE;
-    const auto load = [&](int at, int y, int x) {
-        // A row of a K_MAJOR tile, and a row's part in a piece of an MN_MAJOR one, have as many bytes.
-        char* box = target + (first + at) * SWIZZLE;
-        if constexpr (PEERS == 1)
-            load_box(box, map, y, x, full);
-        else
-            load_box(box, map, y, x, full, (1u << PEERS) - 1);
-    };
     if constexpr (MAJOR == K_MAJOR) {
-        load(0, row + first, k);
+        load_box(target, map, row, k, full);
     } else {
 #pragma unroll
-        for (int i = 0; i < SHARE; i += SPAN) load(i, k, row + first + i);
+        for (int i = 0; i * SPAN < ROWS; ++i) load_box(target + i * PIECE, map, k, row + i * SPAN, full);
     }
 }
 
@@ -85,16 +73,9 @@ __device__ inline void add_stage(float (&d)[COUNT], const void* a, const void* b
     hold(d);
 }
 
-// A warp has read a stage, or its products are done: the producer may fill it again when all have said so. That of each
-// block of a cluster hears of it, where one brings what is for all.
-template <int PEERS = 1>
+// A warp has read a stage, or its products are done: the producer may fill it again when all have said so.
 __device__ inline void give_back(Barrier& empty) {
-    const int lane = threadIdx.x % WARP;
-    if constexpr (PEERS == 1) {
-        if (lane == 0) empty.arrive();
-    } else {
-        if (lane < PEERS) empty.arrive_at(lane);
-    }
+    if (threadIdx.x % WARP == 0) empty.arrive();
 }
 
 }  // namespace rlk

@@ -25,19 +25,6 @@ struct Barrier {
         asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(this)) : "memory");
     }
 
-    // Arrive at the same barrier of another block of the cluster, or of this one. It orders asynchronous reads that are known
-    // to be done, and nothing else: to release what the thread wrote to that block would drain all of its memory traffic.
-    __device__ void arrive_at(u32 rank) {
-        asm volatile(
-            "{\n"
-            ".reg .b32 there;\n"
-            "mapa.shared::cluster.u32 there, %0, %1;\n"
-            "mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [there];\n"
-            "}" ::"r"(shared_address(this)),
-            "r"(rank)
-            : "memory");
-    }
-
     // Wait until the phase of this parity is complete: 0 is the first. What the copies wrote is then visible.
     __device__ void wait(u32 parity) {
         asm volatile(

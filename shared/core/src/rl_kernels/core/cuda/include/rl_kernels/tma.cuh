@@ -40,16 +40,6 @@ __device__ inline void load_box(void* target, const TensorMap& map, int row, int
         : "memory");
 }
 
-// The same to every block of the cluster that is a bit of `blocks`: to the same place in the shared memory of each, and
-// each one's barrier counts the bytes.
-__device__ inline void load_box(void* target, const TensorMap& map, int row, int column, Barrier& barrier, u32 blocks) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-        "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(target)),
-        "l"(&map), "r"(column), "r"(row), "r"(shared_address(&barrier)), "h"(static_cast<unsigned short>(blocks))
-        : "memory");
-}
-
 // One thread starts the copy of a box out of shared memory; elements beyond the edges are not written. What other threads
 // wrote there must be fenced (fence_copies) by each of them and ordered before, as by a barrier.
 __device__ inline void store_box(const TensorMap& map, int row, int column, const void* source) {

@@ -1,4 +1,4 @@
-// Warpgroups of a block and blocks of a cluster: registers, barriers, ranks (sm_90a).
+// Warps and warpgroups that have roles of their own in a block: which one this is, registers, barriers (sm_90a).
 #pragma once
 
 #include <rl_kernels/ptx.cuh>
@@ -37,18 +37,6 @@ __device__ inline void take_registers() {
 // Waits for `threads` threads, whole warps, that come to barrier `id`, 1 to 15; 0 is that of __syncthreads.
 __device__ inline void sync_threads(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
-// Which block of its cluster this is.
-__device__ inline u32 rank_in_cluster() {
-    u32 rank;
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
-}
-
-// Waits for all threads of the cluster; before the end of a kernel whose blocks write to each other's shared memory, too.
-__device__ inline void sync_cluster() {
-    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
 }  // namespace rlk
