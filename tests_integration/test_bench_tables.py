@@ -1,5 +1,6 @@
 """The pages of the docs hold what the committed results say; tools/bench_tables.py makes them so."""
 
+import json
 import shutil
 import subprocess
 import sys
@@ -64,6 +65,16 @@ def tree(tmp_path):
     folder = tmp_path / "packages/fused-logp/benchmarks/results"
     folder.mkdir(parents=True)
     document().write(folder / "h200-goals.json")
+    (tmp_path / "tools/results").mkdir(parents=True)
+    step = {
+        "settings": dict(layers=4, hidden=64, vocab=99, dtype="bf16", prompts=2, samples=8, tokens=32, limit_gib=40.0),
+        "environment": dict(device="NVIDIA H200", date="today", torch="2.11.0", transformers="5", triton="3.6.0"),
+        "steps": {
+            "eager": {"ms": 64.0, "extra_mib": 15548.4, "largest": 32},
+            "rl-kernels": {"ms": 56.0, "extra_mib": 4277.5, "largest": 152},
+        },
+    }
+    (tmp_path / "tools/results/h200-grpo-step.json").write_text(json.dumps(step))
     return tmp_path
 
 
@@ -81,6 +92,7 @@ def test_results_are_written_into_the_pages(tree):
     assert "- ran on device NVIDIA H200, arch sm90" in page
     overview = (tree / "docs/benchmarks.md").read_text()
     assert "(bench-fused-logp-h200-goals.svg)" in overview
+    assert "| step, ms | 64.0 | 56.0 | 1.14 |" in overview
     before = (tree / "docs/bench-fused-logp-h200-goals.svg").read_bytes()
     assert tool("--root", tree).returncode == 0
     assert (tree / "docs/bench-fused-logp-h200-goals.svg").read_bytes() == before

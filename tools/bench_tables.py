@@ -2,12 +2,14 @@
 
 Reads packages/*/benchmarks/results/h200-*.json, which `rl-kernels bench --json` wrote. The tables of an operator go
 between the markers of its README, which is its page in the docs too; the plots go into docs/ and are shown by
-docs/benchmarks.md. Everything is derived from the results: where there are none, a page says so.
+docs/benchmarks.md, which also has the table of the whole step that `tools/grpo_step.py --json` timed. Everything is
+derived from the results: where there are none, a page says so.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -16,11 +18,13 @@ from pathlib import Path
 
 from rl_kernels.core.bench.plot import draw
 from rl_kernels.core.bench.record import Document, read
-from rl_kernels.core.bench.report import as_table, facts, remarks, tables
+from rl_kernels.core.bench.report import as_table, digits, facts, remarks, tables
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = "docs/benchmarks.md"
-MARKED = re.compile(r"(<!-- bench results -->\n).*?(<!-- end of bench results -->\n)", re.DOTALL)
+STEP = "tools/results/h200-grpo-step.json"
+BENCH, GRPO_STEP = "bench results", "grpo step"
+"""What markers in a page say."""
 NOTHING = "\nNo results are committed yet.\n\n"
 LONGEST = 100
 """Rows of a table that a page shows; of a longer one it shows the geometric means alone."""
@@ -55,6 +59,26 @@ def overview(packages: dict[str, dict[str, Document]]) -> str:
     return "\n" + "\n\n".join(lines) + "\n\n" if lines else NOTHING
 
 
+def step(file: Path) -> str:
+    """Return the table of a whole step, and what it was timed with."""
+    if not file.exists():
+        return NOTHING
+    found = json.loads(file.read_text(encoding="utf-8"))
+    given, steps, where = found["settings"], found["steps"], found["environment"]
+    sizes = f"{given['layers']} layers, hidden {given['hidden']}, vocabulary {given['vocab']}, {given['dtype']}"
+    batch = f"{given['prompts'] * given['samples']} sequences of {given['tokens']} tokens"
+    labels = {"ms": "step, ms", "extra_mib": "peak extra memory, MiB"}
+    labels["largest"] = f"sequences that fit in {given['limit_gib']:g} GiB"
+    ways = list(steps)
+    rows = [["", *ways, " / ".join(ways)]]
+    for key, label in labels.items():
+        values = [steps[way][key] for way in ways]
+        cells = [str(value) if isinstance(value, int) else digits(value) for value in values]
+        rows.append([label, *cells, f"{values[0] / values[1]:.2f}"])
+    ran = ", ".join(f"{name} {where[name]}" for name in ("device", "date", "torch", "transformers", "triton"))
+    return f"\nA Llama of {sizes}; {batch}:\n\n{as_table(rows)}\n\n- ran on {ran}\n\n"
+
+
 def plot_name(package: str, file: str) -> str:
     """Return the name of a picture in the docs."""
     return f"bench-{package}-{file}.svg"
@@ -62,12 +86,20 @@ def plot_name(package: str, file: str) -> str:
 
 def pages(root: Path, packages: dict[str, dict[str, Document]]) -> Iterator[tuple[Path, str]]:
     """Yield each page with the text that it should have."""
-    wanted = {root / "packages" / name / "README.md": section(found) for name, found in packages.items()}
-    for page, body in {**wanted, root / PAGE: overview(packages)}.items():
-        text = page.read_text(encoding="utf-8")
-        if not MARKED.search(text):
-            raise ValueError(f"{page.relative_to(root)}: expected the markers of bench results")
-        yield page, MARKED.sub(lambda match, body=body: match[1] + body + match[2], text)  # type: ignore[misc]
+    for name, found in packages.items():
+        page = root / "packages" / name / "README.md"
+        yield page, _filled(page, {BENCH: section(found)}, root)
+    yield root / PAGE, _filled(root / PAGE, {BENCH: overview(packages), GRPO_STEP: step(root / STEP)}, root)
+
+
+def _filled(page: Path, bodies: dict[str, str], root: Path) -> str:
+    text = page.read_text(encoding="utf-8")
+    for name, body in bodies.items():
+        marked = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end of {name} -->\n)", re.DOTALL)
+        if not marked.search(text):
+            raise ValueError(f"{page.relative_to(root)}: expected the markers of {name}")
+        text = marked.sub(lambda match, body=body: match[1] + body + match[2], text)  # type: ignore[misc]
+    return text
 
 
 def main(argv: list[str] | None = None) -> int:
