@@ -70,11 +70,14 @@ def step(file: Path) -> str:
     labels = {"ms": "step, ms", "extra_mib": "peak extra memory, MiB"}
     labels["largest"] = f"sequences that fit in {given['limit_gib']:g} GiB"
     ways = list(steps)
-    rows = [["", *ways, " / ".join(ways)]]
+    rows = [["", *ways, "gain"]]
     for key, label in labels.items():
         values = [steps[way][key] for way in ways]
+        if None in values:
+            continue
         cells = [str(value) if isinstance(value, int) else digits(value) for value in values]
-        rows.append([label, *cells, f"{values[0] / values[1]:.2f}"])
+        gain = values[1] / values[0] if key == "largest" else values[0] / values[1]
+        rows.append([label, *cells, f"{gain:.2f}"])
     ran = ", ".join(f"{name} {where[name]}" for name in ("device", "date", "torch", "transformers", "triton"))
     return f"\nA Llama of {sizes}; {batch}:\n\n{as_table(rows)}\n\n- ran on {ran}\n\n"
 

@@ -48,12 +48,13 @@ def test_values_are_those_of_native(loss_type: str, level: str) -> None:
         torch.testing.assert_close(found, expected, rtol=3e-5, atol=2e-5 * size)
 
 
+@pytest.mark.parametrize("alike", [False, True])
 @pytest.mark.parametrize("loss_type", FORMS)
-def test_packed_sequences_and_padding_change_no_bit(loss_type: str) -> None:
+def test_packed_sequences_and_padding_change_no_bit(loss_type: str, alike: bool) -> None:
     fixed = {"max_completion_length": LENGTH} if loss_type == "dr_grpo" else {}
-    call = _call(loss_type, **fixed)
+    call = _call(loss_type, **fixed, **({"rollout_ratio": None} if alike else {}))
     *expected, grad = _results(call)
-    names = ("current_logps", "old_logps", "ref_logps", "completion_mask", "rollout_ratio")
+    names = ("current_logps", "old_logps", "ref_logps", "completion_mask", *(() if alike else ("rollout_ratio",)))
     ends = torch.where(call["completion_mask"], torch.arange(1, LENGTH + 1, device=DEVICE), 0).amax(1)
     inside = torch.arange(LENGTH, device=DEVICE) < ends[:, None]
     offsets = torch.cat((ends.new_zeros(1), ends.cumsum(0))).int()
@@ -154,12 +155,40 @@ def test_nothing_but_the_three_kernels_is_launched(
     assert ops.names == []
 
 
+@pytest.mark.parametrize("alike", [False, True])
 @pytest.mark.parametrize("loss_type", ["grpo", "gspo"])
-def test_segments_of_a_sequence_share_what_it_decides(loss_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_segments_of_a_sequence_share_what_it_decides(
+    loss_type: str, alike: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from rl_kernels.grpo_loss import triton_objectives
 
-    call = _call(loss_type, 300)
+    call = _call(loss_type, 300, **({"rollout_ratio": None} if alike else {}))
+    call["completion_mask"][0, 256:] = False
     expected = _results(call, "native")
     monkeypatch.setattr(triton_objectives, "SEGMENT", 256)
     for found, value in zip(_results(call), expected, strict=True):
         torch.testing.assert_close(found, value, rtol=3e-5, atol=2e-5 * float(value.abs().max()))
+
+
+@pytest.mark.parametrize("length", [1024, 1025])
+@pytest.mark.parametrize("loss_type", ["gspo", "vespo"])
+def test_sequences_in_registers_and_longer_ones(loss_type: str, length: int) -> None:
+    call = _call(loss_type, length, rollout_ratio=None)
+    expected = _results(call, "native")
+    for found, value in zip(_results(call), expected, strict=True):
+        torch.testing.assert_close(found, value, rtol=3e-5, atol=2e-5 * float(value.abs().max()))
+
+
+@pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
+def test_a_segment_without_tokens_takes_nothing_of_an_infinite_ratio(
+    advantage: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rl_kernels.grpo_loss import triton_objectives
+
+    monkeypatch.setattr(triton_objectives, "SEGMENT", 256)
+    call = _call("gspo", 300, rollout_ratio=None, kl_correction=False)
+    call["old_logps"] = call["old_logps"] - 200.0
+    call["completion_mask"][:, 256:] = False
+    call["advantages"] = torch.full_like(call["advantages"], advantage)
+    loss = grpo_loss_from_advantages(**call, backend="triton").loss
+    assert loss == torch.inf if advantage < 0 else loss.isfinite()

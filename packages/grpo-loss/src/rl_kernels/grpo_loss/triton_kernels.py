@@ -101,7 +101,8 @@ def terms(
     ALIKE: tl.constexpr = not (PER_TOKEN or W_PER_TOKEN)
     # Then all of them have the policy term of the sequence, if it is a function of the ratio.
     SHARED: tl.constexpr = SEQ and ALIKE and KIND <= SAPO
-    RATIO: tl.constexpr = SEQ or KIND == VESPO
+    # A pass over the whole sequence comes first, and counts its tokens.
+    FIRST_PASS: tl.constexpr = SEQ or KIND == VESPO
     row, segment = (tl.program_id(0) // segments).to(tl.int64), tl.program_id(0) % segments
     batch = tl.full((), batch, tl.int64)
     if offsets is None:
@@ -160,9 +161,10 @@ def terms(
     count, log_weight = constant(1.0), constant(0.0)
     shared_ratio, shared_slope = tl.full((LANES,), 1.0, tl.float32), tl.zeros((LANES,), tl.float32)
     parts = 1 if WHOLE else tl.cdiv(size, SEGMENT)
+    # Active tokens of this segment; ``tokens`` are those of the sequence, ``count`` what is divided by.
     number, policy, kl = tl.zeros((), tl.int32), constant(0.0), constant(0.0)
-    if RATIO:
-        # The KL of a sequence's ratio, where it is all that its tokens differ in.
+    if FIRST_PASS:
+        # With a shared policy term the KL is all that is left to sum, and summed here; as it is for the ratio's slope.
         SUM_KL: tl.constexpr = HAS_REF and (SHARED or (SEQ and ALIKE and CORRECTED and slope is not None))
         OWN_WEIGHT: tl.constexpr = W_PER_TOKEN and KIND == VESPO
         other_of = ref if SUM_KL else None
@@ -207,6 +209,7 @@ def terms(
             v = shared_w
             if HAS_W:
                 v = rollout_weight(v, rollout_min, rollout_max, MODE)
+            # These kinds do not read x: any number stands for it.
             whole, through = policy_of(shared_w, ratio, shared_a, v, log_weight, n, KIND, BOUNDS, HAS_W)
             slope_of_all = tl.where(shared_a != 0.0, through, 0.0)
             # Without tokens, and without an advantage, it is 0 whatever the ratio is: 0 * inf is NaN.
@@ -261,7 +264,7 @@ def terms(
             )
             policy_sum += term
             kl_sum += k
-            if not RATIO:
+            if not FIRST_PASS:
                 counts += is_active.to(tl.int32)
             if slope is not None:
                 value = own
@@ -303,7 +306,7 @@ def terms(
     place = sums + segment.to(tl.int64) * QUANTITIES * batch + row
     if not SHARED:
         policy, kl = tree(policy_sum), tree(kl_sum)
-    if not RATIO:
+    if not FIRST_PASS:
         number = tl.sum(counts, 0)
     tl.store(place, policy)
     tl.store(place + batch, kl)

@@ -1,11 +1,11 @@
-"""Every objective in Triton, beyond the plain loss of ``triton_backend``: the same launches, sums and order of sums.
+"""Every objective in Triton, beyond the plain loss of ``triton_backend``: as many launches, and sums of the same kind.
 
 One program a segment of a sequence. What a whole sequence decides (its number of tokens, its ratio, the slope that its
 tokens share) each of its programs works out anew, in passes over the sequence before its own segment. Segments are
-added in ascending order in these too. Objectives with a pass that sums log-probabilities have up to 1024 lanes, in that
-pass and after it, all others 256: tokens of a sequence that is no longer stay in registers, those of a longer one are
-read from memory once and then from the cache. A policy term that all tokens of a sequence share is not summed but
-multiplied by their number.
+added in ascending order in these too. Objectives of which such a pass sums log-probabilities have up to 1024 lanes, in
+that pass and after it: of a sequence that is no longer all tokens stay in registers, those of a longer one are read
+from memory once and then from the cache. All others have 256. A policy term that all tokens of a sequence share is not
+summed but multiplied by their number, and a KL weighted by the ratio of the sequence is multiplied after it is summed.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ WARP = 128
 WIDE = 1024
 """Most lanes of the sums of objectives with a pass over each sequence before its terms: so few sequences are at work at
 a time that the second reading finds them in the cache."""
-SHARE = 256
-"""Lanes of one warp there, but for sequences that fit into its registers."""
+SHARE, NARROW = 256, 1024
+"""Lanes of one warp there; and where one warp holds a whole sequence in its registers."""
 REDUCE_WARPS = 4
 KINDS = {"clip": 0, "sapo": 1, "cispo": 2, "vespo": 3, "reinforce": 4}
 BOUNDS = {"none": 0, "delta": 1, "dual": 2}
@@ -95,9 +95,8 @@ def _launch_terms(
     lanes = lanes_for(min(max(call.length, 1), SEGMENT), WARP, WIDE if by_sequence else LANES)
     is_whole = by_sequence and lanes >= call.length
     per_token, w_per_token = scores.values.ndim == 2, w is not None and w.ndim == 2
-    # Where registers hold a sequence and its sums, one warp has room for 1024 tokens.
-    is_narrow = is_whole and not call.with_metrics and not w_per_token
-    share = (4 * SHARE if is_narrow else SHARE) if by_sequence else WARP
+    fits_one_warp = is_whole and not call.with_metrics and not w_per_token
+    share = (NARROW if fits_one_warp else SHARE) if by_sequence else WARP
     # In the order in which the kernel reads them.
     numbers: tuple[float, ...] = (
         1 - n.clip_low,
