@@ -28,6 +28,10 @@ BATCH_S, BUDGET_S = 0.01, 0.1
 REPLAYS_S = 0.002
 """How long the replays between two events take at least: the launch of the first is then no share of the time."""
 
+SETTLED_S = 0.1
+"""How long something is repeated before it is timed: its clocks are then its own, and not those that a GPU near its limit
+of power was left with by what ran before, such as a definition in FP64."""
+
 
 @dataclass(frozen=True)
 class Effort:
@@ -182,6 +186,7 @@ def _between_events(run: Run, effort: Effort) -> float:
 
     for _ in range(max(effort.warmup, 1)):
         estimate = sample(1)
+    sample(max(1, int(SETTLED_S / max(estimate, 1e-9))))
     count = max(1, int(REPLAYS_S / max(estimate, 1e-9)))
     return statistics.median(sample(count) for _ in range(effort.samples(estimate * count)))
 
