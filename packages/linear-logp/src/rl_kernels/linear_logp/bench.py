@@ -33,6 +33,7 @@ SETS = {
         Shape((4096, 2048, 50257)),
         Shape((4096, 2048, 151936), without=COMPILE),
         Shape((4096, 4096, 128256)),
+        Shape((8192, 4096, 151936)),
         *(Shape((rows, 2048, 131072), note="decode", without=COMPILE) for rows in (1, 8, 64)),
         Shape((1023, 2048, 50257), MASKED, "ragged, 40 % ignored", without=COMPILE),
     ),

@@ -30,12 +30,14 @@ HEIGHT, INNER, SWIZZLE, CHUNK = 64, 64, 128, 16
 WARPGROUP, ALIGNMENT = 128, 1024
 SHARED = 227 * 1024
 """Bytes of shared memory that a block may have."""
+STAGE = (HEIGHT + BLOCK) * SWIZZLE
+"""Bytes of a stage."""
 BOXES = 2 * HEIGHT * SWIZZLE
 """Bytes of the boxes through which a consumer's part of dz leaves."""
 
 
 class Cut(NamedTuple):
-    """How rows are cut: ``groups`` times 64 of them make a tile."""
+    """How rows are cut: ``groups`` times 64 of them, each with a consumer of its own, make a tile."""
 
     groups: int
 
@@ -54,18 +56,13 @@ class Cut(NamedTuple):
         """Return the threads of a block."""
         return (self.groups + 1) * WARPGROUP
 
-    @property
-    def stage(self) -> int:
-        """Return the bytes of a stage."""
-        return (self.rows + BLOCK) * SWIZZLE
-
     def stages(self, file: str) -> int:
         """Return the stages that there is room for."""
-        return (SHARED - ALIGNMENT - self._boxes(file)) // self.stage
+        return (SHARED - ALIGNMENT - self._boxes(file)) // STAGE
 
     def shared(self, file: str) -> int:
         """Return the bytes of dynamic shared memory of a block."""
-        return self.stages(file) * self.stage + self._boxes(file) + ALIGNMENT
+        return self.stages(file) * STAGE + self._boxes(file) + ALIGNMENT
 
     def blocks(self, count: int, vocab: int, device: int) -> int:
         """Return the blocks of a part of the forward pass: one where whole units would leave multiprocessors idle."""
@@ -118,7 +115,7 @@ class Operands(NamedTuple):
             sort = kernel(made, "sort_tiles", f"({INPUTS})P", device)
             sort.launch(1, 1024, *(None, None, ids, None, *numbers), order)
         maps = (
-            tensor_map(hidden, (cut.rows, INNER), swizzle=SWIZZLE),
+            tensor_map(hidden, (HEIGHT, INNER), swizzle=SWIZZLE),
             tensor_map(inputs.weight, (BLOCK, INNER), swizzle=SWIZZLE),
         )
         return cls(cut, maps, (bias, temperatures, ids, order, *numbers))

@@ -74,8 +74,7 @@ static_assert(B_BYTES % ATOM == 0, "what follows begins at a whole pattern of th
 struct Shared {
     char* stages;
     char* boxes;
-    // Consumer g of two that take turns waits for turn[g].
-    Barrier *full, *empty, *turn;
+    Barrier *full, *empty, *turns;
     __device__ char* a(int stage, int box) const { return stages + stage * STAGE_BYTES + box * A_BYTES; }
     __device__ char* b(int stage, int box) const { return a(stage, BOXES) + box * B_BYTES; }
 };
@@ -203,14 +202,10 @@ __device__ void begin(const Args& p, const Mine& mine, const Tiles& tile, Sums& 
         each_inside(p, mine, tile, d, [](float& sum, const char* at) { sum = *reinterpret_cast<const float*>(at); });
 }
 
-// The other consumer may multiply: no stage that is still to come in this tile could be taken for one of its own.
-__device__ void pass_turn(const Shared& s, const Mine& mine) {
-    if (mine.thread % WARP == 0) s.turn[1 - mine.group].arrive();
-}
-
 // The whole chain of a tile.
-__device__ void multiply(const Args& p, const Shared& s, const Mine& mine, Slot<STAGES>& slot, Sums& d) {
+__device__ void multiply(const Args& p, const Shared& s, const Mine& mine, Slot<STAGES>& slot, Turns& turns, Sums& d) {
     const int blocks = blocks_of(p.inner);
+    if constexpr (TURNS) turns.wait();
     int before = 0;
 #pragma unroll 1
     for (int block = 0; block < blocks; ++block, slot.advance()) {
@@ -221,7 +216,7 @@ __device__ void multiply(const Args& p, const Shared& s, const Mine& mine, Slot<
         if (block) give_back(s.empty[before]);
         before = slot.stage;
     }
-    if constexpr (TURNS) pass_turn(s, mine);
+    if constexpr (TURNS) turns.pass();
     products_done<0>();
     hold(d);
     if (blocks) give_back(s.empty[before]);
@@ -257,14 +252,12 @@ __device__ void consume(const Args& p, const Shared& s, const TensorMap& map_out
     const Mine mine;
     Slot<STAGES> slot;
     Tiles tile(p);
-    // The first turn is that of consumer 0, for which nobody has to arrive.
-    u32 parity = mine.group == 0;
+    Turns turns(s.turns, mine.group);
     if (TURNS && mine.group == 1) tile.advance(), slot.skip(blocks_of(p.inner));
-    for (; !tile.done(); tile.advance(TURNS ? 2 : 1), parity ^= 1) {
+    for (; !tile.done(); tile.advance(TURNS ? 2 : 1)) {
         Sums d;
         begin(p, mine, tile, d);
-        if constexpr (TURNS) s.turn[mine.group].wait(parity);
-        multiply(p, s, mine, slot, d);
+        multiply(p, s, mine, slot, turns, d);
         if constexpr (TURNS) slot.skip(blocks_of(p.inner));
         if (p.bias_along == 1) add_bias<true>(p, mine, tile, d);
         if (p.bias_along == 2) add_bias<false>(p, mine, tile, d);
@@ -279,16 +272,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     det_gemm(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
              const __grid_constant__ TensorMap map_out, const __grid_constant__ Args p) {
     extern __shared__ char raw[];
-    __shared__ Barrier full[STAGES], empty[STAGES], turn[2];
+    __shared__ Barrier full[STAGES], empty[STAGES], turns[2];
     // The swizzle begins anew at multiples of 1024 bytes.
     char* stages = raw + (-shared_address(raw) & (ATOM - 1));
-    const Shared s = {stages, stages + STAGES * STAGE_BYTES, full, empty, turn};
+    const Shared s = {stages, stages + STAGES * STAGE_BYTES, full, empty, turns};
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {
             full[i].init(ANY_PLAIN ? 1 + WARPGROUP : 1);
             empty[i].init(SHARERS * WARPS_OF_GROUP);
         }
-        for (Barrier& one : turn) one.init(WARPS_OF_GROUP);
+        Turns::init(turns);
         fence_init();
     }
     __syncthreads();

@@ -3,9 +3,11 @@
 // A logit is a canonical chain over D, as det_gemm's; + bias in FP32. No tile, stage, row or batch changes it, and the
 // forward and the backward pass form it by the same code.
 //
-//   block      a producer warp, and GROUPS consumer warpgroups; it stays, and takes unit after unit
+//   block      a producer warp, and GROUPS consumer warpgroups, 1 or 2; it stays, and takes unit after unit
 //   tile       64 GROUPS rows x 256 columns; consumer g has the rows from 64 g in its registers (wgmma.cuh)
-//   stage      64 terms of D of both operands of a tile in shared memory, swizzled; STAGES of them go round
+//   turns      of two consumers one multiplies while the other does what is to be done with its logits: the columns come
+//              once for each, the second time from the L2 cache, which costs less than tensor cores that wait
+//   stage      64 terms of D of 64 rows and of the columns in shared memory, swizzled; STAGES of them go round
 //
 // Defines: DTYPE 1 BF16, 2 FP16; ENTROPY 0 or 1; GROUPS, STAGES.
 #pragma once
@@ -23,7 +25,8 @@ using Number = FP16;
 
 constexpr int TILE_M = MMA_M * GROUPS, TILE_N = 256;
 constexpr int INNER = SPAN;
-constexpr int A_BYTES = TILE_M * SWIZZLE, B_BYTES = TILE_N * SWIZZLE, STAGE_BYTES = A_BYTES + B_BYTES;
+constexpr bool TURNS = GROUPS == 2;
+constexpr int A_BYTES = MMA_M * SWIZZLE, B_BYTES = TILE_N * SWIZZLE, STAGE_BYTES = A_BYTES + B_BYTES;
 constexpr int THREADS = (GROUPS + 1) * WARPGROUP;
 
 using Sums = float[TILE_N / 2];
@@ -75,14 +78,14 @@ struct Walk {
 // The ring of stages, with which a block's dynamic shared memory begins.
 struct Ring {
     char* stages;
-    Barrier *full, *spare;
+    Barrier *full, *spare, *turns;
 
     __device__ Ring() {
         extern __shared__ char memory[];
-        __shared__ Barrier barriers[2 * STAGES];
+        __shared__ Barrier barriers[2 * STAGES + 2];
         // The swizzle begins anew at multiples of 1024 bytes.
         stages = memory + (-shared_address(memory) & (ATOM - 1));
-        full = barriers, spare = barriers + STAGES;
+        full = barriers, spare = full + STAGES, turns = spare + STAGES;
     }
     __device__ char* a(int stage) const { return stages + stage * STAGE_BYTES; }
     __device__ char* b(int stage) const { return a(stage) + A_BYTES; }
@@ -91,7 +94,8 @@ struct Ring {
     // By all threads, before their work.
     __device__ void open() const {
         if (threadIdx.x == 0) {
-            for (int i = 0; i < STAGES; ++i) full[i].init(1), spare[i].init(GROUPS * WARPS_OF_GROUP);
+            for (int i = 0; i < STAGES; ++i) full[i].init(1), spare[i].init(WARPS_OF_GROUP);
+            Turns::init(turns);
             fence_init();
         }
         __syncthreads();
@@ -100,16 +104,18 @@ struct Ring {
 
 __device__ inline int stages_of(int inner) { return (inner + INNER - 1) / INNER; }
 
-// By an elected thread: brings the stages of the tile at (row, column).
+// By an elected thread: brings the stages of the tile at (row, column), those of one consumer after those of the other.
 __device__ inline void produce(const Ring& ring, Slot<STAGES>& slot, const TensorMap& hidden, const TensorMap& weight,
                                int row, int column, int stages) {
+    for (int group = 0; group < GROUPS; ++group) {
 #pragma unroll 1
-    for (int i = 0; i < stages; ++i, slot.advance()) {
-        Barrier& full = ring.full[slot.stage];
-        ring.spare[slot.stage].wait(slot.parity ^ 1);
-        full.arrive_expecting(STAGE_BYTES);
-        load_tile<K_MAJOR, TILE_M>(ring.a(slot.stage), hidden, full, row, i * INNER);
-        load_tile<K_MAJOR, TILE_N>(ring.b(slot.stage), weight, full, column, i * INNER);
+        for (int i = 0; i < stages; ++i, slot.advance()) {
+            Barrier& full = ring.full[slot.stage];
+            ring.spare[slot.stage].wait(slot.parity ^ 1);
+            full.arrive_expecting(STAGE_BYTES);
+            load_tile<K_MAJOR, MMA_M>(ring.a(slot.stage), hidden, full, row + group * MMA_M, i * INNER);
+            load_tile<K_MAJOR, TILE_N>(ring.b(slot.stage), weight, full, column, i * INNER);
+        }
     }
 }
 
@@ -124,22 +130,26 @@ struct Mine {
     }
 };
 
-// The whole chain of a tile.
-__device__ inline void multiply(const Ring& ring, int stages, const Mine& mine, Slot<STAGES>& slot, Sums& d) {
+// The whole chain of a tile: of its stages in the ring, those of this consumer.
+__device__ inline void multiply(const Ring& ring, int stages, const Mine& mine, Slot<STAGES>& slot, Turns& turns, Sums& d) {
     int before = 0;
+    slot.skip(stages * mine.group);
+    if constexpr (TURNS) turns.wait();
 #pragma unroll
     for (int i = 0; i < TILE_N / 2; ++i) d[i] = 0.0f;
 #pragma unroll 1
     for (int i = 0; i < stages; ++i, slot.advance()) {
         ring.full[slot.stage].wait(slot.parity);
-        add_stage<Number, K_MAJOR, K_MAJOR, 1, 0, 0>(d, ring.a(slot.stage) + mine.group * PIECE, ring.b(slot.stage));
+        add_stage<Number, K_MAJOR, K_MAJOR, 1, 0, 0>(d, ring.a(slot.stage), ring.b(slot.stage));
         products_done<1>();
         if (i) give_back(ring.spare[before]);
         before = slot.stage;
     }
+    if constexpr (TURNS) turns.pass();
     products_done<0>();
     hold(d);
     if (stages) give_back(ring.spare[before]);
+    slot.skip(stages * (GROUPS - 1 - mine.group));
 }
 
 // Calls f(sum, column) for each of a thread's sums, with its column from the tile's first one on.

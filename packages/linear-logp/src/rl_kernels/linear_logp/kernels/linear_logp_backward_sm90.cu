@@ -91,11 +91,12 @@ __device__ void consume(const Args& p, const Ring& ring, const TensorMap& dz) {
         Boxes::store(boxes, 1 + mine.group, dz, walk.row + mine.group * MMA_M, column, d);
     };
     Slot<STAGES> slot;
+    Turns turns(ring.turns, mine.group);
     for (Walk walk(p, 0, p.computed(), p.across()); !walk.done(); walk.advance()) {
         const int row = walk.row + mine.row, column = p.begin + walk.unit * TILE_N;
         const Row low(p, row, column + mine.column), high(p, row + 8, column + mine.column);
         Sums d;
-        multiply(ring, stages, mine, slot, d);
+        multiply(ring, stages, mine, slot, turns, d);
         add_bias(p, mine, column, d);
         differentiate<0>(low, d);
         differentiate<1>(high, d);

@@ -101,6 +101,7 @@ __device__ void consume(const Args& p, const Ring& ring) {
     const Mine mine;
     const int stages = stages_of(p.inner);
     Slot<STAGES> slot;
+    Turns turns(ring.turns, mine.group);
     for (Walk walk(p, 0, p.computed(), p.across()); !walk.done(); walk.advance()) {
         const int row = walk.row + mine.row;
         Pairs pairs[2];
@@ -117,7 +118,7 @@ __device__ void consume(const Args& p, const Ring& ring) {
         int block = 0;
         for (int column = begin; column < end; column += TILE_N, ++block) {
             Sums d;
-            multiply(ring, stages, mine, slot, d);
+            multiply(ring, stages, mine, slot, turns, d);
             add_bias(p, mine, column, d);
             finish_logits(p, mine, row, column, target, d);
             pairs[0].add(block, state_of<0>(d, c[0]), c[0]);

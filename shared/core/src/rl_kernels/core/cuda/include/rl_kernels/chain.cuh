@@ -24,6 +24,30 @@ struct Slot {
     }
 };
 
+// Two consumers of one ring take turns with tiles of their own: one multiplies while the other does what comes after. In the
+// ring the stages of their tiles follow each other.
+struct Turns {
+    Barrier* barriers;
+    int mine;
+    // The first turn is that of consumer 0, for which nobody has to arrive.
+    u32 parity;
+    __device__ Turns(Barrier* barriers, int mine) : barriers(barriers), mine(mine), parity(mine == 0) {}
+
+    // One thread does it for two barriers, before any other touches them.
+    __device__ static void init(Barrier* barriers) {
+        for (int i = 0; i < 2; ++i) barriers[i].init(WARPS_OF_GROUP);
+    }
+    // Before the first stage of a tile.
+    __device__ void wait() {
+        barriers[mine].wait(parity);
+        parity ^= 1;
+    }
+    // After the last one has come: none that is still to come could be taken for one of the other's.
+    __device__ void pass() const {
+        if (threadIdx.x % WARP == 0) barriers[1 - mine].arrive();
+    }
+};
+
 // Row and column of tile number `index` of down x across, where `group` rows of tiles at a time are gone through column by
 // column: what those share stays in the L2 cache.
 struct Place {
