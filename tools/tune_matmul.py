@@ -46,6 +46,7 @@ FEW = tuple(
 CUDA = (
     *(CudaSchedule(128, columns) for columns in (256, 192, 160, 128)),
     *(CudaSchedule(64, columns, turns=True) for columns in (256, 192)),
+    CudaSchedule(64, 128),
     CudaSchedule(64, 64, inner=128),
     *(CudaSchedule(rows, columns, 256, group=1, swapped=True) for columns in (8, 16) for rows in (64, 32)),
     *(

@@ -72,13 +72,22 @@ def test_few_rows_are_read_at_once_and_schedules_are_possible(majors):
 
 
 def test_expected_time_counts_rounds_stages_and_what_is_continued():
-    one = Candidate(Schedule(64, 64, 128), start=1.0, tile=2.0, stage=0.5, alone=0.25, continued=4.0)
-    times = [one.time(64 * tiles, 64, 300, 2) for tiles in (1, 2, 3)]
+    one = Candidate(Schedule(128, 128, 128), start=1.0, tile=2.0, stage=0.5, alone=0.25, continued=4.0)
+    times = [one.time(128 * tiles, 128, 300, 2) for tiles in (1, 2, 3)]
     assert times == [1.0 + 2.0 + 1.5, 1.0 + 2.0 + 1.5, 1.0 + 2 * 3.5]
-    assert one.time(64, 64, 300, 2, True) == times[0] + 4.0
-    few = Candidate(Schedule(16, 8, 256, swapped=True), start=1.0, tile=0.0, stage=1.0, alone=0.25, continued=0.0)
+    assert one.time(128, 128, 300, 2, True) == times[0] + 4.0
+
+
+@pytest.mark.parametrize("schedule", [Schedule(64, 128), Schedule(16, 8, 64, swapped=True)])
+def test_a_last_round_of_few_tiles_that_wait_for_their_operands_takes_less(schedule):
+    few = Candidate(schedule, start=1.0, tile=0.0, stage=1.0, alone=0.25, continued=0.0)
+    m, n = (8, 16) if schedule.swapped else (64, 128)
+
+    def time(tiles):
+        return few.time(m, n * tiles, 64, 4)
+
     # Half of the multiprocessors share the memory, so each has twice as much of it.
-    assert [few.time(8, 16 * tiles, 256, 4) for tiles in (1, 2, 4, 5)] == [1.25, 1.5, 2.0, 1.0 + 2 * 0.625]
+    assert [time(tiles) for tiles in (1, 2, 4, 5, 7)] == [1.25, 1.5, 2.0, 2.25, 2.75]
 
 
 class Launched:

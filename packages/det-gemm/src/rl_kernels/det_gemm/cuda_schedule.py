@@ -1,8 +1,8 @@
 """How a product is laid out on a Hopper GPU by ``kernels/det_gemm_sm90.cu``: frozen, nothing is timed at run time.
 
 Any schedule gives the same bits, so the choice may follow all sizes. ``tuned/h200.json`` holds the speed of each as it
-was measured, those of few rows before their launches were dependent, and the one that is expected to take least time is
-taken.
+was measured, those of few rows before their launches were dependent, those of tiles of 64 x 64 and 64 x 128 on products of
+128 rows; and the one that is expected to take least time is taken.
 """
 
 from __future__ import annotations
@@ -52,6 +52,11 @@ class Schedule:
         """Return the number of consumer warpgroups."""
         return 2 if self.turns else max(self.rows // ROWS, 1)
 
+    @property
+    def waits(self) -> bool:
+        """Say whether its tiles take the time in which their operands come, and not that of their products."""
+        return self.swapped or self.rows * self.columns <= ROWS * 2 * ROWS
+
     def stage_bytes(self, right: int) -> int:
         """Return the bytes of a stage; ``right`` says how the right operand of a tile lies."""
         columns = -(-self.columns // BOX) * BOX if right == MN_MAJOR else self.columns
@@ -78,7 +83,7 @@ class Schedule:
         if left == MN_MAJOR and cut.rows < ROWS:
             cut = replace(cut, rows=ROWS)
         # Pieces of 64 columns, whatever of them is needed: no room is left for long stages.
-        return replace(cut, inner=BOX) if right == MN_MAJOR and cut.inner > BOX else cut
+        return replace(cut, inner=BOX) if right == MN_MAJOR and cut.columns % BOX else cut
 
 
 FEW = 64
@@ -109,12 +114,12 @@ class Candidate:
         """Return the microseconds that a product is expected to take on so many multiprocessors."""
         cut = self.schedule
         rows, columns = (n, m) if cut.swapped else (m, n)
-        units = cut.units(rows, columns)
-        rounds, stages = -(-units // processors), -(-k // cut.inner)
-        # Where reading the weights is what takes the time, the fewer blocks there are, the more of it is for each.
-        share = units / (rounds * processors) if cut.swapped else 1.0
-        tile = self.tile + (self.continued if continues else 0.0)
-        return self.start + rounds * (tile + stages * max(self.alone, self.stage * share))
+        rounds, rest = divmod(cut.units(rows, columns), processors)
+        tile, stage = self.tile + (self.continued if continues else 0.0), max(self.alone, self.stage)
+        # In the last round: the fewer tiles wait for their operands, the sooner these come.
+        last = max(self.alone, self.stage * rest / processors) if cut.waits else stage
+        stages = -(-k // cut.inner) * (rounds * stage + (last if rest else 0.0))
+        return self.start + (rounds + bool(rest)) * tile + stages
 
 
 @functools.lru_cache(maxsize=4096)
