@@ -22,8 +22,8 @@ class Played:
 
     def __init__(self, capturable):
         self.capturable, self.seconds, self.inside, self.graph, self.calls = capturable, 0.0, False, [], 0
-        # Until then a replay takes so many times as long.
-        self.slow, self.slow_s = 1, 0.0
+        # How many times as long a replay takes at some time.
+        self.slowness = lambda seconds: 1.0
 
     def call(self, result):
         def run():
@@ -40,14 +40,17 @@ class Played:
 
     @contextmanager
     def capture(self, graph):
-        self.inside = True
+        self.inside, self.graph = True, []
         try:
             yield
         finally:
             self.inside = False
 
     def replay(self):
-        self.seconds += sum(self.graph) * (self.slow if self.seconds < self.slow_s else 1)
+        self.take(sum(self.graph))
+
+    def take(self, seconds):
+        self.seconds += seconds * self.slowness(self.seconds)
 
 
 @pytest.fixture
@@ -93,18 +96,29 @@ def played(monkeypatch, request):
 @pytest.mark.parametrize(("played", "how"), [(True, GRAPH), (False, EVENTS)], indirect=["played"])
 @pytest.mark.parametrize("copies", [1, 3])
 def test_device_time_is_that_of_one_call(played, how, copies):
-    timing, kept = measure.measure([played.call(i) for i in range(copies)], GPU, Effort())
+    timing, result, clock = measure.measure([played.call(i) for i in range(copies)], GPU, Effort())
     assert timing.ms == pytest.approx(CALL_S * 1e3)
-    assert (timing.how, timing.copies, timing.extra_mib) == (how, copies, 1.0)
-    assert kept == 0
+    assert (timing.how, timing.copies, timing.extra_mib, timing.beside_ms) == (how, copies, 1.0, None)
+    assert result == 0
     assert timing.call_us > 0
+    assert (clock.calls, clock.how) == (copies, how)
 
 
 @pytest.mark.parametrize("played", [True], indirect=True)
 def test_clocks_that_are_low_from_what_ran_before_are_not_timed(played):
-    played.slow, played.slow_s = 2, 0.09
-    timing, _ = measure.measure([played.call(0)], GPU, Effort(iters=1, warmup=1))
+    played.slowness = lambda seconds: 2 if seconds < 0.09 else 1
+    timing = measure.measure([played.call(0)], GPU, Effort(iters=1, warmup=1)).timing
     assert timing.ms == pytest.approx(CALL_S * 1e3)
+
+
+@pytest.mark.parametrize("played", [True], indirect=True)
+def test_what_is_timed_beside_something_takes_turns_with_it(played):
+    played.slowness = lambda seconds: 1 + 10 * seconds
+    ours = measure.measure([played.call(0)], GPU, Effort())
+    beside = measure.Clock(lambda: played.take(2 * CALL_S), 2, lambda: None, GRAPH)
+    timing = measure.measure([played.call(0)], GPU, Effort(), beside=beside).timing
+    assert timing.ms == pytest.approx(timing.beside_ms, rel=0.05)
+    assert timing.ms > 1.5 * ours.timing.ms
 
 
 @pytest.mark.parametrize("played", [True], indirect=True)
@@ -138,19 +152,19 @@ def test_launches_and_waits_are_counted_where_they_are_asked_for(played, monkeyp
             for text in ("called a synchronizing CUDA operation", "another", "called a synchronizing CUDA operation"):
                 warnings.warn(text, stacklevel=1)
 
-    timing, _ = measure.measure([run], GPU, Effort(launches=True))
+    timing = measure.measure([run], GPU, Effort(launches=True)).timing
     assert (timing.launches, timing.waits) == (2, 2)
     assert modes == ["default", "warn", "default"]
-    timing, _ = measure.measure([run], GPU, Effort())
+    timing = measure.measure([run], GPU, Effort()).timing
     assert (timing.launches, timing.waits, len(profiled)) == (None, None, 1)
-    timing, _ = measure.measure([run], torch.device("cpu"), Effort(iters=1, launches=True))
+    timing = measure.measure([run], torch.device("cpu"), Effort(iters=1, launches=True)).timing
     assert (timing.launches, timing.waits) == (None, None)
 
 
 def test_a_cpu_has_wall_time_alone():
-    timing, kept = measure.measure([lambda: 5], torch.device("cpu"), Effort(iters=2, warmup=0))
+    timing, result, clock = measure.measure([lambda: 5], torch.device("cpu"), Effort(iters=2, warmup=0))
     assert timing.ms * 1e3 == pytest.approx(timing.call_us)
-    assert (timing.how, timing.extra_mib, kept) == (WALL, None, 5)
+    assert (timing.how, timing.extra_mib, result, clock) == (WALL, None, 5, None)
 
 
 def test_a_call_s_time_is_its_share_of_a_batch(monkeypatch):
@@ -180,11 +194,12 @@ def test_copies_go_beyond_the_cache(monkeypatch):
     properties = SimpleNamespace(L2_cache_size=4000)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(Arena, "inputs", {"x": torch.randn(100)})
-    arena = Arena(spec, Case("toy", {"n": 100}), "fp32", GPU)
-    assert len(arena.copies()) == 20
-    storages = {copy["x"].data_ptr() for copy in arena.copies()}
-    assert len(storages) == 20
+
+    def copies():
+        return Arena(spec, Case("toy", {"n": 100}), "fp32", GPU).copies
+
+    assert len({copy["x"].data_ptr() for copy in copies()}) == len(copies()) == 20
     properties.L2_cache_size = 100
-    assert len(arena.copies()) == 1
+    assert len(copies()) == 1
     properties.L2_cache_size = 2**30
-    assert len(arena.copies()) == 64
+    assert len(copies()) == 64

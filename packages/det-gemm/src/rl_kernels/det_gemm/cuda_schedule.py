@@ -1,8 +1,8 @@
 """How a product is laid out on a Hopper GPU by ``kernels/det_gemm_sm90.cu``: frozen, nothing is timed at run time.
 
 Any schedule gives the same bits, so the choice may follow all sizes. ``tuned/h200.json`` holds the speed of each as it
-was measured, those of few rows before their launches were dependent, those of tiles of 64 x 64 and 64 x 128 on products of
-128 rows; and the one that is expected to take least time is taken.
+was measured, those of few rows before their launches were dependent, those of 64 x 64 and 64 x 128 on products of 128
+rows; and the one that is expected to take least time is taken.
 """
 
 from __future__ import annotations

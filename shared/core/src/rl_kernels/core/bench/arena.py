@@ -73,8 +73,9 @@ class Arena:
             name: draw.normal(*value.shape, dtype=value.dtype) for name, value in outputs.items() if value.requires_grad
         }
 
+    @functools.cached_property
     def copies(self) -> list[Inputs]:
-        """Return the inputs in so many copies that a round through them finds nothing in the L2 cache."""
+        """The inputs in so many copies that a round through them finds nothing in the L2 cache."""
         if self.device.type != "cuda":
             return [self.inputs]
         cache = torch.cuda.get_device_properties(self.device).L2_cache_size

@@ -1,16 +1,18 @@
 """Clocks: device time of calls in a CUDA graph, wall time of real calls, peak extra memory, and what the device can do.
 
 Device time is that of a graph that calls through every copy of the inputs, where the call can be captured; else of
-events around plain calls. On a CPU there is the wall time alone.
+events around plain calls. What is timed beside something else takes turns with it: near its limit of power a GPU moves
+its clocks by what runs, and by what ran before. On a CPU there is the wall time alone.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,8 +31,10 @@ REPLAYS_S = 0.002
 """How long the replays between two events take at least: the launch of the first is then no share of the time."""
 
 SETTLED_S = 0.1
-"""How long something is repeated before it is timed: its clocks are then its own, and not those that a GPU near its limit
-of power was left with by what ran before, such as a definition in FP64."""
+"""How long something runs before it is timed: the clocks are then not those that something else has left, such as a
+definition in FP64."""
+LEAST_S = 1e-6
+"""What a play is taken to last at least, whatever the events say."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,7 @@ class Timing:
         copies: of the inputs that were gone through.
         launches: of kernels, copies and fills by one call; None if they were not counted.
         waits: of the host for the device in one call; None likewise.
+        beside_ms: of device time of a call of what it took turns with; None if it was timed alone.
     """
 
     ms: float
@@ -67,6 +72,31 @@ class Timing:
     copies: int
     launches: int | None = None
     waits: int | None = None
+    beside_ms: float | None = None
+
+
+class Clock(NamedTuple):
+    """Calls that the device can be timed on, and what they are.
+
+    Attributes:
+        play: makes all of them.
+        calls: how many there are.
+        last: returns what the first of them gave when it was last made.
+        how: by which clock they are timed.
+    """
+
+    play: Run
+    calls: int
+    last: Run
+    how: str
+
+
+class Measurement(NamedTuple):
+    """What was measured, what the last timed call on the first copy gave, and on a GPU what is timed again."""
+
+    timing: Timing
+    result: Any
+    clock: Clock | None
 
 
 @dataclass(frozen=True)
@@ -86,8 +116,15 @@ class Ceilings:
     product: str
 
 
-def measure(runs: Sequence[Run], device: torch.device, effort: Effort, *, captured: bool = True) -> tuple[Timing, Any]:
-    """Time calls that differ in their copy of the inputs; return also what the last timed call on the first gave.
+def measure(
+    runs: Sequence[Run],
+    device: torch.device,
+    effort: Effort,
+    *,
+    captured: bool = True,
+    beside: Clock | None = None,
+) -> Measurement:
+    """Time calls that differ in their copy of the inputs, in turn with those of ``beside``.
 
     A capture that breaks keeps its memory: with ``captured`` False none is tried.
     """
@@ -97,21 +134,29 @@ def measure(runs: Sequence[Run], device: torch.device, effort: Effort, *, captur
     extra = extra_memory(runs[0], device)
     call = call_seconds(runs, device, effort)
     if device.type != "cuda":
-        return Timing(call * 1e3, WALL, call * 1e6, extra, len(runs)), runs[0]()
-    (seconds, kept), how = _device_seconds(runs, effort, captured=captured)
-    counted = counts(runs[0]) if effort.launches else (None, None)
-    return Timing(seconds * 1e3, how, call * 1e6, extra, len(runs), *counted), kept
+        return Measurement(Timing(call * 1e3, WALL, call * 1e6, extra, len(runs)), runs[0](), None)
+    clock = _clock(runs, captured=captured)
+    ms = [seconds * 1e3 for seconds in device_seconds([clock] if beside is None else [clock, beside], effort)]
+    result = clock.last()
+    launches, waits = counts(runs[0]) if effort.launches else (None, None)
+    timing = Timing(ms[0], clock.how, call * 1e6, extra, len(runs), launches, waits, ms[1] if beside else None)
+    return Measurement(timing, result, clock)
 
 
-def _device_seconds(runs: Sequence[Run], effort: Effort, *, captured: bool) -> tuple[tuple[float, Any], str]:
+def _clock(runs: Sequence[Run], *, captured: bool) -> Clock:
     if captured:
         try:
             # A capture that fails leaves its own stream behind as the current one.
             with torch.cuda.stream(torch.cuda.current_stream()):
-                return graph_seconds(runs, effort), GRAPH
+                return _captured(runs)
         except RuntimeError:
             torch.cuda.synchronize()
-    return event_seconds(runs, effort), EVENTS
+
+    def play() -> None:
+        for run in runs:
+            run()
+
+    return Clock(play, len(runs), runs[0], EVENTS)
 
 
 def extra_memory(run: Run, device: torch.device) -> float | None:
@@ -142,12 +187,8 @@ def call_seconds(runs: Sequence[Run], device: torch.device, effort: Effort) -> f
     return statistics.median(batch(count) for _ in range(effort.iters or BATCHES))
 
 
-def graph_seconds(runs: Sequence[Run], effort: Effort) -> tuple[float, Any]:
-    """Return the median device time of a call, replayed from a CUDA graph, and the first call's last result.
-
-    Raises:
-        RuntimeError: the calls cannot be captured.
-    """
+def _captured(runs: Sequence[Run]) -> Clock:
+    """Capture the calls in a CUDA graph; ``RuntimeError`` if they cannot be."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -159,36 +200,32 @@ def graph_seconds(runs: Sequence[Run], effort: Effort) -> tuple[float, Any]:
         kept = runs[0]()
         for run in runs[1:]:
             run()
-    seconds = _between_events(graph.replay, effort) / len(runs)
-    return seconds, kept
+    return Clock(graph.replay, len(runs), lambda: kept, GRAPH)
 
 
-def event_seconds(runs: Sequence[Run], effort: Effort) -> tuple[float, Any]:
-    """Return the median device time of plain calls between events, and the first call's last result."""
+def device_seconds(clocks: Sequence[Clock], effort: Effort) -> list[float]:
+    """Return the median device time of a call by each clock; their samples are taken in turn."""
 
-    def round_() -> None:
-        for run in runs:
-            run()
-
-    seconds = _between_events(round_, effort) / len(runs)
-    return seconds, runs[0]()
-
-
-def _between_events(run: Run, effort: Effort) -> float:
-    def sample(count: int) -> float:
+    def sample(clock: Clock, plays: int) -> float:
+        """Return the seconds of one play."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        for _ in range(count):
-            run()
+        for _ in range(plays):
+            clock.play()
         end.record()
         end.synchronize()
-        return start.elapsed_time(end) * 1e-3 / count
+        return start.elapsed_time(end) * 1e-3 / plays
 
-    for _ in range(max(effort.warmup, 1)):
-        estimate = sample(1)
-    sample(max(1, int(SETTLED_S / max(estimate, 1e-9))))
-    count = max(1, int(REPLAYS_S / max(estimate, 1e-9)))
-    return statistics.median(sample(count) for _ in range(effort.samples(estimate * count)))
+    plays, seconds = [], 0.0
+    for clock in clocks:
+        for _ in range(max(effort.warmup, 1)):
+            estimate = max(sample(clock, 1), LEAST_S)
+        plays.append(max(1, int(REPLAYS_S / estimate)))
+        seconds += plays[-1] * estimate
+    settling, samples = math.ceil(SETTLED_S / seconds), effort.samples(seconds)
+    rounds = [[sample(*each) for each in zip(clocks, plays, strict=True)] for _ in range(settling + samples)]
+    times = zip(*rounds[settling:], strict=True)
+    return [statistics.median(each) / clock.calls for each, clock in zip(times, clocks, strict=True)]
 
 
 def ceilings(device: torch.device, dtype: str) -> Ceilings:
@@ -199,9 +236,9 @@ def ceilings(device: torch.device, dtype: str) -> Ceilings:
     draw = DeviceDraw(DTYPES[dtype], device)
     pair = draw.normal(2, size // DTYPES[dtype].itemsize)
     # By a kernel: in a graph a plain copy is left to a copy engine, which is slower.
-    copied, _ = measure([lambda: torch.neg(pair[1], out=pair[0])], device, effort)
+    copied = measure([lambda: torch.neg(pair[1], out=pair[0])], device, effort).timing
     a, b = (draw.normal(side, side) for _ in range(2))
-    product, _ = measure([lambda: torch.matmul(a, b)], device, effort)
+    product = measure([lambda: torch.matmul(a, b)], device, effort).timing
     return Ceilings(
         2 * size / (copied.ms * 1e-3),
         2 * side**3 / (product.ms * 1e-3),

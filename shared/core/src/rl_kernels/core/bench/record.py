@@ -25,7 +25,7 @@ class Measured:
         rate: what it achieves of the work that cannot be avoided, in ``unit``.
         unit: ``TB/s`` or ``TFLOP/s``, whichever bounds the work.
         share: of the floor: the time that the measured ceiling needs for that work, over the time taken.
-        ratio: its time over ours in the same run; None for ours.
+        ratio: its time over ours, on a GPU of samples that were taken in turn with its own; None for ours.
         call_ratio: the same of the wall time of a real call.
     """
 
@@ -45,7 +45,7 @@ class Measured:
         found = cls(timing, amount / seconds * 1e-12, unit, max(moved, computed) / seconds)
         if ours is None:
             return found
-        return replace(found, ratio=timing.ms / ours.ms, call_ratio=timing.call_us / ours.call_us)
+        return replace(found, ratio=timing.ms / (timing.beside_ms or ours.ms), call_ratio=timing.call_us / ours.call_us)
 
 
 @dataclass

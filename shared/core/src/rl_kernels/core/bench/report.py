@@ -155,6 +155,10 @@ def remarks(records: Sequence[Record]) -> Iterator[str]:
     for operator, name, note in dict.fromkeys((e.operator, e.name, e.note) for e in records if e.passes and e.note):
         yield f"{operator}: {name}: {note}"
     yield from _clocks(records)
+    compared = [measured for each in records for measured in each.passes.values() if measured.ratio is not None]
+    if compared:
+        turns = sum(measured.timing.beside_ms is not None for measured in compared)
+        yield f"/ ours: {turns} of {len(compared)} in turn with ours, the others after it"
 
 
 def _clocks(records: Sequence[Record]) -> Iterator[str]:

@@ -11,7 +11,7 @@ import torch
 
 from rl_kernels.core.bench.arena import Arena
 from rl_kernels.core.bench.definition import Benchmark, Pass, Peer, Shape
-from rl_kernels.core.bench.measure import Ceilings, Effort, Timing, measure
+from rl_kernels.core.bench.measure import Ceilings, Clock, Effort, Measurement, measure
 from rl_kernels.core.bench.peers import LOOSE, Skipped, difference, made, named_if_it_fails, one_line
 from rl_kernels.core.bench.record import OURS, Measured, Record
 from rl_kernels.core.bench.verify import Wrong, call, verify
@@ -62,7 +62,8 @@ class Round:
     ours: Results = field(default_factory=dict)
     upstream: Results = field(default_factory=dict)
     function: Function | None = None
-    timings: dict[str, Timing] = field(default_factory=dict)
+    measured: dict[str, Measurement] = field(default_factory=dict)
+    """Ours, by pass, without the results."""
 
     @property
     def has_backward(self) -> bool:
@@ -109,7 +110,7 @@ def run(job: Job, ceilings: Ceilings) -> list[Record]:
         _run_ours(round_, ours)
         for name, record in records.items():
             # What our result cannot be held against has no speed either.
-            if round_.timings and not ours.wrong:
+            if round_.measured and not ours.wrong:
                 _run_peer(round_, job.peers[name], record)
         _release(job.device)
     return [ours, *(record for record in records.values() if record.passes or record.skipped or record.wrong)]
@@ -121,10 +122,10 @@ def _run_ours(round_: Round, record: Record) -> None:
     try:
         _verify(round_, function, record)
         for name, each in round_.passes.items():
-            timing, kept = _timed(round_, function, each, arena.copies(), round_.upstream)
-            _same(round_, each, kept)
-            round_.timings[name] = timing
-            record.passes[name] = Measured.of(timing, each.work, round_.ceilings, None)
+            found = _timed(round_, function, each, arena.copies, round_.upstream)
+            _same(round_, each, found.result)
+            round_.measured[name] = found._replace(result=None)
+            record.passes[name] = Measured.of(found.timing, each.work, round_.ceilings, None)
     except BackendUnavailable as error:
         record.skipped[""] = str(error)
     except torch.OutOfMemoryError as error:
@@ -180,12 +181,13 @@ def _timed(
     upstream: Results,
     *,
     captured: bool = True,
-) -> tuple[Timing, Any]:
+    beside: Clock | None = None,
+) -> Measurement:
     runs = [
         _both(round_, function, inputs, upstream) if each.backward else _forward(function, inputs) for inputs in copies
     ]
     with torch.set_grad_enabled(each.backward):
-        return measure(runs, round_.job.device, round_.job.effort, captured=captured)
+        return measure(runs, round_.job.device, round_.job.effort, captured=captured, beside=beside)
 
 
 def _forward(function: Function, inputs: Inputs) -> Callable[[], Any]:
@@ -218,12 +220,13 @@ def _run_peer(round_: Round, peer: Peer, record: Record) -> None:
     try:
         with named_if_it_fails(), peer.around():
             upstream = _check_peer(round_, peer, function, record, any(each.backward for each in wanted.values()))
-            copies = round_.arena.copies()
+            copies = round_.arena.copies
             if peer.overwrites:
                 copies = [_cloned(inputs) for inputs in copies]
             for name, each in wanted.items():
-                timing, _ = _timed(round_, function, each, copies, upstream, captured=not peer.waits)
-                record.passes[name] = Measured.of(timing, each.work, round_.ceilings, round_.timings.get(name))
+                ours, _, beside = round_.measured.get(name, (None, None, None))
+                found = _timed(round_, function, each, copies, upstream, captured=not peer.waits, beside=beside)
+                record.passes[name] = Measured.of(found.timing, each.work, round_.ceilings, ours)
     except Skipped as error:
         record.skipped[", ".join(name for name in wanted if name not in record.passes)] = str(error)
     _release(round_.job.device)
