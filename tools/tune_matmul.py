@@ -5,6 +5,10 @@ of det_gemm's CUDA kernel. Each schedule runs on full waves of tiles, at two len
 of a step, the rest the time that a wave takes beside its steps; and on an eighth of the multiprocessors, where a step
 takes what its loads do. Weights never lie in the cache. Nothing here can change a bit of a result: every schedule forms
 the same chain.
+
+``--beside MxNxK,...`` writes nothing: it prints the time of each schedule that fits, for these products of a linear
+layer, forward and dA, as a share of cuBLAS's time, all in turn. What is measured alone drifts near the limit of power: a
+table is worth keeping if what it chooses is fast there.
 """
 
 from __future__ import annotations
@@ -14,13 +18,16 @@ import json
 import statistics
 from collections.abc import Callable
 from dataclasses import MISSING, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 
+from rl_kernels.core.bench.measure import Effort, clock_of, device_seconds
 from rl_kernels.core.triton_lib import gemm
+from rl_kernels.core.triton_lib.schedule import FEW as ROWS_OF_FEW
 from rl_kernels.core.triton_lib.schedule import Schedule, processors
 from rl_kernels.det_gemm import cuda_matmul
 from rl_kernels.det_gemm.cuda_schedule import Schedule as CudaSchedule
@@ -156,12 +163,58 @@ def cuda_entry(schedule: CudaSchedule) -> dict[str, object]:
     return {"schedule": named(schedule), **{name: round(value, 4) for name, value in speeds.items()}}
 
 
+def sizes(text: str) -> list[tuple[int, ...]]:
+    """Read M, N and K of products."""
+    found = [tuple(map(int, word.split("x"))) for word in text.split(",")]
+    if any(len(each) != 3 or min(each) < 1 for each in found):
+        raise ValueError(text)
+    return found
+
+
+def beside(m: int, n: int, k: int, columns: bool, cuda: bool) -> str:
+    """Return cuBLAS's time of a product, then the share of it that each schedule takes, those that fit, in turn.
+
+    With ``columns`` the right operand lies column by column, as a weight does in the forward pass.
+    """
+    copies = max(2, CACHE // (n * k * 2))
+    shape = (n, k) if columns else (k, n)
+    weights = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
+    rights = [weight.t() if columns else weight for weight in weights]
+    a = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+    out = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
+    multiply: Callable[..., None] = cuda_matmul.matmul if cuda else gemm.matmul
+    multiply(a, rights[0], out)
+    expected = out.clone()
+    clocks = {"cuBLAS": clock_of([partial(torch.mm, a, right, out=out) for right in rights])}
+    clocks["chosen"] = clock_of([partial(multiply, a, right, out) for right in rights])
+    for schedule in CUDA if cuda else (*LARGE, *FEW):
+        if schedule.swapped != (m <= ROWS_OF_FEW) or (schedule.swapped and schedule.columns < m):
+            continue
+        clock = clock_of([partial(multiply, a, right, out, schedule=schedule) for right in rights])
+        multiply(a, rights[0], out, schedule=schedule)
+        if not torch.equal(out, expected):
+            raise RuntimeError(f"{schedule}: other bits than the schedule that is chosen")
+        clocks[" ".join(f"{name} {value}" for name, value in named(schedule).items())] = clock
+    times = dict(zip(clocks, device_seconds(list(clocks.values()), Effort(iters=REPEATS, warmup=1)), strict=True))
+    base = times.pop("cuBLAS")
+    shares = (f"{time / base:.3f} {name}" for name, time in sorted(times.items(), key=lambda item: item[1]))
+    return f"cuBLAS {base * 1e6:.1f} us; " + ", ".join(shares)
+
+
 def main() -> None:
-    """Measure all, print the table, and write it."""
+    """Measure all, print the table, and write it; or print times beside cuBLAS's."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("file", type=Path)
+    parser.add_argument("file", type=Path, nargs="?", help="the table to write")
+    parser.add_argument("--beside", type=sizes, default=[], metavar="MxNxK,...", help="print shares of cuBLAS's time")
     parser.add_argument("--cuda", action="store_true", help="det_gemm's CUDA kernel in place of core's Triton product")
     given = parser.parse_args()
+    if bool(given.beside) == bool(given.file):
+        parser.error("give FILE, or --beside with products to time")
+    for m, n, k in given.beside:
+        print(f"forward {m}x{n}x{k}: {beside(m, n, k, True, given.cuda)}", flush=True)
+        print(f"dA {m}x{n}x{k}: {beside(m, k, n, False, given.cuda)}", flush=True)
+    if given.beside:
+        return
     entries = []
     measured = map(cuda_entry, CUDA) if given.cuda else map(entry, (*LARGE, *FEW))
     for found in measured:

@@ -135,7 +135,7 @@ def measure(
     call = call_seconds(runs, device, effort)
     if device.type != "cuda":
         return Measurement(Timing(call * 1e3, WALL, call * 1e6, extra, len(runs)), runs[0](), None)
-    clock = _clock(runs, captured=captured)
+    clock = clock_of(runs, captured=captured)
     ms = [seconds * 1e3 for seconds in device_seconds([clock] if beside is None else [clock, beside], effort)]
     result = clock.last()
     launches, waits = counts(runs[0]) if effort.launches else (None, None)
@@ -143,7 +143,8 @@ def measure(
     return Measurement(timing, result, clock)
 
 
-def _clock(runs: Sequence[Run], *, captured: bool) -> Clock:
+def clock_of(runs: Sequence[Run], *, captured: bool = True) -> Clock:
+    """Return what calls are timed on: a CUDA graph of them, or the calls themselves where they cannot be captured."""
     if captured:
         try:
             # A capture that fails leaves its own stream behind as the current one.
