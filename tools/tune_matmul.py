@@ -7,7 +7,7 @@ takes what its loads do. Weights never lie in the cache. Nothing here can change
 the same chain.
 
 ``--beside MxNxK,...`` writes nothing: it prints the time of each schedule that fits, for these products of a linear
-layer, forward and dA, as a share of cuBLAS's time, all in turn. Near the limit of power what is measured alone drifts: a
+layer, forward and dA, as a share of cuBLAS's time, in turn. Near the limit of power what is measured alone drifts: a
 table is worth keeping if what it chooses is fast there.
 """
 
