@@ -25,11 +25,11 @@ from typing import Any
 import torch
 import triton
 
-from rl_kernels.core.bench.measure import Effort, clock_of, device_seconds
+from rl_kernels.core.bench.measure import GRAPH, Effort, clock_of, device_seconds
 from rl_kernels.core.triton_lib import gemm
-from rl_kernels.core.triton_lib.schedule import FEW as ROWS_OF_FEW
+from rl_kernels.core.triton_lib import schedule as triton_schedule
 from rl_kernels.core.triton_lib.schedule import Schedule, processors
-from rl_kernels.det_gemm import cuda_matmul
+from rl_kernels.det_gemm import cuda_matmul, cuda_schedule
 from rl_kernels.det_gemm.cuda_schedule import Schedule as CudaSchedule
 
 LARGE = (
@@ -176,7 +176,7 @@ def beside(m: int, n: int, k: int, columns: bool, cuda: bool) -> str:
 
     With ``columns`` the right operand lies column by column, as a weight does in the forward pass.
     """
-    copies = max(2, CACHE // (n * k * 2))
+    copies, few = max(2, CACHE // (n * k * 2)), (cuda_schedule if cuda else triton_schedule).FEW
     shape = (n, k) if columns else (k, n)
     weights = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
     rights = [weight.t() if columns else weight for weight in weights]
@@ -187,14 +187,23 @@ def beside(m: int, n: int, k: int, columns: bool, cuda: bool) -> str:
     expected = out.clone()
     clocks = {"cuBLAS": clock_of([partial(torch.mm, a, right, out=out) for right in rights])}
     clocks["chosen"] = clock_of([partial(multiply, a, right, out) for right in rights])
+    weight = cuda_schedule.K_MAJOR if columns else cuda_schedule.MN_MAJOR
     for schedule in CUDA if cuda else (*LARGE, *FEW):
-        if schedule.swapped != (m <= ROWS_OF_FEW) or (schedule.swapped and schedule.columns < m):
+        if schedule.swapped != (m <= few) or (schedule.swapped and schedule.columns < m):
+            continue
+        majors = (weight, cuda_schedule.K_MAJOR) if schedule.swapped else (cuda_schedule.K_MAJOR, weight)
+        if cuda and schedule.fitted(*majors) != schedule:
             continue
         clock = clock_of([partial(multiply, a, right, out, schedule=schedule) for right in rights])
         multiply(a, rights[0], out, schedule=schedule)
         if not torch.equal(out, expected):
             raise RuntimeError(f"{schedule}: other bits than the schedule that is chosen")
         clocks[" ".join(f"{name} {value}" for name, value in named(schedule).items())] = clock
+    plain = [name for name, clock in clocks.items() if clock.how != GRAPH]
+    if plain:
+        raise RuntimeError(
+            f"{', '.join(plain)}: no graph could be captured, and calls are not to be compared with graphs"
+        )
     times = dict(zip(clocks, device_seconds(list(clocks.values()), Effort(iters=REPEATS, warmup=1)), strict=True))
     base = times.pop("cuBLAS")
     shares = (f"{time / base:.3f} {name}" for name, time in sorted(times.items(), key=lambda item: item[1]))

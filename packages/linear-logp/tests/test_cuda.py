@@ -75,10 +75,14 @@ def both(backend_name, hidden, weight, ids, bias=None, **options):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("vocab", [1, 255, 257, 1025, 5500, 40000])
+@pytest.mark.parametrize(
+    ("vocab", "size"),
+    # Stages of a tile: fewer than the ring has, as many, more, and twice as many.
+    [*((vocab, 264) for vocab in (1, 255, 257, 1025, 5500, 40000)), *((5500, size) for size in (8, 136, 520, 640))],
+)
 @pytest.mark.parametrize("dtype", HALVES)
-def test_parts_and_rows_at_a_time_change_no_bit(hopper, monkeypatch, vocab, dtype):
-    hidden, weight, ids = drawn(300, 264, vocab, dtype)
+def test_parts_and_rows_at_a_time_change_no_bit(hopper, monkeypatch, vocab, size, dtype):
+    hidden, weight, ids = drawn(300, size, vocab, dtype)
     bias = torch.randn(vocab, device="cuda").to(dtype)
     expected = both(BACKEND, hidden, weight, ids, bias)
     # On few processors a part is four blocks, of 5500 columns two in the last one; on many it is one.

@@ -1,14 +1,17 @@
 """``rl-kernels bench``: arguments, exit status, records and tables, on a toy operator."""
 
+import gc
 import json
+import weakref
 from dataclasses import replace
 from importlib.metadata import EntryPoint
 
 import pytest
 import torch
 
-from rl_kernels.core.bench import cli
+from rl_kernels.core.bench import cli, runner
 from rl_kernels.core.bench.definition import GOALS, SMALL, Benchmark, Peer, Shape, Work, forward_and_backward, plain
+from rl_kernels.core.bench.measure import EVENTS, GRAPH, Clock, Measurement
 from rl_kernels.core.bench.record import read
 from rl_kernels.core.dispatch import choose
 from rl_kernels.core.operator import INVARIANT, Backend, Call, Operator
@@ -135,6 +138,43 @@ def test_every_pass_has_a_time_a_rate_and_ratios(bench, capsys):
     out, err = capsys.readouterr()
     assert "geometric means" in out
     assert not err
+
+
+@pytest.mark.parametrize("how", [GRAPH, EVENTS])
+def test_a_peer_takes_turns_with_our_graph_of_the_same_pass(bench, monkeypatch, how):
+    measure, clocks, turns = runner.measure, [], []
+
+    def played(runs, device, effort, *, captured=True, beside=None):
+        timing, result, _ = measure(runs, device, effort)
+        turns.append(beside)
+        clocks.append(Clock(runs[0], 1, runs[0], how))
+        return Measurement(replace(timing, beside_ms=None if beside is None else 1e6), result, clocks[-1])
+
+    monkeypatch.setattr(runner, "measure", played)
+    _, records = bench("--compare", "eager,slow")
+    # Of each shape ours first, forward and backward, then the same of each peer.
+    own = [clocks[place : place + 2] if how == GRAPH else [None, None] for place in (0, 6)]
+    assert turns == [None, None, *own[0], *own[0], None, None, *own[1], *own[1]]
+    for measured in records["eager", "8x16"].passes.values():
+        assert (measured.ratio < 1e-3) == (how == GRAPH)
+
+
+def test_a_round_is_gone_when_it_is_over(bench, monkeypatch):
+    rounds = []
+    made = runner.Round
+
+    def kept(*args, **kwargs):
+        found = made(*args, **kwargs)
+        rounds.append(weakref.ref(found))
+        return found
+
+    monkeypatch.setattr(runner, "Round", kept)
+    gc.disable()
+    try:
+        bench("--compare", "eager,slow")
+        assert [found() for found in rounds] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_a_wrong_result_has_no_speed(bench, capsys, monkeypatch):

@@ -196,7 +196,9 @@ def test_copies_go_beyond_the_cache(monkeypatch):
     monkeypatch.setattr(Arena, "inputs", {"x": torch.randn(100)})
 
     def copies():
-        return Arena(spec, Case("toy", {"n": 100}), "fp32", GPU).copies
+        arena = Arena(spec, Case("toy", {"n": 100}), "fp32", GPU)
+        assert arena.copies is arena.copies
+        return arena.copies
 
     assert len({copy["x"].data_ptr() for copy in copies()}) == len(copies()) == 20
     properties.L2_cache_size = 100

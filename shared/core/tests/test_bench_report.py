@@ -44,7 +44,7 @@ def test_a_ratio_is_to_what_was_timed_in_turn():
     found = Measured.of(beside, Work(4e9, 1.0), CEILINGS, Timing(1.0, GRAPH, 10.0, 5.0, 1))
     assert found.ratio == 4.0
     records = [record(OURS, passes={"forward": measured(1.0)}), record("eager", passes={"forward": found})]
-    assert "/ ours: 1 of 1 in turn with ours, the others after it" in remarks(records)
+    assert "/ ours: 1 of 1 ratios are of samples in turn with ours" in remarks(records)
 
 
 def test_launches_are_columns_where_they_were_counted():
@@ -70,7 +70,7 @@ def test_remarks_name_the_few_that_another_clock_took():
         "toy: cce: unfiltered",
         "clock: CUDA graph, 2 times",
         "clock: events, 1 times (toy cce a)",
-        "/ ours: 0 of 1 in turn with ours, the others after it",
+        "/ ours: 0 of 1 ratios are of samples in turn with ours",
     ]
 
 

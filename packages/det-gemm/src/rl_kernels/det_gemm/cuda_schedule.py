@@ -1,8 +1,8 @@
 """How a product is laid out on a Hopper GPU by ``kernels/det_gemm_sm90.cu``: frozen, nothing is timed at run time.
 
-Any schedule gives the same bits, so the choice may follow all sizes. ``tuned/h200.json`` holds the speed of each as it
-was measured, those of few rows before their launches were dependent, those of 64 x 64 and 64 x 128 on products of 128
-rows; and the one that is expected to take least time is taken.
+Any schedule gives the same bits, so the choice may follow all sizes: the one that is expected to take least time.
+``tuned/h200.json`` holds the speed of each as ``tools/tune_matmul.py`` measured it, those of few rows before their
+launches were dependent. Those of 64 x 64 and 64 x 128 were fitted to products of 128 rows, timed by its ``--beside``.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ BOXES = 2 * ROWS * SWIZZLE
 """Bytes of the two boxes of a consumer."""
 DEEPEST = 24
 """Stages at most."""
+SMALL = 64 * 128
+"""Numbers of a tile up to which, as measured, its operands take longer to come than to be multiplied."""
 PLAIN_COLUMNS = 128
 """Columns of a tile at most where registers are needed for reading an operand number by number."""
 
@@ -53,9 +55,9 @@ class Schedule:
         return 2 if self.turns else max(self.rows // ROWS, 1)
 
     @property
-    def waits(self) -> bool:
+    def bound_by_loads(self) -> bool:
         """Say whether its tiles take the time in which their operands come, and not that of their products."""
-        return self.swapped or self.rows * self.columns <= ROWS * 2 * ROWS
+        return self.swapped or self.rows * self.columns <= SMALL
 
     def stage_bytes(self, right: int) -> int:
         """Return the bytes of a stage; ``right`` says how the right operand of a tile lies."""
@@ -82,7 +84,7 @@ class Schedule:
             cut = replace(cut, rows=rows, columns=columns, inner=BOX, turns=False)
         if left == MN_MAJOR and cut.rows < ROWS:
             cut = replace(cut, rows=ROWS)
-        # Pieces of 64 columns, whatever of them is needed: no room is left for long stages.
+        # Pieces are of 64 columns: tiles of other widths pad the last one, which leaves no room for long stages.
         return replace(cut, inner=BOX) if right == MN_MAJOR and cut.columns % BOX else cut
 
 
@@ -116,8 +118,8 @@ class Candidate:
         rows, columns = (n, m) if cut.swapped else (m, n)
         rounds, rest = divmod(cut.units(rows, columns), processors)
         tile, stage = self.tile + (self.continued if continues else 0.0), max(self.alone, self.stage)
-        # In the last round: the fewer tiles wait for their operands, the sooner these come.
-        last = max(self.alone, self.stage * rest / processors) if cut.waits else stage
+        # In the last round: the fewer tiles load, the sooner the operands of each come.
+        last = max(self.alone, self.stage * rest / processors) if cut.bound_by_loads else stage
         stages = -(-k // cut.inner) * (rounds * stage + (last if rest else 0.0))
         return self.start + (rounds + bool(rest)) * tile + stages
 

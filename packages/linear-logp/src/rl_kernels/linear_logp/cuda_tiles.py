@@ -80,7 +80,8 @@ class Cut(NamedTuple):
 @functools.cache
 def program(file: str, dtype: torch.dtype, cut: Cut, *, entropy: bool) -> Program:
     """Return the kernels of a file for tiles that are cut like this."""
-    defines = {"DTYPE": CODES[dtype], "ENTROPY": int(entropy), "GROUPS": cut.groups, "STAGES": cut.stages(file)}
+    stages = {"STAGES": cut.stages(file), "STAGE_BYTES": STAGE}
+    defines = {"DTYPE": CODES[dtype], "ENTROPY": int(entropy), "GROUPS": cut.groups, **stages}
     return Program(PACKAGE, file, "sm_90a", tuple(defines.items()))
 
 

@@ -9,7 +9,7 @@
 //              once for each, the second time from the L2 cache, which costs less than tensor cores that wait
 //   stage      64 terms of D of 64 rows and of the columns in shared memory, swizzled; STAGES of them go round
 //
-// Defines: DTYPE 1 BF16, 2 FP16; ENTROPY 0 or 1; GROUPS, STAGES.
+// Defines: DTYPE 1 BF16, 2 FP16; ENTROPY 0 or 1; GROUPS, STAGES, STAGE_BYTES.
 #pragma once
 
 #include <rl_kernels/boxes.cuh>
@@ -26,7 +26,8 @@ using Number = FP16;
 constexpr int TILE_M = MMA_M * GROUPS, TILE_N = 256;
 constexpr int INNER = SPAN;
 constexpr bool TURNS = GROUPS == 2;
-constexpr int A_BYTES = MMA_M * SWIZZLE, B_BYTES = TILE_N * SWIZZLE, STAGE_BYTES = A_BYTES + B_BYTES;
+constexpr int A_BYTES = MMA_M * SWIZZLE, B_BYTES = TILE_N * SWIZZLE;
+static_assert(STAGE_BYTES == A_BYTES + B_BYTES, "what the host made room for");
 constexpr int THREADS = (GROUPS + 1) * WARPGROUP;
 
 using Sums = float[TILE_N / 2];

@@ -39,7 +39,13 @@ LEAST_S = 1e-6
 
 @dataclass(frozen=True)
 class Effort:
-    """How often things run: ``iters`` timed samples (None: by time), after ``warmup`` rounds; and what is counted."""
+    """How often things run, and what is counted.
+
+    Attributes:
+        iters: timed samples; None: by time.
+        warmup: rounds before that, to which a GPU adds ``SETTLED_S``.
+        launches: whether launches and waits are counted.
+    """
 
     iters: int | None = None
     warmup: int = 3
@@ -81,7 +87,7 @@ class Clock(NamedTuple):
     Attributes:
         play: makes all of them.
         calls: how many there are.
-        last: returns what the first of them gave when it was last made.
+        last: returns what the first of them gives; from a graph what it gave when it was last played.
         how: by which clock they are timed.
     """
 
@@ -92,7 +98,7 @@ class Clock(NamedTuple):
 
 
 class Measurement(NamedTuple):
-    """What was measured, what the last timed call on the first copy gave, and on a GPU what is timed again."""
+    """What was measured, what the call on the first copy gave after that, and on a GPU what can be timed again."""
 
     timing: Timing
     result: Any

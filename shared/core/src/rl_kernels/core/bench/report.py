@@ -158,7 +158,7 @@ def remarks(records: Sequence[Record]) -> Iterator[str]:
     compared = [measured for each in records for measured in each.passes.values() if measured.ratio is not None]
     if compared:
         turns = sum(measured.timing.beside_ms is not None for measured in compared)
-        yield f"/ ours: {turns} of {len(compared)} in turn with ours, the others after it"
+        yield f"/ ours: {turns} of {len(compared)} ratios are of samples in turn with ours"
 
 
 def _clocks(records: Sequence[Record]) -> Iterator[str]:

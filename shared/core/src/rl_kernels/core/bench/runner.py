@@ -11,7 +11,7 @@ import torch
 
 from rl_kernels.core.bench.arena import Arena
 from rl_kernels.core.bench.definition import Benchmark, Pass, Peer, Shape
-from rl_kernels.core.bench.measure import Ceilings, Clock, Effort, Measurement, measure
+from rl_kernels.core.bench.measure import GRAPH, Ceilings, Clock, Effort, Measurement, Timing, measure
 from rl_kernels.core.bench.peers import LOOSE, Skipped, difference, made, named_if_it_fails, one_line
 from rl_kernels.core.bench.record import OURS, Measured, Record
 from rl_kernels.core.bench.verify import Wrong, call, verify
@@ -63,7 +63,7 @@ class Round:
     upstream: Results = field(default_factory=dict)
     function: Function | None = None
     measured: dict[str, Measurement] = field(default_factory=dict)
-    """Ours, by pass, without the results."""
+    """Ours, by pass; a graph keeps what its calls gave."""
 
     @property
     def has_backward(self) -> bool:
@@ -88,7 +88,9 @@ class Round:
         """Return ours, by a backend, as what takes the inputs; they are right, so they are not validated."""
         unchecked = {"validate": False} if "validate" in self.arena.spec.unread else {}
         candidate = backend_candidate(self.job.operator, OURS, backend, self.job.device.type)
-        return lambda **inputs: candidate.call(self.arena.case.function, {**unchecked, **inputs})
+        name = self.arena.case.function
+        # Nothing of this round is kept by it: that would be a circle, and memory that lives until it is found.
+        return lambda **inputs: candidate.call(name, {**unchecked, **inputs})
 
     def result(self, function: Function, inputs: Inputs, upstream: Results) -> Results:
         """Call an implementation once."""
@@ -112,6 +114,7 @@ def run(job: Job, ceilings: Ceilings) -> list[Record]:
             # What our result cannot be held against has no speed either.
             if round_.measured and not ours.wrong:
                 _run_peer(round_, job.peers[name], record)
+        round_.measured.clear()
         _release(job.device)
     return [ours, *(record for record in records.values() if record.passes or record.skipped or record.wrong)]
 
@@ -124,7 +127,7 @@ def _run_ours(round_: Round, record: Record) -> None:
         for name, each in round_.passes.items():
             found = _timed(round_, function, each, arena.copies, round_.upstream)
             _same(round_, each, found.result)
-            round_.measured[name] = found._replace(result=None)
+            round_.measured[name] = found
             record.passes[name] = Measured.of(found.timing, each.work, round_.ceilings, None)
     except BackendUnavailable as error:
         record.skipped[""] = str(error)
@@ -224,12 +227,20 @@ def _run_peer(round_: Round, peer: Peer, record: Record) -> None:
             if peer.overwrites:
                 copies = [_cloned(inputs) for inputs in copies]
             for name, each in wanted.items():
-                ours, _, beside = round_.measured.get(name, (None, None, None))
-                found = _timed(round_, function, each, copies, upstream, captured=not peer.waits, beside=beside)
-                record.passes[name] = Measured.of(found.timing, each.work, round_.ceilings, ours)
+                ours, beside = _ours(round_, name)
+                timing = _timed(round_, function, each, copies, upstream, captured=not peer.waits, beside=beside).timing
+                record.passes[name] = Measured.of(timing, each.work, round_.ceilings, ours)
     except Skipped as error:
         record.skipped[", ".join(name for name in wanted if name not in record.passes)] = str(error)
     _release(round_.job.device)
+
+
+def _ours(round_: Round, name: str) -> tuple[Timing | None, Clock | None]:
+    """Return our time of a pass, and the graph that a peer takes turns with; calls would run in its surroundings."""
+    found = round_.measured.get(name)
+    if found is None:
+        return None, None
+    return found.timing, found.clock if found.clock is not None and found.clock.how == GRAPH else None
 
 
 def _check_peer(round_: Round, peer: Peer, function: Function, record: Record, backward: bool) -> Results:

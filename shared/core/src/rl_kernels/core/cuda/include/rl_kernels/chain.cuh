@@ -1,5 +1,5 @@
 // What kernels share in which a producer brings stages of operands and consumer warpgroups multiply them (sm_90a): the ring
-// of stages, the order of tiles, and the chain of a tile.
+// of stages, the order of tiles, turns with tiles, and the chain of a tile.
 #pragma once
 
 #include <rl_kernels/tma.cuh>
@@ -28,10 +28,10 @@ struct Slot {
 // ring the stages of their tiles follow each other.
 struct Turns {
     Barrier* barriers;
-    int mine;
+    int group;
     // The first turn is that of consumer 0, for which nobody has to arrive.
     u32 parity;
-    __device__ Turns(Barrier* barriers, int mine) : barriers(barriers), mine(mine), parity(mine == 0) {}
+    __device__ Turns(Barrier* barriers, int group) : barriers(barriers), group(group), parity(group == 0) {}
 
     // One thread does it for two barriers, before any other touches them.
     __device__ static void init(Barrier* barriers) {
@@ -39,12 +39,12 @@ struct Turns {
     }
     // Before the first stage of a tile.
     __device__ void wait() {
-        barriers[mine].wait(parity);
+        barriers[group].wait(parity);
         parity ^= 1;
     }
-    // After the last one has come: none that is still to come could be taken for one of the other's.
+    // After the last one has come: all phases of the ring before the other's are complete, so it may wait for its own.
     __device__ void pass() const {
-        if (threadIdx.x % WARP == 0) barriers[1 - mine].arrive();
+        if (threadIdx.x % WARP == 0) barriers[1 - group].arrive();
     }
 };
 
