@@ -78,7 +78,7 @@ def test_expected_time_counts_rounds_stages_and_what_is_continued():
     assert one.time(128, 128, 300, 2, True) == times[0] + 4.0
 
 
-def test_a_gradient_of_few_hundred_rows_takes_tiles_that_fill_the_processors():
+def test_a_gradient_of_128_rows_takes_tiles_that_fill_the_processors():
     # Seen beside cuBLAS: tiles of 64 x 192 in turns, on 22 processors, took 1.3 to 1.5 times as long.
     assert schedule_for(128, 4096, 4096, (K_MAJOR, MN_MAJOR), 132) == Schedule(64, 64, 128)
     assert schedule_for(128, 8192, 8192, (K_MAJOR, MN_MAJOR), 132) == Schedule(64, 128)

@@ -88,9 +88,9 @@ class Round:
         """Return ours, by a backend, as what takes the inputs; they are right, so they are not validated."""
         unchecked = {"validate": False} if "validate" in self.arena.spec.unread else {}
         candidate = backend_candidate(self.job.operator, OURS, backend, self.job.device.type)
-        name = self.arena.case.function
-        # Nothing of this round is kept by it: that would be a circle, and memory that lives until it is found.
-        return lambda **inputs: candidate.call(name, {**unchecked, **inputs})
+        function = self.arena.case.function
+        # It must not hold this round, which holds it: the memory of both would live until the garbage collector comes.
+        return lambda **inputs: candidate.call(function, {**unchecked, **inputs})
 
     def result(self, function: Function, inputs: Inputs, upstream: Results) -> Results:
         """Call an implementation once."""
