@@ -55,11 +55,15 @@ CUDA = (
     *(CudaSchedule(64, columns, turns=True) for columns in (256, 192)),
     CudaSchedule(64, 128),
     CudaSchedule(64, 64, inner=128),
-    *(CudaSchedule(rows, columns, 256, group=1, swapped=True) for columns in (8, 16) for rows in (64, 32)),
     *(
         CudaSchedule(rows, columns, inner, group=1, swapped=True)
-        for columns in (32, 64)
-        for rows, inner in ((64, 128), (16, 256))
+        for columns, cuts in (
+            (8, ((64, 256), (48, 256), (32, 256), (32, 512))),
+            (16, ((64, 256), (48, 256), (32, 256))),
+            (32, ((64, 256), (48, 256), (32, 256), (16, 256))),
+            (64, ((64, 128), (16, 256))),
+        )
+        for rows, inner in cuts
     ),
 )
 CACHE = 128 << 20

@@ -55,6 +55,9 @@ def test_what_is_left_to_triton(monkeypatch, dtype, traits, reason):
 def test_schedules_fit_on_a_multiprocessor_however_operands_lie(cut, majors):
     fitted = cut.fitted(*majors)
     assert fitted.shared(majors[1]) <= SHARED - 2048 + 1024
+    # The instruction reads 64 rows of 128 bytes of every tile, those of the last stage too.
+    read = fitted.depth(majors[1]) * fitted.stage_bytes(majors[1]) + max(64 - fitted.rows, 0) * 128
+    assert fitted.shared(majors[1]) >= read + 1024
     assert fitted.depth(majors[1]) >= 3
     assert fitted.fitted(*majors) == fitted
     assert fitted.inner % 64 == 0
@@ -66,7 +69,7 @@ def test_few_rows_are_read_at_once_and_schedules_are_possible(majors):
     for m, n, k in SHAPES:
         cut = schedule_for(m, n, k, majors, 132)
         assert cut.swapped == (m <= FEW)
-        assert not cut.swapped or cut.columns >= m
+        assert not cut.swapped or m <= cut.columns <= max(8, 2 * m)
         left, right = majors[::-1] if cut.swapped else majors
         assert cut.fitted(left, right) == cut
 
@@ -110,7 +113,11 @@ class Launched:
         assert block == 128 * (have["CONSUMERS"] + 1)
         assert shared <= SHARED
         boxes = (have["TILE_M"], have["A_MAJOR"], map_a, left), (have["TILE_N"], have["B_MAJOR"], map_b, right)
-        for count, major, (box, strides), x in boxes:
+        # A row of the left operand is given up by the cache once a tile has read it: no other tile may want it.
+        once = bool(have["A_ONCE"])
+        assert not once or columns <= have["TILE_N"]
+        for count, major, (box, strides, brought), x in boxes:
+            assert brought == (None if major == PLAIN else 128 if once and x is left else 256)
             assert box == {K_MAJOR: (count, 64), MN_MAJOR: (64, 64), PLAIN: None}[major]
             assert major == PLAIN or x.stride(major) == strides[0] or 1 in x.shape
         assert target.shape == (rows, columns)
@@ -135,8 +142,8 @@ def pretended(monkeypatch):
 
     monkeypatch.setattr(cuda_matmul, "processors", lambda _: 132)
     monkeypatch.setattr(cuda_matmul, "kernel", kernel)
-    monkeypatch.setattr(cuda_matmul, "tensor_map", lambda x, box, swizzle: (box, x.stride()))
-    monkeypatch.setattr(cuda_matmul, "NO_MAP", (None, None))
+    monkeypatch.setattr(cuda_matmul, "tensor_map", lambda x, box, swizzle, promotion=256: (box, x.stride(), promotion))
+    monkeypatch.setattr(cuda_matmul, "NO_MAP", (None, None, None))
     return launched
 
 

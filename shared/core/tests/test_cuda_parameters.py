@@ -72,6 +72,8 @@ def test_tensor_maps_are_packed_by_value():
 
 
 X = torch.zeros(5, 64, dtype=torch.bfloat16)
+# Codes of 256 and 128 bytes in cuda.h: CUtensorMapL2promotion.
+PROMOTED = [3, 2]
 
 
 @pytest.mark.parametrize(
@@ -95,6 +97,11 @@ def test_matrices_that_the_accelerator_cannot_read(tensor, box, swizzle, words):
         tensor_map(tensor, box, swizzle=swizzle)
 
 
+def test_what_is_brought_into_the_cache_at_a_time():
+    with pytest.raises(ValueError, match=r"promotion: expected one of \(64, 128, 256\), got 512"):
+        tensor_map(X, (1, 64), promotion=512)
+
+
 @pytest.fixture
 def encoded(monkeypatch):
     """Stand in for the driver's encoder; the list of what it was asked for."""
@@ -105,7 +112,7 @@ def encoded(monkeypatch):
     def encode(place, dtype, rank, address, sizes, strides, box, steps, *rest):
         words = [(ctypes.c_uint64 * 2).from_address(sizes)[:], ctypes.c_uint64.from_address(strides).value]
         words += [(ctypes.c_uint32 * 2).from_address(array)[:] for array in (box, steps)]
-        asked.append((place % 128, rank, address, *words))
+        asked.append((place % 128, rank, address, *words, rest[2]))
         ctypes.memset(place, len(asked), 128)
         return 0
 
@@ -118,7 +125,7 @@ def encoded(monkeypatch):
 def test_a_descriptor_is_written_at_an_aligned_place_and_kept(encoded):
     first = tensor_map(X, (4, 64), swizzle=128)
     assert first == tensor_map(X, (4, 64), swizzle=128) == bytes([1]) * 128
-    assert encoded == [(0, 2, X.data_ptr(), [64, 5], 128, [64, 4], [1, 1])]
+    assert encoded == [(0, 2, X.data_ptr(), [64, 5], 128, [64, 4], [1, 1], PROMOTED[0])]
 
 
 def test_a_descriptor_is_written_on_the_gpu_of_its_matrix(encoded, monkeypatch):
@@ -140,6 +147,11 @@ def test_another_matrix_or_box_is_another_descriptor(other, encoded):
     tensor, box, swizzle = other
     assert tensor_map(X, (4, 64)) != tensor_map(tensor, box, swizzle=swizzle)
     assert len(encoded) == 2
+
+
+def test_another_promotion_is_another_descriptor(encoded):
+    assert tensor_map(X, (4, 64)) != tensor_map(X, (4, 64), promotion=128)
+    assert [asked[-1] for asked in encoded] == PROMOTED
 
 
 def test_descriptors_that_are_kept_are_bounded(encoded, monkeypatch):

@@ -35,6 +35,8 @@ ALIGNED = 16
 NO_MAP = bytes(MAP_SIZE)
 THREADS = 128
 """Of a warpgroup."""
+OFTEN, ONCE = 256, 128
+"""Bytes that are brought into the L2 cache at a time: of what several tiles read, and of what one does."""
 BY_ROW, BY_COLUMN = 1, 2
 """Which way a bias runs along a tile; 0 is no bias."""
 BY_STRIDES, BOXES, TRANSPOSED = 0, 1, 2
@@ -77,8 +79,8 @@ def matmul(
     kernel(made, "det_gemm", SIGNATURE, a.device).launch(
         min(cut.units(rows, columns), processors(a.get_device())),
         (cut.consumers + 1) * THREADS,
-        _map(left_map, left_major, cut.rows),
-        _map(right_map, right_major, cut.columns),
+        _map(left_map, left_major, cut.rows, ONCE if cut.swapped else OFTEN),
+        _map(right_map, right_major, cut.columns, OFTEN),
         out_map,
         *(target, bias, left, right),
         *(*target.stride(), *left.stride(), *right.stride()),
@@ -111,6 +113,7 @@ def program(
         "B_MAJOR": majors[1],
         "STORED": stored,
         "CONTINUES": int(continues),
+        "A_ONCE": int(cut.swapped),
     }
     return Program("rl_kernels.det_gemm", "det_gemm_sm90.cu", "sm_90a", tuple(defines.items()))
 
@@ -136,7 +139,7 @@ def programs_of(arch: str) -> list[Program]:
 
 def _outputs_of(cut: Schedule, majors: tuple[int, int], dtype: torch.dtype) -> list[tuple[torch.dtype, int, bool]]:
     """Return how an aligned output is stored: in the operands' dtype, weight gradients in FP32 too."""
-    own = (dtype, BY_STRIDES if not _in_boxes(cut) else TRANSPOSED if cut.swapped else BOXES, False)
+    own = (dtype, BY_STRIDES if not cut.in_boxes else TRANSPOSED if cut.swapped else BOXES, False)
     if cut.swapped or majors != (MN_MAJOR, MN_MAJOR):
         return [own]
     return [own, (torch.float32, BOXES, False), (torch.float32, BOXES, True)]
@@ -165,27 +168,22 @@ def _described(x: torch.Tensor) -> torch.Tensor | None:
     return x.as_strided((rows, columns), (outer if rows > 1 else -(-columns // per) * per, 1))
 
 
-def _map(x: torch.Tensor, major: int, rows: int) -> Any:
+def _map(x: torch.Tensor, major: int, rows: int, promotion: int) -> Any:
     """Return the map of an operand for tiles of so many rows."""
     if major == PLAIN:
         return NO_MAP
-    return tensor_map(x, (rows, BOX) if major == K_MAJOR else (BOX, ROWS), swizzle=SWIZZLE)
+    return tensor_map(x, (rows, BOX) if major == K_MAJOR else (BOX, ROWS), swizzle=SWIZZLE, promotion=promotion)
 
 
 def _output(target: torch.Tensor, cut: Schedule) -> tuple[int, Any]:
     """Return how the output is stored from tiles of this schedule, and its map."""
     upright, lying, columns = _described(target), _described(target.t()), cut.columns
-    if _in_boxes(cut) and upright is not None:
+    if cut.in_boxes and upright is not None:
         width = _widest(columns * target.itemsize)
         return BOXES, tensor_map(upright, (ROWS, width // target.itemsize), swizzle=width)
-    if _in_boxes(cut) and lying is not None and target.itemsize == HALF:
+    if cut.in_boxes and lying is not None and target.itemsize == HALF:
         return TRANSPOSED, tensor_map(lying, (_widest(HALF * columns) // HALF, ROWS), swizzle=SWIZZLE)
     return BY_STRIDES, NO_MAP
-
-
-def _in_boxes(cut: Schedule) -> bool:
-    """Say whether tiles of a schedule can be stored in boxes: whole warpgroups' rows, pairs of 8 x 8 matrices."""
-    return cut.rows >= ROWS and cut.columns % 16 == 0
 
 
 def _widest(size: int) -> int:

@@ -1,8 +1,8 @@
 """How a product is laid out on a Hopper GPU by ``kernels/det_gemm_sm90.cu``: frozen, nothing is timed at run time.
 
 Any schedule gives the same bits, so the choice may follow all sizes: the one that is expected to take least time.
-``tuned/h200.json`` holds the speed of each as ``tools/tune_matmul.py`` measured it, those of few rows before their
-launches were dependent. Those of 64 x 64 and 64 x 128 were fitted to products of 128 rows, timed by its ``--beside``.
+``tuned/h200.json`` holds the speed of each. Those of large tiles are as ``tools/tune_matmul.py`` measured them; those
+of 64 x 64, of 64 x 128 and of few rows were fitted to products of models' layers, timed in turn as by ``--beside``.
 """
 
 from __future__ import annotations
@@ -55,6 +55,16 @@ class Schedule:
         return 2 if self.turns else max(self.rows // ROWS, 1)
 
     @property
+    def in_boxes(self) -> bool:
+        """Say whether tiles can be stored in boxes: whole warpgroups' rows, pairs of 8 x 8 matrices."""
+        return self.rows >= ROWS and self.columns % 16 == 0
+
+    @property
+    def behind(self) -> int:
+        """Return the bytes that follow the stages: boxes, or what a tile of less than 64 rows reads beyond its own."""
+        return self.consumers * BOXES if self.in_boxes else max(ROWS - self.rows, 0) * SWIZZLE
+
+    @property
     def bound_by_loads(self) -> bool:
         """Say whether its tiles take the time in which their operands come, and not that of their products."""
         return self.swapped or self.rows * self.columns <= SMALL
@@ -66,11 +76,11 @@ class Schedule:
 
     def depth(self, right: int) -> int:
         """Return the number of stages: as many as there is room for."""
-        return min((ROOM - self.consumers * BOXES) // self.stage_bytes(right), DEEPEST)
+        return min((ROOM - self.behind) // self.stage_bytes(right), DEEPEST)
 
     def shared(self, right: int) -> int:
         """Return the bytes of dynamic shared memory of a block."""
-        return self.depth(right) * self.stage_bytes(right) + self.consumers * BOXES + 1024
+        return self.depth(right) * self.stage_bytes(right) + self.behind + 1024
 
     def units(self, rows: int, columns: int) -> int:
         """Return how many tiles a product of so many rows and columns has."""
@@ -131,9 +141,11 @@ def schedule_for(m: int, n: int, k: int, majors: tuple[int, int], processors: in
     def operands(candidate: Candidate) -> tuple[int, int]:
         return majors[::-1] if candidate.schedule.swapped else majors
 
-    # Every row at once, or the weights would be read again.
     fitting = [one for one in candidates() if one.schedule.swapped == (m <= FEW)]
-    fitting = [one for one in fitting if not one.schedule.swapped or one.schedule.columns >= m]
+    if m <= FEW:
+        # Every row at once, or the weights would be read again; and no more columns than that takes.
+        width = min(one.schedule.columns for one in fitting if one.schedule.columns >= m)
+        fitting = [one for one in fitting if one.schedule.columns == width]
     possible = [one for one in fitting if one.schedule.fitted(*operands(one)) == one.schedule]
     best = min(possible or fitting, key=lambda one: one.time(m, n, k, processors, continues))
     return best.schedule.fitted(*operands(best))

@@ -15,7 +15,7 @@
 // Defines: DTYPE 1 BF16, 2 FP16; TILE_M, TILE_N, CONSUMERS, BOXES, STAGES; A_MAJOR and B_MAJOR: 0 an operand whose
 // terms of K lie beside each other, 1 one whose rows do, 2 one of any strides and addresses, which the producer reads
 // number by number; OUT the type of out, 0 FP32; STORED 0 by strides, 1 in boxes through its map, 2 in boxes of its
-// transpose; CONTINUES.
+// transpose; CONTINUES; A_ONCE: a tile has all columns, so no other reads its rows.
 #include <rl_kernels/boxes.cuh>
 
 using namespace rlk;
@@ -145,7 +145,7 @@ __device__ void produce(const Args& p, const Shared& s, const TensorMap& map_a, 
                 for (int i = 0; i < BOXES; ++i) {
                     const int at = k + i * BOX_K;
                     if constexpr (!A_PLAIN)
-                        load_tile<MAJOR_OF_A, TILE_M>(s.a(stage, i), map_a, s.full[stage], tile.row, at);
+                        load_tile<MAJOR_OF_A, TILE_M, A_ONCE>(s.a(stage, i), map_a, s.full[stage], tile.row, at);
                     if constexpr (!B_PLAIN)
                         load_tile<MAJOR_OF_B, TILE_N>(s.b(stage, i), map_b, s.full[stage], tile.column, at);
                 }

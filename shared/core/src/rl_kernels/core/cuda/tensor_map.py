@@ -23,6 +23,7 @@ DTYPES = {torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16", torch.float32: "
 SWIZZLES = (0, 32, 64, 128)
 ALIGNED = 16
 """Bytes at whose multiples addresses, rows and boxes begin."""
+PROMOTIONS = (64, 128, 256)
 LONGEST = 256
 """Elements that a box may have along each dimension."""
 ROOM = 128
@@ -32,7 +33,7 @@ KEPT = 4096
 _maps: dict[tuple[object, ...], TensorMap] = {}
 
 
-def tensor_map(tensor: torch.Tensor, box: tuple[int, int], *, swizzle: int = 0) -> TensorMap:
+def tensor_map(tensor: torch.Tensor, box: tuple[int, int], *, swizzle: int = 0, promotion: int = 256) -> TensorMap:
     """Return the descriptor of a matrix on a GPU; elements beyond its edges are read as 0 and not written.
 
     Args:
@@ -40,24 +41,25 @@ def tensor_map(tensor: torch.Tensor, box: tuple[int, int], *, swizzle: int = 0) 
         box: rows and columns that one copy moves.
         swizzle: bytes of the pattern in which shared memory holds the box: 0 (plain), 32, 64 or 128; a row of the box
             is not longer.
+        promotion: bytes that are brought into the L2 cache at a time, whatever the box has of them: 64, 128 or 256.
 
     Raises:
         ValueError: an argument is not so.
         CudaError: the driver refused it.
     """
-    key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, box, swizzle)
+    key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, box, swizzle, promotion)
     found = _maps.get(key)
     if found is None:
-        _check(tensor, box, swizzle)
+        _check(tensor, box, swizzle, promotion)
         if len(_maps) >= KEPT:
             _maps.clear()
         # A thread of autograd's may have no context yet, which the driver asks for.
         with device_of(tensor):
-            found = _maps[key] = _encoded(tensor, box, swizzle)
+            found = _maps[key] = _encoded(tensor, box, swizzle, promotion)
     return found
 
 
-def _check(tensor: torch.Tensor, box: tuple[int, int], swizzle: int) -> None:
+def _check(tensor: torch.Tensor, box: tuple[int, int], swizzle: int, promotion: int) -> None:
     size = tensor.element_size()
     if tensor.dtype not in DTYPES:
         raise ValueError(f"tensor: expected bfloat16, float16 or float32, got {tensor.dtype}")
@@ -68,13 +70,15 @@ def _check(tensor: torch.Tensor, box: tuple[int, int], swizzle: int) -> None:
         raise ValueError(f"tensor: expected rows that begin at multiples of {ALIGNED} bytes")
     if swizzle not in SWIZZLES:
         raise ValueError(f"swizzle: expected one of {SWIZZLES}, got {swizzle}")
+    if promotion not in PROMOTIONS:
+        raise ValueError(f"promotion: expected one of {PROMOTIONS}, got {promotion}")
     longest = min(LONGEST, swizzle // size or LONGEST)
     if not (1 <= box[0] <= LONGEST and 1 <= box[1] <= longest) or box[1] * size % ALIGNED:
         rule = f"rows up to {LONGEST}, columns up to {longest} in multiples of {ALIGNED // size}"
         raise ValueError(f"box: expected {rule}, got {box}")
 
 
-def _encoded(tensor: torch.Tensor, box: tuple[int, int], swizzle: int) -> TensorMap:
+def _encoded(tensor: torch.Tensor, box: tuple[int, int], swizzle: int, promotion: int) -> TensorMap:
     from cuda.bindings import driver
 
     rows, columns = tensor.shape
@@ -92,7 +96,7 @@ def _encoded(tensor: torch.Tensor, box: tuple[int, int], swizzle: int) -> Tensor
         (ctypes.c_uint32 * 2)(1, 1),
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
         getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{f'{swizzle}B' if swizzle else 'NONE'}"),
-        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        getattr(driver.CUtensorMapL2promotion, f"CU_TENSOR_MAP_L2_PROMOTION_L2_{promotion}B"),
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
     checked((driver.CUresult(status), None), f"tensor map of {tuple(tensor.shape)} in boxes of {box}")

@@ -59,14 +59,15 @@ __device__ inline Place place_of(int index, int down, int across, int group) {
     return {first + within % height, within / height};
 }
 
-// Starts the copy of 64 terms of K of an operand's tile of ROWS rows: at once, or MN_MAJOR in pieces of 64 rows.
-template <Major MAJOR, int ROWS>
+// Starts the copy of 64 terms of K of an operand's tile of ROWS rows: at once, or MN_MAJOR in pieces of 64 rows. ONCE: no
+// other tile reads them.
+template <Major MAJOR, int ROWS, bool ONCE = false>
 __device__ inline void load_tile(char* target, const TensorMap& map, Barrier& full, int row, int k) {
     if constexpr (MAJOR == K_MAJOR) {
-        load_box(target, map, row, k, full);
+        load_box<ONCE>(target, map, row, k, full);
     } else {
 #pragma unroll
-        for (int i = 0; i * SPAN < ROWS; ++i) load_box(target + i * PIECE, map, k, row + i * SPAN, full);
+        for (int i = 0; i * SPAN < ROWS; ++i) load_box<ONCE>(target + i * PIECE, map, k, row + i * SPAN, full);
     }
 }
 

@@ -5,17 +5,21 @@
 
 namespace rlk {
 
+// For what is read once: the L2 cache gives it up before anything else.
+__device__ inline u64 evicted_first() {
+    u64 policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
 // One thread starts a copy from global to shared memory of what is read once; addresses and bytes are multiples of 16,
 // bytes is not 0. The barrier counts the bytes. Reads that other threads made of the target must be ordered before, as by
 // __syncwarp.
 __device__ inline void copy_once(void* target, const void* source, u32 bytes, Barrier& barrier) {
     asm volatile(
-        "{\n"
-        ".reg .b64 policy;\n"
-        "createpolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], policy;\n"
-        "}" ::"r"(shared_address(target)),
-        "l"(source), "r"(bytes), "r"(shared_address(&barrier))
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
+            shared_address(target)),
+        "l"(source), "r"(bytes), "r"(shared_address(&barrier)), "l"(evicted_first())
         : "memory");
 }
 
@@ -31,13 +35,22 @@ __device__ inline void prefetch(const TensorMap& map) {
 
 // One thread starts the copy of the box whose first element is at (row, column) into shared memory. Elements beyond the
 // edges come as 0, and count as bytes like all others. Targets are at multiples of 128 bytes, those of the 128-byte
-// swizzle at multiples of 1024.
+// swizzle at multiples of 1024. ONCE: nothing else reads it.
+template <bool ONCE = false>
 __device__ inline void load_box(void* target, const TensorMap& map, int row, int column, Barrier& barrier) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
-            shared_address(target)),
-        "l"(&map), "r"(column), "r"(row), "r"(shared_address(&barrier))
-        : "memory");
+    if constexpr (ONCE) {
+        asm volatile(
+            "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
+            "[%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(target)),
+            "l"(&map), "r"(column), "r"(row), "r"(shared_address(&barrier)), "l"(evicted_first())
+            : "memory");
+    } else {
+        asm volatile(
+            "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
+                shared_address(target)),
+            "l"(&map), "r"(column), "r"(row), "r"(shared_address(&barrier))
+            : "memory");
+    }
 }
 
 // One thread starts the copy of a box out of shared memory; elements beyond the edges are not written. What other threads
