@@ -69,9 +69,22 @@ def test_few_rows_are_read_at_once_and_schedules_are_possible(majors):
     for m, n, k in SHAPES:
         cut = schedule_for(m, n, k, majors, 132)
         assert cut.swapped == (m <= FEW)
-        assert not cut.swapped or m <= cut.columns <= max(8, 2 * m)
+        assert not cut.swapped or cut.columns >= m
         left, right = majors[::-1] if cut.swapped else majors
         assert cut.fitted(left, right) == cut
+
+
+@pytest.mark.parametrize("majors", [pair for pair in MAJORS if PLAIN not in pair])
+def test_what_is_chosen_for_aligned_operands_is_compiled_ahead(majors):
+    for m, n, k in SHAPES:
+        assert schedule_for(m, n, k, majors, 132) in TABLE
+
+
+@pytest.mark.parametrize("right", [K_MAJOR, MN_MAJOR])
+def test_few_rows_take_no_more_columns_than_they_need(right):
+    for m, n, k in SHAPES:
+        cut = schedule_for(m, n, k, (K_MAJOR, right), 132)
+        assert not cut.swapped or cut.columns <= max(8, 2 * m)
 
 
 def test_expected_time_counts_rounds_stages_and_what_is_continued():
@@ -112,6 +125,10 @@ class Launched:
         assert 0 < grid <= 132
         assert block == 128 * (have["CONSUMERS"] + 1)
         assert shared <= SHARED
+        pieces = -(-have["TILE_N"] // 64) * 64 if have["B_MAJOR"] == MN_MAJOR else have["TILE_N"]
+        stages = have["STAGES"] * have["BOXES"] * (have["TILE_M"] + pieces) * 128
+        boxes = have["CONSUMERS"] * 2 * 64 * 128 if have["STORED"] else 0
+        assert shared >= stages + boxes + 1024
         boxes = (have["TILE_M"], have["A_MAJOR"], map_a, left), (have["TILE_N"], have["B_MAJOR"], map_b, right)
         # A row of the left operand is given up by the cache once a tile has read it: no other tile may want it.
         once = bool(have["A_ONCE"])

@@ -35,8 +35,8 @@ ALIGNED = 16
 NO_MAP = bytes(MAP_SIZE)
 THREADS = 128
 """Of a warpgroup."""
-OFTEN, ONCE = 256, 128
-"""Bytes that are brought into the L2 cache at a time: of what several tiles read, and of what one does."""
+PROMOTION, PROMOTION_ONCE = 256, 128
+"""Bytes that are brought into the L2 cache at a time; the second of what one tile alone reads, where 256 are slower."""
 BY_ROW, BY_COLUMN = 1, 2
 """Which way a bias runs along a tile; 0 is no bias."""
 BY_STRIDES, BOXES, TRANSPOSED = 0, 1, 2
@@ -79,8 +79,8 @@ def matmul(
     kernel(made, "det_gemm", SIGNATURE, a.device).launch(
         min(cut.units(rows, columns), processors(a.get_device())),
         (cut.consumers + 1) * THREADS,
-        _map(left_map, left_major, cut.rows, ONCE if cut.swapped else OFTEN),
-        _map(right_map, right_major, cut.columns, OFTEN),
+        _map(left_map, left_major, cut.rows, PROMOTION_ONCE if cut.swapped else PROMOTION),
+        _map(right_map, right_major, cut.columns, PROMOTION),
         out_map,
         *(target, bias, left, right),
         *(*target.stride(), *left.stride(), *right.stride()),
@@ -138,7 +138,7 @@ def programs_of(arch: str) -> list[Program]:
 
 
 def _outputs_of(cut: Schedule, majors: tuple[int, int], dtype: torch.dtype) -> list[tuple[torch.dtype, int, bool]]:
-    """Return how an aligned output is stored: in the operands' dtype, weight gradients in FP32 too."""
+    """Return how an aligned output is stored: in the operands' dtype; weight gradients, if not swapped, in FP32 too."""
     own = (dtype, BY_STRIDES if not cut.in_boxes else TRANSPOSED if cut.swapped else BOXES, False)
     if cut.swapped or majors != (MN_MAJOR, MN_MAJOR):
         return [own]

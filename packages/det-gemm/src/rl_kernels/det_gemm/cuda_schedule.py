@@ -1,8 +1,9 @@
 """How a product is laid out on a Hopper GPU by ``kernels/det_gemm_sm90.cu``: frozen, nothing is timed at run time.
 
 Any schedule gives the same bits, so the choice may follow all sizes: the one that is expected to take least time.
-``tuned/h200.json`` holds the speed of each. Those of large tiles are as ``tools/tune_matmul.py`` measured them; those
-of 64 x 64, of 64 x 128 and of few rows were fitted to products of models' layers, timed in turn as by ``--beside``.
+``tuned/h200.json`` holds the speed of each. Most are as ``tools/tune_matmul.py`` measured them, those for 33 to 64 rows
+before their launches were dependent. Those of 64 x 64 and 64 x 128 and those for up to 32 rows were fitted to products
+of models' layers, timed in turn as by ``--beside``.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ K_MAJOR, MN_MAJOR, PLAIN = 0, 1, 2
 ROWS, BOX, HALF, SWIZZLE = 64, 64, 2, 128
 """Rows of a warpgroup, terms of K in a box, bytes of a 16-bit number, of a swizzled row."""
 ROOM = 227 * 1024 - 2048
-"""Bytes of shared memory for stages and boxes: what a block may have, less barriers and alignment."""
+"""Bytes of shared memory for stages and what follows them: what a block may have, less barriers and alignment."""
 BOXES = 2 * ROWS * SWIZZLE
 """Bytes of the two boxes of a consumer."""
 DEEPEST = 24
@@ -38,8 +39,9 @@ class Schedule:
         inner: terms of K in a stage, a multiple of 64.
         turns: two tiles of 64 rows at a time, of which one is multiplied while the other is stored.
         group: rows of tiles that are worked on together.
-        swapped: a tile's rows are columns of the right operand: for a product of few rows. Its blocks begin while the
-            kernel before still runs, which hides what they do before their first stage.
+        swapped: a tile's rows are columns of the right operand, and its columns all rows of the left one, for a product
+            of few: what it reads of the right operand no other tile does. Its blocks begin while the kernel before
+            still runs, which hides what they do before their first stage.
     """
 
     rows: int
@@ -142,12 +144,14 @@ def schedule_for(m: int, n: int, k: int, majors: tuple[int, int], processors: in
         return majors[::-1] if candidate.schedule.swapped else majors
 
     fitting = [one for one in candidates() if one.schedule.swapped == (m <= FEW)]
+    # Every row at once, or the weights would be read again.
+    fitting = [one for one in fitting if not one.schedule.swapped or one.schedule.columns >= m]
+    possible = [one for one in fitting if one.schedule.fitted(*operands(one)) == one.schedule] or fitting
     if m <= FEW:
-        # Every row at once, or the weights would be read again; and no more columns than that takes.
-        width = min(one.schedule.columns for one in fitting if one.schedule.columns >= m)
-        fitting = [one for one in fitting if one.schedule.columns == width]
-    possible = [one for one in fitting if one.schedule.fitted(*operands(one)) == one.schedule]
-    best = min(possible or fitting, key=lambda one: one.time(m, n, k, processors, continues))
+        # And no more columns than that takes: those beyond the matrix cost as much as others.
+        width = min(one.schedule.columns for one in possible)
+        possible = [one for one in possible if one.schedule.columns == width]
+    best = min(possible, key=lambda one: one.time(m, n, k, processors, continues))
     return best.schedule.fitted(*operands(best))
 
 

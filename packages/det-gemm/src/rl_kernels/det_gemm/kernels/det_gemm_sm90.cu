@@ -73,6 +73,7 @@ static_assert(B_BYTES % ATOM == 0, "what follows begins at a whole pattern of th
 
 struct Shared {
     char* stages;
+    // Where STORED; else there are none.
     char* boxes;
     Barrier *full, *empty, *turns;
     __device__ char* a(int stage, int box) const { return stages + stage * STAGE_BYTES + box * A_BYTES; }
