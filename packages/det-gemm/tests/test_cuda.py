@@ -127,8 +127,8 @@ class Launched:
         assert shared <= SHARED
         pieces = -(-have["TILE_N"] // 64) * 64 if have["B_MAJOR"] == MN_MAJOR else have["TILE_N"]
         stages = have["STAGES"] * have["BOXES"] * (have["TILE_M"] + pieces) * 128
-        boxes = have["CONSUMERS"] * 2 * 64 * 128 if have["STORED"] else 0
-        assert shared >= stages + boxes + 1024
+        leaving = have["CONSUMERS"] * 2 * 64 * 128 if have["STORED"] else 0
+        assert shared >= stages + leaving + 1024
         boxes = (have["TILE_M"], have["A_MAJOR"], map_a, left), (have["TILE_N"], have["B_MAJOR"], map_b, right)
         # A row of the left operand is given up by the cache once a tile has read it: no other tile may want it.
         once = bool(have["A_ONCE"])
