@@ -6,7 +6,16 @@ from itertools import product
 import pytest
 import torch
 
-from rl_kernels.core.contract import CLASSES, DIRECTIONS, DTYPES, RELATIONS, MissingTolerance, contract, parse
+from rl_kernels.core.contract import (
+    ALL_DTYPES,
+    CLASSES,
+    DIRECTIONS,
+    DTYPES,
+    RELATIONS,
+    MissingTolerance,
+    contract,
+    parse,
+)
 
 # (op_class, dtype) -> atol / rtol of the forward results, and of the gradients: the outer fence of accuracy.
 ACCURACY = {
@@ -19,6 +28,9 @@ ACCURACY = {
     ("logprob", "fp32"): ((1e-5, 0), (1e-5, 0)),
     ("logprob", "bf16"): ((5e-2, 0), (5e-2, 2e-2)),
     ("logprob", "fp16"): ((5e-3, 0), (5e-3, 1e-3)),
+    ("elementwise", "fp64"): ((1e-10, 1e-10), (1e-10, 1e-10)),
+    ("reduction", "fp64"): ((1e-10, 1e-10), (1e-10, 1e-10)),
+    ("logprob", "fp64"): ((1e-10, 1e-10), (1e-10, 1e-10)),
 }
 ROW = {"op_class": "logprob", "dtype": "fp32", "direction": "forward", "atol": 1, "rtol": 2, "provenance": "a test"}
 ERRORS = {"max_abs": 0.5, "share": 0.25, "inside": 4, "case": "op/pytorch/fp32/accuracy/plain", "item": "y", "seed": 7}
@@ -37,15 +49,15 @@ def test_fence_of_accuracy(op_class, dtype, direction):
 
 
 @pytest.mark.parametrize("relation", ["invariance", "repeatability"])
-@pytest.mark.parametrize(("op_class", "dtype", "direction"), product(CLASSES, DTYPES, DIRECTIONS))
+@pytest.mark.parametrize(("op_class", "dtype", "direction"), product(CLASSES, ALL_DTYPES, DIRECTIONS))
 def test_invariance_and_repeatability_are_bitwise(relation, op_class, dtype, direction):
     row = contract().tolerance(relation, op_class, dtype, direction, "cpu")
     assert (row.bitwise, row.atol, row.rtol, str(row)) == (True, 0, 0, "bitwise")
 
 
 def test_there_is_exactly_one_row_for_each_comparison():
-    assert set(contract().rows) == set(product(RELATIONS, CLASSES, DTYPES, DIRECTIONS))
-    assert {(op_class, dtype) for op_class, dtype in product(CLASSES, DTYPES)} == set(ACCURACY)
+    assert set(contract().rows) == set(product(RELATIONS, CLASSES, ALL_DTYPES, DIRECTIONS))
+    assert {(op_class, dtype) for op_class, dtype in product(CLASSES, ALL_DTYPES)} == set(ACCURACY)
 
 
 def test_every_row_says_where_its_value_comes_from():
@@ -65,7 +77,7 @@ def test_dtype_names_are_those_of_the_command_line():
 
 
 def test_parity_is_no_wider_than_accuracy():
-    for op_class, dtype, direction in product(CLASSES, DTYPES, DIRECTIONS):
+    for op_class, dtype, direction in product(CLASSES, ALL_DTYPES, DIRECTIONS):
         parity, accuracy = (contract().rows[name, op_class, dtype, direction] for name in ("parity", "accuracy"))
         assert not parity.bitwise
         assert parity.atol <= accuracy.atol

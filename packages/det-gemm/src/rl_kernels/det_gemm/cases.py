@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from rl_kernels.core.testing import Case, Draw, Inputs, RowLayout, Spec, Variant
 from rl_kernels.det_gemm import reference
+from rl_kernels.det_gemm.cases_dimensions import DIMENSIONS, with_values
 from rl_kernels.det_gemm.illegal import ILLEGAL
 from rl_kernels.det_gemm.mutants import MUTANTS
 
@@ -55,6 +56,7 @@ CASES = (
     Case("llama3-8b-value", _sizes(2, 1024, 4096), {}, LINEAR, "full"),
     Case("many-rows", _sizes(700, 33, 70), suite="full"),
     Case("dw-many-rows", _sizes(700, 33, 70), {}, DW, "full", grad=False),
+    *DIMENSIONS,
 )
 
 EMPTY = (
@@ -80,6 +82,8 @@ def inputs(case: Case, draw: Draw) -> Inputs:
         call = _cancelling(m, n, k, draw)
     else:
         call = {"a": draw.normal(m, k), "b": draw.normal(k, n, scale=k**-0.5)}
+    first = next(iter(call))
+    call[first] = with_values(call[first], asked.get("values"))
     call |= {name: column_major(call[name]) for name in asked.get(COLUMNS, ())}
     return call | {name: asked[name] for name in ("out_dtype",) if name in asked}
 
@@ -129,6 +133,7 @@ ROWS = RowLayout(
     arguments={"a": 1, "x": 1},
     results=frozenset({"output", "gradient:a", "gradient:x"}),
     functions=frozenset({"", LINEAR}),
+    any_leading=False,
 )
 
 
@@ -213,5 +218,7 @@ SPEC = Spec(
     mutants=MUTANTS,
     empty=EMPTY,
     writes={"accumulate_into": "output"},
+    main_grad=frozenset({"weight"}),
+    autocast={LINEAR: ("x", "weight", "bias")},
     unread=frozenset({"backend"}),
 )

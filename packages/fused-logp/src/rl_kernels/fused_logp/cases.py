@@ -8,6 +8,7 @@ import torch
 
 from rl_kernels.core.testing import IGNORED, Case, Draw, Inputs, Spec
 from rl_kernels.fused_logp import reference
+from rl_kernels.fused_logp.cases_dimensions import DIMENSIONS, with_values
 from rl_kernels.fused_logp.illegal import ILLEGAL
 from rl_kernels.fused_logp.mutants import MUTANTS
 from rl_kernels.fused_logp.transforms import HYGIENE, TRANSFORMS
@@ -53,9 +54,12 @@ CASES = (
     Case("qwen3-vocabulary", {"batch": 1, "seq": 3, "vocab": 151936}, STATS, suite="full"),
     Case("gpt2-vocabulary", {"batch": 1, "seq": 4, "vocab": 50257}, STATS, suite="full"),
     Case("many-rows", {"batch": 4, "seq": 500, "vocab": 33}, suite="full"),
+    *DIMENSIONS,
 )
 EMPTY = (Case("no-rows", {"batch": 0, "seq": 5, "vocab": 33}, STATS),)
-DRAWN = frozenset({"scale", "offset", "minus_inf", "low", "hidden", "specials", "row_indices", "out", "temperature"})
+DRAWN = frozenset(
+    {"scale", "offset", "minus_inf", "low", "hidden", "specials", "row_indices", "out", "temperature", "values", "ids"}
+)
 """Options that shape the inputs; the others are passed on as keyword arguments."""
 
 
@@ -64,9 +68,10 @@ def inputs(case: Case, draw: Draw) -> Inputs:
     batch, seq, vocab = (case.sizes[name] for name in ("batch", "seq", "vocab"))
     asked = case.options
     logits = draw.normal(batch, seq, vocab, scale=asked.get("scale", 2.0)) + asked.get("offset", 0.0)
+    logits = with_values(logits, asked.get("values"))
     ids = draw.ids(vocab, batch, seq)
-    if "minus_inf" in asked:
-        hidden = draw.mask(asked["minus_inf"], batch, seq, vocab).scatter(-1, ids[..., None], False)
+    if "minus_inf" in asked or asked.get("values") == "minus_inf":
+        hidden = draw.mask(asked.get("minus_inf", 0.3), batch, seq, vocab).scatter(-1, ids[..., None], False)
         logits = logits.masked_fill(hidden, -torch.inf)
     if asked.get("specials"):
         logits[0, 0], logits[0, 2, 3], logits[0, 4, -1] = -torch.inf, torch.nan, torch.inf
@@ -78,8 +83,10 @@ def inputs(case: Case, draw: Draw) -> Inputs:
         logits[..., -1] += 3
     if "ignore_index" in asked:
         ids = ids.masked_fill(draw.mask(0.4, batch, seq), asked["ignore_index"])
-    call: Inputs = {"logits": logits, "token_ids": ids}
+    call: Inputs = {"logits": logits, "token_ids": ids.to(asked.get("ids", torch.int64))}
     call |= {name: value for name, value in asked.items() if name not in DRAWN}
+    if draw.dtype == torch.float64:
+        call["output_dtype"] = torch.float64
     if "temperature" in asked:
         per_token = asked["temperature"] == "tensor"
         call["temperature"] = (
@@ -89,7 +96,7 @@ def inputs(case: Case, draw: Draw) -> Inputs:
         rows = draw.permutation(batch * seq)[: max(batch * seq // 2, 1)].to(draw.device)
         call["row_indices"] = rows.repeat(2) if asked["row_indices"] == "twice" else rows
     if asked.get("out"):
-        call["out"] = torch.full((batch, seq), 7.0, device=draw.device)
+        call["out"] = torch.full((batch, seq), 7.0, device=draw.device, dtype=call.get("output_dtype", torch.float32))
     return call
 
 
@@ -145,5 +152,6 @@ SPEC = Spec(
     output="logp",
     adds=frozenset({"return_stats"}),
     ids=("token_ids",),
+    indexed="row_indices",
     eager_only=frozenset({"inplace_backward"}),
 )

@@ -8,7 +8,8 @@ import torch
 
 from rl_kernels.core.testing import Case, Draw, Inputs, Spec
 from rl_kernels.grpo_loss import reference
-from rl_kernels.grpo_loss.cases_objectives import KEYWORDS, OBJECTIVES, extras, pack
+from rl_kernels.grpo_loss.cases_dimensions import DIMENSIONS
+from rl_kernels.grpo_loss.cases_objectives import KEYWORDS, OBJECTIVES, RANGE, extras, pack
 from rl_kernels.grpo_loss.illegal import ILLEGAL
 from rl_kernels.grpo_loss.magnitudes import GRADIENT, magnitudes
 from rl_kernels.grpo_loss.mutants import MUTANTS
@@ -61,6 +62,7 @@ CASES = (
     Case("many-prompts", _sizes(64, 8, 128), {"beta": 0.04, "density": 0.7}, suite="full"),
     Case("long-completions", _sizes(1, 4, 20000), {"beta": 0.04, "density": 0.9}, suite="full"),
     Case("large-group", _groups(1, 5000), {"group_sizes": (1, 4998, 1)}, GROUPS, suite="full"),
+    *DIMENSIONS,
 )
 EMPTY = (
     Case("no-completions", _sizes(0, 4, 6), {"beta": 0.1}),
@@ -77,6 +79,10 @@ def inputs(case: Case, draw: Draw) -> Inputs:
     """Draw log-probabilities ``[prompts * samples, completion]`` <= 0, rewards, mask, and what the options ask for."""
     asked = case.options
     numbers = {name: asked[name] for name in NUMBERS if name in asked}
+    if "missing" in asked:
+        numbers["skip_nan"] = True
+    if "rollout_mode" in asked:
+        numbers = {**RANGE, **numbers}
     groups = {"rewards": _rewards(case, draw), **_grouping(case)}
     if case.function == GROUPS:
         return {**groups, **numbers}
@@ -87,7 +93,9 @@ def inputs(case: Case, draw: Draw) -> Inputs:
         mask[batch // 2] = False
     call: Inputs = {
         "current_logps": current.to(draw.dtype),
-        "old_logps": _near(current, asked.get("noise", 0.3), draw, asked.get("old", draw.dtype)),
+        "old_logps": _near(
+            current, asked.get("noise", 0.3), draw, None if "on_policy" in asked else asked.get("old", draw.dtype)
+        ),
         "ref_logps": _near(current, asked.get("drift", 0.3), draw, asked.get("ref", draw.dtype)),
         "completion_mask": mask.to(asked.get("mask", torch.bool)),
         **numbers,

@@ -8,6 +8,7 @@ import torch
 
 from rl_kernels.core.testing import IGNORED, Case, Draw, Inputs, Spec
 from rl_kernels.linear_logp import reference
+from rl_kernels.linear_logp.cases_dimensions import DIMENSIONS, with_values
 from rl_kernels.linear_logp.illegal import ILLEGAL
 from rl_kernels.linear_logp.mutants import MUTANTS
 from rl_kernels.linear_logp.transforms import HYGIENE, TRANSFORMS, WEIGHTS
@@ -71,9 +72,12 @@ CASES = (
         {"workspace_mib": 1, "scale": 0.125},
         suite="full",
     ),
+    *DIMENSIONS,
 )
 EMPTY = (Case("no-rows", {"batch": 0, "seq": 5, "hidden": 16, "vocab": 33}, {**STATS, "bias": True}),)
-DRAWN = frozenset({"scale", "offset", "minus_inf", "minus_inf_first", "low", "edges", "bias", "temperature"})
+DRAWN = frozenset(
+    {"scale", "offset", "minus_inf", "minus_inf_first", "low", "edges", "bias", "temperature", "values", "ids"}
+)
 """Options that shape the inputs; the others are passed on as keyword arguments."""
 
 
@@ -85,7 +89,7 @@ def inputs(case: Case, draw: Draw) -> Inputs:
     if asked.get("edges"):
         ids = with_edges(ids, vocab)
     call: Inputs = {
-        "hidden": draw.normal(batch, seq, size, scale=asked.get("scale", 1.0)),
+        "hidden": with_values(draw.normal(batch, seq, size, scale=asked.get("scale", 1.0)), asked.get("values")),
         "lm_head_weight": draw.normal(vocab, size, scale=size**-0.5),
         "target_ids": ids,
     }
@@ -105,6 +109,7 @@ def inputs(case: Case, draw: Draw) -> Inputs:
         call["temperature"] = (
             draw.uniform(0.5, 2.0, batch, seq, dtype=torch.float32) if per_token else asked["temperature"]
         )
+    call["target_ids"] = call["target_ids"].to(asked.get("ids", torch.int64))
     return call | {name: value for name, value in asked.items() if name not in DRAWN}
 
 
@@ -167,4 +172,6 @@ SPEC = Spec(
     output="logp",
     adds=frozenset({"return_stats"}),
     ids=("target_ids",),
+    main_grad=frozenset({"lm_head_weight"}),
+    autocast={"": ("hidden", "lm_head_weight", "bias")},
 )

@@ -17,7 +17,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Dtypes that the contract has rows for, by their names on the command line."""
+"""Dtypes that every operator takes, by their names on the command line."""
+ALL_DTYPES = {**DTYPES, "fp64": torch.float64}
+"""Dtypes that the contract has rows for: some cases are of their own dtype."""
 DIRECTIONS = ("forward", "gradient")
 CLASSES = ("elementwise", "reduction", "logprob")
 RELATIONS = ("accuracy", "parity", "invariance", "repeatability")

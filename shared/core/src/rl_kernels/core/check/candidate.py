@@ -1,30 +1,19 @@
-"""Call an implementation on copies of the inputs, and turn whatever it does into named results or a clear failure."""
+"""What can be checked: our backends, the definition itself, or an implementation in a process of its own."""
 
 from __future__ import annotations
 
-import copy
-import traceback
-from collections import namedtuple
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from rl_kernels.core.dispatch import AUTO, BackendUnavailable
+from rl_kernels.core.check.isolation.remote import RemoteRun, Worker
+from rl_kernels.core.check.run import PLAIN, Ran, Results, Run, call_often
+from rl_kernels.core.dispatch import AUTO
 from rl_kernels.core.operator import Operator
 from rl_kernels.core.testing.spec import Inputs, Spec
-
-Results = dict[str, torch.Tensor]
-
-
-class Misbehaved(Exception):
-    """A candidate did not answer as an operator must; the message says how."""
-
-    def __init__(self, message: str, traceback: str = "") -> None:
-        super().__init__(message)
-        self.traceback = traceback
-        """Of the exception that the candidate raised, if it did."""
+from rl_kernels.core.testing.surroundings import Surroundings
 
 
 def _everything(function: str, argument: str) -> bool:
@@ -44,6 +33,7 @@ class Candidate:
         takes: ``(function name, argument) -> bool``; calls with an argument that it does not take are skipped.
         implements: the one function that it implements; None for all of the operator's.
         backend: the backend that it calls, if it is one.
+        worker: the process that it is called in, if not in this one.
     """
 
     name: str
@@ -54,6 +44,35 @@ class Candidate:
     takes: Callable[[str, str], bool] = _everything
     implements: str | None = None
     backend: str | None = None
+    worker: Worker | None = None
+
+    def run(
+        self, function: str, output: str, inputs: Inputs, leaves: Collection[str] = (), around: Surroundings = PLAIN
+    ) -> Ran:
+        """Call one of the functions on copies of the inputs; ``leaves`` require grad.
+
+        Raises:
+            Misbehaved: it gave no result.
+        """
+        if self.worker is not None:
+            return RemoteRun(self.worker, output, inputs, list(leaves), around)
+        return Run(lambda kwargs: self.call(function, kwargs), output, inputs, leaves, around)
+
+    def many(self, function: str, output: str, inputs: Inputs, calls: int) -> tuple[Results, Results, int]:
+        """Call again and again on the same inputs: the first result, the first of other bits, and which call gave it.
+
+        Raises:
+            Misbehaved: a call gave no result.
+        """
+        if self.worker is not None:
+            found = self.worker.ask("many", inputs=inputs, output=output, calls=calls)
+        else:
+            found = call_often(lambda kwargs: self.call(function, kwargs), output, inputs, calls)
+        return found["first"], found["other"], found["number"]
+
+    def is_slow(self, device_type: str) -> bool:
+        """Say whether calls take a thousand times as long as usual: kernels in Triton's interpreter."""
+        return self.backend == "triton" and device_type == "cpu"
 
     def exemption(self, relation: str) -> str | None:
         """Say why it is not held to a relation, or return None."""
@@ -101,90 +120,3 @@ def gold_inputs(spec: Spec, inputs: Inputs) -> Inputs:
 
 def _fp64(value: Any) -> Any:
     return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-
-
-class Run:
-    """One call on copies of its inputs: the outputs at once, the gradients when asked for.
-
-    ``leaves`` names the arguments that require grad.
-    """
-
-    def __init__(self, call: Callable[[Inputs], Any], spec: Spec, inputs: Inputs, leaves: Collection[str]) -> None:
-        # deepcopy keeps strides and offsets, and shares no storage.
-        self.inputs = copy.deepcopy(inputs)
-        self._leaves = {
-            name: value.requires_grad_()
-            for name in leaves
-            if isinstance(value := self.inputs.get(name), torch.Tensor) and not spec.writes.keys() & inputs.keys()
-        }
-        # A dict of its own: a candidate that edits its keyword arguments must not hide what it did to the tensors.
-        self._attached = guarded("forward", lambda: named(call(dict(self.inputs)), spec.output))
-        self.outputs: Results = {name: value.detach().clone() for name, value in self._attached.items()}
-
-    @property
-    def kept(self) -> Results:
-        """The outputs as they are now, which a later call must not have changed."""
-        return {name: value.detach() for name, value in self._attached.items()}
-
-    @property
-    def attached(self) -> set[str]:
-        """Names of the outputs that carry a gradient."""
-        return {name for name, value in self._attached.items() if value.requires_grad}
-
-    def gradients(self, upstream: Mapping[str, torch.Tensor], *, again: bool = False) -> Results:
-        """Return ``gradient:NAME`` for each differentiable input, given upstream gradients by output name.
-
-        ``again`` keeps the graph, for a further backward pass.
-        """
-        detached = upstream.keys() - self.attached
-        if detached:
-            raise Misbehaved(f"{', '.join(sorted(detached))}: detached, expected an output that carries a gradient")
-        outputs = [self._attached[name] for name in upstream]
-
-        def backward() -> Any:
-            leaves = list(self._leaves.values())
-            return torch.autograd.grad(outputs, leaves, list(upstream.values()), retain_graph=again, allow_unused=True)
-
-        grads = dict(zip(self._leaves, guarded("backward", backward), strict=True))
-        missing = [name for name, grad in grads.items() if grad is None]
-        if missing:
-            raise Misbehaved(f"no gradient for {', '.join(missing)}")
-        return {f"gradient:{name}": grad.clone() for name, grad in grads.items()}
-
-    def results(self, upstream: Mapping[str, torch.Tensor]) -> Results:
-        """Return outputs and, if there is an upstream gradient, gradients."""
-        return {**self.outputs, **(self.gradients(upstream) if upstream and self._leaves else {})}
-
-
-def named(result: Any, single: str) -> Results:
-    """Name the tensors of a result: the fields of a NamedTuple, also of one in it, or ``single`` for a bare tensor."""
-    if isinstance(result, torch.Tensor):
-        return {single: result}
-    if isinstance(result, tuple) and hasattr(result, "_fields"):
-        inner = next((field for field in result._fields if hasattr(getattr(result, field), "_fields")), None)
-        if inner is not None:
-            others = {field: getattr(result, field) for field in result._fields if field != inner}
-            flat = {**named(getattr(result, inner), single), **others}
-            return named(namedtuple(type(result).__name__, flat)(**flat), single)
-        wrong = [field for field in result._fields if not isinstance(getattr(result, field), torch.Tensor)]
-        if not wrong:
-            return dict(zip(result._fields, result, strict=True))
-        raise Misbehaved(f"{', '.join(wrong)}: expected a tensor")
-    raise Misbehaved(f"expected a tensor or a NamedTuple of tensors, got {type(result).__name__}")
-
-
-def guarded(phase: str, run: Callable[[], Any]) -> Any:
-    """Return what ``run`` returns; whatever it raises becomes ``Misbehaved``, with the traceback.
-
-    But ``BackendUnavailable``: a backend that says beforehand that a call is beyond it has not misbehaved.
-    """
-    try:
-        return run()
-    except (Misbehaved, BackendUnavailable):
-        raise
-    except (Exception, SystemExit) as error:
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        raise Misbehaved(
-            f"{phase} raised {type(error).__name__}: {error} ({where.filename}:{where.lineno} in {where.name})",
-            "".join(traceback.format_exception(error)),
-        ) from error

@@ -9,12 +9,14 @@ from functools import cached_property
 
 import torch
 
-from rl_kernels.core.check.candidate import Candidate, Misbehaved, Results, Run, gold_inputs, readable
+from rl_kernels.core.check.candidate import Candidate, gold_inputs, readable
 from rl_kernels.core.check.compare import Comparison
 from rl_kernels.core.check.result import CaseId, Check, Skip
-from rl_kernels.core.contract import DTYPES, Tolerance, contract
+from rl_kernels.core.check.run import PLAIN, Misbehaved, Ran, Results, Run
+from rl_kernels.core.contract import ALL_DTYPES, Tolerance, contract
 from rl_kernels.core.operator import Call, Operator
 from rl_kernels.core.testing import Case, Draw, Inputs, Spec, spec_of
+from rl_kernels.core.testing.surroundings import Surroundings
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ class Setting:
     seed: int = 123
     grad_mode: str = "random"
     grad_seed: int = 123
+    suite: str = "quick"
     constant: tuple[float, int] | None = None
     """(value, token): fill the differentiable inputs and the ids with these."""
 
@@ -34,7 +37,7 @@ class Setting:
 def call_of(operator: Operator, setting: Setting) -> Call:
     """Describe the operator's plainest case to the dispatcher, as it would be on the setting's device."""
     spec = spec_of(operator)
-    call = operator.describe(**spec.inputs(spec.case(), Draw(DTYPES[setting.dtype], "cpu")))
+    call = operator.describe(**spec.inputs(spec.case(), Draw(ALL_DTYPES[setting.dtype], "cpu")))
     return replace(call, device=setting.device, arch=setting.arch)
 
 
@@ -47,6 +50,11 @@ class Cell:
     case: Case
     setting: Setting
 
+    @property
+    def dtype_name(self) -> str:
+        """The dtype of this case's inputs, as the contract calls it."""
+        return self.case.dtype or self.setting.dtype
+
     @cached_property
     def seed(self) -> int:
         """Seed of this case's inputs: the run's, and the case's name."""
@@ -54,7 +62,7 @@ class Cell:
 
     def draw(self, salt: int = 0) -> Draw:
         """Return the source of this case's random values."""
-        return Draw(DTYPES[self.setting.dtype], self.setting.device, self.seed + salt)
+        return Draw(ALL_DTYPES[self.dtype_name], self.setting.device, self.seed + salt)
 
     @cached_property
     def inputs(self) -> Inputs:
@@ -97,11 +105,25 @@ class Cell:
         """The arguments that require grad."""
         return [name for name in self.spec.differentiable if name in self.inputs] if self.case.grad else []
 
-    def run(self, inputs: Inputs | None = None, leaves: Collection[str] | None = None) -> Run:
+    def run(
+        self, inputs: Inputs | None = None, leaves: Collection[str] | None = None, around: Surroundings = PLAIN
+    ) -> Ran:
         """Call the candidate."""
         arguments = self.inputs if inputs is None else inputs
         attached = self.leaves if leaves is None else leaves
-        return Run(lambda kwargs: self.candidate.call(self.case.function, kwargs), self.spec, arguments, attached)
+        return self.candidate.run(
+            self.case.function, self.spec.output, arguments, self._allowed(attached, arguments), around
+        )
+
+    @property
+    def allowed_leaves(self) -> list[str]:
+        """The arguments that require grad in a call of the case as it is."""
+        return self._allowed(self.leaves, self.inputs)
+
+    def _allowed(self, leaves: Collection[str], inputs: Inputs) -> list[str]:
+        """Return the arguments that may require grad: none where the call writes its result into one."""
+        written = self.spec.writes.keys() & inputs.keys()
+        return [] if written else [name for name in leaves if isinstance(inputs.get(name), torch.Tensor)]
 
     def eager(self) -> Run:
         """Call the reference in the tested dtype."""
@@ -116,9 +138,10 @@ class Cell:
         return self.spec.magnitudes(self.case, gold_inputs(self.spec, self.inputs), upstream)
 
     def _define(self, inputs: Inputs) -> Run:
-        return Run(lambda kwargs: self.spec.references[self.case.function](**kwargs), self.spec, inputs, self.leaves)
+        reference = self.spec.references[self.case.function]
+        return Run(lambda kwargs: reference(**kwargs), self.spec.output, inputs, self.allowed_leaves)
 
-    def upstream(self, run: Run) -> Results:
+    def upstream(self, run: Ran) -> Results:
         """Return an upstream gradient for each output of ``run`` that carries a gradient."""
         if self.spec.writes.keys() & self.inputs.keys():
             return {}
@@ -133,9 +156,9 @@ class Cell:
     def tolerance(self, relation: str, item: str, dtype: torch.dtype | None = None) -> Tolerance:
         """Return the contract's row for an output or gradient; for a result of a coarser dtype, that dtype's row."""
         direction = "gradient" if item.startswith("gradient:") else "forward"
-        name = self.setting.dtype
-        if dtype is not None and torch.finfo(dtype).eps > torch.finfo(DTYPES[name]).eps:
-            name = next(known for known, value in DTYPES.items() if value == dtype)
+        name = self.dtype_name
+        if dtype is not None and torch.finfo(dtype).eps > torch.finfo(ALL_DTYPES[name]).eps:
+            name = next(known for known, value in ALL_DTYPES.items() if value == dtype)
         return contract().tolerance(relation, self.spec.classes[item], name, direction, self.setting.arch)
 
     def record(

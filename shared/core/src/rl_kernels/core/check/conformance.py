@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from rl_kernels.core.check.candidate import Run, backend_candidate, named
+from rl_kernels.core.check.candidate import backend_candidate
 from rl_kernels.core.check.cell import Cell, Setting, call_of
 from rl_kernels.core.check.compare import bits
 from rl_kernels.core.check.mutation import Honest
@@ -28,6 +28,7 @@ from rl_kernels.core.check.mutation.controls import CONTROLS
 from rl_kernels.core.check.relations import RELATIONS, hold
 from rl_kernels.core.check.repeat import differing_runs
 from rl_kernels.core.check.result import Check, Skip
+from rl_kernels.core.check.run import Run, named
 from rl_kernels.core.contract import DTYPES
 from rl_kernels.core.dispatch import AUTO, BackendUnavailable, record_dispatch, use_backend
 from rl_kernels.core.operator import INVARIANT, Operator, arch_of
@@ -240,7 +241,9 @@ def _inputs(operator: Operator, case: Case) -> Inputs:
 def _run(operator: Operator, case: Case, function: Callable[..., Any] | None = None) -> Run:
     call = function or operator.function(case.function)
     spec = spec_of(operator)
-    return Run(lambda kwargs: call(**kwargs), spec, _inputs(operator, case), spec.differentiable if case.grad else [])
+    inputs = _inputs(operator, case)
+    leaves = spec.differentiable if case.grad and not spec.writes.keys() & inputs.keys() else []
+    return Run(lambda kwargs: call(**kwargs), spec.output, inputs, leaves)
 
 
 def _same(operator: Operator, case: Case, compiled: Run) -> None:

@@ -10,7 +10,7 @@ from functools import partial
 from rl_kernels.core.check.candidate import Candidate, backend_candidate, reference_candidate
 from rl_kernels.core.check.cell import Cell, Setting, call_of
 from rl_kernels.core.check.mutation import plant_bugs
-from rl_kernels.core.check.relations import exempt, hold
+from rl_kernels.core.check.relations import concerns, exempt, hold
 from rl_kernels.core.check.result import Check, Mutation, Record, Skip
 from rl_kernels.core.check.user import user_candidate
 from rl_kernels.core.dispatch import AUTO, Verdict, explain_call
@@ -78,7 +78,7 @@ class Plan:
         """Yield the case id of everything that would run."""
         for cell in self.cells():
             for relation in self.relations:
-                if not exempt(cell, relation):
+                if concerns(cell, relation) and not exempt(cell, relation):
                     yield cell.case_id(relation)
 
 

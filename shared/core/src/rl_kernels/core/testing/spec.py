@@ -30,6 +30,8 @@ class Case:
         function: the package's public function that is called; by default the operator itself.
         suite: ``quick`` cases run always, ``full`` ones in the full suite only.
         grad: False if no input of this call may require grad.
+        relations: the relations that it is held to; empty for all. Cases made in numbers are held to a few.
+        dtype: of its inputs, in place of the run's: ``fp64``, ``bf16``.
     """
 
     name: str
@@ -38,6 +40,8 @@ class Case:
     function: str = ""
     suite: Literal["quick", "full"] = "quick"
     grad: bool = True
+    relations: tuple[str, ...] = ()
+    dtype: str = ""
 
     def resized(self, sizes: Mapping[str, int]) -> Case:
         """Return the case with some sizes replaced."""
@@ -152,6 +156,9 @@ class Spec:
         output: what a result that is a single tensor is called.
         adds: options that only add outputs: an implementation that does not take one is called without it.
         ids: arguments that hold token ids.
+        indexed: the argument that lists the rows which are computed, if there is one.
+        main_grad: arguments whose gradient is added to their attribute ``main_grad``, where they have one.
+        autocast: function -> the arguments that autocast casts; no others.
         masks: arguments that are masks.
         on_host: arguments that may lie on the host, which a captured CUDA graph cannot copy.
         eager_only: options that torch.compile must refuse, naming the option.
@@ -175,6 +182,9 @@ class Spec:
     output: str = "output"
     adds: frozenset[str] = frozenset()
     ids: Sequence[str] = ()
+    indexed: str = ""
+    main_grad: frozenset[str] = frozenset()
+    autocast: Mapping[str, Sequence[str]] = field(default_factory=dict)
     masks: Sequence[str] = ()
     on_host: frozenset[str] = frozenset()
     eager_only: frozenset[str] = frozenset()
@@ -183,6 +193,23 @@ class Spec:
     def case(self, name: str = "") -> Case:
         """Return a case by name, by default the first."""
         return next(case for case in self.cases if name in ("", case.name))
+
+    def first_of(self, function: str) -> Case:
+        """Return the plainest case of a function."""
+        return next(case for case in self.cases if case.function == function)
+
+    def ignored(self, inputs: Inputs) -> torch.Tensor | None:
+        """Return where the outputs of a call are ignored, in the shape of its ids; None if no position can be."""
+        ids = next((inputs[name] for name in self.ids if name in inputs), None)
+        if ids is None:
+            return None
+        ignored = torch.zeros(ids.shape, dtype=torch.bool, device=ids.device)
+        if inputs.get("ignore_index") is not None:
+            ignored = ids == inputs["ignore_index"]
+        if self.indexed in inputs:
+            others = torch.ones_like(ignored).flatten().index_fill(0, inputs[self.indexed].long(), False)
+            ignored = ignored.flatten() | others
+        return ignored.view(ids.shape)
 
     def overwritten(self, inputs: Inputs) -> set[str]:
         """Return the arguments that this call may write to."""

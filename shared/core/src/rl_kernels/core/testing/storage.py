@@ -11,9 +11,10 @@ from rl_kernels.core.testing.spec import Case, Inputs, Transform, Variant
 
 
 def strided(case: Case, inputs: Inputs, draw: Draw) -> Iterator[Variant]:
-    """Every tensor spread over every other element of its storage; then each matrix stored column by column."""
+    """Every tensor over every other element of its storage, in the middle of a larger one, or column by column."""
     tensors = _tensors(inputs)
     yield Variant("every other element", {**inputs, **{name: _spread(value) for name, value in tensors.items()}})
+    yield Variant("in the middle", {**inputs, **{name: _inside(value) for name, value in tensors.items()}})
     swapped = {name: value.mT.contiguous().mT for name, value in tensors.items() if value.ndim >= 2}
     if swapped:
         yield Variant("stored column by column", {**inputs, **swapped})
@@ -54,6 +55,12 @@ def _tensors(inputs: Inputs) -> dict[str, torch.Tensor]:
 
 def _spread(value: torch.Tensor) -> torch.Tensor:
     return garbage(value, *value.shape[:-1], 2 * value.shape[-1])[..., ::2].copy_(value)
+
+
+def _inside(value: torch.Tensor) -> torch.Tensor:
+    """Return a slice of a tensor that is larger by one on each side of every dim."""
+    larger = garbage(value, *(size + 2 for size in value.shape))
+    return larger[(slice(1, -1),) * value.ndim].copy_(value)
 
 
 def _between_garbage(value: torch.Tensor) -> torch.Tensor:

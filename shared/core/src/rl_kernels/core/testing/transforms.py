@@ -16,6 +16,9 @@ from rl_kernels.core.testing.spec import Case, Inputs, Transform, Variant
 
 BATCHES = (1, 2, 3, 4, 9, 16, 17, 33, 65, 129, 257)
 """Rows of the batches that rows are put into: beside and beyond the heights of tiles."""
+MORE_BATCHES = (63, 64, 65, 127, 128, 256, 2050)
+"""The same where a row has no more than ``SHORT`` numbers."""
+SHORT = 512
 IGNORED = -100
 """The id that padding rows carry where the operator has ``ignore_index``."""
 FILLER = -1
@@ -32,12 +35,14 @@ class RowLayout:
         results: outputs and gradients with one entry, or row, for each row.
         ids: the argument of token ids, if rows can be masked by ``ignore_index``.
         functions: public functions with this layout; empty for the operator's own.
+        any_leading: whether rows may have any number of leading dims, and not one alone.
     """
 
     arguments: Mapping[str, int]
     results: frozenset[str]
     ids: str | None = None
     functions: frozenset[str] = field(default_factory=lambda: frozenset({""}))
+    any_leading: bool = True
 
     def transforms(self) -> dict[str, Transform]:
         """Return the standard transforms of rows by name."""
@@ -46,6 +51,7 @@ class RowLayout:
             "batch": _batch,
             "position": _position,
             "neighbours": _neighbours,
+            "leading": _leading,
             "chunks": _chunks,
             "padding": _padding,
         }
@@ -102,6 +108,37 @@ class Rows:
             name: value[index] * 3 if value.is_floating_point() else value[index] for name, value in self.flat.items()
         }
 
+    def filled(self, count: int, number: float) -> Inputs:
+        """Return filler rows that are computed, of one number."""
+        rows = {name: value[:1].expand(count, *value.shape[1:]).clone() for name, value in self.flat.items()}
+        for name, value in rows.items():
+            if self.layout.arguments[name] and value.is_floating_point():
+                value.fill_(number)
+        return rows
+
+    def shaped(self, label: str, *lead: int) -> Variant:
+        """Return the call with its rows under other leading dims; the first row alone under none."""
+        rows = {name: value.reshape(*lead, *value.shape[1:]) if lead else value[0] for name, value in self.flat.items()}
+
+        def pick(name: str, result: torch.Tensor) -> torch.Tensor | None:
+            if name not in self.layout.results:
+                return result if lead else None
+            flat = self._flatten(result)
+            return flat if lead else flat[0]
+
+        def find(name: str, result: torch.Tensor) -> torch.Tensor:
+            if not lead or name not in self.layout.results:
+                return result
+            return result.reshape(self.count, *result.shape[len(lead) :])
+
+        def lift(name: str, upstream: torch.Tensor) -> torch.Tensor:
+            flat = self._flatten(upstream)
+            return flat.reshape(*lead, *flat.shape[1:]) if lead else flat[0]
+
+        return Variant(
+            label, {**self.inputs, **{name: value.clone() for name, value in rows.items()}}, pick, find, lift
+        )
+
     def nan(self, count: int) -> Inputs:
         """Return filler rows that are masked and hold NaN."""
         rows = {name: value[:1].expand(count, *value.shape[1:]).clone() for name, value in self.flat.items()}
@@ -138,7 +175,8 @@ def _alone(rows: Rows, draw: Draw) -> Iterator[Variant]:
 
 
 def _batch(rows: Rows, draw: Draw) -> Iterator[Variant]:
-    for size in BATCHES:
+    longest = max(value[0].numel() for value in rows.flat.values())
+    for size in (*BATCHES, *MORE_BATCHES) if longest <= SHORT else BATCHES:
         index = torch.arange(size) % rows.count
         yield rows.variant(f"batch of {size}", index)
 
@@ -153,6 +191,16 @@ def _neighbours(rows: Rows, draw: Draw) -> Iterator[Variant]:
         index = torch.full((rows.count + 1,), FILLER)
         index[row] = row
         yield rows.variant(f"row {row} among others", index, rows.garbage(rows.count, draw))
+        for number in (torch.nan, torch.inf, -torch.inf):
+            yield rows.variant(f"row {row} among rows of {number}", index, rows.filled(rows.count, number))
+
+
+def _leading(rows: Rows, draw: Draw) -> Iterator[Variant]:
+    if not rows.layout.any_leading:
+        return
+    yield rows.shaped("no leading dims")
+    for shape in ((rows.count,), (1, rows.count), (rows.count, 1, 1), (1, rows.count, 1, 1)):
+        yield rows.shaped(f"leading dims {shape}", *shape)
 
 
 def _padded(rows: Rows) -> Iterator[tuple[str, int, torch.Tensor]]:

@@ -7,7 +7,6 @@ from traceback import format_exc
 
 import torch
 
-from rl_kernels.core.check.candidate import Misbehaved
 from rl_kernels.core.check.cell import Cell
 from rl_kernels.core.check.relations.accuracy import accuracy, gradients
 from rl_kernels.core.check.relations.determinism import invariance, repeatability
@@ -16,6 +15,7 @@ from rl_kernels.core.check.relations.integration import integration
 from rl_kernels.core.check.relations.parity import parity
 from rl_kernels.core.check.relations.robustness import robustness
 from rl_kernels.core.check.result import Record
+from rl_kernels.core.check.run import Misbehaved
 from rl_kernels.core.contract import MissingTolerance
 from rl_kernels.core.dispatch import BackendUnavailable
 
@@ -34,6 +34,8 @@ RELATIONS: dict[str, Callable[[Cell], Iterator[Record]]] = {
 
 def hold(cell: Cell, relation: str) -> Iterator[Record]:
     """Hold a cell to a relation: its records, or why it is not held to it."""
+    if not concerns(cell, relation):
+        return
     reason = exempt(cell, relation)
     if reason:
         yield cell.skip(relation, reason)
@@ -42,6 +44,8 @@ def hold(cell: Cell, relation: str) -> Iterator[Record]:
     # A candidate that draws from torch's global generator does so from the same state in a replay.
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
         torch.manual_seed(cell.seed)
+        if cell.candidate.worker is not None:
+            cell.candidate.worker.seed = cell.seed
         try:
             yield from RELATIONS[relation](cell)
         except MissingTolerance:
@@ -52,6 +56,13 @@ def hold(cell: Cell, relation: str) -> Iterator[Record]:
             yield cell.failed(relation, "check", Misbehaved(f"{type(error).__name__}: {error}", format_exc()))
 
 
+def concerns(cell: Cell, relation: str) -> bool:
+    """Say whether a case was made for a relation."""
+    return not cell.case.relations or relation in cell.case.relations
+
+
 def exempt(cell: Cell, relation: str) -> str | None:
     """Say why a candidate or an operator is not held to a relation, or return None."""
+    if cell.case.dtype == "bf16" and cell.candidate.is_slow(cell.setting.device.type):
+        return "Triton's interpreter multiplies BF16 as integers"
     return cell.candidate.exemption(relation) or cell.spec.exempt.get(relation) or cell.missing()

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rl_kernels.core.check import compare
-from rl_kernels.core.check.candidate import Misbehaved, Results
 from rl_kernels.core.check.cell import Cell
+from rl_kernels.core.check.relations.derivatives import derivatives
+from rl_kernels.core.check.relations.main_grad import main_grad
 from rl_kernels.core.check.result import Record
-
-UPSTREAM_SCALES = {"": 1.0, " upstream x0": 0.0, " upstream x-1": -1.0, " upstream x3": 3.0}
+from rl_kernels.core.check.run import Misbehaved, Ran, Results
+from rl_kernels.core.check.upstreams import Upstream, upstreams
 
 
 def accuracy(cell: Cell) -> Iterator[Record]:
@@ -23,49 +24,58 @@ def accuracy(cell: Cell) -> Iterator[Record]:
         except Misbehaved as error:
             yield drawn.failed("accuracy", "forward" + label, error)
             return
-        yield from _accurate(drawn, "accuracy", label, outputs, drawn.eager().outputs, drawn.gold().outputs, {})
+        plain = Upstream(label, {})
+        yield from _accurate(drawn, "accuracy", plain, outputs, drawn.eager().outputs, drawn.gold().outputs)
 
 
 def gradients(cell: Cell) -> Iterator[Record]:
-    """Gradients against the gold's, for random upstream gradients and for these times 0, -1 and 3.
+    """Gradients against the gold's, for every kind of upstream gradient.
 
     Then through each output alone, and of each argument alone: what is not asked for must not be missed.
     """
-    upstream = cell.upstream(cell.eager())
+    eager = cell.eager()
+    upstream = cell.upstream(eager)
     if not upstream:
         yield cell.skip("gradients", "no output carries a gradient")
         return
-    for label, scale in UPSTREAM_SCALES.items():
-        yield from _gradients(cell, label, {name: value * scale for name, value in upstream.items()}, cell.leaves)
-    for name in upstream if len(upstream) > 1 else ():
-        yield from _gradients(cell, f" through {name} alone", {name: upstream[name]}, cell.leaves)
-    for name in cell.leaves if len(cell.leaves) > 1 else ():
-        yield from _gradients(cell, " alone", upstream, [name])
+    gold = cell.gold()
+    for given in upstreams(cell, upstream):
+        yield from _gradients(cell, given, cell.leaves, eager, gold)
+    if not cell.case.relations:
+        for name in upstream if len(upstream) > 1 else ():
+            alone = Upstream(f" through {name} alone", {name: upstream[name]})
+            yield from _gradients(cell, alone, cell.leaves, eager, gold)
+        for name in cell.leaves if len(cell.leaves) > 1 else ():
+            yield from _gradients(cell, Upstream(" alone", upstream), [name], eager, gold)
+        yield from derivatives(cell)
+    yield from main_grad(cell, upstream)
 
 
-def _gradients(cell: Cell, label: str, upstream: Results, leaves: list[str]) -> Iterator[Record]:
-    exact = {name: value.double() for name, value in upstream.items()}
+def _gradients(cell: Cell, given: Upstream, leaves: list[str], eager: Ran, gold: Ran) -> Iterator[Record]:
     try:
-        found = cell.run(leaves=leaves).gradients(upstream)
+        found = cell.run(leaves=leaves).gradients(given.values)
     except Misbehaved as error:
-        yield cell.failed("gradients", "backward" + label, error)
+        yield cell.failed("gradients", "backward" + given.label, error)
         return
     wanted = {f"gradient:{name}" for name in leaves}
-    expected = {name: value for name, value in cell.eager().gradients(upstream).items() if name in wanted}
-    yield from _accurate(cell, "gradients", label, found, expected, cell.gold().gradients(exact), exact)
+    exact = {name: value.double() for name, value in given.defined.items()}
+    plain = eager.gradients(given.defined, again=True).items()
+    expected = {name: value for name, value in plain if name in wanted}
+    yield from _accurate(cell, "gradients", given, found, expected, gold.gradients(exact, again=True))
 
 
 def _accurate(
-    cell: Cell, relation: str, label: str, found: Results, eager: Results, gold: Results, upstream: Results
+    cell: Cell, relation: str, given: Upstream, found: Results, eager: Results, gold: Results
 ) -> Iterator[Record]:
     if found.keys() != eager.keys():
-        yield cell.failed(relation, "results", f"expected {', '.join(eager)}, got {', '.join(found)}")
+        yield cell.failed(relation, "results" + given.label, f"expected {', '.join(eager)}, got {', '.join(found)}")
         return
-    magnitudes = cell.magnitudes(upstream)
+    magnitudes = cell.magnitudes({name: value.double() for name, value in given.defined.items()})
     direction = "forward" if relation == "accuracy" else "gradient"
     for item, value in found.items():
         row = cell.tolerance("accuracy", item, eager[item].dtype)
         # A gradient is linear in its upstream, and so is what it may be off by.
-        tolerance = row._replace(atol=row.atol * max(1.0, abs(UPSTREAM_SCALES.get(label, 1.0))))
-        comparison = compare.accuracy(value, eager[item], gold[item], magnitudes[item], tolerance, direction)
-        yield cell.record(relation, item + label, tuple(value.shape), tolerance, comparison)
+        tolerance = row._replace(atol=row.atol * max(1.0, given.scale))
+        rounding = compare.ROUNDING_FP64 if cell.dtype_name == "fp64" else compare.ROUNDING
+        comparison = compare.accuracy(value, eager[item], gold[item], magnitudes[item], tolerance, direction, rounding)
+        yield cell.record(relation, item + given.label, tuple(value.shape), tolerance, comparison)

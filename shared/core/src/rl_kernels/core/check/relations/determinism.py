@@ -8,16 +8,21 @@ from dataclasses import replace
 import torch
 
 from rl_kernels.core.check import compare
-from rl_kernels.core.check.candidate import Misbehaved, Results
 from rl_kernels.core.check.cell import Cell
 from rl_kernels.core.check.compare import Comparison
 from rl_kernels.core.check.repeat import other_stream
 from rl_kernels.core.check.result import Check, Record
+from rl_kernels.core.check.run import Misbehaved, Results
 from rl_kernels.core.contract import Tolerance
-from rl_kernels.core.testing import Case, Draw, Inputs, Transform, Variant, torch_threads
+from rl_kernels.core.testing import Case, Draw, Inputs, Transform, Variant
+from rl_kernels.core.testing.surroundings import Surroundings
 
 RUNS = 20
 """Calls that repeatability compares."""
+CALLS = {"quick": 2000, "full": 5000}
+"""Calls of the plainest case of a function: a state that goes bad, or an error that is rare, takes many to show."""
+THREADS = (1, 2, 3, 8)
+"""How many threads of a CPU may change no bit."""
 PRODUCTS = 4
 """On a GPU, products that another stream has before it at the start of each."""
 MISSING = Comparison(False, message="this result is missing in another run of the same call")
@@ -42,6 +47,28 @@ def repeatability(cell: Cell) -> Iterator[Record]:
     for item, comparison in found.items():
         tolerance = cell.tolerance("repeatability", item)
         yield cell.record("repeatability", item, tuple(expected[item].shape), tolerance, comparison)
+    yield from _many(cell)
+
+
+def _many(cell: Cell) -> Iterator[Record]:
+    """The same call thousands of times, without gradients."""
+    if cell.case.name != cell.spec.first_of(cell.case.function).name:
+        return
+    if cell.candidate.is_slow(cell.setting.device.type):
+        yield cell.skip("repeatability", "thousands of calls: not in Triton's interpreter")
+        return
+    calls = CALLS[cell.setting.suite]
+    try:
+        first, other, number = cell.candidate.many(cell.case.function, cell.spec.output, cell.inputs, calls)
+    except Misbehaved as error:
+        yield cell.failed("repeatability", f"{calls} calls", error)
+        return
+    for item, value in first.items():
+        comparison = compare.bits(other[item], value) if item in other else MISSING
+        if not comparison.passed:
+            comparison = replace(comparison, message=f"call {number}: {comparison.message}")
+        tolerance = cell.tolerance("repeatability", item)
+        yield cell.record("repeatability", f"{item}, {calls} calls", tuple(value.shape), tolerance, comparison)
 
 
 def invariance(cell: Cell) -> Iterator[Record]:
@@ -90,9 +117,8 @@ def _unchanged(
     compared = 0
     for variant in variants:
         try:
-            with torch_threads(variant.threads or torch.get_num_threads()):
-                lifted = {item: variant.lift(item, value) for item, value in upstream.items()}
-                found = cell.run(variant.inputs).results(lifted)
+            lifted = {item: variant.lift(item, value) for item, value in upstream.items()}
+            found = cell.run(variant.inputs, around=Surroundings(threads=variant.threads)).results(lifted)
             pairs = list(_pairs(variant, found, expected))
         except Misbehaved as error:
             return cell.failed(relation, name, Misbehaved(f"{variant.label}: {error}", error.traceback))
@@ -125,7 +151,7 @@ def _pairs(variant: Variant, found: Results, expected: Results) -> Iterator[tupl
 
 def _other_threads(case: Case, inputs: Inputs, draw: Draw) -> Iterator[Variant]:
     if draw.device.type == "cpu":
-        for count in (1, 2):
+        for count in THREADS:
             yield Variant(f"{count} threads", inputs, threads=count)
 
 

@@ -8,12 +8,14 @@ from dataclasses import replace
 import torch
 
 from rl_kernels.core.check import compare
-from rl_kernels.core.check.candidate import Misbehaved, Results, Run
 from rl_kernels.core.check.cell import Cell
 from rl_kernels.core.check.compare import Comparison
+from rl_kernels.core.check.relations.around import around, as_found
 from rl_kernels.core.check.relations.determinism import unchanged_by
 from rl_kernels.core.check.result import Record
-from rl_kernels.core.testing import STORAGE, Inputs, Variant, poisoned_empty
+from rl_kernels.core.check.run import Misbehaved, Ran, Results
+from rl_kernels.core.testing import STORAGE, Inputs, Variant
+from rl_kernels.core.testing.surroundings import Surroundings
 
 HELD = Comparison(True)
 
@@ -33,7 +35,10 @@ def hygiene(cell: Cell) -> Iterator[Record]:
     yield from _poisoned(cell, expected, upstream)
     yield from _interleaved(cell, expected, upstream)
     yield from _again(cell, upstream)
+    yield from _updated(cell, upstream)
     yield from _expanded(cell)
+    yield as_found(cell, base)
+    yield from around(cell, expected, upstream)
     transforms = {**STORAGE, **cell.spec.hygiene}
     yield from unchanged_by(transforms, "hygiene", cell, expected, upstream)
     if cell.case.name == cell.spec.case().name:
@@ -53,7 +58,7 @@ def _untouched_elsewhere(cell: Cell) -> Iterator[Record]:
         yield cell.record("hygiene", item, (), "bitwise", _untouched(cell, variant.inputs, run))
 
 
-def _untouched(cell: Cell, inputs: Inputs, run: Run) -> Comparison:
+def _untouched(cell: Cell, inputs: Inputs, run: Ran) -> Comparison:
     """Compare every argument that the call may not write with what was given, gaps between its elements included."""
     overwritten = cell.spec.overwritten(inputs)
     for name, before in inputs.items():
@@ -83,7 +88,7 @@ def _storage(value: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=value.device).set_(value.untyped_storage())
 
 
-def _written(cell: Cell, run: Run) -> Iterator[Record]:
+def _written(cell: Cell, run: Ran) -> Iterator[Record]:
     for argument, item in cell.spec.writes.items():
         if argument in cell.inputs:
             comparison = compare.bits(run.inputs[argument].detach(), run.outputs[item])
@@ -94,8 +99,7 @@ def _written(cell: Cell, run: Run) -> Iterator[Record]:
 def _poisoned(cell: Cell, expected: Results, upstream: Results) -> Iterator[Record]:
     """Compare with a call whose fresh memory holds NaN: an element that is never written shows."""
     try:
-        with poisoned_empty():
-            found = cell.run().results(upstream)
+        found = cell.run(around=Surroundings(poisoned=True)).results(upstream)
     except Misbehaved as error:
         yield cell.failed("hygiene", "poisoned memory", error)
         return
@@ -128,6 +132,34 @@ def _again(cell: Cell, upstream: Results) -> Iterator[Record]:
         yield cell.failed("hygiene", "backward again", error)
         return
     yield cell.record("hygiene", "backward again", (), "bitwise", comparison)
+
+
+def _updated(cell: Cell, upstream: Results) -> Iterator[Record]:
+    """Write other values into the same tensors, with a new version of them and without, and call again.
+
+    A result that was kept by address, version or attribute shows; so does an output that is a view of an input.
+    """
+    fresh = cell.redrawn()
+    if cell.spec.overwritten(cell.inputs) or not _alike(cell.inputs, fresh.inputs):
+        return
+    for how, silently in (("updated in place", False), ("updated unseen", True)):
+        try:
+            expected = fresh.run().results(upstream)
+            found = cell.run().updated(fresh.inputs, upstream, silently=silently)
+            comparison = _first_difference(found, expected)
+        except Misbehaved as error:
+            yield cell.failed("hygiene", f"inputs {how}", error)
+            continue
+        yield cell.record("hygiene", f"inputs {how}", (), "bitwise", comparison)
+
+
+def _alike(inputs: Inputs, others: Inputs) -> bool:
+    """Say whether the values of one call can be written into the tensors of another."""
+
+    def shapes(given: Inputs) -> dict[str, object]:
+        return {name: value.shape for name, value in given.items() if isinstance(value, torch.Tensor)}
+
+    return shapes(inputs) == shapes(others)
 
 
 def _expanded(cell: Cell) -> Iterator[Record]:

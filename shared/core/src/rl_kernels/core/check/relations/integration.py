@@ -14,10 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl_kernels.core.check import compare
-from rl_kernels.core.check.candidate import Misbehaved, Results, Run, guarded, named
 from rl_kernels.core.check.cell import Cell
 from rl_kernels.core.check.compare import Comparison
 from rl_kernels.core.check.result import Check, Record
+from rl_kernels.core.check.run import Misbehaved, Results, Run, guarded, named
 from rl_kernels.core.testing import Case, Inputs
 from rl_kernels.core.torchlib import NAMESPACE
 
@@ -124,13 +124,13 @@ def _compiled(cell: Cell) -> Iterator[Record]:
     eager = cell.run()
     upstream = cell.upstream(eager)
     expected = eager.results(upstream)
-    found = Run(call, cell.spec, cell.inputs, cell.leaves).results(upstream)
+    found = Run(call, cell.spec.output, cell.inputs, cell.allowed_leaves).results(upstream)
     yield from _same(cell, "compiled", found, expected)
 
 
 def _refused(cell: Cell, call: Callable[[Inputs], Any], options: list[str]) -> Comparison:
     try:
-        Run(call, cell.spec, cell.inputs, cell.leaves)
+        Run(call, cell.spec.output, cell.inputs, cell.allowed_leaves)
     except Misbehaved as error:
         if re.search("|".join(options), str(error)):
             return HELD

@@ -1,0 +1,80 @@
+"""Cases of det_gemm along its dimensions: M, N, K, layouts, dtypes and options, for each of its functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from rl_kernels.core.testing import Case
+from rl_kernels.core.testing.dimensions import EDGES, ROWS, paired, swept
+
+LINEAR, DW = "det_linear", "det_gemm_dw"
+HALVES = (None, "bf16", "fp16")
+VALUES = (None, "ties", "large", "small", "zero-rows")
+WIDE = {"out_dtype": torch.float32}
+BITS = ("accuracy", "gradients", "invariance")
+AXES: dict[str, dict[str, tuple[Any, ...]]] = {
+    "": {"columns": (None, ("a",), ("b",), ("a", "b")), "values": VALUES, "dtype": HALVES},
+    LINEAR: {
+        "bias": (None, True),
+        "leading": (None, (), (2,), (2, 1, 3)),
+        "columns": (None, ("x",), ("weight",), ("x", "weight")),
+        "values": VALUES,
+        "dtype": HALVES,
+    },
+    DW: {
+        "accumulate_into": (None, True),
+        "out_dtype": (None, torch.float32),
+        "columns": (None, ("a",), ("dc",), ("a", "dc")),
+        "values": VALUES,
+        "dtype": HALVES,
+    },
+}
+TURNS: dict[str, tuple[Mapping[str, Any], ...]] = {
+    "": ({}, {"columns": ("b",)}, {"columns": ("a",)}),
+    LINEAR: ({"bias": True}, {}, {"bias": True, "columns": ("weight",)}),
+    DW: ({}, {"accumulate_into": True}, {"columns": ("a",)}),
+}
+"""Options of the sweeps, in turn."""
+SIZES = {"m_dim": 6, "n_dim": 20, "k_dim": 24}
+LARGE = (2048, 3584, 4096, 4097, 8192, 11008, 14336, 28672)
+
+
+def _made() -> Iterator[Case]:
+    for function, axes in AXES.items():
+        kind = {"function": function, "grad": function != DW}
+        turns, small = TURNS[function], {**SIZES, "m_dim": 18, "n_dim": 13, "k_dim": 19}
+        yield from _named(function, paired("pairs", small, axes, **kind))
+        yield from _named(function, swept("m_dim", SIZES, ROWS, turns, **kind))
+        yield from _named(function, swept("n_dim", SIZES, EDGES, turns, **kind))
+        yield from _named(function, swept("k_dim", SIZES, (*EDGES, 4096), turns, **kind))
+        large = {"suite": "full", "relations": BITS, **kind}
+        yield from _named(function, swept("n_dim", SIZES, LARGE, turns, **large))
+        yield from _named(function, swept("k_dim", SIZES, LARGE, turns, **large))
+        yield from _named(function, swept("m_dim", {**SIZES, "n_dim": 40}, (1024, 4096), turns, **large))
+        square = {"m_dim": 200, "n_dim": 520, "k_dim": 1040}
+        yield from _named(function, paired("large-pairs", square, axes, suite="full", **kind))
+    # An output of another dtype than the operands': its upstream gradient is rounded to theirs first.
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        name = str(dtype).removeprefix("torch.")
+        yield Case(f"output-{name}", SIZES, {"out_dtype": dtype}, grad=False, relations=("accuracy",), dtype="bf16")
+
+
+def _named(function: str, cases: Iterator[Case]) -> Iterator[Case]:
+    prefix = {"": "", LINEAR: "linear-", DW: "dw-"}[function]
+    for case in cases:
+        yield Case(**{**vars(case), "name": prefix + case.name})
+
+
+DIMENSIONS: tuple[Case, ...] = tuple(_made())
+
+
+def with_values(x: torch.Tensor, kind: str | None) -> torch.Tensor:
+    """Return an operand of another kind: whole numbers, large or tiny ones, or none but zeros in some rows."""
+    if kind == "ties":
+        return x.round()
+    if kind == "zero-rows":
+        return x * (torch.arange(x.shape[-2], device=x.device) % 2)[:, None].to(x.dtype)
+    return x * {"large": 100.0, "small": 1e-4}.get(kind or "", 1.0)

@@ -1,0 +1,66 @@
+"""Cases of fused_logp along its dimensions: rows, vocabulary, values of logits, and each option with each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from rl_kernels.core.testing import IGNORED, Case
+from rl_kernels.core.testing.dimensions import EDGES, ROWS, paired, swept
+
+AXES = {
+    "return_stats": (None, True),
+    "temperature": (None, 0.7, 3.0, "tensor"),
+    "ignore_index": (None, IGNORED, 0, 7),
+    "row_indices": (None, True, "twice"),
+    "inplace_backward": (None, True),
+    "reduction": (None, "two_pass", "online"),
+    "output_dtype": (None, torch.bfloat16, torch.float64),
+    "out": (None, True),
+    "ids": (None, torch.int32),
+    "values": (None, "ties", "huge", "small", "subnormal", "minus_inf", "offset"),
+    "dtype": (None, "bf16", "fp16", "fp64"),
+}
+TURNS = (
+    {"return_stats": True},
+    {"return_stats": True, "temperature": "tensor", "ignore_index": IGNORED},
+    {"temperature": 0.7, "reduction": "online"},
+    {"return_stats": True, "row_indices": True},
+    {},
+    {"return_stats": True, "temperature": 1.3, "ids": torch.int32},
+)
+"""Options of the sweeps, in turn."""
+VOCABS = (*EDGES, 2048, 4096, 4097, 8191, 8192, 16384, 32767, 32768)
+"""Multiples of the widths of segments, steps and units of all backends, and beside them."""
+LARGE_VOCABS = (50257, 65537, 128256, 151936, 160001, 202048, 262144)
+SWEEP = {"batch": 1, "seq": 5, "vocab": 40}
+WIDE = {"batch": 1, "seq": 2, "vocab": 40}
+BITS = ("accuracy", "gradients", "invariance")
+
+
+def _possible(options: Mapping[str, Any]) -> bool:
+    """``out`` takes no gradient, and keeps what it held in rows that the definition gives 0."""
+    return "out" not in options or not {"row_indices", "inplace_backward"} & options.keys()
+
+
+DIMENSIONS: tuple[Case, ...] = (
+    *paired("pairs", {"batch": 3, "seq": 4, "vocab": 67}, AXES, _possible),
+    *swept("seq", SWEEP, ROWS, TURNS),
+    *swept("vocab", WIDE, VOCABS, TURNS),
+    *swept("vocab", WIDE, LARGE_VOCABS, TURNS, relations=BITS, suite="full"),
+    *swept("seq", {**SWEEP, "vocab": 520}, (4096, 8193), TURNS, suite="full"),
+    *paired("long-pairs", {"batch": 1, "seq": 3, "vocab": 9001}, AXES, _possible, suite="full"),
+)
+
+
+def with_values(logits: torch.Tensor, kind: str | None) -> torch.Tensor:
+    """Return logits of another kind: equal ones, as large as FP16 holds, tiny, or far from 0."""
+    if kind == "ties":
+        return logits.round()
+    if kind == "huge":
+        return (logits * 3e4).clamp(-65504, 65504)
+    if kind == "offset":
+        return logits + 1e4
+    return logits * {"small": 1e-6, "subnormal": 1e-40}.get(kind or "", 1.0)

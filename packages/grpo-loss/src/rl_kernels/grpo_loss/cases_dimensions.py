@@ -1,0 +1,104 @@
+"""Cases of grpo_loss along its dimensions: lengths, groups, batches, and each option with each other."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from rl_kernels.core.testing import Case
+from rl_kernels.core.testing.dimensions import EDGES, paired, swept
+from rl_kernels.grpo_loss.api import grpo_loss
+from rl_kernels.grpo_loss.estimator import ESTIMATORS
+from rl_kernels.grpo_loss.objective import FORMS, Objective
+
+FROM, GROUPS = "grpo_loss_from_advantages", "group_advantages"
+LOSS = {
+    "loss_type": tuple(FORMS),
+    "importance_level": (None, "sequence"),
+    "kl_estimator": (None, "k1", "k2"),
+    "kl_correction": (None, True),
+    "beta": (None, 0.1),
+    "clip_low": (None, 0.1),
+    "clip_high": (None, 0.4),
+    "delta": (None, 1.4),
+    "dual_clip": (None, 1.3),
+    "rollout": (None, "token", "sequence"),
+    "rollout_mode": (None, "mask", "truncate"),
+    "tokens": (None, 50.0),
+    "sequences": (None, 9.0),
+    "return_metrics": (None, True),
+}
+TOKENS = {
+    "on_policy": (None, True),
+    "noise": (None, 0.8),
+    "density": (None, 0.6),
+    "masked_sequence": (None, True),
+    "mask": (None, torch.float32, torch.int64),
+    "entropy": (None, True),
+    "packed": (None, True),
+    "dtype": (None, "bf16", "fp16", "fp64"),
+}
+REWARDS = {
+    "advantage_estimator": (None, *ESTIMATORS[1:]),
+    "eps_placement": (None, "add"),
+    "missing": (None, 3),
+    "group_sizes": (None, (1, 4, 2)),
+}
+KEYWORDS = tuple(inspect.signature(Objective.of).parameters)
+SIZES = {"prompts": 2, "samples": 4, "completion": 11}
+TURNS: tuple[Mapping[str, Any], ...] = (
+    {"beta": 0.1, "density": 0.7},
+    {"loss_type": "grpo", "return_metrics": True, "noise": 0.8},
+    {"loss_type": "gspo", "clip_low": 0.03, "density": 0.8},
+    {"loss_type": "dapo", "on_policy": True, "packed": True},
+    {"loss_type": "cispo", "noise": 0.8, "density": 0.5, "rollout": "token"},
+)
+"""Options of the sweeps, in turn."""
+LENGTHS = (*EDGES, 2048, 4096, 4097, 8193)
+MEMBERS = (2, 3, 8, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 300, 512, 513, 1024)
+PROMPTS = (1, 2, 33, 63, 64, 65, 127, 128, 129, 257, 520)
+
+
+def _possible(options: Mapping[str, Any]) -> bool:
+    """Say whether an objective takes these options; of options without a loss type, whether any does."""
+    if "rollout_mode" in options and "rollout" not in options:
+        return False
+    types = (options["loss_type"],) if "loss_type" in options else tuple(FORMS)
+    return any(_accepted(loss_type, tuple(sorted(_keywords(options).items()))) for loss_type in types)
+
+
+def _keywords(options: Mapping[str, Any]) -> dict[str, Any]:
+    named = {name: value for name, value in options.items() if name in KEYWORDS and name != "loss_type"}
+    renamed = {f"num_{name}": options[name] for name in ("tokens", "sequences") if name in options}
+    return {**named, **renamed}
+
+
+@functools.cache
+def _accepted(loss_type: str, options: tuple[tuple[str, Any], ...]) -> bool:
+    defaults = {name: inspect.signature(grpo_loss).parameters[name].default for name in KEYWORDS}
+    try:
+        Objective.of(**{**defaults, **dict(options), "loss_type": loss_type})
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+DIMENSIONS: tuple[Case, ...] = (
+    *paired("pairs", SIZES, {**LOSS, **TOKENS, **REWARDS}, _possible),
+    *paired("from-pairs", SIZES, {**LOSS, **TOKENS, "per_token": (None, True)}, _possible, function=FROM),
+    *paired(
+        "groups-pairs", {"prompts": 5, "samples": 4}, {**REWARDS, "dtype": (None, "bf16", "fp64")}, function=GROUPS
+    ),
+    *swept("completion", {**SIZES, "prompts": 1, "samples": 2}, LENGTHS, TURNS),
+    *swept("samples", {**SIZES, "prompts": 2, "completion": 3}, MEMBERS, TURNS),
+    *swept("prompts", {**SIZES, "samples": 2, "completion": 3}, PROMPTS, TURNS),
+    *swept("samples", {"prompts": 2}, MEMBERS, function=GROUPS),
+    *swept("completion", {**SIZES, "prompts": 1, "samples": 2}, (32768, 32769, 65537), TURNS, suite="full"),
+    *swept("prompts", {**SIZES, "samples": 2, "completion": 5}, (1025, 2049), TURNS, suite="full"),
+    *swept("samples", {**SIZES, "prompts": 1, "completion": 2}, (2048, 4999), TURNS, suite="full"),
+    *paired("long-pairs", {"prompts": 3, "samples": 3, "completion": 700}, {**LOSS, **TOKENS}, _possible, suite="full"),
+)

@@ -1,0 +1,63 @@
+"""Cases of linear_logp along its dimensions: rows, hidden size, vocabulary, values, and each option with each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from rl_kernels.core.testing import IGNORED, Case
+from rl_kernels.core.testing.dimensions import EDGES, ROWS, paired, swept
+
+AXES = {
+    "return_stats": (None, True),
+    "bias": (None, True),
+    "temperature": (None, 0.7, 3.0, "tensor"),
+    "ignore_index": (None, IGNORED, 0, 7),
+    "workspace_mib": (None, 1, 4096),
+    "ids": (None, torch.int32),
+    "values": (None, "ties", "large", "small", "zero-rows"),
+    "dtype": (None, "bf16", "fp16", "fp64"),
+}
+TURNS = (
+    {"return_stats": True, "bias": True},
+    {"return_stats": True, "temperature": "tensor", "ignore_index": IGNORED},
+    {"temperature": 0.7},
+    {"return_stats": True, "workspace_mib": 1, "ids": torch.int32},
+    {"bias": True},
+)
+"""Options of the sweeps, in turn."""
+VOCABS = (*EDGES, 2048, 4095, 4096, 4097, 8192)
+LARGE_VOCABS = (32768, 50257, 128256, 151936, 160001, 202048, 262144)
+HIDDEN = (*EDGES, 2048)
+LARGE_HIDDEN = (1536, 3584, 4096, 5120, 8192)
+SIZES = {"batch": 1, "seq": 3, "hidden": 12, "vocab": 40}
+BITS = ("accuracy", "gradients", "invariance")
+
+
+def _possible(options: Mapping[str, Any]) -> bool:
+    """The fence of a gradient of 16 bits is absolute, and made for ordinary hidden states."""
+    return options.get("values") != "large" or options.get("dtype") not in ("bf16", "fp16")
+
+
+DIMENSIONS: tuple[Case, ...] = (
+    *paired("pairs", {"batch": 3, "seq": 4, "hidden": 20, "vocab": 67}, AXES, _possible),
+    *swept("seq", SIZES, ROWS, TURNS),
+    *swept("hidden", SIZES, HIDDEN, TURNS),
+    *swept("vocab", {**SIZES, "hidden": 8}, VOCABS, TURNS),
+    *swept("vocab", {**SIZES, "hidden": 4}, LARGE_VOCABS, TURNS, relations=BITS, suite="full"),
+    *swept("hidden", SIZES, LARGE_HIDDEN, TURNS, relations=BITS, suite="full"),
+    *swept("seq", {**SIZES, "hidden": 40, "vocab": 300}, (4096, 4100), TURNS, suite="full"),
+    *paired("long-pairs", {"batch": 1, "seq": 9, "hidden": 33, "vocab": 4500}, AXES, _possible, suite="full"),
+    Case("model", {"batch": 2, "seq": 64, "hidden": 896, "vocab": 8192}, TURNS[0], suite="full", relations=BITS),
+)
+
+
+def with_values(hidden: torch.Tensor, kind: str | None) -> torch.Tensor:
+    """Return hidden states of another kind: whole numbers, large or tiny ones, or none but zeros in some rows."""
+    if kind == "ties":
+        return hidden.round()
+    if kind == "zero-rows":
+        return hidden * (torch.arange(hidden.shape[-2], device=hidden.device) % 2)[:, None].to(hidden.dtype)
+    return hidden * {"large": 30.0, "small": 1e-6}.get(kind or "", 1.0)

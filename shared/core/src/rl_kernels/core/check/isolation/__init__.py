@@ -1,0 +1,1 @@
+"""A candidate in a process of its own: what it does to torch, to this program or to itself stays there."""

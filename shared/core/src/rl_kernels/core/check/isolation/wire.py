@@ -1,0 +1,94 @@
+"""Messages between the checker and a candidate's process: plain values and tensors, as bytes behind their length.
+
+A tensor travels as its whole storage with size, strides and offset, so that gaps and overlaps arrive as they were; two
+tensors of one storage share it again. What comes from a candidate's process is read without running any code of it:
+nothing but plain values and tensors is accepted.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+from typing import Any, BinaryIO
+
+import torch
+
+LENGTH = struct.Struct("<Q")
+DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: BinaryIO) -> None:
+        super().__init__(file, protocol=5)
+        self._sent: dict[int, torch.UntypedStorage] = {}
+
+    def persistent_id(self, value: Any) -> Any:
+        if isinstance(value, torch.dtype):
+            return "dtype", str(value)
+        if not isinstance(value, torch.Tensor):
+            return None
+        storage = value.untyped_storage()
+        key = storage._cdata
+        held_bytes = None if key in self._sent else content(storage)
+        self._sent[key] = storage
+        place = tuple(value.size()), value.stride(), value.storage_offset()
+        attributes = {name: held for name, held in vars(value).items() if isinstance(held, torch.Tensor)}
+        return "tensor", str(value.dtype), str(value.device), place, key, held_bytes, attributes
+
+
+def content(storage: torch.UntypedStorage) -> bytes:
+    """Return all bytes of a storage."""
+    raw = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    return raw.cpu().numpy().tobytes()
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: BinaryIO) -> None:
+        super().__init__(file)
+        self._storages: dict[int, torch.UntypedStorage] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"a message may hold plain values and tensors, not {module}.{name}")
+
+    def persistent_load(self, found: Any) -> Any:
+        if found[0] == "dtype":
+            return DTYPES[found[1]]
+        _, dtype, device, (size, stride, offset), key, held_bytes, attributes = found
+        if held_bytes is not None:
+            raw = torch.frombuffer(bytearray(held_bytes or b"\0"), dtype=torch.uint8).to(device)
+            self._storages[key] = raw.untyped_storage()
+        value = torch.empty(0, dtype=DTYPES[dtype], device=device).set_(self._storages[key], offset, size, stride)
+        for name, held in attributes.items():
+            setattr(value, name, held)
+        return value
+
+
+def write(file: BinaryIO, message: Any) -> None:
+    """Write a message: plain values, containers of them, dtypes and strided tensors."""
+    buffer = io.BytesIO()
+    _Pickler(buffer).dump(message)
+    file.write(LENGTH.pack(buffer.tell()))
+    file.write(buffer.getbuffer())
+    file.flush()
+
+
+def parse(message: bytes) -> Any:
+    """Return the message that these bytes hold.
+
+    Raises:
+        pickle.UnpicklingError: they hold something else than plain values and tensors.
+    """
+    return _Unpickler(io.BytesIO(message)).load()
+
+
+def read(file: BinaryIO) -> Any:
+    """Read a message.
+
+    Raises:
+        EOFError: the other end is closed.
+    """
+    head = file.read(LENGTH.size)
+    if len(head) < LENGTH.size:
+        raise EOFError
+    return parse(file.read(LENGTH.unpack(head)[0]))

@@ -1,0 +1,77 @@
+"""Find a user's implementation, ``MODULE:CALLABLE`` or ``path/to/file.py:callable``, and see what it takes."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+class Unusable(ValueError):
+    """A module cannot be imported, or holds no such callable; the message says which."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A callable, and the keyword arguments that its signature names; None if it has no signature."""
+
+    function: Callable[..., Any]
+    name: str
+    takes: frozenset[str] | None
+
+    def described(self) -> dict[str, Any]:
+        """Return its name and what it takes, as plain values."""
+        return {"name": self.name, "takes": None if self.takes is None else sorted(self.takes)}
+
+
+def load(target: str) -> Loaded:
+    """Import a callable. An ``nn.Module``, or another object with ``forward``, is called as PyTorch calls it.
+
+    Raises:
+        Unusable: the module cannot be imported, or holds no such callable.
+    """
+    source, _, path = target.rpartition(":")
+    try:
+        module = _import_file(Path(source).expanduser()) if source.endswith(".py") else importlib.import_module(source)
+    except (Exception, SystemExit) as error:
+        raise Unusable(f"cannot import {source}: {type(error).__name__}: {error}") from error
+    found: Any = module
+    for attribute in path.split("."):
+        found = getattr(found, attribute, None)
+    forward = getattr(found, "forward", None)
+    if not callable(found):
+        found = forward
+    if not callable(found):
+        raise Unusable(f"{source} has no callable {path!r}")
+    name = getattr(found, "__name__", "")
+    # What an nn.Module takes is said by its forward: __call__ takes anything and hands it on.
+    return Loaded(found, name, _parameters(forward if callable(forward) else found))
+
+
+def _parameters(function: Callable[..., Any]) -> frozenset[str] | None:
+    """Return the keywords that a function names: what ``**kwargs`` swallows it may well ignore."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return frozenset(parameter.name for parameter in parameters if parameter.kind not in variadic)
+
+
+def _import_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise FileNotFoundError("no such file")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Found by name where the file defines dataclasses or is pickled; another module of that name stays what it is.
+    sys.modules.setdefault(path.stem, module)
+    spec.loader.exec_module(module)
+    return module

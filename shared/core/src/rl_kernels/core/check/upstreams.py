@@ -1,0 +1,81 @@
+"""The kinds of upstream gradients that a backward pass may be given."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from rl_kernels.core.check.cell import Cell
+from rl_kernels.core.check.run import Results
+
+SCALES = {" upstream x0": 0.0, " upstream x-1": -1.0, " upstream x3": 3.0, " upstream x1e-06": 1e-6}
+LARGE = {"fp16": 64.0}
+"""How large an upstream is tried where 65536 would leave the range of the gradients."""
+
+
+@dataclass(frozen=True)
+class Upstream:
+    """An upstream gradient for each output.
+
+    Attributes:
+        label: what is said of it behind the name of a gradient.
+        values: what the candidate is given.
+        scale: how many times larger than usual they are.
+        ignored: where ``values`` may hold anything, by output; the definition is given 0 there.
+    """
+
+    label: str
+    values: Results
+    scale: float = 1.0
+    ignored: Mapping[str, torch.Tensor] | None = None
+
+    @property
+    def defined(self) -> Results:
+        """What the definition is given."""
+        ignored = self.ignored or {}
+        return {
+            name: value.masked_fill(ignored[name], 0.0) if name in ignored else value
+            for name, value in self.values.items()
+        }
+
+
+def upstreams(cell: Cell, upstream: Results) -> Iterator[Upstream]:
+    """Yield the random upstream, then the same in other sizes and layouts; of a generated case only one of these."""
+    kinds = list(_kinds(cell, upstream))
+    yield Upstream("", upstream)
+    if cell.case.relations:
+        yield kinds[zlib.crc32(cell.case.name.encode()) % len(kinds)]
+    else:
+        yield from kinds
+
+
+def _kinds(cell: Cell, upstream: Results) -> Iterator[Upstream]:
+    for label, scale in SCALES.items():
+        yield Upstream(label, _scaled(upstream, scale), abs(scale))
+    large = LARGE.get(cell.dtype_name, 65536.0)
+    yield Upstream(f" upstream x{large:g}", _scaled(upstream, large), large)
+    # What ``result.sum().backward()`` gives: one number, seen everywhere.
+    ones = {name: value.new_ones(()).expand(value.shape) for name, value in upstream.items()}
+    yield Upstream(" upstream expanded", ones)
+    if any(value.ndim for value in upstream.values()):
+        yield Upstream(" upstream zero in some rows", {name: _some_zero(value) for name, value in upstream.items()})
+        strided = {name: torch.stack((value, value), -1)[..., 0] for name, value in upstream.items()}
+        yield Upstream(" upstream strided", strided)
+    ignored = cell.spec.ignored(cell.inputs)
+    if ignored is not None and ignored.any():
+        places = {name: ignored for name, value in upstream.items() if value.shape == ignored.shape}
+        filled = {name: upstream[name].masked_fill(ignored, torch.nan) for name in places}
+        if filled:
+            yield Upstream(" upstream NaN where ignored", {**upstream, **filled}, ignored=places)
+
+
+def _scaled(upstream: Results, scale: float) -> Results:
+    return {name: value * scale for name, value in upstream.items()}
+
+
+def _some_zero(value: torch.Tensor) -> torch.Tensor:
+    flat = torch.arange(value.numel(), device=value.device).view(value.shape)
+    return torch.where(flat % 3 == 1, value, 0.0)

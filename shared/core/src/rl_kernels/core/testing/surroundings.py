@@ -1,0 +1,101 @@
+"""What surrounds a call and must not matter to it, or must be as it was afterwards: threads, defaults, modes, state."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from rl_kernels.core.testing.state import poisoned_empty, torch_threads
+
+SUBNORMAL = 1e-40
+"""An FP32 number that is 0 where subnormal numbers are flushed."""
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """The state of torch in which a call is made; None leaves something as it is.
+
+    Attributes:
+        threads: how many the CPU may use.
+        poisoned: whether fresh memory holds NaN.
+        default_dtype: of ``torch.set_default_dtype``.
+        default_device: of ``torch.set_default_device``.
+        autocast: the dtype of ``torch.autocast``, on the device of the inputs.
+        inference: whether inference mode is on.
+    """
+
+    threads: int | None = None
+    poisoned: bool = False
+    default_dtype: torch.dtype | None = None
+    default_device: str | None = None
+    autocast: torch.dtype | None = None
+    inference: bool = False
+
+    @contextmanager
+    def entered(self, device_type: str) -> Iterator[None]:
+        """Set them inside the block, and restore what was set before."""
+        with ExitStack() as stack:
+            if self.threads is not None:
+                stack.enter_context(torch_threads(self.threads))
+            if self.poisoned:
+                stack.enter_context(poisoned_empty())
+            if self.default_dtype is not None:
+                stack.enter_context(_default_dtype(self.default_dtype))
+            if self.default_device is not None:
+                stack.enter_context(torch.device(self.default_device))
+            if self.autocast is not None:
+                stack.enter_context(torch.autocast(device_type, self.autocast))
+            if self.inference:
+                stack.enter_context(torch.inference_mode())
+            yield
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def global_state() -> dict[str, Any]:
+    """Return what a call must leave as it found it, by name."""
+    return {
+        "number of threads": torch.get_num_threads(),
+        "matmul precision": torch.get_float32_matmul_precision(),
+        "default dtype": torch.get_default_dtype(),
+        "default device": str(torch.get_default_device()),
+        "torch random generator": torch.get_rng_state().numpy().tobytes(),
+        "Python random generator": random.getstate(),
+        "NumPy random generator": _numpy_state(),
+        "grad mode": torch.is_grad_enabled(),
+        "inference mode": torch.is_inference_mode_enabled(),
+        "anomaly mode": torch.is_anomaly_enabled(),
+        "autocast": (torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "TF32": (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32),
+        "flushing of subnormal numbers": float(torch.tensor(SUBNORMAL, dtype=torch.float32, device="cpu") * 1) == 0,
+        "environment": dict(os.environ),
+        "working directory": os.getcwd(),
+        "handler of SIGINT": signal.getsignal(signal.SIGINT),
+    }
+
+
+def _numpy_state() -> tuple[Any, ...]:
+    name, keys, *rest = np.random.get_state(legacy=True)
+    return name, np.asarray(keys).tobytes(), *rest
+
+
+def changed(before: dict[str, Any]) -> list[str]:
+    """Return the names of what is no longer as it was in ``before``."""
+    return [name for name, value in global_state().items() if value != before[name]]
