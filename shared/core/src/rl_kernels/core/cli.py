@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from rl_kernels.core.command import Parser
+from rl_kernels.core.command import Parser, print_anything
 from rl_kernels.core.contract import DTYPES, contract
 from rl_kernels.core.cuda import cache, toolchain
 from rl_kernels.core.dispatch import explain_call
@@ -29,6 +29,7 @@ Command = Callable[[Sequence[str]], int]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the sub-command named by the first argument; return the exit status."""
+    print_anything()
     name, *rest = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     commands = _commands()
     if name in ("-h", "--help"):

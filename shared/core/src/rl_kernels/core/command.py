@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
+
+
+def print_anything() -> None:
+    """Let a terminal that cannot show a character show its escape: no report is lost for it."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 class Parser(argparse.ArgumentParser):
@@ -37,7 +46,7 @@ def count(least: int) -> Callable[[str], int]:
 
 def writable(text: str) -> Path:
     """Return the path of a file that can be written: an argument type."""
-    path = Path(text)
+    path = Path(text).expanduser()
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"expected a file that can be written, got {text!r}")
     return path

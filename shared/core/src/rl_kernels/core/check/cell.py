@@ -72,7 +72,9 @@ class Cell:
         if self.setting.constant is None:
             return inputs
         value, token = self.setting.constant
-        fills = {**dict.fromkeys(self.spec.differentiable, value), **dict.fromkeys(self.spec.ids, token)}
+        # One token for cases of all vocabularies: taken modulo that of each.
+        id = token % self.case.sizes.get("vocab", token + 1)
+        fills = {**dict.fromkeys(self.spec.differentiable, value), **dict.fromkeys(self.spec.ids, id)}
         return {
             name: torch.full_like(given, fills[name]) if name in fills and isinstance(given, torch.Tensor) else given
             for name, given in inputs.items()

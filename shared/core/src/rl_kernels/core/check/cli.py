@@ -1,7 +1,8 @@
 """``rl-kernels check``: arguments, and what exit status they end in.
 
 0: at least one check ran, every one that ran holds, and no planted bug escaped. 1: a check failed, none ran, or a
-planted bug escaped. 2: unusable arguments, or a candidate that cannot run here; said before anything runs.
+planted bug escaped. 2: unusable arguments, or a candidate that cannot run here, said before anything runs; or a
+report that could not be written. 130: Ctrl-C, with a report of what is known so far.
 """
 
 from __future__ import annotations
@@ -18,20 +19,21 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from rl_kernels.core.check.candidate import Candidate
 from rl_kernels.core.check.cell import Setting
+from rl_kernels.core.check.isolation.remote import TIMEOUT
 from rl_kernels.core.check.relations import RELATIONS
 from rl_kernels.core.check.reports.document import as_json
 from rl_kernels.core.check.reports.html import write_html
 from rl_kernels.core.check.reports.junit import write_junit
 from rl_kernels.core.check.reports.text import text
 from rl_kernels.core.check.result import CaseId, Skip
-from rl_kernels.core.check.suite import Part, Plan, candidates_of, run
-from rl_kernels.core.command import Parser, count, writable
+from rl_kernels.core.check.suite import Part, Plan, Report, candidates_of, run
+from rl_kernels.core.command import Parser, count, print_anything, writable
 from rl_kernels.core.contract import DTYPES, contract
 from rl_kernels.core.operator import Operator, arch_of
 from rl_kernels.core.registry import UnknownOperator, kernel_registry
 from rl_kernels.core.testing import spec_of
 
-USAGE = 2
+USAGE, INTERRUPTED = 2, 130
 CHOSEN_BY_REPLAY = ("op", "candidate", "dtype", "relation", "suite", "check_grad", "list")
 
 
@@ -56,7 +58,9 @@ def parser(operators: Sequence[Operator]) -> Parser:
     made.add_argument("--seed", type=_seed, default=123)
     made.add_argument("--input-mode", choices=("random", "constant"), default="random", help="constant adds to random")
     made.add_argument("--constant-value", type=_finite, default=0.25)
-    made.add_argument("--token-value", type=count(0), default=0)
+    made.add_argument("--token-value", type=count(0), default=0, help="modulo the vocabulary of each case")
+    made.add_argument("--timeout", type=_positive, default=TIMEOUT, metavar="SECONDS", help="of a call of your own")
+    made.add_argument("--fail-fast", action="store_true", help="stop at the first check that fails")
     made.add_argument("--json", action="store_true", help="print the report as strict JSON, and nothing else")
     made.add_argument("--junit", type=writable, metavar="FILE", help="also write the report as JUnit XML")
     made.add_argument("--html", type=writable, metavar="FILE", help="also write the report as one HTML file")
@@ -70,6 +74,7 @@ def parser(operators: Sequence[Operator]) -> Parser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the checker; return the exit status."""
+    print_anything()
     try:
         operators = _operators(argv)
         given = parser(operators).parse_args(argv)
@@ -84,12 +89,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     with redirect_stdout(sys.stderr), _progress(sum(1 for _ in plan.cells()) * len(plan.relations)) as progress:
         report = run(plan, skips, progress)
-    if given.junit:
-        write_junit(report, given.junit)
-    if given.html:
-        write_html(report, given.html)
-    print(as_json(report) if given.json else "\n".join(text(report)))
-    return 0 if report.passed else 1
+    print(as_json(report) if given.json else "\n".join(text(report)), flush=True)
+    if not _written(report, given):
+        return USAGE
+    return INTERRUPTED if report.interrupted else 0 if report.passed else 1
+
+
+def _written(report: Report, given: argparse.Namespace) -> bool:
+    """Write the files that are asked for; say so if one cannot be written, and return whether all are."""
+    done = True
+    for flag, write, path in (("--junit", write_junit, given.junit), ("--html", write_html, given.html)):
+        try:
+            if path:
+                write(report, path)
+        except OSError as error:
+            print(f"rl-kernels check: {flag}: {path} cannot be written: {error.strerror or error}", file=sys.stderr)
+            done = False
+    return done
 
 
 @contextmanager
@@ -120,6 +136,13 @@ def _finite(text: str) -> float:
         value = math.nan
     if not math.isfinite(value):
         raise argparse.ArgumentTypeError(f"expected a finite number, got {text!r}")
+    return value
+
+
+def _positive(text: str) -> float:
+    value = _finite(text)
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"expected a number > 0, got {text!r}")
     return value
 
 
@@ -157,24 +180,24 @@ def _plan(given: argparse.Namespace, operators: Sequence[Operator]) -> tuple[Pla
         raise ValueError(f"--arch-key: {arch!r} is not in the tolerance contract; known: {', '.join(contract().archs)}")
     sizes = {name.removeprefix("size_"): n for name, n in vars(given).items() if name.startswith("size_") and n}
     constant = (given.constant_value, given.token_value) if given.input_mode == "constant" else None
-    _token_in_vocabulary(constant, sizes, operators)
     names = given.candidate or ["auto"]
     _one_operator_for_users(names, operators)
+    suite = given.suite or "quick"
     parts: list[Part] = []
     skips: list[Skip] = []
     for dtype in dict.fromkeys(given.dtype or ["fp32"]):
-        setting = Setting(dtype, device, arch, given.seed, given.grad_mode, given.grad_seed)
+        setting = Setting(dtype, device, arch, given.seed, given.grad_mode, given.grad_seed, suite)
         found: list[Candidate] = []
         for operator in operators:
-            candidates, left_out = candidates_of(operator, names, setting)
+            candidates, left_out = candidates_of(operator, names, setting, given.timeout)
             found += candidates
             skips += left_out
         parts.append(Part(setting, found))
-    suite = given.suite or "quick"
     relations = given.relation or [
         name for name in RELATIONS if name != "gradients" or given.check_grad or suite == "full"
     ]
-    plan = Plan(parts, relations, suite, sizes, constant, case, plants_bugs=suite == "full" and not given.relation)
+    plants_bugs = suite == "full" and not given.relation
+    plan = Plan(parts, relations, suite, sizes, constant, case, plants_bugs, given.fail_fast)
     if case and not any(plan.cells()):
         hint = "" if constant or not case.endswith(", constant") else " without --input-mode constant"
         raise ValueError(f"--replay: {operators[0].name} has no case {case!r}{hint}")
@@ -211,14 +234,3 @@ def _device(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"--device: {name} is not there; this machine has {torch.cuda.device_count()} GPUs")
     return device
-
-
-def _token_in_vocabulary(
-    constant: tuple[float, int] | None, sizes: dict[str, int], operators: Sequence[Operator]
-) -> None:
-    if constant is None:
-        return
-    cases = [case for op in operators if spec_of(op).ids for case in spec_of(op).cases]
-    smallest = min((sizes.get("vocab", case.sizes.get("vocab", 1)) for case in cases), default=constant[1] + 1)
-    if constant[1] >= smallest:
-        raise ValueError(f"--token-value: expected an id below the smallest vocabulary, {smallest}, got {constant[1]}")

@@ -9,6 +9,7 @@ from functools import partial
 
 from rl_kernels.core.check.candidate import Candidate, backend_candidate, reference_candidate
 from rl_kernels.core.check.cell import Cell, Setting, call_of
+from rl_kernels.core.check.isolation.remote import TIMEOUT
 from rl_kernels.core.check.mutation import plant_bugs
 from rl_kernels.core.check.relations import concerns, exempt, hold
 from rl_kernels.core.check.result import Check, Mutation, Record, Skip
@@ -44,6 +45,8 @@ class Plan:
     """Run this case alone."""
     plants_bugs: bool = False
     """Also plant bugs, which the checks must catch."""
+    fails_fast: bool = False
+    """Stop at the first check that fails."""
 
     @property
     def setting(self) -> Setting:
@@ -60,7 +63,9 @@ class Plan:
         for part in self.parts:
             for candidate in part.candidates:
                 for cell in self.of(candidate, part.setting):
-                    if self.case in ("", cell.case.name):
+                    # A case of its own dtype is the same in every part.
+                    repeated = part is not self.parts[0] and cell.case.dtype
+                    if self.case in ("", cell.case.name) and not repeated:
                         yield cell
 
     def of(self, candidate: Candidate, setting: Setting) -> Iterator[Cell]:
@@ -78,8 +83,15 @@ class Plan:
         """Yield the case id of everything that would run."""
         for cell in self.cells():
             for relation in self.relations:
-                if concerns(cell, relation) and not exempt(cell, relation):
+                if concerns(cell, relation) and not _exempt(cell, relation):
                     yield cell.case_id(relation)
+
+
+def _exempt(cell: Cell, relation: str) -> bool:
+    try:
+        return exempt(cell, relation) is not None
+    except Exception:  # Inputs that cannot be drawn: running it says so.
+        return False
 
 
 @dataclass(frozen=True)
@@ -89,6 +101,8 @@ class Report:
     plan: Plan
     records: tuple[Record, ...]
     mutations: tuple[Mutation, ...] = ()
+    interrupted: bool = False
+    """Whether it was stopped before its end."""
 
     @property
     def checks(self) -> list[Check]:
@@ -103,7 +117,7 @@ class Report:
     @property
     def passed(self) -> bool:
         """At least one check ran, every one that ran holds, and no planted bug escaped."""
-        holds = bool(self.checks) and all(check.passed for check in self.checks)
+        holds = bool(self.checks) and all(check.passed for check in self.checks) and not self.interrupted
         return holds and all(mutation.caught for mutation in self.mutations)
 
     @property
@@ -136,8 +150,12 @@ class Report:
         return shlex.join(words)
 
 
-def candidates_of(operator: Operator, names: Sequence[str], setting: Setting) -> tuple[list[Candidate], list[Skip]]:
+def candidates_of(
+    operator: Operator, names: Sequence[str], setting: Setting, timeout: float = TIMEOUT
+) -> tuple[list[Candidate], list[Skip]]:
     """Return the candidates by name; ``all`` takes what can run and skips the rest.
+
+    ``timeout`` is in seconds, for each answer of a user's implementation.
 
     Raises:
         CannotRun: a candidate asked for by name does not exist or cannot run here.
@@ -147,7 +165,7 @@ def candidates_of(operator: Operator, names: Sequence[str], setting: Setting) ->
     skips: list[Skip] = []
     for name in names:
         if name != "all":
-            found.append(_candidate(operator, spec, name, call))
+            found.append(_users(operator, name, timeout) if ":" in name else _candidate(operator, spec, name, call))
             continue
         for each in ("pytorch", AUTO, *(backend.name for backend in operator.backends)):
             try:
@@ -158,8 +176,6 @@ def candidates_of(operator: Operator, names: Sequence[str], setting: Setting) ->
 
 
 def _candidate(operator: Operator, spec: Spec, name: str, call: Call) -> Candidate:
-    if ":" in name:
-        return _users(operator, name)
     if name == "pytorch":
         return reference_candidate(operator, spec)
     if name == AUTO:
@@ -180,9 +196,9 @@ def _candidate(operator: Operator, spec: Spec, name: str, call: Call) -> Candida
     raise CannotRun(f"--candidate {name}: {operator.name} cannot run it here: {reasons}")
 
 
-def _users(operator: Operator, name: str) -> Candidate:
+def _users(operator: Operator, name: str, timeout: float) -> Candidate:
     try:
-        return user_candidate(operator, name)
+        return user_candidate(operator, name, timeout)
     except ValueError as error:
         raise CannotRun(f"--candidate {name}: {error}") from error
 
@@ -193,20 +209,43 @@ def _asked_for(backend: Backend, call: Call) -> Verdict:
 
 
 def run(plan: Plan, skips: Sequence[Skip] = (), progress: Callable[[str], None] = lambda what: None) -> Report:
-    """Run every relation of the plan on every cell, then plant bugs if the plan asks for it."""
+    """Run every relation of the plan on every cell, then plant bugs if the plan asks for it.
+
+    Ctrl-C ends it early: the report then holds what is known so far.
+    """
     records: list[Record] = list(skips)
+    mutations: list[Mutation] = []
+    interrupted = False
+    try:
+        for record in _records(plan, progress):
+            records.append(record)
+            if plan.fails_fast and isinstance(record, Check) and not record.passed:
+                break
+        else:
+            for found in _planted(plan, progress):
+                (mutations if isinstance(found, Mutation) else records).append(found)  # type: ignore[attr-defined]
+    except KeyboardInterrupt:
+        interrupted = True
+    finally:
+        for part in plan.parts:
+            for candidate in part.candidates:
+                if candidate.worker is not None:
+                    candidate.worker.stop()
+    return Report(plan, tuple(records), tuple(mutations), interrupted)
+
+
+def _records(plan: Plan, progress: Callable[[str], None]) -> Iterator[Record]:
     for cell in plan.cells():
         for relation in plan.relations:
             progress(cell.case_id(relation))
-            records += hold(cell, relation)
-    mutations: list[Mutation] = []
+            yield from hold(cell, relation)
+
+
+def _planted(plan: Plan, progress: Callable[[str], None]) -> Iterator[Mutation | Skip]:
     # The quick cases must catch them: they are what a developer runs.
     quick = replace(plan, suite="quick")
     for part in plan.parts if plan.plants_bugs else ():
-        for operator in {candidate.operator.name: candidate.operator for candidate in part.candidates}.values():
-            for found in plant_bugs(operator, partial(quick.of, setting=part.setting), part.setting, progress):
-                if isinstance(found, Mutation):
-                    mutations.append(found)
-                else:
-                    records.append(found)
-    return Report(plan, tuple(records), tuple(mutations))
+        # Bugs are planted in our backends: they say nothing of an implementation of a user's.
+        ours = [candidate for candidate in part.candidates if candidate.worker is None]
+        for operator in {candidate.operator.name: candidate.operator for candidate in ours}.values():
+            yield from plant_bugs(operator, partial(quick.of, setting=part.setting), part.setting, progress)

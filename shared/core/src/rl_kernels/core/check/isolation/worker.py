@@ -102,6 +102,10 @@ class Host:
         return sorted(name for name, value in self._before.items() if now.get(name) is not value)
 
 
+BY_TORCH = ("torch.manual_seed", "torch.random.manual_seed")
+"""What torch's compiler wraps itself, when it is imported."""
+
+
 def _functions() -> dict[str, Any]:
     """Return the public functions and classes that others rely on, by full name."""
     own = [name for name in sys.modules if name.startswith("rl_kernels.core")]
@@ -113,7 +117,7 @@ def _functions() -> dict[str, Any]:
             for name, value in vars(module).items()
             if callable(value) and not name.startswith("_") and not isinstance(value, ModuleType)
         }
-    return found
+    return {name: value for name, value in found.items() if name not in BY_TORCH}
 
 
 def _plain(results: Results) -> Results:

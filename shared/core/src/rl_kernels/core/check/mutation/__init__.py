@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 from rl_kernels.core.check.candidate import Candidate, backend_candidate
 from rl_kernels.core.check.cell import Cell, Setting, call_of
@@ -92,8 +93,10 @@ class Honest:
         )
 
     def _caught(self, candidate: Candidate, plant: Plant, relations: Iterable[str]) -> Iterator[Check]:
-        for relation in relations:
-            for cell in self._cells:
+        for made in (False, True):
+            # The cases with a name first: few, and held to every relation.
+            cells = [cell for cell in self._cells if bool(cell.case.relations) is made]
+            for relation, cell in product(relations, cells):
                 check = _first_failure(replace(cell, candidate=candidate), relation, plant)
                 if check is not None and self._holds(cell, relation):
                     yield check

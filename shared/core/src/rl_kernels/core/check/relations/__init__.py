@@ -36,10 +36,6 @@ def hold(cell: Cell, relation: str) -> Iterator[Record]:
     """Hold a cell to a relation: its records, or why it is not held to it."""
     if not concerns(cell, relation):
         return
-    reason = exempt(cell, relation)
-    if reason:
-        yield cell.skip(relation, reason)
-        return
     device = cell.setting.device
     # A candidate that draws from torch's global generator does so from the same state in a replay.
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
@@ -47,7 +43,11 @@ def hold(cell: Cell, relation: str) -> Iterator[Record]:
         if cell.candidate.worker is not None:
             cell.candidate.worker.seed = cell.seed
         try:
-            yield from RELATIONS[relation](cell)
+            reason = exempt(cell, relation)
+            if reason:
+                yield cell.skip(relation, reason)
+            else:
+                yield from RELATIONS[relation](cell)
         except MissingTolerance:
             raise
         except BackendUnavailable as error:

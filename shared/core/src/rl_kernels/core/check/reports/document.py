@@ -17,6 +17,7 @@ def as_json(report: Report) -> str:
     document = {
         "suite_name": summary.suite_name(report),
         "passed": report.passed,
+        "interrupted": report.interrupted,
         "pass_rate": report.pass_rate,
         "mutation_score": report.mutation_score,
         "candidates": [

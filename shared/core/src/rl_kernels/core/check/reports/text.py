@@ -25,6 +25,8 @@ def text(report: Report) -> Iterator[str]:
     A check that failed has a second line: the command that runs it again.
     """
     yield f"{verdict(report.passed)} {summary.suite_name(report)}: {summary.checks_said(report)}"
+    if report.interrupted:
+        yield "interrupted: what follows is what was known by then"
     for (operator, candidate), checks in summary.by_candidate(report).items():
         passed = summary.held(checks)
         yield f"{verdict(passed == len(checks))} {operator} {candidate}: {passed} of {len(checks)}"
