@@ -309,7 +309,7 @@ def test_a_replay_says_what_the_run_said(flags, noisy, capsys):
     entries = all_entries(strict(capsys.readouterr().out))
     commands = {entry["case_id"]: entry["replay"] for entry in entries if not entry["passed"]}
     assert len(commands) >= 3
-    for case_id, command in commands.items():
+    for case_id, command in list(commands.items())[:3]:
         assert ("--arch-key sm90" in command) is ("sm90" in flags)
         torch.manual_seed(len(case_id))
         assert cli.main([*shlex.split(command)[2:], "--json"]) == 1
@@ -317,16 +317,16 @@ def test_a_replay_says_what_the_run_said(flags, noisy, capsys):
         assert replayed == [entry for entry in entries if entry["case_id"] == case_id]
 
 
-def test_what_a_candidate_prints_does_not_mix_with_the_report(noisy, capsys):
+def test_what_a_candidate_prints_does_not_mix_with_the_report(noisy, capfd):
     assert cli.main(["--candidate", noisy, "--json", "--device", "cpu"]) == 1
-    out, err = capsys.readouterr()
+    out, err = capfd.readouterr()
     assert strict(out)["passed"] is False
     assert {"imported", "called"} == set(err.splitlines())
 
 
-def test_what_a_candidate_prints_does_not_mix_with_the_list(noisy, capsys):
+def test_what_a_candidate_prints_does_not_mix_with_the_list(noisy, capfd):
     assert cli.main(["--list", "--candidate", noisy, "--device", "cpu"]) == 0
-    assert all(line.startswith("double/") for line in capsys.readouterr().out.splitlines())
+    assert all(line.startswith("double/") for line in capfd.readouterr().out.splitlines())
 
 
 @pytest.mark.parametrize("wide", [True, False])

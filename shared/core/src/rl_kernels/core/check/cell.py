@@ -29,7 +29,6 @@ class Setting:
     seed: int = 123
     grad_mode: str = "random"
     grad_seed: int = 123
-    suite: str = "quick"
     constant: tuple[float, int] | None = None
     """(value, token): fill the differentiable inputs and the ids with these."""
 

@@ -19,7 +19,7 @@ from rl_kernels.core.testing.surroundings import Surroundings
 
 RUNS = 20
 """Calls that repeatability compares."""
-CALLS = {"quick": 2000, "full": 5000}
+CALLS = 2000
 """Calls of the plainest case of a function: a state that goes bad, or an error that is rare, takes many to show."""
 THREADS = (1, 2, 3, 8)
 """How many threads of a CPU may change no bit."""
@@ -57,18 +57,17 @@ def _many(cell: Cell) -> Iterator[Record]:
     if cell.candidate.is_slow(cell.setting.device.type):
         yield cell.skip("repeatability", "thousands of calls: not in Triton's interpreter")
         return
-    calls = CALLS[cell.setting.suite]
     try:
-        first, other, number = cell.candidate.many(cell.case.function, cell.spec.output, cell.inputs, calls)
+        first, other, number = cell.candidate.many(cell.case.function, cell.spec.output, cell.inputs, CALLS)
     except Misbehaved as error:
-        yield cell.failed("repeatability", f"{calls} calls", error)
+        yield cell.failed("repeatability", f"{CALLS} calls", error)
         return
     for item, value in first.items():
         comparison = compare.bits(other[item], value) if item in other else MISSING
         if not comparison.passed:
             comparison = replace(comparison, message=f"call {number}: {comparison.message}")
         tolerance = cell.tolerance("repeatability", item)
-        yield cell.record("repeatability", f"{item}, {calls} calls", tuple(value.shape), tolerance, comparison)
+        yield cell.record("repeatability", f"{item}, {CALLS} calls", tuple(value.shape), tolerance, comparison)
 
 
 def invariance(cell: Cell) -> Iterator[Record]:
