@@ -139,6 +139,7 @@ def test_a_backend_that_promises_no_chain_is_not_looked_at(record, monkeypatch):
 
 def test_environment():
     assert canary._action("warn") == "warn"
+    assert canary._action("") == "raise"
     done = subprocess.run(
         [sys.executable, "-c", "import rl_kernels.det_gemm"],
         env={**os.environ, "RL_KERNELS_CANARY": "loud"},

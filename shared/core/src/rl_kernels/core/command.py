@@ -35,9 +35,17 @@ def count(least: int) -> Callable[[str], int]:
     return parse
 
 
+def location(text: str) -> Path:
+    """Return a path, ``~`` being the user's home: an argument type."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise argparse.ArgumentTypeError(f"expected a path, got {text!r}: {error}") from error
+
+
 def writable(text: str) -> Path:
     """Return the path of a file that can be written: an argument type."""
-    path = Path(text)
+    path = location(text)
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"expected a file that can be written, got {text!r}")
     return path

@@ -155,6 +155,8 @@ def main_grad(name: str, value: torch.Tensor, weight: torch.Tensor) -> None:
 
 def own_storage(name: str, value: torch.Tensor) -> None:
     """Require a tensor that can be written: no dim is expanded or overlaps another, so no elements share storage."""
+    if not value.numel():
+        return
     reach = 0
     for stride, size in sorted((s, n) for s, n in zip(value.stride(), value.shape, strict=True) if n > 1):
         if stride <= reach:

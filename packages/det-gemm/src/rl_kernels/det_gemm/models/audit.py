@@ -115,7 +115,7 @@ def random_prompts(vocabulary: int, count: int, length: int, seed: int) -> list[
         raise ValueError(f"prompts, length: expected at least 2 of each, got {count} and {length}")
     generator = torch.Generator().manual_seed(seed)
     lengths = [max(2, length - 6 * index % length) for index in range(count)]
-    return [torch.randint(vocabulary, (n,), generator=generator) for n in lengths]
+    return [torch.randint(vocabulary, (n,), generator=generator, device="cpu") for n in lengths]
 
 
 @contextmanager
