@@ -44,20 +44,29 @@ def test_every_public_function_is_here():
     assert {"old_logps", "ref_logps", "rewards", "temperature", "bias"} <= {call.values[2] for call in CALLS}
 
 
+def dual(call, x):
+    with forward_ad.dual_level():
+        call(forward_ad.make_dual(x, torch.ones_like(x)))
+
+
+def jvp(call, x):
+    torch.func.jvp(call, (x,), (torch.ones_like(x),))
+
+
+def jacfwd(call, x):
+    torch.func.jacfwd(call)(x)
+
+
+def vmapped(call, x):
+    jvp(lambda y: torch.func.vmap(lambda _: call(y))(torch.zeros(2)), x)
+
+
 @pytest.mark.parametrize(("operator", "case", "argument"), CALLS)
-@pytest.mark.parametrize("transform", ["dual", "jvp", "jacfwd", "vmapped"])
+@pytest.mark.parametrize("transform", [dual, jvp, jacfwd, vmapped])
 def test_a_tangent_is_refused(operator, case, argument, transform):
     x, call = prepared(operator, case, argument)
     with pytest.raises(RuntimeError, match=f"{case.function or operator.name}: {REFUSED}"):
-        if transform == "dual":
-            with forward_ad.dual_level():
-                call(forward_ad.make_dual(x, torch.ones_like(x)))
-        elif transform == "jvp":
-            torch.func.jvp(call, (x,), (torch.ones_like(x),))
-        elif transform == "jacfwd":
-            torch.func.jacfwd(call)(x)
-        else:
-            torch.func.jvp(lambda y: torch.func.vmap(lambda _: call(y))(torch.zeros(2)), (x,), (torch.ones_like(x),))
+        transform(call, x)
 
 
 @pytest.mark.parametrize(("operator", "case", "argument"), LEAVES)
