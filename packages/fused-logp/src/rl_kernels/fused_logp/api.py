@@ -103,16 +103,15 @@ def _validate(
     if row_indices is not None:
         check.tensor("row_indices", row_indices, check.INTEGERS, ndim=1)
     check.same_device(logits=logits, token_ids=token_ids, row_indices=row_indices)
-    if ignore_index is not None:
-        check.integer("ignore_index", ignore_index)
+    check.ignore_index(ignore_index, token_ids)
     check.choice("output_dtype", output_dtype, check.FLOATS)
     check.choice("reduction", reduction, ("auto", "two_pass", "online"))
     check.backend_name(backend)
-    check.temperature(temperature, token_ids.shape, logits.device, values=values)
+    check.temperature(temperature, token_ids.shape, logits.device, compute_dtype(logits.dtype), values=values)
     if values:
         ids = token_ids
         if row_indices is not None:
-            check.ids_in_range("row_indices", row_indices, token_ids.numel())
+            check.ids_in_range("row_indices", row_indices, token_ids.numel(), ignorable=False)
             ids = token_ids.reshape(-1)[row_indices.long()]
         check.ids_in_range("token_ids", ids, logits.shape[-1], ignore_index)
 

@@ -117,9 +117,9 @@ def grpo_loss(
             it is.
         rollout_min: >= 0.
         rollout_max: >= 0.
-        num_tokens: what a token mean is divided by in place of the batch's active tokens, > 0: a number or a tensor
+        num_tokens: what a token mean is divided by in place of the batch's active tokens: a number >= 1 or a tensor
             without dims on the device, so that losses of micro-batches add up to that of all.
-        num_sequences: the same for types that are means over sequences; by default B, masked ones too.
+        num_sequences: the same for types that are means over sequences, > 0; by default B, masked ones too.
         max_completion_length: what ``dr_grpo`` divides by too; by default T.
         entropy: ``[B, T]``, for the metrics alone.
         cu_seqlens: offsets ``[B + 1]`` of packed sequences, int32 or int64: what is ``[B, T]`` above is ``[total]``.

@@ -114,11 +114,10 @@ def _validate(
         check.shape("bias", bias, (vocab,), "the first dim of lm_head_weight")
     check.same_device(hidden=hidden, lm_head_weight=weight, target_ids=target_ids, bias=bias)
     check.same_dtype(hidden=hidden, lm_head_weight=weight, bias=bias)
-    if ignore_index is not None:
-        check.integer("ignore_index", ignore_index)
+    check.ignore_index(ignore_index, target_ids)
     check.integer("workspace_mib", workspace_mib, least=1)
     check.backend_name(backend)
-    check.temperature(temperature, target_ids.shape, hidden.device, values=values)
+    check.temperature(temperature, target_ids.shape, hidden.device, compute_dtype(hidden.dtype), values=values)
     if values:
         check.ids_in_range("target_ids", target_ids, vocab, ignore_index)
 

@@ -21,7 +21,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def count(least: int) -> Callable[[str], int]:
-    """Return an argument type: an integer that is at least ``least``."""
+    """Return an argument type: an integer of 64 bits that is at least ``least``."""
 
     def parse(text: str) -> int:
         try:
@@ -30,6 +30,8 @@ def count(least: int) -> Callable[[str], int]:
             value = least - 1
         if value < least:
             raise argparse.ArgumentTypeError(f"expected an integer >= {least}, got {text!r}")
+        if value >= 2**63:
+            raise argparse.ArgumentTypeError(f"expected an integer < 2^63, got {text!r}")
         return value
 
     return parse
