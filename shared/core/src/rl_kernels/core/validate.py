@@ -88,7 +88,7 @@ def number(
         raise ValueError(f"{name}: expected a number >= {least:g}, got {value}")
 
 
-def integer(name: str, value: object, least: int | None = None, most: int = INT64) -> None:
+def integer(name: str, value: Any, least: int | None = None, most: int = INT64) -> None:
     """Require an integer of 64 bits, ``>= least`` where given, and ``<= most``."""
     if isinstance(value, (bool, torch.Tensor)) or not isinstance(value, (numbers.Integral, torch.SymInt)):
         raise TypeError(f"{name}: expected an integer, got {type(value).__name__}")
