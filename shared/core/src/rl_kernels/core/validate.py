@@ -95,7 +95,7 @@ def integer(name: str, value: Any, least: int | None = None, most: int = INT64) 
     lowest = -INT64 if least is None else least
     if value < lowest:
         raise ValueError(f"{name}: expected an integer >= {lowest}, got {_shown(value)}")
-    if value > most:
+    if not value <= most:
         raise ValueError(f"{name}: expected an integer <= {most}, got {_shown(value)}")
 
 
