@@ -137,16 +137,30 @@ def test_a_backend_that_promises_no_chain_is_not_looked_at(record, monkeypatch):
     canary.guard(torch.ones(1), "native")
 
 
+COMMAND = "import sys; from rl_kernels.core.cli import main; sys.exit(main(['list']))"
+
+
+def with_canary(value, script):
+    environment = {**os.environ, "RL_KERNELS_CANARY": value}
+    return subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+
+
 def test_environment():
     assert canary._action("warn") == "warn"
-    done = subprocess.run(
-        [sys.executable, "-c", "import rl_kernels.det_gemm"],
-        env={**os.environ, "RL_KERNELS_CANARY": "loud"},
-        capture_output=True,
-        text=True,
-    )
+    done = with_canary("loud", "import rl_kernels.det_gemm")
     assert done.returncode == 1
     assert "RL_KERNELS_CANARY: expected one of 'raise', 'warn', 'off', got 'loud'" in done.stderr
+
+
+def test_a_command_says_what_is_wrong_with_the_environment_in_one_line():
+    done = with_canary("loud", COMMAND)
+    said = "rl-kernels list: RL_KERNELS_CANARY: expected one of 'raise', 'warn', 'off', got 'loud'\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
+
+
+def test_an_empty_variable_is_one_that_is_not_set():
+    done = with_canary("", "from rl_kernels.det_gemm import canary; print(canary._default)")
+    assert (done.stdout, done.stderr) == ("raise\n", "")
 
 
 def test_record_is_whole():

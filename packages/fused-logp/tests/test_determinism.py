@@ -140,13 +140,13 @@ def test_the_gradient_overwrites_the_logits_once():
     (grad,) = torch.autograd.grad(total, inner, retain_graph=True)
     assert bits(grad, expected).passed
     assert grad.data_ptr() == inner.data_ptr()
-    with pytest.raises(RuntimeError, match="a second"):
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(total, inner)
 
 
 def test_an_expanded_tensor_cannot_be_overwritten():
     logits = torch.randn(1, 10).expand(5, 10)
-    with pytest.raises(ValueError, match="inplace_backward: expected logits"):
+    with pytest.raises(ValueError, match="inplace_backward: logits: expected elements with storage of their own"):
         fused_logp(logits, torch.zeros(5, dtype=torch.long), inplace_backward=True)
 
 

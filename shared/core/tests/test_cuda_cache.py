@@ -85,7 +85,7 @@ def unusable(tmp_path):
 
 def test_a_folder_that_cannot_be_made_warns_once_and_is_done_without(folder, compiled, monkeypatch, tmp_path):
     monkeypatch.setenv(cache.VARIABLE, str(unusable(tmp_path)))
-    with pytest.warns(RuntimeWarning, match="set RL_KERNELS_CACHE to a folder that can be read and written"):
+    with pytest.warns(RuntimeWarning, match="set RL_KERNELS_CACHE to a folder of your own that can be read"):
         cache.cubin_of(PROGRAM)
     # A second warning would be an error.
     cache.cubin_of(Program("toy_kernels", "two.cu", "sm_90a"))
@@ -160,8 +160,68 @@ def test_what_a_killed_process_left_is_bounded_too(cubins, monkeypatch):
     left = cubins / f".writing-x{cache.SUFFIX}"
     left.write_bytes(bytes(90))
     os.utime(left, (1, 1))
-    cache.keep(cubins / f"new{cache.SUFFIX}", b"cubin")
-    assert [path.name for *_, path in cache.contents(cubins)] == ["new.cubin"]
+    cache.keep(cubins / ONE, b"cubin")
+    assert [path.name for *_, path in cache.contents(cubins)] == [ONE]
+
+
+ONE = f"{'0f' * 32}{cache.SUFFIX}"
+
+
+def test_only_our_own_files_are_removed(cubins, monkeypatch):
+    monkeypatch.setattr(cache, "LIMIT", 0)
+    cubins.mkdir()
+    others = ["somebody.cubin", f"{'g' * 64}.cubin", f"sm_90a-{'0' * 64}.cubin", ".hidden.cubin", "notes.txt"]
+    for name in others:
+        (cubins / name).write_bytes(bytes(9))
+    (cubins / f"{'1' * 64}.cubin").mkdir()
+    cache.keep(cubins / ONE, b"cubin")
+    assert sorted(path.name for path in cubins.iterdir()) == sorted([*others, f"{'1' * 64}.cubin"])
+
+
+def test_a_folder_into_which_everybody_can_write_is_not_trusted(folder, cubins, compiled):
+    first = cache.cubin_of(PROGRAM)
+    (file,) = cubins.iterdir()
+    file.write_bytes(cache.sealed(b"planted"))
+    cubins.chmod(0o777)
+    assert "can be written by everybody, so what it holds is not trusted; set RL_KERNELS_CACHE" in cache.trouble()
+    another_process()
+    with pytest.warns(RuntimeWarning, match="can be written by everybody"):
+        assert cache.cubin_of(PROGRAM) == first
+    assert compiled == [PROGRAM] * 2
+    assert file.read_bytes() == cache.sealed(b"planted")
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="no owners here")
+def test_a_folder_of_another_user_is_not_trusted(folder, cubins, compiled, monkeypatch):
+    first = cache.cubin_of(PROGRAM)
+    (file,) = cubins.iterdir()
+    file.write_bytes(cache.sealed(b"planted"))
+    owner = cubins.stat().st_uid
+    if owner == 0:
+        os.chown(cubins, 1234, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    assert "belongs to another user, so what it holds is not trusted; set RL_KERNELS_CACHE" in cache.trouble()
+    another_process()
+    with pytest.warns(RuntimeWarning, match="belongs to another user"):
+        assert cache.cubin_of(PROGRAM) == first
+
+
+def test_a_folder_that_we_make_is_trusted_whatever_the_umask(folder, cubins, compiled):
+    before = os.umask(0)
+    try:
+        cache.cubin_of(PROGRAM)
+    finally:
+        os.umask(before)
+    assert cache.trouble() is None
+
+
+def test_the_home_of_the_user_may_be_written_as_a_tilde(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv(cache.VARIABLE, "~/own")
+    assert cache.folder() == tmp_path / "own"
+    monkeypatch.setenv(cache.VARIABLE, "~no-such-user/own")
+    assert "RL_KERNELS_CACHE" in cache.trouble()
 
 
 def test_a_cubin_of_the_wheel_needs_no_compiler(folder, cubins, compiled, monkeypatch):

@@ -1,4 +1,6 @@
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import EntryPoint
+from threading import Barrier
 
 import pytest
 import torch
@@ -37,10 +39,10 @@ OPERATOR = make_operator(FUSED, QUICK, NATIVE, PLAIN)
 @pytest.fixture(autouse=True)
 def clean(monkeypatch):
     """Hold each test apart from the environment that the suite runs in, and see that it leaves nothing behind."""
-    monkeypatch.setattr(dispatch, "_forced", {})
+    monkeypatch.setattr(dispatch, "_environment", {})
     monkeypatch.setattr(dispatch, "_strict", False)
     yield
-    assert dispatch._forced == {}
+    assert dispatch._blocks == ()
     assert dispatch._logs == []
 
 
@@ -125,7 +127,7 @@ def test_use_backend_nests_and_auto_lifts_an_outer_choice():
     with use_backend(grpo_loss="plain", det_gemm="plain"):
         with use_backend(grpo_loss="quick"):
             assert choose(OPERATOR, CPU) is QUICK
-            assert dispatch._forced["det_gemm"] == "plain"
+            assert choose(make_operator(NATIVE, PLAIN, name="det_gemm"), CPU) is PLAIN
         with use_backend(grpo_loss="auto"):
             assert choose(OPERATOR, CPU) is NATIVE
         assert choose(OPERATOR, CPU) is PLAIN
@@ -143,6 +145,31 @@ def test_one_use_backend_can_be_entered_again():
         with forced:
             assert choose(OPERATOR, CPU) is PLAIN
         assert choose(OPERATOR, CPU) is PLAIN
+    assert choose(OPERATOR, CPU) is NATIVE
+
+
+def test_threads_that_enter_and_leave_in_turn_leave_nothing_forced():
+    first, second = use_backend(grpo_loss="plain"), use_backend(grpo_loss="quick")
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert choose(OPERATOR, CPU) is QUICK
+    second.__exit__(None, None, None)
+    assert choose(OPERATOR, CPU) is NATIVE
+
+
+def test_many_threads_in_one_block():
+    forced, start = use_backend(grpo_loss="plain"), Barrier(4)
+
+    def work():
+        start.wait()
+        for _ in range(200):
+            with forced:
+                assert choose(OPERATOR, CPU) is PLAIN
+
+    with ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(work) for _ in range(4)]:
+            done.result()
     assert choose(OPERATOR, CPU) is NATIVE
 
 

@@ -30,7 +30,16 @@ def test_what_the_environment_forces(run_python, environment, chosen):
     assert (done.stdout.strip(), done.stderr) == (chosen, "")
 
 
-def test_a_malformed_environment_is_refused_at_once(run_python):
+def test_a_malformed_environment_is_refused_by_the_first_call(run_python):
     done = run_python("-c", SCRIPT, RL_KERNELS_BACKEND="no_such=plain")
-    assert done.returncode == 1
-    assert "ValueError: RL_KERNELS_BACKEND: 'no_such' is no operator" in done.stderr
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "EnvironmentMistake: RL_KERNELS_BACKEND: 'no_such' is no operator" in done.stderr
+
+
+@pytest.mark.parametrize("value", ["zzz", "no_such=plain", "fused_logp="])
+def test_a_command_says_what_is_wrong_with_the_environment_in_one_line(run_python, value):
+    script = "import sys; from rl_kernels.core.cli import main; sys.exit(main(sys.argv[1:]))"
+    done = run_python("-c", script, "list", RL_KERNELS_BACKEND=value)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("rl-kernels list: RL_KERNELS_BACKEND: ")
+    assert done.stderr.count("\n") == 1

@@ -1,5 +1,7 @@
 """``rl-kernels compile``: what it compiles and where to, what it says of it, and its exit status."""
 
+import errno
+import os
 from importlib.metadata import EntryPoint
 
 import pytest
@@ -174,11 +176,43 @@ def test_a_cache_that_cannot_be_used(tmp_path, capsys, monkeypatch):
     assert "cannot be written; set RL_KERNELS_CACHE" in capsys.readouterr().err
 
 
+@compiling
+@pytest.mark.parametrize("shipped", [False, True], ids=["cache", "out"])
+def test_a_full_disk_is_told_in_one_line(shipped, tmp_path, capsys, monkeypatch):
+    def full(path, cubin):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(cache, "write", full)
+    out = ["--out", str(tmp_path / "out")] if shipped else []
+    assert precompile.main(["--arch", "sm_80", *out]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("rl-kernels compile: cannot keep toy_kernels/kernels/fine.cu TIMES=2 for sm_80: [Errno 28]")
+    assert said.count("\n") == 1
+
+
+@compiling
+def test_a_cache_that_is_not_trusted(cubins, capsys):
+    cubins.mkdir()
+    cubins.chmod(0o777)
+    assert precompile.main(["--arch", "sm_80"]) == 2
+    said = capsys.readouterr().err
+    assert f"{cubins} can be written by everybody, so what it holds is not trusted; set RL_KERNELS_CACHE" in said
+    assert said.count("\n") == 1
+    assert not list(cubins.iterdir())
+
+
+@compiling
+def test_a_tilde_is_the_home_of_the_user(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert precompile.main(["--arch", "sm_80", "--out", "~/out"]) == 0
+    assert len(list((tmp_path / "out").iterdir())) == 1
+
+
 def test_doctor_tells_what_compiles_and_where_it_is_kept(cubins, capsys, monkeypatch):
     monkeypatch.setattr(toolchain, "bindings_version", lambda: "13.0.3")
     monkeypatch.setattr(toolchain, "nvrtc_version", lambda: (13, 0))
     cubins.mkdir()
-    cache.write(cubins / "one.cubin", bytes(3 * 2**20))
+    cache.write(cubins / f"{'0f' * 32}.cubin", bytes(3 * 2**20))
     assert cli.main(["doctor"]) == 0
     said = capsys.readouterr().out
     assert "13.0.3" in said

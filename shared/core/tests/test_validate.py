@@ -66,7 +66,7 @@ def test_same_dtype():
     refuses(TypeError, message, check.same_dtype, x=X, y=None, z=X.bfloat16())
 
 
-@pytest.mark.parametrize("value", [1, 0.5, np.float32(2), np.int64(3), 1e300], ids=repr)
+@pytest.mark.parametrize("value", [1, 0.5, np.float32(2), np.int64(3), 3.4e38, 2**70], ids=repr)
 def test_number_accepts(value):
     check.number("x", value, above=0, least=0.5)
 
@@ -86,11 +86,35 @@ def test_number_refuses_other_values():
     check.number("x", -5)
 
 
+def test_number_refuses_what_its_dtype_cannot_hold():
+    wide = "x: expected a number within +-3.4e+38 (float32), got "
+    for value, shown in (
+        (1e39, "1e+39"),
+        (-1e39, "-1e+39"),
+        (10**400, "2^1328 or more"),
+        (-(10**5000), "-2^16609 or more"),
+    ):
+        refuses(ValueError, wide + shown, check.number, "x", value)
+    small = "x: expected a number > 0, at least 1.18e-38 (float32), got 1e-50"
+    refuses(ValueError, small, check.number, "x", 1e-50, above=0)
+    check.number("x", 1e-50, least=0)
+    for value in (1e300, 1e-50):
+        check.number("x", value, above=0, dtype=torch.float64)
+    wide = "x: expected a number within +-1.8e+308 (float64), got 2^1328 or more"
+    refuses(ValueError, wide, check.number, "x", 10**400, dtype=torch.float64)
+
+
 def test_integer():
     check.integer("x", -3)
     check.integer("x", 2, least=2)
     check.integer("x", np.int64(2), least=2)
     refuses(ValueError, "x: expected an integer >= 2, got 1", check.integer, "x", 1, least=2)
+    check.integer("x", 2**63 - 1)
+    message = f"x: expected an integer <= {2**63 - 1}, got "
+    refuses(ValueError, message + str(2**63), check.integer, "x", 2**63)
+    refuses(ValueError, message + "2^16609 or more", check.integer, "x", 10**5000)
+    refuses(ValueError, f"x: expected an integer >= {1 - 2**63}, got {-(2**70)}", check.integer, "x", -(2**70))
+    refuses(ValueError, "x: expected an integer <= 9, got 10", check.integer, "x", 10, most=9)
     for value in (1.0, True, "1", None, torch.tensor(1)):
         refuses(TypeError, f"x: expected an integer, got {type(value).__name__}", check.integer, "x", value)
 
@@ -107,8 +131,8 @@ def test_backend_name():
     refuses(TypeError, "backend: expected a name or None, got int", check.backend_name, 3)
 
 
-def temperature(value, *, leading=(2, 3), values=True):
-    check.temperature(value, leading, torch.device("cpu"), values=values)
+def temperature(value, *, leading=(2, 3), dtype=torch.float32, values=True):
+    check.temperature(value, leading, torch.device("cpu"), dtype, values=values)
 
 
 @pytest.mark.parametrize("value", [0.7, 2, torch.ones(2, 3), torch.tensor(0.5), torch.ones(2, 3).double()], ids=repr)
@@ -122,6 +146,8 @@ def test_temperature_accepts_an_empty_tensor():
 
 def test_temperature_refuses():
     refuses(ValueError, "temperature: expected a number > 0, got 0", temperature, 0)
+    small = "temperature: expected a number > 0, at least 1.18e-38 (float32), got 1e-50"
+    refuses(ValueError, small, temperature, 1e-50)
     refuses(TypeError, "temperature: expected a number, got str", temperature, "1")
     refuses(
         TypeError,
@@ -143,6 +169,14 @@ def test_temperature_reads_the_values_of_a_tensor_unless_told_not_to(smallest):
     temperature(value, values=False)
 
 
+def test_temperature_reads_the_values_of_a_tensor_in_the_dtype_of_the_computation():
+    value = torch.full((2, 3), 1e-50, dtype=torch.float64)
+    refuses(ValueError, "temperature: expected values > 0, the smallest is 0.0", temperature, value)
+    temperature(value, dtype=torch.float64)
+    for infinite in (torch.full((2, 3), torch.inf), torch.full((2, 3), 1e39, dtype=torch.float64)):
+        refuses(ValueError, "temperature: expected finite values, the largest is inf", temperature, infinite)
+
+
 def test_ids_in_range():
     check.ids_in_range("ids", torch.tensor([0, 6]), 7)
     check.ids_in_range("ids", torch.tensor([0, 6], dtype=torch.int32), 7)
@@ -154,7 +188,9 @@ def test_ids_in_range():
 
 def test_ids_out_of_range_are_told_with_their_range():
     message = "ids: expected values in [0, 7), got values in [-100, 6]"
-    refuses(ValueError, message, check.ids_in_range, "ids", IDS, 7)
+    advice = "; ignore_index=-100 ignores the positions with that id"
+    refuses(ValueError, message + advice, check.ids_in_range, "ids", IDS, 7)
+    refuses(ValueError, message, check.ids_in_range, "ids", IDS, 7, ignorable=False)
     message = "ids: expected values in [0, 6) or -100 (ignored), got values in [0, 6]"
     refuses(ValueError, message, check.ids_in_range, "ids", IDS, 6, ignore_index=-100)
     message = "ids: expected values in [0, 7) or 5 (ignored), got values in [-100, 6]"
@@ -163,7 +199,7 @@ def test_ids_out_of_range_are_told_with_their_range():
 
 def test_values_of_tensors_without_storage_are_not_looked_at():
     check.ids_in_range("ids", IDS.to("meta"), 1)
-    check.temperature(torch.zeros(2, 3, device="meta"), (2, 3), torch.device("meta"), values=True)
+    check.temperature(torch.zeros(2, 3, device="meta"), (2, 3), torch.device("meta"), torch.float32, values=True)
 
 
 def test_token_ids():
@@ -176,6 +212,17 @@ def test_token_ids():
     )
     message = "ids: expected shape (2,) (that of x), got (2, 2)"
     refuses(ValueError, message, check.token_ids, "ids", IDS, (2,), "that of x")
+
+
+def test_ignore_index_is_held_by_the_dtype_of_the_ids():
+    for value in (None, -100, 2**31 - 1, -(2**31)):
+        check.ignore_index(value, IDS.int())
+    check.ignore_index(2**40, IDS)
+    message = f"ignore_index: expected an integer <= {2**31 - 1}, got {2**40}"
+    refuses(ValueError, message, check.ignore_index, 2**40, IDS.int())
+    message = f"ignore_index: expected an integer >= {-(2**63)}, got {-(2**70)}"
+    refuses(ValueError, message, check.ignore_index, -(2**70), IDS)
+    refuses(TypeError, "ignore_index: expected an integer, got float", check.ignore_index, 1.5, IDS)
 
 
 def test_main_grad():

@@ -5,7 +5,8 @@ bit without a word. So the first eager call for a device, dtype and backend comp
 with ``canary.json``; under torch.compile and while a CUDA graph is captured, the next eager call does. An architecture
 without a record, such as a CPU, is not looked at.
 
-``RL_KERNELS_CANARY`` says what a mismatch does: ``raise`` (default), ``warn``, or ``off`` to compare nothing.
+``RL_KERNELS_CANARY`` says what a mismatch does: ``raise`` (default, also if it is empty), ``warn``, or ``off`` to
+compare nothing.
 ``tools/record_canary.py`` records the bits of a GPU on which they are known to be right.
 """
 
@@ -24,7 +25,7 @@ import torch
 
 from rl_kernels.core import validate as check
 from rl_kernels.core.contract import DTYPES
-from rl_kernels.core.dispatch import choose
+from rl_kernels.core.dispatch import EnvironmentMistake, choose
 from rl_kernels.core.operator import INVARIANT, arch_of
 from rl_kernels.core.torchlib import values_hidden
 from rl_kernels.det_gemm.op import OPERATOR, describe, ops
@@ -44,11 +45,12 @@ class CanaryMismatch(RuntimeError):
 
 
 def _action(value: str) -> str:
-    check.choice(VARIABLE, value, ACTIONS)
-    return value
+    if value and value not in ACTIONS:
+        raise EnvironmentMistake(f"{VARIABLE}: expected one of {', '.join(map(repr, ACTIONS))}, got {value!r}")
+    return value or ACTIONS[0]
 
 
-_default = _action(os.environ.get(VARIABLE, "raise"))
+_default = _action(os.environ.get(VARIABLE, ""))
 _passed: set[tuple[torch.device, torch.dtype, str]] = set()
 
 
@@ -128,7 +130,7 @@ def operands(dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, to
 
 def _integers(rows: int, salt: int, dtype: torch.dtype) -> torch.Tensor:
     # Arithmetic on integers alone, so that no generator of random numbers has a say.
-    index = torch.arange(rows * INNER, dtype=torch.int64) + salt * 1_000_003
+    index = torch.arange(rows * INNER, dtype=torch.int64, device="cpu") + salt * 1_000_003
     mixed = (index * 2_654_435_761) & 0xFFFF_FFFF
     mixed = ((mixed ^ (mixed >> 15)) * 2_246_822_519) & 0xFFFF_FFFF
     size = BITS[dtype]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
 
-from rl_kernels.core.tuned import tuned
+from rl_kernels.core.tuned import entry
 
 K_MAJOR, MN_MAJOR, PLAIN = 0, 1, 2
 """How an operand ``[rows, K]`` lies: terms of K side by side, rows side by side, any other way."""
@@ -158,7 +158,4 @@ def schedule_for(m: int, n: int, k: int, majors: tuple[int, int], processors: in
 @functools.cache
 def candidates() -> tuple[Candidate, ...]:
     """Return all schedules with their measured speeds."""
-    return tuple(
-        Candidate(**{**entry, "schedule": Schedule(**entry["schedule"])})
-        for entry in tuned("rl_kernels.det_gemm")["cuda"]
-    )
+    return entry("rl_kernels.det_gemm", "cuda", kind=tuple[Candidate, ...])

@@ -10,7 +10,7 @@ from rl_kernels.core import validate as check
 from rl_kernels.core.dispatch import choose
 from rl_kernels.core.outputs import LogpStats
 from rl_kernels.core.rowwise import compute_dtype
-from rl_kernels.core.torchlib import first_order, scalar_or_rows
+from rl_kernels.core.torchlib import first_order, no_tangents, scalar_or_rows
 from rl_kernels.fused_logp.op import OPERATOR, describe, ops
 
 Reduction = Literal["auto", "two_pass", "online"]
@@ -48,8 +48,8 @@ def fused_logp(
             require grad.
         output_dtype: of the log-probabilities; logsumexp and entropy are FP32 (FP64 if this is).
         return_stats: return ``LogpStats(logp, logsumexp, entropy)``, all differentiable.
-        inplace_backward: let the gradient overwrite the logits' storage; a second backward raises. Not under
-            torch.compile.
+        inplace_backward: let the gradient overwrite the logits' storage; a backward that needs the logits after that
+            raises, as after any write in place. Not under torch.compile.
         reduction: ``two_pass`` (maximum, then sum) or ``online`` (running maximum); ``auto`` lets the backend choose,
             never by the number of rows.
         validate: check the values of ids, indices and temperature, which syncs with a GPU; skipped under
@@ -65,6 +65,7 @@ def fused_logp(
     """
     _validate(logits, token_ids, temperature, ignore_index, row_indices, output_dtype, reduction, backend, validate)
     _validate_storage(logits, token_ids, out, output_dtype, inplace_backward)
+    no_tangents("fused_logp", logits, temperature, out)
     chosen = choose(OPERATOR, describe(logits), backend)
     vocab = logits.shape[-1]
     scale = scalar_or_rows(temperature, compute_dtype(logits.dtype))
@@ -102,16 +103,15 @@ def _validate(
     if row_indices is not None:
         check.tensor("row_indices", row_indices, check.INTEGERS, ndim=1)
     check.same_device(logits=logits, token_ids=token_ids, row_indices=row_indices)
-    if ignore_index is not None:
-        check.integer("ignore_index", ignore_index)
+    check.ignore_index(ignore_index, token_ids)
     check.choice("output_dtype", output_dtype, check.FLOATS)
     check.choice("reduction", reduction, ("auto", "two_pass", "online"))
     check.backend_name(backend)
-    check.temperature(temperature, token_ids.shape, logits.device, values=values)
+    check.temperature(temperature, token_ids.shape, logits.device, compute_dtype(logits.dtype), values=values)
     if values:
         ids = token_ids
         if row_indices is not None:
-            check.ids_in_range("row_indices", row_indices, token_ids.numel())
+            check.ids_in_range("row_indices", row_indices, token_ids.numel(), ignorable=False)
             ids = token_ids.reshape(-1)[row_indices.long()]
         check.ids_in_range("token_ids", ids, logits.shape[-1], ignore_index)
 
@@ -127,15 +127,18 @@ def _validate_storage(
         check.tensor("out", out, (output_dtype,))
         check.shape("out", out, token_ids.shape, "that of token_ids")
         check.same_device(logits=logits, out=out)
-        if logits.requires_grad and torch.is_grad_enabled():
-            raise ValueError("out: expected None with logits that require grad, the result could not carry a gradient")
+        check.own_storage("out", out)
+        if torch.is_grad_enabled():
+            if logits.requires_grad:
+                raise ValueError(
+                    "out: expected None with logits that require grad, the result could not carry a gradient"
+                )
+            if out.requires_grad:
+                raise ValueError("out: expected a tensor that does not require grad, it is overwritten")
     if inplace_backward:
         if torch.compiler.is_compiling():
             raise ValueError("inplace_backward: expected False under torch.compile")
-        if 0 in logits.stride() and logits.numel() > 1:
-            raise ValueError(
-                "inplace_backward: expected logits whose elements have storage of their own, got a stride 0"
-            )
+        check.own_storage("inplace_backward: logits", logits)
 
 
 def _inside(row_indices: torch.Tensor, count: int) -> torch.Tensor:
@@ -169,19 +172,17 @@ class _FusedLogp(torch.autograd.Function):
         results = op(logits, token_ids, temperature, ignore_index, row_indices, reduction, backend)
         ctx.save_for_backward(logits, token_ids, temperature, row_indices, *results[1:])
         ctx.set_materialize_grads(False)
-        ctx.ignore_index, ctx.inplace, ctx.backend, ctx.done = ignore_index, inplace, backend, False
+        ctx.ignore_index, ctx.inplace, ctx.backend = ignore_index, inplace, backend
         return results if return_stats else results[:1]
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        if ctx.done:
-            raise RuntimeError("inplace_backward: the first backward has overwritten the logits, a second cannot run")
         logits, token_ids, temperature, row_indices, lse, *entropy = ctx.saved_tensors
         grads = [*upstream, *[None] * (3 - len(upstream))]
         saved = (lse, entropy[0] if entropy else None, *grads)
         arguments = (logits, token_ids, temperature, ctx.ignore_index, row_indices, *saved, ctx.backend)
         if ctx.inplace:
-            ctx.done = True
+            no_tangents("fused_logp", *arguments)
             ops["backward_inplace"](*arguments)
             grad = logits.detach()
         else:

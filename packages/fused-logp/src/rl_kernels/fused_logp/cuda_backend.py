@@ -16,9 +16,10 @@ from rl_kernels.core.cuda.program import Program
 from rl_kernels.core.cuda.where import target_of
 from rl_kernels.core.gpu import processors
 from rl_kernels.core.operator import arch_of
-from rl_kernels.core.tuned import tuned
+from rl_kernels.core.tuned import entry, tuned
 from rl_kernels.fused_logp.rows import per_row
 
+PACKAGE = "rl_kernels.fused_logp"
 SEGMENT, STEP, WARP, WARPS, UNITS = 32768, 1024, 32, 8, 8
 """Columns of a segment and of a step, threads of a warp, warps of a block that sum, units of a segment: as in
 ``kernels/fused_logp.cuh``."""
@@ -41,16 +42,24 @@ FORWARD, BACKWARD = f"({ROWS}PPPPPqqqi)", f"({ROWS}PPPPPPPqqqqii)"
 """``struct Forward`` and ``struct Backward``: what ``struct Rows`` holds, pointers, and sizes."""
 
 
+@functools.cache
 def constants(file: str, size: int) -> dict[str, int]:
     """Return what was tuned for logits of so many bytes: blocks of a multiprocessor, steps that are under way."""
-    return tuned("rl_kernels.fused_logp").get(file, {}).get(str(size), {})
+    # Not every file has some.
+    return entry(PACKAGE, file, str(size), kind=dict[str, int]) if file in tuned(PACKAGE) else {}
+
+
+@functools.cache
+def stages(size: int) -> int:
+    """Return how many copies are under way in a block of cuda-sm90, for logits of so many bytes."""
+    return entry(PACKAGE, SM90, str(size), "STAGES", kind=int)
 
 
 @functools.cache
 def program(file: str, arch: str, dtype: torch.dtype, *, entropy: bool) -> Program:
     """Return a file with its constants."""
     defines = {"DTYPE": CODES[dtype], "ENTROPY": int(entropy), **constants(file, dtype.itemsize)}
-    return Program("rl_kernels.fused_logp", f"{file}.cu", arch, tuple(defines.items()))
+    return Program(PACKAGE, f"{file}.cu", arch, tuple(defines.items()))
 
 
 class Host:
@@ -151,7 +160,7 @@ class Host:
             hopper = program(SM90, target_of(arch, exact=True), logits.dtype, entropy=entropy)
             streaming = kernel(hopper, "forward_rows", FORWARD, logits.device)
             stage = WARPS * STEP * logits.itemsize + CHUNK
-            shared = constants(SM90, logits.itemsize)["STAGES"] * stage + 2 * units * STATE
+            shared = stages(logits.itemsize) * stage + 2 * units * STATE
             threads = (WARPS + 2) * WARP
             blocks = _even(count, streaming, threads, shared, logits.get_device())
             streaming.launch(blocks, threads, *arguments, shared=shared)

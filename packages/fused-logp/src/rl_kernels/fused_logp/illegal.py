@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
-from rl_kernels.core.testing import IllegalCall, edited, given, illegal_ids, illegal_temperatures
+from rl_kernels.core.testing import IllegalCall, Inputs, edited, given, illegal_ids, illegal_temperatures
+from rl_kernels.core.testing.spec import Change
+
+
+def _two_rows(make: Callable[[torch.Tensor], Inputs]) -> Change:
+    """Call with logits ``[2, 3]``, whatever the shape flags say, and what is made of them."""
+
+    def change(call: Inputs) -> Inputs:
+        logits = torch.zeros(2, 3, dtype=call["logits"].dtype, device=call["logits"].device)
+        return {**call, "logits": logits, "token_ids": call["token_ids"].new_zeros(2), **make(logits)}
+
+    return change
+
 
 ILLEGAL = (
     IllegalCall("logits not a tensor", given(logits=[1.0]), TypeError, "logits: expected a tensor"),
@@ -22,10 +36,36 @@ ILLEGAL = (
     IllegalCall("row indices of floats", given(row_indices=torch.ones(2)), TypeError, "row_indices: expected dtype"),
     IllegalCall("out of another shape", given(out=torch.zeros(1)), ValueError, "out: expected shape"),
     IllegalCall("out of another dtype", given(out=torch.zeros(1).double()), TypeError, "out: expected dtype"),
+    IllegalCall(
+        "out that shares storage",
+        _two_rows(lambda logits: {"out": torch.zeros(1, device=logits.device).expand(2)}),
+        ValueError,
+        "out: expected elements with storage of their own",
+    ),
+    IllegalCall(
+        "out that requires grad",
+        _two_rows(lambda logits: {"out": torch.zeros(2, device=logits.device, requires_grad=True)}),
+        ValueError,
+        "out: expected a tensor that does not require grad",
+    ),
+    IllegalCall(
+        "rows that share storage, overwritten",
+        _two_rows(lambda logits: {"logits": logits[:1].expand(2, 3), "inplace_backward": True}),
+        ValueError,
+        "inplace_backward: logits: expected elements with storage of their own",
+    ),
     IllegalCall("unknown output_dtype", given(output_dtype=torch.int32), ValueError, "output_dtype: expected one of"),
     IllegalCall("unknown reduction", given(reduction="fast"), ValueError, "reduction: expected one of"),
     IllegalCall("unknown backend", given(backend="no-such"), ValueError, "backend: fused_logp has no backend"),
     IllegalCall("backend not a name", given(backend=3), TypeError, "backend: expected a name"),
+    IllegalCall(
+        "ids to be ignored without ignore_index",
+        edited("token_ids", lambda ids: torch.full_like(ids, -100)),
+        ValueError,
+        "token_ids: .* ignore_index=-100 ignores the positions",
+    ),
+    IllegalCall("ignore_index of 70 bits", given(ignore_index=2**70), ValueError, "ignore_index: expected an integer"),
+    IllegalCall("temperature beyond FP64", given(temperature=10**400), ValueError, "temperature: expected a number"),
     *illegal_ids("token_ids"),
     *illegal_temperatures("token_ids"),
 )

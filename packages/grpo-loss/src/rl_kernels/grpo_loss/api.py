@@ -9,7 +9,7 @@ import torch
 
 from rl_kernels.core import validate as check
 from rl_kernels.core.dispatch import choose
-from rl_kernels.core.torchlib import scalar
+from rl_kernels.core.torchlib import no_tangents, scalar
 from rl_kernels.grpo_loss.arguments import Layout
 from rl_kernels.grpo_loss.estimator import Estimator
 from rl_kernels.grpo_loss.groups import Groups, groups_of
@@ -117,9 +117,9 @@ def grpo_loss(
             it is.
         rollout_min: >= 0.
         rollout_max: >= 0.
-        num_tokens: what a token mean is divided by in place of the batch's active tokens, > 0: a number or a tensor
+        num_tokens: what a token mean is divided by in place of the batch's active tokens: a number >= 1 or a tensor
             without dims on the device, so that losses of micro-batches add up to that of all.
-        num_sequences: the same for types that are means over sequences; by default B, masked ones too.
+        num_sequences: the same for types that are means over sequences, > 0; by default B, masked ones too.
         max_completion_length: what ``dr_grpo`` divides by too; by default T.
         entropy: ``[B, T]``, for the metrics alone.
         cu_seqlens: offsets ``[B + 1]`` of packed sequences, int32 or int64: what is ``[B, T]`` above is ``[total]``.
@@ -177,6 +177,7 @@ def grpo_loss(
     options = Options(return_metrics, validate, backend)
     run = prepare(current_logps, tokens, layout, objective, options)
     groups = groups_of(rewards, samples_per_prompt, group_boundaries, values=validate)
+    no_tangents("grpo_loss", current_logps, rewards, *tokens, num_tokens, num_sequences)
     return run((rewards.detach(), *groups, None), estimator, eps)
 
 
@@ -296,6 +297,7 @@ def grpo_loss_from_advantages(
     tokens = Tokens(old_logps, ref_logps, completion_mask, rollout_ratio, entropy)
     options = Options(return_metrics, validate, backend)
     run = prepare(current_logps, tokens, layout, objective, options)
+    no_tangents("grpo_loss_from_advantages", current_logps, advantages, *tokens, num_tokens, num_sequences)
     return run((None, *NO_GROUPS, scores), Estimator(), 0.0)
 
 
@@ -341,5 +343,6 @@ def group_advantages(
     estimator = Estimator.of(advantage_estimator, eps_placement, skip_nan, eps)
     check.backend_name(backend)
     groups = groups_of(rewards, samples_per_prompt, group_boundaries, values=validate)
+    no_tangents("group_advantages", rewards)
     chosen = choose(OPERATOR, describe(rewards), backend).name
     return ops["advantages"](rewards.detach(), *groups, scalar(eps, torch.float64), estimator.text, chosen)

@@ -68,7 +68,7 @@ class Layout:
 
 def _longest(cu_seqlens: torch.Tensor, max_seqlen: int | None) -> int:
     if max_seqlen is not None:
-        check.integer("max_seqlen", max_seqlen, least=0)
+        check.integer("max_seqlen", max_seqlen, least=0, most=check.INT32)
         return max_seqlen
     if values_hidden(cu_seqlens):
         raise ValueError("max_seqlen: expected an integer under torch.compile and graph capture, got None")

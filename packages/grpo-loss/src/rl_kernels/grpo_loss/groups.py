@@ -54,7 +54,7 @@ def groups_of(
     if isinstance(group_boundaries, torch.Tensor):
         offsets = _checked(group_boundaries, rewards, values)
     else:
-        offsets = torch.tensor(_listed(group_boundaries, count), dtype=torch.int64)
+        offsets = torch.tensor(_listed(group_boundaries, count), dtype=torch.int64, device="cpu")
     # Non-blocking: a copy to a GPU must not wait for what runs there.
     return Groups(offsets.to(rewards.device, torch.int64, non_blocking=True).contiguous(), 0)
 

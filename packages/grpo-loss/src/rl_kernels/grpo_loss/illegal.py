@@ -45,6 +45,8 @@ def _number(name: str, bound: str, *too_small: float, optional: bool = False) ->
     ]
     for value in (torch.nan, torch.inf):
         rows.append((f"{name} {value}", given(**{name: value}), ValueError, f"{wrong}a finite number"))
+    for label, value in (("beyond FP32", 1e39), ("beyond FP64", 10**400)):
+        rows.append((f"{name} {label}", given(**{name: value}), ValueError, f"{wrong}a number within"))
     for other in ("1", True, torch.tensor(1.0), *(() if optional else (None,))):
         rows.append((f"{name} {other!r}", given(**{name: other}), TypeError, f"{wrong}a number"))
     return rows
@@ -88,6 +90,7 @@ def _groups() -> list[Row]:
         ("both", _grouped(2, [0, 8]), ValueError, ONE_OF + "both"),
         ("samples of 1", _grouped(1), ValueError, SAMPLES + "an integer >= 2"),
         ("samples negative", _grouped(-2), ValueError, SAMPLES + "an integer >= 2"),
+        ("samples of 70 bits", _grouped(2**70), ValueError, SAMPLES + "an integer <="),
         ("samples no divisor", _grouped(10**6 + 3), ValueError, SAMPLES + "a divisor of the"),
         ("samples a fraction", _grouped(2.0), TypeError, SAMPLES + "an integer"),
         ("samples a bool", _grouped(True), TypeError, SAMPLES + "an integer"),
@@ -140,7 +143,7 @@ LOSS: list[Row] = [
 ]
 REWARDS: list[Row] = [
     ("rewards of two dims", edited("rewards", lambda x: x[None]), ValueError, "rewards: expected 1 dims"),
-    *_number("eps", "> 0", 0.0, -1e-6),
+    *_number("eps", "> 0", 0.0, -1e-6, 1e-50),
     *illegal_objectives.ESTIMATORS,
     *_groups(),
 ]

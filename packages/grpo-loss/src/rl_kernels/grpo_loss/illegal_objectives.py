@@ -53,6 +53,7 @@ PACKING: list[Row] = [
     ),
     ("max_seqlen too small", _packed(max_seqlen=1), ValueError, "max_seqlen: expected at least "),
     ("max_seqlen negative", _packed(max_seqlen=-1), ValueError, "max_seqlen: expected an integer >= 0"),
+    ("max_seqlen of 70 bits", _packed(max_seqlen=2**70), ValueError, "max_seqlen: expected an integer <="),
     ("max_seqlen a fraction", _packed(max_seqlen=2.0), TypeError, "max_seqlen: expected an integer"),
     ("max_seqlen of padded tokens", given(max_seqlen=9), ValueError, "max_seqlen: expected None without cu_seqlens"),
 ]
@@ -67,7 +68,7 @@ ROLLOUT: list[Row] = [
     _value("rollout_min: expected a number <= rollout_max", rollout_mode="mask", rollout_min=2.0, rollout_max=1.0),
 ]
 NORMALISERS: list[Row] = [
-    _value("num_tokens: expected a number > 0", num_tokens=0),
+    _value("num_tokens: expected a number >= 1", num_tokens=0.5),
     _type("num_tokens: expected a number", num_tokens="8"),
     _value("num_tokens: expected 0 dims", num_tokens=torch.ones(1)),
     _type("num_tokens: expected dtype", num_tokens=torch.ones((), dtype=torch.bool)),
@@ -81,6 +82,7 @@ NORMALISERS: list[Row] = [
     _value("num_tokens: expected None with loss_type 'grpo'", loss_type="grpo", num_tokens=4),
     _value("max_completion_length: expected None with loss_type 'bnpo'", max_completion_length=4),
     _value("max_completion_length: expected an integer >= 1", loss_type="dr_grpo", max_completion_length=0),
+    _value("max_completion_length: expected an integer <=", loss_type="dr_grpo", max_completion_length=2**70),
 ]
 OBJECTIVES: list[Row] = [
     _value("loss_type: expected one of 'bnpo', 'grpo'", loss_type="grpo2"),

@@ -261,7 +261,10 @@ def _normaliser(
     if isinstance(value, torch.Tensor):
         check.tensor(name, value, (*check.FLOATS, *check.INTEGERS), ndim=0)
         return 0.0, value.detach()
-    check.number(name, value, above=0)
+    if name == "num_tokens":
+        check.number(name, value, least=1)
+    else:
+        check.number(name, value, above=0)
     return value, None
 
 

@@ -14,7 +14,7 @@ from rl_kernels.core.cuda.launch import kernel
 from rl_kernels.core.cuda.program import Program
 from rl_kernels.core.cuda.tensor_map import TensorMap, tensor_map
 from rl_kernels.core.gpu import processors
-from rl_kernels.core.tuned import tuned
+from rl_kernels.core.tuned import entry
 from rl_kernels.linear_logp.inputs import Inputs
 
 PACKAGE = "rl_kernels.linear_logp"
@@ -107,7 +107,7 @@ class Operands(NamedTuple):
         per_row, ignores = inputs.temperature.ndim > 0, inputs.ignore_index is not None
         bias = None if inputs.bias is None else inputs.bias.contiguous()
         temperatures = inputs.temperature.contiguous() if per_row else None
-        group, temperature = tuned(PACKAGE)["cuda"]["group"], 1.0 if per_row else float(inputs.temperature)
+        group, temperature = _group(), 1.0 if per_row else float(inputs.temperature)
         numbers = (inputs.ignore_index or 0, count, vocab, size, group, temperature, ignores)
         order = None
         if ignores and count > cut.rows:
@@ -120,6 +120,11 @@ class Operands(NamedTuple):
             tensor_map(inputs.weight, (BLOCK, INNER), swizzle=SWIZZLE),
         )
         return cls(cut, maps, (bias, temperatures, ids, order, *numbers))
+
+
+@functools.cache
+def _group() -> int:
+    return entry(PACKAGE, "cuda", "group", kind=int)
 
 
 def copyable(x: torch.Tensor) -> torch.Tensor:

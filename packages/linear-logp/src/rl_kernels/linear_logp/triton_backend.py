@@ -9,6 +9,7 @@ of 256 columns; dbias adds blocks of tokens, in ascending order.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -20,7 +21,7 @@ from rl_kernels.core.rowwise import LogpUpstream
 from rl_kernels.core.triton_lib import gemm
 from rl_kernels.core.triton_lib.launch import INTERPRETED
 from rl_kernels.core.triton_lib.schedule import HALF, Schedule, processors
-from rl_kernels.core.tuned import tuned
+from rl_kernels.core.tuned import entry
 from rl_kernels.linear_logp import triton_kernels as kernels
 from rl_kernels.linear_logp.backward import gradients
 from rl_kernels.linear_logp.inputs import Inputs
@@ -99,7 +100,12 @@ def schedule_of(name: str, hidden: torch.Tensor) -> Schedule:
         return Schedule(32, kernels.BLOCK.value, 16, 8, 3)
     if arch_of(hidden.device.type, hidden.device.index) != "sm90":
         return Schedule(64, kernels.BLOCK.value, 32, 8, 3)
-    return Schedule(**tuned("rl_kernels.linear_logp")[name])
+    return _tuned(name)
+
+
+@functools.cache
+def _tuned(name: str) -> Schedule:
+    return entry("rl_kernels.linear_logp", name, kind=Schedule)
 
 
 def _statistics(inputs: Inputs, *, entropy: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 from rl_kernels.core import record_dispatch
-from rl_kernels.core.command import Parser, count
+from rl_kernels.core.command import Parser, count, location
 from rl_kernels.demo import plot, record, report, task
 from rl_kernels.demo.compare import compare
 from rl_kernels.demo.invariant import INVARIANT
@@ -31,13 +31,12 @@ def main(argv: Sequence[str]) -> int:
     """Run the demo; return 0 if it showed what it is for, 1 if not, 2 for unusable arguments."""
     parser = Parser("rl-kernels demo", DESCRIPTION)
     defaults = Settings()
-    parser.add_argument("--out", type=Path, default=Path("rl-kernels-demo"), help="folder to write to (%(default)s)")
+    out = Path("rl-kernels-demo")
+    parser.add_argument("--out", type=location, default=out, help="folder to write to (%(default)s)")
     parser.add_argument("--steps", type=count(1), default=defaults.steps, help="of training (%(default)s)")
     parser.add_argument("--seed", type=count(0), default=defaults.seed, help="of weights and draws (%(default)s)")
     parser.add_argument("--quiet", action="store_true", help="print the verdict alone")
     given = parser.parse_args(argv)
-    if given.seed >= 2**63:
-        parser.error(f"argument --seed: expected an integer < 2^63, got {given.seed}")
     reason = _reason_against(given.out)
     if reason is not None:
         print(f"rl-kernels demo: --out: cannot write to {given.out}: {reason}", file=sys.stderr)

@@ -19,7 +19,7 @@ from rich.table import Table
 from rl_kernels.core.command import Parser, print_anything
 from rl_kernels.core.contract import DTYPES, contract
 from rl_kernels.core.cuda import cache, toolchain
-from rl_kernels.core.dispatch import explain_call
+from rl_kernels.core.dispatch import EnvironmentMistake, check_environment, explain_call
 from rl_kernels.core.operator import Call, Operator, arch_of
 from rl_kernels.core.registry import UnknownOperator, kernel_registry
 
@@ -41,7 +41,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in commands:
         print(f"rl-kernels: unknown command {name!r}; known: {', '.join(commands)}", file=sys.stderr)
         return 2
-    return commands[name][1]()(rest)
+    try:
+        check_environment()
+        return commands[name][1]()(rest)
+    except EnvironmentMistake as error:
+        print(f"rl-kernels {name}: {error}", file=sys.stderr)
+        return 2
 
 
 def _commands() -> dict[str, tuple[str, Callable[[], Command]]]:

@@ -30,7 +30,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def count(least: int) -> Callable[[str], int]:
-    """Return an argument type: an integer that is at least ``least``."""
+    """Return an argument type: an integer of 64 bits that is at least ``least``."""
 
     def parse(text: str) -> int:
         try:
@@ -39,14 +39,24 @@ def count(least: int) -> Callable[[str], int]:
             value = least - 1
         if value < least:
             raise argparse.ArgumentTypeError(f"expected an integer >= {least}, got {text!r}")
+        if value >= 2**63:
+            raise argparse.ArgumentTypeError(f"expected an integer < 2^63, got {text!r}")
         return value
 
     return parse
 
 
+def location(text: str) -> Path:
+    """Return a path, ``~`` being the user's home: an argument type."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise argparse.ArgumentTypeError(f"expected a path, got {text!r}: {error}") from error
+
+
 def writable(text: str) -> Path:
     """Return the path of a file that can be written: an argument type."""
-    path = Path(text).expanduser()
+    path = location(text)
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"expected a file that can be written, got {text!r}")
     return path

@@ -1,8 +1,8 @@
 """Choose a backend for a call, or say why not; force one; record what was chosen.
 
 The choice is the first backend, in the operator's order of priority, that can run the call and keeps the promises of
-the operator. State is plain module variables, because torch.compile guards those and cannot trace a ContextVar; the
-environment is read once, at import.
+the operator. State is plain module variables, because torch.compile guards those and cannot trace a ContextVar: what is
+forced is forced in all threads of the process. The environment is read once, at import.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import Lock
 from types import TracebackType
 
 from rl_kernels.core.operator import INVARIANT, Backend, Call, Operator
@@ -21,6 +22,10 @@ AUTO = "auto"
 
 class BackendUnavailable(ValueError):
     """The backend that was asked for, or every backend, cannot run this call; the message says why."""
+
+
+class EnvironmentMistake(ValueError):
+    """A variable of the environment has a value that means nothing; the message names it, in one line."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,18 @@ def parse_forced(text: str) -> dict[str, str]:
     return forced
 
 
-_forced: dict[str, str] = parse_forced(os.environ.get("RL_KERNELS_BACKEND", ""))
+def _read_environment() -> tuple[dict[str, str], str | None]:
+    """Return what the environment forces, or what is wrong with it, which a command must live to say."""
+    try:
+        return parse_forced(os.environ.get("RL_KERNELS_BACKEND", "")), None
+    except ValueError as error:
+        return {}, str(error)
+
+
+_environment, _mistake = _read_environment()
+_blocks: tuple[Mapping[str, str], ...] = ()
+"""What each active ``use_backend`` forces, the last entered last; replaced as a whole, so that readers need no lock."""
+_entering = Lock()
 _strict: bool = os.environ.get("RL_KERNELS_STRICT", "0") not in ("", "0")
 _logs: list[list[Choice]] = []
 
@@ -74,7 +90,9 @@ _logs: list[list[Choice]] = []
 class use_backend:
     """Force backends inside a ``with`` block; ``auto`` lifts an outer choice.
 
-    ``use_backend(linear_logp="triton", grpo_loss="native")``. An explicit ``backend=`` on a call wins over it.
+    ``use_backend(linear_logp="triton", grpo_loss="native")``. An explicit ``backend=`` on a call wins over it. A block
+    holds for the whole process: calls of other threads (a backward pass runs in one) are forced too while it is active.
+    Of the active blocks that name an operator, the one that was entered last decides.
 
     Raises:
         ValueError: a keyword is no operator.
@@ -82,20 +100,27 @@ class use_backend:
 
     def __init__(self, **backends: str) -> None:
         self._backends = {_canonical(name, "use_backend"): backend for name, backend in backends.items()}
-        self._outer: list[Mapping[str, str]] = []
 
     def __enter__(self) -> None:
         """Force the backends."""
-        self._outer.append(dict(_forced))
-        _forced.update(self._backends)
+        global _blocks
+        with _entering:
+            _blocks = (*_blocks, self._backends)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Restore what was forced outside."""
-        outer = self._outer.pop()
-        _forced.clear()
-        _forced.update(outer)
+        """Take back what this block forced, whatever other threads have entered or left in between."""
+        global _blocks
+        with _entering:
+            last = max(place for place, block in enumerate(_blocks) if block is self._backends)
+            _blocks = (*_blocks[:last], *_blocks[last + 1 :])
+
+
+def check_environment() -> None:
+    """Raise ``EnvironmentMistake`` if ``RL_KERNELS_BACKEND`` is malformed."""
+    if _mistake is not None:
+        raise EnvironmentMistake(_mistake)
 
 
 @contextmanager
@@ -135,13 +160,23 @@ def choose(operator: Operator, call: Call, backend: str | None = None) -> Backen
 
     Raises:
         ValueError: no backend has that name.
+        EnvironmentMistake: ``RL_KERNELS_BACKEND`` is malformed.
         BackendUnavailable: the forced backend, or all, cannot run the call.
     """
-    wanted = _forced.get(operator.name, AUTO) if backend is None else backend
+    wanted = _wanted(operator.name) if backend is None else backend
     chosen = _first(operator, call) if wanted == AUTO else _named(operator, call, wanted)
     for log in _logs:
         log.append(Choice(operator.name, chosen.name, call.device.type, wanted != AUTO))
     return chosen
+
+
+def _wanted(operator: str) -> str:
+    """Return the backend that is forced outside of the call, or ``auto``."""
+    check_environment()
+    for block in reversed(_blocks):
+        if operator in block:
+            return block[operator]
+    return _environment.get(operator, AUTO)
 
 
 def _named(operator: Operator, call: Call, name: str) -> Backend:

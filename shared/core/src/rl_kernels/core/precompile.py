@@ -1,7 +1,7 @@
 """``rl-kernels compile``: compile the CUDA kernels of the installed operators before they are needed.
 
-0: all were compiled, without a warning, a spilled register or a stack. 1: one was not. 2: unusable arguments, or
-nothing to compile, or nothing to compile with; said before anything is compiled. No GPU is needed.
+0: all were compiled and kept, without a warning, a spilled register or a stack. 1: one was not. 2: unusable arguments,
+or nothing to compile, or nothing to compile with; said before anything is compiled. No GPU is needed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from rl_kernels.core.command import Parser
+from rl_kernels.core.command import Parser, location
 from rl_kernels.core.cuda import cache, toolchain
 from rl_kernels.core.cuda.program import Compiled, CompileError, Program, compile_program, inputs_of
 from rl_kernels.core.cuda.resources import resources_of, warnings_of
@@ -45,7 +45,7 @@ def parser() -> Parser:
         help=f"targets such as sm_90a, or {ALL} (default: those of the GPUs that are here, or {ALL})",
     )
     made.add_argument(
-        "--out", type=Path, metavar="DIR", help="write the cubins there, to be shipped (default: into the cache)"
+        "--out", type=location, metavar="DIR", help="write the cubins there, to be shipped (default: into the cache)"
     )
     return made
 
@@ -68,7 +68,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         except CompileError as error:
             faults.append(str(error))
             continue
-        _write(program, compiled, given.out)
+        try:
+            _write(program, compiled, given.out)
+        except OSError as error:
+            # The next one would not be kept either.
+            faults.append(f"rl-kernels compile: cannot keep {program}: {error}")
+            break
         _report(table, name, program, compiled)
         faults += _faults(program, compiled)
     Console().print(table)
@@ -137,7 +142,7 @@ def _check_folder(out: Path | None) -> None:
 def _write(program: Program, compiled: Compiled, out: Path | None) -> None:
     inputs = inputs_of(program)
     if out is None:
-        cache.keep(cache.path_of(inputs), compiled.cubin)
+        cache.store(cache.path_of(inputs), compiled.cubin)
     else:
         cache.write(out / cache.shipped_name(program, inputs), compiled.cubin)
 

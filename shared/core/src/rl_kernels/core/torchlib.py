@@ -11,6 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
+from torch.autograd.graph import increment_version
 
 from rl_kernels.core.operator import Operator
 
@@ -26,17 +28,27 @@ def define(operator: Operator) -> dict[str, Callable[..., Any]]:
     for name, schema in operator.schemas.items():
         qualified = f"{operator.name}_{name}"
         _library.define(qualified + schema)
-        for key, device_type in DEVICES.items():
-            _library.impl(qualified, _implementation(operator, name, device_type), key)
-        torch.library.register_fake(f"{NAMESPACE}::{qualified}", _fake(operator.fakes[name]), lib=_library)
         ops[name] = getattr(getattr(torch.ops, NAMESPACE), qualified).default
+        written = _written(ops[name])
+        for key, device_type in DEVICES.items():
+            _library.impl(qualified, _implementation(operator, name, device_type, written), key)
+        torch.library.register_fake(f"{NAMESPACE}::{qualified}", _fake(operator.fakes[name]), lib=_library)
     return ops
 
 
-def _implementation(operator: Operator, name: str, device_type: str) -> Callable[..., Any]:
+def _written(op: Any) -> tuple[int, ...]:
+    """Return the places of the arguments that an op overwrites, by its schema: ``Tensor(a!)``."""
+    arguments = enumerate(op._schema.arguments)
+    return tuple(place for place, argument in arguments if argument.alias_info and argument.alias_info.is_write)
+
+
+def _implementation(operator: Operator, name: str, device_type: str, written: tuple[int, ...]) -> Callable[..., Any]:
     def run(*args: Any) -> Any:
         *inputs, backend = args
         kernel = getattr(operator.backend(backend).load(), name)
+        for place in written:
+            # Autograd does not see what a kernel writes: a graph that saved this tensor must refuse to use it.
+            increment_version(inputs[place])
         if not torch.is_autocast_enabled(device_type):
             return kernel(*inputs)
         # Inside a backend autocast would silently turn an FP32 product into BF16.
@@ -68,10 +80,34 @@ class _FirstOrder(torch.autograd.Function):
 
 def first_order(op: Callable[..., Any], *args: Any) -> Any:
     """Call a raw backward op so that differentiating its result raises ``RuntimeError``."""
+    no_tangents(str(op), *args)
     # With gradients off, as in a backward pass that is not itself recorded, nothing could differentiate the result.
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return op(*args)
     return _FirstOrder.apply(op, *args)
+
+
+def no_tangents(name: str, *values: Any) -> None:
+    """Refuse forward-mode AD, which operators do not have: without this a tangent would be lost without a word.
+
+    Args:
+        name: of the operator, for the message.
+        values: its arguments; those that are no tensors are not looked at.
+
+    Raises:
+        RuntimeError: one of them carries a tangent of ``torch.func.jvp`` or ``torch.autograd.forward_ad``.
+    """
+    # The level first: everybody asks, and hardly anybody is inside of one.
+    if forward_ad._current_level >= 0 and (torch.compiler.is_compiling() or any(map(_has_tangent, values))):
+        raise RuntimeError(f"{name}: forward-mode AD is not supported")
+
+
+def _has_tangent(value: Any) -> bool:
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return False
+    # Which transform wrapped it cannot be told; a tensor that no transform depends on is not wrapped.
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(value)
+    return wrapped or forward_ad.unpack_dual(value).tangent is not None
 
 
 def define_check(name: str, schema: str, check: Callable[..., None]) -> Callable[..., Any]:
@@ -101,14 +137,14 @@ def scalar(value: float, dtype: torch.dtype) -> torch.Tensor:
 
     A product, unlike ``torch.full``, stays one graph under torch.compile when the number varies from call to call.
     """
-    return torch.ones((), dtype=dtype) * value
+    return torch.ones((), dtype=dtype, device="cpu") * value
 
 
 def scalars(*values: float) -> torch.Tensor:
     """Return numbers as one tensor ``[n]`` on the CPU, FP64: as ``scalar`` does, at the price of one."""
     if torch.compiler.is_compiling():
         return torch.stack([scalar(value, torch.float64) for value in values])
-    return torch.tensor(values, dtype=torch.float64)
+    return torch.tensor(values, dtype=torch.float64, device="cpu")
 
 
 def scalar_or_rows(value: float | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

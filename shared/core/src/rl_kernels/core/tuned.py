@@ -4,11 +4,83 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Callable
+from dataclasses import MISSING, fields, is_dataclass
 from importlib.resources import files
-from typing import Any
+from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
+
+T = TypeVar("T")
+
+
+class MalformedTable(ValueError):
+    """A tuned table does not hold what its reader needs; the message names the file, the place and what is expected."""
 
 
 @functools.cache
 def tuned(package: str) -> dict[str, Any]:
-    """Return the launch configurations of a package, measured on an H200."""
-    return json.loads((files(package) / "tuned" / "h200.json").read_text(encoding="utf-8"))
+    """Return the launch configurations of a package, measured on an H200.
+
+    Raises:
+        MalformedTable: the file holds no JSON object.
+    """
+    try:
+        found = json.loads(_file(package).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise MalformedTable(f"{_file(package)}: expected JSON: {error}") from error
+    return _checked(package, "", found, dict)
+
+
+def entry(package: str, *keys: str, kind: type[T]) -> T:
+    """Return what stands in a package's table under these keys, one in another, as ``kind``.
+
+    Args:
+        package: whose table.
+        keys: from the outermost to the innermost.
+        kind: ``int``, ``float``, ``bool``; a dataclass of such fields; a tuple of one kind, or a dict of names to one.
+
+    Raises:
+        MalformedTable: it is not there, or something else.
+    """
+    found: Any = tuned(package)
+    for depth, key in enumerate(keys):
+        place = ".".join(keys[:depth])
+        if key not in _checked(package, place, found, dict):
+            raise MalformedTable(f"{_file(package)}: {place or 'the table'}: expected a key {key!r}")
+        found = found[key]
+    return _made(package, ".".join(keys), found, kind)
+
+
+def _made(package: str, place: str, found: Any, kind: Any) -> Any:
+    """Return a value of the table as ``kind``."""
+    if get_origin(kind) is tuple:
+        items = enumerate(_checked(package, place, found, list))
+        return tuple(_made(package, f"{place}[{index}]", value, get_args(kind)[0]) for index, value in items)
+    if get_origin(kind) is dict:
+        values = _checked(package, place, found, dict)
+        return {key: _made(package, f"{place}.{key}", value, get_args(kind)[1]) for key, value in values.items()}
+    if not is_dataclass(kind):
+        return _checked(package, place, found, kind)
+    given, wanted = _checked(package, place, found, dict), {one.name: one for one in fields(kind)}
+    missing = [name for name, one in wanted.items() if name not in given and one.default is MISSING]
+    unknown = [name for name in given if name not in wanted]
+    if missing or unknown:
+        raise MalformedTable(
+            f"{_file(package)}: {place}: expected the keys {', '.join(wanted)}, got {', '.join(given) or 'none'}"
+        )
+    hints, make = get_type_hints(kind), cast(Callable[..., Any], kind)
+    return make(**{name: _made(package, f"{place}.{name}", value, hints[name]) for name, value in given.items()})
+
+
+def _checked(package: str, place: str, found: Any, kind: type) -> Any:
+    """Return a value if it is of that kind: a whole number is a float too, true and false are no numbers."""
+    kinds = (int, float) if kind is float else kind
+    if not isinstance(found, kinds) or (isinstance(found, bool) and kind is not bool):
+        wanted = {dict: "an object", list: "a list", int: "an integer", float: "a number", bool: "true or false"}[kind]
+        raise MalformedTable(
+            f"{_file(package)}: {place or 'the table'}: expected {wanted}, got {json.dumps(found)[:40]}"
+        )
+    return found
+
+
+def _file(package: str) -> Any:
+    return files(package) / "tuned" / "h200.json"

@@ -14,6 +14,12 @@ from rl_kernels.core.torchlib import define_check, values_hidden
 HALF_AND_FLOAT = (torch.float32, torch.bfloat16, torch.float16)
 FLOATS = (*HALF_AND_FLOAT, torch.float64)
 INTEGERS = (torch.int64, torch.int32)
+RANGES = {dtype: (torch.finfo(dtype).tiny, torch.finfo(dtype).max) for dtype in (torch.float32, torch.float64)}
+"""The least positive number that no device takes for 0, and the greatest one."""
+INT64, INT32 = (torch.iinfo(dtype).max for dtype in INTEGERS)
+SHOWN_BITS = 128
+IGNORED = -100
+"""What PyTorch and trainers mark ignored positions with."""
 
 
 def tensor(name: str, value: object, dtypes: Sequence[torch.dtype], ndim: int | None = None, least: int = 0) -> None:
@@ -55,27 +61,49 @@ def same_dtype(**tensors: torch.Tensor | None) -> None:
             raise TypeError(f"{name}: expected dtype {first.dtype} (that of {first_name}), got {value.dtype}")
 
 
-def number(name: str, value: Any, *, above: float | None = None, least: float | None = None) -> None:
-    """Require a finite real number, ``> above`` and ``>= least`` where given."""
+def number(
+    name: str,
+    value: Any,
+    *,
+    above: float | None = None,
+    least: float | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Require a real number, ``> above`` and ``>= least`` where given, that is finite in ``dtype``, and not lost."""
     # A float first: asking the abstract class takes ten times as long.
     real = isinstance(value, float) or (isinstance(value, numbers.Real) and not isinstance(value, (bool, torch.Tensor)))
     if not real:
         raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
+    tiny, most = RANGES[dtype]
     # Comparisons, unlike math.isfinite, can be traced with a number that varies from call to call.
     if not -math.inf < value < math.inf:
         raise ValueError(f"{name}: expected a finite number, got {value}")
+    if not -most <= value <= most:
+        raise ValueError(f"{name}: expected a number within +-{most:.3g} ({_names((dtype,))}), got {_shown(value)}")
     if above is not None and not value > above:
         raise ValueError(f"{name}: expected a number > {above:g}, got {value}")
+    if above == 0 and value < tiny:
+        raise ValueError(f"{name}: expected a number > 0, at least {tiny:.3g} ({_names((dtype,))}), got {value}")
     if least is not None and not value >= least:
         raise ValueError(f"{name}: expected a number >= {least:g}, got {value}")
 
 
-def integer(name: str, value: object, least: int | None = None) -> None:
-    """Require an integer, ``>= least`` where given."""
+def integer(name: str, value: Any, least: int | None = None, most: int = INT64) -> None:
+    """Require an integer of 64 bits, ``>= least`` where given, and ``<= most``."""
     if isinstance(value, (bool, torch.Tensor)) or not isinstance(value, (numbers.Integral, torch.SymInt)):
         raise TypeError(f"{name}: expected an integer, got {type(value).__name__}")
-    if least is not None and value < least:
-        raise ValueError(f"{name}: expected an integer >= {least}, got {value}")
+    lowest = -INT64 if least is None else least
+    if value < lowest:
+        raise ValueError(f"{name}: expected an integer >= {lowest}, got {_shown(value)}")
+    if not value <= most:
+        raise ValueError(f"{name}: expected an integer <= {most}, got {_shown(value)}")
+
+
+def _shown(value: Any) -> str:
+    """Return a number as a message repeats it: not the thousands of digits that an integer may have."""
+    if isinstance(value, int) and value.bit_length() > SHOWN_BITS:
+        return f"{'-' if value < 0 else ''}2^{value.bit_length() - 1} or more"
+    return str(value)
 
 
 def choice(name: str, value: object, allowed: Sequence[object]) -> None:
@@ -90,13 +118,15 @@ def backend_name(value: object) -> None:
         raise TypeError(f"backend: expected a name or None, got {type(value).__name__}")
 
 
-def temperature(value: object, leading: Sequence[int], device: torch.device, *, values: bool) -> None:
-    """Require a number > 0, or a floating tensor of ``leading`` shape (or no dims) on ``device``, all > 0.
+def temperature(
+    value: object, leading: Sequence[int], device: torch.device, dtype: torch.dtype, *, values: bool
+) -> None:
+    """Require a number > 0 in ``dtype``, or such a floating tensor of ``leading`` shape (or no dims) on ``device``.
 
     ``values=False`` leaves a tensor's values unread; they are also left under torch.compile and graph capture.
     """
     if not isinstance(value, torch.Tensor):
-        number("temperature", value, above=0)
+        number("temperature", value, above=0, dtype=dtype)
         return
     tensor("temperature", value, FLOATS)
     if value.ndim:
@@ -106,34 +136,45 @@ def temperature(value: object, leading: Sequence[int], device: torch.device, *, 
     if value.requires_grad:
         raise ValueError("temperature: expected a tensor that does not require grad, it has no gradient here")
     if values and not values_hidden(value):
-        _check_positive(value, "temperature")
+        _check_positive(value.to(dtype), "temperature")
 
 
-def ids_in_range(name: str, ids: torch.Tensor, size: int, ignore_index: int | None = None) -> None:
+def ids_in_range(
+    name: str, ids: torch.Tensor, size: int, ignore_index: int | None = None, *, ignorable: bool = True
+) -> None:
     """Require every id in ``[0, size)`` or equal to ``ignore_index``. Costs a sync on a GPU.
 
-    Skipped under torch.compile and while a CUDA graph is captured.
+    Skipped under torch.compile and while a CUDA graph is captured. ``ignorable=False`` where there is no such argument.
     """
     if not values_hidden(ids):
-        _check_ids(ids, size, ignore_index, name)
+        _check_ids(ids, size, ignore_index, name, ignorable)
 
 
-def _ids_in_range(ids: torch.Tensor, size: int, ignore_index: int | None, name: str) -> None:
+def _ids_in_range(ids: torch.Tensor, size: int, ignore_index: int | None, name: str, ignorable: bool) -> None:
     checked = ids if ignore_index is None else ids[ids != ignore_index]
     if not checked.numel():
         return
     low, high = (int(bound) for bound in torch.aminmax(checked))
     if low < 0 or high >= size:
         ignored = "" if ignore_index is None else f" or {ignore_index} (ignored)"
-        raise ValueError(f"{name}: expected values in [0, {size}){ignored}, got values in [{low}, {high}]")
+        hint = ignorable and ignore_index is None and low == IGNORED
+        advice = f"; ignore_index={IGNORED} ignores the positions with that id" if hint else ""
+        raise ValueError(f"{name}: expected values in [0, {size}){ignored}, got values in [{low}, {high}]{advice}")
 
 
 def _positive(value: torch.Tensor, name: str) -> None:
-    if value.numel() and not bool((value > 0).all()):
-        raise ValueError(f"{name}: expected values > 0, the smallest is {float(value.min())}")
+    if not value.numel():
+        return
+    low, high = torch.stack(torch.aminmax(value)).tolist()
+    if not low >= RANGES[value.dtype][0]:
+        raise ValueError(f"{name}: expected values > 0, the smallest is {low}")
+    if high == math.inf:
+        raise ValueError(f"{name}: expected finite values, the largest is {high}")
 
 
-_check_ids = define_check("check_ids", "(Tensor ids, SymInt size, int? ignore_index, str name)", _ids_in_range)
+_check_ids = define_check(
+    "check_ids", "(Tensor ids, SymInt size, int? ignore_index, str name, bool ignorable)", _ids_in_range
+)
 _check_positive = define_check("check_positive", "(Tensor value, str name)", _positive)
 
 
@@ -142,6 +183,13 @@ def token_ids(name: str, value: object, leading: Sequence[int], why: str) -> Non
     tensor(name, value, INTEGERS)
     assert isinstance(value, torch.Tensor)
     shape(name, value, leading, why)
+
+
+def ignore_index(value: object, ids: torch.Tensor) -> None:
+    """Require None, or an integer that the dtype of the ids can hold: beyond it would be compared as another one."""
+    if value is not None:
+        held = torch.iinfo(ids.dtype)
+        integer("ignore_index", value, least=held.min, most=held.max)
 
 
 def main_grad(name: str, value: torch.Tensor, weight: torch.Tensor) -> None:
@@ -155,6 +203,8 @@ def main_grad(name: str, value: torch.Tensor, weight: torch.Tensor) -> None:
 
 def own_storage(name: str, value: torch.Tensor) -> None:
     """Require a tensor that can be written: no dim is expanded or overlaps another, so no elements share storage."""
+    if not value.numel():
+        return
     reach = 0
     for stride, size in sorted((s, n) for s, n in zip(value.stride(), value.shape, strict=True) if n > 1):
         if stride <= reach:

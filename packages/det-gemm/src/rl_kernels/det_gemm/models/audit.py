@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from rl_kernels.core import validate as check
 from rl_kernels.det_gemm.models.differ import Comparison, Finding
 from rl_kernels.det_gemm.models.trace import Seen, watched
 from rl_kernels.det_gemm.models.variants import Piece, Variant, of_prompts, of_rows
@@ -67,6 +68,9 @@ def audit(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
+    check.integer("prompts", prompts, least=2, most=check.INT32)
+    check.integer("length", length, least=2, most=check.INT32)
+    check.integer("seed", seed)
     variants = _variants(model, inputs, prompts, length, seed)
     _, alone = next(variants)
     rows, names = Comparison(model), []
@@ -111,11 +115,9 @@ def _variants(
 
 def random_prompts(vocabulary: int, count: int, length: int, seed: int) -> list[torch.Tensor]:
     """Return prompts of several lengths, the longest of ``length`` tokens."""
-    if count < 2 or length < 2:
-        raise ValueError(f"prompts, length: expected at least 2 of each, got {count} and {length}")
     generator = torch.Generator().manual_seed(seed)
     lengths = [max(2, length - 6 * index % length) for index in range(count)]
-    return [torch.randint(vocabulary, (n,), generator=generator) for n in lengths]
+    return [torch.randint(vocabulary, (n,), generator=generator, device="cpu") for n in lengths]
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from importlib.util import find_spec
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser("rl-kernels audit", DESCRIPTION)
     parser.add_argument(
         "model",
+        type=expanduser,
         help="folder or name of a causal language model of transformers; or MODULE:FUNCTION or file.py:function, "
         "which returns a model and its inputs: a list of prompts, 1-D token ids, or a tensor or tuple of tensors",
     )

@@ -95,10 +95,10 @@ def _recognised(module: nn.Module, eps: str) -> Form | None:
     # A twin that shares nothing that is written to; its hooks stay silent, for the class's own forward is called.
     twin = copy.copy(module)
     twin.__dict__["_parameters"] = {}
-    probe = torch.randn(4, width, generator=generator).bfloat16()
+    probe = torch.randn(4, width, generator=generator, dtype=torch.float32, device="cpu").bfloat16()
     scale = None
     if weight is not None:
-        scale = (0.5 + torch.rand(width, generator=generator)).bfloat16()
+        scale = (0.5 + torch.rand(width, generator=generator, dtype=torch.float32, device="cpu")).bfloat16()
         twin.__dict__["_parameters"]["weight"] = nn.Parameter(scale, requires_grad=False)
     try:
         with torch.no_grad():

@@ -5,13 +5,17 @@ what another one made. A cubin that a wheel brings (``kernels/cubins/`` of its p
 digest of what the compiler read alone: it serves where there is no NVRTC to ask for its version, and which one made it
 was settled when the wheel was built. It comes first; after a change of the source or an option its name fits no more.
 
-Each file begins with the digest of the rest: what was cut off or altered is made again, not trusted. Files are written
-beside their place and moved there in one step, so that any number of processes may read and write at once.
+Each file begins with the digest of the rest: what was cut off is made again, not trusted. Files are written beside
+their place and moved there in one step, so that any number of processes may read and write at once. That digest is no
+signature, and what is read runs on the GPU: a folder is used only if nobody but its owner, who is this user or root,
+and their group can write into it.
 """
 
 from __future__ import annotations
 
 import os
+import re
+import stat
 import tempfile
 import warnings
 from contextlib import suppress
@@ -25,8 +29,13 @@ from rl_kernels.core.cuda.program import FOLDER, SHIPPED, CompileError, Inputs, 
 
 VARIABLE = "RL_KERNELS_CACHE"
 SUFFIX = ".cubin"
+WRITING = ".writing-"
+OWN = re.compile(rf"([0-9a-f]{{64}}|{re.escape(WRITING)}.+){re.escape(SUFFIX)}")
+"""Names of the files that are written here; all others in the folder are left alone."""
 LIMIT = 256 * 2**20
 """Bytes on disk above which the files that were not used for longest go."""
+
+ADVICE = f"set {VARIABLE} to a folder of your own that can be read and written"
 
 _memory: dict[Program, bytes] = {}
 _lock = Lock()
@@ -41,20 +50,35 @@ def folder() -> Path:
     """
     given, shared = os.environ.get(VARIABLE), os.environ.get("XDG_CACHE_HOME")
     if given:
-        return Path(given)
-    return (Path(shared) if shared else Path.home() / ".cache") / "rl-kernels"
+        return Path(given).expanduser()
+    return (Path(shared).expanduser() if shared else Path.home() / ".cache") / "rl-kernels"
 
 
 def trouble() -> str | None:
     """Say why nothing can be kept on disk, or return None; writes nothing."""
     try:
         place = folder()
-    except RuntimeError as error:
-        return f"{error}; set {VARIABLE} to a folder that can be read and written"
-    there = next(path for path in (place, *place.absolute().parents) if path.exists())
-    if there.is_dir() and os.access(there, os.R_OK | os.W_OK | os.X_OK):
+        reason = _why_unsafe(place)
+        there = next(path for path in (place, *place.absolute().parents) if path.exists())
+    except (RuntimeError, OSError) as error:
+        return f"{error}; {ADVICE}"
+    if reason is None and not (there.is_dir() and os.access(there, os.R_OK | os.W_OK | os.X_OK)):
+        reason = f"{place} cannot be written"
+    return reason and f"{reason}; {ADVICE}"
+
+
+def _why_unsafe(place: Path) -> str | None:
+    """Say who else could put files into the folder, or return None; it need not exist."""
+    try:
+        status = place.stat()
+    except (FileNotFoundError, NotADirectoryError):
         return None
-    return f"{place} cannot be written; set {VARIABLE} to a folder that can be read and written"
+    if status.st_mode & stat.S_IWOTH:
+        return f"{place} can be written by everybody, so what it holds is not trusted"
+    # Windows has no such owners.
+    if hasattr(os, "geteuid") and status.st_uid not in (os.geteuid(), 0):
+        return f"{place} belongs to another user, so what it holds is not trusted"
+    return None
 
 
 def cubin_of(program: Program) -> bytes:
@@ -102,8 +126,11 @@ def path_of(inputs: Inputs) -> Path:
 def _from_disk(program: Program, inputs: Inputs) -> bytes:
     try:
         path = path_of(inputs)
-    except RuntimeError as error:
-        _warn(error)
+        reason = _why_unsafe(path.parent)
+    except (RuntimeError, OSError) as error:
+        reason = str(error)
+    if reason:
+        _warn(reason)
         return compile_program(program).cubin
     found = _read(path)
     if found is None:
@@ -118,7 +145,7 @@ def _read(path: Path) -> bytes | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        _warn(error)
+        _warn(str(error))
         return None
     # Of another user, or on a disk that cannot be written, it can be used all the same.
     with suppress(OSError):
@@ -141,16 +168,22 @@ def unsealed(content: bytes) -> bytes | None:
 def keep(path: Path, cubin: bytes) -> None:
     """Write a cubin for all processes; where that is not possible, warn once and go on without."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write(path, cubin)
-        _prune(path.parent)
+        store(path, cubin)
     except OSError as error:
-        _warn(error)
+        _warn(str(error))
+
+
+def store(path: Path, cubin: bytes) -> None:
+    """Write a cubin for all processes, and remove what has not been used for longest; ``OSError`` if it cannot be."""
+    # Whatever the umask, not for everybody to write into: such a folder would not be trusted.
+    path.parent.mkdir(mode=0o775, parents=True, exist_ok=True)
+    write(path, cubin)
+    _prune(path.parent)
 
 
 def write(path: Path, cubin: bytes) -> None:
     """Write the file of a cubin in one step."""
-    handle, name = tempfile.mkstemp(suffix=SUFFIX, prefix=".writing-", dir=path.parent)
+    handle, name = tempfile.mkstemp(suffix=SUFFIX, prefix=WRITING, dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(sealed(cubin))
@@ -163,16 +196,17 @@ def write(path: Path, cubin: bytes) -> None:
 
 
 def contents(place: Path) -> list[tuple[float, int, Path]]:
-    """Return time of last use, size and path of each file in a cache folder, the longest unused first."""
+    """Return time of last use, size and path of each file of ours in a folder, the longest unused first."""
     found = []
-    for path in [*place.glob(f"*{SUFFIX}"), *place.glob(f".*{SUFFIX}")]:
+    for path in place.iterdir() if place.is_dir() else ():
         try:
-            status = path.stat()
+            status = path.lstat()
         except FileNotFoundError:
             # Another process has removed it.
             continue
-        found.append((status.st_mtime, status.st_size, path))
-    return sorted(set(found))
+        if OWN.fullmatch(path.name) and stat.S_ISREG(status.st_mode):
+            found.append((status.st_mtime, status.st_size, path))
+    return sorted(found)
 
 
 def _prune(place: Path) -> None:
@@ -185,9 +219,9 @@ def _prune(place: Path) -> None:
         total -= size
 
 
-def _warn(error: Exception) -> None:
+def _warn(reason: str) -> None:
     if VARIABLE in _warned:
         return
     _warned.add(VARIABLE)
-    text = f"the cache of compiled kernels cannot be used ({error}), so each process compiles them anew"
-    warnings.warn(f"{text}; set {VARIABLE} to a folder that can be read and written", RuntimeWarning, stacklevel=2)
+    text = f"the cache of compiled kernels cannot be used ({reason}), so each process compiles them anew"
+    warnings.warn(f"{text}; {ADVICE}", RuntimeWarning, stacklevel=2)

@@ -13,7 +13,7 @@ import torch
 
 from rl_kernels.core.operator import arch_of
 from rl_kernels.core.triton_lib.launch import INTERPRETED
-from rl_kernels.core.tuned import tuned
+from rl_kernels.core.tuned import entry
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -112,11 +112,7 @@ def _fastest(m: int, n: int, k: int, units: int) -> Schedule:
 
 @functools.cache
 def _candidates() -> tuple[Candidate, ...]:
-    entries = tuned("rl_kernels.core.triton_lib")["matmul"]
-    return tuple(
-        Candidate(Schedule(**entry["schedule"]), entry["start"], entry["alone"], tuple(entry["steps"]))
-        for entry in entries
-    )
+    return entry("rl_kernels.core.triton_lib", "matmul", kind=tuple[Candidate, ...])
 
 
 @functools.cache

@@ -1,0 +1,109 @@
+"""What backward overwrites: autograd is told, so that nothing computes with what was there before; bad storage."""
+
+import pytest
+import torch
+
+from rl_kernels.core.dispatch import explain
+from rl_kernels.fused_logp import fused_logp
+
+MODIFIED = "modified by an inplace operation"
+
+
+@pytest.fixture(params=["native", "triton"])
+def backend(request):
+    reasons = {verdict.backend: verdict.reason for verdict in explain("fused_logp", torch.zeros(1, 2))}
+    reason = reasons[request.param]
+    if reason and "asked for by name" not in reason:
+        pytest.skip(reason)
+    return request.param
+
+
+def draw():
+    logits = torch.randn(5, 37, generator=torch.Generator().manual_seed(0))
+    return logits.requires_grad_(), torch.arange(5)
+
+
+def test_a_saved_result_of_softmax(backend):
+    leaf, ids = draw()
+    loss = fused_logp(leaf.softmax(-1), ids, inplace_backward=True, backend=backend).sum()
+    with pytest.raises(RuntimeError, match=MODIFIED):
+        loss.backward()
+
+
+@pytest.mark.parametrize("overwriting", ["first", "second", "both"])
+@pytest.mark.parametrize("turn", [1, -1])
+def test_a_second_call_on_the_same_logits(backend, overwriting, turn):
+    leaf, ids = draw()
+    logits = leaf * 1
+    calls = [
+        fused_logp(logits, ids, backend=backend, inplace_backward=overwriting in (name, "both"))
+        for name in ("first", "second")
+    ]
+    one, other = calls[::turn]
+    (expected,) = torch.autograd.grad(fused_logp(leaf, ids, backend=backend).sum(), leaf)
+    (grad,) = torch.autograd.grad(one.sum(), leaf, retain_graph=True)
+    assert torch.equal(grad, expected)
+    was_overwritten = overwriting == "both" or (overwriting == "first") == (turn == 1)
+    if was_overwritten:
+        with pytest.raises(RuntimeError, match=MODIFIED):
+            other.sum().backward()
+    else:
+        other.sum().backward()
+        assert torch.equal(leaf.grad, expected)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_a_second_backward(backend, together):
+    leaf, ids = draw()
+    result = fused_logp(leaf * 1, ids, inplace_backward=True, return_stats=together, backend=backend)
+    loss = sum(value.sum() for value in result) if together else result.sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match=MODIFIED):
+        loss.backward()
+
+
+def test_both_in_one_graph(backend):
+    leaf, ids = draw()
+    logits = leaf * 1
+    # The engine takes the younger node first.
+    plain, overwriting = (
+        fused_logp(logits, ids, backend=backend),
+        fused_logp(logits, ids, inplace_backward=True, backend=backend),
+    )
+    with pytest.raises(RuntimeError, match=MODIFIED):
+        (plain + overwriting).sum().backward()
+
+
+def test_out_that_a_graph_has_saved(backend):
+    leaf, ids = draw()
+    out = torch.zeros(5, requires_grad=True).exp()
+    loss = out.sum()
+    fused_logp(leaf.detach(), ids, out=out.detach(), backend=backend)
+    with pytest.raises(RuntimeError, match=MODIFIED):
+        loss.backward()
+
+
+LAYOUTS = {"expanded": (0, 1), "overlapping": (3, 1), "repeated columns": (1, 0)}
+
+
+@pytest.mark.parametrize("strides", LAYOUTS.values(), ids=LAYOUTS)
+def test_rows_that_share_storage_cannot_be_overwritten(strides):
+    logits = torch.randn(64).as_strided((5, 10), strides)
+    ids = torch.zeros(5, dtype=torch.long)
+    fused_logp(logits, ids)
+    with pytest.raises(ValueError, match="inplace_backward: logits: expected elements with storage of their own"):
+        fused_logp(logits, ids, inplace_backward=True)
+    fused_logp(logits[:0], ids[:0], inplace_backward=True)
+
+
+def test_out_must_have_storage_of_its_own_and_not_require_grad():
+    logits, ids = torch.randn(4, 5, 10), torch.zeros(4, 5, dtype=torch.long)
+    for out in (torch.zeros(1).expand(4, 5), torch.zeros(64).as_strided((4, 5), (2, 1))):
+        with pytest.raises(ValueError, match="out: expected elements with storage of their own, got strides"):
+            fused_logp(logits, ids, out=out)
+    out = torch.zeros(4, 5, requires_grad=True)
+    for wanted in (out, out * 1):
+        with pytest.raises(ValueError, match="out: expected a tensor that does not require grad"):
+            fused_logp(logits, ids, out=wanted)
+    with torch.no_grad():
+        assert fused_logp(logits, ids, out=out) is out

@@ -1,0 +1,90 @@
+"""What a raw op overwrites, by its schema, autograd is told of, whatever the backend writes with."""
+
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+from rl_kernels.core import torchlib
+from rl_kernels.core.operator import INVARIANT, Backend, Call, Operator
+
+
+def add_into(a, out):
+    # As a kernel does: PyTorch does not see it.
+    out.detach().numpy()[...] += a.detach().numpy()
+
+
+def add_seen(a, out):
+    out += a
+
+
+hidden, seen = ModuleType("toy_hidden"), ModuleType("toy_seen")
+hidden.add_into = add_into
+seen.add_into = add_seen
+sys.modules |= {"toy_hidden": hidden, "toy_seen": seen}
+
+OPERATOR = Operator(
+    name="toy_writer",
+    package=__name__,
+    summary="out += a",
+    shape=("N",),
+    rows=frozenset({"N"}),
+    schemas={"add_into": "(Tensor a, Tensor(a!) out, str backend) -> ()"},
+    fakes={"add_into": lambda a, out: None},
+    backends=(Backend("hidden", "toy_hidden", {"cpu": INVARIANT}), Backend("seen", "toy_seen", {"cpu": INVARIANT})),
+    describe=Call.of,
+)
+add = torchlib.define(OPERATOR)["add_into"]
+
+
+@pytest.mark.parametrize("backend", ["hidden", "seen"])
+def test_what_is_written_gets_a_new_version_and_what_is_read_does_not(backend):
+    a, out = torch.ones(3), torch.zeros(2, 3)
+    row = out[0]
+    add(a, row, backend)
+    assert torch.equal(out, torch.tensor([[1.0] * 3, [0.0] * 3]))
+    assert a._version == 0
+    assert out._version == row._version > 0
+
+
+@pytest.mark.parametrize("backend", ["hidden", "seen"])
+def test_a_graph_that_saved_it_refuses_to_use_it(backend):
+    x = torch.zeros(3, requires_grad=True)
+    y = x.exp()
+    add(torch.ones(3), y.detach(), backend)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_tensors_of_inference_mode_have_no_version(inside):
+    with torch.inference_mode():
+        a, out = torch.ones(3), torch.zeros(3)
+    with torch.inference_mode(inside):
+        add(a, out, "hidden")
+    assert torch.equal(out, a)
+
+
+def test_in_inference_mode_a_plain_tensor_gets_its_version_all_the_same():
+    out = torch.zeros(3)
+    with torch.inference_mode():
+        add(torch.ones(3), out, "hidden")
+    assert out._version > 0
+
+
+def test_compiled():
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def twice(a, out):
+        add(a, out, "hidden")
+        add(a, out, "hidden")
+        return out * 2
+
+    out = torch.zeros(3)
+    assert torch.equal(twice(torch.ones(3), out), torch.full((3,), 4.0))
+    assert torch.equal(out, torch.full((3,), 2.0))
+    assert out._version > 0
+
+
+def test_opcheck():
+    torch.library.opcheck(add, (torch.ones(3), torch.zeros(3), "hidden"))

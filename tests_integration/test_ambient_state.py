@@ -1,0 +1,128 @@
+"""State of torch that a caller has changed, default device and dtype, changes no bit of any public function."""
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+
+from rl_kernels.core import kernel_registry
+from rl_kernels.core.check.candidate import named
+from rl_kernels.core.testing import Draw, spec_of
+
+ROOT = Path(__file__).parents[1]
+CASES = [
+    pytest.param(kernel_registry.load(name), case, id=f"{name}-{case.name}")
+    for name in kernel_registry.names()
+    for spec in [spec_of(kernel_registry.load(name))]
+    for case in (*spec.cases, *spec.empty)
+    if case.suite == "quick"
+]
+FACTORIES = {
+    *("arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "frombuffer", "full", "linspace", "logspace"),
+    *("normal", "ones", "rand", "randint", "randn", "randperm", "scalar_tensor", "tensor", "tril_indices"),
+    *("triu_indices", "zeros"),
+}
+NOT_CALLED = ("testing", "check", "bench", "demo")
+SPECIFICATION = ("bench", "cases", "illegal", "magnitudes", "mutants", "transforms")
+
+
+@pytest.fixture
+def default_dtype():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def run(operator, case):
+    """Return a function that makes the same call every time, and returns its results and gradients."""
+    spec = spec_of(operator)
+    inputs = spec.inputs(case, Draw(torch.float32))
+    leaves = [name for name in spec.differentiable if case.grad and isinstance(inputs.get(name), torch.Tensor)]
+    leaves = [] if spec.writes.keys() & inputs.keys() else leaves
+    upstream = {}
+
+    def call():
+        given = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
+        # Not leaves themselves, so that a backward pass may overwrite them.
+        used = {name: given[name].requires_grad_() for name in leaves}
+        arguments = {**given, **{name: value * 1 for name, value in used.items()}}
+        results = named(operator.function(case.function)(**arguments), spec.output)
+        found = dict(results)
+        outputs = {name: value for name, value in results.items() if value.requires_grad}
+        if outputs:
+            for name, value in outputs.items():
+                upstream.setdefault(name, torch.linspace(-1, 1, value.numel(), dtype=value.dtype, device="cpu"))
+            grads = [upstream[name].view(value.shape) for name, value in outputs.items()]
+            gradients = torch.autograd.grad(list(outputs.values()), list(used.values()), grads)
+            found |= {f"gradient:{name}": value for name, value in zip(used, gradients, strict=True)}
+        return found
+
+    return call
+
+
+def same_bits(found, expected):
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        assert (value.device, value.dtype) == (expected[name].device, expected[name].dtype), name
+        one, other = (x.detach().flatten().view(torch.uint8) for x in (value, expected[name]))
+        assert torch.equal(one, other), name
+
+
+@pytest.mark.parametrize(("operator", "case"), CASES)
+def test_a_default_device_changes_no_bit(operator, case):
+    call = run(operator, case)
+    expected = call()
+    with torch.device("meta"):
+        found = call()
+    same_bits(found, expected)
+
+
+@pytest.mark.parametrize(("operator", "case"), CASES)
+def test_a_default_dtype_changes_no_bit(operator, case, default_dtype):
+    torch.set_default_dtype(torch.float32)
+    call = run(operator, case)
+    expected = call()
+    torch.set_default_dtype(torch.float64)
+    same_bits(call(), expected)
+
+
+def modules():
+    """Return what runs when a public function is called: all but tests, commands, and what describes an operator."""
+    for file in sorted([*ROOT.glob("shared/core/src/**/*.py"), *ROOT.glob("packages/*/src/**/*.py")]):
+        folders = file.relative_to(ROOT).parts
+        if not set(NOT_CALLED) & set(folders) and not file.stem.startswith(SPECIFICATION):
+            yield file
+
+
+def nameless(text):
+    """Return the lines of a module's source that make a tensor without saying on which device."""
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        owner = node.func.value
+        makes = isinstance(owner, ast.Name) and owner.id == "torch" and node.func.attr in FACTORIES
+        # With ** the device may be among what it brings.
+        if makes and not any(keyword.arg in ("device", None) for keyword in node.keywords):
+            yield node.lineno
+
+
+def test_every_tensor_that_is_made_names_its_device():
+    files = list(modules())
+    assert len(files) > 80
+    found = [f"{file.relative_to(ROOT)}:{line}" for file in files for line in nameless(file.read_text("utf-8"))]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        ("torch.zeros(3)", [1]),
+        ("\ntorch.tensor([1], dtype=torch.int64).to('cpu')", [2]),
+        ("torch.zeros(3, device=x.device)", []),
+        ("torch.zeros(3, **like)", []),
+        ("x.new_zeros(3); torch.zeros_like(x); numpy.zeros(3)", []),
+    ],
+)
+def test_what_is_taken_for_making_a_tensor(text, lines):
+    assert list(nameless(text)) == lines

@@ -1,0 +1,124 @@
+"""Forward-mode AD, which no operator has, raises: a tangent is never lost without a word."""
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+
+from rl_kernels.core import kernel_registry
+from rl_kernels.core.testing import Draw, spec_of
+
+REFUSED = r"forward-mode AD is not supported"
+
+
+def calls():
+    """Yield operator, case and argument: each floating tensor of each public function once."""
+    for name in kernel_registry.names():
+        operator, met = kernel_registry.load(name), set()
+        spec = spec_of(operator)
+        for case in spec.cases:
+            if case.suite != "quick" or "out" in case.options:
+                continue
+            for argument, value in spec.inputs(case, Draw(torch.float32)).items():
+                key = (case.function or name, argument)
+                if isinstance(value, torch.Tensor) and value.is_floating_point() and key not in met:
+                    met.add(key)
+                    yield pytest.param(operator, case, argument, id="-".join((*key, case.name)))
+
+
+CALLS = list(calls())
+LEAVES = [call for call in CALLS if call.values[1].grad and call.values[2] in spec_of(call.values[0]).differentiable]
+
+
+def prepared(operator, case, argument):
+    """Return the tensor that an argument is, and the call as a function of it."""
+    inputs = spec_of(operator).inputs(case, Draw(torch.float32))
+    return inputs[argument], lambda x: operator.function(case.function)(**{**inputs, argument: x})
+
+
+def test_every_public_function_is_here():
+    functions = {f"{call.values[0].name} {call.values[1].function}".strip() for call in CALLS}
+    assert functions >= {
+        *("fused_logp", "linear_logp", "det_gemm", "det_gemm det_linear", "det_gemm det_gemm_dw"),
+        *("grpo_loss", "grpo_loss grpo_loss_from_advantages", "grpo_loss group_advantages"),
+    }
+    assert {"old_logps", "ref_logps", "rewards", "temperature", "bias"} <= {call.values[2] for call in CALLS}
+
+
+def dual(call, x):
+    with forward_ad.dual_level():
+        call(forward_ad.make_dual(x, torch.ones_like(x)))
+
+
+def jvp(call, x):
+    torch.func.jvp(call, (x,), (torch.ones_like(x),))
+
+
+def jacfwd(call, x):
+    torch.func.jacfwd(call)(x)
+
+
+def vmapped(call, x):
+    jvp(lambda y: torch.func.vmap(lambda _: call(y))(torch.zeros(2)), x)
+
+
+@pytest.mark.parametrize(("operator", "case", "argument"), CALLS)
+@pytest.mark.parametrize("transform", [dual, jvp, jacfwd, vmapped])
+def test_a_tangent_is_refused(operator, case, argument, transform):
+    x, call = prepared(operator, case, argument)
+    with pytest.raises(RuntimeError, match=f"{case.function or operator.name}: {REFUSED}"):
+        transform(call, x)
+
+
+@pytest.mark.parametrize(("operator", "case", "argument"), LEAVES)
+def test_a_tangent_on_what_requires_grad_is_refused(operator, case, argument):
+    x, call = prepared(operator, case, argument)
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match=REFUSED):
+        call(forward_ad.make_dual(x.requires_grad_(), torch.ones_like(x)))
+
+
+@pytest.mark.parametrize(("operator", "case", "argument"), LEAVES)
+def test_a_tangent_of_the_upstream_gradient_is_refused(operator, case, argument):
+    x, call = prepared(operator, case, argument)
+    result = call(x.requires_grad_())
+    result = result if isinstance(result, torch.Tensor) else next(iter(result))
+    result = result if isinstance(result, torch.Tensor) else result.loss
+    upstream = torch.ones_like(result)
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match=REFUSED):
+        torch.autograd.grad(result, x, forward_ad.make_dual(upstream, upstream))
+
+
+@pytest.mark.parametrize(("operator", "case", "argument"), CALLS)
+def test_without_a_tangent_a_level_changes_nothing(operator, case, argument):
+    x, call = prepared(operator, case, argument)
+    expected = call(x)
+    with forward_ad.dual_level():
+        found = call(x)
+    assert repr(found) == repr(expected)
+
+
+@pytest.mark.parametrize(("operator", "case", "argument"), LEAVES)
+def test_gradients_by_torch_func_are_refused(operator, case, argument):
+    x, call = prepared(operator, case, argument)
+    with pytest.raises(RuntimeError, match="setup_context"):
+        torch.func.grad(lambda y: torch.stack([value.sum() for value in tensors(call(y))]).sum())(x)
+
+
+@pytest.mark.parametrize(("operator", "case", "argument"), CALLS)
+def test_vmap_is_right_or_raises(operator, case, argument):
+    x, call = prepared(operator, case, argument)
+    # With other values in the second call, and a mask still of 0 and 1.
+    both = torch.stack([x, x.flip(0)])
+    expected = [tensors(call(one.clone())) for one in both]
+    try:
+        found = tensors(torch.func.vmap(call)(both))
+    except (RuntimeError, ValueError):
+        return
+    for index, results in enumerate(expected):
+        for one, other in zip(found, results, strict=True):
+            assert torch.equal(one[index], other)
+
+
+def tensors(result):
+    if isinstance(result, torch.Tensor):
+        return [result]
+    return [value for part in result for value in tensors(part)]
