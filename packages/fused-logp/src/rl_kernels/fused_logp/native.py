@@ -61,7 +61,7 @@ def _statistics(
         z = _scaled(logits, rows, temperature)
         ids = token_ids[rows]
         lse, row_entropy = rowwise.finish(_state(z, reduction, entropy=entropy))
-        values = [torch.where(rowwise.outside(ids, z.shape[1]), torch.nan, rowwise.select(z, ids) - lse), lse]
+        values = [torch.where(_undefined(ids, z.shape[1], lse), torch.nan, rowwise.select(z, ids) - lse), lse]
         if row_entropy is not None:
             values.append(row_entropy)
         active = _active(ids, ignore_index)
@@ -124,7 +124,7 @@ def _gradients(
         z = _scaled(logits, rows, temperature)
         known = rowwise.LogpUpstream(token_ids, logsumexp, *upstream).rows(rows)
         dz = rowwise.dlogits(z, known) / _column(temperature, rows, z)
-        dz = torch.where(rowwise.outside(known.ids, z.shape[1])[:, None], torch.nan, dz)
+        dz = torch.where(_undefined(known.ids, z.shape[1], known.logsumexp)[:, None], torch.nan, dz)
         yield rows, torch.where(_active(known.ids, ignore_index)[:, None], dz, 0.0).to(logits.dtype)
 
 
@@ -144,6 +144,14 @@ def _column(temperature: torch.Tensor, rows: Rows, z: torch.Tensor) -> torch.Ten
 def _scaled(logits: torch.Tensor, rows: Rows, temperature: torch.Tensor) -> torch.Tensor:
     z = logits[rows].to(temperature.dtype)
     return z / _column(temperature, rows, z)
+
+
+def _undefined(ids: torch.Tensor, vocab: int, lse: torch.Tensor) -> torch.Tensor:
+    """Say which rows are NaN: those of an id out of range, and those that are no distribution.
+
+    They are given one NaN: the sign of a NaN that arithmetic made follows its place in the vector.
+    """
+    return rowwise.outside(ids, vocab) | lse.isnan()
 
 
 def _active(ids: torch.Tensor, ignore_index: int | None) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -16,6 +17,8 @@ from rl_kernels.linear_logp.transforms import HYGIENE, TRANSFORMS, WEIGHTS
 STATS = {"return_stats": True}
 PIECE = 1024
 """Columns that a backend may work on at once: ids and maxima stand on both sides of its multiples."""
+FEATURES = 16
+"""A weight of fewer features is drawn as small as one of so many."""
 
 CASES = (
     Case("plain", {"batch": 2, "seq": 16, "hidden": 64, "vocab": 257}),
@@ -82,15 +85,16 @@ DRAWN = frozenset(
 
 
 def inputs(case: Case, draw: Draw) -> Inputs:
-    """Draw ``hidden[batch, seq, hidden]``, a weight of scale ``hidden^-0.5``, ids, and what the case asks for."""
+    """Draw ``hidden[batch, seq, hidden]``, a weight of scale ``hidden^-0.5`` at most, ids, and what the case asks for."""
     batch, seq, size, vocab = (case.sizes[name] for name in ("batch", "seq", "hidden", "vocab"))
     asked = case.options
     ids = draw.ids(vocab, batch, seq)
     if asked.get("edges"):
         ids = with_edges(ids, vocab)
     call: Inputs = {
-        "hidden": with_values(draw.normal(batch, seq, size, scale=asked.get("scale", 1.0)), asked.get("values")),
-        "lm_head_weight": draw.normal(vocab, size, scale=size**-0.5),
+        "hidden": with_values(draw.normal(batch, seq, size, scale=_scale(case)), asked.get("values")),
+        # Of few features one weight alone would decide: logits and the gradient of hidden are of the size of the tail.
+        "lm_head_weight": draw.normal(vocab, size, scale=max(size, FEATURES) ** -0.5),
         "target_ids": ids,
     }
     if asked.get("bias"):
@@ -99,7 +103,8 @@ def inputs(case: Case, draw: Draw) -> Inputs:
             targets = torch.zeros(vocab, dtype=torch.bool, device=draw.device).index_fill(0, ids.flatten(), True)
             bias = bias.masked_fill(draw.mask(asked["minus_inf"], vocab) & ~targets, -torch.inf)
         # So far below the other pieces that exp(other - this) overflows, and exp(this - other) is 0.
-        bias[: asked.get("low", 0)] -= 110
+        # The last columns never are: without a maximum far above, this would be one more offset.
+        bias[: min(asked.get("low", 0), vocab // 2)] -= 110
         bias[: min(asked.get("minus_inf_first", 0), vocab - 1)] = -torch.inf
         call["bias"] = bias
     if "ignore_index" in asked:
@@ -111,6 +116,16 @@ def inputs(case: Case, draw: Draw) -> Inputs:
         )
     call["target_ids"] = call["target_ids"].to(asked.get("ids", torch.int64))
     return call | {name: value for name, value in asked.items() if name not in DRAWN}
+
+
+def _scale(case: Case) -> float:
+    """Return the standard deviation of hidden: what the case asks for, less where the sizes leave no room for it.
+
+    The contract's fence is absolute. A row of the weight's gradient is a sum over tokens, of as many large terms as
+    there are tokens for one entry of the vocabulary.
+    """
+    tokens = case.sizes["batch"] * case.sizes["seq"]
+    return min(case.options.get("scale", 1.0), math.sqrt(case.sizes["vocab"] / max(tokens, 1)))
 
 
 def with_edges(ids: torch.Tensor, vocab: int) -> torch.Tensor:

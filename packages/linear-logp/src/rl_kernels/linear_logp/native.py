@@ -87,7 +87,7 @@ def _statistics(inputs: Inputs, *, entropy: bool) -> list[torch.Tensor]:
         block = inputs.block(rows)
         state, chosen = _walk(block, entropy)
         lse, row_entropy = rowwise.finish(state)
-        bad = rowwise.outside(block.target_ids, inputs.weight.shape[0])
+        bad = rowwise.outside(block.target_ids, inputs.weight.shape[0]) | lse.isnan()
         values = [torch.where(bad, torch.nan, chosen - lse), lse]
         if row_entropy is not None:
             values.append(row_entropy)

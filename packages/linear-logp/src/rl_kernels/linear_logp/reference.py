@@ -19,13 +19,16 @@ def linear_logp(
 ) -> torch.Tensor | LogpStats:
     """Return ``z[id] - logsumexp(z)``, ``z = (hidden @ W^T + bias) / temperature``; shapes as in the public function.
 
-    Worked in FP32, in FP64 for FP64 inputs, and holds all logits.
+    Worked in FP32, in FP64 for FP64 inputs, and holds all logits. Their gradient is rounded to the dtype of the inputs,
+    as that of a product in this dtype is.
     """
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     active = torch.ones_like(target_ids, dtype=torch.bool)
     if ignore_index is not None:
         active = target_ids != ignore_index
     logits = torch.where(active[..., None], hidden, 0).to(dtype) @ lm_head_weight.to(dtype).T
+    if logits.requires_grad and hidden.dtype != dtype:
+        logits.register_hook(lambda grad: grad.to(hidden.dtype).to(dtype))
     if bias is not None:
         logits = logits + bias.to(dtype)
     scale = torch.as_tensor(temperature, dtype=dtype, device=hidden.device)

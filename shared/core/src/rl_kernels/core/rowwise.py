@@ -147,9 +147,13 @@ def _at(state: SoftmaxState, top: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
 
 
 def finish(state: SoftmaxState) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return (logsumexp, entropy) of a whole row; NaN for a row that is all -inf or contains NaN or +inf."""
+    """Return (logsumexp, entropy) of a whole row; NaN for a row that is all -inf or contains NaN or +inf.
+
+    It is always the same NaN: the sign that a CPU gives one follows the place in the vector.
+    """
     log_total = state.total.log()
-    lse = torch.where(state.top == -torch.inf, torch.nan, state.top + log_total)
+    lse = state.top + log_total
+    lse = torch.where((state.top == -torch.inf) | lse.isnan(), torch.nan, lse)
     if state.weighted is None:
         return lse, None
     return lse, torch.where(lse.isnan(), torch.nan, log_total - state.weighted / state.total)
