@@ -27,7 +27,7 @@ def main_grad(cell: Cell, upstream: Results) -> Iterator[Record]:
         except Misbehaved as error:
             yield cell.failed("gradients", f"{item} in main_grad", error)
             continue
-        if cell.candidate.worker is not None and compare.bits(found, once[item]).passed:
+        if cell.candidate.backend is None and compare.bits(found, once[item]).passed:
             continue
         eager = cell.eager().gradients({output: 2 * grad for output, grad in upstream.items()})[item]
         gold, magnitude = cell.gold().gradients(exact)[item], cell.magnitudes(exact)[item]
