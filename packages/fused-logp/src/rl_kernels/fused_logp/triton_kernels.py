@@ -204,7 +204,8 @@ def backward(
     if active:
         inv = softmax.inverse(temperature, row, active, PER_ROW)
         c = inv * softmax.LOG2E
-        (top, log_total), entropy = softmax.load_norm(norm, row, active), tl.load(entropies + row)
+        top, log_total = softmax.load_norm(norm, row, active)
+        entropy = tl.load(entropies + row)
         chosen, slope, curve = softmax.upstream_of(
             grad_logp, grad_logsumexp, grad_entropy, row, active, inv, HAS_LOGP, HAS_LSE, HAS_ENTROPY
         )
