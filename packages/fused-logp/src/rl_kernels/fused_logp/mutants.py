@@ -38,13 +38,21 @@ _SOFTMAX = (
         "top = torch.where(state.top == -torch.inf, torch.nan, state.top)",
         "top = state.top",
     ),
-    Bug("logsumexp rounded to BF16", "found.logsumexp, found.entropy]", "found.logsumexp.bfloat16().to(x.dtype), found.entropy]"),
+    Bug(
+        "logsumexp rounded to BF16",
+        "found.logsumexp, found.entropy]",
+        "found.logsumexp.bfloat16().to(x.dtype), found.entropy]",
+    ),
 )
 _ROWS = (
     Bug("ids off by one", "rowwise.select(x, ids)", "rowwise.select(x, ids + 1)"),
     Bug("every negative id is ignored, no other", "ids != ignore_index", "ids >= 0"),
     Bug("id one past the vocabulary accepted", "(ids < 0) | (ids >= size)", "(ids < 0) | (ids > size)"),
-    Bug("mask by a product", "torch.where(active if value.ndim == 1 else active[:, None], value, 0.0)", "value * active.view(-1, *[1] * (value.ndim - 1))"),
+    Bug(
+        "mask by a product",
+        "torch.where(active if value.ndim == 1 else active[:, None], value, 0.0)",
+        "value * active.view(-1, *[1] * (value.ndim - 1))",
+    ),
     Bug("mask missing in backward", "torch.where(_active(known.ids, ignore_index)[:, None], dx, 0.0)", "dx"),
     Bug(
         "row_indices ignored in backward",
@@ -62,7 +70,11 @@ _ROWS = (
     ),
 )
 _OPTIONS = (
-    Bug("temperature missing in forward", "rowwise.finish(_state(x, scale, reduction,", "rowwise.finish(_state(x, scale / scale, reduction,"),
+    Bug(
+        "temperature missing in forward",
+        "rowwise.finish(_state(x, scale, reduction,",
+        "rowwise.finish(_state(x, scale / scale, reduction,",
+    ),
     Bug(
         "temperature missing in backward",
         "return dz / temperature",

@@ -2,8 +2,8 @@
 
 In the raw ops logits are ``[N, V]`` of any strides, ids ``[N]``, temperature ``[]`` or ``[N]`` in the dtype of the
 computation (FP32, FP64 for FP64 logits); logp, logsumexp and entropy are ``[N]`` in that dtype too. norm is
-``[N, 2]``: the largest raw logit of each row, and the log of the sum of e^(z - max z), from which the gradient is formed.
-row_indices are int64 and lie in ``[0, N)``.
+``[N, 2]``: the largest raw logit of each row, and the log of the sum of e^(z - max z); the gradient is formed from the
+two. row_indices are int64 and lie in ``[0, N)``.
 """
 
 from __future__ import annotations

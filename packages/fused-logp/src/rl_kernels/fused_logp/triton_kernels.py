@@ -101,7 +101,9 @@ def forward_rows(
         for first in range(0, V, SEGMENT):
             part_top, part_total, part_weighted = _segment(logits, row, row_stride, first, V, c, WIDE, ENTROPY)
             top, total, weighted = softmax.merge(top, total, weighted, part_top, part_total, part_weighted, c, ENTROPY)
-    _write(logits, row, row_stride, id, V, top, total, weighted, inv, logp, norm, lse, entropy, row >= 0, active, ENTROPY)
+    _write(
+        logits, row, row_stride, id, V, top, total, weighted, inv, logp, norm, lse, entropy, row >= 0, active, ENTROPY
+    )
 
 
 @triton.jit(do_not_specialize=["row_stride"], do_not_specialize_on_alignment=["logits"])
@@ -211,9 +213,7 @@ def backward(
         )
         x = tl.load(source, mask=here, other=0.0).to(tl.float32)
         rest = softmax.nothing_or_nan(id, V)
-        dz = softmax.dlogits(
-            x, columns == id, rest, c, top, log_total, entropy, chosen, slope, curve, HAS_ENTROPY
-        )
+        dz = softmax.dlogits(x, columns == id, rest, c, top, log_total, entropy, chosen, slope, curve, HAS_ENTROPY)
         tl.store(target, dz.to(dtype), mask=here)
     else:
         tl.store(target, tl.zeros((WIDTH,), tl.float32).to(dtype), mask=here)

@@ -23,7 +23,7 @@ from rl_kernels.grpo_loss.call import LossCall
 from rl_kernels.grpo_loss.objective import Plan
 from rl_kernels.grpo_loss.triton_groups import LANES, Scores, advantage_of, advantages, lanes_for, scores_of, tree
 from rl_kernels.grpo_loss.triton_objectives import loss_of
-from rl_kernels.grpo_loss.triton_terms import constant, exp, k3_of, on_policy_ratio
+from rl_kernels.grpo_loss.triton_terms import constant, exp, k3_of
 
 __all__ = ["advantages", "backward", "forward", "forward_grad"]
 
@@ -150,9 +150,11 @@ def _token(x, before, other, is_active, a, low, high, beta, HAS_OLD: tl.constexp
     counted = is_active & (a != 0.0)
     if HAS_OLD:
         ratio = exp(tl.where(counted, x - before.to(tl.float32), 0.0))
+        term, slope = _policy_term(ratio, a, low, high)
     else:
-        ratio = on_policy_ratio(x, counted)
-    term, slope = _policy_term(ratio, a, low, high)
+        # The ratio is 1, and NaN of a log-probability that is not finite: the loss must show it.
+        term, slope = _policy_term(tl.full(x.shape, 1.0, tl.float32), a, low, high)
+        term, slope = term + (x - x), slope + (x - x)
     term, slope = tl.where(counted, term, 0.0), tl.where(counted, slope, 0.0)
     k3 = tl.zeros(x.shape, tl.float32)
     if HAS_REF:

@@ -86,9 +86,7 @@ def programs(arch: str) -> list[Program]:
     ]
 
 
-def _statistics(
-    inputs: Inputs, *, entropy: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _statistics(inputs: Inputs, *, entropy: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (logp, logsumexp, entropy, norm); logsumexp and entropy are written only with ``entropy``."""
     hidden, count = inputs.hidden, len(inputs.hidden)
     logp, norm = hidden.new_empty(count, dtype=torch.float32), hidden.new_empty((count, 2), dtype=torch.float32)

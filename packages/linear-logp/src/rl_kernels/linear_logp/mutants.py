@@ -32,7 +32,11 @@ _LOGITS = (
     ),
     Bug("logits rounded to BF16", "block.weight[columns])\n", "block.weight[columns]).bfloat16().float()\n"),
     Bug("bias added twice", "x += block.bias[columns]", "x += 2 * block.bias[columns]"),
-    Bug("temperature missing in forward", "scale = rowwise.per_row(block.temperature, x)", "scale = torch.ones_like(x[:, :1])"),
+    Bug(
+        "temperature missing in forward",
+        "scale = rowwise.per_row(block.temperature, x)",
+        "scale = torch.ones_like(x[:, :1])",
+    ),
     Bug(
         "temperatures of the first block",
         "self.temperature[rows] if",

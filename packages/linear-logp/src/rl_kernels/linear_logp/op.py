@@ -3,9 +3,9 @@
 In the raw ops hidden is ``[N, D]``, weight ``[V, D]`` and bias ``[V]``, all of one dtype and of any strides; target_ids
 ``[N]``; temperature ``[]`` or ``[N]`` in the dtype of the computation (FP32, FP64 for FP64 inputs). logp, logsumexp and
 entropy are ``[N]`` in that dtype too; norm is ``[N, 2]``, the largest logit of each row before the temperature and the
-log of the sum of e^(z - max z), from which the gradient is formed. ``needed`` says which gradients are wanted: of hidden, weight and bias; one that
-is not comes back empty. ``backward_main_grad`` adds the gradient of the weight to ``main_grad[V, D]``, FP32, instead of
-returning it, and returns those of hidden and bias.
+log of the sum of e^(z - max z); the gradient is formed from the two. ``needed`` says which gradients are wanted: of
+hidden, weight and bias; one that is not comes back empty. ``backward_main_grad`` adds the gradient of the weight to
+``main_grad[V, D]``, FP32, instead of returning it, and returns those of hidden and bias.
 """
 
 from __future__ import annotations

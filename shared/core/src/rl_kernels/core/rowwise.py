@@ -192,7 +192,7 @@ def outside(ids: torch.Tensor, size: int) -> torch.Tensor:
 
 
 class LogpUpstream(NamedTuple):
-    """What ``dlogits`` needs of each row: saved statistics, ``norm[N, 2]`` and others ``[N]``, and upstream gradients."""
+    """What ``dlogits`` needs of each row: saved statistics and upstream gradients, all ``[N]`` but ``norm[N, 2]``."""
 
     ids: torch.Tensor
     norm: torch.Tensor
@@ -208,7 +208,7 @@ class LogpUpstream(NamedTuple):
 
 
 def dlogits(x: torch.Tensor, temperature: torch.Tensor, up: LogpUpstream, first: int = 0) -> torch.Tensor:
-    """Return the gradient to ``x[N, n]``, columns ``first`` to ``first + n`` of the logits before ``temperature[N, 1]``.
+    """Return the gradient to ``x[N, n]``: columns ``first`` to ``first + n``, before division by ``temperature[N, 1]``.
 
     dx_j = (g_logp (1[j = id] - p_j) + g_lse p_j - g_H p_j (log p_j + H)) / temperature.
     """

@@ -20,8 +20,8 @@ LN2 = tl.constexpr(0.6931471805599453)
 LEAST = tl.constexpr(-1.0e30)
 """Stands for an exponent of -inf where it is multiplied by its power, 0."""
 FAR = tl.constexpr(2147483648.0)
-"""2^31. A reference as large as that is too coarse for exponents, or infinite; but then neighbouring values of x lie so far
-apart that the largest alone count."""
+"""2^31. A reference as large as that is too coarse for exponents, or infinite; but then neighbouring values of x lie so
+far apart that the largest alone count."""
 LEAST_SHIFT = tl.constexpr(-256.0)
 """Bounds what a state's exponents move by: its power is 0, and a product with it is finite."""
 LOW_EXPONENT, HIGH_EXPONENT = tl.constexpr(30 << 23), tl.constexpr(254 << 23)
@@ -104,7 +104,7 @@ def merge(top, total, weighted, other_top, other_total, other_weighted, c, ENTRO
 
 @triton.jit
 def finish(top, total, weighted, inv):
-    """Return (max x, log of the sum of e^(z - max z), logsumexp, entropy) of a whole row; NaN for one that is all -inf."""
+    """Return (max x, log of the sum of e^(z - max z), logsumexp, entropy) of a whole row; NaN if it is all -inf."""
     factor, r = exponents_of(top, inv * LOG2E)
     top = tl.where(top == float("-inf"), float("nan"), top)
     log_total = LN2 * (tl.log2(total) - fma(top, factor, -r))
@@ -152,7 +152,7 @@ def merge_parts(parts, begin, end, count, rows, here, c, ENTROPY: tl.constexpr):
 def store_statistics(x, top, total, weighted, inv, logp, norm, lse, entropy, rows, here, active, ENTROPY: tl.constexpr):
     """Write the statistics of rows whose selected raw value is x; 0 where a row is not active.
 
-    ``norm[row, 2]`` is what ``load_norm`` reads: one number for both, the logsumexp, has too few digits where x is large.
+    ``norm[row, 2]`` is what ``load_norm`` reads: their sum, the logsumexp, has too few digits where x is large.
     """
     top, log_total, row_lse, row_entropy = finish(top, total, weighted, inv)
     tl.store(logp + rows, tl.where(active, fma(x - top, inv, -log_total), 0.0), mask=here)
