@@ -13,6 +13,11 @@ IGNORED = -100
 SHARED = 227 << 10
 
 
+def norm_of(raw, z):
+    """Return the largest raw logit of each row, and what its logsumexp is more than that."""
+    return torch.stack((raw.amax(-1), z.logsumexp(-1) - z.amax(-1)), 1)
+
+
 class Launched:
     """Stands for a kernel on a CPU: computes what the arguments say, and checks them against its constants."""
 
@@ -61,20 +66,24 @@ class Launched:
         Launched.logits = self.tiles_of_logits(hidden, weight, bias, order, rows, columns, inner)
 
     def finish(self, *args):
-        _, temperatures, ids, _, ignored, _, _, _, _, temperature, ignores, _, _, logp, lse, entropy, _ = args
+        _, temperatures, ids, _, ignored, _, _, _, _, temperature, ignores, _, _, logp, norm, lse, entropy, _ = args
         z = Launched.logits / (temperature if temperatures is None else temperatures.double()[:, None])
         logs, keep = z.log_softmax(-1), (ids != ignored) if ignores else torch.ones_like(ids, dtype=torch.bool)
-        entropy.copy_(torch.where(keep, -(logs.exp() * logs).sum(-1), 0.0))
-        lse.copy_(torch.where(keep, z.logsumexp(-1), 0.0))
+        norm.copy_(torch.where(keep[:, None], norm_of(Launched.logits, z), 0.0))
+        if self.constants["ENTROPY"]:
+            entropy.copy_(torch.where(keep, -(logs.exp() * logs).sum(-1), 0.0))
+            lse.copy_(torch.where(keep, z.logsumexp(-1), 0.0))
         logp.copy_(torch.where(keep, logs.gather(1, ids.clamp(0)[:, None])[:, 0], 0.0))
 
     def gradient(self, hidden, weight, dz, *args):
         bias, temperatures, ids, order, ignored, rows, columns, inner, _, temperature, ignores, *others = args
-        lse, entropy, g_logp, g_lse, g_entropy, sums, begin, width = others
+        norm, entropy, g_logp, g_lse, g_entropy, sums, begin, width = others
         assert (g_entropy is not None) == self.constants["ENTROPY"]
         raw = self.tiles_of_logits(hidden, weight, bias, order, rows, columns, inner)[:, begin : begin + width]
         inverse = 1 / torch.tensor(temperature) if temperatures is None else 1 / temperatures.double()[:, None]
-        d, p = raw * inverse - lse[:, None], (raw * inverse - lse[:, None]).exp()
+        assert norm.shape == (rows, 2)
+        d = (raw - norm[:, :1]) * inverse - norm[:, 1:]
+        p = d.exp()
         chosen = (ids[:, None] == torch.arange(begin, begin + width)).double()
         found = torch.zeros_like(raw)
         if g_logp is not None:
@@ -122,7 +131,10 @@ def test_the_forward_pass_is_launched_with_what_it_needs(pretended, monkeypatch,
     ids[rows // 3 : rows // 3 + ignored] = IGNORED
     temperature = torch.rand(rows) + 0.5 if per_row else torch.tensor(0.7)
     monkeypatch.setattr(backend, "MOST_ROWS", 384)
-    found = backend.forward_stats(hidden, weight, ids, bias, temperature, IGNORED)
+    *found, norm = backend.forward_stats(hidden, weight, ids, bias, temperature, IGNORED)
+    alone, same = backend.forward(hidden, weight, ids, bias, temperature, IGNORED)
+    assert torch.equal(alone, found[0])
+    assert torch.equal(same, norm)
     scale = temperature if per_row else 0.7
     expected = reference(
         hidden.double(), weight.double(), ids, bias.double(), temperature=scale, ignore_index=IGNORED, return_stats=True
@@ -169,7 +181,8 @@ def test_the_gradient_beside_triton_products(pretended, monkeypatch, others):
     values = (logs.gather(1, ids.clamp(0)[:, None])[:, 0], lse, entropy)
     sum(((g * v)[keep].sum() for g, v in zip(grads, values, strict=True) if g is not None), 0.0).backward()
     inputs = Inputs(hidden, weight, ids, bias, torch.tensor(0.7), IGNORED)
-    upstream = LogpUpstream(ids, lse.detach().float(), entropy.detach().float(), *grads)
+    norm = norm_of(z * 0.7, z).detach().float()
+    upstream = LogpUpstream(ids, norm, entropy.detach().float(), *grads)
     dbias = torch.zeros(600)
     for columns in (slice(0, 256), slice(256, 600)):
         dz = cuda_backward.Steps().dlogits(inputs, upstream, columns, dbias[columns])

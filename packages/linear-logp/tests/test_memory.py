@@ -46,8 +46,8 @@ def test_logits_are_never_held_and_workspace_bounds_the_rest(dtype: torch.dtype)
     tensors = (*operands, draw.ids(vocab, rows), draw.normal(vocab), torch.tensor(0.7))
     inputs = (*tensors, None)
     with Memory(*tensors) as forward:
-        logp, lse, entropy = native.forward_stats(*inputs)
-    saved = (lse, entropy, logp, lse, entropy)
+        logp, lse, entropy, norm = native.forward_stats(*inputs)
+    saved = (norm, entropy, logp, lse, entropy)
     with Memory(*tensors, *saved) as backward:
         grads = native.backward(*inputs, *saved, workspace_mib, [True, True, True])
     assert max(forward.largest, backward.largest) < rows * vocab / 2

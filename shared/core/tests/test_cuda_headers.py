@@ -184,6 +184,19 @@ def test_states_are_those_of_a_softmax(scale, inv):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("far", [1e6, 1e10, 3e38])
+@pytest.mark.parametrize("inv", [1.0, 0.37])
+def test_states_of_values_far_from_0(far, inv):
+    x = torch.full((256,), -far, device="cuda")
+    x[3], x[77], x[100], x[200] = far, far, -math.inf, far
+    out = torch.empty(3, device="cuda")
+    load("states").launch(1, 32, x, out, inv, 77)
+    three = math.log(3.0)
+    expected = torch.tensor([-three, far * inv + three, three])
+    torch.testing.assert_close(out.cpu(), expected, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.gpu
 def test_bulk_copies_and_their_barriers():
     if torch.cuda.get_device_capability(0)[0] < 9:
         pytest.skip("needs sm_90")

@@ -61,11 +61,21 @@ def test_row_sum_of_any_values_is_close_and_ignores_padding(values):
     assert same_bits(rowwise.row_sum(torch.cat((x, torch.zeros(3)))), total)
 
 
-def statistics(z, cuts=()):
-    first, *others = (rowwise.softmax_state(part, entropy=True) for part in z.tensor_split(cuts, dim=1))
+def one(x):
+    """Return a temperature of 1 for each row."""
+    return torch.ones_like(x[:, :1])
+
+
+def found(x, cuts=(), temperature=None):
+    scale = one(x) if temperature is None else temperature
+    first, *others = (rowwise.softmax_state(part, scale, entropy=True) for part in x.tensor_split(cuts, dim=1))
     for part in others:
-        first = rowwise.merge(first, part)
-    return rowwise.finish(first)
+        first = rowwise.merge(first, part, scale)
+    return rowwise.finish(first, scale)
+
+
+def statistics(x, cuts=(), temperature=None):
+    return found(x, cuts, temperature)[1:]
 
 
 def gold(z):
@@ -82,6 +92,35 @@ def test_softmax_states_give_logsumexp_and_entropy(cuts, scale, offset):
     gold_lse, gold_entropy = gold(z)
     torch.testing.assert_close(lse.double(), gold_lse, rtol=2.0**-22, atol=1e-6)
     torch.testing.assert_close(entropy.double(), gold_entropy, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("cuts", [(), (1,), (2,)], ids=str)
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 3.0])
+@pytest.mark.parametrize(
+    "row",
+    [
+        [3e38, 3e38, -3e38],
+        [-3e38, -3e38, -3e38],
+        [3e38, 1e38, 0.0],
+        [1e10, 0.0, 1e10],
+        [1e6, 1e6 - 1, 1e6 + 0.5],
+        [-1e6, 1e6 + 0.0625, 1e6],
+    ],
+    ids=str,
+)
+def test_values_far_from_0_keep_the_digits_of_their_differences(row, temperature, cuts):
+    x, scale, ids = torch.tensor([row]), torch.tensor([[temperature]]), torch.tensor([1])
+    stats = found(x, cuts, scale)
+    z = (x.double() / scale.double()).requires_grad_()
+    logs = z.log_softmax(-1)
+    entropy = -(logs.exp() * torch.where(logs == -INF, 0.0, logs)).sum(-1)
+    (logs[:, 1] + 0.5 * entropy).sum().backward()
+    near = {"rtol": 1e-6, "atol": 1e-6}
+    torch.testing.assert_close(stats.logp(x[:, 1], scale), logs[:, 1].float(), **near)
+    torch.testing.assert_close(stats.entropy, entropy.float(), **near)
+    torch.testing.assert_close(stats.logsumexp, z.logsumexp(-1).float(), **near)
+    up = rowwise.LogpUpstream(ids, stats.norm, stats.entropy, torch.ones(1), None, torch.full((1,), 0.5))
+    torch.testing.assert_close(rowwise.dlogits(x, scale, up) * scale, z.grad.float(), **near)
 
 
 def test_softmax_states_of_fp64_stay_there():
@@ -134,17 +173,19 @@ def test_statistics_ignore_strides_masked_columns_and_whether_entropy_is_wanted(
     ):
         for value, expected in zip(statistics(same), (lse, entropy), strict=True):
             assert same_bits(value, expected)
-    alone, missing = rowwise.finish(rowwise.softmax_state(z, entropy=False))
+    _, alone, missing = rowwise.finish(rowwise.softmax_state(z, one(z), entropy=False), one(z))
     assert same_bits(alone, lse)
     assert missing is None
 
 
 def test_states_without_entropy_merge_to_the_same_logsumexp():
     z = Draw(torch.float64).normal(3, 50)
-    states = [[rowwise.softmax_state(part, entropy=wanted) for part in z.split(20, 1)[:2]] for wanted in (True, False)]
-    with_it, without = (rowwise.finish(rowwise.merge(*pair)) for pair in states)
-    assert same_bits(without[0], with_it[0])
-    assert without[1] is None
+    scale, parts = one(z), z.split(20, 1)[:2]
+    states = [[rowwise.softmax_state(part, scale, entropy=wanted) for part in parts] for wanted in (True, False)]
+    with_it, without = (rowwise.finish(rowwise.merge(*pair, scale), scale) for pair in states)
+    assert same_bits(without.norm, with_it.norm)
+    assert same_bits(without.logsumexp, with_it.logsumexp)
+    assert without.entropy is None
 
 
 def test_select_takes_the_column_of_each_id():
@@ -168,8 +209,8 @@ def upstream_of(z, ids, **grads):
         "grad_entropy": -(log_p.exp() * log_p).sum(-1),
     }
     sum((outputs[name] * grad.double()).sum() for name, grad in grads.items()).backward()
-    lse, entropy = (outputs[name].detach().to(z.dtype) for name in ("grad_logsumexp", "grad_entropy"))
-    return rowwise.LogpUpstream(ids, lse, entropy, *(grads.get(name) for name in outputs)), leaf.grad
+    stats = found(z)
+    return rowwise.LogpUpstream(ids, stats.norm, stats.entropy, *(grads.get(name) for name in outputs)), leaf.grad
 
 
 @pytest.mark.parametrize(
@@ -181,25 +222,26 @@ def test_dlogits_against_autograd(names):
     draw = Draw(torch.float64)
     z, ids = draw.normal(6, 33), draw.ids(33, 6)
     up, expected = upstream_of(z, ids, **{name: draw.normal(6) for name in names})
-    torch.testing.assert_close(rowwise.dlogits(z, up), expected, rtol=1e-12, atol=1e-14)
-    parts = [rowwise.dlogits(z[:, first : first + 8], up, first) for first in range(0, 33, 8)]
-    assert same_bits(torch.cat(parts, 1), rowwise.dlogits(z, up))
+    torch.testing.assert_close(rowwise.dlogits(z, one(z), up), expected, rtol=1e-12, atol=1e-14)
+    parts = [rowwise.dlogits(z[:, first : first + 8], one(z), up, first) for first in range(0, 33, 8)]
+    assert same_bits(torch.cat(parts, 1), rowwise.dlogits(z, one(z), up))
     rows = torch.tensor([4, 1])
-    assert same_bits(rowwise.dlogits(z[rows], up.rows(rows)), rowwise.dlogits(z, up)[rows])
+    assert same_bits(rowwise.dlogits(z[rows], one(z)[rows], up.rows(rows)), rowwise.dlogits(z, one(z), up)[rows])
 
 
 def test_dlogits_without_upstream_is_zero():
     z = Draw(torch.float32).normal(2, 5)
-    up = rowwise.LogpUpstream(torch.tensor([0, 1]), z.logsumexp(-1), None, None, None, None)
-    assert same_bits(rowwise.dlogits(z, up), torch.zeros(2, 5))
+    up = rowwise.LogpUpstream(torch.tensor([0, 1]), found(z).norm, None, None, None, None)
+    assert same_bits(rowwise.dlogits(z, one(z), up), torch.zeros(2, 5))
 
 
 def test_dlogits_of_a_minus_inf_entry_is_zero():
     draw = Draw(torch.float64)
     z, ids = draw.normal(3, 6), torch.tensor([0, 1, 2])
     z[:, 4] = -INF
-    lse, entropy = statistics(z)
-    dz = rowwise.dlogits(z, rowwise.LogpUpstream(ids, lse, entropy, *(draw.normal(3) for _ in range(3))))
+    stats = found(z)
+    up = rowwise.LogpUpstream(ids, stats.norm, stats.entropy, *(draw.normal(3) for _ in range(3)))
+    dz = rowwise.dlogits(z, one(z), up)
     assert (dz[:, 4] == 0).all()
     assert dz.isfinite().all()
 

@@ -82,7 +82,7 @@ def fused_logp(
     if not return_stats:
         return logp
     stats_dtype = compute_dtype(output_dtype)
-    return LogpStats(logp, *(value.view(token_ids.shape).to(stats_dtype) for value in results[1:]))
+    return LogpStats(logp, *(value.view(token_ids.shape).to(stats_dtype) for value in results[1:3]))
 
 
 def _validate(
@@ -153,7 +153,7 @@ def _write(out: torch.Tensor, logp: torch.Tensor, rows: torch.Tensor | None) -> 
 
 
 class _FusedLogp(torch.autograd.Function):
-    """Saves logits and logsumexp (entropy too with statistics); gradients flow to the logits alone."""
+    """Saves logits and norm (entropy too with statistics); gradients flow to the logits alone."""
 
     @staticmethod
     def forward(
@@ -170,16 +170,16 @@ class _FusedLogp(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         op = ops["forward_stats" if return_stats else "forward"]
         results = op(logits, token_ids, temperature, ignore_index, row_indices, reduction, backend)
-        ctx.save_for_backward(logits, token_ids, temperature, row_indices, *results[1:])
+        ctx.save_for_backward(logits, token_ids, temperature, row_indices, results[-1], *results[2:3])
         ctx.set_materialize_grads(False)
         ctx.ignore_index, ctx.inplace, ctx.backend = ignore_index, inplace, backend
-        return results if return_stats else results[:1]
+        return results[:3] if return_stats else results[:1]
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        logits, token_ids, temperature, row_indices, lse, *entropy = ctx.saved_tensors
+        logits, token_ids, temperature, row_indices, norm, *entropy = ctx.saved_tensors
         grads = [*upstream, *[None] * (3 - len(upstream))]
-        saved = (lse, entropy[0] if entropy else None, *grads)
+        saved = (norm, entropy[0] if entropy else None, *grads)
         arguments = (logits, token_ids, temperature, ctx.ignore_index, row_indices, *saved, ctx.backend)
         if ctx.inplace:
             no_tangents("fused_logp", *arguments)

@@ -38,7 +38,7 @@ GENERIC, SM90, GRADIENT = "fused_logp_generic", "fused_logp_sm90", "fused_logp_b
 CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """DTYPE of the kernels."""
 ROWS = "PPPqfi"
-FORWARD, BACKWARD = f"({ROWS}PPPPPqqqi)", f"({ROWS}PPPPPPPqqqqii)"
+FORWARD, BACKWARD = f"({ROWS}PPPPPPqqqi)", f"({ROWS}PPPPPPPqqqqii)"
 """``struct Forward`` and ``struct Backward``: what ``struct Rows`` holds, pointers, and sizes."""
 
 
@@ -84,9 +84,9 @@ class Host:
         row_indices: torch.Tensor | None,
         reduction: str,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (logp, logsumexp), each ``[N]``."""
-        found = self._statistics(logits, token_ids, temperature, ignore_index, row_indices, entropy=False)
-        return found[0], found[1]
+        """Return (logp, norm), ``[N]`` and ``[N, 2]``."""
+        logp, _, _, norm = self._statistics(logits, token_ids, temperature, ignore_index, row_indices, entropy=False)
+        return logp, norm
 
     def forward_stats(
         self,
@@ -96,8 +96,8 @@ class Host:
         ignore_index: int | None,
         row_indices: torch.Tensor | None,
         reduction: str,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return (logp, logsumexp, entropy), each ``[N]``."""
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return (logp, logsumexp, entropy, norm), the first three ``[N]``, the last ``[N, 2]``."""
         return self._statistics(logits, token_ids, temperature, ignore_index, row_indices, entropy=True)
 
     def backward(
@@ -107,12 +107,12 @@ class Host:
         temperature: torch.Tensor,
         ignore_index: int | None,
         row_indices: torch.Tensor | None,
-        logsumexp: torch.Tensor,
+        norm: torch.Tensor,
         *upstream: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return dlogits ``[N, V]`` in the dtype of logits; ``upstream``: entropy and the three upstream gradients."""
         grad = logits.new_empty(logits.shape)
-        self._gradient(logits, grad, token_ids, temperature, ignore_index, row_indices, logsumexp, *upstream)
+        self._gradient(logits, grad, token_ids, temperature, ignore_index, row_indices, norm, *upstream)
         return grad
 
     def backward_inplace(
@@ -122,11 +122,11 @@ class Host:
         temperature: torch.Tensor,
         ignore_index: int | None,
         row_indices: torch.Tensor | None,
-        logsumexp: torch.Tensor,
+        norm: torch.Tensor,
         *upstream: torch.Tensor | None,
     ) -> None:
         """Overwrite logits with dlogits."""
-        self._gradient(logits, logits, token_ids, temperature, ignore_index, row_indices, logsumexp, *upstream)
+        self._gradient(logits, logits, token_ids, temperature, ignore_index, row_indices, norm, *upstream)
 
     def _statistics(
         self,
@@ -137,25 +137,27 @@ class Host:
         row_indices: torch.Tensor | None,
         *,
         entropy: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return (logp, logsumexp, entropy, norm); logsumexp and entropy are written only with ``entropy``."""
         count, vocab = logits.shape
-        logp, lse = (logits.new_empty(count, dtype=torch.float32) for _ in range(2))
-        row_entropy = logits.new_empty(count, dtype=torch.float32) if entropy else lse
+        logp, norm = logits.new_empty(count, dtype=torch.float32), logits.new_empty((count, 2), dtype=torch.float32)
+        lse, row_entropy = (logits.new_empty(count, dtype=torch.float32) if entropy else logp for _ in range(2))
+        found = (logp, lse, row_entropy, norm)
         if not count:
-            return logp, lse, row_entropy
+            return found
         units = _units(vocab)
         split = units > MOST_UNITS or (units > 1 and count < SPLIT_BELOW)
         parts = logits.new_empty((units, 3, count), dtype=torch.float32) if split else None
         rows = _rows(token_ids, temperature, ignore_index, row_indices)
         strides = (stride * logits.itemsize for stride in logits.stride())
-        arguments = (*rows, logits, logp, lse, row_entropy, parts, count, *strides, vocab)
+        arguments = (*rows, logits, logp, norm, lse, row_entropy, parts, count, *strides, vocab)
         arch = arch_of("cuda", logits.device.index)
         generic = program(GENERIC, target_of(arch, exact=False), logits.dtype, entropy=entropy)
         if split:
             per_unit = kernel(generic, "forward_parts", FORWARD, logits.device)
             per_unit.launch(-(-count * units // WARPS), WARPS * WARP, *arguments)
             kernel(generic, "merge_parts", FORWARD, logits.device).launch(-(-count // WARPS), WARPS * WARP, *arguments)
-            return logp, lse, row_entropy
+            return found
         if self._bulk and logits.stride(1) == 1 and vocab >= SHORT:
             hopper = program(SM90, target_of(arch, exact=True), logits.dtype, entropy=entropy)
             streaming = kernel(hopper, "forward_rows", FORWARD, logits.device)
@@ -167,7 +169,7 @@ class Host:
         else:
             whole = kernel(generic, "forward_rows", FORWARD, logits.device)
             whole.launch(count, sharing(vocab * logits.itemsize) * WARP, *arguments, shared=units * STATE)
-        return logp, lse, row_entropy
+        return found
 
     def _gradient(
         self,
@@ -177,7 +179,7 @@ class Host:
         temperature: torch.Tensor,
         ignore_index: int | None,
         row_indices: torch.Tensor | None,
-        logsumexp: torch.Tensor,
+        norm: torch.Tensor,
         entropy: torch.Tensor | None,
         *grads: torch.Tensor | None,
     ) -> None:
@@ -191,7 +193,7 @@ class Host:
         strides = (stride * logits.itemsize for tensor in (logits, out) for stride in tensor.stride())
         plain = target_of(arch_of("cuda", logits.device.index), exact=False)
         gradient = program(GRADIENT, plain, logits.dtype, entropy=grad_entropy is not None)
-        tensors = (logits, out, logsumexp, entropy, grad_logp, grad_lse, grad_entropy)
+        tensors = (logits, out, norm, entropy, grad_logp, grad_lse, grad_entropy)
         launched = kernel(gradient, "backward", BACKWARD, logits.device)
         launched.launch(count * chunks, threads, *rows, *tensors, *strides, vocab, chunks)
 

@@ -28,9 +28,9 @@ def forward(
     row_indices: torch.Tensor | None,
     reduction: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (logp, logsumexp), each ``[N]``."""
-    logp, lse = _statistics(logits, token_ids, temperature, ignore_index, row_indices, reduction, entropy=False)
-    return logp, lse
+    """Return (logp, norm), ``[N]`` and ``[N, 2]``."""
+    logp, norm = _statistics(logits, token_ids, temperature, ignore_index, row_indices, reduction, entropy=False)
+    return logp, norm
 
 
 def forward_stats(
@@ -40,10 +40,11 @@ def forward_stats(
     ignore_index: int | None,
     row_indices: torch.Tensor | None,
     reduction: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (logp, logsumexp, entropy), each ``[N]``."""
-    logp, lse, entropy = _statistics(logits, token_ids, temperature, ignore_index, row_indices, reduction, entropy=True)
-    return logp, lse, entropy
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (logp, logsumexp, entropy, norm), the first three ``[N]``, the last ``[N, 2]``."""
+    found = _statistics(logits, token_ids, temperature, ignore_index, row_indices, reduction, entropy=True)
+    logp, norm, lse, entropy = found
+    return logp, lse, entropy, norm
 
 
 def _statistics(
@@ -56,17 +57,20 @@ def _statistics(
     *,
     entropy: bool,
 ) -> list[torch.Tensor]:
-    totals = [logits.new_zeros(logits.shape[0], dtype=temperature.dtype) for _ in range(3 if entropy else 2)]
+    count = logits.shape[0]
+    shapes = ((count,), (count, 2), *([(count,)] * 2 if entropy else ()))
+    totals = [logits.new_zeros(shape, dtype=temperature.dtype) for shape in shapes]
     for rows in _blocks(logits, row_indices):
-        z = _scaled(logits, rows, temperature)
-        ids = token_ids[rows]
-        lse, row_entropy = rowwise.finish(_state(z, reduction, entropy=entropy))
-        values = [torch.where(_undefined(ids, z.shape[1], lse), torch.nan, rowwise.select(z, ids) - lse), lse]
-        if row_entropy is not None:
-            values.append(row_entropy)
+        x, ids = logits[rows].to(temperature.dtype), token_ids[rows]
+        scale = _column(temperature, rows, x)
+        found = rowwise.finish(_state(x, scale, reduction, entropy=entropy), scale)
+        logp = found.logp(rowwise.select(x, ids), scale)
+        values = [torch.where(_undefined(ids, x.shape[1], found.norm), torch.nan, logp), found.norm]
+        if found.entropy is not None:
+            values += [found.logsumexp, found.entropy]
         active = _active(ids, ignore_index)
         for total, value in zip(totals, values, strict=True):
-            total[rows] = torch.where(active, value, 0.0)
+            total[rows] = torch.where(active if value.ndim == 1 else active[:, None], value, 0.0)
     return totals
 
 
@@ -76,13 +80,13 @@ def backward(
     temperature: torch.Tensor,
     ignore_index: int | None,
     row_indices: torch.Tensor | None,
-    logsumexp: torch.Tensor,
+    norm: torch.Tensor,
     *upstream: torch.Tensor | None,
 ) -> torch.Tensor:
     """Return dlogits ``[N, V]`` in the dtype of logits; ``upstream`` is the rest of LogpUpstream."""
     grad = logits.new_zeros(logits.shape)
-    for rows, dz in _gradients(logits, token_ids, temperature, ignore_index, row_indices, logsumexp, *upstream):
-        grad[rows] = dz
+    for rows, dx in _gradients(logits, token_ids, temperature, ignore_index, row_indices, norm, *upstream):
+        grad[rows] = dx
     return grad
 
 
@@ -92,22 +96,22 @@ def backward_inplace(
     temperature: torch.Tensor,
     ignore_index: int | None,
     row_indices: torch.Tensor | None,
-    logsumexp: torch.Tensor,
+    norm: torch.Tensor,
     *upstream: torch.Tensor | None,
 ) -> None:
     """Overwrite logits with dlogits."""
     arguments = (token_ids, temperature, ignore_index)
     if row_indices is None:
-        for rows, dz in _gradients(logits, *arguments, None, logsumexp, *upstream):
-            logits[rows] = dz
+        for rows, dx in _gradients(logits, *arguments, None, norm, *upstream):
+            logits[rows] = dx
         return
     others = torch.ones(logits.shape[0], dtype=torch.bool, device=logits.device)
     logits.masked_fill_(others.index_fill(0, row_indices, False)[:, None], 0)
     # In order, a row that is given twice stands at the end of one block and the start of the next: it is done once.
     done = torch.full_like(row_indices[:1], -1)
-    for rows, dz in _gradients(logits, *arguments, row_indices.sort().values, logsumexp, *upstream):
+    for rows, dx in _gradients(logits, *arguments, row_indices.sort().values, norm, *upstream):
         assert isinstance(rows, torch.Tensor)
-        logits[rows] = torch.where((rows == done)[:, None], logits[rows], dz)
+        logits[rows] = torch.where((rows == done)[:, None], logits[rows], dx)
         done = rows[-1:]
 
 
@@ -117,15 +121,15 @@ def _gradients(
     temperature: torch.Tensor,
     ignore_index: int | None,
     row_indices: torch.Tensor | None,
-    logsumexp: torch.Tensor,
+    norm: torch.Tensor,
     *upstream: torch.Tensor | None,
 ) -> Iterator[tuple[Rows, torch.Tensor]]:
     for rows in _blocks(logits, row_indices):
-        z = _scaled(logits, rows, temperature)
-        known = rowwise.LogpUpstream(token_ids, logsumexp, *upstream).rows(rows)
-        dz = rowwise.dlogits(z, known) / _column(temperature, rows, z)
-        dz = torch.where(_undefined(known.ids, z.shape[1], known.logsumexp)[:, None], torch.nan, dz)
-        yield rows, torch.where(_active(known.ids, ignore_index)[:, None], dz, 0.0).to(logits.dtype)
+        x = logits[rows].to(temperature.dtype)
+        known = rowwise.LogpUpstream(token_ids, norm, *upstream).rows(rows)
+        dx = rowwise.dlogits(x, _column(temperature, rows, x), known)
+        dx = torch.where(_undefined(known.ids, x.shape[1], known.norm)[:, None], torch.nan, dx)
+        yield rows, torch.where(_active(known.ids, ignore_index)[:, None], dx, 0.0).to(logits.dtype)
 
 
 def _blocks(logits: torch.Tensor, row_indices: torch.Tensor | None) -> Iterator[Rows]:
@@ -137,29 +141,24 @@ def _blocks(logits: torch.Tensor, row_indices: torch.Tensor | None) -> Iterator[
         yield slice(row, row + height)
 
 
-def _column(temperature: torch.Tensor, rows: Rows, z: torch.Tensor) -> torch.Tensor:
-    return rowwise.per_row(temperature[rows] if temperature.ndim else temperature, z)
+def _column(temperature: torch.Tensor, rows: Rows, x: torch.Tensor) -> torch.Tensor:
+    return rowwise.per_row(temperature[rows] if temperature.ndim else temperature, x)
 
 
-def _scaled(logits: torch.Tensor, rows: Rows, temperature: torch.Tensor) -> torch.Tensor:
-    z = logits[rows].to(temperature.dtype)
-    return z / _column(temperature, rows, z)
-
-
-def _undefined(ids: torch.Tensor, vocab: int, lse: torch.Tensor) -> torch.Tensor:
+def _undefined(ids: torch.Tensor, vocab: int, norm: torch.Tensor) -> torch.Tensor:
     """Say which rows are NaN: those of an id out of range, and those that are no distribution.
 
     They are given one NaN: the sign of a NaN that arithmetic made follows its place in the vector.
     """
-    return rowwise.outside(ids, vocab) | lse.isnan()
+    return rowwise.outside(ids, vocab) | norm.isnan().any(1)
 
 
 def _active(ids: torch.Tensor, ignore_index: int | None) -> torch.Tensor:
     return torch.ones_like(ids, dtype=torch.bool) if ignore_index is None else ids != ignore_index
 
 
-def _state(z: torch.Tensor, reduction: str, *, entropy: bool) -> rowwise.SoftmaxState:
+def _state(x: torch.Tensor, scale: torch.Tensor, reduction: str, *, entropy: bool) -> rowwise.SoftmaxState:
     if reduction != "online":
-        return rowwise.softmax_state(z, entropy=entropy)
-    parts = (rowwise.softmax_state(part, entropy=entropy) for part in z.split(rowwise.SEGMENT, 1))
-    return functools.reduce(rowwise.merge, parts)
+        return rowwise.softmax_state(x, scale, entropy=entropy)
+    parts = (rowwise.softmax_state(part, scale, entropy=entropy) for part in x.split(rowwise.SEGMENT, 1))
+    return functools.reduce(lambda left, right: rowwise.merge(left, right, scale), parts)

@@ -1,8 +1,9 @@
 """What fused_logp is to the registry and to torch: schemas, fake kernels, backends and their promises.
 
 In the raw ops logits are ``[N, V]`` of any strides, ids ``[N]``, temperature ``[]`` or ``[N]`` in the dtype of the
-computation (FP32, FP64 for FP64 logits); logp, logsumexp and entropy are ``[N]`` in that dtype too. row_indices are
-int64 and lie in ``[0, N)``.
+computation (FP32, FP64 for FP64 logits); logp, logsumexp and entropy are ``[N]`` in that dtype too. norm is
+``[N, 2]``: the largest raw logit of each row, and the log of the sum of e^(z - max z); the gradient is formed from the
+two. row_indices are int64 and lie in ``[0, N)``.
 """
 
 from __future__ import annotations
@@ -18,23 +19,23 @@ from rl_kernels.core.triton_lib.launch import triton_backend
 COLUMNS = (1 << 31) - (1 << 15)
 """V is less than that in the CUDA kernels, which count somewhat beyond a row; in tensors it always is."""
 _INPUTS = "Tensor logits, Tensor token_ids, Tensor temperature, int? ignore_index, Tensor? row_indices"
-_SAVED = "Tensor logsumexp, Tensor? entropy, Tensor? grad_logp, Tensor? grad_logsumexp, Tensor? grad_entropy"
+_SAVED = "Tensor norm, Tensor? entropy, Tensor? grad_logp, Tensor? grad_logsumexp, Tensor? grad_entropy"
 
 SCHEMAS = {
     "forward": f"({_INPUTS}, str reduction, str backend) -> (Tensor, Tensor)",
-    "forward_stats": f"({_INPUTS}, str reduction, str backend) -> (Tensor, Tensor, Tensor)",
+    "forward_stats": f"({_INPUTS}, str reduction, str backend) -> (Tensor, Tensor, Tensor, Tensor)",
     "backward": f"({_INPUTS}, {_SAVED}, str backend) -> Tensor",
     "backward_inplace": f"({_INPUTS.replace('Tensor logits', 'Tensor(a!) logits')}, {_SAVED}, str backend) -> ()",
 }
 
 
-def _rows(logits: torch.Tensor) -> torch.Tensor:
-    return logits.new_empty(logits.shape[0], dtype=compute_dtype(logits.dtype))
+def _rows(logits: torch.Tensor, *shape: int) -> torch.Tensor:
+    return logits.new_empty(logits.shape[0], *shape, dtype=compute_dtype(logits.dtype))
 
 
 FAKES = {
-    "forward": lambda logits, *_: (_rows(logits), _rows(logits)),
-    "forward_stats": lambda logits, *_: (_rows(logits), _rows(logits), _rows(logits)),
+    "forward": lambda logits, *_: (_rows(logits), _rows(logits, 2)),
+    "forward_stats": lambda logits, *_: (_rows(logits), _rows(logits), _rows(logits), _rows(logits, 2)),
     "backward": lambda logits, *_: logits.new_empty(logits.shape),
     "backward_inplace": lambda *_: None,
 }

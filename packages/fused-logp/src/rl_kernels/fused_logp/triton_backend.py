@@ -29,9 +29,9 @@ def forward(
     row_indices: torch.Tensor | None,
     reduction: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (logp, logsumexp), each ``[N]``."""
-    logp, lse, _ = _statistics(logits, token_ids, temperature, ignore_index, row_indices, entropy=False)
-    return logp, lse
+    """Return (logp, norm), ``[N]`` and ``[N, 2]``."""
+    logp, _, _, norm = _statistics(logits, token_ids, temperature, ignore_index, row_indices, entropy=False)
+    return logp, norm
 
 
 def forward_stats(
@@ -41,8 +41,8 @@ def forward_stats(
     ignore_index: int | None,
     row_indices: torch.Tensor | None,
     reduction: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (logp, logsumexp, entropy), each ``[N]``."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (logp, logsumexp, entropy, norm), the first three ``[N]``, the last ``[N, 2]``."""
     return _statistics(logits, token_ids, temperature, ignore_index, row_indices, entropy=True)
 
 
@@ -54,12 +54,13 @@ def _statistics(
     row_indices: torch.Tensor | None,
     *,
     entropy: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (logp, logsumexp, entropy, norm); logsumexp and entropy are written only with ``entropy``."""
     count, vocab = logits.shape
-    logp, lse = (logits.new_empty(count, dtype=torch.float32) for _ in range(2))
-    row_entropy = logits.new_empty(count, dtype=torch.float32) if entropy else lse
+    logp, norm = logits.new_empty(count, dtype=torch.float32), logits.new_empty((count, 2), dtype=torch.float32)
+    lse, row_entropy = (logits.new_empty(count, dtype=torch.float32) if entropy else logp for _ in range(2))
     if not count:
-        return logp, lse, row_entropy
+        return logp, lse, row_entropy, norm
     rows = _canonical(logits)
     inputs = (rows, *_rows(token_ids, temperature, row_indices))
     sizes = (vocab, rows.stride(0), ignore_index or 0)
@@ -73,15 +74,15 @@ def _statistics(
     segments = triton.cdiv(vocab, kernels.SEGMENT.value)
     with device_of(logits):
         if segments == 1 or count >= SPLIT_BELOW:
-            kernels.forward_rows[(count,)](*inputs, logp, lse, row_entropy, *sizes, **flags, num_warps=1)
+            kernels.forward_rows[(count,)](*inputs, logp, norm, lse, row_entropy, *sizes, **flags, num_warps=1)
         else:
             parts = logits.new_empty((segments, 3, count), dtype=torch.float32)
             kernels.forward_segments[(count, segments)](*inputs, parts, count, *sizes, **flags, num_warps=1)
-            merged = (parts, logp, lse, row_entropy, count, segments)
+            merged = (parts, logp, norm, lse, row_entropy, count, segments)
             kernels.forward_merge[(triton.cdiv(count, kernels.ROWS.value),)](
                 *inputs, *merged, *sizes, **flags, num_warps=1
             )
-    return logp, lse, row_entropy
+    return logp, lse, row_entropy, norm
 
 
 def _canonical(logits: torch.Tensor) -> torch.Tensor:
@@ -108,12 +109,12 @@ def backward(
     temperature: torch.Tensor,
     ignore_index: int | None,
     row_indices: torch.Tensor | None,
-    logsumexp: torch.Tensor,
+    norm: torch.Tensor,
     *upstream: torch.Tensor | None,
 ) -> torch.Tensor:
     """Return dlogits ``[N, V]`` in the dtype of logits; ``upstream`` is entropy and the three upstream gradients."""
     grad = logits.new_empty(logits.shape)
-    _gradient(logits, grad, token_ids, temperature, ignore_index, row_indices, logsumexp, *upstream)
+    _gradient(logits, grad, token_ids, temperature, ignore_index, row_indices, norm, *upstream)
     return grad
 
 
@@ -123,11 +124,11 @@ def backward_inplace(
     temperature: torch.Tensor,
     ignore_index: int | None,
     row_indices: torch.Tensor | None,
-    logsumexp: torch.Tensor,
+    norm: torch.Tensor,
     *upstream: torch.Tensor | None,
 ) -> None:
     """Overwrite logits with dlogits."""
-    _gradient(logits, logits, token_ids, temperature, ignore_index, row_indices, logsumexp, *upstream)
+    _gradient(logits, logits, token_ids, temperature, ignore_index, row_indices, norm, *upstream)
 
 
 def _gradient(
@@ -137,7 +138,7 @@ def _gradient(
     temperature: torch.Tensor,
     ignore_index: int | None,
     row_indices: torch.Tensor | None,
-    logsumexp: torch.Tensor,
+    norm: torch.Tensor,
     entropy: torch.Tensor | None,
     grad_logp: torch.Tensor | None,
     grad_logsumexp: torch.Tensor | None,
@@ -147,8 +148,8 @@ def _gradient(
     if not count:
         return
     # Where one is missing its place is taken by a tensor that is not read.
-    grads = [logsumexp if grad is None else grad.contiguous() for grad in (grad_logp, grad_logsumexp, grad_entropy)]
-    saved = (logsumexp, logsumexp if entropy is None else entropy, *grads)
+    grads = [norm if grad is None else grad.contiguous() for grad in (grad_logp, grad_logsumexp, grad_entropy)]
+    saved = (norm, norm if entropy is None else entropy, *grads)
     sizes = (vocab, *logits.stride(), *out.stride(), ignore_index or 0)
     width = GRADIENT_WIDTHS[vocab % kernels.ALIGNED.value == 0]
     with device_of(logits):

@@ -59,6 +59,7 @@ def _write(
     weighted,
     inv,
     logp,
+    norm,
     lse,
     entropy,
     here,
@@ -68,7 +69,7 @@ def _write(
     """Write the statistics of one row or of several; 0 where a row is not computed, NaN where its id is no column."""
     inside = active & (id >= 0) & (id < V)
     x = tl.load(logits + rows * row_stride + id, mask=inside, other=float("nan")).to(tl.float32)
-    softmax.store_statistics(x, top, total, weighted, inv, logp, lse, entropy, rows, here, active, ENTROPY)
+    softmax.store_statistics(x, top, total, weighted, inv, logp, norm, lse, entropy, rows, here, active, ENTROPY)
 
 
 @triton.jit(do_not_specialize=["row_stride"], do_not_specialize_on_alignment=["logits"])
@@ -78,6 +79,7 @@ def forward_rows(
     temperature,
     marks,
     logp,
+    norm,
     lse,
     entropy,
     V,
@@ -99,7 +101,9 @@ def forward_rows(
         for first in range(0, V, SEGMENT):
             part_top, part_total, part_weighted = _segment(logits, row, row_stride, first, V, c, WIDE, ENTROPY)
             top, total, weighted = softmax.merge(top, total, weighted, part_top, part_total, part_weighted, c, ENTROPY)
-    _write(logits, row, row_stride, id, V, top, total, weighted, inv, logp, lse, entropy, row >= 0, active, ENTROPY)
+    _write(
+        logits, row, row_stride, id, V, top, total, weighted, inv, logp, norm, lse, entropy, row >= 0, active, ENTROPY
+    )
 
 
 @triton.jit(do_not_specialize=["row_stride"], do_not_specialize_on_alignment=["logits"])
@@ -137,6 +141,7 @@ def forward_merge(
     marks,
     parts,
     logp,
+    norm,
     lse,
     entropy,
     count,
@@ -157,7 +162,7 @@ def forward_merge(
     inv = softmax.inverse(temperature, rows, active, PER_ROW)
     c = inv * softmax.LOG2E
     top, total, weighted = softmax.merge_parts(parts, 0, segments, count, rows, active, c, ENTROPY)
-    _write(logits, rows, row_stride, id, V, top, total, weighted, inv, logp, lse, entropy, here, active, ENTROPY)
+    _write(logits, rows, row_stride, id, V, top, total, weighted, inv, logp, norm, lse, entropy, here, active, ENTROPY)
 
 
 @triton.jit
@@ -167,7 +172,7 @@ def backward(
     ids,
     temperature,
     marks,
-    logsumexp,
+    norm,
     entropies,
     grad_logp,
     grad_logsumexp,
@@ -200,13 +205,15 @@ def backward(
     dtype = out.dtype.element_ty
     if active:
         inv = softmax.inverse(temperature, row, active, PER_ROW)
-        lse, entropy = tl.load(logsumexp + row), tl.load(entropies + row)
+        c = inv * softmax.LOG2E
+        top, log_total = softmax.load_norm(norm, row, active)
+        entropy = tl.load(entropies + row)
         chosen, slope, curve = softmax.upstream_of(
             grad_logp, grad_logsumexp, grad_entropy, row, active, inv, HAS_LOGP, HAS_LSE, HAS_ENTROPY
         )
         x = tl.load(source, mask=here, other=0.0).to(tl.float32)
         rest = softmax.nothing_or_nan(id, V)
-        dz = softmax.dlogits(x, columns == id, rest, inv, lse, entropy, chosen, slope, curve, HAS_ENTROPY)
+        dz = softmax.dlogits(x, columns == id, rest, c, top, log_total, entropy, chosen, slope, curve, HAS_ENTROPY)
         tl.store(target, dz.to(dtype), mask=here)
     else:
         tl.store(target, tl.zeros((WIDTH,), tl.float32).to(dtype), mask=here)

@@ -71,7 +71,8 @@ def terms_of(block: Block, plan: Plan, n: Numbers, with_ratio: bool) -> Terms:
     # Masked before any exponential, and A = 0 with it: 0 * inf would be NaN.
     tokens = block.mask.sum(1, keepdim=True).clamp(min=1).to(dtype)
     where = Lanes(lanes(block.mask, dtype), lanes(block.mask & (a != 0), dtype), tokens)
-    d = torch.zeros_like(current) if block.old is None else current - block.old.to(dtype)
+    # On-policy 0, but where log-probabilities are not finite: there the loss must show it.
+    d = current - (current if block.old is None else block.old.to(dtype))
     if plan.level == "sequence":
         ratio = seen = (rowwise.row_sum(keep(d, where.active))[:, None] / tokens).exp()
     else:

@@ -148,10 +148,13 @@ def _token(x, before, other, is_active, a, low, high, beta, HAS_OLD: tl.constexp
     x = x.to(tl.float32)
     # Masked before any exponential, and A = 0 with it: 0 * inf would be NaN.
     counted = is_active & (a != 0.0)
-    ratio = tl.full(x.shape, 1.0, tl.float32)
     if HAS_OLD:
         ratio = exp(tl.where(counted, x - before.to(tl.float32), 0.0))
-    term, slope = _policy_term(ratio, a, low, high)
+        term, slope = _policy_term(ratio, a, low, high)
+    else:
+        # The ratio is 1, and NaN of a log-probability that is not finite: the loss must show it.
+        term, slope = _policy_term(tl.full(x.shape, 1.0, tl.float32), a, low, high)
+        term, slope = term + (x - x), slope + (x - x)
     term, slope = tl.where(counted, term, 0.0), tl.where(counted, slope, 0.0)
     k3 = tl.zeros(x.shape, tl.float32)
     if HAS_REF:

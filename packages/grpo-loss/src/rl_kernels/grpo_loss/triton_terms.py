@@ -54,6 +54,12 @@ def bounded(x, least, most):
 
 
 @triton.jit
+def on_policy_ratio(x, here):
+    """Return 1, and NaN where a log-probability is not finite, so that the loss shows it."""
+    return tl.where(here, 1.0 + (x - x), 1.0)
+
+
+@triton.jit
 def rollout_weight(w, least, most, MODE: tl.constexpr):
     """Return a rollout ratio as it is (0), truncated (1) or masked (2)."""
     if MODE == 1:

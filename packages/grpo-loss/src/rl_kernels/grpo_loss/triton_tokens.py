@@ -14,6 +14,7 @@ from rl_kernels.grpo_loss.triton_terms import (
     bounded,
     exp,
     kl_of,
+    on_policy_ratio,
     policy_of,
     rollout_weight,
 )
@@ -104,7 +105,7 @@ def terms_of(
     elif HAS_OLD:
         ratio = exp(tl.where(is_active, x - before, 0.0))
     else:
-        ratio = tl.full(x.shape, 1.0, tl.float32)
+        ratio = on_policy_ratio(x, is_active)
     if HAS_W:
         w = rollout_weight(w, n[13], n[14], MODE)
     term, slope = policy_of(x, ratio, a, w, log_weight, n, KIND, BOUNDS, HAS_W)

@@ -83,7 +83,7 @@ def linear_logp(
     logp = results[0].view(target_ids.shape)
     if not return_stats:
         return logp
-    return LogpStats(logp, *(value.view(target_ids.shape) for value in results[1:]))
+    return LogpStats(logp, *(value.view(target_ids.shape) for value in results[1:3]))
 
 
 def _validate_kinds(hidden: object, weight: object, target_ids: object, bias: object) -> None:
@@ -123,7 +123,7 @@ def _validate(
 
 
 class _LinearLogp(torch.autograd.Function):
-    """Saves the inputs and logsumexp (entropy too with statistics); never logits."""
+    """Saves the inputs and norm (entropy too with statistics); never logits."""
 
     @staticmethod
     def forward(
@@ -141,18 +141,18 @@ class _LinearLogp(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         op = ops["forward_stats" if return_stats else "forward"]
         results = op(hidden, weight, target_ids, bias, temperature, ignore_index, backend)
-        ctx.save_for_backward(hidden, weight, target_ids, bias, temperature, *results[1:])
+        ctx.save_for_backward(hidden, weight, target_ids, bias, temperature, results[-1], *results[2:3])
         ctx.set_materialize_grads(False)
         # Not a saved tensor: others may add to the buffer between this forward and its backward.
         ctx.main_grad = main_grad
         ctx.ignore_index, ctx.workspace_mib, ctx.backend = ignore_index, workspace_mib, backend
-        return results if return_stats else results[:1]
+        return results[:3] if return_stats else results[:1]
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, target_ids, bias, temperature, lse, *entropy = ctx.saved_tensors
+        hidden, weight, target_ids, bias, temperature, norm, *entropy = ctx.saved_tensors
         inputs = (hidden, weight, target_ids, bias, temperature, ctx.ignore_index)
-        saved = (lse, entropy[0] if entropy else None, *upstream, *[None] * (3 - len(upstream)))
+        saved = (norm, entropy[0] if entropy else None, *upstream, *[None] * (3 - len(upstream)))
         needed = [ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[3]]
         arguments = (*inputs, *saved, ctx.workspace_mib, needed)
         if needed[1] and ctx.main_grad is not None:

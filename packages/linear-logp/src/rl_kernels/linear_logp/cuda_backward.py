@@ -56,9 +56,9 @@ class Steps(triton_backend.Steps):
             *operands.maps,
             tensor_map(dz, (HEIGHT, SWIZZLE // hidden.itemsize), swizzle=SWIZZLE),
             *operands.arguments,
-            upstream.logsumexp,
+            upstream.norm,
             # Never null where the kernel reads it.
-            upstream.logsumexp if upstream.entropy is None else upstream.entropy,
+            upstream.norm if upstream.entropy is None else upstream.entropy,
             *(upstream.grad_logp, upstream.grad_logsumexp, upstream.grad_entropy),
             *(sums, columns.start, width),
             shared=cut.shared(BACKWARD),

@@ -26,7 +26,7 @@ from rl_kernels.linear_logp.cuda_tiles import (
 )
 from rl_kernels.linear_logp.inputs import Inputs, slices
 
-ARGS = f"({INPUTS}PPPPPi)"
+ARGS = f"({INPUTS}PPPPPPi)"
 """``struct Args``."""
 WARP = 32
 MOST_ROWS = 16384
@@ -41,10 +41,10 @@ def forward(
     temperature: torch.Tensor,
     ignore_index: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (logp, logsumexp), each ``[N]``."""
+    """Return (logp, norm), ``[N]`` and ``[N, 2]``."""
     inputs = Inputs(hidden, weight, target_ids, bias, temperature, ignore_index)
-    logp, lse, _ = _statistics(inputs, entropy=False)
-    return logp, lse
+    logp, _, _, norm = _statistics(inputs, entropy=False)
+    return logp, norm
 
 
 def forward_stats(
@@ -54,8 +54,8 @@ def forward_stats(
     bias: torch.Tensor | None,
     temperature: torch.Tensor,
     ignore_index: int | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (logp, logsumexp, entropy), each ``[N]``."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (logp, logsumexp, entropy, norm), the first three ``[N]``, the last ``[N, 2]``."""
     return _statistics(Inputs(hidden, weight, target_ids, bias, temperature, ignore_index), entropy=True)
 
 
@@ -86,18 +86,19 @@ def programs(arch: str) -> list[Program]:
     ]
 
 
-def _statistics(inputs: Inputs, *, entropy: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    count = len(inputs.hidden)
-    logp, lse = (inputs.hidden.new_empty(count, dtype=torch.float32) for _ in range(2))
-    row_entropy = inputs.hidden.new_empty(count, dtype=torch.float32) if entropy else lse
+def _statistics(inputs: Inputs, *, entropy: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (logp, logsumexp, entropy, norm); logsumexp and entropy are written only with ``entropy``."""
+    hidden, count = inputs.hidden, len(inputs.hidden)
+    logp, norm = hidden.new_empty(count, dtype=torch.float32), hidden.new_empty((count, 2), dtype=torch.float32)
+    lse, row_entropy = (hidden.new_empty(count, dtype=torch.float32) if entropy else logp for _ in range(2))
     weight = copyable(inputs.weight)
     for rows in slices(count, MOST_ROWS):
         block = inputs.block(rows)._replace(weight=weight)
-        _launch(block, logp[rows], lse[rows], row_entropy[rows], entropy=entropy)
-    return logp, lse, row_entropy
+        _launch(block, logp[rows], norm[rows], lse[rows], row_entropy[rows], entropy=entropy)
+    return logp, lse, row_entropy, norm
 
 
-def _launch(inputs: Inputs, logp: torch.Tensor, lse: torch.Tensor, row_entropy: torch.Tensor, *, entropy: bool) -> None:
+def _launch(inputs: Inputs, *results: torch.Tensor, entropy: bool) -> None:
     hidden = copyable(inputs.hidden)
     (count, vocab), device = (len(hidden), len(inputs.weight)), hidden.get_device()
     operands = Operands.of(inputs, hidden)
@@ -106,7 +107,7 @@ def _launch(inputs: Inputs, logp: torch.Tensor, lse: torch.Tensor, row_entropy: 
     parts = -(-vocab // (BLOCK * blocks))
     states = hidden.new_empty((parts, 3, count), dtype=torch.float32)
     chosen = hidden.new_empty(count, dtype=torch.float32)
-    arguments = (*operands.arguments, chosen, states, logp, lse, row_entropy, blocks)
+    arguments = (*operands.arguments, chosen, states, *results, blocks)
     made = program(FORWARD, hidden.dtype, cut, entropy=entropy)
     kernel(made, "states", f"TT{ARGS}", hidden.device).launch(
         cut.grid(count, parts, device),

@@ -12,7 +12,7 @@ MODULES = (
 )
 
 _LOGITS = (
-    Bug("maximum not subtracted", "top = z.amax(-1)", "top = torch.zeros_like(z[:, 0])"),
+    Bug("maximum not subtracted", "top = x.amax(-1)", "top = torch.zeros_like(x[:, 0])"),
     Bug("merge without rescaling", "scale = shift.exp()", "scale = torch.ones_like(shift)"),
     Bug("last piece of the vocabulary skipped", "for columns in others:", "for columns in others[:-1]:"),
     Bug(
@@ -31,8 +31,12 @@ _LOGITS = (
         "slices(block.weight.shape[0], PIECE if block.hidden.shape[0] > 4 else 2 * PIECE)",
     ),
     Bug("logits rounded to BF16", "block.weight[columns])\n", "block.weight[columns]).bfloat16().float()\n"),
-    Bug("bias added twice", "z += block.bias[columns]", "z += 2 * block.bias[columns]"),
-    Bug("temperature missing in forward", "return z.div_(rowwise.per_row(block.temperature, z))", "return z"),
+    Bug("bias added twice", "x += block.bias[columns]", "x += 2 * block.bias[columns]"),
+    Bug(
+        "temperature missing in forward",
+        "scale = rowwise.per_row(block.temperature, x)",
+        "scale = torch.ones_like(x[:, :1])",
+    ),
     Bug(
         "temperatures of the first block",
         "self.temperature[rows] if",
@@ -45,12 +49,12 @@ _LOGITS = (
     ),
 )
 _TARGETS = (
-    Bug("ids off by one", "rowwise.select(z, block.target_ids)\n", "rowwise.select(z, block.target_ids + 1)\n"),
+    Bug("ids off by one", "rowwise.select(x, block.target_ids)\n", "rowwise.select(x, block.target_ids + 1)\n"),
     Bug("target after a piece's last column counted there too", "(column < z.shape[1])", "(column <= z.shape[1])"),
     Bug(
         "target of every piece in backward",
-        "rowwise.dlogits(z, upstream, columns.start)",
-        "rowwise.dlogits(z, upstream)",
+        "upstream, columns.start)",
+        "upstream)",
     ),
     Bug("every negative id is ignored, no other", "self.target_ids != self.ignore_index", "self.target_ids >= 0"),
     Bug("hidden of ignored rows read", "hidden = inputs.keep(inputs.hidden)", "hidden = inputs.hidden"),
@@ -60,8 +64,8 @@ _TARGETS = (
 _GRADIENTS = (
     Bug(
         "temperature missing in backward",
-        "columns.start).div_(rowwise.per_row(block.temperature, z))",
-        "columns.start)",
+        "return dz / temperature",
+        "return dz",
     ),
     Bug("gradient through entropy dropped", "if up.grad_entropy is not None and up.entropy is not None:", "if False:"),
     Bug(

@@ -30,10 +30,10 @@ def forward(
     temperature: torch.Tensor,
     ignore_index: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (logp, logsumexp), each ``[N]``."""
+    """Return (logp, norm), ``[N]`` and ``[N, 2]``."""
     inputs = Inputs(hidden, weight, target_ids, bias, temperature, ignore_index)
-    logp, lse = _statistics(inputs, entropy=False)
-    return logp, lse
+    logp, norm = _statistics(inputs, entropy=False)
+    return logp, norm
 
 
 def forward_stats(
@@ -43,11 +43,11 @@ def forward_stats(
     bias: torch.Tensor | None,
     temperature: torch.Tensor,
     ignore_index: int | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (logp, logsumexp, entropy), each ``[N]``."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (logp, logsumexp, entropy, norm), the first three ``[N]``, the last ``[N, 2]``."""
     inputs = Inputs(hidden, weight, target_ids, bias, temperature, ignore_index)
-    logp, lse, entropy = _statistics(inputs, entropy=True)
-    return logp, lse, entropy
+    logp, norm, lse, entropy = _statistics(inputs, entropy=True)
+    return logp, lse, entropy, norm
 
 
 def backward(
@@ -57,7 +57,7 @@ def backward(
     bias: torch.Tensor | None,
     temperature: torch.Tensor,
     ignore_index: int | None,
-    logsumexp: torch.Tensor,
+    norm: torch.Tensor,
     entropy: torch.Tensor | None,
     grad_logp: torch.Tensor | None,
     grad_logsumexp: torch.Tensor | None,
@@ -69,7 +69,7 @@ def backward(
     """Return (dhidden, dweight, dbias), empty where not needed; with ``main_grad`` dweight is added to that."""
     inputs = Inputs(hidden, weight, target_ids, bias, temperature, ignore_index)
     grads = (grad_logp, grad_logsumexp, grad_entropy)
-    upstream = rowwise.LogpUpstream(target_ids, logsumexp, entropy, *grads)
+    upstream = rowwise.LogpUpstream(target_ids, norm, entropy, *grads)
     return gradients(Steps(), inputs, upstream, workspace_mib, needed, main_grad)
 
 
@@ -82,38 +82,40 @@ def backward_main_grad(*args: object) -> tuple[torch.Tensor, torch.Tensor]:
 def _statistics(inputs: Inputs, *, entropy: bool) -> list[torch.Tensor]:
     count, size = inputs.hidden.shape
     dtype = rowwise.compute_dtype(inputs.hidden.dtype)
-    totals = [inputs.hidden.new_empty(count, dtype=dtype) for _ in range(3 if entropy else 2)]
+    shapes = ((count,), (count, 2), *([(count,)] * 2 if entropy else ()))
+    totals = [inputs.hidden.new_empty(shape, dtype=dtype) for shape in shapes]
     for rows in slices(count, max(BLOCK_ELEMENTS // max(PIECE, size), rowwise.BLOCK)):
         block = inputs.block(rows)
-        state, chosen = _walk(block, entropy)
-        lse, row_entropy = rowwise.finish(state)
-        bad = rowwise.outside(block.target_ids, inputs.weight.shape[0]) | lse.isnan()
-        values = [torch.where(bad, torch.nan, chosen - lse), lse]
-        if row_entropy is not None:
-            values.append(row_entropy)
+        state, chosen, scale = _walk(block, entropy)
+        found = rowwise.finish(state, scale)
+        bad = rowwise.outside(block.target_ids, inputs.weight.shape[0]) | found.norm.isnan().any(1)
+        values = [torch.where(bad, torch.nan, found.logp(chosen, scale)), found.norm]
+        if found.entropy is not None:
+            values += [found.logsumexp, found.entropy]
         for total, value in zip(totals, values, strict=True):
             total[rows] = block.keep(value)
     return totals
 
 
-def _walk(block: Inputs, entropy: bool) -> tuple[rowwise.SoftmaxState, torch.Tensor]:
-    """Return the softmax state of whole rows, and the logit of each row's target."""
+def _walk(block: Inputs, entropy: bool) -> tuple[rowwise.SoftmaxState, torch.Tensor, torch.Tensor]:
+    """Return the softmax state of whole rows, the logit of each row's target, and the temperature, ``[N, 1]``."""
     first, *others = slices(block.weight.shape[0], PIECE)
-    z = _logits(block, first)
-    state, chosen = rowwise.softmax_state(z, entropy=entropy), rowwise.select(z, block.target_ids)
+    x = _logits(block, first)
+    scale = rowwise.per_row(block.temperature, x)
+    state, chosen = rowwise.softmax_state(x, scale, entropy=entropy), rowwise.select(x, block.target_ids)
     for columns in others:
-        z = _logits(block, columns)
-        state = rowwise.merge(state, rowwise.softmax_state(z, entropy=entropy))
-        chosen = chosen + rowwise.select(z, block.target_ids, columns.start)
-    return state, chosen
+        x = _logits(block, columns)
+        state = rowwise.merge(state, rowwise.softmax_state(x, scale, entropy=entropy), scale)
+        chosen = chosen + rowwise.select(x, block.target_ids, columns.start)
+    return state, chosen, scale
 
 
 def _logits(block: Inputs, columns: slice) -> torch.Tensor:
-    """Return columns of ``(hidden @ weight^T + bias) / temperature``, as forward and backward both compute them."""
-    z = rowwise.linear(block.hidden, block.weight[columns])
+    """Return columns of ``hidden @ weight^T + bias``, before the temperature, as both passes compute them."""
+    x = rowwise.linear(block.hidden, block.weight[columns])
     if block.bias is not None:
-        z += block.bias[columns].to(z.dtype)
-    return z.div_(rowwise.per_row(block.temperature, z))
+        x += block.bias[columns].to(x.dtype)
+    return x
 
 
 class Steps:
@@ -133,8 +135,8 @@ class Steps:
         self, block: Inputs, upstream: rowwise.LogpUpstream, columns: slice, dbias: torch.Tensor | None
     ) -> torch.Tensor:
         """Return dz, rounded, and add its sum over rows to dbias."""
-        z = _logits(block, columns)
-        dz = rowwise.dlogits(z, upstream, columns.start).div_(rowwise.per_row(block.temperature, z))
+        x = _logits(block, columns)
+        dz = rowwise.dlogits(x, rowwise.per_row(block.temperature, x), upstream, columns.start)
         bad = rowwise.outside(block.target_ids, block.weight.shape[0])
         dz = block.keep(torch.where(bad[:, None], torch.nan, dz))
         if dbias is not None:

@@ -2,9 +2,10 @@
 
 In the raw ops hidden is ``[N, D]``, weight ``[V, D]`` and bias ``[V]``, all of one dtype and of any strides; target_ids
 ``[N]``; temperature ``[]`` or ``[N]`` in the dtype of the computation (FP32, FP64 for FP64 inputs). logp, logsumexp and
-entropy are ``[N]`` in that dtype too. ``needed`` says which gradients are wanted: of hidden, weight and bias; one that
-is not comes back empty. ``backward_main_grad`` adds the gradient of the weight to ``main_grad[V, D]``, FP32, instead of
-returning it, and returns those of hidden and bias.
+entropy are ``[N]`` in that dtype too; norm is ``[N, 2]``, the largest logit of each row before the temperature and the
+log of the sum of e^(z - max z); the gradient is formed from the two. ``needed`` says which gradients are wanted: of
+hidden, weight and bias; one that is not comes back empty. ``backward_main_grad`` adds the gradient of the weight to
+``main_grad[V, D]``, FP32, instead of returning it, and returns those of hidden and bias.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ from rl_kernels.core.rowwise import compute_dtype
 from rl_kernels.core.triton_lib.launch import triton_backend
 
 _INPUTS = "Tensor hidden, Tensor weight, Tensor target_ids, Tensor? bias, Tensor temperature, int? ignore_index"
-_SAVED = "Tensor logsumexp, Tensor? entropy, Tensor? grad_logp, Tensor? grad_logsumexp, Tensor? grad_entropy"
+_SAVED = "Tensor norm, Tensor? entropy, Tensor? grad_logp, Tensor? grad_logsumexp, Tensor? grad_entropy"
 _BACKWARD = f"{_INPUTS}, {_SAVED}, int workspace_mib, bool[3] needed"
 
 SCHEMAS = {
     "forward": f"({_INPUTS}, str backend) -> (Tensor, Tensor)",
-    "forward_stats": f"({_INPUTS}, str backend) -> (Tensor, Tensor, Tensor)",
+    "forward_stats": f"({_INPUTS}, str backend) -> (Tensor, Tensor, Tensor, Tensor)",
     "backward": f"({_BACKWARD}, str backend) -> (Tensor, Tensor, Tensor)",
     "backward_main_grad": f"({_BACKWARD}, Tensor(a!) main_grad, str backend) -> (Tensor, Tensor)",
 }
 
 
-def _rows(hidden: torch.Tensor) -> torch.Tensor:
-    return hidden.new_empty(hidden.shape[0], dtype=compute_dtype(hidden.dtype))
+def _rows(hidden: torch.Tensor, *shape: int) -> torch.Tensor:
+    return hidden.new_empty(hidden.shape[0], *shape, dtype=compute_dtype(hidden.dtype))
 
 
 def _gradients(
@@ -47,8 +48,8 @@ def _gradients(
 
 
 FAKES = {
-    "forward": lambda hidden, *_: (_rows(hidden), _rows(hidden)),
-    "forward_stats": lambda hidden, *_: (_rows(hidden), _rows(hidden), _rows(hidden)),
+    "forward": lambda hidden, *_: (_rows(hidden), _rows(hidden, 2)),
+    "forward_stats": lambda hidden, *_: (_rows(hidden), _rows(hidden), _rows(hidden), _rows(hidden, 2)),
     "backward": lambda *args: _gradients(*args[:-1], needed=args[-1]),
     "backward_main_grad": lambda *args: _gradients(*args[:-2], needed=args[-2])[::2],
 }

@@ -40,10 +40,10 @@ def forward(
     temperature: torch.Tensor,
     ignore_index: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (logp, logsumexp), each ``[N]``."""
+    """Return (logp, norm), ``[N]`` and ``[N, 2]``."""
     inputs = Inputs(hidden, weight, target_ids, bias, temperature, ignore_index)
-    logp, lse, _ = _statistics(inputs, entropy=False)
-    return logp, lse
+    logp, _, _, norm = _statistics(inputs, entropy=False)
+    return logp, norm
 
 
 def forward_stats(
@@ -53,8 +53,8 @@ def forward_stats(
     bias: torch.Tensor | None,
     temperature: torch.Tensor,
     ignore_index: int | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (logp, logsumexp, entropy), each ``[N]``."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (logp, logsumexp, entropy, norm), the first three ``[N]``, the last ``[N, 2]``."""
     return _statistics(Inputs(hidden, weight, target_ids, bias, temperature, ignore_index), entropy=True)
 
 
@@ -65,7 +65,7 @@ def backward(
     bias: torch.Tensor | None,
     temperature: torch.Tensor,
     ignore_index: int | None,
-    logsumexp: torch.Tensor,
+    norm: torch.Tensor,
     entropy: torch.Tensor | None,
     grad_logp: torch.Tensor | None,
     grad_logsumexp: torch.Tensor | None,
@@ -82,7 +82,7 @@ def backward(
     """
     inputs = Inputs(hidden, weight, target_ids, bias, temperature, ignore_index)
     grads = (grad if grad is None else grad.contiguous() for grad in (grad_logp, grad_logsumexp, grad_entropy))
-    upstream = LogpUpstream(target_ids, logsumexp, entropy, *grads)
+    upstream = LogpUpstream(target_ids, norm, entropy, *grads)
     return gradients(steps or Steps(), inputs, upstream, workspace_mib, needed, main_grad)
 
 
@@ -108,12 +108,14 @@ def _tuned(name: str) -> Schedule:
     return entry("rl_kernels.linear_logp", name, kind=Schedule)
 
 
-def _statistics(inputs: Inputs, *, entropy: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _statistics(inputs: Inputs, *, entropy: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (logp, logsumexp, entropy, norm); logsumexp and entropy are written only with ``entropy``."""
     hidden, (count, vocab) = inputs.hidden, (len(inputs.hidden), len(inputs.weight))
-    logp, lse, chosen = (hidden.new_empty(count, dtype=torch.float32) for _ in range(3))
-    row_entropy = hidden.new_empty(count, dtype=torch.float32) if entropy else lse
+    logp, chosen = (hidden.new_empty(count, dtype=torch.float32) for _ in range(2))
+    norm = hidden.new_empty((count, 2), dtype=torch.float32)
+    lse, row_entropy = (hidden.new_empty(count, dtype=torch.float32) if entropy else logp for _ in range(2))
     if not count:
-        return logp, lse, row_entropy
+        return logp, lse, row_entropy, norm
     # On sm_90 a tile's height changes no bit: a state is formed within a row.
     cut = schedule_of("few_rows", hidden)
     if count > cut.rows:
@@ -164,11 +166,11 @@ def _statistics(inputs: Inputs, *, entropy: bool) -> tuple[torch.Tensor, torch.T
             merged = hidden.new_empty((segments, 3, count), dtype=torch.float32)
             kernels.merge_blocks[(programs, segments)](parts, merged, temperature, count, units, **flags, num_warps=1)
             parts = merged
-        results = (chosen, ids, logp, lse, row_entropy, count, segments, vocab, inputs.ignore_index or 0)
+        results = (chosen, ids, logp, norm, lse, row_entropy, count, segments, vocab, inputs.ignore_index or 0)
         kernels.finish[(programs,)](
             parts, temperature, *results, HAS_IGNORED=inputs.ignore_index is not None, **flags, num_warps=1
         )
-    return logp, lse, row_entropy
+    return logp, lse, row_entropy, norm
 
 
 def _number_or_rows(temperature: torch.Tensor) -> torch.Tensor | float:
@@ -214,8 +216,8 @@ class Steps:
         row_tiles = triton.cdiv(count, cut.rows)
         tiles = row_tiles * triton.cdiv(width, kernels.BLOCK.value)
         partial = hidden.new_empty((row_tiles, width), dtype=torch.float32) if dbias is not None else hidden
-        lse, *others = upstream[1:]
-        saved = [lse if value is None else value for value in others]
+        norm, *others = upstream[1:]
+        saved = [norm if value is None else value for value in others]
         with device_of(hidden):
             kernels.dlogits[(min(tiles, processors(hidden.device)) if cut.persistent else tiles,)](
                 *(first := gemm.operand(hidden, cut.rows, cut.inner))[:3],
@@ -223,7 +225,7 @@ class Steps:
                 *_bias(block),
                 block.target_ids.contiguous(),
                 _number_or_rows(block.temperature),
-                lse,
+                norm,
                 *saved,
                 gemm.descriptor(dz, cut.rows, kernels.BLOCK.value) if stored else dz,
                 0 if stored else dz.stride(0),

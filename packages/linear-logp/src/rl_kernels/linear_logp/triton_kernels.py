@@ -161,6 +161,7 @@ def finish(
     chosen,
     ids,
     logp,
+    norm,
     lse,
     entropy,
     count,
@@ -180,7 +181,7 @@ def finish(
     c = inv * softmax.LOG2E
     top, total, weighted = softmax.merge_parts(parts, 0, segments, count, rows, here, c, ENTROPY)
     x = tl.load(chosen + rows, mask=active & (id >= 0) & (id < V), other=float("nan"))
-    softmax.store_statistics(x, top, total, weighted, inv, logp, lse, entropy, rows, here, active, ENTROPY)
+    softmax.store_statistics(x, top, total, weighted, inv, logp, norm, lse, entropy, rows, here, active, ENTROPY)
 
 
 @triton.jit(do_not_specialize=["N", "V", "begin", "width", "ignore_index"])
@@ -195,7 +196,7 @@ def dlogits(
     bias_stride,
     ids,
     temperature,
-    logsumexp,
+    norm,
     entropies,
     grad_logp,
     grad_logsumexp,
@@ -238,7 +239,8 @@ def dlogits(
         column = _column(id, V) - begin
         active = here & (id != ignore_index) if HAS_IGNORED else here
         inv = softmax.inverse(temperature, rows, here, PER_ROW)
-        lse = tl.load(logsumexp + rows, mask=here, other=0.0)
+        c = inv * softmax.LOG2E
+        top, log_total = softmax.load_norm(norm, rows, here)
         entropy = tl.load(entropies + rows, mask=here, other=0.0)
         chosen, slope, curve = softmax.upstream_of(
             grad_logp, grad_logsumexp, grad_entropy, rows, active, inv, HAS_LOGP, HAS_LSE, HAS_ENTROPY
@@ -246,7 +248,7 @@ def dlogits(
         rest = softmax.nothing_or_nan(id, V)
         selected = columns[None, :] == column[:, None]
         d = softmax.dlogits(
-            *(x, selected, rest[:, None], inv[:, None], lse[:, None], entropy[:, None]),
+            *(x, selected, rest[:, None], c[:, None], top[:, None], log_total[:, None], entropy[:, None]),
             *(chosen[:, None], slope[:, None], curve[:, None], HAS_ENTROPY),
         )
         if HAS_IGNORED or DBIAS:

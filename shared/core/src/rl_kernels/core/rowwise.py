@@ -108,8 +108,13 @@ def _tree(x: torch.Tensor) -> torch.Tensor:
     return x[..., 0]
 
 
+SMALLEST_SHIFT = -1e4
+"""Natural exponents below which a power is 0 in any dtype: bounds what an infinite distance is multiplied by."""
+
+
 class SoftmaxState(NamedTuple):
-    """Softmax statistics of a stretch of each row: max, sum of e^(z - max), sum of e^(z - max) (z - max).
+    """Softmax statistics of a stretch of each row x, z = x / temperature: max x, and sums of e^(z - max z) and of that
+    times (z - max z).
 
     The last is there only where the entropy is wanted; the others have the same bits with it and without.
     """
@@ -119,44 +124,63 @@ class SoftmaxState(NamedTuple):
     weighted: torch.Tensor | None
 
 
-def softmax_state(z: torch.Tensor, *, entropy: bool) -> SoftmaxState:
-    """Return the state of ``z[N, n]``, n >= 1; a -inf entry adds nothing to it."""
-    top = z.amax(-1)
-    shifted = z - torch.where(top == -torch.inf, 0.0, top)[:, None]
+class Statistics(NamedTuple):
+    """Softmax statistics of whole rows: ``norm[N, 2]`` holds max x and the log of the sum of e^(z - max z).
+
+    The two add up to the logsumexp, which is too coarse to subtract where x is large: that is why both are kept.
+    """
+
+    norm: torch.Tensor
+    logsumexp: torch.Tensor
+    entropy: torch.Tensor | None
+
+    def logp(self, chosen: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+        """Return the log-probability of the raw value that each row selects."""
+        return (chosen - self.norm[:, 0]) / temperature[:, 0] - self.norm[:, 1]
+
+
+def softmax_state(x: torch.Tensor, temperature: torch.Tensor, *, entropy: bool) -> SoftmaxState:
+    """Return the state of ``x[N, n]``, n >= 1, with ``temperature[N, 1]``; a -inf entry adds nothing to it."""
+    top = x.amax(-1)
+    # Subtracted before it is scaled: exact for the values that count, however large they are.
+    shifted = (x - torch.where(top == -torch.inf, 0.0, top)[:, None]) / temperature
     power = shifted.exp()
-    weighted = row_sum(torch.where(z == -torch.inf, 0.0, power * shifted)) if entropy else None
+    weighted = row_sum(torch.where(power == 0, 0.0, power * shifted)) if entropy else None
     return SoftmaxState(top, row_sum(power), weighted)
 
 
-def merge(left: SoftmaxState, right: SoftmaxState) -> SoftmaxState:
+def merge(left: SoftmaxState, right: SoftmaxState, temperature: torch.Tensor) -> SoftmaxState:
     """Return the state of two stretches; not associative in the last bit, so always merge in ascending order."""
     top = torch.maximum(left.top, right.top)
-    (left_total, left_weighted), (right_total, right_weighted) = _at(left, top), _at(right, top)
+    (left_total, left_weighted), (right_total, right_weighted) = (_at(s, top, temperature) for s in (left, right))
     if left_weighted is None or right_weighted is None:
         return SoftmaxState(top, left_total + right_total, None)
     return SoftmaxState(top, left_total + right_total, left_weighted + right_weighted)
 
 
-def _at(state: SoftmaxState, top: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _at(state: SoftmaxState, top: torch.Tensor, temperature: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     # A stretch of -inf alone has sums of 0, which any finite scale leaves as they are.
-    shift = torch.where(state.top == -torch.inf, 0.0, state.top - top)
+    shift = ((state.top - top) / temperature[:, 0]).clamp(min=SMALLEST_SHIFT)
+    shift = torch.where(state.top == top, 0.0, shift)
     scale = shift.exp()
     if state.weighted is None:
         return state.total * scale, None
     return state.total * scale, (state.weighted + shift * state.total) * scale
 
 
-def finish(state: SoftmaxState) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return (logsumexp, entropy) of a whole row; NaN for a row that is all -inf or contains NaN or +inf.
+def finish(state: SoftmaxState, temperature: torch.Tensor) -> Statistics:
+    """Return the statistics of whole rows; NaN for a row that is all -inf or contains NaN or +inf.
 
     It is always the same NaN: the sign that a CPU gives one follows the place in the vector.
     """
     log_total = state.total.log()
-    lse = state.top + log_total
-    lse = torch.where((state.top == -torch.inf) | lse.isnan(), torch.nan, lse)
+    undefined = (state.top == -torch.inf) | (state.top + log_total).isnan()
+    top, log_total = (torch.where(undefined, torch.nan, value) for value in (state.top, log_total))
+    norm, lse = torch.stack((top, log_total), 1), torch.where(undefined, torch.nan, top / temperature[:, 0] + log_total)
     if state.weighted is None:
-        return lse, None
-    return lse, torch.where(lse.isnan(), torch.nan, log_total - state.weighted / state.total)
+        return Statistics(norm, lse, None)
+    entropy = torch.where(undefined, torch.nan, log_total - state.weighted / state.total)
+    return Statistics(norm, lse, entropy)
 
 
 def select(z: torch.Tensor, ids: torch.Tensor, first: int = 0) -> torch.Tensor:
@@ -172,10 +196,10 @@ def outside(ids: torch.Tensor, size: int) -> torch.Tensor:
 
 
 class LogpUpstream(NamedTuple):
-    """What ``dlogits`` needs of each row, each ``[N]``: saved statistics, and the upstream gradients that there are."""
+    """What ``dlogits`` needs of each row: saved statistics and upstream gradients, all ``[N]`` but ``norm[N, 2]``."""
 
     ids: torch.Tensor
-    logsumexp: torch.Tensor
+    norm: torch.Tensor
     entropy: torch.Tensor | None
     grad_logp: torch.Tensor | None
     grad_logsumexp: torch.Tensor | None
@@ -183,27 +207,27 @@ class LogpUpstream(NamedTuple):
 
     def rows(self, index: torch.Tensor | slice) -> LogpUpstream:
         """Return the same for some of the rows."""
-        ids, lse, *others = self
-        return LogpUpstream(ids[index], lse[index], *(None if field is None else field[index] for field in others))
+        ids, norm, *others = self
+        return LogpUpstream(ids[index], norm[index], *(None if field is None else field[index] for field in others))
 
 
-def dlogits(z: torch.Tensor, up: LogpUpstream, first: int = 0) -> torch.Tensor:
-    """Return the gradient to ``z[N, n]``, columns ``first`` to ``first + n`` of the logits after temperature.
+def dlogits(x: torch.Tensor, temperature: torch.Tensor, up: LogpUpstream, first: int = 0) -> torch.Tensor:
+    """Return the gradient to ``x[N, n]``: columns ``first`` to ``first + n``, before division by ``temperature[N, 1]``.
 
-    dz_j = g_logp (1[j = id] - p_j) + g_lse p_j - g_H p_j (z_j - lse + H).
+    dx_j = (g_logp (1[j = id] - p_j) + g_lse p_j - g_H p_j (log p_j + H)) / temperature.
     """
-    centred = z - up.logsumexp[:, None]
-    p = centred.exp()
-    dz = torch.zeros_like(z)
+    log_p = (x - up.norm[:, :1]) / temperature - up.norm[:, 1:]
+    p = log_p.exp()
+    dz = torch.zeros_like(x)
     if up.grad_logp is not None:
-        chosen = torch.arange(first, first + z.shape[1], device=z.device) == up.ids[:, None]
-        dz = up.grad_logp[:, None] * (chosen.to(z.dtype) - p)
+        chosen = torch.arange(first, first + x.shape[1], device=x.device) == up.ids[:, None]
+        dz = up.grad_logp[:, None] * (chosen.to(x.dtype) - p)
     if up.grad_logsumexp is not None:
         dz = dz + up.grad_logsumexp[:, None] * p
     if up.grad_entropy is not None and up.entropy is not None:
-        surprise = torch.where(p == 0, 0.0, p * (centred + up.entropy[:, None]))
+        surprise = torch.where(p == 0, 0.0, p * (log_p + up.entropy[:, None]))
         dz = dz - up.grad_entropy[:, None] * surprise
-    return dz
+    return dz / temperature
 
 
 def per_row(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

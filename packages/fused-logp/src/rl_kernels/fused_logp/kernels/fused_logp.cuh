@@ -48,6 +48,8 @@ struct Rows {
 struct Forward : Rows {
     const char* logits;
     float* logp;
+    Norm* norm;
+    // Written with ENTROPY alone.
     float* lse;
     float* entropy;
     float* parts;  // [units, 3, rows]: states, where they are merged by a kernel of their own
@@ -68,11 +70,13 @@ struct Forward : Rows {
 
     // The statistics of a row that selects x; 0 where it is not active.
     __device__ void write(i64 index, bool is_active, State s, float x) const {
-        Statistics found = {0.0f, 0.0f, 0.0f};
+        Statistics found = {};
         if (is_active) found = finished<ENTROPY>(s, x, inverse(index), scale(index));
         logp[index] = found.logp;
+        norm[index] = found.norm;
+        if (!ENTROPY) return;
         lse[index] = found.lse;
-        if (ENTROPY) entropy[index] = found.entropy;
+        entropy[index] = found.entropy;
     }
 };
 

@@ -9,7 +9,7 @@ using namespace rlk;
 struct Backward : Rows {
     const char* logits;
     char* out;
-    const float* lse;
+    const Norm* norm;
     const float* entropy;
     const float* grad_logp;
     const float* grad_lse;
@@ -26,7 +26,7 @@ __device__ Gradient<ENTROPY> gradient_of(const Backward& p, i64 row, i64 id) {
     const auto or_0 = [&](const float* of) { return of ? of[row] : 0.0f; };
     const float entropy = ENTROPY ? p.entropy[row] : 0.0f, g_entropy = ENTROPY ? p.grad_entropy[row] : 0.0f;
     const bool valid = id >= 0 && id < p.vocab;
-    return {p.inverse(row), p.lse[row], entropy, or_0(p.grad_logp), or_0(p.grad_lse), g_entropy, valid};
+    return {p.inverse(row), p.norm[row], entropy, or_0(p.grad_logp), or_0(p.grad_lse), g_entropy, valid};
 }
 
 // `value(x, column)` of each column from first to last; where `reads` is false, x is not read.

@@ -8,7 +8,7 @@ using namespace rlk;
 
 // ENTROPY: an upstream gradient of the entropy is there. A missing upstream gradient is null and counts as 0.
 struct Args : Inputs {
-    const float* lse;
+    const Norm* norm;
     const float* entropy;
     const float* grad_logp;
     const float* grad_lse;
@@ -49,7 +49,7 @@ struct Row {
         if (valid) target = static_cast<int>(id) - column;
         const auto or_0 = [&](const float* of) { return of ? of[row] : 0.0f; };
         const float entropy = ENTROPY ? p.entropy[row] : 0.0f, g_entropy = ENTROPY ? p.grad_entropy[row] : 0.0f;
-        gradient = {p.inverse(row), p.lse[row], entropy, or_0(p.grad_logp), or_0(p.grad_lse), g_entropy, valid};
+        gradient = {p.inverse(row), p.norm[row], entropy, or_0(p.grad_logp), or_0(p.grad_lse), g_entropy, valid};
     }
 };
 

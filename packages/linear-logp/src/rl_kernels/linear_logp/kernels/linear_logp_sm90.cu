@@ -12,6 +12,8 @@ struct Args : Inputs {
     float* chosen;  // [rows]: the logit that each row selects, before the temperature
     float* parts;   // [columns / (256 blocks), 3, rows]: states
     float* logp;
+    Norm* norm;
+    // Written with ENTROPY alone.
     float* lse;
     float* entropy;
     // Of a part, 1 or 4.
@@ -52,14 +54,14 @@ __device__ State state_of(const Sums& d, float c) {
     top = fmaxf(top, other);
     top = fmaxf(top, __shfl_xor_sync(ALL, top, 1));
     top = fmaxf(top, __shfl_xor_sync(ALL, top, 2));
-    const float r = reference_of(top, c);
+    const Exponents exponents(top, c);
     float sum[4] = {}, product[4] = {};
 #pragma unroll
     for (int j = 0; j < TILE_N / 8; ++j) {
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
             const int lane = j % 2 * 2 + k;
-            const float exponent = __fmaf_rn(at(j, k), c, -r), power = exp2_fast(exponent);
+            const float exponent = exponents.at(at(j, k)), power = exp2_fast(exponent);
             sum[lane] = __fadd_rn(sum[lane], power);
             if (ENTROPY) product[lane] = __fmaf_rn(power, fmaxf(exponent, LEAST), product[lane]);
         }
@@ -160,11 +162,13 @@ extern "C" __global__ void __launch_bounds__(256) finish(Args p) {
     const auto write = [&](Statistics found) {
         if (threadIdx.x % WARP) return;
         p.logp[row] = found.logp;
+        p.norm[row] = found.norm;
+        if (!ENTROPY) return;
         p.lse[row] = found.lse;
-        if (ENTROPY) p.entropy[row] = found.entropy;
+        p.entropy[row] = found.entropy;
     };
     // Its states may never have been formed.
-    if (p.ignored(row)) return write({0.0f, 0.0f, 0.0f});
+    if (p.ignored(row)) return write({});
     const int parts = p.across();
     const float c = p.scale(row);
     const auto load = [&](int part) {

@@ -19,6 +19,13 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 LEAST = tl.constexpr(-1.0e30)
 """Stands for an exponent of -inf where it is multiplied by its power, 0."""
+FAR = tl.constexpr(2147483648.0)
+"""2^31. A reference as large as that is too coarse for exponents, or infinite; but then neighbouring values of x lie so
+far apart that the largest alone count."""
+LEAST_SHIFT = tl.constexpr(-256.0)
+"""Bounds what a state's exponents move by: its power is 0, and a product with it is finite."""
+LOW_EXPONENT, HIGH_EXPONENT = tl.constexpr(30 << 23), tl.constexpr(254 << 23)
+"""Bits of 2^-97, below which no value is far, and of 2^127."""
 
 
 @triton.jit
@@ -28,19 +35,30 @@ def empty():
 
 
 @triton.jit
-def reference_of(top, c):
-    """Return r of a state; 0 for a stretch of -inf alone."""
-    return tl.where(top == float("-inf"), 0.0, product(top, c))
+def exponents_of(top, c):
+    """Return (factor, r): the exponent of x is ``x factor - r``, mostly ``x c - r``.
+
+    Far from 0 the factor is a power of two by which products are exact: the exponent is 0 where x is the largest value,
+    and of no account elsewhere.
+    """
+    r = product(top, c)
+    is_far = tl.abs(r) >= FAR
+    # The power of two that brings the largest value to 2^30 .. 2^31.
+    exponent = tl.maximum(top.to(tl.int32, bitcast=True) & 0x7F800000, LOW_EXPONENT)
+    exact = (-(exponent - LOW_EXPONENT) + HIGH_EXPONENT).to(tl.float32, bitcast=True)
+    # Of a stretch of -inf alone all powers are 0.
+    far = tl.where(top == float("-inf"), 0.0, product(top, exact))
+    return tl.where(is_far, exact, c), tl.where(is_far, far, r)
 
 
 @triton.jit
 def add_block(x, c, top, total, weighted, ENTROPY: tl.constexpr):
     """Take a block of raw values into a running state."""
     new = tl.maximum(top, tl.max(x, 0))
-    r = reference_of(new, c)
-    exponent = fma(x, c, -r)
+    factor, r = exponents_of(new, c)
+    exponent = fma(x, factor, -r)
     power = tl.exp2(exponent)
-    shift, scale = _shift(top, c, r)
+    shift, scale = _shift(top, new, c)
     if ENTROPY:
         block = tl.sum(power * tl.maximum(exponent, LEAST), 0)
         weighted = fma(fma(shift, total, weighted), scale, block)
@@ -51,8 +69,8 @@ def add_block(x, c, top, total, weighted, ENTROPY: tl.constexpr):
 def rows_state(x, c, ENTROPY: tl.constexpr):
     """Return the states of the rows of ``x[rows, columns]``, whose factors are ``c[rows]``."""
     top = tl.max(x, 1)
-    r = reference_of(top, c)
-    exponent = fma(x, c[:, None], -r[:, None])
+    factor, r = exponents_of(top, c)
+    exponent = fma(x, factor[:, None], -r[:, None])
     power = tl.exp2(exponent)
     weighted = tl.zeros_like(top)
     if ENTROPY:
@@ -61,9 +79,14 @@ def rows_state(x, c, ENTROPY: tl.constexpr):
 
 
 @triton.jit
-def _shift(top, c, r):
-    """Return what exponents move by when a state's reference becomes ``r``, and the power of two that is."""
-    shift = tl.where(top == float("-inf"), 0.0, reference_of(top, c) - r)
+def _shift(top, new, c):
+    """Return what exponents move by when ``new`` is a state's largest value, and the power of two that is.
+
+    Of infinite numbers the difference may be none: then all that moves is too small to count, as the bound is.
+    """
+    shift = product(top, c) - product(new, c)
+    shift = tl.where(shift > LEAST_SHIFT, shift, LEAST_SHIFT)
+    shift = tl.where(top == new, 0.0, shift)
     return shift, tl.exp2(shift)
 
 
@@ -71,9 +94,8 @@ def _shift(top, c, r):
 def merge(top, total, weighted, other_top, other_total, other_weighted, c, ENTROPY: tl.constexpr):
     """Return the state of two stretches; not associative in the last bit, so always merge in ascending order."""
     new = tl.maximum(top, other_top)
-    r = reference_of(new, c)
-    shift, scale = _shift(top, c, r)
-    other_shift, other_scale = _shift(other_top, c, r)
+    shift, scale = _shift(top, new, c)
+    other_shift, other_scale = _shift(other_top, new, c)
     if ENTROPY:
         other = fma(other_shift, other_total, other_weighted) * other_scale
         weighted = fma(fma(shift, total, weighted), scale, other)
@@ -82,13 +104,12 @@ def merge(top, total, weighted, other_top, other_total, other_weighted, c, ENTRO
 
 @triton.jit
 def finish(top, total, weighted, inv):
-    """Return (log of the sum of e^(z - max z), logsumexp, entropy) of a whole row; NaN for a row that is all -inf."""
-    c = inv * LOG2E
-    r = reference_of(top, c)
+    """Return (max x, log of the sum of e^(z - max z), logsumexp, entropy) of a whole row; NaN if it is all -inf."""
+    factor, r = exponents_of(top, inv * LOG2E)
     top = tl.where(top == float("-inf"), float("nan"), top)
-    log_total = LN2 * (tl.log2(total) - fma(top, c, -r))
+    log_total = LN2 * (tl.log2(total) - fma(top, factor, -r))
     entropy = LN2 * (tl.log2(total) - weighted / total)
-    return log_total, fma(top, inv, log_total), entropy
+    return top, log_total, fma(top, inv, log_total), entropy
 
 
 @triton.jit
@@ -128,13 +149,24 @@ def merge_parts(parts, begin, end, count, rows, here, c, ENTROPY: tl.constexpr):
 
 
 @triton.jit
-def store_statistics(x, top, total, weighted, inv, logp, lse, entropy, rows, here, active, ENTROPY: tl.constexpr):
-    """Write the statistics of rows whose selected raw value is x; 0 where a row is not active."""
-    log_total, row_lse, row_entropy = finish(top, total, weighted, inv)
+def store_statistics(x, top, total, weighted, inv, logp, norm, lse, entropy, rows, here, active, ENTROPY: tl.constexpr):
+    """Write the statistics of rows whose selected raw value is x; 0 where a row is not active.
+
+    ``norm[row, 2]`` is what ``load_norm`` reads: their sum, the logsumexp, has too few digits where x is large.
+    """
+    top, log_total, row_lse, row_entropy = finish(top, total, weighted, inv)
     tl.store(logp + rows, tl.where(active, fma(x - top, inv, -log_total), 0.0), mask=here)
-    tl.store(lse + rows, tl.where(active, row_lse, 0.0), mask=here)
+    tl.store(norm + 2 * rows, tl.where(active, top, 0.0), mask=here)
+    tl.store(norm + 2 * rows + 1, tl.where(active, log_total, 0.0), mask=here)
     if ENTROPY:
+        tl.store(lse + rows, tl.where(active, row_lse, 0.0), mask=here)
         tl.store(entropy + rows, tl.where(active, row_entropy, 0.0), mask=here)
+
+
+@triton.jit
+def load_norm(norm, rows, here):
+    """Return the largest raw value of rows, and the log of the sum of e^(z - max z)."""
+    return tl.load(norm + 2 * rows, mask=here, other=0.0), tl.load(norm + 2 * rows + 1, mask=here, other=0.0)
 
 
 @triton.jit
@@ -161,17 +193,19 @@ def upstream_of(
 
 
 @triton.jit
-def dlogits(x, selected, rest, inv, lse, entropy, chosen, slope, curve, HAS_ENTROPY: tl.constexpr):
-    """Return dx_j = g_logp (1[j is selected] - p_j) + g_lse p_j - g_H p_j (z_j - lse + H), all over the temperature.
+def dlogits(x, selected, rest, c, top, log_total, entropy, chosen, slope, curve, HAS_ENTROPY: tl.constexpr):
+    """Return dx_j = g_logp (1[j is selected] - p_j) + g_lse p_j - g_H p_j (log p_j + H), all over the temperature.
 
     ``rest`` is what is added where j is not selected: 0, or NaN for a row that has no gradient.
     """
-    d = fma(x, inv, -lse)
-    p = tl.exp2(d * LOG2E)
+    # The difference is exact for the values that count, however large they are.
+    log_p = fma(x - top, c, -(log_total * LOG2E))
+    p = tl.exp2(log_p)
     if HAS_ENTROPY:
         # Where p is 0 its factor may be infinite.
         target = tl.where(selected, chosen, rest)
-        return tl.where(p == 0.0, target, fma(p, fma(d + entropy, -curve, slope), target))
+        surprise = log_p + product(entropy, tl.zeros_like(entropy) + LOG2E)
+        return tl.where(p == 0.0, target, fma(p, fma(surprise, -(curve * LN2), slope), target))
     else:
         return fma(p, slope + rest, tl.where(selected, chosen, 0.0))
 

@@ -1,8 +1,9 @@
 // Softmax statistics of a row in base 2, formed by lanes, merged over a warp and over segments, in fixed order.
 //
 // A state is (top, total, weighted) of a stretch of raw values x, whose logits are z = x * inv: the largest x, the sum of
-// 2^(x c - r) and of 2^(x c - r) (x c - r), where c = inv log2(e) and the reference r = round(top c). Every rounding is
-// written out (and fmad is off), so that equal values give equal bits in every kernel.
+// 2^(x c - r) and of 2^(x c - r) (x c - r), where c = inv log2(e) and the reference r = round(top c). Far from 0, r is too
+// coarse for exponents, or infinite; there they are formed as Exponents says. Every rounding is written out (and fmad is
+// off), so that equal values give equal bits in every kernel.
 #pragma once
 
 #include <rl_kernels/number.cuh>
@@ -13,6 +14,10 @@ constexpr float LOG2E = 1.4426950408889634f;
 constexpr float LN2 = 0.6931471805599453f;
 // Stands for an exponent of -inf where it is multiplied by its power, 0.
 constexpr float LEAST = -1.0e30f;
+// A reference as large as this is far from 0.
+constexpr float FAR = 2147483648.0f;
+// Bounds what a state's exponents move by: its power is 0, and a product with it is finite.
+constexpr float LEAST_SHIFT = -256.0f;
 
 struct State {
     float top, total, weighted;
@@ -21,12 +26,27 @@ struct State {
 // The state of nothing.
 __device__ inline State empty() { return {-infinity(), 0.0f, 0.0f}; }
 
-// r of a state; 0 for a stretch of -inf alone.
-__device__ inline float reference_of(float top, float c) { return top == -infinity() ? 0.0f : __fmul_rn(top, c); }
+// The exponent of x is x * factor - reference, mostly x * c - r. Far from 0, neighbouring values of x lie so far apart that
+// the largest alone count: factor is then a power of two by which products are exact, so that the exponent is 0 where x is
+// the largest value, and too small to count elsewhere.
+struct Exponents {
+    float factor, reference;
 
-// What exponents move by when a state's reference becomes r.
-__device__ inline float shift_to(float r, float top, float c) {
-    return top == -infinity() ? 0.0f : __fsub_rn(reference_of(top, c), r);
+    __device__ Exponents(float top, float c) : factor(c), reference(__fmul_rn(top, c)) {
+        if (fabsf(reference) >= FAR) {
+            // It brings the largest value to 2^30 .. 2^31.
+            factor = __uint_as_float((284u << 23) - (__float_as_uint(top) & 0x7f800000u));
+            // Of a stretch of -inf alone all powers are 0.
+            reference = top == -infinity() ? 0.0f : __fmul_rn(top, factor);
+        }
+    }
+    __device__ float at(float x) const { return __fmaf_rn(x, factor, -reference); }
+};
+
+// What a state's exponents move by when `to` is the largest value. Of infinite numbers the difference may be none: then all
+// that moves is too small to count, as the bound is.
+__device__ inline float shift_to(float to, float top, float c) {
+    return top == to ? 0.0f : fmaxf(__fsub_rn(__fmul_rn(top, c), __fmul_rn(to, c)), LEAST_SHIFT);
 }
 
 __device__ inline float pairs(const float (&x)[4]) { return __fadd_rn(__fadd_rn(x[0], x[1]), __fadd_rn(x[2], x[3])); }
@@ -44,7 +64,7 @@ __device__ inline void add(State& s, const u32 (&words)[N], float c) {
     T::unpack(T::larger(most[0], most[1]), largest);
 #pragma unroll
     for (int k = 0; k < PER; ++k) top = fmaxf(top, largest[k]);
-    const float r = reference_of(top, c);
+    const Exponents exponents(top, c);
     float sum[4] = {}, product[4] = {};
 #pragma unroll
     for (int i = 0; i < N; ++i) {
@@ -53,13 +73,13 @@ __device__ inline void add(State& s, const u32 (&words)[N], float c) {
 #pragma unroll
         for (int k = 0; k < PER; ++k) {
             const int lane = (i * PER + k) % 4;
-            const float exponent = __fmaf_rn(x[k], c, -r);
+            const float exponent = exponents.at(x[k]);
             const float power = exp2_fast(exponent);
             sum[lane] = __fadd_rn(sum[lane], power);
             if (HasEntropy) product[lane] = __fmaf_rn(power, exponent, product[lane]);
         }
     }
-    const float shift = shift_to(r, s.top, c), scale = exp2_fast(shift);
+    const float shift = shift_to(top, s.top, c), scale = exp2_fast(shift);
     if (HasEntropy) {
         float block = pairs(product);
         // Only -inf, whose exponent is multiplied by its power, 0, makes NaN of what is none: rare enough to go again.
@@ -73,7 +93,7 @@ __device__ inline void add(State& s, const u32 (&words)[N], float c) {
                 T::unpack(words[i] ^ zero, x);
 #pragma unroll
                 for (int k = 0; k < PER; ++k) {
-                    const float exponent = __fmaf_rn(x[k], c, -r);
+                    const float exponent = exponents.at(x[k]);
                     float& lane = again[(i * PER + k) % 4];
                     lane = __fmaf_rn(exp2_fast(exponent), fmaxf(exponent, LEAST), lane);
                 }
@@ -89,9 +109,9 @@ __device__ inline void add(State& s, const u32 (&words)[N], float c) {
 // The state of two stretches; not associative in the last bit, so always merge in ascending order.
 template <bool HasEntropy>
 __device__ inline State merged(State a, State b, float c) {
-    const float top = fmaxf(a.top, b.top), r = reference_of(top, c);
-    const float shift = shift_to(r, a.top, c), scale = exp2_fast(shift);
-    const float other_shift = shift_to(r, b.top, c), other_scale = exp2_fast(other_shift);
+    const float top = fmaxf(a.top, b.top);
+    const float shift = shift_to(top, a.top, c), scale = exp2_fast(shift);
+    const float other_shift = shift_to(top, b.top, c), other_scale = exp2_fast(other_shift);
     State s = {top, __fmaf_rn(a.total, scale, __fmul_rn(b.total, other_scale)), 0.0f};
     if (HasEntropy) {
         const float other = __fmul_rn(__fmaf_rn(other_shift, b.total, b.weighted), other_scale);
@@ -106,7 +126,7 @@ __device__ inline State over_warp(State s, float c) {
     float top = s.top;
 #pragma unroll
     for (int apart = WARP / 2; apart; apart /= 2) top = fmaxf(top, __shfl_xor_sync(ALL, top, apart));
-    const float shift = shift_to(reference_of(top, c), s.top, c), scale = exp2_fast(shift);
+    const float shift = shift_to(top, s.top, c), scale = exp2_fast(shift);
     float total = __fmul_rn(s.total, scale);
     float weighted = HasEntropy ? __fmul_rn(__fmaf_rn(shift, s.total, s.weighted), scale) : 0.0f;
 #pragma unroll
@@ -126,42 +146,52 @@ __device__ inline State over_states(int count, float c, Load load) {
     return over_warp<HasEntropy>(s, c);
 }
 
+// Of a row: the log of the sum of e^(z - max z), and the largest raw value. Their sum is the logsumexp, which is too coarse
+// to subtract where that value is large.
+struct Norm {
+    float top, log_total;
+};
+
 struct Statistics {
     float logp, lse, entropy;
+    Norm norm;
 };
 
 // The statistics of a whole row whose selected raw value is x; NaN for a row that is all -inf.
 template <bool HasEntropy>
 __device__ inline Statistics finished(State s, float x, float inv, float c) {
-    const float r = reference_of(s.top, c);
+    const Exponents exponents(s.top, c);
     const float top = s.top == -infinity() ? not_a_number() : s.top;
     const float log_sum = log2f(s.total);
-    const float log_total = __fmul_rn(LN2, __fsub_rn(log_sum, __fmaf_rn(top, c, -r)));
-    Statistics found = {__fmaf_rn(__fsub_rn(x, top), inv, -log_total), __fmaf_rn(top, inv, log_total), 0.0f};
+    const float log_total = __fmul_rn(LN2, __fsub_rn(log_sum, exponents.at(top)));
+    const float logp = __fmaf_rn(__fsub_rn(x, top), inv, -log_total);
+    Statistics found = {logp, __fmaf_rn(top, inv, log_total), 0.0f, {top, log_total}};
     if (HasEntropy) found.entropy = __fmul_rn(LN2, __fsub_rn(log_sum, __fdiv_rn(s.weighted, s.total)));
     return found;
 }
 
-// The gradient to a row's raw values: dx_j = g_logp (1[j is selected] - p_j) + g_lse p_j - g_H p_j (z_j - lse + H), all over
-// the temperature; NaN where the row selects what is no column.
+// The gradient to a row's raw values: dx_j = g_logp (1[j is selected] - p_j) + g_lse p_j - g_H p_j (log p_j + H), all over
+// the temperature, logarithms in base 2; NaN where the row selects what is no column.
 template <bool HasEntropy>
 struct Gradient {
-    float inv, lse, entropy, chosen, slope, curve, rest;
+    float c, top, log_total, entropy, chosen, slope, curve, rest;
 
     Gradient() = default;
-    __device__ Gradient(float inv, float lse, float entropy, float g_logp, float g_lse, float g_entropy, bool valid)
-        : inv(inv), lse(lse), entropy(entropy), chosen(__fmul_rn(g_logp, inv)),
-          slope(__fmul_rn(__fsub_rn(g_lse, g_logp), inv)), curve(__fmul_rn(g_entropy, inv)),
+    __device__ Gradient(float inv, Norm norm, float entropy, float g_logp, float g_lse, float g_entropy, bool valid)
+        : c(__fmul_rn(inv, LOG2E)), top(norm.top), log_total(__fmul_rn(norm.log_total, LOG2E)),
+          entropy(__fmul_rn(entropy, LOG2E)), chosen(__fmul_rn(g_logp, inv)),
+          slope(__fmul_rn(__fsub_rn(g_lse, g_logp), inv)), curve(__fmul_rn(__fmul_rn(g_entropy, inv), LN2)),
           rest(valid ? 0.0f : not_a_number()) {
         if (!HasEntropy) slope = __fadd_rn(slope, rest);
     }
     __device__ float at(float x, bool selected) const {
-        const float d = __fmaf_rn(x, inv, -lse), power = exp2_fast(__fmul_rn(d, LOG2E));
+        // The difference is exact for the values that count, however large they are.
+        const float log_p = __fmaf_rn(__fsub_rn(x, top), c, -log_total), power = exp2_fast(log_p);
         if (!HasEntropy) return __fmaf_rn(power, slope, selected ? chosen : 0.0f);
         // Where the probability is 0 its factor may be infinite.
         const float target = selected ? chosen : rest;
         if (power == 0.0f) return target;
-        return __fmaf_rn(power, __fmaf_rn(__fadd_rn(d, entropy), -curve, slope), target);
+        return __fmaf_rn(power, __fmaf_rn(__fadd_rn(log_p, entropy), -curve, slope), target);
     }
 };
 
