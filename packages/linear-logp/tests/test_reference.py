@@ -69,3 +69,17 @@ def test_logits_are_not_rounded_to_the_dtype_of_the_inputs(dtype: torch.dtype) -
     )
     assert logp.dtype == torch.float32
     torch.testing.assert_close(logp.double(), exact, atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_gradient_of_the_logits_is_rounded_before_the_products(dtype: torch.dtype) -> None:
+    hidden = torch.tensor([[1.0], [-1.0]], dtype=dtype)
+    weight = torch.tensor([[0.0], [0.125]], dtype=dtype, requires_grad=True)
+    bias = torch.zeros(2, requires_grad=True)
+    logp = linear_logp(hidden, weight, torch.tensor([0, 0]), bias)
+    dweight, dbias = torch.autograd.grad(logp.sum(), (weight, bias))
+    dz = 1 - (hidden.float() @ weight.detach().float().T).softmax(-1)[:, 0]
+    rounded = dz.to(dtype).float()
+    assert dweight[0, 0] == (rounded[0] - rounded[1]).to(dtype)
+    assert dweight[0, 0] != (dz[0] - dz[1]).to(dtype)
+    torch.testing.assert_close(dbias[0], dz.sum())

@@ -35,8 +35,8 @@ _SOFTMAX = (
     Bug("logarithm of the probability", "rowwise.select(z, ids) - lse)", "(rowwise.select(z, ids) - lse).exp().log())"),
     Bug(
         "a row of -inf has a logsumexp",
-        "lse = torch.where(state.top == -torch.inf, torch.nan, state.top + log_total)",
-        "lse = state.top + log_total",
+        "(state.top == -torch.inf) | lse.isnan()",
+        "lse.isnan()",
     ),
     Bug("logsumexp rounded to BF16", "values = [torch", "lse = lse.bfloat16().to(z.dtype); values = [torch"),
 )
