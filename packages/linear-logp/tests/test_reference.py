@@ -73,13 +73,15 @@ def test_logits_are_not_rounded_to_the_dtype_of_the_inputs(dtype: torch.dtype) -
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_gradient_of_the_logits_is_rounded_before_the_products(dtype: torch.dtype) -> None:
-    hidden = torch.tensor([[1.0], [-1.0]], dtype=dtype)
-    weight = torch.tensor([[0.0], [0.125]], dtype=dtype, requires_grad=True)
-    bias = torch.zeros(2, requires_grad=True)
-    logp = linear_logp(hidden, weight, torch.tensor([0, 0]), bias)
-    dweight, dbias = torch.autograd.grad(logp.sum(), (weight, bias))
-    dz = 1 - (hidden.float() @ weight.detach().float().T).softmax(-1)[:, 0]
-    rounded = dz.to(dtype).float()
-    assert dweight[0, 0] == (rounded[0] - rounded[1]).to(dtype)
-    assert dweight[0, 0] != (dz[0] - dz[1]).to(dtype)
-    torch.testing.assert_close(dbias[0], dz.sum())
+    hidden, weight, ids, bias = _call(dtype)
+    leaves = weight.requires_grad_(), bias.float().requires_grad_()
+    logp = linear_logp(hidden, leaves[0], ids, leaves[1])
+    dweight, dbias = torch.autograd.grad(logp.sum(), leaves)
+
+    rows = hidden.float().flatten(0, 1)
+    z = rows @ weight.detach().float().T + bias.float()
+    dz = F.one_hot(ids.flatten(), len(weight)) - z.softmax(-1)
+    exact, rounded = dz.T @ rows, dz.to(dtype).float().T @ rows
+    torch.testing.assert_close(dweight, rounded.to(dtype), atol=0, rtol=torch.finfo(dtype).eps)
+    assert (dweight.float() - rounded).norm() < (dweight.float() - exact).norm()
+    torch.testing.assert_close(dbias, dz.sum(0))
