@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from rl_kernels.core.check.compare import bits
+from rl_kernels.core.testing.references import bits_of
 from rl_kernels.fused_logp import fused_logp
 
 IGNORED = -100
@@ -173,3 +174,17 @@ def test_gradient_of_one_statistic_alone(wanted):
     gold = fused_logp(exact, ids, return_stats=True, output_dtype=torch.float64)
     expected = torch.autograd.grad(getattr(gold, wanted).sum(), exact)[0]
     torch.testing.assert_close(found, expected.float(), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 7, 33])
+def test_a_row_that_is_no_distribution_has_one_nan_wherever_it_stands(vocab):
+    bad = torch.full((1, vocab), -torch.inf)
+    bad[0, -1] = torch.inf
+    wanted = bits_of(torch.tensor(torch.nan))
+    for rows in (1, 2, 5, 8, 9, 17):
+        logits = bad.repeat(rows, 1).requires_grad_()
+        ids = torch.zeros(rows, dtype=torch.int64)
+        results = fused_logp(logits, ids, return_stats=True, backend="native")
+        (gradient,) = torch.autograd.grad(sum(each.sum() for each in results), logits)
+        for found in (*results, gradient):
+            assert (bits_of(found.detach()) == wanted).all(), (rows, found)

@@ -1,5 +1,10 @@
 """The benchmark of grpo_loss on tiny shapes."""
 
+import json
+
+import pytest
+
+from rl_kernels.core.bench import cli
 from rl_kernels.core.bench.conformance import BenchConformance
 from rl_kernels.core.bench.definition import Shape
 from rl_kernels.grpo_loss.bench import BENCH, TYPES
@@ -27,3 +32,49 @@ def test_the_floor_is_13_bytes_a_token_and_25_with_the_gradient():
     forward, both = BENCH.passes(Shape((512, 16, 4096)), 4).values()
     tokens = 512 * 16 * 4096
     assert (forward.work.bytes, both.work.bytes) == (13 * tokens, 25 * tokens)
+
+
+def bench(file, *arguments):
+    """Run ``rl-kernels bench`` on one tiny shape; return the exit status and the records."""
+    always = ["--device", "cpu", "--iters", "1", "--warmup", "0", "--json", str(file), "--op", "grpo_loss"]
+    status = cli.main([*always, "--shapes", "2x3x5", "--compare", "eager", *arguments])
+    return status, json.loads(file.read_text(), parse_constant=pytest.fail)["records"] if status != 2 else []
+
+
+@pytest.mark.parametrize("beta", [0, 0.3])
+def test_options_are_flags(tmp_path, beta):
+    status, records = bench(tmp_path / "bench.json", "--clip-eps", "0.1", "--beta", str(beta))
+    assert status == 0
+    assert [record["implementation"] for record in records] == ["rl-kernels", "eager"]
+    for record in records:
+        assert record["options"] == {"clip_eps": 0.1, "beta": beta}
+        assert record["shape"] == f"2x3x5 clip_eps=0.1, beta={beta}"
+        assert len(record["passes"]) == 2
+
+
+def test_without_a_kl_no_reference_is_read():
+    with_kl, without = (BENCH.with_options(Shape((2, 3, 5)), {"beta": beta}) for beta in (0.1, 0.0))
+    (forward, _), (least, _) = (BENCH.passes(shape, 4).values() for shape in (with_kl, without))
+    assert (forward.work.bytes, least.work.bytes) == (13 * 30, 9 * 30)
+    back = BENCH.with_options(without, {"beta": 0.1})
+    assert back.options == with_kl.options
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--clip-eps", "-1"], "argument --clip-eps: expected a finite number >= 0, got '-1'"),
+        (["--eps", "0"], "argument --eps: expected a finite number > 0, got '0'"),
+        (["--beta", "nan"], "argument --beta: expected a finite number >= 0, got 'nan'"),
+        (["--clip-eps", "0.1", "--clip-low", "0.1"], "grpo_loss 2x3x5 clip_eps=0.1, clip_low=0.1: clip_eps: expected"),
+        (["--temperature", "2"], "unrecognized arguments: --temperature 2; of options, grpo_loss has --clip-eps,"),
+    ],
+)
+def test_options_out_of_range_are_one_line(tmp_path, capsys, arguments, message):
+    try:
+        status, _ = bench(tmp_path / "bench.json", *arguments)
+    except SystemExit as error:
+        status = error.code
+    out, err = capsys.readouterr()
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert message in err

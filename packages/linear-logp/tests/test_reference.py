@@ -69,3 +69,19 @@ def test_logits_are_not_rounded_to_the_dtype_of_the_inputs(dtype: torch.dtype) -
     )
     assert logp.dtype == torch.float32
     torch.testing.assert_close(logp.double(), exact, atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_gradient_of_the_logits_is_rounded_before_the_products(dtype: torch.dtype) -> None:
+    hidden, weight, ids, bias = _call(dtype)
+    leaves = weight.requires_grad_(), bias.float().requires_grad_()
+    logp = linear_logp(hidden, leaves[0], ids, leaves[1])
+    dweight, dbias = torch.autograd.grad(logp.sum(), leaves)
+
+    rows = hidden.float().flatten(0, 1)
+    z = rows @ weight.detach().float().T + bias.float()
+    dz = F.one_hot(ids.flatten(), len(weight)) - z.softmax(-1)
+    exact, rounded = dz.T @ rows, dz.to(dtype).float().T @ rows
+    torch.testing.assert_close(dweight, rounded.to(dtype), atol=0, rtol=torch.finfo(dtype).eps)
+    assert (dweight.float() - rounded).norm() < (dweight.float() - exact).norm()
+    torch.testing.assert_close(dbias, dz.sum(0))

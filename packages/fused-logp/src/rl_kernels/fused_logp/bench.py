@@ -10,6 +10,7 @@ from rl_kernels.core.bench.definition import (
     GOALS,
     SMALL,
     Benchmark,
+    Option,
     Pass,
     Peer,
     Shape,
@@ -18,6 +19,7 @@ from rl_kernels.core.bench.definition import (
     forward_and_backward,
     plain,
 )
+from rl_kernels.core.command import number
 from rl_kernels.core.testing import IGNORED, Case
 from rl_kernels.fused_logp.transforms import ROWS
 
@@ -44,10 +46,13 @@ SETS = {
 }
 
 
-def eager(logits: torch.Tensor, token_ids: torch.Tensor, *, ignore_index: int | None = None) -> torch.Tensor:
+def eager(
+    logits: torch.Tensor, token_ids: torch.Tensor, *, ignore_index: int | None = None, temperature: float = 1.0
+) -> torch.Tensor:
     """Return log-probabilities as trainers write them: the logits in FP32, and all of their log-softmax."""
     ids = token_ids if ignore_index is None else token_ids.clamp(min=0)
-    logp = torch.log_softmax(logits.float(), -1).gather(-1, ids[..., None]).squeeze(-1)
+    z = logits.float() if temperature == 1.0 else logits.float() / temperature
+    logp = torch.log_softmax(z, -1).gather(-1, ids[..., None]).squeeze(-1)
     return logp if ignore_index is None else logp.masked_fill(token_ids == ignore_index, 0)
 
 
@@ -96,4 +101,7 @@ BENCH = Benchmark(
         "quack": Peer(quack, "quack-kernels"),
     },
     rows={"": ROWS},
+    options={
+        "temperature": Option(number(above=0), "divides the logits"),
+    },
 )

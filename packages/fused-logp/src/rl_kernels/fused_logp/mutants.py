@@ -35,8 +35,8 @@ _SOFTMAX = (
     Bug("logarithm of the probability", "torch.nan, logp)", "torch.nan, logp.exp().log())"),
     Bug(
         "a row of -inf has a logsumexp",
-        "top = torch.where(state.top == -torch.inf, torch.nan, state.top)",
-        "top = state.top",
+        "undefined = (state.top == -torch.inf) | (state.top + log_total).isnan()",
+        "undefined = (state.top + log_total).isnan() & (state.top != -torch.inf)",
     ),
     Bug(
         "logsumexp rounded to BF16",

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 from rl_kernels.core.bench.definition import (
     GOALS,
     SMALL,
     Benchmark,
+    Option,
     Pass,
     Shape,
     Work,
@@ -15,6 +19,7 @@ from rl_kernels.core.bench.definition import (
     forward_and_backward,
     plain,
 )
+from rl_kernels.core.command import number
 from rl_kernels.core.testing import Case
 from rl_kernels.grpo_loss.outputs import GRPOLossOutput
 
@@ -113,6 +118,12 @@ def _weighted(
     return torch.min(ratio * a, ratio.clamp(1 - clip_eps, 1 + clip_eps) * a)
 
 
+def with_beta(options: Mapping[str, Any], beta: float) -> Mapping[str, Any]:
+    """Return the options of a case with this weight of the KL: without one, no reference is read or needed."""
+    others = {name: value for name, value in options.items() if name != "ref"}
+    return {**others, "beta": beta, **({} if beta else {"ref": None})}
+
+
 def passes(shape: Shape, itemsize: int) -> dict[str, Pass]:
     """Read each token's log-probabilities and mask; for the gradient write it, then read and write it to scale it."""
     prompts, samples, length = shape.sizes
@@ -129,4 +140,12 @@ BENCH = Benchmark(
     passes=passes,
     peers={"eager": plain(eager, "mean over tokens, as trainers write it"), "compile": compiled(eager)},
     dtype="fp32",
+    options={
+        "clip_eps": Option(number(least=0), "half-width of the clipping range"),
+        "clip_low": Option(number(least=0), "how far below 1 the ratio is clipped"),
+        "clip_high": Option(number(least=0), "how far above 1 the ratio is clipped"),
+        "beta": Option(number(least=0), "weight of the KL; with 0 there is no reference policy", with_beta),
+        "eps": Option(number(above=0), "least standard deviation of a group"),
+        "delta": Option(number(above=0), "cap of the ratio in the unclipped branch, for types that clip"),
+    },
 )

@@ -21,6 +21,16 @@ def _type(match: str, **options: Any) -> Row:
     return f"{options}", given(**options), TypeError, match
 
 
+def _too_many(name: str, dims: int) -> Change:
+    """Give an argument of one more sequence than there are."""
+
+    def change(inputs: Inputs) -> Inputs:
+        logps = inputs["current_logps"]
+        return {**inputs, name: logps.new_ones((len(logps) + 1, *logps.shape[1:])[:dims])}
+
+    return change
+
+
 def _packed(**changes: Any) -> Change:
     """Pack the sequences of a good call whole, with what is wrong about it."""
 
@@ -51,7 +61,7 @@ PACKING: list[Row] = [
         ValueError,
         "current_logps: expected 1 dims",
     ),
-    ("max_seqlen too small", _packed(max_seqlen=1), ValueError, "max_seqlen: expected at least "),
+    ("max_seqlen too small", _packed(max_seqlen=lambda x: int(x[1]) - 1), ValueError, "max_seqlen: expected at least "),
     ("max_seqlen negative", _packed(max_seqlen=-1), ValueError, "max_seqlen: expected an integer >= 0"),
     ("max_seqlen of 70 bits", _packed(max_seqlen=2**70), ValueError, "max_seqlen: expected an integer <="),
     ("max_seqlen a fraction", _packed(max_seqlen=2.0), TypeError, "max_seqlen: expected an integer"),
@@ -60,7 +70,7 @@ PACKING: list[Row] = [
 ROLLOUT: list[Row] = [
     ("rollout_ratio a number", given(rollout_ratio=1.0), TypeError, "rollout_ratio: expected a tensor"),
     ("rollout_ratio of no dims", given(rollout_ratio=torch.ones(())), ValueError, "rollout_ratio: expected at least 1"),
-    ("rollout_ratio of others", given(rollout_ratio=torch.ones(1)), ValueError, "rollout_ratio: expected shape"),
+    ("rollout_ratio of others", _too_many("rollout_ratio", 1), ValueError, "rollout_ratio: expected shape"),
     _value("rollout_mode: expected one of 'truncate', 'mask'", rollout_mode="clip"),
     _value("rollout_mode: expected None without rollout_ratio", rollout_mode="mask"),
     _value("rollout_min: expected None without rollout_mode", rollout_min=0.5),
@@ -108,7 +118,7 @@ OBJECTIVES: list[Row] = [
     _value("kl_estimator: expected one of 'k1', 'k2', 'k3'", kl_estimator="k4"),
     _type("kl_correction: expected a bool", kl_correction=1),
     _type("return_metrics: expected a bool", return_metrics=None),
-    ("entropy of others", given(entropy=torch.ones(1, 1)), ValueError, "entropy: expected shape"),
+    ("entropy of others", _too_many("entropy", 2), ValueError, "entropy: expected shape"),
 ]
 ESTIMATORS: list[Row] = [
     _value("advantage_estimator: expected one of 'population'", advantage_estimator="mean"),

@@ -13,6 +13,7 @@ from rl_kernels.core.bench.definition import (
     GOALS,
     SMALL,
     Benchmark,
+    Option,
     Pass,
     Peer,
     Shape,
@@ -21,6 +22,7 @@ from rl_kernels.core.bench.definition import (
     forward_and_backward,
     plain,
 )
+from rl_kernels.core.command import count, number
 from rl_kernels.core.testing import IGNORED, Case
 from rl_kernels.linear_logp.transforms import ROWS
 
@@ -47,11 +49,17 @@ SETS = {
 
 
 def eager(
-    hidden: torch.Tensor, lm_head_weight: torch.Tensor, target_ids: torch.Tensor, *, ignore_index: int | None = None
+    hidden: torch.Tensor,
+    lm_head_weight: torch.Tensor,
+    target_ids: torch.Tensor,
+    *,
+    ignore_index: int | None = None,
+    temperature: float = 1.0,
 ) -> torch.Tensor:
     """Return log-probabilities as trainers write them: all logits, in FP32 after the product, and their log-softmax."""
     ids = target_ids if ignore_index is None else target_ids.clamp(min=0)
     logits = F.linear(hidden, lm_head_weight).float()
+    logits = logits if temperature == 1.0 else logits / temperature
     logp = torch.log_softmax(logits, -1).gather(-1, ids[..., None]).squeeze(-1)
     return logp if ignore_index is None else logp.masked_fill(target_ids == ignore_index, 0)
 
@@ -131,4 +139,8 @@ BENCH = Benchmark(
         "quack": Peer(quack, "quack-kernels", SCALAR, passes=(BOTH,), scalar=True),
     },
     rows={"": ROWS},
+    options={
+        "temperature": Option(number(above=0), "divides the logits"),
+        "workspace_mib": Option(count(1), "bound of the workspace of the backward pass, in MiB"),
+    },
 )

@@ -85,7 +85,7 @@ DRAWN = frozenset(
 
 
 def inputs(case: Case, draw: Draw) -> Inputs:
-    """Draw ``hidden[batch, seq, hidden]``, a weight of scale ``hidden^-0.5`` at most, ids, and what the case asks for."""
+    """Draw ``hidden[batch, seq, hidden]``, a weight of scale ``hidden^-0.5`` at most, ids, and what is asked for."""
     batch, seq, size, vocab = (case.sizes[name] for name in ("batch", "seq", "hidden", "vocab"))
     asked = case.options
     ids = draw.ids(vocab, batch, seq)

@@ -28,7 +28,7 @@ def linear_logp(
         active = target_ids != ignore_index
     logits = torch.where(active[..., None], hidden, 0).to(dtype) @ lm_head_weight.to(dtype).T
     if logits.requires_grad and hidden.dtype != dtype:
-        logits.register_hook(lambda grad: grad.to(hidden.dtype).to(dtype))
+        logits.register_hook(lambda grad: grad.to(hidden.dtype).to(grad.dtype))
     if bias is not None:
         logits = logits + bias.to(dtype)
     scale = torch.as_tensor(temperature, dtype=dtype, device=hidden.device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -21,8 +22,8 @@ def print_anything() -> None:
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one line, without the usage; options cannot be abbreviated."""
 
-    def __init__(self, prog: str, description: str | None = None) -> None:
-        super().__init__(prog=prog, description=description, allow_abbrev=False)
+    def __init__(self, prog: str, description: str | None = None, *, add_help: bool = True) -> None:
+        super().__init__(prog=prog, description=description, allow_abbrev=False, add_help=add_help)
 
     def error(self, message: str) -> NoReturn:
         """Print the mistake and exit with status 2."""
@@ -52,6 +53,23 @@ def location(text: str) -> Path:
         return Path(text).expanduser()
     except RuntimeError as error:
         raise argparse.ArgumentTypeError(f"expected a path, got {text!r}: {error}") from error
+
+
+def number(*, least: float | None = None, above: float | None = None) -> Callable[[str], float]:
+    """Return an argument type: a finite number, at least ``least`` or greater than ``above`` where one is given."""
+    bound = f" >= {least:g}" if least is not None else f" > {above:g}" if above is not None else ""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        inside = (least is None or value >= least) and (above is None or value > above)
+        if not (math.isfinite(value) and inside):
+            raise argparse.ArgumentTypeError(f"expected a finite number{bound}, got {text!r}")
+        return value
+
+    return parse
 
 
 def writable(text: str) -> Path:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,6 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rl_kernels.core.bench.definition import GOALS, SMALL, Benchmark, Peer, Shape, bench_of
 from rl_kernels.core.bench.environment import environment
 from rl_kernels.core.bench.measure import Effort, ceilings
+from rl_kernels.core.bench.options import Benches, add_options, check_options, chosen_options
 from rl_kernels.core.bench.plot import draw
 from rl_kernels.core.bench.record import OURS, Document, Record
 from rl_kernels.core.bench.report import FORMATS
@@ -37,8 +38,8 @@ ALL = "all"
 """In ``--compare``: every peer, save where a shape leaves it out."""
 
 
-def parser() -> Parser:
-    """Return the parser."""
+def parser(benches: Benches) -> Parser:
+    """Return the parser; it has a flag for each numeric option of the operators."""
     made = Parser("rl-kernels bench", "Verify results, then time them beside their peers in the same run.")
     made.add_argument("--op", action="append", metavar="NAME", help="operator (default: every installed one)")
     made.add_argument(
@@ -58,14 +59,17 @@ def parser() -> Parser:
     made.add_argument("--format", choices=FORMATS, default="text", help="of the tables (default: text)")
     made.add_argument("--json", type=writable, metavar="FILE", help="also write every record as JSON")
     made.add_argument("--plot", type=_picture, metavar="FILE", help="also draw shares of the floor (needs matplotlib)")
+    add_options(made, benches)
     return made
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmarks; return the exit status."""
     try:
-        given = parser().parse_args(argv)
-        jobs, left_out, document = _plan(given)
+        benches = _benches(argv)
+        given, unknown = parser(benches).parse_known_args(argv)
+        options = chosen_options(given, unknown, benches)
+        jobs, left_out, document = _plan(given, benches, options)
     except (UnknownOperator, ValueError) as error:
         print(f"rl-kernels bench: {error}", file=sys.stderr)
         return USAGE
@@ -104,10 +108,18 @@ def _picture(text: str) -> Path:
     return path
 
 
-def _plan(given: argparse.Namespace) -> tuple[list[Job], list[Record], Document]:
+def _benches(argv: Sequence[str] | None) -> Benches:
+    """Return the operators that the arguments name: their benchmarks say which further flags there are."""
+    first = Parser("rl-kernels bench", add_help=False)
+    first.add_argument("--op", action="append")
+    names = first.parse_known_args(argv)[0].op or kernel_registry.names()
+    return {operator.name: (operator, bench_of(operator)) for operator in map(kernel_registry.load, names)}
+
+
+def _plan(
+    given: argparse.Namespace, benches: Benches, options: Mapping[str, float]
+) -> tuple[list[Job], list[Record], Document]:
     """Return what to run, the records of what cannot run here, and the document to fill."""
-    found = [kernel_registry.load(name) for name in given.op or kernel_registry.names()]
-    benches = {operator.name: (operator, bench_of(operator)) for operator in found}
     if not benches:
         raise ValueError("no operator is installed; for example: pip install rl-kernels-fused-logp")
     device = torch.device(given.device)
@@ -121,7 +133,7 @@ def _plan(given: argparse.Namespace) -> tuple[list[Job], list[Record], Document]
     asked = _peers(given.compare or ALL, list(benches.values()))
     jobs, reasons = [], {}
     for operator, bench in benches.values():
-        mine, reasons[operator.name] = _jobs(operator, bench, given, device, asked)
+        mine, reasons[operator.name] = _jobs(operator, bench, given, device, asked, options)
         jobs += mine
     if not jobs:
         raise ValueError("; ".join(f"{name}: {reason}" for name, reason in reasons.items()))
@@ -132,7 +144,12 @@ def _plan(given: argparse.Namespace) -> tuple[list[Job], list[Record], Document]
 
 
 def _jobs(
-    operator: Operator, bench: Benchmark, given: argparse.Namespace, device: torch.device, asked: list[str]
+    operator: Operator,
+    bench: Benchmark,
+    given: argparse.Namespace,
+    device: torch.device,
+    asked: list[str],
+    options: Mapping[str, float],
 ) -> tuple[list[Job], str]:
     """Return the jobs of one operator, or why there are none."""
     default = bench.dtype or ("bf16" if device.type == "cuda" else "fp32")
@@ -140,6 +157,9 @@ def _jobs(
     if not given.shapes and chosen not in bench.sets:
         return [], f"--set: expected one of {', '.join(bench.sets)}, got {chosen!r}"
     shapes = _shapes(given.shapes, bench) if given.shapes else bench.sets[chosen]
+    shapes = [bench.with_options(shape, options) for shape in shapes]
+    if options:
+        check_options(operator, bench, shapes)
     jobs = []
     for dtype in dict.fromkeys(given.dtype or [default]):
         reason = _why_not(operator, given.backend, Setting(dtype, device, arch_of(device.type, device.index)))
@@ -154,7 +174,7 @@ def _jobs(
             own = [each.name for each in operator.backends if each.name in asked]
             peers |= {name: Peer(None, note=f"rl-kernels, backend {name}", backend=name) for name in own}
             effort = Effort(given.iters, given.warmup, given.launches)
-            jobs.append(Job(operator, bench, shape, dtype, device, given.backend, peers, effort))
+            jobs.append(Job(operator, bench, shape, dtype, device, given.backend, peers, effort, options))
     return jobs, ""
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -61,6 +61,25 @@ class Shape:
         return "x".join(map(str, self.sizes)) + (f" {self.note}" if self.note else "")
 
 
+CaseOptions = Mapping[str, Any]
+"""What ``Shape.options`` and ``Case.options`` are."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """A numeric option of the operator that is a flag of ``rl-kernels bench`` too.
+
+    Attributes:
+        type: turns the flag's text into the value, or raises ``argparse.ArgumentTypeError``: see ``core.command``.
+        help: what it is, for ``--help``.
+        given: ``(options of a case, value) -> options of the case``, if it is more than the one argument.
+    """
+
+    type: Callable[[str], float]
+    help: str
+    given: Callable[[CaseOptions, float], CaseOptions] | None = None
+
+
 @dataclass(frozen=True)
 class Peer:
     """Another implementation, timed beside ours.
@@ -103,6 +122,7 @@ class Benchmark:
         peers: by name.
         rows: public function -> how its rows lie; a function without is checked in one piece.
         dtype: name of the dtype that is timed where none is asked for; empty for that of the device.
+        options: numeric options of the operator, by the name of the argument; each is a flag.
     """
 
     shape: tuple[str, ...]
@@ -111,6 +131,16 @@ class Benchmark:
     peers: Mapping[str, Peer]
     rows: Mapping[str, RowLayout] = field(default_factory=dict)
     dtype: str = ""
+    options: Mapping[str, Option] = field(default_factory=dict)
+
+    def with_options(self, shape: Shape, values: Mapping[str, float]) -> Shape:
+        """Return a shape with values of options, which its note says."""
+        options: CaseOptions = shape.options
+        for name, value in values.items():
+            given = self.options[name].given
+            options = {**options, name: value} if given is None else given(options, value)
+        said = [f"{name}={value:g}" for name, value in values.items()]
+        return replace(shape, options=options, note=", ".join(filter(None, [shape.note, *said])))
 
 
 def bench_of(operator: Operator) -> Benchmark:

@@ -65,6 +65,7 @@ class Record:
         checked: how the result was checked, and how far it was off.
         skipped: by pass (or empty for all), why there is no time.
         wrong: what is wrong with the result; then there is no time either.
+        options: numeric options of the operator that were asked for on the command line.
     """
 
     operator: str
@@ -79,6 +80,7 @@ class Record:
     checked: dict[str, str] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
     wrong: str = ""
+    options: dict[str, float] = field(default_factory=dict)
 
     @property
     def ours(self) -> bool:

@@ -37,6 +37,8 @@ class Job:
     backend: str
     peers: Mapping[str, Peer]
     effort: Effort
+    options: Mapping[str, float] = field(default_factory=dict)
+    """Those asked for on the command line; the shape has them."""
 
     def passes(self) -> dict[str, Pass]:
         """Return what is timed."""
@@ -49,7 +51,8 @@ class Job:
     def record(self, implementation: str, note: str = "") -> Record:
         """Return an empty record."""
         shape = self.shape
-        return Record(self.operator.name, shape.label, shape.sizes, shape.group, self.dtype, implementation, note=note)
+        where = (self.operator.name, shape.label, shape.sizes, shape.group, self.dtype)
+        return Record(*where, implementation, note=note, options=dict(self.options))
 
 
 @dataclass
