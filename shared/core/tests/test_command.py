@@ -12,9 +12,10 @@ def test_count():
     for text in ("0", "-1", "1.5", "x", ""):
         with pytest.raises(argparse.ArgumentTypeError, match="expected an integer >= 1, got"):
             count(1)(text)
-    for text in (str(2**63), str(2**70)):
-        with pytest.raises(argparse.ArgumentTypeError, match=r"expected an integer < 2\^63, got"):
-            count(1)(text)
+    for text in (str(2**31), str(2**70)):
+        with pytest.raises(argparse.ArgumentTypeError, match=r"expected an integer below 2\^31, got"):
+            count(1, 31)(text)
+    assert count(1, 31)(str(2**31 - 1)) == 2**31 - 1
 
 
 def test_a_tilde_is_the_home_of_the_user(monkeypatch, tmp_path):
