@@ -6,6 +6,7 @@ from torch.autograd import forward_ad
 
 from rl_kernels.core import kernel_registry
 from rl_kernels.core.testing import Draw, spec_of
+from rl_kernels.fused_logp import fused_logp
 
 REFUSED = r"forward-mode AD is not supported"
 
@@ -94,6 +95,15 @@ def test_without_a_tangent_a_level_changes_nothing(operator, case, argument):
     with forward_ad.dual_level():
         found = call(x)
     assert repr(found) == repr(expected)
+
+
+def test_a_tangent_is_refused_where_it_is_compiled():
+    logits, ids = torch.randn(3, 9), torch.zeros(3, dtype=torch.long)
+    compiled = torch.compile(lambda x: fused_logp(x, ids), fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(logits), fused_logp(logits, ids))
+    with pytest.raises(Exception, match=f"fused_logp: {REFUSED}"):
+        dual(compiled, logits)
+    assert torch.equal(compiled(logits), fused_logp(logits, ids))
 
 
 @pytest.mark.parametrize(("operator", "case", "argument"), LEAVES)

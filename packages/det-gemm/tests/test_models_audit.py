@@ -192,3 +192,11 @@ def test_only_the_cache_shows_a_culprit_that_follows_the_length(tiny):
     assert [finding.variant for finding in result.findings] == ["in chunks of 5, the rest token by token"]
     assert result.culprit.module == "model.layers.1.mlp.act_fn.1"
     assert result.culprit.token == 20
+
+
+@pytest.mark.parametrize("name", ["prompts", "length", "seed"])
+def test_numbers_that_nobody_can_mean_are_refused(name):
+    with pytest.raises(ValueError, match=f"{name}: expected an integer <= "):
+        audit(nn.Linear(2, 2), torch.ones(2, 2), **{name: 2**70})
+    with pytest.raises(TypeError, match=f"{name}: expected an integer, got float"):
+        audit(nn.Linear(2, 2), torch.ones(2, 2), **{name: 4.0})

@@ -186,7 +186,9 @@ def test_a_full_disk_is_told_in_one_line(shipped, tmp_path, capsys, monkeypatch)
     out = ["--out", str(tmp_path / "out")] if shipped else []
     assert precompile.main(["--arch", "sm_80", *out]) == 1
     said = capsys.readouterr().err
-    assert said.startswith("rl-kernels compile: cannot keep toy_kernels/kernels/fine.cu TIMES=2 for sm_80: [Errno 28]")
+    place = tmp_path / ("out" if shipped else "cubins")
+    program = "toy_kernels/kernels/fine.cu TIMES=2 for sm_80"
+    assert said.startswith(f"rl-kernels compile: cannot keep {program} in {place}: [Errno 28] No space left on device")
     assert said.count("\n") == 1
 
 

@@ -30,8 +30,8 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n")
 
 
-def count(least: int) -> Callable[[str], int]:
-    """Return an argument type: an integer of 64 bits that is at least ``least``."""
+def count(least: int, bits: int | None = None) -> Callable[[str], int]:
+    """Return an argument type: an integer that is at least ``least``, and below ``2^bits`` where given."""
 
     def parse(text: str) -> int:
         try:
@@ -40,8 +40,8 @@ def count(least: int) -> Callable[[str], int]:
             value = least - 1
         if value < least:
             raise argparse.ArgumentTypeError(f"expected an integer >= {least}, got {text!r}")
-        if value >= 2**63:
-            raise argparse.ArgumentTypeError(f"expected an integer < 2^63, got {text!r}")
+        if bits is not None and value >= 1 << bits:
+            raise argparse.ArgumentTypeError(f"expected an integer below 2^{bits}, got {text!r}")
         return value
 
     return parse

@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _write(program, compiled, given.out)
         except OSError as error:
             # The next one would not be kept either.
-            faults.append(f"rl-kernels compile: cannot keep {program}: {error}")
+            faults.append(f"rl-kernels compile: cannot keep {program} in {given.out or cache.folder()}: {error}")
             break
         _report(table, name, program, compiled)
         faults += _faults(program, compiled)

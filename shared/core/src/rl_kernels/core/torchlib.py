@@ -47,8 +47,10 @@ def _implementation(operator: Operator, name: str, device_type: str, written: tu
         *inputs, backend = args
         kernel = getattr(operator.backend(backend).load(), name)
         for place in written:
-            # Autograd does not see what a kernel writes: a graph that saved this tensor must refuse to use it.
-            increment_version(inputs[place])
+            # Autograd does not see what a kernel writes: a graph that saved this tensor must refuse to use it. One of
+            # inference mode is in no graph, and has no version.
+            if not inputs[place].is_inference():
+                increment_version(inputs[place])
         if not torch.is_autocast_enabled(device_type):
             return kernel(*inputs)
         # Inside a backend autocast would silently turn an FP32 product into BF16.

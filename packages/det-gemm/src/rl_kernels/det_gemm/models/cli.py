@@ -44,9 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--layers", type=count(1), metavar="N", help="keep the first N layers; needs --random-weights")
     parser.add_argument("--dtype", choices=DTYPES, help="default: fp32, or that of the function's model")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 (default: auto)")
-    parser.add_argument("--prompts", type=count(2), default=4, help="random prompts to run (%(default)s)")
-    parser.add_argument("--length", type=count(2), default=23, help="tokens of the longest prompt (%(default)s)")
-    parser.add_argument("--seed", type=count(0), default=0, help="of prompts and weights (%(default)s)")
+    parser.add_argument("--prompts", type=count(2, 31), default=4, help="random prompts to run (%(default)s)")
+    parser.add_argument("--length", type=count(2, 31), default=23, help="tokens of the longest prompt (%(default)s)")
+    parser.add_argument("--seed", type=count(0, 63), default=0, help="of prompts and weights (%(default)s)")
     parser.add_argument("--json", action="store_true", help="print the result as JSON, and nothing else")
     given = parser.parse_args(argv)
     if given.layers and not given.random_weights:

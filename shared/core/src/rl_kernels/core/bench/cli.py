@@ -51,9 +51,9 @@ def parser(benches: Benches) -> Parser:
     made.add_argument("--dtype", nargs="+", choices=DTYPES, help="default: bf16 on a GPU, fp32 on a CPU")
     made.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     made.add_argument("--backend", default=AUTO, metavar="NAME", help="of ours (default: auto)")
-    made.add_argument("--iters", type=count(1), metavar="N", help="timed samples of each pass (default: by time)")
+    made.add_argument("--iters", type=count(1, 31), metavar="N", help="timed samples of each pass (default: by time)")
     made.add_argument(
-        "--warmup", type=count(0), default=3, metavar="N", help="rounds before that and 0.1 s (default: 3)"
+        "--warmup", type=count(0, 31), default=3, metavar="N", help="rounds before that and 0.1 s (default: 3)"
     )
     made.add_argument("--launches", action="store_true", help="count launches and waits of each call on a GPU too")
     made.add_argument("--format", choices=FORMATS, default="text", help="of the tables (default: text)")
