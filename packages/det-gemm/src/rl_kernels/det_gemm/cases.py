@@ -63,6 +63,7 @@ EMPTY = (
     Case("no-rows", _sizes(0, 7, 9)),
     Case("no-rows-linear", _sizes(0, 7, 9), BIAS, LINEAR),
     Case("no-rows-dw", _sizes(0, 7, 9), {}, DW, grad=False),
+    Case("no-rows-dw-continued", _sizes(0, 7, 9), BUFFER, DW, grad=False),
 )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rl_kernels.core.testing import Case
-from rl_kernels.core.testing.dimensions import EDGES, ROWS, paired, swept
+from rl_kernels.core.testing.dimensions import EDGES, HELD, ROWS, paired, swept
 
 LINEAR, DW = "det_linear", "det_gemm_dw"
 HALVES = (None, "bf16", "fp16")
@@ -50,6 +50,7 @@ def _made() -> Iterator[Case]:
         yield from _named(function, swept("m_dim", SIZES, ROWS, turns, **kind))
         yield from _named(function, swept("n_dim", SIZES, EDGES, turns, **kind))
         yield from _named(function, swept("k_dim", SIZES, (*EDGES, 4096), turns, **kind))
+        yield from _named(function, _beyond(kind))
         large = {"suite": "full", "relations": BITS, **kind}
         yield from _named(function, swept("n_dim", SIZES, LARGE, turns, **large))
         yield from _named(function, swept("k_dim", SIZES, LARGE, turns, **large))
@@ -60,6 +61,15 @@ def _made() -> Iterator[Case]:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         name = str(dtype).removeprefix("torch.")
         yield Case(f"output-{name}", SIZES, {"out_dtype": dtype}, grad=False, relations=("accuracy",), dtype="bf16")
+
+
+def _beyond(kind: Mapping[str, Any]) -> Iterator[Case]:
+    """Yield products beyond every limit of a grid and of a table in one dim, with little else."""
+    dtype = "bf16" if kind["function"] == LINEAR else ""
+    yield Case("m-65600", {"m_dim": 65600, "n_dim": 3, "k_dim": 5}, relations=HELD, **kind)
+    yield Case("m-8240", {"m_dim": 8240, "n_dim": 4, "k_dim": 3}, relations=BITS, **kind)
+    yield Case("n-65600", {"m_dim": 3, "n_dim": 65600, "k_dim": 5}, relations=HELD, **kind)
+    yield Case("k-28672", {"m_dim": 3, "n_dim": 5, "k_dim": 28672}, relations=BITS, dtype=dtype, **kind)
 
 
 def _named(function: str, cases: Iterator[Case]) -> Iterator[Case]:

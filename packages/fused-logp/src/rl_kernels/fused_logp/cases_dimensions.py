@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rl_kernels.core.testing import IGNORED, Case
-from rl_kernels.core.testing.dimensions import EDGES, ROWS, paired, swept
+from rl_kernels.core.testing.dimensions import EDGES, HELD, ROWS, drawn, paired, swept
 
 AXES = {
     "return_stats": (None, True),
@@ -47,8 +47,14 @@ def _possible(options: Mapping[str, Any]) -> bool:
 
 DIMENSIONS: tuple[Case, ...] = (
     *paired("pairs", {"batch": 3, "seq": 4, "vocab": 67}, AXES, _possible),
+    *drawn("drawn", {"batch": 2, "seq": 9, "vocab": 261}, AXES, 24, _possible),
+    *drawn("drawn-more", {"batch": 2, "seq": 9, "vocab": 261}, AXES, 150, _possible, suite="full"),
     *swept("seq", SWEEP, ROWS, TURNS),
     *swept("vocab", WIDE, VOCABS, TURNS),
+    # Beyond every limit of a grid, of a table and of an index in FP32 or 16 bits, with little else.
+    Case("vocab-262208", {"batch": 1, "seq": 1, "vocab": 262208}, {"return_stats": True}, relations=HELD),
+    Case("rows-65600", {"batch": 1, "seq": 65600, "vocab": 3}, {"return_stats": True}, relations=HELD),
+    Case("numbers-2^24", {"batch": 1, "seq": 70, "vocab": 262208}, {"return_stats": True}, relations=("accuracy",)),
     *swept("vocab", WIDE, LARGE_VOCABS, TURNS, relations=BITS, suite="full"),
     *swept("seq", {**SWEEP, "vocab": 520}, (4096, 8193), TURNS, suite="full"),
     *paired("long-pairs", {"batch": 1, "seq": 3, "vocab": 9001}, AXES, _possible, suite="full"),

@@ -50,11 +50,16 @@ def indexed(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
         return torch.where(others, call["out"], result)
 
     label = "half of the rows, by index"
-    yield (
-        Variant(label, {**call, **changed}, kept)
-        if "out" in call
-        else Variant(label, {**call, **changed}, taken, taken)
-    )
+    if "out" not in call:
+        yield Variant(label, {**call, **changed}, taken, taken)
+        return
+    apart = torch.stack((call["out"], call["out"]), -1)[..., 0]
+    for how, out in (
+        (label, call["out"]),
+        (f"{label}, out spread", apart),
+        (f"{label}, out turned", call["out"].mT.clone(memory_format=torch.contiguous_format).mT),
+    ):
+        yield Variant(how, {**call, **changed, "out": out}, kept)
 
 
 def bad_ids(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:

@@ -83,7 +83,7 @@ def inputs(case: Case, draw: Draw) -> Inputs:
         numbers["skip_nan"] = True
     if "rollout_mode" in asked:
         numbers = {**RANGE, **numbers}
-    groups = {"rewards": _rewards(case, draw), **_grouping(case)}
+    groups = {"rewards": _rewards(case, draw), **_grouping(case, draw)}
     if case.function == GROUPS:
         return {**groups, **numbers}
     batch, length = case.sizes["prompts"] * case.sizes["samples"], case.sizes["completion"]
@@ -100,6 +100,8 @@ def inputs(case: Case, draw: Draw) -> Inputs:
         "completion_mask": mask.to(asked.get("mask", torch.bool)),
         **numbers,
     }
+    if "special" in asked:
+        call[asked["special"]][-1, length // 2] = torch.nan
     if asked.get("ties"):
         call["old_logps"][:, ::2] = call["current_logps"][:, ::2]
     if asked.get("equal"):
@@ -111,7 +113,7 @@ def inputs(case: Case, draw: Draw) -> Inputs:
     else:
         call |= groups
     call |= extras(asked, call, draw)
-    return pack(call) if asked.get("packed") else call
+    return pack(call, draw) if asked.get("packed") else call
 
 
 def _near(current: torch.Tensor, noise: float, draw: Draw, kind: torch.dtype | float | None) -> torch.Tensor | None:
@@ -136,13 +138,17 @@ def _rewards(case: Case, draw: Draw) -> torch.Tensor:
     return rewards
 
 
-def _grouping(case: Case) -> Inputs:
-    """Return the argument that says how rewards are grouped; sizes given by the case are repeated until all are in."""
+def _grouping(case: Case, draw: Draw) -> Inputs:
+    """Return the argument that says how rewards are grouped; sizes given by the case are repeated until all are in.
+
+    As a tensor they start at any of the sizes: other values have other groups.
+    """
     batch, samples = case.sizes["prompts"] * case.sizes["samples"], case.sizes["samples"]
     if "group_sizes" not in case.options and samples > 1:
         return {"samples_per_prompt": samples}
-    offsets = [0]
-    for size in cycle(case.options.get("group_sizes", (1,))):
+    offsets, sizes = [0], case.options.get("group_sizes", (1,))
+    first = draw.integer(0, len(sizes)) if "boundaries" in case.options else 0
+    for size in cycle((*sizes[first:], *sizes[:first])):
         if offsets[-1] >= batch:
             break
         offsets.append(min(offsets[-1] + size, batch))

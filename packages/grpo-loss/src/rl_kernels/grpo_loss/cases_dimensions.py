@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from rl_kernels.core.testing import Case
-from rl_kernels.core.testing.dimensions import EDGES, paired, swept
+from rl_kernels.core.testing.dimensions import EDGES, drawn, paired, swept
 from rl_kernels.grpo_loss.api import grpo_loss
 from rl_kernels.grpo_loss.estimator import ESTIMATORS
 from rl_kernels.grpo_loss.objective import FORMS, Objective
@@ -21,7 +21,7 @@ LOSS = {
     "importance_level": (None, "sequence"),
     "kl_estimator": (None, "k1", "k2"),
     "kl_correction": (None, True),
-    "beta": (None, 0.1),
+    "beta": (0.1, None),
     "clip_low": (None, 0.1),
     "clip_high": (None, 0.4),
     "delta": (None, 1.4),
@@ -40,6 +40,10 @@ TOKENS = {
     "mask": (None, torch.float32, torch.int64),
     "entropy": (None, True),
     "packed": (None, True),
+    "max_seqlen": (None, 12),
+    "old": (None, torch.float32, torch.bfloat16),
+    "ref": (None, torch.float32),
+    "special": (None, "current_logps"),
     "dtype": (None, "bf16", "fp16", "fp64"),
 }
 REWARDS = {
@@ -65,7 +69,9 @@ PROMPTS = (1, 2, 33, 63, 64, 65, 127, 128, 129, 257, 520)
 
 def _possible(options: Mapping[str, Any]) -> bool:
     """Say whether an objective takes these options; of options without a loss type, whether any does."""
-    if "rollout_mode" in options and "rollout" not in options:
+    if not options.get("rollout", "rollout_mode" not in options) or not options.get(
+        "packed", "max_seqlen" not in options
+    ):
         return False
     types = (options["loss_type"],) if "loss_type" in options else tuple(FORMS)
     return any(_accepted(loss_type, tuple(sorted(_keywords(options).items()))) for loss_type in types)
@@ -93,11 +99,13 @@ DIMENSIONS: tuple[Case, ...] = (
     *paired(
         "groups-pairs", {"prompts": 5, "samples": 4}, {**REWARDS, "dtype": (None, "bf16", "fp64")}, function=GROUPS
     ),
-    *swept("completion", {**SIZES, "prompts": 1, "samples": 2}, LENGTHS, TURNS),
+    *drawn("drawn", SIZES, {**LOSS, **TOKENS, **REWARDS}, 60, _possible),
+    *swept("completion", {**SIZES, "prompts": 1, "samples": 2}, (*LENGTHS, 65600), TURNS),
     *swept("samples", {**SIZES, "prompts": 2, "completion": 3}, MEMBERS, TURNS),
     *swept("prompts", {**SIZES, "samples": 2, "completion": 3}, PROMPTS, TURNS),
     *swept("samples", {"prompts": 2}, MEMBERS, function=GROUPS),
-    *swept("completion", {**SIZES, "prompts": 1, "samples": 2}, (32768, 32769, 65537), TURNS, suite="full"),
+    *drawn("drawn-more", {**SIZES, "completion": 40}, {**LOSS, **TOKENS, **REWARDS}, 300, _possible, suite="full"),
+    *swept("completion", {**SIZES, "prompts": 1, "samples": 2}, (32768, 32769, 131080), TURNS, suite="full"),
     *swept("prompts", {**SIZES, "samples": 2, "completion": 5}, (1025, 2049), TURNS, suite="full"),
     *swept("samples", {**SIZES, "prompts": 1, "completion": 2}, (2048, 4999), TURNS, suite="full"),
     *paired("long-pairs", {"prompts": 3, "samples": 3, "completion": 700}, {**LOSS, **TOKENS}, _possible, suite="full"),

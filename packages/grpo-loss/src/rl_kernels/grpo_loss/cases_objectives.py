@@ -92,7 +92,7 @@ def extras(asked: Mapping[str, Any], call: Inputs, draw: Draw) -> Inputs:
     for name in ("tokens", "sequences"):
         value = asked.get(name)
         if isinstance(value, torch.dtype):
-            value = torch.tensor(137, dtype=value, device=draw.device)
+            value = torch.tensor(draw.integer(100, 200), dtype=value, device=draw.device)
         if value is not None:
             found[f"num_{name}"] = value
     if "max_seqlen" in asked:
@@ -100,10 +100,10 @@ def extras(asked: Mapping[str, Any], call: Inputs, draw: Draw) -> Inputs:
     return found
 
 
-def pack(call: Inputs) -> Inputs:
+def pack(call: Inputs, draw: Draw) -> Inputs:
     """Return the call with its sequences packed: of many lengths, with masked tokens inside, one of them empty."""
     batch, length = call["current_logps"].shape
-    lengths = torch.tensor([(5 * i + length) % (length + 1) for i in range(batch)])
+    lengths = torch.tensor([(5 * i + length) % (length + 1) for i in range(batch)])[draw.permutation(batch)]
     inside = (torch.arange(length) < lengths[:, None]).to(call["current_logps"].device)
     packed = {
         name: value[inside]

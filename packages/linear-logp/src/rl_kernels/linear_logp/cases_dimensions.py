@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rl_kernels.core.testing import IGNORED, Case
-from rl_kernels.core.testing.dimensions import EDGES, ROWS, paired, swept
+from rl_kernels.core.testing.dimensions import EDGES, HELD, ROWS, drawn, paired, swept
 
 AXES = {
     "return_stats": (None, True),
@@ -28,6 +28,8 @@ TURNS = (
     {"bias": True},
 )
 """Options of the sweeps, in turn."""
+LITTLE = {"bias": True, "workspace_mib": 1, "scale": 0.25}
+HEAD = {"return_stats": True, "bias": True, "minus_inf_first": 16384}
 VOCABS = (*EDGES, 2048, 4095, 4096, 4097, 8192)
 LARGE_VOCABS = (32768, 50257, 128256, 151936, 160001, 202048, 262144)
 HIDDEN = (*EDGES, 2048)
@@ -43,9 +45,17 @@ def _possible(options: Mapping[str, Any]) -> bool:
 
 DIMENSIONS: tuple[Case, ...] = (
     *paired("pairs", {"batch": 3, "seq": 4, "hidden": 20, "vocab": 67}, AXES, _possible),
+    *drawn("drawn", {"batch": 2, "seq": 9, "hidden": 37, "vocab": 261}, AXES, 24, _possible),
+    *drawn("drawn-more", {"batch": 2, "seq": 9, "hidden": 37, "vocab": 261}, AXES, 150, _possible, suite="full"),
     *swept("seq", SIZES, ROWS, TURNS),
     *swept("hidden", SIZES, HIDDEN, TURNS),
     *swept("vocab", {**SIZES, "hidden": 8}, VOCABS, TURNS),
+    # Beyond every limit of a grid, of a table and of a workspace, with little else.
+    Case("vocab-262208", {"batch": 1, "seq": 1, "hidden": 2, "vocab": 262208}, TURNS[0], relations=HELD),
+    Case("rows-65600", {"batch": 1, "seq": 65600, "hidden": 2, "vocab": 3}, TURNS[0], relations=HELD),
+    Case("hidden-16392", {"batch": 1, "seq": 2, "hidden": 16392, "vocab": 5}, TURNS[0], relations=HELD),
+    Case("small-workspace", {"batch": 1, "seq": 400, "hidden": 1024, "vocab": 40}, LITTLE, relations=HELD),
+    Case("masked-head", {"batch": 1, "seq": 3, "hidden": 3, "vocab": 20000}, HEAD, relations=HELD),
     *swept("vocab", {**SIZES, "hidden": 4}, LARGE_VOCABS, TURNS, relations=BITS, suite="full"),
     *swept("hidden", SIZES, LARGE_HIDDEN, TURNS, relations=BITS, suite="full"),
     *swept("seq", {**SIZES, "hidden": 40, "vocab": 300}, (4096, 4100), TURNS, suite="full"),

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rl_kernels.core.check.isolation.remote import RemoteRun, Worker
-from rl_kernels.core.check.run import PLAIN, Ran, Results, Run, call_often
+from rl_kernels.core.check.run import PLAIN, Ran, Results, Run, call_in_threads, call_often
 from rl_kernels.core.dispatch import AUTO
 from rl_kernels.core.operator import Operator
 from rl_kernels.core.testing.spec import Inputs, Spec
@@ -58,17 +58,29 @@ class Candidate:
             return RemoteRun(self.worker, output, inputs, list(leaves), around)
         return Run(lambda kwargs: self.call(function, kwargs), output, inputs, leaves, around)
 
-    def many(self, function: str, output: str, inputs: Inputs, calls: int) -> tuple[Results, Results, int]:
+    def many(
+        self, function: str, output: str, inputs: Inputs, calls: int, seconds: float
+    ) -> tuple[Results, Results, int]:
         """Call again and again on the same inputs: the first result, the first of other bits, and which call gave it.
 
         Raises:
             Misbehaved: a call gave no result.
         """
         if self.worker is not None:
-            found = self.worker.ask("many", inputs=inputs, output=output, calls=calls)
+            found = self.worker.ask("many", inputs=inputs, output=output, calls=calls, seconds=seconds)
         else:
-            found = call_often(lambda kwargs: self.call(function, kwargs), output, inputs, calls)
+            found = call_often(lambda kwargs: self.call(function, kwargs), output, inputs, calls, seconds)
         return found["first"], found["other"], found["number"]
+
+    def threads(self, function: str, output: str, inputs: Sequence[Inputs], calls: int) -> list[Results]:
+        """Call on each of the inputs in a thread of its own: of each what is expected, and what came.
+
+        Raises:
+            Misbehaved: a call gave no result.
+        """
+        if self.worker is not None:
+            return self.worker.ask("threads", inputs=list(inputs), output=output, calls=calls)
+        return call_in_threads(lambda kwargs: self.call(function, kwargs), output, inputs, calls)
 
     def is_slow(self, device_type: str) -> bool:
         """Say whether calls take a thousand times as long as usual: kernels in Triton's interpreter."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import threading
+import time
 import traceback
 from collections import namedtuple
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -37,12 +39,10 @@ class Ran(Protocol):
     """As the call gave them."""
     attached: Collection[str]
     """Names of the outputs that carry a gradient."""
-    changed: list[str]
-    """What of the global state forward and backward did not leave as they found it."""
 
     @property
     def kept(self) -> Results:
-        """The outputs as they are now, which a later call must not have changed."""
+        """Outputs and gradients as they are now, which a later call must not have changed."""
 
     def gradients(self, upstream: Mapping[str, torch.Tensor], *, again: bool = False) -> Results:
         """Return ``gradient:NAME`` for each differentiable input; ``again`` keeps the graph for a further pass."""
@@ -55,6 +55,12 @@ class Ran(Protocol):
 
         ``silently`` writes them without a new version of the tensors, as a kernel of another library would.
         """
+
+    def scribbled(self, upstream: Mapping[str, torch.Tensor]) -> Results:
+        """Write into every output and gradient, which are the caller's own, and call again: its results."""
+
+    def two_at_once(self, upstream: Mapping[str, torch.Tensor]) -> Results:
+        """Call twice before the backward pass of either: the gradients after both."""
 
     def second_order(self, upstream: Mapping[str, torch.Tensor]) -> Results | str:
         """Return the gradients of half the squared norm of the gradients, or the error that refuses them."""
@@ -80,7 +86,7 @@ class Run:
         self._leaves = {
             name: value.requires_grad_() for name in leaves if isinstance(value := self.inputs.get(name), torch.Tensor)
         }
-        self.changed: list[str] = []
+        self._grads: Results = {}
         self._attached = self._forward()
         self.outputs: Results = {name: value.detach().clone() for name, value in self._attached.items()}
 
@@ -89,10 +95,13 @@ class Run:
         return self._watched("forward", lambda: named(self._call(dict(self.inputs)), self._output))
 
     def _watched(self, phase: str, run: Callable[[], Any]) -> Any:
-        with self._around.entered(self._device_type()):
+        around = self._around
+        if around.forward_only and phase != "forward":
+            around = PLAIN
+        with around.entered(self._device_type()):
             before = global_state()
             result = guarded(phase, run)
-            self.changed += changed(before)
+            _as_found(phase, before)
         return result
 
     def _device_type(self) -> str:
@@ -101,8 +110,8 @@ class Run:
 
     @property
     def kept(self) -> Results:
-        """The outputs as they are now, which a later call must not have changed."""
-        return {name: value.detach() for name, value in self._attached.items()}
+        """Outputs and gradients as they are now, which a later call must not have changed."""
+        return {**{name: value.detach() for name, value in self._attached.items()}, **self._grads}
 
     @property
     def attached(self) -> set[str]:
@@ -123,7 +132,8 @@ class Run:
         missing = [name for name, grad in grads.items() if grad is None]
         if missing:
             raise Misbehaved(f"no gradient for {', '.join(missing)}")
-        return {f"gradient:{name}": grad.clone() for name, grad in grads.items()}
+        self._grads = {f"gradient:{name}": grad for name, grad in grads.items()}
+        return {name: grad.clone() for name, grad in self._grads.items()}
 
     def _outputs_for(self, upstream: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         detached = upstream.keys() - self.attached
@@ -144,12 +154,36 @@ class Run:
                     (mine.data if silently else mine).copy_(value)
                 elif not isinstance(value, torch.Tensor):
                     self.inputs[name] = value
-        for name, value in self.kept.items():
-            if not torch.equal(value.nan_to_num(), self.outputs[name].nan_to_num()):
+        for name, value in self._attached.items():
+            if not _equal(value.detach(), self.outputs[name]):
                 raise Misbehaved(f"{name} changed with the inputs: it shares their storage")
+        return self._anew(upstream)
+
+    def _anew(self, upstream: Mapping[str, torch.Tensor]) -> Results:
         self._attached = self._forward()
         self.outputs = {name: value.detach().clone() for name, value in self._attached.items()}
         return self.results(upstream)
+
+    def scribbled(self, upstream: Mapping[str, torch.Tensor]) -> Results:
+        """Write into every output and gradient, which are the caller's own, and call again: its results."""
+
+        def write() -> None:
+            for value in self.kept.values():
+                # A scalar that is NaN and one that is expanded show alike: by the next result, or by an error.
+                value.copy_(torch.full_like(value, torch.nan) if value.is_floating_point() else value)
+
+        with torch.no_grad():
+            guarded("writing into a result", write)
+        return self._anew(upstream)
+
+    def two_at_once(self, upstream: Mapping[str, torch.Tensor]) -> Results:
+        """Call twice before the backward pass of either: the gradients after both."""
+        first = self._attached
+        second = self._forward()
+        self._attached = first
+        self.gradients(upstream)
+        self._attached = second
+        return self.gradients(upstream)
 
     def second_order(self, upstream: Mapping[str, torch.Tensor]) -> Results | str:
         """Return the gradients of half the squared norm of the gradients, or the error that refuses them."""
@@ -186,8 +220,13 @@ class Run:
         return _or_refused(lambda: self._watched("forward mode", tangents))
 
 
-def call_often(call: Callable[[Inputs], Any], output: str, inputs: Inputs, calls: int) -> dict[str, Any]:
-    """Call again and again on copies of the same inputs: the first result, the first of other bits, and its number."""
+def call_often(
+    call: Callable[[Inputs], Any], output: str, inputs: Inputs, calls: int, seconds: float
+) -> dict[str, Any]:
+    """Call again and again on copies of the same inputs, for so many seconds at most.
+
+    Returns the first result, the first that has other bits or the first one as it is at the end, and the last's number.
+    """
     copies = copy.deepcopy(inputs)
 
     def bits() -> tuple[Results, list[bytes]]:
@@ -196,14 +235,62 @@ def call_often(call: Callable[[Inputs], Any], output: str, inputs: Inputs, calls
         return results, [value.view(-1).view(torch.uint8).numpy().tobytes() for value in results.values()]
 
     with torch.no_grad():
-        first, expected = bits()
-        # Of its own memory: what a call returns, the next may write.
-        first = {name: value.clone() for name, value in first.items()}
-        for number in range(2, calls + 1):
+        before = global_state()
+        kept, expected = bits()
+        # Of its own memory: what a call returns, a later one may overwrite.
+        first = {name: value.clone() for name, value in kept.items()}
+        number, other, end = 1, first, time.monotonic() + seconds
+        while number < calls and time.monotonic() < end:
             other, found = bits()
+            number += 1
             if found != expected:
                 return {"first": first, "other": other, "number": number}
-    return {"first": first, "other": first, "number": calls}
+        _as_found("forward", before)
+    return {"first": first, "other": kept, "number": number}
+
+
+def call_in_threads(call: Callable[[Inputs], Any], output: str, inputs: Sequence[Inputs], calls: int) -> list[Results]:
+    """Call on each of the inputs in a thread of its own, all at once: of each the first result that has other bits."""
+    copies = [copy.deepcopy(given) for given in inputs]
+
+    def once(place: int) -> Results:
+        found = guarded("forward", lambda: named(call(dict(copies[place])), output))
+        return {name: value.detach().clone() for name, value in found.items()}
+
+    expected = [once(place) for place in range(len(copies))]
+    results: list[Results | Misbehaved] = list(expected)
+
+    def repeat(place: int) -> None:
+        try:
+            with torch.no_grad():
+                for _ in range(calls):
+                    found = once(place)
+                    if any(not _equal(found.get(name), value) for name, value in expected[place].items()):
+                        results[place] = found
+                        return
+        except Misbehaved as error:
+            results[place] = error
+
+    threads = [threading.Thread(target=repeat, args=(place,), daemon=True) for place in range(len(copies))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for found in results:
+        if isinstance(found, Misbehaved):
+            raise found
+    return [found for pair in zip(expected, results, strict=True) for found in pair]  # type: ignore[misc]
+
+
+def _equal(found: torch.Tensor | None, expected: torch.Tensor) -> bool:
+    return found is not None and torch.equal(found.nan_to_num(), expected.nan_to_num())
+
+
+def _as_found(phase: str, before: dict[str, Any]) -> None:
+    """Raise if something of the global state is no longer as it was."""
+    names = changed(before)
+    if names:
+        raise Misbehaved(f"{phase} did not leave as it found: {', '.join(names)}")
 
 
 def _or_refused(run: Callable[[], Any]) -> Any:

@@ -10,10 +10,11 @@ import torch
 
 from rl_kernels.core.check.cell import Cell
 from rl_kernels.core.check.run import Results
+from rl_kernels.core.contract import ALL_DTYPES
 
 SCALES = {" upstream x0": 0.0, " upstream x-1": -1.0, " upstream x3": 3.0, " upstream x1e-06": 1e-6}
-LARGE = {"fp16": 64.0}
-"""How large an upstream is tried where 65536 would leave the range of the gradients."""
+LARGE, SMALLER = 65536.0, 64.0
+"""A scale of losses that trainers use, and what is tried where that would leave the range of the gradients."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,13 @@ class Upstream:
         }
 
 
-def upstreams(cell: Cell, upstream: Results) -> Iterator[Upstream]:
-    """Yield the random upstream, then the same in other sizes and layouts; of a generated case only one of these."""
-    kinds = list(_kinds(cell, upstream))
+def upstreams(cell: Cell, upstream: Results, peak: float) -> Iterator[Upstream]:
+    """Yield the random upstream, then the same in other sizes and layouts; of a generated case only one of these.
+
+    ``peak`` is the size of the largest gradient of the first.
+    """
+    large = LARGE if peak * LARGE < torch.finfo(ALL_DTYPES[cell.dtype_name]).max / 2 else SMALLER
+    kinds = list(_kinds(cell, upstream, large))
     yield Upstream("", upstream)
     if cell.case.relations:
         yield kinds[zlib.crc32(cell.case.name.encode()) % len(kinds)]
@@ -52,15 +57,16 @@ def upstreams(cell: Cell, upstream: Results) -> Iterator[Upstream]:
         yield from kinds
 
 
-def _kinds(cell: Cell, upstream: Results) -> Iterator[Upstream]:
+def _kinds(cell: Cell, upstream: Results, large: float) -> Iterator[Upstream]:
     for label, scale in SCALES.items():
         yield Upstream(label, _scaled(upstream, scale), abs(scale))
-    large = LARGE.get(cell.dtype_name, 65536.0)
     yield Upstream(f" upstream x{large:g}", _scaled(upstream, large), large)
     # What ``result.sum().backward()`` gives: one number, seen everywhere.
     ones = {name: value.new_ones(()).expand(value.shape) for name, value in upstream.items()}
     yield Upstream(" upstream expanded", ones)
     if any(value.ndim for value in upstream.values()):
+        for dim in range(max(value.ndim for value in upstream.values())):
+            yield Upstream(f" upstream expanded over dim {dim}", {name: _along(v, dim) for name, v in upstream.items()})
         yield Upstream(" upstream zero in some rows", {name: _some_zero(value) for name, value in upstream.items()})
         strided = {name: torch.stack((value, value), -1)[..., 0] for name, value in upstream.items()}
         yield Upstream(" upstream strided", strided)
@@ -74,6 +80,13 @@ def _kinds(cell: Cell, upstream: Results) -> Iterator[Upstream]:
 
 def _scaled(upstream: Results, scale: float) -> Results:
     return {name: value * scale for name, value in upstream.items()}
+
+
+def _along(value: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return what ``(value.sum(dim) * weights).sum()`` gives: the same numbers all along a dim, with a stride of 0."""
+    if dim >= value.ndim or not value.shape[dim]:
+        return value
+    return value.narrow(dim, 0, 1).expand(value.shape)
 
 
 def _some_zero(value: torch.Tensor) -> torch.Tensor:

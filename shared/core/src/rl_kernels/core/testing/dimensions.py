@@ -6,6 +6,7 @@ accuracy and gradients, unless they say otherwise: the layouts and surroundings 
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import combinations, cycle
 from typing import Any, Literal
@@ -91,6 +92,24 @@ def paired(
     """Yield a case for each combination of ``pairs``; an axis ``dtype`` is the case's own dtype."""
     for number, options in enumerate(pairs(axes, possible)):
         yield _case(f"{name}-{number}", sizes, options, **kind)
+
+
+def drawn(
+    name: str,
+    sizes: Mapping[str, int],
+    axes: Mapping[str, Sequence[Any]],
+    count: int,
+    possible: Callable[[Options], bool] = anything,
+    **kind: Any,
+) -> Iterator[Case]:
+    """Yield cases of values drawn at random, always the same ones: three options and more meet."""
+    source = random.Random(name)
+    for number in range(count):
+        options: dict[str, Any] = {}
+        for axis, values in axes.items():
+            wanted = {**options, axis: source.choice(values)}
+            options = wanted if possible(_given(wanted)) else options
+        yield _case(f"{name}-{number}", sizes, _given(options), **kind)
 
 
 def swept(

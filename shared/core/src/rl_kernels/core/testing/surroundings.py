@@ -30,6 +30,7 @@ class Surroundings:
         default_device: of ``torch.set_default_device``.
         autocast: the dtype of ``torch.autocast``, on the device of the inputs.
         inference: whether inference mode is on.
+        forward_only: whether backward runs without them, as it does after a ``with`` block.
     """
 
     threads: int | None = None
@@ -38,6 +39,7 @@ class Surroundings:
     default_device: str | None = None
     autocast: torch.dtype | None = None
     inference: bool = False
+    forward_only: bool = False
 
     @contextmanager
     def entered(self, device_type: str) -> Iterator[None]:

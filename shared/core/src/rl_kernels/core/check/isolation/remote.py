@@ -53,7 +53,7 @@ class Worker:
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True
         )
-        return self._exchange("load", {"target": self._target})
+        return self._exchange("load", {"target": self._target, "arguments": sys.argv})
 
     def ask(self, kind: str, **given: Any) -> Any:
         """Return the candidate's answer.
@@ -168,7 +168,6 @@ class RemoteRun:
         )
         self.outputs: Results = found["outputs"]
         self.attached = set(found["attached"])
-        self.changed: list[str] = found["changed"]
         self._has_leaves = bool(leaves)
 
     def __del__(self) -> None:
@@ -182,14 +181,12 @@ class RemoteRun:
 
     @property
     def kept(self) -> Results:
-        """The outputs as they are now, which a later call must not have changed."""
+        """Outputs and gradients as they are now, which a later call must not have changed."""
         return self._ask("kept")
 
     def gradients(self, upstream: Mapping[str, torch.Tensor], *, again: bool = False) -> Results:
         """Return ``gradient:NAME`` for each differentiable input; ``again`` keeps the graph for a further pass."""
-        found = self._ask("gradients", upstream=dict(upstream), again=again)
-        self.changed = found["changed"]
-        return found["gradients"]
+        return self._ask("gradients", upstream=dict(upstream), again=again)
 
     def results(self, upstream: Mapping[str, torch.Tensor]) -> Results:
         """Return outputs and, if there is an upstream gradient, gradients."""
@@ -198,6 +195,14 @@ class RemoteRun:
     def updated(self, inputs: Inputs, upstream: Mapping[str, torch.Tensor], *, silently: bool) -> Results:
         """Write other values into the same tensors and call again: its results."""
         return self._ask("updated", inputs=inputs, upstream=dict(upstream), silently=silently)
+
+    def scribbled(self, upstream: Mapping[str, torch.Tensor]) -> Results:
+        """Write into every output and gradient, which are the caller's own, and call again: its results."""
+        return self._ask("scribbled", upstream=dict(upstream))
+
+    def two_at_once(self, upstream: Mapping[str, torch.Tensor]) -> Results:
+        """Call twice before the backward pass of either: the gradients after both."""
+        return self._ask("two_at_once", upstream=dict(upstream))
 
     def second_order(self, upstream: Mapping[str, torch.Tensor]) -> Results | str:
         """Return the gradients of half the squared norm of the gradients, or the error that refuses them."""

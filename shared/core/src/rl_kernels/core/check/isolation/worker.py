@@ -21,7 +21,7 @@ import torch
 
 from rl_kernels.core.check.isolation import wire
 from rl_kernels.core.check.loading import Loaded, Unusable, load
-from rl_kernels.core.check.run import Misbehaved, Results, Run, call_often, misbehaved
+from rl_kernels.core.check.run import Misbehaved, Results, Run, call_in_threads, call_often, misbehaved
 from rl_kernels.core.testing.spec import Inputs
 from rl_kernels.core.testing.surroundings import Surroundings
 
@@ -46,7 +46,8 @@ class Host:
         """Return what a request asks for."""
         return getattr(self, f"_do_{kind}")(**given)
 
-    def _do_load(self, target: str) -> dict[str, Any]:
+    def _do_load(self, target: str, arguments: list[str]) -> dict[str, Any]:
+        sys.argv[:] = arguments
         self._before = _functions()
         self._loaded = load(target)
         return self._loaded.described()
@@ -64,15 +65,20 @@ class Host:
             torch.manual_seed(seed)
         run = Run(self._call, output, inputs, leaves, Surroundings(**around))
         self._runs[number] = run
-        return {"outputs": _plain(run.outputs), "attached": sorted(run.attached), "changed": list(run.changed)}
+        return {"outputs": _plain(run.outputs), "attached": sorted(run.attached)}
 
     def _call(self, inputs: Inputs) -> Any:
         assert self._loaded is not None
         return self._loaded.function(**inputs)
 
-    def _do_gradients(self, number: int, upstream: Results, again: bool) -> dict[str, Any]:
-        run = self._runs[number]
-        return {"gradients": _plain(run.gradients(upstream, again=again)), "changed": list(run.changed)}
+    def _do_gradients(self, number: int, upstream: Results, again: bool) -> Results:
+        return _plain(self._runs[number].gradients(upstream, again=again))
+
+    def _do_scribbled(self, number: int, upstream: Results) -> Results:
+        return _plain(self._runs[number].scribbled(upstream))
+
+    def _do_two_at_once(self, number: int, upstream: Results) -> Results:
+        return _plain(self._runs[number].two_at_once(upstream))
 
     def _do_updated(self, number: int, inputs: Inputs, upstream: Results, silently: bool) -> Results:
         return _plain(self._runs[number].updated(inputs, upstream, silently=silently))
@@ -94,8 +100,11 @@ class Host:
         found = self._runs[number].forward_mode()
         return found if isinstance(found, str) else _plain(found)
 
-    def _do_many(self, inputs: Inputs, output: str, calls: int) -> dict[str, Any]:
-        return call_often(self._call, output, inputs, calls)
+    def _do_many(self, inputs: Inputs, output: str, calls: int, seconds: float) -> dict[str, Any]:
+        return call_often(self._call, output, inputs, calls, seconds)
+
+    def _do_threads(self, inputs: list[Inputs], output: str, calls: int) -> list[Results]:
+        return [_plain(found) for found in call_in_threads(self._call, output, inputs, calls)]
 
     def _do_patched(self) -> list[str]:
         now = _functions()

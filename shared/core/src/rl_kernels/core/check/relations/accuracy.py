@@ -9,8 +9,9 @@ from rl_kernels.core.check.cell import Cell
 from rl_kernels.core.check.relations.derivatives import derivatives
 from rl_kernels.core.check.relations.main_grad import main_grad
 from rl_kernels.core.check.result import Record
-from rl_kernels.core.check.run import Misbehaved, Ran, Results
+from rl_kernels.core.check.run import PLAIN, Misbehaved, Ran, Results
 from rl_kernels.core.check.upstreams import Upstream, upstreams
+from rl_kernels.core.testing.surroundings import Surroundings
 
 
 def accuracy(cell: Cell) -> Iterator[Record]:
@@ -20,7 +21,8 @@ def accuracy(cell: Cell) -> Iterator[Record]:
     """
     for label, drawn in {"": cell, " other values": cell.redrawn()}.items():
         try:
-            outputs = drawn.run(leaves=[]).outputs
+            # The first of all calls may be one of a rollout: what it caches must serve training too.
+            outputs = drawn.run(leaves=[], around=PLAIN if label else Surroundings(inference=True)).outputs
         except Misbehaved as error:
             yield drawn.failed("accuracy", "forward" + label, error)
             return
@@ -39,7 +41,9 @@ def gradients(cell: Cell) -> Iterator[Record]:
         yield cell.skip("gradients", "no output carries a gradient")
         return
     gold = cell.gold()
-    for given in upstreams(cell, upstream):
+    exact = gold.gradients({name: value.double() for name, value in upstream.items()}, again=True)
+    peak = max((float(value.nan_to_num().abs().amax()) for value in exact.values() if value.numel()), default=0.0)
+    for given in upstreams(cell, upstream, peak):
         yield from _gradients(cell, given, cell.leaves, eager, gold)
     if not cell.case.relations:
         for name in upstream if len(upstream) > 1 else ():

@@ -10,7 +10,7 @@ from rl_kernels.core.check import compare
 from rl_kernels.core.check.cell import Cell
 from rl_kernels.core.check.compare import Comparison
 from rl_kernels.core.check.result import Check, Record
-from rl_kernels.core.check.run import Misbehaved, Ran, Results
+from rl_kernels.core.check.run import Misbehaved, Results
 from rl_kernels.core.testing.surroundings import Surroundings
 
 AROUND = {
@@ -22,17 +22,17 @@ CAST = torch.bfloat16
 """The dtype of autocast."""
 
 
-def as_found(cell: Cell, ran: Ran) -> Check:
-    """Say what of the global state, and of other people's functions, forward and backward have changed."""
-    changed = list(dict.fromkeys(ran.changed))
-    worker = cell.candidate.worker
-    if worker is not None:
-        try:
-            changed += worker.ask("patched")
-        except Misbehaved as error:
-            return cell.failed("hygiene", "global state", error)
-    message = f"not left as it was found: {', '.join(changed)}" if changed else ""
-    return cell.record("hygiene", "global state", (), "exact", Comparison(not changed, message=message))
+def as_found(cell: Cell) -> Iterator[Record]:
+    """Say which of other people's functions a candidate has replaced; only in a process of its own would it dare."""
+    if cell.candidate.worker is None:
+        return
+    try:
+        patched = cell.candidate.worker.ask("patched")
+    except Misbehaved as error:
+        yield cell.failed("hygiene", "functions of others", error)
+        return
+    message = f"replaced: {', '.join(patched)}" if patched else ""
+    yield cell.record("hygiene", "functions of others", (), "exact", Comparison(not patched, message=message))
 
 
 def around(cell: Cell, expected: Results, upstream: Results) -> Iterator[Record]:
@@ -40,7 +40,7 @@ def around(cell: Cell, expected: Results, upstream: Results) -> Iterator[Record]
     for label, surroundings in AROUND.items():
         given = {} if surroundings.inference else upstream
         yield _same(cell, label, surroundings, expected if given else _outputs(expected), given)
-    yield from _autocast(cell, expected)
+    yield from _autocast(cell, expected, upstream)
 
 
 def _same(cell: Cell, label: str, surroundings: Surroundings, expected: Results, upstream: Results) -> Check:
@@ -57,20 +57,26 @@ def _same(cell: Cell, label: str, surroundings: Surroundings, expected: Results,
     return cell.record("hygiene", label, (), "bitwise", Comparison(True))
 
 
-def _autocast(cell: Cell, expected: Results) -> Iterator[Record]:
-    """Compare with a call of the arguments that autocast casts, cast beforehand; of others it casts none."""
+def _autocast(cell: Cell, expected: Results, upstream: Results) -> Iterator[Record]:
+    """Compare with a call of the arguments that autocast casts, cast beforehand; of others it casts none.
+
+    Backward runs outside of autocast, as it does after a ``with`` block.
+    """
     cast = [name for name in cell.spec.autocast.get(cell.case.function, ()) if name in cell.inputs]
-    inputs = {**cell.inputs, **{name: cell.inputs[name].to(CAST) for name in cast}}
     if cell.dtype_name == "fp64" or (cast and cell.candidate.is_slow(cell.setting.device.type)):
         return
     wanted = expected
     if cast:
         try:
-            wanted = cell.run(inputs, leaves=[]).outputs
+            found = cell.run({**cell.inputs, **{name: cell.inputs[name].to(CAST) for name in cast}}).results(upstream)
         except Misbehaved as error:
             yield cell.failed("hygiene", "autocast, cast beforehand", error)
             return
-    yield _same(cell, "autocast", Surroundings(autocast=CAST), _outputs(wanted), {})
+        # The gradient of a cast is a cast.
+        wanted = {
+            name: value.to(expected[name].dtype) if "gradient:" in name else value for name, value in found.items()
+        }
+    yield _same(cell, "autocast", Surroundings(autocast=CAST, forward_only=True), wanted, upstream)
 
 
 def _outputs(results: Results) -> Results:

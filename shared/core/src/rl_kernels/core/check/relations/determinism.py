@@ -19,8 +19,10 @@ from rl_kernels.core.testing.surroundings import Surroundings
 
 RUNS = 20
 """Calls that repeatability compares."""
-CALLS = 2000
-"""Calls of the plainest case of a function: a state that goes bad, or an error that is rare, takes many to show."""
+CALLS, SECONDS = 50_000, 3.0
+"""Calls of the plainest case of a function at most: a state that goes bad, or a rare error, takes many to show."""
+AT_ONCE = 60
+"""Calls of each of two threads."""
 THREADS = (1, 2, 3, 8)
 """How many threads of a CPU may change no bit."""
 PRODUCTS = 4
@@ -51,23 +53,32 @@ def repeatability(cell: Cell) -> Iterator[Record]:
 
 
 def _many(cell: Cell) -> Iterator[Record]:
-    """The same call thousands of times, without gradients."""
+    """The same call thousands of times, without gradients; then two threads at once."""
     if cell.case.name != cell.spec.first_of(cell.case.function).name:
         return
     if cell.candidate.is_slow(cell.setting.device.type):
         yield cell.skip("repeatability", "thousands of calls: not in Triton's interpreter")
         return
+    where = cell.case.function, cell.spec.output
+    item = "thousands of calls"
     try:
-        first, other, number = cell.candidate.many(cell.case.function, cell.spec.output, cell.inputs, CALLS)
+        first, other, number = cell.candidate.many(*where, cell.inputs, CALLS, SECONDS)
+        yield _same(cell, item, first, other, f"call {number}: ")
+        item = "two threads at once"
+        pairs = cell.candidate.threads(*where, [cell.inputs, cell.redrawn().inputs], AT_ONCE)
+        for expected, found in zip(pairs[::2], pairs[1::2], strict=True):
+            yield _same(cell, item, expected, found)
     except Misbehaved as error:
-        yield cell.failed("repeatability", f"{CALLS} calls", error)
-        return
-    for item, value in first.items():
-        comparison = compare.bits(other[item], value) if item in other else MISSING
+        yield cell.failed("repeatability", item, error)
+
+
+def _same(cell: Cell, item: str, expected: Results, found: Results, prefix: str = "") -> Check:
+    for name, value in expected.items():
+        comparison = compare.bits(found[name], value) if name in found else MISSING
         if not comparison.passed:
-            comparison = replace(comparison, message=f"call {number}: {comparison.message}")
-        tolerance = cell.tolerance("repeatability", item)
-        yield cell.record("repeatability", f"{item}, {CALLS} calls", tuple(value.shape), tolerance, comparison)
+            failed = replace(comparison, message=f"{prefix}{name}: {comparison.message}")
+            return cell.record("repeatability", item, tuple(value.shape), "bitwise", failed)
+    return cell.record("repeatability", item, (), "bitwise", Comparison(True))
 
 
 def invariance(cell: Cell) -> Iterator[Record]:

@@ -12,8 +12,8 @@ from rl_kernels.core.check.cell import Cell
 from rl_kernels.core.check.compare import Comparison
 from rl_kernels.core.check.relations.around import around, as_found
 from rl_kernels.core.check.relations.determinism import unchanged_by
-from rl_kernels.core.check.result import Record
-from rl_kernels.core.check.run import Misbehaved, Ran, Results
+from rl_kernels.core.check.result import Check, Record
+from rl_kernels.core.check.run import PLAIN, Misbehaved, Ran, Results
 from rl_kernels.core.testing import STORAGE, Inputs, Variant
 from rl_kernels.core.testing.surroundings import Surroundings
 
@@ -35,9 +35,10 @@ def hygiene(cell: Cell) -> Iterator[Record]:
     yield from _poisoned(cell, expected, upstream)
     yield from _interleaved(cell, expected, upstream)
     yield from _again(cell, upstream)
+    yield from _scribbled(cell, expected, upstream)
     yield from _updated(cell, upstream)
     yield from _expanded(cell)
-    yield as_found(cell, base)
+    yield from as_found(cell)
     yield from around(cell, expected, upstream)
     transforms = {**STORAGE, **cell.spec.hygiene}
     yield from unchanged_by(transforms, "hygiene", cell, expected, upstream)
@@ -109,11 +110,13 @@ def _poisoned(cell: Cell, expected: Results, upstream: Results) -> Iterator[Reco
 
 
 def _interleaved(cell: Cell, expected: Results, upstream: Results) -> Iterator[Record]:
-    """Call on other values between a forward and its backward: what the first call gave and saved is its own."""
+    """Call on other values before and after a backward pass: what the first call gave and saved is its own."""
     try:
         first = cell.run()
         cell.redrawn().run().results(upstream)
-        comparison = _first_difference({**first.results(upstream), **first.kept}, expected)
+        results = first.results(upstream)
+        cell.redrawn().run().results(upstream)
+        comparison = _first_difference({**results, **first.kept}, expected)
     except Misbehaved as error:
         yield cell.failed("hygiene", "a call in between", error)
         return
@@ -122,7 +125,10 @@ def _interleaved(cell: Cell, expected: Results, upstream: Results) -> Iterator[R
 
 def _again(cell: Cell, upstream: Results) -> Iterator[Record]:
     """Run backward twice on one graph: the first pass leaves what the second needs."""
-    if not upstream or cell.spec.inplace.keys() & cell.inputs.keys():
+    if not upstream:
+        return
+    if cell.spec.inplace.keys() & cell.inputs.keys():
+        yield _refused_again(cell, upstream)
         return
     try:
         run = cell.run()
@@ -134,6 +140,30 @@ def _again(cell: Cell, upstream: Results) -> Iterator[Record]:
     yield cell.record("hygiene", "backward again", (), "bitwise", comparison)
 
 
+def _refused_again(cell: Cell, upstream: Results) -> Check:
+    """A second backward pass raises where the first has overwritten what it needs."""
+    run = cell.run()
+    run.gradients(upstream, again=True)
+    try:
+        run.gradients(upstream)
+    except Misbehaved:
+        return cell.record("hygiene", "backward again", (), "refused", HELD)
+    message = "expected an error, because the first pass has overwritten an input; nothing was raised"
+    return cell.record("hygiene", "backward again", (), "refused", Comparison(False, message=message))
+
+
+def _scribbled(cell: Cell, expected: Results, upstream: Results) -> Iterator[Record]:
+    """Write into the results, and call again."""
+    if cell.spec.overwritten(cell.inputs):
+        return
+    try:
+        comparison = _first_difference(cell.run().scribbled(upstream), expected)
+    except Misbehaved as error:
+        yield cell.failed("hygiene", "results written into", error)
+        return
+    yield cell.record("hygiene", "results written into", (), "bitwise", comparison)
+
+
 def _updated(cell: Cell, upstream: Results) -> Iterator[Record]:
     """Write other values into the same tensors, with a new version of them and without, and call again.
 
@@ -142,10 +172,16 @@ def _updated(cell: Cell, upstream: Results) -> Iterator[Record]:
     fresh = cell.redrawn()
     if cell.spec.overwritten(cell.inputs) or not _alike(cell.inputs, fresh.inputs):
         return
-    for how, silently in (("updated in place", False), ("updated unseen", True)):
+    autocast = Surroundings(autocast=torch.bfloat16)
+    ways = [("updated in place", False, None, PLAIN), ("updated unseen", True, None, PLAIN)]
+    ways.append(("updated unseen, no gradients", True, [], PLAIN))
+    if cell.dtype_name != "fp64" and not cell.candidate.is_slow(cell.setting.device.type):
+        ways.append(("updated in place, autocast", False, [], autocast))
+    for how, silently, leaves, surroundings in ways:
+        given = {} if leaves == [] else upstream
         try:
-            expected = fresh.run().results(upstream)
-            found = cell.run().updated(fresh.inputs, upstream, silently=silently)
+            expected = fresh.run(leaves=leaves, around=surroundings).results(given)
+            found = cell.run(leaves=leaves, around=surroundings).updated(fresh.inputs, given, silently=silently)
             comparison = _first_difference(found, expected)
         except Misbehaved as error:
             yield cell.failed("hygiene", f"inputs {how}", error)
@@ -204,7 +240,10 @@ def _empty(cell: Cell) -> Iterator[Record]:
             run = here.run()
             eager = here.eager()
             upstream = here.upstream(eager)
-            comparison = _first_difference(_positive(run.results(upstream)), _positive(eager.results(upstream)))
+            expected = _positive(eager.results(upstream))
+            comparison = _first_difference(_positive(run.results(upstream)), expected)
+            if comparison.passed and not here.spec.overwritten(here.inputs):
+                comparison = _first_difference(_positive(here.run().scribbled(upstream)), expected)
         except Misbehaved as error:
             yield cell.failed("hygiene", item, error)
             continue
