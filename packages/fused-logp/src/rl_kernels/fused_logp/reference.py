@@ -40,4 +40,5 @@ def fused_logp(
     # No distribution, no logsumexp: log_softmax gives NaN for rows of -inf and with +inf, where logsumexp is infinite.
     lse = z.logsumexp(-1)
     lse = lse * torch.where(lse.isinf(), torch.nan, 1.0)
-    return LogpStats(logp, torch.where(active, lse, 0), torch.where(active, entropy, 0))
+    wide = torch.float64 if output_dtype == torch.float64 else dtype
+    return LogpStats(logp, *(torch.where(active, value, 0).to(wide) for value in (lse, entropy)))

@@ -29,6 +29,7 @@ class Setting:
     seed: int = 123
     grad_mode: str = "random"
     grad_seed: int = 123
+    suite: str = "full"
     constant: tuple[float, int] | None = None
     """(value, token): fill the differentiable inputs and the ids with these."""
 

@@ -186,7 +186,7 @@ def _plan(given: argparse.Namespace, operators: Sequence[Operator]) -> tuple[Pla
     parts: list[Part] = []
     skips: list[Skip] = []
     for dtype in dict.fromkeys(given.dtype or ["fp32"]):
-        setting = Setting(dtype, device, arch, given.seed, given.grad_mode, given.grad_seed)
+        setting = Setting(dtype, device, arch, given.seed, given.grad_mode, given.grad_seed, suite)
         found: list[Candidate] = []
         for operator in operators:
             candidates, left_out = candidates_of(operator, names, setting, given.timeout)

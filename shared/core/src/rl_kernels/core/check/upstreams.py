@@ -13,7 +13,7 @@ from rl_kernels.core.check.run import Results
 from rl_kernels.core.contract import ALL_DTYPES
 
 SCALES = {" upstream x0": 0.0, " upstream x-1": -1.0, " upstream x3": 3.0, " upstream x1e-06": 1e-6}
-LARGE, SMALLER = 65536.0, 64.0
+LARGE = (65536.0, 64.0)
 """A scale of losses that trainers use, and what is tried where that would leave the range of the gradients."""
 
 
@@ -48,7 +48,8 @@ def upstreams(cell: Cell, upstream: Results, peak: float) -> Iterator[Upstream]:
 
     ``peak`` is the size of the largest gradient of the first.
     """
-    large = LARGE if peak * LARGE < torch.finfo(ALL_DTYPES[cell.dtype_name]).max / 2 else SMALLER
+    most = torch.finfo(ALL_DTYPES[cell.dtype_name]).max / 2
+    large = next((scale for scale in LARGE if peak * scale < most), 1.0)
     kinds = list(_kinds(cell, upstream, large))
     yield Upstream("", upstream)
     if cell.case.relations:
