@@ -70,11 +70,7 @@ CHOICES = (
         "dtype not in HALF",
     ),
     Bug("FP32 by the table of 16 bits", "if dtype not in HALF or", "if"),
-    Bug(
-        "few rows read the weights twice",
-        "if candidate.schedule.columns >= m]",
-        "if candidate.schedule.columns >= m // 2]",
-    ),
+    Bug("64 rows are many", "candidate.schedule.swapped == (m <= FEW)", "candidate.schedule.swapped == (m < FEW)"),
     Bug("kernel of another dtype", "(x.dtype, x.data_ptr() % ALIGNMENT)", "(x.data_ptr() % ALIGNMENT,)"),
     Bug("kernel of another alignment", "(x.dtype, x.data_ptr() % ALIGNMENT)", "x.dtype"),
     Bug("kernel of another number", "[x if type(x) in PLAIN else", "[type(x) if type(x) in PLAIN else"),

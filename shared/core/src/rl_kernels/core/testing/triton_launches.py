@@ -7,6 +7,7 @@ of the kernel's parameters, and a few lines of PyTorch may stand in for a kernel
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import os
 import sys
@@ -103,6 +104,8 @@ class TritonRecorder:
     @contextmanager
     def pretended(self) -> Iterator[TritonRecorder]:
         """Take their places, until the block ends."""
+        # PyTorch asks once whether there is a Triton, and would find this one.
+        importlib.import_module("torch._dynamo")
         kept = {name: module for name, module in sys.modules.items() if name in STUBS or _imports_triton(name)}
         for name in kept:
             del sys.modules[name]
