@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rl_kernels.core.testing import Bug, Mutants
-from rl_kernels.linear_logp import mutants_cuda
+from rl_kernels.linear_logp import mutants_cuda, mutants_triton
 
 MODULES = (
     "rl_kernels.core.rowwise",
@@ -81,4 +81,8 @@ _GRADIENTS = (
     ),
 )
 
-MUTANTS = (Mutants("native", MODULES, (*_LOGITS, *_TARGETS, *_GRADIENTS)), *mutants_cuda.MUTANTS)
+MUTANTS = (
+    Mutants("native", MODULES, (*_LOGITS, *_TARGETS, *_GRADIENTS)),
+    *mutants_cuda.MUTANTS,
+    *mutants_triton.MUTANTS,
+)

@@ -1,0 +1,116 @@
+"""Bugs of grpo_loss's Triton kernels and of their host code, planted in copies of the backend; none may escape.
+
+They run in Triton's interpreter too, a thousand times as slow, so each is one that a small case shows.
+"""
+
+from __future__ import annotations
+
+from rl_kernels.core.testing import Bug, Mutants
+
+MODULES = tuple(
+    f"rl_kernels.grpo_loss.triton_{name}"
+    for name in ("groups", "terms", "tokens", "kernels", "reduce", "objectives", "backend")
+)
+
+GROUPS = (
+    Bug("one reward beyond the group", "is_there = place < end\n", "is_there = place <= end\n"),
+    Bug("group of the sequence before", "start = row // groups * groups\n", "start = (row + 1) // groups * groups\n"),
+    Bug(
+        "boundary belongs to the group before it",
+        "tl.load(boundaries + middle) <= row",
+        "tl.load(boundaries + middle) < row",
+    ),
+    Bug(
+        "last group not looked at",
+        "high = tl.full((), groups, tl.int64) - 1",
+        "high = tl.full((), groups, tl.int64) - 2",
+    ),
+    Bug("sample standard deviation", "size if KIND == POPULATION else size - 1.0", "size - 1.0"),
+    Bug(
+        "equal rewards not compared",
+        "scaled = tl.where(equal, 0.0, (r - mean) / divisor)",
+        "scaled = (r - mean) / divisor",
+    ),
+    Bug("eps added", "tl.where(std < eps, least, std), equal", "std + least, equal"),
+    Bug(
+        "stride of the rewards ignored",
+        "r = tl.load(rewards + place * stride, mask=place < end",
+        "r = tl.load(rewards + place, mask=place < end",
+    ),
+    Bug(
+        "size of a group taken for their number",
+        "count // samples if boundaries is None",
+        "samples if boundaries is None",
+    ),
+)
+LOSS = (
+    Bug(
+        "lower bound is the upper one",
+        "tl.minimum(tl.maximum(ratio, low), high)",
+        "tl.minimum(tl.maximum(ratio, high), high)",
+    ),
+    Bug("gradient of clipped tokens", "tl.where(is_clipped, 0.0, unclipped)", "unclipped"),
+    Bug(
+        "mask of a token taken for all",
+        "would be NaN.\n    counted = is_active & (a != 0.0)",
+        "would be NaN.\n    counted = a != 0.0",
+    ),
+    Bug(
+        "KL of masked tokens",
+        "k3_of(tl.where(is_active, other.to(tl.float32) - x, 0.0))",
+        "k3_of(other.to(tl.float32) - x)",
+    ),
+    Bug("beta missing in the gradient", "slope = fma(constant(beta), -expm1, slope)", "slope = slope - expm1"),
+    Bug(
+        "masked tokens not marked",
+        "(token_slope + 0.0).to(tl.int32, bitcast=True), SIGN)",
+        "(token_slope + 0.0).to(tl.int32, bitcast=True), 0)",
+    ),
+    Bug(
+        "advantages of the tokens of the first sequence",
+        "a = tl.load(scores + row * score_row + columns, mask=here",
+        "a = tl.load(scores + columns, mask=here",
+    ),
+    Bug(
+        "slope stored with the stride of the inputs",
+        "tl.store(slope + row * length + columns, marked",
+        "tl.store(slope + row * (length - 1) + columns, marked",
+    ),
+    Bug("sum of the KL left over", "tl.store(place + batch, tree(kl_sum))", "pass"),
+    Bug(
+        "last sequence not counted",
+        "total += tl.load(place + 2 * batch, mask=here, other=0.0).to(tl.int64)\n            policy",
+        "total += tl.load(place + 2 * batch, mask=rows < batch - 1, other=0.0).to(tl.int64)\n            policy",
+    ),
+    Bug(
+        "upstream gradient left out",
+        "tl.div_rn(tl.load(upstream).to(tl.float32), tl.load(count))",
+        "tl.div_rn(1.0, tl.load(count))",
+    ),
+    Bug(
+        "last tokens have no gradient",
+        "(-(-size // GRADIENT_BLOCK),), *arguments",
+        "(max(size // GRADIENT_BLOCK, 1),), *(*arguments[:4], size - 1, arguments[5])",
+    ),
+)
+HOST = (
+    Bug(
+        "stride of the old log-probabilities for all",
+        "strides = [0 if x is None else x.stride(0) for x in tensors]\n            launch",
+        "strides = [0 if x is None else tensors[0].stride(0) for x in tensors]\n            launch",
+    ),
+    Bug(
+        "bounds exchanged",
+        "*(1 - n.clip_low, 1 + n.clip_high, n.beta, n.eps)",
+        "*(1 - n.clip_high, 1 - n.clip_low, n.beta, n.eps)",
+    ),
+    Bug(
+        "beta missing in the loss",
+        "count, batch, segments, n.beta, ref is not None",
+        "count, batch, segments, 1.0, ref is not None",
+    ),
+    Bug("per-token advantages taken for one a sequence", "scores.values.ndim == 2),\n", "False),\n"),
+)
+CASES = ("kl", "ragged", "large-eps", "no-clip-range", "equal-rewards", "advantages-per-token", "groups-ragged")
+
+MUTANTS = (Mutants("triton", MODULES, (*GROUPS, *LOSS, *HOST), CASES),)
