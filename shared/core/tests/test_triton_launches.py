@@ -18,7 +18,7 @@ from rl_kernels.core.testing.triton_matmul import matmul
 
 LIB = "rl_kernels.core.triton_lib"
 MODULES = tuple(f"{LIB}.{name}" for name in ("launch", "schedule", "gemm"))
-FAILURES = (AssertionError, RuntimeError, ValueError, IndexError, TypeError)
+FAILURES = (AssertionError, RuntimeError)
 Plant = Callable[[], AbstractContextManager[None]]
 LAYOUTS = ("row", "column", "apart", "odd")
 SHAPES = ((1, 8, 8), (8, 200, 64), (64, 24, 40), (65, 136, 24), (200, 40, 72), (3, 5, 7), (300, 1, 1), (7, 16, 0))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rl_kernels.core.testing import Bug, Mutants
-from rl_kernels.det_gemm import mutants_triton
+from rl_kernels.det_gemm import mutants_cuda, mutants_triton
 
 MAINLOOP = ".double().contiguous() @ slab"
 PRODUCT = (
@@ -70,4 +70,4 @@ WEIGHT_GRADIENT = (
 )
 
 MODULES = ("rl_kernels.core.rowwise", "rl_kernels.det_gemm.native")
-MUTANTS = (Mutants("native", MODULES, (*PRODUCT, *WEIGHT_GRADIENT)), *mutants_triton.MUTANTS)
+MUTANTS = (Mutants("native", MODULES, (*PRODUCT, *WEIGHT_GRADIENT)), *mutants_cuda.MUTANTS, *mutants_triton.MUTANTS)

@@ -17,16 +17,10 @@ KERNEL = (
         "mask=(r < rows + 1)[:, None] & (c < K - (rows == 7))",
     ),
     Bug(
-        "last terms of K skipped",
-        "        for k in range(0, K, BLOCK_K):\n            left",
-        "        for k in range(0, tl.maximum(K - 15, 1), BLOCK_K):\n            left",
-    ),
-    Bug(
         "strides of an operand exchanged",
         "r.to(tl.int64)[:, None] * row_stride + c.to(tl.int64)[None, :] * k_stride",
         "r.to(tl.int64)[:, None] * k_stride + c.to(tl.int64)[None, :] * row_stride",
     ),
-    Bug("transposed box taken as it comes", "value = source.load([k, row]).T", "value = source.load([row, k])"),
     Bug("mask of the output off by one", "(columns < N - column)[None, :]", "(columns < N - column - 1)[None, :]"),
     Bug(
         "bias of the first tile for all",

@@ -30,11 +30,6 @@ KERNELS = (
     Bug("marks not read", "if HAS_ROWS:\n", "if False:\n"),
     Bug("ignored ids not looked at", "if HAS_IGNORED:\n", "if False:\n"),
     Bug(
-        "block read at the place of the one before",
-        "tl.load(base + whole + columns,",
-        "tl.load(base + whole - BLOCK * (whole > 0) + columns,",
-    ),
-    Bug(
         "columns of the selected logit counted in a program",
         "dlogits(x, columns == id,",
         "dlogits(x, tl.arange(0, WIDTH) == id,",
