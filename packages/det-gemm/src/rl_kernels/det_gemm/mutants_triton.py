@@ -12,21 +12,12 @@ MODULES = ("rl_kernels.core.triton_lib.gemm", "rl_kernels.det_gemm.triton_backen
 KERNEL = (
     Bug("mask of K off by one", "(c < K)[None, :], other=0.0)", "(c < K - 1)[None, :], other=0.0)"),
     Bug(
-        "rows beyond the operand read",
-        "mask=(r < rows)[:, None] & (c < K)",
-        "mask=(r < rows + 1)[:, None] & (c < K - (rows == 7))",
+        "terms of K beyond the first block skipped",
+        "        for k in range(0, K, BLOCK_K):\n            left",
+        "        for k in range(0, tl.minimum(K, BLOCK_K), BLOCK_K):\n            left",
     ),
-    Bug(
-        "strides of an operand exchanged",
-        "r.to(tl.int64)[:, None] * row_stride + c.to(tl.int64)[None, :] * k_stride",
-        "r.to(tl.int64)[:, None] * k_stride + c.to(tl.int64)[None, :] * row_stride",
-    ),
+    Bug("last row of the output not written", "(rows < M - row)[:, None]", "(rows < M - row - 1)[:, None]"),
     Bug("mask of the output off by one", "(columns < N - column)[None, :]", "(columns < N - column - 1)[None, :]"),
-    Bug(
-        "bias of the first tile for all",
-        "columns = column + tl.arange(0, BLOCK_N)\n",
-        "columns = tl.arange(0, BLOCK_N)\n",
-    ),
     Bug(
         "buffer overwritten",
         "acc = tl.load(place, mask=inside, other=0.0)",
@@ -39,8 +30,6 @@ KERNEL = (
     ),
 )
 HOST = (
-    Bug("strides of the output exchanged", "else target.stride()),", "else target.stride()[::-1]),"),
-    Bug("stride of the bias taken for 2", "0 if bias is None else bias.stride(0)", "0 if bias is None else 2"),
     Bug(
         "tiles rounded down", "(min(tiles, processors(a.device)) if cut.persistent else tiles,)", "(max(tiles - 1, 1),)"
     ),

@@ -26,11 +26,6 @@ GROUPS = (
         "high = tl.full((), groups, tl.int64) - 2",
     ),
     Bug("sample standard deviation", "size if KIND == POPULATION else size - 1.0", "size - 1.0"),
-    Bug(
-        "equal rewards not compared",
-        "scaled = tl.where(equal, 0.0, (r - mean) / divisor)",
-        "scaled = (r - mean) / divisor",
-    ),
     Bug("eps added", "tl.where(std < eps, least, std), equal", "std + least, equal"),
     Bug(
         "stride of the rewards ignored",
@@ -94,11 +89,6 @@ LOSS = (
     ),
 )
 HOST = (
-    Bug(
-        "stride of the old log-probabilities for all",
-        "strides = [0 if x is None else x.stride(0) for x in tensors]\n            launch",
-        "strides = [0 if x is None else tensors[0].stride(0) for x in tensors]\n            launch",
-    ),
     Bug(
         "bounds exchanged",
         "*(1 - n.clip_low, 1 + n.clip_high, n.beta, n.eps)",

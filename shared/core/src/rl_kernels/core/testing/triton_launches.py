@@ -11,7 +11,7 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
@@ -107,8 +107,7 @@ class TritonRecorder:
         # PyTorch asks once whether there is a Triton, and would find this one.
         importlib.import_module("torch._dynamo")
         kept = {name: module for name, module in sys.modules.items() if name in STUBS or _imports_triton(name)}
-        for name in kept:
-            del sys.modules[name]
+        _forget(kept)
         with ExitStack() as stack:
             stack.callback(_put_back, kept)
             stack.enter_context(patch.dict(os.environ, TRITON_INTERPRET="0"))
@@ -199,9 +198,16 @@ def _imports_triton(name: str) -> bool:
     )
 
 
-def _put_back(kept: Mapping[str, ModuleType]) -> None:
-    for name in [name for name in sys.modules if name in STUBS or _imports_triton(name)]:
+def _forget(names: Iterable[str]) -> None:
+    """Have modules imported anew, also by ``from package import module``."""
+    for name in names:
         del sys.modules[name]
+        parent, _, leaf = name.rpartition(".")
+        vars(sys.modules.get(parent, ModuleType(""))).pop(leaf, None)
+
+
+def _put_back(kept: Mapping[str, ModuleType]) -> None:
+    _forget([name for name in sys.modules if name in STUBS or _imports_triton(name)])
     sys.modules.update(kept)
     for name, module in kept.items():
         parent, _, leaf = name.rpartition(".")
