@@ -1,6 +1,7 @@
 """Bugs of grpo_loss's Triton kernels and of their host code, planted in copies of the backend; none may escape.
 
-They run in Triton's interpreter too, a thousand times as slow, so each is one that a small case shows.
+They run in Triton's interpreter too, a thousand times as slow, so each is one that a small case shows. ``LAUNCHES``
+need large ones, or break a rule that no number shows: they are planted where launches are recorded.
 """
 
 from __future__ import annotations
@@ -27,16 +28,6 @@ GROUPS = (
     ),
     Bug("sample standard deviation", "size if KIND == POPULATION else size - 1.0", "size - 1.0"),
     Bug("eps added", "tl.where(std < eps, least, std), equal", "std + least, equal"),
-    Bug(
-        "stride of the rewards ignored",
-        "r = tl.load(rewards + place * stride, mask=place < end",
-        "r = tl.load(rewards + place, mask=place < end",
-    ),
-    Bug(
-        "size of a group taken for their number",
-        "count // samples if boundaries is None",
-        "samples if boundaries is None",
-    ),
 )
 LOSS = (
     Bug(
@@ -100,6 +91,62 @@ HOST = (
         "count, batch, segments, 1.0, ref is not None",
     ),
     Bug("per-token advantages taken for one a sequence", "scores.values.ndim == 2),\n", "False),\n"),
+)
+LAUNCHES = (
+    Bug("one step for groups of up to 512", "samples <= LANES, formula", "samples <= 2 * LANES, formula"),
+    Bug(
+        "half the lanes",
+        "min(max(1 << (size - 1).bit_length(), least), most)",
+        "min(max(1 << (size - 1).bit_length() >> 1, least), most)",
+    ),
+    Bug("boundaries counted as groups", "boundaries.shape[0] - 1, LANES", "boundaries.shape[0], LANES"),
+    Bug(
+        "groups of boundaries in one step",
+        "boundaries.shape[0] - 1, LANES, formula=",
+        "boundaries.shape[0] - 1, LANES, True, formula=",
+    ),
+    Bug("stride of rewards taken for 1", "scores.groups, rewards.stride(0))", "scores.groups, 1)"),
+    Bug("a program a sequence", "launch(_advantages, (programs,)", "launch(_advantages, (count,)"),
+    Bug(
+        "last segment has no program",
+        "segments = -(-length // SEGMENT)\n    sums",
+        "segments = max(length // SEGMENT, 1)\n    sums",
+    ),
+    Bug("segments and sequences exchanged", "(batch, segments),\n", "(segments, batch),\n"),
+    Bug(
+        "rows apart read as contiguous",
+        "x.ndim == 1 or x.stride(1) == 1 else x.contiguous()",
+        "True else x.contiguous()",
+    ),
+    Bug(
+        "strides of the tensors before their copy",
+        "strides = [0 if x is None else x.stride(0) for x in tensors]",
+        "strides = [0 if x is None else x.stride(0) for x in (current, old, ref, mask, scores[0])]",
+    ),
+    Bug("rows apart of objectives read as contiguous", "x is None or x.stride(1) == 1 else", "True else"),
+    Bug("sums of another layout", "(segments, 3, batch), dtype", "(batch, 3, segments), dtype"),
+    Bug(
+        "sums in the dtype of the inputs, of two quantities",
+        "(segments, 3, batch), dtype",
+        "(segments, 2, batch), dtype",
+    ),
+    Bug("reference not summed", "n.beta, ref is not None, LANES)", "n.beta, False, LANES)"),
+    Bug("last sum over the lanes of a warp", "ref is not None, LANES)", "ref is not None, WARP)"),
+    Bug("slope read as it lies", "slope.contiguous(), count, upstream", "slope, count, upstream"),
+    Bug("last tokens are not scaled", "(-(-size // GRADIENT_BLOCK),)", "(max(size // GRADIENT_BLOCK, 1),)"),
+    Bug(
+        "expanded advantages at their first token",
+        "Scores(advantages[:, 0] if is_one else advantages)",
+        "Scores(advantages[0] if is_one else advantages)",
+    ),
+    Bug("metrics have no room", "SUMS + (len(METRICS) if call.with_metrics else 0)", "SUMS"),
+    Bug("metrics have no programs", "(1 + len(metrics),)", "(1,)"),
+    Bug("a program a sequence, whatever its segments", "(call.batch * segments,)", "(call.batch,)"),
+    Bug(
+        "long sequences taken as one step", "is_whole = by_sequence and lanes >= call.length", "is_whole = by_sequence"
+    ),
+    Bug("wide lanes for every objective", "WIDE if by_sequence else LANES", "WIDE"),
+    Bug("means of sequences not told to the last sum", 'plan.mean == "sequences", quantities', "False, quantities"),
 )
 CASES = ("kl", "ragged", "large-eps", "no-clip-range", "equal-rewards", "advantages-per-token", "groups-ragged")
 

@@ -16,11 +16,6 @@ KERNELS = (
         'x = tl.where((columns < V + 1)[None, :], x, float("-inf"))',
     ),
     Bug(
-        "bias of the first block for all",
-        "columns = first + tl.arange(0, BLOCK)\n        x += tl.load(bias",
-        "columns = tl.arange(0, BLOCK)\n        x += tl.load(bias",
-    ),
-    Bug(
         "id one past the vocabulary accepted, id 0 not",
         "return tl.where((id >= 0) & (id < V), id, -1)",
         "return tl.where((id > 0) & (id <= V), id, -1)",
