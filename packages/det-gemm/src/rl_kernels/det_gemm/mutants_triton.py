@@ -34,11 +34,6 @@ HOST = (
         "tiles rounded down", "(min(tiles, processors(a.device)) if cut.persistent else tiles,)", "(max(tiles - 1, 1),)"
     ),
     Bug(
-        "output kept between calls",
-        "out = a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)",
-        "out = globals().setdefault((a.shape, b.shape), a.new_empty((len(a), b.shape[1]), dtype=out_dtype))",
-    ),
-    Bug(
         "weight gradient of the transposed tokens",
         "gemm.matmul(a.t(), dc, out)\n",
         "gemm.matmul(a.flip(0).t(), dc, out)\n",

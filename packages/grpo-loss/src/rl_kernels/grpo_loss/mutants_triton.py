@@ -48,11 +48,6 @@ LOSS = (
     ),
     Bug("beta missing in the gradient", "slope = fma(constant(beta), -expm1, slope)", "slope = slope - expm1"),
     Bug(
-        "masked tokens not marked",
-        "(token_slope + 0.0).to(tl.int32, bitcast=True), SIGN)",
-        "(token_slope + 0.0).to(tl.int32, bitcast=True), 0)",
-    ),
-    Bug(
         "advantages of the tokens of the first sequence",
         "a = tl.load(scores + row * score_row + columns, mask=here",
         "a = tl.load(scores + columns, mask=here",
