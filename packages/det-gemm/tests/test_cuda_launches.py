@@ -131,6 +131,15 @@ def hold_schedules() -> None:
                     assert torch.equal(out, product.bfloat16())
 
 
+def hold_spread_output() -> None:
+    """One row whose columns begin at multiples of 16 bytes: its transpose could have a map, its tile has no boxes."""
+    draw = Draw(torch.bfloat16, seed=5)
+    with Recorder({"det_gemm": det_gemm}, processors=PROCESSORS).watching(HOST):
+        a, b, out = draw.normal(1, 64), draw.normal(64, 40), torch.zeros(1, 40, 8)[..., 0]
+        importlib.import_module(HOST).matmul(a, b, out)
+        assert torch.equal(out, (a.double() @ b.double()).float())
+
+
 def hold_dependent_launches() -> None:
     """Few rows begin while the kernel before still runs; the number of rows alone says which are few."""
     recorder, draw = Recorder({"det_gemm": det_gemm}, processors=PROCESSORS), Draw(torch.float16, seed=2)
@@ -161,6 +170,7 @@ def hold_all() -> None:
             for out in ("row", "column", "apart", "odd"):
                 hold((left, right), out)
     hold_schedules()
+    hold_spread_output()
     hold_dependent_launches()
     hold_weight_gradients()
 
@@ -173,6 +183,7 @@ def test_operands_are_launched_as_they_lie(layouts: tuple[str, str], out_layout:
 
 def test_schedules_are_launched_as_they_are_compiled() -> None:
     hold_schedules()
+    hold_spread_output()
 
 
 def test_weight_gradients_are_launched_with_the_tokens_along_k() -> None:

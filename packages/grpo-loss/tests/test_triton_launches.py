@@ -75,6 +75,7 @@ def check_terms(launch: TritonLaunch, call: dict[str, Any], slope: bool) -> int:
     assert (launch["slope"] is not None) == slope
     if slope:
         assert launch["slope"].is_contiguous()
+        assert launch["slope"].dtype == torch.float32
         assert launch["slope"].shape == (batch, length)
     assert [round(launch[name], 6) for name in ("low", "high", "beta", "eps")] == [0.9, 1.3, 0.25, 1e-3]
     if "sizes" in call:
@@ -105,6 +106,7 @@ def check_loss(launches: list[TritonLaunch], call: dict[str, Any], slope: bool) 
     if plain:
         assert last["HAS_REF"] == call.get("ref", True)
         return
+    check_plan(launches[0], plan)
     if plan.level == "sequence":
         assert launches[0]["WHOLE"] == (length <= launches[0]["LANES"])
     else:
@@ -112,6 +114,15 @@ def check_loss(launches: list[TritonLaunch], call: dict[str, Any], slope: bool) 
         assert launches[0]["LANES"] <= LANES
     assert launches[0]["MEAN_SEQ"] == last["MEAN_SEQ"] == (plan.mean == "sequences")
     assert last["QUANTITIES"] == launches[0]["sums"].shape[1]
+
+
+def check_plan(launch: TritonLaunch, plan: Plan) -> None:
+    """Every choice of the plan reaches the kernel, by the numbers that its source compares with."""
+    assert launch["KIND"] == ("clip", "sapo", "cispo", "vespo", "reinforce").index(plan.kind)
+    assert launch["BOUNDS"] == ("none", "delta", "dual").index(plan.bounds)
+    assert launch["MODE"] == ("given", "truncate", "mask").index(plan.rollout)
+    assert (launch["SEQ"], launch["CORRECTED"]) == (plan.level == "sequence", plan.kl_correction == "corrected")
+    assert f"k{launch['KL']}" == plan.kl
 
 
 def lying(x: torch.Tensor, how: str) -> torch.Tensor:
@@ -135,9 +146,19 @@ CALLS: tuple[dict[str, Any], ...] = (
     {"shape": (4, 9), "scores": "sequences"},
     {"shape": (4, 9), "scores": "tokens", "layout": "column"},
     {"shape": (4, 9), "scores": "expanded"},
-    {"shape": (4, 1023), "sizes": [2, 2], "plan": Plan(level="sequence"), "layout": "column"},
+    {
+        "shape": (4, 1023),
+        "sizes": [2, 2],
+        "plan": Plan(level="sequence", bounds="dual", kl_correction="corrected"),
+        "layout": "column",
+    },
     {"shape": (2, 1025), "sizes": [2], "plan": Plan(level="sequence", mean="sequences"), "metrics": True},
-    {"shape": (3, 3 * SEGMENT + 1), "sizes": [1, 2], "plan": Plan(kind="cispo"), "layout": "pitch"},
+    {
+        "shape": (3, 3 * SEGMENT + 1),
+        "sizes": [1, 2],
+        "plan": Plan(kind="cispo", kl="k2", rollout="mask"),
+        "layout": "pitch",
+    },
     {"shape": (4, 20), "scores": "tokens", "metrics": True},
 )
 

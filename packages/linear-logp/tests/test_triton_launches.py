@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
 
@@ -159,7 +160,7 @@ CALLS: tuple[dict[str, Any], ...] = (
     {"rows": 300, "vocab": 4608, "layout": "apart", "scale": "apart", "ignored": -100, "bias": True, "grads": "apart"},
     {"rows": 130, "vocab": 600, "dtype": torch.float32, "size": 40, "bias": True, "grads": "entropy"},
     {"rows": 64, "vocab": 9000},
-    {"rows": 700, "vocab": 1100, "bias": True},
+    {"rows": 700, "vocab": 1100, "bias": True, "scale": "rows"},
     {"rows": 10, "vocab": 300, "arch": "sm80"},
     {"rows": 70, "vocab": 9000, "dtype": torch.float32, "arch": "sm80", "ignored": 3},
     {"rows": 129, "vocab": 300, "arch": "sm80", "size": 8, "grads": "lse", "ids": torch.int32},
@@ -203,7 +204,7 @@ def hold(call: dict[str, Any], backend: Any) -> None:
 
 def check_blocks(pieces: list[TritonLaunch]) -> None:
     """A block of rows ends at a multiple of every tile's height, or where the rows end."""
-    for launch, after in zip(pieces, pieces[1:], strict=False):
+    for launch, after in pairwise(pieces):
         assert launch["begin"] != after["begin"] or launch["N"] % 128 == 0
 
 

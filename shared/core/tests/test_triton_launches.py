@@ -21,7 +21,17 @@ MODULES = tuple(f"{LIB}.{name}" for name in ("launch", "schedule", "gemm"))
 FAILURES = (AssertionError, RuntimeError)
 Plant = Callable[[], AbstractContextManager[None]]
 LAYOUTS = ("row", "column", "apart", "odd")
-SHAPES = ((1, 8, 8), (8, 200, 64), (64, 24, 40), (65, 136, 24), (200, 40, 72), (3, 5, 7), (300, 1, 1), (7, 16, 0))
+SHAPES = (
+    (1, 8, 8),
+    (8, 200, 64),
+    (64, 24, 40),
+    (65, 136, 24),
+    (200, 704, 16),
+    (200, 40, 72),
+    (3, 5, 7),
+    (300, 1, 1),
+    (7, 16, 0),
+)
 PRODUCTS = (
     Bug("bias by the wrong dim", "BY_ROW.value if cut.swapped else BY_COLUMN.value", "BY_COLUMN.value"),
     Bug("stride of the bias taken for 1", "0 if bias is None else bias.stride(0)", "0 if bias is None else 1"),
