@@ -1,7 +1,7 @@
 """Bugs of the host code of det_gemm's backend ``cuda-sm90``, planted in copies of it.
 
-``SHOWN`` give wrong numbers, which the quick cases show on a GPU; ``LAUNCHES`` read or write where they must not, or
-break a rule that no number shows, so they are planted where launches are recorded and nothing is launched.
+``SHOWN`` give wrong numbers, which the quick cases show on a GPU; ``LAUNCHES`` read or write where they must not, need
+larger cases, or break a rule that no number shows: they are planted where launches are recorded and none is made.
 """
 
 from __future__ import annotations
@@ -12,13 +12,7 @@ MODULES = tuple(f"rl_kernels.det_gemm.{name}" for name in ("cuda_schedule", "cud
 
 SHOWN = (
     Bug("bias along the other dim of swapped tiles", "target.t(), BY_ROW + BY_COLUMN - along", "target.t(), along"),
-    Bug(
-        "bias along the other dim of a transposed output",
-        "right, left, out.t(), BY_ROW, n, m",
-        "right, left, out.t(), BY_COLUMN, n, m",
-    ),
     Bug("bias left out", "0 if bias is None else along", "0"),
-    Bug("chain begins anew", '"CONTINUES": int(continues)', '"CONTINUES": 0'),
     Bug("last terms of K skipped", "*(rows, columns, k, cut.group", "*(rows, columns, k // 16 * 16, cut.group"),
     Bug(
         "dtype code of BF16 and FP16 exchanged",
@@ -31,6 +25,12 @@ SHOWN = (
 """Their numbers are wrong."""
 
 LAUNCHES = (
+    Bug("chain begins anew", '"CONTINUES": int(continues)', '"CONTINUES": 0'),
+    Bug(
+        "bias along the other dim of a transposed output",
+        "right, left, out.t(), BY_ROW, n, m",
+        "right, left, out.t(), BY_COLUMN, n, m",
+    ),
     Bug("bias read as it lies", "bias = bias.contiguous()", "pass"),
     Bug("swapped operands, strides as they were", "*left.stride(), *right.stride()", "*right.stride(), *left.stride()"),
     Bug("strides of the output exchanged", "*(*target.stride(), *left", "*(*target.stride()[::-1], *left"),

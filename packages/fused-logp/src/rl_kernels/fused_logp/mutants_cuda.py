@@ -1,7 +1,7 @@
 """Bugs of the host code of fused_logp's CUDA backends, planted in copies of it.
 
-``SHOWN`` give wrong numbers, which the quick cases show on a GPU; ``LAUNCHES`` read or write where they must not, or
-break a rule that no number shows, so they are planted where launches are recorded and nothing is launched.
+``SHOWN`` give wrong numbers, which the quick cases show on a GPU; ``LAUNCHES`` read or write where they must not, need
+larger cases, or break a rule that no number shows: they are planted where launches are recorded and none is made.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ SHOWN = (
     Bug(
         "logp and logsumexp exchanged", "logits, logp, lse, row_entropy, parts", "logits, lse, logp, row_entropy, parts"
     ),
+)
+"""Their numbers are wrong."""
+
+LAUNCHES = (
     Bug(
         "gradient written with the strides of logits",
         "for tensor in (logits, out) for",
         "for tensor in (logits, logits) for",
     ),
     Bug(
-        "dtype code of BF16 and FP16 exchanged",
-        "torch.bfloat16: 1, torch.float16: 2",
-        "torch.bfloat16: 2, torch.float16: 1",
-    ),
-    Bug("every variant is compiled alike", 'defines = {"DTYPE": CODES[dtype]', 'defines = {"DTYPE": 0 * CODES[dtype]'),
-    Bug(
         "last columns have no gradient",
         "chunks = -(-vocab // (threads * COLUMNS))",
         "chunks = max(vocab // (threads * COLUMNS), 1)",
     ),
-)
-"""Their numbers are wrong."""
-
-LAUNCHES = (
+    Bug("every variant is compiled alike", 'defines = {"DTYPE": CODES[dtype]', 'defines = {"DTYPE": 0 * CODES[dtype]'),
+    Bug(
+        "dtype code of BF16 and FP16 exchanged",
+        "torch.bfloat16: 1, torch.float16: 2",
+        "torch.bfloat16: 2, torch.float16: 1",
+    ),
     Bug("upstream gradient expanded, read as if contiguous", "grad if grad is None else grad.contiguous()", "grad"),
     Bug("ids read as they lie", "return token_ids.contiguous(),", "return token_ids,"),
     Bug("ids of 32 bits", "token_ids.to(torch.int64)", "token_ids.to(torch.int32)"),

@@ -1,7 +1,7 @@
 """Bugs of the host code of linear_logp's backend ``cuda-sm90``, planted in copies of it.
 
-``SHOWN`` give wrong numbers, which the quick cases show on a GPU; ``LAUNCHES`` read or write where they must not, or
-break a rule that no number shows, so they are planted where launches are recorded and nothing is launched.
+``SHOWN`` give wrong numbers, which the quick cases show on a GPU; ``LAUNCHES`` read or write where they must not, need
+larger cases, or break a rule that no number shows: they are planted where launches are recorded and none is made.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ SHOWN = (
         "upstream.logsumexp if upstream.entropy is None else upstream.entropy",
         "upstream.logsumexp",
     ),
-    Bug("gradient of the first piece for all", "*(sums, columns.start, width)", "*(sums, 0, width)"),
     Bug("bias gradient not summed", "if dbias is not None:\n            kernel(", "if False:\n            kernel("),
-    Bug("weight gradient begins anew with each block", "continues=rows.start > 0 or main_grad", "continues=main_grad"),
-    Bug("hidden gradient begins anew with each piece", "continues=columns.start > 0", "continues=False"),
     Bug("order of the operands of dW", "gemm.matmul(dz.t(), hidden, out", "gemm.matmul(dz.t(), hidden.flip(0), out"),
 )
 """Their numbers are wrong."""
 
 LAUNCHES = (
+    Bug("hidden gradient begins anew with each piece", "continues=columns.start > 0", "continues=False"),
+    Bug("weight gradient begins anew with each block", "continues=rows.start > 0 or main_grad", "continues=main_grad"),
+    Bug("gradient of the first piece for all", "*(sums, columns.start, width)", "*(sums, 0, width)"),
     Bug("tiles of 64 rows for any number", "1 if count <= HEIGHT else 2", "1 if count <= 2 * HEIGHT else 2"),
     Bug("threads of the consumers alone", "(self.groups + 1) * WARPGROUP", "self.groups * WARPGROUP"),
     Bug("no room for the alignment of the swizzle", "+ self._boxes(file) + ALIGNMENT", "+ self._boxes(file)"),
