@@ -32,8 +32,11 @@ NVRTC = ("cuda-bindings", "nvidia-cuda-nvrtc")
 # The interpreter of 3.6 needs an older NumPy than the rest of the house.
 TRITON = {"3.6": ("triton==3.6.0", "numpy<2.4"), "3.9": ("triton==3.9.0",)}
 # Interpreted, a kernel takes a thousand times as long, and the order of its sums is not that of a GPU. One version runs
-# all other tests, the newest those that run every kernel.
-INTERPRETED = {"3.6": "triton and not repeatability and not invariance", "3.9": "triton and (accuracy or gradients)"}
+# all other tests, the newest those that run every kernel: FP16 there alone. Recorded launches need no interpreter.
+INTERPRETED = {
+    "3.6": "triton and not repeatability and not invariance and not fp16 and not launches",
+    "3.9": "triton and (accuracy or gradients) and (fp16 or plain)",
+}
 
 # A borrowing environment has no pip of its own: that of the base serves it, and its older setuptools stay away.
 BORROWING = {"venv_backend": "venv", "venv_params": ["--without-pip"]}

@@ -1,12 +1,10 @@
-"""The host side of the CUDA C++ backend: what is compiled, which schedule is chosen, how operands are launched."""
+"""The host side of the CUDA C++ backend: what is compiled, which schedule is chosen."""
 
 import pytest
 import torch
 
 from rl_kernels.core.cuda import where
 from rl_kernels.core.operator import Call
-from rl_kernels.core.testing import Draw, lying
-from rl_kernels.det_gemm import cuda_matmul
 from rl_kernels.det_gemm.cuda_schedule import (
     FEW,
     K_MAJOR,
@@ -24,7 +22,6 @@ TABLE = [candidate.schedule for candidate in candidates()]
 MAJORS = [(left, right) for left in (K_MAJOR, MN_MAJOR, PLAIN) for right in (K_MAJOR, MN_MAJOR, PLAIN)]
 SHAPES = [(m, n, k) for m in (1, 8, 33, 64, 65, 1000, 8192) for n in (1, 64, 1280, 57344) for k in (0, 16, 4104, 8192)]
 SHARED = 227 << 10
-LAYOUTS = ("row", "column", "apart", "odd")
 
 
 def test_programs_of_a_target():
@@ -111,78 +108,3 @@ def test_a_last_round_of_few_tiles_that_wait_for_their_operands_takes_less(sched
 
     # Half of the multiprocessors share the memory, so each has twice as much of it.
     assert [time(tiles) for tiles in (1, 2, 4, 5, 7)] == [1.25, 1.5, 2.0, 2.25, 2.75]
-
-
-class Launched:
-    """Stands for the kernel on a CPU: computes what the arguments say, and checks them against its constants."""
-
-    def __init__(self, program):
-        self.constants = dict(program.defines)
-
-    def launch(self, grid, block, map_a, map_b, map_out, target, bias, left, right, *numbers, shared, pdl):
-        have = self.constants
-        rows, columns, inner, _, along = numbers[-5:]
-        assert 0 < grid <= 132
-        assert block == 128 * (have["CONSUMERS"] + 1)
-        assert shared <= SHARED
-        pieces = -(-have["TILE_N"] // 64) * 64 if have["B_MAJOR"] == MN_MAJOR else have["TILE_N"]
-        stages = have["STAGES"] * have["BOXES"] * (have["TILE_M"] + pieces) * 128
-        leaving = have["CONSUMERS"] * 2 * 64 * 128 if have["STORED"] else 0
-        assert shared >= stages + leaving + 1024
-        boxes = (have["TILE_M"], have["A_MAJOR"], map_a, left), (have["TILE_N"], have["B_MAJOR"], map_b, right)
-        # A row of the left operand is given up by the cache once a tile has read it: no other tile may want it.
-        once = bool(have["A_ONCE"])
-        assert not once or columns <= have["TILE_N"]
-        for count, major, (box, strides, brought), x in boxes:
-            assert brought == (None if major == PLAIN else 128 if once and x is left else 256)
-            assert box == {K_MAJOR: (count, 64), MN_MAJOR: (64, 64), PLAIN: None}[major]
-            assert major == PLAIN or x.stride(major) == strides[0] or 1 in x.shape
-        assert target.shape == (rows, columns)
-        assert (map_out[0] is None) == (have["STORED"] == 0)
-        sums = left[:, :inner].double() @ right.double().t()
-        if have["CONTINUES"]:
-            sums += target
-        if along:
-            sums += bias.double()[:, None] if along == 1 else bias.double()
-        target.copy_(sums)
-        self.pdl = pdl
-
-
-@pytest.fixture
-def pretended(monkeypatch):
-    """Return the list of what is launched."""
-    launched = []
-
-    def kernel(program, *_):
-        launched.append(Launched(program))
-        return launched[-1]
-
-    monkeypatch.setattr(cuda_matmul, "processors", lambda _: 132)
-    monkeypatch.setattr(cuda_matmul, "kernel", kernel)
-    monkeypatch.setattr(cuda_matmul, "tensor_map", lambda x, box, swizzle, promotion=256: (box, x.stride(), promotion))
-    monkeypatch.setattr(cuda_matmul, "NO_MAP", (None, None, None))
-    return launched
-
-
-@pytest.mark.parametrize("out_layout", ["row", "column", "apart"])
-@pytest.mark.parametrize("layouts", [(a, b) for a in LAYOUTS for b in LAYOUTS], ids=str)
-def test_operands_are_launched_as_they_lie(pretended, layouts, out_layout):
-    draw = Draw(torch.float16, seed=1)
-    for m, n, k in ((5, 200, 64), (200, 40, 72), (70, 136, 24), (1, 8, 8), (3, 5, 7), (65, 1, 1)):
-        values = draw.normal(m, k), draw.normal(k, n)
-        a, b = (lying(value, layout) for value, layout in zip(values, layouts, strict=True))
-        bias, start = draw.normal(n), torch.randn(m, n)
-        product = values[0].double() @ values[1].double()
-        out = lying(torch.zeros(m, n, dtype=torch.float16), out_layout)
-        cuda_matmul.matmul(a, b, out, bias=bias)
-        assert torch.equal(out, (product + bias.double()).half())
-        out = lying(start.clone(), out_layout)
-        cuda_matmul.matmul(a, b, out, continues=True)
-        assert torch.equal(out, (product + start).float())
-
-
-def test_products_of_few_rows_are_dependent_launches(pretended):
-    draw = Draw(torch.float16, seed=2)
-    for m in (1, FEW, FEW + 1):
-        cuda_matmul.matmul(draw.normal(m, 64), draw.normal(64, 200), torch.zeros(m, 200))
-    assert [one.pdl for one in pretended] == [True, True, False]

@@ -53,6 +53,28 @@ def test_without_triton_it_has_no_backward(monkeypatch):
     assert OPERATOR.backend(BACKEND).limits(call).startswith("the products of its backward pass are in Triton: ")
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("offset", [0, 1, 8])
+def test_a_copy_begins_its_rows_where_the_copy_engine_can(rows, offset):
+    x = torch.randn(5, 300).half()[:rows, offset : offset + 136]
+    for value in (x, x.t().contiguous().t(), x[:1].expand(rows, 136)):
+        found = cuda_tiles.copyable(value)
+        assert torch.equal(found, value)
+        assert found.stride(1) == 1
+        assert found.stride(0) % 8 == 0
+        assert found.stride(0) >= 136
+        assert found.data_ptr() % 16 == 0
+
+
+@pytest.mark.parametrize("file", [cuda_tiles.FORWARD, cuda_tiles.BACKWARD])
+def test_tiles_and_stages(file):
+    for count, groups in ((1, 1), (64, 1), (65, 2), (128, 2), (129, 2)):
+        cut = cuda_tiles.Cut.of(count)
+        assert cut.groups == groups
+        assert cut.stages(file) >= 4
+        assert cut.shared(file) <= 227 << 10
+
+
 def drawn(rows, size, vocab, dtype=torch.bfloat16):
     torch.manual_seed(rows + vocab)
     hidden = torch.randn(rows, size, device="cuda").to(dtype)

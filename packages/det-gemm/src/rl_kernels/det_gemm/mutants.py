@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rl_kernels.core.testing import Bug, Mutants
+from rl_kernels.det_gemm import mutants_cuda, mutants_triton
 
 MAINLOOP = ".double().contiguous() @ slab"
 PRODUCT = (
@@ -68,4 +69,5 @@ WEIGHT_GRADIENT = (
     Bug("last slab of columns skipped", "range(0, out.shape[1], SLAB)", "range(0, max(out.shape[1] - SLAB, 1), SLAB)"),
 )
 
-MUTANTS = (Mutants("native", ("rl_kernels.core.rowwise", "rl_kernels.det_gemm.native"), (*PRODUCT, *WEIGHT_GRADIENT)),)
+MODULES = ("rl_kernels.core.rowwise", "rl_kernels.det_gemm.native")
+MUTANTS = (Mutants("native", MODULES, (*PRODUCT, *WEIGHT_GRADIENT)), *mutants_cuda.MUTANTS, *mutants_triton.MUTANTS)

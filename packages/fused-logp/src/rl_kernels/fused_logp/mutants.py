@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rl_kernels.core.testing import Bug, Mutants
+from rl_kernels.fused_logp import mutants_cuda, mutants_triton
 
 MODULES = ("rl_kernels.core.rowwise", "rl_kernels.fused_logp.native")
 
@@ -84,4 +85,4 @@ _OPTIONS = (
     Bug("gradient through entropy of the wrong sign", "dz = dz - up.grad_entropy", "dz = dz + up.grad_entropy"),
 )
 
-MUTANTS = (Mutants("native", MODULES, (*_SOFTMAX, *_ROWS, *_OPTIONS)),)
+MUTANTS = (Mutants("native", MODULES, (*_SOFTMAX, *_ROWS, *_OPTIONS)), *mutants_cuda.MUTANTS, *mutants_triton.MUTANTS)

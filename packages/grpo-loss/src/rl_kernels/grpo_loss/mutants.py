@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rl_kernels.core.testing import Bug, Mutants
+from rl_kernels.grpo_loss import mutants_triton
 
 ADVANTAGES = (
     Bug(
@@ -152,4 +153,5 @@ MUTANTS = (
         ("rl_kernels.core.rowwise", *MODULES, "rl_kernels.grpo_loss.native"),
         (*ADVANTAGES, *TERMS, *SUMS, *FORMULAS, *ESTIMATORS, *MEASURES),
     ),
+    *mutants_triton.MUTANTS,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rl_kernels.core.testing import Bug, Mutants
+from rl_kernels.linear_logp import mutants_cuda, mutants_triton
 
 MODULES = (
     "rl_kernels.core.rowwise",
@@ -84,4 +85,8 @@ _GRADIENTS = (
     ),
 )
 
-MUTANTS = (Mutants("native", MODULES, (*_LOGITS, *_TARGETS, *_GRADIENTS)),)
+MUTANTS = (
+    Mutants("native", MODULES, (*_LOGITS, *_TARGETS, *_GRADIENTS)),
+    *mutants_cuda.MUTANTS,
+    *mutants_triton.MUTANTS,
+)

@@ -117,7 +117,7 @@ class Conformance:
 
     def test_planted_bug_is_caught(self, mutants: Mutants, bug: Bug) -> None:
         """The quick cases show each bug that is planted in a copy of a backend."""
-        assert _honest(self.operator, mutants.backend).planted(mutants, bug).caught
+        assert _honest(self.operator, mutants.backend, mutants.cases).planted(mutants, bug).caught
 
     def test_negative_control_is_caught(self, catching: str, control: str) -> None:
         """The quick cases show each way to spoil the operator from outside, by the relation that is meant for it."""
@@ -226,9 +226,9 @@ def _promising(operator: Operator) -> list[str]:
     return [name for name in _runnable(operator) if operator.backend(name).promises[device().type] == INVARIANT]
 
 
-def _honest(operator: Operator, backend: str) -> Honest:
+def _honest(operator: Operator, backend: str, names: Sequence[str] = ()) -> Honest:
     spec = spec_of(operator)
-    cases = [case for case in spec.cases if case.suite == "quick"]
+    cases = [case for case in spec.cases if (case.name in names if names else case.suite == "quick")]
     candidate = backend_candidate(operator, backend, backend, device().type)
     return Honest(candidate, lambda found: (Cell(found, spec, case, _setting()) for case in cases))
 

@@ -124,11 +124,13 @@ class Mutants:
         backend: name of the backend.
         modules: its source, as dotted names, each before those that import it; the last is the backend's own.
         bugs: each changes one of the modules.
+        cases: names of the quick cases that show each of them, where a test of all would take long; by default all.
     """
 
     backend: str
     modules: Sequence[str]
     bugs: Sequence[Bug]
+    cases: Sequence[str] = ()
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,200 @@
+"""The host side of the CUDA C++ backend, with a kernel that a few lines of PyTorch stand for; planted bugs show."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+
+from rl_kernels.core.check.mutation.planted import planted
+from rl_kernels.core.testing import Bug, Draw, lying
+from rl_kernels.core.testing.launches import Box, Launch, Recorder, vector
+from rl_kernels.det_gemm.mutants_cuda import LAUNCHES, MODULES, SHOWN
+
+HOST = "rl_kernels.det_gemm.cuda_matmul"
+FAILURES = (AssertionError, RuntimeError)
+DTYPES = {0: torch.float32, 1: torch.bfloat16, 2: torch.float16}
+K_MAJOR, MN_MAJOR, PLAIN = 0, 1, 2
+FEW, PROCESSORS = 64, 4
+LAYOUTS = ("row", "column", "apart", "odd", "shifted", "expanded")
+SHAPES = ((5, 200, 64), (200, 40, 72), (70, 136, 24), (1, 8, 8), (64, 72, 40), (3, 5, 7), (65, 1, 1), (9, 8, 0))
+
+
+def operand(launch: Launch, name: str, rows: int) -> torch.Tensor:
+    """Return an operand ``[rows, inner]`` as the kernel reads it."""
+    major, tile = launch.constants[f"{name.upper()}_MAJOR"], launch.constants["TILE_M" if name == "a" else "TILE_N"]
+    described, base, shape = launch[f"map_{name}"], launch[name], (rows, launch["inner"])
+    if major == PLAIN:
+        assert described == bytes(128)
+        assert launch.constants["BOXES"] == 1
+        value = base.as_strided(shape, (launch[f"{name}_row"], launch[f"{name}_inner"]), base.storage_offset())
+    else:
+        assert described.box == ((tile, 64) if major == K_MAJOR else (64, 64))
+        assert described.swizzle == 128
+        # A row is given up by the cache once a tile has read it: no other tile may want it.
+        assert described.promotion == (128 if name == "a" and launch.constants["A_ONCE"] else 256)
+        value = described.tensor if major == K_MAJOR else described.tensor.t()
+    assert value.shape == shape
+    assert value.dtype == DTYPES[launch.constants["DTYPE"]]
+    return value
+
+
+def output(launch: Launch) -> torch.Tensor:
+    stored, out, shape = launch.constants["STORED"], launch["out"], (launch["rows"], launch["columns"])
+    assert out.dtype == DTYPES[launch.constants["OUT"]]
+    described = launch["map_out"]
+    if stored == 0:
+        assert described == bytes(128)
+        return out.as_strided(shape, (launch["out_row"], launch["out_column"]), out.storage_offset())
+    assert isinstance(described, Box)
+    height, width = described.box
+    assert launch.constants["TILE_M"] % 64 == 0
+    if stored == 1:
+        assert (height, width * out.itemsize) == (64, described.swizzle)
+        assert launch.constants["TILE_N"] % width == 0
+    else:
+        assert (width, described.swizzle, out.itemsize) == (64, 128, 2)
+        assert launch.constants["TILE_N"] % height == 0
+    value = described.tensor if stored == 1 else described.tensor.t()
+    assert value.shape == shape
+    return value
+
+
+def det_gemm(launch: Launch) -> None:
+    have, rows, columns = launch.constants, launch["rows"], launch["columns"]
+    tiles = -(-rows // have["TILE_M"]) * -(-columns // have["TILE_N"])
+    assert launch.grid == (min(tiles, PROCESSORS), 1, 1)
+    assert launch.block == 128 * (have["CONSUMERS"] + 1)
+    pieces = -(-have["TILE_N"] // 64) * 64 if have["B_MAJOR"] == MN_MAJOR else have["TILE_N"]
+    stages = have["STAGES"] * have["BOXES"] * (have["TILE_M"] + pieces) * 128
+    leaving = have["CONSUMERS"] * 2 * 64 * 128 if have["STORED"] else 0
+    # The instruction reads 64 rows of every tile.
+    assert launch.shared >= stages + max(leaving, (64 - have["TILE_M"]) * 128) + 1024
+    assert have["STAGES"] >= 3
+    assert launch["group"] > 0
+    assert not have["A_ONCE"] or columns <= have["TILE_N"]
+    assert launch.pdl == bool(have["A_ONCE"])
+    out = output(launch)
+    sums = operand(launch, "a", rows).double() @ operand(launch, "b", columns).double().t()
+    if have["CONTINUES"]:
+        assert out.dtype == torch.float32
+        sums += out
+    if launch["bias_along"]:
+        bias = vector(launch["bias"], rows if launch["bias_along"] == 1 else columns).double()
+        assert launch["bias"].dtype == DTYPES[have["DTYPE"]]
+        sums += bias[:, None] if launch["bias_along"] == 1 else bias
+    out.copy_(sums)
+
+
+def laid_out(x: torch.Tensor, layout: str) -> torch.Tensor:
+    if layout == "expanded":
+        return x[:1].expand(x.shape)
+    if layout == "shifted":
+        return x.new_full((len(x), x.shape[1] + 8), 1e4)[:, 1 : 1 + x.shape[1]].copy_(x)
+    return lying(x, layout)
+
+
+def hold(layouts: tuple[str, str], out_layout: str) -> None:
+    """Hold products of operands that lie like this to their definition."""
+    module = importlib.import_module(HOST)
+    recorder = Recorder({"det_gemm": det_gemm}, processors=PROCESSORS)
+    with recorder.watching(HOST):
+        for place, (m, n, k) in enumerate(SHAPES):
+            draw = Draw((torch.float16, torch.bfloat16)[place % 2], seed=place)
+            a, b = laid_out(draw.normal(m, k), layouts[0]), laid_out(draw.normal(k, n), layouts[1])
+            bias, start, product = draw.normal(2 * n)[::2], torch.randn(m, n), a.double() @ b.double()
+            for dtype in (draw.dtype, torch.float32):
+                out = lying(torch.zeros(m, n, dtype=dtype), out_layout)
+                module.matmul(a, b, out, bias=bias)
+                assert torch.equal(out, (product + bias.double()).to(dtype))
+            out = lying(start.clone(), out_layout)
+            module.matmul(a, b, out, continues=True)
+            assert torch.equal(out, (product + start).float())
+        assert {launch["columns"] * launch["rows"] for launch in recorder.launches} == {m * n for m, n, _ in SHAPES}
+
+
+def hold_schedules() -> None:
+    """Every schedule of the table, on operands of each major, stored in each way."""
+    module = importlib.import_module(HOST)
+    schedules = [candidate.schedule for candidate in module.candidates()]
+    with Recorder({"det_gemm": det_gemm}, processors=PROCESSORS).watching(HOST):
+        draw = Draw(torch.bfloat16, seed=3)
+        for cut in schedules:
+            m, n, k = (min(8, cut.columns), 200, 136) if cut.swapped else (300, 264, 136)
+            a, b = draw.normal(m, k), draw.normal(k, n)
+            product = a.double() @ b.double()
+            for left in (a, lying(a, "column")):
+                for right in (b, lying(b, "column")):
+                    out = torch.zeros(m, n, dtype=torch.bfloat16)
+                    module.matmul(left, right, out, schedule=cut)
+                    assert torch.equal(out, product.bfloat16())
+
+
+def hold_spread_output() -> None:
+    """One row whose columns begin at multiples of 16 bytes: its transpose could have a map, its tile has no boxes."""
+    draw = Draw(torch.bfloat16, seed=5)
+    with Recorder({"det_gemm": det_gemm}, processors=PROCESSORS).watching(HOST):
+        a, b, out = draw.normal(1, 64), draw.normal(64, 40), torch.zeros(1, 40, 8)[..., 0]
+        importlib.import_module(HOST).matmul(a, b, out)
+        assert torch.equal(out, (a.double() @ b.double()).float())
+
+
+def hold_dependent_launches() -> None:
+    """Few rows begin while the kernel before still runs; the number of rows alone says which are few."""
+    recorder, draw = Recorder({"det_gemm": det_gemm}, processors=PROCESSORS), Draw(torch.float16, seed=2)
+    with recorder.watching(HOST):
+        for m in (1, FEW, FEW + 1):
+            out = torch.zeros(m, 200)
+            importlib.import_module(HOST).matmul(draw.normal(m, 64), draw.normal(64, 200), out)
+    assert [launch.pdl for launch in recorder.launches] == [True, True, False]
+
+
+def hold_weight_gradients() -> None:
+    """The backend's own functions: what of the operands is transposed."""
+    backend = importlib.import_module("rl_kernels.det_gemm.cuda_sm90_backend")
+    draw = Draw(torch.float16, seed=4)
+    with Recorder({"det_gemm": det_gemm}, processors=PROCESSORS).watching(HOST):
+        a, dc, total = draw.normal(50, 40), draw.normal(50, 24), torch.randn(40, 24)
+        gold = a.double().t() @ dc.double()
+        assert torch.equal(backend.weight_gradient(a, dc, torch.float32), gold.float())
+        continued = total.clone()
+        backend.weight_gradient_into(a, dc, continued)
+        assert torch.equal(continued, (gold + total).float())
+        assert torch.equal(backend.forward(a.t(), dc, dc[0], torch.float16), (gold + dc[0].double()).half())
+
+
+def hold_all() -> None:
+    for place, left in enumerate(LAYOUTS):
+        for right in LAYOUTS[place % 2 :: 2]:
+            for out in ("row", "column", "apart", "odd"):
+                hold((left, right), out)
+    hold_schedules()
+    hold_spread_output()
+    hold_dependent_launches()
+    hold_weight_gradients()
+
+
+@pytest.mark.parametrize("out_layout", ["row", "column", "apart", "odd", "shifted"])
+@pytest.mark.parametrize("layouts", [(a, b) for a in LAYOUTS for b in LAYOUTS], ids=str)
+def test_operands_are_launched_as_they_lie(layouts: tuple[str, str], out_layout: str) -> None:
+    hold(layouts, out_layout)
+
+
+def test_schedules_are_launched_as_they_are_compiled() -> None:
+    hold_schedules()
+    hold_spread_output()
+
+
+def test_weight_gradients_are_launched_with_the_tokens_along_k() -> None:
+    hold_weight_gradients()
+
+
+def test_products_of_few_rows_are_dependent_launches() -> None:
+    hold_dependent_launches()
+
+
+@pytest.mark.parametrize("bug", [*SHOWN, *LAUNCHES], ids=lambda bug: bug.name)
+def test_bug_planted_in_the_host_code_shows_in_the_launches(bug: Bug) -> None:
+    with planted(MODULES, bug), pytest.raises(FAILURES):
+        hold_all()

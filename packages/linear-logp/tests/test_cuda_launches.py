@@ -1,0 +1,263 @@
+"""The host side of the CUDA C++ backend, with kernels that a few lines of PyTorch stand for; planted bugs show."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from rl_kernels.core.check.mutation.planted import planted
+from rl_kernels.core.testing import Bug, lying, poisoned_empty
+from rl_kernels.core.testing.launches import Box, Launch, Recorder, vector
+from rl_kernels.core.testing.triton_launches import TritonRecorder
+from rl_kernels.core.testing.triton_matmul import matmul
+from rl_kernels.linear_logp.mutants_cuda import LAUNCHES, MODULES, SHOWN
+
+PACKAGE = "rl_kernels.linear_logp"
+WATCHED = tuple(f"{PACKAGE}.{name}" for name in ("cuda_tiles", "cuda_sm90_backend", "cuda_backward"))
+FAILURES = (AssertionError, RuntimeError)
+Plant = Callable[[], AbstractContextManager[None]]
+STAGE, PROCESSORS = (64 + 256) * 128, 1
+
+
+def rows_of_tiles(launch: Launch) -> torch.Tensor:
+    """Return which rows are in tiles that are computed."""
+    height, computed = 64 * launch.constants["GROUPS"], torch.zeros(launch["rows"], dtype=torch.bool)
+    order, every = launch["order"], range(-(-launch["rows"] // height))
+    for tile in every if order is None else order[1 : 1 + order[0]].tolist():
+        computed[tile * height : (tile + 1) * height] = True
+    return computed
+
+
+def sort_tiles(launch: Launch) -> None:
+    order, height = launch["order"], 64 * launch.constants["GROUPS"]
+    assert (launch.grid[0], launch.block) == (1, 1024)
+    assert launch["ids"].shape == (launch["rows"],)
+    parts = launch["ids"].split(height)
+    assert order.shape == (1 + len(parts),)
+    wanted = torch.tensor([bool((part != launch["ignore_index"]).any()) or not launch["has_ignored"] for part in parts])
+    order.copy_(torch.cat((wanted.sum()[None], wanted.logical_not().sort(stable=True).indices)))
+
+
+def logits(launch: Launch, units: int, boxes: int) -> torch.Tensor:
+    """Return the logits of the tiles that are computed, NaN elsewhere, and hold the launch to its layout."""
+    hidden, weight, constants = launch["hidden"], launch["weight"], launch.constants
+    shape = launch["rows"], launch["inner"]
+    assert hidden[1:3] == ((64, 64), 128)
+    assert weight[1:3] == ((256, 64), 128)
+    assert (hidden.tensor.shape, weight.tensor.shape) == (shape, (launch["columns"], launch["inner"]))
+    assert {hidden.tensor.dtype, weight.tensor.dtype} == {[torch.bfloat16, torch.float16][constants["DTYPE"] - 1]}
+    groups = constants["GROUPS"]
+    assert groups in (1, 2)
+    assert launch.block == 128 * (groups + 1)
+    assert constants["STAGE_BYTES"] == STAGE
+    assert constants["STAGES"] >= 4
+    assert launch.shared == constants["STAGES"] * STAGE + groups * boxes + 1024
+    assert launch.grid[0] == min(-(-launch["rows"] // (64 * groups)) * units, PROCESSORS)
+    assert launch["group"] > 0
+    z = hidden.tensor.double() @ weight.tensor.double().t()
+    if launch["bias"] is not None:
+        assert launch["bias"].dtype == hidden.tensor.dtype
+        z = z + vector(launch["bias"], launch["columns"]).double()
+    return torch.where(rows_of_tiles(launch)[:, None], z / temperature(launch), torch.nan)
+
+
+def temperature(launch: Launch) -> torch.Tensor:
+    if launch["temperatures"] is None:
+        return torch.tensor(launch["temperature"])
+    assert launch["temperatures"].shape == (launch["rows"],)
+    return launch["temperatures"].double()[:, None]
+
+
+def states(launch: Launch) -> None:
+    parts, width = launch["parts"], 256 * launch["blocks"]
+    count = -(-launch["columns"] // width)
+    assert launch["blocks"] in (1, 4)
+    assert parts.shape == (count, 3, launch["rows"])
+    z = logits(launch, count, 0)
+    launch["chosen"].copy_(z.gather(1, launch["ids"].clamp(0)[:, None])[:, 0])
+    for part, columns in enumerate(z.split(width, 1)):
+        top = columns.amax(1)
+        shifted = columns - top[:, None]
+        state = (top, shifted.exp().sum(1), (shifted.exp() * shifted).sum(1))
+        parts[part].copy_(torch.stack(state))
+
+
+def finish(launch: Launch) -> None:
+    assert launch.block == 256
+    assert launch.grid[0] * 8 - 8 < launch["rows"] <= launch.grid[0] * 8
+    tops, totals, weighted = launch["parts"].double().unbind(1)
+    assert len(tops) == -(-launch["columns"] // (256 * launch["blocks"]))
+    top = tops.amax(0)
+    scale = (tops - top).exp()
+    total, weight = (totals * scale).sum(0), ((weighted + totals * (tops - top)) * scale).sum(0)
+    lse = top + total.log()
+    results = {"logp": launch["chosen"] - lse, "lse": lse}
+    if launch.constants["ENTROPY"]:
+        results["entropy"] = total.log() - weight / total
+    for name, value in results.items():
+        ignored = (launch["ids"] == launch["ignore_index"]) & bool(launch["has_ignored"])
+        launch[name].copy_(torch.where(ignored, 0.0, value))
+
+
+def gradient(launch: Launch) -> None:
+    begin, width, rows, constants = launch["begin"], launch["width"], launch["rows"], launch.constants
+    z = logits(launch, -(-width // 256), 2 * 64 * 128)[:, begin : begin + width]
+    assert (launch["grad_entropy"] is not None) == constants["ENTROPY"]
+    d = z - launch["lse"].double()[:, None]
+    chosen = (launch["ids"][:, None] == torch.arange(begin, begin + width)).double()
+    found = torch.zeros_like(d)
+    if launch["grad_logp"] is not None:
+        found += launch["grad_logp"][:, None] * (chosen - d.exp())
+    if launch["grad_lse"] is not None:
+        found += launch["grad_lse"][:, None] * d.exp()
+    if constants["ENTROPY"]:
+        found -= launch["grad_entropy"][:, None] * d.exp() * (d + launch["entropy"][:, None])
+    found = found / temperature(launch)
+    if launch["has_ignored"]:
+        found = torch.where((launch["ids"] != launch["ignore_index"])[:, None], found, 0.0)
+    dz: Box = launch["dz"]
+    assert dz.tensor.shape == (rows, width)
+    assert dz[1:3] == ((64, 64), 128)
+    dz.tensor.copy_(found)
+    if launch["sums"] is not None:
+        padded = torch.nn.functional.pad(found, (0, 0, 0, -rows % 16))
+        launch["sums"].copy_(padded.unflatten(0, (-1, 16)).sum(1))
+
+
+def add_rows(launch: Launch) -> None:
+    rows, width = launch["rows"], launch["width"]
+    assert launch.block <= 256
+    assert (launch.grid[0] - 1) * launch.block < width <= launch.grid[0] * launch.block
+    assert launch["sums"].shape == (-(-rows // 16), width)
+    launch["out"].add_(launch["sums"].sum(0))
+
+
+STAND_INS = {one.__name__: one for one in (sort_tiles, states, finish, gradient, add_rows)}
+CALL: dict[str, Any] = {"dtype": torch.float16, "size": 24, "layout": "row", "ids": torch.int64, "scale": 0.7}
+CALLS: tuple[dict[str, Any], ...] = (
+    {"rows": 1, "vocab": 1, "size": 8},
+    {"rows": 1, "vocab": 257, "layout": (3, 0), "grads": "expanded"},
+    {"rows": 64, "vocab": 255, "dtype": torch.bfloat16, "ids": torch.int32, "ignored": 0, "layout": (4, 0)},
+    {"rows": 65, "vocab": 600, "layout": "odd", "scale": "apart", "ids": "apart", "grads": "apart"},
+    {"rows": 129, "vocab": 1025, "layout": "column", "ignored": -100, "masked": 128, "bias": "row", "grads": "logp"},
+    {"rows": 700, "vocab": 2500, "layout": "apart", "ignored": 7, "masked": 300, "bias": "row", "scale": "rows"},
+    {"rows": 700, "vocab": 2500, "layout": "expanded", "bias": "apart", "scale": "rows", "grads": "entropy"},
+    {"rows": 300, "vocab": 2500, "main_grad": True, "ignored": -1, "masked": 300, "grads": "lse"},
+    {"rows": 400, "vocab": 900, "main_grad": True, "needed": [True, True, False], "layout": (8, 1)},
+    {"rows": 130, "vocab": 600, "needed": [False, True, False], "ids": torch.int32},
+)
+
+
+def laid_out(x: torch.Tensor, layout: str | tuple[int, int]) -> torch.Tensor:
+    if layout == "expanded":
+        return x[:1].expand(x.shape)
+    if isinstance(layout, tuple):
+        more, first = layout
+        return x.new_full((len(x), x.shape[1] + more), 1e4)[:, first : first + x.shape[1]].copy_(x)
+    return lying(x, layout)
+
+
+def drawn(call: dict[str, Any]) -> tuple[Any, ...]:
+    """Return hidden, weight, ids, bias, temperature and ignore_index."""
+    torch.manual_seed(1)
+    rows, vocab, size, dtype = (call[name] for name in ("rows", "vocab", "size", "dtype"))
+    hidden = laid_out(torch.randn(rows, size).to(dtype), call["layout"])
+    # Of equal rows of the weight no gradient is left.
+    weight = laid_out(torch.randn(vocab, size).to(dtype), "odd" if call["layout"] == "expanded" else call["layout"])
+    ids, ignored = torch.randint(vocab, (rows,)), call.get("ignored")
+    if ignored is not None:
+        ids[rows // 3 : rows // 3 + call.get("masked", 1)] = ignored
+    ids = ids.repeat_interleave(2)[::2] if call["ids"] == "apart" else ids.to(call["ids"])
+    bias = torch.randn(2 * vocab).to(dtype)[::2] if "bias" in call else None
+    bias = bias.contiguous() if call.get("bias") == "row" else bias
+    scale = torch.rand(2 * rows) + 0.5
+    scale = scale[::2] if call["scale"] == "apart" else scale[:rows]
+    return hidden, weight, ids, bias, scale if isinstance(call["scale"], str) else torch.tensor(0.7), ignored
+
+
+def upstream_of(how: str, rows: int) -> list[torch.Tensor | None]:
+    if how == "expanded":
+        return [torch.tensor(value).expand(rows) for value in (0.5, -2.0, 3.0)]
+    grads = [torch.randn(2 * rows)[::2] if how == "apart" else torch.randn(rows) for _ in range(3)]
+    return [
+        grad if how in ("all", "apart", name) else None
+        for grad, name in zip(grads, ("logp", "lse", "entropy"), strict=True)
+    ]
+
+
+def close(found: torch.Tensor, gold: torch.Tensor) -> None:
+    assert found.shape == gold.shape
+    assert not found.isnan().any()
+    assert (found.double() - gold).abs().max() <= 1e-2 * gold.abs().max() + 1e-6
+
+
+def hold(call: dict[str, Any], backend: Any) -> None:
+    """Hold forward and backward of one call to the definition."""
+    hidden, weight, ids, bias, scale, ignored = inputs = drawn(call)
+    grads, needed = (
+        upstream_of(call.get("grads", "all"), call["rows"]),
+        call.get("needed", [True, True, bias is not None]),
+    )
+    leaves = [None if x is None else x.double().detach().requires_grad_() for x in (hidden, weight, bias)]
+    z = leaves[0] @ leaves[1].t() + (0.0 if leaves[2] is None else leaves[2])
+    logs = (z / (scale[:, None] if scale.ndim else scale)).log_softmax(-1)
+    lse = (z / (scale[:, None] if scale.ndim else scale)).logsumexp(-1)
+    keep = torch.ones_like(ids, dtype=torch.bool) if ignored is None else ids != ignored
+    gold = (logs.gather(1, ids.long().clamp(0)[:, None])[:, 0], lse, -(logs.exp() * logs).sum(-1))
+    gold = [torch.where(keep, value, 0.0) for value in gold]
+    stats = backend.forward_stats(*inputs)
+    for found, expected in zip((*stats, *backend.forward(*inputs)), (*gold, *gold[:2]), strict=True):
+        assert torch.allclose(found.double(), expected, atol=1e-3, rtol=1e-4)
+    sum((value * grad).sum() for value, grad in zip(gold, grads, strict=True) if grad is not None).backward()
+    saved = (stats[1], None if grads[2] is None else stats[2], *grads, 1, needed)
+    found = list(backend.backward(*inputs, *saved))
+    for name, value, leaf, wanted in zip(("hidden", "weight", "bias"), found, leaves, needed, strict=True):
+        assert bool(value.numel()) == bool(wanted), name
+        if wanted:
+            close(value, leaf.grad)
+    if "main_grad" in call:
+        total = torch.randn(weight.shape)
+        continued = total.double() + leaves[1].grad
+        backend.backward_main_grad(*inputs, *saved, total)
+        close(total, continued)
+
+
+def hold_all(plant: Plant = nullcontext) -> None:
+    """Hold every call, rows and columns cut into blocks and pieces."""
+    with TritonRecorder({"_matmul": matmul}).pretended(), plant():
+        cuda_backward = importlib.import_module(f"{PACKAGE}.cuda_backward")
+        backend = importlib.import_module(f"{PACKAGE}.cuda_sm90_backend")
+        widths = set()
+        for call in CALLS:
+            recorder = Recorder(STAND_INS, processors=PROCESSORS)
+            least = {"LEAST_PIECE": 1024, "LEAST_HEIGHT": 128}
+            with (
+                patch.multiple(cuda_backward.triton_backend, **least),
+                patch.object(backend, "MOST_ROWS", 384),
+                recorder.watching(*WATCHED),
+                poisoned_empty(),
+            ):
+                hold({**CALL, **call}, backend)
+                assert {launch.program for launch in recorder.launches} <= set(backend.programs("sm_90a"))
+            formed = [launch for launch in recorder.launches if launch.entry == "states"]
+            # What is kept for each row must have a bound.
+            assert all(launch["rows"] <= 384 for launch in formed)
+            widths |= {launch["blocks"] for launch in formed}
+        assert widths == {1, 4}
+
+
+def test_kernels_are_launched_with_what_the_shapes_imply() -> None:
+    hold_all()
+
+
+@pytest.mark.parametrize("bug", [*SHOWN, *LAUNCHES], ids=lambda bug: bug.name)
+def test_bug_planted_in_the_host_code_shows_in_the_launches(bug: Bug) -> None:
+    with pytest.raises(FAILURES):
+        hold_all(partial(planted, MODULES, bug))

@@ -1,0 +1,206 @@
+"""What a CUDA backend launches, recorded where there is no GPU: for tests of its host side.
+
+``Recorder`` takes the place of the GPU in the modules of a backend. Every launch is held to what any kernel needs, its
+arguments get the names that the kernel's own source gives them, and a few lines of PyTorch may stand in for the kernel:
+they see the arguments alone, so a wrong one gives a wrong result::
+
+    recorder = Recorder({"forward_rows": stand_in})
+    with recorder.watching("rl_kernels.fused_logp.cuda_backend"):
+        fused_logp_on_the_cpu(...)
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+
+from rl_kernels.core.cuda.program import Program
+from rl_kernels.core.cuda.signature import MAP_SIZE, Buffer, Signature
+from rl_kernels.core.testing.parameters import parameters_of, signature_of
+
+MOST_THREADS, MOST_SHARED = 1024, 227 << 10
+"""Threads and bytes of shared memory that a block may have on Hopper."""
+MOST_BLOCKS = (1 << 31, 1 << 16, 1 << 16)
+"""Blocks along each size of a grid are less than that."""
+COPIED = 16
+"""Bytes that addresses, rows and boxes of a tensor map are multiples of."""
+LONGEST = 256
+"""Elements that a box may have along each dimension."""
+
+
+class Box(NamedTuple):
+    """Stands for a tensor map: the matrix that it describes, and how it is cut."""
+
+    tensor: torch.Tensor
+    box: tuple[int, int]
+    swizzle: int
+    promotion: int
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch.
+
+    Attributes:
+        program: what was compiled for it.
+        entry: name of the kernel.
+        grid: blocks, three sizes.
+        block: threads of a block.
+        shared: bytes of dynamic shared memory.
+        pdl: whether it may begin while the kernel before runs.
+        arguments: by the kernel's own names, members of a struct too.
+    """
+
+    program: Program
+    entry: str
+    grid: tuple[int, int, int]
+    block: int
+    shared: int
+    pdl: bool
+    arguments: Mapping[str, Any]
+
+    def __getitem__(self, name: str) -> Any:
+        return self.arguments[name]
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """The defines of the program."""
+        return dict(self.program.defines)
+
+
+class Recorder:
+    """Takes the place of the GPU.
+
+    Args:
+        stand_ins: by the name of a kernel, what is called in its place with its ``Launch``.
+        arch: of the pretended GPU.
+        processors: its number of multiprocessors.
+        resident: blocks of any kernel that one of them holds.
+
+    Attributes:
+        launches: what was launched, in order.
+    """
+
+    def __init__(
+        self,
+        stand_ins: Mapping[str, Callable[[Launch], None]] | None = None,
+        *,
+        arch: str = "sm90",
+        processors: int = 132,
+        resident: int = 2,
+    ) -> None:
+        self.launches: list[Launch] = []
+        self.stand_ins = dict(stand_ins or {})
+        self.arch, self.processors, self.resident = arch, processors, resident
+
+    @contextmanager
+    def watching(self, *modules: str) -> Iterator[Recorder]:
+        """Take the place of what these modules import of the GPU, until the block ends."""
+        places = {
+            "kernel": self._kernel,
+            "tensor_map": tensor_map,
+            "processors": lambda *_: self.processors,
+            "arch_of": lambda *_: self.arch,
+        }
+        with ExitStack() as stack:
+            for module in map(importlib.import_module, modules):
+                for name, value in places.items():
+                    if hasattr(module, name):
+                        stack.enter_context(patch.object(module, name, value))
+            yield self
+
+    def _kernel(self, program: Program, entry: str, signature: str, device: torch.device) -> _Recorded:
+        expected = signature_of(program, entry)
+        assert signature == expected, f"{entry}: the signature is {signature!r}, the source has {expected!r}"
+        return _Recorded(self, program, entry, signature)
+
+    def launched(self, launch: Launch) -> None:
+        """Hold a launch to what any kernel needs, and run what stands in for it."""
+        _check(launch)
+        self.launches.append(launch)
+        stand_in = self.stand_ins.get(launch.entry)
+        if stand_in is not None:
+            stand_in(launch)
+
+
+class _Recorded:
+    """A kernel of the pretended GPU."""
+
+    def __init__(self, recorder: Recorder, program: Program, entry: str, signature: str) -> None:
+        self._recorder, self._program, self._entry, self._signature = recorder, program, entry, signature
+        self._asked: tuple[int, int] | None = None
+
+    def resident(self, block: int, shared: int = 0) -> int:
+        """Return how many blocks of a size run at once; a launch after it must be of that size."""
+        self._asked = block, shared
+        return self._recorder.resident
+
+    def launch(
+        self, grid: int | tuple[int, ...], block: int, *args: Any, shared: int = 0, cluster: int = 1, pdl: bool = False
+    ) -> None:
+        """Record a launch."""
+        assert self._asked in (None, (block, shared)), f"{self._entry}: other blocks than those that were counted"
+        try:
+            maps = [bytes(MAP_SIZE) if isinstance(arg, Box) else arg for arg in args]
+            Buffer(Signature(self._signature)).fill(tuple(maps))
+        except Exception as error:
+            raise AssertionError(f"{self._entry}: arguments do not fit {self._signature!r}: {error}") from error
+        x, y, z = (grid, 1, 1) if isinstance(grid, int) else (*grid, 1, 1)[:3]
+        names = [parameter.name for parameter in parameters_of(self._program, self._entry)]
+        named = dict(zip(names, args, strict=True))
+        self._recorder.launched(Launch(self._program, self._entry, (x, y, z), block, shared, pdl, named))
+
+
+def tensor_map(tensor: torch.Tensor, box: tuple[int, int], *, swizzle: int = 0, promotion: int = 256) -> Box:
+    """Stand for ``core.cuda.tensor_map``: holds the matrix to what the copy engine needs."""
+    size = tensor.element_size()
+    assert tensor.ndim == 2, f"a map of {tensor.ndim} dims"
+    assert tensor.numel(), "a map of nothing"
+    assert tensor.stride(1) == 1, f"columns of a map are {tensor.stride(1)} apart"
+    assert tensor.data_ptr() % COPIED == 0, "a map that begins between multiples of 16 bytes"
+    assert tensor.stride(0) * size % COPIED == 0, "rows of a map that begin between multiples of 16 bytes"
+    assert tensor.stride(0) >= tensor.shape[1] or len(tensor) == 1, "rows of a map overlap"
+    assert all(1 <= count <= LONGEST for count in box), f"a box of {box}"
+    assert box[1] * size % COPIED == 0, f"a box whose rows have {box[1] * size} bytes"
+    assert not swizzle or box[1] * size <= swizzle, "rows of a box that are longer than its swizzle"
+    assert swizzle in (0, 32, 64, 128), f"a swizzle of {swizzle}"
+    assert promotion in (64, 128, 256), f"a promotion of {promotion}"
+    return Box(tensor, box, swizzle, promotion)
+
+
+def _check(launch: Launch) -> None:
+    """Hold a launch to the limits of the hardware, and its pointers to the types that the source gives them."""
+    name = launch.entry
+    for blocks, most in zip(launch.grid, MOST_BLOCKS, strict=True):
+        assert 0 < blocks < most, f"{name}: a grid of {launch.grid}"
+    assert 0 < launch.block <= MOST_THREADS, f"{name}: {launch.block} threads"
+    assert launch.block % 32 == 0, f"{name}: {launch.block} threads are no whole warps"
+    assert 0 <= launch.shared <= MOST_SHARED, f"{name}: {launch.shared} bytes of shared memory"
+    for parameter in parameters_of(launch.program, name):
+        value = launch.arguments[parameter.name]
+        if parameter.points_to is None or value is None:
+            continue
+        assert value.dtype == parameter.points_to, f"{name}: {parameter.name} points to {value.dtype}"
+        # A kernel has no strides for a pointer with a type: element i lies at i.
+        assert value.is_contiguous(), f"{name}: {parameter.name} has strides {value.stride()}"
+
+
+def strided(base: torch.Tensor, shape: tuple[int, int], strides: tuple[int, int]) -> torch.Tensor:
+    """Return the matrix that begins at ``base`` and has strides in bytes; it must lie in the storage."""
+    size = base.element_size()
+    assert not any(stride % size for stride in strides), f"strides of {strides} bytes cut numbers of {size}"
+    try:
+        return base.as_strided(shape, tuple(stride // size for stride in strides), base.storage_offset())
+    except RuntimeError as error:
+        raise AssertionError(f"{shape} with strides of {strides} bytes is outside of the tensor") from error
+
+
+def vector(base: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the ``count`` numbers side by side that a pointer without a type stands for."""
+    return strided(base, (1, count), (0, base.element_size()))[0]

@@ -1,0 +1,89 @@
+"""The parameters of a CUDA kernel as its source declares them, for tests: names, letters of the signature, types."""
+
+from __future__ import annotations
+
+import functools
+import re
+from importlib.resources import files
+from typing import NamedTuple
+
+import torch
+
+from rl_kernels.core.cuda.program import FOLDER, Program
+
+LETTERS = {"i64": "q", "int": "i", "float": "f", "TensorMap": "T"}
+POINTED = {"i64": torch.int64, "int": torch.int32, "float": torch.float32, "signed char": torch.int8}
+"""What a pointer points to; others, ``char`` and ``void``, say nothing of it."""
+DECLARED = re.compile(r"(?:const )?(?:__grid_constant__ )?(signed char|\w+)\s*(.*)")
+
+
+class Parameter(NamedTuple):
+    """One parameter, or one member of a parameter that is a struct.
+
+    Attributes:
+        name: in the source.
+        letter: of the signature.
+        points_to: what a pointer with a type points to.
+    """
+
+    name: str
+    letter: str
+    points_to: torch.dtype | None
+
+
+def parameters_of(program: Program, entry: str) -> list[Parameter]:
+    """Return the parameters of a kernel in their order, members of structs in the place of these."""
+    return [member for members in _declared(program.package, program.file, entry) for member in members]
+
+
+def signature_of(program: Program, entry: str) -> str:
+    """Return the signature that a kernel must be asked for with."""
+    found = ""
+    for members in _declared(program.package, program.file, entry):
+        letters = "".join(member.letter for member in members)
+        found += f"({letters})" if len(members) > 1 else letters
+    return found
+
+
+@functools.cache
+def _declared(package: str, file: str, entry: str) -> list[list[Parameter]]:
+    text = _source(package, file)
+    found = re.search(rf'extern "C" __global__[^;{{]*?\b{entry}\(([^)]*)\)', text)
+    assert found is not None, f"{file} has no kernel {entry}"
+    return [_parameter(text, " ".join(declared.split())) for declared in found[1].split(",")]
+
+
+def _parameter(text: str, declared: str) -> list[Parameter]:
+    match = DECLARED.fullmatch(declared)
+    assert match is not None, declared
+    if match[1] not in {*LETTERS, *POINTED, "char", "void"}:
+        return _members(text, match[1])
+    return [_one(match[1], match[2])]
+
+
+def _members(text: str, name: str) -> list[Parameter]:
+    struct = re.search(rf"struct {name}(?: : (\w+))? {{(.*?)^}};", text, re.DOTALL | re.MULTILINE)
+    assert struct is not None, name
+    found = _members(text, struct[1]) if struct[1] else []
+    for line in map(str.strip, struct[2].splitlines()):
+        if "(" in line:
+            # Methods follow the members.
+            break
+        match = DECLARED.fullmatch(line.removesuffix(";")) if line else None
+        if match is not None:
+            found += [_one(match[1], declared) for declared in match[2].split(",")]
+    return found
+
+
+def _one(kind: str, declared: str) -> Parameter:
+    name = declared.strip(" *")
+    return Parameter(name, "P", POINTED.get(kind)) if "*" in declared else Parameter(name, LETTERS[kind], None)
+
+
+def _source(package: str, file: str) -> str:
+    """Return a file and the headers of its package, without comments."""
+    folder = files(package) / FOLDER
+    headers = sorted(header.name for header in folder.iterdir() if header.name.endswith(".cuh"))
+    # The file first: two files may have structs of one name.
+    text = "\n".join((folder / name).read_text(encoding="utf-8") for name in (file, *headers))
+    return re.sub(r"//.*", "", text)

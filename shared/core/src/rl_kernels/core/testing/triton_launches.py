@@ -1,0 +1,215 @@
+"""What a Triton backend launches, recorded where there is neither a GPU nor Triton: for tests of its host side.
+
+Inside of ``TritonRecorder.pretended()`` ``import triton`` gives a Triton whose kernels are recorded instead of run, and
+all of our modules that import Triton are imported anew, as on a GPU of the given architecture. Arguments get the names
+of the kernel's parameters, and a few lines of PyTorch may stand in for a kernel, as in ``launches``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec
+from types import ModuleType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+MOST_BLOCKS = (1 << 31, 1 << 16, 1 << 16)
+"""Programs along each size of a grid are less than that."""
+ALIGNED = 16
+"""Bytes, or a factor of an integer, that Triton specializes a kernel on."""
+STUBS = ("triton", "triton.language", "triton.tools", "triton.tools.tensor_descriptor")
+
+
+class Constant:
+    """Stands for ``tl.constexpr``."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+@dataclass(frozen=True)
+class Descriptor:
+    """Stands for ``TensorDescriptor``: holds the matrix to what the copy engine needs."""
+
+    base: torch.Tensor
+    shape: list[int]
+    strides: list[int]
+    block_shape: list[int]
+
+    def __post_init__(self) -> None:
+        size = self.base.itemsize
+        assert self.base.data_ptr() % ALIGNED == 0, "a descriptor that begins between multiples of 16 bytes"
+        assert self.strides[-1] == 1, f"columns of a descriptor are {self.strides[-1]} apart"
+        assert self.strides[0] * size % ALIGNED == 0, "rows of a descriptor that begin between multiples of 16 bytes"
+        assert self.strides[0] >= self.shape[1], "rows of a descriptor overlap"
+        assert tuple(self.shape) == tuple(self.base.shape), f"a descriptor of {self.shape} for {self.base.shape}"
+        assert len(self.base) == 1 or self.base.stride(0) == self.strides[0], "a descriptor of other rows"
+        assert self.base.shape[1] == 1 or self.base.stride(1) == 1, "a descriptor of other columns"
+        assert all(count & (count - 1) == 0 for count in self.block_shape), f"a box of {self.block_shape}"
+        assert self.block_shape[1] * size >= ALIGNED, f"a box whose rows have {self.block_shape[1] * size} bytes"
+
+
+@dataclass(frozen=True)
+class TritonLaunch:
+    """One launch.
+
+    Attributes:
+        name: of the kernel.
+        grid: programs, three sizes.
+        arguments: by the kernel's parameters.
+        options: ``num_warps``, ``num_stages``.
+    """
+
+    name: str
+    grid: tuple[int, int, int]
+    arguments: Mapping[str, Any]
+    options: Mapping[str, int] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.arguments[name]
+
+
+class TritonRecorder:
+    """Takes the place of Triton and of the GPU.
+
+    Args:
+        stand_ins: by the name of a kernel, what is called in its place with its ``TritonLaunch``.
+        arch: of the pretended GPU.
+        processors: its number of multiprocessors; what launches tensors on the CPU takes it for one of two.
+
+    Attributes:
+        launches: what was launched, in order.
+    """
+
+    def __init__(
+        self,
+        stand_ins: Mapping[str, Callable[[TritonLaunch], None]] | None = None,
+        *,
+        arch: str = "sm90",
+        processors: int = 132,
+    ) -> None:
+        self.launches: list[TritonLaunch] = []
+        self.stand_ins = dict(stand_ins or {})
+        self.arch, self.multi_processor_count = arch, processors
+
+    @contextmanager
+    def pretended(self) -> Iterator[TritonRecorder]:
+        """Take their places, until the block ends."""
+        # PyTorch asks once whether there is a Triton, and would find this one.
+        importlib.import_module("torch._dynamo")
+        kept = {name: module for name, module in sys.modules.items() if name in STUBS or _imports_triton(name)}
+        _forget(kept)
+        with ExitStack() as stack:
+            stack.callback(_put_back, kept)
+            stack.enter_context(patch.dict(os.environ, TRITON_INTERPRET="0"))
+            stack.enter_context(patch("rl_kernels.core.operator.arch_of", lambda *_: self.arch))
+            stack.enter_context(patch("torch.cuda.current_device", lambda: 0))
+            stack.enter_context(patch("torch.cuda.get_device_properties", lambda *_: self))
+            for name, members in self._stubs().items():
+                sys.modules[name] = module_from_spec(ModuleSpec(name, None))
+                vars(sys.modules[name]).update(members)
+            yield self
+
+    def _stubs(self) -> dict[str, dict[str, Any]]:
+        def jit(function: Any = None, **options: Any) -> Any:
+            return _Kernel(self, function) if function is not None else lambda other: _Kernel(self, other)
+
+        whole = {"jit": jit, "cdiv": lambda x, y: -(-x // y), "__path__": []}
+        tools = {"TensorDescriptor": Descriptor}
+        return dict(zip(STUBS, (whole, {"constexpr": Constant}, {"__path__": []}, tools), strict=True))
+
+    def launched(self, launch: TritonLaunch) -> None:
+        """Hold a launch to what any kernel needs, and run what stands in for it."""
+        for programs, most in zip(launch.grid, MOST_BLOCKS, strict=True):
+            assert 0 < programs < most, f"{launch.name}: a grid of {launch.grid}"
+        assert launch.options["num_warps"] in (1, 2, 4, 8, 16), f"{launch.name}: {launch.options}"
+        self.launches.append(launch)
+        stand_in = self.stand_ins.get(launch.name)
+        if stand_in is not None:
+            stand_in(launch)
+
+
+class _Kernel:
+    """Stands for a function of ``triton.jit``."""
+
+    def __init__(self, recorder: TritonRecorder, function: Callable[..., Any]) -> None:
+        self.recorder, self.function = recorder, function
+        self.signature = inspect.signature(function)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., _Compiled]:
+        def launch(*args: Any, **given: Any) -> _Compiled:
+            options = {name: value for name, value in given.items() if name not in self.signature.parameters}
+            constants = {name: value for name, value in given.items() if name not in options}
+            try:
+                bound = self.signature.bind(*args, **constants)
+            except TypeError as error:
+                raise AssertionError(f"{self.function.__name__}: {error}") from error
+            x, y, z = (*grid, 1, 1)[:3]
+            self.recorder.launched(TritonLaunch(self.function.__name__, (x, y, z), bound.arguments, options))
+            return _Compiled(self, bound.arguments, options)
+
+        return launch
+
+
+class _Compiled:
+    """Stands for what Triton compiled: good for arguments that it would have compiled alike."""
+
+    def __init__(self, kernel: _Kernel, arguments: Mapping[str, Any], options: Mapping[str, int]) -> None:
+        self._kernel, self._options = kernel, options
+        self._form = self._form_of(arguments)
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
+        def launch(*args: Any) -> None:
+            arguments = self._kernel.signature.bind(*args).arguments
+            assert self._form_of(arguments) == self._form, f"{self._kernel.function.__name__}: compiled for others"
+            self._kernel[grid](*args, **self._options)
+
+        return launch
+
+    def _form_of(self, arguments: Mapping[str, Any]) -> list[Any]:
+        """Return what Triton specializes on: dtypes and alignment of tensors, integers that are 1 or aligned."""
+        form: list[Any] = []
+        for name, value in arguments.items():
+            if "constexpr" in str(self._kernel.signature.parameters[name].annotation) or value is None:
+                form.append(value)
+            elif isinstance(value, torch.Tensor):
+                form.append((value.dtype, value.data_ptr() % ALIGNED == 0))
+            elif isinstance(value, int):
+                form.append((value == 1, value % ALIGNED == 0))
+            else:
+                form.append(type(value))
+        return form
+
+
+def _imports_triton(name: str) -> bool:
+    if not name.startswith("rl_kernels."):
+        return False
+    return any(part.startswith("triton_") and part != "triton_launches" for part in name.split(".")) or name.endswith(
+        ".cuda_backward"
+    )
+
+
+def _forget(names: Iterable[str]) -> None:
+    """Have modules imported anew, also by ``from package import module``."""
+    for name in names:
+        del sys.modules[name]
+        parent, _, leaf = name.rpartition(".")
+        vars(sys.modules.get(parent, ModuleType(""))).pop(leaf, None)
+
+
+def _put_back(kept: Mapping[str, ModuleType]) -> None:
+    _forget([name for name in sys.modules if name in STUBS or _imports_triton(name)])
+    sys.modules.update(kept)
+    for name, module in kept.items():
+        parent, _, leaf = name.rpartition(".")
+        if parent in sys.modules:
+            setattr(sys.modules[parent], leaf, module)

@@ -1,0 +1,215 @@
+"""The host side of Triton kernels without Triton: products, launches, schedules; bugs planted in it show."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from rl_kernels.core.check.mutation.planted import planted
+from rl_kernels.core.testing import Bug, Draw, lying
+from rl_kernels.core.testing.triton_launches import Descriptor, TritonRecorder
+from rl_kernels.core.testing.triton_matmul import matmul
+
+LIB = "rl_kernels.core.triton_lib"
+MODULES = tuple(f"{LIB}.{name}" for name in ("launch", "schedule", "gemm"))
+FAILURES = (AssertionError, RuntimeError)
+Plant = Callable[[], AbstractContextManager[None]]
+LAYOUTS = ("row", "column", "apart", "odd")
+SHAPES = (
+    (1, 8, 8),
+    (8, 200, 64),
+    (64, 24, 40),
+    (65, 136, 24),
+    (200, 704, 16),
+    (200, 40, 72),
+    (3, 5, 7),
+    (300, 1, 1),
+    (7, 16, 0),
+)
+PRODUCTS = (
+    Bug("bias by the wrong dim", "BY_ROW.value if cut.swapped else BY_COLUMN.value", "BY_COLUMN.value"),
+    Bug("stride of the bias taken for 1", "0 if bias is None else bias.stride(0)", "0 if bias is None else 1"),
+    Bug("swapped operands, output as it was", "(b.t(), a, out.t()) if cut.swapped", "(b.t(), a, out) if cut.swapped"),
+    Bug("strides of the output exchanged", "else target.stride()),", "else target.stride()[::-1]),"),
+    Bug(
+        "tiles of the unswapped product",
+        "if self.swapped:\n            m, n = n, m",
+        "if False:\n            m, n = n, m",
+    ),
+    Bug("last rows have no tile", "return -(-m // self.rows) *", "return max(m // self.rows, 1) *"),
+    Bug(
+        "as many programs as processors",
+        "processors(a.device)) if cut.persistent else tiles,",
+        "processors(a.device)),",
+    ),
+    Bug("chain begins anew", "CONTINUES=continues", "CONTINUES=False"),
+    Bug("span of FP32 for 16 bits", "SPAN=span if a.dtype == torch.float32 else STEP.value", "SPAN=span"),
+    Bug(
+        "box of the left tile for the right one",
+        "operand(right, cut.columns, cut.inner)",
+        "operand(right, cut.rows, cut.inner)",
+    ),
+    Bug("box of the output in one part", "cut.columns // cut.parts) if stored", "cut.columns) if stored"),
+    Bug("unaligned rows have a descriptor", "not (outer | x.data_ptr()) % ALIGNED", "not x.data_ptr() % ALIGNED"),
+    Bug("unaligned addresses have a descriptor", "not (outer | x.data_ptr()) % ALIGNED", "not outer % ALIGNED"),
+    Bug("alignment in elements", "x.stride(0) * x.itemsize\n    # Rows", "x.stride(0)\n    # Rows"),
+    Bug("rows that overlap have a descriptor", "apart = x.shape[0] == 1 or x.stride(0) >= x.shape[1]", "apart = True"),
+    Bug("columns apart have a descriptor", "(x.stride(1) == 1 or x.shape[1] == 1) and apart", "apart"),
+    Bug(
+        "stride of a single row as it is", "outer = x.stride(0) if count > 1 else", "outer = x.stride(0) if count else"
+    ),
+    Bug("FP32 tiles stay", "cut = replace(cut, persistent=False, parts=1)", "pass"),
+    Bug(
+        "transposed descriptor taken for upright",
+        "descriptor(x.t(), k, rows), 0, 0, COLUMNS.value",
+        "descriptor(x.t(), k, rows), 0, 0, ROWS.value",
+    ),
+    Bug("strides of an operand exchanged", "row_stride, k_stride = x.stride()", "k_stride, row_stride = x.stride()"),
+    Bug("descriptors on any architecture", '!= "sm90":\n        return False', '!= "sm90":\n        pass'),
+)
+CHOICES = (
+    Bug(
+        "schedule by size on any architecture",
+        'dtype not in HALF or arch_of(device.type, device.index) != "sm90"',
+        "dtype not in HALF",
+    ),
+    Bug("FP32 by the table of 16 bits", "if dtype not in HALF or", "if"),
+    Bug("64 rows are many", "candidate.schedule.swapped == (m <= FEW)", "candidate.schedule.swapped == (m < FEW)"),
+    Bug("kernel of another dtype", "(x.dtype, x.data_ptr() % ALIGNMENT)", "(x.data_ptr() % ALIGNMENT,)"),
+    Bug("kernel of another alignment", "(x.dtype, x.data_ptr() % ALIGNMENT)", "x.dtype"),
+    Bug("kernel of another number", "[x if type(x) in PLAIN else", "[type(x) if type(x) in PLAIN else"),
+    Bug(
+        "kernel of other warps", "torch.cuda.current_device(), num_warps, *forms", "torch.cuda.current_device(), *forms"
+    ),
+    Bug("kernel of another function", "key = (id(kernel), ", "key = ("),
+    Bug("kernel of another GPU", "id(kernel), torch.cuda.current_device(), num_warps", "id(kernel), num_warps"),
+    Bug("launched on the grid that it was compiled on", "sizes = (*grid, 1, 1)", "sizes = (1, 1, 1)"),
+)
+
+
+def product(recorder: TritonRecorder, draw: Draw, shape: tuple[int, int, int], layouts: tuple[str, str, str]) -> None:
+    """Hold one product to its definition."""
+    gemm = importlib.import_module(f"{LIB}.gemm")
+    (m, n, k), (left, right, out_layout) = shape, layouts
+    values = draw.normal(m, k), draw.normal(k, n)
+    a, b = lying(values[0], left), lying(values[1], right)
+    bias, start = draw.normal(2 * n)[::2], torch.randn(m, n)
+    gold = values[0].double() @ values[1].double()
+    for kind in (draw.dtype, torch.float32):
+        out = lying(torch.zeros(m, n, dtype=kind), out_layout)
+        gemm.matmul(a, b, out, bias=bias, span=256)
+        torch.testing.assert_close(out.double(), (gold + bias.double()), rtol=1e-2, atol=1e-2)
+    out = lying(start.clone(), out_layout)
+    gemm.matmul(a, b, out, continues=True)
+    torch.testing.assert_close(out.double(), gold + start, rtol=1e-5, atol=1e-5)
+    described = [isinstance(recorder.launches[-1][name], Descriptor) for name in ("a", "b", "c")]
+    if recorder.arch != "sm90":
+        assert not any(described)
+    elif draw.dtype != torch.float32 and not (m | n | k) % 8 and k and "apart" not in layouts and "odd" not in layouts:
+        assert described[:2] == [True, True]
+
+
+def hold_products(plant: Plant) -> None:
+    """Every layout of operands and output, on Hopper and elsewhere."""
+    for arch in ("sm90", "sm80"):
+        recorder = TritonRecorder({"_matmul": matmul}, arch=arch)
+        with recorder.pretended(), plant():
+            for number, dtype in enumerate((torch.float16, torch.bfloat16, torch.float32)):
+                for place, shape in enumerate(SHAPES if arch == "sm90" else SHAPES[2:4]):
+                    for i, left in enumerate(LAYOUTS):
+                        right, out = LAYOUTS[(i + place + number) % 4], LAYOUTS[(place + 2 * i) % 3]
+                        product(recorder, Draw(dtype, seed=place), shape, (left, right, out))
+                expand(Draw(dtype, seed=9))
+            hold_choices(recorder)
+
+
+def expand(draw: Draw) -> None:
+    """Rows that overlap, a single row of odd pitch, tiles of a table that stay."""
+    gemm = importlib.import_module(f"{LIB}.gemm")
+    row, odd = draw.normal(1, 64).expand(70, 64), draw.normal(2, 69)[:1, :64]
+    right = draw.normal(64, 40)
+    for a in (row, odd, draw.normal(500, 64)):
+        out = torch.zeros(len(a), 40, dtype=draw.dtype)
+        gemm.matmul(a, right, out)
+        torch.testing.assert_close(out.double(), a.double() @ right.double(), rtol=1e-2, atol=1e-1)
+    if draw.dtype == torch.float32:
+        return
+    schedules = [candidate.schedule for candidate in gemm.schedule_for.__globals__["_candidates"]()]
+    for cut in schedules:
+        a = draw.normal(8 if cut.swapped else 300, 64)
+        for dtype in (draw.dtype, torch.float32):
+            out, bias = torch.zeros(len(a), 40, dtype=dtype), draw.normal(40)
+            gemm.matmul(a, right, out, bias=bias, schedule=cut)
+            gold = a.double() @ right.double() + bias.double()
+            torch.testing.assert_close(out.double(), gold, rtol=1e-2, atol=1e-1)
+
+
+def hold_choices(recorder: TritonRecorder) -> None:
+    """What the number of rows may choose: nothing, but on Hopper for operands of 16 bits."""
+    schedule = importlib.import_module(f"{LIB}.schedule")
+    for dtype in (torch.float32, torch.bfloat16):
+        cuts = {m: schedule.schedule_for(m, 4096, 4096, dtype, torch.device("cuda", 0)) for m in (*range(1, 66), 4096)}
+        if dtype == torch.float32 or recorder.arch != "sm90":
+            assert len(set(cuts.values())) == 1
+            continue
+        assert all(cut.swapped == (m <= 64) for m, cut in cuts.items())
+        assert all(cut.columns >= m for m, cut in cuts.items() if cut.swapped)
+
+
+def hold_launches(plant: Plant) -> None:
+    """A kernel that was compiled is used for what it is good for: the stand-in refuses anything else."""
+    recorder = TritonRecorder()
+    with recorder.pretended(), plant():
+        import triton
+        import triton.language as tl
+
+        launch = importlib.import_module(f"{LIB}.launch")
+
+        @triton.jit
+        def first(x, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+            """Stand for a kernel."""
+
+        @triton.jit
+        def second(x, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+            """Stand for another one."""
+
+        numbers = torch.zeros(64)
+        calls: list[tuple[Any, ...]] = [
+            (kernel, (grid,), x, n, block, warps)
+            for kernel in (first, second)
+            for x in (numbers, numbers[1:], numbers.view(torch.float16))
+            for n in (1, 2, 16)
+            for block in (64, 128)
+            for warps in (1, 4)
+            for grid in (3, 5)
+        ]
+        for device in (0, 1):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(torch.cuda, "current_device", lambda device=device: device)
+                for kernel, grid, *args, warps in calls:
+                    launch.launch(kernel, grid, *args, num_warps=warps)
+        asked = [(kernel.function.__name__, (*grid, 1, 1), warps) for kernel, grid, *_, warps in calls]
+        found = [(one.name, one.grid, one.options["num_warps"]) for one in recorder.launches]
+        assert found == 2 * asked
+        assert len(launch._compiled) == len(calls)
+
+
+def hold_all(plant: Plant = nullcontext) -> None:
+    hold_launches(plant)
+    hold_products(plant)
+
+
+def test_products_and_launches_are_what_the_shapes_imply() -> None:
+    hold_all()
+
+
+@pytest.mark.parametrize("bug", [*PRODUCTS, *CHOICES], ids=lambda bug: bug.name)
+def test_bug_planted_in_the_host_code_shows_in_the_launches(bug: Bug) -> None:
+    with pytest.raises(FAILURES):
+        hold_all(partial(planted, MODULES, bug))
