@@ -65,11 +65,14 @@ def _made() -> Iterator[Case]:
 
 def _beyond(kind: Mapping[str, Any]) -> Iterator[Case]:
     """Yield products beyond every limit of a grid and of a table in one dim, with little else."""
-    dtype = "bf16" if kind["function"] == LINEAR else ""
     yield Case("m-65600", {"m_dim": 65600, "n_dim": 3, "k_dim": 5}, relations=HELD, **kind)
     yield Case("m-8240", {"m_dim": 8240, "n_dim": 4, "k_dim": 3}, relations=BITS, **kind)
     yield Case("n-65600", {"m_dim": 3, "n_dim": 65600, "k_dim": 5}, relations=HELD, **kind)
-    yield Case("k-28672", {"m_dim": 3, "n_dim": 5, "k_dim": 28672}, relations=BITS, dtype=dtype, **kind)
+    long = {"m_dim": 3, "n_dim": 5, "k_dim": 28672}
+    yield Case("k-28672", long, relations=BITS, **kind)
+    yield Case("k-28672-half", long, relations=BITS, dtype="bf16", **kind)
+    if not kind["function"]:
+        yield Case("k-28672-wide", long, WIDE, relations=("accuracy",), dtype="bf16", grad=False)
 
 
 def _named(function: str, cases: Iterator[Case]) -> Iterator[Case]:

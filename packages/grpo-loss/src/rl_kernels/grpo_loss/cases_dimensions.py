@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from rl_kernels.core.testing import Case
-from rl_kernels.core.testing.dimensions import EDGES, drawn, paired, swept
+from rl_kernels.core.testing.dimensions import EDGES, HELD, drawn, paired, swept
 from rl_kernels.grpo_loss.api import grpo_loss
 from rl_kernels.grpo_loss.estimator import ESTIMATORS
 from rl_kernels.grpo_loss.objective import FORMS, Objective
@@ -101,7 +101,9 @@ _MADE = (
         "groups-pairs", {"prompts": 5, "samples": 4}, {**REWARDS, "dtype": (None, "bf16", "fp64")}, function=GROUPS
     ),
     *drawn("drawn", SIZES, {**LOSS, **TOKENS, **REWARDS}, 60, _possible),
-    *swept("completion", {**SIZES, "prompts": 1, "samples": 2}, (*LENGTHS, 65600), TURNS),
+    *swept("completion", {**SIZES, "prompts": 1, "samples": 2}, LENGTHS, TURNS),
+    Case("completion-65600", {**SIZES, "prompts": 1, "samples": 2, "completion": 65600}, TURNS[0], relations=HELD),
+    Case("packed-to-a-length", SIZES, {"loss_type": "dr_grpo", "packed": True, "max_seqlen": 15}, relations=HELD),
     *swept("samples", {**SIZES, "prompts": 2, "completion": 3}, MEMBERS, TURNS),
     *swept("prompts", {**SIZES, "samples": 2, "completion": 3}, PROMPTS, TURNS),
     *swept("samples", {"prompts": 2}, MEMBERS, function=GROUPS),

@@ -53,7 +53,7 @@ DIMENSIONS: tuple[Case, ...] = (
     # Beyond every limit of a grid, of a table and of a workspace, with little else.
     Case("vocab-262208", {"batch": 1, "seq": 1, "hidden": 2, "vocab": 262208}, TURNS[0], relations=HELD),
     Case("rows-65600", {"batch": 1, "seq": 65600, "hidden": 2, "vocab": 3}, TURNS[0], relations=HELD),
-    Case("hidden-16392", {"batch": 1, "seq": 2, "hidden": 16392, "vocab": 5}, TURNS[0], relations=HELD),
+    Case("hidden-12296", {"batch": 1, "seq": 2, "hidden": 12296, "vocab": 5}, TURNS[0], relations=HELD),
     Case("small-workspace", {"batch": 1, "seq": 400, "hidden": 1024, "vocab": 40}, LITTLE, relations=HELD),
     Case("masked-head", {"batch": 1, "seq": 3, "hidden": 3, "vocab": 20000}, HEAD, relations=HELD),
     *swept("vocab", {**SIZES, "hidden": 4}, LARGE_VOCABS, TURNS, relations=BITS, suite="full"),

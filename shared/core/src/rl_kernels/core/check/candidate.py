@@ -59,15 +59,15 @@ class Candidate:
         return Run(lambda kwargs: self.call(function, kwargs), output, inputs, leaves, around)
 
     def many(
-        self, function: str, output: str, inputs: Inputs, calls: int, seconds: float
+        self, function: str, output: str, inputs: Sequence[Inputs], calls: int, seconds: float
     ) -> tuple[Results, Results, int]:
-        """Call again and again on the same inputs: the first result, the first of other bits, and which call gave it.
+        """Call again and again on each of the inputs in turn: a result, one of other bits, and the number of the last.
 
         Raises:
             Misbehaved: a call gave no result.
         """
         if self.worker is not None:
-            found = self.worker.ask("many", inputs=inputs, output=output, calls=calls, seconds=seconds)
+            found = self.worker.ask("many", inputs=list(inputs), output=output, calls=calls, seconds=seconds)
         else:
             found = call_often(lambda kwargs: self.call(function, kwargs), output, inputs, calls, seconds)
         return found["first"], found["other"], found["number"]

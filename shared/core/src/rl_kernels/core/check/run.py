@@ -221,32 +221,34 @@ class Run:
 
 
 def call_often(
-    call: Callable[[Inputs], Any], output: str, inputs: Inputs, calls: int, seconds: float
+    call: Callable[[Inputs], Any], output: str, inputs: Sequence[Inputs], calls: int, seconds: float
 ) -> dict[str, Any]:
-    """Call again and again on copies of the same inputs, for so many seconds at most.
+    """Call again and again on copies of each of the inputs in turn, for so many seconds at most.
 
-    Returns the first result, the first that has other bits or the first one as it is at the end, and the last's number.
+    Returns a result, one of the same inputs that has other bits or the same one as it is at the end, and how many calls
+    there were.
     """
-    copies = copy.deepcopy(inputs)
+    copies = [copy.deepcopy(given) for given in inputs]
 
-    def bits() -> tuple[Results, list[bytes]]:
-        found = guarded("forward", lambda: named(call(dict(copies)), output))
+    def bits(place: int) -> tuple[Results, list[bytes]]:
+        found = guarded("forward", lambda: named(call(dict(copies[place])), output))
         results = {name: value.detach().cpu().contiguous() for name, value in found.items()}
         return results, [value.view(-1).view(torch.uint8).numpy().tobytes() for value in results.values()]
 
     with torch.no_grad():
         before = global_state()
-        kept, expected = bits()
-        # Of its own memory: what a call returns, a later one may overwrite.
-        first = {name: value.clone() for name, value in kept.items()}
-        number, other, end = 1, first, time.monotonic() + seconds
+        kept = [bits(place) for place in range(len(copies))]
+        # Of their own memory: what a call returns, a later one may overwrite.
+        first = [{name: value.clone() for name, value in results.items()} for results, _ in kept]
+        number, end = len(copies), time.monotonic() + seconds
         while number < calls and time.monotonic() < end:
-            other, found = bits()
+            place = number % len(copies)
+            other, found = bits(place)
             number += 1
-            if found != expected:
-                return {"first": first, "other": other, "number": number}
+            if found != kept[place][1]:
+                return {"first": first[place], "other": other, "number": number}
         _as_found("forward", before)
-    return {"first": first, "other": kept, "number": number}
+    return {"first": first[0], "other": kept[0][0], "number": number}
 
 
 def call_in_threads(call: Callable[[Inputs], Any], output: str, inputs: Sequence[Inputs], calls: int) -> list[Results]:

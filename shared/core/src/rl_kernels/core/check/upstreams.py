@@ -54,6 +54,9 @@ def upstreams(cell: Cell, upstream: Results, peak: float) -> Iterator[Upstream]:
     yield Upstream("", upstream)
     if cell.case.relations:
         yield kinds[zlib.crc32(cell.case.name.encode()) % len(kinds)]
+        if cell.dtype_name == "fp16":
+            # Small gradients are lost in it, which is why trainers scale their losses.
+            yield kinds[len(SCALES)]
     else:
         yield from kinds
 

@@ -87,10 +87,7 @@ class Host:
         return _plain(self._runs[number].kept)
 
     def _do_inputs(self, number: int) -> Inputs:
-        return {
-            name: value.detach() if isinstance(value, torch.Tensor) else value
-            for name, value in self._runs[number].inputs.items()
-        }
+        return self._runs[number].inputs
 
     def _do_second_order(self, number: int, upstream: Results) -> Results | str:
         found = self._runs[number].second_order(upstream)
@@ -100,7 +97,7 @@ class Host:
         found = self._runs[number].forward_mode()
         return found if isinstance(found, str) else _plain(found)
 
-    def _do_many(self, inputs: Inputs, output: str, calls: int, seconds: float) -> dict[str, Any]:
+    def _do_many(self, inputs: list[Inputs], output: str, calls: int, seconds: float) -> dict[str, Any]:
         return call_often(self._call, output, inputs, calls, seconds)
 
     def _do_threads(self, inputs: list[Inputs], output: str, calls: int) -> list[Results]:

@@ -19,7 +19,7 @@ from rl_kernels.core.testing.surroundings import Surroundings
 
 RUNS = 20
 """Calls that repeatability compares."""
-CALLS, SECONDS = 50_000, 2.0
+CALLS, SECONDS = 50_000, {"quick": 2.0, "full": 8.0}
 """Calls of the plainest case of a function at most: a state that goes bad, or a rare error, takes many to show."""
 AT_ONCE = 60
 """Calls of each of two threads."""
@@ -53,19 +53,19 @@ def repeatability(cell: Cell) -> Iterator[Record]:
 
 
 def _many(cell: Cell) -> Iterator[Record]:
-    """The same call thousands of times, without gradients; then two threads at once."""
+    """Two calls in turn, thousands of times and without gradients; then both at once, in two threads."""
     if cell.case.name != cell.spec.first_of(cell.case.function).name:
         return
     if cell.candidate.is_slow(cell.setting.device.type):
         yield cell.skip("repeatability", "thousands of calls: not in Triton's interpreter")
         return
-    where = cell.case.function, cell.spec.output
+    where, both = (cell.case.function, cell.spec.output), [cell.inputs, cell.redrawn().inputs]
     item = "thousands of calls"
     try:
-        first, other, number = cell.candidate.many(*where, cell.inputs, CALLS, SECONDS)
+        first, other, number = cell.candidate.many(*where, both, CALLS, SECONDS[cell.setting.suite])
         yield _same(cell, item, first, other, f"call {number}: ")
         item = "two threads at once"
-        pairs = cell.candidate.threads(*where, [cell.inputs, cell.redrawn().inputs], AT_ONCE)
+        pairs = cell.candidate.threads(*where, both, AT_ONCE)
         for expected, found in zip(pairs[::2], pairs[1::2], strict=True):
             yield _same(cell, item, expected, found)
     except Misbehaved as error:

@@ -42,7 +42,7 @@ def hygiene(cell: Cell) -> Iterator[Record]:
     yield from around(cell, expected, upstream)
     transforms = {**STORAGE, **cell.spec.hygiene}
     yield from unchanged_by(transforms, "hygiene", cell, expected, upstream)
-    if cell.case.name == cell.spec.case().name:
+    if cell.case.name == cell.spec.first_of(cell.case.function).name:
         yield from _empty(cell)
 
 
@@ -211,8 +211,10 @@ def _expanded(cell: Cell) -> Iterator[Record]:
         try:
             base = cell.run(copies)
             upstream = cell.upstream(base)
-            expected, found = base.results(upstream), cell.run(views).results(upstream)
-            comparison = _first_difference(found, expected)
+            expected, run = base.results(upstream), cell.run(views)
+            comparison = _first_difference(run.results(upstream), expected)
+            if comparison.passed and not cell.spec.overwritten(cell.inputs):
+                comparison = _first_difference(run.scribbled(upstream), expected)
         except Misbehaved as error:
             yield cell.failed("hygiene", f"{name} expanded", error)
             continue
@@ -231,7 +233,7 @@ def _first_difference(found: Results, expected: Results) -> Comparison:
 
 def _empty(cell: Cell) -> Iterator[Record]:
     """Call on nothing: shapes and dtypes are the definition's, and sums of nothing are its zeros."""
-    for case in cell.spec.empty:
+    for case in (case for case in cell.spec.empty if case.function == cell.case.function):
         here = replace(cell, case=case)
         item = f"empty: {case.name}"
         if here.missing():
