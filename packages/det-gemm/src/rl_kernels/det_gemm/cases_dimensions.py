@@ -51,7 +51,7 @@ def _made() -> Iterator[Case]:
         yield from _named(function, swept("n_dim", SIZES, EDGES, turns, **kind))
         yield from _named(function, swept("k_dim", SIZES, (*EDGES, 4096), turns, **kind))
         yield from _named(function, _beyond(kind))
-        large = {"suite": "full", "relations": BITS, **kind}
+        large = {"suite": "full", **kind}
         yield from _named(function, swept("n_dim", SIZES, LARGE, turns, **large))
         yield from _named(function, swept("k_dim", SIZES, LARGE, turns, **large))
         yield from _named(function, swept("m_dim", {**SIZES, "n_dim": 40}, (1024, 4096), turns, **large))

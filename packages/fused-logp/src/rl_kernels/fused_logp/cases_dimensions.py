@@ -37,7 +37,6 @@ VOCABS = (*EDGES, 2048, 4096, 4097, 8191, 8192, 16384, 32767, 32768)
 LARGE_VOCABS = (50257, 65537, 128256, 151936, 160001, 202048, 262144)
 SWEEP = {"batch": 1, "seq": 5, "vocab": 40}
 WIDE = {"batch": 1, "seq": 2, "vocab": 40}
-BITS = ("accuracy", "gradients", "invariance")
 
 
 def _possible(options: Mapping[str, Any]) -> bool:
@@ -55,7 +54,7 @@ DIMENSIONS: tuple[Case, ...] = (
     Case("vocab-262208", {"batch": 1, "seq": 1, "vocab": 262208}, {"return_stats": True}, relations=HELD),
     Case("rows-65600", {"batch": 1, "seq": 65600, "vocab": 3}, {"return_stats": True}, relations=HELD),
     Case("numbers-2^24", {"batch": 1, "seq": 66, "vocab": 262208}, relations=("accuracy",), suite="full"),
-    *swept("vocab", WIDE, LARGE_VOCABS, TURNS, relations=BITS, suite="full"),
+    *swept("vocab", WIDE, LARGE_VOCABS, TURNS, suite="full"),
     *swept("seq", {**SWEEP, "vocab": 520}, (4096, 8193), TURNS, suite="full"),
     *paired("long-pairs", {"batch": 1, "seq": 3, "vocab": 9001}, AXES, _possible, suite="full"),
 )

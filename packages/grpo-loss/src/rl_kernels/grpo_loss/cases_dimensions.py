@@ -107,7 +107,7 @@ _MADE = (
     *swept("samples", {**SIZES, "prompts": 2, "completion": 3}, MEMBERS, TURNS),
     *swept("prompts", {**SIZES, "samples": 2, "completion": 3}, PROMPTS, TURNS),
     *swept("samples", {"prompts": 2}, MEMBERS, function=GROUPS),
-    *drawn("drawn-more", {**SIZES, "completion": 40}, {**LOSS, **TOKENS, **REWARDS}, 300, _possible, suite="full"),
+    *drawn("drawn-more", SIZES, {**LOSS, **TOKENS, **REWARDS}, 300, _possible, suite="full"),
     *swept("completion", {**SIZES, "prompts": 1, "samples": 2}, (32768, 32769, 131080), TURNS, suite="full"),
     *swept("prompts", {**SIZES, "samples": 2, "completion": 5}, (1025, 2049), TURNS, suite="full"),
     *swept("samples", {**SIZES, "prompts": 1, "completion": 2}, (2048, 4999), TURNS, suite="full"),

@@ -35,7 +35,6 @@ LARGE_VOCABS = (32768, 50257, 128256, 151936, 160001, 202048, 262144)
 HIDDEN = (*EDGES, 2048)
 LARGE_HIDDEN = (1536, 3584, 4096, 5120, 8192)
 SIZES = {"batch": 1, "seq": 3, "hidden": 12, "vocab": 40}
-BITS = ("accuracy", "gradients", "invariance")
 
 
 def _possible(options: Mapping[str, Any]) -> bool:
@@ -56,11 +55,11 @@ DIMENSIONS: tuple[Case, ...] = (
     Case("hidden-12296", {"batch": 1, "seq": 2, "hidden": 12296, "vocab": 5}, TURNS[0], relations=HELD),
     Case("small-workspace", {"batch": 1, "seq": 400, "hidden": 1024, "vocab": 40}, LITTLE, relations=HELD),
     Case("masked-head", {"batch": 1, "seq": 3, "hidden": 3, "vocab": 20000}, HEAD, relations=HELD),
-    *swept("vocab", {**SIZES, "hidden": 4}, LARGE_VOCABS, TURNS, relations=BITS, suite="full"),
-    *swept("hidden", SIZES, LARGE_HIDDEN, TURNS, relations=BITS, suite="full"),
+    *swept("vocab", {**SIZES, "hidden": 4}, LARGE_VOCABS, TURNS, suite="full"),
+    *swept("hidden", SIZES, LARGE_HIDDEN, TURNS, suite="full"),
     *swept("seq", {**SIZES, "hidden": 40, "vocab": 300}, (4096, 4100), TURNS, suite="full"),
     *paired("long-pairs", {"batch": 1, "seq": 9, "hidden": 33, "vocab": 4500}, AXES, _possible, suite="full"),
-    Case("model", {"batch": 2, "seq": 64, "hidden": 896, "vocab": 8192}, TURNS[0], suite="full", relations=BITS),
+    Case("model", {"batch": 2, "seq": 64, "hidden": 896, "vocab": 8192}, TURNS[0], suite="full", relations=HELD),
 )
 
 

@@ -19,7 +19,7 @@ from rl_kernels.core.testing.surroundings import Surroundings
 
 RUNS = 20
 """Calls that repeatability compares."""
-CALLS, SECONDS = 50_000, {"quick": 2.0, "full": 8.0}
+CALLS, SECONDS = 50_000, {"quick": 1.0, "full": 8.0}
 """Calls of the plainest case of a function at most: a state that goes bad, or a rare error, takes many to show."""
 AT_ONCE = 60
 """Calls of each of two threads."""

@@ -18,7 +18,8 @@ def main_grad(cell: Cell, upstream: Results) -> Iterator[Record]:
 
     An implementation of a user's may leave the buffer alone and give a gradient, but then always.
     """
-    for name in sorted(cell.spec.main_grad & set(cell.leaves)):
+    # A buffer in FP32 holds no gradient in FP64.
+    for name in sorted(cell.spec.main_grad & set(cell.leaves)) if cell.dtype_name != "fp64" else ():
         ways = {"": (cell.leaves, False), " alone": ([name], False), " of columns": (cell.leaves, True)}
         needed = cell.candidate.backend is not None
         for label, (leaves, strided) in ways.items():
