@@ -1,4 +1,4 @@
-"""Forward-mode AD, which no operator has, raises: a tangent is never lost without a word."""
+"""Forward-mode AD and gradients through vmap, which no operator has, raise: none is lost without a word."""
 
 import pytest
 import torch
@@ -9,6 +9,7 @@ from rl_kernels.core.testing import Draw, spec_of
 from rl_kernels.fused_logp import fused_logp
 
 REFUSED = r"forward-mode AD is not supported"
+VMAPPED = r"gradients through vmap are not supported"
 
 
 def calls():
@@ -126,6 +127,50 @@ def test_vmap_is_right_or_raises(operator, case, argument):
     for index, results in enumerate(expected):
         for one, other in zip(found, results, strict=True):
             assert torch.equal(one[index], other)
+
+
+def twice(call, x):
+    torch.func.vmap(call)(torch.stack([x, x]))
+
+
+def nested(call, x):
+    torch.func.vmap(torch.func.vmap(call))(torch.stack([x, x])[None])
+
+
+def closed_over(call, x):
+    torch.func.vmap(lambda _: tensors(call(x)))(torch.zeros(2))
+
+
+def grad_within(call, x):
+    torch.func.vmap(torch.func.grad(lambda y: sum(value.sum() for value in tensors(call(y)))))(torch.stack([x, x]))
+
+
+@pytest.mark.parametrize(("operator", "case", "argument"), LEAVES)
+@pytest.mark.parametrize("transform", [twice, nested, closed_over, grad_within])
+def test_gradients_through_vmap_are_refused(operator, case, argument, transform):
+    x, call = prepared(operator, case, argument)
+    with pytest.raises(RuntimeError, match=f"{case.function or operator.name}: {VMAPPED}"):
+        transform(call, x.requires_grad_())
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_vmap_without_gradients_is_right(compiled):
+    logits, ids = torch.randn(2, 3, 9, requires_grad=True), torch.zeros(3, dtype=torch.long)
+    mapped = torch.func.vmap(lambda x: fused_logp(x, ids))
+    if compiled:
+        mapped = torch.compile(mapped, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        assert torch.equal(mapped(logits), torch.stack([fused_logp(x, ids) for x in logits]))
+    with pytest.raises(Exception, match=f"fused_logp: {VMAPPED}"):
+        mapped(logits)
+
+
+def test_upstream_gradients_may_be_batched():
+    logits, ids = torch.randn(3, 9, requires_grad=True), torch.zeros(3, dtype=torch.long)
+    result = fused_logp(logits, ids)
+    (found,) = torch.autograd.grad(result, logits, torch.eye(3), is_grads_batched=True, retain_graph=True)
+    for one, upstream in zip(found, torch.eye(3), strict=True):
+        assert torch.equal(one, torch.autograd.grad(result, logits, upstream, retain_graph=True)[0])
 
 
 def tensors(result):

@@ -101,11 +101,11 @@ def write(launch: Launch, top: torch.Tensor, total: torch.Tensor, weighted: torc
     x, active, temperature = inputs(launch, launch["rows"])
     chosen = x.gather(1, launch["ids"].clamp(0, x.shape[1] - 1)[:, None])[:, 0] / temperature
     lse = top + total.log()
-    results = {"logp": chosen - lse, "lse": lse}
+    results = {"logp": chosen - lse, "norm": torch.stack((top * temperature, total.log()))}
     if launch.constants["ENTROPY"]:
-        results["entropy"] = total.log() - weighted / total
+        results |= {"lse": lse, "entropy": total.log() - weighted / total}
     for name, value in results.items():
-        launch[name].copy_(torch.where(active, value, 0.0))
+        launch[name].copy_(torch.where(active, value, 0.0).t())
 
 
 def backward(launch: Launch) -> None:
@@ -113,7 +113,7 @@ def backward(launch: Launch) -> None:
     rows, rest = divmod(launch.grid[0], chunks)
     assert not rest
     assert launch.block <= 512
-    assert launch["lse"].shape == (rows,)
+    assert launch["norm"].shape == (rows, 2)
     # A chunk that begins beyond the row would have a negative width.
     assert (chunks - 1) * width < vocab
     computed = min(chunks * width, vocab)
@@ -124,11 +124,13 @@ def backward(launch: Launch) -> None:
         return zero if launch[name] is None else launch[name][:, None].double()
 
     assert (launch["grad_entropy"] is not None) == launch.constants["ENTROPY"]
-    p = (z - launch["lse"][:, None]).exp()
+    top, log_total = launch["norm"].double().split(1, 1)
+    log_p = z - top / temperature[:, None] - log_total
+    p = log_p.exp()
     chosen = launch["ids"][:, None] == torch.arange(vocab)
     found = upstream("grad_logp") * (chosen.double() - p) + upstream("grad_lse") * p
     if launch.constants["ENTROPY"]:
-        found -= upstream("grad_entropy") * p * (z - launch["lse"][:, None] + launch["entropy"][:, None])
+        found -= upstream("grad_entropy") * p * (log_p + launch["entropy"][:, None])
     found = torch.where(active[:, None], found / temperature[:, None], 0.0)
     out = matrix(launch, "out", "out_row_stride", "out_column_stride", rows)
     out[:, :computed].copy_(found[:, :computed])
@@ -172,7 +174,11 @@ def upstreams(how: str, rows: int) -> list[torch.Tensor | None]:
 
 def constants(file: str, size: int) -> dict[str, int]:
     """Stand for what was tuned: no two alike."""
-    return {"BLOCKS": size, "STAGES": size + 1} if file.endswith("sm90") else {"BLOCKS": size + 2}
+    return {"BLOCKS": size, "STAGES": stages(size)} if file.endswith("sm90") else {"BLOCKS": size + 2}
+
+
+def stages(size: int) -> int:
+    return size + 1
 
 
 def hold(bulk: bool) -> None:
@@ -193,7 +199,9 @@ def hold(bulk: bool) -> None:
             scale = scale.repeat_interleave(2)[::2]
         indices = torch.tensor([0, rows - 1, 0]) if "indices" in call else None
         recorder = Recorder(STAND_INS, processors=PROCESSORS)
-        with patch.multiple(module, constants=constants, **call["limits"]), recorder.watching(HOST), poisoned_empty():
+        # Not from the cache, nor into it.
+        tuned = {"constants": constants, "stages": stages, "program": module.program.__wrapped__}
+        with patch.multiple(module, **tuned, **call["limits"]), recorder.watching(HOST), poisoned_empty():
             compare(module.Host(bulk=bulk), x, (ids, scale, ignored, indices), upstreams(call["upstream"], rows))
             compiled = {one for arch in ("sm_90", "sm_90a") for one in module.Host(bulk=bulk).programs(arch)}
         assert {launch.program for launch in recorder.launches} <= compiled
@@ -208,19 +216,21 @@ def compare(host: Any, x: torch.Tensor, options: tuple[Any, ...], grads: list[to
     z = x.double().requires_grad_()
     logs = (z / (scale[:, None] if scale.ndim else scale)).log_softmax(-1)
     lse = (z / (scale[:, None] if scale.ndim else scale)).logsumexp(-1)
+    top = z.amax(-1)
     gold = [logs.gather(1, ids.long().clamp(0)[:, None])[:, 0], lse, -(logs.exp() * logs).sum(-1)]
     gold = [torch.where(active, value, 0.0) for value in gold]
+    norm = torch.where(active, torch.stack((top, lse - top / scale)), 0.0).t()
     stats = host.forward_stats(x, ids, scale, ignored, indices, "auto")
-    stats = (*stats, *host.forward(x, ids, scale, ignored, indices, "auto"))
-    for found, expected in zip(stats, (*gold, *gold[:2]), strict=True):
+    results = (*stats, *host.forward(x, ids, scale, ignored, indices, "auto"))
+    for found, expected in zip(results, (*gold, norm, gold[0], norm), strict=True):
         assert torch.allclose(found.double(), expected, atol=1e-4), (x.shape, found, expected)
     sum((value * grad.double()).sum() for value, grad in zip(gold, grads, strict=True) if grad is not None).backward()
     expected = z.grad.to(x.dtype)
     entropy = stats[2] if grads[2] is not None else None
-    found = host.backward(x, ids, scale, ignored, indices, stats[1], entropy, *grads)
+    found = host.backward(x, ids, scale, ignored, indices, stats[3], entropy, *grads)
     assert torch.allclose(found.double(), expected.double(), rtol=2e-2, atol=1e-5), (x.shape, "gradient")
     if x.stride(0) or rows == 1:
-        host.backward_inplace(x, ids, scale, ignored, indices, stats[1], entropy, *grads)
+        host.backward_inplace(x, ids, scale, ignored, indices, stats[3], entropy, *grads)
         assert torch.equal(x.contiguous(), found)
 
 

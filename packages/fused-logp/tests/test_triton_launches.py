@@ -58,14 +58,16 @@ def state(z: torch.Tensor) -> list[torch.Tensor]:
 
 
 def write(launch: TritonLaunch, rows: int, top: torch.Tensor, total: torch.Tensor, weighted: torch.Tensor) -> None:
-    z, active, _ = inputs(launch, rows)
+    z, active, temperature = inputs(launch, rows)
     lse = top + total.log()
-    results = {"logp": z.gather(1, launch["ids"].long().clamp(0, z.shape[1] - 1)[:, None])[:, 0] - lse, "lse": lse}
+    logp = z.gather(1, launch["ids"].long().clamp(0, z.shape[1] - 1)[:, None])[:, 0] - lse
+    results = {"logp": logp, "norm": torch.stack((top * temperature, total.log()))}
     if launch["ENTROPY"]:
-        results["entropy"] = total.log() - weighted / total
+        results |= {"lse": lse, "entropy": total.log() - weighted / total}
     for name, value in results.items():
-        assert launch[name].shape == (rows,)
-        launch[name].copy_(torch.where(active, value, 0.0))
+        assert launch[name].shape == value.t().shape
+        assert launch[name].is_contiguous()
+        launch[name].copy_(torch.where(active, value, 0.0).t())
 
 
 def forward_rows(launch: TritonLaunch) -> None:
@@ -102,13 +104,17 @@ def backward(launch: TritonLaunch) -> None:
     z, active, temperature = inputs(launch, rows, strides[0])
 
     def upstream(name: str) -> torch.Tensor:
+        if not launch[{"grad_logp": "HAS_LOGP", "grad_logsumexp": "HAS_LSE", "grad_entropy": "HAS_ENTROPY"}[name]]:
+            return torch.zeros(rows, 1)
         value = launch[name]
         assert value.shape == (rows,)
         assert value.is_contiguous()
-        flag = {"grad_logp": "HAS_LOGP", "grad_logsumexp": "HAS_LSE", "grad_entropy": "HAS_ENTROPY"}[name]
-        return value.double()[:, None] * launch[flag]
+        return value.double()[:, None]
 
-    d = z - launch["logsumexp"].double()[:, None]
+    assert launch["norm"].shape == (rows, 2)
+    assert launch["norm"].is_contiguous()
+    top, log_total = launch["norm"].double().split(1, 1)
+    d = z - top / temperature[:, None] - log_total
     chosen = (launch["ids"][:, None] == torch.arange(vocab)).double()
     found = upstream("grad_logp") * (chosen - d.exp()) + upstream("grad_logsumexp") * d.exp()
     if launch["HAS_ENTROPY"]:
@@ -166,13 +172,14 @@ def hold(call: dict[str, Any], backend: Any) -> None:
     z = leaf / (scale[:, None] if scale.ndim else scale)
     logs, lse = z.log_softmax(-1), z.logsumexp(-1)
     gold = (logs.gather(1, ids.long().clamp(0)[:, None])[:, 0], lse, -(logs.exp() * logs).sum(-1))
-    gold = [torch.where(active, value, 0.0) for value in gold]
+    gold, top = [torch.where(active, value, 0.0) for value in gold], leaf.amax(-1)
+    norm = torch.where(active, torch.stack((top, lse - top / scale)), 0.0).t()
     stats = backend.forward_stats(x, ids, scale, ignored, indices, "auto")
     found = (*stats, *backend.forward(x, ids, scale, ignored, indices, "auto"))
-    for value, expected in zip(found, (*gold, *gold[:2]), strict=True):
+    for value, expected in zip(found, (*gold, norm, gold[0], norm), strict=True):
         assert torch.allclose(value.double(), expected, atol=1e-4)
     sum((value * grad.double()).sum() for value, grad in zip(gold, given, strict=True) if grad is not None).backward()
-    saved = (stats[1], stats[2] if given[2] is not None else None, *given)
+    saved = (stats[3], stats[2] if given[2] is not None else None, *given)
     grad = backend.backward(x, ids, scale, ignored, indices, *saved)
     assert torch.allclose(grad.double(), leaf.grad, rtol=2e-2, atol=1e-5)
     backend.backward_inplace(x, ids, scale, ignored, indices, *saved)

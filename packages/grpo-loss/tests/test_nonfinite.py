@@ -22,6 +22,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "kl": {"beta": 0.3},
     "corrected kl": {"beta": 0.3, "kl_correction": True},
+    "corrected kl without a reference": {"kl_correction": True, "kl_estimator": "k1"},
     "rollout": {"rollout_mode": "mask", "rollout_max": 1.4},
     "advantage a token": {"advantages": "token"},
 }
@@ -112,8 +113,12 @@ def test_what_is_not_finite_where_masked_changes_no_bit(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_where_the_advantage_is_0_nothing_counts(value: float, backend: str) -> None:
-    call = _call("bnpo", "token", {}, on_policy=True)
+@pytest.mark.parametrize("name", ["plain", "corrected kl without a reference"])
+@pytest.mark.parametrize(("loss_type", "level"), [("bnpo", "token"), ("ppo", "sequence")])
+def test_where_the_advantage_is_0_nothing_counts(
+    loss_type: str, level: str, name: str, value: float, backend: str
+) -> None:
+    call = _call(loss_type, level, OPTIONS[name], on_policy=True)
     call["advantages"][1] = 0.0
     expected = _results(grpo_loss_from_advantages, call, backend=backend)
     found = _results(grpo_loss_from_advantages, _with(call, "current_logps", PLACE, value), backend=backend)

@@ -81,7 +81,7 @@ def states(launch: Launch) -> None:
     assert launch["blocks"] in (1, 4)
     assert parts.shape == (count, 3, launch["rows"])
     z = logits(launch, count, 0)
-    launch["chosen"].copy_(z.gather(1, launch["ids"].clamp(0)[:, None])[:, 0])
+    launch["chosen"].copy_((z * temperature(launch)).gather(1, launch["ids"].clamp(0)[:, None])[:, 0])
     for part, columns in enumerate(z.split(width, 1)):
         top = columns.amax(1)
         shifted = columns - top[:, None]
@@ -97,20 +97,23 @@ def finish(launch: Launch) -> None:
     top = tops.amax(0)
     scale = (tops - top).exp()
     total, weight = (totals * scale).sum(0), ((weighted + totals * (tops - top)) * scale).sum(0)
+    number = temperature(launch).flatten()
     lse = top + total.log()
-    results = {"logp": launch["chosen"] - lse, "lse": lse}
+    results = {"logp": launch["chosen"] / number - lse, "norm": torch.stack((top * number, total.log()))}
     if launch.constants["ENTROPY"]:
-        results["entropy"] = total.log() - weight / total
+        results |= {"lse": lse, "entropy": total.log() - weight / total}
     for name, value in results.items():
         ignored = (launch["ids"] == launch["ignore_index"]) & bool(launch["has_ignored"])
-        launch[name].copy_(torch.where(ignored, 0.0, value))
+        launch[name].copy_(torch.where(ignored, 0.0, value).t())
 
 
 def gradient(launch: Launch) -> None:
     begin, width, rows, constants = launch["begin"], launch["width"], launch["rows"], launch.constants
     z = logits(launch, -(-width // 256), 2 * 64 * 128)[:, begin : begin + width]
     assert (launch["grad_entropy"] is not None) == constants["ENTROPY"]
-    d = z - launch["lse"].double()[:, None]
+    assert launch["norm"].shape == (rows, 2)
+    top, log_total = launch["norm"].double().split(1, 1)
+    d = z - top / temperature(launch) - log_total
     chosen = (launch["ids"][:, None] == torch.arange(begin, begin + width)).double()
     found = torch.zeros_like(d)
     if launch["grad_logp"] is not None:
@@ -211,12 +214,13 @@ def hold(call: dict[str, Any], backend: Any) -> None:
     lse = (z / (scale[:, None] if scale.ndim else scale)).logsumexp(-1)
     keep = torch.ones_like(ids, dtype=torch.bool) if ignored is None else ids != ignored
     gold = (logs.gather(1, ids.long().clamp(0)[:, None])[:, 0], lse, -(logs.exp() * logs).sum(-1))
-    gold = [torch.where(keep, value, 0.0) for value in gold]
+    gold, top = [torch.where(keep, value, 0.0) for value in gold], z.amax(-1)
+    norm = torch.where(keep, torch.stack((top, lse - top / scale)), 0.0).t()
     stats = backend.forward_stats(*inputs)
-    for found, expected in zip((*stats, *backend.forward(*inputs)), (*gold, *gold[:2]), strict=True):
+    for found, expected in zip((*stats, *backend.forward(*inputs)), (*gold, norm, gold[0], norm), strict=True):
         assert torch.allclose(found.double(), expected, atol=1e-3, rtol=1e-4)
     sum((value * grad).sum() for value, grad in zip(gold, grads, strict=True) if grad is not None).backward()
-    saved = (stats[1], None if grads[2] is None else stats[2], *grads, 1, needed)
+    saved = (stats[3], None if grads[2] is None else stats[2], *grads, 1, needed)
     found = list(backend.backward(*inputs, *saved))
     for name, value, leaf, wanted in zip(("hidden", "weight", "bias"), found, leaves, needed, strict=True):
         assert bool(value.numel()) == bool(wanted), name

@@ -104,28 +104,32 @@ def finish(launch: TritonLaunch) -> None:
     assert launch.grid[0] == -(-n // ROWS)
     assert launch["segments"] == -(-launch["V"] // SEGMENT)
     top, total, weighted = merged(dense(launch["parts"], launch["segments"], 3, n))
-    lse = top + total.log()
-    results = {"logp": dense(launch["chosen"], n) / temperature(launch, n) - lse, "lse": lse}
+    lse, number = top + total.log(), temperature(launch, n)
+    results = {
+        "logp": dense(launch["chosen"], n) / number - lse,
+        "norm": torch.stack((top * number, total.log())),
+    }
     if launch["ENTROPY"]:
-        results["entropy"] = total.log() - weighted / total
+        results |= {"lse": lse, "entropy": total.log() - weighted / total}
     for name, value in results.items():
         ignored = (ids == launch["ignore_index"]) & launch["HAS_IGNORED"]
-        dense(launch[name], n).copy_(torch.where(ignored, 0.0, value))
+        dense(launch[name], *value.t().shape).copy_(torch.where(ignored, 0.0, value).t())
 
 
 def dlogits(launch: TritonLaunch) -> None:
     n, begin, width, ids = launch["N"], launch["begin"], launch["width"], dense(launch["ids"], launch["N"])
     tiles = -(-n // launch["BLOCK_M"]) * -(-width // BLOCK)
     assert launch.grid[0] == (min(tiles, 2) if launch["PERSISTENT"] else tiles)
-    d = logits(launch)[:, begin : begin + width] - dense(launch["logsumexp"], n).double()[:, None]
+    top, log_total = dense(launch["norm"], n, 2).double().split(1, 1)
+    d = logits(launch)[:, begin : begin + width] - top / temperature(launch, n)[:, None] - log_total
 
     def upstream(name: str, flag: str) -> torch.Tensor:
-        return dense(launch[name], n).double()[:, None] * launch[flag]
+        return dense(launch[name], n).double()[:, None] if launch[flag] else torch.zeros(n, 1)
 
     chosen = (ids[:, None] == torch.arange(begin, begin + width)).double()
     found = upstream("grad_logp", "HAS_LOGP") * (chosen - d.exp()) + upstream("grad_logsumexp", "HAS_LSE") * d.exp()
-    entropy = dense(launch["entropies"], n).double()[:, None]
     if launch["HAS_ENTROPY"]:
+        entropy = dense(launch["entropies"], n).double()[:, None]
         found -= upstream("grad_entropy", "HAS_ENTROPY") * d.exp() * (d + entropy)
     found = found / temperature(launch, n)[:, None]
     if launch["HAS_IGNORED"]:
@@ -190,12 +194,14 @@ def hold(call: dict[str, Any], backend: Any) -> None:
     gold = (logs.gather(1, ids.long().clamp(0)[:, None])[:, 0], lse, -(logs.exp() * logs).sum(-1))
     keep = torch.ones(rows, dtype=torch.bool) if ignored is None else ids != ignored
     gold = [torch.where(keep, value, 0.0) for value in gold]
+    top = (z * (scale[:, None] if scale.ndim else scale)).amax(-1)
+    norm = torch.where(keep, torch.stack((top, lse - top / scale)), 0.0).t()
     inputs = (hidden, weight, ids, bias, scale, ignored)
     stats = backend.forward_stats(*inputs)
-    for value, expected in zip((*stats, *backend.forward(*inputs)), (*gold, *gold[:2]), strict=True):
+    for value, expected in zip((*stats, *backend.forward(*inputs)), (*gold, norm, gold[0], norm), strict=True):
         assert torch.allclose(value.double(), expected, rtol=1e-4, atol=1e-3)
     sum((value * grad).sum() for value, grad in zip(gold, given, strict=True) if grad is not None).backward()
-    saved = (stats[1], None if given[2] is None else stats[2], *given, 1, [True, True, bias is not None])
+    saved = (stats[3], None if given[2] is None else stats[2], *given, 1, [True, True, bias is not None])
     for found, leaf in zip(backend.backward(*inputs, *saved), leaves, strict=True):
         if leaf is not None:
             assert not found.isnan().any()

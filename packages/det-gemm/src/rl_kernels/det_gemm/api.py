@@ -8,7 +8,7 @@ import torch
 
 from rl_kernels.core import validate as check
 from rl_kernels.core.dispatch import choose
-from rl_kernels.core.torchlib import autocast_linear, first_order, no_tangents
+from rl_kernels.core.torchlib import autocast_linear, first_order, no_lost_derivatives
 from rl_kernels.det_gemm import canary
 from rl_kernels.det_gemm.op import OPERATOR, describe, describe_dw, ops
 
@@ -43,7 +43,7 @@ def det_gemm(
     check.same_dtype(a=a, b=b)
     check.same_device(a=a, b=b)
     _validate_options(out_dtype, backend)
-    no_tangents("det_gemm", a, b)
+    no_lost_derivatives("det_gemm", a, b)
     return _product(a, b, None, None, out_dtype or a.dtype, backend)
 
 
@@ -87,7 +87,7 @@ def det_linear(
 
     rows, matrix, bias = autocast_linear(x.flatten(0, -2) if x.ndim > 1 else x[None], weight, bias)
     check.same_dtype(x=rows, weight=matrix, bias=bias)
-    no_tangents("det_linear", rows, matrix, bias)
+    no_lost_derivatives("det_linear", rows, matrix, bias)
     buffer = None if main_grad is None else main_grad.t()
     out = _product(rows, matrix.t(), bias, buffer, rows.dtype, backend)
     return out.view(*x.shape[:-1], weight.shape[0])
@@ -135,7 +135,7 @@ def det_gemm_dw(
         if out_dtype not in (None, torch.float32):
             raise ValueError(f"out_dtype: expected None or torch.float32 with accumulate_into, got {out_dtype}")
     _validate_no_grad(a=a, dc=dc, accumulate_into=accumulate_into)
-    no_tangents("det_gemm_dw", a, dc, accumulate_into)
+    no_lost_derivatives("det_gemm_dw", a, dc, accumulate_into)
     chosen = choose(OPERATOR, describe_dw(a, dc), backend).name
     canary.guard(a, chosen)
     if accumulate_into is None:
@@ -203,7 +203,7 @@ class _Product(torch.autograd.Function):
             if ctx.main_grad is None:
                 db = first_order(ops["weight_gradient"], a, dc, a.dtype, ctx.backend)
             else:
-                no_tangents("det_linear", a, dc)
+                no_lost_derivatives("det_linear", a, dc)
                 ops["weight_gradient_into"](a, dc, ctx.main_grad, ctx.backend)
         if ctx.needs_input_grad[2]:
             ones = dc.new_ones(dc.shape[0], 1)

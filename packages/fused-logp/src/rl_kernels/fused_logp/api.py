@@ -10,7 +10,7 @@ from rl_kernels.core import validate as check
 from rl_kernels.core.dispatch import choose
 from rl_kernels.core.outputs import LogpStats
 from rl_kernels.core.rowwise import compute_dtype
-from rl_kernels.core.torchlib import first_order, no_tangents, scalar_or_rows
+from rl_kernels.core.torchlib import first_order, no_lost_derivatives, scalar_or_rows
 from rl_kernels.fused_logp.op import OPERATOR, describe, ops
 
 Reduction = Literal["auto", "two_pass", "online"]
@@ -65,7 +65,7 @@ def fused_logp(
     """
     _validate(logits, token_ids, temperature, ignore_index, row_indices, output_dtype, reduction, backend, validate)
     _validate_storage(logits, token_ids, out, output_dtype, inplace_backward)
-    no_tangents("fused_logp", logits, temperature, out)
+    no_lost_derivatives("fused_logp", logits, temperature, out)
     chosen = choose(OPERATOR, describe(logits), backend)
     vocab = logits.shape[-1]
     scale = scalar_or_rows(temperature, compute_dtype(logits.dtype))
@@ -182,7 +182,7 @@ class _FusedLogp(torch.autograd.Function):
         saved = (norm, entropy[0] if entropy else None, *grads)
         arguments = (logits, token_ids, temperature, ctx.ignore_index, row_indices, *saved, ctx.backend)
         if ctx.inplace:
-            no_tangents("fused_logp", *arguments)
+            no_lost_derivatives("fused_logp", *arguments)
             ops["backward_inplace"](*arguments)
             grad = logits.detach()
         else:

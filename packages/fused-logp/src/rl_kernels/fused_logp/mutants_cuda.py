@@ -33,7 +33,9 @@ SHOWN = (
     ),
     Bug("upstream gradient of the entropy dropped", "entropy=grad_entropy is not None", "entropy=False"),
     Bug(
-        "logp and logsumexp exchanged", "logits, logp, lse, row_entropy, parts", "logits, lse, logp, row_entropy, parts"
+        "logp and logsumexp exchanged",
+        "logits, logp, norm, lse, row_entropy, parts",
+        "logits, lse, norm, logp, row_entropy, parts",
     ),
 )
 """Their numbers are wrong."""
@@ -87,7 +89,7 @@ LAUNCHES = (
     Bug("no room for the states of the second row", "+ 2 * units * STATE", "+ units * STATE"),
     Bug("no room for the skew of a stage", "WARPS * STEP * logits.itemsize + CHUNK", "WARPS * STEP * logits.itemsize"),
     Bug("room for numbers of 16 bits", "WARPS * STEP * logits.itemsize + CHUNK", "WARPS * STEP * 2 + CHUNK"),
-    Bug("stages of the other dtype", "constants(SM90, logits.itemsize)", "constants(SM90, 6 - logits.itemsize)"),
+    Bug("stages of the other dtype", "stages(logits.itemsize)", "stages(6 - logits.itemsize)"),
     Bug("one warp missing beside those that sum", "threads = (WARPS + 2) * WARP", "threads = (WARPS + 1) * WARP"),
     Bug("rows that are spread out are copied in bulk", "self._bulk and logits.stride(1) == 1 and", "self._bulk and"),
     Bug(
@@ -111,6 +113,8 @@ LAUNCHES = (
     Bug("split follows the columns alone", "units > 1 and count < SPLIT_BELOW", "units > 1"),
     Bug("long rows are not split", "units > MOST_UNITS or (", "("),
     Bug("states of all rows kept for one", "(units, 3, count), dtype", "(units, 3, 1), dtype"),
+    Bug("one number a row for its norm", "new_empty((count, 2), dtype", "new_empty((count, 1), dtype"),
+    Bug("norm in the dtype of logits", "(count, 2), dtype=torch.float32", "(count, 2), dtype=logits.dtype"),
     Bug("states without weighted sums", "(units, 3, count), dtype", "(units, 2, count), dtype"),
     Bug(
         "states in the dtype of logits",

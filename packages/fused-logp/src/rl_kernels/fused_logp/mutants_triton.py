@@ -79,6 +79,7 @@ LAUNCHES = (
         "strides of the gradient for those of logits", "*logits.stride(), *out.stride()", "*out.stride(), *out.stride()"
     ),
     Bug("strided rows taken for contiguous", "UNIT=logits.stride(1) == out.stride(1) == 1", "UNIT=out.stride(1) == 1"),
+    Bug("one number a row for its norm", "new_empty((count, 2), dtype", "new_empty((count, 1), dtype"),
     Bug("states without weighted sums", "(segments, 3, count), dtype", "(segments, 2, count), dtype"),
     Bug(
         "states in the dtype of logits",

@@ -9,7 +9,7 @@ import torch
 
 from rl_kernels.core import validate as check
 from rl_kernels.core.dispatch import choose
-from rl_kernels.core.torchlib import no_tangents, scalar
+from rl_kernels.core.torchlib import no_lost_derivatives, scalar
 from rl_kernels.grpo_loss.arguments import Layout
 from rl_kernels.grpo_loss.estimator import Estimator
 from rl_kernels.grpo_loss.groups import Groups, groups_of
@@ -177,7 +177,7 @@ def grpo_loss(
     options = Options(return_metrics, validate, backend)
     run = prepare(current_logps, tokens, layout, objective, options)
     groups = groups_of(rewards, samples_per_prompt, group_boundaries, values=validate)
-    no_tangents("grpo_loss", current_logps, rewards, *tokens, num_tokens, num_sequences)
+    no_lost_derivatives("grpo_loss", current_logps, rewards, *tokens, num_tokens, num_sequences)
     return run((rewards.detach(), *groups, None), estimator, eps)
 
 
@@ -297,7 +297,7 @@ def grpo_loss_from_advantages(
     tokens = Tokens(old_logps, ref_logps, completion_mask, rollout_ratio, entropy)
     options = Options(return_metrics, validate, backend)
     run = prepare(current_logps, tokens, layout, objective, options)
-    no_tangents("grpo_loss_from_advantages", current_logps, advantages, *tokens, num_tokens, num_sequences)
+    no_lost_derivatives("grpo_loss_from_advantages", current_logps, advantages, *tokens, num_tokens, num_sequences)
     return run((None, *NO_GROUPS, scores), Estimator(), 0.0)
 
 
@@ -343,6 +343,6 @@ def group_advantages(
     estimator = Estimator.of(advantage_estimator, eps_placement, skip_nan, eps)
     check.backend_name(backend)
     groups = groups_of(rewards, samples_per_prompt, group_boundaries, values=validate)
-    no_tangents("group_advantages", rewards)
+    no_lost_derivatives("group_advantages", rewards)
     chosen = choose(OPERATOR, describe(rewards), backend).name
     return ops["advantages"](rewards.detach(), *groups, scalar(eps, torch.float64), estimator.text, chosen)

@@ -214,7 +214,8 @@ def terms(
             slope_of_all = tl.where(shared_a != 0.0, through, 0.0)
             # Without tokens, and without an advantage, it is 0 whatever the ratio is: 0 * inf is NaN.
             policy = tl.where((number > 0) & (shared_a != 0.0), whole * number.to(tl.float32), 0.0)
-            if CORRECTED:
+            # Without a reference there is no KL, and 0 times a ratio of NaN would be one.
+            if SUM_KL and CORRECTED:
                 kl = tl.where(number > 0, kl * ratio, 0.0)
         if SUM_KL and CORRECTED and slope is not None:
             slope_of_all = fma(constant(beta), ratio * tl.div_rn(estimates, count), slope_of_all)

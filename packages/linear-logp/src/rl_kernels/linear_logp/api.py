@@ -10,7 +10,7 @@ from rl_kernels.core import validate as check
 from rl_kernels.core.dispatch import choose
 from rl_kernels.core.outputs import LogpStats
 from rl_kernels.core.rowwise import compute_dtype
-from rl_kernels.core.torchlib import autocast_linear, first_order, no_tangents, scalar_or_rows
+from rl_kernels.core.torchlib import autocast_linear, first_order, no_lost_derivatives, scalar_or_rows
 from rl_kernels.linear_logp.op import OPERATOR, describe, ops
 
 
@@ -69,7 +69,7 @@ def linear_logp(
     _validate(hidden, weight, target_ids, bias, temperature, ignore_index, workspace_mib, backend, validate)
     if main_grad is not None:
         check.main_grad("lm_head_weight.main_grad", main_grad, weight)
-    no_tangents("linear_logp", hidden, weight, bias, temperature)
+    no_lost_derivatives("linear_logp", hidden, weight, bias, temperature)
     chosen = choose(OPERATOR, describe(hidden, weight, target_ids, bias), backend)
     scale = scalar_or_rows(temperature, compute_dtype(hidden.dtype))
     rows = hidden.flatten(0, -2) if hidden.ndim > 1 else hidden[None]

@@ -12,6 +12,7 @@ MODULES = tuple(
     f"rl_kernels.linear_logp.{name}"
     for name in ("inputs", "backward", "cuda_tiles", "triton_backend", "cuda_backward", "cuda_sm90_backend")
 )
+NORM = "len(inputs.hidden)\n    logp, norm = hidden.new_empty(count, dtype=torch.float32), hidden.new_empty("
 
 SHOWN = (
     Bug("temperature missing", "1.0 if per_row else float(inputs.temperature)", "1.0"),
@@ -29,8 +30,8 @@ SHOWN = (
     ),
     Bug(
         "logp and logsumexp exchanged",
-        "chosen, states, logp, lse, row_entropy",
-        "chosen, states, lse, logp, row_entropy",
+        "logp[rows], norm[rows], lse[rows]",
+        "lse[rows], norm[rows], logp[rows]",
     ),
     Bug(
         "dtype code of BF16 and FP16 exchanged",
@@ -44,9 +45,9 @@ SHOWN = (
     ),
     Bug("upstream gradient of the entropy dropped", "entropy=upstream.grad_entropy is not None", "entropy=False"),
     Bug(
-        "entropy of the row taken for its logsumexp",
-        "upstream.logsumexp if upstream.entropy is None else upstream.entropy",
-        "upstream.logsumexp",
+        "norm of the row taken for its entropy",
+        "upstream.norm if upstream.entropy is None else upstream.entropy",
+        "upstream.norm",
     ),
     Bug("bias gradient not summed", "if dbias is not None:\n            kernel(", "if False:\n            kernel("),
     Bug("order of the operands of dW", "gemm.matmul(dz.t(), hidden, out", "gemm.matmul(dz.t(), hidden.flip(0), out"),
@@ -75,6 +76,11 @@ LAUNCHES = (
         "parts = -(-vocab // (BLOCK * blocks))",
         "parts = max(vocab // (BLOCK * blocks), 1)",
     ),
+    Bug("one number a row for its norm", f"{NORM}(count, 2)", f"{NORM}(count, 1)"),
+    Bug(
+        "norm in the dtype of hidden", f"{NORM}(count, 2), dtype=torch.float32", f"{NORM}(count, 2), dtype=hidden.dtype"
+    ),
+    Bug("norm of the first rows for all", "logp[rows], norm[rows], lse", "logp[rows], norm[: len(block.hidden)], lse"),
     Bug("states without weighted sums", "(parts, 3, count), dtype", "(parts, 2, count), dtype"),
     Bug("last rows are not finished", "-(-count * WARP // 256)", "max(count * WARP // 256, 1)"),
     Bug("a thread a row finishes", "-(-count * WARP // 256)", "-(-count // 256)"),

@@ -87,6 +87,7 @@ LAUNCHES = (
         "kernels.states[(row_tiles * units,)]",
         "kernels.states[(max(row_tiles - 1, 1) * units,)]",
     ),
+    Bug("one number a row for its norm", "new_empty((count, 2), dtype", "new_empty((count, 1), dtype"),
     Bug(
         "states without weighted sums",
         "parts = hidden.new_empty((units, 3, count)",

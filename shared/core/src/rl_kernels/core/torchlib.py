@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._C import _functorch
 from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
@@ -82,34 +83,62 @@ class _FirstOrder(torch.autograd.Function):
 
 def first_order(op: Callable[..., Any], *args: Any) -> Any:
     """Call a raw backward op so that differentiating its result raises ``RuntimeError``."""
-    no_tangents(str(op), *args)
+    no_lost_derivatives(str(op), *args)
     # With gradients off, as in a backward pass that is not itself recorded, nothing could differentiate the result.
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return op(*args)
     return _FirstOrder.apply(op, *args)
 
 
-def no_tangents(name: str, *values: Any) -> None:
-    """Refuse forward-mode AD, which operators do not have: without this a tangent would be lost without a word.
+def no_lost_derivatives(name: str, *values: Any) -> None:
+    """Refuse what operators do not have, and where a derivative would be lost without a word.
+
+    That is forward-mode AD, and gradients through ``torch.func.vmap``: there a tensor does not tell that it requires
+    grad.
 
     Args:
         name: of the operator, for the message.
         values: its arguments; those that are no tensors are not looked at.
 
     Raises:
-        RuntimeError: one of them carries a tangent of ``torch.func.jvp`` or ``torch.autograd.forward_ad``.
+        RuntimeError: one of them carries a tangent of ``torch.func.jvp`` or ``torch.autograd.forward_ad``; or, within a
+            vmap and with gradients on, requires grad, under torch.compile whether it does or not.
     """
     # The level first: everybody asks, and hardly anybody is inside of one.
     if forward_ad._current_level >= 0 and (torch.compiler.is_compiling() or any(map(_has_tangent, values))):
         raise RuntimeError(f"{name}: forward-mode AD is not supported")
+    # In a graph no tensor can be asked what it wraps.
+    if _in_vmap() and torch.is_grad_enabled() and (torch.compiler.is_compiling() or any(map(_requires_grad, values))):
+        raise RuntimeError(f"{name}: gradients through vmap are not supported")
 
 
 def _has_tangent(value: Any) -> bool:
     if not isinstance(value, torch.Tensor) or not value.is_floating_point():
         return False
     # Which transform wrapped it cannot be told; a tensor that no transform depends on is not wrapped.
-    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(value)
+    wrapped = _functorch.is_functorch_wrapped_tensor(value)
     return wrapped or forward_ad.unpack_dual(value).tangent is not None
+
+
+def _in_vmap() -> bool:
+    """Say whether a vmap is under way, maybe within another transform."""
+    if _functorch.maybe_current_level() is None:
+        return False
+    return any(one.key() == _functorch.TransformType.Vmap for one in _functorch.get_interpreter_stack() or ())
+
+
+# torch.compile asks while it traces; it traces each vmap anew. The same as torch.compiler.assume_constant_result, which
+# imports the compiler.
+_in_vmap._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _requires_grad(value: Any) -> bool:
+    """Say whether a tensor, or one that it wraps, requires grad."""
+    if not isinstance(value, torch.Tensor):
+        return False
+    while not value.requires_grad and _functorch.is_functorch_wrapped_tensor(value):
+        value = _functorch.get_unwrapped(value)
+    return value.requires_grad
 
 
 def define_check(name: str, schema: str, check: Callable[..., None]) -> Callable[..., Any]:

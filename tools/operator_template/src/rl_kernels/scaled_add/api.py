@@ -9,7 +9,7 @@ import torch
 from rl_kernels.core import validate as check
 from rl_kernels.core.dispatch import choose
 from rl_kernels.core.rowwise import compute_dtype
-from rl_kernels.core.torchlib import first_order, no_tangents, scalar
+from rl_kernels.core.torchlib import first_order, no_lost_derivatives, scalar
 from rl_kernels.scaled_add.op import OPERATOR, describe, ops
 
 
@@ -38,7 +38,7 @@ def scaled_add(x: torch.Tensor, y: torch.Tensor, *, scale: float = 1.0, backend:
     check.shape("y", y, x.shape, "that of x")
     check.number("scale", scale)
     check.backend_name(backend)
-    no_tangents("scaled_add", x, y)
+    no_lost_derivatives("scaled_add", x, y)
     chosen = choose(OPERATOR, describe(x), backend).name
     rows = -1 if x.numel() else 0
     arguments = (

@@ -10,7 +10,7 @@ import torch
 from rl_kernels.core import torchlib
 from rl_kernels.core.dispatch import choose
 from rl_kernels.core.operator import INVARIANT, Backend, Call, Operator
-from rl_kernels.core.torchlib import first_order, no_tangents
+from rl_kernels.core.torchlib import first_order, no_lost_derivatives
 from rl_kernels.det_gemm import op
 from rl_kernels.det_gemm.models.norm import Form
 
@@ -57,7 +57,7 @@ def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, scale: float, softcap: float = 0.0
 ) -> torch.Tensor:
     """Return attention ``[B, T, H, Dv]`` as ``models.attention`` describes it; differentiable once."""
-    no_tangents("attention of invariant", q, k, v)
+    no_lost_derivatives("attention of invariant", q, k, v)
     args = (q, k, v, visible, float(scale), float(softcap))
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         return _Attention.apply(*args)
@@ -68,7 +68,7 @@ def norm(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, form: Form
 ) -> torch.Tensor:
     """Return a norm of ``x[..., D]`` as ``models.norm`` describes it; differentiable once."""
-    no_tangents("norm of invariant", x, weight, bias)
+    no_lost_derivatives("norm of invariant", x, weight, bias)
     args = (x, weight, bias, float(eps), *form)
     if torch.is_grad_enabled() and any(value is not None and value.requires_grad for value in args[:3]):
         return _Norm.apply(*args)

@@ -12,8 +12,11 @@ import torch
 from rl_kernels.core.cuda.program import FOLDER, Program
 
 LETTERS = {"i64": "q", "int": "i", "float": "f", "TensorMap": "T"}
-POINTED = {"i64": torch.int64, "int": torch.int32, "float": torch.float32, "signed char": torch.int8}
-"""What a pointer points to; others, ``char`` and ``void``, say nothing of it."""
+POINTED = {
+    **{"i64": torch.int64, "int": torch.int32, "float": torch.float32, "signed char": torch.int8},
+    "Norm": torch.float32,
+}
+"""What a pointer points to, ``Norm`` to pairs of it; others, ``char`` and ``void``, say nothing of it."""
 DECLARED = re.compile(r"(?:const )?(?:__grid_constant__ )?(signed char|\w+)\s*(.*)")
 
 
