@@ -173,8 +173,11 @@ def _updated(cell: Cell, upstream: Results) -> Iterator[Record]:
     if cell.spec.overwritten(cell.inputs) or not _alike(cell.inputs, fresh.inputs):
         return
     autocast = Surroundings(autocast=torch.bfloat16)
-    ways = [("updated in place", False, None, PLAIN), ("updated unseen", True, None, PLAIN)]
-    ways.append(("updated unseen, no gradients", True, [], PLAIN))
+    ways: list[tuple[str, bool, list[str] | None, Surroundings]] = [
+        ("updated in place", False, None, PLAIN),
+        ("updated unseen", True, None, PLAIN),
+        ("updated unseen, no gradients", True, [], PLAIN),
+    ]
     if cell.dtype_name != "fp64" and not cell.candidate.is_slow(cell.setting.device.type):
         ways.append(("updated in place, autocast", False, [], autocast))
     for how, silently, leaves, surroundings in ways:
