@@ -142,8 +142,11 @@ def _again(cell: Cell, upstream: Results) -> Iterator[Record]:
 
 def _refused_again(cell: Cell, upstream: Results) -> Check:
     """A second backward pass raises where the first has overwritten what it needs."""
-    run = cell.run()
-    run.gradients(upstream, again=True)
+    try:
+        run = cell.run()
+        run.gradients(upstream, again=True)
+    except Misbehaved as error:
+        return cell.failed("hygiene", "backward again", error)
     try:
         run.gradients(upstream)
     except Misbehaved:
