@@ -10,6 +10,15 @@ from types import ModuleType
 import pytest
 
 
+@pytest.fixture(autouse=True)
+def few_calls(monkeypatch):
+    """Let repeatability call the toys of these tests some dozen times, not for seconds."""
+    from rl_kernels.core.check.relations import determinism
+
+    monkeypatch.setattr(determinism, "CALLS", 60)
+    monkeypatch.setattr(determinism, "AT_ONCE", 5)
+
+
 @pytest.fixture
 def make_module(monkeypatch):
     """Return ``make(name, **members)``, which makes a module that can be imported until the test ends."""

@@ -1,8 +1,11 @@
 """``rl-kernels check``: arguments, exit status, text and JSON, on a toy operator."""
 
+import errno
 import json
 import shlex
 import sys
+from dataclasses import replace
+from pathlib import Path
 from importlib.metadata import EntryPoint
 
 import pytest
@@ -191,6 +194,8 @@ def one_line(capsys):
             ["--input-mode", "constant", "--constant-value", "nan"],
             "argument --constant-value: expected a finite number",
         ),
+        (["--timeout", "0"], "argument --timeout: expected a finite number > 0, got '0'"),
+        (["--timeout", "inf"], "argument --timeout: expected a finite number > 0, got 'inf'"),
         (["--width", "x"], "argument --width: expected an integer >= 1, got 'x'"),
         (["--vocab", "3"], "unrecognized arguments: --vocab 3"),
         (["--relation", "luck"], "invalid choice: 'luck'"),
@@ -251,6 +256,127 @@ def test_reports_are_written_beside_the_text(tmp_path, capsys):
     assert capsys.readouterr().out.startswith("PASS ")
     assert junit.read_text().startswith("<?xml")
     assert "<html" in html.read_text()
+
+
+@pytest.mark.parametrize(("flag", "writer"), [("--junit", "write_junit"), ("--html", "write_html")])
+def test_a_full_disk_costs_the_file_and_not_the_report(flag, writer, tmp_path, capsys, monkeypatch):
+    def full(report, path):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(cli, writer, full)
+    path = tmp_path / "report"
+    assert cli.main(["--device", "cpu", flag, str(path)]) == 2
+    out, err = capsys.readouterr()
+    assert out.startswith("PASS ")
+    assert err == f"rl-kernels check: {flag}: {path} cannot be written: No space left on device\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+@pytest.mark.parametrize("flag", ["--junit", "--html"])
+def test_a_device_that_is_full_costs_the_file_and_not_the_report(flag, capsys):
+    assert cli.main(["--device", "cpu", flag, "/dev/full"]) == 2
+    out, err = capsys.readouterr()
+    assert out.startswith("PASS ")
+    assert len(err.splitlines()) == 1
+    assert f"{flag}: /dev/full cannot be written" in err
+
+
+def test_a_path_may_begin_at_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cli.main(["--device", "cpu", "--junit", "~/report.xml"]) == 0
+    assert (tmp_path / "report.xml").read_text().startswith("<?xml")
+
+
+TOY_PACKAGE = """
+import sys
+from importlib.metadata import EntryPoint
+sys.path.insert(0, {tests!r})
+import test_check_cli as here
+from types import ModuleType
+for name, members in (
+    ("toy_pkg", {{"double": here.double}}),
+    ("toy_pkg.op", {{"OPERATOR": here.OPERATOR}}),
+    ("toy_pkg.cases", {{"SPEC": here.replace(here.SPEC, cases=(here.Case("größe ≥ 1", {{"batch": 3, "width": 4}}),))}}),
+):
+    sys.modules[name] = ModuleType(name)
+    vars(sys.modules[name]).update(members)
+point = EntryPoint("double", "toy_pkg.op:OPERATOR", here.GROUP)
+here.cli.kernel_registry = here.KernelRegistry({{"double": point}})
+sys.exit(here.cli.main(["--device", "cpu", "--relation", "accuracy"]))
+"""
+
+
+def test_a_terminal_that_knows_ascii_alone_still_shows_the_report(run_python):
+    done = run_python("-c", TOY_PACKAGE.format(tests=str(Path(__file__).parent)), PYTHONIOENCODING="ascii")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("PASS ")
+    assert "gr\\xf6\\xdfe \\u2265 1" in done.stdout
+
+
+def test_a_malformed_environment_is_said_in_one_line(run_python):
+    done = run_python("-m", "rl_kernels.core.check", "--list", RL_KERNELS_BACKEND="fused_logp=")
+    assert done.returncode == 2
+    assert not done.stdout
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith("rl-kernels check: RL_KERNELS_BACKEND: ")
+
+
+def test_the_first_failure_may_end_the_run(capsys, monkeypatch):
+    monkeypatch.setattr(double, "factor", 2.001)
+    assert cli.main(["--fail-fast", "--json", "--suite", "full", "--device", "cpu"]) == 1
+    report = strict(capsys.readouterr().out)
+    assert [entry["passed"] for entry in all_entries(report)] == [False]
+    assert not report["mutations"]
+
+
+@pytest.fixture
+def a_case_that_cannot_be_drawn(make_module):
+    def inputs(case, draw):
+        if case.name == "odd":
+            raise IndexError("no such row")
+        return SPEC.inputs(case, draw)
+
+    cases = (*SPEC.cases, Case("odd", {"batch": 3, "width": 4}))
+    make_module("toy_pkg.cases", SPEC=replace(SPEC, cases=cases, inputs=inputs))
+
+
+def test_a_case_that_cannot_be_drawn_is_a_failed_check(a_case_that_cannot_be_drawn, capsys):
+    assert cli.main(["--json", "--relation", "accuracy", "--device", "cpu"]) == 1
+    found = {entry["case"]: entry for entry in all_entries(strict(capsys.readouterr().out))}
+    assert found["plain"]["passed"]
+    assert found["odd"]["message"] == "IndexError: no such row"
+
+
+def test_a_case_that_cannot_be_drawn_is_listed(a_case_that_cannot_be_drawn, capsys):
+    assert cli.main(["--list", "--relation", "accuracy", "--device", "cpu"]) == 0
+    names = ["double/auto/fp32/accuracy/plain", "double/auto/fp32/accuracy/odd"]
+    assert capsys.readouterr().out.splitlines() == names
+
+
+def test_a_token_beyond_a_vocabulary_is_taken_modulo_it(make_module, capsys):
+    def picked(x, ids, *, backend=None):
+        return x.gather(1, ids[:, None])[:, 0]
+
+    def inputs(case, draw):
+        rows, vocab = case.sizes["rows"], case.sizes["vocab"]
+        return {"x": draw.normal(rows, vocab), "ids": draw.ids(vocab, rows)}
+
+    cases = (Case("small", {"rows": 2, "vocab": 5}), Case("large", {"rows": 2, "vocab": 70}))
+    classes = {"output": "elementwise", "gradient:x": "elementwise"}
+    own = {"cases": cases, "inputs": inputs, "references": {"": picked}, "classes": classes, "ids": ("ids",)}
+    spec = replace(SPEC, transforms={}, illegal=(), **own)
+    make_module("toy_pkg", double=picked)
+    make_module("toy_pkg.cases", SPEC=spec)
+    seen = []
+    flags = ["--input-mode", "constant", "--token-value", "67", "--relation", "accuracy", "--device", "cpu"]
+    original = Cell.run
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Cell, "run", lambda self, *a, **k: seen.append(self) or original(self, *a, **k))
+        cli.main([*flags, "--json"])
+    report = strict(capsys.readouterr().out)
+    assert {int(cell.inputs["ids"][0]) for cell in seen if cell.case.name == "small, constant"} == {2}
+    assert {int(cell.inputs["ids"][0]) for cell in seen if cell.case.name == "large, constant"} == {67}
+    assert not [entry["message"] for entry in all_entries(report) if "raised" in entry["message"]]
 
 
 def test_every_dtype_asked_for_is_checked_once(capsys):

@@ -1,5 +1,6 @@
 """Hygiene on a toy operator: the honest implementation holds, each misuse of memory fails the check that names it."""
 
+import itertools
 import re
 
 import pytest
@@ -60,9 +61,25 @@ def honest(x, mask, factors, *, reuse=False, out=None):
         total = total + torch.where(shown, torch.where(shown, column, 0).exp(), 0)
     for factor in factors:
         total = total * factor
-    if reuse:
-        x.data.zero_()
+    if reuse and total.requires_grad:
+        total.register_hook(overwrites_once(x))
     return total if out is None else out.copy_(total)
+
+
+def overwrites_once(x):
+    """Overwrite an input in the first backward pass, and refuse a second."""
+    passes = itertools.count(1)
+
+    def hook(grad):
+        if next(passes) > 1:
+            raise RuntimeError("the first pass has overwritten x")
+        x.data.zero_()
+
+    return hook
+
+
+def never_refusing(x, mask, factors, *, reuse=False, out=None):
+    return honest(x, mask, factors, out=out)
 
 
 def reading(edit):
@@ -217,6 +234,13 @@ BUGS = {
         "forward raised IndexError",
     ),
     "out ignored": (ignoring_out, "into", "out holds output", "differ in bits"),
+    "a second pass that is not refused": (never_refusing, "reuse", "backward again", "nothing was raised"),
+    "wrong in the middle of a larger tensor": (
+        reading(lambda x: x + (x.storage_offset() > 1)),
+        "plain",
+        "strided",
+        "in the middle, output: .* differ in bits",
+    ),
     "same buffer again": (same_buffer, "plain", "a call in between", "output: .* differ in bits"),
 }
 
@@ -232,14 +256,28 @@ def records(function, name):
 
 ALWAYS = ["output, poisoned memory", "gradient:x, poisoned memory", "a call in between", "backward again"]
 LAYOUTS = ["strided", "offset", "masked"]
-MOVED = ("without gradient", "every other element", "stored column by column", "one element into the storage")
+MOVED = (
+    "without gradient",
+    "every other element",
+    "in the middle",
+    "stored column by column",
+    "one element into the storage",
+)
+UPDATED = [
+    "results written into",
+    "inputs updated in place",
+    "inputs updated unseen",
+    "inputs updated unseen, no gradients",
+    "inputs updated in place, autocast",
+]
+AROUND = ["default dtype FP64", "default device meta", "inference mode", "autocast"]
 UNCHANGED = ["inputs unchanged", *(f"inputs unchanged, {where}" for where in MOVED)]
 ITEMS = {
-    "plain": [*UNCHANGED, *ALWAYS, "x expanded", *LAYOUTS, "empty: no rows", "empty: no columns"],
-    "strided": [*UNCHANGED, *ALWAYS, "x expanded", *LAYOUTS],
-    "into": [*UNCHANGED, "out holds output", ALWAYS[0], ALWAYS[2], "x expanded", *LAYOUTS],
+    "plain": [*UNCHANGED, *ALWAYS, *UPDATED, "x expanded", *AROUND, *LAYOUTS, "empty: no rows", "empty: no columns"],
+    "strided": [*UNCHANGED, *ALWAYS, *UPDATED, "x expanded", *AROUND, *LAYOUTS],
+    "into": [*UNCHANGED, "out holds output", ALWAYS[0], ALWAYS[2], "x expanded", *AROUND, *LAYOUTS],
     # Values that share memory cannot be overwritten one by one.
-    "reuse": [*UNCHANGED, *ALWAYS[:3], *LAYOUTS],
+    "reuse": [*UNCHANGED, *ALWAYS, *AROUND, *LAYOUTS],
 }
 
 

@@ -46,18 +46,18 @@ from toy_bugs.low import shown, square
 def picked(x, ids, mask):
     if ids.dtype.is_floating_point:
         raise TypeError("ids: expected integers")
-    return shown(square(x.gather(1, ids[:, None])[:, 0]), mask)
+    return shown(square(x.gather(-1, ids[..., None])[..., 0]), mask)
 """,
 }
 MODULES = ("toy_bugs.low", "toy_bugs.native")
 CUBE = Bug("cube", "return x * x", "return x * x * x")
-UNMASKED = Bug("mask ignored", ")[:, 0]), mask)", ")[:, 0]), mask | True)")
+UNMASKED = Bug("mask ignored", ")[..., 0]), mask)", ")[..., 0]), mask | True)")
 EQUIVALENT = Bug("nothing changes", "x * x", "x * 1 * x")
 
 
 def definition(x, ids, mask):
     """The square of one element of each row, 0 where the mask does not hold."""
-    return torch.where(mask, x.gather(1, ids[:, None])[:, 0].square(), 0.0)
+    return torch.where(mask, x.gather(-1, ids[..., None])[..., 0].square(), 0.0)
 
 
 def _inputs(case, draw):

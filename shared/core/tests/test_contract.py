@@ -89,7 +89,7 @@ def test_parity_is_no_wider_than_accuracy():
     [
         ("hygiene", "logprob", "fp32", "forward"),
         ("accuracy", "matmul", "fp32", "forward"),
-        ("accuracy", "logprob", "fp64", "forward"),
+        ("accuracy", "logprob", "fp8", "forward"),
         ("accuracy", "logprob", "fp32", "backward"),
     ],
 )

@@ -10,7 +10,7 @@ LAYOUT = RowLayout(
     arguments={"x": 1, "ids": 0, "temperature": 0}, results=frozenset({"output", "gradient:x"}), ids="ids"
 )
 TRANSFORMS = {**LAYOUT.transforms(), **LAYOUT.hygiene()}
-NAMES = ("alone", "batch", "position", "neighbours", "chunks", "padding", "masked")
+NAMES = ("alone", "batch", "position", "neighbours", "leading", "chunks", "padding", "masked")
 
 
 def rowwise_toy(x, ids, temperature=1.0, ignore_index=None, square=False):
@@ -108,10 +108,11 @@ def test_a_batch_dependent_function_is_caught(name):
     ("function", "caught_by"),
     [
         (follows_row_number, {"alone", "batch", "position", "chunks", "padding", "masked"}),
-        (follows_row_count, {"alone", "batch", "neighbours", "chunks", "padding", "masked"}),
-        (follows_neighbour, {"alone", "batch", "position", "neighbours", "chunks", "padding", "masked"}),
-        (reads_masked_rows, {"masked"}),
-        (gradient_is_scaled_by_the_batch, {"alone", "batch", "neighbours", "chunks", "padding", "masked"}),
+        (follows_row_count, {"alone", "batch", "neighbours", "leading", "chunks", "padding", "masked"}),
+        (follows_neighbour, set(NAMES)),
+        # A neighbour may hold NaN whether it is masked or not.
+        (reads_masked_rows, {"neighbours", "masked"}),
+        (gradient_is_scaled_by_the_batch, {"alone", "batch", "neighbours", "leading", "chunks", "padding", "masked"}),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -119,6 +120,37 @@ def test_each_way_of_looking_beyond_a_row_is_caught(function, caught_by):
     assert set(TRANSFORMS) == set(NAMES)
     caught = {name for name in NAMES if broken(function, TRANSFORMS[name], draw_inputs())[0]}
     assert caught == caught_by
+
+
+@pytest.mark.parametrize("number", ["nan", "inf", "-inf"])
+def test_neighbours_may_hold_what_is_no_number(number):
+    def spreads(x, ids, **rest):
+        found = x.isnan() if number == "nan" else x == float(number)
+        return rowwise_toy(x, ids, **rest) + found.any()
+
+    labels, _ = broken(spreads, TRANSFORMS["neighbours"], draw_inputs())
+    assert {label for label in labels if "output" in label} == {
+        f"row {row} among rows of {number}: output" for row in (0, 3, 5)
+    }
+
+
+def needs_two_dims(x, ids, **rest):
+    return rowwise_toy(x, ids, **rest) + (ids.ndim != 2)
+
+
+def test_rows_have_any_leading_dims():
+    labels, _ = broken(needs_two_dims, TRANSFORMS["leading"], draw_inputs())
+    assert {label.partition(":")[0] for label in labels} == {
+        "no leading dims",
+        "leading dims (6,)",
+        "leading dims (6, 1, 1)",
+        "leading dims (1, 6, 1, 1)",
+    }
+
+
+def test_rows_of_one_leading_dim_alone_are_left_as_they_are():
+    layout = RowLayout({"x": 1}, frozenset({"output"}), any_leading=False)
+    assert list(layout.transforms()["leading"](CASE, draw_inputs(), Draw(torch.float32))) == []
 
 
 def test_batches_of_one_and_two_rows_and_more_are_compared():
@@ -179,7 +211,7 @@ def test_storage_holds_and_catches_what_follows_it(name):
     assert (
         labels
         == {
-            "strided": ["every other element: output", "stored column by column: output"],
+            "strided": ["every other element: output", "in the middle: output", "stored column by column: output"],
             "offset": ["one element into the storage: output"],
         }[name]
     )
@@ -189,7 +221,7 @@ def test_strides_of_tensors_without_a_matrix():
     draw = Draw(torch.float32)
     inputs = {"rewards": draw.normal(5), "eps": 1e-6, "scale": torch.tensor(2.0)}
     variants = list(STORAGE["strided"](CASE, inputs, draw))
-    assert [variant.label for variant in variants] == ["every other element"]
+    assert [variant.label for variant in variants] == ["every other element", "in the middle"]
     assert variants[0].inputs["rewards"].stride() == (2,)
 
 

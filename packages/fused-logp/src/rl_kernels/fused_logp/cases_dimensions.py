@@ -23,7 +23,7 @@ AXES = {
     "values": (None, "ties", "huge", "small", "subnormal", "minus_inf", "offset"),
     "dtype": (None, "bf16", "fp16", "fp64"),
 }
-TURNS = (
+TURNS: tuple[Mapping[str, Any], ...] = (
     {"return_stats": True},
     {"return_stats": True, "temperature": "tensor", "ignore_index": IGNORED},
     {"temperature": 0.7, "reduction": "online"},

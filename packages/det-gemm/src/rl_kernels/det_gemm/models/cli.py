@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rl_kernels.core.check.user import load_callable
+from rl_kernels.core.check.loading import load
 from rl_kernels.core.command import Parser, count
 from rl_kernels.core.contract import DTYPES
 from rl_kernels.det_gemm.models.audit import AuditResult, audit
@@ -79,7 +79,7 @@ def _loaded(given: Any) -> tuple[nn.Module, Any]:
     device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if given.device == "auto" else given.device)
     dtype = None if given.dtype is None else DTYPES[given.dtype]
     if ":" in given.model:
-        made = load_callable(given.model)()
+        made = load(given.model).function()
         if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], nn.Module):
             raise ValueError(f"model: expected {given.model} to return a model and its inputs")
         model, inputs = made

@@ -8,7 +8,6 @@ report that could not be written. 130: Ctrl-C, with a report of what is known so
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
@@ -27,8 +26,9 @@ from rl_kernels.core.check.reports.junit import write_junit
 from rl_kernels.core.check.reports.text import text
 from rl_kernels.core.check.result import CaseId, Skip
 from rl_kernels.core.check.suite import Part, Plan, Report, candidates_of, run
-from rl_kernels.core.command import Parser, count, print_anything, writable
+from rl_kernels.core.command import Parser, count, number, print_anything, writable
 from rl_kernels.core.contract import DTYPES, contract
+from rl_kernels.core.dispatch import check_environment
 from rl_kernels.core.operator import Operator, arch_of
 from rl_kernels.core.registry import UnknownOperator, kernel_registry
 from rl_kernels.core.testing import spec_of
@@ -54,12 +54,14 @@ def parser(operators: Sequence[Operator]) -> Parser:
     made.add_argument("--relation", nargs="+", choices=RELATIONS, metavar="NAME", help=f"of {', '.join(RELATIONS)}")
     made.add_argument("--check-grad", action="store_true", help="check gradients too (implied by --suite full)")
     made.add_argument("--grad-mode", choices=("random", "ones"), default="random", help="upstream gradients")
-    made.add_argument("--grad-seed", type=_seed, default=123)
-    made.add_argument("--seed", type=_seed, default=123)
+    made.add_argument("--grad-seed", type=count(0, 31), default=123)
+    made.add_argument("--seed", type=count(0, 31), default=123)
     made.add_argument("--input-mode", choices=("random", "constant"), default="random", help="constant adds to random")
-    made.add_argument("--constant-value", type=_finite, default=0.25)
+    made.add_argument("--constant-value", type=number(), default=0.25)
     made.add_argument("--token-value", type=count(0), default=0, help="modulo the vocabulary of each case")
-    made.add_argument("--timeout", type=_positive, default=TIMEOUT, metavar="SECONDS", help="of a call of your own")
+    made.add_argument(
+        "--timeout", type=number(above=0), default=TIMEOUT, metavar="SECONDS", help="of a call of your own"
+    )
     made.add_argument("--fail-fast", action="store_true", help="stop at the first check that fails")
     made.add_argument("--json", action="store_true", help="print the report as strict JSON, and nothing else")
     made.add_argument("--junit", type=writable, metavar="FILE", help="also write the report as JUnit XML")
@@ -76,6 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the checker; return the exit status."""
     print_anything()
     try:
+        check_environment()
         operators = _operators(argv)
         given = parser(operators).parse_args(argv)
         # What a candidate prints must not mix with the report, nor when it is imported.
@@ -84,6 +87,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (UnknownOperator, ValueError) as error:
         print(f"rl-kernels check: {error}", file=sys.stderr)
         return USAGE
+    except KeyboardInterrupt:  # A candidate's process may take long to start.
+        print("rl-kernels check: stopped before anything ran", file=sys.stderr)
+        return INTERRUPTED
     if given.list:
         print("\n".join(plan.names()))
         return 0
@@ -120,30 +126,6 @@ def _progress(total: int) -> Iterator[Callable[[str], None]]:
             bar.update(task, advance=1, description=what, total=max(total, bar.tasks[task].completed + 1))
 
         yield advance
-
-
-def _seed(text: str) -> int:
-    value = count(0)(text)
-    if value >= 1 << 31:
-        raise argparse.ArgumentTypeError(f"expected an integer below 2^31, got {text!r}")
-    return value
-
-
-def _finite(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        raise argparse.ArgumentTypeError(f"expected a finite number, got {text!r}")
-    return value
-
-
-def _positive(text: str) -> float:
-    value = _finite(text)
-    if value <= 0:
-        raise argparse.ArgumentTypeError(f"expected a number > 0, got {text!r}")
-    return value
 
 
 def _case_id(text: str) -> CaseId:

@@ -33,12 +33,17 @@ class Misbehaved(Exception):
 class Ran(Protocol):
     """One call of a candidate, here or in a process of its own."""
 
-    inputs: Inputs
-    """The arguments as they are after the call."""
-    outputs: Results
-    """As the call gave them."""
-    attached: Collection[str]
-    """Names of the outputs that carry a gradient."""
+    @property
+    def inputs(self) -> Inputs:
+        """The arguments as they are after the call."""
+
+    @property
+    def outputs(self) -> Results:
+        """As the call gave them."""
+
+    @property
+    def attached(self) -> Collection[str]:
+        """Names of the outputs that carry a gradient."""
 
     @property
     def kept(self) -> Results:
@@ -192,7 +197,7 @@ class Run:
         def twice() -> Any:
             sources = list(upstream.values())
             first = torch.autograd.grad(self._outputs_for(upstream), leaves, sources, create_graph=True)
-            total = sum(grad.double().square().sum() for grad in first) / 2
+            total = torch.stack([grad.double().square().sum() for grad in first]).sum() / 2
             return torch.autograd.grad(total, leaves, allow_unused=True)
 
         found = _or_refused(lambda: self._watched("double backward", twice))
@@ -270,8 +275,8 @@ def call_in_threads(call: Callable[[Inputs], Any], output: str, inputs: Sequence
                     if any(not _equal(found.get(name), value) for name, value in expected[place].items()):
                         results[place] = found
                         return
-        except Misbehaved as error:
-            results[place] = error
+        except BaseException as error:  # KeyboardInterrupt too: in a thread, it would only end that.
+            results[place] = error if isinstance(error, Misbehaved) else misbehaved("forward", error)
 
     threads = [threading.Thread(target=repeat, args=(place,), daemon=True) for place in range(len(copies))]
     for thread in threads:

@@ -223,7 +223,10 @@ def run(plan: Plan, skips: Sequence[Skip] = (), progress: Callable[[str], None] 
                 break
         else:
             for found in _planted(plan, progress):
-                (mutations if isinstance(found, Mutation) else records).append(found)  # type: ignore[attr-defined]
+                if isinstance(found, Mutation):
+                    mutations.append(found)
+                else:
+                    records.append(found)
     except KeyboardInterrupt:
         interrupted = True
     finally:

@@ -45,27 +45,30 @@ def pairs(axes: Mapping[str, Sequence[Any]], possible: Callable[[Options], bool]
     found: list[dict[str, Any]] = []
     while missing:
         row = _row(axes, missing, possible)
-        met = set(combinations(row.items(), 2)) & missing
-        # A pair that no whole combination can hold is given up.
-        missing -= met or {min(missing)}
-        if met:
-            found.append(_given({name: axes[name][index] for name, index in row.items()}))
+        if row is None:
+            # A pair that no whole combination can hold is given up.
+            missing.remove(min(missing))
+            continue
+        missing -= set(combinations(row.items(), 2))
+        found.append(_given({name: axes[name][index] for name, index in row.items()}))
     return found
 
 
-def _row(axes: Mapping[str, Sequence[Any]], missing: set[Pair], possible: Callable[[Options], bool]) -> dict[str, int]:
+def _row(
+    axes: Mapping[str, Sequence[Any]], missing: set[Pair], possible: Callable[[Options], bool]
+) -> dict[str, int] | None:
     """Start from the first missing pair; give every other option the value with which most pairs are met."""
-    chosen: dict[str, int] = dict(min(missing))
 
-    def holds(row: Mapping[str, int]) -> bool:
-        return possible(_given({name: axes[name][index] for name, index in row.items()}))
+    def completed(chosen: dict[str, int]) -> dict[str, int] | None:
+        name = next((name for name in axes if name not in chosen), None)
+        if name is None:
+            return {name: chosen[name] for name in axes}
+        rows = [{**chosen, name: index} for index in range(len(axes[name]))]
+        fitting = [row for row in rows if possible(_given({axis: axes[axis][at] for axis, at in row.items()}))]
+        fitting.sort(key=lambda row: -_met(axes, chosen, name, row[name], missing))
+        return next(filter(None, map(completed, fitting)), None)
 
-    for name in axes:
-        if name in chosen:
-            continue
-        fitting = [index for index in range(len(axes[name])) if holds({**chosen, name: index})]
-        chosen[name] = max(fitting, key=lambda index: (_met(axes, chosen, name, index, missing), -index), default=0)
-    return {name: chosen[name] for name in axes}
+    return completed(dict(min(missing)))
 
 
 def _met(

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
@@ -51,8 +52,12 @@ class Worker:
         # The candidate finds its modules where this program would; a session of its own, so that Ctrl-C is for us.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True
+            command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True
         )
+        assert self._process.stdin is not None
+        # A process that has stopped reads nothing: no request may wait for it for ever.
+        os.set_blocking(self._process.stdin.fileno(), False)
+        self._end = weakref.finalize(self, _end, self._process)
         return self._exchange("load", {"target": self._target, "arguments": sys.argv})
 
     def ask(self, kind: str, **given: Any) -> Any:
@@ -78,24 +83,17 @@ class Worker:
 
     def stop(self) -> None:
         """End the process."""
-        if self._process is None:
-            return
-        process, self._process = self._process, None
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        for pipe in (process.stdin, process.stdout):
-            with contextlib.suppress(OSError):
-                assert pipe is not None
-                pipe.close()
-        process.wait()
+        if self._process is not None:
+            self._process = None
+            self._end()
 
     def _exchange(self, kind: str, given: Mapping[str, Any]) -> Any:
-        assert self._process is not None
-        assert self._process.stdin is not None
+        forgotten, self._forgotten = self._forgotten, []
+        request = wire.packed((kind, dict(given), forgotten))
+        deadline = time.monotonic() + self._timeout
         try:
-            forgotten, self._forgotten = self._forgotten, []
-            wire.write(self._process.stdin, (kind, dict(given), forgotten))
-            answer = wire.parse(self._read(time.monotonic() + self._timeout))
+            self._send(request, deadline)
+            answer = wire.answer(wire.parse(self._read(deadline)))
         except TimeoutError:
             raise self._ended(f"{kind}: no answer within {self._timeout:g} s") from None
         except (EOFError, OSError):
@@ -106,8 +104,18 @@ class Worker:
             self.stop()
             raise ValueError(answer["unusable"])
         if "misbehaved" in answer:
-            raise Misbehaved(str(answer["misbehaved"]), str(answer["traceback"]))
+            raise Misbehaved(str(answer["misbehaved"]), str(answer.get("traceback", "")))
         return answer["value"]
+
+    def _send(self, request: memoryview, deadline: float) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        target = self._process.stdin.fileno()
+        while request:
+            _, ready, _ = select.select([], [target], [], max(deadline - time.monotonic(), 0.0))
+            if not ready:
+                raise TimeoutError
+            request = request[os.write(target, request[:CHUNK]) :]
 
     def _read(self, deadline: float) -> bytes:
         (length,) = wire.LENGTH.unpack(self._bytes(wire.LENGTH.size, deadline))
@@ -135,13 +143,25 @@ class Worker:
         if status is None:
             return "its process closed the connection"
         if status < 0:
-            return f"its process was ended by {signal.Signals(-status).name}"
+            known = {each.value: each.name for each in signal.Signals}
+            return f"its process was ended by {known.get(-status, f'signal {-status}')}"
         return f"its process exited with status {status}"
 
     def _ended(self, how: str) -> Misbehaved:
         self.stop()
         self._ends.append(how)
         return Misbehaved(how)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a process and all that it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    for pipe in (process.stdin, process.stdout):
+        with contextlib.suppress(OSError):
+            assert pipe is not None
+            pipe.close()
+    process.wait()
 
 
 class RemoteRun:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import pickle
 import struct
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 import torch
 
@@ -19,7 +19,7 @@ DTYPES = {str(value): value for value in vars(torch).values() if isinstance(valu
 
 
 class _Pickler(pickle.Pickler):
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: IO[bytes]) -> None:
         super().__init__(file, protocol=5)
         self._sent: dict[int, torch.UntypedStorage] = {}
 
@@ -44,7 +44,7 @@ def content(storage: torch.UntypedStorage) -> bytes:
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: IO[bytes]) -> None:
         super().__init__(file)
         self._storages: dict[int, torch.UntypedStorage] = {}
 
@@ -64,12 +64,20 @@ class _Unpickler(pickle.Unpickler):
         return value
 
 
-def write(file: BinaryIO, message: Any) -> None:
-    """Write a message: plain values, containers of them, dtypes and strided tensors."""
+def packed(message: Any) -> memoryview:
+    """Return the bytes of a message: plain values, containers of them, dtypes and strided tensors."""
     buffer = io.BytesIO()
+    buffer.seek(LENGTH.size)
     _Pickler(buffer).dump(message)
-    file.write(LENGTH.pack(buffer.tell()))
-    file.write(buffer.getbuffer())
+    length = buffer.tell() - LENGTH.size
+    buffer.seek(0)
+    buffer.write(LENGTH.pack(length))
+    return buffer.getbuffer()
+
+
+def write(file: IO[bytes], message: Any) -> None:
+    """Write a message."""
+    file.write(packed(message))
     file.flush()
 
 
@@ -82,7 +90,14 @@ def parse(message: bytes) -> Any:
     return _Unpickler(io.BytesIO(message)).load()
 
 
-def read(file: BinaryIO) -> Any:
+def answer(found: Any) -> dict[str, Any]:
+    """Return an answer of a candidate's process, which says one of three things; anything else is a ``ValueError``."""
+    if not isinstance(found, dict) or not found.keys() & {"value", "misbehaved", "unusable"}:
+        raise ValueError("expected a value or what went wrong")
+    return found
+
+
+def read(file: IO[bytes]) -> Any:
     """Read a message.
 
     Raises:

@@ -49,7 +49,10 @@ class Host:
     def _do_load(self, target: str, arguments: list[str]) -> dict[str, Any]:
         sys.argv[:] = arguments
         self._before = _functions()
-        self._loaded = load(target)
+        try:
+            self._loaded = load(target)
+        except (KeyboardInterrupt, GeneratorExit) as error:  # Nobody pressed Ctrl-C here: the module raised it.
+            raise Unusable(f"cannot import {target}: {type(error).__name__}: {error}") from error
         return self._loaded.described()
 
     def _do_run(

@@ -142,8 +142,11 @@ def _again(cell: Cell, upstream: Results) -> Iterator[Record]:
 
 def _refused_again(cell: Cell, upstream: Results) -> Check:
     """A second backward pass raises where the first has overwritten what it needs."""
-    run = cell.run()
-    run.gradients(upstream, again=True)
+    try:
+        run = cell.run()
+        run.gradients(upstream, again=True)
+    except Misbehaved as error:
+        return cell.failed("hygiene", "backward again", error)
     try:
         run.gradients(upstream)
     except Misbehaved:
@@ -173,8 +176,11 @@ def _updated(cell: Cell, upstream: Results) -> Iterator[Record]:
     if cell.spec.overwritten(cell.inputs) or not _alike(cell.inputs, fresh.inputs):
         return
     autocast = Surroundings(autocast=torch.bfloat16)
-    ways = [("updated in place", False, None, PLAIN), ("updated unseen", True, None, PLAIN)]
-    ways.append(("updated unseen, no gradients", True, [], PLAIN))
+    ways: list[tuple[str, bool, list[str] | None, Surroundings]] = [
+        ("updated in place", False, None, PLAIN),
+        ("updated unseen", True, None, PLAIN),
+        ("updated unseen, no gradients", True, [], PLAIN),
+    ]
     if cell.dtype_name != "fp64" and not cell.candidate.is_slow(cell.setting.device.type):
         ways.append(("updated in place, autocast", False, [], autocast))
     for how, silently, leaves, surroundings in ways:

@@ -1,0 +1,303 @@
+"""What surrounds a call, what a call leaves behind, and calls in great number: each bug shows in the check for it.
+
+The toy multiplies a matrix by a vector; the honest one does so element by element, which autocast leaves alone.
+"""
+
+import os
+import random
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from rl_kernels.core.check.candidate import Candidate
+from rl_kernels.core.check.cell import Cell, Setting
+from rl_kernels.core.check.relations import determinism, hold
+from rl_kernels.core.check.result import Check
+from rl_kernels.core.testing import Case, Spec
+from rl_kernels.core.testing.surroundings import Surroundings, changed, global_state
+
+RESULTS = ("output", "gradient:x")
+
+
+def definition(x, weight):
+    """The matrix times the vector."""
+    return (x * weight).sum(-1)
+
+
+def _magnitudes(case, inputs, upstream):
+    x, weight = inputs["x"].abs(), inputs["weight"].abs()
+    up = upstream.get("output", x[:, 0]).abs()
+    return {"output": x @ weight, "gradient:x": up[:, None] * weight}
+
+
+SPEC = Spec(
+    cases=(Case("plain", {"rows": 6, "width": 4}), Case("other", {"rows": 6, "width": 4})),
+    inputs=lambda case, draw: {"x": draw.normal(6, 4), "weight": draw.normal(4)},
+    references={"": definition},
+    classes=dict.fromkeys(RESULTS, "reduction"),
+    differentiable=("x",),
+    magnitudes=_magnitudes,
+    transforms={},
+    illegal=(),
+)
+CAST = Spec(**{**vars(SPEC), "autocast": {"": ("x", "weight")}})
+
+
+class Toy:
+    name = "toy"
+
+
+def records(function, relation, spec=SPEC, case="plain"):
+    candidate = Candidate("toy", Toy, lambda _, kwargs: function(**kwargs))
+    return list(hold(Cell(candidate, spec, spec.case(case), Setting("fp32", torch.device("cpu"), "cpu")), relation))
+
+
+def failed(function, relation="hygiene", spec=SPEC, case="plain"):
+    found = records(function, relation, spec, case)
+    return {each.item: each.comparison.message for each in found if isinstance(each, Check) and not each.passed}
+
+
+@pytest.mark.parametrize("relation", ["hygiene", "invariance", "repeatability"])
+def test_an_honest_implementation_holds(relation):
+    assert not failed(definition, relation)
+
+
+def test_a_dtype_that_follows_the_default_shows():
+    found = failed(lambda x, weight: definition(x, weight) + torch.zeros(1))
+    assert found.keys() == {"output, default dtype FP64", "default device meta"}
+    assert "float64" in found["output, default dtype FP64"]
+
+
+def test_a_buffer_on_the_default_device_shows():
+    def call(x, weight):
+        return torch.zeros(len(x)).to(x.dtype).add_(definition(x, weight)) if x.requires_grad else definition(x, weight)
+
+    assert "default device meta" in failed(call)
+
+
+def test_what_follows_inference_mode_shows():
+    found = failed(lambda x, weight: definition(x, weight) * (1 + 1e-6 * torch.is_inference_mode_enabled()))
+    assert found.keys() == {"output, inference mode"}
+
+
+def test_what_a_first_call_in_inference_mode_keeps_fails_the_training_that_follows():
+    kept = {}
+
+    def call(x, weight):
+        return definition(x, weight) * kept.setdefault(x.dtype, torch.ones(1))
+
+    assert not failed(call, "accuracy")
+    assert any("nference tensor" in message for message in failed(call, "gradients").values())
+    kept.clear()
+    assert not failed(call, "gradients")
+
+
+def test_what_autocast_casts_is_said_by_the_operator():
+    def product(x, weight):
+        return x @ weight
+
+    assert "output, autocast" in failed(product)
+    assert "output, autocast" not in failed(product, spec=CAST)
+    assert "output, autocast" in failed(definition, spec=CAST)
+
+
+def test_a_result_that_follows_the_number_of_threads_shows():
+    found = failed(lambda x, weight: definition(x, weight) * (1 + 1e-6 * torch.get_num_threads()), "invariance")
+    assert found.keys() == {"threads"}
+
+
+def test_surroundings_end_with_their_block():
+    before = global_state()
+    around = Surroundings(torch.get_num_threads() + 1, True, torch.float64, "meta", torch.bfloat16, True)
+    with around.entered("cpu"):
+        inside = changed(before)
+    assert {"number of threads", "default dtype", "default device", "autocast", "inference mode"} <= set(inside)
+    assert changed(before) == []
+
+
+CHANGES = {
+    "number of threads": lambda: torch.set_num_threads(torch.get_num_threads() + 1),
+    "matmul precision": lambda: torch.set_float32_matmul_precision("medium"),
+    "default dtype": lambda: torch.set_default_dtype(torch.float64),
+    "default device": lambda: torch.set_default_device("meta"),
+    "torch random generator": lambda: torch.rand(1, device="cpu"),
+    "Python random generator": random.random,
+    "NumPy random generator": np.random.rand,
+    "grad mode": lambda: torch.set_grad_enabled(False),
+    "anomaly mode": lambda: torch.autograd.set_detect_anomaly(True),
+    "deterministic algorithms": lambda: torch.use_deterministic_algorithms(True),
+    "TF32": lambda: setattr(torch.backends.cudnn, "allow_tf32", not torch.backends.cudnn.allow_tf32),
+    "flushing of subnormal numbers": lambda: torch.set_flush_denormal(True),
+    "environment": lambda: os.environ.update(RL_TOY="1"),
+    "working directory": lambda: os.chdir("/"),
+    "handler of SIGINT": lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+}
+
+
+@pytest.fixture
+def restored(tmp_path, monkeypatch):
+    """Take back whatever a test changes."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RL_TOY", "0")
+    threads, precision, handler = (
+        torch.get_num_threads(),
+        torch.get_float32_matmul_precision(),
+        signal.getsignal(signal.SIGINT),
+    )
+    tf32 = torch.backends.cudnn.allow_tf32
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    yield
+    torch.set_default_device(None)
+    torch.set_num_threads(threads)
+    torch.set_float32_matmul_precision(precision)
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
+    torch.autograd.set_detect_anomaly(False)
+    torch.use_deterministic_algorithms(False)
+    torch.set_flush_denormal(False)
+    torch.backends.cudnn.allow_tf32 = tf32
+    signal.signal(signal.SIGINT, handler)
+    torch.set_rng_state(states[0])
+    random.setstate(states[1])
+    np.random.set_state(states[2])
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_of_the_global_state_is_named(name, restored):
+    def call(x, weight):
+        CHANGES[name]()
+        return definition(x, weight)
+
+    message = failed(call, "repeatability")["run"]
+    assert message.startswith("forward did not leave as it found: ")
+    assert name in message
+
+
+def test_a_change_in_the_backward_pass_is_named(restored):
+    def call(x, weight):
+        result = definition(x, weight)
+        if result.requires_grad:
+            result.register_hook(lambda grad: os.environ.update(RL_TOY="2"))
+        return result
+
+    assert failed(call, "repeatability") == {"run": "backward did not leave as it found: environment"}
+
+
+def test_what_is_kept_by_address_or_version_shows_where_inputs_are_updated():
+    held = {}
+
+    def by_version(x, weight):
+        # Kept on the tensor itself, so that another tensor at the same address does not meet it.
+        found = held.get(id(x))
+        if found is None or found[0] is not x or found[1] != x._version:
+            held[id(x)] = found = x, x._version, x.detach().clone()
+        return definition(x - x.detach() + found[2], weight)
+
+    assert failed(by_version).keys() == {"inputs updated unseen", "inputs updated unseen, no gradients"}
+
+    def by_identity(x, weight):
+        found = held.get(id(x))
+        if found is None or found[0] is not x:
+            held[id(x)] = found = x, x.detach().clone()
+        return definition(x - x.detach() + found[1], weight)
+
+    held.clear()
+    assert failed(by_identity).keys() >= {"inputs updated in place", "inputs updated unseen"}
+
+    def without_gradients(x, weight):
+        return definition(x, weight) if x.requires_grad else by_identity(x, weight)
+
+    held.clear()
+    assert failed(without_gradients).keys() >= {"inputs updated unseen, no gradients"}
+
+
+FIRST_COLUMN = Spec(
+    **{
+        **vars(SPEC),
+        "references": {"": lambda x, weight: x[:, 0] + 0 * weight.sum()},
+    }
+)
+
+
+def test_a_result_that_is_a_view_of_an_input_shows():
+    def view(x, weight):
+        return x[:, 0] if not weight.requires_grad else x[:, 0] + 0 * weight.sum()
+
+    found = failed(view, spec=FIRST_COLUMN)
+    assert found["inputs updated unseen, no gradients"] == "output changed with the inputs: it shares their storage"
+
+
+def test_a_result_that_is_given_twice_shows_once_it_is_written_into():
+    held = {}
+
+    def call(x, weight):
+        given = (x.detach().clone(), weight.detach().clone())
+        for others, result in held.values():
+            if result.requires_grad == x.requires_grad and all(map(torch.equal, others, given)):
+                return definition(x, weight) * 0 + result.detach()
+        result = definition(x, weight)
+        held[len(held)] = given, result
+        return result
+
+    assert "results written into" in failed(call)
+
+
+def test_a_result_that_no_one_may_write_into_shows():
+    def expanded(x, weight):
+        return definition(x, weight).sum().expand(6)
+
+    spec = Spec(**{**vars(SPEC), "references": {"": expanded}})
+    assert "writing into a result raised RuntimeError" in failed(expanded, spec=spec)["results written into"]
+
+
+def test_a_state_that_goes_bad_after_many_calls_shows():
+    calls = [0]
+
+    def call(x, weight):
+        calls[0] += not x.requires_grad
+        return definition(x, weight) * (1 + 1e-6 * (calls[0] >= 40))
+
+    assert failed(call, "repeatability")["thousands of calls"].startswith("call 40: output: ")
+    assert not failed(definition, "repeatability", case="other")
+    assert "thousands of calls" not in {each.item for each in records(definition, "repeatability", case="other")}
+
+
+def test_the_calls_end_when_their_time_is_over(monkeypatch):
+    calls = [0]
+
+    def call(x, weight):
+        calls[0] += 1
+        time.sleep(0.01)
+        return definition(x, weight)
+
+    monkeypatch.setattr(determinism, "CALLS", 10**6)
+    monkeypatch.setattr(determinism, "SECONDS", 0.2)
+    assert not failed(call, "repeatability")
+    assert calls[0] < 100
+
+
+def test_two_threads_that_share_a_buffer_show():
+    buffer = torch.empty(6)
+
+    def call(x, weight):
+        if x.requires_grad:
+            return definition(x, weight)
+        buffer.copy_(definition(x, weight))
+        time.sleep(0.002)
+        return buffer.clone()
+
+    assert failed(call, "repeatability").keys() == {"two threads at once"}
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_an_error_in_a_thread_shows(error):
+    def call(x, weight):
+        if threading.current_thread() is not threading.main_thread():
+            raise error("here alone")
+        return definition(x, weight)
+
+    assert failed(call, "repeatability")["two threads at once"].startswith(f"forward raised {error.__name__}: here")
