@@ -5,8 +5,8 @@ import json
 import shlex
 import sys
 from dataclasses import replace
-from pathlib import Path
 from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import pytest
 import torch
