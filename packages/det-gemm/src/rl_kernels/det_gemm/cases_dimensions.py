@@ -49,7 +49,7 @@ def _made() -> Iterator[Case]:
         yield from _named(function, paired("pairs", small, axes, **kind))
         yield from _named(function, swept("m_dim", SIZES, ROWS, turns, **kind))
         yield from _named(function, swept("n_dim", SIZES, EDGES, turns, **kind))
-        yield from _named(function, swept("k_dim", SIZES, (*EDGES, 4096), turns, **kind))
+        yield from _named(function, swept("k_dim", SIZES, (*EDGES, 4104), turns, **kind))
         yield from _named(function, _beyond(kind))
         large: dict[str, Any] = {"suite": "full", "relations": BITS, **kind}
         yield from _named(function, swept("n_dim", SIZES, LARGE, turns, **large))

@@ -104,7 +104,7 @@ _MADE = (
     *swept("completion", {**SIZES, "prompts": 1, "samples": 2}, (*LENGTHS, 65600), TURNS),
     *swept("samples", {**SIZES, "prompts": 2, "completion": 3}, MEMBERS, TURNS),
     *swept("prompts", {**SIZES, "samples": 2, "completion": 3}, PROMPTS, TURNS),
-    *swept("samples", {"prompts": 2}, MEMBERS, function=GROUPS),
+    *(replace(case, name=f"groups-{case.name}") for case in swept("samples", {"prompts": 2}, MEMBERS, function=GROUPS)),
     *drawn("drawn-more", {**SIZES, "completion": 40}, {**LOSS, **TOKENS, **REWARDS}, 300, _possible, suite="full"),
     *swept("completion", {**SIZES, "prompts": 1, "samples": 2}, (32768, 32769, 131080), TURNS, suite="full"),
     *swept("prompts", {**SIZES, "samples": 2, "completion": 5}, (1025, 2049), TURNS, suite="full"),
