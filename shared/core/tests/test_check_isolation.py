@@ -151,6 +151,13 @@ def test_what_a_candidate_replaces_is_named_and_stays_in_its_process(candidate, 
     assert all(name in failed["functions of others"] for name in PATCHES)
 
 
+@pytest.mark.parametrize("name", PATCHES)
+def test_each_replacement_alone_is_named(name, worker):
+    made = worker(first=PATCHES[name])
+    run_of(made)
+    assert made.ask("patched") == [name]
+
+
 def test_an_honest_candidate_that_prints_passes(candidate, check):
     status, failed = check(candidate("print('called'); return 2 * x"), "--check-grad")
     assert (status, failed) == (0, {})
