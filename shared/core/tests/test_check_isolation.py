@@ -91,7 +91,7 @@ ENDS = {
     "ends by a signal without a name": ("os.kill(os.getpid(), 40)", "run: its process was ended by signal 40"),
 }
 RAISES = {
-    "Ctrl-C": ("raise KeyboardInterrupt", "forward raised KeyboardInterrupt"),
+    "Ctrl-C": ("raise KeyboardInterrupt", "raised KeyboardInterrupt"),
     "SystemExit": ("sys.exit(0)", "forward raised SystemExit"),
     "GeneratorExit": ("raise GeneratorExit", "forward raised GeneratorExit"),
     "sparse": ("return (2 * x).to_sparse()", "expected a strided tensor"),
@@ -135,20 +135,27 @@ def test_a_module_that_cannot_be_imported_ends_in_two(error, candidate, capsys):
 PATCHES = {
     "torch.equal": "torch.equal = lambda *_: True",
     "rl_kernels.core.check.compare.bits": "compare.bits = lambda *_: compare.Comparison(True)",
-    "builtins.all": "builtins.all = lambda *_: True",
+    "builtins.ascii": "builtins.ascii = repr",
     "torch.Tensor.equal": "torch.Tensor.equal = lambda *_: True",
 }
 
 
 def test_what_a_candidate_replaces_is_named_and_stays_in_its_process(candidate, check):
-    before = torch.equal, compare.bits, builtins.all, torch.Tensor.equal
+    before = torch.equal, compare.bits, builtins.ascii, torch.Tensor.equal
     status, failed = check(candidate("return 3 * x", first="\n".join(PATCHES.values())))
-    assert (torch.equal, compare.bits, builtins.all, torch.Tensor.equal) == before
+    assert (torch.equal, compare.bits, builtins.ascii, torch.Tensor.equal) == before
     assert status == 1
     # A wrong result stays wrong.
     assert "outside the contract's fence" in failed["output"]
     assert failed["functions of others"].startswith("replaced: ")
     assert all(name in failed["functions of others"] for name in PATCHES)
+
+
+@pytest.mark.parametrize("name", PATCHES)
+def test_each_replacement_alone_is_named(name, worker):
+    made = worker(first=PATCHES[name])
+    run_of(made)
+    assert made.ask("patched") == [name]
 
 
 def test_an_honest_candidate_that_prints_passes(candidate, check):
@@ -177,7 +184,8 @@ def run_of(worker, x=None):
 
 def test_a_process_that_reads_no_more_is_no_hang(worker):
     stops = "threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGSTOP)).start()\n    return 2 * x"
-    made = worker(stops, timeout=2.0)
+    made = worker(stops)
+    made._timeout = 2.0
     run_of(made)
     time.sleep(1.0)
     with pytest.raises(Misbehaved, match="no answer within 2 s"):

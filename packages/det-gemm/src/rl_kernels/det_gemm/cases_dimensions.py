@@ -53,7 +53,8 @@ def _made() -> Iterator[Case]:
         yield from _named(function, _beyond(kind))
         large = {"suite": "full", **kind}
         yield from _named(function, swept("n_dim", SIZES, LARGE, turns, **large))
-        yield from _named(function, swept("k_dim", SIZES, LARGE, turns, **large))
+        longer = [size for size in LARGE if size != 4096]
+        yield from _named(function, swept("k_dim", SIZES, longer, turns, **large))
         yield from _named(function, swept("m_dim", {**SIZES, "n_dim": 40}, (1024, 4096), turns, **large))
         square = {"m_dim": 200, "n_dim": 520, "k_dim": 1040}
         yield from _named(function, paired("large-pairs", square, axes, suite="full", **kind))
@@ -72,7 +73,9 @@ def _beyond(kind: Mapping[str, Any]) -> Iterator[Case]:
     yield Case("k-28672", long, relations=BITS, **kind)
     yield Case("k-28672-half", long, relations=BITS, dtype="bf16", **kind)
     if not kind["function"]:
-        yield Case("k-28672-wide", long, WIDE, relations=("accuracy",), dtype="bf16", grad=False)
+        # Not longer: a tensor core that truncates is off by more than IEEE rounding then, which the README says.
+        wide = {**long, "k_dim": 8256}
+        yield Case("k-8256-wide", wide, WIDE, relations=("accuracy",), dtype="bf16", grad=False)
 
 
 def _named(function: str, cases: Iterator[Case]) -> Iterator[Case]:

@@ -106,7 +106,7 @@ _MADE = (
     Case("packed-to-a-length", SIZES, {"loss_type": "dr_grpo", "packed": True, "max_seqlen": 15}, relations=HELD),
     *swept("samples", {**SIZES, "prompts": 2, "completion": 3}, MEMBERS, TURNS),
     *swept("prompts", {**SIZES, "samples": 2, "completion": 3}, PROMPTS, TURNS),
-    *swept("samples", {"prompts": 2}, MEMBERS, function=GROUPS),
+    *(replace(case, name=f"groups-{case.name}") for case in swept("samples", {"prompts": 2}, MEMBERS, function=GROUPS)),
     *drawn("drawn-more", SIZES, {**LOSS, **TOKENS, **REWARDS}, 300, _possible, suite="full"),
     *swept("completion", {**SIZES, "prompts": 1, "samples": 2}, (32768, 32769, 131080), TURNS, suite="full"),
     *swept("prompts", {**SIZES, "samples": 2, "completion": 5}, (1025, 2049), TURNS, suite="full"),

@@ -8,6 +8,7 @@ import torch
 
 from rl_kernels.core.testing import Case, Draw, Inputs, RowLayout, Spec
 from rl_kernels.scaled_add import reference
+from rl_kernels.scaled_add.cases_dimensions import DIMENSIONS
 from rl_kernels.scaled_add.illegal import ILLEGAL
 from rl_kernels.scaled_add.mutants import MUTANTS
 
@@ -15,6 +16,7 @@ CASES = (
     Case("plain", {"batch": 6, "width": 33}),
     Case("scaled", {"batch": 3, "width": 7}, {"scale": -2.5}),
     Case("wide", {"batch": 2, "width": 5000}, {"scale": 0.1}, suite="full"),
+    *DIMENSIONS,
 )
 
 EMPTY = (Case("no-rows", {"batch": 0, "width": 7}),)

@@ -20,7 +20,15 @@ def illegal_ids(name: str) -> Iterator[IllegalCall]:
     ]
     for what, edit, error, match in bad:
         yield IllegalCall(f"{name} {what}", edited(name, edit), error, f"{name}: {match}")
-    yield IllegalCall("ignore_index float", given(ignore_index=1.5), TypeError, "ignore_index: expected an integer")
+    yield IllegalCall(
+        "ids to be ignored without ignore_index",
+        edited(name, lambda ids: torch.full_like(ids, -100)),
+        ValueError,
+        f"{name}: .* ignore_index=-100 ignores the positions",
+    )
+    integer = "ignore_index: expected an integer"
+    yield IllegalCall("ignore_index float", given(ignore_index=1.5), TypeError, integer)
+    yield IllegalCall("ignore_index of 70 bits", given(ignore_index=2**70), ValueError, integer)
 
 
 def illegal_temperatures(ids: str) -> Iterator[IllegalCall]:
@@ -33,6 +41,7 @@ def illegal_temperatures(ids: str) -> Iterator[IllegalCall]:
         ("zero", given(temperature=0.0), ValueError, "expected a number > 0"),
         ("negative", given(temperature=-1), ValueError, "expected a number > 0"),
         ("NaN", given(temperature=float("nan")), ValueError, "expected a finite number"),
+        ("beyond FP64", given(temperature=10**400), ValueError, "expected a number"),
         ("text", given(temperature="1"), TypeError, "expected a number"),
         ("of another shape", given(temperature=torch.ones(3)), ValueError, "expected shape"),
         (

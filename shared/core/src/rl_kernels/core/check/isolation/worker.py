@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 
 import torch
 
+from rl_kernels.core.check import compare
 from rl_kernels.core.check.isolation import wire
 from rl_kernels.core.check.loading import Loaded, Unusable, load
 from rl_kernels.core.check.run import Misbehaved, Results, Run, call_in_threads, call_often, misbehaved
@@ -111,6 +112,8 @@ class Host:
         return sorted(name for name, value in self._before.items() if now.get(name) is not value)
 
 
+JUDGING = (compare,)
+"""Modules that nothing here uses: a candidate that changes them hopes to be compared by them."""
 BY_TORCH = ("torch.manual_seed", "torch.random.manual_seed")
 """What torch's compiler wraps itself, when it is imported."""
 
@@ -119,8 +122,10 @@ def _functions() -> dict[str, Any]:
     """Return the public functions and classes that others rely on, by full name."""
     own = [name for name in sys.modules if name.startswith("rl_kernels.core")]
     modules = [sys.modules[name] for name in (*WATCHED, *own) if name in sys.modules]
-    found = {f"torch.Tensor.{name}": value for name, value in vars(torch.Tensor).items()}
-    for module in (builtins, math, *modules):
+    # Most methods are inherited: one that is replaced hides that of the base class.
+    bases = reversed(torch.Tensor.__mro__)
+    found = {f"torch.Tensor.{name}": value for base in bases for name, value in vars(base).items()}
+    for module in (builtins, math, *JUDGING, *modules):
         found |= {
             f"{module.__name__}.{name}": value
             for name, value in vars(module).items()
