@@ -22,7 +22,7 @@ LOSS = {
     "importance_level": (None, "sequence"),
     "kl_estimator": (None, "k1", "k2"),
     "kl_correction": (None, True),
-    "beta": (0.1, None),
+    "beta": (0.1, 0.103, None),
     "clip_low": (None, 0.1),
     "clip_high": (None, 0.4),
     "delta": (None, 1.4),
@@ -63,6 +63,8 @@ TURNS: tuple[Mapping[str, Any], ...] = (
     {"loss_type": "cispo", "noise": 0.8, "density": 0.5, "rollout": "token"},
 )
 """Options of the sweeps, in turn."""
+FAR = {"loss_type": "gspo", "packed": True, "noise": 6.0, "density": 0.9}
+"""Log-ratios of neighbours that add up to thousands."""
 LENGTHS = (*EDGES, 2048, 4096, 4097, 8193)
 MEMBERS = (2, 3, 8, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 300, 512, 513, 1024)
 PROMPTS = (1, 2, 33, 63, 64, 65, 127, 128, 129, 257, 520)
@@ -103,6 +105,7 @@ _MADE = (
     *drawn("drawn", SIZES, {**LOSS, **TOKENS, **REWARDS}, 60, _possible),
     *swept("completion", {**SIZES, "prompts": 1, "samples": 2}, LENGTHS, TURNS),
     Case("completion-65600", {**SIZES, "prompts": 1, "samples": 2, "completion": 65600}, TURNS[0], relations=HELD),
+    Case("packed-far-off", {**SIZES, "completion": 1500}, FAR, relations=HELD),
     Case("packed-to-a-length", SIZES, {"loss_type": "dr_grpo", "packed": True, "max_seqlen": 15}, relations=HELD),
     *swept("samples", {**SIZES, "prompts": 2, "completion": 3}, MEMBERS, TURNS),
     *swept("prompts", {**SIZES, "samples": 2, "completion": 3}, PROMPTS, TURNS),

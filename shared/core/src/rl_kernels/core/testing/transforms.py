@@ -17,8 +17,8 @@ from rl_kernels.core.testing.spec import Case, Inputs, Transform, Variant
 BATCHES = (1, 2, 3, 4, 9, 16, 17, 33, 65, 129, 257)
 """Rows of the batches that rows are put into: beside and beyond the heights of tiles."""
 MORE_BATCHES = (63, 64, 65, 127, 128, 256, 2050)
-"""The same where a row has no more than ``SHORT`` numbers."""
-SHORT = 512
+"""The same where a row, and what all rows share, have no more than ``LITTLE`` numbers."""
+LITTLE = 6000
 IGNORED = -100
 """The id that padding rows carry where the operator has ``ignore_index``."""
 FILLER = -1
@@ -175,8 +175,9 @@ def _alone(rows: Rows, draw: Draw) -> Iterator[Variant]:
 
 
 def _batch(rows: Rows, draw: Draw) -> Iterator[Variant]:
-    longest = max(value[0].numel() for value in rows.flat.values())
-    for size in (*BATCHES, *MORE_BATCHES) if longest <= SHORT else BATCHES:
+    shared = [value for name, value in rows.inputs.items() if isinstance(value, torch.Tensor) and name not in rows.flat]
+    work = max(value[0].numel() for value in rows.flat.values()) + sum(value.numel() for value in shared)
+    for size in (*BATCHES, *MORE_BATCHES) if work <= LITTLE else BATCHES:
         index = torch.arange(size) % rows.count
         yield rows.variant(f"batch of {size}", index)
 

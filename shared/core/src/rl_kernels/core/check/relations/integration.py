@@ -92,6 +92,8 @@ def _opcheck(cell: Cell) -> Iterator[Record]:
         run.results(cell.upstream(run))
     if not raw.calls:
         yield cell.failed("torch", "opcheck", "called no op of this library")
+    if cell.setting.suite == "quick" and cell.case.name != cell.spec.first_of(cell.case.function).name:
+        return
     for name, (op, args) in raw.calls.items():
         if _gives_nan(op, args):
             yield cell.skip("torch", f"opcheck {name}: it does not take NaN for equal to NaN")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 
 import torch
@@ -12,14 +13,19 @@ from rl_kernels.core.check.result import Check, Record
 from rl_kernels.core.check.run import Misbehaved, Results
 from rl_kernels.core.testing import Inputs
 
+FEW = 32
+"""Numbers of a buffer up to which all may be short by chance."""
+
 
 def main_grad(cell: Cell, upstream: Results) -> Iterator[Record]:
     """Two calls, then the backward pass of both: they add up in the buffer, whatever its strides and the other leaves.
 
     An implementation of a user's may leave the buffer alone and give a gradient, but then always.
     """
-    # A buffer in FP32 holds no gradient in FP64.
-    for name in sorted(cell.spec.main_grad & set(cell.leaves)) if cell.dtype_name != "fp64" else ():
+    # A buffer in FP32 holds no gradient in FP64. Of the cases made in numbers, one in four is enough.
+    if cell.dtype_name == "fp64" or (cell.case.relations and zlib.crc32(cell.case.name.encode()) % 4):
+        return
+    for name in sorted(cell.spec.main_grad & set(cell.leaves)):
         ways = {"": (cell.leaves, False), " alone": ([name], False), " of columns": (cell.leaves, True)}
         needed = cell.candidate.backend is not None
         for label, (leaves, strided) in ways.items():
