@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import threading
-import time
 import traceback
 from collections import namedtuple
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -106,7 +104,7 @@ class Run:
         with around.entered(self._device_type()):
             before = global_state()
             result = guarded(phase, run)
-            _as_found(phase, before)
+            as_found(phase, before)
         return result
 
     def _device_type(self) -> str:
@@ -160,7 +158,7 @@ class Run:
                 elif not isinstance(value, torch.Tensor):
                     self.inputs[name] = value
         for name, value in self._attached.items():
-            if not _equal(value.detach(), self.outputs[name]):
+            if not equal(value.detach(), self.outputs[name]):
                 raise Misbehaved(f"{name} changed with the inputs: it shares their storage")
         return self._anew(upstream)
 
@@ -225,75 +223,12 @@ class Run:
         return _or_refused(lambda: self._watched("forward mode", tangents))
 
 
-def call_often(
-    call: Callable[[Inputs], Any], output: str, inputs: Sequence[Inputs], calls: int, seconds: float
-) -> dict[str, Any]:
-    """Call again and again on copies of each of the inputs in turn, for so many seconds at most.
-
-    Returns a result, one of the same inputs that has other bits or the same one as it is at the end, and how many calls
-    there were.
-    """
-    copies = [copy.deepcopy(given) for given in inputs]
-
-    def bits(place: int) -> tuple[Results, list[bytes]]:
-        found = guarded("forward", lambda: named(call(dict(copies[place])), output))
-        results = {name: value.detach().cpu().contiguous() for name, value in found.items()}
-        return results, [value.view(-1).view(torch.uint8).numpy().tobytes() for value in results.values()]
-
-    with torch.no_grad():
-        before = global_state()
-        kept = [bits(place) for place in range(len(copies))]
-        # Of their own memory: what a call returns, a later one may overwrite.
-        first = [{name: value.clone() for name, value in results.items()} for results, _ in kept]
-        number, end = len(copies), time.monotonic() + seconds
-        while number < calls and time.monotonic() < end:
-            place = number % len(copies)
-            other, found = bits(place)
-            number += 1
-            if found != kept[place][1]:
-                return {"first": first[place], "other": other, "number": number}
-        _as_found("forward", before)
-    return {"first": first[0], "other": kept[0][0], "number": number}
-
-
-def call_in_threads(call: Callable[[Inputs], Any], output: str, inputs: Sequence[Inputs], calls: int) -> list[Results]:
-    """Call on each of the inputs in a thread of its own, all at once: of each the first result that has other bits."""
-    copies = [copy.deepcopy(given) for given in inputs]
-
-    def once(place: int) -> Results:
-        found = guarded("forward", lambda: named(call(dict(copies[place])), output))
-        return {name: value.detach().clone() for name, value in found.items()}
-
-    expected = [once(place) for place in range(len(copies))]
-    results: list[Results | Misbehaved] = list(expected)
-
-    def repeat(place: int) -> None:
-        try:
-            with torch.no_grad():
-                for _ in range(calls):
-                    found = once(place)
-                    if any(not _equal(found.get(name), value) for name, value in expected[place].items()):
-                        results[place] = found
-                        return
-        except BaseException as error:  # KeyboardInterrupt too: in a thread, it would only end that.
-            results[place] = error if isinstance(error, Misbehaved) else misbehaved("forward", error)
-
-    threads = [threading.Thread(target=repeat, args=(place,), daemon=True) for place in range(len(copies))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for found in results:
-        if isinstance(found, Misbehaved):
-            raise found
-    return [found for pair in zip(expected, results, strict=True) for found in pair]  # type: ignore[misc]
-
-
-def _equal(found: torch.Tensor | None, expected: torch.Tensor) -> bool:
+def equal(found: torch.Tensor | None, expected: torch.Tensor) -> bool:
+    """Say whether a result is there with the numbers that are expected, any NaN being as good as another."""
     return found is not None and torch.equal(found.nan_to_num(), expected.nan_to_num())
 
 
-def _as_found(phase: str, before: dict[str, Any]) -> None:
+def as_found(phase: str, before: dict[str, Any]) -> None:
     """Raise if something of the global state is no longer as it was."""
     names = changed(before)
     if names:

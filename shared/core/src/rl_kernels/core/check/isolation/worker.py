@@ -22,7 +22,8 @@ import torch
 from rl_kernels.core.check import compare
 from rl_kernels.core.check.isolation import wire
 from rl_kernels.core.check.loading import Loaded, Unusable, load
-from rl_kernels.core.check.run import Misbehaved, Results, Run, call_in_threads, call_often, misbehaved
+from rl_kernels.core.check.many import call_in_threads, call_often
+from rl_kernels.core.check.run import Misbehaved, Results, Run, misbehaved
 from rl_kernels.core.testing.spec import Inputs
 from rl_kernels.core.testing.surroundings import Surroundings
 
