@@ -53,6 +53,7 @@ REWARDS = {
     "missing": (None, 3),
     "group_sizes": (None, (1, 4, 2)),
 }
+LONG = {name: values for name, values in {**LOSS, **TOKENS}.items() if name != "max_seqlen"}
 KEYWORDS = tuple(inspect.signature(Objective.of).parameters)
 SIZES = {"prompts": 2, "samples": 4, "completion": 11}
 TURNS: tuple[Mapping[str, Any], ...] = (
@@ -114,7 +115,7 @@ _MADE = (
     *swept("completion", {**SIZES, "prompts": 1, "samples": 2}, (32768, 32769, 131080), TURNS, suite="full"),
     *swept("prompts", {**SIZES, "samples": 2, "completion": 5}, (1025, 2049), TURNS, suite="full"),
     *swept("samples", {**SIZES, "prompts": 1, "completion": 2}, (2048, 4999), TURNS, suite="full"),
-    *paired("long-pairs", {"prompts": 3, "samples": 3, "completion": 700}, {**LOSS, **TOKENS}, _possible, suite="full"),
+    *paired("long-pairs", {"prompts": 3, "samples": 3, "completion": 700}, LONG, _possible, suite="full"),
 )
 DIMENSIONS: tuple[Case, ...] = tuple(
     # Where A is 0 a NaN counts nothing, and autograd of the definition makes NaN of that.
