@@ -44,14 +44,14 @@ LARGE = (2048, 3584, 4096, 4097, 8192, 11008, 14336, 28672)
 
 def _made() -> Iterator[Case]:
     for function, axes in AXES.items():
-        kind = {"function": function, "grad": function != DW}
+        kind: dict[str, Any] = {"function": function, "grad": function != DW}
         turns, small = TURNS[function], {**SIZES, "m_dim": 18, "n_dim": 13, "k_dim": 19}
         yield from _named(function, paired("pairs", small, axes, **kind))
         yield from _named(function, swept("m_dim", SIZES, ROWS, turns, **kind))
         yield from _named(function, swept("n_dim", SIZES, EDGES, turns, **kind))
         yield from _named(function, swept("k_dim", SIZES, (*EDGES, 4096), turns, **kind))
         yield from _named(function, _beyond(kind))
-        large = {"suite": "full", **kind}
+        large: dict[str, Any] = {"suite": "full", **kind}
         yield from _named(function, swept("n_dim", SIZES, LARGE, turns, **large))
         longer = [size for size in LARGE if size != 4096]
         yield from _named(function, swept("k_dim", SIZES, longer, turns, **large))
