@@ -87,7 +87,6 @@ CHOICES = (
     Bug(
         "kernel of other warps", "torch.cuda.current_device(), num_warps, *forms", "torch.cuda.current_device(), *forms"
     ),
-    Bug("kernel of another function", "key = (id(kernel), ", "key = ("),
     Bug("kernel of another GPU", "id(kernel), torch.cuda.current_device(), num_warps", "id(kernel), num_warps"),
     Bug("launched on the grid that it was compiled on", "sizes = (*grid, 1, 1)", "sizes = (1, 1, 1)"),
 )
