@@ -195,7 +195,9 @@ def hold_launches(plant: Plant) -> None:
                     launch.launch(kernel, grid, *args, num_warps=warps)
         asked = [(kernel.function.__name__, (*grid, 1, 1), warps) for kernel, grid, *_, warps in calls]
         found = [(one.name, one.grid, one.options["num_warps"]) for one in recorder.launches]
-        assert found == 2 * asked
+        # Not the two lists as they are: pytest would take minutes to show how they differ.
+        assert len(found) == 2 * len(asked)
+        assert not [pair for pair in zip(found, 2 * asked, strict=True) if pair[0] != pair[1]][:3]
         assert len(launch._compiled) == len(calls)
 
 

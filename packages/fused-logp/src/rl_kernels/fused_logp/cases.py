@@ -140,7 +140,7 @@ def magnitudes(case: Case, call: Inputs, upstream: Mapping[str, torch.Tensor]) -
     terms = {"logp": 2 * top, "logsumexp": top, "entropy": (p * (surprise + 1 + spread * rounded)).sum(-1)}
 
     share = 1 + size + lse.abs()[..., None]
-    chosen = torch.nn.functional.one_hot(call["token_ids"].clamp(min=0).long(), z.shape[-1])
+    chosen = torch.nn.functional.one_hot(call["token_ids"].long() % z.shape[-1], z.shape[-1])
     grads = {"logp": chosen + p * share, "logsumexp": p * share}
     grads["entropy"] = p * ((1 + spread) * share + terms["entropy"][..., None])
     dlogits = sum(grads[name] * value.abs()[..., None] for name, value in upstream.items()) / scale

@@ -34,8 +34,7 @@ class Tokens(NamedTuple):
 
 def magnitudes(case: Case, call: Inputs, upstream: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Bound the terms: each term of a sum, and how far rounding of its exponent d or e moves it."""
-    grouping = {name: call[name] for name in ADVANTAGES if name in call}
-    a = call["advantages"] if "advantages" in call else reference.group_advantages(call["rewards"], **grouping)
+    a = call["advantages"] if "advantages" in call else _advantages(case, call)
     if case.function == "group_advantages":
         return {"advantages": a.abs()}
     shape, x = call["current_logps"].shape, _tokens(call, a)
@@ -43,7 +42,7 @@ def magnitudes(case: Case, call: Inputs, upstream: Mapping[str, torch.Tensor]) -
     count = x.mask.sum(1, keepdim=True).clamp(min=1) if form.mean == "sequences" else torch.ones_like(x.mask[:, :1])
     divisor = _divisor(call, x.mask, form.mean)
     policy, slope = _policy(call, x, form.kind)
-    kl, kl_slope = _kl(call, x)
+    kl, kl_slope = _kl(call, x, case.dtype == "fp64")
     terms = {"policy_loss": (policy / count).sum() / divisor, "kl": (kl / count).sum() / divisor}
     terms["loss"] = terms["policy_loss"] + beta * terms["kl"]
     if call.get("return_metrics"):
@@ -52,6 +51,19 @@ def magnitudes(case: Case, call: Inputs, upstream: Mapping[str, torch.Tensor]) -
         grad = (slope + beta * kl_slope) / count * upstream["loss"].abs() / divisor
         terms[GRADIENT] = grad if "cu_seqlens" not in call else packed(grad, call["cu_seqlens"], shape[0])
     return terms
+
+
+def _advantages(case: Case, call: Inputs) -> torch.Tensor:
+    """Return the advantages; in FP64 those of the rewards and their mean, which nearly cancel.
+
+    Rewards of fewer digits are centred in FP64, so that nothing of this shows.
+    """
+    grouping = {name: call[name] for name in ADVANTAGES if name in call}
+    a = reference.group_advantages(call["rewards"], **grouping)
+    if case.dtype != "fp64":
+        return a
+    centred = reference.group_advantages(call["rewards"], **{**grouping, "advantage_estimator": "none"})
+    return torch.where(a == 0, a, a * (1 + 2 * call["rewards"].nan_to_num().abs().max() / centred.abs()))
 
 
 def _tokens(call: Inputs, a: torch.Tensor) -> Tokens:
@@ -110,10 +122,13 @@ def _policy(call: Inputs, x: Tokens, kind: str) -> tuple[torch.Tensor, torch.Ten
     return whole, whole.sum(1, keepdim=True).expand(whole.shape) if shared else torch.where(is_clipped, 0.0, whole)
 
 
-def _kl(call: Inputs, x: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
+def _kl(call: Inputs, x: Tokens, as_gold: bool) -> tuple[torch.Tensor, torch.Tensor]:
     # k3 is about e^2 / 2 near 0, and must be as accurate as that, though e is far larger there.
     value = x.e.expm1().abs() * ((x.e.abs() / SMALL).clamp(max=1) + x.e.abs())
     slope = x.e.expm1().abs() + x.e.exp() * x.e.abs()
+    if as_gold:
+        # Autograd of the definition takes exp(e) - 1 as a difference; rounded like the result, it shows.
+        slope = slope + 1 + x.e.exp()
     kind = call.get("kl_estimator", "k3")
     if kind != "k3":
         value = x.e.abs() if kind == "k1" else x.e.square()

@@ -156,7 +156,7 @@ def magnitudes(case: Case, call: Inputs, upstream: Mapping[str, torch.Tensor]) -
     terms = {"logp": 2 * top, "logsumexp": top, "entropy": (p * (surprise + 1 + spread * size)).sum(-1)}
 
     share = 1 + size + lse.abs()[..., None]
-    chosen = torch.nn.functional.one_hot(ids.clamp(min=0).long(), z.shape[-1])
+    chosen = torch.nn.functional.one_hot(ids.long() % z.shape[-1], z.shape[-1])
     grads = {"logp": chosen + p * share, "logsumexp": p * share}
     grads["entropy"] = p * ((1 + spread) * share + terms["entropy"][..., None])
     dlogits = torch.zeros_like(z)

@@ -49,6 +49,8 @@ def upstreams(cell: Cell, upstream: Results, peak: float) -> Iterator[Upstream]:
     ``peak`` is the size of the largest gradient of the first.
     """
     most = torch.finfo(ALL_DTYPES[cell.dtype_name]).max / 2
+    # A gradient between, such as that of a logit, is as large as what its row is given, and of that dtype too.
+    peak = max(peak, *(float(value.abs().max()) for value in upstream.values() if value.ndim and value.numel()), 0.0)
     large = next((scale for scale in LARGE if peak * scale < most), 1.0)
     kinds = list(_kinds(cell, upstream, large))
     yield Upstream("", upstream)
