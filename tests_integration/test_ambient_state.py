@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rl_kernels.core import kernel_registry
-from rl_kernels.core.check.run import named
+from rl_kernels.core.check.guard import named
 from rl_kernels.core.testing import Draw, spec_of
 
 ROOT = Path(__file__).parents[1]

@@ -11,8 +11,8 @@ import torch
 from rl_kernels.core import kernel_registry
 from rl_kernels.core.check.candidate import reference_candidate
 from rl_kernels.core.check.cell import Cell, Setting
+from rl_kernels.core.check.guard import named
 from rl_kernels.core.check.result import CaseId
-from rl_kernels.core.check.run import named
 from rl_kernels.core.contract import DIRECTIONS, DTYPES, RELATIONS, contract, parse
 from rl_kernels.core.testing import Draw, spec_of
 

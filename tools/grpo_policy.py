@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from rl_kernels.core.bench.arena import DeviceDraw
-from rl_kernels.core.check.run import Results
+from rl_kernels.core.check.guard import Results
 from rl_kernels.core.contract import DTYPES
 from rl_kernels.core.testing import IGNORED
 from rl_kernels.grpo_loss import grpo_loss

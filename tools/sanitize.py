@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from limited import TIMED_OUT, limited
 
-from rl_kernels.core.check.run import named
+from rl_kernels.core.check.guard import named
 from rl_kernels.core.command import Parser, count
 from rl_kernels.core.contract import DTYPES
 from rl_kernels.core.dispatch import BackendUnavailable

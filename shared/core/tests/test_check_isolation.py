@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from rl_kernels.core.check import cli, compare, suite
+from rl_kernels.core.check.guard import Misbehaved
 from rl_kernels.core.check.isolation import remote
 from rl_kernels.core.check.isolation.remote import Worker
-from rl_kernels.core.check.run import Misbehaved
 from rl_kernels.core.operator import INVARIANT, Backend, Call, Operator
 from rl_kernels.core.registry import GROUP, KernelRegistry
 from rl_kernels.core.testing import Case, Spec

@@ -62,6 +62,9 @@ def _made() -> Iterator[Case]:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         name = str(dtype).removeprefix("torch.")
         yield Case(f"output-{name}", SIZES, {"out_dtype": dtype}, grad=False, relations=("accuracy",), dtype="bf16")
+    # Sums beyond what the operands' dtype holds, not beyond that of the output.
+    beyond: dict[str, Any] = {"values": "huge", "out_dtype": torch.bfloat16}
+    yield Case("output-beyond-fp16", SIZES, beyond, grad=False, relations=("accuracy",), dtype="fp16")
 
 
 def _beyond(kind: Mapping[str, Any]) -> Iterator[Case]:
@@ -70,6 +73,7 @@ def _beyond(kind: Mapping[str, Any]) -> Iterator[Case]:
     yield Case(
         "m-8240", {"m_dim": 8240, "n_dim": 4, "k_dim": 3}, relations=BITS if kind["function"] == DW else HELD, **kind
     )
+    yield Case("m-24576", {"m_dim": 24576, "n_dim": 8, "k_dim": 40}, relations=("invariance",), **kind)
     yield Case("n-65600", {"m_dim": 3, "n_dim": 65600, "k_dim": 5}, relations=HELD, **kind)
     long = {"m_dim": 3, "n_dim": 5, "k_dim": 28672}
     yield Case("k-28672", long, relations=BITS, **kind)
@@ -95,4 +99,6 @@ def with_values(x: torch.Tensor, kind: str | None) -> torch.Tensor:
         return x.round()
     if kind == "zero-rows":
         return x * (torch.arange(x.shape[-2], device=x.device) % 2)[:, None].to(x.dtype)
+    if kind == "huge":
+        return (x * 3e4).clamp(-65504, 65504)
     return x * {"large": 100.0, "small": 1e-4}.get(kind or "", 1.0)

@@ -59,6 +59,8 @@ CASES = (
     *DIMENSIONS,
 )
 EMPTY = (Case("no-rows", {"batch": 0, "seq": 5, "vocab": 33}, STATS),)
+TEMPERATURES = {"tensor": (0.5, 2.0), "cold": (0.001, 0.003)}
+"""Bounds of the temperatures of tokens, by option."""
 DRAWN = frozenset(
     {"scale", "offset", "minus_inf", "low", "hidden", "specials", "row_indices", "out", "temperature", "values", "ids"}
 )
@@ -93,9 +95,9 @@ def inputs(case: Case, draw: Draw) -> Inputs:
     if draw.dtype == torch.float64:
         call["output_dtype"] = torch.float64
     if "temperature" in asked:
-        per_token = asked["temperature"] == "tensor"
+        between = TEMPERATURES.get(asked["temperature"])
         call["temperature"] = (
-            draw.uniform(0.5, 2.0, batch, seq, dtype=torch.float32) if per_token else asked["temperature"]
+            draw.uniform(*between, batch, seq, dtype=torch.float32) if between else asked["temperature"]
         )
     if asked.get("row_indices"):
         rows = draw.permutation(batch * seq)[: max(batch * seq // 2, 1)].to(draw.device)

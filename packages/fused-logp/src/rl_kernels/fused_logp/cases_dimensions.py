@@ -12,7 +12,7 @@ from rl_kernels.core.testing.dimensions import EDGES, HELD, ROWS, drawn, paired,
 
 AXES = {
     "return_stats": (None, True),
-    "temperature": (None, 0.7, 0.703, 3.0, "tensor"),
+    "temperature": (None, 0.7, 0.703, 3.0, "tensor", "cold"),
     "ignore_index": (None, IGNORED, 0, 7),
     "row_indices": (None, True, "twice"),
     "inplace_backward": (None, True),

@@ -29,7 +29,7 @@ LOSS = {
     "dual_clip": (None, 1.3),
     "rollout": (None, "token", "sequence"),
     "rollout_mode": (None, "mask", "truncate"),
-    "tokens": (None, 50.0),
+    "tokens": (None, 50.0, 70000.0),
     "sequences": (None, 9.0),
     "return_metrics": (None, True),
 }
@@ -38,7 +38,7 @@ TOKENS = {
     "noise": (None, 0.8),
     "density": (None, 0.6),
     "masked_sequence": (None, True),
-    "mask": (None, torch.float32, torch.int64),
+    "mask": (None, torch.float32, torch.int64, torch.bfloat16),
     "entropy": (None, True),
     "packed": (None, True),
     "max_seqlen": (None, 12),
@@ -64,6 +64,7 @@ TURNS: tuple[Mapping[str, Any], ...] = (
     {"loss_type": "cispo", "noise": 0.8, "density": 0.5, "rollout": "token"},
 )
 """Options of the sweeps, in turn."""
+HALF_MASK = {"loss_type": "grpo", "mask": torch.bfloat16}
 FAR = {"loss_type": "gspo", "packed": True, "noise": 6.0, "density": 0.9}
 """Log-ratios of neighbours that add up to thousands."""
 LENGTHS = (*EDGES, 2048, 4096, 4097, 8193)
@@ -106,6 +107,11 @@ _MADE = (
     *drawn("drawn", SIZES, {**LOSS, **TOKENS, **REWARDS}, 60, _possible),
     *swept("completion", {**SIZES, "prompts": 1, "samples": 2}, LENGTHS, TURNS),
     Case("completion-65600", {**SIZES, "prompts": 1, "samples": 2, "completion": 65600}, TURNS[0], relations=HELD),
+    # Tokens that a mask of 16 bits cannot count, a mean that is subnormal in FP16, and sequences beyond one segment.
+    Case("completion-600-mask", {**SIZES, "samples": 2, "completion": 600}, HALF_MASK, relations=HELD),
+    Case("completion-20000", {**SIZES, "prompts": 1, "samples": 2, "completion": 20000}, relations=HELD, dtype="fp16"),
+    Case("prompts-2052", {"prompts": 2052, "samples": 2, "completion": 1}, TURNS[0], relations=HELD),
+    Case("samples-300-offset", {"prompts": 2, "samples": 300, "completion": 2}, {"offset": 10000.0}, relations=HELD),
     Case("packed-far-off", {**SIZES, "completion": 1500}, FAR, relations=HELD),
     Case("packed-to-a-length", SIZES, {"loss_type": "dr_grpo", "packed": True, "max_seqlen": 15}, relations=HELD),
     *swept("samples", {**SIZES, "prompts": 2, "completion": 3}, MEMBERS, TURNS),

@@ -78,6 +78,8 @@ CASES = (
     *DIMENSIONS,
 )
 EMPTY = (Case("no-rows", {"batch": 0, "seq": 5, "hidden": 16, "vocab": 33}, {**STATS, "bias": True}),)
+TEMPERATURES = {"tensor": (0.5, 2.0), "cold": (0.001, 0.003)}
+"""Bounds of the temperatures of tokens, by option."""
 DRAWN = frozenset(
     {"scale", "offset", "minus_inf", "minus_inf_first", "low", "edges", "bias", "temperature", "values", "ids"}
 )
@@ -110,9 +112,9 @@ def inputs(case: Case, draw: Draw) -> Inputs:
     if "ignore_index" in asked:
         call["target_ids"] = ids.masked_fill(draw.mask(0.4, batch, seq), asked["ignore_index"])
     if "temperature" in asked:
-        per_token = asked["temperature"] == "tensor"
+        between = TEMPERATURES.get(asked["temperature"])
         call["temperature"] = (
-            draw.uniform(0.5, 2.0, batch, seq, dtype=torch.float32) if per_token else asked["temperature"]
+            draw.uniform(*between, batch, seq, dtype=torch.float32) if between else asked["temperature"]
         )
     call["target_ids"] = call["target_ids"].to(asked.get("ids", torch.int64))
     return call | {name: value for name, value in asked.items() if name not in DRAWN}

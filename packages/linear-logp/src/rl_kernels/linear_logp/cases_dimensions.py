@@ -13,7 +13,7 @@ from rl_kernels.core.testing.dimensions import EDGES, HELD, ROWS, drawn, paired,
 AXES = {
     "return_stats": (None, True),
     "bias": (None, True),
-    "temperature": (None, 0.7, 0.703, 3.0, "tensor"),
+    "temperature": (None, 0.7, 0.703, 3.0, "tensor", "cold"),
     "ignore_index": (None, IGNORED, 0, 7),
     "workspace_mib": (None, 1, 4096),
     "ids": (None, torch.int32),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from rl_kernels.core.bench.definition import bytes_of
-from rl_kernels.core.check.run import Results
+from rl_kernels.core.check.guard import Results
 from rl_kernels.core.contract import DTYPES
 from rl_kernels.core.testing import Case, Draw, Inputs, Spec
 

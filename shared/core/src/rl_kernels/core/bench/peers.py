@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rl_kernels.core.bench.definition import Peer
-from rl_kernels.core.check.run import Results
+from rl_kernels.core.check.guard import Results
 
 LOOSE = 5e-2
 """Relative norm of the difference from our result that a peer may have: one that rounds logits to BF16 is inside."""

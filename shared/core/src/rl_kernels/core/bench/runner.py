@@ -16,7 +16,7 @@ from rl_kernels.core.bench.peers import LOOSE, Skipped, difference, made, named_
 from rl_kernels.core.bench.record import OURS, Measured, Record
 from rl_kernels.core.bench.verify import Wrong, call, verify
 from rl_kernels.core.check.candidate import backend_candidate
-from rl_kernels.core.check.run import Misbehaved, Results, named
+from rl_kernels.core.check.guard import Misbehaved, Results, named
 from rl_kernels.core.contract import DTYPES
 from rl_kernels.core.dispatch import BackendUnavailable, record_dispatch
 from rl_kernels.core.operator import Operator, arch_of

@@ -16,7 +16,7 @@ import torch
 from rl_kernels.core.bench.arena import Arena
 from rl_kernels.core.check.candidate import readable
 from rl_kernels.core.check.compare import FACTORS, ROUNDING, ulp
-from rl_kernels.core.check.run import Results, named
+from rl_kernels.core.check.guard import Results, named
 from rl_kernels.core.contract import Tolerance, contract
 from rl_kernels.core.testing import Inputs, RowLayout
 from rl_kernels.core.testing.transforms import Rows

@@ -11,8 +11,9 @@ import torch
 
 from rl_kernels.core.check.candidate import Candidate, gold_inputs, readable
 from rl_kernels.core.check.compare import Comparison
+from rl_kernels.core.check.guard import Misbehaved, Results
 from rl_kernels.core.check.result import CaseId, Check, Skip
-from rl_kernels.core.check.run import PLAIN, Misbehaved, Ran, Results, Run
+from rl_kernels.core.check.run import PLAIN, Ran, Run
 from rl_kernels.core.contract import ALL_DTYPES, Tolerance, contract
 from rl_kernels.core.operator import Call, Operator
 from rl_kernels.core.testing import Case, Draw, Inputs, Spec, spec_of

@@ -23,12 +23,13 @@ import torch
 from rl_kernels.core.check.candidate import backend_candidate
 from rl_kernels.core.check.cell import Cell, Setting, call_of
 from rl_kernels.core.check.compare import bits
+from rl_kernels.core.check.guard import named
 from rl_kernels.core.check.mutation import Honest
 from rl_kernels.core.check.mutation.controls import CONTROLS
 from rl_kernels.core.check.relations import RELATIONS, hold
 from rl_kernels.core.check.repeat import differing_runs
 from rl_kernels.core.check.result import Check, Skip
-from rl_kernels.core.check.run import Run, named
+from rl_kernels.core.check.run import Run
 from rl_kernels.core.contract import DTYPES
 from rl_kernels.core.dispatch import AUTO, BackendUnavailable, record_dispatch, use_backend
 from rl_kernels.core.operator import INVARIANT, Operator, arch_of

@@ -8,7 +8,7 @@ from functools import cache
 import torch
 
 from rl_kernels.core.check.cell import Cell
-from rl_kernels.core.check.run import Results
+from rl_kernels.core.check.guard import Results
 from rl_kernels.core.testing import bits_of
 
 SIZE = 4096

@@ -1,31 +1,19 @@
-"""Call an implementation on copies of the inputs, and turn whatever it does into named results or a clear failure."""
+"""Call an implementation on copies of the inputs, and ask for what a trainer would: gradients, again, after a write."""
 
 from __future__ import annotations
 
 import copy
-import traceback
-from collections import namedtuple
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
 import torch
 from torch.autograd import forward_ad
 
-from rl_kernels.core.dispatch import BackendUnavailable
+from rl_kernels.core.check.guard import Misbehaved, Results, as_found, equal, guarded, named, or_refused
 from rl_kernels.core.testing.spec import Inputs
-from rl_kernels.core.testing.surroundings import Surroundings, changed, global_state
+from rl_kernels.core.testing.surroundings import Surroundings, global_state
 
-Results = dict[str, torch.Tensor]
 PLAIN = Surroundings()
-
-
-class Misbehaved(Exception):
-    """A candidate did not answer as an operator must; the message says how."""
-
-    def __init__(self, message: str, traceback: str = "") -> None:
-        super().__init__(message)
-        self.traceback = traceback
-        """Of the exception that the candidate raised, if it did."""
 
 
 class Ran(Protocol):
@@ -64,6 +52,12 @@ class Ran(Protocol):
 
     def two_at_once(self, upstream: Mapping[str, torch.Tensor]) -> Results:
         """Call twice before the backward pass of either: the gradients after both."""
+
+    def renewed(self, upstream: Mapping[str, torch.Tensor]) -> Results:
+        """Give each leaf with a buffer ``main_grad`` another one, and call again: the gradients."""
+
+    def written(self, name: str, value: torch.Tensor, upstream: Mapping[str, torch.Tensor]) -> Results | str:
+        """Write into an argument before the backward pass: the gradients, or the error that refuses them."""
 
     def second_order(self, upstream: Mapping[str, torch.Tensor]) -> Results | str:
         """Return the gradients of half the squared norm of the gradients, or the error that refuses them."""
@@ -188,6 +182,20 @@ class Run:
         self._attached = second
         return self.gradients(upstream)
 
+    def renewed(self, upstream: Mapping[str, torch.Tensor]) -> Results:
+        """Give each leaf with a buffer ``main_grad`` another one, and call again: the gradients."""
+        for leaf in self._leaves.values():
+            if getattr(leaf, "main_grad", None) is not None:
+                leaf.main_grad = torch.zeros_like(leaf.main_grad)  # type: ignore[attr-defined]
+        self._attached = self._forward()
+        return self.gradients(upstream)
+
+    def written(self, name: str, value: torch.Tensor, upstream: Mapping[str, torch.Tensor]) -> Results | str:
+        """Write into an argument before the backward pass: the gradients, or the error that refuses them."""
+        with torch.no_grad():
+            self.inputs[name].copy_(value)
+        return or_refused(lambda: self.gradients(upstream))  # type: ignore[no-any-return]
+
     def second_order(self, upstream: Mapping[str, torch.Tensor]) -> Results | str:
         """Return the gradients of half the squared norm of the gradients, or the error that refuses them."""
         leaves = list(self._leaves.values())
@@ -198,7 +206,7 @@ class Run:
             total = torch.stack([grad.double().square().sum() for grad in first]).sum() / 2
             return torch.autograd.grad(total, leaves, allow_unused=True)
 
-        found = _or_refused(lambda: self._watched("double backward", twice))
+        found = or_refused(lambda: self._watched("double backward", twice))
         if isinstance(found, str):
             return found
         grads = zip(self._leaves.items(), found, strict=True)
@@ -220,64 +228,4 @@ class Run:
                     for name, pair in pairs.items()
                 }
 
-        return _or_refused(lambda: self._watched("forward mode", tangents))
-
-
-def equal(found: torch.Tensor | None, expected: torch.Tensor) -> bool:
-    """Say whether a result is there with the numbers that are expected, any NaN being as good as another."""
-    return found is not None and torch.equal(found.nan_to_num(), expected.nan_to_num())
-
-
-def as_found(phase: str, before: dict[str, Any]) -> None:
-    """Raise if something of the global state is no longer as it was."""
-    names = changed(before)
-    if names:
-        raise Misbehaved(f"{phase} did not leave as it found: {', '.join(names)}")
-
-
-def _or_refused(run: Callable[[], Any]) -> Any:
-    """Return what ``run`` returns, or what it says where it refuses."""
-    try:
-        return run()
-    except Misbehaved as error:
-        return str(error)
-
-
-def named(result: Any, single: str) -> Results:
-    """Name the tensors of a result: the fields of a NamedTuple, also of one in it, or ``single`` for a bare tensor."""
-    if isinstance(result, torch.Tensor):
-        return {single: result}
-    if isinstance(result, tuple) and hasattr(result, "_fields"):
-        inner = next((field for field in result._fields if hasattr(getattr(result, field), "_fields")), None)
-        if inner is not None:
-            others = {field: getattr(result, field) for field in result._fields if field != inner}
-            flat = {**named(getattr(result, inner), single), **others}
-            return named(namedtuple(type(result).__name__, flat)(**flat), single)
-        wrong = [field for field in result._fields if not isinstance(getattr(result, field), torch.Tensor)]
-        if not wrong:
-            return dict(zip(result._fields, result, strict=True))
-        raise Misbehaved(f"{', '.join(wrong)}: expected a tensor")
-    raise Misbehaved(f"expected a tensor or a NamedTuple of tensors, got {type(result).__name__}")
-
-
-def guarded(phase: str, run: Callable[[], Any]) -> Any:
-    """Return what ``run`` returns; whatever it raises becomes ``Misbehaved``, with the traceback.
-
-    But ``BackendUnavailable``, because a backend that says beforehand that a call is beyond it has not misbehaved; and
-    Ctrl-C, which is for us. A candidate that raises either has a process of its own (``worker.py``).
-    """
-    try:
-        return run()
-    except (Misbehaved, BackendUnavailable, KeyboardInterrupt):
-        raise
-    except BaseException as error:
-        raise misbehaved(phase, error) from error
-
-
-def misbehaved(phase: str, error: BaseException) -> Misbehaved:
-    """Say what was raised, and where."""
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
-    return Misbehaved(
-        f"{phase} raised {type(error).__name__}: {error}{where}", "".join(traceback.format_exception(error))
-    )
+        return or_refused(lambda: self._watched("forward mode", tangents))

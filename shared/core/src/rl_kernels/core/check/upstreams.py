@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from rl_kernels.core.check.cell import Cell
-from rl_kernels.core.check.run import Results
+from rl_kernels.core.check.guard import Results
 from rl_kernels.core.contract import ALL_DTYPES
 
 SCALES = {" upstream x0": 0.0, " upstream x-1": -1.0, " upstream x3": 3.0, " upstream x1e-06": 1e-6}

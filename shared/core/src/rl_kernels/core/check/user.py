@@ -6,8 +6,8 @@ import inspect
 from typing import Any
 
 from rl_kernels.core.check.candidate import Candidate
+from rl_kernels.core.check.guard import Misbehaved
 from rl_kernels.core.check.isolation.remote import TIMEOUT, Worker
-from rl_kernels.core.check.run import Misbehaved
 from rl_kernels.core.operator import Operator
 from rl_kernels.core.testing import Inputs, spec_of
 

@@ -24,8 +24,10 @@ class Draw:
         return values.to(self.device, dtype or self.dtype)
 
     def ids(self, size: int, *shape: int) -> torch.Tensor:
-        """Return int64 ids uniform in ``[0, size)``."""
-        return torch.randint(size, shape, generator=self._generator).to(self.device)
+        """Return int64 ids uniform in ``[0, size)``, the last of which is the largest there is."""
+        found = torch.randint(size, shape, generator=self._generator)
+        found.view(-1)[-1:] = size - 1
+        return found.to(self.device)
 
     def mask(self, density: float, *shape: int) -> torch.Tensor:
         """Return a boolean mask, each element True with probability ``density``."""

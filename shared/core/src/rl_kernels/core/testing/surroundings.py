@@ -30,6 +30,7 @@ class Surroundings:
         default_device: of ``torch.set_default_device``.
         autocast: the dtype of ``torch.autocast``, on the device of the inputs.
         inference: whether inference mode is on.
+        matmul_precision: of ``torch.set_float32_matmul_precision``.
         forward_only: whether backward runs without them, as it does after a ``with`` block.
     """
 
@@ -39,6 +40,7 @@ class Surroundings:
     default_device: str | None = None
     autocast: torch.dtype | None = None
     inference: bool = False
+    matmul_precision: str | None = None
     forward_only: bool = False
 
     @contextmanager
@@ -55,6 +57,8 @@ class Surroundings:
                 stack.enter_context(torch.device(self.default_device))
             if self.autocast is not None:
                 stack.enter_context(torch.autocast(device_type, self.autocast))
+            if self.matmul_precision is not None:
+                stack.enter_context(_matmul_precision(self.matmul_precision))
             if self.inference:
                 stack.enter_context(torch.inference_mode())
             yield
@@ -68,6 +72,16 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
+
+
+@contextmanager
+def _matmul_precision(precision: str) -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def global_state() -> dict[str, Any]:

@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
+from rl_kernels.core.check.guard import Misbehaved, Results
 from rl_kernels.core.check.isolation import wire
-from rl_kernels.core.check.run import PLAIN, Misbehaved, Results
+from rl_kernels.core.check.run import PLAIN
 from rl_kernels.core.testing.spec import Inputs
 from rl_kernels.core.testing.surroundings import Surroundings
 
@@ -223,6 +224,14 @@ class RemoteRun:
     def two_at_once(self, upstream: Mapping[str, torch.Tensor]) -> Results:
         """Call twice before the backward pass of either: the gradients after both."""
         return self._ask("two_at_once", upstream=dict(upstream))
+
+    def renewed(self, upstream: Mapping[str, torch.Tensor]) -> Results:
+        """Give each leaf with a buffer ``main_grad`` another one, and call again: the gradients."""
+        return self._ask("renewed", upstream=dict(upstream))
+
+    def written(self, name: str, value: torch.Tensor, upstream: Mapping[str, torch.Tensor]) -> Results | str:
+        """Write into an argument before the backward pass: the gradients, or the error that refuses them."""
+        return self._ask("written", name=name, value=value, upstream=dict(upstream))
 
     def second_order(self, upstream: Mapping[str, torch.Tensor]) -> Results | str:
         """Return the gradients of half the squared norm of the gradients, or the error that refuses them."""

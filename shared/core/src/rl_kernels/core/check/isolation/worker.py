@@ -20,10 +20,11 @@ from typing import Any, BinaryIO
 import torch
 
 from rl_kernels.core.check import compare
+from rl_kernels.core.check.guard import Misbehaved, Results, misbehaved
 from rl_kernels.core.check.isolation import wire
 from rl_kernels.core.check.loading import Loaded, Unusable, load
 from rl_kernels.core.check.many import call_in_threads, call_often
-from rl_kernels.core.check.run import Misbehaved, Results, Run, misbehaved
+from rl_kernels.core.check.run import Run
 from rl_kernels.core.testing.spec import Inputs
 from rl_kernels.core.testing.surroundings import Surroundings
 
@@ -84,6 +85,13 @@ class Host:
 
     def _do_two_at_once(self, number: int, upstream: Results) -> Results:
         return _plain(self._runs[number].two_at_once(upstream))
+
+    def _do_renewed(self, number: int, upstream: Results) -> Results:
+        return _plain(self._runs[number].renewed(upstream))
+
+    def _do_written(self, number: int, name: str, value: torch.Tensor, upstream: Results) -> Results | str:
+        found = self._runs[number].written(name, value, upstream)
+        return found if isinstance(found, str) else _plain(found)
 
     def _do_updated(self, number: int, inputs: Inputs, upstream: Results, silently: bool) -> Results:
         return _plain(self._runs[number].updated(inputs, upstream, silently=silently))

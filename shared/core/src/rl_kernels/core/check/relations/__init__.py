@@ -8,6 +8,7 @@ from traceback import format_exc
 import torch
 
 from rl_kernels.core.check.cell import Cell
+from rl_kernels.core.check.guard import Misbehaved
 from rl_kernels.core.check.relations.accuracy import accuracy, gradients
 from rl_kernels.core.check.relations.determinism import invariance, repeatability
 from rl_kernels.core.check.relations.hygiene import hygiene
@@ -15,7 +16,6 @@ from rl_kernels.core.check.relations.integration import integration
 from rl_kernels.core.check.relations.parity import parity
 from rl_kernels.core.check.relations.robustness import robustness
 from rl_kernels.core.check.result import Record
-from rl_kernels.core.check.run import Misbehaved
 from rl_kernels.core.contract import MissingTolerance
 from rl_kernels.core.dispatch import BackendUnavailable
 

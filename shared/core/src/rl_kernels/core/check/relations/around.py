@@ -9,14 +9,15 @@ import torch
 from rl_kernels.core.check import compare
 from rl_kernels.core.check.cell import Cell
 from rl_kernels.core.check.compare import Comparison
+from rl_kernels.core.check.guard import Misbehaved, Results
 from rl_kernels.core.check.result import Check, Record
-from rl_kernels.core.check.run import Misbehaved, Results
 from rl_kernels.core.testing.surroundings import Surroundings
 
 AROUND = {
     "default dtype FP64": Surroundings(default_dtype=torch.float64),
     "default device meta": Surroundings(default_device="meta"),
     "inference mode": Surroundings(inference=True),
+    "matmul precision medium": Surroundings(matmul_precision="medium"),
 }
 CAST = torch.bfloat16
 """The dtype of autocast."""
@@ -60,7 +61,7 @@ def _same(cell: Cell, label: str, surroundings: Surroundings, expected: Results,
 def _autocast(cell: Cell, expected: Results, upstream: Results) -> Iterator[Record]:
     """Compare with a call of the arguments that autocast casts, cast beforehand; of others it casts none.
 
-    Backward runs outside of autocast, as it does after a ``with`` block.
+    Backward runs outside of autocast, as it does after a ``with`` block, and inside.
     """
     cast = [name for name in cell.spec.autocast.get(cell.case.function, ()) if name in cell.inputs]
     if cell.dtype_name == "fp64" or (cast and cell.candidate.is_slow(cell.setting.device.type)):
@@ -77,6 +78,8 @@ def _autocast(cell: Cell, expected: Results, upstream: Results) -> Iterator[Reco
             name: value.to(expected[name].dtype) if "gradient:" in name else value for name, value in found.items()
         }
     yield _same(cell, "autocast", Surroundings(autocast=CAST, forward_only=True), wanted, upstream)
+    if upstream:
+        yield _same(cell, "autocast, backward inside", Surroundings(autocast=CAST), wanted, upstream)
 
 
 def _outputs(results: Results) -> Results:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
@@ -10,9 +11,9 @@ import torch
 from rl_kernels.core.check import compare
 from rl_kernels.core.check.cell import Cell
 from rl_kernels.core.check.compare import Comparison
+from rl_kernels.core.check.guard import Misbehaved, Results
 from rl_kernels.core.check.repeat import other_stream
 from rl_kernels.core.check.result import Check, Record
-from rl_kernels.core.check.run import Misbehaved, Results
 from rl_kernels.core.contract import Tolerance
 from rl_kernels.core.testing import Case, Draw, Inputs, Transform, Variant
 from rl_kernels.core.testing.surroundings import Surroundings
@@ -62,7 +63,8 @@ def _many(cell: Cell) -> Iterator[Record]:
     where, both = (cell.case.function, cell.spec.output), [cell.inputs, cell.redrawn().inputs]
     item = "thousands of calls"
     try:
-        first, other, number = cell.candidate.many(*where, both, CALLS, SECONDS[cell.setting.suite])
+        rich = _with_most_options(cell)
+        first, other, number = cell.candidate.many(*where, both + rich, CALLS, SECONDS[cell.setting.suite])
         yield _same(cell, item, first, other, f"call {number}: ")
         item = "two threads at once"
         pairs = cell.candidate.threads(*where, both, AT_ONCE)
@@ -70,6 +72,18 @@ def _many(cell: Cell) -> Iterator[Record]:
             yield _same(cell, item, expected, found)
     except Misbehaved as error:
         yield cell.failed("repeatability", item, error)
+
+
+def _with_most_options(cell: Cell) -> list[Inputs]:
+    """Return the inputs of the case with most options, of the function's that are about as small as this."""
+    largest = 4 * math.prod(cell.case.sizes.values())
+    cells = [
+        replace(cell, case=case)
+        for case in cell.spec.cases
+        if case.function == cell.case.function and not case.relations and math.prod(case.sizes.values()) <= largest
+    ]
+    fitting = [each for each in cells if not each.missing() and not cell.spec.overwritten(each.inputs)]
+    return [max(fitting, key=lambda each: len(each.case.options)).inputs]
 
 
 def _same(cell: Cell, item: str, expected: Results, found: Results, prefix: str = "") -> Check:

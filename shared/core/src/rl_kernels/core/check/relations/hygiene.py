@@ -10,14 +10,14 @@ import torch
 from rl_kernels.core.check import compare
 from rl_kernels.core.check.cell import Cell
 from rl_kernels.core.check.compare import Comparison
+from rl_kernels.core.check.guard import Misbehaved, Results
 from rl_kernels.core.check.relations.around import around, as_found
 from rl_kernels.core.check.relations.determinism import unchanged_by
-from rl_kernels.core.check.result import Check, Record
-from rl_kernels.core.check.run import PLAIN, Misbehaved, Ran, Results
+from rl_kernels.core.check.relations.lifetimes import HELD, first_difference, lifetimes
+from rl_kernels.core.check.result import Record
+from rl_kernels.core.check.run import Ran
 from rl_kernels.core.testing import STORAGE, Inputs, Variant
 from rl_kernels.core.testing.surroundings import Surroundings
-
-HELD = Comparison(True)
 
 
 def hygiene(cell: Cell) -> Iterator[Record]:
@@ -33,10 +33,7 @@ def hygiene(cell: Cell) -> Iterator[Record]:
     yield from _untouched_elsewhere(cell)
     yield from _written(cell, base)
     yield from _poisoned(cell, expected, upstream)
-    yield from _interleaved(cell, expected, upstream)
-    yield from _again(cell, upstream)
-    yield from _scribbled(cell, expected, upstream)
-    yield from _updated(cell, upstream)
+    yield from lifetimes(cell, expected, upstream)
     yield from _expanded(cell)
     yield from as_found(cell)
     yield from around(cell, expected, upstream)
@@ -109,101 +106,6 @@ def _poisoned(cell: Cell, expected: Results, upstream: Results) -> Iterator[Reco
         yield cell.record("hygiene", f"{item}, poisoned memory", tuple(value.shape), "bitwise", comparison)
 
 
-def _interleaved(cell: Cell, expected: Results, upstream: Results) -> Iterator[Record]:
-    """Call on other values before and after a backward pass: what the first call gave and saved is its own."""
-    try:
-        first = cell.run()
-        cell.redrawn().run().results(upstream)
-        results = first.results(upstream)
-        cell.redrawn().run().results(upstream)
-        comparison = _first_difference({**results, **first.kept}, expected)
-    except Misbehaved as error:
-        yield cell.failed("hygiene", "a call in between", error)
-        return
-    yield cell.record("hygiene", "a call in between", (), "bitwise", comparison)
-
-
-def _again(cell: Cell, upstream: Results) -> Iterator[Record]:
-    """Run backward twice on one graph: the first pass leaves what the second needs."""
-    if not upstream:
-        return
-    if cell.spec.inplace.keys() & cell.inputs.keys():
-        yield _refused_again(cell, upstream)
-        return
-    try:
-        run = cell.run()
-        first = run.gradients(upstream, again=True)
-        comparison = _first_difference(run.gradients(upstream), first)
-    except Misbehaved as error:
-        yield cell.failed("hygiene", "backward again", error)
-        return
-    yield cell.record("hygiene", "backward again", (), "bitwise", comparison)
-
-
-def _refused_again(cell: Cell, upstream: Results) -> Check:
-    """A second backward pass raises where the first has overwritten what it needs."""
-    try:
-        run = cell.run()
-        run.gradients(upstream, again=True)
-    except Misbehaved as error:
-        return cell.failed("hygiene", "backward again", error)
-    try:
-        run.gradients(upstream)
-    except Misbehaved:
-        return cell.record("hygiene", "backward again", (), "refused", HELD)
-    message = "expected an error, because the first pass has overwritten an input; nothing was raised"
-    return cell.record("hygiene", "backward again", (), "refused", Comparison(False, message=message))
-
-
-def _scribbled(cell: Cell, expected: Results, upstream: Results) -> Iterator[Record]:
-    """Write into the results, and call again."""
-    if cell.spec.overwritten(cell.inputs):
-        return
-    try:
-        comparison = _first_difference(cell.run().scribbled(upstream), expected)
-    except Misbehaved as error:
-        yield cell.failed("hygiene", "results written into", error)
-        return
-    yield cell.record("hygiene", "results written into", (), "bitwise", comparison)
-
-
-def _updated(cell: Cell, upstream: Results) -> Iterator[Record]:
-    """Write other values into the same tensors, with a new version of them and without, and call again.
-
-    A result that was kept by address, version or attribute shows; so does an output that is a view of an input.
-    """
-    fresh = cell.redrawn()
-    if cell.spec.overwritten(cell.inputs) or not _alike(cell.inputs, fresh.inputs):
-        return
-    autocast = Surroundings(autocast=torch.bfloat16)
-    ways: list[tuple[str, bool, list[str] | None, Surroundings]] = [
-        ("updated in place", False, None, PLAIN),
-        ("updated unseen", True, None, PLAIN),
-        ("updated unseen, no gradients", True, [], PLAIN),
-    ]
-    if cell.dtype_name != "fp64" and not cell.candidate.is_slow(cell.setting.device.type):
-        ways.append(("updated in place, autocast", False, [], autocast))
-    for how, silently, leaves, surroundings in ways:
-        given = {} if leaves == [] else upstream
-        try:
-            expected = fresh.run(leaves=leaves, around=surroundings).results(given)
-            found = cell.run(leaves=leaves, around=surroundings).updated(fresh.inputs, given, silently=silently)
-            comparison = _first_difference(found, expected)
-        except Misbehaved as error:
-            yield cell.failed("hygiene", f"inputs {how}", error)
-            continue
-        yield cell.record("hygiene", f"inputs {how}", (), "bitwise", comparison)
-
-
-def _alike(inputs: Inputs, others: Inputs) -> bool:
-    """Say whether the values of one call can be written into the tensors of another."""
-
-    def shapes(given: Inputs) -> dict[str, object]:
-        return {name: value.shape for name, value in given.items() if isinstance(value, torch.Tensor)}
-
-    return shapes(inputs) == shapes(others)
-
-
 def _expanded(cell: Cell) -> Iterator[Record]:
     """Compare differentiable arguments of stride 0 with the same values, each with storage of its own."""
     if cell.spec.inplace.keys() & cell.inputs.keys():
@@ -218,23 +120,13 @@ def _expanded(cell: Cell) -> Iterator[Record]:
             base = cell.run(copies)
             upstream = cell.upstream(base)
             expected, run = base.results(upstream), cell.run(views)
-            comparison = _first_difference(run.results(upstream), expected)
+            comparison = first_difference(run.results(upstream), expected)
             if comparison.passed and not cell.spec.overwritten(cell.inputs):
-                comparison = _first_difference(run.scribbled(upstream), expected)
+                comparison = first_difference(run.scribbled(upstream), expected)
         except Misbehaved as error:
             yield cell.failed("hygiene", f"{name} expanded", error)
             continue
         yield cell.record("hygiene", f"{name} expanded", tuple(value.shape), "bitwise", comparison)
-
-
-def _first_difference(found: Results, expected: Results) -> Comparison:
-    if found.keys() != expected.keys():
-        return Comparison(False, message=f"expected {', '.join(expected)}, got {', '.join(found)}")
-    for item, value in expected.items():
-        comparison = compare.bits(found[item], value)
-        if not comparison.passed:
-            return replace(comparison, message=f"{item}: {comparison.message}")
-    return HELD
 
 
 def _empty(cell: Cell) -> Iterator[Record]:
@@ -249,9 +141,9 @@ def _empty(cell: Cell) -> Iterator[Record]:
             eager = here.eager()
             upstream = here.upstream(eager)
             expected = _positive(eager.results(upstream))
-            comparison = _first_difference(_positive(run.results(upstream)), expected)
+            comparison = first_difference(_positive(run.results(upstream)), expected)
             if comparison.passed and not here.spec.overwritten(here.inputs):
-                comparison = _first_difference(_positive(here.run().scribbled(upstream)), expected)
+                comparison = first_difference(_positive(here.run().scribbled(upstream)), expected)
         except Misbehaved as error:
             yield cell.failed("hygiene", item, error)
             continue

@@ -16,8 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rl_kernels.core.check import compare
 from rl_kernels.core.check.cell import Cell
 from rl_kernels.core.check.compare import Comparison
+from rl_kernels.core.check.guard import Misbehaved, Results, guarded, named
 from rl_kernels.core.check.result import Check, Record
-from rl_kernels.core.check.run import Misbehaved, Results, Run, guarded, named
+from rl_kernels.core.check.run import Run
 from rl_kernels.core.testing import Case, Inputs
 from rl_kernels.core.torchlib import NAMESPACE
 

@@ -9,8 +9,8 @@ import torch
 
 from rl_kernels.core.check import compare
 from rl_kernels.core.check.cell import Cell
+from rl_kernels.core.check.guard import Misbehaved, Results
 from rl_kernels.core.check.result import Check, Record
-from rl_kernels.core.check.run import Misbehaved, Results
 from rl_kernels.core.testing import Inputs
 
 FEW = 32
@@ -41,6 +41,21 @@ def main_grad(cell: Cell, upstream: Results) -> Iterator[Record]:
             if not needed:
                 break
             yield _added(cell, name, upstream, found, label)
+            if not cell.case.relations:
+                yield _renewed(cell, name, upstream, strided, leaves)
+
+
+def _renewed(cell: Cell, name: str, upstream: Results, strided: bool, leaves: list[str]) -> Check:
+    """Compare what a second step adds to a buffer that is assigned anew with what the first would have."""
+    item, inputs = f"gradient:{name} in another main_grad", _with_buffer(cell, name, strided)
+    try:
+        run = cell.run(inputs, leaves=leaves)
+        run.gradients(upstream)
+        found = run.renewed(upstream)[f"gradient:{name}"]
+        expected = cell.run(inputs, leaves=leaves).gradients(upstream)[f"gradient:{name}"]
+    except Misbehaved as error:
+        return cell.failed("gradients", item, error)
+    return cell.record("gradients", item, tuple(found.shape), "bitwise", compare.bits(found, expected))
 
 
 def _with_buffer(cell: Cell, name: str, strided: bool) -> Inputs:

@@ -8,9 +8,9 @@ from dataclasses import replace
 from rl_kernels.core.check import compare
 from rl_kernels.core.check.candidate import Candidate, backend_candidate
 from rl_kernels.core.check.cell import Cell, call_of
+from rl_kernels.core.check.guard import Misbehaved
 from rl_kernels.core.check.relations.determinism import invariance
 from rl_kernels.core.check.result import Check, Record
-from rl_kernels.core.check.run import Misbehaved
 from rl_kernels.core.dispatch import AUTO, explain_call
 
 

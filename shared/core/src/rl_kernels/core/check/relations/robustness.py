@@ -10,8 +10,8 @@ import torch
 from rl_kernels.core.check import compare
 from rl_kernels.core.check.cell import Cell
 from rl_kernels.core.check.compare import Comparison
+from rl_kernels.core.check.guard import Misbehaved
 from rl_kernels.core.check.result import Record
-from rl_kernels.core.check.run import Misbehaved
 from rl_kernels.core.testing import Inputs
 
 
