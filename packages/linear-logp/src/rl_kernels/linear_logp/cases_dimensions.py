@@ -53,6 +53,7 @@ DIMENSIONS: tuple[Case, ...] = (
     Case("vocab-262208", {"batch": 1, "seq": 1, "hidden": 2, "vocab": 262208}, TURNS[0], relations=HELD),
     Case("rows-65600", {"batch": 1, "seq": 65600, "hidden": 2, "vocab": 3}, TURNS[0], relations=HELD),
     Case("hidden-12296", {"batch": 1, "seq": 2, "hidden": 12296, "vocab": 5}, TURNS[0], relations=HELD),
+    Case("hidden-8200", {"batch": 1, "seq": 2, "hidden": 8200, "vocab": 5}, {}, relations=HELD, dtype="bf16"),
     Case("small-workspace", {"batch": 1, "seq": 400, "hidden": 1024, "vocab": 40}, LITTLE, relations=HELD),
     Case("logits-256MiB", {"batch": 1, "seq": 1030, "hidden": 2, "vocab": 65600}, relations=HELD[1:], suite="full"),
     Case("masked-head", {"batch": 1, "seq": 3, "hidden": 3, "vocab": 20000}, HEAD, relations=HELD),

@@ -119,11 +119,13 @@ def _updated(cell: Cell, upstream: Results) -> Iterator[Record]:
     if cell.spec.overwritten(cell.inputs) or not _alike(cell.inputs, fresh):
         return
     autocast = Surroundings(autocast=torch.bfloat16)
+    mixed = _mixed(cell, fresh)
     ways: list[tuple[str, Inputs, bool, list[str] | None, Surroundings]] = [
         ("updated in place", fresh, False, None, PLAIN),
         ("updated unseen", fresh, True, None, PLAIN),
         ("updated unseen, no gradients", fresh, True, [], PLAIN),
-        ("updated unseen in one place", _mixed(cell, fresh), True, None, PLAIN),
+        ("updated unseen in one place", mixed, True, None, PLAIN),
+        ("updated unseen in one place, no gradients", mixed, True, [], PLAIN),
     ]
     if cell.dtype_name != "fp64" and not cell.candidate.is_slow(cell.setting.device.type):
         ways.append(("updated in place, autocast", fresh, False, [], autocast))

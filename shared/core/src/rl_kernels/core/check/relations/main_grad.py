@@ -9,9 +9,11 @@ import torch
 
 from rl_kernels.core.check import compare
 from rl_kernels.core.check.cell import Cell
+from rl_kernels.core.check.compare import Comparison
 from rl_kernels.core.check.guard import Misbehaved, Results
 from rl_kernels.core.check.result import Check, Record
 from rl_kernels.core.testing import Inputs
+from rl_kernels.core.testing.surroundings import Surroundings
 
 FEW = 32
 """Numbers of a buffer up to which all may be short by chance."""
@@ -43,6 +45,8 @@ def main_grad(cell: Cell, upstream: Results) -> Iterator[Record]:
             yield _added(cell, name, upstream, found, label)
             if not cell.case.relations:
                 yield _renewed(cell, name, upstream, strided, leaves)
+        if needed and not cell.case.relations and name in cell.spec.autocast.get(cell.case.function, ()):
+            yield _cast(cell, name, upstream)
 
 
 def _renewed(cell: Cell, name: str, upstream: Results, strided: bool, leaves: list[str]) -> Check:
@@ -56,6 +60,19 @@ def _renewed(cell: Cell, name: str, upstream: Results, strided: bool, leaves: li
     except Misbehaved as error:
         return cell.failed("gradients", item, error)
     return cell.record("gradients", item, tuple(found.shape), "bitwise", compare.bits(found, expected))
+
+
+def _cast(cell: Cell, name: str, upstream: Results) -> Check:
+    """Under autocast, where a cast copy takes the place of the parameter, the buffer is added to all the same."""
+    item = f"gradient:{name} in main_grad, autocast"
+    try:
+        run = cell.run(_with_buffer(cell, name, False), around=Surroundings(autocast=torch.bfloat16, forward_only=True))
+        run.gradients(upstream)
+        is_added = bool(run.inputs[name].main_grad.any())
+    except Misbehaved as error:
+        return cell.failed("gradients", item, error)
+    message = "" if is_added else "nothing was added to the buffer"
+    return cell.record("gradients", item, (), "added", Comparison(is_added, message=message))
 
 
 def _with_buffer(cell: Cell, name: str, strided: bool) -> Inputs:
