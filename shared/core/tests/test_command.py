@@ -1,6 +1,8 @@
 """Arguments that the project's commands share."""
 
 import argparse
+import subprocess
+import sys
 
 import pytest
 
@@ -24,3 +26,11 @@ def test_a_tilde_is_the_home_of_the_user(monkeypatch, tmp_path):
     assert writable("~/file.json") == tmp_path / "file.json"
     with pytest.raises(argparse.ArgumentTypeError, match="expected a path, got '~no-such-user/x'"):
         location("~no-such-user/x")
+
+
+def test_a_reader_that_has_enough_ends_a_command_without_a_traceback():
+    main = "import sys; from rl_kernels.core.cli import main; sys.exit(main(['doctor']))"
+    process = subprocess.Popen([sys.executable, "-c", main], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait(60) == 141

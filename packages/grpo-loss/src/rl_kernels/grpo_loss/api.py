@@ -135,8 +135,8 @@ def grpo_loss(
         ``loss`` alone. With return_metrics ``(GRPOLossOutput, metrics)``: one FP32 vector of the numbers that
         ``METRICS`` names, over active tokens: share clipped below (A < 0) and above (A > 0; the bounds of the weight
         with ``cispo``), mean, least and greatest ratio, the three KL estimates, effective sample size
-        ``(sum ratio)^2 / sum ratio^2``, how many tokens have a log-probability that is not finite, mean entropy; 0
-        for what is not given, and if no token is active.
+        ``(sum ratio)^2 / sum ratio^2`` (NaN where a square overflows), how many tokens have a log-probability that is
+        not finite, mean entropy; 0 for what is not given, and if no token is active.
 
     Raises:
         TypeError, ValueError: an argument is not as above; the message names it.

@@ -43,7 +43,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         check_environment()
-        return commands[name][1]()(rest)
+        status = commands[name][1]()(rest)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        # Whoever read the output has enough of it, as ``head`` does; the flush at exit must find somewhere to write.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except EnvironmentMistake as error:
         print(f"rl-kernels {name}: {error}", file=sys.stderr)
         return 2
