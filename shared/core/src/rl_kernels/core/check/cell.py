@@ -56,6 +56,11 @@ class Cell:
         """The dtype of this case's inputs, as the contract calls it."""
         return self.case.dtype or self.setting.dtype
 
+    @property
+    def is_slow(self) -> bool:
+        """Whether a call takes a thousand times as long as usual, so that what needs many calls is left out."""
+        return self.candidate.is_slow(self.setting.device.type)
+
     @cached_property
     def seed(self) -> int:
         """Seed of this case's inputs: the run's, and the case's name."""

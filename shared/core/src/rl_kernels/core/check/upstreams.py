@@ -54,7 +54,7 @@ def upstreams(cell: Cell, upstream: Results, peak: float) -> Iterator[Upstream]:
     large = next((scale for scale in LARGE if peak * scale < most), 1.0)
     kinds = list(_kinds(cell, upstream, large))
     yield Upstream("", upstream)
-    if cell.case.relations:
+    if cell.case.relations or cell.is_slow:
         yield kinds[zlib.crc32(cell.case.name.encode()) % len(kinds)]
         if cell.dtype_name == "fp16":
             # Small gradients are lost in it, which is why trainers scale their losses.

@@ -63,6 +63,6 @@ def concerns(cell: Cell, relation: str) -> bool:
 
 def exempt(cell: Cell, relation: str) -> str | None:
     """Say why a candidate or an operator is not held to a relation, or return None."""
-    if cell.case.dtype == "bf16" and cell.candidate.is_slow(cell.setting.device.type):
+    if cell.case.dtype == "bf16" and cell.is_slow:
         return "Triton's interpreter multiplies BF16 as integers"
     return cell.candidate.exemption(relation) or cell.spec.exempt.get(relation) or cell.missing()

@@ -64,7 +64,7 @@ def _autocast(cell: Cell, expected: Results, upstream: Results) -> Iterator[Reco
     Backward runs outside of autocast, as it does after a ``with`` block, and inside.
     """
     cast = [name for name in cell.spec.autocast.get(cell.case.function, ()) if name in cell.inputs]
-    if cell.dtype_name == "fp64" or (cast and cell.candidate.is_slow(cell.setting.device.type)):
+    if cell.dtype_name == "fp64" or (cast and cell.is_slow):
         return
     wanted = expected
     if cast:

@@ -57,7 +57,7 @@ def _many(cell: Cell) -> Iterator[Record]:
     """Two calls in turn, thousands of times and without gradients; then both at once, in two threads."""
     if cell.case.name != cell.spec.first_of(cell.case.function).name:
         return
-    if cell.candidate.is_slow(cell.setting.device.type):
+    if cell.is_slow:
         yield cell.skip("repeatability", "thousands of calls: not in Triton's interpreter")
         return
     where, both = (cell.case.function, cell.spec.output), [cell.inputs, cell.redrawn().inputs]

@@ -50,8 +50,6 @@ def _pending(cell: Cell, expected: Results, upstream: Results) -> Iterator[Recor
     """Call on other values many times before the first backward pass; of the plainest case of a function."""
     if not upstream or cell.case.name != cell.spec.first_of(cell.case.function).name:
         return
-    if cell.candidate.is_slow(cell.setting.device.type):
-        return
     fresh = cell.redrawn()
     try:
         first = cell.run()
@@ -127,7 +125,7 @@ def _updated(cell: Cell, upstream: Results) -> Iterator[Record]:
         ("updated unseen in one place", mixed, True, None, PLAIN),
         ("updated unseen in one place, no gradients", mixed, True, [], PLAIN),
     ]
-    if cell.dtype_name != "fp64" and not cell.candidate.is_slow(cell.setting.device.type):
+    if cell.dtype_name != "fp64":
         ways.append(("updated in place, autocast", fresh, False, [], autocast))
     for how, inputs, silently, leaves, surroundings in ways:
         given = {} if leaves == [] else upstream
