@@ -194,7 +194,7 @@ class Run:
         """Write into an argument before the backward pass: the gradients, or the error that refuses them."""
         with torch.no_grad():
             self.inputs[name].copy_(value)
-        return or_refused(lambda: self.gradients(upstream))  # type: ignore[no-any-return]
+        return or_refused(lambda: self.gradients(upstream))
 
     def second_order(self, upstream: Mapping[str, torch.Tensor]) -> Results | str:
         """Return the gradients of half the squared norm of the gradients, or the error that refuses them."""
