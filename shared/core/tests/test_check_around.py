@@ -105,6 +105,28 @@ def test_what_autocast_casts_is_said_by_the_operator():
     assert "output, autocast" in failed(definition, spec=CAST)
 
 
+def test_a_backward_pass_inside_autocast_shows():
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            ctx.save_for_backward(weight)
+            return definition(x, weight)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad[:, None] @ ctx.saved_tensors[0][None, :], None
+
+    found = failed(lambda x, weight: Product.apply(x, weight))
+    assert found.keys() == {"gradient:x, autocast, backward inside"}
+
+
+def test_a_result_that_follows_the_matmul_precision_shows():
+    def call(x, weight):
+        return definition(x, weight) * (1 + 1e-6 * (torch.get_float32_matmul_precision() == "medium"))
+
+    assert failed(call).keys() == {"output, matmul precision medium"}
+
+
 def test_a_result_that_follows_the_number_of_threads_shows():
     found = failed(lambda x, weight: definition(x, weight) * (1 + 1e-6 * torch.get_num_threads()), "invariance")
     assert found.keys() == {"threads"}
@@ -197,7 +219,8 @@ def test_what_is_kept_by_address_or_version_shows_where_inputs_are_updated():
             held[id(x)] = found = x, x._version, x.detach().clone()
         return definition(x - x.detach() + found[2], weight)
 
-    assert failed(by_version).keys() == {"inputs updated unseen", "inputs updated unseen, no gradients"}
+    unseen = {f"inputs updated unseen{where}" for where in ("", " in one place")}
+    assert failed(by_version).keys() == unseen | {f"{item}, no gradients" for item in unseen}
 
     def by_identity(x, weight):
         found = held.get(id(x))
@@ -213,6 +236,65 @@ def test_what_is_kept_by_address_or_version_shows_where_inputs_are_updated():
 
     held.clear()
     assert failed(without_gradients).keys() >= {"inputs updated unseen, no gradients"}
+
+
+def test_what_knows_its_inputs_by_some_of_their_numbers_shows():
+    held = {}
+
+    def by_first_number(x, weight):
+        found = held.setdefault(id(x), (x, x.detach().clone()))
+        if found[1][0, 0] != x[0, 0]:
+            held[id(x)] = found = x, x.detach().clone()
+        return definition(x - x.detach() + found[1], weight)
+
+    found = failed(by_first_number)
+    assert found.keys() == {f"inputs updated unseen in one place{which}" for which in ("", ", no gradients")}
+
+
+def test_what_an_attribute_keeps_for_the_backward_pass_shows_where_it_is_written():
+    class Unversioned(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            ctx.weight = weight
+            return definition(x, weight)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad[:, None] * ctx.weight, None
+
+    found = failed(lambda x, weight: Unversioned.apply(x, weight))
+    assert found.keys() == {"weight written before backward"}
+
+
+def test_a_ring_of_what_is_kept_for_backward_passes_shows():
+    ring, calls = {}, [0]
+
+    class Ring(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            calls[0] += 1
+            ctx.place = calls[0] % 16
+            ring[ctx.place] = weight.clone()
+            return definition(x, weight)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad[:, None] * ring[ctx.place], None
+
+    assert failed(lambda x, weight: Ring.apply(x, weight)).keys() >= {"40 calls pending"}
+
+
+@pytest.mark.parametrize("length", [2, 3, 24, 48])
+def test_a_ring_of_results_shows(length):
+    ring, calls = torch.empty(length, 6), [0]
+
+    def call(x, weight):
+        if x.requires_grad:
+            return definition(x, weight)
+        calls[0] += 1
+        return ring[calls[0] % length].copy_(definition(x, weight))
+
+    assert "thousands of calls" in failed(call, "repeatability")
 
 
 FIRST_COLUMN = Spec(

@@ -268,16 +268,24 @@ UPDATED = [
     "inputs updated in place",
     "inputs updated unseen",
     "inputs updated unseen, no gradients",
+    "inputs updated unseen in one place",
+    "inputs updated unseen in one place, no gradients",
     "inputs updated in place, autocast",
+    "x written before backward",
+    "mask written before backward",
 ]
-AROUND = ["default dtype FP64", "default device meta", "inference mode", "autocast"]
-UNCHANGED = ["inputs unchanged", *(f"inputs unchanged, {where}" for where in MOVED)]
+AROUND = ["default dtype FP64", "default device meta", "inference mode", "matmul precision medium", "autocast"]
+INSIDE = "autocast, backward inside"
+ELSEWHERE = [f"inputs unchanged, {where}" for where in MOVED]
+FIRST, POISONED, GRADIENT, BETWEEN, AGAIN = "inputs unchanged", *ALWAYS
+START = [FIRST, POISONED, GRADIENT, *ELSEWHERE, BETWEEN]
+END = ["x expanded", *AROUND, INSIDE, *LAYOUTS]
 ITEMS = {
-    "plain": [*UNCHANGED, *ALWAYS, *UPDATED, "x expanded", *AROUND, *LAYOUTS, "empty: no rows", "empty: no columns"],
-    "strided": [*UNCHANGED, *ALWAYS, *UPDATED, "x expanded", *AROUND, *LAYOUTS],
-    "into": [*UNCHANGED, "out holds output", ALWAYS[0], ALWAYS[2], "x expanded", *AROUND, *LAYOUTS],
+    "plain": [*START, "40 calls pending", AGAIN, *UPDATED, *END, "empty: no rows", "empty: no columns"],
+    "strided": [*START, AGAIN, *UPDATED, *END],
+    "into": [FIRST, "out holds output", POISONED, *ELSEWHERE, BETWEEN, "x expanded", *AROUND, *LAYOUTS],
     # Values that share memory cannot be overwritten one by one.
-    "reuse": [*UNCHANGED, *ALWAYS, *AROUND, *LAYOUTS],
+    "reuse": [*START, AGAIN, *AROUND, INSIDE, *LAYOUTS],
 }
 
 

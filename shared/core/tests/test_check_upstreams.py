@@ -78,14 +78,14 @@ class Toy:
     name = "toy"
 
 
-def records(function, name="plain", backend=None):
+def records(function, name="plain", backend=None, spec=SPEC):
     candidate = Candidate("toy", Toy, lambda _, kwargs: function(**kwargs), backend=backend)
-    cell = Cell(candidate, SPEC, SPEC.case(name), Setting("fp32", torch.device("cpu"), "cpu"))
+    cell = Cell(candidate, spec, spec.case(name), Setting("fp32", torch.device("cpu"), "cpu"))
     return list(hold(cell, "gradients"))
 
 
-def failed(function, name="plain", backend=None):
-    found = records(function, name, backend)
+def failed(function, name="plain", backend=None, spec=SPEC):
+    found = records(function, name, backend, spec)
     return {each.item: each.comparison.message for each in found if isinstance(each, Check) and not each.passed}
 
 
@@ -238,6 +238,7 @@ def test_gradients_that_are_added_to_a_buffer_hold():
         "gradient:weight in main_grad",
         "gradient:weight in main_grad alone",
         "gradient:weight in main_grad of columns",
+        "gradient:weight in another main_grad",
     ]
 
 
@@ -256,6 +257,33 @@ MAIN = "gradient:weight in main_grad"
 )
 def test_what_is_wrong_with_a_buffer_shows(how, items):
     assert failed(linear(adds=how), backend="toy").keys() == items
+
+
+def test_a_buffer_that_is_looked_up_once_shows():
+    first = {}
+
+    def adds_to_the_first(weight, gradient, whole):
+        first.setdefault(id(weight), (weight, weight.main_grad))[1].add_(gradient)
+
+    assert failed(linear(adds=adds_to_the_first), backend="toy").keys() == {"gradient:weight in another main_grad"}
+
+
+def test_a_buffer_that_autocast_hides_shows():
+    spec = Spec(**{**vars(SPEC), "autocast": {"": ("x", "weight")}})
+
+    def adds_without_autocast(weight, gradient, whole):
+        if weight.dtype == torch.float32 and not casts[-1]:
+            weight.main_grad.add_(gradient)
+
+    casts = [False]
+
+    def call(**inputs):
+        casts.append(torch.is_autocast_enabled("cpu"))
+        with torch.autocast("cpu", enabled=False):
+            return linear(adds=adds_without_autocast)(**inputs)
+
+    found = failed(call, backend="toy", spec=spec)
+    assert found == {"gradient:weight in main_grad, autocast": "nothing was added to the buffer"}
 
 
 def test_an_implementation_of_a_user_s_may_leave_the_buffer_alone():

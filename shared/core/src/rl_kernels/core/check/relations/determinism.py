@@ -83,7 +83,8 @@ def _with_most_options(cell: Cell) -> list[Inputs]:
         if case.function == cell.case.function and not case.relations and math.prod(case.sizes.values()) <= largest
     ]
     fitting = [each for each in cells if not each.missing() and not cell.spec.overwritten(each.inputs)]
-    return [max(fitting, key=lambda each: len(each.case.options)).inputs]
+    most = max(fitting, key=lambda each: len(each.case.options))
+    return [most.inputs] if most.case.options else []
 
 
 def _same(cell: Cell, item: str, expected: Results, found: Results, prefix: str = "") -> Check:
