@@ -64,6 +64,8 @@ def _made() -> Iterator[Case]:
         yield Case(f"output-{name}", SIZES, {"out_dtype": dtype}, grad=False, relations=("accuracy",), dtype="bf16")
     # Sums beyond what the operands' dtype holds, not beyond that of the output.
     beyond: dict[str, Any] = {"values": "huge", "out_dtype": torch.bfloat16}
+    for values in ("huge", "inf"):
+        yield Case(f"{values}-fp16", SIZES, {"values": values}, grad=False, relations=("accuracy",), dtype="fp16")
     yield Case("output-beyond-fp16", SIZES, beyond, grad=False, relations=("accuracy",), dtype="fp16")
 
 
@@ -99,6 +101,8 @@ def with_values(x: torch.Tensor, kind: str | None) -> torch.Tensor:
         return x.round()
     if kind == "zero-rows":
         return x * (torch.arange(x.shape[-2], device=x.device) % 2)[:, None].to(x.dtype)
+    if kind == "inf":
+        return torch.cat((x[..., :1] * torch.inf, x[..., 1:]), -1)
     if kind == "huge":
         return (x * 3e4).clamp(-65504, 65504)
     return x * {"large": 100.0, "small": 1e-4}.get(kind or "", 1.0)

@@ -63,8 +63,9 @@ class Cell:
 
     @cached_property
     def seed(self) -> int:
-        """Seed of this case's inputs: the run's, and the case's name."""
-        return (self.setting.seed + zlib.crc32(self.case.name.encode())) % 2**31
+        """Seed of this case's inputs: the run's, and the case's name or that of the cases it shares numbers with."""
+        name = self.case.drawn_as or self.case.name
+        return (self.setting.seed + zlib.crc32(name.encode())) % 2**31
 
     def draw(self, salt: int = 0) -> Draw:
         """Return the source of this case's random values."""

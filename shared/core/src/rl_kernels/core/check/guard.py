@@ -13,6 +13,7 @@ from rl_kernels.core.dispatch import BackendUnavailable
 from rl_kernels.core.testing.surroundings import changed
 
 Results = dict[str, torch.Tensor]
+LEFT = "did not leave as it found"
 
 
 class Misbehaved(Exception):
@@ -33,7 +34,7 @@ def as_found(phase: str, before: dict[str, Any]) -> None:
     """Raise if something of the global state is no longer as it was."""
     names = changed(before)
     if names:
-        raise Misbehaved(f"{phase} did not leave as it found: {', '.join(names)}")
+        raise Misbehaved(f"{phase} {LEFT}: {', '.join(names)}")
 
 
 def or_refused(run: Callable[[], Any]) -> Any:

@@ -83,13 +83,21 @@ class Run:
         self._leaves = {
             name: value.requires_grad_() for name in leaves if isinstance(value := self.inputs.get(name), torch.Tensor)
         }
+        if around.parameters:
+            self.inputs |= {name: torch.nn.Parameter(self.inputs[name]) for name in around.parameters}
+        if around.same is not None:
+            first, second = around.same
+            self.inputs[second] = self.inputs[first]
         self._grads: Results = {}
         self._attached = self._forward()
         self.outputs: Results = {name: value.detach().clone() for name, value in self._attached.items()}
 
     def _forward(self) -> Results:
         # A dict of its own: a candidate that edits its keyword arguments must not hide what it did to the tensors.
-        return self._watched("forward", lambda: named(self._call(dict(self.inputs)), self._output))
+        given = dict(self.inputs)
+        if self._around.computed:
+            given |= {name: leaf.clone() for name, leaf in self._leaves.items()}
+        return self._watched("forward", lambda: named(self._call(given), self._output))
 
     def _watched(self, phase: str, run: Callable[[], Any]) -> Any:
         around = self._around
@@ -97,9 +105,11 @@ class Run:
             around = PLAIN
         with around.entered(self._device_type()):
             before = global_state()
-            result = guarded(phase, run)
-            as_found(phase, before)
-        return result
+            try:
+                return guarded(phase, run)
+            finally:
+                # Where it raised, that comes first; but an error may leave things changed too.
+                as_found(phase, before)
 
     def _device_type(self) -> str:
         devices = (value.device.type for value in self.inputs.values() if isinstance(value, torch.Tensor))

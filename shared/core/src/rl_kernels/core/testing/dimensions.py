@@ -92,9 +92,9 @@ def paired(
     possible: Callable[[Options], bool] = anything,
     **kind: Any,
 ) -> Iterator[Case]:
-    """Yield a case for each combination of ``pairs``; an axis ``dtype`` is the case's own dtype."""
+    """Yield a case for each combination of ``pairs``, of the same numbers; an axis ``dtype`` is the case's own."""
     for number, options in enumerate(pairs(axes, possible)):
-        yield _case(f"{name}-{number}", sizes, options, **kind)
+        yield _case(f"{name}-{number}", sizes, options, drawn_as=name, **kind)
 
 
 def drawn(

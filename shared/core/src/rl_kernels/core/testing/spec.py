@@ -32,6 +32,8 @@ class Case:
         grad: False if no input of this call may require grad.
         relations: the relations that it is held to; empty for all. Cases made in numbers are held to a few.
         dtype: of its inputs, in place of the run's: ``fp64``, ``bf16``.
+        drawn_as: what its random numbers come from, by default its name. Cases that share them and differ in their
+            options show what is remembered by values alone.
     """
 
     name: str
@@ -42,6 +44,7 @@ class Case:
     grad: bool = True
     relations: tuple[str, ...] = ()
     dtype: str = ""
+    drawn_as: str = ""
 
     def resized(self, sizes: Mapping[str, int]) -> Case:
         """Return the case with some sizes replaced."""

@@ -21,7 +21,7 @@ SUBNORMAL = 1e-40
 
 @dataclass(frozen=True)
 class Surroundings:
-    """The state of torch in which a call is made; None leaves something as it is.
+    """The state of torch in which a call is made, and where its arguments come from; None leaves something as it is.
 
     Attributes:
         threads: how many the CPU may use.
@@ -31,6 +31,9 @@ class Surroundings:
         autocast: the dtype of ``torch.autocast``, on the device of the inputs.
         inference: whether inference mode is on.
         matmul_precision: of ``torch.set_float32_matmul_precision``.
+        computed: whether arguments that require grad are computed from the leaves, not leaves themselves.
+        parameters: arguments that are parameters of a module, called without recording gradients.
+        same: two arguments that are given one tensor, the first's.
         forward_only: whether backward runs without them, as it does after a ``with`` block.
     """
 
@@ -41,6 +44,9 @@ class Surroundings:
     autocast: torch.dtype | None = None
     inference: bool = False
     matmul_precision: str | None = None
+    computed: bool = False
+    parameters: tuple[str, ...] = ()
+    same: tuple[str, str] | None = None
     forward_only: bool = False
 
     @contextmanager
@@ -59,6 +65,8 @@ class Surroundings:
                 stack.enter_context(torch.autocast(device_type, self.autocast))
             if self.matmul_precision is not None:
                 stack.enter_context(_matmul_precision(self.matmul_precision))
+            if self.parameters:
+                stack.enter_context(torch.no_grad())
             if self.inference:
                 stack.enter_context(torch.inference_mode())
             yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 
 import torch
@@ -9,18 +10,22 @@ import torch
 from rl_kernels.core.check import compare
 from rl_kernels.core.check.cell import Cell
 from rl_kernels.core.check.compare import Comparison
-from rl_kernels.core.check.guard import Misbehaved, Results
+from rl_kernels.core.check.guard import LEFT, Misbehaved, Results
 from rl_kernels.core.check.result import Check, Record
 from rl_kernels.core.testing.surroundings import Surroundings
 
+REFUSED = 3
+"""Bad calls that are made."""
+PLAIN_VALUES = (torch.Tensor, torch.dtype, int, float, str, type(None))
 AROUND = {
     "default dtype FP64": Surroundings(default_dtype=torch.float64),
     "default device meta": Surroundings(default_device="meta"),
     "inference mode": Surroundings(inference=True),
     "matmul precision medium": Surroundings(matmul_precision="medium"),
+    "arguments computed": Surroundings(computed=True),
 }
-CAST = torch.bfloat16
-"""The dtype of autocast."""
+CASTS = (torch.bfloat16, torch.float16)
+"""Dtypes of autocast; the second for the plainest case of each function."""
 
 
 def as_found(cell: Cell) -> Iterator[Record]:
@@ -41,7 +46,12 @@ def around(cell: Cell, expected: Results, upstream: Results) -> Iterator[Record]
     for label, surroundings in AROUND.items():
         given = {} if surroundings.inference else upstream
         yield _same(cell, label, surroundings, expected if given else _outputs(expected), given)
-    yield from _autocast(cell, expected, upstream)
+    is_first = cell.case.name == cell.spec.first_of(cell.case.function).name
+    for dtype in CASTS if is_first else CASTS[:1]:
+        yield from _autocast(cell, expected, upstream, dtype)
+    yield from _same_tensor(cell, upstream)
+    if is_first:
+        yield from _refused(cell, expected, upstream)
 
 
 def _same(cell: Cell, label: str, surroundings: Surroundings, expected: Results, upstream: Results) -> Check:
@@ -58,7 +68,7 @@ def _same(cell: Cell, label: str, surroundings: Surroundings, expected: Results,
     return cell.record("hygiene", label, (), "bitwise", Comparison(True))
 
 
-def _autocast(cell: Cell, expected: Results, upstream: Results) -> Iterator[Record]:
+def _autocast(cell: Cell, expected: Results, upstream: Results, dtype: torch.dtype) -> Iterator[Record]:
     """Compare with a call of the arguments that autocast casts, cast beforehand; of others it casts none.
 
     Backward runs outside of autocast, as it does after a ``with`` block, and inside.
@@ -69,7 +79,7 @@ def _autocast(cell: Cell, expected: Results, upstream: Results) -> Iterator[Reco
     wanted = expected
     if cast:
         try:
-            found = cell.run({**cell.inputs, **{name: cell.inputs[name].to(CAST) for name in cast}}).results(upstream)
+            found = cell.run({**cell.inputs, **{name: cell.inputs[name].to(dtype) for name in cast}}).results(upstream)
         except Misbehaved as error:
             yield cell.failed("hygiene", "autocast, cast beforehand", error)
             return
@@ -77,9 +87,45 @@ def _autocast(cell: Cell, expected: Results, upstream: Results) -> Iterator[Reco
         wanted = {
             name: value.to(expected[name].dtype) if "gradient:" in name else value for name, value in found.items()
         }
-    yield _same(cell, "autocast", Surroundings(autocast=CAST, forward_only=True), wanted, upstream)
+    label = "autocast" if dtype == CASTS[0] else "autocast to FP16"
+    yield _same(cell, label, Surroundings(autocast=dtype, forward_only=True), wanted, upstream)
     if upstream:
-        yield _same(cell, "autocast, backward inside", Surroundings(autocast=CAST), wanted, upstream)
+        yield _same(cell, f"{label}, backward inside", Surroundings(autocast=dtype), wanted, upstream)
+
+
+def _same_tensor(cell: Cell, upstream: Results) -> Iterator[Record]:
+    """One tensor for two arguments, of which the second is a constant: as if that were a copy."""
+    if cell.spec.overwritten(cell.inputs) or not upstream:
+        return
+    constants = [
+        name
+        for name, value in cell.inputs.items()
+        if isinstance(value, torch.Tensor) and name not in (*cell.leaves, *cell.spec.masks)
+    ]
+    for leaf in cell.leaves:
+        value = cell.inputs[leaf]
+        for name in constants:
+            if (cell.inputs[name].shape, cell.inputs[name].dtype) == (value.shape, value.dtype):
+                expected = cell.run({**cell.inputs, name: value.clone()}).results(upstream)
+                surroundings = Surroundings(same=(leaf, name))
+                yield _same(cell, f"{name} is {leaf}", surroundings, expected, upstream)
+
+
+def _refused(cell: Cell, expected: Results, upstream: Results) -> Iterator[Record]:
+    """After calls that are to be refused the global state is as it was, and a good call gives the same bits."""
+    spec, item = cell.spec, "after refused calls"
+    bad = [call for call in spec.illegal if cell.case.name == (call.case or spec.case().name)]
+    for call in [call for call in bad if call.error is ValueError][:REFUSED]:
+        inputs = call.change(copy.deepcopy(cell.inputs))
+        if cell.missing(inputs) or not all(isinstance(value, PLAIN_VALUES) for value in inputs.values()):
+            continue
+        try:
+            cell.run(inputs, leaves=[])
+        except Misbehaved as error:
+            if LEFT in str(error):
+                yield cell.failed("hygiene", item, f"{call.name}: {error}")
+                return
+    yield _same(cell, item, Surroundings(), expected, upstream)
 
 
 def _outputs(results: Results) -> Results:

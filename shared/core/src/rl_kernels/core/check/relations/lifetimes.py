@@ -122,6 +122,7 @@ def _updated(cell: Cell, upstream: Results) -> Iterator[Record]:
         ("updated in place", fresh, False, None, PLAIN),
         ("updated unseen", fresh, True, None, PLAIN),
         ("updated unseen, no gradients", fresh, True, [], PLAIN),
+        ("updated unseen, parameters", fresh, True, [], Surroundings(parameters=tuple(cell.leaves))),
         ("updated unseen in one place", mixed, True, None, PLAIN),
         ("updated unseen in one place, no gradients", mixed, True, [], PLAIN),
     ]
