@@ -17,7 +17,7 @@ from rl_kernels.core.check.candidate import Candidate
 from rl_kernels.core.check.cell import Cell, Setting
 from rl_kernels.core.check.relations import determinism, hold
 from rl_kernels.core.check.result import Check
-from rl_kernels.core.testing import Case, Spec
+from rl_kernels.core.testing import Case, IllegalCall, Spec, edited
 from rl_kernels.core.testing.surroundings import Surroundings, changed, global_state
 
 RESULTS = ("output", "gradient:x")
@@ -117,7 +117,7 @@ def test_a_backward_pass_inside_autocast_shows():
             return grad[:, None] @ ctx.saved_tensors[0][None, :], None
 
     found = failed(lambda x, weight: Product.apply(x, weight))
-    assert found.keys() == {"gradient:x, autocast, backward inside"}
+    assert found.keys() == {f"gradient:x, autocast{dtype}, backward inside" for dtype in ("", " to FP16")}
 
 
 def test_a_result_that_follows_the_matmul_precision_shows():
@@ -125,6 +125,64 @@ def test_a_result_that_follows_the_matmul_precision_shows():
         return definition(x, weight) * (1 + 1e-6 * (torch.get_float32_matmul_precision() == "medium"))
 
     assert failed(call).keys() == {"output, matmul precision medium"}
+
+
+def test_an_argument_that_is_computed_gets_its_gradient():
+    def call(x, weight):
+        return definition(x if x.is_leaf else x.detach() + 0 * x, weight)
+
+    assert failed(call).keys() == {"gradient:x, arguments computed"}
+
+
+def test_a_dtype_that_autocast_was_not_asked_for_shows():
+    class Cast(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            ctx.save_for_backward(weight)
+            return (x.bfloat16() @ weight.bfloat16()) if torch.is_autocast_enabled("cpu") else x @ weight
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad[:, None].float() * ctx.saved_tensors[0].to(grad.dtype).float(), None
+
+    found = failed(lambda x, weight: Cast.apply(x, weight), spec=CAST)
+    assert "output, autocast to FP16" in found
+    assert "output, autocast" not in found
+
+
+def test_a_constant_that_is_not_detached_shows_where_it_is_the_argument():
+    spec = Spec(
+        **{
+            **vars(SPEC),
+            "inputs": lambda case, draw: {"x": draw.normal(6, 4), "weight": draw.normal(6, 4)},
+            "references": {"": lambda x, weight: (x * weight.detach()).sum(-1)},
+        }
+    )
+    assert not failed(spec.references[""], spec=spec)
+    assert failed(definition, spec=spec).keys() == {"gradient:x, weight is x"}
+
+
+def test_what_a_refused_call_leaves_changed_shows():
+    def refuses(x, weight):
+        if x.dtype != weight.dtype:
+            torch.set_grad_enabled(False)
+            raise ValueError("x: expected the dtype of weight")
+        return definition(x, weight)
+
+    bad = IllegalCall("other dtype", edited("x", torch.Tensor.double), ValueError, "x")
+    found = failed(refuses, spec=Spec(**{**vars(SPEC), "illegal": (bad,)}))
+    assert "did not leave as it found: grad mode" in found["after refused calls"]
+
+
+def test_a_parameter_that_is_kept_by_version_shows_where_it_is_written_through_data():
+    held = {}
+
+    def call(x, weight):
+        if not isinstance(x, torch.nn.Parameter) or x._version != held.setdefault(id(x), (x, x._version, x.clone()))[1]:
+            return definition(x, weight)
+        return definition(held[id(x)][2], weight)
+
+    assert failed(call).keys() == {"inputs updated unseen, parameters"}
 
 
 def test_a_result_that_follows_the_number_of_threads_shows():
@@ -220,7 +278,8 @@ def test_what_is_kept_by_address_or_version_shows_where_inputs_are_updated():
         return definition(x - x.detach() + found[2], weight)
 
     unseen = {f"inputs updated unseen{where}" for where in ("", " in one place")}
-    assert failed(by_version).keys() == unseen | {f"{item}, no gradients" for item in unseen}
+    without = {"inputs updated unseen, parameters", *(f"{item}, no gradients" for item in unseen)}
+    assert failed(by_version).keys() == unseen | without
 
     def by_identity(x, weight):
         found = held.get(id(x))

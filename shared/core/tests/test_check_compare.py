@@ -24,6 +24,15 @@ def test_the_gold_rounded_holds():
     assert found.max_abs < 1e-6
 
 
+def test_what_is_rounded_past_the_largest_number_is_infinite():
+    gold = torch.tensor([65519.0, -65521.0], dtype=torch.float64)
+    right = torch.tensor([65504.0, -torch.inf], dtype=torch.float16)
+    fence = Tolerance(0.0, 1e-3, False, "test")
+    assert held(right, eager=right, gold=gold, magnitude=gold.abs(), fence=fence).passed
+    saturated = torch.tensor([65504.0, -65504.0], dtype=torch.float16)
+    assert "inf in one" in held(saturated, eager=right, gold=gold, magnitude=gold.abs(), fence=fence).message
+
+
 def test_beyond_the_fence():
     found = held(GOLD.float() + torch.tensor([0, 0.1, 0, 0]))
     assert not found.passed

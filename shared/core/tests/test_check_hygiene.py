@@ -268,21 +268,41 @@ UPDATED = [
     "inputs updated in place",
     "inputs updated unseen",
     "inputs updated unseen, no gradients",
+    "inputs updated unseen, parameters",
     "inputs updated unseen in one place",
     "inputs updated unseen in one place, no gradients",
     "inputs updated in place, autocast",
     "x written before backward",
     "mask written before backward",
 ]
-AROUND = ["default dtype FP64", "default device meta", "inference mode", "matmul precision medium", "autocast"]
+AROUND = [
+    "default dtype FP64",
+    "default device meta",
+    "inference mode",
+    "matmul precision medium",
+    "arguments computed",
+    "autocast",
+]
+FP16 = ["autocast to FP16", "autocast to FP16, backward inside", "after refused calls"]
+EMPTY = ["empty: no rows", "empty: no columns"]
 INSIDE = "autocast, backward inside"
 ELSEWHERE = [f"inputs unchanged, {where}" for where in MOVED]
 FIRST, POISONED, GRADIENT, BETWEEN, AGAIN = "inputs unchanged", *ALWAYS
 START = [FIRST, POISONED, GRADIENT, *ELSEWHERE, BETWEEN]
-END = ["x expanded", *AROUND, INSIDE, *LAYOUTS]
+END = ["x expanded", *AROUND, INSIDE]
 ITEMS = {
-    "plain": [*START, "40 calls pending", AGAIN, *UPDATED, *END, "empty: no rows", "empty: no columns"],
-    "strided": [*START, AGAIN, *UPDATED, *END],
+    "plain": [
+        *START,
+        "40 calls pending",
+        AGAIN,
+        *UPDATED,
+        *END,
+        *FP16,
+        *LAYOUTS,
+        "empty: no rows",
+        "empty: no columns",
+    ],
+    "strided": [*START, AGAIN, *UPDATED, *END, *LAYOUTS],
     "into": [FIRST, "out holds output", POISONED, *ELSEWHERE, BETWEEN, "x expanded", *AROUND, *LAYOUTS],
     # Values that share memory cannot be overwritten one by one.
     "reuse": [*START, AGAIN, *AROUND, INSIDE, *LAYOUTS],
