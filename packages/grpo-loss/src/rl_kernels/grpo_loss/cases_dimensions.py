@@ -50,6 +50,7 @@ TOKENS = {
 REWARDS = {
     "advantage_estimator": (None, *ESTIMATORS[1:]),
     "eps_placement": (None, "add"),
+    "eps": (None, 0.4),
     "missing": (None, 3),
     "group_sizes": (None, (1, 4, 2)),
 }
