@@ -44,13 +44,12 @@ TOKENS = {
     "max_seqlen": (None, 12),
     "old": (None, torch.float32, torch.bfloat16),
     "ref": (None, torch.float32),
-    "special": (None, "current_logps"),
     "dtype": (None, "bf16", "fp16", "fp64"),
 }
 REWARDS = {
     "advantage_estimator": (None, *ESTIMATORS[1:]),
     "eps_placement": (None, "add"),
-    "eps": (None, 0.4),
+    "eps": (None, 2.0),
     "missing": (None, 3),
     "group_sizes": (None, (1, 4, 2)),
 }
@@ -101,11 +100,16 @@ def _accepted(loss_type: str, options: tuple[tuple[str, Any], ...]) -> bool:
 
 _MADE = (
     *paired("pairs", SIZES, {**LOSS, **TOKENS, **REWARDS}, _possible),
+    # The rewards of the pairs again, and nothing else that differs.
+    Case("rewards", SIZES, relations=HELD, drawn_as="pairs"),
+    Case("rewards-eps", SIZES, {"eps": 2.0}, relations=HELD, drawn_as="pairs"),
     *paired("from-pairs", SIZES, {**LOSS, **TOKENS, "per_token": (None, True)}, _possible, function=FROM),
     *paired(
         "groups-pairs", {"prompts": 5, "samples": 4}, {**REWARDS, "dtype": (None, "bf16", "fp64")}, function=GROUPS
     ),
     *drawn("drawn", SIZES, {**LOSS, **TOKENS, **REWARDS}, 60, _possible),
+    # By itself: a NaN hides what any other option does.
+    *drawn("special", SIZES, {**LOSS, **TOKENS, **REWARDS, "special": ("current_logps",)}, 12, _possible),
     *swept("completion", {**SIZES, "prompts": 1, "samples": 2}, LENGTHS, TURNS),
     Case("completion-65600", {**SIZES, "prompts": 1, "samples": 2, "completion": 65600}, TURNS[0], relations=HELD),
     # Tokens that a mask of 16 bits cannot count, a mean that is subnormal in FP16, and sequences beyond one segment.
