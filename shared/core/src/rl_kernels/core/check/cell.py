@@ -57,6 +57,11 @@ class Cell:
         return self.case.dtype or self.setting.dtype
 
     @property
+    def is_first(self) -> bool:
+        """Whether the case is the plainest of its function, which stands for all where one is enough."""
+        return self.case.name == self.spec.first_of(self.case.function).name
+
+    @property
     def is_slow(self) -> bool:
         """Whether a call takes a thousand times as long as usual, so that what needs many calls is left out."""
         return self.candidate.is_slow(self.setting.device.type)

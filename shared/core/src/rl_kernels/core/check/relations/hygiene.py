@@ -42,7 +42,7 @@ def hygiene(cell: Cell) -> Iterator[Record]:
         yield from around(cell, expected, upstream)
     transforms = {**STORAGE, **cell.spec.hygiene}
     yield from unchanged_by(transforms, "hygiene", cell, expected, upstream)
-    if cell.case.name == cell.spec.first_of(cell.case.function).name:
+    if cell.is_first:
         yield from _empty(cell)
 
 

@@ -48,7 +48,7 @@ def _interleaved(cell: Cell, expected: Results, upstream: Results) -> Iterator[R
 
 def _pending(cell: Cell, expected: Results, upstream: Results) -> Iterator[Record]:
     """Call on other values many times before the first backward pass; of the plainest case of a function."""
-    if not upstream or cell.case.name != cell.spec.first_of(cell.case.function).name:
+    if not upstream or not cell.is_first:
         return
     fresh = cell.redrawn()
     try:
