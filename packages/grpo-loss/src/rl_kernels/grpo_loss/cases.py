@@ -113,7 +113,7 @@ def inputs(case: Case, draw: Draw) -> Inputs:
     else:
         call |= groups
     call |= extras(asked, call, draw)
-    return pack(call, draw) if asked.get("packed") else call
+    return pack(call, draw, asked.get("offsets", torch.int32)) if asked.get("packed") else call
 
 
 def _near(current: torch.Tensor, noise: float, draw: Draw, kind: torch.dtype | float | None) -> torch.Tensor | None:

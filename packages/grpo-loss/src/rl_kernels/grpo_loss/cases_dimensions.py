@@ -27,8 +27,7 @@ LOSS = {
     "clip_high": (None, 0.4, 0.0),
     "delta": (None, 1.4),
     "dual_clip": (None, 1.3),
-    "rollout": (None, "token", "sequence"),
-    "rollout_mode": (None, "mask", "truncate"),
+    "rollout": (None, "token", "sequence", "token mask", "token truncate", "sequence mask", "sequence truncate"),
     "tokens": (None, 50.0, 70000.0),
     "sequences": (None, 9.0),
     "return_metrics": (None, True),
@@ -40,8 +39,7 @@ TOKENS = {
     "masked_sequence": (None, True),
     "mask": (None, torch.float32, torch.int64, torch.bfloat16),
     "entropy": (None, True),
-    "packed": (None, True),
-    "max_seqlen": (None, 12),
+    "packed": (None, True, "to a length", "long offsets"),
     "old": (None, torch.float32, torch.bfloat16),
     "ref": (None, torch.float32),
     "dtype": (None, "bf16", "fp16", "fp64"),
@@ -53,7 +51,17 @@ REWARDS = {
     "missing": (None, 3),
     "group_sizes": (None, (1, 4, 2)),
 }
-LONG = {name: values for name, values in {**LOSS, **TOKENS}.items() if name != "max_seqlen"}
+LONG = {**LOSS, **TOKENS, "packed": (None, True, "long offsets")}
+TOGETHER = {
+    **{
+        f"{of} {mode}": {"rollout": of, "rollout_mode": mode}
+        for of in ("token", "sequence")
+        for mode in ("mask", "truncate")
+    },
+    "to a length": {"packed": True, "max_seqlen": 12},
+    "long offsets": {"packed": True, "offsets": torch.int64},
+}
+"""Options that come with others alone, by the value that stands for both."""
 KEYWORDS = tuple(inspect.signature(Objective.of).parameters)
 SIZES = {"prompts": 2, "samples": 4, "completion": 11}
 TURNS: tuple[Mapping[str, Any], ...] = (
@@ -74,18 +82,23 @@ PROMPTS = (1, 2, 33, 63, 64, 65, 127, 128, 129, 257, 520)
 
 def _possible(options: Mapping[str, Any]) -> bool:
     """Say whether an objective takes these options; of options without a loss type, whether any does."""
-    if not options.get("rollout", "rollout_mode" not in options) or not options.get(
-        "packed", "max_seqlen" not in options
-    ):
-        return False
     types = (options["loss_type"],) if "loss_type" in options else tuple(FORMS)
     return any(_accepted(loss_type, tuple(sorted(_keywords(options).items()))) for loss_type in types)
 
 
 def _keywords(options: Mapping[str, Any]) -> dict[str, Any]:
+    options = _apart(options)
     named = {name: value for name, value in options.items() if name in KEYWORDS and name != "loss_type"}
     renamed = {f"num_{name}": options[name] for name in ("tokens", "sequences") if name in options}
     return {**named, **renamed}
+
+
+def _apart(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options with those that stand for several written out."""
+    found: dict[str, Any] = {}
+    for name, value in options.items():
+        found |= TOGETHER[value] if isinstance(value, str) and value in TOGETHER else {name: value}
+    return found
 
 
 @functools.cache
@@ -115,7 +128,7 @@ _MADE = (
     # Tokens that a mask of 16 bits cannot count, a mean that is subnormal in FP16, and sequences beyond one segment.
     Case("completion-600-mask", {**SIZES, "samples": 2, "completion": 600}, HALF_MASK, relations=HELD),
     Case("completion-20000", {**SIZES, "prompts": 1, "samples": 2, "completion": 20000}, relations=HELD, dtype="fp16"),
-    Case("prompts-2052", {"prompts": 2052, "samples": 2, "completion": 1}, TURNS[0], relations=HELD),
+    Case("prompts-2052", {"prompts": 2052, "samples": 2, "completion": 1}, TURNS[0], relations=(*HELD, "invariance")),
     Case("samples-300-offset", {"prompts": 2, "samples": 300, "completion": 2}, {"offset": 10000.0}, relations=HELD),
     Case("packed-far-off", {**SIZES, "completion": 1500}, FAR, relations=HELD),
     Case("packed-to-a-length", SIZES, {"loss_type": "dr_grpo", "packed": True, "max_seqlen": 15}, relations=HELD),
@@ -130,6 +143,8 @@ _MADE = (
 )
 DIMENSIONS: tuple[Case, ...] = tuple(
     # Where A is 0 a NaN counts nothing, and autograd of the definition makes NaN of that.
-    replace(case, relations=("accuracy",)) if "special" in case.options else case
+    replace(
+        case, options=_apart(case.options), relations=("accuracy",) if "special" in case.options else case.relations
+    )
     for case in _MADE
 )

@@ -100,7 +100,7 @@ def extras(asked: Mapping[str, Any], call: Inputs, draw: Draw) -> Inputs:
     return found
 
 
-def pack(call: Inputs, draw: Draw) -> Inputs:
+def pack(call: Inputs, draw: Draw, offsets_dtype: torch.dtype) -> Inputs:
     """Return the call with its sequences packed: of many lengths, with masked tokens inside, one of them empty."""
     batch, length = call["current_logps"].shape
     lengths = torch.tensor([(5 * i + length) % (length + 1) for i in range(batch)])[draw.permutation(batch)]
@@ -111,4 +111,4 @@ def pack(call: Inputs, draw: Draw) -> Inputs:
         if isinstance(value, torch.Tensor) and value.shape == inside.shape
     }
     offsets = torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)))
-    return {**call, **packed, "cu_seqlens": offsets.to(call["current_logps"].device, torch.int32)}
+    return {**call, **packed, "cu_seqlens": offsets.to(call["current_logps"].device, offsets_dtype)}

@@ -13,7 +13,7 @@ from rl_kernels.core.testing.dimensions import EDGES, HELD, ROWS, drawn, paired,
 AXES = {
     "return_stats": (None, True),
     "bias": (None, True),
-    "temperature": (None, 0.7, 0.703, 3.0, "tensor", "cold"),
+    "temperature": (None, 0.7, 0.703, 3, "tensor", "cold"),
     "ignore_index": (None, IGNORED, 0, 7),
     "workspace_mib": (None, 1, 4096),
     "ids": (None, torch.int32),
@@ -52,6 +52,7 @@ DIMENSIONS: tuple[Case, ...] = (
     # Beyond every limit of a grid, of a table and of a workspace, with little else.
     Case("vocab-262208", {"batch": 1, "seq": 1, "hidden": 2, "vocab": 262208}, TURNS[0], relations=HELD),
     Case("rows-65600", {"batch": 1, "seq": 65600, "hidden": 2, "vocab": 3}, TURNS[0], relations=HELD),
+    Case("rows-8200", {"batch": 1, "seq": 8200, "hidden": 8, "vocab": 40}, TURNS[1], relations=("invariance",)),
     Case("hidden-12296", {"batch": 1, "seq": 2, "hidden": 12296, "vocab": 5}, TURNS[0], relations=HELD),
     Case("hidden-8200", {"batch": 1, "seq": 2, "hidden": 8200, "vocab": 5}, {}, relations=HELD, dtype="bf16"),
     Case("small-workspace", {"batch": 1, "seq": 400, "hidden": 1024, "vocab": 40}, LITTLE, relations=HELD),

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
 
 from rl_kernels.core.check.guard import Misbehaved, Results, as_found, equal, guarded, named, or_refused
 from rl_kernels.core.testing.spec import Inputs
@@ -97,7 +98,13 @@ class Run:
         given = dict(self.inputs)
         if self._around.computed:
             given |= {name: leaf.clone() for name, leaf in self._leaves.items()}
-        return self._watched("forward", lambda: named(self._call(given), self._output))
+
+        def call() -> Results:
+            if self._around.checkpointed:
+                return named(checkpoint(self._call, given, use_reentrant=False), self._output)
+            return named(self._call(given), self._output)
+
+        return self._watched("forward", call)  # type: ignore[no-any-return]
 
     def _watched(self, phase: str, run: Callable[[], Any]) -> Any:
         around = self._around
@@ -134,6 +141,9 @@ class Run:
             return torch.autograd.grad(outputs, leaves, list(upstream.values()), retain_graph=again, allow_unused=True)
 
         grads = dict(zip(self._leaves, self._watched("backward", backward), strict=True))
+        written = [name for name, leaf in self._leaves.items() if leaf.grad is not None]
+        if written:
+            raise Misbehaved(f"backward wrote .grad of {', '.join(written)}, which autograd does")
         # What was added to a buffer is what there is of a gradient.
         grads |= {name: getattr(self._leaves[name], "main_grad", None) for name, grad in grads.items() if grad is None}
         missing = [name for name, grad in grads.items() if grad is None]

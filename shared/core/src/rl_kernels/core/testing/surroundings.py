@@ -31,6 +31,8 @@ class Surroundings:
         autocast: the dtype of ``torch.autocast``, on the device of the inputs.
         inference: whether inference mode is on.
         matmul_precision: of ``torch.set_float32_matmul_precision``.
+        deterministic: whether deterministic algorithms are asked for, which also fills fresh memory.
+        checkpointed: whether the call is recomputed in the backward pass.
         computed: whether arguments that require grad are computed from the leaves, not leaves themselves.
         parameters: arguments that are parameters of a module, called without recording gradients.
         same: two arguments that are given one tensor, the first's.
@@ -44,6 +46,8 @@ class Surroundings:
     autocast: torch.dtype | None = None
     inference: bool = False
     matmul_precision: str | None = None
+    deterministic: bool = False
+    checkpointed: bool = False
     computed: bool = False
     parameters: tuple[str, ...] = ()
     same: tuple[str, str] | None = None
@@ -65,6 +69,8 @@ class Surroundings:
                 stack.enter_context(torch.autocast(device_type, self.autocast))
             if self.matmul_precision is not None:
                 stack.enter_context(_matmul_precision(self.matmul_precision))
+            if self.deterministic:
+                stack.enter_context(_deterministic())
             if self.parameters:
                 stack.enter_context(torch.no_grad())
             if self.inference:
@@ -90,6 +96,16 @@ def _matmul_precision(precision: str) -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 def global_state() -> dict[str, Any]:

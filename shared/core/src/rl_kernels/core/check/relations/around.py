@@ -22,7 +22,9 @@ AROUND = {
     "default device meta": Surroundings(default_device="meta"),
     "inference mode": Surroundings(inference=True),
     "matmul precision medium": Surroundings(matmul_precision="medium"),
+    "deterministic algorithms": Surroundings(deterministic=True),
     "arguments computed": Surroundings(computed=True),
+    "checkpointed": Surroundings(checkpointed=True),
 }
 CASTS = (torch.bfloat16, torch.float16)
 """Dtypes of autocast; the second for the plainest case of each function."""
