@@ -283,13 +283,14 @@ AROUND = [
     "arguments computed",
     "autocast",
 ]
+RECOMPUTED = [*AROUND[:-1], "checkpointed", AROUND[-1]]
 FP16 = ["autocast to FP16", "autocast to FP16, backward inside", "after refused calls"]
 EMPTY = ["empty: no rows", "empty: no columns"]
 INSIDE = "autocast, backward inside"
 ELSEWHERE = [f"inputs unchanged, {where}" for where in MOVED]
 FIRST, POISONED, GRADIENT, BETWEEN, AGAIN = "inputs unchanged", *ALWAYS
 START = [FIRST, POISONED, GRADIENT, *ELSEWHERE, BETWEEN]
-END = ["x expanded", *AROUND, INSIDE]
+END = ["x expanded", *RECOMPUTED, INSIDE]
 ITEMS = {
     "plain": [
         *START,

@@ -29,6 +29,7 @@ TURNS = (
 )
 """Options of the sweeps, in turn."""
 LITTLE = {"bias": True, "workspace_mib": 1, "scale": 0.25}
+BLOCKS = {"batch": 1, "seq": 400, "hidden": 1024, "vocab": 40}
 HEAD = {"return_stats": True, "bias": True, "minus_inf_first": 16384}
 VOCABS = (*EDGES, 2048, 4095, 4096, 4097, 8192)
 LARGE_VOCABS = (32768, 50257, 128256, 151936, 160001, 202048, 262144)
@@ -55,7 +56,8 @@ DIMENSIONS: tuple[Case, ...] = (
     Case("rows-8200", {"batch": 1, "seq": 8200, "hidden": 8, "vocab": 40}, TURNS[1], relations=("invariance",)),
     Case("hidden-12296", {"batch": 1, "seq": 2, "hidden": 12296, "vocab": 5}, TURNS[0], relations=HELD),
     Case("hidden-8200", {"batch": 1, "seq": 2, "hidden": 8200, "vocab": 5}, {}, relations=HELD, dtype="bf16"),
-    Case("small-workspace", {"batch": 1, "seq": 400, "hidden": 1024, "vocab": 40}, LITTLE, relations=HELD),
+    Case("small-workspace", BLOCKS, LITTLE, relations=HELD),
+    Case("small-workspace-half", BLOCKS, LITTLE, relations=HELD, dtype="bf16"),
     Case("logits-256MiB", {"batch": 1, "seq": 1030, "hidden": 2, "vocab": 65600}, relations=HELD[1:], suite="full"),
     Case("masked-head", {"batch": 1, "seq": 3, "hidden": 3, "vocab": 20000}, HEAD, relations=HELD),
     *swept("vocab", {**SIZES, "hidden": 4}, LARGE_VOCABS, TURNS, suite="full"),

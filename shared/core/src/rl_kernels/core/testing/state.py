@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -15,12 +17,18 @@ def torch_threads(count: int) -> Iterator[None]:
     """Let operators on the CPU use ``count`` threads inside the block; ``ValueError`` below 1."""
     if count < 1:
         raise ValueError(f"count: expected an integer >= 1, got {count}")
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
+    with set_to(count, torch.get_num_threads(), torch.set_num_threads):
+        yield
+
+
+@contextmanager
+def set_to(value: T, before: T, put: Callable[[T], Any]) -> Iterator[None]:
+    """Set something inside the block, and what was before at its end."""
+    put(value)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        put(before)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rl_kernels.core.testing.state import poisoned_empty, torch_threads
+from rl_kernels.core.testing.state import poisoned_empty, set_to, torch_threads
 
 SUBNORMAL = 1e-40
 """An FP32 number that is 0 where subnormal numbers are flushed."""
@@ -31,7 +31,6 @@ class Surroundings:
         autocast: the dtype of ``torch.autocast``, on the device of the inputs.
         inference: whether inference mode is on.
         matmul_precision: of ``torch.set_float32_matmul_precision``.
-        deterministic: whether deterministic algorithms are asked for, which also fills fresh memory.
         checkpointed: whether the call is recomputed in the backward pass.
         computed: whether arguments that require grad are computed from the leaves, not leaves themselves.
         parameters: arguments that are parameters of a module, called without recording gradients.
@@ -46,7 +45,6 @@ class Surroundings:
     autocast: torch.dtype | None = None
     inference: bool = False
     matmul_precision: str | None = None
-    deterministic: bool = False
     checkpointed: bool = False
     computed: bool = False
     parameters: tuple[str, ...] = ()
@@ -62,50 +60,19 @@ class Surroundings:
             if self.poisoned:
                 stack.enter_context(poisoned_empty())
             if self.default_dtype is not None:
-                stack.enter_context(_default_dtype(self.default_dtype))
+                stack.enter_context(set_to(self.default_dtype, torch.get_default_dtype(), torch.set_default_dtype))
             if self.default_device is not None:
                 stack.enter_context(torch.device(self.default_device))
             if self.autocast is not None:
                 stack.enter_context(torch.autocast(device_type, self.autocast))
             if self.matmul_precision is not None:
-                stack.enter_context(_matmul_precision(self.matmul_precision))
-            if self.deterministic:
-                stack.enter_context(_deterministic())
+                before = torch.get_float32_matmul_precision()
+                stack.enter_context(set_to(self.matmul_precision, before, torch.set_float32_matmul_precision))
             if self.parameters:
                 stack.enter_context(torch.no_grad())
             if self.inference:
                 stack.enter_context(torch.inference_mode())
             yield
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-@contextmanager
-def _matmul_precision(precision: str) -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(precision)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
-@contextmanager
-def _deterministic() -> Iterator[None]:
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before)
 
 
 def global_state() -> dict[str, Any]:

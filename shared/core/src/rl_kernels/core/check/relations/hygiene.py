@@ -42,8 +42,22 @@ def hygiene(cell: Cell) -> Iterator[Record]:
         yield from around(cell, expected, upstream)
     transforms = {**STORAGE, **cell.spec.hygiene}
     yield from unchanged_by(transforms, "hygiene", cell, expected, upstream)
+    yield from _masked_alone(cell, upstream)
     if cell.is_first:
         yield from _empty(cell)
+
+
+def _masked_alone(cell: Cell, upstream: Results) -> Iterator[Record]:
+    """The garbage under masks again where one argument alone has a gradient: its backward pass may be another."""
+    for name in cell.leaves if upstream and len(cell.leaves) > 1 else ():
+        alone = replace(cell, spec=replace(cell.spec, differentiable=(name,)))
+        transforms = {f"{label}, {name} alone": transform for label, transform in cell.spec.hygiene.items()}
+        try:
+            expected = alone.run().results(upstream)
+        except Misbehaved as error:
+            yield cell.failed("hygiene", f"{name} alone", error)
+            continue
+        yield from unchanged_by(transforms, "hygiene", alone, expected, upstream)
 
 
 def _untouched_elsewhere(cell: Cell) -> Iterator[Record]:
