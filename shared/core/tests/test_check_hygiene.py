@@ -294,7 +294,7 @@ END = ["x expanded", *RECOMPUTED, INSIDE]
 ITEMS = {
     "plain": [
         *START,
-        "40 calls pending",
+        "80 calls pending",
         AGAIN,
         *UPDATED,
         *END,

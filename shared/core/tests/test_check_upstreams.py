@@ -65,7 +65,11 @@ class Linear(torch.autograd.Function):
         x, weight, masked = ctx.saved_tensors
         up = ctx.edit(up).masked_fill(masked, 0.0)
         grad_x, grad_weight = up @ weight, up.t() @ x
-        if ctx.adds is not None and hasattr(ctx.weight, "main_grad"):
+        if (
+            ctx.adds is not None
+            and hasattr(ctx.weight, "main_grad")
+            and (ctx.needs_input_grad[1] or ctx.adds is adds_always)
+        ):
             grad_weight = ctx.adds(ctx.weight, grad_weight, ctx.needs_input_grad[0])
         return grad_x, grad_weight, None, None, None
 
@@ -94,7 +98,8 @@ FIRST = [0.0]
 KINDS = {
     "x-1": lambda up: bool(up[0, 0] == -FIRST[0]),
     "x3": lambda up: bool(up[0, 0] == 3 * FIRST[0]),
-    "x1e-06": lambda up: 0 < float(up.abs().max()) < 1e-3,
+    "x1e-06": lambda up: 1e-9 < float(up.abs().max()) < 1e-3,
+    "x1e-12": lambda up: 0 < float(up.abs().max()) < 1e-9,
     "x65536": lambda up: float(up.abs().max()) > 1e4,
     "expanded": lambda up: up.stride() == (0, 0),
     "expanded over dim 0": lambda up: up.stride(0) == 0 != up.stride(1),
@@ -212,6 +217,10 @@ def adds(weight, gradient, whole):
     weight.main_grad.add_(gradient)
 
 
+def adds_always(weight, gradient, whole):
+    weight.main_grad.add_(gradient)
+
+
 def assigns(weight, gradient, whole):
     weight.main_grad.copy_(gradient)
 
@@ -238,6 +247,7 @@ def test_gradients_that_are_added_to_a_buffer_hold():
         "gradient:weight in main_grad",
         "gradient:weight in main_grad alone",
         "gradient:weight in main_grad of columns",
+        "gradient:weight in main_grad, frozen",
         "gradient:weight in another main_grad",
     ]
 
@@ -252,6 +262,7 @@ MAIN = "gradient:weight in main_grad"
         (only_beside_others, {f"{MAIN} alone"}),
         (as_if_rows, {f"{MAIN} of columns"}),
         (None, {MAIN, f"{MAIN} alone", f"{MAIN} of columns"}),
+        (adds_always, {f"{MAIN}, frozen"}),
         (returns_too, {MAIN, f"{MAIN} alone", f"{MAIN} of columns"}),
     ],
 )

@@ -102,6 +102,8 @@ def inputs(case: Case, draw: Draw) -> Inputs:
     }
     if "special" in asked:
         call[asked["special"]][-1, length // 2] = torch.nan
+    if "shift" in asked:
+        call["old_logps"] += asked["shift"]
     if asked.get("ties"):
         call["old_logps"][:, ::2] = call["current_logps"][:, ::2]
     if asked.get("equal"):

@@ -52,7 +52,7 @@ REWARDS = {
     "group_sizes": (None, (1, 4, 2)),
 }
 LONG = {**LOSS, **TOKENS, "packed": (None, True, "long offsets")}
-TOGETHER = {
+TOGETHER: dict[str, dict[str, Any]] = {
     **{
         f"{of} {mode}": {"rollout": of, "rollout_mode": mode}
         for of in ("token", "sequence")
@@ -125,6 +125,9 @@ _MADE = (
     *drawn("special", SIZES, {**LOSS, **TOKENS, **REWARDS, "special": ("current_logps",)}, 12, _possible),
     *swept("completion", {**SIZES, "prompts": 1, "samples": 2}, LENGTHS, TURNS),
     Case("completion-65600", {**SIZES, "prompts": 1, "samples": 2, "completion": 65600}, TURNS[0], relations=HELD),
+    # All ratios above 1, and below: the least and the greatest of them are not 1.
+    Case("ratios-above-1", SIZES, {"shift": -3.0, "return_metrics": True}, relations=HELD),
+    Case("ratios-below-1", SIZES, {"shift": 3.0, "return_metrics": True}, relations=HELD),
     # Tokens that a mask of 16 bits cannot count, a mean that is subnormal in FP16, and sequences beyond one segment.
     Case("completion-600-mask", {**SIZES, "samples": 2, "completion": 600}, HALF_MASK, relations=HELD),
     Case("completion-20000", {**SIZES, "prompts": 1, "samples": 2, "completion": 20000}, relations=HELD, dtype="fp16"),

@@ -11,7 +11,8 @@ import torch
 from rl_kernels.core.check.guard import Results
 from rl_kernels.core.check.isolation.remote import RemoteRun, Worker
 from rl_kernels.core.check.many import call_in_threads, call_often
-from rl_kernels.core.check.run import PLAIN, Ran, Run
+from rl_kernels.core.check.ran import Ran
+from rl_kernels.core.check.run import PLAIN, Run
 from rl_kernels.core.dispatch import AUTO
 from rl_kernels.core.operator import Operator
 from rl_kernels.core.testing.spec import Inputs, Spec

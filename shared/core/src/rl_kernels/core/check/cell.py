@@ -12,8 +12,9 @@ import torch
 from rl_kernels.core.check.candidate import Candidate, gold_inputs, readable
 from rl_kernels.core.check.compare import Comparison
 from rl_kernels.core.check.guard import Misbehaved, Results
+from rl_kernels.core.check.ran import Ran
 from rl_kernels.core.check.result import CaseId, Check, Skip
-from rl_kernels.core.check.run import PLAIN, Ran, Run
+from rl_kernels.core.check.run import PLAIN, Run
 from rl_kernels.core.contract import ALL_DTYPES, Tolerance, contract
 from rl_kernels.core.operator import Call, Operator
 from rl_kernels.core.testing import Case, Draw, Inputs, Spec, spec_of
@@ -60,6 +61,11 @@ class Cell:
     def is_first(self) -> bool:
         """Whether the case is the plainest of its function, which stands for all where one is enough."""
         return self.case.name == self.spec.first_of(self.case.function).name
+
+    @property
+    def is_richest(self) -> bool:
+        """Whether the case has the most options of those of its function."""
+        return self.case.name == self.spec.richest_of(self.case.function).name
 
     @property
     def is_slow(self) -> bool:

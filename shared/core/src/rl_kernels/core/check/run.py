@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.autograd import forward_ad
@@ -15,56 +15,6 @@ from rl_kernels.core.testing.spec import Inputs
 from rl_kernels.core.testing.surroundings import Surroundings, global_state
 
 PLAIN = Surroundings()
-
-
-class Ran(Protocol):
-    """One call of a candidate, here or in a process of its own."""
-
-    @property
-    def inputs(self) -> Inputs:
-        """The arguments as they are after the call."""
-
-    @property
-    def outputs(self) -> Results:
-        """As the call gave them."""
-
-    @property
-    def attached(self) -> Collection[str]:
-        """Names of the outputs that carry a gradient."""
-
-    @property
-    def kept(self) -> Results:
-        """Outputs and gradients as they are now, which a later call must not have changed."""
-
-    def gradients(self, upstream: Mapping[str, torch.Tensor], *, again: bool = False) -> Results:
-        """Return ``gradient:NAME`` for each differentiable input; ``again`` keeps the graph for a further pass."""
-
-    def results(self, upstream: Mapping[str, torch.Tensor]) -> Results:
-        """Return outputs and, if there is an upstream gradient, gradients."""
-
-    def updated(self, inputs: Inputs, upstream: Mapping[str, torch.Tensor], *, silently: bool) -> Results:
-        """Write other values into the same tensors and call again: its results.
-
-        ``silently`` writes them without a new version of the tensors, as a kernel of another library would.
-        """
-
-    def scribbled(self, upstream: Mapping[str, torch.Tensor]) -> Results:
-        """Write into every output and gradient, which are the caller's own, and call again: its results."""
-
-    def two_at_once(self, upstream: Mapping[str, torch.Tensor]) -> Results:
-        """Call twice before the backward pass of either: the gradients after both."""
-
-    def renewed(self, upstream: Mapping[str, torch.Tensor]) -> Results:
-        """Give each leaf with a buffer ``main_grad`` another one, and call again: the gradients."""
-
-    def written(self, name: str, value: torch.Tensor, upstream: Mapping[str, torch.Tensor]) -> Results | str:
-        """Write into an argument before the backward pass: the gradients, or the error that refuses them."""
-
-    def second_order(self, upstream: Mapping[str, torch.Tensor]) -> Results | str:
-        """Return the gradients of half the squared norm of the gradients, or the error that refuses them."""
-
-    def forward_mode(self) -> Results | str:
-        """Return the outputs' tangents for tangents of ones, or the error that refuses them."""
 
 
 class Run:
@@ -104,7 +54,7 @@ class Run:
                 return named(checkpoint(self._call, given, use_reentrant=False), self._output)
             return named(self._call(given), self._output)
 
-        return self._watched("forward", call)  # type: ignore[no-any-return]
+        return self._watched("forward", call)
 
     def _watched(self, phase: str, run: Callable[[], Any]) -> Any:
         around = self._around
@@ -134,13 +84,16 @@ class Run:
 
     def gradients(self, upstream: Mapping[str, torch.Tensor], *, again: bool = False) -> Results:
         """Return ``gradient:NAME`` for each differentiable input; ``again`` keeps the graph for a further pass."""
-        outputs = self._outputs_for(upstream)
+        outputs, given = self._outputs_for(upstream), {name: value.clone() for name, value in upstream.items()}
 
         def backward() -> Any:
             leaves = list(self._leaves.values())
             return torch.autograd.grad(outputs, leaves, list(upstream.values()), retain_graph=again, allow_unused=True)
 
         grads = dict(zip(self._leaves, self._watched("backward", backward), strict=True))
+        changed = [name for name, value in upstream.items() if not equal(value, given[name])]
+        if changed:
+            raise Misbehaved(f"backward wrote into the upstream gradient of {', '.join(changed)}")
         written = [name for name, leaf in self._leaves.items() if leaf.grad is not None]
         if written:
             raise Misbehaved(f"backward wrote .grad of {', '.join(written)}, which autograd does")
@@ -151,6 +104,16 @@ class Run:
             raise Misbehaved(f"no gradient for {', '.join(missing)}")
         self._grads = {f"gradient:{name}": grad for name, grad in grads.items()}
         return {name: grad.clone() for name, grad in self._grads.items()}
+
+    def spoil(self) -> None:
+        """Write into the gradients of the last pass, which are the caller's own."""
+
+        def write() -> None:
+            for value in self._grads.values():
+                value.fill_(7.0)
+
+        with torch.no_grad():
+            guarded("writing into a gradient", write)
 
     def _outputs_for(self, upstream: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         detached = upstream.keys() - self.attached

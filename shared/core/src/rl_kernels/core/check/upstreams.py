@@ -12,7 +12,13 @@ from rl_kernels.core.check.cell import Cell
 from rl_kernels.core.check.guard import Results
 from rl_kernels.core.contract import ALL_DTYPES
 
-SCALES = {" upstream x0": 0.0, " upstream x-1": -1.0, " upstream x3": 3.0, " upstream x1e-06": 1e-6}
+SCALES = {
+    " upstream x0": 0.0,
+    " upstream x-1": -1.0,
+    " upstream x3": 3.0,
+    " upstream x1e-06": 1e-6,
+    " upstream x1e-12": 1e-12,
+}
 LARGE = (65536.0, 64.0)
 """A scale of losses that trainers use, and what is tried where that would leave the range of the gradients."""
 

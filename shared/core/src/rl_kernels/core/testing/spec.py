@@ -203,6 +203,13 @@ class Spec:
         """Return the plainest case of a function."""
         return next(case for case in self.cases if case.function == function)
 
+    def richest_of(self, function: str) -> Case:
+        """Return the named quick case of a function with most options, of those that overwrite no argument."""
+        writing = {*self.inplace, *self.writes}
+        cases = [case for case in self.cases if case.function == function and case.suite == "quick"]
+        named = [case for case in cases if not (case.relations or writing & case.options.keys())]
+        return max(named or cases, key=lambda case: len(case.options))
+
     def ignored(self, inputs: Inputs) -> torch.Tensor | None:
         """Return where the outputs of a call are ignored, in the shape of its ids; None if no position can be."""
         ids = next((inputs[name] for name in self.ids if name in inputs), None)

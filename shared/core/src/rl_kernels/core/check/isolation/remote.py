@@ -209,6 +209,10 @@ class RemoteRun:
         """Return ``gradient:NAME`` for each differentiable input; ``again`` keeps the graph for a further pass."""
         return self._ask("gradients", upstream=dict(upstream), again=again)
 
+    def spoil(self) -> None:
+        """Write into the gradients of the last pass, which are the caller's own."""
+        self._ask("spoil")
+
     def results(self, upstream: Mapping[str, torch.Tensor]) -> Results:
         """Return outputs and, if there is an upstream gradient, gradients."""
         return {**self.outputs, **(self.gradients(upstream) if upstream and self._has_leaves else {})}

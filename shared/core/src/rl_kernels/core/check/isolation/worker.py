@@ -80,6 +80,9 @@ class Host:
     def _do_gradients(self, number: int, upstream: Results, again: bool) -> Results:
         return _plain(self._runs[number].gradients(upstream, again=again))
 
+    def _do_spoil(self, number: int) -> None:
+        self._runs[number].spoil()
+
     def _do_scribbled(self, number: int, upstream: Results) -> Results:
         return _plain(self._runs[number].scribbled(upstream))
 

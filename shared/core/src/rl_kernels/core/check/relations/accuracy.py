@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from rl_kernels.core.check import compare
 from rl_kernels.core.check.cell import Cell
 from rl_kernels.core.check.guard import Misbehaved, Results
+from rl_kernels.core.check.ran import Ran
 from rl_kernels.core.check.relations.derivatives import derivatives
 from rl_kernels.core.check.relations.main_grad import main_grad
 from rl_kernels.core.check.result import Record
-from rl_kernels.core.check.run import PLAIN, Ran
+from rl_kernels.core.check.run import PLAIN
 from rl_kernels.core.check.upstreams import Upstream, upstreams
 from rl_kernels.core.testing.surroundings import Surroundings
 

@@ -13,8 +13,8 @@ import torch
 from rl_kernels.core.check.cell import Cell
 from rl_kernels.core.check.compare import Comparison, described
 from rl_kernels.core.check.guard import Misbehaved, Results
+from rl_kernels.core.check.ran import Ran
 from rl_kernels.core.check.result import Record
-from rl_kernels.core.check.run import Ran
 
 ALLOWED = {"fp64": 1e-6, "fp32": 1e-2, "bf16": 0.2, "fp16": 0.1}
 """Share of its norm that such a derivative may be off by: zeros and nonsense show."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
@@ -24,7 +23,7 @@ CALLS, SECONDS = 50_000, {"quick": 1.0, "full": 8.0}
 """Calls of the plainest case of a function at most: a state that goes bad, or a rare error, takes many to show."""
 AT_ONCE = 60
 """Calls of each of two threads."""
-THREADS = (1, 2, 3, 8)
+THREADS = (1, 2, 3, 8, 12)
 """How many threads of a CPU may change no bit."""
 PRODUCTS = 4
 """On a GPU, products that another stream has before it at the start of each."""
@@ -63,28 +62,17 @@ def _many(cell: Cell) -> Iterator[Record]:
     where, both = (cell.case.function, cell.spec.output), [cell.inputs, cell.redrawn().inputs]
     item = "thousands of calls"
     try:
-        rich = _with_most_options(cell)
-        first, other, number = cell.candidate.many(*where, both + rich, CALLS, SECONDS[cell.setting.suite])
+        richest = replace(cell, case=cell.spec.richest_of(cell.case.function))
+        if not (richest.is_first or richest.missing()):
+            both.append(richest.inputs)
+        first, other, number = cell.candidate.many(*where, both, CALLS, SECONDS[cell.setting.suite])
         yield _same(cell, item, first, other, f"call {number}: ")
         item = "two threads at once"
-        pairs = cell.candidate.threads(*where, both, AT_ONCE)
+        pairs = cell.candidate.threads(*where, both[:2], AT_ONCE)
         for expected, found in zip(pairs[::2], pairs[1::2], strict=True):
             yield _same(cell, item, expected, found)
     except Misbehaved as error:
         yield cell.failed("repeatability", item, error)
-
-
-def _with_most_options(cell: Cell) -> list[Inputs]:
-    """Return the inputs of the case with most options, of the function's that are about as small as this."""
-    largest = 4 * math.prod(cell.case.sizes.values())
-    cells = [
-        replace(cell, case=case)
-        for case in cell.spec.cases
-        if case.function == cell.case.function and not case.relations and math.prod(case.sizes.values()) <= largest
-    ]
-    fitting = [each for each in cells if not each.missing() and not cell.spec.overwritten(each.inputs)]
-    most = max(fitting, key=lambda each: len(each.case.options))
-    return [most.inputs] if most.case.options else []
 
 
 def _same(cell: Cell, item: str, expected: Results, found: Results, prefix: str = "") -> Check:

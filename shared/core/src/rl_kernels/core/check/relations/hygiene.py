@@ -11,11 +11,11 @@ from rl_kernels.core.check import compare
 from rl_kernels.core.check.cell import Cell
 from rl_kernels.core.check.compare import Comparison
 from rl_kernels.core.check.guard import Misbehaved, Results
+from rl_kernels.core.check.ran import Ran
 from rl_kernels.core.check.relations.around import around, as_found
 from rl_kernels.core.check.relations.determinism import unchanged_by
 from rl_kernels.core.check.relations.lifetimes import HELD, first_difference, lifetimes
 from rl_kernels.core.check.result import Record
-from rl_kernels.core.check.run import Ran
 from rl_kernels.core.testing import STORAGE, Inputs, Variant
 from rl_kernels.core.testing.surroundings import Surroundings
 

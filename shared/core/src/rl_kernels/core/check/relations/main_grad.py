@@ -44,9 +44,24 @@ def main_grad(cell: Cell, upstream: Results) -> Iterator[Record]:
                 break
             yield _added(cell, name, upstream, found, label)
         if needed and not cell.case.relations:
+            if len(cell.leaves) > 1:
+                yield _frozen(cell, name, upstream)
             yield _renewed(cell, name, upstream)
         if needed and not cell.case.relations and name in cell.spec.autocast.get(cell.case.function, ()):
             yield _cast(cell, name, upstream)
+
+
+def _frozen(cell: Cell, name: str, upstream: Results) -> Check:
+    """A parameter that requires no gradient has none, whatever buffer it was left with."""
+    item = f"gradient:{name} in main_grad, frozen"
+    try:
+        run = cell.run(_with_buffer(cell, name, False), leaves=[leaf for leaf in cell.leaves if leaf != name])
+        run.gradients(upstream)
+        is_changed = bool(run.inputs[name].main_grad.any())
+    except Misbehaved as error:
+        return cell.failed("gradients", item, error)
+    message = "the buffer was written to" if is_changed else ""
+    return cell.record("gradients", item, (), "unchanged", Comparison(not is_changed, message=message))
 
 
 def _renewed(cell: Cell, name: str, upstream: Results) -> Check:
