@@ -134,6 +134,19 @@ def test_neighbours_may_hold_what_is_no_number(number):
     }
 
 
+def rows_one_stride_apart(x, ids, **rest):
+    """Read rows as far apart as the innermost two leading dims say."""
+    if x.ndim < 4:
+        return rowwise_toy(x, ids, **rest)
+    flat = x.as_strided((ids.numel(), x.shape[-1]), (x.stride(-2), x.stride(-1)), x.storage_offset())
+    return rowwise_toy(flat.reshape(x.shape), ids, **rest)
+
+
+def test_leading_dims_may_be_no_one_stride_apart():
+    labels, _ = broken(rows_one_stride_apart, TRANSFORMS["leading"], draw_inputs())
+    assert {label.partition(":")[0] for label in labels} == {"leading dims cut from larger ones"}
+
+
 def needs_two_dims(x, ids, **rest):
     return rowwise_toy(x, ids, **rest) + (ids.ndim != 2)
 
@@ -142,6 +155,7 @@ def test_rows_have_any_leading_dims():
     labels, _ = broken(needs_two_dims, TRANSFORMS["leading"], draw_inputs())
     assert {label.partition(":")[0] for label in labels} == {
         "no leading dims",
+        "leading dims cut from larger ones",
         "leading dims (6,)",
         "leading dims (6, 1, 1)",
         "leading dims (1, 6, 1, 1)",

@@ -85,6 +85,11 @@ def inputs(case: Case, draw: Draw) -> Inputs:
         call = {"a": draw.normal(m, k), "b": draw.normal(k, n, scale=k**-0.5)}
     first = next(iter(call))
     call[first] = with_values(call[first], asked.get("values"))
+    if "zero_times_inf" in asked:
+        zeros, others = list(call)[:2]
+        # Along K: columns of the first operand, but rows of it for a weight gradient.
+        call[zeros].narrow(-2 if case.function == DW else -1, 0, 1).zero_()
+        call[others].narrow(-1 if case.function == LINEAR else -2, 0, 1).fill_(torch.inf)
     call |= {name: column_major(call[name]) for name in asked.get(COLUMNS, ())}
     return call | {name: asked[name] for name in ("out_dtype",) if name in asked}
 

@@ -62,6 +62,9 @@ def _made() -> Iterator[Case]:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         name = str(dtype).removeprefix("torch.")
         yield Case(f"output-{name}", SIZES, {"out_dtype": dtype}, grad=False, relations=("accuracy",), dtype="bf16")
+    special: dict[str, Any] = {"options": {"zero_times_inf": True}, "grad": False, "relations": ("accuracy",)}
+    for function in AXES:
+        yield from _named(function, iter([Case("zero-times-inf", SIZES, function=function, **special)]))
     # Sums beyond what the operands' dtype holds, not beyond that of the output.
     beyond: dict[str, Any] = {"values": "huge", "out_dtype": torch.bfloat16}
     for values in ("huge", "inf"):

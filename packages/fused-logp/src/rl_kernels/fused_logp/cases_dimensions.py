@@ -20,7 +20,7 @@ AXES = {
     "output_dtype": (None, torch.bfloat16, torch.float64),
     "out": (None, True),
     "ids": (None, torch.int32),
-    "values": (None, "ties", "huge", "small", "subnormal", "minus_inf", "offset", "below"),
+    "values": (None, "ties", "huge", "small", "subnormal", "minus_inf", "offset", "below", "lowest"),
     "dtype": (None, "bf16", "fp16", "fp64"),
 }
 TURNS: tuple[Mapping[str, Any], ...] = (
@@ -68,6 +68,10 @@ def with_values(logits: torch.Tensor, kind: str | None) -> torch.Tensor:
         return logits.round()
     if kind == "huge":
         return (logits * 3e4).clamp(-65504, 65504)
+    if kind == "lowest":
+        # A whole row, as one that is masked by the lowest number there is.
+        lowest = logits.new_full(logits.shape[-1:], max(-1e37, torch.finfo(logits.dtype).min))
+        return torch.cat((lowest.expand(*logits.shape[:-2], 1, -1), logits[..., 1:, :]), -2)
     if kind in ("offset", "below"):
         return logits + (1e4 if kind == "offset" else -3e4)
     return logits * {"small": 1e-6, "subnormal": 1e-40}.get(kind or "", 1.0)

@@ -53,10 +53,12 @@ DIMENSIONS: tuple[Case, ...] = (
     # Beyond every limit of a grid, of a table and of a workspace, with little else.
     Case("vocab-262208", {"batch": 1, "seq": 1, "hidden": 2, "vocab": 262208}, TURNS[0], relations=HELD),
     Case("rows-65600", {"batch": 1, "seq": 65600, "hidden": 2, "vocab": 3}, TURNS[1], relations=HELD),
+    # A model that has diverged must show.
+    Case("nan-row", SIZES, {**TURNS[0], "values": "nan-row"}, relations=("accuracy",)),
     Case("rows-8200", {"batch": 1, "seq": 8200, "hidden": 8, "vocab": 40}, TURNS[1], relations=("invariance",)),
     Case("hidden-12296", {"batch": 1, "seq": 2, "hidden": 12296, "vocab": 5}, TURNS[0], relations=HELD),
     Case("hidden-8200", {"batch": 1, "seq": 2, "hidden": 8200, "vocab": 5}, {}, relations=HELD, dtype="bf16"),
-    Case("small-workspace", BLOCKS, LITTLE, relations=HELD),
+    Case("small-workspace", BLOCKS, LITTLE, relations=(*HELD, "invariance")),
     Case("small-workspace-half", BLOCKS, LITTLE, relations=HELD, dtype="bf16"),
     Case("logits-256MiB", {"batch": 1, "seq": 1030, "hidden": 2, "vocab": 65600}, relations=HELD[1:], suite="full"),
     Case("masked-head", {"batch": 1, "seq": 3, "hidden": 3, "vocab": 20000}, HEAD, relations=HELD),
@@ -70,6 +72,8 @@ DIMENSIONS: tuple[Case, ...] = (
 
 def with_values(hidden: torch.Tensor, kind: str | None) -> torch.Tensor:
     """Return hidden states of another kind: whole numbers, large or tiny ones, or none but zeros in some rows."""
+    if kind == "nan-row":
+        return hidden.index_fill(-2, torch.tensor([1], device=hidden.device), torch.nan)
     if kind == "ties":
         return hidden.round()
     if kind == "zero-rows":

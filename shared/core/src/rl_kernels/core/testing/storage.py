@@ -57,6 +57,12 @@ def _spread(value: torch.Tensor) -> torch.Tensor:
     return garbage(value, *value.shape[:-1], 2 * value.shape[-1])[..., ::2].copy_(value)
 
 
+def inside(value: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return a slice of a tensor that is larger by one at the start of a dim."""
+    larger = garbage(value, *(size + (at == dim) for at, size in enumerate(value.shape)))
+    return larger.narrow(dim, 1, value.shape[dim]).copy_(value)
+
+
 def _inside(value: torch.Tensor) -> torch.Tensor:
     """Return a slice of a tensor that is larger by one on each side of every dim."""
     larger = garbage(value, *(size + 2 for size in value.shape))

@@ -33,7 +33,8 @@ class Surroundings:
         matmul_precision: of ``torch.set_float32_matmul_precision``.
         checkpointed: whether the call is recomputed in the backward pass.
         computed: whether arguments that require grad are computed from the leaves, not leaves themselves.
-        parameters: arguments that are parameters of a module, called without recording gradients.
+        recording: whether gradients are recorded.
+        parameters: arguments that are parameters of a module.
         same: two arguments that are given one tensor, the first's.
         forward_only: whether backward runs without them, as it does after a ``with`` block.
     """
@@ -47,6 +48,7 @@ class Surroundings:
     matmul_precision: str | None = None
     checkpointed: bool = False
     computed: bool = False
+    recording: bool = True
     parameters: tuple[str, ...] = ()
     same: tuple[str, str] | None = None
     forward_only: bool = False
@@ -68,7 +70,7 @@ class Surroundings:
             if self.matmul_precision is not None:
                 before = torch.get_float32_matmul_precision()
                 stack.enter_context(set_to(self.matmul_precision, before, torch.set_float32_matmul_precision))
-            if self.parameters:
+            if not self.recording:
                 stack.enter_context(torch.no_grad())
             if self.inference:
                 stack.enter_context(torch.inference_mode())

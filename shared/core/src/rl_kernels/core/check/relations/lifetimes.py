@@ -18,6 +18,7 @@ from rl_kernels.core.testing import Inputs
 from rl_kernels.core.testing.surroundings import Surroundings
 
 HELD = Comparison(True)
+ROLLOUT = Surroundings(recording=False)
 PENDING = 80
 """Calls that wait for their backward pass at once, as those of micro-batches whose losses are added do."""
 
@@ -122,10 +123,10 @@ def _updated(cell: Cell, upstream: Results) -> Iterator[Record]:
     ways: list[tuple[str, Inputs, bool, list[str] | None, Surroundings]] = [
         ("updated in place", fresh, False, None, PLAIN),
         ("updated unseen", fresh, True, None, PLAIN),
-        ("updated unseen, no gradients", fresh, True, [], PLAIN),
-        ("updated unseen, parameters", fresh, True, [], Surroundings(parameters=tuple(cell.leaves))),
+        ("updated unseen, no gradients", fresh, True, [], ROLLOUT),
+        ("updated unseen, parameters", fresh, True, [], replace(ROLLOUT, parameters=tuple(cell.leaves))),
         ("updated unseen in one place", mixed, True, None, PLAIN),
-        ("updated unseen in one place, no gradients", mixed, True, [], PLAIN),
+        ("updated unseen in one place, no gradients", mixed, True, [], ROLLOUT),
     ]
     if cell.dtype_name != "fp64":
         ways.append(("updated in place, autocast", fresh, False, [], autocast))
