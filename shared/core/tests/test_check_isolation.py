@@ -112,7 +112,7 @@ def test_a_candidate_that_hangs_fails(candidate, check):
     start = time.monotonic()
     status, failed = check(candidate("time.sleep(600)"), "--relation", "accuracy", "--timeout", "2")
     assert (status, failed) == (1, {"forward": "run: no answer within 2 s"})
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 60
 
 
 def test_a_candidate_that_dies_at_import_fails_and_is_started_a_few_times_only(candidate, check):

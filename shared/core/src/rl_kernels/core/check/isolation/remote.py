@@ -23,7 +23,7 @@ from rl_kernels.core.testing.spec import Inputs
 from rl_kernels.core.testing.surroundings import Surroundings
 
 TIMEOUT = 60.0
-"""Seconds that an answer may take; a hang is a failed check."""
+"""Seconds that an answer may take, and loading the candidate at least may; a hang is a failed check."""
 LIVES = 3
 """How often a candidate's process is started; after that every check fails at once."""
 CHUNK = 1 << 20
@@ -59,7 +59,9 @@ class Worker:
         # A process that has stopped reads nothing: no request may wait for it for ever.
         os.set_blocking(self._process.stdin.fileno(), False)
         self._end = weakref.finalize(self, _end, self._process)
-        return self._exchange("load", {"target": self._target, "arguments": sys.argv})
+        # A process has libraries to load before it hears of any call.
+        longest = max(self._timeout, TIMEOUT)
+        return self._exchange("load", {"target": self._target, "arguments": sys.argv}, longest)
 
     def ask(self, kind: str, **given: Any) -> Any:
         """Return the candidate's answer.
@@ -71,7 +73,7 @@ class Worker:
             raise Misbehaved(f"not called: its process ended {LIVES} times, at last: {self._ends[-1]}")
         if self._process is None:
             self.start()
-        return self._exchange(kind, given)
+        return self._exchange(kind, given, self._timeout)
 
     def number(self) -> int:
         """Return a number for a new call."""
@@ -88,15 +90,15 @@ class Worker:
             self._process = None
             self._end()
 
-    def _exchange(self, kind: str, given: Mapping[str, Any]) -> Any:
+    def _exchange(self, kind: str, given: Mapping[str, Any], seconds: float) -> Any:
         forgotten, self._forgotten = self._forgotten, []
         request = wire.packed((kind, dict(given), forgotten))
-        deadline = time.monotonic() + self._timeout
+        deadline = time.monotonic() + seconds
         try:
             self._send(request, deadline)
             answer = wire.answer(wire.parse(self._read(deadline)))
         except TimeoutError:
-            raise self._ended(f"{kind}: no answer within {self._timeout:g} s") from None
+            raise self._ended(f"{kind}: no answer within {seconds:g} s") from None
         except (EOFError, OSError):
             raise self._ended(f"{kind}: {self._last_words()}") from None
         except Exception as error:
