@@ -73,7 +73,8 @@ DIMENSIONS: tuple[Case, ...] = (
 def with_values(hidden: torch.Tensor, kind: str | None) -> torch.Tensor:
     """Return hidden states of another kind: whole numbers, large or tiny ones, or none but zeros in some rows."""
     if kind == "nan-row":
-        return hidden.index_fill(-2, torch.tensor([1], device=hidden.device), torch.nan)
+        middle = torch.tensor([hidden.shape[-2] // 2], device=hidden.device)
+        return hidden.index_fill(-2, middle, torch.nan)
     if kind == "ties":
         return hidden.round()
     if kind == "zero-rows":
