@@ -47,6 +47,15 @@ SPEC = Spec(
 CAST = Spec(**{**vars(SPEC), "autocast": {"": ("x", "weight")}})
 
 
+class Saving(torch.autograd.Function):
+    """The definition with what its backward pass needs; the tests write that pass."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(weight)
+        return definition(x, weight)
+
+
 class Toy:
     name = "toy"
 
@@ -106,12 +115,7 @@ def test_what_autocast_casts_is_said_by_the_operator():
 
 
 def test_a_backward_pass_inside_autocast_shows():
-    class Product(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, weight):
-            ctx.save_for_backward(weight)
-            return definition(x, weight)
-
+    class Product(Saving):
         @staticmethod
         def backward(ctx, grad):
             return grad[:, None] @ ctx.saved_tensors[0][None, :], None
@@ -128,12 +132,7 @@ def test_a_result_that_follows_the_matmul_precision_shows():
 
 
 def test_an_upstream_gradient_that_is_written_into_is_named():
-    class Scales(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, weight):
-            ctx.save_for_backward(weight)
-            return definition(x, weight)
-
+    class Scales(Saving):
         @staticmethod
         def backward(ctx, grad):
             return grad.mul_(2)[:, None] * ctx.saved_tensors[0] / 2, None
