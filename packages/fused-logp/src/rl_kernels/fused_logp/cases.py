@@ -135,7 +135,9 @@ def magnitudes(case: Case, call: Inputs, upstream: Mapping[str, torch.Tensor]) -
     size = torch.where(z == -torch.inf, 0.0, z).abs()
     lse = z.logsumexp(-1)
     log_p = z - lse[..., None]
-    p, surprise = log_p.exp(), torch.where(z == -torch.inf, 0.0, -log_p)
+    # A probability below the smallest normal number is rounded as coarsely as that.
+    p = log_p.exp().clamp(min=torch.finfo(log_p.dtype).tiny)
+    surprise = torch.where(z == -torch.inf, 0.0, -log_p)
     spread = (surprise - (p * surprise).sum(-1, keepdim=True)).abs()
     top = size.amax(-1) + lse.abs()
     rounded = size if "temperature" in call else torch.zeros_like(size)

@@ -152,7 +152,9 @@ def magnitudes(case: Case, call: Inputs, upstream: Mapping[str, torch.Tensor]) -
     size = (hidden.abs() @ weight.T + torch.where(bias == -torch.inf, 0.0, bias.abs())) / scale
     lse = z.logsumexp(-1)
     log_p = z - lse[..., None]
-    p, surprise = log_p.exp(), torch.where(z == -torch.inf, 0.0, -log_p)
+    # A probability below the smallest normal number is rounded as coarsely as that.
+    p = log_p.exp().clamp(min=torch.finfo(log_p.dtype).tiny)
+    surprise = torch.where(z == -torch.inf, 0.0, -log_p)
     spread = (surprise - (p * surprise).sum(-1, keepdim=True)).abs()
     top = size.amax(-1) + lse.abs()
     terms = {"logp": 2 * top, "logsumexp": top, "entropy": (p * (surprise + 1 + spread * size)).sum(-1)}
