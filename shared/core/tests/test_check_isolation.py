@@ -8,7 +8,7 @@ from importlib.metadata import EntryPoint
 import pytest
 import torch
 
-from rl_kernels.core.check import cli, compare, suite
+from rl_kernels.core.check import cli, compare, plan
 from rl_kernels.core.check.guard import Misbehaved
 from rl_kernels.core.check.isolation import remote
 from rl_kernels.core.check.isolation.remote import Worker
@@ -238,8 +238,8 @@ def test_ctrl_c_prints_what_is_known_and_ends_the_process(candidate, capsys, mon
         held.append(cell)
         return original(cell, relation)
 
-    original = suite.hold
-    monkeypatch.setattr(suite, "hold", interrupted)
+    original = plan.hold
+    monkeypatch.setattr(plan, "hold", interrupted)
     argv = ["--op", "double", "--candidate", candidate(), "--device", "cpu", "--json"]
     assert cli.main(argv) == 130
     report = json.loads(capsys.readouterr().out)

@@ -12,7 +12,7 @@ import torch
 from rl_kernels.core.check import cli
 from rl_kernels.core.check.candidate import backend_candidate
 from rl_kernels.core.check.cell import Cell, Setting
-from rl_kernels.core.check.mutation import Honest, plant_bugs
+from rl_kernels.core.check.mutation import Honest, bugs_of
 from rl_kernels.core.check.mutation.controls import CONTROLS
 from rl_kernels.core.check.mutation.planted import planted
 from rl_kernels.core.check.result import Mutation, Skip
@@ -208,13 +208,13 @@ def test_a_bug_that_changes_nothing_escapes():
 
 
 def test_every_bug_is_planted_or_skipped_visibly():
-    found = list(plant_bugs(operator(), cells, SETTING, lambda _: None))
+    found = [plant() for _, plant in bugs_of(operator(), cells, SETTING)]
     names = [record.name for record in found if isinstance(record, Mutation)]
     assert names == [name for controls in CONTROLS.values() for name in controls] + [CUBE.name, UNMASKED.name]
 
 
 def test_no_bug_is_planted_where_a_promise_is_missing():
-    found = list(plant_bugs(operator(REPEATABLE), cells, SETTING, lambda _: None))
+    found = [plant() for _, plant in bugs_of(operator(REPEATABLE), cells, SETTING)]
     assert all(isinstance(record, Skip) and record.relation == "mutation" for record in found)
     assert [record.reason for record in found] == [
         "no backend keeps all promises here, so no negative control is run",

@@ -12,13 +12,14 @@ import torch
 
 from rl_kernels.core.check.cell import Setting
 from rl_kernels.core.check.compare import Comparison
+from rl_kernels.core.check.plan import Part, Plan
 from rl_kernels.core.check.reports.document import as_json
 from rl_kernels.core.check.reports.html import LONGEST, write_html
 from rl_kernels.core.check.reports.junit import write_junit
 from rl_kernels.core.check.reports.summary import percent, printable, shape_said
 from rl_kernels.core.check.reports.text import WIDTH, text
 from rl_kernels.core.check.result import Check, Mutation, Skip
-from rl_kernels.core.check.suite import Part, Plan, Report
+from rl_kernels.core.check.suite import Report
 
 PART = Part(Setting("fp32", torch.device("cpu"), "cpu", seed=5), [])
 PLAN = Plan([PART, Part(replace(PART.setting, dtype="bf16"), [])], ["accuracy", "invariance", "parity"])

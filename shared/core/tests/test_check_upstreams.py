@@ -14,6 +14,7 @@ from rl_kernels.core.check.cell import Cell, Setting
 from rl_kernels.core.check.relations import hold
 from rl_kernels.core.check.result import Check, Skip
 from rl_kernels.core.testing import IGNORED, Case, Spec
+from rl_kernels.core.testing.state import torch_threads
 
 RESULTS = ("output", "gradient:x", "gradient:weight")
 
@@ -170,6 +171,15 @@ class ForwardZeros(Linear):
         return torch.zeros(5, 3)
 
 
+class ForwardRefuses(Linear):
+    """Refuses, and leaves the number of threads changed."""
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        torch.set_num_threads(torch.get_num_threads() + 1)
+        raise RuntimeError("no forward mode")
+
+
 class ForwardRight(Linear):
     @staticmethod
     def jvp(ctx, x_tangent, weight_tangent, *others):
@@ -207,6 +217,13 @@ def test_zeros_in_place_of_a_refusal_fail(function, item):
     found = failed(linear(function=function))
     assert found.keys() == {item}
     assert re.search(r"off by .*, where the definition's norm is", found[item])
+
+
+def test_state_left_changed_is_no_refusal():
+    with torch_threads(1):
+        assert failed(linear(function=ForwardRefuses)) == {
+            "forward mode": "forward mode did not leave as it found: number of threads"
+        }
 
 
 def test_other_derivatives_are_asked_of_the_plainest_case_alone():

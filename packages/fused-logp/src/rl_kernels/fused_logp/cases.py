@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from rl_kernels.core.testing import IGNORED, Case, Draw, Inputs, Spec
+from rl_kernels.core.testing.magnitudes import of_log_softmax
 from rl_kernels.fused_logp import reference
 from rl_kernels.fused_logp.cases_dimensions import DIMENSIONS, with_values
 from rl_kernels.fused_logp.illegal import ILLEGAL
@@ -124,31 +125,15 @@ def with_edges(ids: torch.Tensor, vocab: int) -> torch.Tensor:
 
 
 def magnitudes(case: Case, call: Inputs, upstream: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Bound the terms: |z| and |lse| for the log-probability, p (1 + |log p|) for the entropy, and so on.
-
-    A gradient has a factor (1 + |z| + |lse|): rounding z or lse moves p by that share. Without a temperature z is
-    exact, so that the entropy, which no constant added to z changes, has no terms of its size.
-    """
+    """Bound the terms: those of each logit by its size, which is exact without a temperature."""
     temperature = call.get("temperature", 1.0)
     scale = temperature[..., None] if isinstance(temperature, torch.Tensor) else temperature
     z = torch.where(call["logits"].isnan(), 0.0, call["logits"]) / scale
     size = torch.where(z == -torch.inf, 0.0, z).abs()
-    lse = z.logsumexp(-1)
-    log_p = z - lse[..., None]
-    # A probability below the smallest normal number is rounded as coarsely as that.
-    p = log_p.exp().clamp(min=torch.finfo(log_p.dtype).tiny)
-    surprise = torch.where(z == -torch.inf, 0.0, -log_p)
-    spread = (surprise - (p * surprise).sum(-1, keepdim=True)).abs()
-    top = size.amax(-1) + lse.abs()
-    rounded = size if "temperature" in call else torch.zeros_like(size)
-    terms = {"logp": 2 * top, "logsumexp": top, "entropy": (p * (surprise + 1 + spread * rounded)).sum(-1)}
-
-    share = 1 + size + lse.abs()[..., None]
-    chosen = torch.nn.functional.one_hot(call["token_ids"].long() % z.shape[-1], z.shape[-1])
-    grads = {"logp": chosen + p * share, "logsumexp": p * share}
-    grads["entropy"] = p * ((1 + spread) * share + terms["entropy"][..., None])
-    dlogits = sum(grads[name] * value.abs()[..., None] for name, value in upstream.items()) / scale
-    return {**terms, "gradient:logits": dlogits}
+    rounded = (size if "temperature" in call else torch.zeros_like(size)) if call.get("return_stats") else None
+    taken = {name: value.abs() for name, value in upstream.items()}
+    terms, dz = of_log_softmax(z, size, call["token_ids"] % z.shape[-1], taken, rounded)
+    return {**terms, "gradient:logits": dz / scale}
 
 
 SPEC = Spec(

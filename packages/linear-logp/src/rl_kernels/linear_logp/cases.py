@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import torch
 
 from rl_kernels.core.testing import IGNORED, Case, Draw, Inputs, Spec
+from rl_kernels.core.testing.magnitudes import of_log_softmax
 from rl_kernels.linear_logp import reference
 from rl_kernels.linear_logp.cases_dimensions import DIMENSIONS, with_values
 from rl_kernels.linear_logp.illegal import ILLEGAL
@@ -139,10 +140,7 @@ def with_edges(ids: torch.Tensor, vocab: int) -> torch.Tensor:
 
 
 def magnitudes(case: Case, call: Inputs, upstream: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Bound the terms: those of each logit by sums of |hidden| |W| + |bias|, those of the gradients through them.
-
-    A logit's rounding, and that of lse, moves p by a share of their sizes; hence the factors in entropy and gradients.
-    """
+    """Bound the terms: those of each logit by sums of |hidden| |W| + |bias|, those of the gradients through them."""
     ids, hidden, weight = call["target_ids"], call["hidden"], call["lm_head_weight"].abs()
     active = (ids != call["ignore_index"]).double() if "ignore_index" in call else torch.ones_like(ids).double()
     temperature = call.get("temperature", 1.0)
@@ -150,22 +148,9 @@ def magnitudes(case: Case, call: Inputs, upstream: Mapping[str, torch.Tensor]) -
     bias = call.get("bias", hidden.new_zeros(()))
     z = (hidden @ call["lm_head_weight"].T + bias) / scale
     size = (hidden.abs() @ weight.T + torch.where(bias == -torch.inf, 0.0, bias.abs())) / scale
-    lse = z.logsumexp(-1)
-    log_p = z - lse[..., None]
-    # A probability below the smallest normal number is rounded as coarsely as that.
-    p = log_p.exp().clamp(min=torch.finfo(log_p.dtype).tiny)
-    surprise = torch.where(z == -torch.inf, 0.0, -log_p)
-    spread = (surprise - (p * surprise).sum(-1, keepdim=True)).abs()
-    top = size.amax(-1) + lse.abs()
-    terms = {"logp": 2 * top, "logsumexp": top, "entropy": (p * (surprise + 1 + spread * size)).sum(-1)}
-
-    share = 1 + size + lse.abs()[..., None]
-    chosen = torch.nn.functional.one_hot(ids.long() % z.shape[-1], z.shape[-1])
-    grads = {"logp": chosen + p * share, "logsumexp": p * share}
-    grads["entropy"] = p * ((1 + spread) * share + terms["entropy"][..., None])
-    dlogits = torch.zeros_like(z)
-    for name, value in upstream.items():
-        dlogits += grads[name] * (value.abs() * active)[..., None] / scale
+    taken = {name: value.abs() * active for name, value in upstream.items()}
+    terms, dz = of_log_softmax(z, size, ids % z.shape[-1], taken, size if call.get("return_stats") else None)
+    dlogits = dz / scale
     rows = dlogits.flatten(0, -2)
     dweight = rows.T @ hidden.abs().flatten(0, -2)
     gradients = {"hidden": dlogits @ weight, "lm_head_weight": dweight, "bias": rows.sum(0)}

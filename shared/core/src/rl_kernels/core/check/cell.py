@@ -20,6 +20,9 @@ from rl_kernels.core.operator import Call, Operator
 from rl_kernels.core.testing import Case, Draw, Inputs, Spec, spec_of
 from rl_kernels.core.testing.surroundings import Surroundings
 
+LARGE = 1 << 20
+"""Numbers of all arguments of a case beyond which a call takes long."""
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -72,6 +75,12 @@ class Cell:
         """Whether a call takes a thousand times as long as usual, so that what needs many calls is left out."""
         return self.candidate.is_slow(self.setting.device.type)
 
+    @property
+    def is_brief(self) -> bool:
+        """Whether one upstream gradient of all kinds is enough: a case made in numbers, or a large one."""
+        tensors = (value for value in self.inputs.values() if isinstance(value, torch.Tensor))
+        return bool(self.case.relations) or sum(value.numel() for value in tensors) > LARGE
+
     @cached_property
     def seed(self) -> int:
         """Seed of this case's inputs: the run's, and the case's name or that of the cases it shares numbers with."""
@@ -97,6 +106,11 @@ class Cell:
             name: torch.full_like(given, fills[name]) if name in fills and isinstance(given, torch.Tensor) else given
             for name, given in inputs.items()
         }
+
+    @property
+    def name(self) -> str:
+        """What says which cell of a run this is."""
+        return f"{self.candidate.operator.name} {self.candidate.name} {self.setting.dtype} {self.case.name}"
 
     def case_id(self, relation: str) -> str:
         """Return what ``--replay`` takes to run a relation on this cell again."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from functools import partial
 
 import torch
 from rich.console import Console
@@ -18,14 +19,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from rl_kernels.core.check.candidate import Candidate
 from rl_kernels.core.check.cell import Setting
+from rl_kernels.core.check.choose import candidates_of
 from rl_kernels.core.check.isolation.remote import TIMEOUT
+from rl_kernels.core.check.jobs import shared
+from rl_kernels.core.check.plan import Part, Plan
 from rl_kernels.core.check.relations import RELATIONS
 from rl_kernels.core.check.reports.document import as_json
 from rl_kernels.core.check.reports.html import write_html
 from rl_kernels.core.check.reports.junit import write_junit
 from rl_kernels.core.check.reports.text import text
 from rl_kernels.core.check.result import CaseId, Skip
-from rl_kernels.core.check.suite import Part, Plan, Report, candidates_of, run
+from rl_kernels.core.check.suite import CTRL_C, Report, in_turn, run
 from rl_kernels.core.command import Parser, count, number, print_anything, writable
 from rl_kernels.core.contract import DTYPES, contract
 from rl_kernels.core.dispatch import check_environment
@@ -62,6 +66,7 @@ def parser(operators: Sequence[Operator]) -> Parser:
     made.add_argument(
         "--timeout", type=number(above=0), default=TIMEOUT, metavar="SECONDS", help="of a call of your own"
     )
+    made.add_argument("--jobs", type=count(1), default=1, metavar="N", help="processes that share the work")
     made.add_argument("--fail-fast", action="store_true", help="stop at the first check that fails")
     made.add_argument("--json", action="store_true", help="print the report as strict JSON, and nothing else")
     made.add_argument("--junit", type=writable, metavar="FILE", help="also write the report as JUnit XML")
@@ -93,12 +98,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given.list:
         print("\n".join(plan.names()))
         return 0
-    with redirect_stdout(sys.stderr), _progress(sum(1 for _ in plan.cells()) * len(plan.relations)) as progress:
-        report = run(plan, skips, progress)
+    # Where one process does it all, this one does.
+    again = partial(_plan_again, list(sys.argv[1:] if argv is None else argv))
+    sharing = shared(again, given.jobs) if given.jobs > 1 else nullcontext(in_turn)
+    with redirect_stdout(sys.stderr), _progress(sum(1 for _ in plan.tasks())) as progress, sharing as results:
+        report = run(plan, skips, progress, results)
     print(as_json(report) if given.json else "\n".join(text(report)), flush=True)
     if not _written(report, given):
         return USAGE
-    return INTERRUPTED if report.interrupted else 0 if report.passed else 1
+    return INTERRUPTED if report.interrupted == CTRL_C else 0 if report.passed else 1
 
 
 def _written(report: Report, given: argparse.Namespace) -> bool:
@@ -123,7 +131,7 @@ def _progress(total: int) -> Iterator[Callable[[str], None]]:
         task = bar.add_task("", total=total)
 
         def advance(what: str) -> None:
-            bar.update(task, advance=1, description=what, total=max(total, bar.tasks[task].completed + 1))
+            bar.update(task, advance=1, description=what)
 
         yield advance
 
@@ -150,6 +158,11 @@ def _operators(argv: Sequence[str] | None) -> list[Operator]:
     if not found:
         raise ValueError("no operator is installed; for example: pip install rl-kernels-fused-logp")
     return list({operator.name: operator for operator in found}.values())
+
+
+def _plan_again(argv: list[str]) -> Plan:
+    operators = _operators(argv)
+    return _plan(parser(operators).parse_args(argv), operators)[0]
 
 
 def _plan(given: argparse.Namespace, operators: Sequence[Operator]) -> tuple[Plan, list[Skip]]:

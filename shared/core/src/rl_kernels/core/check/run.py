@@ -189,7 +189,7 @@ class Run:
             total = torch.stack([grad.double().square().sum() for grad in first]).sum() / 2
             return torch.autograd.grad(total, leaves, allow_unused=True)
 
-        found = or_refused(lambda: self._watched("double backward", twice))
+        found = self._refused_or("double backward", twice)
         if isinstance(found, str):
             return found
         grads = zip(self._leaves.items(), found, strict=True)
@@ -211,4 +211,9 @@ class Run:
                     for name, pair in pairs.items()
                 }
 
-        return or_refused(lambda: self._watched("forward mode", tangents))
+        found: Results | str = self._refused_or("forward mode", tangents)
+        return found
+
+    def _refused_or(self, phase: str, run: Callable[[], Any]) -> Any:
+        """Return what ``run`` returns, or the error that refuses it; state left changed is no refusal."""
+        return self._watched(phase, lambda: or_refused(lambda: guarded(phase, run)))

@@ -50,7 +50,7 @@ class Upstream:
 
 
 def upstreams(cell: Cell, upstream: Results, peak: float) -> Iterator[Upstream]:
-    """Yield the random upstream, then the same in other sizes and layouts; of a generated case only one of these.
+    """Yield the random upstream, then the same in other sizes and layouts; of a brief cell only one of these.
 
     ``peak`` is the size of the largest gradient of the first.
     """
@@ -60,7 +60,7 @@ def upstreams(cell: Cell, upstream: Results, peak: float) -> Iterator[Upstream]:
     large = next((scale for scale in LARGE if peak * scale < most), 1.0)
     kinds = list(_kinds(cell, upstream, large))
     yield Upstream("", upstream)
-    if cell.case.relations or cell.is_slow:
+    if cell.is_brief or cell.is_slow:
         yield kinds[zlib.crc32(cell.case.name.encode()) % len(kinds)]
         if cell.dtype_name == "fp16":
             # Small gradients are lost in it, which is why trainers scale their losses.

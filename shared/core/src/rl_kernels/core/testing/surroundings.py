@@ -17,6 +17,8 @@ from rl_kernels.core.testing.state import poisoned_empty, set_to, torch_threads
 
 SUBNORMAL = 1e-40
 """An FP32 number that is 0 where subnormal numbers are flushed."""
+COMPILERS_OWN = "TORCHINDUCTOR_CACHE_DIR"
+"""What PyTorch itself sets in the environment when its compiler is imported, as the first call in forward mode does."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ def global_state() -> dict[str, Any]:
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
         "TF32": (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32),
         "flushing of subnormal numbers": float(torch.tensor(SUBNORMAL, dtype=torch.float32, device="cpu") * 1) == 0,
-        "environment": dict(os.environ),
+        "environment": {name: value for name, value in os.environ.items() if name != COMPILERS_OWN},
         "working directory": os.getcwd(),
         "handler of SIGINT": signal.getsignal(signal.SIGINT),
     }

@@ -25,10 +25,8 @@ Cells = Callable[[Candidate], Iterator[Cell]]
 Plant = Callable[[], AbstractContextManager[None]]
 
 
-def plant_bugs(
-    operator: Operator, cells: Cells, setting: Setting, progress: Callable[[str], None]
-) -> Iterator[Mutation | Skip]:
-    """Plant every bug there is for an operator, one at a time.
+def bugs_of(operator: Operator, cells: Cells, setting: Setting) -> Iterator[tuple[str, Callable[[], Mutation | Skip]]]:
+    """Yield every bug there is for an operator: its name, and what plants it and says what became of it.
 
     The negative controls spoil the automatic choice from outside, and the relation that each is meant for must catch
     it. An operator's own mutants are planted in copies of its backends, where these keep all promises: that a promise
@@ -38,7 +36,6 @@ def plant_bugs(
         operator: whose backends.
         cells: gives the cells of a candidate.
         setting: that of the cells.
-        progress: is told what is planted.
     """
     call = call_of(operator, setting)
     device = setting.device.type
@@ -46,24 +43,28 @@ def plant_bugs(
     def skip(candidate: str, reason: str) -> Skip:
         return Skip(operator.name, candidate, "mutation", "all", setting.dtype, reason)
 
+    def spoilt(honest: Honest, name: str, control: Control, relation: str) -> Mutation | Skip:
+        return honest.spoilt(name, control, relation) or skip(AUTO, f"{name}: does not apply to this operator")
+
     if any(verdict.chosen for verdict in explain_call(operator, call)):
         honest = Honest(backend_candidate(operator, AUTO, AUTO, device), cells)
         for relation, controls in CONTROLS.items():
             for name, control in controls.items():
-                progress(f"{operator.name}: {name}")
-                yield honest.spoilt(name, control, relation) or skip(AUTO, f"{name}: does not apply to this operator")
+                yield f"{operator.name}: {name}", partial(spoilt, honest, name, control, relation)
     else:
-        yield skip(AUTO, "no backend keeps all promises here, so no negative control is run")
+        reason = "no backend keeps all promises here, so no negative control is run"
+        yield operator.name, partial(skip, AUTO, reason)
 
     for mutants in spec_of(operator).mutants:
         backend = operator.backend(mutants.backend)
+        label = f"{operator.name} {backend.name}"
         if backend.why_not(call) is not None or backend.promises[device] != INVARIANT:
-            yield skip(backend.name, f"does not run here with all promises: {len(mutants.bugs)} bugs not planted")
+            reason = f"does not run here with all promises: {len(mutants.bugs)} bugs not planted"
+            yield label, partial(skip, backend.name, reason)
             continue
         honest = Honest(backend_candidate(operator, backend.name, backend.name, device), cells)
         for bug in mutants.bugs:
-            progress(f"{operator.name} {backend.name}: {bug.name}")
-            yield honest.planted(mutants, bug)
+            yield f"{label}: {bug.name}", partial(honest.planted, mutants, bug)
 
 
 class Honest:

@@ -46,8 +46,8 @@ def gradients(cell: Cell) -> Iterator[Record]:
     exact = gold.gradients({name: value.double() for name, value in upstream.items()}, again=True)
     peak = max((float(value.nan_to_num().abs().amax()) for value in exact.values() if value.numel()), default=0.0)
     for given in upstreams(cell, upstream, peak):
-        yield from _gradients(cell, given, cell.leaves, eager, gold)
-    if not cell.case.relations:
+        yield from _gradients(cell, given, cell.leaves, eager, gold, None if given.label else exact)
+    if not cell.is_brief:
         for name in upstream if len(upstream) > 1 else ():
             alone = Upstream(f" through {name} alone", {name: upstream[name]})
             yield from _gradients(cell, alone, cell.leaves, eager, gold)
@@ -57,7 +57,10 @@ def gradients(cell: Cell) -> Iterator[Record]:
     yield from main_grad(cell, upstream)
 
 
-def _gradients(cell: Cell, given: Upstream, leaves: list[str], eager: Ran, gold: Ran) -> Iterator[Record]:
+def _gradients(
+    cell: Cell, given: Upstream, leaves: list[str], eager: Ran, gold: Ran, known: Results | None = None
+) -> Iterator[Record]:
+    """Compare the gradients of ``leaves`` for an upstream gradient; ``known`` are those of the gold, if they are."""
     try:
         found = cell.run(leaves=leaves).gradients(given.values)
     except Misbehaved as error:
@@ -67,7 +70,8 @@ def _gradients(cell: Cell, given: Upstream, leaves: list[str], eager: Ran, gold:
     exact = {name: value.double() for name, value in given.defined.items()}
     plain = eager.gradients(given.defined, again=True).items()
     expected = {name: value for name, value in plain if name in wanted}
-    yield from _accurate(cell, "gradients", given, found, expected, gold.gradients(exact, again=True))
+    golds = gold.gradients(exact, again=True) if known is None else known
+    yield from _accurate(cell, "gradients", given, found, expected, golds)
 
 
 def _accurate(

@@ -31,7 +31,7 @@ def main_grad(cell: Cell, upstream: Results) -> Iterator[Record]:
         ways = {"": (cell.leaves, False), " alone": ([name], False), " of columns": (cell.leaves, True)}
         needed = cell.candidate.backend is not None
         for label, (leaves, strided) in ways.items():
-            if label and cell.case.relations:
+            if label and cell.is_brief:
                 break
             try:
                 run = cell.run(_with_buffer(cell, name, strided), leaves=leaves)
@@ -43,11 +43,11 @@ def main_grad(cell: Cell, upstream: Results) -> Iterator[Record]:
             if not needed:
                 break
             yield _added(cell, name, upstream, found, label)
-        if needed and not cell.case.relations:
+        if needed and not cell.is_brief:
             if len(cell.leaves) > 1:
                 yield _frozen(cell, name, upstream)
             yield _renewed(cell, name, upstream)
-        if needed and not cell.case.relations and name in cell.spec.autocast.get(cell.case.function, ()):
+        if needed and not cell.is_brief and name in cell.spec.autocast.get(cell.case.function, ()):
             yield _cast(cell, name, upstream)
 
 

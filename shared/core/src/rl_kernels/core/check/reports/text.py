@@ -26,7 +26,7 @@ def text(report: Report) -> Iterator[str]:
     """
     yield f"{verdict(report.passed)} {summary.suite_name(report)}: {summary.checks_said(report)}"
     if report.interrupted:
-        yield "interrupted: what follows is what was known by then"
+        yield f"interrupted ({report.interrupted}): what follows is what was known by then"
     for (operator, candidate), checks in summary.by_candidate(report).items():
         passed = summary.held(checks)
         yield f"{verdict(passed == len(checks))} {operator} {candidate}: {passed} of {len(checks)}"
