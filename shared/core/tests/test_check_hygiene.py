@@ -153,6 +153,19 @@ def same_buffer(x, mask, factors, **options):
     return result
 
 
+def ignoring_strided_out(x, mask, factors, *, out=None, **options):
+    if out is None or out.is_contiguous():
+        return honest(x, mask, factors, out=out, **options)
+    return honest(x, mask, factors, out=out.contiguous(), **options)
+
+
+def writing_beside_out(x, mask, factors, *, out=None, **options):
+    result = honest(x, mask, factors, out=out, **options)
+    if out is not None and out.stride(0) == 2:
+        out.as_strided((2 * len(out) - 1,), (1,), out.storage_offset())[1::2] = 0.0
+    return result
+
+
 BUGS = {
     "input overwritten": (after(lambda x, mask, factors: x.data.zero_()), "plain", "inputs unchanged", "x was changed"),
     "input overwritten in backward": (overwritten_in_backward, "plain", "inputs unchanged", "x was changed"),
@@ -233,6 +246,18 @@ BUGS = {
         "empty: no columns",
         "forward raised IndexError",
     ),
+    "strided out ignored": (
+        ignoring_strided_out,
+        "into",
+        "inputs unchanged, every other element",
+        "out does not hold its result",
+    ),
+    "gap of out overwritten": (
+        writing_beside_out,
+        "into",
+        "inputs unchanged, every other element",
+        "out does not hold its result, or was changed beside it",
+    ),
     "out ignored": (ignoring_out, "into", "out holds output", "differ in bits"),
     "a second pass that is not refused": (never_refusing, "reuse", "backward again", "nothing was raised"),
     "wrong in the middle of a larger tensor": (
@@ -269,6 +294,7 @@ UPDATED = [
     "inputs updated unseen",
     "inputs updated unseen, no gradients",
     "inputs updated unseen, parameters",
+    "inputs updated unseen, permuted",
     "inputs updated unseen in one place",
     "inputs updated unseen in one place, no gradients",
     "inputs updated in place, autocast",
@@ -294,7 +320,7 @@ END = ["x expanded", *RECOMPUTED, INSIDE]
 ITEMS = {
     "plain": [
         *START,
-        "80 calls pending",
+        "300 calls pending",
         AGAIN,
         *UPDATED,
         *END,

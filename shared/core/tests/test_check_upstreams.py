@@ -296,6 +296,25 @@ def test_a_buffer_that_is_looked_up_once_shows():
     assert failed(linear(adds=adds_to_the_first), backend="toy").keys() == {"gradient:weight in another main_grad"}
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gradient_that_is_rounded_before_it_is_added_shows(dtype):
+    def adds_rounded(weight, gradient, whole):
+        weight.main_grad.add_(gradient.to(dtype))
+
+    def call(x, weight, ids, *, ignore_index=None):
+        wide = weight.float()
+        if hasattr(weight, "main_grad"):
+            wide.main_grad = weight.main_grad
+        return linear(adds=adds_rounded)(x.float(), wide, ids, ignore_index=ignore_index).to(x.dtype)
+
+    spec = Spec(**{**vars(SPEC), "cases": (Case("plain", {"rows": 5, "width": 8, "outs": 9}),)})
+    candidate = Candidate("toy", Toy, lambda _, kwargs: call(**kwargs), backend="toy")
+    found = hold(Cell(candidate, spec, spec.case(), Setting("bf16", torch.device("cpu"), "cpu")), "gradients")
+    digits = {each.item: each.comparison.message for each in found if each.item == f"{MAIN}, digits"}
+    rounded = "the gradient was rounded to bf16 before it was added"
+    assert digits == {f"{MAIN}, digits": rounded if dtype == torch.bfloat16 else ""}
+
+
 def test_a_buffer_that_autocast_hides_shows():
     spec = Spec(**{**vars(SPEC), "autocast": {"": ("x", "weight")}})
 

@@ -58,6 +58,8 @@ CASES = (
     Case("groups-offset", _groups(4, 8), {"offset": 10000.0, "eps": 1e-3}, GROUPS),
     # In FP64 sums of rewards are rounded: those of FP32 rewards are exact there, and hide how they were taken.
     Case("groups-double", _groups(6, 7), {"rewards": torch.float64, "offset": 10000.0, "equal": True}, GROUPS),
+    # The first of equal rewards is missing; a small eps shows any deviation that is not exactly 0.
+    Case("groups-equal-missing", _groups(3, 7), {"equal": True, "missing": 7, "eps": 1e-12}, GROUPS),
     *OBJECTIVES,
     Case("many-prompts", _sizes(64, 8, 128), {"beta": 0.04, "density": 0.7}, suite="full"),
     Case("long-completions", _sizes(1, 4, 20000), {"beta": 0.04, "density": 0.9}, suite="full"),

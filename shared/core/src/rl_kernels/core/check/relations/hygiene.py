@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -74,16 +75,22 @@ def _untouched_elsewhere(cell: Cell) -> Iterator[Record]:
 
 
 def _untouched(cell: Cell, inputs: Inputs, run: Ran) -> Comparison:
-    """Compare every argument that the call may not write with what was given, gaps between its elements included."""
+    """Compare every argument with what was given, gaps between its elements included.
+
+    One that the call writes its result into holds this result instead, in the same place; one that it may otherwise
+    overwrite may hold anything.
+    """
     overwritten = cell.spec.overwritten(inputs)
     for name, before in inputs.items():
-        after = run.inputs[name]
+        after, wrong = run.inputs[name], "was changed"
         if name in overwritten:
-            continue
+            wrong = "does not hold its result, or was changed beside it"
+            held = run.outputs.get(cell.spec.writes.get(name, ""), after.detach())
+            before = copy.deepcopy(before).copy_(held)
         if isinstance(before, torch.Tensor):
             comparison = _same_tensor(after.detach(), before)
             if not comparison.passed:
-                return replace(comparison, message=f"{name} was changed: {comparison.message}")
+                return replace(comparison, message=f"{name} {wrong}: {comparison.message}")
         elif after != before and not (after != after and before != before):
             return Comparison(False, message=f"{name} was changed: got {after!r}, expected {before!r}")
     return HELD

@@ -19,8 +19,8 @@ from rl_kernels.core.testing.surroundings import Surroundings
 
 HELD = Comparison(True)
 ROLLOUT = Surroundings(recording=False)
-PENDING = 80
-"""Calls that wait for their backward pass at once, as those of micro-batches whose losses are added do."""
+PENDING = 300
+"""Calls that wait for their backward pass at once, as those of the steps of a long decode do."""
 
 
 def lifetimes(cell: Cell, expected: Results, upstream: Results) -> Iterator[Record]:
@@ -125,6 +125,7 @@ def _updated(cell: Cell, upstream: Results) -> Iterator[Record]:
         ("updated unseen", fresh, True, None, PLAIN),
         ("updated unseen, no gradients", fresh, True, [], ROLLOUT),
         ("updated unseen, parameters", fresh, True, [], replace(ROLLOUT, parameters=tuple(cell.leaves))),
+        ("updated unseen, permuted", _permuted(cell), True, None, PLAIN),
         ("updated unseen in one place", mixed, True, None, PLAIN),
         ("updated unseen in one place, no gradients", mixed, True, [], ROLLOUT),
     ]
@@ -170,6 +171,16 @@ def _mixed(cell: Cell, others: Inputs) -> Inputs:
             found[name] = copy.deepcopy(value)
             found[name][place] = others[name][place]
     return found
+
+
+def _permuted(cell: Cell) -> Inputs:
+    """Return the inputs with the same numbers of each tensor of floats in other places: sums of them stay."""
+    return {
+        name: value.roll(1, -2 if value.ndim > 1 and value.shape[-2] > 1 else -1)
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.ndim
+        else value
+        for name, value in cell.inputs.items()
+    }
 
 
 def _alike(inputs: Inputs, others: Inputs) -> bool:

@@ -16,7 +16,7 @@ from rl_kernels.core.testing import Inputs
 from rl_kernels.core.testing.surroundings import Surroundings
 
 FEW = 32
-"""Numbers of a buffer up to which all may be short by chance."""
+"""Numbers of a buffer up to which all may have a few digits by chance."""
 
 
 def main_grad(cell: Cell, upstream: Results) -> Iterator[Record]:
@@ -43,12 +43,28 @@ def main_grad(cell: Cell, upstream: Results) -> Iterator[Record]:
             if not needed:
                 break
             yield _added(cell, name, upstream, found, label)
+            if not label and cell.dtype_name in ("bf16", "fp16"):
+                yield _unrounded(cell, name, upstream)
         if needed and not cell.is_brief:
             if len(cell.leaves) > 1:
                 yield _frozen(cell, name, upstream)
             yield _renewed(cell, name, upstream)
         if needed and not cell.is_brief and name in cell.spec.autocast.get(cell.case.function, ()):
             yield _cast(cell, name, upstream)
+
+
+def _unrounded(cell: Cell, name: str, upstream: Results) -> Check:
+    """What is added to a buffer in FP32 has more digits than the parameter."""
+    item = f"gradient:{name} in main_grad, digits"
+    try:
+        run = cell.run(_with_buffer(cell, name, False))
+        run.gradients(upstream)
+        buffer = run.inputs[name].main_grad
+    except Misbehaved as error:
+        return cell.failed("gradients", item, error)
+    is_rounded = int(buffer.count_nonzero()) > FEW and torch.equal(buffer, buffer.to(cell.inputs[name].dtype).float())
+    message = f"the gradient was rounded to {cell.dtype_name} before it was added" if is_rounded else ""
+    return cell.record("gradients", item, tuple(buffer.shape), "FP32", Comparison(not is_rounded, message=message))
 
 
 def _frozen(cell: Cell, name: str, upstream: Results) -> Check:
