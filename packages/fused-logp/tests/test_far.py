@@ -1,9 +1,10 @@
-"""Logits far from 0: where the logsumexp is too coarse for differences, or the sum of exponents overflows."""
+"""Logits far from 0, where differences lose their digits and sums of exponents overflow, and far apart in memory."""
 
 import pytest
 import torch
 
 from rl_kernels.core.operator import Call
+from rl_kernels.core.testing.storage import lying
 from rl_kernels.fused_logp import fused_logp
 from rl_kernels.fused_logp.op import OPERATOR
 from rl_kernels.fused_logp.reference import fused_logp as reference
@@ -84,3 +85,19 @@ def test_the_entropy_keeps_its_digits_at_an_offset_with_a_temperature(backend):
     plain = results(fused_logp, near, ("logp", "entropy"), **options)
     for i in (0, 2, 3):
         torch.testing.assert_close(found[i], plain[i], rtol=1e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_columns_beyond_an_offset_of_32_bits(backend):
+    torch.manual_seed(0)
+    near = torch.randn(3, 40, device=DEVICE).half()
+    ids = torch.tensor([0, 39, 17], device=DEVICE)
+
+    def call(logits):
+        leaf = logits.requires_grad_()
+        stats = fused_logp(leaf, ids, return_stats=True, backend=backend)
+        (stats.logp + stats.entropy).sum().backward()
+        return [*stats, leaf.grad]
+
+    for found, expected in zip(call(lying(near, "far")), call(near), strict=True):
+        assert torch.equal(found, expected)

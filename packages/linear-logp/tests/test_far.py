@@ -1,9 +1,10 @@
-"""Logits far from 0: where the logsumexp is too coarse for differences, or the sum of exponents overflows."""
+"""Logits far from 0, where differences lose their digits and sums of exponents overflow, and far apart in memory."""
 
 import pytest
 import torch
 
 from rl_kernels.core.operator import Call
+from rl_kernels.core.testing.storage import lying
 from rl_kernels.linear_logp import linear_logp
 from rl_kernels.linear_logp.op import OPERATOR
 
@@ -54,3 +55,24 @@ def test_a_tie_of_bf16_at_the_top(backend):
     stats.logp.sum().backward()
     assert stats.entropy.tolist() == pytest.approx([0.6931472])
     assert bias.grad.tolist() == [0.5, -0.5, 0.0]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("far", ["hidden", "lm_head_weight", "rows of lm_head_weight"])
+def test_elements_beyond_an_offset_of_32_bits(far, backend):
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(3, 16, device=DEVICE).half(), torch.randn(40, 16, device=DEVICE).half() / 4
+    ids = torch.tensor([0, 39, 17], device=DEVICE)
+
+    def call(hidden, weight):
+        leaves = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
+        linear_logp(*leaves, ids, backend=backend).sum().backward()
+        return [leaf.grad for leaf in leaves]
+
+    moved = {
+        "hidden": lambda: (lying(hidden, "far"), weight),
+        "lm_head_weight": lambda: (hidden, lying(weight, "far")),
+        "rows of lm_head_weight": lambda: (hidden, lying(weight.T, "far").T),
+    }
+    for found, expected in zip(call(*moved[far]()), call(hidden, weight), strict=True):
+        assert torch.equal(found, expected)

@@ -31,8 +31,14 @@ STORAGE: dict[str, Transform] = {"strided": strided, "offset": offset}
 
 
 def lying(x: torch.Tensor, how: str) -> torch.Tensor:
-    """Return a matrix with its elements elsewhere: ``"column"`` by column, ``"apart"``, or at an ``"odd"`` address."""
+    """Return a matrix with its elements elsewhere: ``"column"`` by column, ``"apart"``, or at an ``"odd"`` address.
+
+    ``"far"``: columns whose offsets leave 32 bits, in memory of which nothing else is ever touched.
+    """
     rows, columns = x.shape
+    if how == "far":
+        stride = 2**31 // (columns - 1) + 1
+        return x.new_empty(rows + (columns - 1) * stride).as_strided(x.shape, (1, stride)).copy_(x)
     if how == "column":
         return x.t().contiguous().t()
     if how == "apart":
