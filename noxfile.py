@@ -112,7 +112,8 @@ def check(session: nox.Session) -> None:
     """Hold every backend that runs here to every relation on all cases, and plant the bugs that must be caught."""
     borrow(session)
     install(session, *PACKAGES)
-    jobs = ("--jobs", str(os.cpu_count() or 1))
+    # Each process may hold a gigabyte or two.
+    jobs = ("--jobs", str(min(os.cpu_count() or 1, 4)))
     session.run("rl-kernels", "check", "--suite", "full", *jobs, *session.posargs, env={"OMP_WAIT_POLICY": "PASSIVE"})
 
 
