@@ -66,7 +66,7 @@ def parser(operators: Sequence[Operator]) -> Parser:
     made.add_argument(
         "--timeout", type=number(above=0), default=TIMEOUT, metavar="SECONDS", help="of a call of your own"
     )
-    made.add_argument("--jobs", type=count(1), default=1, metavar="N", help="processes that share the work")
+    made.add_argument("--jobs", type=count(1), default=1, metavar="N", help="processes to share the work (%(default)s)")
     made.add_argument("--fail-fast", action="store_true", help="stop at the first check that fails")
     made.add_argument("--json", action="store_true", help="print the report as strict JSON, and nothing else")
     made.add_argument("--junit", type=writable, metavar="FILE", help="also write the report as JUnit XML")
@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given.list:
         print("\n".join(plan.names()))
         return 0
-    # Where one process does it all, this one does.
+    # With one job everything runs in this process.
     again = partial(_plan_again, list(sys.argv[1:] if argv is None else argv))
     sharing = shared(again, given.jobs) if given.jobs > 1 else nullcontext(in_turn)
     with redirect_stdout(sys.stderr), _progress(sum(1 for _ in plan.tasks())) as progress, sharing as results:

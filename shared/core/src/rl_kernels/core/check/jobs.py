@@ -1,4 +1,4 @@
-"""A run that several processes share: each makes the same plan, and takes the next task when it is done with one."""
+"""Share a run among processes: each makes the same plan, and takes the next task when it has finished one."""
 
 from __future__ import annotations
 
