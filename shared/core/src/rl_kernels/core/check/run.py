@@ -84,16 +84,21 @@ class Run:
 
     def gradients(self, upstream: Mapping[str, torch.Tensor], *, again: bool = False) -> Results:
         """Return ``gradient:NAME`` for each differentiable input; ``again`` keeps the graph for a further pass."""
-        outputs, given = self._outputs_for(upstream), {name: value.clone() for name, value in upstream.items()}
+        given = {name: value.clone() for name, value in upstream.items()}
+        grads = self._backward(upstream, again=again)
+        changed = [name for name, value in upstream.items() if not equal(value, given[name])]
+        if changed:
+            raise Misbehaved(f"backward wrote into the upstream gradient of {', '.join(changed)}")
+        return grads
+
+    def _backward(self, upstream: Mapping[str, torch.Tensor], *, again: bool = False) -> Results:
+        outputs = self._outputs_for(upstream)
 
         def backward() -> Any:
             leaves = list(self._leaves.values())
             return torch.autograd.grad(outputs, leaves, list(upstream.values()), retain_graph=again, allow_unused=True)
 
         grads = dict(zip(self._leaves, self._watched("backward", backward), strict=True))
-        changed = [name for name, value in upstream.items() if not equal(value, given[name])]
-        if changed:
-            raise Misbehaved(f"backward wrote into the upstream gradient of {', '.join(changed)}")
         written = [name for name, leaf in self._leaves.items() if leaf.grad is not None]
         if written:
             raise Misbehaved(f"backward wrote .grad of {', '.join(written)}, which autograd does")
@@ -121,9 +126,10 @@ class Run:
             raise Misbehaved(f"{', '.join(sorted(detached))}: detached, expected an output that carries a gradient")
         return [self._attached[name] for name in upstream]
 
-    def results(self, upstream: Mapping[str, torch.Tensor]) -> Results:
-        """Return outputs and, if there is an upstream gradient, gradients."""
-        return {**self.outputs, **(self.gradients(upstream) if upstream and self._leaves else {})}
+    def results(self, upstream: Mapping[str, torch.Tensor], *, looks: bool = True) -> Results:
+        """Return outputs and, if there is an upstream gradient, gradients; who ``looks`` at values waits for a GPU."""
+        backward = self.gradients if looks else self._backward
+        return {**self.outputs, **(backward(upstream) if upstream and self._leaves else {})}
 
     def updated(self, inputs: Inputs, upstream: Mapping[str, torch.Tensor], *, silently: bool) -> Results:
         """Write other values into the same tensors and call again: its results."""
