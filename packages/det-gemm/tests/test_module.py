@@ -107,6 +107,21 @@ def test_main_grad_of_a_frozen_weight_or_without_grad_is_left_alone():
     assert x.grad is not None
 
 
+def test_only_gradients_that_are_asked_for_are_formed():
+    """``needs_input_grad`` says which may be; the pass under way may want fewer, and main_grad is not to be touched."""
+    layer, x = DetLinear(12, 7), Draw(torch.float32).normal(3, 12).requires_grad_()
+    layer.weight.main_grad = torch.zeros(7, 12)
+    upstream = torch.ones(3, 7)
+    torch.autograd.grad(layer(x), [x, layer.bias], upstream)
+    layer(x).backward(upstream, inputs=[x])
+    assert not layer.weight.main_grad.any()
+    torch.autograd.grad(layer(x), layer.weight, upstream, allow_unused=True)
+    once = layer.weight.main_grad.clone()
+    assert bool(once.all())
+    layer(x).backward(upstream, inputs=[layer.weight])
+    assert torch.equal(layer.weight.main_grad, 2 * once)
+
+
 def test_one_weight_in_two_layers_continues_one_main_grad():
     draw = Draw(torch.float32, seed=10)
     first = DetLinear(8, 8, bias=False)

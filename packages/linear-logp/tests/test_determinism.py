@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -59,6 +59,33 @@ def test_batch_cut_at_multiples_of_16_gives_the_bits_of_the_whole(dtype: torch.d
         _backward(parts, slice(start, stop))
     assert torch.equal(found, expected)
     assert torch.equal(parts["hidden"].grad, whole["hidden"].grad)
+
+
+def test_only_gradients_that_are_asked_for_are_formed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``needs_input_grad`` says which may be; the pass under way may want fewer, and main_grad is not to be touched."""
+    formed: list[Any] = []
+    monkeypatch.setattr(native, "backward", _noting(formed, native.backward))
+    call = {**_call(), "backend": "native"}
+    leaves = [call["hidden"], call["lm_head_weight"], call["bias"].requires_grad_()]
+    for wanted in product((False, True), repeat=3):
+        if any(wanted):
+            asked = [leaf for leaf, is_asked in zip(leaves, wanted, strict=True) if is_asked]
+            torch.autograd.grad(linear_logp(**call).sum(), asked)
+            linear_logp(**call).sum().backward(inputs=asked)
+            assert formed[-2:] == [list(wanted)] * 2
+    total = _main_grad(call)
+    torch.autograd.grad(linear_logp(**call).sum(), leaves[::2])
+    assert not total.any()
+    torch.autograd.grad(linear_logp(**call).sum(), leaves[1], allow_unused=True)
+    assert bool(total.any())
+
+
+def _noting(formed: list[Any], backward: Callable[..., Any]) -> Callable[..., Any]:
+    def note(*arguments: Any) -> Any:
+        formed.append(list(arguments[-1]))
+        return backward(*arguments)
+
+    return note
 
 
 def test_main_grad_of_any_strides_is_continued_in_place() -> None:

@@ -8,7 +8,7 @@ import torch
 
 from rl_kernels.core import validate as check
 from rl_kernels.core.dispatch import choose
-from rl_kernels.core.torchlib import autocast_linear, first_order, no_lost_derivatives
+from rl_kernels.core.torchlib import autocast_linear, first_order, is_asked_for, no_lost_derivatives
 from rl_kernels.det_gemm import canary
 from rl_kernels.det_gemm.op import OPERATOR, describe, describe_dw, ops
 
@@ -197,15 +197,16 @@ class _Product(torch.autograd.Function):
         a, b = ctx.saved_tensors
         dc = upstream.to(a.dtype)
         da = db = dbias = None
-        if ctx.needs_input_grad[0]:
+        needed = [wanted and is_asked_for(ctx, number) for number, wanted in enumerate(ctx.needs_input_grad[:3])]
+        if needed[0]:
             da = first_order(ops["forward"], dc, b.t(), None, a.dtype, ctx.backend)
-        if ctx.needs_input_grad[1]:
+        if needed[1]:
             if ctx.main_grad is None:
                 db = first_order(ops["weight_gradient"], a, dc, a.dtype, ctx.backend)
             else:
                 no_lost_derivatives("det_linear", a, dc)
                 ops["weight_gradient_into"](a, dc, ctx.main_grad, ctx.backend)
-        if ctx.needs_input_grad[2]:
+        if needed[2]:
             ones = dc.new_ones(dc.shape[0], 1)
             dbias = first_order(ops["weight_gradient"], ones, dc, a.dtype, ctx.backend)[0]
         return da, db, dbias, None, None, None

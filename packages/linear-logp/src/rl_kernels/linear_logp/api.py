@@ -10,7 +10,7 @@ from rl_kernels.core import validate as check
 from rl_kernels.core.dispatch import choose
 from rl_kernels.core.outputs import LogpStats
 from rl_kernels.core.rowwise import compute_dtype
-from rl_kernels.core.torchlib import autocast_linear, first_order, no_lost_derivatives, scalar_or_rows
+from rl_kernels.core.torchlib import autocast_linear, first_order, is_asked_for, no_lost_derivatives, scalar_or_rows
 from rl_kernels.linear_logp.op import OPERATOR, describe, ops
 
 
@@ -153,7 +153,7 @@ class _LinearLogp(torch.autograd.Function):
         hidden, weight, target_ids, bias, temperature, norm, *entropy = ctx.saved_tensors
         inputs = (hidden, weight, target_ids, bias, temperature, ctx.ignore_index)
         saved = (norm, entropy[0] if entropy else None, *upstream, *[None] * (3 - len(upstream)))
-        needed = [ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[3]]
+        needed = [ctx.needs_input_grad[number] and is_asked_for(ctx, number) for number in (0, 1, 3)]
         arguments = (*inputs, *saved, ctx.workspace_mib, needed)
         if needed[1] and ctx.main_grad is not None:
             dhidden, dbias = first_order(ops["backward_main_grad"], *arguments, ctx.main_grad, ctx.backend)

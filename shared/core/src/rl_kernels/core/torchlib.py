@@ -90,6 +90,25 @@ def first_order(op: Callable[..., Any], *args: Any) -> Any:
     return _FirstOrder.apply(op, *args)
 
 
+def is_asked_for(ctx: Any, number: int) -> bool:
+    """Say whether the backward pass under way goes on to an argument of an autograd Function.
+
+    ``ctx.needs_input_grad`` says whether one may: ``torch.autograd.grad(loss, hidden)`` goes on to hidden alone.
+
+    Args:
+        ctx: of the Function, in its ``backward``.
+        number: of the argument; only tensors count.
+    """
+    if torch.compiler.is_compiling():
+        return True
+    try:
+        asked: bool = torch._C._will_engine_execute_node(ctx.next_functions[number][0])
+    except RuntimeError:
+        # It does not answer for a leaf whose gradient ``torch.autograd.grad`` is to return.
+        return True
+    return asked
+
+
 def no_lost_derivatives(name: str, *values: Any) -> None:
     """Refuse what operators do not have, and where a derivative would be lost without a word.
 
