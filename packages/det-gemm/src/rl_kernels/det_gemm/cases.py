@@ -15,7 +15,9 @@ from rl_kernels.det_gemm.mutants import MUTANTS
 
 LINEAR, DW = "det_linear", "det_gemm_dw"
 STEP = 16
-"""Rows that one step of the chain of a weight gradient adds."""
+"""Terms that a tensor core adds in one step; rows, in the chain of a weight gradient."""
+CUT_OFF = 2.0**-23 / 2.0**-22
+"""Share of a partial sum that a tensor core may cut off, in that of the magnitudes that the checker allows any sum."""
 
 
 def _sizes(m: int, n: int, k: int) -> dict[str, int]:
@@ -35,6 +37,8 @@ CASES = (
     Case("wide-output", _sizes(21, 32, 50), WIDE, grad=False),
     # What is left of its sums is so small that their order shows, though they are taken in FP64 and rounded to FP32.
     Case("cancelling", _sizes(21, 32, 480), {"cancels": True, **WIDE}, grad=False),
+    # Halves of the sum that are far larger than the whole: rounded on their way, they show.
+    Case("cancelling-half", _sizes(3, 5, 14336), {"cancels": True}, grad=False, dtype="bf16"),
     Case("one-row", _sizes(1, 65, 33)),
     Case("one-column", _sizes(9, 1, 100)),
     Case("one-term", _sizes(9, 20, 1)),
@@ -87,8 +91,9 @@ def inputs(case: Case, draw: Draw) -> Inputs:
     call[first] = with_values(call[first], asked.get("values"))
     if "zero_times_inf" in asked:
         zeros, others = list(call)[:2]
-        # Along K: columns of the first operand, but rows of it for a weight gradient.
+        # Along K, columns of the first operand, but rows of it for a weight gradient; then all of what gives one row.
         call[zeros].narrow(-2 if case.function == DW else -1, 0, 1).zero_()
+        call[zeros].narrow(-1 if case.function == DW else -2, 0, 1).zero_()
         call[others].narrow(-1 if case.function == LINEAR else -2, 0, 1).fill_(torch.inf)
     call |= {name: column_major(call[name]) for name in asked.get(COLUMNS, ())}
     return call | {name: asked[name] for name in ("out_dtype",) if name in asked}
@@ -117,22 +122,37 @@ def column_major(x: torch.Tensor) -> torch.Tensor:
 
 
 def magnitudes(case: Case, call: Inputs, upstream: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Sum the magnitudes of the products that each element of a result is the sum of."""
-    size = {name: value.abs() for name, value in call.items() if isinstance(value, torch.Tensor)}
+    """Return how far rounding can move each element of a result, in sums of the magnitudes of terms."""
     if case.function == DW:
-        return {"output": size["a"].t() @ size["dc"] + size.get("accumulate_into", 0)}
-    grad = upstream["output"].abs() if upstream else None
+        return {"output": _of_product(call["a"].t(), call["dc"]) + abs(call.get("accumulate_into", 0))}
+    grad = upstream["output"] if upstream else None
     if case.function != LINEAR:
-        terms = {"output": size["a"] @ size["b"]}
+        terms = {"output": _of_product(call["a"], call["b"])}
         if grad is not None:
-            terms |= {"gradient:a": grad @ size["b"].t(), "gradient:b": size["a"].t() @ grad}
+            terms |= {"gradient:a": _of_product(grad, call["b"].t()), "gradient:b": _of_product(call["a"].t(), grad)}
         return terms
-    terms = {"output": size["x"] @ size["weight"].t() + size.get("bias", 0)}
+    x, weight = call["x"], call["weight"]
+    terms = {"output": _of_product(x, weight.t()) + abs(call.get("bias", 0))}
     if grad is not None:
         rows = grad.flatten(0, -2)
-        terms |= {"gradient:x": grad @ size["weight"], "gradient:weight": rows.t() @ size["x"].flatten(0, -2)}
-        terms["gradient:bias"] = rows.sum(0)
+        terms |= {"gradient:x": _of_product(grad, weight)}
+        terms |= {"gradient:weight": _of_product(rows.t(), x.flatten(0, -2)), "gradient:bias": rows.abs().sum(0)}
     return terms
+
+
+def _of_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Sum the magnitudes of the terms of ``a @ b``, and what a tensor core that truncates loses of their partial sums.
+
+    Hopper's cuts off what it cannot keep each time it adds the terms of a step to its accumulator: less than one unit
+    in the last place of that partial sum.
+    """
+    terms = a.abs() @ b.abs()
+    if not a.is_cuda:
+        return terms
+    left = F.pad(a.flatten(0, -2), (0, -a.shape[-1] % STEP)).unflatten(-1, (-1, STEP)).transpose(0, 1)
+    right = F.pad(b, (0, 0, 0, -b.shape[0] % STEP)).unflatten(0, (-1, STEP))
+    partial = (left @ right).cumsum(0).abs().sum(0)
+    return terms + partial.view(terms.shape) * CUT_OFF
 
 
 ROWS = RowLayout(
