@@ -25,6 +25,7 @@ CASES = (
     Case("stats", {"batch": 2, "seq": 9, "vocab": 1000}, STATS),
     Case("temperature", {"batch": 2, "seq": 5, "vocab": 333}, {**STATS, "temperature": 0.7}),
     Case("temperature-per-token", {"batch": 3, "seq": 5, "vocab": 129}, {**STATS, "temperature": "tensor"}),
+    Case("equal-rows", {"batch": 2, "seq": 6, "vocab": 130}, {**STATS, "temperature": "tensor", "equal": True}),
     Case("ignored", {"batch": 4, "seq": 7, "vocab": 65}, {**STATS, "ignore_index": IGNORED}),
     Case("indexed", {"batch": 4, "seq": 8, "vocab": 100}, {**STATS, "row_indices": True}),
     Case("out", {"batch": 2, "seq": 6, "vocab": 77}, {"out": True}),
@@ -63,7 +64,10 @@ EMPTY = (Case("no-rows", {"batch": 0, "seq": 5, "vocab": 33}, STATS),)
 TEMPERATURES = {"tensor": (0.5, 2.0), "cold": (0.001, 0.003)}
 """Bounds of the temperatures of tokens, by option."""
 DRAWN = frozenset(
-    {"scale", "offset", "minus_inf", "low", "hidden", "specials", "row_indices", "out", "temperature", "values", "ids"}
+    {
+        *("scale", "offset", "minus_inf", "low", "hidden", "edges", "equal", "specials", "row_indices", "out"),
+        *("temperature", "values", "ids"),
+    }
 )
 """Options that shape the inputs; the others are passed on as keyword arguments."""
 
@@ -82,13 +86,16 @@ def inputs(case: Case, draw: Draw) -> Inputs:
         logits = logits.masked_fill(hidden, -torch.inf)
     if asked.get("specials"):
         put_specials(logits.view(-1, vocab))
+    if {"low", "hidden", "edges"} & asked.keys():
+        ids = with_edges(ids, vocab, 1024 if "edges" in asked else SEGMENT)
     if {"low", "hidden"} & asked.keys():
-        ids = with_edges(ids, vocab)
         # So far below the other segments that exp(other - this) overflows, and exp(this - other) is 0.
         # The last columns never are: without a maximum far above, this would be one more offset.
         logits[..., : min(asked.get("low", 0), vocab // 2)] -= 110
         logits[..., : min(asked.get("hidden", 0), vocab - 1)] = -torch.inf
         logits[..., -1] += 3
+    if asked.get("equal"):
+        logits, ids = logits[:1, :1].repeat(batch, seq, 1), ids[:1, :1].repeat(batch, seq)
     if "ignore_index" in asked:
         ids = ids.masked_fill(draw.mask(0.4, batch, seq), asked["ignore_index"])
     call: Inputs = {"logits": logits, "token_ids": ids.to(asked.get("ids", torch.int64))}
@@ -116,9 +123,9 @@ def put_specials(logits: torch.Tensor) -> None:
     logits[4 % rows, -1] = torch.inf
 
 
-def with_edges(ids: torch.Tensor, vocab: int) -> torch.Tensor:
-    """Return ids of which the first are the first and last columns of the segments."""
-    edges = [column for start in range(0, vocab, SEGMENT) for column in (start, min(start + SEGMENT, vocab) - 1)]
+def with_edges(ids: torch.Tensor, vocab: int, width: int) -> torch.Tensor:
+    """Return ids of which the first are the first and last columns of segments."""
+    edges = [column for start in range(0, vocab, width) for column in (start, min(start + width, vocab) - 1)]
     found = ids.clone()
     found.view(-1)[: len(edges)] = torch.tensor(edges, device=ids.device)[: ids.numel()]
     return found

@@ -57,6 +57,7 @@ DIMENSIONS: tuple[Case, ...] = (
     *swept("vocab", WIDE, VOCABS, TURNS),
     # Beyond every limit of a grid, of a table and of an index in FP32 or 16 bits, with little else.
     Case("vocab-262208", {"batch": 1, "seq": 1, "vocab": 262208}, {"return_stats": True}, relations=HELD),
+    Case("edges", {"batch": 1, "seq": 66, "vocab": 32769}, {**TURNS[0], "edges": True}, relations=HELD),
     Case("rows-65600", {"batch": 1, "seq": 65600, "vocab": 3}, TURNS[1], relations=HELD),
     Case("rows-8200-narrow", {"batch": 1, "seq": 8200, "vocab": 40}, TURNS[1], relations=("invariance",)),
     Case("rows-8200", {"batch": 1, "seq": 8200, "vocab": 4104}, relations=("invariance",), suite="full"),

@@ -55,6 +55,8 @@ CASES = (
     Case("advantages-on-policy", _sizes(1, 3, 9), {"old": None, "ref": None, "masked_sequence": True}, FROM),
     Case("groups", _groups(5, 4), {}, GROUPS),
     Case("groups-ragged", _groups(7, 4), RAGGED, GROUPS),
+    # The first size is the mean of all.
+    Case("groups-as-if-even", _groups(4, 3), {"group_sizes": (3, 2, 4)}, GROUPS),
     Case("groups-offset", _groups(4, 8), {"offset": 10000.0, "eps": 1e-3}, GROUPS),
     # In FP64 sums of rewards are rounded: those of FP32 rewards are exact there, and hide how they were taken.
     Case("groups-double", _groups(6, 7), {"rewards": torch.float64, "offset": 10000.0, "equal": True}, GROUPS),

@@ -40,6 +40,11 @@ CASES = (
         {**STATS, "bias": True, "edges": True, "workspace_mib": 1},
     ),
     Case("odd", {"batch": 3, "seq": 3, "hidden": 33, "vocab": 1025}, {**STATS, "edges": True}),
+    Case(
+        "equal-rows",
+        {"batch": 2, "seq": 6, "hidden": 24, "vocab": 130},
+        {**STATS, "temperature": "tensor", "bias": True, "equal": True},
+    ),
     Case("one-token", {"batch": 1, "seq": 1, "hidden": 64, "vocab": 515}, STATS),
     Case("one-feature", {"batch": 2, "seq": 9, "hidden": 1, "vocab": 7}, STATS),
     Case("pad-token", {"batch": 3, "seq": 7, "hidden": 20, "vocab": 50}, {**STATS, "ignore_index": 0, "bias": True}),
@@ -82,7 +87,7 @@ EMPTY = (Case("no-rows", {"batch": 0, "seq": 5, "hidden": 16, "vocab": 33}, {**S
 TEMPERATURES = {"tensor": (0.5, 2.0), "cold": (0.001, 0.003)}
 """Bounds of the temperatures of tokens, by option."""
 DRAWN = frozenset(
-    {"scale", "offset", "minus_inf", "minus_inf_first", "low", "edges", "bias", "temperature", "values", "ids"}
+    {"scale", "offset", "minus_inf", "minus_inf_first", "low", "edges", "equal", "bias", "temperature", "values", "ids"}
 )
 """Options that shape the inputs; the others are passed on as keyword arguments."""
 
@@ -100,6 +105,9 @@ def inputs(case: Case, draw: Draw) -> Inputs:
         "lm_head_weight": draw.normal(vocab, size, scale=max(size, FEATURES) ** -0.5),
         "target_ids": ids,
     }
+    if asked.get("equal"):
+        call["hidden"], ids = call["hidden"][:1, :1].repeat(batch, seq, 1), ids[:1, :1].repeat(batch, seq)
+        call["target_ids"] = ids
     if asked.get("bias"):
         bias = draw.normal(vocab) + asked.get("offset", 0.0)
         if "minus_inf" in asked:

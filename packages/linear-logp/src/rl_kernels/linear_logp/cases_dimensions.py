@@ -61,6 +61,7 @@ DIMENSIONS: tuple[Case, ...] = (
     Case("small-workspace", BLOCKS, LITTLE, relations=(*HELD, "invariance")),
     Case("small-workspace-half", BLOCKS, LITTLE, relations=HELD, dtype="bf16"),
     Case("logits-256MiB", {"batch": 1, "seq": 1030, "hidden": 2, "vocab": 65600}, relations=HELD[1:], suite="full"),
+    Case("edges", {"batch": 1, "seq": 66, "hidden": 4, "vocab": 32769}, {**TURNS[0], "edges": True}, relations=HELD),
     Case("masked-head", {"batch": 1, "seq": 3, "hidden": 3, "vocab": 20000}, HEAD, relations=HELD),
     *swept("vocab", {**SIZES, "hidden": 4}, LARGE_VOCABS, TURNS, suite="full"),
     *swept("hidden", SIZES, LARGE_HIDDEN, TURNS, suite="full"),

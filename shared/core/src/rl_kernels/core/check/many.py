@@ -14,7 +14,7 @@ from rl_kernels.core.check.guard import Misbehaved, Results, as_found, equal, gu
 from rl_kernels.core.testing.spec import Inputs
 from rl_kernels.core.testing.surroundings import global_state
 
-OTHERS = 300
+OTHERS = 5000
 """Calls on each of the other inputs at the end, as time allows, which may not change what the first call gave."""
 
 

@@ -35,7 +35,7 @@ def accuracy(cell: Cell) -> Iterator[Record]:
 def gradients(cell: Cell) -> Iterator[Record]:
     """Gradients against the gold's, for every kind of upstream gradient.
 
-    Then through each output alone, and of each argument alone: what is not asked for must not be missed.
+    Then through one output or of one argument alone, and but for one: what is not asked for must not be missed.
     """
     eager = cell.eager()
     upstream = cell.upstream(eager)
@@ -54,7 +54,23 @@ def gradients(cell: Cell) -> Iterator[Record]:
         for name in cell.leaves if len(cell.leaves) > 1 else ():
             yield from _gradients(cell, Upstream(" alone", upstream), [name], eager, gold)
         yield from derivatives(cell)
+    yield from _of_some(cell, upstream, eager, gold)
     yield from main_grad(cell, upstream)
+
+
+def _of_some(cell: Cell, upstream: Results, eager: Ran, gold: Ran) -> Iterator[Record]:
+    """Leave out one output and one argument, other ones in other cases, where that leaves more than one of either."""
+    draw = cell.draw(salt=3)
+
+    def but_one(names: list[str]) -> list[str]:
+        left_out = draw.integer(0, len(names)) if len(names) > 2 else None
+        return [name for place, name in enumerate(names) if place != left_out]
+
+    outputs, leaves = but_one(list(upstream)), but_one(cell.leaves)
+    if (len(outputs), len(leaves)) != (len(upstream), len(cell.leaves)):
+        label = f" of {' and '.join(leaves)} through {' and '.join(outputs)}"
+        given = Upstream(label, {name: upstream[name] for name in outputs})
+        yield from _gradients(cell, given, leaves, eager, gold)
 
 
 def _gradients(

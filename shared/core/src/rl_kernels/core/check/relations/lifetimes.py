@@ -19,6 +19,7 @@ from rl_kernels.core.testing.surroundings import Surroundings
 
 HELD = Comparison(True)
 ROLLOUT = Surroundings(recording=False)
+FEW_UNITS = 8
 PENDING = 300
 """Calls that wait for their backward pass at once, as those of the steps of a long decode do."""
 
@@ -126,6 +127,7 @@ def _updated(cell: Cell, upstream: Results) -> Iterator[Record]:
         ("updated unseen, no gradients", fresh, True, [], ROLLOUT),
         ("updated unseen, parameters", fresh, True, [], replace(ROLLOUT, parameters=tuple(cell.leaves))),
         ("updated unseen, permuted", _permuted(cell), True, None, PLAIN),
+        ("updated unseen by little, no gradients", _nudged(cell), True, [], ROLLOUT),
         ("updated unseen in one place", mixed, True, None, PLAIN),
         ("updated unseen in one place, no gradients", mixed, True, [], ROLLOUT),
     ]
@@ -170,6 +172,16 @@ def _mixed(cell: Cell, others: Inputs) -> Inputs:
             place = torch.unravel_index(torch.tensor(draw.integer(0, value.numel())), value.shape)
             found[name] = copy.deepcopy(value)
             found[name][place] = others[name][place]
+    return found
+
+
+def _nudged(cell: Cell) -> Inputs:
+    """Return the inputs with some numbers that have gradients a few units in the last place off."""
+    found, draw = dict(cell.inputs), cell.draw(salt=4)
+    for name in cell.spec.differentiable:
+        if isinstance(value := cell.inputs.get(name), torch.Tensor):
+            found[name] = copy.deepcopy(value)
+            found[name].mul_(1 + FEW_UNITS * torch.finfo(value.dtype).eps * draw.normal(*value.shape).round())
     return found
 
 
