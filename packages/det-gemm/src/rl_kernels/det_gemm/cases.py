@@ -36,9 +36,9 @@ CASES = (
     # test_backends compares their bits with those of that rounded gradient.
     Case("wide-output", _sizes(21, 32, 50), WIDE, grad=False),
     # What is left of its sums is so small that their order shows, though they are taken in FP64 and rounded to FP32.
-    Case("cancelling", _sizes(21, 32, 480), {"cancels": True, **WIDE}, grad=False),
+    Case("cancelling", _sizes(21, 32, 480), {"cancels": 2.0**-16, **WIDE}, grad=False),
     # Halves of the sum that are far larger than the whole: rounded on their way, they show.
-    Case("cancelling-half", _sizes(3, 5, 14336), {"cancels": True}, grad=False, dtype="bf16"),
+    Case("cancelling-half", _sizes(3, 5, 14336), {"cancels": 2.0**-6}, grad=False, dtype="bf16"),
     Case("one-row", _sizes(1, 65, 33)),
     Case("one-column", _sizes(9, 1, 100)),
     Case("one-term", _sizes(9, 20, 1)),
@@ -47,7 +47,7 @@ CASES = (
     Case("linear-no-bias", _sizes(17, 31, 29), {}, LINEAR),
     Case("linear-leading", _sizes(5, 24, 32), {"leading": (2, 3), **BIAS}, LINEAR),
     Case("linear-column-major", _sizes(6, 22, 35), {COLUMNS: ("x", "weight"), **BIAS}, LINEAR),
-    Case("linear-cancelling", _sizes(1, 40, 48), {"cancels": True, **BIAS}, LINEAR),
+    Case("linear-cancelling", _sizes(1, 40, 48), {"cancels": 2.0**-16, **BIAS}, LINEAR),
     Case("dw", _sizes(35, 24, 18), {}, DW, grad=False),
     Case("dw-many-steps", _sizes(300, 260, 9), {}, DW, grad=False),
     Case("dw-wide-output", _sizes(20, 17, 33), WIDE, DW, grad=False),
@@ -74,7 +74,7 @@ EMPTY = (
 def inputs(case: Case, draw: Draw) -> Inputs:
     """Draw the operands of the case's function; weights have standard deviation ``K^-0.5``."""
     m, n, k = (case.sizes[name] for name in ("m_dim", "n_dim", "k_dim"))
-    asked, cancels = case.options, "cancels" in case.options
+    asked, cancels = case.options, case.options.get("cancels", 0.0)
     call: Inputs
     if case.function == LINEAR:
         call = {"x": draw.normal(*asked.get("leading", ()), m, k), "weight": draw.normal(n, k, scale=k**-0.5)}
@@ -84,7 +84,7 @@ def inputs(case: Case, draw: Draw) -> Inputs:
         # Values that the operands' dtype can hold: the chain must be able to reach them.
         call |= {"accumulate_into": draw.normal(k, n).float()} if "accumulate_into" in asked else {}
     elif cancels:
-        call = _cancelling(m, n, k, draw)
+        call = _cancelling(m, n, k, draw, cancels)
     else:
         call = {"a": draw.normal(m, k), "b": draw.normal(k, n, scale=k**-0.5)}
     first = next(iter(call))
@@ -99,17 +99,17 @@ def inputs(case: Case, draw: Draw) -> Inputs:
     return call | {name: asked[name] for name in ("out_dtype",) if name in asked}
 
 
-def _cancelling(m: int, n: int, k: int, draw: Draw) -> Inputs:
-    """Return operands ``[x, x, small]`` and ``[w, -w, small]``, whose product is that of the small parts."""
+def _cancelling(m: int, n: int, k: int, draw: Draw, scale: float) -> Inputs:
+    """Return operands ``[x, x, small]`` and ``[w, -w, small]``, whose product is that of the parts of this scale."""
     half, rest = k // 3, k - k // 3 * 2
     # To the fifth power, so that terms are of such unlike sizes that sums in FP64 are rounded too.
     x, w = (draw.normal(*shape, dtype=torch.float64) ** 5 for shape in ((m, half), (half, n)))
     x, w = x.to(draw.dtype), (w * 2.0**-13).to(draw.dtype)
-    small = draw.normal(m, rest, scale=2.0**-16), draw.normal(rest, n, scale=2.0**-16)
+    small = draw.normal(m, rest, scale=scale), draw.normal(rest, n, scale=scale)
     return {"a": torch.cat((x, x, small[0]), 1), "b": torch.cat((w, -w, small[1]))}
 
 
-def _bias(call: Inputs, n: int, draw: Draw, cancels: bool) -> torch.Tensor:
+def _bias(call: Inputs, n: int, draw: Draw, cancels: float) -> torch.Tensor:
     """Draw a bias, or give the one that leaves of the first row no more than its rounding."""
     if not cancels:
         return draw.normal(n)
@@ -124,7 +124,7 @@ def column_major(x: torch.Tensor) -> torch.Tensor:
 def magnitudes(case: Case, call: Inputs, upstream: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return how far rounding can move each element of a result, in sums of the magnitudes of terms."""
     if case.function == DW:
-        return {"output": _of_product(call["a"].t(), call["dc"]) + abs(call.get("accumulate_into", 0))}
+        return {"output": _of_product(call["a"].t(), call["dc"], call.get("accumulate_into"))}
     grad = upstream["output"] if upstream else None
     if case.function != LINEAR:
         terms = {"output": _of_product(call["a"], call["b"])}
@@ -140,19 +140,20 @@ def magnitudes(case: Case, call: Inputs, upstream: Mapping[str, torch.Tensor]) -
     return terms
 
 
-def _of_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Sum the magnitudes of the terms of ``a @ b``, and what a tensor core that truncates loses of their partial sums.
+def _of_product(a: torch.Tensor, b: torch.Tensor, start: torch.Tensor | None = None) -> torch.Tensor:
+    """Sum the magnitudes of the terms of ``start + a @ b``; on a GPU, with what its tensor cores lose.
 
     Hopper's cuts off what it cannot keep each time it adds the terms of a step to its accumulator: less than one unit
     in the last place of that partial sum.
     """
-    terms = a.abs() @ b.abs()
+    start = b.new_zeros(()) if start is None else start
+    terms = start.abs() + a.abs() @ b.abs()
     if not a.is_cuda:
         return terms
     left = F.pad(a.flatten(0, -2), (0, -a.shape[-1] % STEP)).unflatten(-1, (-1, STEP)).transpose(0, 1)
     right = F.pad(b, (0, 0, 0, -b.shape[0] % STEP)).unflatten(0, (-1, STEP))
-    partial = (left @ right).cumsum(0).abs().sum(0)
-    return terms + partial.view(terms.shape) * CUT_OFF
+    partial = start + (left @ right).cumsum(0)
+    return terms + partial.abs().sum(0).view(terms.shape) * CUT_OFF
 
 
 ROWS = RowLayout(

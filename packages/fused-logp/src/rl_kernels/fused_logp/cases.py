@@ -36,6 +36,11 @@ CASES = (
     Case("peaked", {"batch": 1, "seq": 6, "vocab": 500}, {**STATS, "scale": 8.0}),
     Case("beyond-exp", {"batch": 1, "seq": 6, "vocab": 300}, {**STATS, "offset": 100.0}),
     Case("masked-vocabulary", {"batch": 1, "seq": 6, "vocab": 200}, {**STATS, "minus_inf": 0.3}),
+    Case(
+        "masked-by-lowest",
+        {"batch": 1, "seq": 6, "vocab": 200},
+        {**STATS, "minus_inf": 0.3, "finite": True, "temperature": 0.7},
+    ),
     Case("pad-token", {"batch": 3, "seq": 7, "vocab": 50}, {**STATS, "ignore_index": 0}),
     Case("rising", {"batch": 1, "seq": 6, "vocab": 2 * SEGMENT}, {**STATS, "low": SEGMENT, "reduction": "two_pass"}),
     Case(
@@ -65,7 +70,19 @@ TEMPERATURES = {"tensor": (0.5, 2.0), "cold": (0.001, 0.003)}
 """Bounds of the temperatures of tokens, by option."""
 DRAWN = frozenset(
     {
-        *("scale", "offset", "minus_inf", "low", "hidden", "edges", "equal", "specials", "row_indices", "out"),
+        *(
+            "scale",
+            "offset",
+            "minus_inf",
+            "low",
+            "hidden",
+            "edges",
+            "equal",
+            "finite",
+            "specials",
+            "row_indices",
+            "out",
+        ),
         *("temperature", "values", "ids"),
     }
 )
@@ -83,7 +100,7 @@ def inputs(case: Case, draw: Draw) -> Inputs:
     ids = draw.ids(vocab, batch, seq)
     if "minus_inf" in asked or asked.get("values") == "minus_inf":
         hidden = draw.mask(asked.get("minus_inf", 0.3), batch, seq, vocab).scatter(-1, ids[..., None], False)
-        logits = logits.masked_fill(hidden, -torch.inf)
+        logits = logits.masked_fill(hidden, torch.finfo(logits.dtype).min if asked.get("finite") else -torch.inf)
     if asked.get("specials"):
         put_specials(logits.view(-1, vocab))
     if {"low", "hidden", "edges"} & asked.keys():

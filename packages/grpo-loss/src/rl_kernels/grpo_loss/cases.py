@@ -36,6 +36,8 @@ CASES = (
     Case("medium-kl", _sizes(2, 3, 40), {"beta": 1.0, "drift": 0.03, "old": None}),
     Case("large-kl", _sizes(2, 2, 30), {"beta": 0.5, "drift": 3.0, "clip_eps": 0.3}),
     Case("ragged", _sizes(3, 4, 11), {**RAGGED, "beta": 0.1, "density": 0.6, "masked_sequence": True}),
+    # The first size is the mean of all.
+    Case("ragged-as-if-even", _sizes(4, 3, 8), {"group_sizes": (3, 2, 4)}),
     Case("boundaries-tensor", _sizes(4, 3, 9), {**RAGGED, "boundaries": torch.tensor, "density": 0.5}),
     Case("on-policy", _sizes(2, 5, 13), {"old": None, "ref": None, "density": 0.8}),
     Case("unread-reference", _sizes(2, 4, 10), {"ref": torch.nan, "clip_eps": 0.1}),
@@ -55,8 +57,6 @@ CASES = (
     Case("advantages-on-policy", _sizes(1, 3, 9), {"old": None, "ref": None, "masked_sequence": True}, FROM),
     Case("groups", _groups(5, 4), {}, GROUPS),
     Case("groups-ragged", _groups(7, 4), RAGGED, GROUPS),
-    # The first size is the mean of all.
-    Case("groups-as-if-even", _groups(4, 3), {"group_sizes": (3, 2, 4)}, GROUPS),
     Case("groups-offset", _groups(4, 8), {"offset": 10000.0, "eps": 1e-3}, GROUPS),
     # In FP64 sums of rewards are rounded: those of FP32 rewards are exact there, and hide how they were taken.
     Case("groups-double", _groups(6, 7), {"rewards": torch.float64, "offset": 10000.0, "equal": True}, GROUPS),

@@ -46,10 +46,11 @@ def call_often(
             if found != kept[place][1]:
                 return {"first": first[place], "other": other, "number": number}
         # In turn, what is used again after an even number of calls would always hold the same result.
-        end = time.monotonic() + seconds
-        for place in (place for place in range(len(copies) - 1, 0, -1) for _ in range(OTHERS)):
-            if time.monotonic() < end:
-                bits(place)
+        for place in range(len(copies) - 1, 0, -1):
+            end = time.monotonic() + seconds
+            for _ in range(OTHERS):
+                if time.monotonic() < end:
+                    bits(place)
         as_found("forward", before)
     return {"first": first[0], "other": kept[0][0], "number": number}
 
