@@ -136,9 +136,10 @@ def _updated(cell: Cell, upstream: Results) -> Iterator[Record]:
     for how, inputs, silently, leaves, surroundings in ways:
         given = {} if leaves == [] else upstream
         try:
-            expected = cell.run(inputs, leaves, surroundings).results(given)
-            found = cell.run(leaves=leaves, around=surroundings).updated(inputs, given, silently=silently)
-            comparison = first_difference(found, expected)
+            # Both live on: what is kept by address must not be right for the one because of the other.
+            first, second = cell.run(leaves=leaves, around=surroundings), cell.run(inputs, leaves, surroundings)
+            found = first.updated(inputs, given, silently=silently)
+            comparison = first_difference(found, second.results(given))
         except Misbehaved as error:
             yield cell.failed("hygiene", f"inputs {how}", error)
             continue
