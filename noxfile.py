@@ -16,10 +16,11 @@ from pathlib import Path
 import nox
 
 ROOT = Path(__file__).parent
-CORE = ROOT / "shared" / "core"
+SHARED = {file.parent.name: file.parent for file in sorted(ROOT.glob("shared/*/pyproject.toml"))}
 PACKAGES = {file.parent.name: file.parent for file in sorted(ROOT.glob("packages/*/pyproject.toml"))}
 META = "rl-kernels"
 OPERATORS = [name for name in PACKAGES if name != META]
+LAB = "lab"
 INTEGRATION = "integration"
 
 CONSTRAINTS = ROOT / "constraints.txt"
@@ -49,24 +50,25 @@ nox.options.default_venv_backend = "venv"
 def demo(session: nox.Session) -> None:
     """Install everything and train: GRPO on the CPU, through the operators."""
     borrow(session)
-    install(session, *PACKAGES)
+    install(session, *SHARED, *PACKAGES)
     session.run("rl-kernels", "demo", *session.posargs)
 
 
 @nox.session(**BORROWING)
-@nox.parametrize("package", [nox.param(name, id=name) for name in ("core", *PACKAGES, INTEGRATION)])
+@nox.parametrize("package", [nox.param(name, id=name) for name in (*SHARED, *PACKAGES, INTEGRATION)])
 def tests(session: nox.Session, package: str) -> None:
-    """Run the tests of one package beside core alone, or the integration tests of all."""
+    """Run the tests of one package beside core and lab alone, of core by itself, or the integration tests of all."""
     borrow(session)
-    present = [package] if package in OPERATORS else [] if package == "core" else [*PACKAGES]
+    present = ["core"] if package == "core" else [*SHARED]
+    present += [package] if package in OPERATORS else [] if package in SHARED else [*PACKAGES]
     install(session, *present)
-    needed = ["transformers"] if package == INTEGRATION else wanted_by_tests(package)
+    needed = wanted_by_tests(package)
     if needed:
         session.install(*PINNED, *needed)
-    if package in ("core", INTEGRATION):
+    if package in (*SHARED, INTEGRATION):
         session.install(*PINNED, *NVRTC)
     session.run("python", "-m", "pip", "check")
-    session.run("python", "tools/installed.py", "core", *map(module, present))
+    session.run("python", "tools/installed.py", *map(module, present))
     # Threads that spin while they wait take the cores from the ones they wait for.
     waiting = {"OMP_WAIT_POLICY": "PASSIVE"}
     session.run("python", "-m", "pytest", str(tests_of(package)), *session.posargs, env=waiting)
@@ -76,7 +78,7 @@ def tests(session: nox.Session, package: str) -> None:
 def trl(session: nox.Session) -> None:
     """Hold grpo_loss to TRL's own loss: the same tensors, and a small trainer whose loss it replaces."""
     borrow(session)
-    install(session, "grpo-loss")
+    install(session, *SHARED, "grpo-loss")
     session.install(*PINNED, "trl", "transformers")
     env = {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
     session.run("python", "-m", "pytest", str(ROOT / "tests_integration" / "test_trl.py"), *session.posargs, env=env)
@@ -87,7 +89,7 @@ def trl(session: nox.Session) -> None:
 def interpreted(session: nox.Session, version: str) -> None:
     """Run the tests of the Triton backends on the CPU, in Triton's interpreter."""
     borrow(session)
-    install(session, *OPERATORS)
+    install(session, *SHARED, *OPERATORS)
     session.install(*TRITON[version])
     session.install(*PINNED, "pytest-xdist")
     folders = [str(file.parents[3] / "tests") for file in sorted(ROOT.glob("packages/*/src/*/*/triton_backend.py"))]
@@ -101,7 +103,7 @@ def interpreted(session: nox.Session, version: str) -> None:
 def kernels(session: nox.Session) -> None:
     """Compile every CUDA kernel for all its targets, without a GPU; a warning, a spill or a stack fails."""
     borrow(session)
-    install(session, *OPERATORS)
+    install(session, *SHARED, *OPERATORS)
     session.install(*PINNED, *NVRTC)
     env = {"RL_KERNELS_CACHE": session.create_tmp()}
     session.run("rl-kernels", "compile", "--arch", "all", *session.posargs, env=env)
@@ -111,7 +113,7 @@ def kernels(session: nox.Session) -> None:
 def check(session: nox.Session) -> None:
     """Hold every backend that runs here to every relation on all cases, and plant the bugs that must be caught."""
     borrow(session)
-    install(session, *PACKAGES)
+    install(session, *SHARED, *PACKAGES)
     # Each process may hold a gigabyte or two.
     jobs = ("--jobs", str(min(os.cpu_count() or 1, 4)))
     session.run("rl-kernels", "check", "--suite", "full", *jobs, *session.posargs, env={"OMP_WAIT_POLICY": "PASSIVE"})
@@ -140,7 +142,7 @@ def types(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """Build the documentation into site/; every warning is an error."""
     borrow(session)
-    install(session, *PACKAGES)
+    install(session, *SHARED, *PACKAGES)
     session.install(*PINNED, "mkdocs", "mkdocs-material", "mkdocstrings-python", "ruff")
     session.run("mkdocs", "build", "--strict", *session.posargs, env={"NO_MKDOCS_2_WARNING": "1"})
 
@@ -154,9 +156,9 @@ def build(session: nox.Session) -> None:
     session.run(
         *("python", "-m", "pip", "wheel", "--quiet", "--no-cache-dir", "--no-build-isolation", "--no-deps"),
         *("--wheel-dir", str(dist)),
-        *map(str, (CORE, *PACKAGES.values())),
+        *map(str, folders().values()),
     )
-    for package in PACKAGES:
+    for package in (LAB, *PACKAGES):
         prove(session, package, dist)
 
 
@@ -164,7 +166,7 @@ def build(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """Run the benchmark of every operator: verify, then time."""
     borrow(session)
-    install(session, *PACKAGES)
+    install(session, *SHARED, *PACKAGES)
     session.run("rl-kernels", "bench", *session.posargs)
 
 
@@ -193,9 +195,8 @@ def purelib(environment: str) -> Path:
 
 
 def install(session: nox.Session, *packages: str) -> None:
-    """Install core and packages, editable, in one command: they pin each other, and no index has them."""
-    folders = (CORE, *(PACKAGES[name] for name in packages))
-    editable = [word for folder in folders for word in ("-e", str(folder))]
+    """Install packages, editable, in one command: they pin each other, and no index has them."""
+    editable = [word for name in packages for word in ("-e", str(folders()[name]))]
     session.install("--no-build-isolation", "--no-index", *editable)
 
 
@@ -217,24 +218,30 @@ def prove(session: nox.Session, package: str, dist: Path) -> None:
 
 def brought_by(package: str) -> list[str]:
     """Return the packages that a wheel brings beside core: the meta-package names those that were there at the bump."""
-    declared = (PACKAGES[package] / "pyproject.toml").read_text(encoding="utf-8")
-    return [package, *(name for name in OPERATORS if f'"rl-kernels-{name}==' in declared)]
+    declared = (folders()[package] / "pyproject.toml").read_text(encoding="utf-8")
+    return [package, *(name for name in (LAB, *OPERATORS) if f'"rl-kernels-{name}==' in declared)]
+
+
+def folders() -> dict[str, Path]:
+    """Return the folder of every package: what all stand on, then the others."""
+    return {**SHARED, **PACKAGES}
 
 
 def source_path() -> str:
     """Return the source folders of all packages, as one search path."""
-    return os.pathsep.join(str(folder / "src") for folder in (CORE, *PACKAGES.values()))
+    return os.pathsep.join(str(folder / "src") for folder in folders().values())
 
 
 def wanted_by_tests(package: str) -> list[str]:
     """Return what the tests of a package need that the base does not have: its dependency group ``test``."""
-    folder = CORE if package == "core" else PACKAGES[package]
-    return nox.project.load_toml(folder / "pyproject.toml").get("dependency-groups", {}).get("test", [])
+    if package == INTEGRATION:
+        return ["transformers"]
+    return nox.project.load_toml(folders()[package] / "pyproject.toml").get("dependency-groups", {}).get("test", [])
 
 
 def tests_of(package: str) -> Path:
     """Return the folder of the tests that a session runs."""
-    return {"core": CORE / "tests", INTEGRATION: ROOT / "tests_integration"}.get(package) or PACKAGES[package] / "tests"
+    return ROOT / "tests_integration" if package == INTEGRATION else folders()[package] / "tests"
 
 
 def module(package: str) -> str:

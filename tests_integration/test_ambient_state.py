@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from rl_kernels.core import kernel_registry
-from rl_kernels.core.check.guard import named
 from rl_kernels.core.testing import Draw, spec_of
+from rl_kernels.lab.check.guard import named
 
 ROOT = Path(__file__).parents[1]
 CASES = [
@@ -89,7 +89,7 @@ def test_a_default_dtype_changes_no_bit(operator, case, default_dtype):
 
 def modules():
     """Return what runs when a public function is called: all but tests, commands, and what describes an operator."""
-    for file in sorted([*ROOT.glob("shared/core/src/**/*.py"), *ROOT.glob("packages/*/src/**/*.py")]):
+    for file in sorted([*ROOT.glob("shared/*/src/**/*.py"), *ROOT.glob("packages/*/src/**/*.py")]):
         folders = file.relative_to(ROOT).parts
         if not set(NOT_CALLED) & set(folders) and not file.stem.startswith(SPECIFICATION):
             yield file

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from rl_kernels.core.bench.definition import Work
-from rl_kernels.core.bench.measure import GRAPH, Ceilings, Timing
-from rl_kernels.core.bench.record import OURS, Document, Measured, Record
+from rl_kernels.lab.bench.definition import Work
+from rl_kernels.lab.bench.measure import GRAPH, Ceilings, Timing
+from rl_kernels.lab.bench.record import OURS, Document, Measured, Record
 
 ROOT = Path(__file__).parents[1]
 CEILINGS = Ceilings(4.28e12, 750e12, "1024 MiB, read and written", "8192^3, bf16, torch.matmul")

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from rl_kernels.core import kernel_registry
-from rl_kernels.core.check.candidate import reference_candidate
-from rl_kernels.core.check.cell import Cell, Setting
-from rl_kernels.core.check.guard import named
-from rl_kernels.core.check.result import CaseId
 from rl_kernels.core.contract import DIRECTIONS, DTYPES, RELATIONS, contract, parse
 from rl_kernels.core.testing import Draw, spec_of
+from rl_kernels.lab.check.candidate import reference_candidate
+from rl_kernels.lab.check.cell import Cell, Setting
+from rl_kernels.lab.check.guard import named
+from rl_kernels.lab.check.result import CaseId
 
 OPERATORS = kernel_registry.names()
 USED = {op_class for name in OPERATORS for op_class in spec_of(kernel_registry.load(name)).classes.values()}

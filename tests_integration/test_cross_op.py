@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from rl_kernels.core.check.compare import bits
 from rl_kernels.core.testing import make_synthetic_rl_kernel_batch
 from rl_kernels.fused_logp import fused_logp
 from rl_kernels.grpo_loss import grpo_loss
+from rl_kernels.lab.check.compare import bits
 
 IGNORED = -100
 BETA, CLIP = 0.04, 0.2

@@ -50,7 +50,7 @@ def alone(wheels: Path, libraries: str, tmp_path_factory: pytest.TempPathFactory
 
 def test_wheels_are_pure_python_and_whole(wheels: Path) -> None:
     names = [wheel.name for wheel in wheels.iterdir()]
-    assert len(names) == 1 + len(PACKAGES)
+    assert len(names) == 2 + len(PACKAGES)
     assert all(name.endswith("-py3-none-any.whl") for name in names)
 
 
@@ -81,7 +81,7 @@ def test_get_op_of_what_is_not_installed(alone: Path, name: str, message: str) -
     assert message in last
 
 
-@pytest.mark.parametrize("name", ["core", *OPERATORS, "demo"])
+@pytest.mark.parametrize("name", ["core", "lab", *OPERATORS, "demo"])
 def test_import_is_silent_and_light(name: str) -> None:
     code = (
         "import sys, torch; before = set(sys.modules)\n"

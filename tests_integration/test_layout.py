@@ -15,9 +15,10 @@ except ModuleNotFoundError:  # Python 3.10
     import tomli as tomllib
 
 ROOT = Path(__file__).parents[1]
-PROJECTS = [ROOT / "shared" / "core", *(file.parent for file in sorted(ROOT.glob("packages/*/pyproject.toml")))]
+SHARED = [file.parent for file in sorted(ROOT.glob("shared/*/pyproject.toml"))]
+PROJECTS = [*SHARED, *(file.parent for file in sorted(ROOT.glob("packages/*/pyproject.toml")))]
 META = "rl-kernels"
-OPERATORS = [folder for folder in PROJECTS[1:] if folder.name != META]
+OPERATORS = [folder for folder in PROJECTS[len(SHARED) :] if folder.name != META]
 MODULES = ("__init__.py", "api.py", "op.py", "reference.py", "cases.py", "illegal.py", "mutants.py", "bench.py")
 ROOMS = ["README.md", "tests", *(f"src/rl_kernels/{{name}}/{file}" for file in MODULES)]
 

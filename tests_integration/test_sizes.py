@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from rl_kernels.core import kernel_registry
-from rl_kernels.core.check import cli
-from rl_kernels.core.check.candidate import backend_candidate
-from rl_kernels.core.check.cell import Cell, Setting
-from rl_kernels.core.check.relations import hold
-from rl_kernels.core.check.result import CaseId, Check
 from rl_kernels.core.testing import Draw, spec_of
+from rl_kernels.lab.check import cli
+from rl_kernels.lab.check.candidate import backend_candidate
+from rl_kernels.lab.check.cell import Cell, Setting
+from rl_kernels.lab.check.relations import hold
+from rl_kernels.lab.check.result import CaseId, Check
 
 DRAWN, RUN = 10**6, 30_000
 """Product of the sizes of a case up to which its inputs are drawn, and its relations run."""

@@ -16,9 +16,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from rl_kernels.core.bench.plot import draw
-from rl_kernels.core.bench.record import Document, read
-from rl_kernels.core.bench.report import as_table, digits, facts, remarks, tables
+from rl_kernels.lab.bench.plot import draw
+from rl_kernels.lab.bench.record import Document, read
+from rl_kernels.lab.bench.report import as_table, digits, facts, remarks, tables
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = "docs/benchmarks.md"

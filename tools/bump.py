@@ -18,7 +18,7 @@ PIN = re.compile(r'"(rl-kernels[\w-]*)==[^"]*"')
 
 def project_files() -> list[Path]:
     """Return the pyproject.toml of every package, core first."""
-    return [ROOT / "shared" / "core" / "pyproject.toml", *sorted(ROOT.glob("packages/*/pyproject.toml"))]
+    return [*sorted(ROOT.glob("shared/*/pyproject.toml")), *sorted(ROOT.glob("packages/*/pyproject.toml"))]
 
 
 def bumped(text: str, version: str) -> str:

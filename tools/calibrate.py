@@ -21,11 +21,11 @@ from torch.overrides import TorchFunctionMode
 
 from rl_kernels.core import contract as contract_module
 from rl_kernels.core import kernel_registry
-from rl_kernels.core.check.candidate import reference_candidate
-from rl_kernels.core.check.cell import Cell, Setting
 from rl_kernels.core.command import Parser, count
 from rl_kernels.core.contract import DTYPES, Calibration, Errors, Key, Measured, contract
 from rl_kernels.core.testing import spec_of
+from rl_kernels.lab.check.candidate import reference_candidate
+from rl_kernels.lab.check.cell import Cell, Setting
 
 DEVICE = "cpu"
 FIRST_SEED = 123

@@ -29,7 +29,7 @@ def git(*arguments: str) -> str:
 
 def touched(files: list[str], packages: list[str]) -> list[str]:
     """Return the sessions that these files belong to, in the order in which they run."""
-    every = ["core", *packages, "integration"]
+    every = ["core", "lab", *packages, "integration"]
     if any(file in SETTINGS or file.startswith("shared/") for file in files):
         return every
     found = {file.split("/")[1] for file in files if file.startswith("packages/")}

@@ -2,7 +2,7 @@
 
 import sys
 
-from rl_kernels.core.check.cli import main
+from rl_kernels.lab.check.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

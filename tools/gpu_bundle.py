@@ -19,7 +19,7 @@ SCRIPTS |= {name: name for name in ("sanitize_planted.py", "grpo_step.py", "grpo
 
 def packages() -> list[Path]:
     """Return the folder of every package, core first."""
-    return [ROOT / "shared" / "core", *(file.parent for file in sorted(ROOT.glob("packages/*/pyproject.toml")))]
+    return [file.parent for where in ("shared", "packages") for file in sorted(ROOT.glob(f"{where}/*/pyproject.toml"))]
 
 
 def wheel_of(package: Path, dist: Path) -> Path:

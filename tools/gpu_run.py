@@ -115,7 +115,7 @@ class Runner:
         """Return the folders of the tests to run, the operators' first: they take longest."""
         if self.given.op:
             return [HERE / "packages" / name.replace("_", "-") / "tests" for name in self.given.op]
-        return [*sorted(HERE.glob("packages/*/tests")), HERE / "shared" / "core" / "tests"]
+        return [*sorted(HERE.glob("packages/*/tests")), *sorted(HERE.glob("shared/*/tests"))]
 
     def run(self, step: Step) -> None:
         """Run a step, and note how it ended."""

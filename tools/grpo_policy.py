@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from rl_kernels.core.bench.arena import DeviceDraw
-from rl_kernels.core.check.guard import Results
 from rl_kernels.core.contract import DTYPES
 from rl_kernels.core.testing import IGNORED
 from rl_kernels.grpo_loss import grpo_loss
 from rl_kernels.grpo_loss.bench import eager as eager_loss
+from rl_kernels.lab.bench.arena import DeviceDraw
+from rl_kernels.lab.check.guard import Results
 from rl_kernels.linear_logp import linear_logp
 from rl_kernels.linear_logp.bench import eager as eager_logp
 

@@ -34,13 +34,13 @@ from grpo_policy import Batch, Policy
 from rich.console import Console
 from rich.table import Table
 
-from rl_kernels.core.bench.environment import environment
-from rl_kernels.core.bench.measure import Effort, Timing, measure
-from rl_kernels.core.bench.peers import LOOSE, difference, one_line
-from rl_kernels.core.bench.report import digits
-from rl_kernels.core.check.guard import Results
 from rl_kernels.core.command import Parser, count, writable
 from rl_kernels.core.dispatch import AUTO, BackendUnavailable, record_dispatch
+from rl_kernels.lab.bench.environment import environment
+from rl_kernels.lab.bench.measure import Effort, Timing, measure
+from rl_kernels.lab.bench.peers import LOOSE, difference, one_line
+from rl_kernels.lab.bench.report import digits
+from rl_kernels.lab.check.guard import Results
 from rl_kernels.linear_logp.op import OPERATOR
 
 EAGER, OURS = "eager", "rl-kernels"

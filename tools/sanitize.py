@@ -31,13 +31,13 @@ from typing import Any
 import torch
 from limited import TIMED_OUT, limited
 
-from rl_kernels.core.check.guard import named
 from rl_kernels.core.command import Parser, count
 from rl_kernels.core.contract import DTYPES
 from rl_kernels.core.dispatch import BackendUnavailable
 from rl_kernels.core.operator import Operator
 from rl_kernels.core.registry import kernel_registry
 from rl_kernels.core.testing import STORAGE, Case, Draw, Inputs, Spec, spec_of
+from rl_kernels.lab.check.guard import named
 
 ERRORS = r"ERROR SUMMARY: (\d+) error"
 TOOLS = {"memcheck": ERRORS, "racecheck": r"RACECHECK SUMMARY: (\d+) hazard", "initcheck": ERRORS}

@@ -25,12 +25,12 @@ from typing import Any
 import torch
 import triton
 
-from rl_kernels.core.bench.measure import GRAPH, Effort, clock_of, device_seconds
 from rl_kernels.core.triton_lib import gemm
 from rl_kernels.core.triton_lib import schedule as triton_schedule
 from rl_kernels.core.triton_lib.schedule import Schedule, processors
 from rl_kernels.det_gemm import cuda_matmul, cuda_schedule
 from rl_kernels.det_gemm.cuda_schedule import Schedule as CudaSchedule
+from rl_kernels.lab.bench.measure import GRAPH, Effort, clock_of, device_seconds
 
 LARGE = (
     Schedule(128, 256, 64, 8, 4, persistent=True, parts=2),

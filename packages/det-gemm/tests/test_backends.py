@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rl_kernels.core.check.conformance import Conformance
 from rl_kernels.core.testing import Case, Draw
 from rl_kernels.det_gemm import det_gemm, det_gemm_dw, det_linear
 from rl_kernels.det_gemm.op import OPERATOR
+from rl_kernels.lab.check.conformance import Conformance
 
 HALVES = [torch.bfloat16, torch.float16]
 DTYPES = [torch.float32, *HALVES]

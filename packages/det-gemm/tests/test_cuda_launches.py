@@ -7,9 +7,9 @@ import importlib
 import pytest
 import torch
 
-from rl_kernels.core.check.mutation.planted import planted
 from rl_kernels.core.testing import Bug, Draw, lying
 from rl_kernels.core.testing.launches import Box, Launch, Recorder, vector
+from rl_kernels.core.testing.planted import planted
 from rl_kernels.det_gemm.mutants_cuda import LAUNCHES, MODULES, SHOWN
 
 HOST = "rl_kernels.det_gemm.cuda_matmul"

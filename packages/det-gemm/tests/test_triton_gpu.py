@@ -13,10 +13,10 @@ from itertools import pairwise
 import pytest
 import torch
 
-from rl_kernels.core.check.compare import bits
 from rl_kernels.core.testing import Draw
 from rl_kernels.det_gemm import det_gemm, det_gemm_dw, det_linear
 from rl_kernels.det_gemm.op import OPERATOR
+from rl_kernels.lab.check.compare import bits
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")

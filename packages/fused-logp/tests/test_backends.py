@@ -1,8 +1,8 @@
 """Every backend of fused_logp that runs here, held to the rules of all operators."""
 
-from rl_kernels.core.check.conformance import Conformance
 from rl_kernels.core.testing import Case
 from rl_kernels.fused_logp.op import OPERATOR
+from rl_kernels.lab.check.conformance import Conformance
 
 
 class TestConformance(Conformance):

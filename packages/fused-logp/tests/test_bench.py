@@ -2,10 +2,10 @@
 
 import torch.nn.functional as F
 
-from rl_kernels.core.bench.conformance import BenchConformance
-from rl_kernels.core.bench.definition import Shape
 from rl_kernels.fused_logp.bench import BENCH, MASKED
 from rl_kernels.fused_logp.op import OPERATOR
+from rl_kernels.lab.bench.conformance import BenchConformance
+from rl_kernels.lab.bench.definition import Shape
 
 
 def cross_entropy(x, target, *, ignore_index=-100, reduction="mean"):

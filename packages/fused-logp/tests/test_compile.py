@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from rl_kernels.core import use_backend
-from rl_kernels.core.check.compare import bits
 from rl_kernels.fused_logp import fused_logp
+from rl_kernels.lab.check.compare import bits
 
 
 def compiled():

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from rl_kernels.core.check.compare import bits
 from rl_kernels.core.cuda import where
 from rl_kernels.core.operator import Call
 from rl_kernels.fused_logp import cuda_backend, fused_logp
 from rl_kernels.fused_logp.op import OPERATOR
+from rl_kernels.lab.check.compare import bits
 
 BACKENDS = ("cuda-sm90", "cuda-generic")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

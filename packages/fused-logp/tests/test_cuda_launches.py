@@ -9,9 +9,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from rl_kernels.core.check.mutation.planted import planted
 from rl_kernels.core.testing import Bug, lying, poisoned_empty
 from rl_kernels.core.testing.launches import Launch, Recorder, strided
+from rl_kernels.core.testing.planted import planted
 from rl_kernels.fused_logp.mutants_cuda import LAUNCHES, MODULES, SHOWN
 
 HOST = "rl_kernels.fused_logp.cuda_backend"

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from rl_kernels.core.check.compare import bits
 from rl_kernels.core.operator import Call
 from rl_kernels.core.testing import Draw
 from rl_kernels.fused_logp import fused_logp
 from rl_kernels.fused_logp.op import OPERATOR
+from rl_kernels.lab.check.compare import bits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 REASON = OPERATOR.backend("triton").why_not(Call.of(torch.zeros(1, device=DEVICE)))

@@ -12,8 +12,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from rl_kernels.core.check.mutation.planted import planted
 from rl_kernels.core.testing import Bug, lying, poisoned_empty
+from rl_kernels.core.testing.planted import planted
 from rl_kernels.core.testing.triton_launches import TritonLaunch, TritonRecorder
 from rl_kernels.fused_logp.mutants_triton import HOST, LAUNCHES, MODULES
 

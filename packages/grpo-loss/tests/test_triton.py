@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from rl_kernels.core.check.compare import bits
 from rl_kernels.core.operator import Call
 from rl_kernels.core.testing import Draw
 from rl_kernels.grpo_loss import group_advantages, grpo_loss, grpo_loss_from_advantages
 from rl_kernels.grpo_loss.op import OPERATOR
+from rl_kernels.lab.check.compare import bits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 REASON = OPERATOR.backend("triton").why_not(Call.of(torch.zeros(1, device=DEVICE)))

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from rl_kernels.core.check.mutation.planted import planted
 from rl_kernels.core.testing import Bug
+from rl_kernels.core.testing.planted import planted
 from rl_kernels.core.testing.triton_launches import TritonLaunch, TritonRecorder
 from rl_kernels.grpo_loss.mutants_triton import LAUNCHES, MODULES
 from rl_kernels.grpo_loss.objective import Numbers, Plan

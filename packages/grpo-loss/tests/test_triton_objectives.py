@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rl_kernels.core.check.compare import bits
 from rl_kernels.core.operator import Call
 from rl_kernels.core.testing import Draw
 from rl_kernels.grpo_loss import grpo_loss, grpo_loss_from_advantages
 from rl_kernels.grpo_loss.objective import FORMS
 from rl_kernels.grpo_loss.op import OPERATOR
+from rl_kernels.lab.check.compare import bits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 REASON = OPERATOR.backend("triton").why_not(Call.of(torch.zeros(1, device=DEVICE)))

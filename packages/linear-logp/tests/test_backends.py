@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rl_kernels.core.check.conformance import Conformance
 from rl_kernels.core.testing import IGNORED, Case, Draw
+from rl_kernels.lab.check.conformance import Conformance
 from rl_kernels.linear_logp import LogpStats, linear_logp, native
 from rl_kernels.linear_logp.op import OPERATOR, ops
 

@@ -2,8 +2,8 @@
 
 import torch.nn.functional as F
 
-from rl_kernels.core.bench.conformance import BenchConformance
-from rl_kernels.core.bench.definition import Shape
+from rl_kernels.lab.bench.conformance import BenchConformance
+from rl_kernels.lab.bench.definition import Shape
 from rl_kernels.linear_logp.bench import BENCH, MASKED
 from rl_kernels.linear_logp.op import OPERATOR
 

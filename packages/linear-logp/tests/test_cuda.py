@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from rl_kernels.core.check.compare import bits
 from rl_kernels.core.cuda import where
 from rl_kernels.core.operator import Call
 from rl_kernels.core.triton_lib import launch
+from rl_kernels.lab.check.compare import bits
 from rl_kernels.linear_logp import cuda_tiles, linear_logp
 from rl_kernels.linear_logp.op import OPERATOR
 

@@ -12,9 +12,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from rl_kernels.core.check.mutation.planted import planted
 from rl_kernels.core.testing import Bug, lying, poisoned_empty
 from rl_kernels.core.testing.launches import Box, Launch, Recorder, vector
+from rl_kernels.core.testing.planted import planted
 from rl_kernels.core.testing.triton_launches import TritonRecorder
 from rl_kernels.core.testing.triton_matmul import matmul
 from rl_kernels.linear_logp.mutants_cuda import LAUNCHES, MODULES, SHOWN

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from rl_kernels.core.check.compare import bits
 from rl_kernels.core.operator import Call
 from rl_kernels.core.testing import IGNORED, Draw
+from rl_kernels.lab.check.compare import bits
 from rl_kernels.linear_logp import linear_logp
 from rl_kernels.linear_logp.op import OPERATOR
 

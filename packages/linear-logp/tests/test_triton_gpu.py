@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from rl_kernels.core.check.compare import bits
 from rl_kernels.core.testing import IGNORED, Draw
+from rl_kernels.lab.check.compare import bits
 from rl_kernels.linear_logp import linear_logp
 from rl_kernels.linear_logp.op import OPERATOR
 

@@ -13,8 +13,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from rl_kernels.core.check.mutation.planted import planted
 from rl_kernels.core.testing import Bug, lying, poisoned_empty
+from rl_kernels.core.testing.planted import planted
 from rl_kernels.core.testing.triton_launches import Descriptor, TritonLaunch, TritonRecorder
 from rl_kernels.core.testing.triton_matmul import matmul, operand
 from rl_kernels.linear_logp.mutants_triton import HOST, LAUNCHES, MODULES

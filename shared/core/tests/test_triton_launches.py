@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from rl_kernels.core.check.mutation.planted import planted
 from rl_kernels.core.testing import Bug, Draw, lying
+from rl_kernels.core.testing.planted import planted
 from rl_kernels.core.testing.triton_launches import Descriptor, TritonRecorder
 from rl_kernels.core.testing.triton_matmul import matmul
 

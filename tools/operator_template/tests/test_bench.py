@@ -1,7 +1,7 @@
 """The benchmark of scaled_add on tiny shapes."""
 
-from rl_kernels.core.bench.conformance import BenchConformance
-from rl_kernels.core.bench.definition import Shape
+from rl_kernels.lab.bench.conformance import BenchConformance
+from rl_kernels.lab.bench.definition import Shape
 from rl_kernels.scaled_add.op import OPERATOR
 
 

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import torch
 
-from rl_kernels.core.bench.definition import GOALS, SMALL, Benchmark, Pass, Peer, Shape, Work, plain
-from rl_kernels.core.bench.peers import no_split_k
 from rl_kernels.core.testing import Case, RowLayout
 from rl_kernels.det_gemm.cases import COLUMNS, DW, ROWS
+from rl_kernels.lab.bench.definition import GOALS, SMALL, Benchmark, Pass, Peer, Shape, Work, plain
+from rl_kernels.lab.bench.peers import no_split_k
 
 WEIGHTS = ((4096, 4096), (12288, 4096), (4096, 12288), (24576, 4096), (4096, 14336))
 """N and K of the table of goals; the skinny shard follows."""

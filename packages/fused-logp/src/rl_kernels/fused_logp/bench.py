@@ -6,7 +6,10 @@ from collections.abc import Callable
 
 import torch
 
-from rl_kernels.core.bench.definition import (
+from rl_kernels.core.command import number
+from rl_kernels.core.testing import IGNORED, Case
+from rl_kernels.fused_logp.transforms import ROWS
+from rl_kernels.lab.bench.definition import (
     GOALS,
     SMALL,
     Benchmark,
@@ -19,9 +22,6 @@ from rl_kernels.core.bench.definition import (
     forward_and_backward,
     plain,
 )
-from rl_kernels.core.command import number
-from rl_kernels.core.testing import IGNORED, Case
-from rl_kernels.fused_logp.transforms import ROWS
 
 COMPILE, ALL = frozenset({"compile"}), frozenset({"eager", "compile", "liger", "quack"})
 ENTROPY, MASKED = {"return_stats": True}, {"ignore_index": IGNORED}

@@ -7,7 +7,10 @@ from typing import Any
 
 import torch
 
-from rl_kernels.core.bench.definition import (
+from rl_kernels.core.command import number
+from rl_kernels.core.testing import Case
+from rl_kernels.grpo_loss.outputs import GRPOLossOutput
+from rl_kernels.lab.bench.definition import (
     GOALS,
     SMALL,
     Benchmark,
@@ -19,9 +22,6 @@ from rl_kernels.core.bench.definition import (
     forward_and_backward,
     plain,
 )
-from rl_kernels.core.command import number
-from rl_kernels.core.testing import Case
-from rl_kernels.grpo_loss.outputs import GRPOLossOutput
 
 COMPILE = frozenset({"compile"})
 OBJECTIVES = "objectives"

@@ -7,7 +7,9 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from rl_kernels.core.bench.definition import (
+from rl_kernels.core.command import count, number
+from rl_kernels.core.testing import IGNORED, Case
+from rl_kernels.lab.bench.definition import (
     BOTH,
     FORWARD,
     GOALS,
@@ -22,8 +24,6 @@ from rl_kernels.core.bench.definition import (
     forward_and_backward,
     plain,
 )
-from rl_kernels.core.command import count, number
-from rl_kernels.core.testing import IGNORED, Case
 from rl_kernels.linear_logp.transforms import ROWS
 
 COMPILE = frozenset({"compile"})

@@ -8,15 +8,12 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Sequence
-from importlib.metadata import entry_points, version
+from importlib.metadata import EntryPoint, entry_points, version
 from importlib.util import find_spec
 
 import torch
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
-from rl_kernels.core.command import Parser, print_anything
+from rl_kernels.core.command import Parser, print_anything, table
 from rl_kernels.core.contract import DTYPES, contract
 from rl_kernels.core.cuda import cache, toolchain
 from rl_kernels.core.dispatch import EnvironmentMistake, check_environment, explain_call
@@ -24,6 +21,13 @@ from rl_kernels.core.operator import Call, Operator, arch_of
 from rl_kernels.core.registry import UnknownOperator, kernel_registry
 
 GROUP = "rl_kernels.commands"
+OTHERS = {
+    "check": ("rl-kernels-lab", "hold backends, or your own implementation, to the tolerance contract"),
+    "bench": ("rl-kernels-lab", "time operators beside their peers; no speed for a wrong result"),
+    "audit": ("rl-kernels-det-gemm", "find the first module of a model whose output depends on the batch"),
+    "demo": ("rl-kernels", "train a small model through the operators"),
+}
+"""Commands of other packages of this project: the package, and what the command does."""
 Command = Callable[[Sequence[str]], int]
 
 
@@ -39,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(version("rl-kernels-core"))
         return 0
     if name not in commands:
-        print(f"rl-kernels: unknown command {name!r}; known: {', '.join(commands)}", file=sys.stderr)
+        hint = f"pip install {OTHERS[name][0]}" if name in OTHERS else f"known: {', '.join(commands)}"
+        print(f"rl-kernels: unknown command {name!r}; {hint}", file=sys.stderr)
         return 2
     try:
         check_environment()
@@ -60,12 +65,14 @@ def _commands() -> dict[str, tuple[str, Callable[[], Command]]]:
         "list": ("installed operators and their backends", lambda: list_operators),
         "explain": ("which backend a call would take, and why not the others", lambda: explain),
         "doctor": ("what is installed and what can run here", lambda: doctor),
-        "check": ("hold backends to the tolerance contract", lambda: _command("check.cli")),
-        "bench": ("time operators beside their peers; no speed for a wrong result", lambda: _command("bench.cli")),
         "compile": ("compile CUDA kernels before they are needed", lambda: _command("precompile")),
     }
-    added = {point.name: (f"from {point.value.split(':')[0]}", point.load) for point in entry_points(group=GROUP)}
+    added = {point.name: (_summary(point), point.load) for point in entry_points(group=GROUP)}
     return {**added, **own}
+
+
+def _summary(point: EntryPoint) -> str:
+    return OTHERS[point.name][1] if point.name in OTHERS else f"from {point.value.split(':')[0]}"
 
 
 def _command(module: str) -> Command:
@@ -83,12 +90,12 @@ def _help(commands: dict[str, tuple[str, Callable[[], Command]]]) -> None:
 def list_operators(argv: Sequence[str]) -> int:
     """Print the installed operators."""
     Parser("rl-kernels list").parse_args(argv)
-    table = Table("operator", "aliases", "backends", "what it computes", box=None)
-    for name in kernel_registry.names():
-        operator = kernel_registry.load(name)
-        backends = ", ".join(backend.name for backend in operator.backends)
-        table.add_row(name, ", ".join(operator.aliases), backends, operator.summary)
-    Console().print(table)
+    operators = [kernel_registry.load(name) for name in kernel_registry.names()]
+    rows = [
+        (each.name, ", ".join(each.aliases), ", ".join(backend.name for backend in each.backends), each.summary)
+        for each in operators
+    ]
+    print(table(("operator", "aliases", "backends", "what it computes"), rows))
     return 0
 
 
@@ -134,23 +141,21 @@ def doctor(argv: Sequence[str]) -> int:
     Parser("rl-kernels doctor").parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     arch = arch_of(device.type, device.index)
-    facts = Table("what", "found", box=None)
-    facts.add_row("rl-kernels-core", version("rl-kernels-core"))
-    facts.add_row("python, torch", f"{platform.python_version()}, {torch.__version__}")
-    facts.add_row("triton", version("triton") if find_spec("triton") else "not installed")
-    for what, found in _cuda():
-        facts.add_row(what, escape(found))
-    facts.add_row("device", f"{torch.cuda.get_device_name() if device.type == 'cuda' else 'cpu'} ({arch})")
-    facts.add_row("arch in the tolerance contract", "yes" if arch in contract().archs else "no: checks need --arch-key")
-    for variable in ("RL_KERNELS_BACKEND", "RL_KERNELS_STRICT"):
-        facts.add_row(variable, os.environ.get(variable, "not set"))
-    backends = Table("operator", "backend", "here", box=None)
-    for name in kernel_registry.names():
-        operator = kernel_registry.load(name)
-        for verdict in explain_call(operator, Call(device, torch.float32, arch)):
-            backends.add_row(name, verdict.backend, escape(str(verdict).partition(": ")[2]))
-    console = Console()
-    console.print(facts, backends, sep="\n\n")
+    facts = [
+        ("rl-kernels-core", version("rl-kernels-core")),
+        ("python, torch", f"{platform.python_version()}, {torch.__version__}"),
+        ("triton", version("triton") if find_spec("triton") else "not installed"),
+        *_cuda(),
+        ("device", f"{torch.cuda.get_device_name() if device.type == 'cuda' else 'cpu'} ({arch})"),
+        ("arch in the tolerance contract", "yes" if arch in contract().archs else "no: checks need --arch-key"),
+        *((name, os.environ.get(name, "not set")) for name in ("RL_KERNELS_BACKEND", "RL_KERNELS_STRICT")),
+    ]
+    backends = [
+        (name, verdict.backend, str(verdict).partition(": ")[2])
+        for name in kernel_registry.names()
+        for verdict in explain_call(kernel_registry.load(name), Call(device, torch.float32, arch))
+    ]
+    print(table(("what", "found"), facts), table(("operator", "backend", "here"), backends), sep="\n\n")
     return 0
 
 

@@ -10,15 +10,12 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
 
-from rl_kernels.core.command import Parser, location
+from rl_kernels.core.command import Parser, location, table
 from rl_kernels.core.cuda import cache, toolchain
 from rl_kernels.core.cuda.program import Compiled, CompileError, Program, compile_program, inputs_of
 from rl_kernels.core.cuda.resources import resources_of, warnings_of
@@ -31,6 +28,7 @@ PREFIX = "cuda-"
 ALL = "all"
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_120")
 """The targets of ``--arch all``."""
+HEADER = ("operator", "file", "defines", "arch", "kernel", "registers", "shared", "spills", "stack")
 
 
 def parser() -> Parser:
@@ -59,10 +57,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (UnknownOperator, ValueError) as error:
         print(f"rl-kernels compile: {error}", file=sys.stderr)
         return USAGE
-    table = Table("operator", "file", "defines", "arch", "kernel", "registers", "shared", "spills", "stack", box=None)
+    rows: list[tuple[str, ...]] = []
     faults = []
-    console = Console(stderr=True)
-    for name, program in track(programs, "compiling", console=console, transient=True, disable=not console.is_terminal):
+    for number, (name, program) in enumerate(programs, 1):
+        if sys.stderr.isatty():
+            print(f"\rcompiling {number} of {len(programs)}", end="", file=sys.stderr, flush=True)
         try:
             compiled = compile_program(program)
         except CompileError as error:
@@ -74,9 +73,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             # The next one would not be kept either.
             faults.append(f"rl-kernels compile: cannot keep {program} in {given.out or cache.folder()}: {error}")
             break
-        _report(table, name, program, compiled)
+        rows += _rows(name, program, compiled)
         faults += _faults(program, compiled)
-    Console().print(table)
+    if sys.stderr.isatty():
+        print("\r\033[K", end="", file=sys.stderr)
+    print(table(HEADER, rows))
     for fault in faults:
         print(fault, file=sys.stderr)
     return 1 if faults else 0
@@ -147,11 +148,11 @@ def _write(program: Program, compiled: Compiled, out: Path | None) -> None:
         cache.write(out / cache.shipped_name(program, inputs), compiled.cubin)
 
 
-def _report(table: Table, name: str, program: Program, compiled: Compiled) -> None:
+def _rows(name: str, program: Program, compiled: Compiled) -> Iterator[tuple[str, ...]]:
     defines = " ".join(f"{key}={value}" for key, value in program.defines)
     for used in resources_of(compiled.log):
         counts = map(str, (used.registers, used.shared, used.spills, used.stack))
-        table.add_row(name, program.file, defines, program.arch, used.entry, *counts)
+        yield name, program.file, defines, program.arch, used.entry, *counts
 
 
 def _faults(program: Program, compiled: Compiled) -> list[str]:

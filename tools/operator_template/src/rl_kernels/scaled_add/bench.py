@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from rl_kernels.core.bench.definition import (
+from rl_kernels.core.testing import Case
+from rl_kernels.lab.bench.definition import (
     GOALS,
     SMALL,
     Benchmark,
@@ -15,7 +16,6 @@ from rl_kernels.core.bench.definition import (
     forward_and_backward,
     plain,
 )
-from rl_kernels.core.testing import Case
 from rl_kernels.scaled_add.cases import ROWS
 
 SETS = {

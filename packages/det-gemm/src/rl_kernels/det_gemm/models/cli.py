@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from rl_kernels.core.check.loading import load
 from rl_kernels.core.command import Parser, count
 from rl_kernels.core.contract import DTYPES
+from rl_kernels.core.loading import load
 from rl_kernels.det_gemm.models.audit import AuditResult, audit
 from rl_kernels.det_gemm.models.invariant import invariant
 

@@ -1,0 +1,219 @@
+"""``rl-kernels bench``: arguments, and what exit status they end in.
+
+0: everything that could be timed was right. 1: a result of ours was wrong, and has no speed. 2: unusable arguments, or
+nothing that can run here; said before anything is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from rl_kernels.core.command import Parser, count, writable
+from rl_kernels.core.contract import DTYPES, contract
+from rl_kernels.core.dispatch import AUTO
+from rl_kernels.core.operator import Operator, arch_of
+from rl_kernels.core.registry import UnknownOperator, kernel_registry
+from rl_kernels.lab.bench.definition import GOALS, SMALL, Benchmark, Peer, Shape, bench_of
+from rl_kernels.lab.bench.environment import environment
+from rl_kernels.lab.bench.measure import Effort, ceilings
+from rl_kernels.lab.bench.options import Benches, add_options, check_options, chosen_options
+from rl_kernels.lab.bench.plot import draw
+from rl_kernels.lab.bench.record import OURS, Document, Record
+from rl_kernels.lab.bench.report import FORMATS
+from rl_kernels.lab.bench.runner import Job, run
+from rl_kernels.lab.check.cell import Setting, call_of
+
+USAGE = 2
+ALL = "all"
+"""In ``--compare``: every peer, save where a shape leaves it out."""
+
+
+def parser(benches: Benches) -> Parser:
+    """Return the parser; it has a flag for each numeric option of the operators."""
+    made = Parser("rl-kernels bench", "Verify results, then time them beside their peers in the same run.")
+    made.add_argument("--op", action="append", metavar="NAME", help="operator (default: every installed one)")
+    made.add_argument(
+        "--shapes", metavar="LIST", help="sizes in the operator's order, such as 4096x2048x131072,8x64x99"
+    )
+    made.add_argument("--set", metavar="NAME", help=f"a set of shapes ({GOALS} on a GPU, {SMALL} on a CPU)")
+    compared = "peers, such as eager,compile, all peers, other backends of ours; or none (default: all)"
+    made.add_argument("--compare", metavar="LIST", help=compared)
+    made.add_argument("--dtype", nargs="+", choices=DTYPES, help="default: bf16 on a GPU, fp32 on a CPU")
+    made.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    made.add_argument("--backend", default=AUTO, metavar="NAME", help="of ours (default: auto)")
+    made.add_argument("--iters", type=count(1, 31), metavar="N", help="timed samples of each pass (default: by time)")
+    made.add_argument(
+        "--warmup", type=count(0, 31), default=3, metavar="N", help="rounds before that and 0.1 s (default: 3)"
+    )
+    made.add_argument("--launches", action="store_true", help="count launches and waits of each call on a GPU too")
+    made.add_argument("--format", choices=FORMATS, default="text", help="of the tables (default: text)")
+    made.add_argument("--json", type=writable, metavar="FILE", help="also write every record as JSON")
+    made.add_argument("--plot", type=_picture, metavar="FILE", help="also draw shares of the floor (needs matplotlib)")
+    add_options(made, benches)
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmarks; return the exit status."""
+    try:
+        benches = _benches(argv)
+        given, unknown = parser(benches).parse_known_args(argv)
+        options = chosen_options(given, unknown, benches)
+        jobs, left_out, document = _plan(given, benches, options)
+    except (UnknownOperator, ValueError) as error:
+        print(f"rl-kernels bench: {error}", file=sys.stderr)
+        return USAGE
+    document.records += left_out
+    # What a peer prints must not mix with the tables.
+    with redirect_stdout(sys.stderr), _progress(len(jobs)) as advance:
+        for job in jobs:
+            if job.dtype not in document.ceilings:
+                document.ceilings[job.dtype] = ceilings(job.device, job.dtype)
+            document.records += run(job, document.ceilings[job.dtype])
+            advance(f"{job.operator.name} {job.shape.label} {job.dtype}")
+            if given.json:
+                document.write(given.json)
+    if given.plot:
+        draw(document.records, given.plot, document.environment)
+    FORMATS[given.format](document)
+    return 1 if document.wrong else 0
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[str], None]]:
+    """Show on a terminal, and nowhere else, what was timed."""
+    console = Console(stderr=True)
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("ceilings", total=total)
+        yield lambda what: bar.update(task, advance=1, description=what)
+
+
+def _picture(text: str) -> Path:
+    path = writable(text)
+    if find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError("matplotlib is not installed: pip install matplotlib")
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise argparse.ArgumentTypeError(f"expected a file name that ends in .png, .svg or .pdf, got {text!r}")
+    return path
+
+
+def _benches(argv: Sequence[str] | None) -> Benches:
+    """Return the operators that the arguments name: their benchmarks say which further flags there are."""
+    first = Parser("rl-kernels bench", add_help=False)
+    first.add_argument("--op", action="append")
+    names = first.parse_known_args(argv)[0].op or kernel_registry.names()
+    return {operator.name: (operator, bench_of(operator)) for operator in map(kernel_registry.load, names)}
+
+
+def _plan(
+    given: argparse.Namespace, benches: Benches, options: Mapping[str, float]
+) -> tuple[list[Job], list[Record], Document]:
+    """Return what to run, the records of what cannot run here, and the document to fill."""
+    if not benches:
+        raise ValueError("no operator is installed; for example: pip install rl-kernels-fused-logp")
+    device = torch.device(given.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device: this PyTorch sees no GPU")
+    arch = arch_of(device.type, device.index)
+    if arch not in contract().archs:
+        raise ValueError(f"--device: {arch} is not in the tolerance contract, so no result could be verified")
+    if given.shapes and (given.set or len(benches) > 1):
+        raise ValueError("--shapes: give one operator with --op, and no --set")
+    asked = _peers(given.compare or ALL, list(benches.values()))
+    jobs, reasons = [], {}
+    for operator, bench in benches.values():
+        mine, reasons[operator.name] = _jobs(operator, bench, given, device, asked, options)
+        jobs += mine
+    if not jobs:
+        raise ValueError("; ".join(f"{name}: {reason}" for name, reason in reasons.items()))
+    left_out = [Record(name, "", (), "", "", OURS, skipped={"": reason}) for name, reason in reasons.items() if reason]
+    _set_environment(jobs)
+    packages = {peer.package for job in jobs for peer in job.peers.values()} - {""}
+    return jobs, left_out, Document(environment(device, sorted(packages)))
+
+
+def _jobs(
+    operator: Operator,
+    bench: Benchmark,
+    given: argparse.Namespace,
+    device: torch.device,
+    asked: list[str],
+    options: Mapping[str, float],
+) -> tuple[list[Job], str]:
+    """Return the jobs of one operator, or why there are none."""
+    default = bench.dtype or ("bf16" if device.type == "cuda" else "fp32")
+    chosen = given.set or (GOALS if device.type == "cuda" else SMALL)
+    if not given.shapes and chosen not in bench.sets:
+        return [], f"--set: expected one of {', '.join(bench.sets)}, got {chosen!r}"
+    shapes = _shapes(given.shapes, bench) if given.shapes else bench.sets[chosen]
+    shapes = [bench.with_options(shape, options) for shape in shapes]
+    if options:
+        check_options(operator, bench, shapes)
+    jobs = []
+    for dtype in dict.fromkeys(given.dtype or [default]):
+        reason = _why_not(operator, given.backend, Setting(dtype, device, arch_of(device.type, device.index)))
+        if reason:
+            return [], reason
+        for shape in shapes:
+            peers = {
+                name: peer
+                for name, peer in bench.peers.items()
+                if name in asked or (ALL in asked and name not in shape.without)
+            }
+            own = [each.name for each in operator.backends if each.name in asked]
+            peers |= {name: Peer(None, note=f"rl-kernels, backend {name}", backend=name) for name in own}
+            effort = Effort(given.iters, given.warmup, given.launches)
+            jobs.append(Job(operator, bench, shape, dtype, device, given.backend, peers, effort, options))
+    return jobs, ""
+
+
+def _why_not(operator: Operator, backend: str, setting: Setting) -> str:
+    if backend == AUTO:
+        return ""
+    try:
+        found = operator.backend(backend)
+    except ValueError as error:
+        return f"--{error}"
+    reason = found.why_not(call_of(operator, setting))
+    return f"--backend {backend}: {reason}" if reason else ""
+
+
+def _peers(text: str, benches: Sequence[tuple[Operator, Benchmark]]) -> list[str]:
+    if text == "none":
+        return []
+    names = [name for operator, bench in benches for name in (*bench.peers, *(each.name for each in operator.backends))]
+    known = [ALL, *dict.fromkeys(names)]
+    asked = [name.strip() for name in text.split(",")]
+    for name in asked:
+        if name not in known:
+            raise ValueError(f"--compare: expected names of {', '.join(known)}, or none, got {name!r}")
+    return asked
+
+
+def _shapes(text: str, bench: Benchmark) -> list[Shape]:
+    order, shapes = "x".join(bench.shape), []
+    for word in text.split(","):
+        parts = word.strip().split("x")
+        if len(parts) != len(bench.shape) or not all(part.isdecimal() and int(part) > 0 for part in parts):
+            raise ValueError(f"--shapes: expected {order}, sizes >= 1, got {word!r}")
+        shapes.append(Shape(tuple(map(int, parts))))
+    return shapes
+
+
+def _set_environment(jobs: Sequence[Job]) -> None:
+    """Set what a library reads once, before the first product of the process."""
+    for job in jobs:
+        for peer in job.peers.values():
+            for variable, value in peer.environment.items():
+                os.environ.setdefault(variable, value)

@@ -1,0 +1,137 @@
+"""What a run leaves behind: one record for each implementation of an operator on a shape, in a document for JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rl_kernels.lab.bench.definition import Work
+from rl_kernels.lab.bench.measure import Ceilings, Timing
+
+OURS = "rl-kernels"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One pass of one implementation.
+
+    Attributes:
+        timing: what it takes.
+        rate: what it achieves of the work that cannot be avoided, in ``unit``.
+        unit: ``TB/s`` or ``TFLOP/s``, whichever bounds the work.
+        share: of the floor: the time that the measured ceiling needs for that work, over the time taken.
+        ratio: its time over ours, on a GPU of samples that were taken in turn with its own; None for ours.
+        call_ratio: the same of the wall time of a real call.
+    """
+
+    timing: Timing
+    rate: float
+    unit: str
+    share: float
+    ratio: float | None = None
+    call_ratio: float | None = None
+
+    @classmethod
+    def of(cls, timing: Timing, work: Work, ceilings: Ceilings, ours: Timing | None) -> Measured:
+        """Set a time beside the work and what the device can do."""
+        seconds = timing.ms * 1e-3
+        moved, computed = work.bytes / ceilings.bytes_per_s, work.flops / ceilings.flops_per_s
+        amount, unit = (work.bytes, "TB/s") if moved >= computed else (work.flops, "TFLOP/s")
+        found = cls(timing, amount / seconds * 1e-12, unit, max(moved, computed) / seconds)
+        if ours is None:
+            return found
+        return replace(found, ratio=timing.ms / (timing.beside_ms or ours.ms), call_ratio=timing.call_us / ours.call_us)
+
+
+@dataclass
+class Record:
+    """One implementation of an operator on one shape.
+
+    Attributes:
+        operator: its registry name.
+        shape: the sizes and the note.
+        sizes: the sizes alone.
+        group: shapes whose geometric mean is reported together.
+        dtype: of the inputs.
+        implementation: ``rl-kernels``, or a peer.
+        backend: which backend ran, for ours.
+        note: what a reader must know.
+        passes: by name, what was measured.
+        checked: how the result was checked, and how far it was off.
+        skipped: by pass (or empty for all), why there is no time.
+        wrong: what is wrong with the result; then there is no time either.
+        options: numeric options of the operator that were asked for on the command line.
+    """
+
+    operator: str
+    shape: str
+    sizes: tuple[int, ...]
+    group: str
+    dtype: str
+    implementation: str
+    backend: str = ""
+    note: str = ""
+    passes: dict[str, Measured] = field(default_factory=dict)
+    checked: dict[str, str] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+    wrong: str = ""
+    options: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def ours(self) -> bool:
+        """Whether it is an implementation of this project."""
+        return self.implementation == OURS
+
+    @property
+    def name(self) -> str:
+        """The implementation, and the backend if it is ours."""
+        return f"{self.implementation} {self.backend}".rstrip()
+
+
+@dataclass
+class Document:
+    """A whole run: where it ran, what the device can do by dtype, and the records."""
+
+    environment: Mapping[str, str]
+    ceilings: dict[str, Ceilings] = field(default_factory=dict)
+    records: list[Record] = field(default_factory=list)
+
+    @property
+    def wrong(self) -> list[Record]:
+        """Results of ours that do not hold."""
+        return [record for record in self.records if record.ours and record.wrong]
+
+    def write(self, path: Path) -> None:
+        """Write it as strict JSON."""
+        text = json.dumps({"version": VERSION, **_finite(asdict(self))}, allow_nan=False, indent=1)
+        path.write_text(text + "\n", encoding="utf-8")
+
+
+def read(path: Path) -> Document:
+    """Read a document; ``ValueError`` if the file is none of this version."""
+    found = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(found, dict) or found.get("version") != VERSION:
+        raise ValueError(f"{path}: expected benchmark results of version {VERSION}")
+    ceilings = {name: Ceilings(**values) for name, values in found["ceilings"].items()}
+    return Document(found["environment"], ceilings, [_record(values) for values in found["records"]])
+
+
+def _record(values: dict[str, Any]) -> Record:
+    passes = {
+        name: Measured(**{**measured, "timing": Timing(**measured["timing"])})
+        for name, measured in values["passes"].items()
+    }
+    return Record(**{**values, "sizes": tuple(values["sizes"]), "passes": passes})
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,181 @@
+"""Tables of a run: for a terminal, and as Markdown for the docs."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from rl_kernels.lab.bench.record import Document, Measured, Record
+
+Rows = list[tuple[str, ...]]
+
+COUNTED = ("launches", "waits")
+"""Columns that are there where they were counted."""
+
+
+def text(document: Document) -> None:
+    """Print the tables for a terminal."""
+    for title, rows in tables(document):
+        head, *body = rows
+        table = Table(box=None, padding=(0, 2, 0, 0))
+        for i, name in enumerate(head):
+            table.add_column(name, justify="left" if i < 2 else "right", no_wrap=True)
+        for row in body:
+            table.add_row(*row)
+        # A table that is cut off at the width of a pipe is of no use.
+        width = sum(max(map(len, column)) + 2 for column in zip(*rows, strict=True))
+        print(title)
+        Console(width=width).print(table)
+        print()
+    for line in (*remarks(document.records), *facts(document)):
+        print(line)
+
+
+def markdown(document: Document) -> None:
+    """Print the tables as Markdown."""
+    print(as_markdown(document))
+
+
+FORMATS: dict[str, Callable[[Document], None]] = {"text": text, "md": markdown}
+"""What ``--format`` takes."""
+
+
+def as_markdown(document: Document) -> str:
+    """Return the tables, what was left out, and where it ran."""
+    parts = [f"{title}\n\n{as_table(rows)}" for title, rows in tables(document)]
+    lines = [f"- {line}" for line in (*remarks(document.records), *facts(document))]
+    return "\n\n".join([*parts, "\n".join(lines)])
+
+
+def as_table(rows: Rows) -> str:
+    """Return rows, the first of which is the head, as a Markdown table."""
+    head, *body = rows
+    rule = ["---"] * 2 + ["---:"] * (len(head) - 2)
+    return "\n".join("| " + " | ".join(row) + " |" for row in (head, rule, *body))
+
+
+def tables(document: Document) -> Iterator[tuple[str, Rows]]:
+    """Yield a title and a table for each operator and dtype, then one of geometric means if there are groups."""
+    for operator, dtype in dict.fromkeys((each.operator, each.dtype) for each in document.records if each.shape):
+        mine = [each for each in document.records if (each.operator, each.dtype) == (operator, dtype)]
+        timed = [each for each in mine if each.passes]
+        passes = list(dict.fromkeys(name for each in timed for name in each.passes))
+        if timed:
+            heads, cells = _head(passes), [_row(each, passes) for each in timed]
+            if any(each.timing.launches is not None for record in timed for each in record.passes.values()):
+                heads, cells = (
+                    (*heads, *COUNTED),
+                    [(*row, *_counts(each, passes)) for row, each in zip(cells, timed, strict=True)],
+                )
+            yield f"{operator}, {dtype}", [heads, *cells]
+        means = _means(timed, passes)
+        if means:
+            yield f"{operator}, {dtype}: geometric means of time / ours", means
+
+
+def _head(passes: Sequence[str]) -> tuple[str, ...]:
+    columns = [word for name in passes for word in (f"{name} ms", "rate", "floor", "/ ours")]
+    return ("shape", "implementation", *columns, "extra MiB", "call us", "/ ours")
+
+
+def _row(record: Record, passes: Sequence[str]) -> tuple[str, ...]:
+    cells = [word for name in passes for word in _cells(record.passes.get(name))]
+    found = [record.passes[name] for name in passes if name in record.passes]
+    extra = [each.timing.extra_mib for each in found]
+    memory = " / ".join("n/a" if mib is None else f"{mib:.0f}" for mib in extra)
+    calls = " / ".join(f"{each.timing.call_us:.0f}" for each in found)
+    ratios = " / ".join(f"{each.call_ratio:.2f}" for each in found if each.call_ratio is not None)
+    return (record.shape, record.name, *cells, memory, calls, ratios)
+
+
+def _counts(record: Record, passes: Sequence[str]) -> tuple[str, ...]:
+    found = [record.passes[name].timing for name in passes if name in record.passes]
+    columns = ([each.launches for each in found], [each.waits for each in found])
+    return tuple(" / ".join("-" if value is None else str(value) for value in column) for column in columns)
+
+
+def _cells(measured: Measured | None) -> tuple[str, ...]:
+    if measured is None:
+        return ("-", "-", "-", "-")
+    ratio = "" if measured.ratio is None else f"{measured.ratio:.2f}"
+    return (
+        digits(measured.timing.ms),
+        _rate(measured),
+        f"{100 * measured.share:.0f} %",
+        ratio,
+    )
+
+
+def _rate(measured: Measured) -> str:
+    # A CPU's rates are best read in units a thousand times smaller.
+    if measured.rate < 0.1:
+        return f"{digits(1000 * measured.rate)} {measured.unit.replace('T', 'G', 1)}"
+    return f"{digits(measured.rate)} {measured.unit}"
+
+
+def digits(value: float) -> str:
+    """Return a number with three significant digits, and no exponent."""
+    if value <= 0 or not math.isfinite(value):
+        return "0"
+    return f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f}"
+
+
+def _means(records: Sequence[Record], passes: Sequence[str]) -> Rows:
+    rows: Rows = []
+    for group in dict.fromkeys(each.group for each in records if each.group):
+        for name in dict.fromkeys(each.name for each in records if not each.ours):
+            mine = [each for each in records if (each.group, each.name) == (group, name)]
+            ratios = {
+                key: [ratio for each in mine if key in each.passes and (ratio := each.passes[key].ratio)]
+                for key in passes
+            }
+            cells = (f"{statistics.geometric_mean(r):.3f}" if r else "-" for r in ratios.values())
+            if any(ratios.values()):
+                rows.append((group, name, *cells))
+    return [("shapes", "implementation", *passes), *rows] if rows else []
+
+
+def remarks(records: Sequence[Record]) -> Iterator[str]:
+    """Yield what is wrong, what was skipped and why, and what must be known about a peer; each once."""
+    for each in records:
+        if each.ours and each.wrong:
+            yield f"WRONG, no speed: {each.operator} {each.shape} {each.dtype} ({each.name}): {each.wrong}"
+    reasons: dict[str, list[str]] = {}
+    for each in records:
+        for name, reason in each.skipped.items():
+            what = f"{each.operator}: {each.name}, {name}" if name else f"{each.operator}: {each.name}"
+            reasons.setdefault(f"skipped: {what}: {reason}", []).append(each.shape)
+    for line, shapes in reasons.items():
+        named = ", ".join(shapes) if len(shapes) < 4 else f"{len(shapes)} shapes"
+        yield f"{line} ({named})" if shapes[0] else line
+    for operator, name, note in dict.fromkeys((e.operator, e.name, e.note) for e in records if e.passes and e.note):
+        yield f"{operator}: {name}: {note}"
+    yield from _clocks(records)
+    compared = [measured for each in records for measured in each.passes.values() if measured.ratio is not None]
+    if compared:
+        turns = sum(measured.timing.beside_ms is not None for measured in compared)
+        yield f"/ ours: {turns} of {len(compared)} ratios are of samples in turn with ours"
+
+
+def _clocks(records: Sequence[Record]) -> Iterator[str]:
+    """Yield by which clocks the times were taken, and which are those that an unusual clock took."""
+    found: dict[str, list[str]] = {}
+    for each in records:
+        for measured in each.passes.values():
+            found.setdefault(measured.timing.how, []).append(f"{each.operator} {each.name} {each.shape}")
+    usual = max(found, key=lambda clock: len(found[clock]), default="")
+    for clock, places in found.items():
+        few = [] if clock == usual else list(dict.fromkeys(places))
+        yield f"clock: {clock}, {len(places)} times" + (f" ({', '.join(few)})" if few else "")
+
+
+def facts(document: Document) -> Iterator[str]:
+    """Yield where it ran, and what the device was measured to do."""
+    yield "ran on " + ", ".join(f"{name} {value}" for name, value in document.environment.items())
+    for dtype, found in document.ceilings.items():
+        copied, product = digits(found.bytes_per_s * 1e-12), digits(found.flops_per_s * 1e-12)
+        yield f"ceilings, {dtype}: {copied} TB/s (copy of {found.copy}), {product} TFLOP/s ({found.product})"

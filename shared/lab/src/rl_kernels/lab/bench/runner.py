@@ -1,0 +1,275 @@
+"""Run a plan: for each shape, verify our result, time it, look at it again, then time the peers beside it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from rl_kernels.core.contract import DTYPES
+from rl_kernels.core.dispatch import BackendUnavailable, record_dispatch
+from rl_kernels.core.operator import Operator, arch_of
+from rl_kernels.core.testing import Case, Inputs, spec_of
+from rl_kernels.lab.bench.arena import Arena
+from rl_kernels.lab.bench.definition import Benchmark, Pass, Peer, Shape
+from rl_kernels.lab.bench.measure import GRAPH, Ceilings, Clock, Effort, Measurement, Timing, measure
+from rl_kernels.lab.bench.peers import LOOSE, Skipped, difference, made, named_if_it_fails, one_line
+from rl_kernels.lab.bench.record import OURS, Measured, Record
+from rl_kernels.lab.bench.verify import Wrong, call, verify
+from rl_kernels.lab.check.candidate import backend_candidate
+from rl_kernels.lab.check.guard import Misbehaved, Results, named
+
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One operator on one shape in one dtype."""
+
+    operator: Operator
+    benchmark: Benchmark
+    shape: Shape
+    dtype: str
+    device: torch.device
+    backend: str
+    peers: Mapping[str, Peer]
+    effort: Effort
+    options: Mapping[str, float] = field(default_factory=dict)
+    """Those asked for on the command line; the shape has them."""
+
+    def passes(self) -> dict[str, Pass]:
+        """Return what is timed."""
+        return dict(self.benchmark.passes(self.shape, DTYPES[self.dtype].itemsize))
+
+    def arena(self, case: Case) -> Arena:
+        """Return the inputs of one case."""
+        return Arena(spec_of(self.operator), case, self.dtype, self.device)
+
+    def record(self, implementation: str, note: str = "") -> Record:
+        """Return an empty record."""
+        shape = self.shape
+        where = (self.operator.name, shape.label, shape.sizes, shape.group, self.dtype)
+        return Record(*where, implementation, note=note, options=dict(self.options))
+
+
+@dataclass
+class Round:
+    """One case of a job: its passes, its inputs, and our verified result, which peers are compared with."""
+
+    job: Job
+    passes: Mapping[str, Pass]
+    ceilings: Ceilings
+    arena: Arena
+    ours: Results = field(default_factory=dict)
+    upstream: Results = field(default_factory=dict)
+    function: Function | None = None
+    measured: dict[str, Measurement] = field(default_factory=dict)
+    """Ours, by pass; a graph keeps what its calls gave."""
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether a pass of this case goes through the backward."""
+        return any(each.backward for each in self.passes.values())
+
+    @functools.cached_property
+    def under_ones(self) -> Results:
+        """Our result for an upstream gradient of ones: what a peer that returns a sum is compared with."""
+        assert self.function is not None
+        ones = {name: torch.ones_like(value) for name, value in self.upstream.items()}
+        found = self.result(self.function, self.arena.inputs, ones)
+        return {name: found[name] if name.startswith("gradient:") else found[name].sum() for name in found}
+
+    def verify(self, results: Results, upstream: Results) -> float:
+        """Hold results to the contract; return the largest share of its fence that was used."""
+        device, layouts = self.job.device, self.job.benchmark.rows
+        arch = arch_of(device.type, device.index)
+        return verify(self.arena, layouts.get(self.arena.case.function), results, upstream, arch)
+
+    def through(self, backend: str) -> Function:
+        """Return ours, by a backend, as what takes the inputs; they are right, so they are not validated."""
+        unchecked = {"validate": False} if "validate" in self.arena.spec.unread else {}
+        candidate = backend_candidate(self.job.operator, OURS, backend, self.job.device.type)
+        function = self.arena.case.function
+        # It must not hold this round, which holds it: the memory of both would live until the garbage collector comes.
+        return lambda **inputs: candidate.call(function, {**unchecked, **inputs})
+
+    def result(self, function: Function, inputs: Inputs, upstream: Results) -> Results:
+        """Call an implementation once."""
+        return call(function, self.arena.spec.output, inputs, self.arena.leaves if upstream else [], upstream)
+
+
+def run(job: Job, ceilings: Ceilings) -> list[Record]:
+    """Return the records of a job: ours first, then one for each peer."""
+    ours = job.record(OURS)
+    records = {name: job.record(name, peer.note) for name, peer in job.peers.items()}
+    cases: list[Case] = []
+    passes = job.passes()
+    for each in passes.values():
+        if each.case not in cases:
+            cases.append(each.case)
+    for case in cases:
+        mine = {name: each for name, each in passes.items() if each.case == case}
+        round_ = Round(job, mine, ceilings, job.arena(case))
+        _run_ours(round_, ours)
+        for name, record in records.items():
+            # What our result cannot be held against has no speed either.
+            if round_.measured and not ours.wrong:
+                _run_peer(round_, job.peers[name], record)
+        round_.measured.clear()
+        _release(job.device)
+    return [ours, *(record for record in records.values() if record.passes or record.skipped or record.wrong)]
+
+
+def _run_ours(round_: Round, record: Record) -> None:
+    arena = round_.arena
+    function = round_.through(round_.job.backend)
+    try:
+        _verify(round_, function, record)
+        for name, each in round_.passes.items():
+            found = _timed(round_, function, each, arena.copies, round_.upstream)
+            _same(round_, each, found.result)
+            round_.measured[name] = found
+            record.passes[name] = Measured.of(found.timing, each.work, round_.ceilings, None)
+    except BackendUnavailable as error:
+        record.skipped[""] = str(error)
+    except torch.OutOfMemoryError as error:
+        record.skipped[", ".join(round_.passes)] = one_line(error)
+    except (Wrong, Misbehaved) as error:
+        record.wrong, record.passes = str(error), {}
+    except Exception as error:  # Named, and the next shape has its turn.
+        record.wrong, record.passes = one_line(error), {}
+
+
+def _verify(round_: Round, function: Function, record: Record) -> None:
+    """Hold our result to the contract, and keep it."""
+    arena = round_.arena
+    with record_dispatch() as log:
+        with torch.set_grad_enabled(round_.has_backward):
+            attached = {name: arena.inputs[name].detach().requires_grad_() for name in arena.leaves}
+            outputs = named(function(**{**arena.inputs, **attached}), arena.spec.output)
+        record.backend = log[-1].backend if log else round_.job.backend
+    round_.upstream = arena.upstream(outputs) if round_.has_backward else {}
+    round_.ours = {name: value.detach() for name, value in outputs.items()}
+    if round_.upstream:
+        through = [outputs[name] for name in round_.upstream]
+        grads = torch.autograd.grad(through, list(attached.values()), list(round_.upstream.values()))
+        round_.ours |= {f"gradient:{name}": grad for name, grad in zip(attached, grads, strict=True)}
+    round_.function = function
+    del outputs, attached
+    share = round_.verify(round_.ours, round_.upstream)
+    record.checked[", ".join(round_.passes)] = f"FP64 definition, {share:.2g} of the contract's fence"
+
+
+def _same(round_: Round, each: Pass, kept: Any) -> None:
+    """Look at what the last timed call gave: the bits that were verified, or as accurate as those."""
+    found = _results(round_, each, kept)
+    before = {name: value for name, value in round_.ours.items() if name in found}
+    if all(torch.equal(value, before[name]) for name, value in found.items()):
+        return
+    if each.backward:
+        found = {**before, **found}
+    round_.verify(found, round_.upstream if each.backward else {})
+
+
+def _results(round_: Round, each: Pass, kept: Any) -> Results:
+    if not each.backward:
+        return {name: value.detach() for name, value in named(kept, round_.arena.spec.output).items()}
+    return {f"gradient:{name}": grad for name, grad in zip(round_.arena.leaves, kept, strict=True)}
+
+
+def _timed(
+    round_: Round,
+    function: Function,
+    each: Pass,
+    copies: Sequence[Inputs],
+    upstream: Results,
+    *,
+    captured: bool = True,
+    beside: Clock | None = None,
+) -> Measurement:
+    runs = [
+        _both(round_, function, inputs, upstream) if each.backward else _forward(function, inputs) for inputs in copies
+    ]
+    with torch.set_grad_enabled(each.backward):
+        return measure(runs, round_.job.device, round_.job.effort, captured=captured, beside=beside)
+
+
+def _forward(function: Function, inputs: Inputs) -> Callable[[], Any]:
+    return lambda: function(**inputs)
+
+
+def _both(round_: Round, function: Function, inputs: Inputs, upstream: Results) -> Callable[[], Any]:
+    attached = {name: inputs[name].detach().requires_grad_() for name in round_.arena.leaves}
+    given, leaves, above = {**inputs, **attached}, list(attached.values()), list(upstream.values())
+    names, output = list(upstream), round_.arena.spec.output
+
+    def run() -> Any:
+        result = function(**given)
+        outputs = [result] if isinstance(result, torch.Tensor) else [named(result, output)[name] for name in names]
+        return torch.autograd.grad(outputs, leaves, above)
+
+    return run
+
+
+def _run_peer(round_: Round, peer: Peer, record: Record) -> None:
+    """Time a peer on the passes it has; what stops it is named in its record."""
+    wanted = {name: each for name, each in round_.passes.items() if name in (peer.passes or round_.passes)}
+    if record.skipped.get("") or record.wrong or not wanted:
+        return
+    try:
+        function = round_.through(peer.backend) if peer.backend else made(peer)
+    except Skipped as error:
+        record.skipped[""] = str(error)
+        return
+    try:
+        with named_if_it_fails(), peer.around():
+            upstream = _check_peer(round_, peer, function, record, any(each.backward for each in wanted.values()))
+            copies = round_.arena.copies
+            if peer.overwrites:
+                copies = [_cloned(inputs) for inputs in copies]
+            for name, each in wanted.items():
+                ours, beside = _ours(round_, name)
+                timing = _timed(round_, function, each, copies, upstream, captured=not peer.waits, beside=beside).timing
+                record.passes[name] = Measured.of(timing, each.work, round_.ceilings, ours)
+    except Skipped as error:
+        record.skipped[", ".join(name for name in wanted if name not in record.passes)] = str(error)
+    _release(round_.job.device)
+
+
+def _ours(round_: Round, name: str) -> tuple[Timing | None, Clock | None]:
+    """Return our time of a pass, and the graph that a peer takes turns with; calls would run in its surroundings."""
+    found = round_.measured.get(name)
+    if found is None:
+        return None, None
+    return found.timing, found.clock if found.clock is not None and found.clock.how == GRAPH else None
+
+
+def _check_peer(round_: Round, peer: Peer, function: Function, record: Record, backward: bool) -> Results:
+    """Hold a peer roughly to our result; return its upstream gradients."""
+    upstream, ours = (round_.upstream if backward else {}), round_.ours
+    if not peer.checked:
+        return upstream
+    if peer.scalar:
+        upstream = {name: value.new_ones(()) for name, value in upstream.items()}
+        ours = round_.under_ones
+    inputs = _cloned(round_.arena.inputs) if peer.overwrites else round_.arena.inputs
+    found = round_.result(function, inputs, upstream)
+    name, share = difference(found, ours)
+    record.checked[", ".join(round_.passes)] = f"our result, off by {share:.2g} of its norm in {name}"
+    if share > LOOSE:
+        record.wrong = f"{name} differs from ours by {share:.2g} of its norm"
+        raise Skipped(f"wrong: {record.wrong}")
+    return upstream
+
+
+def _cloned(inputs: Inputs) -> Inputs:
+    return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
+
+
+def _release(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()

@@ -1,0 +1,137 @@
+"""What can be checked: our backends, the definition itself, or an implementation in a process of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from rl_kernels.core.dispatch import AUTO
+from rl_kernels.core.operator import Operator
+from rl_kernels.core.testing.spec import Inputs, Spec
+from rl_kernels.core.testing.surroundings import Surroundings
+from rl_kernels.lab.check.guard import Results
+from rl_kernels.lab.check.isolation.remote import RemoteRun, Worker
+from rl_kernels.lab.check.many import call_in_threads, call_often
+from rl_kernels.lab.check.ran import Ran
+from rl_kernels.lab.check.run import PLAIN, Run
+
+
+def _everything(function: str, argument: str) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A named implementation of an operator's public functions.
+
+    Attributes:
+        name: as on the command line.
+        operator: whose implementation.
+        call: ``(function name, keyword arguments) -> result``.
+        exempt: relation -> why it is not held to it.
+        judged_on: relations that it is held to; empty for all.
+        takes: ``(function name, argument) -> bool``; calls with an argument that it does not take are skipped.
+        implements: the one function that it implements; None for all of the operator's.
+        backend: the backend that it calls, if it is one.
+        worker: the process that it is called in, if not in this one.
+    """
+
+    name: str
+    operator: Operator
+    call: Callable[[str, Inputs], Any]
+    exempt: Mapping[str, str] = field(default_factory=dict)
+    judged_on: Sequence[str] = ()
+    takes: Callable[[str, str], bool] = _everything
+    implements: str | None = None
+    backend: str | None = None
+    worker: Worker | None = None
+
+    def run(
+        self, function: str, output: str, inputs: Inputs, leaves: Collection[str] = (), around: Surroundings = PLAIN
+    ) -> Ran:
+        """Call one of the functions on copies of the inputs; ``leaves`` require grad.
+
+        Raises:
+            Misbehaved: it gave no result.
+        """
+        if self.worker is not None:
+            return RemoteRun(self.worker, output, inputs, list(leaves), around)
+        return Run(lambda kwargs: self.call(function, kwargs), output, inputs, leaves, around)
+
+    def many(
+        self, function: str, output: str, inputs: Sequence[Inputs], calls: int, seconds: float
+    ) -> tuple[Results, Results, int]:
+        """Call again and again on each of the inputs in turn: a result, one of other bits, and the number of the last.
+
+        Raises:
+            Misbehaved: a call gave no result.
+        """
+        if self.worker is not None:
+            found = self.worker.ask("many", inputs=list(inputs), output=output, calls=calls, seconds=seconds)
+        else:
+            found = call_often(lambda kwargs: self.call(function, kwargs), output, inputs, calls, seconds)
+        return found["first"], found["other"], found["number"]
+
+    def threads(self, function: str, output: str, inputs: Sequence[Inputs], calls: int) -> list[Results]:
+        """Call on each of the inputs in a thread of its own: of each what is expected, and what came.
+
+        Raises:
+            Misbehaved: a call gave no result.
+        """
+        if self.worker is not None:
+            return self.worker.ask("threads", inputs=list(inputs), output=output, calls=calls)
+        return call_in_threads(lambda kwargs: self.call(function, kwargs), output, inputs, calls)
+
+    def is_slow(self, device_type: str) -> bool:
+        """Say whether calls take a thousand times as long as usual: kernels in Triton's interpreter."""
+        return self.backend == "triton" and device_type == "cpu"
+
+    def exemption(self, relation: str) -> str | None:
+        """Say why it is not held to a relation, or return None."""
+        if self.judged_on and relation not in self.judged_on:
+            return f"{self.name} is judged on {', '.join(self.judged_on)} only"
+        return self.exempt.get(relation)
+
+
+def backend_candidate(operator: Operator, name: str, backend: str, device_type: str) -> Candidate:
+    """Return the public functions of an operator, forced to a backend (or ``auto``), with what it promises there."""
+
+    def call(function: str, inputs: Inputs) -> Any:
+        return operator.function(function)(**{"backend": backend, **inputs})
+
+    exempt: dict[str, str] = {}
+    if backend != AUTO:
+        promises = operator.backend(backend).promises[device_type]
+        needed = {"invariance": "invariant", "repeatability": "repeatable", "gradients": "differentiable"}
+        exempt = {
+            relation: f"does not promise to be {promise} on {device_type}"
+            for relation, promise in needed.items()
+            if promise not in promises
+        }
+    return Candidate(name, operator, call, exempt, backend=backend)
+
+
+def reference_candidate(operator: Operator, spec: Spec) -> Candidate:
+    """Return the definition itself, in the tested dtype."""
+
+    def call(function: str, inputs: Inputs) -> Any:
+        return spec.references[function](**readable(spec, inputs))
+
+    return Candidate("pytorch", operator, call, judged_on=("accuracy", "gradients"))
+
+
+def readable(spec: Spec, inputs: Inputs) -> Inputs:
+    """Return the arguments that the reference takes."""
+    return {name: value for name, value in inputs.items() if name not in spec.unread}
+
+
+def gold_inputs(spec: Spec, inputs: Inputs) -> Inputs:
+    """Return the reference's arguments in FP64; an option that is a dtype is left out, the gold is not rounded."""
+    return {name: _fp64(value) for name, value in readable(spec, inputs).items() if not isinstance(value, torch.dtype)}
+
+
+def _fp64(value: Any) -> Any:
+    return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value

@@ -1,0 +1,76 @@
+"""The candidates of a run, by the names that the command line takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rl_kernels.core.dispatch import AUTO, Verdict, explain_call
+from rl_kernels.core.operator import Backend, Call, Operator
+from rl_kernels.core.testing import Spec, spec_of
+from rl_kernels.lab.check.candidate import Candidate, backend_candidate, reference_candidate
+from rl_kernels.lab.check.cell import Setting, call_of
+from rl_kernels.lab.check.isolation.remote import TIMEOUT
+from rl_kernels.lab.check.result import Skip
+from rl_kernels.lab.check.user import user_candidate
+
+
+class CannotRun(ValueError):
+    """A candidate that was asked for cannot run here; the message says why."""
+
+
+def candidates_of(
+    operator: Operator, names: Sequence[str], setting: Setting, timeout: float = TIMEOUT
+) -> tuple[list[Candidate], list[Skip]]:
+    """Return the candidates by name; ``all`` takes what can run and skips the rest.
+
+    ``timeout`` is in seconds, for each answer of a user's implementation.
+
+    Raises:
+        CannotRun: a candidate asked for by name does not exist or cannot run here.
+    """
+    spec, call = spec_of(operator), call_of(operator, setting)
+    found: list[Candidate] = []
+    skips: list[Skip] = []
+    for name in names:
+        if name != "all":
+            found.append(_users(operator, name, timeout) if ":" in name else _candidate(operator, spec, name, call))
+            continue
+        for each in ("pytorch", AUTO, *(backend.name for backend in operator.backends)):
+            try:
+                found.append(_candidate(operator, spec, each, call))
+            except CannotRun as error:
+                skips.append(Skip(operator.name, each, "all", "all", setting.dtype, str(error)))
+    return found, skips
+
+
+def _candidate(operator: Operator, spec: Spec, name: str, call: Call) -> Candidate:
+    if name == "pytorch":
+        return reference_candidate(operator, spec)
+    if name == AUTO:
+        verdicts = explain_call(operator, call)
+    elif name == "cuda":
+        if call.device.type != "cuda":
+            raise CannotRun(f"--candidate cuda: runs on a GPU, but the device is {call.device.type}")
+        verdicts = [_asked_for(backend, call) for backend in operator.backends if backend.name.startswith("cuda-")]
+    else:
+        verdicts = [_asked_for(backend, call) for backend in operator.backends if backend.name == name]
+    if not verdicts:
+        known = ", ".join(backend.name for backend in operator.backends)
+        raise CannotRun(f"--candidate {name}: {operator.name} has no such backend; it has: {known}")
+    for verdict in verdicts:
+        if verdict.chosen:
+            return backend_candidate(operator, name, AUTO if name == AUTO else verdict.backend, call.device.type)
+    reasons = "; ".join(map(str, verdicts))
+    raise CannotRun(f"--candidate {name}: {operator.name} cannot run it here: {reasons}")
+
+
+def _users(operator: Operator, name: str, timeout: float) -> Candidate:
+    try:
+        return user_candidate(operator, name, timeout)
+    except ValueError as error:
+        raise CannotRun(f"--candidate {name}: {error}") from error
+
+
+def _asked_for(backend: Backend, call: Call) -> Verdict:
+    reason = backend.why_not(call)
+    return Verdict(backend.name, reason, chosen=reason is None)

@@ -1,0 +1,231 @@
+"""``rl-kernels check``: arguments, and what exit status they end in.
+
+0: at least one check ran, every one that ran holds, and no planted bug escaped. 1: a check failed, none ran, or a
+planted bug escaped. 2: unusable arguments, or a candidate that cannot run here, said before anything runs; or a
+report that could not be written. 130: Ctrl-C, with a report of what is known so far.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from functools import partial
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from rl_kernels.core.command import Parser, count, number, print_anything, writable
+from rl_kernels.core.contract import DTYPES, contract
+from rl_kernels.core.dispatch import check_environment
+from rl_kernels.core.operator import Operator, arch_of
+from rl_kernels.core.registry import UnknownOperator, kernel_registry
+from rl_kernels.core.testing import spec_of
+from rl_kernels.lab.check.candidate import Candidate
+from rl_kernels.lab.check.cell import Setting
+from rl_kernels.lab.check.choose import candidates_of
+from rl_kernels.lab.check.isolation.remote import TIMEOUT
+from rl_kernels.lab.check.jobs import shared
+from rl_kernels.lab.check.plan import Part, Plan
+from rl_kernels.lab.check.relations import RELATIONS
+from rl_kernels.lab.check.reports.document import as_json
+from rl_kernels.lab.check.reports.html import write_html
+from rl_kernels.lab.check.reports.junit import write_junit
+from rl_kernels.lab.check.reports.text import text
+from rl_kernels.lab.check.result import CaseId, Skip
+from rl_kernels.lab.check.suite import CTRL_C, Report, in_turn, run
+
+USAGE, INTERRUPTED = 2, 130
+CHOSEN_BY_REPLAY = ("op", "candidate", "dtype", "relation", "suite", "check_grad", "list")
+
+
+def parser(operators: Sequence[Operator]) -> Parser:
+    """Return the parser; the shape flags are those of the operators' cases."""
+    made = Parser("rl-kernels check", "Hold implementations of the operators to the tolerance contract.")
+    made.add_argument("--op", action="append", metavar="NAME", help="operator (default: every installed one)")
+    made.add_argument(
+        "--candidate",
+        action="append",
+        metavar="NAME",
+        help="pytorch, auto, all, cuda, a backend, or your own MODULE:CALLABLE or file.py:callable (default: auto)",
+    )
+    made.add_argument("--dtype", nargs="+", choices=DTYPES, help="default: fp32")
+    made.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 (default: auto)")
+    made.add_argument("--arch-key", help="key of the tolerance contract (default: that of the device)")
+    made.add_argument("--suite", choices=("quick", "full"), help="full: all cases, gradients, and planted bugs")
+    made.add_argument("--relation", nargs="+", choices=RELATIONS, metavar="NAME", help=f"of {', '.join(RELATIONS)}")
+    made.add_argument("--check-grad", action="store_true", help="check gradients too (implied by --suite full)")
+    made.add_argument("--grad-mode", choices=("random", "ones"), default="random", help="upstream gradients")
+    made.add_argument("--grad-seed", type=count(0, 31), default=123)
+    made.add_argument("--seed", type=count(0, 31), default=123)
+    made.add_argument("--input-mode", choices=("random", "constant"), default="random", help="constant adds to random")
+    made.add_argument("--constant-value", type=number(), default=0.25)
+    made.add_argument("--token-value", type=count(0), default=0, help="modulo the vocabulary of each case")
+    made.add_argument(
+        "--timeout", type=number(above=0), default=TIMEOUT, metavar="SECONDS", help="of a call of your own"
+    )
+    made.add_argument("--jobs", type=count(1), default=1, metavar="N", help="processes to share the work (%(default)s)")
+    made.add_argument("--fail-fast", action="store_true", help="stop at the first check that fails")
+    made.add_argument("--json", action="store_true", help="print the report as strict JSON, and nothing else")
+    made.add_argument("--junit", type=writable, metavar="FILE", help="also write the report as JUnit XML")
+    made.add_argument("--html", type=writable, metavar="FILE", help="also write the report as one HTML file")
+    made.add_argument("--list", action="store_true", help="print the id of each case that would run, and run nothing")
+    made.add_argument("--replay", metavar="CASE_ID", help="run one relation on one case again, by its id in --list")
+    shapes = made.add_argument_group("shapes", "replace the sizes of every case that has them")
+    for name in dict.fromkeys(size for operator in operators for size in spec_of(operator).size_names()):
+        shapes.add_argument(f"--{name.replace('_', '-')}", dest=f"size_{name}", type=count(1), metavar="N")
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the checker; return the exit status."""
+    print_anything()
+    try:
+        check_environment()
+        operators = _operators(argv)
+        given = parser(operators).parse_args(argv)
+        # What a candidate prints must not mix with the report, nor when it is imported.
+        with redirect_stdout(sys.stderr):
+            plan, skips = _plan(given, operators)
+    except (UnknownOperator, ValueError) as error:
+        print(f"rl-kernels check: {error}", file=sys.stderr)
+        return USAGE
+    except KeyboardInterrupt:  # A candidate's process may take long to start.
+        print("rl-kernels check: stopped before anything ran", file=sys.stderr)
+        return INTERRUPTED
+    if given.list:
+        print("\n".join(plan.names()))
+        return 0
+    # With one job everything runs in this process.
+    again = partial(_plan_again, list(sys.argv[1:] if argv is None else argv))
+    sharing = shared(again, given.jobs) if given.jobs > 1 else nullcontext(in_turn)
+    with redirect_stdout(sys.stderr), _progress(sum(1 for _ in plan.tasks())) as progress, sharing as results:
+        report = run(plan, skips, progress, results)
+    print(as_json(report) if given.json else "\n".join(text(report)), flush=True)
+    if not _written(report, given):
+        return USAGE
+    return INTERRUPTED if report.interrupted == CTRL_C else 0 if report.passed else 1
+
+
+def _written(report: Report, given: argparse.Namespace) -> bool:
+    """Write the files that are asked for; say so if one cannot be written, and return whether all are."""
+    done = True
+    for flag, write, path in (("--junit", write_junit, given.junit), ("--html", write_html, given.html)):
+        try:
+            if path:
+                write(report, path)
+        except OSError as error:
+            print(f"rl-kernels check: {flag}: {path} cannot be written: {error.strerror or error}", file=sys.stderr)
+            done = False
+    return done
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[str], None]]:
+    """Show on a terminal, and nowhere else, what runs."""
+    console = Console(stderr=True)
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=total)
+
+        def advance(what: str) -> None:
+            bar.update(task, advance=1, description=what)
+
+        yield advance
+
+
+def _case_id(text: str) -> CaseId:
+    try:
+        wanted = CaseId.parse(text)
+    except ValueError as error:
+        raise ValueError(f"--replay: {error}") from error
+    for part, known in ((wanted.dtype, DTYPES), (wanted.relation, RELATIONS)):
+        if part not in known:
+            raise ValueError(f"--replay: expected one of {', '.join(known)}, got {part!r} in {text!r}")
+    return wanted
+
+
+def _operators(argv: Sequence[str] | None) -> list[Operator]:
+    """Return the operators that the arguments name: their cases say which shape flags there are."""
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--op", action="append", default=[])
+    first.add_argument("--replay")
+    given = first.parse_known_args(argv)[0]
+    named = [_case_id(given.replay).operator] if given.replay else given.op
+    found = [kernel_registry.load(name) for name in named or kernel_registry.names()]
+    if not found:
+        raise ValueError("no operator is installed; for example: pip install rl-kernels-fused-logp")
+    return list({operator.name: operator for operator in found}.values())
+
+
+def _plan_again(argv: list[str]) -> Plan:
+    operators = _operators(argv)
+    return _plan(parser(operators).parse_args(argv), operators)[0]
+
+
+def _plan(given: argparse.Namespace, operators: Sequence[Operator]) -> tuple[Plan, list[Skip]]:
+    case = ""
+    if given.replay:
+        case = _replayed(given)
+    device = _device(given.device)
+    arch = given.arch_key or arch_of(device.type, device.index)
+    if arch not in contract().archs:
+        raise ValueError(f"--arch-key: {arch!r} is not in the tolerance contract; known: {', '.join(contract().archs)}")
+    sizes = {name.removeprefix("size_"): n for name, n in vars(given).items() if name.startswith("size_") and n}
+    constant = (given.constant_value, given.token_value) if given.input_mode == "constant" else None
+    names = given.candidate or ["auto"]
+    _one_operator_for_users(names, operators)
+    suite = given.suite or "quick"
+    parts: list[Part] = []
+    skips: list[Skip] = []
+    for dtype in dict.fromkeys(given.dtype or ["fp32"]):
+        setting = Setting(dtype, device, arch, given.seed, given.grad_mode, given.grad_seed, suite)
+        found: list[Candidate] = []
+        for operator in operators:
+            candidates, left_out = candidates_of(operator, names, setting, given.timeout)
+            found += candidates
+            skips += left_out
+        parts.append(Part(setting, found))
+    relations = given.relation or [
+        name for name in RELATIONS if name != "gradients" or given.check_grad or suite == "full"
+    ]
+    plants_bugs = suite == "full" and not given.relation
+    plan = Plan(parts, relations, suite, sizes, constant, case, plants_bugs, given.fail_fast)
+    if case and not any(plan.cells()):
+        hint = "" if constant or not case.endswith(", constant") else " without --input-mode constant"
+        raise ValueError(f"--replay: {operators[0].name} has no case {case!r}{hint}")
+    return plan, skips
+
+
+def _replayed(given: argparse.Namespace) -> str:
+    """Let the case id choose operator, candidate, dtype and relation; return the case's name."""
+    chosen = [name for name in CHOSEN_BY_REPLAY if getattr(given, name)]
+    if chosen:
+        flags = ", ".join("--" + name.replace("_", "-") for name in chosen)
+        raise ValueError(f"--replay: cannot be combined with {flags}")
+    wanted = _case_id(given.replay)
+    given.candidate, given.dtype, given.relation = [wanted.candidate], [wanted.dtype], [wanted.relation]
+    given.suite = "full"
+    return wanted.case
+
+
+def _one_operator_for_users(names: Sequence[str], operators: Sequence[Operator]) -> None:
+    for name in names:
+        if ":" in name and len(operators) > 1:
+            raise ValueError(f"--candidate {name}: say which operator it implements, with --op")
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device: expected auto, cpu, cuda or cuda:N, got {name!r}")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"--device: {name} is not there; this machine has {torch.cuda.device_count()} GPUs")
+    return device

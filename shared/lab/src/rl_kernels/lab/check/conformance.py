@@ -1,0 +1,276 @@
+"""The tests that every operator package runs: subclass ``Conformance`` in its tests and name the operator.
+
+    class TestConformance(Conformance):
+        operator = OPERATOR
+
+Rules are those of the operators: one signature, one validator, repeatable, invariant, torch-native, no silent stand-in,
+global state left as found.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from rl_kernels.core.contract import DTYPES
+from rl_kernels.core.dispatch import AUTO, BackendUnavailable, record_dispatch, use_backend
+from rl_kernels.core.operator import INVARIANT, Operator, arch_of
+from rl_kernels.core.registry import kernel_registry
+from rl_kernels.core.testing import Bug, Case, Draw, Inputs, Mutants, Spec, spec_of
+from rl_kernels.lab.check.candidate import backend_candidate
+from rl_kernels.lab.check.cell import Cell, Setting, call_of
+from rl_kernels.lab.check.compare import bits
+from rl_kernels.lab.check.guard import named
+from rl_kernels.lab.check.mutation import Honest
+from rl_kernels.lab.check.mutation.controls import CONTROLS
+from rl_kernels.lab.check.relations import RELATIONS, hold
+from rl_kernels.lab.check.repeat import differing_runs
+from rl_kernels.lab.check.result import Check, Skip
+from rl_kernels.lab.check.run import Run
+
+HELD = {"fp32": tuple(RELATIONS), "bf16": ("accuracy", "gradients", "invariance"), "fp16": ("accuracy", "gradients")}
+"""Relations by dtype; the CPU works on every dtype in FP32, so bits need no third round."""
+SMALL, SHORT = 5000, 40
+"""Generated cases that Triton's interpreter runs: the product of the sizes, and each but the last, are not larger."""
+
+
+def device() -> torch.device:
+    """Return the device that the tests run on."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def cell(operator: Operator, case: Case, dtype: str = "fp32", backend: str = "auto") -> Cell:
+    """Return a backend on a case."""
+    candidate = backend_candidate(operator, backend, backend, device().type)
+    return Cell(candidate, spec_of(operator), case, _setting(dtype))
+
+
+class Conformance:
+    """Holds ``operator`` to the rules, on every backend that runs here and every quick case."""
+
+    operator: ClassVar[Operator]
+    large: ClassVar[Sequence[Case]] = ()
+    """Calls that fill a GPU, in each way that a backend may cut its work; by default the operator's plainest case."""
+
+    @classmethod
+    def pytest_generate_tests(cls, metafunc: pytest.Metafunc) -> None:
+        """Parametrise the tests by the operator's quick cases, dtypes, relations and backends."""
+        cases = [case for case in spec_of(cls.operator).cases if case.suite == "quick"]
+        if "relation" in metafunc.fixturenames:
+            starts = {bad.case or cases[0].name for bad in spec_of(cls.operator).illegal}
+            names = [
+                pytest.param(backend, relation, dtype, case, id=f"{backend}-{relation}-{dtype}-{case.name}")
+                for backend in _runnable(cls.operator)
+                for dtype, relations in HELD.items()
+                if not (_interpreted(backend) and dtype == "bf16")
+                for relation in relations
+                for case in cases
+                if not _interpreted(backend) or _quick_to_interpret(spec_of(cls.operator), case, relation)
+                if not case.relations or relation in case.relations
+                # A case of a dtype of its own is the same in every run.
+                if not case.dtype or dtype == next(iter(HELD))
+                if relation != "robustness" or case.name in starts
+                if relation != "parity" or len(_runnable(cls.operator)) > 1
+            ]
+            metafunc.parametrize(("backend", "relation", "dtype", "case"), names)
+        elif "large_case" in metafunc.fixturenames:
+            params = [
+                pytest.param(name, case, id=f"{name}-{case.name}")
+                for name in _accelerated(cls.operator)
+                for case in cls.large or cases[:1]
+            ]
+            metafunc.parametrize(("backend", "large_case"), params)
+        elif "bug" in metafunc.fixturenames:
+            bugs = [
+                pytest.param(mutants, bug, id=f"{mutants.backend}-{bug.name}")
+                for mutants in spec_of(cls.operator).mutants
+                if mutants.backend in _promising(cls.operator)
+                for bug in mutants.bugs
+            ]
+            metafunc.parametrize(("mutants", "bug"), bugs)
+        elif "control" in metafunc.fixturenames:
+            controls = [(relation, name) for relation, names in CONTROLS.items() for name in names]
+            metafunc.parametrize(("catching", "control"), controls if _promising(cls.operator) else [])
+
+    def test_relation(self, backend: str, relation: str, dtype: str, case: Case) -> None:
+        """Rules 3 to 9 and the tolerance contract."""
+        here = cell(self.operator, case, dtype, backend)
+        records = list(hold(here, relation))
+        checks = [record for record in records if isinstance(record, Check)]
+        assert not [f"{check.item}: {check.comparison.message}" for check in checks if not check.passed]
+        reasons = [record.reason for record in records if isinstance(record, Skip)]
+        assert checks or reasons
+        if not checks:
+            pytest.skip("; ".join(reasons))
+
+    @pytest.mark.gpu
+    def test_hundred_runs_beside_another_stream(self, backend: str, large_case: Case) -> None:
+        """Rule 6 at sizes that fill the chip: which block runs first, and beside what, changes no bit."""
+        reason = self.operator.backend(backend).why_not(call_of(self.operator, _setting("bf16")))
+        if reason is not None:
+            pytest.skip(reason)
+        found = differing_runs(cell(self.operator, large_case, "bf16", backend), 100)
+        assert found == dict.fromkeys(found, 0)
+
+    def test_planted_bug_is_caught(self, mutants: Mutants, bug: Bug) -> None:
+        """The quick cases show each bug that is planted in a copy of a backend."""
+        assert _honest(self.operator, mutants.backend, mutants.cases).planted(mutants, bug).caught
+
+    def test_negative_control_is_caught(self, catching: str, control: str) -> None:
+        """The quick cases show each way to spoil the operator from outside, by the relation that is meant for it."""
+        found = _honest(self.operator, AUTO).spoilt(control, CONTROLS[catching][control], catching)
+        if found is None:
+            pytest.skip("does not apply to this operator")
+        assert found.caught
+
+    def test_inductor(self) -> None:
+        """Rule 9, with the default compiler, whose first call this is."""
+        case = spec_of(self.operator).case()
+        torch.compiler.reset()
+        compiled = torch.compile(self.operator.function(), fullgraph=True)
+        # At its first use the compiler itself writes into the environment, which a call of ours may not.
+        compiled(**_inputs(self.operator, case))
+        _same(self.operator, case, _run(self.operator, case, compiled))
+
+    def test_double_backward_raises(self) -> None:
+        """Rule 9: a second derivative is refused, not silently zero."""
+        spec = spec_of(self.operator)
+        inputs = _inputs(self.operator, spec.case())
+        leaf = inputs[spec.differentiable[0]].requires_grad_()
+        result = next(iter(named(self.operator.function()(**inputs), spec.output).values()))
+        (grad,) = torch.autograd.grad(result.double().square().sum(), leaf, create_graph=True)
+        with pytest.raises(RuntimeError, match="double backward"):
+            grad.double().square().sum().backward()
+
+    def test_import_is_quiet_and_light(self) -> None:
+        """Rule 11: importing the package prints nothing and imports no GPU library."""
+        code = (
+            # PyTorch brings a part of cuda.bindings itself, where that is installed.
+            "import sys, torch; before = set(sys.modules)\n"
+            f"import {self.operator.package}, {self.operator.package}.cases\n"
+            "heavy = {'triton', 'cuda', 'cuda.core', 'cuda.bindings.nvrtc'} & sys.modules.keys() - before\n"
+            "assert not heavy, heavy\n"
+            "assert not torch.cuda.is_initialized()"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+    def test_every_option_is_exercised(self) -> None:
+        """Rule 1 and the checker: each optional argument takes a non-default value in some case."""
+        spec = spec_of(self.operator)
+        for function in {case.function for case in spec.cases}:
+            given: dict[str, list[Any]] = {}
+            for case in (case for case in spec.cases if case.function == function):
+                for name, value in _inputs(self.operator, case).items():
+                    given.setdefault(name, []).append(value)
+            for name, parameter in _options(self.operator, function):
+                values = given.get(name, [])
+                assert any(_differs(value, parameter.default) for value in values), f"{function or 'main'}: {name}"
+
+    def test_reference_has_the_signature(self) -> None:
+        """Rule 1: the definition takes the operator's arguments, in order, by name, with equal defaults."""
+        spec = spec_of(self.operator)
+        for function, reference in spec.references.items():
+            public = inspect.signature(self.operator.function(function)).parameters
+            taken = inspect.signature(reference).parameters
+            assert [name for name in public if name not in spec.unread] == list(taken)
+
+    def test_forcing_and_record(self) -> None:
+        """Rule 10: an explicit backend runs or raises; what ran is recorded."""
+        case = spec_of(self.operator).case()
+        for backend in self.operator.backends:
+            call = partial(self.operator.function(), **_inputs(self.operator, case))
+            with use_backend(**{self.operator.name: backend.name}), record_dispatch() as log:
+                if backend.name in _runnable(self.operator):
+                    call()
+                    assert {choice.backend for choice in log} == {backend.name}
+                else:
+                    with pytest.raises(BackendUnavailable, match=backend.name):
+                        call()
+                    assert not log
+
+    def test_registry(self) -> None:
+        """The registry gives this operator's function by name and by alias."""
+        for name in (self.operator.name, *self.operator.aliases):
+            assert kernel_registry.get_op(name) is self.operator.function()
+
+
+def _setting(dtype: str = "fp32") -> Setting:
+    return Setting(dtype, device(), arch_of(device().type))
+
+
+def _runnable(operator: Operator) -> list[str]:
+    call = call_of(operator, _setting())
+    return [backend.name for backend in operator.backends if backend.why_not(call) is None]
+
+
+def _accelerated(operator: Operator) -> list[str]:
+    """Return the backends that have kernels of their own, or all where none has."""
+    names = [backend.name for backend in operator.backends]
+    return [name for name in names if name != "native"] or names
+
+
+def _interpreted(backend: str) -> bool:
+    """Say whether a backend's kernels run in Triton's interpreter, whose BF16 is not that of a GPU."""
+    return backend == "triton" and device().type == "cpu"
+
+
+def _quick_to_interpret(spec: Spec, case: Case, relation: str) -> bool:
+    """Say whether Triton's interpreter runs a case; a GPU runs all."""
+    if relation == "torch":
+        return case.name == spec.first_of(case.function).name
+    sizes = list(case.sizes.values())
+    return not case.relations or (math.prod(sizes) <= SMALL and max(sizes[:-1], default=0) <= SHORT)
+
+
+def _promising(operator: Operator) -> list[str]:
+    """Return the backends that run here and keep all promises: only there does a broken one show."""
+    return [name for name in _runnable(operator) if operator.backend(name).promises[device().type] == INVARIANT]
+
+
+def _honest(operator: Operator, backend: str, names: Sequence[str] = ()) -> Honest:
+    spec = spec_of(operator)
+    cases = [case for case in spec.cases if (case.name in names if names else case.suite == "quick")]
+    candidate = backend_candidate(operator, backend, backend, device().type)
+    return Honest(candidate, lambda found: (Cell(found, spec, case, _setting()) for case in cases))
+
+
+def _inputs(operator: Operator, case: Case) -> Inputs:
+    spec: Spec = spec_of(operator)
+    return spec.inputs(case, Draw(DTYPES["fp32"], device(), seed=7))
+
+
+def _run(operator: Operator, case: Case, function: Callable[..., Any] | None = None) -> Run:
+    call = function or operator.function(case.function)
+    spec = spec_of(operator)
+    inputs = _inputs(operator, case)
+    leaves = spec.differentiable if case.grad and not spec.writes.keys() & inputs.keys() else []
+    return Run(lambda kwargs: call(**kwargs), spec.output, inputs, leaves)
+
+
+def _same(operator: Operator, case: Case, compiled: Run) -> None:
+    eager = _run(operator, case)
+    upstream = cell(operator, case).upstream(eager)
+    expected, found = eager.results(upstream), compiled.results(upstream)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        comparison = bits(found[name], value)
+        assert comparison.passed, f"{name}: {comparison.message}"
+
+
+def _options(operator: Operator, function: str) -> Iterator[tuple[str, inspect.Parameter]]:
+    for name, parameter in inspect.signature(operator.function(function)).parameters.items():
+        if parameter.default is not inspect.Parameter.empty and name not in ("validate", "backend"):
+            yield name, parameter
+
+
+def _differs(value: Any, default: Any) -> bool:
+    return isinstance(value, torch.Tensor) or value != default

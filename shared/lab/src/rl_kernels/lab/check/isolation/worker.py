@@ -1,0 +1,201 @@
+"""The candidate's process: loads it, calls it as it is told to, and answers with tensors.
+
+Nothing is compared here: a candidate may change any function of this process. What it changes in modules that others
+rely on is looked at before it is loaded and told when asked for.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any, BinaryIO
+
+import torch
+
+from rl_kernels.core.loading import Loaded, Unusable, load
+from rl_kernels.core.testing.spec import Inputs
+from rl_kernels.core.testing.surroundings import Surroundings
+from rl_kernels.lab.check import compare
+from rl_kernels.lab.check.guard import Misbehaved, Results, misbehaved
+from rl_kernels.lab.check.isolation import wire
+from rl_kernels.lab.check.many import call_in_threads, call_often
+from rl_kernels.lab.check.run import Run
+
+WATCHED = ("torch", "torch.nn.functional", "torch.autograd", "torch.linalg", "torch.testing", "torch.random", "numpy")
+"""Modules whose public functions a candidate must leave alone, beside those of this package, builtins and math."""
+
+
+class Host:
+    """Keeps the candidate and its calls, by number, and does what the checker asks for."""
+
+    def __init__(self) -> None:
+        self._loaded: Loaded | None = None
+        self._runs: dict[int, Run] = {}
+        self._before: dict[str, Any] = {}
+
+    def forget(self, numbers: list[int]) -> None:
+        """Give up calls that nobody will ask about again."""
+        for number in numbers:
+            self._runs.pop(number, None)
+
+    def answer(self, kind: str, given: Mapping[str, Any]) -> Any:
+        """Return what a request asks for."""
+        return getattr(self, f"_do_{kind}")(**given)
+
+    def _do_load(self, target: str, arguments: list[str]) -> dict[str, Any]:
+        sys.argv[:] = arguments
+        self._before = _functions()
+        try:
+            self._loaded = load(target)
+        except (KeyboardInterrupt, GeneratorExit) as error:  # Nobody pressed Ctrl-C here: the module raised it.
+            raise Unusable(f"cannot import {target}: {type(error).__name__}: {error}") from error
+        return self._loaded.described()
+
+    def _do_run(
+        self,
+        number: int,
+        seed: int | None,
+        inputs: Inputs,
+        leaves: list[str],
+        output: str,
+        around: dict[str, Any],
+    ) -> dict[str, Any]:
+        if seed is not None:
+            torch.manual_seed(seed)
+        run = Run(self._call, output, inputs, leaves, Surroundings(**around))
+        self._runs[number] = run
+        return {"outputs": _plain(run.outputs), "attached": sorted(run.attached)}
+
+    def _call(self, inputs: Inputs) -> Any:
+        assert self._loaded is not None
+        return self._loaded.function(**inputs)
+
+    def _do_gradients(self, number: int, upstream: Results, again: bool) -> Results:
+        return _plain(self._runs[number].gradients(upstream, again=again))
+
+    def _do_spoil(self, number: int) -> None:
+        self._runs[number].spoil()
+
+    def _do_scribbled(self, number: int, upstream: Results) -> Results:
+        return _plain(self._runs[number].scribbled(upstream))
+
+    def _do_two_at_once(self, number: int, upstream: Results) -> Results:
+        return _plain(self._runs[number].two_at_once(upstream))
+
+    def _do_renewed(self, number: int, upstream: Results) -> Results:
+        return _plain(self._runs[number].renewed(upstream))
+
+    def _do_written(self, number: int, name: str, value: torch.Tensor, upstream: Results) -> Results | str:
+        found = self._runs[number].written(name, value, upstream)
+        return found if isinstance(found, str) else _plain(found)
+
+    def _do_updated(self, number: int, inputs: Inputs, upstream: Results, silently: bool) -> Results:
+        return _plain(self._runs[number].updated(inputs, upstream, silently=silently))
+
+    def _do_kept(self, number: int) -> Results:
+        return _plain(self._runs[number].kept)
+
+    def _do_inputs(self, number: int) -> Inputs:
+        return self._runs[number].inputs
+
+    def _do_second_order(self, number: int, upstream: Results) -> Results | str:
+        found = self._runs[number].second_order(upstream)
+        return found if isinstance(found, str) else _plain(found)
+
+    def _do_forward_mode(self, number: int) -> Results | str:
+        found = self._runs[number].forward_mode()
+        return found if isinstance(found, str) else _plain(found)
+
+    def _do_many(self, inputs: list[Inputs], output: str, calls: int, seconds: float) -> dict[str, Any]:
+        return call_often(self._call, output, inputs, calls, seconds)
+
+    def _do_threads(self, inputs: list[Inputs], output: str, calls: int) -> list[Results]:
+        return [_plain(found) for found in call_in_threads(self._call, output, inputs, calls)]
+
+    def _do_patched(self) -> list[str]:
+        now = _functions()
+        return sorted(name for name, value in self._before.items() if now.get(name) is not value)
+
+
+JUDGING = (compare,)
+"""Modules that nothing here uses: a candidate that changes them hopes to be compared by them."""
+BY_TORCH = ("torch.manual_seed", "torch.random.manual_seed")
+"""What torch's compiler wraps itself, when it is imported."""
+
+
+def _functions() -> dict[str, Any]:
+    """Return the public functions and classes that others rely on, by full name."""
+    own = [name for name in sys.modules if name.startswith(("rl_kernels.core", "rl_kernels.lab"))]
+    modules = [sys.modules[name] for name in (*WATCHED, *own) if name in sys.modules]
+    # Most methods are inherited: one that is replaced hides that of the base class.
+    bases = reversed(torch.Tensor.__mro__)
+    found = {f"torch.Tensor.{name}": value for base in bases for name, value in vars(base).items()}
+    for module in (builtins, math, *JUDGING, *modules):
+        found |= {
+            f"{module.__name__}.{name}": value
+            for name, value in vars(module).items()
+            if callable(value) and not name.startswith("_") and not isinstance(value, ModuleType)
+        }
+    return {name: value for name, value in found.items() if name not in BY_TORCH}
+
+
+def _plain(results: Results) -> Results:
+    """Return copies that are contiguous, ordinary tensors."""
+    found = {}
+    for name, value in results.items():
+        if value.layout != torch.strided or value.device.type not in ("cpu", "cuda"):
+            raise Misbehaved(f"{name}: expected a strided tensor on the device of the inputs, got {value.layout}")
+        whole = value.detach().resolve_conj().resolve_neg()
+        found[name] = torch.empty(whole.shape, dtype=whole.dtype, device=whole.device).copy_(whole)
+    return found
+
+
+def _answered(host: Host, kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        return {"value": host.answer(kind, given)}
+    except Unusable as error:
+        return {"unusable": str(error)}
+    except Misbehaved as error:
+        return {"misbehaved": str(error), "traceback": error.traceback}
+    except BaseException as error:
+        found = misbehaved(kind, error)
+        return {"misbehaved": str(found), "traceback": found.traceback}
+
+
+def _end_with(parent: int) -> None:
+    """End this process once the checker has gone, whatever the candidate is doing."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
+def _channels() -> tuple[BinaryIO, BinaryIO]:
+    """Take stdin and stdout for messages; what the candidate prints goes to stderr."""
+    source, target = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)
+    return source, target
+
+
+def main() -> None:
+    """Answer requests until there are no more."""
+    source, target = _channels()
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    host = Host()
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        while True:
+            kind, given, forgotten = wire.read(source)
+            host.forget(forgotten)
+            wire.write(target, _answered(host, kind, given))
+
+
+if __name__ == "__main__":
+    main()

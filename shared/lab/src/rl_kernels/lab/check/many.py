@@ -1,0 +1,88 @@
+"""One function called thousands of times in turn, and by two threads at once."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from rl_kernels.core.testing.spec import Inputs
+from rl_kernels.core.testing.surroundings import global_state
+from rl_kernels.lab.check.guard import Misbehaved, Results, as_found, equal, guarded, misbehaved, named
+
+OTHERS = 5000
+"""Calls on each of the other inputs at the end, as time allows, which may not change what the first call gave."""
+
+
+def call_often(
+    call: Callable[[Inputs], Any], output: str, inputs: Sequence[Inputs], calls: int, seconds: float
+) -> dict[str, Any]:
+    """Call again and again on copies of each of the inputs in turn, for so many seconds at most.
+
+    Returns a result, one of the same inputs that has other bits or the same one as it is at the end, and how many calls
+    there were.
+    """
+    copies = [copy.deepcopy(given) for given in inputs]
+
+    def bits(place: int) -> tuple[Results, list[bytes]]:
+        found = guarded("forward", lambda: named(call(dict(copies[place])), output))
+        results = {name: value.detach().cpu().contiguous() for name, value in found.items()}
+        return results, [value.view(-1).view(torch.uint8).numpy().tobytes() for value in results.values()]
+
+    with torch.no_grad():
+        before = global_state()
+        kept = [bits(place) for place in range(len(copies))]
+        # Of their own memory: what a call returns, a later one may overwrite.
+        first = [{name: value.clone() for name, value in results.items()} for results, _ in kept]
+        number, end = len(copies), time.monotonic() + seconds
+        while number < calls and time.monotonic() < end:
+            place = number % len(copies)
+            other, found = bits(place)
+            number += 1
+            if found != kept[place][1]:
+                return {"first": first[place], "other": other, "number": number}
+        # In turn, what is used again after an even number of calls would always hold the same result.
+        for place in range(len(copies) - 1, 0, -1):
+            end = time.monotonic() + seconds
+            for _ in range(OTHERS):
+                if time.monotonic() < end:
+                    bits(place)
+        as_found("forward", before)
+    return {"first": first[0], "other": kept[0][0], "number": number}
+
+
+def call_in_threads(call: Callable[[Inputs], Any], output: str, inputs: Sequence[Inputs], calls: int) -> list[Results]:
+    """Call on each of the inputs in a thread of its own, all at once: of each the first result that has other bits."""
+    copies = [copy.deepcopy(given) for given in inputs]
+
+    def once(place: int) -> Results:
+        found = guarded("forward", lambda: named(call(dict(copies[place])), output))
+        return {name: value.detach().clone() for name, value in found.items()}
+
+    expected = [once(place) for place in range(len(copies))]
+    results: list[Results | Misbehaved] = list(expected)
+
+    def repeat(place: int) -> None:
+        try:
+            with torch.no_grad():
+                for _ in range(calls):
+                    found = once(place)
+                    if any(not equal(found.get(name), value) for name, value in expected[place].items()):
+                        results[place] = found
+                        return
+        except BaseException as error:  # KeyboardInterrupt too: in a thread, it would only end that.
+            results[place] = error if isinstance(error, Misbehaved) else misbehaved("forward", error)
+
+    threads = [threading.Thread(target=repeat, args=(place,), daemon=True) for place in range(len(copies))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for found in results:
+        if isinstance(found, Misbehaved):
+            raise found
+    return [found for pair in zip(expected, results, strict=True) for found in pair]  # type: ignore[misc]

@@ -1,0 +1,122 @@
+"""What a run consists of: the candidates of each setting, their cells, and the bugs to plant."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from rl_kernels.core.testing import spec_of
+from rl_kernels.lab.check.candidate import Candidate
+from rl_kernels.lab.check.cell import Cell, Setting
+from rl_kernels.lab.check.mutation import bugs_of
+from rl_kernels.lab.check.relations import concerns, exempt, hold
+from rl_kernels.lab.check.result import Mutation, Record, Skip
+
+
+@dataclass(frozen=True)
+class Part:
+    """The candidates of one setting; a run has a part for each dtype."""
+
+    setting: Setting
+    candidates: Sequence[Candidate]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A share of a run that needs no other: all relations on one cell, or one planted bug."""
+
+    name: str
+    run: Callable[[], Iterator[Record | Mutation]]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to run: everything is known to be usable before anything runs."""
+
+    parts: Sequence[Part]
+    relations: Sequence[str]
+    suite: str = "quick"
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    constant: tuple[float, int] | None = None
+    """Also fill the inputs of every case with these."""
+    case: str = ""
+    """Run this case alone."""
+    plants_bugs: bool = False
+    """Also plant bugs, which the checks must catch."""
+    fails_fast: bool = False
+    """Stop at the first check that fails."""
+
+    @property
+    def setting(self) -> Setting:
+        """The setting of the first part; the others differ from it by dtype only."""
+        return self.parts[0].setting
+
+    @property
+    def dtypes(self) -> list[str]:
+        """The dtypes of all parts."""
+        return [part.setting.dtype for part in self.parts]
+
+    def cells(self) -> Iterator[Cell]:
+        """Yield a cell for each candidate and case."""
+        for part in self.parts:
+            for candidate in part.candidates:
+                for cell in self.of(candidate, part.setting):
+                    # A case of its own dtype is the same in every part.
+                    repeated = part is not self.parts[0] and cell.case.dtype
+                    if self.case in ("", cell.case.name) and not repeated:
+                        yield cell
+
+    def of(self, candidate: Candidate, setting: Setting) -> Iterator[Cell]:
+        """Yield the cells of one candidate."""
+        spec = spec_of(candidate.operator)
+        for case in spec.cases:
+            if self.suite == "full" or case.suite == "quick":
+                resized = case.resized({name: n for name, n in self.sizes.items() if name in case.sizes})
+                yield Cell(candidate, spec, resized, setting)
+                if self.constant is not None:
+                    filled = replace(resized, name=f"{case.name}, constant")
+                    yield Cell(candidate, spec, filled, replace(setting, constant=self.constant))
+
+    def tasks(self) -> Iterator[Task]:
+        """Yield what the run consists of: the cells, then the bugs if any are to be planted."""
+        for cell in self.cells():
+            yield Task(cell.name, partial(_held, cell, self.relations))
+        # The quick cases must catch them: they are what a developer runs.
+        quick = replace(self, suite="quick")
+        for part in self.parts if self.plants_bugs else ():
+            # Bugs are planted in our backends: they say nothing of an implementation of a user's.
+            ours = [candidate for candidate in part.candidates if candidate.worker is None]
+            for operator in {candidate.operator.name: candidate.operator for candidate in ours}.values():
+                for name, plant in bugs_of(operator, partial(quick.of, setting=part.setting), part.setting):
+                    yield Task(name, partial(_planted, plant))
+
+    def stop(self) -> None:
+        """End the processes of the candidates that have one."""
+        for part in self.parts:
+            for candidate in part.candidates:
+                if candidate.worker is not None:
+                    candidate.worker.stop()
+
+    def names(self) -> Iterator[str]:
+        """Yield the case id of everything that would run."""
+        for cell in self.cells():
+            for relation in self.relations:
+                if concerns(cell, relation) and not _exempt(cell, relation):
+                    yield cell.case_id(relation)
+
+
+def _exempt(cell: Cell, relation: str) -> bool:
+    try:
+        return exempt(cell, relation) is not None
+    except Exception:  # Inputs that cannot be drawn: running it says so.
+        return False
+
+
+def _held(cell: Cell, relations: Sequence[str]) -> Iterator[Record]:
+    for relation in relations:
+        yield from hold(cell, relation)
+
+
+def _planted(plant: Callable[[], Mutation | Skip]) -> Iterator[Mutation | Skip]:
+    yield plant()

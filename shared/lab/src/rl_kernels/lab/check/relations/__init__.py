@@ -1,0 +1,68 @@
+"""The relations by name, in the order in which they run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from traceback import format_exc
+
+import torch
+
+from rl_kernels.core.contract import MissingTolerance
+from rl_kernels.core.dispatch import BackendUnavailable
+from rl_kernels.lab.check.cell import Cell
+from rl_kernels.lab.check.guard import Misbehaved
+from rl_kernels.lab.check.relations.accuracy import accuracy, gradients
+from rl_kernels.lab.check.relations.determinism import invariance, repeatability
+from rl_kernels.lab.check.relations.hygiene import hygiene
+from rl_kernels.lab.check.relations.integration import integration
+from rl_kernels.lab.check.relations.parity import parity
+from rl_kernels.lab.check.relations.robustness import robustness
+from rl_kernels.lab.check.result import Record
+
+RELATIONS: dict[str, Callable[[Cell], Iterator[Record]]] = {
+    "accuracy": accuracy,
+    "gradients": gradients,
+    "repeatability": repeatability,
+    "invariance": invariance,
+    "parity": parity,
+    "robustness": robustness,
+    "hygiene": hygiene,
+    "torch": integration,
+}
+"""Each turns a cell into records; a candidate that misbehaves leaves a failed check, and the suite goes on."""
+
+
+def hold(cell: Cell, relation: str) -> Iterator[Record]:
+    """Hold a cell to a relation: its records, or why it is not held to it."""
+    if not concerns(cell, relation):
+        return
+    device = cell.setting.device
+    # A candidate that draws from torch's global generator does so from the same state in a replay.
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
+        torch.manual_seed(cell.seed)
+        if cell.candidate.worker is not None:
+            cell.candidate.worker.seed = cell.seed
+        try:
+            reason = exempt(cell, relation)
+            if reason:
+                yield cell.skip(relation, reason)
+            else:
+                yield from RELATIONS[relation](cell)
+        except MissingTolerance:
+            raise
+        except BackendUnavailable as error:
+            yield cell.skip(relation, str(error))
+        except Exception as error:  # A result so odd that it cannot even be compared.
+            yield cell.failed(relation, "check", Misbehaved(f"{type(error).__name__}: {error}", format_exc()))
+
+
+def concerns(cell: Cell, relation: str) -> bool:
+    """Say whether a case was made for a relation."""
+    return not cell.case.relations or relation in cell.case.relations
+
+
+def exempt(cell: Cell, relation: str) -> str | None:
+    """Say why a candidate or an operator is not held to a relation, or return None."""
+    if cell.case.dtype == "bf16" and cell.is_slow:
+        return "Triton's interpreter multiplies BF16 as integers"
+    return cell.candidate.exemption(relation) or cell.spec.exempt.get(relation) or cell.missing()

@@ -1,0 +1,110 @@
+"""Relations of values: outputs and gradients against the definition in FP64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rl_kernels.core.testing.surroundings import Surroundings
+from rl_kernels.lab.check import compare
+from rl_kernels.lab.check.cell import Cell
+from rl_kernels.lab.check.guard import Misbehaved, Results
+from rl_kernels.lab.check.ran import Ran
+from rl_kernels.lab.check.relations.derivatives import derivatives
+from rl_kernels.lab.check.relations.main_grad import main_grad
+from rl_kernels.lab.check.result import Record
+from rl_kernels.lab.check.run import PLAIN
+from rl_kernels.lab.check.upstreams import Upstream, upstreams
+
+
+def accuracy(cell: Cell) -> Iterator[Record]:
+    """Outputs against the gold in FP64: shape, dtype, the contract's fence and the relative rule.
+
+    Then the same on other values of the same shapes: a result left over from the call before shows.
+    """
+    for label, drawn in {"": cell, " other values": cell.redrawn()}.items():
+        try:
+            # The first of all calls may be one of a rollout: what it caches must serve training too.
+            outputs = drawn.run(leaves=[], around=PLAIN if label else Surroundings(inference=True)).outputs
+        except Misbehaved as error:
+            yield drawn.failed("accuracy", "forward" + label, error)
+            return
+        plain = Upstream(label, {})
+        yield from _accurate(drawn, "accuracy", plain, outputs, drawn.eager().outputs, drawn.gold().outputs)
+
+
+def gradients(cell: Cell) -> Iterator[Record]:
+    """Gradients against the gold's, for every kind of upstream gradient.
+
+    Then through one output or of one argument alone, and but for one: what is not asked for must not be missed.
+    """
+    eager = cell.eager()
+    upstream = cell.upstream(eager)
+    if not upstream:
+        yield cell.skip("gradients", "no output carries a gradient")
+        return
+    gold = cell.gold()
+    exact = gold.gradients({name: value.double() for name, value in upstream.items()}, again=True)
+    peak = max((float(value.nan_to_num().abs().amax()) for value in exact.values() if value.numel()), default=0.0)
+    for given in upstreams(cell, upstream, peak):
+        yield from _gradients(cell, given, cell.leaves, eager, gold, None if given.label else exact)
+    if not cell.is_brief:
+        for name in upstream if len(upstream) > 1 else ():
+            alone = Upstream(f" through {name} alone", {name: upstream[name]})
+            yield from _gradients(cell, alone, cell.leaves, eager, gold)
+        for name in cell.leaves if len(cell.leaves) > 1 else ():
+            yield from _gradients(cell, Upstream(" alone", upstream), [name], eager, gold)
+        yield from derivatives(cell)
+    yield from _of_some(cell, upstream, eager, gold)
+    yield from main_grad(cell, upstream)
+
+
+def _of_some(cell: Cell, upstream: Results, eager: Ran, gold: Ran) -> Iterator[Record]:
+    """Leave out one output and one argument, other ones in other cases, where that leaves more than one of either."""
+    draw = cell.draw(salt=3)
+
+    def but_one(names: list[str]) -> list[str]:
+        left_out = draw.integer(0, len(names)) if len(names) > 2 else None
+        return [name for place, name in enumerate(names) if place != left_out]
+
+    outputs, leaves = but_one(list(upstream)), but_one(cell.leaves)
+    if (len(outputs), len(leaves)) != (len(upstream), len(cell.leaves)):
+        label = f" of {' and '.join(leaves)} through {' and '.join(outputs)}"
+        given = Upstream(label, {name: upstream[name] for name in outputs})
+        yield from _gradients(cell, given, leaves, eager, gold)
+
+
+def _gradients(
+    cell: Cell, given: Upstream, leaves: list[str], eager: Ran, gold: Ran, known: Results | None = None
+) -> Iterator[Record]:
+    """Compare the gradients of ``leaves`` for an upstream gradient; ``known`` are those of the gold, if they are."""
+    try:
+        found = cell.run(leaves=leaves).gradients(given.values)
+    except Misbehaved as error:
+        yield cell.failed("gradients", "backward" + given.label, error)
+        return
+    wanted = {f"gradient:{name}" for name in leaves}
+    exact = {name: value.double() for name, value in given.defined.items()}
+    plain = eager.gradients(given.defined, again=True).items()
+    expected = {name: value for name, value in plain if name in wanted}
+    golds = gold.gradients(exact, again=True) if known is None else known
+    yield from _accurate(cell, "gradients", given, found, expected, golds)
+
+
+def _accurate(
+    cell: Cell, relation: str, given: Upstream, found: Results, eager: Results, gold: Results
+) -> Iterator[Record]:
+    if found.keys() != eager.keys():
+        yield cell.failed(relation, "results" + given.label, f"expected {', '.join(eager)}, got {', '.join(found)}")
+        return
+    magnitudes = cell.magnitudes({name: value.double() for name, value in given.defined.items()})
+    direction = "forward" if relation == "accuracy" else "gradient"
+    for item, value in found.items():
+        row = cell.tolerance("accuracy", item, eager[item].dtype)
+        # A gradient is linear in its upstream, and so is what it may be off by.
+        tolerance = row._replace(atol=row.atol * max(1.0, given.scale))
+        rounding = compare.ROUNDING_FP64 if cell.dtype_name == "fp64" else compare.ROUNDING
+        # The fence was calibrated on the cases with a name.
+        calibrated = not cell.case.relations
+        known = (value, eager[item], gold[item], magnitudes[item], tolerance, direction, rounding)
+        comparison = compare.accuracy(*known, calibrated=calibrated)
+        yield cell.record(relation, item + given.label, tuple(value.shape), tolerance, comparison)

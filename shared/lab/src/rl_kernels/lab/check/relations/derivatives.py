@@ -1,0 +1,61 @@
+"""What else autograd may ask for: second derivatives, and derivatives in forward mode.
+
+An operator may refuse both with an error. What it gives in place of an error must be right: zeros, None or another
+dtype would be silently wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from rl_kernels.lab.check.cell import Cell
+from rl_kernels.lab.check.compare import Comparison, described
+from rl_kernels.lab.check.guard import Misbehaved, Results
+from rl_kernels.lab.check.ran import Ran
+from rl_kernels.lab.check.result import Record
+
+ALLOWED = {"fp64": 1e-6, "fp32": 1e-2, "bf16": 0.2, "fp16": 0.1}
+"""Share of its norm that such a derivative may be off by: zeros and nonsense show."""
+
+
+def derivatives(cell: Cell) -> Iterator[Record]:
+    """Double backward and forward mode are refused, or those of the definition; for one case of each function."""
+    eager = cell.eager()
+    upstream = cell.upstream(eager)
+    if not upstream or not cell.is_first:
+        return
+    for what in ("double backward", "forward mode"):
+        gold = _derived(what, cell.gold(), {name: value.double() for name, value in upstream.items()})
+        kinds = cell.inputs if what == "double backward" else eager.outputs
+        try:
+            found = _derived(what, cell.run(), upstream)
+        except Misbehaved as error:
+            yield cell.failed("gradients", what, error)
+            continue
+        if isinstance(found, str):
+            yield cell.record("gradients", what, (), "refused", Comparison(True))
+        elif isinstance(gold, str):
+            yield cell.skip("gradients", f"{what}: the definition has none")
+        else:
+            share = ALLOWED[cell.dtype_name]
+            yield cell.record("gradients", what, (), f"{share:g} of the norm", _compared(found, gold, kinds, share))
+
+
+def _derived(what: str, ran: Ran, upstream: Results) -> Results | str:
+    return ran.second_order(upstream) if what == "double backward" else ran.forward_mode()
+
+
+def _compared(found: Results, gold: Results, kinds: Mapping[str, torch.Tensor], share: float) -> Comparison:
+    if found.keys() != gold.keys():
+        return Comparison(False, message=f"expected {', '.join(gold)}, got {', '.join(found)}")
+    for name, value in found.items():
+        wrong = described(value, kinds[name])
+        if wrong:
+            return Comparison(False, message=f"{name}: {wrong}")
+        error, size = float((value.double() - gold[name]).norm()), float(gold[name].norm())
+        # Not "greater than": NaN fails.
+        if not error <= share * size + 1e-6:
+            return Comparison(False, message=f"{name}: off by {error:.3g}, where the definition's norm is {size:.3g}")
+    return Comparison(True)

@@ -1,0 +1,171 @@
+"""Relations of bits: the same call again, and the same rows laid out differently."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import torch
+
+from rl_kernels.core.contract import Tolerance
+from rl_kernels.core.testing import Case, Draw, Inputs, Transform, Variant
+from rl_kernels.core.testing.surroundings import Surroundings
+from rl_kernels.lab.check import compare
+from rl_kernels.lab.check.cell import Cell
+from rl_kernels.lab.check.compare import Comparison
+from rl_kernels.lab.check.guard import Misbehaved, Results
+from rl_kernels.lab.check.repeat import other_stream
+from rl_kernels.lab.check.result import Check, Record
+
+RUNS = 20
+"""Calls that repeatability compares."""
+CALLS, SECONDS = 50_000, {"quick": 1.0, "full": 8.0}
+"""Calls of the plainest case of a function at most: a state that goes bad, or a rare error, takes many to show."""
+AT_ONCE = 60
+"""Calls of each of two threads."""
+THREADS = (1, 2, 3, 8, 12)
+"""How many threads of a CPU may change no bit."""
+PRODUCTS = 4
+"""On a GPU, products that another stream has before it at the start of each."""
+MISSING = Comparison(False, message="this result is missing in another run of the same call")
+
+
+def repeatability(cell: Cell) -> Iterator[Record]:
+    """The same call many times, on a GPU with another stream busy: equal bits."""
+    try:
+        first = cell.run()
+        upstream = cell.upstream(first)
+        expected = first.results(upstream)
+        found: dict[str, Comparison] = {}
+        for _ in range(RUNS - 1):
+            other_stream(cell.setting.device).top_up(PRODUCTS)
+            again = cell.run().results(upstream)
+            for item, value in expected.items():
+                if item not in found or found[item].passed:
+                    found[item] = compare.bits(again[item], value) if item in again else MISSING
+    except Misbehaved as error:
+        yield cell.failed("repeatability", "run", error)
+        return
+    for item, comparison in found.items():
+        tolerance = cell.tolerance("repeatability", item)
+        yield cell.record("repeatability", item, tuple(expected[item].shape), tolerance, comparison)
+    yield from _many(cell)
+
+
+def _many(cell: Cell) -> Iterator[Record]:
+    """Two calls in turn, thousands of times and without gradients; then both at once, in two threads."""
+    if not cell.is_first:
+        return
+    if cell.is_slow:
+        yield cell.skip("repeatability", "thousands of calls: not in Triton's interpreter")
+        return
+    where, both = (cell.case.function, cell.spec.output), [cell.inputs, cell.redrawn().inputs]
+    item = "thousands of calls"
+    try:
+        richest = replace(cell, case=cell.spec.richest_of(cell.case.function))
+        if not (richest.is_first or richest.missing()):
+            both.append(richest.inputs)
+        first, other, number = cell.candidate.many(*where, both, CALLS, SECONDS[cell.setting.suite])
+        yield _same(cell, item, first, other, f"call {number}: ")
+        item = "two threads at once"
+        pairs = cell.candidate.threads(*where, both[:2], AT_ONCE)
+        for expected, found in zip(pairs[::2], pairs[1::2], strict=True):
+            yield _same(cell, item, expected, found)
+    except Misbehaved as error:
+        yield cell.failed("repeatability", item, error)
+
+
+def _same(cell: Cell, item: str, expected: Results, found: Results, prefix: str = "") -> Check:
+    for name, value in expected.items():
+        comparison = compare.bits(found[name], value) if name in found else MISSING
+        if not comparison.passed:
+            failed = replace(comparison, message=f"{prefix}{name}: {comparison.message}")
+            return cell.record("repeatability", item, tuple(value.shape), "bitwise", failed)
+    return cell.record("repeatability", item, (), "bitwise", Comparison(True))
+
+
+def invariance(cell: Cell) -> Iterator[Record]:
+    """Every promised layout of the same computation: equal bits, gradients too."""
+    try:
+        base = cell.run()
+        upstream = cell.upstream(base)
+        expected = base.results(upstream)
+    except Misbehaved as error:
+        yield cell.failed("invariance", "base", error)
+        return
+    records = list(unchanged_by({**cell.spec.transforms, **_THREADS}, "invariance", cell, expected, upstream))
+    yield from records or [cell.skip("invariance", "no transform applies to this case")]
+    if upstream:
+        yield from _without_gradient(cell, base.outputs)
+
+
+def _without_gradient(cell: Cell, expected: Results) -> Iterator[Record]:
+    """Compare with a call of inputs that require no gradient."""
+    try:
+        found = cell.run(leaves=[]).outputs
+    except Misbehaved as error:
+        yield cell.failed("invariance", "without gradient", error)
+        return
+    for item, value in expected.items():
+        comparison = compare.bits(found[item], value) if item in found else MISSING
+        yield cell.record("invariance", f"{item} without gradient", tuple(value.shape), _row(cell, item), comparison)
+
+
+def unchanged_by(
+    transforms: Mapping[str, Transform], relation: str, cell: Cell, expected: Results, upstream: Results
+) -> Iterator[Record]:
+    """Yield a record for each transform that applies: its variants' results have the bits of ``expected``."""
+    for name, transform in transforms.items():
+        variants = list(transform(cell.case, cell.inputs, cell.draw(salt=1)))
+        accepted = [variant for variant in variants if not cell.missing(variant.inputs)]
+        if variants and not accepted:
+            yield cell.skip(relation, f"{name}: {cell.missing(variants[0].inputs)}")
+        elif variants:
+            yield _unchanged(cell, relation, name, accepted, expected, upstream)
+
+
+def _unchanged(
+    cell: Cell, relation: str, name: str, variants: list[Variant], expected: Results, upstream: Results
+) -> Check:
+    compared = 0
+    for variant in variants:
+        try:
+            lifted = {item: variant.lift(item, value) for item, value in upstream.items()}
+            found = cell.run(variant.inputs, around=Surroundings(threads=variant.threads)).results(lifted)
+            pairs = list(_pairs(variant, found, expected))
+        except Misbehaved as error:
+            return cell.failed(relation, name, Misbehaved(f"{variant.label}: {error}", error.traceback))
+        compared += len(pairs)
+        for item, part, whole in pairs:
+            comparison = compare.bits(part, whole)
+            if not comparison.passed:
+                failed = replace(comparison, message=f"{variant.label}, {item}: {comparison.message}")
+                return cell.record(relation, name, tuple(expected[item].shape), _row(cell, item), failed)
+    if not compared:
+        return cell.failed(relation, name, "no variant of this transform compares anything")
+    item, first = next(iter(expected.items()))
+    return cell.record(relation, name, tuple(first.shape), _row(cell, item), Comparison(True, 0.0, 0.0, 0.0))
+
+
+def _row(cell: Cell, item: str) -> Tolerance:
+    return cell.tolerance("invariance", item)
+
+
+def _pairs(variant: Variant, found: Results, expected: Results) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Yield (result, the variant's elements, the base call's), where the variant says something about the result."""
+    for item, whole in expected.items():
+        try:
+            part = variant.pick(item, whole)
+            if part is not None:
+                yield item, variant.find(item, found[item]), part
+        except (KeyError, IndexError, RuntimeError) as error:
+            raise Misbehaved(f"{item}: no result of the shape that the arguments ask for ({error})") from error
+
+
+def _other_threads(case: Case, inputs: Inputs, draw: Draw) -> Iterator[Variant]:
+    if draw.device.type == "cpu":
+        for count in THREADS:
+            yield Variant(f"{count} threads", inputs, threads=count)
+
+
+_THREADS = {"threads": _other_threads}

@@ -1,0 +1,179 @@
+"""The relation of memory: what a call reads, what it writes, and what it must leave alone."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from rl_kernels.core.testing import STORAGE, Inputs, Variant
+from rl_kernels.core.testing.surroundings import Surroundings
+from rl_kernels.lab.check import compare
+from rl_kernels.lab.check.cell import Cell
+from rl_kernels.lab.check.compare import Comparison
+from rl_kernels.lab.check.guard import Misbehaved, Results
+from rl_kernels.lab.check.ran import Ran
+from rl_kernels.lab.check.relations.around import around, as_found
+from rl_kernels.lab.check.relations.determinism import unchanged_by
+from rl_kernels.lab.check.relations.lifetimes import HELD, first_difference, lifetimes
+from rl_kernels.lab.check.result import Record
+
+
+def hygiene(cell: Cell) -> Iterator[Record]:
+    """Inputs stay as they were, outputs are wholly written, and garbage beside or under the values changes nothing."""
+    try:
+        base = cell.run()
+        upstream = cell.upstream(base)
+        expected = base.results(upstream)
+    except Misbehaved as error:
+        yield cell.failed("hygiene", "run", error)
+        return
+    yield cell.record("hygiene", "inputs unchanged", (), "bitwise", _untouched(cell, cell.inputs, base))
+    yield from _written(cell, base)
+    yield from _poisoned(cell, expected, upstream)
+    if cell.is_slow:
+        yield cell.skip("hygiene", "what only the host decides: not in Triton's interpreter")
+    else:
+        yield from _untouched_elsewhere(cell)
+        yield from lifetimes(cell, expected, upstream)
+        yield from _expanded(cell)
+        yield from as_found(cell)
+        yield from around(cell, expected, upstream)
+    transforms = {**STORAGE, **cell.spec.hygiene}
+    yield from unchanged_by(transforms, "hygiene", cell, expected, upstream)
+    yield from _masked_alone(cell, upstream)
+    if cell.is_first:
+        yield from _empty(cell)
+
+
+def _masked_alone(cell: Cell, upstream: Results) -> Iterator[Record]:
+    """The garbage under masks again where one argument alone has a gradient: its backward pass may be another."""
+    for name in cell.leaves if upstream and len(cell.leaves) > 1 else ():
+        alone = replace(cell, spec=replace(cell.spec, differentiable=(name,)))
+        transforms = {f"{label}, {name} alone": transform for label, transform in cell.spec.hygiene.items()}
+        try:
+            expected = alone.run().results(upstream)
+        except Misbehaved as error:
+            yield cell.failed("hygiene", f"{name} alone", error)
+            continue
+        yield from unchanged_by(transforms, "hygiene", alone, expected, upstream)
+
+
+def _untouched_elsewhere(cell: Cell) -> Iterator[Record]:
+    """The same without gradient, and for tensors with garbage between and beside their elements."""
+    moved = [variant for transform in STORAGE.values() for variant in transform(cell.case, cell.inputs, cell.draw())]
+    for variant in (Variant("without gradient", cell.inputs), *moved):
+        item = f"inputs unchanged, {variant.label}"
+        try:
+            run = cell.run(variant.inputs, leaves=[])
+        except Misbehaved as error:
+            yield cell.failed("hygiene", item, error)
+            continue
+        yield cell.record("hygiene", item, (), "bitwise", _untouched(cell, variant.inputs, run))
+
+
+def _untouched(cell: Cell, inputs: Inputs, run: Ran) -> Comparison:
+    """Compare every argument with what was given, gaps between its elements included.
+
+    One that the call writes its result into holds this result instead, in the same place; one that it may otherwise
+    overwrite may hold anything.
+    """
+    overwritten = cell.spec.overwritten(inputs)
+    for name, before in inputs.items():
+        after, wrong = run.inputs[name], "was changed"
+        if name in overwritten:
+            wrong = "does not hold its result, or was changed beside it"
+            held = run.outputs.get(cell.spec.writes.get(name, ""), after.detach())
+            before = copy.deepcopy(before).copy_(held)
+        if isinstance(before, torch.Tensor):
+            comparison = _same_tensor(after.detach(), before)
+            if not comparison.passed:
+                return replace(comparison, message=f"{name} {wrong}: {comparison.message}")
+        elif after != before and not (after != after and before != before):
+            return Comparison(False, message=f"{name} was changed: got {after!r}, expected {before!r}")
+    return HELD
+
+
+def _same_tensor(after: torch.Tensor, before: torch.Tensor) -> Comparison:
+    if after.stride() != before.stride() or after.storage_offset() != before.storage_offset():
+        return Comparison(False, message=f"expected strides {before.stride()}, got {after.stride()}")
+    comparison = compare.bits(after, before)
+    if not comparison.passed:
+        return comparison
+    return compare.bits(_storage(after), _storage(before))
+
+
+def _storage(value: torch.Tensor) -> torch.Tensor:
+    """Return all bytes that a tensor could reach."""
+    return torch.empty(0, dtype=torch.uint8, device=value.device).set_(value.untyped_storage())
+
+
+def _written(cell: Cell, run: Ran) -> Iterator[Record]:
+    for argument, item in cell.spec.writes.items():
+        if argument in cell.inputs:
+            comparison = compare.bits(run.inputs[argument].detach(), run.outputs[item])
+            shape = tuple(run.outputs[item].shape)
+            yield cell.record("hygiene", f"{argument} holds {item}", shape, "bitwise", comparison)
+
+
+def _poisoned(cell: Cell, expected: Results, upstream: Results) -> Iterator[Record]:
+    """Compare with a call whose fresh memory holds NaN: an element that is never written shows."""
+    try:
+        found = cell.run(around=Surroundings(poisoned=True)).results(upstream)
+    except Misbehaved as error:
+        yield cell.failed("hygiene", "poisoned memory", error)
+        return
+    for item, value in expected.items():
+        comparison = compare.bits(found[item], value)
+        yield cell.record("hygiene", f"{item}, poisoned memory", tuple(value.shape), "bitwise", comparison)
+
+
+def _expanded(cell: Cell) -> Iterator[Record]:
+    """Compare differentiable arguments of stride 0 with the same values, each with storage of its own."""
+    if cell.spec.inplace.keys() & cell.inputs.keys():
+        return
+    for name in cell.spec.differentiable:
+        value = cell.inputs.get(name)
+        if not isinstance(value, torch.Tensor):
+            continue
+        views = {**cell.inputs, name: value[:1].expand(value.shape)}
+        copies = {**cell.inputs, name: value[:1].expand(value.shape).contiguous()}
+        try:
+            base = cell.run(copies)
+            upstream = cell.upstream(base)
+            expected, run = base.results(upstream), cell.run(views)
+            comparison = first_difference(run.results(upstream), expected)
+            if comparison.passed and not cell.spec.overwritten(cell.inputs):
+                comparison = first_difference(run.scribbled(upstream), expected)
+        except Misbehaved as error:
+            yield cell.failed("hygiene", f"{name} expanded", error)
+            continue
+        yield cell.record("hygiene", f"{name} expanded", tuple(value.shape), "bitwise", comparison)
+
+
+def _empty(cell: Cell) -> Iterator[Record]:
+    """Call on nothing: shapes and dtypes are the definition's, and sums of nothing are its zeros."""
+    for case in (case for case in cell.spec.empty if case.function == cell.case.function):
+        here = replace(cell, case=case)
+        item = f"empty: {case.name}"
+        if here.missing():
+            continue
+        try:
+            run = here.run()
+            eager = here.eager()
+            upstream = here.upstream(eager)
+            expected = _positive(eager.results(upstream))
+            comparison = first_difference(_positive(run.results(upstream)), expected)
+            if comparison.passed and not here.spec.overwritten(here.inputs):
+                comparison = first_difference(_positive(here.run().scribbled(upstream)), expected)
+        except Misbehaved as error:
+            yield cell.failed("hygiene", item, error)
+            continue
+        yield cell.record("hygiene", item, (), "exact", comparison)
+
+
+def _positive(results: Results) -> Results:
+    """Take the sign off zeros: a sum of nothing may be either."""
+    return {item: value + 0.0 for item, value in results.items()}

@@ -1,0 +1,238 @@
+"""The relation of PyTorch: what its compiler, fake tensors, operator checks and CUDA graphs ask of an operator."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rl_kernels.core.testing import Case, Inputs
+from rl_kernels.core.torchlib import NAMESPACE
+from rl_kernels.lab.check import compare
+from rl_kernels.lab.check.cell import Cell
+from rl_kernels.lab.check.compare import Comparison
+from rl_kernels.lab.check.guard import Misbehaved, Results, guarded, named
+from rl_kernels.lab.check.result import Check, Record
+from rl_kernels.lab.check.run import Run
+
+HELD = Comparison(True)
+WARM_UPS = 3
+"""Calls before a CUDA graph is captured."""
+
+
+def integration(cell: Cell) -> Iterator[Record]:
+    """opcheck on the raw ops, fake tensors like real ones, one compiled graph with eager's bits, CUDA graphs."""
+    if cell.candidate.backend is None:
+        yield cell.skip("torch", "not a backend of the operator")
+        return
+    twin = _twin(cell)
+    if twin:
+        yield cell.skip("torch", f"the case {twin} makes the same graph")
+        return
+    parts: list[Callable[[Cell], Iterator[Record]]] = [_opcheck, _fake, _compiled]
+    if cell.setting.device.type == "cuda":
+        parts += [_no_sync, _graph]
+    for part in parts:
+        try:
+            yield from part(cell)
+        except Misbehaved as error:
+            yield cell.failed("torch", part.__name__.strip("_").replace("_", " "), error)
+
+
+def _twin(cell: Cell) -> str | None:
+    """Return the first case before this one that makes the same graph, if there is one.
+
+    That is one of the same function, arguments and sizes of 1; in the quick suite, of the same tensors.
+    """
+    named = next(
+        (case for case in cell.spec.cases if case.name == cell.case.name.removesuffix(", constant")), cell.case
+    )
+    flags = {name: size for name, size in cell.case.sizes.items() if named.sizes.get(name) != size}
+
+    def form(case: Case) -> tuple[object, ...]:
+        given = replace(cell, case=case).inputs
+        if cell.setting.suite == "quick":
+            return case.function, frozenset(name for name, value in given.items() if isinstance(value, torch.Tensor))
+        ones = frozenset(name for name, size in case.sizes.items() if size == 1)
+        return case.function, ones, frozenset(given)
+
+    own = form(cell.case)
+    for case in cell.spec.cases:
+        if case.name == cell.case.name:
+            return None
+        if form(case.resized({name: size for name, size in flags.items() if name in case.sizes})) == own:
+            return case.name
+    return None
+
+
+class RawCalls(TorchDispatchMode):
+    """Collects the raw ops that are called inside the block, with detached copies of their arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[str, tuple[Any, tuple[Any, ...]]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Record calls into the namespace of the operators."""
+        if func.namespace == NAMESPACE:
+            copies = [arg.detach().clone() if isinstance(arg, torch.Tensor) else arg for arg in args]
+            self.calls[str(func)] = (func, tuple(copies))
+        return func(*args, **(kwargs or {}))
+
+
+def _opcheck(cell: Cell) -> Iterator[Record]:
+    with RawCalls() as raw:
+        run = cell.run()
+        run.results(cell.upstream(run))
+    if not raw.calls:
+        yield cell.failed("torch", "opcheck", "called no op of this library")
+    if cell.setting.suite == "quick" and not cell.is_first:
+        return
+    for name, (op, args) in raw.calls.items():
+        if _gives_nan(op, args):
+            yield cell.skip("torch", f"opcheck {name}: it does not take NaN for equal to NaN")
+            continue
+        try:
+            torch.library.opcheck(op, args)
+            comparison = HELD
+        except Exception as error:
+            comparison = Comparison(False, message=f"{type(error).__name__}: {error}")
+        yield cell.record("torch", f"opcheck {name}", (), "exact", comparison)
+
+
+def _gives_nan(op: Any, args: tuple[Any, ...]) -> bool:
+    found = op(*(arg.clone() if isinstance(arg, torch.Tensor) else arg for arg in args))
+    results = found if isinstance(found, tuple) else (found,)
+    return any(isinstance(value, torch.Tensor) and bool(value.isnan().any()) for value in results)
+
+
+def _fake(cell: Cell) -> Iterator[Record]:
+    real = cell.run(leaves=[]).outputs
+    with FakeTensorMode() as mode:
+        inputs = {
+            name: mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
+            for name, value in cell.inputs.items()
+        }
+        call = cell.candidate.call
+        fake = guarded("forward", lambda: named(call(cell.case.function, inputs), cell.spec.output))
+    found, expected = ({name: _layout(value) for name, value in results.items()} for results in (fake, real))
+    message = "" if found == expected else f"expected {expected}, got {found}"
+    yield cell.record("torch", "fake tensors", (), "exact", Comparison(not message, message=message))
+
+
+def _layout(value: torch.Tensor) -> tuple[Any, ...]:
+    return tuple(value.shape), value.stride(), value.dtype, value.device
+
+
+def _compiled(cell: Cell) -> Iterator[Record]:
+    torch.compiler.reset()
+    function = cell.candidate.operator.function(cell.case.function)
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+
+    def call(inputs: Inputs) -> Any:
+        return compiled(**{"backend": cell.candidate.backend, **inputs})
+
+    refused = cell.spec.eager_only & cell.inputs.keys()
+    if refused:
+        yield cell.record("torch", "compile refuses", (), "exact", _refused(cell, call, sorted(refused)))
+        return
+    eager = cell.run()
+    upstream = cell.upstream(eager)
+    expected = eager.results(upstream)
+    found = Run(call, cell.spec.output, cell.inputs, cell.allowed_leaves).results(upstream)
+    yield from _same(cell, "compiled", found, expected)
+
+
+def _refused(cell: Cell, call: Callable[[Inputs], Any], options: list[str]) -> Comparison:
+    try:
+        Run(call, cell.spec.output, cell.inputs, cell.allowed_leaves)
+    except Misbehaved as error:
+        if re.search("|".join(options), str(error)):
+            return HELD
+        return Comparison(False, message=f"expected an error that names {' or '.join(options)}, got {error}")
+    return Comparison(False, message=f"expected an error that names {' or '.join(options)}, nothing was raised")
+
+
+def _same(cell: Cell, how: str, found: Results, expected: Results) -> Iterator[Check]:
+    if found.keys() != expected.keys():
+        yield cell.failed("torch", how, f"expected {', '.join(expected)}, got {', '.join(found)}")
+        return
+    for item, value in expected.items():
+        yield cell.record("torch", f"{item}, {how}", tuple(value.shape), "bitwise", compare.bits(found[item], value))
+
+
+def _no_sync(cell: Cell) -> Iterator[Record]:
+    """Forward and backward without a wait for the device; checks of values, which need one, are off."""
+    inputs = _unchecked(cell)
+    run = cell.run(inputs)
+    upstream = cell.upstream(run)
+    run.results(upstream)
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.synchronize(cell.setting.device)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        _unseen(cell, inputs, upstream)
+        comparison = HELD
+    except Misbehaved as error:
+        comparison = Comparison(False, message=str(error), traceback=error.traceback)
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    yield cell.record("torch", "no host sync", (), "exact", comparison)
+
+
+def _graph(cell: Cell) -> Iterator[Record]:
+    """Capture a call on some values, replay it on others: the bits of an eager call on those."""
+    here = [name for name in cell.spec.on_host & cell.inputs.keys() if not _on_gpu(cell.inputs[name])]
+    if here:
+        yield cell.skip("torch", f"CUDA graph: {', '.join(here)} on the host")
+        return
+    fresh = cell.redrawn()
+    eager = fresh.run(_unchecked(fresh))
+    upstream = fresh.upstream(eager)
+    expected = eager.results(upstream)
+
+    static = copy.deepcopy(_unchecked(cell))
+    lifted = {name: torch.ones_like(value) for name, value in upstream.items()}
+    side = torch.cuda.Stream(cell.setting.device)
+    side.wait_stream(torch.cuda.current_stream(cell.setting.device))
+    with torch.cuda.stream(side):
+        for _ in range(WARM_UPS):
+            _unseen(cell, static, lifted)
+    torch.cuda.synchronize(cell.setting.device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        # The copies that a run makes of its inputs are captured too: they read ``static``.
+        found = _unseen(cell, static, lifted)
+    for name, value in fresh.inputs.items():
+        if isinstance(value, torch.Tensor):
+            static[name].copy_(value)
+    for name, value in upstream.items():
+        lifted[name].copy_(value)
+    graph.replay()
+    torch.cuda.synchronize(cell.setting.device)
+    yield from _same(cell, "CUDA graph", found, expected)
+
+
+def _unseen(cell: Cell, inputs: Inputs, upstream: Results) -> Results:
+    """Call the backend; nothing looks at values, which waits for the device and cannot be captured."""
+    call = cell.candidate.call
+    run = Run(lambda given: call(cell.case.function, given), cell.spec.output, inputs, cell.allowed_leaves)
+    return run.results(upstream, looks=False)
+
+
+def _unchecked(cell: Cell) -> Inputs:
+    """Return the arguments of a call that does not look at values."""
+    function = cell.candidate.operator.function(cell.case.function)
+    takes_it = "validate" in inspect.signature(function).parameters
+    return {**cell.inputs, "validate": False} if takes_it else cell.inputs
+
+
+def _on_gpu(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_cuda

@@ -1,0 +1,216 @@
+"""How long things last: what a call gave, kept for its backward pass, or knew of its arguments, across other calls."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from rl_kernels.core.testing import Inputs
+from rl_kernels.core.testing.surroundings import Surroundings
+from rl_kernels.lab.check import compare
+from rl_kernels.lab.check.cell import Cell
+from rl_kernels.lab.check.compare import Comparison
+from rl_kernels.lab.check.guard import Misbehaved, Results
+from rl_kernels.lab.check.result import Check, Record
+from rl_kernels.lab.check.run import PLAIN
+
+HELD = Comparison(True)
+ROLLOUT = Surroundings(recording=False)
+FEW_UNITS = 8
+PENDING = 300
+"""Calls that wait for their backward pass at once, as those of the steps of a long decode do."""
+
+
+def lifetimes(cell: Cell, expected: Results, upstream: Results) -> Iterator[Record]:
+    """Calls in between, a second backward pass, writes into results and arguments: each changes what it must, alone."""
+    yield from _interleaved(cell, expected, upstream)
+    yield from _pending(cell, expected, upstream)
+    yield from _again(cell, upstream)
+    yield from _scribbled(cell, expected, upstream)
+    yield from _updated(cell, upstream)
+    yield from _written(cell, expected, upstream)
+
+
+def _interleaved(cell: Cell, expected: Results, upstream: Results) -> Iterator[Record]:
+    """Call on other values before and after a backward pass: what the first call gave and saved is its own."""
+    try:
+        first = cell.run()
+        cell.redrawn().run().results(upstream)
+        results = first.results(upstream)
+        cell.redrawn().run().results(upstream)
+        comparison = first_difference({**results, **first.kept}, expected)
+    except Misbehaved as error:
+        yield cell.failed("hygiene", "a call in between", error)
+        return
+    yield cell.record("hygiene", "a call in between", (), "bitwise", comparison)
+
+
+def _pending(cell: Cell, expected: Results, upstream: Results) -> Iterator[Record]:
+    """Call on other values many times before the first backward pass; of two cases of a function."""
+    if not upstream or not (cell.is_first or cell.is_richest) or cell.spec.overwritten(cell.inputs):
+        return
+    fresh = cell.redrawn()
+    try:
+        first = cell.run()
+        others = [fresh.run() for _ in range(PENDING)]
+        results = first.results(upstream)
+        comparison = first_difference({**results, **first.kept}, expected)
+        if comparison.passed:
+            comparison = first_difference(others[0].results(upstream), others[-1].results(upstream))
+    except Misbehaved as error:
+        yield cell.failed("hygiene", f"{PENDING} calls pending", error)
+        return
+    yield cell.record("hygiene", f"{PENDING} calls pending", (), "bitwise", comparison)
+
+
+def _again(cell: Cell, upstream: Results) -> Iterator[Record]:
+    """Run backward twice on one graph: the first pass leaves what the second needs, and what it gave is not read."""
+    if not upstream:
+        return
+    if cell.spec.inplace.keys() & cell.inputs.keys():
+        yield _refused_again(cell, upstream)
+        return
+    try:
+        run = cell.run()
+        first = run.gradients(upstream, again=True)
+        run.spoil()
+        comparison = first_difference(run.gradients(upstream), first)
+    except Misbehaved as error:
+        yield cell.failed("hygiene", "backward again", error)
+        return
+    yield cell.record("hygiene", "backward again", (), "bitwise", comparison)
+
+
+def _refused_again(cell: Cell, upstream: Results) -> Check:
+    """A second backward pass raises where the first has overwritten what it needs."""
+    try:
+        run = cell.run()
+        run.gradients(upstream, again=True)
+    except Misbehaved as error:
+        return cell.failed("hygiene", "backward again", error)
+    try:
+        run.gradients(upstream)
+    except Misbehaved:
+        return cell.record("hygiene", "backward again", (), "refused", HELD)
+    message = "expected an error, because the first pass has overwritten an input; nothing was raised"
+    return cell.record("hygiene", "backward again", (), "refused", Comparison(False, message=message))
+
+
+def _scribbled(cell: Cell, expected: Results, upstream: Results) -> Iterator[Record]:
+    """Write into the results, and call again."""
+    if cell.spec.overwritten(cell.inputs):
+        return
+    try:
+        comparison = first_difference(cell.run().scribbled(upstream), expected)
+    except Misbehaved as error:
+        yield cell.failed("hygiene", "results written into", error)
+        return
+    yield cell.record("hygiene", "results written into", (), "bitwise", comparison)
+
+
+def _updated(cell: Cell, upstream: Results) -> Iterator[Record]:
+    """Write other values into the same tensors, with a new version of them and without, and call again.
+
+    A result that was kept by address, version or attribute shows; so does an output that is a view of an input.
+    """
+    fresh = cell.redrawn().inputs
+    if cell.spec.overwritten(cell.inputs) or not _alike(cell.inputs, fresh):
+        return
+    autocast = Surroundings(autocast=torch.bfloat16)
+    mixed = _mixed(cell, fresh)
+    ways: list[tuple[str, Inputs, bool, list[str] | None, Surroundings]] = [
+        ("updated in place", fresh, False, None, PLAIN),
+        ("updated unseen", fresh, True, None, PLAIN),
+        ("updated unseen, no gradients", fresh, True, [], ROLLOUT),
+        ("updated unseen, parameters", fresh, True, [], replace(ROLLOUT, parameters=tuple(cell.leaves))),
+        ("updated unseen, permuted", _permuted(cell), True, None, PLAIN),
+        ("updated unseen by little, no gradients", _nudged(cell), True, [], ROLLOUT),
+        ("updated unseen in one place", mixed, True, None, PLAIN),
+        ("updated unseen in one place, no gradients", mixed, True, [], ROLLOUT),
+    ]
+    if cell.dtype_name != "fp64":
+        ways.append(("updated in place, autocast", fresh, False, [], autocast))
+    for how, inputs, silently, leaves, surroundings in ways:
+        given = {} if leaves == [] else upstream
+        try:
+            # Both live on: what is kept by address must not be right for the one because of the other.
+            first, second = cell.run(leaves=leaves, around=surroundings), cell.run(inputs, leaves, surroundings)
+            found = first.updated(inputs, given, silently=silently)
+            comparison = first_difference(found, second.results(given))
+        except Misbehaved as error:
+            yield cell.failed("hygiene", f"inputs {how}", error)
+            continue
+        yield cell.record("hygiene", f"inputs {how}", (), "bitwise", comparison)
+
+
+def _written(cell: Cell, expected: Results, upstream: Results) -> Iterator[Record]:
+    """Write into an argument between a call and its backward pass, which is refused or takes the values of the call."""
+    fresh = cell.redrawn().inputs
+    if not upstream or cell.spec.overwritten(cell.inputs) or not _alike(cell.inputs, fresh):
+        return
+    gradients = {item: value for item, value in expected.items() if item.startswith("gradient:")}
+    for name, value in fresh.items():
+        if not isinstance(value, torch.Tensor):
+            continue
+        item = f"{name} written before backward"
+        try:
+            found = cell.run().written(name, value, upstream)
+        except Misbehaved as error:
+            yield cell.failed("hygiene", item, error)
+            continue
+        comparison = HELD if isinstance(found, str) else first_difference(found, gradients)
+        yield cell.record("hygiene", item, (), "bitwise or refused", comparison)
+
+
+def _mixed(cell: Cell, others: Inputs) -> Inputs:
+    """Return the inputs with one number of each tensor of floats from others: what knows of a few misses it."""
+    found, draw = dict(cell.inputs), cell.draw(salt=2)
+    for name, value in cell.inputs.items():
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel():
+            place = torch.unravel_index(torch.tensor(draw.integer(0, value.numel())), value.shape)
+            found[name] = copy.deepcopy(value)
+            found[name][place] = others[name][place]
+    return found
+
+
+def _nudged(cell: Cell) -> Inputs:
+    """Return the inputs with some numbers that have gradients a few units in the last place off."""
+    found, draw = dict(cell.inputs), cell.draw(salt=4)
+    for name in cell.spec.differentiable:
+        if isinstance(value := cell.inputs.get(name), torch.Tensor):
+            found[name] = copy.deepcopy(value)
+            found[name].mul_(1 + FEW_UNITS * torch.finfo(value.dtype).eps * draw.normal(*value.shape).round())
+    return found
+
+
+def _permuted(cell: Cell) -> Inputs:
+    """Return the inputs with the same numbers of each tensor of floats in other places: sums of them stay."""
+    return {
+        name: value.roll(1, -2 if value.ndim > 1 and value.shape[-2] > 1 else -1)
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.ndim
+        else value
+        for name, value in cell.inputs.items()
+    }
+
+
+def _alike(inputs: Inputs, others: Inputs) -> bool:
+    """Say whether the values of one call can be written into the tensors of another."""
+
+    def shapes(given: Inputs) -> dict[str, object]:
+        return {name: value.shape for name, value in given.items() if isinstance(value, torch.Tensor)}
+
+    return shapes(inputs) == shapes(others)
+
+
+def first_difference(found: Results, expected: Results) -> Comparison:
+    """Compare the bits of all results; of those that differ, tell the first."""
+    if found.keys() != expected.keys():
+        return Comparison(False, message=f"expected {', '.join(expected)}, got {', '.join(found)}")
+    for item, value in expected.items():
+        comparison = compare.bits(found[item], value)
+        if not comparison.passed:
+            return replace(comparison, message=f"{item}: {comparison.message}")
+    return HELD

@@ -1,0 +1,133 @@
+"""Gradients that are added to a buffer ``main_grad`` of a parameter, in place of a gradient of its own."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+
+import torch
+
+from rl_kernels.core.testing import Inputs
+from rl_kernels.core.testing.surroundings import Surroundings
+from rl_kernels.lab.check import compare
+from rl_kernels.lab.check.cell import Cell
+from rl_kernels.lab.check.compare import Comparison
+from rl_kernels.lab.check.guard import Misbehaved, Results
+from rl_kernels.lab.check.result import Check, Record
+
+FEW = 32
+"""Numbers of a buffer up to which all may have a few digits by chance."""
+UNEVEN = 1.37
+
+
+def main_grad(cell: Cell, upstream: Results) -> Iterator[Record]:
+    """Two calls, then the backward pass of both: they add up in the buffer, whatever its strides and the other leaves.
+
+    An implementation of a user's may leave the buffer alone and give a gradient, but then always.
+    """
+    # A buffer in FP32 holds no gradient in FP64. Of the cases made in numbers, one in four is enough.
+    if cell.dtype_name == "fp64" or (cell.case.relations and zlib.crc32(cell.case.name.encode()) % 4):
+        return
+    for name in sorted(cell.spec.main_grad & set(cell.leaves)):
+        ways = {"": (cell.leaves, False), " alone": ([name], False), " of columns": (cell.leaves, True)}
+        needed = cell.candidate.backend is not None
+        for label, (leaves, strided) in ways.items():
+            if label and cell.is_brief:
+                break
+            try:
+                run = cell.run(_with_buffer(cell, name, strided), leaves=leaves)
+                found = run.two_at_once(upstream)[f"gradient:{name}"]
+                needed = needed or bool(run.inputs[name].main_grad.any())
+            except Misbehaved as error:
+                yield cell.failed("gradients", f"gradient:{name} in main_grad{label}", error)
+                break
+            if not needed:
+                break
+            yield _added(cell, name, upstream, found, label)
+            if not label and cell.dtype_name in ("bf16", "fp16"):
+                yield _unrounded(cell, name, upstream)
+        if needed and not cell.is_brief:
+            if len(cell.leaves) > 1:
+                yield _frozen(cell, name, upstream)
+            yield _renewed(cell, name, upstream)
+        if needed and not cell.is_brief and name in cell.spec.autocast.get(cell.case.function, ()):
+            yield _cast(cell, name, upstream)
+
+
+def _unrounded(cell: Cell, name: str, upstream: Results) -> Check:
+    """What is added to a buffer in FP32 has more digits than the parameter."""
+    item = f"gradient:{name} in main_grad, digits"
+    inputs = _with_buffer(cell, name, False)
+    # Products with whole numbers may have few digits of their own.
+    inputs |= {leaf: inputs[leaf] * UNEVEN for leaf in cell.leaves if leaf != name}
+    try:
+        run = cell.run(inputs)
+        run.gradients(upstream)
+        buffer = run.inputs[name].main_grad
+    except Misbehaved as error:
+        return cell.failed("gradients", item, error)
+    is_rounded = int(buffer.count_nonzero()) > FEW and torch.equal(buffer, buffer.to(cell.inputs[name].dtype).float())
+    message = f"the gradient was rounded to {cell.dtype_name} before it was added" if is_rounded else ""
+    return cell.record("gradients", item, tuple(buffer.shape), "FP32", Comparison(not is_rounded, message=message))
+
+
+def _frozen(cell: Cell, name: str, upstream: Results) -> Check:
+    """A parameter that requires no gradient has none, whatever buffer it was left with."""
+    item = f"gradient:{name} in main_grad, frozen"
+    try:
+        run = cell.run(_with_buffer(cell, name, False), leaves=[leaf for leaf in cell.leaves if leaf != name])
+        run.gradients(upstream)
+        is_changed = bool(run.inputs[name].main_grad.any())
+    except Misbehaved as error:
+        return cell.failed("gradients", item, error)
+    message = "the buffer was written to" if is_changed else ""
+    return cell.record("gradients", item, (), "unchanged", Comparison(not is_changed, message=message))
+
+
+def _renewed(cell: Cell, name: str, upstream: Results) -> Check:
+    """Compare what a second step adds to a buffer that is assigned anew with what the first would have."""
+    item, inputs = f"gradient:{name} in another main_grad", _with_buffer(cell, name, False)
+    try:
+        run = cell.run(inputs)
+        run.gradients(upstream)
+        found = run.renewed(upstream)[f"gradient:{name}"]
+        expected = cell.run(inputs).gradients(upstream)[f"gradient:{name}"]
+    except Misbehaved as error:
+        return cell.failed("gradients", item, error)
+    return cell.record("gradients", item, tuple(found.shape), "bitwise", compare.bits(found, expected))
+
+
+def _cast(cell: Cell, name: str, upstream: Results) -> Check:
+    """Under autocast, where a cast copy takes the place of the parameter, the buffer is added to all the same."""
+    item = f"gradient:{name} in main_grad, autocast"
+    try:
+        cast = Surroundings(autocast=torch.bfloat16, forward_only=True)
+        run = cell.run(_with_buffer(cell, name, False), around=cast)
+        run.gradients(upstream)
+        # Of ignored tokens alone there is nothing to add.
+        is_nothing = not cell.run(around=cast).gradients(upstream)[f"gradient:{name}"].any()
+        is_added = is_nothing or bool(run.inputs[name].main_grad.any())
+    except Misbehaved as error:
+        return cell.failed("gradients", item, error)
+    message = "" if is_added else "nothing was added to the buffer"
+    return cell.record("gradients", item, (), "added", Comparison(is_added, message=message))
+
+
+def _with_buffer(cell: Cell, name: str, strided: bool) -> Inputs:
+    value = cell.inputs[name].clone()
+    buffer = torch.zeros_like(value, dtype=torch.float32, memory_format=torch.contiguous_format)
+    value.main_grad = buffer.mT.contiguous().mT if strided else buffer
+    return {**cell.inputs, name: value}
+
+
+def _added(cell: Cell, name: str, upstream: Results, found: torch.Tensor, label: str) -> Check:
+    """Compare with the gradient of an upstream of twice the size."""
+    item = f"gradient:{name}"
+    twice = {output: 2 * grad for output, grad in upstream.items()}
+    exact = {output: grad.double() for output, grad in twice.items()}
+    eager, gold = cell.eager().gradients(twice)[item], cell.gold().gradients(exact)[item]
+    row = cell.tolerance("accuracy", item, eager.dtype)
+    tolerance = row._replace(atol=2 * row.atol)
+    known = (found.to(eager.dtype), eager, gold, cell.magnitudes(exact)[item], tolerance, "gradient")
+    comparison = compare.accuracy(*known, calibrated=not cell.case.relations)
+    return cell.record("gradients", f"{item} in main_grad{label}", tuple(found.shape), tolerance, comparison)

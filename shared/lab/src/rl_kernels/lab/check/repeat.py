@@ -1,0 +1,97 @@
+"""Run one call many times while the device has other work, and count the elements whose bits change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+
+from rl_kernels.core.testing import bits_of
+from rl_kernels.lab.check.cell import Cell
+from rl_kernels.lab.check.guard import Results
+
+SIZE = 4096
+"""Rows and columns of the products of the other stream: one fills any GPU."""
+ATTEMPTS = 3
+"""How many times the wanted number of runs is tried, at most, to have that many beside other work."""
+
+
+class OtherStream:
+    """A second stream of a GPU, with products queued on it; on a CPU there is none, and it counts as busy."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._ends: list[torch.cuda.Event] = []
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        if self._stream is not None:
+            # Of a generator of its own: what is drawn elsewhere must not depend on this.
+            source = torch.Generator(device).manual_seed(0)
+            self._factor = torch.randn(SIZE, SIZE, generator=source, device=device, dtype=torch.bfloat16)
+            self._product = torch.empty_like(self._factor)
+            torch.cuda.synchronize(device)
+
+    def top_up(self, products: int) -> None:
+        """Queue products until this many are not done."""
+        if self._stream is None:
+            return
+        self._ends = [end for end in self._ends if not end.query()]
+        with torch.cuda.stream(self._stream):
+            while len(self._ends) < products:
+                torch.mm(self._factor, self._factor, out=self._product)
+                self._ends.append(self._stream.record_event())
+
+    @property
+    def is_busy(self) -> bool:
+        """Say whether something that was queued is not done."""
+        return self._stream is None or not all(end.query() for end in self._ends)
+
+
+@cache
+def other_stream(device: torch.device) -> OtherStream:
+    """Return the other stream of a device, made at first use."""
+    return OtherStream(device)
+
+
+def differing(run: Callable[[], Results], runs: int, other: OtherStream) -> dict[str, int]:
+    """Return, by result, how many elements of the later runs have not the bits that they have in the first.
+
+    A run counts if the other stream was still at work when it ended. A result that is missing in a run, or of another
+    shape or dtype, differs in all its elements. The counts stay on the device until the end.
+
+    Raises:
+        RuntimeError: the other stream could not be kept busy.
+    """
+    first = run()
+    counts = {name: torch.zeros((), dtype=torch.int64, device=value.device) for name, value in first.items()}
+    counted, products = 1, 8
+    for _ in range(ATTEMPTS * runs):
+        if counted == runs:
+            return {name: int(count) for name, count in counts.items()}
+        other.top_up(products)
+        again = run()
+        for name, value in first.items():
+            counts[name] += _unlike(again.get(name), value)
+        _wait(first)
+        if other.is_busy:
+            counted += 1
+        else:
+            products *= 2
+    raise RuntimeError(f"the other stream was still at work at the end of {counted} runs only, wanted {runs}")
+
+
+def _unlike(found: torch.Tensor | None, expected: torch.Tensor) -> torch.Tensor | int:
+    if found is None or (found.shape, found.dtype) != (expected.shape, expected.dtype):
+        return max(expected.numel(), 1)
+    return (bits_of(found) != bits_of(expected)).sum()
+
+
+def _wait(results: Results) -> None:
+    """Wait for the stream on which the results are made, and for no other."""
+    for device in {value.device for value in results.values() if value.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()
+
+
+def differing_runs(cell: Cell, runs: int) -> dict[str, int]:
+    """Return what ``differing`` counts for forward and backward of a candidate on the inputs of a case."""
+    upstream = cell.upstream(cell.run())
+    return differing(lambda: cell.run().results(upstream), runs, other_stream(cell.setting.device))

@@ -1,0 +1,76 @@
+"""A report as strict JSON for programs."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+from rl_kernels.core.contract import contract
+from rl_kernels.lab.check.reports import summary
+from rl_kernels.lab.check.result import Check, Mutation
+from rl_kernels.lab.check.suite import Report
+
+
+def as_json(report: Report) -> str:
+    """Return the report as strict JSON: a number that is not finite is null."""
+    document = {
+        "suite_name": summary.suite_name(report),
+        "passed": report.passed,
+        "interrupted": report.interrupted,
+        "pass_rate": report.pass_rate,
+        "mutation_score": report.mutation_score,
+        "candidates": [
+            {
+                "operator": operator,
+                "name": candidate,
+                "passed": all(check.passed for check in checks),
+                "outputs": [_entry(check, report) for check in checks],
+            }
+            for (operator, candidate), checks in summary.by_candidate(report).items()
+        ],
+        "mutations": [_bug(bug) for bug in report.mutations],
+        "skipped": [vars(skip) for skip in report.skips],
+        "environment": summary.environment(report),
+        "seeds": summary.seeds(report),
+        "contract_version": contract().version,
+    }
+    return json.dumps(document, allow_nan=False, indent=2)
+
+
+def _entry(check: Check, report: Report) -> dict[str, Any]:
+    found = check.comparison
+    entry = {
+        "case_id": check.case_id,
+        "relation": check.relation,
+        "case": check.case,
+        "output": check.item,
+        "shape": list(check.shape),
+        "dtype": check.dtype,
+        "max_abs": _finite(found.max_abs),
+        "mean_abs": _finite(found.mean_abs),
+        "max_rel": _finite(found.max_rel),
+        "worst": found.worst,
+        "tolerance": check.tolerance,
+        "passed": check.passed,
+        "message": found.message,
+        "seed": check.seed,
+        "replay": report.replay(check),
+    }
+    return {**entry, "traceback": found.traceback} if found.traceback else entry
+
+
+def _bug(bug: Mutation) -> dict[str, Any]:
+    return {
+        "operator": bug.operator,
+        "candidate": bug.candidate,
+        "dtype": bug.dtype,
+        "name": bug.name,
+        "caught": bug.caught is not None,
+        "by": {"case_id": bug.caught.case_id, "item": bug.caught.item} if bug.caught else None,
+        "message": bug.caught.comparison.message if bug.caught else "",
+    }
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

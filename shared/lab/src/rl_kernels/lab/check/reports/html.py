@@ -1,0 +1,151 @@
+"""A report as one HTML page: a heat map whose squares lead to their cases. No script, no network."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from rl_kernels.core.contract import contract
+from rl_kernels.lab.check.reports import summary
+from rl_kernels.lab.check.result import Check, Record, Skip
+from rl_kernels.lab.check.suite import Report
+
+LONGEST = 1200
+"""Characters of a message that the page shows; the JSON has all of them."""
+LEVELS = (("all", 1.0), ("most", 0.9), ("some", 0.5), ("few", 0.0))
+"""Colours of a square, each with the share of its checks that must hold for it, and more than none must."""
+
+
+def write_html(report: Report, path: Path | str) -> None:
+    """Write the page, which needs no other file.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    Path(path).write_text(_page(report), encoding="utf-8")
+
+
+def _page(report: Report) -> str:
+    templates = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,
+        finalize=lambda value: summary.printable(value) if type(value) is str else value,
+    )
+    templates.filters |= {"number": _number, "clipped": _clipped, "shape": summary.shape_said, "place": summary.place}
+    shown = {"report": report, "summary": summary, "page": Page(report), "contract": contract()}
+    return templates.get_template("report.html.jinja").render(shown)
+
+
+def _number(value: float) -> str:
+    return "" if math.isnan(value) else f"{value:.3g}"
+
+
+def _clipped(text: str) -> str:
+    left_out = len(text) - LONGEST
+    return text if left_out <= 0 else f"{text[:LONGEST]} ... ({left_out} more characters)"
+
+
+@dataclass(frozen=True)
+class Square:
+    """What one candidate made of one relation in one dtype."""
+
+    anchor: str
+    operator: str
+    candidate: str
+    dtype: str
+    relation: str
+    records: Sequence[Record]
+
+    @cached_property
+    def checks(self) -> list[Check]:
+        """What ran."""
+        return [record for record in self.records if isinstance(record, Check)]
+
+    @cached_property
+    def skips(self) -> list[Skip]:
+        """What did not run."""
+        return [record for record in self.records if isinstance(record, Skip)]
+
+    @property
+    def held(self) -> int:
+        """How many checks hold."""
+        return summary.held(self.checks)
+
+    @property
+    def failed(self) -> bool:
+        """Whether a check does not hold."""
+        return self.held < len(self.checks)
+
+    @property
+    def level(self) -> str:
+        """The colour: that of the share of the checks that hold."""
+        if not self.checks:
+            return "skip"
+        share = self.held / len(self.checks)
+        return next((name for name, least in LEVELS if share >= least and share > 0), "none")
+
+    @property
+    def hint(self) -> str:
+        """What the pointer brings up."""
+        said = [f"{self.held} of {len(self.checks)} passed"] if self.checks else []
+        return "; ".join(said + [f"{count} skipped: {reason}" for reason, count in self.reasons.items()])
+
+    @property
+    def reasons(self) -> dict[str, int]:
+        """Why something did not run, and how often."""
+        return {reason: len(skips) for reason, skips in summary.grouped(self.skips, lambda skip: skip.reason).items()}
+
+    @property
+    def cases(self) -> dict[str, list[Check]]:
+        """The checks by case, what failed first: in each case, and of the cases."""
+        return summary.grouped(sorted(self.checks, key=lambda check: check.passed), lambda check: check.case)
+
+
+class Page:
+    """The records in the arrangement of the page."""
+
+    def __init__(self, report: Report) -> None:
+        groups = summary.grouped(report.records, lambda it: (it.operator, it.candidate, it.dtype, it.relation))
+        self._squares = {key: Square(f"s{n}", *key, records) for n, (key, records) in enumerate(groups.items())}
+        known = list(dict.fromkeys(record.relation for record in report.records if record.relation != "all"))
+        self.relations = sorted(known, key=[*report.plan.relations, *known].index)
+        """The columns of each dtype."""
+        self.dtypes = list(dict.fromkeys([*report.plan.dtypes, *(record.dtype for record in report.records)]))
+        """The groups of columns."""
+        self.tracebacks = summary.grouped(
+            [check for check in report.checks if check.comparison.traceback], lambda check: check.comparison.traceback
+        )
+        """Each traceback with the checks that ended in it: many checks can end in the same one."""
+        self._numbers = {traceback: number for number, traceback in enumerate(self.tracebacks, 1)}
+
+    @property
+    def rows(self) -> dict[str, list[str]]:
+        """The candidates by operator, those that could not run last."""
+        ran_first = sorted(self._squares.values(), key=lambda square: not square.checks)
+        pairs = dict.fromkeys((square.operator, square.candidate) for square in ran_first)
+        return {
+            operator: [name for _, name in group]
+            for operator, group in summary.grouped(pairs, lambda pair: pair[0]).items()
+        }
+
+    @property
+    def details(self) -> Iterator[Square]:
+        """Yield the squares that checks stand behind, those that failed first."""
+        found = [square for square in self._squares.values() if square.checks]
+        yield from sorted(found, key=lambda square: not square.failed)
+
+    def square(self, operator: str, candidate: str, dtype: str, relation: str) -> Square | None:
+        """Return a square of the map; ``all`` is that of a candidate that could not run."""
+        return self._squares.get((operator, candidate, dtype, relation))
+
+    def traceback(self, check: Check) -> int:
+        """Return the number of a check's traceback."""
+        return self._numbers[check.comparison.traceback]

@@ -1,0 +1,90 @@
+"""A report as JUnit XML, which Jenkins, GitLab and others read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from xml.etree import ElementTree
+from xml.etree.ElementTree import Element, SubElement
+
+from rl_kernels.core.contract import contract
+from rl_kernels.lab.check.reports import summary
+from rl_kernels.lab.check.reports.summary import printable
+from rl_kernels.lab.check.result import Check, Mutation, Skip
+from rl_kernels.lab.check.suite import Report
+
+COUNTED = {"tests": "testcase", "failures": "testcase/failure", "skipped": "testcase/skipped"}
+"""The counts of a suite, by the elements that they count."""
+
+
+def write_junit(report: Report, path: Path | str) -> None:
+    """Write a suite for each operator, candidate and dtype, and one for the planted bugs.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    root = Element("testsuites", name=summary.suite_name(report))
+    root.extend(_suites(report))
+    totals = {name: sum(int(suite.get(name, 0)) for suite in root) for name in COUNTED}
+    _count(root, totals)
+    ElementTree.indent(root)
+    ElementTree.ElementTree(root).write(path, encoding="utf-8", xml_declaration=True)
+
+
+def _suites(report: Report) -> Iterator[Element]:
+    groups = summary.grouped(report.records, lambda record: (record.operator, record.candidate, record.dtype))
+    for words, records in groups.items():
+        tests = [_check(it, report) if isinstance(it, Check) else _skip(it) for it in records]
+        yield _suite(".".join(words), tests, report)
+    if report.mutations:
+        yield _suite("mutation", [_bug(bug) for bug in report.mutations], report)
+
+
+def _suite(name: str, tests: list[Element], report: Report) -> Element:
+    suite = Element("testsuite", name=printable(name))
+    properties = SubElement(suite, "properties")
+    known = {**summary.environment(report), **summary.seeds(report), "contract_version": contract().version}
+    for key, value in known.items():
+        SubElement(properties, "property", name=key, value=printable(str(value)))
+    suite.extend(tests)
+    _count(suite, {attribute: len(suite.findall(path)) for attribute, path in COUNTED.items()})
+    return suite
+
+
+def _count(element: Element, counts: dict[str, int]) -> None:
+    for name, count in {**counts, "errors": 0}.items():
+        element.set(name, str(count))
+    # Readers expect the attribute; the checker takes no times.
+    element.set("time", "0")
+
+
+def _test(name: str, *where: str) -> Element:
+    return Element("testcase", classname=printable(".".join(where)), name=printable(name), time="0")
+
+
+def _check(check: Check, report: Report) -> Element:
+    test = _test(f"{check.case}: {check.item}", check.operator, check.candidate, check.dtype, check.relation)
+    found = check.comparison
+    if not check.passed:
+        failure = SubElement(test, "failure", type=check.relation, message=printable(found.message))
+        lines = {"worst": found.worst, "shape": summary.shape_said(check), "tolerance": check.tolerance}
+        lines |= {"seed": str(check.seed), "replay": report.replay(check)}
+        said = [f"{name}: {value}" for name, value in lines.items() if value]
+        failure.text = printable("\n".join([found.message, *said, found.traceback]).rstrip())
+    return test
+
+
+def _skip(skip: Skip) -> Element:
+    test = _test(skip.case, skip.operator, skip.candidate, skip.dtype, skip.relation)
+    SubElement(test, "skipped", message=printable(skip.reason))
+    return test
+
+
+def _bug(bug: Mutation) -> Element:
+    test = _test(bug.name, bug.operator, bug.candidate, bug.dtype, "mutation")
+    if bug.caught:
+        SubElement(test, "system-out").text = printable(f"caught by {summary.place(bug.caught)}")
+    else:
+        failure = SubElement(test, "failure", type="mutation", message="the planted bug escaped")
+        failure.text = "Every check that the honest implementation passes, the planted bug passes too."
+    return test

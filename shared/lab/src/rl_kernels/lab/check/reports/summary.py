@@ -1,0 +1,105 @@
+"""What every form of a report says in the same way: names, groups, shares, versions."""
+
+from __future__ import annotations
+
+import math
+import platform
+import re
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+import torch
+
+from rl_kernels.lab.check.result import Check, Skip
+from rl_kernels.lab.check.suite import Report
+
+Item = TypeVar("Item")
+Key = TypeVar("Key")
+
+# Not the newline and the tab, nor anything that XML 1.0 and UTF-8 can hold.
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
+
+
+def suite_name(report: Report) -> str:
+    """Return the name of the run: suite, dtypes and device."""
+    dtypes = ",".join(dict.fromkeys(report.plan.dtypes))
+    return f"rl-kernels {report.plan.suite} {dtypes} {report.plan.setting.device}"
+
+
+def verdict(passed: bool) -> str:
+    """Return PASS or FAIL."""
+    return "PASS" if passed else "FAIL"
+
+
+def percent(part: int, whole: int) -> str:
+    """Return a share, cut off and not rounded, so that 100.0% is said of all and never of almost all."""
+    return f"{1000 * part // max(whole, 1) / 10:.1f}%"
+
+
+def held(checks: Iterable[Check]) -> int:
+    """Return how many checks hold."""
+    return sum(check.passed for check in checks)
+
+
+def checks_said(report: Report) -> str:
+    """Return the counts of checks and skips in words."""
+    share = percent(held(report.checks), len(report.checks))
+    return f"{held(report.checks)} of {len(report.checks)} checks passed ({share}), {len(report.skips)} skipped"
+
+
+def bugs_said(report: Report) -> str:
+    """Return the mutation score in words."""
+    caught, planted = sum(bug.caught is not None for bug in report.mutations), len(report.mutations)
+    return f"mutation score {percent(caught, planted)} ({caught} of {planted} planted bugs caught)"
+
+
+def place(check: Check) -> str:
+    """Say which check of a candidate this is."""
+    return f"{check.relation} {check.case}: {check.item}"
+
+
+def shape_said(check: Check) -> str:
+    """Return a shape as ``3x4``, and ``-`` where no tensor was measured."""
+    return "x".join(map(str, check.shape)) or ("-" if math.isnan(check.comparison.max_abs) else "scalar")
+
+
+def printable(text: str) -> str:
+    """Write out as escapes what a terminal would obey, and what XML or UTF-8 cannot hold."""
+    return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
+    """Return the items by key, both in the order in which they came."""
+    found: dict[Key, list[Item]] = {}
+    for item in items:
+        found.setdefault(key(item), []).append(item)
+    return found
+
+
+def by_candidate(report: Report) -> dict[tuple[str, str], list[Check]]:
+    """Return the checks by operator and candidate."""
+    return grouped(report.checks, lambda check: (check.operator, check.candidate))
+
+
+def by_reason(report: Report) -> dict[tuple[str, str, str, str], list[Skip]]:
+    """Return what was skipped by operator, candidate, relation and reason."""
+    return grouped(report.skips, lambda skip: (skip.operator, skip.candidate, skip.relation, skip.reason))
+
+
+def seeds(report: Report) -> dict[str, int]:
+    """Return the seeds that the inputs and the upstream gradients come from."""
+    return {"seed": report.plan.setting.seed, "grad_seed": report.plan.setting.grad_seed}
+
+
+def environment(report: Report) -> dict[str, str]:
+    """Return versions and the device that a report was made with."""
+    setting = report.plan.setting
+    on_gpu = setting.device.type == "cuda"
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "platform": platform.platform(),
+        "device": torch.cuda.get_device_name(setting.device) if on_gpu else platform.processor() or "cpu",
+        "arch_key": setting.arch,
+        "threads": str(torch.get_num_threads()),
+    }

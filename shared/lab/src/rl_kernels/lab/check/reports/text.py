@@ -1,0 +1,70 @@
+"""A report as text: lines that a person reads and ``grep`` finds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from io import StringIO
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from rl_kernels.lab.check.reports import summary
+from rl_kernels.lab.check.reports.summary import verdict
+from rl_kernels.lab.check.result import Check, Mutation
+from rl_kernels.lab.check.suite import Report
+
+WIDTH = 100
+"""Of the table of planted bugs, in a terminal and in a pipe."""
+
+
+def text(report: Report) -> Iterator[str]:
+    """Yield a line for the suite, one a candidate, one a check, the planted bugs, and each reason of what was skipped.
+
+    A check that failed has a second line: the command that runs it again.
+    """
+    yield f"{verdict(report.passed)} {summary.suite_name(report)}: {summary.checks_said(report)}"
+    if report.interrupted:
+        yield f"interrupted ({report.interrupted}): what follows is what was known by then"
+    for (operator, candidate), checks in summary.by_candidate(report).items():
+        passed = summary.held(checks)
+        yield f"{verdict(passed == len(checks))} {operator} {candidate}: {passed} of {len(checks)}"
+        for check in checks:
+            yield "  " + _line(check)
+            if not check.passed:
+                yield f"    replay: {report.replay(check)}"
+    if report.mutations:
+        yield from _bugs(report.mutations)
+        yield summary.bugs_said(report)
+    for (operator, candidate, relation, reason), skips in summary.by_reason(report).items():
+        yield f"skipped {operator} {candidate} {relation} ({len(skips)}): {_one_line(reason)}"
+
+
+def _line(check: Check) -> str:
+    found = check.comparison
+    numbers = (
+        ""
+        if math.isnan(found.max_abs)
+        else (f" max_abs={found.max_abs:.3g} mean_abs={found.mean_abs:.3g} max_rel={found.max_rel:.3g}")
+    )
+    line = f"{verdict(check.passed)} {check.relation} {check.case}: {check.item} [{summary.shape_said(check)}]"
+    line += f" {check.dtype}{numbers} tolerance={check.tolerance}"
+    return line if check.passed else f"{line} seed={check.seed}: {_one_line(found.message)}"
+
+
+def _one_line(message: str) -> str:
+    return " ".join(summary.printable(message).split())
+
+
+def _bugs(bugs: Sequence[Mutation]) -> list[str]:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in ("operator", "candidate", "dtype", "bug", "caught by"):
+        table.add_column(name, overflow="fold")
+    for bug in bugs:
+        caught = summary.place(bug.caught) if bug.caught else "ESCAPED"
+        table.add_row(*(Text(_one_line(word)) for word in (bug.operator, bug.candidate, bug.dtype, bug.name, caught)))
+    console = Console(file=StringIO(), width=WIDTH, color_system=None)
+    with console.capture() as capture:
+        console.print(table)
+    return [line.rstrip() for line in capture.get().splitlines()]

@@ -1,0 +1,90 @@
+"""What a check leaves behind: records of what was compared, of what was left out, and of planted bugs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from rl_kernels.lab.check.compare import Comparison
+
+
+class CaseId(NamedTuple):
+    """Names one relation on one case: ``operator/candidate/dtype/relation/case``."""
+
+    operator: str
+    candidate: str
+    dtype: str
+    relation: str
+    case: str
+
+    def __str__(self) -> str:
+        return "/".join(self)
+
+    @classmethod
+    def parse(cls, text: str) -> CaseId:
+        """Take a printed id apart; ``ValueError`` if it has too few parts."""
+        # A candidate may be the path of a file; the other parts hold no slash.
+        operator, *candidate, dtype, relation, case = text.split("/") if text.count("/") >= 4 else [""] * 5
+        if not all((operator, "/".join(candidate), dtype, relation, case)):
+            raise ValueError(f"expected OPERATOR/CANDIDATE/DTYPE/RELATION/CASE, got {text!r}")
+        return cls(operator, "/".join(candidate), dtype, relation, case)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One comparison. ``item`` is an output, ``gradient:NAME``, the name of a transform or of an illegal call."""
+
+    operator: str
+    candidate: str
+    relation: str
+    case: str
+    item: str
+    dtype: str
+    shape: tuple[int, ...]
+    tolerance: str
+    comparison: Comparison
+    seed: int
+
+    @property
+    def passed(self) -> bool:
+        """Whether the comparison holds."""
+        return self.comparison.passed
+
+    @property
+    def case_id(self) -> str:
+        """What ``--replay`` takes to run this relation on this case again."""
+        return str(CaseId(self.operator, self.candidate, self.dtype, self.relation, self.case))
+
+
+@dataclass(frozen=True)
+class Skip:
+    """Something that did not run, and why; never counted as passed."""
+
+    operator: str
+    candidate: str
+    relation: str
+    case: str
+    dtype: str
+    reason: str
+
+
+Record = Check | Skip
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """What became of a planted bug.
+
+    Attributes:
+        operator: in which operator.
+        candidate: the honest implementation that was spoilt.
+        dtype: of the cases.
+        name: of the bug.
+        caught: the first failed check that the honest implementation passes; None if the bug escaped.
+    """
+
+    operator: str
+    candidate: str
+    dtype: str
+    name: str
+    caught: Check | None

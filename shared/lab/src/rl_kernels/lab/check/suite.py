@@ -1,0 +1,124 @@
+"""Run a plan: its records, and what became of the bugs planted in it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from rl_kernels.core.operator import arch_of
+from rl_kernels.lab.check.plan import Plan
+from rl_kernels.lab.check.result import Check, Mutation, Record, Skip
+
+CTRL_C = "Ctrl-C"
+
+
+class Stopped(RuntimeError):
+    """A run cannot go on; the message says why."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """The records of a run, and what became of the bugs planted in it."""
+
+    plan: Plan
+    records: tuple[Record, ...]
+    mutations: tuple[Mutation, ...] = ()
+    interrupted: str = ""
+    """What stopped it before its end, if anything did."""
+
+    @property
+    def checks(self) -> list[Check]:
+        """What ran."""
+        return [record for record in self.records if isinstance(record, Check)]
+
+    @property
+    def skips(self) -> list[Skip]:
+        """What did not run."""
+        return [record for record in self.records if isinstance(record, Skip)]
+
+    @property
+    def passed(self) -> bool:
+        """At least one check ran, every one that ran holds, and no planted bug escaped."""
+        holds = bool(self.checks) and all(check.passed for check in self.checks) and not self.interrupted
+        return holds and all(mutation.caught for mutation in self.mutations)
+
+    @property
+    def pass_rate(self) -> float:
+        """Share of the checks that hold, 0 if none ran."""
+        return sum(check.passed for check in self.checks) / max(len(self.checks), 1)
+
+    @property
+    def mutation_score(self) -> float | None:
+        """Share of the planted bugs that were caught, None if none was planted."""
+        if not self.mutations:
+            return None
+        return sum(mutation.caught is not None for mutation in self.mutations) / len(self.mutations)
+
+    def replay(self, check: Check) -> str:
+        """Return the command that runs a check's relation on its case again, on the same inputs."""
+        plan, setting = self.plan, self.plan.setting
+        words = ["rl-kernels", "check", "--replay", check.case_id, "--device", str(setting.device)]
+        words += ["--seed", str(setting.seed), "--grad-seed", str(setting.grad_seed)]
+        if setting.grad_mode != "random":
+            words += ["--grad-mode", setting.grad_mode]
+        if setting.arch != arch_of(setting.device.type, setting.device.index):
+            words += ["--arch-key", setting.arch]
+        for name, size in plan.sizes.items():
+            words += [f"--{name.replace('_', '-')}", str(size)]
+        if plan.constant is not None:
+            value, token = plan.constant
+            # With "=": a value such as -1e-05 alone reads as an option.
+            words += ["--input-mode", "constant", f"--constant-value={value}", "--token-value", str(token)]
+        return shlex.join(words)
+
+
+def run(
+    plan: Plan,
+    skips: Sequence[Skip] = (),
+    progress: Callable[[str], None] = lambda what: None,
+    results: Callable[[Plan], Iterator[tuple[str, Iterable[Record | Mutation]]]] | None = None,
+) -> Report:
+    """Run every relation of the plan on every cell, then plant bugs if the plan asks for it.
+
+    Ctrl-C and ``Stopped`` end it early: the report then holds what is known so far.
+
+    Args:
+        plan: what to run.
+        skips: what was left out of it, and why.
+        progress: is told the name of each task.
+        results: gives the tasks' names and what they showed, in the plan's order; by default one is run after the
+            other, here.
+    """
+    records: list[Record] = list(skips)
+    mutations: list[Mutation] = []
+    interrupted = ""
+    try:
+        for found in _found(in_turn(plan) if results is None else results(plan), progress):
+            if isinstance(found, Mutation):
+                mutations.append(found)
+                continue
+            records.append(found)
+            if plan.fails_fast and isinstance(found, Check) and not found.passed:
+                break
+    except KeyboardInterrupt:
+        interrupted = CTRL_C
+    except Stopped as error:
+        interrupted = str(error)
+    finally:
+        plan.stop()
+    return Report(plan, tuple(records), tuple(mutations), interrupted)
+
+
+def in_turn(plan: Plan) -> Iterator[tuple[str, Iterable[Record | Mutation]]]:
+    """Run one task after the other, in this process."""
+    for task in plan.tasks():
+        yield task.name, task.run()
+
+
+def _found(
+    results: Iterator[tuple[str, Iterable[Record | Mutation]]], progress: Callable[[str], None]
+) -> Iterator[Record | Mutation]:
+    for name, records in results:
+        progress(name)
+        yield from records

@@ -1,0 +1,356 @@
+"""``rl-kernels bench``: arguments, exit status, records and tables, on a toy operator."""
+
+import gc
+import json
+import weakref
+from dataclasses import replace
+from importlib.metadata import EntryPoint
+
+import pytest
+import torch
+
+from rl_kernels.core.dispatch import choose
+from rl_kernels.core.operator import INVARIANT, Backend, Call, Operator
+from rl_kernels.core.registry import GROUP, KernelRegistry
+from rl_kernels.core.testing import Case, RowLayout, Spec
+from rl_kernels.lab.bench import cli, runner
+from rl_kernels.lab.bench.definition import GOALS, SMALL, Benchmark, Peer, Shape, Work, forward_and_backward, plain
+from rl_kernels.lab.bench.measure import EVENTS, GRAPH, Clock, Measurement
+from rl_kernels.lab.bench.record import read
+
+
+def double(x, *, backend=None):
+    choose(OPERATOR, Call.of(x), backend)
+    return double.factor * x
+
+
+ROWS = RowLayout({"x": 1}, frozenset({"output", "gradient:x"}))
+SPEC = Spec(
+    cases=(Case("plain", {"batch": 3, "width": 4}),),
+    inputs=lambda case, draw: {"x": draw.normal(case.sizes["batch"], case.sizes["width"])},
+    references={"": lambda x: 2 * x},
+    classes={"output": "elementwise", "gradient:x": "elementwise"},
+    differentiable=("x",),
+    magnitudes=lambda case, inputs, upstream: {
+        "output": 2 * inputs["x"].abs(),
+        "gradient:x": 2 * upstream.get("output", inputs["x"]).abs(),
+    },
+    transforms=ROWS.transforms(),
+    illegal=(),
+    unread=frozenset({"backend"}),
+)
+
+
+def absent():
+    import no_such_peer
+
+    return no_such_peer
+
+
+def raising(x):
+    raise ValueError("only even widths\nand a long story")
+
+
+def overwriting(x):
+    found = 2 * x
+    x.detach().zero_()
+    return found
+
+
+PEERS = {
+    "eager": plain(lambda x: x + x, "plain"),
+    "absent": Peer(absent, "no-such-peer"),
+    "raising": plain(raising),
+    "lying": plain(lambda x: 3 * x),
+    "nan": plain(lambda x: x * torch.nan),
+    "summed": Peer(lambda: lambda x: (2 * x).sum(), scalar=True, passes=("forward + backward",)),
+    "floor": Peer(lambda: torch.clone, checked=False, passes=("forward",)),
+    "overwriting": Peer(lambda: overwriting, overwrites=True),
+    "slow": plain(lambda x: x * 2),
+}
+SHAPES = (Shape((8, 16), without=frozenset({"slow"}), group="small"), Shape((3, 5), note="ragged", group="small"))
+
+
+def passes(shape, itemsize):
+    case = Case(shape.label, dict(zip(("batch", "width"), shape.sizes, strict=True)))
+    size = shape.sizes[0] * shape.sizes[1] * itemsize
+    return forward_and_backward(case, Work(2 * size), Work(4 * size, 1.0))
+
+
+BENCH = Benchmark(("N", "D"), {GOALS: SHAPES, SMALL: SHAPES}, passes, PEERS, {"": ROWS})
+BACKENDS = (
+    Backend("cuda-sm90", "toy_pkg.cuda", {"cuda": INVARIANT}),
+    Backend("native", "toy_pkg.native", {"cpu": INVARIANT}),
+)
+OPERATOR = Operator(
+    "double", "toy_pkg", "twice", ("N", "D"), frozenset({"N"}), {}, {}, BACKENDS, lambda x, **_: Call.of(x)
+)
+
+
+@pytest.fixture(autouse=True)
+def toy(make_module, monkeypatch):
+    make_module("toy_pkg", double=double)
+    make_module("toy_pkg.op", OPERATOR=OPERATOR)
+    make_module("toy_pkg.cases", SPEC=SPEC)
+    module = make_module("toy_pkg.bench", BENCH=BENCH)
+    registry = KernelRegistry({"double": EntryPoint("double", "toy_pkg.op:OPERATOR", GROUP)})
+    monkeypatch.setattr(cli, "kernel_registry", registry)
+    monkeypatch.setattr(double, "factor", 2.0, raising=False)
+    monkeypatch.setattr(cli, "ceilings", lambda device, dtype: CEILINGS)
+    return module
+
+
+CEILINGS = cli.ceilings(torch.device("cpu"), "fp32")
+
+
+@pytest.fixture
+def bench(tmp_path):
+    """Return ``bench(*arguments)``: the exit status and the records by implementation and shape."""
+
+    def run(*arguments):
+        file = tmp_path / "bench.json"
+        status = cli.main(["--device", "cpu", "--iters", "1", "--json", str(file), *arguments])
+        json.loads(file.read_text(), parse_constant=pytest.fail)
+        return status, {(each.implementation, each.shape): each for each in read(file).records}
+
+    return run
+
+
+def test_every_pass_has_a_time_a_rate_and_ratios(bench, capsys):
+    status, records = bench("--compare", "eager,slow")
+    assert status == 0
+    assert set(records) == {
+        (name, shape) for name in ("rl-kernels", "eager", "slow") for shape in ("8x16", "3x5 ragged")
+    }
+    ours, eager = records["rl-kernels", "8x16"], records["eager", "8x16"]
+    assert ours.backend == "native"
+    assert list(ours.passes) == ["forward", "forward + backward"]
+    for name, measured in eager.passes.items():
+        mine = ours.passes[name]
+        assert measured.timing.ms > 0
+        assert measured.timing.extra_mib is None
+        assert measured.unit == "TB/s"
+        assert measured.ratio == pytest.approx(measured.timing.ms / mine.timing.ms)
+        assert measured.call_ratio == pytest.approx(measured.timing.call_us / mine.timing.call_us)
+        assert mine.ratio is None
+        floor = (2 if name == "forward" else 4) * 8 * 16 * 4 / CEILINGS.bytes_per_s
+        assert mine.share == pytest.approx(floor / (mine.timing.ms * 1e-3))
+    out, err = capsys.readouterr()
+    assert "geometric means" in out
+    assert not err
+
+
+@pytest.mark.parametrize("how", [GRAPH, EVENTS])
+def test_a_peer_takes_turns_with_our_graph_of_the_same_pass(bench, monkeypatch, how):
+    measure, clocks, turns = runner.measure, [], []
+
+    def played(runs, device, effort, *, captured=True, beside=None):
+        timing, result, _ = measure(runs, device, effort)
+        turns.append(beside)
+        clocks.append(Clock(runs[0], 1, runs[0], how))
+        return Measurement(replace(timing, beside_ms=None if beside is None else 1e6), result, clocks[-1])
+
+    monkeypatch.setattr(runner, "measure", played)
+    _, records = bench("--compare", "eager,slow")
+    # Of each shape ours first, forward and backward, then the same of each peer.
+    own = [clocks[place : place + 2] if how == GRAPH else [None, None] for place in (0, 6)]
+    assert turns == [None, None, *own[0], *own[0], None, None, *own[1], *own[1]]
+    for measured in records["eager", "8x16"].passes.values():
+        assert (measured.ratio < 1e-3) == (how == GRAPH)
+
+
+def test_a_round_is_gone_when_it_is_over(bench, monkeypatch):
+    rounds = []
+    made = runner.Round
+
+    def kept(*args, **kwargs):
+        found = made(*args, **kwargs)
+        rounds.append(weakref.ref(found))
+        return found
+
+    monkeypatch.setattr(runner, "Round", kept)
+    gc.disable()
+    try:
+        bench("--compare", "eager,slow")
+        assert [found() for found in rounds] == [None, None]
+    finally:
+        gc.enable()
+
+
+def test_a_wrong_result_has_no_speed(bench, capsys, monkeypatch):
+    monkeypatch.setattr(double, "factor", 2.1)
+    status, records = bench()
+    assert status == 1
+    assert set(records) == {("rl-kernels", "8x16"), ("rl-kernels", "3x5 ragged")}
+    assert not any(record.passes for record in records.values())
+    assert "WRONG, no speed: double 8x16 fp32 (rl-kernels native): output: outside" in capsys.readouterr().out
+
+
+def test_a_result_that_goes_wrong_while_it_is_timed_has_no_speed(bench, make_module):
+    calls = []
+
+    def tiring(x, *, backend=None):
+        calls.append(x)
+        return (2 if len(calls) < 4 else 5) * x
+
+    make_module("toy_pkg", double=tiring)
+    status, records = bench("--compare", "none")
+    assert status == 1
+    assert "outside the contract's fence" in records["rl-kernels", "8x16"].wrong
+    assert not records["rl-kernels", "8x16"].passes
+
+
+def test_ours_that_raises_is_named_and_the_others_go_on(bench, make_module):
+    def picky(x, *, backend=None):
+        if len(x) == 8:
+            raise RuntimeError("no eights")
+        return 2 * x
+
+    make_module("toy_pkg", double=picky)
+    status, records = bench("--compare", "eager")
+    assert status == 1
+    assert records["rl-kernels", "8x16"].wrong == "RuntimeError: no eights"
+    assert ("eager", "8x16") not in records
+    assert records["eager", "3x5 ragged"].passes
+
+
+@pytest.mark.parametrize(
+    ("peer", "reason"),
+    [
+        ("absent", "no_such_peer is not installed: pip install no-such-peer"),
+        ("raising", "ValueError: only even widths"),
+        ("lying", "differs from ours by 0.5 of its norm"),
+        ("nan", "differs from ours by inf of its norm"),
+    ],
+)
+def test_a_peer_that_cannot_is_named_and_skipped(bench, capsys, peer, reason):
+    status, records = bench("--compare", peer)
+    assert status == 0
+    record = records[peer, "8x16"]
+    assert not record.passes
+    assert any(reason in found for found in record.skipped.values())
+    assert records["rl-kernels", "8x16"].passes
+    assert reason in capsys.readouterr().out
+
+
+def test_peers_of_other_kinds(bench):
+    _, records = bench("--compare", "summed,floor,overwriting")
+    assert list(records["summed", "8x16"].passes) == ["forward + backward"]
+    assert list(records["floor", "8x16"].passes) == ["forward"]
+    assert not records["floor", "8x16"].checked
+    assert len(records["overwriting", "8x16"].passes) == 2
+
+
+def test_a_peer_that_overwrites_its_inputs_spoils_nobody_else_s(bench):
+    _, records = bench("--compare", "overwriting,slow")
+    assert len(records["slow", "8x16"].passes) == 2
+
+
+def test_ids_are_not_checked_where_that_can_be_left_out(bench, make_module):
+    asked = []
+
+    def checking(x, *, validate=True, backend=None):
+        asked.append(validate)
+        return 2 * x
+
+    make_module("toy_pkg", double=checking)
+    make_module("toy_pkg.cases", SPEC=replace(SPEC, unread=frozenset({"backend", "validate"})))
+    bench("--compare", "none")
+    assert set(asked) == {False}
+
+
+def test_what_a_shape_leaves_out_runs_if_it_is_asked_for(bench):
+    _, by_default = bench()
+    assert ("slow", "8x16") not in by_default
+    assert ("slow", "3x5 ragged") in by_default
+    _, asked = bench("--compare", "slow")
+    assert ("slow", "8x16") in asked
+
+
+def test_shapes_and_markdown(bench, capsys):
+    _, records = bench("--op", "double", "--shapes", "2x3,4x5", "--compare", "eager", "--format", "md", "--warmup", "0")
+    assert {shape for _, shape in records} == {"2x3", "4x5"}
+    out = capsys.readouterr().out
+    assert out.startswith("double, fp32\n\n| shape | implementation | forward ms |")
+    assert "| 2x3 | eager |" in out
+    assert "- ceilings, fp32:" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--iters", "0"], "argument --iters: expected an integer >= 1, got '0'"),
+        (["--warmup", "-1"], "argument --warmup: expected an integer >= 0, got '-1'"),
+        (["--shapes", "8"], "--shapes: expected NxD, sizes >= 1, got '8'"),
+        (["--shapes", "8x0"], "--shapes: expected NxD, sizes >= 1, got '8x0'"),
+        (["--shapes", "8x8,"], "--shapes: expected NxD, sizes >= 1, got ''"),
+        (["--shapes", "8x8", "--set", "goals"], "--shapes: give one operator with --op, and no --set"),
+        (["--op", "triple"], "unknown operator 'triple'; installed: double"),
+        (["--compare", "eager,no"], "--compare: expected names of all, eager, absent, raising"),
+        (["--set", "no"], "double: --set: expected one of goals, small, got 'no'"),
+        (["--backend", "no"], "double: --backend: double has no backend 'no'; it has: auto, cuda-sm90, native"),
+        (["--backend", "cuda-sm90"], "double: --backend cuda-sm90: runs on cuda, but the tensors are on cpu"),
+        (["--json", "no/such/file.json"], "argument --json: expected a file that can be written"),
+        (["--plot", "no/such/file.png"], "argument --plot: expected a file that can be written"),
+        (["--dtype", "fp8"], "argument --dtype: invalid choice: 'fp8'"),
+        (["--format", "html"], "argument --format: invalid choice: 'html'"),
+    ],
+)
+def test_mistakes_are_one_line_and_nothing_is_timed(arguments, message, capsys, monkeypatch):
+    monkeypatch.setattr(cli, "run", lambda *_: pytest.fail("timed"))
+    try:
+        status = cli.main(["--device", "cpu", *arguments])
+    except SystemExit as error:
+        status = error.code
+    out, err = capsys.readouterr()
+    assert status == 2
+    assert not out
+    assert err.startswith("rl-kernels bench: ")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_a_gpu_that_is_not_there(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert cli.main(["--device", "cuda"]) == 2
+    assert capsys.readouterr().err == "rl-kernels bench: --device: this PyTorch sees no GPU\n"
+
+
+def test_without_matplotlib(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(cli, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        cli.main(["--plot", str(tmp_path / "a.png")])
+    assert capsys.readouterr().err.endswith("matplotlib is not installed: pip install matplotlib\n")
+
+
+def test_plot(bench, tmp_path):
+    pytest.importorskip("matplotlib")
+    bench("--compare", "eager", "--plot", str(tmp_path / "a.png"))
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_another_backend_of_ours_as_a_peer(bench):
+    _, records = bench("--compare", "all,native")
+    assert set(records) == {*bench()[1], ("native", "8x16"), ("native", "3x5 ragged")}
+    native = records["native", "8x16"]
+    assert native.note == "rl-kernels, backend native"
+    assert all(each.ratio > 0 for each in native.passes.values())
+
+
+def test_a_peer_s_environment_is_set_before_anything_runs(bench, toy, monkeypatch):
+    monkeypatch.delenv("TOY_WORKSPACE", raising=False)
+    starved = Peer(lambda: lambda x: 2 * x, environment={"TOY_WORKSPACE": "1"})
+    toy.BENCH = replace(BENCH, peers={"starved": starved})
+    monkeypatch.setattr(cli.os, "environ", dict(cli.os.environ))
+    bench("--compare", "none")
+    assert "TOY_WORKSPACE" not in cli.os.environ
+    bench("--compare", "starved")
+    assert cli.os.environ["TOY_WORKSPACE"] == "1"
+
+
+def test_progress_and_prints_of_a_peer_go_to_stderr(bench, toy, capsys):
+    toy.BENCH = replace(BENCH, peers={"loud": plain(lambda x: print("LOUD") or 2 * x)})
+    bench()
+    out, err = capsys.readouterr()
+    assert "LOUD" not in out
+    assert "LOUD" in err

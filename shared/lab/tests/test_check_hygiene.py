@@ -1,0 +1,351 @@
+"""Hygiene on a toy operator: the honest implementation holds, each misuse of memory fails the check that names it."""
+
+import itertools
+import re
+
+import pytest
+import torch
+
+from rl_kernels.core.testing import Case, Spec, Variant
+from rl_kernels.lab.check.candidate import Candidate
+from rl_kernels.lab.check.cell import Cell, Setting
+from rl_kernels.lab.check.relations import hold
+
+ROWS, COLUMNS = 4, 6
+
+
+def definition(x, mask, factors, *, reuse=False):
+    """Each row's sum of e^x where the mask holds, times the factors."""
+    return torch.where(mask, torch.where(mask, x, 0).exp(), 0).sum(-1) * torch.tensor(factors, dtype=x.dtype).prod()
+
+
+def _inputs(case, draw):
+    rows, columns = case.sizes["rows"], case.sizes["columns"]
+    inputs = {"x": draw.normal(rows, 2 * columns), "mask": draw.mask(0.6, rows, columns), "factors": [1.5, 2.0]}
+    inputs["x"] = inputs["x"][:, ::2] if case.name == "strided" else inputs["x"][:, :columns].contiguous()
+    if case.name == "into":
+        inputs["out"] = torch.empty(rows)
+    if case.name == "reuse":
+        inputs["reuse"] = True
+    return inputs
+
+
+def _nan_where_masked(case, inputs, draw):
+    yield Variant("NaN under the mask", {**inputs, "x": inputs["x"].masked_fill(~inputs["mask"], torch.nan)})
+
+
+def _case(name, rows=ROWS, columns=COLUMNS):
+    return Case(name, {"rows": rows, "columns": columns})
+
+
+SPEC = Spec(
+    cases=tuple(map(_case, ("plain", "strided", "into", "reuse"))),
+    inputs=_inputs,
+    references={"": definition},
+    classes={"output": "reduction", "gradient:x": "reduction"},
+    differentiable=("x",),
+    magnitudes=lambda case, inputs, upstream: {},
+    transforms={},
+    illegal=(),
+    hygiene={"masked": _nan_where_masked},
+    empty=(_case("no rows", rows=0), _case("no columns", columns=0)),
+    writes={"out": "output"},
+    inplace={"reuse": "x"},
+    unread=frozenset({"out"}),
+)
+
+
+def honest(x, mask, factors, *, reuse=False, out=None):
+    total = x[:, :0].sum(1)
+    for column, shown in zip(x.unbind(1), mask.unbind(1), strict=True):
+        total = total + torch.where(shown, torch.where(shown, column, 0).exp(), 0)
+    for factor in factors:
+        total = total * factor
+    if reuse and total.requires_grad:
+        total.register_hook(overwrites_once(x))
+    return total if out is None else out.copy_(total)
+
+
+def overwrites_once(x):
+    """Overwrite an input in the first backward pass, and refuse a second."""
+    passes = itertools.count(1)
+
+    def hook(grad):
+        if next(passes) > 1:
+            raise RuntimeError("the first pass has overwritten x")
+        x.data.zero_()
+
+    return hook
+
+
+def never_refusing(x, mask, factors, *, reuse=False, out=None):
+    return honest(x, mask, factors, out=out)
+
+
+def reading(edit):
+    """Read the first argument in another way."""
+    return lambda x, mask, factors, **options: honest(edit(x), mask, factors, **options)
+
+
+def after(act):
+    """Do something to the inputs once the result is there."""
+
+    def call(x, mask, factors, **options):
+        result = honest(x, mask, factors, **options)
+        act(x, mask, factors)
+        return result
+
+    return call
+
+
+def gap_overwritten(x, mask, factors):
+    if x.stride(-1) == 2:
+        x.data.as_strided((len(x), x.shape[1]), x.stride(), x.storage_offset() + 1).zero_()
+
+
+def element_before_overwritten(x, mask, factors):
+    if x.storage_offset():
+        x.data.as_strided((1,), (1,), x.storage_offset() - 1).zero_()
+
+
+def overwritten_in_backward(x, mask, factors, **options):
+    if x.requires_grad:
+        x.register_hook(lambda grad: x.data.zero_().add(grad))
+    return honest(x, mask, factors, **options)
+
+
+def last_row_unwritten(x, mask, factors, *, reuse=False, out=None):
+    result = torch.empty(len(x)) if out is None else out
+    result[:-1] = honest(x, mask, factors, reuse=reuse)[:-1]
+    return result
+
+
+def one_element_before(x):
+    return x.as_strided(x.shape, x.stride(), max(x.storage_offset() - 1, 0))
+
+
+def no_stride_of_zero(x):
+    if x.numel() and 0 in x.stride():
+        raise RuntimeError("unsupported stride")
+    return x
+
+
+def mask_after_exponential(x, mask, factors, *, reuse=False, out=None):
+    result = torch.where(mask, x.exp(), 0).sum(-1) * factors[0] * factors[1]
+    return result if out is None else out.copy_(result)
+
+
+def one_row_at_least(x, mask, factors, **options):
+    return honest(x, mask, factors, **options) if len(x) else x.sum()[None]
+
+
+def ignoring_out(x, mask, factors, *, reuse=False, out=None):
+    return honest(x, mask, factors, reuse=reuse)
+
+
+BUFFER = torch.empty(ROWS)
+
+
+def same_buffer(x, mask, factors, **options):
+    result = honest(x, mask, factors, **options).clone()
+    if result.shape == BUFFER.shape and "out" not in options:
+        result.data = BUFFER.copy_(result.detach())
+    return result
+
+
+def ignoring_strided_out(x, mask, factors, *, out=None, **options):
+    if out is None or out.is_contiguous():
+        return honest(x, mask, factors, out=out, **options)
+    return honest(x, mask, factors, out=out.contiguous(), **options)
+
+
+def writing_beside_out(x, mask, factors, *, out=None, **options):
+    result = honest(x, mask, factors, out=out, **options)
+    if out is not None and out.stride(0) == 2:
+        out.as_strided((2 * len(out) - 1,), (1,), out.storage_offset())[1::2] = 0.0
+    return result
+
+
+BUGS = {
+    "input overwritten": (after(lambda x, mask, factors: x.data.zero_()), "plain", "inputs unchanged", "x was changed"),
+    "input overwritten in backward": (overwritten_in_backward, "plain", "inputs unchanged", "x was changed"),
+    "mask overwritten": (
+        after(lambda x, mask, factors: mask.data.logical_not_()),
+        "plain",
+        "inputs unchanged",
+        "mask was changed",
+    ),
+    "input transposed": (
+        after(lambda x, mask, factors: setattr(x, "data", x.data.t().contiguous().t())),
+        "plain",
+        "inputs unchanged",
+        "x was changed: expected strides",
+    ),
+    "input overwritten where no gradient is asked for": (
+        after(lambda x, mask, factors: None if x.requires_grad else x.data.zero_()),
+        "plain",
+        "inputs unchanged, without gradient",
+        "x was changed",
+    ),
+    "input overwritten under other strides": (
+        after(lambda x, mask, factors: None if x.is_contiguous() else x.data.zero_()),
+        "plain",
+        "inputs unchanged, every other element",
+        "x was changed",
+    ),
+    "written beside an offset input": (
+        after(element_before_overwritten),
+        "plain",
+        "inputs unchanged, one element into the storage",
+        "x was changed",
+    ),
+    "gap overwritten": (after(gap_overwritten), "strided", "inputs unchanged", "x was changed"),
+    "list edited": (
+        after(lambda x, mask, factors: factors.append(1.0)),
+        "plain",
+        "inputs unchanged",
+        r"factors was changed: got \[1.5, 2.0, 1.0\]",
+    ),
+    "another argument reused": (
+        after(lambda x, mask, factors: mask.data.zero_()),
+        "reuse",
+        "inputs unchanged",
+        "mask was changed",
+    ),
+    "output not wholly written": (last_row_unwritten, "plain", "output, poisoned memory", r"at \[3\].*expected"),
+    "reads beside an offset input": (reading(one_element_before), "plain", "offset", "output: .* differ in bits"),
+    "wrong under other strides": (
+        reading(lambda x: x.as_strided(x.shape, (x.shape[1], 1))),
+        "plain",
+        "strided",
+        "every other element, output: .* differ in bits",
+    ),
+    "raises under other strides": (
+        reading(lambda x: x.view(-1).view(x.shape)),
+        "plain",
+        "strided",
+        "forward raised RuntimeError: view size",
+    ),
+    "fails on a stride of 0": (reading(no_stride_of_zero), "plain", "x expanded", "unsupported stride"),
+    "masked lane leaks into the gradient": (
+        mask_after_exponential,
+        "plain",
+        "masked",
+        "NaN under the mask, gradient:x: .* differ in bits",
+    ),
+    "masked lane leaks into the output": (
+        reading(lambda x: x + 0 * x.sum()),
+        "plain",
+        "masked",
+        "NaN under the mask, output: .* differ in bits",
+    ),
+    "wrong shape of nothing": (one_row_at_least, "plain", "empty: no rows", "Mismatch in shape"),
+    "fails on nothing": (
+        reading(lambda x: x - 0 * x.amax(1)[:, None]),
+        "plain",
+        "empty: no columns",
+        "forward raised IndexError",
+    ),
+    "strided out ignored": (
+        ignoring_strided_out,
+        "into",
+        "inputs unchanged, every other element",
+        "out does not hold its result",
+    ),
+    "gap of out overwritten": (
+        writing_beside_out,
+        "into",
+        "inputs unchanged, every other element",
+        "out does not hold its result, or was changed beside it",
+    ),
+    "out ignored": (ignoring_out, "into", "out holds output", "differ in bits"),
+    "a second pass that is not refused": (never_refusing, "reuse", "backward again", "nothing was raised"),
+    "wrong in the middle of a larger tensor": (
+        reading(lambda x: x + (x.storage_offset() > 1)),
+        "plain",
+        "strided",
+        "in the middle, output: .* differ in bits",
+    ),
+    "same buffer again": (same_buffer, "plain", "a call in between", "output: .* differ in bits"),
+}
+
+
+class Toy:
+    name = "toy"
+
+
+def records(function, name):
+    candidate = Candidate("toy", Toy, lambda _, kwargs: function(**kwargs))
+    return list(hold(Cell(candidate, SPEC, SPEC.case(name), Setting("fp32", torch.device("cpu"), "cpu")), "hygiene"))
+
+
+ALWAYS = ["output, poisoned memory", "gradient:x, poisoned memory", "a call in between", "backward again"]
+LAYOUTS = ["strided", "offset", "masked"]
+MOVED = (
+    "without gradient",
+    "every other element",
+    "in the middle",
+    "stored column by column",
+    "one element into the storage",
+)
+UPDATED = [
+    "results written into",
+    "inputs updated in place",
+    "inputs updated unseen",
+    "inputs updated unseen, no gradients",
+    "inputs updated unseen, parameters",
+    "inputs updated unseen, permuted",
+    "inputs updated unseen in one place",
+    "inputs updated unseen in one place, no gradients",
+    "inputs updated in place, autocast",
+    "x written before backward",
+    "mask written before backward",
+]
+AROUND = [
+    "default dtype FP64",
+    "default device meta",
+    "inference mode",
+    "matmul precision medium",
+    "arguments computed",
+    "autocast",
+]
+RECOMPUTED = [*AROUND[:-1], "checkpointed", AROUND[-1]]
+FP16 = ["autocast to FP16", "autocast to FP16, backward inside", "after refused calls"]
+EMPTY = ["empty: no rows", "empty: no columns"]
+INSIDE = "autocast, backward inside"
+ELSEWHERE = [f"inputs unchanged, {where}" for where in MOVED]
+FIRST, POISONED, GRADIENT, BETWEEN, AGAIN = "inputs unchanged", *ALWAYS
+START = [FIRST, POISONED, GRADIENT, *ELSEWHERE, BETWEEN]
+END = ["x expanded", *RECOMPUTED, INSIDE]
+ITEMS = {
+    "plain": [
+        *START,
+        "300 calls pending",
+        AGAIN,
+        *UPDATED,
+        *END,
+        *FP16,
+        *LAYOUTS,
+        "empty: no rows",
+        "empty: no columns",
+    ],
+    "strided": [*START, AGAIN, *UPDATED, *END, *LAYOUTS],
+    "into": [FIRST, "out holds output", POISONED, *ELSEWHERE, BETWEEN, "x expanded", *AROUND, *LAYOUTS],
+    # Values that share memory cannot be overwritten one by one.
+    "reuse": [*START, AGAIN, *AROUND, INSIDE, *LAYOUTS],
+}
+
+
+@pytest.mark.parametrize("case", ITEMS)
+def test_an_honest_implementation_holds(case):
+    found = records(honest, case)
+    assert [record.item for record in found] == ITEMS[case]
+    assert not [(record.item, record.comparison.message) for record in found if not record.passed]
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_bug_fails_the_check_that_names_it(bug):
+    function, case, item, message = BUGS[bug]
+    failed = {record.item: record.comparison.message for record in records(function, case) if not record.passed}
+    assert item in failed
+    assert re.search(message, failed[item]), failed[item]

@@ -1,0 +1,257 @@
+"""Candidates that harm their process, or would harm ours: a failed check with a report, and nothing is harmed."""
+
+import builtins
+import json
+import time
+from importlib.metadata import EntryPoint
+
+import pytest
+import torch
+
+from rl_kernels.core.operator import INVARIANT, Backend, Call, Operator
+from rl_kernels.core.registry import GROUP, KernelRegistry
+from rl_kernels.core.testing import Case, Spec
+from rl_kernels.lab.check import cli, compare, plan
+from rl_kernels.lab.check.guard import Misbehaved
+from rl_kernels.lab.check.isolation import remote
+from rl_kernels.lab.check.isolation.remote import Worker
+
+
+def double(x, *, backend=None):
+    return 2 * x
+
+
+SPEC = Spec(
+    cases=(Case("plain", {"rows": 3, "width": 4}),),
+    inputs=lambda case, draw: {"x": draw.normal(case.sizes["rows"], case.sizes["width"])},
+    references={"": lambda x: 2 * x},
+    classes={"output": "elementwise", "gradient:x": "elementwise"},
+    differentiable=("x",),
+    magnitudes=lambda case, inputs, upstream: {name: 2 * inputs["x"].abs() for name in ("output", "gradient:x")},
+    transforms={},
+    illegal=(),
+)
+BACKENDS = (Backend("native", "toy_pkg.native", {"cpu": INVARIANT}),)
+OPERATOR = Operator("double", "toy_pkg", "", ("N",), frozenset({"N"}), {}, {}, BACKENDS, lambda x, **_: Call.of(x))
+
+
+@pytest.fixture(autouse=True)
+def toy(make_module, monkeypatch):
+    make_module("toy_pkg", double=double)
+    make_module("toy_pkg.op", OPERATOR=OPERATOR)
+    make_module("toy_pkg.cases", SPEC=SPEC)
+    registry = KernelRegistry({"double": EntryPoint("double", "toy_pkg.op:OPERATOR", GROUP)})
+    monkeypatch.setattr(cli, "kernel_registry", registry)
+
+
+HEAD = """
+import builtins, os, signal, sys, threading, time
+import torch
+from rl_kernels.lab.check import compare
+
+
+class Lies(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function is torch.equal:
+            return True
+        return super().__torch_function__(function, types, args, kwargs or {})
+"""
+
+
+@pytest.fixture
+def candidate(tmp_path):
+    """Return ``candidate(body, first)``: a file whose ``mine(x)`` has this body, and that begins with ``first``."""
+
+    def write(body="return 2 * x", first=""):
+        path = tmp_path / "mine.py"
+        path.write_text(f"{HEAD}\n{first}\n\ndef mine(x):\n    {body}\n")
+        return f"{path}:mine"
+
+    return write
+
+
+@pytest.fixture
+def check(capfd):
+    """Return ``check(candidate, *flags)``: the exit status and the messages of what failed, by item."""
+
+    def run(target, *flags):
+        status = cli.main(["--op", "double", "--candidate", target, "--device", "cpu", "--json", *flags])
+        report = json.loads(capfd.readouterr().out)
+        entries = [entry for each in report["candidates"] for entry in each["outputs"]]
+        return status, {entry["output"]: entry["message"] for entry in entries if not entry["passed"]}
+
+    return run
+
+
+ENDS = {
+    "exits": ("os._exit(0)", "run: its process exited with status 0"),
+    "exits with a status": ("os._exit(3)", "run: its process exited with status 3"),
+    "is killed": ("os.kill(os.getpid(), signal.SIGKILL)", "run: its process was ended by SIGKILL"),
+    "ends by a signal without a name": ("os.kill(os.getpid(), 40)", "run: its process was ended by signal 40"),
+}
+RAISES = {
+    "Ctrl-C": ("raise KeyboardInterrupt", "raised KeyboardInterrupt"),
+    "SystemExit": ("sys.exit(0)", "forward raised SystemExit"),
+    "GeneratorExit": ("raise GeneratorExit", "forward raised GeneratorExit"),
+    "sparse": ("return (2 * x).to_sparse()", "expected a strided tensor"),
+    "meta": ("return (2 * x).to('meta')", "expected a strided tensor"),
+    "a subclass that says it is equal": ("return (3 * x).as_subclass(Lies)", "outside the contract's fence"),
+}
+
+
+@pytest.mark.parametrize("how", [*ENDS, *RAISES])
+def test_a_candidate_that_ends_or_raises_fails(how, candidate, check):
+    body, message = {**ENDS, **RAISES}[how]
+    status, failed = check(candidate(body), "--relation", "accuracy")
+    assert status == 1
+    assert message in next(iter(failed.values()))
+
+
+def test_a_candidate_that_hangs_fails(candidate, check):
+    start = time.monotonic()
+    status, failed = check(candidate("time.sleep(600)"), "--relation", "accuracy", "--timeout", "2")
+    assert (status, failed) == (1, {"forward": "run: no answer within 2 s"})
+    assert time.monotonic() - start < 60
+
+
+def test_a_candidate_that_dies_at_import_fails_and_is_started_a_few_times_only(candidate, check):
+    status, failed = check(candidate(first="os._exit(5)"))
+    assert status == 1
+    assert failed["forward"] == "load: its process exited with status 5"
+    assert any(f"not called: its process ended {remote.LIVES} times" in message for message in failed.values())
+
+
+@pytest.mark.parametrize("error", ["KeyboardInterrupt", "GeneratorExit"])
+def test_a_module_that_cannot_be_imported_ends_in_two(error, candidate, capsys):
+    assert cli.main(["--op", "double", "--candidate", candidate(first=f"raise {error}('no')"), "--device", "cpu"]) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert "cannot import" in err
+    assert f"{error}: no" in err
+    assert len(err.splitlines()) == 1
+
+
+PATCHES = {
+    "torch.equal": "torch.equal = lambda *_: True",
+    "rl_kernels.lab.check.compare.bits": "compare.bits = lambda *_: compare.Comparison(True)",
+    "builtins.ascii": "builtins.ascii = repr",
+    "torch.Tensor.equal": "torch.Tensor.equal = lambda *_: True",
+}
+
+
+def test_what_a_candidate_replaces_is_named_and_stays_in_its_process(candidate, check):
+    before = torch.equal, compare.bits, builtins.ascii, torch.Tensor.equal
+    status, failed = check(candidate("return 3 * x", first="\n".join(PATCHES.values())))
+    assert (torch.equal, compare.bits, builtins.ascii, torch.Tensor.equal) == before
+    assert status == 1
+    # A wrong result stays wrong.
+    assert "outside the contract's fence" in failed["output"]
+    assert failed["functions of others"].startswith("replaced: ")
+    assert all(name in failed["functions of others"] for name in PATCHES)
+
+
+@pytest.mark.parametrize("name", PATCHES)
+def test_each_replacement_alone_is_named(name, worker):
+    made = worker(first=PATCHES[name])
+    run_of(made)
+    assert made.ask("patched") == [name]
+
+
+def test_an_honest_candidate_that_prints_passes(candidate, check):
+    status, failed = check(candidate("print('called'); return 2 * x"), "--check-grad")
+    assert (status, failed) == (0, {})
+
+
+@pytest.fixture
+def worker(candidate):
+    """Return ``worker(body, first, timeout)``: a started process, which is ended after the test."""
+    made = []
+
+    def start(body="return 2 * x", first="", timeout=30.0):
+        made.append(Worker(candidate(body, first), timeout))
+        made[-1].start()
+        return made[-1]
+
+    yield start
+    for each in made:
+        each.stop()
+
+
+def run_of(worker, x=None):
+    return remote.RemoteRun(worker, "output", {"x": torch.ones(3) if x is None else x}, [])
+
+
+def test_a_process_that_reads_no_more_is_no_hang(worker):
+    stops = "threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGSTOP)).start()\n    return 2 * x"
+    made = worker(stops)
+    made._timeout = 2.0
+    run_of(made)
+    time.sleep(1.0)
+    with pytest.raises(Misbehaved, match="no answer within 2 s"):
+        run_of(made, torch.ones(1 << 20))
+
+
+def test_a_process_ends_with_whoever_started_it(worker):
+    made = worker()
+    process = made._process
+    made.stop()
+    assert process.poll() is not None
+    again = Worker(made._target)
+    again.start()
+    process = again._process
+    del again
+    assert process.poll() is not None
+
+
+def test_an_error_in_one_thread_alone_is_seen(worker):
+    made = worker("if threading.current_thread() is not threading.main_thread(): raise KeyboardInterrupt\n    return x")
+    inputs = [{"x": torch.ones(3)}, {"x": torch.zeros(3)}]
+    with pytest.raises(Misbehaved, match="forward raised KeyboardInterrupt"):
+        made.ask("threads", inputs=inputs, output="output", calls=2)
+
+
+def test_messages_that_a_candidate_forges_are_no_answers(worker):
+    made = worker("[_forge(fd) for fd in range(3, 12)]\n    return 2 * x", first=FORGE)
+    with pytest.raises(Misbehaved, match="an answer that cannot be read"):
+        run_of(made)
+
+
+FORGE = """
+import fcntl
+
+def _forge(fd):
+    try:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_WRONLY:
+            os.write(fd, (4).to_bytes(8, "little") + b"junk")
+    except OSError:
+        pass
+"""
+
+
+def test_ctrl_c_prints_what_is_known_and_ends_the_process(candidate, capsys, monkeypatch):
+    held = []
+
+    def interrupted(cell, relation):
+        if held:
+            raise KeyboardInterrupt
+        held.append(cell)
+        return original(cell, relation)
+
+    original = plan.hold
+    monkeypatch.setattr(plan, "hold", interrupted)
+    argv = ["--op", "double", "--candidate", candidate(), "--device", "cpu", "--json"]
+    assert cli.main(argv) == 130
+    report = json.loads(capsys.readouterr().out)
+    assert report["passed"] is False
+    assert {entry["relation"] for entry in report["candidates"][0]["outputs"]} == {"accuracy"}
+    assert held[0].candidate.worker._process is None
+
+
+def test_ctrl_c_before_anything_ran_is_said_in_one_line(candidate, capsys, monkeypatch):
+    def interrupted(self):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Worker, "start", interrupted)
+    assert cli.main(["--op", "double", "--candidate", candidate(), "--device", "cpu"]) == 130
+    assert capsys.readouterr().err == "rl-kernels check: stopped before anything ran\n"

@@ -1,0 +1,264 @@
+"""Planted bugs: each is planted in one place and taken out again, is caught or escapes, and the report says which."""
+
+import importlib
+import json
+import sys
+from dataclasses import replace
+from importlib.metadata import EntryPoint
+
+import pytest
+import torch
+
+from rl_kernels.core.operator import INVARIANT, REPEATABLE, Backend, Call, Operator
+from rl_kernels.core.registry import GROUP, KernelRegistry
+from rl_kernels.core.testing import Bug, Case, Draw, IllegalCall, Mutants, RowLayout, Spec, edited
+from rl_kernels.core.testing.planted import planted
+from rl_kernels.lab.check import cli
+from rl_kernels.lab.check.candidate import backend_candidate
+from rl_kernels.lab.check.cell import Cell, Setting
+from rl_kernels.lab.check.mutation import Honest, bugs_of
+from rl_kernels.lab.check.mutation.controls import CONTROLS
+from rl_kernels.lab.check.result import Mutation, Skip
+
+SOURCES = {
+    "__init__": """
+import importlib
+
+
+def picked(x, ids, mask, *, backend=None):
+    return importlib.import_module("toy_bugs.native").picked(x, ids, mask)
+""",
+    "low": """
+import torch
+
+
+def square(x):
+    return x * x
+
+
+def shown(value, mask):
+    return torch.where(mask, value, 0.0)
+""",
+    "native": """
+from toy_bugs.low import shown, square
+
+
+def picked(x, ids, mask):
+    if ids.dtype.is_floating_point:
+        raise TypeError("ids: expected integers")
+    return shown(square(x.gather(-1, ids[..., None])[..., 0]), mask)
+""",
+}
+MODULES = ("toy_bugs.low", "toy_bugs.native")
+CUBE = Bug("cube", "return x * x", "return x * x * x")
+UNMASKED = Bug("mask ignored", ")[..., 0]), mask)", ")[..., 0]), mask | True)")
+EQUIVALENT = Bug("nothing changes", "x * x", "x * 1 * x")
+
+
+def definition(x, ids, mask):
+    """The square of one element of each row, 0 where the mask does not hold."""
+    return torch.where(mask, x.gather(-1, ids[..., None])[..., 0].square(), 0.0)
+
+
+def _inputs(case, draw):
+    rows, columns = case.sizes["rows"], case.sizes["columns"]
+    return {"x": draw.normal(rows, columns), "ids": draw.ids(columns, rows), "mask": draw.mask(0.6, rows)}
+
+
+def _magnitudes(case, inputs, upstream):
+    gradient = torch.zeros_like(inputs["x"]).scatter(1, inputs["ids"][:, None], 1.0)
+    upper = upstream.get("output", inputs["x"][:, 0])[:, None].abs()
+    return {"output": definition(**inputs), "gradient:x": gradient * 2 * inputs["x"].abs() * upper}
+
+
+SPEC = Spec(
+    cases=(Case("plain", {"rows": 9, "columns": 7}),),
+    inputs=_inputs,
+    references={"": definition},
+    classes={"output": "elementwise", "gradient:x": "elementwise"},
+    differentiable=("x",),
+    magnitudes=_magnitudes,
+    transforms=RowLayout({"x": 1, "ids": 0, "mask": 0}, frozenset({"output", "gradient:x"})).transforms(),
+    illegal=(IllegalCall("ids of floats", edited("ids", torch.Tensor.double), TypeError, "ids: expected integers"),),
+    mutants=(Mutants("native", MODULES, (CUBE, UNMASKED)),),
+    ids=("ids",),
+    masks=("mask",),
+    exempt={"torch": "a toy, which registers no op"},
+)
+SETTING = Setting("fp32", torch.device("cpu"), "cpu")
+
+
+@pytest.fixture(autouse=True)
+def package(tmp_path, monkeypatch, make_module):
+    """The toy operator's source, importable until the test ends."""
+    folder = tmp_path / "toy_bugs"
+    folder.mkdir()
+    for name, source in SOURCES.items():
+        (folder / f"{name}.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    make_module("toy_bugs.cases", SPEC=SPEC)
+    yield
+    for name in ("toy_bugs", *MODULES):
+        sys.modules.pop(name, None)
+
+
+def picked(x=3.0):
+    native = importlib.import_module("toy_bugs.native")
+    return float(native.picked(torch.tensor([[x]]), torch.tensor([0]), torch.tensor([False])))
+
+
+def squared(x=3.0):
+    """What the bottom module and its importer answer."""
+    low, native = (importlib.import_module(name) for name in MODULES)
+    shown = native.picked(torch.tensor([[x]]), torch.tensor([0]), torch.tensor([True]))
+    return low.square(x), float(shown)
+
+
+def test_a_bug_is_planted_where_it_stands_and_its_importers_follow():
+    assert squared() == (9.0, 9.0)
+    with planted(MODULES, CUBE):
+        assert squared() == (27.0, 27.0)
+    assert squared() == (9.0, 9.0)
+
+
+def test_a_bug_in_the_upper_module_leaves_the_lower_as_it_is():
+    assert picked() == 0.0
+    with planted(MODULES, UNMASKED):
+        assert picked() == 9.0
+        assert squared() == (9.0, 9.0)
+    assert picked() == 0.0
+
+
+@pytest.mark.parametrize(
+    "bug", [CUBE, Bug("no Python", "return x * x", "return ("), Bug("fails", "x * x", "x * x\n1 / 0")]
+)
+def test_the_modules_come_back_after_an_exception(bug):
+    before = [importlib.import_module(name) for name in MODULES]
+    with pytest.raises((RuntimeError, SyntaxError, ZeroDivisionError)), planted(MODULES, bug):
+        raise RuntimeError
+    assert [sys.modules[name] for name in MODULES] == before
+    assert [getattr(sys.modules["toy_bugs"], name.rpartition(".")[2]) for name in MODULES] == before
+
+
+@pytest.mark.parametrize(("old", "count"), [("no such text", 0), ("square", 3), ("import", 2)])
+def test_a_bug_that_does_not_stand_exactly_once_is_refused(old, count):
+    before = importlib.import_module(MODULES[0])
+    with (
+        pytest.raises(ValueError, match=rf"bug 'vague': expected '{old}' once in {MODULES[0]}.*found it {count} times"),
+        planted(MODULES, Bug("vague", old, "")),
+    ):
+        pass
+    assert sys.modules[MODULES[0]] is before
+
+
+def operator(promises=INVARIANT):
+    backends = (Backend("native", "toy_bugs.native", {"cpu": promises}),)
+    return Operator("picked", "toy_bugs", "", ("V",), frozenset(), {}, {}, backends, lambda x, *_, **__: Call.of(x))
+
+
+def cells(candidate):
+    yield from (Cell(candidate, SPEC, case, SETTING) for case in SPEC.cases)
+
+
+def honest(call=None):
+    candidate = backend_candidate(operator(), "native", "native", "cpu")
+    return Honest(replace(candidate, call=call) if call else candidate, cells)
+
+
+def test_the_inputs_show_a_shift():
+    mask = _inputs(SPEC.case(), Draw(torch.float32, seed=Cell(honest().candidate, SPEC, SPEC.case(), SETTING).seed))[
+        "mask"
+    ]
+    assert mask.any()
+    assert not mask.all()
+
+
+@pytest.mark.parametrize(
+    ("relation", "name"), [(relation, name) for relation in CONTROLS for name in CONTROLS[relation]]
+)
+def test_a_negative_control_is_caught_by_its_relation(relation, name):
+    found = honest().spoilt(name, CONTROLS[relation][name], relation)
+    assert found.caught
+    assert found.caught.relation == relation
+    assert found.caught.comparison.message
+
+
+@pytest.mark.parametrize("name", ["shifted ids", "mask off by one"])
+def test_a_control_that_does_not_apply_is_none(name):
+    assert CONTROLS["accuracy"][name](lambda *_: None, replace(SPEC, ids=(), masks=())) is None
+
+
+def test_an_honest_call_is_no_caught_control():
+    assert honest().spoilt("none", lambda call, spec: call, "accuracy").caught is None
+
+
+def test_what_fails_without_the_bug_is_not_caught():
+    spoilt = honest(lambda function, inputs: definition(**inputs) + 1)
+    assert spoilt.spoilt("all zeros", CONTROLS["accuracy"]["all zeros"], "accuracy").caught is None
+
+
+@pytest.mark.parametrize("bug", [CUBE, UNMASKED])
+def test_a_mutant_is_caught(bug):
+    found = honest().planted(SPEC.mutants[0], bug)
+    assert (found.name, found.candidate, found.caught.relation) == (bug.name, "native", "accuracy")
+
+
+def test_a_bug_that_changes_nothing_escapes():
+    assert honest().planted(SPEC.mutants[0], EQUIVALENT).caught is None
+
+
+def test_every_bug_is_planted_or_skipped_visibly():
+    found = [plant() for _, plant in bugs_of(operator(), cells, SETTING)]
+    names = [record.name for record in found if isinstance(record, Mutation)]
+    assert names == [name for controls in CONTROLS.values() for name in controls] + [CUBE.name, UNMASKED.name]
+
+
+def test_no_bug_is_planted_where_a_promise_is_missing():
+    found = [plant() for _, plant in bugs_of(operator(REPEATABLE), cells, SETTING)]
+    assert all(isinstance(record, Skip) and record.relation == "mutation" for record in found)
+    assert [record.reason for record in found] == [
+        "no backend keeps all promises here, so no negative control is run",
+        "does not run here with all promises: 2 bugs not planted",
+    ]
+
+
+@pytest.fixture
+def check(make_module, monkeypatch, capsys):
+    """Return ``check(*bugs, flags)``: the exit status and what the full suite printed."""
+
+    def run(bugs, *flags):
+        make_module("toy_bugs.cases", SPEC=replace(SPEC, mutants=(Mutants("native", MODULES, bugs),)))
+        make_module("toy_bugs.op", OPERATOR=operator())
+        registry = KernelRegistry({"picked": EntryPoint("picked", "toy_bugs.op:OPERATOR", GROUP)})
+        monkeypatch.setattr(cli, "kernel_registry", registry)
+        status = cli.main(["--device", "cpu", *flags])
+        return status, capsys.readouterr().out
+
+    return run
+
+
+def test_a_full_run_that_catches_all_passes(check):
+    status, out = check((CUBE, UNMASKED), "--suite", "full", "--json")
+    report = json.loads(out)
+    assert (status, report["passed"], report["mutation_score"]) == (0, True, 1.0)
+
+
+def test_an_escaped_bug_fails_the_run(check):
+    status, out = check((CUBE, EQUIVALENT), "--suite", "full", "--json")
+    report = json.loads(out)
+    assert (status, report["passed"], report["pass_rate"]) == (1, False, 1.0)
+    assert report["mutation_score"] < 1
+    assert [bug["name"] for bug in report["mutations"] if not bug["caught"]] == [EQUIVALENT.name]
+
+
+def test_an_escaped_bug_is_named_in_the_text(check):
+    status, out = check((EQUIVALENT,), "--suite", "full")
+    assert status == 1
+    assert [line for line in out.splitlines() if EQUIVALENT.name in line and "ESCAPED" in line]
+
+
+@pytest.mark.parametrize("flags", [["--suite", "full", "--relation", "accuracy"], ["--suite", "quick"]])
+def test_no_bug_is_planted_for_one_relation_or_a_quick_look(check, flags):
+    status, out = check((EQUIVALENT,), *flags, "--json")
+    report = json.loads(out)
+    assert (status, report["mutations"], report["mutation_score"]) == (0, [], None)

@@ -1,0 +1,306 @@
+"""Reports: every form says what was found, and nothing that a candidate writes breaks it."""
+
+import json
+import math
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from rl_kernels.lab.check.cell import Setting
+from rl_kernels.lab.check.compare import Comparison
+from rl_kernels.lab.check.plan import Part, Plan
+from rl_kernels.lab.check.reports.document import as_json
+from rl_kernels.lab.check.reports.html import LONGEST, write_html
+from rl_kernels.lab.check.reports.junit import write_junit
+from rl_kernels.lab.check.reports.summary import percent, printable, shape_said
+from rl_kernels.lab.check.reports.text import WIDTH, text
+from rl_kernels.lab.check.result import Check, Mutation, Skip
+from rl_kernels.lab.check.suite import Report
+
+PART = Part(Setting("fp32", torch.device("cpu"), "cpu", seed=5), [])
+PLAN = Plan([PART, Part(replace(PART.setting, dtype="bf16"), [])], ["accuracy", "invariance", "parity"])
+HOSTILE = "<script>alert('x')</script> & \"quotes\" \x1b[31m \x00 \ud800 ]]>\nsecond line"
+HOLDS = Comparison(True, 1e-7, 1e-8, 2e-7, worst="at [1, 2] got 1, expected 1.0000001")
+BROKEN = Comparison(False, 0.5, 0.25, math.inf, "2 of 12 elements differ in bits", "at [0, 3] got 1, expected 2, 9 ULP")
+RAISED = Comparison(False, message=f"raised ValueError: {HOSTILE}", traceback=f"Traceback:\n  deep\n{HOSTILE}")
+
+GOOD = Check("double", "native", "accuracy", "plain", "output", "fp32", (3, 4), "1e-05/0", HOLDS, 77)
+BITS = replace(GOOD, relation="invariance", item="batch", tolerance="bitwise", comparison=BROKEN)
+ERROR = replace(BITS, dtype="bf16", case="large", shape=(), comparison=RAISED)
+SKIP = Skip("double", "native", "parity", "plain", "fp32", "no other backend runs <here>")
+ABSENT = Skip("double", "cuda-sm90", "all", "all", "fp32", "runs on cuda")
+CAUGHT = Mutation("double", "native", "fp32", "sign flip", BITS)
+ESCAPED = Mutation("double", "native", "fp32", "one element off", None)
+
+GREEN = Report(PLAN, (GOOD,))
+RED = Report(PLAN, (ABSENT, GOOD, BITS, ERROR, SKIP), (CAUGHT, ESCAPED))
+
+
+def strict(document):
+    def refuse(token):
+        raise AssertionError(f"not strict JSON: {token}")
+
+    return json.loads(document, parse_constant=refuse)
+
+
+class Page(HTMLParser):
+    """What a browser would see: tags with attributes, and text with the tag that it directly follows."""
+
+    def __init__(self, markup):
+        super().__init__()
+        self.tags, self.said, self._inside = [], [], ""
+        self.feed(markup)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        self._inside = tag
+
+    def handle_endtag(self, tag):
+        self._inside = ""
+
+    def handle_data(self, data):
+        self.said.append((self._inside, data.strip()))
+
+    def all(self, tag):
+        return [attributes for name, attributes in self.tags if name == tag]
+
+    def inside(self, tag):
+        return [data for name, data in self.said if name == tag and data]
+
+
+@pytest.fixture
+def page(tmp_path):
+    def written(report):
+        file = tmp_path / "report.html"
+        write_html(report, file)
+        return file.read_text(encoding="utf-8")
+
+    return written
+
+
+@pytest.fixture
+def junit(tmp_path):
+    def written(report):
+        file = tmp_path / "report.xml"
+        write_junit(report, file)
+        return ElementTree.parse(file).getroot()
+
+    return written
+
+
+def test_text_of_a_check_that_holds():
+    lines = list(text(GREEN))
+    assert lines[0] == "PASS rl-kernels quick fp32,bf16 cpu: 1 of 1 checks passed (100.0%), 0 skipped"
+    assert lines[1] == "PASS double native: 1 of 1"
+    numbers = "max_abs=1e-07 mean_abs=1e-08 max_rel=2e-07 tolerance=1e-05/0"
+    assert lines[2:] == [f"  PASS accuracy plain: output [3x4] fp32 {numbers}"]
+
+
+def test_text_of_a_failure_says_how_to_run_it_again():
+    lines = list(text(RED))
+    at = next(n for n, line in enumerate(lines) if line.startswith("  FAIL invariance plain: batch [3x4] fp32"))
+    assert lines[at].endswith("seed=77: 2 of 12 elements differ in bits")
+    assert lines[at + 1] == f"    replay: {RED.replay(BITS)}"
+    assert "--replay double/native/fp32/invariance/plain" in lines[at + 1]
+    assert sum("replay:" in line for line in lines) == 2
+
+
+def test_text_keeps_a_line_for_a_message_whatever_stands_in_it():
+    line = next(line for line in text(RED) if "raised ValueError" in line)
+    assert line.endswith("second line")
+    assert "\\x1b[31m \\x00 \\ud800" in line
+    assert all(line.isprintable() for line in text(RED))
+
+
+def test_text_of_planted_bugs():
+    long = replace(ESCAPED, name="a bug with a very long name " * 4, candidate="x" * 2 * WIDTH)
+    lines = list(text(replace(RED, mutations=(CAUGHT, ESCAPED, long))))
+    head = next(
+        n for n, line in enumerate(lines) if line.split() == ["operator", "candidate", "dtype", "bug", "caught", "by"]
+    )
+    score = lines.index("mutation score 33.3% (1 of 3 planted bugs caught)")
+    table = lines[head:score]
+    assert re.search(r"double +native +fp32 +sign flip +invariance plain: batch", table[1])
+    assert re.search(r"double +native +fp32 +one element off +ESCAPED", table[2])
+    assert all(len(line) <= WIDTH for line in table)
+    assert "".join(table[3:]).count("x") == 2 * WIDTH
+    assert not any("mutation score" in line for line in text(GREEN))
+
+
+def test_text_groups_what_was_skipped_by_reason():
+    again = replace(SKIP, case="large")
+    lines = list(text(replace(GREEN, records=(GOOD, SKIP, again))))
+    assert lines[-1] == "skipped double native parity (2): no other backend runs <here>"
+
+
+def test_a_shape_is_said_of_what_was_measured():
+    assert shape_said(replace(GOOD, shape=())) == "scalar"
+    assert shape_said(ERROR) == "-"
+
+
+def test_a_share_is_not_rounded_up_to_all():
+    assert [percent(1999, 2000), percent(2000, 2000), percent(0, 0)] == ["99.9%", "100.0%", "0.0%"]
+
+
+def test_what_cannot_be_printed_is_written_out():
+    assert printable("a\tb\nc é 漢 \x7f\x85\ufffe") == "a\tb\nc é 漢 \\x7f\\x85\\ufffe"
+
+
+def test_json():
+    document = strict(as_json(RED))
+    assert (document["passed"], document["pass_rate"], document["mutation_score"]) == (False, 1 / 3, 0.5)
+    (candidate,) = document["candidates"]
+    assert (candidate["operator"], candidate["name"], candidate["passed"]) == ("double", "native", False)
+    good, bits, error = candidate["outputs"]
+    assert good["worst"] == HOLDS.worst
+    assert "traceback" not in good
+    assert (bits["case_id"], bits["replay"]) == (BITS.case_id, RED.replay(BITS))
+    assert (bits["max_abs"], bits["max_rel"]) == (0.5, None)
+    assert (error["message"], error["traceback"]) == (RAISED.message, RAISED.traceback)
+    assert document["seeds"] == {"seed": 5, "grad_seed": 123}
+    assert [skip["candidate"] for skip in document["skipped"]] == ["cuda-sm90", "native"]
+
+
+def test_json_of_planted_bugs():
+    caught, escaped = strict(as_json(RED))["mutations"]
+    assert caught["caught"] is True
+    assert caught["by"] == {"case_id": BITS.case_id, "item": "batch"}
+    assert caught["message"] == BROKEN.message
+    assert (escaped["name"], escaped["caught"], escaped["by"]) == ("one element off", False, None)
+    none = strict(as_json(GREEN))
+    assert (none["mutation_score"], none["mutations"]) == (None, [])
+
+
+def test_junit_counts(junit):
+    root = junit(RED)
+    names = ["double.cuda-sm90.fp32", "double.native.fp32", "double.native.bf16", "mutation"]
+    assert [suite.get("name") for suite in root] == names
+    keys = ("tests", "failures", "skipped", "errors")
+    counts = [tuple(int(suite.get(key)) for key in keys) for suite in (root, *root)]
+    assert counts == [(7, 3, 2, 0), (1, 0, 1, 0), (3, 1, 1, 0), (1, 1, 0, 0), (2, 1, 0, 0)]
+    for suite in root:
+        assert len(suite.findall("testcase")) == int(suite.get("tests"))
+        assert {test.get("time") for test in suite.findall("testcase")} == {"0"}
+
+
+def test_junit_failures(junit):
+    tests = {(test.get("classname"), test.get("name")): test for test in junit(RED).iter("testcase")}
+    failure = tests["double.native.fp32.invariance", "plain: batch"].find("failure")
+    assert failure.get("message") == BROKEN.message
+    for said in (f"worst: {BROKEN.worst}", "seed: 77", "tolerance: bitwise", f"replay: {RED.replay(BITS)}"):
+        assert said in failure.text.splitlines()
+    assert tests["double.native.fp32.accuracy", "plain: output"].find("failure") is None
+    skipped = tests["double.native.fp32.parity", "plain"].find("skipped")
+    assert skipped.get("message") == SKIP.reason
+    assert "escaped" in tests["double.native.fp32.mutation", "one element off"].find("failure").get("message")
+    assert tests["double.native.fp32.mutation", "sign flip"].find("failure") is None
+
+
+def test_junit_holds_any_message(junit):
+    failure = junit(RED).find("testsuite[@name='double.native.bf16']/testcase/failure")
+    assert failure.get("message") == printable(RAISED.message)
+    assert "<script>alert('x')</script> & \"quotes\" \\x1b[31m \\x00 \\ud800 ]]>\nsecond line" in failure.get("message")
+    assert failure.text.endswith(printable(RAISED.traceback))
+
+
+def test_html_needs_nothing_else(page):
+    markup = page(RED)
+    seen = Page(markup)
+    targets = [value for _, attributes in seen.tags for key, value in attributes.items() if key in ("src", "href")]
+    assert targets
+    assert all(target.startswith("#") or target == "data:," for target in targets)
+    assert not re.search(r"https?://|@import|url\(", markup)
+    assert not seen.all("script")
+    assert "<script" not in markup
+
+
+def test_html_links_lead_somewhere(page):
+    seen = Page(page(RED))
+    ids = [attributes["id"] for _, attributes in seen.tags if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    assert {attributes["href"][1:] for attributes in seen.all("a")} <= set(ids)
+
+
+def test_html_heat_map(page):
+    seen = Page(page(RED))
+    squares = {(attributes["class"], attributes["title"]) for attributes in seen.all("a") if "title" in attributes}
+    assert squares == {
+        ("all", "1 of 1 passed"),
+        ("none", "0 of 1 passed"),
+        ("skip", "1 skipped: no other backend runs <here>"),
+        ("absent skip", "1 skipped: runs on cuda"),
+    }
+    assert [said for said in seen.inside("a") if "/" in said] == ["1/1", "0/1", "0/1"]
+
+
+def test_html_rows_and_columns_stand_in_order(page):
+    seen = Page(page(replace(RED, records=(ABSENT, SKIP, BITS, ERROR, GOOD))))
+    assert [row["title"] for row in seen.all("th") if "title" in row] == ["native", "cuda-sm90"]
+    assert seen.inside("th")[:3] == ["fp32", "bf16", "double"]
+    assert [said for said in seen.inside("span") if said in PLAN.relations] == 2 * list(PLAN.relations)
+
+
+@pytest.mark.parametrize(
+    ("passed", "level"), [(20, "all"), (19, "most"), (18, "most"), (17, "some"), (10, "some"), (9, "few"), (0, "none")]
+)
+def test_html_colour_is_the_share_that_holds(page, passed, level):
+    checks = tuple(replace(GOOD, case=f"{n}", comparison=HOLDS if n < passed else BROKEN) for n in range(20))
+    (square,) = [attributes for attributes in Page(page(Report(PLAN, checks))).all("a") if "title" in attributes]
+    assert (square["class"], square["title"]) == (level, f"{passed} of 20 passed")
+
+
+def test_html_opens_what_failed_and_puts_it_first(page):
+    second = replace(BITS, case="zzz", item="padding")
+    holds = replace(BITS, case="aaa", comparison=HOLDS)
+    seen = Page(page(Report(PLAN, (GOOD, holds, replace(second, item="alone", comparison=HOLDS), second))))
+    assert ["open" in attributes for attributes in seen.all("details")] == [True, False]
+    assert [said for said in seen.inside("b") if said in ("aaa", "zzz", "plain")] == ["zzz", "aaa", "plain"]
+    cells = seen.inside("td")
+    assert cells.index("padding") < cells.index("alone") < cells.index("batch")
+
+
+def test_html_says_how_to_run_a_case_again(page):
+    commands = Page(page(RED)).inside("code")
+    assert sorted(commands) == sorted(RED.replay(check) for check in (GOOD, BITS, ERROR))
+
+
+def test_html_shows_messages_as_text(page):
+    seen = Page(page(RED))
+    assert any("<script>alert('x')</script>" in said and "\\x1b[31m" in said for said in seen.inside("div"))
+    assert any("<script>alert('x')</script>" in said for said in seen.inside("pre"))
+
+
+def test_html_stays_small(page):
+    deep = replace(RAISED, message="m" * 10 * LONGEST, traceback="deep\n" * 500)
+    several = [replace(ERROR, case=f"case {n}", comparison=deep) for n in range(50)]
+    markup = page(Report(PLAN, tuple(several)))
+    assert markup.count("deep\n" * 500) == 1
+    assert len(markup) < 60_000 + 50 * 1.5 * LONGEST
+    many = [replace(GOOD, case=f"case {n // 8}", item=f"output {n}") for n in range(2400)]
+    assert len(page(Report(PLAN, tuple(many)))) < 1_000_000
+
+
+def test_html_of_planted_bugs(page):
+    markup = page(RED)
+    assert "Mutation score 50.0% (1 of 2 planted bugs caught)." in markup
+    assert "ESCAPED" in markup
+    assert "ESCAPED" not in page(replace(RED, mutations=(CAUGHT,)))
+    assert "Planted bugs" not in page(GREEN)
+
+
+def test_a_run_without_checks_is_no_pass(page, junit):
+    empty = Report(PLAN, ())
+    assert next(text(empty)).startswith("FAIL")
+    assert "Nothing ran" in page(empty)
+    assert junit(empty).get("tests") == "0"
+    assert "FAIL" in Page(page(Report(PLAN, (ABSENT,)))).inside("span")
+
+
+@pytest.mark.parametrize("write", [write_html, write_junit])
+def test_a_path_that_cannot_be_written(write, tmp_path):
+    with pytest.raises(OSError, match="absent"):
+        write(GREEN, tmp_path / "absent" / "report")

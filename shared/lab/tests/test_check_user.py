@@ -1,0 +1,283 @@
+"""A user's own implementation: how it is found, what it is held to, and what is said if it cannot be."""
+
+import json
+import re
+import sys
+from importlib.metadata import EntryPoint
+from textwrap import dedent
+
+import pytest
+
+from rl_kernels.core.loading import load
+from rl_kernels.core.operator import INVARIANT, Backend, Call, Operator
+from rl_kernels.core.registry import GROUP, KernelRegistry
+from rl_kernels.core.testing import Case, IllegalCall, RowLayout, Spec
+from rl_kernels.lab.check import cli
+
+
+def scaled(x, y, *, scale=1.0, backend=None):
+    return scale * (x + y)
+
+
+def halved(x, y, *, backend=None):
+    return (x + y) / 2
+
+
+def _inputs(case, draw):
+    shape = case.sizes["rows"], case.sizes["width"]
+    return {"x": draw.normal(*shape), "y": draw.normal(*shape), **case.options}
+
+
+SIZES = {"rows": 3, "width": 4}
+RESULTS = ("output", "gradient:x", "gradient:y")
+SPEC = Spec(
+    cases=(
+        Case("plain", SIZES),
+        Case("scaled", SIZES, {"scale": 3.0}),
+        Case("halved", SIZES, function="halved"),
+    ),
+    inputs=_inputs,
+    references={"": lambda x, y, scale=1.0: scale * (x + y), "halved": lambda x, y: (x + y) / 2},
+    classes=dict.fromkeys(RESULTS, "elementwise"),
+    differentiable=("x", "y"),
+    magnitudes=lambda case, inputs, upstream: dict.fromkeys(RESULTS, 10 * (inputs["x"].abs() + inputs["y"].abs())),
+    transforms=RowLayout({"x": 1, "y": 1}, frozenset(RESULTS)).transforms(),
+    illegal=(IllegalCall("text", lambda call: {**call, "x": "1"}, TypeError, "x"),),
+)
+OTHER = Spec(**{**vars(SPEC), "cases": SPEC.cases[:1]})
+
+
+@pytest.fixture(autouse=True)
+def operators(make_module, monkeypatch):
+    """Two operators, ``scaled`` with a second public function, and ``other``."""
+    backends = (Backend("native", "toy_pkg.native", {"cpu": INVARIANT}),)
+    found = {}
+    for name, spec in (("scaled", SPEC), ("other", OTHER)):
+        package = f"toy_{name}"
+        made = Operator(name, package, "", ("N",), frozenset("N"), {}, {}, backends, lambda x, *_, **__: Call.of(x))
+        make_module(package, **{name: scaled, "halved": halved})
+        make_module(f"{package}.op", OPERATOR=made)
+        make_module(f"{package}.cases", SPEC=spec)
+        found[name] = EntryPoint(name, f"{package}.op:OPERATOR", GROUP)
+    monkeypatch.setattr(cli, "kernel_registry", KernelRegistry(found))
+
+
+@pytest.fixture
+def check(capsys):
+    """Return ``check(candidate, *flags)``: the exit status and the JSON report."""
+
+    def run(candidate, *flags):
+        status = cli.main(["--op", "scaled", "--candidate", candidate, "--device", "cpu", "--json", *flags])
+        return status, json.loads(capsys.readouterr().out)
+
+    return run
+
+
+@pytest.fixture
+def file(tmp_path):
+    """Return ``file(source)``: the path of a Python file."""
+
+    def write(source, name="mine.py"):
+        path = tmp_path / name
+        path.write_text(dedent(source))
+        return path
+
+    return write
+
+
+def entries(report):
+    return report["candidates"][0]["outputs"] if report["candidates"] else []
+
+
+def skipped(report, relation):
+    return {skip["case"]: skip["reason"] for skip in report["skipped"] if skip["relation"] == relation}
+
+
+HONEST = """
+def mine(x, y, *, scale=1.0):
+    return scale * (x + y)
+"""
+
+
+def test_an_honest_file_passes(check, file):
+    candidate = f"{file(HONEST)}:mine"
+    status, report = check(candidate, "--check-grad")
+    assert status == 0
+    assert report["candidates"][0]["name"] == candidate
+    ran = {(entry["relation"], entry["case"]) for entry in entries(report)}
+    judged = ("accuracy", "gradients", "repeatability", "invariance", "hygiene")
+    assert ran == {(relation, case) for relation in judged for case in ("plain", "scaled")}
+
+
+def test_what_says_nothing_about_results_is_skipped_with_a_reason(check, file):
+    _, report = check(f"{file(HONEST)}:mine")
+    for relation in ("robustness", "parity", "torch"):
+        reasons = skipped(report, relation)
+        assert reasons.keys() == {"plain", "scaled", "halved"}
+        assert all("is judged on accuracy, gradients" in reason for reason in reasons.values())
+
+
+def test_the_cases_of_another_function_are_skipped(check, file):
+    _, report = check(f"{file(HONEST)}:mine")
+    assert skipped(report, "accuracy") == {"halved": "it does not implement halved"}
+
+
+def test_a_name_says_which_function_it_implements(check, file):
+    status, report = check(f"{file('def halved(x, y): return (x + y) / 2')}:halved")
+    assert status == 0
+    assert {entry["case"] for entry in entries(report)} == {"halved"}
+    assert skipped(report, "accuracy")["plain"] == "it does not implement scaled"
+
+
+def test_an_option_that_is_missing_is_skipped_by_name(check, file):
+    status, report = check(f"{file('def mine(x, y): return x + y')}:mine")
+    assert status == 0
+    assert skipped(report, "accuracy")["scaled"] == "its signature has no scale"
+    assert {entry["case"] for entry in entries(report)} == {"plain"}
+
+
+def test_a_required_argument_that_is_missing_fails(check, file):
+    status, report = check(f"{file('def mine(x, *, scale=1.0): return scale * x')}:mine", "--relation", "accuracy")
+    assert status == 1
+    assert {entry["case"] for entry in entries(report)} == {"plain", "scaled"}
+    assert all("unexpected keyword argument 'y'" in entry["message"] for entry in entries(report))
+
+
+def test_the_traceback_stands_in_the_report_alone(check, file, capsys):
+    status, report = check(f"{file('def mine(x, y): return x.lost')}:mine", "--relation", "accuracy")
+    assert status == 1
+    assert "mine.py" in entries(report)[0]["traceback"]
+    assert not capsys.readouterr().err
+
+
+MODULE = """
+import functools
+
+
+import torch
+
+
+class Nested:
+    @staticmethod
+    def inner(x, y, *, scale=1.0):
+        return scale * (x + y)
+
+
+class Callable:
+    def __call__(self, x, y, scale=1.0):
+        return scale * (x + y)
+
+
+class Module(torch.nn.Module):
+    def forward(self, x, y, *, scale=1.0):
+        return scale * (x + y)
+
+
+class Adapter:
+    def forward(self, x, y, *, scale=1.0):
+        return scale * (x + y)
+
+
+def swallows(x, y, **kwargs):
+    return x + y
+
+
+plain = Nested.inner
+partial = functools.partial(plain)
+instance, module, adapter = Callable(), Module(), Adapter()
+"""
+
+
+@pytest.fixture
+def my_module(tmp_path, monkeypatch):
+    """A module that can be imported by name, also in a candidate's process."""
+    (tmp_path / "my_module.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.mark.parametrize("path", ["plain", "Nested.inner", "partial", "instance", "module", "adapter"])
+def test_a_callable_of_a_module(my_module, check, path):
+    status, report = check(f"my_module:{path}", "--relation", "accuracy")
+    assert status == 0
+    assert {entry["case"] for entry in entries(report)} == {"plain", "scaled"}
+
+
+def test_options_that_are_only_swallowed_are_not_given(my_module, check):
+    status, report = check("my_module:swallows", "--relation", "accuracy")
+    assert status == 0
+    assert {entry["case"] for entry in entries(report)} == {"plain"}
+    assert skipped(report, "accuracy")["scaled"] == "its signature has no scale"
+
+
+def test_a_file_may_define_a_dataclass_and_be_called_like_a_module(file):
+    source = """
+    from __future__ import annotations
+    from dataclasses import dataclass
+
+    @dataclass
+    class Settings:
+        scale: float = 2.0
+
+    def mine(x): return Settings().scale * x
+    """
+    assert load(f"{file(source, 'my_settings.py')}:mine").function(2) == 4
+    assert load(f"{file('def mine(x): return x', 'json.py')}:mine").function(2) == 2
+    assert sys.modules["json"] is json
+
+
+UNUSABLE = [
+    ("no_such_module:f", "cannot import no_such_module: ModuleNotFoundError"),
+    ("{folder}/none.py:f", "none.py: FileNotFoundError: no such file"),
+    ("{folder}:f", "cannot import"),
+    (":f", "cannot import"),
+    ("{file}:missing", "has no callable 'missing'"),
+    ("{file}:", "has no callable ''"),
+    ("{file}:mine.inner", "has no callable 'mine.inner'"),
+    ("{file}:NUMBER", "has no callable 'NUMBER'"),
+    ("{raises}:mine", "raises.py: RuntimeError: at import"),
+    ("{exits}:mine", "exits.py: SystemExit: 0"),
+    ("{wrong}:mine", "wrong.py: SyntaxError"),
+]
+
+
+@pytest.fixture
+def unusable(file, tmp_path):
+    """Return ``unusable(pattern)``: the candidate with the paths filled in."""
+    files = {
+        "file": "NUMBER = 1\ndef mine(x): return x",
+        "raises": "raise RuntimeError('at import')",
+        "exits": "import sys\nsys.exit(0)",
+        "wrong": "def mine(:",
+    }
+    paths = {name: file(source, f"{name}.py") for name, source in files.items()}
+    return lambda pattern: pattern.format(folder=tmp_path, **paths)
+
+
+@pytest.mark.parametrize(("pattern", "message"), UNUSABLE)
+def test_what_cannot_be_found_is_a_value_error(unusable, pattern, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        load(unusable(pattern))
+
+
+@pytest.mark.parametrize(("pattern", "message"), UNUSABLE)
+def test_what_cannot_be_found_ends_in_two(unusable, pattern, message, capsys):
+    assert cli.main(["--op", "scaled", "--candidate", unusable(pattern), "--device", "cpu"]) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert message in err
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("flags", [[], ["--op", "scaled", "--op", "other"]])
+def test_several_operators_are_one_too_many(file, flags, capsys):
+    assert cli.main([*flags, "--candidate", f"{file(HONEST)}:mine", "--device", "cpu"]) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert "say which operator it implements, with --op" in err
+    assert len(err.splitlines()) == 1
+
+
+def test_a_wrong_implementation_fails(check, file):
+    status, report = check(f"{file('def mine(x, y): return x + 1.001 * y')}:mine")
+    assert status == 1
+    assert not [entry for entry in entries(report) if entry["relation"] == "accuracy" and entry["passed"]]
