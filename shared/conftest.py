@@ -37,15 +37,15 @@ def run_python():
 
 @pytest.fixture
 def make_kernels(tmp_path, monkeypatch):
-    """Return ``make(name, **files)``, which makes a package whose folder ``kernels`` holds them; ``__`` is a dot."""
+    """Return ``make(name, **files)``, which makes a package that holds them; ``__`` is a dot."""
 
     def make(name, **files):
-        folder = tmp_path / "packages" / name / "kernels"
+        folder = tmp_path / "packages" / name
         folder.mkdir(parents=True)
-        (folder.parent / "__init__.py").write_text("")
+        (folder / "__init__.py").write_text("")
         for file, text in files.items():
             (folder / file.replace("__", ".")).write_text(text)
-        monkeypatch.syspath_prepend(folder.parents[1])
+        monkeypatch.syspath_prepend(folder.parent)
         # So that it is forgotten when the test ends.
         monkeypatch.setitem(sys.modules, name, None)
         del sys.modules[name]

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from rl_kernels.core.cuda import cache, toolchain
-from rl_kernels.core.cuda.program import FOLDER, SHIPPED, inputs_of
+from rl_kernels.core.cuda.program import SHIPPED, inputs_of
 from rl_kernels.core.registry import kernel_registry
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "packages" / "fused-logp"
-CUBINS = f"rl_kernels/fused_logp/{FOLDER}/{SHIPPED}/"
+CUBINS = f"rl_kernels/fused_logp/backends/cuda/{SHIPPED}/"
 VARIABLE = "RL_KERNELS_CUBINS"
 MISSING = toolchain.why_no_compiler()
 

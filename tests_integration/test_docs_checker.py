@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_kernels.fused_logp.cases import SPEC
+from rl_kernels.fused_logp.spec.cases import SPEC
 from rl_kernels.lab.check.cli import main
 
 PAGE = (Path(__file__).parents[1] / "docs" / "checker.md").read_text(encoding="utf-8")

@@ -19,7 +19,10 @@ SHARED = [file.parent for file in sorted(ROOT.glob("shared/*/pyproject.toml"))]
 PROJECTS = [*SHARED, *(file.parent for file in sorted(ROOT.glob("packages/*/pyproject.toml")))]
 META = "rl-kernels"
 OPERATORS = [folder for folder in PROJECTS[len(SHARED) :] if folder.name != META]
-MODULES = ("__init__.py", "api.py", "op.py", "reference.py", "cases.py", "illegal.py", "mutants.py", "bench.py")
+MODULES = (
+    *("__init__.py", "api.py", "op.py", "reference.py", "backends/__init__.py"),
+    *(f"spec/{name}.py" for name in ("cases", "illegal", "mutants", "bench")),
+)
 ROOMS = ["README.md", "tests", *(f"src/rl_kernels/{{name}}/{file}" for file in MODULES)]
 
 
@@ -59,7 +62,7 @@ def test_sources_are_typed(folder: Path) -> None:
 @pytest.mark.parametrize("folder", PROJECTS, ids=named)
 def test_wheel_holds_the_namespace(folder: Path) -> None:
     expected: dict[str, Any] = {"packages": ["src/rl_kernels"]}
-    if list(folder.glob("src/rl_kernels/*/kernels")):
+    if list(folder.glob("src/rl_kernels/*/backends/*/*.cu")):
         expected["hooks"] = {"custom": {"path": "../../tools/hatch_cubins.py"}}
     assert project(folder)["tool"]["hatch"]["build"]["targets"]["wheel"] == expected
 

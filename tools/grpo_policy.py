@@ -14,11 +14,11 @@ import torch
 from rl_kernels.core.contract import DTYPES
 from rl_kernels.core.testing import IGNORED
 from rl_kernels.grpo_loss import grpo_loss
-from rl_kernels.grpo_loss.bench import eager as eager_loss
+from rl_kernels.grpo_loss.spec.bench import eager as eager_loss
 from rl_kernels.lab.bench.arena import DeviceDraw
 from rl_kernels.lab.check.guard import Results
 from rl_kernels.linear_logp import linear_logp
-from rl_kernels.linear_logp.bench import eager as eager_logp
+from rl_kernels.linear_logp.spec.bench import eager as eager_logp
 
 BETA = 0.04
 """With it the reference log-probabilities are read; all else is at the defaults of `grpo_loss`."""

@@ -21,14 +21,14 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 VARIABLE = "RL_KERNELS_CUBINS"
 CORE = Path(__file__).parents[1] / "shared" / "core" / "src"
-NEEDED = ("torch", "numpy", "rich")
+NEEDED = ("torch", "numpy")
 """What core imports; it says itself what is missing for CUDA."""
 COMPILE = "import sys; from rl_kernels.core.precompile import main; sys.exit(main())"
 GROUP = "rl_kernels.operators"
 
 
 class Cubins(BuildHookInterface):
-    """Adds ``kernels/cubins`` to a wheel."""
+    """Adds a folder ``cubins`` beside the sources of the CUDA backend to a wheel."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compile for the targets that the variable names, and have the wheel include what came of it."""
@@ -36,8 +36,8 @@ class Cubins(BuildHookInterface):
         # An editable install has its sources before it, and they change.
         if not targets or version == "editable":
             return
-        (kernels,) = Path(self.root).glob("src/rl_kernels/*/kernels")
-        place = kernels.relative_to(Path(self.root, "src")) / "cubins"
+        (sources,) = {file.parent for file in Path(self.root).glob("src/rl_kernels/*/backends/*/*.cu")}
+        place = sources.relative_to(Path(self.root, "src")) / "cubins"
         # Kept until the wheel is packed.
         self._made = TemporaryDirectory(prefix="rl-kernels-cubins-")
         cubins = self._compile(targets, Path(self._made.name))

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from rl_kernels.core.testing import Draw
-from rl_kernels.det_gemm.bench import BENCH, MODELS
-from rl_kernels.det_gemm.cases import SPEC
 from rl_kernels.det_gemm.op import OPERATOR
+from rl_kernels.det_gemm.spec.bench import BENCH, MODELS
+from rl_kernels.det_gemm.spec.cases import SPEC
 from rl_kernels.lab.bench.conformance import BenchConformance
 from rl_kernels.lab.bench.definition import Shape
 from rl_kernels.lab.bench.peers import no_split_k

@@ -5,7 +5,7 @@ import torch
 
 from rl_kernels.core.cuda import where
 from rl_kernels.core.operator import Call
-from rl_kernels.det_gemm.cuda_schedule import (
+from rl_kernels.det_gemm.backends.cuda_sm90.schedule import (
     FEW,
     K_MAJOR,
     MN_MAJOR,

@@ -9,8 +9,9 @@ import torch
 from rl_kernels.core.cuda.launch import kernel
 from rl_kernels.core.cuda.program import Program
 from rl_kernels.core.testing import Draw, lying
-from rl_kernels.det_gemm import cuda_matmul, det_gemm, det_gemm_dw, det_linear
-from rl_kernels.det_gemm.cuda_schedule import Schedule, candidates
+from rl_kernels.det_gemm import det_gemm, det_gemm_dw, det_linear
+from rl_kernels.det_gemm.backends.cuda_sm90 import matmul as cuda_matmul
+from rl_kernels.det_gemm.backends.cuda_sm90.schedule import Schedule, candidates
 from rl_kernels.lab.check.compare import bits
 
 pytestmark = pytest.mark.gpu

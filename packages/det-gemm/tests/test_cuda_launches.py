@@ -10,9 +10,9 @@ import torch
 from rl_kernels.core.testing import Bug, Draw, lying
 from rl_kernels.core.testing.launches import Box, Launch, Recorder, vector
 from rl_kernels.core.testing.planted import planted
-from rl_kernels.det_gemm.mutants_cuda import LAUNCHES, MODULES, SHOWN
+from rl_kernels.det_gemm.spec.mutants_cuda import LAUNCHES, MODULES, SHOWN
 
-HOST = "rl_kernels.det_gemm.cuda_matmul"
+HOST = "rl_kernels.det_gemm.backends.cuda_sm90.matmul"
 FAILURES = (AssertionError, RuntimeError)
 DTYPES = {0: torch.float32, 1: torch.bfloat16, 2: torch.float16}
 K_MAJOR, MN_MAJOR, PLAIN = 0, 1, 2
@@ -152,7 +152,7 @@ def hold_dependent_launches() -> None:
 
 def hold_weight_gradients() -> None:
     """The backend's own functions: what of the operands is transposed."""
-    backend = importlib.import_module("rl_kernels.det_gemm.cuda_sm90_backend")
+    backend = importlib.import_module("rl_kernels.det_gemm.backends.cuda_sm90.backend")
     draw = Draw(torch.float16, seed=4)
     with Recorder({"det_gemm": det_gemm}, processors=PROCESSORS).watching(HOST):
         a, dc, total = draw.normal(50, 40), draw.normal(50, 24), torch.randn(40, 24)

@@ -2,8 +2,8 @@
 
 import torch.nn.functional as F
 
-from rl_kernels.fused_logp.bench import BENCH, MASKED
 from rl_kernels.fused_logp.op import OPERATOR
+from rl_kernels.fused_logp.spec.bench import BENCH, MASKED
 from rl_kernels.lab.bench.conformance import BenchConformance
 from rl_kernels.lab.bench.definition import Shape
 

@@ -5,7 +5,8 @@ import torch
 
 from rl_kernels.core.cuda import where
 from rl_kernels.core.operator import Call
-from rl_kernels.fused_logp import cuda_backend, fused_logp
+from rl_kernels.fused_logp import fused_logp
+from rl_kernels.fused_logp.backends.cuda import backend as cuda_backend
 from rl_kernels.fused_logp.op import OPERATOR
 from rl_kernels.lab.check.compare import bits
 

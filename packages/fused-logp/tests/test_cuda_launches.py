@@ -12,9 +12,9 @@ import torch
 from rl_kernels.core.testing import Bug, lying, poisoned_empty
 from rl_kernels.core.testing.launches import Launch, Recorder, strided
 from rl_kernels.core.testing.planted import planted
-from rl_kernels.fused_logp.mutants_cuda import LAUNCHES, MODULES, SHOWN
+from rl_kernels.fused_logp.spec.mutants_cuda import LAUNCHES, MODULES, SHOWN
 
-HOST = "rl_kernels.fused_logp.cuda_backend"
+HOST = "rl_kernels.fused_logp.backends.cuda.backend"
 SEGMENT, STEP, STATE, PROCESSORS = 32768, 1024, 12, 4
 """The first three as in kernels/fused_logp.cuh."""
 DTYPES = {0: torch.float32, 1: torch.bfloat16, 2: torch.float16}

@@ -15,9 +15,9 @@ import torch
 from rl_kernels.core.testing import Bug, lying, poisoned_empty
 from rl_kernels.core.testing.planted import planted
 from rl_kernels.core.testing.triton_launches import TritonLaunch, TritonRecorder
-from rl_kernels.fused_logp.mutants_triton import HOST, LAUNCHES, MODULES
+from rl_kernels.fused_logp.spec.mutants_triton import HOST, LAUNCHES, MODULES
 
-BACKEND = "rl_kernels.fused_logp.triton_backend"
+BACKEND = "rl_kernels.fused_logp.backends.triton.backend"
 SEGMENT = 8192
 FAILURES = (AssertionError, RuntimeError)
 Plant = Callable[[], AbstractContextManager[None]]

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from rl_kernels.grpo_loss.bench import BENCH, TYPES
 from rl_kernels.grpo_loss.op import OPERATOR
+from rl_kernels.grpo_loss.spec.bench import BENCH, TYPES
 from rl_kernels.lab.bench import cli
 from rl_kernels.lab.bench.conformance import BenchConformance
 from rl_kernels.lab.bench.definition import Shape

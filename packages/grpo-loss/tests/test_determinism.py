@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from rl_kernels.core.testing import Draw, bits_of
-from rl_kernels.grpo_loss import group_advantages, grpo_loss, grpo_loss_from_advantages, native
+from rl_kernels.grpo_loss import group_advantages, grpo_loss, grpo_loss_from_advantages
+from rl_kernels.grpo_loss.backends.native import backend as native
 
 BATCH, LENGTH = 24, 3001
 """More elements than PyTorch gives to one thread, and more than one block."""

@@ -14,9 +14,9 @@ import torch
 from rl_kernels.core.testing import Bug
 from rl_kernels.core.testing.planted import planted
 from rl_kernels.core.testing.triton_launches import TritonLaunch, TritonRecorder
-from rl_kernels.grpo_loss.mutants_triton import LAUNCHES, MODULES
 from rl_kernels.grpo_loss.objective import Numbers, Plan
 from rl_kernels.grpo_loss.outputs import METRICS
+from rl_kernels.grpo_loss.spec.mutants_triton import LAUNCHES, MODULES
 
 FAILURES = (AssertionError, RuntimeError)
 SEGMENT, LANES = 4096, 256
@@ -189,7 +189,7 @@ def drawn(call: dict[str, Any]) -> Any:
 
 
 def hold_losses(recorder: TritonRecorder) -> None:
-    backend = importlib.import_module("rl_kernels.grpo_loss.triton_backend")
+    backend = importlib.import_module("rl_kernels.grpo_loss.backends.triton.backend")
     for call in CALLS:
         call = {**call, "given": drawn(call)}
         for name in ("forward", "forward_grad"):
@@ -208,7 +208,7 @@ def hold_losses(recorder: TritonRecorder) -> None:
 
 
 def hold_advantages(recorder: TritonRecorder) -> None:
-    groups = importlib.import_module("rl_kernels.grpo_loss.triton_groups")
+    groups = importlib.import_module("rl_kernels.grpo_loss.backends.triton.groups")
     for sizes in ([2, 2], [16] * 3, [17, 17], [256] * 2, [257] * 2, [512, 512], [1, 300, 7], [1, 5000]):
         rewards = torch.rand(2 * sum(sizes))[::2]
         alike = len(set(sizes)) == 1

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 
 from rl_kernels.core.testing import IGNORED, Case, Draw
 from rl_kernels.lab.check.conformance import Conformance
-from rl_kernels.linear_logp import LogpStats, linear_logp, native
+from rl_kernels.linear_logp import LogpStats, linear_logp
+from rl_kernels.linear_logp.backends import native
 from rl_kernels.linear_logp.op import OPERATOR, ops
 
 OPERANDS = ("hidden", "lm_head_weight", "bias")

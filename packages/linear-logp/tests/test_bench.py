@@ -4,8 +4,8 @@ import torch.nn.functional as F
 
 from rl_kernels.lab.bench.conformance import BenchConformance
 from rl_kernels.lab.bench.definition import Shape
-from rl_kernels.linear_logp.bench import BENCH, MASKED
 from rl_kernels.linear_logp.op import OPERATOR
+from rl_kernels.linear_logp.spec.bench import BENCH, MASKED
 
 
 def linear_cross_entropy(x, weight, target, bias=None, *, ignore_index=-100, reduction="mean", filter_eps="high"):

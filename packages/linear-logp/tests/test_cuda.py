@@ -7,7 +7,8 @@ from rl_kernels.core.cuda import where
 from rl_kernels.core.operator import Call
 from rl_kernels.core.triton_lib import launch
 from rl_kernels.lab.check.compare import bits
-from rl_kernels.linear_logp import cuda_tiles, linear_logp
+from rl_kernels.linear_logp import linear_logp
+from rl_kernels.linear_logp.backends.cuda_sm90 import tiles as cuda_tiles
 from rl_kernels.linear_logp.op import OPERATOR
 
 BACKEND = "cuda-sm90"
@@ -168,7 +169,7 @@ def test_bias_gradients_are_chains_of_sixteen_tokens(hopper):
 
 @pytest.mark.gpu
 def test_pieces_and_blocks_of_rows_change_no_bit(hopper, monkeypatch):
-    from rl_kernels.linear_logp import triton_backend
+    from rl_kernels.linear_logp import products
 
     hidden, weight, ids = drawn(300, 264, 5003)
     bias, temperature = torch.randn(5003, device="cuda").bfloat16(), torch.rand(300, device="cuda") + 0.5
@@ -176,7 +177,7 @@ def test_pieces_and_blocks_of_rows_change_no_bit(hopper, monkeypatch):
     options = {"temperature": temperature, "ignore_index": -100}
     expected = both(BACKEND, hidden, weight, ids, bias, **options)
     assert same(both(BACKEND, hidden, weight, ids, bias, workspace_mib=1, **options), expected)
-    monkeypatch.setattr(triton_backend, "LEAST_HEIGHT", 128)
+    monkeypatch.setattr(products, "LEAST_HEIGHT", 128)
     assert same(both(BACKEND, hidden, weight, ids.int(), bias, workspace_mib=1, **options), expected)
 
 

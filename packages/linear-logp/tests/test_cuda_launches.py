@@ -17,10 +17,10 @@ from rl_kernels.core.testing.launches import Box, Launch, Recorder, vector
 from rl_kernels.core.testing.planted import planted
 from rl_kernels.core.testing.triton_launches import TritonRecorder
 from rl_kernels.core.testing.triton_matmul import matmul
-from rl_kernels.linear_logp.mutants_cuda import LAUNCHES, MODULES, SHOWN
+from rl_kernels.linear_logp.spec.mutants_cuda import LAUNCHES, MODULES, SHOWN
 
-PACKAGE = "rl_kernels.linear_logp"
-WATCHED = tuple(f"{PACKAGE}.{name}" for name in ("cuda_tiles", "cuda_sm90_backend", "cuda_backward"))
+PACKAGE = "rl_kernels.linear_logp.backends.cuda_sm90"
+WATCHED = tuple(f"{PACKAGE}.{name}" for name in ("tiles", "backend", "backward"))
 FAILURES = (AssertionError, RuntimeError)
 Plant = Callable[[], AbstractContextManager[None]]
 STAGE, PROCESSORS = (64 + 256) * 128, 1
@@ -238,14 +238,14 @@ def hold(call: dict[str, Any], backend: Any) -> None:
 def hold_all(plant: Plant = nullcontext) -> None:
     """Hold every call, rows and columns cut into blocks and pieces."""
     with TritonRecorder({"_matmul": matmul}).pretended(), plant():
-        cuda_backward = importlib.import_module(f"{PACKAGE}.cuda_backward")
-        backend = importlib.import_module(f"{PACKAGE}.cuda_sm90_backend")
+        products = importlib.import_module("rl_kernels.linear_logp.products")
+        backend = importlib.import_module(f"{PACKAGE}.backend")
         widths = set()
         for call in CALLS:
             recorder = Recorder(STAND_INS, processors=PROCESSORS)
             least = {"LEAST_PIECE": 1024, "LEAST_HEIGHT": 128}
             with (
-                patch.multiple(cuda_backward.triton_backend, **least),
+                patch.multiple(products, **least),
                 patch.object(backend, "MOST_ROWS", 384),
                 recorder.watching(*WATCHED),
                 poisoned_empty(),

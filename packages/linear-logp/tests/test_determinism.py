@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from rl_kernels.core.testing import IGNORED, Draw
-from rl_kernels.linear_logp import linear_logp, native
+from rl_kernels.linear_logp import linear_logp
+from rl_kernels.linear_logp.backends import native
 
 ROWS, SIZE, VOCAB = 100, 20, 2100
 

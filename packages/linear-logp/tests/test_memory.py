@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rl_kernels.core.testing import Draw
-from rl_kernels.linear_logp import native
+from rl_kernels.linear_logp.backends import native
 
 
 class Memory(TorchDispatchMode):

@@ -32,18 +32,18 @@ def _gradients(workspace_mib: int = 256, **options: Any) -> list[torch.Tensor]:
 
 def _cuts(monkeypatch: pytest.MonkeyPatch, **least: int) -> list[tuple[int, int]]:
     """Change the least that is worked on at once; return what will be."""
-    from rl_kernels.linear_logp import triton_backend
+    from rl_kernels.linear_logp import products
 
     for name, value in least.items():
-        monkeypatch.setattr(triton_backend, name, value)
+        monkeypatch.setattr(products, name, value)
     found: list[tuple[int, int]] = []
-    cut = triton_backend.Steps.cut
+    cut = products.Products.cut
 
     def watched(self: Any, *args: Any) -> tuple[int, int]:
         found.append(cut(self, *args))
         return found[-1]
 
-    monkeypatch.setattr(triton_backend.Steps, "cut", watched)
+    monkeypatch.setattr(products.Products, "cut", watched)
     return found
 
 
@@ -80,8 +80,9 @@ def test_main_grad_is_continued_in_pieces_and_blocks(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("workspace_mib", [1, 64, 256, 4096])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_cut_keeps_to_the_workspace(count: int, workspace_mib: int, dtype: torch.dtype) -> None:
+    from rl_kernels.linear_logp.backends.triton.backend import Steps, schedule_of
     from rl_kernels.linear_logp.inputs import Inputs
-    from rl_kernels.linear_logp.triton_backend import LEAST_HEIGHT, LEAST_PIECE, Steps, schedule_of
+    from rl_kernels.linear_logp.products import LEAST_HEIGHT, LEAST_PIECE
 
     size, vocab = 128, 151_936
     meta = {"device": "meta", "dtype": dtype}

@@ -17,7 +17,7 @@ from rl_kernels.core.testing import Bug, lying, poisoned_empty
 from rl_kernels.core.testing.planted import planted
 from rl_kernels.core.testing.triton_launches import Descriptor, TritonLaunch, TritonRecorder
 from rl_kernels.core.testing.triton_matmul import matmul, operand
-from rl_kernels.linear_logp.mutants_triton import HOST, LAUNCHES, MODULES
+from rl_kernels.linear_logp.spec.mutants_triton import HOST, LAUNCHES, MODULES
 
 BLOCK, SEGMENT, ROWS = 256, 4096, 32
 FAILURES = (AssertionError, RuntimeError)
@@ -220,8 +220,9 @@ def hold_all(plant: Plant = nullcontext) -> None:
     for call in CALLS:
         recorder = TritonRecorder({**STAND_INS, "_matmul": matmul}, arch=call.get("arch", "sm90"))
         with recorder.pretended(), plant(), poisoned_empty():
-            backend = importlib.import_module("rl_kernels.linear_logp.triton_backend")
-            with patch.multiple(backend, LEAST_PIECE=1024, LEAST_HEIGHT=128):
+            backend = importlib.import_module("rl_kernels.linear_logp.backends.triton.backend")
+            products = importlib.import_module("rl_kernels.linear_logp.products")
+            with patch.multiple(products, LEAST_PIECE=1024, LEAST_HEIGHT=128):
                 hold({**CALL, **call}, backend)
         formed = [launch for launch in recorder.launches if launch.name == "states"]
         pieces = [launch for launch in recorder.launches if launch.name == "dlogits"]

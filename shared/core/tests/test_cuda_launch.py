@@ -162,7 +162,7 @@ def test_arguments_that_do_not_fit(args, kernel):
     ("call", "words"),
     [
         ("cuLaunchKernel", "toy: grid (3, 2, 1), block 32, shared 8, cluster 1: CUDA_ERROR_TOY (toy trouble)"),
-        ("cuModuleLoadData", "toy_kernels/kernels/toy.cu for sm_90a: CUDA_ERROR_TOY"),
+        ("cuModuleLoadData", "toy_kernels/toy.cu for sm_90a: CUDA_ERROR_TOY"),
         ("cuModuleGetFunction", "toy: CUDA_ERROR_TOY"),
     ],
 )

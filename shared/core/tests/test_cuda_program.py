@@ -93,7 +93,7 @@ def test_multiplications_and_additions_are_not_fused(make_kernels):
     [
         ({"defines": ()}, ["scale.cu", "sm_90a", "NVRTC_ERROR_COMPILATION", "scale.cu(3)", '"TIMES" is undefined']),
         ({"arch": "sm_12345"}, ["scale.cu", "sm_12345", "gpu-architecture"]),
-        ({"file": "no.cu"}, ["toy_kernels/kernels/no.cu", "no such file"]),
+        ({"file": "no.cu"}, ["toy_kernels/no.cu", "no such file"]),
     ],
 )
 def test_errors_name_the_file_the_target_and_the_log(change, words, folder):

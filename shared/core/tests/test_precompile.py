@@ -106,7 +106,7 @@ def test_one_target_into_a_folder_to_be_shipped(toys, cubins, monkeypatch):
     [
         ("warning.cu", 'warning #177-D: variable "unused" was declared but never referenced'),
         ("stack.cu", "stack spills 0 bytes and has a stack of 4"),
-        ("wrong.cu", "toy_kernels/kernels/wrong.cu for sm_80: NVRTC_ERROR_COMPILATION"),
+        ("wrong.cu", "toy_kernels/wrong.cu for sm_80: NVRTC_ERROR_COMPILATION"),
     ],
 )
 def test_what_is_not_in_order_fails_and_all_others_are_compiled(file, words, offered, cubins, capsys):
@@ -187,7 +187,7 @@ def test_a_full_disk_is_told_in_one_line(shipped, tmp_path, capsys, monkeypatch)
     assert precompile.main(["--arch", "sm_80", *out]) == 1
     said = capsys.readouterr().err
     place = tmp_path / ("out" if shipped else "cubins")
-    program = "toy_kernels/kernels/fine.cu TIMES=2 for sm_80"
+    program = "toy_kernels/fine.cu TIMES=2 for sm_80"
     assert said.startswith(f"rl-kernels compile: cannot keep {program} in {place}: [Errno 28] No space left on device")
     assert said.count("\n") == 1
 
@@ -234,4 +234,4 @@ def test_doctor_tells_what_is_missing(tmp_path, capsys, monkeypatch):
 
 def test_programs_are_named_in_full():
     one = Program("toy", "a.cu", "sm_90a", (("X", 1), ("Y", -2)))
-    assert str(one) == "toy/kernels/a.cu X=1 Y=-2 for sm_90a"
+    assert str(one) == "toy/a.cu X=1 Y=-2 for sm_90a"

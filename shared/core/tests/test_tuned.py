@@ -34,7 +34,7 @@ def table(make_kernels):
     """Return ``write(content)``, which makes a package with that table."""
 
     def write(content):
-        folder = make_kernels("toy_tuned").parent / "tuned"
+        folder = make_kernels("toy_tuned") / "tuned"
         folder.mkdir()
         (folder / "h200.json").write_text(content if isinstance(content, str) else json.dumps(content))
         tuned.tuned.cache_clear()

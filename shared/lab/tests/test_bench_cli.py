@@ -91,8 +91,8 @@ OPERATOR = Operator(
 def toy(make_module, monkeypatch):
     make_module("toy_pkg", double=double)
     make_module("toy_pkg.op", OPERATOR=OPERATOR)
-    make_module("toy_pkg.cases", SPEC=SPEC)
-    module = make_module("toy_pkg.bench", BENCH=BENCH)
+    make_module("toy_pkg.spec.cases", SPEC=SPEC)
+    module = make_module("toy_pkg.spec.bench", BENCH=BENCH)
     registry = KernelRegistry({"double": EntryPoint("double", "toy_pkg.op:OPERATOR", GROUP)})
     monkeypatch.setattr(cli, "kernel_registry", registry)
     monkeypatch.setattr(double, "factor", 2.0, raising=False)
@@ -254,7 +254,7 @@ def test_ids_are_not_checked_where_that_can_be_left_out(bench, make_module):
         return 2 * x
 
     make_module("toy_pkg", double=checking)
-    make_module("toy_pkg.cases", SPEC=replace(SPEC, unread=frozenset({"backend", "validate"})))
+    make_module("toy_pkg.spec.cases", SPEC=replace(SPEC, unread=frozenset({"backend", "validate"})))
     bench("--compare", "none")
     assert set(asked) == {False}
 

@@ -52,7 +52,7 @@ OPERATOR = Operator("double", "toy_pkg", "twice", ("N",), frozenset({"N"}), {}, 
 def toy(make_module, monkeypatch):
     make_module("toy_pkg", double=double)
     make_module("toy_pkg.op", OPERATOR=OPERATOR)
-    make_module("toy_pkg.cases", SPEC=SPEC)
+    make_module("toy_pkg.spec.cases", SPEC=SPEC)
     registry = KernelRegistry({"double": EntryPoint("double", "toy_pkg.op:OPERATOR", GROUP)})
     monkeypatch.setattr(cli, "kernel_registry", registry)
 
@@ -296,7 +296,7 @@ from types import ModuleType
 for name, members in (
     ("toy_pkg", {{"double": here.double}}),
     ("toy_pkg.op", {{"OPERATOR": here.OPERATOR}}),
-    ("toy_pkg.cases", {{"SPEC": here.replace(here.SPEC, cases=(here.Case("größe ≥ 1", {{"batch": 3, "width": 4}}),))}}),
+    ("toy_pkg.spec.cases", {{"SPEC": here.replace(here.SPEC, cases=(here.Case("größe ≥ 1", {{"batch": 3, "width": 4}}),))}}),
 ):
     sys.modules[name] = ModuleType(name)
     vars(sys.modules[name]).update(members)
@@ -337,7 +337,7 @@ def a_case_that_cannot_be_drawn(make_module):
         return SPEC.inputs(case, draw)
 
     cases = (*SPEC.cases, Case("odd", {"batch": 3, "width": 4}))
-    make_module("toy_pkg.cases", SPEC=replace(SPEC, cases=cases, inputs=inputs))
+    make_module("toy_pkg.spec.cases", SPEC=replace(SPEC, cases=cases, inputs=inputs))
 
 
 def test_a_case_that_cannot_be_drawn_is_a_failed_check(a_case_that_cannot_be_drawn, capsys):
@@ -366,7 +366,7 @@ def test_a_token_beyond_a_vocabulary_is_taken_modulo_it(make_module, capsys):
     own = {"cases": cases, "inputs": inputs, "references": {"": picked}, "classes": classes, "ids": ("ids",)}
     spec = replace(SPEC, transforms={}, illegal=(), **own)
     make_module("toy_pkg", double=picked)
-    make_module("toy_pkg.cases", SPEC=spec)
+    make_module("toy_pkg.spec.cases", SPEC=spec)
     seen = []
     flags = ["--input-mode", "constant", "--token-value", "67", "--relation", "accuracy", "--device", "cpu"]
     original = Cell.run

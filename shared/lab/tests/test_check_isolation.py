@@ -39,7 +39,7 @@ OPERATOR = Operator("double", "toy_pkg", "", ("N",), frozenset({"N"}), {}, {}, B
 def toy(make_module, monkeypatch):
     make_module("toy_pkg", double=double)
     make_module("toy_pkg.op", OPERATOR=OPERATOR)
-    make_module("toy_pkg.cases", SPEC=SPEC)
+    make_module("toy_pkg.spec.cases", SPEC=SPEC)
     registry = KernelRegistry({"double": EntryPoint("double", "toy_pkg.op:OPERATOR", GROUP)})
     monkeypatch.setattr(cli, "kernel_registry", registry)
 

@@ -96,7 +96,7 @@ def package(tmp_path, monkeypatch, make_module):
     for name, source in SOURCES.items():
         (folder / f"{name}.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
-    make_module("toy_bugs.cases", SPEC=SPEC)
+    make_module("toy_bugs.spec.cases", SPEC=SPEC)
     yield
     for name in ("toy_bugs", *MODULES):
         sys.modules.pop(name, None)
@@ -227,7 +227,7 @@ def check(make_module, monkeypatch, capsys):
     """Return ``check(*bugs, flags)``: the exit status and what the full suite printed."""
 
     def run(bugs, *flags):
-        make_module("toy_bugs.cases", SPEC=replace(SPEC, mutants=(Mutants("native", MODULES, bugs),)))
+        make_module("toy_bugs.spec.cases", SPEC=replace(SPEC, mutants=(Mutants("native", MODULES, bugs),)))
         make_module("toy_bugs.op", OPERATOR=operator())
         registry = KernelRegistry({"picked": EntryPoint("picked", "toy_bugs.op:OPERATOR", GROUP)})
         monkeypatch.setattr(cli, "kernel_registry", registry)

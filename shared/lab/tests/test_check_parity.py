@@ -59,7 +59,7 @@ def parity(make_module):
         return BACKENDS[double.first if backend == AUTO else backend](x)
 
     make_module("toy_pkg", double=double)
-    make_module("toy_pkg.cases", SPEC=SPEC)
+    make_module("toy_pkg.spec.cases", SPEC=SPEC)
 
     def records(candidate, backends, **promises):
         double.first = backends[0]

@@ -57,7 +57,7 @@ def operators(make_module, monkeypatch):
         made = Operator(name, package, "", ("N",), frozenset("N"), {}, {}, backends, lambda x, *_, **__: Call.of(x))
         make_module(package, **{name: scaled, "halved": halved})
         make_module(f"{package}.op", OPERATOR=made)
-        make_module(f"{package}.cases", SPEC=spec)
+        make_module(f"{package}.spec.cases", SPEC=spec)
         found[name] = EntryPoint(name, f"{package}.op:OPERATOR", GROUP)
     monkeypatch.setattr(cli, "kernel_registry", KernelRegistry(found))
 

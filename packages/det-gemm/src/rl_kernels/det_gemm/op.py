@@ -61,9 +61,9 @@ OPERATOR = Operator(
     schemas=SCHEMAS,
     fakes=FAKES,
     backends=(
-        cuda_backend("cuda-sm90", "rl_kernels.det_gemm.cuda_sm90_backend", archs="sm_90", limits=_limits),
-        triton_backend("rl_kernels.det_gemm.triton_backend"),
-        Backend("native", "rl_kernels.det_gemm.native", {"cpu": INVARIANT, "cuda": REPEATABLE}),
+        cuda_backend("cuda-sm90", "rl_kernels.det_gemm.backends.cuda_sm90.backend", archs="sm_90", limits=_limits),
+        triton_backend("rl_kernels.det_gemm.backends.triton"),
+        Backend("native", "rl_kernels.det_gemm.backends.native", {"cpu": INVARIANT, "cuda": REPEATABLE}),
     ),
     describe=describe,
 )

@@ -62,10 +62,10 @@ OPERATOR = Operator(
     fakes=FAKES,
     backends=(
         # By what was measured on an H200: the bulk copies of cuda-sm90 are 1 to 5 % behind wide loads, more when hot.
-        cuda_backend("cuda-generic", "rl_kernels.fused_logp.cuda_generic_backend", archs="sm_80+", limits=_columns),
-        cuda_backend("cuda-sm90", "rl_kernels.fused_logp.cuda_sm90_backend", archs="sm_90", limits=_columns),
-        triton_backend("rl_kernels.fused_logp.triton_backend"),
-        Backend("native", "rl_kernels.fused_logp.native", {"cpu": INVARIANT, "cuda": INVARIANT}),
+        cuda_backend("cuda-generic", "rl_kernels.fused_logp.backends.cuda.generic", archs="sm_80+", limits=_columns),
+        cuda_backend("cuda-sm90", "rl_kernels.fused_logp.backends.cuda.sm90", archs="sm_90", limits=_columns),
+        triton_backend("rl_kernels.fused_logp.backends.triton.backend"),
+        Backend("native", "rl_kernels.fused_logp.backends.native", {"cpu": INVARIANT, "cuda": INVARIANT}),
     ),
     describe=describe,
 )

@@ -85,8 +85,8 @@ OPERATOR = Operator(
     schemas=SCHEMAS,
     fakes=FAKES,
     backends=(
-        triton_backend("rl_kernels.grpo_loss.triton_backend"),
-        Backend("native", "rl_kernels.grpo_loss.native", {"cpu": INVARIANT, "cuda": INVARIANT}),
+        triton_backend("rl_kernels.grpo_loss.backends.triton.backend"),
+        Backend("native", "rl_kernels.grpo_loss.backends.native.backend", {"cpu": INVARIANT, "cuda": INVARIANT}),
     ),
     describe=describe,
 )

@@ -68,7 +68,7 @@ def describe(
 
 PER_CHUNK = 8
 """Numbers of 16 bits in 16 bytes."""
-_TRITON = triton_backend("rl_kernels.linear_logp.triton_backend")
+_TRITON = triton_backend("rl_kernels.linear_logp.backends.triton.backend")
 
 
 def _limits(call: Call) -> str | None:
@@ -90,9 +90,9 @@ OPERATOR = Operator(
     schemas=SCHEMAS,
     fakes=FAKES,
     backends=(
-        cuda_backend("cuda-sm90", "rl_kernels.linear_logp.cuda_sm90_backend", archs="sm_90", limits=_limits),
+        cuda_backend("cuda-sm90", "rl_kernels.linear_logp.backends.cuda_sm90.backend", archs="sm_90", limits=_limits),
         _TRITON,
-        Backend("native", "rl_kernels.linear_logp.native", {"cpu": INVARIANT, "cuda": REPEATABLE}),
+        Backend("native", "rl_kernels.linear_logp.backends.native", {"cpu": INVARIANT, "cuda": REPEATABLE}),
     ),
     describe=describe,
 )

@@ -33,7 +33,7 @@ OPERATOR = Operator(
     rows=frozenset({"N"}),
     schemas=SCHEMAS,
     fakes=FAKES,
-    backends=(Backend("native", "rl_kernels.scaled_add.native", {"cpu": INVARIANT, "cuda": INVARIANT}),),
+    backends=(Backend("native", "rl_kernels.scaled_add.backends.native", {"cpu": INVARIANT, "cuda": INVARIANT}),),
     describe=describe,
 )
 

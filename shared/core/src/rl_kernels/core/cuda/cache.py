@@ -1,7 +1,7 @@
 """Cubins, each compiled once: in the process, on disk for all processes, or before that in the wheel.
 
 A file on disk is named by a digest of all that the compiler reads and of the version of NVRTC, so no compiler takes
-what another one made. A cubin that a wheel brings (``kernels/cubins/`` of its package) is named by the target and the
+what another one made. A cubin that a wheel brings (``cubins/`` beside its source) is named by the target and the
 digest of what the compiler read alone: it serves where there is no NVRTC to ask for its version, and which one made it
 was settled when the wheel was built. It comes first; after a change of the source or an option its name fits no more.
 
@@ -25,7 +25,7 @@ from pathlib import Path
 from threading import Lock
 
 from rl_kernels.core.cuda import toolchain
-from rl_kernels.core.cuda.program import FOLDER, SHIPPED, CompileError, Inputs, Program, compile_program, inputs_of
+from rl_kernels.core.cuda.program import SHIPPED, CompileError, Inputs, Program, compile_program, inputs_of
 
 VARIABLE = "RL_KERNELS_CACHE"
 SUFFIX = ".cubin"
@@ -97,7 +97,7 @@ def cubin_of(program: Program) -> bytes:
 
 def _found(program: Program) -> bytes:
     inputs = inputs_of(program)
-    shipped = files(program.package) / FOLDER / SHIPPED / shipped_name(program, inputs)
+    shipped = files(program.package) / SHIPPED / shipped_name(program, inputs)
     found = unsealed(shipped.read_bytes()) if shipped.is_file() else None
     if found is not None:
         return found
@@ -114,7 +114,7 @@ def shipped_name(program: Program, inputs: Inputs) -> str:
 
 def ships(package: str, arch: str) -> bool:
     """Say whether a package brings any cubins for a target."""
-    brought = files(package) / FOLDER / SHIPPED
+    brought = files(package) / SHIPPED
     return brought.is_dir() and any(file.name.startswith(f"{arch}-") for file in brought.iterdir())
 
 

@@ -7,10 +7,8 @@ from hashlib import sha256
 from importlib.resources import files
 from typing import Any
 
-FOLDER = "kernels"
-"""Where a package keeps its ``.cu`` and ``.cuh`` files."""
 SHIPPED = "cubins"
-"""The folder in it of what was compiled before the wheel was packed."""
+"""The folder beside a program's sources of what was compiled before the wheel was packed."""
 FLAGS = ("--std=c++17", "--fmad=false", "--ptxas-options=-v")
 
 
@@ -23,7 +21,7 @@ class Program:
     """What is compiled into one cubin.
 
     Attributes:
-        package: import path of the package in whose folder ``kernels`` the file is.
+        package: import path of the package that the file is in.
         file: its name there; the ``.cuh`` files beside it are headers under their names, and those of core are
             ``rl_kernels/NAME.cuh``.
         arch: the target as the compiler calls it, always given: ``sm_90a``.
@@ -37,7 +35,7 @@ class Program:
 
     def __str__(self) -> str:
         values = "".join(f" {name}={value}" for name, value in self.defines)
-        return f"{self.package}/{FOLDER}/{self.file}{values} for {self.arch}"
+        return f"{self.package}/{self.file}{values} for {self.arch}"
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,7 @@ def inputs_of(program: Program) -> Inputs:
     Raises:
         CompileError: the package has no such file.
     """
-    folder = files(program.package) / FOLDER
+    folder = files(program.package)
     file = folder / program.file
     if not file.is_file():
         raise CompileError(f"{program}: there is no such file")

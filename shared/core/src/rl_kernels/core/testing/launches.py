@@ -5,7 +5,7 @@ arguments get the names that the kernel's own source gives them, and a few lines
 they see the arguments alone, so a wrong one gives a wrong result::
 
     recorder = Recorder({"forward_rows": stand_in})
-    with recorder.watching("rl_kernels.fused_logp.cuda_backend"):
+    with recorder.watching("rl_kernels.fused_logp.backends.cuda.backend"):
         fused_logp_on_the_cpu(...)
 """
 

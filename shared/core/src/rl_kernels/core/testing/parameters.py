@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from rl_kernels.core.cuda.program import FOLDER, Program
+from rl_kernels.core.cuda.program import Program
 
 LETTERS = {"i64": "q", "int": "i", "float": "f", "TensorMap": "T"}
 POINTED = {
@@ -85,7 +85,7 @@ def _one(kind: str, declared: str) -> Parameter:
 
 def _source(package: str, file: str) -> str:
     """Return a file and the headers of its package, without comments."""
-    folder = files(package) / FOLDER
+    folder = files(package)
     headers = sorted(header.name for header in folder.iterdir() if header.name.endswith(".cuh"))
     # The file first: two files may have structs of one name.
     text = "\n".join((folder / name).read_text(encoding="utf-8") for name in (file, *headers))

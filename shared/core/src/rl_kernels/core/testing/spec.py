@@ -235,4 +235,4 @@ class Spec:
 
 def spec_of(operator: Operator) -> Spec:
     """Import and return the ``SPEC`` of an operator's ``cases`` module."""
-    return importlib.import_module(f"{operator.package}.cases").SPEC
+    return importlib.import_module(f"{operator.package}.spec.cases").SPEC

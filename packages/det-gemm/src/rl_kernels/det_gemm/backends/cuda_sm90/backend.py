@@ -1,0 +1,32 @@
+"""The backend ``cuda-sm90`` of det_gemm: the canonical chain by TMA and WGMMA, on tiles that follow the shape."""
+
+from __future__ import annotations
+
+import torch
+
+from rl_kernels.core.cuda.program import Program
+from rl_kernels.det_gemm.backends.cuda_sm90.matmul import matmul, programs_of
+
+
+def forward(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
+    """Return ``a[M, K] @ b[K, N] + bias[N]`` in ``out_dtype``."""
+    out = a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
+    matmul(a, b, out, bias=bias)
+    return out
+
+
+def weight_gradient(a: torch.Tensor, dc: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+    """Return ``a[M, K]^T @ dc[M, N]`` in ``out_dtype``."""
+    out = a.new_empty((a.shape[1], dc.shape[1]), dtype=out_dtype)
+    matmul(a.t(), dc, out)
+    return out
+
+
+def weight_gradient_into(a: torch.Tensor, dc: torch.Tensor, out: torch.Tensor) -> None:
+    """Let the chain of ``a[M, K]^T @ dc[M, N]`` go on from ``out[K, N]``, which may have any strides."""
+    matmul(a.t(), dc, out, continues=True)
+
+
+def programs(arch: str) -> list[Program]:
+    """Return what is compiled for a target: all of it for ``sm_90a``."""
+    return programs_of(arch)

@@ -1,0 +1,1 @@
+"""What checks, tests and benchmarks know of det_gemm; nothing at run time imports it."""

@@ -1,0 +1,251 @@
+"""The cases of det_gemm, det_linear and det_gemm_dw: inputs, error budget, promised layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+import torch.nn.functional as F
+
+from rl_kernels.core.testing import Case, Draw, Inputs, RowLayout, Spec, Variant
+from rl_kernels.det_gemm import reference
+from rl_kernels.det_gemm.spec.cases_dimensions import DIMENSIONS, with_values
+from rl_kernels.det_gemm.spec.illegal import ILLEGAL
+from rl_kernels.det_gemm.spec.mutants import MUTANTS
+
+LINEAR, DW = "det_linear", "det_gemm_dw"
+STEP = 16
+"""Terms that a tensor core adds in one step; rows, in the chain of a weight gradient."""
+CUT_OFF = 2.0**-23 / 2.0**-22
+"""Share of a partial sum that a tensor core may cut off, in that of the magnitudes that the checker allows any sum."""
+
+
+def _sizes(m: int, n: int, k: int) -> dict[str, int]:
+    return {"m_dim": m, "n_dim": n, "k_dim": k}
+
+
+WIDE, COLUMNS = {"out_dtype": torch.float32}, "columns"
+BIAS, BUFFER = {"bias": True}, {"accumulate_into": True}
+CASES = (
+    Case("plain", _sizes(33, 48, 64)),
+    Case("odd", _sizes(7, 13, 37)),
+    Case("a-column-major", _sizes(19, 24, 40), {COLUMNS: ("a",)}),
+    Case("b-column-major", _sizes(19, 24, 40), {COLUMNS: ("b",)}),
+    Case("both-column-major", _sizes(19, 25, 41), {COLUMNS: ("a", "b")}),
+    # Its gradients start from an upstream gradient rounded to the operands' dtype, which the gold does not know:
+    # test_backends compares their bits with those of that rounded gradient.
+    Case("wide-output", _sizes(21, 32, 50), WIDE, grad=False),
+    # What is left of its sums is so small that their order shows, though they are taken in FP64 and rounded to FP32.
+    Case("cancelling", _sizes(21, 32, 480), {"cancels": 2.0**-16, **WIDE}, grad=False),
+    # Halves of the sum that are far larger than the whole: rounded on their way, they show.
+    Case("cancelling-half", _sizes(3, 5, 14336), {"cancels": 2.0**-6}, grad=False, dtype="bf16"),
+    Case("one-row", _sizes(1, 65, 33)),
+    Case("one-column", _sizes(9, 1, 100)),
+    Case("one-term", _sizes(9, 20, 1)),
+    Case("long-and-odd", _sizes(3, 129, 4104)),
+    Case("linear", _sizes(10, 40, 48), BIAS, LINEAR),
+    Case("linear-no-bias", _sizes(17, 31, 29), {}, LINEAR),
+    Case("linear-leading", _sizes(5, 24, 32), {"leading": (2, 3), **BIAS}, LINEAR),
+    Case("linear-column-major", _sizes(6, 22, 35), {COLUMNS: ("x", "weight"), **BIAS}, LINEAR),
+    Case("linear-cancelling", _sizes(1, 40, 48), {"cancels": 2.0**-16, **BIAS}, LINEAR),
+    Case("dw", _sizes(35, 24, 18), {}, DW, grad=False),
+    Case("dw-many-steps", _sizes(300, 260, 9), {}, DW, grad=False),
+    Case("dw-wide-output", _sizes(20, 17, 33), WIDE, DW, grad=False),
+    Case("dw-column-major", _sizes(50, 16, 31), {COLUMNS: ("a", "dc")}, DW, grad=False),
+    Case("dw-continued", _sizes(33, 20, 21), BUFFER, DW, grad=False),
+    Case("dw-continued-column-major", _sizes(16, 9, 40), {COLUMNS: ("accumulate_into",), **BUFFER}, DW, grad=False),
+    Case("qwen2.5-0.5b-gate", _sizes(5, 4864, 896), {}, LINEAR, "full"),
+    Case("qwen2.5-0.5b-down", _sizes(5, 896, 4864), {}, LINEAR, "full"),
+    Case("qwen2.5-0.5b-key", _sizes(40, 128, 896), BIAS, LINEAR, "full"),
+    Case("llama3-8b-value", _sizes(2, 1024, 4096), {}, LINEAR, "full"),
+    Case("many-rows", _sizes(700, 33, 70), suite="full"),
+    Case("dw-many-rows", _sizes(700, 33, 70), {}, DW, "full", grad=False),
+    *DIMENSIONS,
+)
+
+EMPTY = (
+    Case("no-rows", _sizes(0, 7, 9)),
+    Case("no-rows-linear", _sizes(0, 7, 9), BIAS, LINEAR),
+    Case("no-rows-dw", _sizes(0, 7, 9), {}, DW, grad=False),
+    Case("no-rows-dw-continued", _sizes(0, 7, 9), BUFFER, DW, grad=False),
+)
+
+
+def inputs(case: Case, draw: Draw) -> Inputs:
+    """Draw the operands of the case's function; weights have standard deviation ``K^-0.5``."""
+    m, n, k = (case.sizes[name] for name in ("m_dim", "n_dim", "k_dim"))
+    asked, cancels = case.options, case.options.get("cancels", 0.0)
+    call: Inputs
+    if case.function == LINEAR:
+        call = {"x": draw.normal(*asked.get("leading", ()), m, k), "weight": draw.normal(n, k, scale=k**-0.5)}
+        call |= {"bias": _bias(call, n, draw, cancels)} if "bias" in asked else {}
+    elif case.function == DW:
+        call = {"a": draw.normal(m, k), "dc": draw.normal(m, n)}
+        # Values that the operands' dtype can hold: the chain must be able to reach them.
+        call |= {"accumulate_into": draw.normal(k, n).float()} if "accumulate_into" in asked else {}
+    elif cancels:
+        call = _cancelling(m, n, k, draw, cancels)
+    else:
+        call = {"a": draw.normal(m, k), "b": draw.normal(k, n, scale=k**-0.5)}
+    first = next(iter(call))
+    call[first] = with_values(call[first], asked.get("values"))
+    if "zero_times_inf" in asked:
+        zeros, others = list(call)[:2]
+        # Along K, columns of the first operand, but rows of it for a weight gradient; then all of what gives one row.
+        call[zeros].narrow(-2 if case.function == DW else -1, 0, 1).zero_()
+        call[zeros].narrow(-1 if case.function == DW else -2, 0, 1).zero_()
+        call[others].narrow(-1 if case.function == LINEAR else -2, 0, 1).fill_(torch.inf)
+    call |= {name: column_major(call[name]) for name in asked.get(COLUMNS, ())}
+    return call | {name: asked[name] for name in ("out_dtype",) if name in asked}
+
+
+def _cancelling(m: int, n: int, k: int, draw: Draw, scale: float) -> Inputs:
+    """Return operands ``[x, x, small]`` and ``[w, -w, small]``, whose product is that of the parts of this scale."""
+    half, rest = k // 3, k - k // 3 * 2
+    # To the fifth power, so that terms are of such unlike sizes that sums in FP64 are rounded too.
+    x, w = (draw.normal(*shape, dtype=torch.float64) ** 5 for shape in ((m, half), (half, n)))
+    x, w = x.to(draw.dtype), (w * 2.0**-13).to(draw.dtype)
+    small = draw.normal(m, rest, scale=scale), draw.normal(rest, n, scale=scale)
+    return {"a": torch.cat((x, x, small[0]), 1), "b": torch.cat((w, -w, small[1]))}
+
+
+def _bias(call: Inputs, n: int, draw: Draw, cancels: float) -> torch.Tensor:
+    """Draw a bias, or give the one that leaves of the first row no more than its rounding."""
+    if not cancels:
+        return draw.normal(n)
+    return -(call["x"][:1].double() @ call["weight"].double().t())[0].to(draw.dtype)
+
+
+def column_major(x: torch.Tensor) -> torch.Tensor:
+    """Return the same values with the last two dims stored column by column."""
+    return x.mT.contiguous().mT
+
+
+def magnitudes(case: Case, call: Inputs, upstream: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return how far rounding can move each element of a result, in sums of the magnitudes of terms."""
+    if case.function == DW:
+        return {"output": _of_product(call["a"].t(), call["dc"], call.get("accumulate_into"))}
+    grad = upstream["output"] if upstream else None
+    if case.function != LINEAR:
+        terms = {"output": _of_product(call["a"], call["b"])}
+        if grad is not None:
+            terms |= {"gradient:a": _of_product(grad, call["b"].t()), "gradient:b": _of_product(call["a"].t(), grad)}
+        return terms
+    x, weight = call["x"], call["weight"]
+    terms = {"output": _of_product(x, weight.t()) + abs(call.get("bias", 0))}
+    if grad is not None:
+        rows = grad.flatten(0, -2)
+        terms |= {"gradient:x": _of_product(grad, weight)}
+        terms |= {"gradient:weight": _of_product(rows.t(), x.flatten(0, -2)), "gradient:bias": rows.abs().sum(0)}
+    return terms
+
+
+def _of_product(a: torch.Tensor, b: torch.Tensor, start: torch.Tensor | None = None) -> torch.Tensor:
+    """Sum the magnitudes of the terms of ``start + a @ b``; on a GPU, with what its tensor cores lose.
+
+    Hopper's cuts off what it cannot keep each time it adds the terms of a step to its accumulator: less than one unit
+    in the last place of that partial sum.
+    """
+    start = b.new_zeros(()) if start is None else start
+    terms = start.abs() + a.abs() @ b.abs()
+    if not a.is_cuda:
+        return terms
+    left = F.pad(a.flatten(0, -2), (0, -a.shape[-1] % STEP)).unflatten(-1, (-1, STEP)).transpose(0, 1)
+    right = F.pad(b, (0, 0, 0, -b.shape[0] % STEP)).unflatten(0, (-1, STEP))
+    partial = start + (left @ right).cumsum(0)
+    return terms + partial.abs().sum(0).view(terms.shape) * CUT_OFF
+
+
+ROWS = RowLayout(
+    arguments={"a": 1, "x": 1},
+    results=frozenset({"output", "gradient:a", "gradient:x"}),
+    functions=frozenset({"", LINEAR}),
+    any_leading=False,
+)
+
+
+def layouts(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
+    """Store one operand at a time row by row, then column by column."""
+    for name, value in call.items():
+        if isinstance(value, torch.Tensor) and value.ndim >= 2:
+            yield Variant(f"{name} row by row", {**call, name: value.contiguous()})
+            yield Variant(f"{name} column by column", {**call, name: column_major(value)})
+
+
+def leading(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
+    """Give the rows of det_linear under other leading dims, and its first row without any."""
+    if case.function != LINEAR:
+        return
+    x = call["x"]
+
+    def shaped(*lead: int) -> Callable[[str, torch.Tensor], torch.Tensor]:
+        return lambda name, value: value.reshape(*lead, value.shape[-1]) if name in ROWS.results else value
+
+    rows = x.shape[:-1].numel()
+    for lead in ((rows,), (1, rows), (rows, 1, 1)):
+        reshaped = {**call, "x": shaped(*lead)("output", x)}
+        yield Variant(f"leading dims {lead}", reshaped, find=shaped(*x.shape[:-1]), lift=shaped(*lead))
+
+    def first(name: str, value: torch.Tensor) -> torch.Tensor | None:
+        return value.reshape(rows, -1)[0] if name in ROWS.results else None
+
+    alone = {**call, "x": x.reshape(rows, -1)[0]}
+    yield Variant("no leading dims", alone, first, lift=lambda name, value: value.reshape(rows, -1)[0])
+
+
+def zero_rows(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
+    """Add rows whose gradient is zero, whole steps of the chain in front or any number behind: no sum changes a bit."""
+    name = "x" if case.function == LINEAR else "a"
+    flat = call[name].flatten(0, -2)
+    for before, after in ((0, 1), (0, 5), (0, 16), (0, 40), (STEP, 0), (3 * STEP, 7)):
+        garbage = draw.normal(before + after, flat.shape[1], scale=3.0)
+        longer = {**call, name: torch.cat((garbage[:before], flat, garbage[before:]))}
+        label = f"{before} rows in front, {after} behind"
+
+        def zeros(_: str, value: torch.Tensor, before: int = before, after: int = after) -> torch.Tensor:
+            return F.pad(value.flatten(0, -2), (0, 0, before, after))
+
+        def find(key: str, value: torch.Tensor, before: int = before) -> torch.Tensor:
+            return value[before : before + len(flat)] if key in ROWS.results else value
+
+        if case.function == DW:
+            yield Variant(label, {**longer, "dc": zeros("dc", call["dc"])})
+        else:
+            yield Variant(label, longer, _flat, find, zeros)
+
+
+def _flat(name: str, value: torch.Tensor) -> torch.Tensor:
+    return value.flatten(0, -2) if name in ROWS.results else value
+
+
+def continued(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
+    """Fill the buffer by whole steps of the same chain: rows of the identity, and what the buffer holds as gradient."""
+    if "accumulate_into" not in call:
+        return
+    a, dc, buffer = (call[name] for name in ("a", "dc", "accumulate_into"))
+    count = -(-a.shape[1] // STEP) * STEP
+    rows = torch.eye(count, a.shape[1], dtype=a.dtype, device=a.device)
+    held = F.pad(buffer.to(dc.dtype), (0, 0, 0, count - len(buffer)))
+    longer = {"a": torch.cat((rows, a)), "dc": torch.cat((held, dc)), "accumulate_into": torch.zeros_like(buffer)}
+    yield Variant(f"{count} rows that fill the buffer", {**call, **longer})
+
+
+OTHERS = {"layouts": layouts, "leading": leading, "zero-rows": zero_rows, "continued": continued}
+TRANSFORMS = {**ROWS.transforms(), **OTHERS}
+RESULTS = ("output", "gradient:a", "gradient:b", "gradient:x", "gradient:weight", "gradient:bias")
+SPEC = Spec(
+    cases=CASES,
+    inputs=inputs,
+    references={"": reference.det_gemm, LINEAR: reference.det_linear, DW: reference.det_gemm_dw},
+    classes=dict.fromkeys(RESULTS, "reduction"),
+    differentiable=("a", "b", "x", "weight", "bias"),
+    magnitudes=magnitudes,
+    transforms=TRANSFORMS,
+    illegal=ILLEGAL,
+    mutants=MUTANTS,
+    empty=EMPTY,
+    writes={"accumulate_into": "output"},
+    main_grad=frozenset({"weight"}),
+    autocast={LINEAR: ("x", "weight", "bias")},
+    unread=frozenset({"backend"}),
+)

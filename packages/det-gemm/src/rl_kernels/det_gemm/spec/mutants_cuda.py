@@ -1,0 +1,114 @@
+"""Bugs of the host code of det_gemm's backend ``cuda-sm90``, planted in copies of it.
+
+``SHOWN`` give wrong numbers, which the quick cases show on a GPU; ``LAUNCHES`` read or write where they must not, need
+larger cases, or break a rule that no number shows: they are planted where launches are recorded and none is made.
+"""
+
+from __future__ import annotations
+
+from rl_kernels.core.testing import Bug, Mutants
+
+MODULES = tuple(f"rl_kernels.det_gemm.backends.cuda_sm90.{name}" for name in ("schedule", "matmul", "backend"))
+
+SHOWN = (
+    Bug("bias along the other dim of swapped tiles", "target.t(), BY_ROW + BY_COLUMN - along", "target.t(), along"),
+    Bug("bias left out", "0 if bias is None else along", "0"),
+    Bug("last terms of K skipped", "*(rows, columns, k, cut.group", "*(rows, columns, k // 16 * 16, cut.group"),
+    Bug(
+        "dtype code of BF16 and FP16 exchanged",
+        "torch.bfloat16: 1, torch.float16: 2",
+        "torch.bfloat16: 2, torch.float16: 1",
+    ),
+    Bug("dtype of the output taken for that of the operands", '"OUT": CODES[out_dtype]', '"OUT": CODES[dtype]'),
+    Bug("weight gradient of the tokens reversed", "matmul(a.t(), dc, out)\n", "matmul(a.flip(0).t(), dc, out)\n"),
+)
+"""Their numbers are wrong."""
+
+LAUNCHES = (
+    Bug("chain begins anew", '"CONTINUES": int(continues)', '"CONTINUES": 0'),
+    Bug(
+        "bias along the other dim of a transposed output",
+        "right, left, out.t(), BY_ROW, n, m",
+        "right, left, out.t(), BY_COLUMN, n, m",
+    ),
+    Bug("bias read as it lies", "bias = bias.contiguous()", "pass"),
+    Bug("swapped operands, strides as they were", "*left.stride(), *right.stride()", "*right.stride(), *left.stride()"),
+    Bug("strides of the output exchanged", "*(*target.stride(), *left", "*(*target.stride()[::-1], *left"),
+    Bug("strides in bytes", "*target.stride(), *left.stride()", "*target.stride(), *(2 * s for s in left.stride())"),
+    Bug(
+        "output not transposed with its operands",
+        "left, right, target, along = right, left, target.t()",
+        "left, right, target, along = right, left, target",
+    ),
+    Bug(
+        "majors of swapped operands as they were",
+        "right_major, right_map, left_major, left_map\n    cut",
+        "left_major, left_map, right_major, right_map\n    cut",
+    ),
+    Bug("one block for all", "min(cut.units(rows, columns), processors(a.get_device()))", "1"),
+    Bug(
+        "more blocks than processors",
+        "min(cut.units(rows, columns), processors(a.get_device()))",
+        "cut.units(rows, columns)",
+    ),
+    Bug("blocks of consumers alone", "(cut.consumers + 1) * THREADS", "cut.consumers * THREADS"),
+    Bug("units of the unswapped product", "min(cut.units(rows, columns)", "min(cut.units(columns, rows)"),
+    Bug(
+        "box of the left tile for the right one",
+        "_map(right_map, right_major, cut.columns",
+        "_map(right_map, right_major, cut.rows",
+    ),
+    Bug("weights stay in the cache", "PROMOTION_ONCE if cut.swapped else PROMOTION", "PROMOTION"),
+    Bug("every launch waits", "pdl=cut.swapped", "pdl=False"),
+    Bug("every launch begins early", "pdl=cut.swapped", "pdl=True"),
+    Bug(
+        "shared memory of a box for one of 64 columns",
+        "-(-self.columns // BOX) * BOX if right == MN_MAJOR else self.columns",
+        "self.columns",
+    ),
+    Bug("no room for boxes", "return self.consumers * BOXES if self.in_boxes else", "return 0 if self.in_boxes else"),
+    Bug("no room for the rows that an instruction reads beyond a tile", "max(ROWS - self.rows, 0) * SWIZZLE", "0"),
+    Bug("no room for the alignment of the swizzle", "+ self.behind + 1024", "+ self.behind"),
+    Bug(
+        "one stage too many",
+        "return min((ROOM - self.behind) // self.stage_bytes(right), DEEPEST)",
+        "return min((ROOM - self.behind) // self.stage_bytes(right) + 1, DEEPEST)",
+    ),
+    Bug(
+        "stages of the other operand",
+        "cut.depth(right_major), cut.shared(right_major)",
+        "cut.depth(right_major), cut.shared(left_major)",
+    ),
+    Bug("box of an unaligned address", "x.data_ptr() % ALIGNED or (inner", "(inner"),
+    Bug("box of rows at any pitch", "outer < columns or outer * x.itemsize % ALIGNED", "outer < columns"),
+    Bug("alignment of rows in elements", "outer * x.itemsize % ALIGNED", "outer * 2 * x.itemsize % ALIGNED"),
+    Bug("box of rows that overlap", "outer < columns or outer * x", "outer * x"),
+    Bug("box of columns that are apart", " or (inner != 1 and columns != 1)", ""),
+    Bug(
+        "box with the stride of a single row as it is",
+        "(outer if rows > 1 else -(-columns // per) * per, 1)",
+        "(outer, 1)",
+    ),
+    Bug("box of an operand that is not there", "not x.numel() or x.data_ptr()", "x.data_ptr()"),
+    Bug("box of a transposed operand for one that is not", "(BOX, ROWS), swizzle", "(ROWS, 2 * BOX), swizzle"),
+    Bug("no swizzle", "(BOX, ROWS), swizzle=SWIZZLE", "(BOX, ROWS), swizzle=0"),
+    Bug("FP32 stored in a transposed box", "lying is not None and target.itemsize == HALF", "lying is not None"),
+    Bug(
+        "output in boxes of any tile",
+        "return self.rows >= ROWS and self.columns % 16 == 0",
+        "return self.columns % 16 == 0",
+    ),
+    Bug(
+        "box of the output of another width",
+        "tensor_map(upright, (ROWS, width // target.itemsize)",
+        "tensor_map(upright, (ROWS, 16)",
+    ),
+    Bug("widest swizzle for any tile", "next(width for width in (128, 64, 32) if size % width == 0)", "128"),
+    Bug("plain operands in long stages", "inner=BOX, turns=False)", "turns=False)"),
+    Bug("rows of a tile for the columns of few", "if not one.schedule.swapped or one.schedule.columns >= m]", "]"),
+    Bug("64 rows are many", "one.schedule.swapped == (m <= FEW)", "one.schedule.swapped == (m < FEW)"),
+    Bug("variants with and without a chain that goes on are one", '"CONTINUES": int(continues)', '"CONTINUES": 1'),
+)
+"""What only a look at the launch shows."""
+
+MUTANTS = (Mutants("cuda-sm90", MODULES, SHOWN),)

@@ -1,0 +1,44 @@
+"""Bugs of the Triton kernel of products and of det_gemm's host code for it, planted in copies of the backend.
+
+They run in Triton's interpreter too, a thousand times as slow, so each is one that a small case shows.
+"""
+
+from __future__ import annotations
+
+from rl_kernels.core.testing import Bug, Mutants
+
+MODULES = ("rl_kernels.core.triton_lib.gemm", "rl_kernels.det_gemm.backends.triton")
+
+KERNEL = (
+    Bug("mask of K off by one", "(c < K)[None, :], other=0.0)", "(c < K - 1)[None, :], other=0.0)"),
+    Bug(
+        "terms of K beyond the first block skipped",
+        "        for k in range(0, K, BLOCK_K):\n            left",
+        "        for k in range(0, tl.minimum(K, BLOCK_K), BLOCK_K):\n            left",
+    ),
+    Bug("last row of the output not written", "(rows < M - row)[:, None]", "(rows < M - row - 1)[:, None]"),
+    Bug("mask of the output off by one", "(columns < N - column)[None, :]", "(columns < N - column - 1)[None, :]"),
+    Bug(
+        "buffer overwritten",
+        "acc = tl.load(place, mask=inside, other=0.0)",
+        "acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)",
+    ),
+    Bug(
+        "every tile from the first rows",
+        "row, column = tile_m * BLOCK_M, tile_n * BLOCK_N",
+        "row, column = 0 * tile_m, tile_n * BLOCK_N",
+    ),
+)
+HOST = (
+    Bug(
+        "tiles rounded down", "(min(tiles, processors(a.device)) if cut.persistent else tiles,)", "(max(tiles - 1, 1),)"
+    ),
+    Bug(
+        "weight gradient of the transposed tokens",
+        "gemm.matmul(a.t(), dc, out)\n",
+        "gemm.matmul(a.flip(0).t(), dc, out)\n",
+    ),
+)
+CASES = ("odd", "one-column", "linear-leading", "linear-column-major", "dw-many-steps", "dw-continued")
+
+MUTANTS = (Mutants("triton", MODULES, (*KERNEL, *HOST), CASES),)

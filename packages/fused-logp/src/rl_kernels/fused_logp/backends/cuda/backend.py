@@ -1,0 +1,227 @@
+"""fused_logp in CUDA C++, the host side: how rows and units are given to blocks, and what a kernel is called with.
+
+``kernels/fused_logp.cuh`` says in which order is summed. Both backends sum in that order, so they give the same bits:
+``cuda-generic`` reads rows straight into registers, ``cuda-sm90`` lets the copy engine bring them.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from rl_kernels.core.cuda.launch import Kernel, kernel
+from rl_kernels.core.cuda.program import Program
+from rl_kernels.core.cuda.where import target_of
+from rl_kernels.core.gpu import processors
+from rl_kernels.core.operator import arch_of
+from rl_kernels.core.tuned import entry, tuned
+from rl_kernels.fused_logp.rows import per_row
+
+PACKAGE = "rl_kernels.fused_logp.backends.cuda"
+SEGMENT, STEP, WARP, WARPS, UNITS = 32768, 1024, 32, 8, 8
+"""Columns of a segment and of a step, threads of a warp, warps of a block that sum, units of a segment: as in
+``kernels/fused_logp.cuh``."""
+MOST_UNITS = 256
+"""Units of a row whose states a block keeps; beyond it they are merged by a kernel of their own."""
+SPLIT_BELOW = 2048
+"""Rows below which each unit has a warp of its own, wherever it runs, so that a few rows fill the chip."""
+SHORT = 16384
+"""Columns below which a row is not worth the copies of cuda-sm90: they come eight steps at a time."""
+STATE, CHUNK = 12, 16
+"""Bytes of a state, and of what the copy engine aligns to."""
+MOST_THREADS, COLUMNS = 512, 32
+"""Threads of a block of the backward pass at most, and columns that one works on."""
+
+GENERIC, SM90, GRADIENT = "fused_logp_generic", "fused_logp_sm90", "fused_logp_backward"
+CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""DTYPE of the kernels."""
+ROWS = "PPPqfi"
+FORWARD, BACKWARD = f"({ROWS}PPPPPPqqqi)", f"({ROWS}PPPPPPPqqqqii)"
+"""``struct Forward`` and ``struct Backward``: what ``struct Rows`` holds, pointers, and sizes."""
+
+
+@functools.cache
+def constants(file: str, size: int) -> dict[str, int]:
+    """Return what was tuned for logits of so many bytes: blocks of a multiprocessor, steps that are under way."""
+    # Not every file has some.
+    return entry(PACKAGE, file, str(size), kind=dict[str, int]) if file in tuned(PACKAGE) else {}
+
+
+@functools.cache
+def stages(size: int) -> int:
+    """Return how many copies are under way in a block of cuda-sm90, for logits of so many bytes."""
+    return entry(PACKAGE, SM90, str(size), "STAGES", kind=int)
+
+
+@functools.cache
+def program(file: str, arch: str, dtype: torch.dtype, *, entropy: bool) -> Program:
+    """Return a file with its constants."""
+    defines = {"DTYPE": CODES[dtype], "ENTROPY": int(entropy), **constants(file, dtype.itemsize)}
+    return Program(PACKAGE, f"{file}.cu", arch, tuple(defines.items()))
+
+
+class Host:
+    """The four raw ops for one way of reading rows."""
+
+    def __init__(self, *, bulk: bool) -> None:
+        self._bulk = bulk
+
+    def programs(self, arch: str) -> list[Program]:
+        """Return all that these ops launch and that is compiled for a target: ``sm_90``, ``sm_90a``."""
+        plain = [] if arch.endswith("a") else [GENERIC, GRADIENT]
+        files = {"sm_90a": [SM90], "sm_90": plain}.get(arch, []) if self._bulk else plain
+        variants = [(dtype, entropy) for dtype in CODES for entropy in (False, True)]
+        return [program(file, arch, dtype, entropy=entropy) for file in files for dtype, entropy in variants]
+
+    def forward(
+        self,
+        logits: torch.Tensor,
+        token_ids: torch.Tensor,
+        temperature: torch.Tensor,
+        ignore_index: int | None,
+        row_indices: torch.Tensor | None,
+        reduction: str,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (logp, norm), ``[N]`` and ``[N, 2]``."""
+        logp, _, _, norm = self._statistics(logits, token_ids, temperature, ignore_index, row_indices, entropy=False)
+        return logp, norm
+
+    def forward_stats(
+        self,
+        logits: torch.Tensor,
+        token_ids: torch.Tensor,
+        temperature: torch.Tensor,
+        ignore_index: int | None,
+        row_indices: torch.Tensor | None,
+        reduction: str,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return (logp, logsumexp, entropy, norm), the first three ``[N]``, the last ``[N, 2]``."""
+        return self._statistics(logits, token_ids, temperature, ignore_index, row_indices, entropy=True)
+
+    def backward(
+        self,
+        logits: torch.Tensor,
+        token_ids: torch.Tensor,
+        temperature: torch.Tensor,
+        ignore_index: int | None,
+        row_indices: torch.Tensor | None,
+        norm: torch.Tensor,
+        *upstream: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return dlogits ``[N, V]`` in the dtype of logits; ``upstream``: entropy and the three upstream gradients."""
+        grad = logits.new_empty(logits.shape)
+        self._gradient(logits, grad, token_ids, temperature, ignore_index, row_indices, norm, *upstream)
+        return grad
+
+    def backward_inplace(
+        self,
+        logits: torch.Tensor,
+        token_ids: torch.Tensor,
+        temperature: torch.Tensor,
+        ignore_index: int | None,
+        row_indices: torch.Tensor | None,
+        norm: torch.Tensor,
+        *upstream: torch.Tensor | None,
+    ) -> None:
+        """Overwrite logits with dlogits."""
+        self._gradient(logits, logits, token_ids, temperature, ignore_index, row_indices, norm, *upstream)
+
+    def _statistics(
+        self,
+        logits: torch.Tensor,
+        token_ids: torch.Tensor,
+        temperature: torch.Tensor,
+        ignore_index: int | None,
+        row_indices: torch.Tensor | None,
+        *,
+        entropy: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return (logp, logsumexp, entropy, norm); logsumexp and entropy are written only with ``entropy``."""
+        count, vocab = logits.shape
+        logp, norm = logits.new_empty(count, dtype=torch.float32), logits.new_empty((count, 2), dtype=torch.float32)
+        lse, row_entropy = (logits.new_empty(count, dtype=torch.float32) if entropy else logp for _ in range(2))
+        found = (logp, lse, row_entropy, norm)
+        if not count:
+            return found
+        units = _units(vocab)
+        split = units > MOST_UNITS or (units > 1 and count < SPLIT_BELOW)
+        parts = logits.new_empty((units, 3, count), dtype=torch.float32) if split else None
+        rows = _rows(token_ids, temperature, ignore_index, row_indices)
+        strides = (stride * logits.itemsize for stride in logits.stride())
+        arguments = (*rows, logits, logp, norm, lse, row_entropy, parts, count, *strides, vocab)
+        arch = arch_of("cuda", logits.device.index)
+        generic = program(GENERIC, target_of(arch, exact=False), logits.dtype, entropy=entropy)
+        if split:
+            per_unit = kernel(generic, "forward_parts", FORWARD, logits.device)
+            per_unit.launch(-(-count * units // WARPS), WARPS * WARP, *arguments)
+            kernel(generic, "merge_parts", FORWARD, logits.device).launch(-(-count // WARPS), WARPS * WARP, *arguments)
+            return found
+        if self._bulk and logits.stride(1) == 1 and vocab >= SHORT:
+            hopper = program(SM90, target_of(arch, exact=True), logits.dtype, entropy=entropy)
+            streaming = kernel(hopper, "forward_rows", FORWARD, logits.device)
+            stage = WARPS * STEP * logits.itemsize + CHUNK
+            shared = stages(logits.itemsize) * stage + 2 * units * STATE
+            threads = (WARPS + 2) * WARP
+            blocks = _even(count, streaming, threads, shared, logits.get_device())
+            streaming.launch(blocks, threads, *arguments, shared=shared)
+        else:
+            whole = kernel(generic, "forward_rows", FORWARD, logits.device)
+            whole.launch(count, sharing(vocab * logits.itemsize) * WARP, *arguments, shared=units * STATE)
+        return found
+
+    def _gradient(
+        self,
+        logits: torch.Tensor,
+        out: torch.Tensor,
+        token_ids: torch.Tensor,
+        temperature: torch.Tensor,
+        ignore_index: int | None,
+        row_indices: torch.Tensor | None,
+        norm: torch.Tensor,
+        entropy: torch.Tensor | None,
+        *grads: torch.Tensor | None,
+    ) -> None:
+        count, vocab = logits.shape
+        if not count:
+            return
+        grad_logp, grad_lse, grad_entropy = (grad if grad is None else grad.contiguous() for grad in grads)
+        rows = _rows(token_ids, temperature, ignore_index, row_indices)
+        threads = min(-(-vocab // (COLUMNS * WARP)) * WARP, MOST_THREADS)
+        chunks = -(-vocab // (threads * COLUMNS))
+        strides = (stride * logits.itemsize for tensor in (logits, out) for stride in tensor.stride())
+        plain = target_of(arch_of("cuda", logits.device.index), exact=False)
+        gradient = program(GRADIENT, plain, logits.dtype, entropy=grad_entropy is not None)
+        tensors = (logits, out, norm, entropy, grad_logp, grad_lse, grad_entropy)
+        launched = kernel(gradient, "backward", BACKWARD, logits.device)
+        launched.launch(count * chunks, threads, *rows, *tensors, *strides, vocab, chunks)
+
+
+def _rows(
+    token_ids: torch.Tensor,
+    temperature: torch.Tensor,
+    ignore_index: int | None,
+    row_indices: torch.Tensor | None,
+) -> tuple[Any, ...]:
+    """Return ``struct Rows``."""
+    ids, scale, marks = per_row(token_ids.to(torch.int64), temperature, row_indices)
+    temperatures, number = (scale, 1.0) if isinstance(scale, torch.Tensor) else (None, scale)
+    return ids, temperatures, marks, ignore_index or 0, number, ignore_index is not None
+
+
+def sharing(size: int) -> int:
+    """Return how many warps share a row of so many bytes: long rows are read faster the closer the reads lie."""
+    return 1 if size <= 1 << 16 else WARPS // 2 if size <= 1 << 17 else WARPS
+
+
+def _units(vocab: int) -> int:
+    """Return how many states the columns of a row give."""
+    last = (vocab - 1) // SEGMENT
+    return last * UNITS + min(-(-(vocab - last * SEGMENT) // STEP), UNITS)
+
+
+def _even(rows: int, streaming: Kernel, threads: int, shared: int, index: int) -> int:
+    """Return how many blocks share the rows evenly, of those that run at once on a GPU."""
+    rounds = -(-rows // (streaming.resident(threads, shared) * processors(index)))
+    return -(-rows // rounds)

@@ -1,0 +1,171 @@
+"""fused_logp in Triton: a row is read once in the forward pass, and read and written once in the backward pass.
+
+Order of the sums, which is the contract of this backend: a row is cut into segments of 8192 columns, a segment into
+blocks of 1024, both taken in ascending order; ``two_pass`` and ``online`` are the same here. Whether one program takes
+a whole row or one each segment follows the number of rows and changes no bit. How a block lies in the registers follows
+the alignment that the compiler may assume, so that is fixed by V, and rows that are aligned otherwise are copied first.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from rl_kernels.core.gpu import device_of
+from rl_kernels.fused_logp.backends.triton import kernels
+from rl_kernels.fused_logp.rows import per_row
+
+SPLIT_BELOW = 2048
+"""Rows below which each segment has a program of its own, so that a few rows fill the chip."""
+GRADIENT_WIDTHS = {True: 4096, False: 1024}
+"""Columns of the gradient that one program works on, by whether rows are read in wide loads: no bit depends on it."""
+
+
+def forward(
+    logits: torch.Tensor,
+    token_ids: torch.Tensor,
+    temperature: torch.Tensor,
+    ignore_index: int | None,
+    row_indices: torch.Tensor | None,
+    reduction: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (logp, norm), ``[N]`` and ``[N, 2]``."""
+    logp, _, _, norm = _statistics(logits, token_ids, temperature, ignore_index, row_indices, entropy=False)
+    return logp, norm
+
+
+def forward_stats(
+    logits: torch.Tensor,
+    token_ids: torch.Tensor,
+    temperature: torch.Tensor,
+    ignore_index: int | None,
+    row_indices: torch.Tensor | None,
+    reduction: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (logp, logsumexp, entropy, norm), the first three ``[N]``, the last ``[N, 2]``."""
+    return _statistics(logits, token_ids, temperature, ignore_index, row_indices, entropy=True)
+
+
+def _statistics(
+    logits: torch.Tensor,
+    token_ids: torch.Tensor,
+    temperature: torch.Tensor,
+    ignore_index: int | None,
+    row_indices: torch.Tensor | None,
+    *,
+    entropy: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (logp, logsumexp, entropy, norm); logsumexp and entropy are written only with ``entropy``."""
+    count, vocab = logits.shape
+    logp, norm = logits.new_empty(count, dtype=torch.float32), logits.new_empty((count, 2), dtype=torch.float32)
+    lse, row_entropy = (logits.new_empty(count, dtype=torch.float32) if entropy else logp for _ in range(2))
+    if not count:
+        return logp, lse, row_entropy, norm
+    rows = _canonical(logits)
+    inputs = (rows, *_rows(token_ids, temperature, row_indices))
+    sizes = (vocab, rows.stride(0), ignore_index or 0)
+    flags = {
+        "WIDE": vocab % kernels.ALIGNED.value == 0,
+        "HAS_ROWS": row_indices is not None,
+        "HAS_IGNORED": ignore_index is not None,
+        "PER_ROW": temperature.ndim > 0,
+        "ENTROPY": entropy,
+    }
+    segments = triton.cdiv(vocab, kernels.SEGMENT.value)
+    with device_of(logits):
+        if segments == 1 or count >= SPLIT_BELOW:
+            kernels.forward_rows[(count,)](*inputs, logp, norm, lse, row_entropy, *sizes, **flags, num_warps=1)
+        else:
+            parts = logits.new_empty((segments, 3, count), dtype=torch.float32)
+            kernels.forward_segments[(count, segments)](*inputs, parts, count, *sizes, **flags, num_warps=1)
+            merged = (parts, logp, norm, lse, row_entropy, count, segments)
+            kernels.forward_merge[(triton.cdiv(count, kernels.ROWS.value),)](
+                *inputs, *merged, *sizes, **flags, num_warps=1
+            )
+    return logp, lse, row_entropy, norm
+
+
+def _canonical(logits: torch.Tensor) -> torch.Tensor:
+    """Return the rows contiguous, and where V allows it at addresses for wide loads; a copy if they are not."""
+    aligned = (
+        logits.shape[1] % kernels.ALIGNED.value or not (logits.stride(0) | logits.data_ptr()) % kernels.ALIGNED.value
+    )
+    if logits.stride(1) == 1 and aligned:
+        return logits
+    return torch.empty_like(logits, memory_format=torch.contiguous_format).copy_(logits)
+
+
+def _rows(
+    token_ids: torch.Tensor, temperature: torch.Tensor, row_indices: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | float, torch.Tensor]:
+    """Return ids, temperature and marks; where there are none the ids, which are not read as such."""
+    ids, scale, marks = per_row(token_ids, temperature, row_indices)
+    return ids, scale, ids if marks is None else marks
+
+
+def backward(
+    logits: torch.Tensor,
+    token_ids: torch.Tensor,
+    temperature: torch.Tensor,
+    ignore_index: int | None,
+    row_indices: torch.Tensor | None,
+    norm: torch.Tensor,
+    *upstream: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return dlogits ``[N, V]`` in the dtype of logits; ``upstream`` is entropy and the three upstream gradients."""
+    grad = logits.new_empty(logits.shape)
+    _gradient(logits, grad, token_ids, temperature, ignore_index, row_indices, norm, *upstream)
+    return grad
+
+
+def backward_inplace(
+    logits: torch.Tensor,
+    token_ids: torch.Tensor,
+    temperature: torch.Tensor,
+    ignore_index: int | None,
+    row_indices: torch.Tensor | None,
+    norm: torch.Tensor,
+    *upstream: torch.Tensor | None,
+) -> None:
+    """Overwrite logits with dlogits."""
+    _gradient(logits, logits, token_ids, temperature, ignore_index, row_indices, norm, *upstream)
+
+
+def _gradient(
+    logits: torch.Tensor,
+    out: torch.Tensor,
+    token_ids: torch.Tensor,
+    temperature: torch.Tensor,
+    ignore_index: int | None,
+    row_indices: torch.Tensor | None,
+    norm: torch.Tensor,
+    entropy: torch.Tensor | None,
+    grad_logp: torch.Tensor | None,
+    grad_logsumexp: torch.Tensor | None,
+    grad_entropy: torch.Tensor | None,
+) -> None:
+    count, vocab = logits.shape
+    if not count:
+        return
+    # Where one is missing its place is taken by a tensor that is not read.
+    grads = [norm if grad is None else grad.contiguous() for grad in (grad_logp, grad_logsumexp, grad_entropy)]
+    saved = (norm, norm if entropy is None else entropy, *grads)
+    sizes = (vocab, *logits.stride(), *out.stride(), ignore_index or 0)
+    width = GRADIENT_WIDTHS[vocab % kernels.ALIGNED.value == 0]
+    with device_of(logits):
+        kernels.backward[(count, triton.cdiv(vocab, width))](
+            logits,
+            out,
+            *_rows(token_ids, temperature, row_indices),
+            *saved,
+            *sizes,
+            HAS_ROWS=row_indices is not None,
+            HAS_IGNORED=ignore_index is not None,
+            PER_ROW=temperature.ndim > 0,
+            HAS_LOGP=grad_logp is not None,
+            HAS_LSE=grad_logsumexp is not None,
+            HAS_ENTROPY=grad_entropy is not None,
+            UNIT=logits.stride(1) == out.stride(1) == 1,
+            WIDTH=width,
+            num_warps=4,
+        )

@@ -1,8 +1,0 @@
-"""The backend ``cuda-sm90`` of fused_logp: on Hopper the copy engine brings the rows of the forward pass."""
-
-from rl_kernels.fused_logp.cuda_backend import Host
-
-_host = Host(bulk=True)
-forward, forward_stats = _host.forward, _host.forward_stats
-backward, backward_inplace = _host.backward, _host.backward_inplace
-programs = _host.programs

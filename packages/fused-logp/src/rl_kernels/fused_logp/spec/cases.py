@@ -1,0 +1,183 @@
+"""The cases of fused_logp: inputs and error budget."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from rl_kernels.core.testing import IGNORED, Case, Draw, Inputs, Spec
+from rl_kernels.core.testing.magnitudes import of_log_softmax
+from rl_kernels.fused_logp import reference
+from rl_kernels.fused_logp.spec.cases_dimensions import DIMENSIONS, with_values
+from rl_kernels.fused_logp.spec.illegal import ILLEGAL
+from rl_kernels.fused_logp.spec.mutants import MUTANTS
+from rl_kernels.fused_logp.spec.transforms import HYGIENE, TRANSFORMS
+
+STATS = {"return_stats": True}
+SEGMENT = 4096
+"""Columns that a backend may work on at once: ids and maxima stand on both sides of its multiples."""
+SPREAD = 64
+"""Columns of a distribution in which no entry is likely to have most of the probability."""
+
+CASES = (
+    Case("plain", {"batch": 2, "seq": 16, "vocab": 257}),
+    Case("stats", {"batch": 2, "seq": 9, "vocab": 1000}, STATS),
+    Case("temperature", {"batch": 2, "seq": 5, "vocab": 333}, {**STATS, "temperature": 0.7}),
+    Case("temperature-per-token", {"batch": 3, "seq": 5, "vocab": 129}, {**STATS, "temperature": "tensor"}),
+    Case("equal-rows", {"batch": 2, "seq": 6, "vocab": 130}, {**STATS, "temperature": "tensor", "equal": True}),
+    Case("ignored", {"batch": 4, "seq": 7, "vocab": 65}, {**STATS, "ignore_index": IGNORED}),
+    Case("indexed", {"batch": 4, "seq": 8, "vocab": 100}, {**STATS, "row_indices": True}),
+    Case("out", {"batch": 2, "seq": 6, "vocab": 77}, {"out": True}),
+    Case("half-output", {"batch": 2, "seq": 6, "vocab": 77}, {"output_dtype": torch.bfloat16}),
+    Case("inplace-backward", {"batch": 2, "seq": 5, "vocab": 130}, {"inplace_backward": True}),
+    Case("online", {"batch": 1, "seq": 5, "vocab": 9001}, {**STATS, "reduction": "online"}),
+    Case("two-pass", {"batch": 1, "seq": 5, "vocab": 9001}, {**STATS, "reduction": "two_pass"}),
+    Case("peaked", {"batch": 1, "seq": 6, "vocab": 500}, {**STATS, "scale": 8.0}),
+    Case("beyond-exp", {"batch": 1, "seq": 6, "vocab": 300}, {**STATS, "offset": 100.0}),
+    Case("masked-vocabulary", {"batch": 1, "seq": 6, "vocab": 200}, {**STATS, "minus_inf": 0.3}),
+    Case(
+        "masked-by-lowest",
+        {"batch": 1, "seq": 6, "vocab": 200},
+        {**STATS, "minus_inf": 0.3, "finite": True, "temperature": 0.7},
+    ),
+    Case("pad-token", {"batch": 3, "seq": 7, "vocab": 50}, {**STATS, "ignore_index": 0}),
+    Case("rising", {"batch": 1, "seq": 6, "vocab": 2 * SEGMENT}, {**STATS, "low": SEGMENT, "reduction": "two_pass"}),
+    Case(
+        "rising-online",
+        {"batch": 1, "seq": 6, "vocab": 2 * SEGMENT + 1},
+        {**STATS, "low": SEGMENT, "reduction": "online"},
+    ),
+    Case(
+        "masked-segments",
+        {"batch": 1, "seq": 6, "vocab": 2 * SEGMENT},
+        {**STATS, "hidden": SEGMENT, "reduction": "online"},
+    ),
+    Case(
+        "indexed-inplace",
+        {"batch": 6, "seq": 11, "vocab": 2 * SEGMENT + 1},
+        {"row_indices": "twice", "inplace_backward": True},
+    ),
+    Case("no-distribution", {"batch": 1, "seq": 6, "vocab": 40}, {**STATS, "specials": True}),
+    Case("one-entry", {"batch": 1, "seq": 3, "vocab": 1}, STATS),
+    Case("qwen3-vocabulary", {"batch": 1, "seq": 3, "vocab": 151936}, STATS, suite="full"),
+    Case("gpt2-vocabulary", {"batch": 1, "seq": 4, "vocab": 50257}, STATS, suite="full"),
+    Case("many-rows", {"batch": 4, "seq": 500, "vocab": 33}, suite="full"),
+    *DIMENSIONS,
+)
+EMPTY = (Case("no-rows", {"batch": 0, "seq": 5, "vocab": 33}, STATS),)
+TEMPERATURES = {"tensor": (0.5, 2.0), "cold": (0.001, 0.003)}
+"""Bounds of the temperatures of tokens, by option."""
+DRAWN = frozenset(
+    {
+        *(
+            "scale",
+            "offset",
+            "minus_inf",
+            "low",
+            "hidden",
+            "edges",
+            "equal",
+            "finite",
+            "specials",
+            "row_indices",
+            "out",
+        ),
+        *("temperature", "values", "ids"),
+    }
+)
+"""Options that shape the inputs; the others are passed on as keyword arguments."""
+
+
+def inputs(case: Case, draw: Draw) -> Inputs:
+    """Draw ``logits[batch, seq, vocab]`` and ids, and what the case's options ask for."""
+    batch, seq, vocab = (case.sizes[name] for name in ("batch", "seq", "vocab"))
+    asked = case.options
+    # An FP32 logsumexp of size 100 moves p by 4e-6 of it, which the absolute fence has room for if p is small.
+    offset = asked.get("offset", 0.0) if vocab >= SPREAD else 0.0
+    logits = draw.normal(batch, seq, vocab, scale=asked.get("scale", 2.0)) + offset
+    logits = with_values(logits, asked.get("values"))
+    ids = draw.ids(vocab, batch, seq)
+    if "minus_inf" in asked or asked.get("values") == "minus_inf":
+        hidden = draw.mask(asked.get("minus_inf", 0.3), batch, seq, vocab).scatter(-1, ids[..., None], False)
+        logits = logits.masked_fill(hidden, torch.finfo(logits.dtype).min if asked.get("finite") else -torch.inf)
+    if asked.get("specials"):
+        put_specials(logits.view(-1, vocab))
+    if {"low", "hidden", "edges"} & asked.keys():
+        ids = with_edges(ids, vocab, 1024 if "edges" in asked else SEGMENT)
+    if {"low", "hidden"} & asked.keys():
+        # So far below the other segments that exp(other - this) overflows, and exp(this - other) is 0.
+        # The last columns never are: without a maximum far above, this would be one more offset.
+        logits[..., : min(asked.get("low", 0), vocab // 2)] -= 110
+        logits[..., : min(asked.get("hidden", 0), vocab - 1)] = -torch.inf
+        logits[..., -1] += 3
+    if asked.get("equal"):
+        logits, ids = logits[:1, :1].repeat(batch, seq, 1), ids[:1, :1].repeat(batch, seq)
+    if "ignore_index" in asked:
+        ids = ids.masked_fill(draw.mask(0.4, batch, seq), asked["ignore_index"])
+    call: Inputs = {"logits": logits, "token_ids": ids.to(asked.get("ids", torch.int64))}
+    call |= {name: value for name, value in asked.items() if name not in DRAWN}
+    if draw.dtype == torch.float64:
+        call["output_dtype"] = torch.float64
+    if "temperature" in asked:
+        between = TEMPERATURES.get(asked["temperature"])
+        call["temperature"] = (
+            draw.uniform(*between, batch, seq, dtype=torch.float32) if between else asked["temperature"]
+        )
+    if asked.get("row_indices"):
+        rows = draw.permutation(batch * seq)[: max(batch * seq // 2, 1)].to(draw.device)
+        call["row_indices"] = rows.repeat(2) if asked["row_indices"] == "twice" else rows
+    if asked.get("out"):
+        call["out"] = torch.full((batch, seq), 7.0, device=draw.device, dtype=call.get("output_dtype", torch.float32))
+    return call
+
+
+def put_specials(logits: torch.Tensor) -> None:
+    """Write rows ``[N, V]`` that are no distribution: all -inf, one NaN, one inf; few rows share them."""
+    rows, vocab = logits.shape
+    logits[0] = -torch.inf
+    logits[2 % rows, 3 % vocab] = torch.nan
+    logits[4 % rows, -1] = torch.inf
+
+
+def with_edges(ids: torch.Tensor, vocab: int, width: int) -> torch.Tensor:
+    """Return ids of which the first are the first and last columns of segments."""
+    edges = [column for start in range(0, vocab, width) for column in (start, min(start + width, vocab) - 1)]
+    found = ids.clone()
+    found.view(-1)[: len(edges)] = torch.tensor(edges, device=ids.device)[: ids.numel()]
+    return found
+
+
+def magnitudes(case: Case, call: Inputs, upstream: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Bound the terms: those of each logit by its size, which is exact without a temperature."""
+    temperature = call.get("temperature", 1.0)
+    scale = temperature[..., None] if isinstance(temperature, torch.Tensor) else temperature
+    z = torch.where(call["logits"].isnan(), 0.0, call["logits"]) / scale
+    size = torch.where(z == -torch.inf, 0.0, z).abs()
+    rounded = (size if "temperature" in call else torch.zeros_like(size)) if call.get("return_stats") else None
+    taken = {name: value.abs() for name, value in upstream.items()}
+    terms, dz = of_log_softmax(z, size, call["token_ids"] % z.shape[-1], taken, rounded)
+    return {**terms, "gradient:logits": dz / scale}
+
+
+SPEC = Spec(
+    cases=CASES,
+    inputs=inputs,
+    references={"": reference.fused_logp},
+    classes=dict.fromkeys(("logp", "logsumexp", "entropy", "gradient:logits"), "logprob"),
+    differentiable=("logits",),
+    magnitudes=magnitudes,
+    transforms=TRANSFORMS,
+    illegal=ILLEGAL,
+    mutants=MUTANTS,
+    hygiene=HYGIENE,
+    empty=EMPTY,
+    writes={"out": "logp"},
+    inplace={"inplace_backward": "logits"},
+    unread=frozenset({"out", "reduction", "inplace_backward", "validate", "backend"}),
+    output="logp",
+    adds=frozenset({"return_stats"}),
+    ids=("token_ids",),
+    indexed="row_indices",
+    eager_only=frozenset({"inplace_backward"}),
+)

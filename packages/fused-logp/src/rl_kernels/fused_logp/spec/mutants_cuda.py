@@ -1,0 +1,133 @@
+"""Bugs of the host code of fused_logp's CUDA backends, planted in copies of it.
+
+``SHOWN`` give wrong numbers, which the quick cases show on a GPU; ``LAUNCHES`` read or write where they must not, need
+larger cases, or break a rule that no number shows: they are planted where launches are recorded and none is made.
+"""
+
+from __future__ import annotations
+
+from rl_kernels.core.testing import Bug, Mutants
+
+MODULES = ("rl_kernels.fused_logp.rows", "rl_kernels.fused_logp.backends.cuda.backend")
+STRIDES = "strides = (stride * logits.itemsize for "
+
+SHOWN = (
+    Bug("temperature of the first row for all", "(scale, 1.0) if isinstance", "(None, float(scale[0])) if isinstance"),
+    Bug("temperature missing", "(None, scale)\n", "(None, 1.0)\n"),
+    Bug("ignore_index of 0 ignores nothing", "ignore_index is not None\n", "bool(ignore_index)\n"),
+    Bug("every row is computed", "return ids, temperatures, marks,", "return ids, temperatures, None,"),
+    Bug(
+        "marks of the rows that are left out",
+        "int8).index_fill_(0, row_indices, 1)",
+        "int8).add_(1).index_fill_(0, row_indices, 0)",
+    ),
+    Bug(
+        "entropy not computed",
+        "logits.dtype, entropy=entropy)\n        if split",
+        "logits.dtype, entropy=False)\n        if split",
+    ),
+    Bug(
+        "upstream gradients exchanged",
+        "entropy, grad_logp, grad_lse, grad_entropy)\n",
+        "entropy, grad_lse, grad_logp, grad_entropy)\n",
+    ),
+    Bug("upstream gradient of the entropy dropped", "entropy=grad_entropy is not None", "entropy=False"),
+    Bug(
+        "logp and logsumexp exchanged",
+        "logits, logp, norm, lse, row_entropy, parts",
+        "logits, lse, norm, logp, row_entropy, parts",
+    ),
+)
+"""Their numbers are wrong."""
+
+LAUNCHES = (
+    Bug(
+        "gradient written with the strides of logits",
+        "for tensor in (logits, out) for",
+        "for tensor in (logits, logits) for",
+    ),
+    Bug(
+        "last columns have no gradient",
+        "chunks = -(-vocab // (threads * COLUMNS))",
+        "chunks = max(vocab // (threads * COLUMNS), 1)",
+    ),
+    Bug("every variant is compiled alike", 'defines = {"DTYPE": CODES[dtype]', 'defines = {"DTYPE": 0 * CODES[dtype]'),
+    Bug(
+        "dtype code of BF16 and FP16 exchanged",
+        "torch.bfloat16: 1, torch.float16: 2",
+        "torch.bfloat16: 2, torch.float16: 1",
+    ),
+    Bug("upstream gradient expanded, read as if contiguous", "grad if grad is None else grad.contiguous()", "grad"),
+    Bug("ids read as they lie", "return token_ids.contiguous(),", "return token_ids,"),
+    Bug("ids of 32 bits", "token_ids.to(torch.int64)", "token_ids.to(torch.int32)"),
+    Bug(
+        "temperatures read as they lie",
+        "temperature.contiguous() if temperature.ndim",
+        "temperature if temperature.ndim",
+    ),
+    Bug("strides in elements", f"{STRIDES}stride in logits", "strides = (stride for stride in logits"),
+    Bug("strides of the gradient in elements", f"{STRIDES}tensor in", "strides = (stride for tensor in"),
+    Bug("strides exchanged", "count, *strides, vocab)\n", "count, *reversed([*strides]), vocab)\n"),
+    Bug("last units have no warp", "-(-count * units // WARPS)", "count * units // WARPS"),
+    Bug(
+        "one warp a row in the grid of units",
+        "per_unit.launch(-(-count * units // WARPS)",
+        "per_unit.launch(-(-count // WARPS)",
+    ),
+    Bug(
+        "last rows are not merged",
+        "launch(-(-count // WARPS), WARPS * WARP, *arguments)\n            return",
+        "launch(max(count // WARPS, 1), WARPS * WARP, *arguments)\n            return",
+    ),
+    Bug("segments counted as units", "return last * UNITS + min", "return last + min"),
+    Bug(
+        "units of a short last segment rounded down",
+        "min(-(-(vocab - last * SEGMENT) // STEP), UNITS)",
+        "min((vocab - last * SEGMENT) // STEP, UNITS)",
+    ),
+    Bug("no room for the states of a row", "shared=units * STATE)", "shared=STATE)"),
+    Bug("no room for the states of the second row", "+ 2 * units * STATE", "+ units * STATE"),
+    Bug("no room for the skew of a stage", "WARPS * STEP * logits.itemsize + CHUNK", "WARPS * STEP * logits.itemsize"),
+    Bug("room for numbers of 16 bits", "WARPS * STEP * logits.itemsize + CHUNK", "WARPS * STEP * 2 + CHUNK"),
+    Bug("stages of the other dtype", "stages(logits.itemsize)", "stages(6 - logits.itemsize)"),
+    Bug("one warp missing beside those that sum", "threads = (WARPS + 2) * WARP", "threads = (WARPS + 1) * WARP"),
+    Bug("rows that are spread out are copied in bulk", "self._bulk and logits.stride(1) == 1 and", "self._bulk and"),
+    Bug(
+        "WGMMA target for the plain kernels",
+        "target_of(arch, exact=False), logits",
+        "target_of(arch, exact=True), logits",
+    ),
+    Bug("plain target for the bulk copies", "target_of(arch, exact=True)", "target_of(arch, exact=False)"),
+    Bug(
+        "one block a row, of twice the threads",
+        "sharing(vocab * logits.itemsize) * WARP",
+        "sharing(vocab * logits.itemsize) * 2 * WARP",
+    ),
+    Bug("a round too many", "rounds = -(-rows // ", "rounds = 1 + (rows // "),
+    Bug(
+        "blocks counted for other threads",
+        "_even(count, streaming, threads, shared",
+        "_even(count, streaming, WARPS * WARP, shared",
+    ),
+    Bug("one multiprocessor", "* processors(index))", ")"),
+    Bug("split follows the columns alone", "units > 1 and count < SPLIT_BELOW", "units > 1"),
+    Bug("long rows are not split", "units > MOST_UNITS or (", "("),
+    Bug("states of all rows kept for one", "(units, 3, count), dtype", "(units, 3, 1), dtype"),
+    Bug("one number a row for its norm", "new_empty((count, 2), dtype", "new_empty((count, 1), dtype"),
+    Bug("norm in the dtype of logits", "(count, 2), dtype=torch.float32", "(count, 2), dtype=logits.dtype"),
+    Bug("states without weighted sums", "(units, 3, count), dtype", "(units, 2, count), dtype"),
+    Bug(
+        "states in the dtype of logits",
+        "(units, 3, count), dtype=torch.float32",
+        "(units, 3, count), dtype=logits.dtype",
+    ),
+    Bug("one chunk too many", "-(-vocab // (threads * COLUMNS))", "vocab // (threads * COLUMNS) + 1"),
+    Bug(
+        "grid of the gradient for one chunk",
+        "launched.launch(count * chunks, threads",
+        "launched.launch(count, threads",
+    ),
+)
+"""What only a look at the launch shows."""
+
+MUTANTS = tuple(Mutants(name, MODULES, SHOWN) for name in ("cuda-generic", "cuda-sm90"))

@@ -1,0 +1,1 @@
+"""The native backend of grpo_loss: PyTorch on any device."""

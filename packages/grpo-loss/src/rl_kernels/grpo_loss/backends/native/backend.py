@@ -1,0 +1,138 @@
+"""grpo_loss in PyTorch, for any device: element-wise operations and sums in a fixed order, no host sync.
+
+Order of the sums, which is the contract of this backend: terms are summed over each sequence in segments of 4096
+counted from its start, each by one tree, the segments' sums in ascending order; then the sequences' sums in the same
+way. Masked positions are zeros in both, so padding and masked sequences at the end change no bit, and packed sequences
+are padded. Rewards are summed by a tree over each group counted from its start, in FP64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from rl_kernels.core import rowwise
+from rl_kernels.grpo_loss import packing
+from rl_kernels.grpo_loss.backends.native.advantages import advantages
+from rl_kernels.grpo_loss.backends.native.metrics import Metrics
+from rl_kernels.grpo_loss.backends.native.terms import Block, Terms, terms_of
+from rl_kernels.grpo_loss.call import LossCall
+from rl_kernels.grpo_loss.lanes import keep, lanes
+from rl_kernels.grpo_loss.objective import Numbers, Plan
+
+__all__ = ["advantages", "backward", "forward", "forward_grad"]
+
+BLOCK_ELEMENTS = 1 << 16
+"""Tokens worked on at once; sequences are independent up to their sums, so it changes no bit."""
+
+
+class Losses(NamedTuple):
+    """Loss, its two parts, the metrics, and what divides the sums; scalars but the metrics."""
+
+    loss: torch.Tensor
+    policy_loss: torch.Tensor
+    kl: torch.Tensor
+    metrics: torch.Tensor
+    divisor: torch.Tensor
+
+
+def forward(*arguments: Any) -> tuple[torch.Tensor, ...]:
+    """Return (loss, policy_loss, kl, metrics)."""
+    return _loss(LossCall(*arguments), None)[:4]
+
+
+def forward_grad(*arguments: Any) -> tuple[torch.Tensor, ...]:
+    """Return (loss, policy_loss, kl, metrics, divisor, slope), the last like current_logps, -0 at masked tokens."""
+    call = LossCall(*arguments)
+    slope = call.current_logps.new_empty((call.batch, call.length), dtype=call.dtype)
+    losses = _loss(call, slope)
+    if call.cu_seqlens is not None:
+        slope = packing.packed(slope, call.cu_seqlens, call.current_logps.shape[0])
+    return *losses, slope
+
+
+def backward(
+    current_logps: torch.Tensor, divisor: torch.Tensor, slope: torch.Tensor, upstream: torch.Tensor
+) -> torch.Tensor:
+    """Return the gradient in the dtype of current_logps; 0 at masked positions, whatever the upstream gradient."""
+    active = lanes((slope != 0) | ~slope.signbit(), slope.dtype)
+    grad = keep(slope * (upstream.to(slope.dtype) / divisor), active)
+    return grad.to(current_logps.dtype).contiguous()
+
+
+def _loss(call: LossCall, slope: torch.Tensor | None) -> Losses:
+    """Return the results and write the slope, if it is wanted."""
+    plan, n = call.formula, call.values
+    inputs = _inputs(call, n)
+    current, dtype = inputs.current, call.dtype
+    divisor = _divisor(call, inputs.mask, plan, n)
+    policy_sums, kl_sums = (current.new_zeros(current.shape[0], dtype=dtype) for _ in range(2))
+    metrics = Metrics(current.shape[0], dtype, current.device) if call.with_metrics else None
+    for rows in _blocks(current):
+        block = inputs.rows(rows)
+        terms = terms_of(block, plan, n, call.with_metrics)
+        policy_sums[rows] = _row_sum(terms.policy, block, plan.mean, dtype)
+        if terms.kl is not None:
+            kl_sums[rows] = _row_sum(terms.kl, block, plan.mean, dtype)
+        if metrics is not None:
+            metrics.add(rows, block, terms, plan, n)
+        if slope is not None:
+            slope[rows] = _marked(terms, block.mask)
+    policy_loss, kl = (rowwise.row_sum(sums) / divisor for sums in (policy_sums, kl_sums))
+    values = current.new_empty(0, dtype=torch.float32) if metrics is None else metrics.vector()
+    return Losses(policy_loss + n.beta * kl, policy_loss, kl, values, divisor)
+
+
+def _inputs(call: LossCall, n: Numbers) -> Block:
+    """Return the tensors of all sequences, padded."""
+    current, mask, scores = call.current_logps, call.mask.bool(), _advantages(call, n)
+    tensors = (current, call.old_logps, call.ref_logps, scores, mask, call.rollout_ratio, call.entropy)
+    if call.cu_seqlens is None:
+        return Block(*tensors)
+    layout = packing.Padding(call.cu_seqlens, call.max_seqlen, current.shape[0])
+    padded = [None if x is None else layout.padded(x, i in (3, 5)) for i, x in enumerate(tensors)]
+    inside = layout.padded(mask, False) & layout.inside
+    return Block(*padded)._replace(mask=inside)  # type: ignore[arg-type]
+
+
+def _advantages(call: LossCall, n: Numbers) -> torch.Tensor:
+    """Return the given advantages, or those of the rewards, ``[B]``."""
+    rewards = call.rewards
+    if rewards is None:
+        assert call.advantages is not None
+        return call.advantages
+    wide = rewards.to(torch.promote_types(rewards.dtype, call.current_logps.dtype))
+    eps = call.numbers.new_full((), n.eps)
+    return advantages(wide, call.boundaries, call.samples, eps, call.estimator)
+
+
+def _divisor(call: LossCall, mask: torch.Tensor, plan: Plan, n: Numbers) -> torch.Tensor:
+    """Return what divides the sums over the batch: a number of tokens or of sequences, times a length or 1."""
+    if call.normaliser is not None:
+        count = call.normaliser.to(call.dtype)
+    elif n.divisor:
+        count = mask.new_full((), n.divisor, dtype=call.dtype)
+    elif plan.mean == "tokens":
+        return mask.sum().clamp(min=1).to(call.dtype)
+    else:
+        count = mask.new_full((), max(call.batch, 1), dtype=call.dtype)
+    return count * (n.length or max(call.length, 1)) if plan.mean == "sums" else count.clone()
+
+
+def _blocks(current: torch.Tensor) -> Iterator[slice]:
+    height = max(BLOCK_ELEMENTS // max(current.shape[1], 1), 1)
+    for row in range(0, current.shape[0], height):
+        yield slice(row, row + height)
+
+
+def _row_sum(term: torch.Tensor, block: Block, mean: str, dtype: torch.dtype) -> torch.Tensor:
+    sums = rowwise.row_sum(term)
+    return sums / block.mask.sum(1).clamp(min=1).to(dtype) if mean == "sequences" else sums
+
+
+def _marked(terms: Terms, mask: torch.Tensor) -> torch.Tensor:
+    """Return a slope that is 0 at masked tokens with -0 there and nowhere else: -0 + 0 is +0."""
+    masked = lanes(~mask, terms.slope.dtype)
+    return ((terms.slope + 0.0).view(masked.dtype) | (masked & torch.iinfo(masked.dtype).min)).view(terms.slope.dtype)

@@ -1,0 +1,78 @@
+"""The metrics of a loss in PyTorch, from what its terms are made of anyway; sums in the order of the loss."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from rl_kernels.core import rowwise
+from rl_kernels.grpo_loss.backends.native.terms import Block, Terms, _k3
+from rl_kernels.grpo_loss.lanes import keep, lanes
+from rl_kernels.grpo_loss.objective import Numbers, Plan
+from rl_kernels.grpo_loss.outputs import METRICS
+
+SUMS = ("count", "clip_low", "clip_high", "ratio", "squares", "k1", "k2", "k3", "nonfinite", "entropy")
+
+
+class Metrics:
+    """Collects the sums of blocks of sequences; ``vector`` gives what ``METRICS`` names."""
+
+    def __init__(self, batch: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._sums = torch.zeros((len(SUMS), batch), dtype=dtype, device=device)
+        self._least = torch.full((batch,), math.inf, dtype=dtype, device=device)
+        self._most = torch.full((batch,), -math.inf, dtype=dtype, device=device)
+
+    def add(self, rows: slice, block: Block, terms: Terms, plan: Plan, n: Numbers) -> None:
+        """Add the sequences ``rows``."""
+        dtype = self._sums.dtype
+        active = lanes(block.mask, dtype)
+        ratio = terms.ratio.expand(block.mask.shape).contiguous()
+        values = {"count": torch.ones_like(ratio), "ratio": ratio, "squares": ratio * ratio}
+        values["clip_low"], values["clip_high"] = (x.to(dtype) for x in _clipped(ratio, block, plan, n))
+        values["nonfinite"] = (~_finite(block)).to(dtype)
+        if terms.e is not None:
+            values |= {"k1": -terms.e, "k2": terms.e * terms.e * 0.5, "k3": _k3(terms.e)[0]}
+        if block.entropy is not None:
+            values["entropy"] = block.entropy.to(dtype)
+        for name, value in values.items():
+            self._sums[SUMS.index(name), rows] = rowwise.row_sum(keep(value, active))
+        if ratio.shape[1]:
+            is_number = block.mask & ~ratio.isnan()
+            self._least[rows] = torch.where(is_number, ratio, math.inf).amin(1)
+            self._most[rows] = torch.where(is_number, ratio, -math.inf).amax(1)
+
+    def vector(self) -> torch.Tensor:
+        """Return the metrics; 0 for what was not given, and for means of nothing."""
+        sums = dict(zip(SUMS, rowwise.row_sum(self._sums), strict=True))
+        count = sums["count"].clamp(min=1)
+        means = {name: value / count for name, value in sums.items()}
+        is_any = sums["count"] > 0
+        infinity = torch.full_like(self._least[:1], math.inf)
+        named = {
+            **{name: means[name] for name in ("clip_low", "clip_high", "k1", "k2", "k3", "entropy")},
+            "ratio_mean": means["ratio"],
+            "ratio_min": torch.where(is_any, torch.cat((self._least, infinity)).amin(), 0.0),
+            "ratio_max": torch.where(is_any, torch.cat((self._most, -infinity)).amax(), 0.0),
+            "effective_samples": torch.where(is_any, sums["ratio"].square() / sums["squares"], 0.0),
+            "nonfinite": sums["nonfinite"],
+        }
+        return torch.stack([named[name] for name in METRICS]).float()
+
+
+def _clipped(ratio: torch.Tensor, block: Block, plan: Plan, n: Numbers) -> tuple[torch.Tensor, torch.Tensor]:
+    """Say where a ratio is bounded from below, and where from above."""
+    a = block.advantages if block.advantages.ndim == 2 else block.advantages[:, None]
+    if plan.kind == "cispo":
+        return ratio < n.cispo_floor, ratio > n.cispo_cap
+    if plan.kind != "clip":
+        return torch.zeros_like(ratio, dtype=torch.bool), torch.zeros_like(ratio, dtype=torch.bool)
+    return (ratio < 1 - n.clip_low) & (a < 0), (ratio > 1 + n.clip_high) & (a > 0)
+
+
+def _finite(block: Block) -> torch.Tensor:
+    finite = block.current.isfinite()
+    for other in (block.old, block.ref):
+        if other is not None:
+            finite = finite & other.isfinite()
+    return finite

@@ -1,0 +1,148 @@
+"""Bugs of grpo_loss's Triton kernels and of their host code, planted in copies of the backend; none may escape.
+
+They run in Triton's interpreter too, a thousand times as slow, so each is one that a small case shows. ``LAUNCHES``
+need large ones, or break a rule that no number shows: they are planted where launches are recorded.
+"""
+
+from __future__ import annotations
+
+from rl_kernels.core.testing import Bug, Mutants
+
+MODULES = tuple(
+    f"rl_kernels.grpo_loss.backends.triton.{name}"
+    for name in ("groups", "terms", "tokens", "kernels", "reduce", "objectives", "backend")
+)
+
+GROUPS = (
+    Bug("one reward beyond the group", "is_there = place < end\n", "is_there = place <= end\n"),
+    Bug("group of the sequence before", "start = row // groups * groups\n", "start = (row + 1) // groups * groups\n"),
+    Bug(
+        "boundary belongs to the group before it",
+        "tl.load(boundaries + middle) <= row",
+        "tl.load(boundaries + middle) < row",
+    ),
+    Bug(
+        "last group not looked at",
+        "high = tl.full((), groups, tl.int64) - 1",
+        "high = tl.full((), groups, tl.int64) - 2",
+    ),
+    Bug("sample standard deviation", "size if KIND == POPULATION else size - 1.0", "size - 1.0"),
+    Bug("eps added", "tl.where(std < eps, least, std), equal", "std + least, equal"),
+)
+LOSS = (
+    Bug(
+        "lower bound is the upper one",
+        "tl.minimum(tl.maximum(ratio, low), high)",
+        "tl.minimum(tl.maximum(ratio, high), high)",
+    ),
+    Bug("gradient of clipped tokens", "tl.where(is_clipped, 0.0, unclipped)", "unclipped"),
+    Bug(
+        "mask of a token taken for all",
+        "would be NaN.\n    counted = is_active & (a != 0.0)",
+        "would be NaN.\n    counted = a != 0.0",
+    ),
+    Bug(
+        "KL of masked tokens",
+        "k3_of(tl.where(is_active, other.to(tl.float32) - x, 0.0))",
+        "k3_of(other.to(tl.float32) - x)",
+    ),
+    Bug("beta missing in the gradient", "slope = fma(constant(beta), -expm1, slope)", "slope = slope - expm1"),
+    Bug(
+        "advantages of the tokens of the first sequence",
+        "a = tl.load(scores + row * score_row + columns, mask=here",
+        "a = tl.load(scores + columns, mask=here",
+    ),
+    Bug(
+        "slope stored with the stride of the inputs",
+        "tl.store(slope + row * length + columns, marked",
+        "tl.store(slope + row * (length - 1) + columns, marked",
+    ),
+    Bug("sum of the KL left over", "tl.store(place + batch, tree(kl_sum))", "pass"),
+    Bug(
+        "last sequence not counted",
+        "total += tl.load(place + 2 * batch, mask=here, other=0.0).to(tl.int64)\n            policy",
+        "total += tl.load(place + 2 * batch, mask=rows < batch - 1, other=0.0).to(tl.int64)\n            policy",
+    ),
+    Bug(
+        "upstream gradient left out",
+        "tl.div_rn(tl.load(upstream).to(tl.float32), tl.load(count))",
+        "tl.div_rn(1.0, tl.load(count))",
+    ),
+    Bug(
+        "last tokens have no gradient",
+        "(-(-size // GRADIENT_BLOCK),), *arguments",
+        "(max(size // GRADIENT_BLOCK, 1),), *(*arguments[:4], size - 1, arguments[5])",
+    ),
+)
+HOST = (
+    Bug(
+        "bounds exchanged",
+        "*(1 - n.clip_low, 1 + n.clip_high, n.beta, n.eps)",
+        "*(1 - n.clip_high, 1 - n.clip_low, n.beta, n.eps)",
+    ),
+    Bug(
+        "beta missing in the loss",
+        "count, batch, segments, n.beta, ref is not None",
+        "count, batch, segments, 1.0, ref is not None",
+    ),
+    Bug("per-token advantages taken for one a sequence", "scores.values.ndim == 2),\n", "False),\n"),
+)
+LAUNCHES = (
+    Bug("one step for groups of up to 512", "samples <= LANES, formula", "samples <= 2 * LANES, formula"),
+    Bug(
+        "half the lanes",
+        "min(max(1 << (size - 1).bit_length(), least), most)",
+        "min(max(1 << (size - 1).bit_length() >> 1, least), most)",
+    ),
+    Bug("boundaries counted as groups", "boundaries.shape[0] - 1, LANES", "boundaries.shape[0], LANES"),
+    Bug(
+        "groups of boundaries in one step",
+        "boundaries.shape[0] - 1, LANES, formula=",
+        "boundaries.shape[0] - 1, LANES, True, formula=",
+    ),
+    Bug("stride of rewards taken for 1", "scores.groups, rewards.stride(0))", "scores.groups, 1)"),
+    Bug("a program a sequence", "launch(_advantages, (programs,)", "launch(_advantages, (count,)"),
+    Bug(
+        "last segment has no program",
+        "segments = -(-length // SEGMENT)\n    sums",
+        "segments = max(length // SEGMENT, 1)\n    sums",
+    ),
+    Bug("segments and sequences exchanged", "(batch, segments),\n", "(segments, batch),\n"),
+    Bug(
+        "rows apart read as contiguous",
+        "x.ndim == 1 or x.stride(1) == 1 else x.contiguous()",
+        "True else x.contiguous()",
+    ),
+    Bug(
+        "strides of the tensors before their copy",
+        "strides = [0 if x is None else x.stride(0) for x in tensors]",
+        "strides = [0 if x is None else x.stride(0) for x in (current, old, ref, mask, scores[0])]",
+    ),
+    Bug("rows apart of objectives read as contiguous", "x is None or x.stride(1) == 1 else", "True else"),
+    Bug("sums of another layout", "(segments, 3, batch), dtype", "(batch, 3, segments), dtype"),
+    Bug(
+        "sums in the dtype of the inputs, of two quantities",
+        "(segments, 3, batch), dtype",
+        "(segments, 2, batch), dtype",
+    ),
+    Bug("reference not summed", "n.beta, ref is not None, LANES)", "n.beta, False, LANES)"),
+    Bug("last sum over the lanes of a warp", "ref is not None, LANES)", "ref is not None, WARP)"),
+    Bug("slope read as it lies", "slope.contiguous(), count, upstream", "slope, count, upstream"),
+    Bug("last tokens are not scaled", "(-(-size // GRADIENT_BLOCK),)", "(max(size // GRADIENT_BLOCK, 1),)"),
+    Bug(
+        "expanded advantages at their first token",
+        "Scores(advantages[:, 0] if is_one else advantages)",
+        "Scores(advantages[0] if is_one else advantages)",
+    ),
+    Bug("metrics have no room", "SUMS + (len(METRICS) if call.with_metrics else 0)", "SUMS"),
+    Bug("metrics have no programs", "(1 + len(metrics),)", "(1,)"),
+    Bug("a program a sequence, whatever its segments", "(call.batch * segments,)", "(call.batch,)"),
+    Bug(
+        "long sequences taken as one step", "is_whole = by_sequence and lanes >= call.length", "is_whole = by_sequence"
+    ),
+    Bug("wide lanes for every objective", "WIDE if by_sequence else LANES", "WIDE"),
+    Bug("means of sequences not told to the last sum", 'plan.mean == "sequences", quantities', "False, quantities"),
+)
+CASES = ("kl", "ragged", "advantages-per-token", "groups-ragged")
+
+MUTANTS = (Mutants("triton", MODULES, (*GROUPS, *LOSS, *HOST), CASES),)

@@ -1,0 +1,1 @@
+"""The implementations of linear_logp, one a module or folder; they never import each other."""

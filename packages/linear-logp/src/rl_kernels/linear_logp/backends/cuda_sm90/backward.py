@@ -1,0 +1,76 @@
+"""The backward pass of ``cuda-sm90``: dz in CUDA C++, the two products in Triton.
+
+dbias is a chain over the tokens of sums over 16 of them each; all else as ``backward.py`` and ``products.py`` say.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rl_kernels.core.cuda.launch import kernel
+from rl_kernels.core.cuda.tensor_map import tensor_map
+from rl_kernels.core.rowwise import LogpUpstream
+from rl_kernels.linear_logp import products
+from rl_kernels.linear_logp.backends.cuda_sm90.tiles import (
+    BACKWARD,
+    BLOCK,
+    HEIGHT,
+    INPUTS,
+    SWIZZLE,
+    Operands,
+    copyable,
+    program,
+)
+from rl_kernels.linear_logp.inputs import Inputs
+
+ARGS = f"({INPUTS}PPPPPPii)"
+"""``struct Args``."""
+SUMMED = 16
+"""Rows whose sum is one term of dbias."""
+
+
+class Steps(products.Products):
+    """One piece of the vocabulary for one block of rows of the backward pass."""
+
+    def summed(self, hidden: torch.Tensor) -> int:
+        """Return the rows whose sum is one term of dbias."""
+        return SUMMED
+
+    def dlogits(
+        self, block: Inputs, upstream: LogpUpstream, columns: slice, dbias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return dz, rounded, and add its sum over rows to dbias."""
+        hidden, width = copyable(block.hidden), columns.stop - columns.start
+        count, device = len(hidden), hidden.device
+        block = block._replace(weight=copyable(block.weight))
+        operands = Operands.of(block, hidden)
+        cut = operands.cut
+        dz = hidden.new_empty((count, -(-width // BLOCK) * BLOCK))[:, :width]
+        sums = None if dbias is None else hidden.new_empty((-(-count // SUMMED), width), dtype=torch.float32)
+        made = program(BACKWARD, hidden.dtype, cut, entropy=upstream.grad_entropy is not None)
+        kernel(made, "gradient", f"TTT{ARGS}", device).launch(
+            cut.grid(count, -(-width // BLOCK), hidden.get_device()),
+            cut.threads,
+            *operands.maps,
+            tensor_map(dz, (HEIGHT, SWIZZLE // hidden.itemsize), swizzle=SWIZZLE),
+            *operands.arguments,
+            upstream.norm,
+            # Never null where the kernel reads it.
+            upstream.norm if upstream.entropy is None else upstream.entropy,
+            *(upstream.grad_logp, upstream.grad_logsumexp, upstream.grad_entropy),
+            *(sums, columns.start, width),
+            shared=cut.shared(BACKWARD),
+        )
+        if dbias is not None:
+            kernel(made, "add_rows", "PPii", device).launch(-(-width // 256), 256, sums, dbias, count, width)
+        return dz
+
+
+def backward(
+    hidden: torch.Tensor, weight: torch.Tensor, *others: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (dhidden, dweight, dbias), empty where not needed; with ``main_grad`` dweight is added to that."""
+    # Once, not for each piece.
+    return products.backward(Steps(), hidden, copyable(weight), *others)

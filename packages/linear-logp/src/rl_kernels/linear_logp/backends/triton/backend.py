@@ -1,0 +1,220 @@
+"""linear_logp in Triton: tiles of logits that live in registers, and end there as softmax states or as a gradient.
+
+Order of the sums, which is the contract of this backend: a logit is a canonical chain over D. The vocabulary is cut
+into segments of 4096 columns, a segment into blocks of 256; every block gives a state of its own, blocks are merged in
+ascending order, and so are segments. Whether one program takes a whole segment or one block follows the number of rows
+and changes no bit. dH and dW are canonical chains over the vocabulary and over the tokens, that of dH in FP32 of spans
+of 256 columns; dbias adds blocks of tokens, in ascending order.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import triton
+
+from rl_kernels.core.gpu import device_of
+from rl_kernels.core.operator import arch_of
+from rl_kernels.core.rowwise import LogpUpstream
+from rl_kernels.core.triton_lib import gemm
+from rl_kernels.core.triton_lib.launch import INTERPRETED
+from rl_kernels.core.triton_lib.schedule import HALF, Schedule, processors
+from rl_kernels.core.tuned import entry
+from rl_kernels.linear_logp import products
+from rl_kernels.linear_logp.backends.triton import kernels
+from rl_kernels.linear_logp.inputs import Inputs
+
+
+def forward(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target_ids: torch.Tensor,
+    bias: torch.Tensor | None,
+    temperature: torch.Tensor,
+    ignore_index: int | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (logp, norm), ``[N]`` and ``[N, 2]``."""
+    inputs = Inputs(hidden, weight, target_ids, bias, temperature, ignore_index)
+    logp, _, _, norm = _statistics(inputs, entropy=False)
+    return logp, norm
+
+
+def forward_stats(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target_ids: torch.Tensor,
+    bias: torch.Tensor | None,
+    temperature: torch.Tensor,
+    ignore_index: int | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (logp, logsumexp, entropy, norm), the first three ``[N]``, the last ``[N, 2]``."""
+    return _statistics(Inputs(hidden, weight, target_ids, bias, temperature, ignore_index), entropy=True)
+
+
+def backward(
+    hidden: torch.Tensor, weight: torch.Tensor, *others: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (dhidden, dweight, dbias), empty where not needed; with ``main_grad`` dweight is added to that."""
+    return products.backward(Steps(), hidden, weight, *others)
+
+
+def backward_main_grad(*args: object) -> tuple[torch.Tensor, torch.Tensor]:
+    """Add dweight to ``main_grad``, the last argument, and return (dhidden, dbias), empty where not needed."""
+    dhidden, _, dbias = backward(*args)  # type: ignore[arg-type]
+    return dhidden, dbias
+
+
+def schedule_of(name: str, hidden: torch.Tensor) -> Schedule:
+    """Return how tiles of logits are formed: where bits might follow it, by dtype and architecture alone."""
+    if INTERPRETED:
+        return Schedule(64, kernels.BLOCK.value, 64, 4, 1)
+    if hidden.dtype not in HALF:
+        return Schedule(32, kernels.BLOCK.value, 16, 8, 3)
+    if arch_of(hidden.device.type, hidden.device.index) != "sm90":
+        return Schedule(64, kernels.BLOCK.value, 32, 8, 3)
+    return _tuned(name)
+
+
+@functools.cache
+def _tuned(name: str) -> Schedule:
+    return entry("rl_kernels.linear_logp.backends.triton", name, kind=Schedule)
+
+
+def _statistics(inputs: Inputs, *, entropy: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (logp, logsumexp, entropy, norm); logsumexp and entropy are written only with ``entropy``."""
+    hidden, (count, vocab) = inputs.hidden, (len(inputs.hidden), len(inputs.weight))
+    logp, chosen = (hidden.new_empty(count, dtype=torch.float32) for _ in range(2))
+    norm = hidden.new_empty((count, 2), dtype=torch.float32)
+    lse, row_entropy = (hidden.new_empty(count, dtype=torch.float32) if entropy else logp for _ in range(2))
+    if not count:
+        return logp, lse, row_entropy, norm
+    # On sm_90 a tile's height changes no bit: a state is formed within a row.
+    cut = schedule_of("few_rows", hidden)
+    if count > cut.rows:
+        cut = schedule_of("many_rows", hidden)
+    row_tiles, segments = -(-count // cut.rows), triton.cdiv(vocab, kernels.SEGMENT.value)
+    width = kernels.SEGMENT.value if row_tiles * segments >= 2 * processors(hidden.device) else kernels.BLOCK.value
+    units = triton.cdiv(vocab, width)
+    parts = hidden.new_empty((units, 3, count), dtype=torch.float32)
+    ids, temperature = inputs.target_ids.contiguous(), _number_or_rows(inputs.temperature)
+    flags = {"PER_ROW": inputs.temperature.ndim > 0, "ENTROPY": entropy}
+    with device_of(hidden):
+        kernels.states[(row_tiles * units,)](
+            *(first := gemm.operand(hidden, cut.rows, cut.inner))[:3],
+            *(second := gemm.operand(inputs.weight, kernels.BLOCK.value, cut.inner))[:3],
+            *_bias(inputs),
+            temperature,
+            parts,
+            count,
+            vocab,
+            hidden.shape[1],
+            width,
+            HIDDEN=first.kind,
+            WEIGHT=second.kind,
+            HAS_BIAS=inputs.bias is not None,
+            RAGGED=vocab % kernels.BLOCK.value > 0,
+            BLOCK_M=cut.rows,
+            BLOCK_K=cut.inner,
+            GROUP=cut.group,
+            **flags,
+            num_warps=cut.warps,
+            num_stages=cut.stages,
+        )
+        at = (hidden, *hidden.stride(), inputs.weight, *inputs.weight.stride(), *_bias(inputs))
+        kernels.selected[(triton.cdiv(count, kernels.SELECTED.value),)](
+            *at,
+            ids,
+            chosen,
+            count,
+            vocab,
+            hidden.shape[1],
+            HAS_BIAS=inputs.bias is not None,
+            BLOCK_K=16 if hidden.dtype == torch.float32 and not INTERPRETED else 64,
+            num_warps=4,
+            num_stages=4,
+        )
+        programs = triton.cdiv(count, kernels.ROWS.value)
+        if units > segments:
+            merged = hidden.new_empty((segments, 3, count), dtype=torch.float32)
+            kernels.merge_blocks[(programs, segments)](parts, merged, temperature, count, units, **flags, num_warps=1)
+            parts = merged
+        results = (chosen, ids, logp, norm, lse, row_entropy, count, segments, vocab, inputs.ignore_index or 0)
+        kernels.finish[(programs,)](
+            parts, temperature, *results, HAS_IGNORED=inputs.ignore_index is not None, **flags, num_warps=1
+        )
+    return logp, lse, row_entropy, norm
+
+
+def _number_or_rows(temperature: torch.Tensor) -> torch.Tensor | float:
+    return temperature.contiguous() if temperature.ndim else float(temperature)
+
+
+def _bias(inputs: Inputs) -> tuple[torch.Tensor, int]:
+    """Return the bias and its stride, or a tensor that is not read."""
+    return (inputs.hidden, 0) if inputs.bias is None else (inputs.bias, inputs.bias.stride(0))
+
+
+class Steps(products.Products):
+    """One piece of the vocabulary for one block of rows of the backward pass."""
+
+    def summed(self, hidden: torch.Tensor) -> int:
+        """Return the rows whose sum is one term of dbias: those of a tile."""
+        return schedule_of("gradient", hidden).rows
+
+    def dlogits(
+        self, block: Inputs, upstream: LogpUpstream, columns: slice, dbias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return dz, rounded, and add its sum over rows to dbias."""
+        hidden, weight = block.hidden, block.weight
+        count, width = len(hidden), columns.stop - columns.start
+        cut = schedule_of("gradient", hidden)
+        # Rows start where a descriptor may, whatever the width.
+        dz = hidden.new_empty((count, triton.cdiv(width, kernels.BLOCK.value) * kernels.BLOCK.value))[:, :width]
+        stored = gemm.described(dz)
+        row_tiles = triton.cdiv(count, cut.rows)
+        tiles = row_tiles * triton.cdiv(width, kernels.BLOCK.value)
+        partial = hidden.new_empty((row_tiles, width), dtype=torch.float32) if dbias is not None else hidden
+        norm, *others = upstream[1:]
+        saved = [norm if value is None else value for value in others]
+        with device_of(hidden):
+            kernels.dlogits[(min(tiles, processors(hidden.device)) if cut.persistent else tiles,)](
+                *(first := gemm.operand(hidden, cut.rows, cut.inner))[:3],
+                *(second := gemm.operand(weight, kernels.BLOCK.value, cut.inner))[:3],
+                *_bias(block),
+                block.target_ids.contiguous(),
+                _number_or_rows(block.temperature),
+                norm,
+                *saved,
+                gemm.descriptor(dz, cut.rows, kernels.BLOCK.value) if stored else dz,
+                0 if stored else dz.stride(0),
+                partial,
+                count,
+                len(weight),
+                hidden.shape[1],
+                columns.start,
+                width,
+                block.ignore_index or 0,
+                HIDDEN=first.kind,
+                WEIGHT=second.kind,
+                STORED=stored,
+                HAS_BIAS=block.bias is not None,
+                PER_ROW=block.temperature.ndim > 0,
+                HAS_IGNORED=block.ignore_index is not None,
+                HAS_LOGP=upstream.grad_logp is not None,
+                HAS_LSE=upstream.grad_logsumexp is not None,
+                HAS_ENTROPY=upstream.grad_entropy is not None,
+                DBIAS=dbias is not None,
+                BLOCK_M=cut.rows,
+                BLOCK_K=cut.inner,
+                GROUP=cut.group,
+                PERSISTENT=cut.persistent,
+                num_warps=cut.warps,
+                num_stages=cut.stages,
+            )
+            if dbias is not None:
+                kernels.add_tiles[(triton.cdiv(width, kernels.BLOCK.value),)](
+                    partial, dbias, row_tiles, width, num_warps=4
+                )
+        return dz

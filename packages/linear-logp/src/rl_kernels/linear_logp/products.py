@@ -1,0 +1,75 @@
+"""The backward pass of the GPU backends: how it is cut, and its two products, in Triton.
+
+dH and dW are canonical chains over the vocabulary and over the tokens, that of dH in FP32 of spans of 256 columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from rl_kernels.core.rowwise import LogpUpstream
+from rl_kernels.core.triton_lib import gemm
+from rl_kernels.linear_logp.backward import Steps, gradients
+from rl_kernels.linear_logp.inputs import Inputs
+
+BLOCK = 256
+"""Columns of a block of the vocabulary, whose softmax states and products are formed at once."""
+TOKENS = 128
+"""Blocks of rows are multiples of it, and so of every tile's height: each tile's sum is one term of dbias."""
+LEAST_PIECE, LEAST_HEIGHT = 2048, 4096
+"""Columns and rows that the backward pass takes at once if there is no room for more: less would be slow."""
+
+
+def backward(
+    steps: Steps,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target_ids: torch.Tensor,
+    bias: torch.Tensor | None,
+    temperature: torch.Tensor,
+    ignore_index: int | None,
+    norm: torch.Tensor,
+    entropy: torch.Tensor | None,
+    grad_logp: torch.Tensor | None,
+    grad_logsumexp: torch.Tensor | None,
+    grad_entropy: torch.Tensor | None,
+    workspace_mib: int,
+    needed: Sequence[bool],
+    main_grad: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (dhidden, dweight, dbias), empty where not needed; with ``main_grad`` dweight is added to that."""
+    inputs = Inputs(hidden, weight, target_ids, bias, temperature, ignore_index)
+    grads = (grad if grad is None else grad.contiguous() for grad in (grad_logp, grad_logsumexp, grad_entropy))
+    upstream = LogpUpstream(target_ids, norm, entropy, *grads)
+    return gradients(steps, inputs, upstream, workspace_mib, needed, main_grad)
+
+
+class Products:
+    """The steps of the backward pass but for dz, which each backend forms in its own kernel."""
+
+    def summed(self, hidden: torch.Tensor) -> int:
+        """Return the rows whose sum is one term of dbias."""
+        raise NotImplementedError
+
+    def cut(self, inputs: Inputs, workspace: int, needed: Sequence[bool]) -> tuple[int, int]:
+        """Return (piece, height), multiples of 256 and 128: all rows at once if a piece of 2048 columns fits then."""
+        (count, size), vocab = inputs.hidden.shape, len(inputs.weight)
+        # Beside dz there are the sums over rows of which dbias is made.
+        tile = self.summed(inputs.hidden)
+        item, part = inputs.hidden.itemsize, 4 * needed[2]
+        width = workspace // (count * item + -(-count // tile) * part) // BLOCK * BLOCK
+        if width >= min(vocab, LEAST_PIECE):
+            pieces = -(-vocab // width)
+            return -(-(-(-vocab // pieces)) // BLOCK) * BLOCK, -(-count // TOKENS) * TOKENS
+        height = (workspace - 4 * LEAST_PIECE * size) * tile // (LEAST_PIECE * (item * tile + part))
+        return LEAST_PIECE, max(height, LEAST_HEIGHT) // TOKENS * TOKENS
+
+    def add_dhidden(self, dz: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, continues: bool) -> None:
+        """Write ``dz @ weight`` to out, or let its chain go on."""
+        gemm.matmul(dz, weight, out, continues=continues, span=BLOCK)
+
+    def add_dweight(self, dz: torch.Tensor, hidden: torch.Tensor, out: torch.Tensor, *, continues: bool) -> None:
+        """Write ``dz^T @ hidden`` to out, or let its chain go on."""
+        gemm.matmul(dz.t(), hidden, out, continues=continues)

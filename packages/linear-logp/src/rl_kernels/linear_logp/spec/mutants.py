@@ -1,0 +1,92 @@
+"""Bugs that a writer of a linear_logp kernel might make, planted in copies of the native backend; none may escape."""
+
+from __future__ import annotations
+
+from rl_kernels.core.testing import Bug, Mutants
+from rl_kernels.linear_logp.spec import mutants_cuda, mutants_triton
+
+MODULES = (
+    "rl_kernels.core.rowwise",
+    "rl_kernels.linear_logp.inputs",
+    "rl_kernels.linear_logp.backward",
+    "rl_kernels.linear_logp.backends.native",
+)
+
+_LOGITS = (
+    Bug("maximum not subtracted", "top = x.amax(-1)", "top = torch.zeros_like(x[:, 0])"),
+    Bug("merge without rescaling", "scale = shift.exp()", "scale = torch.ones_like(shift)"),
+    Bug("last piece of the vocabulary skipped", "for columns in others:", "for columns in others[:-1]:"),
+    Bug(
+        "last K step skipped",
+        "left[row : row + BLOCK].double().contiguous() @ slab",
+        "left[row : row + BLOCK, :-STEP].double().contiguous() @ slab[:-STEP]",
+    ),
+    Bug(
+        "library product in place of fixed blocks",
+        "return _product(x, weight.shape[0]",
+        "return x.to(compute_dtype(x.dtype)) @ weight.to(compute_dtype(x.dtype)).t()\n    return _product(x, 0",
+    ),
+    Bug(
+        "pieces follow the rows",
+        "slices(block.weight.shape[0], PIECE)",
+        "slices(block.weight.shape[0], PIECE if block.hidden.shape[0] > 4 else 2 * PIECE)",
+    ),
+    Bug("logits rounded to BF16", "block.weight[columns])\n", "block.weight[columns]).bfloat16().float()\n"),
+    Bug("bias added twice", "x += block.bias[columns]", "x += 2 * block.bias[columns]"),
+    Bug(
+        "temperature missing in forward",
+        "scale = rowwise.per_row(block.temperature, x)",
+        "scale = torch.ones_like(x[:, :1])",
+    ),
+    Bug(
+        "temperatures of the first block",
+        "self.temperature[rows] if",
+        "self.temperature[: len(self.target_ids[rows])] if",
+    ),
+    Bug(
+        "only the first block of rows",
+        "total[rows] = block.keep(value)",
+        "total[rows] = block.keep(value) * (not rows.start)",
+    ),
+)
+_TARGETS = (
+    Bug("ids off by one", "rowwise.select(x, block.target_ids)\n", "rowwise.select(x, block.target_ids + 1)\n"),
+    Bug("target after a piece's last column counted there too", "(column < z.shape[1])", "(column <= z.shape[1])"),
+    Bug(
+        "target of every piece in backward",
+        "upstream, columns.start)",
+        "upstream)",
+    ),
+    Bug("every negative id is ignored, no other", "self.target_ids != self.ignore_index", "self.target_ids >= 0"),
+    Bug("hidden of ignored rows read", "hidden = inputs.keep(inputs.hidden)", "hidden = inputs.hidden"),
+    Bug("mask missing in backward", "dz = block.keep(torch.where(bad[:, None]", "dz = (torch.where(bad[:, None]"),
+    Bug("ignored rows read the weight", "dhidden.masked_fill_(", "dhidden.masked_fill("),
+)
+_GRADIENTS = (
+    Bug(
+        "temperature missing in backward",
+        "return dz / temperature",
+        "return dz",
+    ),
+    Bug("gradient through entropy dropped", "if up.grad_entropy is not None and up.entropy is not None:", "if False:"),
+    Bug(
+        "last tokens of dW skipped",
+        "for row in range(0, a.shape[0], STEP):",
+        "for row in range(0, a.shape[0] - STEP + 1, STEP):",
+    ),
+    Bug("dW of the first slab alone", "range(0, out.shape[1], SLAB)", "range(0, min(out.shape[1], SLAB), SLAB)"),
+    Bug("dW does not continue its buffer", "continues=rows.start > 0 or main_grad", "continues=main_grad"),
+    Bug("blocks of rows cut steps of dW", "max(height // rowwise.BLOCK, 1) * rowwise.BLOCK", "max(height, 1)"),
+    Bug("dH not initialised", "continues=columns.start > 0", "continues=True"),
+    Bug(
+        "dW buffer kept between calls",
+        "out.new_zeros(out.shape, dtype=rowwise.compute_dtype(dz.dtype))",
+        "globals().setdefault(out.shape, out.new_zeros(out.shape, dtype=torch.float32))",
+    ),
+)
+
+MUTANTS = (
+    Mutants("native", MODULES, (*_LOGITS, *_TARGETS, *_GRADIENTS)),
+    *mutants_cuda.MUTANTS,
+    *mutants_triton.MUTANTS,
+)

@@ -1,0 +1,178 @@
+"""Bugs of linear_logp's Triton kernels and of their host code, planted in copies of the backend; none may escape.
+
+They run in Triton's interpreter too, a thousand times as slow, so each is one that a small case shows. ``LAUNCHES``
+need large ones, or break a rule that no number shows: they are planted where launches are recorded.
+"""
+
+from __future__ import annotations
+
+from rl_kernels.core.testing import Bug, Mutants
+
+MODULES = tuple(
+    f"rl_kernels.linear_logp.{name}"
+    for name in ("inputs", "backward", "backends.triton.kernels", "products", "backends.triton.backend")
+)
+
+KERNELS = (
+    Bug(
+        "columns beyond the vocabulary counted",
+        'x = tl.where((columns < V)[None, :], x, float("-inf"))',
+        'x = tl.where((columns < V + 1)[None, :], x, float("-inf"))',
+    ),
+    Bug(
+        "id one past the vocabulary accepted, id 0 not",
+        "return tl.where((id >= 0) & (id < V), id, -1)",
+        "return tl.where((id > 0) & (id <= V), id, -1)",
+    ),
+    Bug("selected logit without its bias", "    if HAS_BIAS:\n        value +=", "    if False:\n        value +="),
+    Bug(
+        "selected logit of the row before",
+        "lanes[:, None] == lanes[None, :], acc",
+        "lanes[:, None] == lanes[None, :] + 1, acc",
+    ),
+    Bug(
+        "last term of D skipped in the selected logit",
+        "mask=(column >= 0)[:, None] & (at < D)",
+        "mask=(column >= 0)[:, None] & (at < D - 1)",
+    ),
+    Bug(
+        "block states after the first lost",
+        "end = tl.minimum(begin + SEGMENT // BLOCK, units)",
+        "end = tl.minimum(begin + 1, units)",
+    ),
+    Bug(
+        "ignored rows have statistics",
+        "active = here & (id != ignore_index) if HAS_IGNORED else here\n    inv",
+        "active = here\n    inv",
+    ),
+    Bug(
+        "ignored rows have a gradient",
+        "active = here & (id != ignore_index) if HAS_IGNORED else here\n        inv",
+        "active = here\n        inv",
+    ),
+    Bug(
+        "target counted from the first piece", "column = _column(id, V) - begin", "column = _column(id, V) - begin + 1"
+    ),
+    Bug("bias gradient of the first tile of rows", "for tile in range(tiles):", "for tile in range(1):"),
+    Bug(
+        "bias gradient of another column",
+        "mask=columns < width)\n        if STORED",
+        "mask=columns < width - 1)\n        if STORED",
+    ),
+    Bug(
+        "last column of dz not written",
+        "here[:, None] & (columns < width)[None, :])",
+        "here[:, None] & (columns < width - 1)[None, :])",
+    ),
+)
+HOST = (
+    Bug("temperature taken for one number", '{"PER_ROW": inputs.temperature.ndim > 0', '{"PER_ROW": False'),
+    Bug(
+        "upstream gradients exchanged",
+        "for grad in (grad_logp, grad_logsumexp, grad_entropy))",
+        "for grad in (grad_logsumexp, grad_logp, grad_entropy))",
+    ),
+    Bug(
+        "weight gradient of rows in the other order",
+        "gemm.matmul(dz.t(), hidden, out, continues",
+        "gemm.matmul(dz.t(), hidden.flip(0), out, continues",
+    ),
+    Bug(
+        "hidden gradient on top of what was there",
+        "gemm.matmul(dz, weight, out, continues=continues",
+        "gemm.matmul(dz, weight, out, continues=True",
+    ),
+    Bug("units rounded down", "units = triton.cdiv(vocab, width)\n", "units = max(vocab // width, 1)\n"),
+)
+LAUNCHES = (
+    Bug(
+        "programs of a row tile too few",
+        "kernels.states[(row_tiles * units,)]",
+        "kernels.states[(max(row_tiles - 1, 1) * units,)]",
+    ),
+    Bug("one number a row for its norm", "new_empty((count, 2), dtype", "new_empty((count, 1), dtype"),
+    Bug(
+        "states without weighted sums",
+        "parts = hidden.new_empty((units, 3, count)",
+        "parts = hidden.new_empty((units, 2, count)",
+    ),
+    Bug(
+        "states in the dtype of hidden",
+        "parts = hidden.new_empty((units, 3, count), dtype=torch.float32)",
+        "parts = hidden.new_empty((units, 3, count))",
+    ),
+    Bug("ragged only if odd", "RAGGED=vocab % kernels.BLOCK.value > 0", "RAGGED=vocab % 2 > 0"),
+    Bug("blocks taken for segments", "if units > segments:\n", "if units > segments + 20:\n"),
+    Bug(
+        "merged blocks in one program",
+        "kernels.merge_blocks[(programs, segments)]",
+        "kernels.merge_blocks[(programs, 1)]",
+    ),
+    Bug(
+        "last rows are not finished",
+        "programs = triton.cdiv(count, kernels.ROWS.value)",
+        "programs = max(count // kernels.ROWS.value, 1)",
+    ),
+    Bug(
+        "last selected logits are not formed",
+        "kernels.selected[(triton.cdiv(count, kernels.SELECTED.value),)]",
+        "kernels.selected[(max(count // kernels.SELECTED.value, 1),)]",
+    ),
+    Bug("bias read as if contiguous", "(inputs.bias, inputs.bias.stride(0))", "(inputs.bias, 1)"),
+    Bug(
+        "temperatures read as they lie",
+        "temperature.contiguous() if temperature.ndim",
+        "temperature if temperature.ndim",
+    ),
+    Bug(
+        "ids of the forward pass read as they lie",
+        "ids, temperature = inputs.target_ids.contiguous(),",
+        "ids, temperature = inputs.target_ids,",
+    ),
+    Bug(
+        "ids of the backward pass read as they lie",
+        "                block.target_ids.contiguous(),",
+        "                block.target_ids,",
+    ),
+    Bug("upstream gradient expanded, read as if contiguous", "grad if grad is None else grad.contiguous()", "grad"),
+    Bug(
+        "box of hidden for the weight",
+        "gemm.operand(weight, kernels.BLOCK.value, cut.inner)",
+        "gemm.operand(weight, cut.rows, cut.inner)",
+    ),
+    Bug("dz of any width", "triton.cdiv(width, kernels.BLOCK.value) * kernels.BLOCK.value))[:, :width]", "width))"),
+    Bug(
+        "one sum over rows for all tiles",
+        "hidden.new_empty((row_tiles, width), dtype",
+        "hidden.new_empty((1, width), dtype",
+    ),
+    Bug(
+        "last columns of the bias gradient",
+        "kernels.add_tiles[(triton.cdiv(width, kernels.BLOCK.value),)]",
+        "kernels.add_tiles[(max(width // kernels.BLOCK.value, 1),)]",
+    ),
+    Bug(
+        "tiles of the gradient rounded down",
+        "tiles = row_tiles * triton.cdiv(width, kernels.BLOCK.value)\n",
+        "tiles = row_tiles * max(width // kernels.BLOCK.value, 1)\n",
+    ),
+    Bug(
+        "schedule by the rows on any architecture",
+        '!= "sm90":\n        return Schedule(64',
+        '!= "sm90" and name != "few_rows":\n        return Schedule(64',
+    ),
+    Bug("schedule of 16 bits for FP32", "if hidden.dtype not in HALF:\n", "if False:\n"),
+    Bug(
+        "blocks of rows that cut the terms of the bias gradient",
+        "max(height, LEAST_HEIGHT) // TOKENS * TOKENS",
+        "max(height, LEAST_HEIGHT) + 3",
+    ),
+    Bug(
+        "first block of rows for all",
+        "steps.dlogits(inputs.block(rows), upstream.rows(rows)",
+        "steps.dlogits(inputs.block(rows), upstream.rows(slice(len(inputs.hidden[rows])))",
+    ),
+)
+CASES = ("bias", "temperature-per-token", "odd", "pad-token", "blocks")
+
+MUTANTS = (Mutants("triton", MODULES, (*KERNELS, *HOST), CASES),)

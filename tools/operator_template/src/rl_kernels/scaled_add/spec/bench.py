@@ -1,0 +1,46 @@
+"""The benchmark of scaled_add: shapes, the bytes that must move, and the peers."""
+
+from __future__ import annotations
+
+import torch
+
+from rl_kernels.core.testing import Case
+from rl_kernels.lab.bench.definition import (
+    GOALS,
+    SMALL,
+    Benchmark,
+    Pass,
+    Shape,
+    Work,
+    compiled,
+    forward_and_backward,
+    plain,
+)
+from rl_kernels.scaled_add.spec.cases import ROWS
+
+SETS = {
+    GOALS: (Shape((8192, 8192)), Shape((1, 4097), note="ragged")),
+    SMALL: (Shape((1024, 1024), without=frozenset({"compile"})),),
+}
+
+
+def eager(x: torch.Tensor, y: torch.Tensor, *, scale: float) -> torch.Tensor:
+    """Return the sum as one writes it in PyTorch."""
+    return x + scale * y
+
+
+def passes(shape: Shape, itemsize: int) -> dict[str, Pass]:
+    """Read two tensors and write one; backward read one and write two."""
+    rows, width = shape.sizes
+    case = Case(shape.label, {"batch": rows, "width": width}, {"scale": 0.5, **shape.options})
+    size = rows * width * itemsize
+    return forward_and_backward(case, Work(3 * size), Work(6 * size))
+
+
+BENCH = Benchmark(
+    shape=("N", "D"),
+    sets=SETS,
+    passes=passes,
+    peers={"eager": plain(eager), "compile": compiled(eager)},
+    rows={"": ROWS},
+)
