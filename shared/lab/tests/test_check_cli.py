@@ -293,10 +293,11 @@ from importlib.metadata import EntryPoint
 sys.path.insert(0, {tests!r})
 import test_check_cli as here
 from types import ModuleType
+CASE = here.Case("größe ≥ 1", {{"batch": 3, "width": 4}})
 for name, members in (
     ("toy_pkg", {{"double": here.double}}),
     ("toy_pkg.op", {{"OPERATOR": here.OPERATOR}}),
-    ("toy_pkg.spec.cases", {{"SPEC": here.replace(here.SPEC, cases=(here.Case("größe ≥ 1", {{"batch": 3, "width": 4}}),))}}),
+    ("toy_pkg.spec.cases", {{"SPEC": here.replace(here.SPEC, cases=(CASE,))}}),
 ):
     sys.modules[name] = ModuleType(name)
     vars(sys.modules[name]).update(members)

@@ -46,6 +46,11 @@ def backward(
     return gradients(steps, inputs, upstream, workspace_mib, needed, main_grad)
 
 
+def ceil_div(n: int, d: int) -> int:
+    """Return n / d, rounded up."""
+    return -(-n // d)
+
+
 class Products:
     """The steps of the backward pass but for dz, which each backend forms in its own kernel."""
 
@@ -59,10 +64,10 @@ class Products:
         # Beside dz there are the sums over rows of which dbias is made.
         tile = self.summed(inputs.hidden)
         item, part = inputs.hidden.itemsize, 4 * needed[2]
-        width = workspace // (count * item + -(-count // tile) * part) // BLOCK * BLOCK
+        width = workspace // (count * item + ceil_div(count, tile) * part) // BLOCK * BLOCK
         if width >= min(vocab, LEAST_PIECE):
-            pieces = -(-vocab // width)
-            return -(-(-(-vocab // pieces)) // BLOCK) * BLOCK, -(-count // TOKENS) * TOKENS
+            piece = ceil_div(vocab, ceil_div(vocab, width))
+            return ceil_div(piece, BLOCK) * BLOCK, ceil_div(count, TOKENS) * TOKENS
         height = (workspace - 4 * LEAST_PIECE * size) * tile // (LEAST_PIECE * (item * tile + part))
         return LEAST_PIECE, max(height, LEAST_HEIGHT) // TOKENS * TOKENS
 
