@@ -21,7 +21,7 @@ def statistics(logits, ids):
 @pytest.mark.parametrize("vocab", [2 * 8192, 2 * 8192 + 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_whole_rows_and_segments_give_the_same_bits(vocab, dtype, monkeypatch):
-    from rl_kernels.fused_logp import triton_backend
+    from rl_kernels.fused_logp.backends.triton import backend as triton_backend
 
     draw = Draw(dtype, DEVICE, seed=5)
     logits, ids = draw.normal(5, vocab, scale=3.0), draw.ids(vocab, 5)

@@ -44,7 +44,8 @@ def _same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
 
 @pytest.mark.parametrize("groups", [{}, {"samples_per_prompt": None, "group_boundaries": [0, 1, 4]}])
 def test_step_takes_three_launches_and_a_forward_two(groups: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    from rl_kernels.grpo_loss import triton_backend, triton_groups
+    from rl_kernels.grpo_loss.backends.triton import backend as triton_backend
+    from rl_kernels.grpo_loss.backends.triton import groups as triton_groups
 
     launched, launch = [], triton_backend.launch
 
@@ -102,7 +103,8 @@ def test_active_token_without_a_slope_is_told_from_a_masked_one() -> None:
 
 @pytest.mark.parametrize("length", [1, 100, 129, 600])
 def test_lanes_that_hold_zeros_change_no_bit(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rl_kernels.grpo_loss import triton_backend, triton_groups
+    from rl_kernels.grpo_loss.backends.triton import backend as triton_backend
+    from rl_kernels.grpo_loss.backends.triton import groups as triton_groups
 
     call = _call(6, length, samples_per_prompt=3)
     expected = _results(call)

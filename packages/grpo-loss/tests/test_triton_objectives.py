@@ -94,7 +94,9 @@ def test_slope_that_a_sequence_shares_is_that_of_its_tokens(kl: str, with_ratio:
 
 @pytest.mark.parametrize("loss_type", ["gspo", "vespo", "cispo"])
 def test_step_takes_three_launches(loss_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rl_kernels.grpo_loss import triton_backend, triton_groups, triton_objectives
+    from rl_kernels.grpo_loss.backends.triton import backend as triton_backend
+    from rl_kernels.grpo_loss.backends.triton import groups as triton_groups
+    from rl_kernels.grpo_loss.backends.triton import objectives as triton_objectives
 
     launched, launch = [], triton_backend.launch
 
@@ -132,7 +134,8 @@ class Launched(TorchDispatchMode):
 def test_nothing_but_the_three_kernels_is_launched(
     packed: bool, dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rl_kernels.grpo_loss import triton_backend, triton_objectives
+    from rl_kernels.grpo_loss.backends.triton import backend as triton_backend
+    from rl_kernels.grpo_loss.backends.triton import objectives as triton_objectives
 
     call = {**_call("dapo"), "validate": False}
     if dtype is not None:
@@ -160,7 +163,7 @@ def test_nothing_but_the_three_kernels_is_launched(
 def test_segments_of_a_sequence_share_what_it_decides(
     loss_type: str, alike: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rl_kernels.grpo_loss import triton_objectives
+    from rl_kernels.grpo_loss.backends.triton import objectives as triton_objectives
 
     call = _call(loss_type, 300, **({"rollout_ratio": None} if alike else {}))
     call["completion_mask"][0, 256:] = False
@@ -183,7 +186,7 @@ def test_sequences_in_registers_and_longer_ones(loss_type: str, length: int) -> 
 def test_a_segment_without_tokens_takes_nothing_of_an_infinite_ratio(
     advantage: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rl_kernels.grpo_loss import triton_objectives
+    from rl_kernels.grpo_loss.backends.triton import objectives as triton_objectives
 
     monkeypatch.setattr(triton_objectives, "SEGMENT", 256)
     call = _call("gspo", 300, rollout_ratio=None, kl_correction=False)

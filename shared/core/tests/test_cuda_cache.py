@@ -264,7 +264,7 @@ print(hashlib.sha256(cubin_of(Program("toy_kernels", "one.cu", "sm_90a"))).hexdi
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 def test_processes_that_start_at_once_with_an_empty_cache(make_kernels, cubins):
     folder = make_kernels("toy_kernels", one__cu=TEXT)
-    path = os.pathsep.join([str(folder.parents[1]), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(folder.parent), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-W", "error::RuntimeWarning", "-c", READ]
     started = [
         subprocess.Popen(

@@ -63,7 +63,9 @@ def plan_of(tmp_path, monkeypatch):
     package = tmp_path / "toy_jobs"
     package.mkdir()
     (package / "__init__.py").write_text(TOY)
-    (package / "cases.py").write_text("from toy_jobs import SPEC\n")
+    (package / "spec").mkdir()
+    (package / "spec" / "__init__.py").write_text("")
+    (package / "spec" / "cases.py").write_text("from toy_jobs import SPEC\n")
     (package / "op.py").write_text("from toy_jobs import OPERATOR\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     return importlib.import_module("toy_jobs").plan_of

@@ -106,7 +106,7 @@ class TritonRecorder:
         """Take their places, until the block ends."""
         # PyTorch asks once whether there is a Triton, and would find this one.
         importlib.import_module("torch._dynamo")
-        kept = {name: module for name, module in sys.modules.items() if name in STUBS or _imports_triton(name)}
+        kept = {name: sys.modules[name] for name in (*STUBS, *_importers_of_triton()) if name in sys.modules}
         _forget(kept)
         with ExitStack() as stack:
             stack.callback(_put_back, kept)
@@ -190,12 +190,23 @@ class _Compiled:
         return form
 
 
-def _imports_triton(name: str) -> bool:
-    if not name.startswith("rl_kernels."):
+def _importers_of_triton() -> set[str]:
+    """Return the modules of this project that would keep a Triton that they found: by name, or by what they import."""
+    ours = {name: module for name, module in sys.modules.items() if name.startswith("rl_kernels.")}
+    found = {name for name in ours if any(part == "triton" or part.startswith("triton_") for part in name.split("."))}
+    found.discard(__name__)
+    while True:
+        more = {name for name in ours.keys() - found if _holds_one_of(found, ours[name])}
+        if not more:
+            return found
+        found |= more
+
+
+def _holds_one_of(names: set[str], module: ModuleType) -> bool:
+    # A package holds its modules whether it imports them or not.
+    if hasattr(module, "__path__"):
         return False
-    return any(part.startswith("triton_") and part != "triton_launches" for part in name.split(".")) or name.endswith(
-        ".cuda_backward"
-    )
+    return any(isinstance(value, ModuleType) and value.__name__ in names for value in vars(module).values())
 
 
 def _forget(names: Iterable[str]) -> None:
@@ -207,7 +218,7 @@ def _forget(names: Iterable[str]) -> None:
 
 
 def _put_back(kept: Mapping[str, ModuleType]) -> None:
-    _forget([name for name in sys.modules if name in STUBS or _imports_triton(name)])
+    _forget([name for name in (*STUBS, *_importers_of_triton()) if name in sys.modules])
     sys.modules.update(kept)
     for name, module in kept.items():
         parent, _, leaf = name.rpartition(".")

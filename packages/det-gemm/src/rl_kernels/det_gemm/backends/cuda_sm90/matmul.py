@@ -115,7 +115,7 @@ def program(
         "CONTINUES": int(continues),
         "A_ONCE": int(cut.swapped),
     }
-    return Program("rl_kernels.det_gemm", "det_gemm_sm90.cu", "sm_90a", tuple(defines.items()))
+    return Program("rl_kernels.det_gemm.backends.cuda_sm90", "det_gemm_sm90.cu", "sm_90a", tuple(defines.items()))
 
 
 def programs_of(arch: str) -> list[Program]:

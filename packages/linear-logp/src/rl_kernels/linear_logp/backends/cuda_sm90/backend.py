@@ -60,9 +60,9 @@ def forward_stats(
 
 
 def backward(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (dhidden, dweight, dbias), empty where not needed, as ``triton_backend.backward``."""
+    """Return (dhidden, dweight, dbias), empty where not needed, as ``products.backward``."""
     # Here, because kernels are compiled where there is no Triton.
-    from rl_kernels.linear_logp import cuda_backward
+    from rl_kernels.linear_logp.backends.cuda_sm90 import backward as cuda_backward
 
     return cuda_backward.backward(*args)
 
