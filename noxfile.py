@@ -18,8 +18,8 @@ import nox
 ROOT = Path(__file__).parent
 SHARED = {file.parent.name: file.parent for file in sorted(ROOT.glob("shared/*/pyproject.toml"))}
 PACKAGES = {file.parent.name: file.parent for file in sorted(ROOT.glob("packages/*/pyproject.toml"))}
-META = "rl-kernels"
-OPERATORS = [name for name in PACKAGES if name != META]
+META, MODELS = "rl-kernels", "models"
+OPERATORS = [name for name in PACKAGES if name not in (META, MODELS)]
 LAB = "lab"
 INTEGRATION = "integration"
 
@@ -57,10 +57,12 @@ def demo(session: nox.Session) -> None:
 @nox.session(**BORROWING)
 @nox.parametrize("package", [nox.param(name, id=name) for name in (*SHARED, *PACKAGES, INTEGRATION)])
 def tests(session: nox.Session, package: str) -> None:
-    """Run the tests of one package beside core and lab alone, of core by itself, or the integration tests of all."""
+    """Run the tests of one package beside lab and what it requires, of core by itself, or the integration tests."""
     borrow(session)
-    present = ["core"] if package == "core" else [*SHARED]
-    present += [package] if package in OPERATORS else [] if package in SHARED else [*PACKAGES]
+    present = [*SHARED, *PACKAGES]
+    if package != INTEGRATION:
+        wanted = {package, *siblings(package)} | ({*SHARED} if package != "core" else set())
+        present = [name for name in present if name in wanted]
     install(session, *present)
     needed = wanted_by_tests(package)
     if needed:
@@ -78,7 +80,7 @@ def tests(session: nox.Session, package: str) -> None:
 def trl(session: nox.Session) -> None:
     """Hold grpo_loss to TRL's own loss: the same tensors, and a small trainer whose loss it replaces."""
     borrow(session)
-    install(session, *SHARED, "grpo-loss")
+    install(session, *SHARED, *siblings(MODELS), MODELS)
     session.install(*PINNED, "trl", "transformers")
     env = {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
     session.run("python", "-m", "pytest", str(ROOT / "tests_integration" / "test_trl.py"), *session.posargs, env=env)
@@ -218,8 +220,13 @@ def prove(session: nox.Session, package: str, dist: Path) -> None:
 
 def brought_by(package: str) -> list[str]:
     """Return the packages that a wheel brings beside core: the meta-package names those that were there at the bump."""
+    return [package, *siblings(package)]
+
+
+def siblings(package: str) -> list[str]:
+    """Return the packages of this repository that one declares that it requires, but for core."""
     declared = (folders()[package] / "pyproject.toml").read_text(encoding="utf-8")
-    return [package, *(name for name in (LAB, *OPERATORS) if f'"rl-kernels-{name}==' in declared)]
+    return [name for name in folders() if name != "core" and f'"rl-kernels-{name}==' in declared]
 
 
 def folders() -> dict[str, Path]:

@@ -14,7 +14,7 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = sorted(file.parent for file in ROOT.glob("packages/*/pyproject.toml"))
-OPERATORS = [folder.name.replace("-", "_") for folder in PACKAGES if folder.name != "rl-kernels"]
+OPERATORS = [folder.name.replace("-", "_") for folder in PACKAGES if folder.name not in ("rl-kernels", "models")]
 
 pytestmark = pytest.mark.slow
 
@@ -81,7 +81,7 @@ def test_get_op_of_what_is_not_installed(alone: Path, name: str, message: str) -
     assert message in last
 
 
-@pytest.mark.parametrize("name", ["core", "lab", *OPERATORS, "demo"])
+@pytest.mark.parametrize("name", ["core", "lab", *OPERATORS, "models", "demo"])
 def test_import_is_silent_and_light(name: str) -> None:
     code = (
         "import sys, torch; before = set(sys.modules)\n"

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 SHARED = [file.parent for file in sorted(ROOT.glob("shared/*/pyproject.toml"))]
 PROJECTS = [*SHARED, *(file.parent for file in sorted(ROOT.glob("packages/*/pyproject.toml")))]
 META = "rl-kernels"
-OPERATORS = [folder for folder in PROJECTS[len(SHARED) :] if folder.name != META]
+OPERATORS = [folder for folder in PROJECTS[len(SHARED) :] if folder.name not in (META, "models")]
 MODULES = (
     *("__init__.py", "api.py", "op.py", "reference.py", "backends/__init__.py"),
     *(f"spec/{name}.py" for name in ("cases", "illegal", "mutants", "bench")),

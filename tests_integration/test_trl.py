@@ -14,7 +14,8 @@ trl = pytest.importorskip("trl")
 # TRL and its libraries warn of what does not concern this.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-from rl_kernels.grpo_loss import preset, trl_client  # noqa: E402
+from rl_kernels.grpo_loss import preset  # noqa: E402
+from rl_kernels.models.clients import trl as trl_client  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
 STEPS, WORDS = 4, 16

@@ -26,7 +26,7 @@ def make(name: str, folder: Path) -> Path:
     if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name):
         raise ValueError(f"NAME: expected lower-case words joined by hyphens, got {name!r}")
     made = folder / name
-    if made.exists() or name in ("core", "lab", "demo", "rl-kernels"):
+    if made.exists() or name in ("core", "lab", "models", "demo", "rl-kernels"):
         raise ValueError(f"NAME: {name!r} is taken")
     for source in sorted(path for path in TEMPLATE.rglob("*") if path.is_file() and "__pycache__" not in path.parts):
         target = made / renamed(str(source.relative_to(TEMPLATE)), name)

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from trl import GRPOConfig, GRPOTrainer
 
-from rl_kernels.grpo_loss import grpo_loss_from_advantages, trl_client
+from rl_kernels.grpo_loss import grpo_loss_from_advantages
+from rl_kernels.models.clients import trl as trl_client
 
 PAGE = Path(__file__).parent.parent / "docs" / "objectives.md"
 BEGIN, END = "<!-- differences -->\n", "<!-- end of differences -->"

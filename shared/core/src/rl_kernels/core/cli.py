@@ -24,7 +24,7 @@ GROUP = "rl_kernels.commands"
 OTHERS = {
     "check": ("rl-kernels-lab", "hold backends, or your own implementation, to the tolerance contract"),
     "bench": ("rl-kernels-lab", "time operators beside their peers; no speed for a wrong result"),
-    "audit": ("rl-kernels-det-gemm", "find the first module of a model whose output depends on the batch"),
+    "audit": ("rl-kernels-models", "find the first module of a model whose output depends on the batch"),
     "demo": ("rl-kernels", "train a small model through the operators"),
 }
 """Commands of other packages of this project: the package, and what the command does."""

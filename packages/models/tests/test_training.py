@@ -6,7 +6,7 @@ from torch import nn
 
 from rl_kernels.core.rowwise import pad_to
 from rl_kernels.core.testing import Draw
-from rl_kernels.det_gemm import invariant
+from rl_kernels.models import invariant
 
 LENGTHS = (16, 7, 33, 1, 20, 48)
 WIDTH = 12

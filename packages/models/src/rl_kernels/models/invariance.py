@@ -12,10 +12,10 @@ from torch import nn
 
 from rl_kernels.core.dispatch import choose
 from rl_kernels.det_gemm import canary
-from rl_kernels.det_gemm.models import pretrained
-from rl_kernels.det_gemm.models.layers import replacement
-from rl_kernels.det_gemm.models.swap import class_swap, held, hold
 from rl_kernels.det_gemm.op import OPERATOR, describe
+from rl_kernels.models import pretrained
+from rl_kernels.models.layers import replacement
+from rl_kernels.models.swap import class_swap, held, hold
 
 CLASS, ATTENTION = "class", "attention"
 SHOWN = 3

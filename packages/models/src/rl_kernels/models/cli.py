@@ -22,8 +22,8 @@ from torch import nn
 from rl_kernels.core.command import Parser, count
 from rl_kernels.core.contract import DTYPES
 from rl_kernels.core.loading import load
-from rl_kernels.det_gemm.models.audit import AuditResult, audit
-from rl_kernels.det_gemm.models.invariant import invariant
+from rl_kernels.models.audits import AuditResult, audit
+from rl_kernels.models.invariance import invariant
 
 DESCRIPTION = """Run a model on the same rows alone, batched, moved, padded and in chunks, and name the first module
 whose bits differ. Exit status 1 if one does."""

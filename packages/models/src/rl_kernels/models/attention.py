@@ -18,7 +18,7 @@ import torch
 
 from rl_kernels.core import rowwise
 from rl_kernels.core.rowwise import STEP
-from rl_kernels.det_gemm.models.sums import TILE, dots, mix, spread
+from rl_kernels.models.sums import TILE, dots, mix, spread
 
 
 class Walk(NamedTuple):

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from rl_kernels.core.testing import Draw
-from rl_kernels.det_gemm import DetLinear, det_linear, invariant
-from rl_kernels.det_gemm.models import swap
+from rl_kernels.det_gemm import CanaryMismatch, DetLinear, canary, det_linear
+from rl_kernels.models import invariant, swap
 
 
 class Block(nn.Module):
@@ -144,7 +144,7 @@ def test_a_swap_that_fails_leaves_nothing_half_done(monkeypatch):
             raise MemoryError
         return real(other)
 
-    monkeypatch.setattr("rl_kernels.det_gemm.models.invariant.class_swap", failing)
+    monkeypatch.setattr("rl_kernels.models.invariance.class_swap", failing)
     with pytest.raises(MemoryError):
         invariant(made)
     assert classes(made) == before
@@ -264,3 +264,14 @@ def test_trains():
             handle.undo()
     assert losses[True][-1] < 0.9 * losses[True][0]
     torch.testing.assert_close(losses[True], losses[False], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.gpu
+def test_invariant_looks_before_it_swaps(monkeypatch):
+    monkeypatch.setattr(canary, "_passed", set())
+    arch = f"sm{''.join(map(str, torch.cuda.get_device_capability()))}"
+    monkeypatch.setattr(canary, "recorded", lambda: {arch: {"fp32": "0" * 64}})
+    layer = torch.nn.Linear(16, 16, device="cuda")
+    with pytest.raises(CanaryMismatch):
+        invariant(layer)
+    assert type(layer) is torch.nn.Linear

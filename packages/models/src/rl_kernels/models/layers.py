@@ -11,10 +11,10 @@ from torch import nn
 
 from rl_kernels.core.validate import HALF_AND_FLOAT
 from rl_kernels.det_gemm.api import det_linear
-from rl_kernels.det_gemm.models.norm import Form
-from rl_kernels.det_gemm.models.norm import norm as plain_norm
-from rl_kernels.det_gemm.models.ops import norm
 from rl_kernels.det_gemm.module import DetLinear
+from rl_kernels.models.norm import Form
+from rl_kernels.models.norm import norm as plain_norm
+from rl_kernels.models.ops import norm
 
 FORMS = (
     Form(centred=False, offset=0.0, early=True),  # Llama, Qwen

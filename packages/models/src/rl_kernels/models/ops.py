@@ -12,7 +12,7 @@ from rl_kernels.core.dispatch import choose
 from rl_kernels.core.operator import INVARIANT, Backend, Call, Operator
 from rl_kernels.core.torchlib import first_order, no_lost_derivatives
 from rl_kernels.det_gemm import op
-from rl_kernels.det_gemm.models.norm import Form
+from rl_kernels.models.norm import Form
 
 SCHEMAS = {
     "attention": "(Tensor q, Tensor k, Tensor v, Tensor visible, float scale, float softcap, str backend) -> Tensor",
@@ -40,13 +40,13 @@ FAKES: dict[str, Callable[..., Any]] = {
 NATIVE = "native"
 PARTS = Operator(
     name="det_gemm_model",
-    package="rl_kernels.det_gemm.models",
+    package="rl_kernels.models",
     summary="attention and norms whose rows do not depend on the batch",
     shape=(),
     rows=frozenset(),
     schemas=SCHEMAS,
     fakes=FAKES,
-    backends=(Backend(NATIVE, "rl_kernels.det_gemm.models.parts", {"cpu": INVARIANT, "cuda": INVARIANT}),),
+    backends=(Backend(NATIVE, "rl_kernels.models.parts", {"cpu": INVARIANT, "cuda": INVARIANT}),),
     describe=Call.of,
 )
 

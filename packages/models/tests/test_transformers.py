@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rl_kernels.det_gemm import invariant
+from rl_kernels.models import invariant
 
 DTYPES = [torch.float32, torch.bfloat16]
 

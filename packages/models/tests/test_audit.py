@@ -7,9 +7,8 @@ import torch
 from torch import nn
 
 from rl_kernels.core.testing import Draw
-from rl_kernels.det_gemm import audit, invariant
-from rl_kernels.det_gemm.models import ops
-from rl_kernels.det_gemm.models.differ import ulps
+from rl_kernels.models import audit, invariant, ops
+from rl_kernels.models.differ import ulps
 
 
 class Shift(nn.Module):

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from rl_kernels.core.testing import Draw
-from rl_kernels.det_gemm.models import layers, ops
+from rl_kernels.models import layers, ops
 
 
 @pytest.mark.parametrize("form", layers.FORMS, ids=str)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from rl_kernels.det_gemm.models.ops import attention
-from rl_kernels.det_gemm.models.swap import Undo
+from rl_kernels.models.ops import attention
+from rl_kernels.models.swap import Undo
 
 NAME = "rl_kernels"
 """The attention implementation, as ``config._attn_implementation`` knows it."""

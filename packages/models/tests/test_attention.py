@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from rl_kernels.core.testing import Draw
-from rl_kernels.det_gemm.models import sums
-from rl_kernels.det_gemm.models.ops import attention
+from rl_kernels.models import sums
+from rl_kernels.models.ops import attention
 
 
 def inputs(seen=0.6, dtype=torch.float32):

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from rl_kernels.core.testing import bits_of
-from rl_kernels.det_gemm.models.trace import Place, Seen
-from rl_kernels.det_gemm.models.variants import Piece, Row
+from rl_kernels.models.trace import Place, Seen
+from rl_kernels.models.variants import Piece, Row
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from rl_kernels.det_gemm.models import cli
+from rl_kernels.models import cli
 
 
 def run(capsys, *argv):

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from rl_kernels.core import validate as check
-from rl_kernels.det_gemm.models.differ import Comparison, Finding
-from rl_kernels.det_gemm.models.trace import Seen, watched
-from rl_kernels.det_gemm.models.variants import Piece, Variant, of_prompts, of_rows
+from rl_kernels.models.differ import Comparison, Finding
+from rl_kernels.models.trace import Seen, watched
+from rl_kernels.models.variants import Piece, Variant, of_prompts, of_rows
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,0 @@
-"""Whole models: ``invariant`` makes one whose rows do not follow the batch, ``audit`` finds the module that does."""

@@ -1,0 +1,1 @@
+"""What trainers need of the operators, one module a trainer."""
