@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import re
 import subprocess
 from pathlib import Path
@@ -105,6 +107,15 @@ def test_entry_points_lead_somewhere(folder: Path) -> None:
         file = folder / "src" / Path(*module.split(".")).with_suffix(".py")
         assert file.exists(), target
         assert re.search(rf"^(def )?{attribute}\b", file.read_text(encoding="utf-8"), re.MULTILINE), target
+
+
+def test_core_knows_what_is_published() -> None:
+    spec = importlib.util.spec_from_file_location("published", ROOT / "tools" / "published.py")
+    assert spec is not None
+    assert spec.loader is not None
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    assert json.loads(tool.FILE.read_text(encoding="utf-8")) == tool.published()
 
 
 def test_nothing_of_a_machine_is_tracked() -> None:

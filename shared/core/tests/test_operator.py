@@ -7,6 +7,7 @@ import torch
 
 from rl_kernels.core import operator
 from rl_kernels.core.operator import INVARIANT, REPEATABLE, Backend, Call, Operator, arch_of, distribution_of
+from rl_kernels.core.testing import spec_of
 
 CPU_CALL = Call(torch.device("cpu"), torch.float32, "cpu", {"V": 7})
 
@@ -118,6 +119,14 @@ def test_function_is_that_of_the_operators_name_unless_another_is_named(make_mod
 def test_distribution_is_what_pip_installs():
     assert distribution_of("grpo_loss") == "rl-kernels-grpo-loss"
     assert make_operator().distribution == "rl-kernels-toy-scale"
+
+
+def test_a_package_of_several_operators_names_its_distribution_and_a_spec_each(make_module):
+    second = dataclasses.replace(make_operator(), distribution="rl-kernels-toy", spec="toy.spec.second_cases")
+    assert (second.distribution, second.spec) == ("rl-kernels-toy", "toy.spec.second_cases")
+    assert make_operator().spec == f"{make_operator().package}.spec.cases"
+    make_module("toy.spec.second_cases", SPEC="the second's")
+    assert spec_of(second) == "the second's"
 
 
 @pytest.mark.parametrize(

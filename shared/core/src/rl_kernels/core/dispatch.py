@@ -51,8 +51,8 @@ class Verdict:
 
 
 def _canonical(operator: str, where: str) -> str:
-    for name, aliases in PUBLISHED.items():
-        if operator in aliases:
+    for name, published in PUBLISHED.items():
+        if operator in published["aliases"]:
             return name
     if operator in PUBLISHED or operator in kernel_registry.names():
         return operator

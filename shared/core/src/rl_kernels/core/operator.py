@@ -110,7 +110,7 @@ class Operator:
 
     Attributes:
         name: registry name, which is also the name of the public function.
-        package: import path; holds the public functions, ``cases`` with ``SPEC`` and ``bench`` with ``BENCH``.
+        package: import path; holds the public functions.
         summary: one line for lists.
         shape: names of the sizes that ``explain --shape`` takes, in order.
         rows: those of them that count rows: the choice of a backend never sees them.
@@ -119,6 +119,10 @@ class Operator:
         backends: in order of priority.
         describe: the public function's arguments -> ``Call``.
         aliases: other registry names.
+        distribution: name to ``pip install``; by default that of a package of the operator's own.
+        spec: import path of the module that holds its ``SPEC``; by default ``spec.cases`` of the package. A package
+            with several operators has one for each.
+        bench: import path of the module that holds its ``BENCH``; by default ``spec.bench`` of the package.
     """
 
     name: str
@@ -131,6 +135,19 @@ class Operator:
     backends: tuple[Backend, ...]
     describe: Callable[..., Call]
     aliases: tuple[str, ...] = ()
+    distribution: str = ""
+    spec: str = ""
+    bench: str = ""
+
+    def __post_init__(self) -> None:
+        """Fill in what follows from the name and the package."""
+        defaults = {
+            "distribution": distribution_of(self.name),
+            "spec": f"{self.package}.spec.cases",
+            "bench": f"{self.package}.spec.bench",
+        }
+        for name, value in defaults.items():
+            object.__setattr__(self, name, getattr(self, name) or value)
 
     def backend(self, name: str) -> Backend:
         """Return the backend of that name; ``ValueError`` lists the known ones."""
@@ -144,12 +161,7 @@ class Operator:
         """Return a public function of the package, by default the one the operator is named after."""
         return getattr(importlib.import_module(self.package), name or self.name)
 
-    @property
-    def distribution(self) -> str:
-        """Name to ``pip install``."""
-        return distribution_of(self.name)
-
 
 def distribution_of(operator_name: str) -> str:
-    """Return the distribution that brings an operator: ``grpo_loss`` -> ``rl-kernels-grpo-loss``."""
+    """Return the distribution of a package that an operator has to itself: ``grpo_loss`` -> ``rl-kernels-grpo-loss``."""
     return "rl-kernels-" + operator_name.replace("_", "-")

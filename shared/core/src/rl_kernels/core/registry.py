@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
+from importlib.resources import files
 from typing import Any
 
-from rl_kernels.core.operator import Operator, distribution_of
+from rl_kernels.core.operator import Operator
 
 GROUP = "rl_kernels.operators"
 
-PUBLISHED = {"fused_logp": ("logp",), "linear_logp": (), "det_gemm": (), "grpo_loss": ()}
-"""Operators (and their aliases) of this release: only to tell how to install one that is missing."""
+PUBLISHED: dict[str, dict[str, Any]] = json.loads((files("rl_kernels.core") / "published.json").read_text("utf-8"))
+"""The operators of this release, with distribution and aliases: only to tell how to install one that is missing.
+
+``tools/published.py`` writes the file.
+"""
 
 
 class UnknownOperator(LookupError):
@@ -53,11 +58,11 @@ class KernelRegistry:
         return operator
 
     def _by_alias(self, name: str) -> Operator:
-        for known, aliases in PUBLISHED.items():
-            if name == known or name in aliases:
+        for known, published in PUBLISHED.items():
+            if name == known or name in published["aliases"]:
                 if known in self._found:
                     return self._import(known)
-                raise UnknownOperator(f"operator {name!r} is not installed: pip install {distribution_of(known)}")
+                raise UnknownOperator(f"operator {name!r} is not installed: pip install {published['distribution']}")
         for known in self._found:
             if name in self._import(known).aliases:
                 return self._import(known)

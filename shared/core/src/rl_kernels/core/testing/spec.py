@@ -234,5 +234,5 @@ class Spec:
 
 
 def spec_of(operator: Operator) -> Spec:
-    """Import and return the ``SPEC`` of an operator's ``cases`` module."""
-    return importlib.import_module(f"{operator.package}.spec.cases").SPEC
+    """Import and return the ``SPEC`` of an operator."""
+    return importlib.import_module(operator.spec).SPEC

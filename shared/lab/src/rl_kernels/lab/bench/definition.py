@@ -145,7 +145,7 @@ class Benchmark:
 
 def bench_of(operator: Operator) -> Benchmark:
     """Import and return the ``BENCH`` of an operator's ``bench`` module."""
-    return importlib.import_module(f"{operator.package}.spec.bench").BENCH
+    return importlib.import_module(operator.bench).BENCH
 
 
 def forward_and_backward(case: Case, forward: Work, both: Work) -> dict[str, Pass]:

@@ -155,7 +155,7 @@ class Conformance:
         code = (
             # PyTorch brings a part of cuda.bindings itself, where that is installed.
             "import sys, torch; before = set(sys.modules)\n"
-            f"import {self.operator.package}, {self.operator.package}.spec.cases\n"
+            f"import {self.operator.package}, {self.operator.spec}\n"
             "heavy = {'triton', 'cuda', 'cuda.core', 'cuda.bindings.nvrtc'} & sys.modules.keys() - before\n"
             "assert not heavy, heavy\n"
             "assert not torch.cuda.is_initialized()"

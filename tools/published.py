@@ -1,0 +1,23 @@
+"""Write which operators a release has, by the packages that are installed: `python tools/published.py`.
+
+Core tells by that file how to install an operator that is missing.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from rl_kernels.core.registry import kernel_registry
+
+FILE = Path(__file__).resolve().parents[1] / "shared" / "core" / "src" / "rl_kernels" / "core" / "published.json"
+
+
+def published() -> dict[str, dict[str, object]]:
+    """Return distribution and aliases of each installed operator."""
+    operators = [kernel_registry.load(name) for name in kernel_registry.names()]
+    return {each.name: {"distribution": each.distribution, "aliases": list(each.aliases)} for each in operators}
+
+
+if __name__ == "__main__":
+    FILE.write_text(json.dumps(published(), indent=2) + "\n", encoding="utf-8")
