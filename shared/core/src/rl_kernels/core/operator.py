@@ -163,5 +163,5 @@ class Operator:
 
 
 def distribution_of(operator_name: str) -> str:
-    """Return the distribution of a package that an operator has to itself: ``grpo_loss`` -> ``rl-kernels-grpo-loss``."""
+    """Return the distribution of an operator's own package: ``grpo_loss`` -> ``rl-kernels-grpo-loss``."""
     return "rl-kernels-" + operator_name.replace("_", "-")
