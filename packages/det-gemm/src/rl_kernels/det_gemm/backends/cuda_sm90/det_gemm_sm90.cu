@@ -71,7 +71,8 @@ static_assert(TILE_M >= MMA_M || STORED == 0, "a box has 64 rows");
 static_assert(CONSUMERS == SHARERS || (CONSUMERS == 2 && SHARERS == 1), "two take turns");
 static_assert(B_BYTES % ATOM == 0, "what follows begins at a whole pattern of the swizzle");
 
-struct Shared {
+// What a block holds in shared memory.
+struct Ring {
     char* stages;
     // Where STORED; else there are none.
     char* boxes;
@@ -102,7 +103,7 @@ struct Tiles {
     }
 };
 
-__device__ int blocks_of(int inner) { return (inner + INNER - 1) / INNER; }
+__device__ int stages_of(int inner) { return (inner + INNER - 1) / INNER; }
 
 // ---- producer ----
 
@@ -128,35 +129,35 @@ __device__ void gather(char* tile, const void* source, i64 row_step, i64 inner_s
 }
 
 // One thread, an elected one, where the copy engine brings both operands, else all of the warpgroup.
-__device__ void produce(const Args& p, const Shared& s, const TensorMap& map_a, const TensorMap& map_b) {
+__device__ void produce(const Args& p, const Ring& ring, const TensorMap& map_a, const TensorMap& map_b) {
     constexpr u32 COPIED = BOXES * ((A_PLAIN ? 0 : A_BYTES) + (B_PLAIN ? 0 : B_BYTES));
-    const int blocks = blocks_of(p.inner);
+    const int stages = stages_of(p.inner);
     const bool leads = !ANY_PLAIN || threadIdx.x == 0;
     if (leads && !A_PLAIN) prefetch(map_a);
     if (leads && !B_PLAIN) prefetch(map_b);
     Slot<STAGES> slot;
     for (Tiles tile(p); !tile.done(); tile.advance()) {
 #pragma unroll 1
-        for (int block = 0; block < blocks; ++block, slot.advance()) {
-            const int stage = slot.stage, k = block * INNER;
-            s.empty[stage].wait(slot.parity ^ 1);
+        for (int i = 0; i < stages; ++i, slot.advance()) {
+            const int stage = slot.stage, k = i * INNER;
+            ring.empty[stage].wait(slot.parity ^ 1);
             if (leads) {
-                s.full[stage].arrive_expecting(COPIED);
+                ring.full[stage].arrive_expecting(COPIED);
 #pragma unroll
-                for (int i = 0; i < BOXES; ++i) {
-                    const int at = k + i * BOX_K;
+                for (int box = 0; box < BOXES; ++box) {
+                    const int at = k + box * BOX_K;
                     if constexpr (!A_PLAIN)
-                        load_tile<MAJOR_OF_A, TILE_M, A_ONCE>(s.a(stage, i), map_a, s.full[stage], tile.row, at);
+                        load_tile<MAJOR_OF_A, TILE_M, A_ONCE>(ring.a(stage, box), map_a, ring.full[stage], tile.row, at);
                     if constexpr (!B_PLAIN)
-                        load_tile<MAJOR_OF_B, TILE_N>(s.b(stage, i), map_b, s.full[stage], tile.column, at);
+                        load_tile<MAJOR_OF_B, TILE_N>(ring.b(stage, box), map_b, ring.full[stage], tile.column, at);
                 }
             }
-            if constexpr (A_PLAIN) gather<TILE_M>(s.a(stage, 0), p.a, p.a_row, p.a_inner, tile.row, k, p.rows, p.inner);
+            if constexpr (A_PLAIN) gather<TILE_M>(ring.a(stage, 0), p.a, p.a_row, p.a_inner, tile.row, k, p.rows, p.inner);
             if constexpr (B_PLAIN)
-                gather<TILE_N>(s.b(stage, 0), p.b, p.b_row, p.b_inner, tile.column, k, p.columns, p.inner);
+                gather<TILE_N>(ring.b(stage, 0), p.b, p.b_row, p.b_inner, tile.column, k, p.columns, p.inner);
             if constexpr (ANY_PLAIN) {
                 fence_copies();
-                s.full[stage].arrive();
+                ring.full[stage].arrive();
             }
         }
     }
@@ -204,23 +205,23 @@ __device__ void begin(const Args& p, const Mine& mine, const Tiles& tile, Sums& 
 }
 
 // The whole chain of a tile.
-__device__ void multiply(const Args& p, const Shared& s, const Mine& mine, Slot<STAGES>& slot, Turns& turns, Sums& d) {
-    const int blocks = blocks_of(p.inner);
+__device__ void mainloop(const Args& p, const Ring& ring, const Mine& mine, Slot<STAGES>& slot, Turns& turns, Sums& d) {
+    const int stages = stages_of(p.inner);
     if constexpr (TURNS) turns.wait();
     int before = 0;
 #pragma unroll 1
-    for (int block = 0; block < blocks; ++block, slot.advance()) {
-        s.full[slot.stage].wait(slot.parity);
+    for (int i = 0; i < stages; ++i, slot.advance()) {
+        ring.full[slot.stage].wait(slot.parity);
         add_stage<Number, MAJOR_OF_A, MAJOR_OF_B, BOXES, A_BYTES, B_BYTES>(
-            d, s.a(slot.stage, 0) + mine.part * PIECE, s.b(slot.stage, 0));
+            d, ring.a(slot.stage, 0) + mine.part * PIECE, ring.b(slot.stage, 0));
         products_done<1>();
-        if (block) give_back(s.empty[before]);
+        if (i) give_back(ring.empty[before]);
         before = slot.stage;
     }
     if constexpr (TURNS) turns.pass();
     products_done<0>();
     hold(d);
-    if (blocks) give_back(s.empty[before]);
+    if (stages) give_back(ring.empty[before]);
 }
 
 // A bias that has a number for each row, or for each column.
@@ -238,31 +239,31 @@ __device__ void add_bias(const Args& p, const Mine& mine, const Tiles& tile, Sum
 #if STORED
 using Boxes = Outgoing<Out, TILE_N, STORED == 2>;
 
-__device__ void store(const Shared& s, const Args&, const Mine& mine, const Tiles& tile, const TensorMap& map, Sums& d) {
-    char* boxes = s.boxes + mine.group * Boxes::BYTES;
+__device__ void store(const Ring& ring, const Args&, const Mine& mine, const Tiles& tile, const TensorMap& map, Sums& d) {
+    char* boxes = ring.boxes + mine.group * Boxes::BYTES;
     Boxes::store(boxes, 1 + mine.group, map, tile.row + mine.part * MMA_M, tile.column, d);
 }
 #else
 // By strides: any address, any edge.
-__device__ void store(const Shared&, const Args& p, const Mine& mine, const Tiles& tile, const TensorMap&, Sums& d) {
+__device__ void store(const Ring&, const Args& p, const Mine& mine, const Tiles& tile, const TensorMap&, Sums& d) {
     each_inside(p, mine, tile, d, [](float& sum, char* at) { Out::write(at, sum); });
 }
 #endif
 
-__device__ void consume(const Args& p, const Shared& s, const TensorMap& map_out) {
+__device__ void consume(const Args& p, const Ring& ring, const TensorMap& map_out) {
     const Mine mine;
     Slot<STAGES> slot;
     Tiles tile(p);
-    Turns turns(s.turns, mine.group);
-    if (TURNS && mine.group == 1) tile.advance(), slot.skip(blocks_of(p.inner));
+    Turns turns(ring.turns, mine.group);
+    if (TURNS && mine.group == 1) tile.advance(), slot.skip(stages_of(p.inner));
     for (; !tile.done(); tile.advance(TURNS ? 2 : 1)) {
         Sums d;
         begin(p, mine, tile, d);
-        multiply(p, s, mine, slot, turns, d);
-        if constexpr (TURNS) slot.skip(blocks_of(p.inner));
+        mainloop(p, ring, mine, slot, turns, d);
+        if constexpr (TURNS) slot.skip(stages_of(p.inner));
         if (p.bias_along == 1) add_bias<true>(p, mine, tile, d);
         if (p.bias_along == 2) add_bias<false>(p, mine, tile, d);
-        store(s, p, mine, tile, map_out, d);
+        store(ring, p, mine, tile, map_out, d);
     }
     if (mine.leads()) stores_read<0>();
 }
@@ -276,7 +277,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     __shared__ Barrier full[STAGES], empty[STAGES], turns[2];
     // The swizzle begins anew at multiples of 1024 bytes.
     char* stages = raw + (-shared_address(raw) & (ATOM - 1));
-    const Shared s = {stages, stages + STAGES * STAGE_BYTES, full, empty, turns};
+    const Ring ring = {stages, stages + STAGES * STAGE_BYTES, full, empty, turns};
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {
             full[i].init(ANY_PLAIN ? 1 + WARPGROUP : 1);
@@ -290,9 +291,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     launch_dependents();
     if (warp_index() < WARPS_OF_GROUP) {
         if constexpr (MOVES_REGISTERS) give_registers<40>();
-        if (ANY_PLAIN || (warp_index() == 0 && elected())) produce(p, s, map_a, map_b);
+        if (ANY_PLAIN || (warp_index() == 0 && elected())) produce(p, ring, map_a, map_b);
     } else {
         if constexpr (MOVES_REGISTERS) take_registers<232>();
-        consume(p, s, map_out);
+        consume(p, ring, map_out);
     }
 }

@@ -55,10 +55,10 @@ struct Inputs {
 
 // The units of a block, one after the other: `across` units of columns for each of the tiles of rows that stand from `from`
 // to `to` in the order.
-struct Walk {
+struct Tiles {
     const Inputs& p;
     int from, down, across, index, row, unit;
-    __device__ Walk(const Inputs& p, int from, int to, int across)
+    __device__ Tiles(const Inputs& p, int from, int to, int across)
         : p(p), from(from), down(to - from), across(across), index(static_cast<int>(blockIdx.x)) {
         place();
     }
@@ -79,14 +79,14 @@ struct Walk {
 // The ring of stages, with which a block's dynamic shared memory begins.
 struct Ring {
     char* stages;
-    Barrier *full, *spare, *turns;
+    Barrier *full, *empty, *turns;
 
     __device__ Ring() {
         extern __shared__ char memory[];
         __shared__ Barrier barriers[2 * STAGES + 2];
         // The swizzle begins anew at multiples of 1024 bytes.
         stages = memory + (-shared_address(memory) & (ATOM - 1));
-        full = barriers, spare = full + STAGES, turns = spare + STAGES;
+        full = barriers, empty = full + STAGES, turns = empty + STAGES;
     }
     __device__ char* a(int stage) const { return stages + stage * STAGE_BYTES; }
     __device__ char* b(int stage) const { return a(stage) + A_BYTES; }
@@ -95,7 +95,7 @@ struct Ring {
     // By all threads, before their work.
     __device__ void open() const {
         if (threadIdx.x == 0) {
-            for (int i = 0; i < STAGES; ++i) full[i].init(1), spare[i].init(WARPS_OF_GROUP);
+            for (int i = 0; i < STAGES; ++i) full[i].init(1), empty[i].init(WARPS_OF_GROUP);
             Turns::init(turns);
             fence_init();
         }
@@ -106,13 +106,13 @@ struct Ring {
 __device__ inline int stages_of(int inner) { return (inner + INNER - 1) / INNER; }
 
 // By an elected thread: brings the stages of the tile at (row, column), those of one consumer after those of the other.
-__device__ inline void produce(const Ring& ring, Slot<STAGES>& slot, const TensorMap& hidden, const TensorMap& weight,
+__device__ inline void load_stages(const Ring& ring, Slot<STAGES>& slot, const TensorMap& hidden, const TensorMap& weight,
                                int row, int column, int stages) {
     for (int group = 0; group < GROUPS; ++group) {
 #pragma unroll 1
         for (int i = 0; i < stages; ++i, slot.advance()) {
             Barrier& full = ring.full[slot.stage];
-            ring.spare[slot.stage].wait(slot.parity ^ 1);
+            ring.empty[slot.stage].wait(slot.parity ^ 1);
             full.arrive_expecting(STAGE_BYTES);
             load_tile<K_MAJOR, MMA_M>(ring.a(slot.stage), hidden, full, row + group * MMA_M, i * INNER);
             load_tile<K_MAJOR, TILE_N>(ring.b(slot.stage), weight, full, column, i * INNER);
@@ -132,7 +132,7 @@ struct Mine {
 };
 
 // The whole chain of a tile: of its stages in the ring, those of this consumer.
-__device__ inline void multiply(const Ring& ring, int stages, const Mine& mine, Slot<STAGES>& slot, Turns& turns, Sums& d) {
+__device__ inline void mainloop(const Ring& ring, int stages, const Mine& mine, Slot<STAGES>& slot, Turns& turns, Sums& d) {
     int before = 0;
     slot.skip(stages * mine.group);
     if constexpr (TURNS) turns.wait();
@@ -143,13 +143,13 @@ __device__ inline void multiply(const Ring& ring, int stages, const Mine& mine, 
         ring.full[slot.stage].wait(slot.parity);
         add_stage<Number, K_MAJOR, K_MAJOR, 1, 0, 0>(d, ring.a(slot.stage), ring.b(slot.stage));
         products_done<1>();
-        if (i) give_back(ring.spare[before]);
+        if (i) give_back(ring.empty[before]);
         before = slot.stage;
     }
     if constexpr (TURNS) turns.pass();
     products_done<0>();
     hold(d);
-    if (stages) give_back(ring.spare[before]);
+    if (stages) give_back(ring.empty[before]);
     slot.skip(stages * (GROUPS - 1 - mine.group));
 }
 

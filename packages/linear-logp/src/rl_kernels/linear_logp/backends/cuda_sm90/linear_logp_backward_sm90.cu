@@ -25,13 +25,13 @@ namespace {
 constexpr int SUMMED = 16;
 using Boxes = Outgoing<Number, TILE_N, false>;
 
-__device__ void bring(const Args& p, const Ring& ring, const TensorMap& hidden, const TensorMap& weight) {
+__device__ void produce(const Args& p, const Ring& ring, const TensorMap& hidden, const TensorMap& weight) {
     const int stages = stages_of(p.inner);
     prefetch(hidden);
     prefetch(weight);
     Slot<STAGES> slot;
-    for (Walk walk(p, 0, p.computed(), p.across()); !walk.done(); walk.advance())
-        produce(ring, slot, hidden, weight, walk.row, p.begin + walk.unit * TILE_N, stages);
+    for (Tiles tile(p, 0, p.computed(), p.across()); !tile.done(); tile.advance())
+        load_stages(ring, slot, hidden, weight, tile.row, p.begin + tile.unit * TILE_N, stages);
 }
 
 // A row's gradient, and the column that it selects, from `column` on; of a row that is ignored, or that there is none, all
@@ -85,26 +85,26 @@ __device__ void consume(const Args& p, const Ring& ring, const TensorMap& dz) {
     const Mine mine;
     const int stages = stages_of(p.inner);
     char* boxes = ring.end() + mine.group * Boxes::BYTES;
-    const auto leave = [&](const Walk& walk, const Sums& d) {
-        const int column = walk.unit * TILE_N;
-        if (p.sums) sum_rows(p, mine, walk.row + mine.row, column, d);
-        Boxes::store(boxes, 1 + mine.group, dz, walk.row + mine.group * MMA_M, column, d);
+    const auto leave = [&](const Tiles& tile, const Sums& d) {
+        const int column = tile.unit * TILE_N;
+        if (p.sums) sum_rows(p, mine, tile.row + mine.row, column, d);
+        Boxes::store(boxes, 1 + mine.group, dz, tile.row + mine.group * MMA_M, column, d);
     };
     Slot<STAGES> slot;
     Turns turns(ring.turns, mine.group);
-    for (Walk walk(p, 0, p.computed(), p.across()); !walk.done(); walk.advance()) {
-        const int row = walk.row + mine.row, column = p.begin + walk.unit * TILE_N;
+    for (Tiles tile(p, 0, p.computed(), p.across()); !tile.done(); tile.advance()) {
+        const int row = tile.row + mine.row, column = p.begin + tile.unit * TILE_N;
         const Row low(p, row, column + mine.column), high(p, row + 8, column + mine.column);
         Sums d;
-        multiply(ring, stages, mine, slot, turns, d);
+        mainloop(ring, stages, mine, slot, turns, d);
         add_bias(p, mine, column, d);
         differentiate<0>(low, d);
         differentiate<1>(high, d);
-        leave(walk, d);
+        leave(tile, d);
     }
-    for (Walk walk(p, p.computed(), p.tiles(), p.across()); !walk.done(); walk.advance()) {
+    for (Tiles tile(p, p.computed(), p.tiles(), p.across()); !tile.done(); tile.advance()) {
         const Sums none = {};
-        leave(walk, none);
+        leave(tile, none);
     }
     if (threadIdx.x % WARPGROUP == 0) stores_read<0>();
 }
@@ -118,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     ring.open();
     if (warp_index() < WARPS_OF_GROUP) {
         give_registers<40>();
-        if (warp_index() == 0 && elected()) bring(p, ring, hidden, weight);
+        if (warp_index() == 0 && elected()) produce(p, ring, hidden, weight);
     } else {
         take_registers<232>();
         consume(p, ring, dz);

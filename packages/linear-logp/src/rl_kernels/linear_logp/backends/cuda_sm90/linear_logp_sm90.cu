@@ -27,15 +27,15 @@ namespace {
 
 constexpr int UNIT = 4;
 
-__device__ void bring(const Args& p, const Ring& ring, const TensorMap& hidden, const TensorMap& weight) {
+__device__ void produce(const Args& p, const Ring& ring, const TensorMap& hidden, const TensorMap& weight) {
     const int stages = stages_of(p.inner);
     prefetch(hidden);
     prefetch(weight);
     Slot<STAGES> slot;
-    for (Walk walk(p, 0, p.computed(), p.across()); !walk.done(); walk.advance()) {
-        const int begin = walk.unit * p.width(), end = min(begin + p.width(), p.columns);
+    for (Tiles tile(p, 0, p.computed(), p.across()); !tile.done(); tile.advance()) {
+        const int begin = tile.unit * p.width(), end = min(begin + p.width(), p.columns);
         for (int column = begin; column < end; column += TILE_N)
-            produce(ring, slot, hidden, weight, walk.row, column, stages);
+            load_stages(ring, slot, hidden, weight, tile.row, column, stages);
     }
 }
 
@@ -104,8 +104,8 @@ __device__ void consume(const Args& p, const Ring& ring) {
     const int stages = stages_of(p.inner);
     Slot<STAGES> slot;
     Turns turns(ring.turns, mine.group);
-    for (Walk walk(p, 0, p.computed(), p.across()); !walk.done(); walk.advance()) {
-        const int row = walk.row + mine.row;
+    for (Tiles tile(p, 0, p.computed(), p.across()); !tile.done(); tile.advance()) {
+        const int row = tile.row + mine.row;
         Pairs pairs[2];
         float c[2];
         int target[2];
@@ -116,11 +116,11 @@ __device__ void consume(const Args& p, const Ring& ring) {
             c[half] = p.scale(safe);
             target[half] = id >= 0 && id < p.columns ? static_cast<int>(id) : -1;
         }
-        const int begin = walk.unit * p.width(), end = min(begin + p.width(), p.columns);
+        const int begin = tile.unit * p.width(), end = min(begin + p.width(), p.columns);
         int block = 0;
         for (int column = begin; column < end; column += TILE_N, ++block) {
             Sums d;
-            multiply(ring, stages, mine, slot, turns, d);
+            mainloop(ring, stages, mine, slot, turns, d);
             add_bias(p, mine, column, d);
             finish_logits(p, mine, row, column, target, d);
             pairs[0].add(block, state_of<0>(d, c[0]), c[0]);
@@ -131,7 +131,7 @@ __device__ void consume(const Args& p, const Ring& ring) {
         for (int half = 0; half < 2; ++half) {
             if (row + 8 * half >= p.rows) continue;
             const State s = pairs[half].all(c[half]);
-            float* to = p.parts + static_cast<i64>(walk.unit) * 3 * p.rows + row + 8 * half;
+            float* to = p.parts + static_cast<i64>(tile.unit) * 3 * p.rows + row + 8 * half;
             to[0] = s.top;
             to[p.rows] = s.total;
             if (ENTROPY) to[2 * static_cast<i64>(p.rows)] = s.weighted;
@@ -148,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     ring.open();
     if (warp_index() < WARPS_OF_GROUP) {
         give_registers<40>();
-        if (warp_index() == 0 && elected()) bring(p, ring, hidden, weight);
+        if (warp_index() == 0 && elected()) produce(p, ring, hidden, weight);
     } else {
         take_registers<232>();
         consume(p, ring);
