@@ -54,7 +54,7 @@ def document():
 def tree(tmp_path):
     """Return a copy of the pages, with results of one operator."""
     names = [
-        *ROOT.glob("packages/*/src/rl_kernels/*/bench.py"),
+        *ROOT.glob("packages/*/src/rl_kernels/*/spec/bench.py"),
         *ROOT.glob("packages/*/README.md"),
         ROOT / "docs/benchmarks.md",
     ]

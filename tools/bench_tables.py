@@ -112,7 +112,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--root", type=Path, default=ROOT, help="the tree (default: this one)")
     given = parser.parse_args(argv)
     root = given.root
-    folders = sorted(file.parents[3] for file in root.glob("packages/*/src/rl_kernels/*/bench.py"))
+    folders = sorted(file.parents[4] for file in root.glob("packages/*/src/rl_kernels/*/spec/bench.py"))
     try:
         packages = {folder.name: results(folder) for folder in folders}
         wanted = dict(pages(root, packages))
