@@ -76,9 +76,9 @@ extern "C" __global__ void chain(const unsigned short* a, const unsigned short* 
 def chained(tmp_path_factory):
     """Return ``chained(a, b, start)``, the product by the plain chain in FP32."""
     folder = tmp_path_factory.mktemp("plain") / "plain_chain"
-    (folder / "kernels").mkdir(parents=True)
+    folder.mkdir()
     (folder / "__init__.py").write_text("")
-    (folder / "kernels" / "chain.cu").write_text(CHAIN)
+    (folder / "chain.cu").write_text(CHAIN)
 
     def product(a, b, start=None):
         (m, k), n = a.shape, b.shape[1]
