@@ -1,12 +1,16 @@
 """Arguments that the project's commands share."""
 
 import argparse
+import json
 import subprocess
 import sys
 
 import pytest
+import torch
 
+from rl_kernels.core import cli, commands
 from rl_kernels.core.command import count, location, writable
+from rl_kernels.core.operator import INVARIANT, Backend, Operator
 
 
 def test_count():
@@ -38,3 +42,60 @@ def test_a_reader_that_has_enough_ends_a_command_without_a_traceback():
         process.stdout.close()
         assert process.stderr.read() == b""
     assert process.returncode == 141
+
+
+def test_a_missing_torch_is_said_in_one_line():
+    main = "import sys; sys.modules['torch'] = None\nfrom rl_kernels.core import cli\nsys.exit(cli.main(['list']))"
+    done = subprocess.run([sys.executable, "-c", main], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "rl-kernels list: torch is not installed: pip install torch\n"
+
+
+@pytest.mark.parametrize("argument", ["--version", "--help"])
+def test_what_needs_no_torch_does_not_import_it(argument):
+    main = f"import sys\nfrom rl_kernels.core import cli\ncli.main([{argument!r}])\nassert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", main], capture_output=True, check=True)
+
+
+@pytest.fixture
+def toy(monkeypatch):
+    """An operator with one backend that looks at D, in a registry of its own."""
+
+    def limits(call):
+        return "D is odd" if call.traits.get("D", 0) % 2 else None
+
+    backend = Backend("native", "nowhere", {"cpu": INVARIANT}, limits)
+    operator = Operator("toy", "toy", "a toy", ("N", "D"), frozenset({"N"}), {}, {}, (backend,), lambda **_: None)
+    monkeypatch.setattr(commands.kernel_registry, "names", lambda: ["toy"])
+    monkeypatch.setattr(commands.kernel_registry, "load", lambda name: operator)
+    return ["explain", "toy", "--device", "cpu"]
+
+
+def test_explain_asks_for_a_size_that_a_backend_looks_at(toy, capsys):
+    assert cli.main(toy) == 2
+    assert capsys.readouterr().err == "rl-kernels explain: --shape: needed, NxD: the answer depends on D\n"
+    assert cli.main([*toy, "--shape", "8x3"]) == 0
+    assert capsys.readouterr().out == "native: D is odd\n"
+
+
+def test_answers_in_json(toy, capsys):
+    assert cli.main([*toy, "--shape", "8x4", "--json"]) == 0
+    explained = json.loads(capsys.readouterr().out)
+    assert explained["sizes"] == {"D": 4}
+    assert explained["backends"] == [{"backend": "native", "chosen": True, "reason": None}]
+    assert cli.main(["list", "--json"]) == 0
+    (listed,) = json.loads(capsys.readouterr().out)
+    assert (listed["operator"], listed["backends"], listed["shape"]) == ("toy", ["native"], ["N", "D"])
+    assert cli.main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["found"]["python, torch"].endswith(torch.__version__)
+    assert found["operators"]["toy"][0]["backend"] == "native"
+
+
+@pytest.mark.parametrize("command", ["list", "explain", "doctor", "compile"])
+def test_every_command_says_what_it_does_and_what_its_arguments_are(command, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main([command, "--help"])
+    assert ended.value.code == 0
+    described = capsys.readouterr().out
+    assert described.split("\n\n")[1].endswith(".")

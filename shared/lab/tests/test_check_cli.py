@@ -67,11 +67,31 @@ def strict(text):
 def test_green(capsys):
     assert cli.main(["--check-grad", "--device", "cpu"]) == 0
     out, err = capsys.readouterr()
-    first, second, *lines = out.splitlines()
-    assert first.startswith("PASS rl-kernels quick fp32 cpu: ")
-    assert second.startswith("PASS double auto: ")
-    assert any("gradient:x [3x4] fp32 max_abs=" in line for line in lines)
+    candidate, *skipped, verdict = out.splitlines()
+    assert candidate.startswith("PASS double auto: ")
+    assert all(line.startswith("skipped double auto ") for line in skipped)
+    assert verdict.startswith("PASS rl-kernels quick fp32 cpu: ")
     assert not err
+
+
+def test_verbose_shows_what_holds(capsys):
+    assert cli.main(["--check-grad", "--device", "cpu", "-v"]) == 0
+    first, *lines, last = capsys.readouterr().out.splitlines()
+    assert first.startswith("PASS double auto: ")
+    assert any("gradient:x [3x4] fp32 max_abs=" in line for line in lines)
+    assert last.startswith("PASS rl-kernels quick fp32 cpu: ")
+
+
+def test_a_terminal_sees_the_verdict_in_colour(capsys, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert cli.main(["--device", "cpu"]) == 0
+    assert capsys.readouterr().out.startswith("\x1b[32mPASS\x1b[0m double auto")
+
+
+def test_help_says_what_every_argument_is():
+    actions = cli.parser([OPERATOR])._actions
+    assert not [action.dest for action in actions if not action.help]
 
 
 def test_a_wrong_operator_ends_in_one(capsys, monkeypatch):
@@ -303,7 +323,7 @@ for name, members in (
     vars(sys.modules[name]).update(members)
 point = EntryPoint("double", "toy_pkg.op:OPERATOR", here.GROUP)
 here.cli.kernel_registry = here.KernelRegistry({{"double": point}})
-sys.exit(here.cli.main(["--device", "cpu", "--relation", "accuracy"]))
+sys.exit(here.cli.main(["--device", "cpu", "--relation", "accuracy", "-v"]))
 """
 
 

@@ -16,6 +16,7 @@ from functools import partial
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from rl_kernels.core.command import Parser, count, number, print_anything, writable
 from rl_kernels.core.contract import DTYPES, contract
@@ -38,6 +39,7 @@ from rl_kernels.lab.check.result import CaseId, Skip
 from rl_kernels.lab.check.suite import CTRL_C, Report, in_turn, run
 
 USAGE, INTERRUPTED = 2, 130
+STYLES = {"PASS": "green", "FAIL": "bold red", "interrupted": "yellow", "skipped": "dim"}
 CHOSEN_BY_REPLAY = ("op", "candidate", "dtype", "relation", "suite", "check_grad", "list")
 
 
@@ -58,16 +60,17 @@ def parser(operators: Sequence[Operator]) -> Parser:
     made.add_argument("--relation", nargs="+", choices=RELATIONS, metavar="NAME", help=f"of {', '.join(RELATIONS)}")
     made.add_argument("--check-grad", action="store_true", help="check gradients too (implied by --suite full)")
     made.add_argument("--grad-mode", choices=("random", "ones"), default="random", help="upstream gradients")
-    made.add_argument("--grad-seed", type=count(0, 31), default=123)
-    made.add_argument("--seed", type=count(0, 31), default=123)
+    made.add_argument("--grad-seed", type=count(0, 31), default=123, help="of upstream gradients (%(default)s)")
+    made.add_argument("--seed", type=count(0, 31), default=123, help="of the inputs (%(default)s)")
     made.add_argument("--input-mode", choices=("random", "constant"), default="random", help="constant adds to random")
-    made.add_argument("--constant-value", type=number(), default=0.25)
+    made.add_argument("--constant-value", type=number(), default=0.25, help="what constant inputs hold (%(default)s)")
     made.add_argument("--token-value", type=count(0), default=0, help="modulo the vocabulary of each case")
     made.add_argument(
         "--timeout", type=number(above=0), default=TIMEOUT, metavar="SECONDS", help="of a call of your own"
     )
     made.add_argument("--jobs", type=count(1), default=1, metavar="N", help="processes to share the work (%(default)s)")
     made.add_argument("--fail-fast", action="store_true", help="stop at the first check that fails")
+    made.add_argument("-v", "--verbose", action="store_true", help="print the checks that hold, too")
     made.add_argument("--json", action="store_true", help="print the report as strict JSON, and nothing else")
     made.add_argument("--junit", type=writable, metavar="FILE", help="also write the report as JUnit XML")
     made.add_argument("--html", type=writable, metavar="FILE", help="also write the report as one HTML file")
@@ -75,7 +78,13 @@ def parser(operators: Sequence[Operator]) -> Parser:
     made.add_argument("--replay", metavar="CASE_ID", help="run one relation on one case again, by its id in --list")
     shapes = made.add_argument_group("shapes", "replace the sizes of every case that has them")
     for name in dict.fromkeys(size for operator in operators for size in spec_of(operator).size_names()):
-        shapes.add_argument(f"--{name.replace('_', '-')}", dest=f"size_{name}", type=count(1), metavar="N")
+        shapes.add_argument(
+            f"--{name.replace('_', '-')}",
+            dest=f"size_{name}",
+            type=count(1),
+            metavar="N",
+            help=f"size {name} of each case",
+        )
     return made
 
 
@@ -103,10 +112,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     sharing = shared(again, given.jobs) if given.jobs > 1 else nullcontext(in_turn)
     with redirect_stdout(sys.stderr), _progress(sum(1 for _ in plan.tasks())) as progress, sharing as results:
         report = run(plan, skips, progress, results)
-    print(as_json(report) if given.json else "\n".join(text(report)), flush=True)
+    if given.json:
+        print(as_json(report), flush=True)
+    else:
+        _show(text(report, verbose=given.verbose or bool(given.replay)))
     if not _written(report, given):
         return USAGE
     return INTERRUPTED if report.interrupted == CTRL_C else 0 if report.passed else 1
+
+
+def _show(lines: Iterator[str]) -> None:
+    """Print lines, the verdicts in colour on a terminal."""
+    console = Console(highlight=False, soft_wrap=True)
+    for line in lines:
+        shown = Text(line)
+        for word, style in STYLES.items():
+            shown.highlight_regex(rf"^ *{word}\b", style)
+        console.print(shown)
 
 
 def _written(report: Report, given: argparse.Namespace) -> bool:

@@ -19,26 +19,30 @@ WIDTH = 100
 """Of the table of planted bugs, in a terminal and in a pipe."""
 
 
-def text(report: Report) -> Iterator[str]:
-    """Yield a line for the suite, one a candidate, one a check, the planted bugs, and each reason of what was skipped.
+def text(report: Report, *, verbose: bool = False) -> Iterator[str]:
+    """Yield what failed with the command that runs it again, bugs that escaped, what was skipped, and last the verdict.
 
-    A check that failed has a second line: the command that runs it again.
+    Args:
+        report: of the run.
+        verbose: also yield every check that holds, and every planted bug.
     """
-    yield f"{verdict(report.passed)} {summary.suite_name(report)}: {summary.checks_said(report)}"
-    if report.interrupted:
-        yield f"interrupted ({report.interrupted}): what follows is what was known by then"
     for (operator, candidate), checks in summary.by_candidate(report).items():
         passed = summary.held(checks)
         yield f"{verdict(passed == len(checks))} {operator} {candidate}: {passed} of {len(checks)}"
         for check in checks:
-            yield "  " + _line(check)
+            if verbose or not check.passed:
+                yield "  " + _line(check)
             if not check.passed:
                 yield f"    replay: {report.replay(check)}"
     if report.mutations:
-        yield from _bugs(report.mutations)
+        shown = [bug for bug in report.mutations if verbose or not bug.caught]
+        yield from _bugs(shown) if shown else ()
         yield summary.bugs_said(report)
     for (operator, candidate, relation, reason), skips in summary.by_reason(report).items():
         yield f"skipped {operator} {candidate} {relation} ({len(skips)}): {_one_line(reason)}"
+    if report.interrupted:
+        yield f"interrupted ({report.interrupted}): this is what was known by then"
+    yield f"{verdict(report.passed)} {summary.suite_name(report)}: {summary.checks_said(report)}"
 
 
 def _line(check: Check) -> str:

@@ -1,0 +1,179 @@
+"""The commands ``rl-kernels list``, ``explain`` and ``doctor``: what is installed, and what would run where."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from rl_kernels.core.command import Parser, table
+from rl_kernels.core.contract import DTYPES, contract
+from rl_kernels.core.cuda import cache, toolchain
+from rl_kernels.core.dispatch import Verdict, explain_call
+from rl_kernels.core.operator import Call, Operator, arch_of
+from rl_kernels.core.registry import UnknownOperator, kernel_registry
+
+
+class _Sizes(dict[str, Any]):
+    """The traits of a described call; notes those that a backend looks at and that are not there."""
+
+    def __init__(self, given: dict[str, int]) -> None:
+        super().__init__(given)
+        self.missing: list[str] = []
+
+    def get(self, name: str, default: Any = None) -> Any:
+        if name not in self:
+            self.missing.append(name)
+        return super().get(name, default)
+
+    def __missing__(self, name: str) -> Any:
+        self.missing.append(name)
+        return 0
+
+
+def list_operators(argv: Sequence[str]) -> int:
+    """Print the installed operators."""
+    given = _parser("list", "Print the installed operators, their other names and their backends.").parse_args(argv)
+    operators = [kernel_registry.load(name) for name in kernel_registry.names()]
+    if given.json:
+        _print_json(
+            [
+                {
+                    "operator": each.name,
+                    "aliases": list(each.aliases),
+                    "backends": [backend.name for backend in each.backends],
+                    "shape": list(each.shape),
+                    "summary": each.summary,
+                }
+                for each in operators
+            ]
+        )
+        return 0
+    rows = [
+        (each.name, ", ".join(each.aliases), ", ".join(backend.name for backend in each.backends), each.summary)
+        for each in operators
+    ]
+    print(table(("operator", "aliases", "backends", "what it computes"), rows))
+    return 0
+
+
+def explain(argv: Sequence[str]) -> int:
+    """Print the verdict on every backend for a described call."""
+    parser = _parser("explain", "Say of each backend whether a call would take it, or why not. Nothing runs.")
+    parser.add_argument("op", help="operator, as `rl-kernels list` names it")
+    parser.add_argument("--shape", help="sizes joined by x or commas, in the operator's order (e.g. 4096x151936)")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of the operands (default: bf16)")
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="default: cuda where there is a GPU",
+    )
+    parser.add_argument("--arch", help="of the device, as in the tolerance contract (e.g. sm90)")
+    given = parser.parse_args(argv)
+    try:
+        operator = kernel_registry.load(given.op)
+        call = _described(operator, given)
+        verdicts = explain_call(operator, call)
+        _all_known(operator, call)
+    except (UnknownOperator, ValueError) as error:
+        print(f"rl-kernels explain: {error}", file=sys.stderr)
+        return 2
+    if given.json:
+        described = {"device": given.device, "arch": call.arch, "dtype": given.dtype, "sizes": dict(call.traits)}
+        _print_json({"operator": operator.name, **described, "backends": [_verdict(each) for each in verdicts]})
+        return 0
+    for verdict in verdicts:
+        print(verdict)
+    return 0
+
+
+def _described(operator: Operator, given: argparse.Namespace) -> Call:
+    order = "x".join(operator.shape)
+    sizes: list[int] = []
+    if given.shape is not None:
+        parts = given.shape.replace(",", "x").split("x")
+        if len(parts) != len(operator.shape) or not all(part.isdigit() and int(part) > 0 for part in parts):
+            raise ValueError(f"--shape: expected {order}, sizes >= 1, got {given.shape!r}")
+        sizes = [int(part) for part in parts]
+    traits = {name: size for name, size in zip(operator.shape, sizes, strict=False) if name not in operator.rows}
+    device = torch.device(given.device)
+    if given.arch is not None and given.arch not in contract().archs:
+        raise ValueError(f"--arch: expected one of {', '.join(contract().archs)}, got {given.arch!r}")
+    if given.arch is None and given.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--arch: needed to explain a call on a GPU that is not here (e.g. --arch sm90)")
+    return Call(device, DTYPES[given.dtype], given.arch or arch_of(device.type, device.index), _Sizes(traits))
+
+
+def _all_known(operator: Operator, call: Call) -> None:
+    """Raise ``ValueError`` if a backend looked at a size that was not given."""
+    assert isinstance(call.traits, _Sizes)
+    missing = [name for name in operator.shape if name in call.traits.missing]
+    if missing:
+        raise ValueError(f"--shape: needed, {'x'.join(operator.shape)}: the answer depends on {', '.join(missing)}")
+
+
+def _verdict(verdict: Verdict) -> dict[str, Any]:
+    return {"backend": verdict.backend, "chosen": verdict.chosen, "reason": verdict.reason}
+
+
+def doctor(argv: Sequence[str]) -> int:
+    """Print versions, devices, and every backend of every operator with the reason if it cannot run here."""
+    given = _parser("doctor", "Print what is installed, what can run here, and why the rest cannot.").parse_args(argv)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    arch = arch_of(device.type, device.index)
+    facts = [
+        ("rl-kernels-core", version("rl-kernels-core")),
+        ("python, torch", f"{platform.python_version()}, {torch.__version__}"),
+        ("triton", version("triton") if find_spec("triton") else "not installed"),
+        *_cuda(),
+        ("device", f"{torch.cuda.get_device_name() if device.type == 'cuda' else 'cpu'} ({arch})"),
+        ("arch in the tolerance contract", "yes" if arch in contract().archs else "no: checks need --arch-key"),
+        *((name, os.environ.get(name, "not set")) for name in ("RL_KERNELS_BACKEND", "RL_KERNELS_STRICT")),
+    ]
+    verdicts = {
+        name: explain_call(kernel_registry.load(name), Call(device, torch.float32, arch))
+        for name in kernel_registry.names()
+    }
+    if given.json:
+        backends = {name: [_verdict(each) for each in found] for name, found in verdicts.items()}
+        _print_json({"found": dict(facts), "operators": backends})
+        return 0
+    rows = [(name, each.backend, str(each).partition(": ")[2]) for name, found in verdicts.items() for each in found]
+    print(table(("what", "found"), facts), table(("operator", "backend", "here"), rows), sep="\n\n")
+    return 0
+
+
+def _cuda() -> list[tuple[str, str]]:
+    """Return what there is for CUDA C++: the compiler, or what to do about it, and the cache."""
+    reason = toolchain.why_no_compiler()
+    compiler = reason or "CUDA " + ".".join(map(str, toolchain.nvrtc_version()))
+    held = cache.trouble()
+    if held is None:
+        sizes = [size for _, size, _ in cache.contents(cache.folder())]
+        held = f"{cache.folder()}: {len(sizes)} files, {sum(sizes) / 2**20:.1f} MiB, can be written"
+    driver = toolchain.driver_major() if toolchain.bindings_version() else None
+    return [
+        ("driver", "not asked: no GPU, or no cuda-bindings" if driver is None else f"CUDA {driver}"),
+        ("cuda-bindings", toolchain.bindings_version() or "not installed"),
+        ("NVRTC", compiler),
+        ("cache of kernels", held),
+    ]
+
+
+def _parser(name: str, description: str) -> Parser:
+    made = Parser(f"rl-kernels {name}", description)
+    made.add_argument("--json", action="store_true", help="print strict JSON, and nothing else")
+    return made
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2))
