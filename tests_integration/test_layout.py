@@ -55,6 +55,18 @@ def test_operator_has_the_same_rooms(folder: Path, room: str) -> None:
     assert (folder / room.format(name=folder.name.replace("-", "_"))).exists()
 
 
+@pytest.mark.parametrize("folder", OPERATORS, ids=named)
+def test_readme_leads_to_every_kernel(folder: Path) -> None:
+    table = (
+        (folder / "README.md").read_text(encoding="utf-8").partition("## Where the code is")[2].partition("\n## ")[0]
+    )
+    told = {name.rpartition("/")[2] for name in re.findall(r"`([\w/]+\.(?:py|cu))`", table)}
+    backends = [*folder.glob("src/rl_kernels/*/backends/**/*.py"), *folder.glob("src/rl_kernels/*/backends/**/*.cu")]
+    leading = {path.name for path in backends if path.suffix == ".cu" or path.stem in ("backend", "kernels", "native")}
+    assert leading <= told
+    assert told <= {path.name for path in ROOT.glob("*/*/src/rl_kernels/**/*")}
+
+
 @pytest.mark.parametrize("folder", PROJECTS, ids=named)
 def test_sources_are_typed(folder: Path) -> None:
     (package,) = (path for path in folder.glob("src/rl_kernels/*") if path.name != "__pycache__")

@@ -38,14 +38,6 @@ extern "C" __global__ void turn(const float* x, float* out, int n) {
     for (int i = threadIdx.x; i < n; i += blockDim.x) out[i] = held[n - 1 - i];
 }
 """
-RANKS = """
-extern "C" __global__ void ranks(int* out) {
-    unsigned rank, size;
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
-    if (threadIdx.x == 0) out[blockIdx.x] = 10 * size + rank;
-}
-"""
 BOX = """
 struct alignas(64) Map { unsigned char bytes[128]; };
 extern "C" __global__ void box(int unused, const __grid_constant__ Map map, float* out, int column, int row) {
@@ -72,7 +64,6 @@ extern "C" __global__ void box(int unused, const __grid_constant__ Map map, floa
 SOURCES = {
     "add": (ADD, "PPqf", (("TIMES", 2),)),
     "turn": (TURN, "PPi", ()),
-    "ranks": (RANKS, "P", ()),
     "box": (BOX, "iTPii", (("ROWS", 4), ("COLUMNS", 8))),
 }
 
@@ -151,19 +142,6 @@ def test_residents_follow_the_shared_memory():
     most = torch.cuda.get_device_properties(0).shared_memory_per_block_optin
     assert turn.resident(256, most) == 1
     assert turn.resident(256) > turn.resident(1024) >= 1
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("size", [2, 8, 16])
-def test_clusters(size):
-    needs(9)
-    out = torch.zeros(4 * size, dtype=torch.int32, device="cuda:0")
-    ranks = load("ranks")
-    for _ in range(2):
-        ranks.launch(4 * size, 32, out, cluster=size)
-    assert out.tolist() == [10 * size + rank for rank in range(size)] * 4
-    ranks.launch(4 * size, 32, out)
-    assert out.tolist() == [10] * 4 * size
 
 
 @pytest.mark.gpu

@@ -43,7 +43,7 @@ class Driver:
         self.calls = []
 
     def CUlaunchAttribute(self):
-        return SimpleNamespace(value=SimpleNamespace(clusterDim=SimpleNamespace()))
+        return SimpleNamespace(value=SimpleNamespace())
 
     def cuFuncGetParamInfo(self, function, place):
         return (0, *self.places[place]) if place < len(self.places) else (1, 0, 0)
@@ -116,23 +116,15 @@ def test_more_shared_memory_is_allowed_once(kernel, driver):
     assert [size for *_, size in driver.named("cuFuncSetAttribute")] == [48 * 1024, 100 * 1024]
 
 
-def test_clusters(kernel, driver):
+def test_a_launch_that_may_begin_early(kernel, driver):
     for _ in range(2):
-        kernel.launch(4, 64, None, 1, 2, shared=16, cluster=2)
+        kernel.launch(4, 64, None, 1, 2, shared=16, pdl=True)
     (first, *_), (second, *_) = driver.named("cuLaunchKernelEx")
     assert first is second
     assert (first.gridDimX, first.gridDimY, first.blockDimX, first.sharedMemBytes, first.hStream) == (4, 1, 64, 16, 40)
     (attribute,) = first.attrs
-    size = attribute.value.clusterDim
-    assert (attribute.id, size.x, size.y, size.z) == ("CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION", 2, 1, 1)
-    assert not driver.named("cuFuncSetAttribute")
-    for _ in range(2):
-        kernel.launch(16, 64, None, 1, 2, cluster=16, pdl=True)
-    first, second = driver.named("cuLaunchKernelEx")[-1][0].attrs
-    assert (first.value.clusterDim.x, second.value.programmaticStreamSerializationAllowed) == (16, 1)
-    assert second.id == "CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION"
-    (allowed,) = driver.named("cuFuncSetAttribute")
-    assert allowed[1:] == ("CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED", 1)
+    assert attribute.id == "CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION"
+    assert attribute.value.programmaticStreamSerializationAllowed == 1
 
 
 def test_a_dependent_launch(kernel, driver):
@@ -161,7 +153,7 @@ def test_arguments_that_do_not_fit(args, kernel):
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        ("cuLaunchKernel", "toy: grid (3, 2, 1), block 32, shared 8, cluster 1: CUDA_ERROR_TOY (toy trouble)"),
+        ("cuLaunchKernel", "toy: grid (3, 2, 1), block 32, shared 8: CUDA_ERROR_TOY (toy trouble)"),
         ("cuModuleLoadData", "toy_kernels/toy.cu for sm_90a: CUDA_ERROR_TOY"),
         ("cuModuleGetFunction", "toy: CUDA_ERROR_TOY"),
     ],

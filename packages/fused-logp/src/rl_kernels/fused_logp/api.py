@@ -50,8 +50,8 @@ def fused_logp(
         return_stats: return ``LogpStats(logp, logsumexp, entropy)``, all differentiable.
         inplace_backward: let the gradient overwrite the logits' storage; a backward that needs the logits after that
             raises, as after any write in place. Not under torch.compile.
-        reduction: ``two_pass`` (maximum, then sum) or ``online`` (running maximum); ``auto`` lets the backend choose,
-            never by the number of rows.
+        reduction: how the native backend sums: ``two_pass`` (maximum, then sum), ``online`` (running maximum), or
+            ``auto``, which is ``two_pass``. A GPU backend has one way of its own, whatever is asked for.
         validate: check the values of ids, indices and temperature, which syncs with a GPU; skipped under
             torch.compile and graph capture. Unchecked, a row with a bad id gives NaN.
         backend: name of a backend, ``auto``, or None for what is forced elsewhere, if anything.

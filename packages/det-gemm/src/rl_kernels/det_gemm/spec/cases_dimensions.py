@@ -79,7 +79,8 @@ def _beyond(kind: Mapping[str, Any]) -> Iterator[Case]:
         "m-8240", {"m_dim": 8240, "n_dim": 4, "k_dim": 3}, relations=BITS if kind["function"] == DW else HELD, **kind
     )
     yield Case("m-24576", {"m_dim": 24576, "n_dim": 8, "k_dim": 40}, relations=("invariance",), **kind)
-    yield Case("n-65600", {"m_dim": 3, "n_dim": 65600, "k_dim": 5}, relations=HELD, **kind)
+    bias = {"bias": True} if kind["function"] == LINEAR else {}
+    yield Case("n-65600", {"m_dim": 3, "n_dim": 65600, "k_dim": 5}, bias, relations=HELD, **kind)
     long = {"m_dim": 3, "n_dim": 5, "k_dim": 28672}
     yield Case("k-28672", long, relations=BITS, **kind)
     yield Case("k-28672-half", long, relations=BITS, dtype="bf16", **kind)

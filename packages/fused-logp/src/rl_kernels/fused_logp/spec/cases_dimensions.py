@@ -61,7 +61,7 @@ DIMENSIONS: tuple[Case, ...] = (
     Case("rows-65600", {"batch": 1, "seq": 65600, "vocab": 3}, TURNS[1], relations=HELD),
     Case("rows-8200-narrow", {"batch": 1, "seq": 8200, "vocab": 40}, TURNS[1], relations=("invariance",)),
     Case("rows-8200", {"batch": 1, "seq": 8200, "vocab": 4104}, relations=("invariance",), suite="full"),
-    Case("numbers-2^24", {"batch": 1, "seq": 66, "vocab": 262208}, relations=("accuracy",), suite="full"),
+    Case("numbers-2^24", {"batch": 1, "seq": 66, "vocab": 262208}, relations=HELD, suite="full"),
     *swept("vocab", WIDE, LARGE_VOCABS, TURNS, suite="full"),
     *swept("seq", {**SWEEP, "vocab": 520}, (4096, 8193), TURNS, suite="full"),
     *paired("long-pairs", {"batch": 1, "seq": 3, "vocab": 9001}, AXES, _possible, suite="full"),

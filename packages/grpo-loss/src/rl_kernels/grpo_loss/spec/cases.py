@@ -19,6 +19,7 @@ HALF = torch.bfloat16
 FROM = "grpo_loss_from_advantages"
 GROUPS = "group_advantages"
 RAGGED = {"group_sizes": (1, 4, 2)}
+BATCH = {"advantage_estimator": "batch"}
 
 
 def _sizes(prompts: int, samples: int, completion: int) -> dict[str, int]:
@@ -61,6 +62,8 @@ CASES = (
     # In FP64 sums of rewards are rounded: those of FP32 rewards are exact there, and hide how they were taken.
     Case("groups-double", _groups(6, 7), {"rewards": torch.float64, "offset": 10000.0, "equal": True}, GROUPS),
     # The first of equal rewards is missing; a small eps shows any deviation that is not exactly 0.
+    Case("groups-equal-of-40", _groups(3, 40), {"equal": True}, GROUPS),
+    Case("groups-batch-of-2080", _groups(260, 8), BATCH, GROUPS, relations=("accuracy", "invariance")),
     Case("groups-equal-missing", _groups(3, 7), {"equal": True, "missing": 7, "eps": 1e-12}, GROUPS),
     *OBJECTIVES,
     Case("many-prompts", _sizes(64, 8, 128), {"beta": 0.04, "density": 0.7}, suite="full"),

@@ -29,6 +29,7 @@ TURNS = (
 )
 """Options of the sweeps, in turn."""
 LITTLE = {"bias": True, "workspace_mib": 1, "scale": 0.25}
+PIECES = {"batch": 1, "seq": 300, "hidden": 24, "vocab": 16400}
 BLOCKS = {"batch": 1, "seq": 400, "hidden": 1024, "vocab": 40}
 HEAD = {"return_stats": True, "bias": True, "minus_inf_first": 16384}
 VOCABS = (*EDGES, 2048, 4095, 4096, 4097, 8192)
@@ -60,6 +61,7 @@ DIMENSIONS: tuple[Case, ...] = (
     Case("hidden-8200", {"batch": 1, "seq": 2, "hidden": 8200, "vocab": 5}, {}, relations=HELD, dtype="bf16"),
     Case("small-workspace", BLOCKS, LITTLE, relations=(*HELD, "invariance")),
     Case("small-workspace-half", BLOCKS, LITTLE, relations=HELD, dtype="bf16"),
+    Case("many-pieces-half", PIECES, {"temperature": 0.7, "workspace_mib": 1}, relations=HELD, dtype="bf16"),
     Case("logits-256MiB", {"batch": 1, "seq": 1030, "hidden": 2, "vocab": 65600}, relations=HELD[1:], suite="full"),
     Case("edges", {"batch": 1, "seq": 66, "hidden": 4, "vocab": 32769}, {**TURNS[0], "edges": True}, relations=HELD),
     Case("masked-head", {"batch": 1, "seq": 3, "hidden": 3, "vocab": 20000}, HEAD, relations=HELD),

@@ -19,8 +19,6 @@ from rl_kernels.core.gpu import on_device
 
 SHARED = 48 * 1024
 """Bytes of shared memory, static and dynamic, that a block may have without being allowed more."""
-PORTABLE_CLUSTER = 8
-"""Blocks that a cluster may have on any GPU that has clusters."""
 KEPT = 256
 """Configurations with attributes that a kernel remembers."""
 
@@ -98,7 +96,6 @@ class Kernel:
         self._allowed = SHARED - checked(driver.cuFuncGetAttribute(static, self._function), entry)
         self._resident: dict[tuple[int, int], int] = {}
         self._configurations: dict[tuple[int, ...], Any] = {}
-        self._portable = True
         self._thread = local()
         self._launch, self._stream = driver.cuLaunchKernel, torch._C._cuda_getCurrentRawStream
 
@@ -108,7 +105,6 @@ class Kernel:
         block: int,
         *args: Any,
         shared: int = 0,
-        cluster: int = 1,
         pdl: bool = False,
     ) -> None:
         """Launch on the current stream of the kernel's GPU.
@@ -119,7 +115,6 @@ class Kernel:
             args: the parameters in their order; a tensor gives its address, None a null pointer. That tensors are on
                 the GPU, and live until the stream has come so far, is the caller's to see to.
             shared: bytes of dynamic shared memory of a block.
-            cluster: blocks of a cluster, along the first size of the grid.
             pdl: programmatic dependent launch, from sm_90 on: blocks may begin while the kernel before on the stream
                 still runs, so each of their threads must ``wait_for_prerequisites`` (``ptx.cuh``) before it touches
                 memory.
@@ -141,13 +136,13 @@ class Kernel:
             self._allow(shared)
         with on_device(self._index):
             stream = self._stream(self._index)
-            if cluster == 1 and not pdl:
-                launched = self._launch(self._function, x, y, z, block, 1, 1, shared, stream, 0, buffer.address)
-            else:
-                configuration = self._configuration(x, y, z, block, shared, cluster, pdl, stream)
+            if pdl:
+                configuration = self._configuration(x, y, z, block, shared, stream)
                 launched = self._driver.cuLaunchKernelEx(configuration, self._function, 0, buffer.address)
+            else:
+                launched = self._launch(self._function, x, y, z, block, 1, 1, shared, stream, 0, buffer.address)
         if launched[0]:
-            sizes = f"grid {(x, y, z)}, block {block}, shared {shared}, cluster {cluster}"
+            sizes = f"grid {(x, y, z)}, block {block}, shared {shared}"
             raise error_of(launched[0], f"{self.entry}: {sizes}")
 
     def resident(self, block: int, shared: int = 0) -> int:
@@ -188,6 +183,7 @@ class Kernel:
         self._allowed = shared
 
     def _configuration(self, *key: int) -> Any:
+        """Return what a launch that may begin early is made with."""
         found = self._configurations.get(key)
         if found is None:
             if len(self._configurations) >= KEPT:
@@ -195,24 +191,13 @@ class Kernel:
             found = self._configurations[key] = self._configured(*key)
         return found
 
-    def _configured(self, x: int, y: int, z: int, block: int, shared: int, cluster: int, pdl: int, stream: int) -> Any:
-        if cluster > PORTABLE_CLUSTER and self._portable:
-            attribute = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
-            checked(self._driver.cuFuncSetAttribute(self._function, attribute, 1), f"{self.entry}: cluster {cluster}")
-            self._portable = False
+    def _configured(self, x: int, y: int, z: int, block: int, shared: int, stream: int) -> Any:
         made = self._driver.CUlaunchConfig()
         made.gridDimX, made.gridDimY, made.gridDimZ = x, y, z
         made.blockDimX, made.blockDimY, made.blockDimZ = block, 1, 1
         made.sharedMemBytes, made.hStream = shared, stream
-        names, attributes = self._driver.CUlaunchAttributeID, []
-        if cluster > 1:
-            attributes.append(self._driver.CUlaunchAttribute())
-            attributes[-1].id = names.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-            size = attributes[-1].value.clusterDim
-            size.x, size.y, size.z = cluster, 1, 1
-        if pdl:
-            attributes.append(self._driver.CUlaunchAttribute())
-            attributes[-1].id = names.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            attributes[-1].value.programmaticStreamSerializationAllowed = 1
-        made.attrs, made.numAttrs = attributes, len(attributes)
+        early = self._driver.CUlaunchAttribute()
+        early.id = self._driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        early.value.programmaticStreamSerializationAllowed = 1
+        made.attrs, made.numAttrs = [early], 1
         return made

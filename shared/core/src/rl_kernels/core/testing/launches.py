@@ -141,9 +141,7 @@ class _Recorded:
         self._asked = block, shared
         return self._recorder.resident
 
-    def launch(
-        self, grid: int | tuple[int, ...], block: int, *args: Any, shared: int = 0, cluster: int = 1, pdl: bool = False
-    ) -> None:
+    def launch(self, grid: int | tuple[int, ...], block: int, *args: Any, shared: int = 0, pdl: bool = False) -> None:
         """Record a launch."""
         assert self._asked in (None, (block, shared)), f"{self._entry}: other blocks than those that were counted"
         try:
