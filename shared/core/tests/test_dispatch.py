@@ -111,6 +111,11 @@ def test_where_no_backend_can_run_every_reason_is_given():
         choose(make_operator(FUSED, QUICK), CPU)
 
 
+def test_meta_tensors_are_told_of_fake_ones():
+    with pytest.raises(BackendUnavailable, match=r"tensors on meta hold no values; .*FakeTensorMode gives shapes"):
+        choose(OPERATOR, Call.of(torch.zeros(1, device="meta")))
+
+
 def test_an_unknown_backend_lists_the_known_ones():
     with pytest.raises(ValueError, match="grpo_loss has no backend 'cuda'; it has: auto, fused, quick, native, plain"):
         choose(OPERATOR, CPU, "cuda")

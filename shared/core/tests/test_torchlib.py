@@ -1,5 +1,6 @@
 """A toy operator, defined as packages define theirs. Run as a script, this file compiles it before anything else."""
 
+import subprocess
 import sys
 from importlib.metadata import EntryPoint
 from types import ModuleType
@@ -222,3 +223,28 @@ def test_a_number_stays_on_the_cpu_and_a_tensor_is_one_value_a_row():
     for shape, rows in (((), 1), ((3,), 3), ((2, 3), 6)):
         found = torchlib.scalar_or_rows(torch.full(shape, 0.5, dtype=torch.float64), torch.float32)
         assert (found.shape, found.dtype) == ((rows,), torch.float32)
+
+
+def test_gradient_transforms_are_refused_by_name():
+    a, b = (x.detach() for x in operands())
+
+    def product(a):
+        torchlib.no_lost_derivatives("toy_product", a, b)
+        return toy_product(a, b).sum()
+
+    with pytest.raises(
+        RuntimeError, match=r"toy_product: gradients through torch\.func\.grad are not supported; torch"
+    ):
+        torch.func.grad(product)(a)
+    with pytest.raises(RuntimeError, match="toy_product: gradients through vmap are not supported"):
+        torch.func.vmap(torch.func.grad(product), in_dims=0)(a[None])
+
+
+def test_a_second_import_in_a_process_is_refused_in_plain_words():
+    code = (
+        "import sys, rl_kernels.core.validate\n"
+        "for name in [name for name in sys.modules if name.startswith('rl_kernels')]: del sys.modules[name]\n"
+        "import rl_kernels.core.validate"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stderr.splitlines()[-1].startswith("ImportError: rl_kernels was imported before, and a process")

@@ -249,3 +249,12 @@ def test_own_storage_refuses_dims_that_overlap():
     for shape, strides in (((8, 8), (1, 1)), ((4, 4), (3, 1)), ((2, 3, 4), (1, 4, 1))):
         with pytest.raises(ValueError, match="x: expected elements with storage of their own"):
             check.own_storage("x", torch.zeros(64).as_strided(shape, strides))
+
+
+def test_a_dtensor_is_refused_with_what_to_pass_instead(monkeypatch):
+    class DTensor(torch.Tensor):
+        pass
+
+    DTensor.__module__ = "torch.distributed.tensor"
+    message = "x: expected a local tensor, got a DTensor: pass its to_local() or full_tensor()"
+    refuses(TypeError, message, check.tensor, "x", X.as_subclass(DTensor), check.FLOATS)

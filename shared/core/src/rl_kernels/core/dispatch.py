@@ -188,6 +188,9 @@ def _named(operator: Operator, call: Call, name: str) -> Backend:
 
 
 def _first(operator: Operator, call: Call) -> Backend:
+    if call.device.type == "meta":
+        hint = "torch._subclasses.fake_tensor.FakeTensorMode gives shapes"
+        raise BackendUnavailable(f"backend: {operator.name}: tensors on meta hold no values; {hint}")
     reasons = []
     for backend in operator.backends:
         reason = reason_against(backend, call)

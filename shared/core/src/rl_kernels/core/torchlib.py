@@ -28,13 +28,23 @@ def define(operator: Operator) -> dict[str, Callable[..., Any]]:
     ops = {}
     for name, schema in operator.schemas.items():
         qualified = f"{operator.name}_{name}"
-        _library.define(qualified + schema)
+        _define(qualified + schema)
         ops[name] = getattr(getattr(torch.ops, NAMESPACE), qualified).default
         written = _written(ops[name])
         for key, device_type in DEVICES.items():
             _library.impl(qualified, _implementation(operator, name, device_type, written), key)
         torch.library.register_fake(f"{NAMESPACE}::{qualified}", _fake(operator.fakes[name]), lib=_library)
     return ops
+
+
+def _define(schema: str) -> None:
+    try:
+        _library.define(schema)
+    except RuntimeError as error:
+        if "multiple times" not in str(error):
+            raise
+        message = "rl_kernels was imported before, and a process registers its ops once: start a new one"
+        raise ImportError(message) from error
 
 
 def _written(op: Any) -> tuple[int, ...]:
@@ -112,23 +122,26 @@ def is_asked_for(ctx: Any, number: int) -> bool:
 def no_lost_derivatives(name: str, *values: Any) -> None:
     """Refuse what operators do not have, and where a derivative would be lost without a word.
 
-    That is forward-mode AD, and gradients through ``torch.func.vmap``: there a tensor does not tell that it requires
-    grad.
+    That is forward-mode AD, the gradient transforms of ``torch.func``, and gradients through ``torch.func.vmap``: there
+    a tensor does not tell that it requires grad.
 
     Args:
         name: of the operator, for the message.
         values: its arguments; those that are no tensors are not looked at.
 
     Raises:
-        RuntimeError: one of them carries a tangent of ``torch.func.jvp`` or ``torch.autograd.forward_ad``; or, within a
-            vmap and with gradients on, requires grad, under torch.compile whether it does or not.
+        RuntimeError: one of them carries a tangent of ``torch.func.jvp`` or ``torch.autograd.forward_ad``; or, within
+            ``torch.func.grad`` or a vmap and with gradients on, requires grad, under torch.compile whether it does or
+            not.
     """
     # The level first: everybody asks, and hardly anybody is inside of one.
     if forward_ad._current_level >= 0 and (torch.compiler.is_compiling() or any(map(_has_tangent, values))):
         raise RuntimeError(f"{name}: forward-mode AD is not supported")
+    around = _transform()
     # In a graph no tensor can be asked what it wraps.
-    if _in_vmap() and torch.is_grad_enabled() and (torch.compiler.is_compiling() or any(map(_requires_grad, values))):
-        raise RuntimeError(f"{name}: gradients through vmap are not supported")
+    if around and torch.is_grad_enabled() and (torch.compiler.is_compiling() or any(map(_requires_grad, values))):
+        hint = "" if around == "vmap" else "; torch.autograd.grad and .backward() are"
+        raise RuntimeError(f"{name}: gradients through {around} are not supported{hint}")
 
 
 def _has_tangent(value: Any) -> bool:
@@ -139,16 +152,19 @@ def _has_tangent(value: Any) -> bool:
     return wrapped or forward_ad.unpack_dual(value).tangent is not None
 
 
-def _in_vmap() -> bool:
-    """Say whether a vmap is under way, maybe within another transform."""
+def _transform() -> str:
+    """Name the transform of ``torch.func`` under way through which no gradient can go, or return ""."""
     if _functorch.maybe_current_level() is None:
-        return False
-    return any(one.key() == _functorch.TransformType.Vmap for one in _functorch.get_interpreter_stack() or ())
+        return ""
+    kinds = {one.key() for one in _functorch.get_interpreter_stack() or ()}
+    if _functorch.TransformType.Vmap in kinds:
+        return "vmap"
+    return "torch.func.grad" if _functorch.TransformType.Grad in kinds else ""
 
 
 # torch.compile asks while it traces; it traces each vmap anew. The same as torch.compiler.assume_constant_result, which
 # imports the compiler.
-_in_vmap._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_transform._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _requires_grad(value: Any) -> bool:
@@ -170,7 +186,7 @@ def define_check(name: str, schema: str, check: Callable[..., None]) -> Callable
         check(value, *args)
         return value.new_empty(0)
 
-    _library.define(f"{name}{schema} -> Tensor")
+    _define(f"{name}{schema} -> Tensor")
     for key in DEVICES:
         _library.impl(name, run, key)
     torch.library.register_fake(f"{NAMESPACE}::{name}", lambda value, *args: value.new_empty(0), lib=_library)

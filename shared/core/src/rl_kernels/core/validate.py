@@ -26,6 +26,8 @@ def tensor(name: str, value: object, dtypes: Sequence[torch.dtype], ndim: int | 
     """Require a strided tensor of one of ``dtypes`` with exactly ``ndim``, or at least ``least``, dims."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(value).__name__}")
+    if not torch.compiler.is_compiling() and type(value).__module__.startswith("torch.distributed.tensor"):
+        raise TypeError(f"{name}: expected a local tensor, got a DTensor: pass its to_local() or full_tensor()")
     if value.dtype not in dtypes:
         raise TypeError(f"{name}: expected dtype {_names(dtypes)}, got {value.dtype}")
     if value.layout != torch.strided:
