@@ -295,6 +295,7 @@ UPDATED = [
     "inputs updated unseen, no gradients",
     "inputs updated unseen, parameters",
     "inputs updated unseen, permuted",
+    "inputs updated unseen by little, no gradients",
     "inputs updated unseen in one place",
     "inputs updated unseen in one place, no gradients",
     "inputs updated in place, autocast",

@@ -202,6 +202,13 @@ def test_a_callable_of_a_module(my_module, check, path):
     assert {entry["case"] for entry in entries(report)} == {"plain", "scaled"}
 
 
+def test_a_callable_goes_by_its_name_and_an_instance_by_what_it_is_called(my_module):
+    paths = {"plain": "inner", "Nested.inner": "inner", "swallows": "swallows"}
+    instances = ("partial", "instance", "module", "adapter")
+    for path, name in {**paths, **{path: path for path in instances}}.items():
+        assert load(f"my_module:{path}").name == name
+
+
 def test_options_that_are_only_swallowed_are_not_given(my_module, check):
     status, report = check("my_module:swallows", "--relation", "accuracy")
     assert status == 0

@@ -44,12 +44,13 @@ def load(target: str) -> Loaded:
     found: Any = module
     for attribute in path.split("."):
         found = getattr(found, attribute, None)
+    # An instance has no name of its own.
+    name = getattr(found, "__name__", path.rpartition(".")[2])
     forward = getattr(found, "forward", None)
     if not callable(found):
         found = forward
     if not callable(found):
         raise Unusable(f"{source} has no callable {path!r}")
-    name = getattr(found, "__name__", "")
     # What an nn.Module takes is said by its forward: __call__ takes anything and hands it on.
     return Loaded(found, name, _parameters(forward if callable(forward) else found))
 

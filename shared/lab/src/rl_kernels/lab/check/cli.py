@@ -81,7 +81,7 @@ def parser(operators: Sequence[Operator]) -> Parser:
         shapes.add_argument(
             f"--{name.replace('_', '-')}",
             dest=f"size_{name}",
-            type=count(1),
+            type=count(1, 31),
             metavar="N",
             help=f"size {name} of each case",
         )
