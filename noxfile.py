@@ -1,7 +1,7 @@
 """The jobs of this repository; `nox -l` lists them, `nox -s NAME` runs one, `nox -s NAME -- ARGS` passes arguments on.
 
 Packages are found in the tree, so none is listed here. PyTorch is installed once, in a base environment that most
-sessions borrow; `build` borrows nothing, and so proves what each package declares.
+sessions borrow; `build` borrows nothing but a PyTorch of its own, and so proves what each package declares.
 """
 
 from __future__ import annotations
@@ -160,8 +160,10 @@ def build(session: nox.Session) -> None:
         *("--wheel-dir", str(dist)),
         *map(str, folders().values()),
     )
+    torch = made(session, "torch")
+    session.run(python_of(torch), "-m", "pip", "install", "--quiet", "--no-compile", *PINNED, "torch", external=True)
     for package in (LAB, *PACKAGES):
-        prove(session, package, dist)
+        prove(session, package, dist, torch)
 
 
 @nox.session(**BORROWING)
@@ -202,19 +204,30 @@ def install(session: nox.Session, *packages: str) -> None:
     session.install("--no-build-isolation", "--no-index", *editable)
 
 
-def prove(session: nox.Session, package: str, dist: Path) -> None:
-    """Install one wheel with what it declares, import what came with it, and list the operators."""
-    home = Path(session.create_tmp(), package)
-    session.run("python", "-m", "venv", "--clear", str(home))
-    python = str(home / "bin" / "python")
+def made(session: nox.Session, name: str, *options: str) -> Path:
+    """Make an empty environment for the length of a session."""
+    home = Path(session.create_tmp(), name).resolve()
+    session.run("python", "-m", "venv", "--clear", *options, str(home))
+    return home
+
+
+def python_of(home: Path) -> str:
+    """Return the interpreter of an environment."""
+    return str(home / "bin" / "python")
+
+
+def prove(session: nox.Session, package: str, dist: Path, torch: Path) -> None:
+    """Install one wheel with what it declares beside PyTorch, import what came with it, and list the operators."""
+    home = made(session, package, "--without-pip")
+    python = python_of(home)
+    # PyTorch, what it needs and pip are the same for all.
+    (purelib(str(home)) / "torch.pth").write_text(f"{purelib(str(torch))}\n", encoding="utf-8")
     requirement = package if package == META else f"rl-kernels-{package}"
-    # Most of torch is never imported here, so it need not be compiled to bytecode.
     options = ("--quiet", "--no-compile", "--find-links", str(dist))
     session.run(python, "-m", "pip", "install", *options, *PINNED, requirement, external=True)
     session.run(python, "-m", "pip", "check", external=True)
     session.run(python, "tools/installed.py", "core", *map(module, brought_by(package)), external=True)
     session.run(str(home / "bin" / "rl-kernels"), "list", external=True)
-    # Each holds a PyTorch of its own.
     shutil.rmtree(home)
 
 
