@@ -96,5 +96,5 @@ def test_command_lines_end_in_a_verdict(command, capsys):
 
 
 def test_a_command_line_without_json_ends_in_one_too(capsys):
-    assert cli.main(COMMANDS[0].split()) == 0
+    assert cli.main([*COMMANDS[0].split(), "-v"]) == 0
     assert "no-distribution" in capsys.readouterr().out
