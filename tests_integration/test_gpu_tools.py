@@ -65,7 +65,8 @@ def test_bundle_proves_itself_on_a_fresh_machine(bundle: Path, tmp_path: Path) -
 
 def test_bundle_holds_the_tests_of_every_package(bundle: Path) -> None:
     folders = [*ROOT.glob("packages/*/tests"), *ROOT.glob("shared/*/tests")]
-    for file in (file for folder in folders for file in folder.glob("*.py")):
+    shared = [*ROOT.glob("packages/conftest.py"), *ROOT.glob("shared/conftest.py")]
+    for file in (*shared, *(file for folder in folders for file in folder.glob("*.py"))):
         assert (bundle / file.relative_to(ROOT)).read_bytes() == file.read_bytes()
     assert len([*bundle.glob("wheels/*.whl")]) == len(folders)
     with tarfile.open(bundle.parent / "bundle.tar.gz") as archive:
@@ -130,18 +131,17 @@ def sanitized(folder: Path, *options: str, errors: int = 0, faults: int = 1) -> 
 
 
 def test_sanitizer_goes_over_the_cases(tmp_path: Path) -> None:
-    status, results = sanitized(tmp_path, "--op", "det_gemm", "linear_logp")
+    status, results = sanitized(tmp_path, "--op", "fused_logp", "--tool", "memcheck", "racecheck", "--parts", "3")
     assert status == 0, results
-    assert {(found["tool"], found["operator"]) for found in results} == {
-        (tool, name)
-        for tool in ("memcheck", "racecheck", "initcheck")
-        for name in ("det_gemm", "linear_logp", "a planted fault")
-    }
+    shares = [("fused_logp", 0), ("fused_logp", 1), ("fused_logp", 2), ("a planted fault", 0)]
+    assert [(found["tool"], found["operator"], found["part"]) for found in results] == [
+        (tool, *share) for share in shares for tool in ("memcheck", "racecheck")
+    ]
     assert all(found["calls"] > 100 for found in results if found["operator"] != "a planted fault")
 
 
 def test_what_the_sanitizer_reports_fails(tmp_path: Path) -> None:
-    status, results = sanitized(tmp_path, "--op", "det_gemm", "--tool", "racecheck", errors=3)
+    status, results = sanitized(tmp_path, "--op", "det_gemm", "--tool", "racecheck", "--parts", "1", errors=3)
     assert status == 1
     assert [(found["operator"], found["passed"], found["errors"]) for found in results] == [
         ("det_gemm", False, 3),

@@ -43,6 +43,8 @@ def contents(dist: Path, extra: Path | None) -> Iterator[tuple[Path, str]]:
     if extra and not others:
         raise ValueError(f"--extra-wheels: there is no wheel in {extra}")
     yield from ((wheel, f"wheels/{wheel.name}") for wheel in others)
+    # Fixtures that several packages share.
+    yield from ((file, str(file.relative_to(ROOT))) for file in sorted(ROOT.glob("shared/conftest.py")))
     # pytest finds its settings there, and the folder that holds it is the root of the tests.
     yield ROOT / "pyproject.toml", "pyproject.toml"
     yield from ((ROOT / "tools" / script, name) for script, name in SCRIPTS.items())

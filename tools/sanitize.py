@@ -1,9 +1,10 @@
 """Run compute-sanitizer over the kernels of every operator: `python tools/sanitize.py --json sanitize.json`.
 
-Each operator's own cases are its calls, forward and backward: the small ones, each also with every tensor strided and
-at an odd address, with a main_grad where there is a weight, and with integers of any value where none is validated.
-There is one process for each tool and operator; one without a tool goes before, and leaves the kernels compiled. A
-kernel with a planted fault runs under each tool as well, and must be reported. Needs a GPU, and the packages installed.
+Each operator's own cases are its calls, forward and backward: the small ones, each once as it is, and once, in turn,
+with every tensor strided, at an odd address, with a main_grad where there is a weight, or with integers of any value
+where none is validated. Processes share the calls of an operator (`--parts`), for each tool; first they run without
+one, which leaves the kernels compiled. A kernel with a planted fault runs under each tool as well, and must be
+reported. Needs a GPU, and the packages installed.
 
 initcheck does not see what Hopper's copy engine writes: it reports a product whose tiles leave through it as never
 written. For such kernels (`--backend cuda-sm90` of det_gemm and linear_logp) give `--tool memcheck racecheck`; that
@@ -25,6 +26,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,7 @@ from rl_kernels.core.contract import DTYPES
 from rl_kernels.core.dispatch import BackendUnavailable
 from rl_kernels.core.operator import Operator
 from rl_kernels.core.registry import kernel_registry
-from rl_kernels.core.testing import STORAGE, Case, Draw, Inputs, Spec, spec_of
+from rl_kernels.core.testing import STORAGE, Case, Draw, Inputs, Spec, Transform, Variant, spec_of
 from rl_kernels.lab.check.guard import named
 
 ERRORS = r"ERROR SUMMARY: (\d+) error"
@@ -52,10 +54,11 @@ PLANTED = "a planted fault"
 
 @dataclass(frozen=True)
 class Result:
-    """What one tool said of one operator, or of the kernel with a planted fault."""
+    """What one tool said of one part of an operator's calls, or of the kernel with a planted fault."""
 
     tool: str
     operator: str
+    part: int
     passed: bool
     calls: int
     errors: int | None
@@ -63,40 +66,49 @@ class Result:
     seconds: float
     output: list[str]
 
+    def line(self) -> str:
+        """Return what is printed of it."""
+        verdict = "passed" if self.passed else "FAILED"
+        counts = f"{self.calls} calls, {self.errors} errors, {self.seconds} s"
+        return f"{verdict} {self.tool:<9} {self.operator:<16} part {self.part}, {counts}"
+
 
 def calls(operator: Operator, dtype: str, device: str) -> Iterator[tuple[str, Case, Inputs]]:
-    """Yield (label, case, arguments) of every call that is made."""
+    """Yield (label, case, arguments) of every call that is made: each case as it is, then changed in one way."""
     spec = spec_of(operator)
-    for case in (*spec.cases, *spec.empty):
+    for number, case in enumerate((*spec.cases, *spec.empty)):
         draw = Draw(DTYPES[dtype], device, seed=7)
         inputs = spec.inputs(case, draw)
         if sum(value.numel() for value in inputs.values() if isinstance(value, torch.Tensor)) > LARGEST:
             continue
         yield case.name, case, inputs
-        for transform in STORAGE.values():
-            for variant in transform(case, spec.inputs(case, draw), draw):
-                yield f"{case.name}, {variant.label}", case, variant.inputs
-        weights = [name for name in inputs if name.endswith("weight")]
-        if weights and case.grad:
-            yield f"{case.name}, main_grad", case, _with_main_grad(spec.inputs(case, draw), weights)
+        changes: list[Transform] = list(STORAGE.values())
+        if case.grad and any(name.endswith("weight") for name in inputs):
+            changes.append(_with_main_grad)
         if "validate" in inspect.signature(operator.function(case.function)).parameters:
-            yield f"{case.name}, any integers", case, _unchecked(case, spec.inputs(case, draw), device)
+            changes.append(_unchecked)
+        for variant in changes[number % len(changes)](case, spec.inputs(case, draw), draw):
+            yield f"{case.name}, {variant.label}", case, variant.inputs
 
 
-def _with_main_grad(inputs: Inputs, weights: Sequence[str]) -> Inputs:
-    for name in weights:
-        inputs[name].main_grad = torch.zeros_like(inputs[name], dtype=torch.float32)
-    return inputs
+def _with_main_grad(case: Case, inputs: Inputs, draw: Draw) -> Iterator[Variant]:
+    for name in inputs:
+        if name.endswith("weight"):
+            inputs[name].main_grad = torch.zeros_like(inputs[name], dtype=torch.float32)
+    yield Variant("main_grad", inputs)
 
 
-def _unchecked(case: Case, inputs: Inputs, device: str) -> Inputs:
-    """Return the call with every tensor of int64, on the device, holding what is no index, and not validated."""
-    values = torch.tensor([*ANY, *case.sizes.values()], device=device)
+def _unchecked(case: Case, inputs: Inputs, draw: Draw) -> Iterator[Variant]:
+    """Yield the call with every tensor of int64, on the device, holding what is no index, and not validated."""
+    values = torch.tensor([*ANY, *case.sizes.values()], device=draw.device)
+    if "cu_seqlens" in inputs:
+        # Where none is given it follows from the integers, and so does the memory that is asked for.
+        inputs["max_seqlen"] = int(inputs["cu_seqlens"].diff().max())
     for name, value in inputs.items():
         if isinstance(value, torch.Tensor) and value.dtype == torch.int64:
-            places = torch.arange(value.numel(), device=device) % len(values)
+            places = torch.arange(value.numel(), device=draw.device) % len(values)
             inputs[name] = values[places].view(value.shape)
-    return {**inputs, "validate": False}
+    yield Variant("any integers", {**inputs, "validate": False})
 
 
 def make(operator: Operator, case: Case, inputs: Inputs, backend: str) -> None:
@@ -113,7 +125,7 @@ def make(operator: Operator, case: Case, inputs: Inputs, backend: str) -> None:
 
 
 def work(name: str, given: argparse.Namespace) -> int:
-    """Make all calls of an operator, or run the planted kernel, in this process; print how many calls there were."""
+    """Make a part of an operator's calls, or run the planted kernel; print how many calls there were."""
     made = 0
     if name == PLANTED:
         import sanitize_planted
@@ -122,7 +134,7 @@ def work(name: str, given: argparse.Namespace) -> int:
     else:
         operator = kernel_registry.load(name)
         for dtype in given.dtype:
-            for label, case, inputs in calls(operator, dtype, given.device):
+            for label, case, inputs in islice(calls(operator, dtype, given.device), given.part, None, given.parts):
                 try:
                     make(operator, case, inputs, given.backend)
                 except BackendUnavailable:
@@ -151,24 +163,29 @@ class Sanitizer:
         said = subprocess.run([self._program, "--version"], capture_output=True, text=True, check=False).stdout
         return next((line for line in said.splitlines() if "ersion" in line), said.strip())
 
-    def prepare(self, operator: str) -> Result:
+    def prepare(self, operator: str, part: int) -> Result:
         """Compile what a worker needs, without a tool."""
-        status, seconds, text = self._run([], "memcheck", operator)
-        made = _number(r"calls made: (\d+)", text) or 0
-        return Result("none", operator, status == 0, made, None, status, seconds, [] if status == 0 else _tail(text))
+        status, seconds, text = self._run([], "memcheck", operator, part)
+        made, output = _number(r"calls made: (\d+)", text) or 0, [] if status == 0 else _tail(text)
+        found = Result("none", operator, part, status == 0, made, None, status, seconds, output)
+        print(found.line(), flush=True)
+        return found
 
-    def check(self, tool: str, operator: str) -> Result:
+    def check(self, tool: str, operator: str, part: int) -> Result:
         """Run a worker under a tool."""
         prefix = [self._program, "--tool", tool, "--target-processes", "application-only", "--report-api-errors", "no"]
-        status, seconds, text = self._run([*prefix, *OPTIONS[tool]], tool, operator)
+        status, seconds, text = self._run([*prefix, *OPTIONS[tool]], tool, operator, part)
         made, errors = _number(r"calls made: (\d+)", text), _number(TOOLS[tool], text)
         passed = bool(errors) if operator == PLANTED else status == 0 and errors == 0 and bool(made)
-        return Result(tool, operator, passed, made or 0, errors, status, seconds, [] if passed else _tail(text))
+        found = Result(tool, operator, part, passed, made or 0, errors, status, seconds, [] if passed else _tail(text))
+        print(found.line(), flush=True)
+        return found
 
-    def _run(self, prefix: Sequence[str], tool: str, operator: str) -> tuple[int, float, str]:
+    def _run(self, prefix: Sequence[str], tool: str, operator: str, part: int) -> tuple[int, float, str]:
         given = self._given
         worker = [sys.executable, __file__, "--work", operator, "--tool", tool, "--dtype", *given.dtype]
         worker += ["--device", given.device, "--backend", given.backend]
+        worker += ["--part", str(part), "--parts", str(given.parts)]
         started = time.monotonic()
         with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
             status = limited([*prefix, *worker], self._environment, given.timeout, output)
@@ -203,9 +220,11 @@ def parser() -> Parser:
     )
     made.add_argument("--timeout", type=count(1), default=240, metavar="S", help="seconds for one process")
     made.add_argument("--jobs", type=count(1), default=4, help="processes at a time")
+    made.add_argument("--parts", type=count(1), default=4, help="processes that share an operator's calls")
     made.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help=argparse.SUPPRESS)
     made.add_argument("--backend", default="triton", help="default: triton")
     made.add_argument("--work", metavar="NAME", help=argparse.SUPPRESS)
+    made.add_argument("--part", type=int, help=argparse.SUPPRESS)
     return made
 
 
@@ -226,11 +245,12 @@ def chosen(given: argparse.Namespace) -> list[str]:
 
 def check_all(sanitizer: Sanitizer, operators: Sequence[str], given: argparse.Namespace) -> list[Result]:
     """Compile everything, then check it; what does not run without a tool is not run under one."""
+    shares = [(name, part) for name in operators for part in range(given.parts)]
     with ThreadPoolExecutor(given.jobs) as pool:
-        prepared = list(pool.map(sanitizer.prepare, operators))
-        ready = [found.operator for found in prepared if found.passed]
-        pairs = [(tool, name) for name in (*ready, PLANTED) for tool in given.tool]
-        checked = list(pool.map(lambda pair: sanitizer.check(*pair), pairs))
+        prepared = list(pool.map(lambda share: sanitizer.prepare(*share), shares))
+        ready = [(found.operator, found.part) for found in prepared if found.passed]
+        checks = [(tool, *share) for share in (*ready, (PLANTED, 0)) for tool in given.tool]
+        checked = list(pool.map(lambda check: sanitizer.check(*check), checks))
     return [found for found in prepared if not found.passed] + checked
 
 
@@ -261,10 +281,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     if given.json:
         given.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    for found in results:
-        verdict = "passed" if found.passed else "FAILED"
-        counts = f"{found.calls} calls, {found.errors} errors, {found.seconds} s"
-        print(f"{verdict} {found.tool:<9} {found.operator:<16} {counts}")
     return 0 if passed else 1
 
 
