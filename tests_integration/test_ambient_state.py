@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rl_kernels.core import kernel_registry
-from rl_kernels.core.testing import Draw, spec_of
+from rl_kernels.core.testing import Draw, function_of, spec_of
 from rl_kernels.lab.check.guard import named
 
 ROOT = Path(__file__).parents[1]
@@ -47,7 +47,7 @@ def run(operator, case):
         # Not leaves themselves, so that a backward pass may overwrite them.
         used = {name: given[name].requires_grad_() for name in leaves}
         arguments = {**given, **{name: value * 1 for name, value in used.items()}}
-        results = named(operator.function(case.function)(**arguments), spec.output)
+        results = named(function_of(operator, case.function)(**arguments), spec.output)
         found = dict(results)
         outputs = {name: value for name, value in results.items() if value.requires_grad}
         if outputs:

@@ -10,7 +10,7 @@ import torch
 
 from rl_kernels.core import kernel_registry
 from rl_kernels.core.contract import DIRECTIONS, DTYPES, RELATIONS, contract, parse
-from rl_kernels.core.testing import Draw, spec_of
+from rl_kernels.core.testing import Draw, function_of, spec_of
 from rl_kernels.lab.check.candidate import reference_candidate
 from rl_kernels.lab.check.cell import Cell, Setting
 from rl_kernels.lab.check.guard import named
@@ -64,7 +64,7 @@ def test_every_result_has_a_class(name):
         if case.suite == "full":
             continue
         inputs = spec.inputs(case, Draw(torch.float32))
-        results = named(operator.function(case.function)(**inputs), spec.output)
+        results = named(function_of(operator, case.function)(**inputs), spec.output)
         gradients = {f"gradient:{argument}" for argument in spec.differentiable if argument in inputs}
         assert results.keys() | gradients <= spec.classes.keys(), case.name
 

@@ -5,7 +5,7 @@ import torch
 from torch.autograd import forward_ad
 
 from rl_kernels.core import kernel_registry
-from rl_kernels.core.testing import Draw, spec_of
+from rl_kernels.core.testing import Draw, function_of, spec_of
 from rl_kernels.fused_logp import fused_logp
 
 REFUSED = r"forward-mode AD is not supported"
@@ -34,7 +34,7 @@ LEAVES = [call for call in CALLS if call.values[1].grad and call.values[2] in sp
 def prepared(operator, case, argument):
     """Return the tensor that an argument is, and the call as a function of it."""
     inputs = spec_of(operator).inputs(case, Draw(torch.float32))
-    return inputs[argument], lambda x: operator.function(case.function)(**{**inputs, argument: x})
+    return inputs[argument], lambda x: function_of(operator, case.function)(**{**inputs, argument: x})
 
 
 def test_every_public_function_is_here():

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from trl import GRPOConfig, GRPOTrainer
 
-from rl_kernels.grpo_loss import grpo_loss_from_advantages
+from rl_kernels.grpo_loss import Extras, grpo_loss_from_advantages
 from rl_kernels.models.clients import trl as trl_client
 
 PAGE = Path(__file__).parent.parent / "docs" / "objectives.md"
@@ -123,10 +123,14 @@ def _size_of_terms(trainer: Any, logps: torch.Tensor, inputs: dict[str, Any]) ->
     """Return the sum of the terms' magnitudes over the divisor: what the rounding of a sum is a share of."""
     mask = inputs["completion_mask"].bool()
     lone = {**inputs, "advantages": -inputs["advantages"].abs()}
-    options = {**trl_client.keywords(trainer), **trl_client.normaliser(trainer, inputs, mask)}
-    options |= trl_client.rollout(trainer, inputs)
     tensors = (inputs["old_per_token_logps"], inputs["ref_per_token_logps"], lone["advantages"], mask)
-    return grpo_loss_from_advantages(logps, *tensors, **options).loss.abs()
+    return grpo_loss_from_advantages(
+        logps,
+        *tensors,
+        objective=trl_client.objective(trainer),
+        extras=Extras(rollout_ratio=trl_client.rollout_ratio(trainer, inputs)),
+        normaliser=trl_client.normaliser(trainer, inputs, mask),
+    ).loss.abs()
 
 
 def table() -> str:

@@ -38,7 +38,7 @@ from rl_kernels.core.contract import DTYPES
 from rl_kernels.core.dispatch import BackendUnavailable
 from rl_kernels.core.operator import Operator
 from rl_kernels.core.registry import kernel_registry
-from rl_kernels.core.testing import STORAGE, Case, Draw, Inputs, Spec, Transform, Variant, spec_of
+from rl_kernels.core.testing import STORAGE, Case, Draw, Inputs, Spec, Transform, Variant, function_of, spec_of
 from rl_kernels.lab.check.guard import named
 
 ERRORS = r"ERROR SUMMARY: (\d+) error"
@@ -118,7 +118,7 @@ def make(operator: Operator, case: Case, inputs: Inputs, backend: str) -> None:
         for name in spec.differentiable:
             if name in inputs:
                 inputs[name].requires_grad_()
-    results = named(operator.function(case.function)(**inputs, backend=backend), spec.output).values()
+    results = named(function_of(operator, case.function)(**inputs, backend=backend), spec.output).values()
     attached = [value for value in results if value.requires_grad]
     if attached:
         torch.autograd.backward(attached, [torch.ones_like(value) for value in attached])

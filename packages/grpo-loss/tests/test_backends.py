@@ -9,11 +9,14 @@ import pytest
 import torch
 
 from rl_kernels.core.dispatch import record_dispatch
-from rl_kernels.core.testing import Case, Draw
-from rl_kernels.grpo_loss import GRPOLossOutput, grpo_loss, grpo_loss_from_advantages
+from rl_kernels.core.testing import Case, Draw, function_of
+from rl_kernels.grpo_loss import GRPOLossOutput
 from rl_kernels.grpo_loss.op import OPERATOR, ops
 from rl_kernels.lab.check.conformance import Conformance
 from rl_kernels.lab.check.relations.integration import RawCalls
+
+grpo_loss = function_of(OPERATOR)
+grpo_loss_from_advantages = function_of(OPERATOR, "grpo_loss_from_advantages")
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

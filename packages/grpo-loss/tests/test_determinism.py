@@ -9,9 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from rl_kernels.core.testing import Draw, bits_of
-from rl_kernels.grpo_loss import group_advantages, grpo_loss, grpo_loss_from_advantages
+from rl_kernels.core.testing import Draw, bits_of, function_of
+from rl_kernels.grpo_loss import group_advantages
 from rl_kernels.grpo_loss.backends.native import backend as native
+from rl_kernels.grpo_loss.op import OPERATOR
+
+grpo_loss = function_of(OPERATOR)
+grpo_loss_from_advantages = function_of(OPERATOR, "grpo_loss_from_advantages")
 
 BATCH, LENGTH = 24, 3001
 """More elements than PyTorch gives to one thread, and more than one block."""

@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from rl_kernels.core.operator import Call
-from rl_kernels.core.testing import Draw
-from rl_kernels.grpo_loss import grpo_loss_from_advantages, reference
-from rl_kernels.grpo_loss.objective import FORMS
+from rl_kernels.core.testing import Draw, function_of
+from rl_kernels.grpo_loss import reference
 from rl_kernels.grpo_loss.op import OPERATOR
+from rl_kernels.grpo_loss.plan import FORMS
+
+grpo_loss_from_advantages = function_of(OPERATOR, "grpo_loss_from_advantages")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CALL = Call.of(torch.zeros(1, device=DEVICE))

@@ -14,8 +14,8 @@ import torch
 from rl_kernels.core.testing import Bug
 from rl_kernels.core.testing.planted import planted
 from rl_kernels.core.testing.triton_launches import TritonLaunch, TritonRecorder
-from rl_kernels.grpo_loss.objective import Numbers, Plan
 from rl_kernels.grpo_loss.outputs import METRICS
+from rl_kernels.grpo_loss.plan import Numbers, Plan
 from rl_kernels.grpo_loss.spec.mutants_triton import LAUNCHES, MODULES
 
 FAILURES = (AssertionError, RuntimeError)

@@ -9,11 +9,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl_kernels.core.operator import Call
-from rl_kernels.core.testing import Draw
-from rl_kernels.grpo_loss import grpo_loss, grpo_loss_from_advantages
-from rl_kernels.grpo_loss.objective import FORMS
+from rl_kernels.core.testing import Draw, function_of
 from rl_kernels.grpo_loss.op import OPERATOR
+from rl_kernels.grpo_loss.plan import FORMS
 from rl_kernels.lab.check.compare import bits
+
+grpo_loss = function_of(OPERATOR)
+grpo_loss_from_advantages = function_of(OPERATOR, "grpo_loss_from_advantages")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 REASON = OPERATOR.backend("triton").why_not(Call.of(torch.zeros(1, device=DEVICE)))

@@ -8,7 +8,7 @@ import torch
 
 from rl_kernels.core.rowwise import compute_dtype
 from rl_kernels.grpo_loss.estimator import Estimator
-from rl_kernels.grpo_loss.objective import Numbers, Plan
+from rl_kernels.grpo_loss.plan import Numbers, Plan
 
 
 class LossCall(NamedTuple):

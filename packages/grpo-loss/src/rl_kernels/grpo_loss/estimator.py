@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from rl_kernels.core import validate as check
-from rl_kernels.grpo_loss.objective import flag
 
 ESTIMATORS = ("population", "sample", "leave_one_out", "none", "batch")
 PLACEMENTS = ("max", "add")
@@ -34,7 +33,7 @@ class Estimator(NamedTuple):
         check.number("eps", eps, above=0)
         check.choice("advantage_estimator", advantage_estimator, ESTIMATORS)
         check.choice("eps_placement", eps_placement, PLACEMENTS)
-        flag("skip_nan", skip_nan)
+        check.flag("skip_nan", skip_nan)
         return cls(advantage_estimator, eps_placement, "skip" if skip_nan else "keep")
 
     @property

@@ -1,4 +1,4 @@
-"""The objectives of frameworks by name: loss keywords that make ours compute what theirs does."""
+"""The objectives of frameworks and papers by name: options of ``Objective`` that make it theirs, advantages too."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from typing import Any
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.2}
 DAPO = {"clip_low": 0.2, "clip_high": 0.28}
-TRL = {**CLIP, "kl_estimator": "k3", "kl_correction": True}
+ADDED = {"advantage_estimator": "sample", "eps_placement": "add"}
+TRL = {**CLIP, "kl_estimator": "k3", "kl_correction": True, **ADDED, "eps": 1e-4, "skip_nan": True}
 """The defaults of TRL's configuration: its KL is weighted by the ratio unless that is turned off."""
-VERL = {**CLIP, "kl_estimator": "k3", "kl_correction": False}
+VERL = {**CLIP, "kl_estimator": "k3", "kl_correction": False, **ADDED, "eps": 1e-6}
 GATES = {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05}
 VESPO = {"vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0}
 
@@ -38,7 +39,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "verl:reinforce": {**VERL, "loss_type": "reinforce"},
     "grpo": {**CLIP, "loss_type": "grpo"},
     "bnpo": {**CLIP, "loss_type": "bnpo"},
-    "dr_grpo": {**CLIP, "loss_type": "dr_grpo"},
+    "dr_grpo": {**CLIP, "loss_type": "dr_grpo", "advantage_estimator": "none"},
     "dapo": {**DAPO, "loss_type": "dapo"},
     "luspo": {**CLIP, "loss_type": "luspo", "importance_level": "sequence"},
     "cispo": {**CLIP, "loss_type": "cispo", "cispo_cap": 5.0},
@@ -48,21 +49,4 @@ PRESETS: dict[str, dict[str, Any]] = {
     "ppo": {**CLIP, "loss_type": "ppo"},
     "reinforce": {**CLIP, "loss_type": "reinforce"},
 }
-"""Every preset; docs/objectives.md says what each is, and where it comes from."""
-
-
-def preset(name: str) -> dict[str, Any]:
-    """Return the keyword arguments of an objective, for ``grpo_loss`` and ``grpo_loss_from_advantages`` alike.
-
-    They say the loss type and its constants. ``beta`` is not among them, nor what a call brings: tensors, normalisers
-    and a length. ``grpo_loss(..., **{**preset("trl-1.16:dapo"), "clip_high": 0.28})`` changes one.
-
-    Args:
-        name: a framework's objective, such as ``trl-1.16:dapo`` or ``verl:vanilla``, or a paper's, such as ``dr_grpo``.
-
-    Raises:
-        ValueError: there is no preset of that name; the message lists all.
-    """
-    if name not in PRESETS:
-        raise ValueError(f"name: expected one of {', '.join(PRESETS)}, got {name!r}")
-    return dict(PRESETS[name])
+"""What ``Objective.preset`` takes."""

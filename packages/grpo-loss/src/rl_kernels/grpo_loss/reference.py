@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -30,45 +31,15 @@ def grpo_loss(
     *,
     samples_per_prompt: int | None = None,
     group_boundaries: Sequence[int] | torch.Tensor | None = None,
-    eps: float = 1e-6,
     advantage_estimator: str = "population",
+    eps: float = 1e-6,
     eps_placement: str = "max",
     skip_nan: bool = False,
-    clip_eps: float | None = None,
-    beta: float = 0.0,
-    loss_type: str = "bnpo",
-    clip_low: float | None = None,
-    clip_high: float | None = None,
-    delta: float | None = None,
-    dual_clip: float | None = None,
-    cispo_floor: float = 0.0,
-    cispo_cap: float = 5.0,
-    sapo_temperature_pos: float = 1.0,
-    sapo_temperature_neg: float = 1.05,
-    vespo_k_pos: float = 2.0,
-    vespo_lambda_pos: float = 3.0,
-    vespo_k_neg: float = 3.0,
-    vespo_lambda_neg: float = 2.0,
-    importance_level: str | None = None,
-    kl_estimator: str = "k3",
-    kl_correction: bool = False,
-    rollout_ratio: torch.Tensor | None = None,
-    rollout_mode: str | None = None,
-    rollout_min: float | None = None,
-    rollout_max: float | None = None,
-    num_tokens: float | torch.Tensor | None = None,
-    num_sequences: float | torch.Tensor | None = None,
-    max_completion_length: int | None = None,
-    entropy: torch.Tensor | None = None,
-    cu_seqlens: torch.Tensor | None = None,
-    max_seqlen: int | None = None,
-    return_metrics: bool = False,
+    **options: Any,
 ) -> GRPOLossOutput | LossAndMetrics:
-    """Return the loss with advantages from the rewards of each group; shapes as in the public function."""
-    if current_logps.dtype == torch.float64:
-        rewards = rewards.double()
+    """Return the loss with advantages from the rewards of each group; all else as in the function below."""
     advantages = group_advantages(
-        rewards,
+        rewards.double() if current_logps.dtype == torch.float64 else rewards,
         samples_per_prompt=samples_per_prompt,
         group_boundaries=group_boundaries,
         eps=eps,
@@ -76,42 +47,7 @@ def grpo_loss(
         eps_placement=eps_placement,
         skip_nan=skip_nan,
     )
-    return grpo_loss_from_advantages(
-        current_logps,
-        old_logps,
-        ref_logps,
-        advantages,
-        completion_mask,
-        clip_eps=clip_eps,
-        beta=beta,
-        loss_type=loss_type,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        delta=delta,
-        dual_clip=dual_clip,
-        cispo_floor=cispo_floor,
-        cispo_cap=cispo_cap,
-        sapo_temperature_pos=sapo_temperature_pos,
-        sapo_temperature_neg=sapo_temperature_neg,
-        vespo_k_pos=vespo_k_pos,
-        vespo_lambda_pos=vespo_lambda_pos,
-        vespo_k_neg=vespo_k_neg,
-        vespo_lambda_neg=vespo_lambda_neg,
-        importance_level=importance_level,
-        kl_estimator=kl_estimator,
-        kl_correction=kl_correction,
-        rollout_ratio=rollout_ratio,
-        rollout_mode=rollout_mode,
-        rollout_min=rollout_min,
-        rollout_max=rollout_max,
-        num_tokens=num_tokens,
-        num_sequences=num_sequences,
-        max_completion_length=max_completion_length,
-        entropy=entropy,
-        cu_seqlens=cu_seqlens,
-        max_seqlen=max_seqlen,
-        return_metrics=return_metrics,
-    )
+    return grpo_loss_from_advantages(current_logps, old_logps, ref_logps, advantages, completion_mask, **options)
 
 
 def grpo_loss_from_advantages(
@@ -121,11 +57,10 @@ def grpo_loss_from_advantages(
     advantages: torch.Tensor,
     completion_mask: torch.Tensor,
     *,
-    clip_eps: float | None = None,
-    beta: float = 0.0,
     loss_type: str = "bnpo",
-    clip_low: float | None = None,
-    clip_high: float | None = None,
+    beta: float = 0.0,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
     delta: float | None = None,
     dual_clip: float | None = None,
     cispo_floor: float = 0.0,
@@ -139,19 +74,24 @@ def grpo_loss_from_advantages(
     importance_level: str | None = None,
     kl_estimator: str = "k3",
     kl_correction: bool = False,
-    rollout_ratio: torch.Tensor | None = None,
     rollout_mode: str | None = None,
     rollout_min: float | None = None,
     rollout_max: float | None = None,
-    num_tokens: float | torch.Tensor | None = None,
-    num_sequences: float | torch.Tensor | None = None,
-    max_completion_length: int | None = None,
+    clip_eps: float | None = None,
+    rollout_ratio: torch.Tensor | None = None,
     entropy: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
     max_seqlen: int | None = None,
+    num_tokens: float | torch.Tensor | None = None,
+    num_sequences: float | torch.Tensor | None = None,
+    max_completion_length: int | None = None,
     return_metrics: bool = False,
+    **of_advantages: Any,
 ) -> GRPOLossOutput | LossAndMetrics:
-    """Return the mean of the policy term of a loss type, plus ``beta`` times that of a KL estimate."""
+    """Return the mean of the policy term of a loss type, plus ``beta`` times that of a KL estimate.
+
+    Options of advantages say nothing where those are given.
+    """
     if cu_seqlens is not None:
         layout = Padding(cu_seqlens, max_seqlen)
         tensors = (current_logps, old_logps, ref_logps, entropy)
@@ -163,8 +103,7 @@ def grpo_loss_from_advantages(
     a = (advantages if advantages.ndim == 2 else advantages[:, None]).to(dtype).expand(mask.shape)
     current = current_logps.to(dtype)
     old = current.detach() if old_logps is None else old_logps.to(dtype)
-    low = (0.2 if clip_eps is None else clip_eps) if clip_low is None else clip_low
-    high = (0.2 if clip_eps is None else clip_eps) if clip_high is None else clip_high
+    low, high = (clip_low, clip_high) if clip_eps is None else (clip_eps, clip_eps)
 
     # Taken out before any exponential: what overflows there would reach the gradient as 0 * inf.
     tokens = mask.sum(1, keepdim=True).clamp(min=1)

@@ -12,7 +12,8 @@ from rl_kernels.core.dispatch import choose
 from rl_kernels.core.torchlib import first_order, scalars
 from rl_kernels.grpo_loss.arguments import Layout
 from rl_kernels.grpo_loss.estimator import Estimator
-from rl_kernels.grpo_loss.objective import Objective, flag
+from rl_kernels.grpo_loss.extras import Normaliser, divisor_of
+from rl_kernels.grpo_loss.objective import Objective
 from rl_kernels.grpo_loss.op import OPERATOR, describe, ops
 from rl_kernels.grpo_loss.outputs import GRPOLossOutput, LossAndMetrics
 
@@ -31,8 +32,9 @@ class Tokens(NamedTuple):
 
 
 class Options(NamedTuple):
-    """How to compute, and what else to return."""
+    """What it is divided by, what else to return, and how to compute."""
 
+    normaliser: Normaliser
     return_metrics: bool
     validate: bool
     backend: str | None
@@ -42,7 +44,8 @@ def prepare(
     current_logps: torch.Tensor, tokens: Tokens, layout: Layout, objective: Objective, options: Options
 ) -> Callable[[Scores, Estimator, float], Any]:
     """Check what is left to check; return the loss as a function of scores, their estimator and its eps."""
-    plan, numbers, normaliser = objective
+    plan, numbers = objective.plan, objective.numbers
+    divisor = divisor_of(objective.loss_type, options.normaliser)
     old, ref, mask, rollout, entropy = tokens
     if ref is None and numbers.beta > 0:
         raise ValueError(f"ref_logps: expected a tensor with beta > 0 (beta is {numbers.beta}), got None")
@@ -51,10 +54,10 @@ def prepare(
         raise ValueError(f"rollout_mode: expected None without rollout_ratio, got {plan.rollout!r}")
     ratio = None if rollout is None else layout.scores("rollout_ratio", rollout)
     check.same_device(current_logps=current_logps, rollout_ratio=ratio)
-    if normaliser is not None and normaliser.device != current_logps.device:
+    if divisor.tensor is not None and divisor.tensor.device != current_logps.device:
         name = "num_tokens" if plan.mean == "tokens" else "num_sequences"
-        raise ValueError(f"{name}: expected device {current_logps.device}, got {normaliser.device}")
-    flag("return_metrics", options.return_metrics)
+        raise ValueError(f"{name}: expected device {current_logps.device}, got {divisor.tensor.device}")
+    check.flag("return_metrics", options.return_metrics)
     check.backend_name(options.backend)
 
     def run(scores: Scores, estimator: Estimator, eps: float) -> Any:
@@ -66,10 +69,10 @@ def prepare(
             mask.detach(),
             ratio,
             None if entropy is None or not options.return_metrics else entropy.detach(),
-            normaliser,
+            divisor.tensor,
             layout.cu_seqlens,
             layout.max_seqlen,
-            scalars(*numbers._replace(eps=eps)),
+            scalars(*numbers._replace(eps=eps, divisor=divisor.number, length=divisor.length)),
             plan.text,
             estimator.text,
             options.return_metrics,

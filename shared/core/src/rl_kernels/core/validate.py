@@ -108,6 +108,12 @@ def _shown(value: Any) -> str:
     return str(value)
 
 
+def flag(name: str, value: object) -> None:
+    """Require a bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: expected a bool, got {type(value).__name__}")
+
+
 def choice(name: str, value: object, allowed: Sequence[object]) -> None:
     """Require one of ``allowed``."""
     if value not in allowed:

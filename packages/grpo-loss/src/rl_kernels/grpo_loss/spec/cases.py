@@ -8,6 +8,8 @@ import torch
 
 from rl_kernels.core.testing import Case, Draw, Inputs, Spec
 from rl_kernels.grpo_loss import reference
+from rl_kernels.grpo_loss.extras import Extras, Normaliser
+from rl_kernels.grpo_loss.objective import Objective
 from rl_kernels.grpo_loss.spec.cases_dimensions import DIMENSIONS
 from rl_kernels.grpo_loss.spec.cases_objectives import KEYWORDS, OBJECTIVES, RANGE, extras, pack
 from rl_kernels.grpo_loss.spec.illegal import ILLEGAL
@@ -20,6 +22,7 @@ FROM = "grpo_loss_from_advantages"
 GROUPS = "group_advantages"
 RAGGED = {"group_sizes": (1, 4, 2)}
 BATCH = {"advantage_estimator": "batch"}
+ESTIMATED = {"advantage_estimator": "sample", "eps_placement": "add"}
 
 
 def _sizes(prompts: int, samples: int, completion: int) -> dict[str, int]:
@@ -55,6 +58,8 @@ CASES = (
     Case("two-segments", _sizes(4, 4, 4500), {"beta": 0.1, "density": 0.9}),
     Case("advantages", _sizes(2, 4, 12), {"beta": 0.05, "clip_eps": 0.3, "density": 0.6}, FROM),
     Case("advantages-per-token", _sizes(2, 3, 21), {"per_token": True, "beta": 0.05, "density": 0.6}, FROM),
+    # What an objective says of advantages is not read where they are given.
+    Case("advantages-of-others", _sizes(2, 3, 9), {**ESTIMATED, "eps": 0.5, "skip_nan": True}, FROM),
     Case("advantages-on-policy", _sizes(1, 3, 9), {"old": None, "ref": None, "masked_sequence": True}, FROM),
     Case("groups", _groups(5, 4), {}, GROUPS),
     Case("groups-ragged", _groups(7, 4), RAGGED, GROUPS),
@@ -180,6 +185,7 @@ SPEC = Spec(
     mutants=MUTANTS,
     hygiene=HYGIENE,
     empty=EMPTY,
+    groups={"objective": Objective, "extras": Extras, "normaliser": Normaliser},
     masks=("completion_mask",),
     on_host=frozenset({"group_boundaries"}),
     adds=frozenset({"return_metrics"}),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -12,9 +11,11 @@ import torch
 
 from rl_kernels.core.testing import Case
 from rl_kernels.core.testing.dimensions import EDGES, HELD, drawn, paired, swept
-from rl_kernels.grpo_loss.api import grpo_loss
+from rl_kernels.core.testing.grouped import members
 from rl_kernels.grpo_loss.estimator import ESTIMATORS
-from rl_kernels.grpo_loss.objective import FORMS, Objective
+from rl_kernels.grpo_loss.extras import Normaliser, divisor_of
+from rl_kernels.grpo_loss.objective import Objective
+from rl_kernels.grpo_loss.plan import FORMS
 
 FROM, GROUPS = "grpo_loss_from_advantages", "group_advantages"
 LOSS = {
@@ -62,7 +63,6 @@ TOGETHER: dict[str, dict[str, Any]] = {
     "long offsets": {"packed": True, "offsets": torch.int64},
 }
 """Options that come with others alone, by the value that stands for both."""
-KEYWORDS = tuple(inspect.signature(Objective.of).parameters)
 SIZES = {"prompts": 2, "samples": 4, "completion": 11}
 TURNS: tuple[Mapping[str, Any], ...] = (
     {"beta": 0.1, "density": 0.7},
@@ -88,7 +88,7 @@ def _possible(options: Mapping[str, Any]) -> bool:
 
 def _keywords(options: Mapping[str, Any]) -> dict[str, Any]:
     options = _apart(options)
-    named = {name: value for name, value in options.items() if name in KEYWORDS and name != "loss_type"}
+    named = {name: value for name, value in options.items() if name in members(Objective) and name != "loss_type"}
     renamed = {f"num_{name}": options[name] for name in ("tokens", "sequences") if name in options}
     return {**named, **renamed}
 
@@ -103,9 +103,10 @@ def _apart(options: Mapping[str, Any]) -> dict[str, Any]:
 
 @functools.cache
 def _accepted(loss_type: str, options: tuple[tuple[str, Any], ...]) -> bool:
-    defaults = {name: inspect.signature(grpo_loss).parameters[name].default for name in KEYWORDS}
+    given = dict(options)
     try:
-        Objective.of(**{**defaults, **dict(options), "loss_type": loss_type})
+        divisor_of(loss_type, Normaliser(**{name: given.pop(name) for name in Normaliser._fields if name in given}))
+        Objective(loss_type=loss_type, **given)
     except (TypeError, ValueError):
         return False
     return True

@@ -137,7 +137,7 @@ LOSS: list[Row] = [
     _mask_of(torch.nan, torch.float32),
     ("no reference", lambda call: {**call, "ref_logps": None, "beta": 0.1}, ValueError, "ref_logps: expected a tensor"),
     *_number("clip_eps", ">= 0", -0.1, optional=True),
-    *_number("beta", ">= 0", -0.1),
+    *_number("beta", ">= 0", -0.1, optional=True),
     *illegal_objectives.LOSS,
     *_backend(),
 ]

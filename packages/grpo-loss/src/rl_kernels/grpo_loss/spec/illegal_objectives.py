@@ -96,7 +96,9 @@ NORMALISERS: list[Row] = [
 ]
 OBJECTIVES: list[Row] = [
     _value("loss_type: expected one of 'bnpo', 'grpo'", loss_type="grpo2"),
-    _value("clip_eps: expected either it or clip_low and clip_high", clip_eps=0.2, clip_low=0.2),
+    _type("objective: expected an Objective, got dict", objective={"beta": 0.1}),
+    _type("extras: expected Extras", extras=(None,)),
+    _type("normaliser: expected Normaliser", normaliser=torch.tensor(3.0)),
     _value("clip_low: expected a number >= 0", clip_low=-0.1),
     _type("clip_high: expected a number", clip_high="0.2"),
     _value("delta: expected a number > 0", delta=0.0),

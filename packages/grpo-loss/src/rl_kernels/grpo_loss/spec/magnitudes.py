@@ -9,9 +9,9 @@ import torch
 
 from rl_kernels.core.testing import Case, Inputs
 from rl_kernels.grpo_loss import reference
-from rl_kernels.grpo_loss.objective import FORMS, Numbers
 from rl_kernels.grpo_loss.outputs import METRICS
 from rl_kernels.grpo_loss.packing import Padding, packed
+from rl_kernels.grpo_loss.plan import FORMS, Numbers
 
 GRADIENT = "gradient:current_logps"
 SMALL = 0.06

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from rl_kernels.grpo_loss.api import grpo_loss_from_advantages
-from rl_kernels.grpo_loss.outputs import METRICS
+from rl_kernels.grpo_loss import METRICS, Extras, Normaliser, Objective, grpo_loss_from_advantages
 
 WEIGHTS = ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
 
@@ -49,11 +48,10 @@ def compute_loss(trainer: Any, model: Any, inputs: dict[str, Any], **options: An
         inputs.get("ref_per_token_logps"),
         inputs["advantages"],
         mask,
-        entropy=entropy,
+        objective=objective(trainer),
+        extras=Extras(rollout_ratio=rollout_ratio(trainer, inputs), entropy=entropy),
+        normaliser=normaliser(trainer, inputs, mask),
         return_metrics=True,
-        **keywords(trainer),
-        **normaliser(trainer, inputs, mask),
-        **rollout(trainer, inputs),
         **options,
     )
     log = trainer._metrics["train" if trainer.model.training else "eval"]
@@ -62,10 +60,10 @@ def compute_loss(trainer: Any, model: Any, inputs: dict[str, Any], **options: An
     return output.loss
 
 
-def keywords(trainer: Any) -> dict[str, Any]:
-    """Return the loss keywords that a trainer's configuration says."""
+def objective(trainer: Any) -> Objective:
+    """Return the objective that a trainer's configuration says; its advantages are TRL's."""
     args, loss_type = trainer.args, trainer.loss_type
-    found = {
+    found: dict[str, Any] = {
         "loss_type": loss_type,
         "beta": trainer.beta,
         "clip_low": trainer.epsilon_low,
@@ -81,27 +79,28 @@ def keywords(trainer: Any) -> dict[str, Any]:
         found |= {name: getattr(args, name) for name in WEIGHTS}
     elif loss_type != "cispo" and args.delta is not None:
         found["delta"] = args.delta
-    return found
+    return Objective(**found)
 
 
-def normaliser(trainer: Any, inputs: dict[str, Any], mask: torch.Tensor) -> dict[str, Any]:
+def normaliser(trainer: Any, inputs: dict[str, Any], mask: torch.Tensor) -> Normaliser:
     """Return what TRL divides the sum over a micro-batch by."""
     steps = trainer.current_gradient_accumulation_steps if trainer.model.training else 1
     if trainer.loss_type == "bnpo":
-        return {"num_tokens": mask.sum().clamp(min=1) * steps}
+        return Normaliser(num_tokens=mask.sum().clamp(min=1) * steps)
     if trainer.loss_type in ("grpo", "sapo", "luspo"):
-        return {"num_sequences": len(mask) * steps}
+        return Normaliser(num_sequences=len(mask) * steps)
     if trainer.loss_type == "dr_grpo":
-        return {"num_sequences": len(mask) * steps, "max_completion_length": trainer.max_completion_length}
+        return Normaliser(num_sequences=len(mask) * steps, max_completion_length=trainer.max_completion_length)
     # Counted over all that was generated at once, on all processes.
     share = steps / trainer.args.steps_per_generation if trainer.model.training else 1
-    return {"num_tokens": inputs["num_items_in_batch"].clamp(min=1) * (share / trainer.accelerator.num_processes)}
+    count = inputs["num_items_in_batch"].clamp(min=1)
+    return Normaliser(num_tokens=count * (share / trainer.accelerator.num_processes))
 
 
-def rollout(trainer: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+def rollout_ratio(trainer: Any, inputs: dict[str, Any]) -> torch.Tensor | None:
     """Return the rollout ratio, which TRL has truncated or masked already, if it corrects for the sampler."""
     ratio = inputs.get("importance_sampling_ratio")
     is_used = trainer.loss_type == "vespo" or (trainer.use_vllm and trainer.vllm_importance_sampling_correction)
     if ratio is None or not is_used:
-        return {}
-    return {"rollout_ratio": ratio[:, 0] if ratio.shape[1] == 1 else ratio}
+        return None
+    return ratio[:, 0] if ratio.shape[1] == 1 else ratio

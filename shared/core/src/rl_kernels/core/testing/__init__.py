@@ -25,6 +25,7 @@ from rl_kernels.core.testing.spec import (
     Transform,
     Variant,
     edited,
+    function_of,
     given,
     spec_of,
 )
@@ -63,6 +64,7 @@ __all__ = [
     "chunk",
     "drift",
     "edited",
+    "function_of",
     "given",
     "illegal_ids",
     "illegal_temperatures",

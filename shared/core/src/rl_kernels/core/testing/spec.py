@@ -14,6 +14,7 @@ import torch
 
 from rl_kernels.core.operator import Operator
 from rl_kernels.core.testing.draw import Draw
+from rl_kernels.core.testing.grouped import flat
 
 Inputs = dict[str, Any]
 """Keyword arguments of a public function."""
@@ -157,6 +158,8 @@ class Spec:
         empty: cases whose results have no elements, or are sums of none.
         writes: argument -> the result that it holds after the call.
         inplace: option -> the argument that it lets the backward overwrite.
+        groups: arguments that group others, with the type of each; cases, references and the rest of this name what
+            they hold one by one.
         unread: arguments that choose how to compute, not what: the reference does not take them.
         output: what a result that is a single tensor is called.
         adds: options that only add outputs: an implementation that does not take one is called without it.
@@ -183,6 +186,7 @@ class Spec:
     empty: Sequence[Case] = ()
     writes: Mapping[str, str] = field(default_factory=dict)
     inplace: Mapping[str, str] = field(default_factory=dict)
+    groups: Mapping[str, type] = field(default_factory=dict)
     unread: frozenset[str] = frozenset()
     output: str = "output"
     adds: frozenset[str] = frozenset()
@@ -231,6 +235,11 @@ class Spec:
     def size_names(self) -> tuple[str, ...]:
         """Return the shape flags that the cases use, in order of appearance."""
         return tuple(dict.fromkeys(name for case in self.cases for name in case.sizes))
+
+
+def function_of(operator: Operator, name: str = "") -> Callable[..., Any]:
+    """Return a public function of an operator as cases call it: each member of a group is an argument."""
+    return flat(operator.function(name), spec_of(operator).groups)
 
 
 def spec_of(operator: Operator) -> Spec:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from rl_kernels.core.operator import Operator
-from rl_kernels.core.testing import Draw, spec_of
+from rl_kernels.core.testing import Draw, function_of, spec_of
 from rl_kernels.lab.bench.definition import Benchmark, Shape
 
 Benches = Mapping[str, tuple[Operator, Benchmark]]
@@ -64,6 +64,6 @@ def check_options(operator: Operator, bench: Benchmark, shapes: Sequence[Shape])
         for each in bench.passes(shape, torch.float32.itemsize).values():
             small = each.case.resized(dict.fromkeys(each.case.sizes, 1))
             try:
-                operator.function(small.function)(**spec.inputs(small, Draw(torch.float32)))
+                function_of(operator, small.function)(**spec.inputs(small, Draw(torch.float32)))
             except (TypeError, ValueError) as error:
                 raise ValueError(f"{operator.name} {shape.label}: {error}") from error

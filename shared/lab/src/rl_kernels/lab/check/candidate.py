@@ -10,7 +10,7 @@ import torch
 
 from rl_kernels.core.dispatch import AUTO
 from rl_kernels.core.operator import Operator
-from rl_kernels.core.testing.spec import Inputs, Spec
+from rl_kernels.core.testing.spec import Inputs, Spec, function_of
 from rl_kernels.core.testing.surroundings import Surroundings
 from rl_kernels.lab.check.guard import Results
 from rl_kernels.lab.check.isolation.remote import RemoteRun, Worker
@@ -100,7 +100,7 @@ def backend_candidate(operator: Operator, name: str, backend: str, device_type: 
     """Return the public functions of an operator, forced to a backend (or ``auto``), with what it promises there."""
 
     def call(function: str, inputs: Inputs) -> Any:
-        return operator.function(function)(**{"backend": backend, **inputs})
+        return function_of(operator, function)(**{"backend": backend, **inputs})
 
     exempt: dict[str, str] = {}
     if backend != AUTO:

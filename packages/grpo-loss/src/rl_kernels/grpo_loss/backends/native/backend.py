@@ -20,7 +20,7 @@ from rl_kernels.grpo_loss.backends.native.metrics import Metrics
 from rl_kernels.grpo_loss.backends.native.terms import Block, Terms, terms_of
 from rl_kernels.grpo_loss.call import LossCall
 from rl_kernels.grpo_loss.lanes import keep, lanes
-from rl_kernels.grpo_loss.objective import Numbers, Plan
+from rl_kernels.grpo_loss.plan import Numbers, Plan
 
 __all__ = ["advantages", "backward", "forward", "forward_grad"]
 

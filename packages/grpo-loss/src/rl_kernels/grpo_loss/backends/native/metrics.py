@@ -9,8 +9,8 @@ import torch
 from rl_kernels.core import rowwise
 from rl_kernels.grpo_loss.backends.native.terms import Block, Terms, _k3
 from rl_kernels.grpo_loss.lanes import keep, lanes
-from rl_kernels.grpo_loss.objective import Numbers, Plan
 from rl_kernels.grpo_loss.outputs import METRICS
+from rl_kernels.grpo_loss.plan import Numbers, Plan
 
 SUMS = ("count", "clip_low", "clip_high", "ratio", "squares", "k1", "k2", "k3", "nonfinite", "entropy")
 

@@ -12,7 +12,7 @@ import torch
 
 from rl_kernels.core import rowwise
 from rl_kernels.grpo_loss.lanes import keep, lanes
-from rl_kernels.grpo_loss.objective import Numbers, Plan
+from rl_kernels.grpo_loss.plan import Numbers, Plan
 
 SMALL = 0.06
 """|e| below which k3 is its series: there expm1(e) - e loses more than five bits."""

@@ -31,7 +31,7 @@ from rl_kernels.grpo_loss.backends.triton.groups import (
 from rl_kernels.grpo_loss.backends.triton.objectives import loss_of
 from rl_kernels.grpo_loss.backends.triton.terms import constant, exp, k3_of
 from rl_kernels.grpo_loss.call import LossCall
-from rl_kernels.grpo_loss.objective import Plan
+from rl_kernels.grpo_loss.plan import Plan
 
 __all__ = ["advantages", "backward", "forward", "forward_grad"]
 

@@ -20,8 +20,8 @@ from rl_kernels.grpo_loss.backends.triton.groups import LANES, Scores, lanes_for
 from rl_kernels.grpo_loss.backends.triton.kernels import terms
 from rl_kernels.grpo_loss.backends.triton.reduce import reduce
 from rl_kernels.grpo_loss.call import LossCall
-from rl_kernels.grpo_loss.objective import Numbers, Plan
 from rl_kernels.grpo_loss.outputs import METRICS
+from rl_kernels.grpo_loss.plan import Numbers, Plan
 
 SEGMENT = 4096
 """Tokens of a sequence whose sum is formed at a time."""

@@ -32,8 +32,10 @@ CHUNK = 1 << 20
 class Worker:
     """A candidate's process, started when it is first needed and again when it has ended."""
 
-    def __init__(self, target: str, timeout: float = TIMEOUT) -> None:
+    def __init__(self, target: str, timeout: float = TIMEOUT, groups: Mapping[str, type] | None = None) -> None:
         self._target, self._timeout = target, timeout
+        # By name: its process imports those that the candidate takes, and no other.
+        self._groups = {name: (kind.__module__, kind.__qualname__) for name, kind in (groups or {}).items()}
         self._process: subprocess.Popen[bytes] | None = None
         self._ends: list[str] = []
         self._count = 0
@@ -61,7 +63,7 @@ class Worker:
         self._end = weakref.finalize(self, _end, self._process)
         # A process has libraries to load before it hears of any call.
         longest = max(self._timeout, TIMEOUT)
-        return self._exchange("load", {"target": self._target, "arguments": sys.argv}, longest)
+        return self._exchange("load", {"target": self._target, "arguments": sys.argv, "groups": self._groups}, longest)
 
     def ask(self, kind: str, **given: Any) -> Any:
         """Return the candidate's answer.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import importlib
 import math
 import os
 import sys
@@ -20,6 +21,7 @@ from typing import Any, BinaryIO
 import torch
 
 from rl_kernels.core.loading import Loaded, Unusable, load
+from rl_kernels.core.testing.grouped import grouped
 from rl_kernels.core.testing.spec import Inputs
 from rl_kernels.core.testing.surroundings import Surroundings
 from rl_kernels.lab.check import compare
@@ -39,6 +41,7 @@ class Host:
         self._loaded: Loaded | None = None
         self._runs: dict[int, Run] = {}
         self._before: dict[str, Any] = {}
+        self._groups: dict[str, type] = {}
 
     def forget(self, numbers: list[int]) -> None:
         """Give up calls that nobody will ask about again."""
@@ -49,13 +52,15 @@ class Host:
         """Return what a request asks for."""
         return getattr(self, f"_do_{kind}")(**given)
 
-    def _do_load(self, target: str, arguments: list[str]) -> dict[str, Any]:
+    def _do_load(self, target: str, arguments: list[str], groups: dict[str, tuple[str, str]]) -> dict[str, Any]:
         sys.argv[:] = arguments
         self._before = _functions()
         try:
             self._loaded = load(target)
         except (KeyboardInterrupt, GeneratorExit) as error:  # Nobody pressed Ctrl-C here: the module raised it.
             raise Unusable(f"cannot import {target}: {type(error).__name__}: {error}") from error
+        taken = {name: kind for name, kind in groups.items() if name in (self._loaded.takes or ())}
+        self._groups = {name: getattr(importlib.import_module(module), kind) for name, (module, kind) in taken.items()}
         return self._loaded.described()
 
     def _do_run(
@@ -75,7 +80,7 @@ class Host:
 
     def _call(self, inputs: Inputs) -> Any:
         assert self._loaded is not None
-        return self._loaded.function(**inputs)
+        return self._loaded.function(**grouped(self._loaded.takes or frozenset(), self._groups, inputs))
 
     def _do_gradients(self, number: int, upstream: Results, again: bool) -> Results:
         return _plain(self._runs[number].gradients(upstream, again=again))

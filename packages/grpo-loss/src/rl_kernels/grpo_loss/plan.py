@@ -1,0 +1,98 @@
+"""The form in which raw ops take an objective: which formula runs as a short text, all numbers in one tensor.
+
+So a compiled graph is good for all numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+CLIP_EPS = 0.2
+"""Half-width of the clipping range, where none is given."""
+CISPO_CAP = 5.0
+"""Cap of the weights of cispo, where none is given: that of its scaling study."""
+
+
+class Form(NamedTuple):
+    """How a loss type is put together.
+
+    Attributes:
+        kind: the policy term: ``clip``, ``cispo``, ``sapo``, ``vespo`` or ``reinforce``.
+        mean: what the terms are divided by: ``tokens``; ``sequences``, of each sequence's mean; or ``sums``, of each
+            sequence's sum.
+    """
+
+    kind: str
+    mean: str
+
+
+FORMS = {
+    "bnpo": Form("clip", "tokens"),
+    "grpo": Form("clip", "sequences"),
+    "dr_grpo": Form("clip", "sums"),
+    "dapo": Form("clip", "tokens"),
+    "luspo": Form("clip", "sums"),
+    "cispo": Form("cispo", "tokens"),
+    "sapo": Form("sapo", "sequences"),
+    "vespo": Form("vespo", "tokens"),
+    "gspo": Form("clip", "sequences"),
+    "ppo": Form("clip", "tokens"),
+    "reinforce": Form("reinforce", "tokens"),
+}
+"""Every loss type; what tells types of one form apart is checked by ``objective.Objective``."""
+
+
+class Numbers(NamedTuple):
+    """The numbers of a loss; a bound that is not there is infinite, a divisor or length that is not given is 0."""
+
+    clip_low: float = CLIP_EPS
+    clip_high: float = CLIP_EPS
+    beta: float = 0.0
+    eps: float = 0.0
+    delta: float = math.inf
+    dual_clip: float = math.inf
+    cispo_floor: float = 0.0
+    cispo_cap: float = CISPO_CAP
+    sapo_temperature_pos: float = 1.0
+    sapo_temperature_neg: float = 1.05
+    vespo_k_pos: float = 2.0
+    vespo_lambda_pos: float = 3.0
+    vespo_k_neg: float = 3.0
+    vespo_lambda_neg: float = 2.0
+    rollout_min: float = 0.0
+    rollout_max: float = math.inf
+    divisor: float = 0.0
+    length: float = 1.0
+
+
+class Plan(NamedTuple):
+    """Which formula runs; ``text`` and ``parse`` are there and back.
+
+    Attributes:
+        kind: as in ``Form``.
+        mean: as in ``Form``.
+        level: of the importance ratio, ``token`` or ``sequence``.
+        kl: ``k1``, ``k2`` or ``k3``.
+        kl_correction: ``corrected`` if the KL is weighted by the ratio, otherwise ``plain``.
+        rollout: ``truncate``, ``mask``, or ``given`` for a rollout ratio that is taken as it is.
+        bounds: ``delta``, ``dual`` or ``none``: the further bound of the ratio.
+    """
+
+    kind: str = "clip"
+    mean: str = "tokens"
+    level: str = "token"
+    kl: str = "k3"
+    kl_correction: str = "plain"
+    rollout: str = "given"
+    bounds: str = "none"
+
+    @property
+    def text(self) -> str:
+        """Return the plan as a raw op takes it."""
+        return ",".join(self)
+
+    @classmethod
+    def parse(cls, text: str) -> Plan:
+        """Return the plan that a text says."""
+        return cls(*text.split(","))

@@ -1,0 +1,119 @@
+"""``Objective``, ``Extras`` and ``Normaliser``: checked when they are made, frozen, and what a call makes of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import Any
+
+import pytest
+import torch
+
+from rl_kernels.core.testing import Draw
+from rl_kernels.grpo_loss import (
+    Extras,
+    GRPOLossOutput,
+    LossAndMetrics,
+    Normaliser,
+    Objective,
+    group_advantages,
+    grpo_loss,
+    grpo_loss_from_advantages,
+)
+from rl_kernels.grpo_loss.presets import PRESETS
+
+
+def _call(**options: Any) -> dict[str, Any]:
+    draw = Draw(torch.float32, seed=5)
+    current = draw.uniform(1e-3, 1.0, 6, 9).log()
+    old, ref = ((current + draw.normal(6, 9, scale=0.4)).clamp(max=0) for _ in range(2))
+    call = {"current_logps": current, "old_logps": old, "ref_logps": ref, "rewards": draw.normal(6)}
+    return {**call, "completion_mask": draw.mask(0.7, 6, 9), "samples_per_prompt": 3, **options}
+
+
+def test_at_most_sixteen_parameters() -> None:
+    for function in (grpo_loss, grpo_loss_from_advantages, group_advantages):
+        assert len(inspect.signature(function).parameters) <= 16
+
+
+def test_an_objective_is_frozen_equal_by_its_options_and_fit_for_a_key() -> None:
+    made = Objective(loss_type="dapo", clip_high=0.28)
+    assert made == Objective.preset("dapo")
+    assert len({made, Objective.preset("dapo"), Objective()}) == 2
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        made.beta = 1.0  # type: ignore[misc]
+    assert "plan" not in repr(made)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_preset_says_its_options(name: str) -> None:
+    made = Objective.preset(name)
+    assert {option: getattr(made, option) for option in PRESETS[name]} == PRESETS[name]
+    assert made.beta == 0.0
+
+
+def test_an_unknown_preset_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"name: expected one of trl-1.10:grpo, .*, got 'ppo2'"):
+        Objective.preset("ppo2")
+
+
+def test_replace_checks_again() -> None:
+    made = Objective.preset("verl:vanilla")
+    assert dataclasses.replace(made, dual_clip=2.0).numbers.dual_clip == 2.0
+    with pytest.raises(ValueError, match="dual_clip: expected None with loss_type 'grpo'"):
+        dataclasses.replace(made, loss_type="grpo")
+
+
+def test_what_is_given_beside_an_objective_replaces_it() -> None:
+    made = Objective(loss_type="dapo", clip_low=0.1, clip_high=0.3, kl_estimator="k2", beta=0.5)
+    found = grpo_loss(**_call(), objective=made, loss_type="grpo", beta=0.2, clip_eps=0.15)
+    whole = Objective(loss_type="grpo", clip_low=0.15, clip_high=0.15, kl_estimator="k2", beta=0.2)
+    assert found == grpo_loss(**_call(), objective=whole)
+    assert found != grpo_loss(**_call(), objective=made)
+    assert grpo_loss(**_call(), objective=made, beta=0.0).kl == 0
+
+
+def test_advantages_are_those_of_the_objective() -> None:
+    call = _call()
+    estimated: dict[str, Any] = {"advantage_estimator": "sample", "eps_placement": "add", "eps": 1e-4}
+    found = grpo_loss(**call, objective=Objective(**estimated))
+    advantages = group_advantages(call.pop("rewards"), samples_per_prompt=call.pop("samples_per_prompt"), **estimated)
+    assert found == grpo_loss_from_advantages(**call, advantages=advantages)
+    # There they are given, and what an objective says of them is not read.
+    assert found == grpo_loss_from_advantages(**call, advantages=advantages, objective=Objective(eps=0.5))
+
+
+def test_plain_tuples_are_no_groups() -> None:
+    with pytest.raises(TypeError, match=r"normaliser: expected Normaliser\(...\), got tuple"):
+        grpo_loss(**_call(), normaliser=(3, None, None))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"extras: expected Extras\(...\), got Normaliser"):
+        grpo_loss(**_call(), extras=Normaliser())  # type: ignore[arg-type]
+
+
+def test_the_type_of_a_result_follows_return_metrics() -> None:
+    output: GRPOLossOutput = grpo_loss(**_call())
+    both: LossAndMetrics = grpo_loss(**_call(), return_metrics=True)
+    assert both.output == output
+
+
+def test_one_graph_for_all_values_of_a_tensor_and_of_an_objective_made_inside() -> None:
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    call = _call()
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def step(count: torch.Tensor, entropy: torch.Tensor) -> LossAndMetrics:
+        made = Objective(loss_type="dapo", clip_high=0.28)
+        extras, normaliser = Extras(entropy=entropy), Normaliser(num_tokens=count)
+        return grpo_loss(**call, objective=made, extras=extras, normaliser=normaliser, return_metrics=True)
+
+    made = Objective.preset("dapo")
+    for count in (20.0, 31.0, 7.0):
+        tensors = torch.tensor(count), torch.full((6, 9), count)
+        extras, normaliser = Extras(entropy=tensors[1]), Normaliser(num_tokens=tensors[0])
+        expected = grpo_loss(**call, objective=made, extras=extras, normaliser=normaliser, return_metrics=True)
+        found = step(*tensors)
+        assert torch.equal(found.output.loss, expected.output.loss)
+        assert torch.equal(found.metrics, expected.metrics)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    torch.compiler.reset()
