@@ -66,7 +66,7 @@ def test_without_a_kl_no_reference_is_read():
         (["--clip-eps", "-1"], "argument --clip-eps: expected a finite number >= 0, got '-1'"),
         (["--eps", "0"], "argument --eps: expected a finite number > 0, got '0'"),
         (["--beta", "nan"], "argument --beta: expected a finite number >= 0, got 'nan'"),
-        (["--clip-eps", "0.1", "--clip-low", "0.1"], "grpo_loss 2x3x5 clip_eps=0.1, clip_low=0.1: clip_eps: expected"),
+        (["--delta", "1e39"], "grpo_loss 2x3x5 delta=1e+39: delta: expected a number within"),
         (["--temperature", "2"], "unrecognized arguments: --temperature 2; of options, grpo_loss has --clip-eps,"),
     ],
 )

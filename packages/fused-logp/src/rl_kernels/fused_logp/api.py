@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import torch
 
@@ -14,6 +14,60 @@ from rl_kernels.core.torchlib import first_order, no_lost_derivatives, scalar_or
 from rl_kernels.fused_logp.op import OPERATOR, describe, ops
 
 Reduction = Literal["auto", "two_pass", "online"]
+
+
+@overload
+def fused_logp(
+    logits: torch.Tensor,
+    token_ids: torch.Tensor,
+    *,
+    temperature: float | torch.Tensor = 1.0,
+    ignore_index: int | None = None,
+    row_indices: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    output_dtype: torch.dtype = torch.float32,
+    return_stats: Literal[False] = False,
+    inplace_backward: bool = False,
+    reduction: Reduction = "auto",
+    validate: bool = True,
+    backend: str | None = None,
+) -> torch.Tensor: ...
+
+
+@overload
+def fused_logp(
+    logits: torch.Tensor,
+    token_ids: torch.Tensor,
+    *,
+    temperature: float | torch.Tensor = 1.0,
+    ignore_index: int | None = None,
+    row_indices: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    output_dtype: torch.dtype = torch.float32,
+    return_stats: Literal[True],
+    inplace_backward: bool = False,
+    reduction: Reduction = "auto",
+    validate: bool = True,
+    backend: str | None = None,
+) -> LogpStats: ...
+
+
+@overload
+def fused_logp(
+    logits: torch.Tensor,
+    token_ids: torch.Tensor,
+    *,
+    temperature: float | torch.Tensor = 1.0,
+    ignore_index: int | None = None,
+    row_indices: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    output_dtype: torch.dtype = torch.float32,
+    return_stats: bool,
+    inplace_backward: bool = False,
+    reduction: Reduction = "auto",
+    validate: bool = True,
+    backend: str | None = None,
+) -> torch.Tensor | LogpStats: ...
 
 
 def fused_logp(
