@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 
@@ -10,8 +10,69 @@ from rl_kernels.core import validate as check
 from rl_kernels.core.dispatch import choose
 from rl_kernels.core.outputs import LogpStats
 from rl_kernels.core.rowwise import compute_dtype
-from rl_kernels.core.torchlib import autocast_linear, first_order, is_asked_for, no_lost_derivatives, scalar_or_rows
+from rl_kernels.core.torchlib import (
+    autocast_linear,
+    first_order,
+    is_asked_for,
+    no_lost_derivatives,
+    scalar_or_rows,
+    scalars,
+)
 from rl_kernels.linear_logp.op import OPERATOR, describe, ops
+
+
+@overload
+def linear_logp(
+    hidden: torch.Tensor,
+    lm_head_weight: torch.Tensor,
+    target_ids: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    temperature: float | torch.Tensor = 1.0,
+    softcap: float = 0.0,
+    logit_scale: float = 1.0,
+    ignore_index: int | None = None,
+    return_stats: Literal[False] = False,
+    workspace_mib: int = 256,
+    validate: bool = True,
+    backend: str | None = None,
+) -> torch.Tensor: ...
+
+
+@overload
+def linear_logp(
+    hidden: torch.Tensor,
+    lm_head_weight: torch.Tensor,
+    target_ids: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    temperature: float | torch.Tensor = 1.0,
+    softcap: float = 0.0,
+    logit_scale: float = 1.0,
+    ignore_index: int | None = None,
+    return_stats: Literal[True],
+    workspace_mib: int = 256,
+    validate: bool = True,
+    backend: str | None = None,
+) -> LogpStats: ...
+
+
+@overload
+def linear_logp(
+    hidden: torch.Tensor,
+    lm_head_weight: torch.Tensor,
+    target_ids: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    temperature: float | torch.Tensor = 1.0,
+    softcap: float = 0.0,
+    logit_scale: float = 1.0,
+    ignore_index: int | None = None,
+    return_stats: bool,
+    workspace_mib: int = 256,
+    validate: bool = True,
+    backend: str | None = None,
+) -> torch.Tensor | LogpStats: ...
 
 
 def linear_logp(
@@ -21,6 +82,8 @@ def linear_logp(
     bias: torch.Tensor | None = None,
     *,
     temperature: float | torch.Tensor = 1.0,
+    softcap: float = 0.0,
+    logit_scale: float = 1.0,
     ignore_index: int | None = None,
     return_stats: bool = False,
     workspace_mib: int = 256,
@@ -28,6 +91,9 @@ def linear_logp(
     backend: str | None = None,
 ) -> torch.Tensor | LogpStats:
     """Return each target's log-probability: ``z[id] - logsumexp(z)``, ``z = (hidden @ W^T + bias) / temperature``.
+
+    Of heads that scale or cap their logits it is ``z = softcap tanh(logit_scale (hidden @ W^T + bias) / softcap) /
+    temperature``.
 
     The logits are never held, only one piece of the vocabulary for one block of rows, and never rounded below FP32
     (FP64 for FP64 inputs). A row's result, and its row of the gradient to ``hidden``, depend on that row and the
@@ -44,6 +110,9 @@ def linear_logp(
         target_ids: ``[...]``, int64 or int32, each in ``[0, V)`` or equal to ``ignore_index``.
         bias: ``[V]``, dtype and device of ``hidden``, or None; differentiable. ``-inf`` masks an entry.
         temperature: a number > 0, or a tensor ``[...]`` with one value a token.
+        softcap: bound of the logits, as Gemma 2 caps them at 30; 0 for none. >= 0.
+        logit_scale: what the logits are multiplied by before that, as Cohere does; Granite's ``logits_scaling`` divides
+            them, so give its inverse. > 0.
         ignore_index: positions with this id give 0 in every output and get zero gradient; their hidden states are not
             read and add nothing to the gradients of weight and bias.
         return_stats: return ``LogpStats(logp, logsumexp, entropy)``, all differentiable.
@@ -67,13 +136,15 @@ def linear_logp(
     main_grad = getattr(lm_head_weight, "main_grad", None) if lm_head_weight.requires_grad else None
     hidden, weight, bias = autocast_linear(hidden, lm_head_weight, bias)
     _validate(hidden, weight, target_ids, bias, temperature, ignore_index, workspace_mib, backend, validate)
+    dtype = compute_dtype(hidden.dtype)
+    temperature, cap = _scaled(temperature, softcap, logit_scale, dtype)
     if main_grad is not None:
         check.main_grad("lm_head_weight.main_grad", main_grad, weight)
     no_lost_derivatives("linear_logp", hidden, weight, bias, temperature)
     chosen = choose(OPERATOR, describe(hidden, weight, target_ids, bias), backend)
-    scale = scalar_or_rows(temperature, compute_dtype(hidden.dtype))
+    scale = scalar_or_rows(temperature, dtype)
     rows = hidden.flatten(0, -2) if hidden.ndim > 1 else hidden[None]
-    arguments = (rows, weight, target_ids.reshape(-1), bias, scale, ignore_index)
+    arguments = (rows, weight, target_ids.reshape(-1), bias, scale, ignore_index, cap)
     differentiable = hidden.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     if differentiable and torch.is_grad_enabled():
         results = _LinearLogp.apply(*arguments, main_grad, workspace_mib, return_stats, chosen.name)
@@ -122,6 +193,25 @@ def _validate(
         check.ids_in_range("target_ids", target_ids, vocab, ignore_index)
 
 
+def _scaled(
+    temperature: float | torch.Tensor, softcap: float, logit_scale: float, dtype: torch.dtype
+) -> tuple[float | torch.Tensor, torch.Tensor | None]:
+    """Return the temperature, with what scales logits that are not capped, and the numbers of ``Cap`` or None."""
+    check.number("softcap", softcap, least=0, dtype=dtype)
+    check.number("logit_scale", logit_scale, above=0, dtype=dtype)
+    if softcap > 0:
+        rate = logit_scale / softcap
+        check.number("softcap", softcap, above=0, dtype=dtype)
+        check.number("logit_scale / softcap", rate, above=0, dtype=dtype)
+        return temperature, scalars(softcap, rate)
+    if logit_scale == 1:
+        return temperature, None
+    if isinstance(temperature, torch.Tensor):
+        return temperature.to(dtype) / logit_scale, None
+    check.number("temperature / logit_scale", temperature / logit_scale, above=0, dtype=dtype)
+    return temperature / logit_scale, None
+
+
 class _LinearLogp(torch.autograd.Function):
     """Saves the inputs and norm (entropy too with statistics); never logits."""
 
@@ -134,14 +224,15 @@ class _LinearLogp(torch.autograd.Function):
         bias: torch.Tensor | None,
         temperature: torch.Tensor,
         ignore_index: int | None,
+        cap: torch.Tensor | None,
         main_grad: torch.Tensor | None,
         workspace_mib: int,
         return_stats: bool,
         backend: str,
     ) -> tuple[torch.Tensor, ...]:
         op = ops["forward_stats" if return_stats else "forward"]
-        results = op(hidden, weight, target_ids, bias, temperature, ignore_index, backend)
-        ctx.save_for_backward(hidden, weight, target_ids, bias, temperature, results[-1], *results[2:3])
+        results = op(hidden, weight, target_ids, bias, temperature, ignore_index, cap, backend)
+        ctx.save_for_backward(hidden, weight, target_ids, bias, temperature, cap, results[-1], *results[2:3])
         ctx.set_materialize_grads(False)
         # Not a saved tensor: others may add to the buffer between this forward and its backward.
         ctx.main_grad = main_grad
@@ -150,8 +241,8 @@ class _LinearLogp(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, target_ids, bias, temperature, norm, *entropy = ctx.saved_tensors
-        inputs = (hidden, weight, target_ids, bias, temperature, ctx.ignore_index)
+        hidden, weight, target_ids, bias, temperature, cap, norm, *entropy = ctx.saved_tensors
+        inputs = (hidden, weight, target_ids, bias, temperature, ctx.ignore_index, cap)
         saved = (norm, entropy[0] if entropy else None, *upstream, *[None] * (3 - len(upstream)))
         needed = [ctx.needs_input_grad[number] and is_asked_for(ctx, number) for number in (0, 1, 3)]
         arguments = (*inputs, *saved, ctx.workspace_mib, needed)
@@ -161,4 +252,4 @@ class _LinearLogp(torch.autograd.Function):
         else:
             dhidden, dweight, dbias = first_order(ops["backward"], *arguments, ctx.backend)
         found = [value if wanted else None for value, wanted in zip((dhidden, dweight, dbias), needed, strict=True)]
-        return found[0], found[1], None, found[2], *[None] * 6
+        return found[0], found[1], None, found[2], *[None] * 7

@@ -8,6 +8,21 @@ from typing import NamedTuple
 import torch
 
 
+class Cap(NamedTuple):
+    """What caps a logit x: it becomes ``softcap tanh(rate x)``, before the temperature."""
+
+    softcap: float
+    rate: float
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return capped logits."""
+        return (x * self.rate).tanh_().mul_(self.softcap)
+
+    def slope(self, y: torch.Tensor) -> torch.Tensor:
+        """Return the derivative of capped logits y by what they were before."""
+        return (1 - (y / self.softcap).square()).mul_(self.softcap * self.rate)
+
+
 class Inputs(NamedTuple):
     """The inputs of a call, as the raw ops take them."""
 
@@ -17,6 +32,12 @@ class Inputs(NamedTuple):
     bias: torch.Tensor | None
     temperature: torch.Tensor
     ignore_index: int | None
+    cap_numbers: torch.Tensor | None
+
+    @property
+    def cap(self) -> Cap | None:
+        """What caps the logits, if anything does."""
+        return None if self.cap_numbers is None else Cap(*self.cap_numbers.tolist())
 
     def block(self, rows: slice) -> Inputs:
         """Return the same for some of the rows."""

@@ -1,11 +1,12 @@
 """What linear_logp is to the registry and to torch: schemas, fake kernels, backends and their promises.
 
 In the raw ops hidden is ``[N, D]``, weight ``[V, D]`` and bias ``[V]``, all of one dtype and of any strides; target_ids
-``[N]``; temperature ``[]`` or ``[N]`` in the dtype of the computation (FP32, FP64 for FP64 inputs). logp, logsumexp and
-entropy are ``[N]`` in that dtype too; norm is ``[N, 2]``, the largest logit of each row before the temperature and the
-log of the sum of e^(z - max z); the gradient is formed from the two. ``needed`` says which gradients are wanted: of
-hidden, weight and bias; one that is not comes back empty. ``backward_main_grad`` adds the gradient of the weight to
-``main_grad[V, D]``, FP32, instead of returning it, and returns those of hidden and bias.
+``[N]``; temperature ``[]`` or ``[N]`` in the dtype of the computation (FP32, FP64 for FP64 inputs); cap the numbers of
+``inputs.Cap``, FP64 on the CPU, or None where logits are not capped. logp, logsumexp and entropy are ``[N]`` in that
+dtype too; norm is ``[N, 2]``, the largest logit of each row, capped, before the temperature, and the log of the sum of
+e^(z - max z); the gradient is formed from the two. ``needed`` says which gradients are wanted: of hidden, weight and
+bias; one that is not comes back empty. ``backward_main_grad`` adds the gradient of the weight to ``main_grad[V, D]``,
+FP32, instead of returning it, and returns those of hidden and bias.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from rl_kernels.core.operator import INVARIANT, REPEATABLE, Backend, Call, Opera
 from rl_kernels.core.rowwise import compute_dtype
 from rl_kernels.core.triton_lib.launch import triton_backend
 
-_INPUTS = "Tensor hidden, Tensor weight, Tensor target_ids, Tensor? bias, Tensor temperature, int? ignore_index"
+_INPUTS = (
+    "Tensor hidden, Tensor weight, Tensor target_ids, Tensor? bias, Tensor temperature, int? ignore_index, Tensor? cap"
+)
 _SAVED = "Tensor norm, Tensor? entropy, Tensor? grad_logp, Tensor? grad_logsumexp, Tensor? grad_entropy"
 _BACKWARD = f"{_INPUTS}, {_SAVED}, int workspace_mib, bool[3] needed"
 

@@ -30,6 +30,7 @@ def backward(
     bias: torch.Tensor | None,
     temperature: torch.Tensor,
     ignore_index: int | None,
+    cap: torch.Tensor | None,
     norm: torch.Tensor,
     entropy: torch.Tensor | None,
     grad_logp: torch.Tensor | None,
@@ -40,7 +41,7 @@ def backward(
     main_grad: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (dhidden, dweight, dbias), empty where not needed; with ``main_grad`` dweight is added to that."""
-    inputs = Inputs(hidden, weight, target_ids, bias, temperature, ignore_index)
+    inputs = Inputs(hidden, weight, target_ids, bias, temperature, ignore_index, cap)
     grads = (grad if grad is None else grad.contiguous() for grad in (grad_logp, grad_logsumexp, grad_entropy))
     upstream = LogpUpstream(target_ids, norm, entropy, *grads)
     return gradients(steps, inputs, upstream, workspace_mib, needed, main_grad)

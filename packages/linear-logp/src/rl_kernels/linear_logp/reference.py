@@ -14,10 +14,14 @@ def linear_logp(
     bias: torch.Tensor | None = None,
     *,
     temperature: float | torch.Tensor = 1.0,
+    softcap: float = 0.0,
+    logit_scale: float = 1.0,
     ignore_index: int | None = None,
     return_stats: bool = False,
 ) -> torch.Tensor | LogpStats:
     """Return ``z[id] - logsumexp(z)``, ``z = (hidden @ W^T + bias) / temperature``; shapes as in the public function.
+
+    With a softcap it is ``softcap tanh(logit_scale (hidden @ W^T + bias) / softcap)`` that is divided.
 
     Worked in FP32, in FP64 for FP64 inputs, and holds all logits. Their gradient is rounded to the dtype of the inputs,
     as that of a product in this dtype is.
@@ -31,6 +35,9 @@ def linear_logp(
         logits.register_hook(lambda grad: grad.to(hidden.dtype).to(grad.dtype))
     if bias is not None:
         logits = logits + bias.to(dtype)
+    logits = logits * logit_scale
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
     scale = torch.as_tensor(temperature, dtype=dtype, device=hidden.device)
     z = logits / (scale[..., None] if scale.ndim else scale)
     ids = torch.where(active, target_ids, 0).long()

@@ -29,9 +29,10 @@ def forward(
     bias: torch.Tensor | None,
     temperature: torch.Tensor,
     ignore_index: int | None,
+    cap: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (logp, norm), ``[N]`` and ``[N, 2]``."""
-    inputs = Inputs(hidden, weight, target_ids, bias, temperature, ignore_index)
+    inputs = Inputs(hidden, weight, target_ids, bias, temperature, ignore_index, cap)
     logp, norm = _statistics(inputs, entropy=False)
     return logp, norm
 
@@ -43,9 +44,10 @@ def forward_stats(
     bias: torch.Tensor | None,
     temperature: torch.Tensor,
     ignore_index: int | None,
+    cap: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (logp, logsumexp, entropy, norm), the first three ``[N]``, the last ``[N, 2]``."""
-    inputs = Inputs(hidden, weight, target_ids, bias, temperature, ignore_index)
+    inputs = Inputs(hidden, weight, target_ids, bias, temperature, ignore_index, cap)
     logp, norm, lse, entropy = _statistics(inputs, entropy=True)
     return logp, lse, entropy, norm
 
@@ -57,6 +59,7 @@ def backward(
     bias: torch.Tensor | None,
     temperature: torch.Tensor,
     ignore_index: int | None,
+    cap: torch.Tensor | None,
     norm: torch.Tensor,
     entropy: torch.Tensor | None,
     grad_logp: torch.Tensor | None,
@@ -67,7 +70,7 @@ def backward(
     main_grad: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (dhidden, dweight, dbias), empty where not needed; with ``main_grad`` dweight is added to that."""
-    inputs = Inputs(hidden, weight, target_ids, bias, temperature, ignore_index)
+    inputs = Inputs(hidden, weight, target_ids, bias, temperature, ignore_index, cap)
     grads = (grad_logp, grad_logsumexp, grad_entropy)
     upstream = rowwise.LogpUpstream(target_ids, norm, entropy, *grads)
     return gradients(Steps(), inputs, upstream, workspace_mib, needed, main_grad)
@@ -111,11 +114,11 @@ def _walk(block: Inputs, entropy: bool) -> tuple[rowwise.SoftmaxState, torch.Ten
 
 
 def _logits(block: Inputs, columns: slice) -> torch.Tensor:
-    """Return columns of ``hidden @ weight^T + bias``, before the temperature, as both passes compute them."""
+    """Return columns of ``hidden @ weight^T + bias``, capped, before the temperature, as both passes compute them."""
     x = rowwise.linear(block.hidden, block.weight[columns])
     if block.bias is not None:
         x += block.bias[columns].to(x.dtype)
-    return x
+    return x if block.cap is None else block.cap(x)
 
 
 class Steps:
@@ -137,6 +140,8 @@ class Steps:
         """Return dz, rounded, and add its sum over rows to dbias."""
         x = _logits(block, columns)
         dz = rowwise.dlogits(x, rowwise.per_row(block.temperature, x), upstream, columns.start)
+        if block.cap is not None:
+            dz *= block.cap.slope(x)
         bad = rowwise.outside(block.target_ids, block.weight.shape[0])
         dz = block.keep(torch.where(bad[:, None], torch.nan, dz))
         if dbias is not None:

@@ -16,6 +16,7 @@ from rl_kernels.linear_logp.spec.mutants import MUTANTS
 from rl_kernels.linear_logp.spec.transforms import HYGIENE, TRANSFORMS, WEIGHTS
 
 STATS = {"return_stats": True}
+CAPPED = {**STATS, "bias": True, "softcap": 30.0}
 PIECE = 1024
 """Columns that a backend may work on at once: ids and maxima stand on both sides of its multiples."""
 FEATURES = 16
@@ -61,6 +62,20 @@ CASES = (
         {"batch": 2, "seq": 521, "hidden": 4, "vocab": 33},
         {**STATS, "bias": True, "temperature": "tensor"},
         grad=False,
+    ),
+    # The heads of Gemma 2, Granite and Cohere.
+    Case("softcap", {"batch": 2, "seq": 7, "hidden": 48, "vocab": 300}, {**STATS, "softcap": 30.0, "scale": 8.0}),
+    Case(
+        "softcap-all",
+        {"batch": 3, "seq": 5, "hidden": 24, "vocab": 1025},
+        {**STATS, "softcap": 5.0, "logit_scale": 2.5, "temperature": "tensor", "bias": True, "ignore_index": IGNORED},
+    ),
+    Case("softcap-masked", {"batch": 1, "seq": 6, "hidden": 32, "vocab": 200}, {**CAPPED, "minus_inf": 0.3}),
+    Case("logit-scale", {"batch": 2, "seq": 7, "hidden": 64, "vocab": 257}, {**STATS, "logit_scale": 0.0625}),
+    Case(
+        "logit-scale-per-token",
+        {"batch": 2, "seq": 7, "hidden": 33, "vocab": 129},
+        {**STATS, "logit_scale": 0.125, "temperature": "tensor", "scale": 4.0},
     ),
     Case("one-entry", {"batch": 2, "seq": 8, "hidden": 24, "vocab": 1}, {**STATS, "bias": True}),
     Case("beyond-exp", {"batch": 1, "seq": 6, "hidden": 16, "vocab": 300}, {**STATS, "bias": True, "offset": 100.0}),
@@ -154,15 +169,34 @@ def magnitudes(case: Case, call: Inputs, upstream: Mapping[str, torch.Tensor]) -
     temperature = call.get("temperature", 1.0)
     scale = temperature[..., None] if isinstance(temperature, torch.Tensor) else temperature
     bias = call.get("bias", hidden.new_zeros(()))
-    z = (hidden @ call["lm_head_weight"].T + bias) / scale
-    size = (hidden.abs() @ weight.T + torch.where(bias == -torch.inf, 0.0, bias.abs())) / scale
+    z, size, slope = _capped(
+        call,
+        hidden @ call["lm_head_weight"].T + bias,
+        hidden.abs() @ weight.T + torch.where(bias == -torch.inf, 0.0, bias.abs()),
+    )
+    z, size = z / scale, size / scale
     taken = {name: value.abs() * active for name, value in upstream.items()}
     terms, dz = of_log_softmax(z, size, ids % z.shape[-1], taken, size if call.get("return_stats") else None)
-    dlogits = dz / scale
+    dlogits = dz / scale * slope
     rows = dlogits.flatten(0, -2)
     dweight = rows.T @ hidden.abs().flatten(0, -2)
     gradients = {"hidden": dlogits @ weight, "lm_head_weight": dweight, "bias": rows.sum(0)}
     return {**terms, **{f"gradient:{name}": value for name, value in gradients.items()}}
+
+
+def _capped(
+    call: Inputs, x: torch.Tensor, size: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | float]:
+    """Return logits scaled and capped, the magnitudes of their terms, and of what their gradient is multiplied by."""
+    logit_scale, softcap = call.get("logit_scale", 1.0), call.get("softcap", 0.0)
+    x, size = x * logit_scale, size * logit_scale
+    if not softcap:
+        return x, size, logit_scale
+    t = (x / softcap).tanh()
+    slope = 1 - t.square()
+    # 1 - t^2 is a difference, of a t that has the error of its logit.
+    of_slope = slope * (1 + 2 * t.abs() * size / softcap) + 2 * t.square()
+    return softcap * t, slope * size + 2 * softcap * t.abs(), logit_scale * of_slope
 
 
 SPEC = Spec(

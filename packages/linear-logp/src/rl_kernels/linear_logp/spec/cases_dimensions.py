@@ -14,6 +14,8 @@ AXES = {
     "return_stats": (None, True),
     "bias": (None, True),
     "temperature": (None, 0.7, 0.703, 3, "tensor", "cold"),
+    "softcap": (None, 30.0, 4.0),
+    "logit_scale": (None, 0.0625, 3),
     "ignore_index": (None, IGNORED, 0, 7),
     "workspace_mib": (None, 1, 4096),
     "ids": (None, torch.int32),

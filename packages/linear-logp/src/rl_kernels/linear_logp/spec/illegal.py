@@ -23,6 +23,23 @@ def _main_grad(make: Callable[[torch.Tensor], object]) -> Change:
     return change
 
 
+def _numbers(name: str, bound: str, *outside: float) -> tuple[IllegalCall, ...]:
+    """Return what must not be given for a number."""
+    wrong = f"{name}: expected a"
+    return (
+        *(IllegalCall(f"{name} of {x}", given(**{name: x}), ValueError, f"{wrong} number {bound}") for x in outside),
+        *(
+            IllegalCall(f"{name} of {x}", given(**{name: x}), ValueError, f"{wrong} finite number")
+            for x in (torch.nan, torch.inf)
+        ),
+        IllegalCall(f"{name} beyond FP64", given(**{name: 10**400}), ValueError, f"{wrong} number within"),
+        *(
+            IllegalCall(f"{name} {x!r}", given(**{name: x}), TypeError, f"{wrong} number")
+            for x in ("1", True, None, torch.tensor(1.0))
+        ),
+    )
+
+
 def _other(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.float64 if x.dtype != torch.float64 else torch.float32)
 
@@ -87,6 +104,21 @@ ILLEGAL = (
         _main_grad(lambda x: _elsewhere(x.float())),
         ValueError,
         "lm_head_weight.main_grad: expected device",
+    ),
+    *_numbers("softcap", ">= 0", -1.0),
+    *_numbers("logit_scale", "> 0", 0.0, -0.5, 1e-50),
+    IllegalCall("softcap of 1e-50", given(softcap=1e-50), ValueError, "softcap: expected a number > 0"),
+    IllegalCall(
+        "softcap and logit_scale too far apart",
+        given(softcap=1e-30, logit_scale=1e30),
+        ValueError,
+        "logit_scale / softcap: expected a number within",
+    ),
+    IllegalCall(
+        "temperature and logit_scale too far apart",
+        given(temperature=1e-30, logit_scale=1e30),
+        ValueError,
+        "temperature / logit_scale: expected a number > 0",
     ),
     IllegalCall("unknown backend", given(backend="no-such"), ValueError, "backend: linear_logp has no backend"),
     IllegalCall("backend not a name", given(backend=3), TypeError, "backend: expected a name"),

@@ -18,7 +18,6 @@ from rl_kernels.linear_logp.backends.cuda_sm90.tiles import (
     CODES,
     FORWARD,
     HEIGHT,
-    INPUTS,
     Cut,
     Operands,
     copyable,
@@ -26,8 +25,8 @@ from rl_kernels.linear_logp.backends.cuda_sm90.tiles import (
 )
 from rl_kernels.linear_logp.inputs import Inputs, slices
 
-ARGS = f"({INPUTS}PPPPPPi)"
-"""``struct Args``."""
+ARGS = "({}PPPPPPi)"
+"""``struct Args``, which begins with ``struct Inputs``."""
 WARP = 32
 MOST_ROWS = 16384
 """Rows whose states are kept at a time: of more, there would be no bound on them."""
@@ -40,9 +39,10 @@ def forward(
     bias: torch.Tensor | None,
     temperature: torch.Tensor,
     ignore_index: int | None,
+    cap: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (logp, norm), ``[N]`` and ``[N, 2]``."""
-    inputs = Inputs(hidden, weight, target_ids, bias, temperature, ignore_index)
+    inputs = Inputs(hidden, weight, target_ids, bias, temperature, ignore_index, cap)
     logp, _, _, norm = _statistics(inputs, entropy=False)
     return logp, norm
 
@@ -54,9 +54,10 @@ def forward_stats(
     bias: torch.Tensor | None,
     temperature: torch.Tensor,
     ignore_index: int | None,
+    cap: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (logp, logsumexp, entropy, norm), the first three ``[N]``, the last ``[N, 2]``."""
-    return _statistics(Inputs(hidden, weight, target_ids, bias, temperature, ignore_index), entropy=True)
+    return _statistics(Inputs(hidden, weight, target_ids, bias, temperature, ignore_index, cap), entropy=True)
 
 
 def backward(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -78,11 +79,12 @@ def programs(arch: str) -> list[Program]:
     if arch != "sm_90a":
         return []
     return [
-        program(file, dtype, cut, entropy=entropy)
+        program(file, dtype, cut, entropy=entropy, capped=capped)
         for file in (FORWARD, BACKWARD)
         for dtype in CODES
         for cut in map(Cut.of, (HEIGHT, 2 * HEIGHT))
         for entropy in (False, True)
+        for capped in (False, True)
     ]
 
 
@@ -108,12 +110,13 @@ def _launch(inputs: Inputs, *results: torch.Tensor, entropy: bool) -> None:
     states = hidden.new_empty((parts, 3, count), dtype=torch.float32)
     chosen = hidden.new_empty(count, dtype=torch.float32)
     arguments = (*operands.arguments, chosen, states, *results, blocks)
-    made = program(FORWARD, hidden.dtype, cut, entropy=entropy)
-    kernel(made, "states", f"TT{ARGS}", hidden.device).launch(
+    made = program(FORWARD, hidden.dtype, cut, entropy=entropy, capped=inputs.cap is not None)
+    form = ARGS.format(operands.form)
+    kernel(made, "states", f"TT{form}", hidden.device).launch(
         cut.grid(count, parts, device),
         cut.threads,
         *operands.maps,
         *arguments,
         shared=cut.shared(FORWARD),
     )
-    kernel(made, "finish", ARGS, hidden.device).launch(-(-count * WARP // 256), 256, *arguments)
+    kernel(made, "finish", form, hidden.device).launch(-(-count * WARP // 256), 256, *arguments)

@@ -17,7 +17,6 @@ from rl_kernels.linear_logp.backends.cuda_sm90.tiles import (
     BACKWARD,
     BLOCK,
     HEIGHT,
-    INPUTS,
     SWIZZLE,
     Operands,
     copyable,
@@ -25,8 +24,8 @@ from rl_kernels.linear_logp.backends.cuda_sm90.tiles import (
 )
 from rl_kernels.linear_logp.inputs import Inputs
 
-ARGS = f"({INPUTS}PPPPPPii)"
-"""``struct Args``."""
+ARGS = "({}PPPPPPii)"
+"""``struct Args``, which begins with ``struct Inputs``."""
 SUMMED = 16
 """Rows whose sum is one term of dbias."""
 
@@ -49,8 +48,9 @@ class Steps(products.Products):
         cut = operands.cut
         dz = hidden.new_empty((count, -(-width // BLOCK) * BLOCK))[:, :width]
         sums = None if dbias is None else hidden.new_empty((-(-count // SUMMED), width), dtype=torch.float32)
-        made = program(BACKWARD, hidden.dtype, cut, entropy=upstream.grad_entropy is not None)
-        kernel(made, "gradient", f"TTT{ARGS}", device).launch(
+        has_entropy, is_capped = upstream.grad_entropy is not None, block.cap is not None
+        made = program(BACKWARD, hidden.dtype, cut, entropy=has_entropy, capped=is_capped)
+        kernel(made, "gradient", f"TTT{ARGS.format(operands.form)}", device).launch(
             cut.grid(count, -(-width // BLOCK), hidden.get_device()),
             cut.threads,
             *operands.maps,

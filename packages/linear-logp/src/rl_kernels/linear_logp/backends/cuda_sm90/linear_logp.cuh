@@ -9,10 +9,11 @@
 //              once for each, the second time from the L2 cache, which costs less than tensor cores that wait
 //   stage      64 terms of D of 64 rows and of the columns in shared memory, swizzled; STAGES of them go round
 //
-// Defines: DTYPE 1 BF16, 2 FP16; ENTROPY 0 or 1; GROUPS, STAGES, STAGE_BYTES.
+// Defines: DTYPE 1 BF16, 2 FP16; ENTROPY and CAPPED 0 or 1; GROUPS, STAGES, STAGE_BYTES.
 #pragma once
 
 #include <rl_kernels/boxes.cuh>
+#include <rl_kernels/softcap.cuh>
 #include <rl_kernels/softmax.cuh>
 
 namespace rlk {
@@ -45,6 +46,9 @@ struct Inputs {
     int group;
     float temperature;
     int has_ignored;
+#if CAPPED
+    Softcap softcap;
+#endif
 
     __device__ int tiles() const { return (rows + TILE_M - 1) / TILE_M; }
     __device__ int computed() const { return order ? order[0] : tiles(); }
@@ -166,6 +170,14 @@ __device__ inline void add_bias(const Inputs& p, const Mine& mine, int column, S
     each(mine, d, [&](float& x, int at) {
         if (column + at < p.columns) x = __fadd_rn(x, Number::read(bias + at * Number::SIZE));
     });
+}
+
+// Logits capped, where they are: the last thing that is done to them before the temperature.
+__device__ inline void cap(const Inputs& p, Sums& d) {
+#if CAPPED
+#pragma unroll
+    for (int i = 0; i < TILE_N / 2; ++i) d[i] = p.softcap.at(d[i]);
+#endif
 }
 
 }  // namespace rlk

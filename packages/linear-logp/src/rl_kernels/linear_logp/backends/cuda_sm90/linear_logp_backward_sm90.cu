@@ -55,12 +55,17 @@ struct Row {
 
 // The gradient of one of a thread's two rows in a tile, in place of its logits.
 template <int HALF>
-__device__ void differentiate(const Row& row, Sums& d) {
+__device__ void differentiate(const Args& p, const Row& row, Sums& d) {
     // One branch for all: an element's would wait for its power before the next one's is begun.
     if (row.active) {
 #pragma unroll
-        for (int i = 2 * HALF; i < TILE_N / 2; i += i % 2 ? 3 : 1)
-            d[i] = row.gradient.at(d[i], i / 4 * 8 + i % 2 == row.target);
+        for (int i = 2 * HALF; i < TILE_N / 2; i += i % 2 ? 3 : 1) {
+            const float x = d[i];
+            d[i] = row.gradient.at(x, i / 4 * 8 + i % 2 == row.target);
+#if CAPPED
+            d[i] = __fmul_rn(d[i], p.softcap.slope(x));
+#endif
+        }
     } else {
 #pragma unroll
         for (int i = 2 * HALF; i < TILE_N / 2; i += i % 2 ? 3 : 1) d[i] = 0.0f;
@@ -98,8 +103,9 @@ __device__ void consume(const Args& p, const Ring& ring, const TensorMap& dz) {
         Sums d;
         mainloop(ring, stages, mine, slot, turns, d);
         add_bias(p, mine, column, d);
-        differentiate<0>(low, d);
-        differentiate<1>(high, d);
+        cap(p, d);
+        differentiate<0>(p, low, d);
+        differentiate<1>(p, high, d);
         leave(tile, d);
     }
     for (Tiles tile(p, p.computed(), p.tiles(), p.across()); !tile.done(); tile.advance()) {

@@ -122,6 +122,7 @@ __device__ void consume(const Args& p, const Ring& ring) {
             Sums d;
             mainloop(ring, stages, mine, slot, turns, d);
             add_bias(p, mine, column, d);
+            cap(p, d);
             finish_logits(p, mine, row, column, target, d);
             pairs[0].add(block, state_of<0>(d, c[0]), c[0]);
             pairs[1].add(block, state_of<1>(d, c[1]), c[1]);

@@ -21,8 +21,8 @@ PACKAGE = "rl_kernels.linear_logp.backends.cuda_sm90"
 FORWARD, BACKWARD = "linear_logp_sm90.cu", "linear_logp_backward_sm90.cu"
 CODES = {torch.bfloat16: 1, torch.float16: 2}
 """DTYPE of the kernels."""
-INPUTS = "PPPPqiiiifi"
-"""``struct Inputs``."""
+INPUTS, CAP = "PPPPqiiiifi", "ff"
+"""``struct Inputs``, and what it ends with where logits are capped."""
 BLOCK, UNIT = 256, 4
 """Columns of a block, and blocks that one part holds where there are enough of them to fill the GPU."""
 HEIGHT, INNER, SWIZZLE, CHUNK = 64, 64, 128, 16
@@ -78,10 +78,11 @@ class Cut(NamedTuple):
 
 
 @functools.cache
-def program(file: str, dtype: torch.dtype, cut: Cut, *, entropy: bool) -> Program:
+def program(file: str, dtype: torch.dtype, cut: Cut, *, entropy: bool, capped: bool = False) -> Program:
     """Return the kernels of a file for tiles that are cut like this."""
     stages = {"STAGES": cut.stages(file), "STAGE_BYTES": STAGE}
-    defines = {"DTYPE": CODES[dtype], "ENTROPY": int(entropy), "GROUPS": cut.groups, **stages}
+    flags = {"ENTROPY": int(entropy), "CAPPED": int(capped)}
+    defines = {"DTYPE": CODES[dtype], **flags, "GROUPS": cut.groups, **stages}
     return Program(PACKAGE, file, "sm_90a", tuple(defines.items()))
 
 
@@ -91,11 +92,13 @@ class Operands(NamedTuple):
     Attributes:
         cut: how rows are cut.
         maps: of hidden and weight.
+        form: of the arguments, as a launch takes it.
         arguments: ``struct Inputs``.
     """
 
     cut: Cut
     maps: tuple[TensorMap, TensorMap]
+    form: str
     arguments: tuple[object, ...]
 
     @classmethod
@@ -119,7 +122,8 @@ class Operands(NamedTuple):
             tensor_map(hidden, (HEIGHT, INNER), swizzle=SWIZZLE),
             tensor_map(inputs.weight, (BLOCK, INNER), swizzle=SWIZZLE),
         )
-        return cls(cut, maps, (bias, temperatures, ids, order, *numbers))
+        cap = inputs.cap or ()
+        return cls(cut, maps, INPUTS + (CAP if cap else ""), (bias, temperatures, ids, order, *numbers, *cap))
 
 
 @functools.cache

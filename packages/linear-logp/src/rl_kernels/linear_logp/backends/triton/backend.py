@@ -24,7 +24,10 @@ from rl_kernels.core.triton_lib.schedule import HALF, Schedule, processors
 from rl_kernels.core.tuned import entry
 from rl_kernels.linear_logp import products
 from rl_kernels.linear_logp.backends.triton import kernels
-from rl_kernels.linear_logp.inputs import Inputs
+from rl_kernels.linear_logp.inputs import Cap, Inputs
+
+NO_CAP = Cap(0.5, 0.5)
+"""Numbers that are not read; Triton would compile a kernel anew for an integer of 1."""
 
 
 def forward(
@@ -34,9 +37,10 @@ def forward(
     bias: torch.Tensor | None,
     temperature: torch.Tensor,
     ignore_index: int | None,
+    cap: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (logp, norm), ``[N]`` and ``[N, 2]``."""
-    inputs = Inputs(hidden, weight, target_ids, bias, temperature, ignore_index)
+    inputs = Inputs(hidden, weight, target_ids, bias, temperature, ignore_index, cap)
     logp, _, _, norm = _statistics(inputs, entropy=False)
     return logp, norm
 
@@ -48,9 +52,10 @@ def forward_stats(
     bias: torch.Tensor | None,
     temperature: torch.Tensor,
     ignore_index: int | None,
+    cap: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (logp, logsumexp, entropy, norm), the first three ``[N]``, the last ``[N, 2]``."""
-    return _statistics(Inputs(hidden, weight, target_ids, bias, temperature, ignore_index), entropy=True)
+    return _statistics(Inputs(hidden, weight, target_ids, bias, temperature, ignore_index, cap), entropy=True)
 
 
 def backward(
@@ -100,11 +105,13 @@ def _statistics(inputs: Inputs, *, entropy: bool) -> tuple[torch.Tensor, torch.T
     parts = hidden.new_empty((units, 3, count), dtype=torch.float32)
     ids, temperature = inputs.target_ids.contiguous(), _number_or_rows(inputs.temperature)
     flags = {"PER_ROW": inputs.temperature.ndim > 0, "ENTROPY": entropy}
+    cap, is_capped = inputs.cap or NO_CAP, inputs.cap is not None
     with device_of(hidden):
         kernels.states[(row_tiles * units,)](
             *(first := gemm.operand(hidden, cut.rows, cut.inner))[:3],
             *(second := gemm.operand(inputs.weight, kernels.BLOCK.value, cut.inner))[:3],
             *_bias(inputs),
+            *cap,
             temperature,
             parts,
             count,
@@ -114,6 +121,7 @@ def _statistics(inputs: Inputs, *, entropy: bool) -> tuple[torch.Tensor, torch.T
             HIDDEN=first.kind,
             WEIGHT=second.kind,
             HAS_BIAS=inputs.bias is not None,
+            CAPPED=is_capped,
             RAGGED=vocab % kernels.BLOCK.value > 0,
             BLOCK_M=cut.rows,
             BLOCK_K=cut.inner,
@@ -122,7 +130,7 @@ def _statistics(inputs: Inputs, *, entropy: bool) -> tuple[torch.Tensor, torch.T
             num_warps=cut.warps,
             num_stages=cut.stages,
         )
-        at = (hidden, *hidden.stride(), inputs.weight, *inputs.weight.stride(), *_bias(inputs))
+        at = (hidden, *hidden.stride(), inputs.weight, *inputs.weight.stride(), *_bias(inputs), *cap)
         kernels.selected[(triton.cdiv(count, kernels.SELECTED.value),)](
             *at,
             ids,
@@ -131,6 +139,7 @@ def _statistics(inputs: Inputs, *, entropy: bool) -> tuple[torch.Tensor, torch.T
             vocab,
             hidden.shape[1],
             HAS_BIAS=inputs.bias is not None,
+            CAPPED=is_capped,
             BLOCK_K=16 if hidden.dtype == torch.float32 and not INTERPRETED else 64,
             num_warps=4,
             num_stages=4,
@@ -183,6 +192,7 @@ class Steps(products.Products):
                 *(first := gemm.operand(hidden, cut.rows, cut.inner))[:3],
                 *(second := gemm.operand(weight, kernels.BLOCK.value, cut.inner))[:3],
                 *_bias(block),
+                *(block.cap or NO_CAP),
                 block.target_ids.contiguous(),
                 _number_or_rows(block.temperature),
                 norm,
@@ -200,6 +210,7 @@ class Steps(products.Products):
                 WEIGHT=second.kind,
                 STORED=stored,
                 HAS_BIAS=block.bias is not None,
+                CAPPED=block.cap is not None,
                 PER_ROW=block.temperature.ndim > 0,
                 HAS_IGNORED=block.ignore_index is not None,
                 HAS_LOGP=upstream.grad_logp is not None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rl_kernels.core.triton_lib import gemm, softmax
+from rl_kernels.core.triton_lib import gemm, softcap, softmax
 
 SEGMENT = tl.constexpr(4096)
 """Columns whose states are merged before any others."""
@@ -27,6 +27,8 @@ def _raw_logits(
     weight_k,
     bias,
     bias_stride,
+    cap,
+    rate,
     row,
     first,
     N,
@@ -35,10 +37,11 @@ def _raw_logits(
     HIDDEN: tl.constexpr,
     WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    CAPPED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Return a tile of logits before the temperature."""
+    """Return a tile of logits, capped, before the temperature."""
     x = gemm.chain(
         *(hidden, hidden_row, hidden_k, weight, weight_row, weight_k, row, first, N, V, D),
         tl.zeros((BLOCK_M, BLOCK), tl.float32),
@@ -47,7 +50,7 @@ def _raw_logits(
     if HAS_BIAS:
         columns = first + tl.arange(0, BLOCK)
         x += tl.load(bias + columns.to(tl.int64) * bias_stride, mask=columns < V, other=0.0).to(tl.float32)[None, :]
-    return x
+    return softcap.capped(x, cap, rate) if CAPPED else x
 
 
 @triton.jit
@@ -66,6 +69,8 @@ def states(
     weight_k,
     bias,
     bias_stride,
+    cap,
+    rate,
     temperature,
     parts,
     N,
@@ -75,6 +80,7 @@ def states(
     HIDDEN: tl.constexpr,
     WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    CAPPED: tl.constexpr,
     PER_ROW: tl.constexpr,
     ENTROPY: tl.constexpr,
     RAGGED: tl.constexpr,
@@ -88,12 +94,12 @@ def states(
     rows = row + tl.arange(0, BLOCK_M)
     here = rows < N
     c = softmax.inverse(temperature, rows, here, PER_ROW) * softmax.LOG2E
-    operands = (hidden, hidden_row, hidden_k, weight, weight_row, weight_k, bias, bias_stride)
+    operands = (hidden, hidden_row, hidden_k, weight, weight_row, weight_k, bias, bias_stride, cap, rate)
     total, weighted = tl.zeros_like(c), tl.zeros_like(c)
     top = total + float("-inf")
     # Flattened, the loads of the next block are under way while this one's states are formed.
     for first in tl.range(unit * width, tl.minimum(unit * width + width, V), BLOCK, flatten=True):
-        x = _raw_logits(*operands, row, first, N, V, D, HIDDEN, WEIGHT, HAS_BIAS, BLOCK_M, BLOCK_K)
+        x = _raw_logits(*operands, row, first, N, V, D, HIDDEN, WEIGHT, HAS_BIAS, CAPPED, BLOCK_M, BLOCK_K)
         columns = first + tl.arange(0, BLOCK)
         if RAGGED:
             x = tl.where((columns < V)[None, :], x, float("-inf"))
@@ -112,12 +118,15 @@ def selected(
     weight_k,
     bias,
     bias_stride,
+    cap,
+    rate,
     ids,
     chosen,
     N,
     V,
     D,
     HAS_BIAS: tl.constexpr,
+    CAPPED: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """One program some rows: the diagonal of their product with the rows of the weight that they select.
@@ -139,6 +148,8 @@ def selected(
     value = tl.sum(tl.where(lanes[:, None] == lanes[None, :], acc, 0.0), 1)
     if HAS_BIAS:
         value += tl.load(bias + column.to(tl.int64) * bias_stride, mask=column >= 0, other=0.0).to(tl.float32)
+    if CAPPED:
+        value = softcap.capped(value, cap, rate)
     tl.store(chosen + rows, value, mask=rows < N)
 
 
@@ -194,6 +205,8 @@ def dlogits(
     weight_k,
     bias,
     bias_stride,
+    cap,
+    rate,
     ids,
     temperature,
     norm,
@@ -214,6 +227,7 @@ def dlogits(
     WEIGHT: tl.constexpr,
     STORED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    CAPPED: tl.constexpr,
     PER_ROW: tl.constexpr,
     HAS_IGNORED: tl.constexpr,
     HAS_LOGP: tl.constexpr,
@@ -228,11 +242,11 @@ def dlogits(
     """One program a tile of the gradient of columns ``begin`` to ``begin + width``, or tile after tile."""
     tiles_m, tiles_n = tl.cdiv(N, BLOCK_M), tl.cdiv(width, BLOCK)
     last = tiles_m * tiles_n if PERSISTENT else tl.program_id(0) + 1
-    operands = (hidden, hidden_row, hidden_k, weight, weight_row, weight_k, bias, bias_stride)
+    operands = (hidden, hidden_row, hidden_k, weight, weight_row, weight_k, bias, bias_stride, cap, rate)
     for index in tl.range(tl.program_id(0), last, tl.num_programs(0), flatten=PERSISTENT):
         tile_m, tile_n = gemm.place_of(index, tiles_m, tiles_n, GROUP)
         row, first = tile_m * BLOCK_M, tile_n * BLOCK
-        x = _raw_logits(*operands, row, begin + first, N, V, D, HIDDEN, WEIGHT, HAS_BIAS, BLOCK_M, BLOCK_K)
+        x = _raw_logits(*operands, row, begin + first, N, V, D, HIDDEN, WEIGHT, HAS_BIAS, CAPPED, BLOCK_M, BLOCK_K)
         rows, columns = row + tl.arange(0, BLOCK_M), first + tl.arange(0, BLOCK)
         here = rows < N
         id = tl.load(ids + rows, mask=here, other=-1)
@@ -251,6 +265,8 @@ def dlogits(
             *(x, selected, rest[:, None], c[:, None], top[:, None], log_total[:, None], entropy[:, None]),
             *(chosen[:, None], slope[:, None], curve[:, None], HAS_ENTROPY),
         )
+        if CAPPED:
+            d = d * softcap.slope(x, cap, rate)
         if HAS_IGNORED or DBIAS:
             d = tl.where(active[:, None], d, 0.0)
         if DBIAS:

@@ -24,6 +24,13 @@ struct alignas(16) Chunk {
 constexpr int CHUNK = sizeof(Chunk);
 
 // 2^x to two units in the last place; subnormals become 0.
+// 1 / x, within one unit in the last place.
+__device__ inline float inverse_fast(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 __device__ inline float exp2_fast(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
