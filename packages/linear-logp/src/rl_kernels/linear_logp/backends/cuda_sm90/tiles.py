@@ -21,7 +21,7 @@ PACKAGE = "rl_kernels.linear_logp.backends.cuda_sm90"
 FORWARD, BACKWARD = "linear_logp_sm90.cu", "linear_logp_backward_sm90.cu"
 CODES = {torch.bfloat16: 1, torch.float16: 2}
 """DTYPE of the kernels."""
-INPUTS, CAP = "PPPPqiiiifi", "ff"
+INPUTS, CAP = "PPPPqiiiifi", "ffff"
 """``struct Inputs``, and what it ends with where logits are capped."""
 BLOCK, UNIT = 256, 4
 """Columns of a block, and blocks that one part holds where there are enough of them to fill the GPU."""
@@ -122,8 +122,8 @@ class Operands(NamedTuple):
             tensor_map(hidden, (HEIGHT, INNER), swizzle=SWIZZLE),
             tensor_map(inputs.weight, (BLOCK, INNER), swizzle=SWIZZLE),
         )
-        cap = inputs.cap or ()
-        return cls(cut, maps, INPUTS + (CAP if cap else ""), (bias, temperatures, ids, order, *numbers, *cap))
+        cap = inputs.cap and (*inputs.cap, 1 / inputs.cap.softcap, inputs.cap.softcap * inputs.cap.rate)
+        return cls(cut, maps, INPUTS + (CAP if cap else ""), (bias, temperatures, ids, order, *numbers, *(cap or ())))
 
 
 @functools.cache

@@ -9,7 +9,8 @@
 namespace rlk {
 
 struct Softcap {
-    float cap, rate;
+    // And what follows from the two: 1 / cap, cap rate.
+    float cap, rate, inverse, steepest;
 
     __device__ float at(float x) const {
         constexpr float NEAR = 0.5f, TWICE_LOG2E = 2.8853900817779268f;
@@ -23,8 +24,8 @@ struct Softcap {
     }
     // The derivative by x, where y is what `at` returned.
     __device__ float slope(float y) const {
-        const float t = __fmul_rn(y, __frcp_rn(cap));
-        return __fmul_rn(__fmaf_rn(-t, t, 1.0f), __fmul_rn(cap, rate));
+        const float t = __fmul_rn(y, inverse);
+        return __fmul_rn(__fmaf_rn(-t, t, 1.0f), steepest);
     }
 };
 
