@@ -19,18 +19,31 @@ C7, C9 = tl.constexpr(-0.05304548516869545), tl.constexpr(0.017241476103663445)
 
 
 @triton.jit
+def _number(x):
+    """Return a number as a scalar, which the interpreter leaves a float."""
+    return tl.full((), x, tl.float32)
+
+
+@triton.jit
+def _polynomial(square):
+    found = fma(square, _number(C9), _number(C7))
+    found = fma(found, square, _number(C5))
+    return fma(found, square, _number(C3))
+
+
+@triton.jit
 def capped(x, softcap, rate):
     """Return ``softcap tanh(rate x)``."""
-    u = product(x, rate)
+    u = product(x, _number(rate))
     square = product(u, u)
-    near = fma(product(u, square), fma(fma(fma(square, C9, C7), square, C5), square, C3), u)
-    power = tl.exp2(product(tl.abs(u), -TWICE_LOG2E))
+    near = fma(product(u, square), _polynomial(square), u)
+    power = tl.exp2(product(tl.abs(u), _number(-TWICE_LOG2E)))
     far = (1.0 - power) / (1.0 + power)
-    return product(tl.where(tl.abs(u) < NEAR, near, tl.where(u < 0, -far, far)), softcap)
+    return product(tl.where(tl.abs(u) < NEAR, near, tl.where(u < 0, -far, far)), _number(softcap))
 
 
 @triton.jit
 def slope(y, softcap, rate):
     """Return the derivative of ``y = softcap tanh(rate x)`` by x."""
     t = y / softcap
-    return product(fma(-t, t, 1.0), product(softcap, rate))
+    return product(fma(-t, t, _number(1.0)), _number(softcap * rate))
