@@ -65,7 +65,17 @@ def logits(launch: Launch, units: int, boxes: int) -> torch.Tensor:
     if launch["bias"] is not None:
         assert launch["bias"].dtype == hidden.tensor.dtype
         z = z + vector(launch["bias"], launch["columns"]).double()
+    if launch.constants["CAPPED"]:
+        z = softcap_of(launch) * (z * launch["rate"]).tanh()
     return torch.where(rows_of_tiles(launch)[:, None], z / temperature(launch), torch.nan)
+
+
+def softcap_of(launch: Launch) -> float:
+    """Return the cap, and hold what goes with it to that."""
+    cap, rate = launch["cap"], launch["rate"]
+    assert launch["inverse_cap"] == pytest.approx(1 / cap)
+    assert launch["steepest"] == pytest.approx(cap * rate)
+    return cap
 
 
 def temperature(launch: Launch) -> torch.Tensor:
@@ -123,6 +133,8 @@ def gradient(launch: Launch) -> None:
     if constants["ENTROPY"]:
         found -= launch["grad_entropy"][:, None] * d.exp() * (d + launch["entropy"][:, None])
     found = found / temperature(launch)
+    if constants["CAPPED"]:
+        found *= launch["steepest"] * (1 - (z * temperature(launch) / softcap_of(launch)).square())
     if launch["has_ignored"]:
         found = torch.where((launch["ids"] != launch["ignore_index"])[:, None], found, 0.0)
     dz: Box = launch["dz"]
@@ -155,6 +167,8 @@ CALLS: tuple[dict[str, Any], ...] = (
     {"rows": 300, "vocab": 2500, "main_grad": True, "ignored": -1, "masked": 300, "grads": "lse"},
     {"rows": 400, "vocab": 900, "main_grad": True, "needed": [True, True, False], "layout": (8, 1)},
     {"rows": 130, "vocab": 600, "needed": [False, True, False], "ids": torch.int32},
+    {"rows": 1, "vocab": 257, "cap": (5.0, 0.3)},
+    {"rows": 300, "vocab": 1100, "cap": (30.0, 0.02), "bias": "row", "scale": "rows", "ignored": 7, "masked": 130},
 )
 
 
@@ -168,7 +182,7 @@ def laid_out(x: torch.Tensor, layout: str | tuple[int, int]) -> torch.Tensor:
 
 
 def drawn(call: dict[str, Any]) -> tuple[Any, ...]:
-    """Return hidden, weight, ids, bias, temperature and ignore_index."""
+    """Return hidden, weight, ids, bias, temperature, ignore_index and cap."""
     torch.manual_seed(1)
     rows, vocab, size, dtype = (call[name] for name in ("rows", "vocab", "size", "dtype"))
     hidden = laid_out(torch.randn(rows, size).to(dtype), call["layout"])
@@ -182,7 +196,9 @@ def drawn(call: dict[str, Any]) -> tuple[Any, ...]:
     bias = bias.contiguous() if call.get("bias") == "row" else bias
     scale = torch.rand(2 * rows) + 0.5
     scale = scale[::2] if call["scale"] == "apart" else scale[:rows]
-    return hidden, weight, ids, bias, scale if isinstance(call["scale"], str) else torch.tensor(0.7), ignored
+    scale = scale if isinstance(call["scale"], str) else torch.tensor(0.7)
+    cap = torch.tensor(call["cap"], dtype=torch.float64) if "cap" in call else None
+    return hidden, weight, ids, bias, scale, ignored, cap
 
 
 def upstream_of(how: str, rows: int) -> list[torch.Tensor | None]:
@@ -203,13 +219,15 @@ def close(found: torch.Tensor, gold: torch.Tensor) -> None:
 
 def hold(call: dict[str, Any], backend: Any) -> None:
     """Hold forward and backward of one call to the definition."""
-    hidden, weight, ids, bias, scale, ignored = inputs = drawn(call)
+    hidden, weight, ids, bias, scale, ignored, _ = inputs = drawn(call)
     grads, needed = (
         upstream_of(call.get("grads", "all"), call["rows"]),
         call.get("needed", [True, True, bias is not None]),
     )
     leaves = [None if x is None else x.double().detach().requires_grad_() for x in (hidden, weight, bias)]
     z = leaves[0] @ leaves[1].t() + (0.0 if leaves[2] is None else leaves[2])
+    if "cap" in call:
+        z = call["cap"][0] * (z * call["cap"][1]).tanh()
     logs = (z / (scale[:, None] if scale.ndim else scale)).log_softmax(-1)
     lse = (z / (scale[:, None] if scale.ndim else scale)).logsumexp(-1)
     keep = torch.ones_like(ids, dtype=torch.bool) if ignored is None else ids != ignored

@@ -31,7 +31,12 @@ def logits(launch: TritonLaunch) -> torch.Tensor:
     weight = operand(launch["weight"], launch["WEIGHT"], (v, d), "weight", launch, BLOCK)
     assert launch["BLOCK_K"] % 16 == 0
     assert hidden.dtype != torch.float32 or launch["BLOCK_K"] == 16
-    return (hidden.double() @ weight.double().t() + bias_of(launch)) / temperature(launch, n)[:, None]
+    z = capped(launch, hidden.double() @ weight.double().t() + bias_of(launch))
+    return z / temperature(launch, n)[:, None]
+
+
+def capped(launch: TritonLaunch, z: torch.Tensor) -> torch.Tensor:
+    return launch["cap"] * (z * launch["rate"]).tanh() if launch["CAPPED"] else z
 
 
 def bias_of(launch: TritonLaunch) -> torch.Tensor | float:
@@ -87,7 +92,7 @@ def selected(launch: TritonLaunch) -> None:
         x.as_strided((rows, d), (launch[f"{name}_row"], launch[f"{name}_k"]), x.storage_offset()).double()
         for x, rows, name in pairs
     )
-    z = hidden @ weight.t() + bias_of(launch)
+    z = capped(launch, hidden @ weight.t() + bias_of(launch))
     dense(launch["chosen"], n).copy_(z.gather(1, dense(launch["ids"], n).long().clamp(0)[:, None])[:, 0])
 
 
@@ -132,6 +137,9 @@ def dlogits(launch: TritonLaunch) -> None:
         entropy = dense(launch["entropies"], n).double()[:, None]
         found -= upstream("grad_entropy", "HAS_ENTROPY") * d.exp() * (d + entropy)
     found = found / temperature(launch, n)[:, None]
+    if launch["CAPPED"]:
+        y = logits(launch)[:, begin : begin + width] * temperature(launch, n)[:, None]
+        found *= launch["cap"] * launch["rate"] * (1 - (y / launch["cap"]).square())
     if launch["HAS_IGNORED"]:
         found = torch.where((ids != launch["ignore_index"])[:, None], found, 0.0)
     dz = launch["dz"]
@@ -168,6 +176,7 @@ CALLS: tuple[dict[str, Any], ...] = (
     {"rows": 10, "vocab": 300, "arch": "sm80"},
     {"rows": 70, "vocab": 9000, "dtype": torch.float32, "arch": "sm80", "ignored": 3},
     {"rows": 129, "vocab": 300, "arch": "sm80", "size": 8, "grads": "lse", "ids": torch.int32},
+    {"rows": 65, "vocab": 4097, "cap": (5.0, 0.3), "bias": True, "scale": "rows", "ignored": 0},
 )
 
 
@@ -189,14 +198,18 @@ def hold(call: dict[str, Any], backend: Any) -> None:
     given = [g if how in (*kept, name) else None for g, name in zip(grads, ("logp", "lse", "entropy"), strict=True)]
 
     leaves = [None if x is None else x.double().detach().requires_grad_() for x in (hidden, weight, bias)]
-    z = (leaves[0] @ leaves[1].t() + (0.0 if bias is None else leaves[2])) / (scale[:, None] if scale.ndim else scale)
+    z = leaves[0] @ leaves[1].t() + (0.0 if bias is None else leaves[2])
+    if "cap" in call:
+        z = call["cap"][0] * (z * call["cap"][1]).tanh()
+    z = z / (scale[:, None] if scale.ndim else scale)
     logs, lse = z.log_softmax(-1), z.logsumexp(-1)
     gold = (logs.gather(1, ids.long().clamp(0)[:, None])[:, 0], lse, -(logs.exp() * logs).sum(-1))
     keep = torch.ones(rows, dtype=torch.bool) if ignored is None else ids != ignored
     gold = [torch.where(keep, value, 0.0) for value in gold]
     top = (z * (scale[:, None] if scale.ndim else scale)).amax(-1)
     norm = torch.where(keep, torch.stack((top, lse - top / scale)), 0.0).t()
-    inputs = (hidden, weight, ids, bias, scale, ignored)
+    cap = torch.tensor(call["cap"], dtype=torch.float64) if "cap" in call else None
+    inputs = (hidden, weight, ids, bias, scale, ignored, cap)
     stats = backend.forward_stats(*inputs)
     for value, expected in zip((*stats, *backend.forward(*inputs)), (*gold, norm, gold[0], norm), strict=True):
         assert torch.allclose(value.double(), expected, rtol=1e-4, atol=1e-3)

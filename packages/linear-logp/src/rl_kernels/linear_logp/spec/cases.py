@@ -70,6 +70,11 @@ CASES = (
         {"batch": 3, "seq": 5, "hidden": 24, "vocab": 1025},
         {**STATS, "softcap": 5.0, "logit_scale": 2.5, "temperature": "tensor", "bias": True, "ignore_index": IGNORED},
     ),
+    Case(
+        "softcap-small",
+        {"batch": 1, "seq": 5, "hidden": 24, "vocab": 67},
+        {**CAPPED, "softcap": 4.0, "logit_scale": 3.0},
+    ),
     Case("softcap-masked", {"batch": 1, "seq": 6, "hidden": 32, "vocab": 200}, {**CAPPED, "minus_inf": 0.3}),
     Case("logit-scale", {"batch": 2, "seq": 7, "hidden": 64, "vocab": 257}, {**STATS, "logit_scale": 0.0625}),
     Case(

@@ -32,6 +32,19 @@ _LOGITS = (
         "slices(block.weight.shape[0], PIECE if block.hidden.shape[0] > 4 else 2 * PIECE)",
     ),
     Bug("logits rounded to BF16", "block.weight[columns])\n", "block.weight[columns]).bfloat16().float()\n"),
+    Bug(
+        "cap after the temperature",
+        "return x if block.cap is None else block.cap(x)",
+        "return x if block.cap is None else block.cap(x / block.temperature.max()) * block.temperature.max()",
+    ),
+    Bug("logits not capped", "return x if block.cap is None else block.cap(x)", "return x"),
+    Bug("cap not differentiated", "if block.cap is not None:\n            dz *=", "if False:\n            dz *="),
+    Bug("cap differentiated without its scale", ".mul_(self.softcap * self.rate)", ""),
+    Bug(
+        "cap taken for the rate",
+        "Cap(*self.cap_numbers.tolist())",
+        "Cap(self.cap_numbers[0].item(), 1 / self.cap_numbers[0].item())",
+    ),
     Bug("bias added twice", "x += block.bias[columns]", "x += 2 * block.bias[columns]"),
     Bug(
         "temperature missing in forward",

@@ -26,9 +26,14 @@ SHOWN = (
     Bug("nothing is ignored", "temperature, ignores)\n", "temperature, False)\n"),
     Bug(
         "entropy not computed",
-        "made = program(FORWARD, hidden.dtype, cut, entropy=entropy)",
-        "made = program(FORWARD, hidden.dtype, cut, entropy=False)",
+        "made = program(FORWARD, hidden.dtype, cut, entropy=entropy,",
+        "made = program(FORWARD, hidden.dtype, cut, entropy=False,",
     ),
+    Bug("logits not capped", "capped=inputs.cap is not None", "capped=False"),
+    Bug("logits not capped in the backward pass", "block.cap is not None", "False"),
+    Bug("cap and rate exchanged", "(*inputs.cap, 1 /", "(*reversed(inputs.cap), 1 /"),
+    Bug("derivative of the cap without its scale", "inputs.cap.softcap * inputs.cap.rate", "1.0"),
+    Bug("derivative of another cap", "1 / inputs.cap.softcap", "inputs.cap.rate"),
     Bug(
         "logp and logsumexp exchanged",
         "logp[rows], norm[rows], lse[rows]",
@@ -44,7 +49,7 @@ SHOWN = (
         "*(upstream.grad_logp, upstream.grad_logsumexp,",
         "*(upstream.grad_logsumexp, upstream.grad_logp,",
     ),
-    Bug("upstream gradient of the entropy dropped", "entropy=upstream.grad_entropy is not None", "entropy=False"),
+    Bug("upstream gradient of the entropy dropped", "upstream.grad_entropy is not None,", "False,"),
     Bug(
         "norm of the row taken for its entropy",
         "upstream.norm if upstream.entropy is None else upstream.entropy",
@@ -130,8 +135,8 @@ LAUNCHES = (
     Bug("sums over rows rounded down", "(-(-count // SUMMED), width)", "(max(count // SUMMED, 1), width)"),
     Bug(
         "sums over rows in the dtype of hidden",
-        "width), dtype=torch.float32)\n        made",
-        "width), dtype=hidden.dtype)\n        made",
+        "width), dtype=torch.float32)\n        has_entropy",
+        "width), dtype=hidden.dtype)\n        has_entropy",
     ),
     Bug("last columns of the bias gradient", "launch(-(-width // 256), 256", "launch(max(width // 256, 1), 256"),
     Bug("sums of the rows of a tile", "SUMMED = 16", "SUMMED = 64"),

@@ -19,6 +19,8 @@ POINTED = {
 """What a pointer points to, ``Norm`` to pairs of it; others, ``char`` and ``void``, say nothing of it."""
 DECLARED = re.compile(r"(?:const )?(?:__grid_constant__ )?(signed char|\w+)\s*(.*)")
 
+FLAGGED = re.compile(r"^#if (\w+)\n((?:(?!#else).)*?)^#endif\n", re.DOTALL | re.MULTILINE)
+
 
 class Parameter(NamedTuple):
     """One parameter, or one member of a parameter that is a struct.
@@ -36,21 +38,23 @@ class Parameter(NamedTuple):
 
 def parameters_of(program: Program, entry: str) -> list[Parameter]:
     """Return the parameters of a kernel in their order, members of structs in the place of these."""
-    return [member for members in _declared(program.package, program.file, entry) for member in members]
+    return [member for members in _declared(program, entry) for member in members]
 
 
 def signature_of(program: Program, entry: str) -> str:
     """Return the signature that a kernel must be asked for with."""
     found = ""
-    for members in _declared(program.package, program.file, entry):
+    for members in _declared(program, entry):
         letters = "".join(member.letter for member in members)
         found += f"({letters})" if len(members) > 1 else letters
     return found
 
 
 @functools.cache
-def _declared(package: str, file: str, entry: str) -> list[list[Parameter]]:
-    text = _source(package, file)
+def _declared(program: Program, entry: str) -> list[list[Parameter]]:
+    file, defines = program.file, dict(program.defines)
+    # What a flag leaves out is not there.
+    text = FLAGGED.sub(lambda block: block[2] if defines.get(block[1]) else "", _source(program.package, file))
     found = re.search(rf'extern "C" __global__[^;{{]*?\b{entry}\(([^)]*)\)', text)
     assert found is not None, f"{file} has no kernel {entry}"
     return [_parameter(text, " ".join(declared.split())) for declared in found[1].split(",")]

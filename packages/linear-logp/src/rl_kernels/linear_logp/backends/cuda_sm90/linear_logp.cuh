@@ -47,7 +47,8 @@ struct Inputs {
     float temperature;
     int has_ignored;
 #if CAPPED
-    Softcap softcap;
+    // Of Softcap.
+    float cap, rate, inverse_cap, steepest;
 #endif
 
     __device__ int tiles() const { return (rows + TILE_M - 1) / TILE_M; }
@@ -55,6 +56,9 @@ struct Inputs {
     __device__ bool ignored(int row) const { return has_ignored && ids[row] == ignore_index; }
     __device__ float inverse(int row) const { return __frcp_rn(temperatures ? temperatures[row] : temperature); }
     __device__ float scale(int row) const { return __fmul_rn(inverse(row), LOG2E); }
+#if CAPPED
+    __device__ Softcap softcap() const { return {cap, rate, inverse_cap, steepest}; }
+#endif
 };
 
 // The units of a block, one after the other: `across` units of columns for each of the tiles of rows that stand from `from`
@@ -175,8 +179,9 @@ __device__ inline void add_bias(const Inputs& p, const Mine& mine, int column, S
 // Logits capped, where they are: the last thing that is done to them before the temperature.
 __device__ inline void cap(const Inputs& p, Sums& d) {
 #if CAPPED
+    const Softcap softcap = p.softcap();
 #pragma unroll
-    for (int i = 0; i < TILE_N / 2; ++i) d[i] = p.softcap.at(d[i]);
+    for (int i = 0; i < TILE_N / 2; ++i) d[i] = softcap.at(d[i]);
 #endif
 }
 

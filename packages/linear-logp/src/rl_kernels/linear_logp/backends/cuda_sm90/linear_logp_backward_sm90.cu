@@ -63,7 +63,7 @@ __device__ void differentiate(const Args& p, const Row& row, Sums& d) {
             const float x = d[i];
             d[i] = row.gradient.at(x, i / 4 * 8 + i % 2 == row.target);
 #if CAPPED
-            d[i] = __fmul_rn(d[i], p.softcap.slope(x));
+            d[i] = __fmul_rn(d[i], p.softcap().slope(x));
 #endif
         }
     } else {
