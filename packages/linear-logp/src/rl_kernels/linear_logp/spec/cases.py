@@ -73,7 +73,7 @@ CASES = (
     Case(
         "softcap-small",
         {"batch": 1, "seq": 5, "hidden": 24, "vocab": 67},
-        {**CAPPED, "softcap": 4.0, "logit_scale": 3.0},
+        {**CAPPED, "softcap": 4.0, "logit_scale": 3.0, "temperature": 0.7},
     ),
     Case("softcap-masked", {"batch": 1, "seq": 6, "hidden": 32, "vocab": 200}, {**CAPPED, "minus_inf": 0.3}),
     Case("logit-scale", {"batch": 2, "seq": 7, "hidden": 64, "vocab": 257}, {**STATS, "logit_scale": 0.0625}),

@@ -45,7 +45,6 @@ KERNELS = (
     ),
     Bug("tanh of negative logits positive", "tl.where(u < 0, -far, far)", "far"),
     Bug("polynomial of tanh where it no longer holds", "NEAR = tl.constexpr(0.5)", "NEAR = tl.constexpr(2.0)"),
-    Bug("quotient of tanh near 0", "NEAR = tl.constexpr(0.5)", "NEAR = tl.constexpr(0.0)"),
     Bug(
         "selected logit of the row before",
         "lanes[:, None] == lanes[None, :], acc",
