@@ -121,7 +121,8 @@ __device__ void produce(const Args& p, const Ring& ring, const TensorMap& map_a,
         ring.produce(slot, stages, [&](int stage, int k) {
             if (leads) ring.copy<!A_PLAIN, !B_PLAIN, A_ONCE>(stage, k, map_a, tile.row, map_b, tile.column);
             if constexpr (A_PLAIN) gather<TILE_M>(ring.a(stage), p.a, p.a_row, p.a_inner, tile.row, k, p.rows, p.inner);
-            if constexpr (B_PLAIN) gather<TILE_N>(ring.b(stage), p.b, p.b_row, p.b_inner, tile.column, k, p.columns, p.inner);
+            if constexpr (B_PLAIN)
+                gather<TILE_N>(ring.b(stage), p.b, p.b_row, p.b_inner, tile.column, k, p.columns, p.inner);
             if constexpr (ANY_PLAIN) {
                 fence_copies();
                 ring.full[stage].arrive();

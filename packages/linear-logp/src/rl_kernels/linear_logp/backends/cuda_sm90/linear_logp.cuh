@@ -78,7 +78,7 @@ struct Tiles {
 
 // By an elected thread: brings the stages of the tile at (row, column), those of one consumer after those of the other.
 __device__ inline void load_stages(const Ring& ring, Ring::Slot& slot, const TensorMap& hidden, const TensorMap& weight,
-                               int row, int column, int stages) {
+                                   int row, int column, int stages) {
     for (int group = 0; group < GROUPS; ++group)
         ring.produce(slot, stages, [&](int stage, int k) {
             ring.copy(stage, k, hidden, row + group * MMA_M, weight, column);
@@ -97,7 +97,8 @@ struct Mine {
 };
 
 // The logits of a tile: of its stages in the ring, those of this consumer.
-__device__ inline void multiply(const Ring& ring, int stages, const Mine& mine, Ring::Slot& slot, Turns& turns, Sums& d) {
+__device__ inline void form_logits(const Ring& ring, int stages, const Mine& mine, Ring::Slot& slot, Turns& turns,
+                                   Sums& d) {
     slot.skip(stages * mine.group);
     if constexpr (TURNS) turns.wait();
 #pragma unroll

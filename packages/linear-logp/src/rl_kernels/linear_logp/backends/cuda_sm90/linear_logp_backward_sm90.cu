@@ -96,7 +96,7 @@ __device__ void consume(const Args& p, const Ring& ring, const TensorMap& dz) {
         const int row = tile.row + mine.row, column = p.begin + tile.unit * TILE_N;
         const Row low(p, row, column + mine.column), high(p, row + 8, column + mine.column);
         Sums d;
-        multiply(ring, stages, mine, slot, turns, d);
+        form_logits(ring, stages, mine, slot, turns, d);
         add_bias(p, mine, column, d);
         differentiate<0>(low, d);
         differentiate<1>(high, d);

@@ -120,7 +120,7 @@ __device__ void consume(const Args& p, const Ring& ring) {
         int block = 0;
         for (int column = begin; column < end; column += TILE_N, ++block) {
             Sums d;
-            multiply(ring, stages, mine, slot, turns, d);
+            form_logits(ring, stages, mine, slot, turns, d);
             add_bias(p, mine, column, d);
             finish_logits(p, mine, row, column, target, d);
             pairs[0].add(block, state_of<0>(d, c[0]), c[0]);

@@ -1,5 +1,8 @@
-// What kernels share in which a producer brings stages of operands and consumer warpgroups multiply them (sm_90a): the ring
-// of stages, the order of tiles, turns with tiles, and the chain of a tile.
+// The mainloop of the matrix products (sm_90a): a producer fills a ring of stages with operands, consumer warpgroups
+// multiply them. The ring, both sides of it, the order of tiles, and turns with tiles.
+//
+// A kernel says which tiles there are, what its sums begin with, and what becomes of them (the epilogue). Its constants
+// are macros (STAGES, BOXES, TILE_M, ...), so no name here is one of theirs.
 #pragma once
 
 #include <rl_kernels/tma.cuh>
@@ -24,8 +27,8 @@ struct Slot {
     }
 };
 
-// Two consumers of one ring take turns with tiles of their own: one multiplies while the other does what comes after. In the
-// ring the stages of their tiles follow each other.
+// Two consumers of one ring take turns with tiles of their own: one multiplies while the other does what comes after. In
+// the ring the stages of their tiles follow each other.
 struct Turns {
     Barrier* barriers;
     int group;
@@ -48,8 +51,8 @@ struct Turns {
     }
 };
 
-// Row and column of tile number `index` of down x across, where `group` rows of tiles at a time are gone through column by
-// column: what those share stays in the L2 cache.
+// Row and column of tile number `index` of down x across, where `group` rows of tiles at a time are gone through column
+// by column: what those share stays in the L2 cache.
 struct Place {
     int row, column;
 };
@@ -59,8 +62,8 @@ __device__ inline Place place_of(int index, int down, int across, int group) {
     return {first + within % height, within / height};
 }
 
-// Starts the copy of 64 terms of K of an operand's tile of ROWS rows: at once, or MN_MAJOR in pieces of 64 rows. ONCE: no
-// other tile reads them.
+// Starts the copy of 64 terms of K of an operand's tile of ROWS rows: at once, or MN_MAJOR in pieces of 64 rows. ONCE:
+// no other tile reads them.
 template <Major MAJOR, int ROWS, bool ONCE = false>
 __device__ inline void load_tile(char* target, const TensorMap& map, Barrier& full, int row, int k) {
     if constexpr (MAJOR == K_MAJOR) {
@@ -71,7 +74,8 @@ __device__ inline void load_tile(char* target, const TensorMap& map, Barrier& fu
     }
 }
 
-// Bytes of 64 terms of K of so many rows of an operand: whole pieces of an MN_MAJOR tile, whatever of the last one is needed.
+// Bytes of 64 terms of K of so many rows of an operand. Pieces of an MN_MAJOR tile are whole, whatever of the last one
+// is needed.
 __device__ constexpr int tile_bytes(Major major, int rows) {
     return major == MN_MAJOR ? (rows + SPAN - 1) / SPAN * PIECE : rows * SWIZZLE;
 }
@@ -91,8 +95,9 @@ __device__ inline void give_back(Barrier& empty) {
     if (threadIdx.x % WARP == 0) empty.arrive();
 }
 
-// The ring of DEPTH stages, with which a block's dynamic shared memory begins. A stage holds BOX_COUNT times 64 terms of K of A_ROWS
-// rows of operand a, then of B_ROWS rows of operand b, as A and B say; T is the type of their numbers.
+// The ring of DEPTH stages, with which a block's dynamic shared memory begins. A stage holds BOX_COUNT times 64 terms of K
+// of A_ROWS rows of operand a, then those of B_ROWS rows of operand b. T is the type of the numbers; A and B say how each
+// operand lies.
 template <class T, Major A, Major B, int A_ROWS, int B_ROWS, int BOX_COUNT, int DEPTH>
 struct RingOf {
     using Slot = rlk::Slot<DEPTH>;
@@ -117,11 +122,11 @@ struct RingOf {
     __device__ char* b(int stage, int box = 0) const { return a(stage, BOX_COUNT) + box * B_BYTES; }
     __device__ char* end() const { return a(DEPTH); }
 
-    // By all threads, before their work. A stage is full when so many threads of the producer have arrived, and its bytes;
-    // empty when `consumers` have given it back.
-    __device__ void open(int producers, int consumers) const {
+    // By all threads, before their work. A stage is full when so many arrivals of the producer and all bytes have come,
+    // and empty when so many consumers have given it back.
+    __device__ void open(int arrivals, int consumers) const {
         if (threadIdx.x == 0) {
-            for (int i = 0; i < DEPTH; ++i) full[i].init(producers), empty[i].init(consumers * WARPS_OF_GROUP);
+            for (int i = 0; i < DEPTH; ++i) full[i].init(arrivals), empty[i].init(consumers * WARPS_OF_GROUP);
             Turns::init(turns);
             fence_init();
         }
@@ -130,7 +135,7 @@ struct RingOf {
 
     __device__ static int stages_of(int inner) { return (inner + INNER - 1) / INNER; }
 
-    // Producer: calls fill(stage, k) for each of `count` stages of a tile, once the consumers have given it back.
+    // Producer: calls fill(stage, k) for each of a tile's `count` stages, as soon as that stage is empty.
     template <class F>
     __device__ void produce(Slot& slot, int count, F fill) const {
 #pragma unroll 1
@@ -152,7 +157,7 @@ struct RingOf {
         }
     }
 
-    // Consumer: issues the products of a stage that has come, ascending in K, as one group; `part` is which 64 rows of a.
+    // Consumer: issues the products of a full stage, ascending in K, as one group; `part` is which 64 rows of a.
     template <int COUNT>
     __device__ void multiply(int stage, int part, float (&d)[COUNT]) const {
         const u64 left = operand_at<A>(a(stage) + part * PIECE), right = operand_at<B>(b(stage));
@@ -168,8 +173,8 @@ struct RingOf {
         hold(d);
     }
 
-    // Consumer: the whole chain of a tile of `count` stages, on top of what d holds. A stage is given back when the products
-    // of the next one have been issued. TURNS: this consumer has its turn, and passes it.
+    // Consumer: the whole chain of a tile of `count` stages, added to what d holds. A stage is given back when its
+    // products are done, while those of the next one are under way. TURNS: it is this consumer's turn, which it passes on.
     template <bool TURNS, int COUNT>
     __device__ void mainloop(Slot& slot, int count, int part, const Turns& turns, float (&d)[COUNT]) const {
         int before = 0;
