@@ -86,6 +86,39 @@ extern "C" __global__ void __launch_bounds__(256, 1)
     }
 }
 """
+MAINLOOP = """
+#include <rl_kernels/mainloop.cuh>
+using namespace rlk;
+#if DTYPE == 1
+using T = BF16;
+#else
+using T = FP16;
+#endif
+using Ring = RingOf<T, LEFT ? MN_MAJOR : K_MAJOR, RIGHT ? MN_MAJOR : K_MAJOR, 64, 64, 2, 2>;
+// Two consumers take turns with a tile of 64 x 64 each, in a ring of two stages.
+extern "C" __global__ void __launch_bounds__(384, 1)
+    mainloop(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b, float* out, int inner) {
+    const Ring ring;
+    ring.open(1, 1);
+    const int stages = Ring::stages_of(inner);
+    Ring::Slot slot;
+    if (warp_index() < WARPS_OF_GROUP) {
+        if (warp_index() == 0 && elected())
+            for (int row = 0; row < 128; row += 64)
+                ring.produce(slot, stages, [&](int stage, int k) { ring.copy(stage, k, map_a, row, map_b, 0); });
+    } else {
+        const int group = warp_index() / WARPS_OF_GROUP - 1;
+        const Fragment mine;
+        Turns turns(ring.turns, group);
+        slot.skip(stages * group);
+        float d[32] = {};
+        turns.wait();
+        ring.mainloop<true>(slot, stages, 0, turns, d);
+        float* at = out + (64 * group + mine.row) * 64 + mine.column;
+        for (int i = 0; i < 32; ++i) at[i / 2 % 2 * 8 * 64 + i / 4 * 8 + i % 2] = d[i];
+    }
+}
+"""
 RELAY = """
 #include <rl_kernels/ptx.cuh>
 using namespace rlk;
@@ -100,7 +133,12 @@ extern "C" __global__ void relay(const int* from, int* to) {
     to[i] = taken + 1;
 }
 """
-SOURCES = {"boxes": (BOXES, "TTPii"), "products": (PRODUCTS, "TTP"), "relay": (RELAY, "PP")}
+SOURCES = {
+    "boxes": (BOXES, "TTPii"),
+    "products": (PRODUCTS, "TTP"),
+    "mainloop": (MAINLOOP, "TTPi"),
+    "relay": (RELAY, "PP"),
+}
 HALVES = (torch.bfloat16, torch.float16)
 ROOM = 3 * 8192
 MAJORS = [(left, right) for left in (0, 1) for right in (0, 1)]
@@ -168,6 +206,22 @@ def test_products_of_tiles_that_lie_either_way(dtype, majors):
     out = start.clone()
     load("products", dtype, *majors).launch(1, 256, *maps, out, shared=ROOM)
     assert torch.equal(out, start + a.float() @ b.float().t())
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("majors", MAJORS)
+@pytest.mark.parametrize("inner", [0, 64, 128, 200, 1024])
+def test_mainloop_of_two_consumers_in_turn(dtype, majors, inner):
+    # Small integers, as above. The stages of a tile go round the ring several times, not at all, or end within one.
+    a, b = (torch.randint(-8, 9, (rows, inner), device="cuda").to(dtype) for rows in (128, 64))
+    lying = [x.t().contiguous() if major else x for x, major in zip((a, b), majors, strict=True)]
+    # A map has no empty matrix; none of its boxes is copied then.
+    maps = [tensor_map(x if inner else x.new_zeros(64, 64), (64, 64), swizzle=128) for x in lying]
+    out = torch.full((128, 64), torch.nan, device="cuda")
+    load("mainloop", dtype, *majors).launch(1, 384, *maps, out, inner, shared=9 * 8192)
+    assert torch.equal(out, a.float() @ b.float().t())
 
 
 @pytest.mark.gpu

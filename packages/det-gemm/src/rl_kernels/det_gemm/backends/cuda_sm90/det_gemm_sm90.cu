@@ -17,6 +17,7 @@
 // number by number; OUT the type of out, 0 FP32; STORED 0 by strides, 1 in boxes through its map, 2 in boxes of its
 // transpose; CONTINUES; A_ONCE: a tile has all columns, so no other reads its rows.
 #include <rl_kernels/boxes.cuh>
+#include <rl_kernels/mainloop.cuh>
 
 using namespace rlk;
 
@@ -49,37 +50,20 @@ struct Args {
 
 namespace {
 
-constexpr int PLAIN = 2, BOX_K = SPAN;
+constexpr int PLAIN = 2;
 constexpr bool A_PLAIN = A_MAJOR == PLAIN, B_PLAIN = B_MAJOR == PLAIN, ANY_PLAIN = A_PLAIN || B_PLAIN;
 constexpr Major MAJOR_OF_A = A_MAJOR == MN_MAJOR ? MN_MAJOR : K_MAJOR;
 constexpr Major MAJOR_OF_B = B_MAJOR == MN_MAJOR ? MN_MAJOR : K_MAJOR;
 // Consumers that share a tile, and whether they take turns with tiles of their own.
 constexpr int SHARERS = TILE_M > MMA_M ? TILE_M / MMA_M : 1;
 constexpr bool TURNS = CONSUMERS > SHARERS;
-// Terms of K in a stage.
-constexpr int INNER = BOXES * BOX_K;
-// Of a box of 64 terms of K. Pieces of an MN_MAJOR tile are whole, whatever of the last one is needed.
-constexpr int A_BYTES = TILE_M * SWIZZLE;
-constexpr int B_PIECES = (TILE_N + SPAN - 1) / SPAN;
-constexpr int B_BYTES = MAJOR_OF_B == MN_MAJOR ? B_PIECES * PIECE : TILE_N * SWIZZLE;
-constexpr int STAGE_BYTES = BOXES * (A_BYTES + B_BYTES);
+using Ring = RingOf<Number, MAJOR_OF_A, MAJOR_OF_B, TILE_M, TILE_N, BOXES, STAGES>;
 constexpr int THREADS = (CONSUMERS + 1) * WARPGROUP;
 constexpr bool MOVES_REGISTERS = CONSUMERS == 2 && TILE_N > 128 && !ANY_PLAIN;
 static_assert(!ANY_PLAIN || BOXES == 1, "only copies reach other boxes");
 static_assert(TILE_M % MMA_M == 0 || (TILE_M % 8 == 0 && MAJOR_OF_A == K_MAJOR), "pieces are whole");
 static_assert(TILE_M >= MMA_M || STORED == 0, "a box has 64 rows");
 static_assert(CONSUMERS == SHARERS || (CONSUMERS == 2 && SHARERS == 1), "two take turns");
-static_assert(B_BYTES % ATOM == 0, "what follows begins at a whole pattern of the swizzle");
-
-// What a block holds in shared memory.
-struct Ring {
-    char* stages;
-    // Where STORED; else there are none.
-    char* boxes;
-    Barrier *full, *empty, *turns;
-    __device__ char* a(int stage, int box) const { return stages + stage * STAGE_BYTES + box * A_BYTES; }
-    __device__ char* b(int stage, int box) const { return a(stage, BOXES) + box * B_BYTES; }
-};
 
 // The tiles of a block, one after the other: `group` rows of tiles at a time, column by column.
 struct Tiles {
@@ -102,8 +86,6 @@ struct Tiles {
         column = place.column * TILE_N;
     }
 };
-
-__device__ int stages_of(int inner) { return (inner + INNER - 1) / INNER; }
 
 // ---- producer ----
 
@@ -130,36 +112,22 @@ __device__ void gather(char* tile, const void* source, i64 row_step, i64 inner_s
 
 // One thread, an elected one, where the copy engine brings both operands, else all of the warpgroup.
 __device__ void produce(const Args& p, const Ring& ring, const TensorMap& map_a, const TensorMap& map_b) {
-    constexpr u32 COPIED = BOXES * ((A_PLAIN ? 0 : A_BYTES) + (B_PLAIN ? 0 : B_BYTES));
-    const int stages = stages_of(p.inner);
+    const int stages = Ring::stages_of(p.inner);
     const bool leads = !ANY_PLAIN || threadIdx.x == 0;
     if (leads && !A_PLAIN) prefetch(map_a);
     if (leads && !B_PLAIN) prefetch(map_b);
-    Slot<STAGES> slot;
+    Ring::Slot slot;
     for (Tiles tile(p); !tile.done(); tile.advance()) {
-#pragma unroll 1
-        for (int i = 0; i < stages; ++i, slot.advance()) {
-            const int stage = slot.stage, k = i * INNER;
-            ring.empty[stage].wait(slot.parity ^ 1);
-            if (leads) {
-                ring.full[stage].arrive_expecting(COPIED);
-#pragma unroll
-                for (int box = 0; box < BOXES; ++box) {
-                    const int at = k + box * BOX_K;
-                    if constexpr (!A_PLAIN)
-                        load_tile<MAJOR_OF_A, TILE_M, A_ONCE>(ring.a(stage, box), map_a, ring.full[stage], tile.row, at);
-                    if constexpr (!B_PLAIN)
-                        load_tile<MAJOR_OF_B, TILE_N>(ring.b(stage, box), map_b, ring.full[stage], tile.column, at);
-                }
-            }
-            if constexpr (A_PLAIN) gather<TILE_M>(ring.a(stage, 0), p.a, p.a_row, p.a_inner, tile.row, k, p.rows, p.inner);
+        ring.produce(slot, stages, [&](int stage, int k) {
+            if (leads) ring.copy<!A_PLAIN, !B_PLAIN, A_ONCE>(stage, k, map_a, tile.row, map_b, tile.column);
+            if constexpr (A_PLAIN) gather<TILE_M>(ring.a(stage), p.a, p.a_row, p.a_inner, tile.row, k, p.rows, p.inner);
             if constexpr (B_PLAIN)
-                gather<TILE_N>(ring.b(stage, 0), p.b, p.b_row, p.b_inner, tile.column, k, p.columns, p.inner);
+                gather<TILE_N>(ring.b(stage), p.b, p.b_row, p.b_inner, tile.column, k, p.columns, p.inner);
             if constexpr (ANY_PLAIN) {
                 fence_copies();
                 ring.full[stage].arrive();
             }
-        }
+        });
     }
 }
 
@@ -204,26 +172,6 @@ __device__ void begin(const Args& p, const Mine& mine, const Tiles& tile, Sums& 
         each_inside(p, mine, tile, d, [](float& sum, const char* at) { sum = *reinterpret_cast<const float*>(at); });
 }
 
-// The whole chain of a tile.
-__device__ void mainloop(const Args& p, const Ring& ring, const Mine& mine, Slot<STAGES>& slot, Turns& turns, Sums& d) {
-    const int stages = stages_of(p.inner);
-    if constexpr (TURNS) turns.wait();
-    int before = 0;
-#pragma unroll 1
-    for (int i = 0; i < stages; ++i, slot.advance()) {
-        ring.full[slot.stage].wait(slot.parity);
-        add_stage<Number, MAJOR_OF_A, MAJOR_OF_B, BOXES, A_BYTES, B_BYTES>(
-            d, ring.a(slot.stage, 0) + mine.part * PIECE, ring.b(slot.stage, 0));
-        products_done<1>();
-        if (i) give_back(ring.empty[before]);
-        before = slot.stage;
-    }
-    if constexpr (TURNS) turns.pass();
-    products_done<0>();
-    hold(d);
-    if (stages) give_back(ring.empty[before]);
-}
-
 // A bias that has a number for each row, or for each column.
 template <bool BY_ROW>
 __device__ void add_bias(const Args& p, const Mine& mine, const Tiles& tile, Sums& d) {
@@ -240,7 +188,7 @@ __device__ void add_bias(const Args& p, const Mine& mine, const Tiles& tile, Sum
 using Boxes = Outgoing<Out, TILE_N, STORED == 2>;
 
 __device__ void store(const Ring& ring, const Args&, const Mine& mine, const Tiles& tile, const TensorMap& map, Sums& d) {
-    char* boxes = ring.boxes + mine.group * Boxes::BYTES;
+    char* boxes = ring.end() + mine.group * Boxes::BYTES;
     Boxes::store(boxes, 1 + mine.group, map, tile.row + mine.part * MMA_M, tile.column, d);
 }
 #else
@@ -252,15 +200,17 @@ __device__ void store(const Ring&, const Args& p, const Mine& mine, const Tiles&
 
 __device__ void consume(const Args& p, const Ring& ring, const TensorMap& map_out) {
     const Mine mine;
-    Slot<STAGES> slot;
+    const int stages = Ring::stages_of(p.inner);
+    Ring::Slot slot;
     Tiles tile(p);
     Turns turns(ring.turns, mine.group);
-    if (TURNS && mine.group == 1) tile.advance(), slot.skip(stages_of(p.inner));
+    if (TURNS && mine.group == 1) tile.advance(), slot.skip(stages);
     for (; !tile.done(); tile.advance(TURNS ? 2 : 1)) {
         Sums d;
         begin(p, mine, tile, d);
-        mainloop(p, ring, mine, slot, turns, d);
-        if constexpr (TURNS) slot.skip(stages_of(p.inner));
+        if constexpr (TURNS) turns.wait();
+        ring.mainloop<TURNS>(slot, stages, mine.part, turns, d);
+        if constexpr (TURNS) slot.skip(stages);
         if (p.bias_along == 1) add_bias<true>(p, mine, tile, d);
         if (p.bias_along == 2) add_bias<false>(p, mine, tile, d);
         store(ring, p, mine, tile, map_out, d);
@@ -273,20 +223,8 @@ __device__ void consume(const Args& p, const Ring& ring, const TensorMap& map_ou
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     det_gemm(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
              const __grid_constant__ TensorMap map_out, const __grid_constant__ Args p) {
-    extern __shared__ char raw[];
-    __shared__ Barrier full[STAGES], empty[STAGES], turns[2];
-    // The swizzle begins anew at multiples of 1024 bytes.
-    char* stages = raw + (-shared_address(raw) & (ATOM - 1));
-    const Ring ring = {stages, stages + STAGES * STAGE_BYTES, full, empty, turns};
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; ++i) {
-            full[i].init(ANY_PLAIN ? 1 + WARPGROUP : 1);
-            empty[i].init(SHARERS * WARPS_OF_GROUP);
-        }
-        Turns::init(turns);
-        fence_init();
-    }
-    __syncthreads();
+    const Ring ring;
+    ring.open(ANY_PLAIN ? 1 + WARPGROUP : 1, SHARERS);
     wait_for_prerequisites();
     launch_dependents();
     if (warp_index() < WARPS_OF_GROUP) {

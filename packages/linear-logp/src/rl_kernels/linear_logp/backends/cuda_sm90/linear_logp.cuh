@@ -13,6 +13,7 @@
 #pragma once
 
 #include <rl_kernels/boxes.cuh>
+#include <rl_kernels/mainloop.cuh>
 #include <rl_kernels/softcap.cuh>
 #include <rl_kernels/softmax.cuh>
 
@@ -25,10 +26,9 @@ using Number = FP16;
 #endif
 
 constexpr int TILE_M = MMA_M * GROUPS, TILE_N = 256;
-constexpr int INNER = SPAN;
 constexpr bool TURNS = GROUPS == 2;
-constexpr int A_BYTES = MMA_M * SWIZZLE, B_BYTES = TILE_N * SWIZZLE;
-static_assert(STAGE_BYTES == A_BYTES + B_BYTES, "what the host made room for");
+using Ring = RingOf<Number, K_MAJOR, K_MAJOR, MMA_M, TILE_N, 1, STAGES>;
+static_assert(STAGE_BYTES == Ring::BYTES, "what the host made room for");
 constexpr int THREADS = (GROUPS + 1) * WARPGROUP;
 
 using Sums = float[TILE_N / 2];
@@ -84,48 +84,13 @@ struct Tiles {
     }
 };
 
-// The ring of stages, with which a block's dynamic shared memory begins.
-struct Ring {
-    char* stages;
-    Barrier *full, *empty, *turns;
-
-    __device__ Ring() {
-        extern __shared__ char memory[];
-        __shared__ Barrier barriers[2 * STAGES + 2];
-        // The swizzle begins anew at multiples of 1024 bytes.
-        stages = memory + (-shared_address(memory) & (ATOM - 1));
-        full = barriers, empty = full + STAGES, turns = empty + STAGES;
-    }
-    __device__ char* a(int stage) const { return stages + stage * STAGE_BYTES; }
-    __device__ char* b(int stage) const { return a(stage) + A_BYTES; }
-    __device__ char* end() const { return a(STAGES); }
-
-    // By all threads, before their work.
-    __device__ void open() const {
-        if (threadIdx.x == 0) {
-            for (int i = 0; i < STAGES; ++i) full[i].init(1), empty[i].init(WARPS_OF_GROUP);
-            Turns::init(turns);
-            fence_init();
-        }
-        __syncthreads();
-    }
-};
-
-__device__ inline int stages_of(int inner) { return (inner + INNER - 1) / INNER; }
-
 // By an elected thread: brings the stages of the tile at (row, column), those of one consumer after those of the other.
-__device__ inline void load_stages(const Ring& ring, Slot<STAGES>& slot, const TensorMap& hidden, const TensorMap& weight,
-                               int row, int column, int stages) {
-    for (int group = 0; group < GROUPS; ++group) {
-#pragma unroll 1
-        for (int i = 0; i < stages; ++i, slot.advance()) {
-            Barrier& full = ring.full[slot.stage];
-            ring.empty[slot.stage].wait(slot.parity ^ 1);
-            full.arrive_expecting(STAGE_BYTES);
-            load_tile<K_MAJOR, MMA_M>(ring.a(slot.stage), hidden, full, row + group * MMA_M, i * INNER);
-            load_tile<K_MAJOR, TILE_N>(ring.b(slot.stage), weight, full, column, i * INNER);
-        }
-    }
+__device__ inline void load_stages(const Ring& ring, Ring::Slot& slot, const TensorMap& hidden, const TensorMap& weight,
+                                   int row, int column, int stages) {
+    for (int group = 0; group < GROUPS; ++group)
+        ring.produce(slot, stages, [&](int stage, int k) {
+            ring.copy(stage, k, hidden, row + group * MMA_M, weight, column);
+        });
 }
 
 // What one thread of a consumer has of a tile: rows and columns of its first number (wgmma.cuh).
@@ -139,25 +104,14 @@ struct Mine {
     }
 };
 
-// The whole chain of a tile: of its stages in the ring, those of this consumer.
-__device__ inline void mainloop(const Ring& ring, int stages, const Mine& mine, Slot<STAGES>& slot, Turns& turns, Sums& d) {
-    int before = 0;
+// The logits of a tile: of its stages in the ring, those of this consumer.
+__device__ inline void form_logits(const Ring& ring, int stages, const Mine& mine, Ring::Slot& slot, Turns& turns,
+                                   Sums& d) {
     slot.skip(stages * mine.group);
     if constexpr (TURNS) turns.wait();
 #pragma unroll
     for (int i = 0; i < TILE_N / 2; ++i) d[i] = 0.0f;
-#pragma unroll 1
-    for (int i = 0; i < stages; ++i, slot.advance()) {
-        ring.full[slot.stage].wait(slot.parity);
-        add_stage<Number, K_MAJOR, K_MAJOR, 1, 0, 0>(d, ring.a(slot.stage), ring.b(slot.stage));
-        products_done<1>();
-        if (i) give_back(ring.empty[before]);
-        before = slot.stage;
-    }
-    if constexpr (TURNS) turns.pass();
-    products_done<0>();
-    hold(d);
-    if (stages) give_back(ring.empty[before]);
+    ring.mainloop<TURNS>(slot, stages, 0, turns, d);
     slot.skip(stages * (GROUPS - 1 - mine.group));
 }
 

@@ -26,10 +26,10 @@ constexpr int SUMMED = 16;
 using Boxes = Outgoing<Number, TILE_N, false>;
 
 __device__ void produce(const Args& p, const Ring& ring, const TensorMap& hidden, const TensorMap& weight) {
-    const int stages = stages_of(p.inner);
+    const int stages = Ring::stages_of(p.inner);
     prefetch(hidden);
     prefetch(weight);
-    Slot<STAGES> slot;
+    Ring::Slot slot;
     for (Tiles tile(p, 0, p.computed(), p.across()); !tile.done(); tile.advance())
         load_stages(ring, slot, hidden, weight, tile.row, p.begin + tile.unit * TILE_N, stages);
 }
@@ -88,20 +88,20 @@ __device__ void sum_rows(const Args& p, const Mine& mine, int row, int column, c
 
 __device__ void consume(const Args& p, const Ring& ring, const TensorMap& dz) {
     const Mine mine;
-    const int stages = stages_of(p.inner);
+    const int stages = Ring::stages_of(p.inner);
     char* boxes = ring.end() + mine.group * Boxes::BYTES;
     const auto leave = [&](const Tiles& tile, const Sums& d) {
         const int column = tile.unit * TILE_N;
         if (p.sums) sum_rows(p, mine, tile.row + mine.row, column, d);
         Boxes::store(boxes, 1 + mine.group, dz, tile.row + mine.group * MMA_M, column, d);
     };
-    Slot<STAGES> slot;
+    Ring::Slot slot;
     Turns turns(ring.turns, mine.group);
     for (Tiles tile(p, 0, p.computed(), p.across()); !tile.done(); tile.advance()) {
         const int row = tile.row + mine.row, column = p.begin + tile.unit * TILE_N;
         const Row low(p, row, column + mine.column), high(p, row + 8, column + mine.column);
         Sums d;
-        mainloop(ring, stages, mine, slot, turns, d);
+        form_logits(ring, stages, mine, slot, turns, d);
         add_bias(p, mine, column, d);
         cap(p, d);
         differentiate<0>(p, low, d);
@@ -121,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     gradient(const __grid_constant__ TensorMap hidden, const __grid_constant__ TensorMap weight,
              const __grid_constant__ TensorMap dz, const __grid_constant__ Args p) {
     const Ring ring;
-    ring.open();
+    ring.open(1, 1);
     if (warp_index() < WARPS_OF_GROUP) {
         give_registers<40>();
         if (warp_index() == 0 && elected()) produce(p, ring, hidden, weight);

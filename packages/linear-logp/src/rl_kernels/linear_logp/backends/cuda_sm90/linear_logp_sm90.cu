@@ -28,10 +28,10 @@ namespace {
 constexpr int UNIT = 4;
 
 __device__ void produce(const Args& p, const Ring& ring, const TensorMap& hidden, const TensorMap& weight) {
-    const int stages = stages_of(p.inner);
+    const int stages = Ring::stages_of(p.inner);
     prefetch(hidden);
     prefetch(weight);
-    Slot<STAGES> slot;
+    Ring::Slot slot;
     for (Tiles tile(p, 0, p.computed(), p.across()); !tile.done(); tile.advance()) {
         const int begin = tile.unit * p.width(), end = min(begin + p.width(), p.columns);
         for (int column = begin; column < end; column += TILE_N)
@@ -101,8 +101,8 @@ __device__ void finish_logits(const Args& p, const Mine& mine, int row, int colu
 
 __device__ void consume(const Args& p, const Ring& ring) {
     const Mine mine;
-    const int stages = stages_of(p.inner);
-    Slot<STAGES> slot;
+    const int stages = Ring::stages_of(p.inner);
+    Ring::Slot slot;
     Turns turns(ring.turns, mine.group);
     for (Tiles tile(p, 0, p.computed(), p.across()); !tile.done(); tile.advance()) {
         const int row = tile.row + mine.row;
@@ -120,7 +120,7 @@ __device__ void consume(const Args& p, const Ring& ring) {
         int block = 0;
         for (int column = begin; column < end; column += TILE_N, ++block) {
             Sums d;
-            mainloop(ring, stages, mine, slot, turns, d);
+            form_logits(ring, stages, mine, slot, turns, d);
             add_bias(p, mine, column, d);
             cap(p, d);
             finish_logits(p, mine, row, column, target, d);
@@ -146,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     states(const __grid_constant__ TensorMap hidden, const __grid_constant__ TensorMap weight,
            const __grid_constant__ Args p) {
     const Ring ring;
-    ring.open();
+    ring.open(1, 1);
     if (warp_index() < WARPS_OF_GROUP) {
         give_registers<40>();
         if (warp_index() == 0 && elected()) produce(p, ring, hidden, weight);

@@ -1,7 +1,7 @@
 // Tiles on their way out: from the registers of a warpgroup through shared memory to the copy engine (sm_90a).
 #pragma once
 
-#include <rl_kernels/chain.cuh>
+#include <rl_kernels/mainloop.cuh>
 
 namespace rlk {
 
