@@ -17,6 +17,20 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 REASON = OPERATOR.backend("triton").why_not(Call.of(torch.zeros(1, device=DEVICE)))
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
+if REASON is None:
+    import triton
+    import triton.language as tl
+
+    from rl_kernels.core.triton_lib import softcap
+
+    @triton.jit
+    def _capped(x, capped, slope, cap, rate, BLOCK: tl.constexpr):
+        at = tl.arange(0, BLOCK)
+        y = softcap.capped(tl.load(x + at), cap, rate)
+        tl.store(capped + at, y)
+        tl.store(slope + at, softcap.slope(y, cap, rate))
+
+
 ROWS, SIZE, VOCAB = 300, 24, 1500
 
 
@@ -115,3 +129,14 @@ def test_selected_logit_has_the_bits_of_its_tile() -> None:
     # One entry, whose probability is 1: what is left is the rounding of two logarithms, none of the logit's.
     found = linear_logp(hidden, hidden[:1] + 1, ids, backend="triton")
     assert found.abs().max() < 2e-7
+
+
+@pytest.mark.parametrize(("cap", "scale"), [(30.0, 1.0), (4.0, 3.0), (50.0, 0.0625)])
+def test_capped_logits_and_their_slope(cap: float, scale: float) -> None:
+    sizes = torch.logspace(-8, 4, 2046, device=DEVICE)
+    x = torch.cat((sizes, -sizes, torch.tensor([0.0, -torch.inf, torch.inf, torch.nan], device=DEVICE)))
+    capped, slope = torch.empty_like(x), torch.empty_like(x)
+    _capped[(1,)](x, capped, slope, cap, scale / cap, BLOCK=4096)
+    t = (x.double() * scale / cap).tanh()
+    torch.testing.assert_close(capped.double(), cap * t, rtol=5e-7, atol=0, equal_nan=True)
+    torch.testing.assert_close(slope.double(), scale * (1 - t.square()), rtol=0, atol=5e-7 * scale, equal_nan=True)

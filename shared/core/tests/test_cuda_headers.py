@@ -99,11 +99,23 @@ extern "C" __global__ void copies(const char* x, char* out, int pieces, int byte
     }
 }
 """
+SOFTCAP = """
+#include <rl_kernels/softcap.cuh>
+using namespace rlk;
+extern "C" __global__ void softcap(const float* x, float* capped, float* slope, float cap, float scale, int count) {
+    const Softcap softcap = {cap, __fdiv_rn(scale, cap), __frcp_rn(cap), scale};
+    for (int i = threadIdx.x; i < count; i += blockDim.x) {
+        capped[i] = softcap.at(x[i]);
+        slope[i] = softcap.slope(capped[i]);
+    }
+}
+"""
 SOURCES = {
     "numbers": (NUMBERS, "PPPPPi"),
     "rows": (ROWS, "PPiii"),
     "states": (STATES, "PPfi"),
     "copies": (COPIES, "PPii"),
+    "softcap": (SOFTCAP, "PPPffi"),
 }
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -194,6 +206,18 @@ def test_states_of_values_far_from_0(far, inv):
     three = math.log(3.0)
     expected = torch.tensor([-three, far * inv + three, three])
     torch.testing.assert_close(out.cpu(), expected, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("cap", "scale"), [(30.0, 1.0), (4.0, 3.0), (50.0, 0.0625)])
+def test_capped_logits_and_their_slope(cap, scale):
+    sizes = torch.logspace(-8, 4, 5000, device="cuda")
+    x = torch.cat((sizes, -sizes, torch.tensor([0.0, -math.inf, math.inf, math.nan], device="cuda")))
+    capped, slope = torch.empty_like(x), torch.empty_like(x)
+    load("softcap").launch(1, 256, x, capped, slope, cap, scale, len(x))
+    t = (x.double() * scale / cap).tanh()
+    torch.testing.assert_close(capped.double(), cap * t, rtol=5e-7, atol=0, equal_nan=True)
+    torch.testing.assert_close(slope.double(), scale * (1 - t.square()), rtol=0, atol=5e-7 * scale, equal_nan=True)
 
 
 @pytest.mark.gpu
