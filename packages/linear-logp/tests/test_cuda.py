@@ -27,7 +27,7 @@ def test_programs_of_a_target():
     backend = OPERATOR.backend(BACKEND).load()
     programs = backend.programs("sm_90a")
     cuts = {cuda_tiles.Cut.of(count) for count in range(1, 300)}
-    assert len(set(programs)) == len(programs) == len(HALVES) * 2 * 2 * len(cuts)
+    assert len(set(programs)) == len(programs) == len(HALVES) * 2 * 2 * 2 * len(cuts)
     assert not any(backend.programs(arch) for arch in ("sm_80", "sm_90", "sm_100a"))
 
 

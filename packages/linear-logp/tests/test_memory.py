@@ -44,7 +44,7 @@ def test_logits_are_never_held_and_workspace_bounds_the_rest(dtype: torch.dtype)
     draw = Draw(dtype, seed=3)
     operands = draw.normal(rows, size), draw.normal(vocab, size, scale=size**-0.5)
     tensors = (*operands, draw.ids(vocab, rows), draw.normal(vocab), torch.tensor(0.7))
-    inputs = (*tensors, None)
+    inputs = (*tensors, None, None)
     with Memory(*tensors) as forward:
         logp, lse, entropy, norm = native.forward_stats(*inputs)
     saved = (norm, entropy, logp, lse, entropy)

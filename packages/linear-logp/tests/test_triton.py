@@ -101,7 +101,7 @@ def test_cut_keeps_to_the_workspace(count: int, workspace_mib: int, dtype: torch
     size, vocab = 128, 151_936
     meta = {"device": "meta", "dtype": dtype}
     operands = torch.empty(count, size, **meta), torch.empty(vocab, size, **meta)
-    inputs = Inputs(*operands, torch.empty(count, device="meta"), None, torch.ones(()), None)
+    inputs = Inputs(*operands, torch.empty(count, device="meta"), None, torch.ones(()), None, None)
     piece, height = Steps().cut(inputs, workspace_mib << 20, [True, True, True])
     assert piece % 256 == 0
     assert height % 128 == 0
