@@ -89,15 +89,6 @@ def test_wheel_holds_the_namespace(folder: Path) -> None:
     assert project(folder)["tool"]["hatch"]["build"]["targets"]["wheel"] == expected
 
 
-@pytest.mark.parametrize("folder", PROJECTS, ids=named)
-def test_package_carries_the_licence_and_says_what_it_is(folder: Path) -> None:
-    declared = project(folder)["project"]
-    assert (declared["license"], declared["license-files"]) == ("Apache-2.0", ["LICENSE"])
-    assert (folder / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
-    assert {"reinforcement-learning", "llm", "pytorch"} <= set(declared["keywords"])
-    assert "Typing :: Typed" in declared["classifiers"]
-
-
 @pytest.mark.parametrize("folder", OPERATORS, ids=named)
 def test_extras_bring_what_the_backends_need(folder: Path) -> None:
     sources = folder / "src" / "rl_kernels"
