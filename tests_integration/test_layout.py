@@ -77,7 +77,7 @@ def test_sources_are_typed(folder: Path) -> None:
 def test_wheel_holds_the_namespace(folder: Path) -> None:
     expected: dict[str, Any] = {"packages": ["src/rl_kernels"]}
     if list(folder.glob("src/rl_kernels/*/backends/*/*.cu")):
-        expected["hooks"] = {"custom": {"path": "../../tools/hatch_cubins.py"}}
+        expected["hooks"] = {"custom": {}}
     assert project(folder)["tool"]["hatch"]["build"]["targets"]["wheel"] == expected
 
 
@@ -101,6 +101,17 @@ def test_one_version_and_exact_pins(folder: Path) -> None:
 def test_operator_depends_on_core_alone(folder: Path) -> None:
     needed = [re.split(r"[=<>]", word)[0] for word in project(folder)["project"]["dependencies"]]
     assert sorted(needed) == ["rl-kernels-core", "torch"]
+
+
+@pytest.mark.parametrize("folder", PROJECTS, ids=named)
+def test_extras_name_what_the_backends_need(folder: Path) -> None:
+    known = project(SHARED[0])["project"]["optional-dependencies"]
+    declared = project(folder)["project"].get("optional-dependencies", {})
+    needed = {"cuda"} if list(folder.glob("src/rl_kernels/*/backends/*/*.cu")) else set()
+    needed |= {"triton"} if list(folder.glob("src/rl_kernels/*/backends/triton*")) else set()
+    # These bring the operators, and with them every kernel.
+    needed |= {"cuda", "triton"} if folder.name in ("core", "models", META) else set()
+    assert {name: declared.get(name) for name in needed} == {name: known[name] for name in needed}
 
 
 @pytest.mark.parametrize("folder", OPERATORS, ids=named)

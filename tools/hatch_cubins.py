@@ -4,7 +4,7 @@ The variable names targets, ``RL_KERNELS_CUBINS="sm_90 sm_90a"``, or ``all``. Wi
 and no compiler is needed, and the wheel holds the sources alone. With it, ``rl-kernels compile`` of this tree writes
 the cubins that the wheel brings; the environment needs torch, core's other dependencies, cuda-bindings and NVRTC.
 
-A package names this file in its ``pyproject.toml``, so its wheel is built in the tree.
+The ``hatch_build.py`` of a package calls it in the tree; in an sdist that file refuses the variable.
 """
 
 from __future__ import annotations
