@@ -2,11 +2,13 @@
 
 import copy
 import gc
+import pickle
 import weakref
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from rl_kernels.core.testing import Draw
 from rl_kernels.det_gemm import CanaryMismatch, DetLinear, canary, det_linear
@@ -38,6 +40,14 @@ def model():
 
 def classes(made):
     return [type(module) for module in made.modules()]
+
+
+@pytest.fixture
+def one_process(tmp_path):
+    """Be a group of one process, which shards nothing but goes through everything."""
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
 
 
 @pytest.fixture
@@ -106,7 +116,7 @@ def test_model_stays_the_object_it_was(x):
         assert not made[0].down.weight.requires_grad
         made(x)
         assert calls == [1]
-        assert type(made[0].up) is DetLinear
+        assert isinstance(made[0].up, DetLinear)
         assert isinstance(made[0].norm, nn.LayerNorm)
         assert handle.swapped["0.up"] == "Linear"
         assert not handle.left
@@ -138,11 +148,11 @@ def test_a_swap_that_fails_leaves_nothing_half_done(monkeypatch):
     before = classes(made)
     real, count = swap.class_swap, []
 
-    def failing(other):
+    def failing(other, original):
         count.append(1)
         if len(count) == 4:
             raise MemoryError
-        return real(other)
+        return real(other, original)
 
     monkeypatch.setattr("rl_kernels.models.invariance.class_swap", failing)
     with pytest.raises(MemoryError):
@@ -187,8 +197,88 @@ def test_a_linear_alone_and_a_deepcopy(x):
     with invariant(layer):
         twin = copy.deepcopy(layer)
         assert torch.equal(layer(x), det_linear(x, layer.weight, layer.bias))
+        assert torch.equal(twin(x), layer(x))
     assert type(layer) is nn.Linear
-    assert type(twin) is DetLinear
+    assert isinstance(twin, DetLinear)
+    invariant(twin).undo()
+    assert type(twin) is nn.Linear
+
+
+def test_a_copy_of_a_model_is_one_that_can_be_undone(x):
+    made = model()
+    before = classes(made)
+    with invariant(made) as handle:
+        reference = copy.deepcopy(made).requires_grad_(False)
+        whole = reference(x)
+        assert torch.equal(whole, made(x))
+        assert torch.equal(reference(x[3:5]), whole[3:5])
+        assert dict(invariant(reference).swapped) == dict(handle.swapped)
+    assert classes(made) == before
+    assert torch.equal(reference(x), whole)
+    again = invariant(reference)
+    again.undo()
+    # The handle above, which nobody kept, holds it still.
+    assert torch.equal(reference(x), whole)
+
+
+def test_a_pickle_holds_the_classes_that_the_modules_had(x, tmp_path):
+    made = nn.Sequential(nn.Linear(24, 24), nn.LayerNorm(24), nn.SiLU())
+    before, plain = classes(made), made(x)
+    with invariant(made):
+        torch.save(made, tmp_path / "model.pt")
+        read = pickle.loads(pickle.dumps(made))
+    for found in (read, torch.load(tmp_path / "model.pt", weights_only=False)):
+        assert classes(found) == before
+        assert torch.equal(found(x), plain)
+
+
+def test_undo_after_a_parametrization(x):
+    made = nn.Sequential(nn.Linear(24, 24), nn.LayerNorm(24))
+    handle = invariant(made)
+    nn.utils.parametrizations.weight_norm(made[0])
+    handle.undo()
+    assert type(made[0]).__name__ == "ParametrizedLinear"
+    assert not isinstance(made[0], DetLinear)
+    nn.utils.parametrize.remove_parametrizations(made[0], "weight")
+    assert classes(made) == [nn.Sequential, nn.Linear, nn.LayerNorm]
+
+
+def test_undo_after_fully_shard(x, one_process):
+    made = model()
+    before, plain = classes(made), made(x).detach()
+    handle = invariant(made)
+    for block in made:
+        fully_shard(block.up)
+        fully_shard(block)
+    fully_shard(made)
+    handle.undo()
+    assert type(made[0].up).__mro__[1:4] == (FSDPModule, nn.Linear, nn.Module)
+    assert [kind.__mro__[2] if issubclass(kind, FSDPModule) else kind for kind in classes(made)] == before
+    assert torch.equal(made(x), plain)
+
+
+class Experts(nn.Module):
+    """Each row goes through the expert of its largest element: the rows of an expert are multiplied together."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, 24, 24))
+
+    def forward(self, x):
+        chosen, out = x.argmax(-1) % 2, torch.empty_like(x)
+        for expert in range(2):
+            out[chosen == expert] = x[chosen == expert] @ self.weight[expert]
+        return out
+
+
+def test_strict_says_what_it_knows_nothing_of():
+    made = nn.Sequential(nn.Linear(24, 24), Experts())
+    before = classes(made)
+    invariant(made).undo()
+    with pytest.raises(ValueError, match=r"model: 1 \(Experts\) may follow the batch: try audit\(model, inputs\)"):
+        invariant(made, strict=True)
+    assert classes(made) == before
+    invariant(nn.Sequential(nn.Embedding(5, 24), nn.Linear(24, 3)), strict=True).undo()
 
 
 def left_alone():
@@ -214,7 +304,7 @@ def test_what_it_does_not_know_is_left_alone_and_told(what):
         handle = invariant(made)
     assert why in handle.left["1"]
     assert type(made[1]) is type(module)
-    assert type(made[0]) is DetLinear
+    assert isinstance(made[0], DetLinear)
     handle.undo()
     with pytest.raises(ValueError, match=r"model: left alone"):
         invariant(made, strict=True)

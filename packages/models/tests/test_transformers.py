@@ -1,5 +1,7 @@
 """Models of transformers under invariant(): alone, batched, padded, in chunks, the logits are the same bit for bit."""
 
+import copy
+
 import pytest
 import torch
 
@@ -187,3 +189,27 @@ def test_a_model_that_keeps_its_attention_is_told(tiny, monkeypatch):
     monkeypatch.setattr(type(model), "_can_set_attn_implementation", classmethod(lambda cls: False))
     with pytest.warns(UserWarning, match="attention of the model .its attention does not go through"):
         invariant(model).undo()
+
+
+@pytest.mark.parametrize(
+    ("family", "options"), [("Mixtral", {}), ("Qwen3Moe", {"moe_intermediate_size": 24, "head_dim": 8})]
+)
+def test_strict_finds_that_experts_follow_the_batch(tiny, family, options):
+    model = tiny(family, num_experts=4, num_experts_per_tok=2, **options)
+    with pytest.raises(ValueError, match=rf"model: its output depends on the batch: model\.layers\.0\.mlp.*{family}"):
+        invariant(model, strict=True)
+    assert type(model.lm_head) is torch.nn.Linear
+    assert model.config._attn_implementation != "rl_kernels"
+
+
+def test_a_deep_copy_is_swapped_and_can_be_undone(tiny, prompts):
+    model, ids = tiny(), prompts[1][None]
+    with invariant(model, strict=True), torch.no_grad():
+        reference = copy.deepcopy(model)
+        expected = model(ids).logits
+    with torch.no_grad():
+        assert torch.equal(reference(ids).logits, expected)
+        invariant(reference).undo()
+        assert type(reference.lm_head) is torch.nn.Linear
+        assert reference.config._attn_implementation == "sdpa"
+        torch.testing.assert_close(reference(ids).logits, model(ids).logits)

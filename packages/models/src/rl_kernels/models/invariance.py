@@ -14,10 +14,13 @@ from rl_kernels.core.dispatch import choose
 from rl_kernels.det_gemm import canary
 from rl_kernels.det_gemm.op import OPERATOR, describe
 from rl_kernels.models import pretrained
-from rl_kernels.models.layers import replacement
+from rl_kernels.models.audits import audit
+from rl_kernels.models.layers import has_weights, original_of, replacement
 from rl_kernels.models.swap import class_swap, held, hold
 
 CLASS, ATTENTION = "class", "attention"
+AUDITED_PROMPTS, AUDITED_TOKENS = 3, 14
+"""What ``strict`` runs through a model with modules that nothing is known of."""
 SHOWN = 3
 """Modules left alone that a warning names."""
 
@@ -59,7 +62,7 @@ def invariant(model: nn.Module, *, strict: bool = False) -> Invariance:
     Modules are changed where they are: each gets a subclass of its class that differs in ``forward`` alone. So the same
     objects keep their parameters (tied ones too), ``state_dict``, hooks, training flag and place in an optimizer.
 
-    - ``nn.Linear`` becomes ``DetLinear``.
+    - ``nn.Linear`` becomes a ``DetLinear``.
     - LayerNorm and RMSNorm, those of transformers too, become row-wise norms. A norm of transformers is recognised by
       what it computes for a random row.
     - SiLU, GELU and sigmoid modules on a CPU, where PyTorch rounds the last elements of a tensor in another way.
@@ -69,9 +72,14 @@ def invariant(model: nn.Module, *, strict: bool = False) -> Invariance:
 
     Everything else stays; ``audit`` tells whether it follows the batch.
 
+    A deep copy of the model is swapped as it is; ``invariant(copy)`` takes it over and can undo it. A pickle holds the
+    classes that the modules had. ``fully_shard`` and parametrizations may come before ``undo``.
+
     Args:
         model: any module; one that is swapped already is held, and stays so until both are undone.
-        strict: raise where a module that may follow the batch is left alone, instead of warning.
+        strict: raise where a module that may follow the batch is left alone, instead of warning. Modules that compute
+            with weights of their own, such as the experts of a mixture, are tried: a model of transformers runs a
+            small ``audit``; another raises, and ``audit(model, inputs)`` tells.
 
     Returns:
         a handle that tells what was swapped and what was left, undoes it, and is a context manager.
@@ -80,11 +88,11 @@ def invariant(model: nn.Module, *, strict: bool = False) -> Invariance:
         TypeError: ``model`` is no ``nn.Module``.
         BackendUnavailable: its products cannot run on the GPU that it is on.
         CanaryMismatch: that GPU gives other bits than were recorded for its architecture.
-        ValueError: with ``strict``, something was left alone. The model is as it was.
+        ValueError: with ``strict``, something was left alone, or follows the batch. The model is as it was.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
-    classes, left = _classes(model)
+    classes, left, unsure = _classes(model)
     configs, kept = _configs(model)
     left |= kept
     if left:
@@ -92,16 +100,18 @@ def invariant(model: nn.Module, *, strict: bool = False) -> Invariance:
         if strict:
             raise ValueError(message)
         warnings.warn(message, UserWarning, stacklevel=2)
-    handle = Invariance({name: type(module).__name__ for name, (module, _) in classes.items()}, left, [])
+    handle = Invariance({name: original_of(module).__name__ for name, (module, _) in classes.items()}, left, [])
     try:
         for module, other in classes.values():
             if isinstance(module, nn.Linear) and module.weight.is_cuda:
                 _try_product(module.weight)
-            handle._releases.append(hold(module, CLASS, class_swap(other)))
+            handle._releases.append(hold(module, CLASS, class_swap(other, original_of(module))))
         if configs:
             pretrained.register()
         for config in configs:
             handle._releases.append(hold(config, ATTENTION, pretrained.attention_swap))
+        if strict and unsure:
+            _audited(model, unsure)
     except BaseException:
         handle.undo()
         raise
@@ -113,9 +123,19 @@ def _try_product(weight: torch.Tensor) -> None:
     canary.guard(weight, choose(OPERATOR, describe(weight, weight.t())).name)
 
 
-def _classes(model: nn.Module) -> tuple[dict[str, tuple[nn.Module, type[nn.Module]]], dict[str, str]]:
-    """Return what to swap for what, and what is left alone, by name; nothing has changed yet."""
-    classes, left = {}, {}
+def _audited(model: nn.Module, unsure: list[str]) -> None:
+    """Require that modules which compute with parameters of their own, such as experts, follow no batch."""
+    names = ", ".join(unsure[:SHOWN]) + (f" and {len(unsure) - SHOWN} more" if len(unsure) > SHOWN else "")
+    if not pretrained.pretrained(model):
+        raise ValueError(f"model: {names} may follow the batch: try audit(model, inputs) without strict")
+    result = audit(model, prompts=AUDITED_PROMPTS, length=AUDITED_TOKENS)
+    if result.culprit is not None:
+        raise ValueError(f"model: its output depends on the batch: {result.culprit}")
+
+
+def _classes(model: nn.Module) -> tuple[dict[str, tuple[nn.Module, type[nn.Module]]], dict[str, str], list[str]]:
+    """Return what to swap for what, what is left alone, and what nothing is known of; nothing has changed yet."""
+    classes, left, unsure = {}, {}, []
     for name, module in model.named_modules():
         if held(module, CLASS):
             # Held once more, so that it stays as it is until this handle is undone too.
@@ -126,7 +146,9 @@ def _classes(model: nn.Module) -> tuple[dict[str, tuple[nn.Module, type[nn.Modul
             classes[name] = module, other
         elif why:
             left[name] = why
-    return classes, left
+        elif has_weights(module):
+            unsure.append(f"{name or 'the model'} ({type(module).__name__})")
+    return classes, left, unsure
 
 
 def _configs(model: nn.Module) -> tuple[list[Any], dict[str, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import copyreg
 from collections.abc import Callable
 from typing import Any
 
@@ -27,8 +28,8 @@ EPS = ("variance_epsilon", "eps", "epsilon")
 AGREES = 0.98
 """Share of the elements of a probe that a form must reproduce to the last bit; the order of sums may move a few."""
 
-ROW_WISE = "_rl_kernels_row_wise"
-"""An attribute of the classes made here."""
+SWAPPED = "_rl_kernels_swapped"
+"""An attribute of the classes made here: the class that each stands for."""
 
 Found = tuple[type[nn.Module] | None, str]
 """The class to swap a module's for, or None and the reason to leave it alone; an empty one: it needs no swap."""
@@ -37,7 +38,10 @@ NOTHING: Found = (None, "")
 
 def replacement(module: nn.Module) -> Found:
     """Return the class that makes a module's rows independent of the batch, or why it is left alone."""
-    if isinstance(module, DetLinear) or hasattr(module, ROW_WISE):
+    if hasattr(module, SWAPPED):
+        # A copy of a model that is swapped: it is taken over, and can be undone.
+        return next(made for made in type(module).__mro__ if SWAPPED in vars(made)), ""
+    if isinstance(module, DetLinear):
         return NOTHING
     found = NOTHING
     if isinstance(module, nn.Linear):
@@ -55,12 +59,23 @@ def replacement(module: nn.Module) -> Found:
     return found
 
 
+def has_weights(module: nn.Module) -> bool:
+    """Say whether a module that is not swapped has matrices of its own, with which it may multiply."""
+    known = isinstance(module, (DetLinear, nn.Embedding, nn.ParameterList, nn.ParameterDict))
+    return not known and any(value.ndim > 1 for value in module.parameters(recurse=False))
+
+
+def original_of(module: nn.Module) -> type[nn.Module]:
+    """Return the class of a module, or the one that its own stands for."""
+    return getattr(module, SWAPPED, type(module))
+
+
 def _linear(module: nn.Linear) -> Found:
     if type(module) is not nn.Linear:
         return None, f"{type(module).__name__} is a subclass of nn.Linear that may compute something else"
     if module.weight.dtype not in HALF_AND_FLOAT:
         return None, f"its weight is {module.weight.dtype}; det_linear takes FP32, BF16 and FP16"
-    return DetLinear, ""
+    return _subclass(DetLinear, (), DetLinear.forward, nn.Linear), ""
 
 
 def _conv1d(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -141,13 +156,40 @@ def _element_wise(base: type[nn.Module], function: Callable[..., torch.Tensor]) 
     return _subclass(base, (function,), forward)
 
 
-def _subclass(base: type[nn.Module], key: tuple[Any, ...], forward: Callable[..., Any]) -> type[nn.Module]:
-    """Return the subclass with that forward; one for each key, so that torch.compile meets the same class again."""
+def _subclass(
+    base: type[nn.Module],
+    key: tuple[Any, ...],
+    forward: Callable[..., Any],
+    original: type[nn.Module] | None = None,
+) -> type[nn.Module]:
+    """Return the subclass with that forward; one for each key, so that torch.compile meets the same class again.
+
+    A deep copy has the class too; a pickle has the original one, so that it can be read where this package is not.
+    """
     known = (base, *key)
     if known not in _made:
-        body = {"forward": forward, ROW_WISE: True, "__module__": base.__module__, "__doc__": base.__doc__}
+        body = {
+            "forward": forward,
+            SWAPPED: original or base,
+            "__module__": base.__module__,
+            "__doc__": base.__doc__,
+            "__deepcopy__": _deep_copy,
+            "__reduce_ex__": _pickled,
+        }
         _made[known] = type(f"RowWise{base.__name__}", (base,), body)
     return _made[known]
+
+
+def _deep_copy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    made = object.__new__(type(self))
+    memo[id(self)] = made
+    made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+    return made
+
+
+def _pickled(self: Any, protocol: int) -> tuple[Any, ...]:
+    # What protocols 0 and 1 write for any object: unlike that of 2, it may name another class than the object's.
+    return copyreg._reconstructor, (getattr(self, SWAPPED), object, None), self.__dict__  # type: ignore[attr-defined]
 
 
 _made: dict[tuple[Any, ...], type[nn.Module]] = {}

@@ -59,7 +59,8 @@ def configs(model: Any) -> Iterator[Any]:
 
 def attention_swap(config: Any) -> Undo:
     """Swap a config's attention implementation for ours; return how to undo it."""
-    original = config._attn_implementation
+    # A copy of a config that was swapped says so of itself, and no more what it had: transformers' default then.
+    original = "sdpa" if config._attn_implementation == NAME else config._attn_implementation
     # The public setter would set the configs inside too, each of which is swapped by itself.
     config._attn_implementation_internal = NAME
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -51,18 +52,24 @@ def held(target: Any, what: str) -> bool:
     return (id(target), what) in _held
 
 
-def class_swap(other: type[nn.Module]) -> Callable[[nn.Module], Undo]:
+def class_swap(other: type[nn.Module], original: type[nn.Module]) -> Callable[[nn.Module], Undo]:
     """Return the swap of a module's class for a subclass of it; the object and all it holds stay as they are."""
 
     def swap(module: nn.Module) -> Undo:
-        original = type(module)
         module.__class__ = other
-
-        def undo(module: nn.Module) -> None:
-            # Unless someone has given it another class since, which is theirs to take back.
-            if type(module) is other:
-                module.__class__ = original
-
-        return undo
+        return lambda module: _give_back(module, other, original)
 
     return swap
+
+
+def _give_back(module: nn.Module, other: type[nn.Module], original: type[nn.Module]) -> None:
+    """Take a class out of a module's; FSDP2 and parametrizations put one of their own before it, which stays."""
+    found = type(module)
+    if found is other:
+        module.__class__ = original
+    elif other in found.__bases__:
+        bases = tuple(original if base is other else base for base in found.__bases__)
+        body = {name: value for name, value in vars(found).items() if name not in ("__dict__", "__weakref__")}
+        module.__class__ = type(found.__name__.replace(other.__name__, original.__name__), bases, body)
+    elif other in found.__mro__:
+        warnings.warn(f"model: a {found.__name__} stays swapped, its class was changed twice since", stacklevel=3)
