@@ -1,0 +1,125 @@
+"""``head_logp``: log-probabilities through a model's own head: its bias, its LoRA adapter, its sharded weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from rl_kernels.core.outputs import LogpStats
+from rl_kernels.det_gemm import det_linear
+from rl_kernels.det_gemm.module import DetLinear
+from rl_kernels.linear_logp import linear_logp
+from rl_kernels.models.layers import original_of
+
+LORA = ("base_layer", "lora_A", "lora_B", "scaling", "active_adapters", "lora_dropout")
+"""What PEFT documents of its layers."""
+
+
+def head_logp(
+    head: nn.Module, hidden: torch.Tensor, target_ids: torch.Tensor, **options: Any
+) -> torch.Tensor | LogpStats:
+    """Return the log-probability of each target under the logits that a head would give, without forming them.
+
+    A LoRA adapter is exact: its product joins the chain of each logit, ``[hidden, s hidden A^T] [W, B]^T``, in the
+    dtype of the weight, and gradients flow to A and B. That copies the weight, and forms a gradient of its size. A head
+    that ``fully_shard`` wrapped is called through its own hooks, which gather the weight and reduce its gradient.
+
+    Args:
+        head: an ``nn.Linear``, a ``DetLinear``, or one with a LoRA adapter of PEFT, merged or not. Its weight
+            ``[V, D]`` may be tied to an embedding.
+        hidden: as in ``linear_logp``.
+        target_ids: as in ``linear_logp``.
+        options: those of ``linear_logp``, such as ``temperature``, ``softcap``, ``logit_scale``, ``return_stats``.
+
+    Raises:
+        TypeError: the head is none of these, or does more than they do: another adapter, a quantised weight, hooks that
+            see its output; the message says what.
+        ValueError: dropout of an adapter is active, or an argument is not as in ``linear_logp``.
+    """
+    if not isinstance(head, nn.Module):
+        raise TypeError(f"head: expected an nn.Module, got {type(head).__name__}")
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor | LogpStats:
+        rows, weight, bias = _operands(head, hidden)
+        return linear_logp(rows, weight, target_ids, bias, **options)
+
+    if _is_sharded(head):
+        # FSDP2 keeps its hooks on what a module returns, which must be no view.
+        return _through(head, lambda hidden: _copied(forward(hidden)), hidden)
+    if head._forward_hooks or head._forward_pre_hooks:
+        raise TypeError("head: expected no forward hooks, they would not see its logits")
+    return forward(hidden)
+
+
+def _copied(found: torch.Tensor | LogpStats) -> torch.Tensor | LogpStats:
+    return found.clone() if isinstance(found, torch.Tensor) else LogpStats(*(value.clone() for value in found))
+
+
+def _is_sharded(head: nn.Module) -> bool:
+    try:
+        from torch.distributed.fsdp import FSDPModule
+    except ImportError:
+        return False
+    return isinstance(head, FSDPModule)
+
+
+def _through(head: nn.Module, forward: Callable[[torch.Tensor], Any], hidden: torch.Tensor) -> Any:
+    """Call a module, and so its hooks, with another forward."""
+    if "forward" in vars(head):
+        raise TypeError("head: expected the forward of its class, it was replaced on the object")
+    head.forward = forward
+    try:
+        return head(hidden)
+    finally:
+        del head.forward
+
+
+def _operands(head: nn.Module, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return hidden states, weight and bias whose product are the head's logits."""
+    if all(hasattr(head, name) for name in LORA):
+        return _with_adapters(head, hidden)
+    return hidden, *_linear(head)
+
+
+def _linear(head: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
+    kind = original_of(head)
+    plain = kind in (nn.Linear, DetLinear) or kind.__name__ in ("FSDPLinear", "FSDPDetLinear", "FSDPRowWiseDetLinear")
+    if not plain or not isinstance(head, nn.Linear):
+        raise TypeError(f"head: expected an nn.Linear or one with a LoRA adapter, got {type(head).__name__}")
+    return head.weight, head.bias
+
+
+def _with_adapters(head: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    weight, bias = _linear(head.base_layer)
+    if head.disable_adapters or head.merged:
+        return hidden, weight, bias
+    parts, columns = [hidden], [weight]
+    for name in head.active_adapters:
+        if name not in head.lora_A:
+            continue
+        a, b = head.lora_A[name], head.lora_B[name]
+        _check_adapter(head, name, b)
+        parts.append(det_linear(hidden.to(a.weight.dtype), a.weight).to(hidden.dtype) * head.scaling[name])
+        columns.append(b.weight.to(weight.dtype))
+    if len(parts) == 1:
+        return hidden, weight, bias
+    # Rows of a multiple of 8 elements: the kernels of Hopper take no others.
+    rest = -sum(part.shape[1] for part in columns) % 8
+    if rest:
+        parts.append(hidden.new_zeros(*hidden.shape[:-1], rest))
+        columns.append(weight.new_zeros(weight.shape[0], rest))
+    return torch.cat(parts, -1), torch.cat(columns, -1), bias
+
+
+def _check_adapter(head: Any, name: str, b: nn.Module) -> None:
+    dropout = dict(head.lora_dropout).get(name)
+    if isinstance(dropout, nn.Dropout) and dropout.p > 0 and dropout.training:
+        raise ValueError(f"head: expected no active dropout in adapter {name!r}, got {dropout.p}")
+    variants = getattr(head, "lora_variant", None) or {}
+    if name in variants or (getattr(head, "use_dora", None) or {}).get(name):
+        raise TypeError(f"head: adapter {name!r} is no plain LoRA, such as DoRA: merge it first")
+    if getattr(b, "bias", None) is not None:
+        raise TypeError(f"head: adapter {name!r} has a bias: merge it first")
