@@ -39,6 +39,8 @@ INTERPRETED = {
     "3.9": "triton and (accuracy or gradients) and (fp16 or plain)",
 }
 
+SPREAD = ("-n", "auto", "--dist", "worksteal")
+
 # A borrowing environment has no pip of its own: that of the base serves it, and its older setuptools stay away.
 BORROWING = {"venv_backend": "venv", "venv_params": ["--without-pip"]}
 
@@ -71,9 +73,13 @@ def tests(session: nox.Session, package: str) -> None:
         session.install(*PINNED, *NVRTC)
     session.run("python", "-m", "pip", "check")
     session.run("python", "tools/installed.py", *map(module, present))
+    session.install(*PINNED, "pytest-xdist")
+    # A process a core, and a thread in each: most tests are too small for threads. The integration tests share what
+    # they build.
+    spread = () if package == INTEGRATION else SPREAD
     # Threads that spin while they wait take the cores from the ones they wait for.
-    waiting = {"OMP_WAIT_POLICY": "PASSIVE"}
-    session.run("python", "-m", "pytest", str(tests_of(package)), *session.posargs, env=waiting)
+    waiting = {"OMP_WAIT_POLICY": "PASSIVE", **({"OMP_NUM_THREADS": "1"} if spread else {})}
+    session.run("python", "-m", "pytest", *spread, str(tests_of(package)), *session.posargs, env=waiting)
 
 
 @nox.session(**BORROWING)
@@ -97,8 +103,7 @@ def interpreted(session: nox.Session, version: str) -> None:
     folders = [str(ROOT / "packages" / name / "tests") for name in OPERATORS]
     # The interpreter is Python: a process a core is what makes use of them.
     env = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    spread = ("-n", "auto", "--dist", "worksteal")
-    session.run("python", "-m", "pytest", *spread, "-k", INTERPRETED[version], *folders, *session.posargs, env=env)
+    session.run("python", "-m", "pytest", *SPREAD, "-k", INTERPRETED[version], *folders, *session.posargs, env=env)
 
 
 @nox.session(**BORROWING)
