@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 
@@ -99,3 +100,36 @@ def test_every_command_says_what_it_does_and_what_its_arguments_are(command, cap
     assert ended.value.code == 0
     described = capsys.readouterr().out
     assert described.split("\n\n")[1].endswith(".")
+
+
+@pytest.fixture(scope="module")
+def completion(tmp_path_factory):
+    """Return the script for bash, made once."""
+    script = tmp_path_factory.mktemp("completion") / "completion.sh"
+    main = "import sys; from rl_kernels.core import cli; sys.exit(cli.main())"
+    with script.open("w", encoding="utf-8") as out:
+        subprocess.run([sys.executable, "-c", main, "completion", "bash"], stdout=out, check=True)
+    return script
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        ("", {"list", "explain", "doctor", "compile", "completion", "--version"}),
+        ("do", {"doctor"}),
+        ("compile --a", {"--arch"}),
+        ("list --", {"--help", "--json"}),
+        ("explain --dtype b", {"bf16"}),
+        ("completion z", set()),
+    ],
+)
+def test_a_shell_completes(typed, expected, completion):
+    words = ["rl-kernels", *typed.split(" ")]
+    ask = f"source {completion}; COMP_WORDS=({' '.join(map(repr, words))}); COMP_CWORD={len(words) - 1}; _rl_kernels"
+    found = subprocess.run(
+        ["bash", "-c", f'{ask}; printf "%s\\n" "${{COMPREPLY[@]}}"'], capture_output=True, text=True, check=True
+    )
+    assert not found.stderr
+    assert expected <= {*found.stdout.split()}
+    assert expected or not found.stdout.strip()

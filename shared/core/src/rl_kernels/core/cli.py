@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points, version
 
 from rl_kernels.core.command import print_anything
@@ -76,7 +76,14 @@ def _commands() -> dict[str, tuple[str, Callable[[], Command]]]:
         "compile": ("compile CUDA kernels before they are needed", lambda: _command("precompile", "main")),
     }
     added = {point.name: (_summary(point), point.load) for point in entry_points(group=GROUP)}
-    return {**added, **own}
+    completed = {name: command for name, (_, command) in {**added, **own}.items()}
+    completion = ("print a script that completes this command in a shell", lambda: _completion(completed))
+    return {**added, **own, "completion": completion}
+
+
+def _completion(commands: Mapping[str, Callable[[], Command]]) -> Command:
+    main = importlib.import_module("rl_kernels.core.completion").main
+    return lambda argv: main(argv, commands)
 
 
 def _summary(point: EntryPoint) -> str:
