@@ -50,7 +50,7 @@ def adapted(**options):
     return model, found
 
 
-def test_lora_is_exact_and_gradients_reach_it(hidden, ids):
+def test_lora_joins_the_logits_and_gradients_reach_it(hidden, ids):
     model, made = adapted()
     weights = [made.lora_A["default"].weight, made.lora_B["default"].weight]
     found = head_logp(made, hidden, ids)
@@ -82,6 +82,16 @@ def test_what_it_cannot_do_it_names(hidden, ids):
     hooked.register_forward_hook(lambda module, given, output: output / 2)
     with pytest.raises(TypeError, match="head: expected no forward hooks"):
         head_logp(hooked, hidden, ids)
+    for inside in ("base_layer", "lora_A", "lora_B"):
+        _, made = adapted()
+        found = getattr(made, inside)
+        (found if inside == "base_layer" else found["default"]).register_forward_hook(lambda *_: None)
+        with pytest.raises(TypeError, match="head: expected no forward hooks, on it or inside it"):
+            head_logp(made, hidden, ids)
+    replaced = head()
+    replaced.forward = lambda hidden: hidden
+    with pytest.raises(TypeError, match="head: expected the forward of each class"):
+        head_logp(replaced, hidden, ids)
     with pytest.raises(TypeError, match="got ParametrizedLinear"):
         head_logp(nn.utils.parametrizations.weight_norm(head()), hidden, ids)
     with pytest.raises(TypeError, match=r"nn\.Linear or one with a LoRA adapter, got Sequential"):

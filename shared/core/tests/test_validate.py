@@ -251,10 +251,21 @@ def test_own_storage_refuses_dims_that_overlap():
             check.own_storage("x", torch.zeros(64).as_strided(shape, strides))
 
 
-def test_a_dtensor_is_refused_with_what_to_pass_instead(monkeypatch):
-    class DTensor(torch.Tensor):
-        pass
+class DTensor(torch.Tensor):
+    pass
 
-    DTensor.__module__ = "torch.distributed.tensor"
-    message = "x: expected a local tensor, got a DTensor: pass its to_local() or full_tensor()"
+
+DTensor.__module__ = "torch.distributed.tensor"
+PASS = "pass its full_tensor(), gathered from all ranks, or its to_local() where this rank's part alone is meant"
+
+
+def test_a_dtensor_is_refused_with_what_to_pass_instead():
+    message = f"x: expected a local tensor, got a DTensor: {PASS}"
     refuses(TypeError, message, check.tensor, "x", X.as_subclass(DTensor), check.FLOATS)
+
+
+def test_the_refusal_of_a_dtensor_names_the_public_function_that_checks():
+    space = {"__name__": "rl_kernels.some_op.api", "check": check, "FLOATS": check.FLOATS}
+    exec("def some_op(x): _kinds(x)\ndef _kinds(x): check.tensor('x', x, FLOATS)", space)
+    message = f"x: expected a local tensor for some_op, got a DTensor: {PASS}"
+    refuses(TypeError, message, space["some_op"], X.as_subclass(DTensor))

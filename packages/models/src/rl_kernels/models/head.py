@@ -23,9 +23,10 @@ def head_logp(
 ) -> torch.Tensor | LogpStats:
     """Return the log-probability of each target under the logits that a head would give, without forming them.
 
-    A LoRA adapter is exact: its product joins the chain of each logit, ``[hidden, s hidden A^T] [W, B]^T``, in the
-    dtype of the weight, and gradients flow to A and B. That copies the weight, and forms a gradient of its size. A head
-    that ``fully_shard`` wrapped is called through its own hooks, which gather the weight and reduce its gradient.
+    The product of a LoRA adapter joins the chain of each logit, ``[hidden, s hidden A^T] [W, B]^T``, in the dtype of
+    the weight: in BF16 and FP16 ``s hidden A^T`` and B are rounded to it. Gradients flow to A and B. That copies the
+    weight, and forms a gradient of its size. A head that ``fully_shard`` wrapped is called through its own hooks, which
+    gather the weight and reduce its gradient.
 
     Args:
         head: an ``nn.Linear``, a ``DetLinear``, or one with a LoRA adapter of PEFT, merged or not. Its weight
@@ -49,9 +50,17 @@ def head_logp(
     if _is_sharded(head):
         # FSDP2 keeps its hooks on what a module returns, which must be no view.
         return _through(head, lambda hidden: _copied(forward(hidden)), hidden)
-    if head._forward_hooks or head._forward_pre_hooks:
-        raise TypeError("head: expected no forward hooks, they would not see its logits")
+    _check_hooks(head)
     return forward(hidden)
+
+
+def _check_hooks(head: nn.Module) -> None:
+    """Refuse what a call of a module, or of one inside it, would run and this does not."""
+    for module in head.modules():
+        if module._forward_hooks or module._forward_pre_hooks:
+            raise TypeError("head: expected no forward hooks, on it or inside it: they would not run")
+        if "forward" in vars(module):
+            raise TypeError("head: expected the forward of each class, one was replaced on the object")
 
 
 def _copied(found: torch.Tensor | LogpStats) -> torch.Tensor | LogpStats:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import numbers
 from collections.abc import Iterable, Sequence
@@ -27,7 +28,10 @@ def tensor(name: str, value: object, dtypes: Sequence[torch.dtype], ndim: int | 
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(value).__name__}")
     if not torch.compiler.is_compiling() and type(value).__module__.startswith("torch.distributed.tensor"):
-        raise TypeError(f"{name}: expected a local tensor, got a DTensor: pass its to_local() or full_tensor()")
+        raise TypeError(
+            f"{name}: expected a local tensor{_of_operator()}, got a DTensor: pass its full_tensor(), gathered from "
+            "all ranks, or its to_local() where this rank's part alone is meant"
+        )
     if value.dtype not in dtypes:
         raise TypeError(f"{name}: expected dtype {_names(dtypes)}, got {value.dtype}")
     if value.layout != torch.strided:
@@ -36,6 +40,17 @@ def tensor(name: str, value: object, dtypes: Sequence[torch.dtype], ndim: int | 
         raise ValueError(f"{name}: expected {ndim} dims, got shape {tuple(value.shape)}")
     if value.ndim < least:
         raise ValueError(f"{name}: expected at least {least} dims, got shape {tuple(value.shape)}")
+
+
+def _of_operator() -> str:
+    """Name the operator whose public function is running; for an error, so that no call that is right pays for it."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        parts = str(frame.f_globals.get("__name__")).split(".")
+        if parts[0] == "rl_kernels" and parts[-1] == "api" and not frame.f_code.co_name.startswith("_"):
+            return f" for {frame.f_code.co_name}"
+        frame = frame.f_back
+    return ""
 
 
 def shape(name: str, value: torch.Tensor, expected: Iterable[int], why: str) -> None:
