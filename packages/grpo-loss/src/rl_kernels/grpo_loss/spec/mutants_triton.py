@@ -10,7 +10,7 @@ from rl_kernels.core.testing import Bug, Mutants
 
 MODULES = tuple(
     f"rl_kernels.grpo_loss.backends.triton.{name}"
-    for name in ("groups", "terms", "tokens", "kernels", "reduce", "objectives", "backend")
+    for name in ("groups", "terms", "tokens", "metrics", "sequence", "kernels", "reduce", "objectives", "backend")
 )
 
 GROUPS = (

@@ -122,3 +122,10 @@ def terms_of(
         slope = fma(tl.full(own.shape, n[2], tl.float32), own, slope)
         shared = fma(tl.full(own.shape, n[2], tl.float32), through, shared)
     return term, k, slope, shared, ratio, e
+
+
+@triton.jit
+def marked(slope, is_active):
+    """Return the slope with -0 at masked tokens. It must stand nowhere else: -0 + 0 is +0."""
+    # A literal -0.0 is 0 to Triton.
+    return tl.where(is_active, (slope + 0.0).to(tl.int32, bitcast=True), -2147483648).to(tl.float32, bitcast=True)
