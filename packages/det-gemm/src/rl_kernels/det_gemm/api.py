@@ -8,6 +8,7 @@ import torch
 
 from rl_kernels.core import validate as check
 from rl_kernels.core.dispatch import choose
+from rl_kernels.core.main_grad import gather
 from rl_kernels.core.torchlib import autocast_linear, first_order, is_asked_for, no_lost_derivatives
 from rl_kernels.det_gemm import canary
 from rl_kernels.det_gemm.op import OPERATOR, describe, describe_dw, ops
@@ -55,7 +56,8 @@ def det_linear(
     The product is that of ``det_gemm``; the bias is added in FP32 before the one rounding to the dtype of the operands.
     The weight is read as it lies, never copied or transposed. Where ``weight.main_grad`` exists (FP32, shape of the
     weight, any strides), backward continues the chain of sums in it, in place, and the weight gets no ``.grad``:
-    splitting the rows over several backward passes at multiples of 16 then changes no bit of it.
+    splitting the rows over several backward passes at multiples of 16 then changes no bit of it. What other ops leave
+    in ``.grad`` in the same pass, such as an embedding that shares the weight, is added to it at the end (eager only).
 
     Args:
         x: ``[..., K]``, FP32, BF16 or FP16, any strides, any number of leading dims, none included; differentiable.
@@ -90,6 +92,8 @@ def det_linear(
     no_lost_derivatives("det_linear", rows, matrix, bias)
     buffer = None if main_grad is None else main_grad.t()
     out = _product(rows, matrix.t(), bias, buffer, rows.dtype, backend)
+    if buffer is not None and weight.requires_grad:
+        gather("weight", weight, out)
     return out.view(*x.shape[:-1], weight.shape[0])
 
 

@@ -8,6 +8,7 @@ import torch
 
 from rl_kernels.core import validate as check
 from rl_kernels.core.dispatch import choose
+from rl_kernels.core.main_grad import gather
 from rl_kernels.core.outputs import LogpStats
 from rl_kernels.core.rowwise import compute_dtype
 from rl_kernels.core.torchlib import (
@@ -101,8 +102,9 @@ def linear_logp(
     unchanged by ignored rows appended to the batch.
 
     Where ``lm_head_weight.main_grad`` exists (FP32, shape and device of the weight), backward adds the weight's
-    gradient to it in place and leaves ``.grad`` alone: a batch cut at multiples of 16 tokens then gives the bits of the
-    whole batch.
+    gradient to it in place and leaves no ``.grad``: a batch cut at multiples of 16 tokens then gives the bits of the
+    whole batch. What other ops leave in ``.grad`` in the same pass, such as the embedding of a tied weight, is added to
+    it at the end (eager only).
 
     Args:
         hidden: ``[..., D]``, FP32, BF16, FP16 or FP64, any strides; differentiable.
@@ -148,6 +150,8 @@ def linear_logp(
     differentiable = hidden.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     if differentiable and torch.is_grad_enabled():
         results = _LinearLogp.apply(*arguments, main_grad, workspace_mib, return_stats, chosen.name)
+        if main_grad is not None:
+            gather("lm_head_weight", lm_head_weight, results[0])
     else:
         results = ops["forward_stats" if return_stats else "forward"](*arguments, chosen.name)
 
