@@ -1,6 +1,7 @@
 """Models of transformers under invariant(): alone, batched, padded, in chunks, the logits are the same bit for bit."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -202,8 +203,10 @@ def test_strict_finds_that_experts_follow_the_batch(tiny, family, options):
     assert model.config._attn_implementation != "rl_kernels"
 
 
-def test_a_deep_copy_is_swapped_and_can_be_undone(tiny, prompts):
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_deep_copy_is_swapped_and_can_be_undone(tiny, prompts, attention):
     model, ids = tiny(), prompts[1][None]
+    model.set_attn_implementation(attention)
     with invariant(model, strict=True), torch.no_grad():
         reference = copy.deepcopy(model)
         expected = model(ids).logits
@@ -211,5 +214,17 @@ def test_a_deep_copy_is_swapped_and_can_be_undone(tiny, prompts):
         assert torch.equal(reference(ids).logits, expected)
         invariant(reference).undo()
         assert type(reference.lm_head) is torch.nn.Linear
-        assert reference.config._attn_implementation == "sdpa"
-        torch.testing.assert_close(reference(ids).logits, model(ids).logits)
+        assert reference.config._attn_implementation == attention
+        assert torch.equal(reference(ids).logits, model(ids).logits)
+
+
+def test_a_pickle_holds_the_attention_that_the_model_had(tiny, prompts):
+    model, ids = tiny(), prompts[1][None]
+    with torch.no_grad():
+        expected = model(ids).logits
+        with invariant(model):
+            copies = [pickle.loads(pickle.dumps(model)), copy.deepcopy(copy.deepcopy(model))]
+        copies[1:] = [pickle.loads(pickle.dumps(copies[1]))]
+        for read in copies:
+            assert read.config._attn_implementation == "sdpa"
+            assert torch.equal(read(ids).logits, expected)

@@ -16,6 +16,18 @@ NAME = "rl_kernels"
 """The attention implementation, as ``config._attn_implementation`` knows it."""
 
 
+class Swapped(str):
+    """``NAME`` as a config has it while it is swapped; a deep copy remembers what it had, a pickle holds that alone."""
+
+    original: str
+
+    def __deepcopy__(self, memo: Any) -> Swapped:
+        return self
+
+    def __reduce__(self) -> Any:
+        return str, (self.original,)
+
+
 def pretrained(model: nn.Module) -> list[nn.Module]:
     """Return the modules of a model that are transformers' ``PreTrainedModel``; imports it for none other."""
     if "transformers" not in sys.modules:
@@ -59,14 +71,16 @@ def configs(model: Any) -> Iterator[Any]:
 
 def attention_swap(config: Any) -> Undo:
     """Swap a config's attention implementation for ours; return how to undo it."""
-    # A copy of a config that was swapped says so of itself, and no more what it had: transformers' default then.
-    original = "sdpa" if config._attn_implementation == NAME else config._attn_implementation
+    found = config._attn_implementation
+    swapped = Swapped(NAME)
+    # A deep copy of a config that was swapped is so too. A model made under our name never had another one.
+    swapped.original = getattr(found, "original", "sdpa" if found == NAME else found)
     # The public setter would set the configs inside too, each of which is swapped by itself.
-    config._attn_implementation_internal = NAME
+    config._attn_implementation_internal = swapped
 
     def undo(config: Any) -> None:
         if config._attn_implementation == NAME:
-            config._attn_implementation_internal = original
+            config._attn_implementation_internal = swapped.original
 
     return undo
 
