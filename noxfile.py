@@ -28,6 +28,9 @@ PINNED = ("-c", str(CONSTRAINTS))
 BASE = ROOT / ".nox" / "base"
 BASE_REQUIREMENTS = ("torch", "numpy", "rich", "matplotlib", "hatchling", "editables", "pytest", "hypothesis")
 
+# The oldest that pyproject.toml allows. Its wheel brings CUDA, some gigabytes: a session to run before a release.
+FLOOR = ("torch==2.9.1", "numpy<2.4")
+
 NVRTC = ("cuda-bindings", "nvidia-cuda-nvrtc")
 
 # The interpreter of 3.6 needs an older NumPy than the rest of the house.
@@ -80,6 +83,19 @@ def tests(session: nox.Session, package: str) -> None:
     # Threads that spin while they wait take the cores from the ones they wait for.
     waiting = {"OMP_WAIT_POLICY": "PASSIVE", **({"OMP_NUM_THREADS": "1"} if spread else {})}
     session.run("python", "-m", "pytest", *spread, str(tests_of(package)), *session.posargs, env=waiting)
+
+
+@nox.session
+def floor(session: nox.Session) -> None:
+    """Run the tests of core, operators and models on the oldest PyTorch that is allowed, on the CPU."""
+    tools = [name for name in BASE_REQUIREMENTS if name not in ("torch", "numpy")]
+    session.install(*FLOOR, *tools, "pytest-xdist")
+    install(session, *SHARED, *OPERATORS, MODELS)
+    folders = [str(tests_of(name)) for name in ("core", *OPERATORS, MODELS)]
+    env = {"OMP_NUM_THREADS": "1"}
+    # Bugs are planted, and all relations held to, by `tests`; what a PyTorch changes is how it traces.
+    chosen = "not triton and not planted and (torch or not test_relation)"
+    session.run("python", "-m", "pytest", *SPREAD, "-k", chosen, *folders, *session.posargs, env=env)
 
 
 @nox.session(**BORROWING)

@@ -16,7 +16,7 @@ from rl_kernels.det_gemm.op import OPERATOR, describe
 from rl_kernels.models import pretrained
 from rl_kernels.models.audits import audit
 from rl_kernels.models.layers import has_weights, original_of, replacement
-from rl_kernels.models.swap import class_swap, held, hold
+from rl_kernels.models.swap import class_swap, forget_graphs, held, hold
 
 CLASS, ATTENTION = "class", "attention"
 AUDITED_PROMPTS, AUDITED_TOKENS = 3, 14
@@ -42,6 +42,8 @@ class Invariance:
 
         A module that another ``invariant`` holds too stays swapped until that one is undone.
         """
+        if self._releases:
+            forget_graphs()
         while self._releases:
             self._releases.pop()()
 
@@ -101,6 +103,7 @@ def invariant(model: nn.Module, *, strict: bool = False) -> Invariance:
             raise ValueError(message)
         warnings.warn(message, UserWarning, stacklevel=2)
     handle = Invariance({name: original_of(module).__name__ for name, (module, _) in classes.items()}, left, [])
+    forget_graphs()
     try:
         for module, other in classes.values():
             if isinstance(module, nn.Linear) and module.weight.is_cuda:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 Undo = Callable[[Any], None]
@@ -50,6 +52,12 @@ def _release(target: Any, what: str) -> None:
 def held(target: Any, what: str) -> bool:
     """Say whether a swap of an object is held."""
     return (id(target), what) in _held
+
+
+def forget_graphs() -> None:
+    """Drop what was compiled: before 2.13, PyTorch does not see that the class of a module has changed."""
+    if "torch._dynamo" in sys.modules and torch.__version__ < "2.13":
+        torch.compiler.reset()
 
 
 def class_swap(other: type[nn.Module], original: type[nn.Module]) -> Callable[[nn.Module], Undo]:

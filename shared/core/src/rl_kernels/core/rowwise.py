@@ -34,6 +34,9 @@ def pad_to(x: torch.Tensor, dim: int, multiple: int) -> torch.Tensor:
     missing = -x.shape[dim] % multiple
     if not missing:
         return x
+    if not x.numel():
+        # F.pad before PyTorch 2.10 refuses other dims of size 0.
+        return x.new_zeros([size + missing * (place == dim % x.ndim) for place, size in enumerate(x.shape)])
     return F.pad(x, [0, 0] * (x.ndim - 1 - dim % x.ndim) + [0, missing])
 
 
