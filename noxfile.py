@@ -42,6 +42,7 @@ INTERPRETED = {
     "3.9": "triton and (accuracy or gradients) and (fp16 or plain)",
 }
 
+# A process a core, and a thread in each: most tests are too small for threads.
 SPREAD = ("-n", "auto", "--dist", "worksteal")
 
 # A borrowing environment has no pip of its own: that of the base serves it, and its older setuptools stay away.
@@ -77,12 +78,9 @@ def tests(session: nox.Session, package: str) -> None:
     session.run("python", "-m", "pip", "check")
     session.run("python", "tools/installed.py", *map(module, present))
     session.install(*PINNED, "pytest-xdist")
-    # A process a core, and a thread in each: most tests are too small for threads. The integration tests share what
-    # they build.
-    spread = () if package == INTEGRATION else SPREAD
     # Threads that spin while they wait take the cores from the ones they wait for.
-    waiting = {"OMP_WAIT_POLICY": "PASSIVE", **({"OMP_NUM_THREADS": "1"} if spread else {})}
-    session.run("python", "-m", "pytest", *spread, str(tests_of(package)), *session.posargs, env=waiting)
+    waiting = {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
+    session.run("python", "-m", "pytest", *SPREAD, str(tests_of(package)), *session.posargs, env=waiting)
 
 
 @nox.session

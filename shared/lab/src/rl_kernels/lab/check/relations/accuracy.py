@@ -48,10 +48,10 @@ def gradients(cell: Cell) -> Iterator[Record]:
     for given in upstreams(cell, upstream, peak):
         yield from _gradients(cell, given, cell.leaves, eager, gold, None if given.label else exact)
     if not cell.is_brief:
-        for name in upstream if len(upstream) > 1 else ():
+        for name in cell.some(list(upstream)) if len(upstream) > 1 else ():
             alone = Upstream(f" through {name} alone", {name: upstream[name]})
             yield from _gradients(cell, alone, cell.leaves, eager, gold)
-        for name in cell.leaves if len(cell.leaves) > 1 else ():
+        for name in cell.some(cell.leaves) if len(cell.leaves) > 1 else ():
             yield from _gradients(cell, Upstream(" alone", upstream), [name], eager, gold)
         yield from derivatives(cell)
     yield from _of_some(cell, upstream, eager, gold)

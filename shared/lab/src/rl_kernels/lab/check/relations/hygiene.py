@@ -41,7 +41,7 @@ def hygiene(cell: Cell) -> Iterator[Record]:
         yield from _expanded(cell)
         yield from as_found(cell)
         yield from around(cell, expected, upstream)
-    transforms = {**STORAGE, **cell.spec.hygiene}
+    transforms = {**dict(cell.some(list(STORAGE.items()))), **cell.spec.hygiene}
     yield from unchanged_by(transforms, "hygiene", cell, expected, upstream)
     yield from _masked_alone(cell, upstream)
     if cell.is_first:
@@ -50,7 +50,7 @@ def hygiene(cell: Cell) -> Iterator[Record]:
 
 def _masked_alone(cell: Cell, upstream: Results) -> Iterator[Record]:
     """The garbage under masks again where one argument alone has a gradient: its backward pass may be another."""
-    for name in cell.leaves if upstream and len(cell.leaves) > 1 else ():
+    for name in cell.some(cell.leaves) if upstream and len(cell.leaves) > 1 else ():
         alone = replace(cell, spec=replace(cell.spec, differentiable=(name,)))
         transforms = {f"{label}, {name} alone": transform for label, transform in cell.spec.hygiene.items()}
         try:
