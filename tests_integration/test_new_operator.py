@@ -23,11 +23,11 @@ def run(*command, **environment):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """Make the operator soft-cap, and install it into a folder; return (package, folder)."""
+    """Make the operator soft_cap in the package capping, and install it into a folder; return (package, folder)."""
     folder = tmp_path_factory.mktemp("operator")
-    done = run("tools/new_operator.py", "soft-cap", "--into", folder)
+    done = run("tools/new_operator.py", "capping", "--operator", "soft_cap", "--into", folder)
     assert done.returncode == 0, done.stderr
-    site, package = folder / "site", folder / "soft-cap"
+    site, package = folder / "site", folder / "capping"
     options = ("--quiet", "--no-deps", "--no-index", "--no-build-isolation", "--target", site)
     done = run("-m", "pip", "install", *options, package)
     assert done.returncode == 0, done.stderr
@@ -57,3 +57,16 @@ def test_bad_names(name, tmp_path):
     assert done.returncode == 2
     assert done.stderr.startswith("new_operator: NAME: ")
     assert not list(tmp_path.iterdir())
+
+
+def test_one_name_is_enough(tmp_path):
+    assert run("tools/new_operator.py", "soft-cap", "--into", tmp_path).returncode == 0
+    made = tmp_path / "soft-cap"
+    assert 'name="soft_cap"' in (made / "src" / "rl_kernels" / "soft_cap" / "op.py").read_text(encoding="utf-8")
+    assert not [path for path in made.rglob("*") if "scaled" in path.name]
+
+
+def test_bad_name_of_an_operator(tmp_path):
+    done = run("tools/new_operator.py", "capping", "--operator", "soft-cap", "--into", tmp_path)
+    assert (done.returncode, list(tmp_path.iterdir())) == (2, [])
+    assert done.stderr.startswith("new_operator: --operator: expected lower-case words joined by underscores")

@@ -13,31 +13,35 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TEMPLATE = ROOT / "tools" / "operator_template"
-TEMPLATE_NAME = "scaled-add"
+TEMPLATE_NAME, TEMPLATE_OPERATOR = "scaled-add", "scaled_add"
 
 
-def spellings(name: str) -> tuple[str, str, str]:
-    """Return how a name is written: as a distribution, as a module, as a class."""
-    return name, name.replace("-", "_"), "".join(word.capitalize() for word in name.split("-"))
+def spellings(name: str, operator: str) -> tuple[str, str, str, str, str]:
+    """Return how names are written: in imports, in paths, as a distribution; the operator, and its class."""
+    module = name.replace("-", "_")
+    words = "".join(word.capitalize() for word in operator.split("_"))
+    return f"rl_kernels.{module}", f"rl_kernels/{module}", name, operator, words
 
 
-def make(name: str, folder: Path) -> Path:
-    """Write the package ``folder/name`` and return it; ``ValueError`` if the name is no name or is taken."""
+def make(name: str, operator: str, folder: Path) -> Path:
+    """Write the package ``folder/name`` and return it; ``ValueError`` if a name is no name or is taken."""
     if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name):
         raise ValueError(f"NAME: expected lower-case words joined by hyphens, got {name!r}")
+    if not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", operator):
+        raise ValueError(f"--operator: expected lower-case words joined by underscores, got {operator!r}")
     made = folder / name
     if made.exists() or name in ("core", "lab", "models", "demo", "rl-kernels"):
         raise ValueError(f"NAME: {name!r} is taken")
     for source in sorted(path for path in TEMPLATE.rglob("*") if path.is_file() and "__pycache__" not in path.parts):
-        target = made / renamed(str(source.relative_to(TEMPLATE)), name)
+        target = made / renamed(source.relative_to(TEMPLATE).as_posix(), name, operator)
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(renamed(source.read_text(encoding="utf-8"), name), encoding="utf-8")
+        target.write_text(renamed(source.read_text(encoding="utf-8"), name, operator), encoding="utf-8")
     return made
 
 
-def renamed(text: str, name: str) -> str:
-    """Replace the template's name, in each of its spellings."""
-    for old, new in zip(spellings(TEMPLATE_NAME), spellings(name), strict=True):
+def renamed(text: str, name: str, operator: str) -> str:
+    """Replace the template's names, in each of their spellings."""
+    for old, new in zip(spellings(TEMPLATE_NAME, TEMPLATE_OPERATOR), spellings(name, operator), strict=True):
         text = text.replace(old, new)
     return text
 
@@ -46,10 +50,12 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command; return the exit status."""
     parser = argparse.ArgumentParser(description="Make the package of a new operator.")
     parser.add_argument("name", metavar="NAME", help="lower-case words joined by hyphens, such as scaled-add")
+    parser.add_argument("--operator", help="name of the operator, if it is another one: soft_cap for NAME soft-cap")
     parser.add_argument("--into", type=Path, default=ROOT / "packages", help="folder for the package")
     given = parser.parse_args(argv)
     try:
-        made = make(given.name, given.into)
+        operator = given.name.replace("-", "_") if given.operator is None else given.operator
+        made = make(given.name, operator, given.into)
     except ValueError as error:
         print(f"new_operator: {error}", file=sys.stderr)
         return 2
