@@ -120,9 +120,14 @@ def test_operator_depends_on_core_alone(folder: Path) -> None:
 
 @pytest.mark.parametrize("folder", OPERATORS, ids=named)
 def test_operator_announces_itself(folder: Path) -> None:
-    name = folder.name.replace("-", "_")
     announced = project(folder)["project"]["entry-points"]["rl_kernels.operators"]
-    assert announced == {name: f"rl_kernels.{name}.op:OPERATOR"}
+    package = f"rl_kernels.{folder.name.replace('-', '_')}"
+    assert announced
+    for name, target in announced.items():
+        module, _, attribute = target.partition(":")
+        operator = getattr(importlib.import_module(module), attribute)
+        assert (operator.name, operator.package) == (name, package)
+        assert operator.distribution == project(folder)["project"]["name"]
 
 
 @pytest.mark.parametrize("folder", PROJECTS, ids=named)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rl_kernels.core import operator
-from rl_kernels.core.operator import INVARIANT, REPEATABLE, Backend, Call, Operator, arch_of, distribution_of
+from rl_kernels.core.operator import INVARIANT, REPEATABLE, Backend, Call, Operator, arch_of
 from rl_kernels.core.testing import spec_of
 
 CPU_CALL = Call(torch.device("cpu"), torch.float32, "cpu", {"V": 7})
@@ -117,8 +117,9 @@ def test_function_is_that_of_the_operators_name_unless_another_is_named(make_mod
 
 
 def test_distribution_is_what_pip_installs():
-    assert distribution_of("grpo_loss") == "rl-kernels-grpo-loss"
-    assert make_operator().distribution == "rl-kernels-toy-scale"
+    apart = dataclasses.replace(make_operator(), package="rl_kernels.toy_scales", distribution="")
+    assert apart.distribution == "rl-kernels-toy-scales"
+    assert dataclasses.replace(apart, distribution="elsewhere").distribution == "elsewhere"
 
 
 def test_a_package_of_several_operators_names_its_distribution_and_a_spec_each(make_module):

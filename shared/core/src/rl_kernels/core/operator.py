@@ -7,6 +7,7 @@ compared in tests. This module knows no operator and imports no backend.
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -119,7 +120,7 @@ class Operator:
         backends: in order of priority.
         describe: the public function's arguments -> ``Call``.
         aliases: other registry names.
-        distribution: name to ``pip install``; by default that of a package of the operator's own.
+        distribution: name to ``pip install``; by default that of the package: ``rl-kernels-grpo-loss``.
         spec: import path of the module that holds its ``SPEC``; by default ``spec.cases`` of the package. A package
             with several operators has one for each.
         bench: import path of the module that holds its ``BENCH``; by default ``spec.bench`` of the package.
@@ -142,7 +143,7 @@ class Operator:
     def __post_init__(self) -> None:
         """Fill in what follows from the name and the package."""
         defaults = {
-            "distribution": distribution_of(self.name),
+            "distribution": re.sub(r"[._]", "-", self.package),
             "spec": f"{self.package}.spec.cases",
             "bench": f"{self.package}.spec.bench",
         }
@@ -160,8 +161,3 @@ class Operator:
     def function(self, name: str = "") -> Callable[..., Any]:
         """Return a public function of the package, by default the one the operator is named after."""
         return getattr(importlib.import_module(self.package), name or self.name)
-
-
-def distribution_of(operator_name: str) -> str:
-    """Return the distribution of an operator's own package: ``grpo_loss`` -> ``rl-kernels-grpo-loss``."""
-    return "rl-kernels-" + operator_name.replace("_", "-")
