@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 
-from rl_kernels.core.operator import INVARIANT, Backend, Call
+from rl_kernels.core.operator import INVARIANT, Backend, Call, no_limits
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
 """Triton reads it when it is imported, so it is read once here too."""
@@ -35,13 +36,22 @@ def why_not(call: Call) -> str | None:
     return None
 
 
-def triton_backend(module: str) -> Backend:
-    """Return the backend ``triton`` of an operator; on a CPU, where it is interpreted, it runs by name only."""
-    return Backend("triton", module, {"cuda": INVARIANT, "cpu": INVARIANT}, why_not, by_name=frozenset({"cpu"}))
+def triton_backend(module: str, limits: Callable[[Call], str | None] = no_limits) -> Backend:
+    """Return the backend ``triton`` of an operator; on a CPU, where it is interpreted, it runs by name only.
+
+    Args:
+        module: import path.
+        limits: of the operator's own kernels: ``call -> reason``; why this call is beyond them, or None.
+    """
+
+    def reason(call: Call) -> str | None:
+        return why_not(call) or limits(call)
+
+    return Backend("triton", module, {"cuda": INVARIANT, "cpu": INVARIANT}, reason, by_name=frozenset({"cpu"}))
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int) -> None:
-    """Launch a jitted kernel on the current device, as ``kernel[grid](*args, num_warps=num_warps)`` does.
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int, **options: int) -> None:
+    """Launch a jitted kernel on the current device, as ``kernel[grid](*args, num_warps=num_warps, **options)`` does.
 
     Arguments that came before find what Triton compiled for them by a key of their own, which leaves out Triton's look
     at each of them: on the host that is most of a launch. The key is finer than anything that Triton specializes on:
@@ -53,19 +63,20 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int) -> No
         grid: one to three sizes.
         args: all parameters of the kernel in their order, constants too; a number's type never varies at its place.
         num_warps: of a program.
+        options: others of the compiler, ``num_stages`` for one.
     """
     if INTERPRETED or torch.version.hip is not None:
         # ROCm specializes on the sizes of tensors too.
-        kernel[grid](*args, num_warps=num_warps)
+        kernel[grid](*args, num_warps=num_warps, **options)
         return
     forms = [x if type(x) in PLAIN else (x.dtype, x.data_ptr() % ALIGNMENT) for x in args]
-    key = (id(kernel), torch.cuda.current_device(), num_warps, *forms)
+    key = (id(kernel), torch.cuda.current_device(), num_warps, *options.values(), *forms)
     found = _compiled.get(key)
     if found is not None:
         sizes = (*grid, 1, 1)
         found[1][sizes](*args)
         return
-    compiled = kernel[grid](*args, num_warps=num_warps)
+    compiled = kernel[grid](*args, num_warps=num_warps, **options)
     if len(_compiled) >= KEPT:
         _compiled.clear()
     # A hook of Triton's may have kept it from compiling. With the kernel beside it, no other one can get its id.

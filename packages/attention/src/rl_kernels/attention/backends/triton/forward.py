@@ -1,0 +1,177 @@
+"""The kernels of the forward pass: rows with all their keys, or with a segment of them each, and then a merge."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from rl_kernels.attention.backends.triton.tiles import (
+    UNIT,
+    finished,
+    keys_of,
+    merged,
+    nothing,
+    queries_of,
+    rows_at,
+    seen_from,
+    seen_to,
+    segment_of,
+)
+
+SIZES = (
+    *("queries", "keys", "pages", "table_step", "tiles", "segments", "left", "right"),
+    *("q_batch", "k_batch", "k_head", "v_batch", "v_head"),
+)
+"""Numbers that a kernel is not compiled anew for."""
+
+
+@triton.jit
+def put(OUT, LSE, out, lse, b, row, heads, d, inside, queries, HEADS: tl.constexpr, DV: tl.constexpr):
+    """Write rows of ``out[B, queries, H, DV]``, columns d of them, and of ``lse[B, H, queries]``."""
+    place = (b.to(tl.int64) * queries + row) * HEADS + heads
+    tl.store(
+        OUT + place[:, None] * DV + d[None, :], out.to(OUT.dtype.element_ty), mask=inside[:, None] & (d < DV)[None, :]
+    )
+    tl.store(LSE + (b.to(tl.int64) * HEADS + heads) * queries + row, lse, mask=inside)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def attend(
+    Q, K, V, OUT, LSE, SINKS, STARTS_Q, STARTS_K, FIRST_K, USED_Q, USED_K, TABLE, TOPS, TOTALS, ACCS,
+    queries, keys, pages, table_step, tiles, segments, left, right,
+    q_batch, k_batch, k_head, v_batch, v_head, factor, cap, rate,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr,
+    Q_STEP: tl.constexpr, Q_HEAD: tl.constexpr, K_STEP: tl.constexpr, V_STEP: tl.constexpr,
+    PAGE: tl.constexpr, CAPPED: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, SEGMENT: tl.constexpr, LEFT: tl.constexpr, SPLIT: tl.constexpr,
+    ONE: tl.constexpr,
+):  # fmt: skip
+    """Attention of ROWS rows of one sequence and head of keys.
+
+    Grid: sequences x tiles of rows (x segments, with SPLIT), heads of keys. With SPLIT a program takes one segment, and
+    writes its state to ``TOPS, TOTALS[B, KV_HEADS, tiles, segments, ROWS]`` and ``ACCS[..., WIDTH_V]``. ONE says that
+    no sequence has more than one segment: merged with nothing it stays as it is.
+    """
+    program, head = tl.program_id(0), tl.program_id(1)
+    part = 0
+    if SPLIT:
+        part, program = program % segments, program // segments
+    b = program // tiles
+    # Those with most keys first.
+    tile = tiles - 1 - program % tiles
+    first_q, count, used = queries_of(STARTS_Q, USED_Q, b, queries)
+    batch = b if STARTS_Q is None else 0 * b
+    if tile * ROWS >= count * GROUP:
+        return
+    first_k, length = keys_of(STARTS_K, FIRST_K, USED_K, b, keys)
+    rows = tile * ROWS + tl.arange(0, ROWS)
+    t = rows // GROUP
+    heads = head * GROUP + rows % GROUP
+    shift = length - count
+    low, high = seen_from(t, shift, left), seen_to(t, shift, right, length)
+    t_first, t_last = tile * ROWS // GROUP, tl.minimum((tile * ROWS + ROWS - 1) // GROUP, used - 1)
+    first, low_most = seen_from(t_first, shift, left), seen_from(t_last, shift, left)
+    high_least, end = seen_to(t_first, shift, right, length), seen_to(t_last, shift, right, length)
+    # Of a tile without a query in use it is empty.
+    end = tl.where(t_first < used, end, 0)
+
+    q_base = Q + batch.to(tl.int64) * (q_batch * UNIT) + head.to(tl.int64) * (GROUP * Q_HEAD * UNIT)
+    q = rows_at(q_base, tile * ROWS, first_q, used, Q_STEP, Q_HEAD, GROUP, D, WIDTH, ROWS)
+    pages_of = TABLE
+    if TABLE is None:
+        k_base, v_base = K + first_k.to(tl.int64) * (K_STEP * UNIT), V + first_k.to(tl.int64) * (V_STEP * UNIT)
+        if STARTS_K is None:
+            k_base, v_base = k_base + b.to(tl.int64) * (k_batch * UNIT), v_base + b.to(tl.int64) * (v_batch * UNIT)
+    else:
+        k_base, v_base, pages_of = K, V, TABLE + b.to(tl.int64) * table_step
+    k_base, v_base = k_base + head.to(tl.int64) * (k_head * UNIT), v_base + head.to(tl.int64) * (v_head * UNIT)
+
+    first = first // BLOCK * BLOCK
+    if SPLIT:
+        segment = part * SEGMENT
+        begin, stop = tl.maximum(first, segment), tl.minimum(end, segment + SEGMENT)
+        top, total, acc = segment_of(
+            q, k_base, v_base, pages_of, low, high, low_most, high_least, begin, stop, length, pages,
+            k_batch, v_batch, factor, cap, rate,
+            D, DV, WIDTH, WIDTH_V, K_STEP, V_STEP, PAGE, CAPPED, ROWS, BLOCK, LEFT,
+        )  # fmt: skip
+        state = (((b.to(tl.int64) * KV_HEADS + head) * tiles + tile) * segments + part) * ROWS + tl.arange(0, ROWS)
+        there = t < count
+        tl.store(TOPS + state, top, mask=there)
+        tl.store(TOTALS + state, total, mask=there)
+        tl.store(ACCS + state[:, None] * WIDTH_V + tl.arange(0, WIDTH_V)[None, :], acc, mask=there[:, None])
+    else:
+        if ONE:
+            top, total, acc = segment_of(
+                q, k_base, v_base, pages_of, low, high, low_most, high_least, first, end, length, pages,
+                k_batch, v_batch, factor, cap, rate,
+                D, DV, WIDTH, WIDTH_V, K_STEP, V_STEP, PAGE, CAPPED, ROWS, BLOCK, LEFT,
+            )  # fmt: skip
+        else:
+            top, total, acc = nothing(ROWS, WIDTH_V)
+            for segment in range(first // SEGMENT * SEGMENT, end, SEGMENT):
+                begin, stop = tl.maximum(first, segment), tl.minimum(end, segment + SEGMENT)
+                other_top, other_total, other_acc = segment_of(
+                    q, k_base, v_base, pages_of, low, high, low_most, high_least, begin, stop, length, pages,
+                    k_batch, v_batch, factor, cap, rate,
+                    D, DV, WIDTH, WIDTH_V, K_STEP, V_STEP, PAGE, CAPPED, ROWS, BLOCK, LEFT,
+                )  # fmt: skip
+                top, total, acc = merged(top, total, acc, other_top, other_total, other_acc)
+        out, lse = finished(top, total, acc, SINKS, heads)
+        out, lse = tl.where((t < used)[:, None], out, 0.0), tl.where(t < used, lse, float("-inf"))
+        put(
+            OUT,
+            LSE,
+            out,
+            lse,
+            batch,
+            first_q + t,
+            heads,
+            tl.arange(0, WIDTH_V),
+            t < count,
+            queries,
+            KV_HEADS * GROUP,
+            DV,
+        )
+
+
+@triton.jit(do_not_specialize=("queries", "keys", "tiles", "segments"))
+def finish(
+    OUT, LSE, SINKS, STARTS_Q, STARTS_K, FIRST_K, USED_Q, USED_K, TOPS, TOTALS, ACCS,
+    queries, keys, tiles, segments,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DV: tl.constexpr, WIDTH_V: tl.constexpr,
+    ROWS: tl.constexpr, SEGMENT: tl.constexpr, PART: tl.constexpr, COLUMNS: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """Merge the states that ``attend`` wrote, in ascending order, for PART rows and COLUMNS columns.
+
+    Grid: sequences x tiles of rows x parts of them x parts of the columns, heads of keys. AHEAD states are loaded at
+    once: one after the other would take a trip to memory each.
+    """
+    program, head = tl.program_id(0), tl.program_id(1)
+    column, program = program % (WIDTH_V // COLUMNS) * COLUMNS, program // (WIDTH_V // COLUMNS)
+    part, program = program % (ROWS // PART) * PART, program // (ROWS // PART)
+    b, tile = program // tiles, program % tiles
+    first_q, count, used = queries_of(STARTS_Q, USED_Q, b, queries)
+    batch = b if STARTS_Q is None else 0 * b
+    if tile * ROWS + part >= count * GROUP:
+        return
+    _, length = keys_of(STARTS_K, FIRST_K, USED_K, b, keys)
+    rows = tile * ROWS + part + tl.arange(0, PART)
+    t = rows // GROUP
+    heads = head * GROUP + rows % GROUP
+    d = column + tl.arange(0, COLUMNS)
+    state = ((b.to(tl.int64) * KV_HEADS + head) * tiles + tile) * segments * ROWS + part + tl.arange(0, PART)
+    top, total, acc = nothing(PART, COLUMNS)
+    for first in range(0, length, SEGMENT * AHEAD):
+        for step in tl.static_range(AHEAD):
+            there = (first + step * SEGMENT < length) & (t < count)
+            other_top = tl.load(TOPS + state, mask=there, other=float("-inf"))
+            other_total = tl.load(TOTALS + state, mask=there, other=0.0)
+            place = ACCS + state[:, None] * WIDTH_V + d[None, :]
+            other_acc = tl.load(place, mask=there[:, None], other=0.0)
+            top, total, acc = merged(top, total, acc, other_top, other_total, other_acc)
+            state += ROWS
+    out, lse = finished(top, total, acc, SINKS, heads)
+    out, lse = tl.where((t < used)[:, None], out, 0.0), tl.where(t < used, lse, float("-inf"))
+    put(OUT, LSE, out, lse, batch, first_q + t, heads, d, t < count, queries, KV_HEADS * GROUP, DV)

@@ -1,0 +1,199 @@
+"""Checks of the arguments of det_attention: shapes and dtypes always, values of integers where ``validate`` asks."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from rl_kernels.core import validate as check
+from rl_kernels.core.torchlib import define_check, values_hidden
+
+MULTIPLE = 8
+"""Of which head sizes are: rows then begin at multiples of 16 bytes."""
+PAGE = 16
+"""Of which page sizes are multiples."""
+PACKED_DIMS, PADDED_DIMS = 3, 4
+
+
+def heads(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    *,
+    packed_q: bool,
+    packed_k: bool,
+) -> None:
+    """Require operands of one dtype and device whose heads fit together."""
+    check.tensor("q", q, check.HALF_AND_FLOAT, ndim=PACKED_DIMS if packed_q else PADDED_DIMS)
+    for name, value in (("k", k), ("v", v)):
+        check.tensor(name, value, check.HALF_AND_FLOAT, ndim=PACKED_DIMS if packed_k else PADDED_DIMS)
+    check.same_dtype(q=q, k=k, v=v)
+    check.same_device(q=q, k=k, v=v, sinks=sinks)
+    for name, value in (("q", q), ("v", v)):
+        if not value.shape[-1] or value.shape[-1] % MULTIPLE:
+            raise ValueError(
+                f"{name}: expected a head size (last dim) that is a multiple of {MULTIPLE}, got shape "
+                f"{tuple(value.shape)}"
+            )
+    if k.shape[-1] != q.shape[-1]:
+        raise ValueError(f"k: expected head size {q.shape[-1]} (last dim, that of q), got shape {tuple(k.shape)}")
+    check.shape("v", v, (*k.shape[:-1], v.shape[-1]), "that of k, but for the last dim")
+    if not k.shape[-2] or q.shape[-2] % k.shape[-2] or not q.shape[-2]:
+        raise ValueError(
+            f"k: expected a number of heads (dim -2) that divides the {q.shape[-2]} of q, got shape {tuple(k.shape)}"
+        )
+    if sinks is not None:
+        check.tensor("sinks", sinks, check.HALF_AND_FLOAT, ndim=1)
+        check.shape("sinks", sinks, q.shape[-2:-1], "one for each head of q")
+
+
+def layout(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None,
+    k_start: torch.Tensor | None,
+    seqused_q: torch.Tensor | None,
+    seqused_k: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+) -> None:
+    """Require integers of the right kind and shape, and a layout that exists."""
+    given = {
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k,
+        "k_start": k_start,
+        "seqused_q": seqused_q,
+        "seqused_k": seqused_k,
+        "block_table": block_table,
+    }
+    for name, value in given.items():
+        if value is not None:
+            check.tensor(name, value, check.INTEGERS, ndim=2 if name == "block_table" else 1)
+    check.same_device(q=q, **given)
+    if cu_seqlens_q is not None and not cu_seqlens_q.shape[0]:
+        raise ValueError("cu_seqlens_q: expected at least 1 number, got none")
+    batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    if cu_seqlens_k is not None:
+        if cu_seqlens_q is None:
+            raise ValueError("cu_seqlens_k: expected None without cu_seqlens_q: packed keys are for packed queries")
+        for name in ("k_start", "seqused_k", "block_table"):
+            if given[name] is not None:
+                raise ValueError(f"{name}: expected None with cu_seqlens_k, which says where sequences start and end")
+        check.shape("cu_seqlens_k", cu_seqlens_k, (batch + 1,), "that of cu_seqlens_q")
+    elif block_table is not None:
+        if seqused_k is None:
+            raise ValueError("seqused_k: expected the number of keys in use of each sequence with block_table")
+        if k_start is not None:
+            raise ValueError("k_start: expected None with block_table: pages hold no left padding")
+        if not k.shape[1] or k.shape[1] % PAGE:
+            raise ValueError(
+                f"k: expected pages (dim 1) that are a multiple of {PAGE} long, got shape {tuple(k.shape)}"
+            )
+        if block_table.shape[0] != batch:
+            raise ValueError(
+                f"block_table: expected {batch} rows, one for each sequence, got shape {tuple(block_table.shape)}"
+            )
+    elif k.shape[0] != batch:
+        raise ValueError(f"k: expected {batch} sequences (dim 0), as q has, got shape {tuple(k.shape)}")
+    for name in ("k_start", "seqused_q", "seqused_k"):
+        value = given[name]
+        if value is not None:
+            check.shape(name, value, (batch,), "one number for each sequence")
+
+
+def window(value: tuple[int | None, int | None] | None, *, causal: bool, unlimited: int) -> tuple[int, int]:
+    """Return the two sides of the window, each ``>= 0`` or ``unlimited``."""
+    check.flag("causal", causal)
+    sides = (None, None) if value is None else value
+    if not isinstance(sides, (tuple, list)) or len(sides) != 2:
+        raise TypeError(f"window: expected (left, right) or None, got {value!r}")
+    found = []
+    for side in sides:
+        if side is None or (side == unlimited and not isinstance(side, bool)):
+            found.append(unlimited)
+            continue
+        check.integer("window", side, least=0, most=check.INT32)
+        found.append(int(side))
+    return found[0], 0 if causal else found[1]
+
+
+def lengths(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None,
+    k_start: torch.Tensor | None,
+    seqused_q: torch.Tensor | None,
+    seqused_k: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+) -> None:
+    """Require integers that lie within their tensors. Costs a sync on a GPU; skipped where values are hidden."""
+    if values_hidden(q):
+        return
+    for name, value, total in (("cu_seqlens_q", cu_seqlens_q, q), ("cu_seqlens_k", cu_seqlens_k, k)):
+        if value is not None:
+            _check_cumulative(value, total.shape[0], name)
+    capacity = k.shape[1] if block_table is None else k.shape[1] * block_table.shape[1] * bool(k.shape[0])
+    within = {"seqused_k": (seqused_k, capacity), "k_start": (k_start, capacity), "seqused_q": (seqused_q, q.shape[1])}
+    for name, (value, most) in within.items():
+        if value is not None and not (name == "seqused_q" and cu_seqlens_q is not None):
+            check.ids_in_range(name, value, most + 1, ignorable=False)
+    if k_start is not None and seqused_k is not None:
+        _check_at_most(k_start, seqused_k, "k_start", "seqused_k: a sequence starts beyond its end")
+    if seqused_q is not None and cu_seqlens_q is not None:
+        _check_at_most(seqused_q, cu_seqlens_q.diff(), "seqused_q", "the length of its sequence")
+    if block_table is not None and seqused_k is not None and k.shape[0]:
+        pages = torch.arange(block_table.shape[1], device=q.device)
+        used = pages < (seqused_k[:, None] + k.shape[1] - 1) // k.shape[1]
+        check.ids_in_range("block_table", torch.where(used, block_table, 0), k.shape[0], ignorable=False)
+
+
+def longest(name: str, value: int | None, cu_seqlens: torch.Tensor | None, most: int, *, values: bool) -> int:
+    """Return the largest number of rows of a sequence: as given, or asked of the device, or ``most`` where none can be.
+
+    ``values`` says whether what is given is held to the sequences themselves.
+    """
+    if value is not None:
+        if cu_seqlens is None:
+            raise ValueError(f"{name}: expected None without the cu_seqlens that it belongs to")
+        check.integer(name, value, least=0, most=check.INT32)
+    if cu_seqlens is None or cu_seqlens.shape[0] == 1:
+        return most
+    if value is not None:
+        if values and not values_hidden(cu_seqlens):
+            _check_longest(cu_seqlens, value, name)
+        return min(int(value), most)
+    if values_hidden(cu_seqlens) or isinstance(cu_seqlens, FakeTensor):
+        return most
+    return max(min(int(cu_seqlens.diff().max()), most), 0)
+
+
+def _cumulative(value: torch.Tensor, total: int, name: str) -> None:
+    found = value.tolist()
+    if found[0] != 0 or found[-1] != total or any(b < a for a, b in pairwise(found)):
+        raise ValueError(
+            f"{name}: expected numbers that ascend from 0 to {total}, the rows of its tensor, got {_shown(found)}"
+        )
+
+
+def _at_most(value: torch.Tensor, bound: torch.Tensor, name: str, what: str) -> None:
+    if bool((value > bound).any()):
+        raise ValueError(f"{name}: expected values of at most {what}, got {_shown(value.tolist())}")
+
+
+def _long_enough(cu_seqlens: torch.Tensor, value: int, name: str) -> None:
+    found = int(cu_seqlens.diff().max())
+    if value < found:
+        raise ValueError(f"{name}: expected at least {found}, the length of the longest sequence, got {value}")
+
+
+def _shown(values: list[int], most: int = 8) -> str:
+    return str(values) if len(values) <= most else f"{values[: most - 1]} and more, the last {values[-1]}"
+
+
+_check_cumulative = define_check("check_cumulative", "(Tensor value, SymInt total, str name)", _cumulative)
+_check_at_most = define_check("check_at_most", "(Tensor value, Tensor bound, str name, str what)", _at_most)
+_check_longest = define_check("check_longest", "(Tensor cu_seqlens, SymInt value, str name)", _long_enough)

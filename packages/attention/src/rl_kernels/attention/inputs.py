@@ -1,0 +1,63 @@
+"""What the raw ops are given, by name, and what the public function returns."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+UNLIMITED = -1
+"""A side of the window that has no end."""
+
+
+class Attended(NamedTuple):
+    """What ``det_attention`` returns with ``return_lse``.
+
+    Attributes:
+        out: the shape of q, with the head size of v.
+        lse: logsumexp of each query's scores, sink included, FP32, ``[B, H, T]`` or ``[H, total]``; no gradient.
+    """
+
+    out: torch.Tensor
+    lse: torch.Tensor
+
+
+class Inputs(NamedTuple):
+    """The arguments of the raw ops, in the order of their schemas.
+
+    q is ``[B, T, H, D]``, or ``[total, H, D]`` where cu_seqlens_q is given; k and v are ``[B, S, Hkv, D]``,
+    ``[total, Hkv, D]`` with cu_seqlens_k, or ``[pages, page_size, Hkv, D]`` with block_table. max_seqlen_q and
+    max_seqlen_k are no less than any sequence has. left and right are the sides of the window; causal is a right of 0.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    sinks: torch.Tensor | None
+    cu_seqlens_q: torch.Tensor | None
+    cu_seqlens_k: torch.Tensor | None
+    k_start: torch.Tensor | None
+    seqused_q: torch.Tensor | None
+    seqused_k: torch.Tensor | None
+    block_table: torch.Tensor | None
+    max_seqlen_q: int
+    max_seqlen_k: int
+    scale: float
+    left: int
+    right: int
+    softcap: float
+
+    @property
+    def batch(self) -> int:
+        """The number of sequences."""
+        return self.q.shape[0] if self.cu_seqlens_q is None else self.cu_seqlens_q.shape[0] - 1
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a head of keys."""
+        return self.q.shape[-2] // self.k.shape[-2]
+
+    def lse_shape(self) -> tuple[int, ...]:
+        """Return the shape of lse: that of q's heads and queries, heads first."""
+        *batch, queries, heads, _ = self.q.shape
+        return *batch, heads, queries

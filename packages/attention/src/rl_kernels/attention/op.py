@@ -1,0 +1,85 @@
+"""What det_attention is to the registry and to torch: schemas, fake kernels, backends and their promises.
+
+The arguments of the raw ops are those of ``inputs.Inputs``. lse is FP32, ``[B, H, T]`` or ``[H, total]``. ``backward``
+takes out and lse as ``forward`` gave them and the gradient of out; dk and dv come back empty where ``needs_keys`` is
+False, dsinks where there are no sinks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from rl_kernels.attention.inputs import Inputs
+from rl_kernels.core import torchlib
+from rl_kernels.core.operator import INVARIANT, REPEATABLE, Backend, Call, Operator
+from rl_kernels.core.triton_lib.launch import triton_backend
+
+WIDEST = 256
+"""The largest head of the Triton kernels: two accumulators of it fill a multiprocessor's registers."""
+_INPUTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? k_start, "
+    "Tensor? seqused_q, Tensor? seqused_k, Tensor? block_table, SymInt max_seqlen_q, SymInt max_seqlen_k, "
+    "float scale, int left, int right, float softcap"
+)
+SCHEMAS = {
+    "forward": f"({_INPUTS}, str backend) -> (Tensor, Tensor)",
+    "backward": (
+        f"({_INPUTS}, Tensor out, Tensor lse, Tensor grad, bool needs_keys, str backend)"
+        " -> (Tensor, Tensor, Tensor, Tensor)"
+    ),
+}
+
+
+def _fake_forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    given = Inputs(*args)
+    out = given.q.new_empty((*given.q.shape[:-1], given.v.shape[-1]))
+    return out, given.q.new_empty(given.lse_shape(), dtype=torch.float32)
+
+
+def _fake_backward(*args: Any) -> tuple[torch.Tensor, ...]:
+    given, needs_keys = Inputs(*args[:-4]), args[-1]
+    dk, dv = (value.new_empty(value.shape if needs_keys else 0) for value in (given.k, given.v))
+    dsinks = (
+        given.q.new_empty(0, dtype=torch.float32) if given.sinks is None else given.sinks.new_empty(given.sinks.shape)
+    )
+    return given.q.new_empty(given.q.shape), dk, dv, dsinks
+
+
+FAKES = {"forward": _fake_forward, "backward": _fake_backward}
+
+
+def describe(q: torch.Tensor, k: torch.Tensor | None = None, v: torch.Tensor | None = None, **_: object) -> Call:
+    """Describe a call of the public function to the dispatcher."""
+    size = q.shape[-1] if v is None else max(q.shape[-1], v.shape[-1])
+    return Call.of(q, D=size)
+
+
+def _limits(call: Call) -> str | None:
+    size = call.traits.get("D", 0)
+    return None if size <= WIDEST else f"takes heads of {WIDEST} at most, and D is {size}"
+
+
+# On a GPU by name alone, until its bits have been compared there once more: the sum of a row is a tree of its own now.
+TRITON = replace(
+    triton_backend("rl_kernels.attention.backends.triton.backend", _limits), by_name=frozenset({"cpu", "cuda"})
+)
+
+OPERATOR = Operator(
+    name="det_attention",
+    package="rl_kernels.attention",
+    summary="attention whose bits are the same in prefill, chunks and decode, in any batch",
+    shape=("B", "T", "S", "H", "Hkv", "D"),
+    rows=frozenset({"B", "T", "S"}),
+    schemas=SCHEMAS,
+    fakes=FAKES,
+    backends=(
+        TRITON,
+        Backend("native", "rl_kernels.attention.backends.native", {"cpu": INVARIANT, "cuda": REPEATABLE}),
+    ),
+    describe=describe,
+)
+
+ops = torchlib.define(OPERATOR)

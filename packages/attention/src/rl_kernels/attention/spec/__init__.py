@@ -1,0 +1,1 @@
+"""What checks, tests and benchmarks know of det_attention; nothing at run time imports it."""

@@ -1,0 +1,163 @@
+"""The cases of det_attention: inputs and error budget."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+
+from rl_kernels.attention import reference
+from rl_kernels.attention.spec.cases_dimensions import DIMENSIONS
+from rl_kernels.attention.spec.illegal import ILLEGAL
+from rl_kernels.attention.spec.magnitudes import magnitudes
+from rl_kernels.attention.spec.mutants import MUTANTS
+from rl_kernels.attention.spec.places import Piece, cache, integers, packed, paged
+from rl_kernels.attention.spec.transforms import HYGIENE, TRANSFORMS
+from rl_kernels.core.testing import Case, Draw, Inputs, Spec
+
+SEGMENT = 1024
+"""Keys of a segment of every backend."""
+
+
+def _sizes(batch: int, queries: int, keys: int, kv_heads: int, group: int, head: int) -> dict[str, int]:
+    return {
+        **{"batch": batch, "queries": queries, "keys": keys},
+        **{"kv_heads": kv_heads, "group": group, "head": head},
+    }
+
+
+LSE = {"return_lse": True}
+CASES = (
+    Case("plain", _sizes(2, 9, 9, 2, 2, 16)),
+    Case("prompt", _sizes(2, 70, 70, 2, 2, 16), LSE),
+    Case("not-causal", _sizes(2, 20, 75, 1, 3, 24), {**LSE, "causal": False}),
+    Case("more-keys", _sizes(1, 7, 130, 2, 1, 16), LSE),
+    Case("more-queries", _sizes(1, 40, 11, 1, 2, 16), LSE),
+    Case("other-values", _sizes(1, 17, 33, 2, 2, 16), {**LSE, "value_head": 40}),
+    Case("scaled", _sizes(1, 17, 17, 1, 2, 32), {"scale": 0.37}),
+    Case("window", _sizes(2, 90, 90, 1, 2, 16), {**LSE, "window": (20, 5)}),
+    Case("window-both", _sizes(1, 66, 140, 1, 2, 16), {**LSE, "causal": False, "window": (9, 70)}),
+    Case("window-left", _sizes(1, 20, 150, 1, 1, 16), {**LSE, "window": (30, None)}),
+    Case("softcap", _sizes(1, 33, 33, 2, 1, 16), {**LSE, "softcap": 2.0}),
+    Case("sinks", _sizes(2, 21, 21, 2, 2, 16), {**LSE, "sinks": True}),
+    Case("sinks-alone", _sizes(1, 30, 12, 1, 2, 16), {**LSE, "sinks": True}),
+    Case("left-padded", _sizes(3, 35, 35, 1, 2, 16), {**LSE, "layout": "left"}),
+    Case("right-padded", _sizes(3, 33, 33, 1, 2, 16), {**LSE, "layout": "right"}),
+    Case("packed", _sizes(5, 25, 25, 1, 2, 16), {**LSE, "layout": "packed"}),
+    Case("packed-keys", _sizes(4, 12, 90, 1, 2, 16), {**LSE, "layout": "packed", "causal": False, "longest": True}),
+    Case("decode", _sizes(3, 1, 70, 2, 4, 16), {**LSE, "layout": "cache"}, grad=False),
+    Case("speculative", _sizes(3, 4, 75, 1, 7, 16), {**LSE, "layout": "cache", "sinks": True}, grad=False),
+    Case("chunk", _sizes(2, 20, 50, 1, 2, 16), {**LSE}, grad=False),
+    Case("pages", _sizes(3, 1, 70, 1, 4, 16), {**LSE, "layout": "paged", "page": 16}, grad=False),
+    Case("packed-pages", _sizes(4, 9, 60, 1, 2, 16), {"layout": "packed-paged", "page": 32}, grad=False),
+    Case("segments", _sizes(1, 3, SEGMENT + 70, 1, 2, 16), {**LSE, "rising": True}),
+    Case("two-segments", _sizes(1, 2, 2 * SEGMENT + 1, 1, 2, 16), {**LSE, "causal": False}),
+    Case("rows-of-two-blocks", _sizes(1, 131, 131, 1, 1, 16), LSE),
+    Case("peaked", _sizes(1, 20, 40, 1, 2, 16), {**LSE, "size": 3.0}),
+    Case("llama", _sizes(1, 65, 65, 2, 4, 128), LSE, suite="full"),
+    Case("qwen2", _sizes(1, 40, 40, 2, 7, 128), LSE, suite="full"),
+    Case("gemma", _sizes(1, 33, 65, 2, 2, 256), {**LSE, "softcap": 50.0, "window": (32, 0)}, suite="full"),
+    Case("phi", _sizes(1, 33, 65, 2, 1, 96), LSE, suite="full"),
+    *DIMENSIONS,
+)
+EMPTY = (
+    Case("no-sequences", _sizes(0, 3, 5, 1, 2, 16), LSE),
+    Case("no-queries", _sizes(2, 0, 5, 1, 2, 16), LSE),
+    Case("no-keys", _sizes(2, 3, 0, 1, 2, 16), LSE),
+)
+DRAWN = frozenset({"layout", "page", "sinks", "value_head", "longest", "rising", "size", "ints", "values"})
+"""Options that shape the inputs; the others are passed on as keyword arguments."""
+MULTIPLE = 8
+
+
+def inputs(case: Case, draw: Draw) -> Inputs:
+    """Draw ``q[batch, queries, kv_heads * group, head]``, keys and values, laid out as the case asks."""
+    sizes, asked = case.sizes, case.options
+    heads, head = sizes["kv_heads"] * sizes["group"], _multiple(sizes["head"])
+    counts = sizes["batch"], sizes["queries"], sizes["keys"]
+    size = asked.get("size", 1.0)
+    q = draw.normal(*counts[:2], heads, head, scale=size)
+    k = draw.normal(counts[0], counts[2], sizes["kv_heads"], head, scale=size)
+    # The gradient of a score is a difference of sums over values, out among them, which was rounded.
+    v = draw.normal(counts[0], counts[2], sizes["kv_heads"], _multiple(asked.get("value_head", head)), scale=0.5)
+    q, k, v = (_with_values(x, asked.get("values")) for x in (q, k, v))
+    if asked.get("rising"):
+        # Later keys have larger scores, so that every merge rescales what came before.
+        ramp = torch.linspace(0.2, 3.0, max(counts[2], 1), dtype=torch.float64)[: counts[2], None, None]
+        k = (k * ramp.to(k)).to(k.dtype)
+    call = _laid_out(case, q, k, v)
+    call |= {name: value for name, value in asked.items() if name not in DRAWN}
+    if asked.get("sinks"):
+        call["sinks"] = draw.normal(heads)
+    if asked.get("longest"):
+        for name in ("q", "k"):
+            call[f"max_seqlen_{name}"] = counts["qk".index(name) + 1] + 3
+    if asked.get("ints"):
+        wanted = {"cu_seqlens_q", "cu_seqlens_k", "k_start", "seqused_q", "seqused_k", "block_table"}
+        call |= {name: call[name].to(asked["ints"]) for name in wanted & call.keys()}
+    return call
+
+
+def _multiple(size: int) -> int:
+    return -(-size // MULTIPLE) * MULTIPLE
+
+
+def _with_values(x: torch.Tensor, kind: str | None) -> torch.Tensor:
+    if kind == "ties":
+        return x.round()
+    return x * {"small": 1e-6, "subnormal": 1e-40}.get(kind or "", 1.0)
+
+
+def _laid_out(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Inputs:
+    layout, batch = case.options.get("layout"), q.shape[0]
+    # Lengths follow the case alone: other values of a case have the same shapes.
+    source = random.Random(case.drawn_as or case.name)
+
+    def lengths(most: int, least: int = 0) -> list[int]:
+        """The longest there is, none at all where that may be, and others."""
+        found = [source.randint(min(least, most), most) for _ in range(batch)]
+        return [most, min(least, most), *found[2:]][:batch]
+
+    if layout is None:
+        return {"q": q, "k": k, "v": v}
+    if layout == "left":
+        return {"q": q, "k": k, "v": v, "k_start": integers(lengths(k.shape[1] // 2), q)}
+    if layout == "right":
+        return {"q": q, "k": k, "v": v, "seqused_q": integers(lengths(q.shape[1]), q)}
+    own_k = lengths(k.shape[1], 0 if layout == "packed" else 1)
+    own_q = [q.shape[1]] * batch
+    if layout.startswith("packed"):
+        # As many as the keys, where it is a prompt.
+        is_prompt = q.shape[1] == k.shape[1]
+        own_q = own_k if is_prompt else [min(pair) for pair in zip(lengths(q.shape[1]), own_k, strict=True)]
+    rows = zip(q, k, v, own_q, own_k, strict=True)
+    pieces = [Piece(a[:t], b[:s], c[:s]) for a, b, c, t, s in rows]
+    if layout == "packed":
+        return packed(pieces)
+    if layout == "cache":
+        return cache(pieces, 3, 0.0)
+    order = list(range(sum(own_k) + batch + 2))
+    source.shuffle(order)
+    return paged(pieces, case.options["page"], 0.0, torch.tensor(order))
+
+
+SPEC = Spec(
+    cases=CASES,
+    inputs=inputs,
+    references={"": reference.det_attention},
+    classes={
+        "out": "reduction",
+        "lse": "logprob",
+        **{f"gradient:{name}": "reduction" for name in ("q", "k", "v", "sinks")},
+    },
+    differentiable=("q", "k", "v", "sinks"),
+    magnitudes=magnitudes,
+    transforms=TRANSFORMS,
+    illegal=ILLEGAL,
+    mutants=MUTANTS,
+    hygiene=HYGIENE,
+    empty=EMPTY,
+    unread=frozenset({"max_seqlen_q", "max_seqlen_k", "validate", "backend"}),
+    output="out",
+    adds=frozenset({"return_lse"}),
+)

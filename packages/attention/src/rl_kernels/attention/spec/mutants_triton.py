@@ -1,0 +1,113 @@
+"""Bugs of the Triton kernels of attention and of their host code, planted in copies of the backend.
+
+They run in Triton's interpreter too, a thousand times as slow, so each is one that a small case shows.
+"""
+
+from __future__ import annotations
+
+from rl_kernels.core.testing import Bug, Mutants
+
+_PACKAGE = "rl_kernels.attention.backends.triton"
+MODULES = (f"{_PACKAGE}.tiles", f"{_PACKAGE}.forward", f"{_PACKAGE}.backward", f"{_PACKAGE}.backend")
+
+TILES = (
+    Bug("accumulator not rescaled", "acc = product(acc, tl.broadcast_to(keep[:, None], acc.shape))\n        v,", "v,"),
+    Bug("sum not rescaled", "total = fma(total, keep, row_sum", "total = fma(total, keep * 0 + 1, row_sum"),
+    Bug(
+        "state of a segment not rescaled",
+        "factor = tl.broadcast_to(a[:, None]",
+        "factor = tl.broadcast_to(a[:, None] * 0 + 1",
+    ),
+    Bug(
+        "half of a row's sum left out",
+        "x = tl.sum(tl.reshape(x, [ROWS, 2, COLUMNS // (4 << step)]), 1)",
+        "x = tl.max(tl.reshape(x, [ROWS, 2, COLUMNS // (4 << step)]), 1)",
+    ),
+    Bug(
+        "a query sees one key too many", "tl.maximum(t + shift + right + 1, 0)", "tl.maximum(t + shift + right + 2, 0)"
+    ),
+    Bug("window one key short", "tl.maximum(t + shift - left, 0)", "tl.maximum(t + shift - left + 1, 0)"),
+    Bug(
+        "blocks counted from the padding",
+        "first = tl.minimum(tl.maximum(tl.load(FIRST + b).to(tl.int64), 0), end).to(tl.int32)",
+        "first = tl.minimum(tl.load(FIRST + b).to(tl.int32), 0)",
+    ),
+    Bug(
+        "keys beyond those in use are seen",
+        "end = tl.minimum(tl.maximum(tl.load(USED + b).to(tl.int64), 0), count).to(tl.int32)",
+        "end = count",
+    ),
+    Bug(
+        "every page is the first",
+        "mask=known, other=0).to(tl.int64)\n        known = known & (page >= 0)",
+        "mask=known, other=0).to(tl.int64) * 0\n        known = known & (page >= 0)",
+    ),
+    Bug("sink takes part twice", "tl.exp2(sink - above))", "2 * tl.exp2(sink - above))"),
+)
+FORWARD = (
+    Bug(
+        "segment behind the first starts at 0",
+        "begin, stop = tl.maximum(first, segment), tl.minimum(end, segment + SEGMENT)\n        top",
+        "begin, stop = first + 0 * segment, tl.minimum(end, segment + SEGMENT)\n        top",
+    ),
+    Bug(
+        "last state not merged", "range(0, length, SEGMENT * AHEAD)", "range(0, length - SEGMENT, SEGMENT * AHEAD * 2)"
+    ),
+    Bug(
+        "heads of another group",
+        "heads = head * GROUP + rows % GROUP\n    shift",
+        "heads = head * GROUP + (rows + 1) % GROUP\n    shift",
+    ),
+)
+BACKWARD = (
+    Bug("delta left out", "product(weights, dweights - delta)", "product(weights, dweights)"),
+    Bug(
+        "dk without the last rows",
+        "for r in tl.range(begin, t_high * GROUP, ROWS)",
+        "for r in tl.range(begin, t_high * GROUP - 1, ROWS)",
+    ),
+    Bug(
+        "scale left out of dk",
+        "dk = product(dk, tl.full(dk.shape, scale, tl.float32))",
+        "dk = product(dk, tl.full(dk.shape, 1.0, tl.float32))",
+    ),
+)
+HOST = (
+    Bug(
+        "tiles rounded down",
+        "return triton.cdiv(self.longest_q * self.given.group, rows)",
+        "return max(self.longest_q * self.given.group // rows, 1)",
+    ),
+    Bug(
+        "sinks read as if they were contiguous",
+        "None if given.sinks is None else given.sinks.contiguous()",
+        "given.sinks",
+    ),
+    Bug("head size left out of what is aligned", "if x.stride(-1) == 1 and apart", "if apart"),
+)
+LAUNCHES = (
+    Bug("keys always split", "split = segments > 1 and", "split = segments > 0 and"),
+    Bug(
+        "states of one segment too few",
+        "count = programs * call.kv_heads * segments",
+        "count = programs * call.kv_heads * (segments - 1)",
+    ),
+    Bug("strides in elements", "return batch // UNIT, x.stride(-3) // UNIT", "return batch, x.stride(-3) // UNIT"),
+    Bug("scale twice with a cap", "LOG2E if capped else given.scale * LOG2E", "given.scale * LOG2E"),
+    Bug("an open window is short", "FAR = 1 << 30", "FAR = 1 << 10"),
+    Bug("gradient read as if it were contiguous", "deltas, _canonical(grad))", "deltas, grad)"),
+    Bug(
+        "room of the cache from its pages",
+        "self.keys = self.table.shape[1] * self.page * bool(self.pages)",
+        "self.keys = self.pages * self.page",
+    ),
+    Bug(
+        "kernel of keys with the tiles of queries",
+        "tiles = triton.cdiv(call.longest_k, keys.rows)",
+        "tiles = triton.cdiv(call.longest_q, keys.rows)",
+    ),
+)
+"""Bugs that change no result in the interpreter, but what is launched."""
+CASES = ("sinks", "window", "left-padded", "pages", "softcap", "segments")
+
+MUTANTS = (Mutants("triton", MODULES, (*TILES, *FORWARD, *BACKWARD, *HOST), CASES),)

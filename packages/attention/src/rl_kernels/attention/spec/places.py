@@ -1,0 +1,160 @@
+"""Where the sequences of a call lie in its arguments and results: what moves them to another layout starts here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from rl_kernels.core.testing import Inputs
+
+OF_QUERIES = ("out", "lse", "gradient:q")
+OF_KEYS = ("gradient:k", "gradient:v")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The operands of one sequence: ``q[T, H, D]`` and the keys and values that are its own, ``[S, Hkv, D]``.
+
+    The last query stands at the last key.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Place:
+    """The same by its places: the sequence, or None where all are packed, and a stretch of rows.
+
+    ``keys`` is None where the keys lie in pages.
+    """
+
+    batch: int | None
+    queries: slice
+    keys: slice | None
+
+    def of(self, name: str, result: torch.Tensor) -> torch.Tensor | None:
+        """Return a view of what belongs to the sequence, queries or keys first; None if nothing does."""
+        if name in OF_KEYS:
+            if self.keys is None:
+                return None
+            return result[self.keys] if self.batch is None else result[self.batch, self.keys]
+        if name not in OF_QUERIES:
+            return None
+        rows = result.movedim(-1, -2) if name == "lse" else result
+        return rows[self.queries] if self.batch is None else rows[self.batch, self.queries]
+
+
+def places_of(call: Inputs) -> list[Place]:
+    """Return the places of the sequences of a call."""
+    if "cu_seqlens_q" in call:
+        queries = [slice(a, b) for a, b in _ranges(call["cu_seqlens_q"])]
+        batches: Sequence[int | None] = [None] * len(queries)
+    else:
+        batches = range(call["q"].shape[0])
+        queries = [slice(0, call["q"].shape[1])] * len(batches)
+    keys: list[slice | None] = [None] * len(batches)
+    if "cu_seqlens_k" in call:
+        keys = [slice(a, b) for a, b in _ranges(call["cu_seqlens_k"])]
+    elif "block_table" not in call:
+        first = call["k_start"].tolist() if "k_start" in call else [0] * len(batches)
+        last = call["seqused_k"].tolist() if "seqused_k" in call else [call["k"].shape[1]] * len(batches)
+        keys = [slice(a, b) for a, b in zip(first, last, strict=True)]
+    return [Place(*place) for place in zip(batches, queries, keys, strict=True)]
+
+
+def _ranges(cu_seqlens: torch.Tensor) -> list[tuple[int, int]]:
+    bounds = cu_seqlens.tolist()
+    return list(pairwise(bounds))
+
+
+def pieces_of(call: Inputs) -> list[Piece]:
+    """Return the sequences of a call."""
+    found = []
+    for b, place in enumerate(places_of(call)):
+        q = call["q"][place.queries] if place.batch is None else call["q"][place.batch, place.queries]
+        found.append(Piece(q, *(_own(call, name, b, place) for name in ("k", "v"))))
+    return found
+
+
+def _own(call: Inputs, name: str, b: int, place: Place) -> torch.Tensor:
+    if place.keys is None:
+        return call[name][call["block_table"][b].long()].flatten(0, 1)[: int(call["seqused_k"][b])]
+    # Queries may be packed where the keys are not.
+    return call[name][place.keys] if "cu_seqlens_k" in call else call[name][b, place.keys]
+
+
+def integers(values: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    """Return numbers as an argument beside ``like``."""
+    return torch.tensor(values, dtype=torch.int64, device=like.device)
+
+
+def cumulative(lengths: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    """Return the ``cu_seqlens`` of these lengths."""
+    return integers([sum(lengths[:place]) for place in range(len(lengths) + 1)], like)
+
+
+def packed(pieces: Sequence[Piece]) -> Inputs:
+    """Return the arguments of sequences that are packed."""
+    q, k, v = (torch.cat([getattr(piece, name) for piece in pieces]) for name in ("q", "k", "v"))
+    return {
+        **{"q": q, "k": k, "v": v},
+        "cu_seqlens_q": cumulative([len(piece.q) for piece in pieces], q),
+        "cu_seqlens_k": cumulative([len(piece.k) for piece in pieces], q),
+    }
+
+
+def cache(pieces: Sequence[Piece], beyond: int, garbage: float) -> Inputs:
+    """Return the arguments of sequences of as many queries each, whose keys lie in a cache that is longer."""
+    most = max(len(piece.k) for piece in pieces) + beyond
+    q = torch.stack([piece.q for piece in pieces])
+    found: Inputs = {"q": q}
+    for name in ("k", "v"):
+        rows = [getattr(piece, name) for piece in pieces]
+        found[name] = rows[0].new_full((len(rows), most, *rows[0].shape[1:]), garbage)
+        for b, row in enumerate(rows):
+            found[name][b, : len(row)] = row
+    return {**found, "seqused_k": integers([len(piece.k) for piece in pieces], q)}
+
+
+def paged(pieces: Sequence[Piece], size: int, garbage: float, order: torch.Tensor | None = None) -> Inputs:
+    """Return the arguments of sequences whose keys lie in pages: queries dense if they are as many, else packed.
+
+    Args:
+        pieces: the sequences.
+        size: keys of a page.
+        garbage: what pages hold where no key is.
+        order: of the pages, a permutation of at least as many as are used and one more; by default as they come.
+    """
+    counts = [-(-len(piece.k) // size) for piece in pieces]
+    total, widest = sum(counts) + 1, max([*counts, 1])
+    places = torch.arange(total) if order is None else order.argsort()[:total].argsort()
+    first = pieces[0]
+    found: Inputs = {}
+    for name in ("k", "v"):
+        found[name] = getattr(first, name).new_full((total, size, *getattr(first, name).shape[1:]), garbage)
+    # Entries beyond a sequence's own pages name none.
+    table = torch.full((len(pieces), widest), -1)
+    at = 0
+    for b, (piece, count) in enumerate(zip(pieces, counts, strict=True)):
+        own = places[at : at + count]
+        at += count
+        table[b, :count] = own
+        for name in ("k", "v"):
+            rows = getattr(piece, name)
+            room = found[name][own.to(rows.device)].flatten(0, 1)
+            room[: len(rows)] = rows
+            found[name][own.to(rows.device)] = room.unflatten(0, (count, size))
+    lengths = [len(piece.q) for piece in pieces]
+    if len(set(lengths)) == 1:
+        found["q"] = torch.stack([piece.q for piece in pieces])
+    else:
+        found["q"] = torch.cat([piece.q for piece in pieces])
+        found["cu_seqlens_q"] = cumulative(lengths, first.q)
+    found["block_table"] = table.to(first.q.device)
+    found["seqused_k"] = integers([len(piece.k) for piece in pieces], first.q)
+    return found

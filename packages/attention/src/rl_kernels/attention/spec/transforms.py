@@ -1,0 +1,333 @@
+"""Layouts of det_attention that may change no bit, and garbage that may reach none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+
+from rl_kernels.attention.spec.places import (
+    OF_KEYS,
+    Piece,
+    cache,
+    integers,
+    packed,
+    paged,
+    pieces_of,
+    places_of,
+)
+from rl_kernels.core.testing import Case, Draw, Inputs, Transform, Variant, as_int32, options
+
+WHERE = frozenset(
+    {
+        *("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"),
+        *("k_start", "seqused_q", "seqused_k", "block_table"),
+    }
+)
+"""Arguments that are the layout; the others stay as they are."""
+PAGES = (16, 48, 64, 128)
+MOST_TOKENS = 24
+"""Queries that are taken one at a time."""
+
+
+class Part(NamedTuple):
+    """Queries of a sequence of the base call."""
+
+    sequence: int
+    queries: slice
+
+
+def _variant(
+    label: str,
+    base: Inputs,
+    parts: Sequence[Part | None],
+    where: Inputs,
+    *,
+    keys: bool = False,
+    kept: Mapping[int, slice] | None = None,
+) -> Variant:
+    """Return a variant whose sequence j computes ``parts[j]``, or is another one (None).
+
+    ``keys`` says that all queries are there, so that the gradients of keys are too; ``kept`` which queries of a
+    sequence, or rows of both with ``keys``, are those of the base call, by default all.
+    """
+    call = {name: value for name, value in base.items() if name not in WHERE} | where
+    here, there = places_of(base), places_of(call)
+    known = [(j, part) for j, part in enumerate(parts) if part is not None]
+
+    def one(name: str, j: int, result: torch.Tensor) -> torch.Tensor | None:
+        found = there[j].of(name, result)
+        if found is None or kept is None or j not in kept or name in OF_KEYS:
+            return found
+        return found[kept[j]]
+
+    def pick(name: str, result: torch.Tensor) -> torch.Tensor | None:
+        if name in OF_KEYS and not keys:
+            return None
+        found = [here[part.sequence].of(name, result) for _, part in known]
+        if any(x is None for x in found) or not found:
+            return None
+        cut = [
+            x if x is None or name in OF_KEYS else x[part.queries] for x, (_, part) in zip(found, known, strict=True)
+        ]
+        return torch.cat([x for x in cut if x is not None])
+
+    def find(name: str, result: torch.Tensor) -> torch.Tensor:
+        found = [one(name, j, result) for j, _ in known]
+        return torch.cat([x for x in found if x is not None])
+
+    def lift(name: str, upstream: torch.Tensor) -> torch.Tensor:
+        q, v = call["q"], call["v"]
+        lifted = upstream.new_zeros((*q.shape[:-1], v.shape[-1]))
+        if "seqused_q" in call and "seqused_q" not in base:
+            lifted.fill_(torch.nan)
+        for j, part in known:
+            own, rows = one(name, j, lifted), here[part.sequence].of(name, upstream)
+            assert own is not None
+            assert rows is not None
+            own.copy_(rows[part.queries])
+        return lifted
+
+    return Variant(label, call, pick, find, lift)
+
+
+class Base:
+    """A call, its sequences, and what may be done with them."""
+
+    def __init__(self, case: Case, call: Inputs, draw: Draw) -> None:
+        self.case, self.call, self.draw = case, call, draw
+        self.pieces = pieces_of(call)
+
+    @property
+    def causal(self) -> bool:
+        """Whether no query sees a key behind it: then later keys, and queries, may be left away."""
+        return self.call.get("causal", True)
+
+    def whole(self, indices: Sequence[int | None]) -> list[Part | None]:
+        """Return all queries of some sequences."""
+        return [None if i is None else Part(i, slice(0, len(self.pieces[i].q))) for i in indices]
+
+    def garbage(self, count: int, number: float | None = None) -> Piece:
+        """Return another sequence of ``count`` tokens, of one number or of any."""
+        like = next(iter(self.pieces))
+        shapes = [(count, *getattr(like, name).shape[1:]) for name in ("q", "k", "v")]
+        if number is None:
+            return Piece(*(self.draw.normal(*shape, scale=3.0) for shape in shapes))
+        return Piece(*(like.q.new_full(shape, number) for shape in shapes))
+
+    def chunk(self, sequence: int, start: int, stop: int) -> tuple[Part, Piece] | None:
+        """Return the queries from ``start`` to ``stop`` with the keys up to the last of them; None if there is none."""
+        piece = self.pieces[sequence]
+        end = len(piece.k) - len(piece.q) + stop
+        if end < stop - start:
+            return None
+        own = Piece(piece.q[start:stop], piece.k[:end], piece.v[:end])
+        return Part(sequence, slice(start, stop)), own
+
+
+Build = Callable[[Base], Iterator[Variant]]
+
+
+def _bound(build: Build, *, cached: bool | None = None) -> Transform:
+    """Return the transform of calls with sequences; ``cached`` ones have no gradient of keys to ask for."""
+
+    def variants(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
+        if cached and case.grad:
+            return
+        if "seqused_q" in call or not call["q"].numel():
+            return
+        base = Base(case, call, draw)
+        if base.pieces:
+            yield from build(base)
+
+    return variants
+
+
+def _dense(piece: Piece) -> Inputs:
+    return {name: getattr(piece, name)[None] for name in ("q", "k", "v")}
+
+
+def _alone(base: Base) -> Iterator[Variant]:
+    for i in sorted({0, len(base.pieces) // 2, len(base.pieces) - 1}):
+        piece = base.pieces[i]
+        yield _variant(f"sequence {i} alone", base.call, base.whole([i]), _dense(piece), keys=True)
+        yield _variant(f"sequence {i} alone, packed", base.call, base.whole([i]), packed([piece]), keys=True)
+
+
+def _packed(base: Base) -> Iterator[Variant]:
+    count = len(base.pieces)
+    for label, order in (("as they come", list(range(count))), ("reversed", list(range(count))[::-1])):
+        chosen = [base.pieces[i] for i in order]
+        yield _variant(f"packed, {label}", base.call, base.whole(order), packed(chosen), keys=True)
+    empty = base.garbage(0)
+    for label, number in (("others", None), ("NaN", torch.nan), ("inf", torch.inf)):
+        between: list[int | None] = [None, 0, None, None, *range(1, count), None]
+        others = [base.garbage(5, number), empty, base.garbage(70, number), base.garbage(1, number)]
+        chosen = [others.pop(0) if i is None else base.pieces[i] for i in between]
+        yield _variant(f"packed among {label}", base.call, base.whole(between), packed(chosen), keys=True)
+
+
+def _batched(base: Base) -> Iterator[Variant]:
+    """Sequences of as many queries and keys, in a batch with others."""
+    first = base.pieces[0]
+    alike = [
+        i for i, piece in enumerate(base.pieces) if piece.k.shape == first.k.shape and piece.q.shape == first.q.shape
+    ]
+    for count in (2, 5):
+        for number in (None, torch.nan):
+            q, k = base.garbage(len(first.q), number), base.garbage(len(first.k), number)
+            other = Piece(q.q, k.k, k.v)
+            order: list[int | None] = [None] * (count - 1) + list(alike)
+            chosen = [other if i is None else base.pieces[i] for i in order]
+            where = {name: torch.stack([getattr(piece, name) for piece in chosen]) for name in ("q", "k", "v")}
+            yield _variant(f"behind {count - 1} of {number}", base.call, base.whole(order), where, keys=True)
+
+
+def _left_padded(base: Base) -> Iterator[Variant]:
+    """Padding before queries and keys; where queries see keys behind them those of the padding would see real ones."""
+    if not base.causal:
+        return
+    for pad in (1, 5, 64, 67):
+        for i in sorted({0, len(base.pieces) - 1}):
+            piece, number = base.pieces[i], torch.nan if pad == 5 else None
+            filler = base.garbage(pad, number)
+            # Queries as they are padded in a trainer: finite, and where the keys are: fewer queries stand behind those.
+            queries = base.garbage(pad if len(piece.q) >= len(piece.k) else 0).q
+            longer = Piece(
+                torch.cat((queries, piece.q)), torch.cat((filler.k, piece.k)), torch.cat((filler.v, piece.v))
+            )
+            where = {**_dense(longer), "k_start": integers([pad], piece.q)}
+            kept = {0: slice(len(queries), None)}
+            label = f"{pad} of padding before sequence {i}"
+            yield _variant(label, base.call, base.whole([i]), where, keys=True, kept=kept)
+
+
+def _right_padded(base: Base) -> Iterator[Variant]:
+    """Padding behind: queries that are not in use, whose upstream is NaN, and keys that no query sees."""
+    if not base.causal:
+        return
+    for pad in (1, 63, 70):
+        i = len(base.pieces) - 1
+        piece, filler = base.pieces[i], base.garbage(pad)
+        longer = Piece(*(torch.cat((getattr(piece, n), getattr(filler, n))) for n in ("q", "k", "v")))
+        where = {**_dense(longer), "seqused_q": integers([len(piece.q)], piece.q)}
+        kept = {0: slice(0, len(piece.q))}
+        variant = _variant(f"{pad} of padding behind", base.call, base.whole([i]), where, kept=kept)
+        yield variant
+
+
+def _chunks(base: Base) -> Iterator[Variant]:
+    """Queries in chunks, each with the keys up to its end, dense and packed with each other."""
+    if not base.causal:
+        return
+    for i in sorted({0, len(base.pieces) - 1}):
+        count = len(base.pieces[i].q)
+        if not count:
+            continue
+        cut = base.draw.integer(0, count) + 1
+        bounds = sorted({0, min(cut, count), min(16, count), min(65, count), count})
+        found = [base.chunk(i, a, b) for a, b in pairwise(bounds)]
+        chunks = [chunk for chunk in found if chunk is not None]
+        for part, piece in chunks:
+            yield _variant(f"{part.queries} of sequence {i}", base.call, [part], _dense(piece))
+        if chunks:
+            yield _variant("chunks packed", base.call, [part for part, _ in chunks], packed([own for _, own in chunks]))
+
+
+def _tokens(base: Base) -> Iterator[Variant]:
+    """The last queries one at a time, and several at a time, with a cache that is longer, and with pages."""
+    if not base.causal:
+        return
+    for i in sorted({0, len(base.pieces) - 1}):
+        count = len(base.pieces[i].q)
+        for width in (1, 2, 5, 17):
+            starts = range(max(count - MOST_TOKENS, 0), count - width + 1, width)
+            found = [base.chunk(i, start, start + width) for start in starts]
+            chunks = [chunk for chunk in found if chunk is not None]
+            if not chunks:
+                continue
+            parts, pieces = [part for part, _ in chunks], [piece for _, piece in chunks]
+            label = f"{width} at a time"
+            yield _variant(f"{label}, cache", base.call, parts, cache(pieces, 5, torch.nan))
+            yield _variant(f"{label}, full cache", base.call, parts, cache(pieces, 0, torch.nan))
+            yield _variant(f"{label}, pages", base.call, parts, paged(pieces, PAGES[i % 4], torch.nan))
+
+
+def _paged(base: Base) -> Iterator[Variant]:
+    """The same keys in pages of any size and order."""
+    for size in PAGES:
+        total = sum(-(-len(piece.k) // size) for piece in base.pieces)
+        order = base.draw.permutation(total + 4)
+        where = paged(base.pieces, size, torch.nan, order)
+        yield _variant(f"pages of {size}", base.call, base.whole(range(len(base.pieces))), where)
+
+
+def _garbage_beyond(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
+    """NaN in keys that are in no sequence, and in queries that are not in use."""
+    if "seqused_q" in call and call["q"].numel():
+        q, beyond = (
+            call["q"].clone(),
+            torch.arange(call["q"].shape[1], device=draw.device) >= call["seqused_q"][:, None],
+        )
+        q[beyond] = torch.nan
+
+        def inside(name: str, result: torch.Tensor) -> torch.Tensor:
+            # Zeros there in both.
+            return result
+
+        def lift(name: str, upstream: torch.Tensor) -> torch.Tensor:
+            return upstream.masked_fill(beyond[..., None, None], torch.nan)
+
+        yield Variant("NaN in queries not in use", {**call, "q": q}, inside, inside, lift)
+    if "cu_seqlens_k" in call or "block_table" in call or not {"k_start", "seqused_k"} & call.keys():
+        return
+    at = torch.arange(call["k"].shape[1], device=draw.device)
+    own = torch.ones((call["k"].shape[0], len(at)), dtype=torch.bool, device=draw.device)
+    if "k_start" in call:
+        own &= at >= call["k_start"][:, None]
+    if "seqused_k" in call:
+        own &= at < call["seqused_k"][:, None]
+    for number in (torch.nan, torch.inf):
+        garbage = {name: call[name].masked_fill(~own[..., None, None], number) for name in ("k", "v")}
+        yield Variant(f"{number} in keys of no sequence", {**call, **garbage})
+
+
+def _longest(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
+    """Longest lengths that are given, exact or larger."""
+    for extra in (0, 100):
+        given: dict[str, Any] = {
+            f"max_seqlen_{name}": int(call[f"cu_seqlens_{name}"].diff().max()) + extra
+            for name in ("q", "k")
+            if f"cu_seqlens_{name}" in call and len(call[f"cu_seqlens_{name}"]) > 1
+        }
+        if given and not given.keys() & call.keys():
+            yield Variant(f"longest plus {extra}", {**call, **given})
+
+
+def _default_scale(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
+    if "scale" not in call:
+        yield Variant("scale by name", {**call, "scale": call["q"].shape[-1] ** -0.5})
+
+
+TRANSFORMS: Mapping[str, Transform] = {
+    "alone": _bound(_alone),
+    "packed": _bound(_packed),
+    "batched": _bound(_batched),
+    "left padded": _bound(_left_padded),
+    "right padded": _bound(_right_padded),
+    "chunks": _bound(_chunks),
+    "tokens": _bound(_tokens, cached=True),
+    "paged": _bound(_paged, cached=True),
+    "longest": _longest,
+    "scale": _default_scale,
+    "int32": as_int32("cu_seqlens_q", "cu_seqlens_k", "k_start", "seqused_q", "seqused_k", "block_table"),
+    "options": options(
+        lse={"return_lse": True},
+        unlimited_window={"window": (-1, None)},
+        no_cap={"softcap": 0.0},
+        unchecked={"validate": False},
+    ),
+}
+HYGIENE: Mapping[str, Transform] = {"garbage beyond": _garbage_beyond}

@@ -1,0 +1,77 @@
+"""Random calls of det_attention in every layout that is promised to change no bit: forward and gradients."""
+
+import random
+
+import pytest
+import torch
+
+from rl_kernels.attention.op import OPERATOR
+from rl_kernels.core.testing import Case
+from rl_kernels.lab.check import compare
+from rl_kernels.lab.check.conformance import cell, device
+from rl_kernels.lab.check.relations import hold
+from rl_kernels.lab.check.result import Check
+
+LAYOUTS = (None, None, "left", "packed", "cache", "paged", "packed-paged")
+CACHES = ("cache", "paged", "packed-paged")
+
+
+def random_case(seed, most_queries, most_keys, heads):
+    """Return a call of any kind; the same one for a seed."""
+    source = random.Random(seed)
+    layout = source.choice(LAYOUTS)
+    queries = source.choice((1, 3, 17, most_queries))
+    keys = source.choice((queries, source.randint(1, most_keys), most_keys))
+    options = {"return_lse": True, "layout": layout}
+    if layout in CACHES:
+        options["page"] = source.choice((16, 64, 256))
+    if source.random() < 0.3:
+        options["window"] = (source.randint(0, keys), source.choice((0, None, 5)))
+    if source.random() < 0.2:
+        options["softcap"] = source.choice((2.0, 50.0))
+    if source.random() < 0.3:
+        options["sinks"] = True
+    if source.random() < 0.15:
+        options["causal"] = False
+    sizes = {
+        **{"batch": source.randint(1, 4), "queries": queries, "keys": keys},
+        **{"kv_heads": source.choice((1, 2)), "group": source.choice((1, 2, 4, 7)), "head": source.choice(heads)},
+    }
+    grad = layout not in CACHES and source.random() < 0.7
+    return Case(f"random-{seed}", sizes, {k: v for k, v in options.items() if v is not None}, grad=grad)
+
+
+def failures(case, dtype, backend):
+    """Return what differs in bits."""
+    checks = [found for found in hold(cell(OPERATOR, case, dtype, backend), "invariance") if isinstance(found, Check)]
+    assert checks, case
+    return [f"{case}: {check.item}: {check.comparison.message}" for check in checks if not check.comparison.passed]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_native(seed):
+    assert not failures(random_case(seed, 70, 140, (8, 16)), "fp32", "native")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_triton(monkeypatch, seed):
+    """In the interpreter a product is NumPy's, whose bits follow a row's place in it: there they are only close."""
+    if OPERATOR.backend("triton").why_not(OPERATOR.describe(torch.zeros(1, 1, 1, 8, device=device()))):
+        pytest.skip("needs a GPU, or Triton's interpreter")
+    if device().type == "cpu":
+        monkeypatch.setattr(compare, "bits", close)
+    assert not failures(random_case(seed, 20, 70, (8,)), "fp32", "triton")
+
+
+def close(found, expected):
+    return compare.Comparison(torch.allclose(found, expected, 1e-4, 1e-5), message="not close")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_many_on_a_gpu(dtype):
+    """Tens of variants of each call: some two thousand layouts in all."""
+    assert device().type == "cuda"
+    for seed in range(40 if dtype == "bf16" else 15):
+        case = random_case(seed, 300, 2500, (64, 128, 256) if dtype != "fp32" else (64,))
+        assert not failures(case, dtype, "triton")

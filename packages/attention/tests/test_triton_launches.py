@@ -1,0 +1,189 @@
+"""What the Triton backend launches, recorded without a GPU and held to what the shapes imply; planted bugs show."""
+
+from __future__ import annotations
+
+import importlib
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+import torch
+
+from rl_kernels.attention.inputs import UNLIMITED, Inputs
+from rl_kernels.attention.spec.mutants_triton import HOST, LAUNCHES, MODULES
+from rl_kernels.core.testing.planted import planted
+from rl_kernels.core.testing.triton_launches import TritonRecorder
+
+BACKEND = MODULES[-1]
+BLOCK, SEGMENT, UNIT = 64, 1024, 8
+FEW, FULL, PROCESSORS = 16, 4, 2
+FAILURES = (AssertionError, RuntimeError)
+
+
+def dense(batch, queries, keys, kv_heads, group, size, dtype=torch.bfloat16, **options):
+    q = torch.randn(batch, queries, kv_heads * group, size).to(dtype)
+    k, v = (torch.randn(batch, keys, kv_heads, size).to(dtype) for _ in range(2))
+    return made(q, k, v, queries, keys, **options)
+
+
+def made(q, k, v, longest_q, longest_k, left=UNLIMITED, right=0, softcap=0.0, **where):
+    names = ("sinks", "cu_seqlens_q", "cu_seqlens_k", "k_start", "seqused_q", "seqused_k", "block_table")
+    return Inputs(q, k, v, *map(where.get, names), longest_q, longest_k, 0.125, left, right, softcap)
+
+
+def packed(lengths, kv_heads, group, size):
+    total, bounds = sum(lengths), torch.tensor([0, *lengths]).cumsum(0)
+    q, k, v = (torch.randn(total, heads, size).bfloat16() for heads in (kv_heads * group, kv_heads, kv_heads))
+    return made(q, k, v, max(lengths), max(lengths), cu_seqlens_q=bounds, cu_seqlens_k=bounds)
+
+
+def paged(batch, queries, pages, size, page):
+    given = dense(batch, queries, page, 2, 4, size)
+    k, v = (torch.randn(pages, page, 2, size).bfloat16() for _ in range(2))
+    table, used = torch.zeros(batch, 70, dtype=torch.int32), torch.full((batch,), 50)
+    return made(given.q, k, v, queries, 70 * page, block_table=table, seqused_k=used)
+
+
+def sliced():
+    given = dense(3, 40, 90, 2, 4, 64, left=7, right=5, softcap=30.0)
+    wide = torch.randn(3, 90, 5, 64).bfloat16()
+    apart = torch.stack((given.q, given.q), -1)[..., 0]
+    return given._replace(q=apart, k=wide[:, :, 1:3], v=wide[:, :, 3:], sinks=torch.randn(16)[::2])
+
+
+CALLS = {
+    "prompt": partial(dense, 2, 300, 300, 2, 4, 128),
+    "long-prompt": partial(dense, 1, 2100, 2100, 1, 8, 64),
+    "one-token": partial(dense, 3, 1, 5000, 2, 4, 128),
+    "several-tokens": partial(dense, 3, 9, 700, 2, 7, 128),
+    "wide-heads": partial(dense, 2, 70, 1500, 1, 2, 256),
+    "fp32": partial(dense, 2, 70, 130, 1, 2, 64, torch.float32),
+    "sliced": sliced,
+    "packed": partial(packed, (7, 0, 1300, 64), 2, 4, 128),
+    "paged": partial(paged, 5, 2, 40, 128, 48),
+}
+LOOKED_AT = ("prompt", "one-token", "several-tokens", "sliced", "packed", "paged")
+"""Calls that show every planted bug."""
+
+
+def rows_of(given):
+    """Return the rows of a tile, as head size, dtype and, on Hopper, their number have it."""
+    wide = max(given.q.shape[-1], given.v.shape[-1])
+    if given.q.dtype == torch.float32 or wide > 128:
+        return 32
+    rows = given.max_seqlen_q * given.group
+    if rows <= FEW:
+        return FEW
+    return 64 if wide <= 64 or rows <= 64 else 128
+
+
+def check_operands(launch, given):
+    for name, tensor in (("Q", given.q), ("K", given.k), ("V", given.v)):
+        assert torch.equal(launch[name], tensor)
+        assert launch[name].data_ptr() % 16 == 0
+        step, head = launch[name].stride()[-3:-1]
+        assert launch[f"{name}_STEP"] * UNIT == step
+        assert launch["Q_HEAD" if name == "Q" else f"{name.lower()}_head"] * UNIT == head
+        assert launch[name].stride(-1) == 1
+        if launch[name].ndim == 4:
+            assert launch[f"{name.lower()}_batch"] * UNIT == launch[name].stride(0)
+    is_free = [side == UNLIMITED for side in (given.left, given.right)]
+    assert [launch["left"] >= 1 << 29, launch["right"] >= 1 << 29] == is_free
+    assert is_free[0] or launch["left"] == given.left
+    assert is_free[1] or launch["right"] == given.right
+    assert launch["CAPPED"] == (given.softcap > 0)
+    log2e = 1.4426950408889634
+    assert launch["factor"] == pytest.approx(log2e if given.softcap else log2e * given.scale)
+    assert not given.softcap or launch["rate"] * given.softcap == pytest.approx(given.scale)
+    assert (launch["KV_HEADS"], launch["GROUP"]) == (given.k.shape[-2], given.group)
+    assert (launch["D"], launch["DV"]) == (given.q.shape[-1], given.v.shape[-1])
+    assert launch["queries"] == given.q.shape[-3]
+
+
+def check_forward(given, launches, out, lse):
+    attend, *rest = launches
+    check_operands(attend, given)
+    rows = rows_of(given)
+    tiles, segments = -(-given.max_seqlen_q * given.group // rows), -(-given.max_seqlen_k // SEGMENT)
+    programs, heads = given.batch * tiles, given.k.shape[-2]
+    split = segments > 1 and (programs * heads < FULL * PROCESSORS or rows <= FEW)
+    assert (attend["ROWS"], attend["BLOCK"], attend["SEGMENT"], attend["tiles"]) == (rows, BLOCK, SEGMENT, tiles)
+    assert (attend["SPLIT"], attend["ONE"], attend["LEFT"]) == (split, segments <= 1, given.left != UNLIMITED)
+    assert attend.grid == (programs * (segments if split else 1), heads, 1)
+    assert attend["OUT"] is out
+    assert out.is_contiguous()
+    assert attend["LSE"] is lse
+    assert lse.shape == given.lse_shape()
+    sinks = attend["SINKS"]
+    assert sinks is None if given.sinks is None else torch.equal(sinks, given.sinks) and sinks.is_contiguous()
+    if given.block_table is not None:
+        assert (attend["PAGE"], attend["pages"]) == (given.k.shape[1], given.k.shape[0])
+        assert attend["keys"] == given.k.shape[1] * given.block_table.shape[1]
+        assert attend["table_step"] == given.block_table.shape[1]
+    assert len(rest) == split
+    for finish in rest:
+        states = programs * heads * segments * rows
+        assert attend["TOPS"].numel() == attend["TOTALS"].numel() == states
+        assert attend["ACCS"].numel() == states * attend["WIDTH_V"]
+        parts = (rows // finish["PART"]) * (attend["WIDTH_V"] // finish["COLUMNS"])
+        assert finish.grid == (programs * parts, heads, 1)
+        assert (finish["tiles"], finish["segments"], finish["ROWS"]) == (tiles, segments, rows)
+
+
+def check_backward(given, launches, gradients):
+    of_rows, of_queries, *of_keys = launches
+    batch = 1 if given.q.ndim == 3 else given.q.shape[0]
+    assert of_rows.grid == (batch * -(-given.q[..., 0].numel() // batch // of_rows["ROWS"]), 1, 1)
+    assert of_rows["GRAD"].stride(-1) == 1
+    assert of_rows["G_STEP"] * UNIT == of_rows["GRAD"].stride(-3)
+    check_operands(of_queries, given)
+    tiles = -(-given.max_seqlen_q * given.group // of_queries["ROWS"])
+    assert of_queries.grid == (given.batch * tiles, given.k.shape[-2], 1)
+    assert (of_queries["BLOCK"], of_queries["tiles"]) == (BLOCK, tiles)
+    assert of_queries["DQ"] is gradients[0]
+    assert len(of_keys) == 1
+    check_operands(of_keys[0], given)
+    tiles = -(-given.max_seqlen_k // of_keys[0]["BLOCK"])
+    assert of_keys[0].grid == (given.batch * tiles, given.k.shape[-2], 1)
+    assert (of_keys[0]["DK"] is gradients[1], of_keys[0]["DV_"] is gradients[2]) == (True, True)
+    for launch in (of_queries, of_keys[0]):
+        assert launch["LSES"].shape == launch["DELTAS"].shape
+        assert launch["LSES"].numel() == given.q[..., 0].numel()
+        assert launch["scale"] == given.scale
+
+
+def check(name, plant=nullcontext):
+    given = CALLS[name]()
+    with TritonRecorder(processors=PROCESSORS).pretended() as recorder, plant():
+        backend = importlib.import_module(BACKEND)
+        out, lse = backend.forward(*given)
+        check_forward(given, recorder.launches, out, lse)
+        if given.block_table is None:
+            recorder.launches.clear()
+            grad = torch.randn(*out.shape, 2).to(out.dtype)[..., 0]
+            gradients = backend.backward(*given, out, lse, grad, True)
+            check_backward(given, recorder.launches, gradients)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_launches(name):
+    check(name)
+
+
+@pytest.mark.parametrize("bug", [*HOST, *LAUNCHES], ids=lambda bug: bug.name)
+def test_planted_bugs_show(bug):
+    for name in LOOKED_AT:
+        try:
+            check(name, partial(planted, [BACKEND], bug))
+        except FAILURES:
+            return
+    pytest.fail("the launches are as they should be")
+
+
+def test_no_query_launches_nothing():
+    given = dense(2, 0, 30, 2, 2, 64)
+    with TritonRecorder().pretended() as recorder:
+        backend = importlib.import_module(BACKEND)
+        out, lse = backend.forward(*given)
+        assert not recorder.launches
+    assert (out.shape, lse.shape) == ((2, 0, 4, 64), (2, 4, 0))
