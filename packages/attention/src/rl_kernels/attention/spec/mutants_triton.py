@@ -51,7 +51,9 @@ FORWARD = (
         "begin, stop = first + 0 * segment, tl.minimum(end, segment + SEGMENT)\n        top",
     ),
     Bug(
-        "last state not merged", "range(0, length, SEGMENT * AHEAD)", "range(0, length - SEGMENT, SEGMENT * AHEAD * 2)"
+        "last state not merged",
+        "there = (first + step * SEGMENT < length) & (t < count)",
+        "there = (first + step * SEGMENT + SEGMENT < length) & (t < count)",
     ),
     Bug(
         "heads of another group",
@@ -64,7 +66,7 @@ BACKWARD = (
     Bug(
         "dk without the last rows",
         "for r in tl.range(begin, t_high * GROUP, ROWS)",
-        "for r in tl.range(begin, t_high * GROUP - 1, ROWS)",
+        "for r in tl.range(begin, t_high * GROUP - ROWS, ROWS)",
     ),
     Bug(
         "scale left out of dk",
@@ -78,14 +80,14 @@ HOST = (
         "return triton.cdiv(self.longest_q * self.given.group, rows)",
         "return max(self.longest_q * self.given.group // rows, 1)",
     ),
+)
+LAUNCHES = (
     Bug(
         "sinks read as if they were contiguous",
         "None if given.sinks is None else given.sinks.contiguous()",
         "given.sinks",
     ),
     Bug("head size left out of what is aligned", "if x.stride(-1) == 1 and apart", "if apart"),
-)
-LAUNCHES = (
     Bug("keys always split", "split = segments > 1 and", "split = segments > 0 and"),
     Bug(
         "states of one segment too few",
@@ -107,7 +109,7 @@ LAUNCHES = (
         "tiles = triton.cdiv(call.longest_q, keys.rows)",
     ),
 )
-"""Bugs that change no result in the interpreter, but what is launched."""
+"""Bugs of the host that recorded launches show, most of them in no result that the interpreter gives."""
 CASES = ("sinks", "window", "left-padded", "pages", "softcap", "segments")
 
 MUTANTS = (Mutants("triton", MODULES, (*TILES, *FORWARD, *BACKWARD, *HOST), CASES),)
