@@ -21,21 +21,26 @@ TEMPLATE = Environment(loader=FileSystemLoader(DOCS), keep_trailing_newline=True
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Append the operators to the navigation."""
-    pages = [{name: page_of(name)} for name in kernel_registry.names()]
+    pages = [{name: page_of(kernel_registry.load(name))} for name in kernel_registry.names()]
     config.nav = [*(config.nav or []), {"Operators": pages}]
     return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the page of each operator to the files of the site."""
-    for name in kernel_registry.names():
-        files.append(File.generated(config, page_of(name), content=render(kernel_registry.load(name))))
+    for operator in map(kernel_registry.load, kernel_registry.names()):
+        files.append(File.generated(config, page_of(operator), content=render(operator)))
     return files
 
 
-def page_of(name: str) -> str:
-    """Return where an operator's page stands in the site."""
-    return f"operators/{name.replace('_', '-')}.md"
+def folder_of(operator: Operator) -> str:
+    """Return the name of an operator's folder among the packages, which may differ from the operator's."""
+    return operator.distribution.removeprefix("rl-kernels-")
+
+
+def page_of(operator: Operator) -> str:
+    """Return where an operator's page stands in the site: links from other pages name its folder."""
+    return f"operators/{folder_of(operator)}.md"
 
 
 def render(operator: Operator) -> str:
@@ -45,5 +50,5 @@ def render(operator: Operator) -> str:
 
 def readme_of(operator: Operator) -> str:
     """Return the package's README, its links made to work from the page: they are relative to the package's folder."""
-    text = (PACKAGES / operator.name.replace("_", "-") / "README.md").read_text(encoding="utf-8")
+    text = (PACKAGES / folder_of(operator) / "README.md").read_text(encoding="utf-8")
     return text.strip().replace("](../../docs/", "](../").replace("/README.md)", ".md)")

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +44,7 @@ json.dump({
     "versions": {**versions, **{name: found for name in names if (found := version(name))}},
     "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
     "operators": sorted(kernel_registry.names()),
+    "distributions": {name: kernel_registry.load(name).distribution for name in kernel_registry.names()},
     "from_wheels": os.path.dirname(rl_kernels.core.__file__).startswith(sys.argv[1]),
 }, sys.stdout)
 """
@@ -91,16 +92,16 @@ class Runner:
         command = [sys.executable, "-c", FACTS, str(self.site)]
         return json.loads(subprocess.run(command, env=self.environment, stdout=subprocess.PIPE, check=True).stdout)
 
-    def steps(self, operators: Sequence[str]) -> Iterator[Step]:
+    def steps(self, distributions: Mapping[str, str]) -> Iterator[Step]:
         """Yield all steps, group by group."""
         given, program = self.given, [sys.executable, str(self.site / "bin" / "rl-kernels")]
-        for folder in self._folders():
+        for folder in self._folders(distributions):
             report = f"tests-{folder.parent.name}.xml"
             options = ["-p", "no:cacheprovider", "--junit-xml", str(self.out / report), *given.pytest]
             command = [sys.executable, "-m", "pytest", str(folder), *options]
             # With arguments that choose tests, a package may have none of them, which pytest calls 5.
             yield Step("tests", folder.parent.name, command, report, good=(0, 5) if given.pytest else (0,))
-        for name in given.op or operators:
+        for name in given.op or sorted(distributions):
             for dtype in given.dtype:
                 chosen = ["--op", name, "--dtype", dtype, "--candidate", given.candidate, "--device", given.device]
                 command = [*program, "check", *chosen, "--suite", given.suite, "--json"]
@@ -111,10 +112,11 @@ class Runner:
         sanitize += ["--op", *given.op] if given.op else []
         yield Step("sanitize", "all", sanitize, "sanitize.json")
 
-    def _folders(self) -> list[Path]:
+    def _folders(self, distributions: Mapping[str, str]) -> list[Path]:
         """Return the folders of the tests to run, the operators' first: they take longest."""
         if self.given.op:
-            return [HERE / "packages" / name.replace("_", "-") / "tests" for name in self.given.op]
+            folders = [distributions[name].removeprefix("rl-kernels-") for name in self.given.op]
+            return [HERE / "packages" / folder / "tests" for folder in folders]
         return [*sorted(HERE.glob("packages/*/tests")), *sorted(HERE.glob("shared/*/tests"))]
 
     def run(self, step: Step) -> None:
@@ -197,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser().error("rl_kernels.core is imported from elsewhere than these wheels")
     if given.device == "cuda" and facts["device"] == "cpu":
         parser().error("--device: torch sees no GPU here")
-    steps = [step for step in runner.steps(facts["operators"]) if step.group in given.only]
+    steps = [step for step in runner.steps(facts.pop("distributions")) if step.group in given.only]
 
     def run(step: Step) -> None:
         runner.run(step)

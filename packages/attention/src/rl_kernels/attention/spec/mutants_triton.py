@@ -77,36 +77,36 @@ BACKWARD = (
 HOST = (
     Bug(
         "tiles rounded down",
-        "return triton.cdiv(self.longest_q * self.given.group, rows)",
-        "return max(self.longest_q * self.given.group // rows, 1)",
+        "return triton.cdiv(self.longest_q * self.group, rows)",
+        "return max(self.longest_q * self.group // rows, 1)",
     ),
 )
 LAUNCHES = (
     Bug(
         "sinks read as if they were contiguous",
-        "None if given.sinks is None else given.sinks.contiguous()",
-        "given.sinks",
+        "_contiguous(given.sinks), _contiguous(given.block_table)",
+        "given.sinks, _contiguous(given.block_table)",
     ),
-    Bug("head size left out of what is aligned", "if x.stride(-1) == 1 and apart", "if apart"),
+    Bug("head size left out of what is aligned", "return last[0] == 1 and all(", "return all("),
     Bug("keys always split", "split = segments > 1 and", "split = segments > 0 and"),
     Bug(
         "states of one segment too few",
-        "count = programs * call.kv_heads * segments",
-        "count = programs * call.kv_heads * (segments - 1)",
+        "programs * self.kv_heads * segments * tile.rows if split",
+        "programs * self.kv_heads * (segments - 1) * tile.rows if split",
     ),
-    Bug("strides in elements", "return batch // UNIT, x.stride(-3) // UNIT", "return batch, x.stride(-3) // UNIT"),
-    Bug("scale twice with a cap", "LOG2E if capped else given.scale * LOG2E", "given.scale * LOG2E"),
+    Bug("strides in elements", "return batch // UNIT, strides[-3] // UNIT", "return batch, strides[-3] // UNIT"),
+    Bug("scale twice with a cap", "LOG2E if self.capped else self.scale * LOG2E", "self.scale * LOG2E"),
     Bug("an open window is short", "FAR = 1 << 30", "FAR = 1 << 10"),
     Bug("gradient read as if it were contiguous", "deltas, _canonical(grad))", "deltas, grad)"),
     Bug(
         "room of the cache from its pages",
-        "self.keys = self.table.shape[1] * self.page * bool(self.pages)",
+        "self.keys = table[1] * self.page * bool(self.pages)",
         "self.keys = self.pages * self.page",
     ),
     Bug(
         "kernel of keys with the tiles of queries",
-        "tiles = triton.cdiv(call.longest_k, keys.rows)",
-        "tiles = triton.cdiv(call.longest_q, keys.rows)",
+        "tiles = triton.cdiv(plan.longest_k, keys.rows)",
+        "tiles = triton.cdiv(plan.longest_q, keys.rows)",
     ),
 )
 """Bugs of the host that recorded launches show, most of them in no result that the interpreter gives."""

@@ -8,6 +8,7 @@ below a few percent of a prompt's time, and cut a cache of 32768 keys into enoug
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -35,8 +36,6 @@ UNIT = 8
 """Elements of which strides are multiples."""
 FAR = 1 << 30
 """Stands for a side of the window that has no end."""
-FARTHEST = 1 << 24
-"""Elements between rows, of which a block's offsets are 32 bits."""
 ALIGNED = 16
 """Bytes of which addresses and strides are multiples."""
 FULL = 4
@@ -58,66 +57,131 @@ class Tile(NamedTuple):
     stages: int
 
 
-class _Call:
-    """What all kernels of a call are given."""
+class Plan:
+    """What follows from the sizes and strides of a call, for all its kernels; made once for each that there are.
 
-    def __init__(self, given: Inputs) -> None:
-        self.q, self.k, self.v = (_canonical(x) for x in (given.q, given.k, given.v))
-        self.given = given
-        self.kv_heads, self.size = self.k.shape[-2:]
-        self.size_v = self.v.shape[-1]
+    Attributes:
+        factor: of scores, whose powers are of 2.
+        strides: in units, of q between sequences, of k and v between sequences or pages, and between heads.
+        constants: sizes that a kernel is compiled for.
+    """
+
+    def __init__(
+        self,
+        shapes: tuple[torch.Size, ...],
+        strides: tuple[tuple[int, ...], ...],
+        kind: tuple[torch.dtype, torch.device],
+        batch: int,
+        packed_k: bool,
+        table: torch.Size | None,
+        longest: tuple[int, int],
+        scores: tuple[float, int, int, float],
+    ) -> None:
+        (self.queries, heads, self.size), (*_, kv_heads, self.size_v) = shapes[0][-3:], shapes[2]
+        self.dtype, self.device = kind
+        self.batch, self.kv_heads, self.group = batch, kv_heads, heads // kv_heads
         self.width, self.width_v = (max(triton.next_power_of_2(x), LEAST_WIDTH) for x in (self.size, self.size_v))
-        self.queries = self.q.shape[-3]
-        self.page = 1 if given.block_table is None else self.k.shape[1]
-        packed_k = given.cu_seqlens_k is not None
-        self.keys = self.k.shape[0] if packed_k else self.k.shape[1]
-        self.pages = 0
-        self.table = None
-        if given.block_table is not None:
-            self.table, self.pages = given.block_table.contiguous(), self.k.shape[0]
-            self.keys = self.table.shape[1] * self.page * bool(self.pages)
-        self.sinks = None if given.sinks is None else given.sinks.contiguous()
-        self.starts_q, self.starts_k, self.first_k, self.used_q, self.used_k = (
-            None if value is None else value.contiguous()
-            for value in (given.cu_seqlens_q, given.cu_seqlens_k, given.k_start, given.seqused_q, given.seqused_k)
-        )
-        self.longest_k = min(given.max_seqlen_k, self.keys)
-        self.longest_q = min(given.max_seqlen_q, self.queries)
-        capped = given.softcap > 0
-        self.factor = LOG2E if capped else given.scale * LOG2E
-        self.cap, self.rate = given.softcap, given.scale / given.softcap if capped else 0.0
-        self.window = tuple(FAR if side == UNLIMITED else min(side, FAR) for side in (given.left, given.right))
-        self.on_hopper = not INTERPRETED and arch_of(self.q.device.type, self.q.device.index) == "sm90"
-
-    @property
-    def where(self) -> tuple[torch.Tensor | None, ...]:
-        """Where the sequences lie."""
-        return self.starts_q, self.starts_k, self.first_k, self.used_q, self.used_k
-
-    @property
-    def strides(self) -> tuple[int, ...]:
-        """Strides in units: of q between sequences, of k and v between sequences or pages, and heads."""
-        return units(self.q)[0], *units(self.k)[::2], *units(self.v)[::2]
-
-    @property
-    def constants(self) -> tuple[int, ...]:
-        """Sizes that a kernel is compiled for."""
-        sizes = self.kv_heads, self.given.group, self.size, self.size_v, self.width, self.width_v
-        return *sizes, *units(self.q)[1:], units(self.k)[1], units(self.v)[1]
+        self.keys, self.page, self.pages, self.table_step = shapes[1][0 if packed_k else 1], 1, 0, 0
+        if table is not None:
+            self.pages, self.page, self.table_step = shapes[1][0], shapes[1][1], table[1]
+            self.keys = table[1] * self.page * bool(self.pages)
+        self.longest_q, self.longest_k = min(longest[0], self.queries), min(longest[1], self.keys)
+        self.scale, left, right, self.cap = scores
+        self.capped, self.has_left = self.cap > 0, left != UNLIMITED
+        self.factor = LOG2E if self.capped else self.scale * LOG2E
+        self.rate = self.scale / self.cap if self.capped else 0.0
+        self.window = tuple(FAR if side == UNLIMITED else min(side, FAR) for side in (left, right))
+        of_q, of_k, of_v = map(units, strides)
+        self.strides = of_q[0], *of_k[::2], *of_v[::2]
+        sizes = kv_heads, self.group, self.size, self.size_v, self.width, self.width_v
+        self.constants = *sizes, *of_q[1:], of_k[1], of_v[1]
+        self.on_hopper = not INTERPRETED and arch_of(self.device.type, self.device.index) == "sm90"
+        # No row at all: nothing is launched.
+        self.is_empty = not (batch and self.longest_q)
 
     def tiles(self, rows: int) -> int:
         """Return the tiles of the longest sequence's rows."""
-        return triton.cdiv(self.longest_q * self.given.group, rows)
+        return triton.cdiv(self.longest_q * self.group, rows)
 
-    def is_empty(self) -> bool:
-        """Whether there is no row at all."""
-        return not (self.given.batch and self.longest_q)
+    @functools.cached_property
+    def forward(self) -> Forward:
+        """What the forward pass launches."""
+        tile = _tile(self)
+        tiles, segments = self.tiles(tile.rows), triton.cdiv(self.longest_k, SEGMENT)
+        programs = self.batch * tiles
+        few = programs * self.kv_heads < FULL * processors(self.device)
+        split = segments > 1 and (few or tile.rows <= FEW)
+        numbers = (
+            *(self.queries, self.keys, self.pages, self.table_step, tiles, segments, *self.window, *self.strides),
+            *(self.factor, self.cap, self.rate, *self.constants, self.page, self.capped),
+            *(tile.rows, BLOCK, SEGMENT, self.has_left, split, segments <= 1),
+        )
+        merging = (
+            *(self.queries, self.keys, tiles, segments, self.kv_heads, self.group, self.size_v, self.width_v),
+            *(tile.rows, SEGMENT, PART, min(COLUMNS, self.width_v), AHEAD),
+        )
+        parts = (tile.rows // PART) * triton.cdiv(self.width_v, COLUMNS)
+        return Forward(
+            tile,
+            (programs * segments if split else programs, self.kv_heads),
+            numbers,
+            (programs * parts, self.kv_heads),
+            merging,
+            programs * self.kv_heads * segments * tile.rows if split else 0,
+        )
 
 
-def units(x: torch.Tensor) -> tuple[int, int, int]:
+class Forward(NamedTuple):
+    """The launches of a forward pass: of ``attend`` and, where ``states`` are merged, of ``finish``."""
+
+    tile: Tile
+    grid: tuple[int, int]
+    numbers: tuple[float, ...]
+    grid_finish: tuple[int, int]
+    numbers_finish: tuple[float, ...]
+    states: int
+
+
+plan_of = functools.lru_cache(maxsize=4096)(Plan)
+
+
+class _Call:
+    """The tensors of a call as the kernels read them, and its plan."""
+
+    def __init__(self, given: Inputs) -> None:
+        self.q, self.k, self.v = q, k, v = _canonical(given.q), _canonical(given.k), _canonical(given.v)
+        self.sinks, self.table = _contiguous(given.sinks), _contiguous(given.block_table)
+        self.where = (
+            *(_contiguous(given.cu_seqlens_q), _contiguous(given.cu_seqlens_k), _contiguous(given.k_start)),
+            *(_contiguous(given.seqused_q), _contiguous(given.seqused_k)),
+        )
+        self.plan = plan_of(
+            (q.shape, k.shape, v.shape),
+            (q.stride(), k.stride(), v.stride()),
+            (q.dtype, q.device),
+            given.batch,
+            given.cu_seqlens_k is not None,
+            None if self.table is None else self.table.shape,
+            (given.max_seqlen_q, given.max_seqlen_k),
+            (given.scale, given.left, given.right, given.softcap),
+        )
+
+
+def units(strides: tuple[int, ...]) -> tuple[int, int, int]:
     """Return the strides of a sequence or page, a row and a head, in units of 8 elements."""
-    batch = x.stride(0) if x.ndim > 3 else 0
-    return batch // UNIT, x.stride(-3) // UNIT, x.stride(-2) // UNIT
+    batch = strides[0] if len(strides) > PACKED_DIMS else 0
+    return batch // UNIT, strides[-3] // UNIT, strides[-2] // UNIT
+
+
+def _contiguous(value: torch.Tensor | None) -> torch.Tensor | None:
+    return None if value is None else value.contiguous()
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_apart(shape: torch.Size, strides: tuple[int, ...]) -> bool:
+    """Say whether heads lie in one piece, and begin at multiples of 8 elements from the first."""
+    *outer, last = zip(strides, shape, strict=True)
+    return last[0] == 1 and all(stride % UNIT == 0 for stride, size in outer if size > 1)
 
 
 def _canonical(x: torch.Tensor) -> torch.Tensor:
@@ -125,8 +189,7 @@ def _canonical(x: torch.Tensor) -> torch.Tensor:
 
     How a kernel lays out its loads then follows from sizes alone.
     """
-    apart = all(stride % UNIT == 0 for stride, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1)
-    if x.stride(-1) == 1 and apart and x.data_ptr() % ALIGNED == 0 and x.stride(-3) < FARTHEST:
+    if _is_apart(x.shape, x.stride()) and x.data_ptr() % ALIGNED == 0:
         return x
     return torch.empty_like(x, memory_format=torch.contiguous_format).copy_(x)
 
@@ -142,52 +205,42 @@ def forward(*arguments: object) -> tuple[torch.Tensor, torch.Tensor]:
     if packed:
         lse.fill_(-torch.inf)
     call = _Call(given)
-    if call.is_empty():
+    if call.plan.is_empty:
         return out, lse
-    tile = _tile(call)
-    tiles, segments = call.tiles(tile.rows), triton.cdiv(call.longest_k, SEGMENT)
-    programs = given.batch * tiles
-    few = programs * call.kv_heads < FULL * processors(given.q.device)
-    split = segments > 1 and (few or tile.rows <= FEW)
+    plan = call.plan.forward
     states: tuple[torch.Tensor | None, ...] = (None, None, None)
-    if split:
-        count = programs * call.kv_heads * segments * tile.rows
-        states = tuple(out.new_empty(count * size, dtype=torch.float32) for size in (1, 1, call.width_v))
-    sizes = (call.queries, call.keys, call.pages, 0 if call.table is None else call.table.stride(0), tiles)
+    if plan.states:
+        sizes = (1, 1, call.plan.width_v)
+        states = tuple(out.new_empty(plan.states * size, dtype=torch.float32) for size in sizes)
     with device_of(given.q):
         launch(
             kernels_forward.attend,
-            (programs * segments if split else programs, call.kv_heads),
-            *(call.q, call.k, call.v, out, lse, call.sinks, *call.where, call.table, *states),
-            *(*sizes, segments, *call.window, *call.strides, call.factor, call.cap, call.rate),
-            *(*call.constants, call.page, given.softcap > 0, tile.rows, BLOCK, SEGMENT),
-            *(given.left != UNLIMITED, split, segments <= 1),
-            num_warps=tile.warps,
-            num_stages=tile.stages,
+            plan.grid,
+            *(call.q, call.k, call.v, out, lse, call.sinks, *call.where, call.table, *states, *plan.numbers),
+            num_warps=plan.tile.warps,
+            num_stages=plan.tile.stages,
         )
-        if split:
+        if plan.states:
             launch(
                 kernels_forward.finish,
-                (programs * (tile.rows // PART) * triton.cdiv(call.width_v, COLUMNS), call.kv_heads),
-                *(out, lse, call.sinks, *call.where, *states, call.queries, call.keys, tiles, segments),
-                *(call.kv_heads, given.group, call.size_v, call.width_v, tile.rows, SEGMENT),
-                *(PART, min(COLUMNS, call.width_v), AHEAD),
+                plan.grid_finish,
+                *(out, lse, call.sinks, *call.where, *states, *plan.numbers_finish),
                 num_warps=1,
             )
     return out, lse
 
 
-def _tile(call: _Call) -> Tile:
+def _tile(plan: Plan) -> Tile:
     """Return how rows are cut: by their number only where that was shown to change no bit."""
-    wide = max(call.width, call.width_v)
-    if INTERPRETED or call.q.dtype not in HALF:
+    wide = max(plan.width, plan.width_v)
+    if INTERPRETED or plan.dtype not in HALF:
         return Tile(32, 4, 1)
     if wide > WIDE:
         return Tile(32, 8, 1)
-    rows = call.longest_q * call.given.group
+    rows = plan.longest_q * plan.group
     if wide <= 64:
-        return Tile(FEW, 4, 3) if call.on_hopper and rows <= FEW else Tile(64, 4, 3 if call.on_hopper else 2)
-    if not call.on_hopper or FEW < rows <= 64:
+        return Tile(FEW, 4, 3) if plan.on_hopper and rows <= FEW else Tile(64, 4, 3 if plan.on_hopper else 2)
+    if not plan.on_hopper or FEW < rows <= 64:
         return Tile(64, 8, 2)
     return Tile(FEW, 4, 3) if rows <= FEW else Tile(128, 8, 3)
 
@@ -209,8 +262,8 @@ def backward(*arguments: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     )
     call = _Call(given)
     *lead, _, queries = lse.shape
-    lses, deltas = (lse.new_empty((*lead, call.kv_heads, queries, given.group)) for _ in range(2))
-    if not call.is_empty():
+    lses, deltas = (lse.new_empty((*lead, call.plan.kv_heads, queries, given.group)) for _ in range(2))
+    if not call.plan.is_empty:
         saved = (_canonical(out), lse.contiguous(), lses, deltas, _canonical(grad))
         with device_of(given.q):
             _gradients(call, *saved, (dq, dk, dv), bool(needs_keys))
@@ -227,54 +280,54 @@ def _gradients(
     into: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     needs_keys: bool,
 ) -> None:
-    given, heads = call.given, call.kv_heads * call.given.group
-    of_grad, rows = units(grad), 32
+    plan, rows = call.plan, 32
+    of_grad, heads = units(grad.stride()), plan.kv_heads * plan.group
     launch(
         kernels_backward.rows_of,
-        (triton.cdiv(call.queries * heads, rows) * (1 if out.ndim == PACKED_DIMS else out.shape[0]),),
-        *(out, grad, lse, lses, deltas, call.queries, of_grad[0]),
-        *(heads, given.group, call.size_v, call.width_v, *of_grad[1:], rows),
+        (triton.cdiv(plan.queries * heads, rows) * (1 if out.ndim == PACKED_DIMS else out.shape[0]),),
+        *(out, grad, lse, lses, deltas, plan.queries, of_grad[0]),
+        *(heads, plan.group, plan.size_v, plan.width_v, *of_grad[1:], rows),
         num_warps=4,
     )
-    tile = _tile_of_queries(call)
-    common = (*call.strides, of_grad[0], call.factor, given.scale, call.cap, call.rate)
-    constants = (*call.constants, *of_grad[1:])
-    tiles = call.tiles(tile.rows)
+    tile = _tile_of_queries(plan)
+    common = (*plan.strides, of_grad[0], plan.factor, plan.scale, plan.cap, plan.rate)
+    constants = (*plan.constants, *of_grad[1:])
+    tiles = plan.tiles(tile.rows)
     launch(
         kernels_backward.of_queries,
-        (given.batch * tiles, call.kv_heads),
+        (plan.batch * tiles, plan.kv_heads),
         *(call.q, call.k, call.v, grad, lses, deltas, into[0], *call.where, call.table),
-        *(call.queries, call.keys, call.pages, 0 if call.table is None else call.table.stride(0), tiles, *call.window),
-        *(*common, *constants, call.page, given.softcap > 0, tile.rows, BLOCK),
+        *(plan.queries, plan.keys, plan.pages, plan.table_step, tiles, *plan.window),
+        *(*common, *constants, plan.page, plan.capped, tile.rows, BLOCK),
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
-    keys = _tile_of_keys(call)
-    tiles = triton.cdiv(call.longest_k, keys.rows)
+    keys = _tile_of_keys(plan)
+    tiles = triton.cdiv(plan.longest_k, keys.rows)
     if needs_keys and tiles:
         launch(
             kernels_backward.of_keys,
-            (given.batch * tiles, call.kv_heads),
+            (plan.batch * tiles, plan.kv_heads),
             *(call.q, call.k, call.v, grad, lses, deltas, *into[1:], *call.where[:4]),
-            *(call.queries, call.keys, tiles, *call.window, *common, *constants, given.softcap > 0, ROWS, keys.rows),
+            *(plan.queries, plan.keys, tiles, *plan.window, *common, *constants, plan.capped, ROWS, keys.rows),
             num_warps=keys.warps,
             num_stages=keys.stages,
         )
 
 
-def _tile_of_queries(call: _Call) -> Tile:
+def _tile_of_queries(plan: Plan) -> Tile:
     """Return how the rows of dq are cut: by head size and dtype alone."""
-    if INTERPRETED or call.q.dtype not in HALF:
+    if INTERPRETED or plan.dtype not in HALF:
         return Tile(32, 4, 1)
-    if max(call.width, call.width_v) > WIDE:
+    if max(plan.width, plan.width_v) > WIDE:
         return Tile(64, 8, 1)
     return Tile(64, 4, 2)
 
 
-def _tile_of_keys(call: _Call) -> Tile:
+def _tile_of_keys(plan: Plan) -> Tile:
     """Return how the keys of dk and dv are cut: by head size and dtype alone."""
-    if INTERPRETED or call.q.dtype not in HALF:
+    if INTERPRETED or plan.dtype not in HALF:
         return Tile(32, 4, 1)
-    if max(call.width, call.width_v) > WIDE:
+    if max(plan.width, plan.width_v) > WIDE:
         return Tile(64, 8, 1)
-    return Tile(64, 4, 3 if call.on_hopper else 2)
+    return Tile(64, 4, 3 if plan.on_hopper else 2)
