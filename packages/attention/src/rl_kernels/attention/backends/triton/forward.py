@@ -120,20 +120,8 @@ def attend(
                 top, total, acc = merged(top, total, acc, other_top, other_total, other_acc)
         out, lse = finished(top, total, acc, SINKS, heads)
         out, lse = tl.where((t < used)[:, None], out, 0.0), tl.where(t < used, lse, float("-inf"))
-        put(
-            OUT,
-            LSE,
-            out,
-            lse,
-            batch,
-            first_q + t,
-            heads,
-            tl.arange(0, WIDTH_V),
-            t < count,
-            queries,
-            KV_HEADS * GROUP,
-            DV,
-        )
+        d = tl.arange(0, WIDTH_V)
+        put(OUT, LSE, out, lse, batch, first_q + t, heads, d, t < count, queries, KV_HEADS * GROUP, DV)
 
 
 @triton.jit(do_not_specialize=("queries", "keys", "tiles", "segments"))
@@ -163,9 +151,11 @@ def finish(
     d = column + tl.arange(0, COLUMNS)
     state = ((b.to(tl.int64) * KV_HEADS + head) * tiles + tile) * segments * ROWS + part + tl.arange(0, PART)
     top, total, acc = nothing(PART, COLUMNS)
-    for first in range(0, length, SEGMENT * AHEAD):
+    # No more than were written, if the longest sequence was said to be shorter and nobody looked.
+    stop = tl.minimum(length, segments * SEGMENT)
+    for first in range(0, stop, SEGMENT * AHEAD):
         for step in tl.static_range(AHEAD):
-            there = (first + step * SEGMENT < length) & (t < count)
+            there = (first + step * SEGMENT < stop) & (t < count)
             other_top = tl.load(TOPS + state, mask=there, other=float("-inf"))
             other_total = tl.load(TOTALS + state, mask=there, other=0.0)
             place = ACCS + state[:, None] * WIDTH_V + d[None, :]

@@ -1,0 +1,65 @@
+"""det_attention beyond the conformance tests: gradients beside a cache, what is asked of the device, compiled calls."""
+
+import pytest
+import torch
+
+from rl_kernels.attention import Attended, det_attention
+
+
+def operands(batch=2, queries=3, keys=20, heads=4, kv_heads=2, head=8):
+    source = torch.Generator().manual_seed(5)
+    shapes = ((batch, queries, heads, head), (batch, keys, kv_heads, head), (batch, keys, kv_heads, head))
+    return [torch.randn(shape, generator=source) for shape in shapes]
+
+
+def test_the_gradient_of_queries_beside_a_cache_is_that_of_its_keys_alone():
+    q, k, v = operands()
+    upstream, used = torch.randn_like(q), torch.tensor([20, 11])
+    leaf = q.clone().requires_grad_()
+    (found,) = torch.autograd.grad(det_attention(leaf, k, v, seqused_k=used), leaf, upstream)
+    for b, count in enumerate(used.tolist()):
+        alone = q[b : b + 1].clone().requires_grad_()
+        out = det_attention(alone, k[b : b + 1, :count], v[b : b + 1, :count])
+        assert torch.equal(found[b : b + 1], torch.autograd.grad(out, alone, upstream[b : b + 1])[0])
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "sinks"])
+def test_one_gradient_alone_is_that_of_all(name):
+    given = dict(zip("qkv", operands(), strict=True), sinks=torch.linspace(-1, 1, 4))
+    upstream = torch.randn_like(given["q"])
+
+    def gradients(*names):
+        leaves = {key: value.clone().requires_grad_(key in names) for key, value in given.items()}
+        found = torch.autograd.grad(det_attention(**leaves), [leaves[key] for key in names], upstream)
+        return dict(zip(names, found, strict=True))
+
+    assert torch.equal(gradients(name)[name], gradients(*given)[name])
+
+
+def test_lse_has_no_gradient():
+    q, k, v = operands()
+    out, lse = det_attention(q.requires_grad_(), k, v, return_lse=True)
+    assert (out.requires_grad, lse.requires_grad, lse.dtype) == (True, False, torch.float32)
+    assert isinstance(det_attention(q, k, v, return_lse=True), Attended)
+
+
+def test_a_compiled_packed_call_needs_no_longest_length():
+    torch.compiler.reset()
+    q, k, v = (x.flatten(0, 1) for x in operands(2, 20, 20))
+    call = torch.compile(det_attention, fullgraph=True, backend="aot_eager")
+    for bounds in ([0, 13, 40], [0, 40], [0, 1, 1, 39, 40]):
+        cu_seqlens = torch.tensor(bounds)
+        given = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
+        assert torch.equal(call(q, k, v, **given), det_attention(q, k, v, **given))
+
+
+def test_unchecked_integers_are_kept_within_their_tensors():
+    q, k, v = (x.flatten(0, 1) for x in operands(2, 20, 20))
+    wild = torch.tensor([-5, 7, 3, 1 << 40])
+    found = det_attention(q, k, v, cu_seqlens_q=wild, cu_seqlens_k=wild, validate=False)
+    assert torch.isfinite(found).all()
+    pages = torch.randn(3, 16, 2, 8)
+    table, used = torch.tensor([[0, 9], [1, 2]]), torch.tensor([32, 1 << 40])
+    found = det_attention(*operands(2, 2)[:1], pages, pages, block_table=table, seqused_k=used, validate=False)
+    assert torch.isnan(found[0]).all()
+    assert torch.isfinite(found[1]).all()
