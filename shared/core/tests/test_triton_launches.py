@@ -84,9 +84,7 @@ CHOICES = (
     Bug("kernel of another dtype", "(x.dtype, x.data_ptr() % ALIGNMENT)", "(x.data_ptr() % ALIGNMENT,)"),
     Bug("kernel of another alignment", "(x.dtype, x.data_ptr() % ALIGNMENT)", "x.dtype"),
     Bug("kernel of another number", "[x if type(x) in PLAIN else", "[type(x) if type(x) in PLAIN else"),
-    Bug(
-        "kernel of other warps", "torch.cuda.current_device(), num_warps, *forms", "torch.cuda.current_device(), *forms"
-    ),
+    Bug("kernel of other warps", "num_warps, *options.values(), *forms", "*options.values(), *forms"),
     Bug("kernel of another GPU", "id(kernel), torch.cuda.current_device(), num_warps", "id(kernel), num_warps"),
     Bug("launched on the grid that it was compiled on", "sizes = (*grid, 1, 1)", "sizes = (1, 1, 1)"),
 )

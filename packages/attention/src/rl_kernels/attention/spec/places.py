@@ -132,13 +132,13 @@ def paged(pieces: Sequence[Piece], size: int, garbage: float, order: torch.Tenso
     """
     counts = [-(-len(piece.k) // size) for piece in pieces]
     total, widest = sum(counts) + 1, max([*counts, 1])
-    places = torch.arange(total) if order is None else order.argsort()[:total].argsort()
+    places = torch.arange(total, device="cpu") if order is None else order.argsort()[:total].argsort()
     first = pieces[0]
     found: Inputs = {}
     for name in ("k", "v"):
         found[name] = getattr(first, name).new_full((total, size, *getattr(first, name).shape[1:]), garbage)
     # Entries beyond a sequence's own pages name none.
-    table = torch.full((len(pieces), widest), -1)
+    table = torch.full((len(pieces), widest), -1, device="cpu")
     at = 0
     for b, (piece, count) in enumerate(zip(pieces, counts, strict=True)):
         own = places[at : at + count]
