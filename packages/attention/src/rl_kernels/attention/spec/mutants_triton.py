@@ -52,8 +52,8 @@ FORWARD = (
     ),
     Bug(
         "last state not merged",
-        "there = (first + step * SEGMENT < stop) & (t < count)",
-        "there = (first + step * SEGMENT + SEGMENT < stop) & (t < count)",
+        "there = (at < stop) & (t < count)",
+        "there = (at + SEGMENT < stop) & (t < count)",
     ),
     Bug(
         "heads of another group",

@@ -155,7 +155,8 @@ def finish(
     stop = tl.minimum(length, segments * SEGMENT)
     for first in range(0, stop, SEGMENT * AHEAD):
         for step in tl.static_range(AHEAD):
-            there = (first + step * SEGMENT < stop) & (t < count)
+            at = tl.zeros([PART], tl.int32) + first + step * SEGMENT
+            there = (at < stop) & (t < count)
             other_top = tl.load(TOPS + state, mask=there, other=float("-inf"))
             other_total = tl.load(TOTALS + state, mask=there, other=0.0)
             place = ACCS + state[:, None] * WIDTH_V + d[None, :]
