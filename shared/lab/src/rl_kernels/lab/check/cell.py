@@ -25,6 +25,8 @@ Choice = TypeVar("Choice")
 
 LARGE = 1 << 20
 """Numbers of all arguments of a case beyond which a call takes long."""
+LARGE_SLOW = 1 << 14
+"""The same in Triton's interpreter."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,8 @@ class Cell:
     def is_brief(self) -> bool:
         """Whether one upstream gradient of all kinds is enough: a case made in numbers, or a large one."""
         tensors = (value for value in self.inputs.values() if isinstance(value, torch.Tensor))
-        return bool(self.case.relations) or sum(value.numel() for value in tensors) > LARGE
+        most = LARGE_SLOW if self.is_slow else LARGE
+        return bool(self.case.relations) or sum(value.numel() for value in tensors) > most
 
     @cached_property
     def seed(self) -> int:

@@ -13,6 +13,7 @@ import inspect
 import math
 import subprocess
 import sys
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar
@@ -73,7 +74,7 @@ class Conformance:
                 if not (_interpreted(backend) and dtype == "bf16")
                 for relation in relations
                 for case in cases
-                if not _interpreted(backend) or _quick_to_interpret(spec_of(cls.operator), case, relation)
+                if not _interpreted(backend) or _is_interpreted(spec_of(cls.operator), case, relation, dtype)
                 if not case.relations or relation in case.relations
                 # A case of a dtype of its own is the same in every run.
                 if not case.dtype or dtype == next(iter(HELD))
@@ -227,12 +228,22 @@ def _interpreted(backend: str) -> bool:
     return backend == "triton" and device().type == "cpu"
 
 
-def _quick_to_interpret(spec: Spec, case: Case, relation: str) -> bool:
-    """Say whether Triton's interpreter runs a case; a GPU runs all."""
+def _is_interpreted(spec: Spec, case: Case, relation: str, dtype: str) -> bool:
+    """Say whether Triton's interpreter runs a case; a GPU runs all.
+
+    What a call must leave alone is shown by the first case and those that show the planted bugs. A case made in numbers
+    that has gradients is held to its outputs in one dtype, and to its gradients in the other.
+    """
     if relation == "torch":
         return case.name == spec.first_of(case.function).name
+    if relation in ("hygiene", "parity"):
+        shown = {name for mutants in spec.mutants if mutants.backend == "triton" for name in mutants.cases}
+        return case.name in shown or case.name == spec.first_of(case.function).name
+    if not case.relations:
+        return True
     sizes = list(case.sizes.values())
-    return not case.relations or (math.prod(sizes) <= SMALL and max(sizes[:-1], default=0) <= SHORT)
+    turn = zlib.crc32(case.name.encode()) + (relation == "gradients") + (dtype == "fp16")
+    return math.prod(sizes) <= SMALL and max(sizes[:-1], default=0) <= SHORT and (turn % 2 == 0 or not case.grad)
 
 
 def _promising(operator: Operator) -> list[str]:
