@@ -107,7 +107,8 @@ def check_forward(given, launches, out, lse):
     tiles, segments = -(-given.max_seqlen_q * given.group // rows), -(-given.max_seqlen_k // SEGMENT)
     programs, heads = given.batch * tiles, given.k.shape[-2]
     split = segments > 1 and (programs * heads < FULL * PROCESSORS or rows <= FEW)
-    assert (attend["ROWS"], attend["BLOCK"], attend["SEGMENT"], attend["tiles"]) == (rows, BLOCK, SEGMENT, tiles)
+    assert (attend["ROWS"], attend["BLOCK"], attend["tiles"]) == (rows, BLOCK, tiles)
+    assert attend["LEFT"] == (given.left != UNLIMITED)
     assert (attend["SPLIT"], attend["ONE"], attend["LEFT"]) == (split, segments <= 1, given.left != UNLIMITED)
     assert attend.grid == (programs * (segments if split else 1), heads, 1)
     assert attend["OUT"] is out

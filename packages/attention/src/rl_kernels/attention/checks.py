@@ -129,15 +129,21 @@ def lengths(
     seqused_q: torch.Tensor | None,
     seqused_k: torch.Tensor | None,
     block_table: torch.Tensor | None,
+    *,
+    windowed: bool,
 ) -> None:
-    """Require integers that lie within their tensors. Costs a sync on a GPU; skipped where values are hidden."""
+    """Require integers that lie within their tensors. Costs a sync on a GPU; skipped where values are hidden.
+
+    ``windowed`` says that the window ends on the left: keys that no query sees may then be gone.
+    """
     if values_hidden(q):
         return
     for name, value, total in (("cu_seqlens_q", cu_seqlens_q, q), ("cu_seqlens_k", cu_seqlens_k, k)):
         if value is not None:
             _check_cumulative(value, total.shape[0], name)
     capacity = k.shape[1] if block_table is None else k.shape[1] * block_table.shape[1] * bool(k.shape[0])
-    within = {"seqused_k": (seqused_k, capacity), "k_start": (k_start, capacity), "seqused_q": (seqused_q, q.shape[1])}
+    start = k_start.clamp(min=0) if k_start is not None and windowed else k_start
+    within = {"seqused_k": (seqused_k, capacity), "k_start": (start, capacity), "seqused_q": (seqused_q, q.shape[1])}
     for name, (value, most) in within.items():
         if value is not None and not (name == "seqused_q" and cu_seqlens_q is not None):
             check.ids_in_range(name, value, most + 1, ignorable=False)

@@ -135,7 +135,7 @@ def _gradients(
             totals[1][:, part] += _product(_rounded(weights, given).mT, above)
         sequence.put(dq, first, total * given.scale)
     for place, value in enumerate(of_keys or ()):
-        found = totals[place][:, : keys.shape[1]] * (1.0 if place else given.scale)
+        found = totals[place][:, sequence.gone : keys.shape[1]] * (1.0 if place else given.scale)
         value[sequence.places] = found.movedim(0, 1).to(value.dtype)
 
 
@@ -170,9 +170,10 @@ class _Sequence:
         queries: its place in q: an index of the leading dims.
         count: its queries, used or not: the last stands at the last key.
         places: its place in k and v.
-        length: its keys.
+        length: its keys, those that are gone included.
         missing: marks of keys on pages that do not exist.
         group: query heads that share a head of keys.
+        gone: keys before ``places`` that the cache of a sliding window has dropped, less whole segments.
     """
 
     queries: tuple[int | slice, ...]
@@ -181,6 +182,7 @@ class _Sequence:
     length: int
     missing: torch.Tensor | None
     group: int
+    gone: int = 0
 
     def rows(self, x: torch.Tensor) -> torch.Tensor:
         """Return the rows of its queries in use, ``[Hkv, T group, D]``, of ``[..., T, H, D]``."""
@@ -195,11 +197,11 @@ class _Sequence:
         part[row // self.group, heads] = found[:, : len(row)].to(out.dtype)
 
     def keys(self, x: torch.Tensor) -> torch.Tensor:
-        """Return its keys, or values, ``[Hkv, S, D]``."""
+        """Return its keys, or values, ``[Hkv, S, D]``, zeros where they are gone."""
         found = x[self.places]
         if self.missing is not None:
             found = found.masked_fill(self.missing[:, None, None], torch.nan)
-        return found.movedim(0, 1)
+        return torch.nn.functional.pad(found.movedim(0, 1), (0, 0, self.gone, 0))
 
     def first_query(self, right: int) -> int:
         """Return the first query that may see a key: the others are padding."""
@@ -213,13 +215,14 @@ class _Seen:
         self.rows = torch.arange(first, first + BLOCK, device=given.q.device)
         position = sequence.length - sequence.count + self.rows // given.group
         unlimited = given.left == UNLIMITED
-        self._low = torch.zeros_like(position) if unlimited else (position - given.left).clamp(min=0)
+        gone = sequence.gone
+        self._low = torch.zeros_like(position) if unlimited else (position - given.left).clamp(min=gone)
         self._high = torch.full_like(position, sequence.length)
         if given.right != UNLIMITED:
             self._high = (position + given.right + 1).clamp(max=sequence.length)
         shift = sequence.length - sequence.count
         last = shift + (first + BLOCK - 1) // given.group
-        self.first = 0 if unlimited else max(shift + first // given.group - given.left, 0)
+        self.first = 0 if unlimited else max(shift + first // given.group - given.left, gone)
         self.end = sequence.length if given.right == UNLIMITED else min(last + given.right + 1, sequence.length)
 
     def mask(self, key: int) -> torch.Tensor:
@@ -252,7 +255,8 @@ def _sequences(given: Inputs) -> Iterator[_Sequence]:
             continue
         high = given.k.shape[1] if used_k is None else min(max(used_k[b], 0), given.k.shape[1])
         low = 0 if first is None else min(max(first[b], 0), high)
-        yield _Sequence(queries, count, (b, slice(low, high)), high - low, None, given.group)
+        gone = 0 if first is None or given.left == UNLIMITED else max(-first[b], 0) % SEGMENT
+        yield _Sequence(queries, count, (b, slice(low, high)), gone + high - low, None, given.group, gone)
 
 
 def _paged(given: Inputs, queries: tuple[int | slice, ...], count: int, b: int, used: int) -> _Sequence:

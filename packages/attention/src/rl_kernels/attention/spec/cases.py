@@ -42,6 +42,7 @@ CASES = (
     Case("sinks", _sizes(2, 21, 21, 2, 2, 16), {**LSE, "sinks": True}),
     Case("sinks-alone", _sizes(1, 30, 12, 1, 2, 16), {**LSE, "sinks": True}),
     Case("left-padded", _sizes(3, 35, 35, 1, 2, 16), {**LSE, "layout": "left"}),
+    Case("dropped", _sizes(3, 20, 35, 1, 2, 16), {**LSE, "layout": "dropped", "window": (30, 0)}),
     Case("right-padded", _sizes(3, 33, 33, 1, 2, 16), {**LSE, "layout": "right"}),
     Case("packed", _sizes(5, 25, 25, 1, 2, 16), {**LSE, "layout": "packed"}),
     Case("packed-keys", _sizes(4, 12, 90, 1, 2, 16), {**LSE, "layout": "packed", "causal": False, "longest": True}),
@@ -122,6 +123,10 @@ def _laid_out(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> 
         return {"q": q, "k": k, "v": v}
     if layout == "left":
         return {"q": q, "k": k, "v": v, "k_start": integers(lengths(k.shape[1] // 2), q)}
+    if layout == "dropped":
+        # Some within the window, and some segments of which none is left.
+        starts = [(-9, 4, -3 * SEGMENT - 70, -1000)[b % 4] for b in range(batch)]
+        return {"q": q, "k": k, "v": v, "k_start": integers([min(start, k.shape[1]) for start in starts], q)}
     if layout == "right":
         return {"q": q, "k": k, "v": v, "seqused_q": integers(lengths(q.shape[1]), q)}
     own_k = lengths(k.shape[1], 0 if layout == "packed" else 1)

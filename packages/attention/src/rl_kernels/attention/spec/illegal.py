@@ -104,7 +104,9 @@ ILLEGAL = (
         ValueError,
         "k_start: expected shape",
     ),
-    IllegalCall("start negative", _numbers("k_start", -1), ValueError, r"k_start: expected values in \[0"),
+    IllegalCall(
+        "start negative without a window", _numbers("k_start", -1), ValueError, r"k_start: expected values in \[0"
+    ),
     IllegalCall("start beyond the end", _numbers("k_start", 10**6), ValueError, r"k_start: expected values in \[0"),
     IllegalCall(
         "more keys than there are", _numbers("seqused_k", 10**6), ValueError, r"seqused_k: expected values in \[0"

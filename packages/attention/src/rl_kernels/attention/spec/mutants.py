@@ -57,8 +57,18 @@ _MASKS = (
     ),
     Bug(
         "blocks counted from the padding",
-        "yield _Sequence(queries, count, (b, slice(low, high)), high - low, None, given.group)",
-        "yield _Sequence(queries, count, (b, slice(0, high)), high, None, given.group)",
+        "yield _Sequence(queries, count, (b, slice(low, high)), gone + high - low, None, given.group, gone)",
+        "yield _Sequence(queries, count, (b, slice(0, high)), gone + high, None, given.group, gone)",
+    ),
+    Bug(
+        "blocks counted from the first key that is left",
+        "max(-first[b], 0) % SEGMENT",
+        "0",
+    ),
+    Bug(
+        "keys that are gone are seen",
+        "(position - given.left).clamp(min=gone)",
+        "(position - given.left).clamp(min=0)",
     ),
     Bug("keys beyond those in use are seen", "min(max(used_k[b], 0), given.k.shape[1])", "given.k.shape[1]"),
     Bug(

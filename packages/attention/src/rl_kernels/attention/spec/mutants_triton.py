@@ -26,12 +26,13 @@ TILES = (
     Bug(
         "a query sees one key too many", "tl.maximum(t + shift + right + 1, 0)", "tl.maximum(t + shift + right + 2, 0)"
     ),
-    Bug("window one key short", "tl.maximum(t + shift - left, 0)", "tl.maximum(t + shift - left + 1, 0)"),
+    Bug("window one key short", "tl.maximum(t + shift - left, gone)", "tl.maximum(t + shift - left + 1, gone)"),
     Bug(
         "blocks counted from the padding",
-        "first = tl.minimum(tl.maximum(tl.load(FIRST + b).to(tl.int64), 0), end).to(tl.int32)",
-        "first = tl.minimum(tl.load(FIRST + b).to(tl.int32), 0)",
+        "first = tl.minimum(tl.maximum(start, 0), end).to(tl.int32)",
+        "first = tl.minimum(start, 0).to(tl.int32)",
     ),
+    Bug("keys that are gone are seen", "tl.maximum(t + shift - left, gone)", "tl.maximum(t + shift - left, 0)"),
     Bug(
         "keys beyond those in use are seen",
         "end = tl.minimum(tl.maximum(tl.load(USED + b).to(tl.int64), 0), count).to(tl.int32)",
@@ -110,6 +111,6 @@ LAUNCHES = (
     ),
 )
 """Bugs of the host that recorded launches show, most of them in no result that the interpreter gives."""
-CASES = ("sinks", "window", "left-padded", "pages", "softcap", "segments")
+CASES = ("sinks", "window", "left-padded", "dropped", "pages", "softcap", "segments")
 
 MUTANTS = (Mutants("triton", MODULES, (*TILES, *FORWARD, *BACKWARD, *HOST), CASES),)

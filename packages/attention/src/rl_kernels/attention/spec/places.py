@@ -61,7 +61,7 @@ def places_of(call: Inputs) -> list[Place]:
     if "cu_seqlens_k" in call:
         keys = [slice(a, b) for a, b in _ranges(call["cu_seqlens_k"])]
     elif "block_table" not in call:
-        first = call["k_start"].tolist() if "k_start" in call else [0] * len(batches)
+        first = call["k_start"].clamp(min=0).tolist() if "k_start" in call else [0] * len(batches)
         last = call["seqused_k"].tolist() if "seqused_k" in call else [call["k"].shape[1]] * len(batches)
         keys = [slice(a, b) for a, b in zip(first, last, strict=True)]
     return [Place(*place) for place in zip(batches, queries, keys, strict=True)]

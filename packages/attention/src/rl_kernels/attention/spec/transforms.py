@@ -136,13 +136,18 @@ def _bound(build: Build, *, cached: bool | None = None) -> Transform:
     def variants(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
         if cached and case.grad:
             return
-        if "seqused_q" in call or not call["q"].numel():
+        if "seqused_q" in call or not call["q"].numel() or bool(_gone(call).any()):
             return
         base = Base(case, call, draw)
         if base.pieces:
             yield from build(base)
 
     return variants
+
+
+def _gone(call: Inputs) -> torch.Tensor:
+    """Return which sequences have keys that a cache has dropped."""
+    return call["k_start"] < 0 if "k_start" in call else torch.zeros(1, dtype=torch.bool)
 
 
 def _dense(piece: Piece) -> Inputs:
@@ -255,6 +260,38 @@ def _tokens(base: Base) -> Iterator[Variant]:
             yield _variant(f"{label}, pages", base.call, parts, paged(pieces, PAGES[i % 4], torch.nan))
 
 
+def _dropped(base: Base) -> Iterator[Variant]:
+    """Queries of a window, with the keys that a cache has kept: all that they see, or a few more."""
+    left = (base.call.get("window") or (None, None))[0]
+    if not base.causal or left in (None, -1):
+        return
+    for i in sorted({0, len(base.pieces) - 1}):
+        count, total = len(base.pieces[i].q), len(base.pieces[i].k)
+        for width, more in ((1, 0), (3, 0), (count // 2, 5)):
+            found = base.chunk(i, count - width, count) if 0 < width <= count else None
+            gone = total - width - left - more
+            if found is None or gone <= 0:
+                continue
+            part, piece = found
+            kept = Piece(piece.q, piece.k[gone:], piece.v[gone:])
+            start = {"k_start": integers([-gone], piece.q)}
+            label = f"the last {width} of sequence {i}, {gone} keys dropped"
+            yield _variant(label, base.call, [part], {**_dense(kept), **start})
+            if not base.case.grad:
+                yield _variant(f"{label}, cache", base.call, [part], {**cache([kept], 7, torch.nan), **start})
+
+
+def _dropped_more(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
+    """Sequences of which keys are gone, alone, and with whole segments of them more."""
+    gone = _gone(call)
+    if not bool(gone.any()):
+        return
+    yield Variant("two segments more", {**call, "k_start": torch.where(gone, call["k_start"] - 2048, call["k_start"])})
+    for b in range(call["q"].shape[0]):
+        where = {name: call[name][b : b + 1] for name in ("q", "k", "v", "k_start")}
+        yield _variant(f"sequence {b} alone", call, [Part(b, slice(0, call["q"].shape[1]))], where, keys=True)
+
+
 def _paged(base: Base) -> Iterator[Variant]:
     """The same keys in pages of any size and order."""
     for size in PAGES:
@@ -320,6 +357,8 @@ TRANSFORMS: Mapping[str, Transform] = {
     "chunks": _bound(_chunks),
     "tokens": _bound(_tokens, cached=True),
     "paged": _bound(_paged, cached=True),
+    "dropped": _bound(_dropped),
+    "dropped more": _dropped_more,
     "longest": _longest,
     "scale": _default_scale,
     "int32": as_int32("cu_seqlens_q", "cu_seqlens_k", "k_start", "seqused_q", "seqused_k", "block_table"),

@@ -17,6 +17,7 @@ import triton
 from rl_kernels.attention import sinks as sink
 from rl_kernels.attention.backends.triton import backward as kernels_backward
 from rl_kernels.attention.backends.triton import forward as kernels_forward
+from rl_kernels.attention.backends.triton import tiles as kernels_tiles
 from rl_kernels.attention.inputs import UNLIMITED, Inputs
 from rl_kernels.core.gpu import device_of
 from rl_kernels.core.operator import arch_of
@@ -25,7 +26,7 @@ from rl_kernels.core.triton_lib.schedule import HALF, processors
 
 BLOCK = 64
 """Keys of a block."""
-SEGMENT = 1024
+SEGMENT = kernels_tiles.SEGMENT.value
 """Keys of a segment."""
 ROWS = 32
 """Rows that join dk and dv at once."""
@@ -73,6 +74,7 @@ class Plan:
         kind: tuple[torch.dtype, torch.device],
         batch: int,
         packed_k: bool,
+        started: bool,
         table: torch.Size | None,
         longest: tuple[int, int],
         scores: tuple[float, int, int, float],
@@ -88,6 +90,9 @@ class Plan:
         self.longest_q, self.longest_k = min(longest[0], self.queries), min(longest[1], self.keys)
         self.scale, left, right, self.cap = scores
         self.capped, self.has_left = self.cap > 0, left != UNLIMITED
+        if started and self.has_left:
+            # Of those that are gone, what whole segments leave.
+            self.longest_k += SEGMENT - 1
         self.factor = LOG2E if self.capped else self.scale * LOG2E
         self.rate = self.scale / self.cap if self.capped else 0.0
         self.window = tuple(FAR if side == UNLIMITED else min(side, FAR) for side in (left, right))
@@ -114,11 +119,11 @@ class Plan:
         numbers = (
             *(self.queries, self.keys, self.pages, self.table_step, tiles, segments, *self.window, *self.strides),
             *(self.factor, self.cap, self.rate, *self.constants, self.page, self.capped),
-            *(tile.rows, BLOCK, SEGMENT, self.has_left, split, segments <= 1),
+            *(tile.rows, BLOCK, self.has_left, split, segments <= 1),
         )
         merging = (
             *(self.queries, self.keys, tiles, segments, self.kv_heads, self.group, self.size_v, self.width_v),
-            *(tile.rows, SEGMENT, PART, min(COLUMNS, self.width_v), AHEAD),
+            *(tile.rows, self.has_left, PART, min(COLUMNS, self.width_v), AHEAD),
         )
         parts = (tile.rows // PART) * triton.cdiv(self.width_v, COLUMNS)
         return Forward(
@@ -161,6 +166,7 @@ class _Call:
             (q.dtype, q.device),
             given.batch,
             given.cu_seqlens_k is not None,
+            given.k_start is not None,
             None if self.table is None else self.table.shape,
             (given.max_seqlen_q, given.max_seqlen_k),
             (given.scale, given.left, given.right, given.softcap),
@@ -298,7 +304,7 @@ def _gradients(
         (plan.batch * tiles, plan.kv_heads),
         *(call.q, call.k, call.v, grad, lses, deltas, into[0], *call.where, call.table),
         *(plan.queries, plan.keys, plan.pages, plan.table_step, tiles, *plan.window),
-        *(*common, *constants, plan.page, plan.capped, tile.rows, BLOCK),
+        *(*common, *constants, plan.page, plan.capped, tile.rows, BLOCK, plan.has_left),
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
@@ -310,6 +316,7 @@ def _gradients(
             (plan.batch * tiles, plan.kv_heads),
             *(call.q, call.k, call.v, grad, lses, deltas, *into[1:], *call.where[:4]),
             *(plan.queries, plan.keys, tiles, *plan.window, *common, *constants, plan.capped, ROWS, keys.rows),
+            plan.has_left,
             num_warps=keys.warps,
             num_stages=keys.stages,
         )

@@ -80,7 +80,7 @@ def of_queries(
     D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr,
     Q_STEP: tl.constexpr, Q_HEAD: tl.constexpr, K_STEP: tl.constexpr, V_STEP: tl.constexpr,
     G_STEP: tl.constexpr, G_HEAD: tl.constexpr, PAGE: tl.constexpr, CAPPED: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, LEFT: tl.constexpr,
 ):  # fmt: skip
     """Write dq of ROWS rows of one sequence and head of keys. Grid: sequences x tiles of rows, heads of keys."""
     program, head = tl.program_id(0), tl.program_id(1)
@@ -89,13 +89,14 @@ def of_queries(
     batch = b if STARTS_Q is None else 0 * b
     if tile * ROWS >= count * GROUP:
         return
-    first_k, length = keys_of(STARTS_K, FIRST_K, USED_K, b, keys)
+    first_k, length, gone = keys_of(STARTS_K, FIRST_K, USED_K, b, keys, LEFT)
+    GONE: tl.constexpr = LEFT and FIRST_K is not None
     rows = tile * ROWS + tl.arange(0, ROWS)
     t = rows // GROUP
     shift = length - count
-    low, high = seen_from(t, shift, left), seen_to(t, shift, right, length)
+    low, high = seen_from(t, shift, left, gone), seen_to(t, shift, right, length)
     t_first, t_last = tile * ROWS // GROUP, tl.minimum((tile * ROWS + ROWS - 1) // GROUP, used - 1)
-    first, low_most = seen_from(t_first, shift, left), seen_from(t_last, shift, left)
+    first, low_most = seen_from(t_first, shift, left, gone), seen_from(t_last, shift, left, gone)
     high_least, end = seen_to(t_first, shift, right, length), seen_to(t_last, shift, right, length)
     end = tl.where(t_first < used, end, 0)
 
@@ -118,8 +119,8 @@ def of_queries(
     total = tl.zeros([ROWS, WIDTH], tl.float32)
     for n in tl.range(first // BLOCK * BLOCK, end, BLOCK):
         at = n + tl.arange(0, BLOCK)
-        k, _ = keys_at(k_base, pages_of, n, length, pages, k_batch, K_STEP, D, WIDTH, PAGE, BLOCK)
-        v, _ = keys_at(v_base, pages_of, n, length, pages, v_batch, V_STEP, DV, WIDTH_V, PAGE, BLOCK)
+        k, _ = keys_at(k_base, pages_of, n, gone, length, pages, k_batch, K_STEP, D, WIDTH, PAGE, BLOCK, GONE)
+        v, _ = keys_at(v_base, pages_of, n, gone, length, pages, v_batch, V_STEP, DV, WIDTH_V, PAGE, BLOCK, GONE)
         score = scores_of(q, tl.trans(k), cap, rate, CAPPED)
         weights = weights_of(score, lse[:, None], factor)
         if (n < low_most) | (n + BLOCK > high_least):
@@ -146,6 +147,7 @@ def of_keys(
     D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr,
     Q_STEP: tl.constexpr, Q_HEAD: tl.constexpr, K_STEP: tl.constexpr, V_STEP: tl.constexpr,
     G_STEP: tl.constexpr, G_HEAD: tl.constexpr, CAPPED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    LEFT: tl.constexpr,
 ):  # fmt: skip
     """Write dk and dv of BLOCK keys of one sequence and head. Grid: sequences x tiles of keys, heads of keys.
 
@@ -153,8 +155,8 @@ def of_keys(
     """
     program, head = tl.program_id(0), tl.program_id(1)
     b, tile = program // tiles, program % tiles
-    first_k, length = keys_of(STARTS_K, FIRST_K, None, b, keys)
-    if tile * BLOCK >= length:
+    first_k, length, gone = keys_of(STARTS_K, FIRST_K, None, b, keys, LEFT)
+    if (tile * BLOCK >= length) | (tile * BLOCK + BLOCK <= gone):
         return
     first_q, count, used = queries_of(STARTS_Q, USED_Q, b, queries)
     batch = b if STARTS_Q is None else 0 * b
@@ -164,7 +166,10 @@ def of_keys(
     of_batch = b if STARTS_K is None else 0 * b
     k_rows = of_batch.to(tl.int64) * (k_batch * UNIT) + k_row * (K_STEP * UNIT) + head.to(tl.int64) * (k_head * UNIT)
     v_rows = of_batch.to(tl.int64) * (v_batch * UNIT) + k_row * (V_STEP * UNIT) + head.to(tl.int64) * (v_head * UNIT)
-    k, v = loaded(K, k_rows, at < length, D, WIDTH), loaded(V, v_rows, at < length, DV, WIDTH_V)
+    known = at < length
+    if LEFT and FIRST_K is not None:
+        known = known & (at >= gone)
+    k, v = loaded(K, k_rows, known, D, WIDTH), loaded(V, v_rows, known, DV, WIDTH_V)
 
     origin = tl.maximum(-shift - right, 0) * GROUP
     t_low = tl.maximum(tile * BLOCK - right - shift, 0)
@@ -188,7 +193,7 @@ def of_keys(
         score = scores_of(k, tl.trans(q), cap, rate, CAPPED)
         weights = weights_of(score, lse[None, :], factor)
         if (r < full_from) | (r + ROWS > full_to) | (not whole):
-            low, high = seen_from(t, shift, left), seen_to(t, shift, right, length)
+            low, high = seen_from(t, shift, left, gone), seen_to(t, shift, right, length)
             sees = (at[:, None] >= low[None, :]) & (at[:, None] < high[None, :]) & (t < used)[None, :]
             weights = tl.where(sees, weights, 0.0)
         dv = tl.dot(weights.to(grad.dtype), grad, dv, input_precision="ieee")
@@ -198,7 +203,7 @@ def of_keys(
     dk = product(dk, tl.full(dk.shape, scale, tl.float32))
     out = (of_batch.to(tl.int64) * keys + k_row) * KV_HEADS + head
     d, dd = tl.arange(0, WIDTH), tl.arange(0, WIDTH_V)
-    mask, mask_v = (at < length)[:, None], (at < length)[:, None]
+    mask, mask_v = known[:, None], known[:, None]
     if D != WIDTH:
         mask = mask & (d < D)[None, :]
     if DV != WIDTH_V:

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from rl_kernels.attention.backends.triton.tiles import (
+    SEGMENT,
     UNIT,
     finished,
     keys_of,
@@ -44,8 +45,7 @@ def attend(
     D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr,
     Q_STEP: tl.constexpr, Q_HEAD: tl.constexpr, K_STEP: tl.constexpr, V_STEP: tl.constexpr,
     PAGE: tl.constexpr, CAPPED: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, SEGMENT: tl.constexpr, LEFT: tl.constexpr, SPLIT: tl.constexpr,
-    ONE: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, LEFT: tl.constexpr, SPLIT: tl.constexpr, ONE: tl.constexpr,
 ):  # fmt: skip
     """Attention of ROWS rows of one sequence and head of keys.
 
@@ -64,14 +64,15 @@ def attend(
     batch = b if STARTS_Q is None else 0 * b
     if tile * ROWS >= count * GROUP:
         return
-    first_k, length = keys_of(STARTS_K, FIRST_K, USED_K, b, keys)
+    first_k, length, gone = keys_of(STARTS_K, FIRST_K, USED_K, b, keys, LEFT)
+    GONE: tl.constexpr = LEFT and FIRST_K is not None
     rows = tile * ROWS + tl.arange(0, ROWS)
     t = rows // GROUP
     heads = head * GROUP + rows % GROUP
     shift = length - count
-    low, high = seen_from(t, shift, left), seen_to(t, shift, right, length)
+    low, high = seen_from(t, shift, left, gone), seen_to(t, shift, right, length)
     t_first, t_last = tile * ROWS // GROUP, tl.minimum((tile * ROWS + ROWS - 1) // GROUP, used - 1)
-    first, low_most = seen_from(t_first, shift, left), seen_from(t_last, shift, left)
+    first, low_most = seen_from(t_first, shift, left, gone), seen_from(t_last, shift, left, gone)
     high_least, end = seen_to(t_first, shift, right, length), seen_to(t_last, shift, right, length)
     # Of a tile without a query in use it is empty.
     end = tl.where(t_first < used, end, 0)
@@ -92,9 +93,9 @@ def attend(
         segment = part * SEGMENT
         begin, stop = tl.maximum(first, segment), tl.minimum(end, segment + SEGMENT)
         top, total, acc = segment_of(
-            q, k_base, v_base, pages_of, low, high, low_most, high_least, begin, stop, length, pages,
+            q, k_base, v_base, pages_of, low, high, low_most, high_least, begin, stop, gone, length, pages,
             k_batch, v_batch, factor, cap, rate,
-            D, DV, WIDTH, WIDTH_V, K_STEP, V_STEP, PAGE, CAPPED, ROWS, BLOCK, LEFT,
+            D, DV, WIDTH, WIDTH_V, K_STEP, V_STEP, PAGE, CAPPED, ROWS, BLOCK, LEFT, GONE,
         )  # fmt: skip
         state = (((b.to(tl.int64) * KV_HEADS + head) * tiles + tile) * segments + part) * ROWS + tl.arange(0, ROWS)
         there = t < count
@@ -104,18 +105,18 @@ def attend(
     else:
         if ONE:
             top, total, acc = segment_of(
-                q, k_base, v_base, pages_of, low, high, low_most, high_least, first, end, length, pages,
+                q, k_base, v_base, pages_of, low, high, low_most, high_least, first, end, gone, length, pages,
                 k_batch, v_batch, factor, cap, rate,
-                D, DV, WIDTH, WIDTH_V, K_STEP, V_STEP, PAGE, CAPPED, ROWS, BLOCK, LEFT,
+                D, DV, WIDTH, WIDTH_V, K_STEP, V_STEP, PAGE, CAPPED, ROWS, BLOCK, LEFT, GONE,
             )  # fmt: skip
         else:
             top, total, acc = nothing(ROWS, WIDTH_V)
             for segment in range(first // SEGMENT * SEGMENT, end, SEGMENT):
                 begin, stop = tl.maximum(first, segment), tl.minimum(end, segment + SEGMENT)
                 other_top, other_total, other_acc = segment_of(
-                    q, k_base, v_base, pages_of, low, high, low_most, high_least, begin, stop, length, pages,
+                    q, k_base, v_base, pages_of, low, high, low_most, high_least, begin, stop, gone, length, pages,
                     k_batch, v_batch, factor, cap, rate,
-                    D, DV, WIDTH, WIDTH_V, K_STEP, V_STEP, PAGE, CAPPED, ROWS, BLOCK, LEFT,
+                    D, DV, WIDTH, WIDTH_V, K_STEP, V_STEP, PAGE, CAPPED, ROWS, BLOCK, LEFT, GONE,
                 )  # fmt: skip
                 top, total, acc = merged(top, total, acc, other_top, other_total, other_acc)
         out, lse = finished(top, total, acc, SINKS, heads)
@@ -129,7 +130,7 @@ def finish(
     OUT, LSE, SINKS, STARTS_Q, STARTS_K, FIRST_K, USED_Q, USED_K, TOPS, TOTALS, ACCS,
     queries, keys, tiles, segments,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DV: tl.constexpr, WIDTH_V: tl.constexpr,
-    ROWS: tl.constexpr, SEGMENT: tl.constexpr, PART: tl.constexpr, COLUMNS: tl.constexpr, AHEAD: tl.constexpr,
+    ROWS: tl.constexpr, LEFT: tl.constexpr, PART: tl.constexpr, COLUMNS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Merge the states that ``attend`` wrote, in ascending order, for PART rows and COLUMNS columns.
 
@@ -144,7 +145,7 @@ def finish(
     batch = b if STARTS_Q is None else 0 * b
     if tile * ROWS + part >= count * GROUP:
         return
-    _, length = keys_of(STARTS_K, FIRST_K, USED_K, b, keys)
+    _, length, _ = keys_of(STARTS_K, FIRST_K, USED_K, b, keys, LEFT)
     rows = tile * ROWS + part + tl.arange(0, PART)
     t = rows // GROUP
     heads = head * GROUP + rows % GROUP

@@ -18,6 +18,8 @@ from rl_kernels.core.triton_lib.softcap import capped
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 UNIT = tl.constexpr(8)
+SEGMENT = tl.constexpr(1024)
+"""Keys of a segment."""
 
 
 @triton.jit
@@ -35,8 +37,13 @@ def queries_of(STARTS, USED, b, count):
 
 
 @triton.jit
-def keys_of(STARTS, FIRST, USED, b, count):
-    """Return (first row of k, keys) of a sequence; ``count`` is S, the total where packed, or the room in its pages."""
+def keys_of(STARTS, FIRST, USED, b, count, LEFT: tl.constexpr):
+    """Return (row of k of key 0, keys, keys that are gone) of a sequence.
+
+    ``count`` is S, the total where packed, or the room in its pages. Where a window ends on the left, LEFT, the first
+    keys may be gone: they are counted but for whole segments, which change nothing, and must not be read.
+    """
+    gone = tl.full((), 0, tl.int32)
     if STARTS is not None:
         first = tl.minimum(tl.maximum(tl.load(STARTS + b).to(tl.int64), 0), count).to(tl.int32)
         end = tl.minimum(tl.maximum(tl.load(STARTS + b + 1).to(tl.int64), first), count).to(tl.int32)
@@ -45,14 +52,18 @@ def keys_of(STARTS, FIRST, USED, b, count):
         if USED is not None:
             end = tl.minimum(tl.maximum(tl.load(USED + b).to(tl.int64), 0), count).to(tl.int32)
         if FIRST is not None:
-            first = tl.minimum(tl.maximum(tl.load(FIRST + b).to(tl.int64), 0), end).to(tl.int32)
-    return first, end - first
+            start = tl.load(FIRST + b).to(tl.int64)
+            first = tl.minimum(tl.maximum(start, 0), end).to(tl.int32)
+            if LEFT:
+                gone = (tl.maximum(-start, 0) % SEGMENT).to(tl.int32)
+                first -= gone
+    return first, end - first, gone
 
 
 @triton.jit
-def seen_from(t, shift, left):
+def seen_from(t, shift, left, gone):
     """Return the first key that query t sees; ``shift`` is the position of query 0."""
-    return tl.maximum(t + shift - left, 0)
+    return tl.maximum(t + shift - left, gone)
 
 
 @triton.jit
@@ -63,16 +74,19 @@ def seen_to(t, shift, right, length):
 
 @triton.jit
 def keys_at(
-    BASE, TABLE, n, length, pages, page_step,
+    BASE, TABLE, n, gone, length, pages, page_step,
     STEP: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+    GONE: tl.constexpr,
 ):  # fmt: skip
     """Return (keys ``n`` to ``n + BLOCK`` of one head, which of them exist): zeros where there is none.
 
     BASE is that of the head, in its sequence or in the pages that TABLE names. STEP, between rows, is known when it
-    compiles: a register for each row's address would be too many.
+    compiles: a register for each row's address would be too many. GONE says that there may be keys that are gone.
     """
     ahead = tl.arange(0, BLOCK)
     known = n + ahead < length
+    if GONE:
+        known = known & (n + ahead >= gone)
     # Of 64 bits from the start: a sum that is widened afterwards cannot be taken apart into an address and constants.
     zero = tl.zeros((), tl.int64)
     offsets = ahead.to(tl.int64) * (STEP * UNIT)
@@ -202,10 +216,10 @@ def finished(top, total, acc, SINKS, heads):
 
 @triton.jit
 def segment_of(
-    q, K, V, TABLE, low, high, low_most, high_least, first, end, length, pages, k_page, v_page, factor, cap, rate,
+    q, K, V, TABLE, low, high, low_most, high_least, first, end, gone, length, pages, k_page, v_page, factor, cap, rate,
     D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr,
     K_STEP: tl.constexpr, V_STEP: tl.constexpr, PAGE: tl.constexpr, CAPPED: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, LEFT: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, LEFT: tl.constexpr, GONE: tl.constexpr,
 ):  # fmt: skip
     """Return the state of the keys from ``first``, where a block begins, to ``end``, within one segment.
 
@@ -214,7 +228,7 @@ def segment_of(
     """
     top, total, acc = nothing(ROWS, WIDTH_V)
     for n in tl.range(first, end, BLOCK):
-        k, known = keys_at(K, TABLE, n, length, pages, k_page, K_STEP, D, WIDTH, PAGE, BLOCK)
+        k, known = keys_at(K, TABLE, n, gone, length, pages, k_page, K_STEP, D, WIDTH, PAGE, BLOCK, GONE)
         score = scores_of(q, tl.trans(k), cap, rate, CAPPED)
         at = n + tl.arange(0, BLOCK)
         if TABLE is not None:
@@ -232,7 +246,7 @@ def segment_of(
         keep = tl.exp2(top - base)
         total = fma(total, keep, row_sum(weights, ROWS, BLOCK))
         acc = product(acc, tl.broadcast_to(keep[:, None], acc.shape))
-        v, known = keys_at(V, TABLE, n, length, pages, v_page, V_STEP, DV, WIDTH_V, PAGE, BLOCK)
+        v, known = keys_at(V, TABLE, n, gone, length, pages, v_page, V_STEP, DV, WIDTH_V, PAGE, BLOCK, GONE)
         acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
         top = above
     return top, total, acc
