@@ -1,101 +1,204 @@
-"""The attention of invariant(): what it computes, what it reads, and in what order."""
+"""The attention of invariant() behind transformers' interfaces: each mask means what transformers' own means."""
 
 import pytest
 import torch
 
 from rl_kernels.core.testing import Draw
-from rl_kernels.models import sums
-from rl_kernels.models.ops import attention
+from rl_kernels.models import invariant, pretrained
+from rl_kernels.models.attention import attention_forward, attention_mask
+
+transformers = pytest.importorskip("transformers")
+masking = pytest.importorskip("transformers.masking_utils")
+HEADS, KV_HEADS, SIZE = 4, 2, 8
 
 
-def inputs(seen=0.6, dtype=torch.float32):
-    draw = Draw(dtype, seed=5)
-    q, k, v = draw.normal(2, 6, 21, 8), draw.normal(2, 3, 37, 8), draw.normal(2, 3, 37, 5)
-    visible = torch.rand(2, 21, 37, generator=torch.Generator().manual_seed(6)) < seen
-    visible[0, 3] = False
-    return q, k, v, visible
+class Layer(torch.nn.Module):
+    is_causal = True
 
 
-def reference(q, k, v, visible, scale, softcap):
-    k, v = (x.repeat_interleave(2, 1) for x in (k, v))
-    scores = q @ k.mT * scale
-    scores = softcap * torch.tanh(scores / softcap) if softcap else scores
-    weights = scores.masked_fill(~visible[:, None], -torch.inf).softmax(-1).nan_to_num()
+def config(implementation, **options):
+    pretrained.register()
+    made = transformers.MistralConfig(hidden_size=32, num_attention_heads=HEADS, num_hidden_layers=1, **options)
+    made._attn_implementation = implementation
+    return made
+
+
+def filled(kind, batch, count, keys=0):
+    """Return a cache that holds some keys, as many as it keeps; None for no cache."""
+    if kind is None:
+        return None
+    made = config("sdpa", sliding_window=12 if "window" in kind else None)
+    if "static" in kind:
+        cache = transformers.StaticCache(made, max_cache_len=60)
+    else:
+        cache = transformers.DynamicCache(config=made)
+    if count:
+        cache.update(*(torch.zeros(batch, KV_HEADS, count, SIZE) for _ in range(2)), 0)
+    return cache
+
+
+def masks(create, window, batch, queries, mask, cache, positions):
+    """Return our mask, and transformers' as bools ``[B, 1, T, S]``."""
+    found = []
+    for implementation in (pretrained.NAME, "eager"):
+        given = config(implementation, sliding_window=window)
+        found.append(create(given, torch.zeros(batch, queries, 32), mask, cache, position_ids=positions))
+    ours, theirs = found
+    return ours, None if theirs is None else theirs == 0
+
+
+def expected(q, k, v, visible, causal, window=None, sinks=None):
+    """Return attention in FP64, ``[B, T, H, D]``."""
+    k, v = (x.repeat_interleave(HEADS // KV_HEADS, 1).double() for x in (k, v))
+    scores = q.double() @ k.mT * q.shape[-1] ** -0.5
+    if visible is None:
+        visible = torch.ones(scores.shape[-2:], dtype=torch.bool)
+        visible = visible.tril(k.shape[2] - q.shape[2]) if causal else visible
+    scores = scores.masked_fill(~visible, -torch.inf)
+    extra = torch.full_like(scores[..., :1], -torch.inf)
+    if sinks is not None:
+        extra = sinks.double()[:, None, None].expand_as(extra)
+    weights = torch.cat((scores, extra), -1).softmax(-1)[..., :-1].nan_to_num()
     return (weights @ v).transpose(1, 2)
 
 
-@pytest.mark.parametrize("softcap", [0.0, 3.0])
-def test_values_and_gradients(softcap):
-    *tensors, visible = inputs()
-    upstream, results = torch.randn(2, 21, 6, 5, generator=torch.Generator().manual_seed(7)), []
-    for function, dtype in ((attention, torch.float32), (reference, torch.float64)):
-        leaves = [value.to(dtype).requires_grad_() for value in tensors]
-        out = function(*leaves, visible, 0.3, softcap)
-        results.append([out, *torch.autograd.grad(out, leaves, upstream.to(dtype))])
-    for value, gold in zip(*results, strict=True):
-        torch.testing.assert_close(value.double(), gold, rtol=1e-5, atol=1e-6)
+PLAIN, SLIDING = "create_causal_mask", "create_sliding_window_causal_mask"
+PADDED = torch.tensor([[0] * 5 + [1] * 15, [1] * 20, [0] * 19 + [1]])
+RIGHT = torch.tensor([[1] * 20, [1] * 13 + [0] * 7, [1] + [0] * 19])
+RESTARTED = torch.tensor([[*range(7), *range(13)], [*range(1), *range(19)], [*range(20)]])
+CALLS = {
+    "prompt": (PLAIN, None, 20, 0, None, None),
+    "padded": (PLAIN, None, 20, 0, PADDED, None),
+    "padded behind": (PLAIN, None, 20, 0, RIGHT, None),
+    "window": (SLIDING, 12, 20, 0, None, None),
+    "window, padded": (SLIDING, 12, 20, 0, PADDED, None),
+    "packed": (PLAIN, None, 20, 0, None, RESTARTED),
+    "packed, window": (SLIDING, 3, 20, 0, None, RESTARTED),
+    "window of one": (SLIDING, 1, 20, 0, None, None),
+    "chunk": (PLAIN, None, 6, 14, PADDED, "dynamic"),
+    "token": (PLAIN, None, 1, 19, PADDED, "dynamic"),
+    "chunk, window": (SLIDING, 12, 6, 14, PADDED, "dynamic window"),
+    "token, window": (SLIDING, 12, 1, 19, None, "dynamic window"),
+    "prompt, static": (PLAIN, None, 20, 0, PADDED, "static"),
+    "token, static": (PLAIN, None, 1, 19, PADDED, "static"),
+    "token, static window": (SLIDING, 12, 1, 19, PADDED, "static window"),
+    "prompt, static window": (SLIDING, 12, 20, 0, PADDED, "static window"),
+    "first token, static window": (SLIDING, 12, 1, 3, None, "static window"),
+}
 
 
-def test_what_is_not_seen_is_not_read():
-    q, k, v, visible = inputs()
-    visible[:, :, 9] = False
-    expected = attention(q, k, v, visible, 0.3)
-    for tensor in (k, v):
-        tensor[:, :, 9] = torch.nan
-    q[0, :, 3] = torch.nan
-    assert torch.equal(attention(q, k, v, visible, 0.3), expected)
-    assert bool((expected[0, 3] == 0).all())
+@pytest.mark.parametrize("name", CALLS)
+def test_masks_mean_what_those_of_transformers_mean(name):
+    create, window, queries, before, mask, positions = CALLS[name]
+    kind, positions = (positions, None) if isinstance(positions, str) else (None, positions)
+    cache = filled(kind, 3, before)
+    create = getattr(masking, create)
+    ours, visible = masks(create, window, 3, queries, mask, cache, positions)
+    draw, keys = Draw(torch.float32, seed=3), visible.shape[-1]
+    q, k, v = draw.normal(3, HEADS, queries, SIZE), *(draw.normal(3, KV_HEADS, keys, SIZE) for _ in range(2))
+    found, _ = attention_forward(Layer(), q, k, v, ours, sliding_window=window)
+    wanted = expected(q, k, v, visible, causal=True)
+    real = torch.ones(3, queries, dtype=torch.bool) if mask is None else mask[:, before : before + queries].bool()
+    torch.testing.assert_close(found[real].double(), wanted[real], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("tile", [1, 1 << 12])
-def test_tiles_change_no_bit(monkeypatch, tile):
-    *tensors, visible = inputs()
-
-    def run():
-        leaves = [value.clone().requires_grad_() for value in tensors]
-        out = attention(*leaves, visible, 0.3)
-        return [out, *torch.autograd.grad(out.square().sum(), leaves)]
-
-    whole = run()
-    monkeypatch.setitem(sums.TILE, "cpu", tile)
-    assert all(torch.equal(value, other) for value, other in zip(run(), whole, strict=True))
+def test_queries_that_see_both_ways():
+    draw, layer = Draw(torch.float32, seed=4), Layer()
+    layer.is_causal = False
+    q, k, v = draw.normal(3, HEADS, 20, SIZE), *(draw.normal(3, KV_HEADS, 20, SIZE) for _ in range(2))
+    for mask in (None, PADDED, RIGHT):
+        ours, visible = masks(masking.create_bidirectional_mask, None, 3, 20, mask, None, None)
+        found, _ = attention_forward(layer, q, k, v, ours)
+        wanted = expected(q, k, v, visible, causal=False)
+        real = torch.ones(3, 20, dtype=torch.bool) if mask is None else mask.bool()
+        torch.testing.assert_close(found[real].double(), wanted[real], rtol=1e-5, atol=1e-6)
 
 
-def test_gradients_of_rows_follow_no_padding():
-    q, k, v, visible = inputs()
-    upstream = torch.randn(2, 21, 6, 5, generator=torch.Generator().manual_seed(8))
-
-    def run(q, k, v, visible, upstream):
-        leaves = [value.clone().requires_grad_() for value in (q, k, v)]
-        return torch.autograd.grad(attention(*leaves, visible, 0.3), leaves, upstream)
-
-    alone = run(*(value[1:] for value in (q, k, v, visible, upstream)))
-    more = torch.nn.functional.pad
-    wide = [more(value[1:], (0, 0, 5, 0)) for value in (q, k, v)]
-    wide += [more(visible[1:], (5, 0, 5, 0)), more(upstream[1:], (0, 0, 0, 0, 5, 0))]
-    for value, other in zip(run(*wide), alone, strict=True):
-        assert torch.equal(value[:, :, 5:], other)
+def test_sinks_scale_and_sequences_of_a_collator():
+    draw = Draw(torch.float32, seed=5)
+    q, k, v = draw.normal(1, HEADS, 20, SIZE), *(draw.normal(1, KV_HEADS, 20, SIZE) for _ in range(2))
+    sinks, bounds = draw.normal(HEADS), torch.tensor([0, 7, 20], dtype=torch.int32)
+    lengths = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 13, "max_length_k": 13}
+    found, _ = attention_forward(Layer(), q, k, v, None, s_aux=sinks, **lengths)
+    for part in (slice(0, 7), slice(7, 20)):
+        own = (q[:, :, part], k[:, :, part], v[:, :, part])
+        assert torch.equal(found[:, part], attention_forward(Layer(), *own, None, s_aux=sinks)[0])
+        wanted = expected(*own, None, causal=True, sinks=sinks)
+        torch.testing.assert_close(found[:, part].double(), wanted, rtol=1e-5, atol=1e-6)
 
 
-def test_as_an_op():
-    args = *inputs(), 0.3, 2.0, "native"
-    torch.library.opcheck(torch.ops.rl_kernels.det_gemm_model_attention.default, args)
-    upstream = torch.randn(2, 21, 6, 5, generator=torch.Generator().manual_seed(9))
-    torch.library.opcheck(torch.ops.rl_kernels.det_gemm_model_attention_backward.default, (upstream, *args))
+def test_patterns_and_padding_of_other_kinds_are_refused():
+    def ours(**options):
+        given = {"position_ids": None, "attention_mask": None, "past_key_values": None, **options}
+        return masking.create_causal_mask(config(pretrained.NAME), torch.zeros(1, 6, 32), **given)
+
+    with pytest.raises(ValueError, match="this model adds a pattern of its own"):
+        ours(or_mask_function=lambda b, h, q, k: k >= 0)
+    with pytest.raises(ValueError, match="this model has another pattern"):
+        ours(block_sequence_ids=torch.tensor([[-1, 0, 0, -1, -1, -1]]))
+    with pytest.raises(ValueError, match="attention_mask: expected padding before or behind a sequence"):
+        ours(attention_mask=torch.tensor([[1, 1, 0, 1, 1, 1]]))
+    for wrong in (7, 3):
+        window = masking.sliding_window_causal_mask_function(5)
+        with pytest.raises(ValueError, match="this model has another pattern"):
+            attention_mask(1, 20, 20, mask_function=window, local_size=wrong)
+    chunked = config(pretrained.NAME)
+    chunked.attention_chunk_size = 4
+    padded = torch.tensor([[0, 1, 1, 1, 1, 1]])
+    with pytest.raises(ValueError, match="attention_mask: expected packed sequences without padding or a cache"):
+        masking.create_chunked_causal_mask(chunked, torch.zeros(1, 6, 32), padded, None)
+    both = masking.create_bidirectional_mask
+    with pytest.raises(ValueError, match=r"attention_mask: expected shape \(1, 3\) where queries see both ways"):
+        both(config(pretrained.NAME), torch.zeros(1, 3, 32), padded, encoder_hidden_states=torch.zeros(1, 6, 32))
 
 
-def test_no_keys_and_no_queries():
-    empty = torch.zeros(2, 4, 0, 8)
-    some = torch.ones(2, 4, 3, 8)
-    assert torch.equal(
-        attention(some, empty, empty, torch.ones(2, 3, 0, dtype=torch.bool), 1.0), torch.zeros(2, 3, 4, 8)
-    )
-    assert attention(empty, some, some, torch.ones(2, 0, 3, dtype=torch.bool), 1.0).shape == (2, 0, 4, 8)
+def test_packed_sequences_of_a_model_are_those_alone(tiny, prompts):
+    model, row = tiny(), torch.cat(prompts)[None]
+    places = torch.cat([torch.arange(len(ids)) for ids in prompts])[None]
+    with invariant(model), torch.no_grad():
+        packed = model(row, position_ids=places, use_cache=False).logits[0]
+        alone = [model(ids[None], use_cache=False).logits[0] for ids in prompts]
+    assert torch.equal(packed, torch.cat(alone))
 
 
-def test_double_backward_raises():
-    *tensors, visible = inputs()
-    leaves = [value.requires_grad_() for value in tensors]
-    (grad, *_) = torch.autograd.grad(attention(*leaves, visible, 0.3).sum(), leaves, create_graph=True)
-    with pytest.raises(RuntimeError, match="double backward is not supported"):
-        grad.sum().backward()
+def test_packed_sequences_under_compile_are_no_silent_mistake(tiny, prompts):
+    torch.compiler.reset()
+    model, row = tiny(), torch.cat(prompts[:2])[None]
+    lengths = [len(ids) for ids in prompts[:2]]
+    places = torch.cat([torch.arange(length) for length in lengths])[None]
+    bounds = torch.tensor([0, *lengths]).cumsum(0).int()
+    named = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 19, "max_length_k": 19}
+    run = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with invariant(model), torch.no_grad():
+        with pytest.raises(RuntimeError, match="attention_mask: expected a causal mask"):
+            run(row, position_ids=places, use_cache=False)
+        found = run(row, position_ids=places, use_cache=False, **named).logits
+        assert torch.equal(found, model(row, position_ids=places, use_cache=False).logits)
+
+
+@pytest.mark.parametrize(("name", "window"), [("Llama", {}), ("Mistral", {"sliding_window": 70})])
+def test_tokens_of_a_cache_are_those_of_the_prompt_across_blocks(tiny, name, window):
+    """A cache of a window drops keys, and what is left still counts from the first of the sequence."""
+    model = tiny(name, num_hidden_layers=1, **window)
+    ids = torch.randint(211, (2, 150), generator=torch.Generator().manual_seed(5))
+    with invariant(model), torch.no_grad():
+        whole = model(ids, use_cache=False).logits
+        for kind in (transformers.DynamicCache(config=model.config), transformers.StaticCache(model.config, 160)):
+            model(ids[:, :140], past_key_values=kind)
+            for at in range(140, 150):
+                found = model(ids[:, at : at + 1], past_key_values=kind).logits
+                assert torch.equal(found[:, 0], whole[:, at]), (type(kind), at)
+
+
+def test_an_encoder(prompts):
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    model = transformers.BertModel(transformers.BertConfig(vocab_size=211, **sizes)).eval()
+    width = max(map(len, prompts))
+    ids, mask = (torch.zeros(len(prompts), width, dtype=torch.long) for _ in range(2))
+    for row, prompt in enumerate(prompts):
+        ids[row, : len(prompt)], mask[row, : len(prompt)] = prompt, 1
+    with invariant(model), torch.no_grad():
+        batch = model(ids, attention_mask=mask).last_hidden_state
+        for row, prompt in enumerate(prompts):
+            assert torch.equal(batch[row, : len(prompt)], model(prompt[None]).last_hidden_state[0])

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from rl_kernels.core.testing import Draw
-from rl_kernels.models import audit, invariant, ops
+from rl_kernels.models import attention, audit, invariant
 from rl_kernels.models.differ import ulps
 
 
@@ -167,13 +167,13 @@ def test_attention_that_follows_the_batch_is_blamed_on_its_module(tiny):
     """Attention is no module: what it gives to o_proj is the first that differs."""
     model = tiny()
     with invariant(model):
-        real = ops._ops["attention"]
+        real = attention.det_attention
 
-        def shifted(*args):
-            return real(*args) * (1 + 2.0**-20 * (len(args[0]) - 1))
+        def shifted(q, *args, **options):
+            return real(q, *args, **options) * (1 + 2.0**-20 * (len(q) - 1))
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setitem(ops._ops, "attention", shifted)
+            patch.setattr(attention, "det_attention", shifted)
             found = audit(model).culprit
     assert (found.module, found.type) == ("model.layers.0.self_attn", "LlamaAttention")
     assert found.place.module == "model.layers.0.self_attn.o_proj"

@@ -1,149 +1,248 @@
-"""Attention in which each query walks the keys that it sees, and nothing else, 16 at a time from the first of them.
+"""The attention of invariant(): det_attention behind transformers' interfaces of attention and of masks.
 
-For a query, with s its scores over those keys, m their maximum and p = e^(s - m):
+transformers has a mask made once a forward pass, from a function of places, and hands it to every layer of a kind. Ours
+holds the few integers that det_attention wants, in four dims, as transformers knows a mask that is finished:
 
-    total = 0, mixed = 0
-    for 16 keys after 16 keys, ascending:  total += tree(p), mixed += tree(p v)     missing keys are zeros
-    out = mixed / total
-
-All in FP32, rounded once; a score is a tree of sums over the head. So padded keys, later keys, an unfilled cache and
-other queries are no part of it: prompt alone, batched, padded, in chunks or token by token, the bits are the same.
+- None: each query sees all keys that causality and the layer's window leave it;
+- int32 ``[1, 1, 1, B]``: k_start, where the keys of each sequence begin;
+- int32 ``[2, 1, 1, B]``: k_start, and seqused_k of a cache with room for more;
+- int32 ``[3, 1, longest, N + 1]``: cu_seqlens of N packed sequences, expanded so that the shape tells the longest.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch import nn
 
-from rl_kernels.core import rowwise
-from rl_kernels.core.rowwise import STEP
-from rl_kernels.models.sums import TILE, dots, mix, spread
+from rl_kernels.attention import det_attention
+from rl_kernels.core.torchlib import values_hidden
 
+MaskFunction = Callable[..., torch.Tensor]
+"""Says of broadcast (sequence, head, query, key), each an index, whether the query sees the key."""
 
-class Walk(NamedTuple):
-    """Some queries, and what they see."""
-
-    weights: torch.Tensor
-    """``[B, T, S, H, G]``: softmax numerators, 0 where a key is not seen."""
-    total: torch.Tensor
-    """``[B, T, H, G, 1]``: their sum, 1 for a query that sees nothing."""
-    slope: torch.Tensor | None
-    """``[B, T, S, H, G]``: derivative of the soft cap, if there is one."""
-    order: torch.Tensor
-    """``[B, T, n]``: the keys seen, in ascending order, then others; n is a multiple of 16."""
-    seen: torch.Tensor
-    """``[B, T, n]``: which of them are seen."""
+UNKNOWN = -(2**31)
+"""The k_start of a sequence whose mask is none of ours, where nobody could look at it and raise."""
+OURS = "a causal mask, with a window, padding or packed sequences, or none in both directions with padding"
 
 
-def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, scale: float, softcap: float
-) -> torch.Tensor:
-    """Return ``[B, T, H, Dv]``; a query that sees nothing gets 0.
+def attention_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: MaskFunction | None = None,
+    attention_mask: torch.Tensor | None = None,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    **options: Any,
+) -> torch.Tensor | None:
+    """Return the mask of a kind of layer: the signature is that of transformers' AttentionMaskInterface.
 
     Args:
-        q: ``[B, H, T, D]``.
-        k: ``[B, Hkv, S, D]``, Hkv divides H.
-        v: ``[B, Hkv, S, Dv]``.
-        visible: ``[B, T, S]``, bool.
-        scale: of the scores.
-        softcap: scores are ``softcap tanh(score / softcap)``; 0 for none.
+        batch_size: sequences.
+        q_length: queries.
+        kv_length: keys, with the room of a cache.
+        q_offset: index of the first query.
+        kv_offset: index of the first key: a cache of a sliding window drops those before it.
+        mask_function: the pattern, of absolute indices; None is causal.
+        attention_mask: ``[B, S]``, bool: which keys are no padding.
+        local_size: of the sliding window.
+        use_vmap: transformers' mark of a pattern that the model has added to.
+        device: of the mask.
+        options: those of other attentions.
+
+    Raises:
+        ValueError: the pattern or the padding is none that det_attention computes.
     """
-    groups, keys, values = _groups(q, k), _rows(k), _rows(v)
-    out = q.new_empty((*groups.shape[:4], v.shape[3]))
-    for queries in _chunks(groups, keys, 1):
-        walk = _walk(groups[:, queries], keys, visible[:, queries], scale, softcap)
-        out[:, queries] = (mix(walk.weights, values, walk.order, walk.seen) / walk.total).to(q.dtype)
-    return out.flatten(2, 3)
+    if use_vmap:
+        raise ValueError(f"attention_mask: expected {OURS}; this model adds a pattern of its own")
+    first = None if attention_mask is None else _first_keys(attention_mask)
+    # transformers gives this option for masks in both directions alone.
+    if "allow_is_bidirectional_skip" in options:
+        if first is None or attention_mask is None:
+            return None
+        if attention_mask.shape != (batch_size, q_length):
+            raise ValueError(f"attention_mask: expected shape {(batch_size, q_length)} where queries see both ways")
+        return _around_padding(first, attention_mask)
+    known = None
+    if not _is_causal(mask_function):
+        assert mask_function is not None
+        begins, known = _pattern(mask_function, batch_size, q_length, q_offset, local_size, device)
+        if begins is not None:
+            if first is not None or kv_length != q_length or kv_offset:
+                raise ValueError("attention_mask: expected packed sequences without padding or a cache")
+            return _packed(begins.flatten().nonzero().flatten(), batch_size * q_length)
+    used = q_offset + q_length - kv_offset
+    if isinstance(used, torch.Tensor) or used != kv_length:
+        counts = torch.as_tensor(used, device=device).expand(batch_size)
+    elif first is None and known is None and not kv_offset:
+        return None
+    else:
+        counts = None
+    start = torch.zeros(batch_size, dtype=torch.int64, device=device) if first is None else first
+    start = start - kv_offset
+    if known is not None:
+        start = torch.where(known, start, UNKNOWN)
+    return torch.stack([start] if counts is None else [start, counts])[:, None, None].int()
 
 
-def attention_backward(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    visible: torch.Tensor,
-    scale: float,
-    softcap: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of ``q``, ``k`` and ``v``.
+def _is_causal(mask_function: MaskFunction | None) -> bool:
+    from transformers import masking_utils
 
-    That of a query walks its keys as the forward does; those of a key walk the queries, 16 at a time from the first
-    that sees anything.
+    plain: Any = masking_utils.causal_mask_function
+    return mask_function is None or mask_function is plain
+
+
+def _first_keys(mask: torch.Tensor) -> torch.Tensor | None:
+    """Return the first key of each sequence that is no padding, or None where there is none at all."""
+    runs = mask[:, :1].sum(1) + (mask[:, 1:] & ~mask[:, :-1]).sum(1)
+    whole = runs <= 1
+    first = torch.where(runs > 0, mask.int().argmax(1), mask.shape[1])
+    if values_hidden(mask):
+        return torch.where(whole, first, UNKNOWN)
+    every, no_hole = torch.stack((mask.all(), whole.all())).tolist()
+    if not no_hole:
+        raise ValueError("attention_mask: expected padding before or behind a sequence, got some between its tokens")
+    return None if every else first
+
+
+def _pattern(
+    mask_function: MaskFunction,
+    batch: int,
+    count: int,
+    offset: int | torch.Tensor,
+    window: int | None,
+    device: torch.device | str,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Look at a pattern where it tells what it is: each query's neighbours, and both ends of what it should see.
+
+    Returns:
+        (which queries begin a sequence, ``[B, T]``; None if the first alone do), and (whether the pattern is causal,
+        in one sequence; None if it is).
+
+    Raises:
+        ValueError: it is not causal in packed sequences.
     """
-    # Queries that see nothing go to the end, where their zeros change no bit.
-    real = visible.any(2)
-    place = _first(real, 1)
-    batch = torch.arange(q.shape[0], device=q.device)[:, None]
-    hide = real[batch, place][:, :, None, None, None]
-    groups = torch.where(hide, _groups(q, k)[batch, place], 0.0)
-    upstream = torch.where(hide, grad.float().unflatten(2, groups.shape[2:4])[batch, place], 0.0)
-    seen, keys, values = visible[batch, place], _rows(k), _rows(v)
+    row = torch.arange(batch, device=device)[:, None]
+    query = (torch.arange(count, device=device) + offset).expand(batch, count)
+    last = query[:, -1:]
 
-    dq, dk, dv = torch.empty_like(groups), torch.zeros_like(keys), torch.zeros_like(values)
-    for queries in _chunks(groups, keys, STEP):
-        one, up = groups[:, queries], upstream[:, queries]
-        walk = _walk(one, keys, seen[:, queries], scale, softcap)
-        share = walk.weights / walk.total[:, :, None, :, :, 0]
-        out = mix(walk.weights, values, walk.order, walk.seen) / walk.total
-        pull = dots(up, values) - rowwise.row_sum(up * out)[:, :, None]
-        ds = torch.where(seen[:, queries, :, None, None], share * pull, 0.0)
-        ds = (ds if walk.slope is None else ds * walk.slope) * scale
-        dq[:, queries] = mix(ds, keys, walk.order, walk.seen)
-        for first in range(0, one.shape[1], STEP):
-            step = slice(first, first + STEP)
-            dk = spread(_whole(ds[:, step]), _whole(one[:, step]), dk)
-            dv = spread(_whole(share[:, step]), _whole(up[:, step]), dv)
-    back = torch.empty_like(dq)
-    back[batch, place] = dq
-    return (
-        back.flatten(2, 3).transpose(1, 2).to(q.dtype).contiguous(),
-        dk.transpose(1, 2).to(k.dtype).contiguous(),
-        dv.transpose(1, 2).to(v.dtype).contiguous(),
-    )
+    def sees(key: torch.Tensor) -> torch.Tensor:
+        found = mask_function(row, torch.zeros_like(row), query, key.clamp(min=0).minimum(last))
+        return found.expand(batch, count) & (key >= 0) & (key <= last)
+
+    begins = ~sees(query - 1)
+    start = torch.where(begins, query, 0).cummax(1).values
+    oldest = start if window is None else torch.maximum(start, query - window + 1)
+    fits = (sees(query) & sees(oldest) & ~sees(query + 1) & ~sees(oldest - 1)).all()
+    one = ~(begins & (query > 0)).any()
+    if values_hidden(query):
+        return None, fits & one
+    is_ours, is_one = torch.stack((fits, one)).tolist()
+    if not is_ours:
+        raise ValueError(f"attention_mask: expected {OURS}; this model has another pattern")
+    return (None, None) if is_one else (begins, None)
 
 
-def _groups(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """Return queries as ``[B, T, Hkv, G, D]``, FP32."""
-    return q.float().transpose(1, 2).unflatten(2, (k.shape[1], -1))
+def _packed(first: torch.Tensor, total: int) -> torch.Tensor:
+    """Return the mask of packed sequences that begin at these rows."""
+    bounds = torch.cat((first, first.new_full((1,), total))).int()
+    return bounds.expand(3, 1, int(bounds.diff().max()), -1)
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    """Return keys or values as ``[B, S, Hkv, D]``, FP32."""
-    return x.float().transpose(1, 2)
+def _around_padding(first: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return the mask of sequences packed between their padding, which attends to itself."""
+    batch, length = mask.shape
+    row = torch.arange(batch, device=mask.device) * length
+    bounds = torch.stack((row, row + first, row + first + mask.sum(1)), 1).flatten()
+    return torch.cat((bounds, bounds.new_full((1,), batch * length))).int().expand(3, 1, length, -1)
 
 
-def _chunks(groups: torch.Tensor, keys: torch.Tensor, least: int) -> list[slice]:
-    """Cut the queries, at multiples of ``least``, so that neither their weights nor their products are too large."""
-    products = groups[:, :1].numel() * STEP
-    weights = groups[:, :1, ..., 0].numel() * keys.shape[1]
-    width = max(1, TILE[keys.device.type] // max(products, weights, 1) // least) * least
-    return [slice(first, first + width) for first in range(0, groups.shape[1], width)]
+def attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    cu_seq_lens_k: torch.Tensor | None = None,
+    max_length_q: int | None = None,
+    max_length_k: int | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Return attention ``[B, T, H, Dv]`` and no weights: the signature is that of transformers' AttentionInterface.
+
+    Args:
+        module: the layer; its ``is_causal`` counts where the argument is None.
+        query: ``[B, H, T, D]``.
+        key: ``[B, Hkv, S, D]``.
+        value: ``[B, Hkv, S, Dv]``.
+        attention_mask: None, or as above.
+        scaling: of the scores.
+        dropout: 0.
+        is_causal: whether a query sees no key behind it.
+        sliding_window: keys that a query sees on its left, itself included, and where it is not causal on its right.
+        softcap: of the scores.
+        s_aux: ``[H]``: a sink for each head.
+        cu_seq_lens_q: sequences that are packed in one row, as ``DataCollatorWithFlattening`` gives them.
+        cu_seq_lens_k: the same.
+        max_length_q: the longest of them.
+        max_length_k: the same.
+        options: those of other attentions; of ``position_bias`` and ``cache``, which change the result, None is taken.
+
+    Raises:
+        ValueError: det_attention has no such option, or the mask is none of ours.
+    """
+    if dropout:
+        raise ValueError(f"attention_dropout: expected 0 under invariant(), got {dropout}: its draws follow the batch")
+    for name in ("position_bias", "cache"):
+        if options.get(name) is not None:
+            raise ValueError(f"{name}: the attention of invariant() has none; leave this model's attention alone")
+    q, k, v = (x.transpose(1, 2).to(value.dtype) for x in (query, key, value))
+    side = None if sliding_window is None else sliding_window - 1
+    given: dict[str, Any] = {
+        "causal": getattr(module, "is_causal", True) if is_causal is None else is_causal,
+        "scale": scaling,
+        "window": None if side is None else (side, side),
+        "softcap": softcap or 0.0,
+        "sinks": s_aux,
+        "validate": False,
+        # There the automatic choice does not take it yet.
+        "backend": "triton" if query.is_cuda else None,
+    }
+    if cu_seq_lens_q is not None:
+        longest = {"max_seqlen_q": max_length_q, "max_seqlen_k": max_length_k}
+        given |= {"cu_seqlens_q": cu_seq_lens_q, "cu_seqlens_k": cu_seq_lens_k, **longest}
+    elif attention_mask is not None:
+        given |= _where(attention_mask)
+    if "cu_seqlens_q" not in given:
+        return det_attention(q, k, v, **given), None
+    out = det_attention(*(x.flatten(0, 1) for x in (q, k, v)), **given)
+    return out.unflatten(0, q.shape[:2]), None
 
 
-def _first(chosen: torch.Tensor, dim: int) -> torch.Tensor:
-    """Return the indices along a dim, those that are chosen first, each kind in ascending order."""
-    return torch.argsort((~chosen).to(torch.uint8), dim=dim, stable=True)
-
-
-def _whole(x: torch.Tensor) -> torch.Tensor:
-    """Append zero queries up to 16."""
-    return rowwise.pad_to(x, 1, STEP)
-
-
-def _walk(groups: torch.Tensor, keys: torch.Tensor, visible: torch.Tensor, scale: float, softcap: float) -> Walk:
-    scores, slope = dots(groups, keys) * scale, None
-    if softcap:
-        bent = torch.tanh(scores / softcap)
-        scores, slope = softcap * bent, 1 - bent * bent
-    scores = torch.where(visible[..., None, None], scores, -torch.inf)
-    top = scores.amax(2, keepdim=True) if scores.shape[2] else scores.sum(2, keepdim=True)
-    # Where nothing is seen, -inf less -inf would be NaN.
-    weights = (scores - torch.where(top == -torch.inf, 0.0, top)).exp()
-
-    order = _first(visible, 2)
-    seen = torch.arange(visible.shape[2], device=order.device) < visible.sum(2, keepdim=True)
-    order, seen = rowwise.pad_to(order, 2, STEP), rowwise.pad_to(seen, 2, STEP)
-    ones = keys.new_ones((*keys.shape[:3], 1))
-    total = mix(weights, ones, order, seen)
-    return Walk(weights, torch.where(visible.any(2)[..., None, None, None], total, 1.0), slope, order, seen)
+def _where(mask: torch.Tensor) -> dict[str, Any]:
+    """Return the arguments of det_attention that a mask of ours stands for."""
+    if mask.ndim != 4 or mask.dtype != torch.int32:
+        found = f"{mask.dtype} {tuple(mask.shape)}"
+        raise ValueError(f"attention_mask: expected [B, S], which tokens are no padding, or None; got {found}")
+    kind, _, longest, _ = mask.shape
+    if kind == 3:
+        bounds = mask[0, 0, 0]
+        return {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "max_seqlen_q": longest, "max_seqlen_k": longest}
+    start = mask[0, 0, 0]
+    if values_hidden(start):
+        # Nobody could raise when the mask was made. On a GPU this ends the process.
+        torch._assert_async((start != UNKNOWN).all(), f"attention_mask: expected {OURS}")
+    return {"k_start": start} if kind == 1 else {"k_start": start, "seqused_k": mask[1, 0, 0]}

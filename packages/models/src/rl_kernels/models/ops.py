@@ -15,9 +15,6 @@ from rl_kernels.det_gemm import op
 from rl_kernels.models.norm import Form
 
 SCHEMAS = {
-    "attention": "(Tensor q, Tensor k, Tensor v, Tensor visible, float scale, float softcap, str backend) -> Tensor",
-    "attention_backward": "(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor visible, float scale, float softcap, "
-    "str backend) -> (Tensor, Tensor, Tensor)",
     "norm": "(Tensor x, Tensor? weight, Tensor? bias, float eps, bool centred, float offset, bool early, "
     "str backend) -> Tensor",
     "norm_backward": "(Tensor grad, Tensor x, Tensor? weight, float eps, bool centred, float offset, "
@@ -31,8 +28,6 @@ def _fake_norm(x: torch.Tensor, weight: torch.Tensor | None, bias: Any, eps: Any
 
 
 FAKES: dict[str, Callable[..., Any]] = {
-    "attention": lambda q, k, v, *_: q.new_empty((q.shape[0], q.shape[2], q.shape[1], v.shape[3])),
-    "attention_backward": lambda grad, q, k, v, *_: tuple(x.new_empty(x.shape) for x in (q, k, v)),
     "norm": _fake_norm,
     "norm_backward": lambda grad, x, *_: (x.new_empty(x.shape), x.new_empty(x.shape, dtype=torch.float32)),
 }
@@ -41,27 +36,16 @@ NATIVE = "native"
 PARTS = Operator(
     name="det_gemm_model",
     package="rl_kernels.models",
-    summary="attention and norms whose rows do not depend on the batch",
+    summary="norms whose rows do not depend on the batch",
     shape=(),
     rows=frozenset(),
     schemas=SCHEMAS,
     fakes=FAKES,
-    backends=(Backend(NATIVE, "rl_kernels.models.parts", {"cpu": INVARIANT, "cuda": INVARIANT}),),
+    backends=(Backend(NATIVE, "rl_kernels.models.norm", {"cpu": INVARIANT, "cuda": INVARIANT}),),
     describe=Call.of,
 )
 
 _ops = torchlib.define(PARTS)
-
-
-def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, scale: float, softcap: float = 0.0
-) -> torch.Tensor:
-    """Return attention ``[B, T, H, Dv]`` as ``models.attention`` describes it; differentiable once."""
-    no_lost_derivatives("attention of invariant", q, k, v)
-    args = (q, k, v, visible, float(scale), float(softcap))
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-        return _Attention.apply(*args)
-    return _ops["attention"](*args, NATIVE)
 
 
 def norm(
@@ -73,19 +57,6 @@ def norm(
     if torch.is_grad_enabled() and any(value is not None and value.requires_grad for value in args[:3]):
         return _Norm.apply(*args)
     return _ops["norm"](*args, NATIVE)
-
-
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> torch.Tensor:
-        ctx.save_for_backward(*args[:4])
-        ctx.numbers = args[4:]
-        return _ops["attention"](*args, NATIVE)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        grads = first_order(_ops["attention_backward"], grad, *ctx.saved_tensors, *ctx.numbers, NATIVE)
-        return (*grads, None, None, None)
 
 
 class _Norm(torch.autograd.Function):

@@ -6,10 +6,9 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import nn
 
-from rl_kernels.models.ops import attention
+from rl_kernels.models.attention import attention_forward, attention_mask
 from rl_kernels.models.swap import Undo
 
 NAME = "rl_kernels"
@@ -38,15 +37,11 @@ def pretrained(model: nn.Module) -> list[nn.Module]:
 
 
 def register() -> None:
-    """Register the attention, and the mask that it wants: always there, one bool for each query and key."""
+    """Register the attention, and the mask that it wants."""
     from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
-
-    def mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
-        return sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
 
     AttentionInterface.register(NAME, attention_forward)
-    AttentionMaskInterface.register(NAME, mask)
+    AttentionMaskInterface.register(NAME, attention_mask)
 
 
 def why_not(module: Any) -> str | None:
@@ -54,6 +49,8 @@ def why_not(module: Any) -> str | None:
     can = getattr(type(module), "_can_set_attn_implementation", None)
     if can is None or not can():
         return "its attention does not go through transformers' AttentionInterface"
+    if not getattr(module, "_supports_flash_attn", False):
+        return "its attention is none that flash attention computes"
     return None
 
 
@@ -83,42 +80,3 @@ def attention_swap(config: Any) -> Undo:
             config._attn_implementation_internal = swapped.original
 
     return undo
-
-
-def attention_forward(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    **options: Any,
-) -> tuple[torch.Tensor, None]:
-    """Return attention ``[B, T, H, D]`` and no weights: the signature is that of transformers' AttentionInterface.
-
-    A sliding window comes in the mask. ``softcap`` is kept; dropout, sinks and position biases raise ``ValueError``.
-    """
-    if dropout:
-        raise ValueError(f"attention_dropout: expected 0 under invariant(), got {dropout}: its draws follow the batch")
-    for name in ("s_aux", "position_bias", "cache"):
-        if options.get(name) is not None:
-            raise ValueError(f"{name}: the attention of invariant() has none; leave this model's attention alone")
-    visible = _visible(module, query, key, attention_mask, options.get("is_causal"))
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return attention(query, key, value, visible, scale, options.get("softcap") or 0.0), None
-
-
-def _visible(
-    module: nn.Module, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, causal: bool | None
-) -> torch.Tensor:
-    """Return ``[B, T, S]``: which keys a query sees."""
-    shape = query.shape[0], query.shape[2], key.shape[2]
-    if mask is None:
-        every = torch.ones(shape[1:], dtype=torch.bool, device=query.device)
-        is_causal = getattr(module, "is_causal", False) if causal is None else causal
-        return (every.tril(shape[2] - shape[1]) if is_causal else every).expand(shape)
-    if mask.ndim != 4 or mask.shape[1] != 1 or mask.dtype != torch.bool:
-        found = f"{mask.dtype} {tuple(mask.shape)}"
-        raise ValueError(f"attention_mask: expected a bool mask [B, 1, T, S], the same for all heads, got {found}")
-    return mask[:, 0, :, : shape[2]].expand(shape)

@@ -1,11 +1,12 @@
-"""Arithmetic whose bits do not depend on the batch: the operators, and the attention and norm of ``invariant``."""
+"""Arithmetic whose bits do not depend on the batch: the operators, and the norm of ``invariant``."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
-from rl_kernels.demo.arithmetic import NORM_EPS, Arithmetic, visible
+from rl_kernels.attention import det_attention
+from rl_kernels.demo.arithmetic import NORM_EPS, Arithmetic
 from rl_kernels.linear_logp import linear_logp
 from rl_kernels.models import ops
 from rl_kernels.models.norm import Form
@@ -25,8 +26,7 @@ def rms_norm(x: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Return causal attention ``[B, H, Q, d]``."""
-    seen = visible(q.shape[2], k.shape[2]).expand(len(q), -1, -1)
-    return ops.attention(q, k, v, seen, q.shape[-1] ** -0.5).transpose(1, 2)
+    return det_attention(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
 
 
 def logp(
