@@ -231,19 +231,20 @@ def _interpreted(backend: str) -> bool:
 def _is_interpreted(spec: Spec, case: Case, relation: str, dtype: str) -> bool:
     """Say whether Triton's interpreter runs a case; a GPU runs all.
 
-    What a call must leave alone is shown by the first case and those that show the planted bugs. A case made in numbers
-    that has gradients is held to its outputs in one dtype, and to its gradients in the other.
+    What a call must leave alone is shown by the first case and those that show the planted bugs. In FP16 a case that
+    has gradients is held to them or to its outputs alone; made in numbers it is in FP32 too, to the other of both.
     """
     if relation == "torch":
         return case.name == spec.first_of(case.function).name
     if relation in ("hygiene", "parity"):
         shown = {name for mutants in spec.mutants if mutants.backend == "triton" for name in mutants.cases}
         return case.name in shown or case.name == spec.first_of(case.function).name
-    if not case.relations:
-        return True
-    sizes = list(case.sizes.values())
     turn = zlib.crc32(case.name.encode()) + (relation == "gradients") + (dtype == "fp16")
-    return math.prod(sizes) <= SMALL and max(sizes[:-1], default=0) <= SHORT and (turn % 2 == 0 or not case.grad)
+    its_turn = turn % 2 == 0 or not case.grad
+    if not case.relations:
+        return its_turn or dtype != "fp16" or relation not in ("accuracy", "gradients")
+    sizes = list(case.sizes.values())
+    return math.prod(sizes) <= SMALL and max(sizes[:-1], default=0) <= SHORT and its_turn
 
 
 def _promising(operator: Operator) -> list[str]:
