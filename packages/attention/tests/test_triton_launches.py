@@ -59,10 +59,12 @@ CALLS = {
     "wide-heads": partial(dense, 2, 70, 1500, 1, 2, 256),
     "fp32": partial(dense, 2, 70, 130, 1, 2, 64, torch.float32),
     "sliced": sliced,
+    "dropped": partial(dense, 3, 1, 900, 2, 4, 64, left=899, k_start=torch.tensor([-5, 0, -9000])),
+    "padded": partial(dense, 2, 70, 70, 2, 4, 64, k_start=torch.tensor([3, 0])),
     "packed": partial(packed, (7, 0, 1300, 64), 2, 4, 128),
     "paged": partial(paged, 5, 2, 40, 128, 48),
 }
-LOOKED_AT = ("prompt", "one-token", "several-tokens", "sliced", "packed", "paged")
+LOOKED_AT = ("prompt", "one-token", "several-tokens", "sliced", "dropped", "packed", "paged")
 """Calls that show every planted bug."""
 
 
@@ -100,15 +102,20 @@ def check_operands(launch, given):
     assert launch["queries"] == given.q.shape[-3]
 
 
+def reach_of(given):
+    """The longest sequence, and of the keys that a window's cache has dropped what whole segments leave."""
+    is_shorter = given.k_start is not None and given.left != UNLIMITED
+    return given.max_seqlen_k + (SEGMENT - 1) * is_shorter
+
+
 def check_forward(given, launches, out, lse):
     attend, *rest = launches
     check_operands(attend, given)
     rows = rows_of(given)
-    tiles, segments = -(-given.max_seqlen_q * given.group // rows), -(-given.max_seqlen_k // SEGMENT)
+    tiles, segments = -(-given.max_seqlen_q * given.group // rows), -(-reach_of(given) // SEGMENT)
     programs, heads = given.batch * tiles, given.k.shape[-2]
     split = segments > 1 and (programs * heads < FULL * PROCESSORS or rows <= FEW)
     assert (attend["ROWS"], attend["BLOCK"], attend["tiles"]) == (rows, BLOCK, tiles)
-    assert attend["LEFT"] == (given.left != UNLIMITED)
     assert (attend["SPLIT"], attend["ONE"], attend["LEFT"]) == (split, segments <= 1, given.left != UNLIMITED)
     assert attend.grid == (programs * (segments if split else 1), heads, 1)
     assert attend["OUT"] is out
@@ -144,7 +151,7 @@ def check_backward(given, launches, gradients):
     assert of_queries["DQ"] is gradients[0]
     assert len(of_keys) == 1
     check_operands(of_keys[0], given)
-    tiles = -(-given.max_seqlen_k // of_keys[0]["BLOCK"])
+    tiles = -(-reach_of(given) // of_keys[0]["BLOCK"])
     assert of_keys[0].grid == (given.batch * tiles, given.k.shape[-2], 1)
     assert (of_keys[0]["DK"] is gradients[1], of_keys[0]["DV_"] is gradients[2]) == (True, True)
     for launch in (of_queries, of_keys[0]):

@@ -133,8 +133,8 @@ def det_attention(
         cu_seqlens_k: the same of the keys, with ``cu_seqlens_q`` only.
         max_seqlen_q: no less than the longest sequence of queries; without it the device is asked, which syncs.
         max_seqlen_k: the same of keys.
-        k_start: ``[B]``: the first key of each sequence; those before it are padding. Negative for a cache that has
-            dropped keys before ``window``: that many, and they are not seen.
+        k_start: ``[B]``: the first key of each sequence; those before it are padding. With a ``window`` that ends on
+            the left it may be negative: a cache has dropped that many keys in front of the others; none is seen.
         seqused_q: ``[B]``: queries in use of each sequence; later ones get 0, and their upstream gradient may be
             anything.
         seqused_k: ``[B]``: keys in use of a cache; query t of T then stands at ``seqused_k - T + t``.

@@ -66,7 +66,7 @@ def keys_of(
     if cu_seqlens is not None:
         return x[int(cu_seqlens[b]) : int(cu_seqlens[b + 1])]
     rows = x[b] if table is None else x[table[b].long().clamp(0, x.shape[0] - 1)].flatten(0, 1)
-    # Keys that a cache has dropped, a negative start, are outside every window.
+    # A negative start stands for keys that a cache has dropped, which no query sees.
     first = 0 if start is None else max(int(start[b]), 0)
     return rows[first : rows.shape[0] if used is None else int(used[b])]
 

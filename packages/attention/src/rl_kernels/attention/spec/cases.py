@@ -124,8 +124,8 @@ def _laid_out(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> 
     if layout == "left":
         return {"q": q, "k": k, "v": v, "k_start": integers(lengths(k.shape[1] // 2), q)}
     if layout == "dropped":
-        # Some within the window, and some segments of which none is left.
-        starts = [(-9, 4, -3 * SEGMENT - 70, -1000)[b % 4] for b in range(batch)]
+        # Some within the window; padding; and so many that the keys left lie in two segments.
+        starts = [(-9, 4, -3 * SEGMENT - 1000)[b % 3] for b in range(batch)]
         return {"q": q, "k": k, "v": v, "k_start": integers([min(start, k.shape[1]) for start in starts], q)}
     if layout == "right":
         return {"q": q, "k": k, "v": v, "seqused_q": integers(lengths(q.shape[1]), q)}

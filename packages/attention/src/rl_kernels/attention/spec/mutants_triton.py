@@ -89,6 +89,7 @@ LAUNCHES = (
         "given.sinks, _contiguous(given.block_table)",
     ),
     Bug("head size left out of what is aligned", "return last[0] == 1 and all(", "return all("),
+    Bug("no segment for keys that are gone", "self.longest_k += SEGMENT - 1", "self.longest_k += 0"),
     Bug("keys always split", "split = segments > 1 and", "split = segments > 0 and"),
     Bug(
         "states of one segment too few",
