@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rl_kernels.core.testing import Draw
-from rl_kernels.models import invariant, pretrained
+from rl_kernels.models import attention, invariant, pretrained
 from rl_kernels.models.attention import attention_forward, attention_mask
 
 transformers = pytest.importorskip("transformers")
@@ -150,6 +150,19 @@ def test_patterns_and_padding_of_other_kinds_are_refused():
     both = masking.create_bidirectional_mask
     with pytest.raises(ValueError, match=r"attention_mask: expected shape \(1, 3\) where queries see both ways"):
         both(config(pretrained.NAME), torch.zeros(1, 3, 32), padded, encoder_hidden_states=torch.zeros(1, 6, 32))
+
+
+def test_holes_that_cannot_be_looked_at_fail_later(monkeypatch):
+    """With a cache that has dropped keys too, whose offset must not hide the mark."""
+    monkeypatch.setattr(attention, "values_hidden", lambda value: True)
+    hole = torch.tensor([[1, 1, 0, 1, 1, 1]]).bool()
+    for given in ({"kv_offset": 2, "q_offset": 4, "q_length": 2, "kv_length": 4}, {"q_length": 6, "kv_length": 6}):
+        mask = attention_mask(1, attention_mask=hole, **given)
+        operands = torch.zeros(1, HEADS, given["q_length"], SIZE), *torch.zeros(2, 1, 2, given["kv_length"], SIZE)
+        with pytest.raises(RuntimeError, match="attention_mask: expected a causal mask"):
+            attention_forward(Layer(), *operands, mask, sliding_window=3)
+    with pytest.raises(RuntimeError, match="attention_mask: expected a causal mask"):
+        attention_mask(1, 6, 6, attention_mask=hole, allow_is_bidirectional_skip=True)
 
 
 def test_packed_sequences_of_a_model_are_those_alone(tiny, prompts):

@@ -23,9 +23,11 @@ from rl_kernels.core.torchlib import values_hidden
 MaskFunction = Callable[..., torch.Tensor]
 """Says of broadcast (sequence, head, query, key), each an index, whether the query sees the key."""
 
-UNKNOWN = -(2**31)
-"""The k_start of a sequence whose mask is none of ours, where nobody could look at it and raise."""
-OURS = "a causal mask, with a window, padding or packed sequences, or none in both directions with padding"
+UNSUPPORTED = -(2**31)
+"""The k_start of a sequence whose mask det_attention has not, made where its values could not be looked at."""
+OURS = "a causal mask (with a window, padding or packed sequences) or a bidirectional one (with padding)"
+PACKED = 3
+"""The first dim of a mask that holds cu_seqlens."""
 
 
 def attention_mask(
@@ -85,9 +87,10 @@ def attention_mask(
     else:
         counts = None
     start = torch.zeros(batch_size, dtype=torch.int64, device=device) if first is None else first
-    start = start - kv_offset
+    # What is unsupported stays so, and does not leave int32.
+    start = (start - kv_offset).clamp(min=UNSUPPORTED)
     if known is not None:
-        start = torch.where(known, start, UNKNOWN)
+        start = torch.where(known, start, UNSUPPORTED)
     return torch.stack([start] if counts is None else [start, counts])[:, None, None].int()
 
 
@@ -104,7 +107,7 @@ def _first_keys(mask: torch.Tensor) -> torch.Tensor | None:
     whole = runs <= 1
     first = torch.where(runs > 0, mask.int().argmax(1), mask.shape[1])
     if values_hidden(mask):
-        return torch.where(whole, first, UNKNOWN)
+        return torch.where(whole, first, UNSUPPORTED)
     every, no_hole = torch.stack((mask.all(), whole.all())).tolist()
     if not no_hole:
         raise ValueError("attention_mask: expected padding before or behind a sequence, got some between its tokens")
@@ -152,15 +155,16 @@ def _pattern(
 def _packed(first: torch.Tensor, total: int) -> torch.Tensor:
     """Return the mask of packed sequences that begin at these rows."""
     bounds = torch.cat((first, first.new_full((1,), total))).int()
-    return bounds.expand(3, 1, int(bounds.diff().max()), -1)
+    return bounds.expand(PACKED, 1, int(bounds.diff().max()), -1)
 
 
 def _around_padding(first: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Return the mask of sequences packed between their padding, which attends to itself."""
+    _require_supported(first)
     batch, length = mask.shape
     row = torch.arange(batch, device=mask.device) * length
     bounds = torch.stack((row, row + first, row + first + mask.sum(1)), 1).flatten()
-    return torch.cat((bounds, bounds.new_full((1,), batch * length))).int().expand(3, 1, length, -1)
+    return torch.cat((bounds, bounds.new_full((1,), batch * length))).int().expand(PACKED, 1, length, -1)
 
 
 def attention_forward(
@@ -232,17 +236,21 @@ def attention_forward(
     return out.unflatten(0, q.shape[:2]), None
 
 
+def _require_supported(start: torch.Tensor) -> None:
+    """Fail where the mask could not be refused when it was made: on a GPU the process ends."""
+    if values_hidden(start):
+        torch._assert_async((start != UNSUPPORTED).all(), f"attention_mask: expected {OURS}")
+
+
 def _where(mask: torch.Tensor) -> dict[str, Any]:
     """Return the arguments of det_attention that a mask of ours stands for."""
     if mask.ndim != 4 or mask.dtype != torch.int32:
         found = f"{mask.dtype} {tuple(mask.shape)}"
         raise ValueError(f"attention_mask: expected [B, S], which tokens are no padding, or None; got {found}")
     kind, _, longest, _ = mask.shape
-    if kind == 3:
+    if kind == PACKED:
         bounds = mask[0, 0, 0]
         return {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "max_seqlen_q": longest, "max_seqlen_k": longest}
     start = mask[0, 0, 0]
-    if values_hidden(start):
-        # Nobody could raise when the mask was made. On a GPU this ends the process.
-        torch._assert_async((start != UNKNOWN).all(), f"attention_mask: expected {OURS}")
+    _require_supported(start)
     return {"k_start": start} if kind == 1 else {"k_start": start, "seqused_k": mask[1, 0, 0]}
