@@ -2,6 +2,7 @@
 
 import json
 import math
+import zlib
 
 import pytest
 import torch
@@ -61,6 +62,9 @@ def test_native_is_accurate(name, sizes):
         if case.relations and "accuracy" not in case.relations:
             continue
         if case.suite == "full" or math.prod(case.sizes.values()) > RUN:
+            continue
+        # Of those made in numbers one in three, other ones at other sizes.
+        if case.relations and zlib.crc32(f"{case.name} {sizes}".encode()) % 3:
             continue
         cell = Cell(candidate, spec_of(operator), case, setting)
         checks = [record for relation in ("accuracy", "gradients") for record in hold(cell, relation)]

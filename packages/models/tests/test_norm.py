@@ -5,40 +5,18 @@ import torch
 from torch import nn
 
 from rl_kernels.core.testing import Draw
-from rl_kernels.models import layers, ops
-
-
-@pytest.mark.parametrize("form", layers.FORMS, ids=str)
-def test_norm_as_an_op(form):
-    draw = Draw(torch.float32, seed=9)
-    x, weight, bias = draw.normal(3, 7, 20), draw.normal(20), None if form.early else draw.normal(20)
-    op = torch.ops.rl_kernels.det_gemm_model_norm.default
-    torch.library.opcheck(op, (x.mT.contiguous().mT, weight, bias, 1e-5, *form, "native"))
-    leaves = [value.double().requires_grad_() for value in (x, weight)]
-
-    def gold(x, weight):
-        row = x - x.mean(-1, keepdim=True) if form.centred else x
-        row = row * torch.rsqrt(row.pow(2).mean(-1, keepdim=True) + 1e-5) * (weight + form.offset)
-        return row if bias is None else row + bias
-
-    found = [value.clone().requires_grad_() for value in (x, weight)]
-    out, expected = ops.norm(*found, bias, 1e-5, form), gold(*leaves)
-    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
-    upstream = draw.normal(3, 7, 20)
-    grads = torch.autograd.grad(out, found, upstream), torch.autograd.grad(expected, leaves, upstream.double())
-    for value, other in zip(*grads, strict=True):
-        torch.testing.assert_close(value.double(), other, rtol=1e-5, atol=1e-5)
+from rl_kernels.models import layers
 
 
 @pytest.mark.parametrize("form", layers.FORMS, ids=str)
 def test_rows_follow_neither_batch_nor_layout_nor_threads(form, torch_threads):
     """A long row alone is where a library's mean takes other threads, and a matrix stored by columns another order."""
     x = Draw(torch.float32, seed=10).normal(5, 40_000)
-    whole = ops.norm(x, None, None, 1e-5, form)
+    whole = layers.norm(x, None, None, 1e-5, form)
     for threads in (1, 2):
         with torch_threads(threads):
-            assert torch.equal(ops.norm(x[3:4], None, None, 1e-5, form)[0], whole[3])
-            assert torch.equal(ops.norm(x.t().contiguous().t(), None, None, 1e-5, form), whole)
+            assert torch.equal(layers.norm(x[3:4], None, None, 1e-5, form)[0], whole[3])
+            assert torch.equal(layers.norm(x.t().contiguous().t(), None, None, 1e-5, form), whole)
 
 
 def test_a_form_is_known_by_what_it_computes():

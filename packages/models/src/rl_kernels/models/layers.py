@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import copyreg
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -13,15 +13,22 @@ from torch import nn
 from rl_kernels.core.validate import HALF_AND_FLOAT
 from rl_kernels.det_gemm.api import det_linear
 from rl_kernels.det_gemm.module import DetLinear
-from rl_kernels.models.norm import Form
-from rl_kernels.models.norm import norm as plain_norm
-from rl_kernels.models.ops import norm
+from rl_kernels.norm import layer_norm, rms_norm
+
+
+class Form(NamedTuple):
+    """Which norm a module computes, by the arguments of ``rms_norm``; ``centred`` is ``layer_norm``."""
+
+    centred: bool
+    offset: float
+    cast_first: bool
+
 
 FORMS = (
-    Form(centred=False, offset=0.0, early=True),  # Llama, Qwen
-    Form(centred=False, offset=0.0, early=False),  # gpt-oss, and torch
-    Form(centred=False, offset=1.0, early=False),  # Gemma
-    Form(centred=True, offset=0.0, early=False),  # Cohere, and every LayerNorm
+    Form(centred=False, offset=0.0, cast_first=True),  # Llama, Qwen
+    Form(centred=False, offset=0.0, cast_first=False),  # gpt-oss, and torch
+    Form(centred=False, offset=1.0, cast_first=False),  # Gemma
+    Form(centred=True, offset=0.0, cast_first=False),  # Cohere, and every LayerNorm
 )
 EPS = ("variance_epsilon", "eps", "epsilon")
 """What norms call the number that keeps them from dividing by 0."""
@@ -122,9 +129,27 @@ def _recognised(module: nn.Module, eps: str) -> Form | None:
         return None
     if not isinstance(expected, torch.Tensor) or expected.shape != probe.shape:
         return None
-    shares = {form: _share(plain_norm(probe, scale, None, getattr(module, eps), *form), expected) for form in FORMS}
+    known = {form: norm(probe, scale, None, getattr(module, eps), form, backend="native") for form in FORMS}
+    shares = {form: _share(found, expected) for form, found in known.items()}
     best = max(FORMS, key=shares.__getitem__)
     return best if shares[best] >= AGREES else None
+
+
+def norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    form: Form,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Return a norm of ``x[..., D]``."""
+    if form.centred:
+        found = layer_norm(x, weight, bias, eps=eps, backend=backend)
+    else:
+        found = rms_norm(x, weight, eps=eps, offset=form.offset, cast_first=form.cast_first, backend=backend)
+    assert isinstance(found, torch.Tensor)  # a pair comes only of a residual
+    return found
 
 
 def _share(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -1,4 +1,4 @@
-"""Arithmetic whose bits do not depend on the batch: the operators, and the norm of ``invariant``."""
+"""Arithmetic whose bits do not depend on the batch: the operators."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ from torch import nn
 from rl_kernels.attention import det_attention
 from rl_kernels.demo.arithmetic import NORM_EPS, Arithmetic
 from rl_kernels.linear_logp import linear_logp
-from rl_kernels.models import ops
-from rl_kernels.models.norm import Form
-
-RMS = Form(centred=False, offset=0.0, early=False)
+from rl_kernels.norm import rms_norm
 
 
 def linear(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
@@ -19,9 +16,11 @@ def linear(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     return layer(x)
 
 
-def rms_norm(x: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
+def norm(x: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
     """Return ``x / sqrt(mean(x^2) + eps) * gain``."""
-    return ops.norm(x, gain, None, NORM_EPS, RMS)
+    normed = rms_norm(x, gain, eps=NORM_EPS, cast_first=False)
+    assert isinstance(normed, torch.Tensor)  # a pair comes only of a residual
+    return normed
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -38,4 +37,4 @@ def logp(
     return logps
 
 
-INVARIANT = Arithmetic("rl-kernels", linear, rms_norm, attention, logp)
+INVARIANT = Arithmetic("rl-kernels", linear, norm, attention, logp)

@@ -21,6 +21,7 @@ from rl_kernels.attention.backends.triton.tiles import (
     scores_of,
     seen_from,
     seen_to,
+    sees,
 )
 from rl_kernels.core.triton_lib.arithmetic import fma, product
 from rl_kernels.core.triton_lib.softcap import slope
@@ -94,7 +95,6 @@ def of_queries(
     rows = tile * ROWS + tl.arange(0, ROWS)
     t = rows // GROUP
     shift = length - count
-    low, high = seen_from(t, shift, left, gone), seen_to(t, shift, right, length)
     t_first, t_last = tile * ROWS // GROUP, tl.minimum((tile * ROWS + ROWS - 1) // GROUP, used - 1)
     first, low_most = seen_from(t_first, shift, left, gone), seen_from(t_last, shift, left, gone)
     high_least, end = seen_to(t_first, shift, right, length), seen_to(t_last, shift, right, length)
@@ -124,7 +124,7 @@ def of_queries(
         score = scores_of(q, tl.trans(k), cap, rate, CAPPED)
         weights = weights_of(score, lse[:, None], factor)
         if (n < low_most) | (n + BLOCK > high_least):
-            weights = tl.where((at[None, :] >= low[:, None]) & (at[None, :] < high[:, None]), weights, 0.0)
+            weights = tl.where(sees(t + shift, at, left, right, gone, length), weights, 0.0)
         dweights = product_of(grad, tl.trans(v))
         dscore = dscores_of(score, weights, dweights, delta[:, None], cap, CAPPED)
         total = tl.dot(dscore.to(k.dtype), k, total, input_precision="ieee")
@@ -162,14 +162,16 @@ def of_keys(
     batch = b if STARTS_Q is None else 0 * b
     shift = length - count
     at = tile * BLOCK + tl.arange(0, BLOCK)
-    k_row = (first_k + at).to(tl.int64)
-    of_batch = b if STARTS_K is None else 0 * b
-    k_rows = of_batch.to(tl.int64) * (k_batch * UNIT) + k_row * (K_STEP * UNIT) + head.to(tl.int64) * (k_head * UNIT)
-    v_rows = of_batch.to(tl.int64) * (v_batch * UNIT) + k_row * (V_STEP * UNIT) + head.to(tl.int64) * (v_head * UNIT)
+    of_batch = (b if STARTS_K is None else 0 * b).to(tl.int64)
+    # Of the tile's first key; offsets from there are constants.
+    row, ahead = (first_k + tile * BLOCK).to(tl.int64), tl.arange(0, BLOCK).to(tl.int64)
+    k_base = K + of_batch * (k_batch * UNIT) + row * (K_STEP * UNIT) + head.to(tl.int64) * (k_head * UNIT)
+    v_base = V + of_batch * (v_batch * UNIT) + row * (V_STEP * UNIT) + head.to(tl.int64) * (v_head * UNIT)
     known = at < length
     if LEFT and FIRST_K is not None:
         known = known & (at >= gone)
-    k, v = loaded(K, k_rows, known, D, WIDTH), loaded(V, v_rows, known, DV, WIDTH_V)
+    k = loaded(k_base, ahead * (K_STEP * UNIT), known, D, WIDTH)
+    v = loaded(v_base, ahead * (V_STEP * UNIT), known, DV, WIDTH_V)
 
     origin = tl.maximum(-shift - right, 0) * GROUP
     t_low = tl.maximum(tile * BLOCK - right - shift, 0)
@@ -193,20 +195,21 @@ def of_keys(
         score = scores_of(k, tl.trans(q), cap, rate, CAPPED)
         weights = weights_of(score, lse[None, :], factor)
         if (r < full_from) | (r + ROWS > full_to) | (not whole):
-            low, high = seen_from(t, shift, left, gone), seen_to(t, shift, right, length)
-            sees = (at[:, None] >= low[None, :]) & (at[:, None] < high[None, :]) & (t < used)[None, :]
-            weights = tl.where(sees, weights, 0.0)
+            seen = tl.trans(sees(t + shift, at, left, right, gone, length)) & (t < used)[None, :]
+            weights = tl.where(seen, weights, 0.0)
         dv = tl.dot(weights.to(grad.dtype), grad, dv, input_precision="ieee")
         dweights = product_of(v, tl.trans(grad))
         dscore = dscores_of(score, weights, dweights, delta[None, :], cap, CAPPED)
         dk = tl.dot(dscore.to(q.dtype), q, dk, input_precision="ieee")
     dk = product(dk, tl.full(dk.shape, scale, tl.float32))
-    out = (of_batch.to(tl.int64) * keys + k_row) * KV_HEADS + head
+    place = (of_batch * keys + row) * KV_HEADS + head
     d, dd = tl.arange(0, WIDTH), tl.arange(0, WIDTH_V)
     mask, mask_v = known[:, None], known[:, None]
     if D != WIDTH:
         mask = mask & (d < D)[None, :]
     if DV != WIDTH_V:
         mask_v = mask_v & (dd < DV)[None, :]
-    tl.store(DK + out[:, None] * D + d[None, :], dk.to(DK.dtype.element_ty), mask=mask)
-    tl.store(DV_ + out[:, None] * DV + dd[None, :], dv.to(DV_.dtype.element_ty), mask=mask_v)
+    out = ahead[:, None] * (KV_HEADS * D) + d[None, :]
+    tl.store(DK + place * D + out, dk.to(DK.dtype.element_ty), mask=mask)
+    out = ahead[:, None] * (KV_HEADS * DV) + dd[None, :]
+    tl.store(DV_ + place * DV + out, dv.to(DV_.dtype.element_ty), mask=mask_v)

@@ -70,7 +70,6 @@ def attend(
     t = rows // GROUP
     heads = head * GROUP + rows % GROUP
     shift = length - count
-    low, high = seen_from(t, shift, left, gone), seen_to(t, shift, right, length)
     t_first, t_last = tile * ROWS // GROUP, tl.minimum((tile * ROWS + ROWS - 1) // GROUP, used - 1)
     first, low_most = seen_from(t_first, shift, left, gone), seen_from(t_last, shift, left, gone)
     high_least, end = seen_to(t_first, shift, right, length), seen_to(t_last, shift, right, length)
@@ -93,7 +92,7 @@ def attend(
         segment = part * SEGMENT
         begin, stop = tl.maximum(first, segment), tl.minimum(end, segment + SEGMENT)
         top, total, acc = segment_of(
-            q, k_base, v_base, pages_of, low, high, low_most, high_least, begin, stop, gone, length, pages,
+            q, k_base, v_base, pages_of, t + shift, left, right, low_most, high_least, begin, stop, gone, length, pages,
             k_batch, v_batch, factor, cap, rate,
             D, DV, WIDTH, WIDTH_V, K_STEP, V_STEP, PAGE, CAPPED, ROWS, BLOCK, LEFT, GONE,
         )  # fmt: skip
@@ -105,7 +104,7 @@ def attend(
     else:
         if ONE:
             top, total, acc = segment_of(
-                q, k_base, v_base, pages_of, low, high, low_most, high_least, first, end, gone, length, pages,
+                q, k_base, v_base, pages_of, t + shift, left, right, low_most, high_least, first, end, gone, length, pages,
                 k_batch, v_batch, factor, cap, rate,
                 D, DV, WIDTH, WIDTH_V, K_STEP, V_STEP, PAGE, CAPPED, ROWS, BLOCK, LEFT, GONE,
             )  # fmt: skip
@@ -114,7 +113,7 @@ def attend(
             for segment in range(first // SEGMENT * SEGMENT, end, SEGMENT):
                 begin, stop = tl.maximum(first, segment), tl.minimum(end, segment + SEGMENT)
                 other_top, other_total, other_acc = segment_of(
-                    q, k_base, v_base, pages_of, low, high, low_most, high_least, begin, stop, gone, length, pages,
+                    q, k_base, v_base, pages_of, t + shift, left, right, low_most, high_least, begin, stop, gone, length, pages,
                     k_batch, v_batch, factor, cap, rate,
                     D, DV, WIDTH, WIDTH_V, K_STEP, V_STEP, PAGE, CAPPED, ROWS, BLOCK, LEFT, GONE,
                 )  # fmt: skip

@@ -73,6 +73,13 @@ def seen_to(t, shift, right, length):
 
 
 @triton.jit
+def sees(position, at, left, right, gone, length):
+    """Say which keys ``at`` the queries at ``position`` see: differences, or each row would hold its two ends."""
+    ahead = at[None, :] - position[:, None]
+    return (ahead >= -left) & (ahead <= right) & ((at >= gone) & (at < length))[None, :]
+
+
+@triton.jit
 def keys_at(
     BASE, TABLE, n, gone, length, pages, page_step,
     STEP: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
@@ -84,9 +91,11 @@ def keys_at(
     compiles: a register for each row's address would be too many. GONE says that there may be keys that are gone.
     """
     ahead = tl.arange(0, BLOCK)
-    known = n + ahead < length
     if GONE:
-        known = known & (n + ahead >= gone)
+        # Of no sign, those before are far behind.
+        known = (n - gone + ahead).to(tl.uint32) < (length - gone).to(tl.uint32)
+    else:
+        known = n + ahead < length
     # Of 64 bits from the start: a sum that is widened afterwards cannot be taken apart into an address and constants.
     zero = tl.zeros((), tl.int64)
     offsets = ahead.to(tl.int64) * (STEP * UNIT)
@@ -216,7 +225,8 @@ def finished(top, total, acc, SINKS, heads):
 
 @triton.jit
 def segment_of(
-    q, K, V, TABLE, low, high, low_most, high_least, first, end, gone, length, pages, k_page, v_page, factor, cap, rate,
+    q, K, V, TABLE, position, left, right, low_most, high_least, first, end, gone, length, pages, k_page, v_page,
+    factor, cap, rate,
     D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr,
     K_STEP: tl.constexpr, V_STEP: tl.constexpr, PAGE: tl.constexpr, CAPPED: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, LEFT: tl.constexpr, GONE: tl.constexpr,
@@ -233,12 +243,8 @@ def segment_of(
         at = n + tl.arange(0, BLOCK)
         if TABLE is not None:
             score = tl.where(known[None, :] | (at >= length)[None, :], score, float("nan"))
-        if LEFT:
-            if (n < low_most) | (n + BLOCK > high_least):
-                score = tl.where((at[None, :] >= low[:, None]) & (at[None, :] < high[:, None]), score, float("-inf"))
-        else:
-            if n + BLOCK > high_least:
-                score = tl.where(at[None, :] < high[:, None], score, float("-inf"))
+        if (n < low_most) | (n + BLOCK > high_least):
+            score = tl.where(sees(position, at, left, right, gone, length), score, float("-inf"))
         above = tl.maximum(top, product(tl.max(score, 1), tl.full(top.shape, factor, tl.float32)))
         base = finite(above)
         shift = tl.broadcast_to(-base[:, None], score.shape)

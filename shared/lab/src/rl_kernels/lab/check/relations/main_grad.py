@@ -18,6 +18,7 @@ from rl_kernels.lab.check.result import Check, Record
 FEW = 32
 """Numbers of a buffer up to which all may have a few digits by chance."""
 UNEVEN = 1.37
+HALF = (torch.bfloat16, torch.float16)
 
 
 def main_grad(cell: Cell, upstream: Results) -> Iterator[Record]:
@@ -44,7 +45,7 @@ def main_grad(cell: Cell, upstream: Results) -> Iterator[Record]:
             if not needed:
                 break
             yield _added(cell, name, upstream, found, label)
-            if not label and cell.dtype_name in ("bf16", "fp16"):
+            if not label and cell.inputs[name].dtype in HALF:
                 yield _unrounded(cell, name, upstream)
         if needed and not cell.is_brief:
             if len(cell.leaves) > 1:
@@ -116,7 +117,10 @@ def _cast(cell: Cell, name: str, upstream: Results) -> Check:
 def _with_buffer(cell: Cell, name: str, strided: bool) -> Inputs:
     value = cell.inputs[name].clone()
     buffer = torch.zeros_like(value, dtype=torch.float32, memory_format=torch.contiguous_format)
-    value.main_grad = buffer.mT.contiguous().mT if strided else buffer
+    if strided:
+        # Columns, or numbers with gaps between them.
+        buffer = buffer.mT.contiguous().mT if buffer.ndim > 1 else torch.stack((buffer, buffer), -1)[..., 0]
+    value.main_grad = buffer
     return {**cell.inputs, name: value}
 
 

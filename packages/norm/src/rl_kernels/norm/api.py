@@ -1,0 +1,227 @@
+"""The public functions of the package: validation, dispatch, and the one autograd.Function behind them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from rl_kernels.core import validate as check
+from rl_kernels.core.dispatch import choose
+from rl_kernels.core.main_grad import gather
+from rl_kernels.core.torchlib import first_order, is_asked_for, no_lost_derivatives
+from rl_kernels.norm.op import OPERATOR, describe, ops
+from rl_kernels.norm.results import NormAndSum
+
+
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    residual: torch.Tensor | None = None,
+    offset: float = 0.0,
+    cast_first: bool = True,
+    backend: str | None = None,
+) -> torch.Tensor | NormAndSum:
+    """Return the RMSNorm of each row: ``x / sqrt(mean(x^2) + eps) * (weight + offset)``.
+
+    A row of the result is a function of that row and of the weight alone, bit for bit, and so is its gradient. The
+    gradient of the weight is a sum over the rows in a fixed order, 16 rows a step: rows with zero gradient appended
+    change no bit. Where ``weight.main_grad`` exists (FP32, ``[D]``), backward continues that sum in it, in place, and
+    the weight gets no ``.grad``: splitting the rows over backward passes at multiples of 16 changes no bit of it.
+
+    The formula is that of https://arxiv.org/abs/1910.07467; worked in FP32 (in FP64 for FP64).
+
+    Args:
+        x: ``[..., D]``, FP32, BF16, FP16 or FP64, any strides, any number of leading dims; differentiable.
+        weight: ``[D]``, of any of these dtypes, FP64 only beside an x of FP64; None is 1; differentiable.
+        eps: added to the mean of squares, >= 0.
+        residual: shape, dtype and device of x; differentiable. ``x + residual``, rounded to the dtype of x, is what is
+            normalised then, and is returned too: the bits are those of the two steps one after the other.
+        offset: added to the weight: 1 where it is stored as its distance from 1, as in Gemma.
+        cast_first: round the row to the dtype of x before the weight multiplies it, as Llama and Qwen do; otherwise the
+            whole is rounded once, as ``torch.nn.RMSNorm``, Gemma and gpt-oss do.
+        backend: name of a backend, ``auto``, or None for what is forced elsewhere, if anything.
+
+    Returns:
+        ``[..., D]`` in the dtype of x; with ``cast_first`` in that of its product with the weight, FP32 if either is.
+        With a residual ``NormAndSum(output, sum)``.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above; the message names it.
+        BackendUnavailable: the backend asked for cannot run this call.
+    """
+    check.number("offset", offset)
+    check.flag("cast_first", cast_first)
+    return _norm("rms_norm", x, weight, None, residual, eps, _Form(False, float(offset), cast_first), backend)
+
+
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    residual: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor | NormAndSum:
+    """Return the LayerNorm of each row: ``(x - mean(x)) / sqrt(var(x) + eps) * weight + bias``.
+
+    What ``rms_norm`` promises holds here too, and the backends are the same: ``rms_norm`` is the name that forces one.
+    The variance is that of ``F.layer_norm``, the mean of squared distances from the mean.
+
+    Args:
+        x: ``[..., D]``, FP32, BF16, FP16 or FP64, any strides, any number of leading dims; differentiable.
+        weight: ``[D]``, of any of these dtypes, FP64 only beside an x of FP64; None is 1; differentiable.
+        bias: ``[D]``, as the weight; None is 0; differentiable.
+        eps: added to the variance, >= 0.
+        residual: as in ``rms_norm``.
+        backend: name of a backend, ``auto``, or None for what is forced elsewhere, if anything.
+
+    Returns:
+        ``[..., D]`` in the dtype of x, rounded once. With a residual ``NormAndSum(output, sum)``.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above; the message names it.
+        BackendUnavailable: the backend asked for cannot run this call.
+    """
+    return _norm("layer_norm", x, weight, bias, residual, eps, _Form(True, 0.0, False), backend)
+
+
+class _Form(NamedTuple):
+    """What a norm does beside multiplying a row; in the order of the raw ops."""
+
+    centred: bool
+    offset: float
+    cast_first: bool
+
+
+def _norm(
+    name: str,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    eps: float,
+    form: _Form,
+    backend: str | None,
+) -> torch.Tensor | NormAndSum:
+    main_grad = _validate(x, weight, bias, residual, eps, backend)
+    no_lost_derivatives(name, x, weight, bias, residual)
+    chosen = choose(OPERATOR, describe(x), backend).name
+    inputs = (x, residual, weight, bias)
+    if torch.is_grad_enabled() and any(value is not None and value.requires_grad for value in inputs):
+        found = _Norm.apply(*inputs, main_grad, float(eps), *form, chosen)
+        if main_grad is not None and weight is not None and weight.requires_grad:
+            gather("weight", weight, found[0])
+    else:
+        *found, _ = _forward(x, residual, weight, bias, float(eps), *form, chosen)
+    return found[0] if residual is None else NormAndSum(*found)
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(-1 if x.numel() else 0, x.shape[-1])
+
+
+def _forward(
+    x: torch.Tensor, residual: torch.Tensor | None, *form: torch.Tensor | float | bool | str | None
+) -> tuple[torch.Tensor, ...]:
+    """Return (norm, statistics of the rows) or (norm, sum, statistics)."""
+    if residual is None:
+        output, stats = ops["forward"](_rows(x), *form)
+        return output.view(x.shape), stats
+    output, total, stats = ops["forward_sum"](_rows(x), _rows(residual), *form)
+    return output.view(x.shape), total.view(x.shape), stats
+
+
+def _validate(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    eps: float,
+    backend: str | None,
+) -> torch.Tensor | None:
+    """Check the arguments of either function; return the buffer of the weight's gradient, if it has one."""
+    check.tensor("x", x, check.FLOATS, least=1)
+    if not x.shape[-1]:
+        raise ValueError(f"x: expected a last dim of at least 1, got shape {tuple(x.shape)}")
+    allowed = check.FLOATS if x.dtype == torch.float64 else check.HALF_AND_FLOAT
+    for name, value in (("weight", weight), ("bias", bias)):
+        if value is not None:
+            check.tensor(name, value, allowed, ndim=1)
+            check.shape(name, value, x.shape[-1:], "the last dim of x")
+    if residual is not None:
+        check.tensor("residual", residual, check.FLOATS)
+        check.shape("residual", residual, x.shape, "that of x")
+        check.same_dtype(x=x, residual=residual)
+    check.same_device(x=x, weight=weight, bias=bias, residual=residual)
+    check.number("eps", eps, least=0)
+    check.backend_name(backend)
+    main_grad = getattr(weight, "main_grad", None)
+    if main_grad is not None:
+        assert weight is not None
+        check.main_grad("weight.main_grad", main_grad, weight)
+    return main_grad
+
+
+class _Norm(torch.autograd.Function):
+    """A norm of rows, or the norm of a sum and the sum; backward adds to ``main_grad`` where there is one."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        main_grad: torch.Tensor | None,
+        eps: float,
+        centred: bool,
+        offset: float,
+        cast_first: bool,
+        backend: str,
+    ) -> Any:
+        *found, stats = _forward(x, residual, weight, bias, eps, centred, offset, cast_first, backend)
+        total = x if residual is None else found[1]
+        # Autograd counts the tensors alone.
+        given = [value is not None for value in (x, residual, weight, bias)]
+        ctx.places = [sum(given[:number]) for number in range(len(given))]
+        # A sum that nobody uses has no gradient to read.
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(total, weight, stats)
+        # Not saved for backward: it is meant to change in place between this call and its backward pass.
+        ctx.main_grad, ctx.form, ctx.backend = main_grad, (centred, offset), backend
+        ctx.dtypes = None if weight is None else weight.dtype, None if bias is None else bias.dtype
+        return tuple(found)
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad: torch.Tensor | None, grad_sum: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor | None, ...]:
+        total, weight, stats = ctx.saved_tensors
+        grad = torch.zeros_like(total) if grad is None else grad
+        needed = zip(ctx.needs_input_grad, ctx.places, strict=False)
+        wanted = [is_needed and is_asked_for(ctx, place) for is_needed, place in needed]
+        of_sum = None if grad_sum is None else _rows(grad_sum)
+        given = (_rows(grad), of_sum, _rows(total), weight, stats, *ctx.form)
+        dweight = None
+        if wanted[2] and ctx.main_grad is not None:
+            no_lost_derivatives("rms_norm", *given)
+            dx, dbias = ops["backward_into"](*given, ctx.main_grad, wanted[3], ctx.backend)
+        else:
+            dx, dweight, dbias = first_order(ops["backward"], *given, wanted[2], wanted[3], ctx.backend)
+            dweight = dweight.to(ctx.dtypes[0]) if wanted[2] else None
+        dbias = dbias.to(ctx.dtypes[1]) if wanted[3] else None
+        dx = dx.view(total.shape)
+        # Two leaves would both keep this tensor as their gradient, and add to each other's.
+        of_residual = dx.clone() if wanted[0] and wanted[1] and _reaches_a_leaf(ctx) else dx
+        return dx if wanted[0] else None, of_residual if wanted[1] else None, dweight, dbias, *[None] * 6
+
+
+def _reaches_a_leaf(ctx: Any) -> bool:
+    """Say whether the gradient of x or of the residual is kept, and not handed on to the ops that made them."""
+    if torch.compiler.is_compiling():
+        return True
+    return any(hasattr(node, "variable") for node, _ in ctx.next_functions[:2])

@@ -1,0 +1,124 @@
+"""rms_norm and layer_norm in PyTorch, for any device: every sum is a tree of element-wise additions over the row.
+
+The gradients of weight and bias are sums over the rows: a tree inside each 16 of them, and those added in ascending
+order to what is there.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from rl_kernels.core.rowwise import STEP, compute_dtype, pad_to, row_sum
+from rl_kernels.norm.results import result_dtype
+
+
+def forward(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    centred: bool,
+    offset: float,
+    cast_first: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (norm ``[N, D]``, stats ``[2, N]``)."""
+    row = x.to(compute_dtype(x.dtype))
+    mean = _mean(row) if centred else torch.zeros_like(row[:, 0])
+    row = row - mean[:, None] if centred else row
+    inverse = 1 / (_mean(row * row) + eps).sqrt()
+    row = row * inverse[:, None]
+    if cast_first and weight is not None:
+        row = row.to(x.dtype).to(row.dtype)
+    if weight is not None:
+        row = row * (weight.to(row.dtype) + offset)
+    if bias is not None:
+        row = row + bias.to(row.dtype)
+    return row.to(result_dtype(x, weight, cast_first)).contiguous(), torch.stack((inverse, mean))
+
+
+def forward_sum(
+    x: torch.Tensor, residual: torch.Tensor, *form: object
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (norm ``[N, D]``, ``x + residual``, stats ``[2, N]``)."""
+    dtype = compute_dtype(x.dtype)
+    total = (x.to(dtype) + residual.to(dtype)).to(x.dtype).contiguous()
+    output, stats = forward(total, *form)  # type: ignore[arg-type]
+    return output, total, stats
+
+
+def backward(
+    grad: torch.Tensor,
+    grad_sum: torch.Tensor | None,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    stats: torch.Tensor,
+    centred: bool,
+    offset: float,
+    needs_weight: bool,
+    needs_bias: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (dx ``[N, D]``, dweight ``[D]``, dbias ``[D]``)."""
+    dx, terms, upstream = _terms(grad, grad_sum, x, weight, stats, centred, offset)
+    nothing = stats.new_zeros(x.shape[1])
+    dweight = _chain(terms, nothing) if needs_weight else nothing[:0]
+    return dx, dweight, _chain(upstream, nothing) if needs_bias else nothing[:0].clone()
+
+
+def backward_into(
+    grad: torch.Tensor,
+    grad_sum: torch.Tensor | None,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    stats: torch.Tensor,
+    centred: bool,
+    offset: float,
+    main_grad: torch.Tensor,
+    needs_bias: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Add the gradient of the weight to ``main_grad[D]``; return (dx, dbias)."""
+    dx, terms, upstream = _terms(grad, grad_sum, x, weight, stats, centred, offset)
+    main_grad.copy_(_chain(terms, main_grad))
+    nothing = stats.new_zeros(x.shape[1])
+    return dx, _chain(upstream, nothing) if needs_bias else nothing[:0]
+
+
+def _terms(
+    grad: torch.Tensor,
+    grad_sum: torch.Tensor | None,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    stats: torch.Tensor,
+    centred: bool,
+    offset: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (dx, the terms whose sum over the rows is dweight, those of dbias)."""
+    inverse, mean = stats[0, :, None], stats[1, :, None]
+    upstream = grad.to(stats.dtype)
+    scaled = (x.to(stats.dtype) - mean) * inverse
+    pull = upstream if weight is None else upstream * (weight.to(stats.dtype) + offset)
+    part = pull - scaled * _mean(pull * scaled)[:, None]
+    if centred:
+        part = part - _mean(pull)[:, None]
+    dx = part * inverse
+    if grad_sum is not None:
+        dx = dx + grad_sum.to(stats.dtype)
+    return dx.to(x.dtype).contiguous(), upstream * scaled, upstream
+
+
+def _mean(x: torch.Tensor) -> torch.Tensor:
+    return row_sum(x) / x.shape[-1]
+
+
+def _chain(terms: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+    """Return ``start[D]`` and the sum of ``terms[N, D]`` over the rows, 16 of them a step."""
+    if not len(terms):
+        return start.clone()
+    parts = pad_to(terms, 0, STEP).unflatten(0, (-1, STEP))
+    width = STEP
+    while width > 1:
+        width //= 2
+        parts = parts[:, :width] + parts[:, width:]
+    total = start
+    for part in parts.unbind(0):
+        total = total + part[0]
+    return total

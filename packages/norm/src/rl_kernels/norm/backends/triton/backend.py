@@ -1,0 +1,171 @@
+"""rms_norm and layer_norm in Triton: a row is read once in the forward pass, and so is all else in the backward pass.
+
+Order of the sums, which is the contract of this backend: that of a row, and how many rows are taken at once, follow D
+alone. How a row lies in the registers follows the alignment that the compiler may assume, so rows are contiguous and
+begin at multiples of 16 bytes, or are copied first. The terms of dweight and dbias are added over 16 rows, counted from
+the first, and the sums of these in ascending order, in ``main_grad`` on top of what is there.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from rl_kernels.core.gpu import device_of
+from rl_kernels.core.triton_lib.launch import launch
+from rl_kernels.norm.backends.triton import kernels
+from rl_kernels.norm.results import result_dtype
+
+STEP = kernels.STEP.value
+"""Rows whose terms of dweight and dbias one program adds."""
+NUMBERS = 2048
+"""Numbers of a tile of several rows."""
+EACH = 512
+"""Numbers for each warp of a program."""
+MOST_WARPS = 16
+COLUMNS, AHEAD = 32, 32
+"""Columns of a program that adds up parts, and the parts that it loads at once."""
+ALIGNED = 16
+"""Bytes of which addresses are multiples."""
+
+
+def forward(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    centred: bool,
+    offset: float,
+    cast_first: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (norm ``[N, D]``, stats ``[2, N]``)."""
+    return _forward(x, None, None, weight, bias, eps, centred, offset, cast_first)
+
+
+def forward_sum(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    centred: bool,
+    offset: float,
+    cast_first: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (norm ``[N, D]``, ``x + residual``, stats ``[2, N]``)."""
+    total = x.new_empty(x.shape)
+    output, stats = _forward(x, _canonical(residual), total, weight, bias, eps, centred, offset, cast_first)
+    return output, total, stats
+
+
+def _forward(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    total: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    centred: bool,
+    offset: float,
+    cast_first: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    count, size = x.shape
+    output = x.new_empty(x.shape, dtype=result_dtype(x, weight, cast_first))
+    stats = x.new_empty((2, count), dtype=torch.float32)
+    if count:
+        width, rows, warps = tile(size)
+        with device_of(x):
+            launch(
+                kernels.forward,
+                (triton.cdiv(count, rows),),
+                *(_canonical(x), residual, _canonical(weight), _canonical(bias), output, total, stats),
+                *(count, eps, offset, size, width, rows, centred, cast_first),
+                num_warps=warps,
+            )
+    return output, stats
+
+
+def backward(
+    grad: torch.Tensor,
+    grad_sum: torch.Tensor | None,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    stats: torch.Tensor,
+    centred: bool,
+    offset: float,
+    needs_weight: bool,
+    needs_bias: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (dx ``[N, D]``, dweight ``[D]``, dbias ``[D]``)."""
+    given = (grad, grad_sum, x, weight, stats, centred, offset)
+    dweight, dbias = (stats.new_empty(x.shape[1] if needed else 0) for needed in (needs_weight, needs_bias))
+    dx = _backward(*given, dweight if needs_weight else None, dbias if needs_bias else None, continued=False)
+    return dx, dweight, dbias
+
+
+def backward_into(
+    grad: torch.Tensor,
+    grad_sum: torch.Tensor | None,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    stats: torch.Tensor,
+    centred: bool,
+    offset: float,
+    main_grad: torch.Tensor,
+    needs_bias: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Add the gradient of the weight to ``main_grad[D]``; return (dx, dbias)."""
+    dbias = stats.new_empty(x.shape[1] if needs_bias else 0)
+    given = (grad, grad_sum, x, weight, stats, centred, offset)
+    return _backward(*given, main_grad, dbias if needs_bias else None, continued=True), dbias
+
+
+def _backward(
+    grad: torch.Tensor,
+    grad_sum: torch.Tensor | None,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    stats: torch.Tensor,
+    centred: bool,
+    offset: float,
+    dweight: torch.Tensor | None,
+    dbias: torch.Tensor | None,
+    *,
+    continued: bool,
+) -> torch.Tensor:
+    count, size = x.shape
+    dx = x.new_empty(x.shape)
+    steps = triton.cdiv(count, STEP)
+    parts = [None if out is None else stats.new_empty((steps, size)) for out in (dweight, dbias)]
+    width, rows, warps = tile(size)
+    with device_of(x):
+        if count:
+            launch(
+                kernels.backward,
+                (steps,),
+                *(_canonical(grad), _canonical(grad_sum), _canonical(x), _canonical(weight), stats.contiguous()),
+                *(dx, *parts, count, offset, size, width, rows, centred),
+                num_warps=warps,
+            )
+        for out, part, is_continued in ((dweight, parts[0], continued), (dbias, parts[1], False)):
+            if out is not None:
+                launch(
+                    kernels.chain,
+                    (triton.cdiv(size, COLUMNS),),
+                    *(part, out, steps, out.stride(0), size, COLUMNS, AHEAD, is_continued),
+                    num_warps=1,
+                )
+    return dx
+
+
+def tile(size: int) -> tuple[int, int, int]:
+    """Return (columns of a tile, its rows, warps of a program): by D alone, for the order of sums follows them."""
+    width = max(triton.next_power_of_2(size), 2)
+    rows = min(max(NUMBERS // width, 1), STEP)
+    return width, rows, min(max(width * rows // EACH, 1), MOST_WARPS)
+
+
+def _canonical(x: torch.Tensor | None) -> torch.Tensor | None:
+    if x is None or (x.is_contiguous() and x.data_ptr() % ALIGNED == 0):
+        return x
+    return torch.empty_like(x, memory_format=torch.contiguous_format).copy_(x)

@@ -1,0 +1,140 @@
+"""The kernels of rms_norm's Triton backend, which says in which order they sum.
+
+A program holds whole rows. The arithmetic is explicit, so that no compiler may fuse it one way in one kernel and
+another in the next.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from rl_kernels.core.triton_lib.arithmetic import fma, product
+
+STEP = tl.constexpr(16)
+"""Rows whose terms of dweight and dbias are added before the next ones are."""
+
+
+@triton.jit
+def spread(value, like):
+    """Return one number for each row beside rows."""
+    return tl.broadcast_to(value[:, None], like.shape)
+
+
+@triton.jit
+def columns(POINTER, d, inside, like):
+    """Load one number for each column, FP32, beside rows."""
+    return tl.broadcast_to(tl.load(POINTER + d, mask=inside, other=0.0).to(tl.float32)[None, :], like.shape)
+
+
+@triton.jit
+def mean_of(x, D: tl.constexpr):
+    """Return the mean of each row; there are zeros behind its D columns."""
+    return tl.div_rn(tl.sum(x, 1), tl.full([x.shape[0]], D, tl.float32))
+
+
+@triton.jit
+def weighted(x, WEIGHT, d, inside, offset):
+    """Return rows times the weight."""
+    if WEIGHT is not None:
+        x = product(x, columns(WEIGHT, d, inside, x) + offset)
+    return x
+
+
+@triton.jit(do_not_specialize=("count",))
+def forward(
+    X, RESIDUAL, WEIGHT, BIAS, Y, SUM, STATS, count, eps, offset,
+    D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, CENTRED: tl.constexpr, CAST_FIRST: tl.constexpr,
+):  # fmt: skip
+    """The norm of ROWS rows, or of the sums of those of X and RESIDUAL, which go to SUM. Grid: tiles of rows."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    there = rows < count
+    d = tl.arange(0, WIDTH)
+    inside = d < D
+    place = rows.to(tl.int64)[:, None] * D + d[None, :]
+    mask = there[:, None] & inside[None, :]
+    x = tl.load(X + place, mask=mask, other=0.0).to(tl.float32)
+    if RESIDUAL is not None:
+        total = (x + tl.load(RESIDUAL + place, mask=mask, other=0.0).to(tl.float32)).to(SUM.dtype.element_ty)
+        tl.store(SUM + place, total, mask=mask)
+        x = total.to(tl.float32)
+    mean = tl.zeros([ROWS], tl.float32)
+    if CENTRED:
+        mean = mean_of(x, D)
+        x = tl.where(inside[None, :], x - spread(mean, x), 0.0)
+    inverse = tl.div_rn(tl.full([ROWS], 1.0, tl.float32), tl.sqrt_rn(mean_of(product(x, x), D) + eps))
+    tl.store(STATS + rows, inverse, mask=there)
+    tl.store(STATS + count + rows, mean, mask=there)
+    x = product(x, spread(inverse, x))
+    if CAST_FIRST:
+        x = x.to(X.dtype.element_ty).to(tl.float32)
+    x = weighted(x, WEIGHT, d, inside, offset)
+    if BIAS is not None:
+        x = x + columns(BIAS, d, inside, x)
+    tl.store(Y + place, x.to(Y.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=("count",))
+def backward(
+    GRAD, GRAD_SUM, X, WEIGHT, STATS, DX, PARTS_WEIGHT, PARTS_BIAS, count, offset,
+    D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, CENTRED: tl.constexpr,
+):  # fmt: skip
+    """dx of STEP rows, and their sums of the terms of dweight and dbias. Grid: steps.
+
+    The terms of ROWS rows are added to each other, and these sums one after the other.
+    """
+    step = tl.program_id(0)
+    d = tl.arange(0, WIDTH)
+    inside = d < D
+    of_weight, of_bias = tl.zeros([WIDTH], tl.float32), tl.zeros([WIDTH], tl.float32)
+    for first in range(0, STEP, ROWS):
+        rows = step * STEP + first + tl.arange(0, ROWS)
+        there = rows < count
+        place = rows.to(tl.int64)[:, None] * D + d[None, :]
+        mask = there[:, None] & inside[None, :]
+        x = tl.load(X + place, mask=mask, other=0.0).to(tl.float32)
+        grad = tl.load(GRAD + place, mask=mask, other=0.0).to(tl.float32)
+        inverse = spread(tl.load(STATS + rows, mask=there, other=0.0), x)
+        if CENTRED:
+            x = x - spread(tl.load(STATS + count + rows, mask=there, other=0.0), x)
+        x = product(x, inverse)
+        pull = weighted(grad, WEIGHT, d, inside, offset)
+        shared = mean_of(product(pull, x), D)
+        dx = fma(-x, spread(shared, x), pull)
+        if CENTRED:
+            dx = dx - spread(mean_of(pull, D), dx)
+        dx = product(dx, inverse)
+        if GRAD_SUM is not None:
+            dx = dx + tl.load(GRAD_SUM + place, mask=mask, other=0.0).to(tl.float32)
+        tl.store(DX + place, dx.to(DX.dtype.element_ty), mask=mask)
+        if PARTS_WEIGHT is not None:
+            of_weight += tl.sum(product(grad, x), 0)
+        if PARTS_BIAS is not None:
+            of_bias += tl.sum(grad, 0)
+    place = step.to(tl.int64) * D + d
+    if PARTS_WEIGHT is not None:
+        tl.store(PARTS_WEIGHT + place, of_weight, mask=inside)
+    if PARTS_BIAS is not None:
+        tl.store(PARTS_BIAS + place, of_bias, mask=inside)
+
+
+@triton.jit(do_not_specialize=("count", "stride"))
+def chain(
+    PARTS, OUT, count, stride, D: tl.constexpr, COLUMNS: tl.constexpr, AHEAD: tl.constexpr, CONTINUED: tl.constexpr
+):
+    """Add PARTS ``[count, D]`` to OUT, or to nothing, one after the other. Grid: tiles of columns.
+
+    AHEAD parts are loaded at once: one after the other would take a trip to memory each.
+    """
+    d = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = d < D
+    target = OUT + d.to(tl.int64) * stride
+    total = tl.zeros([COLUMNS], tl.float32)
+    if CONTINUED:
+        total = tl.load(target, mask=inside, other=0.0)
+    for first in range(0, count, AHEAD):
+        for ahead in tl.static_range(AHEAD):
+            at = first + ahead
+            part = tl.load(PARTS + tl.cast(at, tl.int64) * D + d, mask=inside & (at < count), other=0.0)
+            total += part
+    tl.store(target, total, mask=inside)

@@ -1,0 +1,93 @@
+"""What rms_norm is to the registry and to torch: schemas, fake kernels, backends and their promises.
+
+layer_norm is the same operator with ``centred``. In the raw ops x and residual are ``[N, D]``, and ``stats[2, N]``
+holds, in FP32 (FP64 for FP64), what a row is multiplied by and the mean that is subtracted first, 0 unless ``centred``.
+``backward`` takes the gradient of the norm and, with a residual, that of the sum, and x is the sum. The gradients of
+weight and bias come in the dtype of ``stats``, empty where they are not needed; ``backward_into`` adds that of the
+weight to ``main_grad``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from rl_kernels.core import torchlib
+from rl_kernels.core.operator import INVARIANT, Backend, Call, Operator
+from rl_kernels.core.rowwise import compute_dtype
+from rl_kernels.core.triton_lib.launch import triton_backend
+from rl_kernels.norm.results import result_dtype
+
+WIDEST = 16384
+"""Columns that one program of the Triton kernels holds in its registers."""
+_FORM = "Tensor? weight, Tensor? bias, float eps, bool centred, float offset, bool cast_first, str backend"
+_GRADIENTS = "Tensor grad, Tensor? grad_sum, Tensor x, Tensor? weight, Tensor stats, bool centred, float offset"
+SCHEMAS = {
+    "forward": f"(Tensor x, {_FORM}) -> (Tensor, Tensor)",
+    "forward_sum": f"(Tensor x, Tensor residual, {_FORM}) -> (Tensor, Tensor, Tensor)",
+    "backward": f"({_GRADIENTS}, bool needs_weight, bool needs_bias, str backend) -> (Tensor, Tensor, Tensor)",
+    "backward_into": f"({_GRADIENTS}, Tensor(a!) main_grad, bool needs_bias, str backend) -> (Tensor, Tensor)",
+}
+
+
+def _fake_forward(x: torch.Tensor, weight: torch.Tensor | None, *form: Any) -> tuple[torch.Tensor, ...]:
+    cast_first = form[-1]
+    stats = x.new_empty((2, x.shape[0]), dtype=compute_dtype(x.dtype))
+    return x.new_empty(x.shape, dtype=result_dtype(x, weight, cast_first)), stats
+
+
+def _fake_forward_sum(x: torch.Tensor, residual: torch.Tensor, *form: Any) -> tuple[torch.Tensor, ...]:
+    output, stats = _fake_forward(x, *form)
+    return output, x.new_empty(x.shape), stats
+
+
+def _fake_backward(grad: Any, grad_sum: Any, x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
+    *_, stats, _, _, needs_weight, needs_bias = rest
+    made = (stats.new_empty(x.shape[1] if needed else 0) for needed in (needs_weight, needs_bias))
+    return x.new_empty(x.shape), *made
+
+
+def _fake_backward_into(grad: Any, grad_sum: Any, x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
+    *_, stats, _, _, _, needs_bias = rest
+    return x.new_empty(x.shape), stats.new_empty(x.shape[1] if needs_bias else 0)
+
+
+FAKES = {
+    "forward": _fake_forward,
+    "forward_sum": _fake_forward_sum,
+    "backward": _fake_backward,
+    "backward_into": _fake_backward_into,
+}
+
+
+def describe(x: torch.Tensor, *_: object, **__: object) -> Call:
+    """Describe a call of a public function to the dispatcher."""
+    return Call.of(x, D=x.shape[-1])
+
+
+def _limits(call: Call) -> str | None:
+    size = call.traits.get("D", 0)
+    return None if size <= WIDEST else f"takes rows of {WIDEST} at most, and D is {size}"
+
+
+# On a GPU by name alone: its kernels have been compiled for one and interpreted, and not yet run on one.
+TRITON = replace(triton_backend("rl_kernels.norm.backends.triton.backend", _limits), by_name=frozenset({"cpu", "cuda"}))
+
+OPERATOR = Operator(
+    name="rms_norm",
+    package="rl_kernels.norm",
+    summary="RMSNorm and LayerNorm whose rows do not depend on the batch, with the residual's sum",
+    shape=("N", "D"),
+    rows=frozenset({"N"}),
+    schemas=SCHEMAS,
+    fakes=FAKES,
+    backends=(
+        TRITON,
+        Backend("native", "rl_kernels.norm.backends.native", {"cpu": INVARIANT, "cuda": INVARIANT}),
+    ),
+    describe=describe,
+)
+
+ops = torchlib.define(OPERATOR)

@@ -1,0 +1,102 @@
+"""The benchmark of rms_norm: shapes, the bytes that must move, and the peers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from rl_kernels.core.testing import Case
+from rl_kernels.lab.bench.definition import (
+    GOALS,
+    SMALL,
+    Benchmark,
+    Pass,
+    Peer,
+    Shape,
+    Work,
+    compiled,
+    forward_and_backward,
+    plain,
+)
+from rl_kernels.norm.spec.cases import ADDED
+from rl_kernels.norm.spec.transforms import ROWS
+
+COMPILE = frozenset({"compile"})
+SETS = {
+    GOALS: (
+        Shape((8192, 4096)),
+        Shape((2048, 4096)),
+        Shape((64, 8192), note="decode"),
+        Shape((262144, 128), note="heads"),
+        Shape((8192, 4096), ADDED, "with a residual", without=frozenset({"torch"})),
+        Shape((4097, 3000), note="ragged", without=COMPILE),
+    ),
+    SMALL: (
+        Shape((512, 1024), without=COMPILE),
+        Shape((8, 4096), note="decode", without=COMPILE),
+        Shape((256, 1024), ADDED, "with a residual", without=COMPILE | {"torch"}),
+    ),
+}
+EPS = 1e-6
+
+
+def eager(x: torch.Tensor, weight: torch.Tensor, *, residual: torch.Tensor | None = None) -> object:
+    """Return what Llama's module computes in transformers."""
+    total = x if residual is None else x + residual
+    row = total.float()
+    row = row * torch.rsqrt(row.pow(2).mean(-1, keepdim=True) + EPS)
+    output = weight * row.to(x.dtype)
+    return output if residual is None else (output, total)
+
+
+def library(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return PyTorch's own."""
+    return F.rms_norm(x, x.shape[-1:], weight, EPS)
+
+
+def liger() -> Callable[..., object]:
+    """Import Liger's norms."""
+    from liger_kernel.transformers.functional import liger_fused_add_rms_norm, liger_rms_norm
+
+    def call(x: torch.Tensor, weight: torch.Tensor, *, residual: torch.Tensor | None = None) -> object:
+        if residual is None:
+            return liger_rms_norm(x, weight, EPS, 0.0, "llama", False)
+        return liger_fused_add_rms_norm(x, residual, weight, EPS, 0.0, "llama", False)
+
+    return call
+
+
+def quack() -> Callable[..., object]:
+    """Import quack's norm."""
+    from quack.rmsnorm import rmsnorm
+
+    def call(x: torch.Tensor, weight: torch.Tensor) -> object:
+        return rmsnorm(x, weight, eps=EPS)
+
+    return call
+
+
+def passes(shape: Shape, itemsize: int) -> dict[str, Pass]:
+    """Read rows and write norms, and back read rows and gradients and write others; sums are read and written too."""
+    rows, width = shape.sizes
+    case = Case(shape.label, {"batch": rows, "hidden": width}, shape.options)
+    forward, both = (4, 8) if shape.options else (2, 5)
+    size = rows * width * itemsize
+    return forward_and_backward(case, Work(forward * size), Work(both * size))
+
+
+BENCH = Benchmark(
+    shape=("N", "D"),
+    sets=SETS,
+    passes=passes,
+    peers={
+        "eager": plain(eager, "Llama's module in transformers"),
+        "compile": compiled(eager),
+        "torch": plain(library, "F.rms_norm"),
+        "liger": Peer(liger, "liger-kernel"),
+        "quack": Peer(quack, "quack-kernels"),
+    },
+    rows={"": ROWS},
+)

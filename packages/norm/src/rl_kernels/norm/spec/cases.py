@@ -1,0 +1,112 @@
+"""The cases of rms_norm and layer_norm: inputs, error budget, promised layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from rl_kernels.core.testing import Case, Draw, Inputs, Spec
+from rl_kernels.norm import reference
+from rl_kernels.norm.spec.cases_dimensions import DIMENSIONS, LAYER_NORM, with_values
+from rl_kernels.norm.spec.illegal import ILLEGAL
+from rl_kernels.norm.spec.mutants import MUTANTS
+from rl_kernels.norm.spec.transforms import TRANSFORMS
+
+BIASED = {"bias": True}
+ADDED = {"residual": True}
+GEMMA = {"offset": 1.0, "cast_first": False}
+CASES = (
+    Case("plain", {"batch": 6, "hidden": 96}),
+    Case("residual", {"batch": 19, "hidden": 64}, ADDED),
+    Case("residual-half", {"batch": 3, "hidden": 40}, ADDED, dtype="bf16"),
+    Case("gemma", {"batch": 18, "hidden": 80}, GEMMA),
+    Case("gemma-residual", {"batch": 5, "hidden": 33}, {**GEMMA, **ADDED, "eps": 1e-5}),
+    Case("no-weight", {"batch": 4, "hidden": 50}, {"weight": "none"}),
+    Case("weight-of-another-dtype", {"batch": 4, "hidden": 48}, {"weight": "fp32"}),
+    Case("heads", {"batch": 35, "hidden": 128}, {"leading": (2, 4)}),
+    Case("layer", {"batch": 17, "hidden": 100}, BIASED, LAYER_NORM),
+    Case("layer-residual", {"batch": 6, "hidden": 72}, {**BIASED, **ADDED, "eps": 1e-3}, LAYER_NORM),
+    Case("layer-no-weight", {"batch": 5, "hidden": 31}, {"weight": "none"}, LAYER_NORM),
+    Case("layer-offset", {"batch": 3, "hidden": 260}, {**BIASED, "values": "offset"}, LAYER_NORM),
+    Case("llama3-8b", {"batch": 40, "hidden": 4096}, ADDED, suite="full"),
+    Case("qwen3-heads", {"batch": 70, "hidden": 128}, {"leading": (2, 8)}, suite="full"),
+    Case("gpt2", {"batch": 33, "hidden": 768}, BIASED, LAYER_NORM, "full"),
+    *DIMENSIONS,
+)
+EMPTY = (
+    Case("no-rows", {"batch": 0, "hidden": 7}),
+    Case("no-rows-residual", {"batch": 0, "hidden": 7}, ADDED),
+    Case("no-rows-layer", {"batch": 0, "hidden": 7}, BIASED, LAYER_NORM),
+)
+WEIGHTS = {"bf16": torch.bfloat16, "fp32": torch.float32}
+PASSED_ON = ("eps", "offset", "cast_first")
+
+
+def inputs(case: Case, draw: Draw) -> Inputs:
+    """Draw ``x[batch, hidden]``, a weight around 1, or around 0 with an offset, and what the case's options ask for."""
+    asked, width = case.options, case.sizes["hidden"]
+    shape = (*asked.get("leading", ()), case.sizes["batch"], width)
+    call: Inputs = {"x": with_values(draw.normal(*shape), asked.get("values"))}
+    if asked.get("weight") != "none":
+        weight = draw.uniform(0.5, 1.5, width) - asked.get("offset", 0.0)
+        # FP64 stands for what all are compared with.
+        kept = draw.dtype == torch.float64 or "weight" not in asked
+        call["weight"] = weight if kept else weight.to(WEIGHTS[asked["weight"]])
+    if "bias" in asked:
+        call["bias"] = draw.normal(width)
+    if "residual" in asked:
+        call["residual"] = with_values(draw.normal(*shape), asked.get("values"))
+    return call | {name: asked[name] for name in PASSED_ON if name in asked}
+
+
+def magnitudes(case: Case, call: Inputs, upstream: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Sum the magnitudes of the terms; what a row loses when its mean is subtracted counts with the inverse."""
+    centred = case.function == LAYER_NORM
+    x, residual = call["x"], call.get("residual")
+    total = x if residual is None else x + residual
+    size = total.abs() if residual is None else x.abs() + residual.abs()
+    eps = call.get("eps", 1e-5 if centred else 1e-6)
+    row = total - total.mean(-1, keepdim=True) if centred else total
+    inverse = torch.rsqrt(row.square().mean(-1, keepdim=True) + eps)
+    size = (size + size.mean(-1, keepdim=True) if centred else size) * inverse
+    # The inverse is off by the share that the row's squares are.
+    size = size + (row * inverse).abs() * (size * (row * inverse).abs()).mean(-1, keepdim=True)
+    scale = (call["weight"] + call.get("offset", 0.0)).abs() if "weight" in call else torch.ones_like(x[..., :1, :])
+    offset = abs(call.get("offset", 0.0)) if "weight" in call else 0.0
+    terms = {
+        "output": (scale + offset) * size + abs(call.get("bias", 0)),
+        "sum": x.abs() + abs(0 if residual is None else residual),
+    }
+    if not upstream:
+        return terms
+    grad = upstream.get("output", torch.zeros_like(x)).abs()
+    pull = grad * (scale + offset)
+    part = pull + size * (pull * size).mean(-1, keepdim=True)
+    if centred:
+        part = part + pull.mean(-1, keepdim=True)
+    dx = part * inverse + upstream.get("sum", torch.zeros_like(x)).abs()
+    over = (grad * size).flatten(0, -2).sum(0), grad.flatten(0, -2).sum(0)
+    return terms | {
+        **dict.fromkeys(("gradient:x", "gradient:residual"), dx),
+        "gradient:weight": over[0],
+        "gradient:bias": over[1],
+    }
+
+
+SPEC = Spec(
+    cases=CASES,
+    inputs=inputs,
+    references={"": reference.rms_norm, LAYER_NORM: reference.layer_norm},
+    classes=dict.fromkeys(
+        ("output", "sum", *(f"gradient:{name}" for name in ("x", "residual", "weight", "bias"))), "reduction"
+    ),
+    differentiable=("x", "residual", "weight", "bias"),
+    magnitudes=magnitudes,
+    transforms=TRANSFORMS,
+    illegal=ILLEGAL,
+    mutants=MUTANTS,
+    empty=EMPTY,
+    main_grad=frozenset({"weight"}),
+    unread=frozenset({"backend"}),
+)

@@ -1,0 +1,61 @@
+"""Cases of rms_norm and layer_norm along their dimensions: rows and widths around every tile, options in pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from rl_kernels.core.testing import Case
+from rl_kernels.core.testing.dimensions import EDGES, HELD, ROWS, drawn, paired, swept
+
+LAYER_NORM = "layer_norm"
+SHARED = {
+    "weight": (None, "bf16", "fp32", "none"),
+    "residual": (None, True),
+    "eps": (None, 0.0, 1e-3),
+    "values": (None, "offset", "small", "large"),
+    "dtype": (None, "bf16", "fp16", "fp64"),
+}
+AXES = {**SHARED, "offset": (None, 1.0, -0.5), "cast_first": (None, False)}
+AXES_LAYER = {**SHARED, "bias": (None, True)}
+"""Values of each option; None leaves it out. ``dtype`` is that of the case, and no option."""
+TURNS: tuple[Mapping[str, Any], ...] = (
+    {},
+    {"residual": True},
+    {"offset": 1.0, "cast_first": False},
+    {"weight": "none"},
+)
+TURNS_LAYER: tuple[Mapping[str, Any], ...] = ({"bias": True}, {"residual": True, "bias": True}, {})
+WIDE = (2048, 4096, 4097, 8192, 16384, 16385)
+"""Widths whose tiles have one row, and the widest row of a program."""
+
+
+def _possible(options: Mapping[str, Any]) -> bool:
+    """Rows of tiny numbers have an inverse that overflows without eps."""
+    return not (options.get("eps") == 0.0 and options.get("values") == "small")
+
+
+DIMENSIONS: tuple[Case, ...] = (
+    *paired("pairs", {"batch": 5, "hidden": 40}, AXES, _possible),
+    *paired("layer-pairs", {"batch": 5, "hidden": 40}, AXES_LAYER, _possible, function=LAYER_NORM),
+    *drawn("drawn", {"batch": 18, "hidden": 130}, AXES, 12, _possible),
+    *drawn("drawn-more", {"batch": 18, "hidden": 130}, AXES, 60, _possible, suite="full"),
+    *drawn("layer-drawn", {"batch": 18, "hidden": 130}, AXES_LAYER, 60, _possible, suite="full", function=LAYER_NORM),
+    *swept("batch", {"hidden": 24}, ROWS, TURNS),
+    *swept("hidden", {"batch": 3}, EDGES[1:], TURNS),
+    *swept("hidden", {"batch": 17}, WIDE, TURNS),
+    *(
+        Case(f"layer-{case.name}", case.sizes, case.options, LAYER_NORM, relations=HELD)
+        for case in swept("hidden", {"batch": 17}, (2, 33, 255, 256, 1000, 4096, 8191), TURNS_LAYER)
+    ),
+    *swept("batch", {"hidden": 4096}, (4096,), TURNS, suite="full"),
+)
+
+
+def with_values(x: torch.Tensor, kind: str | None) -> torch.Tensor:
+    """Return rows of another kind: far from 0, tiny, or as large as squares in FP16 would not hold."""
+    if kind == "offset":
+        return x + 30
+    return x * {"small": 1e-4, "large": 500.0}.get(kind or "", 1.0)

@@ -1,0 +1,65 @@
+"""Calls of rms_norm and layer_norm that must raise: what is wrong with each, and what the message says about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from rl_kernels.core.testing import IllegalCall, Inputs, edited, given
+from rl_kernels.core.testing.spec import Change
+
+
+def _buffer(make: Callable[[torch.Tensor], object]) -> Change:
+    """Return a change that gives the weight a buffer."""
+
+    def change(call: Inputs) -> Inputs:
+        weight = call["weight"].clone()
+        weight.main_grad = make(weight)
+        return {**call, "weight": weight}
+
+    return change
+
+
+SHORT = edited("x", lambda x: x[..., :-1])
+ILLEGAL = (
+    IllegalCall("x not a tensor", given(x=1.0), TypeError, "x: expected a tensor"),
+    IllegalCall("x of integers", edited("x", torch.Tensor.int), TypeError, "x: expected dtype"),
+    IllegalCall("x without dims", edited("x", lambda x: x[0, 0]), ValueError, "x: expected at least 1 dims"),
+    IllegalCall(
+        "x without columns", edited("x", lambda x: x[:, :0]), ValueError, "x: expected a last dim of at least 1"
+    ),
+    IllegalCall("x narrower than the weight", SHORT, ValueError, "weight: expected shape"),
+    IllegalCall("weight not a tensor", given(weight=1.0), TypeError, "weight: expected a tensor"),
+    IllegalCall("weight of integers", edited("weight", torch.Tensor.int), TypeError, "weight: expected dtype"),
+    IllegalCall("weight in FP64", edited("weight", torch.Tensor.double), TypeError, "weight: expected dtype"),
+    IllegalCall("weight of two dims", edited("weight", lambda w: w[None]), ValueError, "weight: expected 1 dims"),
+    IllegalCall("weight elsewhere", edited("weight", lambda w: w.to("meta")), ValueError, "weight: expected device"),
+    IllegalCall("bias of one number", edited("bias", lambda b: b[:1]), ValueError, "bias: expected shape", "layer"),
+    IllegalCall("bias of integers", edited("bias", torch.Tensor.int), TypeError, "bias: expected dtype", "layer"),
+    IllegalCall("bias elsewhere", edited("bias", lambda b: b.to("meta")), ValueError, "bias: expected device", "layer"),
+    IllegalCall(
+        "residual of another shape", edited("residual", lambda r: r[1:]), ValueError, "residual: expected", "residual"
+    ),
+    IllegalCall(
+        "residual of another dtype",
+        edited("residual", torch.Tensor.double),
+        TypeError,
+        "residual: expected",
+        "residual",
+    ),
+    IllegalCall(
+        "residual elsewhere", edited("residual", lambda r: r.to("meta")), ValueError, "residual: expected", "residual"
+    ),
+    IllegalCall("eps text", given(eps="1e-6"), TypeError, "eps: expected a number"),
+    IllegalCall("eps negative", given(eps=-1e-6), ValueError, "eps: expected a number >= 0"),
+    IllegalCall("eps infinite", given(eps=float("inf")), ValueError, "eps: expected a finite number"),
+    IllegalCall("offset NaN", given(offset=float("nan")), ValueError, "offset: expected a finite number"),
+    IllegalCall("offset a tensor", given(offset=torch.ones(())), TypeError, "offset: expected a number"),
+    IllegalCall("cast_first a number", given(cast_first=1), TypeError, "cast_first: expected a bool"),
+    IllegalCall("buffer in BF16", _buffer(torch.Tensor.bfloat16), TypeError, r"weight\.main_grad: expected dtype"),
+    IllegalCall(
+        "buffer too short", _buffer(lambda w: torch.zeros(len(w) - 1)), ValueError, r"weight\.main_grad: expected"
+    ),
+    IllegalCall("unknown backend", given(backend="no-such"), ValueError, "backend: rms_norm has no backend"),
+)

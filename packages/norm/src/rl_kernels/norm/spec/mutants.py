@@ -1,0 +1,42 @@
+"""Bugs of rms_norm's backends that the checker must catch: each is one edit of the source."""
+
+from __future__ import annotations
+
+from rl_kernels.core.testing import Bug, Mutants
+from rl_kernels.norm.spec.mutants_triton import MUTANTS as TRITON
+
+BUGS = (
+    Bug("eps missing", "(_mean(row * row) + eps)", "_mean(row * row)"),
+    Bug("mean by a library", "mean = _mean(row) if", "mean = row.mean(-1) if"),
+    Bug("squares by a library", "(_mean(row * row) + eps)", "((row * row).mean(-1) + eps)"),
+    Bug("offset missing", "row * (weight.to(row.dtype) + offset)", "row * weight.to(row.dtype)"),
+    Bug("offset missing in the gradient", "upstream * (weight.to(stats.dtype) + offset)", "upstream * weight"),
+    Bug("weight rounded with its offset", "(weight.to(row.dtype) + offset)", "(weight + offset).to(row.dtype)"),
+    Bug("sum not rounded", "(x.to(dtype) + residual.to(dtype)).to(x.dtype).contiguous()", "x.to(dtype) + residual"),
+    Bug("gradient of the sum lost", "dx = dx + grad_sum.to(stats.dtype)", "dx = dx * 1"),
+    Bug("mean of the gradient left", "part = part - _mean(pull)[:, None]", "part = part * 1"),
+    Bug("projection left out", "pull - scaled * _mean(pull * scaled)[:, None]", "pull * 1"),
+    Bug("mean not subtracted in the gradient", "(x.to(stats.dtype) - mean) * inverse", "x.to(stats.dtype) * inverse"),
+    Bug("buffer overwritten", "_chain(terms, main_grad)", "_chain(terms, torch.zeros_like(main_grad))"),
+    Bug("terms summed by a library", "    total = start\n", "    return start + terms.sum(0)\n"),
+    Bug("steps counted from the last row", "pad_to(terms, 0, STEP)", "pad_to(terms.flip(0), 0, STEP).flip(0)"),
+    Bug(
+        "bias in the wrong place", "row = row + bias.to(row.dtype)", "row = row + bias.to(row.dtype) * inverse[:, None]"
+    ),
+)
+
+CASES = (
+    *(
+        "plain",
+        "residual",
+        "residual-half",
+        "gemma",
+        "no-weight",
+        "weight-of-another-dtype",
+        "layer",
+        "layer-residual",
+        "layer-offset",
+    ),
+    *("pairs-0", "pairs-1", "pairs-2", "pairs-3", "batch-129", "hidden-1025"),
+)
+MUTANTS = (Mutants("native", ("rl_kernels.norm.backends.native",), BUGS, CASES), TRITON)

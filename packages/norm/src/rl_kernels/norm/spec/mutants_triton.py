@@ -1,0 +1,68 @@
+"""Bugs of rms_norm's Triton backend: in kernels and host code, for the checker; in launches, for tests that record."""
+
+from __future__ import annotations
+
+from rl_kernels.core.testing import Bug, Mutants
+
+MODULES = ("rl_kernels.norm.backends.triton.kernels", "rl_kernels.norm.backends.triton.backend")
+
+BUGS = (
+    Bug("mean over the tile", "tl.full([x.shape[0]], D, tl.float32)", "tl.full([x.shape[0]], x.shape[1], tl.float32)"),
+    Bug(
+        "columns behind the row not zero", "tl.where(inside[None, :], x - spread(mean, x), 0.0)", "x - spread(mean, x)"
+    ),
+    Bug("eps missing", "mean_of(product(x, x), D) + eps", "mean_of(product(x, x), D)"),
+    Bug("offset missing", "columns(WEIGHT, d, inside, x) + offset", "columns(WEIGHT, d, inside, x)"),
+    Bug("row not rounded first", "x.to(X.dtype.element_ty).to(tl.float32)", "x * 1.0"),
+    Bug(
+        "bias times the inverse",
+        "x + columns(BIAS, d, inside, x)",
+        "x + product(columns(BIAS, d, inside, x), spread(inverse, x))",
+    ),
+    Bug("norm of x without the residual", "        x = total.to(tl.float32)\n", ""),
+    Bug("gradient of the sum lost", "    if GRAD_SUM is not None:", "    if False:"),
+    Bug("projection left out", "fma(-x, spread(shared, x), pull)", "pull"),
+    Bug("mean of the gradient left", "dx = dx - spread(mean_of(pull, D), dx)", "dx = dx * 1.0"),
+    Bug("mean of another row", "tl.load(STATS + count + rows, mask", "tl.load(STATS + count + rows // 2, mask"),
+    Bug(
+        "last tile of rows alone", "of_weight += tl.sum(product(grad, x), 0)", "of_weight = tl.sum(product(grad, x), 0)"
+    ),
+    Bug("buffer overwritten", "    if CONTINUED:", "    if False:"),
+    Bug("last parts left out", "range(0, count, AHEAD)", "range(0, count // AHEAD * AHEAD, AHEAD)"),
+)
+"""Shown by an interpreter or a GPU."""
+CASES = (
+    "plain",
+    "residual",
+    "gemma",
+    "layer",
+    "layer-residual",
+    "layer-offset",
+    "batch-2049",
+    "hidden-33",
+    "hidden-4096",
+)
+
+HOST = (
+    Bug("a program short", "(triton.cdiv(count, rows),)", "(count // rows,)"),
+    Bug("steps short", "steps = triton.cdiv(count, STEP)", "steps = max(count // STEP, 1)"),
+    Bug(
+        "tile follows the rows",
+        "width, rows, warps = tile(size)\n    with",
+        "width, rows, warps = tile(min(size, count))\n    with",
+    ),
+    Bug("buffer's stride ignored", "steps, out.stride(0), size", "steps, 1, size"),
+    Bug("bias continued too", "(dbias, parts[1], False)", "(dbias, parts[1], continued)"),
+    Bug("buffer not continued", "(dweight, parts[0], continued)", "(dweight, parts[0], False)"),
+    Bug("rows read as they lie", "x is None or (x.is_contiguous() and x.data_ptr() % ALIGNED == 0)", "True"),
+    Bug("alignment not looked at", "x.is_contiguous() and x.data_ptr() % ALIGNED == 0", "x.is_contiguous()"),
+    Bug("columns short", "(triton.cdiv(size, COLUMNS),)", "(max(size // COLUMNS, 1),)"),
+    Bug(
+        "bias in place of the weight",
+        "_canonical(weight), _canonical(bias), output",
+        "_canonical(bias), _canonical(weight), output",
+    ),
+    Bug("eps and offset exchanged", "(count, eps, offset, size", "(count, offset, eps, size"),
+)
+"""Shown by recorded launches."""
+MUTANTS = Mutants("triton", MODULES, BUGS, CASES)

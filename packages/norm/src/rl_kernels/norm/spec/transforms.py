@@ -1,0 +1,50 @@
+"""Layouts of rms_norm and layer_norm that may change no bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+
+from rl_kernels.core.testing import Case, Draw, Inputs, RowLayout, Variant
+
+STEP = 16
+"""Rows of a step in the sums of weight and bias."""
+ROWS = RowLayout(
+    arguments={"x": 1, "residual": 1},
+    results=frozenset({"output", "sum", "gradient:x", "gradient:residual"}),
+    functions=frozenset({"", "layer_norm"}),
+)
+
+
+def zero_rows(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
+    """Add rows whose gradient is zero, whole steps in front or any number behind: no sum changes a bit."""
+    flat = {name: call[name].flatten(0, -2) for name in ROWS.arguments if name in call}
+    count, width = flat["x"].shape
+    for before, after in ((0, 1), (0, 5), (0, STEP), (0, 40), (STEP, 0), (3 * STEP, 7)):
+        longer = {
+            name: torch.cat((draw.normal(before, width, scale=3.0), rows, draw.normal(after, width, scale=3.0)))
+            for name, rows in flat.items()
+        }
+
+        def lift(_: str, value: torch.Tensor, before: int = before, after: int = after) -> torch.Tensor:
+            return F.pad(value.flatten(0, -2), (0, 0, before, after))
+
+        def find(name: str, value: torch.Tensor, before: int = before) -> torch.Tensor:
+            return value[before : before + count] if name in ROWS.results else value
+
+        yield Variant(f"{before} rows in front, {after} behind", {**call, **longer}, _flat, find, lift)
+
+
+def _flat(name: str, value: torch.Tensor) -> torch.Tensor:
+    return value.flatten(0, -2) if name in ROWS.results else value
+
+
+def exchanged(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
+    """Exchange x and residual: a sum has no order."""
+    if "residual" in call:
+        yield Variant("x and residual exchanged", {**call, "x": call["residual"], "residual": call["x"]})
+
+
+TRANSFORMS = {**ROWS.transforms(), "zero-rows": zero_rows, "exchanged": exchanged}

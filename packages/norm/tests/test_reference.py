@@ -1,0 +1,53 @@
+"""The definitions of rms_norm and layer_norm against values worked out by hand, and against PyTorch's own."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from rl_kernels.norm import reference
+
+X = torch.tensor([[3.0, 4.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]], dtype=torch.float64)
+WEIGHT = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
+
+
+def test_rms_norm_by_hand():
+    """The squares of the first row have a mean of 25 / 4, its root is 2.5."""
+    found = reference.rms_norm(X, WEIGHT, eps=0.0)
+    torch.testing.assert_close(found, torch.tensor([[1.2, 3.2, 0, 0], [1, 2, 3, 4]], dtype=torch.float64))
+    found = reference.rms_norm(X, WEIGHT, eps=0.0, offset=1.0, cast_first=False)
+    torch.testing.assert_close(found[1], WEIGHT + 1)
+
+
+def test_layer_norm_by_hand():
+    """1 and 3 are 1 below and 1 above their mean, and so is their standard deviation."""
+    x = torch.tensor([[1.0, 3.0]])
+    assert reference.layer_norm(x, eps=0.0).tolist() == [[-1.0, 1.0]]
+    weight, bias = torch.tensor([2.0, 3.0]), torch.tensor([0.5, -0.5])
+    assert reference.layer_norm(x, weight, bias, eps=0.0).tolist() == [[-1.5, 2.5]]
+
+
+def test_a_residual_is_added_and_returned():
+    found = reference.rms_norm(X, WEIGHT, residual=X)
+    assert torch.equal(found.sum, 2 * X)
+    assert torch.equal(found.output, reference.rms_norm(2 * X, WEIGHT))
+
+
+def test_rows_are_rounded_before_the_weight_or_after():
+    x, weight = X.bfloat16() + 0.3, torch.tensor([1.01, 0.37, 1.7, 0.9]).bfloat16()
+    row = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)
+    assert torch.equal(reference.rms_norm(x, weight), weight * row.bfloat16())
+    assert torch.equal(reference.rms_norm(x, weight, cast_first=False), (weight.float() * row).bfloat16())
+    assert not torch.equal(reference.rms_norm(x, weight), reference.rms_norm(x, weight, cast_first=False))
+
+
+@pytest.mark.parametrize("residual", [None, X.flip(0)])
+def test_gradients_and_values_are_those_of_pytorch(residual):
+    total = X if residual is None else X + residual
+    bias = WEIGHT.flip(0)
+    for found, expected in (
+        (reference.rms_norm(X, WEIGHT, residual=residual), F.rms_norm(total, (4,), WEIGHT, 1e-6)),
+        (reference.layer_norm(X, WEIGHT, bias, residual=residual), F.layer_norm(total, (4,), WEIGHT, bias, 1e-5)),
+    ):
+        torch.testing.assert_close(found if residual is None else found.output, expected)
+    leaves = [value.clone().requires_grad_() for value in (X, WEIGHT)]
+    assert torch.autograd.gradcheck(lambda x, weight: reference.rms_norm(x, weight), leaves)
