@@ -9,6 +9,7 @@ weight to ``main_grad``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -54,7 +55,7 @@ def _fake_backward_into(grad: Any, grad_sum: Any, x: torch.Tensor, *rest: Any) -
     return x.new_empty(x.shape), stats.new_empty(x.shape[1] if needs_bias else 0)
 
 
-FAKES = {
+FAKES: dict[str, Callable[..., Any]] = {
     "forward": _fake_forward,
     "forward_sum": _fake_forward_sum,
     "backward": _fake_backward,

@@ -13,7 +13,6 @@ BUGS = (
     ),
     Bug("eps missing", "mean_of(product(x, x), D) + eps", "mean_of(product(x, x), D)"),
     Bug("offset missing", "columns(WEIGHT, d, inside, x) + offset", "columns(WEIGHT, d, inside, x)"),
-    Bug("row not rounded first", "x.to(X.dtype.element_ty).to(tl.float32)", "x * 1.0"),
     Bug(
         "bias times the inverse",
         "x + columns(BIAS, d, inside, x)",

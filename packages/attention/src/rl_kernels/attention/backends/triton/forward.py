@@ -70,6 +70,7 @@ def attend(
     t = rows // GROUP
     heads = head * GROUP + rows % GROUP
     shift = length - count
+    position = t + shift
     t_first, t_last = tile * ROWS // GROUP, tl.minimum((tile * ROWS + ROWS - 1) // GROUP, used - 1)
     first, low_most = seen_from(t_first, shift, left, gone), seen_from(t_last, shift, left, gone)
     high_least, end = seen_to(t_first, shift, right, length), seen_to(t_last, shift, right, length)
@@ -92,9 +93,9 @@ def attend(
         segment = part * SEGMENT
         begin, stop = tl.maximum(first, segment), tl.minimum(end, segment + SEGMENT)
         top, total, acc = segment_of(
-            q, k_base, v_base, pages_of, t + shift, left, right, low_most, high_least, begin, stop, gone, length, pages,
+            q, k_base, v_base, pages_of, position, left, right, low_most, high_least, begin, stop, gone, length, pages,
             k_batch, v_batch, factor, cap, rate,
-            D, DV, WIDTH, WIDTH_V, K_STEP, V_STEP, PAGE, CAPPED, ROWS, BLOCK, LEFT, GONE,
+            D, DV, WIDTH, WIDTH_V, K_STEP, V_STEP, PAGE, CAPPED, ROWS, BLOCK, GONE,
         )  # fmt: skip
         state = (((b.to(tl.int64) * KV_HEADS + head) * tiles + tile) * segments + part) * ROWS + tl.arange(0, ROWS)
         there = t < count
@@ -104,18 +105,20 @@ def attend(
     else:
         if ONE:
             top, total, acc = segment_of(
-                q, k_base, v_base, pages_of, t + shift, left, right, low_most, high_least, first, end, gone, length, pages,
+                q, k_base, v_base, pages_of, position, left, right, low_most, high_least,
+                first, end, gone, length, pages,
                 k_batch, v_batch, factor, cap, rate,
-                D, DV, WIDTH, WIDTH_V, K_STEP, V_STEP, PAGE, CAPPED, ROWS, BLOCK, LEFT, GONE,
+                D, DV, WIDTH, WIDTH_V, K_STEP, V_STEP, PAGE, CAPPED, ROWS, BLOCK, GONE,
             )  # fmt: skip
         else:
             top, total, acc = nothing(ROWS, WIDTH_V)
             for segment in range(first // SEGMENT * SEGMENT, end, SEGMENT):
                 begin, stop = tl.maximum(first, segment), tl.minimum(end, segment + SEGMENT)
                 other_top, other_total, other_acc = segment_of(
-                    q, k_base, v_base, pages_of, t + shift, left, right, low_most, high_least, begin, stop, gone, length, pages,
+                    q, k_base, v_base, pages_of, position, left, right, low_most, high_least,
+                    begin, stop, gone, length, pages,
                     k_batch, v_batch, factor, cap, rate,
-                    D, DV, WIDTH, WIDTH_V, K_STEP, V_STEP, PAGE, CAPPED, ROWS, BLOCK, LEFT, GONE,
+                    D, DV, WIDTH, WIDTH_V, K_STEP, V_STEP, PAGE, CAPPED, ROWS, BLOCK, GONE,
                 )  # fmt: skip
                 top, total, acc = merged(top, total, acc, other_top, other_total, other_acc)
         out, lse = finished(top, total, acc, SINKS, heads)

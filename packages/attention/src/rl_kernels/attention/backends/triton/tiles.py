@@ -91,11 +91,9 @@ def keys_at(
     compiles: a register for each row's address would be too many. GONE says that there may be keys that are gone.
     """
     ahead = tl.arange(0, BLOCK)
+    known = n + ahead < length
     if GONE:
-        # Of no sign, those before are far behind.
-        known = (n - gone + ahead).to(tl.uint32) < (length - gone).to(tl.uint32)
-    else:
-        known = n + ahead < length
+        known = known & (ahead >= gone - n)
     # Of 64 bits from the start: a sum that is widened afterwards cannot be taken apart into an address and constants.
     zero = tl.zeros((), tl.int64)
     offsets = ahead.to(tl.int64) * (STEP * UNIT)
@@ -229,12 +227,12 @@ def segment_of(
     factor, cap, rate,
     D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr,
     K_STEP: tl.constexpr, V_STEP: tl.constexpr, PAGE: tl.constexpr, CAPPED: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, LEFT: tl.constexpr, GONE: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, GONE: tl.constexpr,
 ):  # fmt: skip
     """Return the state of the keys from ``first``, where a block begins, to ``end``, within one segment.
 
-    Row r sees the keys ``low[r]`` to ``high[r]``, and all rows those from ``low_most`` to ``high_least``: blocks of
-    those alone need no mask. LEFT says whether there is a low that is not 0.
+    Rows stand at ``position`` among the keys. All of them see those from ``low_most`` to ``high_least``: blocks of
+    these alone need no mask.
     """
     top, total, acc = nothing(ROWS, WIDTH_V)
     for n in tl.range(first, end, BLOCK):
