@@ -20,6 +20,7 @@ from rl_kernels.lab.bench.definition import (
     forward_and_backward,
     plain,
 )
+from rl_kernels.norm.results import NormAndSum
 from rl_kernels.norm.spec.cases import ADDED
 from rl_kernels.norm.spec.transforms import ROWS
 
@@ -48,7 +49,7 @@ def eager(x: torch.Tensor, weight: torch.Tensor, *, residual: torch.Tensor | Non
     row = total.float()
     row = row * torch.rsqrt(row.pow(2).mean(-1, keepdim=True) + EPS)
     output = weight * row.to(x.dtype)
-    return output if residual is None else (output, total)
+    return output if residual is None else NormAndSum(output, total)
 
 
 def library(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -63,7 +64,7 @@ def liger() -> Callable[..., object]:
     def call(x: torch.Tensor, weight: torch.Tensor, *, residual: torch.Tensor | None = None) -> object:
         if residual is None:
             return liger_rms_norm(x, weight, EPS, 0.0, "llama", False)
-        return liger_fused_add_rms_norm(x, residual, weight, EPS, 0.0, "llama", False)
+        return NormAndSum(*liger_fused_add_rms_norm(x, residual, weight, EPS, 0.0, "llama", False))
 
     return call
 

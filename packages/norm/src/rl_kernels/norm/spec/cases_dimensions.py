@@ -55,7 +55,9 @@ DIMENSIONS: tuple[Case, ...] = (
 
 
 def with_values(x: torch.Tensor, kind: str | None) -> torch.Tensor:
-    """Return rows of another kind: far from 0, tiny, or as large as squares in FP16 would not hold."""
+    """Return rows of another kind: far from 0, tiny, as large as squares in FP16 would not hold, or of few digits."""
+    if kind == "coarse":
+        return (x * 16).round() / 16
     if kind == "offset":
         return x + 30
     return x * {"small": 1e-4, "large": 500.0}.get(kind or "", 1.0)
