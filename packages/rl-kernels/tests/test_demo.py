@@ -33,7 +33,7 @@ def test_the_record_is_strict_and_whole(finished):
     assert record["settings"]["seed"] == 3
     assert [step["step"] for step in record["steps"]] == [1, 2]
     assert all(step["tokens"] > 0 and step["mismatches"] == 0 and step["kl"] >= 0 for step in record["steps"])
-    operators = ("det_attention", "det_gemm", "grpo_loss", "linear_logp", "rms_norm")
+    operators = ("det_gemm", "grpo_loss", "linear_logp", "rms_norm")
     assert record["backends"] == dict.fromkeys(operators, "native")
     counts = {case["arithmetic"]: [] for case in record["comparison"]}
     for case in record["comparison"]:

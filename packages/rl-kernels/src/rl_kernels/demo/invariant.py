@@ -1,12 +1,12 @@
-"""Arithmetic whose bits do not depend on the batch: the operators."""
+"""Arithmetic whose bits do not depend on the batch: the operators, and attention made of trees of additions."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
-from rl_kernels.attention import det_attention
-from rl_kernels.demo.arithmetic import NORM_EPS, Arithmetic
+from rl_kernels.core.rowwise import row_sum
+from rl_kernels.demo.arithmetic import NORM_EPS, Arithmetic, visible
 from rl_kernels.linear_logp import linear_logp
 from rl_kernels.norm import rms_norm
 
@@ -24,8 +24,12 @@ def norm(x: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Return causal attention ``[B, H, Q, d]``."""
-    return det_attention(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+    """Return causal attention ``[B, H, Q, d]``, all sequences at once: on a CPU det_attention takes them one by one."""
+    score = row_sum(q[..., :, None, :] * k[..., None, :, :]) * q.shape[-1] ** -0.5
+    score = score.masked_fill(~visible(q.shape[2], k.shape[2]), -torch.inf)
+    weights = (score - score.detach().amax(-1, keepdim=True)).exp()
+    mixed = row_sum(weights[..., None, :] * v.mT[..., None, :, :])
+    return mixed / row_sum(weights)[..., None]
 
 
 def logp(
