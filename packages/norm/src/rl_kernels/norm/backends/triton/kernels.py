@@ -134,7 +134,6 @@ def chain(
         total = tl.load(target, mask=inside, other=0.0)
     for first in range(0, count, AHEAD):
         for ahead in tl.static_range(AHEAD):
-            at = first + ahead
-            part = tl.load(PARTS + tl.cast(at, tl.int64) * D + d, mask=inside & (at < count), other=0.0)
-            total += part
+            at = tl.zeros([COLUMNS], tl.int64) + first + ahead
+            total += tl.load(PARTS + at * D + d, mask=inside & (at < count), other=0.0)
     tl.store(target, total, mask=inside)
