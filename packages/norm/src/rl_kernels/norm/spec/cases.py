@@ -47,7 +47,7 @@ def inputs(case: Case, draw: Draw) -> Inputs:
     """Draw ``x[batch, hidden]``, a weight around 1, or around 0 with an offset, and what the case's options ask for."""
     asked, width = case.options, case.sizes["hidden"]
     shape = (*asked.get("leading", ()), case.sizes["batch"], width)
-    # The gold's sum is not rounded: of these numbers none is. What rounding does to others is for the tests.
+    # In FP64 the sum is not rounded, so these numbers have sums that need no rounding; test_backends rounds others.
     values = asked.get("values", "coarse" if "residual" in asked else None)
     call: Inputs = {"x": with_values(draw.normal(*shape), values)}
     if asked.get("weight") != "none":

@@ -107,7 +107,7 @@ class Run:
         missing = [name for name, grad in grads.items() if grad is None]
         if missing and upstream.keys() >= self.attached:
             raise Misbehaved(f"no gradient for {', '.join(missing)}")
-        # Of some of the outputs none may follow an argument, as a sum does not follow the weight of its norm.
+        # An output need not depend on every argument: x + residual does not depend on the weight of its norm.
         grads |= {name: torch.zeros_like(self._leaves[name]) for name in missing}
         self._grads = {f"gradient:{name}": grad for name, grad in grads.items()}
         return {name: grad.clone() for name, grad in self._grads.items()}

@@ -1,4 +1,4 @@
-"""rms_norm and layer_norm in Triton: a row is read once in the forward pass, and so is all else in the backward pass.
+"""rms_norm and layer_norm in Triton: rows and gradients are read once and written once, forward and backward.
 
 Order of the sums, which is the contract of this backend: that of a row, and how many rows are taken at once, follow D
 alone. How a row lies in the registers follows the alignment that the compiler may assume, so rows are contiguous and
@@ -18,10 +18,10 @@ from rl_kernels.norm.results import result_dtype
 
 STEP = kernels.STEP.value
 """Rows whose terms of dweight and dbias one program adds."""
-NUMBERS = 2048
+PER_TILE = 2048
 """Numbers of a tile of several rows."""
-EACH = 512
-"""Numbers for each warp of a program."""
+PER_WARP = 512
+"""Numbers of a tile for each warp of its program."""
 MOST_WARPS = 16
 COLUMNS, AHEAD = 32, 32
 """Columns of a program that adds up parts, and the parts that it loads at once."""
@@ -161,8 +161,8 @@ def _backward(
 def tile(size: int) -> tuple[int, int, int]:
     """Return (columns of a tile, its rows, warps of a program): by D alone, for the order of sums follows them."""
     width = max(triton.next_power_of_2(size), 2)
-    rows = min(max(NUMBERS // width, 1), STEP)
-    return width, rows, min(max(width * rows // EACH, 1), MOST_WARPS)
+    rows = min(max(PER_TILE // width, 1), STEP)
+    return width, rows, min(max(width * rows // PER_WARP, 1), MOST_WARPS)
 
 
 def _canonical(x: torch.Tensor | None) -> torch.Tensor | None:
