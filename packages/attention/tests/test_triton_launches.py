@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rl_kernels.attention.inputs import UNLIMITED, Inputs
-from rl_kernels.attention.spec.mutants_triton import HOST, LAUNCHES, MODULES
+from rl_kernels.attention.spec.mutants_triton import HOST, LAUNCHES, MODULES, OF_HOST
 from rl_kernels.core.testing.planted import planted
 from rl_kernels.core.testing.triton_launches import TritonRecorder
 
@@ -39,7 +39,7 @@ def packed(lengths, kv_heads, group, size):
 
 def paged(batch, queries, pages, size, page):
     given = dense(batch, queries, page, 2, 4, size)
-    k, v = (torch.randn(pages, page, 2, size).bfloat16() for _ in range(2))
+    k, v = (torch.randn(pages, page, 2, width).bfloat16() for width in (size, 64))
     table, used = torch.zeros(batch, 70, dtype=torch.int32), torch.full((batch,), 50)
     return made(given.q, k, v, queries, 70 * page, block_table=table, seqused_k=used)
 
@@ -49,6 +49,11 @@ def sliced():
     wide = torch.randn(3, 90, 5, 64).bfloat16()
     apart = torch.stack((given.q, given.q), -1)[..., 0]
     return given._replace(q=apart, k=wide[:, :, 1:3], v=wide[:, :, 3:], sinks=torch.randn(16)[::2])
+
+
+def expanded():
+    given = dense(3, 40, 90, 2, 4, 64)
+    return given._replace(k=given.k[:1].expand(3, -1, -1, -1))
 
 
 CALLS = {
@@ -63,20 +68,36 @@ CALLS = {
     "padded": partial(dense, 2, 70, 70, 2, 4, 64, k_start=torch.tensor([3, 0])),
     "packed": partial(packed, (7, 0, 1300, 64), 2, 4, 128),
     "paged": partial(paged, 5, 2, 40, 128, 48),
+    "large-pages": partial(paged, 5, 2, 40, 128, 128),
+    "expanded": expanded,
 }
-LOOKED_AT = ("prompt", "one-token", "several-tokens", "sliced", "dropped", "packed", "paged")
+LOOKED_AT = ("prompt", "one-token", "several-tokens", "sliced", "dropped", "packed", "paged", "large-pages", "expanded")
 """Calls that show every planted bug."""
 
 
 def rows_of(given):
-    """Return the rows of a tile, as head size, dtype and, on Hopper, their number have it."""
+    """The rows of a tile, as head size, dtype and, on Hopper, their number have it."""
     wide = max(given.q.shape[-1], given.v.shape[-1])
-    if given.q.dtype == torch.float32 or wide > 128:
-        return 32
-    rows = given.max_seqlen_q * given.group
-    if rows <= FEW:
-        return FEW
-    return 64 if wide <= 64 or rows <= 64 else 128
+    if given.q.dtype == torch.float32:
+        return 64 if wide <= 64 else 16
+    return FEW if wide <= 128 and given.max_seqlen_q * given.group <= FEW else 64
+
+
+def check_box(box, tensor, block):
+    """A box is all of the tensor's, in four dims, and brings so many rows and heads."""
+    shape = [1] * (4 - tensor.ndim) + list(tensor.shape)
+    assert box.base.data_ptr() == tensor.data_ptr()
+    assert (box.shape, box.block_shape[1:3]) == (shape, list(block))
+    assert box.block_shape[0] == 1
+    assert tensor.shape[-1] <= box.block_shape[3] < max(2 * tensor.shape[-1], 17)
+
+
+def check_key_boxes(launch, given):
+    in_boxes = given.q.dtype != torch.float32 and 0 not in given.k.stride()
+    in_boxes &= given.block_table is None or given.k.shape[1] % BLOCK == 0
+    assert [launch[name] is not None for name in ("K_BOX", "V_BOX")] == [in_boxes] * 2
+    for name in ("K", "V") if in_boxes else ():
+        check_box(launch[f"{name}_BOX"], launch[name], (BLOCK, 1))
 
 
 def check_operands(launch, given):
@@ -116,6 +137,7 @@ def check_forward(given, launches, out, lse):
     programs, heads = given.batch * tiles, given.k.shape[-2]
     split = segments > 1 and (programs * heads < FULL * PROCESSORS or rows <= FEW)
     assert (attend["ROWS"], attend["BLOCK"], attend["tiles"]) == (rows, BLOCK, tiles)
+    check_key_boxes(attend, given)
     assert (attend["SPLIT"], attend["ONE"], attend["LEFT"]) == (split, segments <= 1, given.left != UNLIMITED)
     assert attend.grid == (programs * (segments if split else 1), heads, 1)
     assert attend["OUT"] is out
@@ -148,12 +170,18 @@ def check_backward(given, launches, gradients):
     tiles = -(-given.max_seqlen_q * given.group // of_queries["ROWS"])
     assert of_queries.grid == (given.batch * tiles, given.k.shape[-2], 1)
     assert (of_queries["BLOCK"], of_queries["tiles"]) == (BLOCK, tiles)
+    check_key_boxes(of_queries, given)
     assert of_queries["DQ"] is gradients[0]
     assert len(of_keys) == 1
     check_operands(of_keys[0], given)
     tiles = -(-reach_of(given) // of_keys[0]["BLOCK"])
     assert of_keys[0].grid == (given.batch * tiles, given.k.shape[-2], 1)
     assert (of_keys[0]["DK"] is gradients[1], of_keys[0]["DV_"] is gradients[2]) == (True, True)
+    in_boxes = given.q.dtype != torch.float32 and of_keys[0]["ROWS"] % given.group == 0
+    for name, tensor in (("Q_BOX", of_keys[0]["Q"]), ("G_BOX", of_keys[0]["GRAD"])):
+        assert (of_keys[0][name] is not None) == in_boxes
+        if in_boxes:
+            check_box(of_keys[0][name], tensor, (of_keys[0]["ROWS"] // given.group, given.group))
     for launch in (of_queries, of_keys[0]):
         assert launch["LSES"].shape == launch["DELTAS"].shape
         assert launch["LSES"].numel() == given.q[..., 0].numel()
@@ -182,7 +210,7 @@ def test_launches(name):
 def test_planted_bugs_show(bug):
     for name in LOOKED_AT:
         try:
-            check(name, partial(planted, [BACKEND], bug))
+            check(name, partial(planted, OF_HOST, bug))
         except FAILURES:
             return
     pytest.fail("the launches are as they should be")

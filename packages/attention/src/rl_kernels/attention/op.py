@@ -7,7 +7,6 @@ False, dsinks where there are no sinks.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -62,11 +61,6 @@ def _limits(call: Call) -> str | None:
     return None if size <= WIDEST else f"takes heads of {WIDEST} at most, and D is {size}"
 
 
-# On a GPU by name alone, until its bits have been compared there once more: the sum of a row is a tree of its own now.
-TRITON = replace(
-    triton_backend("rl_kernels.attention.backends.triton.backend", _limits), by_name=frozenset({"cpu", "cuda"})
-)
-
 OPERATOR = Operator(
     name="det_attention",
     package="rl_kernels.attention",
@@ -76,7 +70,7 @@ OPERATOR = Operator(
     schemas=SCHEMAS,
     fakes=FAKES,
     backends=(
-        TRITON,
+        triton_backend("rl_kernels.attention.backends.triton.backend", _limits),
         Backend("native", "rl_kernels.attention.backends.native", {"cpu": INVARIANT, "cuda": REPEATABLE}),
     ),
     describe=describe,

@@ -222,8 +222,6 @@ def attention_forward(
         "softcap": softcap or 0.0,
         "sinks": s_aux,
         "validate": False,
-        # There the automatic choice does not take it yet.
-        "backend": "triton" if query.is_cuda else None,
     }
     if cu_seq_lens_q is not None:
         longest = {"max_seqlen_q": max_length_q, "max_seqlen_k": max_length_k}

@@ -10,7 +10,6 @@ weight to ``main_grad``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -73,9 +72,6 @@ def _limits(call: Call) -> str | None:
     return None if size <= WIDEST else f"takes rows of {WIDEST} at most, and D is {size}"
 
 
-# On a GPU by name alone: its kernels have been compiled for one and interpreted, and not yet run on one.
-TRITON = replace(triton_backend("rl_kernels.norm.backends.triton.backend", _limits), by_name=frozenset({"cpu", "cuda"}))
-
 OPERATOR = Operator(
     name="rms_norm",
     package="rl_kernels.norm",
@@ -85,7 +81,7 @@ OPERATOR = Operator(
     schemas=SCHEMAS,
     fakes=FAKES,
     backends=(
-        TRITON,
+        triton_backend("rl_kernels.norm.backends.triton.backend", _limits),
         Backend("native", "rl_kernels.norm.backends.native", {"cpu": INVARIANT, "cuda": INVARIANT}),
     ),
     describe=describe,

@@ -2,37 +2,69 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from rl_kernels.attention.spec.cases import lengths
 from rl_kernels.core.testing import Case
 from rl_kernels.lab.bench.definition import BOTH, FORWARD, GOALS, SMALL, Benchmark, Pass, Peer, Shape, Work, plain
 
-FLEX = frozenset({"flex"})
+ONLY_DENSE = frozenset({"eager", "sdpa", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "flash-attn", "flex"})
+LARGE = frozenset({"eager", "sdpa-efficient", "flex"})
+"""Peers that are left out of most shapes: too slow, or as large as all scores."""
 NOT_CAUSAL = {"causal": False}
+WINDOW = {"window": (4095, 0)}
+# Lengths up to the size in the table; integers as all peers take them.
+PACKED = {"layout": "packed", "longest": True, "ints": torch.int32}
+PAGED = {"layout": "paged", "ints": torch.int32}
+LLAMA = (32, 8, 128)
+"""Heads, heads of keys, and their size."""
 SETS = {
     GOALS: (
-        Shape((4, 2048, 2048, 32, 8, 128)),
-        Shape((2, 8192, 8192, 32, 8, 128), without=FLEX),
-        Shape((1, 16384, 16384, 32, 8, 128), without=FLEX),
-        Shape((4, 2048, 2048, 32, 8, 64)),
-        Shape((4, 2048, 2048, 32, 4, 128), without=FLEX),
-        Shape((4, 2048, 2048, 32, 8, 128), NOT_CAUSAL, "not causal", without=FLEX),
-        Shape((64, 1, 2048, 32, 8, 128), note="decode", without=FLEX),
-        Shape((128, 1, 4096, 32, 8, 128), note="decode", without=FLEX),
-        Shape((8, 1, 8192, 32, 8, 128), note="decode", without=FLEX),
-        Shape((1, 1, 32768, 32, 8, 128), note="decode", without=FLEX),
+        Shape((4, 2048, 2048, *LLAMA)),
+        *(Shape(sizes, without=LARGE) for sizes in ((2, 8192, 8192, *LLAMA), (1, 16384, 16384, *LLAMA))),
+        Shape((4, 2048, 2048, *LLAMA), NOT_CAUSAL, "not causal", without=LARGE),
+        Shape((4, 2048, 2048, 32, 4, 128), note="groups of 8", without=LARGE),
+        Shape((4, 2048, 2048, 28, 4, 128), note="groups of 7", without=LARGE),
+        Shape((1, 16384, 16384, *LLAMA), WINDOW, "window", without=ONLY_DENSE),
+        Shape((16, 2048, 2048, *LLAMA), PACKED, "packed", without=ONLY_DENSE),
+        *(
+            Shape(sizes, without=LARGE)
+            for sizes in ((4, 2048, 2048, 32, 8, 64), (1, 16384, 16384, 32, 8, 64), (4, 2048, 2048, 16, 8, 256))
+        ),
+        *(
+            Shape((batch, 1, keys, *LLAMA), note="decode", without=LARGE)
+            for batch, keys in ((64, 2048), (128, 4096), (8, 8192), (1, 32768))
+        ),
+        *(
+            Shape((64, 1, 4096, *LLAMA), {**PAGED, "page": page}, f"decode, pages of {page}", without=ONLY_DENSE)
+            for page in (16, 64, 256)
+        ),
     ),
     SMALL: (
         Shape((1, 128, 128, 4, 2, 64)),
         Shape((2, 65, 257, 4, 1, 32), NOT_CAUSAL, "not causal"),
         Shape((4, 1, 700, 4, 1, 64), note="decode"),
+        Shape((4, 90, 90, 4, 2, 64), PACKED, "packed", without=ONLY_DENSE),
+        Shape((4, 1, 700, 4, 1, 64), {**PAGED, "page": 64}, "decode, pages of 64", without=ONLY_DENSE),
     ),
 }
+
+
+FA3_LIBRARY = ("vllm_flash_attn", "_vllm_fa3_C.abi3.so")
+FA3_ABSENT = (
+    *("k_new", "v_new", "q_v", "out", "cu_seqlens_k_new", "seqused_q", "kv_batch_idx", "leftpad_k", "rotary_cos"),
+    *("rotary_sin", "seqlens_rotary", "q_descale", "k_descale", "v_descale", "scheduler_metadata", "pack_gqa"),
+    *("s_aux", "cp_tot_seqused_k"),
+)
+FA3_PLAIN = {"softcap": 0.0, "is_rotary_interleaved": True, "sm_margin": 0, "cp_world_size": 1, "cp_rank": 0}
+"""What its library wants to be told of what a call has not: None, or these."""
 
 
 def eager(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True) -> torch.Tensor:
@@ -96,17 +128,66 @@ def flash_attn() -> Callable[..., torch.Tensor]:
     return call
 
 
+def fa3() -> Callable[..., torch.Tensor]:
+    """Load FlashAttention-3 from vLLM's wheel, which has its forward pass alone."""
+    found = importlib.util.find_spec("vllm")
+    if found is None or not found.submodule_search_locations:
+        raise ModuleNotFoundError("vllm is not there", name="vllm")
+    torch.ops.load_library(str(Path(next(iter(found.submodule_search_locations)), *FA3_LIBRARY)))
+
+    def call(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        causal: bool = True,
+        window: tuple[int, int] = (-1, -1),
+        cu_seqlens_q: torch.Tensor | None = None,
+        cu_seqlens_k: torch.Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_k: int | None = None,
+        block_table: torch.Tensor | None = None,
+        seqused_k: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        given = {**dict.fromkeys(FA3_ABSENT), **FA3_PLAIN} | {
+            **{"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k},
+            **{"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k, "seqused_k": seqused_k},
+            **{"page_table": block_table, "softmax_scale": q.shape[-1] ** -0.5, "is_causal": causal},
+            **{"window_size_left": window[0], "window_size_right": window[1], "num_splits": 0},
+        }
+        return torch.ops._vllm_fa3_C.fwd(**given)[0]
+
+    return call
+
+
+def _triangle(count: int) -> int:
+    return count * (count + 1) // 2 if count > 0 else 0
+
+
+def work_of(case: Case) -> tuple[int, int, int]:
+    """Return (queries, keys, pairs of a query and a key that it sees), of all sequences."""
+    batch, queries, keys = (case.sizes[name] for name in ("batch", "queries", "keys"))
+    of_each = zip(*lengths(case), strict=True) if "layout" in case.options else [(queries, keys)] * batch
+    total_q = total_k = pairs = 0
+    for own_q, own_k in of_each:
+        total_q, total_k, pairs = total_q + own_q, total_k + own_k, pairs + own_q * own_k
+        if case.options.get("causal", True):
+            pairs -= own_q * (own_q - 1) // 2
+        # Keys that a window leaves behind: one more for each query, from the first that has any.
+        behind = own_k - 1 - case.options.get("window", (own_k,))[0]
+        pairs -= _triangle(behind) - _triangle(behind - own_q)
+    return total_q, total_k, pairs
+
+
 def passes(shape: Shape, itemsize: int) -> dict[str, Pass]:
     """Take two products forward and five backward, of the keys that are seen; read and write the operands."""
     batch, queries, keys, heads, kv_heads, head = shape.sizes
     sizes = {"batch": batch, "queries": queries, "keys": keys}
     of_heads = {"kv_heads": kv_heads, "group": heads // kv_heads, "head": head}
     case = Case(shape.label, {**sizes, **of_heads}, shape.options)
-    seen = queries * keys
-    if shape.options.get("causal", True):
-        seen -= queries * (queries - 1) // 2
-    product = 2.0 * batch * heads * head * seen
-    size = itemsize * batch * head * (2 * queries * heads + 2 * keys * kv_heads)
+    total_q, total_k, pairs = work_of(case)
+    product = 2.0 * heads * head * pairs
+    size = itemsize * head * (2 * total_q * heads + 2 * total_k * kv_heads)
     found = {FORWARD: Pass(case, Work(size, 2 * product))}
     if queries > 1:
         found[BOTH] = Pass(case, Work(3 * size, 7 * product), backward=True)
@@ -125,5 +206,6 @@ BENCH = Benchmark(
         "sdpa-efficient": Peer(lambda: sdpa, around=_only("EFFICIENT_ATTENTION"), note="PyTorch's memory-efficient"),
         "flex": Peer(flex, note="FlexAttention, compiled"),
         "flash-attn": Peer(flash_attn, "flash-attn"),
+        "fa3": Peer(fa3, "vllm", note="FlashAttention-3 of vLLM's wheel, which has no backward", passes=(FORWARD,)),
     },
 )

@@ -50,6 +50,7 @@ CASES = (
     Case("speculative", _sizes(3, 4, 75, 1, 7, 16), {**LSE, "layout": "cache", "sinks": True}, grad=False),
     Case("chunk", _sizes(2, 20, 50, 1, 2, 16), {**LSE}, grad=False),
     Case("pages", _sizes(3, 1, 70, 1, 4, 16), {**LSE, "layout": "paged", "page": 16}, grad=False),
+    Case("large-pages", _sizes(3, 2, 200, 1, 4, 16), {**LSE, "layout": "paged", "page": 128}, grad=False),
     Case("packed-pages", _sizes(4, 9, 60, 1, 2, 16), {"layout": "packed-paged", "page": 32}, grad=False),
     Case("segments", _sizes(1, 3, SEGMENT + 70, 1, 2, 16), {**LSE, "rising": True}),
     Case("two-segments", _sizes(1, 2, 2 * SEGMENT + 1, 1, 2, 16), {**LSE, "causal": False}),
@@ -109,32 +110,44 @@ def _with_values(x: torch.Tensor, kind: str | None) -> torch.Tensor:
     return x * {"small": 1e-6, "subnormal": 1e-40}.get(kind or "", 1.0)
 
 
+def lengths(case: Case) -> tuple[list[int], list[int]]:
+    """Return the queries and the keys of each sequence of a case that is packed, or lies in a cache or in pages."""
+    layout, source = case.options["layout"], _source(case)
+    batch, queries, keys = (case.sizes[name] for name in ("batch", "queries", "keys"))
+    own_k = _drawn(source, batch, keys, 0 if layout == "packed" else 1)
+    if not layout.startswith("packed"):
+        return [queries] * batch, own_k
+    # As many as the keys, where it is a prompt.
+    if queries == keys:
+        return own_k, own_k
+    return [min(pair) for pair in zip(_drawn(source, batch, queries), own_k, strict=True)], own_k
+
+
+def _source(case: Case) -> random.Random:
+    """Lengths follow the case alone: other values of a case have the same shapes."""
+    return random.Random(case.drawn_as or case.name)
+
+
+def _drawn(source: random.Random, count: int, most: int, least: int = 0) -> list[int]:
+    """Return the longest there is, none at all where that may be, and others."""
+    found = [source.randint(min(least, most), most) for _ in range(count)]
+    return [most, min(least, most), *found[2:]][:count]
+
+
 def _laid_out(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Inputs:
-    layout, batch = case.options.get("layout"), q.shape[0]
-    # Lengths follow the case alone: other values of a case have the same shapes.
-    source = random.Random(case.drawn_as or case.name)
-
-    def lengths(most: int, least: int = 0) -> list[int]:
-        """The longest there is, none at all where that may be, and others."""
-        found = [source.randint(min(least, most), most) for _ in range(batch)]
-        return [most, min(least, most), *found[2:]][:batch]
-
+    layout = case.options.get("layout")
     if layout is None:
         return {"q": q, "k": k, "v": v}
+    batch = q.shape[0]
     if layout == "left":
-        return {"q": q, "k": k, "v": v, "k_start": integers(lengths(k.shape[1] // 2), q)}
+        return {"q": q, "k": k, "v": v, "k_start": integers(_drawn(_source(case), batch, k.shape[1] // 2), q)}
     if layout == "dropped":
         # Some within the window; padding; and so many that the keys left lie in two segments.
         starts = [(-9, 4, -3 * SEGMENT - 1000)[b % 3] for b in range(batch)]
         return {"q": q, "k": k, "v": v, "k_start": integers([min(start, k.shape[1]) for start in starts], q)}
     if layout == "right":
-        return {"q": q, "k": k, "v": v, "seqused_q": integers(lengths(q.shape[1]), q)}
-    own_k = lengths(k.shape[1], 0 if layout == "packed" else 1)
-    own_q = [q.shape[1]] * batch
-    if layout.startswith("packed"):
-        # As many as the keys, where it is a prompt.
-        is_prompt = q.shape[1] == k.shape[1]
-        own_q = own_k if is_prompt else [min(pair) for pair in zip(lengths(q.shape[1]), own_k, strict=True)]
+        return {"q": q, "k": k, "v": v, "seqused_q": integers(_drawn(_source(case), batch, q.shape[1]), q)}
+    own_q, own_k = lengths(case)
     rows = zip(q, k, v, own_q, own_k, strict=True)
     pieces = [Piece(a[:t], b[:s], c[:s]) for a, b, c, t, s in rows]
     if layout == "packed":
@@ -142,7 +155,7 @@ def _laid_out(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> 
     if layout == "cache":
         return cache(pieces, 3, 0.0)
     order = list(range(sum(own_k) + batch + 2))
-    source.shuffle(order)
+    _source(case).shuffle(order)
     return paged(pieces, case.options["page"], 0.0, torch.tensor(order))
 
 

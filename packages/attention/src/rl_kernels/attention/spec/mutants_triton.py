@@ -8,10 +8,17 @@ from __future__ import annotations
 from rl_kernels.core.testing import Bug, Mutants
 
 _PACKAGE = "rl_kernels.attention.backends.triton"
-MODULES = (f"{_PACKAGE}.tiles", f"{_PACKAGE}.forward", f"{_PACKAGE}.backward", f"{_PACKAGE}.backend")
+MODULES = tuple(
+    f"{_PACKAGE}.{name}" for name in ("loads", "tiles", "forward", "backward", "dq", "dkdv", "plan", "backend")
+)
+OF_HOST = MODULES[-2:]
 
 TILES = (
-    Bug("accumulator not rescaled", "acc = product(acc, tl.broadcast_to(keep[:, None], acc.shape))\n        v,", "v,"),
+    Bug(
+        "accumulator not rescaled",
+        "acc = product(acc, tl.broadcast_to(keep[:, None], acc.shape))\n    return above",
+        "return above",
+    ),
     Bug("sum not rescaled", "total = fma(total, keep, row_sum", "total = fma(total, keep * 0 + 1, row_sum"),
     Bug(
         "state of a segment not rescaled",
@@ -44,6 +51,12 @@ TILES = (
         "mask=known, other=0).to(tl.int64) * 0\n        known = known & (page >= 0)",
     ),
     Bug("sink takes part twice", "tl.exp2(sink - above))", "2 * tl.exp2(sink - above))"),
+    Bug("values behind the last key are read", "within(v, whole, length, BLOCK))\n    else", "v)\n    else"),
+    Bug("block at the end left out", "if (whole < end) & (first < end):", "if (whole < end) & (first < 0):"),
+    Bug("box of another head", "BOX.load([b, row + n, head, 0])", "BOX.load([b, row + n, 0 * head, 0])"),
+    Bug("box counted from row 0", "BOX.load([b, row + n, head, 0])", "BOX.load([b, 0 * row + n, head, 0])"),
+    Bug("box at the page's begin", ".to(tl.int32), n % PAGE, head, 0])", ".to(tl.int32), 0 * n, head, 0])"),
+    Bug("missing page is the first", 'score = tl.where(missing, float("nan"), score)', "score = score"),
 )
 FORWARD = (
     Bug(
@@ -66,14 +79,17 @@ BACKWARD = (
     Bug("delta left out", "product(weights, dweights - delta)", "product(weights, dweights)"),
     Bug(
         "dk without the last rows",
-        "for r in tl.range(begin, t_high * GROUP, ROWS)",
-        "for r in tl.range(begin, t_high * GROUP - ROWS, ROWS)",
+        "end = t_high * GROUP",
+        "end = t_high * GROUP - ROWS",
     ),
     Bug(
         "scale left out of dk",
         "dk = product(dk, tl.full(dk.shape, scale, tl.float32))",
         "dk = product(dk, tl.full(dk.shape, 1.0, tl.float32))",
     ),
+    Bug("rows of another group", "head * GROUP, 0])", "head, 0])"),
+    Bug("rows behind the last query are read", "grad = within(grad, whole, used * GROUP, ROWS)", "grad = grad"),
+    Bug("keys behind the last one are read", "k = within(k, whole, length, BLOCK)", "k = k"),
 )
 HOST = (
     Bug(
@@ -107,9 +123,14 @@ LAUNCHES = (
     ),
     Bug(
         "kernel of keys with the tiles of queries",
-        "tiles = triton.cdiv(plan.longest_k, keys.rows)",
-        "tiles = triton.cdiv(plan.longest_q, keys.rows)",
+        "tiles = triton.cdiv(plan.longest_k, keys.keys)",
+        "tiles = triton.cdiv(plan.longest_q, keys.keys)",
     ),
+    Bug("box across pages", "(table is None or self.page % BLOCK == 0)", "True"),
+    Bug("box of rows at one place", "if not all(size == 1 or size * step", "if not all(True or size * step"),
+    Bug("box of v as wide as k", "return self.width, self.width_v", "return self.width, self.width"),
+    Bug("box of heads for rows", "block = rows // self.group, self.group", "block = self.group, rows // self.group"),
+    Bug("descriptor of k for v", "boxes[0].of(first), boxes[1].of(second)", "boxes[0].of(first), boxes[1].of(first)"),
 )
 """Bugs of the host that recorded launches show, most of them in no result that the interpreter gives."""
 CASES = ("sinks", "window", "left-padded", "dropped", "pages", "softcap", "segments")

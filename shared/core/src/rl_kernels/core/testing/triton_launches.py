@@ -38,7 +38,10 @@ class Constant:
 
 @dataclass(frozen=True)
 class Descriptor:
-    """Stands for ``TensorDescriptor``: holds the matrix to what the copy engine needs."""
+    """Stands for ``TensorDescriptor``: holds the tensor to what the copy engine needs.
+
+    Dims of one may stand in front of the tensor's own.
+    """
 
     base: torch.Tensor
     shape: list[int]
@@ -46,16 +49,19 @@ class Descriptor:
     block_shape: list[int]
 
     def __post_init__(self) -> None:
-        size = self.base.itemsize
+        size, lead = self.base.itemsize, len(self.shape) - self.base.ndim
         assert self.base.data_ptr() % ALIGNED == 0, "a descriptor that begins between multiples of 16 bytes"
+        assert len(self.shape) == len(self.strides) == len(self.block_shape), f"a descriptor of {self.shape}"
+        assert [1] * lead + list(self.base.shape) == list(self.shape), f"{self.shape} for {self.base.shape}"
         assert self.strides[-1] == 1, f"columns of a descriptor are {self.strides[-1]} apart"
-        assert self.strides[0] * size % ALIGNED == 0, "rows of a descriptor that begin between multiples of 16 bytes"
-        assert self.strides[0] >= self.shape[1], "rows of a descriptor overlap"
-        assert tuple(self.shape) == tuple(self.base.shape), f"a descriptor of {self.shape} for {self.base.shape}"
-        assert len(self.base) == 1 or self.base.stride(0) == self.strides[0], "a descriptor of other rows"
-        assert self.base.shape[1] == 1 or self.base.stride(1) == 1, "a descriptor of other columns"
+        for step in self.strides[:-1]:
+            assert step > 0, "rows of a descriptor at one place"
+            assert step * size % ALIGNED == 0, "rows of a descriptor that begin between multiples of 16 bytes"
+        own = zip(self.base.shape, self.base.stride(), self.strides[lead:], strict=True)
+        assert all(count == 1 or step == mine for count, step, mine in own), f"a descriptor of strides {self.strides}"
+        assert self.base.ndim > 2 or self.strides[0] >= self.shape[1], "rows of a descriptor overlap"
         assert all(count & (count - 1) == 0 for count in self.block_shape), f"a box of {self.block_shape}"
-        assert self.block_shape[1] * size >= ALIGNED, f"a box whose rows have {self.block_shape[1] * size} bytes"
+        assert self.block_shape[-1] * size >= ALIGNED, f"a box whose rows have {self.block_shape[-1] * size} bytes"
 
 
 @dataclass(frozen=True)
@@ -186,6 +192,8 @@ class _Compiled:
                 form.append((value.dtype, value.data_ptr() % ALIGNED == 0))
             elif isinstance(value, int):
                 form.append((value == 1, value % ALIGNED == 0))
+            elif isinstance(value, Descriptor):
+                form.append((value.base.dtype, value.block_shape))
             else:
                 form.append(type(value))
         return form

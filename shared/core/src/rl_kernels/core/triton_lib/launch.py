@@ -18,7 +18,7 @@ INSTALLED = find_spec("triton") is not None
 ALIGNMENT = 256
 """More than the alignment that any Triton looks at; PyTorch's own allocations have it."""
 PLAIN = frozenset({int, float, bool, type(None)})
-"""Types of arguments that are a key as they are; all others are tensors."""
+"""Types of arguments that are a key as they are; all others are tensors, or descriptors of one."""
 KEPT = 4096
 """Launches whose compiled kernel is remembered."""
 
@@ -55,8 +55,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int, **opt
 
     Arguments that came before find what Triton compiled for them by a key of their own, which leaves out Triton's look
     at each of them: on the host that is most of a launch. The key is finer than anything that Triton specializes on:
-    numbers and constants by value, tensors by dtype and by where their address lies in 256 bytes. The launch itself is
-    ``compiled[grid](*args)``, the form of Triton's own tutorials.
+    numbers and constants by value, tensors by dtype and by where their address lies in 256 bytes, descriptors by dtype
+    and by what they bring at once. The launch itself is ``compiled[grid](*args)``, the form of Triton's own tutorials.
 
     Args:
         kernel: of ``triton.jit``.
@@ -69,7 +69,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int, **opt
         # ROCm specializes on the sizes of tensors too.
         kernel[grid](*args, num_warps=num_warps, **options)
         return
-    forms = [x if type(x) in PLAIN else (x.dtype, x.data_ptr() % ALIGNMENT) for x in args]
+    forms = [x if type(x) in PLAIN else _form(x) for x in args]
     key = (id(kernel), torch.cuda.current_device(), num_warps, *options.values(), *forms)
     found = _compiled.get(key)
     if found is not None:
@@ -82,3 +82,10 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int, **opt
     # A hook of Triton's may have kept it from compiling. With the kernel beside it, no other one can get its id.
     if compiled is not None:
         _compiled[key] = kernel, compiled
+
+
+def _form(x: Any) -> tuple[Any, ...]:
+    """Return what a kernel is compiled for: of a tensor, or of a descriptor, which Triton's own class is."""
+    if isinstance(x, torch.Tensor):
+        return x.dtype, x.data_ptr() % ALIGNMENT
+    return x.base.dtype, *x.block_shape

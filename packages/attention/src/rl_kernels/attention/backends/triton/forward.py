@@ -5,19 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rl_kernels.attention.backends.triton.tiles import (
-    SEGMENT,
-    UNIT,
-    finished,
-    keys_of,
-    merged,
-    nothing,
-    queries_of,
-    rows_at,
-    seen_from,
-    seen_to,
-    segment_of,
-)
+from rl_kernels.attention.backends.triton.loads import SEGMENT, UNIT, keys_of, queries_of, rows_at
+from rl_kernels.attention.backends.triton.tiles import finished, merged, nothing, seen_from, seen_to, segment_of
 
 SIZES = (
     *("queries", "keys", "pages", "table_step", "tiles", "segments", "left", "right"),
@@ -38,8 +27,8 @@ def put(OUT, LSE, out, lse, b, row, heads, d, inside, queries, HEADS: tl.constex
 
 @triton.jit(do_not_specialize=SIZES)
 def attend(
-    Q, K, V, OUT, LSE, SINKS, STARTS_Q, STARTS_K, FIRST_K, USED_Q, USED_K, TABLE, TOPS, TOTALS, ACCS,
-    queries, keys, pages, table_step, tiles, segments, left, right,
+    Q, K, V, OUT, LSE, SINKS, STARTS_Q, STARTS_K, FIRST_K, USED_Q, USED_K, TABLE, K_BOX, V_BOX,
+    TOPS, TOTALS, ACCS, queries, keys, pages, table_step, tiles, segments, left, right,
     q_batch, k_batch, k_head, v_batch, v_head, factor, cap, rate,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr,
@@ -47,7 +36,7 @@ def attend(
     PAGE: tl.constexpr, CAPPED: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, LEFT: tl.constexpr, SPLIT: tl.constexpr, ONE: tl.constexpr,
 ):  # fmt: skip
-    """Attention of ROWS rows of one sequence and head of keys.
+    """Attention of ROWS rows of one sequence and head of keys; K_BOX and V_BOX describe K and V, or are None.
 
     Grid: sequences x tiles of rows (x segments, with SPLIT), heads of keys. With SPLIT a program takes one segment, and
     writes its state to ``TOPS, TOTALS[B, KV_HEADS, tiles, segments, ROWS]`` and ``ACCS[..., WIDTH_V]``. ONE says that
@@ -57,15 +46,16 @@ def attend(
     part = 0
     if SPLIT:
         part, program = program % segments, program // segments
-    b = program // tiles
     # Those with most keys first.
-    tile = tiles - 1 - program % tiles
+    batches = tl.num_programs(0) // (tiles * segments if SPLIT else tiles)
+    b, tile = program % batches, tiles - 1 - program // batches
     first_q, count, used = queries_of(STARTS_Q, USED_Q, b, queries)
     batch = b if STARTS_Q is None else 0 * b
     if tile * ROWS >= count * GROUP:
         return
     first_k, length, gone = keys_of(STARTS_K, FIRST_K, USED_K, b, keys, LEFT)
     GONE: tl.constexpr = LEFT and FIRST_K is not None
+    GOES_ON: tl.constexpr = STARTS_K is not None or USED_K is not None
     rows = tile * ROWS + tl.arange(0, ROWS)
     t = rows // GROUP
     heads = head * GROUP + rows % GROUP
@@ -79,10 +69,11 @@ def attend(
 
     q_base = Q + batch.to(tl.int64) * (q_batch * UNIT) + head.to(tl.int64) * (GROUP * Q_HEAD * UNIT)
     q = rows_at(q_base, tile * ROWS, first_q, used, Q_STEP, Q_HEAD, GROUP, D, WIDTH, ROWS)
-    pages_of = TABLE
+    pages_of, box_b = TABLE, 0 * b
     if TABLE is None:
         k_base, v_base = K + first_k.to(tl.int64) * (K_STEP * UNIT), V + first_k.to(tl.int64) * (V_STEP * UNIT)
         if STARTS_K is None:
+            box_b = b
             k_base, v_base = k_base + b.to(tl.int64) * (k_batch * UNIT), v_base + b.to(tl.int64) * (v_batch * UNIT)
     else:
         k_base, v_base, pages_of = K, V, TABLE + b.to(tl.int64) * table_step
@@ -93,9 +84,9 @@ def attend(
         segment = part * SEGMENT
         begin, stop = tl.maximum(first, segment), tl.minimum(end, segment + SEGMENT)
         top, total, acc = segment_of(
-            q, k_base, v_base, pages_of, position, left, right, low_most, high_least, begin, stop, gone, length, pages,
-            k_batch, v_batch, factor, cap, rate,
-            D, DV, WIDTH, WIDTH_V, K_STEP, V_STEP, PAGE, CAPPED, ROWS, BLOCK, GONE,
+            q, k_base, v_base, K_BOX, V_BOX, pages_of, position, left, right, low_most, high_least, begin, stop,
+            gone, length, pages, box_b, first_k, head, k_batch, v_batch, factor, cap, rate,
+            D, DV, WIDTH, WIDTH_V, K_STEP, V_STEP, PAGE, CAPPED, ROWS, BLOCK, GONE, GOES_ON,
         )  # fmt: skip
         state = (((b.to(tl.int64) * KV_HEADS + head) * tiles + tile) * segments + part) * ROWS + tl.arange(0, ROWS)
         there = t < count
@@ -105,20 +96,18 @@ def attend(
     else:
         if ONE:
             top, total, acc = segment_of(
-                q, k_base, v_base, pages_of, position, left, right, low_most, high_least,
-                first, end, gone, length, pages,
-                k_batch, v_batch, factor, cap, rate,
-                D, DV, WIDTH, WIDTH_V, K_STEP, V_STEP, PAGE, CAPPED, ROWS, BLOCK, GONE,
+                q, k_base, v_base, K_BOX, V_BOX, pages_of, position, left, right, low_most, high_least,
+                first, end, gone, length, pages, box_b, first_k, head, k_batch, v_batch, factor, cap, rate,
+                D, DV, WIDTH, WIDTH_V, K_STEP, V_STEP, PAGE, CAPPED, ROWS, BLOCK, GONE, GOES_ON,
             )  # fmt: skip
         else:
             top, total, acc = nothing(ROWS, WIDTH_V)
             for segment in range(first // SEGMENT * SEGMENT, end, SEGMENT):
                 begin, stop = tl.maximum(first, segment), tl.minimum(end, segment + SEGMENT)
                 other_top, other_total, other_acc = segment_of(
-                    q, k_base, v_base, pages_of, position, left, right, low_most, high_least,
-                    begin, stop, gone, length, pages,
-                    k_batch, v_batch, factor, cap, rate,
-                    D, DV, WIDTH, WIDTH_V, K_STEP, V_STEP, PAGE, CAPPED, ROWS, BLOCK, GONE,
+                    q, k_base, v_base, K_BOX, V_BOX, pages_of, position, left, right, low_most, high_least,
+                    begin, stop, gone, length, pages, box_b, first_k, head, k_batch, v_batch, factor, cap, rate,
+                    D, DV, WIDTH, WIDTH_V, K_STEP, V_STEP, PAGE, CAPPED, ROWS, BLOCK, GONE, GOES_ON,
                 )  # fmt: skip
                 top, total, acc = merged(top, total, acc, other_top, other_total, other_acc)
         out, lse = finished(top, total, acc, SINKS, heads)

@@ -1,10 +1,9 @@
-"""What all kernels of attention share: where a sequence lies, what a row sees, and the state of a stretch of keys.
+"""What the kernels of attention share: what a row sees, and the state of a stretch of keys.
 
 A row is a query and one of the heads that share a head of keys: row ``t GROUP + g`` of a sequence. Keys are counted
 from the first of their sequence. A state is (top, total, acc): the largest score in base 2, the sum of
 ``2^(score - top)``, and that of its products with the values. The arithmetic is explicit, so that no compiler may fuse
-it one way in one kernel and another in the next. Strides come in units of 8 elements, of which all are multiples: a
-compiler that knew more of some call would lay out its loads, and perhaps its sums, in another way.
+it one way in one kernel and another in the next.
 """
 
 from __future__ import annotations
@@ -12,52 +11,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from rl_kernels.attention.backends.triton.loads import key_box, keys_at, within
 from rl_kernels.core.triton_lib.arithmetic import fma, product
 from rl_kernels.core.triton_lib.softcap import capped
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-UNIT = tl.constexpr(8)
-SEGMENT = tl.constexpr(1024)
-"""Keys of a segment."""
-
-
-@triton.jit
-def queries_of(STARTS, USED, b, count):
-    """Return (first row of q, queries, queries in use) of a sequence; ``count`` is T, or the total where packed."""
-    first = tl.full((), 0, tl.int32)
-    if STARTS is not None:
-        start = tl.minimum(tl.maximum(tl.load(STARTS + b).to(tl.int64), 0), count).to(tl.int32)
-        end = tl.minimum(tl.maximum(tl.load(STARTS + b + 1).to(tl.int64), start), count).to(tl.int32)
-        first, count = start, end - start
-    used = count
-    if USED is not None:
-        used = tl.minimum(tl.maximum(tl.load(USED + b).to(tl.int64), 0), count).to(tl.int32)
-    return first, count, used
-
-
-@triton.jit
-def keys_of(STARTS, FIRST, USED, b, count, LEFT: tl.constexpr):
-    """Return (row of k of key 0, keys, keys that are gone) of a sequence.
-
-    ``count`` is S, the total where packed, or the room in its pages. Where a window ends on the left, LEFT, the first
-    keys may be gone: they are counted but for whole segments, which change nothing, and must not be read.
-    """
-    gone = tl.full((), 0, tl.int32)
-    if STARTS is not None:
-        first = tl.minimum(tl.maximum(tl.load(STARTS + b).to(tl.int64), 0), count).to(tl.int32)
-        end = tl.minimum(tl.maximum(tl.load(STARTS + b + 1).to(tl.int64), first), count).to(tl.int32)
-    else:
-        first, end = tl.full((), 0, tl.int32), count
-        if USED is not None:
-            end = tl.minimum(tl.maximum(tl.load(USED + b).to(tl.int64), 0), count).to(tl.int32)
-        if FIRST is not None:
-            start = tl.load(FIRST + b).to(tl.int64)
-            first = tl.minimum(tl.maximum(start, 0), end).to(tl.int32)
-            if LEFT:
-                gone = (tl.maximum(-start, 0) % SEGMENT).to(tl.int32)
-                first -= gone
-    return first, end - first, gone
 
 
 @triton.jit
@@ -77,75 +36,6 @@ def sees(position, at, left, right, gone, length):
     """Say which keys ``at`` the queries at ``position`` see: differences, or each row would hold its two ends."""
     ahead = at[None, :] - position[:, None]
     return (ahead >= -left) & (ahead <= right) & ((at >= gone) & (at < length))[None, :]
-
-
-@triton.jit
-def keys_at(
-    BASE, TABLE, n, gone, length, pages, page_step,
-    STEP: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
-    GONE: tl.constexpr,
-):  # fmt: skip
-    """Return (keys ``n`` to ``n + BLOCK`` of one head, which of them exist): zeros where there is none.
-
-    BASE is that of the head, in its sequence or in the pages that TABLE names. STEP, between rows, is known when it
-    compiles: a register for each row's address would be too many. GONE says that there may be keys that are gone.
-    """
-    ahead = tl.arange(0, BLOCK)
-    known = n + ahead < length
-    if GONE:
-        known = known & (ahead >= gone - n)
-    # Of 64 bits from the start: a sum that is widened afterwards cannot be taken apart into an address and constants.
-    zero = tl.zeros((), tl.int64)
-    offsets = ahead.to(tl.int64) * (STEP * UNIT)
-    if TABLE is None:
-        rows = BASE + (zero + n) * (STEP * UNIT)
-    elif PAGE % BLOCK == 0:
-        page = tl.load(TABLE + n // PAGE).to(tl.int64)
-        exists = (page >= 0) & (page < pages)
-        known = known & exists
-        # A page that does not exist is read where the first is, and its scores are NaN.
-        rows = BASE + tl.where(exists, page, 0) * (page_step * UNIT) + (n % PAGE) * (STEP * UNIT)
-    else:
-        page = tl.load(TABLE + (n + ahead) // PAGE, mask=known, other=0).to(tl.int64)
-        known = known & (page >= 0) & (page < pages)
-        rows = BASE
-        offsets = tl.where(known, page, 0) * (page_step * UNIT) + (n + ahead) % PAGE * (STEP * UNIT)
-    return loaded(rows, offsets, known, SIZE, WIDTH), known
-
-
-@triton.jit
-def rows_at(
-    BASE, row, first, used,
-    STEP: tl.constexpr, HEAD: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-):  # fmt: skip
-    """Return rows ``row`` to ``row + ROWS`` of a sequence and a head of keys, zeros where none is in use.
-
-    BASE is that of the sequence and the first query head of the group; ``row`` begins a query where ROWS is a multiple
-    of GROUP. ``first`` is the sequence's first query in BASE.
-    """
-    zero = tl.zeros((), tl.int64)
-    ahead = tl.arange(0, ROWS)
-    if ROWS % GROUP == 0:
-        # Then the offsets are the same for every tile.
-        place = BASE + (zero + first + row // GROUP) * (STEP * UNIT)
-        t, group = ahead // GROUP, ahead % GROUP
-        known = row // GROUP + t < used
-    else:
-        place = BASE + (zero + first) * (STEP * UNIT)
-        t, group = (row + ahead) // GROUP, (row + ahead) % GROUP
-        known = t < used
-    return loaded(place, t.to(tl.int64) * (STEP * UNIT) + group * (HEAD * UNIT), known, SIZE, WIDTH)
-
-
-@triton.jit
-def loaded(BASE, offsets, known, SIZE: tl.constexpr, WIDTH: tl.constexpr):
-    """Load rows, zeros where none is; WIDTH is SIZE, or the power of two beyond it."""
-    d = tl.arange(0, WIDTH)
-    mask = known[:, None]
-    if SIZE != WIDTH:
-        mask = mask & (d < SIZE)[None, :]
-    return tl.load(BASE + (offsets[:, None] + d.to(tl.int64)[None, :]), mask=mask, other=0.0)
 
 
 @triton.jit
@@ -222,35 +112,77 @@ def finished(top, total, acc, SINKS, heads):
 
 
 @triton.jit
+def masked(score, n, missing, position, left, right, low_most, high_least, gone, length, BLOCK: tl.constexpr):
+    """Return -inf where a row does not see a key of the block at ``n``, NaN where it would and the page is missing.
+
+    All rows see the keys from ``low_most`` to ``high_least``: blocks of these alone need no mask.
+    """
+    if (n < low_most) | (n + BLOCK > high_least) | missing:
+        at = n + tl.arange(0, BLOCK)
+        score = tl.where(missing, float("nan"), score)
+        score = tl.where(sees(position, at, left, right, gone, length), score, float("-inf"))
+    return score
+
+
+@triton.jit
+def rescaled(score, top, total, acc, factor, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the state with one more block, of these scores, and its weights, which acc still has to join."""
+    above = tl.maximum(top, product(tl.max(score, 1), tl.full(top.shape, factor, tl.float32)))
+    base = finite(above)
+    shift = tl.broadcast_to(-base[:, None], score.shape)
+    weights = tl.exp2(fma(score, tl.full(score.shape, factor, tl.float32), shift))
+    keep = tl.exp2(top - base)
+    total = fma(total, keep, row_sum(weights, ROWS, BLOCK))
+    acc = product(acc, tl.broadcast_to(keep[:, None], acc.shape))
+    return above, total, acc, weights
+
+
+@triton.jit
+def joined(acc, weights, v):
+    """Return acc and the products of weights with values."""
+    return tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
+
+
+@triton.jit
 def segment_of(
-    q, K, V, TABLE, position, left, right, low_most, high_least, first, end, gone, length, pages, k_page, v_page,
-    factor, cap, rate,
+    q, K, V, K_BOX, V_BOX, TABLE, position, left, right, low_most, high_least, first, end, gone, length, pages,
+    box_b, box_row, head, k_page, v_page, factor, cap, rate,
     D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr,
     K_STEP: tl.constexpr, V_STEP: tl.constexpr, PAGE: tl.constexpr, CAPPED: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, GONE: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, GONE: tl.constexpr, GOES_ON: tl.constexpr,
 ):  # fmt: skip
     """Return the state of the keys from ``first``, where a block begins, to ``end``, within one segment.
 
-    Rows stand at ``position`` among the keys. All of them see those from ``low_most`` to ``high_least``: blocks of
-    these alone need no mask.
+    Rows stand at ``position`` among the keys. GOES_ON says that memory may go on behind the last key of a sequence.
     """
     top, total, acc = nothing(ROWS, WIDTH_V)
-    for n in tl.range(first, end, BLOCK):
-        k, known = keys_at(K, TABLE, n, gone, length, pages, k_page, K_STEP, D, WIDTH, PAGE, BLOCK, GONE)
-        score = scores_of(q, tl.trans(k), cap, rate, CAPPED)
-        at = n + tl.arange(0, BLOCK)
-        if TABLE is not None:
-            score = tl.where(known[None, :] | (at >= length)[None, :], score, float("nan"))
-        if (n < low_most) | (n + BLOCK > high_least):
-            score = tl.where(sees(position, at, left, right, gone, length), score, float("-inf"))
-        above = tl.maximum(top, product(tl.max(score, 1), tl.full(top.shape, factor, tl.float32)))
-        base = finite(above)
-        shift = tl.broadcast_to(-base[:, None], score.shape)
-        weights = tl.exp2(fma(score, tl.full(score.shape, factor, tl.float32), shift))
-        keep = tl.exp2(top - base)
-        total = fma(total, keep, row_sum(weights, ROWS, BLOCK))
-        acc = product(acc, tl.broadcast_to(keep[:, None], acc.shape))
-        v, known = keys_at(V, TABLE, n, gone, length, pages, v_page, V_STEP, DV, WIDTH_V, PAGE, BLOCK, GONE)
-        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
-        top = above
+    if K_BOX is not None:
+        # Blocks that end within the sequence, and then the one that does not.
+        whole = tl.minimum(end, length // BLOCK * BLOCK) if GOES_ON else end
+        for n in tl.range(first, whole, BLOCK):
+            k, missing = key_box(K_BOX, TABLE, n, box_b, box_row, head, pages, WIDTH, PAGE, BLOCK)
+            score = scores_of(q, tl.trans(k), cap, rate, CAPPED)
+            score = masked(score, n, missing, position, left, right, low_most, high_least, gone, length, BLOCK)
+            top, total, acc, weights = rescaled(score, top, total, acc, factor, ROWS, BLOCK)
+            # Not before: here the values have had the time of the weights to come.
+            v, _ = key_box(V_BOX, TABLE, n, box_b, box_row, head, pages, WIDTH_V, PAGE, BLOCK)
+            acc = joined(acc, weights, v)
+        if (whole < end) & (first < end):
+            k, missing = key_box(K_BOX, TABLE, whole, box_b, box_row, head, pages, WIDTH, PAGE, BLOCK)
+            score = scores_of(q, tl.trans(k), cap, rate, CAPPED)
+            score = masked(score, whole, missing, position, left, right, low_most, high_least, gone, length, BLOCK)
+            top, total, acc, weights = rescaled(score, top, total, acc, factor, ROWS, BLOCK)
+            v, _ = key_box(V_BOX, TABLE, whole, box_b, box_row, head, pages, WIDTH_V, PAGE, BLOCK)
+            acc = joined(acc, weights, within(v, whole, length, BLOCK))
+    else:
+        for n in tl.range(first, end, BLOCK):
+            k, known = keys_at(K, TABLE, n, gone, length, pages, k_page, K_STEP, D, WIDTH, PAGE, BLOCK, GONE)
+            score = scores_of(q, tl.trans(k), cap, rate, CAPPED)
+            if TABLE is not None:
+                at = n + tl.arange(0, BLOCK)
+                score = tl.where(known[None, :] | (at >= length)[None, :], score, float("nan"))
+            score = masked(score, n, False, position, left, right, low_most, high_least, gone, length, BLOCK)
+            top, total, acc, weights = rescaled(score, top, total, acc, factor, ROWS, BLOCK)
+            v, _ = keys_at(V, TABLE, n, gone, length, pages, v_page, V_STEP, DV, WIDTH_V, PAGE, BLOCK, GONE)
+            acc = joined(acc, weights, v)
     return top, total, acc
