@@ -100,16 +100,16 @@ def _attend(
     group = q.shape[-2] // k.shape[-2]
     found = []
     for head in range(k.shape[-2]):
-        of_group = slice(head * group, (head + 1) * group)
         keys, values = k[:, head].to(wide), v[:, head].to(wide)
-        extra = None if sinks is None else sinks[of_group]
-        found.append(_Group.apply(q[:, of_group].movedim(0, 1), keys, values, extra, sees, scale, softcap))
-    out, lse = (torch.cat(parts).movedim(0, 1) for parts in zip(*found, strict=True))
+        for own in range(head * group, (head + 1) * group):
+            sink = None if sinks is None else sinks[own]
+            found.append(_Head.apply(q[:, own], keys, values, sink, sees, scale, softcap))
+    out, lse = (torch.stack(parts, 1) for parts in zip(*found, strict=True))
     return out, lse
 
 
-class _Group(torch.autograd.Function):
-    """Attention of query heads ``q[G, T, D]`` that share ``k[S, D]`` and ``v[S, Dv]``, which are in the wide dtype."""
+class _Head(torch.autograd.Function):
+    """Attention of one query head ``q[T, D]``; its ``k[S, D]`` and ``v[S, Dv]`` are in the wide dtype."""
 
     @staticmethod
     def forward(
@@ -124,10 +124,10 @@ class _Group(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         score = _scores(q, k, scale, softcap)[0].masked_fill(~sees, -torch.inf)
         # A column that no query sees, so that there is a maximum.
-        score = torch.cat((score, score.new_full((*score.shape[:2], 1), -torch.inf)), -1)
+        score = torch.cat((score, score.new_full((score.shape[0], 1), -torch.inf)), -1)
         top = score.amax(-1, keepdim=True).clamp(min=torch.finfo(score.dtype).min)
         if sinks is not None:
-            score[..., -1] = sinks.to(score.dtype)[:, None]
+            score[:, -1] = sinks.to(score.dtype)
         lse = score.logsumexp(-1)
         # Rounded where the largest weight is 1, as in the kernels.
         weights = (score[..., :-1] - top).exp().to(q.dtype).to(score.dtype)
@@ -148,18 +148,17 @@ class _Group(torch.autograd.Function):
         delta = (upstream * out.to(k.dtype)).sum(-1)
         dscore = weights * (upstream @ v.mT - delta[..., None]) * slope
         dscore, weights = (x.to(q.dtype).to(k.dtype) for x in (dscore, weights))
-        dq, dk = dscore @ k * ctx.scale, (dscore.mT @ q.to(k.dtype)).sum(0) * ctx.scale
-        dv = (weights.mT @ upstream).sum(0)
+        dq, dk, dv = dscore @ k * ctx.scale, dscore.mT @ q.to(k.dtype) * ctx.scale, weights.mT @ upstream
         dsinks = None
         if sinks is not None:
-            dsinks = -((sinks.to(lse.dtype)[:, None] - lse).exp() * delta).sum(-1).to(sinks.dtype)
+            dsinks = -((sinks.to(lse.dtype) - lse).exp() * delta).sum().to(sinks.dtype)
         return dq.to(q.dtype), dk, dv, dsinks, None, None, None
 
 
 def _scores(
     q: torch.Tensor, k: torch.Tensor, scale: float, softcap: float
 ) -> tuple[torch.Tensor, torch.Tensor | float]:
-    """Return the scores ``[G, T, S]``, and the derivative of the cap."""
+    """Return the scores ``[T, S]``, and the derivative of the cap."""
     score = q.to(k.dtype) @ k.mT * scale
     if not softcap:
         return score, 1.0

@@ -38,12 +38,15 @@ SETS = {
             Shape(sizes, without=LARGE)
             for sizes in ((4, 2048, 2048, 32, 8, 64), (1, 16384, 16384, 32, 8, 64), (4, 2048, 2048, 16, 8, 256))
         ),
+    ),
+    "decode": (
         *(
             Shape((batch, 1, keys, *LLAMA), note="decode", without=LARGE)
             for batch, keys in ((64, 2048), (128, 4096), (8, 8192), (1, 32768))
         ),
+        Shape((64, 1, 2048, 32, 8, 64), note="decode", without=LARGE),
         *(
-            Shape((64, 1, 4096, *LLAMA), {**PAGED, "page": page}, f"decode, pages of {page}", without=ONLY_DENSE)
+            Shape((64, 1, 2048, *LLAMA), {**PAGED, "page": page}, f"decode, pages of {page}", without=ONLY_DENSE)
             for page in (16, 64, 256)
         ),
     ),

@@ -38,27 +38,47 @@ def magnitudes(case: Case, call: Inputs, upstream: Mapping[str, torch.Tensor]) -
 def _terms(
     call: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sees: torch.Tensor, above: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    group, cap = q.shape[-2] // k.shape[-2], call.get("softcap", 0.0)
-    scale = call.get("scale", q.shape[-1] ** -0.5)
-    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
-    score = torch.einsum("thd,shd->hts", q, k) * scale
-    size = torch.einsum("thd,shd->hts", q.abs(), k.abs()) * scale
+    """Return those of out, lse, dq, dk, dv and dsinks, of one sequence: head after head, which bounds the memory."""
+    group = q.shape[-2] // k.shape[-2]
+    dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+    found = []
+    for head in range(q.shape[-2]):
+        own = head // group
+        *of_rows, of_k, of_v = _of_head(
+            call, head, q[:, head], k[:, own].abs(), v[:, own].abs(), k[:, own], sees, above[:, head]
+        )
+        dk[:, own] += of_k
+        dv[:, own] += of_v
+        found.append(of_rows)
+    out, lse, dq, dsinks = (torch.stack(parts) for parts in zip(*found, strict=True))
+    return out.transpose(0, 1), lse.mT, dq.transpose(0, 1), dk, dv, dsinks
+
+
+def _of_head(
+    call: Inputs,
+    head: int,
+    q: torch.Tensor,
+    size_k: torch.Tensor,
+    size_v: torch.Tensor,
+    k: torch.Tensor,
+    sees: torch.Tensor,
+    above: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
+    cap, scale = call.get("softcap", 0.0), call.get("scale", q.shape[-1] ** -0.5)
+    score = q @ k.mT * scale
     score = cap * (score / cap).tanh() if cap else score
-    size = (size + score.abs()).masked_fill(~sees, 0.0)
+    size = (q.abs() @ size_k.mT * scale + score.abs()).masked_fill(~sees, 0.0)
     score = score.masked_fill(~sees, -torch.inf)
-    extra = score.new_full((*score.shape[:2], 1), -torch.inf)
+    extra = score.new_full((score.shape[0], 1), -torch.inf)
     if "sinks" in call:
-        extra = call["sinks"][:, None, None].expand_as(extra)
+        extra = call["sinks"][head].expand_as(extra)
     lse = torch.cat((score, extra), -1).logsumexp(-1)
-    weights = torch.where(sees, (score - lse[..., None]).exp(), 0.0)
+    weights = torch.where(sees, (score - lse[:, None]).exp(), 0.0)
     mean = (weights * size).sum(-1) + lse.nan_to_num(neginf=0.0).abs()
-    moved = weights * (1 + size + mean[..., None])
-    out = torch.einsum("hts,shd->thd", moved, v.abs())
-    products = torch.einsum("thd,shd->hts", above, v.abs())
+    moved = weights * (1 + size + mean[:, None])
+    products = above @ size_v.mT
     delta = (moved * products).sum(-1)
-    dscore = moved * (products + delta[..., None]) * scale
-    dq = torch.einsum("hts,shd->thd", dscore, k.abs())
-    dk = torch.einsum("hts,thd->shd", dscore, q.abs()).unflatten(1, (-1, group)).sum(2)
-    dv = torch.einsum("hts,thd->shd", moved, above).unflatten(1, (-1, group)).sum(2)
-    share = torch.where(lse == -torch.inf, 0.0, (extra[..., 0] - lse).exp())
-    return out, (1 + mean).mT, dq, dk, dv, (share * delta * (1 + mean)).sum(-1)
+    dscore = moved * (products + delta[:, None]) * scale
+    share = torch.where(lse == -torch.inf, 0.0, (extra[:, 0] - lse).exp())
+    of_rows = moved @ size_v, 1 + mean, dscore @ size_k, (share * delta * (1 + mean)).sum()
+    return *of_rows, dscore.mT @ q.abs(), moved.mT @ above

@@ -105,8 +105,7 @@ def forward(*arguments: object) -> tuple[torch.Tensor, torch.Tensor]:
             plan.grid,
             *(call.q, call.k, call.v, out, lse, call.sinks, *call.where, call.table, *call.boxes),
             *(*states, *plan.numbers),
-            num_warps=plan.tile.warps,
-            num_stages=plan.tile.stages,
+            **plan.tile.options,
         )
         if plan.states:
             launch(
@@ -172,8 +171,7 @@ def _gradients(
         *(call.q, call.k, call.v, grad, lses, deltas, into[0], *call.where, call.table, *call.boxes),
         *(plan.queries, plan.keys, plan.pages, plan.table_step, tiles, *plan.window),
         *(*common, *constants, plan.page, plan.capped, tile.rows, BLOCK, plan.has_left),
-        num_warps=tile.warps,
-        num_stages=tile.stages,
+        **tile.options,
     )
     keys = tile_of_keys(plan)
     tiles = triton.cdiv(plan.longest_k, keys.keys)

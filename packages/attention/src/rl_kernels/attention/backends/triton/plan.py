@@ -41,11 +41,18 @@ LEAST_WIDTH = 16
 
 
 class Tile(NamedTuple):
-    """How a kernel is cut: rows of a program, its warps, and the loads in flight."""
+    """How a kernel is cut: rows of a program, its warps, the loads in flight, and registers of a thread, if bounded."""
 
     rows: int
     warps: int
     stages: int
+    registers: int = 0
+
+    @property
+    def options(self) -> dict[str, int]:
+        """What a launch is told of it."""
+        bound = {"maxnreg": self.registers} if self.registers else {}
+        return {"num_warps": self.warps, "num_stages": self.stages, **bound}
 
 
 class KeyTile(NamedTuple):
@@ -232,7 +239,8 @@ def tile_of(plan: Plan) -> Tile:
         return Tile(64, 4, 1)
     if plan.longest_q * plan.group > FEW:
         return Tile(64, 4, 3)
-    return Tile(FEW, 2, 4) if wide <= NARROW else Tile(FEW, 4, 2)
+    # Four programs a multiprocessor: what bounds one token is the loads under way.
+    return Tile(FEW, 2, 2) if wide <= NARROW else Tile(FEW, 4, 2, 128 if plan.boxes else 0)
 
 
 def tile_of_queries(plan: Plan) -> Tile:
@@ -246,7 +254,7 @@ def tile_of_queries(plan: Plan) -> Tile:
         return Tile(64, 8, 1) if wide > WIDE else Tile(64, 4, 2)
     if wide > WIDE:
         return Tile(64, 4, 1)
-    return Tile(64, 4, 3) if wide <= NARROW else Tile(128, 8, 3)
+    return Tile(64, 4, 3 if wide <= NARROW else 2)
 
 
 def tile_of_keys(plan: Plan) -> KeyTile:
@@ -258,4 +266,4 @@ def tile_of_keys(plan: Plan) -> KeyTile:
         return KeyTile(64, 64, 8, 2) if plan.fast else KeyTile(64, 32, 8, 1)
     if plan.fast and MOST_ROWS % plan.group == 0:
         return KeyTile(64, MOST_ROWS, 4, 3 if wide <= NARROW else 2)
-    return KeyTile(64, 32, 4, 3 if plan.fast else 2)
+    return KeyTile(64, 32, 4, 2)
