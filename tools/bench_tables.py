@@ -1,6 +1,6 @@
 """Write the committed results of the benchmarks into the docs: `python tools/bench_tables.py`, `--check` to compare.
 
-Reads packages/*/benchmarks/results/h200-*.json, which `rl-kernels bench --json` wrote. The tables of an operator go
+Reads packages/*/benchmarks/results/*.json, which `rl-kernels bench --json` wrote. The tables of an operator go
 between the markers of its README, which is its page in the docs too; the plots go into docs/ and are shown by
 docs/benchmarks.md, which also has the table of the whole step that `tools/grpo_step.py --json` timed. Everything is
 derived from the results: where there are none, a page says so.
@@ -22,6 +22,7 @@ from rl_kernels.lab.bench.report import as_table, digits, facts, remarks, tables
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = "docs/benchmarks.md"
+PUBLISHED = "shared/core/src/rl_kernels/core/published.json"
 STEP = "tools/results/h200-grpo-step.json"
 BENCH, GRPO_STEP = "bench results", "grpo step"
 """What markers in a page say."""
@@ -32,10 +33,12 @@ LONGEST = 100
 
 def results(package: Path) -> dict[str, Document]:
     """Return the committed results of a package by the name of their file; records of other operators are left out."""
-    operator, found = package.name.replace("-", "_"), {}
-    for file in sorted(package.glob("benchmarks/results/h200-*.json")):
+    published = json.loads((ROOT / PUBLISHED).read_text(encoding="utf-8"))
+    own = {name for name, each in published.items() if each["distribution"] == f"rl-kernels-{package.name}"}
+    found = {}
+    for file in sorted(package.glob("benchmarks/results/*.json")):
         document = read(file)
-        found[file.stem] = replace(document, records=[each for each in document.records if each.operator == operator])
+        found[file.stem] = replace(document, records=[each for each in document.records if each.operator in own])
     return found
 
 

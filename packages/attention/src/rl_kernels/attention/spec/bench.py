@@ -152,15 +152,26 @@ def fa3() -> Callable[..., torch.Tensor]:
         block_table: torch.Tensor | None = None,
         seqused_k: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        shape = q.shape
+        if cu_seqlens_q is None and block_table is None:
+            # The library takes packed sequences, or pages.
+            max_seqlen_q, max_seqlen_k = shape[1], k.shape[1]
+            cu_seqlens_q, cu_seqlens_k = _starts(q), _starts(k)
+            q, k, v = (x.flatten(0, 1) for x in (q, k, v))
         given = {**dict.fromkeys(FA3_ABSENT), **FA3_PLAIN} | {
             **{"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k},
             **{"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k, "seqused_k": seqused_k},
             **{"page_table": block_table, "softmax_scale": q.shape[-1] ** -0.5, "is_causal": causal},
             **{"window_size_left": window[0], "window_size_right": window[1], "num_splits": 0},
         }
-        return torch.ops._vllm_fa3_C.fwd(**given)[0]
+        return torch.ops._vllm_fa3_C.fwd(**given)[0].view(shape)
 
     return call
+
+
+def _starts(x: torch.Tensor) -> torch.Tensor:
+    """Return the cu_seqlens of ``[B, T, ...]``."""
+    return torch.arange(x.shape[0] + 1, dtype=torch.int32, device=x.device) * x.shape[1]
 
 
 def _triangle(count: int) -> int:
