@@ -2,9 +2,11 @@
 
 import subprocess
 import sys
+from fractions import Fraction
 from importlib.metadata import EntryPoint
 from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -248,3 +250,18 @@ def test_a_second_import_in_a_process_is_refused_in_plain_words():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stderr.splitlines()[-1].startswith("ImportError: rl_kernels was imported before, and a process")
+
+
+@pytest.mark.parametrize("value", [2**70, Fraction(1, 3), np.float32(0.7), 3])
+def test_any_real_number_becomes_a_scalar(value):
+    assert torchlib.scalar(value, torch.float64).item() == float(value)
+
+
+@pytest.mark.parametrize("first", [0.5, 3])
+def test_a_scalar_stays_one_graph(first):
+    def scaled(x, value):
+        return x * torchlib.scalar(value, torch.float32)
+
+    compiled = torch.compile(scaled, fullgraph=True, backend="aot_eager")
+    for value in (first, first + 1, first + 2):
+        assert torch.equal(compiled(torch.ones(2), value), torch.full((2,), float(value)))

@@ -203,7 +203,8 @@ def scalar(value: float, dtype: torch.dtype) -> torch.Tensor:
 
     A product, unlike ``torch.full``, stays one graph under torch.compile when the number varies from call to call.
     """
-    return torch.ones((), dtype=dtype, device="cpu") * value
+    # As a float first: torch takes no integer of more than 64 bits.
+    return torch.ones((), dtype=dtype, device="cpu") * (value * 1.0)
 
 
 def scalars(*values: float) -> torch.Tensor:
