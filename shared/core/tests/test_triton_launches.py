@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -84,7 +85,9 @@ CHOICES = (
     Bug("kernel of another dtype", "return x.dtype, x.data_ptr() % ALIGNMENT", "return (x.data_ptr() % ALIGNMENT,)"),
     Bug("kernel of another alignment", "return x.dtype, x.data_ptr() % ALIGNMENT", "return (x.dtype,)"),
     Bug("kernel of another number", "[x if type(x) in PLAIN else", "[type(x) if type(x) in PLAIN else"),
-    Bug("kernel of other warps", "num_warps, *options.values(), *forms", "*options.values(), *forms"),
+    Bug("kernel of other numbers", "*options.values(), numbers, *forms", "*options.values(), *forms"),
+    Bug("kernel of another box", "return x.base.dtype, *x.block_shape", "return (x.base.dtype,)"),
+    Bug("kernel of other warps", "num_warps, *options.values(), numbers", "*options.values(), numbers"),
     Bug("kernel of another GPU", "id(kernel), torch.cuda.current_device(), num_warps", "id(kernel), num_warps"),
     Bug("launched on the grid that it was compiled on", "sizes = (*grid, 1, 1)", "sizes = (1, 1, 1)"),
 )
@@ -177,26 +180,28 @@ def hold_launches(plant: Plant) -> None:
             """Stand for another one."""
 
         numbers = torch.zeros(64)
+        boxes = [Descriptor(numbers.view(8, 8), [8, 8], [8, 1], [rows, 8]) for rows in (4, 8)]
         calls: list[tuple[Any, ...]] = [
             (kernel, (grid,), x, n, block, warps)
             for kernel in (first, second)
-            for x in (numbers, numbers[1:], numbers.view(torch.float16))
+            for x in (numbers, numbers[1:], numbers.view(torch.float16), *boxes)
             for n in (1, 2, 16)
             for block in (64, 128)
             for warps in (1, 4)
             for grid in (3, 5)
         ]
-        for device in (0, 1):
+        # With a tuple of numbers, or without.
+        for device, together in itertools.product((0, 1), (3, 1)):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(torch.cuda, "current_device", lambda device=device: device)
                 for kernel, grid, *args, warps in calls:
-                    launch.launch(kernel, grid, *args, num_warps=warps)
+                    launch.launch(kernel, grid, *args[:together], numbers=tuple(args[together:]), num_warps=warps)
         asked = [(kernel.function.__name__, (*grid, 1, 1), warps) for kernel, grid, *_, warps in calls]
         found = [(one.name, one.grid, one.options["num_warps"]) for one in recorder.launches]
         # Not the two lists as they are: pytest would take minutes to show how they differ.
-        assert len(found) == 2 * len(asked)
-        assert not [pair for pair in zip(found, 2 * asked, strict=True) if pair[0] != pair[1]][:3]
-        assert len(launch._compiled) == len(calls)
+        assert len(found) == 4 * len(asked)
+        assert not [pair for pair in zip(found, 4 * asked, strict=True) if pair[0] != pair[1]][:3]
+        assert len(launch._compiled) == 2 * len(calls)
 
 
 def hold_all(plant: Plant = nullcontext) -> None:

@@ -139,6 +139,10 @@ class TritonRecorder:
         for programs, most in zip(launch.grid, MOST_BLOCKS, strict=True):
             assert 0 < programs < most, f"{launch.name}: a grid of {launch.grid}"
         assert launch.options["num_warps"] in (1, 2, 4, 8, 16), f"{launch.name}: {launch.options}"
+        for value in launch.arguments.values():
+            if isinstance(value, Descriptor):
+                # However it was made.
+                value.__post_init__()
         self.launches.append(launch)
         stand_in = self.stand_ins.get(launch.name)
         if stand_in is not None:

@@ -50,7 +50,14 @@ def triton_backend(module: str, limits: Callable[[Call], str | None] = no_limits
     return Backend("triton", module, {"cuda": INVARIANT, "cpu": INVARIANT}, reason, by_name=frozenset({"cpu"}))
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int, **options: int) -> None:
+def launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    *args: Any,
+    numbers: tuple[float | bool | None, ...] = (),
+    num_warps: int,
+    **options: int,
+) -> None:
     """Launch a jitted kernel on the current device, as ``kernel[grid](*args, num_warps=num_warps, **options)`` does.
 
     Arguments that came before find what Triton compiled for them by a key of their own, which leaves out Triton's look
@@ -62,21 +69,22 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int, **opt
         kernel: of ``triton.jit``.
         grid: one to three sizes.
         args: all parameters of the kernel in their order, constants too; a number's type never varies at its place.
+        numbers: those behind ``args``, none of them a tensor: as one tuple they are quicker to look up.
         num_warps: of a program.
         options: others of the compiler, ``num_stages`` for one.
     """
     if INTERPRETED or torch.version.hip is not None:
         # ROCm specializes on the sizes of tensors too.
-        kernel[grid](*args, num_warps=num_warps, **options)
+        kernel[grid](*args, *numbers, num_warps=num_warps, **options)
         return
     forms = [x if type(x) in PLAIN else _form(x) for x in args]
-    key = (id(kernel), torch.cuda.current_device(), num_warps, *options.values(), *forms)
+    key = (id(kernel), torch.cuda.current_device(), num_warps, *options.values(), numbers, *forms)
     found = _compiled.get(key)
     if found is not None:
         sizes = (*grid, 1, 1)
-        found[1][sizes](*args)
+        found[1][sizes](*args, *numbers)
         return
-    compiled = kernel[grid](*args, num_warps=num_warps, **options)
+    compiled = kernel[grid](*args, *numbers, num_warps=num_warps, **options)
     if len(_compiled) >= KEPT:
         _compiled.clear()
     # A hook of Triton's may have kept it from compiling. With the kernel beside it, no other one can get its id.

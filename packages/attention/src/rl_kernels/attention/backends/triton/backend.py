@@ -103,15 +103,16 @@ def forward(*arguments: object) -> tuple[torch.Tensor, torch.Tensor]:
         launch(
             attend,
             plan.grid,
-            *(call.q, call.k, call.v, out, lse, call.sinks, *call.where, call.table, *call.boxes),
-            *(*states, *plan.numbers),
+            *(call.q, call.k, call.v, out, lse, call.sinks, *call.where, call.table, *call.boxes, *states),
+            numbers=plan.numbers,
             **plan.tile.options,
         )
         if plan.states:
             launch(
                 finish,
                 plan.grid_finish,
-                *(out, lse, call.sinks, *call.where, *states, *plan.numbers_finish),
+                *(out, lse, call.sinks, *call.where, *states),
+                numbers=plan.numbers_finish,
                 num_warps=1,
             )
     return out, lse
@@ -157,8 +158,8 @@ def _gradients(
     launch(
         rows_of,
         (triton.cdiv(plan.queries * heads, rows) * (1 if out.ndim == PACKED_DIMS else out.shape[0]),),
-        *(out, grad, lse, lses, deltas, plan.queries, of_grad[0]),
-        *(heads, plan.group, plan.size_v, plan.width_v, *of_grad[1:], rows),
+        *(out, grad, lse, lses, deltas),
+        numbers=(plan.queries, of_grad[0], heads, plan.group, plan.size_v, plan.width_v, *of_grad[1:], rows),
         num_warps=4,
     )
     tile = tile_of_queries(plan)
@@ -169,8 +170,10 @@ def _gradients(
         of_queries,
         (plan.batch * tiles, plan.kv_heads),
         *(call.q, call.k, call.v, grad, lses, deltas, into[0], *call.where, call.table, *call.boxes),
-        *(plan.queries, plan.keys, plan.pages, plan.table_step, tiles, *plan.window),
-        *(*common, *constants, plan.page, plan.capped, tile.rows, BLOCK, plan.has_left),
+        numbers=(
+            *(plan.queries, plan.keys, plan.pages, plan.table_step, tiles, *plan.window),
+            *(*common, *constants, plan.page, plan.capped, tile.rows, BLOCK, plan.has_left),
+        ),
         **tile.options,
     )
     keys = tile_of_keys(plan)
@@ -181,8 +184,10 @@ def _gradients(
             of_keys,
             (plan.batch * tiles, plan.kv_heads),
             *(call.q, call.k, call.v, grad, lses, deltas, *into[1:], *call.where[:4], *boxes),
-            *(plan.queries, plan.keys, tiles, *plan.window, *common, *constants, plan.capped, keys.rows, keys.keys),
-            plan.has_left,
+            numbers=(
+                *(plan.queries, plan.keys, tiles, *plan.window),
+                *(*common, *constants, plan.capped, keys.rows, keys.keys, plan.has_left),
+            ),
             num_warps=keys.warps,
             num_stages=keys.stages,
         )
