@@ -43,6 +43,8 @@ CASES = (
     Case("sinks-alone", _sizes(1, 30, 12, 1, 2, 16), {**LSE, "sinks": True}),
     Case("left-padded", _sizes(3, 35, 35, 1, 2, 16), {**LSE, "layout": "left"}),
     Case("dropped", _sizes(3, 20, 35, 1, 2, 16), {**LSE, "layout": "dropped", "window": (30, 0)}),
+    Case("dropped-unseen", _sizes(3, 4, 90, 1, 2, 16), {**LSE, "layout": "dropped", "window": (200, 0)}),
+    Case("block-edge", _sizes(2, 4, 66, 1, 2, 16), LSE),
     Case("right-padded", _sizes(3, 33, 33, 1, 2, 16), {**LSE, "layout": "right"}),
     Case("packed", _sizes(5, 25, 25, 1, 2, 16), {**LSE, "layout": "packed"}),
     Case("packed-keys", _sizes(4, 12, 90, 1, 2, 16), {**LSE, "layout": "packed", "causal": False, "longest": True}),

@@ -133,6 +133,9 @@ LAUNCHES = (
     Bug("descriptor of k for v", "boxes[0].of(first), boxes[1].of(second)", "boxes[0].of(first), boxes[1].of(first)"),
 )
 """Bugs of the host that recorded launches show, most of them in no result that the interpreter gives."""
-CASES = ("sinks", "window", "left-padded", "dropped", "pages", "softcap", "segments")
+CASES = (
+    *("sinks", "window", "left-padded", "dropped", "dropped-unseen", "block-edge", "pages", "large-pages", "packed"),
+    *("softcap", "segments"),
+)
 
 MUTANTS = (Mutants("triton", MODULES, (*TILES, *FORWARD, *BACKWARD, *HOST), CASES),)
