@@ -9,9 +9,9 @@ from rl_kernels.core.testing import Bug, Mutants
 
 _PACKAGE = "rl_kernels.attention.backends.triton"
 MODULES = tuple(
-    f"{_PACKAGE}.{name}" for name in ("loads", "tiles", "forward", "backward", "dq", "dkdv", "plan", "backend")
+    f"{_PACKAGE}.{name}" for name in ("loads", "tiles", "forward", "backward", "dq", "dkdv", "boxes", "plan", "backend")
 )
-OF_HOST = MODULES[-2:]
+OF_HOST = MODULES[-3:]
 
 TILES = (
     Bug(
@@ -94,7 +94,7 @@ BACKWARD = (
 HOST = (
     Bug(
         "tiles rounded down",
-        "return triton.cdiv(self.longest_q * self.group, rows)",
+        "return ceil_div(self.longest_q * self.group, rows)",
         "return max(self.longest_q * self.group // rows, 1)",
     ),
 )
@@ -123,8 +123,8 @@ LAUNCHES = (
     ),
     Bug(
         "kernel of keys with the tiles of queries",
-        "tiles = triton.cdiv(plan.longest_k, keys.keys)",
-        "tiles = triton.cdiv(plan.longest_q, keys.keys)",
+        "tiles = ceil_div(plan.longest_k, keys.keys)",
+        "tiles = ceil_div(plan.longest_q, keys.keys)",
     ),
     Bug("box across pages", "(table is None or self.page % BLOCK == 0)", "True"),
     Bug("box of rows at one place", "if not all(size == 1 or size * step", "if not all(True or size * step"),

@@ -11,23 +11,14 @@ from __future__ import annotations
 import functools
 
 import torch
-import triton
 
 from rl_kernels.attention import sinks as sink
 from rl_kernels.attention.backends.triton.backward import rows_of
+from rl_kernels.attention.backends.triton.boxes import UNIT, described
 from rl_kernels.attention.backends.triton.dkdv import of_keys
 from rl_kernels.attention.backends.triton.dq import of_queries
 from rl_kernels.attention.backends.triton.forward import attend, finish
-from rl_kernels.attention.backends.triton.plan import (
-    BLOCK,
-    PACKED_DIMS,
-    UNIT,
-    described,
-    plan_of,
-    tile_of_keys,
-    tile_of_queries,
-    units,
-)
+from rl_kernels.attention.backends.triton.plan import BLOCK, PACKED_DIMS, ceil_div, plan_of, units
 from rl_kernels.attention.inputs import Inputs
 from rl_kernels.core.gpu import device_of
 from rl_kernels.core.triton_lib.launch import launch
@@ -157,12 +148,12 @@ def _gradients(
     of_grad, heads = units(grad.stride()), plan.kv_heads * plan.group
     launch(
         rows_of,
-        (triton.cdiv(plan.queries * heads, rows) * (1 if out.ndim == PACKED_DIMS else out.shape[0]),),
+        (ceil_div(plan.queries * heads, rows) * (1 if out.ndim == PACKED_DIMS else out.shape[0]),),
         *(out, grad, lse, lses, deltas),
         numbers=(plan.queries, of_grad[0], heads, plan.group, plan.size_v, plan.width_v, *of_grad[1:], rows),
         num_warps=4,
     )
-    tile = tile_of_queries(plan)
+    tile = plan.tile_of_queries
     common = (*plan.strides, of_grad[0], plan.factor, plan.scale, plan.cap, plan.rate)
     constants = (*plan.constants, *of_grad[1:])
     tiles = plan.tiles(tile.rows)
@@ -176,8 +167,8 @@ def _gradients(
         ),
         **tile.options,
     )
-    keys = tile_of_keys(plan)
-    tiles = triton.cdiv(plan.longest_k, keys.keys)
+    keys = plan.tile_of_keys
+    tiles = ceil_div(plan.longest_k, keys.keys)
     if needs_keys and tiles:
         boxes = described(plan.boxes_of_rows(keys.rows, grad.shape, grad.stride()), call.q, grad)
         launch(
