@@ -96,12 +96,24 @@ def test_threads_change_nothing(tiny, prompts, threads, torch_threads):
 
 
 MODELS = {
+    "Qwen2": {},
     "Qwen3": {"head_dim": 16},
     "Mistral": {"sliding_window": 6},
+    "Gemma": {"head_dim": 8},
     "Gemma2": {"head_dim": 8, "sliding_window": 4, "attn_logit_softcapping": 20.0, "query_pre_attn_scalar": 16},
+    "Gemma3Text": {"head_dim": 8, "sliding_window": 4},
+    "Phi": {},
+    "Phi3": {},
+    "GPTNeoX": {},
+    "StableLm": {},
+    "Starcoder2": {},
+    "SmolLM3": {},
+    "Granite": {},
+    "Glm4": {"head_dim": 8},
     "Olmo2": {},
     "Cohere": {},
 }
+"""The families of the README's table, with what makes each its own."""
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -193,7 +205,8 @@ def test_a_model_that_keeps_its_attention_is_told(tiny, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("family", "options"), [("Mixtral", {}), ("Qwen3Moe", {"moe_intermediate_size": 24, "head_dim": 8})]
+    ("family", "options"),
+    [("Mixtral", {}), ("Qwen3Moe", {"moe_intermediate_size": 24, "head_dim": 8}), ("GptOss", {"head_dim": 8})],
 )
 def test_strict_finds_that_experts_follow_the_batch(tiny, family, options):
     model = tiny(family, num_experts=4, num_experts_per_tok=2, **options)
