@@ -63,3 +63,14 @@ def test_unchecked_integers_are_kept_within_their_tensors():
     found = det_attention(*operands(2, 2)[:1], pages, pages, block_table=table, seqused_k=used, validate=False)
     assert torch.isnan(found[0]).all()
     assert torch.isfinite(found[1]).all()
+
+
+@pytest.mark.parametrize("size", [16, 64])
+@pytest.mark.parametrize("page", [-1, -(1 << 31), 3, 1 << 30])
+def test_a_page_that_does_not_exist_gives_nan_to_those_who_see_it(page, size):
+    pages = torch.randn(3, size, 2, 8)
+    table, used = torch.tensor([[2, page], [0, 1]]), torch.tensor([size + 2, 2 * size])
+    found = det_attention(*operands(2, 4)[:1], pages, pages, block_table=table, seqused_k=used, validate=False)
+    # The last two of the first sequence stand on the missing page.
+    assert torch.isnan(found[0, 2:]).all()
+    assert torch.isfinite(found[1]).all()

@@ -46,16 +46,26 @@ CASES = (
     Case("dropped-unseen", _sizes(3, 4, 90, 1, 2, 16), {**LSE, "layout": "dropped", "window": (200, 0)}),
     Case("block-edge", _sizes(2, 4, 66, 1, 2, 16), LSE),
     Case("right-padded", _sizes(3, 33, 33, 1, 2, 16), {**LSE, "layout": "right"}),
+    Case("unused-queries-split", _sizes(4, 9, 1100, 1, 2, 16), {**LSE, "layout": "right"}),
     Case("packed", _sizes(5, 25, 25, 1, 2, 16), {**LSE, "layout": "packed"}),
+    Case("packed-right", _sizes(4, 20, 20, 1, 2, 16), {**LSE, "layout": "packed-right"}),
     Case("packed-keys", _sizes(4, 12, 90, 1, 2, 16), {**LSE, "layout": "packed", "causal": False, "longest": True}),
     Case("decode", _sizes(3, 1, 70, 2, 4, 16), {**LSE, "layout": "cache"}, grad=False),
     Case("speculative", _sizes(3, 4, 75, 1, 7, 16), {**LSE, "layout": "cache", "sinks": True}, grad=False),
     Case("chunk", _sizes(2, 20, 50, 1, 2, 16), {**LSE}, grad=False),
     Case("pages", _sizes(3, 1, 70, 1, 4, 16), {**LSE, "layout": "paged", "page": 16}, grad=False),
     Case("large-pages", _sizes(3, 2, 200, 1, 4, 16), {**LSE, "layout": "paged", "page": 128}, grad=False),
+    Case(
+        "pages-other-values",
+        _sizes(2, 2, 50, 1, 2, 16),
+        {**LSE, "layout": "paged", "page": 16, "value_head": 40},
+        grad=False,
+    ),
+    Case("sevens-at-the-edge", _sizes(1, 10, 65, 1, 7, 16), LSE),
     Case("packed-pages", _sizes(4, 9, 60, 1, 2, 16), {"layout": "packed-paged", "page": 32}, grad=False),
     Case("segments", _sizes(1, 3, SEGMENT + 70, 1, 2, 16), {**LSE, "rising": True}),
     Case("two-segments", _sizes(1, 2, 2 * SEGMENT + 1, 1, 2, 16), {**LSE, "causal": False}),
+    Case("window-over-segments", _sizes(1, 66, 1400, 1, 1, 16), {**LSE, "window": (1200, 0)}),
     Case("rows-of-two-blocks", _sizes(1, 131, 131, 1, 1, 16), LSE),
     Case("peaked", _sizes(1, 20, 40, 1, 2, 16), {**LSE, "size": 3.0}),
     Case("llama", _sizes(1, 65, 65, 2, 4, 128), LSE, suite="full"),
@@ -154,6 +164,8 @@ def _laid_out(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> 
     pieces = [Piece(a[:t], b[:s], c[:s]) for a, b, c, t, s in rows]
     if layout == "packed":
         return packed(pieces)
+    if layout == "packed-right":
+        return {**packed(pieces), "seqused_q": integers([max(count - 3, 0) for count in own_q], q)}
     if layout == "cache":
         return cache(pieces, 3, 0.0)
     order = list(range(sum(own_k) + batch + 2))

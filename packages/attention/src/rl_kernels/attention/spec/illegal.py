@@ -107,6 +107,12 @@ ILLEGAL = (
     IllegalCall(
         "start negative without a window", _numbers("k_start", -1), ValueError, r"k_start: expected values in \[0"
     ),
+    IllegalCall(
+        "start negative with a window that is open on the left",
+        lambda c: {**_numbers("k_start", -1)(c), "window": (None, 0)},
+        ValueError,
+        r"k_start: expected values in \[0",
+    ),
     IllegalCall("start beyond the end", _numbers("k_start", 10**6), ValueError, r"k_start: expected values in \[0"),
     IllegalCall(
         "more keys than there are", _numbers("seqused_k", 10**6), ValueError, r"seqused_k: expected values in \[0"

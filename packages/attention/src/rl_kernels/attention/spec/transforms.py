@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from rl_kernels.attention.reference import queries_of
 from rl_kernels.attention.spec.places import (
     OF_KEYS,
     Piece,
@@ -304,10 +305,9 @@ def _paged(base: Base) -> Iterator[Variant]:
 def _garbage_beyond(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
     """NaN in keys that are in no sequence, and in queries that are not in use."""
     if "seqused_q" in call and call["q"].numel():
-        q, beyond = (
-            call["q"].clone(),
-            torch.arange(call["q"].shape[1], device=draw.device) >= call["seqused_q"][:, None],
-        )
+        q, beyond = call["q"].clone(), torch.ones(call["q"].shape[:-2], dtype=torch.bool, device=draw.device)
+        for _, place, _ in queries_of(q, call.get("cu_seqlens_q"), call["seqused_q"]):
+            beyond[place] = False
         q[beyond] = torch.nan
 
         def inside(name: str, result: torch.Tensor) -> torch.Tensor:
