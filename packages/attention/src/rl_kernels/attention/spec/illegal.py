@@ -205,6 +205,13 @@ ILLEGAL = (
         PAGES,
     ),
     IllegalCall(
+        "more keys than a row of the table has room for",
+        _of("seqused_k", lambda c: torch.full_like(c["seqused_k"], c["block_table"].shape[1] * c["k"].shape[1] + 1)),
+        ValueError,
+        r"seqused_k: expected values in \[0",
+        PAGES,
+    ),
+    IllegalCall(
         "pages with a start",
         _of("k_start", lambda c: c["seqused_k"]),
         ValueError,
