@@ -40,7 +40,8 @@ def packed(lengths, kv_heads, group, size):
 def paged(batch, queries, pages, size, page):
     given = dense(batch, queries, page, 2, 4, size)
     k, v = (torch.randn(pages, page, 2, width).bfloat16() for width in (size, 64))
-    table, used = torch.zeros(batch, 70, dtype=torch.int32), torch.full((batch,), 50)
+    # A slice of a wider table.
+    table, used = torch.zeros(batch, 90, dtype=torch.int32)[:, :70], torch.full((batch,), 50)
     return made(given.q, k, v, queries, 70 * page, block_table=table, seqused_k=used)
 
 
@@ -61,6 +62,7 @@ CALLS = {
     "long-prompt": partial(dense, 1, 2100, 2100, 1, 8, 64),
     "one-token": partial(dense, 3, 1, 5000, 2, 4, 128),
     "several-tokens": partial(dense, 3, 9, 700, 2, 7, 128),
+    "heads-of-80": partial(dense, 3, 1, 5000, 2, 4, 80),
     "wide-heads": partial(dense, 2, 70, 1500, 1, 2, 256),
     "fp32": partial(dense, 2, 70, 130, 1, 2, 64, torch.float32),
     "sliced": sliced,
@@ -71,7 +73,18 @@ CALLS = {
     "large-pages": partial(paged, 5, 2, 40, 128, 128),
     "expanded": expanded,
 }
-LOOKED_AT = ("prompt", "one-token", "several-tokens", "sliced", "dropped", "packed", "paged", "large-pages", "expanded")
+LOOKED_AT = (
+    "prompt",
+    "one-token",
+    "heads-of-80",
+    "several-tokens",
+    "sliced",
+    "dropped",
+    "packed",
+    "paged",
+    "large-pages",
+    "expanded",
+)
 """Calls that show every planted bug."""
 
 
@@ -150,6 +163,8 @@ def check_forward(given, launches, out, lse):
         assert (attend["PAGE"], attend["pages"]) == (given.k.shape[1], given.k.shape[0])
         assert attend["keys"] == given.k.shape[1] * given.block_table.shape[1]
         assert attend["table_step"] == given.block_table.shape[1]
+        assert torch.equal(attend["TABLE"], given.block_table)
+        assert attend["TABLE"].is_contiguous()
     assert len(rest) == split
     for finish in rest:
         states = programs * heads * segments * rows

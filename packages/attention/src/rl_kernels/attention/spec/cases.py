@@ -49,6 +49,7 @@ CASES = (
     Case("right-padded", _sizes(3, 33, 33, 1, 2, 16), {**LSE, "layout": "right"}),
     Case("unused-queries-split", _sizes(4, 9, 1100, 1, 2, 16), {**LSE, "layout": "right"}),
     Case("packed", _sizes(5, 25, 25, 1, 2, 16), {**LSE, "layout": "packed"}),
+    Case("packed-more-keys", _sizes(3, 2, 100, 1, 2, 16), {**LSE, "layout": "packed"}),
     Case("packed-right", _sizes(4, 20, 20, 1, 2, 16), {**LSE, "layout": "packed-right", "sinks": True}),
     Case("packed-keys", _sizes(4, 12, 90, 1, 2, 16), {**LSE, "layout": "packed", "causal": False, "longest": True}),
     Case("decode", _sizes(3, 1, 70, 2, 4, 16), {**LSE, "layout": "cache"}, grad=False),

@@ -104,6 +104,16 @@ LAUNCHES = (
         "_contiguous(given.sinks), _contiguous(given.block_table)",
         "given.sinks, _contiguous(given.block_table)",
     ),
+    Bug(
+        "table read as if it were contiguous",
+        "_contiguous(given.sinks), _contiguous(given.block_table)",
+        "_contiguous(given.sinks), given.block_table",
+    ),
+    Bug(
+        "columns of a merge by the head size",
+        "(tile.rows // PART) * ceil_div(self.width_v, COLUMNS)",
+        "(tile.rows // PART) * ceil_div(self.size_v, COLUMNS)",
+    ),
     Bug("head size left out of what is aligned", "return last[0] == 1 and all(", "return all("),
     Bug("no segment for keys that are gone", "self.longest_k += SEGMENT - 1", "self.longest_k += 0"),
     Bug("keys always split", "split = segments > 1 and", "split = segments > 0 and"),
