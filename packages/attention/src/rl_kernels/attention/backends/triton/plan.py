@@ -1,4 +1,4 @@
-"""What follows from the sizes and strides of a call: grids, numbers for the kernels, and tiles, which change no bit."""
+"""What follows from the sizes and strides of a call: the grids of its kernels and the numbers that they are given."""
 
 from __future__ import annotations
 
@@ -50,6 +50,7 @@ class Plan:
         factor: of scores, whose powers are of 2.
         strides: in units, of q between sequences, of k and v between sequences or pages, and between heads.
         constants: sizes that a kernel is compiled for.
+        fast: whether 16 bits are multiplied on Hopper.
         boxes: of k and v, or None where they come by pointers.
     """
 
