@@ -28,9 +28,13 @@ ACCURACY = {
     ("logprob", "fp32"): ((1e-5, 0), (1e-5, 0)),
     ("logprob", "bf16"): ((5e-2, 0), (5e-2, 2e-2)),
     ("logprob", "fp16"): ((5e-3, 0), (5e-3, 1e-3)),
+    ("attention", "fp32"): ((1e-4, 1e-4), (1e-4, 1e-4)),
+    ("attention", "bf16"): ((5e-2, 2e-2), (1e-1, 2e-2)),
+    ("attention", "fp16"): ((5e-3, 1e-3), (1e-2, 1e-3)),
     ("elementwise", "fp64"): ((1e-10, 1e-10), (1e-10, 1e-10)),
     ("reduction", "fp64"): ((1e-10, 1e-10), (1e-10, 1e-10)),
     ("logprob", "fp64"): ((1e-10, 1e-10), (1e-10, 1e-10)),
+    ("attention", "fp64"): ((1e-10, 1e-10), (1e-10, 1e-10)),
 }
 ROW = {"op_class": "logprob", "dtype": "fp32", "direction": "forward", "atol": 1, "rtol": 2, "provenance": "a test"}
 ERRORS = {"max_abs": 0.5, "share": 0.25, "inside": 4, "case": "op/pytorch/fp32/accuracy/plain", "item": "y", "seed": 7}

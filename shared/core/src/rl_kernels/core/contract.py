@@ -21,7 +21,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ALL_DTYPES = {**DTYPES, "fp64": torch.float64}
 """Dtypes that the contract has rows for: some cases are of their own dtype."""
 DIRECTIONS = ("forward", "gradient")
-CLASSES = ("elementwise", "reduction", "logprob")
+CLASSES = ("elementwise", "reduction", "logprob", "attention")
 RELATIONS = ("accuracy", "parity", "invariance", "repeatability")
 """Relations that compare numbers; the others compare exactly and need no row."""
 

@@ -180,9 +180,9 @@ SPEC = Spec(
     inputs=inputs,
     references={"": reference.det_attention},
     classes={
-        "out": "reduction",
+        "out": "attention",
         "lse": "logprob",
-        **{f"gradient:{name}": "reduction" for name in ("q", "k", "v", "sinks")},
+        **{f"gradient:{name}": "attention" for name in ("q", "k", "v", "sinks")},
     },
     differentiable=("q", "k", "v", "sinks"),
     magnitudes=magnitudes,
