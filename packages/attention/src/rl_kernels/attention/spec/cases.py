@@ -175,6 +175,12 @@ def _laid_out(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> 
     return paged(pieces, case.options["page"], 0.0, torch.tensor(order))
 
 
+def waits(call: Inputs) -> str | None:
+    """Say which sizes the device is asked for, if it is."""
+    asked = [f"max_seqlen_{x}" for x in "qk" if f"cu_seqlens_{x}" in call and f"max_seqlen_{x}" not in call]
+    return f"without {' and '.join(asked)} the device is asked" if asked else None
+
+
 SPEC = Spec(
     cases=CASES,
     inputs=inputs,
@@ -194,4 +200,5 @@ SPEC = Spec(
     unread=frozenset({"max_seqlen_q", "max_seqlen_k", "validate", "backend"}),
     output="out",
     adds=frozenset({"return_lse"}),
+    waits=waits,
 )

@@ -79,7 +79,12 @@ ILLEGAL = (
     IllegalCall(
         "sinks of another shape", _of("sinks", lambda c: c["q"][0, 0, :, 0][:-1]), ValueError, "sinks: expected shape"
     ),
-    IllegalCall("sinks of integers", given(sinks=torch.ones(4, dtype=torch.int64)), TypeError, "sinks: expected dtype"),
+    IllegalCall(
+        "sinks of integers",
+        _of("sinks", lambda c: torch.ones(4, dtype=torch.int64, device=c["q"].device)),
+        TypeError,
+        "sinks: expected dtype",
+    ),
     IllegalCall("unknown backend", given(backend="no-such"), ValueError, "backend: det_attention has no backend"),
     IllegalCall("backend not a name", given(backend=3), TypeError, "backend: expected a name"),
     IllegalCall("longest without packing", given(max_seqlen_q=3), ValueError, "max_seqlen_q: expected None without"),

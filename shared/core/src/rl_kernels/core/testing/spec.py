@@ -137,6 +137,10 @@ class Mutants:
     cases: Sequence[str] = ()
 
 
+def _never(inputs: Inputs) -> None:
+    """Say that no call waits."""
+
+
 @dataclass(frozen=True)
 class Spec:
     """Everything the checker knows about an operator.
@@ -170,6 +174,7 @@ class Spec:
         masks: arguments that are masks.
         on_host: arguments that may lie on the host, which a captured CUDA graph cannot copy.
         eager_only: options that torch.compile must refuse, naming the option.
+        waits: ``inputs`` of a call whose values are not checked -> why it may wait for the device, or None.
         exempt: relation name -> why this operator is not held to it.
     """
 
@@ -197,6 +202,7 @@ class Spec:
     masks: Sequence[str] = ()
     on_host: frozenset[str] = frozenset()
     eager_only: frozenset[str] = frozenset()
+    waits: Callable[[Inputs], str | None] = _never
     exempt: Mapping[str, str] = field(default_factory=dict)
 
     def case(self, name: str = "") -> Case:

@@ -115,11 +115,22 @@ class Conformance:
     @pytest.mark.gpu
     def test_hundred_runs_beside_another_stream(self, backend: str, large_case: Case) -> None:
         """Rule 6 at sizes that fill the chip: which block runs first, and beside what, changes no bit."""
+        found = differing_runs(self._large(backend, large_case), 100)
+        assert found == dict.fromkeys(found, 0)
+
+    @pytest.mark.gpu
+    def test_large_calls_follow_no_batch(self, backend: str, large_case: Case) -> None:
+        """Rule 7 between sizes that fill the chip, whose work is cut in other ways, and small ones."""
+        records = hold(self._large(backend, large_case), "invariance")
+        checks = [record for record in records if isinstance(record, Check)]
+        assert checks
+        assert not [f"{check.item}: {check.comparison.message}" for check in checks if not check.passed]
+
+    def _large(self, backend: str, case: Case) -> Cell:
         reason = self.operator.backend(backend).why_not(call_of(self.operator, _setting("bf16")))
         if reason is not None:
             pytest.skip(reason)
-        found = differing_runs(cell(self.operator, large_case, "bf16", backend), 100)
-        assert found == dict.fromkeys(found, 0)
+        return cell(self.operator, case, "bf16", backend)
 
     def test_planted_bug_is_caught(self, mutants: Mutants, bug: Bug) -> None:
         """The quick cases show each bug that is planted in a copy of a backend."""
