@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -59,34 +59,127 @@ def matmul(
     """
     if not out.numel():
         return
-    (m, k), n = a.shape, b.shape[1]
-    left, right, target, along = a, b.t(), out, BY_COLUMN
-    if out.stride(1) != 1 and out.stride(0) == 1:
-        # The same product, transposed, is stored row by row.
-        left, right, target, along, m, n = right, left, out.t(), BY_ROW, n, m
-    (left_major, left_map), (right_major, right_map) = _operand(left), _operand(right)
-    cut = schedule or schedule_for(m, n, k, (left_major, right_major), processors(a.get_device()), continues)
-    if cut.swapped:
-        left, right, target, along = right, left, target.t(), BY_ROW + BY_COLUMN - along
-        left_major, left_map, right_major, right_map = right_major, right_map, left_major, left_map
-    cut = cut.fitted(left_major, right_major)
-    stored, out_map = _output(target, cut)
-    stages, shared = cut.depth(right_major), cut.shared(right_major)
-    made = program(a.dtype, out.dtype, cut, stages, (left_major, right_major), stored, continues)
-    rows, columns = target.shape
+    right = b.t()
+    plan = plan_of(_lying(a), _lying(right), _lying(out), continues, schedule, processors(a.get_device()))
+    left, right, target = (right, a, out.t()) if plan.flipped else (a, right, out)
     if bias is not None:
         bias = bias.contiguous()
-    kernel(made, "det_gemm", SIGNATURE, a.device).launch(
-        min(cut.units(rows, columns), processors(a.get_device())),
-        (cut.consumers + 1) * THREADS,
-        _map(left_map, left_major, cut.rows, PROMOTION_ONCE if cut.swapped else PROMOTION),
-        _map(right_map, right_major, cut.columns, PROMOTION),
-        out_map,
+    kernel(plan.program, "det_gemm", SIGNATURE, a.device).launch(
+        plan.grid,
+        plan.block,
+        *(NO_MAP if box is None else box.of(x) for box, x in zip(plan.boxes, (left, right, target), strict=True)),
         *(target, bias, left, right),
-        *(*target.stride(), *left.stride(), *right.stride()),
-        *(rows, columns, k, cut.group, 0 if bias is None else along),
-        shared=shared,
-        pdl=cut.swapped,
+        *plan.strides,
+        *(*plan.sizes, 0 if bias is None else plan.along),
+        shared=plan.shared,
+        pdl=plan.pdl,
+    )
+
+
+class Lying(NamedTuple):
+    """How a matrix lies in memory: all that a launch follows but for its address."""
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    aligned: bool
+
+    def t(self) -> Lying:
+        """Return how it lies transposed."""
+        return Lying(self.shape[::-1], self.strides[::-1], self.dtype, self.aligned)
+
+
+def _lying(x: torch.Tensor) -> Lying:
+    return Lying(x.shape, x.stride(), x.dtype, x.data_ptr() % ALIGNED == 0)
+
+
+class Box(NamedTuple):
+    """Which map an operand gets: of itself or transposed, with other strides where its own are none that a map takes.
+
+    Attributes:
+        transposed: whether columns are what lies side by side.
+        strides: or None for its own.
+        size: rows and columns of a copy.
+        swizzle: bytes.
+        promotion: bytes.
+    """
+
+    transposed: bool
+    strides: tuple[int, int] | None
+    size: tuple[int, int]
+    swizzle: int
+    promotion: int = PROMOTION
+
+    def of(self, x: torch.Tensor) -> Any:
+        """Return the map of a matrix that lies as the plan says."""
+        if self.transposed:
+            x = x.t()
+        if self.strides is not None:
+            x = x.as_strided(x.shape, self.strides)
+        return tensor_map(x, self.size, swizzle=self.swizzle, promotion=self.promotion)
+
+
+class Plan(NamedTuple):
+    """A launch, but for addresses.
+
+    Attributes:
+        flipped: the transposed product is what is computed: the operands, transposed, change places.
+        program: the kernel.
+        grid: blocks.
+        block: threads.
+        boxes: of the left operand, the right one and the output; None is no map.
+        strides: of the output, the left operand and the right one.
+        sizes: rows and columns of the output, K, rows of tiles that are worked on together.
+        along: which way a bias runs.
+        shared: bytes.
+        pdl: whether blocks may begin early.
+    """
+
+    flipped: bool
+    program: Program
+    grid: int
+    block: int
+    boxes: tuple[Box | None, Box | None, Box | None]
+    strides: tuple[int, ...]
+    sizes: tuple[int, int, int, int]
+    along: int
+    shared: int
+    pdl: bool
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_of(
+    left: Lying, right: Lying, target: Lying, continues: bool, schedule: Schedule | None, multiprocessors: int
+) -> Plan:
+    """Return the launch of ``left[M, K] @ right[N, K]^T``."""
+    along, (m, k), n = BY_COLUMN, left.shape, right.shape[0]
+    flipped = target.strides[1] != 1 and target.strides[0] == 1
+    if flipped:
+        # The same product, transposed, is stored row by row.
+        left, right, target, along, m, n = right, left, target.t(), BY_ROW, n, m
+    majors = _major(left), _major(right)
+    cut = schedule or schedule_for(m, n, k, majors, multiprocessors, continues)
+    if cut.swapped:
+        left, right, target, along = right, left, target.t(), BY_ROW + BY_COLUMN - along
+        flipped, majors = not flipped, majors[::-1]
+    cut = cut.fitted(*majors)
+    stored, out_box = _output(target, cut)
+    rows, columns = target.shape
+    return Plan(
+        flipped,
+        program(left.dtype, target.dtype, cut, cut.depth(majors[1]), majors, stored, continues),
+        min(cut.units(rows, columns), multiprocessors),
+        (cut.consumers + 1) * THREADS,
+        (
+            _operand(left, majors[0], cut.rows, PROMOTION_ONCE if cut.swapped else PROMOTION),
+            _operand(right, majors[1], cut.columns, PROMOTION),
+            out_box,
+        ),
+        (*target.strides, *left.strides, *right.strides),
+        (rows, columns, k, cut.group),
+        along,
+        cut.shared(majors[1]),
+        cut.swapped,
     )
 
 
@@ -145,45 +238,47 @@ def _outputs_of(cut: Schedule, majors: tuple[int, int], dtype: torch.dtype) -> l
     return [own, (torch.float32, BOXES, False), (torch.float32, BOXES, True)]
 
 
-def _operand(x: torch.Tensor) -> tuple[int, torch.Tensor]:
-    """Return how ``x[rows, K]`` lies, and what a map of it is a map of."""
-    for major, view in ((K_MAJOR, x), (MN_MAJOR, x.t())):
-        found = _described(view)
-        if found is not None:
-            return major, found
-    return PLAIN, x
+def _major(x: Lying) -> int:
+    """Return how ``x[rows, K]`` lies."""
+    return next((major for major, view in ((K_MAJOR, x), (MN_MAJOR, x.t())) if _has_map(view)), PLAIN)
 
 
-def _described(x: torch.Tensor) -> torch.Tensor | None:
-    """Return ``x`` with strides that a map takes, or None if it has no map."""
-    (rows, columns), (outer, inner) = x.shape, x.stride()
-    if not x.numel() or x.data_ptr() % ALIGNED or (inner != 1 and columns != 1):
-        return None
-    if rows > 1 and (outer < columns or outer * x.itemsize % ALIGNED):
-        return None
+def _has_map(x: Lying) -> bool:
+    """Say whether the copy engine takes a matrix, with the strides of ``_strides``."""
+    (rows, columns), (outer, inner) = x.shape, x.strides
+    if not (rows and columns and x.aligned) or (inner != 1 and columns != 1):
+        return False
+    return rows == 1 or (outer >= columns and outer * x.dtype.itemsize % ALIGNED == 0)
+
+
+def _strides(x: Lying) -> tuple[int, int] | None:
+    """Return strides that a map takes, or None for those that are there."""
+    (rows, columns), (outer, inner) = x.shape, x.strides
     if rows > 1 and inner == 1:
-        return x
+        return None
     # The stride of a dim of one is never used, but must be one that is possible.
-    per = ALIGNED // x.itemsize
-    return x.as_strided((rows, columns), (outer if rows > 1 else -(-columns // per) * per, 1))
+    per = ALIGNED // x.dtype.itemsize
+    return (outer if rows > 1 else -(-columns // per) * per, 1)
 
 
-def _map(x: torch.Tensor, major: int, rows: int, promotion: int) -> Any:
-    """Return the map of an operand for tiles of so many rows."""
+def _operand(x: Lying, major: int, rows: int, promotion: int) -> Box | None:
+    """Return the box of an operand for tiles of so many rows."""
     if major == PLAIN:
-        return NO_MAP
-    return tensor_map(x, (rows, BOX) if major == K_MAJOR else (BOX, ROWS), swizzle=SWIZZLE, promotion=promotion)
+        return None
+    if major == K_MAJOR:
+        return Box(False, _strides(x), (rows, BOX), SWIZZLE, promotion)
+    return Box(True, _strides(x.t()), (BOX, ROWS), SWIZZLE, promotion)
 
 
-def _output(target: torch.Tensor, cut: Schedule) -> tuple[int, Any]:
-    """Return how the output is stored from tiles of this schedule, and its map."""
-    upright, lying, columns = _described(target), _described(target.t()), cut.columns
-    if cut.in_boxes and upright is not None:
-        width = _widest(columns * target.itemsize)
-        return BOXES, tensor_map(upright, (ROWS, width // target.itemsize), swizzle=width)
-    if cut.in_boxes and lying is not None and target.itemsize == HALF:
-        return TRANSPOSED, tensor_map(lying, (_widest(HALF * columns) // HALF, ROWS), swizzle=SWIZZLE)
-    return BY_STRIDES, NO_MAP
+def _output(target: Lying, cut: Schedule) -> tuple[int, Box | None]:
+    """Return how the output is stored from tiles of this schedule, and its box."""
+    columns, size = cut.columns, target.dtype.itemsize
+    if cut.in_boxes and _has_map(target):
+        width = _widest(columns * size)
+        return BOXES, Box(False, _strides(target), (ROWS, width // size), width)
+    if cut.in_boxes and _has_map(target.t()) and size == HALF:
+        return TRANSPOSED, Box(True, _strides(target.t()), (_widest(HALF * columns) // HALF, ROWS), SWIZZLE)
+    return BY_STRIDES, None
 
 
 def _widest(size: int) -> int:
