@@ -285,3 +285,64 @@ def test_parse_forced(text, forced):
 def test_parse_forced_names_the_variable_that_is_malformed(text):
     with pytest.raises(ValueError, match=r"^RL_KERNELS_BACKEND: "):
         dispatch.parse_forced(text)
+
+
+@pytest.fixture
+def prepared():
+    """A function that counts how often it looks at its arguments."""
+    looked = []
+
+    @dispatch.remembered_choice
+    def prepare(x, limit, strict):
+        looked.append(tuple(x.shape))
+        if x.numel() > limit:
+            raise ValueError(f"x: expected at most {limit}, got {x.numel()}")
+        return f"chosen {len(looked)}"
+
+    return prepare, looked
+
+
+def test_a_choice_is_made_once_for_arguments_of_each_kind(prepared):
+    prepare, looked = prepared
+    assert {prepare(torch.zeros(2), 3, True) for _ in range(3)} == {"chosen 1"}
+    others = (torch.zeros(3), torch.zeros(2, dtype=torch.float64), torch.zeros(2, device="meta"), torch.zeros(4)[::2])
+    for x in (*others, torch.nn.Parameter(torch.zeros(2)), torch.zeros(2).to_sparse()):
+        prepare(x, 3, True)
+    prepare(torch.zeros(2), 4, True)
+    # Equal, and of other types.
+    prepare(torch.zeros(2), 3, 1)
+    prepare(torch.zeros(2), 3.0, True)
+    assert len(looked) == 10
+    for _ in range(2):
+        with pytest.raises(ValueError, match="x: expected at most 3, got 4"):
+            prepare(torch.zeros(4), 3, True)
+        # What has no hash is looked at each time.
+        with pytest.raises(TypeError):
+            prepare(torch.zeros(2), [3], True)
+    assert len(looked) == 14
+
+
+def test_no_choice_is_remembered_where_it_is_recorded_or_forced(prepared, monkeypatch):
+    prepare, looked = prepared
+    x = torch.zeros(2)
+    prepare(x, 3, True)
+    with record_dispatch():
+        prepare(x, 3, True)
+    with use_backend(grpo_loss="native"):
+        prepare(x, 3, True)
+    monkeypatch.setattr(dispatch, "_environment", {"det_gemm": "native"})
+    prepare(x, 3, True)
+    monkeypatch.setattr(dispatch, "_environment", {})
+    monkeypatch.setattr(dispatch, "_strict", True)
+    prepare(x, 3, True)
+    assert len(looked) == 5
+    prepare(x, 3, True)
+    assert len(looked) == 5
+
+
+def test_what_is_remembered_of_choices_is_bounded(prepared, monkeypatch):
+    prepare, looked = prepared
+    monkeypatch.setattr(dispatch, "KEPT", 2)
+    for size in (1, 2, 3, 1):
+        prepare(torch.zeros(size), 3, True)
+    assert len(looked) == 4

@@ -269,32 +269,3 @@ def test_the_refusal_of_a_dtensor_names_the_public_function_that_checks():
     exec("def some_op(x): _kinds(x)\ndef _kinds(x): check.tensor('x', x, FLOATS)", space)
     message = f"x: expected a local tensor for some_op, got a DTensor: {PASS}"
     refuses(TypeError, message, space["some_op"], X.as_subclass(DTensor))
-
-
-def test_a_check_remembers_what_it_passed():
-    looked = []
-
-    @check.remembered
-    def small(x, limit, *, strict):
-        looked.append(tuple(x.shape))
-        if x.numel() > limit:
-            raise ValueError(f"x: expected at most {limit}, got {x.numel()}")
-
-    for _ in range(3):
-        small(torch.zeros(2), 3, strict=True)
-    assert looked == [(2,)]
-    others = (torch.zeros(3), torch.zeros(2, dtype=torch.float64), torch.zeros(2, device="meta"))
-    for x in (*others, torch.nn.Parameter(torch.zeros(2)), torch.zeros(2).to_sparse()):
-        small(x, 3, strict=True)
-    small(torch.zeros(2), 4, strict=True)
-    small(torch.zeros(2), 3, strict=False)
-    assert len(looked) == 8
-    for _ in range(2):
-        with pytest.raises(ValueError, match="x: expected at most 3, got 4"):
-            small(torch.zeros(4), 3, strict=True)
-    assert len(looked) == 10
-    # What has no hash is looked at each time.
-    for _ in range(2):
-        with pytest.raises(TypeError):
-            small(torch.zeros(2), [3], strict=True)
-    assert len(looked) == 12

@@ -10,7 +10,7 @@ from rl_kernels.attention import checks
 from rl_kernels.attention.inputs import UNLIMITED, Attended, Inputs
 from rl_kernels.attention.op import OPERATOR, describe, ops
 from rl_kernels.core import validate as check
-from rl_kernels.core.dispatch import choose
+from rl_kernels.core.dispatch import choose, remembered_choice
 from rl_kernels.core.torchlib import first_order, no_lost_derivatives
 
 Window = tuple[int | None, int | None]
@@ -153,15 +153,10 @@ def det_attention(
             requires grad; the message names it.
         BackendUnavailable: the backend asked for cannot run this call.
     """
-    checks.heads(q, k, v, sinks, packed_q=cu_seqlens_q is not None, packed_k=cu_seqlens_k is not None)
     where = (cu_seqlens_q, cu_seqlens_k, k_start, seqused_q, seqused_k, block_table)
-    checks.layout(q, k, *where)
+    chosen = _chosen(q, k, v, sinks, *where, scale, softcap, return_lse, backend)
     left, right = checks.window(window, causal=causal, unlimited=UNLIMITED)
     factor: float = q.shape[-1] ** -0.5 if scale is None else scale
-    check.number("scale", factor, above=0)
-    check.number("softcap", softcap, least=0)
-    check.flag("return_lse", return_lse)
-    check.backend_name(backend)
     if validate:
         checks.lengths(q, k, *where, windowed=left != UNLIMITED)
     most_k = k.shape[0] if cu_seqlens_k is not None else k.shape[1]
@@ -173,7 +168,6 @@ def det_attention(
         checks.longest("max_seqlen_k", max_seqlen_k, cu_seqlens_k, most_k, values=validate),
     )
     no_lost_derivatives("det_attention", q, k, v, sinks)
-    chosen = choose(OPERATOR, describe(q, k, v), backend).name
     given = Inputs(q, k, v, sinks, *where, *longest, float(factor), left, right, float(softcap))
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or _requires_grad(sinks)):
         _validate_gradients(given)
@@ -181,6 +175,33 @@ def det_attention(
     else:
         out, lse = ops["forward"](*given, chosen)
     return Attended(out, lse) if return_lse else out
+
+
+@remembered_choice
+def _chosen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None,
+    k_start: torch.Tensor | None,
+    seqused_q: torch.Tensor | None,
+    seqused_k: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    scale: float | None,
+    softcap: float,
+    return_lse: bool,
+    backend: str | None,
+) -> str:
+    """Check what is no value of a tensor; return the backend."""
+    checks.heads(q, k, v, sinks, packed_q=cu_seqlens_q is not None, packed_k=cu_seqlens_k is not None)
+    checks.layout(q, k, cu_seqlens_q, cu_seqlens_k, k_start, seqused_q, seqused_k, block_table)
+    check.number("scale", q.shape[-1] ** -0.5 if scale is None else scale, above=0)
+    check.number("softcap", softcap, least=0)
+    check.flag("return_lse", return_lse)
+    check.backend_name(backend)
+    return choose(OPERATOR, describe(q, k, v), backend).name
 
 
 def _requires_grad(sinks: torch.Tensor | None) -> bool:

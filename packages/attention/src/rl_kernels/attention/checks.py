@@ -17,7 +17,6 @@ PAGE = 16
 PACKED_DIMS, PADDED_DIMS = 3, 4
 
 
-@check.remembered
 def heads(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -51,7 +50,6 @@ def heads(
         check.shape("sinks", sinks, q.shape[-2:-1], "one for each head of q")
 
 
-@check.remembered
 def layout(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from rl_kernels.core import validate as check
-from rl_kernels.core.dispatch import choose
+from rl_kernels.core.dispatch import choose, remembered_choice
 from rl_kernels.core.main_grad import gather
-from rl_kernels.core.torchlib import autocast_linear, first_order, is_asked_for, no_lost_derivatives
+from rl_kernels.core.torchlib import autocast_dtype, autocast_linear, first_order, is_asked_for, no_lost_derivatives
 from rl_kernels.det_gemm import canary
 from rl_kernels.det_gemm.op import OPERATOR, describe, describe_dw, ops
 
@@ -38,14 +38,20 @@ def det_gemm(
         BackendUnavailable: the backend asked for cannot run this call.
         CanaryMismatch: this GPU gives other bits than were recorded for its architecture; seen at the first call.
     """
+    chosen = _chosen_for_gemm(a, b, out_dtype, backend)
+    no_lost_derivatives("det_gemm", a, b)
+    return _product(a, b, None, None, out_dtype or a.dtype, chosen)
+
+
+@remembered_choice
+def _chosen_for_gemm(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype | None, backend: str | None) -> str:
     check.tensor("a", a, check.HALF_AND_FLOAT, ndim=2)
     check.tensor("b", b, check.HALF_AND_FLOAT, ndim=2)
     check.shape("b", b, (a.shape[1], b.shape[1]), "K of a by N")
     check.same_dtype(a=a, b=b)
     check.same_device(a=a, b=b)
     _validate_options(out_dtype, backend)
-    no_lost_derivatives("det_gemm", a, b)
-    return _product(a, b, None, None, out_dtype or a.dtype, backend)
+    return choose(OPERATOR, describe(a, b), backend).name
 
 
 def det_linear(
@@ -75,6 +81,31 @@ def det_linear(
         BackendUnavailable: the backend asked for cannot run this call.
         CanaryMismatch: this GPU gives other bits than were recorded for its architecture; seen at the first call.
     """
+    autocast = autocast_dtype(x)
+    chosen = _chosen_for_linear(x, weight, bias, autocast, backend)
+    main_grad = getattr(weight, "main_grad", None)
+    if main_grad is not None:
+        check.main_grad("weight.main_grad", main_grad, weight)
+    rows = x if x.ndim == 2 else x.flatten(0, -2) if x.ndim > 1 else x[None]
+    matrix = weight
+    if autocast is not None:
+        rows, matrix, bias = autocast_linear(rows, weight, bias)
+    no_lost_derivatives("det_linear", rows, matrix, bias)
+    buffer = None if main_grad is None else main_grad.t()
+    out = _product(rows, matrix.t(), bias, buffer, rows.dtype, chosen)
+    if buffer is not None and weight.requires_grad:
+        gather("weight", weight, out)
+    return out if x.ndim == 2 else out.view(*x.shape[:-1], weight.shape[0])
+
+
+@remembered_choice
+def _chosen_for_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    autocast: torch.dtype | None,
+    backend: str | None,
+) -> str:
     check.tensor("x", x, check.HALF_AND_FLOAT, least=1)
     check.tensor("weight", weight, check.HALF_AND_FLOAT, ndim=2)
     check.shape("weight", weight, (weight.shape[0], x.shape[-1]), "N by the last dim of x")
@@ -83,18 +114,10 @@ def det_linear(
         check.shape("bias", bias, weight.shape[:1], "the first dim of weight")
     check.same_device(x=x, weight=weight, bias=bias)
     check.backend_name(backend)
-    main_grad = getattr(weight, "main_grad", None)
-    if main_grad is not None:
-        check.main_grad("weight.main_grad", main_grad, weight)
-
-    rows, matrix, bias = autocast_linear(x.flatten(0, -2) if x.ndim > 1 else x[None], weight, bias)
-    check.same_dtype(x=rows, weight=matrix, bias=bias)
-    no_lost_derivatives("det_linear", rows, matrix, bias)
-    buffer = None if main_grad is None else main_grad.t()
-    out = _product(rows, matrix.t(), bias, buffer, rows.dtype, backend)
-    if buffer is not None and weight.requires_grad:
-        gather("weight", weight, out)
-    return out.view(*x.shape[:-1], weight.shape[0])
+    if autocast is not None:
+        x, weight, bias = autocast_linear(x, weight, bias)
+    check.same_dtype(x=x, weight=weight, bias=bias)
+    return choose(OPERATOR, describe(x, weight.t(), bias), backend).name
 
 
 def det_gemm_dw(
@@ -168,12 +191,10 @@ def _product(
     bias: torch.Tensor | None,
     main_grad: torch.Tensor | None,
     out_dtype: torch.dtype,
-    backend: str | None,
+    chosen: str,
 ) -> torch.Tensor:
-    chosen = choose(OPERATOR, describe(a, b, bias), backend).name
     canary.guard(a, chosen)
-    inputs = [a, b] if bias is None else [a, b, bias]
-    if torch.is_grad_enabled() and any(value.requires_grad for value in inputs):
+    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad or (bias is not None and bias.requires_grad)):
         return _Product.apply(a, b, bias, main_grad, out_dtype, chosen)
     return ops["forward"](a, b, bias, out_dtype, chosen)
 

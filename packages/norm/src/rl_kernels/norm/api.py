@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rl_kernels.core import validate as check
-from rl_kernels.core.dispatch import choose
+from rl_kernels.core.dispatch import choose, remembered_choice
 from rl_kernels.core.main_grad import gather
 from rl_kernels.core.torchlib import first_order, is_asked_for, no_lost_derivatives
 from rl_kernels.norm.op import OPERATOR, describe, ops
@@ -107,9 +107,12 @@ def _norm(
     form: _Form,
     backend: str | None,
 ) -> torch.Tensor | NormAndSum:
-    main_grad = _validate(x, weight, bias, residual, eps, backend)
+    chosen = _chosen(x, weight, bias, residual, eps, backend)
+    main_grad = getattr(weight, "main_grad", None)
+    if main_grad is not None:
+        assert weight is not None
+        check.main_grad("weight.main_grad", main_grad, weight)
     no_lost_derivatives(name, x, weight, bias, residual)
-    chosen = choose(OPERATOR, describe(x), backend).name
     inputs = (x, residual, weight, bias)
     if torch.is_grad_enabled() and any(value is not None and value.requires_grad for value in inputs):
         found = _Norm.apply(*inputs, main_grad, float(eps), *form, chosen)
@@ -135,15 +138,16 @@ def _forward(
     return output.view(x.shape), total.view(x.shape), stats
 
 
-def _validate(
+@remembered_choice
+def _chosen(
     x: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
     eps: float,
     backend: str | None,
-) -> torch.Tensor | None:
-    """Check the arguments of either function; return the buffer of the weight's gradient, if it has one."""
+) -> str:
+    """Check the arguments of either function; return the backend."""
     check.tensor("x", x, check.FLOATS, least=1)
     if not x.shape[-1]:
         raise ValueError(f"x: expected a last dim of at least 1, got shape {tuple(x.shape)}")
@@ -159,11 +163,7 @@ def _validate(
     check.same_device(x=x, weight=weight, bias=bias, residual=residual)
     check.number("eps", eps, least=0)
     check.backend_name(backend)
-    main_grad = getattr(weight, "main_grad", None)
-    if main_grad is not None:
-        assert weight is not None
-        check.main_grad("weight.main_grad", main_grad, weight)
-    return main_grad
+    return choose(OPERATOR, describe(x), backend).name
 
 
 class _Norm(torch.autograd.Function):

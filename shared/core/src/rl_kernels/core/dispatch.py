@@ -7,17 +7,22 @@ forced is forced in all threads of the process. The environment is read once, at
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Lock
 from types import TracebackType
 
+import torch
+
 from rl_kernels.core.operator import INVARIANT, Backend, Call, Operator
 from rl_kernels.core.registry import PUBLISHED, kernel_registry
 
 AUTO = "auto"
+KEPT = 4096
+"""Kinds of calls whose choice is remembered."""
 
 
 class BackendUnavailable(ValueError):
@@ -168,6 +173,42 @@ def choose(operator: Operator, call: Call, backend: str | None = None) -> Backen
     for log in _logs:
         log.append(Choice(operator.name, chosen.name, call.device.type, wanted != AUTO))
     return chosen
+
+
+def remembered_choice(prepare: Callable[..., str]) -> Callable[..., str]:
+    """Have a function check arguments and choose a backend once for arguments of each kind.
+
+    It looks at type, shape, strides, dtype, device and layout of a tensor, at the value of everything else, and at
+    nothing more; it returns the name of what ``choose`` gave, or raises. Nothing is remembered under torch.compile,
+    where a graph has guards of its own, while choices are recorded, and where a backend is forced outside of the call.
+    """
+    known: dict[tuple[object, ...], str] = {}
+
+    @functools.wraps(prepare)
+    def chosen(*args: object) -> str:
+        if _blocks or _logs or _environment or _mistake or torch.compiler.is_compiling():
+            return prepare(*args)
+        try:
+            key = (_strict, *map(_kind, args))
+            found = known.get(key)
+        except (TypeError, RuntimeError):
+            # What has no hash, such as a list or a size that is a symbol; a tensor without strides.
+            return prepare(*args)
+        if found is None:
+            found = prepare(*args)
+            if len(known) >= KEPT:
+                known.clear()
+            known[key] = found
+        return found
+
+    return chosen
+
+
+def _kind(value: object) -> object:
+    if isinstance(value, torch.Tensor):
+        return type(value), value.shape, value.stride(), value.dtype, value.device, value.layout
+    # True is 1, and an argument may be either.
+    return type(value), value
 
 
 def _wanted(operator: str) -> str:

@@ -221,15 +221,21 @@ def scalar_or_rows(value: float | torch.Tensor, dtype: torch.dtype) -> torch.Ten
     return value.to(dtype).reshape(-1)
 
 
+def autocast_dtype(x: object) -> torch.dtype | None:
+    """Return the dtype that autocast casts the operands of ``F.linear`` to on the device of ``x``, if it casts them."""
+    # Asking torch.amp which devices have autocast breaks the graph under torch.compile before torch 2.13.
+    if not isinstance(x, torch.Tensor) or x.device.type not in DEVICES.values():
+        return None
+    return torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else None
+
+
 def autocast_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return the operands of a linear layer as autocast casts those of ``F.linear``: all but FP64, differentiably."""
-    device_type = x.device.type
-    # Asking torch.amp which devices have autocast breaks the graph under torch.compile before torch 2.13.
-    if device_type not in DEVICES.values() or not torch.is_autocast_enabled(device_type):
+    dtype = autocast_dtype(x)
+    if dtype is None:
         return x, weight, bias
-    dtype = torch.get_autocast_dtype(device_type)
 
     def cast(value: torch.Tensor) -> torch.Tensor:
         return value if value.dtype == torch.float64 else value.to(dtype)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import math
 import numbers
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ParamSpec
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -22,44 +21,6 @@ INT64, INT32 = (torch.iinfo(dtype).max for dtype in INTEGERS)
 SHOWN_BITS = 128
 IGNORED = -100
 """What PyTorch and trainers mark ignored positions with."""
-KEPT = 4096
-"""Calls that a check remembers."""
-P = ParamSpec("P")
-
-
-def remembered(check: Callable[P, None]) -> Callable[P, None]:
-    """Have a check look once at arguments of each type, shape, dtype, device and layout, which must be all it looks at.
-
-    Values count for arguments that are no tensors. Under torch.compile nothing is remembered: a graph has guards of its
-    own.
-    """
-    passed: set[tuple[object, ...]] = set()
-
-    @functools.wraps(check)
-    def checked(*args: P.args, **options: P.kwargs) -> None:
-        if torch.compiler.is_compiling():
-            check(*args, **options)
-            return
-        key = (*map(_kind, args), *options.values())
-        try:
-            if key in passed:
-                return
-        except TypeError:
-            # Something that has no hash, such as a list, or a size that is a symbol.
-            check(*args, **options)
-            return
-        check(*args, **options)
-        if len(passed) >= KEPT:
-            passed.clear()
-        passed.add(key)
-
-    return checked
-
-
-def _kind(value: object) -> object:
-    if isinstance(value, torch.Tensor):
-        return type(value), value.shape, value.dtype, value.device, value.layout
-    return value
 
 
 def tensor(name: str, value: object, dtypes: Sequence[torch.dtype], ndim: int | None = None, least: int = 0) -> None:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from rl_kernels.attention.spec.cases import lengths
 from rl_kernels.core.testing import Case
-from rl_kernels.lab.bench.definition import BOTH, FORWARD, GOALS, SMALL, Benchmark, Pass, Peer, Shape, Work, plain
+from rl_kernels.lab.bench.definition import BOTH, FORWARD, GOALS, HOST, SMALL, Benchmark, Pass, Peer, Shape, Work, plain
 
 ONLY_DENSE = frozenset({"eager", "sdpa", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "flash-attn", "flex"})
 LARGE = frozenset({"eager", "sdpa-efficient", "flex"})
@@ -49,6 +49,10 @@ SETS = {
             Shape((64, 1, 2048, *LLAMA), {**PAGED, "page": page}, f"decode, pages of {page}", without=ONLY_DENSE)
             for page in (16, 64, 256)
         ),
+    ),
+    HOST: (
+        Shape((1, 64, 64, *LLAMA), note="prompt", without=LARGE),
+        Shape((1, 1, 64, *LLAMA), note="decode", without=LARGE),
     ),
     SMALL: (
         Shape((1, 128, 128, 4, 2, 64)),

@@ -5,10 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 
 from rl_kernels.core.testing import Case, RowLayout
-from rl_kernels.det_gemm.spec.cases import COLUMNS, DW, ROWS
-from rl_kernels.lab.bench.definition import GOALS, SMALL, Benchmark, Pass, Peer, Shape, Work, plain
+from rl_kernels.det_gemm.spec.cases import COLUMNS, DW, LINEAR, ROWS
+from rl_kernels.lab.bench.definition import (
+    GOALS,
+    HOST,
+    SMALL,
+    Benchmark,
+    Pass,
+    Peer,
+    Shape,
+    Work,
+    forward_and_backward,
+    plain,
+)
 from rl_kernels.lab.bench.peers import no_split_k
 
 WEIGHTS = ((4096, 4096), (12288, 4096), (4096, 12288), (24576, 4096), (4096, 14336))
@@ -39,6 +51,9 @@ MODELS = {
     "Llama-3.1-8B": projections(4096, 32, 8, 14336, 128256),
     "Llama-3.1-70B": projections(8192, 64, 8, 28672, 128256),
 }
+LAYER = {"layer": True}
+"""The call of a layer with its gradients, instead of its three products one by one."""
+PRODUCTS = frozenset({"cublas-no-split-k", "batch-invariant", "fixed-tile"})
 SETS = {
     GOALS: (
         *(_shape(m, n, k) for n, k in WEIGHTS for m in ROWS_OF_GOALS),
@@ -51,6 +66,7 @@ SETS = {
         for name, n, k in layers
         for m in ROWS_OF_PROJECTIONS
     ),
+    HOST: (Shape((1, 1024, 1024), LAYER, "one token", without=PRODUCTS),),
     SMALL: (
         _shape(1, 1024, 1024),
         _shape(16, 1024, 1024),
@@ -68,6 +84,21 @@ def products(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
         return function(a.t(), dc) if b is None else function(a, b)
 
     return call
+
+
+def eager(
+    a: torch.Tensor | None = None,
+    b: torch.Tensor | None = None,
+    dc: torch.Tensor | None = None,
+    *,
+    x: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return PyTorch's product, or its layer."""
+    if x is not None and weight is not None:
+        return F.linear(x, weight)
+    assert a is not None
+    return products(torch.matmul)(a, b, dc)
 
 
 def without_split_k() -> Callable[..., torch.Tensor]:
@@ -102,9 +133,15 @@ def fixed_tile() -> Callable[..., torch.Tensor]:
 
 
 def passes(shape: Shape, itemsize: int) -> dict[str, Pass]:
-    """Take the product of a linear layer, and the two of its backward: of as many operations, in other layouts."""
+    """Take the product of a linear layer, and the two of its backward: of as many operations, in other layouts.
+
+    With ``LAYER`` the layer's call, and then with its gradients.
+    """
     m, n, k = shape.sizes
     work = Work((m * k + n * k + m * n) * itemsize, 2.0 * m * n * k)
+    if "layer" in shape.options:
+        layer = Case(f"{shape.label} layer", {"m_dim": m, "n_dim": n, "k_dim": k}, function=LINEAR)
+        return forward_and_backward(layer, work, Work(3 * work.bytes, 3 * work.flops))
 
     def case(name: str, sizes: tuple[int, int, int], function: str = "", columns: tuple[str, ...] = ()) -> Pass:
         named = dict(zip(("m_dim", "n_dim", "k_dim"), sizes, strict=True))
@@ -124,7 +161,7 @@ BENCH = Benchmark(
     sets=SETS,
     passes=passes,
     peers={
-        "eager": plain(products(torch.matmul), "torch.matmul as it comes; cuBLAS on an NVIDIA GPU"),
+        "eager": plain(eager, "torch.matmul and F.linear as they come; cuBLAS on an NVIDIA GPU"),
         "cublas-no-split-k": Peer(
             without_split_k,
             note="torch.matmul by cuBLASLt, its workspace starved, reductions of split-K disallowed",

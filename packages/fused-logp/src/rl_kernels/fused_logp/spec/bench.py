@@ -11,6 +11,7 @@ from rl_kernels.core.testing import IGNORED, Case
 from rl_kernels.fused_logp.spec.transforms import ROWS
 from rl_kernels.lab.bench.definition import (
     GOALS,
+    HOST,
     SMALL,
     Benchmark,
     Option,
@@ -37,6 +38,7 @@ SETS = {
         Shape((4097, 50257), note="ragged", without=COMPILE),
         Shape((8192, 32768), MASKED, "40 % ignored", without=COMPILE),
     ),
+    HOST: (Shape((1, 4096)),),
     SMALL: (
         Shape((256, 32768), without=COMPILE),
         Shape((512, 8192), without=COMPILE),

@@ -48,14 +48,12 @@ HOST = (
 LAUNCHES = (
     Bug(
         "programs of the gradient rounded down",
-        "(count, triton.cdiv(vocab, width))]",
+        "(count, ceil_div(vocab, width))]",
         "(count, max(vocab // width, 1))]",
     ),
-    Bug("segments rounded down", "segments = triton.cdiv(vocab, kernels", "segments = max(1, vocab // kernels"),
+    Bug("segments rounded down", "segments = ceil_div(vocab, kernels", "segments = max(1, vocab // kernels"),
     Bug("one program for all segments", "forward_segments[(count, segments)]", "forward_segments[(count, 1)]"),
-    Bug(
-        "last rows are not merged", "triton.cdiv(count, kernels.ROWS.value),)", "max(count // kernels.ROWS.value, 1),)"
-    ),
+    Bug("last rows are not merged", "ceil_div(count, kernels.ROWS.value),)", "max(count // kernels.ROWS.value, 1),)"),
     Bug("wide loads at any address", "(logits.stride(0) | logits.data_ptr())", "logits.stride(0)"),
     Bug("wide loads of rows at any pitch", "(logits.stride(0) | logits.data_ptr())", "logits.data_ptr()"),
     Bug(

@@ -12,6 +12,7 @@ from rl_kernels.core.testing import Case
 from rl_kernels.grpo_loss.outputs import GRPOLossOutput
 from rl_kernels.lab.bench.definition import (
     GOALS,
+    HOST,
     SMALL,
     Benchmark,
     Option,
@@ -42,6 +43,7 @@ SETS = {
         Shape((128, 8, 1024), {"density": 0.5}, "half masked", without=COMPILE),
         Shape((128, 8, 1024), {"beta": 0.0, "ref": None}, "no KL", without=COMPILE),
     ),
+    HOST: (Shape((1, 8, 16)),),
     SMALL: (
         Shape((8, 8, 64), without=COMPILE),
         Shape((16, 8, 1024), without=COMPILE),

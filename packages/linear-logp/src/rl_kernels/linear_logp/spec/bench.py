@@ -13,6 +13,7 @@ from rl_kernels.lab.bench.definition import (
     BOTH,
     FORWARD,
     GOALS,
+    HOST,
     SMALL,
     Benchmark,
     Option,
@@ -39,6 +40,7 @@ SETS = {
         *(Shape((rows, 2048, 131072), note="decode", without=COMPILE) for rows in (1, 8, 64)),
         Shape((1023, 2048, 50257), MASKED, "ragged, 40 % ignored", without=COMPILE),
     ),
+    HOST: (Shape((1, 512, 4096)),),
     SMALL: (
         Shape((1, 256, 32768), note="decode", without=COMPILE),
         Shape((256, 256, 8192), without=COMPILE),

@@ -105,7 +105,7 @@ HOST = (
         "gemm.matmul(dz, weight, out, continues=continues",
         "gemm.matmul(dz, weight, out, continues=True",
     ),
-    Bug("units rounded down", "units = triton.cdiv(vocab, width)\n", "units = max(vocab // width, 1)\n"),
+    Bug("units rounded down", "units = ceil_div(vocab, width)\n", "units = max(vocab // width, 1)\n"),
 )
 LAUNCHES = (
     Bug(
@@ -133,12 +133,12 @@ LAUNCHES = (
     ),
     Bug(
         "last rows are not finished",
-        "programs = triton.cdiv(count, kernels.ROWS.value)",
+        "programs = ceil_div(count, kernels.ROWS.value)",
         "programs = max(count // kernels.ROWS.value, 1)",
     ),
     Bug(
         "last selected logits are not formed",
-        "kernels.selected[(triton.cdiv(count, kernels.SELECTED.value),)]",
+        "kernels.selected[(ceil_div(count, kernels.SELECTED.value),)]",
         "kernels.selected[(max(count // kernels.SELECTED.value, 1),)]",
     ),
     Bug("bias read as if contiguous", "(inputs.bias, inputs.bias.stride(0))", "(inputs.bias, 1)"),
@@ -163,7 +163,7 @@ LAUNCHES = (
         "gemm.operand(weight, kernels.BLOCK.value, cut.inner)",
         "gemm.operand(weight, cut.rows, cut.inner)",
     ),
-    Bug("dz of any width", "triton.cdiv(width, kernels.BLOCK.value) * kernels.BLOCK.value))[:, :width]", "width))"),
+    Bug("dz of any width", "ceil_div(width, kernels.BLOCK.value) * kernels.BLOCK.value))[:, :width]", "width))"),
     Bug(
         "one sum over rows for all tiles",
         "hidden.new_empty((row_tiles, width), dtype",
@@ -171,12 +171,12 @@ LAUNCHES = (
     ),
     Bug(
         "last columns of the bias gradient",
-        "kernels.add_tiles[(triton.cdiv(width, kernels.BLOCK.value),)]",
+        "kernels.add_tiles[(ceil_div(width, kernels.BLOCK.value),)]",
         "kernels.add_tiles[(max(width // kernels.BLOCK.value, 1),)]",
     ),
     Bug(
         "tiles of the gradient rounded down",
-        "tiles = row_tiles * triton.cdiv(width, kernels.BLOCK.value)\n",
+        "tiles = row_tiles * ceil_div(width, kernels.BLOCK.value)\n",
         "tiles = row_tiles * max(width // kernels.BLOCK.value, 1)\n",
     ),
     Bug(

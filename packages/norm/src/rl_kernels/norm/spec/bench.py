@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from rl_kernels.core.testing import Case
 from rl_kernels.lab.bench.definition import (
     GOALS,
+    HOST,
     SMALL,
     Benchmark,
     Pass,
@@ -34,6 +35,7 @@ SETS = {
         Shape((8192, 4096), ADDED, "with a residual", without=frozenset({"torch"})),
         Shape((4097, 3000), note="ragged", without=COMPILE),
     ),
+    HOST: (Shape((1, 4096)), Shape((1, 4096), ADDED, "with a residual", without=frozenset({"torch"}))),
     SMALL: (
         Shape((512, 1024), without=COMPILE),
         Shape((8, 4096), note="decode", without=COMPILE),

@@ -43,8 +43,8 @@ CASES = (
 )
 
 HOST = (
-    Bug("a program short", "(triton.cdiv(count, rows),)", "(count // rows,)"),
-    Bug("steps short", "steps = triton.cdiv(count, STEP)", "steps = max(count // STEP, 1)"),
+    Bug("a program short", "(ceil_div(count, rows),)", "(count // rows,)"),
+    Bug("steps short", "steps = ceil_div(count, STEP)", "steps = max(count // STEP, 1)"),
     Bug(
         "tile follows the rows",
         "width, rows, warps = tile(size)\n    with",
@@ -55,7 +55,7 @@ HOST = (
     Bug("buffer not continued", "(dweight, parts[0], continued)", "(dweight, parts[0], False)"),
     Bug("rows read as they lie", "x is None or (x.is_contiguous() and x.data_ptr() % ALIGNED == 0)", "True"),
     Bug("alignment not looked at", "x.is_contiguous() and x.data_ptr() % ALIGNED == 0", "x.is_contiguous()"),
-    Bug("columns short", "(triton.cdiv(size, COLUMNS),)", "(max(size // COLUMNS, 1),)"),
+    Bug("columns short", "(ceil_div(size, COLUMNS),)", "(max(size // COLUMNS, 1),)"),
     Bug(
         "bias in place of the weight",
         "_canonical(weight), _canonical(bias), output",

@@ -13,7 +13,7 @@ import torch
 
 from rl_kernels.core.operator import Operator
 from rl_kernels.lab.bench import cli
-from rl_kernels.lab.bench.definition import GOALS, SMALL, Benchmark, Shape, bench_of
+from rl_kernels.lab.bench.definition import GOALS, HOST, SMALL, Benchmark, Shape, bench_of
 from rl_kernels.lab.bench.environment import installed
 from rl_kernels.lab.bench.measure import EVENTS, GRAPH, WALL
 from rl_kernels.lab.bench.record import OURS, Record, read
@@ -89,7 +89,7 @@ class BenchConformance:
     def test_every_shape_is_well_formed(self) -> None:
         """Sizes, passes, work and names of peers fit together, on a GPU's shapes too; labels are unique."""
         bench = self.benchmark
-        assert {GOALS, SMALL} <= bench.sets.keys()
+        assert {GOALS, SMALL, HOST} <= bench.sets.keys()
         for shapes in bench.sets.values():
             assert len({shape.label for shape in shapes}) == len(shapes)
             for shape in shapes:

@@ -17,8 +17,9 @@ from rl_kernels.core.operator import Operator
 from rl_kernels.core.testing import Case, Inputs, RowLayout
 
 FORWARD, BOTH = "forward", "forward + backward"
-GOALS, SMALL = "goals", "small"
-"""The sets of shapes that every operator has: what is run by default on a GPU, and on a CPU."""
+GOALS, SMALL, HOST = "goals", "small", "host"
+"""The sets of shapes that every operator has: what is run by default on a GPU, and on a CPU; and calls so small that
+what the host does is all there is."""
 
 
 class Work(NamedTuple):
@@ -117,7 +118,7 @@ class Benchmark:
 
     Attributes:
         shape: names of the sizes, in the order in which ``--shapes`` takes them.
-        sets: by name, shapes; ``goals`` and ``small`` are there.
+        sets: by name, shapes; ``goals``, ``small`` and ``host`` are there.
         passes: ``(shape, bytes of an element) -> name -> Pass``, in the order of the table.
         peers: by name.
         rows: public function -> how its rows lie; a function without is checked in one piece.

@@ -18,10 +18,10 @@ from rl_kernels.attention.backends.triton.boxes import UNIT, described
 from rl_kernels.attention.backends.triton.dkdv import of_keys
 from rl_kernels.attention.backends.triton.dq import of_queries
 from rl_kernels.attention.backends.triton.forward import attend, finish
-from rl_kernels.attention.backends.triton.plan import BLOCK, PACKED_DIMS, ceil_div, plan_of, units
+from rl_kernels.attention.backends.triton.plan import BLOCK, PACKED_DIMS, plan_of, units
 from rl_kernels.attention.inputs import Inputs
 from rl_kernels.core.gpu import device_of
-from rl_kernels.core.triton_lib.launch import launch
+from rl_kernels.core.triton_lib.launch import ceil_div, launch
 
 ALIGNED = 16
 """Bytes of which addresses and strides are multiples."""

@@ -13,7 +13,7 @@ from rl_kernels.attention.backends.triton.boxes import UNIT, Box, box_of
 from rl_kernels.attention.backends.triton.schedule import FEW, KeyTile, Tile, tile_of, tile_of_keys, tile_of_queries
 from rl_kernels.attention.inputs import UNLIMITED
 from rl_kernels.core.operator import arch_of
-from rl_kernels.core.triton_lib.launch import INTERPRETED
+from rl_kernels.core.triton_lib.launch import INTERPRETED, ceil_div
 from rl_kernels.core.triton_lib.schedule import HALF, processors
 
 BLOCK = 64
@@ -158,11 +158,6 @@ class Plan:
 
 
 plan_of = functools.lru_cache(maxsize=4096)(Plan)
-
-
-def ceil_div(x: int, y: int) -> int:
-    """Return x by y, rounded up: Triton's own takes a microsecond or three."""
-    return -(-x // y)
 
 
 def units(strides: tuple[int, ...]) -> tuple[int, int, int]:

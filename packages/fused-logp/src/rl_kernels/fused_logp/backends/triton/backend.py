@@ -9,9 +9,9 @@ the alignment that the compiler may assume, so that is fixed by V, and rows that
 from __future__ import annotations
 
 import torch
-import triton
 
 from rl_kernels.core.gpu import device_of
+from rl_kernels.core.triton_lib.launch import ceil_div
 from rl_kernels.fused_logp.backends.triton import kernels
 from rl_kernels.fused_logp.rows import per_row
 
@@ -71,7 +71,7 @@ def _statistics(
         "PER_ROW": temperature.ndim > 0,
         "ENTROPY": entropy,
     }
-    segments = triton.cdiv(vocab, kernels.SEGMENT.value)
+    segments = ceil_div(vocab, kernels.SEGMENT.value)
     with device_of(logits):
         if segments == 1 or count >= SPLIT_BELOW:
             kernels.forward_rows[(count,)](*inputs, logp, norm, lse, row_entropy, *sizes, **flags, num_warps=1)
@@ -79,7 +79,7 @@ def _statistics(
             parts = logits.new_empty((segments, 3, count), dtype=torch.float32)
             kernels.forward_segments[(count, segments)](*inputs, parts, count, *sizes, **flags, num_warps=1)
             merged = (parts, logp, norm, lse, row_entropy, count, segments)
-            kernels.forward_merge[(triton.cdiv(count, kernels.ROWS.value),)](
+            kernels.forward_merge[(ceil_div(count, kernels.ROWS.value),)](
                 *inputs, *merged, *sizes, **flags, num_warps=1
             )
     return logp, lse, row_entropy, norm
@@ -153,7 +153,7 @@ def _gradient(
     sizes = (vocab, *logits.stride(), *out.stride(), ignore_index or 0)
     width = GRADIENT_WIDTHS[vocab % kernels.ALIGNED.value == 0]
     with device_of(logits):
-        kernels.backward[(count, triton.cdiv(vocab, width))](
+        kernels.backward[(count, ceil_div(vocab, width))](
             logits,
             out,
             *_rows(token_ids, temperature, row_indices),

@@ -13,13 +13,12 @@ import functools
 from typing import Any
 
 import torch
-import triton
 
 from rl_kernels.core.gpu import device_of
 from rl_kernels.core.operator import arch_of
 from rl_kernels.core.rowwise import LogpUpstream
 from rl_kernels.core.triton_lib import gemm
-from rl_kernels.core.triton_lib.launch import INTERPRETED
+from rl_kernels.core.triton_lib.launch import INTERPRETED, ceil_div
 from rl_kernels.core.triton_lib.schedule import HALF, Schedule, processors
 from rl_kernels.core.tuned import entry
 from rl_kernels.linear_logp import products
@@ -99,9 +98,9 @@ def _statistics(inputs: Inputs, *, entropy: bool) -> tuple[torch.Tensor, torch.T
     cut = schedule_of("few_rows", hidden)
     if count > cut.rows:
         cut = schedule_of("many_rows", hidden)
-    row_tiles, segments = -(-count // cut.rows), triton.cdiv(vocab, kernels.SEGMENT.value)
+    row_tiles, segments = -(-count // cut.rows), ceil_div(vocab, kernels.SEGMENT.value)
     width = kernels.SEGMENT.value if row_tiles * segments >= 2 * processors(hidden.device) else kernels.BLOCK.value
-    units = triton.cdiv(vocab, width)
+    units = ceil_div(vocab, width)
     parts = hidden.new_empty((units, 3, count), dtype=torch.float32)
     ids, temperature = inputs.target_ids.contiguous(), _number_or_rows(inputs.temperature)
     flags = {"PER_ROW": inputs.temperature.ndim > 0, "ENTROPY": entropy}
@@ -131,7 +130,7 @@ def _statistics(inputs: Inputs, *, entropy: bool) -> tuple[torch.Tensor, torch.T
             num_stages=cut.stages,
         )
         at = (hidden, *hidden.stride(), inputs.weight, *inputs.weight.stride(), *_bias(inputs), *cap)
-        kernels.selected[(triton.cdiv(count, kernels.SELECTED.value),)](
+        kernels.selected[(ceil_div(count, kernels.SELECTED.value),)](
             *at,
             ids,
             chosen,
@@ -144,7 +143,7 @@ def _statistics(inputs: Inputs, *, entropy: bool) -> tuple[torch.Tensor, torch.T
             num_warps=4,
             num_stages=4,
         )
-        programs = triton.cdiv(count, kernels.ROWS.value)
+        programs = ceil_div(count, kernels.ROWS.value)
         if units > segments:
             merged = hidden.new_empty((segments, 3, count), dtype=torch.float32)
             kernels.merge_blocks[(programs, segments)](parts, merged, temperature, count, units, **flags, num_warps=1)
@@ -180,10 +179,10 @@ class Steps(products.Products):
         count, width = len(hidden), columns.stop - columns.start
         cut = schedule_of("gradient", hidden)
         # Rows start where a descriptor may, whatever the width.
-        dz = hidden.new_empty((count, triton.cdiv(width, kernels.BLOCK.value) * kernels.BLOCK.value))[:, :width]
+        dz = hidden.new_empty((count, ceil_div(width, kernels.BLOCK.value) * kernels.BLOCK.value))[:, :width]
         stored = gemm.described(dz)
-        row_tiles = triton.cdiv(count, cut.rows)
-        tiles = row_tiles * triton.cdiv(width, kernels.BLOCK.value)
+        row_tiles = ceil_div(count, cut.rows)
+        tiles = row_tiles * ceil_div(width, kernels.BLOCK.value)
         partial = hidden.new_empty((row_tiles, width), dtype=torch.float32) if dbias is not None else hidden
         norm, *others = upstream[1:]
         saved = [norm if value is None else value for value in others]
@@ -225,7 +224,7 @@ class Steps(products.Products):
                 num_stages=cut.stages,
             )
             if dbias is not None:
-                kernels.add_tiles[(triton.cdiv(width, kernels.BLOCK.value),)](
+                kernels.add_tiles[(ceil_div(width, kernels.BLOCK.value),)](
                     partial, dbias, row_tiles, width, num_warps=4
                 )
         return dz

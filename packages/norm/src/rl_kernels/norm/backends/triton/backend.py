@@ -8,11 +8,13 @@ the first, and the sums of these in ascending order, in ``main_grad`` on top of 
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 
 from rl_kernels.core.gpu import device_of
-from rl_kernels.core.triton_lib.launch import launch
+from rl_kernels.core.triton_lib.launch import ceil_div, launch
 from rl_kernels.norm.backends.triton import kernels
 from rl_kernels.norm.results import result_dtype
 
@@ -77,7 +79,7 @@ def _forward(
         with device_of(x):
             launch(
                 kernels.forward,
-                (triton.cdiv(count, rows),),
+                (ceil_div(count, rows),),
                 *(_canonical(x), residual, _canonical(weight), _canonical(bias), output, total, stats),
                 *(count, eps, offset, size, width, rows, centred, cast_first),
                 num_warps=warps,
@@ -135,7 +137,7 @@ def _backward(
 ) -> torch.Tensor:
     count, size = x.shape
     dx = x.new_empty(x.shape)
-    steps = triton.cdiv(count, STEP)
+    steps = ceil_div(count, STEP)
     parts = [None if out is None else stats.new_empty((steps, size)) for out in (dweight, dbias)]
     width, rows, warps = tile(size)
     with device_of(x):
@@ -151,13 +153,14 @@ def _backward(
             if out is not None:
                 launch(
                     kernels.chain,
-                    (triton.cdiv(size, COLUMNS),),
+                    (ceil_div(size, COLUMNS),),
                     *(part, out, steps, out.stride(0), size, COLUMNS, AHEAD, is_continued),
                     num_warps=1,
                 )
     return dx
 
 
+@functools.cache
 def tile(size: int) -> tuple[int, int, int]:
     """Return (columns of a tile, its rows, warps of a program): by D alone, for the order of sums follows them."""
     width = max(triton.next_power_of_2(size), 2)
