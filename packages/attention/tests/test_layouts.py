@@ -16,8 +16,8 @@ LAYOUTS = (None, None, "left", "packed", "cache", "paged", "packed-paged")
 CACHES = ("cache", "paged", "packed-paged")
 
 
-def random_case(seed, most_queries, most_keys, heads):
-    """Return a call of any kind; the same one for a seed."""
+def random_case(seed, most_queries, most_keys, heads, groups=(1, 2, 4, 7)):
+    """Return a call of any kind; the same one for a seed. One choice of heads has its kernels compiled once."""
     source = random.Random(seed)
     layout = source.choice(LAYOUTS)
     queries = source.choice((1, 3, 17, most_queries))
@@ -35,7 +35,7 @@ def random_case(seed, most_queries, most_keys, heads):
         options["causal"] = False
     sizes = {
         **{"batch": source.randint(1, 4), "queries": queries, "keys": keys},
-        **{"kv_heads": source.choice((1, 2)), "group": source.choice((1, 2, 4, 7)), "head": source.choice(heads)},
+        **{"kv_heads": source.choice((1, 2)), "group": source.choice(groups), "head": source.choice(heads)},
     }
     grad = layout not in CACHES and source.random() < 0.7
     return Case(f"random-{seed}", sizes, {k: v for k, v in options.items() if v is not None}, grad=grad)
@@ -70,8 +70,10 @@ def close(found, expected):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 def test_many_on_a_gpu(dtype):
-    """Tens of variants of each call: some two thousand layouts in all."""
+    """Tens of variants of each call: some two thousand layouts in all, a few of them of any heads."""
     assert device().type == "cuda"
-    for seed in range(40 if dtype == "bf16" else 15):
-        case = random_case(seed, 300, 2500, (64, 128, 256) if dtype != "fp32" else (64,))
+    any_head, one_head = ((64,), (64,)) if dtype == "fp32" else ((64, 128, 256), (128,))
+    cases = [random_case(seed, 300, 2500, any_head) for seed in range(8)]
+    cases += [random_case(seed, 300, 2500, one_head, (4,)) for seed in range(100, 160 if dtype == "bf16" else 115)]
+    for case in cases:
         assert not failures(case, dtype, "triton")
