@@ -1,8 +1,13 @@
 """Every backend of det_attention that runs here, held to the rules of all operators."""
 
+import pytest
+import torch
+
 from rl_kernels.attention.op import OPERATOR
-from rl_kernels.core.testing import Case
-from rl_kernels.lab.check.conformance import Conformance
+from rl_kernels.attention.spec.cases import SPEC
+from rl_kernels.core.testing import Case, Draw
+from rl_kernels.lab.check.conformance import Conformance, cell
+from rl_kernels.lab.check.relations.integration import _no_sync
 
 
 def sizes(*values):
@@ -17,3 +22,21 @@ class TestConformance(Conformance):
         Case("packed", sizes(9, 1100, 1100, 4, 7, 64), {"layout": "packed", "return_lse": True}),
         Case("left", sizes(5, 1500, 1500, 2, 4, 128), {"layout": "left", "return_lse": True}),
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "asked"),
+    [
+        ("packed", "max_seqlen_q and max_seqlen_k"),
+        ("packed-pages", "max_seqlen_q"),
+        ("packed-keys", ""),
+        ("plain", ""),
+    ],
+)
+def test_the_checker_knows_which_calls_wait_for_the_device(name, asked):
+    case = SPEC.case(name)
+    reason = SPEC.waits(SPEC.inputs(case, Draw(torch.float32)))
+    assert reason == (f"without {asked} the device is asked" if asked else None)
+    if asked:
+        (found,) = _no_sync(cell(OPERATOR, case))
+        assert found.reason == f"no host sync: {reason}"
