@@ -175,6 +175,17 @@ def test_autocast_casts_as_linear_does(dtype):
     assert all(torch.equal(grad, other) for grad, other in zip(grads, expected, strict=True))
 
 
+def test_what_autocast_casts_is_remembered_apart():
+    x, weight = torch.ones(2, 8), torch.ones(3, 8, dtype=torch.bfloat16)
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            assert det_linear(x, weight).dtype == torch.bfloat16
+        with torch.autocast("cpu", torch.float16):
+            assert det_linear(x, weight).dtype == torch.float16
+        with pytest.raises(TypeError, match=r"weight: expected dtype torch\.float32"):
+            det_linear(x, weight)
+
+
 def test_autocast_finds_main_grad_on_the_parameter():
     draw = Draw(torch.float32, seed=10)
     x, upstream = draw.normal(20, 40), draw.normal(20, 8, dtype=torch.bfloat16)

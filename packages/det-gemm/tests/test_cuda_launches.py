@@ -18,6 +18,9 @@ DTYPES = {0: torch.float32, 1: torch.bfloat16, 2: torch.float16}
 K_MAJOR, MN_MAJOR, PLAIN = 0, 1, 2
 FEW, PROCESSORS = 64, 4
 LAYOUTS = ("row", "column", "apart", "odd", "shifted", "expanded")
+PLACES = ("cut", "shifted by 4", "spread")
+"""Further layouts, beside one that is plain: rows of a larger matrix, an address between, columns far apart."""
+PAIRS = [(a, b) for a in LAYOUTS for b in LAYOUTS] + [pair for x in PLACES for pair in ((x, "row"), ("row", x), (x, x))]
 SHAPES = ((5, 200, 64), (200, 40, 72), (70, 136, 24), (1, 8, 8), (64, 72, 40), (3, 5, 7), (65, 1, 1), (9, 8, 0))
 
 
@@ -90,8 +93,14 @@ def det_gemm(launch: Launch) -> None:
 def laid_out(x: torch.Tensor, layout: str) -> torch.Tensor:
     if layout == "expanded":
         return x[:1].expand(x.shape)
-    if layout == "shifted":
-        return x.new_full((len(x), x.shape[1] + 8), 1e4)[:, 1 : 1 + x.shape[1]].copy_(x)
+    if layout.startswith("shifted"):
+        first = 4 if layout == "shifted by 4" else 1
+        return x.new_full((len(x), x.shape[1] + 8), 1e4)[:, first : first + x.shape[1]].copy_(x)
+    if layout == "cut":
+        # Single rows too begin at a multiple of 16 bytes that is not 0.
+        return x.new_full((len(x) + 8, x.shape[1]), 1e4)[8:].copy_(x)
+    if layout == "spread":
+        return x.new_full((*x.shape, 8), 1e4)[..., 0].copy_(x)
     return lying(x, layout)
 
 
@@ -105,10 +114,10 @@ def hold(layouts: tuple[str, str], out_layout: str) -> None:
             a, b = laid_out(draw.normal(m, k), layouts[0]), laid_out(draw.normal(k, n), layouts[1])
             bias, start, product = draw.normal(2 * n)[::2], torch.randn(m, n), a.double() @ b.double()
             for dtype in (draw.dtype, torch.float32):
-                out = lying(torch.zeros(m, n, dtype=dtype), out_layout)
+                out = laid_out(torch.zeros(m, n, dtype=dtype), out_layout)
                 module.matmul(a, b, out, bias=bias)
                 assert torch.equal(out, (product + bias.double()).to(dtype))
-            out = lying(start.clone(), out_layout)
+            out = laid_out(start.clone(), out_layout)
             module.matmul(a, b, out, continues=True)
             assert torch.equal(out, (product + start).float())
         assert {launch["columns"] * launch["rows"] for launch in recorder.launches} == {m * n for m, n, _ in SHAPES}
@@ -169,14 +178,16 @@ def hold_all() -> None:
         for right in LAYOUTS[place % 2 :: 2]:
             for out in ("row", "column", "apart", "odd"):
                 hold((left, right), out)
+    for pair in PAIRS[len(LAYOUTS) ** 2 :]:
+        hold(pair, "row")
     hold_schedules()
     hold_spread_output()
     hold_dependent_launches()
     hold_weight_gradients()
 
 
-@pytest.mark.parametrize("out_layout", ["row", "column", "apart", "odd", "shifted"])
-@pytest.mark.parametrize("layouts", [(a, b) for a in LAYOUTS for b in LAYOUTS], ids=str)
+@pytest.mark.parametrize("out_layout", ["row", "column", "apart", "odd", "shifted", "shifted by 4", "cut"])
+@pytest.mark.parametrize("layouts", PAIRS, ids=str)
 def test_operands_are_launched_as_they_lie(layouts: tuple[str, str], out_layout: str) -> None:
     hold(layouts, out_layout)
 
@@ -188,6 +199,10 @@ def test_schedules_are_launched_as_they_are_compiled() -> None:
 
 def test_weight_gradients_are_launched_with_the_tokens_along_k() -> None:
     hold_weight_gradients()
+
+
+def test_plans_that_are_kept_are_bounded() -> None:
+    assert importlib.import_module(HOST).plan_of.cache_info().maxsize == 4096
 
 
 def test_products_of_few_rows_are_dependent_launches() -> None:

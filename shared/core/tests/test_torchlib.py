@@ -265,3 +265,15 @@ def test_a_scalar_stays_one_graph(first):
     compiled = torch.compile(scaled, fullgraph=True, backend="aot_eager")
     for value in (first, first + 1, first + 2):
         assert torch.equal(compiled(torch.ones(2), value), torch.full((2,), float(value)))
+
+
+def test_operands_of_a_layer_under_autocast():
+    x, weight, bias = torch.ones(2, 3), torch.ones(4, 3), torch.ones(4)
+    assert torchlib.autocast_dtype(x) is None
+    assert all(a is b for a, b in zip(torchlib.autocast_linear(x, weight, bias), (x, weight, bias), strict=True))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torchlib.autocast_dtype(x) == torch.bfloat16
+        assert torchlib.autocast_dtype(x.to("meta")) is None
+        assert torchlib.autocast_dtype([1.0]) is None
+        assert [value.dtype for value in torchlib.autocast_linear(x, weight, bias)] == [torch.bfloat16] * 3
+        assert torchlib.autocast_linear(x.double(), weight, None)[0].dtype == torch.float64

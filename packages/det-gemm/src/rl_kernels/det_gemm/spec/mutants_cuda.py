@@ -76,6 +76,9 @@ LAUNCHES = (
     ),
     Bug("product of the operands as they were", "(right, a, out.t()) if", "(a, right, out.t()) if"),
     Bug("map of the operand as it was", "(False, _strides(x), (rows", "(True, _strides(x), (rows"),
+    Bug("place of a single row lost", "x.as_strided(x.shape, self.strides)", "x.as_strided(x.shape, self.strides, 0)"),
+    Bug("alignment of an address in elements", "x.data_ptr() % ALIGNED", "x.data_ptr() % (ALIGNED // 2)"),
+    Bug("strides of columns that are apart", "rows > 1 and inner == 1:", "rows > 1:"),
     Bug("alignment left out of what a launch follows", "x.data_ptr() % ALIGNED == 0)", "True)"),
     Bug(
         "stages of the other operand",
