@@ -7,6 +7,7 @@ import torch
 from rl_kernels.core.testing import Case
 from rl_kernels.lab.bench.definition import (
     GOALS,
+    HOST,
     SMALL,
     Benchmark,
     Pass,
@@ -20,6 +21,7 @@ from rl_kernels.scaled_add.spec.cases import ROWS
 
 SETS = {
     GOALS: (Shape((8192, 8192)), Shape((1, 4097), note="ragged")),
+    HOST: (Shape((1, 1024)),),
     SMALL: (Shape((1024, 1024), without=frozenset({"compile"})),),
 }
 
