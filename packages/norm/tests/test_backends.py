@@ -50,6 +50,21 @@ def test_weight_gradient_is_a_chain_of_16_rows_a_step():
     torch.testing.assert_close(leaf.grad, expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize(("width", "many"), [(40, 4200), (600, 600), (1030, 530)])
+def test_triton_sums_the_same_where_a_program_takes_a_tile_and_where_it_takes_a_step(width, many, device):
+    x, weight, upstream = (value.to(device) for value in drawn(many, width))
+    reason = OPERATOR.backend("triton").why_not(describe(x))
+    if reason is not None:
+        pytest.skip(reason)
+    upstream[21:] = 0
+    found = []
+    for count in (21, many):
+        leaves = [value.clone().requires_grad_() for value in (x[:count], weight)]
+        rms_norm(*leaves, backend="triton").backward(upstream[:count])
+        found.append((leaves[0].grad[:21], leaves[1].grad))
+    assert [torch.equal(few, more) for few, more in zip(*found, strict=True)] == [True, True]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_sum_here_has_the_bits_of_the_sum_before(dtype):
     x, weight, residual = drawn(35, 96, dtype)

@@ -15,7 +15,7 @@ from rl_kernels.core.testing.triton_launches import TritonRecorder
 from rl_kernels.norm.spec.mutants_triton import HOST, MODULES
 
 BACKEND = MODULES[-1]
-STEP = 16
+FEW = 32
 FAILURES = (AssertionError, RuntimeError)
 EPS, OFFSET = 1e-5, 0.5
 
@@ -47,6 +47,9 @@ def lying_apart():
 CALLS = {
     "llama": partial(made, 37, 4096),
     "heads": partial(made, 1000, 128),
+    "many": partial(made, 4097, 40),
+    "many-wide": partial(made, 513, 1025, residual=True),
+    "wide-fp32": partial(made, 2, 16384, torch.float32, residual=True, weight=torch.float32),
     "added": partial(made, 5, 2048, residual=True),
     "odd": partial(made, 16, 77, torch.float32, weight=torch.float32),
     "layer": partial(made, 33, 768, bias=True, residual=True, centred=True, cast_first=False),
@@ -59,10 +62,10 @@ CALLS = {
 
 
 def tile_of(size):
-    """Return columns, rows and warps as D alone has them."""
+    """Return columns, rows, those of a step and warps as D alone has them."""
     width = 1 << max(size - 1, 1).bit_length()
-    rows = min(max(2048 // width, 1), STEP)
-    return width, rows, min(max(width * rows // 512, 1), 16)
+    rows = min(max(2048 // width, 1), 16)
+    return width, rows, min(max(16384 // width, 16), 128), min(max(width * rows // 512, 1), 16)
 
 
 def check_rows(launch, **expected):
@@ -79,15 +82,15 @@ def check_rows(launch, **expected):
 
 
 def check_tile(launch, given):
-    width, rows, warps = tile_of(given.x.shape[1])
+    width, rows, step, warps = tile_of(given.x.shape[1])
     assert (launch["D"], launch["WIDTH"], launch["ROWS"]) == (given.x.shape[1], width, rows)
     assert launch.options["num_warps"] == warps
     assert (launch["count"], launch["offset"], launch["CENTRED"]) == (len(given.x), OFFSET, given.centred)
-    return rows
+    return rows, step
 
 
 def check_forward(given, launch, output, total, stats):
-    rows = check_tile(launch, given)
+    rows, _ = check_tile(launch, given)
     assert launch.grid == (-(-len(given.x) // rows), 1, 1)
     check_rows(launch, X=given.x, RESIDUAL=given.residual, WEIGHT=given.weight, BIAS=given.bias)
     assert (launch["Y"] is output, launch["SUM"] is total, launch["STATS"] is stats) == (True, True, True)
@@ -98,9 +101,16 @@ def check_forward(given, launch, output, total, stats):
 
 def check_backward(given, launches, dx, stats, sums):
     launch, *chains = launches
-    check_tile(launch, given)
-    steps, size = -(-len(given.x) // STEP), given.x.shape[1]
-    assert launch.grid == (steps, 1, 1)
+    rows, step = check_tile(launch, given)
+    count, size = given.x.shape
+    per = rows if count <= FEW * step else step
+    programs = -(-count // per)
+    assert launch.grid == (programs, 1, 1)
+    assert launch["PER"] == per
+    width = max(value.element_size() for value in (given.x, given.grad))
+    read = 2 if given.residual is None else 3
+    assert launch["STAGES"] in (1, 3)
+    assert launch["STAGES"] == 1 or 2 * read * width * rows * launch["WIDTH"] <= 1 << 16
     check_rows(launch, GRAD=given.grad, GRAD_SUM=given.residual, X=given.x, WEIGHT=given.weight)
     assert launch["STATS"] is stats
     assert launch["DX"] is dx
@@ -111,9 +121,11 @@ def check_backward(given, launches, dx, stats, sums):
             continue
         chain = chains.pop(0)
         assert chain["PARTS"] is parts
-        assert (parts.shape, parts.dtype) == ((steps, size), torch.float32)
+        assert (parts.shape, parts.dtype) == ((programs, size), torch.float32)
         assert (chain["OUT"].data_ptr(), chain["stride"]) == (out.data_ptr(), out.stride(0))
-        assert (chain["count"], chain["D"], chain["CONTINUED"]) == (steps, size, is_continued)
+        assert (chain["count"], chain["D"], chain["CONTINUED"]) == (programs, size, is_continued)
+        assert chain["INNER"] == step // per
+        assert chain["AHEAD"] % chain["INNER"] == 0
         assert chain.grid == (-(-size // chain["COLUMNS"]), 1, 1)
     assert not chains
 

@@ -27,9 +27,10 @@ def rms_norm(
     """Return the RMSNorm of each row: ``x / sqrt(mean(x^2) + eps) * (weight + offset)``.
 
     A row of the result is a function of that row and of the weight alone, bit for bit, and so is its gradient. The
-    gradient of the weight is a sum over the rows in a fixed order, 16 rows a step: rows with zero gradient appended
-    change no bit. Where ``weight.main_grad`` exists (FP32, ``[D]``), backward continues that sum in it, in place, and
-    the weight gets no ``.grad``: splitting the rows over backward passes at multiples of 16 changes no bit of it.
+    gradient of the weight is a sum over the rows in a fixed order: rows with zero gradient appended change no bit.
+    Where ``weight.main_grad`` exists (FP32, ``[D]``), backward continues that sum in it, in place, and the weight gets
+    no ``.grad``: splitting the rows over backward passes at multiples of 16 rows, of 128 where D <= 512 (such rows are
+    heads, many to a token), changes no bit of it.
 
     The formula is that of https://arxiv.org/abs/1910.07467; worked in FP32 (in FP64 for FP64).
 

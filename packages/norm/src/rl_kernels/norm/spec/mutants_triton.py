@@ -27,7 +27,8 @@ BUGS = (
         "last tile of rows alone", "of_weight += tl.sum(product(grad, x), 0)", "of_weight = tl.sum(product(grad, x), 0)"
     ),
     Bug("buffer overwritten", "    if CONTINUED:", "    if False:"),
-    Bug("last parts left out", "range(0, count, AHEAD)", "range(0, count // AHEAD * AHEAD, AHEAD)"),
+    Bug("last parts left out", "range(full * AHEAD, count, REST)", "range(full * AHEAD, count - REST, REST)"),
+    Bug("parts beyond the last", "tl.load(place, mask=there, other=0.0)", "tl.load(place, mask=there, other=1.0)"),
 )
 """Shown by an interpreter or a GPU."""
 CASES = (
@@ -44,13 +45,17 @@ CASES = (
 
 HOST = (
     Bug("a program short", "(ceil_div(count, rows),)", "(count // rows,)"),
-    Bug("steps short", "steps = ceil_div(count, STEP)", "steps = max(count // STEP, 1)"),
+    Bug("programs short", "programs = ceil_div(count, per)", "programs = max(count // per, 1)"),
+    Bug("tiles where steps are many", "per = rows if ceil_div(count, step) <= FEW else step", "per = rows"),
+    Bug("steps where they are few", "per = rows if ceil_div(count, step) <= FEW else step", "per = step"),
+    Bug("tiles chained as steps", "AHEAD, step // per, is_continued", "AHEAD, 1, is_continued"),
+    Bug("more stages than fit", "(STAGES - 1) * size <= PER_STAGES", "True"),
     Bug(
         "tile follows the rows",
-        "width, rows, warps = tile(size)\n    with",
-        "width, rows, warps = tile(min(size, count))\n    with",
+        "width, rows, step, warps = tile(size)\n    per",
+        "width, rows, step, warps = tile(min(size, count))\n    per",
     ),
-    Bug("buffer's stride ignored", "steps, out.stride(0), size", "steps, 1, size"),
+    Bug("buffer's stride ignored", "programs, out.stride(0), size", "programs, 1, size"),
     Bug("bias continued too", "(dbias, parts[1], False)", "(dbias, parts[1], continued)"),
     Bug("buffer not continued", "(dweight, parts[0], continued)", "(dweight, parts[0], False)"),
     Bug("rows read as they lie", "x is None or (x.is_contiguous() and x.data_ptr() % ALIGNED == 0)", "True"),

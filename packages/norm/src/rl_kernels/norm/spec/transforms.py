@@ -9,8 +9,8 @@ import torch.nn.functional as F
 
 from rl_kernels.core.testing import Case, Draw, Inputs, RowLayout, Variant
 
-STEP = 16
-"""Rows of a step in the sums of weight and bias."""
+STEP, STEP_OF_NARROW, NARROW = 16, 128, 512
+"""Rows of a step in the sums of weight and bias, or that many steps; those of rows of NARROW columns at most."""
 ROWS = RowLayout(
     arguments={"x": 1, "residual": 1},
     results=frozenset({"output", "sum", "gradient:x", "gradient:residual"}),
@@ -22,7 +22,8 @@ def zero_rows(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
     """Add rows whose gradient is zero, whole steps in front or any number behind: no sum changes a bit."""
     flat = {name: call[name].flatten(0, -2) for name in ROWS.arguments if name in call}
     count, width = flat["x"].shape
-    for before, after in ((0, 1), (0, 5), (0, STEP), (0, 40), (STEP, 0), (3 * STEP, 7)):
+    step = STEP_OF_NARROW if width <= NARROW else STEP
+    for before, after in ((0, 1), (0, 5), (0, step), (0, 40), (step, 0), (3 * step, 7)):
         longer = {
             name: torch.cat((draw.normal(before, width, scale=3.0), rows, draw.normal(after, width, scale=3.0)))
             for name, rows in flat.items()

@@ -2,8 +2,8 @@
 
 Order of the sums, which is the contract of this backend: that of a row, and how many rows are taken at once, follow D
 alone. How a row lies in the registers follows the alignment that the compiler may assume, so rows are contiguous and
-begin at multiples of 16 bytes, or are copied first. The terms of dweight and dbias are added over 16 rows, counted from
-the first, and the sums of these in ascending order, in ``main_grad`` on top of what is there.
+begin at multiples of 16 bytes, or are copied first. The terms of dweight and dbias are added over the rows of a tile,
+the tiles of a step in ascending order, and the steps in ascending order, in ``main_grad`` on top of what is there.
 """
 
 from __future__ import annotations
@@ -18,14 +18,22 @@ from rl_kernels.core.triton_lib.launch import ceil_div, launch
 from rl_kernels.norm.backends.triton import kernels
 from rl_kernels.norm.results import result_dtype
 
-STEP = kernels.STEP.value
-"""Rows whose terms of dweight and dbias one program adds."""
+FEWEST, MOST = 16, 128
+"""Rows of a step: of rows of 1024 numbers and more, and of those of 128 and fewer."""
+PER_STEP = 16384
+"""Numbers of a step of rows between these."""
 PER_TILE = 2048
 """Numbers of a tile of several rows."""
 PER_WARP = 512
 """Numbers of a tile for each warp of its program."""
 MOST_WARPS = 16
-COLUMNS, AHEAD = 32, 32
+FEW = 32
+"""Steps that are too few to fill a chip: a program takes a tile then, and the chain adds up the tiles."""
+STAGES = 3
+"""Tiles of a step that are on their way at once, if PER_STAGES holds those behind the first."""
+PER_STAGES = 1 << 16
+"""Bytes of shared memory that every chip has."""
+COLUMNS, AHEAD = 32, 128
 """Columns of a program that adds up parts, and the parts that it loads at once."""
 ALIGNED = 16
 """Bytes of which addresses are multiples."""
@@ -75,7 +83,7 @@ def _forward(
     output = x.new_empty(x.shape, dtype=result_dtype(x, weight, cast_first))
     stats = x.new_empty((2, count), dtype=torch.float32)
     if count:
-        width, rows, warps = tile(size)
+        width, rows, _, warps = tile(size)
         with device_of(x):
             launch(
                 kernels.forward,
@@ -137,16 +145,17 @@ def _backward(
 ) -> torch.Tensor:
     count, size = x.shape
     dx = x.new_empty(x.shape)
-    steps = ceil_div(count, STEP)
-    parts = [None if out is None else stats.new_empty((steps, size)) for out in (dweight, dbias)]
-    width, rows, warps = tile(size)
+    width, rows, step, warps = tile(size)
+    per = rows if ceil_div(count, step) <= FEW else step
+    programs = ceil_div(count, per)
+    parts = [None if out is None else stats.new_empty((programs, size)) for out in (dweight, dbias)]
     with device_of(x):
         if count:
             launch(
                 kernels.backward,
-                (steps,),
+                (programs,),
                 *(_canonical(grad), _canonical(grad_sum), _canonical(x), _canonical(weight), stats.contiguous()),
-                *(dx, *parts, count, offset, size, width, rows, centred),
+                *(dx, *parts, count, offset, size, width, rows, per, centred, _stages(width * rows, x, grad, grad_sum)),
                 num_warps=warps,
             )
         for out, part, is_continued in ((dweight, parts[0], continued), (dbias, parts[1], False)):
@@ -154,18 +163,24 @@ def _backward(
                 launch(
                     kernels.chain,
                     (ceil_div(size, COLUMNS),),
-                    *(part, out, steps, out.stride(0), size, COLUMNS, AHEAD, is_continued),
+                    *(part, out, programs, out.stride(0), size, COLUMNS, AHEAD, step // per, is_continued),
                     num_warps=1,
                 )
     return dx
 
 
 @functools.cache
-def tile(size: int) -> tuple[int, int, int]:
-    """Return (columns of a tile, its rows, warps of a program): by D alone, for the order of sums follows them."""
+def tile(size: int) -> tuple[int, int, int, int]:
+    """Return (columns of a tile, its rows, those of a step, warps): by D alone, for the order of sums follows them."""
     width = max(triton.next_power_of_2(size), 2)
-    rows = min(max(PER_TILE // width, 1), STEP)
-    return width, rows, min(max(width * rows // PER_WARP, 1), MOST_WARPS)
+    rows = min(max(PER_TILE // width, 1), FEWEST)
+    step = min(max(PER_STEP // width, FEWEST), MOST)
+    return width, rows, step, min(max(width * rows // PER_WARP, 1), MOST_WARPS)
+
+
+def _stages(numbers: int, *read: torch.Tensor | None) -> int:
+    size = sum(numbers * value.element_size() for value in read if value is not None)
+    return STAGES if (STAGES - 1) * size <= PER_STAGES else 1
 
 
 def _canonical(x: torch.Tensor | None) -> torch.Tensor | None:

@@ -11,8 +11,8 @@ import triton.language as tl
 
 from rl_kernels.core.triton_lib.arithmetic import fma, product
 
-STEP = tl.constexpr(16)
-"""Rows whose terms of dweight and dbias are added before the next ones are."""
+REST = tl.constexpr(16)
+"""Parts that are loaded at once at the end of a chain: a multiple of those that are added to each other."""
 
 
 @triton.jit
@@ -77,23 +77,26 @@ def forward(
 @triton.jit(do_not_specialize=("count",))
 def backward(
     GRAD, GRAD_SUM, X, WEIGHT, STATS, DX, PARTS_WEIGHT, PARTS_BIAS, count, offset,
-    D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, CENTRED: tl.constexpr,
+    D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, PER: tl.constexpr, CENTRED: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dx of STEP rows, and their sums of the terms of dweight and dbias. Grid: steps.
+    """dx of PER rows, and their sums of the terms of dweight and dbias. Grid: parts of PER rows.
 
     The terms of ROWS rows are added to each other, and these sums one after the other.
     """
-    step = tl.program_id(0)
+    part = tl.program_id(0)
     d = tl.arange(0, WIDTH)
     inside = d < D
     of_weight, of_bias = tl.zeros([WIDTH], tl.float32), tl.zeros([WIDTH], tl.float32)
-    for first in range(0, STEP, ROWS):
-        rows = step * STEP + first + tl.arange(0, ROWS)
+    for first in tl.range(0, PER, ROWS, num_stages=STAGES):
+        rows = part * PER + first + tl.arange(0, ROWS)
         there = rows < count
         place = rows.to(tl.int64)[:, None] * D + d[None, :]
         mask = there[:, None] & inside[None, :]
         x = tl.load(X + place, mask=mask, other=0.0).to(tl.float32)
         grad = tl.load(GRAD + place, mask=mask, other=0.0).to(tl.float32)
+        if GRAD_SUM is not None:
+            of_sum = tl.load(GRAD_SUM + place, mask=mask, other=0.0).to(tl.float32)
         inverse = spread(tl.load(STATS + rows, mask=there, other=0.0), x)
         if CENTRED:
             x = x - spread(tl.load(STATS + count + rows, mask=there, other=0.0), x)
@@ -105,13 +108,13 @@ def backward(
             dx = dx - spread(mean_of(pull, D), dx)
         dx = product(dx, inverse)
         if GRAD_SUM is not None:
-            dx = dx + tl.load(GRAD_SUM + place, mask=mask, other=0.0).to(tl.float32)
+            dx = dx + of_sum
         tl.store(DX + place, dx.to(DX.dtype.element_ty), mask=mask)
         if PARTS_WEIGHT is not None:
             of_weight += tl.sum(product(grad, x), 0)
         if PARTS_BIAS is not None:
             of_bias += tl.sum(grad, 0)
-    place = step.to(tl.int64) * D + d
+    place = part.to(tl.int64) * D + d
     if PARTS_WEIGHT is not None:
         tl.store(PARTS_WEIGHT + place, of_weight, mask=inside)
     if PARTS_BIAS is not None:
@@ -120,20 +123,35 @@ def backward(
 
 @triton.jit(do_not_specialize=("count", "stride"))
 def chain(
-    PARTS, OUT, count, stride, D: tl.constexpr, COLUMNS: tl.constexpr, AHEAD: tl.constexpr, CONTINUED: tl.constexpr
-):
-    """Add PARTS ``[count, D]`` to OUT, or to nothing, one after the other. Grid: tiles of columns.
+    PARTS, OUT, count, stride,
+    D: tl.constexpr, COLUMNS: tl.constexpr, AHEAD: tl.constexpr, INNER: tl.constexpr, CONTINUED: tl.constexpr,
+):  # fmt: skip
+    """Add PARTS ``[count, D]`` to OUT, or to nothing: INNER of them to each other, then these sums. Grid: columns.
 
     AHEAD parts are loaded at once: one after the other would take a trip to memory each.
     """
     d = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = d < D
+    # Columns beyond the last one are read as that, which takes no mask.
+    place = PARTS + tl.minimum(d, D - 1)
     target = OUT + d.to(tl.int64) * stride
     total = tl.zeros([COLUMNS], tl.float32)
     if CONTINUED:
         total = tl.load(target, mask=inside, other=0.0)
-    for first in range(0, count, AHEAD):
-        for ahead in tl.static_range(AHEAD):
-            at = tl.zeros([COLUMNS], tl.int64) + first + ahead
-            total += tl.load(PARTS + at * D + d, mask=inside & (at < count), other=0.0)
+    full = count // AHEAD
+    for _ in range(full):
+        for _ in tl.static_range(0, AHEAD, INNER):
+            inner = tl.zeros([COLUMNS], tl.float32)
+            for _ in tl.static_range(INNER):
+                inner += tl.load(place)
+                place += D
+            total += inner
+    for first in range(full * AHEAD, count, REST):
+        for group in tl.static_range(0, REST, INNER):
+            inner = tl.zeros([COLUMNS], tl.float32)
+            for ahead in tl.static_range(INNER):
+                there = tl.full([COLUMNS], first + group + ahead, tl.int32) < count
+                inner += tl.load(place, mask=there, other=0.0)
+                place += D
+            total += inner
     tl.store(target, total, mask=inside)
