@@ -176,7 +176,7 @@ def hold_weight_gradients() -> None:
 def hold_all() -> None:
     for place, left in enumerate(LAYOUTS):
         for right in LAYOUTS[place % 2 :: 2]:
-            for out in ("row", "column", "apart", "odd"):
+            for out in ("row", "column", "apart", "odd", "shifted by 4"):
                 hold((left, right), out)
     for pair in PAIRS[len(LAYOUTS) ** 2 :]:
         hold(pair, "row")

@@ -154,6 +154,13 @@ def test_another_promotion_is_another_descriptor(encoded):
     assert [asked[-1] for asked in encoded] == PROMOTED
 
 
+def test_a_transpose_and_other_strides_are_described_where_the_matrix_begins(encoded):
+    row = X[2:3].t()
+    maps = [tensor_map(row, (4, 64), transposed=True, strides=strides) for strides in (None, (72, 1))]
+    assert maps[0] != maps[1]
+    assert [asked[2:5] for asked in encoded] == [(X[2].data_ptr(), [64, 1], size) for size in (128, 144)]
+
+
 def test_descriptors_that_are_kept_are_bounded(encoded, monkeypatch):
     monkeypatch.setattr(maps, "KEPT", 3)
     for rows in range(1, 10):

@@ -40,7 +40,7 @@ def det_gemm(
     """
     chosen = _chosen_for_gemm(a, b, out_dtype, backend)
     no_lost_derivatives("det_gemm", a, b)
-    return _product(a, b, None, None, out_dtype or a.dtype, chosen)
+    return _product(a, b, None, None, out_dtype or a.dtype, False, chosen)
 
 
 @remembered_choice
@@ -86,16 +86,14 @@ def det_linear(
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is not None:
         check.main_grad("weight.main_grad", main_grad, weight)
-    rows = x if x.ndim == 2 else x.flatten(0, -2) if x.ndim > 1 else x[None]
-    matrix = weight
+    operand, matrix = x, weight
     if autocast is not None:
-        rows, matrix, bias = autocast_linear(rows, weight, bias)
-    no_lost_derivatives("det_linear", rows, matrix, bias)
-    buffer = None if main_grad is None else main_grad.t()
-    out = _product(rows, matrix.t(), bias, buffer, rows.dtype, chosen)
-    if buffer is not None and weight.requires_grad:
+        operand, matrix, bias = autocast_linear(x, weight, bias)
+    no_lost_derivatives("det_linear", operand, matrix, bias)
+    out = _product(operand, matrix, bias, main_grad, operand.dtype, True, chosen)
+    if main_grad is not None and weight.requires_grad:
         gather("weight", weight, out)
-    return out if x.ndim == 2 else out.view(*x.shape[:-1], weight.shape[0])
+    return out
 
 
 @remembered_choice
@@ -191,16 +189,41 @@ def _product(
     bias: torch.Tensor | None,
     main_grad: torch.Tensor | None,
     out_dtype: torch.dtype,
+    is_linear: bool,
     chosen: str,
 ) -> torch.Tensor:
     canary.guard(a, chosen)
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad or (bias is not None and bias.requires_grad)):
-        return _Product.apply(a, b, bias, main_grad, out_dtype, chosen)
-    return ops["forward"](a, b, bias, out_dtype, chosen)
+        return _Product.apply(a, b, bias, main_grad, out_dtype, is_linear, chosen)
+    return _forward(a, b, bias, out_dtype, is_linear, chosen)
+
+
+def _forward(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    is_linear: bool,
+    chosen: str,
+) -> torch.Tensor:
+    """Return ``a @ b + bias``; of a linear layer b is the weight, ``[N, K]``, and a has any number of leading dims."""
+    if not is_linear:
+        return ops["forward"](a, b, bias, out_dtype, chosen)
+    out = ops["forward"](_rows(a), b.t(), bias, out_dtype, chosen)
+    return out if a.ndim == 2 else _shaped(out, (*a.shape[:-1], b.shape[0]))
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return x if x.ndim == 2 else x.flatten(0, -2) if x.ndim > 1 else x[None]
+
+
+def _shaped(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return a tensor of which there is no other view: one that autograd takes for no view, so that it may change."""
+    return torch.ops.aten._unsafe_view.default(x, shape)
 
 
 class _Product(torch.autograd.Function):
-    """``a @ b + bias``; where there is a ``main_grad[K, N]``, backward adds the gradient of ``b`` to it."""
+    """``a @ b + bias``, or a linear layer; backward adds the gradient of ``b`` to ``main_grad`` where there is one."""
 
     @staticmethod
     def forward(
@@ -210,28 +233,37 @@ class _Product(torch.autograd.Function):
         bias: torch.Tensor | None,
         main_grad: torch.Tensor | None,
         out_dtype: torch.dtype,
+        is_linear: bool,
         backend: str,
     ) -> torch.Tensor:
         ctx.save_for_backward(a, b)
         # Not saved for backward: it is meant to change in place between this call and its backward pass.
-        ctx.main_grad, ctx.backend = main_grad, backend
-        return ops["forward"](a, b, bias, out_dtype, backend)
+        ctx.main_grad, ctx.is_linear, ctx.backend = main_grad, is_linear, backend
+        return _forward(a, b, bias, out_dtype, is_linear, backend)
 
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         a, b = ctx.saved_tensors
         dc = upstream.to(a.dtype)
+        shape, turned = a.shape, b
+        if ctx.is_linear:
+            a, dc = _rows(a), _rows(dc)
+        else:
+            turned = b.t()
         da = db = dbias = None
         needed = [wanted and is_asked_for(ctx, number) for number, wanted in enumerate(ctx.needs_input_grad[:3])]
         if needed[0]:
-            da = first_order(ops["forward"], dc, b.t(), None, a.dtype, ctx.backend)
+            da = first_order(ops["forward"], dc, turned, None, a.dtype, ctx.backend)
+            da = da if a.shape == shape else da.view(shape)
         if needed[1]:
+            # The gradient of b[K, N] is a^T dc, that of a weight[N, K] its transpose.
+            pair = (dc, a) if ctx.is_linear else (a, dc)
             if ctx.main_grad is None:
-                db = first_order(ops["weight_gradient"], a, dc, a.dtype, ctx.backend)
+                db = first_order(ops["weight_gradient"], *pair, a.dtype, ctx.backend)
             else:
-                no_lost_derivatives("det_linear", a, dc)
-                ops["weight_gradient_into"](a, dc, ctx.main_grad, ctx.backend)
+                no_lost_derivatives("det_linear", *pair)
+                ops["weight_gradient_into"](*pair, ctx.main_grad, ctx.backend)
         if needed[2]:
             ones = dc.new_ones(dc.shape[0], 1)
             dbias = first_order(ops["weight_gradient"], ones, dc, a.dtype, ctx.backend)[0]
-        return da, db, dbias, None, None, None
+        return da, db, dbias, None, None, None, None

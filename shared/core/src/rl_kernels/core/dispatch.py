@@ -178,9 +178,9 @@ def choose(operator: Operator, call: Call, backend: str | None = None) -> Backen
 def remembered_choice(prepare: Callable[..., str]) -> Callable[..., str]:
     """Have a function check arguments and choose a backend once for arguments of each kind.
 
-    It looks at type, shape, strides, dtype, device and layout of a tensor, at the value of everything else, and at
-    nothing more; it returns the name of what ``choose`` gave, or raises. Nothing is remembered under torch.compile,
-    where a graph has guards of its own, while choices are recorded, and where a backend is forced outside of the call.
+    It looks at type, shape, strides, dtype and device of a tensor, at the value of everything else, and at nothing more;
+    it returns the name of what ``choose`` gave, or raises. Nothing is remembered under torch.compile, where a graph has
+    guards of its own, while choices are recorded, and where a backend is forced outside of the call.
     """
     known: dict[tuple[object, ...], str] = {}
 
@@ -189,7 +189,12 @@ def remembered_choice(prepare: Callable[..., str]) -> Callable[..., str]:
         if _blocks or _logs or _environment or _mistake or torch.compiler.is_compiling():
             return prepare(*args)
         try:
-            key = (_strict, *map(_kind, args))
+            kinds = [
+                # A layout without strides, such as a sparse one, raises; True is 1, and an argument may be either.
+                (type(x), x.shape, x.stride(), x.dtype, x.device) if isinstance(x, torch.Tensor) else (type(x), x)
+                for x in args
+            ]
+            key = (_strict, *kinds)
             found = known.get(key)
         except (TypeError, RuntimeError):
             # What has no hash, such as a list or a size that is a symbol; a tensor without strides.
@@ -202,13 +207,6 @@ def remembered_choice(prepare: Callable[..., str]) -> Callable[..., str]:
         return found
 
     return chosen
-
-
-def _kind(value: object) -> object:
-    if isinstance(value, torch.Tensor):
-        return type(value), value.shape, value.stride(), value.dtype, value.device, value.layout
-    # True is 1, and an argument may be either.
-    return type(value), value
 
 
 def _wanted(operator: str) -> str:

@@ -2,7 +2,8 @@
 
 ``define(OPERATOR)`` registers each schema as ``torch.ops.rl_kernels.<operator>_<name>``. Its implementation is the
 function of that name in the module of the backend that the last argument names, so a compiled graph carries the choice
-that was made for it.
+that was made for it. Where nobody looks at ops, such as a compiler, a mode or a profiler, the implementation is called
+as it is: on the host, torch's way to it costs more than a launch.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._C import _functorch
+from torch._C import _functorch, _get_tracing_state, _is_torch_function_mode_enabled, _len_torch_dispatch_stack
+from torch._C._autograd import _profiler_enabled
 from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
@@ -19,22 +21,58 @@ from rl_kernels.core.operator import Operator
 
 NAMESPACE = "rl_kernels"
 DEVICES = {"CPU": "cpu", "CUDA": "cuda"}
+PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype})
+"""Types of arguments, beside tensors, that an op is given as they are."""
 
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
 def define(operator: Operator) -> dict[str, Callable[..., Any]]:
-    """Register an operator's raw ops; return them by their names in ``operator.schemas``."""
+    """Register an operator's raw ops; return functions that call them, by their names in ``operator.schemas``."""
     ops = {}
     for name, schema in operator.schemas.items():
         qualified = f"{operator.name}_{name}"
         _define(qualified + schema)
-        ops[name] = getattr(getattr(torch.ops, NAMESPACE), qualified).default
-        written = _written(ops[name])
-        for key, device_type in DEVICES.items():
-            _library.impl(qualified, _implementation(operator, name, device_type, written), key)
+        op = getattr(getattr(torch.ops, NAMESPACE), qualified).default
+        written = _written(op)
+        runs = {kind: _implementation(operator, name, kind, written) for kind in DEVICES.values()}
+        for key, kind in DEVICES.items():
+            _library.impl(qualified, runs[kind], key)
         torch.library.register_fake(f"{NAMESPACE}::{qualified}", _fake(operator.fakes[name]), lib=_library)
+        ops[name] = _direct(op, runs["cpu"], runs["cuda"])
     return ops
+
+
+def _direct(op: Any, on_cpu: Callable[..., Any], on_cuda: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls an op, or what runs it where that is all that would come of it."""
+
+    def call(*args: Any) -> Any:
+        if torch.compiler.is_compiling() or _is_looked_at():
+            return op(*args)
+        graph = torch.is_grad_enabled()
+        for value in args:
+            kind = type(value)
+            if kind is torch.Tensor or kind is torch.nn.Parameter:
+                if graph and value.requires_grad:
+                    return op(*args)
+            elif kind not in PLAIN:
+                return op(*args)
+        like = args[0]
+        return on_cuda(*args) if like.is_cuda else on_cpu(*args) if like.is_cpu else op(*args)
+
+    call.__name__ = str(op)
+    return call
+
+
+def _is_looked_at() -> bool:
+    """Say whether somebody sees the ops that are called now: a mode, a transform of ``torch.func``, a tracer."""
+    return (
+        _len_torch_dispatch_stack() > 0
+        or _functorch.maybe_current_level() is not None
+        or _is_torch_function_mode_enabled()
+        or _profiler_enabled()
+        or _get_tracing_state() is not None
+    )
 
 
 def _define(schema: str) -> None:
@@ -83,7 +121,7 @@ class _FirstOrder(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, op: Callable[..., Any], *args: Any) -> Any:
-        ctx.name = str(op)
+        ctx.name = op.__name__
         return op(*args)
 
     @staticmethod
@@ -93,7 +131,7 @@ class _FirstOrder(torch.autograd.Function):
 
 def first_order(op: Callable[..., Any], *args: Any) -> Any:
     """Call a raw backward op so that differentiating its result raises ``RuntimeError``."""
-    no_lost_derivatives(str(op), *args)
+    no_lost_derivatives(op.__name__, *args)
     # With gradients off, as in a backward pass that is not itself recorded, nothing could differentiate the result.
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return op(*args)

@@ -19,7 +19,7 @@ BUGS = (
         "x + product(columns(BIAS, d, inside, x), spread(inverse, x))",
     ),
     Bug("norm of x without the residual", "        x = total.to(tl.float32)\n", ""),
-    Bug("gradient of the sum lost", "    if GRAD_SUM is not None:", "    if False:"),
+    Bug("gradient of the sum lost", "dx = dx + of_sum", "dx = dx * 1.0"),
     Bug("projection left out", "fma(-x, spread(shared, x), pull)", "pull"),
     Bug("mean of the gradient left", "dx = dx - spread(mean_of(pull, D), dx)", "dx = dx * 1.0"),
     Bug("mean of another row", "tl.load(STATS + count + rows, mask", "tl.load(STATS + count + rows // 2, mask"),

@@ -33,30 +33,50 @@ KEPT = 4096
 _maps: dict[tuple[object, ...], TensorMap] = {}
 
 
-def tensor_map(tensor: torch.Tensor, box: tuple[int, int], *, swizzle: int = 0, promotion: int = 256) -> TensorMap:
+def tensor_map(
+    tensor: torch.Tensor,
+    box: tuple[int, int],
+    *,
+    swizzle: int = 0,
+    promotion: int = 256,
+    transposed: bool = False,
+    strides: tuple[int, int] | None = None,
+) -> TensorMap:
     """Return the descriptor of a matrix on a GPU; elements beyond its edges are read as 0 and not written.
 
+    One that is known is found without a view of the tensor, which would take longer.
+
     Args:
-        tensor: two dimensions, the columns beside each other, rows at multiples of 16 bytes.
+        tensor: two dimensions, the columns beside each other, rows at multiples of 16 bytes; or ``transposed`` so.
         box: rows and columns that one copy moves.
         swizzle: bytes of the pattern in which shared memory holds the box: 0 (plain), 32, 64 or 128; a row of the box
             is not longer.
         promotion: bytes that are brought into the L2 cache at a time, whatever the box has of them: 64, 128 or 256.
+        transposed: describe the transpose.
+        strides: of what is described, in place of its own.
 
     Raises:
         ValueError: an argument is not so.
         CudaError: the driver refused it.
     """
-    key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, box, swizzle, promotion)
+    shape, own = tensor.shape, tensor.stride()
+    key = (tensor.data_ptr(), shape, own, tensor.dtype, box, swizzle, promotion, transposed, strides)
     found = _maps.get(key)
     if found is None:
-        _check(tensor, box, swizzle, promotion)
+        seen = seen_as(tensor, transposed, strides)
+        _check(seen, box, swizzle, promotion)
         if len(_maps) >= KEPT:
             _maps.clear()
         # A thread of autograd's may have no context yet, which the driver asks for.
         with device_of(tensor):
-            found = _maps[key] = _encoded(tensor, box, swizzle, promotion)
+            found = _maps[key] = _encoded(seen, box, swizzle, promotion)
     return found
+
+
+def seen_as(tensor: torch.Tensor, transposed: bool, strides: tuple[int, int] | None) -> torch.Tensor:
+    """Return the matrix that is described: the tensor or its transpose, with other strides if any are given."""
+    seen = tensor.t() if transposed else tensor
+    return seen if strides is None else seen.as_strided(seen.shape, strides)
 
 
 def _check(tensor: torch.Tensor, box: tuple[int, int], swizzle: int, promotion: int) -> None:

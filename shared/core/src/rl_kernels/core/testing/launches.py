@@ -22,6 +22,7 @@ import torch
 
 from rl_kernels.core.cuda.program import Program
 from rl_kernels.core.cuda.signature import MAP_SIZE, Buffer, Signature
+from rl_kernels.core.cuda.tensor_map import seen_as
 from rl_kernels.core.testing.parameters import parameters_of, signature_of
 
 MOST_THREADS, MOST_SHARED = 1024, 227 << 10
@@ -155,8 +156,17 @@ class _Recorded:
         self._recorder.launched(Launch(self._program, self._entry, (x, y, z), block, shared, pdl, named))
 
 
-def tensor_map(tensor: torch.Tensor, box: tuple[int, int], *, swizzle: int = 0, promotion: int = 256) -> Box:
+def tensor_map(
+    tensor: torch.Tensor,
+    box: tuple[int, int],
+    *,
+    swizzle: int = 0,
+    promotion: int = 256,
+    transposed: bool = False,
+    strides: tuple[int, int] | None = None,
+) -> Box:
     """Stand for ``core.cuda.tensor_map``: holds the matrix to what the copy engine needs."""
+    tensor = seen_as(tensor, transposed, strides)
     size = tensor.element_size()
     assert tensor.ndim == 2, f"a map of {tensor.ndim} dims"
     assert tensor.numel(), "a map of nothing"

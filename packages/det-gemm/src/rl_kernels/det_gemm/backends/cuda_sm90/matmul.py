@@ -59,16 +59,20 @@ def matmul(
     """
     if not out.numel():
         return
-    right = b.t()
-    plan = plan_of(_lying(a), _lying(right), _lying(out), continues, schedule, processors(a.get_device()))
-    left, right, target = (right, a, out.t()) if plan.flipped else (a, right, out)
+    plan = plan_of(
+        *(a.shape, a.stride(), a.data_ptr() % ALIGNED == 0),
+        *(b.shape, b.stride(), b.data_ptr() % ALIGNED == 0),
+        *(out.stride(), out.data_ptr() % ALIGNED == 0),
+        *(a.dtype, out.dtype, continues, schedule, processors(a.get_device())),
+    )
+    left, right = (b, a) if plan.flipped else (a, b)
     if bias is not None:
         bias = bias.contiguous()
     kernel(plan.program, "det_gemm", SIGNATURE, a.device).launch(
         plan.grid,
         plan.block,
-        *(NO_MAP if box is None else box.of(x) for box, x in zip(plan.boxes, (left, right, target), strict=True)),
-        *(target, bias, left, right),
+        *(NO_MAP if box is None else box.of(x) for box, x in zip(plan.boxes, (left, right, out), strict=True)),
+        *(out, bias, left, right),
         *plan.strides,
         *(*plan.sizes, 0 if bias is None else plan.along),
         shared=plan.shared,
@@ -79,7 +83,7 @@ def matmul(
 class Lying(NamedTuple):
     """How a matrix lies in memory: all that a launch follows but for its address."""
 
-    shape: torch.Size
+    shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
     aligned: bool
@@ -89,15 +93,11 @@ class Lying(NamedTuple):
         return Lying(self.shape[::-1], self.strides[::-1], self.dtype, self.aligned)
 
 
-def _lying(x: torch.Tensor) -> Lying:
-    return Lying(x.shape, x.stride(), x.dtype, x.data_ptr() % ALIGNED == 0)
-
-
 class Box(NamedTuple):
-    """Which map an operand gets: of itself or transposed, with other strides where its own are none that a map takes.
+    """Which map a tensor gets: of itself or transposed, with other strides where its own are none that a map takes.
 
     Attributes:
-        transposed: whether columns are what lies side by side.
+        transposed: whether it is that of the transpose.
         strides: or None for its own.
         size: rows and columns of a copy.
         swizzle: bytes.
@@ -112,22 +112,29 @@ class Box(NamedTuple):
 
     def of(self, x: torch.Tensor) -> Any:
         """Return the map of a matrix that lies as the plan says."""
-        if self.transposed:
-            x = x.t()
-        if self.strides is not None:
-            x = x.as_strided(x.shape, self.strides)
-        return tensor_map(x, self.size, swizzle=self.swizzle, promotion=self.promotion)
+        return tensor_map(
+            x,
+            self.size,
+            swizzle=self.swizzle,
+            promotion=self.promotion,
+            transposed=self.transposed,
+            strides=self.strides,
+        )
+
+    def turned(self) -> Box:
+        """Return the box that gives the same map of the transpose."""
+        return self._replace(transposed=not self.transposed)
 
 
 class Plan(NamedTuple):
     """A launch, but for addresses.
 
     Attributes:
-        flipped: the transposed product is what is computed: the operands, transposed, change places.
+        flipped: the transposed product is what is computed: the operands change places.
         program: the kernel.
         grid: blocks.
         block: threads.
-        boxes: of the left operand, the right one and the output; None is no map.
+        boxes: of the left operand, the right one and the output, for the tensors as they are given; None is no map.
         strides: of the output, the left operand and the right one.
         sizes: rows and columns of the output, K, rows of tiles that are worked on together.
         along: which way a bias runs.
@@ -139,7 +146,7 @@ class Plan(NamedTuple):
     program: Program
     grid: int
     block: int
-    boxes: tuple[Box | None, Box | None, Box | None]
+    boxes: tuple[Box | None, ...]
     strides: tuple[int, ...]
     sizes: tuple[int, int, int, int]
     along: int
@@ -149,9 +156,24 @@ class Plan(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def plan_of(
-    left: Lying, right: Lying, target: Lying, continues: bool, schedule: Schedule | None, multiprocessors: int
+    a_shape: tuple[int, int],
+    a_strides: tuple[int, int],
+    a_aligned: bool,
+    b_shape: tuple[int, int],
+    b_strides: tuple[int, int],
+    b_aligned: bool,
+    out_strides: tuple[int, int],
+    out_aligned: bool,
+    dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    continues: bool,
+    schedule: Schedule | None,
+    multiprocessors: int,
 ) -> Plan:
-    """Return the launch of ``left[M, K] @ right[N, K]^T``."""
+    """Return the launch of ``a[M, K] @ b[K, N]``, for matrices that lie so."""
+    left = Lying(a_shape, a_strides, dtype, a_aligned)
+    right = Lying(b_shape, b_strides, dtype, b_aligned).t()
+    target = Lying((a_shape[0], b_shape[1]), out_strides, out_dtype, out_aligned)
     along, (m, k), n = BY_COLUMN, left.shape, right.shape[0]
     flipped = target.strides[1] != 1 and target.strides[0] == 1
     if flipped:
@@ -165,16 +187,19 @@ def plan_of(
     cut = cut.fitted(*majors)
     stored, out_box = _output(target, cut)
     rows, columns = target.shape
+    boxes = (
+        _operand(left, majors[0], cut.rows, PROMOTION_ONCE if cut.swapped else PROMOTION),
+        _operand(right, majors[1], cut.columns, PROMOTION),
+        out_box,
+    )
+    # The kernel's operand b, and its output if flipped, are the transposes of what is given.
+    turned = (flipped, not flipped, flipped)
     return Plan(
         flipped,
         program(left.dtype, target.dtype, cut, cut.depth(majors[1]), majors, stored, continues),
         min(cut.units(rows, columns), multiprocessors),
         (cut.consumers + 1) * THREADS,
-        (
-            _operand(left, majors[0], cut.rows, PROMOTION_ONCE if cut.swapped else PROMOTION),
-            _operand(right, majors[1], cut.columns, PROMOTION),
-            out_box,
-        ),
+        tuple(box.turned() if box and turn else box for box, turn in zip(boxes, turned, strict=True)),
         (*target.strides, *left.strides, *right.strides),
         (rows, columns, k, cut.group),
         along,
