@@ -5,11 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from rl_kernels.core import validate as check
-from rl_kernels.core.dispatch import choose, remembered_choice
+from rl_kernels.core.dispatch import choose, planned_choice, remembered_choice
 from rl_kernels.core.main_grad import gather
-from rl_kernels.core.torchlib import autocast_dtype, autocast_linear, first_order, is_asked_for, no_lost_derivatives
+from rl_kernels.core.torchlib import (
+    autocast_dtype,
+    autocast_linear,
+    first_order,
+    is_asked_for,
+    is_looked_at,
+    no_lost_derivatives,
+)
 from rl_kernels.det_gemm import canary
 from rl_kernels.det_gemm.op import OPERATOR, describe, describe_dw, ops
 
@@ -40,7 +48,7 @@ def det_gemm(
     """
     chosen = _chosen_for_gemm(a, b, out_dtype, backend)
     no_lost_derivatives("det_gemm", a, b)
-    return _product(a, b, None, None, out_dtype or a.dtype, False, chosen)
+    return _product(a, b, None, None, out_dtype or a.dtype, chosen)
 
 
 @remembered_choice
@@ -82,7 +90,7 @@ def det_linear(
         CanaryMismatch: this GPU gives other bits than were recorded for its architecture; seen at the first call.
     """
     autocast = autocast_dtype(x)
-    chosen = _chosen_for_linear(x, weight, bias, autocast, backend)
+    chosen, plan = _chosen_for_linear(x, weight, bias, autocast, backend)
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is not None:
         check.main_grad("weight.main_grad", main_grad, weight)
@@ -90,13 +98,31 @@ def det_linear(
     if autocast is not None:
         operand, matrix, bias = autocast_linear(x, weight, bias)
     no_lost_derivatives("det_linear", operand, matrix, bias)
-    out = _product(operand, matrix, bias, main_grad, operand.dtype, True, chosen)
+    canary.guard(operand, chosen)
+    if _needs_graph(operand, matrix, bias):
+        out = _Linear.apply(operand, matrix, bias, main_grad, chosen, plan)
+    else:
+        out = _linear(operand, matrix, bias, chosen, plan)
     if main_grad is not None and weight.requires_grad:
         gather("weight", weight, out)
     return out
 
 
-@remembered_choice
+def _plan(
+    name: str,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    autocast: torch.dtype | None,
+    backend: str | None,
+) -> Any:
+    """Return what a backend has that plans a linear layer for tensors of one kind, or None."""
+    make = getattr(OPERATOR.backend(name).load(), "plan_linear", None)
+    plain = {type(value) for value in (x, weight, bias)} <= {torch.Tensor, torch.nn.Parameter, type(None)}
+    return make(x, weight, bias) if make and plain and autocast is None else None
+
+
+@planned_choice(_plan)
 def _chosen_for_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -183,87 +209,109 @@ def _validate_no_grad(**tensors: torch.Tensor | None) -> None:
             raise ValueError(f"{name}: expected a tensor that does not require grad, det_gemm_dw has no gradient")
 
 
-def _product(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None,
-    main_grad: torch.Tensor | None,
-    out_dtype: torch.dtype,
-    is_linear: bool,
-    chosen: str,
-) -> torch.Tensor:
+def _needs_graph(*values: torch.Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(value is not None and value.requires_grad for value in values)
+
+
+def _product(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype, chosen: str) -> torch.Tensor:
     canary.guard(a, chosen)
-    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad or (bias is not None and bias.requires_grad)):
-        return _Product.apply(a, b, bias, main_grad, out_dtype, is_linear, chosen)
-    return _forward(a, b, bias, out_dtype, is_linear, chosen)
+    if _needs_graph(a, b):
+        return _Product.apply(a, b, out_dtype, chosen)
+    return ops["forward"](a, b, None, out_dtype, chosen)
 
 
-def _forward(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-    is_linear: bool,
-    chosen: str,
-) -> torch.Tensor:
-    """Return ``a @ b + bias``; of a linear layer b is the weight, ``[N, K]``, and a has any number of leading dims."""
-    if not is_linear:
-        return ops["forward"](a, b, bias, out_dtype, chosen)
-    out = ops["forward"](_rows(a), b.t(), bias, out_dtype, chosen)
-    return out if a.ndim == 2 else _shaped(out, (*a.shape[:-1], b.shape[0]))
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, chosen: str, plan: Any) -> torch.Tensor:
+    if plan is not None and not is_looked_at():
+        found = plan.forward(x, weight, bias)
+        if found is not None:
+            return found
+    out = ops["forward"](_rows(x), weight.t(), bias, x.dtype, chosen)
+    # Not a view of it, which autograd would not let anybody change in place.
+    return out if x.ndim == 2 else torch.ops.aten._unsafe_view.default(out, (*x.shape[:-1], weight.shape[0]))
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.ndim == 2 else x.flatten(0, -2) if x.ndim > 1 else x[None]
 
 
-def _shaped(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return a tensor of which there is no other view: one that autograd takes for no view, so that it may change."""
-    return torch.ops.aten._unsafe_view.default(x, shape)
-
-
 class _Product(torch.autograd.Function):
-    """``a @ b + bias``, or a linear layer; backward adds the gradient of ``b`` to ``main_grad`` where there is one."""
+    """``a @ b``."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        bias: torch.Tensor | None,
-        main_grad: torch.Tensor | None,
-        out_dtype: torch.dtype,
-        is_linear: bool,
-        backend: str,
-    ) -> torch.Tensor:
+    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype, backend: str) -> torch.Tensor:
         ctx.save_for_backward(a, b)
-        # Not saved for backward: it is meant to change in place between this call and its backward pass.
-        ctx.main_grad, ctx.is_linear, ctx.backend = main_grad, is_linear, backend
-        return _forward(a, b, bias, out_dtype, is_linear, backend)
+        ctx.backend = backend
+        return ops["forward"](a, b, None, out_dtype, backend)
 
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         a, b = ctx.saved_tensors
         dc = upstream.to(a.dtype)
-        shape, turned = a.shape, b
-        if ctx.is_linear:
-            a, dc = _rows(a), _rows(dc)
-        else:
-            turned = b.t()
-        da = db = dbias = None
-        needed = [wanted and is_asked_for(ctx, number) for number, wanted in enumerate(ctx.needs_input_grad[:3])]
-        if needed[0]:
-            da = first_order(ops["forward"], dc, turned, None, a.dtype, ctx.backend)
-            da = da if a.shape == shape else da.view(shape)
-        if needed[1]:
-            # The gradient of b[K, N] is a^T dc, that of a weight[N, K] its transpose.
-            pair = (dc, a) if ctx.is_linear else (a, dc)
-            if ctx.main_grad is None:
-                db = first_order(ops["weight_gradient"], *pair, a.dtype, ctx.backend)
-            else:
-                no_lost_derivatives("det_linear", *pair)
-                ops["weight_gradient_into"](*pair, ctx.main_grad, ctx.backend)
-        if needed[2]:
-            ones = dc.new_ones(dc.shape[0], 1)
-            dbias = first_order(ops["weight_gradient"], ones, dc, a.dtype, ctx.backend)[0]
-        return da, db, dbias, None, None, None, None
+        da = db = None
+        if _is_needed(ctx, 0):
+            da = first_order(ops["forward"], dc, b.t(), None, a.dtype, ctx.backend)
+        if _is_needed(ctx, 1):
+            db = first_order(ops["weight_gradient"], a, dc, a.dtype, ctx.backend)
+        return da, db, None, None
+
+
+class _Linear(torch.autograd.Function):
+    """``x @ weight^T + bias``; where there is a ``main_grad[N, K]``, backward adds the gradient of the weight to it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        main_grad: torch.Tensor | None,
+        backend: str,
+        plan: Any,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        # Not saved for backward: it is meant to change in place between this call and its backward pass.
+        ctx.main_grad, ctx.backend, ctx.plan = main_grad, backend, plan
+        return _linear(x, weight, bias, backend, plan)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        dc = upstream.to(x.dtype)
+        # A gradient that may be differentiated itself goes the way that refuses it.
+        plan = ctx.plan
+        if plan is not None and (torch.is_grad_enabled() or is_looked_at()):
+            plan = None
+        dx = _input_gradient(dc, x, weight, ctx.backend, plan) if _is_needed(ctx, 0) else None
+        dweight = _weight_gradient(dc, x, ctx.main_grad, ctx.backend, plan) if _is_needed(ctx, 1) else None
+        dbias = None
+        if _is_needed(ctx, 2):
+            rows = _rows(dc)
+            dbias = first_order(ops["weight_gradient"], rows.new_ones(len(rows), 1), rows, x.dtype, ctx.backend)[0]
+        return dx, dweight, dbias, None, None, None
+
+
+def _is_needed(ctx: Any, number: int) -> bool:
+    return ctx.needs_input_grad[number] and is_asked_for(ctx, number)
+
+
+def _input_gradient(dc: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, backend: str, plan: Any) -> torch.Tensor:
+    found = None if plan is None else plan.input_gradient(dc, weight)
+    if found is None:
+        found = first_order(ops["forward"], _rows(dc), weight, None, x.dtype, backend)
+        found = found if x.ndim == 2 else found.view(x.shape)
+    return found
+
+
+def _weight_gradient(
+    dc: torch.Tensor, x: torch.Tensor, main_grad: torch.Tensor | None, backend: str, plan: Any
+) -> torch.Tensor | None:
+    """Return the gradient of the weight, or add it to ``main_grad``."""
+    found = None if plan is None else plan.weight_gradient(dc, x, main_grad)
+    if main_grad is None:
+        return first_order(ops["weight_gradient"], _rows(dc), _rows(x), x.dtype, backend) if found is None else found
+    if found is None:
+        no_lost_derivatives("det_linear", dc, x)
+        ops["weight_gradient_into"](_rows(dc), _rows(x), main_grad, backend)
+    elif not main_grad.is_inference():
+        increment_version(main_grad)
+    return None

@@ -14,12 +14,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Lock
 from types import TracebackType
+from typing import Any, TypeVar
 
 import torch
 
 from rl_kernels.core.operator import INVARIANT, Backend, Call, Operator
 from rl_kernels.core.registry import PUBLISHED, kernel_registry
 
+T = TypeVar("T")
 AUTO = "auto"
 KEPT = 4096
 """Kinds of calls whose choice is remembered."""
@@ -178,16 +180,40 @@ def choose(operator: Operator, call: Call, backend: str | None = None) -> Backen
 def remembered_choice(prepare: Callable[..., str]) -> Callable[..., str]:
     """Have a function check arguments and choose a backend once for arguments of each kind.
 
-    It looks at type, shape, strides, dtype and device of a tensor, at the value of everything else, and at nothing more;
-    it returns the name of what ``choose`` gave, or raises. Nothing is remembered under torch.compile, where a graph has
-    guards of its own, while choices are recorded, and where a backend is forced outside of the call.
+    It looks at type, shape, strides, dtype and device of a tensor, at the value of everything else, and at nothing
+    more; it returns the name of what ``choose`` gave, or raises. Nothing is remembered under torch.compile, where a
+    graph has guards of its own, while choices are recorded, and where a backend is forced outside of the call.
     """
-    known: dict[tuple[object, ...], str] = {}
+    return _remembered(prepare, prepare)
 
-    @functools.wraps(prepare)
-    def chosen(*args: object) -> str:
+
+def planned_choice(plan: Callable[..., Any]) -> Callable[[Callable[..., str]], Callable[..., tuple[str, Any]]]:
+    """Return a decorator as ``remembered_choice``: the function returns the name and what was planned with it.
+
+    Args:
+        plan: called with the name and the arguments where the choice is to be remembered; what it returns is for
+            arguments of that kind. Where nothing is remembered, nothing is planned: that is None.
+    """
+
+    def decorate(prepare: Callable[..., str]) -> Callable[..., tuple[str, Any]]:
+        @functools.wraps(prepare)
+        def planned(*args: object) -> tuple[str, Any]:
+            name = prepare(*args)
+            return name, plan(name, *args)
+
+        return _remembered(planned, lambda *args: (prepare(*args), None))
+
+    return decorate
+
+
+def _remembered(first: Callable[..., T], always: Callable[..., T]) -> Callable[..., T]:
+    """Return a function that calls ``first`` once for each kind of arguments, or ``always`` where nothing is kept."""
+    known: dict[tuple[object, ...], T] = {}
+
+    @functools.wraps(first)
+    def chosen(*args: object) -> T:
         if _blocks or _logs or _environment or _mistake or torch.compiler.is_compiling():
-            return prepare(*args)
+            return always(*args)
         try:
             kinds = [
                 # A layout without strides, such as a sparse one, raises; True is 1, and an argument may be either.
@@ -198,9 +224,9 @@ def remembered_choice(prepare: Callable[..., str]) -> Callable[..., str]:
             found = known.get(key)
         except (TypeError, RuntimeError):
             # What has no hash, such as a list or a size that is a symbol; a tensor without strides.
-            return prepare(*args)
+            return always(*args)
         if found is None:
-            found = prepare(*args)
+            found = first(*args)
             if len(known) >= KEPT:
                 known.clear()
             known[key] = found

@@ -47,7 +47,7 @@ def _direct(op: Any, on_cpu: Callable[..., Any], on_cuda: Callable[..., Any]) ->
     """Return a function that calls an op, or what runs it where that is all that would come of it."""
 
     def call(*args: Any) -> Any:
-        if torch.compiler.is_compiling() or _is_looked_at():
+        if torch.compiler.is_compiling() or is_looked_at():
             return op(*args)
         graph = torch.is_grad_enabled()
         for value in args:
@@ -64,7 +64,7 @@ def _direct(op: Any, on_cpu: Callable[..., Any], on_cuda: Callable[..., Any]) ->
     return call
 
 
-def _is_looked_at() -> bool:
+def is_looked_at() -> bool:
     """Say whether somebody sees the ops that are called now: a mode, a transform of ``torch.func``, a tracer."""
     return (
         _len_torch_dispatch_stack() > 0

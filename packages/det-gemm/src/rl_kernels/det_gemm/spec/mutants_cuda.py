@@ -123,4 +123,35 @@ LAUNCHES = (
 )
 """What only a look at the launch shows."""
 
+PLANNED = (
+    Bug("bias of a plan lost", "0 if bias is None else plan.along", "0"),
+    Bug("operands of a plan as they were", "(b, a) if plan.flipped", "(a, b) if plan.flipped"),
+    Bug("maps of a plan as they were", "(right, left, target) if self._plan.flipped", "(left, right, target) if False"),
+    Bug("unaligned addresses launched", "(a.data_ptr() | b.data_ptr() | out.data_ptr()) % ALIGNED", "0"),
+    Bug("alignment of the weight not looked at", "(a.data_ptr() | b.data_ptr() | out", "(a.data_ptr() | out"),
+    Bug(
+        "map of the first address",
+        "found.append(known.get(tensor.data_ptr()) or",
+        "found.append(next(iter(known.values()), 0) or",
+    ),
+    Bug("maps of all operands in one", "key = box, x.shape, x.stride(), x.dtype", "key = x.dtype"),
+    Bug("chain of a plan begins anew", 'else ("continued", True)', 'else ("weight", False)'),
+    Bug("one product for both weight gradients", 'else ("continued", True)', 'else ("weight", True)'),
+    Bug("dc not turned", "a_turned=True, continues", "continues"),
+    Bug("weight not turned", "out, bias, b_turned=True", "out, bias"),
+    Bug("strides of dc not looked at", " or not dc.is_contiguous()", ""),
+    Bug("shape of dc not looked at", "dc.shape != self._shape or ", ""),
+    Bug("stored x of other strides", "(x.shape, x.stride()) == self._x", "x.shape == self._x[0]"),
+    Bug("stored weight of other strides", "(weight.shape, weight.stride()) == self._weight", "True"),
+    Bug("buffer of any strides", " or not (into is None or into.is_contiguous())", ""),
+    Bug("rows that would be copied", " or (x.ndim > 1 and x.flatten(0, -2).data_ptr() != x.data_ptr())", ""),
+    Bug("bias of any strides", "(bias is None or bias.is_contiguous())", "True"),
+    Bug(
+        "gradient in the shape of rows",
+        "dc.new_empty(self._x[0])",
+        "dc.new_empty((dc.numel() // dc.shape[-1], self._x[0][-1]))",
+    ),
+)
+"""Bugs of the short way, which the tests of plans show."""
+
 MUTANTS = (Mutants("cuda-sm90", MODULES, SHOWN),)

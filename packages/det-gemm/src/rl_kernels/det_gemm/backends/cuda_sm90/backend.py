@@ -6,6 +6,7 @@ import torch
 
 from rl_kernels.core.cuda.program import Program
 from rl_kernels.det_gemm.backends.cuda_sm90.matmul import matmul, programs_of
+from rl_kernels.det_gemm.backends.cuda_sm90.planned import plan_linear as plan_linear
 
 
 def forward(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:

@@ -1,0 +1,176 @@
+"""A linear layer whose launches are worked out once, for operands that lie in one way: the short way on the host.
+
+What is launched is what ``matmul`` launches for the same tensors.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+
+from rl_kernels.core.cuda.launch import kernel
+from rl_kernels.core.gpu import processors
+from rl_kernels.det_gemm.backends.cuda_sm90.matmul import ALIGNED, NO_MAP, SIGNATURE, Box, plan_of
+
+KEPT = 1 << 14
+"""Maps that are remembered: some 5 MiB."""
+
+
+class Linear:
+    """A linear layer for one kind of ``x[..., K]``, ``weight[N, K]`` and bias, and its gradients.
+
+    Each method returns None where its tensors do not lie as was planned: the caller goes the long way then.
+    """
+
+    def __init__(self, x: torch.Tensor, weight: torch.Tensor) -> None:
+        self._x, self._weight = (x.shape, x.stride()), (weight.shape, weight.stride())
+        self._shape = (*x.shape[:-1], weight.shape[0])
+        self._products: dict[str, Product] = {}
+
+    def forward(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
+        """Return ``x @ weight^T + bias``."""
+        out = x.new_empty(self._shape)
+        product = self._products.get("forward")
+        if product is None:
+            product = self._products["forward"] = Product(x, weight, out, bias, b_turned=True)
+        return out if product.launch(x, weight, out, bias) else None
+
+    def input_gradient(self, dc: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
+        """Return ``dc @ weight``."""
+        if not self._is_planned(dc, weight=weight):
+            return None
+        dx = dc.new_empty(self._x[0])
+        product = self._products.get("input")
+        if product is None:
+            product = self._products["input"] = Product(dc, weight, dx)
+        return dx if product.launch(dc, weight, dx) else None
+
+    def weight_gradient(self, dc: torch.Tensor, x: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor | None:
+        """Return ``dc^T @ x``, or let the chain of it go on from what ``into[N, K]`` holds."""
+        if not self._is_planned(dc, x=x) or not (into is None or into.is_contiguous()):
+            return None
+        name, continues = ("weight", False) if into is None else ("continued", True)
+        dw = dc.new_empty(self._weight[0]) if into is None else into
+        product = self._products.get(name)
+        if product is None:
+            product = self._products[name] = Product(dc, x, dw, a_turned=True, continues=continues)
+        return dw if product.launch(dc, x, dw) else None
+
+    def _is_planned(
+        self, dc: torch.Tensor, *, x: torch.Tensor | None = None, weight: torch.Tensor | None = None
+    ) -> bool:
+        """Say whether tensors of a backward pass lie as in the forward pass: a hook may have stored others."""
+        if dc.shape != self._shape or not dc.is_contiguous() or type(dc) is not torch.Tensor:
+            return False
+        if x is not None:
+            return (x.shape, x.stride()) == self._x
+        return weight is None or (weight.shape, weight.stride()) == self._weight
+
+
+class Product:
+    """``a @ b + bias`` of operands that lie like these, wherever they are; a turned one is given as its transpose."""
+
+    def __init__(
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        out: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        *,
+        a_turned: bool = False,
+        b_turned: bool = False,
+        continues: bool = False,
+    ) -> None:
+        self._turned = a_turned, b_turned, False
+        left, right, target = self._matrices(a, b, out)
+        plan = plan_of(
+            *(left.shape, left.stride(), True, right.shape, right.stride(), True, target.stride(), True),
+            *(left.dtype, target.dtype, continues, None, processors(a.get_device())),
+        )
+        self._plan = plan
+        self._kernel = kernel(plan.program, "det_gemm", SIGNATURE, a.device)
+        self._numbers = *plan.strides, *plan.sizes, 0 if bias is None else plan.along
+        given = (right, left, target) if plan.flipped else (left, right, target)
+        self._maps = tuple(
+            _NO_MAPS if box is None else maps_of(box, x) for box, x in zip(plan.boxes, given, strict=True)
+        )
+
+    def launch(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
+        """Launch it; False, and nothing is launched, if an address is not one that was planned for."""
+        plan = self._plan
+        left, right = (b, a) if plan.flipped else (a, b)
+        of_left, of_right, of_out = self._maps
+        try:
+            maps = of_left[left.data_ptr()], of_right[right.data_ptr()], of_out[out.data_ptr()]
+        except KeyError:
+            if (a.data_ptr() | b.data_ptr() | out.data_ptr()) % ALIGNED:
+                return False
+            maps = self._found(a, b, out)
+        self._kernel.launch(
+            plan.grid, plan.block, *maps, out, bias, left, right, *self._numbers, shared=plan.shared, pdl=plan.pdl
+        )
+        return True
+
+    def _found(self, *given: torch.Tensor) -> list[Any]:
+        """Return the maps, and remember them."""
+        left, right, target = self._matrices(*given)
+        tensors = (right, left, target) if self._plan.flipped else (left, right, target)
+        found = []
+        for known, box, tensor in zip(self._maps, self._plan.boxes, tensors, strict=True):
+            if box is None:
+                found.append(NO_MAP)
+            else:
+                found.append(known.get(tensor.data_ptr()) or known.remember(tensor.data_ptr(), box.of(tensor)))
+        return found
+
+    def _matrices(self, *given: torch.Tensor) -> list[torch.Tensor]:
+        """Return a, b and the output as two dims."""
+        flat = [x if x.ndim == 2 else x.flatten(0, -2) if x.ndim > 1 else x[None] for x in given]
+        return [x.t() if turned else x for x, turned in zip(flat, self._turned, strict=True)]
+
+
+class Maps(dict[int, Any]):
+    """The maps of one kind of matrix, by its address."""
+
+    def remember(self, address: int, made: Any) -> Any:
+        """Keep a map; where those that were kept have become many, they are forgotten first."""
+        global _kept
+        if _kept >= KEPT:
+            for known in list(_maps.values()):
+                known.clear()
+            _kept = 0
+        _kept += 1
+        self[address] = made
+        return made
+
+
+class _NoMaps(Maps):
+    """The maps of what has none."""
+
+    def __missing__(self, address: int) -> bytes:
+        return NO_MAP
+
+
+_NO_MAPS = _NoMaps()
+_maps: WeakValueDictionary[tuple[Any, ...], Maps] = WeakValueDictionary()
+"""Those in use, by kind: layers of one shape, and products of one weight, share them."""
+_kept = 0
+
+
+def maps_of(box: Box, x: torch.Tensor) -> Maps:
+    """Return the maps of matrices that lie like ``x``."""
+    key = box, x.shape, x.stride(), x.dtype
+    found = _maps.get(key)
+    if found is None:
+        found = _maps[key] = Maps()
+    return found
+
+
+def plan_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear | None:
+    """Return the linear layer for operands that lie like these, or None if their rows would have to be copied."""
+    whole = x.numel() and weight.numel() and (bias is None or bias.is_contiguous())
+    if not whole or (x.ndim > 1 and x.flatten(0, -2).data_ptr() != x.data_ptr()):
+        return None
+    return Linear(x, weight)

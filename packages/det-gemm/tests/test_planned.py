@@ -1,0 +1,263 @@
+"""Linear layers whose launches are worked out once: the launches of ``matmul``, and where they are taken."""
+
+from __future__ import annotations
+
+import importlib
+from contextlib import contextmanager
+from functools import partial
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rl_kernels.core.testing import Draw
+from rl_kernels.core.testing.launches import Box, Recorder
+from rl_kernels.core.testing.planted import planted
+from rl_kernels.det_gemm import api, det_linear
+from rl_kernels.det_gemm.spec.mutants_cuda import PLANNED
+
+MATMUL = "rl_kernels.det_gemm.backends.cuda_sm90.matmul"
+PLAN = "rl_kernels.det_gemm.backends.cuda_sm90.planned"
+BACKEND = "rl_kernels.det_gemm.backends.cuda_sm90.backend"
+FAILURES = (AssertionError, RuntimeError, TypeError, KeyError)
+SHAPES = (((1,), 64, 40), ((5,), 200, 64), ((300,), 72, 264), ((2, 3), 136, 24), ((3, 1, 30), 64, 128))
+"""Leading dims, K and N: few rows, and many."""
+
+
+def described(launch):
+    """Return all that a launch is; how the tensor behind a pointer lies is said by the numbers beside it."""
+
+    def told(value):
+        if isinstance(value, Box):
+            seen = value.tensor
+            return seen.data_ptr(), seen.shape, seen.stride(), seen.dtype, value.box, value.swizzle, value.promotion
+        return value.data_ptr() if isinstance(value, torch.Tensor) else value
+
+    form = launch.program, launch.entry, launch.grid, launch.block, launch.shared, launch.pdl
+    return form, {name: told(value) for name, value in launch.arguments.items()}
+
+
+def same(recorder, out, matmul, *given, **options):
+    """Hold the launch before to that of ``matmul`` with the same tensors; return what it wrote."""
+    assert out is not None
+    matmul(*given, out.view(-1, out.shape[-1]), **options)
+    planned, expected = recorder.launches
+    assert described(planned) == described(expected)
+    recorder.launches.clear()
+    return out
+
+
+def drawn(draw, lead, inner, outer, bias):
+    x, weight = draw.normal(*lead, inner), draw.normal(outer, inner)
+    return x, weight, draw.normal(outer) if bias else None, draw.normal(*lead, outer)
+
+
+def hold_layer(layer, recorder, x, weight, bias, dc):
+    """Hold every product of a layer to ``matmul``; return what it wrote."""
+    matmul = importlib.import_module(MATMUL).matmul
+    rows, above = x.flatten(0, -2), dc.flatten(0, -2)
+    out = same(recorder, layer.forward(x, weight, bias), matmul, rows, weight.t(), bias=bias)
+    assert (out.shape, out.dtype, out._is_view()) == (dc.shape, x.dtype, False)
+    dx = same(recorder, layer.input_gradient(dc, weight), matmul, above, weight)
+    assert (dx.shape, dx.dtype) == (x.shape, x.dtype)
+    dw = same(recorder, layer.weight_gradient(dc, x, None), matmul, above.t(), rows)
+    assert (dw.shape, dw.dtype, dw.is_contiguous()) == (weight.shape, x.dtype, True)
+    total = torch.zeros(weight.shape)
+    assert same(recorder, layer.weight_gradient(dc, x, total), matmul, above.t(), rows, continues=True) is total
+    return out, dx, dw, total
+
+
+def hold():
+    """Hold layers of every shape, the second time with tensors at other addresses."""
+    module, recorder, kept = importlib.import_module(PLAN), Recorder(processors=4), []
+    module._maps.clear()
+    with recorder.watching(PLAN, MATMUL):
+        for place, (lead, inner, outer) in enumerate(SHAPES):
+            draw = Draw((torch.float16, torch.bfloat16)[place % 2], seed=place)
+            for bias in (False, True):
+                given = drawn(draw, lead, inner, outer, bias)
+                layer = module.plan_linear(*given[:3])
+                for tensors in (given, drawn(draw, lead, inner, outer, bias)):
+                    # What is freed gives its address to another tensor.
+                    kept.append((tensors, hold_layer(layer, recorder, *tensors)))
+
+
+def hold_others():
+    """What does not lie as was planned is not launched."""
+    module = importlib.import_module(PLAN)
+    module._maps.clear()
+    recorder = Recorder(processors=4)
+    with recorder.watching(PLAN, MATMUL):
+        draw = Draw(torch.bfloat16, seed=1)
+        x, weight, _, dc = drawn(draw, (2, 8), 64, 40, False)
+        layer = module.plan_linear(x, weight, None)
+        named = {"x": x, "weight": weight, "dc": dc}
+        odd = {name: value.new_empty(value.numel() + 1)[1:].view(value.shape) for name, value in named.items()}
+        turned = {name: value.transpose(0, 1).contiguous().transpose(0, 1) for name, value in named.items()}
+        total = torch.zeros(40, 64)
+        assert layer.forward(odd["x"], weight, None) is None
+        assert layer.forward(x, odd["weight"], None) is None
+        for upstream in (odd["dc"], turned["dc"], dc[:1], dc[..., :1].expand(dc.shape)):
+            assert layer.input_gradient(upstream, weight) is None
+            assert layer.weight_gradient(upstream, x, None) is None
+            assert layer.weight_gradient(upstream, x, total) is None
+        for other in (odd["weight"], turned["weight"]):
+            assert layer.input_gradient(dc, other) is None
+        for other in (odd["x"], turned["x"]):
+            assert layer.weight_gradient(dc, other, None) is None
+        assert layer.weight_gradient(dc, x, turned["weight"].float().t().contiguous().t()) is None
+        assert not recorder.launches
+        assert layer.forward(x, weight, None) is not None
+    for other in (x.transpose(0, 1), x[:0]):
+        assert module.plan_linear(other, weight, None) is None
+    assert module.plan_linear(x, weight, torch.zeros(80, dtype=x.dtype)[::2]) is None
+
+
+def hold_all():
+    hold()
+    hold_others()
+
+
+def test_a_plan_launches_what_matmul_launches():
+    hold()
+
+
+def test_what_does_not_lie_as_planned_goes_the_long_way():
+    hold_others()
+
+
+@pytest.mark.parametrize("bug", PLANNED, ids=lambda bug: bug.name)
+def test_bug_planted_in_a_plan_shows(bug):
+    with planted([PLAN], bug), pytest.raises(FAILURES):
+        hold_all()
+
+
+def test_maps_that_are_kept_are_bounded(monkeypatch):
+    module = importlib.import_module(PLAN)
+    module._maps.clear()
+    monkeypatch.setattr(module, "KEPT", 5)
+    with Recorder(processors=4).watching(PLAN, MATMUL):
+        draw, kept = Draw(torch.bfloat16), []
+        layer = module.plan_linear(*drawn(draw, (200,), 64, 40, False)[:3])
+        for _ in range(9):
+            kept.append((*drawn(draw, (200,), 64, 40, False)[:2],))
+            kept.append(layer.forward(*kept[-1], None))
+            assert sum(map(len, module._maps.values())) <= 5 + 3
+
+
+class Plan:
+    """A plan that multiplies by PyTorch, and lists what it was asked for; ``answers`` are what it takes on."""
+
+    def __init__(self, *answers):
+        self.asked, self._answers = [], answers
+
+    def _found(self, name, make):
+        self.asked.append(name)
+        return make() if name in self._answers else None
+
+    def forward(self, x, weight, bias):
+        return self._found("forward", lambda: torch.nn.functional.linear(x, weight, bias) + 100)
+
+    def input_gradient(self, dc, weight):
+        return self._found("input", lambda: dc @ weight + 100)
+
+    def weight_gradient(self, dc, x, into):
+        def make():
+            found = dc.flatten(0, -2).t() @ x.flatten(0, -2) + 100
+            return found if into is None else into.add_(found)
+
+        return self._found("weight", make)
+
+
+@contextmanager
+def planned_by(monkeypatch, *answers):
+    plan = Plan(*answers)
+    with monkeypatch.context() as patch:
+        patch.setattr(api, "_chosen_for_linear", lambda *_: ("native", plan))
+        yield plan
+
+
+def leaves():
+    draw = Draw(torch.float32)
+    return [value.requires_grad_() for value in (draw.normal(2, 3, 8), draw.normal(5, 8), draw.normal(5))]
+
+
+def gradients(given, upstream):
+    for leaf in given:
+        leaf.grad = None
+    det_linear(*given).backward(upstream)
+    return [leaf.grad for leaf in given]
+
+
+@pytest.mark.parametrize("answers", [(), ("forward",), ("input",), ("weight",), ("forward", "input", "weight")])
+def test_a_plan_is_taken_where_it_answers(monkeypatch, answers):
+    given, upstream = leaves(), torch.randn(2, 3, 5)
+    expected, grads = det_linear(*given).detach(), gradients(given, upstream)
+    with planned_by(monkeypatch, *answers) as plan:
+        found = gradients(given, upstream)
+        with torch.no_grad():
+            out = det_linear(*given)
+    assert plan.asked == ["forward", "input", "weight", "forward"]
+    for name, value, old in zip(("forward", "input", "weight"), (out, *found), (expected, *grads), strict=False):
+        torch.testing.assert_close(value, old + 100 * (name in answers))
+    assert torch.equal(found[2], grads[2])
+
+
+def test_a_plan_continues_main_grad_and_says_that_it_wrote(monkeypatch):
+    given = leaves()
+    given[1].main_grad = torch.zeros(5, 8)
+    with planned_by(monkeypatch, "weight"):
+        version = given[1].main_grad._version
+        det_linear(*given).sum().backward()
+    assert given[1].grad is None
+    assert (given[1].main_grad > 50).all()
+    assert given[1].main_grad._version > version
+
+
+def test_gradients_that_are_not_asked_for_are_not_planned(monkeypatch):
+    given = [value * 1 for value in leaves()]
+    with planned_by(monkeypatch, "forward", "input", "weight") as plan:
+        torch.autograd.grad(det_linear(*given), given[0], torch.ones(2, 3, 5))
+    assert plan.asked == ["forward", "input"]
+
+
+def test_who_looks_at_ops_sees_them(monkeypatch):
+    class Ops(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    given, seen = leaves(), []
+    with planned_by(monkeypatch, "forward", "input", "weight") as plan, Ops():
+        det_linear(*given).sum().backward()
+    assert not plan.asked
+    names = [name for name in seen if name.startswith("rl_kernels")]
+    assert names == [f"rl_kernels.det_gemm_{name}.default" for name in ("forward", "forward", *["weight_gradient"] * 2)]
+
+
+def test_a_second_derivative_is_refused(monkeypatch):
+    given = leaves()
+    with planned_by(monkeypatch, "forward", "input", "weight") as plan:
+        (grad,) = torch.autograd.grad((det_linear(*given) ** 2).sum(), given[0], create_graph=True)
+        with pytest.raises(RuntimeError, match="double backward is not supported"):
+            grad.square().sum().backward()
+    assert plan.asked == ["forward"]
+
+
+def test_results_may_change_in_place(monkeypatch):
+    for answers in ((), ("forward",)):
+        given = leaves()
+        with planned_by(monkeypatch, *answers):
+            out = det_linear(*given)
+        out.mul_(2).sum().backward()
+        assert torch.equal(given[2].grad, torch.full((5,), 12.0))
+
+
+def test_kinds_are_planned_once(monkeypatch):
+    made = []
+    module = api.OPERATOR.backend("native").load()
+    monkeypatch.setattr(module, "plan_linear", lambda *given: made.append(given), raising=False)
+    x, weight, _ = (value.detach() for value in leaves())
+    for call in 2 * [partial(det_linear, x, weight), partial(det_linear, x[:1], weight)]:
+        call()
+    assert [given[0].shape for given in made] == [(2, 3, 8), (1, 3, 8)]
