@@ -48,7 +48,7 @@ def det_gemm(
     """
     chosen = _chosen_for_gemm(a, b, out_dtype, backend)
     no_lost_derivatives("det_gemm", a, b)
-    return _product(a, b, None, None, out_dtype or a.dtype, chosen)
+    return _product(a, b, out_dtype or a.dtype, chosen)
 
 
 @remembered_choice
