@@ -15,10 +15,11 @@ from rl_kernels.det_gemm import canary
 from rl_kernels.det_gemm.op import OPERATOR, describe
 from rl_kernels.models import pretrained
 from rl_kernels.models.audits import audit
+from rl_kernels.models.fused.swaps import rotary_module, rotary_swap
 from rl_kernels.models.layers import has_weights, original_of, replacement
 from rl_kernels.models.swap import class_swap, forget_graphs, held, hold
 
-CLASS, ATTENTION = "class", "attention"
+CLASS, ATTENTION, ROTARY = "class", "attention", "rotary"
 AUDITED_PROMPTS, AUDITED_TOKENS = 3, 14
 """What ``strict`` runs through a model with modules that nothing is known of."""
 SHOWN = 3
@@ -113,6 +114,10 @@ def invariant(model: nn.Module, *, strict: bool = False) -> Invariance:
             pretrained.register()
         for config in configs:
             handle._releases.append(hold(config, ATTENTION, pretrained.attention_swap))
+        for part in pretrained.pretrained(model):
+            file = rotary_module(part)
+            if file is not None:
+                handle._releases.append(hold(file, ROTARY, rotary_swap))
         if strict and unsure:
             _audited(model, unsure)
     except BaseException:

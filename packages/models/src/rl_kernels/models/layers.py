@@ -13,6 +13,7 @@ from torch import nn
 from rl_kernels.core.validate import HALF_AND_FLOAT
 from rl_kernels.det_gemm.api import det_linear
 from rl_kernels.det_gemm.module import DetLinear
+from rl_kernels.models.fused.swaps import gated
 from rl_kernels.norm import layer_norm, rms_norm
 
 
@@ -61,6 +62,8 @@ def replacement(module: nn.Module) -> Found:
         found = _activation(module)
     elif "norm" in type(module).__name__.lower():
         found = _norm(module)
+    elif (forward := gated(module)) is not None:
+        found = _subclass(type(module), (), forward), ""
     if found[0] is not None and "forward" in vars(module):
         return None, "its forward was replaced on the object, so a class would not reach it"
     return found

@@ -1,0 +1,56 @@
+"""The gate of an MLP, ``silu(gate) up``: one launch, and nothing saved but its two factors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rl_kernels.core.gpu import device_of
+from rl_kernels.core.triton_lib.launch import ceil_div, launch
+from rl_kernels.models.fused.place import fits
+
+BLOCK = 1024
+
+
+def takes(gate: Any, up: Any) -> bool:
+    """Say whether ``silu_mul`` stands for ``F.silu(gate) * up`` here."""
+    return (
+        fits(gate, up) and gate.shape == up.shape and bool(gate.numel()) and gate.is_contiguous() and up.is_contiguous()
+    )
+
+
+def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Return ``silu(gate) up``, of any shape; both factors are differentiable.
+
+    SwiGLU's (https://arxiv.org/abs/2002.05202); silu is rounded to the dtype before it is multiplied, as in PyTorch.
+    ``takes`` says which arguments it takes.
+    """
+    found: torch.Tensor = _SiluMul.apply(gate, up)
+    return found
+
+
+class _SiluMul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        from rl_kernels.models.fused import kernels
+
+        ctx.save_for_backward(gate, up)
+        out = torch.empty_like(gate)
+        with device_of(gate):
+            grid = (ceil_div(gate.numel(), BLOCK),)
+            launch(kernels.gate_forward, grid, gate, up, out, gate.numel(), BLOCK, num_warps=4)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        from rl_kernels.models.fused import kernels
+
+        gate, up = ctx.saved_tensors
+        grad = grad.contiguous()
+        of_gate, of_up = torch.empty_like(gate), torch.empty_like(up)
+        with device_of(gate):
+            grid = (ceil_div(gate.numel(), BLOCK),)
+            launch(kernels.gate_backward, grid, grad, gate, up, of_gate, of_up, gate.numel(), BLOCK, num_warps=4)
+        return of_gate, of_up

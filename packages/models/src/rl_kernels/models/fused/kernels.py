@@ -1,0 +1,101 @@
+"""Rotary embedding and the gate of an MLP, in Triton: every rounding is where PyTorch's kernels have theirs."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from rl_kernels.core.triton_lib.arithmetic import INTERPRETED, fma, product
+
+if not INTERPRETED.value:
+    from triton.language.extra import libdevice
+
+
+@triton.jit
+def rounded(x, y, LIKE):
+    """Return ``x y`` as a tensor of LIKE's dtype holds it, FP32."""
+    return product(x, y).to(LIKE.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def turned(
+    X, OUT, c, s, c_, s_, x_head, out_head, d, inside,
+    HEADS: tl.constexpr, PART: tl.constexpr, HALF: tl.constexpr, BACK: tl.constexpr,
+):  # fmt: skip
+    """Turn the heads of one token, PART at a time; c and s are of the first half, c_ and s_ of the second."""
+    for first in tl.static_range(0, HEADS, PART):
+        heads = first + tl.arange(0, PART)
+        mask = (heads < HEADS)[:, None] & inside[None, :]
+        place = heads[:, None] * x_head + d[None, :]
+        a = tl.load(X + place, mask=mask, other=0.0).to(tl.float32)
+        b = tl.load(X + place + HALF, mask=mask, other=0.0).to(tl.float32)
+        like = a
+        c1, s1 = tl.broadcast_to(c[None, :], like.shape), tl.broadcast_to(s[None, :], like.shape)
+        c2, s2 = tl.broadcast_to(c_[None, :], like.shape), tl.broadcast_to(s_[None, :], like.shape)
+        if BACK:
+            y, z = rounded(a, c1, X) + rounded(b, s2, X), rounded(b, c2, X) - rounded(a, s1, X)
+        else:
+            y, z = rounded(a, c1, X) - rounded(b, s1, X), rounded(b, c2, X) + rounded(a, s2, X)
+        place = heads[:, None] * out_head + d[None, :]
+        tl.store(OUT + place, y.to(OUT.dtype.element_ty), mask=mask)
+        tl.store(OUT + place + HALF, z.to(OUT.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=("tokens",))
+def rotate(
+    Q, K, COS, SIN, Q_OUT, K_OUT, tokens,
+    q_batch, q_head, q_token, k_batch, k_head, k_token, cos_batch, cos_token,
+    q_out_batch, q_out_head, q_out_token, k_out_batch, k_out_head, k_out_token,
+    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr,
+    BACK: tl.constexpr,
+):  # fmt: skip
+    """Rotate queries and keys ``[B, H, T, 2 HALF]`` by ``COS, SIN[B, T, 2 HALF]``, or gradients back. Grid: tokens."""
+    b, t = (tl.program_id(0) // tokens).to(tl.int64), (tl.program_id(0) % tokens).to(tl.int64)
+    d = tl.arange(0, WIDTH)
+    inside = d < HALF
+    place = b * cos_batch + t * cos_token + d
+    c, s = tl.load(COS + place, mask=inside).to(tl.float32), tl.load(SIN + place, mask=inside).to(tl.float32)
+    place += HALF
+    c_, s_ = tl.load(COS + place, mask=inside).to(tl.float32), tl.load(SIN + place, mask=inside).to(tl.float32)
+    q, q_out = Q + b * q_batch + t * q_token, Q_OUT + b * q_out_batch + t * q_out_token
+    k, k_out = K + b * k_batch + t * k_token, K_OUT + b * k_out_batch + t * k_out_token
+    turned(q, q_out, c, s, c_, s_, q_head, q_out_head, d, inside, Q_HEADS, PART, HALF, BACK)
+    turned(k, k_out, c, s, c_, s_, k_head, k_out_head, d, inside, K_HEADS, PART, HALF, BACK)
+
+
+@triton.jit
+def sigmoid_parts(x):
+    """Return ``1 + exp(-x)``, with the exponential of CUDA's library."""
+    if INTERPRETED:
+        return 1.0 + tl.exp(-x)
+    else:
+        return 1.0 + libdevice.exp(-x)
+
+
+@triton.jit
+def gate_forward(GATE, UP, OUT, count, BLOCK: tl.constexpr):
+    """Write ``silu(GATE) UP``, silu rounded in between. Grid: blocks."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < count
+    gate, up = tl.load(GATE + at, mask=mask, other=0.0), tl.load(UP + at, mask=mask, other=0.0)
+    x = gate.to(tl.float32)
+    silu = tl.div_rn(x, sigmoid_parts(x)).to(gate.dtype).to(tl.float32)
+    tl.store(OUT + at, product(silu, up.to(tl.float32)).to(gate.dtype), mask=mask)
+
+
+@triton.jit
+def gate_backward(GRAD, GATE, UP, D_GATE, D_UP, count, BLOCK: tl.constexpr):
+    """Write the gradients of both factors. Grid: blocks."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < count
+    grad = tl.load(GRAD + at, mask=mask, other=0.0).to(tl.float32)
+    gate, up = tl.load(GATE + at, mask=mask, other=0.0), tl.load(UP + at, mask=mask, other=0.0)
+    x = gate.to(tl.float32)
+    parts = sigmoid_parts(x)
+    silu = tl.div_rn(x, parts).to(gate.dtype).to(tl.float32)
+    tl.store(D_UP + at, product(grad, silu).to(gate.dtype), mask=mask)
+    of_silu = product(grad, up.to(tl.float32)).to(gate.dtype).to(tl.float32)
+    one = tl.full([BLOCK], 1.0, tl.float32)
+    sigmoid = tl.div_rn(one, parts)
+    slope = fma(x, one - sigmoid, one)
+    tl.store(D_GATE + at, product(product(of_silu, sigmoid), slope).to(gate.dtype), mask=mask)

@@ -1,0 +1,26 @@
+"""Where the fused forms can stand in, so that nobody sees a difference but in time."""
+
+from __future__ import annotations
+
+import torch
+from torch._C import _functorch
+
+from rl_kernels.core.triton_lib.launch import INSTALLED, INTERPRETED
+from rl_kernels.core.validate import HALF_AND_FLOAT
+
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def fits(*tensors: object) -> bool:
+    """Say whether Triton can take these tensors, which are of one dtype and device, in plain eager mode.
+
+    Under torch.compile the compiler fuses what it is given.
+    """
+    first = tensors[0]
+    if not INSTALLED or torch.compiler.is_compiling() or not isinstance(first, torch.Tensor):
+        return False
+    if not (first.is_cuda or INTERPRETED) or first.dtype not in HALF_AND_FLOAT:
+        return False
+    if torch._C._len_torch_dispatch_stack() or _functorch.maybe_current_level() is not None:
+        return False
+    return all(type(x) in PLAIN and x.dtype == first.dtype and x.device == first.device for x in tensors)  # type: ignore[attr-defined]

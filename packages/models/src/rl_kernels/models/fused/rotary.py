@@ -1,0 +1,77 @@
+"""Rotary embedding of queries and keys: one launch for what is fourteen of PyTorch's, forward and backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rl_kernels.core.gpu import device_of
+from rl_kernels.core.triton_lib.launch import launch
+from rl_kernels.models.fused.place import fits
+
+DIMS, COS_DIMS = 4, 3
+PART = 16
+"""Heads that a program turns at once."""
+
+
+def takes(q: Any, k: Any, cos: Any, sin: Any) -> bool:
+    """Say whether ``rotary`` stands for ``q cos + rotate_half(q) sin`` here, and the same of k."""
+    if not fits(q, k, cos, sin) or q.ndim != DIMS or k.ndim != DIMS or cos.ndim != COS_DIMS or not q.numel():
+        return False
+    if cos.requires_grad or sin.requires_grad or cos.shape != sin.shape or cos.stride() != sin.stride():
+        return False
+    batch, _, tokens, size = q.shape
+    fitting = k.shape[0] == batch and k.shape[2:] == q.shape[2:] and cos.shape[1:] == (tokens, size)
+    apart = all(x.stride(-1) == 1 for x in (q, k, cos))
+    return fitting and apart and cos.shape[0] in (1, batch) and size % 2 == 0
+
+
+def rotary(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return q and k ``[B, H, T, D]`` rotated by ``cos`` and ``sin[B or 1, T, D]``; gradients flow to q and k.
+
+    The formula is that of RoFormer (https://arxiv.org/abs/2104.09864) with halves in place of pairs, as transformers
+    has it; each product is rounded to the dtype, as there. ``takes`` says which arguments it takes.
+    """
+    found: tuple[torch.Tensor, torch.Tensor] = _Rotary.apply(q, k, cos, sin)
+    return found
+
+
+def _turned(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, back: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    import triton
+
+    from rl_kernels.models.fused import kernels
+
+    q_out, k_out = torch.empty_like(q), torch.empty_like(k)
+    batch, heads, tokens, size = q.shape
+    half = size // 2
+    with device_of(q):
+        launch(
+            kernels.rotate,
+            (batch * tokens,),
+            *(q, k, cos, sin, q_out, k_out),
+            numbers=(
+                *(tokens, *q.stride()[:3], *k.stride()[:3], cos.stride(0) * (cos.shape[0] > 1), cos.stride(1)),
+                *(*q_out.stride()[:3], *k_out.stride()[:3]),
+                *(heads, k.shape[1], half, triton.next_power_of_2(half), PART, back),
+            ),
+            num_warps=4,
+        )
+    return q_out, k_out
+
+
+class _Rotary(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.save_for_backward(cos, sin)
+        return _turned(q, k, cos, sin, back=False)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, of_q: torch.Tensor, of_k: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        of_q, of_k = (x if x.stride(-1) == 1 else x.contiguous() for x in (of_q, of_k))
+        return *_turned(of_q, of_k, *ctx.saved_tensors, back=True), None, None

@@ -1,0 +1,96 @@
+"""Where models of transformers have what is fused here: found by what it computes, not by its name alone."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from rl_kernels.models.fused import gate, rotary
+from rl_kernels.models.swap import Undo
+
+ROTARY = "apply_rotary_pos_emb"
+"""The function of a modelling file that its attention calls."""
+PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+PROBE: Any = {"dtype": torch.float32, "device": "cpu"}
+"""Whatever the defaults are."""
+
+
+def rotary_module(part: nn.Module) -> ModuleType | None:
+    """Return the modelling file of a ``PreTrainedModel`` if its attention turns halves by one cosine and one sine."""
+    module = sys.modules.get(type(part).__module__)
+    function = getattr(module, ROTARY, None)
+    if module is None or function is None:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    q, k, cos, sin = (
+        torch.randn(shape, generator=generator, **PROBE) for shape in ((1, 2, 3, 8), (1, 1, 3, 8), (1, 3, 8), (1, 3, 8))
+    )
+    expected = [x * cos[:, None] + torch.cat((-x[..., 4:], x[..., :4]), -1) * sin[:, None] for x in (q, k)]
+    try:
+        found = function(q, k, cos, sin)
+        same = len(found) == 2 and all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+    except Exception:  # whatever else it wants, it is none of this kind
+        return None
+    return module if same else None
+
+
+def rotary_swap(module: ModuleType) -> Undo:
+    """Swap the function of a modelling file for ours, for all models of the file: no bit of theirs changes."""
+    original = getattr(module, ROTARY)
+
+    def apply(q: Any, k: Any, cos: Any, sin: Any, *args: Any, **options: Any) -> Any:
+        if args or options or not rotary.takes(q, k, cos, sin):
+            return original(q, k, cos, sin, *args, **options)
+        return rotary.rotary(q, k, cos, sin)
+
+    setattr(module, ROTARY, apply)
+
+    def undo(module: ModuleType) -> None:
+        if getattr(module, ROTARY) is apply:
+            setattr(module, ROTARY, original)
+
+    return undo
+
+
+def gated(module: nn.Module) -> Callable[..., torch.Tensor] | None:
+    """Return the forward of an MLP whose gate goes through SiLU, with the gate fused, or None if it is no such."""
+    if dict(module.named_children()).keys() != PARTS or not _is_silu(module.act_fn):
+        return None
+    twin = copy.copy(module)
+    scales = {"gate_proj": 0.5, "up_proj": -1.5, "down_proj": 2.0}
+    twin.__dict__["_modules"] = {**{name: _Scaled(by) for name, by in scales.items()}, "act_fn": nn.SiLU()}
+    probe = torch.randn(3, 5, generator=torch.Generator().manual_seed(0), **PROBE)
+    try:
+        with torch.no_grad():
+            found = type(module).forward(twin, probe)
+    except Exception:  # whatever it wants beside a row, it is no MLP of this kind
+        return None
+    expected = F.silu(probe * 0.5) * (probe * -1.5) * 2.0
+    return _forward if isinstance(found, torch.Tensor) and torch.equal(found, expected) else None
+
+
+def _forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+    left, right = self.gate_proj(x), self.up_proj(x)
+    if gate.takes(left, right) and not self.act_fn._forward_hooks and not self.act_fn._forward_pre_hooks:
+        return self.down_proj(gate.silu_mul(left, right))
+    return self.down_proj(self.act_fn(left) * right)
+
+
+def _is_silu(module: nn.Module) -> bool:
+    return isinstance(module, nn.SiLU) or "SiLUActivation" in [base.__name__ for base in type(module).__mro__]
+
+
+class _Scaled(nn.Module):
+    def __init__(self, by: float) -> None:
+        super().__init__()
+        self.by = by
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.by

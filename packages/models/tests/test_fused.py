@@ -1,0 +1,126 @@
+"""What is fused between products: the bits of PyTorch's many launches, and where a model gets it."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from rl_kernels.core.triton_lib.launch import INTERPRETED
+from rl_kernels.models import invariant
+from rl_kernels.models.fused import gate, rotary
+from rl_kernels.models.fused.swaps import gated, rotary_module
+
+HALVES = (torch.float16, torch.bfloat16)
+
+
+def tensors(device, dtype, *shapes):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
+
+
+def needs_triton(device, dtype):
+    if device.type == "cpu" and not INTERPRETED:
+        pytest.skip("needs a GPU, or Triton's interpreter")
+    if device.type == "cpu" and dtype == torch.bfloat16:
+        pytest.skip("Triton's interpreter cuts numbers to BF16 and does not round them")
+
+
+def rotated(q, k, cos, sin):
+    """Return what the modelling files of transformers compute."""
+    c, s, half = cos[:, None], sin[:, None], q.shape[-1] // 2
+    return tuple(x * c + torch.cat((-x[..., half:], x[..., :half]), -1) * s for x in (q, k))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
+@pytest.mark.parametrize("layout", ["transposed", "part of a head", "one cosine for all", "contiguous", "17 heads"])
+def test_rotary_has_the_bits_of_pytorch(device, dtype, layout):
+    needs_triton(device, dtype)
+    heads, size = 17 if layout == "17 heads" else 4, 24 if layout == "part of a head" else 16
+    q, k, angle, of_q, of_k = tensors(
+        *(device, dtype), *((3, 7, count, size) for count in (heads, 2)), (3, 7, 16), (3, heads, 7, 16), (3, 2, 7, 16)
+    )
+    q, k = (x.transpose(1, 2)[..., :16] for x in (q, k))
+    if layout == "contiguous":
+        q, k = q.contiguous(), k.contiguous()
+    if layout == "one cosine for all":
+        angle = angle[:1]
+    leaves = [x.detach().requires_grad_() for x in (q, k)]
+    cos, sin = angle.cos(), angle.sin()
+    assert rotary.takes(*leaves, cos, sin)
+    found, expected = rotary.rotary(*leaves, cos, sin), rotated(*leaves, cos, sin)
+    upstream = of_q, of_k.transpose(1, 2).contiguous().transpose(1, 2)
+    gradients = [torch.autograd.grad(x, leaves, upstream) for x in (found, expected)]
+    for mine, theirs in zip((*found, *gradients[0]), (*expected, *gradients[1]), strict=True):
+        assert torch.equal(mine, theirs)
+    assert [x.stride() for x in found] == [x.stride() for x in expected]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
+@pytest.mark.parametrize("shape", [(1,), (3, 1000), (2, 5, 1024)], ids=str)
+def test_the_gate_has_the_bits_of_pytorch(device, dtype, shape):
+    needs_triton(device, dtype)
+    left, right, upstream = tensors(device, dtype, shape, shape, shape)
+    left.view(-1)[0] = -100
+    leaves = [x.requires_grad_() for x in (left, right)]
+    assert gate.takes(*leaves)
+    found, expected = gate.silu_mul(*leaves), F.silu(left) * right
+    pairs = zip(
+        (found, *torch.autograd.grad(found, leaves, upstream)),
+        (expected, *torch.autograd.grad(expected, leaves, upstream)),
+        strict=True,
+    )
+    for mine, theirs in pairs:
+        # On a CPU PyTorch has another exponential.
+        if device.type == "cpu":
+            near = 4 * torch.finfo(dtype).eps
+            torch.testing.assert_close(mine, theirs, rtol=near, atol=near)
+        else:
+            assert torch.equal(mine, theirs)
+
+
+def test_what_does_not_fit_is_left_to_pytorch(device):
+    q, k, angle = tensors(device, torch.float32, (3, 4, 7, 16), (3, 2, 7, 16), (3, 7, 16))
+    others = {
+        "dims": (q[0], k, angle, angle),
+        "dtype": (q.double(), k.double(), angle.double(), angle.double()),
+        "mixed": (q.half(), k, angle, angle),
+        "no tensor": (q, k, angle, None),
+        "tokens": (q, k[:, :, :6], angle, angle),
+        "batch": (q, k, angle[:2], angle[:2]),
+        "odd": (q[..., :15], k[..., :15], angle[..., :15], angle[..., :15]),
+        "nothing": (q[:0], k[:0], angle[:0], angle[:0]),
+        "trained": (q, k, angle.clone().requires_grad_(), angle),
+        "apart": (q.mT.contiguous().mT, k, angle, angle),
+    }
+    assert [name for name, given in others.items() if rotary.takes(*given)] == []
+    assert not gate.takes(q, q[:2])
+    assert not gate.takes(q.mT, q.mT)
+    assert not gate.takes(q.double(), q.double())
+    assert not gate.takes(q[:0], q[:0])
+
+
+@pytest.mark.parametrize(("name", "fused"), [("Llama", True), ("Qwen3", True), ("Gemma2", False), ("Phi", False)])
+def test_which_models_get_it(tiny, name, fused):
+    model = tiny(name, **({"head_dim": 16} if name in ("Qwen3", "Gemma2") else {}))
+    assert rotary_module(model) is not None
+    assert any(gated(module) for module in model.modules()) == fused
+
+
+def test_the_function_of_a_modelling_file_comes_back(tiny):
+    modeling = pytest.importorskip("transformers.models.llama.modeling_llama")
+    original = modeling.apply_rotary_pos_emb
+    one, two = tiny(), tiny()
+    first, second = invariant(one), invariant(two)
+    assert modeling.apply_rotary_pos_emb is not original
+    first.undo()
+    assert modeling.apply_rotary_pos_emb is not original
+    second.undo()
+    assert modeling.apply_rotary_pos_emb is original
+
+
+def test_a_hook_on_the_activation_is_called(tiny, device):
+    model, called = tiny(device=device), []
+    with invariant(model):
+        mlp = model.model.layers[0].mlp
+        mlp.act_fn.register_forward_hook(lambda *_: called.append(1))
+        mlp(torch.ones(1, 32, device=device))
+    assert called
