@@ -112,10 +112,11 @@ def trl(session: nox.Session) -> None:
 def interpreted(session: nox.Session, version: str) -> None:
     """Run the tests of the Triton backends on the CPU, in Triton's interpreter."""
     borrow(session)
-    install(session, *SHARED, *OPERATORS)
+    tested = [*OPERATORS, MODELS]
+    install(session, *SHARED, *tested)
     session.install(*TRITON[version])
     session.install(*PINNED, "pytest-xdist")
-    folders = [str(ROOT / "packages" / name / "tests") for name in OPERATORS]
+    folders = [str(ROOT / "packages" / name / "tests") for name in tested]
     # The interpreter is Python: a process a core is what makes use of them.
     env = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     session.run("python", "-m", "pytest", *SPREAD, "-k", INTERPRETED[version], *folders, *session.posargs, env=env)

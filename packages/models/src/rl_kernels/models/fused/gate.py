@@ -26,21 +26,27 @@ def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     SwiGLU's (https://arxiv.org/abs/2002.05202); silu is rounded to the dtype before it is multiplied, as in PyTorch.
     ``takes`` says which arguments it takes.
     """
+    if not torch.is_grad_enabled() or not (gate.requires_grad or up.requires_grad):
+        return _product(gate, up)
     found: torch.Tensor = _SiluMul.apply(gate, up)
     return found
+
+
+def _product(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    from rl_kernels.models.fused import kernels
+
+    out = torch.empty_like(gate)
+    with device_of(gate):
+        grid = (ceil_div(gate.numel(), BLOCK),)
+        launch(kernels.gate_forward, grid, gate, up, out, gate.numel(), BLOCK, num_warps=4)
+    return out
 
 
 class _SiluMul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        from rl_kernels.models.fused import kernels
-
         ctx.save_for_backward(gate, up)
-        out = torch.empty_like(gate)
-        with device_of(gate):
-            grid = (ceil_div(gate.numel(), BLOCK),)
-            launch(kernels.gate_forward, grid, gate, up, out, gate.numel(), BLOCK, num_warps=4)
-        return out
+        return _product(gate, up)
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -33,6 +33,8 @@ def rotary(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tenso
     The formula is that of RoFormer (https://arxiv.org/abs/2104.09864) with halves in place of pairs, as transformers
     has it; each product is rounded to the dtype, as there. ``takes`` says which arguments it takes.
     """
+    if not torch.is_grad_enabled() or not (q.requires_grad or k.requires_grad):
+        return _turned(q, k, cos, sin, back=False)
     found: tuple[torch.Tensor, torch.Tensor] = _Rotary.apply(q, k, cos, sin)
     return found
 

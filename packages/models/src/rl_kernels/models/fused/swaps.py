@@ -83,7 +83,7 @@ def _forward(self: Any, x: torch.Tensor) -> torch.Tensor:
     return self.down_proj(self.act_fn(left) * right)
 
 
-def _is_silu(module: nn.Module) -> bool:
+def _is_silu(module: object) -> bool:
     return isinstance(module, nn.SiLU) or "SiLUActivation" in [base.__name__ for base in type(module).__mro__]
 
 

@@ -102,6 +102,7 @@ class Product:
         plan = self._plan
         left, right = (b, a) if plan.flipped else (a, b)
         of_left, of_right, of_out = self._maps
+        maps: tuple[Any, ...]
         try:
             maps = of_left[left.data_ptr()], of_right[right.data_ptr()], of_out[out.data_ptr()]
         except KeyError:
@@ -113,7 +114,7 @@ class Product:
         )
         return True
 
-    def _found(self, *given: torch.Tensor) -> list[Any]:
+    def _found(self, *given: torch.Tensor) -> tuple[Any, ...]:
         """Return the maps, and remember them."""
         left, right, target = self._matrices(*given)
         tensors = (right, left, target) if self._plan.flipped else (left, right, target)
@@ -123,7 +124,7 @@ class Product:
                 found.append(NO_MAP)
             else:
                 found.append(known.get(tensor.data_ptr()) or known.remember(tensor.data_ptr(), box.of(tensor)))
-        return found
+        return tuple(found)
 
     def _matrices(self, *given: torch.Tensor) -> list[torch.Tensor]:
         """Return a, b and the output as two dims."""
