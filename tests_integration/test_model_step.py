@@ -1,0 +1,109 @@
+"""The tool that times a whole Llama, stock and under invariant(): what it counts, and what fails, on a CPU."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+TOOLS = Path(__file__).parents[1] / "tools"
+SIZES = {"layers": 2, "hidden": 64, "between": 96, "heads": 4, "kv-heads": 2, "vocab": 300, "prompts": 4}
+SIZES |= {"longest": 60, "decoded": 2, "keys": 24, "generated": 3, "rounds": 1}
+TINY = [*(f"--{name}={size}" for name, size in SIZES.items()), "--device=cpu", "--dtype=fp32", "--sizes=2x16"]
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(TOOLS))
+        return importlib.import_module("model_step")
+
+
+@pytest.fixture(scope="module")
+def made(tool: ModuleType) -> ModuleType:
+    return importlib.import_module("model_ways")
+
+
+@pytest.fixture(autouse=True)
+def short_turns(tool: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tool, "SECONDS", 0.001)
+
+
+def test_everything_is_timed_and_compared(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = tmp_path / "step.json"
+    assert tool.main([*TINY, "--json", str(report)]) == 0
+    found = json.loads(report.read_text(encoding="utf-8"))
+    assert not found["failed"]
+    assert len(found["ms"]) == 4
+    assert all({"stock", "invariant"} <= row.keys() and min(row.values()) > 0 for row in found["ms"].values())
+    ours, stock = found["bits"]["invariant"], found["bits"]["stock"]
+    assert len(ours["prompts"]) == 5
+    assert all(counts["logits"] == counts["logps"] == 0 for counts in ours["prompts"].values())
+    assert all(counts["of_logits"] == 300 * counts["of_logps"] > 0 for counts in ours["prompts"].values())
+    assert ours["gradients"]["differ"] == 0 < ours["gradients"]["elements"]
+    assert sum(counts["logits"] for counts in stock["prompts"].values()) > 0
+    assert stock["gradients"]["differ"] > 0
+    assert "forward + backward 2x16" in capsys.readouterr().out
+
+
+def test_a_bit_that_differs_fails(tool: ModuleType, made: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    padded = made.padded
+
+    def changed(each: Any, *, left: bool) -> Any:
+        batch = padded(each, left=left)
+        batch["position_ids"] = batch["position_ids"] + 1
+        return batch
+
+    monkeypatch.setattr(made, "padded", changed)
+    assert tool.main([*TINY, "--parts", "bits"]) == 1
+
+
+def test_a_way_that_fails_is_named_and_the_others_are_timed(
+    tool: ModuleType, made: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    decoding = made.decoding
+
+    def fails(way: Any, *sizes: int) -> Any:
+        if way.name == "stock":
+            raise RuntimeError("no room")
+        return decoding(way, *sizes)
+
+    monkeypatch.setattr(tool, "decoding", fails)
+    assert tool.main([*TINY, "--parts", "times"]) == 0
+    printed = capsys.readouterr().out
+    assert "failed: decode, stock: RuntimeError: no room" in printed
+    assert "decode, 2 sequences, 24 keys: invariant" in printed
+
+
+def test_the_stock_model_keeps_its_rotary_embedding(tool: ModuleType, made: ModuleType) -> None:
+    from transformers.models.llama import modeling_llama
+
+    own = modeling_llama.apply_rotary_pos_emb
+    seen = {}
+    with made.ways(tool.parser().parse_args(TINY)) as found:
+        for way in found:
+            with way.taken():
+                seen[way.name] = modeling_llama.apply_rotary_pos_emb
+    assert seen["stock"] is own
+    assert seen["invariant"] is not own
+    assert modeling_llama.apply_rotary_pos_emb is own
+
+
+def test_a_step_of_decoding_is_the_same_again(tool: ModuleType, made: ModuleType) -> None:
+    with made.ways(tool.parser().parse_args(TINY)) as found:
+        step = made.decoding(found[0], 2, 24)
+        assert torch.equal(step(), step())
+
+
+@pytest.mark.parametrize("text", ["2", "2x", "2x0", "2x3x4", "axb"])
+def test_sizes_that_are_none(tool: ModuleType, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        tool.main([*TINY, "--sizes", text])
+    assert "expected sizes such as 2x1024" in capsys.readouterr().err

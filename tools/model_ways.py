@@ -1,0 +1,313 @@
+"""What `model_step.py` runs: one Llama with random weights in several ways, and prompts in several surroundings."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import inspect
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from rl_kernels.core.contract import DTYPES
+from rl_kernels.core.testing import bits_of
+from rl_kernels.models import head_logp, invariant
+
+STOCK, COMPILED, LIGER = "stock", "stock, compiled", "Liger"
+OURS, OURS_COMPILED = "invariant", "invariant, compiled"
+ROTARY = "apply_rotary_pos_emb"
+SHORTEST, LONGEST = 5, 300
+"""Tokens of the prompts whose bits are compared."""
+CHUNK, DECODED = 37, 40
+PACKED = (48, 16, 80)
+"""Lengths of sequences whose gradients are compared: whole steps of det_gemm's chain."""
+
+
+def llama(given: argparse.Namespace) -> Any:
+    """Return the model, the same for a seed; transformers looks nothing up."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=given.hidden,
+        intermediate_size=given.between,
+        num_hidden_layers=given.layers,
+        num_attention_heads=given.heads,
+        num_key_value_heads=given.kv_heads,
+        vocab_size=given.vocab,
+        max_position_embeddings=1 << 17,
+        attn_implementation="sdpa",
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    torch.manual_seed(given.seed)
+    with torch.device(given.device):
+        return LlamaForCausalLM(config).to(DTYPES[given.dtype]).eval()
+
+
+class Way:
+    """One way to run the model; inside of ``taken`` it is how the model runs."""
+
+    def __init__(self, name: str, model: Any, rotary: Any, *, compiled: bool = False) -> None:
+        self.name, self.model, self._rotary = name, model, rotary
+        self.body = torch.compile(model.model) if compiled else model.model
+
+    @contextmanager
+    def taken(self) -> Iterator[Way]:
+        """Let the model's file have the rotary embedding of this way, and of no other."""
+        from transformers.models.llama import modeling_llama
+
+        before = getattr(modeling_llama, ROTARY)
+        setattr(modeling_llama, ROTARY, self._rotary)
+        try:
+            yield self
+        finally:
+            setattr(modeling_llama, ROTARY, before)
+
+    @torch.no_grad()
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the last hidden states."""
+        found: torch.Tensor = self.body(ids, use_cache=False).last_hidden_state
+        return found
+
+    def both(self, ids: torch.Tensor, upstream: torch.Tensor) -> None:
+        """Run forward and backward; gradients are made anew."""
+        self.model.zero_grad(set_to_none=True)
+        self.body(ids, use_cache=False).last_hidden_state.backward(upstream)
+
+
+@contextmanager
+def ways(given: argparse.Namespace) -> Iterator[list[Way]]:
+    """Yield the ways that there are here; all begin with the same weights."""
+    from transformers.models.llama import modeling_llama
+
+    stock, own = llama(given), getattr(modeling_llama, ROTARY)
+    found = [Way(STOCK, stock, own)]
+    if given.compile:
+        found.append(Way(COMPILED, copy.deepcopy(stock), own, compiled=True))
+    if find_spec("liger_kernel") is not None:
+        from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+        other = copy.deepcopy(stock)
+        options = {"rope": True, "swiglu": True, "rms_norm": True, "cross_entropy": False}
+        apply_liger_kernel_to_llama(fused_linear_cross_entropy=False, model=other, **options)
+        found.append(Way(LIGER, other, getattr(modeling_llama, ROTARY)))
+        setattr(modeling_llama, ROTARY, own)
+    with ExitStack() as stack:
+        for name, compiled in ((OURS, False), (OURS_COMPILED, True))[: 1 + given.compile]:
+            ours = copy.deepcopy(stock)
+            stack.enter_context(invariant(ours, strict=True))
+            found.append(Way(name, ours, getattr(modeling_llama, ROTARY), compiled=compiled))
+        yield found
+
+
+def decoding(way: Way, batch: int, keys: int) -> Callable[[], Any]:
+    """Return a step of decoding with a static cache that holds ``keys - 1`` tokens of each sequence."""
+    from transformers import StaticCache
+
+    model = way.model.model
+    device = next(model.parameters()).device
+    cache = StaticCache(config=model.config, max_cache_len=keys)
+    takes = inspect.signature(model.forward).parameters
+    ids = torch.randint(1, model.config.vocab_size, (batch, keys), device=device)
+
+    def step(first: int, stop: int) -> Any:
+        # Layers of a cache count what they were given; a step that is taken again and again is the same one.
+        for layer in cache.layers:
+            length = getattr(layer, "cumulative_length", None)
+            if isinstance(length, torch.Tensor):
+                length.fill_(first)
+        places = torch.arange(first, stop, device=device)
+        options = {"position_ids": places[None], "cache_position": places, "past_key_values": cache, "use_cache": True}
+        known = {name: value for name, value in options.items() if name in takes}
+        return model(ids[:, first:stop], **known).last_hidden_state
+
+    with torch.no_grad():
+        for first in range(0, keys - 1, 512):
+            step(first, min(first + 512, keys - 1))
+    return torch.no_grad()(lambda: step(keys - 1, keys))
+
+
+def prompts(given: argparse.Namespace) -> list[torch.Tensor]:
+    """Draw prompts of many lengths."""
+    generator = torch.Generator().manual_seed(given.seed + 3)
+    lengths = torch.randint(SHORTEST, given.longest, (given.prompts,), generator=generator).tolist()
+    return [torch.randint(1, given.vocab, (n,), generator=generator).to(given.device) for n in lengths]
+
+
+def padded(each: Sequence[torch.Tensor], *, left: bool) -> dict[str, torch.Tensor]:
+    """Return a batch of prompts that is padded on one side."""
+    width = max(map(len, each))
+    ids = each[0].new_zeros(len(each), width)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(each):
+        place = slice(width - len(prompt), width) if left else slice(len(prompt))
+        ids[row, place], mask[row, place] = prompt, 1
+    return {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+
+
+def packed(each: Sequence[torch.Tensor]) -> dict[str, Any]:
+    """Return prompts one behind the other in a row, as DataCollatorWithFlattening gives them."""
+    lengths = torch.tensor([0, *map(len, each)], device=each[0].device)
+    ends = lengths.cumsum(0).int()
+    positions = torch.cat([torch.arange(len(prompt), device=prompt.device) for prompt in each])
+    most = int(lengths.max())
+    limits = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": most, "max_length_k": most}
+    return {"input_ids": torch.cat(list(each))[None], "position_ids": positions[None], **limits}
+
+
+@torch.no_grad()
+def surroundings(way: Way, each: Sequence[torch.Tensor]) -> Iterator[tuple[str, list[torch.Tensor]]]:
+    """Yield the last hidden states of prompts alone, and then in every other surrounding, prompt by prompt."""
+    from transformers import DynamicCache
+
+    body = way.model.model
+
+    def hidden(**given: Any) -> torch.Tensor:
+        found: torch.Tensor = body(**given).last_hidden_state
+        return found
+
+    yield "alone", [hidden(input_ids=ids[None], use_cache=False)[0] for ids in each]
+    for side, left in (("left", True), ("right", False)):
+        batch = padded(each, left=left)
+        out = hidden(**batch, use_cache=False)
+        yield (
+            f"padded on the {side}",
+            [row[mask.bool()] for row, mask in zip(out, batch["attention_mask"], strict=True)],
+        )
+    yield "packed", list(hidden(**packed(each), use_cache=False)[0].split([len(ids) for ids in each]))
+    chunks = []
+    for ids in each:
+        cache = DynamicCache(config=body.config)
+        parts = [hidden(input_ids=part[None], past_key_values=cache, use_cache=True)[0] for part in ids.split(CHUNK)]
+        chunks.append(torch.cat(parts))
+    yield f"in chunks of {CHUNK}, cached", chunks
+    yield "token by token, together, cached", _decoded(hidden, DynamicCache(config=body.config), each)
+
+
+def _decoded(hidden: Callable[..., torch.Tensor], cache: Any, each: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    batch = padded(each, left=False)["input_ids"][:, : max(DECODED, SHORTEST)]
+    out = [hidden(input_ids=batch[:, :SHORTEST], past_key_values=cache, use_cache=True)]
+    out += [
+        hidden(input_ids=batch[:, at : at + 1], past_key_values=cache, use_cache=True)
+        for at in range(SHORTEST, batch.shape[1])
+    ]
+    return [row[: len(ids)] for row, ids in zip(torch.cat(out, 1), each, strict=True)]
+
+
+@torch.no_grad()
+def scores(way: Way, each: Sequence[torch.Tensor], hidden: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, ...]]:
+    """Return the logits of each prompt, and the log-probabilities of its own tokens."""
+    head = way.model.lm_head
+    sizes = [len(states) for states in hidden]
+    logits = head(torch.cat(list(hidden))).split(sizes)
+    targets = torch.cat([ids.roll(-1)[:size] for ids, size in zip(each, sizes, strict=True)])
+    logps = head_logp(head, torch.cat(list(hidden)), targets).split(sizes)
+    return list(zip(logits, logps, strict=True))
+
+
+def differing(way: Way, each: Sequence[torch.Tensor]) -> dict[str, dict[str, int]]:
+    """Count, in every surrounding, the elements of logits and log-probabilities whose bits are not those alone."""
+    found, alone = {}, []
+    for name, hidden in surroundings(way, each):
+        scored = scores(way, each, hidden)
+        if name == "alone":
+            alone = scored
+            continue
+        counts = [0, 0]
+        for mine, expected in zip(scored, alone, strict=True):
+            for place, (value, other) in enumerate(zip(mine, expected, strict=True)):
+                counts[place] += int((bits_of(value) != bits_of(other[: len(value)])).sum())
+        elements = [sum(pair[place].numel() for pair in scored) for place in range(2)]
+        found[name] = dict(zip(("logits", "of_logits", "logps", "of_logps"), _paired(counts, elements), strict=True))
+    return found
+
+
+def _paired(counts: Sequence[int], elements: Sequence[int]) -> list[int]:
+    return [value for pair in zip(counts, elements, strict=True) for value in pair]
+
+
+def gradients(way: Way, given: argparse.Namespace) -> dict[str, int]:
+    """Count the elements of the parameters' gradients whose bits a packed and a padded batch do not share."""
+    generator = torch.Generator().manual_seed(given.seed + 5)
+    each = [torch.randint(1, given.vocab, (n,), generator=generator).to(given.device) for n in PACKED]
+    above = [torch.randn(n, given.hidden, generator=generator).to(given.device, DTYPES[given.dtype]) for n in PACKED]
+    batch = padded(each, left=False)
+    upstream = torch.zeros(*batch["input_ids"].shape, given.hidden, device=given.device, dtype=DTYPES[given.dtype])
+    for row, part in enumerate(above):
+        upstream[row, : len(part)] = part
+    found = []
+    for inputs, grad in ((packed(each), torch.cat(above)[None]), (batch, upstream)):
+        way.model.zero_grad(set_to_none=True)
+        way.model.model(**inputs, use_cache=False).last_hidden_state.backward(grad)
+        # An embedding's gradient is PyTorch's own.
+        named = way.model.model.layers.named_parameters()
+        found.append({name: value.grad.clone() for name, value in named if value.grad is not None})
+    pairs = [(value, found[1][name]) for name, value in found[0].items()]
+    differ = sum(int((bits_of(one) != bits_of(two)).sum()) for one, two in pairs)
+    return {"differ": differ, "elements": sum(one.numel() for one, _ in pairs)}
+
+
+def layer_profile(way: Way, ids: torch.Tensor) -> dict[str, float]:
+    """Return milliseconds of a layer's parts in a forward pass, on the device's clock: where the time goes.
+
+    What lies between two parts is ``rest``: residuals, rotary embedding and attention inside of its module, the gate.
+    """
+    marks: list[tuple[str, Any, Any]] = []
+    handles = []
+
+    def watch(name: str, module: Any) -> None:
+        begun: list[Any] = []
+
+        def before(*_: Any) -> None:
+            begun.append(_event())
+
+        def after(*_: Any) -> None:
+            marks.append((name, begun.pop(), _event()))
+
+        handles.extend((module.register_forward_pre_hook(before), module.register_forward_hook(after)))
+
+    for layer in way.model.model.layers:
+        watch("layer", layer)
+        for name, module in layer.named_modules():
+            if name.endswith("_proj"):
+                watch("products", module)
+            elif "norm" in name:
+                watch("norms", module)
+            elif name in ("self_attn", "mlp"):
+                watch(name, module)
+    try:
+        for _ in range(3):
+            marks.clear()
+            way.forward(ids)
+        torch.cuda.synchronize()
+    finally:
+        for handle in handles:
+            handle.remove()
+    spent: dict[str, float] = {}
+    for name, begin, end in marks:
+        spent[name] = spent.get(name, 0.0) + begin.elapsed_time(end) / len(way.model.model.layers)
+    inside = spent.pop("self_attn") + spent.pop("mlp")
+    layer = spent.pop("layer")
+    spent["attention, rotary, gate"] = inside - spent["products"]
+    spent["rest"] = layer - inside - spent["norms"]
+    return {"layer": layer, **spent}
+
+
+def _event() -> Any:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def generated(way: Way, tokens: int) -> Callable[[], Any]:
+    """Return greedy decoding of one prompt by ``generate``, eager."""
+    device = next(way.model.parameters()).device
+    ids = torch.arange(1, 17, device=device)[None]
+    given = {"max_new_tokens": tokens, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    return lambda: way.model.generate(ids, attention_mask=torch.ones_like(ids), **given)
