@@ -2,14 +2,18 @@
 
 import subprocess
 import sys
+import traceback
 from fractions import Fraction
 from importlib.metadata import EntryPoint
+from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl_kernels.core import dispatch, torchlib
 from rl_kernels.core.dispatch import BackendUnavailable, Choice, choose, record_dispatch, use_backend
@@ -214,6 +218,73 @@ def compile_first():
         assert torch.equal(compiled(a, b), 2 * out)
     assert torch.equal(compiled(a, b), out)
     print("compiled")
+
+
+class _Ops(TorchDispatchMode):
+    """Lists the ops that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+FORWARD = "rl_kernels.toy_product_forward.default"
+
+
+def test_who_looks_at_ops_sees_them():
+    a, b = (value.detach() for value in operands())
+    with _Ops() as mode:
+        ops["forward"](a, b, "native")
+    assert mode.seen == [FORWARD]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        ops["forward"](a, b, "native")
+    assert "rl_kernels::toy_product_forward" in [event.name for event in profile.events()]
+    graph = make_fx(lambda a: ops["forward"](a, b, "native"))(a).graph
+    assert FORWARD in [str(node.target) for node in graph.nodes]
+
+
+def test_what_is_no_plain_tensor_goes_through_the_op():
+    class Wrapped(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return super().__torch_function__(func, types, args, kwargs)
+
+    a, b = (value.detach() for value in operands())
+    seen = []
+    ops["forward"](a.as_subclass(Wrapped), b, "native")
+    assert FORWARD in seen
+    assert ops["forward"](a.to("meta"), b.to("meta"), "native").device.type == "meta"
+
+
+def test_elsewhere_the_backend_is_called_as_it_is(monkeypatch):
+    called = []
+    monkeypatch.setattr(native, "forward", lambda a, b: called.append(traceback.extract_stack()) or a @ b)
+    a, b = (value.detach() for value in operands())
+    ops["forward"](a, torch.nn.Parameter(b, requires_grad=False), "native")
+    toy_product(a.requires_grad_(), b)
+    for stack in called:
+        assert "_ops.py" not in [Path(frame.filename).name for frame in stack]
+    assert len(called) == 2
+
+
+def test_numbers_are_kept_where_they_may_be():
+    with torch.inference_mode():
+        first = torchlib.scalar(0.37, torch.float32)
+    assert torchlib.scalar(0.37, torch.float32) is first
+    assert not first.is_inference()
+    with FakeTensorMode():
+        fake = torchlib.scalars(0.5, 7.25)
+    kept = torchlib.scalars(0.5, 7.25)
+    assert type(fake) is not type(kept)
+    assert type(kept) is torch.Tensor
+    assert kept.tolist() == [0.5, 7.25]
+    assert torchlib.scalar(3, torch.float64).dtype == torch.float64
+    assert torchlib.scalar(3, torch.float32).dtype == torch.float32
 
 
 if __name__ == "__main__":

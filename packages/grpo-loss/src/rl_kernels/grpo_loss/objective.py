@@ -22,8 +22,11 @@ bnpo: mean over the tokens of the batch, by TRL's name for it; dapo divides alik
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, field, replace
+
+import torch
 
 from rl_kernels.core import validate as check
 from rl_kernels.grpo_loss.estimator import Estimator
@@ -179,6 +182,12 @@ def chosen(objective: Objective | None, loss_type: str | None, beta: float | Non
         objective = DEFAULT
     elif not isinstance(objective, Objective):
         raise TypeError(f"objective: expected an Objective, got {type(objective).__name__}")
+    plain = {type(value) for value in (loss_type, beta, clip_eps)} <= {type(None), str, float, int}
+    change = _changed_once if plain and not torch.compiler.is_compiling() else _changed
+    return change(objective, loss_type, beta, clip_eps)
+
+
+def _changed(objective: Objective, loss_type: str | None, beta: float | None, clip_eps: float | None) -> Objective:
     changes: dict[str, object] = {}
     if loss_type is not None:
         changes["loss_type"] = loss_type
@@ -188,6 +197,9 @@ def chosen(objective: Objective | None, loss_type: str | None, beta: float | Non
         check.number("clip_eps", clip_eps, least=0)
         changes["clip_low"] = changes["clip_high"] = clip_eps
     return replace(objective, **changes) if changes else objective  # type: ignore[arg-type]
+
+
+_changed_once = functools.lru_cache(maxsize=256)(_changed)
 
 
 def _bounds(loss_type: str, kind: str, delta: float | None, dual_clip: float | None) -> str:

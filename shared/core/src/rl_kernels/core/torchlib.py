@@ -8,6 +8,7 @@ as it is: on the host, torch's way to it costs more than a launch.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,8 +22,8 @@ from rl_kernels.core.operator import Operator
 
 NAMESPACE = "rl_kernels"
 DEVICES = {"CPU": "cpu", "CUDA": "cuda"}
-PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype})
-"""Types of arguments, beside tensors, that an op is given as they are."""
+PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, str, torch.dtype})
+"""Types of arguments of which torch makes nothing else on the way."""
 
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
@@ -49,13 +50,8 @@ def _direct(op: Any, on_cpu: Callable[..., Any], on_cuda: Callable[..., Any]) ->
     def call(*args: Any) -> Any:
         if torch.compiler.is_compiling() or is_looked_at():
             return op(*args)
-        graph = torch.is_grad_enabled()
         for value in args:
-            kind = type(value)
-            if kind is torch.Tensor or kind is torch.nn.Parameter:
-                if graph and value.requires_grad:
-                    return op(*args)
-            elif kind not in PLAIN:
+            if type(value) not in PLAIN:
                 return op(*args)
         like = args[0]
         return on_cuda(*args) if like.is_cuda else on_cpu(*args) if like.is_cpu else op(*args)
@@ -239,17 +235,35 @@ def values_hidden(value: torch.Tensor) -> bool:
 def scalar(value: float, dtype: torch.dtype) -> torch.Tensor:
     """Return a number as a tensor without dims on the CPU, which a kernel reads without a launch or a sync.
 
-    A product, unlike ``torch.full``, stays one graph under torch.compile when the number varies from call to call.
+    It is not to be written to: in eager mode the next call with this number gets the same tensor.
     """
     # As a float first: torch takes no integer of more than 64 bits.
-    return torch.ones((), dtype=dtype, device="cpu") * (value * 1.0)
+    if torch.compiler.is_compiling():
+        # A product, unlike torch.full, stays one graph when the number varies from call to call.
+        return torch.ones((), dtype=dtype, device="cpu") * (value * 1.0)
+    return _numbers(value * 1.0, dtype)
 
 
 def scalars(*values: float) -> torch.Tensor:
     """Return numbers as one tensor ``[n]`` on the CPU, FP64: as ``scalar`` does, at the price of one."""
     if torch.compiler.is_compiling():
         return torch.stack([scalar(value, torch.float64) for value in values])
-    return torch.tensor(values, dtype=torch.float64, device="cpu")
+    return _numbers(values, torch.float64)
+
+
+def _numbers(values: float | tuple[float, ...], dtype: torch.dtype) -> torch.Tensor:
+    # A mode may make another kind of tensor than one to keep.
+    make = _new_numbers if is_looked_at() else _kept_numbers
+    return make(values, dtype)
+
+
+def _new_numbers(values: float | tuple[float, ...], dtype: torch.dtype) -> torch.Tensor:
+    # What inference mode makes, no backward pass may save.
+    with torch.inference_mode(False):
+        return torch.tensor(values, dtype=dtype, device="cpu")
+
+
+_kept_numbers = functools.lru_cache(maxsize=1024)(_new_numbers)
 
 
 def scalar_or_rows(value: float | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
