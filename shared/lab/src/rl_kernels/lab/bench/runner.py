@@ -209,9 +209,25 @@ def _both(round_: Round, function: Function, inputs: Inputs, upstream: Results) 
     def run() -> Any:
         result = function(**given)
         outputs = [result] if isinstance(result, torch.Tensor) else [named(result, output)[name] for name in names]
-        return torch.autograd.grad(outputs, leaves, above)
+        if _is_captured():
+            return torch.autograd.grad(outputs, leaves, above)
+        # What a training step calls, which takes another time on the host than torch.autograd.grad.
+        torch.autograd.backward(outputs, above)
+        return tuple(map(_taken, attached, leaves))
 
     return run
+
+
+def _is_captured() -> bool:
+    """Say whether a CUDA graph is being captured: its kernels are the same, and it keeps what they give."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def _taken(name: str, leaf: torch.Tensor) -> torch.Tensor:
+    found, leaf.grad = leaf.grad, None
+    if found is None:
+        raise RuntimeError(f"no gradient reached {name}")
+    return found
 
 
 def _run_peer(round_: Round, peer: Peer, record: Record) -> None:
