@@ -235,6 +235,18 @@ def test_who_looks_at_ops_sees_them(monkeypatch):
     assert names == [f"rl_kernels.det_gemm_{name}.default" for name in ("forward", "forward", *["weight_gradient"] * 2)]
 
 
+def test_gradients_in_batches_go_the_long_way(monkeypatch):
+    given = leaves()
+    upstream = torch.randn(2, 2, 3, 5)
+    with planned_by(monkeypatch, "input", "weight") as plan:
+        out = det_linear(*given)
+        batched = torch.autograd.grad(out, given, upstream, is_grads_batched=True, retain_graph=True)
+    assert plan.asked == ["forward"]
+    for place, one in enumerate(upstream):
+        found = torch.autograd.grad(det_linear(*given), given, one)
+        assert [torch.equal(whole[place], part) for whole, part in zip(batched, found, strict=True)] == [True] * 3
+
+
 def test_a_second_derivative_is_refused(monkeypatch):
     given = leaves()
     with planned_by(monkeypatch, "forward", "input", "weight") as plan:

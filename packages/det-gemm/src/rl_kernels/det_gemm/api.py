@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -231,7 +232,8 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ch
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    return x if x.ndim == 2 else x.flatten(0, -2) if x.ndim > 1 else x[None]
+    # torch.autograd's own vmap, of gradients in batches, knows reshape and not flatten.
+    return x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 class _Product(torch.autograd.Function):

@@ -13,7 +13,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._C import _functorch, _get_tracing_state, _is_torch_function_mode_enabled, _len_torch_dispatch_stack
+from torch._C import (
+    _dispatch_tls_is_dispatch_key_included,
+    _functorch,
+    _get_tracing_state,
+    _is_torch_function_mode_enabled,
+    _len_torch_dispatch_stack,
+    _parse_dispatch_key,
+)
 from torch._C._autograd import _profiler_enabled
 from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
@@ -25,6 +32,8 @@ DEVICES = {"CPU": "cpu", "CUDA": "cuda"}
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, str, torch.dtype})
 """Types of arguments of which torch makes nothing else on the way."""
 
+# torch.autograd.grad(..., is_grads_batched=True) has a vmap of its own.
+_BATCHES = _parse_dispatch_key("VmapMode")
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
@@ -65,6 +74,7 @@ def is_looked_at() -> bool:
     return (
         _len_torch_dispatch_stack() > 0
         or _functorch.maybe_current_level() is not None
+        or _dispatch_tls_is_dispatch_key_included(_BATCHES)
         or _is_torch_function_mode_enabled()
         or _profiler_enabled()
         or _get_tracing_state() is not None
