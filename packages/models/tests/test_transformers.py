@@ -116,23 +116,28 @@ MODELS = {
 """The families of the README's table, with what makes each its own."""
 
 
+OF_DEVICES = {"cpu": (torch.float32, 1e-3, 1e-4), "cuda": (torch.bfloat16, 0.1, 0.1)}
+"""The dtype that models run in, and how near the stock model's logits are."""
+
+
 @pytest.mark.parametrize("name", MODELS)
-def test_other_models(tiny, prompts, name):
-    model = tiny(name, **MODELS[name])
+def test_other_models(tiny, prompts, name, device):
+    dtype, rtol, atol = OF_DEVICES[device.type]
+    model = tiny(name, dtype, device, **MODELS[name])
     with torch.no_grad():
-        plain = model(prompts[0][None]).logits
+        plain = model(prompts[0][None].to(device)).logits
     with invariant(model, strict=True):
-        assert differing(model, prompts) == []
+        assert differing(model, prompts, device) == []
         with torch.no_grad():
-            found = model(prompts[0][None]).logits
-    torch.testing.assert_close(found, plain, rtol=1e-3, atol=1e-4 * float(plain.abs().max()))
+            found = model(prompts[0][None].to(device)).logits
+    torch.testing.assert_close(found, plain, rtol=rtol, atol=atol * float(plain.abs().max()))
 
 
-def test_gpt2(tiny, prompts):
-    model = tiny("GPT2")
+def test_gpt2(tiny, prompts, device):
+    model = tiny("GPT2", OF_DEVICES[device.type][0], device)
     with invariant(model, strict=True) as handle:
         assert "Conv1D" in handle.swapped.values()
-        assert differing(model, prompts) == []
+        assert differing(model, prompts, device) == []
 
 
 def test_everything_comes_back(tiny, prompts):
