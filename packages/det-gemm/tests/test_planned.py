@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib
 from contextlib import contextmanager
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rl_kernels.core import record_dispatch, use_backend
 from rl_kernels.core.testing import Draw
 from rl_kernels.core.testing.launches import Box, Recorder
 from rl_kernels.core.testing.planted import planted
@@ -97,7 +99,8 @@ def hold_others():
         total = torch.zeros(40, 64)
         assert layer.forward(odd["x"], weight, None) is None
         assert layer.forward(x, odd["weight"], None) is None
-        for upstream in (odd["dc"], turned["dc"], dc[:1], dc[..., :1].expand(dc.shape)):
+        special = dc.as_subclass(type("Special", (torch.Tensor,), {}))
+        for upstream in (odd["dc"], turned["dc"], dc[:1], dc[..., :1].expand(dc.shape), special):
             assert layer.input_gradient(upstream, weight) is None
             assert layer.weight_gradient(upstream, x, None) is None
             assert layer.weight_gradient(upstream, x, total) is None
@@ -111,11 +114,28 @@ def hold_others():
     for other in (x.transpose(0, 1), x[:0]):
         assert module.plan_linear(other, weight, None) is None
     assert module.plan_linear(x, weight, torch.zeros(80, dtype=x.dtype)[::2]) is None
+    assert module.plan_linear(x[:, :1], weight, None) is not None
+
+
+def hold_bound():
+    """Maps that are remembered are few, and where they were forgotten they are remembered again."""
+    module = importlib.import_module(PLAN)
+    module._maps.clear()
+    with patch.object(module, "KEPT", 5), Recorder(processors=4).watching(PLAN, MATMUL):
+        draw, kept, counts = Draw(torch.bfloat16), [], []
+        layer = module.plan_linear(*drawn(draw, (200,), 64, 40, False)[:3])
+        for _ in range(9):
+            kept.append(drawn(draw, (200,), 64, 40, False)[:2])
+            kept.append(layer.forward(*kept[-1], None))
+            counts.append(sum(map(len, module._maps.values())))
+    assert max(counts) <= 5 + 3
+    assert max(counts[4:]) > 1
 
 
 def hold_all():
     hold()
     hold_others()
+    hold_bound()
 
 
 def test_a_plan_launches_what_matmul_launches():
@@ -132,17 +152,8 @@ def test_bug_planted_in_a_plan_shows(bug):
         hold_all()
 
 
-def test_maps_that_are_kept_are_bounded(monkeypatch):
-    module = importlib.import_module(PLAN)
-    module._maps.clear()
-    monkeypatch.setattr(module, "KEPT", 5)
-    with Recorder(processors=4).watching(PLAN, MATMUL):
-        draw, kept = Draw(torch.bfloat16), []
-        layer = module.plan_linear(*drawn(draw, (200,), 64, 40, False)[:3])
-        for _ in range(9):
-            kept.append((*drawn(draw, (200,), 64, 40, False)[:2],))
-            kept.append(layer.forward(*kept[-1], None))
-            assert sum(map(len, module._maps.values())) <= 5 + 3
+def test_maps_that_are_kept_are_bounded():
+    hold_bound()
 
 
 class Plan:
@@ -164,7 +175,10 @@ class Plan:
     def weight_gradient(self, dc, x, into):
         def make():
             found = dc.flatten(0, -2).t() @ x.flatten(0, -2) + 100
-            return found if into is None else into.add_(found)
+            # As a kernel writes: PyTorch does not see it.
+            if into is not None:
+                into.detach().numpy()[...] += found.detach().numpy()
+            return found if into is None else into
 
         return self._found("weight", make)
 
@@ -273,3 +287,35 @@ def test_kinds_are_planned_once(monkeypatch):
     for call in 2 * [partial(det_linear, x, weight), partial(det_linear, x[:1], weight)]:
         call()
     assert [given[0].shape for given in made] == [(2, 3, 8), (1, 3, 8)]
+    made.clear()
+    special = type("Special", (torch.Tensor,), {})
+    det_linear(x.as_subclass(special), weight)
+    with use_backend(det_gemm="native"):
+        det_linear(x[:, :2], weight)
+    with record_dispatch():
+        det_linear(x[:, :2], weight)
+    torch.compile(det_linear, backend="eager")(x[:, :2], weight)
+    with torch.autocast("cpu", torch.bfloat16):
+        det_linear(x, weight)
+    assert not made
+
+
+def test_vmap_of_what_may_be_planned(monkeypatch):
+    module = api.OPERATOR.backend("native").load()
+    monkeypatch.setattr(module, "plan_linear", importlib.import_module(PLAN).plan_linear, raising=False)
+    x, weight, _ = (value.detach() for value in leaves())
+    found = torch.func.vmap(det_linear, in_dims=(0, None))(x[:, :1].expand(2, 7, 8), weight)
+    torch.testing.assert_close(found[0, 0], x[0, 0] @ weight.t())
+
+
+@pytest.mark.parametrize("main_grad", [False, True])
+def test_a_tangent_of_a_gradient_is_not_lost(monkeypatch, main_grad):
+    given = leaves()
+    if main_grad:
+        given[1].main_grad = torch.zeros(5, 8)
+    with planned_by(monkeypatch, "forward", "input", "weight"):
+        out = det_linear(*given)
+        with torch.autograd.forward_ad.dual_level():
+            upstream = torch.autograd.forward_ad.make_dual(torch.ones(2, 3, 5), torch.ones(2, 3, 5))
+            with pytest.raises(RuntimeError, match="forward-mode AD is not supported"):
+                out.backward(upstream)

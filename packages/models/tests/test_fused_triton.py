@@ -3,6 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rl_kernels.core.triton_lib.launch import INTERPRETED
 from rl_kernels.models import invariant
@@ -77,6 +79,55 @@ def test_the_gate_has_the_bits_of_pytorch(device, dtype, shape):
             assert torch.equal(mine, theirs)
 
 
+def upstreams(shape, device):
+    """Yield gradients as ops hand them on: expanded, transposed, cut out of a larger one."""
+    whole = torch.randn(shape, generator=torch.Generator().manual_seed(5)).to(device)
+    yield "expanded", whole[:1, :1, :1, :1].expand(shape)
+    yield "transposed", whole.mT.contiguous().mT
+    yield "cut", torch.cat((whole, whole), -1)[..., 3 : 3 + shape[-1]]
+
+
+def test_gradients_come_in_any_layout(device):
+    needs_triton(device, torch.float32)
+    q, k, angle, left, right = tensors(
+        device, torch.float32, (3, 4, 7, 16), (3, 2, 7, 16), (3, 7, 16), (2, 3, 5, 8), (2, 3, 5, 8)
+    )
+    q, k, left, right = (x.requires_grad_() for x in (q, k, left, right))
+    cos, sin = angle.cos(), angle.sin()
+    for (_, of_q), (_, of_k) in zip(upstreams(q.shape, device), upstreams(k.shape, device), strict=True):
+        found = torch.autograd.grad(rotary.rotary(q, k, cos, sin), (q, k), (of_q, of_k))
+        expected = torch.autograd.grad(rotated(q, k, cos, sin), (q, k), (of_q, of_k))
+        assert [torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True)] == [True, True]
+    for _, grad in upstreams(left.shape, device):
+        found = torch.autograd.grad(gate.silu_mul(left, right), (left, right), grad)
+        expected = torch.autograd.grad(F.silu(left) * right, (left, right), grad)
+        for mine, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
+
+
+def test_who_takes_part_in_ops_gets_them(device):
+    """Modes, transforms and tracers see PyTorch's ops, and derivatives are not lost."""
+    needs_triton(device, torch.float32)
+    q, k, angle, left = tensors(device, torch.float32, (3, 4, 7, 16), (3, 2, 7, 16), (3, 7, 16), (4, 4))
+    taken = []
+
+    def asked(x, y):
+        taken.extend((rotary.takes(x, k, angle, angle), gate.takes(y, y)))
+        return y
+
+    asked(q, left)
+    assert taken == [True, True]
+    taken.clear()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        asked(q, left)
+    torch.func.vmap(lambda y: asked(q, y))(left)
+    torch.jit.trace(lambda y: asked(q, y) * 1, left, check_trace=False)
+    with torch.autograd.forward_ad.dual_level():
+        asked(q, torch.autograd.forward_ad.make_dual(left, left))
+    assert len(taken) >= 8
+    assert not any(taken)
+
+
 def test_what_does_not_fit_is_left_to_pytorch(device):
     q, k, angle = tensors(device, torch.float32, (3, 4, 7, 16), (3, 2, 7, 16), (3, 7, 16))
     others = {
@@ -89,10 +140,14 @@ def test_what_does_not_fit_is_left_to_pytorch(device):
         "odd": (q[..., :15], k[..., :15], angle[..., :15], angle[..., :15]),
         "nothing": (q[:0], k[:0], angle[:0], angle[:0]),
         "trained": (q, k, angle.clone().requires_grad_(), angle),
+        "trained sine": (q, k, angle, angle.clone().requires_grad_()),
+        "sine of other strides": (q, k, angle, angle.mT.contiguous().mT),
         "apart": (q.mT.contiguous().mT, k, angle, angle),
     }
     assert [name for name, given in others.items() if rotary.takes(*given)] == []
     assert not gate.takes(q, q[:2])
+    square = q.new_ones(4, 4)
+    assert not gate.takes(square, square.mT.contiguous().mT)
     assert not gate.takes(q.mT, q.mT)
     assert not gate.takes(q.double(), q.double())
     assert not gate.takes(q[:0], q[:0])
@@ -117,10 +172,62 @@ def test_the_function_of_a_modelling_file_comes_back(tiny):
     assert modeling.apply_rotary_pos_emb is original
 
 
-def test_a_hook_on_the_activation_is_called(tiny, device):
+def test_what_another_library_puts_there_stays(tiny):
+    modeling = pytest.importorskip("transformers.models.llama.modeling_llama")
+    original = modeling.apply_rotary_pos_emb
+    with invariant(tiny()):
+        modeling.apply_rotary_pos_emb = theirs = lambda *given: original(*given)
+    try:
+        assert modeling.apply_rotary_pos_emb is theirs
+    finally:
+        modeling.apply_rotary_pos_emb = original
+
+
+def test_other_arguments_go_to_the_function_of_the_file(tiny, device):
+    modeling = pytest.importorskip("transformers.models.llama.modeling_llama")
+    q, k, angle = tensors(device, torch.float32, (2, 4, 4, 16), (2, 4, 4, 16), (2, 4, 16))
+    given = q, k, angle.cos(), angle.sin()
+    expected = modeling.apply_rotary_pos_emb(*given, unsqueeze_dim=2)
+    with invariant(tiny()):
+        found = modeling.apply_rotary_pos_emb(*given, unsqueeze_dim=2)
+    assert [torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True)] == [True, True]
+
+
+HOOKS = {
+    "forward": lambda module, called: module.register_forward_hook(lambda *_: called.append(1)),
+    "forward pre": lambda module, called: module.register_forward_pre_hook(lambda *_: called.append(1)),
+    "backward": lambda module, called: module.register_full_backward_hook(lambda *_: called.append(1)),
+    "backward pre": lambda module, called: module.register_full_backward_pre_hook(lambda *_: called.append(1)),
+    "global": lambda module, called: nn.modules.module.register_module_forward_hook(
+        lambda hooked, *_: called.append(1) if hooked is module else None
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+def test_a_hook_on_the_activation_is_called(tiny, device, kind):
     model, called = tiny(device=device), []
     with invariant(model):
         mlp = model.model.layers[0].mlp
-        mlp.act_fn.register_forward_hook(lambda *_: called.append(1))
-        mlp(torch.ones(1, 32, device=device))
+        handle = HOOKS[kind](mlp.act_fn, called)
+        try:
+            mlp(torch.ones(1, 32, device=device)).sum().backward()
+        finally:
+            handle.remove()
     assert called
+
+
+class Louder(nn.SiLU):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def test_another_activation_is_computed_as_it_is(tiny, device):
+    model = tiny(device=device)
+    x = torch.ones(1, 32, device=device)
+    mlp = model.model.layers[0].mlp
+    with invariant(model), torch.no_grad():
+        mlp.act_fn = Louder()
+        expected = mlp.down_proj(Louder()(mlp.gate_proj(x)) * mlp.up_proj(x))
+        torch.testing.assert_close(mlp(x), expected)
+    assert gated(mlp) is None

@@ -4,9 +4,11 @@ import pytest
 import torch
 
 from rl_kernels.core.testing import Case, Draw
+from rl_kernels.core.testing.planted import planted
 from rl_kernels.lab.check.conformance import Conformance
 from rl_kernels.norm import layer_norm, reference, rms_norm
 from rl_kernels.norm.op import OPERATOR, describe
+from rl_kernels.norm.spec.mutants_triton import MANY, MODULES
 
 
 class TestConformance(Conformance):
@@ -50,8 +52,8 @@ def test_weight_gradient_is_a_chain_of_16_rows_a_step():
     torch.testing.assert_close(leaf.grad, expected, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize(("width", "many"), [(40, 4200), (600, 600), (1030, 530)])
-def test_triton_sums_the_same_where_a_program_takes_a_tile_and_where_it_takes_a_step(width, many, device):
+def sums_of_few_and_of_many(width, many, device):
+    """Compare dx and dweight of 21 rows, where a program takes a tile, with those of many, where it takes a step."""
     x, weight, upstream = (value.to(device) for value in drawn(many, width))
     reason = OPERATOR.backend("triton").why_not(describe(x))
     if reason is not None:
@@ -62,7 +64,19 @@ def test_triton_sums_the_same_where_a_program_takes_a_tile_and_where_it_takes_a_
         leaves = [value.clone().requires_grad_() for value in (x[:count], weight)]
         rms_norm(*leaves, backend="triton").backward(upstream[:count])
         found.append((leaves[0].grad[:21], leaves[1].grad))
-    assert [torch.equal(few, more) for few, more in zip(*found, strict=True)] == [True, True]
+    return [torch.equal(few, more) for few, more in zip(*found, strict=True)]
+
+
+@pytest.mark.parametrize(("width", "many"), [(40, 4200), (600, 600), (1030, 530)])
+def test_triton_sums_the_same_where_a_program_takes_a_tile_and_where_it_takes_a_step(width, many, device):
+    assert sums_of_few_and_of_many(width, many, device) == [True, True]
+
+
+@pytest.mark.parametrize("bug", MANY, ids=lambda bug: bug.name)
+def test_triton_bug_planted_in_a_step_shows(bug):
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with planted(MODULES, bug):
+        assert sums_of_few_and_of_many(600, 600, device) != [True, True]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

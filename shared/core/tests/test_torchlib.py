@@ -1,5 +1,6 @@
 """A toy operator, defined as packages define theirs. Run as a script, this file compiles it before anything else."""
 
+import math
 import subprocess
 import sys
 import traceback
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl_kernels.core import dispatch, torchlib
@@ -247,6 +249,21 @@ def test_who_looks_at_ops_sees_them():
     assert FORWARD in [str(node.target) for node in graph.nodes]
 
 
+def test_function_modes_and_traces_see_ops_too():
+    class Functions(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    a, b = (value.detach() for value in operands())
+    seen = []
+    with Functions():
+        ops["forward"](a, b, "native")
+    assert FORWARD in seen
+    traced = torch.jit.trace(lambda a: ops["forward"](a, b, "native"), a, check_trace=False)
+    assert "rl_kernels::toy_product_forward" in str(traced.graph)
+
+
 def test_what_is_no_plain_tensor_goes_through_the_op():
     class Wrapped(torch.Tensor):
         @classmethod
@@ -283,6 +300,9 @@ def test_numbers_are_kept_where_they_may_be():
     assert type(fake) is not type(kept)
     assert type(kept) is torch.Tensor
     assert kept.tolist() == [0.5, 7.25]
+    for value in (0.0, -0.0, 0.0):
+        assert math.copysign(1, float(torchlib.scalar(value, torch.float32))) == math.copysign(1, value)
+        assert math.copysign(1, torchlib.scalars(1.0, value).tolist()[1]) == math.copysign(1, value)
     assert torchlib.scalar(3, torch.float64).dtype == torch.float64
     assert torchlib.scalar(3, torch.float32).dtype == torch.float32
 

@@ -283,6 +283,7 @@ class _Linear(torch.autograd.Function):
         plan = ctx.plan
         if plan is not None and (torch.is_grad_enabled() or is_looked_at()):
             plan = None
+        no_lost_derivatives("det_linear", dc, x, weight)
         dx = _input_gradient(dc, x, weight, ctx.backend, plan) if _is_needed(ctx, 0) else None
         dweight = _weight_gradient(dc, x, ctx.main_grad, ctx.backend, plan) if _is_needed(ctx, 1) else None
         dbias = None
@@ -312,7 +313,6 @@ def _weight_gradient(
     if main_grad is None:
         return first_order(ops["weight_gradient"], _rows(dc), _rows(x), x.dtype, backend) if found is None else found
     if found is None:
-        no_lost_derivatives("det_linear", dc, x)
         ops["weight_gradient_into"](_rows(dc), _rows(x), main_grad, backend)
     elif not main_grad.is_inference():
         increment_version(main_grad)

@@ -14,6 +14,7 @@ from rl_kernels.core.validate import HALF_AND_FLOAT
 from rl_kernels.det_gemm.api import det_linear
 from rl_kernels.det_gemm.module import DetLinear
 from rl_kernels.models.fused.swaps import gated
+from rl_kernels.models.swap import SWAPPED
 from rl_kernels.norm import layer_norm, rms_norm
 
 
@@ -35,9 +36,6 @@ EPS = ("variance_epsilon", "eps", "epsilon")
 """What norms call the number that keeps them from dividing by 0."""
 AGREES = 0.98
 """Share of the elements of a probe that a form must reproduce to the last bit; the order of sums may move a few."""
-
-SWAPPED = "_rl_kernels_swapped"
-"""An attribute of the classes made here: the class that each stands for."""
 
 Found = tuple[type[nn.Module] | None, str]
 """The class to swap a module's for, or None and the reason to leave it alone; an empty one: it needs no swap."""

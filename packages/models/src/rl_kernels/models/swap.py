@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+SWAPPED = "_rl_kernels_swapped"
+"""An attribute of classes that stand for others: the class that each stands for."""
 Undo = Callable[[Any], None]
 """Takes the object and undoes its swap; it must not keep the object alive itself."""
 

@@ -9,7 +9,9 @@ as it is: on the host, torch's way to it costs more than a launch.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -19,7 +21,6 @@ from torch._C import (
     _get_tracing_state,
     _is_torch_function_mode_enabled,
     _len_torch_dispatch_stack,
-    _parse_dispatch_key,
 )
 from torch._C._autograd import _profiler_enabled
 from torch.autograd import forward_ad
@@ -33,7 +34,7 @@ PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None), bool, int, floa
 """Types of arguments of which torch makes nothing else on the way."""
 
 # torch.autograd.grad(..., is_grads_batched=True) has a vmap of its own.
-_BATCHES = _parse_dispatch_key("VmapMode")
+_BATCHES = "VmapMode"
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
@@ -70,13 +71,17 @@ def _direct(op: Any, on_cpu: Callable[..., Any], on_cuda: Callable[..., Any]) ->
 
 
 def is_looked_at() -> bool:
-    """Say whether somebody sees the ops that are called now: a mode, a transform of ``torch.func``, a tracer."""
+    """Say whether somebody sees the ops that are called now: what ``is_traced`` names, or a profiler."""
+    return is_traced() or _profiler_enabled()
+
+
+def is_traced() -> bool:
+    """Say whether a mode, a vmap or another transform of ``torch.func``, or a tracer takes part in what is called."""
     return (
         _len_torch_dispatch_stack() > 0
         or _functorch.maybe_current_level() is not None
         or _dispatch_tls_is_dispatch_key_included(_BATCHES)
         or _is_torch_function_mode_enabled()
-        or _profiler_enabled()
         or _get_tracing_state() is not None
     )
 
@@ -251,7 +256,10 @@ def scalar(value: float, dtype: torch.dtype) -> torch.Tensor:
     if torch.compiler.is_compiling():
         # A product, unlike torch.full, stays one graph when the number varies from call to call.
         return torch.ones((), dtype=dtype, device="cpu") * (value * 1.0)
-    return _numbers(value * 1.0, dtype)
+    value = value * 1.0
+    if is_looked_at():
+        return _new_numbers((value,), (), dtype)[0]
+    return _kept_number(value, math.copysign(1.0, value), dtype)
 
 
 def scalars(*values: float) -> torch.Tensor:
@@ -261,19 +269,25 @@ def scalars(*values: float) -> torch.Tensor:
     return _numbers(values, torch.float64)
 
 
-def _numbers(values: float | tuple[float, ...], dtype: torch.dtype) -> torch.Tensor:
+def _numbers(values: tuple[float, ...], dtype: torch.dtype) -> torch.Tensor:
+    # 0.0 and -0.0 are one key, and two numbers.
+    signs = tuple(map(math.copysign, repeat(1.0), values))
     # A mode may make another kind of tensor than one to keep.
-    make = _new_numbers if is_looked_at() else _kept_numbers
-    return make(values, dtype)
+    return _new_numbers(values, signs, dtype) if is_looked_at() else _kept_numbers(values, signs, dtype)
 
 
-def _new_numbers(values: float | tuple[float, ...], dtype: torch.dtype) -> torch.Tensor:
+def _new_numbers(values: tuple[float, ...], _: tuple[float, ...], dtype: torch.dtype) -> torch.Tensor:
     # What inference mode makes, no backward pass may save.
     with torch.inference_mode(False):
         return torch.tensor(values, dtype=dtype, device="cpu")
 
 
 _kept_numbers = functools.lru_cache(maxsize=1024)(_new_numbers)
+
+
+@functools.lru_cache(maxsize=1024)
+def _kept_number(value: float, sign: float, dtype: torch.dtype) -> torch.Tensor:
+    return _new_numbers((value,), (sign,), dtype)[0]
 
 
 def scalar_or_rows(value: float | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

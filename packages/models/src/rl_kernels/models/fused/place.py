@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch._C import _functorch
+from torch.autograd import forward_ad
 
+from rl_kernels.core.torchlib import is_traced
 from rl_kernels.core.triton_lib.launch import INSTALLED, INTERPRETED
 from rl_kernels.core.validate import HALF_AND_FLOAT
 
@@ -21,6 +22,6 @@ def fits(*tensors: object) -> bool:
         return False
     if not (first.is_cuda or INTERPRETED) or first.dtype not in HALF_AND_FLOAT:
         return False
-    if torch._C._len_torch_dispatch_stack() or _functorch.maybe_current_level() is not None:
+    if is_traced() or forward_ad._current_level >= 0:
         return False
     return all(type(x) in PLAIN and x.dtype == first.dtype and x.device == first.device for x in tensors)  # type: ignore[attr-defined]

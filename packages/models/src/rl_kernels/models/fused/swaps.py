@@ -13,11 +13,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from rl_kernels.models.fused import gate, rotary
-from rl_kernels.models.swap import Undo
+from rl_kernels.models.swap import SWAPPED, Undo
 
 ROTARY = "apply_rotary_pos_emb"
 """The function of a modelling file that its attention calls."""
 PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""Of a module, which call what is not to be left out."""
 PROBE: Any = {"dtype": torch.float32, "device": "cpu"}
 """Whatever the defaults are."""
 
@@ -78,13 +80,19 @@ def gated(module: nn.Module) -> Callable[..., torch.Tensor] | None:
 
 def _forward(self: Any, x: torch.Tensor) -> torch.Tensor:
     left, right = self.gate_proj(x), self.up_proj(x)
-    if gate.takes(left, right) and not self.act_fn._forward_hooks and not self.act_fn._forward_pre_hooks:
+    if gate.takes(left, right) and _is_silu(self.act_fn) and not _is_watched(self.act_fn):
         return self.down_proj(gate.silu_mul(left, right))
     return self.down_proj(self.act_fn(left) * right)
 
 
 def _is_silu(module: object) -> bool:
-    return isinstance(module, nn.SiLU) or "SiLUActivation" in [base.__name__ for base in type(module).__mro__]
+    """Say whether a module is SiLU and no subclass of it but ours, which may compute something else."""
+    kind = getattr(module, SWAPPED, type(module))
+    return kind is nn.SiLU or (kind.__name__, kind.__module__) == ("SiLUActivation", "transformers.activations")
+
+
+def _is_watched(module: nn.Module) -> bool:
+    return any(getattr(module, name) for name in HOOKS) or torch.nn.modules.module._has_any_global_hook()
 
 
 class _Scaled(nn.Module):

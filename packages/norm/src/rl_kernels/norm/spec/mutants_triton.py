@@ -23,9 +23,6 @@ BUGS = (
     Bug("projection left out", "fma(-x, spread(shared, x), pull)", "pull"),
     Bug("mean of the gradient left", "dx = dx - spread(mean_of(pull, D), dx)", "dx = dx * 1.0"),
     Bug("mean of another row", "tl.load(STATS + count + rows, mask", "tl.load(STATS + count + rows // 2, mask"),
-    Bug(
-        "last tile of rows alone", "of_weight += tl.sum(product(grad, x), 0)", "of_weight = tl.sum(product(grad, x), 0)"
-    ),
     Bug("buffer overwritten", "    if CONTINUED:", "    if False:"),
     Bug("last parts left out", "range(full * AHEAD, count, REST)", "range(full * AHEAD, count - REST, REST)"),
     Bug("parts beyond the last", "tl.load(place, mask=there, other=0.0)", "tl.load(place, mask=there, other=1.0)"),
@@ -43,12 +40,25 @@ CASES = (
     "hidden-4096",
 )
 
+MANY = (
+    Bug(
+        "last tile of rows alone", "of_weight += tl.sum(product(grad, x), 0)", "of_weight = tl.sum(product(grad, x), 0)"
+    ),
+    Bug(
+        "tiles beside the sum of a step",
+        "                inner += tl.load(place, mask",
+        "                total += tl.load(place, mask",
+    ),
+    Bug("steps of other tiles", "rows = part * PER + first", "rows = part * ROWS + first"),
+)
+"""Shown where steps are many."""
 HOST = (
     Bug("a program short", "(ceil_div(count, rows),)", "(count // rows,)"),
     Bug("programs short", "programs = ceil_div(count, per)", "programs = max(count // per, 1)"),
     Bug("tiles where steps are many", "per = rows if ceil_div(count, step) <= FEW else step", "per = rows"),
     Bug("steps where they are few", "per = rows if ceil_div(count, step) <= FEW else step", "per = step"),
     Bug("tiles chained as steps", "AHEAD, step // per, is_continued", "AHEAD, 1, is_continued"),
+    Bug("stages without the gradient of the sum", "rows, x, grad, grad_sum)", "rows, x, grad)"),
     Bug("more stages than fit", "(STAGES - 1) * size <= PER_STAGES", "True"),
     Bug(
         "tile follows the rows",

@@ -5,6 +5,7 @@ What is launched is what ``matmul`` launches for the same tensors.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -172,6 +173,10 @@ def maps_of(box: Box, x: torch.Tensor) -> Maps:
 def plan_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear | None:
     """Return the linear layer for operands that lie like these, or None if their rows would have to be copied."""
     whole = x.numel() and weight.numel() and (bias is None or bias.is_contiguous())
-    if not whole or (x.ndim > 1 and x.flatten(0, -2).data_ptr() != x.data_ptr()):
-        return None
-    return Linear(x, weight)
+    return Linear(x, weight) if whole and _is_flat(x.shape[:-1], x.stride()[:-1]) else None
+
+
+def _is_flat(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Say whether dims are one, for how they lie."""
+    outer = [(size, stride) for size, stride in zip(shape, strides, strict=True) if size > 1]
+    return all(stride == size * inner for (_, stride), (size, inner) in pairwise(outer))
