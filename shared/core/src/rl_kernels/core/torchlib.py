@@ -21,6 +21,7 @@ from torch._C import (
     _get_tracing_state,
     _is_torch_function_mode_enabled,
     _len_torch_dispatch_stack,
+    _parse_dispatch_key,
 )
 from torch._C._autograd import _profiler_enabled
 from torch.autograd import forward_ad
@@ -33,8 +34,8 @@ DEVICES = {"CPU": "cpu", "CUDA": "cuda"}
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, str, torch.dtype})
 """Types of arguments of which torch makes nothing else on the way."""
 
-# torch.autograd.grad(..., is_grads_batched=True) has a vmap of its own.
-_BATCHES = "VmapMode"
+# torch.autograd.grad(..., is_grads_batched=True) has a vmap of its own. By its name, a key takes 3 us to ask for.
+_BATCHES: Any = _parse_dispatch_key("VmapMode")
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
