@@ -55,11 +55,11 @@ MANY = (
 HOST = (
     Bug("a program short", "(ceil_div(count, rows),)", "(count // rows,)"),
     Bug("programs short", "programs = ceil_div(count, per)", "programs = max(count // per, 1)"),
-    Bug("tiles where steps are many", "per = rows if ceil_div(count, step) <= FEW else step", "per = rows"),
-    Bug("steps where they are few", "per = rows if ceil_div(count, step) <= FEW else step", "per = step"),
+    Bug("tiles where steps are many", "per = rows if ceil_div(count, step) <= FEW_STEPS else step", "per = rows"),
+    Bug("steps where they are few", "per = rows if ceil_div(count, step) <= FEW_STEPS else step", "per = step"),
     Bug("tiles chained as steps", "AHEAD, step // per, is_continued", "AHEAD, 1, is_continued"),
     Bug("stages without the gradient of the sum", "rows, x, grad, grad_sum)", "rows, x, grad)"),
-    Bug("more stages than fit", "(STAGES - 1) * size <= PER_STAGES", "True"),
+    Bug("more stages than fit", "(STAGES - 1) * size <= STAGE_BYTES", "True"),
     Bug(
         "tile follows the rows",
         "width, rows, step, warps = tile(size)\n    per",

@@ -18,21 +18,23 @@ from rl_kernels.core.triton_lib.launch import ceil_div, launch
 from rl_kernels.norm.backends.triton import kernels
 from rl_kernels.norm.results import result_dtype
 
-FEWEST, MOST = 16, 128
-"""Rows of a step: of rows of 1024 numbers and more, and of those of 128 and fewer."""
 PER_STEP = 16384
-"""Numbers of a step of rows between these."""
+"""Numbers of a step, if its rows are no fewer and no more than the next two say."""
+SHORTEST_STEP, LONGEST_STEP = 16, 128
+"""Rows of a step: where a row has 1024 numbers or more, and where it has 128 or fewer."""
 PER_TILE = 2048
 """Numbers of a tile of several rows."""
+MOST_ROWS = 16
+"""Rows of a tile."""
 PER_WARP = 512
 """Numbers of a tile for each warp of its program."""
 MOST_WARPS = 16
-FEW = 32
+FEW_STEPS = 32
 """Steps that are too few to fill a chip: a program takes a tile then, and the chain adds up the tiles."""
 STAGES = 3
-"""Tiles of a step that are on their way at once, if PER_STAGES holds those behind the first."""
-PER_STAGES = 1 << 16
-"""Bytes of shared memory that every chip has."""
+"""Tiles of a step that are loaded at once, if those behind the first fit in STAGE_BYTES."""
+STAGE_BYTES = 1 << 16
+"""Shared memory that every chip has."""
 COLUMNS, AHEAD = 32, 128
 """Columns of a program that adds up parts, and the parts that it loads at once."""
 ALIGNED = 16
@@ -146,7 +148,7 @@ def _backward(
     count, size = x.shape
     dx = x.new_empty(x.shape)
     width, rows, step, warps = tile(size)
-    per = rows if ceil_div(count, step) <= FEW else step
+    per = rows if ceil_div(count, step) <= FEW_STEPS else step
     programs = ceil_div(count, per)
     parts = [None if out is None else stats.new_empty((programs, size)) for out in (dweight, dbias)]
     with device_of(x):
@@ -173,14 +175,14 @@ def _backward(
 def tile(size: int) -> tuple[int, int, int, int]:
     """Return (columns of a tile, its rows, those of a step, warps): by D alone, for the order of sums follows them."""
     width = max(triton.next_power_of_2(size), 2)
-    rows = min(max(PER_TILE // width, 1), FEWEST)
-    step = min(max(PER_STEP // width, FEWEST), MOST)
+    rows = min(max(PER_TILE // width, 1), MOST_ROWS)
+    step = min(max(PER_STEP // width, SHORTEST_STEP), LONGEST_STEP)
     return width, rows, step, min(max(width * rows // PER_WARP, 1), MOST_WARPS)
 
 
 def _stages(numbers: int, *read: torch.Tensor | None) -> int:
     size = sum(numbers * value.element_size() for value in read if value is not None)
-    return STAGES if (STAGES - 1) * size <= PER_STAGES else 1
+    return STAGES if (STAGES - 1) * size <= STAGE_BYTES else 1
 
 
 def _canonical(x: torch.Tensor | None) -> torch.Tensor | None:
