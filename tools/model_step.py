@@ -44,6 +44,7 @@ from rich.table import Table
 from rl_kernels.core.command import Parser, count, writable
 from rl_kernels.core.contract import DTYPES
 from rl_kernels.lab.bench.environment import environment
+from rl_kernels.lab.bench.measure import GRAPH, clock_of
 from rl_kernels.lab.bench.peers import one_line
 from rl_kernels.lab.bench.report import digits
 
@@ -131,17 +132,11 @@ def _installed(module: str) -> list[str]:
 
 
 def captured(step: Callable[[], Any]) -> Callable[[], Any]:
-    """Return a step as a CUDA graph."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
+    """Return a step as a CUDA graph; ``RuntimeError`` if it cannot be one."""
+    clock = clock_of([step])
+    if clock.how != GRAPH:
+        raise RuntimeError("the step cannot be captured in a CUDA graph")
+    return clock.play
 
 
 def measure(report: Report, found: Sequence[Way], given: argparse.Namespace) -> None:
