@@ -142,7 +142,7 @@ def test_a_plan_launches_what_matmul_launches():
     hold()
 
 
-def test_what_does_not_lie_as_planned_goes_the_long_way():
+def test_what_does_not_lie_as_planned_takes_the_general_path():
     hold_others()
 
 
@@ -249,7 +249,7 @@ def test_who_looks_at_ops_sees_them(monkeypatch):
     assert names == [f"rl_kernels.det_gemm_{name}.default" for name in ("forward", "forward", *["weight_gradient"] * 2)]
 
 
-def test_gradients_in_batches_go_the_long_way(monkeypatch):
+def test_gradients_in_batches_take_the_general_path(monkeypatch):
     given = leaves()
     upstream = torch.randn(2, 2, 3, 5)
     with planned_by(monkeypatch, "input", "weight") as plan:

@@ -1,25 +1,17 @@
-"""The public functions of the package: validation, dispatch, and the one autograd.Function behind them."""
+"""The public functions of the package: validation and dispatch; ``autograd`` has what they call."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
-from torch.autograd.graph import increment_version
 
 from rl_kernels.core import validate as check
 from rl_kernels.core.dispatch import choose, planned_choice, remembered_choice
 from rl_kernels.core.main_grad import gather
-from rl_kernels.core.torchlib import (
-    autocast_dtype,
-    autocast_linear,
-    first_order,
-    is_asked_for,
-    is_looked_at,
-    no_lost_derivatives,
-)
+from rl_kernels.core.torchlib import autocast_dtype, autocast_linear, no_lost_derivatives
 from rl_kernels.det_gemm import canary
+from rl_kernels.det_gemm.autograd import linear, product
 from rl_kernels.det_gemm.op import OPERATOR, describe, describe_dw, ops
 
 
@@ -49,7 +41,8 @@ def det_gemm(
     """
     chosen = _chosen_for_gemm(a, b, out_dtype, backend)
     no_lost_derivatives("det_gemm", a, b)
-    return _product(a, b, out_dtype or a.dtype, chosen)
+    canary.guard(a, chosen)
+    return product(a, b, out_dtype or a.dtype, chosen)
 
 
 @remembered_choice
@@ -100,10 +93,7 @@ def det_linear(
         operand, matrix, bias = autocast_linear(x, weight, bias)
     no_lost_derivatives("det_linear", operand, matrix, bias)
     canary.guard(operand, chosen)
-    if _needs_graph(operand, matrix, bias):
-        out = _Linear.apply(operand, matrix, bias, main_grad, chosen, plan)
-    else:
-        out = _linear(operand, matrix, bias, chosen, plan)
+    out = linear(operand, matrix, bias, main_grad, chosen, plan)
     if main_grad is not None and weight.requires_grad:
         gather("weight", weight, out)
     return out
@@ -208,112 +198,3 @@ def _validate_no_grad(**tensors: torch.Tensor | None) -> None:
     for name, value in tensors.items():
         if value is not None and value.requires_grad:
             raise ValueError(f"{name}: expected a tensor that does not require grad, det_gemm_dw has no gradient")
-
-
-def _needs_graph(*values: torch.Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(value is not None and value.requires_grad for value in values)
-
-
-def _product(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype, chosen: str) -> torch.Tensor:
-    canary.guard(a, chosen)
-    if _needs_graph(a, b):
-        return _Product.apply(a, b, out_dtype, chosen)
-    return ops["forward"](a, b, None, out_dtype, chosen)
-
-
-def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, chosen: str, plan: Any) -> torch.Tensor:
-    if plan is not None and not is_looked_at():
-        found = plan.forward(x, weight, bias)
-        if found is not None:
-            return found
-    out = ops["forward"](_rows(x), weight.t(), bias, x.dtype, chosen)
-    # Not a view of it, which autograd would not let anybody change in place.
-    return out if x.ndim == 2 else torch.ops.aten._unsafe_view.default(out, (*x.shape[:-1], weight.shape[0]))
-
-
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    # torch.autograd's own vmap, of gradients in batches, knows reshape and not flatten.
-    return x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-
-
-class _Product(torch.autograd.Function):
-    """``a @ b``."""
-
-    @staticmethod
-    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype, backend: str) -> torch.Tensor:
-        ctx.save_for_backward(a, b)
-        ctx.backend = backend
-        return ops["forward"](a, b, None, out_dtype, backend)
-
-    @staticmethod
-    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        a, b = ctx.saved_tensors
-        dc = upstream.to(a.dtype)
-        da = db = None
-        if _is_needed(ctx, 0):
-            da = first_order(ops["forward"], dc, b.t(), None, a.dtype, ctx.backend)
-        if _is_needed(ctx, 1):
-            db = first_order(ops["weight_gradient"], a, dc, a.dtype, ctx.backend)
-        return da, db, None, None
-
-
-class _Linear(torch.autograd.Function):
-    """``x @ weight^T + bias``; where there is a ``main_grad[N, K]``, backward adds the gradient of the weight to it."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        main_grad: torch.Tensor | None,
-        backend: str,
-        plan: Any,
-    ) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        # Not saved for backward: it is meant to change in place between this call and its backward pass.
-        ctx.main_grad, ctx.backend, ctx.plan = main_grad, backend, plan
-        return _linear(x, weight, bias, backend, plan)
-
-    @staticmethod
-    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        dc = upstream.to(x.dtype)
-        # A gradient that may be differentiated itself goes the way that refuses it.
-        plan = ctx.plan
-        if plan is not None and (torch.is_grad_enabled() or is_looked_at()):
-            plan = None
-        no_lost_derivatives("det_linear", dc, x, weight)
-        dx = _input_gradient(dc, x, weight, ctx.backend, plan) if _is_needed(ctx, 0) else None
-        dweight = _weight_gradient(dc, x, ctx.main_grad, ctx.backend, plan) if _is_needed(ctx, 1) else None
-        dbias = None
-        if _is_needed(ctx, 2):
-            rows = _rows(dc)
-            dbias = first_order(ops["weight_gradient"], rows.new_ones(len(rows), 1), rows, x.dtype, ctx.backend)[0]
-        return dx, dweight, dbias, None, None, None
-
-
-def _is_needed(ctx: Any, number: int) -> bool:
-    return ctx.needs_input_grad[number] and is_asked_for(ctx, number)
-
-
-def _input_gradient(dc: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, backend: str, plan: Any) -> torch.Tensor:
-    found = None if plan is None else plan.input_gradient(dc, weight)
-    if found is None:
-        found = first_order(ops["forward"], _rows(dc), weight, None, x.dtype, backend)
-        found = found if x.ndim == 2 else found.view(x.shape)
-    return found
-
-
-def _weight_gradient(
-    dc: torch.Tensor, x: torch.Tensor, main_grad: torch.Tensor | None, backend: str, plan: Any
-) -> torch.Tensor | None:
-    """Return the gradient of the weight, or add it to ``main_grad``."""
-    found = None if plan is None else plan.weight_gradient(dc, x, main_grad)
-    if main_grad is None:
-        return first_order(ops["weight_gradient"], _rows(dc), _rows(x), x.dtype, backend) if found is None else found
-    if found is None:
-        ops["weight_gradient_into"](_rows(dc), _rows(x), main_grad, backend)
-    elif not main_grad.is_inference():
-        increment_version(main_grad)
-    return None

@@ -183,7 +183,7 @@ def chosen(objective: Objective | None, loss_type: str | None, beta: float | Non
     elif not isinstance(objective, Objective):
         raise TypeError(f"objective: expected an Objective, got {type(objective).__name__}")
     plain = {type(value) for value in (loss_type, beta, clip_eps)} <= {type(None), str, float, int}
-    change = _changed_once if plain and not torch.compiler.is_compiling() else _changed
+    change = _cached_change if plain and not torch.compiler.is_compiling() else _changed
     return change(objective, loss_type, beta, clip_eps)
 
 
@@ -199,7 +199,7 @@ def _changed(objective: Objective, loss_type: str | None, beta: float | None, cl
     return replace(objective, **changes) if changes else objective  # type: ignore[arg-type]
 
 
-_changed_once = functools.lru_cache(maxsize=256)(_changed)
+_cached_change = functools.lru_cache(maxsize=256)(_changed)
 
 
 def _bounds(loss_type: str, kind: str, delta: float | None, dual_clip: float | None) -> str:

@@ -2,8 +2,8 @@
 
 ``define(OPERATOR)`` registers each schema as ``torch.ops.rl_kernels.<operator>_<name>``. Its implementation is the
 function of that name in the module of the backend that the last argument names, so a compiled graph carries the choice
-that was made for it. Where nobody looks at ops, such as a compiler, a mode or a profiler, the implementation is called
-as it is: on the host, torch's way to it costs more than a launch.
+that was made for it. In plain eager mode, where no compiler, mode, transform, tracer or profiler observes ops, the
+implementation is called directly: on the host, the dispatcher's way to it costs more than a launch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rl_kernels.core.operator import Operator
 NAMESPACE = "rl_kernels"
 DEVICES = {"CPU": "cpu", "CUDA": "cuda"}
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, str, torch.dtype})
-"""Types of arguments of which torch makes nothing else on the way."""
+"""Types of arguments that the dispatcher hands on unchanged."""
 
 # torch.autograd.grad(..., is_grads_batched=True) has a vmap of its own. By its name, a key takes 3 us to ask for.
 _BATCHES: Any = _parse_dispatch_key("VmapMode")
@@ -56,10 +56,10 @@ def define(operator: Operator) -> dict[str, Callable[..., Any]]:
 
 
 def _direct(op: Any, on_cpu: Callable[..., Any], on_cuda: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls an op, or what runs it where that is all that would come of it."""
+    """Return a function that calls an op, or its implementation where nothing observes ops."""
 
     def call(*args: Any) -> Any:
-        if torch.compiler.is_compiling() or is_looked_at():
+        if torch.compiler.is_compiling() or ops_are_observed():
             return op(*args)
         for value in args:
             if type(value) not in PLAIN:
@@ -71,8 +71,8 @@ def _direct(op: Any, on_cpu: Callable[..., Any], on_cuda: Callable[..., Any]) ->
     return call
 
 
-def is_looked_at() -> bool:
-    """Say whether somebody sees the ops that are called now: what ``is_traced`` names, or a profiler."""
+def ops_are_observed() -> bool:
+    """Say whether something observes the ops that are called now: what ``is_traced`` names, or a profiler."""
     return is_traced() or _profiler_enabled()
 
 
@@ -258,37 +258,29 @@ def scalar(value: float, dtype: torch.dtype) -> torch.Tensor:
         # A product, unlike torch.full, stays one graph when the number varies from call to call.
         return torch.ones((), dtype=dtype, device="cpu") * (value * 1.0)
     value = value * 1.0
-    if is_looked_at():
-        return _new_numbers((value,), (), dtype)[0]
-    return _kept_number(value, math.copysign(1.0, value), dtype)
+    return _made()(value, math.copysign(1.0, value), dtype)
 
 
 def scalars(*values: float) -> torch.Tensor:
     """Return numbers as one tensor ``[n]`` on the CPU, FP64: as ``scalar`` does, at the price of one."""
     if torch.compiler.is_compiling():
         return torch.stack([scalar(value, torch.float64) for value in values])
-    return _numbers(values, torch.float64)
+    return _made()(values, tuple(map(math.copysign, repeat(1.0), values)), torch.float64)
 
 
-def _numbers(values: tuple[float, ...], dtype: torch.dtype) -> torch.Tensor:
-    # 0.0 and -0.0 are one key, and two numbers.
-    signs = tuple(map(math.copysign, repeat(1.0), values))
-    # A mode may make another kind of tensor than one to keep.
-    return _new_numbers(values, signs, dtype) if is_looked_at() else _kept_numbers(values, signs, dtype)
-
-
-def _new_numbers(values: tuple[float, ...], _: tuple[float, ...], dtype: torch.dtype) -> torch.Tensor:
-    # What inference mode makes, no backward pass may save.
+def _numbers(values: float | tuple[float, ...], _: float | tuple[float, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor of numbers; their signs are given too, because 0.0 and -0.0 are the same key of a cache."""
+    # A tensor that inference mode made could not be saved for backward.
     with torch.inference_mode(False):
         return torch.tensor(values, dtype=dtype, device="cpu")
 
 
-_kept_numbers = functools.lru_cache(maxsize=1024)(_new_numbers)
+_cached_numbers = functools.lru_cache(maxsize=1024)(_numbers)
 
 
-@functools.lru_cache(maxsize=1024)
-def _kept_number(value: float, sign: float, dtype: torch.dtype) -> torch.Tensor:
-    return _new_numbers((value,), (sign,), dtype)[0]
+def _made() -> Callable[..., torch.Tensor]:
+    # Under a mode a tensor may be of another kind, which must not be cached.
+    return _numbers if ops_are_observed() else _cached_numbers
 
 
 def scalar_or_rows(value: float | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

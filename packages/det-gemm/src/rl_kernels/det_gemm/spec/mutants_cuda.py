@@ -154,6 +154,6 @@ PLANNED = (
         "dc.new_empty((dc.numel() // dc.shape[-1], self._x[0][-1]))",
     ),
 )
-"""Bugs of the short way, which the tests of plans show."""
+"""Bugs of planned launches, shown by test_planned.py."""
 
 MUTANTS = (Mutants("cuda-sm90", MODULES, SHOWN),)

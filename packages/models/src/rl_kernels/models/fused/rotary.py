@@ -8,7 +8,7 @@ import torch
 
 from rl_kernels.core.gpu import device_of
 from rl_kernels.core.triton_lib.launch import launch
-from rl_kernels.models.fused.place import fits
+from rl_kernels.models.fused.conditions import fits
 
 DIMS, COS_DIMS = 4, 3
 PART = 16

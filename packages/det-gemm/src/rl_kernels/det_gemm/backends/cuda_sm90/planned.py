@@ -1,6 +1,6 @@
-"""A linear layer whose launches are worked out once, for operands that lie in one way: the short way on the host.
+"""A linear layer whose launches are planned once for each kind of operands: the fast path on the host.
 
-What is launched is what ``matmul`` launches for the same tensors.
+A kind is shapes, strides, dtypes and device. What is launched is what ``matmul`` launches for the same tensors.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ KEPT = 1 << 14
 class Linear:
     """A linear layer for one kind of ``x[..., K]``, ``weight[N, K]`` and bias, and its gradients.
 
-    Each method returns None where its tensors do not lie as was planned: the caller goes the long way then.
+    Each method returns None for tensors that it has not planned for: the caller takes the general path then.
     """
 
     def __init__(self, x: torch.Tensor, weight: torch.Tensor) -> None:

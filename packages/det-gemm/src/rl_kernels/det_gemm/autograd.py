@@ -1,0 +1,142 @@
+"""The products that carry gradients: two autograd Functions on the raw ops, or on what a backend has planned."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.autograd.graph import increment_version
+
+from rl_kernels.core.torchlib import first_order, is_asked_for, no_lost_derivatives, ops_are_observed
+from rl_kernels.det_gemm.op import ops
+
+
+def _needs_graph(*values: torch.Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(value is not None and value.requires_grad for value in values)
+
+
+def product(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype, chosen: str) -> torch.Tensor:
+    """Return ``a @ b``."""
+    if _needs_graph(a, b):
+        found: torch.Tensor = _Product.apply(a, b, out_dtype, chosen)
+        return found
+    return ops["forward"](a, b, None, out_dtype, chosen)
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    main_grad: torch.Tensor | None,
+    chosen: str,
+    plan: Any,
+) -> torch.Tensor:
+    """Return ``x @ weight^T + bias``.
+
+    Args:
+        plan: what a backend has planned for operands of this kind, or None: ``forward``, ``input_gradient`` and
+            ``weight_gradient``, each of which returns None for tensors that it has not planned for.
+    """
+    if _needs_graph(x, weight, bias):
+        found: torch.Tensor = _Linear.apply(x, weight, bias, main_grad, chosen, plan)
+        return found
+    return _linear(x, weight, bias, chosen, plan)
+
+
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, chosen: str, plan: Any) -> torch.Tensor:
+    if plan is not None and not ops_are_observed():
+        found = plan.forward(x, weight, bias)
+        if found is not None:
+            return found
+    out = ops["forward"](_rows(x), weight.t(), bias, x.dtype, chosen)
+    # Not a view of it, which autograd would not let anybody change in place.
+    return out if x.ndim == 2 else torch.ops.aten._unsafe_view.default(out, (*x.shape[:-1], weight.shape[0]))
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    # torch.autograd's own vmap, of gradients in batches, knows reshape and not flatten.
+    return x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+class _Product(torch.autograd.Function):
+    """``a @ b``."""
+
+    @staticmethod
+    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype, backend: str) -> torch.Tensor:
+        ctx.save_for_backward(a, b)
+        ctx.backend = backend
+        return ops["forward"](a, b, None, out_dtype, backend)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        a, b = ctx.saved_tensors
+        dc = upstream.to(a.dtype)
+        da = db = None
+        if _is_needed(ctx, 0):
+            da = first_order(ops["forward"], dc, b.t(), None, a.dtype, ctx.backend)
+        if _is_needed(ctx, 1):
+            db = first_order(ops["weight_gradient"], a, dc, a.dtype, ctx.backend)
+        return da, db, None, None
+
+
+class _Linear(torch.autograd.Function):
+    """``x @ weight^T + bias``; where there is a ``main_grad[N, K]``, backward adds the gradient of the weight to it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        main_grad: torch.Tensor | None,
+        backend: str,
+        plan: Any,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        # Not saved for backward: it is meant to change in place between this call and its backward pass.
+        ctx.main_grad, ctx.backend, ctx.plan = main_grad, backend, plan
+        return _linear(x, weight, bias, backend, plan)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        dc = upstream.to(x.dtype)
+        # A gradient that may be differentiated itself takes the general path, which refuses that.
+        plan = ctx.plan
+        if plan is not None and (torch.is_grad_enabled() or ops_are_observed()):
+            plan = None
+        no_lost_derivatives("det_linear", dc, x, weight)
+        dx = _input_gradient(dc, x, weight, ctx.backend, plan) if _is_needed(ctx, 0) else None
+        dweight = _weight_gradient(dc, x, ctx.main_grad, ctx.backend, plan) if _is_needed(ctx, 1) else None
+        dbias = None
+        if _is_needed(ctx, 2):
+            rows = _rows(dc)
+            dbias = first_order(ops["weight_gradient"], rows.new_ones(len(rows), 1), rows, x.dtype, ctx.backend)[0]
+        return dx, dweight, dbias, None, None, None
+
+
+def _is_needed(ctx: Any, number: int) -> bool:
+    return bool(ctx.needs_input_grad[number]) and is_asked_for(ctx, number)
+
+
+def _input_gradient(dc: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, backend: str, plan: Any) -> torch.Tensor:
+    found = None if plan is None else plan.input_gradient(dc, weight)
+    if found is None:
+        found = first_order(ops["forward"], _rows(dc), weight, None, x.dtype, backend)
+        found = found if x.ndim == 2 else found.view(x.shape)
+    return found
+
+
+def _weight_gradient(
+    dc: torch.Tensor, x: torch.Tensor, main_grad: torch.Tensor | None, backend: str, plan: Any
+) -> torch.Tensor | None:
+    """Return the gradient of the weight, or add it to ``main_grad``."""
+    found = None if plan is None else plan.weight_gradient(dc, x, main_grad)
+    if main_grad is None:
+        return first_order(ops["weight_gradient"], _rows(dc), _rows(x), x.dtype, backend) if found is None else found
+    if found is None:
+        ops["weight_gradient_into"](_rows(dc), _rows(x), main_grad, backend)
+    elif not main_grad.is_inference():
+        increment_version(main_grad)
+    return None
