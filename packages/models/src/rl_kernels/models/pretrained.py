@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
+from torch.utils._pytree import register_constant
 
 from rl_kernels.models.attention import attention_forward, attention_mask
 from rl_kernels.models.swap import Undo
@@ -25,6 +26,10 @@ class Swapped(str):
 
     def __reduce__(self) -> Any:
         return str, (self.original,)
+
+
+# Before 2.13, torch.compile takes no other subclass of str as the key of a dict, which transformers makes of it.
+register_constant(Swapped)
 
 
 def pretrained(model: nn.Module) -> list[nn.Module]:
