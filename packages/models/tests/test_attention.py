@@ -40,7 +40,7 @@ def filled(kind, batch, count, keys=0):
 def masks(create, window, batch, queries, mask, cache, positions):
     """Return our mask, and transformers' as bools ``[B, 1, T, S]``."""
     found = []
-    for implementation in (pretrained.NAME, "eager"):
+    for implementation in (pretrained.name(), "eager"):
         given = config(implementation, sliding_window=window)
         found.append(create(given, torch.zeros(batch, queries, 32), mask, cache, position_ids=positions))
     ours, theirs = found
@@ -130,7 +130,7 @@ def test_sinks_scale_and_sequences_of_a_collator():
 def test_patterns_and_padding_of_other_kinds_are_refused():
     def ours(**options):
         given = {"position_ids": None, "attention_mask": None, "past_key_values": None, **options}
-        return masking.create_causal_mask(config(pretrained.NAME), torch.zeros(1, 6, 32), **given)
+        return masking.create_causal_mask(config(pretrained.name()), torch.zeros(1, 6, 32), **given)
 
     with pytest.raises(ValueError, match="this model adds a pattern of its own"):
         ours(or_mask_function=lambda b, h, q, k: k >= 0)
@@ -142,14 +142,13 @@ def test_patterns_and_padding_of_other_kinds_are_refused():
         window = masking.sliding_window_causal_mask_function(5)
         with pytest.raises(ValueError, match="this model has another pattern"):
             attention_mask(1, 20, 20, mask_function=window, local_size=wrong)
-    chunked = config(pretrained.NAME)
-    chunked.attention_chunk_size = 4
     padded = torch.tensor([[0, 1, 1, 1, 1, 1]])
+    chunks = masking.chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.int64))
     with pytest.raises(ValueError, match="attention_mask: expected packed sequences without padding or a cache"):
-        masking.create_chunked_causal_mask(chunked, torch.zeros(1, 6, 32), padded, None)
+        attention_mask(1, 6, 6, mask_function=chunks, attention_mask=padded.bool(), local_size=4)
     both = masking.create_bidirectional_mask
     with pytest.raises(ValueError, match=r"attention_mask: expected shape \(1, 3\) where queries see both ways"):
-        both(config(pretrained.NAME), torch.zeros(1, 3, 32), padded, encoder_hidden_states=torch.zeros(1, 6, 32))
+        both(config(pretrained.name()), torch.zeros(1, 3, 32), padded, encoder_hidden_states=torch.zeros(1, 6, 32))
 
 
 def test_holes_that_cannot_be_looked_at_fail_later(monkeypatch):

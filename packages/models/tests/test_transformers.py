@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 
-from rl_kernels.models import invariant
+from rl_kernels.models import invariant, pretrained
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -145,10 +145,10 @@ def test_everything_comes_back(tiny, prompts):
     before = [type(module) for module in model.modules()], model.config._attn_implementation
     plain = [logits for _, _, logits in surroundings(model, prompts)]
     with invariant(model):
-        assert model.config._attn_implementation == "rl_kernels"
+        assert model.config._attn_implementation == pretrained.name()
         with invariant(model.model):
             pass
-        assert model.config._attn_implementation == "rl_kernels"
+        assert model.config._attn_implementation == pretrained.name()
     assert ([type(module) for module in model.modules()], model.config._attn_implementation) == before
     found = [logits for _, _, logits in surroundings(model, prompts)]
     assert all(torch.equal(value, other) for value, other in zip(found, plain, strict=True))
@@ -218,7 +218,7 @@ def test_strict_finds_that_experts_follow_the_batch(tiny, family, options):
     with pytest.raises(ValueError, match=rf"model: its output depends on the batch: model\.layers\.0\.mlp.*{family}"):
         invariant(model, strict=True)
     assert type(model.lm_head) is torch.nn.Linear
-    assert model.config._attn_implementation != "rl_kernels"
+    assert model.config._attn_implementation != pretrained.name()
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

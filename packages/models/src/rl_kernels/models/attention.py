@@ -19,6 +19,7 @@ from torch import nn
 
 from rl_kernels.attention import det_attention
 from rl_kernels.core.torchlib import values_hidden
+from rl_kernels.models import paged
 
 MaskFunction = Callable[..., torch.Tensor]
 """Says of broadcast (sequence, head, query, key), each an index, whether the query sees the key."""
@@ -183,6 +184,7 @@ def attention_forward(
     cu_seq_lens_k: torch.Tensor | None = None,
     max_length_q: int | None = None,
     max_length_k: int | None = None,
+    cache: Any = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Return attention ``[B, T, H, Dv]`` and no weights: the signature is that of transformers' AttentionInterface.
@@ -203,17 +205,19 @@ def attention_forward(
         cu_seq_lens_k: the same.
         max_length_q: the longest of them.
         max_length_k: the same.
-        options: those of other attentions; of ``position_bias`` and ``cache``, which change the result, None is taken.
+        cache: that of continuous batching, which brings the keys of its requests; the mask does not count then.
+        options: those of other attentions, and of continuous batching; of ``position_bias`` and ``block_table``, which
+            change the result, None is taken.
 
     Raises:
         ValueError: det_attention has no such option, or the mask is none of ours.
     """
     if dropout:
         raise ValueError(f"attention_dropout: expected 0 under invariant(), got {dropout}: its draws follow the batch")
-    for name in ("position_bias", "cache"):
+    for name in ("position_bias", "block_table"):
         if options.get(name) is not None:
             raise ValueError(f"{name}: the attention of invariant() has none; leave this model's attention alone")
-    q, k, v = (x.transpose(1, 2).to(value.dtype) for x in (query, key, value))
+    query, key = query.to(value.dtype), key.to(value.dtype)
     side = None if sliding_window is None else sliding_window - 1
     given: dict[str, Any] = {
         "causal": getattr(module, "is_causal", True) if is_causal is None else is_causal,
@@ -223,11 +227,17 @@ def attention_forward(
         "sinks": s_aux,
         "validate": False,
     }
+    lengths = {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
+    lengths |= {"max_length_q": max_length_q, "max_length_k": max_length_k}
+    if cache is not None:
+        k, v, where = paged.keys_of(module, key, value, cache, sliding_window, options | lengths)
+        return det_attention(query[0].transpose(0, 1), k, v, **given, **where)[None], None
     if cu_seq_lens_q is not None:
         longest = {"max_seqlen_q": max_length_q, "max_seqlen_k": max_length_k}
         given |= {"cu_seqlens_q": cu_seq_lens_q, "cu_seqlens_k": cu_seq_lens_k, **longest}
     elif attention_mask is not None:
         given |= _where(attention_mask)
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if "cu_seqlens_q" not in given:
         return det_attention(q, k, v, **given), None
     out = det_attention(*(x.flatten(0, 1) for x in (q, k, v)), **given)

@@ -12,12 +12,16 @@ from torch.utils._pytree import register_constant
 from rl_kernels.models.attention import attention_forward, attention_mask
 from rl_kernels.models.swap import Undo
 
-NAME = "rl_kernels"
-"""The attention implementation, as ``config._attn_implementation`` knows it."""
+NAME = "rl_kernels_flash"
+"""The attention implementation, as ``config._attn_implementation`` knows it.
+
+By "flash" in a name transformers knows an attention that takes packed sequences by their lengths and needs no mask made
+of elements. Its continuous batching runs no others beside its own, or puts FlashAttention in their place.
+"""
 
 
 class Swapped(str):
-    """``NAME`` as a config has it while it is swapped; a deep copy remembers what it had, a pickle holds that alone."""
+    """``name()`` as a config has it while it is swapped; a deep copy remembers what it had, a pickle holds that alone."""
 
     original: str
 
@@ -41,12 +45,19 @@ def pretrained(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if isinstance(module, PreTrainedModel)]
 
 
+def name() -> str:
+    """Return ``NAME`` as the installed transformers wants it: there were names apart for continuous batching."""
+    from transformers import AttentionInterface
+
+    return f"paged|{NAME}" if "paged|sdpa" in AttentionInterface().valid_keys() else NAME
+
+
 def register() -> None:
     """Register the attention, and the mask that it wants."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    AttentionInterface.register(NAME, attention_forward)
-    AttentionMaskInterface.register(NAME, attention_mask)
+    AttentionInterface.register(name(), attention_forward)
+    AttentionMaskInterface.register(name(), attention_mask)
 
 
 def why_not(module: Any) -> str | None:
@@ -74,14 +85,14 @@ def configs(model: Any) -> Iterator[Any]:
 def attention_swap(config: Any) -> Undo:
     """Swap a config's attention implementation for ours; return how to undo it."""
     found = config._attn_implementation
-    swapped = Swapped(NAME)
+    swapped = Swapped(name())
     # A deep copy of a config that was swapped is so too. A model made under our name never had another one.
-    swapped.original = getattr(found, "original", "sdpa" if found == NAME else found)
+    swapped.original = getattr(found, "original", "sdpa" if found == swapped else found)
     # The public setter would set the configs inside too, each of which is swapped by itself.
     config._attn_implementation_internal = swapped
 
     def undo(config: Any) -> None:
-        if config._attn_implementation == NAME:
+        if config._attn_implementation == swapped:
             config._attn_implementation_internal = swapped.original
 
     return undo
