@@ -21,7 +21,7 @@ of elements. Its continuous batching runs no others beside its own, or puts Flas
 
 
 class Swapped(str):
-    """``name()`` as a config has it while it is swapped; a deep copy remembers what it had, a pickle holds that alone."""
+    """``name()`` as a config has it while swapped; a deep copy remembers what it had, a pickle holds that alone."""
 
     original: str
 
