@@ -44,7 +44,7 @@ def test_everything_is_timed_and_compared(tool: ModuleType, tmp_path: Path, caps
     assert len(found["ms"]) == 4
     assert all({"stock", "invariant"} <= row.keys() and min(row.values()) > 0 for row in found["ms"].values())
     ours, stock = found["bits"]["invariant"], found["bits"]["stock"]
-    assert len(ours["prompts"]) == 5
+    assert len(ours["prompts"]) == 6
     assert all(counts["logits"] == counts["logps"] == 0 for counts in ours["prompts"].values())
     assert all(counts["of_logits"] == 300 * counts["of_logps"] > 0 for counts in ours["prompts"].values())
     assert ours["gradients"]["differ"] == 0 < ours["gradients"]["elements"]

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+from model_continuous import answered
 
 from rl_kernels.core.contract import DTYPES
 from rl_kernels.core.testing import bits_of
@@ -218,14 +219,21 @@ def differing(way: Way, each: Sequence[torch.Tensor]) -> dict[str, dict[str, int
         scored = scores(way, each, hidden)
         if name == "alone":
             alone = scored
-            continue
-        counts = [0, 0]
-        for mine, expected in zip(scored, alone, strict=True):
-            for place, (value, other) in enumerate(zip(mine, expected, strict=True)):
-                counts[place] += int((bits_of(value) != bits_of(other[: len(value)])).sum())
-        elements = [sum(pair[place].numel() for pair in scored) for place in range(2)]
-        found[name] = dict(zip(("logits", "of_logits", "logps", "of_logps"), _paired(counts, elements), strict=True))
+        else:
+            found[name] = _counted(scored, alone)
+    whole, hidden = answered(way.model, each)
+    scored = scores(way, whole, hidden)
+    found["continuous batching"] = _counted(scored, scores(way, whole, next(surroundings(way, whole))[1]))
     return found
+
+
+def _counted(scored: Sequence[tuple[torch.Tensor, ...]], alone: Sequence[tuple[torch.Tensor, ...]]) -> dict[str, int]:
+    counts = [0, 0]
+    for mine, expected in zip(scored, alone, strict=True):
+        for place, (value, other) in enumerate(zip(mine, expected, strict=True)):
+            counts[place] += int((bits_of(value) != bits_of(other[: len(value)])).sum())
+    elements = [sum(pair[place].numel() for pair in scored) for place in range(2)]
+    return dict(zip(("logits", "of_logits", "logps", "of_logps"), _paired(counts, elements), strict=True))
 
 
 def _paired(counts: Sequence[int], elements: Sequence[int]) -> list[int]:

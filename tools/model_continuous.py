@@ -1,0 +1,56 @@
+"""What `model_ways.py` compares too: prompts and their answers in transformers' continuous batching."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+ANSWER = 16
+"""Tokens that each prompt is answered with, greedily."""
+PAGE = 256
+"""Tokens of a page in transformers' cache unless it is told otherwise."""
+
+
+@torch.no_grad()
+def answered(model: Any, each: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return prompts with their answers, and the last hidden states of all their tokens but the last.
+
+    A batch has as many tokens as the longest prompt: others come in chunks, beside the tokens of answers.
+    """
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
+    settings = ContinuousBatchingConfig(
+        max_batch_tokens=max(map(len, each)),
+        num_blocks=sum((len(ids) + ANSWER) // PAGE + 1 for ids in each),
+        # Every token is to be computed, and seen by a hook.
+        allow_block_sharing=False,
+        use_cuda_graph=False,
+        use_async_batching=False,
+    )
+    greedy = GenerationConfig(max_new_tokens=ANSWER, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    states: dict[str, list[torch.Tensor]] = {str(place): [] for place in range(len(each))}
+    answers: dict[str, Any] = {}
+    with model.continuous_batching_context_manager(greedy, continuous_batching_config=settings) as manager:
+
+        def keep(*given: Any) -> None:
+            requests = manager.batch_processor.inputs_and_outputs.requests_in_batch
+            parts = given[-1].last_hidden_state[0].split([request.query_length for request in requests])
+            for request, part in zip(requests, parts, strict=True):
+                states[request.state.request_id].append(part.clone())
+
+        hook = model.model.register_forward_hook(keep)
+        for place, ids in enumerate(each):
+            manager.add_request(ids.tolist(), request_id=str(place))
+        while len(answers) < len(each):
+            found = manager.get_result(timeout=1)
+            if found is None and not manager.is_running():
+                raise RuntimeError("continuous batching ended before all prompts were answered")
+            if found is not None and found.error:
+                raise RuntimeError(found.error)
+            if found is not None and found.is_finished():
+                answers[found.request_id] = found.generated_tokens
+        hook.remove()
+    whole = [torch.cat((ids, ids.new_tensor(answers[str(place)]))) for place, ids in enumerate(each)]
+    return whole, [torch.cat(parts) for parts in states.values()]
