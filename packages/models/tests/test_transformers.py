@@ -100,7 +100,14 @@ MODELS = {
     "Qwen3": {"head_dim": 16},
     "Mistral": {"sliding_window": 6},
     "Gemma": {"head_dim": 8},
-    "Gemma2": {"head_dim": 8, "sliding_window": 4, "attn_logit_softcapping": 20.0, "query_pre_attn_scalar": 16},
+    "Gemma2": {
+        "head_dim": 8,
+        "sliding_window": 4,
+        "attn_logit_softcapping": 20.0,
+        "query_pre_attn_scalar": 16,
+        # The SDPA of transformers 5.17 leaves the cap out.
+        "attn_implementation": "eager",
+    },
     "Gemma3Text": {"head_dim": 8, "sliding_window": 4},
     "Phi": {},
     "Phi3": {},

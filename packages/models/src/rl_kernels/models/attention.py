@@ -227,9 +227,9 @@ def attention_forward(
         "sinks": s_aux,
         "validate": False,
     }
-    lengths = {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
-    lengths |= {"max_length_q": max_length_q, "max_length_k": max_length_k}
     if cache is not None:
+        lengths: dict[str, Any] = {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
+        lengths |= {"max_length_q": max_length_q, "max_length_k": max_length_k}
         k, v, where = paged.keys_of(module, key, value, cache, sliding_window, options | lengths)
         return det_attention(query[0].transpose(0, 1), k, v, **given, **where)[None], None
     if cu_seq_lens_q is not None:

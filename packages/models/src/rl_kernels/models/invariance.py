@@ -69,9 +69,9 @@ def invariant(model: nn.Module, *, strict: bool = False) -> Invariance:
     - LayerNorm and RMSNorm, those of transformers too, become row-wise norms. A norm of transformers is recognised by
       what it computes for a random row.
     - SiLU, GELU and sigmoid modules on a CPU, where PyTorch rounds the last elements of a tensor in another way.
-    - A model of transformers gets ``det_attention``, as an implementation called ``rl_kernels``: padding, packing,
-      batch, KV cache and chunks change no bit. Give it ``position_ids`` where it is padded on the left, as ``generate``
-      does. Dropout in it raises.
+    - A model of transformers gets ``det_attention``, as an implementation called ``rl_kernels_flash``: padding,
+      packing, batch, KV cache, chunks and continuous batching change no bit. Give it ``position_ids`` where it is
+      padded on the left, as ``generate`` does. Dropout in it raises.
 
     Everything else stays; ``audit`` tells whether it follows the batch.
 

@@ -51,7 +51,7 @@ def keys_of(
     """
     given = dict(options)
     index: Any = layer.layer_idx
-    if _says_where(type(cache)):
+    if _says_where(cache.__class__):
         key, value = cache.update(key, value, index, given)
         key, value = key[0].transpose(0, 1), value[0].transpose(0, 1)
     else:
