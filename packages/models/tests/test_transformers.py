@@ -253,3 +253,18 @@ def test_a_pickle_holds_the_attention_that_the_model_had(tiny, prompts):
         for read in copies:
             assert read.config._attn_implementation == "sdpa"
             assert torch.equal(read(ids).logits, expected)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_model_made_from_a_copy_of_a_swapped_config_is_stock(tiny, prompts, attention):
+    transformers = pytest.importorskip("transformers")
+    model, ids = tiny(), prompts[1][None]
+    model.set_attn_implementation(attention)
+    with torch.no_grad():
+        expected = model(ids).logits
+        with invariant(model):
+            made = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(model.config)).eval()
+            assert model.config._attn_implementation == pretrained.name()
+        made.load_state_dict(model.state_dict())
+        assert made.config._attn_implementation == attention
+        assert torch.equal(made(ids).logits, expected)
