@@ -123,3 +123,34 @@ def test_a_kernel_that_a_hook_keeps_from_compiling_is_not_remembered(launched):
     for _ in range(2):
         launch.launch(kernel, (5,), 7, num_warps=4)
     assert [options for *_, options in launched] == [{"num_warps": 4}] * 2
+
+
+def test_a_launch_of_a_plan_finds_what_was_compiled_by_addresses(launched):
+    kernel = Kernel(launched, Kernel(launched))
+    planned = launch.Launch(kernel, (5, 2), (7, True), num_warps=4, num_stages=2)
+    tensors = [(BASE[place : place + 16], None, BASE[64:80]) for place in (0, 256, 16, 16)]
+    for args in tensors:
+        planned(*args)
+    first = (kernel.compiled, (5, 2), (*tensors[0], 7, True), {"num_warps": 4, "num_stages": 2})
+    aligned = (None, (5, 2, 1, 1), (*tensors[1], 7, True), {})
+    other = (kernel.compiled, (5, 2), (*tensors[2], 7, True), {"num_warps": 4, "num_stages": 2})
+    assert launched == [first, aligned, other, (None, (5, 2, 1, 1), (*tensors[3], 7, True), {})]
+
+
+def test_what_a_launch_of_a_plan_remembers_is_bounded(launched, monkeypatch):
+    monkeypatch.setattr(launch, "KEPT", 3)
+    planned = launch.Launch(Kernel(launched, Kernel(launched)), (5,), (), num_warps=4)
+    for place in range(10):
+        planned(BASE[place : place + 16])
+        assert len(planned._runs) <= 3
+
+
+@pytest.mark.parametrize(("name", "value"), [("INTERPRETED", True), ("hip", "6.4"), ("compiled", None)])
+def test_where_nothing_is_kept_a_plan_launches_as_triton_does(name, value, launched, monkeypatch):
+    kernel = Kernel(launched, Kernel(launched))
+    places = {"INTERPRETED": launch, "hip": torch.version, "compiled": kernel}
+    monkeypatch.setattr(places[name], name, value)
+    planned = launch.Launch(kernel, (5,), (7,), num_warps=4)
+    for _ in range(2):
+        planned(BASE[:16])
+    assert [(grid, options) for _, grid, _, options in launched] == [((5,), {"num_warps": 4})] * 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 
@@ -10,8 +10,8 @@ from rl_kernels.attention import checks
 from rl_kernels.attention.inputs import UNLIMITED, Attended, Inputs
 from rl_kernels.attention.op import OPERATOR, describe, ops
 from rl_kernels.core import validate as check
-from rl_kernels.core.dispatch import choose, remembered_choice
-from rl_kernels.core.torchlib import first_order, no_lost_derivatives
+from rl_kernels.core.dispatch import choose, planned_choice
+from rl_kernels.core.torchlib import first_order, no_lost_derivatives, ops_are_observed
 
 Window = tuple[int | None, int | None]
 
@@ -154,30 +154,51 @@ def det_attention(
         BackendUnavailable: the backend asked for cannot run this call.
     """
     where = (cu_seqlens_q, cu_seqlens_k, k_start, seqused_q, seqused_k, block_table)
-    chosen = _chosen(q, k, v, sinks, *where, scale, softcap, return_lse, backend)
     left, right = checks.window(window, causal=causal, unlimited=UNLIMITED)
-    factor: float = q.shape[-1] ** -0.5 if scale is None else scale
-    if validate:
+    chosen, plan = _chosen(q, k, v, sinks, *where, scale, left, right, softcap, return_lse, backend)
+    nowhere = cu_seqlens_q is cu_seqlens_k is k_start is seqused_q is seqused_k is block_table is None
+    if validate and not nowhere:
         checks.lengths(q, k, *where, windowed=left != UNLIMITED)
-    most_k = k.shape[0] if cu_seqlens_k is not None else k.shape[1]
-    if block_table is not None:
-        most_k *= block_table.shape[1]
-    most_q = q.shape[0] if cu_seqlens_q is not None else q.shape[1]
-    longest = (
-        checks.longest("max_seqlen_q", max_seqlen_q, cu_seqlens_q, most_q, values=validate),
-        checks.longest("max_seqlen_k", max_seqlen_k, cu_seqlens_k, most_k, values=validate),
-    )
+    if plan is None or max_seqlen_q is not None or max_seqlen_k is not None:
+        most_q, most_k = _most(q, k, cu_seqlens_q, cu_seqlens_k, block_table)
+        longest = (
+            checks.longest("max_seqlen_q", max_seqlen_q, cu_seqlens_q, most_q, values=validate),
+            checks.longest("max_seqlen_k", max_seqlen_k, cu_seqlens_k, most_k, values=validate),
+        )
+        factor = _factor(q, scale)
+        given = Inputs(q, k, v, sinks, *where, *longest, factor, left, right, float(softcap))
+    else:
+        given = Inputs(q, k, v, sinks, *where, *plan.numbers)
     no_lost_derivatives("det_attention", q, k, v, sinks)
-    given = Inputs(q, k, v, sinks, *where, *longest, float(factor), left, right, float(softcap))
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or _requires_grad(sinks)):
         _validate_gradients(given)
-        out, lse = _DetAttention.apply(*given, chosen)
+        out, lse = _DetAttention.apply(*given, chosen, plan)
     else:
-        out, lse = ops["forward"](*given, chosen)
+        out, lse = _forward(given, chosen, plan)
     return Attended(out, lse) if return_lse else out
 
 
-@remembered_choice
+class _Plan(NamedTuple):
+    """What is known of calls of one kind: the numbers of ``Inputs``, and what a backend has planned, or None."""
+
+    numbers: tuple[Any, ...]
+    launches: Any
+
+
+def _plan(name: str, *arguments: Any) -> _Plan | None:
+    """Return what is known of a kind of arguments, those of ``_chosen``; None of packed queries, whose lengths vary."""
+    *tensors, scale, left, right, softcap, _, _ = arguments
+    q, k, _, _, cu_seqlens_q, cu_seqlens_k, *_, block_table = tensors
+    if cu_seqlens_q is not None:
+        return None
+    most = _most(q, k, cu_seqlens_q, cu_seqlens_k, block_table)
+    given = Inputs._make([*tensors, *most, _factor(q, scale), left, right, float(softcap)])
+    make = getattr(OPERATOR.backend(name).load(), "planned", None)
+    plain = {type(value) for value in tensors} <= {torch.Tensor, torch.nn.Parameter, type(None)}
+    return _Plan(given.numbers, make(given) if make and plain else None)
+
+
+@planned_choice(_plan)
 def _chosen(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -190,18 +211,39 @@ def _chosen(
     seqused_k: torch.Tensor | None,
     block_table: torch.Tensor | None,
     scale: float | None,
+    left: int,
+    right: int,
     softcap: float,
     return_lse: bool,
     backend: str | None,
 ) -> str:
-    """Check what is no value of a tensor; return the backend."""
+    """Check what is no value of a tensor; return the backend. The sides of the window were checked, for plans."""
     checks.heads(q, k, v, sinks, packed_q=cu_seqlens_q is not None, packed_k=cu_seqlens_k is not None)
     checks.layout(q, k, cu_seqlens_q, cu_seqlens_k, k_start, seqused_q, seqused_k, block_table)
-    check.number("scale", q.shape[-1] ** -0.5 if scale is None else scale, above=0)
+    if scale is not None:
+        check.number("scale", scale, above=0)
     check.number("softcap", softcap, least=0)
     check.flag("return_lse", return_lse)
     check.backend_name(backend)
     return choose(OPERATOR, describe(q, k, v), backend).name
+
+
+def _most(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+) -> tuple[int, int]:
+    """Return the most queries and keys that a sequence can have."""
+    most_k = k.shape[0] if cu_seqlens_k is not None else k.shape[1]
+    if block_table is not None:
+        most_k *= block_table.shape[1]
+    return q.shape[0] if cu_seqlens_q is not None else q.shape[1], most_k
+
+
+def _factor(q: torch.Tensor, scale: float | None) -> float:
+    return float(q.shape[-1] ** -0.5 if scale is None else scale)
 
 
 def _requires_grad(sinks: torch.Tensor | None) -> bool:
@@ -216,26 +258,39 @@ def _validate_gradients(given: Inputs) -> None:
             raise ValueError(f"{name}: expected no gradient of a cache (block_table, seqused_k), detach it")
 
 
+def _forward(given: Inputs, chosen: str, plan: _Plan | None) -> tuple[torch.Tensor, torch.Tensor]:
+    if plan is not None and plan.launches is not None and not ops_are_observed():
+        found: tuple[torch.Tensor, torch.Tensor] | None = plan.launches.forward(given)
+        if found is not None:
+            return found
+    return ops["forward"](*given, chosen)
+
+
 class _DetAttention(torch.autograd.Function):
     """Saves the operands, out and lse; lse carries no gradient."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        *given, backend = arguments
-        out, lse = ops["forward"](*given, backend)
-        tensors = [value for value in given if isinstance(value, torch.Tensor)]
-        ctx.save_for_backward(*tensors, out, lse)
-        ctx.given = [None if isinstance(value, torch.Tensor) else (value,) for value in given]
-        ctx.backend = backend
+        *given, backend, plan = arguments
+        inputs = Inputs(*given)
+        out, lse = _forward(inputs, backend, plan)
+        ctx.save_for_backward(*inputs.operands, *inputs.others, out, lse)
+        ctx.numbers, ctx.backend, ctx.plan = inputs.numbers, backend, plan
         ctx.mark_non_differentiable(lse)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        *saved, out, lse = ctx.saved_tensors
-        tensors = iter(saved)
-        given = [next(tensors) if other is None else other[0] for other in ctx.given]
-        needs = ctx.needs_input_grad
-        dq, dk, dv, dsinks = first_order(ops["backward"], *given, out, lse, grad, needs[1] or needs[2], ctx.backend)
-        found: list[torch.Tensor | None] = [dq, dk, dv, dsinks]
-        return *(value if needs[place] else None for place, value in enumerate(found)), *[None] * (len(given) - 3)
+        *tensors, out, lse = ctx.saved_tensors
+        given, needs = Inputs(*tensors, *ctx.numbers), ctx.needs_input_grad
+        rest = (out, lse, grad, needs[1] or needs[2])
+        no_lost_derivatives("det_attention", *tensors, grad)
+        found = None
+        # A gradient that may be differentiated itself takes the general path, which refuses that.
+        planned = None if ctx.plan is None else ctx.plan.launches
+        if planned is not None and not torch.is_grad_enabled() and not ops_are_observed():
+            found = planned.backward(given, *rest)
+        if found is None:
+            found = first_order(ops["backward"], *given, *rest, ctx.backend)
+        gradients = [value if need else None for value, need in zip(found, needs, strict=False)]
+        return *gradients, *[None] * (len(needs) - len(gradients))

@@ -48,6 +48,21 @@ class Inputs(NamedTuple):
     softcap: float
 
     @property
+    def operands(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Q, k and v."""
+        return self[:3]
+
+    @property
+    def others(self) -> tuple[torch.Tensor | None, ...]:
+        """The tensors beside them, from sinks to block_table."""
+        return self[3:10]
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """What is no tensor."""
+        return self[10:]
+
+    @property
     def batch(self) -> int:
         """The number of sequences."""
         return self.q.shape[0] if self.cu_seqlens_q is None else self.cu_seqlens_q.shape[0] - 1

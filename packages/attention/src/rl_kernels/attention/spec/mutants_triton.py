@@ -9,9 +9,13 @@ from rl_kernels.core.testing import Bug, Mutants
 
 _PACKAGE = "rl_kernels.attention.backends.triton"
 MODULES = tuple(
-    f"{_PACKAGE}.{name}" for name in ("loads", "tiles", "forward", "backward", "dq", "dkdv", "boxes", "plan", "backend")
+    f"{_PACKAGE}.{name}"
+    for name in (
+        *("loads", "tiles", "forward", "backward", "dq", "dkdv"),
+        *("boxes", "plan", "passes", "planned", "backend"),
+    )
 )
-OF_HOST = MODULES[-3:]
+OF_HOST = MODULES[-5:]
 
 TILES = (
     Bug(
@@ -101,13 +105,13 @@ HOST = (
 LAUNCHES = (
     Bug(
         "sinks read as if they were contiguous",
-        "_contiguous(given.sinks), _contiguous(given.block_table)",
-        "given.sinks, _contiguous(given.block_table)",
+        "(None if x is None else x.contiguous() for x in given.others)",
+        "(given.sinks, *(None if x is None else x.contiguous() for x in given.others[1:]))",
     ),
     Bug(
         "table read as if it were contiguous",
-        "_contiguous(given.sinks), _contiguous(given.block_table)",
-        "_contiguous(given.sinks), given.block_table",
+        "(None if x is None else x.contiguous() for x in given.others)",
+        "(*(None if x is None else x.contiguous() for x in given.others[:-1]), given.block_table)",
     ),
     Bug(
         "columns of a merge by the head size",
@@ -133,8 +137,8 @@ LAUNCHES = (
     ),
     Bug(
         "kernel of keys with the tiles of queries",
-        "tiles = ceil_div(plan.longest_k, keys.keys)",
-        "tiles = ceil_div(plan.longest_q, keys.keys)",
+        "parts = ceil_div(self.longest_k, cut.keys)",
+        "parts = ceil_div(self.longest_q, cut.keys)",
     ),
     Bug("box across pages", "(table is None or self.page % BLOCK == 0)", "True"),
     Bug("box of rows at one place", "if not all(size == 1 or size * step", "if not all(True or size * step"),
@@ -143,6 +147,39 @@ LAUNCHES = (
     Bug("descriptor of k for v", "boxes[0].of(first), boxes[1].of(second)", "boxes[0].of(first), boxes[1].of(first)"),
 )
 """Bugs of the host that recorded launches show, most of them in no result that the interpreter gives."""
+PLANNED = (
+    Bug("planned queries between multiples of 16 bytes", "if (q.data_ptr() | given.k", "if (given.k"),
+    Bug("planned keys between multiples of 16 bytes", "| given.k.data_ptr() |", "|"),
+    Bug(
+        "planned values between multiples of 16 bytes", "given.k.data_ptr() | given.v.data_ptr()", "given.k.data_ptr()"
+    ),
+    Bug("operands of a backward pass lie as they like", "or _lie(given) != self._operands", ""),
+    Bug("shapes alone are planned", "[(x.shape, x.stride(), x.dtype)", "[(x.shape, x.dtype)"),
+    Bug("strides alone are planned", "[(x.shape, x.stride(), x.dtype)", "[(x.stride(), x.dtype)"),
+    Bug("dtypes are not planned", "[(x.shape, x.stride(), x.dtype)", "[(x.shape, x.stride())"),
+    Bug("a gradient lies as it likes", "or not is_apart(grad.shape, grad.stride())", ""),
+    Bug("a gradient is anywhere", "(*given.operands, out, grad)", "(*given.operands, out)"),
+    Bug("what was saved is anywhere", "(*given.operands, out, grad)", "(out, grad)"),
+    Bug("integers lie as they like", "(out, lse, *given.others)", "(out, lse)"),
+    Bug("out lies as it likes", "(out, lse, *given.others)", "(lse, *given.others)"),
+    Bug("lse lies as it likes", "(out, lse, *given.others)", "(out, *given.others)"),
+    Bug("keys of padding keep what was there", "if self._has_padding else", "if not given.q.numel() else"),
+    Bug("gradient of keys that nobody asked for", "if needs_keys:", "if True:"),
+    Bug(
+        "sums of heads for those of keys", "self._plan.kv_heads, self._lse[-1], self._plan.group", "1, *self._lse[-2:]"
+    ),
+    Bug("packed queries are planned", "and given.cu_seqlens_q is None and", "and"),
+    Bug("strided operands are planned", "if whole and lie and", "if whole and"),
+    Bug("strided integers are planned", "if whole and lie and", "if lie and"),
+    Bug("nothing is planned", "and not plan_for(given).is_empty", ""),
+    Bug("dtypes of integers are one plan", "tuple([None if x is None else x.dtype for", "tuple([None for"),
+    Bug(
+        "any gradient has the first one's launches",
+        "self._backward.get(strides)",
+        "next(iter(self._backward.values()), None)",
+    ),
+)
+"""Bugs of what is planned once: another launch than that of the general path, or one where there must be none."""
 CASES = (
     *("sinks", "window", "left-padded", "dropped", "dropped-unseen", "block-edge", "pages", "large-pages", "packed"),
     *("softcap", "segments"),

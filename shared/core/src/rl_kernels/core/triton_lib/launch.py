@@ -102,3 +102,49 @@ def _form(x: Any) -> tuple[Any, ...]:
     if isinstance(x, torch.Tensor):
         return x.dtype, x.data_ptr() % ALIGNMENT
     return x.base.dtype, *x.block_shape
+
+
+class Launch:
+    """A launch that is made again and again: kernel, grid and numbers stay, and of tensors all but where they lie.
+
+    That a place always holds a tensor, of one dtype and on one GPU, or always a descriptor, or None, is the caller's to
+    see to; what Triton compiled is then found by the addresses alone.
+
+    Args:
+        kernel: of ``triton.jit``.
+        grid: one to three sizes.
+        numbers: the parameters behind the tensors, constants too.
+        num_warps: of a program.
+        options: others of the compiler.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        numbers: tuple[float | bool | None, ...],
+        *,
+        num_warps: int,
+        **options: int,
+    ) -> None:
+        self._kernel, self._grid, self._numbers = kernel, grid, numbers
+        self._options = {"num_warps": num_warps, **options}
+        self._runs: dict[tuple[int, ...], Callable[..., None]] = {}
+        self._tensors: tuple[int, ...] | None = None
+
+    def __call__(self, *args: Any) -> None:
+        """Launch with these tensors, descriptors and Nones, the parameters before the numbers."""
+        if self._tensors is None:
+            self._tensors = tuple(place for place, x in enumerate(args) if isinstance(x, torch.Tensor))
+        key = tuple([args[place].data_ptr() % ALIGNMENT for place in self._tensors])
+        run = self._runs.get(key)
+        if run is not None:
+            run(*args, *self._numbers)
+            return
+        compiled = self._kernel[self._grid](*args, *self._numbers, **self._options)
+        # As in launch: what is interpreted, or specialized on more, is not kept.
+        if not INTERPRETED and torch.version.hip is None and compiled is not None:
+            if len(self._runs) >= KEPT:
+                self._runs.clear()
+            sizes = (*self._grid, 1, 1)
+            self._runs[key] = compiled[sizes]

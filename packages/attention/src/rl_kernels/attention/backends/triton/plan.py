@@ -9,11 +9,15 @@ import torch
 import triton
 
 from rl_kernels.attention.backends.triton import loads
+from rl_kernels.attention.backends.triton.backward import rows_of
 from rl_kernels.attention.backends.triton.boxes import UNIT, Box, box_of
-from rl_kernels.attention.backends.triton.schedule import FEW, KeyTile, Tile, tile_of, tile_of_keys, tile_of_queries
+from rl_kernels.attention.backends.triton.dkdv import of_keys
+from rl_kernels.attention.backends.triton.dq import of_queries
+from rl_kernels.attention.backends.triton.forward import attend, finish
+from rl_kernels.attention.backends.triton.schedule import FEW, tile_of, tile_of_keys, tile_of_queries
 from rl_kernels.attention.inputs import UNLIMITED
 from rl_kernels.core.operator import arch_of
-from rl_kernels.core.triton_lib.launch import INTERPRETED, ceil_div
+from rl_kernels.core.triton_lib.launch import INTERPRETED, Launch, ceil_div
 from rl_kernels.core.triton_lib.schedule import HALF, processors
 
 BLOCK = 64
@@ -28,23 +32,35 @@ FULL = 4
 PART, COLUMNS, AHEAD = 4, 32, 8
 """Rows and columns that one program merges, and states that it loads at once."""
 PACKED_DIMS = 3
+ROWS = 32
+"""Rows of which a program forms the sums of out times its gradient."""
+KEPT = 16
+"""Ways in which a gradient lies that a plan remembers."""
 LEAST_WIDTH = 16
 """What a product's sizes are at least."""
 
 
 class Forward(NamedTuple):
-    """The launches of a forward pass: of ``attend`` and, where ``states`` are merged, of ``finish``."""
+    """The launches of a forward pass: where keys are split, ``finish`` merges so many states of rows."""
 
-    tile: Tile
-    grid: tuple[int, int]
-    numbers: tuple[float, ...]
-    grid_finish: tuple[int, int]
-    numbers_finish: tuple[float, ...]
+    attend: Launch
+    finish: Launch
     states: int
+
+
+class Backward(NamedTuple):
+    """The launches of a backward pass, and the boxes of q and of the gradient of out for that of the keys."""
+
+    rows: Launch
+    queries: Launch
+    keys: Launch | None
+    boxes: tuple[Box, Box] | None
 
 
 class Plan:
     """What follows from the sizes and strides of a call, for all its kernels; made once for each that there are.
+
+    ``others`` are the dtypes of what is no operand, of which only the launches are one a kind.
 
     Attributes:
         factor: of scores, whose powers are of 2.
@@ -65,6 +81,7 @@ class Plan:
         table: torch.Size | None,
         longest: tuple[int, int],
         scores: tuple[float, int, int, float],
+        others: tuple[torch.dtype | None, ...],
     ) -> None:
         (self.queries, heads, self.size), (*_, kv_heads, self.size_v) = shapes[0][-3:], shapes[2]
         self.dtype, self.device = kind
@@ -94,6 +111,7 @@ class Plan:
             k, v = (box_of(x, y, (BLOCK, 1), z) for x, y, z in zip(shapes[1:], strides[1:], self.widths, strict=True))
             self.boxes = (k, v) if k and v else None
         self._of_q = shapes[0], strides[0]
+        self._backward: dict[tuple[int, ...], Backward] = {}
         # No row at all: nothing is launched.
         self.is_empty = not (batch and self.longest_q)
 
@@ -107,25 +125,17 @@ class Plan:
         """Whether the copy engine is there, or Triton is interpreted."""
         return self.fast or INTERPRETED
 
-    def boxes_of_rows(self, rows: int, shape: torch.Size, strides: tuple[int, ...]) -> tuple[Box, Box] | None:
+    def _boxes_of_rows(self, rows: int, strides: tuple[int, ...]) -> tuple[Box, Box] | None:
         """Return the boxes of so many rows of q, and of the gradient of out, which lies so."""
         if not self.has_boxes or rows % self.group:
             return None
         block = rows // self.group, self.group
-        q, grad = box_of(*self._of_q, block, self.width), box_of(shape, strides, block, self.width_v)
+        shape, of_q = self._of_q
+        q = box_of(shape, of_q, block, self.width)
+        grad = box_of(torch.Size((*shape[:-1], self.size_v)), strides, block, self.width_v)
         return (q, grad) if q and grad else None
 
-    @functools.cached_property
-    def tile_of_queries(self) -> Tile:
-        """How the rows of dq are cut."""
-        return tile_of_queries(self.dtype, max(self.widths), self.fast)
-
-    @functools.cached_property
-    def tile_of_keys(self) -> KeyTile:
-        """How the keys of dk and dv are cut."""
-        return tile_of_keys(self.dtype, max(self.widths), self.fast, self.group)
-
-    def tiles(self, rows: int) -> int:
+    def _tiles(self, rows: int) -> int:
         """Return the tiles of the longest sequence's rows."""
         return ceil_div(self.longest_q * self.group, rows)
 
@@ -133,7 +143,7 @@ class Plan:
     def forward(self) -> Forward:
         """What the forward pass launches."""
         tile = tile_of(self.dtype, max(self.widths), self.fast, self.longest_q * self.group, self.boxes is not None)
-        tiles, segments = self.tiles(tile.rows), ceil_div(self.longest_k, SEGMENT)
+        tiles, segments = self._tiles(tile.rows), ceil_div(self.longest_k, SEGMENT)
         programs = self.batch * tiles
         few = programs * self.kv_heads < FULL * processors(self.device)
         split = segments > 1 and (few or tile.rows <= FEW)
@@ -148,12 +158,49 @@ class Plan:
         )
         parts = (tile.rows // PART) * ceil_div(self.width_v, COLUMNS)
         return Forward(
-            tile,
-            (programs * segments if split else programs, self.kv_heads),
-            numbers,
-            (programs * parts, self.kv_heads),
-            merging,
+            Launch(attend, (programs * segments if split else programs, self.kv_heads), numbers, **tile.options),
+            Launch(finish, (programs * parts, self.kv_heads), merging, num_warps=1),
             programs * self.kv_heads * segments * tile.rows if split else 0,
+        )
+
+    def backward(self, strides: tuple[int, ...]) -> Backward:
+        """Return what the backward pass launches for a gradient of out that lies so."""
+        found = self._backward.get(strides)
+        if found is None:
+            if len(self._backward) >= KEPT:
+                self._backward.clear()
+            found = self._backward[strides] = self._made_backward(strides)
+        return found
+
+    def _made_backward(self, strides: tuple[int, ...]) -> Backward:
+        of_grad, heads = units(strides), self.kv_heads * self.group
+        sequences = 1 if len(strides) == PACKED_DIMS else self.batch
+        common = (*self.strides, of_grad[0], self.factor, self.scale, self.cap, self.rate)
+        constants = (*self.constants, *of_grad[1:])
+        tile = tile_of_queries(self.dtype, max(self.widths), self.fast)
+        tiles = self._tiles(tile.rows)
+        of_dq = (
+            *(self.queries, self.keys, self.pages, self.table_step, tiles, *self.window),
+            *(*common, *constants, self.page, self.capped, tile.rows, BLOCK, self.has_left),
+        )
+        cut = tile_of_keys(self.dtype, max(self.widths), self.fast, self.group)
+        parts = ceil_div(self.longest_k, cut.keys)
+        of_dk = (
+            *(self.queries, self.keys, parts, *self.window),
+            *(*common, *constants, self.capped, cut.rows, cut.keys, self.has_left),
+        )
+        return Backward(
+            Launch(
+                rows_of,
+                (ceil_div(self.queries * heads, ROWS) * sequences,),
+                (self.queries, of_grad[0], heads, self.group, self.size_v, self.width_v, *of_grad[1:], ROWS),
+                num_warps=4,
+            ),
+            Launch(of_queries, (self.batch * tiles, self.kv_heads), of_dq, **tile.options),
+            Launch(of_keys, (self.batch * parts, self.kv_heads), of_dk, num_warps=cut.warps, num_stages=cut.stages)
+            if parts
+            else None,
+            self._boxes_of_rows(cut.rows, strides),
         )
 
 

@@ -1,0 +1,80 @@
+"""The launches of a pass over tensors that lie as the kernels read them."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from rl_kernels.attention import sinks as sink
+from rl_kernels.attention.backends.triton.boxes import UNIT, described
+from rl_kernels.attention.backends.triton.plan import Plan, plan_of
+from rl_kernels.attention.inputs import Inputs
+from rl_kernels.core.gpu import device_of
+
+ALIGNED = 16
+"""Bytes of which addresses and strides are multiples."""
+
+
+@functools.lru_cache(maxsize=4096)
+def is_apart(shape: torch.Size, strides: tuple[int, ...]) -> bool:
+    """Say whether heads lie in one piece, and begin at multiples of 8 elements from the first."""
+    *outer, last = zip(strides, shape, strict=True)
+    return last[0] == 1 and all(stride % UNIT == 0 for stride, size in outer if size > 1)
+
+
+def plan_for(given: Inputs) -> Plan:
+    """Return what follows from the sizes and strides of a call."""
+    q, k, v = given.operands
+    return plan_of(
+        (q.shape, k.shape, v.shape),
+        (q.stride(), k.stride(), v.stride()),
+        (q.dtype, q.device),
+        given.batch,
+        given.cu_seqlens_k is not None,
+        given.k_start is not None,
+        None if given.block_table is None else given.block_table.shape,
+        (given.max_seqlen_q, given.max_seqlen_k),
+        (given.scale, given.left, given.right, given.softcap),
+        tuple([None if x is None else x.dtype for x in given.others]),
+    )
+
+
+def attended(plan: Plan, given: Inputs, out: torch.Tensor, lse: torch.Tensor) -> None:
+    """Write out and lse of the rows that are in a sequence."""
+    sinks, *where, table = given.others
+    attend, finish, count = plan.forward
+    states: tuple[torch.Tensor | None, ...] = (None, None, None)
+    if count:
+        sizes = (1, 1, plan.width_v)
+        states = tuple([out.new_empty(count * size, dtype=torch.float32) for size in sizes])
+    q, k, v = given.operands
+    with device_of(q):
+        attend(q, k, v, out, lse, sinks, *where, table, *described(plan.boxes, k, v), *states)
+        if count:
+            finish(out, lse, sinks, *where, *states)
+
+
+def gradients(
+    plan: Plan,
+    given: Inputs,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    lses: torch.Tensor,
+    deltas: torch.Tensor,
+    grad: torch.Tensor,
+    into: tuple[torch.Tensor | None, ...],
+) -> None:
+    """Write the gradients of q and, unless there is nothing to write to, of k and v; lses and deltas are for these."""
+    (q, k, v), (_, *where, table) = given.operands, given.others
+    dq, dk, dv = into
+    rows, queries, keys, boxes = plan.backward(grad.stride())
+    rows(out, grad, lse, lses, deltas)
+    queries(q, k, v, grad, lses, deltas, dq, *where, table, *described(plan.boxes, k, v))
+    if dk is not None and keys is not None:
+        keys(q, k, v, grad, lses, deltas, dk, dv, *where[:4], *described(boxes, q, grad))
+
+
+def of_sinks(sinks: torch.Tensor | None, lse: torch.Tensor, deltas: torch.Tensor) -> torch.Tensor | None:
+    """Return the gradient of sinks, or None if there are none; deltas are as ``gradients`` wrote them."""
+    return None if sinks is None else sink.gradient(sinks, lse, deltas.mT.flatten(-3, -2))

@@ -1,0 +1,65 @@
+"""Calls whose tensors lie alike, planned once: the fast path on the host."""
+
+from __future__ import annotations
+
+import torch
+
+from rl_kernels.attention.backends.triton.passes import ALIGNED, attended, gradients, is_apart, of_sinks, plan_for
+from rl_kernels.attention.inputs import Inputs
+from rl_kernels.core.gpu import device_of
+
+
+class Planned:
+    """det_attention of tensors that lie as the given ones, in padded or paged batches.
+
+    Each method returns None for tensors that it has not planned for: the caller takes the general path then.
+    """
+
+    def __init__(self, given: Inputs) -> None:
+        self._plan, self._has_padding = plan_for(given), given.k_start is not None
+        self._out, self._lse = (*given.q.shape[:-1], given.v.shape[-1]), given.lse_shape()
+        self._lses = (*self._lse[:-2], self._plan.kv_heads, self._lse[-1], self._plan.group)
+        self._operands = _lie(given)
+
+    def forward(self, given: Inputs) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return (out, lse)."""
+        q = given.q
+        if (q.data_ptr() | given.k.data_ptr() | given.v.data_ptr()) % ALIGNED:
+            return None
+        out, lse = q.new_empty(self._out), q.new_empty(self._lse, dtype=torch.float32)
+        attended(self._plan, given, out, lse)
+        return out, lse
+
+    def backward(
+        self, given: Inputs, out: torch.Tensor, lse: torch.Tensor, grad: torch.Tensor, needs_keys: bool
+    ) -> tuple[torch.Tensor | None, ...] | None:
+        """Return (dq, dk, dv, dsinks) for what ``forward`` was given and gave; None for what there is not."""
+        if not self._are_planned(given, out, lse, grad):
+            return None
+        dq, dk, dv = given.q.new_empty(given.q.shape), None, None
+        if needs_keys:
+            # Keys where no query is get zeros.
+            dk, dv = (x.new_zeros(x.shape) if self._has_padding else x.new_empty(x.shape) for x in (given.k, given.v))
+        lses, deltas = lse.new_empty(self._lses), lse.new_empty(self._lses)
+        with device_of(given.q):
+            gradients(self._plan, given, out, lse, lses, deltas, grad, (dq, dk, dv))
+        return dq, dk, dv, of_sinks(given.sinks, lse, deltas)
+
+    def _are_planned(self, given: Inputs, out: torch.Tensor, lse: torch.Tensor, grad: torch.Tensor) -> bool:
+        """Say whether tensors lie as in the forward pass: a hook may have stored others; a gradient is anybody's."""
+        whole = all([x.is_contiguous() for x in (out, lse, *given.others) if x is not None])
+        if not whole or _lie(given) != self._operands or not is_apart(grad.shape, grad.stride()):
+            return False
+        addresses = [x.data_ptr() for x in (*given.operands, out, grad)]
+        return all([address % ALIGNED == 0 for address in addresses])
+
+
+def planned(given: Inputs) -> Planned | None:
+    """Return the plan of calls like this one, or None where tensors would have to be copied, or nothing is launched."""
+    whole = all(x is None or x.is_contiguous() for x in given.others)
+    lie = all(is_apart(x.shape, x.stride()) for x in given.operands)
+    return Planned(given) if whole and lie and given.cu_seqlens_q is None and not plan_for(given).is_empty else None
+
+
+def _lie(given: Inputs) -> list[tuple[torch.Size, tuple[int, ...], torch.dtype]]:
+    return [(x.shape, x.stride(), x.dtype) for x in given.operands]

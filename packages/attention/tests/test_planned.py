@@ -1,0 +1,192 @@
+"""Calls that are planned once: the launches of the general path, and where they are not to be taken."""
+
+from __future__ import annotations
+
+import importlib
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+import torch
+
+from rl_kernels.attention import det_attention
+from rl_kernels.attention.inputs import Inputs
+from rl_kernels.attention.spec.mutants_triton import MODULES, OF_HOST, PLANNED
+from rl_kernels.core.testing.planted import planted
+from rl_kernels.core.testing.triton_launches import Descriptor, TritonRecorder
+
+BACKEND = MODULES[-1]
+FAILURES = (AssertionError, RuntimeError, ValueError, TypeError)
+
+
+def made(batch=2, queries=70, keys=1500, size=64, dtype=torch.bfloat16, **where):
+    q, k, v = (torch.randn(batch, n, heads, size).to(dtype) for n, heads in ((queries, 8), (keys, 2), (keys, 2)))
+    names = ("sinks", "cu_seqlens_q", "cu_seqlens_k", "k_start", "seqused_q", "seqused_k", "block_table")
+    return Inputs(q, k, v, *map(where.get, names), queries, keys, 0.125, -1, 0, 0.0)
+
+
+def paged():
+    pages = [torch.randn(50, 64, 2, 64).bfloat16() for _ in range(2)]
+    table, used = torch.zeros(2, 9, dtype=torch.int32), torch.tensor([500, 3])
+    return made(keys=576, block_table=table, seqused_k=used)._replace(k=pages[0], v=pages[1])
+
+
+CALLS = {
+    "prompt": made,
+    "token": partial(made, queries=1),
+    "fp32": partial(made, keys=70, dtype=torch.float32),
+    "padded": partial(made, k_start=torch.tensor([3, 0])),
+    "sinks": partial(made, sinks=torch.randn(8)),
+    "cache": partial(
+        made, queries=3, seqused_k=torch.tensor([900, 3]), k_start=torch.tensor([1, 0], dtype=torch.int32)
+    ),
+    "paged": paged,
+}
+
+
+def apart(x):
+    """Return the same numbers, none beside the next."""
+    return torch.stack((x, x), -1)[..., 0]
+
+
+def off(x):
+    """Return the same numbers at an address between two multiples of 16 bytes."""
+    room = torch.empty(x.numel() + 1, dtype=x.dtype)
+    return room[1:].view(x.shape).copy_(x)
+
+
+def moved(given):
+    return Inputs._make([x.clone() if isinstance(x, torch.Tensor) else x for x in given])
+
+
+def described(launches, inputs):
+    """Return all that launches are; of what they write, how it lies."""
+    known = {x.data_ptr(): name for name, x in inputs.items() if x is not None}
+
+    def told(value):
+        if isinstance(value, Descriptor):
+            return told(value.base), value.shape, value.strides, value.block_shape
+        if isinstance(value, torch.Tensor):
+            return known.get(value.data_ptr()), value.shape, value.stride(), value.dtype
+        return value
+
+    return [
+        (one.name, one.grid, one.options, {name: told(value) for name, value in one.arguments.items()})
+        for one in launches
+    ]
+
+
+def lying(values):
+    return [None if x is None or not x.numel() else (x.shape, x.stride(), x.dtype) for x in values]
+
+
+def same(recorder, plan, backend, given):
+    """Hold the launches of a plan to those of the general path."""
+    inputs = dict(zip(given._fields[:10], (*given.operands, *given.others), strict=True))
+
+    def run(call, known):
+        recorder.launches.clear()
+        found = call()
+        assert found is not None
+        return described(recorder.launches, known), lying(found), found
+
+    *ours, (out, lse) = run(lambda: plan.forward(given), inputs)
+    *general, _ = run(lambda: backend.forward(*given), inputs)
+    assert ours == general
+    if given.seqused_k is not None:
+        return
+    for grad in (torch.randn(out.shape).to(out.dtype), torch.randn(out.transpose(1, 2).shape).to(out.dtype).mT.mT):
+        grad = grad if grad.shape == out.shape else grad.transpose(1, 2)
+        for needs_keys in (True, False):
+            rest = (out, lse, grad, needs_keys)
+            known = {**inputs, "out": out, "lse": lse, "grad": grad}
+            *ours, found = run(partial(plan.backward, given, *rest), known)
+            *general, _ = run(partial(backend.backward, *given, *rest), known)
+            assert ours == general
+            assert given.k_start is None or not needs_keys or not (found[1].any() or found[2].any())
+
+
+def refused(recorder, plan, given):
+    """Hold a plan to launching nothing for tensors that lie otherwise."""
+    out, lse = plan.forward(given)
+    recorder.launches.clear()
+    for name in ("q", "k", "v"):
+        assert plan.forward(given._replace(**{name: off(getattr(given, name))})) is None
+    if given.seqused_k is None:
+        grad = torch.randn(out.shape).to(out.dtype)
+        others = [given._replace(**{name: off(getattr(given, name))}) for name in ("q", "k", "v")]
+        others += [
+            given._replace(k=given.k.transpose(1, 2).contiguous().transpose(1, 2)),
+            given._replace(q=given.q.half()),
+        ]
+        others += [given._replace(v=given.v[:, :-1].contiguous()), given._replace(q=given.q[:1])]
+        others += [
+            given._replace(**{name: apart(x)})
+            for name in ("sinks", "k_start")
+            if (x := getattr(given, name)) is not None
+        ]
+        for other in others:
+            assert plan.backward(other, out, lse, grad, True) is None
+        for rest in ((off(out), lse, grad), (apart(out), lse, grad), (out, apart(lse), grad)):
+            assert plan.backward(given, *rest, True) is None
+        for other in (off(grad), apart(grad)):
+            assert plan.backward(given, out, lse, other, True) is None
+    assert not recorder.launches
+
+
+def hold(plant=nullcontext):
+    with TritonRecorder(processors=2).pretended() as recorder, plant():
+        backend = importlib.import_module(BACKEND)
+        # Any address is one that was met before: what is compiled for another kind of tensors shows.
+        importlib.import_module("rl_kernels.core.triton_lib.launch").ALIGNMENT = 16
+        for name in CALLS:
+            torch.manual_seed(0)
+            given = CALLS[name]()
+            plan = backend.planned(given)
+            assert plan is not None, name
+            for other in (given, moved(given)):
+                same(recorder, plan, backend, other)
+            refused(recorder, plan, given)
+        # Of one shape, but for what is beside the operands: int32 and int64 are two kinds.
+        for dtype in (torch.int64, torch.int32):
+            given = made(k_start=torch.tensor([3, 0], dtype=dtype))
+            same(recorder, backend.planned(given), backend, given)
+        given = made()
+        for changed in (
+            {"q": apart(given.q)},
+            {"sinks": torch.randn(16)[::2]},
+            {"q": given.q[:, :0]},
+            {"q": given.q[0], "cu_seqlens_q": torch.tensor([0, 70]), "seqused_k": torch.tensor([70])},
+        ):
+            other = given._replace(**changed, max_seqlen_q=0 if changed.get("q", given.q).shape[1] == 0 else 70)
+            assert backend.planned(other) is None, changed
+
+
+def test_launches_are_those_of_the_general_path():
+    hold()
+
+
+@pytest.mark.parametrize("bug", PLANNED, ids=lambda bug: bug.name)
+def test_planted_bugs_show(bug):
+    try:
+        hold(partial(planted, OF_HOST, bug))
+    except FAILURES:
+        return
+    pytest.fail("the launches are as they should be")
+
+
+def test_what_varies_is_looked_at_in_every_call():
+    q, k = torch.randn(2, 5, 4, 16), torch.randn(2, 9, 2, 16)
+    used = torch.tensor([9, 4])
+    for _ in range(2):
+        det_attention(q, k, k, seqused_k=used)
+    with pytest.raises(ValueError, match=r"^max_seqlen_q: expected None without the cu_seqlens"):
+        det_attention(q, k, k, seqused_k=used, max_seqlen_q=5)
+    used[1] = 10
+    with pytest.raises(ValueError, match=r"^seqused_k: "):
+        det_attention(q, k, k, seqused_k=used)
+    for window, seen in (((1, 0), 2), ((2, 0), 3)):
+        out = det_attention(torch.zeros_like(q), k, k, window=window)
+        torch.testing.assert_close(out[:, -1, 0], k[:, -seen:, 0].mean(1))
+    with pytest.raises(TypeError, match=r"^window: "):
+        det_attention(q, k, k, window=(True, 0))
