@@ -75,6 +75,15 @@ def tree(tmp_path):
         },
     }
     (tmp_path / "tools/results/h200-grpo-step.json").write_text(json.dumps(step))
+    whole = {
+        "settings": dict(layers=4, hidden=64, heads=8, kv_heads=2, dtype="bf16"),
+        "environment": step["environment"],
+        "ms": {
+            "forward 2x16": {"stock": 8.0, "compiled": 6.0, "invariant": 7.0},
+            "decode": {"stock": 4.0, "invariant": 1.0},
+        },
+    }
+    (tmp_path / "tools/results/h200-model-step.json").write_text(json.dumps(whole))
     return tmp_path
 
 
@@ -93,6 +102,9 @@ def test_results_are_written_into_the_pages(tree):
     overview = (tree / "docs/benchmarks.md").read_text()
     assert "(bench-fused-logp-h200-goals.svg)" in overview
     assert "| step, ms | 64.0 | 56.0 | 1.14 |" in overview
+    models = (tree / "packages/models/README.md").read_text()
+    assert "| forward 2x16 | 8.00 (1.00) | 6.00 (0.75) | 7.00 (0.88) |" in models
+    assert "| decode | 4.00 (1.00) |  | 1.00 (0.25) |" in models
     before = (tree / "docs/bench-fused-logp-h200-goals.svg").read_bytes()
     assert tool("--root", tree).returncode == 0
     assert (tree / "docs/bench-fused-logp-h200-goals.svg").read_bytes() == before

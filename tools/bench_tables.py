@@ -2,8 +2,9 @@
 
 Reads packages/*/benchmarks/results/*.json, which `rl-kernels bench --json` wrote. The tables of an operator go
 between the markers of its README, which is its page in the docs too; the plots go into docs/ and are shown by
-docs/benchmarks.md, which also has the table of the whole step that `tools/grpo_step.py --json` timed. Everything is
-derived from the results: where there are none, a page says so.
+docs/benchmarks.md, which also has the table of the whole step that `tools/grpo_step.py --json` timed; that of whole
+models, by `tools/model_step.py --json`, is in the README of models. Everything is derived from the results: where there
+are none, a page says so.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +25,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = "docs/benchmarks.md"
 PUBLISHED = "shared/core/src/rl_kernels/core/published.json"
 STEP = "tools/results/h200-grpo-step.json"
-BENCH, GRPO_STEP = "bench results", "grpo step"
+MODELS, MODEL_STEPS = "packages/models/README.md", "tools/results/*-model-step.json"
+BENCH, GRPO_STEP, MODEL_STEP = "bench results", "grpo step", "model step"
 """What markers in a page say."""
 NOTHING = "\nNo results are committed yet.\n\n"
 LONGEST = 100
@@ -85,6 +87,25 @@ def step(file: Path) -> str:
     return f"\nA Llama of {sizes}; {batch}:\n\n{as_table(rows)}\n\n- ran on {ran}\n\n"
 
 
+def model_steps(files: Iterable[Path]) -> str:
+    """Return the tables of whole models: milliseconds, and beside them their share of the stock model's."""
+    parts = []
+    for file in files:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        given, timed, where = found["settings"], found["ms"], found["environment"]
+        ways = list(dict.fromkeys(way for each in timed.values() for way in each))
+        rows = [["ms", *ways]]
+        for label, each in timed.items():
+            cells = [f"{digits(each[way])} ({each[way] / each[ways[0]]:.2f})" if way in each else "" for way in ways]
+            rows.append([label, *cells])
+        sizes = (
+            f"{given['layers']} layers, hidden {given['hidden']}, {given['heads']} heads, {given['kv_heads']} of keys"
+        )
+        ran = ", ".join(f"{name} {where[name]}" for name in ("device", "date", "torch", "transformers", "triton"))
+        parts.append(f"A Llama of {sizes}, {given['dtype']}, without its head:\n\n{as_table(rows)}\n\n- ran on {ran}")
+    return "\n" + "\n\n".join(parts) + "\n\n" if parts else NOTHING
+
+
 def plot_name(package: str, file: str) -> str:
     """Return the name of a picture in the docs."""
     return f"bench-{package}-{file}.svg"
@@ -95,6 +116,8 @@ def pages(root: Path, packages: dict[str, dict[str, Document]]) -> Iterator[tupl
     for name, found in packages.items():
         page = root / "packages" / name / "README.md"
         yield page, _filled(page, {BENCH: section(found)}, root)
+    steps = sorted(root.glob(MODEL_STEPS))
+    yield root / MODELS, _filled(root / MODELS, {MODEL_STEP: model_steps(steps)}, root)
     yield root / PAGE, _filled(root / PAGE, {BENCH: overview(packages), GRPO_STEP: step(root / STEP)}, root)
 
 
