@@ -12,17 +12,20 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from rl_kernels.core import record_dispatch
+from rl_kernels.core import BackendUnavailable, record_dispatch
 from rl_kernels.core.command import Parser, count, location
 from rl_kernels.demo import plot, record, report, task
 from rl_kernels.demo.compare import compare
+from rl_kernels.demo.gpu import run as gpu
+from rl_kernels.demo.gpu import settings as gpu_settings
 from rl_kernels.demo.invariant import INVARIANT
 from rl_kernels.demo.plain import PLAIN
 from rl_kernels.demo.train import Settings, Trainer
 from rl_kernels.demo.verdict import Verdict, judge
 
 DESCRIPTION = """Train a small transformer with GRPO on the CPU, through the operators, and compare the log-probs of
-rollout and training bit by bit. Exit status 1 if the reward has not clearly risen, or if one bit differs."""
+rollout and training bit by bit. With --device cuda the model is a Llama of 104 million parameters on a GPU, trained a
+second time in stock PyTorch beside it. Exit status 1 if the reward has not clearly risen, or if one bit differs."""
 SHOWN = 8
 """Sampled answers that are printed."""
 
@@ -32,17 +35,28 @@ def main(argv: Sequence[str]) -> int:
     parser = Parser("rl-kernels demo", DESCRIPTION)
     defaults = Settings()
     out = Path("rl-kernels-demo")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to train (%(default)s)")
     parser.add_argument("--out", type=location, default=out, help="folder to write to (%(default)s)")
     parser.add_argument("--steps", type=count(1, 31), default=defaults.steps, help="of training (%(default)s)")
     parser.add_argument("--seed", type=count(0, 63), default=defaults.seed, help="of weights and draws (%(default)s)")
     parser.add_argument("--quiet", action="store_true", help="print the verdict alone")
     given = parser.parse_args(argv)
+    missing = gpu.why_not() if given.device == "cuda" else None
+    if missing is not None:
+        parser.error(f"--device: {missing}")
     reason = _reason_against(given.out)
     if reason is not None:
         print(f"rl-kernels demo: --out: cannot write to {given.out}: {reason}", file=sys.stderr)
         return 2
-    with _one_thread():
-        verdict = run(Settings(steps=given.steps, seed=given.seed), given.out, given.quiet)
+    if given.device == "cuda":
+        settings = gpu_settings.Settings(steps=given.steps, seed=given.seed)
+        try:
+            verdict = gpu.run(settings, gpu_settings.ModelSizes(), torch.device("cuda"), given.out, given.quiet)
+        except BackendUnavailable as error:
+            parser.error(f"--device: {' '.join(str(error).split())}")
+    else:
+        with _one_thread():
+            verdict = run(Settings(steps=given.steps, seed=given.seed), given.out, given.quiet)
     return 0 if verdict.passed else 1
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -40,10 +41,20 @@ def write(
             "platform": platform.platform(),
             "threads": torch.get_num_threads(),
         },
-        "backends": {choice.operator: choice.backend for choice in choices},
+        "backends": backends(choices),
         "steps": [asdict(metrics) for metrics in history],
         "comparison": [asdict(case) for case in comparisons],
-        "verdict": {**asdict(verdict), "risen": verdict.risen, "passed": verdict.passed},
+        "verdict": verdict.record(),
         "seconds": seconds,
     }
+    dump(path, record)
+
+
+def backends(choices: Sequence[Choice]) -> dict[str, str]:
+    """Return which backend ran each operator."""
+    return {choice.operator: choice.backend for choice in choices}
+
+
+def dump(path: Path, record: dict[str, Any]) -> None:
+    """Write a record as strict JSON."""
     path.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", encoding="utf-8")

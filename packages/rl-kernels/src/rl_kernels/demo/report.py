@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -11,17 +12,50 @@ from rich.table import Table
 from rich.text import Text
 
 from rl_kernels.demo.compare import Comparison
-from rl_kernels.demo.train import StepMetrics
 from rl_kernels.demo.verdict import MARGIN, Verdict
 
 ROWS = 10
 """Rows of the table of steps, at most; each is the mean since the row before."""
 
 
+class Column(NamedTuple):
+    """A column of the table of steps: its heading, and what it says of the metrics of several steps."""
+
+    heading: str
+    cell: Callable[[Sequence[Any]], str]
+
+
+def mean(name: str, form: str) -> Callable[[Sequence[Any]], str]:
+    """Return a cell: the mean of a metric over the steps."""
+    return lambda steps: format(sum(getattr(metrics, name) for metrics in steps) / len(steps), form)
+
+
+def total(name: str) -> Callable[[Sequence[Any]], str]:
+    """Return a cell: the sum of a metric over the steps."""
+    return lambda steps: f"{sum(getattr(metrics, name) for metrics in steps):,}"
+
+
+def last_step(steps: Sequence[Any]) -> str:
+    """Return a cell: the number of the last step."""
+    return str(steps[-1].step)
+
+
+COLUMNS = (
+    Column("step", last_step),
+    Column("reward", mean("reward", ".3f")),
+    Column("solved", mean("solved", ".0%")),
+    Column("KL", mean("kl", ".2f")),
+    Column("clipped", mean("clip_fraction", ".1%")),
+    Column("tokens", total("tokens")),
+    Column("bits differ", total("mismatches")),
+    Column("s/step", mean("seconds", ".2f")),
+)
+
+
 class TrainingView:
     """A ``with`` block that shows the steps as they come; call it with each step's metrics."""
 
-    def __init__(self, console: Console, steps: int) -> None:
+    def __init__(self, console: Console, steps: int, columns: Sequence[Column] = COLUMNS, title: str = "GRPO") -> None:
         self._console = console
         self._bar = Progress(
             TextColumn("training"),
@@ -33,15 +67,14 @@ class TrainingView:
             console=console,
         )
         self._task = self._bar.add_task("training", total=steps, reward=0.0)
-        self._table = Table(
-            "step", "reward", "solved", "KL", "clipped", "tokens", "bits differ", "s/step", title="GRPO"
-        )
+        self._columns = columns
+        self._table = Table(*(column.heading for column in columns), title=title)
         for column in self._table.columns:
             column.justify = "right"
         self._live = Live(Group(self._table, self._bar), console=console, refresh_per_second=4)
         self._every = -(-steps // ROWS)
         self._steps = steps
-        self._since: list[StepMetrics] = []
+        self._since: list[Any] = []
 
     def __enter__(self) -> TrainingView:
         """Start drawing."""
@@ -53,29 +86,13 @@ class TrainingView:
         self._live.stop()
         self._console.print()
 
-    def __call__(self, metrics: StepMetrics) -> None:
-        """Show one more step."""
+    def __call__(self, metrics: Any) -> None:
+        """Show one more step, counted by its ``step``, with the columns and its ``reward``."""
         self._bar.update(self._task, advance=1, reward=metrics.reward)
         self._since.append(metrics)
         if metrics.step % self._every == 0 or metrics.step == self._steps:
-            self._table.add_row(*_row(self._since))
+            self._table.add_row(*(column.cell(self._since) for column in self._columns))
             self._since = []
-
-
-def _row(steps: Sequence[StepMetrics]) -> list[str]:
-    def mean(name: str) -> float:
-        return sum(getattr(metrics, name) for metrics in steps) / len(steps)
-
-    return [
-        str(steps[-1].step),
-        f"{mean('reward'):.3f}",
-        f"{mean('solved'):.0%}",
-        f"{mean('kl'):.2f}",
-        f"{mean('clip_fraction'):.1%}",
-        f"{sum(metrics.tokens for metrics in steps):,}",
-        f"{sum(metrics.mismatches for metrics in steps):,}",
-        f"{mean('seconds'):.2f}",
-    ]
 
 
 def show_answers(console: Console, answers: Sequence[tuple[str, str, float]]) -> None:
@@ -112,10 +129,16 @@ def show_comparison(console: Console, comparisons: Sequence[Comparison]) -> None
     console.print(table)
 
 
-def show_verdict(console: Console, verdict: Verdict, files: Sequence[str], seconds: float) -> None:
+def show_verdict(
+    console: Console,
+    verdict: Verdict,
+    files: Sequence[str],
+    seconds: float,
+    where: str = "in all steps and at the end",
+) -> None:
     """Print whether the run showed what it is for, where its files are and how long it took."""
     rewards = f"{verdict.first_reward:.3f} in the first tenth of the steps, {verdict.last_reward:.3f} in the last"
-    mismatches = f"{verdict.mismatches:,} of {verdict.compared:,}, in all steps and at the end"
+    mismatches = f"{verdict.mismatches:,} of {verdict.compared:,}, {where}"
     _line(console, verdict.risen, f"reward risen by at least {MARGIN}: {rewards}")
     _line(console, verdict.mismatches == 0, f"log-probs through the operators that differ: {mismatches}")
     console.print(f"{', '.join(files)} written; {seconds:.0f} s", highlight=False, soft_wrap=True)

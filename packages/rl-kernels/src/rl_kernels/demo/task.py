@@ -17,9 +17,9 @@ ANSWER_TOKENS = LONGEST + 1
 """Tokens that an answer may take: the longest solution, and its end."""
 
 
-def draw_prompt(source: random.Random) -> str:
-    """Return a prompt: two to four different digits and an equals sign."""
-    return "".join(source.sample("0123456789", source.randint(SHORTEST, LONGEST))) + "="
+def draw_prompt(source: random.Random, shortest: int = SHORTEST, longest: int = LONGEST) -> str:
+    """Return a prompt: ``shortest`` to ``longest`` different digits, of which there are ten, and an equals sign."""
+    return "".join(source.sample("0123456789", source.randint(shortest, longest))) + "="
 
 
 def solution(prompt: str) -> str:

@@ -13,9 +13,11 @@ import torch
 from rl_kernels.demo import task
 from rl_kernels.demo.bits import different
 from rl_kernels.demo.invariant import INVARIANT
+from rl_kernels.demo.measures import clip_fraction
 from rl_kernels.demo.model import ModelConfig, Policy
 from rl_kernels.demo.rollout import Rollout, sample, training_logps
-from rl_kernels.grpo_loss import GRPOLossOutput, group_advantages, grpo_loss
+from rl_kernels.demo.schedule import learning_rate
+from rl_kernels.grpo_loss import GRPOLossOutput, grpo_loss
 
 
 @dataclass(frozen=True)
@@ -83,8 +85,12 @@ class Trainer:
         start = time.perf_counter()
         prompts, rollout = self.sample(self.settings.prompts)
         rewards = torch.tensor([task.reward(*pair) for pair in zip(prompts, rollout.answers, strict=True)])
+        settings = self.settings
+        rate = learning_rate(
+            step, steps=settings.steps, peak=settings.learning_rate, warmup_steps=settings.warmup_steps
+        )
         for group in self.optimizer.param_groups:
-            group["lr"] = self._learning_rate(step)
+            group["lr"] = rate
         with torch.no_grad():
             reference = training_logps(self.reference, rollout, INVARIANT, self.settings.temperature)
         first, output = self._update(rollout, reference, rewards)
@@ -96,7 +102,14 @@ class Trainer:
             reward=float(rewards.mean()),
             solved=float((rewards == 1).float().mean()),
             kl=float(output.kl),
-            clip_fraction=self._clip_fraction(current, rollout, rewards),
+            clip_fraction=clip_fraction(
+                current,
+                rollout.logps,
+                rewards,
+                rollout.mask,
+                samples_per_prompt=self.settings.samples_per_prompt,
+                clip_eps=self.settings.clip_eps,
+            ),
             tokens=int(rollout.mask.sum()),
             mismatches=int(different(first, rollout.logps).sum()),
             seconds=time.perf_counter() - start,
@@ -129,16 +142,3 @@ class Trainer:
         torch.nn.utils.clip_grad_norm_(self.policy.parameters(), 1.0)
         self.optimizer.step()
         return current.detach(), output
-
-    def _learning_rate(self, step: int) -> float:
-        """Rise over the first steps, then fall in a line to a tenth."""
-        settings = self.settings
-        rise = min(1.0, step / settings.warmup_steps)
-        return settings.learning_rate * rise * (1 - 0.9 * (step - 1) / settings.steps)
-
-    def _clip_fraction(self, current: torch.Tensor, rollout: Rollout, rewards: torch.Tensor) -> float:
-        advantages = group_advantages(rewards, samples_per_prompt=self.settings.samples_per_prompt)[:, None]
-        ratio = (current - rollout.logps).exp()
-        above = (ratio > 1 + self.settings.clip_eps) & (advantages > 0)
-        below = (ratio < 1 - self.settings.clip_eps) & (advantages < 0)
-        return float((above | below)[rollout.mask].float().mean())

@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-
-from rl_kernels.demo.compare import Comparison
-from rl_kernels.demo.train import StepMetrics
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
 
 MARGIN = 0.5
 """By how much the mean reward, which lies between 0 and 1, must have risen."""
+
+
+class Compared(Protocol):
+    """Tokens whose log-probabilities were computed twice, and how many differed in any bit."""
+
+    @property
+    def tokens(self) -> int: ...  # noqa: D102
+    @property
+    def mismatches(self) -> int: ...  # noqa: D102
+
+
+class Step(Compared, Protocol):
+    """A step of training, whose rollout was compared with the first training pass."""
+
+    @property
+    def reward(self) -> float: ...  # noqa: D102
 
 
 @dataclass(frozen=True)
@@ -31,12 +45,16 @@ class Verdict:
         """Whether the reward has risen and no bit differed."""
         return self.risen and self.mismatches == 0
 
+    def record(self) -> dict[str, Any]:
+        """Return it as a part of a run's JSON."""
+        return {**asdict(self), "risen": self.risen, "passed": self.passed}
 
-def judge(history: Sequence[StepMetrics], invariant: Sequence[Comparison]) -> Verdict:
-    """Judge a run by its steps and by the comparisons through the operators."""
+
+def judge(history: Sequence[Step], invariant: Sequence[Compared] = ()) -> Verdict:
+    """Judge a run by its steps and by further comparisons, all through the operators."""
     window = max(1, len(history) // 10)
     rewards = [metrics.reward for metrics in history]
-    compared: list[StepMetrics | Comparison] = [*history, *invariant]
+    compared: list[Compared] = [*history, *invariant]
     return Verdict(
         first_reward=sum(rewards[:window]) / window,
         last_reward=sum(rewards[-window:]) / window,

@@ -1,0 +1,123 @@
+"""GRPO with one twin: sample groups with a cache, score them, take a few clipped steps on each padded batch."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import dataclass
+
+import torch
+
+from rl_kernels.demo import task
+from rl_kernels.demo.bits import different
+from rl_kernels.demo.gpu.model import llama
+from rl_kernels.demo.gpu.optimizer import MasterAdamW
+from rl_kernels.demo.gpu.rollout import sample, training_logps
+from rl_kernels.demo.gpu.settings import ModelSizes, Settings
+from rl_kernels.demo.gpu.way import Way
+from rl_kernels.demo.measures import clip_fraction, kl
+from rl_kernels.demo.rollout import Rollout
+from rl_kernels.demo.schedule import learning_rate
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One step of training.
+
+    Attributes:
+        step: counted from 1.
+        reward: mean of the batch.
+        solved: share of answers that earned the whole reward.
+        kl: of the first training pass from the rollout, nats a token; the weights are the same.
+        clip_fraction: share of tokens whose ratio the last update on the batch found clipped.
+        tokens: sampled in this step.
+        mismatches: tokens whose log-probability differed in any bit between rollout and first training pass.
+        ratios_off: tokens whose ratio was not 1 there.
+        rollout_seconds: sampling, with the text of the answers.
+        update_seconds: all updates on the batch.
+        seconds: the whole step, with rewards and measures.
+    """
+
+    step: int
+    reward: float
+    solved: float
+    kl: float
+    clip_fraction: float
+    tokens: int
+    mismatches: int
+    ratios_off: int
+    rollout_seconds: float
+    update_seconds: float
+    seconds: float
+
+
+class Twin:
+    """A policy and its optimiser, trained in one way; what is drawn follows from the settings alone."""
+
+    def __init__(self, settings: Settings, sizes: ModelSizes, way: Way, device: torch.device) -> None:
+        self.settings, self.way, self.device = settings, way, device
+        self.prompts = random.Random(settings.seed)
+        self.generator = torch.Generator(device).manual_seed(settings.seed)
+        self.model = llama(sizes, 2 * (settings.longest + 1), settings.seed, device)
+        self.optimizer = MasterAdamW(self.model.parameters())
+        self.answers: list[tuple[str, str, float]] = []
+        """Prompt, answer and reward of all that the last step sampled."""
+
+    def step(self, step: int) -> StepMetrics:
+        """Sample one batch and learn from it."""
+        start = self._now()
+        prompts, rollout = self._sample()
+        sampled = self._now()
+        scores = [task.reward(*pair) for pair in zip(prompts, rollout.answers, strict=True)]
+        self.answers = list(zip(prompts, rollout.answers, scores, strict=True))
+        rewards = torch.tensor(scores, device=self.device)
+        scored = self._now()
+        rate = self._learning_rate(step)
+        first = current = self._update(rollout, rewards, rate)
+        for _ in range(self.settings.epochs - 1):
+            current = self._update(rollout, rewards, rate)
+        updated = self._now()
+        mask = rollout.mask
+        group = {"samples_per_prompt": self.settings.samples_per_prompt, "clip_eps": self.settings.clip_eps}
+        return StepMetrics(
+            step=step,
+            reward=float(rewards.mean()),
+            solved=float((rewards == 1).float().mean()),
+            kl=kl(rollout.logps[mask], first[mask]),
+            clip_fraction=clip_fraction(current, rollout.logps, rewards, mask, **group),
+            tokens=int(mask.sum()),
+            mismatches=int(different(first, rollout.logps).sum()),
+            ratios_off=int(((first - rollout.logps).exp() != 1).sum()),
+            rollout_seconds=sampled - start,
+            update_seconds=updated - scored,
+            seconds=self._now() - start,
+        )
+
+    def _sample(self) -> tuple[list[str], Rollout]:
+        """Draw prompts and sample a group of answers to each; the prompts are returned once an answer."""
+        settings = self.settings
+        drawn = [task.draw_prompt(self.prompts, settings.shortest, settings.longest) for _ in range(settings.prompts)]
+        repeated = [prompt for prompt in drawn for _ in range(settings.samples_per_prompt)]
+        # A prompt has an equals sign, an answer an end.
+        sizes = {"shortest": settings.shortest + 1, "longest": settings.longest + 1}
+        return repeated, sample(self.model, repeated, self.way, **sizes, generator=self.generator)
+
+    def _update(self, rollout: Rollout, rewards: torch.Tensor, rate: float) -> torch.Tensor:
+        settings = self.settings
+        current = training_logps(self.model, rollout, self.way)
+        group = settings.samples_per_prompt, settings.clip_eps
+        self.way.loss(current, rollout.logps, rewards, rollout.mask, *group).backward()
+        self.optimizer.step(rate)
+        return current.detach()
+
+    def _learning_rate(self, step: int) -> float:
+        settings = self.settings
+        return learning_rate(
+            step, steps=settings.steps, peak=settings.learning_rate, warmup_steps=settings.warmup_steps
+        )
+
+    def _now(self) -> float:
+        """Return the time, once the device has done what it was given."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()

@@ -1,0 +1,34 @@
+"""What is measured of two sets of log-probabilities, of the policy that sampled and of the one that is trained."""
+
+from __future__ import annotations
+
+import torch
+
+from rl_kernels.grpo_loss import group_advantages
+
+
+def clip_fraction(
+    current: torch.Tensor,
+    old: torch.Tensor,
+    rewards: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    samples_per_prompt: int,
+    clip_eps: float,
+) -> float:
+    """Return the share of the tokens whose ratio is clipped; all ``[B, T]`` but ``rewards [B]``."""
+    advantages = group_advantages(rewards, samples_per_prompt=samples_per_prompt)[:, None]
+    ratio = (current - old).exp()
+    above = (ratio > 1 + clip_eps) & (advantages > 0)
+    below = (ratio < 1 - clip_eps) & (advantages < 0)
+    return float((above | below)[mask].float().mean())
+
+
+def kl(rollout: torch.Tensor, training: torch.Tensor) -> float:
+    """Return the KL divergence of the training policy from the one that sampled, nats a token, from ``[N]`` tokens.
+
+    The mean of k3, ``r - 1 - log r`` with ``r`` the ratio of training to rollout: never negative, and 0 only if no
+    token differs. In FP64, where what is left of the difference is no rounding.
+    """
+    log_ratio = training.double() - rollout.double()
+    return float((log_ratio.expm1() - log_ratio).mean())
