@@ -10,6 +10,7 @@ from rl_kernels.demo.gpu.vocabulary import END, VOCAB, decode, encode
 from rl_kernels.demo.gpu.way import race
 from rl_kernels.demo.measures import clip_fraction, kl
 from rl_kernels.demo.rollout import IGNORE
+from rl_kernels.demo.schedule import learning_rate
 
 WAYS = pytest.mark.parametrize("way", [ours.OURS, stock.STOCK], ids=lambda way: way.name)
 
@@ -112,6 +113,13 @@ def test_the_clip_fraction_counts_what_the_clip_holds_back():
     mask = torch.tensor([[True, True, True, False], [True, True, True, True]])
     found = clip_fraction(current, old, rewards, mask, samples_per_prompt=2, clip_eps=0.2)
     assert found == pytest.approx(3 / 7)
+
+
+def test_the_learning_rate_rises_and_then_falls_to_a_tenth():
+    rates = [learning_rate(step, steps=100, peak=2.0, warmup_steps=10) for step in range(1, 101)]
+    assert rates[0] == pytest.approx(0.2)
+    assert max(rates) == rates[9] == pytest.approx(2.0 * (1 - 0.9 * 9 / 100))
+    assert rates[-1] == pytest.approx(2.0 * (1 - 0.9 * 99 / 100))
 
 
 def test_a_text_of_the_task_survives_the_round_trip():

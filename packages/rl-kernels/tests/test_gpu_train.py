@@ -76,13 +76,20 @@ def test_tokens_that_were_changed_are_counted(amount):
     assert metrics.kl == pytest.approx(amount * 0.5e-6 / metrics.tokens, rel=0.01)
 
 
-def test_the_last_bit_of_a_token_is_counted():
+@pytest.mark.parametrize(("scale", "ratios_off"), [(1.0, 1), (1e-3, 0)])
+def test_the_last_bit_of_a_token_is_counted(scale, ratios_off):
+    """A ratio next to 1 is rounded to it, so that bits may differ where it does not."""
+
+    def draw(head, hidden, noise):
+        ids, found = ours.draw(head, hidden, noise)
+        return ids, found * scale
+
     def logps(head, hidden, targets):
-        found = ours.logps(head, hidden, targets)
+        found = ours.logps(head, hidden, targets) * scale
         return torch.where(found == found.detach().min(), found - found.detach().abs() * 2**-23, found)
 
-    metrics = step(dataclasses.replace(OURS, logps=logps))
-    assert metrics.mismatches == 1
+    metrics = step(dataclasses.replace(OURS, draw=draw, logps=logps))
+    assert (metrics.mismatches, metrics.ratios_off) == (1, ratios_off)
     assert 0 < metrics.kl < 1e-12
 
 
