@@ -14,8 +14,8 @@ class MasterAdamW:
     """Steps on FP32 masters, which are then rounded into the weights of the model."""
 
     def __init__(self, weights: Iterable[torch.nn.Parameter]) -> None:
-        self.weights = list(weights)
-        self.masters = [torch.nn.Parameter(weight.detach().float()) for weight in self.weights]
+        self.weights: list[torch.Tensor] = list(weights)
+        self.masters: list[torch.Tensor] = [torch.nn.Parameter(weight.detach().float()) for weight in self.weights]
         self._adam = torch.optim.AdamW(self.masters, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
 
     def step(self, learning_rate: float) -> None:

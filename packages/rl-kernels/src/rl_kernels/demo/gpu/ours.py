@@ -41,8 +41,8 @@ def loss(
     clip_eps: float,
 ) -> torch.Tensor:
     """Return the loss by ``grpo_loss``."""
-    group = {"samples_per_prompt": samples_per_prompt, "clip_eps": clip_eps}
-    return grpo_loss(current, old, None, rewards, mask, **group).loss
+    output = grpo_loss(current, old, None, rewards, mask, samples_per_prompt=samples_per_prompt, clip_eps=clip_eps)
+    return output.loss
 
 
 OURS = Way("rl-kernels", taken, draw, logps, loss)

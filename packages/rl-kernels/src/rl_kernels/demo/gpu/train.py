@@ -78,13 +78,19 @@ class Twin:
             current = self._update(rollout, rewards, rate)
         updated = self._now()
         mask = rollout.mask
-        group = {"samples_per_prompt": self.settings.samples_per_prompt, "clip_eps": self.settings.clip_eps}
         return StepMetrics(
             step=step,
             reward=float(rewards.mean()),
             solved=float((rewards == 1).float().mean()),
             kl=kl(rollout.logps[mask], first[mask]),
-            clip_fraction=clip_fraction(current, rollout.logps, rewards, mask, **group),
+            clip_fraction=clip_fraction(
+                current,
+                rollout.logps,
+                rewards,
+                mask,
+                samples_per_prompt=self.settings.samples_per_prompt,
+                clip_eps=self.settings.clip_eps,
+            ),
             tokens=int(mask.sum()),
             mismatches=int(different(first, rollout.logps).sum()),
             ratios_off=int(((first - rollout.logps).exp() != 1).sum()),
