@@ -89,7 +89,7 @@ def train(settings: Settings, sizes: ModelSizes, way: Way, device: torch.device,
     twin = Twin(settings, sizes, way, device)
     parameters = sum(weight.numel() for weight in twin.model.parameters())
     console.print(
-        f"{way.name}: GRPO from random weights, a Llama of {parameters:,} parameters, {settings.prompts} prompts x "
+        f"GRPO on a Llama of {parameters:,} parameters, {settings.prompts} prompts x "
         f"{settings.samples_per_prompt} samples a step.",
         highlight=False,
     )
