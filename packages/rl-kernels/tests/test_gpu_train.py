@@ -17,6 +17,7 @@ from rl_kernels.demo.gpu.stock import STOCK
 from rl_kernels.demo.gpu.train import Twin
 from rl_kernels.demo.gpu.vocabulary import END, decode
 from rl_kernels.demo.rollout import IGNORE
+from rl_kernels.models import pretrained
 
 pytest.importorskip("transformers")
 CPU = torch.device("cpu")
@@ -132,7 +133,7 @@ def test_the_model_is_given_back():
     kinds = [type(module) for module in twin.model.modules()]
     with OURS.taken(twin.model):
         assert [type(module) for module in twin.model.modules()] != kinds
-        assert twin.model.config._attn_implementation == "rl_kernels"
+        assert twin.model.config._attn_implementation == pretrained.name()
     assert [type(module) for module in twin.model.modules()] == kinds
     assert twin.model.config._attn_implementation == "sdpa"
 
