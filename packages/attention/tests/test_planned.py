@@ -44,6 +44,10 @@ CALLS = {
 }
 
 
+class Wrapper(torch.Tensor):
+    """A class of somebody's."""
+
+
 def apart(x):
     """Return the same numbers, none beside the next."""
     return torch.stack((x, x), -1)[..., 0]
@@ -129,8 +133,11 @@ def refused(recorder, plan, given):
             assert plan.backward(other, out, lse, grad, True) is None
         for rest in ((off(out), lse, grad), (apart(out), lse, grad), (out, apart(lse), grad)):
             assert plan.backward(given, *rest, True) is None
-        for other in (off(grad), apart(grad)):
+        for other in (off(grad), apart(grad), grad.double(), grad.as_subclass(Wrapper)):
             assert plan.backward(given, out, lse, other, True) is None
+        assert plan.backward(given, out, lse.double(), grad, True) is None
+        if given.k_start is not None:
+            assert plan.backward(given._replace(k_start=given.k_start.short()), out, lse, grad, True) is None
     assert not recorder.launches
 
 
@@ -152,6 +159,13 @@ def hold(plant=nullcontext):
             given = made(k_start=torch.tensor([3, 0], dtype=dtype))
             same(recorder, backend.planned(given), backend, given)
         given = made()
+        out, lse = backend.forward(*given)
+        grad = torch.randn(out.shape).to(out.dtype)
+        for one in (grad, grad.float()):
+            backend.backward(*given, out, lse, one, True)
+        recorder.launches.clear()
+        backend.backward(*given, out.transpose(1, 2).contiguous().transpose(1, 2), lse, grad, True)
+        assert recorder.launches[0]["OUT"].is_contiguous()
         for changed in (
             {"q": apart(given.q)},
             {"sinks": torch.randn(16)[::2]},

@@ -288,7 +288,7 @@ class _DetAttention(torch.autograd.Function):
         found = None
         # A gradient that may be differentiated itself takes the general path, which refuses that.
         planned = None if ctx.plan is None else ctx.plan.launches
-        if planned is not None and not torch.is_grad_enabled() and not ops_are_observed():
+        if planned is not None and not (torch.compiler.is_compiling() or torch.is_grad_enabled() or ops_are_observed()):
             found = planned.backward(given, *rest)
         if found is None:
             found = first_order(ops["backward"], *given, *rest, ctx.backend)

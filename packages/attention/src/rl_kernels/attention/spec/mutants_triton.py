@@ -160,9 +160,23 @@ PLANNED = (
     Bug("a gradient lies as it likes", "or not is_apart(grad.shape, grad.stride())", ""),
     Bug("a gradient is anywhere", "(*given.operands, out, grad)", "(*given.operands, out)"),
     Bug("what was saved is anywhere", "(*given.operands, out, grad)", "(out, grad)"),
-    Bug("integers lie as they like", "(out, lse, *given.others)", "(out, lse)"),
-    Bug("out lies as it likes", "(out, lse, *given.others)", "(lse, *given.others)"),
-    Bug("lse lies as it likes", "(out, lse, *given.others)", "(out, *given.others)"),
+    Bug("integers lie as they like", "(out, lse, *given.others) if", "(out, lse) if"),
+    Bug("out lies as it likes", "(out, lse, *given.others) if", "(lse, *given.others) if"),
+    Bug("lse lies as it likes", "(out, lse, *given.others) if", "(out, *given.others) if"),
+    Bug("integers of any dtype", "or _kinds(given) != self._kinds", ""),
+    Bug(
+        "a gradient of any dtype",
+        "(out.dtype, lse.dtype, grad.dtype) != self._saved",
+        "(out.dtype, lse.dtype) != self._saved[:2]",
+    ),
+    Bug(
+        "lse of any dtype",
+        "(out.dtype, lse.dtype, grad.dtype) != self._saved",
+        "(out.dtype, grad.dtype) != self._saved[::2]",
+    ),
+    Bug("wrappers are planned", "if not plain or", "if"),
+    Bug("out read as if it were contiguous", "_canonical(out.contiguous())", "_canonical(out)"),
+    Bug("dtypes of a backward pass are one plan", "key = (strides, *dtypes)", "key = (strides,)"),
     Bug("keys of padding keep what was there", "if self._has_padding else", "if not given.q.numel() else"),
     Bug("gradient of keys that nobody asked for", "if needs_keys:", "if True:"),
     Bug(
@@ -175,7 +189,7 @@ PLANNED = (
     Bug("dtypes of integers are one plan", "tuple([None if x is None else x.dtype for", "tuple([None for"),
     Bug(
         "any gradient has the first one's launches",
-        "self._backward.get(strides)",
+        "self._backward.get(key)",
         "next(iter(self._backward.values()), None)",
     ),
 )

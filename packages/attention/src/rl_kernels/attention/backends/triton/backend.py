@@ -78,7 +78,7 @@ def backward(*arguments: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     *lead, _, queries = lse.shape
     lses, deltas = (lse.new_empty((*lead, plan.kv_heads, queries, plan.group)) for _ in range(2))
     if not plan.is_empty:
-        saved = (_canonical(out), lse.contiguous(), lses, deltas, _canonical(grad))
+        saved = (_canonical(out.contiguous()), lse.contiguous(), lses, deltas, _canonical(grad))
         with device_of(given.q):
             gradients(plan, fitting, *saved, (dq, dk, dv) if needs_keys else (dq, None, None))
     dsinks = of_sinks(given.sinks, lse, deltas)

@@ -68,7 +68,7 @@ def gradients(
     """Write the gradients of q and, unless there is nothing to write to, of k and v; lses and deltas are for these."""
     (q, k, v), (_, *where, table) = given.operands, given.others
     dq, dk, dv = into
-    rows, queries, keys, boxes = plan.backward(grad.stride())
+    rows, queries, keys, boxes = plan.backward(grad.stride(), grad.dtype, out.dtype, lse.dtype)
     rows(out, grad, lse, lses, deltas)
     queries(q, k, v, grad, lses, deltas, dq, *where, table, *described(plan.boxes, k, v))
     if dk is not None and keys is not None:

@@ -111,7 +111,7 @@ class Plan:
             k, v = (box_of(x, y, (BLOCK, 1), z) for x, y, z in zip(shapes[1:], strides[1:], self.widths, strict=True))
             self.boxes = (k, v) if k and v else None
         self._of_q = shapes[0], strides[0]
-        self._backward: dict[tuple[int, ...], Backward] = {}
+        self._backward: dict[tuple[object, ...], Backward] = {}
         # No row at all: nothing is launched.
         self.is_empty = not (batch and self.longest_q)
 
@@ -163,13 +163,14 @@ class Plan:
             programs * self.kv_heads * segments * tile.rows if split else 0,
         )
 
-    def backward(self, strides: tuple[int, ...]) -> Backward:
-        """Return what the backward pass launches for a gradient of out that lies so."""
-        found = self._backward.get(strides)
+    def backward(self, strides: tuple[int, ...], *dtypes: torch.dtype) -> Backward:
+        """Return what the backward pass launches for a gradient of out that lies so, and tensors of these dtypes."""
+        key = (strides, *dtypes)
+        found = self._backward.get(key)
         if found is None:
             if len(self._backward) >= KEPT:
                 self._backward.clear()
-            found = self._backward[strides] = self._made_backward(strides)
+            found = self._backward[key] = self._made_backward(strides)
         return found
 
     def _made_backward(self, strides: tuple[int, ...]) -> Backward:

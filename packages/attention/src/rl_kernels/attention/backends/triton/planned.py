@@ -8,6 +8,8 @@ from rl_kernels.attention.backends.triton.passes import ALIGNED, attended, gradi
 from rl_kernels.attention.inputs import Inputs
 from rl_kernels.core.gpu import device_of
 
+PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})
+
 
 class Planned:
     """det_attention of tensors that lie as the given ones, in padded or paged batches.
@@ -19,7 +21,8 @@ class Planned:
         self._plan, self._has_padding = plan_for(given), given.k_start is not None
         self._out, self._lse = (*given.q.shape[:-1], given.v.shape[-1]), given.lse_shape()
         self._lses = (*self._lse[:-2], self._plan.kv_heads, self._lse[-1], self._plan.group)
-        self._operands = _lie(given)
+        self._operands, self._kinds = _lie(given), _kinds(given)
+        self._saved = given.q.dtype, torch.float32, given.q.dtype
 
     def forward(self, given: Inputs) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return (out, lse)."""
@@ -47,6 +50,10 @@ class Planned:
 
     def _are_planned(self, given: Inputs, out: torch.Tensor, lse: torch.Tensor, grad: torch.Tensor) -> bool:
         """Say whether tensors lie as in the forward pass: a hook may have stored others; a gradient is anybody's."""
+        # Of classes that autograd made of others, such as wrappers, nobody knows where they are.
+        plain = all([type(x) in PLAIN for x in (*given.operands, *given.others, out, lse, grad)])
+        if not plain or _kinds(given) != self._kinds or (out.dtype, lse.dtype, grad.dtype) != self._saved:
+            return False
         whole = all([x.is_contiguous() for x in (out, lse, *given.others) if x is not None])
         if not whole or _lie(given) != self._operands or not is_apart(grad.shape, grad.stride()):
             return False
@@ -63,3 +70,7 @@ def planned(given: Inputs) -> Planned | None:
 
 def _lie(given: Inputs) -> list[tuple[torch.Size, tuple[int, ...], torch.dtype]]:
     return [(x.shape, x.stride(), x.dtype) for x in given.operands]
+
+
+def _kinds(given: Inputs) -> list[torch.dtype | None]:
+    return [None if x is None else x.dtype for x in given.others]
