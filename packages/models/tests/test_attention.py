@@ -214,3 +214,16 @@ def test_an_encoder(prompts):
         batch = model(ids, attention_mask=mask).last_hidden_state
         for row, prompt in enumerate(prompts):
             assert torch.equal(batch[row, : len(prompt)], model(prompt[None]).last_hidden_state[0])
+
+
+def test_positions_in_place_of_a_mask_are_refused():
+    """As Pixtral gives them for two images where it takes an attention for flash attention."""
+    x = torch.randn(1, 2, 8, 16)
+    layer = torch.nn.Module()
+    layer.is_causal = False
+    places = torch.arange(8)[None]
+    whole = attention_forward(layer, x, x, x, None, position_ids=places)[0]
+    assert torch.equal(whole, attention_forward(layer, x, x, x, None)[0])
+    for several in (places % 4, places * 2):
+        with pytest.raises(ValueError, match=r"^position_ids: expected those of one sequence a row"):
+            attention_forward(layer, x, x, x, None, position_ids=several)

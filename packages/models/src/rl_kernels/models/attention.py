@@ -237,11 +237,23 @@ def attention_forward(
         given |= {"cu_seqlens_q": cu_seq_lens_q, "cu_seqlens_k": cu_seq_lens_k, **longest}
     elif attention_mask is not None:
         given |= _where(attention_mask)
+    elif not given["causal"] and options.get("position_ids") is not None:
+        _require_one_sequence(options["position_ids"])
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if "cu_seqlens_q" not in given:
         return det_attention(q, k, v, **given), None
     out = det_attention(*(x.flatten(0, 1) for x in (q, k, v)), **given)
     return out.unflatten(0, q.shape[:2]), None
+
+
+def _require_one_sequence(positions: torch.Tensor) -> None:
+    """Fail where positions alone tell the sequences of a row: for flash attention some models drop their mask."""
+    one = (positions.diff(dim=-1) == 1).all()
+    message = "position_ids: expected those of one sequence a row where queries see both ways without a mask"
+    if values_hidden(positions):
+        torch._assert_async(one, message)
+    elif not one:
+        raise ValueError(f"{message}; leave this model's attention alone")
 
 
 def _require_supported(start: torch.Tensor) -> None:

@@ -21,15 +21,12 @@ of elements. Its continuous batching runs no others beside its own, or puts Flas
 
 
 class Swapped(str):
-    """``name()`` as a config has it while swapped; a deep copy of its model remembers what it had.
-
-    A pickle holds that alone, and so does a deep copy of a config without its model: other models are made from it.
-    """
+    """``name()`` as a config has it while swapped; a deep copy remembers what it had, a pickle holds that alone."""
 
     original: str
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> str:
-        return self if any(isinstance(value, nn.Module) for value in memo.values()) else self.original
+    def __deepcopy__(self, memo: Any) -> Swapped:
+        return self
 
     def __reduce__(self) -> Any:
         return str, (self.original,)
