@@ -9,7 +9,7 @@ import torch
 from rl_kernels.core import validate as check
 from rl_kernels.core.dispatch import choose, planned_choice, remembered_choice
 from rl_kernels.core.main_grad import gather
-from rl_kernels.core.torchlib import autocast_dtype, autocast_linear, no_lost_derivatives
+from rl_kernels.core.torchlib import PLAIN, autocast_dtype, autocast_linear, no_lost_derivatives
 from rl_kernels.det_gemm import canary
 from rl_kernels.det_gemm.autograd import linear, product
 from rl_kernels.det_gemm.op import OPERATOR, describe, describe_dw, ops
@@ -109,7 +109,7 @@ def _plan(
 ) -> Any:
     """Return what a backend has that plans a linear layer for tensors of one kind, or None."""
     make = getattr(OPERATOR.backend(name).load(), "plan_linear", None)
-    plain = {type(value) for value in (x, weight, bias)} <= {torch.Tensor, torch.nn.Parameter, type(None)}
+    plain = {type(value) for value in (x, weight, bias)} <= PLAIN
     return make(x, weight, bias) if make and plain and autocast is None else None
 
 

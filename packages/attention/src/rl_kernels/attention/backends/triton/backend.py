@@ -12,9 +12,9 @@ import torch
 
 from rl_kernels.attention.backends.triton.passes import (
     ALIGNED,
-    attended,
-    gradients,
     is_apart,
+    launch_backward,
+    launch_forward,
     of_sinks,
     plan_for,
 )
@@ -54,7 +54,7 @@ def forward(*arguments: object) -> tuple[torch.Tensor, torch.Tensor]:
         lse.fill_(-torch.inf)
     plan = plan_for(given)
     if not plan.is_empty:
-        attended(plan, given, out, lse)
+        launch_forward(plan, given, out, lse)
     return out, lse
 
 
@@ -80,6 +80,6 @@ def backward(*arguments: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     if not plan.is_empty:
         saved = (_canonical(out.contiguous()), lse.contiguous(), lses, deltas, _canonical(grad))
         with device_of(given.q):
-            gradients(plan, fitting, *saved, (dq, dk, dv) if needs_keys else (dq, None, None))
+            launch_backward(plan, fitting, *saved, (dq, dk, dv) if needs_keys else (dq, None, None))
     dsinks = of_sinks(given.sinks, lse, deltas)
     return dq, dk, dv, lse.new_empty(0) if dsinks is None else dsinks

@@ -40,7 +40,7 @@ def plan_for(given: Inputs) -> Plan:
     )
 
 
-def attended(plan: Plan, given: Inputs, out: torch.Tensor, lse: torch.Tensor) -> None:
+def launch_forward(plan: Plan, given: Inputs, out: torch.Tensor, lse: torch.Tensor) -> None:
     """Write out and lse of the rows that are in a sequence."""
     sinks, *where, table = given.others
     attend, finish, count = plan.forward
@@ -55,7 +55,7 @@ def attended(plan: Plan, given: Inputs, out: torch.Tensor, lse: torch.Tensor) ->
             finish(out, lse, sinks, *where, *states)
 
 
-def gradients(
+def launch_backward(
     plan: Plan,
     given: Inputs,
     out: torch.Tensor,
@@ -76,5 +76,5 @@ def gradients(
 
 
 def of_sinks(sinks: torch.Tensor | None, lse: torch.Tensor, deltas: torch.Tensor) -> torch.Tensor | None:
-    """Return the gradient of sinks, or None if there are none; deltas are as ``gradients`` wrote them."""
+    """Return the gradient of sinks, or None if there are none; deltas are as ``launch_backward`` wrote them."""
     return None if sinks is None else sink.gradient(sinks, lse, deltas.mT.flatten(-3, -2))

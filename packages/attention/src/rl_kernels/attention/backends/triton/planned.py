@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from rl_kernels.attention.backends.triton.passes import ALIGNED, attended, gradients, is_apart, of_sinks, plan_for
+from rl_kernels.attention.backends.triton.passes import (
+    ALIGNED,
+    is_apart,
+    launch_backward,
+    launch_forward,
+    of_sinks,
+    plan_for,
+)
 from rl_kernels.attention.inputs import Inputs
 from rl_kernels.core.gpu import device_of
-
-PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})
+from rl_kernels.core.torchlib import PLAIN
 
 
 class Planned:
@@ -30,7 +36,7 @@ class Planned:
         if (q.data_ptr() | given.k.data_ptr() | given.v.data_ptr()) % ALIGNED:
             return None
         out, lse = q.new_empty(self._out), q.new_empty(self._lse, dtype=torch.float32)
-        attended(self._plan, given, out, lse)
+        launch_forward(self._plan, given, out, lse)
         return out, lse
 
     def backward(
@@ -45,7 +51,7 @@ class Planned:
             dk, dv = (x.new_zeros(x.shape) if self._has_padding else x.new_empty(x.shape) for x in (given.k, given.v))
         lses, deltas = lse.new_empty(self._lses), lse.new_empty(self._lses)
         with device_of(given.q):
-            gradients(self._plan, given, out, lse, lses, deltas, grad, (dq, dk, dv))
+            launch_backward(self._plan, given, out, lse, lses, deltas, grad, (dq, dk, dv))
         return dq, dk, dv, of_sinks(given.sinks, lse, deltas)
 
     def _are_planned(self, given: Inputs, out: torch.Tensor, lse: torch.Tensor, grad: torch.Tensor) -> bool:
