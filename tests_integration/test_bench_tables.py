@@ -16,6 +16,30 @@ ROOT = Path(__file__).parents[1]
 CEILINGS = Ceilings(4.28e12, 750e12, "1024 MiB, read and written", "8192^3, bf16, torch.matmul")
 
 
+BITS = {
+    "settings": dict(layers=4, hidden=64, heads=8, kv_heads=2, dtype="bf16", prompts=3, longest=9),
+    "bits": {
+        way: {
+            "prompts": {"packed": {"logits": 10 * some, "of_logits": 4000, "logps": some, "of_logps": 400}},
+            "gradients": {"differ": 2 * some, "elements": 1600},
+        }
+        for way, some in (("stock", 300), ("invariant", 0))
+    },
+}
+
+
+def twin(kl, rollout_ms):
+    """Return what the demo records of one."""
+    counts = dict(reward=0.5, solved=0.25, kl=kl, clip_fraction=0.125)
+    seconds = dict(rollout_seconds=2.0, update_seconds=1.0, seconds=4.0)
+    steps = [counts | seconds | dict(step=step, tokens=10, mismatches=0, ratios_off=0) for step in (1, 2)]
+    summary = counts | seconds | dict(largest_kl=kl, ratios_off=0.0, rollout_ms=rollout_ms, update_ms=50.0)
+    return {"steps": steps, "summary": summary | dict(first_seconds=8.0)}
+
+
+TWINS = {"model": {"parameters": 104_000_000}, "twins": {"ours": twin(0.0, 90.0), "stock": twin(2e-4, 120.0)}}
+
+
 def tool(*arguments):
     command = [sys.executable, "tools/bench_tables.py", *map(str, arguments)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -84,6 +108,8 @@ def tree(tmp_path):
         },
     }
     (tmp_path / "tools/results/h200-model-step.json").write_text(json.dumps(whole))
+    (tmp_path / "tools/results/h200-model-bits.json").write_text(json.dumps(whole | BITS))
+    (tmp_path / "tools/results/h200-demo.json").write_text(json.dumps(TWINS | {"environment": step["environment"]}))
     return tmp_path
 
 
@@ -105,9 +131,16 @@ def test_results_are_written_into_the_pages(tree):
     models = (tree / "packages/models/README.md").read_text()
     assert "| forward 2x16 | 8.00 (1.00) | 6.00 (0.75) | 7.00 (0.88) |" in models
     assert "| decode | 4.00 (1.00) |  | 1.00 (0.25) |" in models
-    before = (tree / "docs/bench-fused-logp-h200-goals.svg").read_bytes()
+    assert "| packed | 3,000 of 4,000 (75%) | 300 of 400 (75%) | 0 of 4,000 | 0 of 400 |" in models
+    assert "those padded: stock 600 of 1,600 (38%), invariant 0 of 1,600\n" in models
+    demo = (tree / "packages/rl-kernels/README.md").read_text()
+    assert "| KL, nats a token | 0 | 2.0e-04 |  |" in demo
+    assert "| rollout, ms a step | 90 | 120 | 0.75 |" in demo
+    assert "(../../docs/h200-demo.svg)" in demo
+    pictures = [tree / "docs" / name for name in ("bench-fused-logp-h200-goals.svg", "h200-demo.svg")]
+    before = [picture.read_bytes() for picture in pictures]
     assert tool("--root", tree).returncode == 0
-    assert (tree / "docs/bench-fused-logp-h200-goals.svg").read_bytes() == before
+    assert [picture.read_bytes() for picture in pictures] == before
 
 
 def test_a_page_without_markers_is_named(tree):

@@ -2,9 +2,9 @@
 
 Reads packages/*/benchmarks/results/*.json, which `rl-kernels bench --json` wrote. The tables of an operator go
 between the markers of its README, which is its page in the docs too; the plots go into docs/ and are shown by
-docs/benchmarks.md, which also has the table of the whole step that `tools/grpo_step.py --json` timed; that of whole
-models, by `tools/model_step.py --json`, is in the README of models. Everything is derived from the results: where there
-are none, a page says so.
+docs/benchmarks.md, which also has the table of the whole step that `tools/grpo_step.py --json` timed; those of whole
+models, by `tools/model_step.py --json`, are in the README of models, and that of `rl-kernels demo --device cuda`, with
+its picture, in the README of rl-kernels. Everything is derived from the results: where there are none, a page says so.
 """
 
 from __future__ import annotations
@@ -13,20 +13,24 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from rl_kernels.demo.gpu import plot, record
+from rl_kernels.demo.gpu.report import QUOTIENT, side_by_side
 from rl_kernels.lab.bench.plot import draw
 from rl_kernels.lab.bench.record import Document, read
 from rl_kernels.lab.bench.report import as_table, digits, facts, remarks, tables
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = "docs/benchmarks.md"
+PAGE, RESULTS = "docs/benchmarks.md", "tools/results"
 PUBLISHED = "shared/core/src/rl_kernels/core/published.json"
-STEP = "tools/results/h200-grpo-step.json"
-MODELS, MODEL_STEPS = "packages/models/README.md", "tools/results/*-model-step.json"
-BENCH, GRPO_STEP, MODEL_STEP = "bench results", "grpo step", "model step"
+STEP = "h200-grpo-step.json"
+MODELS, MODEL_STEPS, MODEL_BITS = "packages/models/README.md", "*-model-step.json", "*-model-bits.json"
+DEMO, DEMOS = "packages/rl-kernels/README.md", "*-demo.json"
+BENCH, GRPO_STEP, MODEL_STEP, BITS, TWINS = "bench results", "grpo step", "model step", "model bits", "demo"
 """What markers in a page say."""
 NOTHING = "\nNo results are committed yet.\n\n"
 LONGEST = 100
@@ -51,7 +55,7 @@ def section(found: dict[str, Document]) -> str:
         for title, rows in tables(document):
             parts.append(f"{title}:\n\n{as_table(rows)}" if len(rows) <= LONGEST else f"{title}: {len(rows) - 1} rows.")
         parts.append("\n".join(f"- {line}" for line in (*remarks(document.records), *facts(document))))
-    return "\n" + "\n\n".join(parts) + "\n\n" if parts else NOTHING
+    return filled(parts)
 
 
 def overview(packages: dict[str, dict[str, Document]]) -> str:
@@ -61,7 +65,7 @@ def overview(packages: dict[str, dict[str, Document]]) -> str:
         for name, found in packages.items()
         for file in found
     ]
-    return "\n" + "\n\n".join(lines) + "\n\n" if lines else NOTHING
+    return filled(lines)
 
 
 def step(file: Path) -> str:
@@ -83,8 +87,24 @@ def step(file: Path) -> str:
         cells = [str(value) if isinstance(value, int) else digits(value) for value in values]
         gain = values[1] / values[0] if key == "largest" else values[0] / values[1]
         rows.append([label, *cells, f"{gain:.2f}"])
-    ran = ", ".join(f"{name} {where[name]}" for name in ("device", "date", "torch", "transformers", "triton"))
-    return f"\nA Llama of {sizes}; {batch}:\n\n{as_table(rows)}\n\n- ran on {ran}\n\n"
+    return f"\nA Llama of {sizes}; {batch}:\n\n{as_table(rows)}\n\n{ran_on(where)}\n\n"
+
+
+def ran_on(where: Mapping[str, str]) -> str:
+    """Return the line under a table that says what it was measured on."""
+    named = ("device", "date", "torch", "transformers", "triton")
+    return f"- ran on {', '.join(f'{name} {where[name]}' for name in named)}"
+
+
+def sizes_of(settings: Mapping[str, Any]) -> str:
+    """Return what a model of `tools/model_step.py` is."""
+    widths = f"{settings['layers']} layers, hidden {settings['hidden']}, {settings['heads']} heads"
+    return f"A Llama of {widths}, {settings['kv_heads']} of keys, {settings['dtype']}"
+
+
+def filled(parts: Sequence[str]) -> str:
+    """Return what stands between markers."""
+    return "\n" + "\n\n".join(parts) + "\n\n" if parts else NOTHING
 
 
 def model_steps(files: Iterable[Path]) -> str:
@@ -98,12 +118,45 @@ def model_steps(files: Iterable[Path]) -> str:
         for label, each in timed.items():
             cells = [f"{digits(each[way])} ({each[way] / each[ways[0]]:.2f})" if way in each else "" for way in ways]
             rows.append([label, *cells])
-        sizes = (
-            f"{given['layers']} layers, hidden {given['hidden']}, {given['heads']} heads, {given['kv_heads']} of keys"
+        parts.append(f"{sizes_of(given)}, without its head:\n\n{as_table(rows)}\n\n{ran_on(where)}")
+    return filled(parts)
+
+
+def model_bits(files: Iterable[Path]) -> str:
+    """Return the tables of how many logits, log-probabilities and gradients differ from those of prompts alone."""
+    parts = []
+    for file in files:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        given, ways = found["settings"], found["bits"]
+        rows = [["that differ", *(f"{way}: {what}" for way in ways for what in ("logits", "log-probabilities"))]]
+        for label in ways["stock"]["prompts"]:
+            each = [ways[way]["prompts"][label] for way in ways]
+            counts = [(found[what], found[f"of_{what}"]) for found in each for what in ("logits", "logps")]
+            rows.append([label, *(of(*count) for count in counts)])
+        gradients = [(way, *each["gradients"].values()) for way, each in ways.items()]
+        prompts = f"{given['prompts']} prompts of up to {given['longest']} tokens, each compared with itself alone"
+        parts.append(
+            f"{sizes_of(given)}; {prompts}:\n\n{as_table(rows)}\n\n- gradients of the prompts packed that differ from "
+            f"those padded: {', '.join(f'{way} {of(*counts)}' for way, *counts in gradients)}\n"
+            f"{ran_on(found['environment'])}"
         )
-        ran = ", ".join(f"{name} {where[name]}" for name in ("device", "date", "torch", "transformers", "triton"))
-        parts.append(f"A Llama of {sizes}, {given['dtype']}, without its head:\n\n{as_table(rows)}\n\n- ran on {ran}")
-    return "\n" + "\n\n".join(parts) + "\n\n" if parts else NOTHING
+    return filled(parts)
+
+
+def of(some: int, every: int) -> str:
+    """Return how many of all, and their share where there is one."""
+    return f"{some:,} of {every:,}" + (f" ({some / every:.0%})" if some else "")
+
+
+def demos(files: Iterable[Path]) -> str:
+    """Return the tables of both twins of the demo on a GPU, with their pictures."""
+    parts = []
+    for file in files:
+        found = record.read(file)
+        rows = [["", *found.summaries, QUOTIENT], *map(list, side_by_side(found.summaries))]
+        picture = f"![Both twins, step by step](../../docs/{file.stem}.svg)"
+        parts.append(f"{as_table(rows)}\n\n{ran_on(found.environment)}\n\n{picture}")
+    return filled(parts)
 
 
 def plot_name(package: str, file: str) -> str:
@@ -116,9 +169,11 @@ def pages(root: Path, packages: dict[str, dict[str, Document]]) -> Iterator[tupl
     for name, found in packages.items():
         page = root / "packages" / name / "README.md"
         yield page, _filled(page, {BENCH: section(found)}, root)
-    steps = sorted(root.glob(MODEL_STEPS))
-    yield root / MODELS, _filled(root / MODELS, {MODEL_STEP: model_steps(steps)}, root)
-    yield root / PAGE, _filled(root / PAGE, {BENCH: overview(packages), GRPO_STEP: step(root / STEP)}, root)
+    files = root / RESULTS
+    steps, bits, twins = (sorted(files.glob(names)) for names in (MODEL_STEPS, MODEL_BITS, DEMOS))
+    yield root / MODELS, _filled(root / MODELS, {MODEL_STEP: model_steps(steps), BITS: model_bits(bits)}, root)
+    yield root / DEMO, _filled(root / DEMO, {TWINS: demos(twins)}, root)
+    yield root / PAGE, _filled(root / PAGE, {BENCH: overview(packages), GRPO_STEP: step(files / STEP)}, root)
 
 
 def _filled(page: Path, bodies: dict[str, str], root: Path) -> str:
@@ -150,9 +205,10 @@ def main(argv: list[str] | None = None) -> int:
         for name, found in packages.items()
         for file, document in found.items()
     }
+    runs = {root / "docs" / f"{file.stem}.svg": record.read(file) for file in root.glob(f"{RESULTS}/{DEMOS}")}
     if given.check:
         stale = [page for page, text in wanted.items() if page.read_text(encoding="utf-8") != text]
-        stale += [picture for picture in pictures if not picture.exists()]
+        stale += [picture for picture in (*pictures, *runs) if not picture.exists()]
         for page in stale:
             print(f"{page.relative_to(root)} is not up to date: python tools/bench_tables.py", file=sys.stderr)
         return 1 if stale else 0
@@ -160,6 +216,8 @@ def main(argv: list[str] | None = None) -> int:
         page.write_text(text, encoding="utf-8")
     for picture, document in pictures.items():
         draw(document.records, picture, document.environment)
+    for picture, run in runs.items():
+        plot.draw(run.histories, run.summaries, run.parameters, picture)
     return 0
 
 

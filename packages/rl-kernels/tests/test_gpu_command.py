@@ -10,7 +10,7 @@ from rich.console import Console
 
 from rl_kernels.core import BackendUnavailable
 from rl_kernels.demo import cli
-from rl_kernels.demo.gpu import report, run
+from rl_kernels.demo.gpu import record, report, run
 from rl_kernels.demo.gpu.settings import ModelSizes, Settings
 from rl_kernels.demo.gpu.summary import summarised
 from rl_kernels.demo.gpu.train import StepMetrics
@@ -35,13 +35,13 @@ def test_the_record_is_strict_and_whole(finished):
         raise AssertionError(f"{constant} is no JSON")
 
     verdict, out = finished
-    record = json.loads((out / "run.json").read_text(), parse_constant=refuse)
-    assert record["settings"]["seed"] == 3
-    assert record["model"]["parameters"] > 50_000
-    assert {"device", "torch", "transformers", "rl-kernels"} <= record["environment"].keys()
+    document = json.loads((out / "run.json").read_text(), parse_constant=refuse)
+    assert document["settings"]["seed"] == 3
+    assert document["model"]["parameters"] > 50_000
+    assert {"device", "torch", "transformers", "rl-kernels"} <= document["environment"].keys()
     operators = ("det_attention", "det_gemm", "grpo_loss", "linear_logp", "rms_norm")
-    assert record["backends"] == dict.fromkeys(operators, "native")
-    ours, stock = record["twins"]["rl-kernels"], record["twins"]["stock PyTorch"]
+    assert document["backends"] == dict.fromkeys(operators, "native")
+    ours, stock = document["twins"]["rl-kernels"], document["twins"]["stock PyTorch"]
     for twin in (ours, stock):
         assert [step["step"] for step in twin["steps"]] == [1, 2]
         assert twin["summary"]["rollout_ms"] > 0
@@ -50,9 +50,18 @@ def test_the_record_is_strict_and_whole(finished):
     assert sum(step["mismatches"] for step in stock["steps"]) > 0
     # The stock twin's numbers never decide.
     tokens = sum(step["tokens"] for step in ours["steps"])
-    assert record["verdict"]["compared"] == verdict.compared == tokens
-    assert record["verdict"]["mismatches"] == 0
-    assert record["verdict"]["passed"] is False
+    assert document["verdict"]["compared"] == verdict.compared == tokens
+    assert document["verdict"]["mismatches"] == 0
+    assert document["verdict"]["passed"] is False
+
+
+def test_a_record_is_read_again(finished):
+    found = record.read(finished[1] / "run.json")
+    assert list(found.histories) == list(found.summaries) == ["rl-kernels", "stock PyTorch"]
+    for name, history in found.histories.items():
+        assert summarised(history) == found.summaries[name]
+    assert found.parameters > 50_000
+    assert "device" in found.environment
 
 
 @pytest.fixture

@@ -14,14 +14,15 @@ from matplotlib.ticker import NullLocator
 from rl_kernels.demo.gpu.summary import Summary
 from rl_kernels.demo.gpu.train import StepMetrics
 from rl_kernels.demo.plot import BLUE, ORANGE, curve, over_steps, smooth, tidy
+from rl_kernels.lab.bench.plot import save
 
 COLOURS = (BLUE, ORANGE)
 """Of ours, and of the stock twin."""
 Histories = Mapping[str, Sequence[StepMetrics]]
 
 
-def draw(histories: Histories, summaries: Mapping[str, Summary], title: str, path: Path) -> None:
-    """Write the curves of both twins, ours first, as a PNG."""
+def draw(histories: Histories, summaries: Mapping[str, Summary], parameters: int, path: Path) -> None:
+    """Write the curves of both twins, ours first, in the format that the name of the file says."""
     figure = Figure(figsize=(13, 7), layout=ConstrainedLayoutEngine(wspace=0.06, hspace=0.08))
     (reward, kl, ratios), (clipped, time, clock) = figure.subplots(2, 3)
     _reward(reward, histories)
@@ -35,8 +36,10 @@ def draw(histories: Histories, summaries: Mapping[str, Summary], title: str, pat
         over_steps(axes, steps)
     for axes in (time, clock):
         tidy(axes)
-    figure.suptitle(title)
-    figure.savefig(path, dpi=150)
+    figure.suptitle(
+        f"GRPO from random weights: a Llama of {parameters / 1e6:.0f} million parameters puts digits in order"
+    )
+    save(figure, path)
 
 
 def _curves(axes: Axes, histories: Histories, name: str, scale: float = 1.0) -> None:
@@ -67,16 +70,17 @@ def _ratios(axes: Axes, histories: Histories) -> None:
     for (twin, history), colour in zip(histories.items(), COLOURS, strict=True):
         shares = [100 * metrics.ratios_off / metrics.tokens for metrics in history]
         curve(axes, [metrics.step for metrics in history], shares, colour, twin)
-    axes.set(title="Ratio other than 1, first training pass", ylabel="% of tokens", ylim=(-3, 103))
+    axes.set(title="Ratio other than 1, first training pass", ylabel="% of tokens")
+    axes.set_ylim(bottom=0)
     _tell_zero(axes, histories, "ratios_off")
 
 
 def _tell_zero(axes: Axes, histories: Histories, name: str) -> None:
-    """Say of a twin beside its line that it is 0 in every step, which no line shows."""
+    """Say of a twin, where there is room, that it is 0 in every step, which no line shows."""
     for (twin, history), colour in zip(histories.items(), COLOURS, strict=True):
         if not any(getattr(metrics, name) for metrics in history):
             text = f"{twin}: 0 in every step"
-            axes.annotate(text, (1, 0), (-4, 5), ("axes fraction", "data"), "offset points", ha="right", color=colour)
+            axes.annotate(text, (1, 1), (-4, -12), "axes fraction", "offset points", ha="right", color=colour)
 
 
 def _clipped(axes: Axes, histories: Histories) -> None:

@@ -1,9 +1,10 @@
-"""The JSON of a run of both twins: what it was made of, every step, the summaries and the verdict."""
+"""The JSON of a run of both twins: what it was made of, every step, the summaries and the verdict; to be read again."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,28 @@ from rl_kernels.demo.gpu.train import StepMetrics
 from rl_kernels.demo.record import backends, dump
 from rl_kernels.demo.verdict import Verdict
 from rl_kernels.lab.bench.environment import environment
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A run that was recorded."""
+
+    histories: Mapping[str, Sequence[StepMetrics]]
+    summaries: Mapping[str, Summary]
+    parameters: int
+    environment: Mapping[str, str]
+
+
+def read(path: Path) -> Recorded:
+    """Return what ``write`` wrote."""
+    found = json.loads(path.read_text(encoding="utf-8"))
+    twins = found["twins"].items()
+    return Recorded(
+        {name: [StepMetrics(**step) for step in twin["steps"]] for name, twin in twins},
+        {name: Summary(**twin["summary"]) for name, twin in twins},
+        found["model"]["parameters"],
+        found["environment"],
+    )
 
 
 def write(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -47,20 +47,27 @@ ROWS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("all steps but the first, s", "seconds", "{:.1f}".format),
     ("the first, s", "first_seconds", "{:.1f}".format),
 )
+QUOTIENT = "ours / stock"
 CAPTION = (
     "KL and ratio: of the first training pass from the rollout, whose weights are the same. Clip fraction: of the last "
     "pass on a batch. ms a step: the median. Kernels are compiled in the first step."
 )
 
 
-def show_twins(console: Console, summaries: Mapping[str, Summary]) -> None:
-    """Print the summaries side by side, ours first, and the quotient of their times."""
+def side_by_side(summaries: Mapping[str, Summary]) -> Iterator[tuple[str, str, str, str]]:
+    """Yield what each row says of ours, of the stock twin, and of the quotient of their times."""
     ours, stock = summaries.values()
-    table = Table("", *summaries, "ours / stock", title="the same run twice", caption=CAPTION, caption_justify="left")
-    for column in table.columns[1:]:
-        column.justify = "right"
     for label, name, form in ROWS:
         one, other = getattr(ours, name), getattr(stock, name)
         is_time = name.endswith(("_ms", "seconds"))
-        table.add_row(label, form(one), form(other), f"{one / other:.2f}" if is_time and other else "")
+        yield label, form(one), form(other), f"{one / other:.2f}" if is_time and other else ""
+
+
+def show_twins(console: Console, summaries: Mapping[str, Summary]) -> None:
+    """Print the summaries side by side, ours first."""
+    table = Table("", *summaries, QUOTIENT, title="the same run twice", caption=CAPTION, caption_justify="left")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for row in side_by_side(summaries):
+        table.add_row(*row)
     console.print(table)

@@ -61,8 +61,7 @@ def run(settings: Settings, sizes: ModelSizes, device: torch.device, out: Path, 
     verdict = judge(ours.history)
     seconds = time.perf_counter() - start
     picture, document = out / "curves.png", out / "run.json"
-    title = f"GRPO from random weights: a Llama of {ours.parameters / 1e6:.0f} million parameters puts digits in order"
-    plot.draw(histories, summaries, title, picture)
+    plot.draw(histories, summaries, ours.parameters, picture)
     record.write(
         document,
         settings=settings,

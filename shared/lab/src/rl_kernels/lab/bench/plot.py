@@ -10,6 +10,7 @@ from rl_kernels.lab.bench.record import OURS, Record
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 COLOURS = ("#3a9a5b", "#d9822b", "#8e5bb5", "#c0392b", "#17a2b8", "#7f8c8d", "#b7950b", "#e377c2", "#34495e", "#8c564b")
 BLUE = "#2a6fbb"
@@ -21,7 +22,6 @@ LINE, HEAD = 0.27, 1.3
 def draw(records: Sequence[Record], path: Path, environment: Mapping[str, str]) -> None:
     """Write shares of the floor, one row of axes for each operator, one column for each pass."""
     # Optional, and needed for nothing else.
-    from matplotlib import rc_context
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
@@ -49,7 +49,13 @@ def draw(records: Sequence[Record], path: Path, environment: Mapping[str, str]) 
         *(f"{name} {environment[name]}" for name in ("torch", "triton") if name in environment),
     ]
     figure.supxlabel(", ".join(filter(None, where)), fontsize="small", color="#555555")
-    # The same records give the same file, byte for byte, so that it can be committed.
+    save(figure, path)
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a picture: the same one is the same file, byte for byte, so that it can be committed."""
+    from matplotlib import rc_context
+
     with rc_context({"svg.hashsalt": "rl-kernels"}):
         figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
 
