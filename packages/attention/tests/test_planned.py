@@ -94,9 +94,14 @@ def same(recorder, plan, backend, given):
         assert found is not None
         return described(recorder.launches, known), lying(found), found
 
-    *ours, (out, lse) = run(lambda: plan.forward(given), inputs)
+    *ours, (out, lse) = run(lambda: plan.forward(given, True), inputs)
     *general, _ = run(lambda: backend.forward(*given), inputs)
     assert ours == general
+    launches, lies, (_, nothing) = run(lambda: plan.forward(given, False), inputs)
+    assert nothing is None
+    # But for lse they are the same.
+    assert launches == [(*one, {**told, "LSE": None} if "LSE" in told else told) for *one, told in general[0]]
+    assert lies == [general[1][0], None]
     if given.seqused_k is not None:
         return
     for grad in (torch.randn(out.shape).to(out.dtype), torch.randn(out.transpose(1, 2).shape).to(out.dtype).mT.mT):
@@ -112,10 +117,10 @@ def same(recorder, plan, backend, given):
 
 def refused(recorder, plan, given):
     """Hold a plan to launching nothing for tensors that lie otherwise."""
-    out, lse = plan.forward(given)
+    out, lse = plan.forward(given, True)
     recorder.launches.clear()
     for name in ("q", "k", "v"):
-        assert plan.forward(given._replace(**{name: off(getattr(given, name))})) is None
+        assert plan.forward(given._replace(**{name: off(getattr(given, name))}), True) is None
     if given.seqused_k is None:
         grad = torch.randn(out.shape).to(out.dtype)
         others = [given._replace(**{name: off(getattr(given, name))}) for name in ("q", "k", "v")]

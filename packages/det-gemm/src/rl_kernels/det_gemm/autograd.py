@@ -12,13 +12,9 @@ from rl_kernels.core.torchlib import first_order, is_asked_for, no_lost_derivati
 from rl_kernels.det_gemm.op import ops
 
 
-def _needs_graph(*values: torch.Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(value is not None and value.requires_grad for value in values)
-
-
 def product(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype, chosen: str) -> torch.Tensor:
     """Return ``a @ b``."""
-    if _needs_graph(a, b):
+    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
         found: torch.Tensor = _Product.apply(a, b, out_dtype, chosen)
         return found
     return ops["forward"](a, b, None, out_dtype, chosen)
@@ -38,7 +34,8 @@ def linear(
         plan: what a backend has planned for operands of this kind, or None: ``forward``, ``input_gradient`` and
             ``weight_gradient``, each of which returns None for tensors that it has not planned for.
     """
-    if _needs_graph(x, weight, bias):
+    is_asked_for_any = x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    if is_asked_for_any and torch.is_grad_enabled():
         found: torch.Tensor = _Linear.apply(x, weight, bias, main_grad, chosen, plan)
         return found
     return _linear(x, weight, bias, chosen, plan)

@@ -216,8 +216,12 @@ def _remembered(first: Callable[..., T], always: Callable[..., T]) -> Callable[.
             return always(*args)
         try:
             kinds = [
+                None
+                if x is None
                 # A layout without strides, such as a sparse one, raises; True is 1, and an argument may be either.
-                (type(x), x.shape, x.stride(), x.dtype, x.device) if isinstance(x, torch.Tensor) else (type(x), x)
+                else (type(x), x.shape, x.stride(), x.dtype, x.device)
+                if isinstance(x, torch.Tensor)
+                else (type(x), x)
                 for x in args
             ]
             key = (_strict, *kinds)

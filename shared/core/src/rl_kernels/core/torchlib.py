@@ -292,6 +292,8 @@ def scalar_or_rows(value: float | torch.Tensor, dtype: torch.dtype) -> torch.Ten
 
 def autocast_dtype(x: object) -> torch.dtype | None:
     """Return the dtype that autocast casts the operands of ``F.linear`` to on the device of ``x``, if it casts them."""
+    if not torch.compiler.is_compiling() and not torch._C._is_any_autocast_enabled():
+        return None
     # Asking torch.amp which devices have autocast breaks the graph under torch.compile before torch 2.13.
     if not isinstance(x, torch.Tensor) or x.device.type not in DEVICES.values():
         return None

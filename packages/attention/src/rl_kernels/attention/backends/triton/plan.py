@@ -142,6 +142,14 @@ class Plan:
     @functools.cached_property
     def forward(self) -> Forward:
         """What the forward pass launches."""
+        return self._made_forward()
+
+    @functools.cached_property
+    def forward_of_out(self) -> Forward:
+        """What it launches where nobody asks for lse; a launch has a tensor at the same places each time."""
+        return self._made_forward()
+
+    def _made_forward(self) -> Forward:
         tile = tile_of(self.dtype, max(self.widths), self.fast, self.longest_q * self.group, self.boxes is not None)
         tiles, segments = self._tiles(tile.rows), ceil_div(self.longest_k, SEGMENT)
         programs = self.batch * tiles
