@@ -92,7 +92,7 @@ def check_loss(launches: list[TritonLaunch], call: dict[str, Any], slope: bool) 
     names = [launch.name for launch in launches]
     plain = plan == Plan() and not call.get("metrics")
     if plain:
-        assert names == (["_terms", "_reduce"] if length else ["_reduce"])
+        assert names == (["plain_terms", "plain_sum"] if length else ["plain_sum"])
     else:
         assert names == ["terms", "reduce"]
     last, segments = launches[-1], -(-length // SEGMENT)

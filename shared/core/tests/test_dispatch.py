@@ -344,6 +344,31 @@ def test_no_choice_is_remembered_where_it_is_recorded_or_forced(prepared, monkey
     assert len(looked) == 5
 
 
+def test_a_plan_is_made_once_for_arguments_of_each_kind_or_not_at_all():
+    looked = []
+
+    @dispatch.remembered_plan
+    def plan(x):
+        looked.append(x)
+        return None if x is None or x.ndim == 0 else object()
+
+    x = torch.zeros(2)
+    found = plan(x)
+    assert found is not None
+    assert plan(torch.ones(2)) is found
+    # That there is none is remembered too.
+    assert [plan(torch.zeros(())) for _ in range(2)] == [plan(None) for _ in range(2)] == [None, None]
+    assert len(looked) == 3
+    with record_dispatch():
+        assert plan(x) is None
+    with use_backend(grpo_loss="native"):
+        assert plan(torch.zeros(7)) is None
+    assert len(looked) == 3
+    dispatch.forget()
+    assert plan(x) is not found
+    assert len(looked) == 4
+
+
 def test_what_is_remembered_of_choices_is_bounded(prepared, monkeypatch):
     prepare, looked = prepared
     monkeypatch.setattr(dispatch, "KEPT", 2)

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 
 from rl_kernels.core import validate as check
-from rl_kernels.core.torchlib import no_lost_derivatives
+from rl_kernels.core.dispatch import remembered_plan
+from rl_kernels.core.torchlib import no_lost_derivatives, ops_are_observed
 from rl_kernels.grpo_loss.arguments import Layout
 from rl_kernels.grpo_loss.estimator import Estimator
 from rl_kernels.grpo_loss.extras import Extras, Normaliser, group
 from rl_kernels.grpo_loss.groups import Groups, groups_of
 from rl_kernels.grpo_loss.objective import Objective, chosen
 from rl_kernels.grpo_loss.outputs import GRPOLossOutput, LossAndMetrics
-from rl_kernels.grpo_loss.run import Options, Tokens, prepare
+from rl_kernels.grpo_loss.run import Options, Planned, Tokens, plan_of, prepare, run, run_planned
 
-NO_GROUPS = Groups(None, 0)
+NO_GROUPS, NO_EXTRAS, NO_NORMALISER = Groups(None, 0), Extras(), Normaliser()
 
 
 @overload
@@ -150,18 +151,62 @@ def grpo_loss(
         TypeError, ValueError: an argument is not as above; the message names it.
         BackendUnavailable: the backend asked for cannot run this call.
     """
-    extras, normaliser = group("extras", extras, Extras), group("normaliser", normaliser, Normaliser)
     objective = chosen(objective, loss_type, beta, clip_eps)
-    layout = Layout(current_logps, extras.cu_seqlens, extras.max_seqlen, validate)
+    given = (current_logps, old_logps, ref_logps, rewards, completion_mask)
+    if extras is None and normaliser is None and group_boundaries is None and _is_bool(completion_mask):
+        plan = _loss_plan(*given, samples_per_prompt, objective, return_metrics, backend)
+        if plan is not None and not ops_are_observed():
+            no_lost_derivatives("grpo_loss", *given)
+            return run_planned(plan, *given)
+    extras, normaliser = group("extras", extras, Extras), group("normaliser", normaliser, Normaliser)
+    options = Options(normaliser, return_metrics, validate, backend)
+    arguments = _of_rewards(*given, samples_per_prompt, group_boundaries, objective, extras, options)
+    no_lost_derivatives("grpo_loss", *given, *extras[:2], *normaliser[:2])
+    return run(*arguments)
+
+
+def _is_bool(mask: object) -> bool:
+    """Say whether there is nothing to look at in a mask each time."""
+    return getattr(mask, "dtype", None) is torch.bool
+
+
+def _of_rewards(
+    current_logps: torch.Tensor,
+    old_logps: torch.Tensor | None,
+    ref_logps: torch.Tensor | None,
+    rewards: torch.Tensor,
+    mask: torch.Tensor,
+    samples_per_prompt: int | None,
+    group_boundaries: Sequence[int] | torch.Tensor | None,
+    objective: Objective,
+    extras: Extras,
+    options: Options,
+) -> tuple[Any, ...]:
+    """Check the arguments of ``grpo_loss``; return those of the raw op."""
+    layout = Layout(current_logps, extras.cu_seqlens, extras.max_seqlen, options.validate)
     check.tensor("rewards", rewards, check.FLOATS, ndim=1)
     check.shape("rewards", rewards, (layout.batch,), "one a sequence of current_logps")
     check.same_device(current_logps=current_logps, rewards=rewards)
-    tokens = Tokens(old_logps, ref_logps, completion_mask, extras.rollout_ratio, extras.entropy)
-    options = Options(normaliser, return_metrics, validate, backend)
-    run = prepare(current_logps, tokens, layout, objective, options)
-    groups = groups_of(rewards, samples_per_prompt, group_boundaries, values=validate)
-    no_lost_derivatives("grpo_loss", current_logps, rewards, *tokens, *normaliser[:2])
-    return run((rewards.detach(), *groups, None), objective.estimator, objective.eps)
+    tokens = Tokens(old_logps, ref_logps, mask, extras.rollout_ratio, extras.entropy)
+    arguments = prepare(current_logps, tokens, layout, objective, options)
+    groups = groups_of(rewards, samples_per_prompt, group_boundaries, values=options.validate)
+    return arguments((rewards.detach(), *groups, None), objective.estimator, objective.eps)
+
+
+@remembered_plan
+def _loss_plan(
+    current_logps: torch.Tensor,
+    old_logps: torch.Tensor | None,
+    ref_logps: torch.Tensor | None,
+    rewards: torch.Tensor,
+    mask: torch.Tensor,
+    samples_per_prompt: int | None,
+    objective: Objective,
+    return_metrics: bool,
+    backend: str | None,
+) -> Planned | None:
+    given = (current_logps, old_logps, ref_logps, rewards, mask, samples_per_prompt, None, objective)
+    return plan_of(*_of_rewards(*given, NO_EXTRAS, Options(NO_NORMALISER, return_metrics, False, backend)))
 
 
 @overload
@@ -264,13 +309,48 @@ def grpo_loss_from_advantages(
         TypeError, ValueError: an argument is not as above; the message names it.
         BackendUnavailable: the backend asked for cannot run this call.
     """
-    extras, normaliser = group("extras", extras, Extras), group("normaliser", normaliser, Normaliser)
     objective = chosen(objective, loss_type, beta, clip_eps)
-    layout = Layout(current_logps, extras.cu_seqlens, extras.max_seqlen, validate)
+    given = (current_logps, old_logps, ref_logps, advantages, completion_mask)
+    if extras is None and normaliser is None and _is_bool(completion_mask):
+        plan = _plan_from_advantages(*given, objective, return_metrics, backend)
+        if plan is not None and not ops_are_observed():
+            no_lost_derivatives("grpo_loss_from_advantages", *given)
+            return run_planned(plan, *given)
+    extras, normaliser = group("extras", extras, Extras), group("normaliser", normaliser, Normaliser)
+    arguments = _of_advantages(*given, objective, extras, Options(normaliser, return_metrics, validate, backend))
+    no_lost_derivatives("grpo_loss_from_advantages", *given, *extras[:2], *normaliser[:2])
+    return run(*arguments)
+
+
+def _of_advantages(
+    current_logps: torch.Tensor,
+    old_logps: torch.Tensor | None,
+    ref_logps: torch.Tensor | None,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    objective: Objective,
+    extras: Extras,
+    options: Options,
+) -> tuple[Any, ...]:
+    """Check the arguments of ``grpo_loss_from_advantages``; return those of the raw op."""
+    layout = Layout(current_logps, extras.cu_seqlens, extras.max_seqlen, options.validate)
     scores = layout.scores("advantages", advantages)
     check.same_device(current_logps=current_logps, advantages=advantages)
-    tokens = Tokens(old_logps, ref_logps, completion_mask, extras.rollout_ratio, extras.entropy)
-    options = Options(normaliser, return_metrics, validate, backend)
-    run = prepare(current_logps, tokens, layout, objective, options)
-    no_lost_derivatives("grpo_loss_from_advantages", current_logps, advantages, *tokens, *normaliser[:2])
-    return run((None, *NO_GROUPS, scores), Estimator(), 0.0)
+    tokens = Tokens(old_logps, ref_logps, mask, extras.rollout_ratio, extras.entropy)
+    arguments = prepare(current_logps, tokens, layout, objective, options)
+    return arguments((None, *NO_GROUPS, scores), Estimator(), 0.0)
+
+
+@remembered_plan
+def _plan_from_advantages(
+    current_logps: torch.Tensor,
+    old_logps: torch.Tensor | None,
+    ref_logps: torch.Tensor | None,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    objective: Objective,
+    return_metrics: bool,
+    backend: str | None,
+) -> Planned | None:
+    given = (current_logps, old_logps, ref_logps, advantages, mask, objective)
+    return plan_of(*_of_advantages(*given, NO_EXTRAS, Options(NO_NORMALISER, return_metrics, False, backend)))

@@ -9,8 +9,9 @@ import torch
 
 from rl_kernels.core import validate as check
 from rl_kernels.core.dispatch import choose
-from rl_kernels.core.torchlib import first_order, scalars
+from rl_kernels.core.torchlib import PLAIN, first_order, ops_are_observed, scalars
 from rl_kernels.grpo_loss.arguments import Layout
+from rl_kernels.grpo_loss.call import LossCall
 from rl_kernels.grpo_loss.estimator import Estimator
 from rl_kernels.grpo_loss.extras import Normaliser, divisor_of
 from rl_kernels.grpo_loss.objective import Objective
@@ -42,8 +43,8 @@ class Options(NamedTuple):
 
 def prepare(
     current_logps: torch.Tensor, tokens: Tokens, layout: Layout, objective: Objective, options: Options
-) -> Callable[[Scores, Estimator, float], Any]:
-    """Check what is left to check; return the loss as a function of scores, their estimator and its eps."""
+) -> Callable[[Scores, Estimator, float], tuple[Any, ...]]:
+    """Check what is left to check; return what makes a raw op's arguments of scores, their estimator and its eps."""
     plan, numbers = objective.plan, objective.numbers
     divisor = divisor_of(objective.loss_type, options.normaliser)
     old, ref, mask, rollout, entropy = tokens
@@ -60,9 +61,10 @@ def prepare(
     check.flag("return_metrics", options.return_metrics)
     check.backend_name(options.backend)
 
-    def run(scores: Scores, estimator: Estimator, eps: float) -> Any:
+    def arguments(scores: Scores, estimator: Estimator, eps: float) -> tuple[Any, ...]:
         chosen = choose(OPERATOR, describe(current_logps), options.backend).name
-        others = (
+        return (
+            current_logps,
             None if old is None else old.detach(),
             None if ref is None or numbers.beta == 0 else ref.detach(),
             *scores,
@@ -78,18 +80,42 @@ def prepare(
             options.return_metrics,
             chosen,
         )
-        return _run(current_logps, others, options.return_metrics)
 
-    return run
+    return arguments
 
 
-def _run(current_logps: torch.Tensor, others: tuple[Any, ...], with_metrics: bool) -> GRPOLossOutput | LossAndMetrics:
+def run(current_logps: torch.Tensor, *others: Any) -> GRPOLossOutput | LossAndMetrics:
+    """Return the loss for the arguments of the raw op."""
+    *_, with_metrics, _ = others
     if current_logps.requires_grad and torch.is_grad_enabled():
         loss, policy_loss, kl, metrics = _GRPOLoss.apply(current_logps, others)
     else:
         loss, policy_loss, kl, metrics = ops["forward"](current_logps, *others)
     output = GRPOLossOutput(loss, policy_loss, kl)
     return LossAndMetrics(output, metrics) if with_metrics else output
+
+
+class Planned(NamedTuple):
+    """What a backend has planned for the loss of one kind of arguments: ``forward`` and ``backward``."""
+
+    launches: Any
+    backend: str
+
+
+def plan_of(*arguments: Any) -> Planned | None:
+    """Return what the backend has planned for the arguments of the raw op, or None."""
+    *inputs, chosen = arguments
+    make = getattr(OPERATOR.backend(chosen).load(), "planned", None)
+    launches = make(LossCall(*inputs)) if make and {type(value) for value in inputs} <= PLAIN else None
+    return None if launches is None else Planned(launches, chosen)
+
+
+def run_planned(plan: Planned, current_logps: torch.Tensor, *others: torch.Tensor | None) -> GRPOLossOutput:
+    """Return the loss of tensors that it was planned for: old_logps, ref_logps, scores and the mask are the others."""
+    if current_logps.requires_grad and torch.is_grad_enabled():
+        return GRPOLossOutput(*_PlannedLoss.apply(current_logps, others, plan))
+    loss, policy_loss, kl, *_ = plan.launches.forward(current_logps, *others, needs_slope=False)
+    return GRPOLossOutput(loss, policy_loss, kl)
 
 
 class _GRPOLoss(torch.autograd.Function):
@@ -113,3 +139,30 @@ class _GRPOLoss(torch.autograd.Function):
         if upstream is None:
             return None, None
         return first_order(ops["backward"], *ctx.saved_tensors, upstream, ctx.backend), None
+
+
+class _PlannedLoss(torch.autograd.Function):
+    """The same, as it was planned."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, current_logps: torch.Tensor, others: tuple[torch.Tensor | None, ...], plan: Planned
+    ) -> tuple[torch.Tensor, ...]:
+        loss, policy_loss, kl, divisor, slope = plan.launches.forward(current_logps, *others, needs_slope=True)
+        ctx.save_for_backward(current_logps, divisor, slope)
+        ctx.mark_non_differentiable(policy_loss, kl)
+        ctx.set_materialize_grads(False)
+        ctx.plan = plan
+        return loss, policy_loss, kl
+
+    @staticmethod
+    def backward(ctx: Any, upstream: torch.Tensor | None, *_: None) -> tuple[torch.Tensor | None, None, None]:
+        if upstream is None:
+            return None, None, None
+        found = None
+        # A gradient that may be differentiated itself takes the general path, which refuses that.
+        if not (torch.compiler.is_compiling() or torch.is_grad_enabled() or ops_are_observed()):
+            found = ctx.plan.launches.backward(*ctx.saved_tensors, upstream)
+        if found is None:
+            found = first_order(ops["backward"], *ctx.saved_tensors, upstream, ctx.plan.backend)
+        return found, None, None

@@ -92,6 +92,8 @@ _blocks: tuple[Mapping[str, str], ...] = ()
 _entering = Lock()
 _strict: bool = os.environ.get("RL_KERNELS_STRICT", "0") not in ("", "0")
 _logs: list[list[Choice]] = []
+_remembering: list[dict[tuple[object, ...], Any]] = []
+"""What each of the functions remembers that ``remembered_choice`` and its like made."""
 
 
 class use_backend:
@@ -206,9 +208,26 @@ def planned_choice(plan: Callable[..., Any]) -> Callable[[Callable[..., str]], C
     return decorate
 
 
+def remembered_plan(make: Callable[..., T | None]) -> Callable[..., T | None]:
+    """Have a function check arguments and plan a call once for arguments of each kind, as ``remembered_choice`` does.
+
+    It returns the plan, or None where there is none. Where nothing is remembered it is not called, which is None too: a
+    caller has a general path beside it, which checks and chooses for itself.
+    """
+    found = _remembered(lambda *args: (make(*args),), lambda *args: (None,))
+    return functools.wraps(make)(lambda *args: found(*args)[0])
+
+
+def forget() -> None:
+    """Forget every choice and plan that is remembered, where other backends take the place of those that made them."""
+    for known in _remembering:
+        known.clear()
+
+
 def _remembered(first: Callable[..., T], always: Callable[..., T]) -> Callable[..., T]:
     """Return a function that calls ``first`` once for each kind of arguments, or ``always`` where nothing is kept."""
     known: dict[tuple[object, ...], T] = {}
+    _remembering.append(known)
 
     @functools.wraps(first)
     def chosen(*args: object) -> T:

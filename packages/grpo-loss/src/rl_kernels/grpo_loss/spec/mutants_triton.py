@@ -10,7 +10,19 @@ from rl_kernels.core.testing import Bug, Mutants
 
 MODULES = tuple(
     f"rl_kernels.grpo_loss.backends.triton.{name}"
-    for name in ("groups", "terms", "tokens", "metrics", "sequence", "kernels", "reduce", "objectives", "backend")
+    for name in (
+        "groups",
+        "terms",
+        "tokens",
+        "metrics",
+        "sequence",
+        "kernels",
+        "reduce",
+        "objectives",
+        "plain",
+        "planned",
+        "backend",
+    )
 )
 
 GROUPS = (
@@ -104,10 +116,10 @@ LAUNCHES = (
     Bug("a program a sequence", "launch(_advantages, (programs,)", "launch(_advantages, (count,)"),
     Bug(
         "last segment has no program",
-        "segments = -(-length // SEGMENT)\n    sums",
-        "segments = max(length // SEGMENT, 1)\n    sums",
+        "return -(-length // SEGMENT)",
+        "return max(length // SEGMENT, 1)",
     ),
-    Bug("segments and sequences exchanged", "(batch, segments),\n", "(segments, batch),\n"),
+    Bug("segments and sequences exchanged", "Work((batch, segments_of(length)),", "Work((segments_of(length), batch),"),
     Bug(
         "rows apart read as contiguous",
         "x.ndim == 1 or x.stride(1) == 1 else x.contiguous()",
@@ -115,18 +127,22 @@ LAUNCHES = (
     ),
     Bug(
         "strides of the tensors before their copy",
-        "strides = [0 if x is None else x.stride(0) for x in tensors]",
-        "strides = [0 if x is None else x.stride(0) for x in (current, old, ref, mask, scores[0])]",
+        "work = terms_work(call, scores, tensors)",
+        "work = terms_work(call, scores, (current, old, ref, mask, scores[0]))",
     ),
     Bug("rows apart of objectives read as contiguous", "x is None or x.stride(1) == 1 else", "True else"),
-    Bug("sums of another layout", "(segments, 3, batch), dtype", "(batch, 3, segments), dtype"),
+    Bug("sums of another layout", "(segments_of(length), 3, batch), dtype", "(batch, 3, segments_of(length)), dtype"),
     Bug(
         "sums in the dtype of the inputs, of two quantities",
-        "(segments, 3, batch), dtype",
-        "(segments, 2, batch), dtype",
+        "(segments_of(length), 3, batch), dtype",
+        "(segments_of(length), 2, batch), dtype",
     ),
-    Bug("reference not summed", "n.beta, ref is not None, LANES)", "n.beta, False, LANES)"),
-    Bug("last sum over the lanes of a warp", "ref is not None, LANES)", "ref is not None, WARP)"),
+    Bug(
+        "reference not summed",
+        "call.values.beta, call.ref_logps is not None, LANES)",
+        "call.values.beta, False, LANES)",
+    ),
+    Bug("last sum over the lanes of a warp", "call.ref_logps is not None, LANES)", "call.ref_logps is not None, WARP)"),
     Bug("slope read as it lies", "slope.contiguous(), count, upstream", "slope, count, upstream"),
     Bug("last tokens are not scaled", "(-(-size // GRADIENT_BLOCK),)", "(max(size // GRADIENT_BLOCK, 1),)"),
     Bug(
@@ -143,6 +159,28 @@ LAUNCHES = (
     Bug("wide lanes for every objective", "WIDE if by_sequence else LANES", "WIDE"),
     Bug("means of sequences not told to the last sum", 'plan.mean == "sequences", quantities', "False, quantities"),
 )
+PLANNED = (
+    Bug(
+        "slope of a plan that has none",
+        "self._terms_and_slope if needs_slope else self._terms",
+        "self._terms_and_slope",
+    ),
+    Bug("reference read with beta of 0", "ref_logps if self._has_ref else None", "ref_logps"),
+    Bug("planned sums of another layout", "segments_of(length), 3, batch\n", "batch, 3, segments_of(length)\n"),
+    Bug("planned rows lie as they like", "lie = all(rows_of(x) is x for x in tensors)", "lie = True"),
+    Bug("expanded advantages are planned", "if lie and scores.values is given else None", "if lie else None"),
+    Bug("boundaries are planned as sizes", " or call.boundaries is not None:", ":"),
+    Bug("nothing is planned", " or not call.current_logps.numel()", ""),
+    Bug("other objectives are planned", "if not is_plain(call) or not", "if not"),
+    Bug("wrappers are planned", "if not all([type(x) in PLAIN for x in given]) or", "if"),
+    Bug("a gradient of another dtype", " or current_logps.dtype != self._dtype:", ":"),
+    Bug("a slope of another shape", "if slope.shape != self._shape or not", "if not"),
+    Bug("a slope lies as it likes", "or not slope.is_contiguous() ", ""),
+    Bug("an upstream gradient of any dtype", "x.dtype == torch.float32 and x.device", "x.device"),
+    Bug("an upstream gradient of many numbers", " or upstream.numel() != 1:", ":"),
+    Bug("a count of many numbers", "or count.numel() != 1 or", "or"),
+)
+"""Bugs of calls that are planned, which recorded launches show."""
 CASES = ("kl", "ragged", "advantages-per-token", "groups-ragged")
 
 MUTANTS = (Mutants("triton", MODULES, (*GROUPS, *LOSS, *HOST), CASES),)

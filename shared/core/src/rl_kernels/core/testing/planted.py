@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from types import ModuleType
 
+from rl_kernels.core.dispatch import forget
 from rl_kernels.core.testing import Bug
 
 
@@ -28,10 +29,12 @@ def planted(modules: Sequence[str], bug: Bug) -> Iterator[None]:
     try:
         for name, text in sources.items():
             _install(name, _copy(name, text.replace(bug.old, bug.new)))
+        forget()
         yield
     finally:
         for name, module in originals.items():
             _install(name, module)
+        forget()
 
 
 def _source(name: str) -> str:

@@ -16,6 +16,7 @@ import triton.language as tl
 from rl_kernels.core.gpu import device_of
 from rl_kernels.core.rowwise import compute_dtype
 from rl_kernels.core.triton_lib.launch import launch
+from rl_kernels.grpo_loss.call import LossCall
 from rl_kernels.grpo_loss.estimator import ESTIMATORS, Estimator
 
 LANES = 256
@@ -83,6 +84,18 @@ def scores_of(rewards: torch.Tensor, boundaries: torch.Tensor | None, samples: i
         lanes = lanes_for(samples, SOME_REWARDS.value)
         return Scores(rewards, None, samples, lanes, samples <= LANES, formula)
     return Scores(rewards, boundaries, boundaries.shape[0] - 1, LANES, formula=formula)
+
+
+def scores_in(call: LossCall) -> Scores:
+    """Return what advantages come from in a call."""
+    if call.rewards is not None:
+        return scores_of(call.rewards, call.boundaries, call.samples, call.advantage_formula)
+    advantages = call.advantages
+    assert advantages is not None
+    # One advantage a sequence, expanded, is read as that one: but where it would change how slopes are summed.
+    is_one = advantages.ndim == 2 and advantages.stride(1) == 0 and call.cu_seqlens is None
+    is_one = is_one and call.formula.level == "token"
+    return Scores(advantages[:, 0] if is_one else advantages)
 
 
 @triton.jit

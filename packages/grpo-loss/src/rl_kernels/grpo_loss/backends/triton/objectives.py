@@ -1,4 +1,4 @@
-"""Every objective in Triton, beyond the plain loss of ``triton_backend``: as many launches, and sums of the same kind.
+"""Every objective in Triton, beyond the loss of ``plain``: as many launches, and sums of the same kind.
 
 One program a segment of a sequence. What a whole sequence decides (its number of tokens, its ratio, the slope that its
 tokens share) each of its programs works out anew, in passes over the sequence before its own segment. Segments are

@@ -1,0 +1,244 @@
+"""The plain loss, the mean over tokens of the term clipped token by token: its kernels, and what is launched."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from rl_kernels.core.triton_lib.arithmetic import fma
+from rl_kernels.grpo_loss.backends.triton.groups import LANES, Scores, advantage_of, lanes_for, tree
+from rl_kernels.grpo_loss.backends.triton.terms import constant, exp, k3_of
+from rl_kernels.grpo_loss.call import LossCall
+from rl_kernels.grpo_loss.plan import Plan
+
+SEGMENT = 4096
+"""Tokens of a sequence whose sum is formed at a time."""
+WARP = 128
+"""Lanes of one warp: four tokens a thread, of FP32 16 bytes, the widest load."""
+REDUCE_WARPS = 4
+"""Warps of the program that adds all sequences; the order is explicit, so they change no bit."""
+UNROLLED = tl.constexpr(4)
+"""Sequences that a lane of the last sum reads before it adds the first."""
+GRADIENT_BLOCK, GRADIENT_WARPS = 1024, 4
+"""Tokens that one program of the backward pass scales, and its warps: element by element, so they change no bit."""
+
+SIGN = tl.constexpr(-(1 << 31))
+"""The bits of -0, as an integer."""
+
+
+class Work(NamedTuple):
+    """A launch, but for its tensors."""
+
+    grid: tuple[int, ...]
+    numbers: tuple[float | bool, ...]
+    num_warps: int
+
+    @property
+    def rest(self) -> dict[str, Any]:
+        """What a launch is given by name."""
+        return {"numbers": self.numbers, "num_warps": self.num_warps}
+
+
+def terms_work(call: LossCall, scores: Scores, tensors: Sequence[torch.Tensor | None]) -> Work:
+    """Return the launch of the terms of tensors whose rows lie in one piece: current, old, ref, mask and scores."""
+    (batch, length), n = call.current_logps.shape, call.values
+    lanes = lanes_for(length, WARP)
+    numbers = (
+        *(length, scores.groups, *(0 if x is None else x.stride(0) for x in tensors)),
+        *(1 - n.clip_low, 1 + n.clip_high, n.beta, n.eps),
+        *(SEGMENT, lanes, scores.lanes, scores.one_step, *scores.formula, scores.values.ndim == 2),
+    )
+    return Work((batch, segments_of(length)), numbers, lanes // WARP)
+
+
+def sum_work(call: LossCall) -> Work:
+    """Return the launch that adds the sums of all sequences."""
+    batch, length = call.current_logps.shape
+    return Work((1,), (batch, segments_of(length), call.values.beta, call.ref_logps is not None, LANES), REDUCE_WARPS)
+
+
+def gradient_work(size: int) -> Work:
+    """Return the launch that scales so many slopes."""
+    return Work((-(-size // GRADIENT_BLOCK),), (size, GRADIENT_BLOCK), GRADIENT_WARPS)
+
+
+def segments_of(length: int) -> int:
+    """Return the segments of a sequence."""
+    return -(-length // SEGMENT)
+
+
+def rows_of(x: torch.Tensor | None) -> torch.Tensor | None:
+    """Return a tensor whose rows lie in one piece: itself, but for an unusual layout."""
+    return x if x is None or x.ndim == 1 or x.stride(1) == 1 else x.contiguous()
+
+
+def is_plain(call: LossCall) -> bool:
+    """Say whether a call is for the plain loss."""
+    others = (call.rollout_ratio, call.normaliser, call.cu_seqlens)
+    is_plain = call.plan == Plan().text and all(x is None for x in others)
+    return is_plain and not call.with_metrics and not call.values.divisor
+
+
+@triton.jit
+def _policy_term(ratio, a, low, high):
+    """Return -min(ratio A, clamp(ratio) A) and its slope; a tie, and NaN, takes the unclipped branch."""
+    unclipped = -(ratio * a)
+    clipped = -(tl.minimum(tl.maximum(ratio, low), high) * a)
+    is_clipped = clipped > unclipped
+    return tl.where(is_clipped, clipped, unclipped), tl.where(is_clipped, 0.0, unclipped)
+
+
+@triton.jit
+def _load(current, old, ref, mask, columns, here):
+    """Return log-probabilities and whether they are active; one that is missing is not read."""
+    is_active = tl.load(mask + columns, mask=here, other=0) != 0
+    x = tl.load(current + columns, mask=here, other=0.0)
+    before, other = x, x
+    if old is not None:
+        before = tl.load(old + columns, mask=here, other=0.0)
+    if ref is not None:
+        other = tl.load(ref + columns, mask=here, other=0.0)
+    return x, before, other, is_active
+
+
+@triton.jit
+def _token(x, before, other, is_active, a, low, high, beta, HAS_OLD: tl.constexpr, HAS_REF: tl.constexpr):
+    """Return at each token its policy term, k3 and the slope of the loss; zeros at masked ones."""
+    x = x.to(tl.float32)
+    # Masked before any exponential, and A = 0 with it: 0 * inf would be NaN.
+    counted = is_active & (a != 0.0)
+    if HAS_OLD:
+        ratio = exp(tl.where(counted, x - before.to(tl.float32), 0.0))
+        term, slope = _policy_term(ratio, a, low, high)
+    else:
+        # The ratio is 1, and NaN of a log-probability that is not finite: the loss must show it.
+        term, slope = _policy_term(tl.full(x.shape, 1.0, tl.float32), a, low, high)
+        term, slope = term + (x - x), slope + (x - x)
+    term, slope = tl.where(counted, term, 0.0), tl.where(counted, slope, 0.0)
+    k3 = tl.zeros(x.shape, tl.float32)
+    if HAS_REF:
+        k3, expm1 = k3_of(tl.where(is_active, other.to(tl.float32) - x, 0.0))
+        slope = fma(constant(beta), -expm1, slope)
+    return term, k3, slope
+
+
+@triton.jit
+def plain_terms(
+    current,
+    old,
+    ref,
+    mask,
+    scores,
+    boundaries,
+    sums,
+    slope,
+    length,
+    groups,
+    current_row,
+    old_row,
+    ref_row,
+    mask_row,
+    score_row,
+    low,
+    high,
+    beta,
+    eps,
+    SEGMENT: tl.constexpr,
+    LANES: tl.constexpr,
+    GROUP_LANES: tl.constexpr,
+    ONE_STEP: tl.constexpr,
+    ESTIMATOR: tl.constexpr,
+    ADD: tl.constexpr,
+    SKIP: tl.constexpr,
+    PER_TOKEN: tl.constexpr,
+):
+    """One program a segment of a sequence: its sums, its number of active tokens, and the slope at its tokens.
+
+    The tokens of the first step are asked for before the rewards are, so that one waits beside the other.
+    """
+    row, batch = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
+    segment = tl.program_id(1)
+    steps = tl.cdiv(tl.minimum(length - segment * SEGMENT, SEGMENT), LANES)
+    columns = segment * SEGMENT + tl.arange(0, LANES)
+    current += row * current_row
+    mask += row * mask_row
+    if old is not None:
+        old += row * old_row
+    if ref is not None:
+        ref += row * ref_row
+    x, before, other, is_active = _load(current, old, ref, mask, columns, columns < length)
+    if GROUP_LANES:
+        advantage = advantage_of(
+            scores, boundaries, row, batch, groups, score_row, eps, GROUP_LANES, ONE_STEP, ESTIMATOR, ADD, SKIP
+        )
+        a = tl.broadcast_to(advantage.to(tl.float32), (LANES,))
+    elif not PER_TOKEN:
+        a = tl.broadcast_to(tl.load(scores + row * score_row).to(tl.float32), (LANES,))
+    policy_sum, kl_sum = tl.zeros((LANES,), tl.float32), tl.zeros((LANES,), tl.float32)
+    number = tl.zeros((LANES,), tl.int32)
+    for _ in range(steps):
+        here = columns < length
+        ahead = columns + LANES
+        is_next = (ahead < length) & (ahead < segment * SEGMENT + SEGMENT)
+        next_x, next_before, next_other, next_active = _load(current, old, ref, mask, ahead, is_next)
+        if PER_TOKEN:
+            a = tl.load(scores + row * score_row + columns, mask=here, other=0.0).to(tl.float32)
+        term, k3, token_slope = _token(
+            x, before, other, is_active, a, low, high, beta, HAS_OLD=old is not None, HAS_REF=ref is not None
+        )
+        policy_sum += term
+        kl_sum += k3
+        number += is_active.to(tl.int32)
+        if slope is not None:
+            # -0 marks a masked token, so it must stand nowhere else: -0 + 0 is +0. Triton takes a literal -0.0 for 0.
+            marked = tl.where(is_active, (token_slope + 0.0).to(tl.int32, bitcast=True), SIGN)
+            tl.store(slope + row * length + columns, marked.to(tl.float32, bitcast=True), mask=here)
+        columns = ahead
+        x, before, other, is_active = next_x, next_before, next_other, next_active
+    place = sums + segment.to(tl.int64) * 3 * batch + row
+    tl.store(place, tree(policy_sum))
+    if ref is not None:
+        tl.store(place + batch, tree(kl_sum))
+    # A segment's tokens are few enough for FP32 to count.
+    tl.store(place + 2 * batch, tl.sum(number, 0).to(tl.float32))
+
+
+@triton.jit
+def plain_sum(sums, loss, policy_loss, kl, count, batch, segments, beta, HAS_REF: tl.constexpr, LANES: tl.constexpr):
+    """One program: the sums of all sequences, in order, divided by the number of active tokens."""
+    policy_total, kl_total = tl.zeros((LANES,), tl.float32), tl.zeros((LANES,), tl.float32)
+    total = tl.zeros((LANES,), tl.int64)
+    for first in range(0, batch, UNROLLED * LANES):
+        for tile in tl.static_range(UNROLLED):
+            rows = first + tile * LANES + tl.arange(0, LANES)
+            here = rows < batch
+            policy_sum, kl_sum = tl.zeros((LANES,), tl.float32), tl.zeros((LANES,), tl.float32)
+            for segment in range(segments):
+                place = sums + tl.full((), segment, tl.int64) * 3 * batch + rows
+                policy_sum += tl.load(place, mask=here, other=0.0)
+                if HAS_REF:
+                    kl_sum += tl.load(place + batch, mask=here, other=0.0)
+                total += tl.load(place + 2 * batch, mask=here, other=0.0).to(tl.int64)
+            policy_total += policy_sum
+            kl_total += kl_sum
+    divisor = tl.maximum(tl.sum(total, 0), 1).to(tl.float32)
+    policy_mean, kl_mean = tl.div_rn(tree(policy_total), divisor), tl.div_rn(tree(kl_total), divisor)
+    tl.store(count, divisor)
+    tl.store(policy_loss, policy_mean)
+    tl.store(kl, kl_mean)
+    tl.store(loss, fma(constant(beta), kl_mean, policy_mean))
+
+
+@triton.jit
+def scale(slope, count, upstream, grad, size, BLOCK: tl.constexpr):
+    """One program some tokens, wherever they are; a masked one is marked by its slope, so no mask is read."""
+    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    factor = tl.div_rn(tl.load(upstream).to(tl.float32), tl.load(count))
+    x = tl.load(slope + places, mask=places < size, other=0.0)
+    is_masked = x.to(tl.int32, bitcast=True) == SIGN
+    value = tl.where(is_masked, 0.0, x * factor)
+    tl.store(grad + places, value.to(grad.dtype.element_ty), mask=places < size)

@@ -1,0 +1,86 @@
+"""The plain loss of arguments that lie alike, planned once: the fast path on the host."""
+
+from __future__ import annotations
+
+import torch
+
+from rl_kernels.core.gpu import device_of
+from rl_kernels.core.torchlib import PLAIN
+from rl_kernels.core.triton_lib.launch import Launch
+from rl_kernels.grpo_loss.backends.triton.groups import Scores, scores_in
+from rl_kernels.grpo_loss.backends.triton.plain import (
+    gradient_work,
+    is_plain,
+    plain_sum,
+    plain_terms,
+    rows_of,
+    scale,
+    segments_of,
+    sum_work,
+    terms_work,
+)
+from rl_kernels.grpo_loss.call import LossCall
+
+
+class Planned:
+    """The plain loss of arguments that lie as the given ones, with the same numbers."""
+
+    def __init__(self, call: LossCall, scores: Scores) -> None:
+        current = call.current_logps
+        batch, length = self._shape = current.shape
+        self._dtype, self._has_ref = current.dtype, call.ref_logps is not None
+        self._sums = segments_of(length), 3, batch
+        work = terms_work(call, scores, (current, call.old_logps, call.ref_logps, call.mask, scores.values))
+        # One launch has a tensor at the same places each time.
+        self._terms, self._terms_and_slope = (Launch(plain_terms, work.grid, **work.rest) for _ in range(2))
+        work = sum_work(call)
+        self._sum = Launch(plain_sum, work.grid, **work.rest)
+        work = gradient_work(current.numel())
+        self._scale = Launch(scale, work.grid, **work.rest)
+
+    def forward(
+        self,
+        current_logps: torch.Tensor,
+        old_logps: torch.Tensor | None,
+        ref_logps: torch.Tensor | None,
+        scores: torch.Tensor,
+        mask: torch.Tensor,
+        needs_slope: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return (loss, policy_loss, kl, count, slope), the last None unless it is needed; scores are as planned."""
+        sums = current_logps.new_empty(self._sums, dtype=torch.float32)
+        loss, policy_loss, kl, count = (sums.new_empty(()) for _ in range(4))
+        slope = sums.new_empty(self._shape) if needs_slope else None
+        terms = self._terms_and_slope if needs_slope else self._terms
+        with device_of(sums):
+            ref = ref_logps if self._has_ref else None
+            terms(current_logps, old_logps, ref, mask, scores, None, sums, slope)
+            self._sum(sums, loss, policy_loss, kl, count)
+        return loss, policy_loss, kl, count, slope
+
+    def backward(
+        self, current_logps: torch.Tensor, count: torch.Tensor, slope: torch.Tensor, upstream: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Return the gradient; None, and nothing is launched, if a hook of saved tensors stored others."""
+        given = (current_logps, count, slope, upstream)
+        if not all([type(x) in PLAIN for x in given]) or current_logps.dtype != self._dtype:
+            return None
+        if slope.shape != self._shape or not slope.is_contiguous() or count.numel() != 1 or upstream.numel() != 1:
+            return None
+        if not all([x.dtype == torch.float32 and x.device == current_logps.device for x in given[1:]]):
+            return None
+        grad = current_logps.new_empty(self._shape)
+        with device_of(grad):
+            self._scale(slope, count, upstream, grad)
+        return grad
+
+
+def planned(call: LossCall) -> Planned | None:
+    """Return the plan of calls like this one, or None where a tensor would be copied, or nothing is launched."""
+    if not is_plain(call) or not call.current_logps.numel() or call.boundaries is not None:
+        return None
+    scores = scores_in(call)
+    given = call.rewards if call.rewards is not None else call.advantages
+    tensors = (call.current_logps, call.old_logps, call.ref_logps, call.mask, given)
+    lie = all(rows_of(x) is x for x in tensors)
+    return Planned(call, scores) if lie and scores.values is given else None
