@@ -127,8 +127,8 @@ PLANNED = (
     Bug("bias of a plan lost", "0 if bias is None else plan.along", "0"),
     Bug("operands of a plan as they were", "(b, a) if plan.flipped", "(a, b) if plan.flipped"),
     Bug("maps of a plan as they were", "(right, left, target) if self._plan.flipped", "(left, right, target) if False"),
-    Bug("unaligned addresses launched", "(a.data_ptr() | b.data_ptr() | out.data_ptr()) % ALIGNED", "0"),
-    Bug("alignment of the weight not looked at", "(a.data_ptr() | b.data_ptr() | out", "(a.data_ptr() | out"),
+    Bug("unaligned addresses launched", "if (of_left | of_right | of_out) % ALIGNED:", "if False:"),
+    Bug("alignment of the weight not looked at", "(of_left | of_right | of_out)", "(of_left | of_out)"),
     Bug(
         "map of the first address",
         "found.append(known.get(tensor.data_ptr()) or",

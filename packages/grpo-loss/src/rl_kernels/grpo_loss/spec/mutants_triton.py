@@ -82,8 +82,8 @@ LOSS = (
     ),
     Bug(
         "last tokens have no gradient",
-        "(-(-size // GRADIENT_BLOCK),), *arguments",
-        "(max(size // GRADIENT_BLOCK, 1),), *(*arguments[:4], size - 1, arguments[5])",
+        "Work((-(-size // GRADIENT_BLOCK),), (size, GRADIENT_BLOCK)",
+        "Work((max(size // GRADIENT_BLOCK, 1),), (size - 1, GRADIENT_BLOCK)",
     ),
 )
 HOST = (
@@ -94,8 +94,8 @@ HOST = (
     ),
     Bug(
         "beta missing in the loss",
-        "count, batch, segments, n.beta, ref is not None",
-        "count, batch, segments, 1.0, ref is not None",
+        "segments_of(length), call.values.beta, call",
+        "segments_of(length), 1.0, call",
     ),
     Bug("per-token advantages taken for one a sequence", "scores.values.ndim == 2),\n", "False),\n"),
 )

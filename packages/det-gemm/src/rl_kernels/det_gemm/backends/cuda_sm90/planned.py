@@ -102,16 +102,27 @@ class Product:
         """Launch it; False, and nothing is launched, if an address is not one that was planned for."""
         plan = self._plan
         left, right = (b, a) if plan.flipped else (a, b)
-        of_left, of_right, of_out = self._maps
+        # Addresses, as a launch takes them too: to ask a tensor takes longer than to pack a number.
+        of_left, of_right, of_out = left.data_ptr(), right.data_ptr(), out.data_ptr()
+        lefts, rights, outs = self._maps
         maps: tuple[Any, ...]
         try:
-            maps = of_left[left.data_ptr()], of_right[right.data_ptr()], of_out[out.data_ptr()]
+            maps = lefts[of_left], rights[of_right], outs[of_out]
         except KeyError:
-            if (a.data_ptr() | b.data_ptr() | out.data_ptr()) % ALIGNED:
+            if (of_left | of_right | of_out) % ALIGNED:
                 return False
             maps = self._found(a, b, out)
         self._kernel.launch(
-            plan.grid, plan.block, *maps, out, bias, left, right, *self._numbers, shared=plan.shared, pdl=plan.pdl
+            plan.grid,
+            plan.block,
+            *maps,
+            of_out,
+            bias,
+            of_left,
+            of_right,
+            *self._numbers,
+            shared=plan.shared,
+            pdl=plan.pdl,
         )
         return True
 
