@@ -99,10 +99,10 @@ def floor(session: nox.Session) -> None:
 
 @nox.session(**BORROWING)
 def trl(session: nox.Session) -> None:
-    """Hold grpo_loss to TRL's own loss: the same tensors, and a small trainer whose loss it replaces."""
+    """Hold our scores and loss to TRL's own: the same tensors, small models of some families, and a small trainer."""
     borrow(session)
     install(session, *SHARED, *siblings(MODELS), MODELS)
-    session.install(*PINNED, "trl", "transformers")
+    session.install(*PINNED, "trl", "transformers", "peft")
     env = {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
     session.run("python", "-m", "pytest", str(ROOT / "tests_integration" / "test_trl.py"), *session.posargs, env=env)
 

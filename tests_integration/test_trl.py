@@ -16,6 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 from rl_kernels.grpo_loss import Objective  # noqa: E402
 from rl_kernels.models.clients import trl as trl_client  # noqa: E402
+from rl_kernels.models.clients.trl import head  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
 STEPS, WORDS = 4, 16
@@ -132,20 +133,32 @@ def _trainer(folder: Path, **options: Any) -> Any:
         {"loss_type": "dapo", "epsilon_high": 0.28},
         {"loss_type": "grpo", "beta": 0.1, "importance_sampling_level": "sequence"},
         {"loss_type": "cispo", "epsilon_high": 5.0},
+        {"loss_type": "vespo", "temperature": 0.7},
+        {"loss_type": "bnpo", "delta": 1.1, "cast_lm_head_to_fp32": True},
     ],
     ids=lambda options: options["loss_type"],
 )
 def test_training_steps_are_those_of_trl(options: dict[str, Any], tmp_path: Path) -> None:
     trainer = _trainer(tmp_path, **options)
-    theirs = trainer._compute_loss
+    names = ("model", "ref_model")
+    models = [getattr(trainer, name) for name in names if getattr(trainer, name) is not None]
+    theirs, heads = trainer._compute_loss, [model.forward for model in models]
     trl_client.use_in(trainer)
-    ours, pairs, advantages = trainer._compute_loss, [], []
+    ours, our_heads = trainer._compute_loss, [model.forward for model in models]
+    pairs, advantages, metrics = [], [], []
 
     def both(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         parameters = [value for value in model.parameters() if value.requires_grad]
-        losses = [function(model, inputs) for function in (theirs, ours)]
+        losses, logged = [], []
+        for function, forwards in ((theirs, heads), (ours, our_heads)):
+            trainer._metrics["train"].clear()
+            for each, forward in zip(models, forwards, strict=True):
+                each.forward = forward
+            losses.append(function(model, inputs))
+            logged.append({name: list(values) for name, values in trainer._metrics["train"].items()})
         grads = [torch.autograd.grad(loss, parameters, retain_graph=True) for loss in losses]
         pairs.append((losses, grads))
+        metrics.append(logged)
         advantages.append(inputs["advantages"].abs().max())
         return losses[1]
 
@@ -159,4 +172,129 @@ def test_training_steps_are_those_of_trl(options: dict[str, Any], tmp_path: Path
         size = max(float(grad.abs().max()) for grad in their_grads)
         for found, expected in zip(our_grads, their_grads, strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-6 * max(size, 1e-3))
+    for their_metrics, our_metrics in metrics:
+        assert our_metrics.keys() == their_metrics.keys()
+        for name, values in their_metrics.items():
+            torch.testing.assert_close(our_metrics[name], values, rtol=1e-5, atol=1e-6, equal_nan=True)
     assert any(not torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gemma2": {"final_logit_softcapping": 3.0, "head_dim": 16, "query_pre_attn_scalar": 16},
+    "granite": {"logits_scaling": 4.0, "tie_word_embeddings": True},
+    "cohere": {"logit_scale": 0.3},
+    "phi": {},
+}
+
+
+def _model(family: str) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        family,
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=1,
+        **FAMILIES[family],
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # Norms and biases away from 1 and 0, and logits of some size.
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+def _batch(model: Any) -> dict[str, torch.Tensor]:
+    """Return a batch that is padded on both sides, and labels of its completions."""
+    torch.manual_seed(1)
+    ids = torch.randint(2, 50, (3, 9))
+    attention = torch.ones_like(ids)
+    attention[0, :3] = attention[1, 7:] = 0
+    labels = ids.masked_fill(attention == 0, -100)
+    labels[:, :5] = -100
+    return {"input_ids": ids, "attention_mask": attention, "labels": labels}
+
+
+def _scored(model: Any, batch: dict[str, torch.Tensor], entropy: bool = True) -> list[torch.Tensor]:
+    """Return log-probabilities, entropy and the gradients of both."""
+    found = model(**batch, fused_lm_head=True)
+    outputs = [found.log_probs, found.entropy] if entropy else [found.log_probs]
+    parameters = [value for value in model.parameters() if value.requires_grad]
+    total = sum((output * torch.linspace(0.5, 1, output.numel()).view(output.shape)).sum() for output in outputs)
+    return [*(output.detach() for output in outputs), *torch.autograd.grad(total, parameters, allow_unused=True)]
+
+
+def _held(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for mine, other in zip(found, expected, strict=True):
+        if other is None:
+            assert mine is None
+        else:
+            torch.testing.assert_close(mine, other, rtol=2e-4, atol=2e-5 * max(1.0, float(other.abs().max())))
+
+
+def _hooked(model: Any, **options: Any) -> None:
+    from trl.trainer.utils import add_fused_lm_head
+
+    add_fused_lm_head(model, outputs=("log_probs", "entropy"), **options)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scores_are_those_of_the_head_of_trl(family: str) -> None:
+    model = _model(family)
+    batch, logits = _batch(model), model(_batch(model)["input_ids"]).logits
+    _hooked(model, temperature=0.7)
+    expected = _scored(model, batch)
+    assert float(expected[0].min()) < -1
+    head.score_with(model, 0.7, in_fp32=False, entropy=True)
+    _held(_scored(model, batch), expected)
+    # Elsewhere it is as it was.
+    assert torch.equal(model(batch["input_ids"]).logits, logits)
+    assert model.generate(batch["input_ids"], max_new_tokens=2, do_sample=False).shape == (3, 11)
+
+
+def test_scores_without_a_label_are_zeros_with_a_gradient() -> None:
+    model = _model("llama")
+    _hooked(model)
+    head.score_with(model, 1.0, in_fp32=False, entropy=False)
+    batch = _batch(model)
+    batch["labels"] = torch.full_like(batch["labels"], -100)
+    found = model(**batch, fused_lm_head=True)
+    assert found.entropy is None
+    assert not found.log_probs.any()
+    found.log_probs.sum().backward()
+    assert model.get_output_embeddings().weight.grad is not None
+
+
+@pytest.mark.parametrize("where", ["attention", "head"])
+def test_scores_with_an_adapter_are_those_of_trl(where: str) -> None:
+    peft = pytest.importorskip("peft")
+    model = _model("llama")
+    _hooked(model, temperature=1.3)
+    target = {"attention": ["q_proj", "v_proj"], "head": ["lm_head"]}[where]
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=target, init_lora_weights=False))
+    batch = _batch(model)
+    if where == "attention":
+        expected = _scored(wrapped, batch)
+    else:
+        # TRL's own head reads the weight below the adapter.
+        logits = wrapped(batch["input_ids"], batch["attention_mask"]).logits[:, :-1] / 1.3
+        logps = logits.log_softmax(-1).gather(-1, batch["labels"][:, 1:, None].clamp(min=0))[..., 0]
+        expected = [logps.masked_fill(batch["labels"][:, 1:] == -100, 0.0).detach()]
+    head.score_with(model, 1.3, in_fp32=False, entropy=True)
+    _held(_scored(wrapped, batch)[: len(expected)], expected)
+
+
+def test_what_is_not_computed_is_refused_by_name(tmp_path: Path) -> None:
+    trainer = _trainer(tmp_path)
+    del trainer.model.forward
+    with pytest.raises(TypeError, match=r"^trainer: expected TRL's GRPOTrainer with a fused head .* TRL 1\.16"):
+        trl_client.use_in(trainer)

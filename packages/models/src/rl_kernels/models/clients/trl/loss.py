@@ -1,37 +1,19 @@
-"""TRL's GRPOTrainer with our loss in place of its own: ``use_in(trainer)``, once, before ``trainer.train()``.
-
-The model, the sampling, the rewards and the advantages stay TRL's. What TRL divides by is passed on as an explicit
-normaliser, so that micro-batches add up as they do there. Read off TRL 1.16; trl itself is not imported.
-"""
+"""TRL's GRPO loss as ours: the objective that a trainer's configuration says, what it divides by, and its metrics."""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 
-from rl_kernels.grpo_loss import METRICS, Extras, Normaliser, Objective, grpo_loss_from_advantages
+from rl_kernels.grpo_loss import Extras, Normaliser, Objective, grpo_loss_from_advantages
+from rl_kernels.models.clients.trl.metrics import WEIGHTS, log
 
-WEIGHTS = ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
-
-
-def use_in(trainer: Any, **options: Any) -> None:
-    """Replace the loss of a GRPOTrainer; ``options`` (``backend``, ``validate``) are those of our loss.
-
-    Raises:
-        ValueError: the trainer adds terms to its loss that ours does not have; the message names the setting.
-    """
-    beyond = {
-        "top_entropy_quantile": trainer.top_entropy_quantile < 1,
-        "off_policy_mask_threshold": trainer.off_policy_mask_threshold is not None,
-        "entropy_coef": trainer._entropy_bonus_enabled,
-        "router_aux_loss_coef": trainer.aux_loss_enabled,
-    }
-    for name, is_set in beyond.items():
-        if is_set:
-            raise ValueError(f"{name}: expected a trainer without it, the loss has no such term")
-    trainer._compute_loss = partial(compute_loss, trainer, **options)
+IMAGES = (
+    *("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles"),
+    *("image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids"),
+)
+"""What a model that sees is given beside its tokens, by the names of TRL."""
 
 
 def compute_loss(trainer: Any, model: Any, inputs: dict[str, Any], **options: Any) -> torch.Tensor:
@@ -39,24 +21,25 @@ def compute_loss(trainer: Any, model: Any, inputs: dict[str, Any], **options: An
     ids = torch.cat((inputs["prompt_ids"], inputs["completion_ids"]), 1)
     attention = torch.cat((inputs["prompt_mask"], inputs["completion_mask"]), 1)
     kept = inputs["completion_ids"].shape[1]
-    logps, entropy, _ = trainer._get_per_token_logps_and_entropies(model, ids, attention, kept, compute_entropy=True)
+    seen = {name: inputs[name] for name in IMAGES if name in inputs}
+    logps, entropy, _ = trainer._get_per_token_logps_and_entropies(
+        model, ids, attention, kept, compute_entropy=True, **seen
+    )
     mask = inputs["completion_mask"]
-    mask = mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
-    output, metrics = grpo_loss_from_advantages(
+    mask = (mask * inputs["tool_mask"] if "tool_mask" in inputs else mask).bool()
+    old, ref = inputs.get("old_per_token_logps"), inputs.get("ref_per_token_logps")
+    output = grpo_loss_from_advantages(
         logps,
-        inputs.get("old_per_token_logps"),
-        inputs.get("ref_per_token_logps"),
+        old,
+        ref,
         inputs["advantages"],
         mask,
         objective=objective(trainer),
-        extras=Extras(rollout_ratio=rollout_ratio(trainer, inputs), entropy=entropy),
+        extras=Extras(rollout_ratio=rollout_ratio(trainer, inputs)),
         normaliser=normaliser(trainer, inputs, mask),
-        return_metrics=True,
         **options,
     )
-    log = trainer._metrics["train" if trainer.model.training else "eval"]
-    for name, value in zip(METRICS, metrics.tolist(), strict=True):
-        log[f"loss/{name}"].append(value)
+    log(trainer, logps.detach(), old, ref, entropy.detach(), inputs, mask)
     return output.loss
 
 
@@ -76,7 +59,7 @@ def objective(trainer: Any) -> Objective:
     if loss_type == "sapo":
         found |= {f"sapo_temperature_{sign}": getattr(args, f"sapo_temperature_{sign}") for sign in ("pos", "neg")}
     elif loss_type == "vespo":
-        found |= {name: getattr(args, name) for name in WEIGHTS}
+        found |= {f"vespo_{name}": getattr(args, f"vespo_{name}") for name in WEIGHTS}
     elif loss_type != "cispo" and args.delta is not None:
         found["delta"] = args.delta
     return Objective(**found)

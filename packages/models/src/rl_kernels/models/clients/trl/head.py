@@ -1,0 +1,108 @@
+"""TRL's fused head as ours: ``model(..., labels=..., fused_lm_head=True)`` scores labels by ``linear_logp``."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from transformers.utils import ModelOutput
+
+from rl_kernels.core.outputs import LogpStats
+from rl_kernels.linear_logp import linear_logp
+from rl_kernels.models.head import head_logp
+
+IGNORED = -100
+"""The label of a position that is not scored."""
+MULTIPLIERS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
+"""What models of transformers call a factor of their logits; Granite and MiniCPM3 divide by ``logits_scaling``."""
+
+
+@dataclass
+class Scores(ModelOutput):
+    """What TRL reads of a model with a fused head; zeros where nothing was scored.
+
+    Attributes:
+        log_probs: of each label given what is before it, ``[B, T - 1]``, FP32.
+        entropy: of the distribution that it was drawn from, alike; None if nobody asked.
+        aux_loss: always None, as such models are refused.
+    """
+
+    log_probs: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
+    aux_loss: torch.Tensor | None = None
+
+
+def score_with(model: Any, temperature: float, *, in_fp32: bool, entropy: bool) -> None:
+    """Let a model of transformers that TRL gave a fused head score labels by ``linear_logp``.
+
+    Without ``fused_lm_head=True`` it stays what it was, so nothing changes for ``generate``.
+
+    Args:
+        model: a causal language model; wrappers around it (PEFT, DDP, FSDP) call its forward, and keep their hooks.
+        temperature: divides the logits.
+        in_fp32: whether the product of the head is FP32, whatever its hidden states are.
+        entropy: whether the entropy is wanted too.
+
+    Raises:
+        TypeError: its head is none that ``head_logp`` takes.
+    """
+    config = model.config.get_text_config()
+    options = {
+        "temperature": temperature,
+        "softcap": getattr(config, "final_logit_softcapping", None) or 0.0,
+        "logit_scale": _multiplier(config),
+        "return_stats": entropy,
+        "validate": False,
+    }
+    theirs = model.forward
+
+    # With the signature of the class: ``generate`` looks at it.
+    @functools.wraps(type(model).forward)
+    def forward(self: Any, *args: Any, fused_lm_head: bool = False, **given: Any) -> Any:
+        if not fused_lm_head:
+            return theirs(*args, **given)
+        labels, shifted = given.pop("labels", None), given.pop("shift_labels", None)
+        given.pop("num_items_in_batch", None)
+        hidden = self.base_model(*args, **{**given, "use_cache": False}).last_hidden_state
+        if shifted is None:
+            hidden, shifted = hidden[:, :-1], labels[:, 1:]
+        return _scores(self.get_output_embeddings(), hidden, shifted, in_fp32, options)
+
+    model.forward = MethodType(forward, model)
+
+
+def _scores(head: Any, hidden: torch.Tensor, labels: torch.Tensor, in_fp32: bool, options: dict[str, Any]) -> Scores:
+    """Score the positions that have a label, all in one call."""
+    hidden, labels = hidden.to(head.weight.device), labels.to(head.weight.device)
+    kept = labels != IGNORED
+    rows, ids = hidden[kept], labels[kept]
+    if in_fp32:
+        # TRL has replaced the forward of the head by a product in FP32.
+        with torch.autocast(rows.device.type, enabled=False):
+            bias = None if head.bias is None else head.bias.float()
+            found = linear_logp(rows.float(), head.weight.float(), ids, bias, **options)
+    else:
+        found = head_logp(head, rows, ids, **options)
+
+    def spread(values: torch.Tensor) -> torch.Tensor:
+        # It stays connected to the model where no position has a label.
+        return values.new_zeros(kept.shape).masked_scatter(kept, values)
+
+    if isinstance(found, LogpStats):
+        return Scores(spread(found.logp), spread(found.entropy))
+    return Scores(spread(found))
+
+
+def _multiplier(config: Any) -> float:
+    """Return what a model of transformers multiplies its logits by."""
+    for name in MULTIPLIERS:
+        value = getattr(config, name, None)
+        if value is not None:
+            return float(value)
+    scaling = getattr(config, "logits_scaling", None)
+    if scaling is None:
+        return 1.0
+    return float(scaling if config.model_type == "hyperclovax" else 1 / scaling)

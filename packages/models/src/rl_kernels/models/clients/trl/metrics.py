@@ -1,0 +1,76 @@
+"""What TRL logs of a micro-batch, by its own names; ratios and clipping are worked out anew, without gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+"""Loss types of which TRL logs how many ratios were clipped."""
+WEIGHTS = ("k_pos", "lambda_pos", "k_neg", "lambda_neg")
+"""Of the weights of ``vespo``, as its settings end."""
+
+
+@torch.no_grad()
+def log(
+    trainer: Any,
+    logps: torch.Tensor,
+    old: torch.Tensor | None,
+    ref: torch.Tensor | None,
+    entropy: torch.Tensor,
+    inputs: dict[str, Any],
+    mask: torch.Tensor,
+) -> None:
+    """Append the metrics of a micro-batch to the trainer's; what is per token is ``[B, T]``.
+
+    All means come from one sum over the processes, which the host waits for once.
+    """
+    advantages = inputs["advantages"]
+    advantages = advantages[:, None] if advantages.ndim == 1 else advantages
+    difference = torch.zeros_like(logps) if old is None else logps - old
+    weights = difference
+    if trainer.importance_sampling_level == "sequence":
+        weights = ((difference * mask).sum(-1) / mask.sum(-1).clamp(min=1))[:, None]
+    ratio = weights.exp()
+    means: dict[str, torch.Tensor] = {}
+    if trainer.beta:
+        assert ref is not None
+        away = ref - logps
+        kl = away.exp() - away - 1
+        means["kl"] = kl * ratio if trainer.args.use_bias_correction_kl else kl
+    means["entropy"] = entropy
+    sequences: dict[str, torch.Tensor] = {}
+    if trainer.loss_type in CLIPPED:
+        bounded = ratio if trainer.args.delta is None else ratio.clamp(max=trainer.args.delta)
+        low = (bounded < 1 - trainer.epsilon_low) & (advantages < 0)
+        high = (bounded > 1 + trainer.epsilon_high) & (advantages > 0)
+        shares = {"low": low.float(), "high": high.float(), "region": (low | high).float()}
+        means |= {f"clip_ratio/{name}_mean": share for name, share in shares.items()}
+        sequences = {"clip_ratio/low_min": shares["low"], "clip_ratio/high_max": shares["high"]}
+    elif trainer.loss_type == "cispo":
+        means["cispo_clip_ratio"] = ((ratio > trainer.epsilon_high) & (advantages > 0)).float()
+    elif trainer.loss_type == "vespo":
+        means["vespo/phi_seq_mean"] = trainer.get_gamma_weights(
+            advantages=advantages,
+            log_ratio_per_token=difference,
+            mask=mask,
+            importance_sampling_ratio=inputs.get("importance_sampling_ratio"),
+            **{name: getattr(trainer.args, f"vespo_{name}") for name in WEIGHTS},
+        )
+    found = trainer._metrics["train" if trainer.model.training else "eval"]
+    sums = trainer.accelerator.reduce(torch.stack([_sum(x, mask) for x in means.values()]), reduction="sum")
+    for name, mean in zip(means, (sums[:, 0] / sums[:, 1].clamp(min=1)).tolist(), strict=True):
+        found[name].append(mean)
+    for name, share in sequences.items():
+        each = trainer.accelerator.gather(share[:, 0] if share.shape[1] == 1 else (share * mask).sum(-1) / mask.sum(-1))
+        each = each[~each.isnan()]
+        extreme = torch.min if name.endswith("min") else torch.max
+        found[name].append(extreme(each).item() if each.numel() else float("nan"))
+
+
+def _sum(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return the sum over the tokens, or over the sequences of what is one a sequence, and their number."""
+    if x.shape[1] == 1:
+        return torch.stack((x.sum(), x.new_tensor(float(x.shape[0]))))
+    return torch.stack(((x * mask).sum(), mask.sum().to(x.dtype)))
