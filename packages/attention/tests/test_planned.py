@@ -209,3 +209,15 @@ def test_what_varies_is_looked_at_in_every_call():
         torch.testing.assert_close(out[:, -1, 0], k[:, -seen:, 0].mean(1))
     with pytest.raises(TypeError, match=r"^window: "):
         det_attention(q, k, k, window=(True, 0))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("queries", "keys"), [(1, 700), (1, 5000), (70, 70), (300, 2500), (2048, 2048)])
+def test_out_is_the_same_with_and_without_lse(queries, keys):
+    torch.manual_seed(0)
+    q, k, v = (
+        torch.randn(2, n, heads, 128, device="cuda").bfloat16() for n, heads in ((queries, 8), (keys, 2), (keys, 2))
+    )
+    alone = det_attention(q, k, v)
+    assert torch.equal(det_attention(q, k, v, return_lse=True).out, alone)
+    assert torch.equal(det_attention(q.requires_grad_(), k, v), alone)

@@ -8,10 +8,13 @@ from functools import partial
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
+from rl_kernels.core import dispatch, record_dispatch
 from rl_kernels.core.testing.planted import planted
 from rl_kernels.core.testing.triton_launches import TritonRecorder
 from rl_kernels.grpo_loss import Objective, grpo_loss, grpo_loss_from_advantages
+from rl_kernels.grpo_loss.backends.native import backend as native
 from rl_kernels.grpo_loss.call import LossCall
 from rl_kernels.grpo_loss.plan import Numbers, Plan
 from rl_kernels.grpo_loss.spec.mutants_triton import MODULES, PLANNED
@@ -200,3 +203,94 @@ def test_what_varies_is_looked_at_in_every_call():
         grpo_loss(current, old, ref, rewards, mask, samples_per_prompt=2, extras=())
     with pytest.raises(ValueError, match=r"^ref_logps: "):
         grpo_loss_from_advantages(current, old, None, rewards, mask, beta=0.1)
+
+
+class Fake:
+    """Launches that are native's, and counted."""
+
+    def __init__(self, call):
+        self.call, self.calls = call, []
+
+    def forward(self, current, old, ref, scores, mask, needs_slope):
+        self.calls.append("forward with slope" if needs_slope else "forward")
+        name = "advantages" if self.call.rewards is None else "rewards"
+        given = self.call._replace(current_logps=current, old_logps=old, ref_logps=ref, mask=mask, **{name: scores})
+        loss, policy_loss, kl, _, *rest = native.forward_grad(*given)
+        return loss, policy_loss, kl, *rest
+
+    def backward(self, *saved):
+        self.calls.append("backward")
+        return native.backward(*saved)
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """Let calls be planned as ``Fake``; return its instances."""
+    made = []
+
+    def planned(call):
+        made.append(Fake(call))
+        return made[-1]
+
+    monkeypatch.setattr(native, "planned", planned, raising=False)
+    dispatch.forget()
+    yield made
+    dispatch.forget()
+
+
+def test_a_planned_call_gives_what_the_general_path_gives(fake):
+    for function, scores in ((grpo_loss, {"samples_per_prompt": 2}), (grpo_loss_from_advantages, {})):
+        given = arguments()
+        leaf = given[0].clone().requires_grad_()
+        found = function(leaf, *given[1:], beta=0.1, **scores)
+        found.loss.backward()
+        with record_dispatch():
+            other = given[0].clone().requires_grad_()
+            expected = function(other, *given[1:], beta=0.1, **scores)
+        expected.loss.backward()
+        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+        assert torch.equal(leaf.grad, other.grad)
+        assert [value.requires_grad for value in found] == [True, False, False]
+        assert function(*given, beta=0.1, **scores).loss.requires_grad is False
+        assert fake[-1].calls == ["forward with slope", "backward", "forward"]
+    assert len(fake) == 2
+
+
+def test_what_observes_ops_sees_those_of_the_general_path(fake):
+    leaf, *rest = arguments()
+    leaf.requires_grad_()
+    loss = grpo_loss(leaf, *rest, samples_per_prompt=2).loss
+    with torch.autograd.profiler.profile() as seen:
+        torch.autograd.grad(loss, leaf, retain_graph=True)
+        grpo_loss(leaf, *rest, samples_per_prompt=2)
+    names = {event.name for event in seen.function_events}
+    assert {"rl_kernels::grpo_loss_backward", "rl_kernels::grpo_loss_forward_grad"} <= names
+    assert fake[0].calls == ["forward with slope"]
+    torch.func.functionalize(lambda x: grpo_loss(x, *rest, samples_per_prompt=4).loss)(leaf.detach())
+    assert len(fake) == 1
+
+
+def test_second_derivatives_and_tangents_are_refused(fake):
+    leaf, *rest = arguments()
+    leaf.requires_grad_()
+    loss = grpo_loss(leaf, *rest, samples_per_prompt=2).loss
+    (grad,) = torch.autograd.grad(loss, leaf, create_graph=True)
+    with pytest.raises(RuntimeError, match="double backward is not supported"):
+        grad.sum().backward()
+    loss = grpo_loss(leaf, *rest, samples_per_prompt=2).loss
+    with forward_ad.dual_level():
+        upstream = forward_ad.make_dual(torch.tensor(1.0), torch.tensor(1.0))
+        with pytest.raises(RuntimeError, match="forward-mode AD is not supported"):
+            torch.autograd.grad(loss, leaf, upstream)
+        with pytest.raises(RuntimeError, match="forward-mode AD is not supported"):
+            grpo_loss(forward_ad.make_dual(leaf.detach(), leaf.detach()), *rest, samples_per_prompt=2)
+    assert fake[0].calls == ["forward with slope"] * 2
+
+
+@pytest.mark.parametrize("place", range(5))
+def test_classes_of_others_are_not_planned(fake, place):
+    given = list(arguments())
+    given[place] = given[place].as_subclass(Wrapper)
+    grpo_loss(*given, samples_per_prompt=2)
+    grpo_loss_from_advantages(*given)
+    assert not fake

@@ -34,8 +34,8 @@ def linear(
         plan: what a backend has planned for operands of this kind, or None: ``forward``, ``input_gradient`` and
             ``weight_gradient``, each of which returns None for tensors that it has not planned for.
     """
-    is_asked_for_any = x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
-    if is_asked_for_any and torch.is_grad_enabled():
+    requires_grad = x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    if requires_grad and torch.is_grad_enabled():
         found: torch.Tensor = _Linear.apply(x, weight, bias, main_grad, chosen, plan)
         return found
     return _linear(x, weight, bias, chosen, plan)

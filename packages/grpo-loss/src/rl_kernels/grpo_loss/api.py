@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import torch
 
 from rl_kernels.core import validate as check
 from rl_kernels.core.dispatch import remembered_plan
-from rl_kernels.core.torchlib import no_lost_derivatives, ops_are_observed
+from rl_kernels.core.torchlib import PLAIN, no_lost_derivatives, ops_are_observed
 from rl_kernels.grpo_loss.arguments import Layout
+from rl_kernels.grpo_loss.call import LossCall
 from rl_kernels.grpo_loss.estimator import Estimator
-from rl_kernels.grpo_loss.extras import Extras, Normaliser, group
+from rl_kernels.grpo_loss.extras import NO_EXTRAS, NO_NORMALISER, Extras, Normaliser, group
 from rl_kernels.grpo_loss.groups import Groups, groups_of
 from rl_kernels.grpo_loss.objective import Objective, chosen
 from rl_kernels.grpo_loss.outputs import GRPOLossOutput, LossAndMetrics
-from rl_kernels.grpo_loss.run import Options, Planned, Tokens, plan_of, prepare, run, run_planned
+from rl_kernels.grpo_loss.run import LossPlan, Options, Tokens, plan_of, prepare, run, run_planned
 
-NO_GROUPS, NO_EXTRAS, NO_NORMALISER = Groups(None, 0), Extras(), Normaliser()
+NO_GROUPS = Groups(None, 0)
 
 
 @overload
@@ -151,26 +152,26 @@ def grpo_loss(
         TypeError, ValueError: an argument is not as above; the message names it.
         BackendUnavailable: the backend asked for cannot run this call.
     """
+    extras, normaliser = group("extras", extras, NO_EXTRAS), group("normaliser", normaliser, NO_NORMALISER)
     objective = chosen(objective, loss_type, beta, clip_eps)
     given = (current_logps, old_logps, ref_logps, rewards, completion_mask)
-    if extras is None and normaliser is None and group_boundaries is None and _is_bool(completion_mask):
-        plan = _loss_plan(*given, samples_per_prompt, objective, return_metrics, backend)
-        if plan is not None and not ops_are_observed():
-            no_lost_derivatives("grpo_loss", *given)
-            return run_planned(plan, *given)
-    extras, normaliser = group("extras", extras, Extras), group("normaliser", normaliser, Normaliser)
-    options = Options(normaliser, return_metrics, validate, backend)
-    arguments = _of_rewards(*given, samples_per_prompt, group_boundaries, objective, extras, options)
-    no_lost_derivatives("grpo_loss", *given, *extras[:2], *normaliser[:2])
-    return run(*arguments)
+    if group_boundaries is None and _may_be_planned(extras, normaliser, completion_mask):
+        plan = _rewards_plan(*given, samples_per_prompt, objective, return_metrics, backend)
+        if plan is not None:
+            return run_planned("grpo_loss", plan, *given)
+    options = Options(normaliser, return_metrics, validate)
+    call = _rewards_call(*given, samples_per_prompt, group_boundaries, objective, extras, options, backend)
+    no_lost_derivatives("grpo_loss", *given, *extras, *normaliser)
+    return run(call, backend)
 
 
-def _is_bool(mask: object) -> bool:
-    """Say whether there is nothing to look at in a mask each time."""
-    return getattr(mask, "dtype", None) is torch.bool
+def _may_be_planned(extras: Extras, normaliser: Normaliser, mask: object) -> bool:
+    """Say whether a call has no values to look at each time, and nothing observes which ops it takes."""
+    is_bare = extras is NO_EXTRAS and normaliser is NO_NORMALISER
+    return is_bare and getattr(mask, "dtype", None) is torch.bool and not ops_are_observed()
 
 
-def _of_rewards(
+def _rewards_call(
     current_logps: torch.Tensor,
     old_logps: torch.Tensor | None,
     ref_logps: torch.Tensor | None,
@@ -181,20 +182,22 @@ def _of_rewards(
     objective: Objective,
     extras: Extras,
     options: Options,
-) -> tuple[Any, ...]:
-    """Check the arguments of ``grpo_loss``; return those of the raw op."""
+    backend: str | None,
+) -> LossCall:
+    """Check the arguments of ``grpo_loss``."""
     layout = Layout(current_logps, extras.cu_seqlens, extras.max_seqlen, options.validate)
     check.tensor("rewards", rewards, check.FLOATS, ndim=1)
     check.shape("rewards", rewards, (layout.batch,), "one a sequence of current_logps")
     check.same_device(current_logps=current_logps, rewards=rewards)
     tokens = Tokens(old_logps, ref_logps, mask, extras.rollout_ratio, extras.entropy)
-    arguments = prepare(current_logps, tokens, layout, objective, options)
+    call_of = prepare(current_logps, tokens, layout, objective, options)
+    check.backend_name(backend)
     groups = groups_of(rewards, samples_per_prompt, group_boundaries, values=options.validate)
-    return arguments((rewards.detach(), *groups, None), objective.estimator, objective.eps)
+    return call_of((rewards.detach(), *groups, None), objective.estimator, objective.eps)
 
 
 @remembered_plan
-def _loss_plan(
+def _rewards_plan(
     current_logps: torch.Tensor,
     old_logps: torch.Tensor | None,
     ref_logps: torch.Tensor | None,
@@ -204,9 +207,13 @@ def _loss_plan(
     objective: Objective,
     return_metrics: bool,
     backend: str | None,
-) -> Planned | None:
-    given = (current_logps, old_logps, ref_logps, rewards, mask, samples_per_prompt, None, objective)
-    return plan_of(*_of_rewards(*given, NO_EXTRAS, Options(NO_NORMALISER, return_metrics, False, backend)))
+) -> LossPlan | None:
+    given = (current_logps, old_logps, ref_logps, rewards, mask)
+    if not {type(value) for value in given} <= PLAIN:
+        return None
+    # No values to look at: the mask is bool.
+    options = Options(NO_NORMALISER, return_metrics, validate=False)
+    return plan_of(_rewards_call(*given, samples_per_prompt, None, objective, NO_EXTRAS, options, backend), backend)
 
 
 @overload
@@ -309,20 +316,19 @@ def grpo_loss_from_advantages(
         TypeError, ValueError: an argument is not as above; the message names it.
         BackendUnavailable: the backend asked for cannot run this call.
     """
+    extras, normaliser = group("extras", extras, NO_EXTRAS), group("normaliser", normaliser, NO_NORMALISER)
     objective = chosen(objective, loss_type, beta, clip_eps)
     given = (current_logps, old_logps, ref_logps, advantages, completion_mask)
-    if extras is None and normaliser is None and _is_bool(completion_mask):
-        plan = _plan_from_advantages(*given, objective, return_metrics, backend)
-        if plan is not None and not ops_are_observed():
-            no_lost_derivatives("grpo_loss_from_advantages", *given)
-            return run_planned(plan, *given)
-    extras, normaliser = group("extras", extras, Extras), group("normaliser", normaliser, Normaliser)
-    arguments = _of_advantages(*given, objective, extras, Options(normaliser, return_metrics, validate, backend))
-    no_lost_derivatives("grpo_loss_from_advantages", *given, *extras[:2], *normaliser[:2])
-    return run(*arguments)
+    if _may_be_planned(extras, normaliser, completion_mask):
+        plan = _advantages_plan(*given, objective, return_metrics, backend)
+        if plan is not None:
+            return run_planned("grpo_loss_from_advantages", plan, *given)
+    call = _advantages_call(*given, objective, extras, Options(normaliser, return_metrics, validate), backend)
+    no_lost_derivatives("grpo_loss_from_advantages", *given, *extras, *normaliser)
+    return run(call, backend)
 
 
-def _of_advantages(
+def _advantages_call(
     current_logps: torch.Tensor,
     old_logps: torch.Tensor | None,
     ref_logps: torch.Tensor | None,
@@ -331,18 +337,20 @@ def _of_advantages(
     objective: Objective,
     extras: Extras,
     options: Options,
-) -> tuple[Any, ...]:
-    """Check the arguments of ``grpo_loss_from_advantages``; return those of the raw op."""
+    backend: str | None,
+) -> LossCall:
+    """Check the arguments of ``grpo_loss_from_advantages``."""
     layout = Layout(current_logps, extras.cu_seqlens, extras.max_seqlen, options.validate)
     scores = layout.scores("advantages", advantages)
     check.same_device(current_logps=current_logps, advantages=advantages)
     tokens = Tokens(old_logps, ref_logps, mask, extras.rollout_ratio, extras.entropy)
-    arguments = prepare(current_logps, tokens, layout, objective, options)
-    return arguments((None, *NO_GROUPS, scores), Estimator(), 0.0)
+    call_of = prepare(current_logps, tokens, layout, objective, options)
+    check.backend_name(backend)
+    return call_of((None, *NO_GROUPS, scores), Estimator(), 0.0)
 
 
 @remembered_plan
-def _plan_from_advantages(
+def _advantages_plan(
     current_logps: torch.Tensor,
     old_logps: torch.Tensor | None,
     ref_logps: torch.Tensor | None,
@@ -351,6 +359,9 @@ def _plan_from_advantages(
     objective: Objective,
     return_metrics: bool,
     backend: str | None,
-) -> Planned | None:
-    given = (current_logps, old_logps, ref_logps, advantages, mask, objective)
-    return plan_of(*_of_advantages(*given, NO_EXTRAS, Options(NO_NORMALISER, return_metrics, False, backend)))
+) -> LossPlan | None:
+    given = (current_logps, old_logps, ref_logps, advantages, mask)
+    if not {type(value) for value in given} <= PLAIN:
+        return None
+    options = Options(NO_NORMALISER, return_metrics, validate=False)
+    return plan_of(_advantages_call(*given, objective, NO_EXTRAS, options, backend), backend)

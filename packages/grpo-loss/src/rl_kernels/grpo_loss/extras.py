@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -51,12 +51,16 @@ class Divisor(NamedTuple):
     length: float
 
 
-def group(name: str, value: Any, kind: type) -> Any:
-    """Return one of the two above, an empty one for None; ``TypeError`` for what is neither."""
+Group = TypeVar("Group", Extras, Normaliser)
+NO_EXTRAS, NO_NORMALISER = Extras(), Normaliser()
+
+
+def group(name: str, value: Group | None, empty: Group) -> Group:
+    """Return one of the two above, the empty one for None; ``TypeError`` for what is neither."""
     if value is None:
-        return kind()
-    if not isinstance(value, kind):
-        raise TypeError(f"{name}: expected {kind.__name__}(...), got {type(value).__name__}")
+        return empty
+    if not isinstance(value, type(empty)):
+        raise TypeError(f"{name}: expected {type(empty).__name__}(...), got {type(value).__name__}")
     return value
 
 

@@ -9,7 +9,7 @@ import torch
 
 from rl_kernels.core import validate as check
 from rl_kernels.core.dispatch import choose
-from rl_kernels.core.torchlib import PLAIN, first_order, ops_are_observed, scalars
+from rl_kernels.core.torchlib import first_order, no_lost_derivatives, ops_are_observed, scalars
 from rl_kernels.grpo_loss.arguments import Layout
 from rl_kernels.grpo_loss.call import LossCall
 from rl_kernels.grpo_loss.estimator import Estimator
@@ -33,18 +33,17 @@ class Tokens(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What it is divided by, what else to return, and how to compute."""
+    """What it is divided by, what else to return, and whether values are looked at."""
 
     normaliser: Normaliser
     return_metrics: bool
     validate: bool
-    backend: str | None
 
 
 def prepare(
     current_logps: torch.Tensor, tokens: Tokens, layout: Layout, objective: Objective, options: Options
-) -> Callable[[Scores, Estimator, float], tuple[Any, ...]]:
-    """Check what is left to check; return what makes a raw op's arguments of scores, their estimator and its eps."""
+) -> Callable[[Scores, Estimator, float], LossCall]:
+    """Check what is left to check; return what makes the call of scores, their estimator and its eps."""
     plan, numbers = objective.plan, objective.numbers
     divisor = divisor_of(objective.loss_type, options.normaliser)
     old, ref, mask, rollout, entropy = tokens
@@ -59,11 +58,9 @@ def prepare(
         name = "num_tokens" if plan.mean == "tokens" else "num_sequences"
         raise ValueError(f"{name}: expected device {current_logps.device}, got {divisor.tensor.device}")
     check.flag("return_metrics", options.return_metrics)
-    check.backend_name(options.backend)
 
-    def arguments(scores: Scores, estimator: Estimator, eps: float) -> tuple[Any, ...]:
-        chosen = choose(OPERATOR, describe(current_logps), options.backend).name
-        return (
+    def call_of(scores: Scores, estimator: Estimator, eps: float) -> LossCall:
+        return LossCall(
             current_logps,
             None if old is None else old.detach(),
             None if ref is None or numbers.beta == 0 else ref.detach(),
@@ -78,42 +75,50 @@ def prepare(
             plan.text,
             estimator.text,
             options.return_metrics,
-            chosen,
         )
 
-    return arguments
+    return call_of
 
 
-def run(current_logps: torch.Tensor, *others: Any) -> GRPOLossOutput | LossAndMetrics:
-    """Return the loss for the arguments of the raw op."""
-    *_, with_metrics, _ = others
+def run(call: LossCall, backend: str | None) -> GRPOLossOutput | LossAndMetrics:
+    """Return the loss of a checked call."""
+    current_logps, *others = *call, choose(OPERATOR, describe(call.current_logps), backend).name
     if current_logps.requires_grad and torch.is_grad_enabled():
-        loss, policy_loss, kl, metrics = _GRPOLoss.apply(current_logps, others)
+        loss, policy_loss, kl, metrics = _GRPOLoss.apply(current_logps, tuple(others))
     else:
         loss, policy_loss, kl, metrics = ops["forward"](current_logps, *others)
     output = GRPOLossOutput(loss, policy_loss, kl)
-    return LossAndMetrics(output, metrics) if with_metrics else output
+    return LossAndMetrics(output, metrics) if call.with_metrics else output
 
 
-class Planned(NamedTuple):
-    """What a backend has planned for the loss of one kind of arguments: ``forward`` and ``backward``."""
+class LossPlan(NamedTuple):
+    """What a backend has planned for one kind of arguments, with ``forward`` and ``backward``; and its name."""
 
     launches: Any
     backend: str
 
 
-def plan_of(*arguments: Any) -> Planned | None:
-    """Return what the backend has planned for the arguments of the raw op, or None."""
-    *inputs, chosen = arguments
-    make = getattr(OPERATOR.backend(chosen).load(), "planned", None)
-    launches = make(LossCall(*inputs)) if make and {type(value) for value in inputs} <= PLAIN else None
-    return None if launches is None else Planned(launches, chosen)
+def plan_of(call: LossCall, backend: str | None) -> LossPlan | None:
+    """Return what the backend of a checked call has planned for its kind, or None."""
+    name = choose(OPERATOR, describe(call.current_logps), backend).name
+    make = getattr(OPERATOR.backend(name).load(), "planned", None)
+    launches = make(call) if make else None
+    return None if launches is None else LossPlan(launches, name)
 
 
-def run_planned(plan: Planned, current_logps: torch.Tensor, *others: torch.Tensor | None) -> GRPOLossOutput:
-    """Return the loss of tensors that it was planned for: old_logps, ref_logps, scores and the mask are the others."""
+def run_planned(name: str, plan: LossPlan, *given: torch.Tensor | None) -> GRPOLossOutput:
+    """Return the loss of what it was planned for: current, old and ref_logps, rewards or advantages, and the mask.
+
+    Args:
+        name: of the public function, for messages.
+        plan: of this kind of arguments.
+        given: as they were given; autograd sees the first alone.
+    """
+    no_lost_derivatives(name, *given)
+    current_logps, *others = given
+    assert current_logps is not None
     if current_logps.requires_grad and torch.is_grad_enabled():
-        return GRPOLossOutput(*_PlannedLoss.apply(current_logps, others, plan))
+        return GRPOLossOutput(*_PlannedLoss.apply(current_logps, tuple(others), plan))
     loss, policy_loss, kl, *_ = plan.launches.forward(current_logps, *others, needs_slope=False)
     return GRPOLossOutput(loss, policy_loss, kl)
 
@@ -142,11 +147,11 @@ class _GRPOLoss(torch.autograd.Function):
 
 
 class _PlannedLoss(torch.autograd.Function):
-    """The same, as it was planned."""
+    """As ``_GRPOLoss``, by what a backend has planned; a backward pass that is not as planned is that of the op."""
 
     @staticmethod
     def forward(
-        ctx: Any, current_logps: torch.Tensor, others: tuple[torch.Tensor | None, ...], plan: Planned
+        ctx: Any, current_logps: torch.Tensor, others: tuple[torch.Tensor | None, ...], plan: LossPlan
     ) -> tuple[torch.Tensor, ...]:
         loss, policy_loss, kl, divisor, slope = plan.launches.forward(current_logps, *others, needs_slope=True)
         ctx.save_for_backward(current_logps, divisor, slope)
@@ -159,6 +164,7 @@ class _PlannedLoss(torch.autograd.Function):
     def backward(ctx: Any, upstream: torch.Tensor | None, *_: None) -> tuple[torch.Tensor | None, None, None]:
         if upstream is None:
             return None, None, None
+        no_lost_derivatives("grpo_loss", *ctx.saved_tensors, upstream)
         found = None
         # A gradient that may be differentiated itself takes the general path, which refuses that.
         if not (torch.compiler.is_compiling() or torch.is_grad_enabled() or ops_are_observed()):

@@ -211,8 +211,8 @@ def planned_choice(plan: Callable[..., Any]) -> Callable[[Callable[..., str]], C
 def remembered_plan(make: Callable[..., T | None]) -> Callable[..., T | None]:
     """Have a function check arguments and plan a call once for arguments of each kind, as ``remembered_choice`` does.
 
-    It returns the plan, or None where there is none. Where nothing is remembered it is not called, which is None too: a
-    caller has a general path beside it, which checks and chooses for itself.
+    It returns the plan, or None: for a kind that has no plan, and where nothing is remembered, without a look at the
+    arguments. A caller has a general path beside it, which checks and chooses for itself.
     """
     found = _remembered(lambda *args: (make(*args),), lambda *args: (None,))
     return functools.wraps(make)(lambda *args: found(*args)[0])
@@ -233,13 +233,13 @@ def _remembered(first: Callable[..., T], always: Callable[..., T]) -> Callable[.
     def chosen(*args: object) -> T:
         if _blocks or _logs or _environment or _mistake or torch.compiler.is_compiling():
             return always(*args)
+        # A layout without strides, such as a sparse one, raises. True is 1, and an argument may be either.
         try:
             kinds = [
-                None
-                if x is None
-                # A layout without strides, such as a sparse one, raises; True is 1, and an argument may be either.
-                else (type(x), x.shape, x.stride(), x.dtype, x.device)
+                (type(x), x.shape, x.stride(), x.dtype, x.device)
                 if isinstance(x, torch.Tensor)
+                else x
+                if x is None
                 else (type(x), x)
                 for x in args
             ]

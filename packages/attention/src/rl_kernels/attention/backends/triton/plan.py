@@ -146,7 +146,7 @@ class Plan:
 
     @functools.cached_property
     def forward_of_out(self) -> Forward:
-        """What it launches where nobody asks for lse; a launch has a tensor at the same places each time."""
+        """The same where nobody asks for lse: of its own, as a launch has tensors at the same places each time."""
         return self._made_forward()
 
     def _made_forward(self) -> Forward:

@@ -21,10 +21,10 @@ from rl_kernels.grpo_loss.backends.triton.objectives import loss_of
 from rl_kernels.grpo_loss.backends.triton.plain import (
     gradient_work,
     is_plain,
+    plain_gradient,
     plain_sum,
     plain_terms,
     rows_of,
-    scale,
     segments_of,
     sum_work,
     terms_work,
@@ -56,7 +56,7 @@ def backward(
     if grad.numel():
         with device_of(grad):
             work = gradient_work(grad.numel())
-            launch(scale, work.grid, slope.contiguous(), count, upstream, grad, **work.rest)
+            launch(plain_gradient, work.grid, slope.contiguous(), count, upstream, grad, **work.options)
     return grad
 
 
@@ -74,7 +74,7 @@ def _loss(call: LossCall, slope: torch.Tensor | None) -> tuple[torch.Tensor, ...
         if batch and length:
             tensors = [rows_of(x) for x in (current, old, ref, mask, scores.values)]
             work = terms_work(call, scores, tensors)
-            launch(plain_terms, work.grid, *tensors, scores.boundaries, sums, slope, **work.rest)
+            launch(plain_terms, work.grid, *tensors, scores.boundaries, sums, slope, **work.options)
         work = sum_work(call)
-        launch(plain_sum, work.grid, sums, loss, policy_loss, kl, count, **work.rest)
+        launch(plain_sum, work.grid, sums, loss, policy_loss, kl, count, **work.options)
     return loss, policy_loss, kl, sums.new_empty(0), count

@@ -31,14 +31,14 @@ SIGN = tl.constexpr(-(1 << 31))
 
 
 class Work(NamedTuple):
-    """A launch, but for its tensors."""
+    """A launch, but for its tensors; numbers are the constants too."""
 
     grid: tuple[int, ...]
     numbers: tuple[float | bool, ...]
     num_warps: int
 
     @property
-    def rest(self) -> dict[str, Any]:
+    def options(self) -> dict[str, Any]:
         """What a launch is given by name."""
         return {"numbers": self.numbers, "num_warps": self.num_warps}
 
@@ -72,7 +72,7 @@ def segments_of(length: int) -> int:
 
 
 def rows_of(x: torch.Tensor | None) -> torch.Tensor | None:
-    """Return a tensor whose rows lie in one piece: itself, but for an unusual layout."""
+    """Return a tensor whose rows lie in one piece: itself, or a copy of one whose rows do not."""
     return x if x is None or x.ndim == 1 or x.stride(1) == 1 else x.contiguous()
 
 
@@ -234,7 +234,7 @@ def plain_sum(sums, loss, policy_loss, kl, count, batch, segments, beta, HAS_REF
 
 
 @triton.jit
-def scale(slope, count, upstream, grad, size, BLOCK: tl.constexpr):
+def plain_gradient(slope, count, upstream, grad, size, BLOCK: tl.constexpr):
     """One program some tokens, wherever they are; a masked one is marked by its slope, so no mask is read."""
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     factor = tl.div_rn(tl.load(upstream).to(tl.float32), tl.load(count))

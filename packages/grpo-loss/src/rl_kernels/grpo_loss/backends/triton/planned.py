@@ -11,10 +11,10 @@ from rl_kernels.grpo_loss.backends.triton.groups import Scores, scores_in
 from rl_kernels.grpo_loss.backends.triton.plain import (
     gradient_work,
     is_plain,
+    plain_gradient,
     plain_sum,
     plain_terms,
     rows_of,
-    scale,
     segments_of,
     sum_work,
     terms_work,
@@ -32,11 +32,11 @@ class Planned:
         self._sums = segments_of(length), 3, batch
         work = terms_work(call, scores, (current, call.old_logps, call.ref_logps, call.mask, scores.values))
         # One launch has a tensor at the same places each time.
-        self._terms, self._terms_and_slope = (Launch(plain_terms, work.grid, **work.rest) for _ in range(2))
+        self._terms, self._terms_and_slope = (Launch(plain_terms, work.grid, **work.options) for _ in range(2))
         work = sum_work(call)
-        self._sum = Launch(plain_sum, work.grid, **work.rest)
+        self._sum = Launch(plain_sum, work.grid, **work.options)
         work = gradient_work(current.numel())
-        self._scale = Launch(scale, work.grid, **work.rest)
+        self._scale = Launch(plain_gradient, work.grid, **work.options)
 
     def forward(
         self,
