@@ -16,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 from rl_kernels.grpo_loss import Objective  # noqa: E402
 from rl_kernels.models.clients import trl as trl_client  # noqa: E402
-from rl_kernels.models.clients.trl import head  # noqa: E402
+from rl_kernels.models.clients.trl import head, rollout  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
 STEPS, WORDS = 4, 16
@@ -77,6 +77,41 @@ def test_split_of_a_batch_changes_no_bit_of_its_gradient(loss_type: str) -> None
     assert all(torch.equal(grad, grads[0]) for grad in grads)
 
 
+def test_tokens_of_tools_count_nowhere() -> None:
+    logps, inputs = tool.batch_of(torch.float64)
+    inputs["tool_mask"] = (torch.arange(logps.numel()).view(logps.shape) % 3 > 0).long()
+    entropy = torch.linspace(0, 1, logps.numel(), dtype=torch.float64).view(logps.shape)
+    for loss_type in ("dapo", "grpo", "cispo", "vespo"):
+        found = []
+        for loss_of in (tool.GRPOTrainer._compute_loss, trl_client.compute_loss):
+            trainer = tool.trainer_of(loss_type, beta=0.1)
+            trainer._get_per_token_logps_and_entropies = lambda model, *_, **__: (model, entropy, None)
+            leaf = logps.clone().requires_grad_()
+            loss = loss_of(trainer, leaf, inputs)
+            found.append(({"loss": [loss.item()], **trainer._metrics["train"]}, *torch.autograd.grad(loss, leaf)))
+        (their_numbers, their_grad), (our_numbers, our_grad) = found
+        torch.testing.assert_close(our_grad, their_grad)
+        assert our_numbers.keys() == their_numbers.keys()
+        for name, values in their_numbers.items():
+            torch.testing.assert_close(our_numbers[name], values, msg=name)
+
+
+def test_images_reach_the_model() -> None:
+    logps, inputs = tool.batch_of(torch.float32)
+    inputs |= {"pixel_values": torch.rand(2, 3), "image_sizes": torch.tensor([[1, 2]])}
+    given = {}
+
+    def scores(model: Any, *_: Any, **options: Any) -> Any:
+        given.update(options)
+        return model, torch.zeros_like(model), None
+
+    trainer = tool.trainer_of("dapo")
+    trainer._get_per_token_logps_and_entropies = scores
+    trl_client.compute_loss(trainer, logps, inputs)
+    assert all(given[name] is inputs[name] for name in ("pixel_values", "image_sizes"))
+    assert "num_tiles" not in given
+
+
 def test_a_term_that_our_loss_has_not_is_refused() -> None:
     trainer = tool.trainer_of("grpo")
     trainer.top_entropy_quantile = 0.8
@@ -111,12 +146,10 @@ def _trainer(folder: Path, **options: Any) -> Any:
         per_device_train_batch_size=4,
         gradient_accumulation_steps=2,
         num_generations=4,
-        num_iterations=2,
         max_completion_length=8,
         disable_tqdm=True,
         seed=3,
-        gradient_checkpointing=False,
-        **options,
+        **({"num_iterations": 2, "gradient_checkpointing": False} | options),
     )
 
     def reward(completions: list[str], **_: Any) -> list[float]:
@@ -254,7 +287,7 @@ def test_scores_are_those_of_the_head_of_trl(family: str) -> None:
     _hooked(model, temperature=0.7)
     expected = _scored(model, batch)
     assert float(expected[0].min()) < -1
-    head.score_with(model, 0.7, in_fp32=False, entropy=True)
+    head.score_with(model, head.Head(model, 0.7, in_fp32=False, entropy=True))
     _held(_scored(model, batch), expected)
     # Elsewhere it is as it was.
     assert torch.equal(model(batch["input_ids"]).logits, logits)
@@ -264,7 +297,7 @@ def test_scores_are_those_of_the_head_of_trl(family: str) -> None:
 def test_scores_without_a_label_are_zeros_with_a_gradient() -> None:
     model = _model("llama")
     _hooked(model)
-    head.score_with(model, 1.0, in_fp32=False, entropy=False)
+    head.score_with(model, head.Head(model, 1.0, in_fp32=False, entropy=False))
     batch = _batch(model)
     batch["labels"] = torch.full_like(batch["labels"], -100)
     found = model(**batch, fused_lm_head=True)
@@ -289,7 +322,7 @@ def test_scores_with_an_adapter_are_those_of_trl(where: str) -> None:
         logits = wrapped(batch["input_ids"], batch["attention_mask"]).logits[:, :-1] / 1.3
         logps = logits.log_softmax(-1).gather(-1, batch["labels"][:, 1:, None].clamp(min=0))[..., 0]
         expected = [logps.masked_fill(batch["labels"][:, 1:] == -100, 0.0).detach()]
-    head.score_with(model, 1.3, in_fp32=False, entropy=True)
+    head.score_with(model, head.Head(model, 1.3, in_fp32=False, entropy=True))
     _held(_scored(wrapped, batch)[: len(expected)], expected)
 
 
@@ -298,3 +331,63 @@ def test_what_is_not_computed_is_refused_by_name(tmp_path: Path) -> None:
     del trainer.model.forward
     with pytest.raises(TypeError, match=r"^trainer: expected TRL's GRPOTrainer with a fused head .* TRL 1\.16"):
         trl_client.use_in(trainer)
+
+
+def _differing(trainer: Any) -> list[tuple[int, int]]:
+    """Train; return how many tokens of each first pass differ from what was recorded, and of how many."""
+    counts, ours = [], trainer._compute_loss
+
+    def counted(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        ids = torch.cat((inputs["prompt_ids"], inputs["completion_ids"]), 1)
+        attention = torch.cat((inputs["prompt_mask"], inputs["completion_mask"]), 1)
+        mask = inputs["completion_mask"].bool()
+        with torch.no_grad():
+            given = (model, ids, attention, mask.shape[1])
+            logps, _, _ = trainer._get_per_token_logps_and_entropies(*given)
+        recorded = inputs["sampling_per_token_logps"]
+        counts.append((int((logps != recorded)[mask].sum()), int(mask.sum())))
+        assert torch.allclose(logps[mask], recorded[mask], atol=1e-5)
+        return ours(model, inputs)
+
+    trainer._compute_loss = counted
+    trainer.train()
+    return counts
+
+
+SAMPLED = {"num_iterations": 1, "temperature": 0.9, "beta": 0.05}
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}], ids=str)
+def test_what_was_sampled_has_the_bits_of_training(options: dict[str, Any], tmp_path: Path) -> None:
+    trainer = _trainer(tmp_path, **SAMPLED, **options)
+    trl_client.use_in(trainer, invariant=True)
+    counts = _differing(trainer)
+    assert sum(tokens for _, tokens in counts) > 100
+    assert sum(differing for differing, _ in counts) == 0
+    logged = [each for each in trainer.state.log_history if "sampling/sampling_logp_difference/max" in each]
+    assert len(logged) == STEPS
+    assert all(each["sampling/sampling_logp_difference/max"] == 0 for each in logged)
+    assert all(each["sampling/sampling_logp_difference/mean"] == 0 for each in logged)
+
+
+def test_without_invariance_they_differ(tmp_path: Path) -> None:
+    trainer = _trainer(tmp_path, **SAMPLED)
+    trl_client.use_in(trainer)
+    scores = head.Head(trainer.model, 0.9, in_fp32=False, entropy=False)
+    trainer._generate_single_turn = rollout.recorded(trainer._generate_single_turn, scores)
+    counts = _differing(trainer)
+    assert sum(differing for differing, _ in counts) > 0
+
+
+def test_a_rollout_that_is_not_seen_is_refused(tmp_path: Path) -> None:
+    trainer = _trainer(tmp_path)
+    for name in ("use_vllm", "use_transformers_continuous_batching", "rollout_func"):
+        before = getattr(trainer, name)
+        setattr(trainer, name, True)
+        with pytest.raises(ValueError, match=f"^{name}: expected a trainer without it"):
+            trl_client.use_in(trainer, invariant=True)
+        setattr(trainer, name, before)
+    trainer.args.cast_lm_head_to_fp32 = True
+    with pytest.raises(ValueError, match=r"^cast_lm_head_to_fp32: expected a trainer without it"):
+        trl_client.use_in(trainer, invariant=True)
+    assert type(trainer.model.model.norm).__name__ == "LlamaRMSNorm"

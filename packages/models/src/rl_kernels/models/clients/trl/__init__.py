@@ -8,11 +8,14 @@ imported.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from rl_kernels.models.clients.trl.head import score_with
+from rl_kernels.models import invariance
+from rl_kernels.models.clients.trl.head import Head, score_with
 from rl_kernels.models.clients.trl.loss import compute_loss, normaliser, objective, rollout_ratio
+from rl_kernels.models.clients.trl.rollout import check_rollout, recorded
 
 __all__ = ["compute_loss", "normaliser", "objective", "rollout_ratio", "use_in"]
 
@@ -20,14 +23,20 @@ KNOWN = "1.16"
 """The version of TRL whose hooks these are."""
 
 
-def use_in(trainer: Any, **options: Any) -> None:
-    """Let a GRPOTrainer score tokens by ``linear_logp`` and take its loss from ``grpo_loss``.
+def use_in(trainer: Any, *, invariant: bool = False, **options: Any) -> None:
+    """Let a GRPOTrainer score tokens by ``linear_logp`` and take its loss from ``grpo_loss``; metrics keep TRL's names.
 
-    ``options`` (``backend``, ``validate``) are those of the loss. Metrics keep TRL's names.
+    Args:
+        trainer: before ``train()``.
+        invariant: make its models ``invariant``, strictly, and record the log-probability of each token that
+            ``generate`` samples: ``linear_logp`` on the hidden state that it came from. Batches bring them as
+            ``sampling_per_token_logps``; those of the first training pass have the same bits, which the metrics
+            ``sampling/sampling_logp_difference`` tell. Tokens behind padding then stand where ``generate`` lets them.
+        options: ``backend`` and ``validate`` of the loss.
 
     Raises:
-        ValueError: the trainer adds terms to its loss that ours does not have, or its model does with its logits what
-            ``linear_logp`` does not; the message names the setting.
+        ValueError: the trainer adds terms to its loss that ours does not have; or, with ``invariant``, its tokens are
+            sampled elsewhere than in ``generate``, or its model cannot be made invariant. The message names what.
         TypeError: the trainer has not the hooks of TRL 1.16, or the head of its model is none that ``head_logp`` takes.
     """
     beyond = {
@@ -44,6 +53,25 @@ def use_in(trainer: Any, **options: Any) -> None:
     hooked = hasattr(trainer, "_get_per_token_logps_and_entropies") and all("forward" in vars(base) for base in bases)
     if not hooked:
         raise TypeError(f"trainer: expected TRL's GRPOTrainer with a fused head on its models, as TRL {KNOWN} has it")
-    for base in bases:
-        score_with(base, trainer.temperature, in_fp32=trainer.args.cast_lm_head_to_fp32, entropy=base is bases[0])
+    if invariant:
+        check_rollout(trainer)
+        _make_invariant(bases)
+    in_fp32 = trainer.args.cast_lm_head_to_fp32
+    heads = [Head(base, trainer.temperature, in_fp32=in_fp32, entropy=base is bases[0]) for base in bases]
+    for base, head in zip(bases, heads, strict=True):
+        score_with(base, head, places=invariant)
+    if invariant:
+        trainer._generate_single_turn = recorded(trainer._generate_single_turn, heads[0])
     trainer._compute_loss = partial(compute_loss, trainer, **options)
+
+
+def _make_invariant(models: Sequence[Any]) -> None:
+    """Make all of them invariant, or none."""
+    handles: list[invariance.Invariance] = []
+    try:
+        for model in models:
+            handles.append(invariance.invariant(model, strict=True))
+    except BaseException:
+        for handle in handles:
+            handle.undo()
+        raise

@@ -35,28 +35,71 @@ class Scores(ModelOutput):
     aux_loss: torch.Tensor | None = None
 
 
-def score_with(model: Any, temperature: float, *, in_fp32: bool, entropy: bool) -> None:
-    """Let a model of transformers that TRL gave a fused head score labels by ``linear_logp``.
+class Head:
+    """The head of a model of transformers, as TRL scores labels through it: by ``linear_logp``.
+
+    Args:
+        model: a causal language model, without what is wrapped around it.
+        temperature: divides the logits.
+        in_fp32: whether the product is FP32, whatever the hidden states are.
+        entropy: whether the entropy is wanted too.
+    """
+
+    def __init__(self, model: Any, temperature: float, *, in_fp32: bool, entropy: bool) -> None:
+        config = model.config.get_text_config()
+        self._model, self._in_fp32 = model, in_fp32
+        self._options: dict[str, Any] = {
+            "temperature": temperature,
+            "softcap": getattr(config, "final_logit_softcapping", None) or 0.0,
+            "logit_scale": _multiplier(config),
+            "return_stats": entropy,
+            "validate": False,
+        }
+
+    @property
+    def module(self) -> Any:
+        """The head, which wrappers may have replaced since the last call."""
+        return self._model.get_output_embeddings()
+
+    def scores(self, hidden: torch.Tensor, labels: torch.Tensor) -> Scores:
+        """Score the labels ``[B, T]`` of hidden states ``[B, T, D]``, all that are not ``IGNORED`` in one call.
+
+        Raises:
+            TypeError: the head is none that ``head_logp`` takes.
+        """
+        head = self.module
+        hidden, labels = hidden.to(head.weight.device), labels.to(head.weight.device)
+        kept = labels != IGNORED
+        rows, ids = hidden[kept], labels[kept]
+        found: torch.Tensor | LogpStats
+        if self._in_fp32:
+            # TRL has replaced the forward of the head by a product in FP32.
+            with torch.autocast(rows.device.type, enabled=False):
+                bias = None if head.bias is None else head.bias.float()
+                found = linear_logp(rows.float(), head.weight.float(), ids, bias, **self._options)
+        else:
+            found = head_logp(head, rows, ids, **self._options)
+
+        def spread(values: torch.Tensor) -> torch.Tensor:
+            # It stays connected to the model where no position has a label.
+            return values.new_zeros(kept.shape).masked_scatter(kept, values)
+
+        if isinstance(found, LogpStats):
+            return Scores(spread(found.logp), spread(found.entropy))
+        return Scores(spread(found))
+
+
+def score_with(model: Any, head: Head, *, places: bool = False) -> None:
+    """Let a model of transformers that TRL gave a fused head score labels by ours.
 
     Without ``fused_lm_head=True`` it stays what it was, so nothing changes for ``generate``.
 
     Args:
         model: a causal language model; wrappers around it (PEFT, DDP, FSDP) call its forward, and keep their hooks.
-        temperature: divides the logits.
-        in_fp32: whether the product of the head is FP32, whatever its hidden states are.
-        entropy: whether the entropy is wanted too.
-
-    Raises:
-        TypeError: its head is none that ``head_logp`` takes.
+        head: its head.
+        places: whether tokens behind padding on the left stand where ``generate`` lets them stand; for TRL they stand
+            behind their padding, which rounds otherwise.
     """
-    config = model.config.get_text_config()
-    options = {
-        "temperature": temperature,
-        "softcap": getattr(config, "final_logit_softcapping", None) or 0.0,
-        "logit_scale": _multiplier(config),
-        "return_stats": entropy,
-        "validate": False,
-    }
     theirs = model.forward
 
     # With the signature of the class: ``generate`` looks at it.
@@ -66,34 +109,15 @@ def score_with(model: Any, temperature: float, *, in_fp32: bool, entropy: bool) 
             return theirs(*args, **given)
         labels, shifted = given.pop("labels", None), given.pop("shift_labels", None)
         given.pop("num_items_in_batch", None)
+        attention = given.get("attention_mask")
+        if places and attention is not None and given.get("position_ids") is None:
+            given["position_ids"] = (attention.long().cumsum(-1) - 1).clamp(min=0)
         hidden = self.base_model(*args, **{**given, "use_cache": False}).last_hidden_state
         if shifted is None:
             hidden, shifted = hidden[:, :-1], labels[:, 1:]
-        return _scores(self.get_output_embeddings(), hidden, shifted, in_fp32, options)
+        return head.scores(hidden, shifted)
 
     model.forward = MethodType(forward, model)
-
-
-def _scores(head: Any, hidden: torch.Tensor, labels: torch.Tensor, in_fp32: bool, options: dict[str, Any]) -> Scores:
-    """Score the positions that have a label, all in one call."""
-    hidden, labels = hidden.to(head.weight.device), labels.to(head.weight.device)
-    kept = labels != IGNORED
-    rows, ids = hidden[kept], labels[kept]
-    if in_fp32:
-        # TRL has replaced the forward of the head by a product in FP32.
-        with torch.autocast(rows.device.type, enabled=False):
-            bias = None if head.bias is None else head.bias.float()
-            found = linear_logp(rows.float(), head.weight.float(), ids, bias, **options)
-    else:
-        found = head_logp(head, rows, ids, **options)
-
-    def spread(values: torch.Tensor) -> torch.Tensor:
-        # It stays connected to the model where no position has a label.
-        return values.new_zeros(kept.shape).masked_scatter(kept, values)
-
-    if isinstance(found, LogpStats):
-        return Scores(spread(found.logp), spread(found.entropy))
-    return Scores(spread(found))
 
 
 def _multiplier(config: Any) -> float:

@@ -40,6 +40,12 @@ def log(
         kl = away.exp() - away - 1
         means["kl"] = kl * ratio if trainer.args.use_bias_correction_kl else kl
     means["entropy"] = entropy
+    sampled = inputs.get("sampling_per_token_logps")
+    found = trainer._metrics["train" if trainer.model.training else "eval"]
+    if sampled is not None and not trainer.use_vllm:
+        away = torch.where(mask, (logps if old is None else old) - sampled, 0.0).abs()
+        means["sampling/sampling_logp_difference/mean"] = away
+        found["sampling/sampling_logp_difference/max"].append(trainer.accelerator.gather(away.max()).max().item())
     sequences: dict[str, torch.Tensor] = {}
     if trainer.loss_type in CLIPPED:
         bounded = ratio if trainer.args.delta is None else ratio.clamp(max=trainer.args.delta)
@@ -58,7 +64,6 @@ def log(
             importance_sampling_ratio=inputs.get("importance_sampling_ratio"),
             **{name: getattr(trainer.args, f"vespo_{name}") for name in WEIGHTS},
         )
-    found = trainer._metrics["train" if trainer.model.training else "eval"]
     sums = trainer.accelerator.reduce(torch.stack([_sum(x, mask) for x in means.values()]), reduction="sum")
     for name, mean in zip(means, (sums[:, 0] / sums[:, 1].clamp(min=1)).tolist(), strict=True):
         found[name].append(mean)

@@ -1,0 +1,66 @@
+"""What a rollout sampled, scored as training scores it: ``linear_logp`` on the hidden states that tokens came from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from rl_kernels.models.clients.trl.head import IGNORED, Head
+
+
+def check_rollout(trainer: Any) -> None:
+    """Refuse rollouts whose hidden states are not seen.
+
+    Raises:
+        ValueError: tokens are sampled elsewhere than in ``generate``, or not in a pass each, or from other logits.
+    """
+    beyond = {
+        "use_vllm": trainer.use_vllm,
+        "use_transformers_continuous_batching": trainer.use_transformers_continuous_batching,
+        "rollout_func": trainer.rollout_func is not None,
+        # TRL replaces the forward of the head, whose logits then follow the batch.
+        "cast_lm_head_to_fp32": trainer.args.cast_lm_head_to_fp32,
+    }
+    for name, is_set in beyond.items():
+        if is_set:
+            raise ValueError(f"{name}: expected a trainer without it for invariant=True, which samples with generate")
+    if getattr(trainer.generation_config, "prefill_chunk_size", None) is not None:
+        raise ValueError("generation_kwargs: expected no prefill_chunk_size, a prompt in one pass")
+
+
+def recorded(sample: Callable[..., Any], head: Head) -> Callable[..., tuple[list[list[int]], list[list[float]]]]:
+    """Return ``GRPOTrainer._generate_single_turn`` with the log-probability of each token that it sampled."""
+
+    def sampled(*args: Any, **options: Any) -> tuple[list[list[int]], list[list[float]]]:
+        with _inputs_of(head.module) as rows:
+            ids, _ = sample(*args, **options)
+        return ids, _logps(head, rows, ids)
+
+    return sampled
+
+
+@contextmanager
+def _inputs_of(module: nn.Module) -> Iterator[list[torch.Tensor]]:
+    """Collect the last row of each sequence that a head is given, one list entry a pass."""
+    rows: list[torch.Tensor] = []
+    hook = module.register_forward_pre_hook(lambda _, args: rows.append(args[0][:, -1].clone()))
+    try:
+        yield rows
+    finally:
+        hook.remove()
+
+
+@torch.no_grad()
+def _logps(head: Head, rows: Sequence[torch.Tensor], ids: Sequence[Sequence[int]]) -> list[list[float]]:
+    longest = max(map(len, ids))
+    if len(rows) < longest:
+        raise RuntimeError(f"rollout: expected a pass for each of {longest} tokens, saw {len(rows)}")
+    hidden = torch.stack(list(rows[:longest]), 1)
+    labels = torch.tensor([[*each, *[IGNORED] * (longest - len(each))] for each in ids], device=hidden.device)
+    found = head.scores(hidden, labels).log_probs
+    assert found is not None
+    return [values[: len(each)] for values, each in zip(found.tolist(), ids, strict=True)]
