@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from rl_kernels.core import record_dispatch
 from rl_kernels.core.operator import Call
 from rl_kernels.core.testing import Draw, function_of
 from rl_kernels.grpo_loss import group_advantages
@@ -58,10 +59,12 @@ def test_step_takes_three_launches_and_a_forward_two(groups: dict[str, Any], mon
 
     for module in (triton_backend, triton_groups):
         monkeypatch.setattr(module, "launch", counted)
-    _results(_call(**groups))
-    assert len(launched) == 3
-    with torch.no_grad():
-        grpo_loss(**_call(**groups), backend="triton")
+    # Nothing is planned where choices are recorded; a plan's launches are held to these in test_planned.
+    with record_dispatch():
+        _results(_call(**groups))
+        assert len(launched) == 3
+        with torch.no_grad():
+            grpo_loss(**_call(**groups), backend="triton")
     assert len(launched) == 5
 
 
@@ -106,14 +109,23 @@ def test_active_token_without_a_slope_is_told_from_a_masked_one() -> None:
 
 @pytest.mark.parametrize("length", [1, 100, 129, 600])
 def test_lanes_that_hold_zeros_change_no_bit(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rl_kernels.grpo_loss.backends.triton import backend as triton_backend
     from rl_kernels.grpo_loss.backends.triton import groups as triton_groups
+    from rl_kernels.grpo_loss.backends.triton import plain as triton_plain
 
-    call = _call(6, length, samples_per_prompt=3)
+    call, asked = _call(6, length, samples_per_prompt=3), []
     expected = _results(call)
-    for module in (triton_backend, triton_groups):
-        monkeypatch.setattr(module, "lanes_for", lambda size, least: triton_groups.LANES)
-    assert _same(_results(call), expected)
+
+    def most(size: int, least: int) -> int:
+        asked.append(size)
+        return triton_groups.LANES
+
+    for module in (triton_plain, triton_groups):
+        monkeypatch.setattr(module, "lanes_for", most)
+    # Nothing is planned, and so nothing taken from a plan, where choices are recorded.
+    with record_dispatch():
+        found = _results(call)
+    assert set(asked) == {3, length}
+    assert _same(found, expected)
 
 
 @pytest.mark.parametrize("sizes", [[2, 16, 17, 1, 30], [600, 3]])

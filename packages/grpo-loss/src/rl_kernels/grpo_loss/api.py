@@ -167,8 +167,9 @@ def grpo_loss(
 
 def _may_be_planned(extras: Extras, normaliser: Normaliser, mask: object) -> bool:
     """Say whether a call has no values to look at each time, and nothing observes which ops it takes."""
-    is_bare = extras is NO_EXTRAS and normaliser is NO_NORMALISER
-    return is_bare and getattr(mask, "dtype", None) is torch.bool and not ops_are_observed()
+    if extras is not NO_EXTRAS or normaliser is not NO_NORMALISER or getattr(mask, "dtype", None) is not torch.bool:
+        return False
+    return not (torch.compiler.is_compiling() or ops_are_observed())
 
 
 def _rewards_call(
