@@ -172,9 +172,9 @@ def det_attention(
     no_lost_derivatives("det_attention", q, k, v, sinks)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or _requires_grad(sinks)):
         _validate_gradients(given)
-        out, lse = _DetAttention.apply(*given[:4], given[4:], chosen, plan)
+        out, lse = _DetAttention.apply(*given, chosen, plan)
     else:
-        out, lse = _forward(given, chosen, plan, return_lse)
+        out, lse = _forward(given, chosen, plan)
     return Attended(out, lse) if return_lse else out
 
 
@@ -258,34 +258,22 @@ def _validate_gradients(given: Inputs) -> None:
             raise ValueError(f"{name}: expected no gradient of a cache (block_table, seqused_k), detach it")
 
 
-def _forward(given: Inputs, chosen: str, plan: _Plan | None, needs_lse: bool) -> tuple[torch.Tensor, Any]:
-    """Return (out, lse); the latter may be None if nobody needs it."""
+def _forward(given: Inputs, chosen: str, plan: _Plan | None) -> tuple[torch.Tensor, torch.Tensor]:
     if plan is not None and plan.launches is not None and not ops_are_observed():
-        found: tuple[torch.Tensor, torch.Tensor | None] | None = plan.launches.forward(given, needs_lse)
+        found: tuple[torch.Tensor, torch.Tensor] | None = plan.launches.forward(given)
         if found is not None:
             return found
     return ops["forward"](*given, chosen)
 
 
 class _DetAttention(torch.autograd.Function):
-    """Saves the operands, out and lse; lse carries no gradient.
-
-    What has no gradient comes as one, so that autograd need not look at each.
-    """
+    """Saves the operands, out and lse; lse carries no gradient."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sinks: torch.Tensor | None,
-        others: tuple[Any, ...],
-        backend: str,
-        plan: _Plan | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        inputs = Inputs(q, k, v, sinks, *others)
-        out, lse = _forward(inputs, backend, plan, needs_lse=True)
+    def forward(ctx: Any, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        *given, backend, plan = arguments
+        inputs = Inputs(*given)
+        out, lse = _forward(inputs, backend, plan)
         ctx.save_for_backward(*inputs.operands, *inputs.others, out, lse)
         ctx.numbers, ctx.backend, ctx.plan = inputs.numbers, backend, plan
         ctx.mark_non_differentiable(lse)

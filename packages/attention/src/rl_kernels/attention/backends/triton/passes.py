@@ -40,10 +40,10 @@ def plan_for(given: Inputs) -> Plan:
     )
 
 
-def launch_forward(plan: Plan, given: Inputs, out: torch.Tensor, lse: torch.Tensor | None) -> None:
-    """Write out and lse, if it is wanted, of the rows that are in a sequence."""
+def launch_forward(plan: Plan, given: Inputs, out: torch.Tensor, lse: torch.Tensor) -> None:
+    """Write out and lse of the rows that are in a sequence."""
     sinks, *where, table = given.others
-    attend, finish, count = plan.forward if lse is not None else plan.forward_of_out
+    attend, finish, count = plan.forward
     states: tuple[torch.Tensor | None, ...] = (None, None, None)
     if count:
         sizes = (1, 1, plan.width_v)

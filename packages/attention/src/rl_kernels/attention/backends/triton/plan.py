@@ -142,14 +142,6 @@ class Plan:
     @functools.cached_property
     def forward(self) -> Forward:
         """What the forward pass launches."""
-        return self._made_forward()
-
-    @functools.cached_property
-    def forward_of_out(self) -> Forward:
-        """The same where nobody asks for lse: of its own, as a launch has tensors at the same places each time."""
-        return self._made_forward()
-
-    def _made_forward(self) -> Forward:
         tile = tile_of(self.dtype, max(self.widths), self.fast, self.longest_q * self.group, self.boxes is not None)
         tiles, segments = self._tiles(tile.rows), ceil_div(self.longest_k, SEGMENT)
         programs = self.batch * tiles
