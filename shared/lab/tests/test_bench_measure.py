@@ -96,12 +96,12 @@ def played(monkeypatch, request):
 @pytest.mark.parametrize(("played", "how"), [(True, GRAPH), (False, EVENTS)], indirect=["played"])
 @pytest.mark.parametrize("copies", [1, 3])
 def test_device_time_is_that_of_one_call(played, how, copies):
-    timing, result, clock = measure.measure([played.call(i) for i in range(copies)], GPU, Effort())
+    timing, result, runs, clock = measure.measure([played.call(i) for i in range(copies)], GPU, Effort())
     assert timing.ms == pytest.approx(CALL_S * 1e3)
     assert (timing.how, timing.copies, timing.extra_mib, timing.beside_ms) == (how, copies, 1.0, None)
     assert result == 0
     assert timing.call_us > 0
-    assert (clock.calls, clock.how) == (copies, how)
+    assert (len(runs), clock.calls, clock.how) == (copies, copies, how)
 
 
 @pytest.mark.parametrize("played", [True], indirect=True)
@@ -162,9 +162,9 @@ def test_launches_and_waits_are_counted_where_they_are_asked_for(played, monkeyp
 
 
 def test_a_cpu_has_wall_time_alone():
-    timing, result, clock = measure.measure([lambda: 5], torch.device("cpu"), Effort(iters=2, warmup=0))
+    timing, result, runs, clock = measure.measure([lambda: 5], torch.device("cpu"), Effort(iters=2, warmup=0))
     assert timing.ms * 1e3 == pytest.approx(timing.call_us)
-    assert (timing.how, timing.extra_mib, result, clock) == (WALL, None, 5, None)
+    assert (timing.how, timing.extra_mib, result, len(runs), clock) == (WALL, None, 5, 1, None)
 
 
 def test_a_call_s_time_is_its_share_of_a_batch(monkeypatch):
@@ -174,7 +174,32 @@ def test_a_call_s_time_is_its_share_of_a_batch(monkeypatch):
     def run():
         clock.now += 1e-3
 
-    assert measure.call_seconds([run], torch.device("cpu"), Effort()) == pytest.approx(1e-3)
+    assert measure.call_seconds([measure.Calls([run])], torch.device("cpu"), Effort()) == [pytest.approx(1e-3)]
+
+
+def test_real_calls_take_turns_each_in_its_own_surroundings(monkeypatch):
+    """The host gets slower all the time, and to enter and to leave takes longer than any call."""
+    clock, inside = SimpleNamespace(now=0.0), []
+
+    @contextmanager
+    def around():
+        clock.now += 10.0
+        inside.append("peer")
+        yield
+        inside.pop()
+        clock.now += 10.0
+
+    def run(name, slower):
+        def call():
+            assert inside == name
+            clock.now += slower * 1e-3 * (1 + clock.now / 100)
+
+        return call
+
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: clock.now)
+    sides = [measure.Calls([run(["peer"], 2)], around), measure.Calls([run([], 1)])]
+    theirs, ours = measure.call_seconds(sides, torch.device("cpu"), Effort())
+    assert theirs / ours == pytest.approx(2, rel=0.1)
 
 
 def test_samples_follow_the_time_of_one():

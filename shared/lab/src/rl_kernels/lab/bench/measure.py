@@ -2,7 +2,7 @@
 
 Device time is that of a graph that calls through every copy of the inputs, where the call can be captured; else of
 events around plain calls. What is timed beside something else takes turns with it: near its limit of power a GPU moves
-its clocks by what runs, and by what ran before. On a CPU there is the wall time alone.
+its clocks by what runs, and by what ran before, and a host has other work. On a CPU there is the wall time alone.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -97,11 +98,19 @@ class Clock(NamedTuple):
     how: str
 
 
+class Calls(NamedTuple):
+    """Calls that take turns with others: one for each copy of the inputs, and what surrounds a batch of them."""
+
+    runs: Sequence[Run]
+    around: Callable[[], AbstractContextManager[object]] = nullcontext
+
+
 class Measurement(NamedTuple):
-    """What was measured, what the call on the first copy gave after that, and on a GPU what can be timed again."""
+    """What was measured, what the call on the first copy gave after that, the calls, and a GPU's clock of them."""
 
     timing: Timing
     result: Any
+    runs: Sequence[Run]
     clock: Clock | None
 
 
@@ -138,15 +147,15 @@ def measure(
         result = runs[0]()
     del result
     extra = extra_memory(runs[0], device)
-    call = call_seconds(runs, device, effort)
+    (call,) = call_seconds([Calls(runs)], device, effort)
     if device.type != "cuda":
-        return Measurement(Timing(call * 1e3, WALL, call * 1e6, extra, len(runs)), runs[0](), None)
+        return Measurement(Timing(call * 1e3, WALL, call * 1e6, extra, len(runs)), runs[0](), runs, None)
     clock = clock_of(runs, captured=captured)
     ms = [seconds * 1e3 for seconds in device_seconds([clock] if beside is None else [clock, beside], effort)]
     result = clock.last()
     launches, waits = counts(runs[0]) if effort.launches else (None, None)
     timing = Timing(ms[0], clock.how, call * 1e6, extra, len(runs), launches, waits, ms[1] if beside else None)
-    return Measurement(timing, result, clock)
+    return Measurement(timing, result, runs, clock)
 
 
 def clock_of(runs: Sequence[Run], *, captured: bool = True) -> Clock:
@@ -179,19 +188,25 @@ def extra_memory(run: Run, device: torch.device) -> float | None:
     return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
-def call_seconds(runs: Sequence[Run], device: torch.device, effort: Effort) -> float:
-    """Return the median wall time of a real call, over batches at whose end the device is waited for."""
+def call_seconds(sides: Sequence[Calls], device: torch.device, effort: Effort) -> list[float]:
+    """Return the median wall time of a real call of each side, over batches that take turns.
 
-    def batch(count: int) -> float:
-        start = time.perf_counter()
-        for i in range(count):
-            runs[i % len(runs)]()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        return (time.perf_counter() - start) / count
+    The device is waited for at the end of a batch.
+    """
 
-    count = max(1, min(200, int(BATCH_S / max(batch(1), 1e-9))))
-    return statistics.median(batch(count) for _ in range(effort.iters or BATCHES))
+    def batch(calls: Calls, count: int) -> float:
+        runs = calls.runs
+        with calls.around():
+            start = time.perf_counter()
+            for i in range(count):
+                runs[i % len(runs)]()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            return (time.perf_counter() - start) / count
+
+    counts = [max(1, min(200, int(BATCH_S / max(batch(calls, 1), 1e-9)))) for calls in sides]
+    rounds = [[batch(*side) for side in zip(sides, counts, strict=True)] for _ in range(effort.iters or BATCHES)]
+    return [statistics.median(times) for times in zip(*rounds, strict=True)]
 
 
 def _captured(runs: Sequence[Run]) -> Clock:

@@ -26,7 +26,7 @@ class Measured:
         unit: ``TB/s`` or ``TFLOP/s``, whichever bounds the work.
         share: of the floor: the time that the measured ceiling needs for that work, over the time taken.
         ratio: its time over ours, on a GPU of samples that were taken in turn with its own; None for ours.
-        call_ratio: the same of the wall time of a real call.
+        call_ratio: the same of the wall time of a real call, of batches that took turns on a CPU too.
     """
 
     timing: Timing
@@ -37,15 +37,17 @@ class Measured:
     call_ratio: float | None = None
 
     @classmethod
-    def of(cls, timing: Timing, work: Work, ceilings: Ceilings, ours: Timing | None) -> Measured:
-        """Set a time beside the work and what the device can do."""
+    def of(
+        cls, timing: Timing, work: Work, ceilings: Ceilings, ours: Timing | None, call_ratio: float | None = None
+    ) -> Measured:
+        """Set a time beside the work and what the device can do, and beside ours."""
         seconds = timing.ms * 1e-3
         moved, computed = work.bytes / ceilings.bytes_per_s, work.flops / ceilings.flops_per_s
         amount, unit = (work.bytes, "TB/s") if moved >= computed else (work.flops, "TFLOP/s")
         found = cls(timing, amount / seconds * 1e-12, unit, max(moved, computed) / seconds)
         if ours is None:
             return found
-        return replace(found, ratio=timing.ms / (timing.beside_ms or ours.ms), call_ratio=timing.call_us / ours.call_us)
+        return replace(found, ratio=timing.ms / (timing.beside_ms or ours.ms), call_ratio=call_ratio)
 
 
 @dataclass

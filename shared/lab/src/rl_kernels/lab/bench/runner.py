@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,16 +13,47 @@ from rl_kernels.core.contract import DTYPES
 from rl_kernels.core.dispatch import BackendUnavailable, record_dispatch
 from rl_kernels.core.operator import Operator, arch_of
 from rl_kernels.core.testing import Case, Inputs, spec_of
+from rl_kernels.core.testing.grouped import grouped, named_apart
 from rl_kernels.lab.bench.arena import Arena
 from rl_kernels.lab.bench.definition import Benchmark, Pass, Peer, Shape
-from rl_kernels.lab.bench.measure import GRAPH, Ceilings, Clock, Effort, Measurement, Timing, measure
+from rl_kernels.lab.bench.measure import (
+    GRAPH,
+    Calls,
+    Ceilings,
+    Clock,
+    Effort,
+    Measurement,
+    Run,
+    call_seconds,
+    measure,
+)
 from rl_kernels.lab.bench.peers import LOOSE, Skipped, difference, made, named_if_it_fails, one_line
 from rl_kernels.lab.bench.record import OURS, Measured, Record
 from rl_kernels.lab.bench.verify import Wrong, call, verify
-from rl_kernels.lab.check.candidate import backend_candidate
 from rl_kernels.lab.check.guard import Misbehaved, Results, named
 
 Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Ours:
+    """A public function as what takes the inputs of a case, which name the members of a group one by one."""
+
+    public: Function
+    groups: Mapping[str, type]
+    always: Inputs
+
+    def __call__(self, **inputs: Any) -> Any:
+        """Call it."""
+        return self.with_(inputs)()
+
+    def with_(self, inputs: Inputs) -> Run:
+        """Return the call that a user makes with these inputs, with nothing of ours before it."""
+        return functools.partial(self.public, **grouped(named_apart(self.public), self.groups, self.always | inputs))
+
+
+def _with(function: Function, inputs: Inputs) -> Run:
+    return function.with_(inputs) if isinstance(function, Ours) else functools.partial(function, **inputs)
 
 
 @dataclass(frozen=True)
@@ -88,13 +119,12 @@ class Round:
         arch = arch_of(device.type, device.index)
         return verify(self.arena, layouts.get(self.arena.case.function), results, upstream, arch)
 
-    def through(self, backend: str) -> Function:
+    def through(self, backend: str) -> Ours:
         """Return ours, by a backend, as what takes the inputs; they are right, so they are not validated."""
         unchecked = {"validate": False} if "validate" in self.arena.spec.unread else {}
-        candidate = backend_candidate(self.job.operator, OURS, backend, self.job.device.type)
-        function = self.arena.case.function
+        public = self.job.operator.function(self.arena.case.function)
         # It must not hold this round, which holds it: the memory of both would live until the garbage collector comes.
-        return lambda **inputs: candidate.call(function, {**unchecked, **inputs})
+        return Ours(public, self.arena.spec.groups, {"backend": backend, **unchecked})
 
     def result(self, function: Function, inputs: Inputs, upstream: Results) -> Results:
         """Call an implementation once."""
@@ -191,23 +221,19 @@ def _timed(
     beside: Clock | None = None,
 ) -> Measurement:
     runs = [
-        _both(round_, function, inputs, upstream) if each.backward else _forward(function, inputs) for inputs in copies
+        _both(round_, function, inputs, upstream) if each.backward else _with(function, inputs) for inputs in copies
     ]
     with torch.set_grad_enabled(each.backward):
         return measure(runs, round_.job.device, round_.job.effort, captured=captured, beside=beside)
 
 
-def _forward(function: Function, inputs: Inputs) -> Callable[[], Any]:
-    return lambda: function(**inputs)
-
-
-def _both(round_: Round, function: Function, inputs: Inputs, upstream: Results) -> Callable[[], Any]:
+def _both(round_: Round, function: Function, inputs: Inputs, upstream: Results) -> Run:
     attached = {name: inputs[name].detach().requires_grad_() for name in round_.arena.leaves}
-    given, leaves, above = {**inputs, **attached}, list(attached.values()), list(upstream.values())
+    forward, leaves, above = _with(function, {**inputs, **attached}), list(attached.values()), list(upstream.values())
     names, output = list(upstream), round_.arena.spec.output
 
     def run() -> Any:
-        result = function(**given)
+        result = forward()
         outputs = [result] if isinstance(result, torch.Tensor) else [named(result, output)[name] for name in names]
         if _is_captured():
             return torch.autograd.grad(outputs, leaves, above)
@@ -241,26 +267,33 @@ def _run_peer(round_: Round, peer: Peer, record: Record) -> None:
         record.skipped[""] = str(error)
         return
     try:
-        with named_if_it_fails(), peer.around():
-            upstream = _check_peer(round_, peer, function, record, any(each.backward for each in wanted.values()))
+        with named_if_it_fails():
+            with peer.around():
+                upstream = _check_peer(round_, peer, function, record, any(each.backward for each in wanted.values()))
             copies = round_.arena.copies
             if peer.overwrites:
                 copies = [_cloned(inputs) for inputs in copies]
             for name, each in wanted.items():
-                ours, beside = _ours(round_, name)
-                timing = _timed(round_, function, each, copies, upstream, captured=not peer.waits, beside=beside).timing
-                record.passes[name] = Measured.of(timing, each.work, round_.ceilings, ours)
+                ours = round_.measured.get(name)
+                # Calls of ours would run in the surroundings of the peer; a graph is what it was.
+                beside = ours.clock if ours and ours.clock and ours.clock.how == GRAPH else None
+                with peer.around():
+                    found = _timed(round_, function, each, copies, upstream, captured=not peer.waits, beside=beside)
+                record.passes[name] = _beside(round_, each, found, peer, ours)
     except Skipped as error:
         record.skipped[", ".join(name for name in wanted if name not in record.passes)] = str(error)
     _release(round_.job.device)
 
 
-def _ours(round_: Round, name: str) -> tuple[Timing | None, Clock | None]:
-    """Return our time of a pass, and the graph that a peer takes turns with; calls would run in its surroundings."""
-    found = round_.measured.get(name)
-    if found is None:
-        return None, None
-    return found.timing, found.clock if found.clock is not None and found.clock.how == GRAPH else None
+def _beside(round_: Round, each: Pass, found: Measurement, peer: Peer, ours: Measurement | None) -> Measured:
+    """Return what was measured of a peer, its real calls timed once more in turn with ours."""
+    if ours is None:
+        return Measured.of(found.timing, each.work, round_.ceilings, None)
+    sides = [Calls(found.runs, peer.around), Calls(ours.runs)]
+    with torch.set_grad_enabled(each.backward):
+        theirs, mine = call_seconds(sides, round_.job.device, round_.job.effort)
+    timing = replace(found.timing, call_us=theirs * 1e6)
+    return Measured.of(timing, each.work, round_.ceilings, ours.timing, theirs / mine)
 
 
 def _check_peer(round_: Round, peer: Peer, function: Function, record: Record, backward: bool) -> Results:
