@@ -37,6 +37,7 @@ CASES = (
     Case("scaled", _sizes(1, 17, 17, 1, 2, 32), {"scale": 0.37}),
     Case("window", _sizes(2, 90, 90, 1, 2, 16), {**LSE, "window": (20, 5)}),
     Case("window-of-tiles", _sizes(1, 130, 130, 1, 1, 16), {**LSE, "window": (62, 0)}),
+    Case("window-from-block-end", _sizes(1, 3, 83, 1, 2, 16), {**LSE, "window": (17, 0)}),
     Case("window-both", _sizes(1, 66, 140, 1, 2, 16), {**LSE, "causal": False, "window": (9, 70)}),
     Case("window-left", _sizes(1, 20, 150, 1, 1, 16), {**LSE, "window": (30, None)}),
     Case("softcap", _sizes(1, 33, 33, 2, 1, 16), {**LSE, "softcap": 2.0}),

@@ -37,7 +37,9 @@ TILES = (
     Bug(
         "a query sees one key too many", "tl.maximum(t + shift + right + 1, 0)", "tl.maximum(t + shift + right + 2, 0)"
     ),
-    Bug("window one key short", "tl.maximum(t + shift - left, gone)", "tl.maximum(t + shift - left + 1, gone)"),
+    Bug("mask one key too wide", "(ahead <= right)", "(ahead <= right + 1)"),
+    Bug("window one key short", "(ahead >= -left)", "(ahead > -left)"),
+    Bug("window begins one key late", "tl.maximum(t + shift - left, gone)", "tl.maximum(t + shift - left + 1, gone)"),
     Bug(
         "blocks counted from the padding",
         "first = tl.minimum(tl.maximum(start, 0), end).to(tl.int32)",
@@ -196,7 +198,7 @@ PLANNED = (
 """Bugs of what is planned once: another launch than that of the general path, or one where there must be none."""
 CASES = (
     *("sinks", "window", "left-padded", "dropped", "dropped-unseen", "block-edge", "pages", "large-pages", "packed"),
-    *("softcap", "segments"),
+    *("softcap", "segments", "window-from-block-end"),
 )
 
 MUTANTS = (Mutants("triton", MODULES, (*TILES, *FORWARD, *BACKWARD, *HOST), CASES),)
