@@ -2,9 +2,10 @@
 
 Reads packages/*/benchmarks/results/*.json, which `rl-kernels bench --json` wrote. The tables of an operator go
 between the markers of its README, which is its page in the docs too; the plots go into docs/ and are shown by
-docs/benchmarks.md, which also has the table of the whole step that `tools/grpo_step.py --json` timed; those of whole
-models, by `tools/model_step.py --json`, are in the README of models, and that of `rl-kernels demo --device cuda`, with
-its picture, in the README of rl-kernels. Everything is derived from the results: where there are none, a page says so.
+docs/benchmarks.md, which also has the table of the whole step that `tools/grpo_step.py --json` timed, and what the host
+takes for small calls, by `rl-kernels bench --set host`; those of whole models, by `tools/model_step.py --json`, are in
+the README of models, and that of `rl-kernels demo --device cuda`, with its picture, in the README of rl-kernels.
+Everything is derived from the results: where there are none, a page says so.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 from rl_kernels.demo.gpu import plot, record
 from rl_kernels.demo.gpu.report import QUOTIENT, side_by_side
 from rl_kernels.lab.bench.plot import draw
-from rl_kernels.lab.bench.record import Document, read
+from rl_kernels.lab.bench.record import Document, Measured, read
 from rl_kernels.lab.bench.report import as_table, digits, facts, remarks, tables
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -30,7 +31,9 @@ PUBLISHED = "shared/core/src/rl_kernels/core/published.json"
 STEP = "h200-grpo-step.json"
 MODELS, MODEL_STEPS, MODEL_BITS = "packages/models/README.md", "*-model-step.json", "*-model-bits.json"
 DEMO, DEMOS = "packages/rl-kernels/README.md", "*-demo.json"
-BENCH, GRPO_STEP, MODEL_STEP, BITS, TWINS = "bench results", "grpo step", "model step", "model bits", "demo"
+HOSTS = "*-host.json"
+BENCH, GRPO_STEP, HOST = "bench results", "grpo step", "host time"
+MODEL_STEP, BITS, TWINS = "model step", "model bits", "demo"
 """What markers in a page say."""
 NOTHING = "\nNo results are committed yet.\n\n"
 LONGEST = 100
@@ -88,6 +91,27 @@ def step(file: Path) -> str:
         gain = values[1] / values[0] if key == "largest" else values[0] / values[1]
         rows.append([label, *cells, f"{gain:.2f}"])
     return f"\nA Llama of {sizes}; {batch}:\n\n{as_table(rows)}\n\n{ran_on(where)}\n\n"
+
+
+def hosts(files: Iterable[Path]) -> str:
+    """Return the tables of what the host takes for small calls."""
+    parts = []
+    for file in files:
+        document = read(file)
+        timed = [each for each in document.records if each.passes]
+        passes = list(dict.fromkeys(name for each in timed for name in each.passes))
+        rows = [["operator", "shape", "", *(f"{name}{what}" for name in passes for what in (", us", ", / ours"))]]
+        for each in timed:
+            cells = [cell for name in passes for cell in _call(each.passes.get(name))]
+            rows.append([each.operator, each.shape, each.name, *cells])
+        parts.append(f"{as_table(rows)}\n\n- {next(facts(document))}")
+    return filled(parts)
+
+
+def _call(measured: Measured | None) -> tuple[str, str]:
+    if measured is None:
+        return "", ""
+    return f"{measured.timing.call_us:.0f}", "" if measured.call_ratio is None else f"{measured.call_ratio:.2f}"
 
 
 def ran_on(where: Mapping[str, str]) -> str:
@@ -173,7 +197,8 @@ def pages(root: Path, packages: dict[str, dict[str, Document]]) -> Iterator[tupl
     steps, bits, twins = (sorted(files.glob(names)) for names in (MODEL_STEPS, MODEL_BITS, DEMOS))
     yield root / MODELS, _filled(root / MODELS, {MODEL_STEP: model_steps(steps), BITS: model_bits(bits)}, root)
     yield root / DEMO, _filled(root / DEMO, {TWINS: demos(twins)}, root)
-    yield root / PAGE, _filled(root / PAGE, {BENCH: overview(packages), GRPO_STEP: step(files / STEP)}, root)
+    whole = {BENCH: overview(packages), GRPO_STEP: step(files / STEP), HOST: hosts(sorted(files.glob(HOSTS)))}
+    yield root / PAGE, _filled(root / PAGE, whole, root)
 
 
 def _filled(page: Path, bodies: dict[str, str], root: Path) -> str:

@@ -17,8 +17,8 @@ from rl_kernels.lab.check.guard import Misbehaved, Results
 from rl_kernels.lab.check.repeat import other_stream
 from rl_kernels.lab.check.result import Check, Record
 
-RUNS = 20
-"""Calls that repeatability compares."""
+RUNS, INTERPRETED_RUNS = 20, 3
+"""Calls that repeatability compares, and in Triton's interpreter, where each takes seconds and programs run in order."""
 CALLS, SECONDS = 50_000, {"quick": 1.0, "full": 8.0}
 """Calls of the plainest case of a function at most: a state that goes bad, or a rare error, takes many to show."""
 AT_ONCE = 60
@@ -37,7 +37,7 @@ def repeatability(cell: Cell) -> Iterator[Record]:
         upstream = cell.upstream(first)
         expected = first.results(upstream)
         found: dict[str, Comparison] = {}
-        for _ in range(RUNS - 1):
+        for _ in range((INTERPRETED_RUNS if cell.is_slow else RUNS) - 1):
             other_stream(cell.setting.device).top_up(PRODUCTS)
             again = cell.run().results(upstream)
             for item, value in expected.items():
