@@ -104,7 +104,8 @@ def trl(session: nox.Session) -> None:
     install(session, *SHARED, *siblings(MODELS), MODELS)
     session.install(*PINNED, "trl", "transformers", "peft")
     env = {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
-    session.run("python", "-m", "pytest", str(ROOT / "tests_integration" / "test_trl.py"), *session.posargs, env=env)
+    files = sorted(map(str, (ROOT / "tests_integration").glob("test_trl*.py")))
+    session.run("python", "-m", "pytest", *files, *session.posargs, env=env)
 
 
 @nox.session(**BORROWING)

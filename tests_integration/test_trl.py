@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,10 +17,9 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 from rl_kernels.grpo_loss import Objective  # noqa: E402
 from rl_kernels.models.clients import trl as trl_client  # noqa: E402
-from rl_kernels.models.clients.trl import head, rollout  # noqa: E402
+from rl_kernels.models.clients.trl import head  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
-STEPS, WORDS = 4, 16
 
 
 def _tool() -> ModuleType:
@@ -119,47 +119,6 @@ def test_a_term_that_our_loss_has_not_is_refused() -> None:
         trl_client.use_in(trainer)
 
 
-def _trainer(folder: Path, **options: Any) -> Any:
-    from datasets import Dataset
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    words = {"<eos>": 0, "<pad>": 1, "<unk>": 2, **{f"w{i}": i + 3 for i in range(WORDS - 3)}}
-    raw = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    raw.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>")
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=WORDS, eos_token_id=0, pad_token_id=1, bos_token_id=0, **sizes))
-    # With a KL, TRL loads the reference from where the model came from.
-    model.save_pretrained(folder / "model")
-    model = LlamaForCausalLM.from_pretrained(folder / "model")
-    config = trl.GRPOConfig(
-        output_dir=str(folder),
-        use_cpu=True,
-        bf16=False,
-        report_to=[],
-        max_steps=STEPS,
-        logging_steps=1,
-        save_strategy="no",
-        learning_rate=1e-2,
-        per_device_train_batch_size=4,
-        gradient_accumulation_steps=2,
-        num_generations=4,
-        max_completion_length=8,
-        disable_tqdm=True,
-        seed=3,
-        **({"num_iterations": 2, "gradient_checkpointing": False} | options),
-    )
-
-    def reward(completions: list[str], **_: Any) -> list[float]:
-        return [float(text.count("w1")) - 0.1 * len(text.split()) for text in completions]
-
-    data = Dataset.from_dict({"prompt": ["w1 w2 w3", "w4 w5"] * 8})
-    made = {"model": model, "reward_funcs": reward, "args": config, "train_dataset": data}
-    return trl.GRPOTrainer(**made, processing_class=tokenizer)
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -171,8 +130,10 @@ def _trainer(folder: Path, **options: Any) -> Any:
     ],
     ids=lambda options: options["loss_type"],
 )
-def test_training_steps_are_those_of_trl(options: dict[str, Any], tmp_path: Path) -> None:
-    trainer = _trainer(tmp_path, **options)
+def test_training_steps_are_those_of_trl(
+    trainer_of: Callable[..., Any], options: dict[str, Any], tmp_path: Path
+) -> None:
+    trainer = trainer_of(tmp_path, **options)
     names = ("model", "ref_model")
     models = [getattr(trainer, name) for name in names if getattr(trainer, name) is not None]
     theirs, heads = trainer._compute_loss, [model.forward for model in models]
@@ -198,7 +159,7 @@ def test_training_steps_are_those_of_trl(options: dict[str, Any], tmp_path: Path
     trainer._compute_loss = both
     before = [value.detach().clone() for value in trainer.model.parameters()]
     trainer.train()
-    assert len(pairs) == 2 * STEPS
+    assert len(pairs) == 2 * trainer.args.max_steps
     assert max(advantages) > 0.1
     for (their_loss, our_loss), (their_grads, our_grads) in pairs:
         torch.testing.assert_close(our_loss, their_loss, rtol=1e-5, atol=1e-6)
@@ -326,68 +287,8 @@ def test_scores_with_an_adapter_are_those_of_trl(where: str) -> None:
     _held(_scored(wrapped, batch)[: len(expected)], expected)
 
 
-def test_what_is_not_computed_is_refused_by_name(tmp_path: Path) -> None:
-    trainer = _trainer(tmp_path)
+def test_what_is_not_computed_is_refused_by_name(trainer_of: Callable[..., Any], tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path)
     del trainer.model.forward
     with pytest.raises(TypeError, match=r"^trainer: expected TRL's GRPOTrainer with a fused head .* TRL 1\.16"):
         trl_client.use_in(trainer)
-
-
-def _differing(trainer: Any) -> list[tuple[int, int]]:
-    """Train; return how many tokens of each first pass differ from what was recorded, and of how many."""
-    counts, ours = [], trainer._compute_loss
-
-    def counted(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
-        ids = torch.cat((inputs["prompt_ids"], inputs["completion_ids"]), 1)
-        attention = torch.cat((inputs["prompt_mask"], inputs["completion_mask"]), 1)
-        mask = inputs["completion_mask"].bool()
-        with torch.no_grad():
-            given = (model, ids, attention, mask.shape[1])
-            logps, _, _ = trainer._get_per_token_logps_and_entropies(*given)
-        recorded = inputs["sampling_per_token_logps"]
-        counts.append((int((logps != recorded)[mask].sum()), int(mask.sum())))
-        assert torch.allclose(logps[mask], recorded[mask], atol=1e-5)
-        return ours(model, inputs)
-
-    trainer._compute_loss = counted
-    trainer.train()
-    return counts
-
-
-SAMPLED = {"num_iterations": 1, "temperature": 0.9, "beta": 0.05}
-
-
-@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}], ids=str)
-def test_what_was_sampled_has_the_bits_of_training(options: dict[str, Any], tmp_path: Path) -> None:
-    trainer = _trainer(tmp_path, **SAMPLED, **options)
-    trl_client.use_in(trainer, invariant=True)
-    counts = _differing(trainer)
-    assert sum(tokens for _, tokens in counts) > 100
-    assert sum(differing for differing, _ in counts) == 0
-    logged = [each for each in trainer.state.log_history if "sampling/sampling_logp_difference/max" in each]
-    assert len(logged) == STEPS
-    assert all(each["sampling/sampling_logp_difference/max"] == 0 for each in logged)
-    assert all(each["sampling/sampling_logp_difference/mean"] == 0 for each in logged)
-
-
-def test_without_invariance_they_differ(tmp_path: Path) -> None:
-    trainer = _trainer(tmp_path, **SAMPLED)
-    trl_client.use_in(trainer)
-    scores = head.Head(trainer.model, 0.9, in_fp32=False, entropy=False)
-    trainer._generate_single_turn = rollout.recorded(trainer._generate_single_turn, scores)
-    counts = _differing(trainer)
-    assert sum(differing for differing, _ in counts) > 0
-
-
-def test_a_rollout_that_is_not_seen_is_refused(tmp_path: Path) -> None:
-    trainer = _trainer(tmp_path)
-    for name in ("use_vllm", "use_transformers_continuous_batching", "rollout_func"):
-        before = getattr(trainer, name)
-        setattr(trainer, name, True)
-        with pytest.raises(ValueError, match=f"^{name}: expected a trainer without it"):
-            trl_client.use_in(trainer, invariant=True)
-        setattr(trainer, name, before)
-    trainer.args.cast_lm_head_to_fp32 = True
-    with pytest.raises(ValueError, match=r"^cast_lm_head_to_fp32: expected a trainer without it"):
-        trl_client.use_in(trainer, invariant=True)
-    assert type(trainer.model.model.norm).__name__ == "LlamaRMSNorm"

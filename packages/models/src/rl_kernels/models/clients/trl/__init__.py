@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from rl_kernels.models import invariance
+from rl_kernels.models.clients.trl import continuous
 from rl_kernels.models.clients.trl.head import Head, score_with
 from rl_kernels.models.clients.trl.loss import compute_loss, normaliser, objective, rollout_ratio
 from rl_kernels.models.clients.trl.rollout import check_rollout, recorded
@@ -29,15 +30,17 @@ def use_in(trainer: Any, *, invariant: bool = False, **options: Any) -> None:
     Args:
         trainer: before ``train()``.
         invariant: make its models ``invariant``, strictly, and record the log-probability of each token that
-            ``generate`` samples: ``linear_logp`` on the hidden state that it came from. Batches bring them as
-            ``sampling_per_token_logps``; those of the first training pass have the same bits, which the metrics
-            ``sampling/sampling_logp_difference`` tell. Tokens behind padding then stand where ``generate`` lets them.
+            ``generate``, or ``generate_batch`` of continuous batching, samples: ``linear_logp`` on the hidden state
+            that it came from. Batches bring them as ``sampling_per_token_logps``; those of the first training pass have
+            the same bits, which the metrics ``sampling/sampling_logp_difference`` tell. Tokens behind padding then
+            stand where ``generate`` lets them.
         options: ``backend`` and ``validate`` of the loss.
 
     Raises:
         ValueError: the trainer adds terms to its loss that ours does not have; or, with ``invariant``, its tokens are
-            sampled elsewhere than in ``generate``, or its model cannot be made invariant. The message names what.
-        TypeError: the trainer has not the hooks of TRL 1.16, or the head of its model is none that ``head_logp`` takes.
+            sampled elsewhere, or its model cannot be made invariant. The message names what.
+        TypeError: the trainer has not the hooks of TRL 1.16, or its continuous batching not those of transformers 5.17
+            to 5.23, or the head of its model is none that ``head_logp`` takes.
     """
     beyond = {
         "top_entropy_quantile": trainer.top_entropy_quantile < 1,
@@ -53,14 +56,20 @@ def use_in(trainer: Any, *, invariant: bool = False, **options: Any) -> None:
     hooked = hasattr(trainer, "_get_per_token_logps_and_entropies") and all("forward" in vars(base) for base in bases)
     if not hooked:
         raise TypeError(f"trainer: expected TRL's GRPOTrainer with a fused head on its models, as TRL {KNOWN} has it")
+    in_batches = trainer.use_transformers_continuous_batching
     if invariant:
         check_rollout(trainer)
+        if in_batches:
+            continuous.check_settings(trainer)
         _make_invariant(bases)
     in_fp32 = trainer.args.cast_lm_head_to_fp32
     heads = [Head(base, trainer.temperature, in_fp32=in_fp32, entropy=base is bases[0]) for base in bases]
     for base, head in zip(bases, heads, strict=True):
         score_with(base, head, places=invariant)
-    if invariant:
+    if invariant and in_batches:
+        given = (trainer._generate_single_turn, heads[0], bases[0], trainer.continuous_batching_config)
+        trainer._generate_single_turn = continuous.recorded(*given)
+    elif invariant:
         trainer._generate_single_turn = recorded(trainer._generate_single_turn, heads[0])
     trainer._compute_loss = partial(compute_loss, trainer, **options)
 

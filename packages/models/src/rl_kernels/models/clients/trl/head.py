@@ -67,18 +67,10 @@ class Head:
         Raises:
             TypeError: the head is none that ``head_logp`` takes.
         """
-        head = self.module
-        hidden, labels = hidden.to(head.weight.device), labels.to(head.weight.device)
+        device = self.module.weight.device
+        hidden, labels = hidden.to(device), labels.to(device)
         kept = labels != IGNORED
-        rows, ids = hidden[kept], labels[kept]
-        found: torch.Tensor | LogpStats
-        if self._in_fp32:
-            # TRL has replaced the forward of the head by a product in FP32.
-            with torch.autocast(rows.device.type, enabled=False):
-                bias = None if head.bias is None else head.bias.float()
-                found = linear_logp(rows.float(), head.weight.float(), ids, bias, **self._options)
-        else:
-            found = head_logp(head, rows, ids, **self._options)
+        found = self._found(hidden[kept], labels[kept])
 
         def spread(values: torch.Tensor) -> torch.Tensor:
             # It stays connected to the model where no position has a label.
@@ -87,6 +79,20 @@ class Head:
         if isinstance(found, LogpStats):
             return Scores(spread(found.logp), spread(found.entropy))
         return Scores(spread(found))
+
+    def logps(self, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Return the log-probabilities ``[N]`` of tokens ``[N]`` given the hidden states ``[N, D]`` before them."""
+        found = self._found(rows, ids)
+        return found.logp if isinstance(found, LogpStats) else found
+
+    def _found(self, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor | LogpStats:
+        head = self.module
+        if not self._in_fp32:
+            return head_logp(head, rows, ids, **self._options)
+        # TRL has replaced the forward of the head by a product in FP32.
+        with torch.autocast(rows.device.type, enabled=False):
+            bias = None if head.bias is None else head.bias.float()
+            return linear_logp(rows.float(), head.weight.float(), ids, bias, **self._options)
 
 
 def score_with(model: Any, head: Head, *, places: bool = False) -> None:

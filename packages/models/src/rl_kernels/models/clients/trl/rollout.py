@@ -11,32 +11,34 @@ from torch import nn
 
 from rl_kernels.models.clients.trl.head import IGNORED, Head
 
+Sampled = tuple[list[list[int]], list[list[float]]]
+"""Tokens of each completion, and the log-probability of each."""
+
 
 def check_rollout(trainer: Any) -> None:
     """Refuse rollouts whose hidden states are not seen.
 
     Raises:
-        ValueError: tokens are sampled elsewhere than in ``generate``, or not in a pass each, or from other logits.
+        ValueError: tokens are sampled elsewhere than by transformers, or not in a pass each, or from other logits.
     """
     beyond = {
         "use_vllm": trainer.use_vllm,
-        "use_transformers_continuous_batching": trainer.use_transformers_continuous_batching,
         "rollout_func": trainer.rollout_func is not None,
         # TRL replaces the forward of the head, whose logits then follow the batch.
         "cast_lm_head_to_fp32": trainer.args.cast_lm_head_to_fp32,
     }
     for name, is_set in beyond.items():
         if is_set:
-            raise ValueError(f"{name}: expected a trainer without it for invariant=True, which samples with generate")
+            raise ValueError(f"{name}: expected a trainer without it for invariant=True, which samples by transformers")
     if getattr(trainer.generation_config, "prefill_chunk_size", None) is not None:
         raise ValueError("generation_kwargs: expected no prefill_chunk_size, a prompt in one pass")
 
 
-def recorded(sample: Callable[..., Any], head: Head) -> Callable[..., tuple[list[list[int]], list[list[float]]]]:
-    """Return ``GRPOTrainer._generate_single_turn`` with the log-probability of each token that it sampled."""
+def recorded(sample: Callable[..., Any], head: Head) -> Callable[..., Sampled]:
+    """Return ``GRPOTrainer._generate_single_turn``, by ``generate``, with the log-probability of each sampled token."""
 
-    def sampled(*args: Any, **options: Any) -> tuple[list[list[int]], list[list[float]]]:
-        with _inputs_of(head.module) as rows:
+    def sampled(*args: Any, **options: Any) -> Sampled:
+        with inputs_of(head.module, lambda hidden: hidden[:, -1].clone()) as rows:
             ids, _ = sample(*args, **options)
         return ids, _logps(head, rows, ids)
 
@@ -44,10 +46,12 @@ def recorded(sample: Callable[..., Any], head: Head) -> Callable[..., tuple[list
 
 
 @contextmanager
-def _inputs_of(module: nn.Module) -> Iterator[list[torch.Tensor]]:
-    """Collect the last row of each sequence that a head is given, one list entry a pass."""
+def inputs_of(
+    module: nn.Module, kept: Callable[[torch.Tensor], torch.Tensor] = lambda hidden: hidden
+) -> Iterator[list[torch.Tensor]]:
+    """Collect what is kept of the hidden states that a head is given, one list entry a pass."""
     rows: list[torch.Tensor] = []
-    hook = module.register_forward_pre_hook(lambda _, args: rows.append(args[0][:, -1].clone()))
+    hook = module.register_forward_pre_hook(lambda _, args: rows.append(kept(args[0])))
     try:
         yield rows
     finally:

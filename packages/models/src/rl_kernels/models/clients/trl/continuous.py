@@ -1,0 +1,132 @@
+"""What continuous batching sampled: where its model runner writes log-probabilities of its own, ours are written.
+
+Hidden states of several requests come in batches of any make-up, on another thread, and in CUDA graphs that run again:
+only the runner knows whose a row is, and hands its log-probability on with the token. Read off transformers 5.17 to
+5.23.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from rl_kernels.models.clients.trl.head import Head
+from rl_kernels.models.clients.trl.rollout import Sampled, inputs_of
+
+KNOWN = "5.17 to 5.23"
+"""The versions of transformers whose model runner this is."""
+METHOD = "_forward_process_and_sample"
+TAKES = ("self", "model", "batch_data", "carry_over_ids", "prev_output_ids", "output_ids")
+
+
+def check_settings(trainer: Any) -> None:
+    """Refuse continuous batching whose tokens cannot be scored where they are sampled.
+
+    Raises:
+        ValueError: its batches are compiled.
+        TypeError: transformers has another model runner.
+    """
+    names = ("varlen_compile_config", "decode_compile_config", "default_compile_level")
+    settings = [getattr(trainer.continuous_batching_config, name, None) for name in names]
+    if any([*settings, trainer.generation_config.compile_config]):
+        raise ValueError("transformers_continuous_batching_config: expected no compilation for invariant=True")
+    runner = _runner()
+    method = getattr(runner, METHOD, None)
+    if method is None or tuple(inspect.signature(method).parameters) != TAKES:
+        raise TypeError(f"trainer: expected the continuous batching of transformers {KNOWN}, which has another runner")
+
+
+def recorded(sample: Callable[..., Any], head: Head, model: Any, config: Any) -> Callable[..., Sampled]:
+    """Return ``GRPOTrainer._generate_single_turn`` with the log-probability of each token that it sampled.
+
+    Args:
+        sample: TRL's.
+        head: of the model.
+        model: what generates, without what is wrapped around it.
+        config: of its continuous batching.
+    """
+
+    def sampled(*args: Any, **options: Any) -> Sampled:
+        with _asked_for(config), _scored_by(head), _results_of(model) as results:
+            ids, _ = sample(*args, **options)
+        for each, own in zip(results, ids, strict=True):
+            if each.error is not None or len(each.logprobs) != len(own):
+                raise RuntimeError(f"rollout: continuous batching failed: {each.error or 'it lost log-probabilities'}")
+        return ids, [each.logprobs for each in results]
+
+    return sampled
+
+
+def _runner() -> Any:
+    try:
+        from transformers.generation.continuous_batching.model_runner import ModelRunner
+    except ImportError:
+        return None
+    return ModelRunner
+
+
+@contextmanager
+def _asked_for(config: Any) -> Iterator[None]:
+    """Have the runner make room for log-probabilities."""
+    before, config.return_logprobs = config.return_logprobs, True
+    try:
+        yield
+    finally:
+        config.return_logprobs = before
+
+
+@contextmanager
+def _scored_by(head: Head) -> Iterator[None]:
+    """Have the runner's passes through the model of a head end in our log-probabilities."""
+    runner = _runner()
+    theirs = getattr(runner, METHOD)
+
+    def forward(
+        self: Any,
+        model: Any,
+        batch_data: dict[str, Any],
+        carry_over_ids: torch.Tensor,
+        prev_output_ids: torch.Tensor,
+        output_ids: torch.Tensor,
+    ) -> None:
+        given = (model, batch_data, carry_over_ids, prev_output_ids, output_ids)
+        if model.get_output_embeddings() is not head.module:
+            theirs(self, *given)
+            return
+        with inputs_of(head.module) as passes:
+            theirs(self, *given)
+        (hidden,), places = passes, batch_data["logits_indices"]
+        rows = hidden[0] if "logits_to_keep" in batch_data else hidden[0, places]
+        logps = head.logps(rows, output_ids[0, : len(rows)].long())
+        # The runner keeps them as the bits of integers, beside the tokens.
+        output_ids[1, : len(rows)].copy_(logps.view(torch.int32))
+
+    setattr(runner, METHOD, forward)
+    try:
+        yield
+    finally:
+        setattr(runner, METHOD, theirs)
+
+
+@contextmanager
+def _results_of(model: Any) -> Iterator[list[Any]]:
+    """Collect what ``generate_batch`` returns, of which TRL takes the tokens."""
+    results: list[Any] = []
+    own, theirs = vars(model).get("generate_batch"), model.generate_batch
+
+    def generate_batch(*args: Any, **options: Any) -> Any:
+        found = theirs(*args, **options)
+        results.extend(found.values())
+        return found
+
+    model.generate_batch = generate_batch
+    try:
+        yield results
+    finally:
+        del model.generate_batch
+        if own is not None:
+            model.generate_batch = own

@@ -1,0 +1,158 @@
+"""A real client: what TRL's GRPOTrainer sampled has the bits of its training, with ``invariant=True``."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+trl = pytest.importorskip("trl")
+peft = pytest.importorskip("peft")
+# TRL and its libraries warn of what does not concern this.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+from rl_kernels.models.clients import trl as trl_client  # noqa: E402
+from rl_kernels.models.clients.trl import continuous, head, rollout  # noqa: E402
+
+
+def _differing(trainer: Any) -> list[tuple[int, int]]:
+    """Train; return how many tokens of each first pass differ from what was recorded, and of how many."""
+    counts, ours = [], trainer._compute_loss
+
+    def counted(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        ids = torch.cat((inputs["prompt_ids"], inputs["completion_ids"]), 1)
+        attention = torch.cat((inputs["prompt_mask"], inputs["completion_mask"]), 1)
+        mask = inputs["completion_mask"].bool()
+        with torch.no_grad():
+            given = (model, ids, attention, mask.shape[1])
+            logps, _, _ = trainer._get_per_token_logps_and_entropies(*given)
+        recorded = inputs["sampling_per_token_logps"]
+        counts.append((int((logps != recorded)[mask].sum()), int(mask.sum())))
+        assert torch.allclose(logps[mask], recorded[mask], atol=1e-5)
+        return ours(model, inputs)
+
+    trainer._compute_loss = counted
+    trainer.train()
+    return counts
+
+
+SAMPLED = {"num_iterations": 1, "temperature": 0.9, "beta": 0.05}
+
+
+BATCHES = {
+    "use_transformers_continuous_batching": True,
+    "transformers_continuous_batching_config": {"num_blocks": 16, "max_batch_tokens": 12},
+}
+"""Batches of fewer tokens than the prompts have: they come in chunks, beside tokens of others."""
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}, BATCHES], ids=["", "checkpoints", "batches"])
+def test_what_was_sampled_has_the_bits_of_training(
+    trainer_of: Callable[..., Any], options: dict[str, Any], tmp_path: Path
+) -> None:
+    trainer = trainer_of(tmp_path, **SAMPLED, **options)
+    trl_client.use_in(trainer, invariant=True)
+    counts = _differing(trainer)
+    assert sum(tokens for _, tokens in counts) > 100
+    assert sum(differing for differing, _ in counts) == 0
+    logged = [each for each in trainer.state.log_history if "sampling/sampling_logp_difference/max" in each]
+    assert len(logged) == trainer.args.max_steps
+    assert all(each["sampling/sampling_logp_difference/max"] == 0 for each in logged)
+    assert all(each["sampling/sampling_logp_difference/mean"] == 0 for each in logged)
+
+
+@pytest.mark.parametrize("options", [{}, BATCHES], ids=["", "batches"])
+def test_what_an_adapter_sampled_has_the_bits_of_training(
+    trainer_of: Callable[..., Any], options: dict[str, Any], tmp_path: Path
+) -> None:
+    """B is drawn, or the adapter would add nothing at first."""
+    adapter = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    trainer = trainer_of(tmp_path, adapter, **SAMPLED | {"beta": 0.0}, **options)
+    trl_client.use_in(trainer, invariant=True)
+    counts = _differing(trainer)
+    assert sum(tokens for _, tokens in counts) > 100
+    assert sum(differing for differing, _ in counts) == 0
+
+
+@pytest.mark.parametrize("options", [{}, BATCHES], ids=["", "batches"])
+def test_without_invariance_they_differ(
+    trainer_of: Callable[..., Any], options: dict[str, Any], tmp_path: Path
+) -> None:
+    trainer = trainer_of(tmp_path, **SAMPLED, **options)
+    trl_client.use_in(trainer)
+    scores = head.Head(trainer.model, 0.9, in_fp32=False, entropy=False)
+    given = trainer._generate_single_turn, scores
+    batches = (trainer.model, trainer.continuous_batching_config)
+    trainer._generate_single_turn = continuous.recorded(*given, *batches) if options else rollout.recorded(*given)
+    counts = _differing(trainer)
+    assert sum(differing for differing, _ in counts) > 0
+
+
+def test_continuous_batching_is_left_as_it_was(trainer_of: Callable[..., Any], tmp_path: Path) -> None:
+    """Between rollouts, and that of another model while one samples."""
+    trainer = trainer_of(tmp_path, **SAMPLED, **BATCHES)
+    runner, before = continuous._runner(), vars(continuous._runner())[continuous.METHOD]
+    found = []
+
+    def sample(model: Any) -> Any:
+        assert vars(runner)[continuous.METHOD] is not before
+        config = trainer.continuous_batching_config
+        given = {"generation_config": trainer.generation_config, "continuous_batching_config": config}
+        found.extend(model.generate_batch([[3, 4, 5]], **given).values())
+        return [[each.generated_tokens for each in found], None]
+
+    given = head.Head(trainer.model, 0.9, in_fp32=False, entropy=False), trainer.model
+    other = copy.deepcopy(trainer.model)
+    sampled = continuous.recorded(sample, *given, trainer.continuous_batching_config)
+    with pytest.raises(ValueError, match="longer"):
+        sampled(other)
+    probabilities = other(torch.tensor([[3, 4, 5]])).logits[0, -1].div(0.9).softmax(-1)
+    expected = probabilities[found[0].generated_tokens[0]].log().item()
+    assert found[0].logprobs[0] == pytest.approx(expected, abs=1e-6)
+    assert vars(runner)[continuous.METHOD] is before
+    assert "generate_batch" not in vars(trainer.model)
+    assert not trainer.continuous_batching_config.return_logprobs
+
+
+def test_continuous_batching_that_is_not_known_is_refused(
+    trainer_of: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = trainer_of(tmp_path, **BATCHES)
+    trainer.continuous_batching_config.default_compile_level = 1
+    with pytest.raises(ValueError, match=r"^transformers_continuous_batching_config: expected no compilation"):
+        trl_client.use_in(trainer, invariant=True)
+    trainer.continuous_batching_config.default_compile_level = 0
+    monkeypatch.setattr(continuous._runner(), continuous.METHOD, lambda self, model, batch: None)
+    with pytest.raises(TypeError, match=r"^trainer: expected the continuous batching of transformers 5\.17 to 5\.23"):
+        trl_client.use_in(trainer, invariant=True)
+    assert type(trainer.model.model.norm).__name__ == "LlamaRMSNorm"
+
+
+def test_a_request_that_failed_is_told() -> None:
+    failed = SimpleNamespace(error="out of pages", logprobs=[], generated_tokens=[])
+    model = SimpleNamespace(generate_batch=lambda: {"a": failed})
+    theirs, config = model.generate_batch, SimpleNamespace(return_logprobs=False)
+    sampled = continuous.recorded(lambda: ([list(model.generate_batch())[1:]], None), None, model, config)
+    with pytest.raises(RuntimeError, match=r"^rollout: continuous batching failed: out of pages"):
+        sampled()
+    assert model.generate_batch is theirs
+    assert not config.return_logprobs
+
+
+def test_a_rollout_that_is_not_seen_is_refused(trainer_of: Callable[..., Any], tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path)
+    for name in ("use_vllm", "rollout_func"):
+        before = getattr(trainer, name)
+        setattr(trainer, name, True)
+        with pytest.raises(ValueError, match=f"^{name}: expected a trainer without it"):
+            trl_client.use_in(trainer, invariant=True)
+        setattr(trainer, name, before)
+    trainer.args.cast_lm_head_to_fp32 = True
+    with pytest.raises(ValueError, match=r"^cast_lm_head_to_fp32: expected a trainer without it"):
+        trl_client.use_in(trainer, invariant=True)
+    assert type(trainer.model.model.norm).__name__ == "LlamaRMSNorm"
