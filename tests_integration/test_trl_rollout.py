@@ -128,7 +128,7 @@ def test_continuous_batching_that_is_not_known_is_refused(
         trl_client.use_in(trainer, invariant=True)
     trainer.continuous_batching_config.default_compile_level = 0
     monkeypatch.setattr(continuous._runner(), continuous.METHOD, lambda self, model, batch: None)
-    with pytest.raises(TypeError, match=r"^trainer: expected the continuous batching of transformers 5\.17 to 5\.23"):
+    with pytest.raises(TypeError, match=r"^trainer: expected the continuous batching of transformers 5\.17 to 5\.24"):
         trl_client.use_in(trainer, invariant=True)
     assert type(trainer.model.model.norm).__name__ == "LlamaRMSNorm"
 

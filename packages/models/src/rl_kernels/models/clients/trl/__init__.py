@@ -40,7 +40,7 @@ def use_in(trainer: Any, *, invariant: bool = False, **options: Any) -> None:
         ValueError: the trainer adds terms to its loss that ours does not have; or, with ``invariant``, its tokens are
             sampled elsewhere, or its model cannot be made invariant. The message names what.
         TypeError: the trainer has not the hooks of TRL 1.16, or its continuous batching not those of transformers 5.17
-            to 5.23, or the head of its model is none that ``head_logp`` takes.
+            to 5.24, or the head of its model is none that ``head_logp`` takes.
     """
     beyond = {
         "top_entropy_quantile": trainer.top_entropy_quantile < 1,

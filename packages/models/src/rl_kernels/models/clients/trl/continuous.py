@@ -2,7 +2,7 @@
 
 Hidden states of several requests come in batches of any make-up, on another thread, and in CUDA graphs that run again:
 only the runner knows whose a row is, and hands its log-probability on with the token. Read off transformers 5.17 to
-5.23.
+5.24.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from rl_kernels.models.clients.trl.head import Head
 from rl_kernels.models.clients.trl.rollout import Sampled, inputs_of
 
-KNOWN = "5.17 to 5.23"
+KNOWN = "5.17 to 5.24"
 """The versions of transformers whose model runner this is."""
 METHOD = "_forward_process_and_sample"
 TAKES = ("self", "model", "batch_data", "carry_over_ids", "prev_output_ids", "output_ids")
