@@ -18,7 +18,7 @@ from rl_kernels.lab.check.repeat import other_stream
 from rl_kernels.lab.check.result import Check, Record
 
 RUNS, INTERPRETED_RUNS = 20, 3
-"""Calls that repeatability compares; fewer in Triton's interpreter, where each takes seconds, and programs run in order."""
+"""Calls that repeatability compares; in Triton's interpreter each takes seconds, and its programs run in order."""
 CALLS, SECONDS = 50_000, {"quick": 1.0, "full": 8.0}
 """Calls of the plainest case of a function at most: a state that goes bad, or a rare error, takes many to show."""
 AT_ONCE = 60
