@@ -4,6 +4,10 @@ import pytest
 import torch
 
 from rl_kernels.attention import Attended, det_attention
+from rl_kernels.attention.op import OPERATOR
+from rl_kernels.attention.spec.mutants_triton import MISSING, MODULES
+from rl_kernels.core.testing.planted import planted
+from rl_kernels.lab.check.conformance import device
 
 
 def operands(batch=2, queries=3, keys=20, heads=4, kv_heads=2, head=8):
@@ -65,12 +69,41 @@ def test_unchecked_integers_are_kept_within_their_tensors():
     assert torch.isfinite(found[1]).all()
 
 
-@pytest.mark.parametrize("size", [16, 64])
-@pytest.mark.parametrize("page", [-1, -(1 << 31), 3, 1 << 30])
-def test_a_page_that_does_not_exist_gives_nan_to_those_who_see_it(page, size):
-    pages = torch.randn(3, size, 2, 8)
-    table, used = torch.tensor([[2, page], [0, 1]]), torch.tensor([size + 2, 2 * size])
-    found = det_attention(*operands(2, 4)[:1], pages, pages, block_table=table, seqused_k=used, validate=False)
+def check_missing_page(backend, page, size):
+    where = device()
+    pages = torch.randn(3, size, 2, 8, device=where)
+    table, used = torch.tensor([[2, page], [0, 1]], device=where), torch.tensor([size + 2, 2 * size], device=where)
+    given = {"block_table": table, "seqused_k": used, "validate": False, "backend": backend}
+    found = det_attention(operands(2, 4)[0].to(where), pages, pages, **given)
     # The last two of the first sequence stand on the missing page.
     assert torch.isnan(found[0, 2:]).all()
     assert torch.isfinite(found[1]).all()
+
+
+@pytest.fixture
+def triton():
+    """Return the name of a backend that needs a GPU, or Triton's interpreter."""
+    reason = OPERATOR.backend("triton").why_not(OPERATOR.describe(*(x.to(device()) for x in operands())))
+    if reason is not None:
+        pytest.skip(reason)
+    return "triton"
+
+
+PAGES = pytest.mark.parametrize("page", [-1, -(1 << 31), 3, 1 << 30])
+
+
+@PAGES
+@pytest.mark.parametrize("size", [16, 64])
+def test_a_page_that_does_not_exist_gives_nan_to_those_who_see_it(page, size):
+    check_missing_page("native", page, size)
+
+
+@PAGES
+@pytest.mark.parametrize("size", [16, 64])
+def test_a_page_that_does_not_exist_gives_nan_in_triton(triton, page, size):
+    check_missing_page(triton, page, size)
+
+
+def test_a_missing_page_that_is_the_first_shows_in_triton(triton):
+    with planted(MODULES, MISSING), pytest.raises(AssertionError):
+        check_missing_page(triton, -1, 64)
