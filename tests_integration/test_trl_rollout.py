@@ -17,7 +17,7 @@ peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 from rl_kernels.models.clients import trl as trl_client  # noqa: E402
-from rl_kernels.models.clients.trl import continuous, head, rollout  # noqa: E402
+from rl_kernels.models.clients.trl import continuous, head  # noqa: E402
 
 
 def _differing(trainer: Any) -> list[tuple[int, int]]:
@@ -84,11 +84,7 @@ def test_without_invariance_they_differ(
     trainer_of: Callable[..., Any], options: dict[str, Any], tmp_path: Path
 ) -> None:
     trainer = trainer_of(tmp_path, **SAMPLED, **options)
-    trl_client.use_in(trainer)
-    scores = head.Head(trainer.model, 0.9, in_fp32=False, entropy=False)
-    given = trainer._generate_single_turn, scores
-    batches = (trainer.model, trainer.continuous_batching_config)
-    trainer._generate_single_turn = continuous.recorded(*given, *batches) if options else rollout.recorded(*given)
+    trl_client.use_in(trainer, record=True)
     counts = _differing(trainer)
     assert sum(differing for differing, _ in counts) > 0
 

@@ -24,21 +24,22 @@ KNOWN = "1.16"
 """The version of TRL whose hooks these are."""
 
 
-def use_in(trainer: Any, *, invariant: bool = False, **options: Any) -> None:
+def use_in(trainer: Any, *, invariant: bool = False, record: bool | None = None, **options: Any) -> None:
     """Let a GRPOTrainer score tokens by ``linear_logp`` and take its loss from ``grpo_loss``; metrics keep TRL's names.
 
     Args:
         trainer: before ``train()``.
-        invariant: make its models ``invariant``, strictly, and record the log-probability of each token that
-            ``generate``, or ``generate_batch`` of continuous batching, samples: ``linear_logp`` on the hidden state
-            that it came from. Batches bring them as ``sampling_per_token_logps``; those of the first training pass have
-            the same bits, which the metrics ``sampling/sampling_logp_difference`` tell. Tokens behind padding then
-            stand where ``generate`` lets them.
+        invariant: make its models ``invariant``, strictly: what was sampled then has the bits of the first training
+            pass. Tokens behind padding then stand where ``generate`` lets them.
+        record: record the log-probability of each token that ``generate``, or ``generate_batch`` of continuous
+            batching, samples: ``linear_logp`` on the hidden state that it came from. Batches bring them as
+            ``sampling_per_token_logps``; the metrics ``sampling/sampling_logp_difference`` tell how far those of the
+            first training pass are from them. By default as ``invariant``.
         options: ``backend`` and ``validate`` of the loss.
 
     Raises:
-        ValueError: the trainer adds terms to its loss that ours does not have; or, with ``invariant``, its tokens are
-            sampled elsewhere, or its model cannot be made invariant. The message names what.
+        ValueError: the trainer adds terms to its loss that ours does not have; or tokens to record are sampled
+            elsewhere; or a model cannot be made invariant. The message names what.
         TypeError: the trainer has not the hooks of TRL 1.16, or its continuous batching not those of transformers 5.17
             to 5.24, or the head of its model is none that ``head_logp`` takes.
     """
@@ -56,20 +57,21 @@ def use_in(trainer: Any, *, invariant: bool = False, **options: Any) -> None:
     hooked = hasattr(trainer, "_get_per_token_logps_and_entropies") and all("forward" in vars(base) for base in bases)
     if not hooked:
         raise TypeError(f"trainer: expected TRL's GRPOTrainer with a fused head on its models, as TRL {KNOWN} has it")
-    in_batches = trainer.use_transformers_continuous_batching
-    if invariant:
+    record, in_batches = invariant if record is None else record, trainer.use_transformers_continuous_batching
+    if record:
         check_rollout(trainer)
         if in_batches:
             continuous.check_settings(trainer)
+    if invariant:
         _make_invariant(bases)
     in_fp32 = trainer.args.cast_lm_head_to_fp32
     heads = [Head(base, trainer.temperature, in_fp32=in_fp32, entropy=base is bases[0]) for base in bases]
     for base, head in zip(bases, heads, strict=True):
         score_with(base, head, places=invariant)
-    if invariant and in_batches:
+    if record and in_batches:
         given = (trainer._generate_single_turn, heads[0], bases[0], trainer.continuous_batching_config)
         trainer._generate_single_turn = continuous.recorded(*given)
-    elif invariant:
+    elif record:
         trainer._generate_single_turn = recorded(trainer._generate_single_turn, heads[0])
     trainer._compute_loss = partial(compute_loss, trainer, **options)
 

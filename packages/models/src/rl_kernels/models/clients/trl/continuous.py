@@ -33,7 +33,7 @@ def check_settings(trainer: Any) -> None:
     names = ("varlen_compile_config", "decode_compile_config", "default_compile_level")
     settings = [getattr(trainer.continuous_batching_config, name, None) for name in names]
     if any([*settings, trainer.generation_config.compile_config]):
-        raise ValueError("transformers_continuous_batching_config: expected no compilation for invariant=True")
+        raise ValueError("transformers_continuous_batching_config: expected no compilation, to record what is sampled")
     runner = _runner()
     method = getattr(runner, METHOD, None)
     if method is None or tuple(inspect.signature(method).parameters) != TAKES:

@@ -29,7 +29,7 @@ def check_rollout(trainer: Any) -> None:
     }
     for name, is_set in beyond.items():
         if is_set:
-            raise ValueError(f"{name}: expected a trainer without it for invariant=True, which samples by transformers")
+            raise ValueError(f"{name}: expected a trainer without it, to record what transformers samples")
     if getattr(trainer.generation_config, "prefill_chunk_size", None) is not None:
         raise ValueError("generation_kwargs: expected no prefill_chunk_size, a prompt in one pass")
 
