@@ -197,7 +197,7 @@ PLANNED = (
 """Bugs of what is planned once: another launch than that of the general path, or one where there must be none."""
 CASES = (
     *("sinks", "window", "left-padded", "dropped", "dropped-unseen", "block-edge", "pages", "large-pages", "packed"),
-    *("softcap", "segments", "window-from-block-end"),
+    *("softcap", "segments", "window-from-block-end", "right-padded"),
 )
 
 MISSING = Bug("missing page is the first", 'score = tl.where(missing, float("nan"), score)', "score = score")
