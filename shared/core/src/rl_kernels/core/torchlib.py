@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 from collections.abc import Callable
 from itertools import repeat
 from typing import Any
@@ -37,6 +38,13 @@ PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None), bool, int, floa
 # torch.autograd.grad(..., is_grads_batched=True) has a vmap of its own. By its name, a key takes 3 us to ask for.
 _BATCHES: Any = _parse_dispatch_key("VmapMode")
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
+
+
+class _Native(threading.local):
+    depth = 0
+
+
+_native = _Native()
 
 
 def define(operator: Operator) -> dict[str, Callable[..., Any]]:
@@ -112,6 +120,8 @@ def _implementation(operator: Operator, name: str, device_type: str, written: tu
             # inference mode is in no graph, and has no version.
             if not inputs[place].is_inference():
                 increment_version(inputs[place])
+        if backend == "native":
+            inputs, kernel = [kernel, *inputs], as_native
         if not torch.is_autocast_enabled(device_type):
             return kernel(*inputs)
         # Inside a backend autocast would silently turn an FP32 product into BF16.
@@ -119,6 +129,20 @@ def _implementation(operator: Operator, name: str, device_type: str, written: tu
             return kernel(*inputs)
 
     return run
+
+
+def as_native(kernel: Callable[..., Any], *inputs: Any) -> Any:
+    """Call a kernel that is made of PyTorch's ops, and have ``within_native`` say so in this thread meanwhile."""
+    _native.depth += 1
+    try:
+        return kernel(*inputs)
+    finally:
+        _native.depth -= 1
+
+
+def within_native() -> bool:
+    """Say whether a native backend runs in this thread: whoever replaces ops of PyTorch must leave it the originals."""
+    return _native.depth > 0
 
 
 def _fake(fake: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,0 +1,163 @@
+"""The functions that batch_invariant_ops and its copies have by name; they need no mode and carry gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from rl_kernels import norm
+from rl_kernels.core import validate as check
+from rl_kernels.det_gemm import det_gemm, det_linear
+from rl_kernels.models.clients.batch_invariant_ops import products, reductions
+
+ATTENTION_BLOCK = 64
+"""Queries and keys that ``det_attention`` takes at once."""
+
+
+def matmul_persistent(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Return ``a @ b + bias``, each row a function of that row of ``a`` and of the others alone, bit for bit.
+
+    Args:
+        a: ``[M, K]``, FP32, BF16 or FP16, any strides; differentiable.
+        b: ``[K, N]`` in the dtype of ``a``, any strides; differentiable.
+        bias: ``[N]`` in that dtype, added in FP32 before the one rounding, or None; differentiable.
+
+    Returns:
+        ``[M, N]`` in the dtype of ``a``.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above; the message names it.
+    """
+    check.tensor("a", a, check.HALF_AND_FLOAT, ndim=2)
+    check.tensor("b", b, check.HALF_AND_FLOAT, ndim=2)
+    check.shape("b", b, (a.shape[1], b.shape[1]), "K of a by N")
+    check.same_dtype(a=a, b=b)
+    if bias is None:
+        return det_gemm(a, b)
+    check.tensor("bias", bias, check.HALF_AND_FLOAT, ndim=1)
+    return det_linear(a, b.t(), bias)
+
+
+def mm_batch_invariant(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return ``matmul_persistent(a, b)``."""
+    return matmul_persistent(a, b)
+
+
+def addmm_batch_invariant(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return ``matmul_persistent(a, b, bias)``."""
+    return matmul_persistent(a, b, bias)
+
+
+def linear_batch_invariant(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Return ``det_linear(input[..., K], weight[N, K], bias[N])``."""
+    return det_linear(input, weight, bias)
+
+
+def bmm_batch_invariant(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Return ``a[B, M, K] @ b[B, K, N]`` for each of the B, one ``det_gemm`` each; differentiable without ``out``.
+
+    Args:
+        a: FP32, BF16 or FP16, any strides.
+        b: in the dtype of ``a``, any strides; a matrix that is expanded over B is multiplied with all rows at once.
+        out: ``[B, M, N]`` in that dtype, overwritten and returned, or None.
+
+    Returns:
+        ``[B, M, N]`` in the dtype of ``a``.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above; the message names it.
+    """
+    check.tensor("a", a, check.HALF_AND_FLOAT, ndim=3)
+    found = products.batches("a", a, "b", b)
+    if out is None:
+        return found
+    check.tensor("out", out, (a.dtype,))
+    check.shape("out", out, found.shape, "B by M of a by N of b")
+    check.same_device(a=a, out=out)
+    return out.copy_(found)
+
+
+def log_softmax(input: torch.Tensor, dim: int = -1) -> torch.Tensor:
+    """Return log_softmax of each row, with the bits that ``fused_logp`` gives for its tokens.
+
+    Args:
+        input: FP32, BF16, FP16 or FP64, any strides; differentiable.
+        dim: which dim a row lies along; any, where the original takes the last alone.
+
+    Returns:
+        shape and dtype of ``input``, contiguous; worked in FP32 (FP64 for FP64).
+
+    Raises:
+        TypeError, IndexError: an argument is not as above; the message names it.
+    """
+    return reductions.log_softmax(input, dim)
+
+
+def mean_dim(
+    input: torch.Tensor, dim: int | Sequence[int], keepdim: bool = False, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Return the mean over one dim, or over several.
+
+    Args:
+        input: floating or integers, any strides; differentiable.
+        dim: dims counted from either end; an empty list is all of them.
+        keepdim: keep them, with size 1.
+        dtype: of the result, floating; by default that of ``input``, FP32 for integers.
+
+    Returns:
+        the mean, worked in FP32 (FP64 if ``input`` or ``dtype`` is) and rounded once.
+
+    Raises:
+        TypeError, ValueError, IndexError: an argument is not as above; the message names it.
+    """
+    if not isinstance(input, torch.Tensor):
+        raise TypeError(f"input: expected a tensor, got {type(input).__name__}")
+    if dtype is None and products.is_exact(input):
+        dtype = torch.float32
+    return reductions.mean(input, dim, keepdim, dtype)
+
+
+def mean_batch_invariant(
+    input: torch.Tensor, dim: Sequence[int], keepdim: bool = False, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Return ``mean_dim`` over a list of dims."""
+    return mean_dim(input, dim, keepdim, dtype)
+
+
+def rms_norm(input: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
+    """Return ``input / sqrt(mean(input^2) + eps) * weight`` over the last dim, rounded once.
+
+    Args:
+        input: ``[..., D]``, FP32, BF16, FP16 or FP64, any strides; differentiable.
+        weight: ``[D]``; differentiable.
+        eps: added to the mean of squares, >= 0.
+
+    Returns:
+        shape and dtype of ``input``.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above; the message of ``rl_kernels.norm.rms_norm`` names it, and
+            calls ``input`` x.
+    """
+    found = norm.rms_norm(input, weight, eps=eps, cast_first=False)
+    assert isinstance(found, torch.Tensor)  # a pair comes only of a residual
+    return found
+
+
+def rms_norm_batch_invariant(input: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
+    """Return ``rms_norm(input, weight, eps)``."""
+    return rms_norm(input, weight, eps)
+
+
+class AttentionBlockSize(NamedTuple):
+    """Queries and keys that an attention takes at once."""
+
+    block_m: int
+    block_n: int
+
+
+def get_batch_invariant_attention_block_size() -> AttentionBlockSize:
+    """Return the blocks of ``det_attention``, which no batch changes."""
+    return AttentionBlockSize(ATTENTION_BLOCK, ATTENTION_BLOCK)

@@ -1,0 +1,220 @@
+"""The mode: kernels of PyTorch's own ops, for tensors on CPUs and GPUs, that call our operators until it ends.
+
+They stand below autograd, so gradients follow PyTorch's formulas, whose products come back here. What is exact in any
+order (integers) goes on to the kernel that was there before, and so does what our native backends multiply, which
+otherwise would call themselves.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from rl_kernels.core.torchlib import within_native
+from rl_kernels.models.clients.batch_invariant_ops import products, reductions
+
+KEYS = ("CPU", "CUDA")
+OVERRIDDEN_BEFORE = "(?s)Warning only once for all operators.*"
+"""What PyTorch says of the first kernel that is overridden, which here is the purpose."""
+
+_lock = threading.RLock()
+_library: torch.library.Library | None = None
+_with_bmm = True
+
+
+def is_batch_invariant_mode_enabled() -> bool:
+    """Say whether the mode is on."""
+    return _library is not None
+
+
+def enable_batch_invariant_mode(enable_bmm: bool = True) -> None:
+    """Turn the mode on for the process, until it is turned off; where it is on already, nothing changes.
+
+    No other thread may compute meanwhile: PyTorch exchanges kernels without waiting for those that run.
+
+    Args:
+        enable_bmm: take ``bmm`` too; False leaves it to PyTorch.
+    """
+    with _lock:
+        if _library is None:
+            _enter(enable_bmm)
+
+
+def disable_batch_invariant_mode() -> None:
+    """Turn the mode off, whoever turned it on: PyTorch's kernels are back, and their bits; off already, nothing."""
+    with _lock:
+        _leave()
+
+
+@contextmanager
+def set_batch_invariant_mode(enabled: bool = True) -> Iterator[None]:
+    """Turn the mode on or off for a ``with`` block, and back to what it was, after an exception too; blocks nest.
+
+    The mode is that of the process: blocks in several threads at once must ask for the same.
+    """
+    with _lock:
+        before = (is_batch_invariant_mode_enabled(), _with_bmm)
+        if enabled:
+            enable_batch_invariant_mode()
+        else:
+            disable_batch_invariant_mode()
+    try:
+        yield
+    finally:
+        with _lock:
+            now = (is_batch_invariant_mode_enabled(), _with_bmm)
+            if now[0] and now != before:
+                _leave()
+            if before[0] and now != before:
+                _enter(before[1])
+
+
+def _enter(bmm: bool) -> None:
+    global _library, _with_bmm
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", OVERRIDDEN_BEFORE)
+            for name, ours in OPS.items():
+                if bmm or not name.startswith("bmm"):
+                    for key in KEYS:
+                        library.impl(name, _kernel(ours, _stock(name, key)), key, with_keyset=True)
+    except BaseException:
+        library._destroy()
+        raise
+    _library, _with_bmm = library, bmm
+
+
+def _leave() -> None:
+    global _library
+    if _library is not None:
+        _library._destroy()
+    _library = None
+
+
+def _stock(name: str, key: str) -> Any:
+    """Return the kernel that an op has for a device, or None: a build without CUDA has none, nor all ops a CPU's."""
+    try:
+        return torch.library.get_kernel(f"aten::{name}", key)
+    except RuntimeError:
+        return None
+
+
+def _kernel(ours: Callable[..., torch.Tensor | None], stock: Any) -> Callable[..., Any]:
+    def run(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        if not within_native():
+            # Autograd has been here already, and would now see the parts that we compute with.
+            try:
+                with torch.no_grad():
+                    found = ours(*args, **kwargs)
+            except TypeError as error:
+                # As PyTorch's kernels do; and ``a @ b`` would make another TypeError of it, which says nothing.
+                raise RuntimeError(str(error)) from error
+            if found is not None:
+                return found
+        if stock is None:
+            raise NotImplementedError("input: expected a floating dtype, PyTorch has no such kernel for integers")
+        return stock.call_boxed(keyset, *args, **kwargs)
+
+    return run
+
+
+def _check_mode_of_autograd() -> None:
+    """Refuse forward-mode AD, which ``det_gemm`` does not have."""
+    if forward_ad._current_level >= 0:
+        raise RuntimeError("input: forward-mode AD is not supported in batch-invariant mode")
+
+
+def _mm(self: torch.Tensor, mat2: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor | None:
+    if products.is_exact(self, mat2):
+        return None
+    _check_mode_of_autograd()
+    return products.matrices("input", self, "mat2", mat2, out_dtype)
+
+
+def _bmm(self: torch.Tensor, mat2: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor | None:
+    if products.is_exact(self, mat2):
+        return None
+    _check_mode_of_autograd()
+    return products.batches("input", self, "mat2", mat2, out_dtype)
+
+
+def _addmm(
+    self: torch.Tensor,
+    mat1: torch.Tensor,
+    mat2: torch.Tensor,
+    out_dtype: torch.dtype | None = None,
+    *,
+    beta: products.Number = 1,
+    alpha: products.Number = 1,
+) -> torch.Tensor | None:
+    if products.is_exact(self, mat1, mat2):
+        return None
+    _check_mode_of_autograd()
+    return products.affine(self, mat1, mat2, beta=beta, alpha=alpha, out_dtype=out_dtype)
+
+
+def _log_softmax(self: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
+    if half_to_float and self.dtype not in (torch.float16, torch.bfloat16):
+        raise TypeError(f"input: expected dtype torch.float16 or torch.bfloat16 with half_to_float, got {self.dtype}")
+    return reductions.log_probabilities(self, dim, torch.float32 if half_to_float else None)
+
+
+def _mean(
+    self: torch.Tensor, dim: list[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    return reductions.mean(self, dim, keepdim, dtype)
+
+
+def _into(ours: Callable[..., torch.Tensor | None]) -> Callable[..., torch.Tensor | None]:
+    """Return the variant of an op that writes to ``out``."""
+
+    def run(*args: Any, out: torch.Tensor, **kwargs: Any) -> torch.Tensor | None:
+        found = ours(*args, **kwargs)
+        return None if found is None else _write("out", out, found)
+
+    return run
+
+
+def _addmm_in_place(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor | None:
+    found = _addmm(self, *args, **kwargs)
+    return None if found is None else _write("input", self, found)
+
+
+def _write(name: str, out: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+    if out.dtype != found.dtype:
+        raise TypeError(f"{name}: expected dtype {found.dtype}, got {out.dtype}")
+    if out.shape != found.shape and name == "out" and not out.numel():
+        # An empty tensor is how a caller leaves the size to PyTorch.
+        out.resize_(found.shape)
+    if out.shape != found.shape:
+        raise ValueError(f"{name}: expected shape {tuple(found.shape)}, got {tuple(out.shape)}")
+    return out.copy_(found)
+
+
+OPS: dict[str, Callable[..., torch.Tensor | None]] = {
+    "mm": _mm,
+    "mm.out": _into(_mm),
+    "mm.dtype": _mm,
+    "mm.dtype_out": _into(_mm),
+    "addmm": _addmm,
+    "addmm.out": _into(_addmm),
+    "addmm.dtype": _addmm,
+    "addmm.dtype_out": _into(_addmm),
+    "addmm_": _addmm_in_place,
+    "bmm": _bmm,
+    "bmm.out": _into(_bmm),
+    "bmm.dtype": _bmm,
+    "bmm.dtype_out": _into(_bmm),
+    "_log_softmax": _log_softmax,
+    "_log_softmax.out": _into(_log_softmax),
+    "mean.dim": _mean,
+    "mean.out": _into(_mean),
+}
+"""Overloads of PyTorch's ops -> what computes them, or returns None to leave a call to the kernel that was there."""

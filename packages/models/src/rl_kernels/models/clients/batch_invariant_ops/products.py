@@ -1,0 +1,124 @@
+"""Products of matrices by the rules of ``torch.mm``, ``addmm`` and ``bmm``, on ``det_gemm``.
+
+A row of a product depends on that row of the left operand and on the right operand alone. FP64, which ``det_gemm`` does
+not take, is summed on a CPU in blocks of one fixed size, and refused on a GPU.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from rl_kernels.core import rowwise
+from rl_kernels.core import validate as check
+from rl_kernels.core.torchlib import as_native
+from rl_kernels.det_gemm import det_gemm, det_linear
+
+Number = int | float
+
+
+def is_exact(*tensors: torch.Tensor) -> bool:
+    """Say whether all are integers: their sums have no rounding, so any order gives the same bits."""
+    return not any(value.is_floating_point() or value.is_complex() for value in tensors)
+
+
+def matrices(
+    left: str, a: torch.Tensor, right: str, b: torch.Tensor, out_dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Return ``a[M, K] @ b[K, N]`` in ``out_dtype``, by default that of the operands.
+
+    Args:
+        left: what a message calls ``a``.
+        a: FP32, BF16 or FP16, on a CPU FP64 too; any strides.
+        right: what a message calls ``b``.
+        b: in the dtype and on the device of ``a``, any strides.
+        out_dtype: FP32, BF16 or FP16; for FP64 None or FP64.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above; the message names it.
+    """
+    _check(left, a, right, b, ndim=2)
+    if a.dtype != torch.float64:
+        return det_gemm(a, b, out_dtype=out_dtype)
+    if out_dtype not in (None, torch.float64):
+        raise ValueError(f"out_dtype: expected None or torch.float64 for FP64 operands, got {out_dtype}")
+    found: torch.Tensor = as_native(rowwise.matmul, a, b)
+    return found
+
+
+def batches(
+    left: str, a: torch.Tensor, right: str, b: torch.Tensor, out_dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Return ``a[B, M, K] @ b[B, K, N]`` for each of the B, as ``matrices`` does."""
+    _check(left, a, right, b, ndim=3)
+    if a.shape[0] != b.shape[0]:
+        raise ValueError(f"{right}: expected {a.shape[0]} matrices (as many as {left}), got {b.shape[0]}")
+    count, rows, inner = a.shape
+    if count and not b.stride(0):
+        # One matrix for all of the batch, as matmul makes of a weight that it expands: a single product of more rows.
+        product = matrices(left, a.reshape(count * rows, inner), right, b[0], out_dtype)
+        return product.view(count, rows, b.shape[2])
+    out = a.new_empty((count, rows, b.shape[2]), dtype=out_dtype)
+    for place in range(count):
+        out[place] = matrices(left, a[place], right, b[place], out_dtype)
+    return out
+
+
+def affine(
+    bias: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    beta: Number = 1,
+    alpha: Number = 1,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Return ``beta * bias + alpha * (a @ b)``, worked in FP32 (FP64 for FP64) and rounded once.
+
+    Args:
+        bias: any shape that broadcasts to ``[M, N]``, in the dtype of ``a``, or in ``out_dtype``; not read for beta 0.
+        a: ``[M, K]``, called ``mat1`` in messages.
+        b: ``[K, N]``, called ``mat2``.
+        beta: a real number.
+        alpha: a real number.
+        out_dtype: as for ``matrices``.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above; the message names it.
+    """
+    _check("mat1", a, "mat2", b, ndim=2)
+    _check_bias(bias, a, b, out_dtype)
+    plain = beta == 1 and alpha == 1 and bias.dtype == a.dtype != torch.float64
+    if plain and out_dtype in (None, a.dtype) and bias.shape == b.shape[1:]:
+        return det_linear(a, b.t(), bias)
+    # What det_linear does in its epilogue: one bias written out for all rows gives the bits of a bias for a row.
+    total = matrices("mat1", a, "mat2", b, rowwise.compute_dtype(a.dtype))
+    # Each step rounds: a fused multiply and add is not had everywhere in a vector.
+    if alpha != 1:
+        total = total * alpha
+    if beta != 0:
+        term = bias.to(total.dtype)
+        total = total + (term if beta == 1 else term * beta)
+    return total.to(out_dtype or a.dtype)
+
+
+def _check(left: str, a: torch.Tensor, right: str, b: torch.Tensor, ndim: int) -> None:
+    fits = a.ndim == b.ndim == ndim and a.dtype == b.dtype and a.device == b.device and a.shape[-1] == b.shape[-2]
+    if fits and a.dtype in check.HALF_AND_FLOAT:
+        return
+    dtypes = check.FLOATS if a.device.type == "cpu" else check.HALF_AND_FLOAT
+    check.tensor(left, a, dtypes, ndim=ndim)
+    check.tensor(right, b, dtypes, ndim=ndim)
+    check.same_dtype(**{left: a, right: b})
+    check.same_device(**{left: a, right: b})
+    if a.shape[-1] != b.shape[-2]:
+        raise ValueError(f"{right}: expected {a.shape[-1]} rows (the columns of {left}), got shape {tuple(b.shape)}")
+
+
+def _check_bias(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype | None) -> None:
+    if bias.dtype not in (a.dtype, out_dtype):
+        raise TypeError(f"input: expected dtype {a.dtype} (that of mat1), got {bias.dtype}")
+    check.same_device(mat1=a, input=bias)
+    wanted = (a.shape[0], b.shape[1])
+    sizes = zip(reversed(bias.shape), reversed(wanted), strict=False)
+    if bias.ndim > len(wanted) or any(size not in (1, whole) for size, whole in sizes):
+        raise ValueError(f"input: expected a shape that broadcasts to {wanted}, got {tuple(bias.shape)}")

@@ -1,0 +1,120 @@
+"""log_softmax and mean by the rules of PyTorch, on sums over a row whose order follows the length of the row alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from rl_kernels.core import validate as check
+from rl_kernels.core.dispatch import choose
+from rl_kernels.core.rowwise import compute_dtype, row_sum
+from rl_kernels.core.torchlib import scalar
+from rl_kernels.fused_logp.op import OPERATOR, describe, ops
+
+
+def log_probabilities(x: torch.Tensor, dim: int, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return log_softmax over any dim, with the bits of ``fused_logp``; contiguous, without a gradient.
+
+    A row is shifted by its largest value before the log of its sum is taken off, so nothing is lost where values are
+    large. Worked in FP32 (FP64 for FP64), rounded once. A row that is all -inf, or holds NaN or +inf, gives NaN.
+
+    Args:
+        x: FP32, BF16, FP16 or FP64, any strides, any number of dims.
+        dim: which one a row lies along.
+        out_dtype: by default that of ``x``.
+
+    Raises:
+        TypeError, IndexError: an argument is not as above; the message names it.
+    """
+    check.tensor("input", x, check.FLOATS)
+    place = one_dim(dim, x.ndim)
+    out_dtype = out_dtype or x.dtype
+    if not x.numel():
+        return x.new_empty(x.shape, dtype=out_dtype)
+    turned = x.movedim(place, -1) if x.ndim else x.reshape(1)
+    rows = turned.reshape(-1, turned.shape[-1])
+    chosen = choose(OPERATOR, describe(rows)).name
+    work = compute_dtype(x.dtype)
+    ids = torch.zeros(rows.shape[0], dtype=torch.int64, device=x.device)
+    _, norm = ops["forward"](rows, ids, scalar(1.0, work), None, None, "auto", chosen)
+    found = (rows.to(work) - norm[:, :1]).sub_(norm[:, 1:]).to(out_dtype).view(turned.shape)
+    return found.movedim(-1, place).contiguous() if x.ndim else found[0]
+
+
+def log_softmax(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return ``log_probabilities``, differentiable."""
+    if isinstance(x, torch.Tensor) and x.requires_grad and torch.is_grad_enabled():
+        found: torch.Tensor = _LogSoftmax.apply(x, dim)
+        return found
+    return log_probabilities(x, dim)
+
+
+class _LogSoftmax(torch.autograd.Function):
+    """``log_probabilities`` with PyTorch's own gradient, which keeps to the row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dim: int) -> torch.Tensor:
+        out = log_probabilities(x, dim)
+        ctx.save_for_backward(out)
+        ctx.dim, ctx.dtype = dim, x.dtype
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (out,) = ctx.saved_tensors
+        return torch.ops.aten._log_softmax_backward_data(grad, out, ctx.dim, ctx.dtype), None
+
+
+def mean(
+    x: torch.Tensor, dim: int | Sequence[int] | None, keepdim: bool, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Return the mean over some dims, or over all of them for None or none; differentiable.
+
+    The sum is a tree over segments of the elements in the order of the dims; worked in FP32 (FP64 if ``x`` or ``dtype``
+    is), rounded once. The mean of no elements is NaN.
+
+    Args:
+        x: floating, or with a ``dtype`` integers too; any strides.
+        dim: dims counted from either end.
+        keepdim: keep them, with size 1.
+        dtype: of the result, floating; by default that of ``x``.
+
+    Raises:
+        TypeError, ValueError, IndexError: an argument is not as above; the message names it.
+    """
+    if x.is_complex() or (dtype is None and not x.is_floating_point()):
+        raise TypeError(f"input: expected a floating dtype, or integers and a floating dtype argument, got {x.dtype}")
+    dtype = dtype or x.dtype
+    if not dtype.is_floating_point:
+        raise TypeError(f"dtype: expected a floating dtype, got {dtype}")
+    reduced = dims(dim, x.ndim)
+    kept = [place for place in range(x.ndim) if place not in reduced]
+    count = 1
+    for place in reduced:
+        count *= x.shape[place]
+    rows = x.permute([*kept, *reduced]).reshape([*(x.shape[place] for place in kept), count])
+    work = torch.float64 if torch.float64 in (x.dtype, dtype) else torch.float32
+    found = (row_sum(rows.to(work)) / count).to(dtype)
+    return found.view([1 if place in reduced else size for place, size in enumerate(x.shape)]) if keepdim else found
+
+
+def dims(dim: int | Sequence[int] | None, ndim: int) -> list[int]:
+    """Return places of dims in ascending order; all for None or an empty list."""
+    if dim is None or (not isinstance(dim, int) and not len(dim)):
+        return list(range(ndim))
+    places = sorted(one_dim(one, ndim) for one in ([dim] if isinstance(dim, int) else dim))
+    if len(set(places)) < len(places):
+        raise ValueError(f"dim: expected each dim once, got {tuple(dim) if not isinstance(dim, int) else dim}")
+    # A tensor without dims has one for its number.
+    return places if ndim else []
+
+
+def one_dim(dim: int, ndim: int) -> int:
+    """Return the place of a dim that may be counted from the end."""
+    check.integer("dim", dim)
+    most = max(ndim, 1)
+    if not -most <= dim < most:
+        raise IndexError(f"dim: expected a dim from {-most} to {most - 1}, got {dim}")
+    return dim % most

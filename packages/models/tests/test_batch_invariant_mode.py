@@ -1,0 +1,225 @@
+"""The mode of batch_invariant_ops: on, off and nested, our own operators inside of it, and integers."""
+
+import threading
+
+import pytest
+import torch
+
+import rl_kernels.models.clients.batch_invariant_ops as batch_invariant_ops
+from rl_kernels.attention import det_attention
+from rl_kernels.core import rowwise
+from rl_kernels.core.testing import Draw
+from rl_kernels.core.torchlib import as_native, within_native
+from rl_kernels.det_gemm import det_gemm, det_linear
+from rl_kernels.linear_logp import linear_logp
+from rl_kernels.models.clients.batch_invariant_ops.mode import OPS
+
+NAMES = """set_batch_invariant_mode is_batch_invariant_mode_enabled disable_batch_invariant_mode
+    enable_batch_invariant_mode matmul_persistent log_softmax mean_dim get_batch_invariant_attention_block_size
+    AttentionBlockSize rms_norm_batch_invariant bmm_batch_invariant"""
+set_mode = batch_invariant_ops.set_batch_invariant_mode
+is_on = batch_invariant_ops.is_batch_invariant_mode_enabled
+
+
+@pytest.fixture(autouse=True)
+def off_again():
+    yield
+    batch_invariant_ops.disable_batch_invariant_mode()
+
+
+def draw(*shape, seed=0):
+    return Draw(torch.float32, seed=seed).normal(*shape)
+
+
+def kernels():
+    """Return the kernel of each op for each device, by where it was registered."""
+    found = {}
+    for name in OPS:
+        for key in ("CPU", "CUDA"):
+            try:
+                found[name, key] = str(torch.library.get_kernel(f"aten::{name}", key))
+            except RuntimeError:
+                found[name, key] = "none"
+    return found
+
+
+def test_names():
+    missing = set(NAMES.split()) - set(batch_invariant_ops.__all__)
+    assert not missing
+    assert all(hasattr(batch_invariant_ops, name) for name in batch_invariant_ops.__all__)
+
+
+def test_on_and_off_leave_pytorch_as_it_was():
+    x, w = draw(3, 40), draw(40, 30, seed=1)
+    ops = (torch.mm, lambda a, b: torch.addmm(b[0], a, b), lambda a, b: torch.bmm(a[None], b[None]))
+    rows = (lambda a, b: a.log_softmax(-1), lambda a, b: a.mean(-1))
+    before, bits = kernels(), [op(x, w) for op in (*ops, *rows)]
+    assert not is_on()
+    for _ in range(2):
+        batch_invariant_ops.enable_batch_invariant_mode()
+        batch_invariant_ops.enable_batch_invariant_mode()
+        assert is_on()
+        assert not any(now == before[place] for place, now in kernels().items())
+        assert torch.equal(x @ w, det_gemm(x, w))
+        batch_invariant_ops.disable_batch_invariant_mode()
+        batch_invariant_ops.disable_batch_invariant_mode()
+        assert not is_on()
+        assert kernels() == before
+        assert all(torch.equal(op(x, w), was) for op, was in zip((*ops, *rows), bits, strict=True))
+
+
+def test_blocks_nest_and_give_back_what_was():
+    before = kernels()
+    with set_mode():
+        inside = is_on()
+        with set_mode():
+            assert is_on()
+        assert is_on()
+        with set_mode(False):
+            assert not is_on()
+            assert kernels() == before
+            with pytest.raises(KeyError), set_mode():
+                raise KeyError
+            assert not is_on()
+            batch_invariant_ops.enable_batch_invariant_mode()
+        assert is_on()
+        batch_invariant_ops.disable_batch_invariant_mode()
+    assert inside
+    assert not is_on()
+    with pytest.raises(KeyError), set_mode():
+        raise KeyError
+    assert not is_on()
+    assert kernels() == before
+    batch_invariant_ops.enable_batch_invariant_mode()
+    with set_mode(False):
+        pass
+    assert is_on()
+
+
+def test_bmm_can_be_left_to_pytorch():
+    before = kernels()
+    batch_invariant_ops.enable_batch_invariant_mode(enable_bmm=False)
+
+    def left():
+        return {name for (name, key), now in kernels().items() if now == before[name, key]}
+
+    assert left() == {"bmm", "bmm.out", "bmm.dtype", "bmm.dtype_out"}
+    with set_mode(False):
+        pass
+    assert left() == {"bmm", "bmm.out", "bmm.dtype", "bmm.dtype_out"}
+    with set_mode(False):
+        batch_invariant_ops.enable_batch_invariant_mode()
+    assert left() == {"bmm", "bmm.out", "bmm.dtype", "bmm.dtype_out"}
+
+
+def test_our_own_operators_give_the_bits_that_they_give_outside():
+    x, w, bias = draw(70, 40), draw(48, 40, seed=1), draw(48, seed=2)
+    ids, heads = torch.arange(70) % 48, draw(1, 9, 2, 16, seed=3)
+    left, right = x[:64].double(), w.double()
+
+    def run():
+        value = x.clone().requires_grad_()
+        weight = w.clone().requires_grad_()
+        out = det_linear(value, weight, bias)
+        out.square().sum().backward()
+        return [
+            out,
+            value.grad,
+            weight.grad,
+            linear_logp(x, w, ids),
+            det_attention(heads, heads, heads),
+            rowwise.matmul(left, right.t()),
+            rowwise.linear(left, right),
+            det_gemm(x, w.t(), backend="native"),
+        ]
+
+    outside = run()
+    with set_mode():
+        assert all(torch.equal(*pair) for pair in zip(run(), outside, strict=True))
+        assert torch.equal(left @ right.t(), rowwise.matmul(left, right.t()))
+
+
+def test_our_own_products_do_not_come_back(monkeypatch):
+    """What autograd calls comes here once, in its own dtype and with gradients off."""
+    seen = []
+    for name in ("mm", "bmm"):
+        monkeypatch.setitem(OPS, name, lambda *args, ours=OPS[name]: seen.append(kind(args[0])) or ours(*args))
+    x, w, heads = draw(20, 40).requires_grad_(), draw(40, 48, seed=1), draw(1, 9, 2, 16, seed=3)
+
+    def kind(value):
+        return value.dtype, torch.is_grad_enabled()
+
+    with set_mode():
+        det_gemm(x, w).sum().backward()
+        linear_logp(x, w.t(), torch.arange(20)).sum().backward()
+        det_attention(heads, heads, heads)
+        assert seen == []
+        x @ w
+    assert seen == [(torch.float32, False)]
+
+
+def test_what_runs_within_a_native_backend_sees_the_ops_of_pytorch():
+    """In its thread alone, and after an exception no more."""
+    x, w = draw(3, 40), draw(40, 30, seed=1)
+    stock, seen = x @ w, []
+    mine = det_gemm(x, w)
+    assert not within_native()
+
+    def other_thread():
+        seen.append((within_native(), torch.equal(x @ w, mine)))
+
+    def kernel():
+        assert within_native()
+        assert torch.equal(x @ w, stock)
+        thread = threading.Thread(target=other_thread)
+        thread.start()
+        thread.join()
+        raise KeyError
+
+    with set_mode():
+        with pytest.raises(KeyError):
+            as_native(kernel)
+        assert not within_native()
+        assert torch.equal(x @ w, mine)
+    assert seen == [(False, True)]
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_without_gradients(context):
+    x, w = draw(5, 12), draw(12, 7, seed=1)
+    with set_mode(), context():
+        found = (x @ w).log_softmax(-1)
+        assert torch.equal(torch.addmm(w[0], x[:, :], w), det_linear(x, w.t(), w[0]))
+        assert not found.requires_grad
+        assert torch.equal((x[2:3] @ w).log_softmax(-1).mean(1), found.mean(1)[2:3])
+
+
+def test_threads_compute_at_once():
+    x, w = draw(40, 30), draw(30, 20, seed=1)
+    with set_mode():
+        expected, found = x @ w, []
+        threads = [threading.Thread(target=lambda: found.extend(x @ w for _ in range(20))) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(found) == 60
+    assert all(torch.equal(value, expected) for value in found)
+
+
+def test_a_compiled_graph_calls_the_kernels_of_the_moment():
+    x, w = draw(5, 12), draw(12, 7, seed=1)
+    graph = torch.compile(lambda a: (a @ w).log_softmax(-1).mean(-1), backend="aot_eager")
+    with set_mode():
+        assert torch.equal(graph(x)[2:3], graph(x[2:3]))
+        assert torch.equal(graph(x), (x @ w).log_softmax(-1).mean(-1))
+
+
+def test_integers_are_left_to_pytorch():
+    a = torch.arange(12).reshape(3, 4)
+    expected = a @ a.t()
+    with set_mode():
+        assert torch.equal(a @ a.t(), expected)
+        assert torch.equal(torch.addmm(expected, a, a.t(), alpha=2), 3 * expected)
+        assert torch.equal(torch.bmm(a[None], a.t()[None])[0], expected)
+        assert torch.equal(torch.mm(a, a.t(), out=torch.zeros_like(expected)), expected)
