@@ -1,10 +1,11 @@
-"""Makes the page of each installed operator from its package: README, public functions and backend table.
+"""Makes the pages of models and of each installed operator, from README, public functions and backend table.
 
 An operator is found by its entry point, so a new one has its page and its line in the navigation without an edit here.
 """
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader
@@ -19,17 +20,21 @@ PACKAGES = DOCS.parent / "packages"
 TEMPLATE = Environment(loader=FileSystemLoader(DOCS), keep_trailing_newline=True).get_template("operator.md.jinja")
 
 
+MODELS = "operators/models.md"
+
+
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Append the operators to the navigation."""
+    """Append the operators, and whole models on them, to the navigation."""
     pages = [{name: page_of(kernel_registry.load(name))} for name in kernel_registry.names()]
-    config.nav = [*(config.nav or []), {"Operators": pages}]
+    config.nav = [*(config.nav or []), {"Operators": [*pages, {"models": MODELS}]}]
     return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the page of each operator to the files of the site."""
+    """Add the page of each operator, and that of models, to the files of the site."""
     for operator in map(kernel_registry.load, kernel_registry.names()):
         files.append(File.generated(config, page_of(operator), content=render(operator)))
+    files.append(File.generated(config, MODELS, content=readme_of("models")))
     return files
 
 
@@ -45,10 +50,10 @@ def page_of(operator: Operator) -> str:
 
 def render(operator: Operator) -> str:
     """Fill the template for one operator."""
-    return TEMPLATE.render(operator=operator, readme=readme_of(operator))
+    return TEMPLATE.render(operator=operator, readme=readme_of(folder_of(operator)))
 
 
-def readme_of(operator: Operator) -> str:
-    """Return the package's README, its links made to work from the page: they are relative to the package's folder."""
-    text = (PACKAGES / folder_of(operator) / "README.md").read_text(encoding="utf-8")
-    return text.strip().replace("](../../docs/", "](../").replace("/README.md)", ".md)")
+def readme_of(folder: str) -> str:
+    """Return a package's README, its links made to work from the page: they are relative to the package's folder."""
+    text = (PACKAGES / folder / "README.md").read_text(encoding="utf-8").strip().replace("](../../docs/", "](../")
+    return re.sub(r"\]\(\.\./([\w-]+)/README\.md", r"](\1.md", text)
