@@ -1,0 +1,149 @@
+"""A call of PyTorch's flash attention as one of det_attention: what its arguments mean, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rl_kernels.attention import Attended, det_attention
+from rl_kernels.models.paged import PAGE, placed
+
+UNLIMITED = -1
+"""A side of a window that has no end, in PyTorch and here; PyTorch has None for it too."""
+PACKED_DIMS = 3
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cum_seq_q: torch.Tensor | None,
+    cum_seq_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    seqused_k: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    num_splits: int | None = None,
+) -> Attended:
+    """Return out and lse of a call, as det_attention lays them out.
+
+    The arguments are those of ``overloads.flash_attention_forward``, which says what they mean. ``num_splits``, in how
+    many parts FlashAttention cuts the keys, is not looked at: no bit of det_attention follows from its parts.
+
+    Raises:
+        TypeError, ValueError: det_attention has no such option; the message names it.
+    """
+    refuse(query, value, dropout_p)
+    if return_debug_mask:
+        raise ValueError("return_debug_mask: expected False, det_attention keeps no matrix of weights")
+    if alibi_slopes is not None:
+        raise ValueError("alibi_slopes: expected None, det_attention has no bias; use a model without ALiBi")
+    where: dict[str, Any] = {"seqused_k": seqused_k, "block_table": block_table}
+    if seqused_k is None and block_table is None:
+        where |= packed(key, cum_seq_q, cum_seq_k, max_q, max_k)
+    else:
+        _refuse_gradients(query, key, value)
+        if seqused_k is None:
+            raise ValueError("seqused_k: expected the number of keys in use of each sequence with block_table")
+        if block_table is None and cum_seq_k is not None:
+            key, value, where = _in_pages(key, value, cum_seq_k, max_k, seqused_k)
+        if cum_seq_q is not None:
+            where |= {"cu_seqlens_q": cum_seq_q, "max_seqlen_q": max_q}
+    with torch.no_grad():
+        return det_attention(
+            query,
+            key,
+            value,
+            causal=is_causal,
+            scale=scale,
+            window=window(window_size_left, window_size_right),
+            **where,
+            return_lse=True,
+            validate=False,
+        )
+
+
+def refuse(query: torch.Tensor, value: torch.Tensor, dropout_p: float) -> None:
+    """Refuse what neither direction has: dropout, and values of another size, of which PyTorch's ops know nothing."""
+    if dropout_p:
+        raise ValueError(
+            f"dropout_p: expected 0, got {dropout_p}: det_attention has none, its draws would follow the batch; "
+            "set the dropout of attention to 0, or undo activate()"
+        )
+    if value.shape[-1] != query.shape[-1]:
+        raise ValueError(f"value: expected head size {query.shape[-1]}, that of query, got shape {tuple(value.shape)}")
+
+
+def _refuse_gradients(*operands: torch.Tensor) -> None:
+    """Refuse operands whose gradient autograd would take without a cache: it forgets seqused_k and block_table."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in operands):
+        raise ValueError(
+            "seqused_k: expected no gradient with it or block_table, the backward pass is not told of them; "
+            "call under torch.no_grad()"
+        )
+
+
+def window(left: int | None, right: int | None) -> tuple[int, int]:
+    """Return det_attention's window."""
+    sides = []
+    for name, side in (("window_size_left", left), ("window_size_right", right)):
+        sides.append(UNLIMITED if side is None else side)
+        if sides[-1] < UNLIMITED:
+            raise ValueError(f"{name}: expected a number of keys, or -1 or None for all of them, got {side}")
+    return sides[0], sides[1]
+
+
+def packed(
+    key: torch.Tensor,
+    cum_seq_q: torch.Tensor | None,
+    cum_seq_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+) -> dict[str, Any]:
+    """Return where the sequences of queries and keys without a cache lie."""
+    where: dict[str, Any] = {}
+    if cum_seq_q is None and cum_seq_k is not None:
+        raise ValueError("cum_seq_k: expected None without cum_seq_q, packed keys are for packed queries")
+    if cum_seq_q is not None:
+        where = {"cu_seqlens_q": cum_seq_q, "max_seqlen_q": max_q}
+        if cum_seq_k is not None:
+            where |= {"cu_seqlens_k": cum_seq_k, "max_seqlen_k": max_k}
+        elif key.ndim == PACKED_DIMS:
+            raise ValueError("cum_seq_k: expected where sequences of packed keys begin, got None without block_table")
+    return where
+
+
+def _in_pages(
+    key: torch.Tensor, value: torch.Tensor, cum_seq_k: torch.Tensor, max_k: int, seqused_k: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    """Return packed keys, some of which are in use, as pages: det_attention has no cache of other lengths."""
+    if cum_seq_k.shape[0] == 1 or not key.shape[0]:
+        # Nothing to copy: no sequence, or none with a key.
+        return key, value, {"cu_seqlens_k": cum_seq_k, "max_seqlen_k": max_k}
+    none_gone = torch.zeros_like(seqused_k, dtype=torch.int64)
+    source, table, _ = placed(cum_seq_k.long(), none_gone, key.shape[0], max_k)
+    key, value = (x.index_select(0, source).unflatten(0, (-1, PAGE)) for x in (key, value))
+    return key, value, {"block_table": table, "seqused_k": seqused_k}
+
+
+def laid_out(like: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+    """Return a result with the strides of ``torch.empty_like(like)``, which PyTorch's compiler relies on."""
+    if found.stride() == like.stride():
+        return found
+    wanted = torch.empty_like(like)
+    return found if wanted.stride() == found.stride() else wanted.copy_(found)
+
+
+def auxiliary(query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return what stands for the state of a generator that draws nothing, and for a mask that nobody asked for."""
+    state = torch.zeros(2, dtype=torch.uint64, device=query.device)
+    return state, torch.zeros((), dtype=torch.uint64, device=query.device), query.new_empty(0)

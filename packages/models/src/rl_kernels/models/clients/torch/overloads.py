@@ -1,0 +1,205 @@
+"""PyTorch's flash attention ops on det_attention: what each argument means, and what is refused.
+
+``scaled_dot_product_attention`` calls ``_scaled_dot_product_flash_attention`` with ``[B, H, T, D]``; ``varlen_attn``
+and nested tensors call ``_flash_attention_forward`` with ``[B, T, H, D]``, or packed ``[total, H, D]``; autograd calls
+the backward of either. Their arguments are read off the schemas of PyTorch 2.13.
+
+Causal queries stand where FlashAttention-2 places them, query t of T at ``S - T + t``, and so do ours. (``is_causal``
+of ``scaled_dot_product_attention`` begins at the first key: where T != S PyTorch takes no flash attention for it.
+``causal_lower_right`` of ``torch.nn.attention.bias`` ends at the last, and calls this op.)
+
+Integers of sequences and pages are trusted, as FlashAttention trusts them: looking at them would wait for the GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_kernels.attention import det_attention_backward
+from rl_kernels.models.clients.torch import calls
+
+
+def flash_attention_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    seqused_k: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return (out, lse, rng_state, unused, debug_attn_mask): ``aten::_flash_attention_forward``.
+
+    Args:
+        query: ``[B, T, H, D]``, or ``[total, H, D]`` with ``cum_seq_q``; FP32, BF16 or FP16.
+        key: ``[B, S, Hkv, D]``, ``[total, Hkv, D]`` with ``cum_seq_k``, or ``[pages, page_size, Hkv, D]`` with
+            ``block_table``; Hkv divides H.
+        value: as key.
+        cum_seq_q: ``[B + 1]``, int32 or int64.
+        cum_seq_k: the same of keys; not looked at beside ``block_table``, where ``seqused_k`` says all.
+        max_q: no less than the longest sequence of packed queries; not looked at where they are dense.
+        max_k: the same of keys.
+        dropout_p: 0.
+        is_causal: whether a query sees no key behind its position.
+        return_debug_mask: False.
+        scale: of the scores; None is ``1 / sqrt(D)``.
+        window_size_left: keys that a query sees before its position; None and -1 are all.
+        window_size_right: the same behind it.
+        seqused_k: ``[B]``: keys in use of each sequence. Of packed keys without pages, whose length differs from the
+            room that they have, a copy in pages is made at each call.
+        alibi_slopes: None.
+        block_table: ``[B, n]``: the pages of each sequence; with ``seqused_k``.
+        num_splits: how many parts FlashAttention cuts the keys into. Ours cuts as it pleases: no bit follows from it.
+
+    Returns:
+        out in the shape and strides of ``torch.empty_like(query)``; lse FP32, ``[B, H, T]`` or ``[H, total]``, natural,
+        -inf where a query sees no key; zeros in place of the generator's state, and an empty mask.
+
+    Raises:
+        TypeError, ValueError: det_attention has no such option, or an argument is not as above; the message names it.
+    """
+    found = calls.attend(
+        *(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask),
+        scale=scale,
+        window_size_left=window_size_left,
+        window_size_right=window_size_right,
+        seqused_k=seqused_k,
+        alibi_slopes=alibi_slopes,
+        block_table=block_table,
+        num_splits=num_splits,
+    )
+    return calls.laid_out(query, found.out), found.lse, *calls.auxiliary(query)
+
+
+def flash_attention_forward_inplace(out: Tensor, query: Tensor, *others: Any, **options: Any) -> Tensor:
+    """Write to ``out``, return lse: ``aten::_flash_attention_forward_no_dropout_inplace``, of ``varlen_attn_out``.
+
+    The arguments behind query are those of ``flash_attention_forward``; out has the shape and dtype of query.
+
+    Raises:
+        TypeError, ValueError: as there, or ``out`` is of another shape or dtype.
+    """
+    if out.shape != query.shape or out.dtype != query.dtype:
+        wanted, got = (f"{x.dtype} {tuple(x.shape)}" for x in (query, out))
+        raise ValueError(f"out: expected {wanted}, that of query, got {got}")
+    found = calls.attend(query, *others, **options)
+    out.copy_(found.out)
+    return found.lse
+
+
+def flash_attention_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    rng_state: Tensor | None,
+    unused: Tensor | None,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value, each laid out as its operand: ``aten::_flash_attention_backward``.
+
+    The arguments are those of ``flash_attention_forward``, and what it returned; ``grad_out`` is the gradient of out.
+
+    Raises:
+        TypeError, ValueError: as there.
+    """
+    calls.refuse(query, value, dropout_p)
+    with torch.no_grad():
+        found = det_attention_backward(
+            *(grad_out, query, key, value, out, logsumexp),
+            causal=is_causal,
+            scale=scale,
+            window=calls.window(window_size_left, window_size_right),
+            **calls.packed(key, cum_seq_q, cum_seq_k, max_q, max_k),
+            validate=False,
+        )
+        dq, dk, dv = (calls.laid_out(x, dx) for x, dx in zip((query, key, value), found, strict=True))
+    return dq, dk, dv
+
+
+def sdpa_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, None, None, int, int, Tensor, Tensor, Tensor]:
+    """Return what ``flash_attention_forward`` does, heads first: ``aten::_scaled_dot_product_flash_attention``.
+
+    Args:
+        query: ``[B, H, T, D]``.
+        key: ``[B, Hkv, S, D]``; Hkv divides H.
+        value: as key.
+        dropout_p: 0.
+        is_causal: whether a query, which stands at ``S - T + t``, sees no key behind its position.
+        return_debug_mask: False.
+        scale: of the scores; None is ``1 / sqrt(D)``.
+
+    Returns:
+        out as ``torch.empty_like(query)``, lse ``[B, H, T]``, no bounds of sequences twice, T, S, and the rest.
+
+    Raises:
+        TypeError, ValueError: as there.
+    """
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    longest = query.shape[2], key.shape[2]
+    found = calls.attend(q, k, v, None, None, *longest, dropout_p, is_causal, return_debug_mask, scale=scale)
+    return calls.laid_out(query, found.out.transpose(1, 2)), found.lse, None, None, *longest, *calls.auxiliary(query)
+
+
+def sdpa_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    philox_seed: Tensor | None,
+    philox_offset: Tensor | None,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients, heads first: ``aten::_scaled_dot_product_flash_attention_backward``.
+
+    Raises:
+        TypeError, ValueError: as ``flash_attention_backward``.
+    """
+    grad, q, k, v, o = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
+    rest = dropout_p, is_causal, philox_seed, philox_offset
+    found = flash_attention_backward(grad, q, k, v, o, logsumexp, None, None, max_q, max_k, *rest, scale=scale)
+    dq, dk, dv = (dx.transpose(1, 2) for dx in found)
+    return dq, dk, dv

@@ -1,0 +1,181 @@
+"""``activate()``: what is active within it, what behind it, and what is in the dispatcher."""
+
+import pytest
+import torch
+from torch.nn import attention
+from torch.nn.attention import _registry
+
+from rl_kernels.models.clients import torch as client
+from rl_kernels.models.clients.torch import HOOK, NAME, OPS, activate
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays():
+    yield
+    assert attention.current_flash_attention_impl() is None
+
+
+@pytest.fixture
+def hook(monkeypatch):
+    """Return the log of two other implementations, A and B, where PyTorch believes that it sees a GPU."""
+    log = []
+
+    class Handle:
+        def __init__(self, name):
+            self.name = name
+
+        def remove(self):
+            log.append(f"-{self.name}")
+
+    def register(name):
+        log.append(f"+{name}")
+        return Handle(name)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(_registry, "_FLASH_ATTENTION_IMPLS", dict(_registry._FLASH_ATTENTION_IMPLS))
+    for name in ("A", "B"):
+        attention.register_flash_attention_impl(name, register_fn=lambda name=name: register(name))
+    yield log
+    if attention.current_flash_attention_impl() is not None:
+        attention.restore_flash_attention_impl()
+
+
+def registered():
+    """Return which of the ops have a kernel of ours, by the place that the dispatcher notes."""
+    names = (name for name in OPS if hasattr(torch.ops.aten, name))
+    return [name for name in names if "/rl_kernels/" in torch._C._dispatch_dump(f"aten::{name}")]
+
+
+def test_it_is_active_until_it_is_undone(hook):
+    handle = activate()
+    assert (attention.current_flash_attention_impl(), handle.before) == (NAME, None)
+    assert registered() == [name for name in OPS if hasattr(torch.ops.aten, name)]
+    for name in registered():
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA")
+    handle.undo()
+    assert attention.current_flash_attention_impl() is None
+    assert registered() == []
+    handle.undo()
+    assert hook == []
+
+
+def test_the_implementation_before_is_activated_again(hook):
+    attention.activate_flash_attention_impl("A")
+    with activate():
+        assert attention.current_flash_attention_impl() == NAME
+        with activate():
+            assert attention.current_flash_attention_impl() == NAME
+        assert attention.current_flash_attention_impl() == NAME
+        assert registered()
+    assert attention.current_flash_attention_impl() == "A"
+    assert registered() == []
+    assert hook == ["+A", "-A", "+A"]
+
+
+def test_others_in_between(hook):
+    with activate():
+        attention.activate_flash_attention_impl("A")
+        with activate():
+            assert registered()
+        assert attention.current_flash_attention_impl() == "A"
+        assert registered() == []
+    assert attention.current_flash_attention_impl() is None
+    assert hook == ["+A", "-A", "+A", "-A"]
+
+
+def test_undone_in_another_order(hook):
+    attention.activate_flash_attention_impl("B")
+    first, second, third = activate(), activate(), activate()
+    second.undo()
+    assert attention.current_flash_attention_impl() == NAME
+    first.undo()
+    assert attention.current_flash_attention_impl() == NAME
+    third.undo()
+    assert attention.current_flash_attention_impl() == "B"
+    first.undo()
+    second.undo()
+    assert attention.current_flash_attention_impl() == "B"
+
+
+def test_undone_where_another_was_found_in_between(hook):
+    first = activate()
+    attention.activate_flash_attention_impl("A")
+    second = activate()
+    first.undo()
+    assert attention.current_flash_attention_impl() == NAME
+    second.undo()
+    assert attention.current_flash_attention_impl() == "A"
+
+
+def test_restored_by_somebody_else_inside(hook, caplog):
+    with activate():
+        attention.restore_flash_attention_impl()
+        assert registered() == []
+    assert attention.current_flash_attention_impl() is None
+    # PyTorch warns where there is nothing to restore.
+    assert not caplog.records
+
+
+def test_the_hook_knows_it_by_name_from_then_on(hook):
+    activate().undo()
+    assert NAME in attention.list_flash_attention_impls()
+    attention.activate_flash_attention_impl(NAME)
+    assert registered()
+    attention.restore_flash_attention_impl()
+    assert registered() == []
+
+
+def test_a_handle_that_somebody_keeps_leaves_nothing_behind():
+    handle = client.Registered()
+    assert registered()
+    handle.remove()
+    assert registered() == []
+    handle.remove()
+
+
+def test_what_pytorch_has_is_overridden_without_a_warning(hook):
+    """On a GPU there is a kernel for each op, of which PyTorch warns once; tests turn warnings into errors."""
+    torch.set_warn_always(True)
+    theirs = torch.library.Library("aten", "IMPL", "CUDA")
+    try:
+        theirs.impl("_flash_attention_forward", print)
+        with activate():
+            assert registered()
+    finally:
+        torch.set_warn_always(False)
+    assert registered() == []
+    assert torch._C._dispatch_has_kernel_for_dispatch_key("aten::_flash_attention_forward", "CUDA")
+    del theirs
+
+
+def test_an_error_gives_back_what_was_active(hook, monkeypatch):
+    attention.activate_flash_attention_impl("A")
+
+    def broken():
+        raise OSError("no kernels today")
+
+    monkeypatch.setattr(client, "Registered", broken)
+    with pytest.raises(OSError, match="today"):
+        activate()
+    assert attention.current_flash_attention_impl() == "A"
+    assert registered() == []
+
+
+def test_a_version_without_an_op_is_told(hook, monkeypatch):
+    monkeypatch.setitem(OPS, "_no_such_op", print)
+    with pytest.raises(RuntimeError, match=r"^torch: expected a version with torch.ops.aten._no_such_op, such as"):
+        activate()
+
+
+@pytest.mark.parametrize("name", HOOK)
+def test_another_version_of_pytorch_is_told(hook, monkeypatch, name):
+    monkeypatch.delattr(attention, name)
+    with pytest.raises(RuntimeError, match=rf"^torch: expected a version with torch.nn.attention.{name}, such as 2.11"):
+        activate()
+    monkeypatch.undo()
+
+
+def test_a_cpu_is_told(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RuntimeError, match="GPU"):
+        activate()

@@ -1,0 +1,234 @@
+"""The kernels that PyTorch's flash attention gets, under the CPU's key: bits of det_attention, values of FP64."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch.nn.attention import varlen
+
+from rl_kernels.attention import det_attention
+from rl_kernels.models.clients.torch import Registered, calls, overloads
+
+aten = torch.ops.aten
+BOUNDS_Q, BOUNDS_K = [0, 5, 5, 12, 13], [0, 9, 12, 12, 80]
+"""Queries and keys of four sequences: more keys than queries, no query, no key, one query and more than a block."""
+OPTIONS = {
+    "all": {},
+    "causal": {"is_causal": True},
+    "scaled": {"is_causal": True, "scale": 0.31},
+    "left": {"window_size_left": 3, "window_size_right": 0},
+    "around": {"window_size_left": 2, "window_size_right": 1},
+    "right": {"window_size_left": -1, "window_size_right": 2},
+    "causal and left": {"is_causal": True, "window_size_left": 2},
+}
+
+
+@pytest.fixture(autouse=True)
+def on_cpu():
+    handle = Registered("CPU")
+    yield
+    handle.remove()
+
+
+def drawn(*shapes, dtype=torch.float32, grad=False):
+    source = torch.Generator().manual_seed(3)
+    return [torch.randn(shape, generator=source).to(dtype).requires_grad_(grad) for shape in shapes]
+
+
+def bounds(values, dtype=torch.int32):
+    return torch.tensor(values, dtype=dtype)
+
+
+def ours(options):
+    """Return det_attention's options for those of aten."""
+    window = tuple(options.get(f"window_size_{side}") for side in ("left", "right"))
+    return {"causal": options.get("is_causal", False), "scale": options.get("scale"), "window": window}
+
+
+def flash(q, k, v, cum_q=None, cum_k=None, max_q=0, max_k=0, **options):
+    """Call the op of ``varlen_attn``; what has no default there gets one."""
+    causal = options.pop("is_causal", False)
+    return aten._flash_attention_forward(q, k, v, cum_q, cum_k, max_q, max_k, 0.0, causal, False, **options)
+
+
+def math(q, k, v, is_causal=False, scale=None, window_size_left=None, window_size_right=None):
+    """Return attention and lse of one sequence, ``[T, H, D]``, by its formula."""
+    group, count, length = q.shape[1] // k.shape[1], len(q), len(k)
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    score = torch.einsum("thd,shd->hts", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    behind = torch.arange(length) - (torch.arange(count)[:, None] + length - count)
+    right = 0 if is_causal else window_size_right
+    sees = torch.ones_like(behind, dtype=torch.bool)
+    if window_size_left not in (None, -1):
+        sees &= behind >= -window_size_left
+    if right not in (None, -1):
+        sees &= behind <= right
+    score = score.masked_fill(~sees, -torch.inf)
+    return torch.einsum("hts,shd->thd", score.softmax(-1).nan_to_num(0.0), v), score.logsumexp(-1)
+
+
+def parts(x, where):
+    return [x[start:stop] for start, stop in pairwise(where)]
+
+
+def gradients(out, leaves, upstream):
+    return torch.autograd.grad(out, leaves, upstream)
+
+
+def equal(found, wanted):
+    return all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packed_sequences_have_the_bits_of_det_attention(name, dtype):
+    options, leaves = OPTIONS[name], drawn((13, 4, 16), (80, 2, 16), (80, 2, 16), dtype=dtype, grad=True)
+    (upstream,) = drawn((13, 4, 16), dtype=dtype)
+    where = [bounds(BOUNDS_Q), bounds(BOUNDS_K)]
+    out, lse, state, unused, mask = flash(*leaves, *where, 7, 68, **options)
+    wanted = det_attention(*leaves, cu_seqlens_q=where[0], cu_seqlens_k=where[1], return_lse=True, **ours(options))
+    assert equal((out, lse), wanted)
+    assert (lse.dtype, lse.requires_grad, mask.numel(), mask.dtype) == (torch.float32, False, 0, dtype)
+    assert lse.is_contiguous()
+    assert [(x.dtype, x.tolist()) for x in (state, unused)] == [(torch.uint64, [0, 0]), (torch.uint64, 0)]
+    assert equal(gradients(out, leaves, upstream), gradients(wanted.out, leaves, upstream))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_packed_sequences_have_the_values_of_the_formula(name):
+    leaves = drawn((13, 4, 16), (80, 2, 16), (80, 2, 16), grad=True)
+    (upstream,) = drawn((13, 4, 16))
+    out, lse, *_ = flash(*leaves, bounds(BOUNDS_Q), bounds(BOUNDS_K), 7, 68, **OPTIONS[name])
+    wide = [x.detach().double().requires_grad_() for x in leaves]
+    cut = [parts(x, where) for x, where in zip(wide, (BOUNDS_Q, BOUNDS_K, BOUNDS_K), strict=True)]
+    gold, gold_lse = zip(*(math(*each, **OPTIONS[name]) for each in zip(*cut, strict=True)), strict=True)
+    torch.testing.assert_close(out.double(), torch.cat(gold), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse.double(), torch.cat(gold_lse, 1), rtol=1e-5, atol=1e-5)
+    # A query that sees no key has no gradient; through the softmax of nothing, the formula's is NaN.
+    wanted = [x.nan_to_num(0.0) for x in gradients(torch.cat(gold), wide, upstream.double())]
+    for found, expected in zip(gradients(out, leaves, upstream), wanted, strict=True):
+        torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_dense_sequences_have_the_bits_of_det_attention(name):
+    leaves = drawn((2, 5, 4, 16), (2, 9, 2, 16), (2, 9, 2, 16), grad=True)
+    (upstream,) = drawn((2, 5, 4, 16))
+    out, lse, *_ = flash(*leaves, max_q=5, max_k=9, **OPTIONS[name])
+    wanted = det_attention(*leaves, return_lse=True, **ours(OPTIONS[name]))
+    assert equal((out, lse), wanted)
+    assert lse.shape == (2, 4, 5)
+    assert equal(gradients(out, leaves, upstream), gradients(wanted.out, leaves, upstream))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("keys", [5, 9, 70, 3])
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_sdpa_has_the_bits_of_det_attention(causal, keys, heads_first):
+    """Where T != S a causal mask ends at the last key, as FlashAttention's does and causal_lower_right means."""
+    leaves = drawn((2, 4, 5, 16), (2, 2, keys, 16), (2, 2, keys, 16))
+    if not heads_first:
+        leaves = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in leaves]
+    leaves = [x.requires_grad_() for x in leaves]
+    (upstream,) = drawn((2, 4, 5, 16))
+    found = aten._scaled_dot_product_flash_attention(*leaves, 0.0, causal, scale=0.3)
+    out, lse, cum_q, cum_k, max_q, max_k, state, unused, mask = found
+    wanted = det_attention(*(x.transpose(1, 2) for x in leaves), causal=causal, scale=0.3, return_lse=True)
+    assert equal((out, lse), (wanted.out.transpose(1, 2), wanted.lse))
+    assert (cum_q, cum_k, max_q, max_k, mask.numel()) == (None, None, 5, keys, 0)
+    assert [(x.dtype, x.tolist()) for x in (state, unused)] == [(torch.uint64, [0, 0]), (torch.uint64, 0)]
+    got = gradients(out, leaves, upstream)
+    assert equal(got, gradients(wanted.out, leaves, upstream.transpose(1, 2)))
+    # The compiler takes the strides of empty_like for granted.
+    assert [x.stride() for x in (out, *got)] == [torch.empty_like(x).stride() for x in (leaves[0], *leaves)]
+
+
+def test_sdpa_has_the_values_of_the_formula():
+    leaves = drawn((1, 4, 5, 16), (1, 2, 9, 16), (1, 2, 9, 16), grad=True)
+    (upstream,) = drawn((1, 4, 5, 16))
+    out = aten._scaled_dot_product_flash_attention(*leaves, 0.0, True)[0]
+    wide = [x.detach().double().requires_grad_() for x in leaves]
+    gold, _ = math(*(x[0].transpose(0, 1) for x in wide), is_causal=True)
+    torch.testing.assert_close(out[0].double(), gold.transpose(0, 1), rtol=1e-5, atol=1e-5)
+    wanted = gradients(gold, wide, upstream[0].transpose(0, 1).double())
+    for found, expected in zip(gradients(out, leaves, upstream), wanted, strict=True):
+        torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_sliced_operands_and_an_expanded_gradient():
+    """As q, k and v cut out of one product, and the gradient of a sum, whose strides are 0."""
+    (whole,) = drawn((2, 5, 3, 4, 16), grad=True)
+    out = aten._scaled_dot_product_flash_attention(*(x.transpose(1, 2) for x in whole.unbind(2)), 0.0, True)[0]
+    (found,) = gradients(out.sum(), whole, None)
+    (wanted,) = gradients(det_attention(*whole.unbind(2)).sum(), whole, None)
+    assert torch.equal(found, wanted)
+
+
+def test_sequences_alone_have_the_bits_that_they_have_in_a_batch():
+    q, k, v = drawn((13, 4, 16), (80, 2, 16), (80, 2, 16))
+    out, *_ = flash(q, k, v, bounds(BOUNDS_Q), bounds(BOUNDS_K), 7, 68, is_causal=True)
+    cut = [parts(x, where) for x, where in zip((q, k, v, out), (BOUNDS_Q, BOUNDS_K, BOUNDS_K, BOUNDS_Q), strict=True)]
+    for *operands, wanted in zip(*cut, strict=True):
+        assert torch.equal(flash(*(x[None] for x in operands), is_causal=True)[0][0], wanted)
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (3, 0), (2, 1)])
+def test_varlen_attn(window):
+    leaves = drawn((13, 4, 16), (13, 4, 16), (13, 4, 16), grad=True)
+    (upstream,) = drawn((13, 4, 16))
+    where = bounds(BOUNDS_Q)
+    out = varlen.varlen_attn(*leaves, where, where, 7, 7, window_size=window)
+    wanted = det_attention(*leaves, causal=False, window=window, cu_seqlens_q=where, cu_seqlens_k=where)
+    assert torch.equal(out, wanted)
+    assert equal(gradients(out, leaves, upstream), gradients(wanted, leaves, upstream))
+
+
+def test_the_longest_lengths_are_passed_on(monkeypatch):
+    """A GPU's grid follows from them; without them each call would ask the device, and wait."""
+    seen = []
+
+    def noted(call):
+        def run(*args, **options):
+            seen.append((options.get("max_seqlen_q"), options.get("max_seqlen_k"), options["validate"]))
+            return call(*args, **options)
+
+        return run
+
+    monkeypatch.setattr(calls, "det_attention", noted(calls.det_attention))
+    monkeypatch.setattr(overloads, "det_attention_backward", noted(overloads.det_attention_backward))
+    leaves = drawn((13, 4, 16), (80, 2, 16), (80, 2, 16), grad=True)
+    where = bounds(BOUNDS_Q), bounds(BOUNDS_K)
+    flash(*leaves, *where, 7, 68)[0].sum().backward()
+    with torch.no_grad():
+        flash(*leaves, *where, 7, 68, seqused_k=bounds([9, 3, 0, 50]))
+    assert seen == [(7, 68, False), (7, 68, False), (7, None, False)]
+
+
+def test_kernels_keep_no_graph_of_their_own():
+    """Autograd's is above them; that of a tensor that is written to would be det_attention's."""
+    leaves = drawn((2, 5, 4, 16), (2, 9, 4, 16), (2, 9, 4, 16), grad=True)
+    out, lse, *_ = overloads.flash_attention_forward(*leaves, None, None, 5, 9, 0.0, True, False)
+    assert not out.requires_grad
+    found = overloads.flash_attention_backward(out, *leaves, out, lse, None, None, 5, 9, 0.0, True, None, None)
+    assert not any(x.requires_grad for x in found)
+
+
+def test_no_rows_at_all():
+    empty, none = torch.zeros(0, 4, 16), bounds([0])
+    out, lse, *_ = flash(empty, empty, empty, none, none)
+    assert (out.shape, lse.shape) == ((0, 4, 16), (4, 0))
+    out, lse, *_ = flash(*(torch.zeros(2, 0, 4, 16) for _ in range(3)))
+    assert (out.shape, lse.shape) == ((2, 0, 4, 16), (2, 4, 0))
+
+
+def test_compiled_sdpa():
+    torch.compiler.reset()
+    leaves = drawn((2, 4, 5, 16), (2, 4, 5, 16), (2, 4, 5, 16), grad=True)
+    (upstream,) = drawn((2, 4, 5, 16))
+
+    def call(q, k, v):
+        return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0] * 2
+
+    found = torch.compile(call, fullgraph=True, backend="aot_eager")(*leaves)
+    assert torch.equal(found, call(*leaves))
+    assert equal(gradients(found, leaves, upstream), gradients(call(*leaves), leaves, upstream))
