@@ -27,10 +27,12 @@ def _sizes(batch: int, queries: int, keys: int, kv_heads: int, group: int, head:
 
 
 LSE = {"return_lse": True}
+UNMASKED = {**LSE, "causal": False}
+IN_LAYOUTS = ("invariance",)
 CASES = (
     Case("plain", _sizes(2, 9, 9, 2, 2, 16)),
     Case("prompt", _sizes(2, 70, 70, 2, 2, 16), LSE),
-    Case("not-causal", _sizes(2, 20, 75, 1, 3, 24), {**LSE, "causal": False}),
+    Case("not-causal", _sizes(2, 20, 75, 1, 3, 24), UNMASKED),
     Case("more-keys", _sizes(1, 7, 130, 2, 1, 16), LSE),
     Case("more-queries", _sizes(1, 40, 11, 1, 2, 16), LSE),
     Case("other-values", _sizes(1, 17, 33, 2, 2, 16), {**LSE, "value_head": 40}),
@@ -67,9 +69,12 @@ CASES = (
     Case("sevens-at-the-edge", _sizes(1, 10, 65, 1, 7, 16), LSE),
     Case("packed-pages", _sizes(4, 9, 60, 1, 2, 16), {"layout": "packed-paged", "page": 32}, grad=False),
     Case("segments", _sizes(1, 3, SEGMENT + 70, 1, 2, 16), {**LSE, "rising": True}),
-    Case("two-segments", _sizes(1, 2, 2 * SEGMENT + 1, 1, 2, 16), {**LSE, "causal": False}),
+    Case("two-segments", _sizes(1, 2, 2 * SEGMENT + 1, 1, 2, 16), UNMASKED),
     Case("window-over-segments", _sizes(1, 66, 1400, 1, 1, 16), {**LSE, "window": (1200, 0)}),
     Case("rows-of-two-blocks", _sizes(1, 131, 131, 1, 1, 16), LSE),
+    # The order of a sum shows in low bits of FP32, which BF16 rounds away.
+    Case("two-segments-fp32", _sizes(1, 2, 2 * SEGMENT + 1, 1, 2, 16), UNMASKED, dtype="fp32", relations=IN_LAYOUTS),
+    Case("rows-of-two-blocks-fp32", _sizes(1, 131, 131, 1, 1, 16), LSE, dtype="fp32", relations=IN_LAYOUTS),
     Case("peaked", _sizes(1, 20, 40, 1, 2, 16), {**LSE, "size": 3.0}),
     Case("llama", _sizes(1, 65, 65, 2, 4, 128), LSE, suite="full"),
     Case("qwen2", _sizes(1, 40, 40, 2, 7, 128), LSE, suite="full"),
