@@ -58,7 +58,6 @@ def trainer_of() -> Callable[..., Any]:
         config = trl.GRPOConfig(
             output_dir=str(folder),
             use_cpu=True,
-            bf16=False,
             report_to=[],
             max_steps=4,
             logging_steps=1,
@@ -70,7 +69,7 @@ def trainer_of() -> Callable[..., Any]:
             max_completion_length=8,
             disable_tqdm=True,
             seed=3,
-            **({"num_iterations": 2, "gradient_checkpointing": False} | options),
+            **({"num_iterations": 2, "gradient_checkpointing": False, "bf16": False} | options),
         )
 
         def reward(completions: list[str], **_: Any) -> list[float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -67,6 +68,20 @@ def test_what_was_sampled_has_the_bits_of_training(
 
 
 @pytest.mark.parametrize("options", [{}, BATCHES], ids=["", "batches"])
+@pytest.mark.parametrize("adapted", [False, True], ids=["", "adapter"])
+def test_in_mixed_precision_too(
+    trainer_of: Callable[..., Any], adapted: bool, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """Wrappers bring autocast to training alone, and a cache is of the widest dtype that it is given."""
+    adapter = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False) if adapted else None
+    trainer = trainer_of(tmp_path, adapter, **SAMPLED | {"beta": 0.0, "bf16": True}, **options)
+    trl_client.use_in(trainer, invariant=True)
+    trainer.train()
+    logged = [each for each in trainer.state.log_history if "sampling/sampling_logp_difference/max" in each]
+    assert [each["sampling/sampling_logp_difference/max"] for each in logged] == [0.0] * trainer.args.max_steps
+
+
+@pytest.mark.parametrize("options", [{}, BATCHES], ids=["", "batches"])
 def test_what_an_adapter_sampled_has_the_bits_of_training(
     trainer_of: Callable[..., Any], options: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -104,9 +119,10 @@ def test_continuous_batching_is_left_as_it_was(trainer_of: Callable[..., Any], t
 
     given = head.Head(trainer.model, 0.9, in_fp32=False, entropy=False), trainer.model
     other = copy.deepcopy(trainer.model)
-    sampled = continuous.recorded(sample, *given, trainer.continuous_batching_config)
-    with pytest.raises(ValueError, match="longer"):
-        sampled(other)
+    around = trainer.accelerator.autocast
+    sampled = continuous.recorded(lambda _: sample(other), *given, around, trainer.continuous_batching_config)
+    with pytest.raises(RuntimeError, match=r"^rollout: continuous batching answered 0 of 1 prompts"):
+        sampled([[3, 4, 5]])
     probabilities = other(torch.tensor([[3, 4, 5]])).logits[0, -1].div(0.9).softmax(-1)
     expected = probabilities[found[0].generated_tokens[0]].log().item()
     assert found[0].logprobs[0] == pytest.approx(expected, abs=1e-6)
@@ -133,9 +149,12 @@ def test_a_request_that_failed_is_told() -> None:
     failed = SimpleNamespace(error="out of pages", logprobs=[], generated_tokens=[])
     model = SimpleNamespace(generate_batch=lambda: {"a": failed})
     theirs, config = model.generate_batch, SimpleNamespace(return_logprobs=False)
-    sampled = continuous.recorded(lambda: ([list(model.generate_batch())[1:]], None), None, model, config)
+    given = (SimpleNamespace(module=None), model, nullcontext, config)
+    sampled = continuous.recorded(lambda prompts: ([list(model.generate_batch())[1:]], None), *given)
     with pytest.raises(RuntimeError, match=r"^rollout: continuous batching failed: out of pages"):
-        sampled()
+        sampled([[3]])
+    with pytest.raises(RuntimeError, match=r"^rollout: continuous batching answered 1 of 2 prompts"):
+        sampled([[3], [4]])
     assert model.generate_batch is theirs
     assert not config.return_logprobs
 

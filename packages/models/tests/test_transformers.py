@@ -82,6 +82,13 @@ def test_llama(tiny, prompts, dtype, device):
         torch.testing.assert_close(value, other, rtol=tolerance, atol=tolerance * float(other.abs().max()))
 
 
+def test_a_cache_changes_no_bit_under_autocast(tiny, prompts):
+    """There keys are FP32, values BF16, and a cache makes FP32 of both."""
+    model, ids = tiny(), prompts[0][None]
+    with invariant(model, strict=True), torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(model(ids, use_cache=True).logits, model(ids, use_cache=False).logits)
+
+
 def test_llama_without_it_follows_the_batch(tiny, prompts):
     """The control: were this not so somewhere, the test above would show nothing."""
     if not differing(tiny(), prompts):

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from rl_kernels.attention import det_attention
-from rl_kernels.core.torchlib import values_hidden
+from rl_kernels.core.torchlib import autocast_dtype, values_hidden
 from rl_kernels.models import paged
 
 MaskFunction = Callable[..., torch.Tensor]
@@ -217,7 +217,9 @@ def attention_forward(
     for name in ("position_bias", "block_table"):
         if options.get(name) is not None:
             raise ValueError(f"{name}: the attention of invariant() has none; leave this model's attention alone")
-    query, key = query.to(value.dtype), key.to(value.dtype)
+    # Rotary embedding leaves FP32 under autocast, and a cache the widest dtype of all: then as SDPA casts them.
+    dtype = autocast_dtype(value) or value.dtype
+    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     side = None if sliding_window is None else sliding_window - 1
     given: dict[str, Any] = {
         "causal": getattr(module, "is_causal", True) if is_causal is None else is_causal,
@@ -231,7 +233,7 @@ def attention_forward(
         lengths: dict[str, Any] = {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
         lengths |= {"max_length_q": max_length_q, "max_length_k": max_length_k}
         k, v, where = paged.keys_of(module, key, value, cache, sliding_window, options | lengths)
-        return det_attention(query[0].transpose(0, 1), k, v, **given, **where)[None], None
+        return det_attention(query[0].transpose(0, 1), k.to(dtype), v.to(dtype), **given, **where)[None], None
     if cu_seq_lens_q is not None:
         longest = {"max_seqlen_q": max_length_q, "max_seqlen_k": max_length_k}
         given |= {"cu_seqlens_q": cu_seq_lens_q, "cu_seqlens_k": cu_seq_lens_k, **longest}

@@ -68,11 +68,11 @@ def use_in(trainer: Any, *, invariant: bool = False, record: bool | None = None,
     heads = [Head(base, trainer.temperature, in_fp32=in_fp32, entropy=base is bases[0]) for base in bases]
     for base, head in zip(bases, heads, strict=True):
         score_with(base, head, places=invariant)
-    if record and in_batches:
-        given = (trainer._generate_single_turn, heads[0], bases[0], trainer.continuous_batching_config)
-        trainer._generate_single_turn = continuous.recorded(*given)
-    elif record:
-        trainer._generate_single_turn = recorded(trainer._generate_single_turn, heads[0])
+    if record:
+        # Wrappers bring autocast to the passes of training alone.
+        given = (trainer._generate_single_turn, heads[0], bases[0], trainer.accelerator.autocast)
+        config = trainer.continuous_batching_config
+        trainer._generate_single_turn = continuous.recorded(*given, config) if in_batches else recorded(*given)
     trainer._compute_loss = partial(compute_loss, trainer, **options)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from rl_kernels.models.clients.trl.head import Head
-from rl_kernels.models.clients.trl.rollout import Sampled, inputs_of
+from rl_kernels.models.clients.trl.rollout import Around, Sampled, inputs_of, replaced
 
 KNOWN = "5.17 to 5.24"
 """The versions of transformers whose model runner this is."""
@@ -32,7 +32,9 @@ def check_settings(trainer: Any) -> None:
     """
     names = ("varlen_compile_config", "decode_compile_config", "default_compile_level")
     settings = [getattr(trainer.continuous_batching_config, name, None) for name in names]
-    if any([*settings, trainer.generation_config.compile_config]):
+    # What it falls back to.
+    configs = (trainer.generation_config, trainer.model.config, trainer.model.config.get_text_config())
+    if any([*settings, *(getattr(config, "compile_config", None) for config in configs)]):
         raise ValueError("transformers_continuous_batching_config: expected no compilation, to record what is sampled")
     runner = _runner()
     method = getattr(runner, METHOD, None)
@@ -40,19 +42,30 @@ def check_settings(trainer: Any) -> None:
         raise TypeError(f"trainer: expected the continuous batching of transformers {KNOWN}, which has another runner")
 
 
-def recorded(sample: Callable[..., Any], head: Head, model: Any, config: Any) -> Callable[..., Sampled]:
+def recorded(sample: Callable[..., Any], head: Head, model: Any, around: Around, config: Any) -> Callable[..., Sampled]:
     """Return ``GRPOTrainer._generate_single_turn`` with the log-probability of each token that it sampled.
 
     Args:
         sample: TRL's.
         head: of the model.
         model: what generates, without what is wrapped around it.
+        around: surrounds what training computes, such as autocast.
         config: of its continuous batching.
     """
 
-    def sampled(*args: Any, **options: Any) -> Sampled:
-        with _asked_for(config), _scored_by(head), _results_of(model) as results:
-            ids, _ = sample(*args, **options)
+    def sampled(prompts: Any, *args: Any, **options: Any) -> Sampled:
+        results: list[Any] = []
+
+        def generate_batch(*args: Any, **options: Any) -> Any:
+            found = theirs(*args, **options)
+            results.extend(found.values())
+            return found
+
+        theirs = model.generate_batch
+        with _asked_for(config), _scored_by(head, around), replaced(model, "generate_batch", generate_batch):
+            ids, _ = sample(prompts, *args, **options)
+        if len(results) != len(prompts):
+            raise RuntimeError(f"rollout: continuous batching answered {len(results)} of {len(prompts)} prompts")
         for each, own in zip(results, ids, strict=True):
             if each.error is not None or len(each.logprobs) != len(own):
                 raise RuntimeError(f"rollout: continuous batching failed: {each.error or 'it lost log-probabilities'}")
@@ -80,7 +93,7 @@ def _asked_for(config: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _scored_by(head: Head) -> Iterator[None]:
+def _scored_by(head: Head, around: Around) -> Iterator[None]:
     """Have the runner's passes through the model of a head end in our log-probabilities."""
     runner = _runner()
     theirs = getattr(runner, METHOD)
@@ -101,7 +114,8 @@ def _scored_by(head: Head) -> Iterator[None]:
             theirs(self, *given)
         (hidden,), places = passes, batch_data["logits_indices"]
         rows = hidden[0] if "logits_to_keep" in batch_data else hidden[0, places]
-        logps = head.logps(rows, output_ids[0, : len(rows)].long())
+        with around():
+            logps = head.logps(rows, output_ids[0, : len(rows)].long())
         # The runner keeps them as the bits of integers, beside the tokens.
         output_ids[1, : len(rows)].copy_(logps.view(torch.int32))
 
@@ -110,23 +124,3 @@ def _scored_by(head: Head) -> Iterator[None]:
         yield
     finally:
         setattr(runner, METHOD, theirs)
-
-
-@contextmanager
-def _results_of(model: Any) -> Iterator[list[Any]]:
-    """Collect what ``generate_batch`` returns, of which TRL takes the tokens."""
-    results: list[Any] = []
-    own, theirs = vars(model).get("generate_batch"), model.generate_batch
-
-    def generate_batch(*args: Any, **options: Any) -> Any:
-        found = theirs(*args, **options)
-        results.extend(found.values())
-        return found
-
-    model.generate_batch = generate_batch
-    try:
-        yield results
-    finally:
-        del model.generate_batch
-        if own is not None:
-            model.generate_batch = own

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from rl_kernels.models.clients.trl.head import IGNORED, Head
+from rl_kernels.models.clients.trl.head import Head
 
 Sampled = tuple[list[list[int]], list[list[float]]]
 """Tokens of each completion, and the log-probability of each."""
+Around = Callable[[], AbstractContextManager[object]]
+"""What surrounds a computation."""
 
 
 def check_rollout(trainer: Any) -> None:
@@ -34,15 +36,45 @@ def check_rollout(trainer: Any) -> None:
         raise ValueError("generation_kwargs: expected no prefill_chunk_size, a prompt in one pass")
 
 
-def recorded(sample: Callable[..., Any], head: Head) -> Callable[..., Sampled]:
-    """Return ``GRPOTrainer._generate_single_turn``, by ``generate``, with the log-probability of each sampled token."""
+def recorded(sample: Callable[..., Any], head: Head, model: Any, around: Around) -> Callable[..., Sampled]:
+    """Return ``GRPOTrainer._generate_single_turn``, by ``generate``, with the log-probability of each sampled token.
+
+    Args:
+        sample: TRL's.
+        head: of the model.
+        model: what generates, without what is wrapped around it.
+        around: surrounds what training computes, such as autocast, which else a wrapper alone would bring.
+    """
 
     def sampled(*args: Any, **options: Any) -> Sampled:
-        with inputs_of(head.module, lambda hidden: hidden[:, -1].clone()) as rows:
+        logps: list[list[float]] = []
+
+        def generate(*args: Any, **options: Any) -> torch.Tensor:
+            with inputs_of(head.module, lambda hidden: hidden[:, -1].clone()) as rows:
+                found: torch.Tensor = theirs(*args, **options)
+            # At once: whoever has gathered the weights for the call lets go of them after it.
+            logps.extend(_logps(head, rows, found[:, options["input_ids"].shape[1] :]))
+            return found
+
+        theirs = model.generate
+        with around(), replaced(model, "generate", generate):
             ids, _ = sample(*args, **options)
-        return ids, _logps(head, rows, ids)
+        return ids, [values[: len(each)] for values, each in zip(logps, ids, strict=True)]
 
     return sampled
+
+
+@contextmanager
+def replaced(model: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Have a function in the place of a method of an object."""
+    own = vars(model).get(name)
+    setattr(model, name, function)
+    try:
+        yield
+    finally:
+        delattr(model, name)
+        if own is not None:
+            setattr(model, name, own)
 
 
 @contextmanager
@@ -59,12 +91,9 @@ def inputs_of(
 
 
 @torch.no_grad()
-def _logps(head: Head, rows: Sequence[torch.Tensor], ids: Sequence[Sequence[int]]) -> list[list[float]]:
-    longest = max(map(len, ids))
-    if len(rows) < longest:
-        raise RuntimeError(f"rollout: expected a pass for each of {longest} tokens, saw {len(rows)}")
-    hidden = torch.stack(list(rows[:longest]), 1)
-    labels = torch.tensor([[*each, *[IGNORED] * (longest - len(each))] for each in ids], device=hidden.device)
-    found = head.scores(hidden, labels).log_probs
-    assert found is not None
-    return [values[: len(each)] for values, each in zip(found.tolist(), ids, strict=True)]
+def _logps(head: Head, rows: Sequence[torch.Tensor], ids: torch.Tensor) -> list[list[float]]:
+    """Return those of tokens ``[B, T]``, sampled in T passes."""
+    if len(rows) < ids.shape[1]:
+        raise RuntimeError(f"rollout: expected a pass for each of {ids.shape[1]} tokens, saw {len(rows)}")
+    hidden = torch.stack(list(rows[: ids.shape[1]]), 1)
+    return head.logps(hidden.flatten(0, 1), ids.flatten()).view(ids.shape).tolist()
