@@ -223,3 +223,14 @@ def test_integers_are_left_to_pytorch():
         assert torch.equal(torch.addmm(expected, a, a.t(), alpha=2), 3 * expected)
         assert torch.equal(torch.bmm(a[None], a.t()[None])[0], expected)
         assert torch.equal(torch.mm(a, a.t(), out=torch.zeros_like(expected)), expected)
+
+
+def test_autocast_has_cast_before_or_not_at_all():
+    a, b, bias = torch.randn(5, 8), torch.randn(8, 7), torch.randn(7)
+    found = torch.empty(5, 7)
+    with batch_invariant_ops.set_batch_invariant_mode(), torch.autocast("cpu", torch.bfloat16):
+        torch.addmm(bias, a, b, out=found)
+        assert torch.nn.functional.linear(a, b.t(), bias).dtype == torch.bfloat16
+    assert torch.equal(found, batch_invariant_ops.matmul_persistent(a, b, bias))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(found, batch_invariant_ops.matmul_persistent(a, b, bias))

@@ -37,7 +37,7 @@ def matmul_persistent(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | Non
     if bias is None:
         return det_gemm(a, b)
     check.tensor("bias", bias, check.HALF_AND_FLOAT, ndim=1)
-    return det_linear(a, b.t(), bias)
+    return products.linear(a, b.t(), bias)
 
 
 def mm_batch_invariant(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -70,6 +70,7 @@ def bmm_batch_invariant(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor |
         TypeError, ValueError: an argument is not as above; the message names it.
     """
     check.tensor("a", a, check.HALF_AND_FLOAT, ndim=3)
+    check.tensor("b", b, check.HALF_AND_FLOAT, ndim=3)
     found = products.batches("a", a, "b", b)
     if out is None:
         return found
@@ -114,6 +115,8 @@ def mean_dim(
     """
     if not isinstance(input, torch.Tensor):
         raise TypeError(f"input: expected a tensor, got {type(input).__name__}")
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype: expected a torch.dtype or None, got {type(dtype).__name__}")
     if dtype is None and products.is_exact(input):
         dtype = torch.float32
     return reductions.mean(input, dim, keepdim, dtype)

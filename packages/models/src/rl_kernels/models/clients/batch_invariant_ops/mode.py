@@ -84,7 +84,7 @@ def _enter(bmm: bool) -> None:
             for name, ours in OPS.items():
                 if bmm or not name.startswith("bmm"):
                     for key in KEYS:
-                        library.impl(name, _kernel(ours, _stock(name, key)), key, with_keyset=True)
+                        library.impl(name, _kernel(ours, _stock(name, key)), key, with_keyset=True, allow_override=True)
     except BaseException:
         library._destroy()
         raise

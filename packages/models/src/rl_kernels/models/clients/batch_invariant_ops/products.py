@@ -63,6 +63,12 @@ def batches(
     return out
 
 
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """Return ``det_linear`` in the dtype of its operands, under autocast too: whoever calls has cast them, or not."""
+    with torch.autocast(x.device.type, enabled=False):
+        return det_linear(x, weight, bias)
+
+
 def affine(
     bias: torch.Tensor,
     a: torch.Tensor,
@@ -85,11 +91,14 @@ def affine(
     Raises:
         TypeError, ValueError: an argument is not as above; the message names it.
     """
+    for name, number in (("beta", beta), ("alpha", alpha)):
+        if isinstance(number, complex):
+            raise TypeError(f"{name}: expected a real number, got {number}")
     _check("mat1", a, "mat2", b, ndim=2)
     _check_bias(bias, a, b, out_dtype)
     plain = beta == 1 and alpha == 1 and bias.dtype == a.dtype != torch.float64
     if plain and out_dtype in (None, a.dtype) and bias.shape == b.shape[1:]:
-        return det_linear(a, b.t(), bias)
+        return linear(a, b.t(), bias)
     # What det_linear does in its epilogue: one bias written out for all rows gives the bits of a bias for a row.
     total = matrices("mat1", a, "mat2", b, rowwise.compute_dtype(a.dtype))
     # Each step rounds: a fused multiply and add is not had everywhere in a vector.
