@@ -93,7 +93,7 @@ def timed(policy: Policy, given: argparse.Namespace) -> tuple[dict[str, Any], di
     expected |= {name: value.clone() for name, value in policy.gradients().items()}
     checked, timings = compare(policy, batch, expected, tolerance), {}
     for name, way in ((EAGER, policy.eager), (OURS, policy.ours)):
-        timings[name], loss, _ = measure([partial(way, batch)], policy.device, Effort(), captured=False)
+        timings[name], loss, *_ = measure([partial(way, batch)], policy.device, Effort(), captured=False)
     close(policy, loss, expected, tolerance)
     return checked, timings
 
