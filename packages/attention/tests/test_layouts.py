@@ -1,11 +1,14 @@
 """Random calls of det_attention in every layout that is promised to change no bit: forward and gradients."""
 
+import importlib
 import random
 
 import pytest
 import torch
 
+from rl_kernels.attention import det_attention
 from rl_kernels.attention.op import OPERATOR
+from rl_kernels.core.dispatch import forget
 from rl_kernels.core.testing import Case
 from rl_kernels.lab.check import compare
 from rl_kernels.lab.check.conformance import cell, device
@@ -84,3 +87,44 @@ def test_many_on_a_gpu(dtype, part):
     for seed in range(100 + part, 160 if dtype == "bf16" else 116, 10):
         case = random_case(seed, 300, 2500, (64,) if dtype == "fp32" else (128,), (4,))
         assert not failures(case, dtype, "triton")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [64, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_loads_and_lse_change_no_bit_on_a_gpu(monkeypatch, dtype, width):
+    """Keys by pointers as by the copy engine, and out without lse as with it."""
+    plan = importlib.import_module("rl_kernels.attention.backends.triton.plan")
+    for batch, queries, keys, where in (
+        (1, 64, 64, {}),
+        (2, 130, 1500, {}),
+        (3, 1, 2100, {}),
+        (2, 70, 70, {"k_start": torch.tensor([3, 0])}),
+        (2, 9, 700, {"seqused_k": torch.tensor([650, 20])}),
+    ):
+        q, k, v = (
+            torch.randn(batch, n, h, width, device="cuda", dtype=dtype)
+            for n, h in zip((queries, keys, keys), (8, 2, 2), strict=True)
+        )
+        where = {name: value.cuda() for name, value in where.items()}
+        found = []
+        for small in (1 << 62, 0):
+            monkeypatch.setattr(plan, "SMALL", small)
+            plan.plan_of.cache_clear()
+            forget()
+            out, lse = det_attention(q, k, v, **where, return_lse=True)
+            assert torch.equal(out, det_attention(q, k, v, **where))
+            found.append([out, lse, *(gradients(q, k, v, where) if "seqused_k" not in where else ())])
+        for name, one, other in zip(("out", "lse", "dq", "dk", "dv"), *found, strict=False):
+            assert torch.equal(one, other), (name, batch, queries, keys)
+    monkeypatch.undo()
+    plan.plan_of.cache_clear()
+    forget()
+
+
+def gradients(q, k, v, where):
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = det_attention(*leaves, **where)
+    return torch.autograd.grad(
+        out, leaves, torch.linspace(-1, 1, out.numel(), device=out.device).to(out.dtype).view_as(out)
+    )

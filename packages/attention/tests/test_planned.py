@@ -16,7 +16,7 @@ from rl_kernels.core.testing.planted import planted
 from rl_kernels.core.testing.triton_launches import Descriptor, TritonRecorder
 
 BACKEND = MODULES[-1]
-FAILURES = (AssertionError, RuntimeError, ValueError, TypeError)
+FAILURES = (AssertionError, AttributeError, RuntimeError, ValueError, TypeError)
 
 
 def made(batch=2, queries=70, keys=1500, size=64, dtype=torch.bfloat16, **where):
@@ -94,8 +94,13 @@ def same(recorder, plan, backend, given):
         assert found is not None
         return described(recorder.launches, known), lying(found), found
 
-    *ours, (out, lse) = run(lambda: plan.forward(given), inputs)
     *general, _ = run(lambda: backend.forward(*given), inputs)
+    launches, (of_out, _) = general
+    *alone, (_, lse) = run(lambda: plan.forward(given, with_lse=False), inputs)
+    assert lse is None
+    without = [(*launch[:-1], {k: None if k == "LSE" else x for k, x in launch[-1].items()}) for launch in launches]
+    assert alone == [without, [of_out, None]]
+    *ours, (out, lse) = run(lambda: plan.forward(given, with_lse=True), inputs)
     assert ours == general
     if given.seqused_k is not None:
         return
@@ -112,10 +117,10 @@ def same(recorder, plan, backend, given):
 
 def refused(recorder, plan, given):
     """Hold a plan to launching nothing for tensors that lie otherwise."""
-    out, lse = plan.forward(given)
+    out, lse = plan.forward(given, with_lse=True)
     recorder.launches.clear()
     for name in ("q", "k", "v"):
-        assert plan.forward(given._replace(**{name: off(getattr(given, name))})) is None
+        assert plan.forward(given._replace(**{name: off(getattr(given, name))}), with_lse=True) is None
     if given.seqused_k is None:
         grad = torch.randn(out.shape).to(out.dtype)
         others = [given._replace(**{name: off(getattr(given, name))}) for name in ("q", "k", "v")]

@@ -15,8 +15,9 @@ from rl_kernels.core.testing.planted import planted
 from rl_kernels.core.testing.triton_launches import TritonRecorder
 
 BACKEND = MODULES[-1]
+PLAN = BACKEND.removesuffix("backend") + "plan"
 BLOCK, SEGMENT, UNIT = 64, 1024, 8
-FEW, FULL, PROCESSORS = 16, 4, 2
+FEW, FULL, PROCESSORS, SMALL = 16, 4, 2, 1 << 21
 FAILURES = (AssertionError, RuntimeError)
 
 
@@ -58,7 +59,7 @@ def expanded():
 
 
 CALLS = {
-    "prompt": partial(dense, 2, 300, 300, 2, 4, 128),
+    "prompt": partial(dense, 2, 400, 400, 2, 4, 128),
     "long-prompt": partial(dense, 1, 2100, 2100, 1, 8, 64),
     "one-token": partial(dense, 3, 1, 5000, 2, 4, 128),
     "several-tokens": partial(dense, 3, 9, 700, 2, 7, 128),
@@ -105,8 +106,12 @@ def check_box(box, tensor, block):
     assert tensor.shape[-1] <= box.block_shape[3] < max(2 * tensor.shape[-1], 17)
 
 
-def check_key_boxes(launch, given):
-    in_boxes = given.q.dtype != torch.float32 and 0 not in given.k.stride()
+def is_large(given, small):
+    return given.batch * given.max_seqlen_q * given.q.shape[-2] * reach_of(given) > small
+
+
+def check_key_boxes(launch, given, small):
+    in_boxes = given.q.dtype != torch.float32 and 0 not in given.k.stride() and is_large(given, small)
     in_boxes &= given.block_table is None or given.k.shape[1] % BLOCK == 0
     assert [launch[name] is not None for name in ("K_BOX", "V_BOX")] == [in_boxes] * 2
     for name in ("K", "V") if in_boxes else ():
@@ -142,7 +147,7 @@ def reach_of(given):
     return given.max_seqlen_k + (SEGMENT - 1) * is_shorter
 
 
-def check_forward(given, launches, out, lse):
+def check_forward(given, launches, out, lse, small):
     attend, *rest = launches
     check_operands(attend, given)
     rows = rows_of(given)
@@ -150,7 +155,7 @@ def check_forward(given, launches, out, lse):
     programs, heads = given.batch * tiles, given.k.shape[-2]
     split = segments > 1 and (programs * heads < FULL * PROCESSORS or rows <= FEW)
     assert (attend["ROWS"], attend["BLOCK"], attend["tiles"]) == (rows, BLOCK, tiles)
-    check_key_boxes(attend, given)
+    check_key_boxes(attend, given, small)
     assert (attend["SPLIT"], attend["ONE"], attend["LEFT"]) == (split, segments <= 1, given.left != UNLIMITED)
     assert attend.grid == (programs * (segments if split else 1), heads, 1)
     assert attend["OUT"] is out
@@ -175,7 +180,7 @@ def check_forward(given, launches, out, lse):
         assert (finish["tiles"], finish["segments"], finish["ROWS"]) == (tiles, segments, rows)
 
 
-def check_backward(given, launches, gradients):
+def check_backward(given, launches, gradients, small):
     of_rows, of_queries, *of_keys = launches
     batch = 1 if given.q.ndim == 3 else given.q.shape[0]
     assert of_rows.grid == (batch * -(-given.q[..., 0].numel() // batch // of_rows["ROWS"]), 1, 1)
@@ -185,14 +190,14 @@ def check_backward(given, launches, gradients):
     tiles = -(-given.max_seqlen_q * given.group // of_queries["ROWS"])
     assert of_queries.grid == (given.batch * tiles, given.k.shape[-2], 1)
     assert (of_queries["BLOCK"], of_queries["tiles"]) == (BLOCK, tiles)
-    check_key_boxes(of_queries, given)
+    check_key_boxes(of_queries, given, small)
     assert of_queries["DQ"] is gradients[0]
     assert len(of_keys) == 1
     check_operands(of_keys[0], given)
     tiles = -(-reach_of(given) // of_keys[0]["BLOCK"])
     assert of_keys[0].grid == (given.batch * tiles, given.k.shape[-2], 1)
     assert (of_keys[0]["DK"] is gradients[1], of_keys[0]["DV_"] is gradients[2]) == (True, True)
-    in_boxes = given.q.dtype != torch.float32 and of_keys[0]["ROWS"] % given.group == 0
+    in_boxes = given.q.dtype != torch.float32 and of_keys[0]["ROWS"] % given.group == 0 and is_large(given, small)
     for name, tensor in (("Q_BOX", of_keys[0]["Q"]), ("G_BOX", of_keys[0]["GRAD"])):
         assert (of_keys[0][name] is not None) == in_boxes
         if in_boxes:
@@ -203,29 +208,35 @@ def check_backward(given, launches, gradients):
         assert launch["scale"] == given.scale
 
 
-def check(name, plant=nullcontext):
+def check(name, small, plant=nullcontext):
+    """Hold the launches of a call to what its shapes imply, where up to so many scores are few."""
     given = CALLS[name]()
     with TritonRecorder(processors=PROCESSORS).pretended() as recorder, plant():
         backend = importlib.import_module(BACKEND)
+        plan = importlib.import_module(PLAN)
+        assert plan.SMALL == SMALL
+        plan.SMALL = small
         out, lse = backend.forward(*given)
-        check_forward(given, recorder.launches, out, lse)
+        check_forward(given, recorder.launches, out, lse, small)
         if given.block_table is None:
             recorder.launches.clear()
             grad = torch.randn(*out.shape, 2).to(out.dtype)[..., 0]
             gradients = backend.backward(*given, out, lse, grad, True)
-            check_backward(given, recorder.launches, gradients)
+            check_backward(given, recorder.launches, gradients, small)
 
 
+@pytest.mark.parametrize("small", [0, SMALL])
 @pytest.mark.parametrize("name", CALLS)
-def test_launches(name):
-    check(name)
+def test_launches(name, small):
+    check(name, small)
 
 
 @pytest.mark.parametrize("bug", [*HOST, *LAUNCHES], ids=lambda bug: bug.name)
 def test_planted_bugs_show(bug):
     for name in LOOKED_AT:
         try:
-            check(name, partial(planted, OF_HOST, bug))
+            for small in (0, SMALL):
+                check(name, small, partial(planted, OF_HOST, bug))
         except FAILURES:
             return
     pytest.fail("the launches are as they should be")

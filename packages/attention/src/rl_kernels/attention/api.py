@@ -174,7 +174,7 @@ def det_attention(
         _validate_gradients(given)
         out, lse = _DetAttention.apply(*given, chosen, plan)
     else:
-        out, lse = _forward(given, chosen, plan)
+        out, lse = _forward(given, chosen, plan, with_lse=return_lse)
     return Attended(out, lse) if return_lse else out
 
 
@@ -258,9 +258,10 @@ def _validate_gradients(given: Inputs) -> None:
             raise ValueError(f"{name}: expected no gradient of a cache (block_table, seqused_k), detach it")
 
 
-def _forward(given: Inputs, chosen: str, plan: _Plan | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward(given: Inputs, chosen: str, plan: _Plan | None, *, with_lse: bool) -> tuple[torch.Tensor, Any]:
+    """Return (out, lse), the latter perhaps None unless it is asked for."""
     if plan is not None and plan.launches is not None and not ops_are_observed():
-        found: tuple[torch.Tensor, torch.Tensor] | None = plan.launches.forward(given)
+        found: tuple[torch.Tensor, torch.Tensor | None] | None = plan.launches.forward(given, with_lse=with_lse)
         if found is not None:
             return found
     return ops["forward"](*given, chosen)
@@ -273,7 +274,7 @@ class _DetAttention(torch.autograd.Function):
     def forward(ctx: Any, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
         *given, backend, plan = arguments
         inputs = Inputs(*given)
-        out, lse = _forward(inputs, backend, plan)
+        out, lse = _forward(inputs, backend, plan, with_lse=True)
         ctx.save_for_backward(*inputs.operands, *inputs.others, out, lse)
         ctx.numbers, ctx.backend, ctx.plan = inputs.numbers, backend, plan
         ctx.mark_non_differentiable(lse)

@@ -145,10 +145,15 @@ LAUNCHES = (
     Bug("box of rows at one place", "if not all(size == 1 or size * step", "if not all(True or size * step"),
     Bug("box of v as wide as k", "return self.width, self.width_v", "return self.width, self.width"),
     Bug("box of heads for rows", "block = rows // self.group, self.group", "block = self.group, rows // self.group"),
+    Bug("small calls through the copy engine", "(self.fast and is_large)", "self.fast"),
+    Bug("large calls by pointers", "(self.fast and is_large)", "(self.fast and not is_large)"),
+    Bug("keys of one sequence make a call large", "is_large = batch * self", "is_large = self"),
     Bug("descriptor of k for v", "boxes[0].of(first), boxes[1].of(second)", "boxes[0].of(first), boxes[1].of(first)"),
 )
 """Bugs of the host that recorded launches show, most of them in no result that the interpreter gives."""
 PLANNED = (
+    Bug("launches with lse for calls without", "self._forward.get(with_lse)", "self._forward.get(True)"),
+    Bug("lse that nobody asked for", "dtype=torch.float32) if with_lse else None", "dtype=torch.float32)"),
     Bug("planned queries between multiples of 16 bytes", "if (q.data_ptr() | given.k", "if (given.k"),
     Bug("planned keys between multiples of 16 bytes", "| given.k.data_ptr() |", "|"),
     Bug(

@@ -17,12 +17,13 @@ SIZES = (
 
 @triton.jit
 def put(OUT, LSE, out, lse, b, row, heads, d, inside, queries, HEADS: tl.constexpr, DV: tl.constexpr):
-    """Write rows of ``out[B, queries, H, DV]``, columns d of them, and of ``lse[B, H, queries]``."""
+    """Write rows of ``out[B, queries, H, DV]``, columns d of them, and of ``lse[B, H, queries]`` or None."""
     place = (b.to(tl.int64) * queries + row) * HEADS + heads
     tl.store(
         OUT + place[:, None] * DV + d[None, :], out.to(OUT.dtype.element_ty), mask=inside[:, None] & (d < DV)[None, :]
     )
-    tl.store(LSE + (b.to(tl.int64) * HEADS + heads) * queries + row, lse, mask=inside)
+    if LSE is not None:
+        tl.store(LSE + (b.to(tl.int64) * HEADS + heads) * queries + row, lse, mask=inside)
 
 
 @triton.jit(do_not_specialize=SIZES)

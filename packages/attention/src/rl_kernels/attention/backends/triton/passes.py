@@ -40,10 +40,10 @@ def plan_for(given: Inputs) -> Plan:
     )
 
 
-def launch_forward(plan: Plan, given: Inputs, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """Write out and lse of the rows that are in a sequence."""
+def launch_forward(plan: Plan, given: Inputs, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+    """Write out, and lse where there is one, of the rows that are in a sequence."""
     sinks, *where, table = given.others
-    attend, finish, count = plan.forward
+    attend, finish, count = plan.forward(with_lse=lse is not None)
     states: tuple[torch.Tensor | None, ...] = (None, None, None)
     if count:
         sizes = (1, 1, plan.width_v)

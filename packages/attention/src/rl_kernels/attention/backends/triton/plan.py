@@ -38,6 +38,8 @@ KEPT = 16
 """Ways in which a gradient lies that a plan remembers."""
 LEAST_WIDTH = 16
 """What a product's sizes are at least."""
+SMALL = 1 << 21
+"""Scores of a call up to which keys come by pointers: a descriptor costs the host more than it saves the GPU."""
 
 
 class Forward(NamedTuple):
@@ -67,6 +69,7 @@ class Plan:
         strides: in units, of q between sequences, of k and v between sequences or pages, and between heads.
         constants: sizes that a kernel is compiled for.
         fast: whether 16 bits are multiplied on Hopper.
+        has_boxes: whether the copy engine is there, or Triton is interpreted, and the call is large enough for it.
         boxes: of k and v, or None where they come by pointers.
     """
 
@@ -80,7 +83,7 @@ class Plan:
         started: bool,
         table: torch.Size | None,
         longest: tuple[int, int],
-        scores: tuple[float, int, int, float],
+        numbers: tuple[float, int, int, float],
         others: tuple[torch.dtype | None, ...],
     ) -> None:
         (self.queries, heads, self.size), (*_, kv_heads, self.size_v) = shapes[0][-3:], shapes[2]
@@ -92,7 +95,7 @@ class Plan:
             self.pages, self.page, self.table_step = shapes[1][0], shapes[1][1], table[1]
             self.keys = table[1] * self.page * bool(self.pages)
         self.longest_q, self.longest_k = min(longest[0], self.queries), min(longest[1], self.keys)
-        self.scale, left, right, self.cap = scores
+        self.scale, left, right, self.cap = numbers
         self.capped, self.has_left = self.cap > 0, left != UNLIMITED
         if started and self.has_left:
             # Of those that are gone, what whole segments leave.
@@ -106,11 +109,14 @@ class Plan:
         self.constants = *sizes, *of_q[1:], of_k[1], of_v[1]
         on_hopper = not INTERPRETED and arch_of(self.device.type, self.device.index) == "sm90"
         self.fast = on_hopper and self.dtype in HALF
+        is_large = batch * self.longest_q * heads * self.longest_k > SMALL
+        self.has_boxes = INTERPRETED or (self.fast and is_large)
         self.boxes: tuple[Box, Box] | None = None
         if self.has_boxes and (table is None or self.page % BLOCK == 0):
             k, v = (box_of(x, y, (BLOCK, 1), z) for x, y, z in zip(shapes[1:], strides[1:], self.widths, strict=True))
             self.boxes = (k, v) if k and v else None
         self._of_q = shapes[0], strides[0]
+        self._forward: dict[bool, Forward] = {}
         self._backward: dict[tuple[object, ...], Backward] = {}
         # No row at all: nothing is launched.
         self.is_empty = not (batch and self.longest_q)
@@ -119,11 +125,6 @@ class Plan:
     def widths(self) -> tuple[int, int]:
         """Columns of a tile of k, and of v."""
         return self.width, self.width_v
-
-    @property
-    def has_boxes(self) -> bool:
-        """Whether the copy engine is there, or Triton is interpreted."""
-        return self.fast or INTERPRETED
 
     def _boxes_of_rows(self, rows: int, strides: tuple[int, ...]) -> tuple[Box, Box] | None:
         """Return the boxes of so many rows of q, and of the gradient of out, which lies so."""
@@ -139,9 +140,14 @@ class Plan:
         """Return the tiles of the longest sequence's rows."""
         return ceil_div(self.longest_q * self.group, rows)
 
-    @functools.cached_property
-    def forward(self) -> Forward:
-        """What the forward pass launches."""
+    def forward(self, *, with_lse: bool) -> Forward:
+        """Return what the forward pass launches; with lse and without are two, since tensors keep their places."""
+        found = self._forward.get(with_lse)
+        if found is None:
+            found = self._forward[with_lse] = self._made_forward()
+        return found
+
+    def _made_forward(self) -> Forward:
         tile = tile_of(self.dtype, max(self.widths), self.fast, self.longest_q * self.group, self.boxes is not None)
         tiles, segments = self._tiles(tile.rows), ceil_div(self.longest_k, SEGMENT)
         programs = self.batch * tiles

@@ -30,12 +30,12 @@ class Planned:
         self._operands, self._kinds = _lie(given), _kinds(given)
         self._saved = given.q.dtype, torch.float32, given.q.dtype
 
-    def forward(self, given: Inputs) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return (out, lse)."""
+    def forward(self, given: Inputs, *, with_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """Return (out, lse), the latter None unless it is asked for."""
         q = given.q
         if (q.data_ptr() | given.k.data_ptr() | given.v.data_ptr()) % ALIGNED:
             return None
-        out, lse = q.new_empty(self._out), q.new_empty(self._lse, dtype=torch.float32)
+        out, lse = q.new_empty(self._out), q.new_empty(self._lse, dtype=torch.float32) if with_lse else None
         launch_forward(self._plan, given, out, lse)
         return out, lse
 
