@@ -236,10 +236,10 @@ def _remembered(first: Callable[..., T], always: Callable[..., T]) -> Callable[.
         # A layout without strides, such as a sparse one, raises. True is 1, and an argument may be either.
         try:
             kinds = [
-                (type(x), x.shape, x.stride(), x.dtype, x.device)
-                if isinstance(x, torch.Tensor)
-                else x
+                None
                 if x is None
+                else (type(x), x.shape, x.stride(), x.dtype, x.device)
+                if isinstance(x, torch.Tensor)
                 else (type(x), x)
                 for x in args
             ]
