@@ -68,6 +68,7 @@ def invariant(model: nn.Module, *, strict: bool = False) -> Invariance:
     - ``nn.Linear`` becomes a ``DetLinear``.
     - LayerNorm and RMSNorm, those of transformers too, become row-wise norms. A norm of transformers is recognised by
       what it computes for a random row.
+    - The weight of an ``nn.Embedding`` gets a gradient that is the same in every run, on a GPU with Triton.
     - SiLU, GELU and sigmoid modules on a CPU, where PyTorch rounds the last elements of a tensor in another way.
     - A model of transformers gets ``det_attention``, as an implementation called ``rl_kernels_flash``: padding,
       packing, batch, KV cache, chunks and continuous batching change no bit. Give it ``position_ids`` where it is

@@ -13,6 +13,7 @@ from torch import nn
 from rl_kernels.core.validate import HALF_AND_FLOAT
 from rl_kernels.det_gemm.api import det_linear
 from rl_kernels.det_gemm.module import DetLinear
+from rl_kernels.models.fused.embedding import OrderedEmbedding
 from rl_kernels.models.fused.swaps import gated
 from rl_kernels.models.swap import SWAPPED
 from rl_kernels.norm import layer_norm, rms_norm
@@ -54,6 +55,9 @@ def replacement(module: nn.Module) -> Found:
         found = _linear(module)
     elif type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils":
         found = _subclass(type(module), (), _conv1d), ""
+    elif isinstance(module, nn.Embedding):
+        # One whose forward was replaced is left alone without a word: it follows no batch.
+        found = NOTHING if "forward" in vars(module) else (_embedding(type(module)), "")
     elif isinstance(module, nn.MultiheadAttention):
         found = None, "nn.MultiheadAttention computes its products itself"
     elif type(module) in _ACTIVATIONS or type(module).__module__ == "transformers.activations":
@@ -84,6 +88,12 @@ def _linear(module: nn.Linear) -> Found:
     if module.weight.dtype not in HALF_AND_FLOAT:
         return None, f"its weight is {module.weight.dtype}; det_linear takes FP32, BF16 and FP16"
     return _subclass(DetLinear, (), DetLinear.forward, nn.Linear), ""
+
+
+def _embedding(base: type[nn.Module]) -> type[nn.Module]:
+    """Return the subclass in which ``nn.Embedding.forward`` is ours, also where Gemma's scales what it gives."""
+    bases = (OrderedEmbedding,) if base is nn.Embedding else (base, OrderedEmbedding)
+    return _subclass(base, (), None, bases=bases)
 
 
 def _conv1d(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -185,24 +195,25 @@ def _element_wise(base: type[nn.Module], function: Callable[..., torch.Tensor]) 
 def _subclass(
     base: type[nn.Module],
     key: tuple[Any, ...],
-    forward: Callable[..., Any],
+    forward: Callable[..., Any] | None,
     original: type[nn.Module] | None = None,
+    bases: tuple[type[nn.Module], ...] = (),
 ) -> type[nn.Module]:
-    """Return the subclass with that forward; one for each key, so that torch.compile meets the same class again.
+    """Return the subclass with that forward, or that of its bases; one for each key: torch.compile meets it again.
 
     A deep copy has the class too; a pickle has the original one, so that it can be read where this package is not.
     """
     known = (base, *key)
     if known not in _made:
         body = {
-            "forward": forward,
+            **({} if forward is None else {"forward": forward}),
             SWAPPED: original or base,
             "__module__": base.__module__,
             "__doc__": base.__doc__,
             "__deepcopy__": _deep_copy,
             "__reduce_ex__": _pickled,
         }
-        _made[known] = type(f"RowWise{base.__name__}", (base,), body)
+        _made[known] = type(f"RowWise{base.__name__}", bases or (base,), body)
     return _made[known]
 
 

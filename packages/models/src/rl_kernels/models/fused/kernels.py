@@ -1,4 +1,4 @@
-"""Rotary embedding and the gate of an MLP, in Triton: every rounding is where PyTorch's kernels have theirs."""
+"""What is fused, in Triton. Every rounding of rotary embedding and gate is where PyTorch's kernels have theirs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from rl_kernels.core.triton_lib.arithmetic import INTERPRETED, fma, product
 
 if not INTERPRETED.value:
     from triton.language.extra import libdevice
+
+AT_ONCE = tl.constexpr(16)
+"""Rows that are loaded before the first of them is added."""
 
 
 @triton.jit
@@ -99,3 +102,27 @@ def gate_backward(GRAD, GATE, UP, D_GATE, D_UP, count, BLOCK: tl.constexpr):
     sigmoid = tl.div_rn(one, parts)
     slope = fma(x, one - sigmoid, one)
     tl.store(D_GATE + at, product(product(of_silu, sigmoid), slope).to(gate.dtype), mask=mask)
+
+
+@triton.jit(do_not_specialize=("padding",))
+def sum_rows(GRAD, IDS, ORDER, ENDS, OUT, padding, size, COLUMNS: tl.constexpr):
+    """Write to ``OUT[V, size]`` the sum of the rows ``GRAD[ORDER]`` of each id but padding, in ascending order.
+
+    IDS ascend, and ENDS says where the places of each end. Grid: places, of which the first of an id works, columns.
+    """
+    place = tl.program_id(0).to(tl.int64)
+    own = tl.load(IDS + place)
+    before = tl.load(IDS + place - 1, mask=place > 0, other=-1)
+    if own == before:
+        return
+    if own == padding:
+        return
+    end = tl.load(ENDS + place)
+    d = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros([COLUMNS], tl.float32)
+    for first in range(place, end, AT_ONCE):
+        for step in tl.static_range(AT_ONCE):
+            there = first + step < end
+            row = tl.load(ORDER + first + step, mask=there, other=0).to(tl.int64)
+            total += tl.load(GRAD + row * size + d, mask=there & (d < size), other=0.0).to(tl.float32)
+    tl.store(OUT + own.to(tl.int64) * size + d, total.to(OUT.dtype.element_ty), mask=d < size)
