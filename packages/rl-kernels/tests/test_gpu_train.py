@@ -184,3 +184,18 @@ def test_not_one_bit_differs_on_a_gpu(tmp_path):
     twins = json.loads((tmp_path / "run.json").read_text())["twins"]
     assert all(metrics["kl"] == 0 for metrics in twins["rl-kernels"]["steps"])
     assert all(metrics["ratios_off"] > 0 for metrics in twins["stock PyTorch"]["steps"])
+
+
+@pytest.mark.gpu
+def test_a_run_is_repeated_bit_for_bit_on_a_gpu():
+    """Weights after some steps, of the embedding too, whose gradient PyTorch adds up in an order that varies."""
+
+    def weights():
+        twin = Twin(Settings(steps=4, prompts=32), ModelSizes(256, 512, 2, 4, 2), OURS, torch.device("cuda"))
+        for step in range(1, 5):
+            twin.step(step)
+        return [weight.clone() for weight in twin.optimizer.masters]
+
+    first = weights()
+    for again in (weights(), weights()):
+        assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))

@@ -1,0 +1,280 @@
+"""A GRPO step of TRL's GRPOTrainer, as it comes and on the operators: `python tools/trl_step.py` on a GPU.
+
+The model is a Llama with random weights, of 8B widths with four layers unless others are asked for, and learns nothing:
+the reward is a number of the place in the batch. Each way trains a few steps from the same weights; the medians are of
+all but the first. `rollout` is all that comes before the loss: sampling, rewards and advantages. `update` is the loss
+and its backward pass; its peak extra memory is beyond parameters, gradients and inputs. No optimiser's state counts.
+
+The largest batch is that of whole groups whose update, taken twice, has room where all memory that PyTorch reserves is
+limited. Tokens that differ are those of the first batch whose log-probability in training is not, to the last bit, the
+one that was recorded when they were sampled; TRL's own scores are held to the same record.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from grpo_step import largest, limit
+from rich.console import Console
+from rich.table import Table
+
+from rl_kernels.core.command import Parser, count, writable
+from rl_kernels.lab.bench.environment import environment
+from rl_kernels.lab.bench.report import digits
+from rl_kernels.models.clients import trl as client
+
+TRL, SCORED, ALIGNED = "TRL", "rl-kernels", "rl-kernels, invariant"
+WAYS: dict[str, dict[str, bool] | None] = {TRL: None, SCORED: {"record": True}, ALIGNED: {"invariant": True}}
+"""What each is asked of ``use_in``, or None where it is not called."""
+WORDS = 64
+"""That prompts are made of; what is sampled may be any id of the vocabulary."""
+PACKAGES = ("trl", "transformers", "rl-kernels-models", "rl-kernels-linear-logp", "rl-kernels-grpo-loss")
+
+
+class Watched:
+    """A trainer whose steps are timed; ``counts`` are (differing, all) tokens of the first batch, by who scored."""
+
+    def __init__(self, trainer: Any, options: dict[str, bool] | None) -> None:
+        self.trainer, self.device = trainer, trainer.model.device
+        self.rollouts: list[float] = []
+        self.updates: list[float] = []
+        self.extra: list[float] = []
+        self.counts: dict[str, tuple[int, int]] = {}
+        self.batch: dict[str, Any] = {}
+        # What TRL puts in place of the model's own forward, to score with its tiled head.
+        theirs = trainer.model.forward
+        if options is not None:
+            client.use_in(trainer, **options)
+        self._forwards = {TRL: theirs} | ({} if options is None else {SCORED: trainer.model.forward})
+        self._start, self._base = 0.0, 0
+        self._generate, self._loss, self._step = (
+            trainer._generate_and_score_completions,
+            trainer._compute_loss,
+            trainer.training_step,
+        )
+        trainer._generate_and_score_completions = self._sampled
+        trainer._compute_loss, trainer.training_step = self._of_batch, self._stepped
+
+    def _sampled(self, inputs: Any) -> Any:
+        start = self._now()
+        found = self._generate(inputs)
+        self.rollouts.append(self._now() - start)
+        return found
+
+    def _of_batch(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        if not self.batch:
+            self.batch = dict(inputs)
+            if "sampling_per_token_logps" in inputs:
+                self.counts = {name: self._differing(model, inputs, way) for name, way in self._forwards.items()}
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            self._base = torch.cuda.memory_allocated()
+        self._start = self._now()
+        found: torch.Tensor = self._loss(model, inputs)
+        return found
+
+    def _stepped(self, *args: Any) -> Any:
+        found = self._step(*args)
+        self.updates.append(self._now() - self._start)
+        if self.device.type == "cuda":
+            self.extra.append((torch.cuda.max_memory_allocated() - self._base) / 2**20)
+        return found
+
+    def _differing(self, model: Any, inputs: dict[str, Any], forward: Callable[..., Any]) -> tuple[int, int]:
+        """Return how many tokens of a batch are scored with other bits than were recorded, and of how many."""
+        mask = inputs["completion_mask"].bool()
+        ids = torch.cat((inputs["prompt_ids"], inputs["completion_ids"]), 1)
+        attention = torch.cat((inputs["prompt_mask"], inputs["completion_mask"]), 1)
+        trainer, before = self.trainer, self.trainer.model.forward
+        trainer.model.forward = forward
+        try:
+            with torch.no_grad():
+                scores, *_ = trainer._get_per_token_logps_and_entropies(model, ids, attention, mask.shape[1])
+        finally:
+            trainer.model.forward = before
+        return int((scores != inputs["sampling_per_token_logps"])[mask].sum()), int(mask.sum())
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def fits(self, groups: int, samples: int) -> bool:
+        """Say whether an update of so many groups has room, and again after itself; leave nothing of it behind."""
+        fitted = self._attempt(groups * samples)
+        gc.collect()
+        torch.cuda.empty_cache()
+        return fitted
+
+    def _attempt(self, sequences: int) -> bool:
+        there = len(self.batch["prompt_ids"])
+        rows = torch.arange(sequences, device=self.device) % there
+        try:
+            inputs = {name: x[rows] if _is_rows(x, there) else x for name, x in self.batch.items()}
+            for _ in range(2):
+                self._loss(self.trainer.model_wrapped, inputs).backward()
+        except torch.OutOfMemoryError:
+            return False
+        return True
+
+
+def _is_rows(x: object, rows: int) -> bool:
+    return isinstance(x, torch.Tensor) and x.ndim > 0 and len(x) == rows
+
+
+def trainer_of(given: argparse.Namespace, folder: Path) -> Any:
+    """Return TRL's trainer of a Llama with random weights."""
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+    from trl import GRPOConfig, GRPOTrainer
+
+    words = {"<eos>": 0, "<pad>": 1, **{f"w{i}": i + 2 for i in range(WORDS)}}
+    raw = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    raw.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<eos>", pad_token="<pad>")
+    config = LlamaConfig(
+        vocab_size=given.vocab,
+        hidden_size=given.hidden,
+        intermediate_size=given.between,
+        num_hidden_layers=given.layers,
+        num_attention_heads=given.heads,
+        num_key_value_heads=given.kv_heads,
+        bos_token_id=None,
+        eos_token_id=0,
+        pad_token_id=1,
+    )
+    torch.manual_seed(given.seed)
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[given.dtype]
+    with torch.device(given.device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    options = GRPOConfig(
+        output_dir=str(folder),
+        max_steps=given.steps,
+        per_device_train_batch_size=given.groups * given.samples,
+        num_generations=given.samples,
+        max_completion_length=given.tokens,
+        optim="sgd",
+        learning_rate=1e-4,
+        bf16=given.dtype == "bf16",
+        use_cpu=given.device == "cpu",
+        seed=given.seed,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        logging_steps=10**6,
+    )
+    # Of all lengths up to the longest: prompts are padded on the left.
+    lengths = [given.prompt - i % max(given.prompt // 2, 1) for i in range(given.groups * given.steps)]
+    prompts = [" ".join(f"w{(7 * i + j) % WORDS}" for j in range(length)) for i, length in enumerate(lengths)]
+
+    def reward(completions: list[str], **_: Any) -> list[float]:
+        return [i % given.samples / given.samples for i in range(len(completions))]
+
+    data = Dataset.from_dict({"prompt": prompts})
+    return GRPOTrainer(model, reward, options, train_dataset=data, processing_class=tokenizer)
+
+
+def measured(given: argparse.Namespace, options: dict[str, bool] | None, folder: Path) -> dict[str, Any]:
+    """Train in one way; return what was measured."""
+    watched = Watched(trainer_of(given, folder), options)
+    watched.trainer.train()
+    found: dict[str, Any] = {
+        "rollout_ms": 1e3 * statistics.median(watched.rollouts[1:]),
+        "update_ms": 1e3 * statistics.median(watched.updates[1:]),
+        "extra_mib": statistics.median(watched.extra[1:]) if watched.extra else None,
+        "largest": None,
+        "differing": watched.counts,
+    }
+    if given.device == "cuda" and given.limit_gib:
+        watched.trainer.model.train()
+        torch.cuda.empty_cache()
+        share = given.limit_gib * 2**30 / torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(share)
+        try:
+            found["largest"] = given.samples * largest(lambda groups: watched.fits(groups, given.samples))
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+    return found
+
+
+def show(document: dict[str, Any]) -> None:
+    """Print what was measured and where."""
+    given, ways = document["settings"], document["ways"]
+    print(f"Llama with random weights: {given['layers']} layers, hidden {given['hidden']}, vocabulary {given['vocab']}")
+    sequences = f"{given['groups']} groups of {given['samples']}"
+    print(f"{sequences}, prompts of up to {given['prompt']} tokens, completions of {given['tokens']}, {given['dtype']}")
+    print("ran on " + ", ".join(f"{name} {value}" for name, value in document["environment"].items()))
+    for scorer, (differing, tokens) in ways[SCORED]["differing"].items():
+        print(f"scored by {scorer}, the model as it comes: {differing:,} of {tokens:,} tokens differ from the rollout")
+    differing, tokens = ways[ALIGNED]["differing"][SCORED]
+    print(f"scored by {ALIGNED}: {differing:,} of {tokens:,} tokens differ from the rollout")
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for i, name in enumerate(("", *ways)):
+        table.add_column(name, justify="right" if i else "left", no_wrap=True)
+    labels = {"rollout_ms": "rollout, ms", "update_ms": "update, ms", "extra_mib": "update, peak extra MiB"}
+    labels["largest"] = f"sequences that fit in {given['limit_gib']:g} GiB"
+    for key, label in labels.items():
+        values = [way[key] for way in ways.values()]
+        table.add_row(
+            label, *("not measured" if x is None else f"{x:,}" if key == "largest" else digits(x) for x in values)
+        )
+    Console(width=110).print(table)
+
+
+def parser() -> Parser:
+    """Return the parser of the command line."""
+    made = Parser("trl_step.py", "Time a GRPO step of TRL, as it comes and on the operators, and compare bits.")
+    sizes = {"layers": 4, "hidden": 4096, "between": 14336, "heads": 32, "kv_heads": 8, "vocab": 128256}
+    sizes |= {"groups": 2, "samples": 8, "prompt": 128, "tokens": 256}
+    for name, default in sizes.items():
+        option = f"--{name.replace('_', '-')}"
+        made.add_argument(option, type=count(1), default=default, metavar="N", help=f"default: {default}")
+    made.add_argument("--steps", type=count(2), default=4, metavar="N", help="default: 4")
+    made.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="default: bf16")
+    made.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default: cuda")
+    made.add_argument("--seed", type=count(0), default=0, metavar="N", help="default: 0")
+    most = "memory in which the largest batch is looked for; 0: none is (default: 40)"
+    made.add_argument("--limit-gib", type=limit, default=40.0, metavar="GIB", help=most)
+    made.add_argument("--json", type=writable, metavar="FILE", help="also write what was measured as JSON")
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return the exit status: 1 if a bit of the invariant way differs."""
+    asked = parser()
+    given = asked.parse_args(argv)
+    for name in ("trl", "transformers", "datasets"):
+        if find_spec(name) is None:
+            asked.error(f"{name} is not installed: pip install {name}")
+    if given.device == "cuda" and not torch.cuda.is_available():
+        asked.error("--device: this PyTorch sees no GPU")
+    ways = {}
+    for name, options in WAYS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            ways[name] = measured(given, options, Path(folder))
+        gc.collect()
+        if given.device == "cuda":
+            torch.cuda.empty_cache()
+    settings = {name: value for name, value in vars(given).items() if name != "json"}
+    where = environment(torch.device(given.device), PACKAGES)
+    document = {"version": 1, "environment": where, "settings": settings, "ways": ways}
+    if given.json is not None:
+        given.json.write_text(json.dumps(document, allow_nan=False, indent=1) + "\n", encoding="utf-8")
+    show(document)
+    return int(ways[ALIGNED]["differing"][SCORED][0] > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
