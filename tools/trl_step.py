@@ -2,8 +2,8 @@
 
 The model is a Llama with random weights, of 8B widths with four layers unless others are asked for, and learns nothing:
 the reward is a number of the place in the batch. Each way trains a few steps from the same weights; the medians are of
-all but the first. `rollout` is all that comes before the loss: sampling, rewards and advantages. `update` is the loss
-and its backward pass; its peak extra memory is beyond parameters, gradients and inputs. No optimiser's state counts.
+all but the first two. `rollout` is all that comes before the loss: sampling, rewards and advantages. `update` is the
+loss and its backward pass; its peak extra memory, new gradients included, is beyond parameters and inputs.
 
 The largest batch is that of whole groups whose update, taken twice, has room where all memory that PyTorch reserves is
 limited. Tokens that differ are those of the first batch whose log-probability in training is not, to the last bit, the
@@ -170,13 +170,14 @@ def trainer_of(given: argparse.Namespace, folder: Path) -> Any:
         bf16=given.dtype == "bf16",
         use_cpu=given.device == "cpu",
         seed=given.seed,
+        shuffle_dataset=False,
         save_strategy="no",
         report_to=[],
         disable_tqdm=True,
         logging_steps=10**6,
     )
-    # Of all lengths up to the longest: prompts are padded on the left.
-    lengths = [given.prompt - i % max(given.prompt // 2, 1) for i in range(given.groups * given.steps)]
+    # Padded on the left, and every batch of one shape: what TRL compiles, it compiles for a shape.
+    lengths = [max(given.prompt // (1 + i % given.groups), 1) for i in range(given.groups * given.steps)]
     prompts = [" ".join(f"w{(7 * i + j) % WORDS}" for j in range(length)) for i, length in enumerate(lengths)]
 
     def reward(completions: list[str], **_: Any) -> list[float]:
@@ -191,9 +192,9 @@ def measured(given: argparse.Namespace, options: dict[str, bool] | None, folder:
     watched = Watched(trainer_of(given, folder), options)
     watched.trainer.train()
     found: dict[str, Any] = {
-        "rollout_ms": 1e3 * statistics.median(watched.rollouts[1:]),
-        "update_ms": 1e3 * statistics.median(watched.updates[1:]),
-        "extra_mib": statistics.median(watched.extra[1:]) if watched.extra else None,
+        "rollout_ms": 1e3 * statistics.median(watched.rollouts[2:]),
+        "update_ms": 1e3 * statistics.median(watched.updates[2:]),
+        "extra_mib": statistics.median(watched.extra[2:]) if watched.extra else None,
         "largest": None,
         "differing": watched.counts,
     }
@@ -241,7 +242,7 @@ def parser() -> Parser:
     for name, default in sizes.items():
         option = f"--{name.replace('_', '-')}"
         made.add_argument(option, type=count(1), default=default, metavar="N", help=f"default: {default}")
-    made.add_argument("--steps", type=count(2), default=4, metavar="N", help="default: 4")
+    made.add_argument("--steps", type=count(3), default=6, metavar="N", help="default: 6")
     made.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="default: bf16")
     made.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default: cuda")
     made.add_argument("--seed", type=count(0), default=0, metavar="N", help="default: 0")

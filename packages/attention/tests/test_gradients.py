@@ -78,3 +78,23 @@ def test_second_derivatives_raise():
     dq, *_ = det_attention_backward(out.requires_grad_(), q, k, v, out, lse)
     with pytest.raises(RuntimeError, match="double backward"):
         dq.sum().backward()
+
+
+class Nothing(torch.autograd.Function):
+    """Hands no gradient on."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None
+
+
+def test_no_gradient_of_out_gives_none():
+    q, k, v = (torch.randn(1, 5, 2, 8, requires_grad=True) for _ in range(3))
+    out, lse = det_attention(q, k, v, return_lse=True)
+    assert not lse.requires_grad
+    Nothing.apply(out).sum().backward()
+    assert (q.grad, k.grad, v.grad) == (None, None, None)

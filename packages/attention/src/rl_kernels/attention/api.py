@@ -172,7 +172,7 @@ def det_attention(
     no_lost_derivatives("det_attention", q, k, v, sinks)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or _requires_grad(sinks)):
         _validate_gradients(given)
-        out, lse = _DetAttention.apply(*given, chosen, plan)
+        out, lse = _DetAttention.apply(*given[:4], given[4:], chosen, plan)
     else:
         out, lse = _forward(given, chosen, plan, with_lse=return_lse)
     return Attended(out, lse) if return_lse else out
@@ -268,22 +268,38 @@ def _forward(given: Inputs, chosen: str, plan: _Plan | None, *, with_lse: bool) 
 
 
 class _DetAttention(torch.autograd.Function):
-    """Saves the operands, out and lse; lse carries no gradient."""
+    """Saves the operands, out and lse; lse carries no gradient.
+
+    What has no gradient comes as one argument: autograd looks at each.
+    """
 
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        *given, backend, plan = arguments
-        inputs = Inputs(*given)
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None,
+        others: tuple[Any, ...],
+        backend: str,
+        plan: _Plan | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs = Inputs(q, k, v, sinks, *others)
         out, lse = _forward(inputs, backend, plan, with_lse=True)
         ctx.save_for_backward(*inputs.operands, *inputs.others, out, lse)
         ctx.numbers, ctx.backend, ctx.plan = inputs.numbers, backend, plan
         ctx.mark_non_differentiable(lse)
+        # Or zeros would be made for lse.
+        ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: torch.Tensor | None, _: None) -> tuple[torch.Tensor | None, ...]:
+        needs = ctx.needs_input_grad
+        if grad is None:
+            return (None,) * len(needs)
         *tensors, out, lse = ctx.saved_tensors
-        given, needs = Inputs(*tensors, *ctx.numbers), ctx.needs_input_grad
+        given = Inputs(*tensors, *ctx.numbers)
         rest = (out, lse, grad, needs[1] or needs[2])
         no_lost_derivatives("det_attention", *tensors, grad)
         found = None

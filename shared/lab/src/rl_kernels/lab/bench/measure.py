@@ -26,7 +26,7 @@ Run = Callable[[], Any]
 GRAPH, EVENTS, WALL = "CUDA graph", "events", "wall clock"
 BATCHES = 5
 """Of real calls, of which the median is taken; the device is waited for at the end of each."""
-BATCH_S, BUDGET_S = 0.01, 0.1
+BATCH_S, BUDGET_S, MOST_CALLS = 0.01, 0.1, 200
 """How long a batch of calls takes, and all timed replays together, where no number of iterations is given."""
 REPLAYS_S = 0.002
 """How long the replays between two events take at least: the launch of the first is then no share of the time."""
@@ -204,7 +204,12 @@ def call_seconds(sides: Sequence[Calls], device: torch.device, effort: Effort) -
                 torch.cuda.synchronize()
             return (time.perf_counter() - start) / count
 
-    counts = [max(1, min(200, int(BATCH_S / max(batch(calls, 1), 1e-9)))) for calls in sides]
+    def fitting(calls: Calls, count: int) -> int:
+        """Return how many calls a batch has, by the time of so many."""
+        return max(1, min(MOST_CALLS, int(BATCH_S / max(batch(calls, count), 1e-9))))
+
+    # The first call takes longer than others: a batch of what seemed to fit tells what does.
+    counts = [fitting(calls, fitting(calls, 1)) for calls in sides]
     rounds = [[batch(*side) for side in zip(sides, counts, strict=True)] for _ in range(effort.iters or BATCHES)]
     return [statistics.median(times) for times in zip(*rounds, strict=True)]
 

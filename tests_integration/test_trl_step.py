@@ -1,0 +1,97 @@
+"""The tool that times a GRPO step of TRL, as far as a CPU goes: it runs the real trainer, and counts bits."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("trl")
+# TRL and its libraries warn of what does not concern this.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+TOOLS = Path(__file__).parents[1] / "tools"
+SIZES = {"layers": 1, "hidden": 64, "between": 96, "heads": 4, "kv-heads": 2, "vocab": 300}
+SIZES |= {"groups": 2, "samples": 4, "prompt": 12, "tokens": 9, "steps": 3}
+TINY = [f"--{name}={size}" for name, size in SIZES.items()] + ["--device=cpu", "--dtype=fp32"]
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(TOOLS))
+        return importlib.import_module("trl_step")
+
+
+def test_every_way_is_timed_and_held_to_the_rollout(
+    tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = tmp_path / "trl.json"
+    assert tool.main([*TINY, "--json", str(report)]) == 0
+    document = json.loads(report.read_text(encoding="utf-8"))
+    assert {"device", "torch", "trl"} <= document["environment"].keys()
+    stock, scored, aligned = document["ways"].values()
+    assert all(way["rollout_ms"] > 0 < way["update_ms"] and way["largest"] is None for way in (stock, scored, aligned))
+    assert stock["differing"] == {}
+    assert scored["differing"].keys() == aligned["differing"].keys() == {"TRL", "rl-kernels"}
+    (theirs, tokens), (ours, _) = scored["differing"].values()
+    assert tokens == 2 * 4 * 9
+    assert min(theirs, ours) > 0
+    assert aligned["differing"]["rl-kernels"] == [0, tokens]
+    assert "rl-kernels, invariant: 0 of 72 tokens differ" in capsys.readouterr().out
+
+
+def test_a_bit_that_differs_is_an_error(
+    tool: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(tool.WAYS, tool.ALIGNED, {"record": True})
+    assert tool.main(TINY) == 1
+
+
+def test_groups_are_sought_that_fit(tool: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+
+    class Loss:
+        def backward(self) -> None:
+            pass
+
+    def loss(model: Any, inputs: dict[str, Any]) -> Loss:
+        taken.append(len(inputs["prompt_ids"]))
+        assert inputs["items"] == 5
+        assert inputs["prompt_ids"].tolist() == [i % 3 for i in range(len(inputs["prompt_ids"]))]
+        if len(inputs["prompt_ids"]) > 20:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return Loss()
+
+    watched = object.__new__(tool.Watched)
+    watched.batch = {"prompt_ids": torch.arange(3), "items": 5}
+    watched.device, watched._loss = torch.device("cpu"), loss
+    watched.trainer = type("Trainer", (), {"model_wrapped": None})()
+    fits: Callable[[int], bool] = lambda groups: watched.fits(groups, 4)  # noqa: E731
+    assert tool.largest(fits) == 5
+    assert taken.count(20) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--steps", "2"), "argument --steps: expected an integer >= 3, got '2'"),
+        (("--limit-gib", "-1"), "argument --limit-gib: expected a number >= 0"),
+        (("--device", "cuda"), "--device: this PyTorch sees no GPU"),
+    ],
+)
+def test_bad_arguments(
+    tool: ModuleType, options: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if "cuda" in options and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(SystemExit) as stopped:
+        tool.main([*TINY, *options])
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err.startswith(f"trl_step.py: {message}")
