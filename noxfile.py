@@ -31,6 +31,12 @@ BASE_REQUIREMENTS = ("torch", "numpy", "rich", "matplotlib", "hatchling", "edita
 # The oldest that pyproject.toml allows. Its wheel brings CUDA, some gigabytes: a session to run before a release.
 FLOOR = ("torch==2.9.1", "numpy<2.4")
 
+# verl with what its engine and models need, not its servers; its transformers is older than that of the rest.
+VERL = (
+    *("transformers==5.10.4", "accelerate", "codetiming", "datasets", "hydra-core", "orjson", "peft", "pillow", "ray"),
+    *("tensordict", "torchdata"),
+)
+
 NVRTC = ("cuda-bindings", "nvidia-cuda-nvrtc")
 
 # The interpreter of 3.6 needs an older NumPy than the rest of the house.
@@ -106,6 +112,19 @@ def trl(session: nox.Session) -> None:
     env = {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
     files = sorted(map(str, (ROOT / "tests_integration").glob("test_trl*.py")))
     session.run("python", "-m", "pytest", *files, *session.posargs, env=env)
+
+
+@nox.session(**BORROWING)
+def verl(session: nox.Session) -> None:
+    """Let verl's FSDP engine and the model that it patched score with ours, as far as they go without a GPU."""
+    borrow(session)
+    install(session, *SHARED, *siblings(MODELS), MODELS)
+    session.install(*VERL)
+    session.install("--no-deps", "verl==0.9.1")
+    env = {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
+    env["VERL_USE_EXTERNAL_MODULES"] = "rl_kernels.models.clients.verl"
+    tests = str(ROOT / "tests_integration" / "test_verl.py")
+    session.run("python", "-m", "pytest", tests, *session.posargs, env=env)
 
 
 @nox.session(**BORROWING)

@@ -16,6 +16,8 @@ from rl_kernels.models.layers import original_of
 
 LORA = ("base_layer", "lora_A", "lora_B", "scaling", "active_adapters", "lora_dropout")
 """What PEFT documents of its layers."""
+FACTORS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
+"""What models of transformers call a factor of their logits; Granite and MiniCPM3 divide by ``logits_scaling``."""
 
 
 def head_logp(
@@ -52,6 +54,24 @@ def head_logp(
         return _through(head, lambda hidden: _copied(forward(hidden)), hidden)
     _check_hooks(head)
     return forward(hidden)
+
+
+def logit_options(model: Any) -> dict[str, float]:
+    """Return what a causal language model of transformers does to its logits, as options of ``linear_logp``."""
+    config = model.config.get_text_config()
+    softcap = getattr(config, "final_logit_softcapping", None) or 0.0
+    return {"softcap": float(softcap), "logit_scale": _factor(config)}
+
+
+def _factor(config: Any) -> float:
+    for name in FACTORS:
+        value = getattr(config, name, None)
+        if value is not None:
+            return float(value)
+    scaling = getattr(config, "logits_scaling", None)
+    if scaling is None:
+        return 1.0
+    return float(scaling if config.model_type == "hyperclovax" else 1 / scaling)
 
 
 def _check_hooks(head: nn.Module) -> None:

@@ -12,12 +12,10 @@ from transformers.utils import ModelOutput
 
 from rl_kernels.core.outputs import LogpStats
 from rl_kernels.linear_logp import linear_logp
-from rl_kernels.models.head import head_logp
+from rl_kernels.models.head import head_logp, logit_options
 
 IGNORED = -100
 """The label of a position that is not scored."""
-MULTIPLIERS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
-"""What models of transformers call a factor of their logits; Granite and MiniCPM3 divide by ``logits_scaling``."""
 
 
 @dataclass
@@ -46,12 +44,10 @@ class Head:
     """
 
     def __init__(self, model: Any, temperature: float, *, in_fp32: bool, entropy: bool) -> None:
-        config = model.config.get_text_config()
         self._model, self._in_fp32 = model, in_fp32
         self._options: dict[str, Any] = {
             "temperature": temperature,
-            "softcap": getattr(config, "final_logit_softcapping", None) or 0.0,
-            "logit_scale": _multiplier(config),
+            **logit_options(model),
             "return_stats": entropy,
             "validate": False,
         }
@@ -124,15 +120,3 @@ def score_with(model: Any, head: Head, *, places: bool = False) -> None:
         return head.scores(hidden, shifted)
 
     model.forward = MethodType(forward, model)
-
-
-def _multiplier(config: Any) -> float:
-    """Return what a model of transformers multiplies its logits by."""
-    for name in MULTIPLIERS:
-        value = getattr(config, name, None)
-        if value is not None:
-            return float(value)
-    scaling = getattr(config, "logits_scaling", None)
-    if scaling is None:
-        return 1.0
-    return float(scaling if config.model_type == "hyperclovax" else 1 / scaling)

@@ -1,0 +1,44 @@
+"""verl's FSDP engine with fused kernels and a temperature for each sample, which it refuses."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+
+MODULE = "verl.workers.engine.fsdp.transformer_impl"
+ENGINE, METHOD = "FSDPEngineWithLMHead", "prepare_model_inputs"
+FUSED = "use_fused_kernels"
+
+
+def install(module: ModuleType) -> None:
+    """Have the engine hand temperatures on to the model's forward."""
+    kind = getattr(module, ENGINE)
+    theirs = getattr(kind, METHOD)
+    if hasattr(theirs, "replaced"):
+        return
+
+    def prepare_model_inputs(self: Any, micro_batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        from verl.utils import tensordict_utils
+
+        is_fused = tensordict_utils.get_non_tensor_data(data=micro_batch, key=FUSED, default=False)
+        if not is_fused or not isinstance(micro_batch["temperature"], torch.Tensor):
+            found: tuple[dict[str, Any], dict[str, Any]] = theirs(self, micro_batch)
+            return found
+        # As it does for logits: packed, padded and cut like the tokens.
+        tensordict_utils.assign_non_tensor(micro_batch, **{FUSED: False})
+        try:
+            inputs, others = theirs(self, micro_batch)
+        finally:
+            tensordict_utils.assign_non_tensor(micro_batch, **{FUSED: True})
+        inputs["return_dict"] = True
+        if "temperature_rmpad" in others:
+            inputs["temperature"] = others["temperature_rmpad"].unsqueeze(0)
+            inputs["shift_labels"] = others["input_ids_rmpad_rolled"].unsqueeze(0)
+        else:
+            inputs["temperature"] = others["temperature"]
+        return inputs, others
+
+    prepare_model_inputs.replaced = theirs  # type: ignore[attr-defined]
+    setattr(kind, METHOD, prepare_model_inputs)

@@ -1,0 +1,77 @@
+"""The forward of a causal language model as verl's fused kernels have it: log-probabilities in place of logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from rl_kernels.core.outputs import LogpStats
+from rl_kernels.models.head import head_logp, logit_options
+
+BACKEND = "_verl_fused_kernels_backend"
+"""Where verl keeps on a model which of its backends was asked for: two of them share a forward."""
+
+
+def forward_of(theirs: Callable[..., Any], output: type[Any]) -> Callable[..., Any]:
+    """Return the forward in the place of verl's ``forward_with_torch_backend``.
+
+    Args:
+        theirs: that one, which goes on to serve the backend ``liger``.
+        output: what it returns, verl's ``CausalLMOutputForPPO``.
+    """
+
+    def forward(
+        self: Any,
+        input_ids: torch.Tensor | None = None,
+        *args: Any,
+        labels: torch.Tensor | None = None,
+        shift_labels: torch.Tensor | None = None,
+        temperature: float | torch.Tensor = 1.0,
+        return_dict: bool | None = None,
+        **given: Any,
+    ) -> Any:
+        if getattr(self, BACKEND, "torch") != "torch":
+            options = {"labels": labels, "shift_labels": shift_labels, "temperature": temperature}
+            return theirs(self, input_ids, *args, **options, return_dict=return_dict, **given)
+        if args:
+            raise TypeError("forward: expected all but input_ids by name, as verl's engines call it")
+        if not return_dict:
+            raise ValueError("return_dict: expected True, log-probabilities have no place in a tuple")
+        labels = shift_labels if shift_labels is not None else _next(labels, input_ids)
+        given.pop("logits_to_keep", None)
+        found = self.base_model(input_ids=input_ids, return_dict=True, **given)
+        hidden = found.last_hidden_state
+        scores = head_logp(
+            self.get_output_embeddings(),
+            hidden,
+            labels,
+            temperature=_of_rows(temperature, labels),
+            return_stats=True,
+            validate=False,
+            **logit_options(self),
+        )
+        assert isinstance(scores, LogpStats)
+        rest = {name: getattr(found, name, None) for name in ("past_key_values", "hidden_states", "attentions")}
+        return output(log_probs=scores.logp, entropy=scores.entropy, **rest)
+
+    forward.replaced = theirs  # type: ignore[attr-defined]
+    return forward
+
+
+def _next(labels: torch.Tensor | None, ids: torch.Tensor | None) -> torch.Tensor:
+    """Return the token behind each; behind the last one stands the first, whose score nobody reads."""
+    given = ids if labels is None else labels
+    if given is None:
+        raise ValueError("input_ids: expected ids or labels, neither was given")
+    return given.roll(-1, -1)
+
+
+def _of_rows(temperature: float | torch.Tensor, labels: torch.Tensor) -> float | torch.Tensor:
+    """Return the temperature of each label where they differ by sample or token."""
+    if not isinstance(temperature, torch.Tensor) or not temperature.ndim:
+        return float(temperature)
+    if temperature.ndim < labels.ndim:
+        temperature = temperature[:, None]
+    return temperature.expand(labels.shape)
