@@ -11,9 +11,13 @@ import pytest
 RECIPES = sorted((Path(__file__).parents[1] / "docs" / "recipes").glob("*.md"))
 NEEDS = {"transformers": ("transformers",)}
 """What is to be installed for a page, beside the house."""
+NOT_WHOLE = ("verl", "torchtitan", "openrlhf")
+"""Pages of frameworks that no test runs as a whole, which they say; test_verl.py runs what can be run of verl."""
 
 
-@pytest.mark.parametrize("page", [page for page in RECIPES if page.stem != "trl"], ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page", [page for page in RECIPES if page.stem not in ("trl", *NOT_WHOLE)], ids=lambda page: page.stem
+)
 def test_code_runs(page: Path) -> None:
     for module in NEEDS.get(page.stem, ()):
         pytest.importorskip(module)
@@ -22,3 +26,10 @@ def test_code_runs(page: Path) -> None:
     shared: dict[str, Any] = {}
     for block in blocks:
         exec(compile(block, str(page), "exec"), shared)
+
+
+@pytest.mark.parametrize("name", NOT_WHOLE)
+def test_what_was_not_run_is_said(name: str) -> None:
+    page = next(page for page in RECIPES if page.stem == name).read_text(encoding="utf-8")
+    assert re.search(r"not run by us as a whole|what was not run", page, re.IGNORECASE)
+    assert "```python" not in page
