@@ -129,8 +129,7 @@ def test_scores_and_gradients_are_those_of_logits(
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
 
 
-def test_packed_and_padded_have_the_same_bits_under_invariant(patched: Callable[..., Any]) -> None:
-    """What verl's rollout and training differ by, where both run this model."""
+def test_padded_and_alone_have_the_same_bits_under_invariant(patched: Callable[..., Any]) -> None:
     model = patched(model_of("Llama", torch.bfloat16))
     temperature = torch.tensor([0.6, 1.0, 1.9])
     with invariant(model, strict=True):
@@ -163,6 +162,19 @@ def test_other_backends_stay_verls(patched: Callable[..., Any]) -> None:
         # Where Liger is not installed verl falls back, or says so.
         model(input_ids=torch.ones(1, 3, dtype=torch.long), return_dict=True)
     assert not log
+
+
+@pytest.mark.parametrize("backend", ["triton", "liger"])
+def test_other_backends_still_refuse_a_temperature_of_each_sample(patched: Callable[..., Any], backend: str) -> None:
+    patched(model_of("Llama"))
+    engine = engine_of(patched(model_of("Llama"), backend))
+    with pytest.raises(AssertionError, match="per sample temperature"):
+        engine.prepare_model_inputs(batch_of(torch.tensor([0.6, 1.0, 1.9]), fused=True, packed=True))
+
+
+def test_a_verl_without_the_engine_is_named() -> None:
+    with pytest.raises(ImportError, match=r"^verl: expected the hooks of verl 0\.9\.1, .*prepare_model_inputs"):
+        client.engine.install(SimpleNamespace())
 
 
 def test_a_second_install_changes_nothing() -> None:

@@ -261,6 +261,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             asked.error(f"{name} is not installed: pip install {name}")
     if given.device == "cuda" and not torch.cuda.is_available():
         asked.error("--device: this PyTorch sees no GPU")
+    if given.device == "cuda":
+        there = torch.cuda.get_device_properties(0).total_memory / 2**30
+        if given.limit_gib > there:
+            asked.error(f"--limit-gib: expected at most the {there:.1f} GiB of this GPU, got {given.limit_gib:g}")
     ways = {}
     for name, options in WAYS.items():
         with tempfile.TemporaryDirectory() as folder:

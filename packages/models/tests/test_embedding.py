@@ -118,6 +118,33 @@ def test_a_forward_of_somebodys_stays(device):
         assert not handle.left
 
 
+def test_second_derivatives_and_batches_of_gradients_are_pytorchs(device):
+    needs_triton(device)
+    weight, ids, grad = drawn(device, torch.float32, width=8)
+    for look_up in (embedding, torch.nn.functional.embedding):
+        loss = look_up(ids, weight).square().sum()
+        (first,) = torch.autograd.grad(loss, weight, create_graph=True)
+        (found,) = torch.autograd.grad(first.square().sum() + loss, weight)
+        batch = torch.autograd.grad(look_up(ids, weight), weight, torch.stack((grad, -grad)), is_grads_batched=True)[0]
+        if look_up is embedding:
+            expected = found, batch
+    torch.testing.assert_close((found, batch), expected)
+
+
+def test_a_negative_padding_idx_counts_from_the_end(device):
+    needs_triton(device)
+    weight, ids, grad = drawn(device, torch.float32, width=8)
+    (found,) = torch.autograd.grad(embedding(ids, weight, -2), weight, grad)
+    assert torch.equal(found, chain(weight, ids, grad, 9))
+
+
+def test_a_parametrized_one_is_left_alone(device):
+    module = nn.Embedding(5, 4, device=device)
+    nn.utils.parametrize.register_parametrization(module, "weight", nn.Identity())
+    with invariant(nn.Sequential(module)) as handle:
+        assert not handle.swapped
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_every_run_gives_the_same_bits_on_a_gpu(dtype):

@@ -231,3 +231,17 @@ def test_another_activation_is_computed_as_it_is(tiny, device):
         expected = mlp.down_proj(Louder()(mlp.gate_proj(x)) * mlp.up_proj(x))
         torch.testing.assert_close(mlp(x), expected)
     assert gated(mlp) is None
+
+
+def test_second_derivatives_are_refused(device):
+    """Loudly also where they are asked for by ``torch.autograd.grad``."""
+    needs_triton(device, torch.float32)
+    q, k, angle, left = tensors(device, torch.float32, (3, 4, 7, 16), (3, 2, 7, 16), (3, 7, 16), (4, 4))
+    q, k, left = (x.requires_grad_() for x in (q, k, left))
+    for loss, leaf in (
+        (rotary.rotary(q, k, angle.cos(), angle.sin())[0].square().sum(), q),
+        (gate.silu_mul(left, left).square().sum(), left),
+    ):
+        (first,) = torch.autograd.grad(loss, leaf, create_graph=True)
+        with pytest.raises(RuntimeError, match="double backward is not supported"):
+            torch.autograd.grad(first.square().sum() + loss, leaf)

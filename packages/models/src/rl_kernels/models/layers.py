@@ -56,8 +56,9 @@ def replacement(module: nn.Module) -> Found:
     elif type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils":
         found = _subclass(type(module), (), _conv1d), ""
     elif isinstance(module, nn.Embedding):
-        # One whose forward was replaced is left alone without a word: it follows no batch.
-        found = NOTHING if "forward" in vars(module) else (_embedding(type(module)), "")
+        # One with a forward or a weight of somebody's is left alone without a word: it follows no batch.
+        is_plain = "forward" not in vars(module) and not nn.utils.parametrize.is_parametrized(module)
+        found = (_embedding(type(module)), "") if is_plain else NOTHING
     elif isinstance(module, nn.MultiheadAttention):
         found = None, "nn.MultiheadAttention computes its products itself"
     elif type(module) in _ACTIVATIONS or type(module).__module__ == "transformers.activations":

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from rl_kernels.core.gpu import device_of
+from rl_kernels.core.torchlib import is_traced
 from rl_kernels.core.triton_lib.launch import ceil_div, launch
 from rl_kernels.models.fused.conditions import PLAIN, fits
 
@@ -22,14 +23,17 @@ class OrderedEmbedding(nn.Embedding):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return the rows of the ids."""
-        return embedding(input, self.weight, self.padding_idx) if self._takes(input) else super().forward(input)
-
-    def _takes(self, ids: object) -> bool:
-        if not torch.is_grad_enabled() or not self.weight.requires_grad or not fits(self.weight):
-            return False
         is_plain = self.max_norm is None and not self.scale_grad_by_freq and not self.sparse
-        fitting = type(ids) in PLAIN and ids.dtype in INTEGERS and ids.device == self.weight.device  # type: ignore[attr-defined]
-        return is_plain and fitting and bool(self.weight.numel())
+        if not is_plain or not _takes(input, self.weight):
+            return super().forward(input)
+        return embedding(input, self.weight, self.padding_idx)
+
+
+def _takes(ids: Any, weight: torch.Tensor) -> bool:
+    if not torch.is_grad_enabled() or not weight.requires_grad or not fits(weight):
+        return False
+    fitting = type(ids) in PLAIN and ids.dtype in INTEGERS and ids.device == weight.device
+    return fitting and bool(weight.numel())
 
 
 def embedding(ids: torch.Tensor, weight: torch.Tensor, padding_idx: int | None = None) -> torch.Tensor:
@@ -42,31 +46,33 @@ def embedding(ids: torch.Tensor, weight: torch.Tensor, padding_idx: int | None =
         weight: ``[V, D]``, FP32, BF16 or FP16.
         padding_idx: the id whose row gets no gradient, if any.
     """
-    found: torch.Tensor = _Embedding.apply(ids, weight, padding_idx)
+    padding = -1 if padding_idx is None else padding_idx % weight.shape[0]
+    found: torch.Tensor = _Embedding.apply(ids, weight, padding)
     return found
 
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ids: torch.Tensor, weight: torch.Tensor, padding_idx: int | None) -> torch.Tensor:
+    def forward(ctx: Any, ids: torch.Tensor, weight: torch.Tensor, padding: int) -> torch.Tensor:
         ctx.save_for_backward(ids)
-        ctx.shape, ctx.padding_idx = weight.shape, padding_idx
+        ctx.shape, ctx.padding = weight.shape, padding
         return F.embedding(ids, weight)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         from rl_kernels.models.fused import kernels
 
         (ids,) = ctx.saved_tensors
-        size = ctx.shape[1]
+        (rows, size), padding = ctx.shape, ctx.padding
+        if torch.is_grad_enabled() or is_traced():
+            # A gradient that is differentiated again, or one of a batch of them: PyTorch's, in its own order.
+            return None, torch.ops.aten.embedding_dense_backward(grad, ids, rows, padding, False), None
         dweight = grad.new_zeros(ctx.shape)
         if ids.numel():
             known, order = torch.sort(ids.reshape(-1), stable=True)
             ends = torch.searchsorted(known, known, right=True)
-            padding = -1 if ctx.padding_idx is None else ctx.padding_idx
             grid = known.numel(), ceil_div(size, COLUMNS)
             with device_of(grad):
-                rows = grad.reshape(-1, size).contiguous()
-                launch(kernels.sum_rows, grid, rows, known, order, ends, dweight, padding, size, COLUMNS, num_warps=4)
+                flat = grad.reshape(-1, size).contiguous()
+                launch(kernels.sum_rows, grid, flat, known, order, ends, dweight, padding, size, COLUMNS, num_warps=4)
         return None, dweight, None

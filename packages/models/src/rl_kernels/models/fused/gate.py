@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from rl_kernels.core.gpu import device_of
+from rl_kernels.core.torchlib import first_order
 from rl_kernels.core.triton_lib.launch import ceil_div, launch
 from rl_kernels.models.fused.conditions import fits
 
@@ -49,14 +50,16 @@ class _SiluMul(torch.autograd.Function):
         return _product(gate, up)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        from rl_kernels.models.fused import kernels
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return first_order(_silu_mul_backward, grad, *ctx.saved_tensors)
 
-        gate, up = ctx.saved_tensors
-        grad = grad.contiguous()
-        of_gate, of_up = torch.empty_like(gate), torch.empty_like(up)
-        with device_of(gate):
-            grid = (ceil_div(gate.numel(), BLOCK),)
-            launch(kernels.gate_backward, grid, grad, gate, up, of_gate, of_up, gate.numel(), BLOCK, num_warps=4)
-        return of_gate, of_up
+
+def _silu_mul_backward(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    from rl_kernels.models.fused import kernels
+
+    grad = grad.contiguous()
+    of_gate, of_up = torch.empty_like(gate), torch.empty_like(up)
+    with device_of(gate):
+        grid = (ceil_div(gate.numel(), BLOCK),)
+        launch(kernels.gate_backward, grid, grad, gate, up, of_gate, of_up, gate.numel(), BLOCK, num_warps=4)
+    return of_gate, of_up

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from rl_kernels.core.gpu import device_of
+from rl_kernels.core.torchlib import first_order
 from rl_kernels.core.triton_lib.launch import launch
 from rl_kernels.models.fused.conditions import fits
 
@@ -73,7 +74,12 @@ class _Rotary(torch.autograd.Function):
         return _turned(q, k, cos, sin, back=False)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, of_q: torch.Tensor, of_k: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        of_q, of_k = (x if x.stride(-1) == 1 else x.contiguous() for x in (of_q, of_k))
-        return *_turned(of_q, of_k, *ctx.saved_tensors, back=True), None, None
+        return *first_order(_rotary_backward, of_q, of_k, *ctx.saved_tensors), None, None
+
+
+def _rotary_backward(
+    of_q: torch.Tensor, of_k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    of_q, of_k = (x if x.stride(-1) == 1 else x.contiguous() for x in (of_q, of_k))
+    return _turned(of_q, of_k, cos, sin, back=True)

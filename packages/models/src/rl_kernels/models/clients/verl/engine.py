@@ -7,15 +7,23 @@ from typing import Any
 
 import torch
 
+from rl_kernels.models.clients.verl.forward import is_ours
+
 MODULE = "verl.workers.engine.fsdp.transformer_impl"
 ENGINE, METHOD = "FSDPEngineWithLMHead", "prepare_model_inputs"
 FUSED = "use_fused_kernels"
 
 
 def install(module: ModuleType) -> None:
-    """Have the engine hand temperatures on to the model's forward."""
-    kind = getattr(module, ENGINE)
-    theirs = getattr(kind, METHOD)
+    """Have the engine hand temperatures on to the model's forward.
+
+    Raises:
+        ImportError: the module has not the engine of verl 0.9.1.
+    """
+    kind = getattr(module, ENGINE, None)
+    theirs = getattr(kind, METHOD, None)
+    if theirs is None:
+        raise ImportError(f"verl: expected the hooks of verl 0.9.1, {MODULE}.{ENGINE}.{METHOD} is not there")
     if hasattr(theirs, "replaced"):
         return
 
@@ -23,7 +31,8 @@ def install(module: ModuleType) -> None:
         from verl.utils import tensordict_utils
 
         is_fused = tensordict_utils.get_non_tensor_data(data=micro_batch, key=FUSED, default=False)
-        if not is_fused or not isinstance(micro_batch["temperature"], torch.Tensor):
+        differs = isinstance(micro_batch["temperature"], torch.Tensor)
+        if not is_fused or not differs or not is_ours(_innermost(self.module)):
             found: tuple[dict[str, Any], dict[str, Any]] = theirs(self, micro_batch)
             return found
         # As it does for logits: packed, padded and cut like the tokens.
@@ -42,3 +51,10 @@ def install(module: ModuleType) -> None:
 
     prepare_model_inputs.replaced = theirs  # type: ignore[attr-defined]
     setattr(kind, METHOD, prepare_model_inputs)
+
+
+def _innermost(module: Any) -> Any:
+    """Return the model of transformers inside of what FSDP and PEFT wrap around it."""
+    while hasattr(module, "module"):
+        module = module.module
+    return module.get_base_model() if hasattr(module, "get_base_model") else module

@@ -60,6 +60,11 @@ def forward_of(theirs: Callable[..., Any], output: type[Any]) -> Callable[..., A
     return forward
 
 
+def is_ours(model: Any) -> bool:
+    """Say whether a model of transformers scores by ours: verl patched it, for the backend ``torch``."""
+    return hasattr(type(model).forward, "replaced") and getattr(model, BACKEND, "torch") == "torch"
+
+
 def _next(labels: torch.Tensor | None, ids: torch.Tensor | None) -> torch.Tensor:
     """Return the token behind each; behind the last one stands the first, whose score nobody reads."""
     given = ids if labels is None else labels
