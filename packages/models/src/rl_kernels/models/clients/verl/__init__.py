@@ -17,11 +17,6 @@ from rl_kernels.models.clients.verl.forward import forward_of
 
 __all__ = ["install"]
 
-KNOWN = "0.9.1"
-"""The version of verl whose hooks these are."""
-DENSE = "verl.models.transformers.dense_common"
-PATCH = "verl.models.transformers.monkey_patch"
-
 
 def install() -> None:
     """Put our forward in the place of verl's; importing this module does so, and a second call changes nothing.
@@ -40,7 +35,7 @@ def install() -> None:
     )
     missing = [f"{module.__name__}.{name}" for module, names in hooks for name in names if not hasattr(module, name)]
     if missing:
-        raise ImportError(f"verl: expected the hooks of verl {KNOWN}, {missing[0]} is not there")
+        raise ImportError(f"verl: expected the hooks of verl {engine.KNOWN}, {missing[0]} is not there")
     if not hasattr(dense_common.forward_with_torch_backend, "replaced"):
         dense_common.forward_with_torch_backend = forward_of(
             dense_common.forward_with_torch_backend, dense_common.CausalLMOutputForPPO

@@ -9,6 +9,8 @@ import torch
 
 from rl_kernels.models.clients.verl.forward import is_ours
 
+KNOWN = "0.9.1"
+"""The version of verl whose hooks these are."""
 MODULE = "verl.workers.engine.fsdp.transformer_impl"
 ENGINE, METHOD = "FSDPEngineWithLMHead", "prepare_model_inputs"
 FUSED = "use_fused_kernels"
@@ -23,7 +25,7 @@ def install(module: ModuleType) -> None:
     kind = getattr(module, ENGINE, None)
     theirs = getattr(kind, METHOD, None)
     if theirs is None:
-        raise ImportError(f"verl: expected the hooks of verl 0.9.1, {MODULE}.{ENGINE}.{METHOD} is not there")
+        raise ImportError(f"verl: expected the hooks of verl {KNOWN}, {MODULE}.{ENGINE}.{METHOD} is not there")
     if hasattr(theirs, "replaced"):
         return
 
