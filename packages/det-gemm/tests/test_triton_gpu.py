@@ -21,6 +21,7 @@ from rl_kernels.lab.check.compare import bits
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 gemm = pytest.importorskip("rl_kernels.core.triton_lib.gemm")
+schedule = pytest.importorskip("rl_kernels.core.triton_lib.schedule")
 if "triton" not in [backend.name for backend in OPERATOR.backends]:
     pytest.skip("det_gemm has no Triton backend", allow_module_level=True)
 pytestmark = pytest.mark.gpu
@@ -193,8 +194,21 @@ def test_wide_exponents_have_the_bits_of_the_plain_chain(dtype):
 
 
 def test_fp32_rows_have_the_same_bits_in_every_batch():
-    for n, k in ((129, 4104), (1000, 512)):
-        rows_keep_their_bits(torch.float32, n, k, [1, 2, 17, 64, 65, 129, 1000])
+    for n, k in ((129, 4104), (1000, 512), (4096, 520)):
+        rows_keep_their_bits(torch.float32, n, k, [1, 2, 16, 17, 64, 65, 129, 1000])
+
+
+def test_no_schedule_changes_a_bit_in_fp32():
+    draw = Draw(torch.float32, "cuda", seed=6)
+    a, b = ((draw.normal(*shape, dtype=torch.float64) ** 5).float() for shape in ((300, 1001), (1001, 130)))
+    schedules = [schedule.ANYWHERE[torch.float32], schedule.FP32_SMALL, schedule.FP32_LARGE]
+    found = []
+    for cut in (*schedules, *(cut for _, cut in schedule.FP32)):
+        for left in (a, a.t().contiguous().t()):
+            for right in (b, b.t().contiguous().t()):
+                found.append(torch.empty(300, 130, device="cuda"))
+                gemm.matmul(left, right, found[-1], schedule=cut)
+    assert all(bits(each, found[0]).passed for each in found[1:])
 
 
 def test_fp32_products_are_those_of_ieee():

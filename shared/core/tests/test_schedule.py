@@ -83,7 +83,11 @@ def test_another_architecture_has_one_schedule(monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.usefixtures("hopper")
-def test_fp32_has_one_schedule_whose_load_is_one_step() -> None:
-    found = {schedule_for(*shape, torch.float32, GPU) for shape in SHAPES}
-    assert len(found) == 1
-    assert found.pop().inner == 16
+def test_fp32_loads_one_step_and_takes_large_tiles_where_they_fill_the_chip() -> None:
+    found = {shape: schedule_for(*shape, torch.float32, GPU) for shape in SHAPES}
+    assert {cut.inner for cut in found.values()} == {16}
+    assert found[8192, 4096, 8192].rows == 128
+    assert found[1000, 64, 16].rows == 64
+    assert found[33, 4096, 16].rows == 32
+    assert found[1, 4096, 16].rows == 16
+    assert all((32 + cut.rows + cut.columns) * 16 * 4 * cut.stages < SHARED for cut in found.values())

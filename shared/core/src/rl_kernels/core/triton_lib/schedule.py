@@ -59,6 +59,13 @@ ANYWHERE = {
 """Where nothing is tuned: small enough for every GPU."""
 FEW = 64
 """Rows up to which a product is bound by reading the right operand, which swapped schedules were timed at."""
+FP32 = (
+    (16, Schedule(16, 32, 16, 2, 4)),
+    (FEW, Schedule(32, 64, 16, 4, 3)),
+)
+"""On sm_90: up to so many rows, the schedule."""
+FP32_SMALL, FP32_LARGE = Schedule(64, 64, 16, 4, 3), Schedule(128, 128, 16, 8, 4)
+"""For more rows, where the tiles of the large one leave multiprocessors idle, and where they do not."""
 IN_INTERPRETER = Schedule(64, 64, 64, 4, 1)
 
 
@@ -96,9 +103,16 @@ def schedule_for(m: int, n: int, k: int, dtype: torch.dtype, device: torch.devic
     """Return the schedule for a product ``[m, k] x [k, n]``; on architectures other than sm_90 by dtype alone."""
     if INTERPRETED:
         return IN_INTERPRETER
-    if dtype not in HALF or arch_of(device.type, device.index) != "sm90":
+    if arch_of(device.type, device.index) != "sm90":
         return ANYWHERE[dtype]
+    if dtype == torch.float32:
+        return _of_fp32(m, n, processors(device))
     return _fastest(m, n, k, processors(device))
+
+
+def _of_fp32(m: int, n: int, units: int) -> Schedule:
+    few = [schedule for rows, schedule in FP32 if m <= rows]
+    return few[0] if few else FP32_LARGE if FP32_LARGE.tiles(m, n) >= units else FP32_SMALL
 
 
 @functools.lru_cache(maxsize=4096)

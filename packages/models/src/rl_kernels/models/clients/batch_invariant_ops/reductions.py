@@ -9,9 +9,19 @@ import torch
 
 from rl_kernels.core import validate as check
 from rl_kernels.core.dispatch import choose
-from rl_kernels.core.rowwise import compute_dtype, row_sum
+from rl_kernels.core.gpu import device_of
+from rl_kernels.core.rowwise import SEGMENT, compute_dtype, row_sum
 from rl_kernels.core.torchlib import scalar
+from rl_kernels.core.triton_lib.launch import ceil_div, launch
 from rl_kernels.fused_logp.op import OPERATOR, describe, ops
+from rl_kernels.models.fused.conditions import fits
+
+BLOCK = 4096
+"""Elements of a program."""
+MOST_ROWS = 64
+"""Of a program."""
+AT_ONCE = 256
+"""Elements of a row that a program loads at a time."""
 
 
 def log_probabilities(x: torch.Tensor, dim: int, out_dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -39,8 +49,22 @@ def log_probabilities(x: torch.Tensor, dim: int, out_dtype: torch.dtype | None =
     work = compute_dtype(x.dtype)
     ids = torch.zeros(rows.shape[0], dtype=torch.int64, device=x.device)
     _, norm = ops["forward"](rows, ids, scalar(1.0, work), None, None, "auto", chosen)
-    found = (rows.to(work) - norm[:, :1]).sub_(norm[:, 1:]).to(out_dtype).view(turned.shape)
+    found = _less(rows, norm, out_dtype).view(turned.shape)
     return found.movedim(-1, place).contiguous() if x.ndim else found[0]
+
+
+def _less(rows: torch.Tensor, norm: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return ``rows[N, V] - norm[:, 0] - norm[:, 1]``, rounded once."""
+    if not fits(rows):
+        return (rows.to(norm.dtype) - norm[:, :1]).sub_(norm[:, 1:]).to(dtype)
+    from rl_kernels.models.clients.batch_invariant_ops import kernels
+
+    out = rows.new_empty(rows.shape, dtype=dtype)
+    count, columns = rows.shape
+    with device_of(rows):
+        grid = count, ceil_div(columns, BLOCK)
+        launch(kernels.log_softmax, grid, rows, norm, out, columns, *rows.stride(), BLOCK, num_warps=8)
+    return out
 
 
 def log_softmax(x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -96,8 +120,35 @@ def mean(
         count *= x.shape[place]
     rows = x.permute([*kept, *reduced]).reshape([*(x.shape[place] for place in kept), count])
     work = torch.float64 if torch.float64 in (x.dtype, dtype) else torch.float32
-    found = (row_sum(rows.to(work)) / count).to(dtype)
+    found = _row_means(rows, dtype) if _fits_triton(rows, dtype) else (row_sum(rows.to(work)) / count).to(dtype)
     return found.view([1 if place in reduced else size for place, size in enumerate(x.shape)]) if keepdim else found
+
+
+def _fits_triton(x: torch.Tensor, dtype: torch.dtype) -> bool:
+    if x.requires_grad and torch.is_grad_enabled():
+        return False
+    return dtype != torch.float64 and bool(x.numel()) and fits(x)
+
+
+def _row_means(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return ``row_sum(x[..., n]) / n`` in a dtype, bit for bit."""
+    from rl_kernels.models.clients.batch_invariant_ops import kernels
+
+    rows = x.reshape(-1, x.shape[-1])
+    count, columns = rows.shape
+    width = 1 << (min(columns, SEGMENT) - 1).bit_length()
+    at = min(width, AT_ONCE)
+    segments, each = ceil_div(columns, width), min(BLOCK // width, MOST_ROWS)
+    sums = x.new_empty((count, segments), dtype=torch.float32)
+    out = x.new_empty(x.shape[:-1], dtype=dtype)
+    with device_of(x):
+        grid = (ceil_div(count, each) * segments,)
+        sizes = count, columns, *rows.stride(), segments
+        levels = at.bit_length() - 1
+        launch(kernels.segment_sums, grid, rows, sums, *sizes, each, width, at, levels, num_warps=4)
+        grid = (ceil_div(count, MOST_ROWS),)
+        launch(kernels.means, grid, sums, out, count, segments, columns, MOST_ROWS, num_warps=2)
+    return out
 
 
 def dims(dim: int | Sequence[int] | None, ndim: int) -> list[int]:
