@@ -37,6 +37,29 @@ def twin(kl, rollout_ms):
     return {"steps": steps, "summary": summary | dict(first_seconds=8.0)}
 
 
+CALLS = {
+    "products": {
+        "mm 2x3x4, FP32": {
+            "PyTorch": {"us": 20.0, "differing": [3, 4096], "error": 3e-7},
+            "rl-kernels": {"us": 31.5, "differing": [0, 4096], "error": 2e-7},
+        }
+    },
+    "attention": {
+        "varlen_attn": {
+            "PyTorch": {"us": 500.0, "differing": [30, 60], "error": None},
+            "rl-kernels": {"us": 400.0, "differing": [0, 60], "error": None},
+        }
+    },
+}
+SIZES = dict(layers=4, hidden=64, vocab=99, dtype="bf16", groups=2, samples=8, prompt=9, tokens=20, limit_gib=40.0)
+TRL = {
+    name: dict(rollout_ms=rollout, update_ms=50.0, extra_mib=4000.0, largest=largest, differing=differing)
+    for name, rollout, largest, differing in (
+        ("TRL", 90.0, 248, {}),
+        ("rl-kernels", 80.0, 240, {"TRL": [320, 320], "rl-kernels": [300, 320]}),
+        ("rl-kernels, invariant", 70.0, 368, {"TRL": [310, 320], "rl-kernels": [0, 320]}),
+    )
+}
 TWINS = {"model": {"parameters": 104_000_000}, "twins": {"ours": twin(0.0, 90.0), "stock": twin(2e-4, 120.0)}}
 
 
@@ -81,6 +104,7 @@ def tree(tmp_path):
         *ROOT.glob("packages/*/src/rl_kernels/*/spec/bench.py"),
         *ROOT.glob("packages/*/README.md"),
         ROOT / "docs/benchmarks.md",
+        ROOT / "docs/recipes/trl.md",
     ]
     for file in names:
         target = tmp_path / file.relative_to(ROOT)
@@ -109,6 +133,9 @@ def tree(tmp_path):
     }
     (tmp_path / "tools/results/h200-model-step.json").write_text(json.dumps(whole))
     (tmp_path / "tools/results/h200-model-bits.json").write_text(json.dumps(whole | BITS))
+    where = {"environment": step["environment"]}
+    (tmp_path / "tools/results/h200-client-calls.json").write_text(json.dumps(where | {"calls": CALLS}))
+    (tmp_path / "tools/results/h200-trl-step.json").write_text(json.dumps(where | {"settings": SIZES, "ways": TRL}))
     (tmp_path / "tools/results/h200-demo.json").write_text(json.dumps(TWINS | {"environment": step["environment"]}))
     return tmp_path
 
@@ -133,6 +160,12 @@ def test_results_are_written_into_the_pages(tree):
     assert "| decode | 4.00 (1.00) |  | 1.00 (0.25) |" in models
     assert "| packed | 3,000 of 4,000 (75%) | 300 of 400 (75%) | 0 of 4,000 | 0 of 400 |" in models
     assert "those padded: stock 600 of 1,600 (38%), invariant 0 of 1,600\n" in models
+    assert "| mm 2x3x4, FP32 | 20.0 | 31.5 | 3 of 4,096 (under 1%) | 0 of 4,096 | 3.0e-07 | 2.0e-07 |" in models
+    assert "| varlen_attn | 500 | 400 | 30 of 60 (50%) | 0 of 60 |" in models
+    trl = (tree / "docs/recipes/trl.md").read_text()
+    assert "| rollout, ms | 90.0 | 80.0 | 70.0 |" in trl
+    assert "| sequences that fit in 40 GiB | 248 | 240 | 368 |" in trl
+    assert "| tokens that differ from the rollout | 320 of 320 (100%) | 300 of 320 (94%) | 0 of 320 |" in trl
     demo = (tree / "packages/rl-kernels/README.md").read_text()
     assert "| KL, nats a token | 0 | 2.0e-04 |  |" in demo
     assert "| rollout, ms a step | 90 | 120 | 0.75 |" in demo

@@ -41,7 +41,7 @@ def test_everything_is_timed_and_compared(tool: ModuleType, tmp_path: Path, caps
     assert tool.main([*TINY, "--json", str(report)]) == 0
     found = json.loads(report.read_text(encoding="utf-8"))
     assert not found["failed"]
-    assert len(found["ms"]) == 4
+    assert len(found["ms"]) == 5
     assert all({"stock", "invariant"} <= row.keys() and min(row.values()) > 0 for row in found["ms"].values())
     ours, stock = found["bits"]["invariant"], found["bits"]["stock"]
     assert len(ours["prompts"]) == 6

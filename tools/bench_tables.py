@@ -4,7 +4,8 @@ Reads packages/*/benchmarks/results/*.json, which `rl-kernels bench --json` wrot
 between the markers of its README, which is its page in the docs too; the plots go into docs/ and are shown by
 docs/benchmarks.md, which also has the table of the whole step that `tools/grpo_step.py --json` timed, and what the host
 takes for small calls, by `rl-kernels bench --set host`; those of whole models, by `tools/model_step.py --json`, are in
-the README of models, and that of `rl-kernels demo --device cuda`, with its picture, in the README of rl-kernels.
+the README of models with the calls of `tools/client_calls.py`, that of TRL by `tools/trl_step.py` on its recipe, and
+that of `rl-kernels demo --device cuda`, with its picture, in the README of rl-kernels.
 Everything is derived from the results: where there are none, a page says so.
 """
 
@@ -14,16 +15,16 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+
+from tool_tables import client_calls, demos, filled, hosts, model_bits, model_steps, step, trl_steps
 
 from rl_kernels.demo.gpu import plot, record
-from rl_kernels.demo.gpu.report import QUOTIENT, side_by_side
 from rl_kernels.lab.bench.plot import draw
-from rl_kernels.lab.bench.record import Document, Measured, read
-from rl_kernels.lab.bench.report import as_table, digits, facts, remarks, tables
+from rl_kernels.lab.bench.record import Document, read
+from rl_kernels.lab.bench.report import as_table, facts, remarks, tables
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, RESULTS = "docs/benchmarks.md", "tools/results"
@@ -32,10 +33,12 @@ STEP = "h200-grpo-step.json"
 MODELS, MODEL_STEPS, MODEL_BITS = "packages/models/README.md", "*-model-step.json", "*-model-bits.json"
 DEMO, DEMOS = "packages/rl-kernels/README.md", "*-demo.json"
 HOSTS = "*-host.json"
+TRL, TRL_STEPS = "docs/recipes/trl.md", "*-trl-step.json"
+CALLS = "*-client-calls.json"
 BENCH, GRPO_STEP, HOST = "bench results", "grpo step", "host time"
-MODEL_STEP, BITS, TWINS = "model step", "model bits", "demo"
+MODEL_STEP, BITS, TWINS, TRL_STEP = "model step", "model bits", "demo", "trl step"
+PRODUCTS, ATTENTION = "batch_invariant_ops", "flash attention"
 """What markers in a page say."""
-NOTHING = "\nNo results are committed yet.\n\n"
 LONGEST = 100
 """Rows of a table that a page shows; of a longer one it shows the geometric means alone."""
 
@@ -71,118 +74,6 @@ def overview(packages: dict[str, dict[str, Document]]) -> str:
     return filled(lines)
 
 
-def step(file: Path) -> str:
-    """Return the table of a whole step, and what it was timed with."""
-    if not file.exists():
-        return NOTHING
-    found = json.loads(file.read_text(encoding="utf-8"))
-    given, steps, where = found["settings"], found["steps"], found["environment"]
-    sizes = f"{given['layers']} layers, hidden {given['hidden']}, vocabulary {given['vocab']}, {given['dtype']}"
-    batch = f"{given['prompts'] * given['samples']} sequences of {given['tokens']} tokens"
-    labels = {"ms": "step, ms", "extra_mib": "peak extra memory, MiB"}
-    labels["largest"] = f"sequences that fit in {given['limit_gib']:g} GiB"
-    ways = list(steps)
-    rows = [["", *ways, "gain"]]
-    for key, label in labels.items():
-        values = [steps[way][key] for way in ways]
-        if None in values:
-            continue
-        cells = [str(value) if isinstance(value, int) else digits(value) for value in values]
-        gain = values[1] / values[0] if key == "largest" else values[0] / values[1]
-        rows.append([label, *cells, f"{gain:.2f}"])
-    return f"\nA Llama of {sizes}; {batch}:\n\n{as_table(rows)}\n\n{ran_on(where)}\n\n"
-
-
-def hosts(files: Iterable[Path]) -> str:
-    """Return the tables of what the host takes for small calls."""
-    parts = []
-    for file in files:
-        document = read(file)
-        timed = [each for each in document.records if each.passes]
-        passes = list(dict.fromkeys(name for each in timed for name in each.passes))
-        rows = [["operator", "shape", "", *(f"{name}{what}" for name in passes for what in (", us", ", / ours"))]]
-        for each in timed:
-            cells = [cell for name in passes for cell in _call(each.passes.get(name))]
-            rows.append([each.operator, each.shape, each.name, *cells])
-        parts.append(f"{as_table(rows)}\n\n- {next(facts(document))}")
-    return filled(parts)
-
-
-def _call(measured: Measured | None) -> tuple[str, str]:
-    if measured is None:
-        return "", ""
-    return f"{measured.timing.call_us:.0f}", "" if measured.call_ratio is None else f"{measured.call_ratio:.2f}"
-
-
-def ran_on(where: Mapping[str, str]) -> str:
-    """Return the line under a table that says what it was measured on."""
-    named = ("device", "date", "torch", "transformers", "triton")
-    return f"- ran on {', '.join(f'{name} {where[name]}' for name in named)}"
-
-
-def sizes_of(settings: Mapping[str, Any]) -> str:
-    """Return what a model of `tools/model_step.py` is."""
-    widths = f"{settings['layers']} layers, hidden {settings['hidden']}, {settings['heads']} heads"
-    return f"A Llama of {widths}, {settings['kv_heads']} of keys, {settings['dtype']}"
-
-
-def filled(parts: Sequence[str]) -> str:
-    """Return what stands between markers."""
-    return "\n" + "\n\n".join(parts) + "\n\n" if parts else NOTHING
-
-
-def model_steps(files: Iterable[Path]) -> str:
-    """Return the tables of whole models: milliseconds, and beside them their share of the stock model's."""
-    parts = []
-    for file in files:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        given, timed, where = found["settings"], found["ms"], found["environment"]
-        ways = list(dict.fromkeys(way for each in timed.values() for way in each))
-        rows = [["ms", *ways]]
-        for label, each in timed.items():
-            cells = [f"{digits(each[way])} ({each[way] / each[ways[0]]:.2f})" if way in each else "" for way in ways]
-            rows.append([label, *cells])
-        parts.append(f"{sizes_of(given)}, without its head:\n\n{as_table(rows)}\n\n{ran_on(where)}")
-    return filled(parts)
-
-
-def model_bits(files: Iterable[Path]) -> str:
-    """Return the tables of how many logits, log-probabilities and gradients differ from those of prompts alone."""
-    parts = []
-    for file in files:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        given, ways = found["settings"], found["bits"]
-        rows = [["that differ", *(f"{way}: {what}" for way in ways for what in ("logits", "log-probabilities"))]]
-        for label in ways["stock"]["prompts"]:
-            each = [ways[way]["prompts"][label] for way in ways]
-            counts = [(found[what], found[f"of_{what}"]) for found in each for what in ("logits", "logps")]
-            rows.append([label, *(of(*count) for count in counts)])
-        gradients = [(way, *each["gradients"].values()) for way, each in ways.items()]
-        prompts = f"{given['prompts']} prompts of up to {given['longest']} tokens, each compared with itself alone"
-        parts.append(
-            f"{sizes_of(given)}; {prompts}:\n\n{as_table(rows)}\n\n- gradients of the prompts packed that differ from "
-            f"those padded: {', '.join(f'{way} {of(*counts)}' for way, *counts in gradients)}\n"
-            f"{ran_on(found['environment'])}"
-        )
-    return filled(parts)
-
-
-def of(some: int, every: int) -> str:
-    """Return how many of all, and their share where there is one."""
-    return f"{some:,} of {every:,}" + (f" ({some / every:.0%})" if some else "")
-
-
-def demos(files: Iterable[Path]) -> str:
-    """Return the tables of both twins of the demo on a GPU, with their pictures."""
-    parts = []
-    for file in files:
-        found = record.read(file)
-        rows = [["", *found.summaries, QUOTIENT], *map(list, side_by_side(found.summaries))]
-        picture = f"![Both twins, step by step](../../docs/{file.stem}.svg)"
-        parts.append(f"{as_table(rows)}\n\n{ran_on(found.environment)}\n\n{picture}")
-    return filled(parts)
-
-
 def plot_name(package: str, file: str) -> str:
     """Return the name of a picture in the docs."""
     return f"bench-{package}-{file}.svg"
@@ -195,7 +86,11 @@ def pages(root: Path, packages: dict[str, dict[str, Document]]) -> Iterator[tupl
         yield page, _filled(page, {BENCH: section(found)}, root)
     files = root / RESULTS
     steps, bits, twins = (sorted(files.glob(names)) for names in (MODEL_STEPS, MODEL_BITS, DEMOS))
-    yield root / MODELS, _filled(root / MODELS, {MODEL_STEP: model_steps(steps), BITS: model_bits(bits)}, root)
+    calls = sorted(files.glob(CALLS))
+    of_models = {MODEL_STEP: model_steps(steps), BITS: model_bits(bits)}
+    of_models |= {PRODUCTS: client_calls(calls, "products"), ATTENTION: client_calls(calls, "attention")}
+    yield root / MODELS, _filled(root / MODELS, of_models, root)
+    yield root / TRL, _filled(root / TRL, {TRL_STEP: trl_steps(sorted(files.glob(TRL_STEPS)))}, root)
     yield root / DEMO, _filled(root / DEMO, {TWINS: demos(twins)}, root)
     whole = {BENCH: overview(packages), GRPO_STEP: step(files / STEP), HOST: hosts(sorted(files.glob(HOSTS)))}
     yield root / PAGE, _filled(root / PAGE, whole, root)

@@ -1,8 +1,8 @@
-"""What `model_ways.py` compares too: prompts and their answers in transformers' continuous batching."""
+"""Prompts and their answers in continuous batching: compared by `model_ways.py`, timed by `model_step.py`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,8 @@ ANSWER = 16
 """Tokens that each prompt is answered with, greedily."""
 PAGE = 256
 """Tokens of a page in transformers' cache unless it is told otherwise."""
+BATCH = 1024
+"""Tokens of a batch that is timed."""
 
 
 @torch.no_grad()
@@ -23,7 +25,7 @@ def answered(model: Any, each: Sequence[torch.Tensor]) -> tuple[list[torch.Tenso
 
     settings = ContinuousBatchingConfig(
         max_batch_tokens=max(map(len, each)),
-        num_blocks=sum((len(ids) + ANSWER) // PAGE + 1 for ids in each),
+        num_blocks=_pages(each, ANSWER),
         # Every token is to be computed, and seen by a hook.
         allow_block_sharing=False,
         use_cuda_graph=False,
@@ -54,3 +56,24 @@ def answered(model: Any, each: Sequence[torch.Tensor]) -> tuple[list[torch.Tenso
         hook.remove()
     whole = [torch.cat((ids, ids.new_tensor(answers[str(place)]))) for place, ids in enumerate(each)]
     return whole, [torch.cat(parts) for parts in states.values()]
+
+
+def batched(model: Any, each: Sequence[torch.Tensor], tokens: int) -> Callable[[], Any]:
+    """Return greedy answers of so many tokens by ``generate_batch``, with its own settings but a cache that fits."""
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
+    greedy = GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    settings = ContinuousBatchingConfig(num_blocks=_pages(each, tokens), max_batch_tokens=BATCH)
+    ids = [one.tolist() for one in each]
+
+    def call() -> None:
+        found = model.generate_batch(ids, generation_config=greedy, continuous_batching_config=settings)
+        answered = sum(len(one.generated_tokens) for one in found.values())
+        if answered != tokens * len(ids):
+            raise RuntimeError(f"generate_batch gave {answered} of {tokens * len(ids)} tokens")
+
+    return call
+
+
+def _pages(each: Sequence[torch.Tensor], tokens: int) -> int:
+    return sum((len(ids) + tokens) // PAGE + 1 for ids in each)

@@ -4,7 +4,8 @@ The model has random weights and, unless others are asked for, the widths of Lla
 is run is its body, without the head. It runs as it comes (SDPA), under torch.compile, with Liger's kernels where they
 are installed, under `invariant()`, and under both. Times are of the wall clock, the host's part included, of calls
 after whose last one the device is waited for; the ways take turns, and the ratios are of medians. Decoding is of one
-token a sequence with a static cache, in a CUDA graph; `generate` is eager, of one prompt.
+token a sequence with a static cache, in a CUDA graph; `generate` is eager, of one prompt; `generate_batch` is
+transformers' continuous batching with its own settings.
 
 Bits: prompts of many lengths, alone and in other surroundings, and how many elements of their logits and of the
 log-probabilities of `head_logp` differ; and the gradients of a packed and of a padded batch of the same sequences.
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from model_continuous import batched
 from model_ways import (
     LONGEST,
     OURS,
@@ -177,6 +179,11 @@ def measure(report: Report, found: Sequence[Way], given: argparse.Namespace) -> 
     steps.clear()
     eager = {way.name: (way, generated(way, given.generated)) for way in plain}
     report.times(f"generate, 1 prompt, {given.generated} tokens, eager", eager, max(given.rounds // 2, 1))
+    each = prompts(given)
+    together = {
+        way.name: (way, batched(way.model, each, given.generated)) for way in found if way.name in (STOCK, OURS)
+    }
+    report.times(f"generate_batch, {given.prompts} prompts, {given.generated} tokens", together, 1)
 
 
 def bits(report: Report, found: Sequence[Way], given: argparse.Namespace) -> int:

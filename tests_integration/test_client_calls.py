@@ -1,0 +1,84 @@
+"""The tool that times calls of PyTorch's names through the clients, as far as a CPU goes: products, bits and errors."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from rl_kernels.models.clients import batch_invariant_ops
+
+TOOLS = Path(__file__).parents[1] / "tools"
+TINY = ["--rows=5", "--inner=48", "--vocab=70", "--rounds=1", "--device=cpu", "--parts", "products"]
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(TOOLS))
+        return importlib.import_module("client_calls")
+
+
+def test_every_call_is_timed_and_compared(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = tmp_path / "calls.json"
+    assert tool.main([*TINY, "--json", str(report)]) == 0
+    calls = json.loads(report.read_text(encoding="utf-8"))["calls"]["products"]
+    assert len(calls) == 10
+    for label, ways in calls.items():
+        assert ways.keys() == {"PyTorch", "rl-kernels"}
+        assert all(way["us"] > 0 and way["error"] < (1e-6 if "FP32" in label else 2e-2) for way in ways.values())
+        assert ways["rl-kernels"]["differing"][0] == 0 < ways["rl-kernels"]["differing"][1]
+    assert calls["mm 5x48x48, FP32"]["rl-kernels"]["differing"] == [0, 48]
+    printed = capsys.readouterr().out
+    assert "0 of 48" in printed
+    assert not batch_invariant_ops.is_batch_invariant_mode_enabled()
+
+
+def test_the_original_takes_its_turn_where_it_is_installed(
+    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "batch_invariant_ops.py").write_text("from rl_kernels.models.clients.batch_invariant_ops import *\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    report = tmp_path / "calls.json"
+    try:
+        assert tool.main([*TINY, "--json", str(report)]) == 0
+    finally:
+        sys.modules.pop("batch_invariant_ops", None)
+    calls = json.loads(report.read_text(encoding="utf-8"))["calls"]["products"]
+    assert all(ways.keys() == {"PyTorch", "batch_invariant_ops", "rl-kernels"} for ways in calls.values())
+    # It stands for the original here, so it is as far from FP64.
+    assert all(ways["batch_invariant_ops"]["error"] == ways["rl-kernels"]["error"] for ways in calls.values())
+
+
+def test_a_bit_that_differs_is_an_error(tool: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    def products(_: object) -> Iterator[object]:
+        x = torch.ones(3, 2)
+        yield tool.Call("changes", lambda: [x], lambda: [x[:1].nextafter(torch.tensor(2.0))])
+
+    monkeypatch.setitem(tool.PARTS, "products", products)
+    assert tool.main(TINY) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--rows", "0"), "argument --rows: expected an integer >= 1, got '0'"),
+        (("--parts", "attention"), "--parts: attention needs a GPU"),
+        (("--device", "cuda"), "--device: this PyTorch sees no GPU"),
+    ],
+)
+def test_bad_arguments(
+    tool: ModuleType, options: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if "cuda" in options and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(SystemExit) as stopped:
+        tool.main([*TINY, *options])
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err.startswith(f"client_calls.py: {message}")

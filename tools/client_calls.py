@@ -1,0 +1,215 @@
+"""Calls of PyTorch by its own names, as it comes and on the operators: `python tools/client_calls.py` on a GPU.
+
+`products` are what batch_invariant_ops takes in its mode, at the shape of its published test: PyTorch's, the original's
+where that is installed, and ours. `attention` is `scaled_dot_product_attention`, its flash backend, and `varlen_attn`,
+with and without `activate()`. Times are of the wall clock, the host's part included, and take turns.
+
+A call's first sequence, or row, is also called alone; counted are the elements whose bits that changes.
+
+Exit status: 1 if a bit of ours differs; 2 if nothing could run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import rl_kernels.models.clients.batch_invariant_ops as names
+from rl_kernels.core.command import Parser, count, writable
+from rl_kernels.core.testing import bits_of
+from rl_kernels.lab.bench.environment import environment
+from rl_kernels.lab.bench.measure import Calls, Effort, call_seconds
+from rl_kernels.lab.bench.report import digits
+from rl_kernels.models.clients.torch import activate
+
+STOCK, ORIGINAL, OURS = "PyTorch", "batch_invariant_ops", "rl-kernels"
+PACKAGES = ("rl-kernels-models", "rl-kernels-det-gemm", "rl-kernels-fused-logp", "rl-kernels-attention")
+
+Around = Callable[[], AbstractContextManager[object]]
+
+
+class Call(NamedTuple):
+    """A call on all rows or sequences, on the first of them alone, and what that would be in FP64, if it is worked."""
+
+    label: str
+    whole: Callable[[], Sequence[torch.Tensor]]
+    alone: Callable[[], Sequence[torch.Tensor]]
+    exact: Callable[[], torch.Tensor] | None = None
+
+
+def products(given: argparse.Namespace) -> Iterator[Call]:
+    """Yield what batch_invariant_ops computes: rows with the same matrix, and along themselves."""
+    rows, inner, vocab = given.rows, given.inner, given.vocab
+    for label, dtype in (("FP32", torch.float32), ("BF16", torch.bfloat16)):
+
+        def drawn(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+            return torch.randn(shape, device=given.device, dtype=dtype)
+
+        a, b, bias, logits = drawn(rows, inner), drawn(inner, inner), drawn(inner), drawn(rows, vocab)
+        for name, call, *operands in (
+            (f"mm {rows}x{inner}x{inner}", torch.mm, a, b),
+            (f"mm 1x{inner}x{inner}", torch.mm, a[:1], b),
+            (f"addmm {rows}x{inner}x{inner}, transposed", lambda x, w, c: torch.addmm(c, x, w.t()), a, b, bias),
+            (f"log_softmax {rows}x{vocab}", lambda x: torch.log_softmax(x, -1), logits),
+            (f"mean {rows}x{inner}", lambda x: torch.mean(x, -1), a),
+        ):
+            yield Call(
+                f"{name}, {label}",
+                lambda call=call, each=operands: [call(*each)],
+                lambda call=call, each=operands: [call(each[0][:1], *each[1:])],
+                lambda call=call, each=operands: call(each[0][:1].double(), *(x.double() for x in each[1:])),
+            )
+
+
+def attention(given: argparse.Namespace) -> Iterator[Call]:
+    """Yield calls of both functions, forward and with their backward pass."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    batch, tokens, heads, size = given.sequences, given.tokens, given.heads, given.head_size
+
+    def leaves(*shape: int) -> list[torch.Tensor]:
+        return [torch.randn(shape, device=given.device, dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
+
+    def sdpa(*operands: torch.Tensor) -> torch.Tensor:
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
+            return torch.nn.functional.scaled_dot_product_attention(*operands, is_causal=True)
+
+    def packed(*operands: torch.Tensor) -> torch.Tensor:
+        bounds = torch.arange(len(operands[0]) // tokens + 1, dtype=torch.int32, device=given.device) * tokens
+        found: torch.Tensor = varlen_attn(*operands, bounds, bounds, tokens, tokens, window_size=(-1, 0))
+        return found
+
+    def forward(call: Callable[..., torch.Tensor], operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        with torch.no_grad():
+            return [call(*operands)]
+
+    def through(
+        call: Callable[..., torch.Tensor], operands: Sequence[torch.Tensor], upstream: torch.Tensor
+    ) -> list[torch.Tensor]:
+        out = call(*operands)
+        return [out.detach(), *torch.autograd.grad(out, operands, upstream[: len(out)])]
+
+    shape = f"{batch}x{tokens}, {heads} heads of {size}, BF16"
+    for name, call, sizes, first in (
+        (f"scaled_dot_product_attention {shape}", sdpa, (batch, heads, tokens, size), 1),
+        (f"varlen_attn {shape}", packed, (batch * tokens, heads, size), tokens),
+    ):
+        whole = leaves(*sizes)
+        one = [x.detach()[:first].requires_grad_() for x in whole]
+        upstream = torch.randn_like(whole[0])
+        yield Call(name, lambda c=call, w=whole: forward(c, w), lambda c=call, o=one: forward(c, o))
+        yield Call(
+            f"{name}, forward + backward",
+            lambda c=call, w=whole, u=upstream: through(c, w, u),
+            lambda c=call, o=one, u=upstream: through(c, o, u),
+        )
+
+
+def ways(part: str) -> dict[str, Around]:
+    """Return what each way is surrounded by."""
+    if part == "attention":
+        return {STOCK: nullcontext, OURS: activate}
+    found: dict[str, Around] = {STOCK: nullcontext}
+    if find_spec("batch_invariant_ops"):
+        import batch_invariant_ops
+
+        found[ORIGINAL] = batch_invariant_ops.set_batch_invariant_mode
+    return found | {OURS: names.set_batch_invariant_mode}
+
+
+def differing(call: Call) -> tuple[int, int]:
+    """Return how many elements of the first row or sequence have other bits alone, and of how many."""
+    pairs = [(one, whole[: len(one)]) for one, whole in zip(call.alone(), call.whole(), strict=True)]
+    return sum(int((bits_of(one) != bits_of(two)).sum()) for one, two in pairs), sum(one.numel() for one, _ in pairs)
+
+
+def error(call: Call, exact: torch.Tensor | None) -> float | None:
+    """Return how far the first row is from what it should be, as a share of its norm."""
+    return None if exact is None else float((call.alone()[0] - exact).norm() / exact.norm())
+
+
+def measured(part: str, given: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the label of each call, and what each way took and gave."""
+    device = torch.device(given.device)
+    around = ways(part)
+    for call in PARTS[part](given):
+        exact = None if call.exact is None else call.exact()
+        found: dict[str, dict[str, Any]] = {}
+        for name, way in around.items():
+            with way():
+                found[name] = {"differing": differing(call), "error": error(call, exact)}
+        sides = [Calls([call.whole], way) for way in around.values()]
+        for name, seconds in zip(around, call_seconds(sides, device, Effort(iters=given.rounds)), strict=True):
+            found[name]["us"] = 1e6 * seconds
+        yield call.label, found
+
+
+PARTS: Mapping[str, Callable[[argparse.Namespace], Iterator[Call]]] = {"products": products, "attention": attention}
+
+
+def show(document: Mapping[str, Any]) -> None:
+    """Print what was measured and where."""
+    print("ran on " + ", ".join(f"{name} {value}" for name, value in document["environment"].items()))
+    for part, calls in document["calls"].items():
+        table = Table(box=None, padding=(0, 2, 0, 0))
+        found = list(next(iter(calls.values())))
+        heads = [part, *(f"{name}, {what}" for name in found for what in ("us", "bits that differ", "error"))]
+        for i, head in enumerate(heads):
+            table.add_column(head, justify="right" if i else "left")
+        for label, each in calls.items():
+            table.add_row(label, *(cell for way in each.values() for cell in cells(way)))
+        Console(width=200).print(table)
+
+
+def cells(way: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Return time, differing bits and error as text."""
+    some, every = way["differing"]
+    return digits(way["us"]), f"{some:,} of {every:,}", "" if way["error"] is None else f"{way['error']:.1e}"
+
+
+def parser() -> Parser:
+    """Return the parser of the command line."""
+    made = Parser("client_calls.py", "Time calls of PyTorch's names, as it comes and on the operators; compare bits.")
+    sizes = {"rows": 2048, "inner": 4096, "vocab": 128256, "sequences": 4, "tokens": 2048, "heads": 32}
+    sizes |= {"head_size": 128, "rounds": 15}
+    for name, default in sizes.items():
+        option = f"--{name.replace('_', '-')}"
+        made.add_argument(option, type=count(1), default=default, metavar="N", help=f"default: {default}")
+    made.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), help="default: all")
+    made.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default: cuda")
+    made.add_argument("--seed", type=count(0), default=0, metavar="N", help="default: 0")
+    made.add_argument("--json", type=writable, metavar="FILE", help="also write what was measured as JSON")
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return the exit status: 1 if a bit of ours differs."""
+    asked = parser()
+    given = asked.parse_args(argv)
+    if given.device == "cuda" and not torch.cuda.is_available():
+        asked.error("--device: this PyTorch sees no GPU")
+    if given.device == "cpu" and "attention" in given.parts:
+        asked.error("--parts: attention needs a GPU")
+    torch.manual_seed(given.seed)
+    calls = {part: dict(measured(part, given)) for part in given.parts}
+    settings = {name: value for name, value in vars(given).items() if name != "json"}
+    packages = [*PACKAGES, *(["batch_invariant_ops"] if find_spec("batch_invariant_ops") else [])]
+    where = environment(torch.device(given.device), packages)
+    document = {"version": 1, "environment": where, "settings": settings, "calls": calls}
+    if given.json is not None:
+        given.json.write_text(json.dumps(document, allow_nan=False, indent=1) + "\n", encoding="utf-8")
+    show(document)
+    return int(any(each[OURS]["differing"][0] for found in calls.values() for each in found.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

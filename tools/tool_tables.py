@@ -1,0 +1,173 @@
+"""The tables that `bench_tables.py` makes of what the tools beside it measured, one function a tool."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rl_kernels.demo.gpu import record
+from rl_kernels.demo.gpu.report import QUOTIENT, side_by_side
+from rl_kernels.lab.bench.record import Measured, read
+from rl_kernels.lab.bench.report import as_table, digits, facts
+
+NOTHING = "\nNo results are committed yet.\n\n"
+
+
+def step(file: Path) -> str:
+    """Return the table of a whole step, and what it was timed with."""
+    if not file.exists():
+        return NOTHING
+    found = json.loads(file.read_text(encoding="utf-8"))
+    given, steps, where = found["settings"], found["steps"], found["environment"]
+    sizes = f"{given['layers']} layers, hidden {given['hidden']}, vocabulary {given['vocab']}, {given['dtype']}"
+    batch = f"{given['prompts'] * given['samples']} sequences of {given['tokens']} tokens"
+    labels = {"ms": "step, ms", "extra_mib": "peak extra memory, MiB"}
+    labels["largest"] = f"sequences that fit in {given['limit_gib']:g} GiB"
+    ways = list(steps)
+    rows = [["", *ways, "gain"]]
+    for key, label in labels.items():
+        values = [steps[way][key] for way in ways]
+        if None in values:
+            continue
+        cells = [str(value) if isinstance(value, int) else digits(value) for value in values]
+        gain = values[1] / values[0] if key == "largest" else values[0] / values[1]
+        rows.append([label, *cells, f"{gain:.2f}"])
+    return f"\nA Llama of {sizes}; {batch}:\n\n{as_table(rows)}\n\n{ran_on(where)}\n\n"
+
+
+def hosts(files: Iterable[Path]) -> str:
+    """Return the tables of what the host takes for small calls."""
+    parts = []
+    for file in files:
+        document = read(file)
+        timed = [each for each in document.records if each.passes]
+        passes = list(dict.fromkeys(name for each in timed for name in each.passes))
+        rows = [["operator", "shape", "", *(f"{name}{what}" for name in passes for what in (", us", ", / ours"))]]
+        for each in timed:
+            cells = [cell for name in passes for cell in _call(each.passes.get(name))]
+            rows.append([each.operator, each.shape, each.name, *cells])
+        parts.append(f"{as_table(rows)}\n\n- {next(facts(document))}")
+    return filled(parts)
+
+
+def _call(measured: Measured | None) -> tuple[str, str]:
+    if measured is None:
+        return "", ""
+    return f"{measured.timing.call_us:.0f}", "" if measured.call_ratio is None else f"{measured.call_ratio:.2f}"
+
+
+def ran_on(where: Mapping[str, str]) -> str:
+    """Return the line under a table that says what it was measured on."""
+    named = ("device", "date", "torch", "transformers", "trl", "batch_invariant_ops", "triton")
+    return f"- ran on {', '.join(f'{name} {where[name]}' for name in named if name in where)}"
+
+
+def sizes_of(settings: Mapping[str, Any]) -> str:
+    """Return what a model of `tools/model_step.py` is."""
+    widths = f"{settings['layers']} layers, hidden {settings['hidden']}, {settings['heads']} heads"
+    return f"A Llama of {widths}, {settings['kv_heads']} of keys, {settings['dtype']}"
+
+
+def filled(parts: Sequence[str]) -> str:
+    """Return what stands between markers."""
+    return "\n" + "\n\n".join(parts) + "\n\n" if parts else NOTHING
+
+
+def model_steps(files: Iterable[Path]) -> str:
+    """Return the tables of whole models: milliseconds, and beside them their share of the stock model's."""
+    parts = []
+    for file in files:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        given, timed, where = found["settings"], found["ms"], found["environment"]
+        ways = list(dict.fromkeys(way for each in timed.values() for way in each))
+        rows = [["ms", *ways]]
+        for label, each in timed.items():
+            cells = [f"{digits(each[way])} ({each[way] / each[ways[0]]:.2f})" if way in each else "" for way in ways]
+            rows.append([label, *cells])
+        parts.append(f"{sizes_of(given)}, without its head:\n\n{as_table(rows)}\n\n{ran_on(where)}")
+    return filled(parts)
+
+
+def model_bits(files: Iterable[Path]) -> str:
+    """Return the tables of how many logits, log-probabilities and gradients differ from those of prompts alone."""
+    parts = []
+    for file in files:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        given, ways = found["settings"], found["bits"]
+        rows = [["that differ", *(f"{way}: {what}" for way in ways for what in ("logits", "log-probabilities"))]]
+        for label in ways["stock"]["prompts"]:
+            each = [ways[way]["prompts"][label] for way in ways]
+            counts = [(found[what], found[f"of_{what}"]) for found in each for what in ("logits", "logps")]
+            rows.append([label, *(of(*count) for count in counts)])
+        gradients = [(way, *each["gradients"].values()) for way, each in ways.items()]
+        prompts = f"{given['prompts']} prompts of up to {given['longest']} tokens, each compared with itself alone"
+        parts.append(
+            f"{sizes_of(given)}; {prompts}:\n\n{as_table(rows)}\n\n- gradients of the prompts packed that differ from "
+            f"those padded: {', '.join(f'{way} {of(*counts)}' for way, *counts in gradients)}\n"
+            f"{ran_on(found['environment'])}"
+        )
+    return filled(parts)
+
+
+def of(some: int, every: int) -> str:
+    """Return how many of all, and their share where there is one."""
+    share = f"{some / every:.0%}" if 200 * some >= every else "under 1%"
+    return f"{some:,} of {every:,}" + (f" ({share})" if some else "")
+
+
+def demos(files: Iterable[Path]) -> str:
+    """Return the tables of both twins of the demo on a GPU, with their pictures."""
+    parts = []
+    for file in files:
+        found = record.read(file)
+        rows = [["", *found.summaries, QUOTIENT], *map(list, side_by_side(found.summaries))]
+        picture = f"![Both twins, step by step](../../docs/{file.stem}.svg)"
+        parts.append(f"{as_table(rows)}\n\n{ran_on(found.environment)}\n\n{picture}")
+    return filled(parts)
+
+
+def trl_steps(files: Iterable[Path]) -> str:
+    """Return the tables of a step of TRL, as it comes and on the operators."""
+    parts = []
+    for file in files:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        given, ways, where = found["settings"], found["ways"], found["environment"]
+        labels = {"rollout_ms": "rollout, ms", "update_ms": "update, ms", "extra_mib": "update, peak extra MiB"}
+        labels["largest"] = f"sequences that fit in {given['limit_gib']:g} GiB"
+        rows = [["", *ways]]
+        for key, label in labels.items():
+            values = [way[key] for way in ways.values()]
+            rows.append([label, *(f"{x:,}" if isinstance(x, int) else digits(x) for x in values)])
+        counts = [way["differing"] for way in ways.values()]
+        theirs = next(each["TRL"] for each in counts if "TRL" in each)
+        ours = [of(*each["rl-kernels"]) for each in counts if "rl-kernels" in each]
+        rows.append(["tokens that differ from the rollout", of(*theirs), *ours])
+        sizes = f"A Llama of {given['layers']} layers, hidden {given['hidden']}, vocabulary {given['vocab']}"
+        batch = f"{given['groups']} groups of {given['samples']}, {given['prompt']} + {given['tokens']} tokens"
+        parts.append(f"{sizes}, {given['dtype']}; {batch}:\n\n{as_table(rows)}\n\n{ran_on(where)}")
+    return filled(parts)
+
+
+def _cell(way: Mapping[str, Any], column: str) -> str:
+    if column == "us":
+        return digits(way["us"])
+    return of(*way["differing"]) if column == "differ" else f"{way['error']:.1e}"
+
+
+def client_calls(files: Iterable[Path], part: str) -> str:
+    """Return the tables of calls by PyTorch's names: time, and what a batch changes of a row or sequence."""
+    parts = []
+    for file in files:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        calls = found["calls"][part]
+        ways = list(next(iter(calls.values())))
+        worked = all(way["error"] is not None for each in calls.values() for way in each.values())
+        columns = ("us", "differ", "error") if worked else ("us", "differ")
+        rows = [["", *(f"{way}, {column}" for column in columns for way in ways)]]
+        for label, each in calls.items():
+            cells = {column: [_cell(way, column) for way in each.values()] for column in columns}
+            rows.append([label, *(cell for column in columns for cell in cells[column])])
+        parts.append(f"{as_table(rows)}\n\n{ran_on(found['environment'])}")
+    return filled(parts)
