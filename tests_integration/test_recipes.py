@@ -11,7 +11,7 @@ import pytest
 RECIPES = sorted((Path(__file__).parents[1] / "docs" / "recipes").glob("*.md"))
 NEEDS = {"transformers": ("transformers",)}
 """What is to be installed for a page, beside the house."""
-NOT_WHOLE = ("verl", "torchtitan", "openrlhf")
+NOT_WHOLE = ("verl", "torchtitan", "openrlhf", "megatron")
 """Pages of frameworks that no test runs as a whole, which they say; test_verl.py runs what can be run of verl."""
 
 

@@ -268,15 +268,19 @@ def test_scores_without_a_label_are_zeros_with_a_gradient() -> None:
     assert model.get_output_embeddings().weight.grad is not None
 
 
-@pytest.mark.parametrize("where", ["attention", "head"])
+@pytest.mark.parametrize("where", ["attention", "head", "head as a whole"])
 def test_scores_with_an_adapter_are_those_of_trl(where: str) -> None:
     peft = pytest.importorskip("peft")
     model = _model("llama")
     _hooked(model, temperature=1.3)
-    target = {"attention": ["q_proj", "v_proj"], "head": ["lm_head"]}[where]
-    wrapped = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=target, init_lora_weights=False))
+    target = ["lm_head"] if where == "head" else ["q_proj", "v_proj"]
+    saved = ["lm_head"] if where == "head as a whole" else None
+    adapter = peft.LoraConfig(r=4, target_modules=target, modules_to_save=saved, init_lora_weights=False)
+    wrapped = peft.get_peft_model(model, adapter)
+    if saved:
+        torch.nn.init.normal_(model.lm_head.modules_to_save["default"].weight, std=0.2)
     batch = _batch(model)
-    if where == "attention":
+    if where != "head":
         expected = _scored(wrapped, batch)
     else:
         # TRL's own head reads the weight below the adapter.

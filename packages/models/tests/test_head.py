@@ -70,6 +70,26 @@ def test_lora_joins_the_logits_and_gradients_reach_it(hidden, ids):
     torch.testing.assert_close(head_logp(made, hidden, ids), expected, rtol=1e-5, atol=1e-5)
 
 
+def test_a_head_that_peft_trains_as_a_whole(hidden, ids):
+    peft = pytest.importorskip("peft")
+    model = nn.Sequential(nn.Linear(SIZE, SIZE), head())
+    model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["0"], modules_to_save=["1"]))
+    made = model.base_model.model[1]
+    trained = made.modules_to_save["default"]
+    nn.init.normal_(trained.weight)
+    found = head_logp(made, hidden, ids)
+    assert torch.equal(found, head_logp(trained, hidden, ids))
+    found.sum().backward()
+    assert trained.weight.grad.any()
+    with model.disable_adapter():
+        assert torch.equal(head_logp(made, hidden, ids), head_logp(made.original_module, hidden, ids))
+    with invariant(model):
+        assert torch.equal(head_logp(made, hidden, ids), found)
+    trained.register_forward_hook(lambda *_: None)
+    with pytest.raises(TypeError, match="head: expected no forward hooks, on it or inside it"):
+        head_logp(made, hidden, ids)
+
+
 def test_what_it_cannot_do_it_names(hidden, ids):
     _, dropping = adapted(lora_dropout=0.5)
     with pytest.raises(ValueError, match=r"head: expected no active dropout in adapter 'default', got 0\.5"):

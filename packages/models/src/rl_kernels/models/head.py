@@ -15,7 +15,8 @@ from rl_kernels.linear_logp import linear_logp
 from rl_kernels.models.layers import original_of
 
 LORA = ("base_layer", "lora_A", "lora_B", "scaling", "active_adapters", "lora_dropout")
-"""What PEFT documents of its layers."""
+SAVED = ("original_module", "modules_to_save", "active_adapters", "disable_adapters")
+"""What PEFT documents of its layers, and of modules that it trains as a whole (``modules_to_save``)."""
 FACTORS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
 """What models of transformers call a factor of their logits; Granite and MiniCPM3 divide by ``logits_scaling``."""
 
@@ -31,8 +32,8 @@ def head_logp(
     gather the weight and reduce its gradient.
 
     Args:
-        head: an ``nn.Linear``, a ``DetLinear``, or one with a LoRA adapter of PEFT, merged or not. Its weight
-            ``[V, D]`` may be tied to an embedding.
+        head: an ``nn.Linear``, a ``DetLinear``, or one with a LoRA adapter of PEFT, merged or not, or one of PEFT's
+            ``modules_to_save``. Its weight ``[V, D]`` may be tied to an embedding.
         hidden: as in ``linear_logp``.
         target_ids: as in ``linear_logp``.
         options: those of ``linear_logp``, such as ``temperature``, ``softcap``, ``logit_scale``, ``return_stats``.
@@ -53,6 +54,7 @@ def head_logp(
         # FSDP2 keeps its hooks on what a module returns, which must be no view.
         return _through(head, lambda hidden: _copied(forward(hidden)), hidden)
     _check_hooks(head)
+    head = _called(head)
     return forward(hidden)
 
 
@@ -72,6 +74,15 @@ def _factor(config: Any) -> float:
     if scaling is None:
         return 1.0
     return float(scaling if config.model_type == "hyperclovax" else 1 / scaling)
+
+
+def _called(head: Any) -> nn.Module:
+    """Return what PEFT calls of a module that it trains as a whole, or the head itself."""
+    called: nn.Module = head
+    if all(hasattr(head, name) for name in SAVED):
+        active = None if head.disable_adapters else next(iter(head.active_adapters), None)
+        called = dict(head.modules_to_save.items()).get(active, head.original_module)
+    return called
 
 
 def _check_hooks(head: nn.Module) -> None:
