@@ -113,8 +113,8 @@ def _kernel(ours: Callable[..., torch.Tensor | None], stock: Any) -> Callable[..
             try:
                 with torch.no_grad():
                     found = ours(*args, **kwargs)
-            except TypeError as error:
-                # As PyTorch's kernels do; and ``a @ b`` would make another TypeError of it, which says nothing.
+            except (TypeError, ValueError) as error:
+                # As PyTorch's kernels do; and ``a @ b`` would make another error of a TypeError, which says nothing.
                 raise RuntimeError(str(error)) from error
             if found is not None:
                 return found
