@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 TOOLS = Path(__file__).parents[1] / "tools"
 SIZES = {"layers": 1, "hidden": 64, "between": 96, "heads": 4, "kv-heads": 2, "vocab": 300}
-SIZES |= {"groups": 2, "samples": 4, "prompt": 12, "tokens": 9, "steps": 3}
+SIZES |= {"groups": 2, "samples": 4, "prompt": 12, "tokens": 9, "steps": 3, "rounds": 1}
 TINY = [f"--{name}={size}" for name, size in SIZES.items()] + ["--device=cpu", "--dtype=fp32"]
 
 
@@ -33,7 +33,7 @@ def test_every_way_is_timed_and_held_to_the_rollout(
     tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report = tmp_path / "trl.json"
-    assert tool.main([*TINY, "--json", str(report)]) == 0
+    assert tool.main([*TINY, "--rounds=2", "--json", str(report)]) == 0
     document = json.loads(report.read_text(encoding="utf-8"))
     assert {"device", "torch", "trl"} <= document["environment"].keys()
     stock, scored, aligned = document["ways"].values()

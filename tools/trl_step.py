@@ -1,9 +1,10 @@
 """A GRPO step of TRL's GRPOTrainer, as it comes and on the operators: `python tools/trl_step.py` on a GPU.
 
 The model is a Llama with random weights, of 8B widths with four layers unless others are asked for, and learns nothing:
-the reward is a number of the place in the batch. Each way trains a few steps from the same weights; the medians are of
-all but the first two. `rollout` is all that comes before the loss: sampling, rewards and advantages. `update` is the
-loss and its backward pass; its peak extra memory, new gradients included, is beyond parameters and inputs.
+the reward is a number of the place in the batch. Each way trains a few steps from the same weights, and again when the
+others have had their turn; the medians are of all steps but the first two of each. `rollout` is all that comes before
+the loss: sampling, rewards and advantages. `update` is the loss and its backward pass; its peak extra memory, new
+gradients included, is beyond parameters and inputs.
 
 The largest batch is that of whole groups whose update, taken twice, has room where all memory that PyTorch reserves is
 limited. Tokens that differ are those of the first batch whose log-probability in training is not, to the last bit, the
@@ -187,26 +188,46 @@ def trainer_of(given: argparse.Namespace, folder: Path) -> Any:
     return GRPOTrainer(model, reward, options, train_dataset=data, processing_class=tokenizer)
 
 
-def measured(given: argparse.Namespace, options: dict[str, bool] | None, folder: Path) -> dict[str, Any]:
-    """Train in one way; return what was measured."""
-    watched = Watched(trainer_of(given, folder), options)
-    watched.trainer.train()
-    found: dict[str, Any] = {
-        "rollout_ms": 1e3 * statistics.median(watched.rollouts[2:]),
-        "update_ms": 1e3 * statistics.median(watched.updates[2:]),
-        "extra_mib": statistics.median(watched.extra[2:]) if watched.extra else None,
-        "largest": None,
+def trained(given: argparse.Namespace, options: dict[str, bool] | None, *, last: bool) -> dict[str, Any]:
+    """Train in one way; return what was seen, and of the last round the largest batch too."""
+    with tempfile.TemporaryDirectory() as folder:
+        watched = Watched(trainer_of(given, Path(folder)), options)
+        watched.trainer.train()
+    return {
+        "rollout_ms": [1e3 * seconds for seconds in watched.rollouts[2:]],
+        "update_ms": [1e3 * seconds for seconds in watched.updates[2:]],
+        "extra_mib": watched.extra[2:],
         "differing": watched.counts,
+        "largest": largest_batch(watched, given) if last and given.device == "cuda" and given.limit_gib else None,
     }
-    if given.device == "cuda" and given.limit_gib:
-        watched.trainer.model.train()
-        torch.cuda.empty_cache()
-        share = given.limit_gib * 2**30 / torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(share)
-        try:
-            found["largest"] = given.samples * largest(lambda groups: watched.fits(groups, given.samples))
-        finally:
-            torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def largest_batch(watched: Watched, given: argparse.Namespace) -> int:
+    """Return the sequences of the largest batch whose update has room in the memory asked for."""
+    watched.trainer.model.train()
+    torch.cuda.empty_cache()
+    share = given.limit_gib * 2**30 / torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(share)
+    try:
+        return given.samples * largest(lambda groups: watched.fits(groups, given.samples))
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def measured(given: argparse.Namespace) -> dict[str, Any]:
+    """Train in every way, in turn; return the medians over all rounds, and the rest from the last."""
+    rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in WAYS}
+    for number in range(given.rounds):
+        for name, options in WAYS.items():
+            rounds[name].append(trained(given, options, last=number == given.rounds - 1))
+            gc.collect()
+            if given.device == "cuda":
+                torch.cuda.empty_cache()
+    found = {}
+    for name, each in rounds.items():
+        pooled = {key: [x for one in each for x in one[key]] for key in ("rollout_ms", "update_ms", "extra_mib")}
+        medians = {key: statistics.median(values) if values else None for key, values in pooled.items()}
+        found[name] = medians | {key: each[-1][key] for key in ("largest", "differing")}
     return found
 
 
@@ -243,6 +264,7 @@ def parser() -> Parser:
         option = f"--{name.replace('_', '-')}"
         made.add_argument(option, type=count(1), default=default, metavar="N", help=f"default: {default}")
     made.add_argument("--steps", type=count(3), default=6, metavar="N", help="default: 6")
+    made.add_argument("--rounds", type=count(1), default=3, metavar="N", help="of training each way (default: 3)")
     made.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="default: bf16")
     made.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default: cuda")
     made.add_argument("--seed", type=count(0), default=0, metavar="N", help="default: 0")
@@ -265,13 +287,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         there = torch.cuda.get_device_properties(0).total_memory / 2**30
         if given.limit_gib > there:
             asked.error(f"--limit-gib: expected at most the {there:.1f} GiB of this GPU, got {given.limit_gib:g}")
-    ways = {}
-    for name, options in WAYS.items():
-        with tempfile.TemporaryDirectory() as folder:
-            ways[name] = measured(given, options, Path(folder))
-        gc.collect()
-        if given.device == "cuda":
-            torch.cuda.empty_cache()
+    ways = measured(given)
     settings = {name: value for name, value in vars(given).items() if name != "json"}
     where = environment(torch.device(given.device), PACKAGES)
     document = {"version": 1, "environment": where, "settings": settings, "ways": ways}

@@ -120,7 +120,12 @@ def mean(
         count *= x.shape[place]
     rows = x.permute([*kept, *reduced]).reshape([*(x.shape[place] for place in kept), count])
     work = torch.float64 if torch.float64 in (x.dtype, dtype) else torch.float32
-    found = _row_means(rows, dtype) if _fits_triton(rows, dtype) else (row_sum(rows.to(work)) / count).to(dtype)
+    if _fits_triton(rows, dtype):
+        found = _row_means(rows, dtype)
+    else:
+        total = row_sum(rows.to(work))
+        # By a number PyTorch multiplies with its reciprocal on a GPU, which rounds twice.
+        found = (total / total.new_full((), count)).to(dtype)
     return found.view([1 if place in reduced else size for place, size in enumerate(x.shape)]) if keepdim else found
 
 
@@ -131,7 +136,7 @@ def _fits_triton(x: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def _row_means(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return ``row_sum(x[..., n]) / n`` in a dtype, bit for bit."""
+    """Return ``row_sum(x[..., n]) / n`` in a dtype, with the bits of the other way."""
     from rl_kernels.models.clients.batch_invariant_ops import kernels
 
     rows = x.reshape(-1, x.shape[-1])
