@@ -60,13 +60,20 @@ def hold_layer(layer, recorder, x, weight, bias, dc):
     rows, above = x.flatten(0, -2), dc.flatten(0, -2)
     out = same(recorder, layer.forward(x, weight, bias), matmul, rows, weight.t(), bias=bias)
     assert (out.shape, out.dtype, out._is_view()) == (dc.shape, x.dtype, False)
-    dx = same(recorder, layer.input_gradient(dc, weight), matmul, above, weight)
-    assert (dx.shape, dx.dtype) == (x.shape, x.dtype)
-    dw = same(recorder, layer.weight_gradient(dc, x, None), matmul, above.t(), rows)
-    assert (dw.shape, dw.dtype, dw.is_contiguous()) == (weight.shape, x.dtype, True)
+    dx, nothing = layer.gradients(dc, x, weight, None, (True, False))
+    same(recorder, dx, matmul, above, weight)
+    assert (dx.shape, dx.dtype, nothing) == (x.shape, x.dtype, None)
+    nothing, dw = layer.gradients(dc, x, weight, None, (False, True))
+    same(recorder, dw, matmul, above.t(), rows)
+    assert (dw.shape, dw.dtype, dw.is_contiguous(), nothing) == (weight.shape, x.dtype, True, None)
     total = torch.zeros(weight.shape)
-    assert same(recorder, layer.weight_gradient(dc, x, total), matmul, above.t(), rows, continues=True) is total
-    return out, dx, dw, total
+    assert layer.gradients(dc, x, weight, total, (False, True))[1] is total
+    same(recorder, total, matmul, above.t(), rows, continues=True)
+    both = layer.gradients(dc, x, weight, None, (True, True))
+    assert [each.shape for each in both] == [x.shape, weight.shape]
+    assert len(recorder.launches) == 2
+    recorder.launches.clear()
+    return out, dx, dw, total, both
 
 
 def hold():
@@ -100,15 +107,17 @@ def hold_others():
         assert layer.forward(odd["x"], weight, None) is None
         assert layer.forward(x, odd["weight"], None) is None
         special = dc.as_subclass(type("Special", (torch.Tensor,), {}))
-        for upstream in (odd["dc"], turned["dc"], dc[:1], dc[..., :1].expand(dc.shape), special):
-            assert layer.input_gradient(upstream, weight) is None
-            assert layer.weight_gradient(upstream, x, None) is None
-            assert layer.weight_gradient(upstream, x, total) is None
+        for upstream in (odd["dc"], turned["dc"], dc[:1], dc[..., :1].expand(dc.shape), special, dc.float()):
+            for needed in ((True, False), (False, True), (True, True)):
+                assert layer.gradients(upstream, x, weight, None, needed) is None
+            assert layer.gradients(upstream, x, weight, total, (True, True)) is None
         for other in (odd["weight"], turned["weight"]):
-            assert layer.input_gradient(dc, other) is None
+            assert layer.gradients(dc, x, other, None, (True, True)) is None
         for other in (odd["x"], turned["x"]):
-            assert layer.weight_gradient(dc, other, None) is None
-        assert layer.weight_gradient(dc, x, turned["weight"].float().t().contiguous().t()) is None
+            assert layer.gradients(dc, other, weight, None, (True, True)) is None
+        shifted = torch.zeros(40 * 64 + 1)[1:].view(40, 64)
+        for other in (total.t().contiguous().t(), shifted):
+            assert layer.gradients(dc, x, weight, other, (True, True)) is None
         assert not recorder.launches
         assert layer.forward(x, weight, None) is not None
     for other in (x.transpose(0, 1), x[:0]):
@@ -164,23 +173,20 @@ class Plan:
 
     def _found(self, name, make):
         self.asked.append(name)
-        return make() if name in self._answers else None
+        return make() if (name if isinstance(name, str) else name[0]) in self._answers else None
 
     def forward(self, x, weight, bias):
         return self._found("forward", lambda: torch.nn.functional.linear(x, weight, bias) + 100)
 
-    def input_gradient(self, dc, weight):
-        return self._found("input", lambda: dc @ weight + 100)
-
-    def weight_gradient(self, dc, x, into):
+    def gradients(self, dc, x, weight, into, needed):
         def make():
-            found = dc.flatten(0, -2).t() @ x.flatten(0, -2) + 100
+            dx, dw = dc @ weight + 100, dc.flatten(0, -2).t() @ x.flatten(0, -2) + 100
             # As a kernel writes: PyTorch does not see it.
             if into is not None:
-                into.detach().numpy()[...] += found.detach().numpy()
-            return found if into is None else into
+                into.detach().numpy()[...] += dw.detach().numpy()
+            return dx if needed[0] else None, (dw if into is None else into) if needed[1] else None
 
-        return self._found("weight", make)
+        return self._found(("gradients", *needed), make)
 
 
 @contextmanager
@@ -203,7 +209,7 @@ def gradients(given, upstream):
     return [leaf.grad for leaf in given]
 
 
-@pytest.mark.parametrize("answers", [(), ("forward",), ("input",), ("weight",), ("forward", "input", "weight")])
+@pytest.mark.parametrize("answers", [(), ("forward",), ("gradients",), ("forward", "gradients")])
 def test_a_plan_is_taken_where_it_answers(monkeypatch, answers):
     given, upstream = leaves(), torch.randn(2, 3, 5)
     expected, grads = det_linear(*given).detach(), gradients(given, upstream)
@@ -211,8 +217,9 @@ def test_a_plan_is_taken_where_it_answers(monkeypatch, answers):
         found = gradients(given, upstream)
         with torch.no_grad():
             out = det_linear(*given)
-    assert plan.asked == ["forward", "input", "weight", "forward"]
-    for name, value, old in zip(("forward", "input", "weight"), (out, *found), (expected, *grads), strict=False):
+    assert plan.asked == ["forward", ("gradients", True, True), "forward"]
+    names = ("forward", "gradients", "gradients")
+    for name, value, old in zip(names, (out, *found), (expected, *grads), strict=False):
         torch.testing.assert_close(value, old + 100 * (name in answers))
     assert torch.equal(found[2], grads[2])
 
@@ -220,7 +227,7 @@ def test_a_plan_is_taken_where_it_answers(monkeypatch, answers):
 def test_a_plan_continues_main_grad_and_says_that_it_wrote(monkeypatch):
     given = leaves()
     given[1].main_grad = torch.zeros(5, 8)
-    with planned_by(monkeypatch, "weight"):
+    with planned_by(monkeypatch, "gradients"):
         version = given[1].main_grad._version
         det_linear(*given).sum().backward()
     assert given[1].grad is None
@@ -230,9 +237,9 @@ def test_a_plan_continues_main_grad_and_says_that_it_wrote(monkeypatch):
 
 def test_gradients_that_are_not_asked_for_are_not_planned(monkeypatch):
     given = [value * 1 for value in leaves()]
-    with planned_by(monkeypatch, "forward", "input", "weight") as plan:
+    with planned_by(monkeypatch, "forward", "gradients") as plan:
         torch.autograd.grad(det_linear(*given), given[0], torch.ones(2, 3, 5))
-    assert plan.asked == ["forward", "input"]
+    assert plan.asked == ["forward", ("gradients", True, False)]
 
 
 def test_who_looks_at_ops_sees_them(monkeypatch):
@@ -242,7 +249,7 @@ def test_who_looks_at_ops_sees_them(monkeypatch):
             return func(*args, **(kwargs or {}))
 
     given, seen = leaves(), []
-    with planned_by(monkeypatch, "forward", "input", "weight") as plan, Ops():
+    with planned_by(monkeypatch, "forward", "gradients") as plan, Ops():
         det_linear(*given).sum().backward()
     assert not plan.asked
     names = [name for name in seen if name.startswith("rl_kernels")]
@@ -252,7 +259,7 @@ def test_who_looks_at_ops_sees_them(monkeypatch):
 def test_gradients_in_batches_take_the_general_path(monkeypatch):
     given = leaves()
     upstream = torch.randn(2, 2, 3, 5)
-    with planned_by(monkeypatch, "input", "weight") as plan:
+    with planned_by(monkeypatch, "gradients") as plan:
         out = det_linear(*given)
         batched = torch.autograd.grad(out, given, upstream, is_grads_batched=True, retain_graph=True)
     assert plan.asked == ["forward"]
@@ -263,7 +270,7 @@ def test_gradients_in_batches_take_the_general_path(monkeypatch):
 
 def test_a_second_derivative_is_refused(monkeypatch):
     given = leaves()
-    with planned_by(monkeypatch, "forward", "input", "weight") as plan:
+    with planned_by(monkeypatch, "forward", "gradients") as plan:
         (grad,) = torch.autograd.grad((det_linear(*given) ** 2).sum(), given[0], create_graph=True)
         with pytest.raises(RuntimeError, match="double backward is not supported"):
             grad.square().sum().backward()
@@ -313,7 +320,7 @@ def test_a_tangent_of_a_gradient_is_not_lost(monkeypatch, main_grad):
     given = leaves()
     if main_grad:
         given[1].main_grad = torch.zeros(5, 8)
-    with planned_by(monkeypatch, "forward", "input", "weight"):
+    with planned_by(monkeypatch, "forward", "gradients"):
         out = det_linear(*given)
         with torch.autograd.forward_ad.dual_level():
             upstream = torch.autograd.forward_ad.make_dual(torch.ones(2, 3, 5), torch.ones(2, 3, 5))

@@ -37,7 +37,7 @@ def test_a_map_lies_where_the_compiler_says():
     signature = Signature("iT(Pi)i", [0, 48, 176, 192])
     assert signature.places == ((0, 4), (48, 128), (176, 16), (192, 4))
     buffer, described = Buffer(signature), bytes(range(128))
-    buffer.fill((5, described, None, 6, 7))
+    buffer.fill(signature.numbers((5, described, None, 6, 7)))
     assert given(buffer, 196) == struct.pack("i", 5) + bytes(44) + described + struct.pack("@PiiI", 0, 6, 0, 7)
 
 
@@ -48,8 +48,9 @@ def test_parentheses_of_a_signature_are_pairs(text):
 
 
 def test_pointers_in_a_struct_are_addresses():
-    buffer, value = Buffer(Signature("(iP)P")), torch.zeros(1)
-    buffer.fill((5, value, None))
+    signature, value = Signature("(iP)P"), torch.zeros(1)
+    buffer = Buffer(signature)
+    buffer.fill(signature.numbers((5, value, None)))
     assert given(buffer, 24) == struct.pack("@iPP", 5, value.data_ptr(), 0)
 
 

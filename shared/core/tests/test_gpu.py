@@ -14,7 +14,7 @@ def events(monkeypatch):
     """Play GPU 0 of two; the list of what PyTorch was asked for."""
     seen = []
     monkeypatch.setattr(gpu, "_thread", local())
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: seen.append("event")))
     monkeypatch.setattr(torch.cuda, "device", lambda index: seen.append(index) or gpu._HERE)
     return seen

@@ -88,7 +88,7 @@ CHOICES = (
     Bug("kernel of other numbers", "*options.values(), numbers, *forms", "*options.values(), *forms"),
     Bug("kernel of another box", "return x.base.dtype, *x.block_shape", "return (x.base.dtype,)"),
     Bug("kernel of other warps", "num_warps, *options.values(), numbers", "*options.values(), numbers"),
-    Bug("kernel of another GPU", "id(kernel), torch.cuda.current_device(), num_warps", "id(kernel), num_warps"),
+    Bug("kernel of another GPU", "id(kernel), device, num_warps", "id(kernel), num_warps"),
     Bug("launched on the grid that it was compiled on", "sizes = (*grid, 1, 1)", "sizes = (1, 1, 1)"),
 )
 
@@ -196,7 +196,7 @@ def hold_launches(plant: Plant) -> None:
         # With a tuple of numbers, or without.
         for device, together in itertools.product((0, 1), (3, 1)):
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(torch.cuda, "current_device", lambda device=device: device)
+                patch.setattr(torch._C, "_cuda_getDevice", lambda device=device: device)
                 for kernel, grid, *args, warps in calls:
                     launch.launch(kernel, grid, *args[:together], numbers=tuple(args[together:]), num_warps=warps)
         asked = [(kernel.function.__name__, (*grid, 1, 1), warps) for kernel, grid, *_, warps in calls]

@@ -54,7 +54,8 @@ class Kernel:
 def launched(monkeypatch):
     monkeypatch.setattr(launch, "INTERPRETED", False)
     monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 40 + index, raising=False)
     monkeypatch.setattr(launch, "_compiled", {})
     return []
 
@@ -65,7 +66,7 @@ def test_arguments_that_came_before_are_launched_by_what_was_compiled(launched):
     for _ in range(3):
         launch.launch(kernel, (5,), x, None, 7, 0.5, True, num_warps=4)
     first = (kernel.compiled, (5,), (x, None, 7, 0.5, True), {"num_warps": 4})
-    assert launched == [first, *[(None, (5, 1, 1), (x, None, 7, 0.5, True), {})] * 2]
+    assert launched == [first, *[(None, (5, 1, 1), (x, None, 7, 0.5, True), {"stream": 40})] * 2]
 
 
 BASE = torch.zeros(512, dtype=torch.uint8)
@@ -96,7 +97,7 @@ def test_any_other_form_of_an_argument_is_looked_at_by_triton(other, launched):
 def test_another_device_has_a_compiled_kernel_of_its_own(launched, monkeypatch):
     kernel = Kernel(launched, Kernel(launched))
     launch.launch(kernel, (5,), 7, num_warps=4)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1)
     launch.launch(kernel, (5,), 7, num_warps=4)
     assert all(compiled is kernel.compiled for compiled, *_ in launched)
 
@@ -132,9 +133,9 @@ def test_a_launch_of_a_plan_finds_what_was_compiled_by_addresses(launched):
     for args in tensors:
         planned(*args)
     first = (kernel.compiled, (5, 2), (*tensors[0], 7, True), {"num_warps": 4, "num_stages": 2})
-    aligned = (None, (5, 2, 1, 1), (*tensors[1], 7, True), {})
+    aligned = (None, (5, 2, 1, 1), (*tensors[1], 7, True), {"stream": 40})
     other = (kernel.compiled, (5, 2), (*tensors[2], 7, True), {"num_warps": 4, "num_stages": 2})
-    assert launched == [first, aligned, other, (None, (5, 2, 1, 1), (*tensors[3], 7, True), {})]
+    assert launched == [first, aligned, other, (None, (5, 2, 1, 1), (*tensors[3], 7, True), {"stream": 40})]
 
 
 def test_what_a_launch_of_a_plan_remembers_is_bounded(launched, monkeypatch):

@@ -31,12 +31,12 @@ def linear(
     """Return ``x @ weight^T + bias``.
 
     Args:
-        plan: what a backend has planned for operands of this kind, or None: ``forward``, ``input_gradient`` and
-            ``weight_gradient``, each of which returns None for tensors that it has not planned for.
+        plan: what a backend has planned for operands of this kind, or None: ``forward`` and ``gradients``, both of
+            which return None for tensors that it has not planned for.
     """
     requires_grad = x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     if requires_grad and torch.is_grad_enabled():
-        found: torch.Tensor = _Linear.apply(x, weight, bias, main_grad, chosen, plan)
+        found: torch.Tensor = _Linear.apply(x, weight, bias, (main_grad, chosen, plan))
         return found
     return _linear(x, weight, bias, chosen, plan)
 
@@ -86,54 +86,55 @@ class _Linear(torch.autograd.Function):
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        main_grad: torch.Tensor | None,
-        backend: str,
-        plan: Any,
+        how: tuple[torch.Tensor | None, str, Any],
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        # Not saved for backward: it is meant to change in place between this call and its backward pass.
-        ctx.main_grad, ctx.backend, ctx.plan = main_grad, backend, plan
-        return _linear(x, weight, bias, backend, plan)
+        # main_grad is not saved for backward: it is meant to change in place between this call and its backward pass.
+        ctx.how = how
+        return _linear(x, weight, bias, *how[1:])
 
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        dc = upstream.to(x.dtype)
+        main_grad, backend, plan = ctx.how
+        no_lost_derivatives("det_linear", upstream, x, weight)
+        of_x, of_weight = _is_needed(ctx, 0), _is_needed(ctx, 1)
+        found = None
         # A gradient that may be differentiated itself takes the general path, which refuses that.
-        plan = ctx.plan
-        if plan is not None and (torch.is_grad_enabled() or ops_are_observed()):
-            plan = None
-        no_lost_derivatives("det_linear", dc, x, weight)
-        dx = _input_gradient(dc, x, weight, ctx.backend, plan) if _is_needed(ctx, 0) else None
-        dweight = _weight_gradient(dc, x, ctx.main_grad, ctx.backend, plan) if _is_needed(ctx, 1) else None
+        if plan is not None and not torch.is_grad_enabled() and not ops_are_observed():
+            found = plan.gradients(upstream, x, weight, main_grad, (of_x, of_weight))
+        if found is None:
+            dc = upstream.to(x.dtype)
+            dx = _input_gradient(dc, x, weight, backend) if of_x else None
+            dweight = _weight_gradient(dc, x, main_grad, backend) if of_weight else None
+        else:
+            dx, dweight = found
+            if main_grad is not None and of_weight:
+                dweight = None
+                if not main_grad.is_inference():
+                    increment_version(main_grad)
         dbias = None
         if _is_needed(ctx, 2):
-            rows = _rows(dc)
-            dbias = first_order(ops["weight_gradient"], rows.new_ones(len(rows), 1), rows, x.dtype, ctx.backend)[0]
-        return dx, dweight, dbias, None, None, None
+            rows = _rows(upstream.to(x.dtype))
+            dbias = first_order(ops["weight_gradient"], rows.new_ones(len(rows), 1), rows, x.dtype, backend)[0]
+        return dx, dweight, dbias, None
 
 
 def _is_needed(ctx: Any, number: int) -> bool:
     return bool(ctx.needs_input_grad[number]) and is_asked_for(ctx, number)
 
 
-def _input_gradient(dc: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, backend: str, plan: Any) -> torch.Tensor:
-    found = None if plan is None else plan.input_gradient(dc, weight)
-    if found is None:
-        found = first_order(ops["forward"], _rows(dc), weight, None, x.dtype, backend)
-        found = found if x.ndim == 2 else found.view(x.shape)
-    return found
+def _input_gradient(dc: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, backend: str) -> torch.Tensor:
+    found: torch.Tensor = first_order(ops["forward"], _rows(dc), weight, None, x.dtype, backend)
+    return found if x.ndim == 2 else found.view(x.shape)
 
 
 def _weight_gradient(
-    dc: torch.Tensor, x: torch.Tensor, main_grad: torch.Tensor | None, backend: str, plan: Any
+    dc: torch.Tensor, x: torch.Tensor, main_grad: torch.Tensor | None, backend: str
 ) -> torch.Tensor | None:
     """Return the gradient of the weight, or add it to ``main_grad``."""
-    found = None if plan is None else plan.weight_gradient(dc, x, main_grad)
     if main_grad is None:
-        return first_order(ops["weight_gradient"], _rows(dc), _rows(x), x.dtype, backend) if found is None else found
-    if found is None:
-        ops["weight_gradient_into"](_rows(dc), _rows(x), main_grad, backend)
-    elif not main_grad.is_inference():
-        increment_version(main_grad)
+        found: torch.Tensor = first_order(ops["weight_gradient"], _rows(dc), _rows(x), x.dtype, backend)
+        return found
+    ops["weight_gradient_into"](_rows(dc), _rows(x), main_grad, backend)
     return None

@@ -12,6 +12,18 @@ _HERE = nullcontext()
 _thread = local()
 
 
+def current() -> int:
+    """Return the current GPU, for whoever holds a tensor of one: PyTorch's function first sees whether there is any."""
+    index: int = torch._C._cuda_getDevice()
+    return index
+
+
+def stream_of(index: int) -> int:
+    """Return the current stream of a GPU, as the driver takes it."""
+    stream: int = torch._C._cuda_getCurrentRawStream(index)
+    return stream
+
+
 def device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
     """Make the tensor's GPU the current one, on which kernels are launched."""
     return on_device(tensor.get_device()) if tensor.is_cuda else _HERE
@@ -19,7 +31,7 @@ def device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
 
 def on_device(index: int) -> AbstractContextManager[object]:
     """Make a GPU the current one, and be sure that this thread has its context."""
-    if index != torch.cuda.current_device():
+    if index != current():
         return torch.cuda.device(index)
     if not hasattr(_thread, "has_context"):
         # The driver is asked for things before anything that PyTorch does sees to a context, which a thread of

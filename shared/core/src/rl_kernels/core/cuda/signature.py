@@ -48,6 +48,24 @@ class Signature:
         members = [letter for letter in text if letter not in BRACKETS]
         self.pointers = tuple(place for place, letter in enumerate(members) if letter == POINTER)
 
+    def numbers(self, args: tuple[Any, ...]) -> list[Any]:
+        """Return arguments as they are packed: tensors as their addresses, None as 0, all others as they are.
+
+        Raises:
+            IndexError: there are too few.
+        """
+        values = list(args)
+        for place in self.pointers:
+            value = values[place]
+            # First, as to ask whether something is a tensor takes three times as long.
+            if type(value) is int:
+                continue
+            if value is None:
+                values[place] = 0
+            elif isinstance(value, torch.Tensor):
+                values[place] = value.data_ptr()
+        return values
+
     @staticmethod
     def _laid_out(text: str, offsets: Sequence[int]) -> tuple[str, list[tuple[int, int]]]:
         places: list[tuple[int, int]] = []
@@ -82,27 +100,17 @@ class Buffer:
     """
 
     def __init__(self, signature: Signature) -> None:
-        self._pointers, self._pack_into = signature.pointers, signature.struct.pack_into
+        self._pack_into = signature.struct.pack_into
         self._bytes = (ctypes.c_char * max(signature.size, 1))()
         self._size = ctypes.c_size_t(signature.size)
         words = (BUFFER_POINTER, ctypes.addressof(self._bytes), BUFFER_SIZE, ctypes.addressof(self._size), END)
         self._extra = (ctypes.c_void_p * len(words))(*words)
         self.address = ctypes.addressof(self._extra)
 
-    def fill(self, args: tuple[Any, ...]) -> None:
-        """Pack the arguments of the next launch: tensors as their addresses, None as 0, all others as they are.
+    def fill(self, numbers: Sequence[int | float | bytes]) -> None:
+        """Pack the parameters of the next launch.
 
         Raises:
-            IndexError, TypeError, struct.error: they do not fit.
+            TypeError, struct.error: they do not fit.
         """
-        values = list(args)
-        for place in self._pointers:
-            value = values[place]
-            # First, as to ask whether something is a tensor takes three times as long.
-            if type(value) is int:
-                continue
-            if value is None:
-                values[place] = 0
-            elif isinstance(value, torch.Tensor):
-                values[place] = value.data_ptr()
-        self._pack_into(self._bytes, 0, *values)
+        self._pack_into(self._bytes, 0, *numbers)

@@ -12,7 +12,7 @@ they see the arguments alone, so a wrong one gives a wrong result::
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -147,13 +147,21 @@ class _Recorded:
         assert self._asked in (None, (block, shared)), f"{self._entry}: other blocks than those that were counted"
         try:
             maps = [bytes(MAP_SIZE) if isinstance(arg, Box) else arg for arg in args]
-            Buffer(Signature(self._signature)).fill(tuple(maps))
+            signature = Signature(self._signature)
+            Buffer(signature).fill(signature.numbers(tuple(maps)))
         except Exception as error:
             raise AssertionError(f"{self._entry}: arguments do not fit {self._signature!r}: {error}") from error
         x, y, z = (grid, 1, 1) if isinstance(grid, int) else (*grid, 1, 1)[:3]
         names = [parameter.name for parameter in parameters_of(self._program, self._entry)]
         named = dict(zip(names, args, strict=True))
         self._recorder.launched(Launch(self._program, self._entry, (x, y, z), block, shared, pdl, named))
+
+    def start(self, grid: tuple[int, int, int], block: int, shared: int, pdl: bool, numbers: Sequence[Any]) -> None:
+        """Record a launch of numbers: no address is a null pointer."""
+        pointers = Signature(self._signature).pointers
+        args = [None if place in pointers and value == 0 else value for place, value in enumerate(numbers)]
+        assert not any(isinstance(arg, torch.Tensor) for arg in args), f"{self._entry}: a tensor among numbers"
+        self.launch(grid, block, *args, shared=shared, pdl=pdl)
 
 
 def tensor_map(

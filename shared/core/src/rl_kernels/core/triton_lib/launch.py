@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from rl_kernels.core.gpu import current, stream_of
 from rl_kernels.core.operator import INVARIANT, Backend, Call, no_limits
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
@@ -68,7 +69,8 @@ def launch(
     Arguments that came before find what Triton compiled for them by a key of their own, which leaves out Triton's look
     at each of them: on the host that is most of a launch. The key is finer than anything that Triton specializes on:
     numbers and constants by value, tensors by dtype and by where their address lies in 256 bytes, descriptors by dtype
-    and by what they bring at once. The launch itself is ``compiled[grid](*args)``, the form of Triton's own tutorials.
+    and by what they bring at once. The launch itself is ``compiled[grid](*args)``, the form of Triton's own tutorials,
+    on a stream that is given.
 
     Args:
         kernel: of ``triton.jit``.
@@ -83,11 +85,13 @@ def launch(
         kernel[grid](*args, *numbers, num_warps=num_warps, **options)
         return
     forms = [x if type(x) in PLAIN else _form(x) for x in args]
-    key = (id(kernel), torch.cuda.current_device(), num_warps, *options.values(), numbers, *forms)
+    device = current()
+    key = (id(kernel), device, num_warps, *options.values(), numbers, *forms)
     found = _compiled.get(key)
     if found is not None:
         sizes = (*grid, 1, 1)
-        found[1][sizes](*args, *numbers)
+        # Triton would ask for device and stream, which takes longer.
+        found[1][sizes](*args, *numbers, stream=stream_of(device))
         return
     compiled = kernel[grid](*args, *numbers, num_warps=num_warps, **options)
     if len(_compiled) >= KEPT:
@@ -139,7 +143,7 @@ class Launch:
         key = tuple([args[place].data_ptr() % ALIGNMENT for place in self._tensors])
         run = self._runs.get(key)
         if run is not None:
-            run(*args, *self._numbers)
+            run(*args, *self._numbers, stream=stream_of(current()))
             return
         compiled = self._kernel[self._grid](*args, *self._numbers, **self._options)
         # As in launch: what is interpreted, or specialized on more, is not kept.

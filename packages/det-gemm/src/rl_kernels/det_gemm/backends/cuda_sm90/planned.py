@@ -17,6 +17,9 @@ from rl_kernels.det_gemm.backends.cuda_sm90.matmul import ALIGNED, NO_MAP, SIGNA
 
 KEPT = 1 << 14
 """Maps that are remembered: some 5 MiB."""
+Needed = tuple[bool, bool]
+Gradients = tuple[torch.Tensor | None, torch.Tensor | None]
+"""Of x and of the weight."""
 
 
 class Linear:
@@ -38,36 +41,38 @@ class Linear:
             product = self._products["forward"] = Product(x, weight, out, bias, b_turned=True)
         return out if product.launch(x, weight, out, bias) else None
 
-    def input_gradient(self, dc: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
-        """Return ``dc @ weight``."""
-        if not self._is_planned(dc, weight=weight):
-            return None
-        dx = dc.new_empty(self._x[0])
-        product = self._products.get("input")
-        if product is None:
-            product = self._products["input"] = Product(dc, weight, dx)
-        return dx if product.launch(dc, weight, dx) else None
+    def gradients(
+        self, dc: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, into: torch.Tensor | None, needed: Needed
+    ) -> Gradients | None:
+        """Return ``dc @ weight`` and ``dc^T @ x``, or let the chain of the latter go on from what ``into[N, K]`` holds.
 
-    def weight_gradient(self, dc: torch.Tensor, x: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor | None:
-        """Return ``dc^T @ x``, or let the chain of it go on from what ``into[N, K]`` holds."""
-        if not self._is_planned(dc, x=x) or not (into is None or into.is_contiguous()):
+        Both are launched, or none; of what is not needed, None is returned.
+        """
+        of_x, of_weight = needed
+        # A hook may have stored other tensors than those of the forward pass.
+        if dc.shape != self._shape or not dc.is_contiguous() or type(dc) is not torch.Tensor or dc.dtype != x.dtype:
             return None
-        name, continues = ("weight", False) if into is None else ("continued", True)
-        dw = dc.new_empty(self._weight[0]) if into is None else into
-        product = self._products.get(name)
-        if product is None:
-            product = self._products[name] = Product(dc, x, dw, a_turned=True, continues=continues)
-        return dw if product.launch(dc, x, dw) else None
-
-    def _is_planned(
-        self, dc: torch.Tensor, *, x: torch.Tensor | None = None, weight: torch.Tensor | None = None
-    ) -> bool:
-        """Say whether tensors of a backward pass lie as in the forward pass: a hook may have stored others."""
-        if dc.shape != self._shape or not dc.is_contiguous() or type(dc) is not torch.Tensor:
-            return False
-        if x is not None:
-            return (x.shape, x.stride()) == self._x
-        return weight is None or (weight.shape, weight.stride()) == self._weight
+        if (x.shape, x.stride()) != self._x or (weight.shape, weight.stride()) != self._weight:
+            return None
+        if (dc.data_ptr() | x.data_ptr() | weight.data_ptr()) % ALIGNED:
+            return None
+        if into is not None and (into.data_ptr() % ALIGNED or not into.is_contiguous()):
+            return None
+        dx = dw = None
+        if of_x:
+            dx = dc.new_empty(self._x[0])
+            product = self._products.get("input")
+            if product is None:
+                product = self._products["input"] = Product(dc, weight, dx)
+            product.launch(dc, weight, dx)
+        if of_weight:
+            name, continues = ("weight", False) if into is None else ("continued", True)
+            dw = dc.new_empty(self._weight[0]) if into is None else into
+            product = self._products.get(name)
+            if product is None:
+                product = self._products[name] = Product(dc, x, dw, a_turned=True, continues=continues)
+            product.launch(dc, x, dw)
+        return dx, dw
 
 
 class Product:
@@ -112,18 +117,9 @@ class Product:
             if (of_left | of_right | of_out) % ALIGNED:
                 return False
             maps = self._found(a, b, out)
-        self._kernel.launch(
-            plan.grid,
-            plan.block,
-            *maps,
-            of_out,
-            bias,
-            of_left,
-            of_right,
-            *self._numbers,
-            shared=plan.shared,
-            pdl=plan.pdl,
-        )
+        of_bias = 0 if bias is None else bias.data_ptr()
+        numbers = *maps, of_out, of_bias, of_left, of_right, *self._numbers
+        self._kernel.start((plan.grid, 1, 1), plan.block, plan.shared, plan.pdl, numbers)
         return True
 
     def _found(self, *given: torch.Tensor) -> tuple[Any, ...]:
