@@ -21,6 +21,12 @@ def log_softmax(X, NORM, OUT, columns, row_stride, column_stride, BLOCK: tl.cons
 
 
 @triton.jit
+def mean(total, count):
+    """Return ``total / count``."""
+    return tl.div_rn(total, tl.zeros(total.shape, tl.float32) + count)
+
+
+@triton.jit
 def halves(ROW, d, here, columns, stride, AT: tl.constexpr, WIDTH: tl.constexpr):
     """Return what is left of WIDTH columns when the second half was added to the first until AT of them were left."""
     if AT == WIDTH:
@@ -33,12 +39,12 @@ def halves(ROW, d, here, columns, stride, AT: tl.constexpr, WIDTH: tl.constexpr)
 @triton.jit(do_not_specialize=("rows", "columns", "row_stride", "column_stride", "segments"))
 def segment_sums(
     X, OUT, rows, columns, row_stride, column_stride, segments,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, AT: tl.constexpr, LEVELS: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, AT: tl.constexpr, LEVELS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Write to ``OUT[rows, segments]`` the sum of each WIDTH columns. Grid: segments of ROWS rows each.
+    """Write to ``OUT[rows, segments]`` the sum of each WIDTH columns, or of WHOLE rows the mean.
 
-    The second half is added to the first, and so on: a tree of additions of elements. AT columns, 2 to the LEVELS, are
-    left when all has been loaded.
+    Grid: segments of ROWS rows each. The second half is added to the first, and so on: a tree of additions of elements.
+    AT columns, 2 to the LEVELS, are left when all has been loaded.
     """
     segment = (tl.program_id(0) % segments).to(tl.int64)
     row = (tl.program_id(0) // segments).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -48,7 +54,10 @@ def segment_sums(
     for level in tl.static_range(LEVELS):
         first, second = tl.split(tl.permute(tl.reshape(x, (ROWS, 2, AT >> (level + 1))), (0, 2, 1)))
         x = first + second
-    tl.store(OUT + row * segments + segment, tl.reshape(x, (ROWS,)), mask=row < rows)
+    total = tl.reshape(x, (ROWS,))
+    if WHOLE:
+        total = mean(total + 0.0, columns)
+    tl.store(OUT + row * segments + segment, total.to(OUT.dtype.element_ty), mask=row < rows)
 
 
 @triton.jit(do_not_specialize=("rows", "segments", "count"))
@@ -61,5 +70,4 @@ def means(SUMS, OUT, rows, segments, count, ROWS: tl.constexpr):
         for step in tl.static_range(AT_ONCE):
             there = here & (first + step < segments)
             total += tl.load(SUMS + row * segments + first + step, mask=there, other=0.0)
-    mean = tl.div_rn(total, tl.zeros([ROWS], tl.float32) + count)
-    tl.store(OUT + row, mean.to(OUT.dtype.element_ty), mask=here)
+    tl.store(OUT + row, mean(total, count).to(OUT.dtype.element_ty), mask=here)

@@ -144,15 +144,16 @@ def _row_means(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     width = 1 << (min(columns, SEGMENT) - 1).bit_length()
     at = min(width, AT_ONCE)
     segments, each = ceil_div(columns, width), min(BLOCK // width, MOST_ROWS)
-    sums = x.new_empty((count, segments), dtype=torch.float32)
-    out = x.new_empty(x.shape[:-1], dtype=dtype)
+    out, whole = x.new_empty(x.shape[:-1], dtype=dtype), segments == 1
+    sums = out if whole else x.new_empty((count, segments), dtype=torch.float32)
     with device_of(x):
         grid = (ceil_div(count, each) * segments,)
         sizes = count, columns, *rows.stride(), segments
         levels = at.bit_length() - 1
-        launch(kernels.segment_sums, grid, rows, sums, *sizes, each, width, at, levels, num_warps=4)
-        grid = (ceil_div(count, MOST_ROWS),)
-        launch(kernels.means, grid, sums, out, count, segments, columns, MOST_ROWS, num_warps=2)
+        launch(kernels.segment_sums, grid, rows, sums, *sizes, each, width, at, levels, whole, num_warps=4)
+        if not whole:
+            grid = (ceil_div(count, MOST_ROWS),)
+            launch(kernels.means, grid, sums, out, count, segments, columns, MOST_ROWS, num_warps=2)
     return out
 
 
