@@ -96,6 +96,54 @@ def test_tokens_of_tools_count_nowhere() -> None:
             torch.testing.assert_close(our_numbers[name], values, msg=name)
 
 
+CASES: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
+    "an evaluation": lambda trainer, _: setattr(trainer.model, "training", False),
+    "three processes": lambda trainer, _: setattr(trainer.accelerator, "num_processes", 3),
+    "longer completions": lambda trainer, _: setattr(trainer, "max_completion_length", 50),
+    "a delta": lambda trainer, _: setattr(trainer.args, "delta", 1.3),
+    "a completion without tokens": lambda _, inputs: inputs["completion_mask"][2].zero_(),
+    "no token": lambda _, inputs: (inputs["completion_mask"].zero_(), inputs["num_items_in_batch"].zero_()),
+    "a ratio": lambda _, inputs: inputs.update(tool.batch_of(torch.float64, "token")[1]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("loss_type", tool.TYPES)
+def test_numbers_of_other_batches_are_those_of_trl(loss_type: str, case: str) -> None:
+    found = []
+    for loss_of in (tool.GRPOTrainer._compute_loss, trl_client.compute_loss):
+        trainer, (logps, inputs) = tool.trainer_of(loss_type, beta=0.1), tool.batch_of(torch.float64)
+        CASES[case](trainer, inputs)
+        leaf = logps.clone().requires_grad_()
+        loss = loss_of(trainer, leaf, inputs)
+        metrics = {(mode, name): values for mode, part in trainer._metrics.items() for name, values in part.items()}
+        found.append(({"loss": [loss.item()], **metrics}, *torch.autograd.grad(loss, leaf)))
+    (their_numbers, their_grad), (our_numbers, our_grad) = found
+    torch.testing.assert_close(our_grad, their_grad, rtol=1e-6, atol=1e-12)
+    assert our_numbers.keys() == their_numbers.keys()
+    for name, values in their_numbers.items():
+        torch.testing.assert_close(our_numbers[name], values, rtol=1e-6, atol=1e-12, equal_nan=True, msg=str(name))
+
+
+def test_how_far_tokens_are_from_what_was_sampled_is_logged_once() -> None:
+    """From old log-probabilities where there are some. Where vLLM samples, TRL logs it."""
+    logps, inputs = tool.batch_of(torch.float64)
+    inputs["tool_mask"] = (torch.arange(logps.numel()).view(logps.shape) % 3 > 0).long()
+    mask, old = (inputs["completion_mask"] * inputs["tool_mask"]).bool(), inputs["old_per_token_logps"]
+    inputs["sampling_per_token_logps"] = torch.where(mask, logps + old, 0.0)
+    for first in (old, None):
+        trainer = tool.trainer_of("dapo")
+        trl_client.compute_loss(trainer, logps, {**inputs, "old_per_token_logps": first})
+        away = (logps if first is not None else old).abs()[mask]
+        for name, value in (("mean", away.mean()), ("max", away.max())):
+            (found,) = trainer._metrics["train"][f"sampling/sampling_logp_difference/{name}"]
+            assert found == pytest.approx(value.item())
+    trainer = tool.trainer_of("dapo")
+    trainer.use_vllm, trainer.vllm_importance_sampling_correction = True, False
+    trl_client.compute_loss(trainer, logps, inputs)
+    assert not any(name.startswith("sampling") for name in trainer._metrics["train"])
+
+
 def test_images_reach_the_model() -> None:
     logps, inputs = tool.batch_of(torch.float32)
     inputs |= {"pixel_values": torch.rand(2, 3), "image_sizes": torch.tensor([[1, 2]])}
@@ -112,10 +160,19 @@ def test_images_reach_the_model() -> None:
     assert "num_tiles" not in given
 
 
-def test_a_term_that_our_loss_has_not_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("name", "attribute", "value"),
+    [
+        ("top_entropy_quantile", "top_entropy_quantile", 0.8),
+        ("off_policy_mask_threshold", "off_policy_mask_threshold", 0.0),
+        ("entropy_coef", "_entropy_bonus_enabled", True),
+        ("router_aux_loss_coef", "aux_loss_enabled", True),
+    ],
+)
+def test_a_term_that_our_loss_has_not_is_refused(name: str, attribute: str, value: object) -> None:
     trainer = tool.trainer_of("grpo")
-    trainer.top_entropy_quantile = 0.8
-    with pytest.raises(ValueError, match="top_entropy_quantile: expected a trainer without it"):
+    setattr(trainer, attribute, value)
+    with pytest.raises(ValueError, match=f"^{name}: expected a trainer without it"):
         trl_client.use_in(trainer)
 
 
@@ -255,6 +312,45 @@ def test_scores_are_those_of_the_head_of_trl(family: str) -> None:
     assert model.generate(batch["input_ids"], max_new_tokens=2, do_sample=False).shape == (3, 11)
 
 
+def test_labels_that_are_shifted_already() -> None:
+    model = _model("llama")
+    _hooked(model, temperature=0.7)
+    batch = _batch(model)
+    batch["shift_labels"] = batch.pop("labels").roll(-1, 1)
+    expected = _scored(model, batch)
+    head.score_with(model, head.Head(model, 0.7, in_fp32=False, entropy=True))
+    _held(_scored(model, batch), expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "phi"])
+def test_a_product_in_fp32_stays_so_under_autocast(family: str) -> None:
+    model = _model(family)
+    scorer = head.Head(model, 0.7, in_fp32=True, entropy=False)
+    rows, ids = torch.randn(9, 32), torch.arange(9)
+    logits = model.get_output_embeddings()(rows.double().float()) / 0.7
+    with torch.autocast("cpu", torch.bfloat16):
+        found = scorer.logps(rows, ids)
+    expected = logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_tokens_stand_behind_their_padding_or_where_generate_lets_them() -> None:
+    model, seen = _model("llama"), []
+    _hooked(model)
+    theirs, batch = model.forward, _batch(model)
+    model.base_model.register_forward_pre_hook(
+        lambda _, args, given: seen.append(given.get("position_ids")), with_kwargs=True
+    )
+    given = torch.arange(9)[None] + 5
+    for places, position_ids in ((False, None), (True, None), (True, given)):
+        model.forward = theirs
+        head.score_with(model, head.Head(model, 1.0, in_fp32=False, entropy=False), places=places)
+        model(**batch, position_ids=position_ids, fused_lm_head=True)
+    assert seen[0] is None
+    assert seen[1].tolist() == [[0, 0, 0, 0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5, 6, 6, 6], [*range(9)]]
+    assert seen[2] is given
+
+
 def test_scores_without_a_label_are_zeros_with_a_gradient() -> None:
     model = _model("llama")
     _hooked(model)
@@ -296,3 +392,22 @@ def test_what_is_not_computed_is_refused_by_name(trainer_of: Callable[..., Any],
     del trainer.model.forward
     with pytest.raises(TypeError, match=r"^trainer: expected TRL's GRPOTrainer with a fused head .* TRL 1\.16"):
         trl_client.use_in(trainer)
+
+
+def test_the_reference_is_scored_through_its_own_head(trainer_of: Callable[..., Any], tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, beta=0.1)
+    with torch.no_grad():
+        trainer.ref_model.lm_head.weight.neg_()
+    ids = torch.arange(12).view(2, 6) + 3
+    given = (trainer.ref_model, ids, torch.ones_like(ids), 4)
+    expected, *_ = trainer._get_per_token_logps_and_entropies(*given)
+    trl_client.use_in(trainer)
+    found, *_ = trainer._get_per_token_logps_and_entropies(*given)
+    torch.testing.assert_close(found, expected)
+
+
+def test_options_reach_the_loss(trainer_of: Callable[..., Any], tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path)
+    trl_client.use_in(trainer, backend="abacus")
+    with pytest.raises(ValueError, match="abacus"):
+        trainer.train()

@@ -18,7 +18,7 @@ peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 from rl_kernels.models.clients import trl as trl_client  # noqa: E402
-from rl_kernels.models.clients.trl import continuous, head  # noqa: E402
+from rl_kernels.models.clients.trl import continuous, head, rollout  # noqa: E402
 
 
 def _differing(trainer: Any) -> list[tuple[int, int]]:
@@ -119,6 +119,8 @@ def test_continuous_batching_is_left_as_it_was(trainer_of: Callable[..., Any], t
 
     given = head.Head(trainer.model, 0.9, in_fp32=False, entropy=False), trainer.model
     other = copy.deepcopy(trainer.model)
+    # TRL's forward calls that of the original.
+    del other.forward
     around = trainer.accelerator.autocast
     sampled = continuous.recorded(lambda _: sample(other), *given, around, trainer.continuous_batching_config)
     with pytest.raises(RuntimeError, match=r"^rollout: continuous batching answered 0 of 1 prompts"):
@@ -139,6 +141,11 @@ def test_continuous_batching_that_is_not_known_is_refused(
     with pytest.raises(ValueError, match=r"^transformers_continuous_batching_config: expected no compilation"):
         trl_client.use_in(trainer, invariant=True)
     trainer.continuous_batching_config.default_compile_level = 0
+    for config in (trainer.generation_config, trainer.model.config):
+        config.compile_config = object()
+        with pytest.raises(ValueError, match=r"^transformers_continuous_batching_config: expected no compilation"):
+            trl_client.use_in(trainer, invariant=True)
+        config.compile_config = None
     monkeypatch.setattr(continuous._runner(), continuous.METHOD, lambda self, model, batch: None)
     with pytest.raises(TypeError, match=r"^trainer: expected the continuous batching of transformers 5\.17 to 5\.24"):
         trl_client.use_in(trainer, invariant=True)
@@ -167,7 +174,47 @@ def test_a_rollout_that_is_not_seen_is_refused(trainer_of: Callable[..., Any], t
         with pytest.raises(ValueError, match=f"^{name}: expected a trainer without it"):
             trl_client.use_in(trainer, invariant=True)
         setattr(trainer, name, before)
+    trainer.generation_config.prefill_chunk_size = 2
+    with pytest.raises(ValueError, match=r"^generation_kwargs: expected no prefill_chunk_size"):
+        trl_client.use_in(trainer, invariant=True)
     trainer.args.cast_lm_head_to_fp32 = True
-    with pytest.raises(ValueError, match=r"^cast_lm_head_to_fp32: expected a trainer without it"):
+    for in_batches in (False, True):
+        trainer.use_transformers_continuous_batching = in_batches
+        with pytest.raises(ValueError, match=r"^cast_lm_head_to_fp32: expected a trainer without it"):
+            trl_client.use_in(trainer, invariant=True)
+    assert type(trainer.model.model.norm).__name__ == "LlamaRMSNorm"
+
+
+def test_all_models_are_made_invariant_or_none(trainer_of: Callable[..., Any], tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, **SAMPLED)
+    trainer.ref_model.other = torch.nn.MultiheadAttention(8, 2)
+    with pytest.raises(ValueError, match=r"^model: left alone, and may follow the batch: other"):
         trl_client.use_in(trainer, invariant=True)
     assert type(trainer.model.model.norm).__name__ == "LlamaRMSNorm"
+
+
+@pytest.mark.parametrize("passes", [3, 4, 6])
+def test_each_token_comes_of_its_own_pass(passes: int) -> None:
+    """Where processes wait for each other ``generate`` goes on with passes whose tokens nobody takes."""
+    module, hidden = torch.nn.Linear(2, 5), torch.rand(6, 2, 3, 2)
+
+    def generate(input_ids: torch.Tensor) -> torch.Tensor:
+        for each in hidden[:passes]:
+            module(each)
+        return torch.cat((input_ids, torch.ones(2, 4, dtype=torch.long)), 1)
+
+    model = SimpleNamespace(generate=generate)
+    scorer: Any = SimpleNamespace(module=module, logps=lambda rows, ids: rows[:, 0] * ids)
+
+    def sample() -> Any:
+        whole, ended = model.generate(input_ids=torch.zeros(2, 3, dtype=torch.long))[:, 3:].tolist()
+        return [whole, ended[:2]], None
+
+    sampled = rollout.recorded(sample, scorer, model, nullcontext)
+    if passes < 4:
+        with pytest.raises(RuntimeError, match=r"^rollout: expected a pass for each of 4 tokens, saw 3"):
+            sampled()
+    else:
+        whole, ended = hidden[:4, :, -1, 0].t().tolist()
+        assert sampled()[1] == [whole, ended[:2]]
+    assert model.generate is generate
