@@ -49,5 +49,7 @@ def test_functions_carry_gradients_without_the_mode():
     (torch.addmm(copies[2], *copies[:2]).log_softmax(-1) * up.double()).sum().backward()
     for mine, theirs in zip((x, w, bias), copies, strict=True):
         torch.testing.assert_close(mine.grad.double(), theirs.grad, rtol=1e-5, atol=1e-5)
+    value = draw(4, 6).double().requires_grad_()
+    assert torch.autograd.gradcheck(lambda a: batch_invariant_ops.log_softmax(a, 0), [value])
     (slope,) = torch.autograd.grad(batch_invariant_ops.mean_dim(x, [0, 1]), x)
     torch.testing.assert_close(slope, torch.full_like(x, 1 / 24))

@@ -12,6 +12,7 @@ from rl_kernels.core.testing import Draw
 from rl_kernels.core.torchlib import as_native, within_native
 from rl_kernels.det_gemm import det_gemm, det_linear
 from rl_kernels.linear_logp import linear_logp
+from rl_kernels.models.clients.batch_invariant_ops import mode
 from rl_kernels.models.clients.batch_invariant_ops.mode import OPS
 
 NAMES = """set_batch_invariant_mode is_batch_invariant_mode_enabled disable_batch_invariant_mode
@@ -104,12 +105,24 @@ def test_bmm_can_be_left_to_pytorch():
         return {name for (name, key), now in kernels().items() if now == before[name, key]}
 
     assert left() == {"bmm", "bmm.out", "bmm.dtype", "bmm.dtype_out"}
+    batch_invariant_ops.enable_batch_invariant_mode()
+    assert left() == {"bmm", "bmm.out", "bmm.dtype", "bmm.dtype_out"}
     with set_mode(False):
         pass
     assert left() == {"bmm", "bmm.out", "bmm.dtype", "bmm.dtype_out"}
     with set_mode(False):
         batch_invariant_ops.enable_batch_invariant_mode()
     assert left() == {"bmm", "bmm.out", "bmm.dtype", "bmm.dtype_out"}
+
+
+def test_an_op_that_cannot_be_taken_leaves_all_as_they_were(monkeypatch):
+    before = kernels()
+    monkeypatch.setattr(mode, "_stock", lambda name, _: {"mm": None}[name])
+    with pytest.raises(KeyError) as error:
+        batch_invariant_ops.enable_batch_invariant_mode()
+    # Whoever keeps the error keeps the frame that it left.
+    assert kernels() == before, error
+    assert not is_on()
 
 
 def test_our_own_operators_give_the_bits_that_they_give_outside():

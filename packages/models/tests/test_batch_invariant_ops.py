@@ -69,6 +69,7 @@ def test_a_row_of_a_product_follows_neither_batch_nor_place_nor_threads(dtype, t
         assert torch.equal(batch_invariant_ops.mm_batch_invariant(a, b), whole)
         wide = torch.mm(a, b, out_dtype=torch.float32)
         assert torch.equal(wide, det_gemm(a, b, out_dtype=torch.float32))
+        assert torch.equal(torch.mm(a, b, out_dtype=torch.float32, out=torch.empty_like(wide)), wide)
 
 
 @pytest.mark.usefixtures("mode", "poisoned_empty")
@@ -98,6 +99,7 @@ def test_a_bias_of_any_shape_that_broadcasts(dtype):
         assert torch.equal(batch_invariant_ops.linear_batch_invariant(a, b.t(), bias), found)
         wide = torch.addmm(bias, a, b, out_dtype=torch.float32)
         close(wide, bias.double() + product)
+        assert torch.equal(torch.addmm(bias.float(), a, b, out_dtype=torch.float32), wide)
         assert wide.dtype == torch.float32
 
 
@@ -134,6 +136,7 @@ def test_log_softmax(dtype, width, torch_threads):
             assert torch.equal(torch.log_softmax(x.movedim(-1, 0), 0), whole.movedim(-1, 0))
     assert torch.equal(batch_invariant_ops.log_softmax(x), whole)
     assert torch.equal(batch_invariant_ops.log_softmax(x, 1), torch.log_softmax(x, 1))
+    assert torch.log_softmax(x, 1).is_contiguous()
     assert torch.equal(torch.log_softmax(x, 2, out=torch.empty(0, dtype=dtype)), whole)
     ids = torch.full((4, 3), width - 1)
     chosen = fused_logp(x, ids, output_dtype=torch.float64 if dtype == torch.float64 else torch.float32)
@@ -149,6 +152,7 @@ def test_rows_that_are_no_distribution():
     assert found[1:].isnan().all()
     assert torch.log_softmax(torch.tensor(3.0), 0).item() == 0
     assert torch.log_softmax(torch.zeros(0, 3), -1).shape == (0, 3)
+    assert torch.log_softmax(torch.zeros(3, 0), -1).shape == (3, 0)
     wide = torch._log_softmax(x[:1].half(), -1, True)
     assert wide.dtype == torch.float32
     assert torch.equal(wide, torch.log_softmax(x[:1], -1))
@@ -166,6 +170,7 @@ def test_mean(dtype, dim, torch_threads):
             close(whole, x.double().mean(reduced, keepdim))
         assert torch.equal(batch_invariant_ops.mean_dim(x, dim, keepdim), whole)
         assert torch.equal(batch_invariant_ops.mean_batch_invariant(x, reduced, keepdim), whole)
+        assert torch.equal(batch_invariant_ops.mean_batch_invariant(x, reduced[::-1], keepdim), whole)
         assert torch.equal(torch.mean(x, dim, keepdim, out=torch.empty(0, dtype=dtype)), whole)
         with torch_threads(2):
             assert torch.equal(x.permute(2, 0, 1).contiguous().permute(1, 2, 0).mean(dim, keepdim), whole)
@@ -183,6 +188,7 @@ def test_mean_of_everything_of_nothing_and_of_integers():
     numbers = torch.arange(4)
     assert numbers.mean(0, dtype=torch.float32) == 1.5
     assert batch_invariant_ops.mean_dim(numbers, 0) == 1.5
+    assert batch_invariant_ops.mean_batch_invariant(numbers, [0], dtype=torch.float64).dtype == torch.float64
     assert x.bfloat16().mean(0, dtype=torch.float32).dtype == torch.float32
     # In FP32 the one would be lost.
     assert torch.tensor([1e8, -1e8, 1.0]).mean(0, dtype=torch.float64) == pytest.approx(1 / 3)
@@ -190,9 +196,9 @@ def test_mean_of_everything_of_nothing_and_of_integers():
 
 def test_rms_norm_and_the_functions_without_the_mode():
     x, weight = draw(6, 48), draw(48, seed=1)
-    found = batch_invariant_ops.rms_norm(x, weight, 1e-5)
-    close(found, (x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt()) * weight.double())
-    assert torch.equal(batch_invariant_ops.rms_norm_batch_invariant(x[2:3], weight, 1e-5), found[2:3])
+    found = batch_invariant_ops.rms_norm(x, weight, 0.5)
+    close(found, (x.double() / (x.double().square().mean(-1, keepdim=True) + 0.5).sqrt()) * weight.double())
+    assert torch.equal(batch_invariant_ops.rms_norm_batch_invariant(x[2:3], weight, 0.5), found[2:3])
     half = batch_invariant_ops.rms_norm(x.bfloat16(), weight.bfloat16())
     # Rounded once: the weight multiplies a row in FP32.
     exact = F.rms_norm(x.bfloat16().float(), (48,), weight.bfloat16().float(), 1e-6).bfloat16()
