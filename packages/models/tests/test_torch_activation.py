@@ -72,6 +72,13 @@ def test_the_implementation_before_is_activated_again(hook):
     assert hook == ["+A", "-A", "+A"]
 
 
+def test_an_exception_undoes_it(hook):
+    with pytest.raises(KeyError), activate():
+        raise KeyError
+    assert attention.current_flash_attention_impl() is None
+    assert registered() == []
+
+
 def test_others_in_between(hook):
     with activate():
         attention.activate_flash_attention_impl("A")
@@ -165,6 +172,13 @@ def test_a_version_without_an_op_is_told(hook, monkeypatch):
     monkeypatch.setitem(OPS, "_no_such_op", print)
     with pytest.raises(RuntimeError, match=r"^torch: expected a version with torch.ops.aten._no_such_op, such as"):
         activate()
+
+
+def test_an_op_of_later_versions_may_be_missing(hook, monkeypatch):
+    monkeypatch.setitem(OPS, "_no_such_op", print)
+    monkeypatch.setattr(client, "LATER", frozenset({"_no_such_op"}))
+    with activate():
+        assert registered()
 
 
 @pytest.mark.parametrize("name", HOOK)
