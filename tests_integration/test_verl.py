@@ -152,6 +152,32 @@ def test_the_engine_hands_a_temperature_on_and_keeps_the_batch(patched: Callable
     assert inputs["temperature"].tolist() == [pytest.approx(expected)]
     assert inputs["shift_labels"].shape == inputs["temperature"].shape == (1, sum(LENGTHS))
     assert tensordict_utils.get_non_tensor_data(data=batch, key="use_fused_kernels", default=None) is True
+    del batch["position_ids"]
+    with pytest.raises(KeyError, match="position_ids"):
+        engine_of(model).prepare_model_inputs(batch)
+    assert tensordict_utils.get_non_tensor_data(data=batch, key="use_fused_kernels", default=None) is True
+
+
+def test_labels_are_those_that_the_engine_has_cut(patched: Callable[..., Any]) -> None:
+    """Of several processes that share a sequence each has a part, whose last label is not among its tokens."""
+    model = patched(model_of("Llama"))
+    inputs, others = engine_of(model).prepare_model_inputs(batch_of(torch.ones(3), fused=True, packed=True))
+    assert inputs["shift_labels"].data_ptr() == others["input_ids_rmpad_rolled"].data_ptr()
+
+
+def test_the_engine_finds_the_model_inside_of_wrappers(patched: Callable[..., Any]) -> None:
+    model = patched(model_of("Llama"))
+    adapter = SimpleNamespace(get_base_model=lambda: model)
+    engine = engine_of(SimpleNamespace(module=SimpleNamespace(module=adapter)))
+    inputs, _ = engine.prepare_model_inputs(batch_of(torch.ones(3), fused=True, packed=True))
+    assert inputs["temperature"].shape == (1, sum(LENGTHS))
+
+
+def test_without_fused_kernels_the_engine_stays_verls(patched: Callable[..., Any]) -> None:
+    batch = batch_of(torch.ones(3), fused=False, packed=True)
+    inputs, _ = engine_of(patched(model_of("Llama"))).prepare_model_inputs(batch)
+    assert "shift_labels" not in inputs
+    assert tensordict_utils.get_non_tensor_data(data=batch, key="use_fused_kernels", default=None) is False
 
 
 def test_other_backends_stay_verls(patched: Callable[..., Any]) -> None:
@@ -172,6 +198,29 @@ def test_other_backends_still_refuse_a_temperature_of_each_sample(patched: Calla
         engine.prepare_model_inputs(batch_of(torch.tensor([0.6, 1.0, 1.9]), fused=True, packed=True))
 
 
+def test_a_model_that_is_not_patched_still_refuses_it(patched: Callable[..., Any]) -> None:
+    patched(model_of("Llama"))
+    with pytest.raises(AssertionError, match="per sample temperature"):
+        engine_of(model_of("Llama")).prepare_model_inputs(batch_of(torch.ones(3), fused=True, packed=True))
+
+
+def test_liger_is_given_what_was_given() -> None:
+    given = {"labels": 1, "shift_labels": 2, "temperature": 0.7, "return_dict": True, "use_cache": False}
+    forward = client.forward_of(lambda self, input_ids, **options: (input_ids, options), SimpleNamespace)
+    assert forward(SimpleNamespace(_verl_fused_kernels_backend="liger"), 0, **given) == (0, given)
+
+
+def test_labels_and_what_else_is_asked_for(patched: Callable[..., Any]) -> None:
+    model, ids = patched(model_of("Llama")), torch.arange(3, 9)[None]
+    labels, logits = ids.flip(-1), model_of("Llama")(input_ids=ids).logits
+    logps = logits.div(0.7).log_softmax(-1)
+    given = {"input_ids": ids, "temperature": torch.tensor(0.7), "return_dict": True}
+    for name, wanted in (("shift_labels", labels), ("labels", labels.roll(-1, -1))):
+        found = model(**given, **{name: labels}, output_hidden_states=True)
+        torch.testing.assert_close(found.log_probs, logps.gather(-1, wanted[..., None])[..., 0], rtol=1e-4, atol=1e-5)
+        assert len(found.hidden_states) == 3
+
+
 def test_a_verl_without_the_engine_is_named() -> None:
     with pytest.raises(ImportError, match=r"^verl: expected the hooks of verl 0\.9\.1, .*prepare_model_inputs"):
         client.engine.install(SimpleNamespace())
@@ -181,6 +230,10 @@ def test_a_second_install_changes_nothing() -> None:
     before = dense_common.forward_with_torch_backend, monkey_patch.patch_forward_with_backends
     client.install()
     assert (dense_common.forward_with_torch_backend, monkey_patch.patch_forward_with_backends) == before
+    client.engine.install(transformer_impl)
+    method = transformer_impl.FSDPEngineWithLMHead.prepare_model_inputs
+    client.engine.install(transformer_impl)
+    assert transformer_impl.FSDPEngineWithLMHead.prepare_model_inputs is method
 
 
 def test_a_verl_without_the_hook_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
