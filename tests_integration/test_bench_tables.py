@@ -176,6 +176,22 @@ def test_results_are_written_into_the_pages(tree):
     assert [picture.read_bytes() for picture in pictures] == before
 
 
+def test_what_was_not_measured_is_left_out(tree):
+    pytest.importorskip("matplotlib")
+    results = tree / "tools/results"
+    for name, change in (
+        ("trl-step", lambda found: found["ways"]["TRL"].update(largest=None)),
+        ("client-calls", lambda found: found["calls"].pop("attention")),
+    ):
+        file = results / f"h200-{name}.json"
+        found = json.loads(file.read_text())
+        change(found)
+        file.write_text(json.dumps(found))
+    assert tool("--root", tree).returncode == 0
+    assert "sequences that fit" not in (tree / "docs/recipes/trl.md").read_text()
+    assert "No results are committed yet." in (tree / "packages/models/README.md").read_text()
+
+
 def test_a_page_without_markers_is_named(tree):
     (tree / "packages/det-gemm/README.md").write_text("# det_gemm\n")
     done = tool("--check", "--root", tree)

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from model_continuous import batched
+from model_continuous import ANSWER, batched
 from model_ways import (
     LONGEST,
     OURS,
@@ -180,10 +180,8 @@ def measure(report: Report, found: Sequence[Way], given: argparse.Namespace) -> 
     eager = {way.name: (way, generated(way, given.generated)) for way in plain}
     report.times(f"generate, 1 prompt, {given.generated} tokens, eager", eager, max(given.rounds // 2, 1))
     each = prompts(given)
-    together = {
-        way.name: (way, batched(way.model, each, given.generated)) for way in found if way.name in (STOCK, OURS)
-    }
-    report.times(f"generate_batch, {given.prompts} prompts, {given.generated} tokens", together, 1)
+    together = {way.name: (way, batched(way.model, each, ANSWER)) for way in found if way.name in (STOCK, OURS)}
+    report.times(f"generate_batch, {given.prompts} prompts, {ANSWER} tokens", together, 1)
 
 
 def bits(report: Report, found: Sequence[Way], given: argparse.Namespace) -> int:

@@ -139,7 +139,8 @@ def trl_steps(files: Iterable[Path]) -> str:
         rows = [["", *ways]]
         for key, label in labels.items():
             values = [way[key] for way in ways.values()]
-            rows.append([label, *(f"{x:,}" if isinstance(x, int) else digits(x) for x in values)])
+            if None not in values:
+                rows.append([label, *(f"{x:,}" if isinstance(x, int) else digits(x) for x in values)])
         counts = [way["differing"] for way in ways.values()]
         theirs = next(each["TRL"] for each in counts if "TRL" in each)
         ours = [of(*each["rl-kernels"]) for each in counts if "rl-kernels" in each]
@@ -161,7 +162,9 @@ def client_calls(files: Iterable[Path], part: str) -> str:
     parts = []
     for file in files:
         found = json.loads(file.read_text(encoding="utf-8"))
-        calls = found["calls"][part]
+        calls = found["calls"].get(part)
+        if calls is None:
+            continue
         ways = list(next(iter(calls.values())))
         worked = all(way["error"] is not None for each in calls.values() for way in each.values())
         columns = ("us", "differ", "error") if worked else ("us", "differ")

@@ -193,12 +193,14 @@ def trained(given: argparse.Namespace, options: dict[str, bool] | None, *, last:
     with tempfile.TemporaryDirectory() as folder:
         watched = Watched(trainer_of(given, Path(folder)), options)
         watched.trainer.train()
+        sought = last and given.device == "cuda" and given.limit_gib
+        most = largest_batch(watched, given) if sought else None
     return {
         "rollout_ms": [1e3 * seconds for seconds in watched.rollouts[2:]],
         "update_ms": [1e3 * seconds for seconds in watched.updates[2:]],
         "extra_mib": watched.extra[2:],
         "differing": watched.counts,
-        "largest": largest_batch(watched, given) if last and given.device == "cuda" and given.limit_gib else None,
+        "largest": most,
     }
 
 

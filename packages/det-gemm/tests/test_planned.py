@@ -111,9 +111,9 @@ def hold_others():
             for needed in ((True, False), (False, True), (True, True)):
                 assert layer.gradients(upstream, x, weight, None, needed) is None
             assert layer.gradients(upstream, x, weight, total, (True, True)) is None
-        for other in (odd["weight"], turned["weight"]):
+        for other in (odd["weight"], turned["weight"], weight.float()):
             assert layer.gradients(dc, x, other, None, (True, True)) is None
-        for other in (odd["x"], turned["x"]):
+        for other in (odd["x"], turned["x"], x.float()):
             assert layer.gradients(dc, other, weight, None, (True, True)) is None
         shifted = torch.zeros(40 * 64 + 1)[1:].view(40, 64)
         for other in (total.t().contiguous().t(), shifted):

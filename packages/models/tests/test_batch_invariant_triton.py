@@ -70,6 +70,19 @@ def test_mean_over_several_dims_and_signs_of_zero(monkeypatch, device, dtype):
     assert reductions.mean(nothing, 1, False).signbit().sum() == 0
 
 
+def test_views_that_are_negated_lazily_and_results_of_other_dtypes(device, dtype):
+    x = torch.imag(drawn((3, 40), device, torch.complex64).conj())
+    assert x.is_neg()
+    assert torch.equal(reductions.mean(x, 1, False), reductions.mean(x.resolve_neg(), 1, False))
+    assert torch.equal(reductions.log_probabilities(x, 1), reductions.log_probabilities(x.resolve_neg(), 1))
+    x = drawn((3, 40), device, dtype)
+    assert torch.equal(reductions.mean(x, 1, False, torch.float64), reductions.mean(x.double(), 1, False))
+    eighth = torch.float8_e5m2
+    assert torch.equal(
+        reductions.mean(x, 1, False, eighth).float(), reductions.mean(x.float(), 1, False).to(eighth).float()
+    )
+
+
 def test_mean_with_a_gradient_has_the_same_bits(device, dtype):
     x = drawn((7, 900), device, dtype)
     leaf = x.clone().requires_grad_()

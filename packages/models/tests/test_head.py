@@ -120,6 +120,25 @@ def test_what_it_cannot_do_it_names(hidden, ids):
         head_logp(torch.ones(2), hidden, ids)
 
 
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_sharded_head_that_peft_trains_as_a_whole(hidden, ids, tmp_path, inside):
+    peft = pytest.importorskip("peft")
+    model = nn.Sequential(nn.Linear(SIZE, SIZE), head())
+    model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["0"], modules_to_save=["1"]))
+    made = model.base_model.model[1]
+    expected = head_logp(made, hidden, ids)
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        fully_shard(made.modules_to_save["default"] if inside else made)
+        found = head_logp(made, hidden, ids)
+        found.sum().backward()
+        grad = made.modules_to_save["default"].weight.grad
+        assert torch.equal(found, expected)
+        assert grad.full_tensor().any()
+    finally:
+        distributed.destroy_process_group()
+
+
 def test_a_sharded_head_gathers_its_weight_and_reduces_its_gradient(hidden, ids, tmp_path):
     made, plain = head(), head()
     expected = head_logp(plain, hidden, ids, return_stats=True)

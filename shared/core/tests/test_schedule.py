@@ -87,6 +87,7 @@ def test_fp32_loads_one_step_and_takes_large_tiles_where_they_fill_the_chip() ->
     found = {shape: schedule_for(*shape, torch.float32, GPU) for shape in SHAPES}
     assert {cut.inner for cut in found.values()} == {16}
     assert found[8192, 4096, 8192].rows == 128
+    assert schedule_for(8192, 4096, 8192, torch.float32, GPU, spans=True) == ANYWHERE[torch.float32]
     assert found[1000, 64, 16].rows == 64
     assert found[33, 4096, 16].rows == 32
     assert found[1, 4096, 16].rows == 16

@@ -77,8 +77,8 @@ PRODUCTS = (
 CHOICES = (
     Bug(
         "schedule by size on any architecture",
-        'if arch_of(device.type, device.index) != "sm90"',
-        "if False",
+        'if arch_of(device.type, device.index) != "sm90" or',
+        "if",
     ),
     Bug("FP32 by the table of 16 bits", "if dtype == torch.float32:", "if False:"),
     Bug("64 rows are many", "candidate.schedule.swapped == (m <= FEW)", "candidate.schedule.swapped == (m < FEW)"),
@@ -89,6 +89,7 @@ CHOICES = (
     Bug("kernel of another box", "return x.base.dtype, *x.block_shape", "return (x.base.dtype,)"),
     Bug("kernel of other warps", "num_warps, *options.values(), numbers", "*options.values(), numbers"),
     Bug("kernel of another GPU", "id(kernel), device, num_warps", "id(kernel), num_warps"),
+    Bug("stream of another GPU", "stream=stream_of(device)", "stream=stream_of(0)"),
     Bug("launched on the grid that it was compiled on", "sizes = (*grid, 1, 1)", "sizes = (1, 1, 1)"),
 )
 

@@ -100,6 +100,8 @@ def test_another_device_has_a_compiled_kernel_of_its_own(launched, monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1)
     launch.launch(kernel, (5,), 7, num_warps=4)
     assert all(compiled is kernel.compiled for compiled, *_ in launched)
+    launch.launch(kernel, (5,), 7, num_warps=4)
+    assert launched[-1][3] == {"stream": 41}
 
 
 def test_what_is_remembered_is_bounded(launched, monkeypatch):

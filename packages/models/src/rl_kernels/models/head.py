@@ -46,15 +46,17 @@ def head_logp(
     if not isinstance(head, nn.Module):
         raise TypeError(f"head: expected an nn.Module, got {type(head).__name__}")
 
+    module = _active_module(head)
+
     def forward(hidden: torch.Tensor) -> torch.Tensor | LogpStats:
-        rows, weight, bias = _operands(head, hidden)
+        rows, weight, bias = _operands(module, hidden)
         return linear_logp(rows, weight, target_ids, bias, **options)
 
-    if _is_sharded(head):
-        # FSDP2 keeps its hooks on what a module returns, which must be no view.
-        return _through(head, lambda hidden: _copied(forward(hidden)), hidden)
-    _check_hooks(head)
-    head = _called(head)
+    for each in (head, module):
+        if _is_sharded(each):
+            # FSDP2 keeps its hooks on what a module returns, which must be no view.
+            return _through(each, lambda hidden: _copied(forward(hidden)), hidden)
+    _check_hooks(head, *module.modules())
     return forward(hidden)
 
 
@@ -76,18 +78,18 @@ def _factor(config: Any) -> float:
     return float(scaling if config.model_type == "hyperclovax" else 1 / scaling)
 
 
-def _called(head: Any) -> nn.Module:
-    """Return what PEFT calls of a module that it trains as a whole, or the head itself."""
-    called: nn.Module = head
+def _active_module(head: Any) -> nn.Module:
+    """Return what PEFT calls in the place of a head that it trains as a whole, or the head itself."""
+    found: nn.Module = head
     if all(hasattr(head, name) for name in SAVED):
         active = None if head.disable_adapters else next(iter(head.active_adapters), None)
-        called = dict(head.modules_to_save.items()).get(active, head.original_module)
-    return called
+        found = dict(head.modules_to_save.items()).get(active, head.original_module)
+    return found
 
 
-def _check_hooks(head: nn.Module) -> None:
-    """Refuse what a call of a module, or of one inside it, would run and this does not."""
-    for module in head.modules():
+def _check_hooks(*modules: nn.Module) -> None:
+    """Refuse what a call of these modules would run and this does not."""
+    for module in modules:
         if module._forward_hooks or module._forward_pre_hooks:
             raise TypeError("head: expected no forward hooks, on it or inside it: they would not run")
         if "forward" in vars(module):

@@ -13,7 +13,7 @@ _thread = local()
 
 
 def current() -> int:
-    """Return the current GPU, for whoever holds a tensor of one: PyTorch's function first sees whether there is any."""
+    """Return the current GPU without PyTorch's look whether CUDA is there: call it where a tensor of a GPU is."""
     index: int = torch._C._cuda_getDevice()
     return index
 

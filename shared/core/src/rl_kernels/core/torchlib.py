@@ -70,7 +70,8 @@ def _direct(op: Any, on_cpu: Callable[..., Any], on_cuda: Callable[..., Any]) ->
         if torch.compiler.is_compiling() or ops_are_observed():
             return op(*args)
         for value in args:
-            if type(value) not in PLAIN:
+            # PyTorch's dispatcher makes a tensor of a view that is lazily negated.
+            if type(value) not in PLAIN or (isinstance(value, torch.Tensor) and value.is_neg()):
                 return op(*args)
         like = args[0]
         return on_cuda(*args) if like.is_cuda else on_cpu(*args) if like.is_cpu else op(*args)

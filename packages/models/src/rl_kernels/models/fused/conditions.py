@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.autograd import forward_ad
 
@@ -24,4 +26,9 @@ def fits(*tensors: object) -> bool:
         return False
     if is_traced() or forward_ad._current_level >= 0:
         return False
-    return all(type(x) in PLAIN and x.dtype == first.dtype and x.device == first.device for x in tensors)  # type: ignore[attr-defined]
+    return all(type(x) in PLAIN and _is_like(x, first) for x in tensors)
+
+
+def _is_like(x: Any, first: torch.Tensor) -> bool:
+    # What lies behind the imaginary part of a conjugate has the other sign.
+    return x.dtype == first.dtype and x.device == first.device and not x.is_neg()

@@ -25,7 +25,7 @@ import torch
 MOST_BLOCKS = (1 << 31, 1 << 16, 1 << 16)
 """Programs along each size of a grid are less than that."""
 STREAM = 7
-"""The current one of the pretended GPU."""
+"""The current one of the first pretended GPU; each has another."""
 ALIGNED = 16
 """Bytes, or a factor of an integer, that Triton specializes a kernel on."""
 STUBS = ("triton", "triton.language", "triton.tools", "triton.tools.tensor_descriptor")
@@ -120,8 +120,9 @@ class TritonRecorder:
             stack.callback(_put_back, kept)
             stack.enter_context(patch.dict(os.environ, TRITON_INTERPRET="0"))
             stack.enter_context(patch("rl_kernels.core.operator.arch_of", lambda *_: self.arch))
-            for name, value in (("_cuda_getDevice", 0), ("_cuda_getCurrentRawStream", STREAM)):
-                stack.enter_context(patch.object(torch._C, name, lambda *_, value=value: value, create=True))
+            pretended = {"_cuda_getDevice": lambda: 0, "_cuda_getCurrentRawStream": lambda index: STREAM + index}
+            for name, value in pretended.items():
+                stack.enter_context(patch.object(torch._C, name, value, create=True))
             stack.enter_context(patch("torch.cuda.get_device_properties", lambda *_: self))
             for name, members in self._stubs().items():
                 sys.modules[name] = module_from_spec(ModuleSpec(name, None))
@@ -183,7 +184,8 @@ class _Compiled:
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
         def launch(*args: Any, stream: int) -> None:
-            assert stream == STREAM, f"{self._kernel.function.__name__}: launched on stream {stream}"
+            here = STREAM + torch._C._cuda_getDevice()
+            assert stream == here, f"{self._kernel.function.__name__}: launched on stream {stream}, not {here}"
             arguments = self._kernel.signature.bind(*args).arguments
             assert self._form_of(arguments) == self._form, f"{self._kernel.function.__name__}: compiled for others"
             self._kernel[grid](*args, **self._options)

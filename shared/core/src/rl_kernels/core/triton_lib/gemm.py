@@ -91,7 +91,7 @@ def matmul(
     if not out.numel():
         return
     (m, k), n = a.shape, b.shape[1]
-    cut = schedule or schedule_for(m, n, k, a.dtype, a.device)
+    cut = schedule or schedule_for(m, n, k, a.dtype, a.device, spans=span > STEP.value)
     left, right, target = (b.t(), a, out.t()) if cut.swapped else (a, b.t(), out)
     stored = described(target)
     if not stored and out.dtype == torch.float32:

@@ -99,11 +99,14 @@ class Candidate:
         return time
 
 
-def schedule_for(m: int, n: int, k: int, dtype: torch.dtype, device: torch.device) -> Schedule:
-    """Return the schedule for a product ``[m, k] x [k, n]``; on architectures other than sm_90 by dtype alone."""
+def schedule_for(m: int, n: int, k: int, dtype: torch.dtype, device: torch.device, *, spans: bool = False) -> Schedule:
+    """Return the schedule for a product ``[m, k] x [k, n]``; on architectures other than sm_90 by dtype alone.
+
+    So it is in FP32 where spans of the chain are summed for themselves, which nobody has compared.
+    """
     if INTERPRETED:
         return IN_INTERPRETER
-    if arch_of(device.type, device.index) != "sm90":
+    if arch_of(device.type, device.index) != "sm90" or (spans and dtype == torch.float32):
         return ANYWHERE[dtype]
     if dtype == torch.float32:
         return _of_fp32(m, n, processors(device))

@@ -49,25 +49,33 @@ class Linear:
         Both are launched, or none; of what is not needed, None is returned.
         """
         of_x, of_weight = needed
-        # A hook may have stored other tensors than those of the forward pass.
-        if dc.shape != self._shape or not dc.is_contiguous() or type(dc) is not torch.Tensor or dc.dtype != x.dtype:
+        # A hook may have stored other tensors than those of the forward pass; a gradient is anybody's.
+        if dc.shape != self._shape or not dc.is_contiguous() or type(dc) is not torch.Tensor:
             return None
-        if (x.shape, x.stride()) != self._x or (weight.shape, weight.stride()) != self._weight:
-            return None
-        if (dc.data_ptr() | x.data_ptr() | weight.data_ptr()) % ALIGNED:
-            return None
-        if into is not None and (into.data_ptr() % ALIGNED or not into.is_contiguous()):
+        if not dc.dtype == x.dtype == weight.dtype or not dc.get_device() == x.get_device() == weight.get_device():
             return None
         dx = dw = None
+        addresses = dc.data_ptr()
         if of_x:
+            if (weight.shape, weight.stride()) != self._weight:
+                return None
             dx = dc.new_empty(self._x[0])
+            addresses |= weight.data_ptr() | dx.data_ptr()
+        if of_weight:
+            if (x.shape, x.stride()) != self._x or not (into is None or into.is_contiguous()):
+                return None
+            dw = dc.new_empty(self._weight[0]) if into is None else into
+            addresses |= x.data_ptr() | dw.data_ptr()
+        # So that every launch below is made.
+        if addresses % ALIGNED:
+            return None
+        if dx is not None:
             product = self._products.get("input")
             if product is None:
                 product = self._products["input"] = Product(dc, weight, dx)
             product.launch(dc, weight, dx)
-        if of_weight:
+        if dw is not None:
             name, continues = ("weight", False) if into is None else ("continued", True)
-            dw = dc.new_empty(self._weight[0]) if into is None else into
             product = self._products.get(name)
             if product is None:
                 product = self._products[name] = Product(dc, x, dw, a_turned=True, continues=continues)

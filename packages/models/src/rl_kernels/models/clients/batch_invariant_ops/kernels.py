@@ -28,7 +28,7 @@ def mean(total, count):
 
 @triton.jit
 def halves(ROW, d, here, columns, stride, AT: tl.constexpr, WIDTH: tl.constexpr):
-    """Return what is left of WIDTH columns when the second half was added to the first until AT of them were left."""
+    """Return WIDTH columns, folded to AT: the second half is added to the first, again and again."""
     if AT == WIDTH:
         return tl.load(ROW + d * stride, mask=here & (d < columns), other=0.0).to(tl.float32)
     else:

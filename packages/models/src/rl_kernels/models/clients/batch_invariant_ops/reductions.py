@@ -49,11 +49,11 @@ def log_probabilities(x: torch.Tensor, dim: int, out_dtype: torch.dtype | None =
     work = compute_dtype(x.dtype)
     ids = torch.zeros(rows.shape[0], dtype=torch.int64, device=x.device)
     _, norm = ops["forward"](rows, ids, scalar(1.0, work), None, None, "auto", chosen)
-    found = _less(rows, norm, out_dtype).view(turned.shape)
+    found = _minus_norm(rows, norm, out_dtype).view(turned.shape)
     return found.movedim(-1, place).contiguous() if x.ndim else found[0]
 
 
-def _less(rows: torch.Tensor, norm: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _minus_norm(rows: torch.Tensor, norm: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return ``rows[N, V] - norm[:, 0] - norm[:, 1]``, rounded once."""
     if not fits(rows):
         return (rows.to(norm.dtype) - norm[:, :1]).sub_(norm[:, 1:]).to(dtype)
@@ -132,7 +132,7 @@ def mean(
 def _fits_triton(x: torch.Tensor, dtype: torch.dtype) -> bool:
     if x.requires_grad and torch.is_grad_enabled():
         return False
-    return dtype != torch.float64 and bool(x.numel()) and fits(x)
+    return dtype in check.HALF_AND_FLOAT and bool(x.numel()) and fits(x)
 
 
 def _row_means(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
