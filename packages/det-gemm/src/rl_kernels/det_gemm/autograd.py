@@ -78,7 +78,10 @@ class _Product(torch.autograd.Function):
 
 
 class _Linear(torch.autograd.Function):
-    """``x @ weight^T + bias``; where there is a ``main_grad[N, K]``, backward adds the gradient of the weight to it."""
+    """``x @ weight^T + bias``; where there is a ``main_grad[N, K]``, backward adds the gradient of the weight to it.
+
+    ``how`` is (main_grad, backend, plan): what has no gradient comes as one argument, for autograd looks at each.
+    """
 
     @staticmethod
     def forward(

@@ -13,7 +13,7 @@ _thread = local()
 
 
 def current() -> int:
-    """Return the current GPU without PyTorch's look whether CUDA is there: call it where a tensor of a GPU is."""
+    """Return the current GPU. It skips PyTorch's check for CUDA: call it only where a CUDA tensor exists."""
     index: int = torch._C._cuda_getDevice()
     return index
 

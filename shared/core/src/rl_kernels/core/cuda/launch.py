@@ -133,7 +133,7 @@ class Kernel:
     def start(
         self, grid: tuple[int, int, int], block: int, shared: int, pdl: bool, numbers: Sequence[int | float | bytes]
     ) -> None:
-        """Launch as ``launch`` does, with numbers alone, an address for a tensor: that takes less time."""
+        """Do what ``launch`` does, faster, with parameters that are numbers already, such as a tensor's address."""
         x, y, z = grid
         try:
             buffer = self._thread.buffer
