@@ -157,7 +157,7 @@ def trainer_of(given: argparse.Namespace, folder: Path) -> Any:
         pad_token_id=1,
     )
     torch.manual_seed(given.seed)
-    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[given.dtype]
+    dtype = torch.bfloat16 if given.dtype == "bf16" else torch.float32
     with torch.device(given.device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     options = GRPOConfig(
@@ -168,7 +168,7 @@ def trainer_of(given: argparse.Namespace, folder: Path) -> Any:
         max_completion_length=given.tokens,
         optim="sgd",
         learning_rate=1e-4,
-        bf16=given.dtype == "bf16",
+        bf16=given.dtype != "fp32",
         use_cpu=given.device == "cpu",
         seed=given.seed,
         shuffle_dataset=False,
@@ -267,7 +267,8 @@ def parser() -> Parser:
         made.add_argument(option, type=count(1), default=default, metavar="N", help=f"default: {default}")
     made.add_argument("--steps", type=count(3), default=6, metavar="N", help="default: 6")
     made.add_argument("--rounds", type=count(1), default=3, metavar="N", help="of training each way (default: 3)")
-    made.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="default: bf16")
+    kinds = "autocast: weights in FP32 under BF16 autocast, as TRL loads a model by its name (default: bf16)"
+    made.add_argument("--dtype", choices=("bf16", "autocast", "fp32"), default="bf16", help=kinds)
     made.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default: cuda")
     made.add_argument("--seed", type=count(0), default=0, metavar="N", help="default: 0")
     most = "memory in which the largest batch is looked for; 0: none is (default: 40)"

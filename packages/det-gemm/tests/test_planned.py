@@ -302,9 +302,12 @@ def test_kinds_are_planned_once(monkeypatch):
     with record_dispatch():
         det_linear(x[:, :2], weight)
     torch.compile(det_linear, backend="eager")(x[:, :2], weight)
+    assert not made
+    # What autocast has cast is planned as what came in its dtype.
     with torch.autocast("cpu", torch.bfloat16):
         det_linear(x, weight)
-    assert not made
+        det_linear(x.bfloat16(), weight.bfloat16())
+    assert [(given[0].dtype, given[1].dtype) for given in made] == [(torch.bfloat16, torch.bfloat16)]
 
 
 def test_vmap_of_what_may_be_planned(monkeypatch):

@@ -367,4 +367,52 @@ def test_operands_of_a_layer_under_autocast():
         assert torchlib.autocast_dtype(x.to("meta")) is None
         assert torchlib.autocast_dtype([1.0]) is None
         assert [value.dtype for value in torchlib.autocast_linear(x, weight, bias)] == [torch.bfloat16] * 3
-        assert torchlib.autocast_linear(x.double(), weight, None)[0].dtype == torch.float64
+        for other in (x.double(), x.int(), x.to(torch.float8_e4m3fn), None, "x"):
+            assert torchlib.autocast_linear(x, other, other)[1:] == (other, other)
+        halves = x.bfloat16(), weight.bfloat16(), None
+        assert all(a is b for a, b in zip(torchlib.autocast_linear(*halves), halves, strict=True))
+
+
+def test_casts_of_a_layer_with_gradients_and_without():
+    x, weight = torch.randn(2, 3), torch.nn.Parameter(torch.randn(4, 3))
+    with torch.autocast("cpu", torch.bfloat16):
+        with torch.no_grad():
+            first = torchlib.autocast_linear(x, weight.t(), weight)
+        assert torch.equal(first[1], weight.t().bfloat16())
+        assert torch.equal(first[2], weight.bfloat16())
+        assert not first[2].requires_grad
+        # Not what autocast may have kept, which leads to no gradient.
+        torchlib.autocast_linear(x, weight, None)[1].sum().backward()
+    assert torch.equal(weight.grad, torch.ones(4, 3))
+
+
+@pytest.mark.gpu
+def test_autocast_keeps_what_it_cast_of_a_parameter():
+    weight = torch.nn.Parameter(torch.randn(4, 3, device="cuda"))
+    x = torch.randn(2, 3, device="cuda")
+
+    def kept():
+        return torchlib.autocast_linear(x, weight, None)[1]
+
+    with torch.autocast("cuda", torch.bfloat16):
+        with torch.no_grad():
+            first = kept()
+            assert first.dtype == torch.bfloat16
+            assert kept().data_ptr() == first.data_ptr()
+            with torch.autocast("cuda", torch.bfloat16):
+                assert kept().data_ptr() == first.data_ptr()
+        assert kept().data_ptr() != first.data_ptr()
+        kept().sum().backward()
+    assert torch.equal(weight.grad, torch.ones_like(weight))
+    with torch.no_grad():
+        weight.add_(1)
+        with torch.autocast("cuda", torch.bfloat16):
+            assert torch.equal(kept(), weight.bfloat16())
+
+
+def test_a_backend_that_fails_leaves_autocast_on():
+    a, b = (value.detach().float() for value in operands())
+    with torch.autocast("cpu", torch.bfloat16):
+        with pytest.raises(RuntimeError):
+            toy_product(a, b[:1])
+        assert torch.is_autocast_enabled("cpu")

@@ -9,7 +9,7 @@ import torch
 from rl_kernels.core import validate as check
 from rl_kernels.core.dispatch import choose, planned_choice, remembered_choice
 from rl_kernels.core.main_grad import gather
-from rl_kernels.core.torchlib import PLAIN, autocast_dtype, autocast_linear, no_lost_derivatives
+from rl_kernels.core.torchlib import PLAIN, autocast_linear, no_lost_derivatives
 from rl_kernels.det_gemm import canary
 from rl_kernels.det_gemm.autograd import linear, product
 from rl_kernels.det_gemm.op import OPERATOR, describe, describe_dw, ops
@@ -73,7 +73,8 @@ def det_linear(
         bias: ``[N]`` in the dtype of ``x``, or None; differentiable.
         backend: name of a backend, ``auto``, or None for what is forced elsewhere, if anything.
 
-    Under ``torch.autocast`` the three are first cast to the autocast dtype, as ``F.linear`` does.
+    Under ``torch.autocast`` the three are first cast to the autocast dtype, as ``F.linear`` does; with gradients off,
+    what a GPU's autocast has cast of a parameter is kept as long as its outermost block lasts, as there.
 
     Returns:
         ``[..., N]`` in the dtype of the operands.
@@ -83,14 +84,11 @@ def det_linear(
         BackendUnavailable: the backend asked for cannot run this call.
         CanaryMismatch: this GPU gives other bits than were recorded for its architecture; seen at the first call.
     """
-    autocast = autocast_dtype(x)
-    chosen, plan = _chosen_for_linear(x, weight, bias, autocast, backend)
+    operand, matrix, bias = autocast_linear(x, weight, bias)
+    chosen, plan = _chosen_for_linear(operand, matrix, bias, backend)
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is not None:
         check.main_grad("weight.main_grad", main_grad, weight)
-    operand, matrix = x, weight
-    if autocast is not None:
-        operand, matrix, bias = autocast_linear(x, weight, bias)
     no_lost_derivatives("det_linear", operand, matrix, bias)
     canary.guard(operand, chosen)
     out = linear(operand, matrix, bias, main_grad, chosen, plan)
@@ -99,28 +97,15 @@ def det_linear(
     return out
 
 
-def _plan(
-    name: str,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    autocast: torch.dtype | None,
-    backend: str | None,
-) -> Any:
+def _plan(name: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, backend: str | None) -> Any:
     """Return what a backend has that plans a linear layer for tensors of one kind, or None."""
     make = getattr(OPERATOR.backend(name).load(), "plan_linear", None)
     plain = {type(value) for value in (x, weight, bias)} <= PLAIN
-    return make(x, weight, bias) if make and plain and autocast is None else None
+    return make(x, weight, bias) if make and plain else None
 
 
 @planned_choice(_plan)
-def _chosen_for_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    autocast: torch.dtype | None,
-    backend: str | None,
-) -> str:
+def _chosen_for_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, backend: str | None) -> str:
     check.tensor("x", x, check.HALF_AND_FLOAT, least=1)
     check.tensor("weight", weight, check.HALF_AND_FLOAT, ndim=2)
     check.shape("weight", weight, (weight.shape[0], x.shape[-1]), "N by the last dim of x")
@@ -129,8 +114,6 @@ def _chosen_for_linear(
         check.shape("bias", bias, weight.shape[:1], "the first dim of weight")
     check.same_device(x=x, weight=weight, bias=bias)
     check.backend_name(backend)
-    if autocast is not None:
-        x, weight, bias = autocast_linear(x, weight, bias)
     check.same_dtype(x=x, weight=weight, bias=bias)
     return choose(OPERATOR, describe(x, weight.t(), bias), backend).name
 

@@ -35,6 +35,9 @@ DEVICES = {"CPU": "cpu", "CUDA": "cuda"}
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, str, torch.dtype})
 """Types of arguments that the dispatcher hands on unchanged."""
 
+CASTABLE = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes that autocast casts from."""
+
 # torch.autograd.grad(..., is_grads_batched=True) has a vmap of its own. By its name, a key takes 3 us to ask for.
 _BATCHES: Any = _parse_dispatch_key("VmapMode")
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -125,9 +128,13 @@ def _implementation(operator: Operator, name: str, device_type: str, written: tu
             inputs, kernel = [kernel, *inputs], as_native
         if not torch.is_autocast_enabled(device_type):
             return kernel(*inputs)
-        # Inside a backend autocast would silently turn an FP32 product into BF16.
-        with torch.autocast(device_type, enabled=False):
+        # Inside a backend autocast would silently turn an FP32 product into BF16. Its context manager takes longer than
+        # a launch.
+        torch.set_autocast_enabled(device_type, False)
+        try:
             return kernel(*inputs)
+        finally:
+            torch.set_autocast_enabled(device_type, True)
 
     return run
 
@@ -328,12 +335,22 @@ def autocast_dtype(x: object) -> torch.dtype | None:
 def autocast_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return the operands of a linear layer as autocast casts those of ``F.linear``: all but FP64, differentiably."""
+    """Return the operands of a linear layer as autocast casts those of ``F.linear``: all but FP64, differentiably.
+
+    With gradients off, autocast keeps what it has cast of a parameter, for as long as its outermost block lasts. What
+    has another dtype than autocast casts from stays as it is.
+    """
     dtype = autocast_dtype(x)
     if dtype is None:
         return x, weight, bias
+    keeps = not torch.compiler.is_compiling() and not torch.is_grad_enabled()
 
-    def cast(value: torch.Tensor) -> torch.Tensor:
-        return value if value.dtype == torch.float64 else value.to(dtype)
+    def cast(value: Any, kept: bool) -> Any:
+        if not isinstance(value, torch.Tensor) or value.dtype == dtype or value.dtype not in CASTABLE:
+            return value
+        if kept and type(value) in PLAIN:
+            # Of the ops that autocast casts for, the one that returns its argument; a CPU's autocast does not know it.
+            value = torch.ops.aten.einsum.default("...", [value])
+        return value.to(dtype)
 
-    return cast(x), cast(weight), None if bias is None else cast(bias)
+    return cast(x, False), cast(weight, keeps), cast(bias, keeps)
