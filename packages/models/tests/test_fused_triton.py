@@ -33,7 +33,9 @@ def rotated(q, k, cos, sin):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
-@pytest.mark.parametrize("layout", ["transposed", "part of a head", "one cosine for all", "contiguous", "17 heads"])
+@pytest.mark.parametrize(
+    "layout", ["transposed", "part of a head", "one angle for all", "contiguous", "17 heads", "FP32"]
+)
 def test_rotary_has_the_bits_of_pytorch(device, dtype, layout):
     needs_triton(device, dtype)
     heads, size = 17 if layout == "17 heads" else 4, 24 if layout == "part of a head" else 16
@@ -43,8 +45,11 @@ def test_rotary_has_the_bits_of_pytorch(device, dtype, layout):
     q, k = (x.transpose(1, 2)[..., :16] for x in (q, k))
     if layout == "contiguous":
         q, k = q.contiguous(), k.contiguous()
-    if layout == "one cosine for all":
+    if layout == "one angle for all":
         angle = angle[:1]
+    if layout == "FP32":
+        # As under autocast; gradients come in the dtype of what was returned.
+        angle, of_q, of_k = angle.float(), torch.randn_like(of_q, dtype=torch.float32), of_k.float()
     leaves = [x.detach().requires_grad_() for x in (q, k)]
     cos, sin = angle.cos(), angle.sin()
     assert rotary.takes(*leaves, cos, sin)
@@ -52,6 +57,7 @@ def test_rotary_has_the_bits_of_pytorch(device, dtype, layout):
     upstream = of_q, of_k.transpose(1, 2).contiguous().transpose(1, 2)
     gradients = [torch.autograd.grad(x, leaves, upstream) for x in (found, expected)]
     for mine, theirs in zip((*found, *gradients[0]), (*expected, *gradients[1]), strict=True):
+        assert mine.dtype == theirs.dtype
         assert torch.equal(mine, theirs)
     assert [x.stride() for x in found] == [x.stride() for x in expected]
 
@@ -134,6 +140,9 @@ def test_what_does_not_fit_is_left_to_pytorch(device):
         "dims": (q[0], k, angle, angle),
         "dtype": (q.double(), k.double(), angle.double(), angle.double()),
         "mixed": (q.half(), k, angle, angle),
+        "mixed angles": (q, k, angle, angle.half()),
+        "narrow angles": (q, k, angle.half(), angle.half()),
+        "other halves": (q.half(), k.half(), angle.bfloat16(), angle.bfloat16()),
         "no tensor": (q, k, angle, None),
         "tokens": (q, k[:, :, :6], angle, angle),
         "batch": (q, k, angle[:2], angle[:2]),

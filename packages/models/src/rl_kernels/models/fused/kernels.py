@@ -36,9 +36,9 @@ def turned(
         c1, s1 = tl.broadcast_to(c[None, :], like.shape), tl.broadcast_to(s[None, :], like.shape)
         c2, s2 = tl.broadcast_to(c_[None, :], like.shape), tl.broadcast_to(s_[None, :], like.shape)
         if BACK:
-            y, z = rounded(a, c1, X) + rounded(b, s2, X), rounded(b, c2, X) - rounded(a, s1, X)
+            y, z = rounded(a, c1, OUT) + rounded(b, s2, OUT), rounded(b, c2, OUT) - rounded(a, s1, OUT)
         else:
-            y, z = rounded(a, c1, X) - rounded(b, s1, X), rounded(b, c2, X) + rounded(a, s2, X)
+            y, z = rounded(a, c1, OUT) - rounded(b, s1, OUT), rounded(b, c2, OUT) + rounded(a, s2, OUT)
         place = heads[:, None] * out_head + d[None, :]
         tl.store(OUT + place, y.to(OUT.dtype.element_ty), mask=mask)
         tl.store(OUT + place + HALF, z.to(OUT.dtype.element_ty), mask=mask)

@@ -18,7 +18,12 @@ PART = 16
 
 def takes(q: Any, k: Any, cos: Any, sin: Any) -> bool:
     """Say whether ``rotary`` stands for ``q cos + rotate_half(q) sin`` here, and the same of k."""
-    if not fits(q, k, cos, sin) or q.ndim != DIMS or k.ndim != DIMS or cos.ndim != COS_DIMS or not q.numel():
+    if not fits(q, k) or not fits(cos, sin):
+        return False
+    if q.ndim != DIMS or k.ndim != DIMS or cos.ndim != COS_DIMS or not q.numel():
+        return False
+    # Of FP32 weights under autocast, queries come in the dtype of products and angles in FP32.
+    if cos.dtype not in (q.dtype, torch.float32) or cos.device != q.device:
         return False
     if cos.requires_grad or sin.requires_grad or cos.shape != sin.shape or cos.stride() != sin.stride():
         return False
@@ -29,25 +34,26 @@ def takes(q: Any, k: Any, cos: Any, sin: Any) -> bool:
 
 
 def rotary(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return q and k ``[B, H, T, D]`` rotated by ``cos`` and ``sin[B or 1, T, D]``; gradients flow to q and k.
+    """Return q and k ``[B, H, T, D]`` rotated by ``cos`` and ``sin[B or 1, T, D]``, in the dtype of these.
 
     The formula is that of RoFormer (https://arxiv.org/abs/2104.09864) with halves in place of pairs, as transformers
-    has it; each product is rounded to the dtype, as there. ``takes`` says which arguments it takes.
+    has it; each product is rounded to the dtype of the result, as there. Gradients flow to q and k; ``takes`` says
+    which arguments it takes.
     """
     if not torch.is_grad_enabled() or not (q.requires_grad or k.requires_grad):
-        return _turned(q, k, cos, sin, back=False)
+        return _turned(q, k, cos, sin, cos.dtype, back=False)
     found: tuple[torch.Tensor, torch.Tensor] = _Rotary.apply(q, k, cos, sin)
     return found
 
 
 def _turned(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, back: bool
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, dtype: torch.dtype, *, back: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     import triton
 
     from rl_kernels.models.fused import kernels
 
-    q_out, k_out = torch.empty_like(q), torch.empty_like(k)
+    q_out, k_out = torch.empty_like(q, dtype=dtype), torch.empty_like(k, dtype=dtype)
     batch, heads, tokens, size = q.shape
     half = size // 2
     with device_of(q):
@@ -71,15 +77,16 @@ class _Rotary(torch.autograd.Function):
         ctx: Any, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.save_for_backward(cos, sin)
-        return _turned(q, k, cos, sin, back=False)
+        ctx.dtype = q.dtype
+        return _turned(q, k, cos, sin, cos.dtype, back=False)
 
     @staticmethod
     def backward(ctx: Any, of_q: torch.Tensor, of_k: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return *first_order(_rotary_backward, of_q, of_k, *ctx.saved_tensors), None, None
+        return *first_order(_rotary_backward, of_q, of_k, *ctx.saved_tensors, ctx.dtype), None, None
 
 
 def _rotary_backward(
-    of_q: torch.Tensor, of_k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    of_q: torch.Tensor, of_k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     of_q, of_k = (x if x.stride(-1) == 1 else x.contiguous() for x in (of_q, of_k))
-    return _turned(of_q, of_k, cos, sin, back=True)
+    return _turned(of_q, of_k, cos, sin, dtype, back=True)
