@@ -138,7 +138,7 @@ def refused(recorder, plan, given):
             assert plan.backward(other, out, lse, grad, True) is None
         for rest in ((off(out), lse, grad), (apart(out), lse, grad), (out, apart(lse), grad)):
             assert plan.backward(given, *rest, True) is None
-        for other in (off(grad), apart(grad), grad.double(), grad.as_subclass(Wrapper)):
+        for other in (off(grad), apart(grad), grad.double(), grad.as_subclass(Wrapper), torch._neg_view(grad)):
             assert plan.backward(given, out, lse, other, True) is None
         assert plan.backward(given, out, lse.double(), grad, True) is None
         if given.k_start is not None:

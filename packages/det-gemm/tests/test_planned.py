@@ -107,13 +107,14 @@ def hold_others():
         assert layer.forward(odd["x"], weight, None) is None
         assert layer.forward(x, odd["weight"], None) is None
         special = dc.as_subclass(type("Special", (torch.Tensor,), {}))
-        for upstream in (odd["dc"], turned["dc"], dc[:1], dc[..., :1].expand(dc.shape), special, dc.float()):
+        strange = special, torch._neg_view(dc), dc.float()
+        for upstream in (odd["dc"], turned["dc"], dc[:1], dc[..., :1].expand(dc.shape), *strange):
             for needed in ((True, False), (False, True), (True, True)):
                 assert layer.gradients(upstream, x, weight, None, needed) is None
             assert layer.gradients(upstream, x, weight, total, (True, True)) is None
-        for other in (odd["weight"], turned["weight"], weight.float()):
+        for other in (odd["weight"], turned["weight"], weight.float(), torch._neg_view(weight)):
             assert layer.gradients(dc, x, other, None, (True, True)) is None
-        for other in (odd["x"], turned["x"], x.float()):
+        for other in (odd["x"], turned["x"], x.float(), torch._neg_view(x)):
             assert layer.gradients(dc, other, weight, None, (True, True)) is None
         shifted = torch.zeros(40 * 64 + 1)[1:].view(40, 64)
         for other in (total.t().contiguous().t(), shifted):
@@ -297,6 +298,8 @@ def test_kinds_are_planned_once(monkeypatch):
     made.clear()
     special = type("Special", (torch.Tensor,), {})
     det_linear(x.as_subclass(special), weight)
+    assert torch.equal(det_linear(torch._neg_view(x), weight), det_linear(-x, weight))
+    assert torch.equal(det_linear(x, torch._neg_view(weight)), det_linear(x, -weight))
     with use_backend(det_gemm="native"):
         det_linear(x[:, :2], weight)
     with record_dispatch():

@@ -139,6 +139,7 @@ def refused(recorder, plan, call):
         (current, count, slope, upstream.double()),
         (current, count, slope, torch.ones(2)),
         (current, count, slope, upstream.as_subclass(Wrapper)),
+        (current, count, slope, torch._neg_view(upstream)),
     ):
         assert plan.backward(*saved) is None
     assert not recorder.launches

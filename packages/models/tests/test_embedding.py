@@ -56,6 +56,8 @@ def test_rows_are_added_in_ascending_order(device, dtype, integers, left_out):
     (found,) = torch.autograd.grad(out, weight, upstream)
     assert torch.equal(found, chain(weight, ids, grad, left_out))
     assert not found[-1].any()
+    (found,) = torch.autograd.grad(embedding(ids.to(integers), weight, left_out), weight, torch._neg_view(-grad))
+    assert torch.equal(found, chain(weight, ids, grad, left_out))
 
 
 def test_rows_without_gradient_change_no_bit(device):

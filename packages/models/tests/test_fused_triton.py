@@ -90,6 +90,7 @@ def upstreams(shape, device):
     whole = torch.randn(shape, generator=torch.Generator().manual_seed(5)).to(device)
     yield "expanded", whole[:1, :1, :1, :1].expand(shape)
     yield "transposed", whole.mT.contiguous().mT
+    yield "negated", torch._neg_view(whole)
     yield "cut", torch.cat((whole, whole), -1)[..., 3 : 3 + shape[-1]]
 
 

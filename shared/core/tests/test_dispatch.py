@@ -307,23 +307,24 @@ def test_a_choice_is_made_once_for_arguments_of_each_kind(prepared):
     prepare, looked = prepared
     assert {prepare(torch.zeros(2), 3, True) for _ in range(3)} == {"chosen 1"}
     others = (torch.zeros(3), torch.zeros(2, dtype=torch.float64), torch.zeros(2, device="meta"), torch.zeros(4)[::2])
-    for x in (*others, torch.nn.Parameter(torch.zeros(2)), torch.zeros(2).to_sparse()):
+    strange = torch.nn.Parameter(torch.zeros(2)), torch._neg_view(torch.zeros(2)), torch.zeros(2).to_sparse()
+    for x in (*others, *strange):
         prepare(x, 3, True)
     # It has no strides, and is looked at each time.
     rows = torch.zeros(1, 2).to_sparse_csr()
-    assert [prepare(rows, 3, True) for _ in range(2)] == ["chosen 8", "chosen 9"]
+    assert [prepare(rows, 3, True) for _ in range(2)] == ["chosen 9", "chosen 10"]
     prepare(torch.zeros(2), 4, True)
     # Equal, and of other types.
     prepare(torch.zeros(2), 3, 1)
     prepare(torch.zeros(2), 3.0, True)
-    assert len(looked) == 12
+    assert len(looked) == 13
     for _ in range(2):
         with pytest.raises(ValueError, match="x: expected at most 3, got 4"):
             prepare(torch.zeros(4), 3, True)
         # What has no hash is looked at each time.
         with pytest.raises(TypeError):
             prepare(torch.zeros(2), [3], True)
-    assert len(looked) == 16
+    assert len(looked) == 17
 
 
 def test_no_choice_is_remembered_where_it_is_recorded_or_forced(prepared, monkeypatch):

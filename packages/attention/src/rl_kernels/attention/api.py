@@ -11,7 +11,7 @@ from rl_kernels.attention.inputs import UNLIMITED, Attended, Inputs
 from rl_kernels.attention.op import OPERATOR, describe, ops
 from rl_kernels.core import validate as check
 from rl_kernels.core.dispatch import choose, planned_choice
-from rl_kernels.core.torchlib import PLAIN, first_order, no_lost_derivatives, ops_are_observed
+from rl_kernels.core.torchlib import are_plain, first_order, no_lost_derivatives, ops_are_observed
 
 Window = tuple[int | None, int | None]
 
@@ -194,8 +194,7 @@ def _plan(name: str, *arguments: Any) -> _Plan | None:
     most = _most(q, k, cu_seqlens_q, cu_seqlens_k, block_table)
     given = Inputs._make([*tensors, *most, _factor(q, scale), left, right, float(softcap)])
     make = getattr(OPERATOR.backend(name).load(), "planned", None)
-    plain = {type(value) for value in tensors} <= PLAIN
-    return _Plan(given.numbers, make(given) if make and plain else None)
+    return _Plan(given.numbers, make(given) if make and are_plain(*tensors) else None)
 
 
 @planned_choice(_plan)

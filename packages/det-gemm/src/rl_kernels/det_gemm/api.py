@@ -9,7 +9,7 @@ import torch
 from rl_kernels.core import validate as check
 from rl_kernels.core.dispatch import choose, planned_choice, remembered_choice
 from rl_kernels.core.main_grad import gather
-from rl_kernels.core.torchlib import PLAIN, autocast_linear, no_lost_derivatives
+from rl_kernels.core.torchlib import are_plain, autocast_linear, no_lost_derivatives
 from rl_kernels.det_gemm import canary
 from rl_kernels.det_gemm.autograd import linear, product
 from rl_kernels.det_gemm.op import OPERATOR, describe, describe_dw, ops
@@ -100,8 +100,7 @@ def det_linear(
 def _plan(name: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, backend: str | None) -> Any:
     """Return what a backend has that plans a linear layer for tensors of one kind, or None."""
     make = getattr(OPERATOR.backend(name).load(), "plan_linear", None)
-    plain = {type(value) for value in (x, weight, bias)} <= PLAIN
-    return make(x, weight, bias) if make and plain else None
+    return make(x, weight, bias) if make and are_plain(x, weight, bias) else None
 
 
 @planned_choice(_plan)

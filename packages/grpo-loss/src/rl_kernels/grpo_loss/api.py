@@ -9,7 +9,7 @@ import torch
 
 from rl_kernels.core import validate as check
 from rl_kernels.core.dispatch import remembered_plan
-from rl_kernels.core.torchlib import PLAIN, no_lost_derivatives, ops_are_observed
+from rl_kernels.core.torchlib import are_plain, no_lost_derivatives, ops_are_observed
 from rl_kernels.grpo_loss.arguments import Layout
 from rl_kernels.grpo_loss.call import LossCall
 from rl_kernels.grpo_loss.estimator import Estimator
@@ -210,7 +210,7 @@ def _rewards_plan(
     backend: str | None,
 ) -> LossPlan | None:
     given = (current_logps, old_logps, ref_logps, rewards, mask)
-    if not {type(value) for value in given} <= PLAIN:
+    if not are_plain(*given):
         return None
     # No values to look at: the mask is bool.
     options = Options(NO_NORMALISER, return_metrics, validate=False)
@@ -362,7 +362,7 @@ def _advantages_plan(
     backend: str | None,
 ) -> LossPlan | None:
     given = (current_logps, old_logps, ref_logps, advantages, mask)
-    if not {type(value) for value in given} <= PLAIN:
+    if not are_plain(*given):
         return None
     options = Options(NO_NORMALISER, return_metrics, validate=False)
     return plan_of(_advantages_call(*given, objective, NO_EXTRAS, options, backend), backend)

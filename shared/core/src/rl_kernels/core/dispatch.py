@@ -182,9 +182,10 @@ def choose(operator: Operator, call: Call, backend: str | None = None) -> Backen
 def remembered_choice(prepare: Callable[..., str]) -> Callable[..., str]:
     """Have a function check arguments and choose a backend once for arguments of each kind.
 
-    It looks at type, shape, strides, dtype and device of a tensor, at the value of everything else, and at nothing
-    more; it returns the name of what ``choose`` gave, or raises. Nothing is remembered under torch.compile, where a
-    graph has guards of its own, while choices are recorded, and where a backend is forced outside of the call.
+    It looks at type, shape, strides, dtype and device of a tensor, at whether it is lazily negated, at the value of
+    everything else, and at nothing more; it returns the name of what ``choose`` gave, or raises. Nothing is remembered
+    under torch.compile, where a graph has guards of its own, while choices are recorded, and where a backend is forced
+    outside of the call.
     """
     return _remembered(prepare, prepare)
 
@@ -238,7 +239,7 @@ def _remembered(first: Callable[..., T], always: Callable[..., T]) -> Callable[.
             kinds = [
                 None
                 if x is None
-                else (type(x), x.shape, x.stride(), x.dtype, x.device)
+                else (type(x), x.shape, x.stride(), x.dtype, x.device, x.is_neg())
                 if isinstance(x, torch.Tensor)
                 else (type(x), x)
                 for x in args

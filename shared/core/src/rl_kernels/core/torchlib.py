@@ -72,15 +72,19 @@ def _direct(op: Any, on_cpu: Callable[..., Any], on_cuda: Callable[..., Any]) ->
     def call(*args: Any) -> Any:
         if torch.compiler.is_compiling() or ops_are_observed():
             return op(*args)
-        for value in args:
-            # PyTorch's dispatcher makes a tensor of a view that is lazily negated.
-            if type(value) not in PLAIN or (isinstance(value, torch.Tensor) and value.is_neg()):
-                return op(*args)
+        if not are_plain(*args):
+            return op(*args)
         like = args[0]
         return on_cuda(*args) if like.is_cuda else on_cpu(*args) if like.is_cpu else op(*args)
 
     call.__name__ = str(op)
     return call
+
+
+def are_plain(*values: Any) -> bool:
+    """Say whether a kernel may read these values as they lie: no wrapper, and no view that is lazily negated."""
+    # PyTorch's dispatcher makes a tensor of such a view. A list, for a generator takes longer.
+    return all([type(x) in PLAIN and not (isinstance(x, torch.Tensor) and x.is_neg()) for x in values])
 
 
 def ops_are_observed() -> bool:

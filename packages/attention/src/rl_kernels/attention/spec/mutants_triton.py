@@ -180,7 +180,11 @@ PLANNED = (
         "(out.dtype, lse.dtype, grad.dtype) != self._saved",
         "(out.dtype, grad.dtype) != self._saved[::2]",
     ),
-    Bug("wrappers are planned", "if not plain or", "if"),
+    Bug(
+        "wrappers are planned",
+        "if not are_plain(*given.operands, *given.others, out, lse, grad):",
+        "if not are_plain(*given.operands, *given.others, out, lse):",
+    ),
     Bug("out read as if it were contiguous", "_canonical(out.contiguous())", "_canonical(out)"),
     Bug("dtypes of a backward pass are one plan", "key = (strides, *dtypes)", "key = (strides,)"),
     Bug("keys of padding keep what was there", "if self._has_padding else", "if not given.q.numel() else"),

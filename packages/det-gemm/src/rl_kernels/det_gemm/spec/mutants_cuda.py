@@ -139,6 +139,7 @@ PLANNED = (
     Bug("one product for both weight gradients", 'else ("continued", True)', 'else ("weight", True)'),
     Bug("dc not turned", "a_turned=True, continues", "continues"),
     Bug("weight not turned", "out, bias, b_turned=True", "out, bias"),
+    Bug("operands of any type", "not are_plain(dc, x, weight)", "not are_plain(dc)"),
     Bug("strides of dc not looked at", " or not dc.is_contiguous()", ""),
     Bug("shape of dc not looked at", "dc.shape != self._shape or ", ""),
     Bug("dtype of dc not looked at", "dc.dtype == x.dtype == weight.dtype", "x.dtype == weight.dtype"),
@@ -151,7 +152,7 @@ PLANNED = (
     Bug("buffer at any address", "addresses |= x.data_ptr() | dw.data_ptr()", "addresses |= x.data_ptr()"),
     Bug("rows that would be copied", "stride == size * inner", "True"),
     Bug("full at every address", "            _kept = 0\n", ""),
-    Bug("gradient of any type", " or type(dc) is not torch.Tensor", ""),
+    Bug("gradient of any type", "not are_plain(dc, x, weight)", "not are_plain(x, weight)"),
     Bug("bias of any strides", "(bias is None or bias.is_contiguous())", "True"),
     Bug(
         "gradient in the shape of rows",

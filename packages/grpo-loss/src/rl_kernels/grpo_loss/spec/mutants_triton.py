@@ -172,7 +172,7 @@ PLANNED = (
     Bug("boundaries are planned as sizes", " or call.boundaries is not None:", ":"),
     Bug("nothing is planned", " or not call.current_logps.numel()", ""),
     Bug("other objectives are planned", "if not is_plain(call) or not", "if not"),
-    Bug("wrappers are planned", "if not all([type(x) in PLAIN for x in given]) or", "if"),
+    Bug("wrappers are planned", "if not are_plain(*given) or", "if"),
     Bug("a gradient of another dtype", " or current_logps.dtype != self._dtype:", ":"),
     Bug("a slope of another shape", "if slope.shape != self._shape or not", "if not"),
     Bug("a slope lies as it likes", "or not slope.is_contiguous() ", ""),

@@ -32,7 +32,7 @@ class OrderedEmbedding(nn.Embedding):
 def _takes(ids: Any, weight: torch.Tensor) -> bool:
     if not torch.is_grad_enabled() or not weight.requires_grad or not fits(weight):
         return False
-    fitting = type(ids) in PLAIN and ids.dtype in INTEGERS and ids.device == weight.device
+    fitting = type(ids) in PLAIN and not ids.is_neg() and ids.dtype in INTEGERS and ids.device == weight.device
     return fitting and bool(weight.numel())
 
 
@@ -73,6 +73,6 @@ class _Embedding(torch.autograd.Function):
             ends = torch.searchsorted(known, known, right=True)
             grid = known.numel(), ceil_div(size, COLUMNS)
             with device_of(grad):
-                flat = grad.reshape(-1, size).contiguous()
+                flat = grad.resolve_neg().reshape(-1, size).contiguous()
                 launch(kernels.sum_rows, grid, flat, known, order, ends, dweight, padding, size, COLUMNS, num_warps=4)
         return None, dweight, None

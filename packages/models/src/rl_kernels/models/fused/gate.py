@@ -57,7 +57,7 @@ class _SiluMul(torch.autograd.Function):
 def _silu_mul_backward(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     from rl_kernels.models.fused import kernels
 
-    grad = grad.contiguous()
+    grad = grad.resolve_neg().contiguous()
     of_gate, of_up = torch.empty_like(gate), torch.empty_like(up)
     with device_of(gate):
         grid = (ceil_div(gate.numel(), BLOCK),)

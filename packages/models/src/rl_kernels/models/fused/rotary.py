@@ -88,5 +88,5 @@ class _Rotary(torch.autograd.Function):
 def _rotary_backward(
     of_q: torch.Tensor, of_k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    of_q, of_k = (x if x.stride(-1) == 1 else x.contiguous() for x in (of_q, of_k))
+    of_q, of_k = (x if x.stride(-1) == 1 else x.contiguous() for x in (of_q.resolve_neg(), of_k.resolve_neg()))
     return _turned(of_q, of_k, cos, sin, dtype, back=True)

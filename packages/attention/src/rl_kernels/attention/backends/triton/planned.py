@@ -14,7 +14,7 @@ from rl_kernels.attention.backends.triton.passes import (
 )
 from rl_kernels.attention.inputs import Inputs
 from rl_kernels.core.gpu import device_of
-from rl_kernels.core.torchlib import PLAIN
+from rl_kernels.core.torchlib import are_plain
 
 
 class Planned:
@@ -57,8 +57,9 @@ class Planned:
     def _are_planned(self, given: Inputs, out: torch.Tensor, lse: torch.Tensor, grad: torch.Tensor) -> bool:
         """Say whether tensors lie as in the forward pass: a hook may have stored others; a gradient is anybody's."""
         # Of classes that autograd made of others, such as wrappers, nobody knows where they are.
-        plain = all([type(x) in PLAIN for x in (*given.operands, *given.others, out, lse, grad)])
-        if not plain or _kinds(given) != self._kinds or (out.dtype, lse.dtype, grad.dtype) != self._saved:
+        if not are_plain(*given.operands, *given.others, out, lse, grad):
+            return False
+        if _kinds(given) != self._kinds or (out.dtype, lse.dtype, grad.dtype) != self._saved:
             return False
         whole = all([x.is_contiguous() for x in (out, lse, *given.others) if x is not None])
         if not whole or _lie(given) != self._operands or not is_apart(grad.shape, grad.stride()):

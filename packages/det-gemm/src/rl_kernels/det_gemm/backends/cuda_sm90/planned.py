@@ -13,6 +13,7 @@ import torch
 
 from rl_kernels.core.cuda.launch import kernel
 from rl_kernels.core.gpu import processors
+from rl_kernels.core.torchlib import are_plain
 from rl_kernels.det_gemm.backends.cuda_sm90.matmul import ALIGNED, NO_MAP, SIGNATURE, Box, plan_of
 
 KEPT = 1 << 14
@@ -50,7 +51,7 @@ class Linear:
         """
         of_x, of_weight = needed
         # A hook may have stored other tensors than those of the forward pass; a gradient is anybody's.
-        if dc.shape != self._shape or not dc.is_contiguous() or type(dc) is not torch.Tensor:
+        if dc.shape != self._shape or not dc.is_contiguous() or not are_plain(dc, x, weight):
             return None
         if not dc.dtype == x.dtype == weight.dtype or not dc.get_device() == x.get_device() == weight.get_device():
             return None

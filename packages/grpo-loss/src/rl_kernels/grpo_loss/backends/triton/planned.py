@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from rl_kernels.core.gpu import device_of
-from rl_kernels.core.torchlib import PLAIN
+from rl_kernels.core.torchlib import are_plain
 from rl_kernels.core.triton_lib.launch import Launch
 from rl_kernels.grpo_loss.backends.triton.groups import Scores, scores_in
 from rl_kernels.grpo_loss.backends.triton.plain import (
@@ -63,7 +63,7 @@ class Planned:
     ) -> torch.Tensor | None:
         """Return the gradient; None, and nothing is launched, if a hook of saved tensors stored others."""
         given = (current_logps, count, slope, upstream)
-        if not all([type(x) in PLAIN for x in given]) or current_logps.dtype != self._dtype:
+        if not are_plain(*given) or current_logps.dtype != self._dtype:
             return None
         if slope.shape != self._shape or not slope.is_contiguous() or count.numel() != 1 or upstream.numel() != 1:
             return None
