@@ -136,6 +136,8 @@ def tree(tmp_path):
     where = {"environment": step["environment"]}
     (tmp_path / "tools/results/h200-client-calls.json").write_text(json.dumps(where | {"calls": CALLS}))
     (tmp_path / "tools/results/h200-trl-step.json").write_text(json.dumps(where | {"settings": SIZES, "ways": TRL}))
+    mixed = where | {"settings": SIZES | {"dtype": "autocast"}, "ways": TRL}
+    (tmp_path / "tools/results/h200-trl-step-autocast.json").write_text(json.dumps(mixed))
     (tmp_path / "tools/results/h200-demo.json").write_text(json.dumps(TWINS | {"environment": step["environment"]}))
     return tmp_path
 
@@ -163,7 +165,8 @@ def test_results_are_written_into_the_pages(tree):
     assert "| mm 2x3x4, FP32 | 20.0 | 31.5 | 3 of 4,096 (under 1%) | 0 of 4,096 | 3.0e-07 | 2.0e-07 |" in models
     assert "| varlen_attn | 500 | 400 | 30 of 60 (50%) | 0 of 60 |" in models
     trl = (tree / "docs/recipes/trl.md").read_text()
-    assert "| rollout, ms | 90.0 | 80.0 | 70.0 |" in trl
+    assert trl.count("| rollout, ms | 90.0 | 80.0 | 70.0 |") == 2
+    assert "vocabulary 99, weights in FP32 under BF16 autocast; " in trl
     assert "| sequences that fit in 40 GiB | 248 | 240 | 368 |" in trl
     assert "| tokens that differ from the rollout | 320 of 320 (100%) | 300 of 320 (94%) | 0 of 320 |" in trl
     demo = (tree / "packages/rl-kernels/README.md").read_text()

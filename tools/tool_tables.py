@@ -147,7 +147,8 @@ def trl_steps(files: Iterable[Path]) -> str:
         rows.append(["tokens that differ from the rollout", of(*theirs), *ours])
         sizes = f"A Llama of {given['layers']} layers, hidden {given['hidden']}, vocabulary {given['vocab']}"
         batch = f"{given['groups']} groups of {given['samples']}, {given['prompt']} + {given['tokens']} tokens"
-        parts.append(f"{sizes}, {given['dtype']}; {batch}:\n\n{as_table(rows)}\n\n{ran_on(where)}")
+        dtype = {"autocast": "weights in FP32 under BF16 autocast"}.get(given["dtype"], given["dtype"])
+        parts.append(f"{sizes}, {dtype}; {batch}:\n\n{as_table(rows)}\n\n{ran_on(where)}")
     return filled(parts)
 
 
