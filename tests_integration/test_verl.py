@@ -121,12 +121,31 @@ def test_scores_and_gradients_are_those_of_logits(
     patched: Callable[..., Any], family: str, temperature: float | torch.Tensor, packed: bool
 ) -> None:
     expected = scored(model_of(family), temperature, fused=False, packed=packed)
+    model = patched(model_of(family))
     with record_dispatch() as log:
-        found = scored(patched(model_of(family)), temperature, fused=True, packed=packed)
+        found = scored(model, temperature, fused=True, packed=packed)
     assert [choice.operator for choice in log].count("linear_logp") == 1
     for mine, theirs in zip(found, expected, strict=True):
         assert mine.dtype == theirs.dtype
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_that_does_more_to_its_logits_is_refused(patched: Callable[..., Any]) -> None:
+    model = model_of("Llama")
+    theirs = type(model).forward
+
+    def louder(self: Any, *args: Any, **given: Any) -> Any:
+        found = theirs(self, *args, **given)
+        found.logits = found.logits * 1.1
+        return found
+
+    type(model).forward = louder
+    with pytest.raises(
+        TypeError, match=r"^model: expected logits that follow from the last hidden states and the head"
+    ):
+        patched(model)
+    # One that is patched already, as the actor's twin is.
+    patched(patched(model_of("Llama")))
 
 
 def test_padded_and_alone_have_the_same_bits_under_invariant(patched: Callable[..., Any]) -> None:

@@ -367,8 +367,9 @@ def test_operands_of_a_layer_under_autocast():
         assert torchlib.autocast_dtype(x.to("meta")) is None
         assert torchlib.autocast_dtype([1.0]) is None
         assert [value.dtype for value in torchlib.autocast_linear(x, weight, bias)] == [torch.bfloat16] * 3
-        for other in (x.double(), x.int(), x.to(torch.float8_e4m3fn), None, "x"):
-            assert torchlib.autocast_linear(x, other, other)[1:] == (other, other)
+        for other in (x.double(), x.int(), x.to(torch.float8_e4m3fn), x.to_sparse(), None, "x"):
+            with torch.no_grad():
+                assert all(value is other for value in torchlib.autocast_linear(x, other, other)[1:])
         halves = x.bfloat16(), weight.bfloat16(), None
         assert all(a is b for a, b in zip(torchlib.autocast_linear(*halves), halves, strict=True))
 
@@ -401,11 +402,19 @@ def test_autocast_keeps_what_it_cast_of_a_parameter():
             assert kept().data_ptr() == first.data_ptr()
             with torch.autocast("cuda", torch.bfloat16):
                 assert kept().data_ptr() == first.data_ptr()
+            with torch.autocast("cuda", torch.float16):
+                assert torch.equal(kept(), weight.half())
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                captured = kept()
         assert kept().data_ptr() != first.data_ptr()
         kept().sum().backward()
     assert torch.equal(weight.grad, torch.ones_like(weight))
     with torch.no_grad():
         weight.add_(1)
+        # What was captured casts it anew.
+        graph.replay()
+        assert torch.equal(captured, weight.bfloat16())
         with torch.autocast("cuda", torch.bfloat16):
             assert torch.equal(kept(), weight.bfloat16())
 

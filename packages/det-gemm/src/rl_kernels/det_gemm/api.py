@@ -74,7 +74,8 @@ def det_linear(
         backend: name of a backend, ``auto``, or None for what is forced elsewhere, if anything.
 
     Under ``torch.autocast`` the three are first cast to the autocast dtype, as ``F.linear`` does; with gradients off,
-    what a GPU's autocast has cast of a parameter is kept as long as its outermost block lasts, as there.
+    what a GPU's autocast has cast of a parameter is kept, as there: one that is changed inside the outermost block
+    keeps its old cast until the block ends.
 
     Returns:
         ``[..., N]`` in the dtype of the operands.

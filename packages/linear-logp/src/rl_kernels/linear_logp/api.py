@@ -125,7 +125,8 @@ def linear_logp(
             graph capture. Unchecked, a row with a bad id gives NaN, as do all gradients that it enters.
         backend: name of a backend, ``auto``, or None for what is forced elsewhere, if anything.
 
-    Under ``torch.autocast`` hidden, weight and bias are cast as ``F.linear`` casts its operands.
+    Under ``torch.autocast`` hidden, weight and bias are cast as ``F.linear`` casts its operands; with gradients off,
+    what a GPU's autocast has cast of a parameter is kept until its outermost block ends, as there.
 
     Returns:
         ``[...]`` in FP32, in FP64 for FP64 inputs; or ``LogpStats`` of such.

@@ -17,8 +17,6 @@ from rl_kernels.models.layers import original_of
 LORA = ("base_layer", "lora_A", "lora_B", "scaling", "active_adapters", "lora_dropout")
 SAVED = ("original_module", "modules_to_save", "active_adapters", "disable_adapters")
 """What PEFT documents of its layers, and of modules that it trains as a whole (``modules_to_save``)."""
-FACTORS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
-"""What models of transformers call a factor of their logits; Granite and MiniCPM3 divide by ``logits_scaling``."""
 
 
 def head_logp(
@@ -60,24 +58,6 @@ def head_logp(
     return forward(hidden)
 
 
-def logit_options(model: Any) -> dict[str, float]:
-    """Return what a causal language model of transformers does to its logits, as options of ``linear_logp``."""
-    config = model.config.get_text_config()
-    softcap = getattr(config, "final_logit_softcapping", None) or 0.0
-    return {"softcap": float(softcap), "logit_scale": _factor(config)}
-
-
-def _factor(config: Any) -> float:
-    for name in FACTORS:
-        value = getattr(config, name, None)
-        if value is not None:
-            return float(value)
-    scaling = getattr(config, "logits_scaling", None)
-    if scaling is None:
-        return 1.0
-    return float(scaling if config.model_type == "hyperclovax" else 1 / scaling)
-
-
 def _active_module(head: Any) -> nn.Module:
     """Return what PEFT calls in the place of a head that it trains as a whole, or the head itself."""
     found: nn.Module = head
@@ -92,8 +72,14 @@ def _check_hooks(*modules: nn.Module) -> None:
     for module in modules:
         if module._forward_hooks or module._forward_pre_hooks:
             raise TypeError("head: expected no forward hooks, on it or inside it: they would not run")
-        if "forward" in vars(module):
+        if "forward" in vars(module) and not _only_moves(module):
             raise TypeError("head: expected the forward of each class, one was replaced on the object")
+
+
+def _only_moves(module: Any) -> bool:
+    """Say whether accelerate replaced a forward to move what it is given to where the weights are, and no more."""
+    hook = getattr(module, "_hf_hook", None)
+    return type(hook).__name__ == "AlignDevicesHook" and not getattr(hook, "offload", True)
 
 
 def _copied(found: torch.Tensor | LogpStats) -> torch.Tensor | LogpStats:

@@ -6,7 +6,8 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -83,3 +84,16 @@ def _give_back(module: nn.Module, other: type[nn.Module], original: type[nn.Modu
         module.__class__ = type(found.__name__.replace(other.__name__, original.__name__), bases, body)
     elif other in found.__mro__:
         warnings.warn(f"model: a {found.__name__} stays swapped, its class was changed twice since", stacklevel=3)
+
+
+@contextmanager
+def replaced(model: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Have a function in the place of a method of an object."""
+    own = vars(model).get(name)
+    setattr(model, name, function)
+    try:
+        yield
+    finally:
+        delattr(model, name)
+        if own is not None:
+            setattr(model, name, own)

@@ -347,14 +347,18 @@ def autocast_linear(
     dtype = autocast_dtype(x)
     if dtype is None:
         return x, weight, bias
-    keeps = not torch.compiler.is_compiling() and not torch.is_grad_enabled()
 
-    def cast(value: Any, kept: bool) -> Any:
+    def cast(value: Any, *, may_keep: bool) -> Any:
         if not isinstance(value, torch.Tensor) or value.dtype == dtype or value.dtype not in CASTABLE:
             return value
-        if kept and type(value) in PLAIN:
+        if value.layout != torch.strided:
+            return value
+        # What is kept has no gradient, and is gone before a graph that was captured meanwhile.
+        if may_keep and type(value) in PLAIN and not torch.is_grad_enabled() and not values_hidden(value):
             # Of the ops that autocast casts for, the one that returns its argument; a CPU's autocast does not know it.
-            value = torch.ops.aten.einsum.default("...", [value])
+            kept = torch.ops.aten.einsum.default("...", [value])
+            if kept.dtype == dtype:
+                return kept
         return value.to(dtype)
 
-    return cast(x, False), cast(weight, keeps), cast(bias, keeps)
+    return cast(x, may_keep=False), cast(weight, may_keep=True), cast(bias, may_keep=True)

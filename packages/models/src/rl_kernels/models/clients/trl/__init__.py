@@ -14,17 +14,23 @@ from typing import Any
 
 from rl_kernels.models import invariance
 from rl_kernels.models.clients.trl import continuous
+from rl_kernels.models.clients.trl.checks import KNOWN, check_invariant, check_trainer
 from rl_kernels.models.clients.trl.head import Head, score_with
 from rl_kernels.models.clients.trl.loss import compute_loss, normaliser, objective, rollout_ratio
 from rl_kernels.models.clients.trl.rollout import check_rollout, recorded
+from rl_kernels.models.logits import check_logits
 
 __all__ = ["compute_loss", "normaliser", "objective", "rollout_ratio", "use_in"]
 
-KNOWN = "1.16"
-"""The version of TRL whose hooks these are."""
 
-
-def use_in(trainer: Any, *, invariant: bool = False, record: bool | None = None, **options: Any) -> None:
+def use_in(
+    trainer: Any,
+    *,
+    invariant: bool = False,
+    record: bool | None = None,
+    backend: str | None = None,
+    validate: bool = True,
+) -> None:
     """Let a GRPOTrainer score tokens by ``linear_logp`` and take its loss from ``grpo_loss``; metrics keep TRL's names.
 
     Args:
@@ -35,37 +41,32 @@ def use_in(trainer: Any, *, invariant: bool = False, record: bool | None = None,
             batching, samples: ``linear_logp`` on the hidden state that it came from. Batches bring them as
             ``sampling_per_token_logps``; the metrics ``sampling/sampling_logp_difference`` tell how far those of the
             first training pass are from them. By default as ``invariant``.
-        options: ``backend`` and ``validate`` of the loss.
+        backend: that of the loss, as in ``grpo_loss``.
+        validate: whether the loss checks the values of its arguments.
 
     Raises:
-        ValueError: the trainer adds terms to its loss that ours does not have; or tokens to record are sampled
-            elsewhere; or a model cannot be made invariant. The message names what.
+        ValueError: the trainer adds terms to its loss that ours does not have, or was given before; or tokens to record
+            are sampled elsewhere; or a model cannot be made invariant, or has dropout. The message names what.
         TypeError: the trainer has not the hooks of TRL 1.16, or its continuous batching not those of transformers 5.17
-            to 5.24, or the head of its model is none that ``head_logp`` takes.
+            to 5.24; or the head of its model is none that ``head_logp`` takes, or not all that its logits come from.
     """
-    beyond = {
-        "top_entropy_quantile": trainer.top_entropy_quantile < 1,
-        "off_policy_mask_threshold": trainer.off_policy_mask_threshold is not None,
-        "entropy_coef": trainer._entropy_bonus_enabled,
-        "router_aux_loss_coef": trainer.aux_loss_enabled,
-    }
-    for name, is_set in beyond.items():
-        if is_set:
-            raise ValueError(f"{name}: expected a trainer without it, the loss has no such term")
+    check_trainer(trainer)
     models = [model for model in (trainer.model, getattr(trainer, "ref_model", None)) if model is not None]
     bases = [model.get_base_model() if hasattr(model, "get_base_model") else model for model in models]
-    hooked = hasattr(trainer, "_get_per_token_logps_and_entropies") and all("forward" in vars(base) for base in bases)
-    if not hooked:
+    if not all("forward" in vars(base) for base in bases):
         raise TypeError(f"trainer: expected TRL's GRPOTrainer with a fused head on its models, as TRL {KNOWN} has it")
     record, in_batches = invariant if record is None else record, trainer.use_transformers_continuous_batching
     if record:
         check_rollout(trainer)
         if in_batches:
             continuous.check_settings(trainer)
-    if invariant:
-        _make_invariant(bases)
     in_fp32 = trainer.args.cast_lm_head_to_fp32
     heads = [Head(base, trainer.temperature, in_fp32=in_fp32, entropy=base is bases[0]) for base in bases]
+    for base, head in zip(bases, heads, strict=True):
+        check_logits(base, head.logps, trainer.temperature)
+    if invariant:
+        check_invariant(trainer, bases)
+        _make_invariant(bases)
     for base, head in zip(bases, heads, strict=True):
         score_with(base, head, places=invariant)
     if record:
@@ -73,7 +74,7 @@ def use_in(trainer: Any, *, invariant: bool = False, record: bool | None = None,
         given = (trainer._generate_single_turn, heads[0], bases[0], trainer.accelerator.autocast)
         config = trainer.continuous_batching_config
         trainer._generate_single_turn = continuous.recorded(*given, config) if in_batches else recorded(*given)
-    trainer._compute_loss = partial(compute_loss, trainer, **options)
+    trainer._compute_loss = partial(compute_loss, trainer, backend=backend, validate=validate)
 
 
 def _make_invariant(models: Sequence[Any]) -> None:

@@ -12,7 +12,8 @@ from transformers.utils import ModelOutput
 
 from rl_kernels.core.outputs import LogpStats
 from rl_kernels.linear_logp import linear_logp
-from rl_kernels.models.head import head_logp, logit_options
+from rl_kernels.models.head import head_logp
+from rl_kernels.models.logits import logit_options
 
 IGNORED = -100
 """The label of a position that is not scored."""
@@ -63,8 +64,7 @@ class Head:
         Raises:
             TypeError: the head is none that ``head_logp`` takes.
         """
-        device = self.module.weight.device
-        hidden, labels = hidden.to(device), labels.to(device)
+        labels = labels.to(hidden.device)
         kept = labels != IGNORED
         found = self._found(hidden[kept], labels[kept])
 
@@ -83,6 +83,12 @@ class Head:
 
     def _found(self, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor | LogpStats:
         head = self.module
+        device = head.weight.device
+        if rows.device != device:
+            # A model that is split over devices.
+            found = self._found(rows.to(device), ids.to(device))
+            back = [value.to(rows.device) for value in (found if isinstance(found, LogpStats) else (found,))]
+            return LogpStats(*back) if isinstance(found, LogpStats) else back[0]
         if not self._in_fp32:
             return head_logp(head, rows, ids, **self._options)
         # TRL has replaced the forward of the head by a product in FP32.

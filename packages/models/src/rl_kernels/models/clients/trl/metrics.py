@@ -42,7 +42,8 @@ def log(
     means["entropy"] = entropy
     sampled = inputs.get("sampling_per_token_logps")
     found = trainer._metrics["train" if trainer.model.training else "eval"]
-    if sampled is not None and not trainer.use_vllm:
+    # TRL logs its own for vLLM, and nothing of what a rollout_func brings.
+    if sampled is not None and not trainer.use_vllm and getattr(trainer, "rollout_func", None) is None:
         away = torch.where(mask, (logps if old is None else old) - sampled, 0.0).abs()
         means["sampling/sampling_logp_difference/mean"] = away
         found["sampling/sampling_logp_difference/max"].append(trainer.accelerator.gather(away.max()).max().item())

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from rl_kernels.models.clients.trl.head import Head
+from rl_kernels.models.swap import replaced
 
 Sampled = tuple[list[list[int]], list[list[float]]]
 """Tokens of each completion, and the log-probability of each."""
@@ -32,8 +33,14 @@ def check_rollout(trainer: Any) -> None:
     for name, is_set in beyond.items():
         if is_set:
             raise ValueError(f"{name}: expected a trainer without it, to record what transformers samples")
-    if getattr(trainer.generation_config, "prefill_chunk_size", None) is not None:
+    config = trainer.generation_config
+    if getattr(config, "prefill_chunk_size", None) is not None:
         raise ValueError("generation_kwargs: expected no prefill_chunk_size, a prompt in one pass")
+    if getattr(config, "guidance_scale", None) not in (None, 1):
+        raise ValueError("generation_kwargs: expected no guidance_scale, a pass for each token")
+    mode = config.get_generation_mode().value
+    if mode not in ("sample", "greedy_search"):
+        raise ValueError(f"generation_kwargs: expected a pass for each token, as in sampling, got {mode}")
 
 
 def recorded(sample: Callable[..., Any], head: Head, model: Any, around: Around) -> Callable[..., Sampled]:
@@ -62,19 +69,6 @@ def recorded(sample: Callable[..., Any], head: Head, model: Any, around: Around)
         return ids, [values[: len(each)] for values, each in zip(logps, ids, strict=True)]
 
     return sampled
-
-
-@contextmanager
-def replaced(model: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Have a function in the place of a method of an object."""
-    own = vars(model).get(name)
-    setattr(model, name, function)
-    try:
-        yield
-    finally:
-        delattr(model, name)
-        if own is not None:
-            setattr(model, name, own)
 
 
 @contextmanager

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from rl_kernels.models.clients.verl import engine
-from rl_kernels.models.clients.verl.forward import forward_of
+from rl_kernels.models.clients.verl.forward import forward_of, is_ours, scores
+from rl_kernels.models.logits import check_logits
+from rl_kernels.models.swap import replaced
 
 __all__ = ["install"]
 
@@ -28,10 +31,7 @@ def install() -> None:
 
     hooks = (
         (dense_common, ("forward_with_torch_backend", "CausalLMOutputForPPO")),
-        (
-            monkey_patch,
-            ("patch_forward_with_backends",),
-        ),
+        (monkey_patch, ("patch_forward_with_backends",)),
     )
     missing = [f"{module.__name__}.{name}" for module, names in hooks for name in names if not hasattr(module, name)]
     if missing:
@@ -50,7 +50,12 @@ def _with_engine(patch: Callable[..., None]) -> Callable[..., None]:
     """
 
     def patched(model: Any, *args: Any, **options: Any) -> None:
+        before = type(model).forward
         patch(model, *args, **options)
+        # A second model of a class finds it patched already.
+        if is_ours(model) and not before.__module__.startswith(("verl.", "rl_kernels.")):
+            with replaced(type(model), "forward", before):
+                check_logits(model, partial(scores, model))
         found = sys.modules.get(engine.MODULE)
         if found is not None:
             engine.install(found)

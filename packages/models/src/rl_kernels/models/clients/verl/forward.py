@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from rl_kernels.core.outputs import LogpStats
-from rl_kernels.models.head import head_logp, logit_options
+from rl_kernels.models.head import head_logp
+from rl_kernels.models.logits import logit_options
 
 BACKEND = "_verl_fused_kernels_backend"
 """Where verl keeps on a model which of its backends was asked for: two of them share a forward."""
@@ -43,21 +44,19 @@ def forward_of(theirs: Callable[..., Any], output: type[Any]) -> Callable[..., A
         given.pop("logits_to_keep", None)
         found = self.base_model(input_ids=input_ids, return_dict=True, **given)
         hidden = found.last_hidden_state
-        scores = head_logp(
-            self.get_output_embeddings(),
-            hidden,
-            labels,
-            temperature=_of_rows(temperature, labels),
-            return_stats=True,
-            validate=False,
-            **logit_options(self),
-        )
-        assert isinstance(scores, LogpStats)
+        scored = scores(self, hidden, labels, temperature=_of_rows(temperature, labels), return_stats=True)
+        assert isinstance(scored, LogpStats)
         rest = {name: getattr(found, name, None) for name in ("past_key_values", "hidden_states", "attentions")}
-        return output(log_probs=scores.logp, entropy=scores.entropy, **rest)
+        return output(log_probs=scored.logp, entropy=scored.entropy, **rest)
 
     forward.replaced = theirs  # type: ignore[attr-defined]
     return forward
+
+
+def scores(model: Any, hidden: torch.Tensor, ids: torch.Tensor, **options: Any) -> Any:
+    """Return what ``head_logp`` gives for the head of a model, with what the model does to its logits."""
+    head = model.get_output_embeddings()
+    return head_logp(head, hidden, ids, validate=False, **logit_options(model), **options)
 
 
 def is_ours(model: Any) -> bool:

@@ -1,0 +1,90 @@
+"""What ``use_in`` asks of a trainer: TRL's own GRPOTrainer, a loss that ours has, models without dropout."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from rl_kernels.models.logits import in_mode
+
+KNOWN = "1.16"
+"""The version of TRL whose hooks these are."""
+TRAINER = ("trl.trainer.grpo_trainer", "GRPOTrainer")
+METHODS = ("_compute_loss", "_get_per_token_logps_and_entropies", "_generate_single_turn")
+"""Of TRL's class: those that are replaced or relied on."""
+SETTINGS = {
+    "top_entropy_quantile": ("top_entropy_quantile", lambda value: value < 1),
+    "off_policy_mask_threshold": ("off_policy_mask_threshold", lambda value: value is not None),
+    "entropy_coef": ("_entropy_bonus_enabled", bool),
+    "router_aux_loss_coef": ("aux_loss_enabled", bool),
+}
+"""Terms that our loss has not: where a trainer keeps them, and what says that they are there."""
+
+
+def check_trainer(trainer: Any) -> None:
+    """Refuse trainers whose hooks or loss are others than those of TRL's GRPOTrainer.
+
+    Raises:
+        TypeError: a hook is not there, or a subclass has its own.
+        ValueError: it was given to ``use_in`` before, or its loss has terms that ours has not.
+    """
+    missing = [name for name in METHODS if not hasattr(type(trainer), name)]
+    missing += [attribute for attribute, _ in SETTINGS.values() if not hasattr(trainer, attribute)]
+    if missing:
+        kind = type(trainer).__name__
+        raise TypeError(f"trainer: expected the GRPOTrainer of TRL {KNOWN}, this {kind} has no {missing[0]}")
+    for name in METHODS:
+        method = getattr(type(trainer), name)
+        if (method.__module__, method.__qualname__) != (TRAINER[0], f"{TRAINER[1]}.{name}"):
+            raise TypeError(
+                f"trainer: expected TRL's own {name}, {type(trainer).__name__} has another: it would be lost"
+            )
+    if "_compute_loss" in vars(trainer):
+        raise ValueError("trainer: expected one that was not given to use_in before, its _compute_loss is replaced")
+    for name, (attribute, is_set) in SETTINGS.items():
+        if is_set(getattr(trainer, attribute)):
+            raise ValueError(f"{name}: expected a trainer without it, the loss has no such term")
+    plugin = getattr(trainer.args, "deepspeed_plugin", None)
+    if plugin is not None and plugin.zero_stage == 3:
+        raise ValueError("deepspeed: expected a ZeRO stage below 3, which leaves no rank the weight of the head")
+
+
+def check_invariant(trainer: Any, models: Iterable[Any]) -> None:
+    """Refuse what a rollout and a training pass compute differently even under ``invariant``.
+
+    Raises:
+        ValueError: dropout is active, or a prompt is learnt, which stands before the padding.
+    """
+    if getattr(getattr(trainer.model, "active_peft_config", None), "is_prompt_learning", False):
+        raise ValueError("peft_config: expected no learnt prompt with invariant, it stands before the padding")
+    for model in models:
+        for path, module in model.named_modules():
+            if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+                found = f"{path} has {module.p}"
+                raise ValueError(f"disable_dropout: expected no dropout with invariant, {found}; set it in GRPOConfig")
+        if _draws(model):
+            raise ValueError("model: expected no dropout with invariant, set that of its config to 0")
+
+
+def _draws(model: Any) -> bool:
+    """Say whether a model computes something else from pass to pass while it trains."""
+    device = model.get_input_embeddings().weight.device
+    ids = torch.arange(4, device=device)[None]
+    with _drawing_apart(model), in_mode(model, training=True), torch.no_grad(), warnings.catch_warnings():
+        # Of checkpoints, that nothing requires grad.
+        warnings.simplefilter("ignore")
+        given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "return_dict": True}
+        first, second = (model.base_model(**given).last_hidden_state.float() for _ in range(2))
+    return not torch.allclose(first, second, rtol=0, atol=0.01 * float(first.abs().max()))
+
+
+@contextmanager
+def _drawing_apart(model: nn.Module) -> Iterator[None]:
+    """Leave the generators of random numbers as they were, of the CPU and of a model's devices."""
+    with torch.random.fork_rng(sorted({value.get_device() for value in model.parameters() if value.is_cuda})):
+        yield

@@ -1,0 +1,103 @@
+"""check_logits(): whether what is scored through a head are the log-probabilities of the model's own logits."""
+
+import warnings
+
+import pytest
+import torch
+
+from rl_kernels.models.head import head_logp
+from rl_kernels.models.logits import check_logits, logit_options
+
+TEMPERATURE = 0.7
+FAMILIES = {
+    "Llama": {},
+    "Qwen2": {"tie_word_embeddings": True},
+    "Gemma2": {"final_logit_softcapping": 3.0, "head_dim": 16, "query_pre_attn_scalar": 16},
+    "Granite": {"logits_scaling": 4.0},
+    "Cohere": {"logit_scale": 0.3},
+    "RecurrentGemma": {"logits_soft_cap": 3.0, "lru_width": 32},
+    "Phi": {},  # its head has a bias
+    "OPT": {"ffn_dim": 48, "word_embed_proj_dim": 16, "dropout": 0.5},  # it calls a part of its body
+    "GPT2": {"resid_pdrop": 0.5},
+}
+
+
+def model_of(family, kind=None, **options):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    sizes |= {
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 1,
+    }
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**sizes, **FAMILIES[family] | options)
+    model = (kind or getattr(transformers, f"{family}{'LMHeadModel' if family == 'GPT2' else 'ForCausalLM'}"))(config)
+    for parameter in model.parameters():
+        parameter.data.add_(torch.randn_like(parameter) * 0.1)
+    return model.train()
+
+
+def score_of(model, **options):
+    options = logit_options(model) | options
+
+    def score(hidden, ids):
+        return head_logp(model.get_output_embeddings(), hidden, ids, temperature=TEMPERATURE, **options)
+
+    return score
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_models_whose_logits_are_known_pass(family, dtype):
+    model = model_of(family).to(dtype)
+    state, flags = torch.get_rng_state(), [module.training for module in model.modules()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_logits(model, score_of(model), TEMPERATURE)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [module.training for module in model.modules()] == flags
+    assert "forward" not in vars(model.base_model)
+
+
+@pytest.mark.parametrize("family", ["Gemma2", "Granite", "Cohere", "RecurrentGemma"])
+def test_what_is_not_scored_as_the_model_does_is_refused(family):
+    model = model_of(family).to(torch.bfloat16)
+    with pytest.raises(TypeError, match=rf"^model: expected logits that follow .* those of {family}ForCausalLM are"):
+        check_logits(model, score_of(model, softcap=0.0, logit_scale=1.0), TEMPERATURE)
+    assert "forward" not in vars(model.base_model)
+
+
+def test_a_cap_shows_though_the_logits_of_a_new_model_are_small():
+    model = model_of("Gemma2", final_logit_softcapping=50.0)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1e-3)
+    with pytest.raises(TypeError, match=r"^model: expected logits that follow"):
+        check_logits(model, score_of(model, softcap=0.0), TEMPERATURE)
+
+
+def test_a_layer_before_the_head_is_refused():
+    transformers = pytest.importorskip("transformers")
+    config = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    ids = {f"{name}_token_id": 0 for name in ("pad", "eos", "bos", "cls", "sep")}
+    config = transformers.ModernBertDecoderConfig(**config, **ids, num_attention_heads=2)
+    model = transformers.ModernBertDecoderForCausalLM(config)
+    with pytest.raises(TypeError, match=r"those of ModernBertDecoderForCausalLM are .* off$"):
+        check_logits(model, score_of(model), TEMPERATURE)
+
+
+def test_models_that_cannot_be_looked_at():
+    model = model_of("Llama")
+    model.forward = None
+    with pytest.warns(UserWarning, match=r"^model: its logits could not be held to what is scored: 'NoneType'"):
+        check_logits(model, score_of(model))
+    with torch.device("meta"):
+        model.lm_head = torch.nn.Linear(32, 50, bias=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_logits(model, score_of(model))
+    model.base_model_prefix = ""
+    with pytest.raises(TypeError, match=r"^model: expected a body that gives last hidden states, LlamaFor.* has none"):
+        check_logits(model, score_of(model))

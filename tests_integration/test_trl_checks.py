@@ -1,0 +1,176 @@
+"""What ``use_in`` refuses before anything is sampled: other trainers, other logits, dropout, other generation."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+trl = pytest.importorskip("trl")
+# TRL and its libraries warn of what does not concern this.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+from rl_kernels.models.clients import trl as trl_client  # noqa: E402
+
+Made = Callable[..., Any]
+
+
+def norm_of(trainer: Any) -> str:
+    return type(trainer.model.model.norm).__name__
+
+
+class Other(trl.GRPOTrainer):  # type: ignore[misc]
+    """A subclass that adds nothing."""
+
+
+@pytest.mark.parametrize("name", ["_compute_loss", "_get_per_token_logps_and_entropies", "_generate_single_turn"])
+def test_what_a_subclass_computes_is_not_lost(trainer_of: Made, tmp_path: Path, name: str) -> None:
+    trainer = trainer_of(tmp_path)
+    trainer.__class__ = type("Mine", (Other,), {name: lambda self, *args: None})
+    with pytest.raises(TypeError, match=rf"^trainer: expected TRL's own {name}, Mine has another"):
+        trl_client.use_in(trainer)
+    trainer.__class__ = Other
+    trl_client.use_in(trainer)
+
+
+def test_other_trainers_are_named(trainer_of: Made, tmp_path: Path) -> None:
+    with pytest.raises(
+        TypeError, match=r"^trainer: expected the GRPOTrainer of TRL 1\.16, this SimpleNamespace has no _c"
+    ):
+        trl_client.use_in(SimpleNamespace())
+    trainer = trainer_of(tmp_path)
+    del trainer._entropy_bonus_enabled
+    with pytest.raises(TypeError, match=r"this GRPOTrainer has no _entropy_bonus_enabled"):
+        trl_client.use_in(trainer)
+
+
+def test_a_trainer_is_given_once(trainer_of: Made, tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path)
+    trl_client.use_in(trainer, record=True)
+    with pytest.raises(ValueError, match=r"^trainer: expected one that was not given to use_in before"):
+        trl_client.use_in(trainer, record=True)
+
+
+def test_a_sharded_head_is_refused(trainer_of: Made, tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path)
+    object.__setattr__(trainer.args, "deepspeed_plugin", SimpleNamespace(zero_stage=3))
+    with pytest.raises(ValueError, match=r"^deepspeed: expected a ZeRO stage below 3"):
+        trl_client.use_in(trainer)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"guidance_scale": 1.5}, "expected no guidance_scale"),
+        ({"num_beams": 2}, "expected a pass for each token, as in sampling, got beam"),
+        ({"prompt_lookup_num_tokens": 2}, "got assisted_generation"),
+    ],
+    ids=["guidance", "beams", "assisted"],
+)
+def test_generation_with_other_passes_is_refused(
+    trainer_of: Made, tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    trainer = trainer_of(tmp_path, generation_kwargs=options)
+    with pytest.raises(ValueError, match=f"^generation_kwargs: .*{message}"):
+        trl_client.use_in(trainer, record=True)
+    trl_client.use_in(trainer)
+
+
+def test_dropout_is_refused_with_invariant(trainer_of: Made, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    adapter = peft.LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.05)
+    trainer = trainer_of(tmp_path, adapter)
+    with pytest.raises(ValueError, match=r"^disable_dropout: expected no dropout .*lora_dropout\.default has 0\.05"):
+        trl_client.use_in(trainer, invariant=True)
+    assert not any("RowWise" in type(module).__name__ for module in trainer.model.modules())
+    trl_client.use_in(trainer, record=True)
+
+
+def test_dropout_that_is_no_module_is_refused_with_invariant(trainer_of: Made, tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path)
+    mlp = trainer.model.model.layers[0].mlp
+    theirs = mlp.forward
+    mlp.forward = lambda x: F.dropout(theirs(x), 0.3, training=mlp.training)
+    trainer.model.eval()
+    state = torch.get_rng_state()
+    with pytest.raises(ValueError, match=r"^model: expected no dropout with invariant"):
+        trl_client.use_in(trainer, invariant=True)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not any(module.training for module in trainer.model.modules())
+    assert norm_of(trainer) == "LlamaRMSNorm"
+
+
+def test_a_learnt_prompt_is_refused_with_invariant(trainer_of: Made, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    trainer = trainer_of(tmp_path, peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"))
+    with pytest.raises(ValueError, match=r"^peft_config: expected no learnt prompt with invariant"):
+        trl_client.use_in(trainer, invariant=True)
+    trl_client.use_in(trainer)
+
+
+def test_a_head_that_is_not_taken_is_refused_at_once(trainer_of: Made, tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path)
+    trainer.model.lm_head.register_forward_hook(lambda *given: None)
+    with pytest.raises(TypeError, match=r"^head: expected no forward hooks"):
+        trl_client.use_in(trainer, invariant=True)
+    assert norm_of(trainer) == "LlamaRMSNorm"
+
+
+def test_a_model_that_does_more_to_its_logits_is_refused(trainer_of: Made, tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path)
+    theirs = trainer.model.forward
+
+    def louder(*args: Any, **given: Any) -> Any:
+        found = theirs(*args, **given)
+        found.logits = found.logits * 1.1
+        return found
+
+    trainer.model.forward = louder
+    with pytest.raises(
+        TypeError, match=r"^model: expected logits that follow .* those of LlamaForCausalLM are .* off$"
+    ):
+        trl_client.use_in(trainer, invariant=True)
+    assert norm_of(trainer) == "LlamaRMSNorm"
+
+
+def test_a_head_that_accelerate_moves_inputs_for(trainer_of: Made, tmp_path: Path) -> None:
+    """As where ``device_map`` split a model."""
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+
+    trainer = trainer_of(tmp_path)
+    for module in (trainer.model.model, trainer.model.lm_head):
+        add_hook_to_module(module, AlignDevicesHook(execution_device="cpu"))
+    ids = torch.arange(12).view(2, 6) + 3
+    given = (trainer.model, ids, torch.ones_like(ids), 4)
+    expected, *_ = trainer._get_per_token_logps_and_entropies(*given)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trl_client.use_in(trainer)
+    found, *_ = trainer._get_per_token_logps_and_entropies(*given)
+    torch.testing.assert_close(found, expected)
+    trainer.model.lm_head._hf_hook.offload = True
+    with pytest.raises(TypeError, match=r"^head: expected the forward of each class"):
+        trainer._get_per_token_logps_and_entropies(*given)
+
+
+def test_what_a_rollout_of_ones_own_brings_is_not_logged(trainer_of: Made, tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path)
+    trainer.model.train()
+    logged = []
+    for function in (None, lambda *given: None):
+        trainer.rollout_func = function
+        ids = torch.arange(8).view(2, 4) + 3
+        inputs = {f"{part}_ids": ids for part in ("prompt", "completion")}
+        inputs |= {f"{part}_mask": torch.ones_like(ids) for part in ("prompt", "completion")}
+        inputs |= {"advantages": torch.ones(2), "sampling_per_token_logps": torch.zeros(2, 4)}
+        trainer.current_gradient_accumulation_steps = 1
+        trl_client.compute_loss(trainer, trainer.model, inputs | {"num_items_in_batch": torch.tensor(8)})
+        logged.append("sampling/sampling_logp_difference/mean" in trainer._metrics["train"])
+        trainer._metrics["train"].clear()
+    assert logged == [True, False]
