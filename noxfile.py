@@ -37,6 +37,11 @@ VERL = (
     *("tensordict", "torchdata"),
 )
 
+# The oldest transformers whose continuous batching is known; it takes names of attention that later ones do not.
+TRANSFORMERS = ("transformers==5.17.0", "peft")
+MET = ("attention", "continuous", "embedding", "head", "invariant", "logits", "running", "training", "transformers")
+"""The tests of models in which transformers is met."""
+
 NVRTC = ("cuda-bindings", "nvidia-cuda-nvrtc")
 
 # The interpreter of 3.6 needs an older NumPy than the rest of the house.
@@ -112,6 +117,18 @@ def trl(session: nox.Session) -> None:
     env = {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
     files = sorted(map(str, (ROOT / "tests_integration").glob("test_trl*.py")))
     session.run("python", "-m", "pytest", *files, *session.posargs, env=env)
+
+
+@nox.session(**BORROWING)
+def transformers(session: nox.Session) -> None:
+    """Run the tests of models with the oldest transformers that is known to work; `tests` has the newest."""
+    borrow(session)
+    install(session, *SHARED, *siblings(MODELS), MODELS)
+    session.install(*TRANSFORMERS)
+    session.install(*PINNED, "pytest-xdist")
+    files = [str(tests_of(MODELS) / f"test_{name}.py") for name in MET]
+    env = {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    session.run("python", "-m", "pytest", *SPREAD, *files, *session.posargs, env=env)
 
 
 @nox.session(**BORROWING)

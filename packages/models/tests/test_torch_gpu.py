@@ -1,5 +1,8 @@
 """PyTorch's attention under ``activate()`` on a GPU: the bits of det_attention, alone and in a batch."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel, varlen
@@ -64,6 +67,16 @@ def test_varlen_attn_on_a_gpu(window):
     for value, wanted, one in zip(found, both(ours, where, *leaves), alone, strict=True):
         assert torch.equal(value, wanted)
         assert torch.equal(value[: LENGTHS[0]], one)
+
+
+def test_the_example_of_the_readme_runs():
+    page = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```text\n(from torch\.nn\.attention .*?)^```$", page, re.MULTILINE | re.DOTALL)
+    q, k, v, _ = drawn(2, 4, 150, 64)
+    found = {"torch": torch, "q": q, "k": k, "v": v}
+    exec(block, found)
+    expected = det_attention(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+    assert torch.equal(found["out"], expected)
 
 
 def test_compiled_sdpa_on_a_gpu():
