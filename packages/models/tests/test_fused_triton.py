@@ -193,6 +193,18 @@ def test_what_another_library_puts_there_stays(tiny):
         modeling.apply_rotary_pos_emb = original
 
 
+@pytest.mark.parametrize(("name", "dtype"), [("Llama", torch.float32), ("Olmo2", torch.float16)])
+def test_angles_in_fp32_give_the_dtype_that_the_file_gives(tiny, device, name, dtype):
+    modeling = pytest.importorskip(f"transformers.models.{name.lower()}.modeling_{name.lower()}")
+    q, k, angle = tensors(device, torch.float32, (2, 4, 4, 16), (2, 4, 4, 16), (2, 4, 16))
+    given = q.half(), k.half(), angle.cos(), angle.sin()
+    expected = modeling.apply_rotary_pos_emb(*given)
+    with invariant(tiny(name)):
+        found = modeling.apply_rotary_pos_emb(*given)
+    assert [x.dtype for x in found] == [dtype, dtype]
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
+
+
 def test_other_arguments_go_to_the_function_of_the_file(tiny, device):
     modeling = pytest.importorskip("transformers.models.llama.modeling_llama")
     q, k, angle = tensors(device, torch.float32, (2, 4, 4, 16), (2, 4, 4, 16), (2, 4, 16))

@@ -28,27 +28,33 @@ def rotary_module(part: nn.Module) -> ModuleType | None:
     """Return the modelling file of a ``PreTrainedModel`` if its attention turns halves by one cosine and one sine."""
     module = sys.modules.get(type(part).__module__)
     function = getattr(module, ROTARY, None)
-    if module is None or function is None:
-        return None
+    return module if function is not None and _turns_halves(function, torch.float32) else None
+
+
+def _turns_halves(function: Callable[..., Any], dtype: torch.dtype) -> bool:
+    """Say whether a function rotates queries and keys of a dtype by FP32 angles as products and sums do, no more."""
     generator = torch.Generator().manual_seed(0)
     q, k, cos, sin = (
         torch.randn(shape, generator=generator, **PROBE) for shape in ((1, 2, 3, 8), (1, 1, 3, 8), (1, 3, 8), (1, 3, 8))
     )
+    q, k = q.to(dtype), k.to(dtype)
     expected = [x * cos[:, None] + torch.cat((-x[..., 4:], x[..., :4]), -1) * sin[:, None] for x in (q, k)]
     try:
         found = function(q, k, cos, sin)
-        same = len(found) == 2 and all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+        pairs = list(zip(found, expected, strict=True))
+        return all(x.dtype == y.dtype and torch.equal(x, y) for x, y in pairs)
     except Exception:  # whatever else it wants, it is none of this kind
-        return None
-    return module if same else None
+        return False
 
 
 def rotary_swap(module: ModuleType) -> Undo:
     """Swap the function of a modelling file for ours, for all models of the file: no bit of theirs changes."""
     original = getattr(module, ROTARY)
+    # Olmo's returns the dtype of what it is given, whatever that of the angles.
+    promotes = _turns_halves(original, torch.bfloat16)
 
     def apply(q: Any, k: Any, cos: Any, sin: Any, *args: Any, **options: Any) -> Any:
-        if args or options or not rotary.takes(q, k, cos, sin):
+        if args or options or not rotary.takes(q, k, cos, sin) or not (promotes or q.dtype == cos.dtype):
             return original(q, k, cos, sin, *args, **options)
         return rotary.rotary(q, k, cos, sin)
 
