@@ -37,7 +37,7 @@ VERL = (
     *("tensordict", "torchdata"),
 )
 
-# The oldest transformers whose continuous batching is known; it takes names of attention that later ones do not.
+# The oldest transformers whose continuous batching is known, with names of attention that later ones do not take.
 TRANSFORMERS = ("transformers==5.17.0", "peft")
 MET = ("attention", "continuous", "embedding", "head", "invariant", "logits", "running", "training", "transformers")
 """The tests of models in which transformers is met."""
@@ -121,7 +121,7 @@ def trl(session: nox.Session) -> None:
 
 @nox.session(**BORROWING)
 def transformers(session: nox.Session) -> None:
-    """Run the tests of models with the oldest transformers that is known to work; `tests` has the newest."""
+    """Run the tests of models with the oldest transformers whose continuous batching is known."""
     borrow(session)
     install(session, *SHARED, *siblings(MODELS), MODELS)
     session.install(*TRANSFORMERS)

@@ -35,6 +35,12 @@ def test_what_a_subclass_computes_is_not_lost(trainer_of: Made, tmp_path: Path, 
     trainer.__class__ = type("Mine", (Other,), {name: lambda self, *args: None})
     with pytest.raises(TypeError, match=rf"^trainer: expected TRL's own {name}, Mine has another"):
         trl_client.use_in(trainer)
+    namesake = type("GRPOTrainer", (Other,), {})
+    setattr(namesake, name, eval("lambda self: None"))
+    getattr(namesake, name).__qualname__ = f"GRPOTrainer.{name}"
+    trainer.__class__ = namesake
+    with pytest.raises(TypeError, match=rf"^trainer: expected TRL's own {name}, GRPOTrainer has another"):
+        trl_client.use_in(trainer)
     trainer.__class__ = Other
     trl_client.use_in(trainer)
 
@@ -53,15 +59,22 @@ def test_other_trainers_are_named(trainer_of: Made, tmp_path: Path) -> None:
 def test_a_trainer_is_given_once(trainer_of: Made, tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path)
     trl_client.use_in(trainer, record=True)
-    with pytest.raises(ValueError, match=r"^trainer: expected one that was not given to use_in before"):
+    with pytest.raises(
+        ValueError, match=r"^trainer: expected one that was not given to use_in before, its _compute_loss"
+    ):
+        trl_client.use_in(trainer, record=True)
+    del trainer._compute_loss
+    with pytest.raises(ValueError, match=r"its _generate_single_turn is replaced"):
         trl_client.use_in(trainer, record=True)
 
 
 def test_a_sharded_head_is_refused(trainer_of: Made, tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path)
     object.__setattr__(trainer.args, "deepspeed_plugin", SimpleNamespace(zero_stage=3))
-    with pytest.raises(ValueError, match=r"^deepspeed: expected a ZeRO stage below 3"):
+    with pytest.raises(ValueError, match=r"^deepspeed: expected ZeRO-2 at most"):
         trl_client.use_in(trainer)
+    trainer.args.deepspeed_plugin.zero_stage = 2
+    trl_client.use_in(trainer)
 
 
 @pytest.mark.parametrize(
@@ -82,10 +95,31 @@ def test_generation_with_other_passes_is_refused(
     trl_client.use_in(trainer)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("guidance_scale", 2.0), ("num_beams", 2), ("prefill_chunk_size", 2)], ids=lambda x: str(x)
+)
+def test_settings_of_the_model_count_where_the_trainer_has_none(
+    trainer_of: Made, tmp_path: Path, name: str, value: float
+) -> None:
+    trainer = trainer_of(tmp_path)
+    setattr(trainer.model.generation_config, name, value)
+    with pytest.raises(ValueError, match=r"^generation_kwargs: expected"):
+        trl_client.use_in(trainer, record=True)
+    setattr(trainer.generation_config, name, 1)
+    if name != "prefill_chunk_size":
+        trl_client.use_in(trainer, record=True)
+
+
+@pytest.mark.parametrize("options", [{"guidance_scale": 1}, {"do_sample": False}], ids=["guidance", "greedy"])
+def test_a_pass_for_each_token_is_taken(trainer_of: Made, tmp_path: Path, options: dict[str, Any]) -> None:
+    trl_client.use_in(trainer_of(tmp_path, generation_kwargs=options), record=True)
+
+
 def test_dropout_is_refused_with_invariant(trainer_of: Made, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     adapter = peft.LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.05)
     trainer = trainer_of(tmp_path, adapter)
+    trainer.model.eval()
     with pytest.raises(ValueError, match=r"^disable_dropout: expected no dropout .*lora_dropout\.default has 0\.05"):
         trl_client.use_in(trainer, invariant=True)
     assert not any("RowWise" in type(module).__name__ for module in trainer.model.modules())
@@ -106,6 +140,30 @@ def test_dropout_that_is_no_module_is_refused_with_invariant(trainer_of: Made, t
     assert norm_of(trainer) == "LlamaRMSNorm"
 
 
+def test_dropout_of_the_reference_is_seen_too(trainer_of: Made, tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, beta=0.1)
+    trainer.ref_model.other = torch.nn.Dropout(0.1)
+    with pytest.raises(ValueError, match=r"^disable_dropout: expected no dropout with invariant, other has 0\.1"):
+        trl_client.use_in(trainer, invariant=True)
+
+
+def test_a_body_that_gives_no_numbers_is_not_taken_for_dropout(trainer_of: Made, tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path)
+    with torch.no_grad():
+        trainer.model.model.norm.weight.fill_(float("nan"))
+    trl_client.use_in(trainer, invariant=True)
+
+
+@pytest.mark.parametrize("wide", ["lm_head", "embed_tokens"])
+def test_dtypes_that_meet_under_autocast_alone(trainer_of: Made, tmp_path: Path, wide: str) -> None:
+    trainer = trainer_of(tmp_path, bf16=True)
+    trainer.model.bfloat16()
+    (trainer.model.lm_head if wide == "lm_head" else trainer.model.model.embed_tokens).float()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trl_client.use_in(trainer, invariant=True)
+
+
 def test_a_learnt_prompt_is_refused_with_invariant(trainer_of: Made, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     trainer = trainer_of(tmp_path, peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"))
@@ -122,21 +180,47 @@ def test_a_head_that_is_not_taken_is_refused_at_once(trainer_of: Made, tmp_path:
     assert norm_of(trainer) == "LlamaRMSNorm"
 
 
-def test_a_model_that_does_more_to_its_logits_is_refused(trainer_of: Made, tmp_path: Path) -> None:
-    trainer = trainer_of(tmp_path)
-    theirs = trainer.model.forward
+@pytest.mark.parametrize("name", ["model", "ref_model"])
+def test_a_model_that_does_more_to_its_logits_is_refused(trainer_of: Made, tmp_path: Path, name: str) -> None:
+    trainer = trainer_of(tmp_path, beta=0.1)
+    model = getattr(trainer, name)
+    theirs = model.forward
 
     def louder(*args: Any, **given: Any) -> Any:
         found = theirs(*args, **given)
         found.logits = found.logits * 1.1
         return found
 
-    trainer.model.forward = louder
+    model.forward = louder
     with pytest.raises(
         TypeError, match=r"^model: expected logits that follow .* those of LlamaForCausalLM are .* off$"
     ):
         trl_client.use_in(trainer, invariant=True)
     assert norm_of(trainer) == "LlamaRMSNorm"
+
+
+def test_a_wrapped_reference_is_scored_by_ours(trainer_of: Made, tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, beta=0.1)
+    inner = trainer.ref_model
+    theirs = inner.forward
+    trainer.ref_model = torch.nn.DataParallel(inner)
+    trl_client.use_in(trainer)
+    assert inner.forward is not theirs
+
+
+def test_a_quantised_head_is_refused_at_once(trainer_of: Made, tmp_path: Path) -> None:
+    class Packed(torch.nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError("shapes cannot be multiplied")
+
+    trainer = trainer_of(tmp_path)
+    head = trainer.model.lm_head = Packed(32, 16)
+    head.weight = torch.nn.Parameter(torch.zeros(9, 1, dtype=torch.uint8), requires_grad=False)
+    with pytest.raises(TypeError, match=r"^head: expected an nn\.Linear or one with a LoRA adapter, got Packed"):
+        trl_client.use_in(trainer)
+    del head.weight
+    with pytest.raises(TypeError, match=r"^head: expected an nn\.Linear or one with a LoRA adapter, got Packed"):
+        trl_client.use_in(trainer)
 
 
 def test_a_head_that_accelerate_moves_inputs_for(trainer_of: Made, tmp_path: Path) -> None:

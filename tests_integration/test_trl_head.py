@@ -117,6 +117,22 @@ def test_a_product_in_fp32_stays_so_under_autocast(family: str) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_tokens_come_from_another_device() -> None:
+    """As in a rollout of a model that is split: what the head is given is where the layer before it is."""
+    model = _model("llama")
+    seen = []
+
+    class Ids:
+        def to(self, device: torch.device) -> torch.Tensor:
+            seen.append(device)
+            return torch.arange(9)
+
+    scorer = head.Head(model, 0.7, in_fp32=False, entropy=False)
+    given: Any = Ids()
+    assert scorer.logps(torch.randn(9, 32), given).shape == (9,)
+    assert seen == [torch.device("cpu")]
+
+
 def test_tokens_stand_behind_their_padding_or_where_generate_lets_them() -> None:
     model, seen = _model("llama"), []
     _hooked(model)

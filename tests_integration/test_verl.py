@@ -144,6 +144,9 @@ def test_a_model_that_does_more_to_its_logits_is_refused(patched: Callable[..., 
         TypeError, match=r"^model: expected logits that follow from the last hidden states and the head"
     ):
         patched(model)
+    # Other backends of verl score by themselves.
+    type(model).forward = louder
+    patched(model, "liger")
     # One that is patched already, as the actor's twin is.
     patched(patched(model_of("Llama")))
 

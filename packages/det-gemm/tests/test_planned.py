@@ -300,6 +300,11 @@ def test_kinds_are_planned_once(monkeypatch):
     det_linear(x.as_subclass(special), weight)
     assert torch.equal(det_linear(torch._neg_view(x), weight), det_linear(-x, weight))
     assert torch.equal(det_linear(x, torch._neg_view(weight)), det_linear(x, -weight))
+    bias = torch.ones(weight.shape[0], dtype=x.dtype)
+    det_linear(x[:1, :2], weight, torch._neg_view(bias))
+    assert not made
+    assert torch.equal(det_linear(x, weight, torch._neg_view(bias)), det_linear(x, weight, -bias))
+    made.clear()
     with use_backend(det_gemm="native"):
         det_linear(x[:, :2], weight)
     with record_dispatch():

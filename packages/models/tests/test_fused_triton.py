@@ -141,6 +141,7 @@ def test_what_does_not_fit_is_left_to_pytorch(device):
         "dims": (q[0], k, angle, angle),
         "dtype": (q.double(), k.double(), angle.double(), angle.double()),
         "mixed": (q.half(), k, angle, angle),
+        "angles elsewhere": (q, k, angle.to("meta"), angle.to("meta")),
         "mixed angles": (q, k, angle, angle.half()),
         "narrow angles": (q, k, angle.half(), angle.half()),
         "other halves": (q.half(), k.half(), angle.bfloat16(), angle.bfloat16()),

@@ -1,12 +1,14 @@
 """check_logits(): whether what is scored through a head are the log-probabilities of the model's own logits."""
 
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from rl_kernels.models.head import head_logp
 from rl_kernels.models.logits import check_logits, logit_options
+from rl_kernels.models.swap import replaced
 
 TEMPERATURE = 0.7
 FAMILIES = {
@@ -70,6 +72,67 @@ def test_what_is_not_scored_as_the_model_does_is_refused(family):
     assert "forward" not in vars(model.base_model)
 
 
+def test_caps_by_every_name():
+    config = SimpleNamespace(model_type="any", output_logit_soft_cap=30.0)
+    config.get_text_config = lambda: config
+    assert logit_options(SimpleNamespace(config=config)) == {"softcap": 30.0, "logit_scale": 1.0}
+
+
+@pytest.mark.parametrize("temperature", [0.05, 5.0])
+def test_temperatures_far_from_one(temperature):
+    def score(hidden, ids):
+        return head_logp(model.get_output_embeddings(), hidden, ids, temperature=temperature, logit_scale=scale)
+
+    model, scale = model_of("Llama").to(torch.bfloat16), 1.0
+    check_logits(model, score, temperature)
+    scale = 1.1
+    with pytest.raises(TypeError, match=r"^model: expected logits that follow"):
+        check_logits(model, score, temperature)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("size", [0.0, 1e-3])
+def test_heads_that_are_small_pass(dtype, size):
+    model = model_of("Llama")
+    with torch.no_grad():
+        model.lm_head.weight.mul_(size)
+    check_logits(model.to(dtype), score_of(model), TEMPERATURE)
+
+
+@pytest.mark.parametrize("scaling", [1 / 16, 64.0])
+def test_large_and_small_factors_pass(scaling):
+    model = model_of("Granite", logits_scaling=scaling).to(torch.bfloat16)
+    check_logits(model, score_of(model), TEMPERATURE)
+    with pytest.raises(TypeError, match=r"^model: expected logits that follow"):
+        check_logits(model, score_of(model, logit_scale=1.03 / scaling), TEMPERATURE)
+
+
+def test_what_is_no_number_is_refused():
+    model = model_of("Llama")
+    with torch.no_grad():
+        model.lm_head.weight[3] = float("nan")
+    with pytest.raises(TypeError, match=r"nan off$"):
+        check_logits(model, score_of(model), TEMPERATURE)
+
+
+def test_defaults_and_settings_do_not_matter():
+    model = model_of("Llama", return_dict=False)
+    with torch.device("meta"):
+        check_logits(model, score_of(model), TEMPERATURE)
+
+
+def test_what_was_replaced_comes_back_after_an_error():
+    class Thing:
+        pass
+
+    thing = Thing()
+    thing.one = None
+    for name in ("one", "two"):
+        with pytest.raises(ZeroDivisionError), replaced(thing, name, len):
+            getattr(thing, name)("") / 0
+    assert vars(thing) == {"one": None}
+
+
 def test_a_cap_shows_though_the_logits_of_a_new_model_are_small():
     model = model_of("Gemma2", final_logit_softcapping=50.0)
     with torch.no_grad():
@@ -93,11 +156,13 @@ def test_models_that_cannot_be_looked_at():
     model.forward = None
     with pytest.warns(UserWarning, match=r"^model: its logits could not be held to what is scored: 'NoneType'"):
         check_logits(model, score_of(model))
-    with torch.device("meta"):
-        model.lm_head = torch.nn.Linear(32, 50, bias=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        check_logits(model, score_of(model))
+    shard = torch.nn.Parameter(torch.ones(50, 32))
+    shard.full_tensor = None
+    for weight in (torch.nn.Parameter(torch.empty(50, 32, device="meta")), torch.nn.Parameter(torch.empty(0)), shard):
+        model.lm_head.weight = weight
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            check_logits(model, score_of(model))
     model.base_model_prefix = ""
     with pytest.raises(TypeError, match=r"^model: expected a body that gives last hidden states, LlamaFor.* has none"):
         check_logits(model, score_of(model))

@@ -370,6 +370,7 @@ def test_operands_of_a_layer_under_autocast():
         for other in (x.double(), x.int(), x.to(torch.float8_e4m3fn), x.to_sparse(), None, "x"):
             with torch.no_grad():
                 assert all(value is other for value in torchlib.autocast_linear(x, other, other)[1:])
+        assert torchlib.autocast_linear(x, weight.half(), None)[1].dtype == torch.bfloat16
         halves = x.bfloat16(), weight.bfloat16(), None
         assert all(a is b for a, b in zip(torchlib.autocast_linear(*halves), halves, strict=True))
 

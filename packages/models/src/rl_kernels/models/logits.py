@@ -17,7 +17,7 @@ CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 FACTORS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
 """What models of transformers call a factor of their logits; Granite and MiniCPM3 divide by ``logits_scaling``."""
 LARGE, CLOSE = 40.0, 0.02
-"""The largest logit of those that are compared, and how far one may be off, in shares of it: BF16 rounds to 0.004."""
+"""The largest product with a head, and how far logits may be off, in shares of the largest: BF16 rounds to 0.004."""
 
 
 def logit_options(model: Any) -> dict[str, float]:
@@ -46,15 +46,19 @@ def check_logits(
     if model.base_model is model:
         raise TypeError(f"model: expected a body that gives last hidden states, {type(model).__name__} has none")
     head, embedded = model.get_output_embeddings(), model.get_input_embeddings().weight
-    weight = getattr(head, "weight", None)
-    if weight is None or not weight.numel() or weight.is_meta or hasattr(weight, "full_tensor"):
+    weight = getattr(head, "weight", embedded)
+    if not weight.numel() or weight.is_meta or hasattr(weight, "full_tensor"):
         return
     source = torch.Generator().manual_seed(0)
     drawn = torch.randn(4, weight.shape[1], generator=source, dtype=torch.float32, device="cpu")
     with torch.no_grad(), in_mode(model, training=False):
-        # So large that what bounds logits shows.
         hidden = drawn.to(weight.device, embedded.dtype)
-        hidden *= LARGE / float(head(hidden).float().abs().max().clamp(min=1e-6))
+        # A head that is not taken is refused before it is called.
+        score(hidden, torch.zeros(4, dtype=torch.int64, device=weight.device))
+        # So large that what bounds logits shows.
+        most = min(1e6, torch.finfo(hidden.dtype).max / 2)
+        factor = min(LARGE / max(float(head(hidden).abs().max()), 1e-9), most / float(drawn.abs().max()))
+        hidden = (drawn * factor).to(hidden)
         ids = torch.arange(4, device=embedded.device)[None]
         given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "return_dict": True}
         logits = _logits_of(model, hidden[None].to(embedded.device), given)
@@ -71,7 +75,7 @@ def check_logits(
     with torch.no_grad():
         scored = score(hidden.repeat_interleave(2, 0), targets.flatten().to(hidden.device)).view(expected.shape)
     away = float((scored.to(expected.device) - expected).abs().max()) * temperature
-    if not away <= CLOSE * LARGE:
+    if not away <= CLOSE * float(logits.abs().max()):
         expectation = "expected logits that follow from the last hidden states and the head"
         raise TypeError(f"model: {expectation}, those of {type(model).__name__} are {away:.3g} off")
 

@@ -89,11 +89,11 @@ def _give_back(module: nn.Module, other: type[nn.Module], original: type[nn.Modu
 @contextmanager
 def replaced(model: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
     """Have a function in the place of a method of an object."""
-    own = vars(model).get(name)
+    own = {key: value for key, value in vars(model).items() if key == name}
     setattr(model, name, function)
     try:
         yield
     finally:
         delattr(model, name)
-        if own is not None:
-            setattr(model, name, own)
+        for key, value in own.items():
+            setattr(model, key, value)

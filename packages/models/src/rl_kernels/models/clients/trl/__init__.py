@@ -52,20 +52,24 @@ def use_in(
     """
     check_trainer(trainer)
     models = [model for model in (trainer.model, getattr(trainer, "ref_model", None)) if model is not None]
+    models = [trainer.accelerator.unwrap_model(model) for model in models]
     bases = [model.get_base_model() if hasattr(model, "get_base_model") else model for model in models]
     if not all("forward" in vars(base) for base in bases):
         raise TypeError(f"trainer: expected TRL's GRPOTrainer with a fused head on its models, as TRL {KNOWN} has it")
     record, in_batches = invariant if record is None else record, trainer.use_transformers_continuous_batching
     if record:
-        check_rollout(trainer)
+        check_rollout(trainer, bases[0])
         if in_batches:
             continuous.check_settings(trainer)
     in_fp32 = trainer.args.cast_lm_head_to_fp32
     heads = [Head(base, trainer.temperature, in_fp32=in_fp32, entropy=base is bases[0]) for base in bases]
-    for base, head in zip(bases, heads, strict=True):
-        check_logits(base, head.logps, trainer.temperature)
+    # A model of several dtypes may run under autocast alone.
+    with trainer.accelerator.autocast():
+        for base, head in zip(bases, heads, strict=True):
+            check_logits(base, head.logps, trainer.temperature)
+        if invariant:
+            check_invariant(trainer, bases)
     if invariant:
-        check_invariant(trainer, bases)
         _make_invariant(bases)
     for base, head in zip(bases, heads, strict=True):
         score_with(base, head, places=invariant)

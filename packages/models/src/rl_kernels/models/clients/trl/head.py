@@ -83,10 +83,11 @@ class Head:
 
     def _found(self, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor | LogpStats:
         head = self.module
-        device = head.weight.device
+        # Of a model that is split over devices, tokens are where its embeddings are.
+        device = getattr(head, "weight", rows).device
+        ids = ids.to(device)
         if rows.device != device:
-            # A model that is split over devices.
-            found = self._found(rows.to(device), ids.to(device))
+            found = self._found(rows.to(device), ids)
             back = [value.to(rows.device) for value in (found if isinstance(found, LogpStats) else (found,))]
             return LogpStats(*back) if isinstance(found, LogpStats) else back[0]
         if not self._in_fp32:

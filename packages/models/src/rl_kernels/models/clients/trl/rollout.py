@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -18,8 +19,8 @@ Around = Callable[[], AbstractContextManager[object]]
 """What surrounds a computation."""
 
 
-def check_rollout(trainer: Any) -> None:
-    """Refuse rollouts whose hidden states are not seen.
+def check_rollout(trainer: Any, model: Any) -> None:
+    """Refuse rollouts whose hidden states are not seen; settings that the trainer leaves open are those of the model.
 
     Raises:
         ValueError: tokens are sampled elsewhere than by transformers, or not in a pass each, or from other logits.
@@ -33,7 +34,10 @@ def check_rollout(trainer: Any) -> None:
     for name, is_set in beyond.items():
         if is_set:
             raise ValueError(f"{name}: expected a trainer without it, to record what transformers samples")
-    config = trainer.generation_config
+    config = copy.copy(trainer.generation_config)
+    for name, value in vars(model.generation_config).items():
+        if getattr(config, name, None) is None:
+            setattr(config, name, value)
     if getattr(config, "prefill_chunk_size", None) is not None:
         raise ValueError("generation_kwargs: expected no prefill_chunk_size, a prompt in one pass")
     if getattr(config, "guidance_scale", None) not in (None, 1):
