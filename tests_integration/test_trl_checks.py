@@ -154,6 +154,15 @@ def test_a_body_that_gives_no_numbers_is_not_taken_for_dropout(trainer_of: Made,
     trl_client.use_in(trainer, invariant=True)
 
 
+def test_a_shard_is_not_run_by_parts(trainer_of: Made, tmp_path: Path) -> None:
+    """FSDP leaves of an embedding what has one dim, or none of its values."""
+    trainer = trainer_of(tmp_path, beta=0.1)
+    embedding = trainer.ref_model.model.embed_tokens
+    embedding.weight = torch.nn.Parameter(torch.empty(7))
+    trainer.ref_model.lm_head.weight = torch.nn.Parameter(torch.empty(0))
+    trl_client.use_in(trainer, invariant=True)
+
+
 @pytest.mark.parametrize("wide", ["lm_head", "embed_tokens"])
 def test_dtypes_that_meet_under_autocast_alone(trainer_of: Made, tmp_path: Path, wide: str) -> None:
     trainer = trainer_of(tmp_path, bf16=True)

@@ -158,7 +158,8 @@ def test_models_that_cannot_be_looked_at():
         check_logits(model, score_of(model))
     shard = torch.nn.Parameter(torch.ones(50, 32))
     shard.full_tensor = None
-    for weight in (torch.nn.Parameter(torch.empty(50, 32, device="meta")), torch.nn.Parameter(torch.empty(0)), shard):
+    parts = torch.empty(50, 32, device="meta"), torch.empty(0), torch.empty(9)
+    for weight in (*map(torch.nn.Parameter, parts), shard):
         model.lm_head.weight = weight
         with warnings.catch_warnings():
             warnings.simplefilter("error")

@@ -47,7 +47,7 @@ def check_logits(
         raise TypeError(f"model: expected a body that gives last hidden states, {type(model).__name__} has none")
     head, embedded = model.get_output_embeddings(), model.get_input_embeddings().weight
     weight = getattr(head, "weight", embedded)
-    if not weight.numel() or weight.is_meta or hasattr(weight, "full_tensor"):
+    if not is_whole(weight):
         return
     source = torch.Generator().manual_seed(0)
     drawn = torch.randn(4, weight.shape[1], generator=source, dtype=torch.float32, device="cpu")
@@ -78,6 +78,11 @@ def check_logits(
     if not away <= CLOSE * float(logits.abs().max()):
         expectation = "expected logits that follow from the last hidden states and the head"
         raise TypeError(f"model: {expectation}, those of {type(model).__name__} are {away:.3g} off")
+
+
+def is_whole(weight: torch.Tensor) -> bool:
+    """Say whether this process holds a matrix and its values, no shard of it."""
+    return weight.ndim == 2 and bool(weight.numel()) and not weight.is_meta and not hasattr(weight, "full_tensor")
 
 
 def _logits_of(model: Any, hidden: torch.Tensor, given: dict[str, Any]) -> torch.Tensor | None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rl_kernels.models.logits import in_mode
+from rl_kernels.models.logits import in_mode, is_whole
 
 KNOWN = "1.16"
 """The version of TRL whose hooks these are."""
@@ -73,11 +73,11 @@ def check_invariant(trainer: Any, models: Iterable[Any]) -> None:
 
 def _draws(model: Any) -> bool:
     """Say whether a model computes something else from pass to pass while it trains."""
-    if any(hasattr(value, "full_tensor") for value in model.parameters()):
-        # A shard, which is gathered where the whole model is called.
+    weight = model.get_input_embeddings().weight
+    if not is_whole(weight):
+        # What is sharded is gathered where the whole model is called.
         return False
-    device = model.get_input_embeddings().weight.device
-    ids = torch.arange(4, device=device)[None]
+    ids = torch.arange(4, device=weight.device)[None]
     with _drawing_apart(model), in_mode(model, training=True), torch.no_grad(), warnings.catch_warnings():
         # Of checkpoints, that nothing requires grad.
         warnings.simplefilter("ignore")

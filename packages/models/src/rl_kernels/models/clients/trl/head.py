@@ -88,8 +88,9 @@ class Head:
         ids = ids.to(device)
         if rows.device != device:
             found = self._found(rows.to(device), ids)
-            back = [value.to(rows.device) for value in (found if isinstance(found, LogpStats) else (found,))]
-            return LogpStats(*back) if isinstance(found, LogpStats) else back[0]
+            if isinstance(found, LogpStats):
+                return LogpStats(*(value.to(rows.device) for value in found))
+            return found.to(rows.device)
         if not self._in_fp32:
             return head_logp(head, rows, ids, **self._options)
         # TRL has replaced the forward of the head by a product in FP32.
