@@ -39,10 +39,15 @@ def twin(kl, rollout_ms):
 
 CALLS = {
     "products": {
+        "mm 2048x4096x4096, BF16": {
+            "PyTorch": {"us": 20.0, "differing": [0, 9], "error": 3e-7},
+            "batch_invariant_ops": {"us": 200.0, "differing": [0, 9], "error": 3e-7},
+            "rl-kernels": {"us": 50.0, "differing": [0, 9], "error": 2e-7},
+        },
         "mm 2x3x4, FP32": {
             "PyTorch": {"us": 20.0, "differing": [3, 4096], "error": 3e-7},
             "rl-kernels": {"us": 31.5, "differing": [0, 4096], "error": 2e-7},
-        }
+        },
     },
     "attention": {
         "varlen_attn": {
@@ -97,12 +102,26 @@ def document():
     return Document(where, {"bf16": CEILINGS}, records)
 
 
+def scores():
+    """Return results of linear_logp, of which a peer was not measured."""
+    records, work, ours = [], Work(1e9, 3e12), Timing(20.0, GRAPH, 30.0, 1234.4, 1)
+    for name, timing in ((OURS, ours), ("compile", Timing(10.0, GRAPH, 20.0, 3006.0, 1)), ("cce", None)):
+        measured = timing and {
+            "forward + backward": Measured.of(timing, work, CEILINGS, None if name == OURS else ours)
+        }
+        records.append(
+            Record("linear_logp", "4096x4096x128256", (4096, 4096, 128256), "", "bf16", name, passes=measured or {})
+        )
+    return Document(document().environment, {"bf16": CEILINGS}, records)
+
+
 @pytest.fixture
 def tree(tmp_path):
     """Return a copy of the pages, with results of one operator."""
     names = [
         *ROOT.glob("packages/*/src/rl_kernels/*/spec/bench.py"),
         *ROOT.glob("packages/*/README.md"),
+        ROOT / "README.md",
         ROOT / "docs/benchmarks.md",
         ROOT / "docs/recipes/trl.md",
     ]
@@ -113,6 +132,9 @@ def tree(tmp_path):
     folder = tmp_path / "packages/fused-logp/benchmarks/results"
     folder.mkdir(parents=True)
     document().write(folder / "h200-goals.json")
+    folder = tmp_path / "packages/linear-logp/benchmarks/results"
+    folder.mkdir(parents=True)
+    scores().write(folder / "h200-goals.json")
     (tmp_path / "tools/results").mkdir(parents=True)
     step = {
         "settings": dict(layers=4, hidden=64, vocab=99, dtype="bf16", prompts=2, samples=8, tokens=32, limit_gib=40.0),
@@ -129,6 +151,7 @@ def tree(tmp_path):
         "ms": {
             "forward 2x16": {"stock": 8.0, "compiled": 6.0, "invariant": 7.0},
             "decode": {"stock": 4.0, "invariant": 1.0},
+            "forward + backward 4x2048": {"stock": 4.0, "invariant": 3.0},
         },
     }
     (tmp_path / "tools/results/h200-model-step.json").write_text(json.dumps(whole))
@@ -169,6 +192,13 @@ def test_results_are_written_into_the_pages(tree):
     assert "vocabulary 99, weights in FP32 under BF16 autocast; " in trl
     assert "| sequences that fit in 40 GiB | 248 | 240 | 368 |" in trl
     assert "| tokens that differ from the rollout | 320 of 320 (100%) | 300 of 320 (94%) | 0 of 320 |" in trl
+    front = (tree / "README.md").read_text()
+    assert "4096x4096x128256 | torch.compile: 10.0 ms, 3,006 MiB | 20.0 ms, 1,234 MiB | 2.00 |" in front
+    assert "CCE" not in front
+    assert "| update of TRL's GRPOTrainer | TRL: 50.0 ms | 50.0 ms | 1.00 |" in front
+    assert "| TRL: 320 of 320 (100%) | 0 of 320 |  |" in front
+    assert "4x2048 tokens | stock: 4.00 ms | 3.00 ms | 0.75 |" in front
+    assert "decode a token" not in front
     demo = (tree / "packages/rl-kernels/README.md").read_text()
     assert "| KL, nats a token | 0 | 2.0e-04 |  |" in demo
     assert "| rollout, ms a step | 90 | 120 | 0.75 |" in demo

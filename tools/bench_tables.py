@@ -5,7 +5,8 @@ between the markers of its README, which is its page in the docs too; the plots 
 docs/benchmarks.md, which also has the table of the whole step that `tools/grpo_step.py --json` timed, and what the host
 takes for small calls, by `rl-kernels bench --set host`; those of whole models, by `tools/model_step.py --json`, are in
 the README of models with the calls of `tools/client_calls.py`, that of TRL by `tools/trl_step.py` on its recipe, and
-that of `rl-kernels demo --device cuda`, with its picture, in the README of rl-kernels.
+that of `rl-kernels demo --device cuda`, with its picture, in the README of rl-kernels. The README of the repository has
+a few lines of them all.
 Everything is derived from the results: where there are none, a page says so.
 """
 
@@ -19,6 +20,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from summary_table import summary
 from tool_tables import client_calls, demos, filled, hosts, model_bits, model_steps, step, trl_steps
 
 from rl_kernels.demo.gpu import plot, record
@@ -35,6 +37,7 @@ DEMO, DEMOS = "packages/rl-kernels/README.md", "*-demo.json"
 HOSTS = "*-host.json"
 TRL, TRL_STEPS = "docs/recipes/trl.md", "*-trl-step*.json"
 CALLS = "*-client-calls.json"
+FRONT, SUMMARY = "README.md", "summary"
 BENCH, GRPO_STEP, HOST = "bench results", "grpo step", "host time"
 MODEL_STEP, BITS, TWINS, TRL_STEP = "model step", "model bits", "demo", "trl step"
 PRODUCTS, ATTENTION = "batch_invariant_ops", "flash attention"
@@ -92,6 +95,7 @@ def pages(root: Path, packages: dict[str, dict[str, Document]]) -> Iterator[tupl
     yield root / MODELS, _filled(root / MODELS, of_models, root)
     yield root / TRL, _filled(root / TRL, {TRL_STEP: trl_steps(sorted(files.glob(TRL_STEPS)))}, root)
     yield root / DEMO, _filled(root / DEMO, {TWINS: demos(twins)}, root)
+    yield root / FRONT, _filled(root / FRONT, {SUMMARY: summary(files, packages)}, root)
     whole = {BENCH: overview(packages), GRPO_STEP: step(files / STEP), HOST: hosts(sorted(files.glob(HOSTS)))}
     yield root / PAGE, _filled(root / PAGE, whole, root)
 

@@ -1,0 +1,94 @@
+"""The table on the README's first screen: what people use and rl-kernels beside it, from the committed results."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tool_tables import NOTHING, of
+
+from rl_kernels.lab.bench.record import OURS, Document
+from rl_kernels.lab.bench.report import as_table, digits
+
+STEP, CALLS, TRL = "h200-model-step.json", "h200-client-calls.json", "h200-trl-step.json"
+MODEL = {
+    "forward + backward 4x2048": "forward and backward, 4x2048 tokens",
+    "decode, 64 sequences, 2048 keys, CUDA graph": "decode a token for 64 sequences, 2048 keys",
+}
+"""What is shown of a whole model."""
+LOGP, SHAPE, BOTH = "linear-logp", "4096x4096x128256", "forward + backward"
+PEERS = {"eager": "plain PyTorch", "compile": "torch.compile", "cce": "CCE", "liger": "Liger"}
+PRODUCT, ATTENTION = "mm 2048x4096x4096, BF16", "varlen_attn 4x2048, 32 heads of 128, BF16, forward + backward"
+Row = list[str]
+
+
+def summary(results: Path, packages: Mapping[str, Mapping[str, Document]]) -> str:
+    """Return what stands between the markers of the README; of what was not measured there is no row."""
+    rows = [*_models(results / STEP), *_logps(packages.get(LOGP, {})), *_calls(results / CALLS), *_trl(results / TRL)]
+    if not rows:
+        return NOTHING
+    head = ["BF16, one H200", "what people use", "rl-kernels", "ratio"]
+    return f"\n{as_table([head, *rows])}\n\n"
+
+
+def _read(file: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    return found
+
+
+def _models(file: Path) -> Iterator[Row]:
+    timed = _read(file).get("ms", {})
+    for label, text in MODEL.items():
+        if label in timed:
+            yield _beside(
+                f"Llama of 8B widths, 4 layers: {text}", "stock", timed[label]["stock"], timed[label]["invariant"]
+            )
+
+
+def _logps(found: Mapping[str, Document]) -> Iterator[Row]:
+    records = {
+        each.implementation: each.passes[BOTH]
+        for document in found.values()
+        for each in document.records
+        if each.shape == SHAPE and each.dtype == "bf16" and BOTH in each.passes
+    }
+    for name, text in PEERS.items():
+        if name in records and OURS in records:
+            theirs, ours = records[name], records[OURS]
+            cells = [f"{digits(each.timing.ms)} ms, {each.timing.extra_mib:,.0f} MiB" for each in (theirs, ours)]
+            yield [
+                f"log-probs from hidden states, {BOTH}, {SHAPE}",
+                f"{text}: {cells[0]}",
+                cells[1],
+                f"{1 / theirs.ratio:.2f}",
+            ]
+
+
+def _calls(file: Path) -> Iterator[Row]:
+    calls = _read(file).get("calls", {})
+    product = calls.get("products", {}).get(PRODUCT, {})
+    if "batch_invariant_ops" in product:
+        theirs, ours = (product[name]["us"] / 1e3 for name in ("batch_invariant_ops", OURS))
+        yield _beside("batch-invariant product, 2048x4096x4096", "batch_invariant_ops", theirs, ours)
+    attention = calls.get("attention", {}).get(ATTENTION)
+    if attention:
+        theirs, ours = (attention[name]["us"] / 1e3 for name in ("PyTorch", OURS))
+        yield _beside(
+            "packed attention, 4x2048 tokens, forward and backward", "PyTorch's flash attention", theirs, ours
+        )
+
+
+def _trl(file: Path) -> Iterator[Row]:
+    ways = _read(file).get("ways")
+    if not ways:
+        return
+    stock, scored, aligned = ways.values()
+    differing = [of(*scored["differing"]["TRL"]), of(*aligned["differing"][OURS])]
+    yield _beside("update of TRL's GRPOTrainer", "TRL", stock["update_ms"], aligned["update_ms"])
+    yield ["its tokens whose log-prob is not the rollout's", f"TRL: {differing[0]}", differing[1], ""]
+
+
+def _beside(what: str, name: str, theirs: float, ours: float) -> Row:
+    return [what, f"{name}: {digits(theirs)} ms", f"{digits(ours)} ms", f"{ours / theirs:.2f}"]
