@@ -181,7 +181,7 @@ def check(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Check style, formatting, the arrows between modules, and the Markdown files."""
+    """Check style, formatting, import boundaries and the Markdown files."""
     session.install(*PINNED, "ruff", "import-linter", "pymarkdownlnt")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")

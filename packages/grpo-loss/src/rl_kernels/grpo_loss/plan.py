@@ -44,7 +44,7 @@ FORMS = {
 
 
 class Numbers(NamedTuple):
-    """The numbers of a loss; a bound that is not there is infinite, a divisor or length that is not given is 0."""
+    """The numbers of a loss; unset bounds are inf, unset divisors and lengths 0."""
 
     clip_low: float = CLIP_EPS
     clip_high: float = CLIP_EPS

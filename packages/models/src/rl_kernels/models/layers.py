@@ -34,7 +34,7 @@ FORMS = (
     Form(centred=True, offset=0.0, cast_first=False),  # Cohere, and every LayerNorm
 )
 EPS = ("variance_epsilon", "eps", "epsilon")
-"""What norms call the number that keeps them from dividing by 0."""
+"""Names of the attribute that holds a norm's epsilon."""
 AGREES = 0.98
 """Share of the elements of a probe that a form must reproduce to the last bit; the order of sums may move a few."""
 

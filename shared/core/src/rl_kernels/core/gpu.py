@@ -1,4 +1,4 @@
-"""The GPU of a tensor, made current: what every library that launches kernels by the driver needs first."""
+"""Make a tensor's GPU current, as libraries need that launch kernels by the driver."""
 
 from __future__ import annotations
 

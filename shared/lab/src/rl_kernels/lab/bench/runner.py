@@ -123,7 +123,7 @@ class Round:
         """Return ours, by a backend, as what takes the inputs; they are right, so they are not validated."""
         unchecked = {"validate": False} if "validate" in self.arena.spec.unread else {}
         public = self.job.operator.function(self.arena.case.function)
-        # It must not hold this round, which holds it: the memory of both would live until the garbage collector comes.
+        # No reference to this round: a cycle would keep the memory of both until the garbage collector runs.
         return Ours(public, self.arena.spec.groups, {"backend": backend, **unchecked})
 
     def result(self, function: Function, inputs: Inputs, upstream: Results) -> Results:
@@ -145,7 +145,7 @@ def run(job: Job, ceilings: Ceilings) -> list[Record]:
         round_ = Round(job, mine, ceilings, job.arena(case))
         _run_ours(round_, ours)
         for name, record in records.items():
-            # What our result cannot be held against has no speed either.
+            # Peers are skipped where our own result failed: nothing says that theirs is right.
             if round_.measured and not ours.wrong:
                 _run_peer(round_, job.peers[name], record)
         round_.measured.clear()

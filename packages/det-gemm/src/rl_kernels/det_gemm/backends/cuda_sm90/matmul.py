@@ -307,5 +307,5 @@ def _output(target: Lying, cut: Schedule) -> tuple[int, Box | None]:
 
 
 def _widest(size: int) -> int:
-    """Return the longest swizzle of which whole ones make up so many bytes."""
+    """Return the largest swizzle width that divides ``size`` bytes."""
     return next(width for width in (128, 64, 32) if size % width == 0)

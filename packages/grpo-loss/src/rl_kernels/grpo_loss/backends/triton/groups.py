@@ -42,7 +42,7 @@ class Scores(NamedTuple):
     Attributes:
         values: rewards ``[B]``, or advantages ``[B]`` or ``[B, T]``.
         boundaries: of the groups, or None.
-        groups: how many boundaries there are but one, or the size of each group.
+        groups: the number of groups where there are boundaries, or else the size of each group.
         lanes: to which a group's rewards are added; 0 for advantages.
         one_step: no group has more rewards than that.
         formula: the estimator: its place in ``ESTIMATORS``, whether eps is added, whether NaN is skipped.

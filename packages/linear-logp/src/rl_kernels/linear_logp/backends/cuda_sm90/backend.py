@@ -29,7 +29,7 @@ ARGS = "({}PPPPPPi)"
 """``struct Args``, which begins with ``struct Inputs``."""
 WARP = 32
 MOST_ROWS = 16384
-"""Rows whose states are kept at a time: of more, there would be no bound on them."""
+"""Row limit of a launch; it bounds the memory of their states."""
 
 
 def forward(

@@ -43,7 +43,7 @@ class Cut(NamedTuple):
 
     @classmethod
     def of(cls, count: int) -> Cut:
-        """Return that of so many rows; it changes no bit."""
+        """Choose the tile cut for ``count`` rows; it changes no bit."""
         return cls(1 if count <= HEIGHT else 2)
 
     @property
