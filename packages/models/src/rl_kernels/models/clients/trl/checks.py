@@ -72,7 +72,7 @@ def check_invariant(trainer: Any, models: Iterable[Any]) -> None:
 
 
 def _draws(model: Any) -> bool:
-    """Say whether a model computes something else from pass to pass while it trains."""
+    """Say whether two training passes of a model differ, as they do where it draws dropout."""
     weight = model.get_input_embeddings().weight
     if not is_whole(weight):
         # What is sharded is gathered where the whole model is called.
