@@ -1,41 +1,79 @@
-"""Makes the pages of models and of each installed operator, from README, public functions and backend table.
+"""Adds the pages of the packages to the site: overview, guide, API and benchmarks of each, with their navigation.
 
-An operator is found by its entry point, so a new one has its page and its line in the navigation without an edit here.
+A package's pages are its README.md, GUIDE.md and benchmarks/README.md, which link to each other and to docs/ as files of
+the repository do; here the links are made to lead to the pages. An operator is found by its entry point, so a new one
+needs no edit here.
 """
 
 from __future__ import annotations
 
+import os
+import posixpath
 import re
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
 from rl_kernels.core.operator import Operator
 from rl_kernels.core.registry import kernel_registry
 
-DOCS = Path(__file__).parent
-PACKAGES = DOCS.parent / "packages"
-TEMPLATE = Environment(loader=FileSystemLoader(DOCS), keep_trailing_newline=True).get_template("operator.md.jinja")
-
-
-MODELS = "operators/models.md"
+ROOT = Path(__file__).resolve().parents[1]
+TEMPLATE = Environment(loader=FileSystemLoader(ROOT / "docs"), keep_trailing_newline=True).get_template(
+    "operator.md.jinja"
+)
+MODELS, MODELS_PACKAGE = "models", "rl_kernels.models"
+MODEL_MODULES = [MODELS_PACKAGE, *(f"{MODELS_PACKAGE}.clients.{name}" for name in ("trl", "torch", "batch_invariant_ops"))]
+PAGES = {"index": "README.md", "guide": "GUIDE.md", "benchmarks": "benchmarks/README.md"}
+"""Pages of a package, and the files that they are made from."""
+TITLES = {"guide": "Guide", "api": "API", "benchmarks": "Benchmarks"}
+WHOLE = {"changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md", "security.md": "SECURITY.md"}
+"""Pages made from files at the root of the repository."""
+LINK = re.compile(r"(\]\()([^)#\s:]+)((?:#[\w.-]+)?\))")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Append the operators, and whole models on them, to the navigation."""
-    pages = [{name: page_of(kernel_registry.load(name))} for name in kernel_registry.names()]
-    config.nav = [*(config.nav or []), {"Operators": [*pages, {"models": MODELS}]}]
+    """Put the pages of operators and of models where the navigation says ``operators``."""
+    operators = {operator.name: _navigation(folder_of(operator)) for operator in _operators()}
+    pages = [{name: found} for name, found in {**operators, MODELS: _navigation(MODELS)}.items()]
+    for section in config.nav or []:
+        for title, entries in section.items() if isinstance(section, dict) else ():
+            if isinstance(entries, list) and "operators" in entries:
+                place = entries.index("operators")
+                section[title] = [*entries[:place], *pages, *entries[place + 1 :]]
     return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the page of each operator, and that of models, to the files of the site."""
-    for operator in map(kernel_registry.load, kernel_registry.names()):
-        files.append(File.generated(config, page_of(operator), content=render(operator)))
-    files.append(File.generated(config, MODELS, content=readme_of("models")))
+    """Add the pages of packages, and those made from files at the root."""
+    for path, source in _sources().items():
+        files.append(File.generated(config, path, content=source.read_text(encoding="utf-8")))
+    for folder, operator in {**{folder_of(each): each for each in _operators()}, MODELS: None}.items():
+        modules = MODEL_MODULES if operator is None else [operator.package]
+        content = TEMPLATE.render(folder=folder, operator=operator, modules=modules)
+        files.append(File.generated(config, _place(folder, "api"), content=content))
     return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Make links between files of the repository lead to the pages of the site."""
+    sources = _sources()
+    source = sources.get(page.file.src_uri, ROOT / "docs" / page.file.src_uri)
+    places = {path: name for name, path in sources.items()}
+
+    def on_site(match: re.Match[str]) -> str:
+        target = Path(os.path.normpath(source.parent / match[2]))
+        place = places.get(target)
+        if place is None and target.is_relative_to(ROOT / "docs"):
+            place = target.relative_to(ROOT / "docs").as_posix()
+        if place is None:
+            return match[0]
+        return match[1] + posixpath.relpath(place, posixpath.dirname(page.file.src_uri) or ".") + match[3]
+
+    return LINK.sub(on_site, markdown)
 
 
 def folder_of(operator: Operator) -> str:
@@ -43,17 +81,22 @@ def folder_of(operator: Operator) -> str:
     return operator.distribution.removeprefix("rl-kernels-")
 
 
-def page_of(operator: Operator) -> str:
-    """Return where an operator's page stands in the site: links from other pages name its folder."""
-    return f"operators/{folder_of(operator)}.md"
+def _operators() -> list[Operator]:
+    return [kernel_registry.load(name) for name in kernel_registry.names()]
 
 
-def render(operator: Operator) -> str:
-    """Fill the template for one operator."""
-    return TEMPLATE.render(operator=operator, readme=readme_of(folder_of(operator)))
+def _place(folder: str, page: str) -> str:
+    return f"operators/{folder}/{page}.md"
 
 
-def readme_of(folder: str) -> str:
-    """Return a package's README, its links made to work from the page: they are relative to the package's folder."""
-    text = (PACKAGES / folder / "README.md").read_text(encoding="utf-8").strip().replace("](../../docs/", "](../")
-    return re.sub(r"\]\(\.\./([\w-]+)/README\.md", r"](\1.md", text)
+def _sources() -> dict[str, Path]:
+    """Return the generated pages of the site, each with the file that it is made from."""
+    found = {page: ROOT / name for page, name in WHOLE.items()}
+    for folder in [*map(folder_of, _operators()), MODELS]:
+        found |= {_place(folder, page): ROOT / "packages" / folder / name for page, name in PAGES.items()}
+    return {page: path for page, path in found.items() if path.exists()}
+
+
+def _navigation(folder: str) -> list[Any]:
+    pages = [page for page in TITLES if page == "api" or _place(folder, page) in _sources()]
+    return [_place(folder, "index"), *({TITLES[page]: _place(folder, page)} for page in pages)]

@@ -1,13 +1,16 @@
 """Write the committed results of the benchmarks into the docs: `python tools/bench_tables.py`, `--check` to compare.
 
-Reads packages/*/benchmarks/results/*.json, which `rl-kernels bench --json` wrote. The tables of an operator go
-between the markers of its README, which is its page in the docs too; the plots go into docs/ and are shown by
-docs/benchmarks.md, which also has the table of the whole step that `tools/grpo_step.py --json` timed, and what the host
-takes for small calls, by `rl-kernels bench --set host`; those of whole models, by `tools/model_step.py --json`, are in
-the README of models with the calls of `tools/client_calls.py`, that of TRL by `tools/trl_step.py` on its recipe, and
-that of `rl-kernels demo --device cuda`, with its picture, in the README of rl-kernels. The README of the repository has
-a few lines of them all.
-Everything is derived from the results: where there are none, a page says so.
+| results | made by | shown in |
+|---|---|---|
+| packages/X/benchmarks/results/ | `rl-kernels bench --json` | packages/X/README.md and benchmarks/README.md |
+| tools/results/*-model-*.json | `tools/model_step.py` | packages/models/benchmarks/README.md |
+| tools/results/*-client-calls.json | `tools/client_calls.py` | packages/models/benchmarks/README.md |
+| tools/results/*-grpo-step.json | `tools/grpo_step.py` | docs/benchmarks/grpo-step.md |
+| tools/results/*-host.json | `rl-kernels bench --set host` | docs/benchmarks/host-time.md |
+| tools/results/*-trl-step*.json | `tools/trl_step.py` | docs/recipes/trl.md |
+| tools/results/*-demo.json | `rl-kernels demo --device cuda` | docs/demo.md, with a picture |
+
+A few lines of them all are in README.md and docs/benchmarks/index.md. Where there are no results, a page says so.
 """
 
 from __future__ import annotations
@@ -20,30 +23,22 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from operator_tables import brief, page
 from summary_table import summary
-from tool_tables import client_calls, demos, filled, hosts, model_bits, model_steps, step, trl_steps
+from tool_tables import client_calls, demos, hosts, model_bits, model_steps, step, trl_steps
 
 from rl_kernels.demo.gpu import plot, record
 from rl_kernels.lab.bench.plot import draw
 from rl_kernels.lab.bench.record import Document, read
-from rl_kernels.lab.bench.report import as_table, facts, remarks, tables
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE, RESULTS = "docs/benchmarks.md", "tools/results"
+RESULTS, PICTURES = "tools/results", "docs/benchmarks"
 PUBLISHED = "shared/core/src/rl_kernels/core/published.json"
-STEP = "h200-grpo-step.json"
-MODELS, MODEL_STEPS, MODEL_BITS = "packages/models/README.md", "*-model-step.json", "*-model-bits.json"
-DEMO, DEMOS = "packages/rl-kernels/README.md", "*-demo.json"
-HOSTS = "*-host.json"
-TRL, TRL_STEPS = "docs/recipes/trl.md", "*-trl-step*.json"
-CALLS = "*-client-calls.json"
-FRONT, SUMMARY = "README.md", "summary"
-BENCH, GRPO_STEP, HOST = "bench results", "grpo step", "host time"
-MODEL_STEP, BITS, TWINS, TRL_STEP = "model step", "model bits", "demo", "trl step"
-PRODUCTS, ATTENTION = "batch_invariant_ops", "flash attention"
-"""What markers in a page say."""
-LONGEST = 100
-"""Rows of a table that a page shows; of a longer one it shows the geometric means alone."""
+FRONT = ("README.md", "docs/benchmarks/index.md")
+"""Pages with a few lines of all results."""
+MODELS, DEMO, TRL = "packages/models/benchmarks/README.md", "docs/demo.md", "docs/recipes/trl.md"
+GRPO_STEP, HOST = "docs/benchmarks/grpo-step.md", "docs/benchmarks/host-time.md"
+DEMOS = "*-demo.json"
 
 
 def results(package: Path) -> dict[str, Document]:
@@ -57,55 +52,50 @@ def results(package: Path) -> dict[str, Document]:
     return found
 
 
-def section(found: dict[str, Document]) -> str:
-    """Return what stands between the markers of a package's README."""
-    parts = []
-    for document in found.values():
-        for title, rows in tables(document):
-            parts.append(f"{title}:\n\n{as_table(rows)}" if len(rows) <= LONGEST else f"{title}: {len(rows) - 1} rows.")
-        parts.append("\n".join(f"- {line}" for line in (*remarks(document.records), *facts(document))))
-    return filled(parts)
-
-
-def overview(packages: dict[str, dict[str, Document]]) -> str:
-    """Return what stands between the markers of the page of all benchmarks."""
-    lines = [
-        f"![Share of the floor, {name}, {file}]({plot_name(name, file)})\n\nThe numbers: [{name}](operators/{name}.md)."
-        for name, found in packages.items()
-        for file in found
-    ]
-    return filled(lines)
-
-
 def plot_name(package: str, file: str) -> str:
     """Return the name of a picture in the docs."""
-    return f"bench-{package}-{file}.svg"
+    return f"{package}-{file}.svg"
 
 
 def pages(root: Path, packages: dict[str, dict[str, Document]]) -> Iterator[tuple[Path, str]]:
     """Yield each page with the text that it should have."""
     for name, found in packages.items():
-        page = root / "packages" / name / "README.md"
-        yield page, _filled(page, {BENCH: section(found)}, root)
+        pictures = {file: f"../../../{PICTURES}/{plot_name(name, file)}" for file in found}
+        for path, marked in (
+            (f"packages/{name}/README.md", {"bench summary": brief(found)}),
+            (f"packages/{name}/benchmarks/README.md", {"bench results": page(found, pictures)}),
+        ):
+            yield root / path, _filled(root, path, marked)
     files = root / RESULTS
-    steps, bits, twins = (sorted(files.glob(names)) for names in (MODEL_STEPS, MODEL_BITS, DEMOS))
-    calls = sorted(files.glob(CALLS))
-    of_models = {MODEL_STEP: model_steps(steps), BITS: model_bits(bits)}
-    of_models |= {PRODUCTS: client_calls(calls, "products"), ATTENTION: client_calls(calls, "attention")}
-    yield root / MODELS, _filled(root / MODELS, of_models, root)
-    yield root / TRL, _filled(root / TRL, {TRL_STEP: trl_steps(sorted(files.glob(TRL_STEPS)))}, root)
-    yield root / DEMO, _filled(root / DEMO, {TWINS: demos(twins)}, root)
-    yield root / FRONT, _filled(root / FRONT, {SUMMARY: summary(files, packages)}, root)
-    whole = {BENCH: overview(packages), GRPO_STEP: step(files / STEP), HOST: hosts(sorted(files.glob(HOSTS)))}
-    yield root / PAGE, _filled(root / PAGE, whole, root)
+
+    def named(pattern: str) -> list[Path]:
+        return sorted(files.glob(pattern))
+
+    calls = named("*-client-calls.json")
+    of_models = {
+        "model step": model_steps(named("*-model-step.json")),
+        "model bits": model_bits(named("*-model-bits.json")),
+        "batch_invariant_ops": client_calls(calls, "products"),
+        "flash attention": client_calls(calls, "attention"),
+    }
+    marked_pages = {
+        MODELS: of_models,
+        TRL: {"trl step": trl_steps(named("*-trl-step*.json"))},
+        DEMO: {"demo": demos(named(DEMOS))},
+        GRPO_STEP: {"grpo step": step(files / "h200-grpo-step.json")},
+        HOST: {"host time": hosts(named("*-host.json"))},
+        **{path: {"summary": summary(files, packages)} for path in FRONT},
+    }
+    for path, marked in marked_pages.items():
+        yield root / path, _filled(root, path, marked)
 
 
-def _filled(page: Path, bodies: dict[str, str], root: Path) -> str:
-    text = page.read_text(encoding="utf-8")
+def _filled(root: Path, path: str, bodies: dict[str, str]) -> str:
+    text = (root / path).read_text(encoding="utf-8")
     for name, body in bodies.items():
         marked = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end of {name} -->\n)", re.DOTALL)
         if not marked.search(text):
-            raise ValueError(f"{page.relative_to(root)}: expected the markers of {name}")
+            raise ValueError(f"{path}: expected the markers of {name}")
         text = marked.sub(lambda match, body=body: match[1] + body + match[2], text)  # type: ignore[misc]
     return text
 
@@ -125,7 +115,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"bench_tables: {error}", file=sys.stderr)
         return 1
     pictures = {
-        root / "docs" / plot_name(name, file): document
+        root / PICTURES / plot_name(name, file): document
         for name, found in packages.items()
         for file, document in found.items()
     }

@@ -123,7 +123,7 @@ def demos(files: Iterable[Path]) -> str:
     for file in files:
         found = record.read(file)
         rows = [["", *found.summaries, QUOTIENT], *map(list, side_by_side(found.summaries))]
-        picture = f"![Both twins, step by step](../../docs/{file.stem}.svg)"
+        picture = f"![Both twins, step by step]({file.stem}.svg)"
         parts.append(f"{as_table(rows)}\n\n{ran_on(found.environment)}\n\n{picture}")
     return filled(parts)
 

@@ -13,8 +13,9 @@ from rl_kernels.lab.bench.record import Document, Measured, Record
 
 Rows = list[tuple[str, ...]]
 
-COUNTED = ("launches", "waits")
-"""Columns that are there where they were counted."""
+COLUMNS = ("shape", "implementation", "ms", "rate", "floor", "/ ours", "extra MiB", "call us", "call / ours")
+COUNTED = "launches, waits"
+"""A column that is there where they were counted."""
 
 
 def text(document: Document) -> None:
@@ -59,55 +60,32 @@ def as_table(rows: Rows) -> str:
 
 
 def tables(document: Document) -> Iterator[tuple[str, Rows]]:
-    """Yield a title and a table for each operator and dtype, then one of geometric means if there are groups."""
+    """Yield a title and a table for each operator, dtype and pass, then one of geometric means if there are groups."""
     for operator, dtype in dict.fromkeys((each.operator, each.dtype) for each in document.records if each.shape):
         mine = [each for each in document.records if (each.operator, each.dtype) == (operator, dtype)]
         timed = [each for each in mine if each.passes]
         passes = list(dict.fromkeys(name for each in timed for name in each.passes))
-        if timed:
-            heads, cells = _head(passes), [_row(each, passes) for each in timed]
-            if any(each.timing.launches is not None for record in timed for each in record.passes.values()):
-                heads, cells = (
-                    (*heads, *COUNTED),
-                    [(*row, *_counts(each, passes)) for row, each in zip(cells, timed, strict=True)],
-                )
-            yield f"{operator}, {dtype}", [heads, *cells]
+        for name in passes:
+            found = [(each, each.passes[name]) for each in timed if name in each.passes]
+            counted = any(measured.timing.launches is not None for _, measured in found)
+            rows = [_row(record, measured, counted) for record, measured in found]
+            yield f"{operator}, {dtype}, {name}", [(*COLUMNS, COUNTED) if counted else COLUMNS, *rows]
         means = _means(timed, passes)
         if means:
             yield f"{operator}, {dtype}: geometric means of time / ours", means
 
 
-def _head(passes: Sequence[str]) -> tuple[str, ...]:
-    columns = [word for name in passes for word in (f"{name} ms", "rate", "floor", "/ ours")]
-    return ("shape", "implementation", *columns, "extra MiB", "call us", "/ ours")
-
-
-def _row(record: Record, passes: Sequence[str]) -> tuple[str, ...]:
-    cells = [word for name in passes for word in _cells(record.passes.get(name))]
-    found = [record.passes[name] for name in passes if name in record.passes]
-    extra = [each.timing.extra_mib for each in found]
-    memory = " / ".join("n/a" if mib is None else f"{mib:.0f}" for mib in extra)
-    calls = " / ".join(f"{each.timing.call_us:.0f}" for each in found)
-    ratios = " / ".join(f"{each.call_ratio:.2f}" for each in found if each.call_ratio is not None)
-    return (record.shape, record.name, *cells, memory, calls, ratios)
-
-
-def _counts(record: Record, passes: Sequence[str]) -> tuple[str, ...]:
-    found = [record.passes[name].timing for name in passes if name in record.passes]
-    columns = ([each.launches for each in found], [each.waits for each in found])
-    return tuple(" / ".join("-" if value is None else str(value) for value in column) for column in columns)
-
-
-def _cells(measured: Measured | None) -> tuple[str, ...]:
-    if measured is None:
-        return ("-", "-", "-", "-")
-    ratio = "" if measured.ratio is None else f"{measured.ratio:.2f}"
-    return (
-        digits(measured.timing.ms),
-        _rate(measured),
-        f"{100 * measured.share:.0f} %",
-        ratio,
+def _row(record: Record, measured: Measured, counted: bool) -> tuple[str, ...]:
+    timing = measured.timing
+    cells = (
+        *(record.shape, record.name, digits(timing.ms), _rate(measured), f"{100 * measured.share:.0f} %"),
+        "" if measured.ratio is None else f"{measured.ratio:.2f}",
+        "n/a" if timing.extra_mib is None else f"{timing.extra_mib:.0f}",
+        f"{timing.call_us:.0f}",
+        "" if measured.call_ratio is None else f"{measured.call_ratio:.2f}",
     )
+    counts = ["-" if value is None else str(value) for value in (timing.launches, timing.waits)]
+    return (*cells, ", ".join(counts)) if counted else cells
 
 
 def _rate(measured: Measured) -> str:
