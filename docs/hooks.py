@@ -26,11 +26,20 @@ TEMPLATE = Environment(loader=FileSystemLoader(ROOT / "docs"), keep_trailing_new
     "operator.md.jinja"
 )
 MODELS, MODELS_PACKAGE = "models", "rl_kernels.models"
-MODEL_MODULES = [MODELS_PACKAGE, *(f"{MODELS_PACKAGE}.clients.{name}" for name in ("trl", "torch", "batch_invariant_ops"))]
+MODEL_MODULES = [
+    MODELS_PACKAGE,
+    *(f"{MODELS_PACKAGE}.clients.{name}" for name in ("trl", "torch", "batch_invariant_ops")),
+]
 PAGES = {"index": "README.md", "guide": "GUIDE.md", "benchmarks": "benchmarks/README.md"}
 """Pages of a package, and the files that they are made from."""
 TITLES = {"guide": "Guide", "api": "API", "benchmarks": "Benchmarks"}
-WHOLE = {"changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md", "security.md": "SECURITY.md"}
+WHOLE = {
+    "index.md": "README.md",
+    "changelog.md": "CHANGELOG.md",
+    "contributing.md": "CONTRIBUTING.md",
+    "security.md": "SECURITY.md",
+    "conduct.md": "CODE_OF_CONDUCT.md",
+}
 """Pages made from files at the root of the repository."""
 LINK = re.compile(r"(\]\()([^)#\s:]+)((?:#[\w.-]+)?\))")
 
@@ -60,6 +69,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Make links between files of the repository lead to the pages of the site."""
+    if page.is_homepage:
+        page.meta["hide"] = ["navigation"]
     sources = _sources()
     source = sources.get(page.file.src_uri, ROOT / "docs" / page.file.src_uri)
     places = {path: name for name, path in sources.items()}

@@ -121,19 +121,19 @@ def tree(tmp_path):
     names = [
         *ROOT.glob("packages/*/src/rl_kernels/*/spec/bench.py"),
         *ROOT.glob("packages/*/README.md"),
-        ROOT / "README.md",
-        ROOT / "docs/benchmarks.md",
-        ROOT / "docs/recipes/trl.md",
+        *ROOT.glob("packages/*/benchmarks/README.md"),
+        *ROOT.glob("docs/benchmarks/*.md"),
+        *(ROOT / name for name in ("README.md", "docs/demo.md", "docs/recipes/trl.md")),
     ]
     for file in names:
         target = tmp_path / file.relative_to(ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(file, target)
     folder = tmp_path / "packages/fused-logp/benchmarks/results"
-    folder.mkdir(parents=True)
+    folder.mkdir()
     document().write(folder / "h200-goals.json")
     folder = tmp_path / "packages/linear-logp/benchmarks/results"
-    folder.mkdir(parents=True)
+    folder.mkdir()
     scores().write(folder / "h200-goals.json")
     (tmp_path / "tools/results").mkdir(parents=True)
     step = {
@@ -172,15 +172,19 @@ def test_results_are_written_into_the_pages(tree):
     assert "packages/fused-logp/README.md is not up to date" in stale.stderr
     assert tool("--root", tree).returncode == 0
     assert tool("--check", "--root", tree).returncode == 0
-    page = (tree / "packages/fused-logp/README.md").read_text()
+    assert "| eager | 3 | 9.50 (9.50 to 9.50) | 9.50 (9.50 to 9.50) |" in (
+        tree / "packages/fused-logp/README.md"
+    ).read_text()
+    page = (tree / "packages/fused-logp/benchmarks/README.md").read_text()
+    assert "## Shapes `goals`, NVIDIA H200" in page
+    assert "(../../../docs/benchmarks/fused-logp-h200-goals.svg)" in page
+    assert "fused_logp, bf16, forward:" in page
     assert "| 8192x151936 | rl-kernels triton | 0.612 | 4.07 TB/s | 95 % |" in page
     assert "| 8192x151936 | eager | 5.82 | 0.428 TB/s | 10 % | 9.50 |" in page
     assert "- skipped: fused_logp: liger: not installed: pip install liger-kernel (8x151936)" in page
     assert "- ran on device NVIDIA H200, arch sm90" in page
-    overview = (tree / "docs/benchmarks.md").read_text()
-    assert "(bench-fused-logp-h200-goals.svg)" in overview
-    assert "| step, ms | 64.0 | 56.0 | 1.14 |" in overview
-    models = (tree / "packages/models/README.md").read_text()
+    assert "| step, ms | 64.0 | 56.0 | 1.14 |" in (tree / "docs/benchmarks/grpo-step.md").read_text()
+    models = (tree / "packages/models/benchmarks/README.md").read_text()
     assert "| forward 2x16 | 8.00 (1.00) | 6.00 (0.75) | 7.00 (0.88) |" in models
     assert "| decode | 4.00 (1.00) |  | 1.00 (0.25) |" in models
     assert "| packed | 3,000 of 4,000 (75%) | 300 of 400 (75%) | 0 of 4,000 | 0 of 400 |" in models
@@ -199,11 +203,14 @@ def test_results_are_written_into_the_pages(tree):
     assert "| TRL: 320 of 320 (100%) | 0 of 320 |  |" in front
     assert "4x2048 tokens | stock: 4.00 ms | 3.00 ms | 0.75 |" in front
     assert "decode a token" not in front
-    demo = (tree / "packages/rl-kernels/README.md").read_text()
+    assert front.partition("<!-- summary -->")[2].partition("<!-- end")[0] in (
+        tree / "docs/benchmarks/index.md"
+    ).read_text()
+    demo = (tree / "docs/demo.md").read_text()
     assert "| KL, nats a token | 0 | 2.0e-04 |  |" in demo
     assert "| rollout, ms a step | 90 | 120 | 0.75 |" in demo
-    assert "(../../docs/h200-demo.svg)" in demo
-    pictures = [tree / "docs" / name for name in ("bench-fused-logp-h200-goals.svg", "h200-demo.svg")]
+    assert "(h200-demo.svg)" in demo
+    pictures = [tree / "docs" / name for name in ("benchmarks/fused-logp-h200-goals.svg", "h200-demo.svg")]
     before = [picture.read_bytes() for picture in pictures]
     assert tool("--root", tree).returncode == 0
     assert [picture.read_bytes() for picture in pictures] == before
@@ -223,11 +230,11 @@ def test_what_was_not_measured_is_left_out(tree):
         file.write_text(json.dumps(found))
     assert tool("--root", tree).returncode == 0
     assert "sequences that fit" not in (tree / "docs/recipes/trl.md").read_text()
-    assert "No results are committed yet." in (tree / "packages/models/README.md").read_text()
+    assert "No results are committed yet." in (tree / "packages/models/benchmarks/README.md").read_text()
 
 
 def test_a_page_without_markers_is_named(tree):
     (tree / "packages/det-gemm/README.md").write_text("# det_gemm\n")
     done = tool("--check", "--root", tree)
     assert done.returncode == 1
-    assert done.stderr == "bench_tables: packages/det-gemm/README.md: expected the markers of bench results\n"
+    assert done.stderr == "bench_tables: packages/det-gemm/README.md: expected the markers of bench summary\n"

@@ -46,7 +46,7 @@ def _section(name: str, document: Document, picture: str) -> Iterator[str]:
 
 def title_of(name: str, document: Document) -> str:
     """Return what a file of results is called: its set of shapes, and the device."""
-    return f"{name.partition('-')[2].replace('-', '_')}, {document.environment['device']}"
+    return f"Shapes `{name.partition('-')[2]}`, {document.environment['device']}"
 
 
 def summary(records: Sequence[Record]) -> Rows:

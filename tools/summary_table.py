@@ -59,7 +59,7 @@ def _logps(found: Mapping[str, Document]) -> Iterator[Row]:
             theirs, ours = records[name], records[OURS]
             cells = [f"{digits(each.timing.ms)} ms, {each.timing.extra_mib:,.0f} MiB" for each in (theirs, ours)]
             yield [
-                f"log-probs from hidden states, {BOTH}, {SHAPE}",
+                f"linear_logp, {BOTH}, {SHAPE}",
                 f"{text}: {cells[0]}",
                 cells[1],
                 f"{1 / theirs.ratio:.2f}",
@@ -71,7 +71,7 @@ def _calls(file: Path) -> Iterator[Row]:
     product = calls.get("products", {}).get(PRODUCT, {})
     if "batch_invariant_ops" in product:
         theirs, ours = (product[name]["us"] / 1e3 for name in ("batch_invariant_ops", OURS))
-        yield _beside("batch-invariant product, 2048x4096x4096", "batch_invariant_ops", theirs, ours)
+        yield _beside("batch-invariant matrix product, 2048x4096x4096", "batch_invariant_ops", theirs, ours)
     attention = calls.get("attention", {}).get(ATTENTION)
     if attention:
         theirs, ours = (attention[name]["us"] / 1e3 for name in ("PyTorch", OURS))

@@ -289,7 +289,8 @@ def test_shapes_and_markdown(bench, capsys):
     _, records = bench("--op", "double", "--shapes", "2x3,4x5", "--compare", "eager", "--format", "md", "--warmup", "0")
     assert {shape for _, shape in records} == {"2x3", "4x5"}
     out = capsys.readouterr().out
-    assert out.startswith("double, fp32\n\n| shape | implementation | forward ms |")
+    assert out.startswith("double, fp32, forward\n\n| shape | implementation | ms |")
+    assert "\n\ndouble, fp32, forward + backward\n\n| shape |" in out
     assert "| 2x3 | eager |" in out
     assert "- ceilings, fp32:" in out
 
