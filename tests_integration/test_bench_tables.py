@@ -172,9 +172,10 @@ def test_results_are_written_into_the_pages(tree):
     assert "packages/fused-logp/README.md is not up to date" in stale.stderr
     assert tool("--root", tree).returncode == 0
     assert tool("--check", "--root", tree).returncode == 0
-    assert "| eager | 3 | 9.50 (9.50 to 9.50) | 9.50 (9.50 to 9.50) |" in (
-        tree / "packages/fused-logp/README.md"
-    ).read_text()
+    assert (
+        "| eager | 3 | 9.50 (9.50 to 9.50) | 9.50 (9.50 to 9.50) |"
+        in (tree / "packages/fused-logp/README.md").read_text()
+    )
     page = (tree / "packages/fused-logp/benchmarks/README.md").read_text()
     assert "## Shapes `goals`, NVIDIA H200" in page
     assert "(../../../docs/benchmarks/fused-logp-h200-goals.svg)" in page
@@ -203,9 +204,10 @@ def test_results_are_written_into_the_pages(tree):
     assert "| TRL: 320 of 320 (100%) | 0 of 320 |  |" in front
     assert "4x2048 tokens | stock: 4.00 ms | 3.00 ms | 0.75 |" in front
     assert "decode a token" not in front
-    assert front.partition("<!-- summary -->")[2].partition("<!-- end")[0] in (
-        tree / "docs/benchmarks/index.md"
-    ).read_text()
+    assert (
+        front.partition("<!-- summary -->")[2].partition("<!-- end")[0]
+        in (tree / "docs/benchmarks/index.md").read_text()
+    )
     demo = (tree / "docs/demo.md").read_text()
     assert "| KL, nats a token | 0 | 2.0e-04 |  |" in demo
     assert "| rollout, ms a step | 90 | 120 | 0.75 |" in demo

@@ -25,7 +25,13 @@ MODULES = (
     *("__init__.py", "api.py", "op.py", "reference.py", "backends/__init__.py"),
     *(f"spec/{name}.py" for name in ("cases", "illegal", "mutants", "bench")),
 )
-ROOMS = ["README.md", "GUIDE.md", "benchmarks/README.md", "tests", *(f"src/rl_kernels/{{name}}/{file}" for file in MODULES)]
+ROOMS = [
+    "README.md",
+    "GUIDE.md",
+    "benchmarks/README.md",
+    "tests",
+    *(f"src/rl_kernels/{{name}}/{file}" for file in MODULES),
+]
 
 
 def named(folder: Path) -> str:
@@ -57,9 +63,7 @@ def test_operator_has_the_same_rooms(folder: Path, room: str) -> None:
 
 @pytest.mark.parametrize("folder", OPERATORS, ids=named)
 def test_guide_leads_to_every_kernel(folder: Path) -> None:
-    table = (
-        (folder / "GUIDE.md").read_text(encoding="utf-8").partition("## Where the code is")[2].partition("\n## ")[0]
-    )
+    table = (folder / "GUIDE.md").read_text(encoding="utf-8").partition("## Where the code is")[2].partition("\n## ")[0]
     told = {name.rpartition("/")[2] for name in re.findall(r"`([\w/]+\.(?:py|cu))`", table)}
     backends = [*folder.glob("src/rl_kernels/*/backends/**/*.py"), *folder.glob("src/rl_kernels/*/backends/**/*.cu")]
     leading = {path.name for path in backends if path.suffix == ".cu" or path.stem in ("backend", "kernels", "native")}

@@ -1,0 +1,67 @@
+"""The documents hold together: their Python runs as printed, their links lead somewhere, and they fit a page."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from documents import ROOT, anchors, blocks, documents, name_of, prose
+
+ELSEWHERE = {"docs/recipes/trl.md": "test_trl_recipe.py, beside TRL", "docs/checker.md": "test_docs_checker.py"}
+"""Documents whose Python another test runs."""
+NEEDS = {"docs/recipes/transformers.md": "transformers"}
+"""What is to be installed for a document."""
+NOT_WHOLE = ("verl", "torchtitan", "openrlhf", "megatron")
+"""Recipes of frameworks that no test runs as a whole, which they say; test_verl.py runs what can be run of verl."""
+SCREENS, COLUMNS, WIDTH = 100, 10, 96
+"""Lines of a package's README, columns of a table, and characters of a line of code, at most."""
+OPERATORS = [folder for file in ROOT.glob("packages/*/src/rl_kernels/*/op.py") for folder in [file.parents[3]]]
+
+
+@pytest.mark.parametrize("file", [file for file in documents() if blocks(file, "python")], ids=name_of)
+def test_python_runs_as_printed(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name_of(file) in ELSEWHERE:
+        pytest.skip(f"run by {ELSEWHERE[name_of(file)]}")
+    if name_of(file) in NEEDS:
+        pytest.importorskip(NEEDS[name_of(file)])
+    monkeypatch.chdir(tmp_path)
+    shared: dict[str, Any] = {"__name__": "__main__"}
+    for block in blocks(file, "python"):
+        exec(compile(block, str(file), "exec"), shared)
+
+
+@pytest.mark.parametrize("file", documents(), ids=name_of)
+def test_links_lead_somewhere(file: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(file)):
+        if re.match(r"(https?|mailto):", target):
+            continue
+        path, _, anchor = target.partition("#")
+        found = (file.parent / path).resolve() if path else file
+        assert found.exists(), target
+        assert found.is_relative_to(ROOT), target
+        if anchor:
+            assert anchor in anchors(found), target
+
+
+@pytest.mark.parametrize("file", documents(), ids=name_of)
+def test_tables_and_code_fit_a_page(file: Path) -> None:
+    for rule in re.findall(r"^\|[ :|-]+\|$", prose(file), re.MULTILINE):
+        assert rule.count("|") - 1 <= COLUMNS
+    wide = [line for block in blocks(file, "bash", "sh", "python", "text") for line in block.splitlines()]
+    assert not [line for line in wide if len(line) > WIDTH]
+
+
+@pytest.mark.parametrize("file", sorted(ROOT.glob("packages/*/README.md")), ids=name_of)
+def test_a_package_s_readme_is_two_screens_and_begins_with_the_install(file: Path) -> None:
+    text = file.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= SCREENS
+    assert re.findall(r"^## (.*)$", text, re.MULTILINE)[0] == "Install"
+
+
+@pytest.mark.parametrize("name", NOT_WHOLE)
+def test_what_was_not_run_is_said(name: str) -> None:
+    page = ROOT / "docs" / "recipes" / f"{name}.md"
+    assert re.search(r"not run by us as a whole|what was not run", page.read_text(encoding="utf-8"), re.IGNORECASE)
+    assert not blocks(page, "python")
