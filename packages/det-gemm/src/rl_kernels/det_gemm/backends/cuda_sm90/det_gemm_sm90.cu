@@ -1,21 +1,22 @@
-// det_gemm on Hopper: out[rows, columns] = a[rows, inner] b[columns, inner]^T (+ bias), one FP32 chain for each element.
+// det_gemm on Hopper: out[rows, columns] = a[rows, inner] b[columns, inner]^T (+ bias), one FP32 chain per element.
 //
-// Order of every sum, which is the contract: acc = 0, or what out holds if it continues; for k = 0, 16, 32, ... ascending
-// acc = wgmma(acc, a[:, k:k+16], b[:, k:k+16]), beyond the edges 0; + bias in FP32; rounded once. No tile, stage
-// or major changes it.
+// Order of every sum, which is the contract: acc = 0, or with CONTINUES what out holds; for k = 0, 16, 32, ...
+// ascending acc = wgmma(acc, a[:, k:k+16], b[:, k:k+16]), with zeros beyond the edges; + bias in FP32; rounded once. No
+// tile, stage or operand layout changes it.
 //
-//   block      a producer warpgroup, and CONSUMERS consumer warpgroups; it stays, and takes tile after tile
-//   tile       TILE_M rows x TILE_N columns in the registers of its consumers, 64 rows each (wgmma.cuh). Of less than 64
-//              rows the instruction's others multiply what lies behind them, and are thrown away: where there are few
-//              columns, every multiprocessor has its share of a's rows, and a tile's chain waits for less of them
-//   turns      two consumers with a tile of 64 rows each: one multiplies while the other stores, or reads what it continues
-//   stage      64 BOXES terms of K of both operands of a tile in shared memory, swizzled; STAGES of them go round
-//   epilogue   a consumer's tile goes through two boxes in shared memory
+//   block      a producer warpgroup and CONSUMERS consumer warpgroups; persistent: it takes tile after tile
+//   tile       TILE_M rows x TILE_N columns in the registers of its consumers, 64 rows each, as wgmma.cuh says. With
+//              TILE_M < 64 wgmma still computes 64 rows; the surplus ones read whatever follows in shared memory, and
+//              are discarded. For few columns: a's rows spread over every multiprocessor, and a chain waits for fewer
+//   turns      ping-pong of two consumers, each with tiles of at most 64 rows: one multiplies while the other stores
+//              its tile, or loads the accumulators that it continues
+//   stage      64 BOXES terms of K of both operands of a tile in shared memory, swizzled; a ring of STAGES
+//   epilogue   a consumer's tile goes through two boxes in shared memory (boxes.cuh), or is stored by strides
 //
-// Defines: DTYPE 1 BF16, 2 FP16; TILE_M, TILE_N, CONSUMERS, BOXES, STAGES; A_MAJOR and B_MAJOR: 0 an operand whose
-// terms of K lie beside each other, 1 one whose rows do, 2 one of any strides and addresses, which the producer reads
-// number by number; OUT the type of out, 0 FP32; STORED 0 by strides, 1 in boxes through its map, 2 in boxes of its
-// transpose; CONTINUES; A_ONCE: a tile has all columns, so no other reads its rows.
+// Defines: DTYPE 1 BF16, 2 FP16; TILE_M, TILE_N, CONSUMERS, BOXES, STAGES; A_MAJOR and B_MAJOR: 0 terms of K
+// contiguous, 1 rows contiguous, 2 any strides and addresses: the producer gathers the operand number by number; OUT:
+// type of out, 0 FP32, 1 BF16, 2 FP16; STORED: 0 by strides, 1 by TMA, 2 by TMA to its transpose; CONTINUES 0 or 1;
+// A_ONCE: a tile has all columns, so no other tile reads its rows of a.
 #include <rl_kernels/boxes.cuh>
 #include <rl_kernels/mainloop.cuh>
 
@@ -39,12 +40,12 @@ using Out = Numbers<OUT>::Type;
 struct Args {
     void* out;
     const void *bias, *a, *b;
-    // In elements; those of a and b are for A_MAJOR and B_MAJOR 2.
+    // Strides in elements; those of a and b are read only with A_MAJOR and B_MAJOR 2.
     i64 out_row, out_column, a_row, a_inner, b_row, b_inner;
     int rows, columns, inner;
-    // Rows of tiles that are worked on together: what they share stays in the L2 cache.
+    // Rows of tiles per panel (place_of): what they share stays in the L2 cache.
     int group;
-    // The bias: 0 there is none, 1 it has a number for each row, 2 for each column.
+    // 0: no bias; 1: one number per row; 2: one number per column.
     int bias_along;
 };
 
@@ -54,7 +55,7 @@ constexpr int PLAIN = 2;
 constexpr bool A_PLAIN = A_MAJOR == PLAIN, B_PLAIN = B_MAJOR == PLAIN, ANY_PLAIN = A_PLAIN || B_PLAIN;
 constexpr Major MAJOR_OF_A = A_MAJOR == MN_MAJOR ? MN_MAJOR : K_MAJOR;
 constexpr Major MAJOR_OF_B = B_MAJOR == MN_MAJOR ? MN_MAJOR : K_MAJOR;
-// Consumers that share a tile, and whether they take turns with tiles of their own.
+// Consumers that share a tile. TURNS: two consumers have tiles of their own (ping-pong).
 constexpr int SHARERS = TILE_M > MMA_M ? TILE_M / MMA_M : 1;
 constexpr bool TURNS = CONSUMERS > SHARERS;
 using Ring = RingOf<Number, MAJOR_OF_A, MAJOR_OF_B, TILE_M, TILE_N, BOXES, STAGES>;
@@ -65,7 +66,7 @@ static_assert(TILE_M % MMA_M == 0 || (TILE_M % 8 == 0 && MAJOR_OF_A == K_MAJOR),
 static_assert(TILE_M >= MMA_M || STORED == 0, "a box has 64 rows");
 static_assert(CONSUMERS == SHARERS || (CONSUMERS == 2 && SHARERS == 1), "two take turns");
 
-// The tiles of a block, one after the other: `group` rows of tiles at a time, column by column.
+// The tiles of a block, one after the other, in the order of place_of.
 struct Tiles {
     const Args& p;
     int down, across, index, row, column;
@@ -89,7 +90,7 @@ struct Tiles {
 
 // ---- producer ----
 
-// ROWS x 64 numbers of an operand of any strides into a K_MAJOR tile, by a warpgroup.
+// By a warpgroup: gathers ROWS x 64 numbers of an operand of any strides into a K_MAJOR tile.
 template <int ROWS>
 __device__ void gather(char* tile, const void* source, i64 row_step, i64 inner_step, int row, int k, int rows, int inner) {
     const auto* numbers = static_cast<const unsigned short*>(source);
@@ -110,7 +111,7 @@ __device__ void gather(char* tile, const void* source, i64 row_step, i64 inner_s
     }
 }
 
-// One thread, an elected one, where the copy engine brings both operands, else all of the warpgroup.
+// Run by one elected thread if TMA loads both operands, else by the whole warpgroup.
 __device__ void produce(const Args& p, const Ring& ring, const TensorMap& map_a, const TensorMap& map_b) {
     const int stages = Ring::stages_of(p.inner);
     const bool leads = !ANY_PLAIN || threadIdx.x == 0;
@@ -135,7 +136,7 @@ __device__ void produce(const Args& p, const Ring& ring, const TensorMap& map_a,
 
 using Sums = float[TILE_N / 2];
 
-// What one thread of a consumer has of a tile: rows and columns of its first number (wgmma.cuh); `part` is which 64 rows.
+// A consumer thread's part of a tile: row and column of the first of its accumulators (wgmma.cuh). part: which 64 rows.
 struct Mine {
     int group, part, thread, row, column;
     __device__ Mine() {
@@ -149,11 +150,12 @@ struct Mine {
     __device__ bool leads() const { return thread == 0; }
 };
 
-// Calls f(sum, address) for those of a thread's sums that are inside out, with their place in it.
+// Calls f(sum, address) for those of a thread's accumulators that lie inside out.
 template <class F>
 __device__ void each_inside(const Args& p, const Mine& mine, const Tiles& tile, Sums& d, F f) {
     i64 down = p.out_row, right = p.out_column;
-    // Otherwise the compiler works out every multiple of them once for all tiles, and runs out of registers.
+    // Hides the strides from the compiler. Otherwise it computes all their multiples once for all tiles, and runs out
+    // of registers.
     asm volatile("" : "+l"(down), "+l"(right));
     const int row = tile.row + mine.row, column = tile.column + mine.column;
     const int end = TILE_M < MMA_M ? min(p.rows, tile.row + TILE_M) : p.rows;
@@ -172,7 +174,7 @@ __device__ void begin(const Args& p, const Mine& mine, const Tiles& tile, Sums& 
         each_inside(p, mine, tile, d, [](float& sum, const char* at) { sum = *reinterpret_cast<const float*>(at); });
 }
 
-// A bias that has a number for each row, or for each column.
+// Adds a bias with one number per row (BY_ROW) or per column.
 template <bool BY_ROW>
 __device__ void add_bias(const Args& p, const Mine& mine, const Tiles& tile, Sums& d) {
     const int first = BY_ROW ? tile.row + mine.row : tile.column + mine.column, end = BY_ROW ? p.rows : p.columns;
@@ -192,7 +194,7 @@ __device__ void store(const Ring& ring, const Args&, const Mine& mine, const Til
     Boxes::store(boxes, 1 + mine.group, map, tile.row + mine.part * MMA_M, tile.column, d);
 }
 #else
-// By strides: any address, any edge.
+// By strides: any address and any edge.
 __device__ void store(const Ring&, const Args& p, const Mine& mine, const Tiles& tile, const TensorMap&, Sums& d) {
     each_inside(p, mine, tile, d, [](float& sum, char* at) { Out::write(at, sum); });
 }

@@ -1,10 +1,15 @@
-// What the kernels of fused_logp share: their arguments, the cut of a row, and the statistics.
+// Shared by the kernels of fused_logp: arguments, the cut of a row, and the statistics.
 //
-// Order of the sums, which is the contract of the CUDA backends: a row is cut into segments of 32768 columns, a segment
-// into steps of 1024, and these go to its eight units in turn. In a unit a lane of a warp takes the columns 8 l to 8 l + 7
-// of each 256 of a step, and steps in ascending order; a tree adds the lanes. Of the units of a row, segment by segment,
-// every 32nd is merged in ascending order, and a tree adds those 32 states. Which warp forms which unit, and how the
-// columns come to it, changes no bit.
+//   segment   32768 columns: 32 steps
+//   step      1024 columns; lane l of a warp holds columns 8 l to 8 l + 7 of each 256 of them (row.cuh)
+//   unit      steps u, u + 8, u + 16 and u + 24 of a segment, u = 0 to 7; one warp forms it
+//
+// Order of the sums, which is the contract of the CUDA backends:
+//   lane      adds the steps of a unit in ascending order (`add` in softmax.cuh)
+//   unit      a tree adds the 32 lanes (over_warp)
+//   row       units are numbered segment by segment. Lane l merges units l, l + 32, ... in this order, and a tree adds
+//             the 32 lanes (over_states)
+// It changes no bit which warp forms which unit, nor whether columns come by loads or by TMA.
 #pragma once
 
 #include <rl_kernels/row.cuh>
@@ -26,8 +31,8 @@ constexpr int WARPS = 8;
 constexpr int UNITS = 8;        // of a segment
 constexpr int PER_SEGMENT = 32;  // steps
 
-// What tells which rows are computed, and what scales them. A pointer that is null is not read: temperatures falls back
-// to the number, and without marks every row is computed.
+// Which rows are computed, and their scale. Null pointers are not read: without `temperatures` the scalar temperature
+// holds for all rows, and without `marks` every row is computed.
 struct Rows {
     const i64* ids;
     const float* temperatures;
@@ -39,20 +44,20 @@ struct Rows {
     __device__ bool active(i64 index) const {
         return (!marks || marks[index]) && !(has_ignored && ids[index] == ignore_index);
     }
-    // What raw values are multiplied by: to logits, and to exponents of 2.
+    // The factor from raw values to logits, and to exponents of 2.
     __device__ float inverse(i64 index) const { return __frcp_rn(temperatures ? temperatures[index] : temperature); }
     __device__ float scale(i64 index) const { return __fmul_rn(inverse(index), LOG2E); }
 };
 
-// Without strides of their own, tensors are contiguous; strides of logits are in bytes.
+// Strides are of logits, in bytes; all other tensors are contiguous.
 struct Forward : Rows {
     const char* logits;
     float* logp;
     Norm* norm;
-    // Written with ENTROPY alone.
+    // Written only with ENTROPY.
     float* lse;
     float* entropy;
-    float* parts;  // [units, 3, rows]: states, where they are merged by a kernel of their own
+    float* parts;  // [units, 3, rows]: states, if merge_parts merges them
     i64 rows, row_stride, column_stride;
     int vocab;
 
@@ -63,12 +68,12 @@ struct Forward : Rows {
     }
     __device__ Row<Number> row(i64 index) const { return {logits + index * row_stride, vocab, column_stride}; }
 
-    // The raw value that a row selects; NaN where its id is no column.
+    // The raw value that a row selects; NaN if its id is not a column.
     __device__ float selected(i64 index, i64 id) const {
         return id >= 0 && id < vocab ? Number::read(row(index).at(static_cast<int>(id))) : not_a_number();
     }
 
-    // The statistics of a row that selects x; 0 where it is not active.
+    // Writes the statistics of a row that selects x; 0 if the row is not active.
     __device__ void write(i64 index, bool is_active, State s, float x) const {
         Statistics found = {};
         if (is_active) found = finished<ENTROPY>(s, x, inverse(index), scale(index));
@@ -80,8 +85,8 @@ struct Forward : Rows {
     }
 };
 
-// The steps of a row. All chunks of those numbered first to last - 1 may be read whole: they lie in the tensor, if not in
-// the row.
+// The steps of a row. Steps first to last - 1 are wide: all their 16-byte chunks lie in the tensor, though perhaps not
+// in the row, so they may be read whole.
 struct Steps {
     int count, first, last;
 
@@ -96,8 +101,8 @@ struct Steps {
     __device__ bool wide(int step) const { return step >= first && step < last; }
 };
 
-// The words of a step: where it is wide, `load` brings the chunk that lies so many bytes behind the one in which the step
-// begins; `Twice` as for read_wide.
+// Reads a lane's words of a step. If the step is wide, load(offset) returns the chunk at this offset in bytes from the
+// chunk in which the step begins. Twice: as in read_skewed (row.cuh).
 template <bool Twice, class Load>
 __device__ inline void read_step(const Row<Number>& row, int step, bool wide, Load load,
                                  u32 (&words)[VECTORS * WORDS<Number>]) {

@@ -1,6 +1,11 @@
-// The gradient of fused_logp on every architecture from sm_80: a row is read and written once, element by element.
+// The gradient of fused_logp on every architecture from sm_80: a row is read once and written once, element by element
+// (Gradient in softmax.cuh). There are no sums.
 //
-// Defines: DTYPE 0 FP32, 1 BF16, 2 FP16; ENTROPY 0 or 1: whether an upstream gradient of the entropy is there.
+//   block    a chunk of one row: 32 columns per thread, 512 threads at most
+//   thread   16-byte chunks thread, thread + threads, ... of it, two in flight; single columns at unaligned ends, or
+//            everywhere if columns are not contiguous or input and output are aligned differently
+//
+// Defines: DTYPE 0 FP32, 1 BF16, 2 FP16; ENTROPY 0 or 1: whether there is an upstream gradient of the entropy.
 #include "fused_logp.cuh"
 
 using namespace rlk;
@@ -29,7 +34,7 @@ __device__ Gradient<ENTROPY> gradient_of(const Backward& p, i64 row, i64 id) {
     return {p.inverse(row), p.norm[row], entropy, or_0(p.grad_logp), or_0(p.grad_lse), g_entropy, valid};
 }
 
-// `value(x, column)` of each column from first to last; where `reads` is false, x is not read.
+// Writes value(x, column) for columns first to last - 1; if `reads` is false, x is 0 and not read.
 template <class Value>
 __device__ void stream(const char* from, i64 from_stride, char* to, i64 to_stride, int first, int last, bool reads,
                        Value value) {
@@ -77,8 +82,8 @@ __device__ void stream(const char* from, i64 from_stride, char* to, i64 to_strid
 
 }  // namespace
 
-// One block a chunk of a row. The gradient of a row that is not active is 0. As many threads as a multiprocessor has room
-// for read and write faster than fewer with more under way each.
+// One block per chunk of a row. The gradient of a row that is not active is 0. Launch bounds ask for full occupancy,
+// which is faster than fewer threads with more loads in flight each.
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT / THREADS) backward(Backward p) {
     const i64 row = blockIdx.x / p.chunks;
     const int width = blockDim.x * PER_THREAD, first = blockIdx.x % p.chunks * width;

@@ -1,6 +1,11 @@
-// fused_logp for every architecture from sm_80: rows in wide loads, straight into registers.
+// fused_logp's forward pass on every architecture from sm_80: rows are read by 16-byte loads, straight into registers.
 //
-// Defines: DTYPE 0 FP32, 1 BF16, 2 FP16; ENTROPY 0 or 1; BLOCKS that share a multiprocessor, which bounds the registers.
+//   forward_rows                 a block per row: the warps form its units, warp 0 merges them
+//   forward_parts, merge_parts   a warp per unit of a row, then a warp per row
+// Which columns a lane holds, and the order of the sums: fused_logp.cuh.
+//
+// Defines: DTYPE 0 FP32, 1 BF16, 2 FP16; ENTROPY 0 or 1; BLOCKS resident on a multiprocessor, which bounds the
+// registers.
 #include "fused_logp.cuh"
 
 using namespace rlk;
@@ -23,7 +28,7 @@ __device__ State unit_state(const Row<Number>& row, const Steps& steps, int unit
 
 }  // namespace
 
-// One block a row: its warps take the units in turn. Shared memory holds a state for each unit.
+// One block per row: warp w forms units w, w + warps, ... Shared memory holds a state for each unit.
 extern "C" __global__ void __launch_bounds__(WARPS* WARP, BLOCKS) forward_rows(Forward p) {
     extern __shared__ State states[];
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, warps = blockDim.x / WARP, units = p.units();
@@ -45,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP, BLOCKS) forward_rows(F
     if (lane == 0) p.write(index, is_active, s, is_active ? p.selected(index, id) : 0.0f);
 }
 
-// One warp a unit of a row; its state goes to parts.
+// One warp per unit of a row; writes its state to parts.
 extern "C" __global__ void __launch_bounds__(WARPS* WARP, BLOCKS) forward_parts(Forward p) {
     const i64 number = static_cast<i64>(blockIdx.x) * WARPS + threadIdx.x / WARP;
     const int unit = static_cast<int>(number / p.rows);
@@ -60,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP, BLOCKS) forward_parts(
     if (ENTROPY) part[2 * p.rows] = s.weighted;
 }
 
-// One warp a row: its units, merged.
+// One warp per row: merges its units and writes the statistics.
 extern "C" __global__ void __launch_bounds__(WARPS* WARP, BLOCKS) merge_parts(Forward p) {
     const i64 index = static_cast<i64>(blockIdx.x) * WARPS + threadIdx.x / WARP;
     if (index >= p.rows) return;

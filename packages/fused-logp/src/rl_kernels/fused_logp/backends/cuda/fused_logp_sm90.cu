@@ -1,10 +1,15 @@
-// fused_logp's forward pass on Hopper: the copy engine brings rows into shared memory, ahead of the warps that sum.
+// fused_logp's forward pass on Hopper: TMA copies rows to shared memory, ahead of the warps that sum them.
 //
-// Defines: DTYPE 0 FP32, 1 BF16, 2 FP16; ENTROPY 0 or 1; BLOCKS that share a multiprocessor, which bounds the
-// registers; STAGES, turns that a block has under way.
+//   block      persistent: every gridDim.x-th row. Ten warps: 0 to 7 consumers, 8 the producer, 9 the epilogue
+//   turn       eight steps of a row, one for each consumer warp
+//   stage      one turn in shared memory; STAGES of them form a ring
+//   producer   one thread starts the copies of a turn once its stage is empty
+//   consumer   warp w takes step w of every turn, so it forms unit w of each segment; its lanes: fused_logp.cuh
+//   epilogue   one warp merges the units of a row and writes its statistics
+// Order of the sums: fused_logp.cuh.
 //
-// A block takes every gridDim.x-th row. One warp starts the copies, a turn at a time: eight steps, one for each of eight
-// warps that sum. What those find of a row they leave to a last warp, which merges and writes it.
+// Defines: DTYPE 0 FP32, 1 BF16, 2 FP16; ENTROPY 0 or 1; BLOCKS resident on a multiprocessor, which bounds the
+// registers; STAGES of the ring.
 #include <rl_kernels/tma.cuh>
 
 #include "fused_logp.cuh"
@@ -14,18 +19,18 @@ using namespace rlk;
 namespace {
 
 constexpr int STEP_BYTES = STEP * Number::SIZE;
-// The steps of a turn, and what a skew adds.
+// Bytes of a stage: the steps of a turn, and one more chunk if the row begins between multiples of 16 bytes.
 constexpr int STAGE = WARPS * STEP_BYTES + CHUNK;
 static_assert(UNITS == WARPS, "a warp forms one unit of each segment");
 
-// Which steps a stage holds: of an active row and what scales it, from the step `first` on. After the last row, -1.
+// What a stage holds: the steps from `first` on of active row `index`, and its scale. index -1: no more rows.
 struct Turn {
     i64 index;
     float scale;
     int first;
 };
 
-// Of turns, and of what is found of two rows at a time.
+// The ring of turns; found and merged are the barriers of the unit states, which are double-buffered over rows.
 struct Shared {
     Turn turns[STAGES];
     Barrier full[STAGES], empty[STAGES];
@@ -33,14 +38,14 @@ struct Shared {
 };
 
 __shared__ Shared shared;
-// The stages, then the states [2, units] of two rows.
+// The stages, then the unit states [2, units] of two rows.
 extern __shared__ __align__(128) char memory[];
 
 __device__ State* states_of(const Forward& p, u32 row) {
     return reinterpret_cast<State*>(memory + STAGES * STAGE) + row % 2 * p.units();
 }
 
-// What tells whether a row is active, and its temperature, asked for a row ahead.
+// What decides whether a row is active, and its temperature; loaded one row ahead.
 struct Ahead {
     i64 id;
     float temperature;
@@ -54,7 +59,7 @@ struct Ahead {
     }
 };
 
-// One thread: announces turns and starts their copies, as stages become empty.
+// Producer, one thread: describes each turn and starts its copy, once the stage is empty.
 __device__ void copy_rows(const Forward& p) {
     u32 made = 0;
     const auto begin_turn = [&](Turn turn, u32 bytes) {
@@ -82,7 +87,8 @@ __device__ void copy_rows(const Forward& p) {
     begin_turn({-1, 0.0f, 0}, 0);
 }
 
-// One of eight warps: of each turn its step; at the end of a segment the state of its unit is left in shared memory.
+// Consumer, one of eight warps: adds its step of each turn. At the end of a segment it stores the state of its unit in
+// shared memory.
 __device__ void sum_rows(const Forward& p) {
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, units = p.units();
     Row<Number> row = p.row(0);
@@ -122,7 +128,7 @@ __device__ void sum_rows(const Forward& p) {
     }
 }
 
-// One warp: merges what was found of each row, and writes it.
+// Epilogue, one warp: merges the unit states of each row and writes its statistics.
 __device__ void write_rows(const Forward& p) {
     const int lane = threadIdx.x % WARP, units = p.units();
     u32 rows = 0;

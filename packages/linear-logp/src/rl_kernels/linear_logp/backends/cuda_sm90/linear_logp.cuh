@@ -1,13 +1,15 @@
-// What linear_logp's kernels on Hopper share: how tiles of logits come to be in the registers of WGMMA, and in which order.
+// Shared by linear_logp's kernels on Hopper: tiles of logits, hidden W^T + bias, in the accumulators of wgmma.
 //
-// A logit is a canonical chain over D, as det_gemm's; + bias in FP32. No tile, stage, row or batch changes it, and the
-// forward and the backward pass form it by the same code.
+// Order of the sum, which is the contract: a logit is one canonical chain over D, like an element of det_gemm; then +
+// bias in FP32; then the cap, if there is one. No tile, stage, row or batch changes it. The forward and the backward
+// pass form logits by the same code.
 //
-//   block      a producer warp, and GROUPS consumer warpgroups, 1 or 2; it stays, and takes unit after unit
-//   tile       64 GROUPS rows x 256 columns; consumer g has the rows from 64 g in its registers (wgmma.cuh)
-//   turns      of two consumers one multiplies while the other does what is to be done with its logits: the columns come
-//              once for each, the second time from the L2 cache, which costs less than tensor cores that wait
-//   stage      64 terms of D of 64 rows and of the columns in shared memory, swizzled; STAGES of them go round
+//   block      a producer warp and GROUPS consumer warpgroups, 1 or 2; persistent: it takes unit after unit
+//   tile       64 GROUPS rows x 256 columns; consumer g holds rows 64 g to 64 g + 63 in registers, as wgmma.cuh says
+//   turns      ping-pong: of two consumers one multiplies while the other works on its logits. The columns are loaded
+//              once for each, the second time from the L2 cache, which costs less than idle tensor cores
+//   stage      64 terms of D, of one consumer's 64 rows and of the 256 columns, in shared memory, swizzled; a ring of
+//              STAGES
 //
 // Defines: DTYPE 1 BF16, 2 FP16; ENTROPY and CAPPED 0 or 1; GROUPS, STAGES, STAGE_BYTES.
 #pragma once
@@ -33,21 +35,22 @@ constexpr int THREADS = (GROUPS + 1) * WARPGROUP;
 
 using Sums = float[TILE_N / 2];
 
-// Null pointers are not read: temperatures falls back to the number.
+// Null pointers are not read: without `temperatures` the scalar temperature holds for all rows.
 struct Inputs {
     const void* bias;
     const float* temperatures;
     const i64* ids;
-    // How many tiles of rows have a token that is not ignored, then all tiles, those first; null: every tile is computed.
+    // order[0]: how many tiles of rows have a token that is not ignored. order[1], ...: all tiles of rows, those first.
+    // Null: every tile is computed.
     const int* order;
     i64 ignore_index;
     int rows, columns, inner;
-    // Rows of tiles that are worked on together: what they share stays in the L2 cache.
+    // Rows of tiles per panel (place_of): what they share stays in the L2 cache.
     int group;
     float temperature;
     int has_ignored;
 #if CAPPED
-    // Of Softcap.
+    // Members of Softcap.
     float cap, rate, inverse_cap, steepest;
 #endif
 
@@ -61,8 +64,8 @@ struct Inputs {
 #endif
 };
 
-// The units of a block, one after the other: `across` units of columns for each of the tiles of rows that stand from `from`
-// to `to` in the order.
+// The units of work of a block, one after the other. Over all blocks: `across` units of columns for each tile of rows
+// at positions `from` to `to` - 1 of the order.
 struct Tiles {
     const Inputs& p;
     int from, down, across, index, row, unit;
@@ -84,7 +87,8 @@ struct Tiles {
     }
 };
 
-// By an elected thread: brings the stages of the tile at (row, column), those of one consumer after those of the other.
+// Producer, one elected thread: loads the stages of the tile at (row, column), first those of consumer 0, then those of
+// 1.
 __device__ inline void load_stages(const Ring& ring, Ring::Slot& slot, const TensorMap& hidden, const TensorMap& weight,
                                    int row, int column, int stages) {
     for (int group = 0; group < GROUPS; ++group)
@@ -93,7 +97,7 @@ __device__ inline void load_stages(const Ring& ring, Ring::Slot& slot, const Ten
         });
 }
 
-// What one thread of a consumer has of a tile: rows and columns of its first number (wgmma.cuh).
+// A consumer thread's part of a tile: row and column of the first of its accumulators (wgmma.cuh).
 struct Mine {
     int group, row, column;
     __device__ Mine() {
@@ -104,7 +108,7 @@ struct Mine {
     }
 };
 
-// The logits of a tile: of its stages in the ring, those of this consumer.
+// Forms this consumer's logits of a tile, without bias, from its own stages in the ring; skips the other consumer's.
 __device__ inline void form_logits(const Ring& ring, int stages, const Mine& mine, Ring::Slot& slot, Turns& turns,
                                    Sums& d) {
     slot.skip(stages * mine.group);
@@ -115,7 +119,7 @@ __device__ inline void form_logits(const Ring& ring, int stages, const Mine& min
     slot.skip(stages * (GROUPS - 1 - mine.group));
 }
 
-// Calls f(sum, column) for each of a thread's sums, with its column from the tile's first one on.
+// Calls f(sum, column) for each of a thread's accumulators; column is counted from the tile's first.
 template <class F>
 __device__ inline void each(const Mine& mine, Sums& d, F f) {
 #pragma unroll
@@ -130,7 +134,7 @@ __device__ inline void add_bias(const Inputs& p, const Mine& mine, int column, S
     });
 }
 
-// Logits capped, where they are: the last thing that is done to them before the temperature.
+// Caps the logits if CAPPED: the last step before the temperature.
 __device__ inline void cap(const Inputs& p, Sums& d) {
 #if CAPPED
     const Softcap softcap = p.softcap();

@@ -1,20 +1,23 @@
-// The gradient of linear_logp's logits on Hopper: tiles of logits, formed again, leave as dz, rounded once.
+// The gradient dz of linear_logp's logits on Hopper: forms tiles of logits again, turns them into dz element by element
+// (Gradient in softmax.cuh), rounds once and stores them by TMA (boxes.cuh). Block, tile, turns, stage, which thread
+// holds what, and the order within a logit: linear_logp.cuh. Tiles of rows whose tokens are all ignored get zeros.
 //
-// Of a tile, logits are those of linear_logp.cuh, and dz is formed element by element (Gradient). With a bias, dz is also
-// summed over tokens, before it is rounded: 16 rows of a tile by a tree, which add_rows adds in ascending order.
+// Order of the sums for dbias, which is the contract: dz is summed over tokens in FP32, before it is rounded. A tree
+// adds the 16 rows of one warp: rows r and r + 8 of a thread, then xor shuffles at distances 4, 8, 16. add_rows adds
+// these sums in ascending order.
 #include "linear_logp.cuh"
 
 using namespace rlk;
 
-// ENTROPY: an upstream gradient of the entropy is there. A missing upstream gradient is null and counts as 0.
+// ENTROPY: there is an upstream gradient of the entropy. A missing upstream gradient is null and counts as 0.
 struct Args : Inputs {
     const Norm* norm;
     const float* entropy;
     const float* grad_logp;
     const float* grad_lse;
     const float* grad_entropy;
-    float* sums;  // [rows / 16, width] over 16 rows each, or null
-    // The columns that are computed.
+    float* sums;  // [rows / 16, rounded up, width]: sums of dz over 16 rows each; or null
+    // First column and number of columns of this launch.
     int begin, width;
 
     __device__ int across() const { return (width + TILE_N - 1) / TILE_N; }
@@ -34,8 +37,7 @@ __device__ void produce(const Args& p, const Ring& ring, const TensorMap& hidden
         load_stages(ring, slot, hidden, weight, tile.row, p.begin + tile.unit * TILE_N, stages);
 }
 
-// A row's gradient, and the column that it selects, from `column` on; of a row that is ignored, or that there is none, all
-// is 0.
+// The gradient of one row, and its selected column, counted from `column`. Zero for ignored or out-of-range rows.
 struct Row {
     Gradient<ENTROPY> gradient;
     int target = -1;
@@ -53,10 +55,10 @@ struct Row {
     }
 };
 
-// The gradient of one of a thread's two rows in a tile, in place of its logits.
+// Replaces the logits of one of a thread's two rows (HALF) by their gradient.
 template <int HALF>
 __device__ void differentiate(const Args& p, const Row& row, Sums& d) {
-    // One branch for all: an element's would wait for its power before the next one's is begun.
+    // One branch per row: with a branch per element, each would wait for its exponential before the next one starts.
     if (row.active) {
 #pragma unroll
         for (int i = 2 * HALF; i < TILE_N / 2; i += i % 2 ? 3 : 1) {
@@ -72,7 +74,7 @@ __device__ void differentiate(const Args& p, const Row& row, Sums& d) {
     }
 }
 
-// The sums over each 16 rows of a tile, those of a warp.
+// Sums dz over the 16 rows of each warp and stores the sums.
 __device__ void sum_rows(const Args& p, const Mine& mine, int row, int column, const Sums& d) {
     const int first = row - row % SUMMED;
 #pragma unroll
@@ -131,7 +133,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
 }
 
-// One thread a column: the sums of all rows, in ascending order, added to `out`.
+// One thread per column: adds the sums of each 16 rows to `out`, in ascending order.
 extern "C" __global__ void __launch_bounds__(256) add_rows(const float* sums, float* out, int rows, int width) {
     const int column = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
     if (column >= width) return;

@@ -1,22 +1,25 @@
-// linear_logp's forward pass on Hopper: tiles of logits end in registers as softmax states.
+// linear_logp's forward pass on Hopper: tiles of logits are reduced in registers to softmax states (softmax.cuh), so
+// the logits are never stored. Block, tile, turns, stage, and the order within a logit: linear_logp.cuh.
 //
-// Order of the sums, which is the contract: logits as in linear_logp.cuh. Of a block of 256 columns four lanes share a row:
-// each takes two of every eight columns, j = 0, 1, ... ascending, the even and the odd j in sums of their own, and a tree
-// adds the lanes. Four blocks make a unit: (0 + 1) + (2 + 3). Of the units of a row every 32nd is merged in ascending
-// order, and a tree adds those 32 states. No tile, stage, row or batch changes it, nor what is ignored elsewhere.
+// Order of the other sums, which is the contract:
+//   block     256 columns. Four lanes share a row; lane q of them holds columns 8 j + 2 q + k, k = 0, 1. It adds them,
+//             j ascending, to partial sums 2 (j % 2) + k; then (0 + 1) + (2 + 3); then xor shuffles at distances 1, 2
+//   unit      4 blocks: (0 + 1) + (2 + 3)
+//   row       lane l of a warp merges units l, l + 32, ... in this order; a tree adds the 32 lanes (over_states)
+// No tile, stage, row or batch changes it, nor which other tokens are ignored.
 #include "linear_logp.cuh"
 
 using namespace rlk;
 
 struct Args : Inputs {
     float* chosen;  // [rows]: the logit that each row selects, before the temperature
-    float* parts;   // [columns / (256 blocks), 3, rows]: states
+    float* parts;   // [columns / (256 blocks), rounded up, 3, rows]: states
     float* logp;
     Norm* norm;
-    // Written with ENTROPY alone.
+    // Written only with ENTROPY.
     float* lse;
     float* entropy;
-    // Of a part, 1 or 4.
+    // Blocks of 256 columns in a part: 1 or 4.
     int blocks;
 
     __device__ int width() const { return TILE_N * blocks; }
@@ -44,7 +47,8 @@ __device__ float over_lanes(float x) {
     return __fadd_rn(x, __shfl_xor_sync(ALL, x, 2));
 }
 
-// The state of one of a thread's two rows in a tile, in all of the four lanes that share the row.
+// The state of one of a thread's two rows (HALF) over a block of columns, returned in all four lanes that share the
+// row.
 template <int HALF>
 __device__ State state_of(const Sums& d, float c) {
     const auto at = [&](int j, int k) { return d[4 * j + 2 * HALF + k]; };
@@ -69,7 +73,7 @@ __device__ State state_of(const Sums& d, float c) {
     return {top, over_lanes(pairs(sum)), ENTROPY ? over_lanes(pairs(product)) : 0.0f};
 }
 
-// What a row has come to in a part: blocks 0 and 1, and blocks 2 and 3.
+// The states of a row in a part: of blocks 0 and 1 merged, and of blocks 2 and 3 merged.
 struct Pairs {
     State low, high;
     __device__ Pairs() : low(empty()), high(empty()) {}
@@ -82,7 +86,7 @@ struct Pairs {
     __device__ State all(float c) const { return merged<ENTROPY>(low, high, c); }
 };
 
-// -inf beyond the last column; then what a row selects, if this thread has it.
+// Sets logits beyond the last column to -inf, and stores the logit that a row selects if this thread holds it.
 __device__ void finish_logits(const Args& p, const Mine& mine, int row, int column, const int (&target)[2], Sums& d) {
     if (column + TILE_N > p.columns) {
         each(mine, d, [&](float& x, int at) {
@@ -156,7 +160,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
 }
 
-// One warp a row: its parts, merged, and its statistics; 0 where its token is ignored, NaN where its id is no column.
+// One warp per row: merges its parts and writes its statistics; 0 if its token is ignored, NaN if its id is not a
+// column.
 extern "C" __global__ void __launch_bounds__(256) finish(Args p) {
     const int row = static_cast<int>((static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x) / WARP);
     if (row >= p.rows) return;
@@ -168,7 +173,7 @@ extern "C" __global__ void __launch_bounds__(256) finish(Args p) {
         p.lse[row] = found.lse;
         p.entropy[row] = found.entropy;
     };
-    // Its states may never have been formed.
+    // The states of an ignored row may never have been formed.
     if (p.ignored(row)) return write({});
     const int parts = p.across();
     const float c = p.scale(row);
@@ -188,7 +193,7 @@ extern "C" __global__ void __launch_bounds__(256) finish(Args p) {
     write(finished<ENTROPY>(s, x, p.inverse(row), c));
 }
 
-// One block: the order of the tiles of rows, those first that have a token that is not ignored.
+// One block: writes Inputs::order, which lists first the tiles of rows that have a token that is not ignored.
 extern "C" __global__ void __launch_bounds__(1024) sort_tiles(Inputs p, int* order) {
     __shared__ int computed[WARP];
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, tiles = p.tiles();
@@ -204,7 +209,7 @@ extern "C" __global__ void __launch_bounds__(1024) sort_tiles(Inputs p, int* ord
         if (lane == 0) computed[warp] = any;
         __syncthreads();
         const u32 all = __ballot_sync(ALL, computed[lane]), lower = all & ((1u << warp) - 1);
-        // The others stand at the end, backwards.
+        // The others fill the list backwards from its end.
         const int others = first - before + warp - __popc(lower);
         if (lane == 0 && tile < tiles) order[any ? 1 + before + __popc(lower) : tiles - others] = tile;
         before += __popc(all);

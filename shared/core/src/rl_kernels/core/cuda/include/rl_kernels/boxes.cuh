@@ -1,11 +1,18 @@
-// Tiles on their way out: from the registers of a warpgroup through shared memory to the copy engine (sm_90a).
+// Epilogue store (sm_90a): a warpgroup's 64 x COLUMNS accumulators go through boxes in shared memory to global memory.
+//
+//   box        a TMA box: at most 64 rows of at most 128 bytes, swizzled; TMA writes it to global memory
+//   two boxes  of each warpgroup: one is filled while TMA still reads the other
+//   threads    each writes the accumulators that it holds (wgmma.cuh), by stmatrix if the output has 16 bits
+//
+// There are no sums here: each accumulator is converted to the output's type once.
 #pragma once
 
 #include <rl_kernels/mainloop.cuh>
 
 namespace rlk {
 
-// Four 8 x 8 matrices of 16 bits into shared memory, each lane giving where a row begins, or transposed, a column.
+// stmatrix: stores four 8 x 8 matrices of 16-bit numbers to shared memory. Lane l gives the address of one row, number
+// l % 8, of matrix l / 8; if TRANSPOSED, of a column, which is stored as a row.
 template <bool TRANSPOSED>
 __device__ inline void store_matrices(void* at, const u32 (&word)[4]) {
     if constexpr (TRANSPOSED)
@@ -18,22 +25,23 @@ __device__ inline void store_matrices(void* at, const u32 (&word)[4]) {
                      : "memory");
 }
 
-// The longest swizzle of which whole ones make up so many bytes.
+// The largest swizzle width that divides BYTES.
 template <int BYTES>
 constexpr int WIDEST = BYTES % 128 == 0 ? 128 : BYTES % 64 == 0 ? 64 : 32;
 
-// How 64 rows x COLUMNS in the registers of a warpgroup (wgmma.cuh) come to an output of type T, or to its transpose.
+// Stores a tile of 64 x COLUMNS accumulators to an output of type T; if TRANSPOSED, to an output that is held as its
+// transpose.
 template <class T, int COLUMNS, bool TRANSPOSED>
 struct Outgoing {
     static_assert(COLUMNS % 16 == 0, "two 8 x 8 matrices side by side");
     static_assert(!TRANSPOSED || T::SIZE == 2, "64 rows of the tile make a row of a transposed box");
-    // Of a box: columns of the tile, so that whole boxes make it up, and bytes of a row. BYTES: two boxes.
+    // WIDTH: columns of the tile in a box; divides COLUMNS. ROW: bytes of a box's row. BOX: room for a box, in bytes.
     static constexpr int WIDTH = TRANSPOSED ? WIDEST<2 * COLUMNS> / 2 : WIDEST<COLUMNS * T::SIZE> / T::SIZE;
     static constexpr int ROW = TRANSPOSED ? SWIZZLE : WIDTH * T::SIZE;
     static constexpr int BOX = MMA_M * SWIZZLE, BYTES = 2 * BOX;
     using Sums = float[COLUMNS / 2];
 
-    // The columns from `first` into a box.
+    // Writes the tile's columns first .. first + WIDTH - 1 to a box.
     __device__ static void fill(char* box, int first, const Sums& d) {
         if constexpr (T::SIZE == 2) {
             const int thread = threadIdx.x % WARPGROUP, lane = thread % WARP, i = lane % 8;
@@ -57,15 +65,15 @@ struct Outgoing {
         }
     }
 
-    // All of it, to (row, column) of the tile's place; `boxes` are two of the warpgroup's own, of which one is filled while
-    // the copy engine still reads the other, and `id` is its barrier (sync_threads). At the end of a kernel thread 0 of the
-    // warpgroup waits for its stores (stores_read).
+    // Stores the whole tile, its first element at (row, column) of the output. `boxes`: two boxes of this warpgroup's
+    // own. `id`: its named barrier (sync_threads). At the end of the kernel thread 0 of the warpgroup must wait for its
+    // stores (stores_read).
     __device__ static void store(char* boxes, int id, const TensorMap& map, int row, int column, const Sums& d) {
         const bool leads = threadIdx.x % WARPGROUP == 0;
 #pragma unroll
         for (int first = 0; first < COLUMNS; first += WIDTH) {
             char* box = boxes + first / WIDTH % 2 * BOX;
-            // With an odd number of boxes the first of a tile is where the last one was.
+            // With an odd number of boxes the first box of a tile reuses the last box of the tile before.
             if (leads) first == 0 && COLUMNS / WIDTH % 2 ? stores_read<0>() : stores_read<1>();
             sync_threads(id, WARPGROUP);
             fill(box, first, d);

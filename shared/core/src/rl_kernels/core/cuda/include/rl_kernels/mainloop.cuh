@@ -1,8 +1,15 @@
-// The mainloop of the matrix products (sm_90a): a producer fills a ring of stages with operands, consumer warpgroups
-// multiply them. The ring, both sides of it, the order of tiles, and turns with tiles.
+// The mainloop of matrix products (sm_90a): a producer fills a ring of stages with operand tiles, and consumer
+// warpgroups multiply them. Holds the ring, its producer and consumer side, the order of tiles, and ping-pong
+// scheduling (Turns).
 //
-// A kernel says which tiles there are, what its sums begin with, and what becomes of them (the epilogue). Its constants
-// are macros (STAGES, BOXES, TILE_M, ...), so no name here is one of theirs.
+//   stage      64 BOX_COUNT terms of K of a tile's operands in shared memory, swizzled; DEPTH stages in the ring
+//   consumer   a warpgroup with 64 rows of a tile in its accumulators; which thread holds what: wgmma.cuh
+//
+// Order of the sum: stages ascend in K, and so do the steps of 16 terms within a stage. So every element is one
+// canonical chain, whatever the tile and the number of stages.
+//
+// A kernel defines its tiles, the initial accumulators and the epilogue. Its constants are macros (STAGES, BOXES,
+// TILE_M, ...), so those names must not be used here.
 #pragma once
 
 #include <rl_kernels/tma.cuh>
@@ -13,7 +20,7 @@ namespace rlk {
 
 constexpr int WARPS_OF_GROUP = WARPGROUP / WARP;
 
-// Where in a ring of DEPTH stages a role is, and the parity of the phase that it waits for.
+// The stage of the ring that a role has reached, and the parity of its pass over the ring.
 template <int DEPTH>
 struct Slot {
     int stage = 0;
@@ -27,16 +34,17 @@ struct Slot {
     }
 };
 
-// Two consumers of one ring take turns with tiles of their own: one multiplies while the other does what comes after. In
-// the ring the stages of their tiles follow each other.
+// Ping-pong: two consumers of one ring, each with tiles of its own, take turns. One multiplies while the other runs its
+// epilogue. The stages of their tiles alternate in the ring, tile by tile.
 struct Turns {
     Barrier* barriers;
     int group;
-    // The first turn is that of consumer 0, for which nobody has to arrive.
+    // Consumer 0 has the first turn without an arrival: it first waits for the parity that a new barrier counts as
+    // done.
     u32 parity;
     __device__ Turns(Barrier* barriers, int group) : barriers(barriers), group(group), parity(group == 0) {}
 
-    // One thread does it for two barriers, before any other touches them.
+    // By one thread, for two barriers, before any other thread uses them.
     __device__ static void init(Barrier* barriers) {
         for (int i = 0; i < 2; ++i) barriers[i].init(WARPS_OF_GROUP);
     }
@@ -45,14 +53,15 @@ struct Turns {
         barriers[group].wait(parity);
         parity ^= 1;
     }
-    // After the last one has come: all phases of the ring before the other's are complete, so it may wait for its own.
+    // After the last stage of a tile was full. All earlier phases of the ring are then complete, so the other consumer
+    // may wait for its own stages.
     __device__ void pass() const {
         if (threadIdx.x % WARP == 0) barriers[1 - group].arrive();
     }
 };
 
-// Row and column of tile number `index` of down x across, where `group` rows of tiles at a time are gone through column
-// by column: what those share stays in the L2 cache.
+// Row and column of tile number `index` in a grid of down x across tiles. Tiles go in panels of `group` rows of tiles,
+// each walked column by column, so that the operands that neighbouring tiles share stay in the L2 cache.
 struct Place {
     int row, column;
 };
@@ -62,8 +71,8 @@ __device__ inline Place place_of(int index, int down, int across, int group) {
     return {first + within % height, within / height};
 }
 
-// Starts the copy of 64 terms of K of an operand's tile of ROWS rows: at once, or MN_MAJOR in pieces of 64 rows. ONCE:
-// no other tile reads them.
+// Starts the copy of 64 terms of K of ROWS operand rows: one box if K_MAJOR, one box per piece of 64 rows if MN_MAJOR.
+// ONCE: no other tile reads them.
 template <Major MAJOR, int ROWS, bool ONCE = false>
 __device__ inline void load_tile(char* target, const TensorMap& map, Barrier& full, int row, int k) {
     if constexpr (MAJOR == K_MAJOR) {
@@ -74,13 +83,12 @@ __device__ inline void load_tile(char* target, const TensorMap& map, Barrier& fu
     }
 }
 
-// Bytes of 64 terms of K of so many rows of an operand. Pieces of an MN_MAJOR tile are whole, whatever of the last one
-// is needed.
+// Bytes of 64 terms of K of `rows` operand rows. An MN_MAJOR tile is padded to whole pieces.
 __device__ constexpr int tile_bytes(Major major, int rows) {
     return major == MN_MAJOR ? (rows + SPAN - 1) / SPAN * PIECE : rows * SWIZZLE;
 }
 
-// Where the first number is that a thread holds of 64 rows of d (wgmma.cuh).
+// Row and column of the first of a thread's accumulators, in its warpgroup's 64 rows (wgmma.cuh).
 struct Fragment {
     int row, column;
     __device__ Fragment() {
@@ -90,20 +98,21 @@ struct Fragment {
     }
 };
 
-// A warp has read a stage, or its products are done: the producer may fill it again when all have said so.
+// A warp releases a stage that it no longer reads. The producer refills it once all warps of its consumers have
+// released it.
 __device__ inline void give_back(Barrier& empty) {
     if (threadIdx.x % WARP == 0) empty.arrive();
 }
 
-// The ring of DEPTH stages, with which a block's dynamic shared memory begins. A stage holds BOX_COUNT times 64 terms of K
-// of A_ROWS rows of operand a, then those of B_ROWS rows of operand b. T is the type of the numbers; A and B say how each
-// operand lies.
+// The ring of DEPTH stages, at the start of a block's dynamic shared memory. A stage holds BOX_COUNT boxes of operand
+// a, each with 64 terms of K of A_ROWS rows, then BOX_COUNT boxes of operand b, of B_ROWS rows. T: type of the numbers.
+// A, B: layout of each operand.
 template <class T, Major A, Major B, int A_ROWS, int B_ROWS, int BOX_COUNT, int DEPTH>
 struct RingOf {
     using Slot = rlk::Slot<DEPTH>;
     // Terms of K in a stage.
     static constexpr int INNER = BOX_COUNT * SPAN;
-    // Of a box of 64 terms of K.
+    // Bytes of one box of each operand, and of a stage.
     static constexpr int A_BYTES = tile_bytes(A, A_ROWS), B_BYTES = tile_bytes(B, B_ROWS);
     static constexpr int BYTES = BOX_COUNT * (A_BYTES + B_BYTES);
     static_assert(A_BYTES % ATOM == 0 && B_BYTES % ATOM == 0, "what follows begins at a whole pattern of the swizzle");
@@ -114,7 +123,7 @@ struct RingOf {
     __device__ RingOf() {
         extern __shared__ char memory[];
         __shared__ Barrier barriers[2 * DEPTH + 2];
-        // The swizzle begins anew at multiples of 1024 bytes.
+        // The swizzle repeats every 1024 bytes, so the stages are aligned to that.
         stages = memory + (-shared_address(memory) & (ATOM - 1));
         full = barriers, empty = full + DEPTH, turns = empty + DEPTH;
     }
@@ -122,8 +131,8 @@ struct RingOf {
     __device__ char* b(int stage, int box = 0) const { return a(stage, BOX_COUNT) + box * B_BYTES; }
     __device__ char* end() const { return a(DEPTH); }
 
-    // By all threads, before their work. A stage is full when so many arrivals of the producer and all bytes have come,
-    // and empty when so many consumers have given it back.
+    // By all threads of the block, before anything else. A stage is full after `arrivals` arrivals of the producer and
+    // all bytes that they announced. It is empty after all warps of `consumers` consumers have released it.
     __device__ void open(int arrivals, int consumers) const {
         if (threadIdx.x == 0) {
             for (int i = 0; i < DEPTH; ++i) full[i].init(arrivals), empty[i].init(consumers * WARPS_OF_GROUP);
@@ -135,7 +144,7 @@ struct RingOf {
 
     __device__ static int stages_of(int inner) { return (inner + INNER - 1) / INNER; }
 
-    // Producer: calls fill(stage, k) for each of a tile's `count` stages, as soon as that stage is empty.
+    // Producer: calls fill(stage, k) for each of a tile's `count` stages, once that stage of the ring is empty.
     template <class F>
     __device__ void produce(Slot& slot, int count, F fill) const {
 #pragma unroll 1
@@ -145,7 +154,8 @@ struct RingOf {
         }
     }
 
-    // Producer, one thread: starts the copies of a stage; of an operand that is not copied, none. ONCE: load_tile.
+    // Producer, one thread: starts the copies of a stage, for the operands with COPY_A and COPY_B. ONCE: no other tile
+    // reads these rows of a.
     template <bool COPY_A = true, bool COPY_B = true, bool ONCE = false>
     __device__ void copy(int stage, int k, const TensorMap& map_a, int row, const TensorMap& map_b, int column) const {
         full[stage].arrive_expecting(BOX_COUNT * ((COPY_A ? A_BYTES : 0) + (COPY_B ? B_BYTES : 0)));
@@ -157,7 +167,7 @@ struct RingOf {
         }
     }
 
-    // Consumer: issues the products of a full stage, ascending in K, as one group; `part` is which 64 rows of a.
+    // Consumer: issues the products of a full stage as one group, ascending in K. `part`: which 64 rows of a.
     template <int COUNT>
     __device__ void multiply(int stage, int part, float (&d)[COUNT]) const {
         const u64 left = operand_at<A>(a(stage) + part * PIECE), right = operand_at<B>(b(stage));
@@ -173,8 +183,8 @@ struct RingOf {
         hold(d);
     }
 
-    // Consumer: the whole chain of a tile of `count` stages, added to what d holds. A stage is given back when its
-    // products are done, while those of the next one are under way. TURNS: it is this consumer's turn, which it passes on.
+    // Consumer: adds the chain of a tile's `count` stages to d. A stage is released when its products are done, while
+    // those of the next stage are in flight. TURNS: called in this consumer's turn, which it passes on.
     template <bool TURNS, int COUNT>
     __device__ void mainloop(Slot& slot, int count, int part, const Turns& turns, float (&d)[COUNT]) const {
         int before = 0;

@@ -1,31 +1,33 @@
-// Barriers in shared memory on which threads wait for the bytes of asynchronous copies (sm_90 and later).
+// mbarrier objects in shared memory: threads wait for arrivals and for the bytes of asynchronous copies (sm_90 and
+// later).
 #pragma once
 
 #include <rl_kernels/ptx.cuh>
 
 namespace rlk {
 
-// A barrier completes a phase when its arrivals and all bytes that they announced have come.
+// A phase completes when all arrivals have been made and all announced bytes have been copied.
 struct Barrier {
     u64 bits;
 
-    // One thread does it, before any other touches the barrier; fence_init and a block barrier come after.
+    // By one thread, before any other uses the barrier; then call fence_init and __syncthreads.
     __device__ void init(u32 arrivals) {
         asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(this)), "r"(arrivals) : "memory");
     }
 
-    // Arrive, and announce bytes that are still to come in this phase; none is allowed.
+    // Arrive, and announce bytes that copies still have to deliver in this phase; may be 0.
     __device__ void arrive_expecting(u32 bytes) {
         asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(this)), "r"(bytes)
                      : "memory");
     }
 
-    // Arrive without bytes. What the thread has read and written before is done when the phase completes.
+    // Arrive without announcing bytes. The thread's earlier reads and writes happen before the phase completes; for
+    // those that an asynchronous copy must not overtake, call fence_copies first.
     __device__ void arrive() {
         asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(this)) : "memory");
     }
 
-    // Wait until the phase of this parity is complete: 0 is the first. What the copies wrote is then visible.
+    // Wait until the phase of this parity is complete; the first phase has parity 0. The copied data is then visible.
     __device__ void wait(u32 parity) {
         asm volatile(
             "{\n"
@@ -42,8 +44,8 @@ struct Barrier {
 // Makes initialised barriers visible to asynchronous copies.
 __device__ inline void fence_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
-// Orders what this thread read and wrote in shared memory before what copies and wgmma do there that are started later,
-// behind a barrier. An arrival alone does not: it may overtake reads that were issued before it.
+// Orders this thread's earlier reads and writes of shared memory before later accesses by copies and wgmma (the async
+// proxy) that start behind a barrier. An arrival alone does not: it may overtake reads that were issued before it.
 __device__ inline void fence_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 }  // namespace rlk

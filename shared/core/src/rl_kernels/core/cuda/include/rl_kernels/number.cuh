@@ -1,13 +1,15 @@
-// FP32, BF16 and FP16 in memory, as FP32 in registers.
+// Conversion between FP32, BF16 and FP16 in memory and FP32 in registers.
 #pragma once
 
 #include <rl_kernels/ptx.cuh>
 
 namespace rlk {
 
-// Each has SIZE in bytes, LEAST, the bits of -inf, and of a number in memory its bits and its value. A word is unpacked to
-// the numbers it holds, the lower half first, and packed from them, rounded to nearest, ties to even. `larger` of two words
-// goes number by number; of a NaN and a number it is the number.
+// Each type has:
+//   SIZE, LEAST    bytes of a number; the bits of -inf
+//   bits, read     the bits and the value of a number in memory; `write` stores a value
+//   unpack, pack   a 32-bit word to the numbers in it, the lower half first, and back, rounded to nearest, ties to even
+//   larger         the maximum of two words, number by number; of a NaN and a number, the number
 struct FP32 {
     static constexpr int SIZE = 4;
     static constexpr u32 LEAST = 0xff800000u;
@@ -19,7 +21,7 @@ struct FP32 {
     __device__ static u32 larger(u32 a, u32 b) { return __float_as_uint(fmaxf(__uint_as_float(a), __uint_as_float(b))); }
 };
 
-// What two numbers to a word have in common.
+// Shared by the 16-bit types.
 template <class T>
 struct Half {
     static constexpr int SIZE = 2;
@@ -72,7 +74,7 @@ struct FP16 : Half<FP16> {
     }
 };
 
-// Numbers of a word and of a chunk.
+// Numbers in a 32-bit word and in a 16-byte chunk.
 template <class T>
 constexpr int PER_WORD = 4 / T::SIZE;
 template <class T>

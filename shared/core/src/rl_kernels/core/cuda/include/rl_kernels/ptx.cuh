@@ -1,4 +1,5 @@
-// The instructions that CUDA C++ has no word for, and short names for those whose rounding is meant. Includes nothing.
+// PTX instructions without a CUDA C++ intrinsic, approximate math with fixed instructions, short names of types.
+// Includes nothing.
 #pragma once
 
 namespace rlk {
@@ -10,27 +11,27 @@ using i64 = long long;
 constexpr int WARP = 32;
 constexpr u32 ALL = 0xffffffffu;
 
-// Threads that a multiprocessor has room for.
+// Maximum resident threads of a multiprocessor.
 #if __CUDA_ARCH__ == 800 || (__CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200)
 constexpr int RESIDENT = 2048;
 #else
 constexpr int RESIDENT = 1536;
 #endif
 
-// 16 bytes, what the widest load brings.
+// 16 bytes, the widest load of a thread.
 struct alignas(16) Chunk {
     u32 word[4];
 };
 constexpr int CHUNK = sizeof(Chunk);
 
-// 2^x to two units in the last place; subnormals become 0.
-// 1 / x, within one unit in the last place.
+// 1 / x within one unit in the last place; subnormals are flushed to 0.
 __device__ inline float inverse_fast(float x) {
     float y;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 
+// 2^x within two units in the last place; subnormals are flushed to 0.
 __device__ inline float exp2_fast(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -40,7 +41,7 @@ __device__ inline float exp2_fast(float x) {
 __device__ inline float infinity() { return __int_as_float(0x7f800000); }
 __device__ inline float not_a_number() { return __int_as_float(0x7fffffff); }
 
-// From global memory that no thread writes while the kernel runs.
+// Load from global memory that no thread writes while the kernel runs.
 __device__ inline Chunk load_constant(const void* at) {
     Chunk c;
     asm("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -49,7 +50,7 @@ __device__ inline Chunk load_constant(const void* at) {
     return c;
 }
 
-// From and to global memory that is touched once: the first-level cache keeps none of it.
+// Load and store of global memory that is accessed once: no allocation in the L1 cache.
 __device__ inline Chunk load_once(const Chunk* at) {
     Chunk c;
     asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -63,13 +64,14 @@ __device__ inline void store_once(Chunk* at, Chunk c) {
                  : "memory");
 }
 
-// Programmatic dependent launch (sm_90 and later); without it neither does anything. Waits until the kernels before on the
-// stream have ended and what they wrote is there: every thread, before it touches memory that one of them may use.
+// Programmatic dependent launch (sm_90 and later). In a kernel that is launched without it, both calls do nothing.
+// Waits until the earlier kernels on the stream have ended and their writes are visible. Every thread calls it before
+// it accesses memory that one of them may use.
 __device__ inline void wait_for_prerequisites() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-// The next kernel on the stream may begin once a thread of every block has said so, or all have ended.
+// Lets the next kernel on the stream start once every block has called it or has ended.
 __device__ inline void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
-// The address that instructions on shared memory take.
+// The 32-bit address of shared memory that PTX instructions take.
 __device__ inline u32 shared_address(const void* at) { return static_cast<u32>(__cvta_generic_to_shared(at)); }
 
 }  // namespace rlk

@@ -1,5 +1,7 @@
-// Columns of a row, eight at a time in wide loads, wherever in memory the row begins: which lane gets which column
-// follows the column alone, so no sum follows an address.
+// Reads a row in vectors of eight columns by 16-byte loads, at whatever address the row begins.
+//
+// Vector v of lane l holds columns 256 v + 8 l to 256 v + 8 l + 7, counted from where the warp begins to read. This
+// depends on the column alone, so no sum depends on an address.
 #pragma once
 
 #include <rl_kernels/number.cuh>
@@ -7,13 +9,13 @@
 namespace rlk {
 
 constexpr int COLUMNS = 8;
-// Words and chunks that eight numbers fill.
+// 32-bit words and 16-byte chunks of a vector of eight numbers.
 template <class T>
 constexpr int WORDS = COLUMNS / PER_WORD<T>;
 template <class T>
 constexpr int CHUNKS = WORDS<T> / 4;
 
-// Bytes from a vector of a lane to its next one.
+// Bytes from a lane's vector to its next one: 32 lanes of eight columns.
 template <class T>
 constexpr int APART = WARP * COLUMNS * T::SIZE;
 
@@ -27,15 +29,15 @@ struct Row {
 
     __device__ bool contiguous() const { return stride == T::SIZE; }
 
-    // How far, in bytes, every vector of eight lies beyond a multiple of 16.
+    // Bytes by which a contiguous row, and so each of its vectors, begins beyond a multiple of 16.
     __device__ int skew() const { return contiguous() ? static_cast<int>(reinterpret_cast<u64>(begin) % CHUNK) : 0; }
 
-    // The multiple of 16 at a column, a multiple of eight, or before it.
+    // The address of a column that is a multiple of eight, rounded down to a multiple of 16 bytes.
     __device__ const char* floor_at(int column) const { return at(column) - skew(); }
 };
 
-// N vectors of eight columns a lane, 32 lanes in a row and vectors of all lanes in a row, as words; `load` brings a lane's
-// chunks by their offset in bytes. The whole warp must call it.
+// Reads N vectors per lane into words, if the row begins at a multiple of 16 bytes. `load(offset)` returns the chunk at
+// this offset in bytes from the lane's first one. The whole warp must call it.
 template <class T, int N, class Load>
 __device__ inline void read_aligned(Load load, u32* words) {
 #pragma unroll
@@ -46,9 +48,9 @@ __device__ inline void read_aligned(Load load, u32* words) {
     }
 }
 
-// The same where the first word of a lane's vector is number WORD of its first chunk, and `bits` of that belong to the
-// column before. What a vector has in the next chunk is loaded twice, where that is cheap, or else comes from the next
-// lane, and of lane 31 from lane 0's next vector.
+// The same for a row that begins WORD words and `bits` bits beyond a multiple of 16 bytes. The end of a vector then
+// lies in the chunk after its own. With Twice, where loads are cheap, that chunk is loaded again. Otherwise its words
+// come from the next lane (lane 31 takes them from lane 0's next vector), and are loaded only for a lane's last vector.
 template <class T, int N, bool Twice, int WORD, class Load>
 __device__ inline void read_skewed(int bits, Load load, u32* words) {
     constexpr int SIZE = WORDS<T>;
@@ -72,7 +74,7 @@ __device__ inline void read_skewed(int bits, Load load, u32* words) {
     }
 }
 
-// The same wherever the row begins; all chunks must be there.
+// The same for any skew. All chunks must be readable.
 template <class T, int N, bool Twice, class Load>
 __device__ inline void read_wide(int skew, Load load, u32* words) {
     if (!skew) return read_aligned<T, N>(load, words);
@@ -85,8 +87,8 @@ __device__ inline void read_wide(int skew, Load load, u32* words) {
     }
 }
 
-// As many columns as a chunk holds: at once if they are a chunk of the row, else one at a time, and -inf for what is not in
-// the row. That is for the ends of a row and for columns that are not contiguous.
+// The columns of one chunk, with -inf beyond the end of the row: by one load if the chunk is aligned and lies in the
+// row, else column by column. For the end of a row, and for columns that are not contiguous.
 template <class T>
 __device__ inline Chunk guarded(const Row<T>& row, int column) {
     if (row.contiguous() && !row.skew() && row.size - column >= PER_CHUNK<T>) return load_constant(row.at(column));

@@ -1,9 +1,16 @@
-// Softmax statistics of a row in base 2, formed by lanes, merged over a warp and over segments, in fixed order.
+// Softmax statistics of a row in base 2: formed by lanes, merged over a warp and over segments, in a fixed order.
 //
-// A state is (top, total, weighted) of a stretch of raw values x, whose logits are z = x * inv: the largest x, the sum of
-// 2^(x c - r) and of 2^(x c - r) (x c - r), where c = inv log2(e) and the reference r = round(top c). Far from 0, r is too
-// coarse for exponents, or infinite; there they are formed as Exponents says. Every rounding is written out (and fmad is
-// off), so that equal values give equal bits in every kernel.
+// A state (top, total, weighted) stands for some raw values x of a row, whose logits are z = x * inv:
+//   top        the largest x
+//   total      the sum of 2^t, where t = x c - r, c = inv log2(e), and r is top c rounded to FP32
+//   weighted   the sum of 2^t t
+// Where |r| >= 2^31, t is formed differently (Exponents). Every rounding is explicit, and the compiler's fmad is off,
+// so equal values give equal bits in every kernel.
+//
+// Order of the sums:
+//   add           number i of a lane's words goes to partial sum i % 4; then (0 + 1) + (2 + 3); then the lane's state
+//   over_warp     all lanes are rescaled to the largest top, then added by xor shuffles at distances 16, 8, 4, 2, 1
+//   over_states   lane l merges states l, l + 32, l + 64, ... in this order; then over_warp
 #pragma once
 
 #include <rl_kernels/number.cuh>
@@ -12,47 +19,47 @@ namespace rlk {
 
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float LN2 = 0.6931471805599453f;
-// Stands for an exponent of -inf where it is multiplied by its power, 0.
+// Replaces an exponent of -inf where it is multiplied by its power, which is 0: -inf * 0 would be NaN.
 constexpr float LEAST = -1.0e30f;
-// A reference as large as this is far from 0.
+// From this magnitude on, a reference is too coarse for exponents, or infinite.
 constexpr float FAR = 2147483648.0f;
-// Bounds what a state's exponents move by: its power is 0, and a product with it is finite.
+// Lower bound of the shift of a state's exponents: 2^-256 is 0 in FP32, and a product with it is finite.
 constexpr float LEAST_SHIFT = -256.0f;
 
 struct State {
     float top, total, weighted;
 };
 
-// The state of nothing.
+// The state of no values.
 __device__ inline State empty() { return {-infinity(), 0.0f, 0.0f}; }
 
-// The exponent of x is x * factor - reference, mostly x * c - r. Far from 0, neighbouring values of x lie so far apart that
-// the largest alone count: factor is then a power of two by which products are exact, so that the exponent is 0 where x is
-// the largest value, and too small to count elsewhere.
+// The exponent of x is x * factor - reference, normally x * c - r. Where |r| >= FAR, neighbouring FP32 values of x are
+// so far apart that only those equal to the largest count. factor is then a power of two, so its products are exact:
+// the exponent is 0 where x is the largest value, and too small to count elsewhere.
 struct Exponents {
     float factor, reference;
 
     __device__ Exponents(float top, float c) : factor(c), reference(__fmul_rn(top, c)) {
         if (fabsf(reference) >= FAR) {
-            // It brings the largest value to 2^30 .. 2^31.
+            // Scales the largest value to a magnitude of 2^30 .. 2^31.
             factor = __uint_as_float((284u << 23) - (__float_as_uint(top) & 0x7f800000u));
-            // Of a stretch of -inf alone all powers are 0.
+            // If all values are -inf, all powers are 0.
             reference = top == -infinity() ? 0.0f : __fmul_rn(top, factor);
         }
     }
     __device__ float at(float x) const { return __fmaf_rn(x, factor, -reference); }
 };
 
-// What a state's exponents move by when `to` is the largest value. Of infinite numbers the difference may be none: then all
-// that moves is too small to count, as the bound is.
+// How far a state's exponents shift when the largest value becomes `to`. With infinite numbers the difference may be
+// NaN; fmaxf then returns the bound, and the state is too small to count.
 __device__ inline float shift_to(float to, float top, float c) {
     return top == to ? 0.0f : fmaxf(__fsub_rn(__fmul_rn(top, c), __fmul_rn(to, c)), LEAST_SHIFT);
 }
 
 __device__ inline float pairs(const float (&x)[4]) { return __fadd_rn(__fadd_rn(x[0], x[1]), __fadd_rn(x[2], x[3])); }
 
-// Take N more words of numbers into a lane's state: four sums, one of every fourth number, then those in pairs. The words
-// stay packed while the largest is looked for, which halves the registers of BF16 and FP16.
+// Adds N words of numbers to a lane's state, in four partial sums. The words stay packed during the search for the
+// largest number, which halves the registers of BF16 and FP16.
 template <bool HasEntropy, class T, int N>
 __device__ inline void add(State& s, const u32 (&words)[N], float c) {
     static_assert(N % 4 == 0, "two words, and so at least two numbers, to each of two maxima");
@@ -82,10 +89,12 @@ __device__ inline void add(State& s, const u32 (&words)[N], float c) {
     const float shift = shift_to(top, s.top, c), scale = exp2_fast(shift);
     if (HasEntropy) {
         float block = pairs(product);
-        // Only -inf, whose exponent is multiplied by its power, 0, makes NaN of what is none: rare enough to go again.
+        // An x of -inf gives NaN here, since its exponent times its power is -inf * 0. That is rare, so the sum is
+        // formed again with bounded exponents.
         if (isnan(block)) {
             float again[4] = {};
-            // A zero that the compiler does not know: else it would keep all exponents until here, and run out of registers.
+            // A zero that the compiler cannot predict. Otherwise it would keep all exponents up to here, and run out of
+            // registers.
             const u32 zero = __float_as_uint(fmaxf(block, 0.0f));
 #pragma unroll
             for (int i = 0; i < N; ++i) {
@@ -106,7 +115,7 @@ __device__ inline void add(State& s, const u32 (&words)[N], float c) {
     s.top = top;
 }
 
-// The state of two stretches; not associative in the last bit, so always merge in ascending order.
+// The state of the values of a and b. Not associative in the last bit, so always merge in ascending order.
 template <bool HasEntropy>
 __device__ inline State merged(State a, State b, float c) {
     const float top = fmaxf(a.top, b.top);
@@ -120,7 +129,7 @@ __device__ inline State merged(State a, State b, float c) {
     return s;
 }
 
-// The state of all lanes of a warp, in each of them: every lane moves to the largest top, then a tree of pairs adds them.
+// The state of all lanes of a warp, returned in each lane.
 template <bool HasEntropy>
 __device__ inline State over_warp(State s, float c) {
     float top = s.top;
@@ -137,8 +146,7 @@ __device__ inline State over_warp(State s, float c) {
     return {top, total, weighted};
 }
 
-// The state of `count` states, which `load` brings, in every lane of a warp: every 32nd merged in ascending order, and those
-// by the tree.
+// The merged state of the `count` states load(0), load(1), ..., returned in every lane of a warp.
 template <bool HasEntropy, class Load>
 __device__ inline State over_states(int count, float c, Load load) {
     State s = empty();
@@ -146,8 +154,8 @@ __device__ inline State over_states(int count, float c, Load load) {
     return over_warp<HasEntropy>(s, c);
 }
 
-// Of a row: the log of the sum of e^(z - max z), and the largest raw value. Their sum is the logsumexp, which is too coarse
-// to subtract where that value is large.
+// Of a row: top, the largest raw value, and log_total, the log of the sum of e^(z - max z). The logsumexp is
+// top * inv + log_total; it is too coarse to subtract where top is large, so both are kept.
 struct Norm {
     float top, log_total;
 };
@@ -157,7 +165,7 @@ struct Statistics {
     Norm norm;
 };
 
-// The statistics of a whole row whose selected raw value is x; NaN for a row that is all -inf.
+// The statistics of a whole row whose selected raw value is x; NaN if all values of the row are -inf.
 template <bool HasEntropy>
 __device__ inline Statistics finished(State s, float x, float inv, float c) {
     const Exponents exponents(s.top, c);
@@ -170,8 +178,9 @@ __device__ inline Statistics finished(State s, float x, float inv, float c) {
     return found;
 }
 
-// The gradient to a row's raw values: dx_j = g_logp (1[j is selected] - p_j) + g_lse p_j - g_H p_j (log p_j + H), all over
-// the temperature, logarithms in base 2; NaN where the row selects what is no column.
+// The gradient with respect to a row's raw values, with logarithms formed in base 2:
+// dx_j = (g_logp (1[j is selected] - p_j) + g_lse p_j - g_H p_j (log p_j + H)) / temperature.
+// NaN in the whole row if its id is not a column.
 template <bool HasEntropy>
 struct Gradient {
     float c, top, log_total, entropy, chosen, slope, curve, rest;
@@ -185,10 +194,10 @@ struct Gradient {
         if (!HasEntropy) slope = __fadd_rn(slope, rest);
     }
     __device__ float at(float x, bool selected) const {
-        // The difference is exact for the values that count, however large they are.
+        // x - top is exact for the values that count, however large they are.
         const float log_p = __fmaf_rn(__fsub_rn(x, top), c, -log_total), power = exp2_fast(log_p);
         if (!HasEntropy) return __fmaf_rn(power, slope, selected ? chosen : 0.0f);
-        // Where the probability is 0 its factor may be infinite.
+        // Where p is 0 its factor may be infinite, and the product NaN.
         const float target = selected ? chosen : rest;
         if (power == 0.0f) return target;
         return __fmaf_rn(power, __fmaf_rn(__fadd_rn(log_p, entropy), -curve, slope), target);

@@ -1,4 +1,4 @@
-// Warps and warpgroups that have roles of their own in a block: which one this is, registers, barriers (sm_90a).
+// Warp specialisation (sm_90a): the index of a warp, one elected thread, registers of a role, named barriers.
 #pragma once
 
 #include <rl_kernels/ptx.cuh>
@@ -7,11 +7,13 @@ namespace rlk {
 
 constexpr int WARPGROUP = 128;
 
-// Which warp of its block this is. The compiler sees that all of a warp agree: in a branch by it, operands of wgmma and
-// arguments of copies are worked out once for a warp, and not gathered from registers of a thread before each.
+// Index of this warp in its block. The shuffle tells the compiler that it is uniform in a warp: in a branch on it,
+// wgmma descriptors and arguments of copies are computed once per warp, and not read from a thread's registers before
+// each use.
 __device__ inline int warp_index() { return __shfl_sync(ALL, static_cast<int>(threadIdx.x) / WARP, 0); }
 
-// True in one thread of a warp, all of which ask. The compiler sees that it is one, and starts a copy in one instruction.
+// True in one thread of a warp; all its threads call it. The compiler knows that it is one thread, and starts a copy
+// with one instruction.
 __device__ inline bool elected() {
     u32 one;
     asm volatile(
@@ -23,8 +25,8 @@ __device__ inline bool elected() {
     return one;
 }
 
-// All threads of a warpgroup give registers back, or wait until they have that many: a multiple of 8. Only in a kernel
-// with __launch_bounds__(threads, 1), each role in one branch of it.
+// setmaxnreg: all threads of a warpgroup release registers down to COUNT, or wait until they have COUNT, a multiple of
+// 8. Only in a kernel with __launch_bounds__(threads, 1), where each role is one branch.
 template <int COUNT>
 __device__ inline void give_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
@@ -34,7 +36,7 @@ __device__ inline void take_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
 
-// Waits for `threads` threads, whole warps, that come to barrier `id`, 1 to 15; 0 is that of __syncthreads.
+// Waits at named barrier `id`, 1 to 15, until `threads` threads (whole warps) have arrived; 0 is that of __syncthreads.
 __device__ inline void sync_threads(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }

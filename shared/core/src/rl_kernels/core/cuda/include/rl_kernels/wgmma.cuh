@@ -1,13 +1,15 @@
-// wgmma (sm_90a): products of tiles in shared memory, added to FP32 in the registers of a warpgroup.
+// wgmma (sm_90a): d[64 x N] += a[64 x 16] b[N x 16]^T, operands in shared memory, FP32 accumulators d in registers.
 //
-// A tile is a box of 128-byte rows as TMA writes it with the 128-byte swizzle, from a multiple of 1024 bytes:
-//   K_MAJOR    a row of the box is a row of the operand, 64 terms of K; rows lie one after the other
-//   MN_MAJOR   a row of the box is one term of K, 64 rows of the operand; 64 terms make a piece, more rows more pieces
-// One instruction takes 16 terms of K. Its sums are FP32; d starts as what the caller put there. The next instruction on
-// the same d adds to what the last one left, in the order of issue: 16 terms a step is the canonical chain.
+// An operand tile is a box of 128-byte rows as TMA writes it with the 128-byte swizzle, aligned to 1024 bytes:
+//   K_MAJOR    a row of the box holds 64 terms of K of one operand row; operand rows lie one after the other
+//   MN_MAJOR   a row of the box holds one term of K of 64 operand rows; 64 terms of K are a piece, and every 64 operand
+//              rows have a piece of their own
 //
-// Who holds what of d[N / 2]: thread t of the warpgroup, lane l of warp w, has the rows r = 16 w + l / 4 and r + 8, and of
-// every 8 columns the two from c = 8 j + 2 (l % 4):
+// Order of the sum: one instruction adds 16 terms of K to d, and instructions on the same d add in the order of issue.
+// Issued with ascending k from 0, they are the canonical chain: 16 terms a step. The caller sets the initial d.
+//
+// Thread t of the warpgroup, lane l of warp w, holds d[N / 2]: of rows r = 16 w + l / 4 and r + 8, two of every eight
+// columns, from c = 8 j + 2 (l % 4):
 //   d[4 j], d[4 j + 1] = (r, c), (r, c + 1)        d[4 j + 2], d[4 j + 3] = (r + 8, c), (r + 8, c + 1)
 #pragma once
 
@@ -18,54 +20,57 @@ namespace rlk {
 enum Major { K_MAJOR, MN_MAJOR };
 
 constexpr int MMA_M = 64, MMA_K = 16;
-// Bytes of a swizzled row, of 8 of them, and of a piece of an MN_MAJOR tile that has 64 terms of K.
+// Bytes of a swizzled row, of the 8 rows after which the swizzle repeats, and of a piece of an MN_MAJOR tile.
 constexpr int SWIZZLE = 128, ATOM = 8 * SWIZZLE, PIECE = 64 * SWIZZLE;
 // 16-bit numbers in a swizzled row.
 constexpr int SPAN = SWIZZLE / 2;
 
-// Where an operand lies, as wgmma takes it: the first 16 terms of K of the rows that begin at `tile`; that is row 0 of a
-// K_MAJOR tile, or another multiple of 8, and a piece of an MN_MAJOR one.
+// The wgmma descriptor of an operand's first 16 terms of K. `tile`: its first row, which is row 0 or a multiple of 8 of
+// a K_MAJOR tile, or the first byte of a piece of an MN_MAJOR tile.
 template <Major MAJOR>
 __device__ inline u64 operand_at(const void* tile) {
-    // In units of 16 bytes: from one 8 rows of the box to the next, and from one piece to the next.
+    // In units of 16 bytes: STRIDE from 8 rows of the box to the next 8, LEADING from one piece to the next.
     constexpr u64 STRIDE = ATOM / 16, LEADING = MAJOR == MN_MAJOR ? PIECE / 16 : 1;
     constexpr u64 SWIZZLE_128 = 1;
     return (shared_address(tile) & 0x3ffffu) >> 4 | LEADING << 16 | STRIDE << 32 | SWIZZLE_128 << 62;
 }
 
-// The operand so many bytes further on, a multiple of 1024. Only the lower word changes, which has the address.
+// The descriptor moved by `bytes`: a multiple of 1024, or what `advanced` passes. Only the lower word, which holds the
+// address, changes.
 __device__ inline u64 moved(u64 operand, int bytes) {
     return (operand >> 32 << 32) | (static_cast<u32>(operand) + bytes / 16);
 }
 
-// The operand `step` times 16 terms of K further on in its tile.
+// The descriptor moved by `step` times 16 terms of K within its tile.
 template <Major MAJOR>
 __device__ inline u64 advanced(u64 operand, int step) {
     return moved(operand, step * MMA_K * (MAJOR == MN_MAJOR ? SWIZZLE : 2));
 }
 
-// Before the first product after d was written, or shared memory by another proxy.
+// Before the first product, and before the first product after threads have written d.
 __device__ inline void fence_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-// Closes a group of products; products_done waits for all but the last PENDING groups. Until then neither d may be
-// touched nor the tiles be written. A warp waits for its own part: each arrives by itself where tiles are given back.
+// Closes a group of products. products_done waits for all but the last PENDING groups; until then d must not be
+// accessed, and the tiles must not be overwritten. A warp waits only for its own part of the products, so each warp
+// releases a stage by itself (give_back in mainloop.cuh).
 __device__ inline void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int PENDING>
 __device__ inline void products_done() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// Keeps the compiler from moving what it does with d across this place: it knows nothing of products under way.
+// Stops the compiler from moving accesses to d across this point: it does not know that products are in flight.
 template <int COUNT>
 __device__ inline void hold(float (&d)[COUNT]) {
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// d[64 x N] += a[64 x 16] b[N x 16]^T, by all threads of a warpgroup: Products<N>::add<T, A, B>(d, a, b), T BF16 or FP16.
+// Products<N>::add<T, A, B>(d, a, b) issues d[64 x N] += a[64 x 16] b[N x 16]^T. All threads of a warpgroup call it. T:
+// BF16 or FP16.
 template <int N>
 struct Products;
 
-// Registers by their numbers, and as operands, eight at a time.
+// The accumulators, eight more per line: LIST as operand numbers in the asm text, USED as asm operands.
 #define RLK_LIST_0 "%0,%1,%2,%3,%4,%5,%6,%7"
 #define RLK_LIST_1 RLK_LIST_0 ",%8,%9,%10,%11,%12,%13,%14,%15"
 #define RLK_LIST_2 RLK_LIST_1 ",%16,%17,%18,%19,%20,%21,%22,%23"
@@ -105,8 +110,8 @@ struct Products;
 #define RLK_LIST_HALF "%0,%1,%2,%3"
 #define RLK_USED_HALF RLK_PAIR(0), RLK_PAIR(2)
 
-// What follows the registers, whose numbers go on: the two operands, and as constants whether each is MN_MAJOR. The
-// predicate says that d is added to, the ones that no operand is negated.
+// After the accumulators the operand numbers go on: descriptors A and B, then constants MAJOR_A and MAJOR_B, 1 for
+// MN_MAJOR. The predicate selects d += instead of d =. The two ones are the scales of a and b: neither is negated.
 #define RLK_WGMMA(N, TYPE, LAST, A, B, MAJOR_A, MAJOR_B)                                                          \
     asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, 1, 0;\n"                                                \
                  "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" RLK_LIST_##LAST "}, %" #A   \
