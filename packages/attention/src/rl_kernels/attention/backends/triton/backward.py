@@ -1,6 +1,7 @@
-"""What both kernels of the backward pass share: each forms the scores again, from lse, and needs the delta of a row.
+"""Shared by the kernels of dq and of dk and dv, which both form the weights again, from the scores and lse.
 
-A sum over keys, or over rows, is one chain in ascending order, which a block that adds nothing leaves as it is.
+A sum over keys (dq) or over rows (dk, dv) is one chain in ascending order; a block that adds nothing does not change
+it. The delta of a row is the sum of out times its gradient, by Triton's reduction over the columns.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ def rows_of(
 
 @triton.jit
 def weights_of(score, lse, factor):
-    """Return ``2^(score factor - lse)``, for lse in base 2 beside score."""
+    """Return ``2^(score factor - lse)``; lse is in base 2 and broadcasts to score."""
     return tl.exp2(fma(score, tl.full(score.shape, factor, tl.float32), tl.broadcast_to(-lse, score.shape)))
 
 
 @triton.jit
 def dscores_of(score, weights, dweights, delta, cap, CAPPED: tl.constexpr):
-    """Return the gradient of scores before their cap."""
+    """Return the gradient with respect to the scores before the cap."""
     found = product(weights, dweights - delta)
     if CAPPED:
         found = product(found, slope(score, cap, 1.0 / cap))

@@ -1,4 +1,8 @@
-"""The kernel of dk and dv: for each tile of keys one chain over the rows of its sequence, query after query."""
+"""The kernel of dk and dv.
+
+A program holds BLOCK keys and values, and their dk and dv in FP32. Order of the sums, which is the contract: one chain
+over the rows of the sequence, ROWS at a time, in ascending order, each added by ``tl.dot``; dk then times the scale.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +43,7 @@ def with_rows(
     dk, dv, score, weights, q, grad, v, r, DELTAS, used, cap,
     GROUP: tl.constexpr, CAPPED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Return the sums of dk and dv with rows ``r`` to ``r + ROWS``."""
+    """Return dk and dv with rows ``r`` to ``r + ROWS`` added."""
     dv = tl.dot(weights.to(grad.dtype), grad, dv, input_precision="ieee")
     dweights = product_of(v, tl.trans(grad))
     rows = r + tl.arange(0, ROWS)
@@ -59,12 +63,12 @@ def of_keys(
     G_STEP: tl.constexpr, G_HEAD: tl.constexpr, CAPPED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     LEFT: tl.constexpr,
 ):  # fmt: skip
-    """Write dk and dv of BLOCK keys of one sequence and head. Grid: sequences x tiles of keys, heads of keys.
+    """Write dk and dv of BLOCK keys of one sequence and head. Grid: sequences x tiles of keys, key heads.
 
-    Rows are taken ROWS at a time from the first query that may see a key of the sequence.
+    Tiles of ROWS rows are counted from the first query that may see a key of the sequence.
     """
     program, head = tl.program_id(0), tl.program_id(1)
-    # Those with most rows first.
+    # Tiles with the most rows start first.
     batches = tl.num_programs(0) // tiles
     b, tile = program % batches, program // batches
     first_k, length, gone = keys_of(STARTS_K, FIRST_K, None, b, keys, LEFT)
@@ -76,7 +80,7 @@ def of_keys(
     shift = length - count
     at = tile * BLOCK + tl.arange(0, BLOCK)
     of_batch = (b if STARTS_K is None else 0 * b).to(tl.int64)
-    # Of the tile's first key; offsets from there are constants.
+    # The row of the tile's first key; offsets from it are constants.
     row, ahead = (first_k + tile * BLOCK).to(tl.int64), tl.arange(0, BLOCK).to(tl.int64)
     k_base = K + of_batch * (k_batch * UNIT) + row * (K_STEP * UNIT) + head.to(tl.int64) * (k_head * UNIT)
     v_base = V + of_batch * (v_batch * UNIT) + row * (V_STEP * UNIT) + head.to(tl.int64) * (v_head * UNIT)
@@ -90,7 +94,7 @@ def of_keys(
     t_low = tl.maximum(tile * BLOCK - right - shift, 0)
     t_high = tl.minimum(tile * BLOCK + BLOCK + left - shift, used)
     begin = origin + tl.maximum(t_low * GROUP - origin, 0) // ROWS * ROWS
-    # Rows from the one to the other see all keys of the tile.
+    # Rows full_from to full_to see all keys of the tile.
     full_from = tl.maximum(tile * BLOCK + BLOCK - 1 - right - shift, 0) * GROUP
     full_to = (tl.minimum(tile * BLOCK + left - shift, used - 1) + 1) * GROUP
     full_to = tl.where(tile * BLOCK + BLOCK <= length, full_to, 0)
@@ -100,7 +104,7 @@ def of_keys(
     dk, dv = tl.zeros([BLOCK, WIDTH], tl.float32), tl.zeros([BLOCK, WIDTH_V], tl.float32)
     end = t_high * GROUP
     if Q_BOX is not None:
-        # Tiles that end within the sequence, and then the one that does not.
+        # First the tiles that end within the sequence, then the one that does not.
         whole = tl.minimum(end, begin + tl.maximum(used * GROUP - begin, 0) // ROWS * ROWS) if GOES_ON else end
         for r in tl.range(begin, whole, ROWS):
             q = row_box(Q_BOX, r, batch, first_q, head, GROUP, WIDTH, ROWS)

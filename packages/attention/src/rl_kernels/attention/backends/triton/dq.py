@@ -1,4 +1,8 @@
-"""The kernel of dq: for each tile of rows one chain over the blocks of keys, ascending."""
+"""The kernel of dq.
+
+A program holds ROWS rows of q, of the gradient and of dq in FP32. Order of the sum, which is the contract: one chain
+over blocks of BLOCK keys in ascending order, each added by ``tl.dot``; then times the scale.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ def weights_with_keys(
     q, k, n, lse, position, left, right, low_most, high_least, gone, length, factor, cap, rate,
     CAPPED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return (scores, weights) of rows and the block of keys whose first is ``n``."""
+    """Return (scores, weights) of rows with the block of keys that begins at ``n``."""
     score = scores_of(q, tl.trans(k), cap, rate, CAPPED)
     weights = weights_of(score, lse[:, None], factor)
     if (n < low_most) | (n + BLOCK > high_least):
@@ -30,7 +34,7 @@ def weights_with_keys(
 
 @triton.jit
 def with_keys(total, score, weights, grad, delta, k, v, cap, CAPPED: tl.constexpr):
-    """Return the sum of dq with one more block of keys."""
+    """Return ``total``, dq before the scale, with a block of keys added."""
     dweights = product_of(grad, tl.trans(v))
     dscore = dscores_of(score, weights, dweights, delta[:, None], cap, CAPPED)
     return tl.dot(dscore.to(k.dtype), k, total, input_precision="ieee")
@@ -47,9 +51,9 @@ def of_queries(
     G_STEP: tl.constexpr, G_HEAD: tl.constexpr, PAGE: tl.constexpr, CAPPED: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, LEFT: tl.constexpr,
 ):  # fmt: skip
-    """Write dq of ROWS rows of one sequence and head of keys. Grid: sequences x tiles of rows, heads of keys."""
+    """Write dq of ROWS rows of one sequence and key head. Grid: sequences x tiles of rows, key heads."""
     program, head = tl.program_id(0), tl.program_id(1)
-    # Those with most keys first.
+    # Tiles with the most keys start first.
     batches = tl.num_programs(0) // tiles
     b, tile = program % batches, tiles - 1 - program // batches
     first_q, count, used = queries_of(STARTS_Q, USED_Q, b, queries)
@@ -87,7 +91,7 @@ def of_queries(
     total = tl.zeros([ROWS, WIDTH], tl.float32)
     begin = first // BLOCK * BLOCK
     if K_BOX is not None:
-        # Blocks that end within the sequence, and then the one that does not.
+        # First the blocks that end within the sequence, then the one that does not.
         whole = tl.minimum(end, length // BLOCK * BLOCK) if GOES_ON else end
         for n in tl.range(begin, whole, BLOCK):
             k, _ = key_box(K_BOX, pages_of, n, box_b, first_k, head, pages, WIDTH, PAGE, BLOCK)

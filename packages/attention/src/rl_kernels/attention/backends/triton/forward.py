@@ -1,4 +1,9 @@
-"""The kernels of the forward pass: rows with all their keys, or with a segment of them each, and then a merge."""
+"""The kernels of the forward pass: ``attend``, and ``finish``, which merges segments if keys are split over programs.
+
+A program holds the state of ROWS rows (``tiles``) and walks over keys in blocks of BLOCK. Order of the sums, which is
+the contract (``backend``), with and without SPLIT: blocks in ascending order within a segment of 1024 keys; segments,
+each with a state of its own, are merged in ascending order.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +17,12 @@ SIZES = (
     *("queries", "keys", "pages", "table_step", "tiles", "segments", "left", "right"),
     *("q_batch", "k_batch", "k_head", "v_batch", "v_head"),
 )
-"""Numbers that a kernel is not compiled anew for."""
+"""Parameters that Triton must not specialize on."""
 
 
 @triton.jit
 def put(OUT, LSE, out, lse, b, row, heads, d, inside, queries, HEADS: tl.constexpr, DV: tl.constexpr):
-    """Write rows of ``out[B, queries, H, DV]``, columns d of them, and of ``lse[B, H, queries]`` or None."""
+    """Write columns d of rows of ``out[B, queries, H, DV]``, and rows of ``lse[B, H, queries]`` unless it is None."""
     place = (b.to(tl.int64) * queries + row) * HEADS + heads
     tl.store(
         OUT + place[:, None] * DV + d[None, :], out.to(OUT.dtype.element_ty), mask=inside[:, None] & (d < DV)[None, :]
@@ -37,17 +42,17 @@ def attend(
     PAGE: tl.constexpr, CAPPED: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, LEFT: tl.constexpr, SPLIT: tl.constexpr, ONE: tl.constexpr,
 ):  # fmt: skip
-    """Attention of ROWS rows of one sequence and head of keys; K_BOX and V_BOX describe K and V, or are None.
+    """Write attention of ROWS rows of one sequence and key head; K_BOX and V_BOX describe K and V, or are None.
 
-    Grid: sequences x tiles of rows (x segments, with SPLIT), heads of keys. With SPLIT a program takes one segment, and
-    writes its state to ``TOPS, TOTALS[B, KV_HEADS, tiles, segments, ROWS]`` and ``ACCS[..., WIDTH_V]``. ONE says that
-    no sequence has more than one segment: merged with nothing it stays as it is.
+    Grid: sequences x tiles of rows (x segments, with SPLIT), key heads. With SPLIT a program takes one segment, and
+    writes its state to ``TOPS, TOTALS[B, KV_HEADS, tiles, segments, ROWS]`` and ``ACCS[..., WIDTH_V]``. ONE: no
+    sequence has more than one segment, so nothing is merged.
     """
     program, head = tl.program_id(0), tl.program_id(1)
     part = 0
     if SPLIT:
         part, program = program % segments, program // segments
-    # Those with most keys first.
+    # Tiles with the most keys start first.
     batches = tl.num_programs(0) // (tiles * segments if SPLIT else tiles)
     b, tile = program % batches, tiles - 1 - program // batches
     first_q, count, used = queries_of(STARTS_Q, USED_Q, b, queries)
@@ -65,7 +70,7 @@ def attend(
     t_first, t_last = tile * ROWS // GROUP, tl.minimum((tile * ROWS + ROWS - 1) // GROUP, used - 1)
     first, low_most = seen_from(t_first, shift, left, gone), seen_from(t_last, shift, left, gone)
     high_least, end = seen_to(t_first, shift, right, length), seen_to(t_last, shift, right, length)
-    # Of a tile without a query in use it is empty.
+    # A tile without a query in use sees no key.
     end = tl.where(t_first < used, end, 0)
 
     q_base = Q + batch.to(tl.int64) * (q_batch * UNIT) + head.to(tl.int64) * (GROUP * Q_HEAD * UNIT)
@@ -126,8 +131,8 @@ def finish(
 ):  # fmt: skip
     """Merge the states that ``attend`` wrote, in ascending order, for PART rows and COLUMNS columns.
 
-    Grid: sequences x tiles of rows x parts of them x parts of the columns, heads of keys. AHEAD states are loaded at
-    once: one after the other would take a trip to memory each.
+    Grid: sequences x tiles of rows x parts of them x parts of the columns, key heads. AHEAD states are loaded at once,
+    so that their latencies overlap.
     """
     program, head = tl.program_id(0), tl.program_id(1)
     column, program = program % (WIDTH_V // COLUMNS) * COLUMNS, program // (WIDTH_V // COLUMNS)
@@ -144,7 +149,7 @@ def finish(
     d = column + tl.arange(0, COLUMNS)
     state = ((b.to(tl.int64) * KV_HEADS + head) * tiles + tile) * segments * ROWS + part + tl.arange(0, PART)
     top, total, acc = nothing(PART, COLUMNS)
-    # No more than were written, if the longest sequence was said to be shorter and nobody looked.
+    # Never more than were written, even if the maximum length was given too small and not validated.
     stop = tl.minimum(length, segments * SEGMENT)
     for first in range(0, stop, SEGMENT * AHEAD):
         for step in tl.static_range(AHEAD):

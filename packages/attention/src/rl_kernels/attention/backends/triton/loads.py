@@ -1,9 +1,9 @@
-"""How keys and rows come from memory: where a sequence lies, and tiles of it, in boxes or by pointers.
+"""Loads of keys and rows: where a sequence lies in memory, and tiles of it, by TMA boxes or by pointers.
 
-A box is what Hopper's copy engine brings at once through a descriptor of ``[B, S, Hkv, D]``: ``[1, BLOCK, 1, WIDTH]``
-of it, zeros beyond its sizes. It knows no sequences: where one ends, and memory goes on, ``within`` puts zeros in the
-place of what follows. Strides come in units of 8 elements, of which all are multiples: a compiler that knew more of
-some call would lay out its loads, and perhaps its sums, in another way.
+A box is what TMA loads at once through a descriptor of ``[B, S, Hkv, D]``: ``[1, BLOCK, 1, WIDTH]``, with zeros beyond
+the tensor. A descriptor does not know where a sequence ends, so ``within`` replaces what follows its end by zeros. All
+strides are multiples of 8 elements, and are passed in units of 8: a compiler that knew a larger divisor in some calls
+would lay out the loads there, and perhaps the sums, differently.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SEGMENT = tl.constexpr(1024)
 
 @triton.jit
 def queries_of(STARTS, USED, b, count):
-    """Return (first row of q, queries, queries in use) of a sequence; ``count`` is T, or the total where packed."""
+    """Return (first row of q, queries, queries in use) of a sequence; ``count`` is T, or the total if packed."""
     first = tl.full((), 0, tl.int32)
     if STARTS is not None:
         start = tl.minimum(tl.maximum(tl.load(STARTS + b).to(tl.int64), 0), count).to(tl.int32)
@@ -34,8 +34,9 @@ def queries_of(STARTS, USED, b, count):
 def keys_of(STARTS, FIRST, USED, b, count, LEFT: tl.constexpr):
     """Return (row of k of key 0, keys, keys that are gone) of a sequence.
 
-    ``count`` is S, the total where packed, or the room in its pages. Where a window ends on the left, LEFT, the first
-    keys may be gone: they are counted but for whole segments, which change nothing, and must not be read.
+    ``count`` is S, the total if packed, or the capacity of its pages. With LEFT, a window that ends on the left, a
+    negative FIRST says how many keys are gone. They must not be read. They count as keys, except whole segments of
+    them, which change nothing.
     """
     gone = tl.full((), 0, tl.int32)
     if STARTS is not None:
@@ -60,16 +61,16 @@ def keys_at(
     STEP: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
     GONE: tl.constexpr,
 ):  # fmt: skip
-    """Return (keys ``n`` to ``n + BLOCK`` of one head, which of them exist): zeros where there is none.
+    """Return (keys ``n`` to ``n + BLOCK`` of one head, which of them exist), zeros for those that do not.
 
-    BASE is that of the head, in its sequence or in the pages that TABLE names. STEP, between rows, is known when it
-    compiles: a register for each row's address would be too many. GONE says that there may be keys that are gone.
+    BASE points to the head, in its sequence or in the pages that TABLE names. STEP, the stride of rows, is a
+    compile-time constant: an address register for each row would be too many. GONE: there may be keys that are gone.
     """
     ahead = tl.arange(0, BLOCK)
     known = n + ahead < length
     if GONE:
         known = known & (ahead >= gone - n)
-    # Of 64 bits from the start: a sum that is widened afterwards cannot be taken apart into an address and constants.
+    # 64 bits from the start: the compiler cannot split a sum that is widened later into an address and constants.
     zero = tl.zeros((), tl.int64)
     offsets = ahead.to(tl.int64) * (STEP * UNIT)
     if TABLE is None:
@@ -78,7 +79,7 @@ def keys_at(
         page = tl.load(TABLE + n // PAGE).to(tl.int64)
         exists = (page >= 0) & (page < pages)
         known = known & exists
-        # A page that does not exist is read where the first is, and its scores are NaN.
+        # A missing page reads page 0 instead; its scores become NaN.
         rows = BASE + tl.where(exists, page, 0) * (page_step * UNIT) + (n % PAGE) * (STEP * UNIT)
     else:
         page = tl.load(TABLE + (n + ahead) // PAGE, mask=known, other=0).to(tl.int64)
@@ -94,10 +95,10 @@ def rows_at(
     STEP: tl.constexpr, HEAD: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Return rows ``row`` to ``row + ROWS`` of a sequence and a head of keys, zeros where none is in use.
+    """Return rows ``row`` to ``row + ROWS`` of a sequence and a key head, zeros for queries that are not in use.
 
-    BASE is that of the sequence and the first query head of the group; ``row`` begins a query where ROWS is a multiple
-    of GROUP. ``first`` is the sequence's first query in BASE.
+    BASE points to the batch and the first query head of the group. ``first`` is the sequence's first query in BASE. If
+    ROWS is a multiple of GROUP, ``row`` must begin a query.
     """
     zero = tl.zeros((), tl.int64)
     ahead = tl.arange(0, ROWS)
@@ -115,7 +116,7 @@ def rows_at(
 
 @triton.jit
 def loaded(BASE, offsets, known, SIZE: tl.constexpr, WIDTH: tl.constexpr):
-    """Load rows, zeros where none is; WIDTH is SIZE, or the power of two beyond it."""
+    """Load rows, zeros where ``known`` is false; WIDTH is SIZE, or the next power of two."""
     d = tl.arange(0, WIDTH)
     mask = known[:, None]
     if SIZE != WIDTH:
@@ -127,8 +128,8 @@ def loaded(BASE, offsets, known, SIZE: tl.constexpr, WIDTH: tl.constexpr):
 def key_box(BOX, TABLE, n, b, row, head, pages, WIDTH: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr):
     """Return (keys ``n`` to ``n + BLOCK`` of one head, whether their page is missing).
 
-    BOX describes the keys, ``row`` is that of the sequence's first in batch ``b``; or it describes the pages that TABLE
-    names, each of a multiple of BLOCK. A page that is missing is read where the first is.
+    BOX describes the keys, where ``row`` is the sequence's first in batch ``b``; or with TABLE the pages, whose size is
+    a multiple of BLOCK. A missing page reads page 0 instead.
     """
     missing = False
     if TABLE is None:
@@ -142,7 +143,7 @@ def key_box(BOX, TABLE, n, b, row, head, pages, WIDTH: tl.constexpr, PAGE: tl.co
 
 @triton.jit
 def row_box(BOX, row, b, first, head, GROUP: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
-    """Return rows ``row`` to ``row + ROWS`` of a sequence and a head of keys; ROWS is a multiple of GROUP."""
+    """Return rows ``row`` to ``row + ROWS`` of a sequence and a key head; ROWS is a multiple of GROUP."""
     found = BOX.load([b, first + row // GROUP, head * GROUP, 0])
     return tl.reshape(found, [ROWS, WIDTH])
 

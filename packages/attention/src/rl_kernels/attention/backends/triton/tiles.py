@@ -1,9 +1,10 @@
-"""What the kernels of attention share: what a row sees, and the state of a stretch of keys.
+"""Shared by the attention kernels: which keys a row sees, and the softmax state of some keys.
 
-A row is a query and one of the heads that share a head of keys: row ``t GROUP + g`` of a sequence. Keys are counted
-from the first of their sequence. A state is (top, total, acc): the largest score in base 2, the sum of
-``2^(score - top)``, and that of its products with the values. The arithmetic is explicit, so that no compiler may fuse
-it one way in one kernel and another in the next.
+A row is one query in one of the GROUP query heads that share a key head: row ``t GROUP + g`` of a sequence. Keys are
+counted from the first of their sequence. A state is (top, total, acc): the largest score in base 2, the sum of
+``2^(score - top)``, and the sum of those powers times the values. Order of the sums: within a block of keys the tree of
+``row_sum`` for total and ``tl.dot`` for acc; blocks in ascending order. Roundings are explicit (``fma``, ``product``),
+so that no compiler may fuse in one kernel and not in another.
 """
 
 from __future__ import annotations
@@ -27,26 +28,26 @@ def seen_from(t, shift, left, gone):
 
 @triton.jit
 def seen_to(t, shift, right, length):
-    """Return the key behind the last that query t sees."""
+    """Return the end of the keys that query t sees: one after the last."""
     return tl.minimum(tl.maximum(t + shift + right + 1, 0), length)
 
 
 @triton.jit
 def sees(position, at, left, right, gone, length):
-    """Say which keys ``at`` the queries at ``position`` see: differences, or each row would hold its two ends."""
+    """Return which keys ``at`` the queries at ``position`` see: by differences, or each row would hold two bounds."""
     ahead = at[None, :] - position[:, None]
     return (ahead >= -left) & (ahead <= right) & ((at >= gone) & (at < length))[None, :]
 
 
 @triton.jit
 def product_of(a, b):
-    """Return ``a @ b``; FP32 operands are multiplied as IEEE has it."""
+    """Return ``a @ b``; FP32 operands are multiplied in IEEE FP32, not TF32."""
     return tl.dot(a, b, input_precision="ieee")
 
 
 @triton.jit
 def scores_of(q, k, cap, rate, CAPPED: tl.constexpr):
-    """Return raw scores, capped if there is a cap."""
+    """Return raw scores; with CAPPED they are capped."""
     score = product_of(q, k)
     if CAPPED:
         score = capped(score, cap, rate)
@@ -55,10 +56,10 @@ def scores_of(q, k, cap, rate, CAPPED: tl.constexpr):
 
 @triton.jit
 def row_sum(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return the sum of each row as a tree: neighbours first, then always the two halves of what is left.
+    """Return the sum of each row by a tree: first neighbours are added, then always the two halves of what is left.
 
-    Every step adds two numbers, which have no order: however many warps a tile has, and whichever instruction it came
-    from, the bits are the same. Neighbours, and then the halves, are what a thread holds of a product.
+    Every step adds just two numbers, so their order does not matter: the bits do not depend on the number of warps or
+    on the layout of the tile. Neighbours, and then halves, are what one thread holds of a product.
     """
     x = tl.sum(tl.reshape(x, [ROWS, COLUMNS // 2, 2]), 2)
     HALVINGS: tl.constexpr = (COLUMNS // 2).bit_length() - 1
@@ -76,13 +77,13 @@ def nothing(ROWS: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def finite(top):
-    """Return a stand-in of 0 for the maximum of a row that has seen nothing."""
+    """Return top, with 0 in place of -inf for rows that have seen no key."""
     return tl.where(top == float("-inf"), 0.0, top)
 
 
 @triton.jit
 def merged(top, total, acc, other_top, other_total, other_acc):
-    """Return the state of two stretches of keys, the second behind the first."""
+    """Return the state of two stretches of keys, of which the second follows the first."""
     above = tl.maximum(top, other_top)
     base = finite(above)
     a, b = tl.exp2(top - base), tl.exp2(other_top - base)
@@ -94,7 +95,7 @@ def merged(top, total, acc, other_top, other_total, other_acc):
 
 @triton.jit
 def finished(top, total, acc, SINKS, heads):
-    """Return (out, lse) of whole rows; the sink joins here."""
+    """Return (out, lse) of whole rows; the sink is added to the total here."""
     if SINKS is not None:
         sink = product(tl.load(SINKS + heads).to(tl.float32), tl.full(top.shape, LOG2E, tl.float32))
         above = tl.maximum(top, sink)
@@ -103,9 +104,9 @@ def finished(top, total, acc, SINKS, heads):
         acc = product(acc, tl.broadcast_to(keep[:, None], acc.shape))
         top = above
     some = total > 0
-    # Not a product with the inverse: of sums far below 1 that is infinite.
+    # Not a product with the inverse, which is infinite if the total is far below 1.
     out = tl.where(some[:, None], acc / tl.where(some, total, 1.0)[:, None], 0.0)
-    # NaN is no number above 0, and must not become 0.
+    # NaN > 0 is false, but NaN must not become 0.
     out = tl.where((total != total)[:, None], total[:, None], out)
     lse = product(top + tl.log2(tl.where(some, total, 1.0)), tl.full(top.shape, LN2, tl.float32))
     return out, tl.where(total == 0, float("-inf"), tl.where(total != total, total, lse))
@@ -113,9 +114,9 @@ def finished(top, total, acc, SINKS, heads):
 
 @triton.jit
 def masked(score, n, missing, position, left, right, low_most, high_least, gone, length, BLOCK: tl.constexpr):
-    """Return -inf where a row does not see a key of the block at ``n``, NaN where it would and the page is missing.
+    """Return scores: -inf where a row does not see a key of the block at ``n``, NaN if it does and the page is missing.
 
-    All rows see the keys from ``low_most`` to ``high_least``: blocks of these alone need no mask.
+    All rows see keys ``low_most`` to ``high_least``, so blocks within these need no mask.
     """
     if (n < low_most) | (n + BLOCK > high_least) | missing:
         at = n + tl.arange(0, BLOCK)
@@ -126,7 +127,7 @@ def masked(score, n, missing, position, left, right, low_most, high_least, gone,
 
 @triton.jit
 def rescaled(score, top, total, acc, factor, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the state with one more block, of these scores, and its weights, which acc still has to join."""
+    """Return the state with a block of scores added, and the block's weights, which ``joined`` still has to use."""
     above = tl.maximum(top, product(tl.max(score, 1), tl.full(top.shape, factor, tl.float32)))
     base = finite(above)
     shift = tl.broadcast_to(-base[:, None], score.shape)
@@ -139,7 +140,7 @@ def rescaled(score, top, total, acc, factor, ROWS: tl.constexpr, BLOCK: tl.const
 
 @triton.jit
 def joined(acc, weights, v):
-    """Return acc and the products of weights with values."""
+    """Return ``acc + weights @ v``."""
     return tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
 
 
@@ -151,20 +152,20 @@ def segment_of(
     K_STEP: tl.constexpr, V_STEP: tl.constexpr, PAGE: tl.constexpr, CAPPED: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, GONE: tl.constexpr, GOES_ON: tl.constexpr,
 ):  # fmt: skip
-    """Return the state of the keys from ``first``, where a block begins, to ``end``, within one segment.
+    """Return the state of keys ``first``, where a block begins, to ``end``, all within one segment.
 
-    Rows stand at ``position`` among the keys. GOES_ON says that memory may go on behind the last key of a sequence.
+    Rows stand at ``position`` among the keys. GOES_ON: memory may hold other data after the last key of a sequence.
     """
     top, total, acc = nothing(ROWS, WIDTH_V)
     if K_BOX is not None:
-        # Blocks that end within the sequence, and then the one that does not.
+        # First the blocks that end within the sequence, then the one that does not.
         whole = tl.minimum(end, length // BLOCK * BLOCK) if GOES_ON else end
         for n in tl.range(first, whole, BLOCK):
             k, missing = key_box(K_BOX, TABLE, n, box_b, box_row, head, pages, WIDTH, PAGE, BLOCK)
             score = scores_of(q, tl.trans(k), cap, rate, CAPPED)
             score = masked(score, n, missing, position, left, right, low_most, high_least, gone, length, BLOCK)
             top, total, acc, weights = rescaled(score, top, total, acc, factor, ROWS, BLOCK)
-            # Not before: here the values have had the time of the weights to come.
+            # Not earlier: so the values arrive while the weights are computed.
             v, _ = key_box(V_BOX, TABLE, n, box_b, box_row, head, pages, WIDTH_V, PAGE, BLOCK)
             acc = joined(acc, weights, v)
         if (whole < end) & (first < end):

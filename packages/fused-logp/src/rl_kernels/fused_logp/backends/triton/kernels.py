@@ -1,4 +1,9 @@
-"""The kernels of fused_logp's Triton backend, which says in which order they sum."""
+"""The kernels of fused_logp's Triton backend: the statistics of rows of logits, and their gradient.
+
+A program of the forward pass is one warp with one row, or with one segment of it, in blocks of 1024 columns, 32 to a
+thread. Order of the sums, which is the contract (``backend``): Triton's reduction over the columns of a block; blocks
+of a segment of 8192 columns in ascending order; segments in ascending order. The gradient has no sums.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +13,11 @@ import triton.language as tl
 from rl_kernels.core.triton_lib import softmax
 
 SEGMENT = tl.constexpr(8192)
-"""Columns whose state is formed at a time."""
+"""Columns of a segment, which has a state of its own."""
 BLOCK = tl.constexpr(1024)
 """Columns that one warp takes at a time, 32 to a thread."""
 ALIGNED = tl.constexpr(16)
-"""V is a multiple of this, in elements, and addresses, in bytes, where rows are read in wide loads."""
+"""Rows are read in wide loads where V is a multiple of this, in elements; their addresses then are, in bytes."""
 ROWS = tl.constexpr(32)
 """Rows whose segments one program merges."""
 
@@ -66,7 +71,7 @@ def _write(
     active,
     ENTROPY: tl.constexpr,
 ):
-    """Write the statistics of one row or of several; 0 where a row is not computed, NaN where its id is no column."""
+    """Write the statistics of one row or of several; 0 if a row is not computed, NaN if its id is not a column."""
     inside = active & (id >= 0) & (id < V)
     x = tl.load(logits + rows * row_stride + id, mask=inside, other=float("nan")).to(tl.float32)
     softmax.store_statistics(x, top, total, weighted, inv, logp, norm, lse, entropy, rows, here, active, ENTROPY)
@@ -91,7 +96,7 @@ def forward_rows(
     PER_ROW: tl.constexpr,
     ENTROPY: tl.constexpr,
 ):
-    """One program a row."""
+    """Write the statistics of one row. Grid: rows."""
     row = tl.program_id(0).to(tl.int64)
     id, active = _active(ids, marks, row, row >= 0, ignore_index, HAS_ROWS, HAS_IGNORED)
     inv = softmax.inverse(temperature, row, active, PER_ROW)
@@ -123,7 +128,7 @@ def forward_segments(
     PER_ROW: tl.constexpr,
     ENTROPY: tl.constexpr,
 ):
-    """One program a segment of a row; its state goes to ``parts[segment, 3, row]``."""
+    """Write the state of one segment of a row to ``parts[segment, 3, row]``. Grid: rows, segments."""
     row = tl.program_id(0).to(tl.int64)
     segment = tl.program_id(1)
     _, active = _active(ids, marks, row, row >= 0, ignore_index, HAS_ROWS, HAS_IGNORED)
@@ -155,7 +160,7 @@ def forward_merge(
     PER_ROW: tl.constexpr,
     ENTROPY: tl.constexpr,
 ):
-    """One program for some rows: their segments, in ascending order."""
+    """Merge the segments of ROWS rows in ascending order, and write their statistics. Grid: tiles of rows."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     here = rows < count
     id, active = _active(ids, marks, rows, here, ignore_index, HAS_ROWS, HAS_IGNORED)
@@ -192,7 +197,7 @@ def backward(
     UNIT: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """One program some columns of a row."""
+    """Write the gradient of WIDTH columns of a row. Grid: rows, tiles of columns."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     here = columns < V

@@ -1,4 +1,10 @@
-"""The kernels of linear_logp's Triton backend, which says in which order they sum."""
+"""The kernels of linear_logp's Triton backend: tiles of logits end in registers as softmax states, or as dz.
+
+A program forms tiles of BLOCK_M rows x 256 columns by ``gemm.chain``; which thread holds what is Triton's choice. Order
+of the sums, which is the contract (``backend``): a logit is one canonical chain over D. Each row of a tile gives a
+state, by Triton's reduction along the row; the 16 tiles of a segment are merged in ascending order, then the segments.
+For dbias Triton's reduction adds the rows of a tile, and ``add_tiles`` adds the tiles in ascending order.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +14,9 @@ import triton.language as tl
 from rl_kernels.core.triton_lib import gemm, softcap, softmax
 
 SEGMENT = tl.constexpr(4096)
-"""Columns whose states are merged before any others."""
+"""Columns of a segment: its blocks are merged first, then the segments."""
 BLOCK = tl.constexpr(256)
-"""Columns of a tile, which is where a sum over columns begins."""
+"""Columns of a tile, a block: each row of it gives one state."""
 ROWS = tl.constexpr(32)
 """Rows whose states one program merges."""
 SELECTED = tl.constexpr(64)
@@ -55,7 +61,7 @@ def _raw_logits(
 
 @triton.jit
 def _column(id, V):
-    """Return the columns that ids select, in 32 bits; -1 for one that is none."""
+    """Return the column that each id selects, in 32 bits; -1 if the id is not a column."""
     return tl.where((id >= 0) & (id < V), id, -1).to(tl.int32)
 
 
@@ -88,7 +94,7 @@ def states(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """One program some rows and ``width`` columns, a segment or a block: the states of its rows go to ``parts``."""
+    """Write states of BLOCK_M rows over ``width`` columns, a segment or a block, to ``parts``. Grid: rows x columns."""
     row_tile, unit = gemm.place_of(tl.program_id(0), tl.cdiv(N, BLOCK_M), tl.cdiv(V, width), GROUP)
     row = row_tile * BLOCK_M
     rows = row + tl.arange(0, BLOCK_M)
@@ -97,7 +103,7 @@ def states(
     operands = (hidden, hidden_row, hidden_k, weight, weight_row, weight_k, bias, bias_stride, cap, rate)
     total, weighted = tl.zeros_like(c), tl.zeros_like(c)
     top = total + float("-inf")
-    # Flattened, the loads of the next block are under way while this one's states are formed.
+    # flatten lets the loads of the next block run while this one's states are formed.
     for first in tl.range(unit * width, tl.minimum(unit * width + width, V), BLOCK, flatten=True):
         x = _raw_logits(*operands, row, first, N, V, D, HIDDEN, WEIGHT, HAS_BIAS, CAPPED, BLOCK_M, BLOCK_K)
         columns = first + tl.arange(0, BLOCK)
@@ -129,9 +135,10 @@ def selected(
     CAPPED: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """One program some rows: the diagonal of their product with the rows of the weight that they select.
+    """Write the selected logits of SELECTED rows: the diagonal of their product with the weight rows that they select.
 
-    A chain has the same bits in every tile, so this costs less than to look for the selected logit in each of them.
+    A chain has the same bits in every tile, so this costs less than a search for the selected logit in each tile of
+    ``states``. Grid: tiles of rows.
     """
     rows = tl.program_id(0) * SELECTED + tl.arange(0, SELECTED)
     column = _column(tl.load(ids + rows, mask=rows < N, other=-1), V)
@@ -155,7 +162,7 @@ def selected(
 
 @triton.jit(do_not_specialize=["count", "units"])
 def merge_blocks(parts, merged, temperature, count, units, PER_ROW: tl.constexpr, ENTROPY: tl.constexpr):
-    """One program some rows of a segment: the states of its blocks, merged."""
+    """Merge the block states of ROWS rows in one segment, in ascending order. Grid: tiles of rows, segments."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     here = rows < count
     c = softmax.inverse(temperature, rows, here, PER_ROW) * softmax.LOG2E
@@ -183,7 +190,7 @@ def finish(
     PER_ROW: tl.constexpr,
     ENTROPY: tl.constexpr,
 ):
-    """One program some rows: their segments, merged, and the statistics."""
+    """Merge the segments of ROWS rows in ascending order, and write their statistics. Grid: tiles of rows."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     here = rows < count
     id = tl.load(ids + rows, mask=here, other=0)
@@ -239,7 +246,7 @@ def dlogits(
     GROUP: tl.constexpr,
     PERSISTENT: tl.constexpr,
 ):
-    """One program a tile of the gradient of columns ``begin`` to ``begin + width``, or tile after tile."""
+    """Write dz of columns ``begin`` to ``begin + width``, and with DBIAS its sums over a tile's rows. Grid: tiles."""
     tiles_m, tiles_n = tl.cdiv(N, BLOCK_M), tl.cdiv(width, BLOCK)
     last = tiles_m * tiles_n if PERSISTENT else tl.program_id(0) + 1
     operands = (hidden, hidden_row, hidden_k, weight, weight_row, weight_k, bias, bias_stride, cap, rate)
@@ -281,7 +288,7 @@ def dlogits(
 
 @triton.jit(do_not_specialize=["tiles", "width"])
 def add_tiles(partial, out, tiles, width):
-    """One program some columns: the partial sums of all tiles of rows, in ascending order, added to ``out``."""
+    """Add the partial sums of all tiles of rows to ``out``, in ascending order. Grid: blocks of columns."""
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     here = columns < width
     total = tl.load(out + columns, mask=here, other=0.0)

@@ -1,7 +1,9 @@
-"""The kernels of rms_norm's Triton backend, which says in which order they sum.
+"""The kernels of the Triton backend of rms_norm and layer_norm.
 
-A program holds whole rows. The arithmetic is explicit, so that no compiler may fuse it one way in one kernel and
-another in the next.
+A program holds tiles of ROWS whole rows, whose D columns are padded to WIDTH. Order of the sums, which is the contract
+(``backend``): Triton's reduction over the columns of a row. dweight and dbias: Triton's reduction over the rows of a
+tile, then the tiles of a step, then the steps, both in ascending order. Roundings are explicit (``fma``, ``product``),
+so that no compiler may fuse in one kernel and not in another.
 """
 
 from __future__ import annotations
@@ -12,30 +14,30 @@ import triton.language as tl
 from rl_kernels.core.triton_lib.arithmetic import fma, product
 
 REST = tl.constexpr(16)
-"""Parts that are loaded at once at the end of a chain: a multiple of those that are added to each other."""
+"""Parts that ``chain`` loads at once where fewer than AHEAD are left; a multiple of INNER."""
 
 
 @triton.jit
 def spread(value, like):
-    """Return one number for each row beside rows."""
+    """Return one number per row, broadcast to a tile of rows."""
     return tl.broadcast_to(value[:, None], like.shape)
 
 
 @triton.jit
 def columns(POINTER, d, inside, like):
-    """Load one number for each column, FP32, beside rows."""
+    """Load one number per column as FP32, broadcast to a tile of rows."""
     return tl.broadcast_to(tl.load(POINTER + d, mask=inside, other=0.0).to(tl.float32)[None, :], like.shape)
 
 
 @triton.jit
 def mean_of(x, D: tl.constexpr):
-    """Return the mean of each row; there are zeros behind its D columns."""
+    """Return the mean of each row over its D columns; the padding must hold zeros."""
     return tl.div_rn(tl.sum(x, 1), tl.full([x.shape[0]], D, tl.float32))
 
 
 @triton.jit
 def weighted(x, WEIGHT, d, inside, offset):
-    """Return rows times the weight."""
+    """Return rows times ``weight + offset``; unchanged without a weight."""
     if WEIGHT is not None:
         x = product(x, columns(WEIGHT, d, inside, x) + offset)
     return x
@@ -46,7 +48,7 @@ def forward(
     X, RESIDUAL, WEIGHT, BIAS, Y, SUM, STATS, count, eps, offset,
     D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, CENTRED: tl.constexpr, CAST_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """The norm of ROWS rows, or of the sums of those of X and RESIDUAL, which go to SUM. Grid: tiles of rows."""
+    """Write the norm of ROWS rows of X; with RESIDUAL of X + RESIDUAL, which goes to SUM. Grid: tiles of rows."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     there = rows < count
     d = tl.arange(0, WIDTH)
@@ -80,9 +82,9 @@ def backward(
     D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, PER: tl.constexpr, CENTRED: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dx of PER rows, and their sums of the terms of dweight and dbias. Grid: parts of PER rows.
+    """Write dx of PER rows, and the sums of their terms of dweight and dbias. Grid: parts of PER rows.
 
-    The terms of ROWS rows are added to each other, and these sums one after the other.
+    The terms of a tile of ROWS rows are added to each other, then the tiles in ascending order.
     """
     part = tl.program_id(0)
     d = tl.arange(0, WIDTH)
@@ -126,13 +128,14 @@ def chain(
     PARTS, OUT, count, stride,
     D: tl.constexpr, COLUMNS: tl.constexpr, AHEAD: tl.constexpr, INNER: tl.constexpr, CONTINUED: tl.constexpr,
 ):  # fmt: skip
-    """Add PARTS ``[count, D]`` to OUT, or to nothing: INNER of them to each other, then these sums. Grid: columns.
+    """Write the sum of PARTS ``[count, D]`` to OUT; if CONTINUED, add it to OUT. Grid: tiles of columns.
 
-    AHEAD parts are loaded at once: one after the other would take a trip to memory each.
+    Parts ascend: INNER of them are added to each other, then that sum to the total. AHEAD parts are loaded at once, so
+    that their latencies overlap.
     """
     d = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = d < D
-    # Columns beyond the last one are read as that, which takes no mask.
+    # Columns beyond the last one read the last one, so the loads need no mask.
     place = PARTS + tl.minimum(d, D - 1)
     target = OUT + d.to(tl.int64) * stride
     total = tl.zeros([COLUMNS], tl.float32)
