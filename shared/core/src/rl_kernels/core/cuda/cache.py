@@ -1,14 +1,14 @@
-"""Cubins, each compiled once: in the process, on disk for all processes, or before that in the wheel.
+"""Cubins, each compiled once: kept in the process, on disk for all processes, or shipped in the wheel.
 
-A file on disk is named by a digest of all that the compiler reads and of the version of NVRTC, so no compiler takes
-what another one made. A cubin that a wheel brings (``cubins/`` beside its source) is named by the target and the
-digest of what the compiler read alone: it serves where there is no NVRTC to ask for its version, and which one made it
-was settled when the wheel was built. It comes first; after a change of the source or an option its name fits no more.
+A file on disk is named by a digest of everything that the compiler reads and of the version of NVRTC, so no version
+uses another one's cubins. A cubin in a wheel (``cubins/`` beside its source) is named by the target and the digest of
+what the compiler read. The version of NVRTC is left out: it was fixed when the wheel was built, and there may be no
+NVRTC here. Shipped cubins come first; after a change of the source or of an option the name no longer matches.
 
-Each file begins with the digest of the rest: what was cut off is made again, not trusted. Files are written beside
-their place and moved there in one step, so that any number of processes may read and write at once. That digest is no
-signature, and what is read runs on the GPU: a folder is used only if nobody but its owner, who is this user or root,
-and their group can write into it.
+Each file begins with the digest of its rest, so a truncated file is detected and compiled again. Files are written
+under another name and renamed, so any number of processes may read and write at once. The digest is no signature, and
+what is read runs on the GPU: a folder is used only if its owner is this user or root, and others than owner and group
+cannot write to it.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ VARIABLE = "RL_KERNELS_CACHE"
 SUFFIX = ".cubin"
 WRITING = ".writing-"
 OWN = re.compile(rf"([0-9a-f]{{64}}|{re.escape(WRITING)}.+){re.escape(SUFFIX)}")
-"""Names of the files that are written here; all others in the folder are left alone."""
+"""Names of the files that this module writes; all others in the folder are left alone."""
 LIMIT = 256 * 2**20
-"""Bytes on disk above which the files that were not used for longest go."""
+"""Bytes on disk above which the least recently used files are removed."""
 
 ADVICE = f"set {VARIABLE} to a folder of your own that can be read and written"
 
@@ -46,7 +46,7 @@ def folder() -> Path:
     """Return the folder of the cache, which need not exist.
 
     Raises:
-        RuntimeError: nothing tells where the user's home is.
+        RuntimeError: the user's home folder is unknown.
     """
     given, shared = os.environ.get(VARIABLE), os.environ.get("XDG_CACHE_HOME")
     if given:
@@ -55,7 +55,7 @@ def folder() -> Path:
 
 
 def trouble() -> str | None:
-    """Say why nothing can be kept on disk, or return None; writes nothing."""
+    """Return why cubins cannot be kept on disk, or None; writes nothing."""
     try:
         place = folder()
         reason = _why_unsafe(place)
@@ -68,24 +68,24 @@ def trouble() -> str | None:
 
 
 def _why_unsafe(place: Path) -> str | None:
-    """Say who else could put files into the folder, or return None; it need not exist."""
+    """Return who else could write to the folder, or None; it need not exist."""
     try:
         status = place.stat()
     except (FileNotFoundError, NotADirectoryError):
         return None
     if status.st_mode & stat.S_IWOTH:
         return f"{place} can be written by everybody, so what it holds is not trusted"
-    # Windows has no such owners.
+    # Windows has no such owner.
     if hasattr(os, "geteuid") and status.st_uid not in (os.geteuid(), 0):
         return f"{place} belongs to another user, so what it holds is not trusted"
     return None
 
 
 def cubin_of(program: Program) -> bytes:
-    """Return the cubin of a program: from memory, the wheel, the disk, or compiled now.
+    """Return the cubin of a program, from memory, the wheel or the disk, or compiled now.
 
     Raises:
-        CompileError: it has to be compiled, and cannot be.
+        CompileError: it is not cached and cannot be compiled.
     """
     found = _memory.get(program)
     if found is None:
@@ -108,18 +108,18 @@ def _found(program: Program) -> bytes:
 
 
 def shipped_name(program: Program, inputs: Inputs) -> str:
-    """Return the name of the file in which a wheel brings the cubin of a program."""
+    """Return the name of the file in which a wheel ships the cubin of a program."""
     return f"{program.arch}-{inputs.digest()}{SUFFIX}"
 
 
 def ships(package: str, arch: str) -> bool:
-    """Say whether a package brings any cubins for a target."""
+    """Return whether a package ships any cubins for a target."""
     brought = files(package) / SHIPPED
     return brought.is_dir() and any(file.name.startswith(f"{arch}-") for file in brought.iterdir())
 
 
 def path_of(inputs: Inputs) -> Path:
-    """Return where the disk keeps the cubin of what the compiler read; raises as ``folder``."""
+    """Return the path on disk of the cubin for these inputs; raises as ``folder``."""
     return folder() / f"{inputs.digest(str(toolchain.nvrtc_version()))}{SUFFIX}"
 
 
@@ -147,26 +147,26 @@ def _read(path: Path) -> bytes | None:
     except OSError as error:
         _warn(str(error))
         return None
-    # Of another user, or on a disk that cannot be written, it can be used all the same.
+    # A file of another user, or on a read-only disk, can still be used.
     with suppress(OSError):
         os.utime(path)
     return found
 
 
 def sealed(cubin: bytes) -> bytes:
-    """Return what a file of the cache holds: the digest of a cubin, and the cubin."""
+    """Return the content of a cache file: the digest of a cubin, then the cubin."""
     return sha256(cubin).digest() + cubin
 
 
 def unsealed(content: bytes) -> bytes | None:
-    """Return the cubin in a file's content, or None if it is not what was written."""
+    """Return the cubin in a file's content, or None if its digest does not match."""
     size = sha256().digest_size
     cubin = content[size:]
     return cubin if cubin and sha256(cubin).digest() == content[:size] else None
 
 
 def keep(path: Path, cubin: bytes) -> None:
-    """Write a cubin for all processes; where that is not possible, warn once and go on without."""
+    """Write a cubin for all processes; if that fails, warn once and go on."""
     try:
         store(path, cubin)
     except OSError as error:
@@ -174,20 +174,20 @@ def keep(path: Path, cubin: bytes) -> None:
 
 
 def store(path: Path, cubin: bytes) -> None:
-    """Write a cubin for all processes, and remove what has not been used for longest; ``OSError`` if it cannot be."""
-    # Whatever the umask, not for everybody to write into: such a folder would not be trusted.
+    """Write a cubin for all processes, and remove the least recently used ones; ``OSError`` if it cannot be written."""
+    # Never writable by everybody, whatever the umask: such a folder would not be trusted.
     path.parent.mkdir(mode=0o775, parents=True, exist_ok=True)
     write(path, cubin)
     _prune(path.parent)
 
 
 def write(path: Path, cubin: bytes) -> None:
-    """Write the file of a cubin in one step."""
+    """Write the file of a cubin atomically."""
     handle, name = tempfile.mkstemp(suffix=SUFFIX, prefix=WRITING, dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(sealed(cubin))
-        # mkstemp gives it to its user alone; what one user compiled into a shared folder serves all.
+        # mkstemp makes it readable by its user alone; in a shared folder all users may read it.
         os.chmod(name, 0o644)
         os.replace(name, path)
     except BaseException:
@@ -196,7 +196,7 @@ def write(path: Path, cubin: bytes) -> None:
 
 
 def contents(place: Path) -> list[tuple[float, int, Path]]:
-    """Return time of last use, size and path of each file of ours in a folder, the longest unused first."""
+    """Return time of last use, size and path of each file of ours in a folder, the least recently used first."""
     found = []
     for path in place.iterdir() if place.is_dir() else ():
         try:

@@ -6,11 +6,11 @@ from typing import Any
 
 
 class CudaError(RuntimeError):
-    """The driver refused a call; the message holds its name for the error, what it means, and what was asked."""
+    """The driver refused a call; the message holds what was called, and the driver's name and text of the error."""
 
 
 def checked(result: tuple[Any, ...], what: str) -> Any:
-    """Return what a call of ``cuda.bindings.driver`` returned beside its status.
+    """Return what a call of ``cuda.bindings.driver`` returned, without its status.
 
     Raises:
         CudaError: the status is not success.
@@ -21,7 +21,7 @@ def checked(result: tuple[Any, ...], what: str) -> Any:
 
 
 def error_of(status: Any, what: str) -> CudaError:
-    """Return the error for a status, with the driver's words for it."""
+    """Return the error for a status, with the driver's text."""
     from cuda.bindings import driver
 
     (_, name), (_, text) = driver.cuGetErrorName(status), driver.cuGetErrorString(status)

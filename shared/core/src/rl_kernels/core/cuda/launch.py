@@ -1,4 +1,4 @@
-"""Kernels: loaded once for each GPU, and launched on the current stream of PyTorch."""
+"""CUDA kernels: loaded once for each GPU, and launched on PyTorch's current stream."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from rl_kernels.core.cuda.signature import MAP, Buffer, Signature
 from rl_kernels.core.gpu import on_device, stream_of
 
 SHARED = 48 * 1024
-"""Bytes of shared memory, static and dynamic, that a block may have without being allowed more."""
+"""Bytes of shared memory, static and dynamic, that a block may have without an attribute of the kernel."""
 KEPT = 256
-"""Configurations with attributes that a kernel remembers."""
+"""Maximum launch configurations that a kernel remembers."""
 
 _kernels: dict[tuple[Program, str, int], Kernel] = {}
 _modules: dict[tuple[Program, int], Any] = {}
@@ -28,13 +28,13 @@ _lock = Lock()
 
 
 def kernel(program: Program, entry: str, signature: str, device: torch.device) -> Kernel:
-    """Return a kernel that is ready to be launched on a GPU; the first time it is compiled, or read, and loaded.
+    """Return a kernel that is ready to be launched on a GPU; at the first call it is compiled or read, and loaded.
 
     Args:
         program: its source.
         entry: name of the ``extern "C"`` function.
-        signature: its parameters, a letter of ``struct`` each (``P`` a pointer, ``q`` a long long, ``i`` an int, ``f``
-            a float, ...), or ``T`` for a tensor map.
+        signature: its parameters, each a letter of ``struct`` (``P`` a pointer, ``q`` a long long, ``i`` an int, ``f``
+            a float, ...) or ``T`` for a tensor map.
         device: the GPU; one without an index is the current one.
 
     Raises:
@@ -57,7 +57,7 @@ def kernel(program: Program, entry: str, signature: str, device: torch.device) -
 
 @contextmanager
 def _uncaptured() -> Iterator[None]:
-    """Let this thread load while a stream is being captured: loading is no work of a stream, and does it no harm."""
+    """Let this thread load a module while a stream is captured: loading is no work of a stream, so it does no harm."""
     from cuda.bindings import driver
 
     mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
@@ -78,11 +78,11 @@ def _module(program: Program, index: int) -> Any:
 
 
 class Kernel:
-    """A loaded function of one GPU; ``kernel`` makes them.
+    """A kernel loaded on one GPU; made by ``kernel``.
 
     Attributes:
-        entry: its name.
-        signature: of its parameters.
+        entry: name of the function.
+        signature: its parameters.
     """
 
     def __init__(self, module: Any, entry: str, signature: Signature, index: int) -> None:
@@ -112,12 +112,12 @@ class Kernel:
         Args:
             grid: blocks, one to three sizes.
             block: threads of a block.
-            args: the parameters in their order; a tensor gives its address, None a null pointer. That tensors are on
-                the GPU, and live until the stream has come so far, is the caller's to see to.
+            args: the parameters in their order; a tensor gives its address, None a null pointer. The caller ensures
+                that tensors are on the GPU, and live until the kernel has run.
             shared: bytes of dynamic shared memory of a block.
-            pdl: programmatic dependent launch, from sm_90 on: blocks may begin while the kernel before on the stream
-                still runs, so each of their threads must ``wait_for_prerequisites`` (``ptx.cuh``) before it touches
-                memory.
+            pdl: programmatic dependent launch, from sm_90 on: blocks may start while the previous kernel on the stream
+                still runs, so each of their threads must call ``wait_for_prerequisites`` (``ptx.cuh``) before it
+                accesses memory.
 
         Raises:
             TypeError: the arguments are not those of the signature.
@@ -133,7 +133,7 @@ class Kernel:
     def start(
         self, grid: tuple[int, int, int], block: int, shared: int, pdl: bool, numbers: Sequence[int | float | bytes]
     ) -> None:
-        """Do what ``launch`` does, faster, with parameters that are numbers already, such as a tensor's address."""
+        """Launch like ``launch``, but faster: parameters are numbers already, such as a tensor's address."""
         x, y, z = grid
         try:
             buffer = self._thread.buffer
@@ -160,7 +160,7 @@ class Kernel:
         return TypeError(f"{self.entry}: the arguments do not fit {self.signature.text!r}: {error}")
 
     def resident(self, block: int, shared: int = 0) -> int:
-        """Return how many blocks of that size one multiprocessor holds at a time."""
+        """Return how many blocks of this size are resident on one multiprocessor."""
         found = self._resident.get((block, shared))
         if found is None:
             if shared > self._allowed:
@@ -172,13 +172,13 @@ class Kernel:
         return found
 
     def _check_signature(self) -> None:
-        """Compare with what the compiler made: an argument at the wrong place would be read as nonsense."""
+        """Compare the signature with the compiled kernel: a misplaced argument would be read as garbage."""
         wanted = []
         for place in count():
             try:
                 status, *found = self._driver.cuFuncGetParamInfo(self._function, place)
             except RuntimeError:
-                # A driver before CUDA 12.4 cannot be asked.
+                # Drivers before CUDA 12.4 cannot tell.
                 return
             if status:
                 break
@@ -197,7 +197,7 @@ class Kernel:
         self._allowed = shared
 
     def _configuration(self, *key: int) -> Any:
-        """Return what a launch that may begin early is made with."""
+        """Return the configuration of a programmatic dependent launch."""
         found = self._configurations.get(key)
         if found is None:
             if len(self._configurations) >= KEPT:

@@ -1,4 +1,4 @@
-"""A CUDA C++ file of a package with its constants and its target, and what NVRTC makes of it."""
+"""A CUDA C++ file of a package with its constants and its target, and its compilation by NVRTC."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from importlib.resources import files
 from typing import Any
 
 SHIPPED = "cubins"
-"""The folder beside a program's sources of what was compiled before the wheel was packed."""
+"""The folder beside a program's sources with the cubins that a wheel ships."""
 FLAGS = ("--std=c++17", "--fmad=false", "--ptxas-options=-v")
 
 
@@ -22,10 +22,10 @@ class Program:
 
     Attributes:
         package: import path of the package that the file is in.
-        file: its name there; the ``.cuh`` files beside it are headers under their names, and those of core are
+        file: its name there. It can include the ``.cuh`` files beside it by name, and those of core as
             ``rl_kernels/NAME.cuh``.
-        arch: the target as the compiler calls it, always given: ``sm_90a``.
-        defines: names and integer values, which become ``-DNAME=VALUE``.
+        arch: the compiler's name of the target, such as ``sm_90a``.
+        defines: names and integer values, passed as ``-DNAME=VALUE``.
     """
 
     package: str
@@ -40,7 +40,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Compiled:
-    """A cubin, and all that the compiler said: warnings, registers, spills."""
+    """A cubin and the compiler's log: warnings, registers, spills."""
 
     cubin: bytes
     log: str
@@ -48,14 +48,14 @@ class Compiled:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Everything that the compiler reads: equal inputs give equal cubins of one compiler."""
+    """Everything that the compiler reads: with one compiler, equal inputs give equal cubins."""
 
     source: bytes
     headers: tuple[tuple[str, bytes], ...]
     options: tuple[str, ...]
 
     def digest(self, *more: str) -> str:
-        """Return a digest of the inputs, and of whatever else tells one result from another."""
+        """Return a digest of the inputs and of further strings that the result depends on."""
         total = sha256()
         named = [*((name.encode(), text) for name, text in self.headers), (b"", self.source)]
         for part in (*(part for pair in named for part in pair), *(word.encode() for word in (*self.options, *more))):
@@ -65,7 +65,7 @@ class Inputs:
 
 
 def inputs_of(program: Program) -> Inputs:
-    """Read what the compiler reads of a program.
+    """Read the source and headers of a program.
 
     Raises:
         CompileError: the package has no such file.
@@ -114,7 +114,7 @@ def compile_program(program: Program) -> Compiled:
 def _read(program: Program, handle: Any, size: Any, read: Any) -> bytes:
     status, length = size(handle)
     _check(program, status)
-    # A buffer of its own: NVRTC writes into it, and equal constants of Python may be one object.
+    # A new bytearray: NVRTC writes to it, and equal bytes constants may be one Python object.
     buffer = bytearray(length)
     (status,) = read(handle, buffer)
     _check(program, status)

@@ -1,4 +1,4 @@
-"""What the compiler's log says about each kernel: registers, shared memory, spills; and its warnings."""
+"""The compiler's log, parsed: registers, shared memory and spills of each kernel, and warnings."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ WARNING = re.compile(r"\bwarning( #[\w-]+)? ?:", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Resources:
-    """What one entry uses; functions that it calls and that were not inlined are counted with it.
+    """Resources of one kernel, including functions that it calls and that were not inlined.
 
     Attributes:
         entry: name of the kernel.
-        registers: of a thread.
+        registers: registers of a thread.
         shared: bytes of static shared memory of a block.
-        spill_stores: bytes of registers that were put aside into memory.
-        spill_loads: bytes read back.
-        stack: bytes of a thread's stack.
+        spill_stores: bytes of register spills stored to memory.
+        spill_loads: bytes of register spills loaded back.
+        stack: bytes of a thread's stack frame.
     """
 
     entry: str
@@ -39,7 +39,7 @@ class Resources:
 
 
 def resources_of(log: str) -> list[Resources]:
-    """Return what each entry uses, in the order of the log (that of ``--ptxas-options=-v``)."""
+    """Return the resources of each kernel, in the order of the log, which needs ``--ptxas-options=-v``."""
     parts = ENTRY.split(log)
     return [_resources(entry, text) for entry, text in zip(parts[1::2], parts[2::2], strict=True)]
 

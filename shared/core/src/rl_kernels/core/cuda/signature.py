@@ -1,4 +1,4 @@
-"""Parameters of a kernel as bytes: a signature, which is a format of ``struct``, and the buffer of a launch."""
+"""Parameters of a kernel as bytes: a signature in the format of ``struct``, and the buffer of a launch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAP = "T"
 MAP_SIZE, MAP_ALIGNMENT = 128, 64
 BRACKETS = "()"
 WORD = 8
-"""What size and address of a struct are multiples of."""
+"""Bytes of which a struct's size and address are multiples."""
 KNOWN = frozenset("PTbBhHiIlLqQfd?" + BRACKETS)
 
 # What cuda.h calls CU_LAUNCH_PARAM_BUFFER_POINTER, ..._BUFFER_SIZE and ..._END.
@@ -25,14 +25,14 @@ BUFFER_POINTER, BUFFER_SIZE, END = 1, 2, 0
 class Signature:
     """The parameters of a kernel, in their order: one letter of ``struct`` each, or ``T`` for a tensor map.
 
-    Letters in parentheses are the members of one parameter, a struct that holds a pointer or a long long. Where
-    parameters lie follows their alignment, unless offsets are given: a map's place also follows that of the first.
+    Letters in parentheses are the members of one parameter, a struct that holds a pointer or a long long. Parameters
+    are placed by their alignment, unless offsets are given: the compiler may place tensor maps differently.
 
     Attributes:
         text: the letters.
         places: (offset, size) of each parameter, as the compiler lays them out.
-        size: bytes of all of them.
-        struct: that packs them.
+        size: bytes of all parameters.
+        struct: packs them.
         pointers: which of them are addresses.
     """
 
@@ -49,7 +49,7 @@ class Signature:
         self.pointers = tuple(place for place, letter in enumerate(members) if letter == POINTER)
 
     def numbers(self, args: tuple[Any, ...]) -> list[Any]:
-        """Return arguments as they are packed: tensors as their addresses, None as 0, all others as they are.
+        """Return arguments as they are packed: tensors by address, None as 0, all others unchanged.
 
         Raises:
             IndexError: there are too few.
@@ -57,7 +57,7 @@ class Signature:
         values = list(args)
         for place in self.pointers:
             value = values[place]
-            # First, as to ask whether something is a tensor takes three times as long.
+            # First, because isinstance of a tensor takes three times as long.
             if type(value) is int:
                 continue
             if value is None:
@@ -93,10 +93,10 @@ class Signature:
 
 
 class Buffer:
-    """Memory for the parameters of one launch at a time; each thread of each kernel has one.
+    """Memory for the parameters of one launch at a time; one per kernel and host thread.
 
     Attributes:
-        address: of the list that a launch takes as ``extra``.
+        address: address of the list that a launch takes as ``extra``.
     """
 
     def __init__(self, signature: Signature) -> None:

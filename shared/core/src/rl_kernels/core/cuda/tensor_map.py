@@ -1,8 +1,8 @@
-"""Descriptors for the Tensor Memory Accelerator: how a box of a matrix is copied into shared memory.
+"""Descriptors of the Tensor Memory Accelerator (TMA): how a box of a matrix is copied to or from shared memory.
 
-A descriptor is 128 bytes that say address, sizes, strides and box, and nothing else: it is passed to a kernel by value,
-as a ``T`` of its signature (``const __grid_constant__`` in the kernel). It owns nothing, so it may outlive the tensor;
-that the memory is there while a kernel reads it is the caller's to see to, as for a pointer.
+A descriptor is 128 bytes with address, sizes, strides and box. It is passed to a kernel by value, as a ``T`` of its
+signature (``const __grid_constant__`` in the kernel). It owns no memory, so it may outlive the tensor; as for a
+pointer, the caller keeps the memory alive while a kernel uses it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TensorMap = NewType("TensorMap", bytes)
 DTYPES = {torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16", torch.float32: "FLOAT32"}
 SWIZZLES = (0, 32, 64, 128)
 ALIGNED = 16
-"""Bytes at whose multiples addresses, rows and boxes begin."""
+"""Bytes of which addresses, row strides and widths of boxes are multiples."""
 PROMOTIONS = (64, 128, 256)
 LONGEST = 256
 """Elements that a box may have along each dimension."""
@@ -44,20 +44,20 @@ def tensor_map(
 ) -> TensorMap:
     """Return the descriptor of a matrix on a GPU; elements beyond its edges are read as 0 and not written.
 
-    One that is known is found without a view of the tensor, which would take longer.
+    A cached descriptor is found without making a view of the tensor, which would take longer.
 
     Args:
-        tensor: two dimensions, the columns beside each other, rows at multiples of 16 bytes; or ``transposed`` so.
+        tensor: two dimensions, columns contiguous, rows at multiples of 16 bytes; if ``transposed``, its transpose.
         box: rows and columns that one copy moves.
-        swizzle: bytes of the pattern in which shared memory holds the box: 0 (plain), 32, 64 or 128; a row of the box
-            is not longer.
-        promotion: bytes that are brought into the L2 cache at a time, whatever the box has of them: 64, 128 or 256.
+        swizzle: swizzle width of the box in shared memory, in bytes: 0 (none), 32, 64 or 128; a row of the box is at
+            most this long.
+        promotion: bytes that are loaded into the L2 cache at a time, even beyond the box: 64, 128 or 256.
         transposed: describe the transpose.
-        strides: of what is described, in place of its own.
+        strides: strides of the described matrix, in place of the tensor's.
 
     Raises:
-        ValueError: an argument is not so.
-        CudaError: the driver refused it.
+        ValueError: an argument is not as described.
+        CudaError: the driver refused the descriptor.
     """
     shape, own = tensor.shape, tensor.stride()
     key = (tensor.data_ptr(), shape, own, tensor.dtype, box, swizzle, promotion, transposed, strides)
@@ -67,14 +67,14 @@ def tensor_map(
         _check(seen, box, swizzle, promotion)
         if len(_maps) >= KEPT:
             _maps.clear()
-        # A thread of autograd's may have no context yet, which the driver asks for.
+        # The driver needs a context, which an autograd thread may not have yet.
         with device_of(tensor):
             found = _maps[key] = _encoded(seen, box, swizzle, promotion)
     return found
 
 
 def seen_as(tensor: torch.Tensor, transposed: bool, strides: tuple[int, int] | None) -> torch.Tensor:
-    """Return the matrix that is described: the tensor or its transpose, with other strides if any are given."""
+    """Return the matrix that a descriptor covers: the tensor or its transpose, with ``strides`` if they are given."""
     seen = tensor.t() if transposed else tensor
     return seen if strides is None else seen.as_strided(seen.shape, strides)
 
@@ -109,7 +109,7 @@ def _encoded(tensor: torch.Tensor, box: tuple[int, int], swizzle: int, promotion
         getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{DTYPES[tensor.dtype]}"),
         2,
         tensor.data_ptr(),
-        # The dimension whose elements are beside each other comes first, and has no stride.
+        # The contiguous dimension comes first, and has no stride.
         (ctypes.c_uint64 * 2)(columns, rows),
         (ctypes.c_uint64 * 1)(tensor.stride(0) * tensor.element_size()),
         (ctypes.c_uint32 * 2)(box[1], box[0]),
@@ -125,10 +125,10 @@ def _encoded(tensor: torch.Tensor, box: tuple[int, int], swizzle: int, promotion
 
 @cache
 def _encode() -> Callable[..., int]:
-    """Return cuTensorMapEncodeTiled, for a descriptor of our own.
+    """Return cuTensorMapEncodeTiled, to be called with a descriptor in memory of our own.
 
-    That of cuda.bindings lies at whatever address Python gave it, where the driver needs a multiple of 64, and from
-    CUDA 13 on of 128: it may end the process.
+    The descriptor of cuda.bindings lies at any address, but the driver needs a multiple of 64, from CUDA 13 on of 128:
+    a call with another address may end the process.
     """
     from cuda.bindings import driver
 

@@ -1,4 +1,4 @@
-"""What compiles and runs CUDA C++ here: cuda.bindings, NVRTC, the driver; their versions, or what to do about them."""
+"""The CUDA toolchain here: versions of cuda.bindings, NVRTC and the driver, and why one is missing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def nvrtc_version() -> tuple[int, int]:
     try:
         status, major, minor = nvrtc.nvrtcVersion()
     except RuntimeError as error:
-        # So cuda.bindings says that a library is not there.
+        # How cuda.bindings reports a missing library.
         raise OSError((str(error).strip() or "no reason is given").splitlines()[0]) from error
     if status:
         raise OSError(status.name)
@@ -52,7 +52,7 @@ def targets() -> frozenset[int]:
 
 @cache
 def driver_major() -> int | None:
-    """Return the major version of CUDA that the driver knows, or None where torch sees no GPU."""
+    """Return the major version of CUDA that the driver supports, or None where torch sees no GPU."""
     if not torch.cuda.is_available():
         # Without a driver, a call to it may never return.
         return None
@@ -63,7 +63,7 @@ def driver_major() -> int | None:
 
 
 def why_no_compiler() -> str | None:
-    """Say what keeps programs from being compiled here, or return None."""
+    """Return why programs cannot be compiled here, or None."""
     if bindings_version() is None:
         return "cuda-bindings is not installed: pip install 'rl-kernels-core[cuda]'"
     try:
@@ -76,7 +76,7 @@ def why_no_compiler() -> str | None:
 
 
 def why_not_loaded() -> str | None:
-    """Say why the driver cannot load what NVRTC makes, or return None; asked only where NVRTC is."""
+    """Return why the driver cannot load what NVRTC compiles, or None; call it only where NVRTC is installed."""
     (major, minor), known = nvrtc_version(), driver_major()
     if known is None or known >= major:
         return None

@@ -1,4 +1,4 @@
-"""Where a CUDA C++ backend can run, said before anything is compiled; imports no CUDA library."""
+"""Where a CUDA C++ backend can run, decided before anything is compiled; imports no CUDA library."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def cuda_backend(name: str, module: str, *, archs: str, limits: Callable[[Call],
 
     Args:
         name: ``cuda-generic``, ``cuda-sm90``.
-        module: import path of its module, whose package holds the folder ``kernels``.
-        archs: what it has kernels for: ``sm_90`` alone, or ``sm_80+``, that and all newer ones.
-        limits: further reasons, asked last.
+        module: import path of its module, whose package holds the CUDA sources.
+        archs: architectures it has kernels for: ``sm_90`` (this one) or ``sm_80+`` (this and newer).
+        limits: ``call -> reason``: further reasons against a call, asked last.
     """
     if ARCHS.fullmatch(archs) is None:
         raise ValueError(f"archs: expected sm_NUMBER or sm_NUMBER+, got {archs!r}")
@@ -38,24 +38,24 @@ def cuda_backend(name: str, module: str, *, archs: str, limits: Callable[[Call],
 
 
 def target_of(arch: str, *, exact: bool) -> str:
-    """Return the compiler's name for an architecture: ``sm90`` -> ``sm_90a`` if exact, else ``sm_90``.
+    """Return the compiler's name of an architecture: ``sm90`` -> ``sm_90a`` if exact, else ``sm_90``.
 
-    An exact target has the instructions of that architecture alone (WGMMA); its kernels run on no other.
+    An exact target adds the instructions of that architecture only (WGMMA); its kernels run on no other.
     """
     return f"sm_{arch[2:]}{'a' if exact else ''}"
 
 
 _missing: dict[tuple[str, str, str], str | None] = {}
-"""What is installed, and for what, does not change while a process runs; every call asks."""
+"""Answers of ``missing``: what is installed does not change while a process runs, and every call asks."""
 
 
 def missing(package: str, archs: str, arch: str) -> str | None:
-    """Say what keeps kernels of a package from being compiled for a GPU and loaded here, or return None.
+    """Return why kernels of a package cannot be compiled for a GPU and loaded here, or None.
 
     Args:
-        package: that holds the folder ``kernels``.
-        archs: what it has kernels for, as ``cuda_backend`` takes it.
-        arch: of the GPU, as ``Call`` has it.
+        package: the package that holds the CUDA sources.
+        archs: architectures it has kernels for, as ``cuda_backend`` takes them.
+        arch: architecture of the GPU, as in ``Call``.
     """
     key = (package, archs, arch)
     if key not in _missing:
@@ -63,8 +63,8 @@ def missing(package: str, archs: str, arch: str) -> str | None:
     return _missing[key]
 
 
-# What torch.compiler.assume_constant_result does, which imports all of the compiler to do it: a call that is traced
-# asks here and now, and traces none of it.
+# What torch.compiler.assume_constant_result sets, without its import of the whole compiler: tracing calls the function
+# once and takes its result as a constant.
 missing._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

@@ -1,1 +1,1 @@
-"""What the Triton backends share: where they run, and device functions that two operators use."""
+"""Shared by the Triton backends: where they run, launches, and device functions."""

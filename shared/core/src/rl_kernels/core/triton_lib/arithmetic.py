@@ -1,4 +1,4 @@
-"""Arithmetic that gives the same bits in every kernel: nothing is left for a compiler to fuse or not."""
+"""Arithmetic with explicit rounding: the compiler cannot fuse it in one kernel and not in another."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ INTERPRETED = tl.constexpr(_INTERPRETED)
 
 @triton.jit
 def fma(x, y, z):
-    """Return ``x y + z``, FP32, rounded once; Triton's interpreter would round twice."""
+    """Return ``x y + z`` in FP32, rounded once; Triton's own fma rounds twice in the interpreter."""
     if INTERPRETED:
         return (x.to(tl.float64) * y.to(tl.float64) + z.to(tl.float64)).to(tl.float32)
     else:

@@ -1,10 +1,12 @@
-"""The canonical chain in Triton: a product whose bits follow from K alone, and from no tile, stage or operand order.
+"""The canonical chain in Triton: a matrix product whose order of sums depends on K alone, not on tiles or stages.
 
-``acc = acc + A[:, k:k+16] B[k:k+16, :]`` for k = 0, 16, 32, ... in one FP32 accumulator, K padded with zeros, rounded
-once at the end. FP32 operands are multiplied as FP32 (no TF32), and 16 terms are summed before they join the others.
+Order of every sum, which is the contract: ``acc = acc + A[:, k:k+16] B[k:k+16, :]`` for k = 0, 16, 32, ... in one FP32
+accumulator, K padded with zeros, rounded once at the end. FP32 operands are multiplied in FP32 (no TF32); the 16 terms
+of a step are summed from zero and then added to acc.
 
-Both operands are seen as ``[rows, K]``: the right one by its transpose. None is ever copied: a tile comes through a
-tensor descriptor where dtype and addresses allow it, by masked loads where they do not.
+A program holds BLOCK_M x BLOCK_N accumulators and loads BLOCK_K terms at a time; which thread holds what is Triton's
+choice. Both operands are taken as ``[rows, K]``, the right one as its transpose. Neither is copied: a tile is loaded
+through a tensor descriptor if dtype and addresses allow it, else by masked loads.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ BY_ROW, BY_COLUMN = tl.constexpr(1), tl.constexpr(2)
 STEP = tl.constexpr(16)
 """Terms that one step of the chain adds."""
 ALIGNED = 16
-"""Bytes that a descriptor's address and strides are multiples of."""
+"""Bytes of which a descriptor's address and strides are multiples."""
 
 
 class Operand(NamedTuple):
@@ -42,8 +44,8 @@ class Operand(NamedTuple):
 
 
 def operand(x: torch.Tensor, rows: int, k: int) -> Operand:
-    """Return how tiles ``[rows, k]`` of ``x[rows, K]`` are read where it lies."""
-    # A descriptor knows its strides: given as 0 they make no kernels of their own.
+    """Return how tiles ``[rows, k]`` of ``x[rows, K]`` are read in place."""
+    # A descriptor holds its strides; passed as 0, they do not specialize the kernel.
     if described(x):
         return Operand(descriptor(x, rows, k), 0, 0, ROWS.value)
     if described(x.t()):
@@ -53,13 +55,13 @@ def operand(x: torch.Tensor, rows: int, k: int) -> Operand:
 
 
 def described(x: torch.Tensor) -> bool:
-    """Say whether a descriptor can stand for ``x``: two dims, the last contiguous, 16 bits, all of it aligned."""
+    """Say whether ``x`` can be read through a descriptor: two dims, the last contiguous, 16 bits, aligned."""
     if x.dtype not in HALF or not x.numel():
         return False
     if not INTERPRETED.value and arch_of(x.device.type, x.device.index) != "sm90":
         return False
     outer = 0 if x.shape[0] == 1 else x.stride(0) * x.itemsize
-    # Rows that overlap, such as expanded ones, are for pointers.
+    # Rows that overlap, such as expanded ones, are read by pointers.
     apart = x.shape[0] == 1 or x.stride(0) >= x.shape[1]
     return (x.stride(1) == 1 or x.shape[1] == 1) and apart and not (outer | x.data_ptr()) % ALIGNED
 
@@ -67,7 +69,7 @@ def described(x: torch.Tensor) -> bool:
 def descriptor(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
     """Return a descriptor of ``x`` for tiles ``[rows, columns]``."""
     count, width = x.shape
-    # The stride of a dim of one is never used, but must be one that is possible.
+    # The stride of a dim of size 1 is never used, but must be valid.
     outer = x.stride(0) if count > 1 else -(-width * x.itemsize // ALIGNED) * ALIGNED // x.itemsize
     return TensorDescriptor(x, [count, width], [outer, 1], [rows, columns])
 
@@ -82,11 +84,12 @@ def matmul(
     span: int = STEP.value,
     schedule: Schedule | None = None,
 ) -> None:
-    """Write ``a[M, K] @ b[K, N] + bias[N]`` to ``out[M, N]``, or let its FP32 chain go on from what ``out`` holds.
+    """Write ``a[M, K] @ b[K, N] + bias[N]`` to ``out[M, N]``; if ``continues``, its FP32 chain starts from ``out``.
 
     Operands of one dtype, any strides; ``out`` of any floating dtype and any strides. ``schedule`` is chosen by the
-    sizes if it is not given. ``span``, a multiple of 16, is how many terms of FP32 operands make a chain of their own,
-    whose sum joins the others: a long chain of short spans loses digits, one that continues must end at a whole span.
+    sizes if it is not given. ``span``, a multiple of 16, is for FP32 operands: every ``span`` terms are summed from
+    zero in a chain of their own, and then added. Short spans lose digits if K is long; a chain that is to be continued
+    must end at a whole span.
     """
     if not out.numel():
         return
@@ -95,7 +98,7 @@ def matmul(
     left, right, target = (b.t(), a, out.t()) if cut.swapped else (a, b.t(), out)
     stored = described(target)
     if not stored and out.dtype == torch.float32:
-        # What such a tile needs to be stored does not fit beside the loads of the next one.
+        # The room that storing such a tile takes does not fit beside the loads of the next one.
         cut = replace(cut, persistent=False, parts=1)
     tiles = cut.tiles(m, n)
     with device_of(a):
@@ -141,14 +144,14 @@ def tile(source, row, k, rows, K, row_stride, k_stride, KIND: tl.constexpr, BLOC
 
 @triton.jit
 def step(left, right, acc):
-    """Return ``acc`` and what these columns of both operands add to it."""
+    """Return ``acc`` plus the products of these terms of both operands."""
     if INTERPRETED:
-        # A library multiplies there, in an order of its own, which FP64 hides; BF16 it would take for integers.
+        # The interpreter multiplies by a library, in its own order, which FP64 hides; it would take BF16 for integers.
         return tl.dot(left.to(tl.float64), right.T.to(tl.float64), acc.to(tl.float64), out_dtype=tl.float64).to(
             tl.float32
         )
     elif left.dtype == tl.float32:
-        # One term at a time, a long chain would lose digits: a step is summed from zero.
+        # Added one term at a time, a long chain would lose digits, so a step is summed from zero.
         tl.static_assert(left.shape[1] == STEP, "FP32 operands are loaded one step at a time")
         return _join(tl.dot(left, right.T, input_precision="ieee"), acc)
     else:
@@ -157,7 +160,7 @@ def step(left, right, acc):
 
 @triton.jit
 def _join(part, acc):
-    """Return their sum, by an fma: Triton would take a plain one for a product that continues ``acc``."""
+    """Return ``part + acc`` by an fma: Triton would turn a plain sum into a dot that accumulates onto ``acc``."""
     return fma(part, tl.full(acc.shape, 1.0, tl.float32), acc)
 
 
@@ -182,7 +185,7 @@ def chain(
     BLOCK_K: tl.constexpr,
     SPAN: tl.constexpr = STEP,
 ):
-    """Return ``acc`` and the whole chain after it of ``a[M, K]`` and ``b[N, K]``, at the tile from row and column."""
+    """Return ``acc`` continued by the whole chain of ``a[M, K]`` and ``b[N, K]``, for the tile at row and column."""
     if SPAN > STEP:
         for first in range(0, K, SPAN):
             part = tl.zeros(acc.shape, tl.float32)
@@ -201,7 +204,7 @@ def chain(
 
 @triton.jit
 def place_of(index, tiles_m, tiles_n, GROUP: tl.constexpr):
-    """Return where the index-th tile stands: GROUP rows of tiles at a time, so that a panel stays in the cache."""
+    """Return row and column of the index-th tile; GROUP rows of tiles make a panel, which stays in the L2 cache."""
     group = index // (GROUP * tiles_n)
     height = tl.minimum(tiles_m - group * GROUP, GROUP)
     within = index % (GROUP * tiles_n)
@@ -210,7 +213,7 @@ def place_of(index, tiles_m, tiles_n, GROUP: tl.constexpr):
 
 @triton.jit
 def _pointers(c, row, column, M, N, row_stride, column_stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return pointers to a tile of ``c[M, N]``, and which of them are inside."""
+    """Return pointers to a tile of ``c[M, N]``, and which of them are inside ``c``."""
     rows, columns = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     base = c + tl.full((), row, tl.int64) * row_stride + tl.full((), column, tl.int64) * column_stride
     place = base + rows.to(tl.int64)[:, None] * row_stride + columns.to(tl.int64)[None, :] * column_stride
@@ -277,10 +280,10 @@ def _matmul(
     PERSISTENT: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """One program a tile, or tile after tile."""
+    """One program per tile; if PERSISTENT, fewer programs, each of which takes tile after tile."""
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     last = tiles_m * tiles_n if PERSISTENT else tl.program_id(0) + 1
-    # Flattened, the loads of the next tile are under way while this one is stored.
+    # flatten lets the loads of the next tile run while this one is stored.
     for index in tl.range(tl.program_id(0), last, tl.num_programs(0), flatten=PERSISTENT):
         tile_m, tile_n = place_of(index, tiles_m, tiles_n, GROUP)
         row, column = tile_m * BLOCK_M, tile_n * BLOCK_N

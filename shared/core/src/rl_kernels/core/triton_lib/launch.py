@@ -1,4 +1,4 @@
-"""Where a Triton kernel can run, and how it is launched there; imports no Triton, so that anyone may ask."""
+"""Where a Triton kernel can run, and its fast launch; imports no Triton, so it works where Triton is missing."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from rl_kernels.core.gpu import current, stream_of
 from rl_kernels.core.operator import INVARIANT, Backend, Call, no_limits
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
-"""Triton reads it when it is imported, so it is read once here too."""
+"""Whether Triton interprets. Triton reads the variable when it is imported, so it is read once here too."""
 INSTALLED = find_spec("triton") is not None
 
 ALIGNMENT = 256
-"""More than the alignment that any Triton looks at; PyTorch's own allocations have it."""
+"""At least every alignment that Triton specializes on; PyTorch's own allocations have it."""
 PLAIN = frozenset({int, float, bool, type(None)})
-"""Types of arguments that are a key as they are; all others are tensors, or descriptors of one."""
+"""Types of arguments that go into a key as they are; all others are tensors or tensor descriptors."""
 KEPT = 4096
-"""Launches whose compiled kernel is remembered."""
+"""Maximum launches whose compiled kernel is remembered."""
 
 _compiled: dict[tuple[Any, ...], tuple[Any, Any]] = {}
 
@@ -42,7 +42,7 @@ def triton_backend(module: str, limits: Callable[[Call], str | None] = no_limits
 
     Args:
         module: import path.
-        limits: of the operator's own kernels: ``call -> reason``; why this call is beyond them, or None.
+        limits: ``call -> reason``: why the operator's kernels cannot run this call, or None.
     """
 
     def reason(call: Call) -> str | None:
@@ -52,7 +52,7 @@ def triton_backend(module: str, limits: Callable[[Call], str | None] = no_limits
 
 
 def ceil_div(x: int, y: int) -> int:
-    """Return x by y, rounded up, for grids: on the host Triton's own takes a microsecond or three."""
+    """Return x / y rounded up, for grids; Triton's own takes one to three microseconds on the host."""
     return -(-x // y)
 
 
@@ -66,22 +66,22 @@ def launch(
 ) -> None:
     """Launch a jitted kernel on the current device, as ``kernel[grid](*args, num_warps=num_warps, **options)`` does.
 
-    Arguments that came before find what Triton compiled for them by a key of their own, which leaves out Triton's look
-    at each of them: on the host that is most of a launch. The key is finer than anything that Triton specializes on:
-    numbers and constants by value, tensors by dtype and by where their address lies in 256 bytes, descriptors by dtype
-    and by what they bring at once. The launch itself is ``compiled[grid](*args)``, the form of Triton's own tutorials,
-    on a stream that is given.
+    For arguments like those of an earlier call, the compiled kernel is found by a key of our own. This skips Triton's
+    inspection of each argument, which is most of a launch on the host. The key is finer than anything that Triton
+    specializes on: numbers and constants by value, tensors by dtype and address modulo 256, descriptors by dtype and
+    block shape. The launch itself is ``compiled[grid](*args)``, the form of Triton's own tutorials, with the stream
+    given.
 
     Args:
         kernel: of ``triton.jit``.
         grid: one to three sizes.
-        args: all parameters of the kernel in their order, constants too; a number's type never varies at its place.
-        numbers: those behind ``args``, none of them a tensor: as one tuple they are quicker to look up.
-        num_warps: of a program.
-        options: others of the compiler, ``num_stages`` for one.
+        args: all parameters of the kernel in their order, constants too; the type of a number must not vary by call.
+        numbers: parameters after ``args``, none of them a tensor; one tuple is faster to look up.
+        num_warps: warps of a program.
+        options: other options of the compiler, such as ``num_stages``.
     """
     if INTERPRETED or torch.version.hip is not None:
-        # ROCm specializes on the sizes of tensors too.
+        # On ROCm Triton specializes on the sizes of tensors too.
         kernel[grid](*args, *numbers, num_warps=num_warps, **options)
         return
     forms = [x if type(x) in PLAIN else _form(x) for x in args]
@@ -90,36 +90,36 @@ def launch(
     found = _compiled.get(key)
     if found is not None:
         sizes = (*grid, 1, 1)
-        # Triton would ask for device and stream, which takes longer.
+        # Passed in, because Triton's own look-up of device and stream takes longer.
         found[1][sizes](*args, *numbers, stream=stream_of(device))
         return
     compiled = kernel[grid](*args, *numbers, num_warps=num_warps, **options)
     if len(_compiled) >= KEPT:
         _compiled.clear()
-    # A hook of Triton's may have kept it from compiling. With the kernel beside it, no other one can get its id.
+    # None if a Triton hook kept it from compiling. The kernel is kept too, so that its id is not reused.
     if compiled is not None:
         _compiled[key] = kernel, compiled
 
 
 def _form(x: Any) -> tuple[Any, ...]:
-    """Return what a kernel is compiled for: of a tensor, or of a descriptor, which Triton's own class is."""
+    """Return what a kernel is specialized on, of a tensor or of a descriptor of Triton's class."""
     if isinstance(x, torch.Tensor):
         return x.dtype, x.data_ptr() % ALIGNMENT
     return x.base.dtype, *x.block_shape
 
 
 class Launch:
-    """A launch that is made again and again: kernel, grid and numbers stay, and of tensors all but where they lie.
+    """A launch that is repeated with the same kernel, grid and numbers; only the addresses of tensors vary.
 
-    That a place always holds a tensor, of one dtype and on one GPU, or always a descriptor, or None, is the caller's to
-    see to; what Triton compiled is then found by the addresses alone.
+    The caller must pass the same kind of argument at each position in every call: a tensor of one dtype on one GPU, a
+    descriptor, or None. The compiled kernel is then found by the addresses alone.
 
     Args:
         kernel: of ``triton.jit``.
         grid: one to three sizes.
-        numbers: the parameters behind the tensors, constants too.
-        num_warps: of a program.
-        options: others of the compiler.
+        numbers: the parameters after the tensors, constants too.
+        num_warps: warps of a program.
+        options: other options of the compiler.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class Launch:
         self._tensors: tuple[int, ...] | None = None
 
     def __call__(self, *args: Any) -> None:
-        """Launch with these tensors, descriptors and Nones, the parameters before the numbers."""
+        """Launch with these tensors, descriptors and Nones: the parameters before ``numbers``."""
         if self._tensors is None:
             self._tensors = tuple(place for place, x in enumerate(args) if isinstance(x, torch.Tensor))
         key = tuple([args[place].data_ptr() % ALIGNMENT for place in self._tensors])
@@ -146,7 +146,7 @@ class Launch:
             run(*args, *self._numbers, stream=stream_of(current()))
             return
         compiled = self._kernel[self._grid](*args, *self._numbers, **self._options)
-        # As in launch: what is interpreted, or specialized on more, is not kept.
+        # As in launch: nothing is kept if Triton interprets, or on ROCm.
         if not INTERPRETED and torch.version.hip is None and compiled is not None:
             if len(self._runs) >= KEPT:
                 self._runs.clear()

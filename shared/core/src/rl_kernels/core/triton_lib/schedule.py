@@ -1,7 +1,7 @@
-"""How a matrix product is laid out on a GPU, and which layout a product of some size takes: frozen, nothing is timed.
+"""The schedule of a matrix product on a GPU, chosen by its sizes from frozen tables; nothing is timed at run time.
 
-Any schedule gives the same bits on sm_90, so the choice there may follow all three sizes. On another architecture,
-where nobody has shown that, there is one schedule for each dtype.
+On sm_90 every schedule gives the same bits, so the choice may depend on all three sizes. On other architectures that
+has not been shown, so there is one schedule for each dtype.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ HALF = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Schedule:
-    """How a product ``[M, K] x [K, N]`` is cut.
+    """How a product ``[M, K] x [K, N]`` is cut into tiles.
 
     Attributes:
         rows: of a tile.
@@ -28,10 +28,10 @@ class Schedule:
         inner: terms of K that are loaded at a time: 16 in FP32, else a multiple of it.
         warps: of a program.
         stages: loads in flight.
-        group: rows of tiles that are worked on together, so that what they share stays in the cache.
-        persistent: one program a multiprocessor, each taking tile after tile.
+        group: rows of tiles per panel, so that what they share stays in the L2 cache.
+        persistent: one program per multiprocessor, each of which takes tile after tile.
         parts: pieces, 1 or 2, in which a tile is stored.
-        swapped: a tile's rows are columns of the right operand: for a product of few rows.
+        swapped: operands are swapped, so a tile's rows are columns of the right operand; for a product of few rows.
     """
 
     rows: int
@@ -56,16 +56,16 @@ ANYWHERE = {
     torch.float16: Schedule(64, 128, 32, 4, 3),
     torch.float32: Schedule(64, 64, 16, 8, 3),
 }
-"""Where nothing is tuned: small enough for every GPU."""
+"""For architectures without tuning: small enough for every GPU."""
 FEW = 64
-"""Rows up to which a product is bound by reading the right operand, which swapped schedules were timed at."""
+"""Rows up to which a product is bound by reading the right operand; in 16 bits its schedule is then a swapped one."""
 FP32 = (
     (16, Schedule(16, 32, 16, 2, 4)),
     (FEW, Schedule(32, 64, 16, 4, 3)),
 )
-"""On sm_90: up to so many rows, the schedule."""
+"""FP32 on sm_90: (largest number of rows, schedule)."""
 FP32_SMALL, FP32_LARGE = Schedule(64, 64, 16, 4, 3), Schedule(128, 128, 16, 8, 4)
-"""For more rows, where the tiles of the large one leave multiprocessors idle, and where they do not."""
+"""FP32 on sm_90 for more rows: the small one where tiles of the large one would leave multiprocessors idle."""
 IN_INTERPRETER = Schedule(64, 64, 64, 4, 1)
 
 
@@ -74,11 +74,11 @@ class Candidate:
     """A schedule and its speed on the device that it was tuned on.
 
     Attributes:
-        schedule: what it is the speed of.
-        start: microseconds that a wave of tiles takes beside its steps.
+        schedule: the schedule.
+        start: microseconds that a wave of tiles takes in addition to its steps.
         alone: microseconds that a step of ``schedule.inner`` takes with few programs on the device: the latency that
             its stages do not hide.
-        steps: the same with one program on every multiprocessor, with two, and so on, as many as it holds at once.
+        steps: the same with one program on every multiprocessor, with two, and so on, up to as many as it holds.
     """
 
     schedule: Schedule
@@ -87,22 +87,23 @@ class Candidate:
     steps: tuple[float, ...]
 
     def time(self, m: int, n: int, k: int, units: int) -> float:
-        """Return the microseconds that a product is expected to take on so many multiprocessors."""
+        """Return the microseconds that a product is expected to take on ``units`` multiprocessors."""
         count = -(-k // self.schedule.inner)
         full, rest = divmod(self.schedule.tiles(m, n), units * len(self.steps))
         time = full * (self.start + count * self.steps[-1])
         if rest:
             each = -(-rest // units)
-            # Where reading the right operand is what takes the time, the fewer there are, the more of it is for each.
+            # Where reading the right operand bounds the time, fewer programs have more bandwidth each.
             share = rest / (each * units) if self.schedule.swapped else 1.0
             time += self.start + count * max(self.alone, self.steps[each - 1] * share)
         return time
 
 
 def schedule_for(m: int, n: int, k: int, dtype: torch.dtype, device: torch.device, *, spans: bool = False) -> Schedule:
-    """Return the schedule for a product ``[m, k] x [k, n]``; on architectures other than sm_90 by dtype alone.
+    """Return the schedule for a product ``[m, k] x [k, n]``.
 
-    So it is in FP32 where spans of the chain are summed for themselves, which nobody has compared.
+    By dtype alone on architectures other than sm_90, and in FP32 with ``spans``, of which the bits of schedules have
+    not been compared.
     """
     if INTERPRETED:
         return IN_INTERPRETER
@@ -122,7 +123,7 @@ def _of_fp32(m: int, n: int, units: int) -> Schedule:
 def _fastest(m: int, n: int, k: int, units: int) -> Schedule:
     fitting = [candidate for candidate in _candidates() if candidate.schedule.swapped == (m <= FEW)]
     if m <= FEW:
-        # Every row at once, or the right operand would be read again.
+        # All rows in one tile, or the right operand would be read more than once.
         fitting = [candidate for candidate in fitting if candidate.schedule.columns >= m]
     return min(fitting, key=lambda candidate: candidate.time(m, n, k, units)).schedule
 

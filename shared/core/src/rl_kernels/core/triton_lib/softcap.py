@@ -1,7 +1,8 @@
-"""Capped logits: ``softcap tanh(rate x)``, and what a gradient is multiplied by on its way back through it.
+"""Capped logits: ``y = softcap tanh(rate x)``, and dy/dx for the backward pass.
 
-Near 0 tanh is a polynomial, fitted for the least relative error, and elsewhere a quotient of powers of two: within
-4e-7 relative of the exact value, on every GPU and in the interpreter.
+With ``u = rate x``: for ``|u| < 0.5`` tanh(u) is a polynomial, fitted for the least relative error; elsewhere it is
+``(1 - p) / (1 + p)`` with ``p = e^(-2 |u|)``, and the sign of u. Both are within 4e-7 relative of the exact value, on
+every GPU and in the interpreter.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import triton.language as tl
 from rl_kernels.core.triton_lib.arithmetic import fma, product
 
 NEAR = tl.constexpr(0.5)
-"""Below it the quotient would cancel."""
+"""Below this ``|u|`` the quotient would cancel."""
 TWICE_LOG2E = tl.constexpr(2.8853900817779268)
 C3, C5 = tl.constexpr(-0.333331435918808), tl.constexpr(0.13325878977775574)
 C7, C9 = tl.constexpr(-0.05304548516869545), tl.constexpr(0.017241476103663445)
@@ -20,7 +21,7 @@ C7, C9 = tl.constexpr(-0.05304548516869545), tl.constexpr(0.017241476103663445)
 
 @triton.jit
 def _number(x):
-    """Return a number as a scalar, which the interpreter leaves a float."""
+    """Return a number as an FP32 scalar, which the interpreter would leave a Python float."""
     return tl.full((), x, tl.float32)
 
 
@@ -44,6 +45,6 @@ def capped(x, softcap, rate):
 
 @triton.jit
 def slope(y, softcap, rate):
-    """Return the derivative of ``y = softcap tanh(rate x)`` by x."""
+    """Return dy/dx, where ``y = softcap tanh(rate x)``."""
     t = y / softcap
     return product(fma(-t, t, _number(1.0)), _number(softcap * rate))

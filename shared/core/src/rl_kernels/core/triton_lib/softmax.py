@@ -1,11 +1,13 @@
-"""Softmax statistics of a row in base 2, as every Triton kernel over a vocabulary forms and merges them; the gradient.
+"""Softmax statistics of rows in base 2, for every Triton kernel over a vocabulary: states, their merge, the gradient.
 
-A state is (top, total, weighted) of a stretch of raw values x, whose logits are ``z = x * inv``: the largest x, the sum
-of ``2^(x c - r)`` and of ``2^(x c - r) (x c - r)``, where ``c = inv log2(e)`` and the reference ``r = round(top c)``.
-One fused multiply-add an element forms the exponent without an error of its own; what rounding r took away is put back
-once a row. In memory states are ``parts[part, 3, row]``. The arithmetic is explicit, so that no compiler may fuse it
-one way in one kernel and another in the next; only the terms of a block's weighted sum are left to it, which the
-kernels of an operator form by one and the same code.
+A state (top, total, weighted) stands for some raw values x of a row, whose logits are ``z = x * inv``: the largest x,
+the sum of ``2^t``, and the sum of ``2^t t``. Here ``t = x c - r``, ``c = inv log2(e)``, and r is ``top c`` rounded to
+FP32. One fma per element forms t from r; ``finish`` corrects once per row for the rounding of r. In memory states are
+``parts[part, 3, row]``.
+
+Order of the sums: Triton's reduction within a block (``add_block``, ``rows_state``); states are merged in ascending
+order. Roundings are explicit (``fma``, ``product``), so that no compiler may fuse in one kernel and not in another. The
+one exception is the terms of a block's weighted sum, which all kernels of an operator form by the same code.
 """
 
 from __future__ import annotations
@@ -18,42 +20,42 @@ from rl_kernels.core.triton_lib.arithmetic import fma, product
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 LEAST = tl.constexpr(-1.0e30)
-"""Stands for an exponent of -inf where it is multiplied by its power, 0."""
+"""Replaces an exponent of -inf where it is multiplied by its power, which is 0: -inf * 0 would be NaN."""
 FAR = tl.constexpr(2147483648.0)
-"""2^31. A reference as large as that is too coarse for exponents, or infinite; but then neighbouring values of x lie so
-far apart that the largest alone count."""
+"""2^31. From this magnitude on a reference is too coarse for exponents, or infinite. Neighbouring values of x are then
+so far apart that only those equal to the largest count."""
 LEAST_SHIFT = tl.constexpr(-256.0)
-"""Bounds what a state's exponents move by: its power is 0, and a product with it is finite."""
+"""Lower bound of the shift of a state's exponents: 2^-256 is 0 in FP32, and a product with it is finite."""
 LOW_EXPONENT, HIGH_EXPONENT = tl.constexpr(30 << 23), tl.constexpr(254 << 23)
-"""Bits of 2^-97, below which no value is far, and of 2^127."""
+"""Bits of 2^-97, below which |r| >= FAR does not occur, and of 2^127."""
 
 
 @triton.jit
 def empty():
-    """Return the state of nothing, a scalar each."""
+    """Return the state of no values, as scalars."""
     return tl.full((), float("-inf"), tl.float32), tl.full((), 0.0, tl.float32), tl.full((), 0.0, tl.float32)
 
 
 @triton.jit
 def exponents_of(top, c):
-    """Return (factor, r): the exponent of x is ``x factor - r``, mostly ``x c - r``.
+    """Return (factor, r): the exponent of x is ``x factor - r``, normally ``x c - r``.
 
-    Far from 0 the factor is a power of two by which products are exact: the exponent is 0 where x is the largest value,
-    and of no account elsewhere.
+    Where ``|r| >= FAR`` the factor is a power of two, so its products are exact: the exponent is 0 where x is the
+    largest value, and too small to count elsewhere.
     """
     r = product(top, c)
     is_far = tl.abs(r) >= FAR
-    # The power of two that brings the largest value to 2^30 .. 2^31.
+    # The power of two that scales the largest value to a magnitude of 2^30 .. 2^31.
     exponent = tl.maximum(top.to(tl.int32, bitcast=True) & 0x7F800000, LOW_EXPONENT)
     exact = (-(exponent - LOW_EXPONENT) + HIGH_EXPONENT).to(tl.float32, bitcast=True)
-    # Of a stretch of -inf alone all powers are 0.
+    # If all values are -inf, all powers are 0.
     far = tl.where(top == float("-inf"), 0.0, product(top, exact))
     return tl.where(is_far, exact, c), tl.where(is_far, far, r)
 
 
 @triton.jit
 def add_block(x, c, top, total, weighted, ENTROPY: tl.constexpr):
-    """Take a block of raw values into a running state."""
+    """Return a running state with a block of raw values added."""
     new = tl.maximum(top, tl.max(x, 0))
     factor, r = exponents_of(new, c)
     exponent = fma(x, factor, -r)
@@ -80,9 +82,10 @@ def rows_state(x, c, ENTROPY: tl.constexpr):
 
 @triton.jit
 def _shift(top, new, c):
-    """Return what exponents move by when ``new`` is a state's largest value, and the power of two that is.
+    """Return how far a state's exponents shift when its largest value becomes ``new``, and two to that power.
 
-    Of infinite numbers the difference may be none: then all that moves is too small to count, as the bound is.
+    With infinite numbers the difference may be NaN. The bound then takes its place, and the state is too small to
+    count.
     """
     shift = product(top, c) - product(new, c)
     shift = tl.where(shift > LEAST_SHIFT, shift, LEAST_SHIFT)
@@ -92,7 +95,7 @@ def _shift(top, new, c):
 
 @triton.jit
 def merge(top, total, weighted, other_top, other_total, other_weighted, c, ENTROPY: tl.constexpr):
-    """Return the state of two stretches; not associative in the last bit, so always merge in ascending order."""
+    """Return the merged state of two; not associative in the last bit, so always merge in ascending order."""
     new = tl.maximum(top, other_top)
     shift, scale = _shift(top, new, c)
     other_shift, other_scale = _shift(other_top, new, c)
@@ -114,7 +117,7 @@ def finish(top, total, weighted, inv):
 
 @triton.jit
 def inverse(temperature, rows, here, PER_ROW: tl.constexpr):
-    """Return one over the temperature of rows, a vector or a scalar: ``temperature`` is a number, or one a row."""
+    """Return one over the temperature of rows, a vector or a scalar; ``temperature`` is a number, or one per row."""
     if PER_ROW:
         return 1.0 / tl.load(temperature + rows, mask=here, other=1.0)
     else:
@@ -136,7 +139,7 @@ def merge_parts(parts, begin, end, count, rows, here, c, ENTROPY: tl.constexpr):
     """Return the states of rows over the parts from begin to end, merged in ascending order."""
     total, weighted = tl.zeros_like(c), tl.zeros_like(c)
     top = total + float("-inf")
-    # Unrolled, several parts are on their way at once.
+    # Unrolled, so that several parts load at once.
     for part in tl.range(begin, end, loop_unroll_factor=8):
         place = parts + tl.full((), part, tl.int64) * 3 * count + rows
         part_top = tl.load(place, mask=here, other=float("-inf"))
@@ -152,7 +155,7 @@ def merge_parts(parts, begin, end, count, rows, here, c, ENTROPY: tl.constexpr):
 def store_statistics(x, top, total, weighted, inv, logp, norm, lse, entropy, rows, here, active, ENTROPY: tl.constexpr):
     """Write the statistics of rows whose selected raw value is x; 0 where a row is not active.
 
-    ``norm[row, 2]`` is what ``load_norm`` reads: their sum, the logsumexp, has too few digits where x is large.
+    ``norm[row, 2]`` is what ``load_norm`` reads. The logsumexp, formed from both, has too few digits where x is large.
     """
     top, log_total, row_lse, row_entropy = finish(top, total, weighted, inv)
     tl.store(logp + rows, tl.where(active, fma(x - top, inv, -log_total), 0.0), mask=here)
@@ -181,7 +184,7 @@ def upstream_of(
     HAS_LSE: tl.constexpr,
     HAS_ENTROPY: tl.constexpr,
 ):
-    """Return (g_logp, g_lse - g_logp, g_H) of rows, over the temperature; 0 for one that is missing."""
+    """Return (g_logp, g_lse - g_logp, g_H) of rows, over the temperature; 0 for a gradient that is missing."""
     chosen, slope, curve = tl.zeros_like(inv), tl.zeros_like(inv), tl.zeros_like(inv)
     if HAS_LOGP:
         chosen = tl.load(grad_logp + rows, mask=here, other=0.0)
@@ -194,15 +197,15 @@ def upstream_of(
 
 @triton.jit
 def dlogits(x, selected, rest, c, top, log_total, entropy, chosen, slope, curve, HAS_ENTROPY: tl.constexpr):
-    """Return dx_j = g_logp (1[j is selected] - p_j) + g_lse p_j - g_H p_j (log p_j + H), all over the temperature.
+    """Return dx_j = (g_logp (1[j is selected] - p_j) + g_lse p_j - g_H p_j (log p_j + H)) / temperature.
 
-    ``rest`` is what is added where j is not selected: 0, or NaN for a row that has no gradient.
+    ``rest`` is 0, or NaN for a row whose id is not a column: its gradient is NaN.
     """
-    # The difference is exact for the values that count, however large they are.
+    # x - top is exact for the values that count, however large they are.
     log_p = fma(x - top, c, -(log_total * LOG2E))
     p = tl.exp2(log_p)
     if HAS_ENTROPY:
-        # Where p is 0 its factor may be infinite.
+        # Where p is 0 its factor may be infinite, and the product NaN.
         target = tl.where(selected, chosen, rest)
         surprise = log_p + product(entropy, tl.zeros_like(entropy) + LOG2E)
         return tl.where(p == 0.0, target, fma(p, fma(surprise, -(curve * LN2), slope), target))
@@ -212,5 +215,5 @@ def dlogits(x, selected, rest, c, top, log_total, entropy, chosen, slope, curve,
 
 @triton.jit
 def nothing_or_nan(id, V):
-    """Return 0, and NaN for ids that are no column."""
+    """Return 0, or NaN for ids that are not a column."""
     return tl.where((id >= 0) & (id < V), 0.0, float("nan"))

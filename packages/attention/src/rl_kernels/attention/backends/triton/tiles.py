@@ -127,7 +127,7 @@ def masked(score, n, missing, position, left, right, low_most, high_least, gone,
 
 @triton.jit
 def rescaled(score, top, total, acc, factor, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the state with a block of scores added, and the block's weights, which ``joined`` still has to use."""
+    """Return the state after a block of scores, and the block's weights; ``joined`` then adds their products to acc."""
     above = tl.maximum(top, product(tl.max(score, 1), tl.full(top.shape, factor, tl.float32)))
     base = finite(above)
     shift = tl.broadcast_to(-base[:, None], score.shape)

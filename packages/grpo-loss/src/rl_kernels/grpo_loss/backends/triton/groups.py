@@ -1,8 +1,9 @@
-"""Advantages in Triton, for a kernel of their own and for the one that sums the loss; and the tree that both sum by.
+"""Advantages in Triton, in a kernel of their own and inside the kernels of the loss; and ``tree``, by which both sum.
 
-The rewards of a group are added to 256 lanes from its start, in FP64, mean first and then squares of deviations, and
-the lanes by a tree. Fewer lanes, where a group has no more rewards, change no bit: the others are zeros. So an
-advantage has the same bits from every kernel, and however its group was said.
+Order of the sums, which is the contract, in FP64: reward i of a group goes to lane i mod 256, in ascending order, and
+``tree`` adds the lanes; first for the mean, then for the squared deviations. A group of fewer rewards may have fewer
+lanes, which changes no bit: the others would be zeros. So an advantage has the same bits in every kernel, whether
+groups are given by size or by boundaries.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from rl_kernels.grpo_loss.call import LossCall
 from rl_kernels.grpo_loss.estimator import ESTIMATORS, Estimator
 
 LANES = 256
-"""Most lanes of a sum, of rewards, tokens or sequences."""
+"""Maximum lanes of a sum over rewards, tokens or sequences; ``objectives.WIDE`` is the one exception."""
 LEVELS = tl.constexpr(12)
-"""More levels than any tree has."""
+"""Upper bound of the levels of a tree."""
 NEIGHBOURS = tl.constexpr(2)
-"""Levels at which neighbours are added."""
+"""Levels of a tree at which neighbours are added."""
 SOME_REWARDS = tl.constexpr(16)
-"""Rewards of a group to which one warp is enough."""
+"""Fewest lanes of a sum over a group, and the group size up to which they are enough."""
 POPULATION, LEAVE_ONE_OUT, NONE, BATCH = (
     tl.constexpr(ESTIMATORS.index(name)) for name in ("population", "leave_one_out", "none", "batch")
 )
@@ -37,15 +38,15 @@ WARPS = 4
 
 
 class Scores(NamedTuple):
-    """What advantages come from, as the kernels take it: rewards of groups, or the advantages themselves.
+    """What the kernels form advantages from: rewards of groups, or the advantages themselves.
 
     Attributes:
         values: rewards ``[B]``, or advantages ``[B]`` or ``[B, T]``.
         boundaries: of the groups, or None.
         groups: the number of groups where there are boundaries, or else the size of each group.
-        lanes: to which a group's rewards are added; 0 for advantages.
-        one_step: no group has more rewards than that.
-        formula: the estimator: its place in ``ESTIMATORS``, whether eps is added, whether NaN is skipped.
+        lanes: lanes of the sum over a group's rewards; 0 for advantages.
+        one_step: no group has more rewards than lanes.
+        formula: the estimator: its index in ``ESTIMATORS``, whether eps is added, whether NaN is skipped.
     """
 
     values: torch.Tensor
@@ -73,7 +74,7 @@ def advantages(
 
 
 def lanes_for(size: int, least: int, most: int = LANES) -> int:
-    """Return the lanes to which so many terms are added: more would hold zeros."""
+    """Return the lanes for a sum of ``size`` terms; more lanes would hold zeros."""
     return min(max(1 << (size - 1).bit_length(), least), most)
 
 
@@ -92,7 +93,8 @@ def scores_in(call: LossCall) -> Scores:
         return scores_of(call.rewards, call.boundaries, call.samples, call.advantage_formula)
     advantages = call.advantages
     assert advantages is not None
-    # One advantage a sequence, expanded, is read as that one: but where it would change how slopes are summed.
+    # One advantage per sequence, expanded to [B, T], is read as [B], except where this would change how slopes are
+    # summed.
     is_one = advantages.ndim == 2 and advantages.stride(1) == 0 and call.cu_seqlens is None
     is_one = is_one and call.formula.level == "token"
     return Scores(advantages[:, 0] if is_one else advantages)
@@ -100,9 +102,9 @@ def scores_in(call: LossCall) -> Scores:
 
 @triton.jit
 def tree(x):
-    """Return the sum of ``x``, a power of two of terms: two at a time, so that no layout changes the order.
+    """Return the sum of ``x``, whose length is a power of two, in pairs, so that no layout changes the order.
 
-    Four neighbours first, which one thread holds, then halves.
+    First four neighbours are added, which one thread holds, then always the two halves of what is left.
     """
     for level in tl.static_range(LEVELS):
         if x.shape[0] > 2:
@@ -115,7 +117,7 @@ def tree(x):
 
 @triton.jit
 def _group_of(row, boundaries, groups, count):
-    """Return where the group of a sequence starts and ends; inside of [0, count], whatever the boundaries are."""
+    """Return where the group of a sequence starts and ends, clamped to [0, count] in case boundaries are invalid."""
     if boundaries is None:
         start = row // groups * groups
         return start, start + groups
@@ -140,7 +142,7 @@ def _clamped(boundaries, group, count):
 
 @triton.jit
 def _place(rewards, start, end, stride, step, LANES: tl.constexpr, SKIP: tl.constexpr):
-    """Return the rewards of a step, in FP64, and which of them count."""
+    """Return the rewards of a step, in FP64, and which of them belong to the sum."""
     place = start + step * LANES + tl.arange(0, LANES)
     r = tl.load(rewards + place * stride, mask=place < end, other=0.0).to(tl.float64)
     is_there = place < end
@@ -151,7 +153,7 @@ def _place(rewards, start, end, stride, step, LANES: tl.constexpr, SKIP: tl.cons
 
 @triton.jit
 def _moments(rewards, start, end, stride, LANES: tl.constexpr, ONE_STEP: tl.constexpr, SKIP: tl.constexpr):
-    """Return number, mean, sum of squared deviations, and whether all are equal, of rewards that are not none."""
+    """Return number, mean, sum of squared deviations, and whether all are equal, of at least one reward."""
     if ONE_STEP:
         steps: tl.constexpr = 1
     else:
@@ -204,7 +206,7 @@ def _statistics(
     """Return mean, divisor, and whether all rewards are equal, of a group that is not empty."""
     size, mean, squares, equal = _moments(rewards, start, end, stride, LANES, ONE_STEP, SKIP)
     if KIND == BATCH:
-        # Of all rewards, by every program: their number is that of the sequences.
+        # Over all rewards, one per sequence, again in every program.
         size, _, squares, _ = _moments(rewards, tl.zeros_like(start), count, stride, BATCH_LANES, False, SKIP)
     if KIND == LEAVE_ONE_OUT:
         return mean, (size - 1.0) / size, equal
@@ -215,13 +217,13 @@ def _statistics(
         least = tl.full((), eps, tl.float64)
         if ADD:
             return mean, std + least, equal
-        # Written so that a NaN stays.
+        # Written so that NaN stays NaN.
         return mean, tl.where(std < eps, least, std), equal
 
 
 @triton.jit
 def _scaled(r, mean, divisor, equal, SKIP: tl.constexpr):
-    """Return advantages; the mean of seven times 0.1 is not 0.1, so equal rewards give exactly 0 by comparison."""
+    """Return advantages; equal rewards give exactly 0, by comparison: the mean of seven times 0.1 is not 0.1."""
     r = r.to(tl.float64)
     scaled = tl.where(equal, 0.0, (r - mean) / divisor)
     if SKIP:
@@ -244,7 +246,7 @@ def advantage_of(
     ADD: tl.constexpr,
     SKIP: tl.constexpr,
 ):
-    """Return the advantage of one sequence; what its group alone decides is worked out anew for each."""
+    """Return the advantage of one sequence; the statistics of its group are formed again for each."""
     start, end = _group_of(row, boundaries, groups, count)
     if ONE_STEP:
         mean, divisor, equal = _statistics(rewards, start, end, count, stride, eps, LANES, True, KIND, ADD, SKIP)
@@ -270,7 +272,7 @@ def _advantages(
     ADD: tl.constexpr,
     SKIP: tl.constexpr,
 ):
-    """One program a group; the first and the last also write what unchecked boundaries leave out."""
+    """Write the advantages of a group; the first and last program also write what invalid boundaries leave out."""
     group = tl.program_id(0).to(tl.int64)
     if boundaries is None:
         start, end = group * groups, group * groups + groups

@@ -1,4 +1,9 @@
-"""The kernel of objectives beyond the plain loss: one program a segment of a sequence; launched by ``objectives``."""
+"""The kernel of objectives beyond the plain loss, launched by ``objectives``.
+
+One program takes a segment of SEGMENT tokens of a sequence, LANES tokens at a time. Order of the sums, which is the
+contract (``backend``, ``objectives``): token i of a segment goes to lane i mod LANES, in ascending order, and ``tree``
+adds the lanes; segments are added in ascending order.
+"""
 
 from __future__ import annotations
 
@@ -73,12 +78,12 @@ def terms(
     METRICS: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """One program a segment of a sequence: its sums, and the slope at its tokens.
+    """Write the sums of a segment of a sequence, and the slope at its tokens. Grid: sequences x segments.
 
-    First what the whole sequence decides, if the objective has such (``sequence``), then the segment, token by token
-    (``tokens``), with the metrics if they are wanted (``metrics``). Segments of one sequence run side by side, so that
-    what each of them reads of all comes from the cache. With WHOLE there is a lane for each token of any sequence, and
-    nothing is read twice.
+    If the objective needs it, a first pass over the whole sequence forms what its tokens share (``sequence``). Then the
+    segment goes token by token (``tokens``), with metrics on request (``metrics``). Segments of one sequence run side
+    by side, so the first pass mostly reads from the cache. With WHOLE there is a lane for each token of any sequence,
+    and nothing is read twice.
     """
     # In the order in which ``terms`` and ``tokens`` read them.
     # fmt: off
@@ -88,9 +93,9 @@ def terms(
     HAS_OLD: tl.constexpr = old is not None
     HAS_REF: tl.constexpr = ref is not None
     HAS_W: tl.constexpr = w is not None
-    # One advantage and one rollout ratio a sequence: its tokens differ in their KL alone.
+    # One advantage and one rollout ratio per sequence: its tokens differ only in their KL.
     ALIKE: tl.constexpr = not (PER_TOKEN or W_PER_TOKEN)
-    # Then all of them have the policy term of the sequence, if it is a function of the ratio.
+    # Then all tokens have the same policy term, if it is a function of the sequence's ratio.
     SHARED: tl.constexpr = SEQ and ALIKE and KIND <= SAPO
     # A pass over the whole sequence comes first, and counts its tokens.
     FIRST_PASS: tl.constexpr = SEQ or KIND == VESPO
@@ -115,7 +120,7 @@ def terms(
     a, weight = tl.zeros((LANES,), tl.float32), tl.full((LANES,), 1.0, tl.float32)
     first = segment * SEGMENT
     columns = first + tl.arange(0, LANES)
-    # Asked for before the rewards are, so that one waits beside the other.
+    # Loaded before the rewards, so that both latencies overlap.
     token = load(current, old, ref, mask, scores, w, columns, columns < size, a, weight, PER_TOKEN, W_PER_TOKEN)
     if HAS_W and not W_PER_TOKEN:
         shared_w = tl.load(w + row * w_row).to(tl.float32)
@@ -132,12 +137,12 @@ def terms(
     x, before, other, is_active, token_a, token_w = token
     token = (x, before, other, is_active, token_a if PER_TOKEN else a, token_w if W_PER_TOKEN else weight)
 
-    # What the sequence decides. Active tokens: ``number`` of this segment, ``count`` what is divided by.
+    # What the tokens of a sequence share. number: active tokens of this segment; count: the divisor.
     number, policy, kl = tl.zeros((), tl.int32), constant(0.0), constant(0.0)
     count, log_weight = constant(1.0), constant(0.0)
     shared_ratio, shared_slope = tl.full((LANES,), 1.0, tl.float32), tl.zeros((LANES,), tl.float32)
     if FIRST_PASS:
-        # With a shared policy term the KL is all that is left to sum, and summed here; as it is for the ratio's slope.
+        # The KL is summed here if it is all that is left to sum, or if the slope by the ratio needs its sum.
         SUM_KL: tl.constexpr = HAS_REF and (SHARED or (SEQ and ALIKE and CORRECTED and slope is not None))
         number, tokens, logs, weights, kl, estimates = sums_of(
             token, current, old, ref if SUM_KL else None, mask, w, a, weight, size, segment, n,
@@ -154,7 +159,7 @@ def terms(
             policy, slope_of_all = shared_policy(
                 number, shared_w, ratio, shared_a, log_weight, n, KIND, BOUNDS, MODE, HAS_W
             )
-            # Without a reference there is no KL, and 0 times a ratio of NaN would be one.
+            # Only with a KL: otherwise 0 times a ratio of NaN would be NaN.
             if SUM_KL and CORRECTED:
                 kl = tl.where(number > 0, kl * ratio, 0.0)
         if SUM_KL and CORRECTED and slope is not None:
@@ -174,12 +179,12 @@ def terms(
     counts = tl.zeros((LANES,), tl.int32)
     if METRICS:
         metrics = no_metrics(LANES)
-    # Where the sums of the first pass are all that is asked for, tokens are read once.
+    # If the sums of the first pass are all that is needed, tokens are not read again.
     if METRICS or slope is not None or not SHARED:
         for _ in range(1 if WHOLE else tl.cdiv(tl.minimum(size - first, SEGMENT), LANES)):
             here = columns < size
             if not WHOLE:
-                # A step's tokens are asked for while those before it are worked on.
+                # The tokens of the next step load while this step is processed.
                 ahead = columns + LANES
                 is_next = (ahead < size) & (ahead < first + SEGMENT)
                 next_token = load(current, old, ref, mask, scores, w, ahead, is_next, a, weight, PER_TOKEN, W_PER_TOKEN)
@@ -210,7 +215,7 @@ def terms(
         number = tl.sum(counts, 0)
     tl.store(place, policy)
     tl.store(place + batch, kl)
-    # A segment's tokens are few enough for FP32 to count.
+    # A segment's count is exact in FP32.
     tl.store(place + 2 * batch, number.to(tl.float32))
     if METRICS:
         store_metrics(place + 3 * batch, batch, metrics)

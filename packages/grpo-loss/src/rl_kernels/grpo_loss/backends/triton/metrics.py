@@ -1,4 +1,4 @@
-"""The metrics of objectives, as the kernel sums them beside the terms."""
+"""The metrics of objectives, which the kernel sums along with the terms, in the same order."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rl_kernels.grpo_loss.backends.triton.terms import CISPO, CLIP, k3_of
 
 @triton.jit
 def no_metrics(LANES: tl.constexpr):
-    """Return the lanes of each metric before any token."""
+    """Return the initial lanes of each metric."""
     below, above, odd = tl.zeros((LANES,), tl.int32), tl.zeros((LANES,), tl.int32), tl.zeros((LANES,), tl.int32)
     ratios, squares = tl.zeros((LANES,), tl.float32), tl.zeros((LANES,), tl.float32)
     k1, k2 = tl.zeros((LANES,), tl.float32), tl.zeros((LANES,), tl.float32)
@@ -23,9 +23,9 @@ def no_metrics(LANES: tl.constexpr):
 
 @triton.jit
 def add_metrics(lanes, token, ratio, e, entropy, columns, here, n, KIND: tl.constexpr, HAS_REF: tl.constexpr):
-    """Return the lanes with a token more: its ratio, e = ref - current, and its entropy; a masked one changes none.
+    """Return the lanes with one more token each: its ratio, e = ref - current, entropy; a masked one changes nothing.
 
-    The squares of the ratios stand for the effective samples.
+    The squares of the ratios are stored in the place of the effective samples.
     """
     below, above, odd, ratios, squares, k1, k2, k3, entropies, least, most = lanes
     x, before, other, is_active, a, _ = token
@@ -51,7 +51,7 @@ def add_metrics(lanes, token, ratio, e, entropy, columns, here, n, KIND: tl.cons
     if entropy is not None:
         h = tl.load(entropy + columns, mask=here, other=0.0).to(tl.float32)
         entropies += tl.where(is_active, h, 0.0)
-    # Of those that are numbers: no comparison holds for NaN.
+    # Ratios of NaN are left out: no comparison with NaN is true.
     least = tl.where(is_active & (ratio < least), ratio, least)
     most = tl.where(is_active & (ratio > most), ratio, most)
     return below, above, odd, ratios, squares, k1, k2, k3, entropies, least, most
@@ -59,7 +59,7 @@ def add_metrics(lanes, token, ratio, e, entropy, columns, here, n, KIND: tl.cons
 
 @triton.jit
 def store_metrics(place, batch, lanes):
-    """Store what the lanes hold in all, one metric after another in the order of ``METRICS``, ``batch`` apart."""
+    """Store the sum, minimum or maximum over the lanes of each metric, in the order of ``METRICS``, ``batch`` apart."""
     below, above, odd, ratios, squares, k1, k2, k3, entropies, least, most = lanes
     tl.store(place, tl.sum(below, 0).to(tl.float32))
     tl.store(place + batch, tl.sum(above, 0).to(tl.float32))

@@ -1,4 +1,9 @@
-"""The plain loss, the mean over tokens of the term clipped token by token: its kernels, and what is launched."""
+"""The plain loss, clipped token by token, mean over tokens: its kernels and their launches.
+
+One program of ``plain_terms`` takes a segment of SEGMENT tokens of a sequence, up to 256 at a time, four to a thread.
+Order of the sums, which is the contract (``backend``): token i of a segment goes to lane i mod 256, in ascending order,
+and ``tree`` adds the lanes; ``plain_sum`` adds a sequence's segments in ascending order, and likewise the sequences.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +21,13 @@ from rl_kernels.grpo_loss.call import LossCall
 from rl_kernels.grpo_loss.plan import Plan
 
 SEGMENT = 4096
-"""Tokens of a sequence whose sum is formed at a time."""
+"""Tokens of a segment, whose sums one program forms."""
 WARP = 128
-"""Lanes of one warp: four tokens a thread, of FP32 16 bytes, the widest load."""
+"""Lanes of one warp: four tokens to a thread, which is one 16-byte load in FP32."""
 REDUCE_WARPS = 4
 """Warps of the program that adds all sequences; the order is explicit, so they change no bit."""
 UNROLLED = tl.constexpr(4)
-"""Sequences that a lane of the last sum reads before it adds the first."""
+"""Sequences that a lane of ``plain_sum`` loads before it adds the first."""
 GRADIENT_BLOCK, GRADIENT_WARPS = 1024, 4
 """Tokens that one program of the backward pass scales, and its warps: element by element, so they change no bit."""
 
@@ -31,7 +36,7 @@ SIGN = tl.constexpr(-(1 << 31))
 
 
 class Work(NamedTuple):
-    """A launch, but for its tensors; numbers are the constants too."""
+    """A launch without its tensors; ``numbers`` includes the constants."""
 
     grid: tuple[int, ...]
     numbers: tuple[float | bool, ...]
@@ -39,12 +44,12 @@ class Work(NamedTuple):
 
     @property
     def options(self) -> dict[str, Any]:
-        """What a launch is given by name."""
+        """Keyword arguments of the launch."""
         return {"numbers": self.numbers, "num_warps": self.num_warps}
 
 
 def terms_work(call: LossCall, scores: Scores, tensors: Sequence[torch.Tensor | None]) -> Work:
-    """Return the launch of the terms of tensors whose rows lie in one piece: current, old, ref, mask and scores."""
+    """Return the launch of ``plain_terms`` for current, old, ref, mask and scores with contiguous rows."""
     (batch, length), n = call.current_logps.shape, call.values
     lanes = lanes_for(length, WARP)
     numbers = (
@@ -56,23 +61,23 @@ def terms_work(call: LossCall, scores: Scores, tensors: Sequence[torch.Tensor | 
 
 
 def sum_work(call: LossCall) -> Work:
-    """Return the launch that adds the sums of all sequences."""
+    """Return the launch of ``plain_sum``."""
     batch, length = call.current_logps.shape
     return Work((1,), (batch, segments_of(length), call.values.beta, call.ref_logps is not None, LANES), REDUCE_WARPS)
 
 
 def gradient_work(size: int) -> Work:
-    """Return the launch that scales so many slopes."""
+    """Return the launch of ``plain_gradient`` for ``size`` slopes."""
     return Work((-(-size // GRADIENT_BLOCK),), (size, GRADIENT_BLOCK), GRADIENT_WARPS)
 
 
 def segments_of(length: int) -> int:
-    """Return the segments of a sequence."""
+    """Return the number of segments of a sequence."""
     return -(-length // SEGMENT)
 
 
 def rows_of(x: torch.Tensor | None) -> torch.Tensor | None:
-    """Return a tensor whose rows lie in one piece: itself, or a copy of one whose rows do not."""
+    """Return ``x`` if its rows are contiguous, else a contiguous copy."""
     return x if x is None or x.ndim == 1 or x.stride(1) == 1 else x.contiguous()
 
 
@@ -94,7 +99,7 @@ def _policy_term(ratio, a, low, high):
 
 @triton.jit
 def _load(current, old, ref, mask, columns, here):
-    """Return log-probabilities and whether they are active; one that is missing is not read."""
+    """Return log-probabilities and whether they are active; tensors that are None are not read."""
     is_active = tl.load(mask + columns, mask=here, other=0) != 0
     x = tl.load(current + columns, mask=here, other=0.0)
     before, other = x, x
@@ -107,15 +112,15 @@ def _load(current, old, ref, mask, columns, here):
 
 @triton.jit
 def _token(x, before, other, is_active, a, low, high, beta, HAS_OLD: tl.constexpr, HAS_REF: tl.constexpr):
-    """Return at each token its policy term, k3 and the slope of the loss; zeros at masked ones."""
+    """Return of each token its policy term, k3 and the slope of the loss; 0 if masked."""
     x = x.to(tl.float32)
-    # Masked before any exponential, and A = 0 with it: 0 * inf would be NaN.
+    # Masked tokens and A = 0 are left out before the exponential: 0 * inf would be NaN.
     counted = is_active & (a != 0.0)
     if HAS_OLD:
         ratio = exp(tl.where(counted, x - before.to(tl.float32), 0.0))
         term, slope = _policy_term(ratio, a, low, high)
     else:
-        # The ratio is 1, and NaN of a log-probability that is not finite: the loss must show it.
+        # The ratio is 1. x - x adds NaN if x is not finite, so that the loss shows it.
         term, slope = _policy_term(tl.full(x.shape, 1.0, tl.float32), a, low, high)
         term, slope = term + (x - x), slope + (x - x)
     term, slope = tl.where(counted, term, 0.0), tl.where(counted, slope, 0.0)
@@ -156,9 +161,9 @@ def plain_terms(
     SKIP: tl.constexpr,
     PER_TOKEN: tl.constexpr,
 ):
-    """One program a segment of a sequence: its sums, its number of active tokens, and the slope at its tokens.
+    """Write the sums and active tokens of a segment, and the slope at its tokens. Grid: sequences, segments.
 
-    The tokens of the first step are asked for before the rewards are, so that one waits beside the other.
+    The tokens of the first step are loaded before the rewards, so that both latencies overlap.
     """
     row, batch = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     segment = tl.program_id(1)
@@ -194,7 +199,7 @@ def plain_terms(
         kl_sum += k3
         number += is_active.to(tl.int32)
         if slope is not None:
-            # -0 marks a masked token, so it must stand nowhere else: -0 + 0 is +0. Triton takes a literal -0.0 for 0.
+            # -0 marks a masked token; elsewhere + 0.0 turns -0 into +0. Triton compiles a literal -0.0 as +0.
             marked = tl.where(is_active, (token_slope + 0.0).to(tl.int32, bitcast=True), SIGN)
             tl.store(slope + row * length + columns, marked.to(tl.float32, bitcast=True), mask=here)
         columns = ahead
@@ -203,13 +208,13 @@ def plain_terms(
     tl.store(place, tree(policy_sum))
     if ref is not None:
         tl.store(place + batch, tree(kl_sum))
-    # A segment's tokens are few enough for FP32 to count.
+    # A segment's count is exact in FP32.
     tl.store(place + 2 * batch, tl.sum(number, 0).to(tl.float32))
 
 
 @triton.jit
 def plain_sum(sums, loss, policy_loss, kl, count, batch, segments, beta, HAS_REF: tl.constexpr, LANES: tl.constexpr):
-    """One program: the sums of all sequences, in order, divided by the number of active tokens."""
+    """Divide the sums of all sequences, added in order, by the number of active tokens. Grid: one program."""
     policy_total, kl_total = tl.zeros((LANES,), tl.float32), tl.zeros((LANES,), tl.float32)
     total = tl.zeros((LANES,), tl.int64)
     for first in range(0, batch, UNROLLED * LANES):
@@ -235,7 +240,7 @@ def plain_sum(sums, loss, policy_loss, kl, count, batch, segments, beta, HAS_REF
 
 @triton.jit
 def plain_gradient(slope, count, upstream, grad, size, BLOCK: tl.constexpr):
-    """One program some tokens, wherever they are; a masked one is marked by its slope, so no mask is read."""
+    """Write the gradient of BLOCK tokens. The slope marks masked tokens, so no mask is read. Grid: blocks of tokens."""
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     factor = tl.div_rn(tl.load(upstream).to(tl.float32), tl.load(count))
     x = tl.load(slope + places, mask=places < size, other=0.0)

@@ -1,4 +1,8 @@
-"""The kernel that adds what the programs of an objective left, and the metrics; see ``triton_objectives``."""
+"""The kernel that sums over sequences what ``kernels.terms`` wrote of each segment, and forms loss and metrics.
+
+Order of the sums, which is the contract (``backend``): a sequence's segments in ascending order; sequence i goes to
+lane i mod LANES, in ascending order; ``tree`` adds the lanes.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from rl_kernels.grpo_loss.backends.triton.terms import constant
 from rl_kernels.grpo_loss.outputs import METRICS
 
 OWN = tl.constexpr(3)
-"""Where the sums of the metrics begin, after policy, KL and count: one for each, in the order of ``METRICS``."""
+"""Index of the first metric's sum, after policy, KL and count; metrics are in the order of ``METRICS``."""
 RATIO, LEAST, MOST, SAMPLES, ODD = (
     tl.constexpr(METRICS.index(name))
     for name in ("ratio_mean", "ratio_min", "ratio_max", "effective_samples", "nonfinite")
@@ -20,7 +24,7 @@ RATIO, LEAST, MOST, SAMPLES, ODD = (
 
 @triton.jit
 def _of_rows(sums, rows, quantity, batch, segments, QUANTITIES: tl.constexpr):
-    """Return what the segments of some sequences add up to, in order."""
+    """Return the sum of a quantity over the segments of each sequence in ``rows``, in ascending order."""
     found = tl.zeros(rows.shape, tl.float32)
     for segment in range(segments):
         place = sums + (tl.full((), segment, tl.int64) * QUANTITIES + quantity) * batch + rows
@@ -30,7 +34,7 @@ def _of_rows(sums, rows, quantity, batch, segments, QUANTITIES: tl.constexpr):
 
 @triton.jit
 def _total(sums, quantity, batch, segments, QUANTITIES: tl.constexpr, LANES: tl.constexpr):
-    """Return the sum of a quantity over all sequences, in order; four a lane are read before the first is added."""
+    """Return the sum of a quantity over all sequences, in order; each lane loads four before it adds the first."""
     total = tl.zeros((LANES,), tl.float32)
     for first in range(0, batch, 4 * LANES):
         rows = first + tl.arange(0, LANES)
@@ -57,7 +61,7 @@ def _number(sums, batch, segments, QUANTITIES: tl.constexpr, LANES: tl.constexpr
 
 @triton.jit
 def _metric(sums, metrics, metric, batch, segments, QUANTITIES: tl.constexpr, LANES: tl.constexpr):
-    """Write a metric, by its place among ``METRICS``."""
+    """Write a metric, given by its index in ``METRICS``."""
     number = _number(sums, batch, segments, QUANTITIES, LANES)
     if (metric == LEAST) | (metric == MOST):
         sign = tl.where(metric == LEAST, 1.0, -1.0)
@@ -73,7 +77,7 @@ def _metric(sums, metrics, metric, batch, segments, QUANTITIES: tl.constexpr, LA
         total = _total(sums, OWN + metric, batch, segments, QUANTITIES, LANES)
         divisor = tl.where(metric == ODD, 1.0, tl.maximum(number, 1).to(tl.float32))
         if metric == SAMPLES:
-            # Its own sum is that of the squares.
+            # The sum stored for it is that of the squared ratios.
             ratio = _total(sums, OWN + RATIO, batch, segments, QUANTITIES, LANES)
             divisor = tl.where(number > 0, total, 1.0)
             total = tl.where(number > 0, ratio * ratio, 0.0)
@@ -85,7 +89,7 @@ def _sums(sums, rows, batch, segments, QUANTITIES: tl.constexpr):
     """Return policy, KL and number of active tokens of some sequences."""
     policy = _of_rows(sums, rows, 0, batch, segments, QUANTITIES)
     kl = _of_rows(sums, rows, 1, batch, segments, QUANTITIES)
-    # Each segment's count is exact in FP32, but not their sum.
+    # Each segment's count is exact in FP32, their sum need not be.
     count = tl.zeros(rows.shape, tl.int64)
     for segment in range(segments):
         place = sums + (tl.full((), segment, tl.int64) * QUANTITIES + 2) * batch + rows
@@ -120,7 +124,7 @@ def reduce(
     QUANTITIES: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """The sums of all sequences, in order, divided by what the objective divides by; a program more for each metric."""
+    """Divide the sums of all sequences by the objective's divisor; one more program for each metric."""
     if tl.program_id(0) > 0:
         if metrics is not None:
             _metric(sums, metrics, tl.program_id(0) - 1, batch, segments, QUANTITIES, LANES)
@@ -128,7 +132,7 @@ def reduce(
         policy_total, kl_total = tl.zeros((LANES,), tl.float32), tl.zeros((LANES,), tl.float32)
         tokens = tl.zeros((LANES,), tl.int64)
         for first in range(0, batch, 4 * LANES):
-            # All are read before the first is added: one waits beside the other.
+            # All are loaded before the first is added, so that their latencies overlap.
             rows = first + tl.arange(0, LANES)
             policy0, kl0, count0 = _sums(sums, rows, batch, segments, QUANTITIES)
             policy1, kl1, count1 = _sums(sums, rows + LANES, batch, segments, QUANTITIES)

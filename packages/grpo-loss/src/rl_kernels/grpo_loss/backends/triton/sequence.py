@@ -1,4 +1,8 @@
-"""What a whole sequence decides, for each program of its segments: its extent, its ratio, and the slope through it."""
+"""What the tokens of a sequence share: its extent, its ratio, and the slope through the ratio.
+
+Each program of a sequence's segments forms it again, in a pass over the whole sequence. Order of the sums: ``tree``
+over the lanes of a segment, segments in ascending order.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ from rl_kernels.grpo_loss.backends.triton.tokens import load, ratio_of, terms_of
 
 @triton.jit
 def extent(offsets, row, length, total):
-    """Return the first token of a sequence and how many it has; offsets never lead beyond the tokens there are."""
+    """Return the first token of a sequence and its number of tokens, clamped to the tokens that exist."""
     if offsets is None:
         start = row * length
         size = tl.full((), length, tl.int32)
@@ -53,10 +57,10 @@ def sums_of(
     W_PER_TOKEN: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """Pass over a sequence: active tokens of ``segment`` and of all, log-ratios, log-weights, KL of both likewise.
+    """Return sums over a sequence: active tokens of ``segment`` and of all, log-ratios, log-weights, KL of both.
 
-    The log-weights are those of VESPO, the KL is summed with SUM_KL; they are 0 otherwise. With WHOLE ``token`` holds
-    the sequence.
+    Log-weights are summed for VESPO, the KL with SUM_KL; they are 0 otherwise. With WHOLE, ``token`` holds the whole
+    sequence.
     """
     OWN_WEIGHT: tl.constexpr = W_PER_TOKEN and KIND == VESPO
     number, kl = tl.zeros((), tl.int32), constant(0.0)
@@ -90,7 +94,7 @@ def sums_of(
 
 @triton.jit
 def log_weight_of(weights, shared_w, n, MODE: tl.constexpr, ADD_W: tl.constexpr):
-    """Return the log-weight of a sequence within its bounds, with the one rollout ratio of its tokens if it has one."""
+    """Return the bounded log-weight of a sequence; with ADD_W plus that of the rollout ratio that its tokens share."""
     if ADD_W:
         v = rollout_weight(shared_w, n[13], n[14], MODE)
         weights += bounded(tl.log(v), LOG_LEAST, LOG_MOST)
@@ -117,7 +121,7 @@ def shared_policy(
     # These kinds do not read x: any number stands for it.
     whole, through = policy_of(shared_w, ratio, shared_a, v, log_weight, n, KIND, BOUNDS, HAS_W)
     slope = tl.where(shared_a != 0.0, through, 0.0)
-    # Without tokens, and without an advantage, it is 0 whatever the ratio is: 0 * inf is NaN.
+    # 0 without tokens or without an advantage, whatever the ratio: 0 * inf is NaN.
     return tl.where((number > 0) & (shared_a != 0.0), whole * number.to(tl.float32), 0.0), slope
 
 
@@ -148,7 +152,7 @@ def slope_by_ratio(
     W_PER_TOKEN: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """Return the sum of the slopes of all tokens of a sequence by its ratio, where they are not alike."""
+    """Return the sum of all tokens' slopes by the ratio of the sequence, where tokens differ."""
     HAS_OLD: tl.constexpr = old is not None
     HAS_REF: tl.constexpr = ref is not None
     HAS_W: tl.constexpr = w is not None

@@ -1,6 +1,6 @@
-"""What a token adds to a loss, in Triton: the formulas of ``objective`` for the kernels of ``triton_objectives``.
+"""The formulas of what a token adds to a loss, for ``kernels`` and ``plain``; element by element, so there are no sums.
 
-Products that something is added to are fused explicitly, so that no compiled variant of a kernel rounds otherwise.
+A product that something is added to is an explicit ``fma``, so that all compiled variants of a kernel round alike.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from rl_kernels.core.triton_lib.arithmetic import fma
 
 LOG2E = tl.constexpr(1.4426950408889634)
 SMALL = tl.constexpr(0.5)
-"""|e| below which exp(e) - 1 and k3 are a series: their differences lose bits there."""
+"""|e| below which exp(e) - 1 and k3 are formed by a series, since the differences lose bits there."""
 CLIP, SAPO, CISPO, VESPO, REINFORCE = (tl.constexpr(i) for i in range(5))
-"""Kinds of policy terms; the first two are functions of the ratio, the others weigh the log-probability."""
+"""Kinds of policy terms: the first two are functions of the ratio, the others weight the log-probability."""
 LOG_LEAST, LOG_MOST = tl.constexpr(-18.420680743952367), tl.constexpr(20.0)
 """Bounds of the log-weight of a sequence in vespo."""
 
@@ -49,13 +49,13 @@ def k3_of(e):
 
 @triton.jit
 def bounded(x, least, most):
-    """Return x within bounds; NaN stays."""
+    """Return x clamped to bounds; NaN stays NaN."""
     return tl.where(x < least, least, tl.where(x > most, most, x))
 
 
 @triton.jit
 def on_policy_ratio(x, here):
-    """Return 1, and NaN where a log-probability is not finite, so that the loss shows it."""
+    """Return 1, or NaN where a log-probability is not finite, so that the loss shows it."""
     return tl.where(here, 1.0 + (x - x), 1.0)
 
 
@@ -101,7 +101,7 @@ def gated(ratio, a, n):
     q = exp(-tl.abs(x))
     part = tl.div_rn(tl.full(q.shape, 1.0, tl.float32), 1.0 + q)
     gate = tl.where(x >= 0.0, part, q * part)
-    # Where the gate is flat it is so for an infinite ratio too.
+    # The gate is flat where q is 0, also for an infinite ratio: 0 * inf would be NaN.
     slope = tl.where(q == 0.0, 0.0, q * part * part * ratio)
     return -(factor * gate * a), -(4.0 * slope * a)
 
@@ -145,7 +145,7 @@ def kl_of(e, ratio, KL: tl.constexpr, CORRECTED: tl.constexpr, SEQ: tl.constexpr
             own = own * ratio
             shared = k * ratio
         elif KL == 3:
-            # The slope and the estimate without the cancellation of their sum.
+            # Estimate plus slope in closed form: their sum would cancel.
             own = -(e * ratio)
         elif KL == 2:
             own = fma(e, 0.5 * e, -e) * ratio

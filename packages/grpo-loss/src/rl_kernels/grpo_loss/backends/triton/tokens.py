@@ -1,4 +1,4 @@
-"""What the kernel of objectives beyond the plain loss does with a token: reads it, and forms its terms and slopes."""
+"""Per-token code of the kernel for objectives beyond the plain loss: loads, and the terms and slopes of a token."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from rl_kernels.grpo_loss.backends.triton.terms import (
 def load(
     current, old, ref, mask, scores, w, columns, here, a, weight, PER_TOKEN: tl.constexpr, W_PER_TOKEN: tl.constexpr
 ):
-    """Return at each token log-probabilities, whether it is active, advantage and rollout ratio, in their own dtypes.
+    """Return of each token log-probabilities, whether it is active, advantage and rollout ratio, in their own dtypes.
 
-    One that is missing is not read.
+    Tensors that are None are not read.
     """
     is_active = tl.load(mask + columns, mask=here, other=0) != 0
     x = tl.load(current + columns, mask=here, other=0.0)
@@ -52,7 +52,7 @@ def ratio_of(
     SUM_KL: tl.constexpr,
     W_PER_TOKEN: tl.constexpr,
 ):
-    """Return what a token adds to the ratio of its sequence: 1, its log-ratio, its log-weight, and its KL estimate."""
+    """Return what a token adds to its sequence's sums: 1, its log-ratio, log-weight and KL estimate; 0 if masked."""
     is_active = token[3]
     x, before, other = token[0].to(tl.float32), token[1].to(tl.float32), token[2].to(tl.float32)
     d = tl.where(is_active, x - before, 0.0)
@@ -70,7 +70,7 @@ def ratio_of(
 
 @triton.jit
 def count_active(mask, size, LANES: tl.constexpr):
-    """Return the number of active tokens of a sequence: of integers, so in wide loads and in any order."""
+    """Return the number of active tokens of a sequence; integers, so in wide loads and in any order."""
     found = tl.zeros((4 * LANES,), tl.int32)
     for first in range(0, size, 4 * LANES):
         columns = first + tl.arange(0, 4 * LANES)
@@ -98,7 +98,7 @@ def terms_of(
     is_active = token[3]
     x, before, other = token[0].to(tl.float32), token[1].to(tl.float32), token[2].to(tl.float32)
     a, w = token[4].to(tl.float32), token[5].to(tl.float32)
-    # A = 0 is taken out after the product with the ratio: 0 * inf is NaN.
+    # A = 0 is replaced after the product with the ratio: 0 * inf is NaN.
     counted = is_active & (a != 0.0)
     if SEQ:
         ratio = shared_ratio
@@ -126,6 +126,6 @@ def terms_of(
 
 @triton.jit
 def marked(slope, is_active):
-    """Return the slope with -0 at masked tokens. It must stand nowhere else: -0 + 0 is +0."""
-    # A literal -0.0 is 0 to Triton.
+    """Return the slope, with -0 as the mark of masked tokens; elsewhere adding 0 turns -0 into +0."""
+    # Triton compiles a literal -0.0 as +0.
     return tl.where(is_active, (slope + 0.0).to(tl.int32, bitcast=True), -2147483648).to(tl.float32, bitcast=True)
