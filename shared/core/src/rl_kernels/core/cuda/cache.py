@@ -7,8 +7,8 @@ NVRTC here. Shipped cubins come first; after a change of the source or of an opt
 
 Each file begins with the digest of its rest, so a truncated file is detected and compiled again. Files are written
 under another name and renamed, so any number of processes may read and write at once. The digest is no signature, and
-what is read runs on the GPU: a folder is used only if its owner is this user or root, and others than owner and group
-cannot write to it.
+what is read runs on the GPU: a folder is used only if its owner is this user or root, and only owner and group can
+write to it.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@
 //
 // Defines: DTYPE 1 BF16, 2 FP16; TILE_M, TILE_N, CONSUMERS, BOXES, STAGES; A_MAJOR and B_MAJOR: 0 terms of K
 // contiguous, 1 rows contiguous, 2 any strides and addresses: the producer gathers the operand number by number; OUT:
-// type of out, 0 FP32, 1 BF16, 2 FP16; STORED: 0 by strides, 1 by TMA, 2 by TMA to its transpose; CONTINUES 0 or 1;
+// type of out, 0 FP32, 1 BF16, 2 FP16; STORED: 0 by strides, 1 by TMA, 2 by TMA to out's transpose; CONTINUES: 0, 1;
 // A_ONCE: a tile has all columns, so no other tile reads its rows of a.
 #include <rl_kernels/boxes.cuh>
 #include <rl_kernels/mainloop.cuh>

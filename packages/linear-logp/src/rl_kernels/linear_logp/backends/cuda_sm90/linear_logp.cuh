@@ -87,8 +87,7 @@ struct Tiles {
     }
 };
 
-// Producer, one elected thread: loads the stages of the tile at (row, column), first those of consumer 0, then those of
-// 1.
+// Producer, one elected thread: loads the stages of the tile at (row, column), consumer 0's before consumer 1's.
 __device__ inline void load_stages(const Ring& ring, Ring::Slot& slot, const TensorMap& hidden, const TensorMap& weight,
                                    int row, int column, int stages) {
     for (int group = 0; group < GROUPS; ++group)

@@ -2,7 +2,7 @@
 // the logits are never stored. Block, tile, turns, stage, and the order within a logit: linear_logp.cuh.
 //
 // Order of the other sums, which is the contract:
-//   block     256 columns. Four lanes share a row; lane q of them holds columns 8 j + 2 q + k, k = 0, 1. It adds them,
+//   block     of 256 columns. Four lanes share a row; lane q of them holds columns 8 j + 2 q + k, k = 0, 1. It adds them,
 //             j ascending, to partial sums 2 (j % 2) + k; then (0 + 1) + (2 + 3); then xor shuffles at distances 1, 2
 //   unit      4 blocks: (0 + 1) + (2 + 3)
 //   row       lane l of a warp merges units l, l + 32, ... in this order; a tree adds the 32 lanes (over_states)
@@ -47,8 +47,7 @@ __device__ float over_lanes(float x) {
     return __fadd_rn(x, __shfl_xor_sync(ALL, x, 2));
 }
 
-// The state of one of a thread's two rows (HALF) over a block of columns, returned in all four lanes that share the
-// row.
+// The state of one of a thread's two rows (HALF) over 256 columns, returned in all four lanes that share the row.
 template <int HALF>
 __device__ State state_of(const Sums& d, float c) {
     const auto at = [&](int j, int k) { return d[4 * j + 2 * HALF + k]; };
