@@ -3,7 +3,7 @@
 //
 // Order of the other sums, which is the contract:
 //   block     of 256 columns. Four lanes share a row; lane q of them holds columns 8 j + 2 q + k, k = 0, 1. It adds
-//             them, j ascending, to partial sums 2 (j % 2) + k; then (0 + 1) + (2 + 3); then xor shuffles at distances 1, 2
+//             them, j ascending, to partial sums 2 (j % 2) + k; then (0 + 1) + (2 + 3); then xor shuffles by 1, 2
 //   unit      4 blocks: (0 + 1) + (2 + 3)
 //   row       lane l of a warp merges units l, l + 32, ... in this order; a tree adds the 32 lanes (over_states)
 // No tile, stage, row or batch changes it, nor which other tokens are ignored.
