@@ -1,4 +1,4 @@
-"""Selected-token log-probability, logsumexp and entropy from logits that exist."""
+"""Selected-token log-probability, logsumexp and entropy from given logits."""
 
 from rl_kernels.core import LogpStats
 from rl_kernels.fused_logp.api import fused_logp

@@ -1,4 +1,4 @@
-"""The public function of the package: validation, dispatch, autograd."""
+"""The public function ``fused_logp``: validation, dispatch, autograd."""
 
 from __future__ import annotations
 
@@ -87,35 +87,41 @@ def fused_logp(
 ) -> torch.Tensor | LogpStats:
     """Return the log-probability of each selected token: ``z[id] - logsumexp(z)`` with ``z = logits / temperature``.
 
-    Worked in FP32 whatever the dtype of the logits (in FP64 for FP64 logits). A row's result, and its row of the
-    gradient, depend on that row alone, bit for bit. ``-inf`` is a masked entry; a row that is all ``-inf`` or holds
-    NaN or ``+inf`` gives NaN for that row alone.
+    Computed in FP32 for logits of any dtype (in FP64 for FP64 logits). With p = softmax(z), the entropy is
+    ``-sum(p log p)``, in nats. A row's result and its row of the gradient depend on that row alone, bit for bit.
+    An entry of ``-inf`` is masked: its probability is 0. A row that is all ``-inf``, or holds NaN or ``+inf``, gives
+    NaN; no other row is affected.
 
     Args:
         logits: ``[..., V]``, FP32, BF16, FP16 or FP64, any strides; differentiable.
         token_ids: ``[...]``, int64 or int32, each in ``[0, V)`` or equal to ``ignore_index``.
-        temperature: a number > 0, or a tensor ``[...]`` with one value a token.
-        ignore_index: positions with this id give 0 in every output and get zero gradient; they are not read.
-        row_indices: ``[R]``, indices into the flattened rows; only those are computed. The others are left alone in
-            ``out``, and are 0 without it; their ids are neither read nor checked.
-        out: ``[...]`` in ``output_dtype``, overwritten with the log-probabilities and returned; not with logits that
-            require grad.
-        output_dtype: of the log-probabilities; logsumexp and entropy are FP32 (FP64 if this is).
+        temperature: a number > 0, or a floating-point tensor of no dims or ``[...]`` (one value per token) that does
+            not require grad.
+        ignore_index: positions with this id give 0 in every output and get zero gradient; their logits have no effect.
+        row_indices: ``[R]``, int64 or int32, indices into the flattened rows; only these rows are computed. The other
+            rows keep their value in ``out``, or are 0 without ``out``; their ids are neither read nor checked.
+        out: ``[...]`` in ``output_dtype``, on the device of logits; overwritten with the log-probabilities and
+            returned. Must be None when logits require grad.
+        output_dtype: dtype of the log-probabilities: FP32, BF16, FP16 or FP64. logsumexp and entropy are FP32, or FP64
+            if ``output_dtype`` is FP64.
         return_stats: return ``LogpStats(logp, logsumexp, entropy)``, all differentiable.
-        inplace_backward: let the gradient overwrite the logits' storage; a backward that needs the logits after that
-            raises, as after any write in place. Not under torch.compile.
-        reduction: how the native backend sums: ``two_pass`` (maximum, then sum), ``online`` (running maximum), or
-            ``auto``, which is ``two_pass``. A GPU backend has one way of its own, whatever is asked for.
-        validate: check the values of ids, indices and temperature, which syncs with a GPU; skipped under
-            torch.compile and graph capture. Unchecked, a row with a bad id gives NaN.
-        backend: name of a backend, ``auto``, or None for what is forced elsewhere, if anything.
+        inplace_backward: backward writes the gradient over the logits. A later backward that needs the logits raises,
+            as after any in-place write. Not available under torch.compile.
+        reduction: order of the sums in the native backend: ``two_pass`` (maximum, then sum), ``online`` (running
+            maximum), or ``auto``, which is ``two_pass``. Each GPU backend has one order and ignores this argument.
+        validate: check the values of ids, indices and temperature. This syncs with a GPU, and is skipped under
+            torch.compile and graph capture. Without the check, a row with an id out of range gives NaN, and row
+            indices are clamped to the valid range.
+        backend: name of a backend, ``auto``, or None: the backend that ``use_backend`` or ``RL_KERNELS_BACKEND``
+            forces, otherwise ``auto``.
 
     Returns:
-        ``[...]`` in ``output_dtype``, or ``LogpStats``.
+        Log-probabilities ``[...]`` in ``output_dtype``, or ``LogpStats`` of three tensors ``[...]``.
 
     Raises:
-        TypeError, ValueError: an argument is not as above; the message names it.
-        BackendUnavailable: the backend asked for cannot run this call.
+        TypeError, ValueError: an argument is not as described; the message names it.
+        BackendUnavailable: the requested backend cannot run this call.
+        RuntimeError: forward-mode AD, or gradients through a ``torch.func`` transform.
     """
     _validate(logits, token_ids, temperature, ignore_index, row_indices, output_dtype, reduction, backend, validate)
     _validate_storage(logits, token_ids, out, output_dtype, inplace_backward)
@@ -184,11 +190,9 @@ def _validate_storage(
         check.own_storage("out", out)
         if torch.is_grad_enabled():
             if logits.requires_grad:
-                raise ValueError(
-                    "out: expected None with logits that require grad, the result could not carry a gradient"
-                )
+                raise ValueError("out: expected None when logits require grad: a result written to out has no gradient")
             if out.requires_grad:
-                raise ValueError("out: expected a tensor that does not require grad, it is overwritten")
+                raise ValueError("out: expected a tensor that does not require grad, because it is overwritten")
     if inplace_backward:
         if torch.compiler.is_compiling():
             raise ValueError("inplace_backward: expected False under torch.compile")
@@ -196,7 +200,7 @@ def _validate_storage(
 
 
 def _inside(row_indices: torch.Tensor, count: int) -> torch.Tensor:
-    """Return indices of int64 that lie within the rows: unchecked ones (validate=False) may not."""
+    """Return the indices as int64, clamped to the rows: with validate=False they may be out of range."""
     return row_indices.long().clamp(0, count - 1) if count else row_indices.new_empty(0, dtype=torch.int64)
 
 
@@ -207,7 +211,7 @@ def _write(out: torch.Tensor, logp: torch.Tensor, rows: torch.Tensor | None) -> 
 
 
 class _FusedLogp(torch.autograd.Function):
-    """Saves logits and norm (entropy too with statistics); gradients flow to the logits alone."""
+    """Saves logits and norm, and entropy with ``return_stats``; only the logits get a gradient."""
 
     @staticmethod
     def forward(

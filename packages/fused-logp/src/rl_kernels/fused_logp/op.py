@@ -1,9 +1,9 @@
-"""What fused_logp is to the registry and to torch: schemas, fake kernels, backends and their promises.
+"""Registry entry of fused_logp: torch schemas, fake kernels, backends and their promises.
 
-In the raw ops logits are ``[N, V]`` of any strides, ids ``[N]``, temperature ``[]`` or ``[N]`` in the dtype of the
-computation (FP32, FP64 for FP64 logits); logp, logsumexp and entropy are ``[N]`` in that dtype too. norm is
-``[N, 2]``: the largest raw logit of each row, and the log of the sum of e^(z - max z); the gradient is formed from the
-two. row_indices are int64 and lie in ``[0, N)``.
+Arguments of the raw ops: logits ``[N, V]`` of any strides; ids ``[N]``; temperature ``[]`` or ``[N]`` in the compute
+dtype (FP32, or FP64 for FP64 logits); row_indices int64 in ``[0, N)``. Results: logp, logsumexp and entropy ``[N]``,
+and norm ``[N, 2]``, all in the compute dtype. norm holds the largest raw logit of each row and the log of the sum of
+e^(z - max z); backward computes the gradient from these two.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rl_kernels.core.rowwise import compute_dtype
 from rl_kernels.core.triton_lib.launch import triton_backend
 
 COLUMNS = (1 << 31) - (1 << 15)
-"""V is less than that in the CUDA kernels, which count somewhat beyond a row; in tensors it always is."""
+"""Upper limit of V in the CUDA kernels: their 32-bit column counter runs a little past the end of a row."""
 _INPUTS = "Tensor logits, Tensor token_ids, Tensor temperature, int? ignore_index, Tensor? row_indices"
 _SAVED = "Tensor norm, Tensor? entropy, Tensor? grad_logp, Tensor? grad_logsumexp, Tensor? grad_entropy"
 
@@ -42,13 +42,13 @@ FAKES = {
 
 
 def describe(logits: torch.Tensor, *_: object, **__: object) -> Call:
-    """Describe a call of the public function to the dispatcher."""
+    """Return what the dispatcher looks at in a call of the public function."""
     return Call.of(logits, V=logits.shape[-1])
 
 
 def _columns(call: Call) -> str | None:
     vocab = call.traits.get("V", 0)
-    return None if vocab < COLUMNS else f"counts columns in 32 bits, and V is {vocab}"
+    return None if vocab < COLUMNS else f"counts columns in 32 bits: needs V < {COLUMNS}, got {vocab}"
 
 
 OPERATOR = Operator(
@@ -61,7 +61,7 @@ OPERATOR = Operator(
     schemas=SCHEMAS,
     fakes=FAKES,
     backends=(
-        # By what was measured on an H200: the bulk copies of cuda-sm90 are 1 to 5 % behind wide loads, more when hot.
+        # Measured on an H200: the bulk copies of cuda-sm90 are 1 to 5 % slower than wide loads, more when hot.
         cuda_backend("cuda-generic", "rl_kernels.fused_logp.backends.cuda.generic", archs="sm_80+", limits=_columns),
         cuda_backend("cuda-sm90", "rl_kernels.fused_logp.backends.cuda.sm90", archs="sm_90", limits=_columns),
         triton_backend("rl_kernels.fused_logp.backends.triton.backend"),

@@ -1,4 +1,4 @@
-"""The definition of fused_logp in plain PyTorch; the gold when its inputs are FP64."""
+"""The definition of fused_logp in plain PyTorch; with FP64 inputs it is the gold result."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ def fused_logp(
 ) -> torch.Tensor | LogpStats:
     """Return ``z[id] - logsumexp(z)`` with ``z = logits / temperature``; shapes as in the public function.
 
-    Worked in FP32, in FP64 for FP64 logits; statistics stay there, the log-probability is cast to ``output_dtype``.
+    Computed in FP32, or FP64 for FP64 logits. The log-probability is cast to ``output_dtype``; logsumexp and entropy
+    stay in the compute dtype, or are FP64 if ``output_dtype`` is.
     """
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     active = torch.ones_like(token_ids, dtype=torch.bool)
@@ -37,7 +38,7 @@ def fused_logp(
     if not return_stats:
         return logp
     entropy = -(log_p.exp() * torch.where(log_p == -torch.inf, 0, log_p)).sum(-1)
-    # No distribution, no logsumexp: log_softmax gives NaN for rows of -inf and with +inf, where logsumexp is infinite.
+    # Rows of -inf, or with +inf, are no distribution: log_softmax gives NaN, so an infinite logsumexp becomes NaN too.
     lse = z.logsumexp(-1)
     lse = lse * torch.where(lse.isinf(), torch.nan, 1.0)
     wide = torch.float64 if output_dtype == torch.float64 else dtype

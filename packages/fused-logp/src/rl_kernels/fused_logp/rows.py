@@ -1,4 +1,4 @@
-"""What the backends of a GPU take for each row beside its logits."""
+"""Per-row inputs of the GPU backends besides the logits."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ def per_row(
     temperature: torch.Tensor,
     row_indices: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | float, torch.Tensor | None]:
-    """Return ids, contiguous; temperature, a number or one a row; and marks of the rows that are computed, if not all.
+    """Return contiguous ids, the temperature (a number, or a tensor ``[N]``), and marks of the rows to compute.
 
-    Marks, not indices: a row that is given twice is computed, and overwritten, once.
+    Marks are int8 ``[N]``, or None if all rows are computed. With marks a row that ``row_indices`` names twice is
+    computed and overwritten once.
     """
     marks = None
     if row_indices is not None:

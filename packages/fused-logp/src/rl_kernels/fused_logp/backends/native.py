@@ -1,8 +1,8 @@
 """fused_logp in PyTorch, for any device: rows in blocks of bounded memory, every sum in a fixed order.
 
-Order of the sums, which is the contract of this backend: a row is cut into segments of 4096 columns. ``two_pass`` takes
-the maximum of the whole row, then adds the segments' trees in ascending order; ``online`` forms the state of each
-segment and merges the states in ascending order.
+Reduction order, which is the contract of this backend: a row is cut into segments of 4096 columns. ``two_pass`` takes
+the maximum of the whole row, sums each segment by a tree, and adds the segments in ascending order. ``online`` computes
+the softmax state of each segment and merges the states in ascending order.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from rl_kernels.core import rowwise
 
 BLOCK_ELEMENTS = 1 << 18
-"""Logits worked on at once, so that they stay in the cache; rows are independent, so it changes no bit."""
+"""Logits processed at once, so that they stay in the cache. Rows are independent, so this changes no bit."""
 
 Rows = torch.Tensor | slice
 
@@ -83,7 +83,7 @@ def backward(
     norm: torch.Tensor,
     *upstream: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return dlogits ``[N, V]`` in the dtype of logits; ``upstream`` is the rest of LogpUpstream."""
+    """Return dlogits ``[N, V]`` in the dtype of logits; ``upstream``: fields of LogpUpstream after norm."""
     grad = logits.new_zeros(logits.shape)
     for rows, dx in _gradients(logits, token_ids, temperature, ignore_index, row_indices, norm, *upstream):
         grad[rows] = dx
@@ -107,7 +107,7 @@ def backward_inplace(
         return
     others = torch.ones(logits.shape[0], dtype=torch.bool, device=logits.device)
     logits.masked_fill_(others.index_fill(0, row_indices, False)[:, None], 0)
-    # In order, a row that is given twice stands at the end of one block and the start of the next: it is done once.
+    # Indices are sorted, so a row given twice may end one block and start the next; its second turn is skipped.
     done = torch.full_like(row_indices[:1], -1)
     for rows, dx in _gradients(logits, *arguments, row_indices.sort().values, norm, *upstream):
         assert isinstance(rows, torch.Tensor)
@@ -146,9 +146,9 @@ def _column(temperature: torch.Tensor, rows: Rows, x: torch.Tensor) -> torch.Ten
 
 
 def _undefined(ids: torch.Tensor, vocab: int, norm: torch.Tensor) -> torch.Tensor:
-    """Say which rows are NaN: those of an id out of range, and those that are no distribution.
+    """Return the rows whose result is NaN: the id is out of range, or the logits are no distribution.
 
-    They are given one NaN: the sign of a NaN that arithmetic made follows its place in the vector.
+    They all get the same NaN: the sign of a NaN from arithmetic depends on its position in the vector.
     """
     return rowwise.outside(ids, vocab) | norm.isnan().any(1)
 

@@ -1,4 +1,4 @@
-"""The benchmark of fused_logp: shapes, the bytes that must move, and the peers."""
+"""The benchmark of fused_logp: shapes, minimum bytes moved, and peers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ SETS = {
 def eager(
     logits: torch.Tensor, token_ids: torch.Tensor, *, ignore_index: int | None = None, temperature: float = 1.0
 ) -> torch.Tensor:
-    """Return log-probabilities as trainers write them: the logits in FP32, and all of their log-softmax."""
+    """Return log-probabilities as trainers write them: log-softmax of all logits in FP32, then gather."""
     ids = token_ids if ignore_index is None else token_ids.clamp(min=0)
     z = logits.float() if temperature == 1.0 else logits.float() / temperature
     logp = torch.log_softmax(z, -1).gather(-1, ids[..., None]).squeeze(-1)
@@ -59,7 +59,7 @@ def eager(
 
 
 def _cross_entropy(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return log-probabilities by a cross entropy that takes matrices."""
+    """Return a log-probability function made of a cross entropy that takes ``[N, V]`` and ``[N]``."""
 
     def call(logits: torch.Tensor, token_ids: torch.Tensor, *, ignore_index: int = IGNORED) -> torch.Tensor:
         loss = function(logits.flatten(0, -2), token_ids.flatten(), ignore_index=ignore_index, reduction="none")
@@ -83,7 +83,7 @@ def quack() -> Callable[..., torch.Tensor]:
 
 
 def passes(shape: Shape, itemsize: int) -> dict[str, Pass]:
-    """Read the logits forward; read them again and write their gradient backward."""
+    """Return the work of each pass: forward reads the logits; backward reads them again and writes their gradient."""
     rows, vocab = shape.sizes
     case = Case(shape.label, {"batch": rows, "seq": 1, "vocab": vocab}, shape.options)
     logits = rows * vocab * itemsize

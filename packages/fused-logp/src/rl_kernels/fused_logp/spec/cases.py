@@ -16,9 +16,9 @@ from rl_kernels.fused_logp.spec.transforms import HYGIENE, TRANSFORMS
 
 STATS = {"return_stats": True}
 SEGMENT = 4096
-"""Columns that a backend may work on at once: ids and maxima stand on both sides of its multiples."""
+"""Columns that a backend may process at once: ids and maxima are placed on both sides of its multiples."""
 SPREAD = 64
-"""Columns of a distribution in which no entry is likely to have most of the probability."""
+"""From this many columns on, one entry is unlikely to hold most of the probability."""
 
 CASES = (
     Case("plain", {"batch": 2, "seq": 16, "vocab": 257}),
@@ -67,7 +67,7 @@ CASES = (
 )
 EMPTY = (Case("no-rows", {"batch": 0, "seq": 5, "vocab": 33}, STATS),)
 TEMPERATURES = {"tensor": (0.5, 2.0), "cold": (0.001, 0.003)}
-"""Bounds of the temperatures of tokens, by option."""
+"""Range of per-token temperatures, by option value."""
 DRAWN = frozenset(
     {
         *(
@@ -86,14 +86,14 @@ DRAWN = frozenset(
         *("temperature", "values", "ids"),
     }
 )
-"""Options that shape the inputs; the others are passed on as keyword arguments."""
+"""Options that shape the inputs; all others become keyword arguments of the call."""
 
 
 def inputs(case: Case, draw: Draw) -> Inputs:
-    """Draw ``logits[batch, seq, vocab]`` and ids, and what the case's options ask for."""
+    """Draw ``logits[batch, seq, vocab]``, ids, and what the options of the case need."""
     batch, seq, vocab = (case.sizes[name] for name in ("batch", "seq", "vocab"))
     asked = case.options
-    # An FP32 logsumexp of size 100 moves p by 4e-6 of it, which the absolute fence has room for if p is small.
+    # Rounding an FP32 logsumexp of 100 changes p by 4e-6 of p: within the absolute tolerance only if p is small.
     offset = asked.get("offset", 0.0) if vocab >= SPREAD else 0.0
     logits = draw.normal(batch, seq, vocab, scale=asked.get("scale", 2.0)) + offset
     logits = with_values(logits, asked.get("values"))
@@ -106,8 +106,8 @@ def inputs(case: Case, draw: Draw) -> Inputs:
     if {"low", "hidden", "edges"} & asked.keys():
         ids = with_edges(ids, vocab, 1024 if "edges" in asked else SEGMENT)
     if {"low", "hidden"} & asked.keys():
-        # So far below the other segments that exp(other - this) overflows, and exp(this - other) is 0.
-        # The last columns never are: without a maximum far above, this would be one more offset.
+        # Far below the other segments: exp(other - this) overflows and exp(this - other) is 0. The last columns keep
+        # their value, because lowering all columns would only shift the row.
         logits[..., : min(asked.get("low", 0), vocab // 2)] -= 110
         logits[..., : min(asked.get("hidden", 0), vocab - 1)] = -torch.inf
         logits[..., -1] += 3
@@ -133,7 +133,7 @@ def inputs(case: Case, draw: Draw) -> Inputs:
 
 
 def put_specials(logits: torch.Tensor) -> None:
-    """Write rows ``[N, V]`` that are no distribution: all -inf, one NaN, one inf; few rows share them."""
+    """Make rows of ``[N, V]`` that are no distribution: all -inf, a NaN, an inf; with few rows, a row gets several."""
     rows, vocab = logits.shape
     logits[0] = -torch.inf
     logits[2 % rows, 3 % vocab] = torch.nan
@@ -141,7 +141,7 @@ def put_specials(logits: torch.Tensor) -> None:
 
 
 def with_edges(ids: torch.Tensor, vocab: int, width: int) -> torch.Tensor:
-    """Return ids of which the first are the first and last columns of segments."""
+    """Return the ids with the leading ones set to the first and last columns of the segments."""
     edges = [column for start in range(0, vocab, width) for column in (start, min(start + width, vocab) - 1)]
     found = ids.clone()
     found.view(-1)[: len(edges)] = torch.tensor(edges, device=ids.device)[: ids.numel()]
@@ -149,7 +149,7 @@ def with_edges(ids: torch.Tensor, vocab: int, width: int) -> torch.Tensor:
 
 
 def magnitudes(case: Case, call: Inputs, upstream: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Bound the terms: those of each logit by its size, which is exact without a temperature."""
+    """Return the magnitudes of the terms of each result; a logit has no rounding error without a temperature."""
     temperature = call.get("temperature", 1.0)
     scale = temperature[..., None] if isinstance(temperature, torch.Tensor) else temperature
     z = torch.where(call["logits"].isnan(), 0.0, call["logits"]) / scale

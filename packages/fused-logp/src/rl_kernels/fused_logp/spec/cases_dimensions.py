@@ -1,4 +1,4 @@
-"""Cases of fused_logp along its dimensions: rows, vocabulary, values of logits, and each option with each other."""
+"""Sweeps of fused_logp: rows, vocabulary, values of logits, and every pair of options."""
 
 from __future__ import annotations
 
@@ -31,18 +31,19 @@ TURNS: tuple[Mapping[str, Any], ...] = (
     {},
     {"return_stats": True, "temperature": 1.3, "ids": torch.int32},
 )
-"""Options of the sweeps, in turn."""
+"""Options of the sweeps; the cases take them in turn."""
 VOCABS = (*EDGES, 2048, 4096, 4097, 8191, 8192, 16384, 32767, 32768)
-"""Multiples of the widths of segments, steps and units of all backends, and beside them."""
+"""Sizes at and next to multiples of the segments, steps and units of all backends."""
 LARGE_VOCABS = (50257, 65537, 128256, 151936, 160001, 202048, 262144)
 SWEEP = {"batch": 1, "seq": 5, "vocab": 40}
 WIDE = {"batch": 1, "seq": 2, "vocab": 40}
 
 
 def _possible(options: Mapping[str, Any]) -> bool:
-    """``out`` takes no gradient, and keeps what it held in rows that the definition gives 0.
+    """Return whether the options can be combined.
 
-    Plain PyTorch divides by the temperature first: the lowest numbers overflow.
+    ``out`` allows no gradient, and keeps its old values in rows where the definition gives 0. The lowest numbers
+    overflow at a cold temperature, because plain PyTorch divides first.
     """
     if (options.get("values"), options.get("temperature")) == ("lowest", "cold"):
         return False
@@ -55,7 +56,7 @@ DIMENSIONS: tuple[Case, ...] = (
     *drawn("drawn-more", {"batch": 2, "seq": 9, "vocab": 261}, AXES, 150, _possible, suite="full"),
     *swept("seq", SWEEP, ROWS, TURNS),
     *swept("vocab", WIDE, VOCABS, TURNS),
-    # Beyond every limit of a grid, of a table and of an index in FP32 or 16 bits, with little else.
+    # Each exceeds one limit (a grid size, a table, an index held in FP32 or 16 bits) and is small otherwise.
     Case("vocab-262208", {"batch": 1, "seq": 1, "vocab": 262208}, {"return_stats": True}, relations=HELD),
     Case("edges", {"batch": 1, "seq": 66, "vocab": 32769}, {**TURNS[0], "edges": True}, relations=HELD),
     Case("rows-65600", {"batch": 1, "seq": 65600, "vocab": 3}, TURNS[1], relations=HELD),
@@ -69,13 +70,13 @@ DIMENSIONS: tuple[Case, ...] = (
 
 
 def with_values(logits: torch.Tensor, kind: str | None) -> torch.Tensor:
-    """Return logits of another kind: equal ones, as large as FP16 holds, tiny, or far from 0."""
+    """Return the logits changed to a kind of values: with ties, as large as FP16 holds, tiny, or far from 0."""
     if kind == "ties":
         return logits.round()
     if kind == "huge":
         return (logits * 3e4).clamp(-65504, 65504)
     if kind == "lowest":
-        # A whole row, as one that is masked by the lowest number there is.
+        # A whole row at the lowest number, as masking with finfo.min leaves it.
         lowest = logits.new_full(logits.shape[-1:], max(-1e37, torch.finfo(logits.dtype).min))
         return torch.cat((lowest.expand(*logits.shape[:-2], 1, -1), logits[..., 1:, :]), -2)
     if kind in ("offset", "below"):

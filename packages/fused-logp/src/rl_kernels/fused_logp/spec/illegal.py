@@ -1,4 +1,4 @@
-"""Calls of fused_logp that must raise: what is wrong with each, and what the message says about it."""
+"""Calls of fused_logp that must raise: what is wrong with each, and part of its message."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rl_kernels.core.testing.spec import Change
 
 
 def _two_rows(make: Callable[[torch.Tensor], Inputs]) -> Change:
-    """Call with logits ``[2, 3]``, whatever the shape flags say, and what is made of them."""
+    """Return a change to logits ``[2, 3]``, at any shape flags, with the arguments that ``make`` returns for them."""
 
     def change(call: Inputs) -> Inputs:
         logits = torch.zeros(2, 3, dtype=call["logits"].dtype, device=call["logits"].device)

@@ -1,4 +1,4 @@
-"""Bugs that a writer of a fused_logp kernel might make, planted in copies of the native backend; none may escape."""
+"""Plausible bugs of a fused_logp kernel, planted in copies of the native backend; the checker must catch each."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ _SOFTMAX = (
     Bug("running maximum never rises", "top = torch.maximum(left.top, right.top)", "top = left.top"),
     Bug("merge without rescaling", "scale = shift.exp()", "scale = torch.ones_like(shift)"),
     Bug(
-        "merge makes NaN of a masked segment",
+        "merge of a masked segment gives NaN",
         "((state.top - top) / temperature[:, 0]).clamp(min=SMALLEST_SHIFT)",
         "(state.top - top) / temperature[:, 0]",
     ),
     Bug(
-        "last segment skipped if of one column",
+        "last segment skipped if it has one column",
         "in x.split(rowwise.SEGMENT, 1))",
         "in x.split(rowwise.SEGMENT, 1) if part.shape[1] > 1 or x.shape[1] == 1)",
     ),
     Bug("split follows the rows", "x.split(rowwise.SEGMENT, 1)", "x.split(4096 if x.shape[0] > 4 else 2048, 1)"),
     Bug(
-        "library sum in place of the tree",
+        "library sum instead of the tree",
         "x = F.pad(x, [0, width - x.shape[-1]])",
         "return x.movedim(-1, 0).contiguous().sum(0)",
     ),

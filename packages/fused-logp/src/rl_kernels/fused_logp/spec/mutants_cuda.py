@@ -1,7 +1,7 @@
-"""Bugs of the host code of fused_logp's CUDA backends, planted in copies of it.
+"""Bugs of the host code of fused_logp's CUDA backends, planted in copies of that code.
 
-``SHOWN`` give wrong numbers, which the quick cases show on a GPU; ``LAUNCHES`` read or write where they must not, need
-larger cases, or break a rule that no number shows: they are planted where launches are recorded and none is made.
+``SHOWN`` give wrong numbers, which the quick cases find on a GPU. ``LAUNCHES`` access memory that they must not, need
+larger cases, or break a rule without changing a number; they are found in recorded launches, which run no kernel.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SHOWN = (
         "logits, lse, norm, logp, row_entropy, parts",
     ),
 )
-"""Their numbers are wrong."""
+"""Bugs that give wrong numbers."""
 
 LAUNCHES = (
     Bug(
@@ -51,17 +51,17 @@ LAUNCHES = (
         "chunks = -(-vocab // (threads * COLUMNS))",
         "chunks = max(vocab // (threads * COLUMNS), 1)",
     ),
-    Bug("every variant is compiled alike", 'defines = {"DTYPE": CODES[dtype]', 'defines = {"DTYPE": 0 * CODES[dtype]'),
+    Bug("every dtype compiled as FP32", 'defines = {"DTYPE": CODES[dtype]', 'defines = {"DTYPE": 0 * CODES[dtype]'),
     Bug(
         "dtype code of BF16 and FP16 exchanged",
         "torch.bfloat16: 1, torch.float16: 2",
         "torch.bfloat16: 2, torch.float16: 1",
     ),
-    Bug("upstream gradient expanded, read as if contiguous", "grad if grad is None else grad.contiguous()", "grad"),
-    Bug("ids read as they lie", "return token_ids.contiguous(),", "return token_ids,"),
-    Bug("ids of 32 bits", "token_ids.to(torch.int64)", "token_ids.to(torch.int32)"),
+    Bug("expanded upstream gradient read as if contiguous", "grad if grad is None else grad.contiguous()", "grad"),
+    Bug("strided ids read as if contiguous", "return token_ids.contiguous(),", "return token_ids,"),
+    Bug("ids converted to 32 bits", "token_ids.to(torch.int64)", "token_ids.to(torch.int32)"),
     Bug(
-        "temperatures read as they lie",
+        "strided temperatures read as if contiguous",
         "temperature.contiguous() if temperature.ndim",
         "temperature if temperature.ndim",
     ),
@@ -88,10 +88,10 @@ LAUNCHES = (
     Bug("no room for the states of a row", "shared=units * STATE)", "shared=STATE)"),
     Bug("no room for the states of the second row", "+ 2 * units * STATE", "+ units * STATE"),
     Bug("no room for the skew of a stage", "WARPS * STEP * logits.itemsize + CHUNK", "WARPS * STEP * logits.itemsize"),
-    Bug("room for numbers of 16 bits", "WARPS * STEP * logits.itemsize + CHUNK", "WARPS * STEP * 2 + CHUNK"),
-    Bug("stages of the other dtype", "stages(logits.itemsize)", "stages(6 - logits.itemsize)"),
-    Bug("one warp missing beside those that sum", "threads = (WARPS + 2) * WARP", "threads = (WARPS + 1) * WARP"),
-    Bug("rows that are spread out are copied in bulk", "self._bulk and logits.stride(1) == 1 and", "self._bulk and"),
+    Bug("stages sized for 16-bit numbers", "WARPS * STEP * logits.itemsize + CHUNK", "WARPS * STEP * 2 + CHUNK"),
+    Bug("number of stages of the other item size", "stages(logits.itemsize)", "stages(6 - logits.itemsize)"),
+    Bug("one warp too few besides the summing warps", "threads = (WARPS + 2) * WARP", "threads = (WARPS + 1) * WARP"),
+    Bug("strided rows copied in bulk", "self._bulk and logits.stride(1) == 1 and", "self._bulk and"),
     Bug(
         "WGMMA target for the plain kernels",
         "target_of(arch, exact=False), logits",
@@ -99,11 +99,11 @@ LAUNCHES = (
     ),
     Bug("plain target for the bulk copies", "target_of(arch, exact=True)", "target_of(arch, exact=False)"),
     Bug(
-        "one block a row, of twice the threads",
+        "twice the threads per row",
         "sharing(vocab * logits.itemsize) * WARP",
         "sharing(vocab * logits.itemsize) * 2 * WARP",
     ),
-    Bug("a round too many", "rounds = -(-rows // ", "rounds = 1 + (rows // "),
+    Bug("one round too many", "rounds = -(-rows // ", "rounds = 1 + (rows // "),
     Bug(
         "blocks counted for other threads",
         "_even(count, streaming, threads, shared",
@@ -112,8 +112,8 @@ LAUNCHES = (
     Bug("one multiprocessor", "* processors(index))", ")"),
     Bug("split follows the columns alone", "units > 1 and count < SPLIT_BELOW", "units > 1"),
     Bug("long rows are not split", "units > MOST_UNITS or (", "("),
-    Bug("states of all rows kept for one", "(units, 3, count), dtype", "(units, 3, 1), dtype"),
-    Bug("one number a row for its norm", "new_empty((count, 2), dtype", "new_empty((count, 1), dtype"),
+    Bug("room for the states of one row only", "(units, 3, count), dtype", "(units, 3, 1), dtype"),
+    Bug("one number per row for the norm", "new_empty((count, 2), dtype", "new_empty((count, 1), dtype"),
     Bug("norm in the dtype of logits", "(count, 2), dtype=torch.float32", "(count, 2), dtype=logits.dtype"),
     Bug("states without weighted sums", "(units, 3, count), dtype", "(units, 2, count), dtype"),
     Bug(
@@ -128,6 +128,6 @@ LAUNCHES = (
         "launched.launch(count, threads",
     ),
 )
-"""What only a look at the launch shows."""
+"""Bugs that only a recorded launch shows."""
 
 MUTANTS = tuple(Mutants(name, MODULES, SHOWN) for name in ("cuda-generic", "cuda-sm90"))

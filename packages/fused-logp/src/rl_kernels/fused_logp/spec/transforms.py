@@ -1,4 +1,4 @@
-"""Layouts of fused_logp that may change no bit, and garbage that may reach no other row."""
+"""Layouts of fused_logp that must not change a bit, and garbage that must not reach other rows."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ ROWS = RowLayout(
 
 
 def indexed(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
-    """Compute some rows only: those are the same bits, and the masked ones may hold NaN and ids out of range.
+    """Compute only some rows: they keep their bits, while the other rows hold NaN and ids out of range.
 
-    ``out`` keeps what it held in the others.
+    ``out`` keeps its values in the other rows.
     """
     if "row_indices" in call:
         return
@@ -63,7 +63,7 @@ def indexed(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
 
 
 def bad_ids(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
-    """Give the first and the last row an id out of range, unchecked: NaN there, and the others keep their bits."""
+    """Give the first and the last row an unchecked id out of range: they become NaN, the others keep their bits."""
     if "row_indices" in call:
         return
     shape, vocab = call["token_ids"].shape, call["logits"].shape[-1]

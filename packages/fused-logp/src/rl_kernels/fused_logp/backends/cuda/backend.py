@@ -1,7 +1,7 @@
-"""fused_logp in CUDA C++, the host side: how rows and units are given to blocks, and what a kernel is called with.
+"""Host side of fused_logp in CUDA C++: how rows and units are assigned to blocks, and the kernel arguments.
 
-``kernels/fused_logp.cuh`` says in which order is summed. Both backends sum in that order, so they give the same bits:
-``cuda-generic`` reads rows straight into registers, ``cuda-sm90`` lets the copy engine bring them.
+``fused_logp.cuh`` defines the reduction order. Both backends use it, so they give the same bits: ``cuda-generic`` loads
+rows straight into registers, ``cuda-sm90`` reads them by bulk copies into shared memory.
 """
 
 from __future__ import annotations
@@ -21,55 +21,55 @@ from rl_kernels.fused_logp.rows import per_row
 
 PACKAGE = "rl_kernels.fused_logp.backends.cuda"
 SEGMENT, STEP, WARP, WARPS, UNITS = 32768, 1024, 32, 8, 8
-"""Columns of a segment and of a step, threads of a warp, warps of a block that sum, units of a segment: as in
-``kernels/fused_logp.cuh``."""
+"""Columns of a segment and of a step, threads of a warp, summing warps of a block, units of a segment; the same values
+as in ``fused_logp.cuh``."""
 MOST_UNITS = 256
-"""Units of a row whose states a block keeps; beyond it they are merged by a kernel of their own."""
+"""Most units of a row whose states one block keeps; states of longer rows are merged by a separate kernel."""
 SPLIT_BELOW = 2048
-"""Rows below which each unit has a warp of its own, wherever it runs, so that a few rows fill the chip."""
+"""Below this many rows each unit gets its own warp, so that few rows fill the GPU."""
 SHORT = 16384
-"""Columns below which a row is not worth the copies of cuda-sm90: they come eight steps at a time."""
+"""Rows shorter than this do not use the bulk copies of cuda-sm90, which move eight steps at a time."""
 STATE, CHUNK = 12, 16
-"""Bytes of a state, and of what the copy engine aligns to."""
+"""Bytes of a state, and the alignment of a bulk copy in bytes."""
 MOST_THREADS, COLUMNS = 512, 32
-"""Threads of a block of the backward pass at most, and columns that one works on."""
+"""Most threads of a backward block, and columns that one thread processes."""
 
 GENERIC, SM90, GRADIENT = "fused_logp_generic", "fused_logp_sm90", "fused_logp_backward"
 CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""DTYPE of the kernels."""
+"""Values of the kernels' DTYPE macro."""
 ROWS = "PPPqfi"
 FORWARD, BACKWARD = f"({ROWS}PPPPPPqqqi)", f"({ROWS}PPPPPPPqqqqii)"
-"""``struct Forward`` and ``struct Backward``: what ``struct Rows`` holds, pointers, and sizes."""
+"""Layouts of ``struct Forward`` and ``struct Backward``: the fields of ``struct Rows``, then pointers and sizes."""
 
 
 @functools.cache
 def constants(file: str, size: int) -> dict[str, int]:
-    """Return what was tuned for logits of so many bytes: blocks of a multiprocessor, steps that are under way."""
-    # Not every file has some.
+    """Return the tuned constants for logits of ``size`` bytes: blocks per multiprocessor, and stages in flight."""
+    # Not every kernel file has tuned constants.
     return entry(PACKAGE, file, str(size), kind=dict[str, int]) if file in tuned(PACKAGE) else {}
 
 
 @functools.cache
 def stages(size: int) -> int:
-    """Return how many copies are under way in a block of cuda-sm90, for logits of so many bytes."""
+    """Return how many stages a block of cuda-sm90 keeps in flight, for logits of ``size`` bytes."""
     return entry(PACKAGE, SM90, str(size), "STAGES", kind=int)
 
 
 @functools.cache
 def program(file: str, arch: str, dtype: torch.dtype, *, entropy: bool) -> Program:
-    """Return a file with its constants."""
+    """Return a kernel file with its compile-time constants."""
     defines = {"DTYPE": CODES[dtype], "ENTROPY": int(entropy), **constants(file, dtype.itemsize)}
     return Program(PACKAGE, f"{file}.cu", arch, tuple(defines.items()))
 
 
 class Host:
-    """The four raw ops for one way of reading rows."""
+    """The four raw ops; ``bulk`` selects how rows are read: by bulk copies, or by plain loads."""
 
     def __init__(self, *, bulk: bool) -> None:
         self._bulk = bulk
 
     def programs(self, arch: str) -> list[Program]:
-        """Return all that these ops launch and that is compiled for a target: ``sm_90``, ``sm_90a``."""
+        """Return the programs of these ops that are compiled for a target such as ``sm_90`` or ``sm_90a``."""
         plain = [] if arch.endswith("a") else [GENERIC, GRADIENT]
         files = {"sm_90a": [SM90], "sm_90": plain}.get(arch, []) if self._bulk else plain
         variants = [(dtype, entropy) for dtype in CODES for entropy in (False, True)]
@@ -204,24 +204,24 @@ def _rows(
     ignore_index: int | None,
     row_indices: torch.Tensor | None,
 ) -> tuple[Any, ...]:
-    """Return ``struct Rows``."""
+    """Return the fields of ``struct Rows``."""
     ids, scale, marks = per_row(token_ids.to(torch.int64), temperature, row_indices)
     temperatures, number = (scale, 1.0) if isinstance(scale, torch.Tensor) else (None, scale)
     return ids, temperatures, marks, ignore_index or 0, number, ignore_index is not None
 
 
 def sharing(size: int) -> int:
-    """Return how many warps share a row of so many bytes: long rows are read faster the closer the reads lie."""
+    """Return how many warps share a row of ``size`` bytes: long rows read faster when the reads are close together."""
     return 1 if size <= 1 << 16 else WARPS // 2 if size <= 1 << 17 else WARPS
 
 
 def _units(vocab: int) -> int:
-    """Return how many states the columns of a row give."""
+    """Return how many units, and so softmax states, a row of ``vocab`` columns has."""
     last = (vocab - 1) // SEGMENT
     return last * UNITS + min(-(-(vocab - last * SEGMENT) // STEP), UNITS)
 
 
 def _even(rows: int, streaming: Kernel, threads: int, shared: int, index: int) -> int:
-    """Return how many blocks share the rows evenly, of those that run at once on a GPU."""
+    """Return the number of blocks: they share the rows evenly, and all run on the GPU at once."""
     rounds = -(-rows // (streaming.resident(threads, shared) * processors(index)))
     return -(-rows // rounds)

@@ -1,4 +1,4 @@
-"""The backend ``cuda-generic`` of fused_logp: every architecture from sm_80."""
+"""The backend ``cuda-generic`` of fused_logp, for every architecture from sm_80 on."""
 
 from rl_kernels.fused_logp.backends.cuda.backend import Host
 

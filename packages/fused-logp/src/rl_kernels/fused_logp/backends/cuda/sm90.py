@@ -1,4 +1,4 @@
-"""The backend ``cuda-sm90`` of fused_logp: on Hopper the copy engine brings the rows of the forward pass."""
+"""The backend ``cuda-sm90`` of fused_logp, for Hopper: the forward pass reads rows by bulk copies."""
 
 from rl_kernels.fused_logp.backends.cuda.backend import Host
 

@@ -1,9 +1,9 @@
 """fused_logp in Triton: a row is read once in the forward pass, and read and written once in the backward pass.
 
-Order of the sums, which is the contract of this backend: a row is cut into segments of 8192 columns, a segment into
-blocks of 1024, both taken in ascending order; ``two_pass`` and ``online`` are the same here. Whether one program takes
-a whole row or one each segment follows the number of rows and changes no bit. How a block lies in the registers follows
-the alignment that the compiler may assume, so that is fixed by V, and rows that are aligned otherwise are copied first.
+Reduction order, which is the contract of this backend: a row is cut into segments of 8192 columns, a segment into
+blocks of 1024, both taken in ascending order; ``two_pass`` and ``online`` are the same here. With many rows one program
+takes a whole row, with few rows one program takes a segment; both give the same bits. The register layout of a block
+depends on the alignment that the compiler may assume. V alone fixes that alignment; rows aligned otherwise are copied.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from rl_kernels.fused_logp.backends.triton import kernels
 from rl_kernels.fused_logp.rows import per_row
 
 SPLIT_BELOW = 2048
-"""Rows below which each segment has a program of its own, so that a few rows fill the chip."""
+"""Below this many rows each segment gets its own program, so that few rows fill the GPU."""
 GRADIENT_WIDTHS = {True: 4096, False: 1024}
-"""Columns of the gradient that one program works on, by whether rows are read in wide loads: no bit depends on it."""
+"""Gradient columns of one program, with and without wide loads of the rows; they change no bit."""
 
 
 def forward(
@@ -86,7 +86,7 @@ def _statistics(
 
 
 def _canonical(logits: torch.Tensor) -> torch.Tensor:
-    """Return the rows contiguous, and where V allows it at addresses for wide loads; a copy if they are not."""
+    """Return contiguous rows, aligned for wide loads if V allows it: the logits themselves, or else a copy."""
     aligned = (
         logits.shape[1] % kernels.ALIGNED.value or not (logits.stride(0) | logits.data_ptr()) % kernels.ALIGNED.value
     )
@@ -98,7 +98,7 @@ def _canonical(logits: torch.Tensor) -> torch.Tensor:
 def _rows(
     token_ids: torch.Tensor, temperature: torch.Tensor, row_indices: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | float, torch.Tensor]:
-    """Return ids, temperature and marks; where there are none the ids, which are not read as such."""
+    """Return ids, temperature and marks; ids stand in for missing marks, which the kernel does not read."""
     ids, scale, marks = per_row(token_ids, temperature, row_indices)
     return ids, scale, ids if marks is None else marks
 
@@ -112,7 +112,7 @@ def backward(
     norm: torch.Tensor,
     *upstream: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return dlogits ``[N, V]`` in the dtype of logits; ``upstream`` is entropy and the three upstream gradients."""
+    """Return dlogits ``[N, V]`` in the dtype of logits; ``upstream``: entropy, and the three upstream gradients."""
     grad = logits.new_empty(logits.shape)
     _gradient(logits, grad, token_ids, temperature, ignore_index, row_indices, norm, *upstream)
     return grad
@@ -147,7 +147,7 @@ def _gradient(
     count, vocab = logits.shape
     if not count:
         return
-    # Where one is missing its place is taken by a tensor that is not read.
+    # A missing gradient is replaced by a tensor that the kernel does not read.
     grads = [norm if grad is None else grad.contiguous() for grad in (grad_logp, grad_logsumexp, grad_entropy)]
     saved = (norm, norm if entropy is None else entropy, *grads)
     sizes = (vocab, *logits.stride(), *out.stride(), ignore_index or 0)
