@@ -1,4 +1,4 @@
-"""The public function of the package: validation, dispatch, autograd."""
+"""The public function ``linear_logp``: validation, dispatch, autograd."""
 
 from __future__ import annotations
 
@@ -91,49 +91,54 @@ def linear_logp(
     validate: bool = True,
     backend: str | None = None,
 ) -> torch.Tensor | LogpStats:
-    """Return each target's log-probability: ``z[id] - logsumexp(z)``, ``z = (hidden @ W^T + bias) / temperature``.
+    """Return the log-probability of each target: ``z[id] - logsumexp(z)``, without materialising the logits.
 
-    Of heads that scale or cap their logits it is ``z = softcap tanh(logit_scale (hidden @ W^T + bias) / softcap) /
-    temperature``.
+    ``z = x / temperature`` with ``x = logit_scale (hidden @ W^T + bias)``; with a softcap it is
+    ``z = softcap tanh(x / softcap) / temperature``. With p = softmax(z), the entropy is ``-sum(p log p)``, in nats.
 
-    The logits are never held, only one piece of the vocabulary for one block of rows, and never rounded below FP32
-    (FP64 for FP64 inputs). A row's result, and its row of the gradient to ``hidden``, depend on that row and the
-    weights alone, bit for bit. The gradients of weight and bias are sums over tokens, 16 a step: repeatable, and
-    unchanged by ignored rows appended to the batch.
+    At any time memory holds the logits of only one piece of the vocabulary for one block of rows. They are never
+    rounded below FP32 (FP64 for FP64 inputs). A row's result and its row of the gradient of ``hidden`` depend on that
+    row and the weights alone, bit for bit. The gradients of weight and bias are sums over tokens in a fixed order:
+    they are repeatable, and appending ignored rows does not change them.
 
-    Where ``lm_head_weight.main_grad`` exists (FP32, shape and device of the weight), backward adds the weight's
-    gradient to it in place and leaves no ``.grad``: a batch cut at multiples of 16 tokens then gives the bits of the
-    whole batch. What other ops leave in ``.grad`` in the same pass, such as the embedding of a tied weight, is added to
-    it at the end (eager only).
+    If ``lm_head_weight.main_grad`` exists (FP32, with the shape and device of the weight), backward adds the weight's
+    gradient to it in place and leaves ``.grad`` None. Micro-batches cut at multiples of 16 tokens then give the bits of
+    the whole batch. A gradient that another op puts into ``.grad`` in the same pass, such as the embedding of a tied
+    weight, is added to ``main_grad`` at the end of the pass (eager only).
+
+    Under ``torch.autocast`` hidden, weight and bias are cast as ``F.linear`` casts its operands. As there, autocast on
+    a GPU with gradients off keeps the cast copy of a parameter until its outermost block ends.
 
     Args:
         hidden: ``[..., D]``, FP32, BF16, FP16 or FP64, any strides; differentiable.
         lm_head_weight: ``[V, D]``, dtype and device of ``hidden``, any strides; differentiable.
         target_ids: ``[...]``, int64 or int32, each in ``[0, V)`` or equal to ``ignore_index``.
         bias: ``[V]``, dtype and device of ``hidden``, or None; differentiable. ``-inf`` masks an entry.
-        temperature: a number > 0, or a tensor ``[...]`` with one value a token.
-        softcap: bound of the logits, as Gemma 2 caps them at 30; 0 for none. >= 0.
-        logit_scale: what the logits are multiplied by before that, as Cohere does; Granite's ``logits_scaling`` divides
-            them, so give its inverse. > 0.
-        ignore_index: positions with this id give 0 in every output and get zero gradient; their hidden states are not
-            read and add nothing to the gradients of weight and bias.
+        temperature: a number > 0, or a floating-point tensor of no dims or ``[...]`` (one value per token) that does
+            not require grad.
+        softcap: >= 0; bound of the logits before the temperature (Gemma 2 uses 30), or 0 for none.
+        logit_scale: > 0; multiplies the logits before the cap, as in Cohere models. For Granite give
+            ``1 / logits_scaling``.
+        ignore_index: positions with this id give 0 in every output and get zero gradient. Their hidden states have no
+            effect and add nothing to the gradients of weight and bias.
         return_stats: return ``LogpStats(logp, logsumexp, entropy)``, all differentiable.
-        workspace_mib: bound on what backward holds beside the gradients, in MiB, at least 1; the FP32 buffer of the
-            gradient to ``hidden`` counts. Raised to that buffer and the least that the backend works on at once, if
-            that is more. It changes no bit.
-        validate: check the values of ids and temperature, which syncs with a GPU; skipped under torch.compile and
-            graph capture. Unchecked, a row with a bad id gives NaN, as do all gradients that it enters.
-        backend: name of a backend, ``auto``, or None for what is forced elsewhere, if anything.
-
-    Under ``torch.autocast`` hidden, weight and bias are cast as ``F.linear`` casts its operands; with gradients off,
-    what a GPU's autocast has cast of a parameter is kept until its outermost block ends, as there.
+        workspace_mib: MiB, an integer >= 1: limit on the memory of backward besides the gradients, including the FP32
+            buffer for the gradient of ``hidden``. If the limit is below that buffer plus the smallest block that the
+            backend works on, backward uses that much. It changes no bit.
+        validate: check the values of ids and temperature. This syncs with a GPU, and is skipped under torch.compile and
+            graph capture. Without the check, a row with an id out of range gives NaN, and so do the gradients that it
+            contributes to.
+        backend: name of a backend, ``auto``, or None: the backend that ``use_backend`` or ``RL_KERNELS_BACKEND``
+            forces, otherwise ``auto``.
 
     Returns:
-        ``[...]`` in FP32, in FP64 for FP64 inputs; or ``LogpStats`` of such.
+        Log-probabilities ``[...]`` in FP32 (FP64 for FP64 inputs), or ``LogpStats`` of three such tensors.
 
     Raises:
-        TypeError, ValueError: an argument is not as above; the message names it.
-        BackendUnavailable: the backend asked for cannot run this call.
+        TypeError, ValueError: an argument is not as described; the message names it.
+        BackendUnavailable: the requested backend cannot run this call.
+        RuntimeError: forward-mode AD, or gradients through a ``torch.func`` transform; in backward, ``.grad`` of a
+            weight with ``main_grad`` was not None and the pass added to it.
     """
     _validate_kinds(hidden, lm_head_weight, target_ids, bias)
     main_grad = getattr(lm_head_weight, "main_grad", None) if lm_head_weight.requires_grad else None
@@ -184,7 +189,7 @@ def _validate(
     vocab = weight.shape[0]
     if vocab == 0:
         raise ValueError(f"lm_head_weight: expected a vocabulary (first dim) of at least 1, got {tuple(weight.shape)}")
-    check.shape("lm_head_weight", weight, (vocab, hidden.shape[-1]), "a row for each entry, of the last dim of hidden")
+    check.shape("lm_head_weight", weight, (vocab, hidden.shape[-1]), "V, and the last dim of hidden")
     check.token_ids("target_ids", target_ids, hidden.shape[:-1], "the leading dims of hidden")
     if bias is not None:
         check.shape("bias", bias, (vocab,), "the first dim of lm_head_weight")
@@ -201,7 +206,7 @@ def _validate(
 def _scaled(
     temperature: float | torch.Tensor, softcap: float, logit_scale: float, dtype: torch.dtype
 ) -> tuple[float | torch.Tensor, torch.Tensor | None]:
-    """Return the temperature, with what scales logits that are not capped, and the numbers of ``Cap`` or None."""
+    """Return the temperature and the numbers of ``Cap``, or without a cap temperature / logit_scale and None."""
     check.number("softcap", softcap, least=0, dtype=dtype)
     check.number("logit_scale", logit_scale, above=0, dtype=dtype)
     if softcap > 0:
@@ -218,7 +223,7 @@ def _scaled(
 
 
 class _LinearLogp(torch.autograd.Function):
-    """Saves the inputs and norm (entropy too with statistics); never logits."""
+    """Saves the inputs and norm, and entropy with ``return_stats``; never the logits."""
 
     @staticmethod
     def forward(
@@ -239,7 +244,7 @@ class _LinearLogp(torch.autograd.Function):
         results = op(hidden, weight, target_ids, bias, temperature, ignore_index, cap, backend)
         ctx.save_for_backward(hidden, weight, target_ids, bias, temperature, cap, results[-1], *results[2:3])
         ctx.set_materialize_grads(False)
-        # Not a saved tensor: others may add to the buffer between this forward and its backward.
+        # Not a saved tensor: other backward passes may add to the buffer before this one runs.
         ctx.main_grad = main_grad
         ctx.ignore_index, ctx.workspace_mib, ctx.backend = ignore_index, workspace_mib, backend
         return results[:3] if return_stats else results[:1]

@@ -1,4 +1,4 @@
-"""The inputs of a call, and how they are cut into pieces of the vocabulary and blocks of rows."""
+"""The inputs of a call, cut into pieces of the vocabulary and blocks of rows."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch
 
 
 class Cap(NamedTuple):
-    """What caps a logit x: it becomes ``softcap tanh(rate x)``, before the temperature."""
+    """The cap of a logit x before the temperature: ``softcap tanh(rate x)``, with rate = logit_scale / softcap."""
 
     softcap: float
     rate: float
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return capped logits."""
+        """Return the capped logits of ``x``."""
         return (x * self.rate).tanh_().mul_(self.softcap)
 
     def slope(self, y: torch.Tensor) -> torch.Tensor:
-        """Return the derivative of capped logits y by what they were before."""
+        """Return the derivative of capped logits ``y`` with respect to the logits before the cap."""
         return (1 - (y / self.softcap).square()).mul_(self.softcap * self.rate)
 
 
@@ -36,11 +36,11 @@ class Inputs(NamedTuple):
 
     @property
     def cap(self) -> Cap | None:
-        """What caps the logits, if anything does."""
+        """The cap of the logits, or None."""
         return None if self.cap_numbers is None else Cap(*self.cap_numbers.tolist())
 
     def block(self, rows: slice) -> Inputs:
-        """Return the same for some of the rows."""
+        """Return the inputs of some of the rows."""
         temperature = self.temperature[rows] if self.temperature.ndim else self.temperature
         return self._replace(hidden=self.hidden[rows], target_ids=self.target_ids[rows], temperature=temperature)
 

@@ -1,12 +1,12 @@
-"""What linear_logp is to the registry and to torch: schemas, fake kernels, backends and their promises.
+"""Registry entry of linear_logp: torch schemas, fake kernels, backends and their promises.
 
-In the raw ops hidden is ``[N, D]``, weight ``[V, D]`` and bias ``[V]``, all of one dtype and of any strides; target_ids
-``[N]``; temperature ``[]`` or ``[N]`` in the dtype of the computation (FP32, FP64 for FP64 inputs); cap the numbers of
-``inputs.Cap``, FP64 on the CPU, or None where logits are not capped. logp, logsumexp and entropy are ``[N]`` in that
-dtype too; norm is ``[N, 2]``, the largest logit of each row, capped, before the temperature, and the log of the sum of
-e^(z - max z); the gradient is formed from the two. ``needed`` says which gradients are wanted: of hidden, weight and
-bias; one that is not comes back empty. ``backward_main_grad`` adds the gradient of the weight to ``main_grad[V, D]``,
-FP32, instead of returning it, and returns those of hidden and bias.
+Arguments of the raw ops: hidden ``[N, D]``, weight ``[V, D]`` and bias ``[V]``, all of one dtype and of any strides;
+target_ids ``[N]``; temperature ``[]`` or ``[N]`` in the compute dtype (FP32, or FP64 for FP64 inputs); cap, the numbers
+of ``inputs.Cap`` as FP64 on the CPU, or None if logits are not capped. Results: logp, logsumexp and entropy ``[N]`` and
+norm ``[N, 2]``, all in the compute dtype. norm holds the largest logit of each row (capped, before the temperature) and
+the log of the sum of e^(z - max z); backward computes the gradient from these two. ``needed`` lists whether the
+gradients of hidden, weight and bias are needed; one that is not comes back empty. ``backward_main_grad`` adds the
+gradient of the weight to ``main_grad[V, D]``, FP32, and returns the gradients of hidden and bias.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ def describe(
     bias: torch.Tensor | None = None,
     **_: object,
 ) -> Call:
-    """Describe a call of the public function to the dispatcher."""
+    """Return what the dispatcher looks at in a call of the public function."""
     return Call.of(hidden, D=hidden.shape[-1], V=lm_head_weight.shape[0], bias=bias is not None)
 
 
 PER_CHUNK = 8
-"""Numbers of 16 bits in 16 bytes."""
+"""16-bit numbers in 16 bytes."""
 _TRITON = triton_backend("rl_kernels.linear_logp.backends.triton.backend")
 
 

@@ -1,6 +1,7 @@
-"""The backward pass of the GPU backends: how it is cut, and its two products, in Triton.
+"""The backward pass of the GPU backends: how it is cut into blocks, and its two products in Triton.
 
-dH and dW are canonical chains over the vocabulary and over the tokens, that of dH in FP32 of spans of 256 columns.
+dH is a canonical chain over the vocabulary, dW one over the tokens. For FP32 inputs the chain of dH has spans of 256
+columns.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from rl_kernels.linear_logp.backward import Steps, gradients
 from rl_kernels.linear_logp.inputs import Inputs
 
 BLOCK = 256
-"""Columns of a block of the vocabulary, whose softmax states and products are formed at once."""
+"""Columns of a vocabulary block; its softmax states and products are computed together."""
 TOKENS = 128
-"""Blocks of rows are multiples of it, and so of every tile's height: each tile's sum is one term of dbias."""
+"""Heights of row blocks are multiples of this, and so of every tile height: each tile sum is one term of dbias."""
 LEAST_PIECE, LEAST_HEIGHT = 2048, 4096
-"""Columns and rows that the backward pass takes at once if there is no room for more: less would be slow."""
+"""Fewest columns and rows that backward processes at once, even beyond the workspace: fewer would be slow."""
 
 
 def backward(
@@ -40,7 +41,7 @@ def backward(
     needed: Sequence[bool],
     main_grad: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (dhidden, dweight, dbias), empty where not needed; with ``main_grad`` dweight is added to that."""
+    """Return (dhidden, dweight, dbias), empty if not needed; with ``main_grad``, dweight is added to it instead."""
     inputs = Inputs(hidden, weight, target_ids, bias, temperature, ignore_index, cap)
     grads = (grad if grad is None else grad.contiguous() for grad in (grad_logp, grad_logsumexp, grad_entropy))
     upstream = LogpUpstream(target_ids, norm, entropy, *grads)
@@ -53,16 +54,16 @@ def ceil_div(n: int, d: int) -> int:
 
 
 class Products:
-    """The steps of the backward pass but for dz, which each backend forms in its own kernel."""
+    """The steps of the backward pass except dz, which each backend computes in its own kernel."""
 
     def summed(self, hidden: torch.Tensor) -> int:
-        """Return the rows whose sum is one term of dbias."""
+        """Return how many rows are summed into one term of dbias."""
         raise NotImplementedError
 
     def cut(self, inputs: Inputs, workspace: int, needed: Sequence[bool]) -> tuple[int, int]:
-        """Return (piece, height), multiples of 256 and 128: all rows at once if a piece of 2048 columns fits then."""
+        """Return (piece, height), multiples of 256 and 128; all rows at once if a piece of 2048 columns then fits."""
         (count, size), vocab = inputs.hidden.shape, len(inputs.weight)
-        # Beside dz there are the sums over rows of which dbias is made.
+        # Besides dz, the workspace holds the row sums that are added into dbias.
         tile = self.summed(inputs.hidden)
         item, part = inputs.hidden.itemsize, 4 * needed[2]
         width = workspace // (count * item + ceil_div(count, tile) * part) // BLOCK * BLOCK
@@ -73,9 +74,9 @@ class Products:
         return LEAST_PIECE, max(height, LEAST_HEIGHT) // TOKENS * TOKENS
 
     def add_dhidden(self, dz: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, continues: bool) -> None:
-        """Write ``dz @ weight`` to out, or let its chain go on."""
+        """Write ``dz @ weight`` to ``out``, or continue the chain that ``out`` holds."""
         gemm.matmul(dz, weight, out, continues=continues, span=BLOCK)
 
     def add_dweight(self, dz: torch.Tensor, hidden: torch.Tensor, out: torch.Tensor, *, continues: bool) -> None:
-        """Write ``dz^T @ hidden`` to out, or let its chain go on."""
+        """Write ``dz^T @ hidden`` to ``out``, or continue the chain that ``out`` holds."""
         gemm.matmul(dz.t(), hidden, out, continues=continues)

@@ -1,4 +1,4 @@
-"""The definition of linear_logp in plain PyTorch; the gold when its inputs are FP64."""
+"""The definition of linear_logp in plain PyTorch; with FP64 inputs it is the gold result."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def linear_logp(
 ) -> torch.Tensor | LogpStats:
     """Return ``z[id] - logsumexp(z)``, ``z = (hidden @ W^T + bias) / temperature``; shapes as in the public function.
 
-    With a softcap it is ``softcap tanh(logit_scale (hidden @ W^T + bias) / softcap)`` that is divided.
+    With a softcap, ``z = softcap tanh(logit_scale (hidden @ W^T + bias) / softcap) / temperature``.
 
-    Worked in FP32, in FP64 for FP64 inputs, and holds all logits. Their gradient is rounded to the dtype of the inputs,
-    as that of a product in this dtype is.
+    Computed in FP32, or FP64 for FP64 inputs, and holds all logits. The gradient of the logits is rounded to the dtype
+    of the inputs, as autograd of a product in that dtype does.
     """
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     active = torch.ones_like(target_ids, dtype=torch.bool)
@@ -46,9 +46,9 @@ def linear_logp(
     logp = torch.where(active, log_p.gather(-1, ids[..., None]).squeeze(-1), 0)
     if not return_stats:
         return logp
-    # A second factor without -inf: 0 * -inf would turn the entropy and its gradient into NaN.
+    # -inf is replaced in the second factor: 0 * -inf would make the entropy and its gradient NaN.
     entropy = -(log_p.exp() * torch.where(log_p == -torch.inf, 0, log_p)).sum(-1)
-    # No distribution, no logsumexp: log_softmax gives NaN for rows of -inf and with +inf, where logsumexp is infinite.
+    # Rows of -inf, or with +inf, are no distribution: log_softmax gives NaN, so an infinite logsumexp becomes NaN too.
     lse = z.logsumexp(-1)
     lse = lse * torch.where(lse.isinf(), torch.nan, 1.0)
     return LogpStats(logp, torch.where(active, lse, 0), torch.where(active, entropy, 0))

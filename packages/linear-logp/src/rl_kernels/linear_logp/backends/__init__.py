@@ -1,1 +1,1 @@
-"""The implementations of linear_logp, one a module or folder; they never import each other."""
+"""The backends of linear_logp, one module or folder each; they never import each other."""

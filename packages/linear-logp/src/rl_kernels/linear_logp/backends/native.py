@@ -1,9 +1,9 @@
 """linear_logp in PyTorch: pieces of the vocabulary for blocks of rows, every sum in a fixed order.
 
-Order of the sums, which is the contract of this backend on the CPU: the vocabulary is cut into pieces of 1024 columns.
-Logits are products in FP64, rounded once to FP32; each piece gives a softmax state, and the states are merged in
-ascending order. dH adds one product a piece, FP64 rounded to FP32, in ascending order; dW adds 16 tokens a step.
-On a GPU the products are the library's, so there bits may follow the batch.
+Reduction order, which is the contract of this backend on the CPU: the vocabulary is cut into pieces of 1024 columns.
+Logits are products in FP64, rounded once to FP32. Each piece gives a softmax state; the states are merged in ascending
+order. dH adds one product per piece, FP64 rounded to FP32, in ascending order; dW adds 16 tokens per step. On a GPU the
+products come from the vendor library, so bits may depend on the batch.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from rl_kernels.linear_logp.backward import gradients
 from rl_kernels.linear_logp.inputs import Inputs, slices
 
 PIECE = 1024
-"""Columns of the vocabulary worked on at once: part of the contract, so fixed. Their FP64 copy is 8 D KiB."""
+"""Columns of a vocabulary piece: part of the contract, so fixed. Its weights in FP64 take 8 D KiB."""
 BLOCK_ELEMENTS = 1 << 20
-"""Logits that the forward works on at once; rows are independent, so it changes no bit."""
+"""Logits that the forward pass processes at once. Rows are independent, so this changes no bit."""
 
 
 def forward(
@@ -69,7 +69,7 @@ def backward(
     needed: Sequence[bool],
     main_grad: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (dhidden, dweight, dbias), empty where not needed; with ``main_grad`` dweight is added to that."""
+    """Return (dhidden, dweight, dbias), empty if not needed; with ``main_grad``, dweight is added to it instead."""
     inputs = Inputs(hidden, weight, target_ids, bias, temperature, ignore_index, cap)
     grads = (grad_logp, grad_logsumexp, grad_entropy)
     upstream = rowwise.LogpUpstream(target_ids, norm, entropy, *grads)
@@ -77,7 +77,7 @@ def backward(
 
 
 def backward_main_grad(*args: object) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add dweight to ``main_grad``, the last argument, and return (dhidden, dbias), empty where not needed."""
+    """Add dweight to ``main_grad``, the last argument, and return (dhidden, dbias), each empty if not needed."""
     dhidden, _, dbias = backward(*args)  # type: ignore[arg-type]
     return dhidden, dbias
 
@@ -101,7 +101,7 @@ def _statistics(inputs: Inputs, *, entropy: bool) -> list[torch.Tensor]:
 
 
 def _walk(block: Inputs, entropy: bool) -> tuple[rowwise.SoftmaxState, torch.Tensor, torch.Tensor]:
-    """Return the softmax state of whole rows, the logit of each row's target, and the temperature, ``[N, 1]``."""
+    """Return the softmax state of the rows, the logit of each target, and the temperature as ``[N, 1]``."""
     first, *others = slices(block.weight.shape[0], PIECE)
     x = _logits(block, first)
     scale = rowwise.per_row(block.temperature, x)
@@ -114,7 +114,7 @@ def _walk(block: Inputs, entropy: bool) -> tuple[rowwise.SoftmaxState, torch.Ten
 
 
 def _logits(block: Inputs, columns: slice) -> torch.Tensor:
-    """Return columns of ``hidden @ weight^T + bias``, capped, before the temperature, as both passes compute them."""
+    """Return columns of ``hidden @ weight^T + bias``, capped, before the temperature; both passes call this."""
     x = rowwise.linear(block.hidden, block.weight[columns])
     if block.bias is not None:
         x += block.bias[columns].to(x.dtype)
@@ -125,9 +125,10 @@ class Steps:
     """One piece of the vocabulary for one block of rows of the backward pass."""
 
     def cut(self, inputs: Inputs, workspace: int, needed: Sequence[bool]) -> tuple[int, int]:
-        """Return (piece, height): of a piece there are an FP64 copy in two layouts and a total.
+        """Return (piece, height); the height is a multiple of 64, at least 64.
 
-        Of each row there are some temporaries like its logits. The height is a multiple of 64, and at least that.
+        The workspace holds two FP64 copies of a piece of the weight and its dW total, and per row a few temporaries the
+        size of its logits.
         """
         size = inputs.hidden.shape[1]
         item = rowwise.compute_dtype(inputs.hidden.dtype).itemsize
@@ -137,7 +138,7 @@ class Steps:
     def dlogits(
         self, block: Inputs, upstream: rowwise.LogpUpstream, columns: slice, dbias: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return dz, rounded, and add its sum over rows to dbias."""
+        """Return dz, rounded, and add its row sum to dbias."""
         x = _logits(block, columns)
         dz = rowwise.dlogits(x, rowwise.per_row(block.temperature, x), upstream, columns.start)
         if block.cap is not None:
@@ -149,12 +150,12 @@ class Steps:
         return dz.to(block.hidden.dtype)
 
     def add_dhidden(self, dz: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, continues: bool) -> None:
-        """Write ``dz @ weight`` to out, or add it."""
+        """Write ``dz @ weight`` to ``out``, or add it if ``continues``."""
         product = rowwise.matmul(dz, weight)
         out.copy_(out + product if continues else product)
 
     def add_dweight(self, dz: torch.Tensor, hidden: torch.Tensor, out: torch.Tensor, *, continues: bool) -> None:
-        """Write ``dz^T @ hidden`` to out, or add it."""
+        """Write ``dz^T @ hidden`` to ``out``, or add it if ``continues``."""
         total = out if continues else out.new_zeros(out.shape, dtype=rowwise.compute_dtype(dz.dtype))
         rowwise.chain_dw(dz, hidden, total)
         if not continues:

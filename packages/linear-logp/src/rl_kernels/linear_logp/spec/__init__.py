@@ -1,1 +1,1 @@
-"""What checks, tests and benchmarks know of linear_logp; nothing at run time imports it."""
+"""Cases, checks and benchmark of linear_logp, for the checker and the tests; not imported at run time."""

@@ -1,4 +1,4 @@
-"""The benchmark of linear_logp: shapes, the products that must be taken, and the peers."""
+"""The benchmark of linear_logp: shapes, minimum matrix products, and peers."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def eager(
     ignore_index: int | None = None,
     temperature: float = 1.0,
 ) -> torch.Tensor:
-    """Return log-probabilities as trainers write them: all logits, in FP32 after the product, and their log-softmax."""
+    """Return log-probabilities as trainers write them: all logits, cast to FP32, then log-softmax and gather."""
     ids = target_ids if ignore_index is None else target_ids.clamp(min=0)
     logits = F.linear(hidden, lm_head_weight).float()
     logits = logits if temperature == 1.0 else logits / temperature
@@ -67,12 +67,12 @@ def eager(
 
 
 def gemm(hidden: torch.Tensor, lm_head_weight: torch.Tensor, target_ids: torch.Tensor, **_: object) -> torch.Tensor:
-    """Return the logits alone: what the forward costs at least where products are taken by PyTorch."""
+    """Return the logits alone: the least cost of a forward pass that multiplies with PyTorch."""
     return F.linear(hidden, lm_head_weight)
 
 
 def cce(filter_eps: str | None) -> Callable[[], Callable[..., torch.Tensor]]:
-    """Return what imports cut-cross-entropy, with its filter of small gradients or without."""
+    """Return an importer of cut-cross-entropy, with its filter of small gradients or without (None)."""
 
     def make() -> Callable[..., torch.Tensor]:
         from cut_cross_entropy import linear_cross_entropy
@@ -90,7 +90,7 @@ def cce(filter_eps: str | None) -> Callable[[], Callable[..., torch.Tensor]]:
 
 
 def liger() -> Callable[..., torch.Tensor]:
-    """Import Liger's fused linear cross entropy; it takes the gradient in the forward, of a sum alone."""
+    """Import Liger's fused linear cross entropy; it returns a sum, and computes the gradient in the forward pass."""
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
     def call(
@@ -118,7 +118,7 @@ def quack() -> Callable[..., torch.Tensor]:
 
 
 def passes(shape: Shape, itemsize: int) -> dict[str, Pass]:
-    """Take one product forward; backward take it again, since the logits are not held, and one for each gradient."""
+    """Return the work of each pass: one product forward; backward repeats it and adds one per gradient."""
     rows, size, vocab = shape.sizes
     case = Case(shape.label, {"batch": rows, "seq": 1, "hidden": size, "vocab": vocab}, shape.options)
     product, weight, hidden = 2.0 * rows * size * vocab, vocab * size * itemsize, rows * size * itemsize
@@ -143,6 +143,6 @@ BENCH = Benchmark(
     rows={"": ROWS},
     options={
         "temperature": Option(number(above=0), "divides the logits"),
-        "workspace_mib": Option(count(1), "bound of the workspace of the backward pass, in MiB"),
+        "workspace_mib": Option(count(1), "bound of the backward workspace, in MiB"),
     },
 )

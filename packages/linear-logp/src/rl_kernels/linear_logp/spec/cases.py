@@ -18,9 +18,9 @@ from rl_kernels.linear_logp.spec.transforms import HYGIENE, TRANSFORMS, WEIGHTS
 STATS = {"return_stats": True}
 CAPPED = {**STATS, "bias": True, "softcap": 30.0}
 PIECE = 1024
-"""Columns that a backend may work on at once: ids and maxima stand on both sides of its multiples."""
+"""Columns that a backend may process at once: ids and maxima are placed on both sides of its multiples."""
 FEATURES = 16
-"""A weight of fewer features is drawn as small as one of so many."""
+"""A weight with fewer features than this is drawn at the scale of this many."""
 
 CASES = (
     Case("plain", {"batch": 2, "seq": 16, "hidden": 64, "vocab": 257}),
@@ -63,7 +63,7 @@ CASES = (
         {**STATS, "bias": True, "temperature": "tensor"},
         grad=False,
     ),
-    # The heads of Gemma 2, Granite and Cohere.
+    # LM heads as in Gemma 2, Granite and Cohere.
     Case("softcap", {"batch": 2, "seq": 7, "hidden": 48, "vocab": 300}, {**STATS, "softcap": 30.0, "scale": 8.0}),
     Case(
         "softcap-all",
@@ -105,15 +105,15 @@ CASES = (
 )
 EMPTY = (Case("no-rows", {"batch": 0, "seq": 5, "hidden": 16, "vocab": 33}, {**STATS, "bias": True}),)
 TEMPERATURES = {"tensor": (0.5, 2.0), "cold": (0.001, 0.003)}
-"""Bounds of the temperatures of tokens, by option."""
+"""Range of per-token temperatures, by option value."""
 DRAWN = frozenset(
     {"scale", "offset", "minus_inf", "minus_inf_first", "low", "edges", "equal", "bias", "temperature", "values", "ids"}
 )
-"""Options that shape the inputs; the others are passed on as keyword arguments."""
+"""Options that shape the inputs; all others become keyword arguments of the call."""
 
 
 def inputs(case: Case, draw: Draw) -> Inputs:
-    """Draw ``hidden[batch, seq, hidden]``, a weight of scale ``hidden^-0.5`` at most, ids, and what is asked for."""
+    """Draw ``hidden[batch, seq, hidden]``, a weight of scale at most ``hidden^-0.5``, ids, and the options' tensors."""
     batch, seq, size, vocab = (case.sizes[name] for name in ("batch", "seq", "hidden", "vocab"))
     asked = case.options
     ids = draw.ids(vocab, batch, seq)
@@ -121,7 +121,7 @@ def inputs(case: Case, draw: Draw) -> Inputs:
         ids = with_edges(ids, vocab)
     call: Inputs = {
         "hidden": with_values(draw.normal(batch, seq, size, scale=_scale(case)), asked.get("values")),
-        # Of few features one weight alone would decide: logits and the gradient of hidden are of the size of the tail.
+        # With few features a single large weight would dominate the logits and the gradient of hidden.
         "lm_head_weight": draw.normal(vocab, size, scale=max(size, FEATURES) ** -0.5),
         "target_ids": ids,
     }
@@ -133,8 +133,8 @@ def inputs(case: Case, draw: Draw) -> Inputs:
         if "minus_inf" in asked:
             targets = torch.zeros(vocab, dtype=torch.bool, device=draw.device).index_fill(0, ids.flatten(), True)
             bias = bias.masked_fill(draw.mask(asked["minus_inf"], vocab) & ~targets, -torch.inf)
-        # So far below the other pieces that exp(other - this) overflows, and exp(this - other) is 0.
-        # The last columns never are: without a maximum far above, this would be one more offset.
+        # Far below the other pieces: exp(other - this) overflows and exp(this - other) is 0. The last columns keep
+        # their value, because lowering all columns would only shift the row.
         bias[: min(asked.get("low", 0), vocab // 2)] -= 110
         bias[: min(asked.get("minus_inf_first", 0), vocab - 1)] = -torch.inf
         call["bias"] = bias
@@ -150,17 +150,17 @@ def inputs(case: Case, draw: Draw) -> Inputs:
 
 
 def _scale(case: Case) -> float:
-    """Return the standard deviation of hidden: what the case asks for, less where the sizes leave no room for it.
+    """Return the standard deviation of hidden: that of the case, or less if there are many tokens per vocabulary entry.
 
-    The contract's fence is absolute. A row of the weight's gradient is a sum over tokens, of as many large terms as
-    there are tokens for one entry of the vocabulary.
+    The tolerance has an absolute bound, and a row of the weight's gradient sums one large term for each token that
+    selects that entry.
     """
     tokens = case.sizes["batch"] * case.sizes["seq"]
     return min(case.options.get("scale", 1.0), math.sqrt(case.sizes["vocab"] / max(tokens, 1)))
 
 
 def with_edges(ids: torch.Tensor, vocab: int) -> torch.Tensor:
-    """Return ids of which the first are the first and last columns of the pieces."""
+    """Return the ids with the leading ones set to the first and last columns of the pieces."""
     edges = [column for start in range(0, vocab, PIECE) for column in (start, min(start + PIECE, vocab) - 1)]
     found = ids.clone()
     found.view(-1)[: len(edges)] = torch.tensor(edges, device=ids.device)[: ids.numel()]
@@ -168,7 +168,7 @@ def with_edges(ids: torch.Tensor, vocab: int) -> torch.Tensor:
 
 
 def magnitudes(case: Case, call: Inputs, upstream: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Bound the terms: those of each logit by sums of |hidden| |W| + |bias|, those of the gradients through them."""
+    """Return the magnitudes of the terms: sum |hidden| |W| + |bias| for logits, and the gradients through them."""
     ids, hidden, weight = call["target_ids"], call["hidden"], call["lm_head_weight"].abs()
     active = (ids != call["ignore_index"]).double() if "ignore_index" in call else torch.ones_like(ids).double()
     temperature = call.get("temperature", 1.0)
@@ -192,14 +192,14 @@ def magnitudes(case: Case, call: Inputs, upstream: Mapping[str, torch.Tensor]) -
 def _capped(
     call: Inputs, x: torch.Tensor, size: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | float]:
-    """Return logits scaled and capped, the magnitudes of their terms, and of what their gradient is multiplied by."""
+    """Return the scaled and capped logits, the magnitudes of their terms, and of the factor of their gradient."""
     logit_scale, softcap = call.get("logit_scale", 1.0), call.get("softcap", 0.0)
     x, size = x * logit_scale, size * logit_scale
     if not softcap:
         return x, size, logit_scale
     t = (x / softcap).tanh()
     slope = 1 - t.square()
-    # 1 - t^2 is a difference, of a t that has the error of its logit.
+    # 1 - t^2 cancels, and t carries the rounding error of its logit.
     of_slope = slope * (1 + 2 * t.abs() * size / softcap) + 2 * t.square()
     return softcap * t, slope * size + 2 * softcap * t.abs(), logit_scale * of_slope
 

@@ -1,4 +1,4 @@
-"""Cases of linear_logp along its dimensions: rows, hidden size, vocabulary, values, and each option with each other."""
+"""Sweeps of linear_logp: rows, hidden size, vocabulary, values, and every pair of options."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TURNS = (
     {"return_stats": True, "workspace_mib": 1, "ids": torch.int32},
     {"bias": True},
 )
-"""Options of the sweeps, in turn."""
+"""Options of the sweeps; the cases take them in turn."""
 LITTLE = {"bias": True, "workspace_mib": 1, "scale": 0.25}
 PIECES = {"batch": 1, "seq": 300, "hidden": 24, "vocab": 16400}
 BLOCKS = {"batch": 1, "seq": 400, "hidden": 1024, "vocab": 40}
@@ -42,7 +42,7 @@ SIZES = {"batch": 1, "seq": 3, "hidden": 12, "vocab": 40}
 
 
 def _possible(options: Mapping[str, Any]) -> bool:
-    """The fence of a gradient of 16 bits is absolute, and made for ordinary hidden states."""
+    """Return whether the options can be combined: the absolute tolerance of 16-bit gradients excludes large states."""
     return options.get("values") != "large" or options.get("dtype") not in ("bf16", "fp16")
 
 
@@ -53,10 +53,10 @@ DIMENSIONS: tuple[Case, ...] = (
     *swept("seq", SIZES, ROWS, TURNS),
     *swept("hidden", SIZES, HIDDEN, TURNS),
     *swept("vocab", {**SIZES, "hidden": 8}, VOCABS, TURNS),
-    # Beyond every limit of a grid, of a table and of a workspace, with little else.
+    # Each exceeds one limit (a grid size, a table, a workspace) and is small otherwise.
     Case("vocab-262208", {"batch": 1, "seq": 1, "hidden": 2, "vocab": 262208}, TURNS[0], relations=HELD),
     Case("rows-65600", {"batch": 1, "seq": 65600, "hidden": 2, "vocab": 3}, TURNS[1], relations=HELD),
-    # A model that has diverged must show.
+    # NaN of a diverged model must reach the results.
     Case("nan-row", SIZES, {**TURNS[0], "values": "nan-row"}, relations=("accuracy",)),
     Case("rows-8200", {"batch": 1, "seq": 8200, "hidden": 8, "vocab": 40}, TURNS[1], relations=("invariance",)),
     Case("hidden-12296", {"batch": 1, "seq": 2, "hidden": 12296, "vocab": 5}, TURNS[0], relations=HELD),
@@ -76,7 +76,7 @@ DIMENSIONS: tuple[Case, ...] = (
 
 
 def with_values(hidden: torch.Tensor, kind: str | None) -> torch.Tensor:
-    """Return hidden states of another kind: whole numbers, large or tiny ones, or none but zeros in some rows."""
+    """Return the hidden states changed to a kind of values: a NaN row, whole numbers, zero rows, large or tiny."""
     if kind == "nan-row":
         middle = torch.tensor([hidden.shape[-2] // 2], device=hidden.device)
         return hidden.index_fill(-2, middle, torch.nan)

@@ -1,4 +1,4 @@
-"""Calls of linear_logp that must raise: what is wrong with each, and what the message says about it."""
+"""Calls of linear_logp that must raise: what is wrong with each, and part of its message."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _main_grad(make: Callable[[torch.Tensor], object]) -> Change:
 
 
 def _numbers(name: str, bound: str, *outside: float) -> tuple[IllegalCall, ...]:
-    """Return what must not be given for a number."""
+    """Return the illegal values of a number argument."""
     wrong = f"{name}: expected a"
     return (
         *(IllegalCall(f"{name} of {x}", given(**{name: x}), ValueError, f"{wrong} number {bound}") for x in outside),

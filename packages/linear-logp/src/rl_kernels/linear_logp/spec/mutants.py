@@ -1,4 +1,4 @@
-"""Bugs that a writer of a linear_logp kernel might make, planted in copies of the native backend; none may escape."""
+"""Plausible bugs of a linear_logp kernel, planted in copies of the native backend; the checker must catch each."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LOGITS = (
         "left[row : row + BLOCK, :-STEP].double().contiguous() @ slab[:-STEP]",
     ),
     Bug(
-        "library product in place of fixed blocks",
+        "library product instead of fixed blocks",
         "return _product(x, weight.shape[0]",
         "return x.to(compute_dtype(x.dtype)) @ weight.to(compute_dtype(x.dtype)).t()\n    return _product(x, 0",
     ),

@@ -1,7 +1,7 @@
-"""Bugs of the host code of linear_logp's backend ``cuda-sm90``, planted in copies of it.
+"""Bugs of the host code of linear_logp's backend ``cuda-sm90``, planted in copies of that code.
 
-``SHOWN`` give wrong numbers, which the quick cases show on a GPU; ``LAUNCHES`` read or write where they must not, need
-larger cases, or break a rule that no number shows: they are planted where launches are recorded and none is made.
+``SHOWN`` give wrong numbers, which the quick cases find on a GPU. ``LAUNCHES`` access memory that they must not, need
+larger cases, or break a rule without changing a number; they are found in recorded launches, which run no kernel.
 """
 
 from __future__ import annotations
@@ -51,19 +51,19 @@ SHOWN = (
     ),
     Bug("upstream gradient of the entropy dropped", "upstream.grad_entropy is not None,", "False,"),
     Bug(
-        "norm of the row taken for its entropy",
+        "norm passed as the entropy",
         "upstream.norm if upstream.entropy is None else upstream.entropy",
         "upstream.norm",
     ),
     Bug("bias gradient not summed", "if dbias is not None:\n            kernel(", "if False:\n            kernel("),
-    Bug("order of the operands of dW", "gemm.matmul(dz.t(), hidden, out", "gemm.matmul(dz.t(), hidden.flip(0), out"),
+    Bug("rows of hidden reversed in dW", "gemm.matmul(dz.t(), hidden, out", "gemm.matmul(dz.t(), hidden.flip(0), out"),
 )
-"""Their numbers are wrong."""
+"""Bugs that give wrong numbers."""
 
 LAUNCHES = (
-    Bug("hidden gradient begins anew with each piece", "continues=columns.start > 0", "continues=False"),
-    Bug("weight gradient begins anew with each block", "continues=rows.start > 0 or main_grad", "continues=main_grad"),
-    Bug("gradient of the first piece for all", "*(sums, columns.start, width)", "*(sums, 0, width)"),
+    Bug("hidden gradient restarted at each piece", "continues=columns.start > 0", "continues=False"),
+    Bug("weight gradient restarted at each block", "continues=rows.start > 0 or main_grad", "continues=main_grad"),
+    Bug("gradient of the first piece used for all", "*(sums, columns.start, width)", "*(sums, 0, width)"),
     Bug("tiles of 64 rows for any number", "1 if count <= HEIGHT else 2", "1 if count <= 2 * HEIGHT else 2"),
     Bug("threads of the consumers alone", "(self.groups + 1) * WARPGROUP", "self.groups * WARPGROUP"),
     Bug("no room for the alignment of the swizzle", "+ self._boxes(file) + ALIGNMENT", "+ self._boxes(file)"),
@@ -82,35 +82,51 @@ LAUNCHES = (
         "parts = -(-vocab // (BLOCK * blocks))",
         "parts = max(vocab // (BLOCK * blocks), 1)",
     ),
-    Bug("one number a row for its norm", f"{NORM}(count, 2)", f"{NORM}(count, 1)"),
+    Bug("one number per row for the norm", f"{NORM}(count, 2)", f"{NORM}(count, 1)"),
     Bug(
         "norm in the dtype of hidden", f"{NORM}(count, 2), dtype=torch.float32", f"{NORM}(count, 2), dtype=hidden.dtype"
     ),
-    Bug("norm of the first rows for all", "logp[rows], norm[rows], lse", "logp[rows], norm[: len(block.hidden)], lse"),
+    Bug(
+        "norm of the first rows used for all",
+        "logp[rows], norm[rows], lse",
+        "logp[rows], norm[: len(block.hidden)], lse",
+    ),
     Bug("states without weighted sums", "(parts, 3, count), dtype", "(parts, 2, count), dtype"),
     Bug("last rows are not finished", "-(-count * WARP // 256)", "max(count * WARP // 256, 1)"),
-    Bug("a thread a row finishes", "-(-count * WARP // 256)", "-(-count // 256)"),
-    Bug("rows that begin anywhere are copied by the engine", "fits and x.data_ptr() % CHUNK == 0", "fits"),
-    Bug("rows of any pitch are copied by the engine", "x.stride(0) * size % CHUNK == 0 and", ""),
+    Bug("one thread per row in finish, not one warp", "-(-count * WARP // 256)", "-(-count // 256)"),
+    Bug("unaligned rows copied by TMA", "fits and x.data_ptr() % CHUNK == 0", "fits"),
+    Bug("rows of any pitch copied by TMA", "x.stride(0) * size % CHUNK == 0 and", ""),
     Bug(
-        "rows at multiples of 8 bytes are copied by the engine",
+        "rows at multiples of 8 bytes copied by TMA",
         "x.stride(0) * size % CHUNK == 0",
         "x.stride(0) * size % 8 == 0",
     ),
-    Bug("rows that overlap are copied by the engine", " and x.stride(0) >= x.shape[1]", ""),
-    Bug("columns apart are copied by the engine", "fits = x.stride(1) == 1 and", "fits ="),
+    Bug("overlapping rows copied by TMA", " and x.stride(0) >= x.shape[1]", ""),
+    Bug("strided columns copied by TMA", "fits = x.stride(1) == 1 and", "fits ="),
     Bug(
         "copy keeps the pitch of a single row",
         "torch.empty_like(x, memory_format=torch.contiguous_format).copy_(x)",
         "x.clone()",
     ),
-    Bug("ids of 32 bits", "inputs.target_ids.to(torch.int64).contiguous()", "inputs.target_ids.contiguous()"),
-    Bug("ids read as they lie", "inputs.target_ids.to(torch.int64).contiguous()", "inputs.target_ids.to(torch.int64)"),
-    Bug("bias read as it lies", "else inputs.bias.contiguous()", "else inputs.bias"),
-    Bug("temperatures read as they lie", "inputs.temperature.contiguous() if per_row", "inputs.temperature if per_row"),
-    Bug("upstream gradient expanded, read as if contiguous", "grad if grad is None else grad.contiguous()", "grad"),
     Bug(
-        "order of tiles without its length",
+        "ids not converted to 64 bits",
+        "inputs.target_ids.to(torch.int64).contiguous()",
+        "inputs.target_ids.contiguous()",
+    ),
+    Bug(
+        "strided ids read as if contiguous",
+        "inputs.target_ids.to(torch.int64).contiguous()",
+        "inputs.target_ids.to(torch.int64)",
+    ),
+    Bug("strided bias read as if contiguous", "else inputs.bias.contiguous()", "else inputs.bias"),
+    Bug(
+        "strided temperatures read as if contiguous",
+        "inputs.temperature.contiguous() if per_row",
+        "inputs.temperature if per_row",
+    ),
+    Bug("expanded upstream gradient read as if contiguous", "grad if grad is None else grad.contiguous()", "grad"),
+    Bug(
+        "no room for the length of the tile order",
         "torch.empty(1 + -(-count // cut.rows)",
         "torch.empty(-(-count // cut.rows)",
     ),
@@ -119,37 +135,45 @@ LAUNCHES = (
         "made = program(FORWARD, hidden.dtype, cut, entropy=False)",
         "made = program(FORWARD, hidden.dtype, Cut(1), entropy=False)",
     ),
-    Bug("order of tiles of 64 bits", "dtype=torch.int32, device", "dtype=torch.int64, device"),
-    Bug("order is not sorted", "            sort.launch(", "            (lambda *_: None)("),
+    Bug("tile order stored in 64 bits", "dtype=torch.int32, device", "dtype=torch.int64, device"),
+    Bug("tile order not sorted", "            sort.launch(", "            (lambda *_: None)("),
     Bug(
         "box of hidden for the whole tile",
         "tensor_map(hidden, (HEIGHT, INNER)",
         "tensor_map(hidden, (2 * HEIGHT, INNER)",
     ),
     Bug(
-        "map of hidden as it came",
+        "tensor map of hidden without the aligned copy",
         "hidden, width = copyable(block.hidden), columns",
         "hidden, width = block.hidden, columns",
     ),
-    Bug("dz of any width", "-(-width // BLOCK) * BLOCK))[:, :width]", "width))"),
+    Bug("dz rows not padded to whole blocks", "-(-width // BLOCK) * BLOCK))[:, :width]", "width))"),
     Bug("sums over rows rounded down", "(-(-count // SUMMED), width)", "(max(count // SUMMED, 1), width)"),
     Bug(
         "sums over rows in the dtype of hidden",
         "width), dtype=torch.float32)\n        has_entropy",
         "width), dtype=hidden.dtype)\n        has_entropy",
     ),
-    Bug("last columns of the bias gradient", "launch(-(-width // 256), 256", "launch(max(width // 256, 1), 256"),
-    Bug("sums of the rows of a tile", "SUMMED = 16", "SUMMED = 64"),
     Bug(
-        "states of all rows at once", "for rows in slices(count, MOST_ROWS)", "for rows in slices(count, 2 * MOST_ROWS)"
+        "last columns of the bias gradient missing", "launch(-(-width // 256), 256", "launch(max(width // 256, 1), 256"
+    ),
+    Bug("dbias terms of 64 rows", "SUMMED = 16", "SUMMED = 64"),
+    Bug(
+        "twice the row limit of a launch",
+        "for rows in slices(count, MOST_ROWS)",
+        "for rows in slices(count, 2 * MOST_ROWS)",
     ),
     Bug(
-        "gradient in tiles of the forward pass",
+        "gradient compiled for tiles of 64 rows",
         "program(BACKWARD, hidden.dtype, cut",
         "program(BACKWARD, hidden.dtype, type(cut)(1)",
     ),
-    Bug("shared memory of the forward pass", "shared=cut.shared(BACKWARD)", "shared=cut.shared('')"),
+    Bug(
+        "backward launched with the shared memory of the forward pass",
+        "shared=cut.shared(BACKWARD)",
+        "shared=cut.shared('')",
+    ),
 )
-"""What only a look at the launch shows."""
+"""Bugs that only a recorded launch shows."""
 
 MUTANTS = (Mutants("cuda-sm90", MODULES, SHOWN),)

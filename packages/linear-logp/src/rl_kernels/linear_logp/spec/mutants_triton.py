@@ -1,7 +1,7 @@
-"""Bugs of linear_logp's Triton kernels and of their host code, planted in copies of the backend; none may escape.
+"""Bugs of linear_logp's Triton kernels and host code, planted in copies of the backend; the checker must catch each.
 
-They run in Triton's interpreter too, a thousand times as slow, so each is one that a small case shows. ``LAUNCHES``
-need large ones, or break a rule that no number shows: they are planted where launches are recorded.
+They also run in Triton's interpreter, which is a thousand times slower, so a small case must show each one.
+``LAUNCHES`` need large cases, or break a rule without changing a number; they are found in recorded launches.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ KERNELS = (
     Bug(
         "target counted from the first piece", "column = _column(id, V) - begin", "column = _column(id, V) - begin + 1"
     ),
-    Bug("bias gradient of the first tile of rows", "for tile in range(tiles):", "for tile in range(1):"),
+    Bug("bias gradient of the first row tile only", "for tile in range(tiles):", "for tile in range(1):"),
     Bug(
         "bias gradient of another column",
         "mask=columns < width)\n        if STORED",
@@ -89,19 +89,19 @@ CAPS = (
     Bug("cap and rate exchanged", "is_capped = inputs.cap or NO_CAP", "is_capped = (inputs.cap or NO_CAP)[::-1]"),
 )
 HOST = (
-    Bug("temperature taken for one number", '{"PER_ROW": inputs.temperature.ndim > 0', '{"PER_ROW": False'),
+    Bug("per-token temperature taken for one number", '{"PER_ROW": inputs.temperature.ndim > 0', '{"PER_ROW": False'),
     Bug(
         "upstream gradients exchanged",
         "for grad in (grad_logp, grad_logsumexp, grad_entropy))",
         "for grad in (grad_logsumexp, grad_logp, grad_entropy))",
     ),
     Bug(
-        "weight gradient of rows in the other order",
+        "rows of hidden reversed in the weight gradient",
         "gemm.matmul(dz.t(), hidden, out, continues",
         "gemm.matmul(dz.t(), hidden.flip(0), out, continues",
     ),
     Bug(
-        "hidden gradient on top of what was there",
+        "hidden gradient added to uninitialised memory",
         "gemm.matmul(dz, weight, out, continues=continues",
         "gemm.matmul(dz, weight, out, continues=True",
     ),
@@ -113,7 +113,7 @@ LAUNCHES = (
         "kernels.states[(row_tiles * units,)]",
         "kernels.states[(max(row_tiles - 1, 1) * units,)]",
     ),
-    Bug("one number a row for its norm", "new_empty((count, 2), dtype", "new_empty((count, 1), dtype"),
+    Bug("one number per row for the norm", "new_empty((count, 2), dtype", "new_empty((count, 1), dtype"),
     Bug(
         "states without weighted sums",
         "parts = hidden.new_empty((units, 3, count)",
@@ -124,10 +124,10 @@ LAUNCHES = (
         "parts = hidden.new_empty((units, 3, count), dtype=torch.float32)",
         "parts = hidden.new_empty((units, 3, count))",
     ),
-    Bug("ragged only if odd", "RAGGED=vocab % kernels.BLOCK.value > 0", "RAGGED=vocab % 2 > 0"),
-    Bug("blocks taken for segments", "if units > segments:\n", "if units > segments + 20:\n"),
+    Bug("vocabulary ragged only if odd", "RAGGED=vocab % kernels.BLOCK.value > 0", "RAGGED=vocab % 2 > 0"),
+    Bug("blocks merged as if they were segments", "if units > segments:\n", "if units > segments + 20:\n"),
     Bug(
-        "merged blocks in one program",
+        "blocks merged for the first segment only",
         "kernels.merge_blocks[(programs, segments)]",
         "kernels.merge_blocks[(programs, 1)]",
     ),
@@ -143,34 +143,38 @@ LAUNCHES = (
     ),
     Bug("bias read as if contiguous", "(inputs.bias, inputs.bias.stride(0))", "(inputs.bias, 1)"),
     Bug(
-        "temperatures read as they lie",
+        "strided temperatures read as if contiguous",
         "temperature.contiguous() if temperature.ndim",
         "temperature if temperature.ndim",
     ),
     Bug(
-        "ids of the forward pass read as they lie",
+        "strided ids read as if contiguous in the forward pass",
         "ids, temperature = inputs.target_ids.contiguous(),",
         "ids, temperature = inputs.target_ids,",
     ),
     Bug(
-        "ids of the backward pass read as they lie",
+        "strided ids read as if contiguous in the backward pass",
         "                block.target_ids.contiguous(),",
         "                block.target_ids,",
     ),
-    Bug("upstream gradient expanded, read as if contiguous", "grad if grad is None else grad.contiguous()", "grad"),
+    Bug("expanded upstream gradient read as if contiguous", "grad if grad is None else grad.contiguous()", "grad"),
     Bug(
-        "box of hidden for the weight",
+        "tile box of hidden used for the weight",
         "gemm.operand(weight, kernels.BLOCK.value, cut.inner)",
         "gemm.operand(weight, cut.rows, cut.inner)",
     ),
-    Bug("dz of any width", "ceil_div(width, kernels.BLOCK.value) * kernels.BLOCK.value))[:, :width]", "width))"),
+    Bug(
+        "dz rows not padded to whole blocks",
+        "ceil_div(width, kernels.BLOCK.value) * kernels.BLOCK.value))[:, :width]",
+        "width))",
+    ),
     Bug(
         "one sum over rows for all tiles",
         "hidden.new_empty((row_tiles, width), dtype",
         "hidden.new_empty((1, width), dtype",
     ),
     Bug(
-        "last columns of the bias gradient",
+        "last columns of the bias gradient missing",
         "kernels.add_tiles[(ceil_div(width, kernels.BLOCK.value),)]",
         "kernels.add_tiles[(max(width // kernels.BLOCK.value, 1),)]",
     ),
@@ -180,18 +184,18 @@ LAUNCHES = (
         "tiles = row_tiles * max(width // kernels.BLOCK.value, 1)\n",
     ),
     Bug(
-        "schedule by the rows on any architecture",
+        "schedule depends on the rows on every architecture",
         '!= "sm90":\n        return Schedule(64',
         '!= "sm90" and name != "few_rows":\n        return Schedule(64',
     ),
-    Bug("schedule of 16 bits for FP32", "if hidden.dtype not in HALF:\n", "if False:\n"),
+    Bug("16-bit schedule used for FP32", "if hidden.dtype not in HALF:\n", "if False:\n"),
     Bug(
         "blocks of rows that cut the terms of the bias gradient",
         "max(height, LEAST_HEIGHT) // TOKENS * TOKENS",
         "max(height, LEAST_HEIGHT) + 3",
     ),
     Bug(
-        "first block of rows for all",
+        "upstream of the first row block used for all",
         "steps.dlogits(inputs.block(rows), upstream.rows(rows)",
         "steps.dlogits(inputs.block(rows), upstream.rows(slice(len(inputs.hidden[rows])))",
     ),

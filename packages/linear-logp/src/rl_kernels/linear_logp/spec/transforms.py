@@ -1,4 +1,4 @@
-"""Layouts of linear_logp that may change no bit, and garbage that may reach no other row."""
+"""Layouts of linear_logp that must not change a bit, and garbage that must not reach other rows."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WEIGHTS = ("gradient:lm_head_weight", "gradient:bias")
 
 
 def appended(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
-    """Append ignored rows of NaN: the gradients of weight and bias, sums over tokens, keep their bits too."""
+    """Append ignored rows of NaN: all results keep their bits, also the gradients of weight and bias."""
     count = call["target_ids"].numel()
     flat = {"hidden": call["hidden"].flatten(0, -2), "target_ids": call["target_ids"].flatten()}
     if isinstance(call.get("temperature"), torch.Tensor):
@@ -53,7 +53,7 @@ def appended(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
 
 
 def bad_ids(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
-    """Give the first and the last row an id out of range, unchecked: NaN there and in sums over rows, nowhere else."""
+    """Give the first and the last row an unchecked id out of range: NaN in them and in sums over rows only."""
     shape, vocab = call["target_ids"].shape, len(call["lm_head_weight"])
     bad = torch.zeros(shape, dtype=torch.bool, device=draw.device)
     bad.view(-1)[[0, -1]] = True
@@ -71,7 +71,7 @@ def bad_ids(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
 
 
 def nan_weight(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
-    """Put NaN into the weight: what belongs to ignored rows stays 0."""
+    """Put NaN into the weight: the results and gradients of ignored rows stay 0."""
     if "ignore_index" not in call:
         return
     ignored = call["target_ids"] == call["ignore_index"]

@@ -1,1 +1,1 @@
-"""The CUDA C++ backend of linear_logp for Hopper: sources, and the host code that launches them."""
+"""The CUDA C++ backend of linear_logp for Hopper: kernel sources and the host code that launches them."""

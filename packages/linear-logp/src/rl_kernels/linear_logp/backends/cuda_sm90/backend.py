@@ -1,7 +1,7 @@
 """The backend ``cuda-sm90`` of linear_logp: tiles of logits in CUDA C++, forward and backward.
 
-``kernels/linear_logp_sm90.cu`` says in which order the forward pass sums. Logits have the same bits in both passes, so
-the gradients are those of the very probabilities of the forward pass.
+``linear_logp_sm90.cu`` defines the reduction order of the forward pass. Backward recomputes the logits with the same
+bits, so the gradients belong to exactly the probabilities of the forward pass.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from rl_kernels.linear_logp.backends.cuda_sm90.tiles import (
 from rl_kernels.linear_logp.inputs import Inputs, slices
 
 ARGS = "({}PPPPPPi)"
-"""``struct Args``, which begins with ``struct Inputs``."""
+"""Layout of ``struct Args``; ``{}`` is the layout of ``struct Inputs``, its first part."""
 WARP = 32
 MOST_ROWS = 16384
-"""Row limit of a launch; it bounds the memory of their states."""
+"""Row limit of a launch; it bounds the memory of the softmax states."""
 
 
 def forward(
@@ -61,21 +61,21 @@ def forward_stats(
 
 
 def backward(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (dhidden, dweight, dbias), empty where not needed, as ``products.backward``."""
-    # Here, because kernels are compiled where there is no Triton.
+    """Return (dhidden, dweight, dbias), each empty if not needed, as ``products.backward`` does."""
+    # Imported here: the CUDA kernels are also compiled on machines without Triton.
     from rl_kernels.linear_logp.backends.cuda_sm90 import backward as cuda_backward
 
     return cuda_backward.backward(*args)
 
 
 def backward_main_grad(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add dweight to ``main_grad``, the last argument, and return (dhidden, dbias), empty where not needed."""
+    """Add dweight to ``main_grad``, the last argument, and return (dhidden, dbias), each empty if not needed."""
     dhidden, _, dbias = backward(*args)
     return dhidden, dbias
 
 
 def programs(arch: str) -> list[Program]:
-    """Return what is compiled for a target: all of it for ``sm_90a``."""
+    """Return the programs compiled for a target: all of them for ``sm_90a``, none for others."""
     if arch != "sm_90a":
         return []
     return [

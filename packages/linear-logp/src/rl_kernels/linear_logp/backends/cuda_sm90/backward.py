@@ -1,6 +1,7 @@
 """The backward pass of ``cuda-sm90``: dz in CUDA C++, the two products in Triton.
 
-dbias is a chain over the tokens of sums over 16 of them each; all else as ``backward.py`` and ``products.py`` say.
+dbias is a chain over tokens whose terms are sums of 16 tokens. Everything else is as in ``backward.py`` and
+``products.py`` of the package.
 """
 
 from __future__ import annotations
@@ -25,22 +26,22 @@ from rl_kernels.linear_logp.backends.cuda_sm90.tiles import (
 from rl_kernels.linear_logp.inputs import Inputs
 
 ARGS = "({}PPPPPPii)"
-"""``struct Args``, which begins with ``struct Inputs``."""
+"""Layout of ``struct Args``; ``{}`` is the layout of ``struct Inputs``, its first part."""
 SUMMED = 16
-"""Rows whose sum is one term of dbias."""
+"""Rows that are summed into one term of dbias."""
 
 
 class Steps(products.Products):
     """One piece of the vocabulary for one block of rows of the backward pass."""
 
     def summed(self, hidden: torch.Tensor) -> int:
-        """Return the rows whose sum is one term of dbias."""
+        """Return how many rows are summed into one term of dbias."""
         return SUMMED
 
     def dlogits(
         self, block: Inputs, upstream: LogpUpstream, columns: slice, dbias: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return dz, rounded, and add its sum over rows to dbias."""
+        """Return dz, rounded, and add its row sum to dbias."""
         hidden, width = copyable(block.hidden), columns.stop - columns.start
         count, device = len(hidden), hidden.device
         block = block._replace(weight=copyable(block.weight))
@@ -57,7 +58,7 @@ class Steps(products.Products):
             tensor_map(dz, (HEIGHT, SWIZZLE // hidden.itemsize), swizzle=SWIZZLE),
             *operands.arguments,
             upstream.norm,
-            # Never null where the kernel reads it.
+            # The kernel reads this pointer only if there is an entropy, so it is never null there.
             upstream.norm if upstream.entropy is None else upstream.entropy,
             *(upstream.grad_logp, upstream.grad_logsumexp, upstream.grad_entropy),
             *(sums, columns.start, width),
@@ -71,6 +72,6 @@ class Steps(products.Products):
 def backward(
     hidden: torch.Tensor, weight: torch.Tensor, *others: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (dhidden, dweight, dbias), empty where not needed; with ``main_grad`` dweight is added to that."""
-    # Once, not for each piece.
+    """Return (dhidden, dweight, dbias), empty if not needed; with ``main_grad``, dweight is added to it instead."""
+    # The weight is copied once here, not for each piece.
     return products.backward(Steps(), hidden, copyable(weight), *others)

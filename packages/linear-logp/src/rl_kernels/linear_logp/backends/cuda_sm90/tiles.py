@@ -1,6 +1,6 @@
-"""What the kernels of ``cuda-sm90`` have in common on the host: how rows are cut into tiles, and what all of them take.
+"""Host code shared by the kernels of ``cuda-sm90``: how rows are cut into tiles, and the common arguments.
 
-The device side of it is ``kernels/linear_logp.cuh``.
+The device side is ``linear_logp.cuh``.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from rl_kernels.linear_logp.inputs import Inputs
 PACKAGE = "rl_kernels.linear_logp.backends.cuda_sm90"
 FORWARD, BACKWARD = "linear_logp_sm90.cu", "linear_logp_backward_sm90.cu"
 CODES = {torch.bfloat16: 1, torch.float16: 2}
-"""DTYPE of the kernels."""
+"""Values of the kernels' DTYPE macro."""
 INPUTS, CAP = "PPPPqiiiifi", "ffff"
-"""``struct Inputs``, and what it ends with where logits are capped."""
+"""Layout of ``struct Inputs``, and of the fields at its end if logits are capped."""
 BLOCK, UNIT = 256, 4
-"""Columns of a block, and blocks that one part holds where there are enough of them to fill the GPU."""
+"""Columns of a block, and blocks of a unit: one part is a unit if there are enough of them to fill the GPU."""
 HEIGHT, INNER, SWIZZLE, CHUNK = 64, 64, 128, 16
-"""Rows of a consumer, terms of D of a stage, bytes of its swizzled rows, and what addresses are multiples of."""
+"""Rows of a consumer, terms of D in a stage, bytes of a swizzled row, and alignment of addresses in bytes."""
 WARPGROUP, ALIGNMENT = 128, 1024
 SHARED = 227 * 1024
-"""Bytes of shared memory that a block may have."""
+"""Bytes of shared memory available to a block."""
 STAGE = (HEIGHT + BLOCK) * SWIZZLE
 """Bytes of a stage."""
 BOXES = 2 * HEIGHT * SWIZZLE
-"""Bytes of the boxes through which a consumer's part of dz leaves."""
+"""Bytes of the shared-memory boxes through which one consumer stores its part of dz."""
 
 
 class Cut(NamedTuple):
-    """How rows are cut: ``groups`` times 64 of them, each with a consumer of its own, make a tile."""
+    """How rows are cut into tiles: a tile has ``groups`` groups of 64 rows, each with its own consumer."""
 
     groups: int
 
@@ -57,7 +57,7 @@ class Cut(NamedTuple):
         return (self.groups + 1) * WARPGROUP
 
     def stages(self, file: str) -> int:
-        """Return the stages that there is room for."""
+        """Return how many stages fit in shared memory."""
         return (SHARED - ALIGNMENT - self._boxes(file)) // STAGE
 
     def shared(self, file: str) -> int:
@@ -65,12 +65,12 @@ class Cut(NamedTuple):
         return self.stages(file) * STAGE + self._boxes(file) + ALIGNMENT
 
     def blocks(self, count: int, vocab: int, device: int) -> int:
-        """Return the blocks of a part of the forward pass: one where whole units would leave multiprocessors idle."""
+        """Return the vocabulary blocks of a part in the forward pass: 1 if units would leave multiprocessors idle."""
         units = -(-count // self.rows) * -(-vocab // (BLOCK * UNIT))
         return UNIT if units >= 8 * processors(device) else 1
 
     def grid(self, count: int, units: int, device: int) -> int:
-        """Return the number of blocks for so many rows and units of columns."""
+        """Return the number of thread blocks for ``count`` rows and ``units`` column units."""
         return min(-(-count // self.rows) * units, processors(device))
 
     def _boxes(self, file: str) -> int:
@@ -79,7 +79,7 @@ class Cut(NamedTuple):
 
 @functools.cache
 def program(file: str, dtype: torch.dtype, cut: Cut, *, entropy: bool, capped: bool = False) -> Program:
-    """Return the kernels of a file for tiles that are cut like this."""
+    """Return the kernels of a file, compiled for the tiles of ``cut``."""
     stages = {"STAGES": cut.stages(file), "STAGE_BYTES": STAGE}
     flags = {"ENTROPY": int(entropy), "CAPPED": int(capped)}
     defines = {"DTYPE": CODES[dtype], **flags, "GROUPS": cut.groups, **stages}
@@ -87,13 +87,13 @@ def program(file: str, dtype: torch.dtype, cut: Cut, *, entropy: bool, capped: b
 
 
 class Operands(NamedTuple):
-    """What every kernel takes.
+    """The arguments that every kernel takes.
 
     Attributes:
-        cut: how rows are cut.
-        maps: of hidden and weight.
-        form: of the arguments, as a launch takes it.
-        arguments: ``struct Inputs``.
+        cut: how rows are cut into tiles.
+        maps: TMA tensor maps of hidden and weight.
+        form: layout of the arguments, as a launch takes it.
+        arguments: the fields of ``struct Inputs``.
     """
 
     cut: Cut
@@ -103,7 +103,7 @@ class Operands(NamedTuple):
 
     @classmethod
     def of(cls, inputs: Inputs, hidden: torch.Tensor) -> Operands:
-        """Return those of a call whose weight is ``copyable``, as ``hidden`` is, that of the inputs or a copy."""
+        """Return the operands of a call; ``hidden`` (or its copy) and the weight are already ``copyable``."""
         (count, size), vocab = hidden.shape, len(inputs.weight)
         cut, device = Cut.of(count), hidden.device
         ids = inputs.target_ids.to(torch.int64).contiguous()
@@ -132,10 +132,10 @@ def _group() -> int:
 
 
 def copyable(x: torch.Tensor) -> torch.Tensor:
-    """Return a matrix whose rows begin at multiples of 16 bytes, as the copy engine wants them: itself, or a copy."""
+    """Return ``x``, or a copy of it, with rows that begin at multiples of 16 bytes, as TMA requires."""
     size = x.element_size()
     fits = x.stride(1) == 1 and x.stride(0) * size % CHUNK == 0 and x.stride(0) >= x.shape[1]
     if fits and x.data_ptr() % CHUNK == 0:
         return x
-    # A single row is contiguous whatever its stride, which clone would keep.
+    # Not clone: a single row counts as contiguous with any stride, and clone would keep that stride.
     return torch.empty_like(x, memory_format=torch.contiguous_format).copy_(x)

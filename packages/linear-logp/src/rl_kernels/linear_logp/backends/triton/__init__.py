@@ -1,1 +1,1 @@
-"""The Triton backend of linear_logp: kernels, and the host code that launches them."""
+"""The Triton backend of linear_logp: kernels and the host code that launches them."""

@@ -1,10 +1,10 @@
-"""linear_logp in Triton: tiles of logits that live in registers, and end there as softmax states or as a gradient.
+"""linear_logp in Triton: tiles of logits stay in registers and are reduced there to softmax states or to dz.
 
-Order of the sums, which is the contract of this backend: a logit is a canonical chain over D. The vocabulary is cut
-into segments of 4096 columns, a segment into blocks of 256; every block gives a state of its own, blocks are merged in
-ascending order, and so are segments. Whether one program takes a whole segment or one block follows the number of rows
-and changes no bit. dH and dW are canonical chains over the vocabulary and over the tokens, that of dH in FP32 of spans
-of 256 columns; dbias adds blocks of tokens, in ascending order.
+Reduction order, which is the contract of this backend: a logit is a canonical chain over D. The vocabulary is cut into
+segments of 4096 columns, a segment into blocks of 256. Each block gives a softmax state; blocks are merged in ascending
+order, then segments. With many rows one program takes a whole segment, with few rows one block; both give the same
+bits. dH is a canonical chain over the vocabulary (for FP32 inputs in spans of 256 columns), dW one over the tokens;
+dbias adds tiles of tokens in ascending order.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rl_kernels.linear_logp.backends.triton import kernels
 from rl_kernels.linear_logp.inputs import Cap, Inputs
 
 NO_CAP = Cap(0.5, 0.5)
-"""Numbers that are not read; Triton would compile a kernel anew for an integer of 1."""
+"""Stands in for a missing cap and is not read; not 1, for which Triton would compile another kernel."""
 
 
 def forward(
@@ -60,18 +60,18 @@ def forward_stats(
 def backward(
     hidden: torch.Tensor, weight: torch.Tensor, *others: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (dhidden, dweight, dbias), empty where not needed; with ``main_grad`` dweight is added to that."""
+    """Return (dhidden, dweight, dbias), empty if not needed; with ``main_grad``, dweight is added to it instead."""
     return products.backward(Steps(), hidden, weight, *others)
 
 
 def backward_main_grad(*args: object) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add dweight to ``main_grad``, the last argument, and return (dhidden, dbias), empty where not needed."""
+    """Add dweight to ``main_grad``, the last argument, and return (dhidden, dbias), each empty if not needed."""
     dhidden, _, dbias = backward(*args)  # type: ignore[arg-type]
     return dhidden, dbias
 
 
 def schedule_of(name: str, hidden: torch.Tensor) -> Schedule:
-    """Return how tiles of logits are formed: where bits might follow it, by dtype and architecture alone."""
+    """Return the schedule of the logit tiles; where it could change bits, dtype and architecture alone decide."""
     if INTERPRETED:
         return Schedule(64, kernels.BLOCK.value, 64, 4, 1)
     if hidden.dtype not in HALF:
@@ -94,7 +94,7 @@ def _statistics(inputs: Inputs, *, entropy: bool) -> tuple[torch.Tensor, torch.T
     lse, row_entropy = (hidden.new_empty(count, dtype=torch.float32) if entropy else logp for _ in range(2))
     if not count:
         return logp, lse, row_entropy, norm
-    # On sm_90 a tile's height changes no bit: a state is formed within a row.
+    # On sm_90 the height of a tile changes no bit: each softmax state belongs to one row.
     cut = schedule_of("few_rows", hidden)
     if count > cut.rows:
         cut = schedule_of("many_rows", hidden)
@@ -160,7 +160,7 @@ def _number_or_rows(temperature: torch.Tensor) -> torch.Tensor | float:
 
 
 def _bias(inputs: Inputs) -> tuple[torch.Tensor, int]:
-    """Return the bias and its stride, or a tensor that is not read."""
+    """Return the bias and its stride; without a bias, a tensor that the kernel does not read."""
     return (inputs.hidden, 0) if inputs.bias is None else (inputs.bias, inputs.bias.stride(0))
 
 
@@ -168,17 +168,17 @@ class Steps(products.Products):
     """One piece of the vocabulary for one block of rows of the backward pass."""
 
     def summed(self, hidden: torch.Tensor) -> int:
-        """Return the rows whose sum is one term of dbias: those of a tile."""
+        """Return how many rows are summed into one term of dbias: the height of a tile."""
         return schedule_of("gradient", hidden).rows
 
     def dlogits(
         self, block: Inputs, upstream: LogpUpstream, columns: slice, dbias: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return dz, rounded, and add its sum over rows to dbias."""
+        """Return dz, rounded, and add its row sum to dbias."""
         hidden, weight = block.hidden, block.weight
         count, width = len(hidden), columns.stop - columns.start
         cut = schedule_of("gradient", hidden)
-        # Rows start where a descriptor may, whatever the width.
+        # The padded width lets a tensor descriptor address the rows, whatever ``width`` is.
         dz = hidden.new_empty((count, ceil_div(width, kernels.BLOCK.value) * kernels.BLOCK.value))[:, :width]
         stored = gemm.described(dz)
         row_tiles = ceil_div(count, cut.rows)
