@@ -1,4 +1,4 @@
-"""Losses of policy gradients with grouped rewards: GRPO and its kin, advantages, loss and gradient in one pass."""
+"""Policy-gradient losses with grouped rewards, GRPO and its variants: advantages, loss and gradient in one pass."""
 
 from rl_kernels.grpo_loss.advantages import group_advantages
 from rl_kernels.grpo_loss.api import grpo_loss, grpo_loss_from_advantages

@@ -1,4 +1,4 @@
-"""The public function of advantages alone: validation and dispatch."""
+"""The public function ``group_advantages``: validation and dispatch."""
 
 from __future__ import annotations
 
@@ -28,19 +28,22 @@ def group_advantages(
 ) -> torch.Tensor:
     """Return the advantage of each completion in its group, by default ``(r - mean) / max(std, eps)``, population std.
 
-    Mean and deviations are taken in two passes, in FP64, so that a large offset of the rewards costs nothing. A group
-    whose rewards are all equal, or of one member, gives exactly 0; one with a NaN gives NaN, and no other group does.
-    An advantage depends on its group alone, bit for bit, but with ``batch``.
+    Mean and standard deviation are computed in two passes in FP64, so that a large offset of the rewards costs no
+    accuracy. A group of one member, or with equal rewards, gives exactly 0; a group with a NaN reward gives NaN. Except
+    with ``batch``, an advantage depends on its group alone, bit for bit.
+
+    Advantages normalised by group are from GRPO (arXiv 2402.03300), ``none`` is from Dr. GRPO (arXiv 2503.20783),
+    ``leave_one_out`` from Back to Basics (arXiv 2402.14740).
 
     Args:
-        rewards: ``[B]``, FP32, BF16, FP16 or FP64; no gradient flows to them.
+        rewards: ``[B]``, FP32, BF16, FP16 or FP64; they get no gradient.
         samples_per_prompt: as in ``grpo_loss``.
         group_boundaries: as in ``grpo_loss``.
-        eps: > 0.
-        advantage_estimator: what is divided by: the group's ``population`` or ``sample`` standard deviation; that of
-            the whole ``batch``, a sample's, about its own mean; or ``none``. ``leave_one_out`` is the difference to the
-            mean of the others.
-        eps_placement: divide by the ``max`` of the standard deviation and eps, or ``add`` eps to it.
+        eps: > 0; keeps the division by a small standard deviation finite.
+        advantage_estimator: ``population`` or ``sample``: r - mean, divided by that standard deviation of the group;
+            ``batch``: r - mean, divided by the sample standard deviation of all rewards; ``none``: r - mean;
+            ``leave_one_out``: r minus the mean of the other members.
+        eps_placement: ``max`` divides by max(std, eps), ``add`` by std + eps.
         skip_nan: leave members whose reward is NaN out of their group, and give them 0.
         validate: as in ``grpo_loss``.
         backend: as in ``grpo_loss``.
@@ -49,8 +52,9 @@ def group_advantages(
         ``[B]``, FP32, or FP64 for FP64 rewards.
 
     Raises:
-        TypeError, ValueError: an argument is not as above; the message names it.
-        BackendUnavailable: the backend asked for cannot run this call.
+        TypeError, ValueError: an argument is not as described; the message names it.
+        BackendUnavailable: the requested backend cannot run this call.
+        RuntimeError: forward-mode AD, or gradients through a ``torch.func`` transform.
     """
     check.tensor("rewards", rewards, check.FLOATS, ndim=1)
     estimator = Estimator.of(advantage_estimator, eps_placement, skip_nan, eps)

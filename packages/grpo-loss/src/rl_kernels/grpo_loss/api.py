@@ -1,4 +1,4 @@
-"""The public functions of the loss: validation and dispatch; ``run`` is what both share."""
+"""The public functions ``grpo_loss`` and ``grpo_loss_from_advantages``: validation and dispatch."""
 
 from __future__ import annotations
 
@@ -107,50 +107,51 @@ def grpo_loss(
     validate: bool = True,
     backend: str | None = None,
 ) -> GRPOLossOutput | LossAndMetrics:
-    """Return the policy loss of B completions of up to T tokens, with advantages from the rewards of each group.
+    """Return the policy loss of B completions of up to T tokens; advantages come from the rewards of each group.
 
-    By default the mean over active tokens of ``-min(ratio A, clamp(ratio, 1 - clip_low, 1 + clip_high) A) + beta k3``,
-    where ``ratio = exp(current - old)``, ``k3 = exp(e) - e - 1`` with ``e = ref - current``, and A is the advantage of
-    the completion, as ``group_advantages`` gives it. ``objective`` chooses another: docs/objectives.md has each formula
-    and the presets of frameworks. All masked: 0, with zero gradient. Worked in FP32, in FP64 if current_logps is FP64.
-    What masked positions hold changes no bit, nor do right padding and masked completions at the end, unless the
-    divisor counts them.
+    The default is the mean over active tokens of ``-min(ratio A, clamp(ratio, 1 - clip_low, 1 + clip_high) A) +
+    beta k3``, where ``ratio = exp(current - old)``, ``k3 = exp(e) - e - 1`` with ``e = ref - current``, and A is the
+    advantage of the completion, as in ``group_advantages``: the terms of GRPO (arXiv 2402.03300), averaged over the
+    tokens of the batch. ``objective`` selects another loss; docs/objectives.md has all formulas, their papers, and the
+    presets of frameworks.
+
+    Computed in FP32 (in FP64 if current_logps is FP64). If every token is masked, the loss is 0 with zero gradient.
+    Values at masked positions change no bit. Right padding and masked completions at the end change none either,
+    unless the divisor counts them.
 
     Args:
-        current_logps: ``[B, T]``, log-probabilities of the policy being trained, FP32, BF16, FP16 or FP64, any strides;
-            the only differentiable argument.
-        old_logps: ``[B, T]``, of the policy that sampled, any of those dtypes; None means on-policy: ratio 1,
-            gradient -A.
-        ref_logps: ``[B, T]``, of the reference policy, any of those dtypes. Not read with ``beta == 0``, and may then
-            be None.
+        current_logps: ``[B, T]``, log-probabilities under the policy being trained, FP32, BF16, FP16 or FP64, any
+            strides; the only differentiable argument.
+        old_logps: ``[B, T]``, log-probabilities under the policy that sampled, any of those dtypes. None means
+            on-policy: ratio 1, gradient -A.
+        ref_logps: ``[B, T]``, log-probabilities under the reference policy, any of those dtypes. Not read with
+            ``beta == 0``, and may then be None.
         rewards: ``[B]``, any of those dtypes.
-        completion_mask: ``[B, T]``, bool, or 0 and 1 of another dtype; 1 is an active token.
-        samples_per_prompt: size of every group, at least 2, a divisor of B. Either this or group_boundaries.
-        group_boundaries: offsets of the groups, ``[G + 1]``, integers as a sequence or a tensor (on the CPU or the
-            device of the rewards): from 0 to B, strictly increasing. A group may have one member.
-        objective: what is computed; ``Objective()`` by default. The next three replace what it says.
+        completion_mask: ``[B, T]``, bool, or 0 and 1 in an integer or floating-point dtype; 1 is an active token.
+        samples_per_prompt: size of every group, at least 2, a divisor of B. Give either this or group_boundaries.
+        group_boundaries: ``[G + 1]`` offsets of the groups, a sequence of integers, or an int64 or int32 tensor on the
+            CPU or the device of the rewards: from 0 to B, strictly increasing. A group may have one member.
+        objective: the loss to compute; ``Objective()`` by default. The next three arguments override its options.
         loss_type: as in ``Objective``.
         beta: as in ``Objective``.
-        clip_eps: clip_low and clip_high in one, >= 0.
+        clip_eps: >= 0; sets both clip_low and clip_high.
         extras: rollout ratio, entropy, and offsets of packed sequences.
-        normaliser: what to divide by, where a batch is one of several.
-        return_metrics: return ``LossAndMetrics`` in place of the loss.
-        validate: check that a mask that is not bool holds 0 and 1, and the values of offsets on a GPU, which syncs
-            with it; skipped under torch.compile and graph capture. Unchecked, any value but 0 is active, and offsets
-            outside of their range are clamped.
-        backend: name of a backend, ``auto``, or None for what is forced elsewhere, if anything.
+        normaliser: what the sums are divided by, if this batch is one of several micro-batches.
+        return_metrics: return ``LossAndMetrics`` instead of ``GRPOLossOutput``.
+        validate: check that a mask that is not bool holds only 0 and 1, and check offsets on a GPU. This syncs with the
+            GPU, and is skipped under torch.compile and graph capture. Without the check, every nonzero mask value is
+            active, and offsets out of range are clamped.
+        backend: name of a backend, ``auto``, or None: the backend that ``use_backend`` or ``RL_KERNELS_BACKEND``
+            forces, otherwise ``auto``.
 
     Returns:
-        ``GRPOLossOutput(loss, policy_loss, kl)``, scalars, FP32 (FP64 if current_logps is FP64); gradients flow through
-        ``loss`` alone. With return_metrics ``(GRPOLossOutput, metrics)``: one FP32 vector of the numbers that
-        ``METRICS`` names, over active tokens: share clipped below (A < 0) and above (A > 0; the bounds of the weight
-        with ``cispo``), mean, least and greatest ratio, the three KL estimates, effective sample size
-        ``(sum ratio)^2 / sum ratio^2`` (NaN where a square overflows), how many tokens have a log-probability that is
-        not finite, mean entropy; 0 for what is not given, and if no token is active.
+        ``GRPOLossOutput(loss, policy_loss, kl)``: scalars, FP32 (FP64 if current_logps is FP64); only ``loss`` has a
+            gradient. With return_metrics, ``LossAndMetrics(output, metrics)``; ``METRICS`` defines the metrics.
 
     Raises:
-        TypeError, ValueError: an argument is not as above; the message names it.
-        BackendUnavailable: the backend asked for cannot run this call.
+        TypeError, ValueError: an argument is not as described; the message names it.
+        BackendUnavailable: the requested backend cannot run this call.
+        RuntimeError: forward-mode AD, or gradients through a ``torch.func`` transform.
     """
     extras, normaliser = group("extras", extras, NO_EXTRAS), group("normaliser", normaliser, NO_NORMALISER)
     objective = chosen(objective, loss_type, beta, clip_eps)
@@ -166,7 +167,7 @@ def grpo_loss(
 
 
 def _may_be_planned(extras: Extras, normaliser: Normaliser, mask: object) -> bool:
-    """Say whether a call has no values to look at each time, and nothing observes which ops it takes."""
+    """Return whether a remembered plan may serve the call: no values need a check, and nothing observes its ops."""
     if extras is not NO_EXTRAS or normaliser is not NO_NORMALISER or getattr(mask, "dtype", None) is not torch.bool:
         return False
     return not (torch.compiler.is_compiling() or ops_are_observed())
@@ -188,7 +189,7 @@ def _rewards_call(
     """Check the arguments of ``grpo_loss``."""
     layout = Layout(current_logps, extras.cu_seqlens, extras.max_seqlen, options.validate)
     check.tensor("rewards", rewards, check.FLOATS, ndim=1)
-    check.shape("rewards", rewards, (layout.batch,), "one a sequence of current_logps")
+    check.shape("rewards", rewards, (layout.batch,), "one per sequence of current_logps")
     check.same_device(current_logps=current_logps, rewards=rewards)
     tokens = Tokens(old_logps, ref_logps, mask, extras.rollout_ratio, extras.entropy)
     call_of = prepare(current_logps, tokens, layout, objective, options)
@@ -212,7 +213,7 @@ def _rewards_plan(
     given = (current_logps, old_logps, ref_logps, rewards, mask)
     if not are_plain(*given):
         return None
-    # No values to look at: the mask is bool.
+    # A bool mask has no values to check.
     options = Options(NO_NORMALISER, return_metrics, validate=False)
     return plan_of(_rewards_call(*given, samples_per_prompt, None, objective, NO_EXTRAS, options, backend), backend)
 
@@ -294,16 +295,16 @@ def grpo_loss_from_advantages(
     validate: bool = True,
     backend: str | None = None,
 ) -> GRPOLossOutput | LossAndMetrics:
-    """Return the policy loss for given advantages; all else as in ``grpo_loss``, of which this is the second half.
+    """Return the policy loss for given advantages: ``grpo_loss`` without the step from rewards to advantages.
 
     Args:
-        current_logps: ``[B, T]``; the only differentiable argument.
-        old_logps: ``[B, T]`` or None.
-        ref_logps: ``[B, T]``, or None with ``beta == 0``.
-        advantages: ``[B]``, one a completion, or ``[B, T]``, one a token; FP32, BF16, FP16 or FP64. With packed
-            sequences ``[B]`` or ``[total]``, the former if B is total.
-        completion_mask: ``[B, T]``.
-        objective: as in ``grpo_loss``; what it says of advantages is not read.
+        current_logps: ``[B, T]``, FP32, BF16, FP16 or FP64, any strides; the only differentiable argument.
+        old_logps: ``[B, T]``, any of those dtypes, or None.
+        ref_logps: ``[B, T]``, any of those dtypes, or None with ``beta == 0``.
+        advantages: ``[B]``, one per completion, or ``[B, T]``, one per token; any of those dtypes. With packed
+            sequences ``[B]`` or ``[total]``; if B equals total, they count as one per completion.
+        completion_mask: ``[B, T]``, as in ``grpo_loss``.
+        objective: as in ``grpo_loss``; its advantage options are not read.
         loss_type: as in ``grpo_loss``.
         beta: as in ``grpo_loss``.
         clip_eps: as in ``grpo_loss``.
@@ -313,9 +314,13 @@ def grpo_loss_from_advantages(
         validate: as in ``grpo_loss``.
         backend: as in ``grpo_loss``.
 
+    Returns:
+        ``GRPOLossOutput``, or ``LossAndMetrics`` with return_metrics, as in ``grpo_loss``.
+
     Raises:
-        TypeError, ValueError: an argument is not as above; the message names it.
-        BackendUnavailable: the backend asked for cannot run this call.
+        TypeError, ValueError: an argument is not as described; the message names it.
+        BackendUnavailable: the requested backend cannot run this call.
+        RuntimeError: forward-mode AD, or gradients through a ``torch.func`` transform.
     """
     extras, normaliser = group("extras", extras, NO_EXTRAS), group("normaliser", normaliser, NO_NORMALISER)
     objective = chosen(objective, loss_type, beta, clip_eps)

@@ -1,4 +1,4 @@
-"""The checks of tensors that both loss functions share."""
+"""Tensor checks shared by both loss functions."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ MASKS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.in
 
 
 class Layout:
-    """How the tokens of a call lie: ``[B, T]``, or packed ``[total]`` with ``cu_seqlens``.
+    """The token layout of a call: ``[B, T]``, or packed ``[total]`` with ``cu_seqlens``.
 
     Attributes:
         cu_seqlens: offsets of packed sequences ``[B + 1]``, or None.
-        max_seqlen: tokens of the longest packed sequence, otherwise 0.
+        max_seqlen: T of packed sequences, at least the longest one; 0 if they are not packed.
         batch: number of sequences.
-        shape: of what has one value a token.
+        shape: of per-token tensors.
     """
 
     def __init__(
@@ -40,21 +40,21 @@ class Layout:
             _check_offsets(cu_seqlens, current_logps.shape[0], self.max_seqlen)
 
     def scores(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """Check one value a sequence, or one a token; return it as raw ops take it."""
+        """Check a tensor with one value per sequence or per token; return it as raw ops take it."""
         check.tensor(name, value, check.FLOATS, least=1)
         wanted: tuple[int, ...] = (self.batch,)
         if self.cu_seqlens is None and value.ndim != 1:
             wanted = self.shape
         elif self.cu_seqlens is not None and value.shape != wanted:
-            check.shape(name, value, self.shape, "one a sequence, or one a token, of current_logps")
+            check.shape(name, value, self.shape, "one per sequence or per token of current_logps")
             return value.detach()[None]
-        check.shape(name, value, wanted, "one a sequence, or one a token, of current_logps")
+        check.shape(name, value, wanted, "one per sequence or per token of current_logps")
         return value.detach()
 
     def tokens(
         self, current_logps: torch.Tensor, mask: torch.Tensor, values: bool, **others: torch.Tensor | None
     ) -> None:
-        """Check the mask and what else has one value a token."""
+        """Check the mask and the other per-token tensors."""
         for name, value in others.items():
             if value is not None:
                 check.tensor(name, value, check.FLOATS)
@@ -85,7 +85,9 @@ def _offsets(cu_seqlens: torch.Tensor, total: int, longest: int) -> None:
     lengths = cu_seqlens.diff()
     first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
     if first != 0 or last != total or bool((lengths < 0).any()):
-        raise ValueError(f"cu_seqlens: expected offsets that rise from 0 to {total}, got {first} to {last}")
+        raise ValueError(
+            f"cu_seqlens: expected offsets that rise from 0 to {total} and never fall, got first {first}, last {last}"
+        )
     if bool((lengths > longest).any()):
         raise ValueError(f"max_seqlen: expected at least {int(lengths.max())}, the longest sequence, got {longest}")
 

@@ -1,4 +1,4 @@
-"""The arguments of a raw loss op, named: what ``api`` passes on and backends read."""
+"""The arguments of a raw loss op by name, as ``api`` passes them and backends read them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rl_kernels.grpo_loss.plan import Numbers, Plan
 
 
 class LossCall(NamedTuple):
-    """Arguments of ``forward`` and ``forward_grad`` in the order of their schema, which ``op`` describes."""
+    """Arguments of ``forward`` and ``forward_grad`` in the order of their schema; ``op`` describes them."""
 
     current_logps: torch.Tensor
     old_logps: torch.Tensor | None
@@ -34,22 +34,22 @@ class LossCall(NamedTuple):
 
     @property
     def values(self) -> Numbers:
-        """The numbers by name."""
+        """The numbers of the loss by name."""
         return Numbers(*self.numbers.tolist())
 
     @property
     def formula(self) -> Plan:
-        """What is computed."""
+        """The formula of the loss."""
         return Plan.parse(self.plan)
 
     @property
     def advantage_formula(self) -> Estimator:
-        """How advantages come from rewards."""
+        """The formula of the advantages."""
         return Estimator.parse(self.estimator)
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which the loss is worked out."""
+        """Dtype in which the loss is computed."""
         return compute_dtype(self.current_logps.dtype)
 
     @property
@@ -59,5 +59,5 @@ class LossCall(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Tokens that the longest sequence has room for."""
+        """T: the padded length of a sequence."""
         return self.current_logps.shape[1] if self.cu_seqlens is None else self.max_seqlen

@@ -1,4 +1,4 @@
-"""How advantages come from rewards: the estimators of the field, checked, and the form in which raw ops take them."""
+"""The advantage estimators: their checks, and the form in which raw ops take them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ PLACEMENTS = ("max", "add")
 
 
 class Estimator(NamedTuple):
-    """Which formula gives the advantages; ``text`` and ``parse`` are there and back.
+    """The formula of the advantages; ``text`` writes it as a string, ``parse`` reads it back.
 
     Attributes:
         kind: one of ``ESTIMATORS``.
-        placement: of eps: ``max`` of it and the deviation, or ``add`` to it.
-        nan: ``keep``, or ``skip`` for members without a reward, which are left out of their group.
+        placement: of eps: ``max`` divides by max(std, eps), ``add`` by std + eps.
+        nan: ``keep``, or ``skip``, which leaves members with a NaN reward out of their group.
     """
 
     kind: str = "population"
@@ -28,7 +28,7 @@ class Estimator(NamedTuple):
         """Check the advantage keywords of a public function.
 
         Raises:
-            TypeError, ValueError: a keyword is none of its values; the message names it.
+            TypeError, ValueError: a keyword has a value that is not allowed; the message names it.
         """
         check.number("eps", eps, above=0)
         check.choice("advantage_estimator", advantage_estimator, ESTIMATORS)
@@ -38,10 +38,10 @@ class Estimator(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Return the estimator as a raw op takes it."""
+        """Return the estimator as the string that a raw op takes."""
         return ",".join(self)
 
     @classmethod
     def parse(cls, text: str) -> Estimator:
-        """Return the estimator that a text says."""
+        """Return the estimator of a string from ``text``."""
         return cls(*text.split(","))

@@ -1,4 +1,4 @@
-"""What a call brings beside its log-probabilities and rewards, grouped: ``Extras`` and ``Normaliser``."""
+"""``Extras`` and ``Normaliser``: optional inputs of a loss besides log-probabilities and rewards."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from rl_kernels.grpo_loss.plan import FORMS
 
 
 class Extras(NamedTuple):
-    """Tensors that a call may bring; a value that changes needs no new graph under ``torch.compile``.
+    """Optional tensors of a call; new values need no new graph under ``torch.compile``.
 
     Attributes:
-        rollout_ratio: ``[B]`` or ``[B, T]``, probability under old over that under the sampler; multiplies the policy
-            term, and joins the weight of ``vespo``. ``Objective.rollout_mode`` says how it is bounded.
-        entropy: ``[B, T]``, for the metrics alone.
-        cu_seqlens: offsets ``[B + 1]`` of packed sequences, int32 or int64: what is ``[B, T]`` elsewhere is
-            ``[total]``.
-        max_seqlen: T of packed sequences; by default their longest, which a GPU must be waited for.
+        rollout_ratio: ``[B]`` or ``[B, T]``, FP32, BF16, FP16 or FP64: probability under the old policy, divided by
+            that under the engine that sampled. It multiplies the policy term; in ``vespo`` it is part of the weight.
+            ``Objective.rollout_mode`` bounds it.
+        entropy: ``[B, T]``, any of those dtypes; used for the metrics only.
+        cu_seqlens: ``[B + 1]`` offsets of packed sequences, int32 or int64. Tensors that are ``[B, T]`` otherwise are
+            then ``[total]``.
+        max_seqlen: T of packed sequences, an integer; by default the longest one, which syncs with a GPU. Required
+            under torch.compile and graph capture.
     """
 
     rollout_ratio: torch.Tensor | None = None
@@ -29,13 +31,14 @@ class Extras(NamedTuple):
 
 
 class Normaliser(NamedTuple):
-    """What sums are divided by in place of the batch's own counts, so that losses of micro-batches add up.
+    """What sums are divided by instead of the counts of the batch, so that losses of micro-batches add up.
 
     Attributes:
-        num_tokens: for types that are divided by tokens: a number >= 1, or a tensor without dims on the device, which
-            nothing waits for.
-        num_sequences: the same for types that are means over sequences, > 0; by default B, masked ones too.
-        max_completion_length: what ``dr_grpo`` divides by too; by default T.
+        num_tokens: a number >= 1, or a tensor of no dims on the device of the log-probabilities (no sync); only for
+            loss types that divide by tokens. By default the active tokens of the call.
+        num_sequences: a number > 0, or such a tensor; only for loss types that average over sequences. By default B,
+            which counts masked sequences too.
+        max_completion_length: an integer >= 1; only for ``dr_grpo``, which divides by it too. By default T.
     """
 
     num_tokens: float | torch.Tensor | None = None
@@ -44,7 +47,7 @@ class Normaliser(NamedTuple):
 
 
 class Divisor(NamedTuple):
-    """A checked normaliser: a number (0 if none is given) or a tensor, and the length of ``dr_grpo`` (0 for T)."""
+    """A checked normaliser: a number (0 if not given) or a tensor, and the length of ``dr_grpo`` (0 means T)."""
 
     number: float
     tensor: torch.Tensor | None
@@ -56,7 +59,7 @@ NO_EXTRAS, NO_NORMALISER = Extras(), Normaliser()
 
 
 def group(name: str, value: Group | None, empty: Group) -> Group:
-    """Return one of the two above, the empty one for None; ``TypeError`` for what is neither."""
+    """Return ``value``, or ``empty`` for None; raise ``TypeError`` if it is of another type than ``empty``."""
     if value is None:
         return empty
     if not isinstance(value, type(empty)):
@@ -68,13 +71,13 @@ def divisor_of(loss_type: str, given: Normaliser) -> Divisor:
     """Check a normaliser for a loss type.
 
     Raises:
-        TypeError, ValueError: a member is out of range, or means nothing for this loss type; the message names it.
+        TypeError, ValueError: a member is out of range or does not apply to this loss type; the message names it.
     """
     by_tokens = FORMS[loss_type].mean == "tokens"
     name, value = ("num_tokens", given.num_tokens) if by_tokens else ("num_sequences", given.num_sequences)
     other, unused = ("num_sequences", given.num_sequences) if by_tokens else ("num_tokens", given.num_tokens)
     if unused is not None:
-        raise ValueError(f"{other}: expected None with loss_type {loss_type!r}, divided by {name}, got a value")
+        raise ValueError(f"{other}: expected None with loss_type {loss_type!r}, which divides by {name}, got a value")
     length = _length(loss_type, given.max_completion_length)
     if value is None:
         return Divisor(0.0, None, length)

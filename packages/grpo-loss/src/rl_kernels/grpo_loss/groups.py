@@ -1,4 +1,4 @@
-"""Which rewards belong together: the two ways to say it, checked and brought to one."""
+"""The groups of the rewards: checks ``samples_per_prompt`` or ``group_boundaries`` and returns one form of both."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from rl_kernels.core import validate as check
 from rl_kernels.core.torchlib import define_check, values_hidden
 
 SHOWN = 8
-"""Offsets that an error message repeats."""
+"""How many offsets an error message shows."""
 
 
 class Groups(NamedTuple):
-    """Which rewards belong together, as the raw ops take it.
+    """The groups of the rewards, as the raw ops take them.
 
     Attributes:
         boundaries: offsets ``[G + 1]``, int64 on the device of the rewards, or None.
-        samples: size of every group where there are no boundaries, otherwise 0.
+        samples: size of every group if there are no boundaries, otherwise 0.
     """
 
     boundaries: torch.Tensor | None
@@ -34,13 +34,13 @@ def groups_of(
     *,
     values: bool,
 ) -> Groups:
-    """Return the groups that the arguments of a public function say.
+    """Return the groups given by the arguments of a public function.
 
-    ``values=False`` leaves offsets on another device than the CPU unread; no tensor's are read under torch.compile and
-    graph capture.
+    ``values=False`` skips the check of offsets that are not on the CPU. Under torch.compile and graph capture the
+    offsets of no tensor are checked.
 
     Raises:
-        TypeError, ValueError: not exactly one of the two is given, or it does not cut ``rewards[B]`` into groups.
+        TypeError, ValueError: none or both of the arguments are given, or the one does not cut ``rewards[B]``.
     """
     count = rewards.shape[0]
     if (samples_per_prompt is None) == (group_boundaries is None):
@@ -55,7 +55,7 @@ def groups_of(
         offsets = _checked(group_boundaries, rewards, values)
     else:
         offsets = torch.tensor(_listed(group_boundaries, count), dtype=torch.int64, device="cpu")
-    # Non-blocking: a copy to a GPU must not wait for what runs there.
+    # Non-blocking: the copy to a GPU must not wait for running kernels.
     return Groups(offsets.to(rewards.device, torch.int64, non_blocking=True).contiguous(), 0)
 
 

@@ -1,4 +1,4 @@
-"""Lanes of a mask as bits: what is masked never meets arithmetic, whatever it holds."""
+"""Masks as bits: masked values are cleared without arithmetic, so NaN or inf there has no effect."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import torch
 
 
 def lanes(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return all bits set where the mask holds, none elsewhere, in integers of the width of ``dtype``."""
+    """Return integers as wide as ``dtype``, with all bits set where the mask is true and none elsewhere."""
     return mask.to(torch.int64 if dtype == torch.float64 else torch.int32).neg_()
 
 
 def keep(x: torch.Tensor, lanes: torch.Tensor) -> torch.Tensor:
-    """Return ``x`` in the lanes and +0 elsewhere, whatever ``x`` is there; on a CPU 10 times as fast as torch.where."""
+    """Return ``x`` where the lanes are set and +0 elsewhere, even for NaN; on a CPU 10 times as fast as torch.where."""
     return (x.view(lanes.dtype) & lanes).view(x.dtype)

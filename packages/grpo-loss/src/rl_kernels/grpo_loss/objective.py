@@ -1,6 +1,6 @@
-"""What a loss computes: ``Objective``, a checked and frozen set of options; each loss type cites the paper it is from.
+"""``Objective``, the frozen and checked options of a loss, and the paper of each loss type.
 
-bnpo: mean over the tokens of the batch, by TRL's name for it; dapo divides alike. Papers, with their arXiv ids:
+bnpo is TRL's name for the mean over the tokens of the batch; dapo divides in the same way. Papers with arXiv ids:
 
 - grpo: DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models, 2402.03300
 - dr_grpo: Understanding R1-Zero-Like Training: A Critical Perspective, 2503.20783
@@ -40,40 +40,44 @@ ROLLOUT_MODES = ("truncate", "mask")
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
-    """The options of a loss, checked once, when it is made; ``dataclasses.replace`` changes some.
+    """The options of a loss, checked when it is made; ``dataclasses.replace`` returns a copy with some changed.
+
+    docs/objectives.md has the formula of each loss type; the papers are listed at the top of this module.
 
     Attributes:
-        loss_type: ``bnpo``, ``dapo``, ``ppo``, ``cispo``, ``vespo``, ``reinforce``: divided by tokens; ``grpo``,
-            ``gspo``, ``sapo``: means of each sequence's mean; ``dr_grpo``, ``luspo``: of each sequence's sum.
+        loss_type: the policy term and how it is averaged. ``bnpo``, ``dapo``, ``ppo``, ``cispo``, ``vespo``,
+            ``reinforce``: the sum over all tokens divided by a number of tokens. ``grpo``, ``gspo``, ``sapo``: the mean
+            over sequences of each sequence's token mean. ``dr_grpo``, ``luspo``: the mean over sequences of each
+            sequence's token sum, which ``dr_grpo`` also divides by a length.
         beta: weight of the KL, >= 0.
-        clip_low: the ratio is clipped at 1 - clip_low, >= 0. A tie takes the unclipped branch.
-        clip_high: and at 1 + clip_high, >= 0.
-        delta: a cap of the ratio in the unclipped branch too, > 0, for types that clip.
-        dual_clip: of ``ppo``: where A < 0 a term is at most ``-dual_clip A``; > 1.
-        cispo_floor: least weight of a token in ``cispo``, >= 0.
-        cispo_cap: greatest one, the ratio itself and no offset; > 0.
-        sapo_temperature_pos: of the gate of ``sapo`` where A > 0; > 0.
-        sapo_temperature_neg: elsewhere.
-        vespo_k_pos: power of the weight of ``vespo`` where A >= 0; >= 0.
-        vespo_lambda_pos: its decay there, > 0.
-        vespo_k_neg: power elsewhere.
-        vespo_lambda_neg: decay elsewhere.
-        importance_level: ``token``, or ``sequence``: one ratio a sequence, exp of the mean of its log-ratios. By
-            default ``sequence`` for ``gspo``, which has no other, and ``token`` for all others.
-        kl_estimator: ``k1`` (-e), ``k2`` (e^2 / 2) or ``k3`` (e^e - e - 1), with e = ref - current.
-        kl_correction: weight the KL estimate by the ratio, whose gradient it then has.
-        rollout_mode: ``truncate`` the rollout ratio to the range of the next two, or ``mask`` (0) what lies outside;
-            None takes it as it is.
-        rollout_min: >= 0.
-        rollout_max: >= 0.
-        advantage_estimator: ``population``, ``sample``, ``leave_one_out``, ``none`` or ``batch``, as
-            ``group_advantages`` has it, with the three that follow. Not read where advantages are given.
-        eps: > 0.
-        eps_placement: ``max`` or ``add``.
+        clip_low: >= 0; the ratio is clipped below 1 - clip_low. A tie takes the unclipped branch.
+        clip_high: >= 0; the ratio is clipped above 1 + clip_high.
+        delta: > 0, or None; also caps the ratio in the unclipped branch. Only for types that clip.
+        dual_clip: > 1, or None; where A < 0 a term is at most ``-dual_clip A``. Only for ``ppo``, without ``delta``.
+        cispo_floor: >= 0; smallest weight of a token in ``cispo``.
+        cispo_cap: > 0; largest weight of a token in ``cispo``: the ratio itself, not an offset from 1.
+        sapo_temperature_pos: > 0; temperature of the gate of ``sapo`` where A > 0.
+        sapo_temperature_neg: > 0; temperature of the gate elsewhere.
+        vespo_k_pos: >= 0; exponent k of the weight of ``vespo`` where A >= 0.
+        vespo_lambda_pos: > 0; decay lambda of that weight where A >= 0.
+        vespo_k_neg: >= 0; exponent k where A < 0.
+        vespo_lambda_neg: > 0; decay lambda where A < 0.
+        importance_level: ``token``, or ``sequence``: one ratio per sequence, exp of the mean of its log-ratios. The
+            default None means ``sequence`` for ``gspo``, which allows no other, and ``token`` for all other types.
+        kl_estimator: ``k1`` (-e), ``k2`` (e^2 / 2) or ``k3`` (exp(e) - e - 1), with e = ref - current.
+        kl_correction: multiply the KL estimate by the ratio; a gradient flows through that ratio too.
+        rollout_mode: ``truncate`` clamps the rollout ratio to [rollout_min, rollout_max]; ``mask`` replaces ratios
+            outside it by 0; None uses the ratio unchanged.
+        rollout_min: >= 0, by default 0; only with a rollout_mode.
+        rollout_max: >= 0, by default unbounded; only with a rollout_mode.
+        advantage_estimator: ``population``, ``sample``, ``leave_one_out``, ``none`` or ``batch``, as in
+            ``group_advantages``. This and the next three are not read if advantages are given.
+        eps: > 0, as in ``group_advantages``.
+        eps_placement: ``max`` or ``add``, as in ``group_advantages``.
         skip_nan: leave members whose reward is NaN out of their group.
 
     Raises:
-        TypeError, ValueError: an option is out of range, or means nothing for this loss type; the message names it.
+        TypeError, ValueError: an option is out of range or does not apply to this loss type; the message names it.
     """
 
     loss_type: str = "bnpo"
@@ -102,14 +106,14 @@ class Objective:
     skip_nan: bool = False
 
     plan: Plan = field(init=False, repr=False, compare=False)
-    """Which formula runs."""
+    """The formula, as the raw ops take it."""
     numbers: Numbers = field(init=False, repr=False, compare=False)
-    """Its numbers, without what a call brings."""
+    """The numbers of the formula, without those of a call."""
     estimator: Estimator = field(init=False, repr=False, compare=False)
-    """How advantages come from rewards."""
+    """The formula of the advantages."""
 
     def __post_init__(self) -> None:
-        """Check every option, and work out what raw ops take."""
+        """Check every option, and derive ``plan``, ``numbers`` and ``estimator``."""
         check.choice("loss_type", self.loss_type, tuple(FORMS))
         for name in ("beta", "clip_low", "clip_high", "cispo_floor", "vespo_k_pos", "vespo_k_neg"):
             check.number(name, getattr(self, name), least=0)
@@ -120,19 +124,19 @@ class Objective:
         if self.cispo_floor > self.cispo_cap:
             raise ValueError(f"cispo_floor: expected a number <= cispo_cap ({self.cispo_cap}), got {self.cispo_floor}")
         estimator = Estimator.of(self.advantage_estimator, self.eps_placement, self.skip_nan, self.eps)
-        # The one way to set what follows from the fields of a frozen class.
+        # A frozen dataclass allows no other way to set derived fields.
         object.__setattr__(self, "plan", self._plan())
         object.__setattr__(self, "numbers", self._numbers())
         object.__setattr__(self, "estimator", estimator)
 
     @classmethod
     def preset(cls, name: str) -> Objective:
-        """Return an objective by name: a framework's, such as ``trl-1.16:dapo``, or a paper's, such as ``dr_grpo``.
+        """Return the objective of a framework, such as ``trl-1.16:dapo``, or of a paper, such as ``dr_grpo``.
 
-        ``beta`` is 0 in all of them. docs/objectives.md says what each is, and where it comes from.
+        ``beta`` is 0 in every preset. docs/objectives.md describes each preset and its source.
 
         Raises:
-            ValueError: there is no preset of that name; the message lists all.
+            ValueError: no preset has that name; the message lists all names.
         """
         if name not in PRESETS:
             raise ValueError(f"name: expected one of {', '.join(PRESETS)}, got {name!r}")
@@ -177,7 +181,7 @@ class Objective:
 
 
 def chosen(objective: Objective | None, loss_type: str | None, beta: float | None, clip_eps: float | None) -> Objective:
-    """Return the objective of a call: the one given, by default ``Objective()``, with what is given beside it."""
+    """Return the objective of a call: the given one, or ``Objective()``, with the overrides of the call."""
     if objective is None:
         objective = DEFAULT
     elif not isinstance(objective, Objective):
@@ -210,7 +214,7 @@ def _bounds(loss_type: str, kind: str, delta: float | None, dual_clip: float | N
     if dual_clip is not None:
         check.number("dual_clip", dual_clip, above=1)
         if loss_type != "ppo":
-            raise ValueError(f"dual_clip: expected None with loss_type {loss_type!r}, it is for 'ppo', got {dual_clip}")
+            raise ValueError(f"dual_clip: expected None with loss_type {loss_type!r} (only for 'ppo'), got {dual_clip}")
         if delta is not None:
             raise ValueError("delta, dual_clip: expected at most one of them, got both")
     return "delta" if delta is not None else "dual" if dual_clip is not None else "none"

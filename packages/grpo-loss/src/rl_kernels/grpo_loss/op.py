@@ -1,19 +1,24 @@
-"""What grpo_loss is to the registry and to torch: schemas, fake kernels, backends and their promises.
+"""Registry entry of grpo_loss: torch schemas, fake kernels, backends and their promises.
 
-In the raw ops all tensors are on one device but ``eps`` (no dims) and ``numbers`` (of ``objective.Numbers``): FP64 on
-the CPU, so that a graph is good for all their values. Log-probabilities and the mask are ``[B, T]`` of any strides;
-a mask of any dtype, in which all but 0 is active. A loss takes either ``rewards[B]`` with their groups, or
-``advantages``, ``[B]`` or ``[B, T]``. Groups are ``boundaries[G + 1]``, int64, of any values: outside ``[0, B]`` they
-are clamped; or, where these are None, all of the size ``samples``. ``old_logps`` None means a ratio of 1, ``ref_logps``
-None no KL. ``rollout_ratio`` is ``[B]`` or ``[B, T]``, ``normaliser`` has no dims. With ``cu_seqlens[B + 1]`` what is
-``[B, T]`` otherwise is ``[total]``, advantages and rollout ratios a token ``[1, total]``, and T is ``max_seqlen``.
-``plan`` and ``estimator`` are the texts of ``objective.Plan`` and ``estimator.Estimator``. Results are FP32 (FP64 for
-FP64 inputs); metrics are FP32, empty where they are not wanted.
+Arguments of the raw ops:
 
-``forward_grad`` returns ``divisor`` too, what the sums over the batch are divided by, and ``slope``, of the shape of
-current_logps: the gradient to it times that divisor for an upstream of one, and -0 at masked tokens and nowhere else.
-``backward`` scales it, makes masked tokens +0 whatever the upstream, and casts it to the dtype of current_logps, of
-which it reads no value.
+- All tensors are on one device, except ``eps`` (no dims) and ``numbers`` (``plan.Numbers``): these are FP64 on the CPU,
+  so that one graph serves all their values.
+- Log-probabilities and the mask are ``[B, T]`` of any strides. The mask has any dtype; every nonzero value is active.
+- A loss takes either ``rewards[B]`` with groups, or ``advantages``, ``[B]`` or ``[B, T]``. Groups are
+  ``boundaries[G + 1]``, int64, clamped to ``[0, B]``; without boundaries every group has the size ``samples``.
+- ``old_logps`` None means a ratio of 1, ``ref_logps`` None means no KL.
+- ``rollout_ratio`` is ``[B]`` or ``[B, T]``; ``normaliser`` has no dims.
+- With ``cu_seqlens[B + 1]``, tensors that are otherwise ``[B, T]`` are ``[total]``, per-token advantages and rollout
+  ratios are ``[1, total]``, and T is ``max_seqlen``.
+- ``plan`` and ``estimator`` are the strings of ``plan.Plan`` and ``estimator.Estimator``.
+
+Results are FP32 (FP64 for FP64 inputs); metrics are FP32, and empty if they are not requested.
+
+``forward_grad`` also returns ``divisor``, by which the sums over the batch are divided, and ``slope``, of the shape of
+current_logps: divisor times the gradient of current_logps for an upstream gradient of 1. It is -0 at masked tokens and
+nowhere else. ``backward`` scales the slope, sets masked tokens to +0 for any upstream gradient, and casts to the dtype
+of current_logps; it reads no value of current_logps.
 """
 
 from __future__ import annotations
@@ -72,7 +77,7 @@ FAKES = {
 
 
 def describe(current_logps: torch.Tensor, *_: object, **__: object) -> Call:
-    """Describe a call of a public function to the dispatcher, by its first tensor."""
+    """Return what the dispatcher looks at in a call: the device and dtype of its first tensor."""
     return Call.of(current_logps)
 
 

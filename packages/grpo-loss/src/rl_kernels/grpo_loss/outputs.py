@@ -1,4 +1,4 @@
-"""What the loss returns."""
+"""Return types of the losses."""
 
 from __future__ import annotations
 
@@ -19,16 +19,27 @@ METRICS = (
     "nonfinite",
     "entropy",
 )
-"""What the numbers of ``metrics`` are, in order; ``grpo_loss`` says how each is defined."""
+"""Names of the entries of ``metrics``, in order; all are over the active tokens.
+
+- ``clip_low``, ``clip_high``: share of tokens with A < 0 and a ratio below the range, and with A > 0 and a ratio above
+  it; with ``cispo``, share of ratios below its floor and above its cap; 0 for other types that do not clip.
+- ``ratio_mean``, ``ratio_min``, ``ratio_max``: of the importance ratio.
+- ``k1``, ``k2``, ``k3``: means of the KL estimates, 0 without a KL.
+- ``effective_samples``: ``(sum ratio)^2 / sum ratio^2``; NaN if a square overflows.
+- ``nonfinite``: number of tokens with a log-probability that is not finite.
+- ``entropy``: mean of the given entropy, 0 if none is given.
+
+All are 0 if no token is active.
+"""
 
 
 class GRPOLossOutput(NamedTuple):
-    """Three scalars, FP32, or FP64 if current_logps is.
+    """Three scalars, FP32, or FP64 if current_logps is FP64.
 
     Attributes:
         loss: ``policy_loss + beta * kl``; carries the gradient.
         policy_loss: mean of the policy term, by default over active tokens; detached.
-        kl: mean of the KL estimate, in the same way, 0 with ``beta == 0``; detached.
+        kl: mean of the KL estimate, averaged like ``policy_loss``; 0 with ``beta == 0``; detached.
     """
 
     loss: torch.Tensor
@@ -37,11 +48,11 @@ class GRPOLossOutput(NamedTuple):
 
 
 class LossAndMetrics(NamedTuple):
-    """The loss, and what ``return_metrics=True`` adds.
+    """What a loss returns with ``return_metrics=True``.
 
     Attributes:
-        output: the loss.
-        metrics: ``[11]``, FP32, on the device of the log-probabilities, detached; named by ``METRICS``.
+        output: the loss and its two parts.
+        metrics: ``[11]``, FP32, on the device of current_logps, detached; ``METRICS`` names the entries.
     """
 
     output: GRPOLossOutput

@@ -6,18 +6,18 @@ import torch
 
 
 class Padding:
-    """Where the tokens of packed sequences lie in ``[B, T]``; no size is read from the device."""
+    """Positions of packed tokens in ``[B, T]``; reads no size from the device."""
 
     def __init__(self, cu_seqlens: torch.Tensor, max_seqlen: int, total: int) -> None:
         start, end = cu_seqlens[:-1].long()[:, None], cu_seqlens[1:].long()[:, None]
         index = start + torch.arange(max_seqlen, device=cu_seqlens.device)
         self.inside = index < end.clamp(max=total)
-        # Offsets that nobody checked must not read out of bounds.
+        # Unchecked offsets (validate=False) must not read out of bounds.
         self._index = index.clamp(0, max(total - 1, 0))
         self._total = total
 
     def padded(self, values: torch.Tensor, per_sequence: bool) -> torch.Tensor:
-        """Return values of tokens as ``[B, T]``, of anything beyond the sequences; those of sequences as they are."""
+        """Return per-token values as ``[B, T]``, arbitrary outside the sequences; per-sequence values unchanged."""
         if per_sequence and values.ndim == 1:
             return values
         flat = values.reshape(-1)
@@ -25,7 +25,7 @@ class Padding:
 
 
 def packed(values: torch.Tensor, cu_seqlens: torch.Tensor, total: int) -> torch.Tensor:
-    """Return ``[B, T]`` as ``[total]``."""
+    """Return values ``[B, T]`` packed to ``[total]``."""
     if not values.numel() or not total:
         return values.new_full((total,), -0.0)
     offsets = cu_seqlens.long()

@@ -1,6 +1,6 @@
-"""The form in which raw ops take an objective: which formula runs as a short text, all numbers in one tensor.
+"""The form in which raw ops take an objective: the formula as a short text, all numbers in one tensor.
 
-So a compiled graph is good for all numbers.
+The numbers are a tensor so that one compiled graph serves all their values.
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ import math
 from typing import NamedTuple
 
 CLIP_EPS = 0.2
-"""Half-width of the clipping range, where none is given."""
+"""Default half-width of the clipping range."""
 CISPO_CAP = 5.0
-"""Cap of the weights of cispo, where none is given: that of its scaling study."""
+"""Default cap of the weights of cispo, from The Art of Scaling Reinforcement Learning Compute for LLMs (2510.13786)."""
 
 
 class Form(NamedTuple):
-    """How a loss type is put together.
+    """The parts of a loss type.
 
     Attributes:
         kind: the policy term: ``clip``, ``cispo``, ``sapo``, ``vespo`` or ``reinforce``.
-        mean: what the terms are divided by: ``tokens``; ``sequences``, of each sequence's mean; or ``sums``, of each
-            sequence's sum.
+        mean: how terms are averaged: ``tokens``, a mean over tokens; ``sequences``, a mean over sequences of each
+            sequence's mean; ``sums``, a mean over sequences of each sequence's sum.
     """
 
     kind: str
@@ -40,7 +40,7 @@ FORMS = {
     "ppo": Form("clip", "tokens"),
     "reinforce": Form("reinforce", "tokens"),
 }
-"""Every loss type; what tells types of one form apart is checked by ``objective.Objective``."""
+"""Every loss type; ``objective.Objective`` checks what distinguishes types of one form."""
 
 
 class Numbers(NamedTuple):
@@ -67,7 +67,7 @@ class Numbers(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Which formula runs; ``text`` and ``parse`` are there and back.
+    """The formula of a loss; ``text`` writes it as a string, ``parse`` reads it back.
 
     Attributes:
         kind: as in ``Form``.
@@ -75,7 +75,7 @@ class Plan(NamedTuple):
         level: of the importance ratio, ``token`` or ``sequence``.
         kl: ``k1``, ``k2`` or ``k3``.
         kl_correction: ``corrected`` if the KL is weighted by the ratio, otherwise ``plain``.
-        rollout: ``truncate``, ``mask``, or ``given`` for a rollout ratio that is taken as it is.
+        rollout: ``truncate``, ``mask``, or ``given`` for a rollout ratio that is used unchanged.
         bounds: ``delta``, ``dual`` or ``none``: the further bound of the ratio.
     """
 
@@ -89,10 +89,10 @@ class Plan(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Return the plan as a raw op takes it."""
+        """Return the plan as the string that a raw op takes."""
         return ",".join(self)
 
     @classmethod
     def parse(cls, text: str) -> Plan:
-        """Return the plan that a text says."""
+        """Return the plan of a string from ``text``."""
         return cls(*text.split(","))

@@ -1,4 +1,4 @@
-"""The objectives of frameworks and papers by name: options of ``Objective`` that make it theirs, advantages too."""
+"""Presets: the options of ``Objective``, advantages included, that match a framework or a paper."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ CLIP = {"clip_low": 0.2, "clip_high": 0.2}
 DAPO = {"clip_low": 0.2, "clip_high": 0.28}
 ADDED = {"advantage_estimator": "sample", "eps_placement": "add"}
 TRL = {**CLIP, "kl_estimator": "k3", "kl_correction": True, **ADDED, "eps": 1e-4, "skip_nan": True}
-"""The defaults of TRL's configuration: its KL is weighted by the ratio unless that is turned off."""
+"""The defaults of TRL's configuration, which weights the KL by the ratio unless that is turned off."""
 VERL = {**CLIP, "kl_estimator": "k3", "kl_correction": False, **ADDED, "eps": 1e-6}
 GATES = {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05}
 VESPO = {"vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0}
@@ -19,7 +19,7 @@ def _trl(loss_type: str, **options: Any) -> dict[str, Any]:
 
 
 def _trl_types() -> dict[str, dict[str, Any]]:
-    """Return TRL's eight types with the defaults of its configuration, and what its documentation says to change."""
+    """Return TRL's eight loss types and gspo: its configuration defaults, changed as its documentation recommends."""
     return {
         **{name: _trl(name) for name in ("grpo", "bnpo", "dr_grpo", "dapo")},
         "luspo": _trl("luspo", importance_level="sequence"),
@@ -49,4 +49,4 @@ PRESETS: dict[str, dict[str, Any]] = {
     "ppo": {**CLIP, "loss_type": "ppo"},
     "reinforce": {**CLIP, "loss_type": "reinforce"},
 }
-"""What ``Objective.preset`` takes."""
+"""Options of ``Objective`` by preset name."""

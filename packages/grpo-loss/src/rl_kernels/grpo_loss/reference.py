@@ -1,4 +1,4 @@
-"""The definition of the loss in plain PyTorch; the gold when its inputs are FP64."""
+"""The definition of the losses in plain PyTorch; with FP64 inputs it is the gold result."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from rl_kernels.grpo_loss.reference_layout import Padding, metrics_of
 __all__ = ["group_advantages", "grpo_loss", "grpo_loss_from_advantages"]
 
 PER_SEQUENCE = ("grpo", "sapo", "gspo")
-"""Loss types that are the mean of each sequence's mean."""
+"""Loss types that average the mean of each sequence."""
 SUMS = ("dr_grpo", "luspo")
-"""Loss types that are the mean of each sequence's sum; dr_grpo divides it by a length too."""
+"""Loss types that average the sum of each sequence; dr_grpo also divides it by a length."""
 SMALLEST, LARGEST = math.log(1e-8), 20.0
 """Bounds of the log-weight of a sequence in vespo."""
 
@@ -37,7 +37,7 @@ def grpo_loss(
     skip_nan: bool = False,
     **options: Any,
 ) -> GRPOLossOutput | LossAndMetrics:
-    """Return the loss with advantages from the rewards of each group; all else as in the function below."""
+    """Return the loss with advantages from the rewards of each group; see ``grpo_loss_from_advantages``."""
     advantages = group_advantages(
         rewards.double() if current_logps.dtype == torch.float64 else rewards,
         samples_per_prompt=samples_per_prompt,
@@ -88,9 +88,10 @@ def grpo_loss_from_advantages(
     return_metrics: bool = False,
     **of_advantages: Any,
 ) -> GRPOLossOutput | LossAndMetrics:
-    """Return the mean of the policy term of a loss type, plus ``beta`` times that of a KL estimate.
+    """Return the mean of the policy term of a loss type, plus ``beta`` times the mean of a KL estimate.
 
-    Options of advantages say nothing where those are given.
+    Shapes and options as in the public function; advantage options are accepted and ignored. Computed in FP32, or FP64
+    if current_logps is FP64.
     """
     if cu_seqlens is not None:
         layout = Padding(cu_seqlens, max_seqlen)
@@ -105,7 +106,7 @@ def grpo_loss_from_advantages(
     old = current.detach() if old_logps is None else old_logps.to(dtype)
     low, high = (clip_low, clip_high) if clip_eps is None else (clip_eps, clip_eps)
 
-    # Taken out before any exponential: what overflows there would reach the gradient as 0 * inf.
+    # Masked before any exponential: an overflow there would reach the gradient as 0 * inf.
     tokens = mask.sum(1, keepdim=True).clamp(min=1)
     counted = mask & (a != 0)
     d = torch.where(mask, current - old, 0)

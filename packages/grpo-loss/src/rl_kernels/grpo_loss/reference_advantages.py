@@ -18,8 +18,8 @@ def group_advantages(
     eps_placement: str = "max",
     skip_nan: bool = False,
 ) -> torch.Tensor:
-    """Return the advantage of each reward in its group, by the estimator; 0 where all rewards are equal."""
-    # In FP64: the FP32 mean of rewards around 10,000 is off by more than advantages may be.
+    """Return the advantage ``[B]`` of each reward in its group; 0 if all rewards of the group are equal."""
+    # FP64: with rewards around 10,000, the error of an FP32 mean is larger than the tolerance of advantages.
     r = rewards.double()
     if samples_per_prompt is not None:
         group_boundaries = range(0, len(r) + 1, samples_per_prompt)
@@ -36,7 +36,7 @@ def group_advantages(
 
 
 def _group(r: torch.Tensor, estimator: str, placement: str, eps: float, whole: torch.Tensor | None) -> torch.Tensor:
-    # The mean of seven times 0.1 is not 0.1, so equal rewards are seen before the arithmetic.
+    # The mean of seven times 0.1 is not 0.1, so equal rewards are detected by comparison.
     if bool((r == r[0]).all()):
         return torch.zeros_like(r)
     centred = r - r.mean()

@@ -1,4 +1,4 @@
-"""What the definition of the loss needs beside its formulas: packed sequences as padded ones, and the metrics."""
+"""Helpers of the definition of the losses: padding of packed sequences, and the metrics."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def metrics_of(
     logps: list[torch.Tensor],
     entropy: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return the numbers that ``METRICS`` names, over active tokens; 0 for what is not given."""
+    """Return the metrics in the order of ``METRICS``, over active tokens; 0 if their tensor is not given."""
     count = mask.sum().clamp(min=1)
     dtype, missing = ratio.dtype, ratio.new_zeros(())
 
@@ -44,7 +44,7 @@ def metrics_of(
 
 
 class Padding:
-    """Packed tokens ``[total]`` as ``[B, T]`` and what lies inside of the sequences."""
+    """Turns packed tokens ``[total]`` into ``[B, T]``; ``inside`` marks the positions that hold a token."""
 
     def __init__(self, cu_seqlens: torch.Tensor, max_seqlen: int | None) -> None:
         self.total = int(cu_seqlens[-1])
@@ -55,11 +55,11 @@ class Padding:
         self.index = torch.where(self.inside, index, 0)
 
     def padded(self, values: torch.Tensor | None) -> torch.Tensor | None:
-        """Return one value a token, zeros beyond the sequences."""
+        """Return per-token values as ``[B, T]``, zero outside the sequences."""
         if values is None or not self.total:
             return None if values is None else values.new_zeros(self.index.shape) + values.sum()
         return torch.where(self.inside, values[self.index], 0).to(values.dtype)
 
     def scores(self, values: torch.Tensor | None) -> torch.Tensor | None:
-        """Return one value a sequence, or a token."""
+        """Return per-sequence values unchanged, and per-token values as ``[B, T]``."""
         return values if values is None or values.shape[0] == len(self.index) else self.padded(values)

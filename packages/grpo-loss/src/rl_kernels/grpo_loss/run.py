@@ -1,4 +1,4 @@
-"""From checked arguments to the raw op: what both loss functions share, and the one autograd function."""
+"""From checked arguments to the raw op, for both loss functions; holds the autograd functions."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from rl_kernels.grpo_loss.op import OPERATOR, describe, ops
 from rl_kernels.grpo_loss.outputs import GRPOLossOutput, LossAndMetrics
 
 Scores = tuple[torch.Tensor | None, torch.Tensor | None, int, torch.Tensor | None]
-"""Rewards, their groups (boundaries or a size), and advantages."""
+"""Rewards, boundaries of their groups, size of their groups, and advantages."""
 
 
 class Tokens(NamedTuple):
-    """The tensors beside current_logps and what scores them."""
+    """The tensors of a call besides current_logps and the rewards or advantages."""
 
     old_logps: torch.Tensor | None
     ref_logps: torch.Tensor | None
@@ -33,7 +33,7 @@ class Tokens(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What it is divided by, what else to return, and whether values are looked at."""
+    """The divisor of a call, whether it returns metrics, and whether values are checked."""
 
     normaliser: Normaliser
     return_metrics: bool
@@ -43,7 +43,7 @@ class Options(NamedTuple):
 def prepare(
     current_logps: torch.Tensor, tokens: Tokens, layout: Layout, objective: Objective, options: Options
 ) -> Callable[[Scores, Estimator, float], LossCall]:
-    """Check what is left to check; return what makes the call of scores, their estimator and its eps."""
+    """Check the remaining arguments; return a function of scores, estimator and eps that builds the call."""
     plan, numbers = objective.plan, objective.numbers
     divisor = divisor_of(objective.loss_type, options.normaliser)
     old, ref, mask, rollout, entropy = tokens
@@ -92,14 +92,14 @@ def run(call: LossCall, backend: str | None) -> GRPOLossOutput | LossAndMetrics:
 
 
 class LossPlan(NamedTuple):
-    """What a backend has planned for one kind of arguments, with ``forward`` and ``backward``; and its name."""
+    """A plan for one kind of arguments: the launches of a backend (``forward``, ``backward``) and its name."""
 
     launches: Any
     backend: str
 
 
 def plan_of(call: LossCall, backend: str | None) -> LossPlan | None:
-    """Return what the backend of a checked call has planned for its kind, or None."""
+    """Return the plan of a checked call, or None if its backend has no plan for this kind of arguments."""
     name = choose(OPERATOR, describe(call.current_logps), backend).name
     make = getattr(OPERATOR.backend(name).load(), "planned", None)
     launches = make(call) if make else None
@@ -107,12 +107,12 @@ def plan_of(call: LossCall, backend: str | None) -> LossPlan | None:
 
 
 def run_planned(name: str, plan: LossPlan, *given: torch.Tensor | None) -> GRPOLossOutput:
-    """Return the loss of what it was planned for: current, old and ref_logps, rewards or advantages, and the mask.
+    """Return the loss of a planned call.
 
     Args:
         name: of the public function, for messages.
-        plan: of this kind of arguments.
-        given: as they were given; autograd sees the first alone.
+        plan: for this kind of arguments.
+        given: current_logps, old_logps, ref_logps, rewards or advantages, and the mask; only the first gets a gradient.
     """
     no_lost_derivatives(name, *given)
     current_logps, *others = given
@@ -124,15 +124,15 @@ def run_planned(name: str, plan: LossPlan, *given: torch.Tensor | None) -> GRPOL
 
 
 class _GRPOLoss(torch.autograd.Function):
-    """Saves the slope that the forward writes and what divides it; gradients flow to current_logps alone.
+    """Saves the slope and the divisor that forward computes; only current_logps gets a gradient.
 
-    The other arguments come as one, so that autograd need not look at each.
+    The other arguments are one tuple, so that autograd does not inspect each.
     """
 
     @staticmethod
     def forward(ctx: Any, current_logps: torch.Tensor, others: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
         loss, policy_loss, kl, metrics, divisor, slope = ops["forward_grad"](current_logps, *others)
-        # current_logps is saved for the graph's sake alone: without it a second derivative would be silently 0.
+        # current_logps is saved only to stay in the graph: otherwise a second derivative would silently be 0.
         ctx.save_for_backward(current_logps, divisor, slope)
         ctx.mark_non_differentiable(policy_loss, kl, metrics)
         ctx.set_materialize_grads(False)
@@ -147,7 +147,7 @@ class _GRPOLoss(torch.autograd.Function):
 
 
 class _PlannedLoss(torch.autograd.Function):
-    """As ``_GRPOLoss``, by what a backend has planned; a backward pass that is not as planned is that of the op."""
+    """Like ``_GRPOLoss``, with the planned launches; a backward pass that does not fit the plan runs the op."""
 
     @staticmethod
     def forward(
@@ -166,7 +166,7 @@ class _PlannedLoss(torch.autograd.Function):
             return None, None, None
         no_lost_derivatives("grpo_loss", *ctx.saved_tensors, upstream)
         found = None
-        # A gradient that may be differentiated itself takes the general path, which refuses that.
+        # A gradient that could be differentiated again takes the general path, which raises.
         if not (torch.compiler.is_compiling() or torch.is_grad_enabled() or ops_are_observed()):
             found = ctx.plan.launches.backward(*ctx.saved_tensors, upstream)
         if found is None:

@@ -1,1 +1,1 @@
-"""The implementations of grpo_loss, one a module or folder; they never import each other."""
+"""The backends of grpo_loss, one module or folder each; they never import each other."""

@@ -1,1 +1,1 @@
-"""What checks, tests and benchmarks know of grpo_loss; nothing at run time imports it."""
+"""Cases, checks and benchmark of grpo_loss, for the checker and the tests; not imported at run time."""

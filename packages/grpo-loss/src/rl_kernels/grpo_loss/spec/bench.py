@@ -1,4 +1,4 @@
-"""The benchmark of grpo_loss: shapes, the bytes that must move, and the peers."""
+"""The benchmark of grpo_loss: shapes, minimum bytes moved, and peers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TYPES: dict[str, dict[str, object]] = {
     **{name: {} for name in ("bnpo", "grpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo")},
     **{name: LEVEL for name in ("luspo", "gspo")},
 }
-"""Loss types that trainers have, at the level that each is meant for."""
+"""Loss types of trainers, each at its intended importance level."""
 SETS = {
     GOALS: (
         Shape((64, 8, 512)),
@@ -72,7 +72,7 @@ def eager(
     importance_level: str = "token",
     kl_correction: bool = False,
 ) -> GRPOLossOutput:
-    """Compute the loss as trainers write it, with no regard for small e, NaN under the mask or offsets of rewards."""
+    """Return the loss as trainers write it; inaccurate for small e, NaN under the mask and offsets of rewards."""
     groups = rewards.view(-1, samples_per_prompt)
     scale = groups.std(1, correction=0, keepdim=True).clamp(min=1e-6)
     advantages = ((groups - groups.mean(1, keepdim=True)) / scale).view(-1, 1)
@@ -107,7 +107,7 @@ def _weighted(
     loss_type: str,
     clip_eps: float,
 ) -> torch.Tensor:
-    """Return what a trainer maximises at each token, with the constants of our defaults."""
+    """Return the per-token objective that a trainer maximises, with the default constants of ``Objective``."""
     if loss_type == "cispo":
         return ratio.clamp(max=5.0).detach() * a * logps
     if loss_type == "sapo":
@@ -121,13 +121,13 @@ def _weighted(
 
 
 def with_beta(options: Mapping[str, Any], beta: float) -> Mapping[str, Any]:
-    """Return the options of a case with this weight of the KL: without one, no reference is read or needed."""
+    """Return the options of a case with this weight of the KL; with 0, ``ref`` is None and no reference is read."""
     others = {name: value for name, value in options.items() if name != "ref"}
     return {**others, "beta": beta, **({} if beta else {"ref": None})}
 
 
 def passes(shape: Shape, itemsize: int) -> dict[str, Pass]:
-    """Read each token's log-probabilities and mask; for the gradient write it, then read and write it to scale it."""
+    """Return the work of each pass: forward reads tokens and mask; the gradient is written, then read and scaled."""
     prompts, samples, length = shape.sizes
     sizes = {"prompts": prompts, "samples": samples, "completion": length}
     case = Case(shape.label, sizes, {"beta": 0.04, **shape.options})
@@ -143,10 +143,10 @@ BENCH = Benchmark(
     peers={"eager": plain(eager, "mean over tokens, as trainers write it"), "compile": compiled(eager)},
     dtype="fp32",
     options={
-        "clip_eps": Option(number(least=0), "half-width of the clipping range, in place of the next two"),
+        "clip_eps": Option(number(least=0), "half-width of the clipping range; sets clip_low and clip_high"),
         "clip_low": Option(number(least=0), "how far below 1 the ratio is clipped"),
         "clip_high": Option(number(least=0), "how far above 1 the ratio is clipped"),
-        "beta": Option(number(least=0), "weight of the KL; with 0 there is no reference policy", with_beta),
+        "beta": Option(number(least=0), "weight of the KL; 0 leaves out the reference policy", with_beta),
         "eps": Option(number(above=0), "least standard deviation of a group"),
         "delta": Option(number(above=0), "cap of the ratio in the unclipped branch, for types that clip"),
     },

@@ -1,4 +1,4 @@
-"""The cases of grpo_loss: inputs and error budget; promised layouts and illegal calls stand in modules of their own."""
+"""The cases of grpo_loss: inputs and error budget."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CASES = (
     Case("medium-kl", _sizes(2, 3, 40), {"beta": 1.0, "drift": 0.03, "old": None}),
     Case("large-kl", _sizes(2, 2, 30), {"beta": 0.5, "drift": 3.0, "clip_eps": 0.3}),
     Case("ragged", _sizes(3, 4, 11), {**RAGGED, "beta": 0.1, "density": 0.6, "masked_sequence": True}),
-    # The first size is the mean of all.
+    # The first size equals the mean of all sizes.
     Case("ragged-as-if-even", _sizes(4, 3, 8), {"group_sizes": (3, 2, 4)}),
     Case("boundaries-tensor", _sizes(4, 3, 9), {**RAGGED, "boundaries": torch.tensor, "density": 0.5}),
     Case("on-policy", _sizes(2, 5, 13), {"old": None, "ref": None, "density": 0.8}),
@@ -54,19 +54,19 @@ CASES = (
     Case("half-operands", _sizes(2, 4, 15), {"old": HALF, "ref": HALF, "beta": 0.2}),
     Case("all-masked", _sizes(2, 2, 7), {"density": 0.0, "beta": 0.1}),
     Case("one-token", _sizes(1, 2, 1), {"beta": 0.1}),
-    # More tokens than a backend works on at once, in sequences longer than one tree of a sum.
+    # More tokens than a backend processes at once, in sequences longer than one tree of a sum.
     Case("two-segments", _sizes(4, 4, 4500), {"beta": 0.1, "density": 0.9}),
     Case("advantages", _sizes(2, 4, 12), {"beta": 0.05, "clip_eps": 0.3, "density": 0.6}, FROM),
     Case("advantages-per-token", _sizes(2, 3, 21), {"per_token": True, "beta": 0.05, "density": 0.6}, FROM),
-    # What an objective says of advantages is not read where they are given.
+    # Advantage options of an objective are not read if advantages are given.
     Case("advantages-of-others", _sizes(2, 3, 9), {**ESTIMATED, "eps": 0.5, "skip_nan": True}, FROM),
     Case("advantages-on-policy", _sizes(1, 3, 9), {"old": None, "ref": None, "masked_sequence": True}, FROM),
     Case("groups", _groups(5, 4), {}, GROUPS),
     Case("groups-ragged", _groups(7, 4), RAGGED, GROUPS),
     Case("groups-offset", _groups(4, 8), {"offset": 10000.0, "eps": 1e-3}, GROUPS),
-    # In FP64 sums of rewards are rounded: those of FP32 rewards are exact there, and hide how they were taken.
+    # FP64 rewards, because FP64 sums of FP32 rewards are exact and hide the order of the sum.
     Case("groups-double", _groups(6, 7), {"rewards": torch.float64, "offset": 10000.0, "equal": True}, GROUPS),
-    # The first of equal rewards is missing; a small eps shows any deviation that is not exactly 0.
+    # The first of equal rewards is missing; a small eps magnifies any deviation that is not exactly 0.
     Case("groups-equal-of-40", _groups(3, 40), {"equal": True}, GROUPS),
     Case("groups-batch-of-2080", _groups(260, 8), BATCH, GROUPS, relations=("accuracy", "invariance")),
     Case("groups-equal-missing", _groups(3, 7), {"equal": True, "missing": 7, "eps": 1e-12}, GROUPS),
@@ -82,13 +82,13 @@ EMPTY = (
     Case("no-rewards", _groups(0, 4), {}, GROUPS),
 )
 LEVELS = (0.0, 0.1, 0.37)
-"""What rewards with an offset are apart: no mean of a few is one of them, so no advantage is 0 but for rounding."""
+"""Steps of rewards with an offset: a mean of a few never equals one of them, so no exact advantage is 0."""
 NUMBERS = ("clip_eps", "beta", "eps", *KEYWORDS)
-"""Options that are passed on as keyword arguments; the others shape the inputs."""
+"""Options that become keyword arguments of the call; all others shape the inputs."""
 
 
 def inputs(case: Case, draw: Draw) -> Inputs:
-    """Draw log-probabilities ``[prompts * samples, completion]`` <= 0, rewards, mask, and what the options ask for."""
+    """Draw log-probabilities ``[prompts * samples, completion]`` <= 0, rewards, mask, and what the options need."""
     asked = case.options
     numbers = {name: asked[name] for name in NUMBERS if name in asked}
     if "missing" in asked:
@@ -119,7 +119,7 @@ def inputs(case: Case, draw: Draw) -> Inputs:
     if asked.get("ties"):
         call["old_logps"][:, ::2] = call["current_logps"][:, ::2]
     if asked.get("equal"):
-        # An infinite ratio where the advantage is 0: in FP32 at least, in FP64 the gold's is finite.
+        # An advantage of 0 with a ratio that is infinite in FP32; it is finite in the FP64 gold result.
         call["old_logps"][0, 0] = -500.0
     if case.function == FROM:
         shape = (batch, length) if asked.get("per_token") else (batch,)
@@ -131,7 +131,7 @@ def inputs(case: Case, draw: Draw) -> Inputs:
 
 
 def _near(current: torch.Tensor, noise: float, draw: Draw, kind: torch.dtype | float | None) -> torch.Tensor | None:
-    """Return log-probabilities of another policy: of a dtype, all of one value, or none."""
+    """Return log-probabilities of another policy: in dtype ``kind``, all of the value ``kind``, or None."""
     other = (current + draw.normal(*current.shape, scale=noise, dtype=torch.float64)).clamp(max=0.0)
     if kind is None:
         return None
@@ -153,9 +153,9 @@ def _rewards(case: Case, draw: Draw) -> torch.Tensor:
 
 
 def _grouping(case: Case, draw: Draw) -> Inputs:
-    """Return the argument that says how rewards are grouped; sizes given by the case are repeated until all are in.
+    """Return the grouping argument; the group sizes of the case are repeated until all rewards are in a group.
 
-    As a tensor they start at any of the sizes: other values have other groups.
+    Boundaries in a tensor start at a random size of the list, so that other draws have other groups.
     """
     batch, samples = case.sizes["prompts"] * case.sizes["samples"], case.sizes["samples"]
     if "group_sizes" not in case.options and samples > 1:

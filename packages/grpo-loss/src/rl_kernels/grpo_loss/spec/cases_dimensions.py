@@ -1,4 +1,4 @@
-"""Cases of grpo_loss along its dimensions: lengths, groups, batches, and each option with each other."""
+"""Sweeps of grpo_loss: lengths, groups, batches, and every pair of options."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ TOGETHER: dict[str, dict[str, Any]] = {
     "to a length": {"packed": True, "max_seqlen": 12},
     "long offsets": {"packed": True, "offsets": torch.int64},
 }
-"""Options that come with others alone, by the value that stands for both."""
+"""Options that are only valid together, by the value that stands for them."""
 SIZES = {"prompts": 2, "samples": 4, "completion": 11}
 TURNS: tuple[Mapping[str, Any], ...] = (
     {"beta": 0.1, "density": 0.7},
@@ -71,7 +71,7 @@ TURNS: tuple[Mapping[str, Any], ...] = (
     {"loss_type": "dapo", "on_policy": True, "packed": True},
     {"loss_type": "cispo", "noise": 0.8, "density": 0.5, "rollout": "token"},
 )
-"""Options of the sweeps, in turn."""
+"""Options of the sweeps; the cases take them in turn."""
 HALF_MASK = {"loss_type": "grpo", "mask": torch.bfloat16}
 FAR = {"loss_type": "gspo", "packed": True, "noise": 6.0, "density": 0.9}
 """Log-ratios of neighbours that add up to thousands."""
@@ -81,7 +81,7 @@ PROMPTS = (1, 2, 33, 63, 64, 65, 127, 128, 129, 257, 520)
 
 
 def _possible(options: Mapping[str, Any]) -> bool:
-    """Say whether an objective takes these options; of options without a loss type, whether any does."""
+    """Return whether the loss type, or any type if none is given, accepts these options."""
     types = (options["loss_type"],) if "loss_type" in options else tuple(FORMS)
     return any(_accepted(loss_type, tuple(sorted(_keywords(options).items()))) for loss_type in types)
 
@@ -94,7 +94,7 @@ def _keywords(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _apart(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options with those that stand for several written out."""
+    """Return the options with each value of ``TOGETHER`` expanded."""
     found: dict[str, Any] = {}
     for name, value in options.items():
         found |= TOGETHER[value] if isinstance(value, str) and value in TOGETHER else {name: value}
@@ -114,7 +114,7 @@ def _accepted(loss_type: str, options: tuple[tuple[str, Any], ...]) -> bool:
 
 _MADE = (
     *paired("pairs", SIZES, {**LOSS, **TOKENS, **REWARDS}, _possible),
-    # The rewards of the pairs again, and nothing else that differs.
+    # The same draws as the pairs; these two cases differ in eps only.
     Case("rewards", SIZES, relations=HELD, drawn_as="pairs"),
     Case("rewards-eps", SIZES, {"eps": 2.0}, relations=HELD, drawn_as="pairs"),
     *paired("from-pairs", SIZES, {**LOSS, **TOKENS, "per_token": (None, True)}, _possible, function=FROM),
@@ -122,14 +122,14 @@ _MADE = (
         "groups-pairs", {"prompts": 5, "samples": 4}, {**REWARDS, "dtype": (None, "bf16", "fp64")}, function=GROUPS
     ),
     *drawn("drawn", SIZES, {**LOSS, **TOKENS, **REWARDS}, 60, _possible),
-    # By itself: a NaN hides what any other option does.
+    # Alone, because a NaN hides the effect of every other option.
     *drawn("special", SIZES, {**LOSS, **TOKENS, **REWARDS, "special": ("current_logps",)}, 12, _possible),
     *swept("completion", {**SIZES, "prompts": 1, "samples": 2}, LENGTHS, TURNS),
     Case("completion-65600", {**SIZES, "prompts": 1, "samples": 2, "completion": 65600}, TURNS[0], relations=HELD),
-    # All ratios above 1, and below: the least and the greatest of them are not 1.
+    # All ratios above 1, or all below: the smallest and the largest are not 1.
     Case("ratios-above-1", SIZES, {"shift": -3.0, "return_metrics": True}, relations=HELD),
     Case("ratios-below-1", SIZES, {"shift": 3.0, "return_metrics": True}, relations=HELD),
-    # Tokens that a mask of 16 bits cannot count, a mean that is subnormal in FP16, and sequences beyond one segment.
+    # More tokens than a 16-bit mask can count, a mean that is subnormal in FP16, sequences longer than one segment.
     Case("completion-600-mask", {**SIZES, "samples": 2, "completion": 600}, HALF_MASK, relations=HELD),
     Case("completion-20000", {**SIZES, "prompts": 1, "samples": 2, "completion": 20000}, relations=HELD, dtype="fp16"),
     Case("prompts-2052", {"prompts": 2052, "samples": 2, "completion": 1}, TURNS[0], relations=(*HELD, "invariance")),
@@ -146,7 +146,7 @@ _MADE = (
     *paired("long-pairs", {"prompts": 3, "samples": 3, "completion": 700}, LONG, _possible, suite="full"),
 )
 DIMENSIONS: tuple[Case, ...] = tuple(
-    # Where A is 0 a NaN counts nothing, and autograd of the definition makes NaN of that.
+    # A NaN at A = 0 contributes nothing, but autograd of the definition turns it into NaN, so only accuracy is checked.
     replace(
         case, options=_apart(case.options), relations=("accuracy",) if "special" in case.options else case.relations
     )

@@ -1,4 +1,4 @@
-"""Cases of the objectives: every loss type, level and option in some case, and the tensors that they ask for."""
+"""Cases of the objectives: every loss type, level and option is in some case; and the tensors they need."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KEYWORDS = (
     *("kl_estimator", "kl_correction", "rollout_mode", "rollout_min", "rollout_max"),
     *("max_completion_length", "return_metrics", "advantage_estimator", "eps_placement", "skip_nan"),
 )
-"""Options of a case that are passed on as they are."""
+"""Options of a case that become keyword arguments unchanged."""
 SEQUENCE = {"importance_level": "sequence"}
 RANGE: dict[str, Any] = {"rollout_min": 0.5, "rollout_max": 1.5}
 LARGE = {"noise": 0.8, "density": 0.7}
@@ -83,7 +83,7 @@ OBJECTIVES = (
 
 
 def extras(asked: Mapping[str, Any], call: Inputs, draw: Draw) -> Inputs:
-    """Return the tensors that the options of a case ask for."""
+    """Return the tensors that the options of a case need."""
     shape, found = call["current_logps"].shape, {}
     if "rollout" in asked:
         found["rollout_ratio"] = draw.uniform(0.3, 2.0, *(shape if asked["rollout"] == "token" else shape[:1]))
@@ -101,7 +101,7 @@ def extras(asked: Mapping[str, Any], call: Inputs, draw: Draw) -> Inputs:
 
 
 def pack(call: Inputs, draw: Draw, offsets_dtype: torch.dtype) -> Inputs:
-    """Return the call with its sequences packed: of many lengths, with masked tokens inside, one of them empty."""
+    """Return the call with packed sequences of different lengths, one of them empty, masked tokens included."""
     batch, length = call["current_logps"].shape
     lengths = torch.tensor([(5 * i + length) % (length + 1) for i in range(batch)])[draw.permutation(batch)]
     inside = (torch.arange(length) < lengths[:, None]).to(call["current_logps"].device)

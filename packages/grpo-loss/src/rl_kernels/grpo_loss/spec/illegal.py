@@ -1,4 +1,4 @@
-"""Calls of grpo_loss and its siblings that must raise, at whatever sizes, and what the message says."""
+"""Calls of the functions of grpo_loss that must raise at any size, and part of their messages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Row = tuple[str, Change, type[Exception], str]
 
 
 def _tensor(name: str, *, optional: bool = False, dtype: torch.dtype = torch.int64) -> list[Row]:
-    """Return what must not be given for a tensor whose shape follows from current_logps; ``dtype`` is a wrong one."""
+    """Return illegal values of a tensor whose shape follows from current_logps; ``dtype`` is a wrong dtype."""
     wrong = f"{name}: expected "
     rows: list[Row] = [
         (f"{name} a list", given(**{name: [1.0]}), TypeError, wrong + "a tensor"),
@@ -60,7 +60,7 @@ def _grouped(samples_per_prompt: object = None, group_boundaries: object = None)
 
 
 def _offsets(make: Callable[[int], list[int]], *, tensor: bool) -> Change:
-    """Give boundaries that follow from the number of rewards, so that they are wrong at every size."""
+    """Return a change to boundaries made from the number of rewards, so that they are wrong at every size."""
 
     def change(inputs: Inputs) -> Inputs:
         offsets = make(len(inputs["rewards"]))
@@ -84,7 +84,7 @@ WRONG_OFFSETS: dict[str, Callable[[int], list[int]]] = {
 
 
 def _groups() -> list[Row]:
-    """Return the ways in which groups cannot be said."""
+    """Return the illegal groupings."""
     rows: list[Row] = [
         ("neither", _grouped(), ValueError, ONE_OF + "neither"),
         ("both", _grouped(2, [0, 8]), ValueError, ONE_OF + "both"),

@@ -1,4 +1,4 @@
-"""Calls of the losses whose objective, rollout ratio, normaliser or packing must raise, and what the message says."""
+"""Calls with an illegal objective, rollout ratio, normaliser or packing, and part of their messages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _type(match: str, **options: Any) -> Row:
 
 
 def _too_many(name: str, dims: int) -> Change:
-    """Give an argument of one more sequence than there are."""
+    """Return a change that gives an argument one more sequence than the call has."""
 
     def change(inputs: Inputs) -> Inputs:
         logps = inputs["current_logps"]
@@ -32,7 +32,7 @@ def _too_many(name: str, dims: int) -> Change:
 
 
 def _packed(**changes: Any) -> Change:
-    """Pack the sequences of a good call whole, with what is wrong about it."""
+    """Return a change that packs the sequences of a good call and applies the wrong values."""
 
     def change(inputs: Inputs) -> Inputs:
         batch, length = inputs["current_logps"].shape
@@ -128,4 +128,4 @@ ESTIMATORS: list[Row] = [
     _type("skip_nan: expected a bool", skip_nan="yes"),
 ]
 LOSS = (*OBJECTIVES, *NORMALISERS, *ROLLOUT, *PACKING)
-"""What neither loss may be given."""
+"""Illegal calls of both losses."""

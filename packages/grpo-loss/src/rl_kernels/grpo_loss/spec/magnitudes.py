@@ -1,4 +1,4 @@
-"""How far rounding alone can move the results of a case: sums of the terms' magnitudes, in FP64, for the checker."""
+"""Bounds of the rounding error of a case, for the checker: sums of the magnitudes of the terms, in FP64."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from rl_kernels.grpo_loss.plan import FORMS, Numbers
 
 GRADIENT = "gradient:current_logps"
 SMALL = 0.06
-"""|e| below which exp(e) - e - 1 is not to be taken as a difference."""
+"""|e| below which exp(e) - e - 1 must not be computed as a difference."""
 ADVANTAGES = ("samples_per_prompt", "group_boundaries", "eps", "advantage_estimator", "eps_placement", "skip_nan")
 
 
 class Tokens(NamedTuple):
-    """What the terms are made of, ``[B, T]``, 0 under the mask: advantages, log-ratios, the ratio and its own error."""
+    """Inputs of the terms, ``[B, T]``, 0 under the mask: advantages, log-ratios, the ratio and its error factor."""
 
     mask: torch.Tensor
     current: torch.Tensor
@@ -33,7 +33,7 @@ class Tokens(NamedTuple):
 
 
 def magnitudes(case: Case, call: Inputs, upstream: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Bound the terms: each term of a sum, and how far rounding of its exponent d or e moves it."""
+    """Return the magnitudes of the terms of each result, including the effect of rounding the exponents d and e."""
     a = call["advantages"] if "advantages" in call else _advantages(case, call)
     if case.function == "group_advantages":
         return {"advantages": a.abs()}
@@ -54,9 +54,9 @@ def magnitudes(case: Case, call: Inputs, upstream: Mapping[str, torch.Tensor]) -
 
 
 def _advantages(case: Case, call: Inputs) -> torch.Tensor:
-    """Return the advantages; in FP64 those of the rewards and their mean, which nearly cancel.
+    """Return the advantages; for FP64 inputs, enlarged by the cancellation of rewards and their mean.
 
-    Rewards of fewer digits are centred in FP64, so that nothing of this shows.
+    Rewards of lower precision are centred in FP64, so their cancellation has no effect.
     """
     grouping = {name: call[name] for name in ADVANTAGES if name in call}
     a = reference.group_advantages(call["rewards"], **grouping)
@@ -93,7 +93,7 @@ def _tokens(call: Inputs, a: torch.Tensor) -> Tokens:
         ratio = (d.sum(1, keepdim=True) / tokens).exp().expand(a.shape)
         growth = (d.abs().sum(1, keepdim=True) / tokens).expand(a.shape)
     else:
-        # A = 0 contributes nothing, whatever the ratio.
+        # A = 0 contributes nothing at any ratio.
         d = torch.where(a == 0, 0.0, d) if not call.get("kl_correction") else d
         ratio, growth = d.exp(), d.abs()
     return Tokens(mask, torch.where(mask, current, 0.0), a, d, e, ratio, 1 + growth, torch.where(mask, weight, 0.0))
@@ -123,11 +123,11 @@ def _policy(call: Inputs, x: Tokens, kind: str) -> tuple[torch.Tensor, torch.Ten
 
 
 def _kl(call: Inputs, x: Tokens, as_gold: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    # k3 is about e^2 / 2 near 0, and must be as accurate as that, though e is far larger there.
+    # Near 0, k3 is about e^2 / 2 and must be accurate relative to that, not to the much larger e.
     value = x.e.expm1().abs() * ((x.e.abs() / SMALL).clamp(max=1) + x.e.abs())
     slope = x.e.expm1().abs() + x.e.exp() * x.e.abs()
     if as_gold:
-        # Autograd of the definition takes exp(e) - 1 as a difference; rounded like the result, it shows.
+        # Autograd of the definition computes exp(e) - 1 as a difference, whose FP64 rounding error is visible here.
         slope = slope + 1 + x.e.exp()
     kind = call.get("kl_estimator", "k3")
     if kind != "k3":

@@ -1,4 +1,4 @@
-"""Bugs of grpo_loss's native backend that the checker must catch: each is one edit of the source."""
+"""Bugs of grpo_loss's native backend that the checker must catch; each is one edit of the source."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ADVANTAGES = (
     ),
 )
 TERMS = (
-    Bug("upper bound off by a hair", "1 + n.clip_high) * a)", "1 + 1.0001 * n.clip_high) * a)"),
+    Bug("upper bound 0.01 % too wide", "1 + n.clip_high) * a)", "1 + 1.0001 * n.clip_high) * a)"),
     Bug(
         "tie at a bound takes the clipped branch",
         "~(clipped > unclipped)",
@@ -40,7 +40,7 @@ TERMS = (
         "(x.view(lanes.dtype) & lanes).view(x.dtype)",
         "x * (lanes != 0)",
     ),
-    Bug("A = 0 not taken out before the exponential", "block.mask & (a != 0)", "block.mask & (a == a)"),
+    Bug("A = 0 not masked before the exponential", "block.mask & (a != 0)", "block.mask & (a == a)"),
     Bug("KL not masked", "keep(block.ref.to(dtype) - current, where.active)", "(block.ref.to(dtype) - current)"),
     Bug("naive k3", "keep(e * e * series, small) + keep(expm1 - e, ~small)", "e.exp() - e - 1"),
     Bug("series of k3 too short", "torch.float32: 5", "torch.float32: 2"),
@@ -49,7 +49,7 @@ TERMS = (
 SUMS = (
     Bug("count rounded to BF16", "mask.sum().clamp(min=1).to", "mask.sum().clamp(min=1).bfloat16().to"),
     Bug(
-        "halves of the sequences summed apart",
+        "halves of the batch summed separately",
         "rowwise.row_sum(sums) / divisor",
         "sum(rowwise.row_sum(part) for part in sums.tensor_split(2)) / divisor",
     ),
@@ -129,7 +129,7 @@ FORMULAS = (
     Bug("number of sequences rounded up", "max(call.batch, 1)", "call.batch + 1"),
 )
 ESTIMATORS = (
-    Bug("left one out of the wrong number", "centred * size / (size - 1)", "centred * (size - 1) / size"),
+    Bug("leave_one_out with the inverse factor", "centred * size / (size - 1)", "centred * (size - 1) / size"),
     Bug("population deviation of the batch", "/ (size - 1)).sqrt()", "/ size).sqrt()"),
     Bug("missing reward counted", "present.double()[None]", "torch.ones_like(r)[None]"),
     Bug("missing reward has an advantage", "centred = torch.where(present, centred, 0.0)", "pass"),

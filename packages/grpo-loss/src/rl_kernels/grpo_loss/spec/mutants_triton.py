@@ -1,7 +1,7 @@
-"""Bugs of grpo_loss's Triton kernels and of their host code, planted in copies of the backend; none may escape.
+"""Bugs of grpo_loss's Triton kernels and host code, planted in copies of the backend; the checker must catch each.
 
-They run in Triton's interpreter too, a thousand times as slow, so each is one that a small case shows. ``LAUNCHES``
-need large ones, or break a rule that no number shows: they are planted where launches are recorded.
+They also run in Triton's interpreter, which is a thousand times slower, so a small case must show each one.
+``LAUNCHES`` need large cases, or break a rule without changing a number; they are found in recorded launches.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ GROUPS = (
         "tl.load(boundaries + middle) < row",
     ),
     Bug(
-        "last group not looked at",
+        "last group not searched",
         "high = tl.full((), groups, tl.int64) - 1",
         "high = tl.full((), groups, tl.int64) - 2",
     ),
@@ -49,7 +49,7 @@ LOSS = (
     ),
     Bug("gradient of clipped tokens", "tl.where(is_clipped, 0.0, unclipped)", "unclipped"),
     Bug(
-        "mask of a token taken for all",
+        "mask of the token not read",
         "would be NaN.\n    counted = is_active & (a != 0.0)",
         "would be NaN.\n    counted = a != 0.0",
     ),
@@ -69,7 +69,7 @@ LOSS = (
         "tl.store(slope + row * length + columns, marked",
         "tl.store(slope + row * (length - 1) + columns, marked",
     ),
-    Bug("sum of the KL left over", "tl.store(place + batch, tree(kl_sum))", "pass"),
+    Bug("sum of the KL not stored", "tl.store(place + batch, tree(kl_sum))", "pass"),
     Bug(
         "last sequence not counted",
         "total += tl.load(place + 2 * batch, mask=here, other=0.0).to(tl.int64)\n            policy",
@@ -97,7 +97,7 @@ HOST = (
         "segments_of(length), call.values.beta, call",
         "segments_of(length), 1.0, call",
     ),
-    Bug("per-token advantages taken for one a sequence", "scores.values.ndim == 2),\n", "False),\n"),
+    Bug("per-token advantages taken for one per sequence", "scores.values.ndim == 2),\n", "False),\n"),
 )
 LAUNCHES = (
     Bug("one step for groups of up to 512", "samples <= LANES, formula", "samples <= 2 * LANES, formula"),
@@ -113,7 +113,9 @@ LAUNCHES = (
         "boundaries.shape[0] - 1, LANES, True, formula=",
     ),
     Bug("stride of rewards taken for 1", "scores.groups, rewards.stride(0))", "scores.groups, 1)"),
-    Bug("a program a sequence", "launch(_advantages, (programs,)", "launch(_advantages, (count,)"),
+    Bug(
+        "one program per sequence for the advantages", "launch(_advantages, (programs,)", "launch(_advantages, (count,)"
+    ),
     Bug(
         "last segment has no program",
         "return -(-length // SEGMENT)",
@@ -121,16 +123,16 @@ LAUNCHES = (
     ),
     Bug("segments and sequences exchanged", "Work((batch, segments_of(length)),", "Work((segments_of(length), batch),"),
     Bug(
-        "rows apart read as contiguous",
+        "strided rows read as contiguous",
         "x.ndim == 1 or x.stride(1) == 1 else x.contiguous()",
         "True else x.contiguous()",
     ),
     Bug(
-        "strides of the tensors before their copy",
+        "strides taken before the copy",
         "work = terms_work(call, scores, tensors)",
         "work = terms_work(call, scores, (current, old, ref, mask, scores[0]))",
     ),
-    Bug("rows apart of objectives read as contiguous", "x is None or x.stride(1) == 1 else", "True else"),
+    Bug("strided rows of objectives read as contiguous", "x is None or x.stride(1) == 1 else", "True else"),
     Bug("sums of another layout", "(segments_of(length), 3, batch), dtype", "(batch, 3, segments_of(length)), dtype"),
     Bug(
         "sums in the dtype of the inputs, of two quantities",
@@ -142,45 +144,49 @@ LAUNCHES = (
         "call.values.beta, call.ref_logps is not None, LANES)",
         "call.values.beta, False, LANES)",
     ),
-    Bug("last sum over the lanes of a warp", "call.ref_logps is not None, LANES)", "call.ref_logps is not None, WARP)"),
-    Bug("slope read as it lies", "slope.contiguous(), count, upstream", "slope, count, upstream"),
+    Bug(
+        "last sum over one warp of lanes only",
+        "call.ref_logps is not None, LANES)",
+        "call.ref_logps is not None, WARP)",
+    ),
+    Bug("strided slope read as if contiguous", "slope.contiguous(), count, upstream", "slope, count, upstream"),
     Bug("last tokens are not scaled", "(-(-size // GRADIENT_BLOCK),)", "(max(size // GRADIENT_BLOCK, 1),)"),
     Bug(
-        "expanded advantages at their first token",
+        "first sequence of expanded advantages used for all",
         "Scores(advantages[:, 0] if is_one else advantages)",
         "Scores(advantages[0] if is_one else advantages)",
     ),
-    Bug("metrics have no room", "SUMS + (len(METRICS) if call.with_metrics else 0)", "SUMS"),
-    Bug("metrics have no programs", "(1 + len(metrics),)", "(1,)"),
-    Bug("a program a sequence, whatever its segments", "(call.batch * segments,)", "(call.batch,)"),
+    Bug("no room for the metrics", "SUMS + (len(METRICS) if call.with_metrics else 0)", "SUMS"),
+    Bug("no programs for the metrics", "(1 + len(metrics),)", "(1,)"),
+    Bug("one program per sequence, not per segment", "(call.batch * segments,)", "(call.batch,)"),
     Bug(
         "long sequences taken as one step", "is_whole = by_sequence and lanes >= call.length", "is_whole = by_sequence"
     ),
     Bug("wide lanes for every objective", "WIDE if by_sequence else LANES", "WIDE"),
-    Bug("means of sequences not told to the last sum", 'plan.mean == "sequences", quantities', "False, quantities"),
+    Bug("last sum not told about means of sequences", 'plan.mean == "sequences", quantities', "False, quantities"),
 )
 PLANNED = (
     Bug(
-        "slope of a plan that has none",
+        "slope launch used without a slope",
         "self._terms_and_slope if needs_slope else self._terms",
         "self._terms_and_slope",
     ),
     Bug("reference read with beta of 0", "ref_logps if self._has_ref else None", "ref_logps"),
     Bug("planned sums of another layout", "segments_of(length), 3, batch\n", "batch, 3, segments_of(length)\n"),
-    Bug("planned rows lie as they like", "lie = all(rows_of(x) is x for x in tensors)", "lie = True"),
-    Bug("expanded advantages are planned", "if lie and scores.values is given else None", "if lie else None"),
-    Bug("boundaries are planned as sizes", " or call.boundaries is not None:", ":"),
-    Bug("nothing is planned", " or not call.current_logps.numel()", ""),
-    Bug("other objectives are planned", "if not is_plain(call) or not", "if not"),
-    Bug("wrappers are planned", "if not are_plain(*given) or", "if"),
-    Bug("a gradient of another dtype", " or current_logps.dtype != self._dtype:", ":"),
-    Bug("a slope of another shape", "if slope.shape != self._shape or not", "if not"),
-    Bug("a slope lies as it likes", "or not slope.is_contiguous() ", ""),
-    Bug("an upstream gradient of any dtype", "x.dtype == torch.float32 and x.device", "x.device"),
-    Bug("an upstream gradient of many numbers", " or upstream.numel() != 1:", ":"),
-    Bug("a count of many numbers", "or count.numel() != 1 or", "or"),
+    Bug("plan accepts any layout of rows", "lie = all(rows_of(x) is x for x in tensors)", "lie = True"),
+    Bug("plan accepts expanded advantages", "if lie and scores.values is given else None", "if lie else None"),
+    Bug("plan treats boundaries as sizes", " or call.boundaries is not None:", ":"),
+    Bug("plan accepts empty calls", " or not call.current_logps.numel()", ""),
+    Bug("plan accepts other objectives", "if not is_plain(call) or not", "if not"),
+    Bug("planned backward accepts tensor subclasses", "if not are_plain(*given) or", "if"),
+    Bug("planned backward accepts another dtype", " or current_logps.dtype != self._dtype:", ":"),
+    Bug("planned backward accepts another slope shape", "if slope.shape != self._shape or not", "if not"),
+    Bug("planned backward accepts a strided slope", "or not slope.is_contiguous() ", ""),
+    Bug("planned backward accepts any upstream dtype", "x.dtype == torch.float32 and x.device", "x.device"),
+    Bug("planned backward accepts a large upstream gradient", " or upstream.numel() != 1:", ":"),
+    Bug("planned backward accepts a large count", "or count.numel() != 1 or", "or"),
 )
-"""Bugs of calls that are planned, which recorded launches show."""
+"""Bugs of planned calls, found in recorded launches."""
 CASES = ("kl", "ragged", "advantages-per-token", "groups-ragged")
 
 MUTANTS = (Mutants("triton", MODULES, (*GROUPS, *LOSS, *HOST), CASES),)

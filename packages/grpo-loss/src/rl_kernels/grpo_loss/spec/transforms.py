@@ -30,7 +30,7 @@ def padding(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
 
 
 def masked(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
-    """Put garbage at masked positions, and in the advantage of a wholly masked completion."""
+    """Put garbage at masked positions, and in the advantages of fully masked completions."""
     if "completion_mask" not in call or call["completion_mask"].bool().all():
         return
     lanes = ~call["completion_mask"].bool()
@@ -42,7 +42,7 @@ def masked(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
 
 
 def appended(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
-    """Append masked completions of garbage: whole groups, where there are groups."""
+    """Append masked completions of garbage, as whole groups if there are groups."""
     tokens = _tokens(call)
     if not tokens or "cu_seqlens" in call or call.get("advantage_estimator") == "batch":
         return
@@ -62,7 +62,7 @@ def appended(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
 
 
 def grouping(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
-    """Say the same groups in the other ways."""
+    """Give the same groups in the other forms."""
     if "rewards" not in call:
         return
     offsets = _offsets(call)
@@ -75,7 +75,7 @@ def grouping(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
 
 
 def groups(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
-    """Take a group alone, among others, and all groups in another order: advantages depend on their group alone."""
+    """Run a group alone, among others, and all groups in reverse: advantages depend on their group alone."""
     if case.function != "group_advantages" or call.get("advantage_estimator") == "batch":
         return
     others = {name: value for name, value in call.items() if name not in ("samples_per_prompt", "group_boundaries")}
@@ -110,14 +110,14 @@ def mask_dtypes(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
 
 
 def unread(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
-    """Without a KL, give any reference log-probabilities, or none."""
+    """Without a KL, give NaN or no reference log-probabilities."""
     if "ref_logps" in call and not call.get("beta"):
         for label, value in {"no": None, "NaN": torch.full_like(call["current_logps"], torch.nan)}.items():
             yield Variant(f"{label} reference", {**call, "ref_logps": value})
 
 
 def packed(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
-    """Pack the sequences: whole, and without the masked tokens at the end of each."""
+    """Pack the sequences: at full length, and cut after the last active token."""
     if "completion_mask" not in call or "cu_seqlens" in call or not call["completion_mask"].numel():
         return
     mask = call["completion_mask"].bool()
@@ -140,7 +140,7 @@ def packed(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
 
 
 def normaliser(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
-    """Say what is divided by, which is counted otherwise."""
+    """Pass the divisor that is otherwise counted."""
     if "completion_mask" not in call or {"num_tokens", "num_sequences"} & call.keys() or "cu_seqlens" in call:
         return
     mask, of_sequences = call["completion_mask"].bool(), call.get("loss_type") in OF_SEQUENCES
@@ -150,7 +150,7 @@ def normaliser(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
 
 
 def metrics(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
-    """Ask for the metrics too."""
+    """Request the metrics too."""
     if "completion_mask" in call and "return_metrics" not in call:
         yield Variant("with metrics", {**call, "return_metrics": True})
 
@@ -192,7 +192,7 @@ def _offsets(call: Inputs) -> list[int]:
 def _longer(name: str, value: torch.Tensor, dim: int, count: int, garbage: float) -> torch.Tensor:
     shape = [*value.shape]
     shape[dim] = count
-    # Cast, not filled in its dtype: 1e38 is out of range for FP16, where it stands for inf.
+    # Filled in FP32 and then cast: 1e38 is out of range for FP16, and becomes inf.
     filler = torch.full(shape, 0.0 if name == "completion_mask" else garbage, device=value.device)
     return torch.cat((value, filler.to(value.dtype)), dim)
 

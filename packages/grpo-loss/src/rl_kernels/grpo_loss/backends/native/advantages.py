@@ -1,4 +1,4 @@
-"""Advantages in PyTorch, in FP64: rewards are summed by a tree over each group, counted from the group's start."""
+"""Advantages in PyTorch, in FP64: the rewards of a group are summed by a tree that starts at the group's start."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rl_kernels.grpo_loss.estimator import Estimator
 def advantages(
     rewards: torch.Tensor, boundaries: torch.Tensor | None, samples: int, eps: torch.Tensor, estimator: str
 ) -> torch.Tensor:
-    """Return the advantage of each reward in its group, ``[B]``; 0 where all rewards are equal."""
+    """Return the advantage ``[B]`` of each reward in its group; 0 if all rewards of the group are equal."""
     formula = Estimator.parse(estimator)
     count = rewards.shape[0]
     if not count:
@@ -36,7 +36,7 @@ def advantages(
     if present is not None:
         centred = torch.where(present, centred, 0.0)
     scaled = _scaled(centred, size, r, present, formula, eps, start, end)
-    # The mean of seven times 0.1 is not 0.1: equal rewards give exactly 0 by comparison.
+    # The mean of seven times 0.1 is not 0.1, so equal rewards are detected by comparison.
     return torch.where(unlike == 0, 0.0, scaled).to(rowwise.compute_dtype(rewards.dtype))
 
 
@@ -50,7 +50,7 @@ def _scaled(
     start: torch.Tensor,
     end: torch.Tensor,
 ) -> torch.Tensor:
-    """Return what the estimator makes of the deviations from the group's mean; of any value where all are equal."""
+    """Scale the deviations from the group mean as the estimator says; arbitrary for groups of equal rewards."""
     if formula.kind == "none":
         return centred
     if formula.kind == "leave_one_out":
@@ -72,7 +72,7 @@ def _std_of_all(r: torch.Tensor, present: torch.Tensor | None) -> torch.Tensor:
 
 
 def _first_present(present: torch.Tensor, group: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
-    """Return at each place where the first reward of its group is that is not missing."""
+    """Return, for each position, the position of the first reward of its group that is not missing."""
     count = len(group)
     place = torch.arange(count, device=group.device)
     first = torch.full_like(place, count).scatter_reduce(0, group, torch.where(present, place, count), "amin")[group]
@@ -80,10 +80,10 @@ def _first_present(present: torch.Tensor, group: torch.Tensor, start: torch.Tens
 
 
 def _group_sums(x: torch.Tensor, start: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
-    """Return, at each place of ``x[n, B]``, the sum over its group: a tree counted from the group's start.
+    """Return, for each position of ``x[n, B]``, the sum over its group: a tree that starts at the group's start.
 
-    The order follows the place in the group alone, whatever the sizes and places of the groups, and no size has to be
-    known on the host.
+    The order depends only on positions within the group, not on the size or position of groups. No size has to be known
+    on the host.
     """
     count = x.shape[1]
     place = torch.arange(count, device=x.device)

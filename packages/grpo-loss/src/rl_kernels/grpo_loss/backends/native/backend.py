@@ -1,9 +1,9 @@
 """grpo_loss in PyTorch, for any device: element-wise operations and sums in a fixed order, no host sync.
 
-Order of the sums, which is the contract of this backend: terms are summed over each sequence in segments of 4096
-counted from its start, each by one tree, the segments' sums in ascending order; then the sequences' sums in the same
-way. Masked positions are zeros in both, so padding and masked sequences at the end change no bit, and packed sequences
-are padded. Rewards are summed by a tree over each group counted from its start, in FP64.
+Reduction order, which is the contract of this backend: a sequence is cut into segments of 4096 tokens from its start. A
+tree sums each segment, and the segment sums are added in ascending order. The sequence sums are then added in the same
+way. Masked positions are zeros in both, so padding and masked sequences at the end change no bit. Packed sequences are
+padded first. Rewards are summed in FP64 by a tree over each group, from the group's start.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from rl_kernels.grpo_loss.plan import Numbers, Plan
 __all__ = ["advantages", "backward", "forward", "forward_grad"]
 
 BLOCK_ELEMENTS = 1 << 16
-"""Tokens worked on at once; sequences are independent up to their sums, so it changes no bit."""
+"""Tokens processed at once. Sequences are independent up to their sums, so this changes no bit."""
 
 
 class Losses(NamedTuple):
-    """Loss, its two parts, the metrics, and what divides the sums; scalars but the metrics."""
+    """Loss, its two parts, the metrics, and the divisor of the sums; all but the metrics are scalars."""
 
     loss: torch.Tensor
     policy_loss: torch.Tensor
@@ -44,7 +44,7 @@ def forward(*arguments: Any) -> tuple[torch.Tensor, ...]:
 
 
 def forward_grad(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    """Return (loss, policy_loss, kl, metrics, divisor, slope), the last like current_logps, -0 at masked tokens."""
+    """Return (loss, policy_loss, kl, metrics, divisor, slope); slope has the shape of current_logps."""
     call = LossCall(*arguments)
     slope = call.current_logps.new_empty((call.batch, call.length), dtype=call.dtype)
     losses = _loss(call, slope)
@@ -56,14 +56,14 @@ def forward_grad(*arguments: Any) -> tuple[torch.Tensor, ...]:
 def backward(
     current_logps: torch.Tensor, divisor: torch.Tensor, slope: torch.Tensor, upstream: torch.Tensor
 ) -> torch.Tensor:
-    """Return the gradient in the dtype of current_logps; 0 at masked positions, whatever the upstream gradient."""
+    """Return the gradient in the dtype of current_logps; 0 at masked positions for any upstream gradient."""
     active = lanes((slope != 0) | ~slope.signbit(), slope.dtype)
     grad = keep(slope * (upstream.to(slope.dtype) / divisor), active)
     return grad.to(current_logps.dtype).contiguous()
 
 
 def _loss(call: LossCall, slope: torch.Tensor | None) -> Losses:
-    """Return the results and write the slope, if it is wanted."""
+    """Return the results; write ``slope`` unless it is None."""
     plan, n = call.formula, call.values
     inputs = _inputs(call, n)
     current, dtype = inputs.current, call.dtype
@@ -86,7 +86,7 @@ def _loss(call: LossCall, slope: torch.Tensor | None) -> Losses:
 
 
 def _inputs(call: LossCall, n: Numbers) -> Block:
-    """Return the tensors of all sequences, padded."""
+    """Return the tensors of all sequences, padded to ``[B, T]``."""
     current, mask, scores = call.current_logps, call.mask.bool(), _advantages(call, n)
     tensors = (current, call.old_logps, call.ref_logps, scores, mask, call.rollout_ratio, call.entropy)
     if call.cu_seqlens is None:
@@ -98,7 +98,7 @@ def _inputs(call: LossCall, n: Numbers) -> Block:
 
 
 def _advantages(call: LossCall, n: Numbers) -> torch.Tensor:
-    """Return the given advantages, or those of the rewards, ``[B]``."""
+    """Return the given advantages, or compute them ``[B]`` from the rewards."""
     rewards = call.rewards
     if rewards is None:
         assert call.advantages is not None
@@ -109,7 +109,7 @@ def _advantages(call: LossCall, n: Numbers) -> torch.Tensor:
 
 
 def _divisor(call: LossCall, mask: torch.Tensor, plan: Plan, n: Numbers) -> torch.Tensor:
-    """Return what divides the sums over the batch: a number of tokens or of sequences, times a length or 1."""
+    """Return the divisor of the batch sums: a number of tokens or sequences, for ``sums`` times a length."""
     if call.normaliser is not None:
         count = call.normaliser.to(call.dtype)
     elif n.divisor:
@@ -133,6 +133,6 @@ def _row_sum(term: torch.Tensor, block: Block, mean: str, dtype: torch.dtype) ->
 
 
 def _marked(terms: Terms, mask: torch.Tensor) -> torch.Tensor:
-    """Return a slope that is 0 at masked tokens with -0 there and nowhere else: -0 + 0 is +0."""
+    """Return the slope with -0 at masked tokens, where it is 0, and nowhere else: adding 0 turns -0 into +0."""
     masked = lanes(~mask, terms.slope.dtype)
     return ((terms.slope + 0.0).view(masked.dtype) | (masked & torch.iinfo(masked.dtype).min)).view(terms.slope.dtype)

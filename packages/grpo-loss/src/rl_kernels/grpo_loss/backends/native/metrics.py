@@ -1,4 +1,4 @@
-"""The metrics of a loss in PyTorch, from what its terms are made of anyway; sums in the order of the loss."""
+"""The metrics of a loss in PyTorch, from values that its terms already use; summed in the order of the loss."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SUMS = ("count", "clip_low", "clip_high", "ratio", "squares", "k1", "k2", "k3", 
 
 
 class Metrics:
-    """Collects the sums of blocks of sequences; ``vector`` gives what ``METRICS`` names."""
+    """Collects sums of blocks of sequences; ``vector`` returns the metrics in the order of ``METRICS``."""
 
     def __init__(self, batch: int, dtype: torch.dtype, device: torch.device) -> None:
         self._sums = torch.zeros((len(SUMS), batch), dtype=dtype, device=device)
@@ -43,7 +43,7 @@ class Metrics:
             self._most[rows] = torch.where(is_number, ratio, -math.inf).amax(1)
 
     def vector(self) -> torch.Tensor:
-        """Return the metrics; 0 for what was not given, and for means of nothing."""
+        """Return the metrics; 0 if their tensor was not given or no token is active."""
         sums = dict(zip(SUMS, rowwise.row_sum(self._sums), strict=True))
         count = sums["count"].clamp(min=1)
         means = {name: value / count for name, value in sums.items()}
@@ -61,7 +61,7 @@ class Metrics:
 
 
 def _clipped(ratio: torch.Tensor, block: Block, plan: Plan, n: Numbers) -> tuple[torch.Tensor, torch.Tensor]:
-    """Say where a ratio is bounded from below, and where from above."""
+    """Return where the ratio is clipped from below, and where from above."""
     a = block.advantages if block.advantages.ndim == 2 else block.advantages[:, None]
     if plan.kind == "cispo":
         return ratio < n.cispo_floor, ratio > n.cispo_cap

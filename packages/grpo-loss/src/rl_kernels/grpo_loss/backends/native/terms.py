@@ -1,6 +1,6 @@
-"""The terms of a loss at each token, and their derivatives by current_logps, for some sequences; see ``objective``.
+"""The terms of a loss at each token and their derivatives with respect to current_logps; see ``objective``.
 
-Only operations whose bits do not follow a value's place are used: no sigmoid, no where a tree of sums would differ.
+Uses only operations whose bits do not depend on a value's position in the tensor, so no sigmoid.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from rl_kernels.grpo_loss.lanes import keep, lanes
 from rl_kernels.grpo_loss.plan import Numbers, Plan
 
 SMALL = 0.06
-"""|e| below which k3 is its series: there expm1(e) - e loses more than five bits."""
+"""|e| below which k3 uses its series: there expm1(e) - e loses more than five bits."""
 TERMS = {torch.float32: 5, torch.float64: 9}
-"""Terms of the series: the first left out is below half an ULP of the sum at ``SMALL``."""
+"""Terms of the series: the first omitted term is below half an ULP of the sum at ``SMALL``."""
 LOG_LEAST, LOG_MOST = math.log(1e-8), 20.0
 """Bounds of the log-weight of a sequence in vespo; the upper one bounds a token's log-ratio on both sides."""
 
 Term = tuple[torch.Tensor, torch.Tensor]
-"""A term of the loss at each position, and its derivative: by the log of the ratio, or by current_logps."""
+"""A term of the loss at each token, and its derivative with respect to the log-ratio or current_logps."""
 
 
 class Block(NamedTuple):
-    """The tensors of some sequences, ``[b, T]``; scores are ``[b]`` or ``[b, T]``."""
+    """The tensors of some sequences, ``[b, T]``; advantages and rollout ratios are ``[b]`` or ``[b, T]``."""
 
     current: torch.Tensor
     old: torch.Tensor | None
@@ -37,12 +37,12 @@ class Block(NamedTuple):
     entropy: torch.Tensor | None
 
     def rows(self, index: slice) -> Block:
-        """Return the same for some of the sequences."""
+        """Return the tensors of some of the sequences."""
         return Block(*(None if field is None else field[index] for field in self))  # type: ignore[arg-type]
 
 
 class Lanes(NamedTuple):
-    """Where tokens are active, where they count (A is not 0 either), and how many are active, ``[b, 1]``."""
+    """Active tokens, counted tokens (active with A != 0), and the number of active tokens ``[b, 1]``."""
 
     active: torch.Tensor
     counted: torch.Tensor
@@ -50,10 +50,11 @@ class Lanes(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """Results of a block: policy term and KL estimate at each token (divided as the mean asks), and the slope.
+    """Results of a block: policy term and KL estimate at each token, and the slope, divided by each sequence's count
+    for ``sequences``.
 
-    ``ratio`` is that of all active tokens, ``[b, T]`` or ``[b, 1]``, where it is asked for; ``e`` is the log-ratio
-    to the reference.
+    ``ratio`` covers all active tokens, ``[b, T]`` or ``[b, 1]``, if it was requested; ``e`` is the log-ratio to the
+    reference.
     """
 
     policy: torch.Tensor
@@ -64,14 +65,14 @@ class Terms(NamedTuple):
 
 
 def terms_of(block: Block, plan: Plan, n: Numbers, with_ratio: bool) -> Terms:
-    """Return the terms of some sequences, with the ratio if it is wanted."""
+    """Return the terms of some sequences, with the ratio if ``with_ratio``."""
     dtype = rowwise.compute_dtype(block.current.dtype)
     current = block.current.to(dtype)
     a = _column(block.advantages, dtype)
-    # Masked before any exponential, and A = 0 with it: 0 * inf would be NaN.
+    # Masked and A = 0 tokens are removed before any exponential: 0 * inf would be NaN.
     tokens = block.mask.sum(1, keepdim=True).clamp(min=1).to(dtype)
     where = Lanes(lanes(block.mask, dtype), lanes(block.mask & (a != 0), dtype), tokens)
-    # On-policy 0, but where log-probabilities are not finite: there the loss must show it.
+    # 0 on-policy, except NaN for log-probabilities that are not finite, which the loss must show.
     d = current - (current if block.old is None else block.old.to(dtype))
     if plan.level == "sequence":
         ratio = seen = (rowwise.row_sum(keep(d, where.active))[:, None] / tokens).exp()
@@ -110,7 +111,7 @@ def _policy(
     plan: Plan,
     n: Numbers,
 ) -> Term:
-    """Return the policy term and its slope, 0 where a token does not count."""
+    """Return the policy term and its slope, 0 at tokens that are not counted."""
     through_ratio = plan.kind in ("clip", "sapo")
     if plan.kind == "clip":
         term, slope = _clipped(ratio, a, plan, n)
@@ -123,13 +124,13 @@ def _policy(
         term, slope = term * weight, slope * weight
     term, slope = keep(term, where.counted), keep(slope, where.counted)
     if plan.level == "sequence" and through_ratio:
-        # Every token of a sequence moves its ratio, by 1/n of what its own log-probability moves.
+        # Each of the n tokens of a sequence moves its log-ratio by 1/n of the change of its log-probability.
         slope = keep(rowwise.row_sum(slope)[:, None] / where.tokens, where.active)
     return term, slope
 
 
 def _clipped(ratio: torch.Tensor, a: torch.Tensor, plan: Plan, n: Numbers) -> Term:
-    """-min(ratio A, clamp(ratio) A) with its further bound; a tie, and NaN, takes the unclipped branch."""
+    """-min(ratio A, clamp(ratio) A), with delta or dual_clip; ties and NaN take the unclipped branch."""
     slope = -(ratio * a)
     unclipped = -(ratio.clamp(max=n.delta) * a) if plan.bounds == "delta" else slope
     clipped = -(ratio.clamp(1 - n.clip_low, 1 + n.clip_high) * a)
@@ -147,12 +148,12 @@ def _clipped(ratio: torch.Tensor, a: torch.Tensor, plan: Plan, n: Numbers) -> Te
 
 
 def _sapo(ratio: torch.Tensor, a: torch.Tensor, n: Numbers) -> Term:
-    """-(4 / tau) sigmoid(tau (ratio - 1)) A, tau by the sign of A; written with exp, whose bits follow no place."""
+    """-(4 / tau) sigmoid(tau (ratio - 1)) A, tau by the sign of A; exp has position-independent bits, sigmoid not."""
     tau = torch.full_like(a, n.sapo_temperature_neg).masked_fill(a > 0, n.sapo_temperature_pos)
     x = tau * (ratio - 1)
     q = (-x.abs()).exp()
     gate = torch.where(x >= 0, 1.0, q) / (1 + q)
-    # Where the gate is flat it is so for an infinite ratio too.
+    # Where the gate is flat the slope is 0, also for an infinite ratio (0 * inf would be NaN).
     slope = torch.where(q == 0, 0.0, q * ratio / ((1 + q) * (1 + q)))
     return -(4 / tau * gate * a), -(4 * slope * a)
 
@@ -166,7 +167,7 @@ def _weight(
     plan: Plan,
     n: Numbers,
 ) -> torch.Tensor:
-    """Return the detached weight of the log-probability, for the types that have one."""
+    """Return the detached weight of the log-probability: reinforce, cispo and vespo."""
     if plan.kind == "reinforce":
         return torch.ones_like(a)
     if plan.kind == "cispo":
@@ -174,7 +175,7 @@ def _weight(
     log_weight = rowwise.row_sum(keep(d.clamp(-LOG_MOST, LOG_MOST), where.active))[:, None]
     if rollout is not None:
         log_rollout = rollout.log().clamp(LOG_LEAST, LOG_MOST)
-        # One value a sequence is there once, however long the sequence is.
+        # A per-sequence value counts once, however long the sequence is.
         per_token = log_rollout.shape[1] != 1 or where.active.shape[1] == 1
         log_weight = log_weight + (_row(log_rollout, where) if per_token else log_rollout)
     log_weight = log_weight.clamp(LOG_LEAST, LOG_MOST)
@@ -188,14 +189,14 @@ def _row(values: torch.Tensor, where: Lanes) -> torch.Tensor:
 
 
 def _kl(e: torch.Tensor, ratio: torch.Tensor, where: Lanes, plan: Plan) -> Term:
-    """Return the estimate of the KL and its slope, ``e = ref - current``; weighted by the ratio if corrected."""
+    """Return the KL estimate and its slope for ``e = ref - current``; multiplied by the ratio if corrected."""
     estimate, slope = {"k1": _k1, "k2": _k2, "k3": _k3}[plan.kl](e)
     if plan.kl_correction == "plain":
         return estimate, slope if plan.kl == "k3" else keep(slope, where.active)
     if plan.level == "sequence":
         shared = rowwise.row_sum(keep(estimate, where.active))[:, None] / where.tokens
         return keep(estimate * ratio, where.active), keep((slope + shared) * ratio, where.active)
-    # d(k3 ratio) is -e ratio: the difference of the two, without their cancellation.
+    # d(k3 ratio) = -e ratio: this form avoids the cancellation in slope + estimate.
     own = -e if plan.kl == "k3" else slope + estimate
     return keep(estimate * ratio, where.active), keep(own * ratio, where.active)
 
@@ -209,7 +210,7 @@ def _k2(e: torch.Tensor) -> Term:
 
 
 def _k3(e: torch.Tensor) -> Term:
-    """exp(e) - e - 1 with its slope -(exp(e) - 1), ``e = ref - current``; never negative, accurate for small e."""
+    """Return exp(e) - e - 1 for ``e = ref - current``, never negative and accurate for small e, and its slope."""
     expm1 = e.expm1()
     coefficient = [1 / 2]
     for n in range(3, TERMS[e.dtype] + 2):
@@ -218,5 +219,5 @@ def _k3(e: torch.Tensor) -> Term:
     for value in reversed(coefficient):
         series.mul_(e).add_(value)
     small = lanes(e.abs() < SMALL, e.dtype)
-    # One of the two is +0 at each position, and x + 0 is x.
+    # At each position one of the two is +0, so the sum is exact.
     return keep(e * e * series, small) + keep(expm1 - e, ~small), -expm1

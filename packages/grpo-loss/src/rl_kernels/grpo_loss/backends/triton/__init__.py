@@ -1,1 +1,1 @@
-"""The Triton backend of grpo_loss: kernels, and the host code that launches them."""
+"""The Triton backend of grpo_loss: kernels and the host code that launches them."""

@@ -1,11 +1,11 @@
-"""grpo_loss in Triton: every token is read once; three launches, of the terms, of their sum and of the gradient.
+"""grpo_loss in Triton: every token is read once, in three launches: the terms, their sum, and the gradient.
 
-Order of the sums, which is the contract of this backend: a sequence is cut into segments of 4096 tokens from its
-start. Token i of a segment is added to lane i mod 256, ascending, and the lanes are added by a tree; a sequence's
-segments are added in ascending order. Sequence i is added to lane i mod 256 too, and these lanes by a tree, and so are
-the rewards of a group, counted from its start, in FP64. Trees are explicit, four neighbours first and then halves: no
-bit follows how a compiler lays values out, so none follows strides, addresses or the number of warps; nor does one
-follow the number of lanes where it is that of the terms at least, as the others are zeros. Masked tokens are zeros.
+Reduction order, which is the contract of this backend: a sequence is cut into segments of 4096 tokens from its start.
+Token i of a segment is added to lane i mod 256, in ascending order, and a tree adds the lanes; the segments of a
+sequence are added in ascending order. Sequence sums are added in the same way, sequence i to lane i mod 256, and so are
+the rewards of a group, in FP64 and from the group's start. The trees are explicit, four neighbours first and then
+halves, so no bit depends on the compiler's layout, on strides, addresses or the number of warps. Nor does the number of
+lanes change a bit if there are at least as many lanes as terms: the others are zeros. Masked tokens are zeros.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ __all__ = ["advantages", "backward", "forward", "forward_grad", "planned"]
 
 
 def forward(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    """Return (loss, policy_loss, kl, metrics), scalars but the metrics, which are empty."""
+    """Return (loss, policy_loss, kl, metrics); the first three are scalars."""
     *results, _ = _loss(LossCall(*arguments), None)
     return tuple(results)
 
 
 def forward_grad(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    """Return (loss, policy_loss, kl, metrics, count, slope), the last ``[B, T]``, -0 at masked tokens."""
+    """Return (loss, policy_loss, kl, metrics, count, slope); slope has the shape of current_logps."""
     call = LossCall(*arguments)
     slope = torch.empty(call.current_logps.shape, dtype=torch.float32, device=call.current_logps.device)
     return *_loss(call, slope), slope
@@ -51,7 +51,7 @@ def forward_grad(*arguments: Any) -> tuple[torch.Tensor, ...]:
 def backward(
     current_logps: torch.Tensor, count: torch.Tensor, slope: torch.Tensor, upstream: torch.Tensor
 ) -> torch.Tensor:
-    """Return the gradient in the dtype of current_logps; 0 at masked positions, whatever the upstream gradient."""
+    """Return the gradient in the dtype of current_logps; 0 at masked positions for any upstream gradient."""
     grad = torch.empty(current_logps.shape, dtype=current_logps.dtype, device=current_logps.device)
     if grad.numel():
         with device_of(grad):
@@ -61,7 +61,7 @@ def backward(
 
 
 def _loss(call: LossCall, slope: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    """Return (loss, policy_loss, kl, metrics, count) and write the slope, if it is wanted."""
+    """Return (loss, policy_loss, kl, metrics, count); write ``slope`` unless it is None."""
     current, old, ref, mask = call.current_logps, call.old_logps, call.ref_logps, call.mask
     scores = scores_in(call)
     if not is_plain(call):

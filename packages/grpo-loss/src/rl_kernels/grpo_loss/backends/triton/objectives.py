@@ -1,11 +1,11 @@
-"""Every objective in Triton, beyond the loss of ``plain``: as many launches, and sums of the same kind.
+"""The objectives in Triton other than the loss of ``plain``: the same number of launches, the same kind of sums.
 
-One program a segment of a sequence. What a whole sequence decides (its number of tokens, its ratio, the slope that its
-tokens share) each of its programs works out anew, in passes over the sequence before its own segment. Segments are
-added in ascending order in these too. Objectives of which such a pass sums log-probabilities have up to 1024 lanes, in
-that pass and after it: of a sequence that is no longer all tokens stay in registers, those of a longer one are read
-from memory once and then from the cache. All others have 256. A policy term that all tokens of a sequence share is not
-summed but multiplied by their number, and a KL weighted by the ratio of the sequence is multiplied after it is summed.
+One program computes one segment of a sequence. Values of the whole sequence (its number of tokens, its ratio, the slope
+that its tokens share) are recomputed by each of its programs, in passes over the sequence before its own segment. These
+passes also add segments in ascending order. Objectives whose passes sum log-probabilities use up to 1024 lanes, in the
+passes and after them: sequences of up to 1024 tokens stay in registers, longer ones are read from memory once and then
+from the cache. All other objectives use 256 lanes. A policy term that all tokens of a sequence share is multiplied by
+their number instead of summed, and a KL weighted by the ratio of the sequence is multiplied by it after the sum.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from rl_kernels.grpo_loss.outputs import METRICS
 from rl_kernels.grpo_loss.plan import Numbers, Plan
 
 SEGMENT = 4096
-"""Tokens of a sequence whose sum is formed at a time."""
+"""Tokens of a segment, which is summed at once."""
 WARP = 128
 """Lanes of one warp."""
 WIDE = 1024
-"""Most lanes of the sums of objectives with a pass over each sequence before its terms: so few sequences are at work at
-a time that the second reading finds them in the cache."""
+"""Most lanes for objectives with a pass over each sequence before its terms: so many lanes that few sequences run at
+once, and the second read hits the cache."""
 SHARE, NARROW = 256, 1024
-"""Lanes of one warp there; and where one warp holds a whole sequence in its registers."""
+"""Lanes of one warp for these objectives; and if one warp holds a whole sequence in registers."""
 REDUCE_WARPS = 4
 KINDS = {"clip": 0, "sapo": 1, "cispo": 2, "vespo": 3, "reinforce": 4}
 BOUNDS = {"none": 0, "delta": 1, "dual": 2}
 MODES = {"given": 0, "truncate": 1, "mask": 2}
 SUMS = 3
-"""Numbers that a program leaves: policy, KL, count; then one for each metric."""
+"""Sums that a program writes: policy, KL, count; one per metric follows."""
 
 
 class Results(NamedTuple):
-    """What the last sum writes."""
+    """The tensors that the last launch of the forward pass writes."""
 
     loss: torch.Tensor
     policy_loss: torch.Tensor
@@ -51,7 +51,7 @@ class Results(NamedTuple):
 
 
 def loss_of(call: LossCall, scores: Scores, slope: torch.Tensor | None) -> Results:
-    """Return the results and write the slope, if it is wanted."""
+    """Return the results; write ``slope`` unless it is None."""
     plan, n, batch, length = call.formula, call.values, call.batch, call.length
     segments = max(-(-length // SEGMENT), 1)
     quantities = SUMS + (len(METRICS) if call.with_metrics else 0)
@@ -129,7 +129,7 @@ def _launch_terms(
 
 
 def _rows(x: torch.Tensor | None) -> torch.Tensor | None:
-    """Return a tensor whose rows lie in one piece; of packed tokens and of one value a row, any stride is not one."""
+    """Return ``x`` with contiguous rows; packed tokens and per-sequence values are made contiguous as a whole."""
     if x is None or x.ndim == 2:
         return x if x is None or x.stride(1) == 1 else x.contiguous()
     return x.contiguous()

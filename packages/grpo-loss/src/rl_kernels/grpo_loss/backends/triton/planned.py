@@ -1,4 +1,4 @@
-"""The plain loss of arguments that lie alike, planned once: the fast path on the host."""
+"""The fast host path of the plain loss: planned once for arguments of one layout."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rl_kernels.grpo_loss.call import LossCall
 
 
 class Planned:
-    """The plain loss of arguments that lie as the given ones, with the same numbers."""
+    """The plain loss for arguments with the layout and the numbers of the given call."""
 
     def __init__(self, call: LossCall, scores: Scores) -> None:
         current = call.current_logps
@@ -31,7 +31,7 @@ class Planned:
         self._dtype, self._has_ref = current.dtype, call.ref_logps is not None
         self._sums = segments_of(length), 3, batch
         work = terms_work(call, scores, (current, call.old_logps, call.ref_logps, call.mask, scores.values))
-        # One launch has a tensor at the same places each time.
+        # Two launches: each must get tensors at the same argument positions every time.
         self._terms, self._terms_and_slope = (Launch(plain_terms, work.grid, **work.options) for _ in range(2))
         work = sum_work(call)
         self._sum = Launch(plain_sum, work.grid, **work.options)
@@ -47,7 +47,7 @@ class Planned:
         mask: torch.Tensor,
         needs_slope: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return (loss, policy_loss, kl, count, slope), the last None unless it is needed; scores are as planned."""
+        """Return (loss, policy_loss, kl, count, slope); slope is None unless ``needs_slope``."""
         sums = current_logps.new_empty(self._sums, dtype=torch.float32)
         loss, policy_loss, kl, count = (sums.new_empty(()) for _ in range(4))
         slope = sums.new_empty(self._shape) if needs_slope else None
@@ -61,7 +61,7 @@ class Planned:
     def backward(
         self, current_logps: torch.Tensor, count: torch.Tensor, slope: torch.Tensor, upstream: torch.Tensor
     ) -> torch.Tensor | None:
-        """Return the gradient; None, and nothing is launched, if a hook of saved tensors stored others."""
+        """Return the gradient, or None without a launch if a saved-tensor hook changed the tensors."""
         given = (current_logps, count, slope, upstream)
         if not are_plain(*given) or current_logps.dtype != self._dtype:
             return None
@@ -76,7 +76,7 @@ class Planned:
 
 
 def planned(call: LossCall) -> Planned | None:
-    """Return the plan of calls like this one, or None where a tensor would be copied, or nothing is launched."""
+    """Return a plan for calls like this one; None if it has no plain loss, needs a copy, or launches nothing."""
     if not is_plain(call) or not call.current_logps.numel() or call.boundaries is not None:
         return None
     scores = scores_in(call)
