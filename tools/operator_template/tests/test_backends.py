@@ -1,4 +1,4 @@
-"""Every backend of scaled_add that runs here, held to the rules of all operators."""
+"""Conformance tests of every backend of scaled_add that runs here."""
 
 from rl_kernels.lab.check.conformance import Conformance
 from rl_kernels.scaled_add.op import OPERATOR

@@ -1,4 +1,4 @@
-"""The definition of scaled_add against values worked out by hand."""
+"""The definition of scaled_add against values computed by hand."""
 
 import torch
 

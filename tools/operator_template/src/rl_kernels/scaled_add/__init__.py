@@ -1,4 +1,4 @@
-"""Scaled addition: the operator that a new one starts from."""
+"""Scaled addition: the template of a new operator."""
 
 from rl_kernels.scaled_add.api import scaled_add
 

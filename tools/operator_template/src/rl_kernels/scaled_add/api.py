@@ -1,4 +1,4 @@
-"""The public function of the package: validation, dispatch, autograd."""
+"""The public function ``scaled_add``: validation, dispatch, autograd."""
 
 from __future__ import annotations
 
@@ -16,20 +16,23 @@ from rl_kernels.scaled_add.op import OPERATOR, describe, ops
 def scaled_add(x: torch.Tensor, y: torch.Tensor, *, scale: float = 1.0, backend: str | None = None) -> torch.Tensor:
     """Return ``x + scale * y``, element by element.
 
-    Worked in FP32 whatever the dtype of x (in FP64 for FP64), rounded once to it.
+    Computed in FP32 (in FP64 for FP64 inputs) and rounded once to the dtype of x. A row's result and its gradients
+    depend on that row alone, bit for bit.
 
     Args:
         x: ``[..., D]``, FP32, BF16, FP16 or FP64, any strides; differentiable.
-        y: the shape, dtype and device of x; differentiable.
-        scale: a number.
-        backend: name of a backend, ``auto``, or None for what is forced elsewhere, if anything.
+        y: shape, dtype and device of x, any strides; differentiable.
+        scale: a finite number.
+        backend: name of a backend, ``auto``, or None: the backend that ``use_backend`` or ``RL_KERNELS_BACKEND``
+            forces, otherwise ``auto``.
 
     Returns:
         ``[..., D]`` in the dtype of x.
 
     Raises:
-        TypeError, ValueError: an argument is not as above; the message names it.
-        BackendUnavailable: the backend asked for cannot run this call.
+        TypeError, ValueError: an argument is not as described; the message names it.
+        BackendUnavailable: the requested backend cannot run this call.
+        RuntimeError: forward-mode AD, or gradients through a ``torch.func`` transform.
     """
     check.tensor("x", x, check.FLOATS, least=1)
     check.tensor("y", y, check.FLOATS)

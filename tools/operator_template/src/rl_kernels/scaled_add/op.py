@@ -1,6 +1,6 @@
-"""What scaled_add is to the registry and to torch: schemas, fake kernels, backends and their promises.
+"""Registry entry of scaled_add: torch schemas, fake kernels, backends and their promises.
 
-In the raw ops x and y are ``[N, D]``, scale is ``[]`` in the dtype of the computation.
+Arguments of the raw ops: x and y ``[N, D]``; scale ``[]`` in the compute dtype (FP32, or FP64 for FP64 inputs).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FAKES = {
 
 
 def describe(x: torch.Tensor, *_: object, **__: object) -> Call:
-    """Describe a call of the public function to the dispatcher."""
+    """Return what the dispatcher looks at in a call of the public function."""
     return Call.of(x, D=x.shape[-1])
 
 

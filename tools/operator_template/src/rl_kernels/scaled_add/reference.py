@@ -1,4 +1,4 @@
-"""The definition of scaled_add in plain PyTorch; the gold when its inputs are FP64."""
+"""The definition of scaled_add in plain PyTorch; with FP64 inputs it is the gold result."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ import torch
 
 
 def scaled_add(x: torch.Tensor, y: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
-    """Return ``x + scale * y``, worked in FP32 (in FP64 for FP64 inputs) and rounded once to the dtype of ``x``."""
+    """Return ``x + scale * y``, computed in FP32 (in FP64 for FP64 inputs) and rounded once to the dtype of ``x``."""
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     return (x.to(dtype) + scale * y.to(dtype)).to(x.dtype)

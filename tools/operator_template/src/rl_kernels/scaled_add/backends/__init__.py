@@ -1,1 +1,1 @@
-"""The implementations of scaled_add, one a module or folder; they never import each other."""
+"""The backends of scaled_add, one module or folder each; they never import each other."""

@@ -1,4 +1,4 @@
-"""scaled_add in PyTorch, for any device: element-wise, so every element is its own sum."""
+"""scaled_add in PyTorch, for any device: element-wise, so no reduction order matters."""
 
 from __future__ import annotations
 

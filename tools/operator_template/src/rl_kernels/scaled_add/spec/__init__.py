@@ -1,1 +1,1 @@
-"""What checks, tests and benchmarks know of scaled_add; nothing at run time imports it."""
+"""Cases, checks and benchmark of scaled_add, for the checker and the tests; not imported at run time."""

@@ -1,4 +1,4 @@
-"""The benchmark of scaled_add: shapes, the bytes that must move, and the peers."""
+"""The benchmark of scaled_add: shapes, minimum bytes moved, and peers."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ SETS = {
 
 
 def eager(x: torch.Tensor, y: torch.Tensor, *, scale: float) -> torch.Tensor:
-    """Return the sum as one writes it in PyTorch."""
+    """Return the sum in plain PyTorch."""
     return x + scale * y
 
 
 def passes(shape: Shape, itemsize: int) -> dict[str, Pass]:
-    """Read two tensors and write one; backward read one and write two."""
+    """Return the work of each pass: forward reads two tensors and writes one, backward reads one and writes two."""
     rows, width = shape.sizes
     case = Case(shape.label, {"batch": rows, "width": width}, {"scale": 0.5, **shape.options})
     size = rows * width * itemsize

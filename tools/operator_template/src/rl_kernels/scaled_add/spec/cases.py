@@ -23,13 +23,13 @@ EMPTY = (Case("no-rows", {"batch": 0, "width": 7}),)
 
 
 def inputs(case: Case, draw: Draw) -> Inputs:
-    """Draw ``x[batch, width]`` and ``y``, and pass the case's options on."""
+    """Draw ``x[batch, width]`` and ``y``, and add the options of the case."""
     shape = case.sizes["batch"], case.sizes["width"]
     return {"x": draw.normal(*shape), "y": draw.normal(*shape), **case.options}
 
 
 def magnitudes(case: Case, call: Inputs, upstream: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Sum the magnitudes of the terms: |x| + |scale y|, and those of the gradients."""
+    """Return the magnitudes of the terms of each result: |x| + |scale y|, and those of the gradients."""
     x, y, scale = call["x"], call["y"], abs(call.get("scale", 1.0))
     given_upstream = upstream.get("output", torch.zeros_like(x)).abs()
     gradients = {"gradient:x": given_upstream, "gradient:y": scale * given_upstream}

@@ -1,4 +1,4 @@
-"""Cases of scaled_add along its dimensions: rows and widths around every tile, and each option with each other."""
+"""Sweeps of scaled_add: rows and widths around the tile sizes, and every pair of options."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from rl_kernels.core.testing import Case
 from rl_kernels.core.testing.dimensions import EDGES, ROWS, paired, swept
 
 AXES = {"scale": (None, 0.0, -2.5, 1e4), "dtype": (None, "bf16", "fp16", "fp64")}
-"""Values of each option; None leaves it out. ``dtype`` is that of the case, and no option."""
+"""Values of each option; None leaves it out. ``dtype`` is the dtype of the case, not an option."""
 
 DIMENSIONS: tuple[Case, ...] = (
     *paired("pairs", {"batch": 3, "width": 9}, AXES),

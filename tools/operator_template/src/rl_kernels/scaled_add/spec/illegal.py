@@ -1,4 +1,4 @@
-"""Calls of scaled_add that must raise: what is wrong with each, and what the message says about it."""
+"""Calls of scaled_add that must raise: what is wrong with each, and part of its message."""
 
 from __future__ import annotations
 

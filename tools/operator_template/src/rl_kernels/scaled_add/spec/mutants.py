@@ -1,4 +1,4 @@
-"""Bugs of scaled_add's backends that the checker must catch: each is one edit of the source."""
+"""Bugs of scaled_add's backends that the checker must catch; each is one edit of the source."""
 
 from __future__ import annotations
 
