@@ -102,9 +102,9 @@ def linear_logp(
     they are repeatable, and appending ignored rows does not change them.
 
     If ``lm_head_weight.main_grad`` exists (FP32, with the shape and device of the weight), backward adds the weight's
-    gradient to it in place and leaves ``.grad`` None. Micro-batches cut at multiples of 16 tokens then give the bits of
+    gradient to it in place, and nothing to ``.grad``. Micro-batches cut at multiples of 16 tokens then give the bits of
     the whole batch. A gradient that another op puts into ``.grad`` in the same pass, such as the embedding of a tied
-    weight, is added to ``main_grad`` at the end of the pass (eager only).
+    weight, is moved to ``main_grad`` at the end of the pass (eager only).
 
     Under ``torch.autocast`` hidden, weight and bias are cast as ``F.linear`` casts its operands. As there, autocast on
     a GPU with gradients off keeps the cast copy of a parameter until its outermost block ends.
