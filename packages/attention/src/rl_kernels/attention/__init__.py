@@ -1,4 +1,4 @@
-"""Attention whose bits do not depend on the batch, on padding or packing, on chunks or on the KV cache."""
+"""Batch-invariant attention: no bit depends on the batch, padding, packing, chunks or the KV cache."""
 
 from rl_kernels.attention.api import det_attention
 from rl_kernels.attention.gradients import det_attention_backward

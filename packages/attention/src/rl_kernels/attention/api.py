@@ -113,45 +113,54 @@ def det_attention(
     validate: bool = True,
     backend: str | None = None,
 ) -> torch.Tensor | Attended:
-    """Return ``softmax(scale q k^T) v`` for each head; a query's bits follow from it and the keys that it sees.
+    """Return ``softmax(scale q k^T) v`` for each head; a query's bits depend on it and the keys that it sees alone.
 
-    Whole, in chunks, token by token with a cache, alone, padded or packed, a query gets the same bits, and in training
-    so do its gradient and those of its sequence's keys. Query t of T stands at position ``S - T + t`` of its sequence's
-    S keys. Scores, softmax and sums are FP32, the weights are rounded to the dtype of the values, the output once.
+    A query gets the same bits in one call or in chunks, token by token with a cache, alone, padded or packed. In
+    training, so do its gradient and the gradients of its sequence's keys and values. In a sequence of T queries and S
+    keys, query t stands at position ``S - T + t``. Scores, softmax and sums are FP32. The weights are rounded to the
+    dtype of the values, and the output is rounded once.
 
     Args:
         q: ``[B, T, H, D]``, or ``[total, H, D]`` with ``cu_seqlens_q``; FP32, BF16 or FP16; D is a multiple of 8.
-        k: ``[B, S, Hkv, D]``, ``[total, Hkv, D]`` with ``cu_seqlens_k``, or ``[pages, page_size, Hkv, D]`` with
-            ``block_table``, page_size a multiple of 16; Hkv divides H, and query head h reads head ``h // (H / Hkv)``.
-        v: as k; its head size may be another multiple of 8.
-        causal: a query sees no key behind its own position.
-        scale: of the scores, > 0; by default ``1 / sqrt(D)``.
-        window: ``(left, right)``: a query sees that many keys before and behind its position; None or -1 is unlimited.
-        softcap: c > 0 makes a score ``c tanh(score / c)``; 0 leaves it.
-        sinks: ``[H]``, FP32, BF16 or FP16: a logit for each head that takes part in the softmax and has no value.
-        cu_seqlens_q: ``[B + 1]``, int32 or int64: sequence b has the queries from ``cu_seqlens_q[b]`` to the next.
-        cu_seqlens_k: the same of the keys, with ``cu_seqlens_q`` only.
-        max_seqlen_q: no less than the longest sequence of queries; without it the device is asked, which syncs.
-        max_seqlen_k: the same of keys.
-        k_start: ``[B]``: the first key of each sequence; those before it are padding. With a ``window`` that ends on
-            the left it may be negative: a cache has dropped that many keys in front of the others; none is seen.
-        seqused_q: ``[B]``: queries in use of each sequence; later ones get 0, and their upstream gradient may be
-            anything.
-        seqused_k: ``[B]``: keys in use of a cache; query t of T then stands at ``seqused_k - T + t``.
-        block_table: ``[B, n]``: the pages of each sequence, in order; needs ``seqused_k``.
+        k: in the dtype of q: ``[B, S, Hkv, D]``, ``[total, Hkv, D]`` with ``cu_seqlens_k``, or
+            ``[pages, page_size, Hkv, D]`` with ``block_table``, page_size a multiple of 16. Hkv divides H, and query
+            head h reads KV head ``h // (H / Hkv)``.
+        v: as k; its head size Dv may be another multiple of 8.
+        causal: a query sees no key after its own position.
+        scale: multiplies the scores, > 0; by default ``1 / sqrt(D)``.
+        window: ``(left, right)``, integers >= 0: a query sees ``left`` keys before its position, the key there, and
+            ``right`` keys after it; None or -1 is unlimited. With ``causal`` the right side is 0.
+        softcap: c > 0 turns a score into ``c tanh(score / c)``; 0 is no cap.
+        sinks: ``[H]``, FP32, BF16 or FP16: one more logit for each head; it takes part in the softmax, without a value.
+        cu_seqlens_q: ``[B + 1]``, int32 or int64: sequence b has the queries from ``cu_seqlens_q[b]`` up to, but not
+            including, ``cu_seqlens_q[b + 1]``.
+        cu_seqlens_k: the same for keys; only with ``cu_seqlens_q``.
+        max_seqlen_q: at least the length of the longest sequence of queries; only with ``cu_seqlens_q``. None reads it
+            from the device, which syncs.
+        max_seqlen_k: the same for keys; only with ``cu_seqlens_k``.
+        k_start: ``[B]``, int32 or int64: the first key of each sequence; keys before it are padding. With a ``window``
+            that is limited on the left, -n says that a cache has dropped n keys before the first one given; no query
+            sees those.
+        seqused_q: ``[B]``, int32 or int64: the number of queries in use in each sequence. Later queries get 0, and
+            their upstream gradient may be anything.
+        seqused_k: ``[B]``, int32 or int64: the number of keys in use in a cache; query t of T then stands at
+            ``seqused_k - T + t``.
+        block_table: ``[B, n]``, int32 or int64: the pages of each sequence, in order; needs ``seqused_k``.
         return_lse: return ``Attended(out, lse)``.
-        validate: check the values of the integers, which syncs with a GPU; skipped under torch.compile and graph
-            capture. Unchecked, nothing is read out of bounds, and a page that does not exist gives NaN.
-        backend: name of a backend, ``auto``, or None for what is forced elsewhere, if anything.
+        validate: check the values of the integer tensors, which syncs with a GPU; skipped under torch.compile and while
+            a CUDA graph is captured. Without the check nothing is read out of bounds, and a missing page gives NaN.
+        backend: name of a backend; ``auto`` chooses one; None follows ``use_backend`` and ``RL_KERNELS_BACKEND``, and
+            chooses one if neither is set.
 
     Returns:
-        The shape of q with v's head size, in its dtype; a query that sees no key gets 0 and an lse of -inf, or with
-        sinks that of its sink. With ``return_lse``, ``Attended``.
+        ``[B, T, H, Dv]`` or ``[total, H, Dv]`` in the dtype of q, or with ``return_lse`` an ``Attended``. A query that
+        sees no key gets 0; its lse is -inf, or the logit of its sink.
 
     Raises:
         TypeError, ValueError: an argument is not as above, or k or v of a cache (``block_table``, ``seqused_k``)
             requires grad; the message names it.
         BackendUnavailable: the backend asked for cannot run this call.
+        RuntimeError: forward-mode AD, a gradient of ``torch.func`` or a second derivative: there is none.
     """
     where = (cu_seqlens_q, cu_seqlens_k, k_start, seqused_q, seqused_k, block_table)
     left, right = checks.window(window, causal=causal, unlimited=UNLIMITED)
@@ -179,14 +188,14 @@ def det_attention(
 
 
 class _Plan(NamedTuple):
-    """What is known of calls of one kind: the numbers of ``Inputs``, and what a backend has planned, or None."""
+    """The plan of calls of one kind: the numbers of ``Inputs``, and the launches that a backend planned, or None."""
 
     numbers: tuple[Any, ...]
     launches: Any
 
 
 def _plan(name: str, *arguments: Any) -> _Plan | None:
-    """Return what is known of a kind of arguments, those of ``_chosen``; None of packed queries, whose lengths vary."""
+    """Plan calls with arguments of one kind, those of ``_chosen``; None for packed queries, whose lengths vary."""
     *tensors, scale, left, right, softcap, _, _ = arguments
     q, k, _, _, cu_seqlens_q, cu_seqlens_k, *_, block_table = tensors
     if cu_seqlens_q is not None:
@@ -216,7 +225,7 @@ def _chosen(
     return_lse: bool,
     backend: str | None,
 ) -> str:
-    """Check what is no value of a tensor; return the backend. The sides of the window were checked, for plans."""
+    """Check all but the values of tensors, and the window, which is checked already; return the backend's name."""
     checks.heads(q, k, v, sinks, packed_q=cu_seqlens_q is not None, packed_k=cu_seqlens_k is not None)
     checks.layout(q, k, cu_seqlens_q, cu_seqlens_k, k_start, seqused_q, seqused_k, block_table)
     if scale is not None:
@@ -234,7 +243,7 @@ def _most(
     cu_seqlens_k: torch.Tensor | None,
     block_table: torch.Tensor | None,
 ) -> tuple[int, int]:
-    """Return the most queries and keys that a sequence can have."""
+    """Return the largest numbers of queries and keys that a sequence can have."""
     most_k = k.shape[0] if cu_seqlens_k is not None else k.shape[1]
     if block_table is not None:
         most_k *= block_table.shape[1]
@@ -254,11 +263,13 @@ def _validate_gradients(given: Inputs) -> None:
         return
     for name, value in (("k", given.k), ("v", given.v)):
         if value.requires_grad:
-            raise ValueError(f"{name}: expected no gradient of a cache (block_table, seqused_k), detach it")
+            raise ValueError(
+                f"{name}: expected a tensor that does not require grad with block_table or seqused_k; detach it"
+            )
 
 
 def _forward(given: Inputs, chosen: str, plan: _Plan | None, *, with_lse: bool) -> tuple[torch.Tensor, Any]:
-    """Return (out, lse), the latter perhaps None unless it is asked for."""
+    """Return (out, lse); lse may be None unless ``with_lse``."""
     if plan is not None and plan.launches is not None and not ops_are_observed():
         found: tuple[torch.Tensor, torch.Tensor | None] | None = plan.launches.forward(given, with_lse=with_lse)
         if found is not None:
@@ -269,7 +280,7 @@ def _forward(given: Inputs, chosen: str, plan: _Plan | None, *, with_lse: bool) 
 class _DetAttention(torch.autograd.Function):
     """Saves the operands, out and lse; lse carries no gradient.
 
-    What has no gradient comes as one argument: autograd looks at each.
+    All that has no gradient comes as one argument, because autograd inspects every argument.
     """
 
     @staticmethod
@@ -288,7 +299,7 @@ class _DetAttention(torch.autograd.Function):
         ctx.save_for_backward(*inputs.operands, *inputs.others, out, lse)
         ctx.numbers, ctx.backend, ctx.plan = inputs.numbers, backend, plan
         ctx.mark_non_differentiable(lse)
-        # Or zeros would be made for lse.
+        # Otherwise autograd would make a zero gradient for lse.
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -302,7 +313,7 @@ class _DetAttention(torch.autograd.Function):
         rest = (out, lse, grad, needs[1] or needs[2])
         no_lost_derivatives("det_attention", *tensors, grad)
         found = None
-        # A gradient that may be differentiated itself takes the general path, which refuses that.
+        # With grad mode on, the gradient may be differentiated again: the general path refuses that.
         planned = None if ctx.plan is None else ctx.plan.launches
         if planned is not None and not (torch.compiler.is_compiling() or torch.is_grad_enabled() or ops_are_observed()):
             found = planned.backward(given, *rest)

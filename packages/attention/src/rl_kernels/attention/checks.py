@@ -1,4 +1,4 @@
-"""Checks of the arguments of det_attention: shapes and dtypes always, values of integers where ``validate`` asks."""
+"""Checks of the arguments of det_attention: shapes and dtypes always, integer values only with ``validate``."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from rl_kernels.core import validate as check
 from rl_kernels.core.torchlib import define_check, values_hidden
 
 MULTIPLE = 8
-"""Of which head sizes are: rows then begin at multiples of 16 bytes."""
+"""Head sizes are multiples of it, so that rows begin at multiples of 16 bytes."""
 PAGE = 16
-"""Of which page sizes are multiples."""
+"""Page sizes are multiples of it."""
 PACKED_DIMS, PADDED_DIMS = 3, 4
 
 
@@ -26,7 +26,7 @@ def heads(
     packed_q: bool,
     packed_k: bool,
 ) -> None:
-    """Require operands of one dtype and device whose heads fit together."""
+    """Require operands of one dtype and device with matching heads."""
     check.tensor("q", q, check.HALF_AND_FLOAT, ndim=PACKED_DIMS if packed_q else PADDED_DIMS)
     for name, value in (("k", k), ("v", v)):
         check.tensor(name, value, check.HALF_AND_FLOAT, ndim=PACKED_DIMS if packed_k else PADDED_DIMS)
@@ -60,7 +60,7 @@ def layout(
     seqused_k: torch.Tensor | None,
     block_table: torch.Tensor | None,
 ) -> None:
-    """Require integers of the right kind and shape, and a layout that exists."""
+    """Require integer tensors of the right dtype and shape, and arguments that form one layout."""
     given = {
         "cu_seqlens_q": cu_seqlens_q,
         "cu_seqlens_k": cu_seqlens_k,
@@ -90,7 +90,7 @@ def layout(
             raise ValueError("k_start: expected None with block_table: pages hold no left padding")
         if not k.shape[1] or k.shape[1] % PAGE:
             raise ValueError(
-                f"k: expected pages (dim 1) that are a multiple of {PAGE} long, got shape {tuple(k.shape)}"
+                f"k: expected a page size (dim 1) that is a multiple of {PAGE}, got shape {tuple(k.shape)}"
             )
         if block_table.shape[0] != batch:
             raise ValueError(
@@ -132,9 +132,9 @@ def lengths(
     *,
     windowed: bool,
 ) -> None:
-    """Require integers that lie within their tensors. Costs a sync on a GPU; skipped where values are hidden.
+    """Require integers within the bounds of their tensors. Syncs with a GPU; skipped if values cannot be read now.
 
-    ``windowed`` says that the window ends on the left: keys that no query sees may then be gone.
+    ``windowed`` says that the window is limited on the left: a cache may then have dropped keys that no query sees.
     """
     if values_hidden(q):
         return
@@ -158,9 +158,9 @@ def lengths(
 
 
 def longest(name: str, value: int | None, cu_seqlens: torch.Tensor | None, most: int, *, values: bool) -> int:
-    """Return the largest number of rows of a sequence: as given, or asked of the device, or ``most`` where none can be.
+    """Return the length of the longest sequence: as given, read from the device, or ``most`` if it cannot be read.
 
-    ``values`` says whether what is given is held to the sequences themselves.
+    ``values`` says whether a given length is checked against the sequences.
     """
     if value is not None:
         if cu_seqlens is None:
@@ -181,7 +181,7 @@ def _cumulative(value: torch.Tensor, total: int, name: str) -> None:
     found = value.tolist()
     if found[0] != 0 or found[-1] != total or any(b < a for a, b in pairwise(found)):
         raise ValueError(
-            f"{name}: expected numbers that ascend from 0 to {total}, the rows of its tensor, got {_shown(found)}"
+            f"{name}: expected numbers that ascend from 0 to {total} (the rows of its tensor), got {_shown(found)}"
         )
 
 

@@ -1,4 +1,4 @@
-"""The backward pass of det_attention by itself, for hooks whose autograd is somebody else's."""
+"""The backward pass of det_attention as a function, for code that does autograd itself."""
 
 from __future__ import annotations
 
@@ -30,27 +30,30 @@ def det_attention_backward(
     validate: bool = True,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of q, k and v, with the bits that ``det_attention`` gives them through autograd.
+    """Return the gradients of q, k and v, bitwise identical to those of ``det_attention`` through autograd.
 
-    For dense and packed calls without padding, cache, soft cap or sinks. The backend is chosen anew, from the same
-    tensors: where one was forced for the forward pass, it must be forced here too.
+    Takes dense and packed calls without padding, cache, soft cap or sinks. The backend is chosen again from the same
+    tensors: if you force one in the forward pass, force it here too.
 
     Args:
-        grad: of ``out``, in its shape and dtype.
-        q: as in the forward pass, and so are k, v and the options.
-        k: as q.
-        v: as q.
-        out: what ``det_attention(..., return_lse=True)`` returned.
-        lse: the same: FP32, ``[B, H, T]``, or ``[H, total]`` of packed queries.
+        grad: the gradient of ``out``, in its shape and dtype.
+        q: ``[B, T, H, D]``, or ``[total, H, D]`` with ``cu_seqlens_q``; FP32, BF16 or FP16. Tensors and options are
+            those of the forward pass.
+        k: ``[B, S, Hkv, D]``, or ``[total, Hkv, D]`` with ``cu_seqlens_k``, in the dtype of q.
+        v: as k, with its own head size Dv.
+        out: from ``det_attention(..., return_lse=True)``: ``[B, T, H, Dv]`` or ``[total, H, Dv]``.
+        lse: from the same call: FP32, ``[B, H, T]``, or ``[H, total]`` for packed queries.
         causal: as in the forward pass.
         scale: as in the forward pass.
         window: as in the forward pass.
         cu_seqlens_q: ``[B + 1]``, int32 or int64: the sequences of packed queries.
-        cu_seqlens_k: the same of packed keys.
-        max_seqlen_q: no less than the longest sequence of queries; without it the device is asked, which syncs.
-        max_seqlen_k: the same of keys.
-        validate: check the values of the integers, which syncs with a GPU.
-        backend: name of a backend, ``auto``, or None for what is forced elsewhere, if anything.
+        cu_seqlens_k: the same for packed keys.
+        max_seqlen_q: at least the length of the longest sequence of queries; None reads it from the device, which
+            syncs.
+        max_seqlen_k: the same for keys.
+        validate: check the values of the integer tensors, which syncs with a GPU.
+        backend: name of a backend; ``auto`` chooses one; None follows ``use_backend`` and ``RL_KERNELS_BACKEND``, and
+            chooses one if neither is set.
 
     Returns:
         (dq, dk, dv), contiguous, each in the shape and dtype of its operand.
@@ -58,6 +61,7 @@ def det_attention_backward(
     Raises:
         TypeError, ValueError: an argument is not as above; the message names it.
         BackendUnavailable: the backend asked for cannot run this call.
+        RuntimeError: forward-mode AD, a gradient of ``torch.func`` or a second derivative: there is none.
     """
     where = (cu_seqlens_q, cu_seqlens_k, None, None, None, None)
     left, right = checks.window(window, causal=causal, unlimited=UNLIMITED)
@@ -77,7 +81,7 @@ def det_attention_backward(
 
 
 def _check_saved(given: Inputs, out: torch.Tensor, lse: torch.Tensor, grad: torch.Tensor) -> None:
-    """Require what the forward pass gave, and a gradient of that."""
+    """Check the results of the forward pass and the gradient of out."""
     shape = (*given.q.shape[:-1], given.v.shape[-1])
     for name, value in (("out", out), ("grad", grad)):
         check.tensor(name, value, (given.q.dtype,))

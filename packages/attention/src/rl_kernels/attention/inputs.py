@@ -1,4 +1,4 @@
-"""What the raw ops are given, by name, and what the public function returns."""
+"""The arguments of the raw ops by name, and the result of the public function."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from typing import NamedTuple
 import torch
 
 UNLIMITED = -1
-"""A side of the window that has no end."""
+"""An unlimited side of the window."""
 
 
 class Attended(NamedTuple):
     """What ``det_attention`` returns with ``return_lse``.
 
     Attributes:
-        out: the shape of q, with the head size of v.
-        lse: logsumexp of each query's scores, sink included, FP32, ``[B, H, T]`` or ``[H, total]``; no gradient.
+        out: ``[B, T, H, Dv]`` or ``[total, H, Dv]`` in the dtype of q.
+        lse: logsumexp of each query's scores, sink included, to base e: FP32, ``[B, H, T]`` or ``[H, total]``; it
+            carries no gradient.
     """
 
     out: torch.Tensor
@@ -27,7 +28,7 @@ class Inputs(NamedTuple):
 
     q is ``[B, T, H, D]``, or ``[total, H, D]`` where cu_seqlens_q is given; k and v are ``[B, S, Hkv, D]``,
     ``[total, Hkv, D]`` with cu_seqlens_k, or ``[pages, page_size, Hkv, D]`` with block_table. max_seqlen_q and
-    max_seqlen_k are no less than any sequence has. left and right are the sides of the window; causal is a right of 0.
+    max_seqlen_k are at least the longest sequence. left and right are the sides of the window; causal sets right to 0.
     """
 
     q: torch.Tensor
@@ -54,12 +55,12 @@ class Inputs(NamedTuple):
 
     @property
     def others(self) -> tuple[torch.Tensor | None, ...]:
-        """The tensors beside them, from sinks to block_table."""
+        """The other tensors, from sinks to block_table."""
         return self[3:10]
 
     @property
     def numbers(self) -> tuple[float, ...]:
-        """What is no tensor."""
+        """The arguments that are no tensors."""
         return self[10:]
 
     @property
@@ -69,10 +70,10 @@ class Inputs(NamedTuple):
 
     @property
     def group(self) -> int:
-        """Query heads that share a head of keys."""
+        """Query heads that share a KV head."""
         return self.q.shape[-2] // self.k.shape[-2]
 
     def lse_shape(self) -> tuple[int, ...]:
-        """Return the shape of lse: that of q's heads and queries, heads first."""
+        """Return the shape of lse: ``[B, H, T]`` or ``[H, total]``."""
         *batch, queries, heads, _ = self.q.shape
         return *batch, heads, queries

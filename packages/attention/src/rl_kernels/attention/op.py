@@ -1,8 +1,8 @@
-"""What det_attention is to the registry and to torch: schemas, fake kernels, backends and their promises.
+"""The registration of det_attention with the registry and torch: schemas, fake kernels, backends, their promises.
 
 The arguments of the raw ops are those of ``inputs.Inputs``. lse is FP32, ``[B, H, T]`` or ``[H, total]``. ``backward``
-takes out and lse as ``forward`` gave them and the gradient of out; dk and dv come back empty where ``needs_keys`` is
-False, dsinks where there are no sinks.
+takes the out and lse of ``forward`` and the gradient of out. dk and dv are empty if ``needs_keys`` is False, and dsinks
+is empty without sinks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rl_kernels.core.operator import INVARIANT, REPEATABLE, Backend, Call, Opera
 from rl_kernels.core.triton_lib.launch import triton_backend
 
 WIDEST = 256
-"""The largest head of the Triton kernels: two accumulators of it fill a multiprocessor's registers."""
+"""The largest head size of the Triton kernels: two accumulators of it fill the registers of a multiprocessor."""
 _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? k_start, "
     "Tensor? seqused_q, Tensor? seqused_k, Tensor? block_table, SymInt max_seqlen_q, SymInt max_seqlen_k, "
@@ -58,7 +58,7 @@ def describe(q: torch.Tensor, k: torch.Tensor | None = None, v: torch.Tensor | N
 
 def _limits(call: Call) -> str | None:
     size = call.traits.get("D", 0)
-    return None if size <= WIDEST else f"takes heads of {WIDEST} at most, and D is {size}"
+    return None if size <= WIDEST else f"takes head sizes up to {WIDEST}, and D is {size}"
 
 
 OPERATOR = Operator(

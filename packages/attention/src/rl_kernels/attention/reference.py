@@ -32,7 +32,7 @@ def det_attention(
     block_table: torch.Tensor | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | Attended:
-    """Return the output, or with ``return_lse`` it and the logsumexp of each query's scores."""
+    """Return the output; with ``return_lse``, also the logsumexp of each query's scores. Arguments as in ``api``."""
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
     lse = q.new_full((*q.shape[:-1],), -torch.inf, dtype=wide)
@@ -47,7 +47,7 @@ def det_attention(
 def queries_of(
     q: torch.Tensor, cu_seqlens: torch.Tensor | None, used: torch.Tensor | None
 ) -> Iterator[tuple[int, tuple[Any, ...], int]]:
-    """Yield (sequence, the place in q of its queries in use, the number of all its queries)."""
+    """Yield (sequence, index in q of its queries in use, number of all its queries)."""
     for b in range(q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1):
         start, stop = (0, q.shape[1]) if cu_seqlens is None else (int(cu_seqlens[b]), int(cu_seqlens[b + 1]))
         rows = slice(start, stop if used is None else start + int(used[b]))
@@ -62,7 +62,7 @@ def keys_of(
     used: torch.Tensor | None,
     table: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return the keys, or values, of one sequence, ``[S, Hkv, D]``."""
+    """Return the keys or values of one sequence, ``[S, Hkv, D]``."""
     if cu_seqlens is not None:
         return x[int(cu_seqlens[b]) : int(cu_seqlens[b + 1])]
     rows = x[b] if table is None else x[table[b].long().clamp(0, x.shape[0] - 1)].flatten(0, 1)
@@ -123,13 +123,13 @@ class _Head(torch.autograd.Function):
         softcap: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         score = _scores(q, k, scale, softcap)[0].masked_fill(~sees, -torch.inf)
-        # A column that no query sees, so that there is a maximum.
+        # A last column, for the sink or -inf: without keys, the maximum needs it.
         score = torch.cat((score, score.new_full((score.shape[0], 1), -torch.inf)), -1)
         top = score.amax(-1, keepdim=True).clamp(min=torch.finfo(score.dtype).min)
         if sinks is not None:
             score[:, -1] = sinks.to(score.dtype)
         lse = score.logsumexp(-1)
-        # Rounded where the largest weight is 1, as in the kernels.
+        # Rounded while the largest weight is 1, as in the kernels.
         weights = (score[..., :-1] - top).exp().to(q.dtype).to(score.dtype)
         share = torch.where(top[..., 0] == torch.finfo(score.dtype).min, 0.0, (top[..., 0] - lse).exp())
         out = ((weights @ v) * share[..., None]).to(q.dtype)
@@ -158,7 +158,7 @@ class _Head(torch.autograd.Function):
 def _scores(
     q: torch.Tensor, k: torch.Tensor, scale: float, softcap: float
 ) -> tuple[torch.Tensor, torch.Tensor | float]:
-    """Return the scores ``[T, S]``, and the derivative of the cap."""
+    """Return the scores ``[T, S]`` and the derivative of the soft cap."""
     score = q.to(k.dtype) @ k.mT * scale
     if not softcap:
         return score, 1.0

@@ -1,1 +1,1 @@
-"""The implementations of det_attention, one a module or folder; they never import each other."""
+"""The backends of det_attention, one module or folder each; they never import each other."""

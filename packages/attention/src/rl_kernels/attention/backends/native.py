@@ -1,10 +1,10 @@
-"""det_attention in PyTorch, for any device: 64 rows and 64 keys at a time, every product in FP64, every sum in order.
+"""det_attention in PyTorch, for any device: blocks of 64 rows and 64 keys, products in FP64, sums in a fixed order.
 
-The order, which is the contract of this backend: keys are counted from the first of their sequence and taken in blocks
-of 64; a block's products are FP64, rounded once to FP32, and a row's sum over it is a tree. Segments of 16 blocks start
-a state of their own, and states are merged in ascending order. In the backward pass dq adds its blocks in ascending
-order; dk and dv add, in ascending order, the products of 64 rows each, counted from the first query that sees a key.
-Rows are the queries of a head of keys, token by token and within one by head.
+The reduction order is the contract of this backend. Keys are counted from the first key of their sequence and taken in
+blocks of 64. A block's products are FP64 and rounded once to FP32; a row is summed over a block by a tree. Each segment
+of 16 blocks has its own state, and states are merged in ascending order. In the backward pass dq adds its blocks in
+ascending order. dk and dv add products of 64 rows each in ascending order, counted from the first query that sees a
+key. The rows of a KV head are its queries, token by token and within a token by head.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rl_kernels.attention.inputs import UNLIMITED, Inputs
 from rl_kernels.core import rowwise
 
 BLOCK = 64
-"""Keys of a block, and rows that are worked on at once."""
+"""Keys of a block, and rows of a block."""
 SEGMENT = 1024
 """Keys of a segment."""
 
@@ -74,7 +74,7 @@ def _empty(keys: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor, t
 def _merge(
     left: tuple[torch.Tensor, torch.Tensor, torch.Tensor], right: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the state of two stretches of keys; in ascending order always."""
+    """Merge the states of two ranges of keys; ``left`` holds the earlier keys."""
     top = torch.maximum(left[0], right[0])
     base = torch.where(top == -torch.inf, 0.0, top)
     a, b = (left[0] - base).exp(), (right[0] - base).exp()
@@ -84,7 +84,7 @@ def _merge(
 def _with_sinks(
     top: torch.Tensor, total: torch.Tensor, mixed: torch.Tensor, sinks: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Let a sink, ``[Hkv, 64]``, join the state of each row."""
+    """Add the sink of each row, ``sinks[Hkv, 64]``, to its state."""
     extra = sinks[..., None]
     above = torch.maximum(top, extra)
     keep = (top - above).exp()
@@ -140,7 +140,7 @@ def _gradients(
 
 
 def _scores(given: Inputs, queries: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return scores ``[Hkv, 64, 64]``, and the derivative of the cap if there is one."""
+    """Return the scores ``[Hkv, 64, 64]``, and the derivative of the soft cap or None."""
     score = _product(queries, keys.mT) * given.scale
     if not given.softcap:
         return score, None
@@ -149,7 +149,7 @@ def _scores(given: Inputs, queries: torch.Tensor, keys: torch.Tensor) -> tuple[t
 
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return ``a @ b`` for each head of keys, both of one shape at every call: FP64, rounded once to FP32."""
+    """Return ``a @ b`` for each KV head, in FP64, rounded once to FP32; every call has the same shapes."""
     return torch.bmm(a.double().contiguous(), b.double().contiguous()).float()
 
 
@@ -158,7 +158,7 @@ def _rounded(x: torch.Tensor, given: Inputs) -> torch.Tensor:
 
 
 def _block(x: torch.Tensor, first: int) -> torch.Tensor:
-    """Return 64 rows of ``[Hkv, n, D]``, zeros where there are no more."""
+    """Return 64 rows of ``x[Hkv, n, D]``, padded with zeros."""
     return rowwise.pad_to(x[:, first : first + BLOCK], 1, BLOCK)
 
 
@@ -167,13 +167,13 @@ class _Sequence:
     """Where the queries and keys of one sequence lie.
 
     Attributes:
-        queries: its place in q: an index of the leading dims.
-        count: its queries, used or not: the last stands at the last key.
-        places: its place in k and v.
-        length: its keys, those that are gone included.
-        missing: marks of keys on pages that do not exist.
-        group: query heads that share a head of keys.
-        gone: keys before ``places`` that the cache of a sliding window has dropped, less whole segments.
+        queries: index of its queries in the leading dims of q.
+        count: number of its queries, used or not; the last one stands at the last key.
+        places: index of its keys in k and v.
+        length: number of its keys, dropped ones included.
+        missing: marks keys on pages that do not exist.
+        group: query heads that share a KV head.
+        gone: keys before ``places`` that the cache of a sliding window has dropped, modulo a segment.
     """
 
     queries: tuple[int | slice, ...]
@@ -185,7 +185,7 @@ class _Sequence:
     gone: int = 0
 
     def rows(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the rows of its queries in use, ``[Hkv, T group, D]``, of ``[..., T, H, D]``."""
+        """Return the rows of its queries in use, ``[Hkv, T * group, D]``, from ``x[..., T, H, D]``."""
         tokens, heads, size = (part := x[self.queries]).shape
         return part.reshape(tokens, heads // self.group, self.group, size).movedim(1, 0).flatten(1, 2)
 
@@ -197,19 +197,19 @@ class _Sequence:
         part[row // self.group, heads] = found[:, : len(row)].to(out.dtype)
 
     def keys(self, x: torch.Tensor) -> torch.Tensor:
-        """Return its keys, or values, ``[Hkv, S, D]``, zeros where they are gone."""
+        """Return its keys or values, ``[Hkv, S, D]``, with zeros for dropped ones."""
         found = x[self.places]
         if self.missing is not None:
             found = found.masked_fill(self.missing[:, None, None], torch.nan)
         return torch.nn.functional.pad(found.movedim(0, 1), (0, 0, self.gone, 0))
 
     def first_query(self, right: int) -> int:
-        """Return the first query that may see a key: the others are padding."""
+        """Return the first query that may see a key; queries before it are padding."""
         return 0 if right == UNLIMITED else max(self.count - self.length - right, 0)
 
 
 class _Seen:
-    """What the 64 rows from ``first`` see: keys from ``self.first`` to before ``self.end``, and the mask of a block."""
+    """The keys that 64 rows from ``first`` see: from ``self.first`` up to ``self.end``, and a mask for each block."""
 
     def __init__(self, given: Inputs, sequence: _Sequence, first: int) -> None:
         self.rows = torch.arange(first, first + BLOCK, device=given.q.device)
@@ -232,7 +232,7 @@ class _Seen:
 
 
 def _sequences(given: Inputs) -> Iterator[_Sequence]:
-    """Yield the sequences; integers that nobody validated are kept within their tensors."""
+    """Yield the sequences; integers are clamped to their tensors, because they may not be validated."""
     starts_q, starts_k, first, used_q, used_k = (
         None if value is None else value.tolist()
         for value in (given.cu_seqlens_q, given.cu_seqlens_k, given.k_start, given.seqused_q, given.seqused_k)

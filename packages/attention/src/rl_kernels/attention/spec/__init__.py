@@ -1,1 +1,1 @@
-"""What checks, tests and benchmarks know of det_attention; nothing at run time imports it."""
+"""Cases, mutants and benchmarks of det_attention, for checks and tests; never imported at run time."""

@@ -1,4 +1,4 @@
-"""The benchmark of det_attention: shapes, the products and bytes that cannot be avoided, and the peers."""
+"""The benchmark of det_attention: shapes, unavoidable products and bytes, and the peers."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from rl_kernels.lab.bench.definition import BOTH, FORWARD, GOALS, HOST, SMALL, B
 
 ONLY_DENSE = frozenset({"eager", "sdpa", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "flash-attn", "flex"})
 LARGE = frozenset({"eager", "sdpa-efficient", "flex"})
-"""Peers that are left out of most shapes: too slow, or as large as all scores."""
+"""Peers that are left out of most shapes: too slow, or with all scores in memory."""
 NOT_CAUSAL = {"causal": False}
 WINDOW = {"window": (4095, 0)}
-# Lengths up to the size in the table; integers as all peers take them.
+# Lengths up to the size in the table; int32, which all peers take.
 PACKED = {"layout": "packed", "longest": True, "ints": torch.int32}
 PAGED = {"layout": "paged", "ints": torch.int32}
 LLAMA = (32, 8, 128)
-"""Heads, heads of keys, and their size."""
+"""Query heads, KV heads, head size."""
 SETS = {
     GOALS: (
         Shape((4, 2048, 2048, *LLAMA)),
@@ -71,11 +71,11 @@ FA3_ABSENT = (
     *("s_aux", "cp_tot_seqused_k"),
 )
 FA3_PLAIN = {"softcap": 0.0, "is_rotary_interleaved": True, "sm_margin": 0, "cp_world_size": 1, "cp_rank": 0}
-"""What its library wants to be told of what a call has not: None, or these."""
+"""Values for arguments that a call does not have; those of FA3_ABSENT are None."""
 
 
 def eager(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True) -> torch.Tensor:
-    """Return the attention with all scores in memory, as models write it."""
+    """Return attention with all scores in memory, as eager models compute it."""
     queries, keys = q.shape[1], k.shape[1]
     keys_, values = (x.repeat_interleave(q.shape[2] // k.shape[2], 2).movedim(1, 2) for x in (k, v))
     score = q.movedim(1, 2) @ keys_.mT * q.shape[-1] ** -0.5
@@ -105,7 +105,7 @@ def _only(name: str) -> Callable[[], AbstractContextManager[Any]]:
 
 
 def flex() -> Callable[..., torch.Tensor]:
-    """Return FlexAttention, compiled, with a mask of blocks that is made once for each shape."""
+    """Return compiled FlexAttention; its block mask is made once for each shape."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     torch.compiler.reset()
@@ -136,7 +136,7 @@ def flash_attn() -> Callable[..., torch.Tensor]:
 
 
 def fa3() -> Callable[..., torch.Tensor]:
-    """Load FlashAttention-3 from vLLM's wheel, which has its forward pass alone."""
+    """Load FlashAttention-3 from vLLM's wheel, which has only the forward pass."""
     found = importlib.util.find_spec("vllm")
     if found is None or not found.submodule_search_locations:
         raise ModuleNotFoundError("vllm is not there", name="vllm")
@@ -183,7 +183,7 @@ def _triangle(count: int) -> int:
 
 
 def work_of(case: Case) -> tuple[int, int, int]:
-    """Return (queries, keys, pairs of a query and a key that it sees), of all sequences."""
+    """Return (queries, keys, pairs of a query and a key that it sees), summed over the sequences."""
     batch, queries, keys = (case.sizes[name] for name in ("batch", "queries", "keys"))
     of_each = zip(*lengths(case), strict=True) if "layout" in case.options else [(queries, keys)] * batch
     total_q = total_k = pairs = 0
@@ -191,14 +191,14 @@ def work_of(case: Case) -> tuple[int, int, int]:
         total_q, total_k, pairs = total_q + own_q, total_k + own_k, pairs + own_q * own_k
         if case.options.get("causal", True):
             pairs -= own_q * (own_q - 1) // 2
-        # Keys that a window leaves behind: one more for each query, from the first that has any.
+        # Keys before the window: one more for each query, from the first query that has any.
         behind = own_k - 1 - case.options.get("window", (own_k,))[0]
         pairs -= _triangle(behind) - _triangle(behind - own_q)
     return total_q, total_k, pairs
 
 
 def passes(shape: Shape, itemsize: int) -> dict[str, Pass]:
-    """Take two products forward and five backward, of the keys that are seen; read and write the operands."""
+    """Count two products forward and five backward, over seen keys only, and the bytes of the operands."""
     batch, queries, keys, heads, kv_heads, head = shape.sizes
     sizes = {"batch": batch, "queries": queries, "keys": keys}
     of_heads = {"kv_heads": kv_heads, "group": heads // kv_heads, "head": head}

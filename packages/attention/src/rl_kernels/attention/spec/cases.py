@@ -88,7 +88,7 @@ EMPTY = (
     Case("no-keys", _sizes(2, 3, 0, 1, 2, 16), LSE),
 )
 DRAWN = frozenset({"layout", "page", "sinks", "value_head", "longest", "rising", "size", "ints", "values"})
-"""Options that shape the inputs; the others are passed on as keyword arguments."""
+"""Options that shape the inputs; all others are passed on as keyword arguments."""
 MULTIPLE = 8
 
 
@@ -131,25 +131,25 @@ def _with_values(x: torch.Tensor, kind: str | None) -> torch.Tensor:
 
 
 def lengths(case: Case) -> tuple[list[int], list[int]]:
-    """Return the queries and the keys of each sequence of a case that is packed, or lies in a cache or in pages."""
+    """Return the numbers of queries and of keys of each sequence, for a packed, cached or paged case."""
     layout, source = case.options["layout"], _source(case)
     batch, queries, keys = (case.sizes[name] for name in ("batch", "queries", "keys"))
     own_k = _drawn(source, batch, keys, 0 if layout == "packed" else 1)
     if not layout.startswith("packed"):
         return [queries] * batch, own_k
-    # As many as the keys, where it is a prompt.
+    # A prompt has as many queries as keys.
     if queries == keys:
         return own_k, own_k
     return [min(pair) for pair in zip(_drawn(source, batch, queries), own_k, strict=True)], own_k
 
 
 def _source(case: Case) -> random.Random:
-    """Lengths follow the case alone: other values of a case have the same shapes."""
+    """Seed lengths by the case alone: other values of a case then have the same shapes."""
     return random.Random(case.drawn_as or case.name)
 
 
 def _drawn(source: random.Random, count: int, most: int, least: int = 0) -> list[int]:
-    """Return the longest there is, none at all where that may be, and others."""
+    """Draw ``count`` lengths: first ``most``, then ``least``, then random ones."""
     found = [source.randint(min(least, most), most) for _ in range(count)]
     return [most, min(least, most), *found[2:]][:count]
 
@@ -162,7 +162,7 @@ def _laid_out(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> 
     if layout == "left":
         return {"q": q, "k": k, "v": v, "k_start": integers(_drawn(_source(case), batch, k.shape[1] // 2), q)}
     if layout == "dropped":
-        # Some within the window; padding; and so many that the keys left lie in two segments.
+        # Dropped keys within the window; padding; so many dropped that the kept keys lie in two segments.
         starts = [(-9, 4, -3 * SEGMENT - 1000)[b % 3] for b in range(batch)]
         return {"q": q, "k": k, "v": v, "k_start": integers([min(start, k.shape[1]) for start in starts], q)}
     if layout == "right":
@@ -182,7 +182,7 @@ def _laid_out(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> 
 
 
 def waits(call: Inputs) -> str | None:
-    """Say which sizes the device is asked for, if it is."""
+    """Say which sizes are read from the device, if any."""
     asked = [f"max_seqlen_{x}" for x in "qk" if f"cu_seqlens_{x}" in call and f"max_seqlen_{x}" not in call]
     return f"without {' and '.join(asked)} the device is asked" if asked else None
 

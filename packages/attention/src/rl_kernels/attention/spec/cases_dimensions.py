@@ -1,4 +1,4 @@
-"""Cases of det_attention along its dimensions: queries, keys, heads, and each option with each other."""
+"""Cases of det_attention along its dimensions: queries, keys, heads, and options in pairs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TURNS: tuple[Mapping[str, Any], ...] = (
     {"return_lse": True, "layout": "packed", "sinks": True},
     {"return_lse": True, "layout": "left", "softcap": 3.0},
 )
-"""Options of the sweeps, in turn."""
+"""Options that the cases of a sweep take in turn."""
 COUNTS = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 257)
 KEYS = (1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 513, 1023, 1024, 1025, 2049)
 HEADS = (8, 16, 24, 32, 40, 64, 72, 80, 96, 112, 128, 136, 160, 192, 256)
@@ -44,7 +44,7 @@ ONE = {"batch": 1, "queries": 5, "keys": 21, "kv_heads": 1, "group": 2, "head": 
 
 
 def _possible(options: Mapping[str, Any]) -> bool:
-    """In FP16 the smallest numbers are 0, and so is the gradient."""
+    """Leave out subnormal values in 16 bits: in FP16 they are 0, and so is the gradient."""
     return not (options.get("values") == "subnormal" and options.get("dtype") in ("bf16", "fp16"))
 
 

@@ -1,4 +1,4 @@
-"""Calls of det_attention that must raise: what is wrong with each, and what the message says about it."""
+"""Calls of det_attention that must raise: the mistake of each, and what its message must say."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PACKED, CACHE, PAGES, LEFT, RIGHT = "packed", "decode", "pages", "left-padded", 
 
 
 def _numbers(name: str, *values: int) -> Change:
-    """Give one number for each sequence, all of them in turn."""
+    """Give each sequence one of the numbers, in turn."""
 
     def change(call: Inputs) -> Inputs:
         batch = call["q"].shape[0]
@@ -189,7 +189,7 @@ ILLEGAL = (
         "page size odd",
         lambda c: {**c, "k": c["k"][:, :-1], "v": c["v"][:, :-1]},
         ValueError,
-        "k: expected pages",
+        "k: expected a page size",
         PAGES,
     ),
     IllegalCall(
@@ -227,7 +227,7 @@ ILLEGAL = (
         "gradient of a cache",
         edited("k", lambda x: x.clone().requires_grad_()),
         ValueError,
-        "k: expected no gradient of a cache",
+        "k: expected a tensor that does not require grad",
         CACHE,
     ),
 )

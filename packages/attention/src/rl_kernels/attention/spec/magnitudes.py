@@ -13,7 +13,7 @@ WHERE = ("cu_seqlens_k", "k_start", "seqused_k", "block_table")
 
 
 def magnitudes(case: Case, call: Inputs, upstream: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Sum the terms' sizes of out, lse and the gradients; rounding a score by its size moves a weight by a share."""
+    """Sum the magnitudes of the terms of out, lse and the gradients; rounding a score scales its weight."""
     q, k, v, sinks = call["q"], call["k"], call["v"], call.get("sinks")
     found = {
         "out": q.new_zeros((*q.shape[:-1], v.shape[-1])),
@@ -38,7 +38,7 @@ def magnitudes(case: Case, call: Inputs, upstream: Mapping[str, torch.Tensor]) -
 def _terms(
     call: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sees: torch.Tensor, above: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """Return those of out, lse, dq, dk, dv and dsinks, of one sequence: head after head, which bounds the memory."""
+    """Return the sums for out, lse, dq, dk, dv and dsinks of one sequence; one head at a time bounds the memory."""
     group = q.shape[-2] // k.shape[-2]
     dk, dv = torch.zeros_like(k), torch.zeros_like(v)
     found = []

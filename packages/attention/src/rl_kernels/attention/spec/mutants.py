@@ -1,4 +1,4 @@
-"""Bugs that a writer of an attention kernel might make, planted in copies of the backends; none may escape."""
+"""Bugs that an author of an attention kernel might make, planted in copies of the backends; tests must find each."""
 
 from __future__ import annotations
 

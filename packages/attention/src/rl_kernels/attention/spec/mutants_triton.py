@@ -1,6 +1,6 @@
 """Bugs of the Triton kernels of attention and of their host code, planted in copies of the backend.
 
-They run in Triton's interpreter too, a thousand times as slow, so each is one that a small case shows.
+They also run in Triton's interpreter, a thousand times slower, so a small case must show each of them.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ LAUNCHES = (
     Bug("keys of one sequence make a call large", "is_large = batch * self", "is_large = self"),
     Bug("descriptor of k for v", "boxes[0].of(first), boxes[1].of(second)", "boxes[0].of(first), boxes[1].of(first)"),
 )
-"""Bugs of the host that recorded launches show, most of them in no result that the interpreter gives."""
+"""Bugs of the host code that recorded launches show; most change no result in the interpreter."""
 PLANNED = (
     Bug("launches with lse for calls without", "self._forward.get(with_lse)", "self._forward.get(True)"),
     Bug("lse that nobody asked for", "dtype=torch.float32) if with_lse else None", "dtype=torch.float32)"),
@@ -203,13 +203,13 @@ PLANNED = (
         "next(iter(self._backward.values()), None)",
     ),
 )
-"""Bugs of what is planned once: another launch than that of the general path, or one where there must be none."""
+"""Bugs of planned calls: a launch that differs from the general path's, or one that must not happen."""
 CASES = (
     *("sinks", "window", "left-padded", "dropped", "dropped-unseen", "block-edge", "pages", "large-pages", "packed"),
     *("softcap", "segments", "window-from-block-end", "right-padded"),
 )
 
 MISSING = Bug("missing page is the first", 'score = tl.where(missing, float("nan"), score)', "score = score")
-"""No relation calls with a page that does not exist: a test of its own shows this one."""
+"""No relation uses a missing page; a separate test shows this bug."""
 
 MUTANTS = (Mutants("triton", MODULES, (*TILES, *FORWARD, *BACKWARD, *HOST), CASES),)

@@ -1,4 +1,4 @@
-"""Where the sequences of a call lie in its arguments and results: what moves them to another layout starts here."""
+"""Find the sequences of a call in its arguments and results, and lay them out as packed, cached or paged."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OF_KEYS = ("gradient:k", "gradient:v")
 
 @dataclass(frozen=True)
 class Piece:
-    """The operands of one sequence: ``q[T, H, D]`` and the keys and values that are its own, ``[S, Hkv, D]``.
+    """The operands of one sequence: ``q[T, H, D]``, and its keys and values ``[S, Hkv, D]``.
 
     The last query stands at the last key.
     """
@@ -28,7 +28,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Place:
-    """The same by its places: the sequence, or None where all are packed, and a stretch of rows.
+    """Where one sequence lies: its index in the batch, or None if packed, and its ranges of queries and keys.
 
     ``keys`` is None where the keys lie in pages.
     """
@@ -38,7 +38,7 @@ class Place:
     keys: slice | None
 
     def of(self, name: str, result: torch.Tensor) -> torch.Tensor | None:
-        """Return a view of what belongs to the sequence, queries or keys first; None if nothing does."""
+        """Return a view of the sequence's part of a result, queries or keys first; None if it has none."""
         if name in OF_KEYS:
             if self.keys is None:
                 return None
@@ -89,7 +89,7 @@ def _own(call: Inputs, name: str, b: int, place: Place) -> torch.Tensor:
 
 
 def integers(values: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-    """Return numbers as an argument beside ``like``."""
+    """Return numbers as an int64 tensor on the device of ``like``."""
     return torch.tensor(values, dtype=torch.int64, device=like.device)
 
 
@@ -99,7 +99,7 @@ def cumulative(lengths: Sequence[int], like: torch.Tensor) -> torch.Tensor:
 
 
 def packed(pieces: Sequence[Piece]) -> Inputs:
-    """Return the arguments of sequences that are packed."""
+    """Return the arguments that pack these sequences."""
     q, k, v = (torch.cat([getattr(piece, name) for piece in pieces]) for name in ("q", "k", "v"))
     return {
         **{"q": q, "k": k, "v": v},
@@ -109,7 +109,7 @@ def packed(pieces: Sequence[Piece]) -> Inputs:
 
 
 def cache(pieces: Sequence[Piece], beyond: int, garbage: float) -> Inputs:
-    """Return the arguments of sequences of as many queries each, whose keys lie in a cache that is longer."""
+    """Return the arguments that put the keys in a cache with room for more; all sequences have as many queries."""
     most = max(len(piece.k) for piece in pieces) + beyond
     q = torch.stack([piece.q for piece in pieces])
     found: Inputs = {"q": q}
@@ -122,13 +122,13 @@ def cache(pieces: Sequence[Piece], beyond: int, garbage: float) -> Inputs:
 
 
 def paged(pieces: Sequence[Piece], size: int, garbage: float, order: torch.Tensor | None = None) -> Inputs:
-    """Return the arguments of sequences whose keys lie in pages: queries dense if they are as many, else packed.
+    """Return the arguments that put the keys in pages; queries are dense if all sequences have as many, else packed.
 
     Args:
         pieces: the sequences.
         size: keys of a page.
-        garbage: what pages hold where no key is.
-        order: of the pages, a permutation of at least as many as are used and one more; by default as they come.
+        garbage: what pages hold where there is no key.
+        order: a permutation of at least one page more than is used; by default ascending.
     """
     counts = [-(-len(piece.k) // size) for piece in pieces]
     total, widest = sum(counts) + 1, max([*counts, 1])
@@ -137,7 +137,7 @@ def paged(pieces: Sequence[Piece], size: int, garbage: float, order: torch.Tenso
     found: Inputs = {}
     for name in ("k", "v"):
         found[name] = getattr(first, name).new_full((total, size, *getattr(first, name).shape[1:]), garbage)
-    # Entries beyond a sequence's own pages name none.
+    # Entries after a sequence's own pages name no page.
     table = torch.full((len(pieces), widest), -1, device="cpu")
     at = 0
     for b, (piece, count) in enumerate(zip(pieces, counts, strict=True)):

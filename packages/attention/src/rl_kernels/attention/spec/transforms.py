@@ -1,4 +1,4 @@
-"""Layouts of det_attention that may change no bit, and garbage that may reach none."""
+"""Layouts of det_attention that must not change a bit, and garbage that must not reach a result."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ WHERE = frozenset(
         *("k_start", "seqused_q", "seqused_k", "block_table"),
     }
 )
-"""Arguments that are the layout; the others stay as they are."""
+"""Arguments that make up the layout; the others stay as they are."""
 PAGES = (16, 48, 64, 128)
 MOST_TOKENS = 24
-"""Queries that are taken one at a time."""
+"""Queries that are decoded one at a time."""
 
 
 class Part(NamedTuple):
-    """Queries of a sequence of the base call."""
+    """A range of queries of one sequence of the base call."""
 
     sequence: int
     queries: slice
@@ -49,10 +49,10 @@ def _variant(
     keys: bool = False,
     kept: Mapping[int, slice] | None = None,
 ) -> Variant:
-    """Return a variant whose sequence j computes ``parts[j]``, or is another one (None).
+    """Return a variant whose sequence j computes ``parts[j]``, or is unrelated (None).
 
-    ``keys`` says that all queries are there, so that the gradients of keys are too; ``kept`` which queries of a
-    sequence, or rows of both with ``keys``, are those of the base call, by default all.
+    ``keys`` says that all queries are present, so that gradients of keys can be compared. ``kept`` says which queries
+    of a sequence are those of the base call, by default all.
     """
     call = {name: value for name, value in base.items() if name not in WHERE} | where
     here, there = places_of(base), places_of(call)
@@ -95,7 +95,7 @@ def _variant(
 
 
 class Base:
-    """A call, its sequences, and what may be done with them."""
+    """A call, its sequences, and ways to vary them."""
 
     def __init__(self, case: Case, call: Inputs, draw: Draw) -> None:
         self.case, self.call, self.draw = case, call, draw
@@ -103,7 +103,7 @@ class Base:
 
     @property
     def causal(self) -> bool:
-        """Whether no query sees a key behind it: then later keys, and queries, may be left away."""
+        """Whether no query sees a later key: later keys and queries can then be left out."""
         return self.call.get("causal", True)
 
     def whole(self, indices: Sequence[int | None]) -> list[Part | None]:
@@ -111,7 +111,7 @@ class Base:
         return [None if i is None else Part(i, slice(0, len(self.pieces[i].q))) for i in indices]
 
     def garbage(self, count: int, number: float | None = None) -> Piece:
-        """Return another sequence of ``count`` tokens, of one number or of any."""
+        """Return an unrelated sequence of ``count`` tokens, filled with ``number`` or random."""
         like = next(iter(self.pieces))
         shapes = [(count, *getattr(like, name).shape[1:]) for name in ("q", "k", "v")]
         if number is None:
@@ -119,7 +119,7 @@ class Base:
         return Piece(*(like.q.new_full(shape, number) for shape in shapes))
 
     def chunk(self, sequence: int, start: int, stop: int) -> tuple[Part, Piece] | None:
-        """Return the queries from ``start`` to ``stop`` with the keys up to the last of them; None if there is none."""
+        """Return the queries from ``start`` to ``stop`` and the keys up to the last one; None if too few are left."""
         piece = self.pieces[sequence]
         end = len(piece.k) - len(piece.q) + stop
         if end < stop - start:
@@ -132,7 +132,7 @@ Build = Callable[[Base], Iterator[Variant]]
 
 
 def _bound(build: Build, *, cached: bool | None = None) -> Transform:
-    """Return the transform of calls with sequences; ``cached`` ones have no gradient of keys to ask for."""
+    """Return the transform of calls with sequences; a ``cached`` one has no gradient of keys."""
 
     def variants(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
         if cached and case.grad:
@@ -147,7 +147,7 @@ def _bound(build: Build, *, cached: bool | None = None) -> Transform:
 
 
 def _gone(call: Inputs) -> torch.Tensor:
-    """Return which sequences have keys that a cache has dropped."""
+    """Say which sequences have keys that a cache has dropped."""
     return call["k_start"] < 0 if "k_start" in call else torch.zeros(1, dtype=torch.bool)
 
 
@@ -176,7 +176,7 @@ def _packed(base: Base) -> Iterator[Variant]:
 
 
 def _batched(base: Base) -> Iterator[Variant]:
-    """Sequences of as many queries and keys, in a batch with others."""
+    """Sequences of equal lengths in one batch with unrelated ones."""
     first = base.pieces[0]
     alike = [
         i for i, piece in enumerate(base.pieces) if piece.k.shape == first.k.shape and piece.q.shape == first.q.shape
@@ -192,14 +192,14 @@ def _batched(base: Base) -> Iterator[Variant]:
 
 
 def _left_padded(base: Base) -> Iterator[Variant]:
-    """Padding before queries and keys; where queries see keys behind them those of the padding would see real ones."""
+    """Pad before queries and keys; causal only, because otherwise queries of the padding would see real keys."""
     if not base.causal:
         return
     for pad in (1, 5, 64, 67):
         for i in sorted({0, len(base.pieces) - 1}):
             piece, number = base.pieces[i], torch.nan if pad == 5 else None
             filler = base.garbage(pad, number)
-            # Queries as they are padded in a trainer: finite, and where the keys are: fewer queries stand behind those.
+            # Queries are padded as in a trainer, with finite values, unless there are fewer queries than keys.
             queries = base.garbage(pad if len(piece.q) >= len(piece.k) else 0).q
             longer = Piece(
                 torch.cat((queries, piece.q)), torch.cat((filler.k, piece.k)), torch.cat((filler.v, piece.v))
@@ -211,7 +211,7 @@ def _left_padded(base: Base) -> Iterator[Variant]:
 
 
 def _right_padded(base: Base) -> Iterator[Variant]:
-    """Padding behind: queries that are not in use, whose upstream is NaN, and keys that no query sees."""
+    """Padding at the end: unused queries with a NaN upstream gradient, and keys that no query sees."""
     if not base.causal:
         return
     for pad in (1, 63, 70):
@@ -225,7 +225,7 @@ def _right_padded(base: Base) -> Iterator[Variant]:
 
 
 def _chunks(base: Base) -> Iterator[Variant]:
-    """Queries in chunks, each with the keys up to its end, dense and packed with each other."""
+    """Queries in chunks, each with the keys up to its end: dense, and packed together."""
     if not base.causal:
         return
     for i in sorted({0, len(base.pieces) - 1}):
@@ -243,7 +243,7 @@ def _chunks(base: Base) -> Iterator[Variant]:
 
 
 def _tokens(base: Base) -> Iterator[Variant]:
-    """The last queries one at a time, and several at a time, with a cache that is longer, and with pages."""
+    """The last queries, one and several at a time, with a full cache, a longer one, and pages."""
     if not base.causal:
         return
     for i in sorted({0, len(base.pieces) - 1}):
@@ -262,7 +262,7 @@ def _tokens(base: Base) -> Iterator[Variant]:
 
 
 def _dropped(base: Base) -> Iterator[Variant]:
-    """Queries of a window, with the keys that a cache has kept: all that they see, or a few more."""
+    """Queries with a window and the keys that a cache has kept: those that they see, or a few more."""
     left = (base.call.get("window") or (None, None))[0]
     if not base.causal or left in (None, -1):
         return
@@ -283,7 +283,7 @@ def _dropped(base: Base) -> Iterator[Variant]:
 
 
 def _dropped_more(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
-    """Sequences of which keys are gone, alone, and with whole segments of them more."""
+    """Sequences with dropped keys: alone, and with two more segments dropped."""
     gone = _gone(call)
     if not bool(gone.any()):
         return
@@ -294,7 +294,7 @@ def _dropped_more(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
 
 
 def _paged(base: Base) -> Iterator[Variant]:
-    """The same keys in pages of any size and order."""
+    """The same keys in pages of several sizes, in random order."""
     for size in PAGES:
         total = sum(-(-len(piece.k) // size) for piece in base.pieces)
         order = base.draw.permutation(total + 4)
@@ -303,7 +303,7 @@ def _paged(base: Base) -> Iterator[Variant]:
 
 
 def _garbage_beyond(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
-    """NaN in keys that are in no sequence, and in queries that are not in use."""
+    """NaN or inf in keys of no sequence, and NaN in queries that are not in use."""
     if "seqused_q" in call and call["q"].numel():
         q, beyond = call["q"].clone(), torch.ones(call["q"].shape[:-2], dtype=torch.bool, device=draw.device)
         for _, place, _ in queries_of(q, call.get("cu_seqlens_q"), call["seqused_q"]):
@@ -311,7 +311,7 @@ def _garbage_beyond(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
         q[beyond] = torch.nan
 
         def inside(name: str, result: torch.Tensor) -> torch.Tensor:
-            # Zeros there in both.
+            # Both calls have zeros there.
             return result
 
         def lift(name: str, upstream: torch.Tensor) -> torch.Tensor:
@@ -332,7 +332,7 @@ def _garbage_beyond(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
 
 
 def _longest(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
-    """Longest lengths that are given, exact or larger."""
+    """Give ``max_seqlen_q`` and ``max_seqlen_k``, exact or larger."""
     for extra in (0, 100):
         given: dict[str, Any] = {
             f"max_seqlen_{name}": int(call[f"cu_seqlens_{name}"].diff().max()) + extra

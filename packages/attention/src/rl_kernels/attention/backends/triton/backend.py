@@ -1,9 +1,9 @@
-"""det_attention in Triton: what is launched, forward and backward.
+"""det_attention in Triton: the launches of the forward and the backward pass.
 
-The order of the sums, which is the contract of this backend: keys are counted from the first of their sequence and
-taken in blocks of 64; a segment of 1024 keys starts a state of its own, and states are merged in ascending order. 64
-keys are what a warp group multiplies at once with registers to spare at every head size; 1024 keys keep the merges
-below a few percent of a prompt's time, and cut a cache of 32768 keys into enough programs to fill a GPU.
+The reduction order is the contract of this backend. Keys are counted from the first key of their sequence and taken in
+blocks of 64. Each segment of 1024 keys has its own state, and states are merged in ascending order. A warp group
+multiplies 64 keys at once with registers to spare at every head size. Segments of 1024 keys keep the merges below a few
+percent of a prompt's time, and cut a cache of 32768 keys into enough programs to fill a GPU.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ __all__ = ["backward", "forward", "planned"]
 
 
 def _canonical(x: torch.Tensor) -> torch.Tensor:
-    """Return a tensor whose heads lie in one piece, and at addresses for wide loads; a copy if they do not.
+    """Return a tensor with contiguous heads at 16-byte aligned addresses: the given one, or a copy.
 
-    How a kernel lays out its loads then follows from sizes alone.
+    The layout of a kernel's loads then depends on sizes alone.
     """
     if is_apart(x.shape, x.stride()) and x.data_ptr() % ALIGNED == 0:
         return x
@@ -36,7 +36,7 @@ def _canonical(x: torch.Tensor) -> torch.Tensor:
 
 
 def _fitting(given: Inputs) -> Inputs:
-    """Return the arguments as the kernels read them."""
+    """Return the arguments in layouts that the kernels read, copied where needed."""
     operands = map(_canonical, given.operands)
     others = (None if x is None else x.contiguous() for x in given.others)
     return Inputs(*operands, *others, *given.numbers)  # type: ignore[arg-type]
@@ -47,7 +47,7 @@ def forward(*arguments: object) -> tuple[torch.Tensor, torch.Tensor]:
     given = _fitting(Inputs(*arguments))  # type: ignore[arg-type]
     packed = given.cu_seqlens_q is not None
     shape = (*given.q.shape[:-1], given.v.shape[-1])
-    # Rows that are in no sequence, where nobody validated that there are none.
+    # Without validation some rows may be in no sequence: they get 0.
     out = given.q.new_zeros(shape) if packed else given.q.new_empty(shape)
     lse = given.q.new_empty(given.lse_shape(), dtype=torch.float32)
     if packed:
@@ -67,7 +67,7 @@ def backward(*arguments: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     assert isinstance(grad, torch.Tensor)
     packed = given.cu_seqlens_q is not None
     dq = given.q.new_zeros(given.q.shape) if packed else given.q.new_empty(given.q.shape)
-    # Rows of no sequence, and keys where no query is, get zeros.
+    # Rows in no sequence, and keys without a query, get zeros.
     covered = given.cu_seqlens_k is None and given.k_start is None and bool(given.q.numel())
     dk, dv = (
         (x.new_empty(x.shape) if covered else x.new_zeros(x.shape)) if needs_keys else x.new_empty(0)

@@ -1,4 +1,4 @@
-"""How Hopper's copy engine sees the operands of attention: the sizes of a descriptor, and what it brings at once."""
+"""TMA descriptors of the operands of attention: shape, strides, and the block that one copy loads."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from rl_kernels.attention.backends.triton import loads
 
 UNIT = loads.UNIT.value
-"""Elements of which strides are multiples."""
+"""Strides are multiples of this many elements."""
 DIMS = 4
 
 
 class Box(NamedTuple):
-    """How the copy engine sees a tensor, and what it brings of it at once."""
+    """A TMA descriptor without an address: shape, strides, and the block that one copy loads."""
 
     shape: list[int]
     strides: list[int]
     block: list[int]
 
     def of(self, x: torch.Tensor) -> TensorDescriptor:
-        """Return the descriptor of a tensor that lies so.
+        """Return the descriptor of a tensor with this shape and these strides.
 
-        Its own constructor would look at every number again, at each call.
+        The constructor is skipped: it would check every number again at each call.
         """
         made = object.__new__(TensorDescriptor)
         vars(made).update(base=x, shape=self.shape, strides=self.strides, block_shape=self.block)
@@ -35,15 +35,15 @@ class Box(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def box_of(shape: torch.Size, strides: tuple[int, ...], block: tuple[int, int], width: int) -> Box | None:
-    """Return the box of ``[B, rows, heads, size]``, or of packed rows, that brings ``block`` of rows and heads.
+    """Return the box of ``[B, rows, heads, size]``, or of packed rows, that loads ``block`` (rows, heads) at once.
 
-    None where there is nothing, or where rows overlap, which is for pointers.
+    None for an empty tensor and for a stride of 0: such tensors are loaded by pointers.
     """
     lead = [1] * (DIMS - len(shape))
     sizes, steps = [*lead, *shape], [0] * len(lead) + list(strides)
     if not all(size == 1 or size * step for size, step in zip(sizes, steps, strict=True)):
         return None
-    # The stride of a dim of one is never used, but must be one that is possible.
+    # The stride of a dim of size 1 is never used, but it must be a legal one.
     for dim in (0, 1, 2):
         if sizes[dim] == 1:
             steps[dim] = math.prod(sizes[dim + 1 : -1]) * -(-sizes[-1] // UNIT) * UNIT
@@ -53,5 +53,5 @@ def box_of(shape: torch.Size, strides: tuple[int, ...], block: tuple[int, int], 
 def described(
     boxes: tuple[Box, Box] | None, first: torch.Tensor, second: torch.Tensor
 ) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
-    """Return the descriptors of two tensors, or of none."""
+    """Return the descriptors of two tensors, or (None, None) without boxes."""
     return (None, None) if boxes is None else (boxes[0].of(first), boxes[1].of(second))

@@ -1,4 +1,4 @@
-"""The launches of a pass over tensors that lie as the kernels read them."""
+"""Launch the kernels of a pass, on tensors in a layout that they read."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from rl_kernels.attention.inputs import Inputs
 from rl_kernels.core.gpu import device_of
 
 ALIGNED = 16
-"""Bytes of which addresses and strides are multiples."""
+"""Addresses and strides are multiples of this many bytes."""
 
 
 @functools.lru_cache(maxsize=4096)
 def is_apart(shape: torch.Size, strides: tuple[int, ...]) -> bool:
-    """Say whether heads lie in one piece, and begin at multiples of 8 elements from the first."""
+    """Say whether the last dim is contiguous and every other stride is a multiple of 8 elements."""
     *outer, last = zip(strides, shape, strict=True)
     return last[0] == 1 and all(stride % UNIT == 0 for stride, size in outer if size > 1)
 
 
 def plan_for(given: Inputs) -> Plan:
-    """Return what follows from the sizes and strides of a call."""
+    """Return the plan for the sizes and strides of a call."""
     q, k, v = given.operands
     return plan_of(
         (q.shape, k.shape, v.shape),
@@ -41,7 +41,7 @@ def plan_for(given: Inputs) -> Plan:
 
 
 def launch_forward(plan: Plan, given: Inputs, out: torch.Tensor, lse: torch.Tensor | None) -> None:
-    """Write out, and lse where there is one, of the rows that are in a sequence."""
+    """Write out, and lse unless it is None, for the rows that are in a sequence."""
     sinks, *where, table = given.others
     attend, finish, count = plan.forward(with_lse=lse is not None)
     states: tuple[torch.Tensor | None, ...] = (None, None, None)
@@ -65,7 +65,7 @@ def launch_backward(
     grad: torch.Tensor,
     into: tuple[torch.Tensor | None, ...],
 ) -> None:
-    """Write the gradients of q and, unless there is nothing to write to, of k and v; lses and deltas are for these."""
+    """Write the gradients of q and, unless their outputs are None, of k and v; fill ``lses`` and ``deltas`` first."""
     (q, k, v), (_, *where, table) = given.operands, given.others
     dq, dk, dv = into
     rows, queries, keys, boxes = plan.backward(grad.stride(), grad.dtype, out.dtype, lse.dtype)
@@ -76,5 +76,5 @@ def launch_backward(
 
 
 def of_sinks(sinks: torch.Tensor | None, lse: torch.Tensor, deltas: torch.Tensor) -> torch.Tensor | None:
-    """Return the gradient of sinks, or None if there are none; deltas are as ``launch_backward`` wrote them."""
+    """Return the gradient of sinks, or None without sinks; ``launch_backward`` wrote ``deltas``."""
     return None if sinks is None else sink.gradient(sinks, lse, deltas.mT.flatten(-3, -2))

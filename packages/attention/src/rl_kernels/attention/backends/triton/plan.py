@@ -1,4 +1,4 @@
-"""What follows from the sizes and strides of a call: the grids of its kernels and the numbers that they are given."""
+"""Plans: the grids and scalar arguments of a call's kernels, from its sizes and strides."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ SEGMENT = loads.SEGMENT.value
 """Keys of a segment."""
 LOG2E = 1.4426950408889634
 FAR = 1 << 30
-"""Stands for a side of the window that has no end."""
+"""Stands for an unlimited side of the window."""
 FULL = 4
-"""Programs for each multiprocessor from which on keys are not split over more of them."""
+"""With this many programs per multiprocessor, keys are not split over more programs."""
 PART, COLUMNS, AHEAD = 4, 32, 8
 """Rows and columns that one program merges, and states that it loads at once."""
 PACKED_DIMS = 3
 ROWS = 32
-"""Rows of which a program forms the sums of out times its gradient."""
+"""Rows for which one program sums out times its gradient."""
 KEPT = 16
-"""Ways in which a gradient lies that a plan remembers."""
+"""Layouts of a gradient that a plan remembers."""
 LEAST_WIDTH = 16
-"""What a product's sizes are at least."""
+"""The smallest size of a product in a tile."""
 SMALL = 1 << 21
-"""Scores of a call up to which keys come by pointers: a descriptor costs the host more than it saves the GPU."""
+"""Calls with up to this many scores load by pointers: a descriptor costs the host more than it saves the GPU."""
 
 
 class Forward(NamedTuple):
-    """The launches of a forward pass: where keys are split, ``finish`` merges so many states of rows."""
+    """The launches of a forward pass; if keys are split, ``finish`` merges ``states`` states of rows."""
 
     attend: Launch
     finish: Launch
@@ -51,7 +51,7 @@ class Forward(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """The launches of a backward pass, and the boxes of q and of the gradient of out for that of the keys."""
+    """The launches of a backward pass, and the boxes of q and of out's gradient for ``keys``."""
 
     rows: Launch
     queries: Launch
@@ -60,17 +60,17 @@ class Backward(NamedTuple):
 
 
 class Plan:
-    """What follows from the sizes and strides of a call, for all its kernels; made once for each that there are.
+    """The launches of all kernels for one set of sizes and strides; made once for each set.
 
-    ``others`` are the dtypes of what is no operand, of which only the launches are one a kind.
+    ``others`` are the dtypes of the tensors beside q, k and v: a launch takes one dtype in each place.
 
     Attributes:
-        factor: of scores, whose powers are of 2.
-        strides: in units, of q between sequences, of k and v between sequences or pages, and between heads.
-        constants: sizes that a kernel is compiled for.
-        fast: whether 16 bits are multiplied on Hopper.
-        has_boxes: whether the copy engine is there, or Triton is interpreted, and the call is large enough for it.
-        boxes: of k and v, or None where they come by pointers.
+        factor: multiplies scores before ``exp2``.
+        strides: in units of 8 elements: of q between sequences; of k and v between sequences or pages, and heads.
+        constants: sizes and strides that a kernel is compiled for.
+        fast: whether the operands are 16-bit on Hopper.
+        has_boxes: whether TMA is used: on Hopper for large calls, and in Triton's interpreter.
+        boxes: of k and v, or None if they are loaded by pointers.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Plan:
         self.scale, left, right, self.cap = numbers
         self.capped, self.has_left = self.cap > 0, left != UNLIMITED
         if started and self.has_left:
-            # Of those that are gone, what whole segments leave.
+            # Room for dropped keys, modulo a segment.
             self.longest_k += SEGMENT - 1
         self.factor = LOG2E if self.capped else self.scale * LOG2E
         self.rate = self.scale / self.cap if self.capped else 0.0
@@ -127,7 +127,7 @@ class Plan:
         return self.width, self.width_v
 
     def _boxes_of_rows(self, rows: int, strides: tuple[int, ...]) -> tuple[Box, Box] | None:
-        """Return the boxes of so many rows of q, and of the gradient of out, which lies so."""
+        """Return the boxes of ``rows`` rows of q, and of out's gradient, which has these strides."""
         if not self.has_boxes or rows % self.group:
             return None
         block = rows // self.group, self.group
@@ -137,11 +137,11 @@ class Plan:
         return (q, grad) if q and grad else None
 
     def _tiles(self, rows: int) -> int:
-        """Return the tiles of the longest sequence's rows."""
+        """Return the number of tiles of the longest sequence."""
         return ceil_div(self.longest_q * self.group, rows)
 
     def forward(self, *, with_lse: bool) -> Forward:
-        """Return what the forward pass launches; with lse and without are two, since tensors keep their places."""
+        """Return the launches of the forward pass; a launch takes lse always or never, so there are two sets."""
         found = self._forward.get(with_lse)
         if found is None:
             found = self._forward[with_lse] = self._made_forward()
@@ -170,7 +170,7 @@ class Plan:
         )
 
     def backward(self, strides: tuple[int, ...], *dtypes: torch.dtype) -> Backward:
-        """Return what the backward pass launches for a gradient of out that lies so, and tensors of these dtypes."""
+        """Return the launches of the backward pass for out's gradient of these strides and tensors of these dtypes."""
         key = (strides, *dtypes)
         found = self._backward.get(key)
         if found is None:

@@ -1,4 +1,4 @@
-"""Calls whose tensors lie alike, planned once: the fast path on the host."""
+"""Plans for calls with tensors of one layout: the fast path on the host."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from rl_kernels.core.torchlib import are_plain
 
 
 class Planned:
-    """det_attention of tensors that lie as the given ones, in padded or paged batches.
+    """det_attention for tensors with the layout of the given ones, in padded or paged batches.
 
-    Each method returns None for tensors that it has not planned for: the caller takes the general path then.
+    Each method returns None for tensors that it has not planned for; the caller then takes the general path.
     """
 
     def __init__(self, given: Inputs) -> None:
@@ -31,7 +31,7 @@ class Planned:
         self._saved = given.q.dtype, torch.float32, given.q.dtype
 
     def forward(self, given: Inputs, *, with_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """Return (out, lse), the latter None unless it is asked for."""
+        """Return (out, lse); lse is None unless ``with_lse``."""
         q = given.q
         if (q.data_ptr() | given.k.data_ptr() | given.v.data_ptr()) % ALIGNED:
             return None
@@ -42,12 +42,12 @@ class Planned:
     def backward(
         self, given: Inputs, out: torch.Tensor, lse: torch.Tensor, grad: torch.Tensor, needs_keys: bool
     ) -> tuple[torch.Tensor | None, ...] | None:
-        """Return (dq, dk, dv, dsinks) for what ``forward`` was given and gave; None for what there is not."""
+        """Return (dq, dk, dv, dsinks) from arguments and results of ``forward``; None for each that is not needed."""
         if not self._are_planned(given, out, lse, grad):
             return None
         dq, dk, dv = given.q.new_empty(given.q.shape), None, None
         if needs_keys:
-            # Keys where no query is get zeros.
+            # The kernels do not write keys of padding: their gradients are zero.
             dk, dv = (x.new_zeros(x.shape) if self._has_padding else x.new_empty(x.shape) for x in (given.k, given.v))
         lses, deltas = lse.new_empty(self._lses), lse.new_empty(self._lses)
         with device_of(given.q):
@@ -55,8 +55,8 @@ class Planned:
         return dq, dk, dv, of_sinks(given.sinks, lse, deltas)
 
     def _are_planned(self, given: Inputs, out: torch.Tensor, lse: torch.Tensor, grad: torch.Tensor) -> bool:
-        """Say whether tensors lie as in the forward pass: a hook may have stored others; a gradient is anybody's."""
-        # Of classes that autograd made of others, such as wrappers, nobody knows where they are.
+        """Say whether tensors have the planned layout: a saved-tensor hook may swap them, a gradient can have any."""
+        # Subclasses such as wrappers may have no address of their own.
         if not are_plain(*given.operands, *given.others, out, lse, grad):
             return False
         if _kinds(given) != self._kinds or (out.dtype, lse.dtype, grad.dtype) != self._saved:
@@ -69,7 +69,7 @@ class Planned:
 
 
 def planned(given: Inputs) -> Planned | None:
-    """Return the plan of calls like this one, or None where tensors would have to be copied, or nothing is launched."""
+    """Return the plan of calls like this one; None if tensors would have to be copied or nothing is launched."""
     whole = all(x is None or x.is_contiguous() for x in given.others)
     lie = all(is_apart(x.shape, x.stride()) for x in given.operands)
     return Planned(given) if whole and lie and given.cu_seqlens_q is None and not plan_for(given).is_empty else None

@@ -1,4 +1,4 @@
-"""How the kernels of attention are cut: tiles, warps and loads in flight, of which no bit follows."""
+"""The schedules of the attention kernels: tiles, warps and pipeline stages. None of them changes a bit."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from rl_kernels.core.triton_lib.launch import INTERPRETED
 from rl_kernels.core.triton_lib.schedule import HALF
 
 NARROW, WIDE = 64, 128
-"""Head sizes up to which tiles are cut alike."""
+"""Head sizes up to which one tile shape is used."""
 FEW = 16
-"""Rows of a tile for a few queries: it has no registers for the states of two segments."""
+"""Rows of a tile for few queries; such a tile has no registers for the states of two segments."""
 MOST_ROWS = 64
-"""Rows that join dk and dv at once where they come in boxes."""
+"""Rows that are added to dk and dv at once if TMA loads them."""
 
 
 class Tile(NamedTuple):
-    """How a kernel is cut: rows of a program, its warps, the loads in flight, and registers of a thread, if bounded."""
+    """A schedule: rows of a program, warps, pipeline stages, and the register limit of a thread (0 is no limit)."""
 
     rows: int
     warps: int
@@ -27,13 +27,13 @@ class Tile(NamedTuple):
 
     @property
     def options(self) -> dict[str, int]:
-        """What a launch is told of it."""
+        """The keyword arguments of a launch."""
         bound = {"maxnreg": self.registers} if self.registers else {}
         return {"num_warps": self.warps, "num_stages": self.stages, **bound}
 
 
 class KeyTile(NamedTuple):
-    """How dk and dv are cut: keys of a program, rows that join them at once, warps, and the loads in flight."""
+    """The schedule of dk and dv: keys of a program, rows that are added at once, warps, and pipeline stages."""
 
     keys: int
     rows: int
@@ -45,14 +45,14 @@ IN_INTERPRETER = Tile(32, 4, 1)
 
 
 def tile_of(dtype: torch.dtype, wide: int, fast: bool, rows: int, in_boxes: bool) -> Tile:
-    """Return how so many rows are cut: by their number only where that was shown to change no bit.
+    """Choose the tile for ``rows`` rows; their number matters only where that was shown to change no bit.
 
-    ``wide`` is the larger head size, ``fast`` whether 16 bits are multiplied on Hopper.
+    ``wide`` is the larger head size; ``fast`` says whether the operands are 16-bit on Hopper.
     """
     if INTERPRETED:
         return IN_INTERPRETER
     if dtype not in HALF:
-        # Products without tensor cores: what keeps the spills small.
+        # No tensor cores: these sizes keep register spills small.
         return Tile(64 if wide <= NARROW else 16, 8, 1)
     if not fast:
         return Tile(32, 8, 1) if wide > WIDE else Tile(64, 4 if wide <= NARROW else 8, 2)
@@ -60,12 +60,12 @@ def tile_of(dtype: torch.dtype, wide: int, fast: bool, rows: int, in_boxes: bool
         return Tile(64, 4, 1)
     if rows > FEW:
         return Tile(64, 4, 3)
-    # Four programs a multiprocessor: what bounds one token is the loads under way.
+    # Four programs per multiprocessor: one token is bound by the loads in flight.
     return Tile(FEW, 2, 2) if wide <= NARROW else Tile(FEW, 4, 2, 128 if in_boxes else 0)
 
 
 def tile_of_queries(dtype: torch.dtype, wide: int, fast: bool) -> Tile:
-    """Return how the rows of dq are cut: by head size and dtype alone."""
+    """Choose the tile of dq, by head size and dtype alone."""
     if INTERPRETED:
         return IN_INTERPRETER
     if dtype not in HALF:
@@ -78,7 +78,7 @@ def tile_of_queries(dtype: torch.dtype, wide: int, fast: bool) -> Tile:
 
 
 def tile_of_keys(dtype: torch.dtype, wide: int, fast: bool, group: int) -> KeyTile:
-    """Return how the keys of dk and dv are cut: by head size, dtype and group alone."""
+    """Choose the tile of dk and dv, by head size, dtype and group alone."""
     if INTERPRETED or dtype not in HALF:
         return KeyTile(32, 32, 8, 1)
     if wide > WIDE:
