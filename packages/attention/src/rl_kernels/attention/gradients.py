@@ -61,7 +61,7 @@ def det_attention_backward(
     Raises:
         TypeError, ValueError: an argument is not as above; the message names it.
         BackendUnavailable: the backend asked for cannot run this call.
-        RuntimeError: forward-mode AD, a gradient of ``torch.func`` or a second derivative: there is none.
+        RuntimeError: forward-mode AD, a gradient of ``torch.func`` or double backward: not supported.
     """
     where = (cu_seqlens_q, cu_seqlens_k, None, None, None, None)
     left, right = checks.window(window, causal=causal, unlimited=UNLIMITED)

@@ -1,4 +1,4 @@
-"""Matrix product and linear layer whose bits do not depend on the batch."""
+"""Batch-invariant matrix product and linear layer: no row's bits depend on the batch."""
 
 from rl_kernels.det_gemm.api import det_gemm, det_gemm_dw, det_linear
 from rl_kernels.det_gemm.canary import CanaryMismatch

@@ -1,4 +1,4 @@
-"""The public functions of the package: validation and dispatch; ``autograd`` has what they call."""
+"""The public functions of the package: validation and dispatch; their gradients are in ``autograd``."""
 
 from __future__ import annotations
 
@@ -18,18 +18,20 @@ from rl_kernels.det_gemm.op import OPERATOR, describe, describe_dw, ops
 def det_gemm(
     a: torch.Tensor, b: torch.Tensor, *, out_dtype: torch.dtype | None = None, backend: str | None = None
 ) -> torch.Tensor:
-    """Return ``a @ b``, each row of it a function of that row of ``a`` and of ``b`` alone, bit for bit.
+    """Return ``a @ b``; each row depends on that row of ``a`` and on ``b`` alone, bit for bit.
 
-    Products of the operands' dtype are accumulated in FP32 or better, without TF32, in an order that K alone fixes, and
+    Products of the operands are accumulated in FP32 or better, without TF32, in an order that depends on K alone, and
     rounded once to ``out_dtype``. The gradient of ``a`` keeps the same promise. The gradient of ``b`` is a sum over the
-    rows: same bits every run, in a chain of 16 rows a step, so that rows with zero gradient appended change no bit.
+    rows with the same bits in every run: a chain of 16 rows per step, so appending rows with zero gradient changes no
+    bit.
 
     Args:
         a: ``[M, K]``, FP32, BF16 or FP16, any strides; differentiable.
         b: ``[K, N]`` in the dtype of ``a``, any strides; differentiable.
-        out_dtype: FP32, BF16 or FP16; by default that of the operands. An upstream gradient of another dtype than the
-            operands' is rounded to theirs before the two products of the backward pass.
-        backend: name of a backend, ``auto``, or None for what is forced elsewhere, if anything.
+        out_dtype: FP32, BF16 or FP16; by default that of the operands. An upstream gradient in another dtype is rounded
+            to the dtype of the operands before the two products of the backward pass.
+        backend: name of a backend; ``auto`` chooses one; None follows ``use_backend`` and ``RL_KERNELS_BACKEND``, and
+            chooses one if neither is set.
 
     Returns:
         ``[M, N]`` in ``out_dtype``.
@@ -37,7 +39,8 @@ def det_gemm(
     Raises:
         TypeError, ValueError: an argument is not as above; the message names it.
         BackendUnavailable: the backend asked for cannot run this call.
-        CanaryMismatch: this GPU gives other bits than were recorded for its architecture; seen at the first call.
+        RuntimeError: forward-mode AD, a gradient of ``torch.func`` or double backward: not supported.
+        CanaryMismatch: this GPU gives other bits than those recorded for its architecture; checked at the first call.
     """
     chosen = _chosen_for_gemm(a, b, out_dtype, backend)
     no_lost_derivatives("det_gemm", a, b)
@@ -59,23 +62,25 @@ def _chosen_for_gemm(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype | 
 def det_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, backend: str | None = None
 ) -> torch.Tensor:
-    """Return ``x @ weight^T + bias``, each row a function of that row of ``x`` and the parameters alone, bit for bit.
+    """Return ``x @ weight^T + bias``; each row depends on that row of ``x`` and the parameters alone, bit for bit.
 
-    The product is that of ``det_gemm``; the bias is added in FP32 before the one rounding to the dtype of the operands.
-    The weight is read as it lies, never copied or transposed. Where ``weight.main_grad`` exists (FP32, shape of the
-    weight, any strides), backward continues the chain of sums in it, in place, and the weight gets no ``.grad``:
-    splitting the rows over several backward passes at multiples of 16 then changes no bit of it. What other ops leave
-    in ``.grad`` in the same pass, such as an embedding that shares the weight, is added to it at the end (eager only).
+    The product is that of ``det_gemm``; the bias is added in FP32, before the one rounding to the operands' dtype. The
+    weight is read in place, never copied or transposed. If ``weight.main_grad`` exists (FP32, shape of the weight, any
+    strides), backward continues the chain of sums in it, in place, and the weight gets no ``.grad``: splitting the rows
+    over several backward passes at multiples of 16 then changes no bit of it. If another op puts a gradient into
+    ``.grad`` in the same pass, such as an embedding that shares the weight, it is added to ``main_grad`` at the end
+    (eager only).
 
     Args:
         x: ``[..., K]``, FP32, BF16 or FP16, any strides, any number of leading dims, none included; differentiable.
         weight: ``[N, K]`` in the dtype of ``x``; differentiable.
         bias: ``[N]`` in the dtype of ``x``, or None; differentiable.
-        backend: name of a backend, ``auto``, or None for what is forced elsewhere, if anything.
+        backend: name of a backend; ``auto`` chooses one; None follows ``use_backend`` and ``RL_KERNELS_BACKEND``, and
+            chooses one if neither is set.
 
-    Under ``torch.autocast`` the three are first cast to the autocast dtype, as ``F.linear`` does; with gradients off,
-    what a GPU's autocast has cast of a parameter is kept, as there: one that is changed inside the outermost block
-    keeps its old cast until the block ends.
+    Under ``torch.autocast`` all three are first cast to the autocast dtype, as in ``F.linear``. On a GPU with gradients
+    off, the cast of a parameter is cached, as there: a parameter that changes inside the outermost block keeps its old
+    cast until the block ends.
 
     Returns:
         ``[..., N]`` in the dtype of the operands.
@@ -83,7 +88,9 @@ def det_linear(
     Raises:
         TypeError, ValueError: an argument is not as above; the message names it.
         BackendUnavailable: the backend asked for cannot run this call.
-        CanaryMismatch: this GPU gives other bits than were recorded for its architecture; seen at the first call.
+        RuntimeError: forward-mode AD, a gradient of ``torch.func`` or double backward: not supported. In the backward
+            pass: ``weight.grad`` was set before a pass that adds to both it and ``main_grad``.
+        CanaryMismatch: this GPU gives other bits than those recorded for its architecture; checked at the first call.
     """
     operand, matrix, bias = autocast_linear(x, weight, bias)
     chosen, plan = _chosen_for_linear(operand, matrix, bias, backend)
@@ -99,7 +106,7 @@ def det_linear(
 
 
 def _plan(name: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, backend: str | None) -> Any:
-    """Return what a backend has that plans a linear layer for tensors of one kind, or None."""
+    """Return a backend's plan of a linear layer for tensors of one kind; None if it makes none."""
     make = getattr(OPERATOR.backend(name).load(), "plan_linear", None)
     return make(x, weight, bias) if make and are_plain(x, weight, bias) else None
 
@@ -126,25 +133,27 @@ def det_gemm_dw(
     out_dtype: torch.dtype | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """Return ``a^T @ dc``, the gradient of ``b`` in ``det_gemm(a, b)``, or continue it in a buffer.
+    """Return ``a^T @ dc``, the gradient of ``b`` in ``det_gemm(a, b)``, or continue its sum in a buffer.
 
-    The sum over the M rows is a chain of 16 rows a step, in FP32. With ``accumulate_into`` the chain goes on from what
-    the buffer holds, so a batch that is split at multiples of 16 rows gives bitwise the gradient of the whole.
+    The sum over the M rows is a chain of 16 rows per step, in FP32. With ``accumulate_into`` the chain continues from
+    the values in the buffer: a batch split at multiples of 16 rows gives a gradient bitwise identical to the whole's.
 
     Args:
         a: ``[M, K]``, FP32, BF16 or FP16, any strides.
         dc: ``[M, N]`` in the dtype of ``a``, any strides.
         accumulate_into: ``[K, N]``, FP32, any strides; updated in place and returned.
-        out_dtype: FP32, BF16 or FP16; by default that of the operands. With ``accumulate_into`` None or FP32.
-        backend: name of a backend, ``auto``, or None for what is forced elsewhere, if anything.
+        out_dtype: FP32, BF16 or FP16; by default that of the operands. With ``accumulate_into``: None or FP32.
+        backend: name of a backend; ``auto`` chooses one; None follows ``use_backend`` and ``RL_KERNELS_BACKEND``, and
+            chooses one if neither is set.
 
     Returns:
         ``[K, N]`` in ``out_dtype``, or ``accumulate_into``. It carries no gradient.
 
     Raises:
-        TypeError, ValueError: an argument is not as above, or one requires grad while grad mode is on.
+        TypeError, ValueError: an argument is not as above, or requires grad with grad mode on; the message names it.
         BackendUnavailable: the backend asked for cannot run this call.
-        CanaryMismatch: this GPU gives other bits than were recorded for its architecture; seen at the first call.
+        RuntimeError: forward-mode AD or a gradient of ``torch.func``: not supported.
+        CanaryMismatch: this GPU gives other bits than those recorded for its architecture; checked at the first call.
     """
     check.tensor("a", a, check.HALF_AND_FLOAT, ndim=2)
     check.tensor("dc", dc, check.HALF_AND_FLOAT, ndim=2)
@@ -180,4 +189,4 @@ def _validate_no_grad(**tensors: torch.Tensor | None) -> None:
         return
     for name, value in tensors.items():
         if value is not None and value.requires_grad:
-            raise ValueError(f"{name}: expected a tensor that does not require grad, det_gemm_dw has no gradient")
+            raise ValueError(f"{name}: expected a tensor that does not require grad: det_gemm_dw has no gradient")

@@ -1,4 +1,4 @@
-"""The products that carry gradients: two autograd Functions on the raw ops, or on what a backend has planned."""
+"""The differentiable products: two autograd Functions on the raw ops, or on the plans of a backend."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def linear(
     """Return ``x @ weight^T + bias``.
 
     Args:
-        plan: what a backend has planned for operands of this kind, or None: ``forward`` and ``gradients``, both of
-            which return None for tensors that it has not planned for.
+        plan: a backend's plan for operands of this kind, or None. Its methods ``forward`` and ``gradients`` return None
+            for tensors that it has not planned for.
     """
     requires_grad = x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     if requires_grad and torch.is_grad_enabled():
@@ -47,12 +47,12 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ch
         if found is not None:
             return found
     out = ops["forward"](_rows(x), weight.t(), bias, x.dtype, chosen)
-    # Not a view of it, which autograd would not let anybody change in place.
+    # Not a view: autograd would forbid in-place changes of a view.
     return out if x.ndim == 2 else torch.ops.aten._unsafe_view.default(out, (*x.shape[:-1], weight.shape[0]))
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    # torch.autograd's own vmap, of gradients in batches, knows reshape and not flatten.
+    # The vmap of torch.autograd, for batched gradients, supports reshape but not flatten.
     return x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
@@ -78,9 +78,9 @@ class _Product(torch.autograd.Function):
 
 
 class _Linear(torch.autograd.Function):
-    """``x @ weight^T + bias``; where there is a ``main_grad[N, K]``, backward adds the gradient of the weight to it.
+    """``x @ weight^T + bias``; with a ``main_grad[N, K]``, backward adds the gradient of the weight to it.
 
-    ``how`` is (main_grad, backend, plan): what has no gradient comes as one argument, for autograd looks at each.
+    ``how`` is (main_grad, backend, plan): one argument, because autograd inspects every argument.
     """
 
     @staticmethod
@@ -103,7 +103,7 @@ class _Linear(torch.autograd.Function):
         no_lost_derivatives("det_linear", upstream, x, weight)
         of_x, of_weight = _is_needed(ctx, 0), _is_needed(ctx, 1)
         found = None
-        # A gradient that may be differentiated itself takes the general path, which refuses that.
+        # With grad mode on, the gradient may be differentiated again: the general path refuses that.
         if plan is not None and not torch.is_grad_enabled() and not ops_are_observed():
             found = plan.gradients(upstream, x, weight, main_grad, (of_x, of_weight))
         if found is None:

@@ -1,12 +1,12 @@
-"""The canary: at first use a fixed small product's bits are compared with those recorded for the architecture.
+"""The canary: at first use, compares the bits of a small fixed product with those recorded for the architecture.
 
-The chain alone should fix them (README), but a compiler or driver that multiplied in another order would change every
-bit without a word. So the first eager call for a device, dtype and backend computes the product and compares a digest
-with ``canary.json``; under torch.compile and while a CUDA graph is captured, the next eager call does. An architecture
-without a record, such as a CPU, is not looked at.
+The chain of sums should fix these bits (README). But a compiler or driver that adds in another order would change every
+result silently. So the first eager call for a device, dtype and backend computes the product and compares a digest with
+``canary.json``. Calls under torch.compile and during CUDA graph capture leave that to the next eager call. An
+architecture without a record, such as a CPU, is not checked.
 
-``RL_KERNELS_CANARY`` says what a mismatch does: ``raise`` (default, also if it is empty), ``warn``, or ``off`` to
-compare nothing.
+``RL_KERNELS_CANARY`` says what happens on a mismatch: ``raise`` (the default, also if empty), ``warn``, or ``off`` to
+skip the check.
 ``tools/record_canary.py`` records the bits of a GPU on which they are known to be right.
 """
 
@@ -33,15 +33,15 @@ from rl_kernels.det_gemm.op import OPERATOR, describe, ops
 VARIABLE = "RL_KERNELS_CANARY"
 ACTIONS = ("raise", "warn", "off")
 ROWS, COLUMNS, INNER = 136, 120, 216
-"""Sizes of the product: no multiples of a tile, and K no multiple of a step, but rows of whole 16 bytes."""
+"""Sizes of the product: no multiples of a tile, K no multiple of a step, but rows are multiples of 16 bytes."""
 FEW = 8
-"""Rows of it that are computed once more by themselves: few rows take other kernels."""
+"""Rows that are computed a second time alone: few rows take other kernels."""
 BITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 20}
-"""Of the operands' integers: all that the dtype holds exactly, and of FP32 more than TF32 would keep."""
+"""Bits of the operands' integers: all that the dtype holds exactly; for FP32, more than TF32 keeps."""
 
 
 class CanaryMismatch(RuntimeError):
-    """A product does not have the bits that were recorded for this architecture."""
+    """A product has other bits than those recorded for this architecture."""
 
 
 def _action(value: str) -> str:
@@ -55,14 +55,14 @@ _passed: set[tuple[torch.device, torch.dtype, str]] = set()
 
 
 def guard(like: torch.Tensor, backend: str) -> None:
-    """Compare the bits of a backend on the device and in the dtype of a tensor, unless that has been done.
+    """Check a backend on the device and in the dtype of a tensor, unless it has passed there already.
 
     Raises:
-        CanaryMismatch: they are others than recorded.
+        CanaryMismatch: its bits differ from the record.
     """
     if torch.compiler.is_compiling() or (like.device, like.dtype, backend) in _passed:
         return
-    # A fake tensor, or another subclass, cannot say what a device computes.
+    # A fake tensor or another subclass computes nothing on the device.
     if values_hidden(like) or type(like) not in (torch.Tensor, torch.nn.Parameter):
         return
     _compare(like.device, like.dtype, backend, _default)
@@ -75,20 +75,21 @@ def verify(
     backend: str | None = None,
     on_mismatch: str = "raise",
 ) -> bool:
-    """Compare the bits of the product on a device with the recorded ones, now.
+    """Compute the product on a device now and compare its bits with the record.
 
     Args:
         device: by default the current GPU, or the CPU where there is none.
         dtype: FP32, BF16 or FP16.
-        backend: by default the one that a call would take.
-        on_mismatch: ``raise``, ``warn``, or ``off`` to compare nothing, now and later.
+        backend: name of a backend, or ``auto``; by default the one that a call would take.
+        on_mismatch: ``raise``, ``warn``, or ``off`` to skip the check, now and in later calls.
 
     Returns:
-        whether there was a record, and the bits are those.
+        True if there is a record and the bits match it.
 
     Raises:
-        CanaryMismatch: they are not, and ``on_mismatch`` is ``raise``.
-        TypeError, ValueError: an argument is not as above.
+        CanaryMismatch: the bits differ, and ``on_mismatch`` is ``raise``.
+        TypeError, ValueError: an argument is not as above; the message names it.
+        BackendUnavailable: the backend asked for cannot run the product.
     """
     check.choice("dtype", dtype, check.HALF_AND_FLOAT)
     check.choice("on_mismatch", on_mismatch, ACTIONS)
@@ -112,8 +113,8 @@ def _compare(device: torch.device, dtype: torch.dtype, backend: str, action: str
         return True
     message = (
         f"canary: {backend} on {device} gives other bits than recorded for {name_of(dtype)} ({found[:12]}, expected "
-        f"{expected[:12]}): a driver, compiler or library has changed the order of a sum ({versions()}). Rows keep "
-        f"their promise only if `rl-kernels check --op det_gemm --relation invariance` says so; {VARIABLE}=warn goes on"
+        f"{expected[:12]}): a driver, compiler or library has changed the order of a sum ({versions()}). To test "
+        f"if rows are batch-invariant, run `rl-kernels check --op det_gemm --relation invariance`; {VARIABLE}=warn only warns"
     )
     if action == "raise":
         raise CanaryMismatch(message)
@@ -123,13 +124,13 @@ def _compare(device: torch.device, dtype: torch.dtype, backend: str, action: str
 
 
 def operands(dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``a[M, K]`` and ``b[K, N]``, stored as a weight is: integers times powers of two, of mixed sizes."""
+    """Return ``a[M, K]`` and ``b[K, N]``, b stored like a weight: integers times powers of two, of mixed sizes."""
     a, weight = (_integers(rows, salt, dtype).to(device) for rows, salt in ((ROWS, 1), (COLUMNS, 2)))
     return a, weight.t()
 
 
 def _integers(rows: int, salt: int, dtype: torch.dtype) -> torch.Tensor:
-    # Arithmetic on integers alone, so that no generator of random numbers has a say.
+    # Integer arithmetic only, so that no random generator matters.
     index = torch.arange(rows * INNER, dtype=torch.int64, device="cpu") + salt * 1_000_003
     mixed = (index * 2_654_435_761) & 0xFFFF_FFFF
     mixed = ((mixed ^ (mixed >> 15)) * 2_246_822_519) & 0xFFFF_FFFF
@@ -140,7 +141,7 @@ def _integers(rows: int, salt: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def digest(dtype: torch.dtype, device: torch.device, backend: str) -> str:
-    """Return the SHA-256 of the product's FP32 bits, all rows and then a few by themselves."""
+    """Return the SHA-256 of the product's FP32 bits: all rows, then a few rows alone."""
     a, b = operands(dtype, device)
     with torch.no_grad():
         parts = [ops["forward"](rows, b, None, torch.float32, backend).cpu() for rows in (a, a[:FEW])]
@@ -154,12 +155,12 @@ def recorded() -> Mapping[str, Mapping[str, str]]:
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """Return what the record calls a dtype."""
+    """Return the name of a dtype in the record."""
     return next(name for name, other in DTYPES.items() if other == dtype)
 
 
 def versions() -> str:
-    """Return the versions that a bit may follow."""
+    """Return the versions that may affect the bits."""
     triton = sys.modules.get("triton")
     found = f"torch {torch.__version__}, CUDA {torch.version.cuda}"
     return found if triton is None else f"{found}, triton {triton.__version__}"

@@ -9,10 +9,10 @@ from rl_kernels.det_gemm.api import det_linear
 
 
 class DetLinear(nn.Linear):
-    """``nn.Linear`` whose output rows depend on their input row and the weights alone, bit for bit.
+    """``nn.Linear`` in which an output row depends on its input row and the parameters alone, bit for bit.
 
     Constructor, parameters, initialisation and ``state_dict`` are those of ``nn.Linear``. ``forward`` is
-    ``det_linear(input, weight, bias)``: shapes, dtypes, gradients, ``main_grad`` and errors are described there.
+    ``det_linear(input, weight, bias)``, which documents shapes, dtypes, gradients, ``main_grad`` and errors.
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -21,13 +21,13 @@ class DetLinear(nn.Linear):
 
     @classmethod
     def from_linear(cls, module: nn.Linear) -> DetLinear:
-        """Return a layer that shares the parameters of ``module``: the same ``nn.Parameter`` objects, nothing copied.
+        """Return a layer that shares the parameters of ``module``: the same ``nn.Parameter`` objects, not copies.
 
-        Dtype, device, ``requires_grad``, ``main_grad`` and hooks on the parameters come with them; the training flag is
-        taken over. Hooks registered on ``module`` itself stay there.
+        Dtype, device, ``requires_grad``, ``main_grad`` and hooks of the parameters are kept, and so is the training
+        flag. Hooks registered on ``module`` itself are not.
 
         Raises:
-            TypeError: ``module`` is no ``nn.Linear``, or its weight is computed (a parametrization) and no parameter.
+            TypeError: ``module`` is not an ``nn.Linear``, or a parametrization computes its weight.
         """
         if not isinstance(module, nn.Linear):
             raise TypeError(f"module: expected an nn.Linear, got {type(module).__name__}")

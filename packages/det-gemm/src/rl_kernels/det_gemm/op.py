@@ -1,4 +1,4 @@
-"""What det_gemm is to the registry and to torch: schemas, fake kernels, backends and their promises.
+"""The registration of det_gemm with the registry and torch: schemas, fake kernels, backends, their promises.
 
 In the raw ops all operands share one dtype and may have any strides: ``forward`` is ``a[M, K] @ b[K, N] + bias[N]``,
 ``weight_gradient`` is ``a[M, K]^T @ dc[M, N]``, and ``weight_gradient_into`` adds it to the FP32 buffer ``out[K, N]``.
@@ -17,7 +17,7 @@ from rl_kernels.core.operator import INVARIANT, REPEATABLE, Backend, Call, Opera
 from rl_kernels.core.triton_lib.launch import triton_backend
 
 PER_CHUNK = 8
-"""Numbers of 16 bits in 16 bytes."""
+"""16-bit numbers in 16 bytes."""
 SCHEMAS = {
     "forward": "(Tensor a, Tensor b, Tensor? bias, ScalarType out_dtype, str backend) -> Tensor",
     "weight_gradient": "(Tensor a, Tensor dc, ScalarType out_dtype, str backend) -> Tensor",
@@ -39,16 +39,16 @@ def describe(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None,
 
 
 def describe_dw(a: torch.Tensor, dc: torch.Tensor) -> Call:
-    """Describe a weight gradient by its own K and N; the number of tokens is not looked at."""
+    """Describe a weight gradient by its own K and N; the number of tokens does not matter."""
     return Call.of(a, K=a.shape[1], N=dc.shape[1], bias=False, layout="row")
 
 
 def _limits(call: Call) -> str | None:
     if call.dtype == torch.float32:
-        return "multiplies BF16 and FP16; IEEE products of FP32 are for triton"
+        return "takes BF16 and FP16; IEEE products of FP32 run on triton"
     unaligned = [f"{name} = {call.traits[name]}" for name in ("K", "N") if call.traits.get(name, 0) % PER_CHUNK]
     if unaligned:
-        return f"the copy engine needs rows that are multiples of 16 bytes, and {unaligned[0]}"
+        return f"TMA needs rows that are multiples of 16 bytes, and {unaligned[0]}"
     return None
 
 

@@ -6,12 +6,12 @@ import torch
 
 
 def det_gemm(a: torch.Tensor, b: torch.Tensor, *, out_dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return ``a[M, K] @ b[K, N]``, worked in FP32 (FP64 for FP64 inputs), then rounded to ``out_dtype``."""
+    """Return ``a[M, K] @ b[K, N]``, computed in FP32 (FP64 for FP64 inputs), then rounded to ``out_dtype``."""
     return (_wide(a) @ _wide(b)).to(out_dtype or a.dtype)
 
 
 def det_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Return ``x[..., K] @ weight[N, K]^T + bias[N]``, bias added before the one rounding to the dtype of ``x``."""
+    """Return ``x[..., K] @ weight[N, K]^T + bias[N]``, rounded to the dtype of ``x`` after the bias is added."""
     product = _wide(x) @ _wide(weight).t()
     return (product if bias is None else product + _wide(bias)).to(x.dtype)
 
@@ -23,7 +23,7 @@ def det_gemm_dw(
     accumulate_into: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Return ``a[M, K]^T @ dc[M, N]``, or ``accumulate_into + `` that in the dtype of the buffer (not in place)."""
+    """Return ``a[M, K]^T @ dc[M, N]``, added to a copy of ``accumulate_into``, in its dtype, if it is given."""
     product = _wide(a).t() @ _wide(dc)
     if accumulate_into is not None:
         return accumulate_into + product.to(accumulate_into.dtype)

@@ -26,32 +26,35 @@ def rms_norm(
 ) -> torch.Tensor | NormAndSum:
     """Return the RMSNorm of each row: ``x / sqrt(mean(x^2) + eps) * (weight + offset)``.
 
-    A row of the result is a function of that row and of the weight alone, bit for bit, and so is its gradient. The
-    gradient of the weight is a sum over the rows in a fixed order: rows with zero gradient appended change no bit.
-    Where ``weight.main_grad`` exists (FP32, ``[D]``), backward continues that sum in it, in place, and the weight gets
-    no ``.grad``: splitting the rows over backward passes at multiples of 16 rows, of 128 where D <= 512 (such rows are
-    heads, many to a token), changes no bit of it.
+    A row of the result depends on that row and the weight alone, bit for bit, and so does its gradient. The gradient of
+    the weight is a sum over the rows in a fixed order: appending rows with zero gradient changes no bit. If
+    ``weight.main_grad`` exists (FP32, ``[D]``), backward continues that sum in it, in place, and the weight gets no
+    ``.grad``. Splitting the rows over several backward passes then changes no bit of it, if the split is at a multiple
+    of 16 rows; of 128 rows if D <= 512 (such rows are heads, many to a token).
 
-    The formula is that of https://arxiv.org/abs/1910.07467; worked in FP32 (in FP64 for FP64).
+    The formula is that of https://arxiv.org/abs/1910.07467, computed in FP32 (FP64 for FP64).
 
     Args:
         x: ``[..., D]``, FP32, BF16, FP16 or FP64, any strides, any number of leading dims; differentiable.
-        weight: ``[D]``, of any of these dtypes, FP64 only beside an x of FP64; None is 1; differentiable.
+        weight: ``[D]``, in any of these dtypes (FP64 only if x is FP64); None is 1; differentiable.
         eps: added to the mean of squares, >= 0.
-        residual: shape, dtype and device of x; differentiable. ``x + residual``, rounded to the dtype of x, is what is
-            normalised then, and is returned too: the bits are those of the two steps one after the other.
-        offset: added to the weight: 1 where it is stored as its distance from 1, as in Gemma.
-        cast_first: round the row to the dtype of x before the weight multiplies it, as Llama and Qwen do; otherwise the
-            whole is rounded once, as ``torch.nn.RMSNorm``, Gemma and gpt-oss do.
-        backend: name of a backend, ``auto``, or None for what is forced elsewhere, if anything.
+        residual: in the shape and dtype and on the device of x; differentiable. ``x + residual``, rounded to the dtype
+            of x, is then normalised, and is returned too. The bits are those of the two steps one after the other.
+        offset: added to the weight: 1 for weights stored as a difference from 1, as in Gemma.
+        cast_first: round the row to the dtype of x before multiplying it by the weight, as Llama and Qwen do; False
+            rounds once at the end, as ``torch.nn.RMSNorm``, Gemma and gpt-oss do.
+        backend: name of a backend; ``auto`` chooses one; None follows ``use_backend`` and ``RL_KERNELS_BACKEND``, and
+            chooses one if neither is set.
 
     Returns:
-        ``[..., D]`` in the dtype of x; with ``cast_first`` in that of its product with the weight, FP32 if either is.
-        With a residual ``NormAndSum(output, sum)``.
+        ``[..., D]`` in the dtype of x; with ``cast_first`` and a weight, in the dtype that x and the weight promote to.
+        With a residual, ``NormAndSum(output, sum)``.
 
     Raises:
         TypeError, ValueError: an argument is not as above; the message names it.
         BackendUnavailable: the backend asked for cannot run this call.
+        RuntimeError: forward-mode AD, a gradient of ``torch.func`` or double backward: not supported. In the backward
+            pass: ``weight.grad`` was set before a pass that adds to both it and ``main_grad``.
     """
     check.number("offset", offset)
     check.flag("cast_first", cast_first)
@@ -69,29 +72,33 @@ def layer_norm(
 ) -> torch.Tensor | NormAndSum:
     """Return the LayerNorm of each row: ``(x - mean(x)) / sqrt(var(x) + eps) * weight + bias``.
 
-    What ``rms_norm`` promises holds here too, and the backends are the same: ``rms_norm`` is the name that forces one.
-    The variance is that of ``F.layer_norm``, the mean of squared distances from the mean.
+    The promises and the backends are those of ``rms_norm``: to force a backend, use the name ``rms_norm``. The formula
+    is that of ``F.layer_norm``, with the variance as the mean of squared distances from the mean; computed in FP32
+    (FP64 for FP64).
 
     Args:
         x: ``[..., D]``, FP32, BF16, FP16 or FP64, any strides, any number of leading dims; differentiable.
-        weight: ``[D]``, of any of these dtypes, FP64 only beside an x of FP64; None is 1; differentiable.
-        bias: ``[D]``, as the weight; None is 0; differentiable.
+        weight: ``[D]``, in any of these dtypes (FP64 only if x is FP64); None is 1; differentiable.
+        bias: ``[D]``, in the dtypes of a weight; None is 0; differentiable.
         eps: added to the variance, >= 0.
         residual: as in ``rms_norm``.
-        backend: name of a backend, ``auto``, or None for what is forced elsewhere, if anything.
+        backend: name of a backend; ``auto`` chooses one; None follows ``use_backend`` and ``RL_KERNELS_BACKEND``, and
+            chooses one if neither is set.
 
     Returns:
-        ``[..., D]`` in the dtype of x, rounded once. With a residual ``NormAndSum(output, sum)``.
+        ``[..., D]`` in the dtype of x, rounded once. With a residual, ``NormAndSum(output, sum)``.
 
     Raises:
         TypeError, ValueError: an argument is not as above; the message names it.
         BackendUnavailable: the backend asked for cannot run this call.
+        RuntimeError: forward-mode AD, a gradient of ``torch.func`` or double backward: not supported. In the backward
+            pass: ``weight.grad`` was set before a pass that adds to both it and ``main_grad``.
     """
     return _norm("layer_norm", x, weight, bias, residual, eps, _Form(True, 0.0, False), backend)
 
 
 class _Form(NamedTuple):
-    """What a norm does beside multiplying a row; in the order of the raw ops."""
+    """The options of a norm, in the order of the raw ops."""
 
     centred: bool
     offset: float
@@ -148,7 +155,7 @@ def _chosen(
     eps: float,
     backend: str | None,
 ) -> str:
-    """Check the arguments of either function; return the backend."""
+    """Check the arguments of both functions; return the backend's name."""
     check.tensor("x", x, check.FLOATS, least=1)
     if not x.shape[-1]:
         raise ValueError(f"x: expected a last dim of at least 1, got shape {tuple(x.shape)}")
@@ -168,7 +175,7 @@ def _chosen(
 
 
 class _Norm(torch.autograd.Function):
-    """A norm of rows, or the norm of a sum and the sum; backward adds to ``main_grad`` where there is one."""
+    """A norm of rows, or the norm of a sum and the sum; backward adds to ``main_grad`` if there is one."""
 
     @staticmethod
     def forward(
@@ -186,13 +193,13 @@ class _Norm(torch.autograd.Function):
     ) -> Any:
         *found, stats = _forward(x, residual, weight, bias, eps, centred, offset, cast_first, backend)
         total = x if residual is None else found[1]
-        # Autograd counts the tensors alone.
+        # Autograd counts only the tensors.
         given = [value is not None for value in (x, residual, weight, bias)]
         ctx.places = [sum(given[:number]) for number in range(len(given))]
         # A sum that nobody uses has no gradient to read.
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(total, weight, stats)
-        # Not saved for backward: it is meant to change in place between this call and its backward pass.
+        # Not saved for backward: main_grad may change in place between this call and its backward pass.
         ctx.main_grad, ctx.form, ctx.backend = main_grad, (centred, offset), backend
         ctx.dtypes = None if weight is None else weight.dtype, None if bias is None else bias.dtype
         return tuple(found)
@@ -216,13 +223,13 @@ class _Norm(torch.autograd.Function):
             dweight = dweight.to(ctx.dtypes[0]) if wanted[2] else None
         dbias = dbias.to(ctx.dtypes[1]) if wanted[3] else None
         dx = dx.view(total.shape)
-        # Two leaves would both keep this tensor as their gradient, and add to each other's.
+        # Otherwise two leaves would share this tensor as their gradient, and add to each other's.
         of_residual = dx.clone() if wanted[0] and wanted[1] and _reaches_a_leaf(ctx) else dx
         return dx if wanted[0] else None, of_residual if wanted[1] else None, dweight, dbias, *[None] * 6
 
 
 def _reaches_a_leaf(ctx: Any) -> bool:
-    """Say whether the gradient of x or of the residual is kept, and not handed on to the ops that made them."""
+    """Say whether the gradient of x or of the residual goes to a leaf, which keeps it, and not to another op."""
     if torch.compiler.is_compiling():
         return True
     return any(hasattr(node, "variable") for node, _ in ctx.next_functions[:2])

@@ -1,10 +1,10 @@
-"""What rms_norm is to the registry and to torch: schemas, fake kernels, backends and their promises.
+"""The registration of rms_norm with the registry and torch: schemas, fake kernels, backends, their promises.
 
-layer_norm is the same operator with ``centred``. In the raw ops x and residual are ``[N, D]``, and ``stats[2, N]``
-holds, in FP32 (FP64 for FP64), what a row is multiplied by and the mean that is subtracted first, 0 unless ``centred``.
-``backward`` takes the gradient of the norm and, with a residual, that of the sum, and x is the sum. The gradients of
-weight and bias come in the dtype of ``stats``, empty where they are not needed; ``backward_into`` adds that of the
-weight to ``main_grad``.
+layer_norm is the same operator with ``centred``. In the raw ops x and residual are ``[N, D]``. ``stats[2, N]`` is FP32
+(FP64 for FP64) and holds for each row the factor that multiplies it, and the mean that is subtracted first: 0 unless
+``centred``. ``backward`` takes the gradient of the norm. With a residual it also takes the gradient of the sum, and x
+is the sum. The gradients of weight and bias have the dtype of ``stats``, and are empty if they are not needed;
+``backward_into`` adds the gradient of the weight to ``main_grad``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rl_kernels.core.triton_lib.launch import triton_backend
 from rl_kernels.norm.results import result_dtype
 
 WIDEST = 16384
-"""Columns that one program of the Triton kernels holds in its registers."""
+"""Most columns that one program of the Triton kernels holds in its registers."""
 _FORM = "Tensor? weight, Tensor? bias, float eps, bool centred, float offset, bool cast_first, str backend"
 _GRADIENTS = "Tensor grad, Tensor? grad_sum, Tensor x, Tensor? weight, Tensor stats, bool centred, float offset"
 SCHEMAS = {
@@ -69,7 +69,7 @@ def describe(x: torch.Tensor, *_: object, **__: object) -> Call:
 
 def _limits(call: Call) -> str | None:
     size = call.traits.get("D", 0)
-    return None if size <= WIDEST else f"takes rows of {WIDEST} at most, and D is {size}"
+    return None if size <= WIDEST else f"takes rows of up to {WIDEST} columns, and D is {size}"
 
 
 OPERATOR = Operator(

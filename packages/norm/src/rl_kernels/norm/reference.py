@@ -16,7 +16,7 @@ def rms_norm(
     offset: float = 0.0,
     cast_first: bool = True,
 ) -> torch.Tensor | NormAndSum:
-    """Return ``x / sqrt(mean(x^2) + eps) * (weight + offset)``, of ``x + residual`` if there is one."""
+    """Return ``x / sqrt(mean(x^2) + eps) * (weight + offset)``, for ``x + residual`` if there is one."""
     total, row = _summed(x, residual)
     row = row * torch.rsqrt(row.square().mean(-1, keepdim=True) + eps)
     dtype = x.dtype
@@ -36,7 +36,7 @@ def layer_norm(
     eps: float = 1e-5,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor | NormAndSum:
-    """Return ``(x - mean(x)) / sqrt(var(x) + eps) * weight + bias``, of ``x + residual`` if there is one."""
+    """Return ``(x - mean(x)) / sqrt(var(x) + eps) * weight + bias``, for ``x + residual`` if there is one."""
     total, row = _summed(x, residual)
     row = row - row.mean(-1, keepdim=True)
     row = row * torch.rsqrt(row.square().mean(-1, keepdim=True) + eps)
@@ -48,7 +48,7 @@ def layer_norm(
 
 
 def _summed(x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sum in the dtype of x, and the same in FP32, or in FP64 for FP64."""
+    """Return the sum in the dtype of x, and the same in FP32 (FP64 for FP64)."""
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     total = x if residual is None else (x.to(dtype) + residual.to(dtype)).to(x.dtype)
     return total, total.to(dtype)

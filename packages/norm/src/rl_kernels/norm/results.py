@@ -1,4 +1,4 @@
-"""What a norm returns: its dtype, and the pair where a residual is added first."""
+"""The results of a norm: its dtype, and the pair that it returns if a residual is added first."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ class NormAndSum(NamedTuple):
 
 
 def result_dtype(x: torch.Tensor, weight: torch.Tensor | None, cast_first: bool) -> torch.dtype:
-    """Return the dtype of a norm: of x, or of the product of a row in that dtype with the weight."""
+    """Return the dtype of a norm: that of x, or with ``cast_first`` that of x times the weight."""
     return torch.promote_types(x.dtype, weight.dtype) if cast_first and weight is not None else x.dtype

@@ -1,1 +1,1 @@
-"""The implementations of det_gemm, one a module or folder; they never import each other."""
+"""The backends of det_gemm, one module or folder each; they never import each other."""

@@ -1,8 +1,8 @@
-"""det_gemm in PyTorch: products in FP64 on blocks of one shape, so that no library call sees the number of rows.
+"""det_gemm in PyTorch: products in FP64 on blocks of one shape, so that no library call depends on the row count.
 
-Order of the sums, which is the contract of this backend: an element of the forward product is one FP64 sum over K,
-rounded once to FP32; the bias is added in FP32; the result is rounded to the output dtype. An element of the weight
-gradient is a chain of FP32 additions, one for each 16 tokens in ascending order, of FP64 sums rounded to FP32.
+The reduction order is the contract of this backend. An element of the forward product is one FP64 sum over K, rounded
+once to FP32; the bias is added in FP32, and the result is rounded to the output dtype. An element of the weight
+gradient is a chain of FP32 additions, one for each 16 tokens in ascending order; each adds an FP64 sum rounded to FP32.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""det_gemm in Triton: the canonical chain, on tiles that follow the shape."""
+"""det_gemm in Triton: the canonical chain; the tile depends on the shape."""
 
 from __future__ import annotations
 
@@ -22,5 +22,5 @@ def weight_gradient(a: torch.Tensor, dc: torch.Tensor, out_dtype: torch.dtype) -
 
 
 def weight_gradient_into(a: torch.Tensor, dc: torch.Tensor, out: torch.Tensor) -> None:
-    """Let the chain of ``a[M, K]^T @ dc[M, N]`` go on from ``out[K, N]``, which may have any strides."""
+    """Continue the chain of ``a[M, K]^T @ dc[M, N]`` in ``out[K, N]``, which may have any strides."""
     gemm.matmul(a.t(), dc, out, continues=True)

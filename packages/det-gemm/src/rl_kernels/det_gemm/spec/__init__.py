@@ -1,1 +1,1 @@
-"""What checks, tests and benchmarks know of det_gemm; nothing at run time imports it."""
+"""Cases, mutants and benchmarks of det_gemm, for checks and tests; never imported at run time."""

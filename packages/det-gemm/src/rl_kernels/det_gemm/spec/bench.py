@@ -1,4 +1,4 @@
-"""The benchmark of det_gemm: the three products of a linear layer on models' shapes, beside those of PyTorch."""
+"""The benchmark of det_gemm: the three products of a linear layer in models' shapes, against PyTorch and others."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rl_kernels.lab.bench.definition import (
 from rl_kernels.lab.bench.peers import no_split_k
 
 WEIGHTS = ((4096, 4096), (12288, 4096), (4096, 12288), (24576, 4096), (4096, 14336))
-"""N and K of the table of goals; the skinny shard follows."""
+"""N and K of the table of goals; SHARD is the skinny one."""
 SHARD = (1280, 8192)
 DECODE, TRAIN = "M <= 32", "M >= 1024"
 ROWS_OF_GOALS, ROWS_OF_PROJECTIONS = (1, 8, 32, 128, 1024, 4096), (1, 8, 32, 128, 1024, 4096, 8192)
@@ -36,7 +36,7 @@ def _shape(m: int, n: int, k: int, note: str = "") -> Shape:
 
 
 def projections(hidden: int, heads: int, kv_heads: int, between: int, vocab: int) -> list[tuple[str, int, int]]:
-    """Return name, N and K of a model's linear layers; a head is 128 wide."""
+    """Return name, N and K of each linear layer of a model with a head size of 128."""
     return [
         ("qkv", (heads + 2 * kv_heads) * 128, hidden),
         ("o", hidden, heads * 128),
@@ -52,7 +52,7 @@ MODELS = {
     "Llama-3.1-70B": projections(8192, 64, 8, 28672, 128256),
 }
 LAYER = {"layer": True}
-"""The call of a layer with its gradients, instead of its three products one by one."""
+"""Times a call of the layer with its gradients instead of its three products one by one."""
 PRODUCTS = frozenset({"cublas-no-split-k", "batch-invariant", "fixed-tile"})
 SETS = {
     GOALS: (
@@ -78,7 +78,7 @@ SETS = {
 
 
 def products(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return what takes the arguments of det_gemm, or of det_gemm_dw, by a product ``left @ right``."""
+    """Return a function with the arguments of det_gemm and det_gemm_dw that calls a product ``left @ right``."""
 
     def call(a: torch.Tensor, b: torch.Tensor | None = None, dc: torch.Tensor | None = None) -> torch.Tensor:
         return function(a.t(), dc) if b is None else function(a, b)
@@ -94,7 +94,7 @@ def eager(
     x: torch.Tensor | None = None,
     weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return PyTorch's product, or its layer."""
+    """Return PyTorch's product, or its linear layer."""
     if x is not None and weight is not None:
         return F.linear(x, weight)
     assert a is not None
@@ -116,7 +116,7 @@ def batch_invariant() -> Callable[..., torch.Tensor]:
 
 
 def fixed_tile() -> Callable[..., torch.Tensor]:
-    """Return core's Triton product on one persistent tile, whatever the shape; it needs a GPU."""
+    """Return core's Triton product with one persistent tile for all shapes; it needs a GPU."""
     if not torch.cuda.is_available():
         raise RuntimeError("needs a GPU")
     from rl_kernels.core.triton_lib import gemm
@@ -133,9 +133,9 @@ def fixed_tile() -> Callable[..., torch.Tensor]:
 
 
 def passes(shape: Shape, itemsize: int) -> dict[str, Pass]:
-    """Take the product of a linear layer, and the two of its backward: of as many operations, in other layouts.
+    """Time the product of a linear layer and the two of its backward: as many operations, in other layouts.
 
-    With ``LAYER`` the layer's call, and then with its gradients.
+    With ``LAYER``: the layer's call, without and with its gradients.
     """
     m, n, k = shape.sizes
     work = Work((m * k + n * k + m * n) * itemsize, 2.0 * m * n * k)

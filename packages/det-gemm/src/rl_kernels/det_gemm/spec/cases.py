@@ -17,7 +17,7 @@ LINEAR, DW = "det_linear", "det_gemm_dw"
 STEP = 16
 """Terms that a tensor core adds in one step; rows, in the chain of a weight gradient."""
 CUT_OFF = 2.0**-23 / 2.0**-22
-"""Share of a partial sum that a tensor core may cut off, in that of the magnitudes that the checker allows any sum."""
+"""Error that a tensor core may add to a partial sum, in units of what the checker allows any sum."""
 
 
 def _sizes(m: int, n: int, k: int) -> dict[str, int]:
@@ -32,12 +32,12 @@ CASES = (
     Case("a-column-major", _sizes(19, 24, 40), {COLUMNS: ("a",)}),
     Case("b-column-major", _sizes(19, 24, 40), {COLUMNS: ("b",)}),
     Case("both-column-major", _sizes(19, 25, 41), {COLUMNS: ("a", "b")}),
-    # Its gradients start from an upstream gradient rounded to the operands' dtype, which the gold does not know:
-    # test_backends compares their bits with those of that rounded gradient.
+    # The upstream gradient is first rounded to the operands' dtype, which the gold does not do: test_backends compares
+    # the bits of the gradients with those from a rounded upstream gradient.
     Case("wide-output", _sizes(21, 32, 50), WIDE, grad=False),
-    # What is left of its sums is so small that their order shows, though they are taken in FP64 and rounded to FP32.
+    # The sums cancel so far that their order shows, although they are taken in FP64 and rounded to FP32.
     Case("cancelling", _sizes(21, 32, 480), {"cancels": 2.0**-16, **WIDE}, grad=False),
-    # Halves of the sum that are far larger than the whole: rounded on their way, they show.
+    # Halves of the sum are far larger than the whole: rounding one of them would show.
     Case("cancelling-half", _sizes(3, 5, 14336), {"cancels": 2.0**-6}, grad=False, dtype="bf16"),
     Case("one-row", _sizes(1, 65, 33)),
     Case("one-column", _sizes(9, 1, 100)),
@@ -91,7 +91,7 @@ def inputs(case: Case, draw: Draw) -> Inputs:
     call[first] = with_values(call[first], asked.get("values"))
     if "zero_times_inf" in asked:
         zeros, others = list(call)[:2]
-        # Along K, columns of the first operand, but rows of it for a weight gradient; then all of what gives one row.
+        # One index along K (columns of the first operand; rows for a weight gradient), then all terms of one row.
         call[zeros].narrow(-2 if case.function == DW else -1, 0, 1).zero_()
         call[zeros].narrow(-1 if case.function == DW else -2, 0, 1).zero_()
         call[others].narrow(-1 if case.function == LINEAR else -2, 0, 1).fill_(torch.inf)
@@ -100,9 +100,9 @@ def inputs(case: Case, draw: Draw) -> Inputs:
 
 
 def _cancelling(m: int, n: int, k: int, draw: Draw, scale: float) -> Inputs:
-    """Return operands ``[x, x, small]`` and ``[w, -w, small]``, whose product is that of the parts of this scale."""
+    """Return operands ``[x, x, small]`` and ``[w, -w, small]``: only the parts of this scale do not cancel."""
     half, rest = k // 3, k - k // 3 * 2
-    # To the fifth power, so that terms are of such unlike sizes that sums in FP64 are rounded too.
+    # To the fifth power: terms then differ so much in size that FP64 sums are rounded too.
     x, w = (draw.normal(*shape, dtype=torch.float64) ** 5 for shape in ((m, half), (half, n)))
     x, w = x.to(draw.dtype), (w * 2.0**-13).to(draw.dtype)
     small = draw.normal(m, rest, scale=scale), draw.normal(rest, n, scale=scale)
@@ -110,7 +110,7 @@ def _cancelling(m: int, n: int, k: int, draw: Draw, scale: float) -> Inputs:
 
 
 def _bias(call: Inputs, n: int, draw: Draw, cancels: float) -> torch.Tensor:
-    """Draw a bias, or give the one that leaves of the first row no more than its rounding."""
+    """Draw a bias, or return the one that cancels the first row except for its rounding."""
     if not cancels:
         return draw.normal(n)
     return -(call["x"][:1].double() @ call["weight"].double().t())[0].to(draw.dtype)
@@ -122,7 +122,7 @@ def column_major(x: torch.Tensor) -> torch.Tensor:
 
 
 def magnitudes(case: Case, call: Inputs, upstream: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return how far rounding can move each element of a result, in sums of the magnitudes of terms."""
+    """Bound how far rounding can move each element of a result: sums of the magnitudes of its terms."""
     if case.function == DW:
         return {"output": _of_product(call["a"].t(), call["dc"], call.get("accumulate_into"))}
     grad = upstream["output"] if upstream else None
@@ -141,10 +141,10 @@ def magnitudes(case: Case, call: Inputs, upstream: Mapping[str, torch.Tensor]) -
 
 
 def _of_product(a: torch.Tensor, b: torch.Tensor, start: torch.Tensor | None = None) -> torch.Tensor:
-    """Sum the magnitudes of the terms of ``start + a @ b``; on a GPU, with what its tensor cores lose.
+    """Sum the magnitudes of the terms of ``start + a @ b``; on a GPU, add the truncation of its tensor cores.
 
-    Hopper's cuts off what it cannot keep each time it adds the terms of a step to its accumulator: less than one unit
-    in the last place of that partial sum.
+    Hopper's truncates each time it adds the terms of a step to its accumulator: by less than one unit in the last place
+    of that partial sum.
     """
     start = b.new_zeros(()) if start is None else start
     terms = start.abs() + a.abs() @ b.abs()
@@ -173,7 +173,7 @@ def layouts(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
 
 
 def leading(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
-    """Give the rows of det_linear under other leading dims, and its first row without any."""
+    """Give the rows of det_linear with other leading dims, and its first row without any."""
     if case.function != LINEAR:
         return
     x = call["x"]
@@ -194,7 +194,7 @@ def leading(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
 
 
 def zero_rows(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
-    """Add rows whose gradient is zero, whole steps of the chain in front or any number behind: no sum changes a bit."""
+    """Add rows with zero gradient, whole steps before or any number after the others: no sum changes a bit."""
     name = "x" if case.function == LINEAR else "a"
     flat = call[name].flatten(0, -2)
     for before, after in ((0, 1), (0, 5), (0, 16), (0, 40), (STEP, 0), (3 * STEP, 7)):
@@ -219,7 +219,7 @@ def _flat(name: str, value: torch.Tensor) -> torch.Tensor:
 
 
 def continued(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
-    """Fill the buffer by whole steps of the same chain: rows of the identity, and what the buffer holds as gradient."""
+    """Fill the buffer by whole steps of the same chain: rows of the identity, with the buffer's values as gradient."""
     if "accumulate_into" not in call:
         return
     a, dc, buffer = (call[name] for name in ("a", "dc", "accumulate_into"))

@@ -37,7 +37,7 @@ TURNS: dict[str, tuple[Mapping[str, Any], ...]] = {
     LINEAR: ({"bias": True}, {}, {"bias": True, "columns": ("weight",)}),
     DW: ({}, {"accumulate_into": True}, {"columns": ("a",)}),
 }
-"""Options of the sweeps, in turn."""
+"""Options that the cases of a sweep take in turn."""
 SIZES = {"m_dim": 6, "n_dim": 20, "k_dim": 24}
 LARGE = (2048, 3584, 4096, 4097, 8192, 11008, 14336, 28672)
 
@@ -58,14 +58,14 @@ def _made() -> Iterator[Case]:
         yield from _named(function, swept("m_dim", {**SIZES, "n_dim": 40}, (1024, 4096), turns, **large))
         square = {"m_dim": 200, "n_dim": 520, "k_dim": 1040}
         yield from _named(function, paired("large-pairs", square, axes, suite="full", **kind))
-    # An output of another dtype than the operands': its upstream gradient is rounded to theirs first.
+    # For an output in another dtype, the upstream gradient is rounded to the operands' dtype first.
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         name = str(dtype).removeprefix("torch.")
         yield Case(f"output-{name}", SIZES, {"out_dtype": dtype}, grad=False, relations=("accuracy",), dtype="bf16")
     special: dict[str, Any] = {"options": {"zero_times_inf": True}, "grad": False, "relations": ("accuracy",)}
     for function in AXES:
         yield from _named(function, iter([Case("zero-times-inf", SIZES, function=function, **special)]))
-    # Sums beyond what the operands' dtype holds, not beyond that of the output.
+    # Sums that overflow the operands' dtype, but not the dtype of the output.
     beyond: dict[str, Any] = {"values": "huge", "out_dtype": torch.bfloat16}
     for values in ("huge", "inf"):
         yield Case(f"{values}-fp16", SIZES, {"values": values}, grad=False, relations=("accuracy",), dtype="fp16")
@@ -73,7 +73,7 @@ def _made() -> Iterator[Case]:
 
 
 def _beyond(kind: Mapping[str, Any]) -> Iterator[Case]:
-    """Yield products beyond every limit of a grid and of a table in one dim, with little else."""
+    """Yield products that exceed every limit of a grid or a table in one dim and are small in the others."""
     yield Case("m-65600", {"m_dim": 65600, "n_dim": 3, "k_dim": 5}, relations=HELD, **kind)
     yield Case(
         "m-8240", {"m_dim": 8240, "n_dim": 4, "k_dim": 3}, relations=BITS if kind["function"] == DW else HELD, **kind
@@ -98,7 +98,7 @@ DIMENSIONS: tuple[Case, ...] = tuple(_made())
 
 
 def with_values(x: torch.Tensor, kind: str | None) -> torch.Tensor:
-    """Return an operand of another kind: whole numbers, large or tiny ones, or none but zeros in some rows."""
+    """Return an operand of another kind: whole, large or tiny numbers, infinities, or some rows of zeros."""
     if kind == "ties":
         return x.round()
     if kind == "zero-rows":

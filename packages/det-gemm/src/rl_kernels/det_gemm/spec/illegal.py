@@ -1,4 +1,4 @@
-"""Calls of det_gemm and its siblings that must raise: what is wrong with each, and what the message says about it."""
+"""Calls of det_gemm, det_linear and det_gemm_dw that must raise: the mistake of each, and its message."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _buffer(edit: Callable[[torch.Tensor], object]) -> Change:
 
 
 def _expanded_buffer(call: Inputs) -> Inputs:
-    a = torch.cat((call["a"], call["a"]), 1)  # K is 2 at least, whatever the shape flags say
+    a = torch.cat((call["a"], call["a"]), 1)  # K is at least 2, whatever the shape flags say
     out = torch.zeros(1, 1, device=a.device).expand(a.shape[1], call["dc"].shape[1])
     return {**call, "a": a, "accumulate_into": out}
 
@@ -46,7 +46,7 @@ def _all_on_meta(call: Inputs) -> Inputs:
 
 
 def _operand(name: str, case: str, second: bool) -> Iterator[IllegalCall]:
-    """Yield what is wrong with any matrix operand, and with one that must match the operand before it."""
+    """Yield the mistakes of any matrix operand, and those of an operand that must match the one before it."""
     bad: list[tuple[str, Change, type[Exception], str]] = [
         ("not a tensor", given(**{name: [[1.0]]}), TypeError, "expected a tensor, got list"),
         ("of integers", edited(name, torch.Tensor.int), TypeError, "expected dtype"),

@@ -1,7 +1,7 @@
 """Bugs of the host code of det_gemm's backend ``cuda-sm90``, planted in copies of it.
 
-``SHOWN`` give wrong numbers, which the quick cases show on a GPU; ``LAUNCHES`` read or write where they must not, need
-larger cases, or break a rule that no number shows: they are planted where launches are recorded and none is made.
+``SHOWN`` give wrong numbers, which the quick cases show on a GPU. ``LAUNCHES`` read or write out of bounds, need larger
+cases, or break a rule without changing a number: tests that record launches, and make none, show them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SHOWN = (
     Bug("dtype of the output taken for that of the operands", '"OUT": CODES[out_dtype]', '"OUT": CODES[dtype]'),
     Bug("weight gradient of the tokens reversed", "matmul(a.t(), dc, out)\n", "matmul(a.flip(0).t(), dc, out)\n"),
 )
-"""Their numbers are wrong."""
+"""Bugs that give wrong numbers."""
 
 LAUNCHES = (
     Bug("chain begins anew", '"CONTINUES": int(continues)', '"CONTINUES": 0'),
@@ -121,7 +121,7 @@ LAUNCHES = (
     Bug("64 rows are many", "one.schedule.swapped == (m <= FEW)", "one.schedule.swapped == (m < FEW)"),
     Bug("variants with and without a chain that goes on are one", '"CONTINUES": int(continues)', '"CONTINUES": 1'),
 )
-"""What only a look at the launch shows."""
+"""Bugs that only a recorded launch shows."""
 
 PLANNED = (
     Bug("bias of a plan lost", "0 if bias is None else plan.along", "0"),

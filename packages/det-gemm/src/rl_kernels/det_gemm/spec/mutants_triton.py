@@ -1,6 +1,6 @@
 """Bugs of the Triton kernel of products and of det_gemm's host code for it, planted in copies of the backend.
 
-They run in Triton's interpreter too, a thousand times as slow, so each is one that a small case shows.
+They also run in Triton's interpreter, a thousand times slower, so a small case must show each of them.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The implementations of rms_norm, one a module or folder; they never import each other."""
+"""The backends of rms_norm, one module or folder each; they never import each other."""

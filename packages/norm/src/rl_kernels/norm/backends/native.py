@@ -1,7 +1,7 @@
 """rms_norm and layer_norm in PyTorch, for any device: every sum is a tree of element-wise additions over the row.
 
-The gradients of weight and bias are sums over the rows: a tree inside each 16 of them, and those added in ascending
-order to what is there.
+The gradients of weight and bias are sums over the rows: a tree within each 16 rows, then the sums of these in ascending
+order, on top of the values in the buffer.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _terms(
     centred: bool,
     offset: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (dx, the terms whose sum over the rows is dweight, those of dbias)."""
+    """Return (dx, terms of dweight, terms of dbias); the terms are yet to be summed over the rows."""
     inverse, mean = stats[0, :, None], stats[1, :, None]
     upstream = grad.to(stats.dtype)
     scaled = (x.to(stats.dtype) - mean) * inverse
@@ -110,7 +110,7 @@ def _mean(x: torch.Tensor) -> torch.Tensor:
 
 
 def _chain(terms: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
-    """Return ``start[D]`` and the sum of ``terms[N, D]`` over the rows, 16 of them a step."""
+    """Return ``start[D]`` plus the sum of ``terms[N, D]`` over the rows, 16 rows per step."""
     if not len(terms):
         return start.clone()
     parts = pad_to(terms, 0, STEP).unflatten(0, (-1, STEP))

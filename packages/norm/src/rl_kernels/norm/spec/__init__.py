@@ -1,1 +1,1 @@
-"""What checks, tests and benchmarks know of rms_norm and layer_norm; nothing at run time imports it."""
+"""Cases, mutants and benchmarks of rms_norm and layer_norm, for checks and tests; never imported at run time."""

@@ -46,7 +46,7 @@ EPS = 1e-6
 
 
 def eager(x: torch.Tensor, weight: torch.Tensor, *, residual: torch.Tensor | None = None) -> object:
-    """Return what Llama's module computes in transformers."""
+    """Compute the norm as Llama's module in transformers does."""
     total = x if residual is None else x + residual
     row = total.float()
     row = row * torch.rsqrt(row.pow(2).mean(-1, keepdim=True) + EPS)
@@ -55,7 +55,7 @@ def eager(x: torch.Tensor, weight: torch.Tensor, *, residual: torch.Tensor | Non
 
 
 def library(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return PyTorch's own."""
+    """Compute PyTorch's own RMSNorm."""
     return F.rms_norm(x, x.shape[-1:], weight, EPS)
 
 
@@ -82,7 +82,10 @@ def quack() -> Callable[..., object]:
 
 
 def passes(shape: Shape, itemsize: int) -> dict[str, Pass]:
-    """Read rows and write norms, and back read rows and gradients and write others; sums are read and written too."""
+    """Count bytes: forward reads rows and writes norms; backward reads rows and gradients and writes gradients.
+
+    With a residual, sums and their gradients are read and written too.
+    """
     rows, width = shape.sizes
     case = Case(shape.label, {"batch": rows, "hidden": width}, shape.options)
     forward, both = (4, 8) if shape.options else (2, 5)

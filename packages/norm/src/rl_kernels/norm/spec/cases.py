@@ -47,12 +47,12 @@ def inputs(case: Case, draw: Draw) -> Inputs:
     """Draw ``x[batch, hidden]``, a weight around 1, or around 0 with an offset, and what the case's options ask for."""
     asked, width = case.options, case.sizes["hidden"]
     shape = (*asked.get("leading", ()), case.sizes["batch"], width)
-    # In FP64 the sum is not rounded, so these numbers have sums that need no rounding; test_backends rounds others.
+    # The FP64 reference does not round the sum, so these sums need no rounding; test_backends covers sums that do.
     values = asked.get("values", "coarse" if "residual" in asked else None)
     call: Inputs = {"x": with_values(draw.normal(*shape), values)}
     if asked.get("weight") != "none":
         weight = draw.uniform(0.5, 1.5, width) - asked.get("offset", 0.0)
-        # FP64 stands for what all are compared with.
+        # FP64 is the reference.
         kept = draw.dtype == torch.float64 or "weight" not in asked
         call["weight"] = weight if kept else weight.to(WEIGHTS[asked["weight"]])
     if "bias" in asked:
@@ -63,7 +63,7 @@ def inputs(case: Case, draw: Draw) -> Inputs:
 
 
 def magnitudes(case: Case, call: Inputs, upstream: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Sum the magnitudes of the terms; what a row loses when its mean is subtracted counts with the inverse."""
+    """Sum the magnitudes of the terms; the loss from subtracting the mean is scaled by the inverse."""
     centred = case.function == LAYER_NORM
     x, residual = call["x"], call.get("residual")
     total = x if residual is None else x + residual
@@ -72,7 +72,7 @@ def magnitudes(case: Case, call: Inputs, upstream: Mapping[str, torch.Tensor]) -
     row = total - total.mean(-1, keepdim=True) if centred else total
     inverse = torch.rsqrt(row.square().mean(-1, keepdim=True) + eps)
     size = (size + size.mean(-1, keepdim=True) if centred else size) * inverse
-    # The inverse is off by the share that the row's squares are.
+    # The relative error of the inverse is that of the row's squares.
     size = size + (row * inverse).abs() * (size * (row * inverse).abs()).mean(-1, keepdim=True)
     scale = (call["weight"] + call.get("offset", 0.0)).abs() if "weight" in call else torch.ones_like(x[..., :1, :])
     offset = abs(call.get("offset", 0.0)) if "weight" in call else 0.0

@@ -20,7 +20,7 @@ SHARED = {
 }
 AXES = {**SHARED, "offset": (None, 1.0, -0.5), "cast_first": (None, False)}
 AXES_LAYER = {**SHARED, "bias": (None, True)}
-"""Values of each option; None leaves it out. ``dtype`` is that of the case, and no option."""
+"""Values of each option; None leaves it out. ``dtype`` is the dtype of the case, not an option."""
 TURNS: tuple[Mapping[str, Any], ...] = (
     {},
     {"residual": True},
@@ -29,11 +29,11 @@ TURNS: tuple[Mapping[str, Any], ...] = (
 )
 TURNS_LAYER: tuple[Mapping[str, Any], ...] = ({"bias": True}, {"residual": True, "bias": True}, {})
 WIDE = (2048, 4096, 4097, 8192, 16384, 16385)
-"""Widths whose tiles have one row, and the widest row of a program."""
+"""Widths with one row per tile, and around the widest row of a program."""
 
 
 def _possible(options: Mapping[str, Any]) -> bool:
-    """Rows of tiny numbers have an inverse that overflows without eps."""
+    """Leave out rows of tiny numbers without eps: their inverse overflows."""
     return not (options.get("eps") == 0.0 and options.get("values") == "small")
 
 
@@ -55,7 +55,7 @@ DIMENSIONS: tuple[Case, ...] = (
 
 
 def with_values(x: torch.Tensor, kind: str | None) -> torch.Tensor:
-    """Return rows of another kind: far from 0, tiny, as large as squares in FP16 would not hold, or of few digits."""
+    """Return rows of another kind: far from 0, tiny, so large that FP16 squares overflow, or of few digits."""
     if kind == "coarse":
         return (x * 16).round() / 16
     if kind == "offset":

@@ -1,4 +1,4 @@
-"""Calls of rms_norm and layer_norm that must raise: what is wrong with each, and what the message says about it."""
+"""Calls of rms_norm and layer_norm that must raise: the mistake of each, and what its message must say."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rl_kernels.core.testing.spec import Change
 
 
 def _buffer(make: Callable[[torch.Tensor], object]) -> Change:
-    """Return a change that gives the weight a buffer."""
+    """Return a change that gives the weight a ``main_grad``."""
 
     def change(call: Inputs) -> Inputs:
         weight = call["weight"].clone()

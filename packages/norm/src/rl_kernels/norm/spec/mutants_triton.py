@@ -1,4 +1,4 @@
-"""Bugs of rms_norm's Triton backend: in kernels and host code, for the checker; in launches, for tests that record."""
+"""Bugs of rms_norm's Triton backend, in kernels, host code and launches, for the checker and recorded launches."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BUGS = (
     Bug("last parts left out", "range(full * AHEAD, count, REST)", "range(full * AHEAD, count - REST, REST)"),
     Bug("parts beyond the last", "tl.load(place, mask=there, other=0.0)", "tl.load(place, mask=there, other=1.0)"),
 )
-"""Shown by an interpreter or a GPU."""
+"""Bugs that the interpreter or a GPU shows."""
 CASES = (
     "plain",
     "residual",
@@ -51,7 +51,7 @@ MANY = (
     ),
     Bug("steps of other tiles", "rows = part * PER + first", "rows = part * ROWS + first"),
 )
-"""Shown where steps are many."""
+"""Bugs that only many steps show."""
 HOST = (
     Bug("a program short", "(ceil_div(count, rows),)", "(count // rows,)"),
     Bug("programs short", "programs = ceil_div(count, per)", "programs = max(count // per, 1)"),
@@ -78,5 +78,5 @@ HOST = (
     ),
     Bug("eps and offset exchanged", "(count, eps, offset, size", "(count, offset, eps, size"),
 )
-"""Shown by recorded launches."""
+"""Bugs that recorded launches show."""
 MUTANTS = Mutants("triton", MODULES, BUGS, CASES)

@@ -1,4 +1,4 @@
-"""Layouts of rms_norm and layer_norm that may change no bit."""
+"""Layouts of rms_norm and layer_norm that must not change a bit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from rl_kernels.core.testing import Case, Draw, Inputs, RowLayout, Variant
 
 STEP, STEP_OF_NARROW, NARROW = 16, 128, 512
-"""Rows of a step in the sums of weight and bias, or that many steps; those of rows of NARROW columns at most."""
+"""Rows of a step, or a multiple of them, in the sums of weight and bias; the second for up to NARROW columns."""
 ROWS = RowLayout(
     arguments={"x": 1, "residual": 1},
     results=frozenset({"output", "sum", "gradient:x", "gradient:residual"}),
@@ -19,7 +19,7 @@ ROWS = RowLayout(
 
 
 def zero_rows(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
-    """Add rows whose gradient is zero, whole steps in front or any number behind: no sum changes a bit."""
+    """Add rows with zero gradient, whole steps before or any number after the others: no sum changes a bit."""
     flat = {name: call[name].flatten(0, -2) for name in ROWS.arguments if name in call}
     count, width = flat["x"].shape
     step = STEP_OF_NARROW if width <= NARROW else STEP
@@ -43,7 +43,7 @@ def _flat(name: str, value: torch.Tensor) -> torch.Tensor:
 
 
 def exchanged(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
-    """Exchange x and residual: a sum has no order."""
+    """Exchange x and residual: their sum stays the same."""
     if "residual" in call:
         yield Variant("x and residual exchanged", {**call, "x": call["residual"], "residual": call["x"]})
 

@@ -1,4 +1,4 @@
-"""The backend ``cuda-sm90`` of det_gemm: the canonical chain by TMA and WGMMA, on tiles that follow the shape."""
+"""The backend ``cuda-sm90`` of det_gemm: the canonical chain by TMA and WGMMA; the tile depends on the shape."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def weight_gradient(a: torch.Tensor, dc: torch.Tensor, out_dtype: torch.dtype) -
 
 
 def weight_gradient_into(a: torch.Tensor, dc: torch.Tensor, out: torch.Tensor) -> None:
-    """Let the chain of ``a[M, K]^T @ dc[M, N]`` go on from ``out[K, N]``, which may have any strides."""
+    """Continue the chain of ``a[M, K]^T @ dc[M, N]`` in ``out[K, N]``, which may have any strides."""
     matmul(a.t(), dc, out, continues=True)
 
 
 def programs(arch: str) -> list[Program]:
-    """Return what is compiled for a target: all of it for ``sm_90a``."""
+    """Return the programs to compile for a target: all of them for ``sm_90a``, none for others."""
     return programs_of(arch)

@@ -1,4 +1,4 @@
-"""The canonical chain on Hopper, the host side: operands as the kernel takes them, and its launch."""
+"""The host side of the canonical chain on Hopper: the layouts of the operands, and the launch."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from rl_kernels.det_gemm.backends.cuda_sm90.schedule import (
 
 HALVES = (torch.bfloat16, torch.float16)
 CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""DTYPE and OUT of the kernel."""
+"""Values of the kernel's DTYPE and OUT."""
 SIGNATURE = "TTT(PPPPqqqqqqiiiii)"
-"""Maps of both operands and of the output, and ``struct Args``."""
+"""Tensor maps of both operands and the output, then ``struct Args``."""
 ALIGNED = 16
-"""Bytes that the copy engine's addresses and rows are multiples of."""
+"""TMA needs addresses and rows that are multiples of this many bytes."""
 NO_MAP = bytes(MAP_SIZE)
 THREADS = 128
-"""Of a warpgroup."""
+"""Threads of a warpgroup."""
 PROMOTION, PROMOTION_ONCE = 256, 128
-"""Bytes that are brought into the L2 cache at a time; the second of what one tile alone reads, where 256 are slower."""
+"""Bytes that a load brings into the L2 cache; 256 is slower for what only one tile reads."""
 BY_ROW, BY_COLUMN = 1, 2
-"""Which way a bias runs along a tile; 0 is no bias."""
+"""The direction of a bias along a tile; 0 is no bias."""
 BY_STRIDES, BOXES, TRANSPOSED = 0, 1, 2
 """How the output is stored."""
 
@@ -52,10 +52,10 @@ def matmul(
     continues: bool = False,
     schedule: Schedule | None = None,
 ) -> None:
-    """Write ``a[M, K] @ b[K, N] + bias[N]`` to ``out[M, N]``, or let its FP32 chain go on from what ``out`` holds.
+    """Write ``a[M, K] @ b[K, N] + bias[N]`` to ``out[M, N]``; with ``continues``, continue the FP32 chain in ``out``.
 
-    Operands of one dtype of 16 bits, any strides; ``out`` of any floating dtype and any strides. ``schedule`` is chosen
-    by the sizes if it is not given.
+    Operands have one 16-bit dtype and any strides; ``out`` has FP32 or a 16-bit dtype, and any strides. The sizes
+    choose a ``schedule`` if none is given.
     """
     if not out.numel():
         return
@@ -81,7 +81,7 @@ def matmul(
 
 
 class Lying(NamedTuple):
-    """How a matrix lies in memory: all that a launch follows but for its address."""
+    """The layout of a matrix: all that a launch depends on, except its address."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -89,19 +89,19 @@ class Lying(NamedTuple):
     aligned: bool
 
     def t(self) -> Lying:
-        """Return how it lies transposed."""
+        """Return the layout of the transpose."""
         return Lying(self.shape[::-1], self.strides[::-1], self.dtype, self.aligned)
 
 
 class Box(NamedTuple):
-    """Which map a tensor gets: of itself or transposed, with other strides where its own are none that a map takes.
+    """How to make a tensor map: of the tensor or its transpose, with other strides if a map cannot have its own.
 
     Attributes:
-        transposed: whether it is that of the transpose.
-        strides: or None for its own.
-        size: rows and columns of a copy.
-        swizzle: bytes.
-        promotion: bytes.
+        transposed: whether the map views the transpose.
+        strides: of the map, or None for those of the tensor.
+        size: rows and columns of one copy.
+        swizzle: its width in bytes.
+        promotion: bytes brought into the L2 cache.
     """
 
     transposed: bool
@@ -111,7 +111,7 @@ class Box(NamedTuple):
     promotion: int = PROMOTION
 
     def of(self, x: torch.Tensor) -> Any:
-        """Return the map of a matrix that lies as the plan says."""
+        """Return the map of a matrix with the planned layout."""
         return tensor_map(
             x,
             self.size,
@@ -127,19 +127,19 @@ class Box(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """A launch, but for addresses.
+    """A launch without its addresses.
 
     Attributes:
-        flipped: the transposed product is what is computed: the operands change places.
+        flipped: whether the transposed product is computed, with the operands exchanged.
         program: the kernel.
-        grid: blocks.
-        block: threads.
-        boxes: of the left operand, the right one and the output, for the tensors as they are given; None is no map.
+        grid: number of blocks.
+        block: number of threads of a block.
+        boxes: of the left operand, the right one and the output, for the tensors as given; None is no map.
         strides: of the output, the left operand and the right one.
-        sizes: rows and columns of the output, K, rows of tiles that are worked on together.
-        along: which way a bias runs.
-        shared: bytes.
-        pdl: whether blocks may begin early.
+        sizes: rows and columns of the output, K, rows of tiles that are processed together.
+        along: the direction of a bias.
+        shared: bytes of dynamic shared memory.
+        pdl: whether blocks may start early (programmatic dependent launch).
     """
 
     flipped: bool
@@ -170,14 +170,14 @@ def plan_of(
     schedule: Schedule | None,
     multiprocessors: int,
 ) -> Plan:
-    """Return the launch of ``a[M, K] @ b[K, N]``, for matrices that lie so."""
+    """Return the launch of ``a[M, K] @ b[K, N]``, for matrices with these layouts."""
     left = Lying(a_shape, a_strides, dtype, a_aligned)
     right = Lying(b_shape, b_strides, dtype, b_aligned).t()
     target = Lying((a_shape[0], b_shape[1]), out_strides, out_dtype, out_aligned)
     along, (m, k), n = BY_COLUMN, left.shape, right.shape[0]
     flipped = target.strides[1] != 1 and target.strides[0] == 1
     if flipped:
-        # The same product, transposed, is stored row by row.
+        # The transposed product is stored row by row.
         left, right, target, along, m, n = right, left, target.t(), BY_ROW, n, m
     majors = _major(left), _major(right)
     cut = schedule or schedule_for(m, n, k, majors, multiprocessors, continues)
@@ -192,7 +192,7 @@ def plan_of(
         _operand(right, majors[1], cut.columns, PROMOTION),
         out_box,
     )
-    # The kernel's operand b, and its output if flipped, are the transposes of what is given.
+    # The kernel's operand b, and its output if flipped, are transposes of the given tensors.
     turned = (flipped, not flipped, flipped)
     return Plan(
         flipped,
@@ -218,7 +218,7 @@ def program(
     stored: int,
     continues: bool,
 ) -> Program:
-    """Return the kernel for a schedule and operands that lie in these ways."""
+    """Return the kernel for a schedule and operands of these layouts."""
     defines = {
         "DTYPE": CODES[dtype],
         "OUT": CODES[out_dtype],
@@ -237,9 +237,9 @@ def program(
 
 
 def programs_of(arch: str) -> list[Program]:
-    """Return what a target has: every schedule that may be chosen, with aligned operands and output.
+    """Return the programs of a target: every schedule that may be chosen, with aligned operands and output.
 
-    Other operands, and other dtypes of the output than a weight gradient's, are compiled when they are met.
+    Kernels for other operands, and for other output dtypes than a weight gradient's, are compiled at first use.
     """
     if arch != "sm_90a":
         return []
@@ -256,7 +256,7 @@ def programs_of(arch: str) -> list[Program]:
 
 
 def _outputs_of(cut: Schedule, majors: tuple[int, int], dtype: torch.dtype) -> list[tuple[torch.dtype, int, bool]]:
-    """Return how an aligned output is stored: in the operands' dtype; weight gradients, if not swapped, in FP32 too."""
+    """Return the ways to store an aligned output: the operands' dtype; FP32 too for unswapped weight gradients."""
     own = (dtype, BY_STRIDES if not cut.in_boxes else TRANSPOSED if cut.swapped else BOXES, False)
     if cut.swapped or majors != (MN_MAJOR, MN_MAJOR):
         return [own]
@@ -264,12 +264,12 @@ def _outputs_of(cut: Schedule, majors: tuple[int, int], dtype: torch.dtype) -> l
 
 
 def _major(x: Lying) -> int:
-    """Return how ``x[rows, K]`` lies."""
+    """Return the layout of ``x[rows, K]``."""
     return next((major for major, view in ((K_MAJOR, x), (MN_MAJOR, x.t())) if _has_map(view)), PLAIN)
 
 
 def _has_map(x: Lying) -> bool:
-    """Say whether the copy engine takes a matrix, with the strides of ``_strides``."""
+    """Say whether TMA takes a matrix, with the strides of ``_strides``."""
     (rows, columns), (outer, inner) = x.shape, x.strides
     if not (rows and columns and x.aligned) or (inner != 1 and columns != 1):
         return False
@@ -277,17 +277,17 @@ def _has_map(x: Lying) -> bool:
 
 
 def _strides(x: Lying) -> tuple[int, int] | None:
-    """Return strides that a map takes, or None for those that are there."""
+    """Return strides that a map can have, or None if it can have the matrix's own."""
     (rows, columns), (outer, inner) = x.shape, x.strides
     if rows > 1 and inner == 1:
         return None
-    # The stride of a dim of one is never used, but must be one that is possible.
+    # The stride of a dim of size 1 is never used, but it must be a legal one.
     per = ALIGNED // x.dtype.itemsize
     return (outer if rows > 1 else -(-columns // per) * per, 1)
 
 
 def _operand(x: Lying, major: int, rows: int, promotion: int) -> Box | None:
-    """Return the box of an operand for tiles of so many rows."""
+    """Return the box of an operand for tiles of ``rows`` rows."""
     if major == PLAIN:
         return None
     if major == K_MAJOR:
@@ -296,7 +296,7 @@ def _operand(x: Lying, major: int, rows: int, promotion: int) -> Box | None:
 
 
 def _output(target: Lying, cut: Schedule) -> tuple[int, Box | None]:
-    """Return how the output is stored from tiles of this schedule, and its box."""
+    """Return how tiles of this schedule store the output, and the box of the output."""
     columns, size = cut.columns, target.dtype.itemsize
     if cut.in_boxes and _has_map(target):
         width = _widest(columns * size)

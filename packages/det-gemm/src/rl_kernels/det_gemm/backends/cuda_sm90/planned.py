@@ -1,6 +1,6 @@
 """A linear layer whose launches are planned once for each kind of operands: the fast path on the host.
 
-A kind is shapes, strides, dtypes and device. What is launched is what ``matmul`` launches for the same tensors.
+A kind is shapes, strides, dtypes and device. The launches are those that ``matmul`` makes for the same tensors.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from rl_kernels.core.torchlib import are_plain
 from rl_kernels.det_gemm.backends.cuda_sm90.matmul import ALIGNED, NO_MAP, SIGNATURE, Box, plan_of
 
 KEPT = 1 << 14
-"""Maps that are remembered: some 5 MiB."""
+"""Tensor maps that are kept: about 5 MiB."""
 Needed = tuple[bool, bool]
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None]
-"""Of x and of the weight."""
+"""The gradients of x and of the weight."""
 
 
 class Linear:
     """A linear layer for one kind of ``x[..., K]``, ``weight[N, K]`` and bias, and its gradients.
 
-    Each method returns None for tensors that it has not planned for: the caller takes the general path then.
+    Each method returns None for tensors that it has not planned for; the caller then takes the general path.
     """
 
     def __init__(self, x: torch.Tensor, weight: torch.Tensor) -> None:
@@ -45,12 +45,12 @@ class Linear:
     def gradients(
         self, dc: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, into: torch.Tensor | None, needed: Needed
     ) -> Gradients | None:
-        """Return ``dc @ weight`` and ``dc^T @ x``, or let the chain of the latter go on from what ``into[N, K]`` holds.
+        """Return ``dc @ weight`` and ``dc^T @ x``; with ``into[N, K]``, the chain of the second continues there.
 
-        Both are launched, or none; of what is not needed, None is returned.
+        Either all needed products are launched or none; None stands for one that is not needed.
         """
         of_x, of_weight = needed
-        # A hook may have stored other tensors than those of the forward pass; a gradient is anybody's.
+        # A saved-tensor hook may swap the tensors of the forward pass, and a gradient can have any layout.
         if dc.shape != self._shape or not dc.is_contiguous() or not are_plain(dc, x, weight):
             return None
         if not dc.dtype == x.dtype == weight.dtype or not dc.get_device() == x.get_device() == weight.get_device():
@@ -67,7 +67,7 @@ class Linear:
                 return None
             dw = dc.new_empty(self._weight[0]) if into is None else into
             addresses |= x.data_ptr() | dw.data_ptr()
-        # So that every launch below is made.
+        # Checked before the first launch, so that all launches below are made.
         if addresses % ALIGNED:
             return None
         if dx is not None:
@@ -85,7 +85,7 @@ class Linear:
 
 
 class Product:
-    """``a @ b + bias`` of operands that lie like these, wherever they are; a turned one is given as its transpose."""
+    """``a @ b + bias`` for operands of one layout at any address; a turned operand is passed as its transpose."""
 
     def __init__(
         self,
@@ -113,10 +113,10 @@ class Product:
         )
 
     def launch(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
-        """Launch it; False, and nothing is launched, if an address is not one that was planned for."""
+        """Launch it and return True; return False, without a launch, if an address is not aligned."""
         plan = self._plan
         left, right = (b, a) if plan.flipped else (a, b)
-        # Addresses, as a launch takes them too: to ask a tensor takes longer than to pack a number.
+        # Read addresses here, as arguments of the launch: packing a number is faster than asking a tensor again.
         of_left, of_right, of_out = left.data_ptr(), right.data_ptr(), out.data_ptr()
         lefts, rights, outs = self._maps
         maps: tuple[Any, ...]
@@ -132,7 +132,7 @@ class Product:
         return True
 
     def _found(self, *given: torch.Tensor) -> tuple[Any, ...]:
-        """Return the maps, and remember them."""
+        """Return the tensor maps, and remember them."""
         left, right, target = self._matrices(*given)
         tensors = (right, left, target) if self._plan.flipped else (left, right, target)
         found = []
@@ -144,16 +144,16 @@ class Product:
         return tuple(found)
 
     def _matrices(self, *given: torch.Tensor) -> list[torch.Tensor]:
-        """Return a, b and the output as two dims."""
+        """Return a, b and the output as matrices."""
         flat = [x if x.ndim == 2 else x.flatten(0, -2) if x.ndim > 1 else x[None] for x in given]
         return [x.t() if turned else x for x, turned in zip(flat, self._turned, strict=True)]
 
 
 class Maps(dict[int, Any]):
-    """The maps of one kind of matrix, by its address."""
+    """The tensor maps of one kind of matrix, by address."""
 
     def remember(self, address: int, made: Any) -> Any:
-        """Keep a map; where those that were kept have become many, they are forgotten first."""
+        """Keep a map; if too many are kept, forget all of them first."""
         global _kept
         if _kept >= KEPT:
             for known in list(_maps.values()):
@@ -165,7 +165,7 @@ class Maps(dict[int, Any]):
 
 
 class _NoMaps(Maps):
-    """The maps of what has none."""
+    """Stands for the maps of an operand that needs none."""
 
     def __missing__(self, address: int) -> bytes:
         return NO_MAP
@@ -173,12 +173,12 @@ class _NoMaps(Maps):
 
 _NO_MAPS = _NoMaps()
 _maps: WeakValueDictionary[tuple[Any, ...], Maps] = WeakValueDictionary()
-"""Those in use, by kind: layers of one shape, and products of one weight, share them."""
+"""The maps in use, by kind: layers of one shape and products of one weight share them."""
 _kept = 0
 
 
 def maps_of(box: Box, x: torch.Tensor) -> Maps:
-    """Return the maps of matrices that lie like ``x``."""
+    """Return the maps of matrices with the layout of ``x``."""
     key = box, x.shape, x.stride(), x.dtype
     found = _maps.get(key)
     if found is None:
@@ -187,12 +187,12 @@ def maps_of(box: Box, x: torch.Tensor) -> Maps:
 
 
 def plan_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear | None:
-    """Return the linear layer for operands that lie like these, or None if their rows would have to be copied."""
+    """Return the linear layer for operands with these layouts, or None if rows would have to be copied."""
     whole = x.numel() and weight.numel() and (bias is None or bias.is_contiguous())
     return Linear(x, weight) if whole and _is_flat(x.shape[:-1], x.stride()[:-1]) else None
 
 
 def _is_flat(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Say whether dims are one, for how they lie."""
+    """Say whether dims with these strides can be viewed as one dim."""
     outer = [(size, stride) for size, stride in zip(shape, strides, strict=True) if size > 1]
     return all(stride == size * inner for (_, stride), (size, inner) in pairwise(outer))

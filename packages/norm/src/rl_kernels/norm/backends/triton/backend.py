@@ -1,9 +1,9 @@
 """rms_norm and layer_norm in Triton: rows and gradients are read once and written once, forward and backward.
 
-Order of the sums, which is the contract of this backend: that of a row, and how many rows are taken at once, follow D
-alone. How a row lies in the registers follows the alignment that the compiler may assume, so rows are contiguous and
-begin at multiples of 16 bytes, or are copied first. The terms of dweight and dbias are added over the rows of a tile,
-the tiles of a step in ascending order, and the steps in ascending order, in ``main_grad`` on top of what is there.
+The reduction order is the contract of this backend. The order within a row, and the number of rows of a tile, depend
+on D alone. The compiler chooses the register layout of a row by the alignment that it may assume, so rows are
+contiguous and 16-byte aligned, or are copied first. The terms of dweight and dbias are added over the rows of a tile,
+then over the tiles of a step in ascending order, then over the steps in ascending order, on top of ``main_grad``.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from rl_kernels.norm.backends.triton import kernels
 from rl_kernels.norm.results import result_dtype
 
 PER_STEP = 16384
-"""Numbers of a step, if its rows are no fewer and no more than the next two say."""
+"""Numbers of a step, within the bounds on its rows below."""
 SHORTEST_STEP, LONGEST_STEP = 16, 128
-"""Rows of a step: where a row has 1024 numbers or more, and where it has 128 or fewer."""
+"""Fewest and most rows of a step: for rows of at least 1024 numbers, and of at most 128."""
 PER_TILE = 2048
 """Numbers of a tile of several rows."""
 MOST_ROWS = 16
-"""Rows of a tile."""
+"""Most rows of a tile."""
 PER_WARP = 512
 """Numbers of a tile for each warp of its program."""
 MOST_WARPS = 16
 FEW_STEPS = 32
-"""Steps that are too few to fill a chip: a program takes a tile then, and the chain adds up the tiles."""
+"""Up to this many steps do not fill a GPU: each program then takes one tile, and the chain adds the tiles."""
 STAGES = 3
-"""Tiles of a step that are loaded at once, if those behind the first fit in STAGE_BYTES."""
+"""Tiles of a step that are in flight at once, if all but the first fit in STAGE_BYTES."""
 STAGE_BYTES = 1 << 16
-"""Shared memory that every chip has."""
+"""Shared memory that every GPU has."""
 COLUMNS, AHEAD = 32, 128
-"""Columns of a program that adds up parts, and the parts that it loads at once."""
+"""Columns of a program that adds parts, and the parts that it loads at once."""
 ALIGNED = 16
-"""Bytes of which addresses are multiples."""
+"""Addresses are multiples of this many bytes."""
 
 
 def forward(
@@ -173,7 +173,7 @@ def _backward(
 
 @functools.cache
 def tile(size: int) -> tuple[int, int, int, int]:
-    """Return (columns of a tile, its rows, those of a step, warps): by D alone, for the order of sums follows them."""
+    """Return (columns of a tile, rows of a tile, rows of a step, warps): by D alone, since they fix the sum order."""
     width = max(triton.next_power_of_2(size), 2)
     rows = min(max(PER_TILE // width, 1), MOST_ROWS)
     step = min(max(PER_STEP // width, SHORTEST_STEP), LONGEST_STEP)
