@@ -188,7 +188,7 @@ def test_a_rollout_that_is_not_seen_is_refused(trainer_of: Callable[..., Any], t
 def test_all_models_are_made_invariant_or_none(trainer_of: Callable[..., Any], tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, **SAMPLED)
     trainer.ref_model.other = torch.nn.MultiheadAttention(8, 2)
-    with pytest.raises(ValueError, match=r"^model: left alone, and may follow the batch: other"):
+    with pytest.raises(ValueError, match=r"^model: left alone, and may depend on the batch: other"):
         trl_client.use_in(trainer, invariant=True)
     assert type(trainer.model.model.norm).__name__ == "LlamaRMSNorm"
 

@@ -136,7 +136,7 @@ def test_patterns_and_padding_of_other_kinds_are_refused():
         ours(or_mask_function=lambda b, h, q, k: k >= 0)
     with pytest.raises(ValueError, match="this model has another pattern"):
         ours(block_sequence_ids=torch.tensor([[-1, 0, 0, -1, -1, -1]]))
-    with pytest.raises(ValueError, match="attention_mask: expected padding before or behind a sequence"):
+    with pytest.raises(ValueError, match="attention_mask: expected padding before or after a sequence"):
         ours(attention_mask=torch.tensor([[1, 1, 0, 1, 1, 1]]))
     for wrong in (7, 3):
         window = masking.sliding_window_causal_mask_function(5)
@@ -147,7 +147,7 @@ def test_patterns_and_padding_of_other_kinds_are_refused():
     with pytest.raises(ValueError, match="attention_mask: expected packed sequences without padding or a cache"):
         attention_mask(1, 6, 6, mask_function=chunks, attention_mask=padded.bool(), local_size=4)
     both = masking.create_bidirectional_mask
-    with pytest.raises(ValueError, match=r"attention_mask: expected shape \(1, 3\) where queries see both ways"):
+    with pytest.raises(ValueError, match=r"attention_mask: expected shape \(1, 3\) for bidirectional attention"):
         both(config(pretrained.name()), torch.zeros(1, 3, 32), padded, encoder_hidden_states=torch.zeros(1, 6, 32))
 
 
@@ -225,5 +225,5 @@ def test_positions_in_place_of_a_mask_are_refused():
     whole = attention_forward(layer, x, x, x, None, position_ids=places)[0]
     assert torch.equal(whole, attention_forward(layer, x, x, x, None)[0])
     for several in (places % 4, places * 2):
-        with pytest.raises(ValueError, match=r"^position_ids: expected those of one sequence a row"):
+        with pytest.raises(ValueError, match=r"^position_ids: expected one sequence per row"):
             attention_forward(layer, x, x, x, None, position_ids=several)

@@ -177,5 +177,5 @@ def test_what_it_cannot_do_is_said():
     assert attention_forward(layer, q, k, k, None, **given)[0].shape == (1, 3, 4, 8)
     with pytest.raises(ValueError, match="block_table: the attention of invariant"):
         attention_forward(layer, q, k, k, None, **given, block_table=torch.zeros(1, 1, 1).int())
-    with pytest.raises(ValueError, match="position_ids: expected those of the tokens"):
+    with pytest.raises(ValueError, match="position_ids: expected the positions of the tokens"):
         attention_forward(layer, q, k, k, None, **given, sliding_window=2)

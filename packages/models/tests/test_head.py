@@ -96,7 +96,7 @@ def test_what_it_cannot_do_it_names(hidden, ids):
         head_logp(dropping.train(), hidden, ids)
     head_logp(dropping.eval(), hidden, ids)
     _, other = adapted(use_dora=True)
-    with pytest.raises(TypeError, match="head: adapter 'default' is no plain LoRA"):
+    with pytest.raises(TypeError, match="head: adapter 'default' is not plain LoRA"):
         head_logp(other, hidden, ids)
     hooked = head()
     hooked.register_forward_hook(lambda module, given, output: output / 2)

@@ -154,7 +154,7 @@ def test_a_layer_before_the_head_is_refused():
 def test_models_that_cannot_be_looked_at():
     model = model_of("Llama")
     model.forward = None
-    with pytest.warns(UserWarning, match=r"^model: its logits could not be held to what is scored: 'NoneType'"):
+    with pytest.warns(UserWarning, match=r"^model: could not compare its logits with the scores: 'NoneType'"):
         check_logits(model, score_of(model))
     shard = torch.nn.Parameter(torch.ones(50, 32))
     shard.full_tensor = None
@@ -165,5 +165,5 @@ def test_models_that_cannot_be_looked_at():
             warnings.simplefilter("error")
             check_logits(model, score_of(model))
     model.base_model_prefix = ""
-    with pytest.raises(TypeError, match=r"^model: expected a body that gives last hidden states, LlamaFor.* has none"):
+    with pytest.raises(TypeError, match=r"^model: expected a base_model that gives last hidden states, Llama.* has none"):
         check_logits(model, score_of(model))

@@ -114,7 +114,8 @@ def _compare(device: torch.device, dtype: torch.dtype, backend: str, action: str
     message = (
         f"canary: {backend} on {device} gives other bits than recorded for {name_of(dtype)} ({found[:12]}, expected "
         f"{expected[:12]}): a driver, compiler or library has changed the order of a sum ({versions()}). To test "
-        f"if rows are batch-invariant, run `rl-kernels check --op det_gemm --relation invariance`; {VARIABLE}=warn only warns"
+        f"if rows are batch-invariant, run `rl-kernels check --op det_gemm --relation invariance`; "
+        f"{VARIABLE}=warn only warns"
     )
     if action == "raise":
         raise CanaryMismatch(message)

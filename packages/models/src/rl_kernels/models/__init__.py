@@ -1,4 +1,4 @@
-"""Whole models: ``invariant`` makes one whose output does not depend on the batch, ``audit`` finds where one does."""
+"""Whole models: ``invariant`` makes a model batch-invariant, ``audit`` finds where its output depends on the batch."""
 
 from rl_kernels.models.audits import AuditResult, Finding, audit
 from rl_kernels.models.head import head_logp

@@ -1,12 +1,12 @@
 """The attention of invariant(): det_attention behind transformers' interfaces of attention and of masks.
 
-transformers has a mask made once a forward pass, from a function of places, and hands it to every layer of a kind. Ours
-holds the few integers that det_attention wants, in four dims, as transformers knows a mask that is finished:
+transformers makes a mask once per forward pass, from a function of indices, and passes it to all layers of one kind.
+Ours holds the few integers that det_attention needs, in four dims, so that transformers takes it as a finished mask:
 
-- None: each query sees all keys that causality and the layer's window leave it;
-- int32 ``[1, 1, 1, B]``: k_start, where the keys of each sequence begin;
-- int32 ``[2, 1, 1, B]``: k_start, and seqused_k of a cache with room for more;
-- int32 ``[3, 1, longest, N + 1]``: cu_seqlens of N packed sequences, expanded so that the shape tells the longest.
+- None: each query sees all keys that causality and the layer's window allow;
+- int32 ``[1, 1, 1, B]``: k_start, the first key of each sequence;
+- int32 ``[2, 1, 1, B]``: k_start, and seqused_k of a cache with room for more keys;
+- int32 ``[3, 1, longest, N + 1]``: cu_seqlens of N packed sequences, expanded so that the shape holds the longest.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from rl_kernels.core.torchlib import autocast_dtype, values_hidden
 from rl_kernels.models import paged
 
 MaskFunction = Callable[..., torch.Tensor]
-"""Says of broadcast (sequence, head, query, key), each an index, whether the query sees the key."""
+"""Takes broadcast indices (sequence, head, query, key); says whether the query sees the key."""
 
 UNSUPPORTED = -(2**31)
-"""The k_start of a sequence whose mask det_attention has not, made where its values could not be looked at."""
+"""k_start of a sequence with an unsupported mask, set where the mask's values cannot be read."""
 OURS = "a causal mask (with a window, padding or packed sequences) or a bidirectional one (with padding)"
 PACKED = 3
 """The first dim of a mask that holds cu_seqlens."""
@@ -44,33 +44,36 @@ def attention_mask(
     device: torch.device | str = "cpu",
     **options: Any,
 ) -> torch.Tensor | None:
-    """Return the mask of a kind of layer: the signature is that of transformers' AttentionMaskInterface.
+    """Return the mask for layers of one kind; the signature is that of transformers' AttentionMaskInterface.
 
     Args:
-        batch_size: sequences.
-        q_length: queries.
-        kv_length: keys, with the room of a cache.
+        batch_size: number of sequences, B.
+        q_length: number of queries.
+        kv_length: number of keys, unused room of a cache included.
         q_offset: index of the first query.
-        kv_offset: index of the first key: a cache of a sliding window drops those before it.
-        mask_function: the pattern, of absolute indices; None is causal.
-        attention_mask: ``[B, S]``, bool: which keys are no padding.
-        local_size: of the sliding window.
-        use_vmap: transformers' mark of a pattern that the model has added to.
+        kv_offset: index of the first key: the cache of a sliding window drops the keys before it.
+        mask_function: the pattern, a function of absolute indices; None is causal.
+        attention_mask: ``[B, S]``, bool: False for padding.
+        local_size: size of the sliding window, or None.
+        use_vmap: transformers' mark for a pattern that the model adds to.
         device: of the mask.
-        options: those of other attentions.
+        options: those of other attention implementations; ignored.
+
+    Returns:
+        None or an int32 mask of four dims, as the module docstring lists them.
 
     Raises:
-        ValueError: the pattern or the padding is none that det_attention computes.
+        ValueError: det_attention does not support the pattern or the padding.
     """
     if use_vmap:
         raise ValueError(f"attention_mask: expected {OURS}; this model adds a pattern of its own")
     first = None if attention_mask is None else _first_keys(attention_mask)
-    # transformers gives this option for masks in both directions alone.
+    # transformers passes this option for bidirectional masks only.
     if "allow_is_bidirectional_skip" in options:
         if first is None or attention_mask is None:
             return None
         if attention_mask.shape != (batch_size, q_length):
-            raise ValueError(f"attention_mask: expected shape {(batch_size, q_length)} where queries see both ways")
+            raise ValueError(f"attention_mask: expected shape {(batch_size, q_length)} for bidirectional attention")
         return _around_padding(first, attention_mask)
     known = None
     if not _is_causal(mask_function):
@@ -88,7 +91,7 @@ def attention_mask(
     else:
         counts = None
     start = torch.zeros(batch_size, dtype=torch.int64, device=device) if first is None else first
-    # What is unsupported stays so, and does not leave int32.
+    # Keeps UNSUPPORTED, and stays within int32.
     start = (start - kv_offset).clamp(min=UNSUPPORTED)
     if known is not None:
         start = torch.where(known, start, UNSUPPORTED)
@@ -103,7 +106,7 @@ def _is_causal(mask_function: MaskFunction | None) -> bool:
 
 
 def _first_keys(mask: torch.Tensor) -> torch.Tensor | None:
-    """Return the first key of each sequence that is no padding, or None where there is none at all."""
+    """Return the first key of each sequence that is no padding, or None if there is no padding."""
     runs = mask[:, :1].sum(1) + (mask[:, 1:] & ~mask[:, :-1]).sum(1)
     whole = runs <= 1
     first = torch.where(runs > 0, mask.int().argmax(1), mask.shape[1])
@@ -111,7 +114,7 @@ def _first_keys(mask: torch.Tensor) -> torch.Tensor | None:
         return torch.where(whole, first, UNSUPPORTED)
     every, no_hole = torch.stack((mask.all(), whole.all())).tolist()
     if not no_hole:
-        raise ValueError("attention_mask: expected padding before or behind a sequence, got some between its tokens")
+        raise ValueError("attention_mask: expected padding before or after a sequence, got some between its tokens")
     return None if every else first
 
 
@@ -123,11 +126,11 @@ def _pattern(
     window: int | None,
     device: torch.device | str,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Look at a pattern where it tells what it is: each query's neighbours, and both ends of what it should see.
+    """Probe a pattern at each query's neighbours and at both ends of the range that the query should see.
 
     Returns:
-        (which queries begin a sequence, ``[B, T]``; None if the first alone do), and (whether the pattern is causal,
-        in one sequence; None if it is).
+        a pair: which queries begin a sequence, ``[B, T]``, or None if only the first do; and whether the pattern is
+        causal within one sequence, as a tensor if its values cannot be read now, else None.
 
     Raises:
         ValueError: it is not causal in packed sequences.
@@ -154,13 +157,13 @@ def _pattern(
 
 
 def _packed(first: torch.Tensor, total: int) -> torch.Tensor:
-    """Return the mask of packed sequences that begin at these rows."""
+    """Return the mask of packed sequences that begin at the rows ``first``."""
     bounds = torch.cat((first, first.new_full((1,), total))).int()
     return bounds.expand(PACKED, 1, int(bounds.diff().max()), -1)
 
 
 def _around_padding(first: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return the mask of sequences packed between their padding, which attends to itself."""
+    """Return the mask of sequences packed together with their padding; padding attends to itself."""
     _require_supported(first)
     batch, length = mask.shape
     row = torch.arange(batch, device=mask.device) * length
@@ -187,37 +190,38 @@ def attention_forward(
     cache: Any = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Return attention ``[B, T, H, Dv]`` and no weights: the signature is that of transformers' AttentionInterface.
+    """Return attention ``[B, T, H, Dv]`` and no weights; the signature is that of transformers' AttentionInterface.
 
     Args:
-        module: the layer; its ``is_causal`` counts where the argument is None.
-        query: ``[B, H, T, D]``.
-        key: ``[B, Hkv, S, D]``.
+        module: the layer; its ``is_causal`` counts if the argument is None.
+        query: ``[B, H, T, D]``, FP32, BF16 or FP16; cast to the autocast dtype, or else to the dtype of value.
+        key: ``[B, Hkv, S, D]``; cast like query.
         value: ``[B, Hkv, S, Dv]``.
-        attention_mask: None, or as above.
-        scaling: of the scores.
-        dropout: 0.
-        is_causal: whether a query sees no key behind it.
-        sliding_window: keys that a query sees on its left, itself included, and where it is not causal on its right.
-        softcap: of the scores.
-        s_aux: ``[H]``: a sink for each head.
-        cu_seq_lens_q: sequences that are packed in one row, as ``DataCollatorWithFlattening`` gives them.
-        cu_seq_lens_k: the same.
-        max_length_q: the longest of them.
-        max_length_k: the same.
-        cache: that of continuous batching, which brings the keys of its requests; the mask does not count then.
-        options: those of other attentions, and of continuous batching; of ``position_bias`` and ``block_table``, which
-            change the result, None is taken.
+        attention_mask: None, or a mask that ``attention_mask`` made.
+        scaling: multiplies the scores; None is ``1 / sqrt(D)``.
+        dropout: must be 0.
+        is_causal: whether a query sees no key after its position.
+        sliding_window: number of keys that a query sees on its left, the key at its position included; without
+            causality also on its right.
+        softcap: bound of the scores; None or 0 is no cap.
+        s_aux: ``[H]``: a sink for each head, or None.
+        cu_seq_lens_q: ``[N + 1]``: sequences packed in one row, as ``DataCollatorWithFlattening`` gives them.
+        cu_seq_lens_k: the same for keys.
+        max_length_q: length of the longest of them.
+        max_length_k: the same for keys.
+        cache: of continuous batching; it returns the keys of its requests, and the mask is then ignored.
+        options: those of other attention implementations and of continuous batching. ``position_bias`` and
+            ``block_table`` would change the result and must be None.
 
     Raises:
-        ValueError: det_attention has no such option, or the mask is none of ours.
+        ValueError: det_attention has no such option, or the mask is not one of ours.
     """
     if dropout:
-        raise ValueError(f"attention_dropout: expected 0 under invariant(), got {dropout}: its draws follow the batch")
+        raise ValueError(f"attention_dropout: expected 0 under invariant(), got {dropout}: draws depend on the batch")
     for name in ("position_bias", "block_table"):
         if options.get(name) is not None:
-            raise ValueError(f"{name}: the attention of invariant() has none; leave this model's attention alone")
-    # Rotary embedding leaves FP32 under autocast, and a cache the widest dtype of all: then as SDPA casts them.
+            raise ValueError(f"{name}: the attention of invariant() has no such option; keep the model's own")
+    # Under autocast rotary embedding returns FP32, and a cache the widest dtype: cast them as SDPA does.
     dtype = autocast_dtype(value) or value.dtype
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     side = None if sliding_window is None else sliding_window - 1
@@ -249,26 +253,26 @@ def attention_forward(
 
 
 def _require_one_sequence(positions: torch.Tensor) -> None:
-    """Fail where positions alone tell the sequences of a row: for flash attention some models drop their mask."""
+    """Fail if only positions separate the sequences of a row: some models drop their mask for flash attention."""
     one = (positions.diff(dim=-1) == 1).all()
-    message = "position_ids: expected those of one sequence a row where queries see both ways without a mask"
+    message = "position_ids: expected one sequence per row for bidirectional attention without a mask"
     if values_hidden(positions):
         torch._assert_async(one, message)
     elif not one:
-        raise ValueError(f"{message}; leave this model's attention alone")
+        raise ValueError(f"{message}; keep the model's own attention")
 
 
 def _require_supported(start: torch.Tensor) -> None:
-    """Fail where the mask could not be refused when it was made: on a GPU the process ends."""
+    """Fail on a mask that could not be checked when it was made: on a GPU this ends the process."""
     if values_hidden(start):
         torch._assert_async((start != UNSUPPORTED).all(), f"attention_mask: expected {OURS}")
 
 
 def _where(mask: torch.Tensor) -> dict[str, Any]:
-    """Return the arguments of det_attention that a mask of ours stands for."""
+    """Return the arguments of det_attention that our mask encodes."""
     if mask.ndim != 4 or mask.dtype != torch.int32:
         found = f"{mask.dtype} {tuple(mask.shape)}"
-        raise ValueError(f"attention_mask: expected [B, S], which tokens are no padding, or None; got {found}")
+        raise ValueError(f"attention_mask: expected [B, S], 0 for padding, or None; got {found}")
     kind, _, longest, _ = mask.shape
     if kind == PACKED:
         bounds = mask[0, 0, 0]

@@ -1,4 +1,4 @@
-"""``audit``: run a model on the same rows in other surroundings, and name the first module whose bits differ."""
+"""``audit``: run a model on the same rows alone and in other batches; name the first module whose bits differ."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class AuditResult:
     """What ``audit`` found.
 
     Attributes:
-        variants: the surroundings that were tried.
-        findings: for each variant with differences, the first of them.
-        compared: tensors that were compared.
-        skipped: modules of which no output could be compared: none has the rows as its first dims.
-        culprit: of the findings the one that comes first in the model; None if every bit is the same.
+        variants: names of the variants that ran, such as ``batched, padded on the left``.
+        findings: the first difference of each variant that has one.
+        compared: number of comparisons of tensors.
+        skipped: modules without an output that could be compared: no output has the rows as its first dims.
+        culprit: the finding that comes first in the model; None if every bit is the same.
     """
 
     variants: tuple[str, ...]
@@ -36,7 +36,7 @@ class AuditResult:
 
     @property
     def passed(self) -> bool:
-        """Whether every row that was compared has the same bits in all variants."""
+        """Whether every compared row has the same bits in all variants."""
         return not self.findings
 
 
@@ -49,22 +49,27 @@ def audit(
     length: int = 23,
     seed: int = 0,
 ) -> AuditResult:
-    """Run a model on samples alone and in other surroundings; compare the bits of what every module takes and gives.
+    """Run a model on samples alone and batched in several ways; compare the bits of every module's inputs and outputs.
 
-    A causal language model of transformers runs prompts alone, batched and padded on either side, in another place of
-    the batch, and through a KV cache in chunks and token by token. Any other model runs rows of a batch alone, all
-    together, in reverse, and in two batches. It runs in eval mode and without gradients, and is left as it was.
+    Prompts for a causal language model of transformers run alone, batched and padded on either side, in another place
+    of the batch, and through a KV cache in chunks and token by token. The rows of a batch for any other model run
+    alone, all together, in reverse order, and in two batches. The model runs in eval mode and without gradients;
+    afterwards it is as it was.
 
     Args:
         model: any module.
-        inputs: a list of prompts, 1-D tensors of token ids; or a tensor, or a tuple of tensors, whose first dim is the
-            samples, at least two: ``model(*inputs)``. None draws random prompts for a model of transformers.
-        prompts: how many to draw.
-        length: tokens of the longest of them.
-        seed: of the draw.
+        inputs: a list of prompts, 1-D tensors of token ids, at least two; or a tensor, or a tuple of tensors, whose
+            first dim is the samples, at least two, for ``model(*inputs)``. None draws random prompts for a model of
+            transformers.
+        prompts: number of prompts to draw, at least 2.
+        length: tokens of the longest drawn prompt, at least 2.
+        seed: of the random prompts.
+
+    Returns:
+        the variants that ran, and the first difference of each.
 
     Raises:
-        TypeError, ValueError: an argument is not as above, or nothing could be compared.
+        TypeError, ValueError: an argument is not as above, or nothing could be compared; the message says which.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
@@ -83,7 +88,7 @@ def audit(
             _run(model, pieces, rows.compare)
             found += [] if rows.first is None else [rows.first]
     if not rows.compared:
-        raise ValueError("inputs: no module has them as the first dim of its outputs, so nothing could be compared")
+        raise ValueError("inputs: no module has an output with the samples as first dim, nothing could be compared")
     culprit = min(found, key=lambda one: one[0])[1] if found else None
     return AuditResult(tuple(names), tuple(finding for _, finding in found), rows.compared, rows.skipped, culprit)
 
@@ -95,7 +100,7 @@ def _variants(
     device = torch.device("cpu") if parameter is None else parameter.device
     if inputs is None:
         config = getattr(model, "config", None)
-        # A model of images and text has the vocabulary in a config of its own.
+        # A model of images and text keeps the vocabulary size in its text config.
         text = getattr(config, "get_text_config", lambda: config)()
         vocabulary = getattr(text, "vocab_size", None)
         if not isinstance(vocabulary, int):
@@ -107,14 +112,14 @@ def _variants(
         return of_prompts(model, [ids.to(device) for ids in inputs])
     batch = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
     if not batch or not all(isinstance(x, torch.Tensor) and x.ndim and len(x) == len(batch[0]) for x in batch):
-        raise TypeError("inputs: expected a list of 1-D token ids, or tensors with one first dim")
+        raise TypeError("inputs: expected a list of 1-D token ids, or tensors with the same first dim")
     if len(batch[0]) < 2:
         raise ValueError(f"inputs: expected at least two samples, got {len(batch[0])}")
     return of_rows(model, [value.to(device) for value in batch])
 
 
 def random_prompts(vocabulary: int, count: int, length: int, seed: int) -> list[torch.Tensor]:
-    """Return prompts of several lengths, the longest of ``length`` tokens."""
+    """Return random prompts of several lengths; the longest has ``length`` tokens."""
     generator = torch.Generator().manual_seed(seed)
     lengths = [max(2, length - 6 * index % length) for index in range(count)]
     return [torch.randint(vocabulary, (n,), generator=generator, device="cpu") for n in lengths]

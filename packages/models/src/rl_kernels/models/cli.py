@@ -1,6 +1,6 @@
-"""``rl-kernels audit``: arguments, and what exit status they end in.
+"""``rl-kernels audit``: arguments and exit status.
 
-0: rows were compared, and no bit differs. 1: a module's rows differ. 2: unusable arguments, or a model that cannot be
+0: rows were compared and no bit differs. 1: the rows of a module differ. 2: bad arguments, or a model that cannot be
 loaded or run.
 """
 
@@ -25,28 +25,28 @@ from rl_kernels.core.loading import load
 from rl_kernels.models.audits import AuditResult, audit
 from rl_kernels.models.invariance import invariant
 
-DESCRIPTION = """Run a model on the same rows alone, batched, moved, padded and in chunks, and name the first module
-whose bits differ. Exit status 1 if one does."""
+DESCRIPTION = """Run a model on the same rows alone, batched, reordered, padded and in chunks, and name the first
+module whose bits differ. Exit status 1 if one does."""
 USAGE = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the audit; return the exit status."""
+    """Parse the arguments, run the audit, print its report; return the exit status."""
     parser = Parser("rl-kernels audit", DESCRIPTION)
     parser.add_argument(
         "model",
         type=expanduser,
         help="folder or name of a causal language model of transformers; or MODULE:FUNCTION or file.py:function, "
-        "which returns a model and its inputs: a list of prompts, 1-D token ids, or a tensor or tuple of tensors",
+        "which returns a model and its inputs: a list of prompts (1-D token ids), a tensor, or a tuple of tensors",
     )
     parser.add_argument("--invariant", action="store_true", help="audit the model under invariant()")
-    parser.add_argument("--random-weights", action="store_true", help="draw the weights, read the configuration alone")
+    parser.add_argument("--random-weights", action="store_true", help="random weights; reads only the configuration")
     parser.add_argument("--layers", type=count(1), metavar="N", help="keep the first N layers; needs --random-weights")
-    parser.add_argument("--dtype", choices=DTYPES, help="default: fp32, or that of the function's model")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: fp32, or that of the model from a function")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 (default: auto)")
     parser.add_argument("--prompts", type=count(2, 31), default=4, help="random prompts to run (%(default)s)")
     parser.add_argument("--length", type=count(2, 31), default=23, help="tokens of the longest prompt (%(default)s)")
-    parser.add_argument("--seed", type=count(0, 63), default=0, help="of prompts and weights (%(default)s)")
+    parser.add_argument("--seed", type=count(0, 63), default=0, help="seed of random prompts and weights (%(default)s)")
     parser.add_argument("--json", action="store_true", help="print the result as JSON, and nothing else")
     given = parser.parse_args(argv)
     if given.layers and not given.random_weights:
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         model, inputs = _loaded(given)
         with invariant(model) if given.invariant else nullcontext():
             result = audit(model, inputs, prompts=given.prompts, length=given.length, seed=given.seed)
-    except Exception as error:  # a model is the user's, and may raise anything
+    except Exception as error:  # the user's model may raise anything
         told = " ".join(str(error).split())
         print(f"rl-kernels audit: {type(error).__name__}: {told}", file=sys.stderr)
         return USAGE
@@ -64,11 +64,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def text(result: AuditResult) -> list[str]:
-    """Return the report: a line for each variant, and the culprit."""
+    """Return the lines of the report: one for each variant, then the culprit."""
     by_variant = {finding.variant: finding for finding in result.findings}
-    lines = [f"{name}: {by_variant.get(name, 'every bit as alone')}" for name in result.variants]
+    lines = [f"{name}: {by_variant.get(name, 'bitwise identical to alone')}" for name in result.variants]
     if result.skipped:
-        lines.append(f"not compared, for their outputs have no rows: {', '.join(result.skipped)}")
+        lines.append(f"not compared, because their outputs have no rows: {', '.join(result.skipped)}")
     if result.culprit is None:
         return [*lines, f"PASSED: {result.compared} comparisons, no bit differs"]
     name = result.culprit.module or "the model"
@@ -94,7 +94,7 @@ def _pretrained(given: Any, dtype: torch.dtype) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if given.model.startswith((".", "/")) and not Path(given.model).exists():
-        raise ValueError(f"model: {given.model} is not there")
+        raise ValueError(f"model: expected an existing folder, got {given.model}")
     if not given.random_weights:
         return AutoModelForCausalLM.from_pretrained(given.model, dtype=dtype)
     config = AutoConfig.from_pretrained(given.model)

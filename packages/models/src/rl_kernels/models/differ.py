@@ -1,4 +1,4 @@
-"""Compare what the modules of a model give for the same rows in other surroundings, bit by bit."""
+"""Compare the tensors of a model's modules for the same rows in different batches, bit by bit."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from rl_kernels.models.variants import Piece, Row
 
 @dataclass(frozen=True)
 class Finding:
-    """The first place at which rows of a variant differ from the same rows alone.
+    """The first place where rows of a variant differ from the same rows alone.
 
     Attributes:
-        variant: in what surroundings.
+        variant: name of the variant.
         module: dotted name of the module whose own code computed other bits; empty for the model itself.
-        type: its class.
-        place: the tensor that differs: an output of the module, or what it computed as the input of one inside it.
-        shape, alone: of that tensor, here and when the sample ran alone.
-        sample, token: the first row that differs; the token is None where samples are no sequences.
-        differ, elements: how many of how many compared elements differ.
-        ulp: the largest distance, in units of the last place of the tensor's dtype.
+        type: name of its class.
+        place: the tensor that differs: an output of the module, or an input that it computed for a module inside it.
+        shape, alone: shape of that tensor here, and when the sample ran alone.
+        sample, token: the first row that differs; token is None if samples are not sequences.
+        differ, elements: number of elements that differ, and of elements compared.
+        ulp: the largest distance, in units in the last place of the tensor's dtype.
     """
 
     variant: str
@@ -53,7 +53,7 @@ class Finding:
 
 
 class Comparison:
-    """Remembers what samples alone gave, and compares what a variant gives with it."""
+    """Keeps the tensors of samples that ran alone, and compares those of a variant with them."""
 
     def __init__(self, model: nn.Module) -> None:
         self._types = {name: type(module).__name__ for name, module in model.named_modules()}
@@ -65,12 +65,12 @@ class Comparison:
 
     @property
     def skipped(self) -> tuple[str, ...]:
-        """Modules of which no output can be compared."""
+        """Modules without an output that can be compared."""
         seen = {place.module for _, place in self._alone if place.kind == "output"}
         return tuple(sorted(self._called - seen))
 
     def begin(self, variant: str) -> None:
-        """Go on to another variant."""
+        """Start another variant."""
         self._variant, self.first = variant, None
 
     def remember(self, piece: Piece, seen: Seen) -> None:
@@ -83,7 +83,7 @@ class Comparison:
                 self._alone[row.sample, seen.place] = value.clone()
 
     def compare(self, piece: Piece, seen: Seen) -> None:
-        """Compare the rows of a variant with those kept."""
+        """Compare the rows of a variant with those that were kept."""
         order = self._order.get(seen.place)
         if order is None or (self.first is not None and self.first[0] <= order):
             return
@@ -115,7 +115,7 @@ class Comparison:
 
 
 def rows_of(piece: Piece, value: torch.Tensor, row: Row) -> torch.Tensor | None:
-    """Return a sample's rows of a tensor, or None if it does not have the piece's rows as its first dims."""
+    """Return a sample's rows of a tensor; None if the tensor's first dims are not the rows of the piece."""
     if piece.tokens is None:
         return value[row.row] if value.ndim and value.shape[0] == piece.batch else None
     if value.ndim and value.shape[0] == piece.batch * piece.tokens and value.shape[:2] != (piece.batch, piece.tokens):
@@ -126,10 +126,10 @@ def rows_of(piece: Piece, value: torch.Tensor, row: Row) -> torch.Tensor | None:
 
 
 def ulps(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return how many numbers of their dtype lie between the elements of two tensors; 0 only for the same bits."""
+    """Return the distance of two tensors' elements in representable numbers; 0 only for identical bits."""
     left, right = bits_of(a), bits_of(b)
     distance = (_ordered(left) - _ordered(right)).abs()
-    # +0 and -0 are one number, and two patterns of bits.
+    # +0 and -0 are equal, but have different bits.
     return torch.where((left != right) & (distance == 0), 1, distance)
 
 

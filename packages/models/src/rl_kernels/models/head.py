@@ -1,4 +1,4 @@
-"""``head_logp``: log-probabilities through a model's own head: its bias, its LoRA adapter, its sharded weight."""
+"""``head_logp``: log-probabilities through a model's head, with its bias, LoRA adapter or sharded weight."""
 
 from __future__ import annotations
 
@@ -16,25 +16,28 @@ from rl_kernels.models.layers import original_of
 
 LORA = ("base_layer", "lora_A", "lora_B", "scaling", "active_adapters", "lora_dropout")
 SAVED = ("original_module", "modules_to_save", "active_adapters", "disable_adapters")
-"""What PEFT documents of its layers, and of modules that it trains as a whole (``modules_to_save``)."""
+"""Attributes that PEFT documents for LoRA layers, and for modules trained as a whole (``modules_to_save``)."""
 
 
 def head_logp(
     head: nn.Module, hidden: torch.Tensor, target_ids: torch.Tensor, **options: Any
 ) -> torch.Tensor | LogpStats:
-    """Return the log-probability of each target under the logits that a head would give, without forming them.
+    """Return the log-probability of each target under the logits of a head, without materialising the logits.
 
-    The product of a LoRA adapter joins the chain of each logit, ``[hidden, s hidden A^T] [W, B]^T``, in the dtype of
-    the weight: in BF16 and FP16 ``s hidden A^T`` and B are rounded to it. Gradients flow to A and B. That copies the
-    weight, and forms a gradient of its size. A head that ``fully_shard`` wrapped is called through its own hooks, which
-    gather the weight and reduce its gradient.
+    A LoRA adapter joins the sum of each logit as ``[hidden, s hidden A^T] [W, B]^T``, s being its scaling, in the dtype
+    of the weight: in BF16 and FP16, ``s hidden A^T`` and B are rounded to it. Gradients flow to A and B. This copies
+    the weight, and forms a gradient of its size. A head wrapped by ``fully_shard`` is called through its own hooks,
+    which gather the weight and reduce its gradient.
 
     Args:
-        head: an ``nn.Linear``, a ``DetLinear``, or one with a LoRA adapter of PEFT, merged or not, or one of PEFT's
-            ``modules_to_save``. Its weight ``[V, D]`` may be tied to an embedding.
-        hidden: as in ``linear_logp``.
-        target_ids: as in ``linear_logp``.
+        head: an ``nn.Linear``, a ``DetLinear``, one of these with a LoRA adapter of PEFT, merged or not, or one of
+            PEFT's ``modules_to_save``. Its weight ``[V, D]`` may be tied to an embedding.
+        hidden: ``[..., D]``, as in ``linear_logp``.
+        target_ids: ``[...]``, as in ``linear_logp``.
         options: those of ``linear_logp``, such as ``temperature``, ``softcap``, ``logit_scale``, ``return_stats``.
+
+    Returns:
+        as ``linear_logp``: FP32 log-probabilities in the shape of target_ids, or ``LogpStats`` with ``return_stats``.
 
     Raises:
         TypeError: the head is none of these, or does more than they do: another adapter, a quantised weight, hooks that
@@ -52,14 +55,14 @@ def head_logp(
 
     for each in (head, module):
         if _is_sharded(each):
-            # FSDP2 keeps its hooks on what a module returns, which must be no view.
+            # FSDP2 puts hooks on a module's results, which therefore must not be views.
             return _through(each, lambda hidden: _copied(forward(hidden)), hidden)
     _check_hooks(head, *module.modules())
     return forward(hidden)
 
 
 def _active_module(head: Any) -> nn.Module:
-    """Return what PEFT calls in the place of a head that it trains as a whole, or the head itself."""
+    """Return the module that PEFT calls for a head that it trains as a whole, or the head itself."""
     found: nn.Module = head
     if all(hasattr(head, name) for name in SAVED):
         active = None if head.disable_adapters else next(iter(head.active_adapters), None)
@@ -68,7 +71,7 @@ def _active_module(head: Any) -> nn.Module:
 
 
 def _check_hooks(*modules: nn.Module) -> None:
-    """Refuse what a call of these modules would run and this does not."""
+    """Refuse hooks and replaced forwards, which a call of these modules would run and this does not."""
     for module in modules:
         if module._forward_hooks or module._forward_pre_hooks:
             raise TypeError("head: expected no forward hooks, on it or inside it: they would not run")
@@ -77,7 +80,7 @@ def _check_hooks(*modules: nn.Module) -> None:
 
 
 def _only_moves(module: Any) -> bool:
-    """Say whether accelerate replaced a forward to move what it is given to where the weights are, and no more."""
+    """Say whether accelerate replaced a forward only to move its inputs to the device of the weights."""
     hook = getattr(module, "_hf_hook", None)
     return type(hook).__name__ == "AlignDevicesHook" and not getattr(hook, "offload", True)
 
@@ -95,7 +98,7 @@ def _is_sharded(head: nn.Module) -> bool:
 
 
 def _through(head: nn.Module, forward: Callable[[torch.Tensor], Any], hidden: torch.Tensor) -> Any:
-    """Call a module, and so its hooks, with another forward."""
+    """Call a module and its hooks with another forward."""
     if "forward" in vars(head):
         raise TypeError("head: expected the forward of its class, it was replaced on the object")
     head.forward = forward
@@ -106,7 +109,7 @@ def _through(head: nn.Module, forward: Callable[[torch.Tensor], Any], hidden: to
 
 
 def _operands(head: nn.Module, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return hidden states, weight and bias whose product are the head's logits."""
+    """Return (hidden, weight, bias) such that ``hidden @ weight^T + bias`` are the head's logits."""
     if all(hasattr(head, name) for name in LORA):
         return _with_adapters(head, hidden)
     return hidden, *_linear(head)
@@ -134,7 +137,7 @@ def _with_adapters(head: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch
         columns.append(b.weight.to(weight.dtype))
     if len(parts) == 1:
         return hidden, weight, bias
-    # Rows of a multiple of 8 elements: the kernels of Hopper take no others.
+    # Rows are padded to a multiple of 8 elements, which the Hopper kernels need.
     rest = -sum(part.shape[1] for part in columns) % 8
     if rest:
         parts.append(hidden.new_zeros(*hidden.shape[:-1], rest))
@@ -148,6 +151,6 @@ def _check_adapter(head: Any, name: str, b: nn.Module) -> None:
         raise ValueError(f"head: expected no active dropout in adapter {name!r}, got {dropout.p}")
     variants = getattr(head, "lora_variant", None) or {}
     if name in variants or (getattr(head, "use_dora", None) or {}).get(name):
-        raise TypeError(f"head: adapter {name!r} is no plain LoRA, such as DoRA: merge it first")
+        raise TypeError(f"head: adapter {name!r} is not plain LoRA but, for example, DoRA: merge it first")
     if getattr(b, "bias", None) is not None:
         raise TypeError(f"head: adapter {name!r} has a bias: merge it first")

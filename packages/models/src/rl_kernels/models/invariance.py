@@ -1,4 +1,4 @@
-"""``invariant(model)``: make a model whose rows do not depend on the batch, and give it back as it was."""
+"""``invariant(model)``: make a model batch-invariant, and undo it."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from rl_kernels.models.swap import class_swap, forget_graphs, held, hold
 
 CLASS, ATTENTION, ROTARY = "class", "attention", "rotary"
 AUDITED_PROMPTS, AUDITED_TOKENS = 3, 14
-"""What ``strict`` runs through a model with modules that nothing is known of."""
+"""Size of the audit that ``strict`` runs on a model with unknown modules."""
 SHOWN = 3
-"""Modules left alone that a warning names."""
+"""Number of modules left alone that a warning names."""
 
 
 class Invariance:
-    """What ``invariant`` did to a model, until ``undo`` or the end of a ``with`` block.
+    """The changes that ``invariant`` made to a model, until ``undo`` or the end of a ``with`` block.
 
     Attributes:
-        swapped: name of each module that was swapped -> the class that it had.
-        left: name of each module that may follow the batch and was left alone -> why.
+        swapped: name of each module that was swapped -> name of the class that it had.
+        left: name of each module that was left alone and may depend on the batch -> the reason.
     """
 
     def __init__(self, swapped: Mapping[str, str], left: Mapping[str, str], releases: list[Callable[[], None]]) -> None:
@@ -39,9 +39,9 @@ class Invariance:
         self._releases = releases
 
     def undo(self) -> None:
-        """Give the model back as it was; a second call does nothing.
+        """Restore the model; a second call does nothing.
 
-        A module that another ``invariant`` holds too stays swapped until that one is undone.
+        A module that another ``invariant`` also holds stays swapped until that one is undone.
         """
         if self._releases:
             forget_graphs()
@@ -58,41 +58,43 @@ class Invariance:
 
 
 def invariant(model: nn.Module, *, strict: bool = False) -> Invariance:
-    """Make each row of a model's output a function of that row alone, bit for bit, until it is undone.
+    """Make a model batch-invariant until it is undone: each row of its output depends on that row alone, bit for bit.
 
-    ``with invariant(model): ...`` for a while, or ``handle = invariant(model)`` and ``handle.undo()`` when it pleases.
+    Use it as ``with invariant(model): ...``, or as ``handle = invariant(model)`` and later ``handle.undo()``.
 
-    Modules are changed where they are: each gets a subclass of its class that differs in ``forward`` alone. So the same
-    objects keep their parameters (tied ones too), ``state_dict``, hooks, training flag and place in an optimizer.
+    Modules are changed in place: each gets a subclass of its class that differs in ``forward`` alone. So they stay the
+    same objects, with their parameters (tied ones too), ``state_dict``, hooks, training flag and place in an optimizer.
 
-    - ``nn.Linear`` becomes a ``DetLinear``.
+    - ``nn.Linear`` becomes a ``DetLinear``, and the ``Conv1D`` of transformers runs on ``det_linear``.
     - LayerNorm and RMSNorm, those of transformers too, become row-wise norms. A norm of transformers is recognised by
-      what it computes for a random row.
-    - The weight of an ``nn.Embedding`` gets a gradient that is the same in every run, on a GPU with Triton.
-    - SiLU, GELU and sigmoid modules on a CPU, where PyTorch rounds the last elements of a tensor in another way.
-    - A model of transformers gets ``det_attention``, as an implementation called ``rl_kernels_flash``: padding,
-      packing, batch, KV cache, chunks and continuous batching change no bit. Give it ``position_ids`` where it is
-      padded on the left, as ``generate`` does. Dropout in it raises.
+      its result for random rows.
+    - The weight of an ``nn.Embedding`` gets the same gradient in every run, on a GPU with Triton.
+    - SiLU, GELU and sigmoid modules are replaced on a CPU, where PyTorch rounds the last elements of a tensor
+      differently.
+    - Rotary embedding of a transformers model, and MLPs with a SiLU gate, run fused on a GPU with Triton, bit for bit.
+    - A model of transformers gets ``det_attention``, as the implementation ``rl_kernels_flash``: padding, packing,
+      batch, KV cache, chunks and continuous batching change no bit. With padding on the left, pass ``position_ids``, as
+      ``generate`` does. Dropout in attention raises.
 
-    Everything else stays; ``audit`` tells whether it follows the batch.
+    All other modules stay as they are; ``audit`` tells whether their output depends on the batch.
 
-    A deep copy of the model is swapped as it is; ``invariant(copy)`` takes it over and can undo it. A pickle holds the
-    classes that the modules had. ``fully_shard`` and parametrizations may come before ``undo``.
+    A deep copy of the model is swapped too; ``invariant(copy)`` takes it over and can undo it. A pickle holds the
+    original classes. ``fully_shard`` and parametrizations may be applied before ``undo``.
 
     Args:
-        model: any module; one that is swapped already is held, and stays so until both are undone.
-        strict: raise where a module that may follow the batch is left alone, instead of warning. Modules that compute
-            with weights of their own, such as the experts of a mixture, are tried: a model of transformers runs a
-            small ``audit``; another raises, and ``audit(model, inputs)`` tells.
+        model: any module. Calls nest: a module that is swapped already stays swapped until all calls are undone.
+        strict: raise, instead of warning, if a module that may depend on the batch is left alone. Modules that compute
+            with weights of their own, such as the experts of a mixture, are tested by a small ``audit`` in a model of
+            transformers. In any other model they raise: run ``audit(model, inputs)`` yourself.
 
     Returns:
-        a handle that tells what was swapped and what was left, undoes it, and is a context manager.
+        a handle that lists what was swapped and what was left alone, and undoes it; it is a context manager.
 
     Raises:
-        TypeError: ``model`` is no ``nn.Module``.
-        BackendUnavailable: its products cannot run on the GPU that it is on.
-        CanaryMismatch: that GPU gives other bits than were recorded for its architecture.
-        ValueError: with ``strict``, something was left alone, or follows the batch. The model is as it was.
+        TypeError: ``model`` is not an ``nn.Module``.
+        BackendUnavailable: no backend runs the model's products on its GPU.
+        CanaryMismatch: that GPU gives other bits than those recorded for its architecture.
+        ValueError: with ``strict``, a module was left alone or depends on the batch. The model is unchanged.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
@@ -128,26 +130,26 @@ def invariant(model: nn.Module, *, strict: bool = False) -> Invariance:
 
 
 def _try_product(weight: torch.Tensor) -> None:
-    """Find out here, and not in the midst of a model that is compiled, whether its products can run and are right."""
+    """Check here, before a model is compiled, that its products can run and have the recorded bits."""
     canary.guard(weight, choose(OPERATOR, describe(weight, weight.t())).name)
 
 
 def _audited(model: nn.Module, unsure: list[str]) -> None:
-    """Require that modules which compute with parameters of their own, such as experts, follow no batch."""
+    """Require that modules with weights of their own, such as experts, do not depend on the batch."""
     names = ", ".join(unsure[:SHOWN]) + (f" and {len(unsure) - SHOWN} more" if len(unsure) > SHOWN else "")
     if not pretrained.pretrained(model):
-        raise ValueError(f"model: {names} may follow the batch: try audit(model, inputs) without strict")
+        raise ValueError(f"model: {names} may depend on the batch: run audit(model, inputs) without strict")
     result = audit(model, prompts=AUDITED_PROMPTS, length=AUDITED_TOKENS)
     if result.culprit is not None:
         raise ValueError(f"model: its output depends on the batch: {result.culprit}")
 
 
 def _classes(model: nn.Module) -> tuple[dict[str, tuple[nn.Module, type[nn.Module]]], dict[str, str], list[str]]:
-    """Return what to swap for what, what is left alone, and what nothing is known of; nothing has changed yet."""
+    """Return the classes to swap, the modules left alone, and the unknown modules; changes nothing."""
     classes, left, unsure = {}, {}, []
     for name, module in model.named_modules():
         if held(module, CLASS):
-            # Held once more, so that it stays as it is until this handle is undone too.
+            # Held once more, so that it stays swapped until this handle is undone too.
             classes[name] = module, type(module)
             continue
         other, why = replacement(module)
@@ -161,7 +163,7 @@ def _classes(model: nn.Module) -> tuple[dict[str, tuple[nn.Module, type[nn.Modul
 
 
 def _configs(model: nn.Module) -> tuple[list[Any], dict[str, str]]:
-    """Return the configs of transformers whose attention is to be ours, and what keeps its own."""
+    """Return the configs of transformers whose attention is to be swapped, and the models that keep theirs."""
     names = {id(module): name for name, module in model.named_modules()}
     configs: list[Any] = []
     left: dict[str, str] = {}
@@ -177,4 +179,4 @@ def _configs(model: nn.Module) -> tuple[list[Any], dict[str, str]]:
 def _told(left: Mapping[str, str]) -> str:
     told = [f"{name or 'the model'} ({why})" for name, why in left.items()]
     more = f"; and {len(told) - SHOWN} more" if len(told) > SHOWN else ""
-    return f"model: left alone, and may follow the batch: {'; '.join(told[:SHOWN])}{more}"
+    return f"model: left alone, and may depend on the batch: {'; '.join(told[:SHOWN])}{more}"

@@ -1,4 +1,4 @@
-"""Which modules of a model are swapped, and for what: a subclass of their class that differs in ``forward`` alone."""
+"""The modules of a model to swap, and the subclass for each, which differs in ``forward`` alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rl_kernels.norm import layer_norm, rms_norm
 
 
 class Form(NamedTuple):
-    """Which norm a module computes, by the arguments of ``rms_norm``; ``centred`` is ``layer_norm``."""
+    """The norm that a module computes, as arguments of ``rms_norm``; ``centred`` means ``layer_norm``."""
 
     centred: bool
     offset: float
@@ -36,17 +36,17 @@ FORMS = (
 EPS = ("variance_epsilon", "eps", "epsilon")
 """Names of the attribute that holds a norm's epsilon."""
 AGREES = 0.98
-"""Share of the elements of a probe that a form must reproduce to the last bit; the order of sums may move a few."""
+"""Share of a probe's elements that a form must reproduce bit for bit; another order of sums may change a few."""
 
 Found = tuple[type[nn.Module] | None, str]
-"""The class to swap a module's for, or None and the reason to leave it alone; an empty one: it needs no swap."""
+"""The class to swap in, or None and the reason not to swap; an empty reason says that no swap is needed."""
 NOTHING: Found = (None, "")
 
 
 def replacement(module: nn.Module) -> Found:
-    """Return the class that makes a module's rows independent of the batch, or why it is left alone."""
+    """Return the class that makes a module batch-invariant, or the reason to leave it alone."""
     if hasattr(module, SWAPPED):
-        # A copy of a model that is swapped: it is taken over, and can be undone.
+        # A copy of a swapped model: it is taken over, and can be undone.
         return next(made for made in type(module).__mro__ if SWAPPED in vars(made)), ""
     if isinstance(module, DetLinear):
         return NOTHING
@@ -56,7 +56,7 @@ def replacement(module: nn.Module) -> Found:
     elif type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils":
         found = _subclass(type(module), (), _conv1d), ""
     elif isinstance(module, nn.Embedding):
-        # One with a forward or a weight of somebody's is left alone without a word: it follows no batch.
+        # One with a custom forward or weight is left alone without a warning: it does not depend on the batch.
         is_plain = "forward" not in vars(module) and not nn.utils.parametrize.is_parametrized(module)
         found = (_embedding(type(module)), "") if is_plain else NOTHING
     elif isinstance(module, nn.MultiheadAttention):
@@ -68,18 +68,18 @@ def replacement(module: nn.Module) -> Found:
     elif (forward := gated(module)) is not None:
         found = _subclass(type(module), (), forward), ""
     if found[0] is not None and "forward" in vars(module):
-        return None, "its forward was replaced on the object, so a class would not reach it"
+        return None, "its forward was replaced on the object, so swapping its class has no effect"
     return found
 
 
 def has_weights(module: nn.Module) -> bool:
-    """Say whether a module that is not swapped has matrices of its own, with which it may multiply."""
+    """Say whether a module that is not swapped has matrices of its own, which it may multiply with."""
     known = isinstance(module, (DetLinear, nn.Embedding, nn.ParameterList, nn.ParameterDict))
     return not known and any(value.ndim > 1 for value in module.parameters(recurse=False))
 
 
 def original_of(module: nn.Module) -> type[nn.Module]:
-    """Return the class of a module, or the one that its own stands for."""
+    """Return the class of a module, or its original class if it is swapped."""
     return getattr(module, SWAPPED, type(module))
 
 
@@ -92,13 +92,13 @@ def _linear(module: nn.Linear) -> Found:
 
 
 def _embedding(base: type[nn.Module]) -> type[nn.Module]:
-    """Return the subclass in which ``nn.Embedding.forward`` is ours, also where Gemma's scales what it gives."""
+    """Return a subclass that overrides ``nn.Embedding.forward``; Gemma's subclass still scales its result."""
     bases = (OrderedEmbedding,) if base is nn.Embedding else (base, OrderedEmbedding)
     return _subclass(base, (), None, bases=bases)
 
 
 def _conv1d(self: Any, x: torch.Tensor) -> torch.Tensor:
-    """Compute the ``Conv1D`` of transformers, GPT-2's linear layer: its weight is stored the other way round."""
+    """Compute the ``Conv1D`` of transformers, GPT-2's linear layer with a transposed weight."""
     return det_linear(x, self.weight.t(), self.bias)
 
 
@@ -114,19 +114,19 @@ def _norm(module: nn.Module) -> Found:
     eps = next((name for name in EPS if isinstance(getattr(module, name, None), float)), None)
     shapes = {name: value.ndim for name, value in module.named_parameters()}
     if eps is None or shapes not in ({}, {"weight": 1}):
-        return None, f"{type(module).__name__} is a norm of a kind that is not known"
+        return None, f"{type(module).__name__} is an unknown kind of norm"
     form = _recognised(module, eps)
     if form is None:
-        return None, f"{type(module).__name__} is a norm of a kind that is not known"
+        return None, f"{type(module).__name__} is an unknown kind of norm"
     return row_wise(type(module), form, eps), ""
 
 
 def _recognised(module: nn.Module, eps: str) -> Form | None:
-    """Return what a norm computes, found by what it gives for a random row and weight."""
+    """Return the form of a norm, recognised by its result for random rows and a random weight."""
     generator = torch.Generator().manual_seed(0)
     weight = getattr(module, "weight", None)
     width = 256 if weight is None else weight.shape[0]
-    # A twin that shares nothing that is written to; its hooks stay silent, for the class's own forward is called.
+    # A copy with its own parameters; no hook runs, because the forward of the class is called directly.
     twin = copy.copy(module)
     twin.__dict__["_parameters"] = {}
     probe = torch.randn(4, width, generator=generator, dtype=torch.float32, device="cpu").bfloat16()
@@ -137,7 +137,7 @@ def _recognised(module: nn.Module, eps: str) -> Form | None:
     try:
         with torch.no_grad():
             expected = type(module).forward(twin, probe)
-    except Exception:  # whatever it wants beside a row, it is no norm of this kind
+    except Exception:  # it wants more than rows, so it is another kind of norm
         return None
     if not isinstance(expected, torch.Tensor) or expected.shape != probe.shape:
         return None
@@ -160,7 +160,7 @@ def norm(
         found = layer_norm(x, weight, bias, eps=eps, backend=backend)
     else:
         found = rms_norm(x, weight, eps=eps, offset=form.offset, cast_first=form.cast_first, backend=backend)
-    assert isinstance(found, torch.Tensor)  # a pair comes only of a residual
+    assert isinstance(found, torch.Tensor)  # a pair is returned only with a residual
     return found
 
 
@@ -169,7 +169,7 @@ def _share(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def row_wise(base: type[nn.Module], form: Form, eps: str) -> type[nn.Module]:
-    """Return the subclass of a norm that computes it row by row."""
+    """Return the subclass of a norm that computes each row independently."""
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         epsilon = getattr(self, eps)
@@ -181,7 +181,7 @@ def row_wise(base: type[nn.Module], form: Form, eps: str) -> type[nn.Module]:
 
 
 def _element_wise(base: type[nn.Module], function: Callable[..., torch.Tensor]) -> type[nn.Module]:
-    """Return the subclass of an activation that on a CPU is made of functions that look at no neighbour."""
+    """Return the subclass of an activation that on a CPU rounds each element alike, wherever it stands."""
     original = base.forward
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -200,9 +200,9 @@ def _subclass(
     original: type[nn.Module] | None = None,
     bases: tuple[type[nn.Module], ...] = (),
 ) -> type[nn.Module]:
-    """Return the subclass with that forward, or that of its bases; one for each key: torch.compile meets it again.
+    """Return the subclass with this forward, or with that of ``bases``; cached by key, for torch.compile's guards.
 
-    A deep copy has the class too; a pickle has the original one, so that it can be read where this package is not.
+    A deep copy keeps the class. A pickle has the original class, so that it can be read without this package.
     """
     known = (base, *key)
     if known not in _made:
@@ -226,7 +226,7 @@ def _deep_copy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def _pickled(self: Any, protocol: int) -> tuple[Any, ...]:
-    # What protocols 0 and 1 write for any object: unlike that of 2, it may name another class than the object's.
+    # The form of protocols 0 and 1: unlike protocol 2, it may name another class than the object's.
     return copyreg._reconstructor, (getattr(self, SWAPPED), object, None), self.__dict__  # type: ignore[attr-defined]
 
 
@@ -234,7 +234,7 @@ _made: dict[tuple[Any, ...], type[nn.Module]] = {}
 
 
 def _sigmoid(x: torch.Tensor) -> torch.Tensor:
-    # Beyond 80 the power would overflow, and its gradient with it.
+    # Clamped at -80: otherwise the exponential and its gradient would overflow.
     return 1 / (1 + (-x.clamp(min=-80)).exp())
 
 
@@ -263,7 +263,7 @@ _BY_NAME = {
     "PytorchGELUTanh": _gelu_tanh,
     "QuickGELUActivation": _quick_gelu,
 }
-"""Those of transformers, whose other ones are made of functions that need no help, or are named by the audit."""
+"""Activations of transformers to swap; the others need no swap, or ``audit`` finds them."""
 
 
 def _activation(module: nn.Module) -> Found:

@@ -1,4 +1,4 @@
-"""What a causal language model of transformers makes of its last hidden states, beside its head."""
+"""How a causal language model of transformers scales and bounds its logits, and a check of that."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torch import nn
 from rl_kernels.models.swap import replaced
 
 CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-"""What models of transformers call the bound of their logits."""
+"""Names of the config attribute that bounds the logits of models of transformers."""
 FACTORS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
-"""What models of transformers call a factor of their logits; Granite and MiniCPM3 divide by ``logits_scaling``."""
+"""Names of the config attribute that multiplies logits; Granite and MiniCPM3 divide by ``logits_scaling``."""
 LARGE, CLOSE = 40.0, 0.02
-"""The largest product with a head, and how far logits may be off, in shares of the largest: BF16 rounds to 0.004."""
+"""The largest logit of the probe, and the allowed error as a share of it; BF16 rounds to 0.004."""
 
 
 def logit_options(model: Any) -> dict[str, float]:
-    """Return what a causal language model of transformers does to its logits, as options of ``linear_logp``."""
+    """Return the soft cap and the scale of a model's logits, as options of ``linear_logp``."""
     config = model.config.get_text_config()
     softcap = next(filter(None, (getattr(config, name, None) for name in CAPS)), 0.0)
     return {"softcap": float(softcap), "logit_scale": _factor(config)}
@@ -30,21 +30,21 @@ def logit_options(model: Any) -> dict[str, float]:
 def check_logits(
     model: Any, score: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], temperature: float = 1.0
 ) -> None:
-    """Hold log-probabilities that are scored through a model's head to its own logits, of a few random hidden states.
+    """Compare log-probabilities scored through a model's head with those of its own logits, on random hidden states.
 
-    A head of which this process holds no whole weight, as of a shard, is not looked at.
+    Does nothing if this process does not hold the whole weight of the head, as with a shard.
 
     Args:
         model: a causal language model of transformers.
-        score: returns the log-probabilities ``[N]`` of tokens ``[N]`` given hidden states ``[N, D]``.
-        temperature: that they are of.
+        score: takes hidden states ``[N, D]`` and tokens ``[N]``, returns the log-probabilities ``[N]``.
+        temperature: that ``score`` divides the logits by.
 
     Raises:
-        TypeError: they differ, as where a layer stands between the last hidden states and the head; or the model has no
-            body that gives last hidden states.
+        TypeError: they differ, for example because a layer stands between the last hidden states and the head; or the
+            model has no base_model that returns last hidden states.
     """
     if model.base_model is model:
-        raise TypeError(f"model: expected a body that gives last hidden states, {type(model).__name__} has none")
+        raise TypeError(f"model: expected a base_model that gives last hidden states, {type(model).__name__} has none")
     head, embedded = model.get_output_embeddings(), model.get_input_embeddings().weight
     weight = getattr(head, "weight", embedded)
     if not is_whole(weight):
@@ -53,9 +53,9 @@ def check_logits(
     drawn = torch.randn(4, weight.shape[1], generator=source, dtype=torch.float32, device="cpu")
     with torch.no_grad(), in_mode(model, training=False):
         hidden = drawn.to(weight.device, embedded.dtype)
-        # A head that is not taken is refused before it is called.
+        # An unsupported head is refused before it is called.
         score(hidden, torch.zeros(4, dtype=torch.int64, device=weight.device))
-        # So large that what bounds logits shows.
+        # So large that a bound of the logits shows.
         most = min(1e6, torch.finfo(hidden.dtype).max / 2)
         factor = min(LARGE / max(float(head(hidden).abs().max()), 1e-9), most / float(drawn.abs().max()))
         hidden = (drawn * factor).to(hidden)
@@ -66,8 +66,8 @@ def check_logits(
             try:
                 hidden = model.base_model(**given).last_hidden_state[0].to(weight.device)
                 logits = model(**given).logits
-            except Exception as error:  # whatever else it wants beside tokens
-                warnings.warn(f"model: its logits could not be held to what is scored: {error}", stacklevel=3)
+            except Exception as error:  # it may want more than tokens
+                warnings.warn(f"model: could not compare its logits with the scores: {error}", stacklevel=3)
                 return
     logits = logits[0].float()
     targets = torch.stack((logits.argmax(-1), logits.argmin(-1)), 1)
@@ -81,16 +81,16 @@ def check_logits(
 
 
 def is_whole(weight: torch.Tensor) -> bool:
-    """Say whether this process holds a matrix and its values, no shard of it."""
+    """Say whether this process holds a whole matrix with values, not a shard of it."""
     return weight.ndim == 2 and bool(weight.numel()) and not weight.is_meta and not hasattr(weight, "full_tensor")
 
 
 def _logits_of(model: Any, hidden: torch.Tensor, given: dict[str, Any]) -> torch.Tensor | None:
-    """Return the logits of last hidden states ``[1, N, D]``; None of a model that calls another body, or wants more."""
+    """Return the logits of last hidden states ``[1, N, D]``; None if the model needs more than these."""
     from transformers.modeling_outputs import BaseModelOutputWithPast
 
     class Output(BaseModelOutputWithPast):
-        """All else that a model may ask its body for is None."""
+        """Returns None for all other attributes that a model may read."""
 
         def __getattr__(self, name: str) -> None:
             return None
@@ -104,14 +104,14 @@ def _logits_of(model: Any, hidden: torch.Tensor, given: dict[str, Any]) -> torch
     try:
         with replaced(model.base_model, "forward", body):
             found: torch.Tensor = model(**given).logits
-    except Exception:  # whatever else it does with it
+    except Exception:  # it needs more than this output
         return None
     return found if called else None
 
 
 @contextmanager
 def in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """Have all modules of a model train, or none."""
+    """Put all modules of a model in training or eval mode, and restore their modes at the end."""
     modes = {module: module.training for module in model.modules()}
     model.train(training)
     try:

@@ -1,13 +1,13 @@
-"""The keys of a layer in transformers' continuous batching, as det_attention takes them.
+"""The keys of a layer in transformers' continuous batching, in the layout that det_attention takes.
 
-Continuous batching packs what each request adds, a chunk of its prompt or a token, in one row. Its cache writes the new
-keys and gathers those of every request, one request behind the other: so transformers has it for attentions with
-sequences in ``cu_seq_lens``, and packed sequences they are here too. Its own pages are not read in place: which they
-are is told only to FlashAttention's ``flash_attn_with_kvcache``, elsewhere there is an index for each key.
+Continuous batching packs the new tokens of all requests, a chunk of a prompt or one token each, in one row. Its cache
+stores the new keys and gathers the keys of every request, one request after the other: packed sequences, for attention
+with ``cu_seq_lens``. The pages of the cache are not read in place: only FlashAttention's ``flash_attn_with_kvcache``
+is told which they are; everything else gets an index for each key.
 
-The cache of a sliding window drops keys, and a query's bits follow from where in the sequence its keys stand. Keys of
-such a layer are laid in pages of our own, at their places in the sequence. What is before them, but for whole segments,
-is in the table alone.
+The cache of a sliding window drops keys, and a query's bits depend on the positions of its keys. So keys of such a
+layer are copied to pages of our own, at their positions in the sequence modulo whole segments. Positions of dropped
+keys are in the page table only.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import torch
 from torch import nn
 
 SEGMENT = 1024
-"""Keys of a segment in the canonical order of det_attention: one that no query sees changes nothing."""
+"""Keys of a segment in the canonical order of det_attention; a segment that no query sees changes no bit."""
 PAGE = 64
-"""Keys of a page, those of a block: what Hopper's copy engine can bring."""
+"""Keys of a page: one block, so that TMA can load it."""
 
 Kept = tuple[torch.Tensor, torch.Tensor, dict[str, Any]]
-"""Keys and values, and the arguments of det_attention that say where in them a sequence's are."""
+"""Keys, values, and the arguments of det_attention that locate each sequence in them."""
 
 
 def keys_of(
@@ -36,15 +36,15 @@ def keys_of(
     sliding_window: int | None,
     options: dict[str, Any],
 ) -> Kept:
-    """Give a ``PagedAttentionCache`` the new keys of a layer, and return all that its queries see.
+    """Store the new keys of a layer in a ``PagedAttentionCache``, and return all keys that its queries see.
 
     Args:
-        layer: the attention module, whose ``layer_idx`` the cache goes by.
+        layer: the attention module; the cache uses its ``layer_idx``.
         key: ``[1, Hkv, T, D]``.
         value: ``[1, Hkv, T, Dv]``.
-        cache: keeps those that came before.
-        sliding_window: of the layer.
-        options: what continuous batching gives an attention: lengths, indices and positions.
+        cache: holds the earlier keys and values.
+        sliding_window: of the layer, or None.
+        options: the arguments of continuous batching: lengths, indices and positions.
 
     Raises:
         ValueError: a layer with a sliding window was given no ``position_ids``.
@@ -56,7 +56,7 @@ def keys_of(
         key, value = key[0].transpose(0, 1), value[0].transpose(0, 1)
     else:
         key, value = cache.update(key, value, index, given["read_index"], given["write_index"])
-        # With layers of one kind these are no dicts.
+        # These are dicts only if there are layers of several kinds.
         kind = "full_attention" if sliding_window is None else "sliding_attention"
         for name, found in (("cu_seq_lens_k", given["cu_seq_lens_k"]), ("max_length_k", given["max_seqlen_k"])):
             given[name] = found[kind] if isinstance(found, dict) else found
@@ -67,8 +67,8 @@ def keys_of(
         return key, value, {**where, "cu_seqlens_k": of_keys, "max_seqlen_k": longest}
     positions = given.get("position_ids")
     if positions is None:
-        raise ValueError("position_ids: expected those of the tokens, for the cache of a sliding window drops keys")
-    # Sequences that fill up a batch of a fixed size have no tokens, and begin behind the last one.
+        raise ValueError("position_ids: expected the positions of the tokens: the cache of a sliding window drops keys")
+    # Sequences that only fill a batch of fixed size have no tokens, and begin after the last token.
     begins = positions.flatten()[of_queries[:-1].long().clamp(max=positions.numel() - 1)]
     gone = (begins + of_queries.diff() - of_keys.diff()).clamp(min=0)
     source, table, used = placed(of_keys.long(), gone.long(), key.shape[0], longest)
@@ -78,23 +78,23 @@ def keys_of(
 
 @functools.cache
 def _says_where(kind: type) -> bool:
-    """Say whether a cache finds a layer's indices in the keyword arguments itself, and puts lengths into them."""
+    """Say whether ``update`` of a cache takes the keyword arguments, reads indices from them and adds lengths."""
     return "kwargs" in inspect.signature(kind.update).parameters  # type: ignore[attr-defined]
 
 
 def placed(
     ends: torch.Tensor, gone: torch.Tensor, total: int, longest: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return where in ``total`` packed keys each key of a page comes from, ``block_table`` and ``seqused_k``.
+    """Return the index among ``total`` packed keys of each key of the pages, ``block_table`` and ``seqused_k``.
 
-    Sizes follow from ``total`` and ``longest`` alone, so that nothing waits for a GPU. What is before the keys of a
-    sequence is read from its own first page: no query sees it, but it must be finite.
+    Sizes depend on ``total`` and ``longest`` alone, so that nothing waits for a GPU. Positions of dropped keys read the
+    sequence's own first page: no query sees them, but the values must be finite.
 
     Args:
-        ends: ``[B + 1]``, int64: the sequences of the packed keys.
-        gone: ``[B]``, int64: keys that were dropped in front of each.
-        total: packed keys.
-        longest: no less than any sequence has.
+        ends: ``[B + 1]``, int64: cumulative lengths of the packed keys.
+        gone: ``[B]``, int64: number of dropped keys before each sequence.
+        total: number of packed keys.
+        longest: at least the length of the longest sequence.
     """
     skipped, lead, held = gone % SEGMENT // PAGE, gone % PAGE, ends.diff()
     pages = (lead + held + PAGE - 1) // PAGE

@@ -1,4 +1,4 @@
-"""What a model of transformers needs beside its modules: an attention of ours, under a name of its own."""
+"""Register our attention with transformers, and swap it into the configs of a model."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from rl_kernels.models.attention import attention_forward, attention_mask
 from rl_kernels.models.swap import Undo
 
 NAME = "rl_kernels_flash"
-"""The attention implementation, as ``config._attn_implementation`` knows it.
+"""Name of the attention implementation in ``config._attn_implementation``.
 
-By "flash" in a name transformers knows an attention that takes packed sequences by their lengths and needs no mask made
-of elements. Its continuous batching runs no others beside its own, or puts FlashAttention in their place.
+The "flash" in a name tells transformers that an attention takes packed sequences by their lengths and needs no mask of
+elements. Continuous batching runs only such attentions and its own, or replaces others by FlashAttention.
 """
 
 
 class Swapped(str):
-    """``name()`` as a config has it while swapped; a deep copy remembers what it had, a pickle holds that alone."""
+    """``name()`` in a swapped config; a deep copy keeps the original name too, a pickle holds only that."""
 
     original: str
 
@@ -32,12 +32,12 @@ class Swapped(str):
         return str, (self.original,)
 
 
-# Before 2.13, torch.compile takes no other subclass of str as the key of a dict, which transformers makes of it.
+# Before 2.13, torch.compile accepts only a registered subclass of str as a dict key; transformers uses it as one.
 register_constant(Swapped)
 
 
 def pretrained(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of a model that are transformers' ``PreTrainedModel``; imports it for none other."""
+    """Return the modules of a model that are ``PreTrainedModel``; does not import transformers by itself."""
     if "transformers" not in sys.modules:
         return []
     from transformers import PreTrainedModel
@@ -46,14 +46,14 @@ def pretrained(model: nn.Module) -> list[nn.Module]:
 
 
 def name() -> str:
-    """Return ``NAME`` as the installed transformers wants it: there were names apart for continuous batching."""
+    """Return ``NAME`` in the form of the installed transformers; older ones need a prefix for continuous batching."""
     from transformers import AttentionInterface
 
     return f"paged|{NAME}" if "paged|sdpa" in AttentionInterface().valid_keys() else NAME
 
 
 def register() -> None:
-    """Register the attention, and the mask that it wants."""
+    """Register the attention and its mask with transformers."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(name(), attention_forward)
@@ -66,7 +66,7 @@ def why_not(module: Any) -> str | None:
     if can is None or not can():
         return "its attention does not go through transformers' AttentionInterface"
     if not getattr(module, "_supports_flash_attn", False):
-        return "its attention is none that flash attention computes"
+        return "flash attention does not support its attention"
     return None
 
 
@@ -86,9 +86,9 @@ def attention_swap(config: Any) -> Undo:
     """Swap a config's attention implementation for ours; return how to undo it."""
     found = config._attn_implementation
     swapped = Swapped(name())
-    # A deep copy of a config that was swapped is so too. A model made under our name never had another one.
+    # A deep copy of a swapped config is swapped too. A model made under our name never had another name.
     swapped.original = getattr(found, "original", "sdpa" if found == swapped else found)
-    # The public setter would set the configs inside too, each of which is swapped by itself.
+    # The public setter would also set the inner configs, which are swapped one by one.
     config._attn_implementation_internal = swapped
 
     def undo(config: Any) -> None:

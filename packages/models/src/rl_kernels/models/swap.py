@@ -1,4 +1,4 @@
-"""Swaps that can be undone in any order: who asks for one that is there holds it too, and the last one undoes it."""
+"""Swaps that can be undone in any order: a second request holds the same swap, and the last holder undoes it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 SWAPPED = "_rl_kernels_swapped"
-"""An attribute of classes that stand for others: the class that each stands for."""
+"""Attribute of a swapped class: the original class."""
 Undo = Callable[[Any], None]
-"""Takes the object and undoes its swap; it must not keep the object alive itself."""
+"""Takes the object and undoes its swap; it must not hold a reference to the object."""
 
 
 class _Held(NamedTuple):
@@ -27,11 +27,11 @@ class _Held(NamedTuple):
 
 _lock = threading.RLock()
 _held: dict[tuple[int, str], _Held] = {}
-"""(id, what) -> the swap of an object; configs of transformers have no hash. It goes when the object does."""
+"""(id, what) -> the swap of an object, until the object is freed; by id, because configs have no hash."""
 
 
 def hold(target: Any, what: str, swap: Callable[[Any], Undo]) -> Callable[[], None]:
-    """Swap ``what`` of an object, unless that is held already; return what lets go of it."""
+    """Swap ``what`` of an object, unless that is done already; return a function that releases it."""
     key = id(target), what
     with _lock:
         if key in _held:
@@ -58,13 +58,13 @@ def held(target: Any, what: str) -> bool:
 
 
 def forget_graphs() -> None:
-    """Drop what was compiled: before 2.13, PyTorch does not see that the class of a module has changed."""
+    """Drop compiled graphs: before 2.13, PyTorch does not notice that the class of a module has changed."""
     if "torch._dynamo" in sys.modules and torch.__version__ < "2.13":
         torch.compiler.reset()
 
 
 def class_swap(other: type[nn.Module], original: type[nn.Module]) -> Callable[[nn.Module], Undo]:
-    """Return the swap of a module's class for a subclass of it; the object and all it holds stay as they are."""
+    """Return a function that swaps a module's class for a subclass; the object and its state stay as they are."""
 
     def swap(module: nn.Module) -> Undo:
         module.__class__ = other
@@ -74,7 +74,7 @@ def class_swap(other: type[nn.Module], original: type[nn.Module]) -> Callable[[n
 
 
 def _give_back(module: nn.Module, other: type[nn.Module], original: type[nn.Module]) -> None:
-    """Take a class out of a module's; FSDP2 and parametrizations put one of their own before it, which stays."""
+    """Restore a module's class; a class that FSDP2 or a parametrization put on top stays."""
     found = type(module)
     if found is other:
         module.__class__ = original
@@ -83,12 +83,12 @@ def _give_back(module: nn.Module, other: type[nn.Module], original: type[nn.Modu
         body = {name: value for name, value in vars(found).items() if name not in ("__dict__", "__weakref__")}
         module.__class__ = type(found.__name__.replace(other.__name__, original.__name__), bases, body)
     elif other in found.__mro__:
-        warnings.warn(f"model: a {found.__name__} stays swapped, its class was changed twice since", stacklevel=3)
+        warnings.warn(f"model: a {found.__name__} stays swapped: its class was changed twice since", stacklevel=3)
 
 
 @contextmanager
 def replaced(model: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Have a function in the place of a method of an object."""
+    """Replace a method of an object by a function for a ``with`` block."""
     own = {key: value for key, value in vars(model).items() if key == name}
     setattr(model, name, function)
     try:

@@ -1,4 +1,4 @@
-"""Watch what goes into and comes out of every module of a model, in the order in which it happens."""
+"""Watch the inputs and outputs of every module of a model, in execution order."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Place(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """A tensor, where it was seen, and the module whose forward was running when it was made."""
+    """A tensor, where it was seen, and the module whose forward made it."""
 
     place: Place
     maker: str
@@ -34,7 +34,7 @@ class Seen(NamedTuple):
 
 @contextmanager
 def watched(model: nn.Module, see: Callable[[Seen], None]) -> Iterator[None]:
-    """Call ``see`` with each floating tensor that goes into or comes out of a module during one forward pass."""
+    """Call ``see`` with each floating-point input and output of every module during one forward pass."""
     calls: Counter[str] = Counter()
     running: list[tuple[str, int]] = [("", 0)]
 

@@ -1,4 +1,4 @@
-"""The same samples in other surroundings: batched, moved, padded, cut. What a row's bits must not follow."""
+"""The same samples batched, reordered, padded and cut into chunks: a row's bits must not depend on that."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import torch
 from torch import nn
 
 PAD = 3
-"""Positions of padding beyond what the longest prompt asks for."""
+"""Positions of padding beyond those that the longest prompt needs."""
 CHUNK = 5
-"""Tokens of a chunk; what is left is decoded one at a time."""
+"""Tokens of a chunk; the rest is decoded one token at a time."""
 
 
 class Row(NamedTuple):
-    """Where a stretch of a sample stands in a batch."""
+    """Where a range of a sample's tokens stands in a batch."""
 
     sample: int
     row: int
-    """In the batch."""
+    """Index in the batch."""
     first: int = 0
-    """The token of the batch that is the stretch's first."""
+    """Position of the range's first token in the batch."""
     start: int = 0
-    """The token of the sample that is the stretch's first."""
+    """Position of the range's first token in the sample."""
     length: int = 0
 
 
@@ -33,11 +33,11 @@ class Piece(NamedTuple):
     """One forward pass."""
 
     run: Callable[[Any], Any]
-    """Takes the output of the piece before it, gives its own."""
+    """Takes the output of the piece before it; returns its own."""
     rows: list[Row]
     batch: int
     tokens: int | None
-    """None where samples are no sequences: their rows are compared whole."""
+    """Tokens of a row; None if samples are not sequences, whose rows are compared whole."""
 
 
 Variant = tuple[str, list[Piece]]

@@ -1,1 +1,1 @@
-"""What lies between a model's products and is many small launches in PyTorch: in one, with the bits of the many."""
+"""Fused parts between a model's products: one launch for many of PyTorch's, with identical bits."""

@@ -1,4 +1,4 @@
-"""Where the fused forms can stand in, so that nobody sees a difference but in time."""
+"""Conditions under which a fused form can replace PyTorch's ops without any visible difference but time."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def fits(*tensors: object) -> bool:
-    """Say whether Triton can take these tensors, which are of one dtype and device, in plain eager mode.
+    """Say whether Triton can take these tensors: one dtype and device, in plain eager mode.
 
-    Under torch.compile the compiler fuses what it is given.
+    Under torch.compile the compiler does the fusing.
     """
     first = tensors[0]
     if not INSTALLED or torch.compiler.is_compiling() or not isinstance(first, torch.Tensor):
@@ -30,5 +30,5 @@ def fits(*tensors: object) -> bool:
 
 
 def _is_like(x: Any, first: torch.Tensor) -> bool:
-    # What lies behind the imaginary part of a conjugate has the other sign.
+    # A lazily negated tensor, such as the imaginary part of a conjugate, has the other sign in memory.
     return x.dtype == first.dtype and x.device == first.device and not x.is_neg()

@@ -1,4 +1,4 @@
-"""The gradient of an embedding: the rows of each id in ascending order, where PyTorch's order varies on a GPU."""
+"""The gradient of an embedding: rows are summed in ascending order; PyTorch's order varies on a GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rl_kernels.core.triton_lib.launch import ceil_div, launch
 from rl_kernels.models.fused.conditions import PLAIN, fits
 
 COLUMNS = 512
-"""Of a program."""
+"""Columns of a program."""
 INTEGERS = (torch.int32, torch.int64)
 
 
@@ -22,7 +22,7 @@ class OrderedEmbedding(nn.Embedding):
     """An ``nn.Embedding`` whose weight gets the same gradient, bit for bit, in every run."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return the rows of the ids."""
+        """Return ``weight[input]``, ``[..., embedding_dim]``."""
         is_plain = self.max_norm is None and not self.scale_grad_by_freq and not self.sparse
         if not is_plain or not _takes(input, self.weight):
             return super().forward(input)
@@ -37,12 +37,12 @@ def _takes(ids: Any, weight: torch.Tensor) -> bool:
 
 
 def embedding(ids: torch.Tensor, weight: torch.Tensor, padding_idx: int | None = None) -> torch.Tensor:
-    """Return ``weight[ids]``; the gradient of a row is the FP32 sum, in ascending order, of those of its places.
+    """Return ``weight[ids]``; the gradient of a row is the FP32 sum over its occurrences in ascending order.
 
-    Rows with zero gradient anywhere between, such as those of padding, change no bit of it; it is rounded once.
+    The sum is rounded once. Rows with zero gradient between them, such as padding, change no bit of it.
 
     Args:
-        ids: of any shape, int32 or int64.
+        ids: any shape, int32 or int64.
         weight: ``[V, D]``, FP32, BF16 or FP16.
         padding_idx: the id whose row gets no gradient, if any.
     """
@@ -65,7 +65,7 @@ class _Embedding(torch.autograd.Function):
         (ids,) = ctx.saved_tensors
         (rows, size), padding = ctx.shape, ctx.padding
         if torch.is_grad_enabled() or is_traced():
-            # A gradient that is differentiated again, or one of a batch of them: PyTorch's, in its own order.
+            # For double backward and batched gradients: PyTorch's gradient, in its own order.
             return None, torch.ops.aten.embedding_dense_backward(grad, ids, rows, padding, False), None
         dweight = grad.new_zeros(ctx.shape)
         if ids.numel():

@@ -1,4 +1,4 @@
-"""The gate of an MLP, ``silu(gate) up``: one launch, and nothing saved but its two factors."""
+"""The gate of an MLP, ``silu(gate) * up``: one launch; only the two factors are saved for backward."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ BLOCK = 1024
 
 
 def takes(gate: Any, up: Any) -> bool:
-    """Say whether ``silu_mul`` stands for ``F.silu(gate) * up`` here."""
+    """Say whether ``silu_mul`` can replace ``F.silu(gate) * up`` here."""
     return (
         fits(gate, up) and gate.shape == up.shape and bool(gate.numel()) and gate.is_contiguous() and up.is_contiguous()
     )
 
 
 def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Return ``silu(gate) up``, of any shape; both factors are differentiable.
+    """Return ``silu(gate) * up``, in the shape and dtype of both; both are differentiable.
 
-    SwiGLU's (https://arxiv.org/abs/2002.05202); silu is rounded to the dtype before it is multiplied, as in PyTorch.
-    ``takes`` says which arguments it takes.
+    The formula is SwiGLU's (https://arxiv.org/abs/2002.05202). silu is rounded to the dtype before the product, as in
+    PyTorch. ``takes`` says which arguments are allowed.
     """
     if not torch.is_grad_enabled() or not (gate.requires_grad or up.requires_grad):
         return _product(gate, up)

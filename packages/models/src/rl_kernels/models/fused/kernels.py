@@ -1,4 +1,4 @@
-"""What is fused, in Triton. Every rounding of rotary embedding and gate is where PyTorch's kernels have theirs."""
+"""The fused Triton kernels. Rotary embedding and gate round exactly where PyTorch's kernels do."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ if not INTERPRETED.value:
     from triton.language.extra import libdevice
 
 AT_ONCE = tl.constexpr(16)
-"""Rows that are loaded before the first of them is added."""
+"""Rows that are loaded before the first one is added."""
 
 
 @triton.jit
 def rounded(x, y, LIKE):
-    """Return ``x y`` as a tensor of LIKE's dtype holds it, FP32."""
+    """Return ``x * y`` rounded to LIKE's dtype, as FP32."""
     return product(x, y).to(LIKE.dtype.element_ty).to(tl.float32)
 
 
@@ -25,7 +25,7 @@ def turned(
     X, OUT, c, s, c_, s_, x_head, out_head, d, inside,
     HEADS: tl.constexpr, PART: tl.constexpr, HALF: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
-    """Turn the heads of one token, PART at a time; c and s are of the first half, c_ and s_ of the second."""
+    """Rotate the heads of one token, PART at a time; c and s are for the first half, c_ and s_ for the second."""
     for first in tl.static_range(0, HEADS, PART):
         heads = first + tl.arange(0, PART)
         mask = (heads < HEADS)[:, None] & inside[None, :]
@@ -52,7 +52,7 @@ def rotate(
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr,
     BACK: tl.constexpr,
 ):  # fmt: skip
-    """Rotate queries and keys ``[B, H, T, 2 HALF]`` by ``COS, SIN[B, T, 2 HALF]``, or gradients back. Grid: tokens."""
+    """Rotate queries and keys ``[B, H, T, 2 HALF]`` by ``COS, SIN[B, T, 2 HALF]``; BACK: gradients. Grid: tokens."""
     b, t = (tl.program_id(0) // tokens).to(tl.int64), (tl.program_id(0) % tokens).to(tl.int64)
     d = tl.arange(0, WIDTH)
     inside = d < HALF
@@ -77,7 +77,7 @@ def sigmoid_parts(x):
 
 @triton.jit
 def gate_forward(GATE, UP, OUT, count, BLOCK: tl.constexpr):
-    """Write ``silu(GATE) UP``, silu rounded in between. Grid: blocks."""
+    """Write ``silu(GATE) * UP``; silu is rounded before the product. Grid: blocks."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < count
     gate, up = tl.load(GATE + at, mask=mask, other=0.0), tl.load(UP + at, mask=mask, other=0.0)
@@ -106,9 +106,10 @@ def gate_backward(GRAD, GATE, UP, D_GATE, D_UP, count, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=("padding",))
 def sum_rows(GRAD, IDS, ORDER, ENDS, OUT, padding, size, COLUMNS: tl.constexpr):
-    """Write to ``OUT[V, size]`` the sum of the rows ``GRAD[ORDER]`` of each id but padding, in ascending order.
+    """Write to ``OUT[V, size]`` the sum of the rows ``GRAD[ORDER]`` of each id, except padding, in ascending order.
 
-    IDS ascend, and ENDS says where the places of each end. Grid: places, of which the first of an id works, columns.
+    IDS are sorted; ENDS holds the end of each id's range of places. Grid: places x columns; only an id's first place
+    works.
     """
     place = tl.program_id(0).to(tl.int64)
     own = tl.load(IDS + place)

@@ -1,4 +1,4 @@
-"""Rotary embedding of queries and keys: one launch for what is fourteen of PyTorch's, forward and backward."""
+"""Rotary embedding of queries and keys: one launch instead of PyTorch's fourteen, forward and backward."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from rl_kernels.models.fused.conditions import fits
 
 DIMS, COS_DIMS = 4, 3
 PART = 16
-"""Heads that a program turns at once."""
+"""Heads that a program rotates at once."""
 
 
 def takes(q: Any, k: Any, cos: Any, sin: Any) -> bool:
-    """Say whether ``rotary`` stands for ``q cos + rotate_half(q) sin`` here, and the same of k."""
+    """Say whether ``rotary`` can replace ``q * cos + rotate_half(q) * sin`` here, for q and k."""
     if not fits(q, k) or not fits(cos, sin):
         return False
     if q.ndim != DIMS or k.ndim != DIMS or cos.ndim != COS_DIMS or not q.numel():
         return False
-    # Of FP32 weights under autocast, queries come in the dtype of products and angles in FP32.
+    # With FP32 weights under autocast, queries have the autocast dtype and angles are FP32.
     if cos.dtype not in (q.dtype, torch.float32) or cos.device != q.device:
         return False
     if cos.requires_grad or sin.requires_grad or cos.shape != sin.shape or cos.stride() != sin.stride():
@@ -34,11 +34,11 @@ def takes(q: Any, k: Any, cos: Any, sin: Any) -> bool:
 
 
 def rotary(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return q and k ``[B, H, T, D]`` rotated by ``cos`` and ``sin[B or 1, T, D]``, in the dtype of these.
+    """Return ``q[B, H, T, D]`` and ``k[B, Hkv, T, D]`` rotated by ``cos, sin[B or 1, T, D]``, in the dtype of cos.
 
-    The formula is that of RoFormer (https://arxiv.org/abs/2104.09864) with halves in place of pairs, as transformers
-    has it; each product is rounded to the dtype of the result, as there. Gradients flow to q and k; ``takes`` says
-    which arguments it takes.
+    The formula is RoFormer's (https://arxiv.org/abs/2104.09864) with halves in place of pairs, as in transformers. Each
+    product is rounded to the dtype of the result, as there. Gradients flow to q and k. ``takes`` says which arguments
+    are allowed.
     """
     if not torch.is_grad_enabled() or not (q.requires_grad or k.requires_grad):
         return _turned(q, k, cos, sin, cos.dtype, back=False)

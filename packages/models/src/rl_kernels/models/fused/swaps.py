@@ -1,4 +1,4 @@
-"""Where models of transformers have what is fused here: found by what it computes, not by its name alone."""
+"""Find the code in models of transformers that is fused here: by its results, not by its name alone."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from rl_kernels.models.fused import gate, rotary
 from rl_kernels.models.swap import SWAPPED, Undo
 
 ROTARY = "apply_rotary_pos_emb"
-"""The function of a modelling file that its attention calls."""
+"""Name of the function in a modelling file that its attention calls."""
 PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-"""Of a module, which call what is not to be left out."""
+"""Hook attributes of a module; hooks must still be called."""
 PROBE: Any = {"dtype": torch.float32, "device": "cpu"}
-"""Whatever the defaults are."""
+"""Independent of the default dtype and device."""
 
 
 def rotary_module(part: nn.Module) -> ModuleType | None:
-    """Return the modelling file of a ``PreTrainedModel`` if its attention turns halves by one cosine and one sine."""
+    """Return the modelling file of a ``PreTrainedModel`` if its rotary embedding rotates halves as ours does."""
     module = sys.modules.get(type(part).__module__)
     function = getattr(module, ROTARY, None)
     return module if function is not None and _turns_halves(function, torch.float32) else None
 
 
 def _turns_halves(function: Callable[..., Any], dtype: torch.dtype) -> bool:
-    """Say whether a function rotates queries and keys of a dtype by FP32 angles as products and sums do, no more."""
+    """Say whether a function rotates queries and keys of a dtype by FP32 angles with exactly our formula."""
     generator = torch.Generator().manual_seed(0)
     q, k, cos, sin = (
         torch.randn(shape, generator=generator, **PROBE) for shape in ((1, 2, 3, 8), (1, 1, 3, 8), (1, 3, 8), (1, 3, 8))
@@ -43,14 +43,14 @@ def _turns_halves(function: Callable[..., Any], dtype: torch.dtype) -> bool:
         found = function(q, k, cos, sin)
         pairs = list(zip(found, expected, strict=True))
         return all(x.dtype == y.dtype and torch.equal(x, y) for x, y in pairs)
-    except Exception:  # whatever else it wants, it is none of this kind
+    except Exception:  # it wants other arguments, so it is another function
         return False
 
 
 def rotary_swap(module: ModuleType) -> Undo:
-    """Swap the function of a modelling file for ours, for all models of the file: no bit of theirs changes."""
+    """Swap the function of a modelling file for ours; this affects all its models, but changes no bit."""
     original = getattr(module, ROTARY)
-    # Olmo's returns the dtype of what it is given, whatever that of the angles.
+    # Olmo's returns the dtype of q and k, whatever the dtype of the angles.
     promotes = _turns_halves(original, torch.bfloat16)
 
     def apply(q: Any, k: Any, cos: Any, sin: Any, *args: Any, **options: Any) -> Any:
@@ -68,7 +68,7 @@ def rotary_swap(module: ModuleType) -> Undo:
 
 
 def gated(module: nn.Module) -> Callable[..., torch.Tensor] | None:
-    """Return the forward of an MLP whose gate goes through SiLU, with the gate fused, or None if it is no such."""
+    """Return a forward with a fused gate for an MLP with a SiLU gate; None for any other module."""
     if dict(module.named_children()).keys() != PARTS or not _is_silu(module.act_fn):
         return None
     twin = copy.copy(module)
@@ -78,7 +78,7 @@ def gated(module: nn.Module) -> Callable[..., torch.Tensor] | None:
     try:
         with torch.no_grad():
             found = type(module).forward(twin, probe)
-    except Exception:  # whatever it wants beside a row, it is no MLP of this kind
+    except Exception:  # it wants more than rows, so it is another kind of MLP
         return None
     expected = F.silu(probe * 0.5) * (probe * -1.5) * 2.0
     return _forward if isinstance(found, torch.Tensor) and torch.equal(found, expected) else None
@@ -92,7 +92,7 @@ def _forward(self: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _is_silu(module: object) -> bool:
-    """Say whether a module is SiLU and no subclass of it but ours, which may compute something else."""
+    """Say whether a module is SiLU or our swap of it; other subclasses may compute something else."""
     kind = getattr(module, SWAPPED, type(module))
     return kind is nn.SiLU or (kind.__name__, kind.__module__) == ("SiLUActivation", "transformers.activations")
 
