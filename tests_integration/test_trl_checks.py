@@ -81,7 +81,7 @@ def test_a_sharded_head_is_refused(trainer_of: Made, tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"guidance_scale": 1.5}, "expected no guidance_scale"),
-        ({"num_beams": 2}, "expected a pass for each token, as in sampling, got beam"),
+        ({"num_beams": 2}, "expected one pass for each token, as in sampling, got beam"),
         ({"prompt_lookup_num_tokens": 2}, "got assisted_generation"),
     ],
     ids=["guidance", "beams", "assisted"],

@@ -165,5 +165,5 @@ def test_models_that_cannot_be_looked_at():
             warnings.simplefilter("error")
             check_logits(model, score_of(model))
     model.base_model_prefix = ""
-    with pytest.raises(TypeError, match=r"^model: expected a base_model that gives last hidden states, Llama.* has none"):
+    with pytest.raises(TypeError, match=r"^model: expected a base_model that gives last hidden states, .* has none"):
         check_logits(model, score_of(model))

@@ -138,7 +138,7 @@ def _audited(model: nn.Module, unsure: list[str]) -> None:
     """Require that modules with weights of their own, such as experts, do not depend on the batch."""
     names = ", ".join(unsure[:SHOWN]) + (f" and {len(unsure) - SHOWN} more" if len(unsure) > SHOWN else "")
     if not pretrained.pretrained(model):
-        raise ValueError(f"model: {names} may depend on the batch: run audit(model, inputs) without strict")
+        raise ValueError(f"model: {names} may depend on the batch: drop strict and run audit(model, inputs)")
     result = audit(model, prompts=AUDITED_PROMPTS, length=AUDITED_TOKENS)
     if result.culprit is not None:
         raise ValueError(f"model: its output depends on the batch: {result.culprit}")

@@ -1,1 +1,1 @@
-"""What trainers need of the operators, one module a trainer."""
+"""Integrations of the operators: one module for each trainer or library."""

@@ -1,10 +1,10 @@
-"""The names of thinking-machines' batch_invariant_ops on our operators: a script that uses them changes its import.
+"""The API of thinking-machines' batch_invariant_ops on our operators: a script only changes its import.
 
 ``import rl_kernels.models.clients.batch_invariant_ops as batch_invariant_ops``. In the mode ``torch.mm``, ``addmm``,
-``bmm``, ``log_softmax`` and ``mean`` give a row the same bits alone and in any batch; ``nn.Linear``, and
-``torch.matmul`` but for vectors, are made of the first three. Names and meaning are those of
-https://github.com/thinking-machines-lab/batch_invariant_ops and of most that its copies in SGLang and vLLM have added;
-the code is ours.
+``bmm``, ``log_softmax`` and ``mean`` give a row the same bits alone and in any batch. So do ``nn.Linear``, and
+``torch.matmul`` except with vectors, because they call the first three. Names and meaning are those of
+https://github.com/thinking-machines-lab/batch_invariant_ops and of most additions in its copies in SGLang and vLLM; the
+code is ours.
 """
 
 from rl_kernels.models.clients.batch_invariant_ops.functions import (

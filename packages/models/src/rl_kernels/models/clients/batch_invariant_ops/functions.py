@@ -1,4 +1,4 @@
-"""The functions that batch_invariant_ops and its copies have by name; they need no mode and carry gradients."""
+"""The functions of batch_invariant_ops and its copies; they work without the mode and are differentiable."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from rl_kernels.det_gemm import det_gemm, det_linear
 from rl_kernels.models.clients.batch_invariant_ops import products, reductions
 
 ATTENTION_BLOCK = 64
-"""Queries and keys that ``det_attention`` takes at once."""
+"""Queries and keys of a block of ``det_attention``."""
 
 
 def matmul_persistent(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Return ``a @ b + bias``, each row a function of that row of ``a`` and of the others alone, bit for bit.
+    """Return ``a @ b + bias``; each row depends on that row of ``a``, on b and bias alone, bit for bit.
 
     Args:
         a: ``[M, K]``, FP32, BF16 or FP16, any strides; differentiable.
@@ -41,26 +41,27 @@ def matmul_persistent(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | Non
 
 
 def mm_batch_invariant(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return ``matmul_persistent(a, b)``."""
+    """Return ``matmul_persistent(a, b)``, which documents shapes, dtypes and errors."""
     return matmul_persistent(a, b)
 
 
 def addmm_batch_invariant(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return ``matmul_persistent(a, b, bias)``."""
+    """Return ``matmul_persistent(a, b, bias)``, which documents shapes, dtypes and errors."""
     return matmul_persistent(a, b, bias)
 
 
 def linear_batch_invariant(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Return ``det_linear(input[..., K], weight[N, K], bias[N])``."""
+    """Return ``det_linear(input[..., K], weight[N, K], bias[N])``, which documents dtypes and errors."""
     return det_linear(input, weight, bias)
 
 
 def bmm_batch_invariant(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Return ``a[B, M, K] @ b[B, K, N]`` for each of the B, one ``det_gemm`` each; differentiable without ``out``.
+    """Return ``a[b] @ b[b]`` for each of the B pairs of matrices, one ``det_gemm`` each.
 
     Args:
-        a: FP32, BF16 or FP16, any strides.
-        b: in the dtype of ``a``, any strides; a matrix that is expanded over B is multiplied with all rows at once.
+        a: ``[B, M, K]``, FP32, BF16 or FP16, any strides; differentiable without ``out``.
+        b: ``[B, K, N]`` in the dtype of ``a``, any strides; differentiable without ``out``. One matrix expanded over B
+            is multiplied with all rows at once.
         out: ``[B, M, N]`` in that dtype, overwritten and returned, or None.
 
     Returns:
@@ -81,14 +82,14 @@ def bmm_batch_invariant(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor |
 
 
 def log_softmax(input: torch.Tensor, dim: int = -1) -> torch.Tensor:
-    """Return log_softmax of each row, with the bits that ``fused_logp`` gives for its tokens.
+    """Return log_softmax of each row, bitwise identical to ``fused_logp`` for each token.
 
     Args:
         input: FP32, BF16, FP16 or FP64, any strides; differentiable.
-        dim: which dim a row lies along; any, where the original takes the last alone.
+        dim: the dim of a row; any dim, where the original takes only the last.
 
     Returns:
-        shape and dtype of ``input``, contiguous; worked in FP32 (FP64 for FP64).
+        contiguous, in the shape and dtype of ``input``; computed in FP32 (FP64 for FP64).
 
     Raises:
         TypeError, IndexError: an argument is not as above; the message names it.
@@ -102,13 +103,13 @@ def mean_dim(
     """Return the mean over one dim, or over several.
 
     Args:
-        input: floating or integers, any strides; differentiable.
-        dim: dims counted from either end; an empty list is all of them.
-        keepdim: keep them, with size 1.
-        dtype: of the result, floating; by default that of ``input``, FP32 for integers.
+        input: floating-point or integer, any shape, any strides; differentiable.
+        dim: dims, counted from either end; an empty list means all.
+        keepdim: keep the reduced dims, with size 1.
+        dtype: floating-point dtype of the result; by default that of ``input``, FP32 for integers.
 
     Returns:
-        the mean, worked in FP32 (FP64 if ``input`` or ``dtype`` is) and rounded once.
+        the mean, computed in FP32 (FP64 if ``input`` or ``dtype`` is) and rounded once.
 
     Raises:
         TypeError, ValueError, IndexError: an argument is not as above; the message names it.
@@ -125,7 +126,7 @@ def mean_dim(
 def mean_batch_invariant(
     input: torch.Tensor, dim: Sequence[int], keepdim: bool = False, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Return ``mean_dim`` over a list of dims."""
+    """Return ``mean_dim`` over a list of dims; arguments and errors as there."""
     return mean_dim(input, dim, keepdim, dtype)
 
 
@@ -134,33 +135,33 @@ def rms_norm(input: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> to
 
     Args:
         input: ``[..., D]``, FP32, BF16, FP16 or FP64, any strides; differentiable.
-        weight: ``[D]``; differentiable.
+        weight: ``[D]``, in any of these dtypes (FP64 only if input is FP64); differentiable.
         eps: added to the mean of squares, >= 0.
 
     Returns:
-        shape and dtype of ``input``.
+        ``[..., D]`` in the dtype of ``input``.
 
     Raises:
-        TypeError, ValueError: an argument is not as above; the message of ``rl_kernels.norm.rms_norm`` names it, and
-            calls ``input`` x.
+        TypeError, ValueError: an argument is not as above; the message of ``rl_kernels.norm.rms_norm`` names it;
+            it calls ``input`` x.
     """
     found = norm.rms_norm(input, weight, eps=eps, cast_first=False)
-    assert isinstance(found, torch.Tensor)  # a pair comes only of a residual
+    assert isinstance(found, torch.Tensor)  # a pair is returned only with a residual
     return found
 
 
 def rms_norm_batch_invariant(input: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
-    """Return ``rms_norm(input, weight, eps)``."""
+    """Return ``rms_norm(input, weight, eps)``; arguments and errors as there."""
     return rms_norm(input, weight, eps)
 
 
 class AttentionBlockSize(NamedTuple):
-    """Queries and keys that an attention takes at once."""
+    """Queries (``block_m``) and keys (``block_n``) that an attention processes at once."""
 
     block_m: int
     block_n: int
 
 
 def get_batch_invariant_attention_block_size() -> AttentionBlockSize:
-    """Return the blocks of ``det_attention``, which no batch changes."""
+    """Return the block sizes of ``det_attention``, which do not depend on the batch."""
     return AttentionBlockSize(ATTENTION_BLOCK, ATTENTION_BLOCK)

@@ -1,4 +1,4 @@
-"""The reductions in Triton, with the bits of ``reductions``: every sum is the tree that ``rowwise.row_sum`` adds."""
+"""The reductions in Triton, bitwise identical to ``reductions``: each sum is the tree of ``rowwise.row_sum``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 AT_ONCE = tl.constexpr(16)
-"""Sums of segments that are loaded before the first of them is added."""
+"""Segment sums that are loaded before the first one is added."""
 
 
 @triton.jit(do_not_specialize=("columns", "row_stride", "column_stride"))
@@ -28,7 +28,7 @@ def mean(total, count):
 
 @triton.jit
 def halves(ROW, d, here, columns, stride, AT: tl.constexpr, WIDTH: tl.constexpr):
-    """Return WIDTH columns, folded to AT: the second half is added to the first, again and again."""
+    """Return WIDTH columns folded to AT columns: each step adds the second half to the first."""
     if AT == WIDTH:
         return tl.load(ROW + d * stride, mask=here & (d < columns), other=0.0).to(tl.float32)
     else:
@@ -41,10 +41,10 @@ def segment_sums(
     X, OUT, rows, columns, row_stride, column_stride, segments,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, AT: tl.constexpr, LEVELS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Write to ``OUT[rows, segments]`` the sum of each WIDTH columns, or of WHOLE rows the mean.
+    """Write to ``OUT[rows, segments]`` the sum of each WIDTH columns, or with WHOLE the mean of each row.
 
-    Grid: segments of ROWS rows each. The second half is added to the first, and so on: a tree of additions of elements.
-    AT columns, 2 to the LEVELS, are left when all has been loaded.
+    Grid: segments of ROWS rows each. Each step adds the second half to the first: a tree of element-wise additions.
+    ``AT = 2**LEVELS`` columns are left after loading.
     """
     segment = (tl.program_id(0) % segments).to(tl.int64)
     row = (tl.program_id(0) // segments).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -62,7 +62,7 @@ def segment_sums(
 
 @triton.jit(do_not_specialize=("rows", "segments", "count"))
 def means(SUMS, OUT, rows, segments, count, ROWS: tl.constexpr):
-    """Add ``SUMS[rows, segments]`` in ascending order, and divide by the count. Grid: ROWS rows each."""
+    """Add ``SUMS[rows, segments]`` in ascending order and divide by ``count``. Grid: ROWS rows each."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     here = row < rows
     total = tl.zeros([ROWS], tl.float32)

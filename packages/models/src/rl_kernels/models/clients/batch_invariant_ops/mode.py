@@ -1,8 +1,8 @@
-"""The mode: kernels of PyTorch's own ops, for tensors on CPUs and GPUs, that call our operators until it ends.
+"""The mode: replaces kernels of PyTorch's ops, on CPUs and GPUs, by calls of our operators until it ends.
 
-They stand below autograd, so gradients follow PyTorch's formulas, whose products come back here. What is exact in any
-order (integers) goes on to the kernel that was there before, and so does what our native backends multiply, which
-otherwise would call themselves.
+The kernels are below autograd: gradients follow PyTorch's formulas, and their products come back here. Integers, whose
+sums are exact in any order, go to PyTorch's kernel. So do the products inside our native backends, which would
+otherwise call themselves.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rl_kernels.models.clients.batch_invariant_ops import products, reductions
 
 KEYS = ("CPU", "CUDA")
 OVERRIDDEN_BEFORE = "(?s)Warning only once for all operators.*"
-"""What PyTorch says of the first kernel that is overridden, which here is the purpose."""
+"""PyTorch's warning about the first overridden kernel; overriding is intended here."""
 
 _lock = threading.RLock()
 _library: torch.library.Library | None = None
@@ -34,12 +34,12 @@ def is_batch_invariant_mode_enabled() -> bool:
 
 
 def enable_batch_invariant_mode(enable_bmm: bool = True) -> None:
-    """Turn the mode on for the process, until it is turned off; where it is on already, nothing changes.
+    """Turn the mode on for the process until it is turned off; if it is already on, nothing changes.
 
-    No other thread may compute meanwhile: PyTorch exchanges kernels without waiting for those that run.
+    No other thread may compute during the call: PyTorch exchanges kernels without waiting for running ones.
 
     Args:
-        enable_bmm: take ``bmm`` too; False leaves it to PyTorch.
+        enable_bmm: replace ``bmm`` too; False leaves it to PyTorch.
     """
     with _lock:
         if _library is None:
@@ -47,16 +47,19 @@ def enable_batch_invariant_mode(enable_bmm: bool = True) -> None:
 
 
 def disable_batch_invariant_mode() -> None:
-    """Turn the mode off, whoever turned it on: PyTorch's kernels are back, and their bits; off already, nothing."""
+    """Turn the mode off, whoever turned it on, and restore PyTorch's kernels; does nothing if it is off."""
     with _lock:
         _leave()
 
 
 @contextmanager
 def set_batch_invariant_mode(enabled: bool = True) -> Iterator[None]:
-    """Turn the mode on or off for a ``with`` block, and back to what it was, after an exception too; blocks nest.
+    """Turn the mode on or off for a ``with`` block and restore it after, also after an exception; blocks nest.
 
-    The mode is that of the process: blocks in several threads at once must ask for the same.
+    The mode is per process: blocks that run in several threads at once must ask for the same mode.
+
+    Args:
+        enabled: True turns the mode on, ``bmm`` included; False turns it off.
     """
     with _lock:
         before = (is_batch_invariant_mode_enabled(), _with_bmm)
@@ -99,7 +102,7 @@ def _leave() -> None:
 
 
 def _stock(name: str, key: str) -> Any:
-    """Return the kernel that an op has for a device, or None: a build without CUDA has none, nor all ops a CPU's."""
+    """Return PyTorch's kernel of an op for a device; None without CUDA, and for ops without a CPU kernel."""
     try:
         return torch.library.get_kernel(f"aten::{name}", key)
     except RuntimeError:
@@ -109,17 +112,17 @@ def _stock(name: str, key: str) -> Any:
 def _kernel(ours: Callable[..., torch.Tensor | None], stock: Any) -> Callable[..., Any]:
     def run(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         if not within_native():
-            # Autograd has been here already, and would now see the parts that we compute with.
+            # Autograd has recorded the op already; it must not record our computation too.
             try:
                 with torch.no_grad():
                     found = ours(*args, **kwargs)
             except (TypeError, ValueError) as error:
-                # As PyTorch's kernels do; and ``a @ b`` would make another error of a TypeError, which says nothing.
+                # As PyTorch's kernels do; and ``a @ b`` would replace a TypeError by one without our message.
                 raise RuntimeError(str(error)) from error
             if found is not None:
                 return found
         if stock is None:
-            raise NotImplementedError("input: expected a floating dtype, PyTorch has no such kernel for integers")
+            raise NotImplementedError("input: expected a floating dtype, PyTorch has no integer kernel here")
         return stock.call_boxed(keyset, *args, **kwargs)
 
     return run
@@ -191,7 +194,7 @@ def _write(name: str, out: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
     if out.dtype != found.dtype:
         raise TypeError(f"{name}: expected dtype {found.dtype}, got {out.dtype}")
     if out.shape != found.shape and name == "out" and not out.numel():
-        # An empty tensor is how a caller leaves the size to PyTorch.
+        # An empty out leaves the size to the op.
         out.resize_(found.shape)
     if out.shape != found.shape:
         raise ValueError(f"{name}: expected shape {tuple(found.shape)}, got {tuple(out.shape)}")
@@ -217,4 +220,4 @@ OPS: dict[str, Callable[..., torch.Tensor | None]] = {
     "mean.dim": _mean,
     "mean.out": _into(_mean),
 }
-"""Overloads of PyTorch's ops -> what computes them, or returns None to leave a call to the kernel that was there."""
+"""Overload of an op of PyTorch -> our function, which returns None to leave a call to PyTorch's kernel."""

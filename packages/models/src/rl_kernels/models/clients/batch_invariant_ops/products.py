@@ -1,7 +1,7 @@
 """Products of matrices by the rules of ``torch.mm``, ``addmm`` and ``bmm``, on ``det_gemm``.
 
-A row of a product depends on that row of the left operand and on the right operand alone. FP64, which ``det_gemm`` does
-not take, is summed on a CPU in blocks of one fixed size, and refused on a GPU.
+A row of a product depends on that row of the left operand and on the right operand alone. ``det_gemm`` does not take
+FP64: on a CPU it is summed in blocks of one fixed size, on a GPU it is refused.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Number = int | float
 
 
 def is_exact(*tensors: torch.Tensor) -> bool:
-    """Say whether all are integers: their sums have no rounding, so any order gives the same bits."""
+    """Say whether all are integers: their sums are not rounded, so any order gives the same bits."""
     return not any(value.is_floating_point() or value.is_complex() for value in tensors)
 
 
@@ -27,9 +27,9 @@ def matrices(
     """Return ``a[M, K] @ b[K, N]`` in ``out_dtype``, by default that of the operands.
 
     Args:
-        left: what a message calls ``a``.
+        left: name of ``a`` in messages.
         a: FP32, BF16 or FP16, on a CPU FP64 too; any strides.
-        right: what a message calls ``b``.
+        right: name of ``b`` in messages.
         b: in the dtype and on the device of ``a``, any strides.
         out_dtype: FP32, BF16 or FP16; for FP64 None or FP64.
 
@@ -48,13 +48,13 @@ def matrices(
 def batches(
     left: str, a: torch.Tensor, right: str, b: torch.Tensor, out_dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Return ``a[B, M, K] @ b[B, K, N]`` for each of the B, as ``matrices`` does."""
+    """Return ``a[B, M, K] @ b[B, K, N]``, each of the B products as by ``matrices``; arguments and errors as there."""
     _check(left, a, right, b, ndim=3)
     if a.shape[0] != b.shape[0]:
         raise ValueError(f"{right}: expected {a.shape[0]} matrices (as many as {left}), got {b.shape[0]}")
     count, rows, inner = a.shape
     if count and not b.stride(0):
-        # One matrix for all of the batch, as matmul makes of a weight that it expands: a single product of more rows.
+        # One matrix for the whole batch, such as a weight that matmul expanded: a single product with more rows.
         product = matrices(left, a.reshape(count * rows, inner), right, b[0], out_dtype)
         return product.view(count, rows, b.shape[2])
     out = a.new_empty((count, rows, b.shape[2]), dtype=out_dtype)
@@ -64,7 +64,7 @@ def batches(
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """Return ``det_linear`` in the dtype of its operands, under autocast too: whoever calls has cast them, or not."""
+    """Return ``det_linear`` in the dtype of its operands, also under autocast: the caller decides about casts."""
     with torch.autocast(x.device.type, enabled=False):
         return det_linear(x, weight, bias)
 
@@ -78,12 +78,12 @@ def affine(
     alpha: Number = 1,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Return ``beta * bias + alpha * (a @ b)``, worked in FP32 (FP64 for FP64) and rounded once.
+    """Return ``beta * bias + alpha * (a @ b)``, computed in FP32 (FP64 for FP64) and rounded once.
 
     Args:
-        bias: any shape that broadcasts to ``[M, N]``, in the dtype of ``a``, or in ``out_dtype``; not read for beta 0.
-        a: ``[M, K]``, called ``mat1`` in messages.
-        b: ``[K, N]``, called ``mat2``.
+        bias: any shape that broadcasts to ``[M, N]``, in the dtype of ``a`` or in ``out_dtype``; not read if beta is 0.
+        a: ``[M, K]``, dtypes as for ``matrices``; messages call it ``mat1``.
+        b: ``[K, N]`` in the dtype of ``a``; messages call it ``mat2``.
         beta: a real number.
         alpha: a real number.
         out_dtype: as for ``matrices``.
@@ -99,9 +99,9 @@ def affine(
     plain = beta == 1 and alpha == 1 and bias.dtype == a.dtype != torch.float64
     if plain and out_dtype in (None, a.dtype) and bias.shape == b.shape[1:]:
         return linear(a, b.t(), bias)
-    # What det_linear does in its epilogue: one bias written out for all rows gives the bits of a bias for a row.
+    # The steps of det_linear's epilogue: a bias expanded over all rows gives the same bits as a bias ``[N]``.
     total = matrices("mat1", a, "mat2", b, rowwise.compute_dtype(a.dtype))
-    # Each step rounds: a fused multiply and add is not had everywhere in a vector.
+    # Each step rounds: vector code does not use a fused multiply-add for every element.
     if alpha != 1:
         total = total * alpha
     if beta != 0:

@@ -1,4 +1,4 @@
-"""log_softmax and mean by the rules of PyTorch, on sums over a row whose order follows the length of the row alone."""
+"""log_softmax and mean by the rules of PyTorch; the order of a row's sum depends on its length alone."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from rl_kernels.models.fused.conditions import fits
 BLOCK = 4096
 """Elements of a program."""
 MOST_ROWS = 64
-"""Of a program."""
+"""Most rows of a program."""
 AT_ONCE = 256
 """Elements of a row that a program loads at a time."""
 
 
 def log_probabilities(x: torch.Tensor, dim: int, out_dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return log_softmax over any dim, with the bits of ``fused_logp``; contiguous, without a gradient.
+    """Return log_softmax over any dim, bitwise identical to ``fused_logp``; contiguous, without a gradient.
 
-    A row is shifted by its largest value before the log of its sum is taken off, so nothing is lost where values are
-    large. Worked in FP32 (FP64 for FP64), rounded once. A row that is all -inf, or holds NaN or +inf, gives NaN.
+    The largest value of a row is subtracted before the log of its sum, so large values lose no precision. Computed in
+    FP32 (FP64 for FP64) and rounded once. A row that is all -inf, or holds NaN or +inf, gives NaN.
 
     Args:
         x: FP32, BF16, FP16 or FP64, any strides, any number of dims.
-        dim: which one a row lies along.
-        out_dtype: by default that of ``x``.
+        dim: the dim of a row.
+        out_dtype: dtype of the result; by default that of ``x``.
 
     Raises:
         TypeError, IndexError: an argument is not as above; the message names it.
@@ -68,7 +68,7 @@ def _minus_norm(rows: torch.Tensor, norm: torch.Tensor, dtype: torch.dtype) -> t
 
 
 def log_softmax(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """Return ``log_probabilities``, differentiable."""
+    """Return ``log_probabilities(x, dim)``, differentiable."""
     if isinstance(x, torch.Tensor) and x.requires_grad and torch.is_grad_enabled():
         found: torch.Tensor = _LogSoftmax.apply(x, dim)
         return found
@@ -76,7 +76,7 @@ def log_softmax(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 class _LogSoftmax(torch.autograd.Function):
-    """``log_probabilities`` with PyTorch's own gradient, which keeps to the row."""
+    """``log_probabilities`` with PyTorch's gradient, which depends on the row alone."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -94,16 +94,16 @@ class _LogSoftmax(torch.autograd.Function):
 def mean(
     x: torch.Tensor, dim: int | Sequence[int] | None, keepdim: bool, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Return the mean over some dims, or over all of them for None or none; differentiable.
+    """Return the mean over some dims, or over all dims if dim is None or empty; differentiable.
 
-    The sum is a tree over segments of the elements in the order of the dims; worked in FP32 (FP64 if ``x`` or ``dtype``
-    is), rounded once. The mean of no elements is NaN.
+    The sum is a tree over segments of the elements in the order of the dims. Computed in FP32 (FP64 if ``x`` or
+    ``dtype`` is) and rounded once. The mean of no elements is NaN.
 
     Args:
-        x: floating, or with a ``dtype`` integers too; any strides.
-        dim: dims counted from either end.
-        keepdim: keep them, with size 1.
-        dtype: of the result, floating; by default that of ``x``.
+        x: floating-point, or with a ``dtype`` also integer; any strides.
+        dim: dims, counted from either end.
+        keepdim: keep the reduced dims, with size 1.
+        dtype: floating-point dtype of the result; by default that of ``x``.
 
     Raises:
         TypeError, ValueError, IndexError: an argument is not as above; the message names it.
@@ -124,7 +124,7 @@ def mean(
         found = _row_means(rows, dtype)
     else:
         total = row_sum(rows.to(work))
-        # By a number PyTorch multiplies with its reciprocal on a GPU, which rounds twice.
+        # Not by a Python number: on a GPU PyTorch multiplies by its reciprocal, which rounds twice.
         found = (total / total.new_full((), count)).to(dtype)
     return found.view([1 if place in reduced else size for place, size in enumerate(x.shape)]) if keepdim else found
 
@@ -136,7 +136,7 @@ def _fits_triton(x: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def _row_means(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return ``row_sum(x[..., n]) / n`` in a dtype, with the bits of the other way."""
+    """Return ``row_sum(x[..., n]) / n`` in a dtype, bitwise identical to the PyTorch path."""
     from rl_kernels.models.clients.batch_invariant_ops import kernels
 
     rows = x.reshape(-1, x.shape[-1])
@@ -158,18 +158,18 @@ def _row_means(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def dims(dim: int | Sequence[int] | None, ndim: int) -> list[int]:
-    """Return places of dims in ascending order; all for None or an empty list."""
+    """Return the indices of dims in ascending order; all dims for None or an empty list."""
     if dim is None or (not isinstance(dim, int) and not len(dim)):
         return list(range(ndim))
     places = sorted(one_dim(one, ndim) for one in ([dim] if isinstance(dim, int) else dim))
     if len(set(places)) < len(places):
         raise ValueError(f"dim: expected each dim once, got {tuple(dim) if not isinstance(dim, int) else dim}")
-    # A tensor without dims has one for its number.
+    # PyTorch lets a tensor without dims have dim 0.
     return places if ndim else []
 
 
 def one_dim(dim: int, ndim: int) -> int:
-    """Return the place of a dim that may be counted from the end."""
+    """Return the index of a dim that may be counted from the end."""
     check.integer("dim", dim)
     most = max(ndim, 1)
     if not -most <= dim < most:

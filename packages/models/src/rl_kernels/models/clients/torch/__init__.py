@@ -1,7 +1,7 @@
 """PyTorch's flash attention on det_attention: ``activate()``, through the hook of ``torch.nn.attention``.
 
-``scaled_dot_product_attention``, where it takes its flash backend, and ``varlen_attn`` then run det_attention on a GPU,
-forward and backward, and so does what is built on them. Read off PyTorch 2.13.
+``scaled_dot_product_attention`` with its flash backend, ``varlen_attn``, and all code on top of them then run
+det_attention on a GPU, forward and backward. Written for PyTorch 2.13.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from rl_kernels.models.clients.torch import overloads
 __all__ = ["NAME", "Activation", "activate"]
 
 NAME = "rl_kernels"
-"""The implementation, as ``current_flash_attention_impl()`` and ``list_flash_attention_impls()`` call it."""
+"""Name of the implementation in ``current_flash_attention_impl()`` and ``list_flash_attention_impls()``."""
 KNOWN = "2.11 to 2.13"
-"""The versions of PyTorch that have this hook; the ops of 2.11 know no pages."""
+"""The versions of PyTorch that have this hook; the ops of 2.11 do not take pages."""
 HOOK = (
     "register_flash_attention_impl",
     "activate_flash_attention_impl",
@@ -35,35 +35,35 @@ OPS = {
     "_scaled_dot_product_flash_attention_backward": overloads.sdpa_backward,
 }
 LATER = frozenset({"_flash_attention_forward_no_dropout_inplace"})
-"""What some of these versions do not have yet."""
+"""Ops that the older of these versions do not have."""
 
 _active: list[Activation] = []
-"""What is not undone, in the order of ``activate``."""
+"""Activations that are not undone, in the order of ``activate``."""
 
 
 class Registered:
-    """Our kernels in PyTorch's dispatcher, until ``remove``; what the hook calls a handle."""
+    """Our kernels in PyTorch's dispatcher, until ``remove``; the hook's handle."""
 
     def __init__(self, key: str = "CUDA") -> None:
         self._library: torch.library.Library | None = torch.library.Library("aten", "IMPL", key)
         with warnings.catch_warnings():
-            # To override PyTorch's kernels is what the hook is for; it warns of the first one.
+            # Overriding PyTorch's kernels is the purpose of the hook; the first one gives a warning.
             warnings.filterwarnings("ignore", r"(?s).*Overriding a previously registered kernel", UserWarning)
             for name, kernel in OPS.items():
                 if hasattr(torch.ops.aten, name):
                     self._library.impl(name, kernel)
 
     def remove(self) -> None:
-        """Give the ops back to what PyTorch has for them; a second call does nothing."""
-        # A library takes its kernels out of the dispatcher when nobody holds it any more.
+        """Restore PyTorch's kernels; a second call does nothing."""
+        # A library removes its kernels from the dispatcher when its last reference is gone.
         self._library = None
 
 
 class Activation:
-    """What ``activate`` did, until ``undo`` or the end of a ``with`` block.
+    """Our active implementation, until ``undo`` or the end of a ``with`` block.
 
     Attributes:
-        before: the implementation that was active before; None is PyTorch's own, FlashAttention-2.
+        before: name of the implementation that was active before; None is PyTorch's FlashAttention-2.
     """
 
     def __init__(self, before: str | None) -> None:
@@ -72,7 +72,7 @@ class Activation:
     def undo(self) -> None:
         """Activate the implementation that was active before; a second call does nothing.
 
-        Of several activations that are undone in another order than the reverse, ours stays until the last is.
+        Activations may be undone in any order; ours stays active until the last one is undone.
         """
         if self not in _active:
             return
@@ -81,7 +81,7 @@ class Activation:
         if place == len(_active):
             _restore(self.before)
         elif _active[place].before == NAME:
-            # The next one found what this one had activated, and takes over what to give back.
+            # The next activation found ours active: it must restore what was active before this one.
             _active[place].before = self.before
 
     def __enter__(self) -> Activation:
@@ -94,21 +94,21 @@ class Activation:
 
 
 def activate() -> Activation:
-    """Let PyTorch's flash attention be det_attention, on every GPU of this process, until it is undone.
+    """Replace PyTorch's flash attention by det_attention, on every GPU of this process, until it is undone.
 
-    ``with activate(): ...`` for a while, or ``handle = activate()`` and ``handle.undo()`` when it pleases. Calls nest.
-    The hook's own ``activate_flash_attention_impl("rl_kernels")`` does the same from then on.
+    Use it as ``with activate(): ...``, or as ``handle = activate()`` and later ``handle.undo()``. Calls nest. After the
+    first call, the hook's ``activate_flash_attention_impl("rl_kernels")`` does the same.
 
-    ``scaled_dot_product_attention`` takes flash attention for BF16 and FP16 without a mask, and where it is causal only
-    if there are as many queries as keys; elsewhere it goes on to other code of PyTorch without a word. Within
-    ``sdpa_kernel(SDPBackend.FLASH_ATTENTION)`` it raises instead. Dropout in attention and ALiBi raise, and so do the
-    gradients of a cache.
+    ``scaled_dot_product_attention`` uses flash attention for BF16 and FP16 without a mask; if causal, only with as many
+    queries as keys. In all other cases it silently uses other code of PyTorch; within
+    ``sdpa_kernel(SDPBackend.FLASH_ATTENTION)`` it raises instead. Dropout in attention, ALiBi and gradients of a cache
+    raise.
 
     Returns:
-        a handle that undoes it, and is a context manager.
+        a handle that undoes it; it is a context manager.
 
     Raises:
-        RuntimeError: PyTorch has no such hook, or no GPU: on a CPU attention does not go through it.
+        RuntimeError: PyTorch has no such hook or sees no GPU; on a CPU its attention does not use the hook.
     """
     attention: Any = nn.attention
     missing = [f"torch.nn.attention.{name}" for name in HOOK if not hasattr(attention, name)]
@@ -116,13 +116,13 @@ def activate() -> Activation:
     if missing:
         raise RuntimeError(f"torch: expected a version with {missing[0]}, such as {KNOWN}, got {torch.__version__}")
     if not torch.cuda.is_available():
-        raise RuntimeError("torch: expected one that sees a GPU; on a CPU its attention does not go through this hook")
+        raise RuntimeError("torch: expected one that sees a GPU; on a CPU its attention does not use this hook")
     before = attention.current_flash_attention_impl()
     attention.register_flash_attention_impl(NAME, register_fn=Registered)
     try:
         attention.activate_flash_attention_impl(NAME)
     except BaseException:
-        # The hook has let go of what was active by then.
+        # By now the hook has deactivated the implementation before.
         _restore(before)
         raise
     handle = Activation(before)
@@ -131,7 +131,7 @@ def activate() -> Activation:
 
 
 def _restore(name: str | None) -> None:
-    """Make an implementation the active one, unless it is."""
+    """Activate an implementation, unless it is active."""
     attention: Any = nn.attention
     if attention.current_flash_attention_impl() == name:
         return

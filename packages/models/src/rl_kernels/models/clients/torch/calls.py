@@ -1,4 +1,4 @@
-"""A call of PyTorch's flash attention as one of det_attention: what its arguments mean, and what is refused."""
+"""Translate a call of PyTorch's flash attention to det_attention, and refuse options that it does not have."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rl_kernels.attention import Attended, det_attention
 from rl_kernels.models.paged import PAGE, placed
 
 UNLIMITED = -1
-"""A side of a window that has no end, in PyTorch and here; PyTorch has None for it too."""
+"""An unlimited side of a window, in PyTorch and here; in PyTorch also None."""
 PACKED_DIMS = 3
 
 
@@ -34,10 +34,10 @@ def attend(
     block_table: torch.Tensor | None = None,
     num_splits: int | None = None,
 ) -> Attended:
-    """Return out and lse of a call, as det_attention lays them out.
+    """Return out and lse of a call, in the layout of det_attention.
 
-    The arguments are those of ``overloads.flash_attention_forward``, which says what they mean. ``num_splits``, in how
-    many parts FlashAttention cuts the keys, is not looked at: no bit of det_attention follows from its parts.
+    The arguments are those of ``overloads.flash_attention_forward``, which documents them. ``num_splits``, the number
+    of parts into which FlashAttention splits the keys, is ignored: det_attention's own splits change no bit.
 
     Raises:
         TypeError, ValueError: det_attention has no such option; the message names it.
@@ -73,10 +73,10 @@ def attend(
 
 
 def refuse(query: torch.Tensor, value: torch.Tensor, dropout_p: float) -> None:
-    """Refuse what neither direction has: dropout, and values of another size, of which PyTorch's ops know nothing."""
+    """Refuse dropout, and values with another head size, which PyTorch's ops do not support."""
     if dropout_p:
         raise ValueError(
-            f"dropout_p: expected 0, got {dropout_p}: det_attention has none, its draws would follow the batch; "
+            f"dropout_p: expected 0, got {dropout_p}: det_attention has none, draws would depend on the batch; "
             "set the dropout of attention to 0, or undo activate()"
         )
     if value.shape[-1] != query.shape[-1]:
@@ -84,21 +84,21 @@ def refuse(query: torch.Tensor, value: torch.Tensor, dropout_p: float) -> None:
 
 
 def _refuse_gradients(*operands: torch.Tensor) -> None:
-    """Refuse operands whose gradient autograd would take without a cache: it forgets seqused_k and block_table."""
+    """Refuse gradients with a cache: PyTorch's backward op does not get seqused_k and block_table."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in operands):
         raise ValueError(
-            "seqused_k: expected no gradient with it or block_table, the backward pass is not told of them; "
+            "seqused_k: expected no gradient with seqused_k or block_table, the backward pass does not get them; "
             "call under torch.no_grad()"
         )
 
 
 def window(left: int | None, right: int | None) -> tuple[int, int]:
-    """Return det_attention's window."""
+    """Return the window in det_attention's form."""
     sides = []
     for name, side in (("window_size_left", left), ("window_size_right", right)):
         sides.append(UNLIMITED if side is None else side)
         if sides[-1] < UNLIMITED:
-            raise ValueError(f"{name}: expected a number of keys, or -1 or None for all of them, got {side}")
+            raise ValueError(f"{name}: expected a number of keys, or -1 or None for all keys, got {side}")
     return sides[0], sides[1]
 
 
@@ -109,23 +109,23 @@ def packed(
     max_q: int,
     max_k: int,
 ) -> dict[str, Any]:
-    """Return where the sequences of queries and keys without a cache lie."""
+    """Return the arguments of det_attention for packed sequences without a cache."""
     where: dict[str, Any] = {}
     if cum_seq_q is None and cum_seq_k is not None:
-        raise ValueError("cum_seq_k: expected None without cum_seq_q, packed keys are for packed queries")
+        raise ValueError("cum_seq_k: expected None without cum_seq_q, packed keys need packed queries")
     if cum_seq_q is not None:
         where = {"cu_seqlens_q": cum_seq_q, "max_seqlen_q": max_q}
         if cum_seq_k is not None:
             where |= {"cu_seqlens_k": cum_seq_k, "max_seqlen_k": max_k}
         elif key.ndim == PACKED_DIMS:
-            raise ValueError("cum_seq_k: expected where sequences of packed keys begin, got None without block_table")
+            raise ValueError("cum_seq_k: expected the starts of packed sequences of keys, got None without block_table")
     return where
 
 
 def _in_pages(
     key: torch.Tensor, value: torch.Tensor, cum_seq_k: torch.Tensor, max_k: int, seqused_k: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-    """Return packed keys, some of which are in use, as pages: det_attention has no cache of other lengths."""
+    """Copy packed keys, of which only some are in use, to pages: det_attention has no packed cache."""
     if cum_seq_k.shape[0] == 1 or not key.shape[0]:
         # Nothing to copy: no sequence, or none with a key.
         return key, value, {"cu_seqlens_k": cum_seq_k, "max_seqlen_k": max_k}
@@ -136,7 +136,7 @@ def _in_pages(
 
 
 def laid_out(like: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
-    """Return a result with the strides of ``torch.empty_like(like)``, which PyTorch's compiler relies on."""
+    """Return a result with the strides of ``torch.empty_like(like)``, which PyTorch's compiler expects."""
     if found.stride() == like.stride():
         return found
     wanted = torch.empty_like(like)
@@ -144,6 +144,6 @@ def laid_out(like: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
 
 
 def auxiliary(query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return what stands for the state of a generator that draws nothing, and for a mask that nobody asked for."""
+    """Return placeholders: two for the state of an unused random generator, one for an unused debug mask."""
     state = torch.zeros(2, dtype=torch.uint64, device=query.device)
     return state, torch.zeros((), dtype=torch.uint64, device=query.device), query.new_empty(0)

@@ -1,14 +1,15 @@
-"""PyTorch's flash attention ops on det_attention: what each argument means, and what is refused.
+"""PyTorch's flash attention ops on det_attention: the meaning of each argument, and what is refused.
 
 ``scaled_dot_product_attention`` calls ``_scaled_dot_product_flash_attention`` with ``[B, H, T, D]``; ``varlen_attn``
 and nested tensors call ``_flash_attention_forward`` with ``[B, T, H, D]``, or packed ``[total, H, D]``; autograd calls
-the backward of either. Their arguments are read off the schemas of PyTorch 2.13.
+the backward of either. Their arguments follow the schemas of PyTorch 2.13.
 
-Causal queries stand where FlashAttention-2 places them, query t of T at ``S - T + t``, and so do ours. (``is_causal``
-of ``scaled_dot_product_attention`` begins at the first key: where T != S PyTorch takes no flash attention for it.
-``causal_lower_right`` of ``torch.nn.attention.bias`` ends at the last, and calls this op.)
+Causal queries stand where FlashAttention-2 places them: query t of T at ``S - T + t``. (``is_causal`` of
+``scaled_dot_product_attention`` counts positions from the first key: if T != S, PyTorch does not use flash attention
+for it. ``causal_lower_right`` of ``torch.nn.attention.bias`` aligns the last query with the last key, and calls this
+op.)
 
-Integers of sequences and pages are trusted, as FlashAttention trusts them: looking at them would wait for the GPU.
+Integers of sequences and pages are not checked, as in FlashAttention: reading them would wait for the GPU.
 """
 
 from __future__ import annotations
@@ -49,25 +50,25 @@ def flash_attention_forward(
         key: ``[B, S, Hkv, D]``, ``[total, Hkv, D]`` with ``cum_seq_k``, or ``[pages, page_size, Hkv, D]`` with
             ``block_table``; Hkv divides H.
         value: as key.
-        cum_seq_q: ``[B + 1]``, int32 or int64.
-        cum_seq_k: the same of keys; not looked at beside ``block_table``, where ``seqused_k`` says all.
-        max_q: no less than the longest sequence of packed queries; not looked at where they are dense.
-        max_k: the same of keys.
-        dropout_p: 0.
-        is_causal: whether a query sees no key behind its position.
-        return_debug_mask: False.
-        scale: of the scores; None is ``1 / sqrt(D)``.
+        cum_seq_q: ``[B + 1]``, int32 or int64: cumulative lengths of packed queries.
+        cum_seq_k: the same for keys; ignored with ``block_table``, where ``seqused_k`` holds the lengths.
+        max_q: at least the length of the longest sequence of packed queries; ignored if they are dense.
+        max_k: the same for keys.
+        dropout_p: must be 0.
+        is_causal: whether a query sees no key after its position.
+        return_debug_mask: must be False.
+        scale: multiplies the scores; None is ``1 / sqrt(D)``.
         window_size_left: keys that a query sees before its position; None and -1 are all.
-        window_size_right: the same behind it.
-        seqused_k: ``[B]``: keys in use of each sequence. Of packed keys without pages, whose length differs from the
-            room that they have, a copy in pages is made at each call.
-        alibi_slopes: None.
-        block_table: ``[B, n]``: the pages of each sequence; with ``seqused_k``.
-        num_splits: how many parts FlashAttention cuts the keys into. Ours cuts as it pleases: no bit follows from it.
+        window_size_right: the same after its position.
+        seqused_k: ``[B]``: number of keys in use in each sequence. For packed keys without pages, each call copies the
+            keys to pages.
+        alibi_slopes: must be None.
+        block_table: ``[B, n]``: the pages of each sequence; needs ``seqused_k``.
+        num_splits: number of parts into which FlashAttention splits the keys; ignored: our splits change no bit.
 
     Returns:
-        out in the shape and strides of ``torch.empty_like(query)``; lse FP32, ``[B, H, T]`` or ``[H, total]``, natural,
-        -inf where a query sees no key; zeros in place of the generator's state, and an empty mask.
+        out in the shape and strides of ``torch.empty_like(query)``; lse to base e, FP32, ``[B, H, T]`` or
+        ``[H, total]``, -inf if a query sees no key; zeros for the generator's state; an empty mask.
 
     Raises:
         TypeError, ValueError: det_attention has no such option, or an argument is not as above; the message names it.
@@ -88,14 +89,14 @@ def flash_attention_forward(
 def flash_attention_forward_inplace(out: Tensor, query: Tensor, *others: Any, **options: Any) -> Tensor:
     """Write to ``out``, return lse: ``aten::_flash_attention_forward_no_dropout_inplace``, of ``varlen_attn_out``.
 
-    The arguments behind query are those of ``flash_attention_forward``; out has the shape and dtype of query.
+    The arguments after query are those of ``flash_attention_forward``; out has the shape and dtype of query.
 
     Raises:
         TypeError, ValueError: as there, or ``out`` is of another shape or dtype.
     """
     if out.shape != query.shape or out.dtype != query.dtype:
         wanted, got = (f"{x.dtype} {tuple(x.shape)}" for x in (query, out))
-        raise ValueError(f"out: expected {wanted}, that of query, got {got}")
+        raise ValueError(f"out: expected {wanted} as query has, got {got}")
     found = calls.attend(query, *others, **options)
     out.copy_(found.out)
     return found.lse
@@ -121,9 +122,9 @@ def flash_attention_backward(
     window_size_left: int | None = None,
     window_size_right: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value, each laid out as its operand: ``aten::_flash_attention_backward``.
+    """Return the gradients of query, key and value in their layouts: ``aten::_flash_attention_backward``.
 
-    The arguments are those of ``flash_attention_forward``, and what it returned; ``grad_out`` is the gradient of out.
+    The arguments are those of ``flash_attention_forward`` and its results; ``grad_out`` is the gradient of out.
 
     Raises:
         TypeError, ValueError: as there.
@@ -155,16 +156,16 @@ def sdpa_forward(
     """Return what ``flash_attention_forward`` does, heads first: ``aten::_scaled_dot_product_flash_attention``.
 
     Args:
-        query: ``[B, H, T, D]``.
+        query: ``[B, H, T, D]``, FP32, BF16 or FP16.
         key: ``[B, Hkv, S, D]``; Hkv divides H.
         value: as key.
-        dropout_p: 0.
-        is_causal: whether a query, which stands at ``S - T + t``, sees no key behind its position.
-        return_debug_mask: False.
-        scale: of the scores; None is ``1 / sqrt(D)``.
+        dropout_p: must be 0.
+        is_causal: whether query t, at position ``S - T + t``, sees no key after its position.
+        return_debug_mask: must be False.
+        scale: multiplies the scores; None is ``1 / sqrt(D)``.
 
     Returns:
-        out as ``torch.empty_like(query)``, lse ``[B, H, T]``, no bounds of sequences twice, T, S, and the rest.
+        out as ``torch.empty_like(query)``, lse ``[B, H, T]``, None and None for cumulative lengths, T, S, and the rest.
 
     Raises:
         TypeError, ValueError: as there.
@@ -194,6 +195,8 @@ def sdpa_backward(
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients, heads first: ``aten::_scaled_dot_product_flash_attention_backward``.
+
+    The arguments are those of ``sdpa_forward`` and its results; ``grad_out`` is the gradient of out.
 
     Raises:
         TypeError, ValueError: as ``flash_attention_backward``.

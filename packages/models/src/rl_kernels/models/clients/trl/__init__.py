@@ -1,9 +1,8 @@
-"""TRL's GRPOTrainer on our operators: ``use_in(trainer)``, once, before ``trainer.train()``.
+"""TRL's GRPOTrainer on our operators: call ``use_in(trainer)`` once, before ``trainer.train()``.
 
-The model, the sampling, the rewards and the advantages stay TRL's. Log-probabilities of the update, the old and the
-reference pass come from hidden states through ``linear_logp``, and the loss is ``grpo_loss``. What TRL divides by is
-passed on as an explicit normaliser, so that micro-batches add up as they do there. Read off TRL 1.16; trl itself is not
-imported.
+The model, sampling, rewards and advantages stay TRL's. The log-probabilities of the update, old and reference passes
+come from hidden states by ``linear_logp``, and the loss is ``grpo_loss``. The divisor of TRL's loss is passed on as an
+explicit normaliser, so that micro-batches add up as in TRL. Written for TRL 1.16; does not import trl.
 """
 
 from __future__ import annotations
@@ -31,24 +30,24 @@ def use_in(
     backend: str | None = None,
     validate: bool = True,
 ) -> None:
-    """Let a GRPOTrainer score tokens by ``linear_logp`` and take its loss from ``grpo_loss``; metrics keep TRL's names.
+    """Let a GRPOTrainer score tokens by ``linear_logp`` and get its loss from ``grpo_loss``; metrics keep their names.
 
     Args:
-        trainer: before ``train()``.
-        invariant: make its models ``invariant``, strictly: what was sampled then has the bits of the first training
-            pass. Tokens behind padding then stand where ``generate`` lets them.
-        record: record the log-probability of each token that ``generate``, or ``generate_batch`` of continuous
-            batching, samples: ``linear_logp`` on the hidden state that it came from. Batches bring them as
-            ``sampling_per_token_logps``; the metrics ``sampling/sampling_logp_difference`` tell how far those of the
-            first training pass are from them. By default as ``invariant``.
-        backend: that of the loss, as in ``grpo_loss``.
+        trainer: TRL's GRPOTrainer, before ``train()``.
+        invariant: apply ``invariant(model, strict=True)`` to its models: sampled tokens then have the bits of the first
+            training pass. Tokens after padding get the positions that ``generate`` gives them.
+        record: record the log-probability of each token sampled by ``generate``, or by ``generate_batch`` of continuous
+            batching: ``linear_logp`` on the hidden state that the token was sampled from. Batches hold them as
+            ``sampling_per_token_logps``; the metrics ``sampling/sampling_logp_difference`` are their distance to the
+            first training pass. By default the value of ``invariant``.
+        backend: backend of the loss, as in ``grpo_loss``.
         validate: whether the loss checks the values of its arguments.
 
     Raises:
-        ValueError: the trainer adds terms to its loss that ours does not have, or was given before; or tokens to record
-            are sampled elsewhere; or a model cannot be made invariant, or has dropout. The message names what.
-        TypeError: the trainer has not the hooks of TRL 1.16, or its continuous batching not those of transformers 5.17
-            to 5.24; or the head of its model is none that ``head_logp`` takes, or not all that its logits come from.
+        ValueError: the trainer's loss has terms that ours does not have; or ``use_in`` was called before; or tokens to
+            record are sampled elsewhere; or a model cannot be made invariant, or has dropout. The message says which.
+        TypeError: the trainer does not have the hooks of TRL 1.16, or its continuous batching those of transformers
+            5.17 to 5.24; or ``head_logp`` does not take the head of a model; or the logits do not come from it alone.
     """
     check_trainer(trainer)
     models = [model for model in (trainer.model, getattr(trainer, "ref_model", None)) if model is not None]
@@ -63,7 +62,7 @@ def use_in(
             continuous.check_settings(trainer)
     in_fp32 = trainer.args.cast_lm_head_to_fp32
     heads = [Head(base, trainer.temperature, in_fp32=in_fp32, entropy=base is bases[0]) for base in bases]
-    # A model of several dtypes may run under autocast alone.
+    # A model of several dtypes may run only under autocast.
     with trainer.accelerator.autocast():
         for base, head in zip(bases, heads, strict=True):
             check_logits(base, head.logps, trainer.temperature)
@@ -74,7 +73,7 @@ def use_in(
     for base, head in zip(bases, heads, strict=True):
         score_with(base, head, places=invariant)
     if record:
-        # Wrappers bring autocast to the passes of training alone.
+        # Wrappers apply autocast only to training passes.
         given = (trainer._generate_single_turn, heads[0], bases[0], trainer.accelerator.autocast)
         config = trainer.continuous_batching_config
         trainer._generate_single_turn = continuous.recorded(*given, config) if in_batches else recorded(*given)
@@ -82,7 +81,7 @@ def use_in(
 
 
 def _make_invariant(models: Sequence[Any]) -> None:
-    """Make all of them invariant, or none."""
+    """Make all models invariant, or none."""
     handles: list[invariance.Invariance] = []
     try:
         for model in models:

@@ -1,4 +1,4 @@
-"""What ``use_in`` asks of a trainer: TRL's own GRPOTrainer, a loss that ours has, models without dropout."""
+"""The requirements of ``use_in``: TRL's own GRPOTrainer, a loss that we support, models without dropout."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from torch import nn
 from rl_kernels.models.logits import in_mode, is_whole
 
 KNOWN = "1.16"
-"""The version of TRL whose hooks these are."""
+"""The version of TRL that has these hooks."""
 TRAINER = ("trl.trainer.grpo_trainer", "GRPOTrainer")
 METHODS = ("_compute_loss", "_get_per_token_logps_and_entropies", "_generate_single_turn")
-"""Of TRL's class: those that are replaced or relied on."""
+"""Methods of TRL's class that are replaced or relied on."""
 SETTINGS = {
     "top_entropy_quantile": ("top_entropy_quantile", lambda value: value < 1),
     "off_policy_mask_threshold": ("off_policy_mask_threshold", lambda value: value is not None),
     "entropy_coef": ("_entropy_bonus_enabled", bool),
     "router_aux_loss_coef": ("aux_loss_enabled", bool),
 }
-"""Terms that our loss has not: where a trainer keeps them, and what says that they are there."""
+"""Terms that our loss does not have -> the trainer's attribute, and a test whether it is set."""
 
 
 def check_trainer(trainer: Any) -> None:
-    """Refuse trainers whose hooks or loss are others than those of TRL's GRPOTrainer.
+    """Refuse trainers with other hooks or another loss than TRL's GRPOTrainer.
 
     Raises:
-        TypeError: a hook is not there, or a subclass has its own.
-        ValueError: it was given to ``use_in`` before, or its loss has terms that ours has not.
+        TypeError: a hook is missing, or a subclass overrides it.
+        ValueError: ``use_in`` was called before, the loss has terms that ours does not have, or DeepSpeed ZeRO-3 is on.
     """
     missing = [name for name in METHODS if not hasattr(type(trainer), name)]
     missing += [attribute for attribute, _ in SETTINGS.values() if not hasattr(trainer, attribute)]
@@ -51,14 +51,14 @@ def check_trainer(trainer: Any) -> None:
         raise ValueError(f"trainer: expected one that was not given to use_in before, its {own[0]} is replaced")
     plugin = getattr(trainer.args, "deepspeed_plugin", None)
     if plugin is not None and plugin.zero_stage == 3:
-        raise ValueError("deepspeed: expected ZeRO-2 at most, stage 3 leaves no rank the whole weight of the head")
+        raise ValueError("deepspeed: expected ZeRO-2 at most, with stage 3 no rank holds the whole weight of the head")
 
 
 def check_invariant(trainer: Any, models: Iterable[Any]) -> None:
-    """Refuse what a rollout and a training pass compute differently even under ``invariant``.
+    """Refuse models that compute a rollout and a training pass differently even under ``invariant``.
 
     Raises:
-        ValueError: dropout is active, or a prompt is learnt, which stands before the padding.
+        ValueError: dropout is active, or there is a learnt prompt, which stands before the padding.
     """
     if getattr(getattr(trainer.model, "active_peft_config", None), "is_prompt_learning", False):
         raise ValueError("peft_config: expected no learnt prompt with invariant, it stands before the padding")
@@ -72,14 +72,14 @@ def check_invariant(trainer: Any, models: Iterable[Any]) -> None:
 
 
 def _draws(model: Any) -> bool:
-    """Say whether two training passes of a model differ, as they do where it draws dropout."""
+    """Say whether two training passes of a model differ, as they do with dropout."""
     weight = model.get_input_embeddings().weight
     if not is_whole(weight):
-        # What is sharded is gathered where the whole model is called.
+        # Sharded weights are gathered only when the whole model is called.
         return False
     ids = torch.arange(4, device=weight.device)[None]
     with _drawing_apart(model), in_mode(model, training=True), torch.no_grad(), warnings.catch_warnings():
-        # Of checkpoints, that nothing requires grad.
+        # Activation checkpointing warns that no input requires grad.
         warnings.simplefilter("ignore")
         given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "return_dict": True}
         first, second = (model.base_model(**given).last_hidden_state.float() for _ in range(2))
@@ -88,6 +88,6 @@ def _draws(model: Any) -> bool:
 
 @contextmanager
 def _drawing_apart(model: nn.Module) -> Iterator[None]:
-    """Leave the generators of random numbers as they were, of the CPU and of a model's devices."""
+    """Restore the random generators of the CPU and of a model's devices afterwards."""
     with torch.random.fork_rng(sorted({value.get_device() for value in model.parameters() if value.is_cuda})):
         yield

@@ -1,7 +1,7 @@
-"""What continuous batching sampled: where its model runner writes log-probabilities of its own, ours are written.
+"""Log-probabilities of tokens from continuous batching: the model runner writes ours in the place of its own.
 
-Hidden states of several requests come in batches of any make-up, on another thread, and in CUDA graphs that run again:
-only the runner knows whose a row is, and hands its log-probability on with the token. Read off transformers 5.17 to
+Hidden states of several requests come in any batch, on another thread, and in CUDA graphs that are replayed. Only the
+runner knows the request of a row, and passes its log-probability on with the token. Written for transformers 5.17 to
 5.24.
 """
 
@@ -19,13 +19,13 @@ from rl_kernels.models.clients.trl.rollout import Around, Sampled, inputs_of
 from rl_kernels.models.swap import replaced
 
 KNOWN = "5.17 to 5.24"
-"""The versions of transformers whose model runner this is."""
+"""The versions of transformers that have this model runner."""
 METHOD = "_forward_process_and_sample"
 TAKES = ("self", "model", "batch_data", "carry_over_ids", "prev_output_ids", "output_ids")
 
 
 def check_settings(trainer: Any) -> None:
-    """Refuse continuous batching whose tokens cannot be scored where they are sampled.
+    """Refuse continuous batching in which tokens cannot be scored where they are sampled.
 
     Raises:
         ValueError: its batches are compiled.
@@ -33,25 +33,25 @@ def check_settings(trainer: Any) -> None:
     """
     names = ("varlen_compile_config", "decode_compile_config", "default_compile_level")
     settings = [getattr(trainer.continuous_batching_config, name, None) for name in names]
-    # What it falls back to.
+    # Continuous batching falls back to these.
     configs = (trainer.generation_config, trainer.model.config, trainer.model.config.get_text_config())
     if any([*settings, *(getattr(config, "compile_config", None) for config in configs)]):
         raise ValueError("transformers_continuous_batching_config: expected no compilation, to record what is sampled")
     runner = _runner()
     method = getattr(runner, METHOD, None)
     if method is None or tuple(inspect.signature(method).parameters) != TAKES:
-        raise TypeError(f"trainer: expected the continuous batching of transformers {KNOWN}, which has another runner")
+        raise TypeError(f"trainer: expected the continuous batching of transformers {KNOWN}, this has another runner")
 
 
 def recorded(sample: Callable[..., Any], head: Head, model: Any, around: Around, config: Any) -> Callable[..., Sampled]:
     """Return ``GRPOTrainer._generate_single_turn`` with the log-probability of each token that it sampled.
 
     Args:
-        sample: TRL's.
-        head: of the model.
-        model: what generates, without what is wrapped around it.
-        around: surrounds what training computes, such as autocast.
-        config: of its continuous batching.
+        sample: TRL's method.
+        head: the head of the model.
+        model: the model that generates, without wrappers.
+        around: context of training passes, such as autocast.
+        config: the continuous batching config.
     """
 
     def sampled(prompts: Any, *args: Any, **options: Any) -> Sampled:
@@ -85,7 +85,7 @@ def _runner() -> Any:
 
 @contextmanager
 def _asked_for(config: Any) -> Iterator[None]:
-    """Have the runner make room for log-probabilities."""
+    """Make the runner allocate room for log-probabilities."""
     before, config.return_logprobs = config.return_logprobs, True
     try:
         yield
@@ -95,7 +95,7 @@ def _asked_for(config: Any) -> Iterator[None]:
 
 @contextmanager
 def _scored_by(head: Head, around: Around) -> Iterator[None]:
-    """Have the runner's passes through the model of a head end in our log-probabilities."""
+    """Make the runner's passes through the model of a head write our log-probabilities."""
     runner = _runner()
     theirs = getattr(runner, METHOD)
 
@@ -117,7 +117,7 @@ def _scored_by(head: Head, around: Around) -> Iterator[None]:
         rows = hidden[0] if "logits_to_keep" in batch_data else hidden[0, places]
         with around():
             logps = head.logps(rows, output_ids[0, : len(rows)].long())
-        # The runner keeps them as the bits of integers, beside the tokens.
+        # The runner stores them as int32 bits, beside the tokens.
         output_ids[1, : len(rows)].copy_(logps.view(torch.int32))
 
     setattr(runner, METHOD, forward)

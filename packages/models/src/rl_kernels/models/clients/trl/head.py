@@ -1,4 +1,4 @@
-"""TRL's fused head as ours: ``model(..., labels=..., fused_lm_head=True)`` scores labels by ``linear_logp``."""
+"""Our version of TRL's fused head: ``model(..., labels=..., fused_lm_head=True)`` scores by ``linear_logp``."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ IGNORED = -100
 
 @dataclass
 class Scores(ModelOutput):
-    """What TRL reads of a model with a fused head; zeros where nothing was scored.
+    """The results that TRL reads from a model with a fused head; zeros where nothing was scored.
 
     Attributes:
-        log_probs: of each label given what is before it, ``[B, T - 1]``, FP32.
-        entropy: of the distribution that it was drawn from, alike; None if nobody asked.
-        aux_loss: always None, as such models are refused.
+        log_probs: ``[B, T - 1]``, FP32: log-probability of each label given the tokens before it.
+        entropy: ``[B, T - 1]``, FP32: entropy of each label's distribution; None if not requested.
+        aux_loss: always None, because models with one are refused.
     """
 
     log_probs: torch.Tensor | None = None
@@ -35,13 +35,13 @@ class Scores(ModelOutput):
 
 
 class Head:
-    """The head of a model of transformers, as TRL scores labels through it: by ``linear_logp``.
+    """Scores labels through the head of a model of transformers, as TRL does, by ``linear_logp``.
 
     Args:
-        model: a causal language model, without what is wrapped around it.
+        model: a causal language model, without wrappers.
         temperature: divides the logits.
-        in_fp32: whether the product is FP32, whatever the hidden states are.
-        entropy: whether the entropy is wanted too.
+        in_fp32: compute the product in FP32, whatever the dtype of the hidden states.
+        entropy: compute the entropy too.
     """
 
     def __init__(self, model: Any, temperature: float, *, in_fp32: bool, entropy: bool) -> None:
@@ -59,17 +59,17 @@ class Head:
         return self._model.get_output_embeddings()
 
     def scores(self, hidden: torch.Tensor, labels: torch.Tensor) -> Scores:
-        """Score the labels ``[B, T]`` of hidden states ``[B, T, D]``, all that are not ``IGNORED`` in one call.
+        """Score labels ``[B, T]`` given hidden states ``[B, T, D]``, all that are not ``IGNORED`` in one call.
 
         Raises:
-            TypeError: the head is none that ``head_logp`` takes.
+            TypeError: ``head_logp`` does not take the head.
         """
         labels = labels.to(hidden.device)
         kept = labels != IGNORED
         found = self._found(hidden[kept], labels[kept])
 
         def spread(values: torch.Tensor) -> torch.Tensor:
-            # It stays connected to the model where no position has a label.
+            # Stays connected to the model even if no position has a label.
             return values.new_zeros(kept.shape).masked_scatter(kept, values)
 
         if isinstance(found, LogpStats):
@@ -83,7 +83,7 @@ class Head:
 
     def _found(self, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor | LogpStats:
         head = self.module
-        # Of a model that is split over devices, tokens are where its embeddings are.
+        # In a model split over devices, tokens are on the device of its embeddings.
         device = getattr(head, "weight", rows).device
         ids = ids.to(device)
         if rows.device != device:
@@ -93,26 +93,26 @@ class Head:
             return found.to(rows.device)
         if not self._in_fp32:
             return head_logp(head, rows, ids, **self._options)
-        # TRL has replaced the forward of the head by a product in FP32.
+        # In this mode TRL replaces the forward of the head by a product in FP32.
         with torch.autocast(rows.device.type, enabled=False):
             bias = None if head.bias is None else head.bias.float()
             return linear_logp(rows.float(), head.weight.float(), ids, bias, **self._options)
 
 
 def score_with(model: Any, head: Head, *, places: bool = False) -> None:
-    """Let a model of transformers that TRL gave a fused head score labels by ours.
+    """Replace TRL's fused head on a model of transformers by ours.
 
-    Without ``fused_lm_head=True`` it stays what it was, so nothing changes for ``generate``.
+    Calls without ``fused_lm_head=True`` do not change, so ``generate`` stays the same.
 
     Args:
-        model: a causal language model; wrappers around it (PEFT, DDP, FSDP) call its forward, and keep their hooks.
+        model: a causal language model; wrappers around it (PEFT, DDP, FSDP) call its forward and keep their hooks.
         head: its head.
-        places: whether tokens behind padding on the left stand where ``generate`` lets them stand; for TRL they stand
-            behind their padding, which rounds otherwise.
+        places: give tokens after left padding the positions that ``generate`` gives them; TRL counts the padding, which
+            rounds differently.
     """
     theirs = model.forward
 
-    # With the signature of the class: ``generate`` looks at it.
+    # Keeps the signature of the class, which ``generate`` inspects.
     @functools.wraps(type(model).forward)
     def forward(self: Any, *args: Any, fused_lm_head: bool = False, **given: Any) -> Any:
         if not fused_lm_head:

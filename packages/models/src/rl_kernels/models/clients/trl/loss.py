@@ -1,4 +1,4 @@
-"""TRL's GRPO loss as ours: the objective that a trainer's configuration says, what it divides by, and its metrics."""
+"""TRL's GRPO loss by ``grpo_loss``: a trainer's objective, its normaliser, and its metrics."""
 
 from __future__ import annotations
 
@@ -13,11 +13,21 @@ IMAGES = (
     *("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles"),
     *("image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids"),
 )
-"""What a model that sees is given beside its tokens, by the names of TRL."""
+"""Inputs of vision models beside tokens, by TRL's names."""
 
 
 def compute_loss(trainer: Any, model: Any, inputs: dict[str, Any], **options: Any) -> torch.Tensor:
-    """Return the loss of one micro-batch as ``GRPOTrainer._compute_loss`` does, and log its metrics."""
+    """Return the loss of one micro-batch as ``GRPOTrainer._compute_loss`` does, and log its metrics.
+
+    Args:
+        trainer: after ``use_in``.
+        model: the model to train, wrappers included.
+        inputs: TRL's batch: ids and masks ``[B, T]`` of prompts and completions, advantages, and what it recorded.
+        options: ``backend`` and ``validate`` of ``grpo_loss``.
+
+    Returns:
+        the loss, a scalar to differentiate.
+    """
     ids = torch.cat((inputs["prompt_ids"], inputs["completion_ids"]), 1)
     attention = torch.cat((inputs["prompt_mask"], inputs["completion_mask"]), 1)
     kept = inputs["completion_ids"].shape[1]
@@ -44,7 +54,7 @@ def compute_loss(trainer: Any, model: Any, inputs: dict[str, Any], **options: An
 
 
 def objective(trainer: Any) -> Objective:
-    """Return the objective that a trainer's configuration says; its advantages are TRL's."""
+    """Return the objective of a trainer's configuration; the advantages stay TRL's."""
     args, loss_type = trainer.args, trainer.loss_type
     found: dict[str, Any] = {
         "loss_type": loss_type,
@@ -66,7 +76,7 @@ def objective(trainer: Any) -> Objective:
 
 
 def normaliser(trainer: Any, inputs: dict[str, Any], mask: torch.Tensor) -> Normaliser:
-    """Return what TRL divides the sum over a micro-batch by."""
+    """Return the divisor of TRL's sum over a micro-batch; ``mask`` is ``[B, T]``, bool."""
     steps = trainer.current_gradient_accumulation_steps if trainer.model.training else 1
     if trainer.loss_type == "bnpo":
         return Normaliser(num_tokens=mask.sum().clamp(min=1) * steps)
@@ -74,14 +84,14 @@ def normaliser(trainer: Any, inputs: dict[str, Any], mask: torch.Tensor) -> Norm
         return Normaliser(num_sequences=len(mask) * steps)
     if trainer.loss_type == "dr_grpo":
         return Normaliser(num_sequences=len(mask) * steps, max_completion_length=trainer.max_completion_length)
-    # Counted over all that was generated at once, on all processes.
+    # Counts the tokens of a whole generation batch, on all processes.
     share = steps / trainer.args.steps_per_generation if trainer.model.training else 1
     count = inputs["num_items_in_batch"].clamp(min=1)
     return Normaliser(num_tokens=count * (share / trainer.accelerator.num_processes))
 
 
 def rollout_ratio(trainer: Any, inputs: dict[str, Any]) -> torch.Tensor | None:
-    """Return the rollout ratio, which TRL has truncated or masked already, if it corrects for the sampler."""
+    """Return the rollout ratio, ``[B]`` or ``[B, T]``, as TRL truncated or masked it; None without a correction."""
     ratio = inputs.get("importance_sampling_ratio")
     is_used = trainer.loss_type == "vespo" or (trainer.use_vllm and trainer.vllm_importance_sampling_correction)
     if ratio is None or not is_used:

@@ -1,4 +1,4 @@
-"""What TRL logs of a micro-batch, by its own names; ratios and clipping are worked out anew, without gradients."""
+"""TRL's metrics of a micro-batch, by its names; ratios and clipping are computed again, without gradients."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
-"""Loss types of which TRL logs how many ratios were clipped."""
+"""Loss types for which TRL logs the share of clipped ratios."""
 WEIGHTS = ("k_pos", "lambda_pos", "k_neg", "lambda_neg")
-"""Of the weights of ``vespo``, as its settings end."""
+"""Suffixes of the settings for the weights of ``vespo``."""
 
 
 @torch.no_grad()
@@ -22,9 +22,9 @@ def log(
     inputs: dict[str, Any],
     mask: torch.Tensor,
 ) -> None:
-    """Append the metrics of a micro-batch to the trainer's; what is per token is ``[B, T]``.
+    """Append the metrics of a micro-batch to the trainer's; per-token tensors are ``[B, T]``.
 
-    All means come from one sum over the processes, which the host waits for once.
+    All means come from one sum over the processes, so the host waits once.
     """
     advantages = inputs["advantages"]
     advantages = advantages[:, None] if advantages.ndim == 1 else advantages
@@ -42,7 +42,7 @@ def log(
     means["entropy"] = entropy
     sampled = inputs.get("sampling_per_token_logps")
     found = trainer._metrics["train" if trainer.model.training else "eval"]
-    # TRL logs its own for vLLM, and nothing of what a rollout_func brings.
+    # TRL logs its own values for vLLM, and none for a rollout_func.
     if sampled is not None and not trainer.use_vllm and getattr(trainer, "rollout_func", None) is None:
         away = torch.where(mask, (logps if old is None else old) - sampled, 0.0).abs()
         means["sampling/sampling_logp_difference/mean"] = away
@@ -76,7 +76,7 @@ def log(
 
 
 def _sum(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return the sum over the tokens, or over the sequences of what is one a sequence, and their number."""
+    """Return (sum, count) over the tokens, or over the sequences if there is one value per sequence."""
     if x.shape[1] == 1:
         return torch.stack((x.sum(), x.new_tensor(float(x.shape[0]))))
     return torch.stack(((x * mask).sum(), mask.sum().to(x.dtype)))

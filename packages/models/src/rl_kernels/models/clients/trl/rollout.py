@@ -1,4 +1,4 @@
-"""What a rollout sampled, scored as training scores it: ``linear_logp`` on the hidden states that tokens came from."""
+"""Score sampled tokens as training does: ``linear_logp`` on the hidden states that they were sampled from."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from rl_kernels.models.clients.trl.head import Head
 from rl_kernels.models.swap import replaced
 
 Sampled = tuple[list[list[int]], list[list[float]]]
-"""Tokens of each completion, and the log-probability of each."""
+"""The tokens of each completion, and the log-probability of each token."""
 Around = Callable[[], AbstractContextManager[object]]
-"""What surrounds a computation."""
+"""Makes a context for a computation, such as autocast."""
 
 
 def check_rollout(trainer: Any, model: Any) -> None:
-    """Refuse rollouts whose hidden states are not seen; settings that the trainer leaves open are those of the model.
+    """Refuse rollouts whose hidden states cannot be recorded; the model's settings count where the trainer sets none.
 
     Raises:
-        ValueError: tokens are sampled elsewhere than by transformers, or not in a pass each, or from other logits.
+        ValueError: tokens are not sampled by transformers, not in one pass each, or from other logits.
     """
     beyond = {
         "use_vllm": trainer.use_vllm,
         "rollout_func": trainer.rollout_func is not None,
-        # TRL replaces the forward of the head, whose logits then follow the batch.
+        # TRL replaces the forward of the head, whose logits then depend on the batch.
         "cast_lm_head_to_fp32": trainer.args.cast_lm_head_to_fp32,
     }
     for name, is_set in beyond.items():
@@ -39,22 +39,22 @@ def check_rollout(trainer: Any, model: Any) -> None:
         if getattr(config, name, None) is None:
             setattr(config, name, value)
     if getattr(config, "prefill_chunk_size", None) is not None:
-        raise ValueError("generation_kwargs: expected no prefill_chunk_size, a prompt in one pass")
+        raise ValueError("generation_kwargs: expected no prefill_chunk_size, a prompt must take one pass")
     if getattr(config, "guidance_scale", None) not in (None, 1):
-        raise ValueError("generation_kwargs: expected no guidance_scale, a pass for each token")
+        raise ValueError("generation_kwargs: expected no guidance_scale, a token must take one pass")
     mode = config.get_generation_mode().value
     if mode not in ("sample", "greedy_search"):
-        raise ValueError(f"generation_kwargs: expected a pass for each token, as in sampling, got {mode}")
+        raise ValueError(f"generation_kwargs: expected one pass for each token, as in sampling, got {mode}")
 
 
 def recorded(sample: Callable[..., Any], head: Head, model: Any, around: Around) -> Callable[..., Sampled]:
     """Return ``GRPOTrainer._generate_single_turn``, by ``generate``, with the log-probability of each sampled token.
 
     Args:
-        sample: TRL's.
-        head: of the model.
-        model: what generates, without what is wrapped around it.
-        around: surrounds what training computes, such as autocast, which else a wrapper alone would bring.
+        sample: TRL's method.
+        head: the head of the model.
+        model: the model that generates, without wrappers.
+        around: context of training passes, such as autocast, which otherwise only a wrapper applies.
     """
 
     def sampled(*args: Any, **options: Any) -> Sampled:
@@ -63,7 +63,7 @@ def recorded(sample: Callable[..., Any], head: Head, model: Any, around: Around)
         def generate(*args: Any, **options: Any) -> torch.Tensor:
             with inputs_of(head.module, lambda hidden: hidden[:, -1].clone()) as rows:
                 found: torch.Tensor = theirs(*args, **options)
-            # At once: whoever has gathered the weights for the call lets go of them after it.
+            # Here, because weights gathered for the call are released after it.
             logps.extend(_logps(head, rows, found[:, options["input_ids"].shape[1] :]))
             return found
 
@@ -79,7 +79,7 @@ def recorded(sample: Callable[..., Any], head: Head, model: Any, around: Around)
 def inputs_of(
     module: nn.Module, kept: Callable[[torch.Tensor], torch.Tensor] = lambda hidden: hidden
 ) -> Iterator[list[torch.Tensor]]:
-    """Collect what is kept of the hidden states that a head is given, one list entry a pass."""
+    """Collect the hidden states that a head gets, reduced by ``kept``: one list entry per pass."""
     rows: list[torch.Tensor] = []
     hook = module.register_forward_pre_hook(lambda _, args: rows.append(kept(args[0])))
     try:
@@ -90,7 +90,7 @@ def inputs_of(
 
 @torch.no_grad()
 def _logps(head: Head, rows: Sequence[torch.Tensor], ids: torch.Tensor) -> list[list[float]]:
-    """Return those of tokens ``[B, T]``, sampled in T passes."""
+    """Return the log-probabilities of tokens ``[B, T]``, sampled in T passes."""
     if len(rows) < ids.shape[1]:
         raise RuntimeError(f"rollout: expected a pass for each of {ids.shape[1]} tokens, saw {len(rows)}")
     hidden = torch.stack(list(rows[: ids.shape[1]]), 1)

@@ -1,9 +1,9 @@
-"""verl on our operators: ``VERL_USE_EXTERNAL_MODULES=rl_kernels.models.clients.verl``, and verl's fused kernels on.
+"""verl on our operators: set ``VERL_USE_EXTERNAL_MODULES=rl_kernels.models.clients.verl``, and enable fused kernels.
 
-verl imports the module in every worker. From then on its fused forward, backend ``torch``, takes log-probabilities and
-entropy of the model's hidden states from ``linear_logp``: with a bias of the head, a LoRA adapter on it, a soft cap, a
-factor of the logits. The FSDP engine, which refuses a temperature for each sample with fused kernels, hands it on. What
-else verl does stays as it is: other backends, vision models, other engines. Read off verl 0.9.1.
+verl imports the module in every worker. From then on its fused forward with backend ``torch`` takes log-probabilities
+and entropy from hidden states by ``linear_logp``: with the head's bias and LoRA adapter, a soft cap and a scale of the
+logits. verl's FSDP engine refuses one temperature per sample with fused kernels; with this module it passes them on.
+Other backends, vision models and other engines of verl do not change. Written for verl 0.9.1.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ __all__ = ["install"]
 
 
 def install() -> None:
-    """Put our forward in the place of verl's; importing this module does so, and a second call changes nothing.
+    """Replace verl's fused forward by ours; importing this module does so, and a second call changes nothing.
 
     Raises:
-        ImportError: verl has not the hooks of verl 0.9.1.
+        ImportError: the installed verl does not have the hooks of verl 0.9.1.
     """
     from verl.models.transformers import dense_common, monkey_patch
 
@@ -35,7 +35,7 @@ def install() -> None:
     )
     missing = [f"{module.__name__}.{name}" for module, names in hooks for name in names if not hasattr(module, name)]
     if missing:
-        raise ImportError(f"verl: expected the hooks of verl {engine.KNOWN}, {missing[0]} is not there")
+        raise ImportError(f"verl: expected the hooks of verl {engine.KNOWN}, {missing[0]} is missing")
     if not hasattr(dense_common.forward_with_torch_backend, "replaced"):
         dense_common.forward_with_torch_backend = forward_of(
             dense_common.forward_with_torch_backend, dense_common.CausalLMOutputForPPO
@@ -44,15 +44,15 @@ def install() -> None:
 
 
 def _with_engine(patch: Callable[..., None]) -> Callable[..., None]:
-    """Return verl's function that patches a model so that it sees to the engine too, which calls it.
+    """Return verl's function that patches a model, extended to check the model and to patch the engine.
 
-    When verl imports this module, its engines cannot be imported yet.
+    The engine calls this function. It is patched only then: it cannot be imported yet when verl imports this module.
     """
 
     def patched(model: Any, *args: Any, **options: Any) -> None:
         before = type(model).forward
         patch(model, *args, **options)
-        # A second model of a class finds it patched already.
+        # For a second model of a class, the class is patched already.
         if is_ours(model) and not before.__module__.startswith(("verl.", "rl_kernels.")):
             with replaced(type(model), "forward", before):
                 check_logits(model, partial(scores, model))

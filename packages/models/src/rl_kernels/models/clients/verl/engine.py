@@ -1,4 +1,4 @@
-"""verl's FSDP engine with fused kernels and a temperature for each sample, which it refuses."""
+"""Lets verl's FSDP engine, which refuses it, combine fused kernels with one temperature per sample."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import torch
 from rl_kernels.models.clients.verl.forward import is_ours
 
 KNOWN = "0.9.1"
-"""The version of verl whose hooks these are."""
+"""The version of verl that has these hooks."""
 MODULE = "verl.workers.engine.fsdp.transformer_impl"
 ENGINE, METHOD = "FSDPEngineWithLMHead", "prepare_model_inputs"
 FUSED = "use_fused_kernels"
 
 
 def install(module: ModuleType) -> None:
-    """Have the engine hand temperatures on to the model's forward.
+    """Make the engine pass temperatures on to the model's forward.
 
     Raises:
-        ImportError: the module has not the engine of verl 0.9.1.
+        ImportError: the module does not have the engine of verl 0.9.1.
     """
     kind = getattr(module, ENGINE, None)
     theirs = getattr(kind, METHOD, None)
     if theirs is None:
-        raise ImportError(f"verl: expected the hooks of verl {KNOWN}, {MODULE}.{ENGINE}.{METHOD} is not there")
+        raise ImportError(f"verl: expected the hooks of verl {KNOWN}, {MODULE}.{ENGINE}.{METHOD} is missing")
     if hasattr(theirs, "replaced"):
         return
 
@@ -37,7 +37,7 @@ def install(module: ModuleType) -> None:
         if not is_fused or not differs or not is_ours(_innermost(self.module)):
             found: tuple[dict[str, Any], dict[str, Any]] = theirs(self, micro_batch)
             return found
-        # As it does for logits: packed, padded and cut like the tokens.
+        # The path for logits packs, pads and cuts temperatures like the tokens.
         tensordict_utils.assign_non_tensor(micro_batch, **{FUSED: False})
         try:
             inputs, others = theirs(self, micro_batch)
@@ -56,7 +56,7 @@ def install(module: ModuleType) -> None:
 
 
 def _innermost(module: Any) -> Any:
-    """Return the model of transformers inside of what FSDP and PEFT wrap around it."""
+    """Return the model of transformers inside the wrappers of FSDP and PEFT."""
     while hasattr(module, "module"):
         module = module.module
     return module.get_base_model() if hasattr(module, "get_base_model") else module

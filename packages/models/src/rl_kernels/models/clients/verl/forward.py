@@ -1,4 +1,4 @@
-"""The forward of a causal language model as verl's fused kernels have it: log-probabilities in place of logits."""
+"""The forward of a causal language model for verl's fused kernels: log-probabilities instead of logits."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from rl_kernels.models.head import head_logp
 from rl_kernels.models.logits import logit_options
 
 BACKEND = "_verl_fused_kernels_backend"
-"""Where verl keeps on a model which of its backends was asked for: two of them share a forward."""
+"""Attribute in which verl keeps a model's fused backend; two backends share a forward."""
 
 
 def forward_of(theirs: Callable[..., Any], output: type[Any]) -> Callable[..., Any]:
-    """Return the forward in the place of verl's ``forward_with_torch_backend``.
+    """Return the forward that replaces verl's ``forward_with_torch_backend``.
 
     Args:
-        theirs: that one, which goes on to serve the backend ``liger``.
-        output: what it returns, verl's ``CausalLMOutputForPPO``.
+        theirs: verl's forward, which still serves the backend ``liger``.
+        output: the class of its result, verl's ``CausalLMOutputForPPO``.
     """
 
     def forward(
@@ -39,7 +39,7 @@ def forward_of(theirs: Callable[..., Any], output: type[Any]) -> Callable[..., A
         if args:
             raise TypeError("forward: expected all but input_ids by name, as verl's engines call it")
         if not return_dict:
-            raise ValueError("return_dict: expected True, log-probabilities have no place in a tuple")
+            raise ValueError("return_dict: expected True, a tuple has no place for log-probabilities")
         labels = shift_labels if shift_labels is not None else _next(labels, input_ids)
         given.pop("logits_to_keep", None)
         found = self.base_model(input_ids=input_ids, return_dict=True, **given)
@@ -54,18 +54,21 @@ def forward_of(theirs: Callable[..., Any], output: type[Any]) -> Callable[..., A
 
 
 def scores(model: Any, hidden: torch.Tensor, ids: torch.Tensor, **options: Any) -> Any:
-    """Return what ``head_logp`` gives for the head of a model, with what the model does to its logits."""
+    """Return ``head_logp`` for the head of a model, with the model's soft cap and scale of logits.
+
+    hidden is ``[..., D]`` and ids ``[...]``; options are those of ``linear_logp``.
+    """
     head = model.get_output_embeddings()
     return head_logp(head, hidden, ids, validate=False, **logit_options(model), **options)
 
 
 def is_ours(model: Any) -> bool:
-    """Say whether a model of transformers scores by ours: verl patched it, for the backend ``torch``."""
+    """Say whether a model of transformers uses our forward: verl patched it for the backend ``torch``."""
     return hasattr(type(model).forward, "replaced") and getattr(model, BACKEND, "torch") == "torch"
 
 
 def _next(labels: torch.Tensor | None, ids: torch.Tensor | None) -> torch.Tensor:
-    """Return the token behind each; behind the last one stands the first, whose score nobody reads."""
+    """Return the token after each token; the last one gets the first token, whose score is not read."""
     given = ids if labels is None else labels
     if given is None:
         raise ValueError("input_ids: expected ids or labels, neither was given")
@@ -73,7 +76,7 @@ def _next(labels: torch.Tensor | None, ids: torch.Tensor | None) -> torch.Tensor
 
 
 def _of_rows(temperature: float | torch.Tensor, labels: torch.Tensor) -> float | torch.Tensor:
-    """Return the temperature of each label where they differ by sample or token."""
+    """Return the temperature as a number, or expanded to one per label."""
     if not isinstance(temperature, torch.Tensor) or not temperature.ndim:
         return float(temperature)
     if temperature.ndim < labels.ndim:
