@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import sys
 import sysconfig
@@ -21,6 +22,10 @@ PACKAGES = {file.parent.name: file.parent for file in sorted(ROOT.glob("packages
 META, MODELS = "rl-kernels", "models"
 OPERATORS = [name for name in PACKAGES if name not in (META, MODELS)]
 LAB = "lab"
+PAIR = ("linear-logp", "grpo-loss")
+"""Operators that `build` installs one after the other, in both orders."""
+OWN = (META, "torch")
+"""How the requirements begin that `build` does not take from others."""
 INTEGRATION = "integration"
 
 CONSTRAINTS = ROOT / "constraints.txt"
@@ -209,19 +214,29 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def build(session: nox.Session) -> None:
-    """Build all wheels into dist/, then install each in an environment of its own and list what it brings."""
+    """Build sdists, and wheels from them, into dist/; check them, and install them from a local index in two orders."""
     dist = ROOT / "dist"
     shutil.rmtree(dist, ignore_errors=True)
-    session.install(*PINNED, "hatchling")
-    session.run(
-        *("python", "-m", "pip", "wheel", "--quiet", "--no-cache-dir", "--no-build-isolation", "--no-deps"),
-        *("--wheel-dir", str(dist)),
-        *map(str, folders().values()),
-    )
+    session.install(*PINNED, "hatchling", "twine", "check-wheel-contents")
+    built = sdists_and_wheels(session, dist)
+    session.run("twine", "check", "--strict", *map(str, built))
+    for package, folder in folders().items():
+        # A wheel holds what the sources hold, no more and no less; an sdist, and so these wheels, hold no cubins.
+        wheel = next(dist.glob(f"{distribution(package).replace('-', '_')}-[0-9]*.whl"))
+        options = ("--no-config", "--package-omit", "__pycache__,cubins", "--src-dir", str(folder / "src"))
+        session.run("check-wheel-contents", *options, str(wheel))
     torch = made(session, "torch")
-    session.run(python_of(torch), "-m", "pip", "install", "--quiet", "--no-compile", *PINNED, "torch", external=True)
+    pip = (python_of(torch), "-m", "pip")
+    session.run(*pip, "install", "--quiet", "--no-compile", *PINNED, "torch", external=True)
+    others = Path(session.create_tmp(), "others").resolve()
+    shutil.rmtree(others, ignore_errors=True)
+    options = ("--quiet", "--only-binary", ":all:", "--dest", str(others))
+    session.run(*pip, "download", *options, *PINNED, *required_of_others(), external=True)
+    index = indexed(session, [*built, *others.iterdir()])
     for package in (LAB, *PACKAGES):
-        prove(session, package, dist, torch)
+        prove(session, package, index, torch)
+    for first, second in (PAIR, PAIR[::-1]):
+        prove_in_turn(session, first, second, index, torch)
 
 
 @nox.session(**BORROWING)
@@ -274,19 +289,87 @@ def python_of(home: Path) -> str:
     return str(home / "bin" / "python")
 
 
-def prove(session: nox.Session, package: str, dist: Path, torch: Path) -> None:
-    """Install one wheel with what it declares beside PyTorch, import what came with it, and list the operators."""
-    home = made(session, package, "--without-pip")
-    python = python_of(home)
-    # PyTorch, what it needs and pip are the same for all.
-    (purelib(str(home)) / "torch.pth").write_text(f"{purelib(str(torch))}\n", encoding="utf-8")
-    requirement = package if package == META else f"rl-kernels-{package}"
-    options = ("--quiet", "--no-compile", "--find-links", str(dist))
-    session.run(python, "-m", "pip", "install", *options, *PINNED, requirement, external=True)
-    session.run(python, "-m", "pip", "check", external=True)
-    session.run(python, "tools/installed.py", "core", *map(module, brought_by(package)), external=True)
-    session.run(str(home / "bin" / "rl-kernels"), "list", external=True)
+def sdists_and_wheels(session: nox.Session, dist: Path) -> list[Path]:
+    """Build the sdist of every package into dist/sdist, and from these the wheels into dist; return all files."""
+    for folder in folders().values():
+        with session.chdir(folder):
+            session.run("python", "-m", "hatchling", "build", "-t", "sdist", "-d", str(dist / "sdist"), silent=True)
+    sdists = sorted(dist.glob("sdist/*.tar.gz"))
+    session.run(
+        *("python", "-m", "pip", "wheel", "--quiet", "--no-cache-dir", "--no-build-isolation", "--no-deps"),
+        *("--no-index", "--wheel-dir", str(dist)),
+        *map(str, sdists),
+    )
+    return [*sdists, *sorted(dist.glob("*.whl"))]
+
+
+def required_of_others() -> list[str]:
+    """Return what the packages require beside each other and PyTorch."""
+    declared = (nox.project.load_toml(folder / "pyproject.toml")["project"] for folder in folders().values())
+    return sorted({word for each in declared for word in each["dependencies"] if not word.startswith(OWN)})
+
+
+def indexed(session: nox.Session, files: list[Path]) -> str:
+    """Lay out a package index (PEP 503) that refers to these files; return its address."""
+    home = Path(session.create_tmp(), "index").resolve()
+    shutil.rmtree(home, ignore_errors=True)
+    for file in files:
+        page = home / re.sub(r"[-_.]+", "-", file.name.partition("-")[0]).lower() / "index.html"
+        page.parent.mkdir(parents=True, exist_ok=True)
+        before = page.read_text(encoding="utf-8") if page.exists() else "<!DOCTYPE html>\n"
+        digest = hashlib.sha256(file.read_bytes()).hexdigest()
+        link = f'<a href="{file.as_uri()}#sha256={digest}">{file.name}</a><br>\n'
+        page.write_text(before + link, encoding="utf-8")
+    return home.as_uri()
+
+
+def prove(session: nox.Session, package: str, index: str, torch: Path) -> None:
+    """Install one package in an environment of its own, with what it declares, and check what came."""
+    home = beside(session, package, torch)
+    install_from(session, index, home, package)
+    check_installed(session, home, package)
     shutil.rmtree(home)
+
+
+def prove_in_turn(session: nox.Session, first: str, second: str, index: str, torch: Path) -> None:
+    """Install one package, then another, then all; uninstall the first, which must leave the others in place."""
+    home = beside(session, f"{first}-{second}", torch)
+    install_from(session, index, home, first)
+    check_installed(session, home, first)
+    install_from(session, index, home, second)
+    check_installed(session, home, first, second)
+    session.run(python_of(home), "-m", "pip", "uninstall", "--quiet", "--yes", distribution(first), external=True)
+    check_installed(session, home, second)
+    install_from(session, index, home, META)
+    check_installed(session, home, META)
+    shutil.rmtree(home)
+
+
+def beside(session: nox.Session, name: str, torch: Path) -> Path:
+    """Make an environment that sees PyTorch, what it needs and pip, which are the same for all."""
+    home = made(session, name, "--without-pip")
+    (purelib(str(home)) / "torch.pth").write_text(f"{purelib(str(torch))}\n", encoding="utf-8")
+    return home
+
+
+def install_from(session: nox.Session, index: str, home: Path, package: str) -> None:
+    """Install a package from an index alone: no other index, folder or constraint that pip is configured with."""
+    options = ("--isolated", "--disable-pip-version-check", "--quiet", "--no-compile", "--index-url", index)
+    command = (python_of(home), "-m", "pip", "install", *options, distribution(package))
+    session.run(*command, env={"PIP_CONFIG_FILE": os.devnull}, external=True)
+
+
+def check_installed(session: nox.Session, home: Path, *packages: str) -> None:
+    """Check that an environment has these packages and what they bring; import all, and list the operators."""
+    python, parts = python_of(home), {name for package in packages for name in brought_by(package)}
+    session.run(python, "-m", "pip", "check", external=True)
+    session.run(python, "tools/installed.py", "core", *sorted(map(module, parts)), external=True)
+    session.run(str(home / "bin" / "rl-kernels"), "list", external=True)
+
+
+def distribution(package: str) -> str:
+    """Return the name by which pip knows a package."""
+    return package if package == META else f"{META}-{package}"
 
 
 def brought_by(package: str) -> list[str]:
