@@ -1,8 +1,9 @@
-"""What an index shows of a package: the METADATA of the built wheels, and the tool that writes it into the sources."""
+"""What an index shows of a package: the METADATA of the built wheels, and the tools that write it into the sources."""
 
 from __future__ import annotations
 
 import importlib.util
+import re
 import zipfile
 from email.message import Message
 from email.parser import Parser
@@ -16,14 +17,23 @@ PROJECTS = sorted(file.parent for place in ("shared", "packages") for file in RO
 LICENSE = (ROOT / "LICENSE").read_bytes()
 
 
-@pytest.fixture(scope="module")
-def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("metadata", ROOT / "tools" / "metadata.py")
+def loaded(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
-    loaded = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(loaded)
-    return loaded
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    return loaded("metadata")
+
+
+@pytest.fixture(scope="module")
+def bump() -> ModuleType:
+    return loaded("bump")
 
 
 def read(wheel: Path) -> tuple[Message, dict[str, bytes]]:
@@ -52,6 +62,41 @@ def test_repository_and_contact_are_written_once_set(tool: ModuleType, monkeypat
         'urls = { Repository = "https://example.org/repository" }',
         'maintainers = [{ email = "someone@example.org" }]',
     }
+
+
+def found(pattern: str, text: str) -> list[str]:
+    return re.findall(pattern, text, re.MULTILINE)
+
+
+def test_versions_and_dates_agree() -> None:
+    project, citation, changelog = (
+        (ROOT / name).read_text(encoding="utf-8")
+        for name in ("shared/core/pyproject.toml", "CITATION.cff", "CHANGELOG.md")
+    )
+    (version,) = found(r'^version = "(.*)"$', project)
+    assert found(r"^version: (.*)$", citation) == [version]
+    unreleased, *releases = found(r"^## (.*)$", changelog)
+    assert unreleased == "[Unreleased]"
+    # Before the first release there is none, and no date.
+    newest = [f"[{version}] - {day}" for day in found(r'^date-released: "(.*)"$', citation)]
+    assert releases[:1] == newest
+
+
+def test_bump_writes_pins_citation_and_changelog(bump: ModuleType) -> None:
+    project = 'version = "0.1.0"\ndependencies = [\n    "rl-kernels-core==0.1.0",\n    "torch>=2.9",\n]\n'
+    assert bump.bumped(project, "0.2.0") == project.replace("0.1.0", "0.2.0")
+    added = project.replace("0.1.0", "0.2.0").replace('    "torch', '    "rl-kernels-norm==0.2.0",\n    "torch')
+    assert bump.requiring_all(bump.bumped(project, "0.2.0"), ["rl-kernels-core", "rl-kernels-norm"], "0.2.0") == added
+
+    citation = "title: rl-kernels\nversion: 0.1.0\n"
+    once = bump.cited(citation, "0.2.0", "2030-01-02")
+    assert once == 'title: rl-kernels\nversion: 0.2.0\ndate-released: "2030-01-02"\n'
+    assert bump.cited(once, "0.2.0", "2030-01-02") == once
+
+    changelog = "# Changelog\n\n## [Unreleased]\n\n### Fixed\n"
+    first = bump.released(changelog, "0.2.0", "2030-01-02")
+    assert first == "# Changelog\n\n## [Unreleased]\n\n## [0.2.0] - 2030-01-02\n\n### Fixed\n"
+    assert bump.released(first, "0.2.0", "2030-01-03") == first.replace("01-02", "01-03")
 
 
 @pytest.mark.slow

@@ -1,10 +1,12 @@
 """Give all packages one version: `python tools/bump.py 0.2.0`.
 
 Rewrites every version and every exact pin between siblings, and makes the meta-package require every package there is.
+CITATION.cff gets the version and today's date, and what CHANGELOG.md has under Unreleased gets a heading with both.
 """
 
 from __future__ import annotations
 
+import datetime
 import re
 import sys
 from pathlib import Path
@@ -12,6 +14,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 META = ROOT / "packages" / "rl-kernels" / "pyproject.toml"
 TEMPLATE = ROOT / "tools" / "operator_template" / "pyproject.toml"
+CITATION = ROOT / "CITATION.cff"
+CHANGELOG = ROOT / "CHANGELOG.md"
+UNRELEASED = "## [Unreleased]\n"
 VERSION = re.compile(r"\d+\.\d+\.\d+((a|b|rc)\d+)?")
 PIN = re.compile(r'"(rl-kernels[\w-]*)==[^"]*"')
 
@@ -34,8 +39,24 @@ def requiring_all(text: str, names: list[str], version: str) -> str:
     return others.replace("dependencies = [\n", "dependencies = [\n" + pins, 1)
 
 
+def cited(text: str, version: str, day: str) -> str:
+    """Return CITATION.cff with another version and date, which stand last."""
+    others = re.sub(r"^(version|date-released): .*\n", "", text, flags=re.MULTILINE)
+    return f'{others}version: {version}\ndate-released: "{day}"\n'
+
+
+def released(text: str, version: str, day: str) -> str:
+    """Return CHANGELOG.md with a heading for a version: a new one, or the one that it has with another date."""
+    heading = f"## [{version}] - {day}\n"
+    changed, count = re.subn(rf"^## \[{re.escape(version)}\] - .*\n", heading, text, count=1, flags=re.MULTILINE)
+    return changed if count else text.replace(UNRELEASED, f"{UNRELEASED}\n{heading}", 1)
+
+
 def main(version: str) -> None:
     """Rewrite the files in place."""
+    day = datetime.date.today().isoformat()
+    CITATION.write_text(cited(CITATION.read_text(encoding="utf-8"), version, day), encoding="utf-8")
+    CHANGELOG.write_text(released(CHANGELOG.read_text(encoding="utf-8"), version, day), encoding="utf-8")
     files = project_files()
     for file in (*files, TEMPLATE):
         file.write_text(bumped(file.read_text(encoding="utf-8"), version), encoding="utf-8")
