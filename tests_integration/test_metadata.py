@@ -82,6 +82,33 @@ def test_versions_and_dates_agree() -> None:
     assert releases[:1] == newest
 
 
+def test_releases_page_tells_the_versions_that_are_declared_and_run() -> None:
+    page, project, pins, sessions = (
+        (ROOT / name).read_text(encoding="utf-8")
+        for name in ("docs/releases.md", "shared/core/pyproject.toml", "constraints.txt", "noxfile.py")
+    )
+    rows = {
+        name: cells for name, *cells in (line.strip("| ").split(" | ") for line in page.splitlines() if "|" in line)
+    }
+    declared = {
+        "Python": found(r'^requires-python = "(.*)"', project),
+        "PyTorch": found(r'"torch(>=[\d.]+)', project),
+        "Triton (extra `triton`, Linux)": found(r'"triton(>=[\d.]+)', project),
+        "cuda-bindings (extra `cuda`)": found(r'"cuda-bindings(>=[\d.]+)', project),
+    }
+    assert {name: [rows[name][0].replace(" ", "")] for name in declared} == declared
+    run = {
+        "PyTorch": found(r"^torch==(.*)$", pins) + found(r'^FLOOR = \("torch==([\d.]+)', sessions),
+        "Triton (extra `triton`, Linux)": found(r'"triton==([\d.]+)"', sessions),
+        "cuda-bindings (extra `cuda`)": found(r"^cuda-bindings==(.*)$", pins),
+        "transformers": found(r"^transformers==(.*)$", pins)
+        + found(r'^TRANSFORMERS = \("transformers==([\d.]+)', sessions),
+        "TRL": found(r"^trl==(.*)$", pins),
+        "verl": found(r'"verl==([\d.]+)"', sessions),
+    }
+    assert not [(name, version) for name in run for version in run[name] or [None] if str(version) not in rows[name][1]]
+
+
 def test_bump_writes_pins_citation_and_changelog(bump: ModuleType) -> None:
     project = 'version = "0.1.0"\ndependencies = [\n    "rl-kernels-core==0.1.0",\n    "torch>=2.9",\n]\n'
     assert bump.bumped(project, "0.2.0") == project.replace("0.1.0", "0.2.0")
