@@ -1,8 +1,7 @@
 """Adds the pages of the packages to the site: overview, guide, API and benchmarks of each, with their navigation.
 
-A package's pages are its README.md, GUIDE.md and benchmarks/README.md, which link to each other and to docs/ as files of
-the repository do; here the links are made to lead to the pages. An operator is found by its entry point, so a new one
-needs no edit here.
+The pages of a package are its README.md, GUIDE.md and benchmarks/README.md. Links between files of the repository are
+rewritten to lead to the pages. Operators are found by their entry points, so a new one needs no edit here.
 """
 
 from __future__ import annotations
