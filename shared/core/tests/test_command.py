@@ -74,7 +74,7 @@ def toy(monkeypatch):
 
 def test_explain_asks_for_a_size_that_a_backend_looks_at(toy, capsys):
     assert cli.main(toy) == 2
-    assert capsys.readouterr().err == "rl-kernels explain: --shape: needed, NxD: the answer depends on D\n"
+    assert capsys.readouterr().err == "rl-kernels explain: --shape: expected NxD: the answer depends on D\n"
     assert cli.main([*toy, "--shape", "8x3"]) == 0
     assert capsys.readouterr().out == "native: D is odd\n"
 

@@ -105,14 +105,14 @@ def test_backend_unavailable_is_a_value_error():
 def test_where_no_backend_can_run_every_reason_is_given():
     reasons = (
         r"backend: no backend of grpo_loss can run this call; fused: runs on cuda, but the tensors are on cpu; "
-        r"quick: does not promise invariant on cpu; ask for it by name to use it all the same$"
+        r"quick: does not promise invariant on cpu; ask for it by name to use it anyway$"
     )
     with pytest.raises(BackendUnavailable, match=reasons):
         choose(make_operator(FUSED, QUICK), CPU)
 
 
 def test_meta_tensors_are_told_of_fake_ones():
-    with pytest.raises(BackendUnavailable, match=r"tensors on meta hold no values; .*FakeTensorMode gives shapes"):
+    with pytest.raises(BackendUnavailable, match=r"tensors on meta hold no values; .*FakeTensorMode to get shapes"):
         choose(OPERATOR, Call.of(torch.zeros(1, device="meta")))
 
 
@@ -190,7 +190,7 @@ def test_use_backend_takes_an_alias():
 
 
 def test_use_backend_refuses_a_name_that_is_no_operator():
-    with pytest.raises(ValueError, match="use_backend: 'no_such' is no operator; known: det_attention, det_gemm, fus"):
+    with pytest.raises(ValueError, match="use_backend: 'no_such' is not an operator; known: det_attention, det_gemm,"):
         use_backend(no_such="native")
 
 
@@ -251,7 +251,7 @@ def test_explain_gives_a_verdict_on_every_backend(monkeypatch, make_module):
     monkeypatch.setattr(dispatch, "kernel_registry", KernelRegistry(found))
     assert explain("grpo_loss", torch.zeros(2), size=8) == [
         Verdict("fused", "runs on cuda, but the tensors are on cpu", chosen=False),
-        Verdict("quick", "does not promise invariant on cpu; ask for it by name to use it all the same", chosen=False),
+        Verdict("quick", "does not promise invariant on cpu; ask for it by name to use it anyway", chosen=False),
         Verdict("native", None, chosen=True),
         Verdict("plain", None, chosen=False),
     ]
@@ -263,7 +263,7 @@ def test_explain_records_nothing_and_names_what_it_prints():
     assert log == []
     assert [str(verdict) for verdict in verdicts] == [
         "fused: V is odd",
-        "quick: does not promise invariant on cuda; ask for it by name to use it all the same",
+        "quick: does not promise invariant on cuda; ask for it by name to use it anyway",
         "native: chosen",
         "plain: can run, comes after the chosen one",
     ]

@@ -33,7 +33,7 @@ def test_what_the_environment_forces(run_python, environment, chosen):
 def test_a_malformed_environment_is_refused_by_the_first_call(run_python):
     done = run_python("-c", SCRIPT, RL_KERNELS_BACKEND="no_such=plain")
     assert (done.returncode, done.stdout) == (1, "")
-    assert "EnvironmentMistake: RL_KERNELS_BACKEND: 'no_such' is no operator" in done.stderr
+    assert "EnvironmentMistake: RL_KERNELS_BACKEND: 'no_such' is not an operator" in done.stderr
 
 
 @pytest.mark.parametrize("value", ["zzz", "no_such=plain", "fused_logp="])

@@ -188,7 +188,7 @@ def test_a_full_disk_is_told_in_one_line(shipped, tmp_path, capsys, monkeypatch)
     said = capsys.readouterr().err
     place = tmp_path / ("out" if shipped else "cubins")
     program = "toy_kernels/fine.cu TIMES=2 for sm_80"
-    assert said.startswith(f"rl-kernels compile: cannot keep {program} in {place}: [Errno 28] No space left on device")
+    assert said.startswith(f"rl-kernels compile: cannot write {program} to {place}: [Errno 28] No space left on device")
     assert said.count("\n") == 1
 
 

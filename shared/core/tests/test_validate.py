@@ -154,10 +154,10 @@ def test_temperature_refuses():
         "temperature: expected dtype float32 or bfloat16 or float16 or float64, got torch.int64",
         *(temperature, torch.ones(2, 3).long()),
     )
-    message = "temperature: expected shape (2, 3) (one value a token), got (3,)"
+    message = "temperature: expected shape (2, 3) (one value per token), got (3,)"
     refuses(ValueError, message, temperature, torch.ones(3))
     refuses(ValueError, "temperature: expected device cpu, got meta", temperature, torch.ones(2, 3, device="meta"))
-    message = "temperature: expected a tensor that does not require grad, it has no gradient here"
+    message = "temperature: expected a tensor that does not require grad: it gets no gradient"
     refuses(ValueError, message, temperature, torch.ones(2, 3, requires_grad=True))
 
 
@@ -256,7 +256,7 @@ class DTensor(torch.Tensor):
 
 
 DTensor.__module__ = "torch.distributed.tensor"
-PASS = "pass its full_tensor(), gathered from all ranks, or its to_local() where this rank's part alone is meant"
+PASS = "pass its full_tensor(), which gathers it from all ranks, or its to_local() if you mean only this rank's part"
 
 
 def test_a_dtensor_is_refused_with_what_to_pass_instead():

@@ -1,7 +1,7 @@
-"""What every rl-kernels operator stands on: registry, dispatch, tolerance contract, checker and fixtures.
+"""Code shared by all rl-kernels operators: registry, dispatch, tolerance contract, kernel helpers, test fixtures.
 
-The names below are imported when they are first asked for, so that the pytest plugin, which pytest imports wherever
-this package is installed, does not bring torch along.
+The names below are imported on first use, because pytest imports this package for its plugin wherever it is installed,
+and that must not import torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The command ``rl-kernels``: its own sub-commands, and those that packages add (group ``rl_kernels.commands``).
 
-Nothing of torch is imported here: ``--help`` and ``--version`` answer at once, and where torch is missing, a command
-says so.
+This module does not import torch, so ``--help`` and ``--version`` are fast, and a command that needs torch can say that
+it is missing.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from rl_kernels.core.command import print_anything
 
 GROUP = "rl_kernels.commands"
 OTHERS = {
-    "check": ("rl-kernels-lab", "hold backends, or your own implementation, to the tolerance contract"),
-    "bench": ("rl-kernels-lab", "time operators beside their peers; no speed for a wrong result"),
+    "check": ("rl-kernels-lab", "check backends, or your own implementation, against the tolerance contract"),
+    "bench": ("rl-kernels-lab", "time operators against other implementations; wrong results get no time"),
     "audit": ("rl-kernels-models", "find the first module of a model whose output depends on the batch"),
     "demo": ("rl-kernels", "train a small model through the operators"),
 }
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except BrokenPipeError:
-        # Whoever read the output has enough of it, as ``head`` does; the flush at exit must find somewhere to write.
+        # The reader closed the pipe, as ``head`` does. Redirect stdout, or the flush at exit would fail too.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return READER_LEFT
     except ModuleNotFoundError as error:
@@ -71,7 +71,7 @@ def _run(name: str, command: Callable[[], Command], rest: Sequence[str]) -> int:
 def _commands() -> dict[str, tuple[str, Callable[[], Command]]]:
     own = {
         "list": ("installed operators and their backends", lambda: _command("commands", "list_operators")),
-        "explain": ("which backend a call would take, and why not the others", lambda: _command("commands", "explain")),
+        "explain": ("which backend a call would use, and why not the others", lambda: _command("commands", "explain")),
         "doctor": ("what is installed and what can run here", lambda: _command("commands", "doctor")),
         "compile": ("compile CUDA kernels before they are needed", lambda: _command("precompile", "main")),
     }
@@ -99,4 +99,4 @@ def _help(commands: dict[str, tuple[str, Callable[[], Command]]]) -> None:
     print("usage: rl-kernels COMMAND [options]\n")
     for name, (summary, _) in commands.items():
         print(f"  {name:<10} {summary}")
-    print("\nrl-kernels COMMAND --help tells a command's options; rl-kernels --version the version")
+    print("\nrl-kernels COMMAND --help lists a command's options; rl-kernels --version prints the version")

@@ -1,4 +1,4 @@
-"""What the project's commands share: one clear line and exit status 2 for a mistake in the arguments."""
+"""Code shared by the project's commands: a wrong argument gives a one-line error and exit status 2."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import NoReturn
 
 
 def print_anything() -> None:
-    """Let a terminal that cannot show a character show its escape: no report is lost for it."""
+    """Print characters that the terminal cannot encode as escapes, instead of failing."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -56,7 +56,7 @@ def count(least: int, bits: int | None = None) -> Callable[[str], int]:
 
 
 def location(text: str) -> Path:
-    """Return a path, ``~`` being the user's home: an argument type."""
+    """Return a path with ``~`` expanded: an argument type."""
     try:
         return Path(text).expanduser()
     except RuntimeError as error:

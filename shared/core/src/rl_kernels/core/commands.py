@@ -23,7 +23,7 @@ from rl_kernels.core.registry import UnknownOperator, kernel_registry
 
 
 class _Sizes(dict[str, Any]):
-    """The traits of a described call; notes those that a backend looks at and that are not there."""
+    """The traits of a described call; records the sizes that a backend reads but that were not given."""
 
     def __init__(self, given: dict[str, int]) -> None:
         super().__init__(given)
@@ -67,17 +67,17 @@ def list_operators(argv: Sequence[str]) -> int:
 
 def explain(argv: Sequence[str]) -> int:
     """Print the verdict on every backend for a described call."""
-    parser = _parser("explain", "Say of each backend whether a call would take it, or why not. Nothing runs.")
+    parser = _parser("explain", "Print for each backend whether a call would use it, or why not. Nothing runs.")
     parser.add_argument("op", help="operator, as `rl-kernels list` names it")
     parser.add_argument("--shape", help="sizes joined by x or commas, in the operator's order (e.g. 4096x151936)")
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of the operands (default: bf16)")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="dtype of the operands (default: bf16)")
     parser.add_argument(
         "--device",
         choices=("cpu", "cuda"),
         default="cuda" if torch.cuda.is_available() else "cpu",
-        help="default: cuda where there is a GPU",
+        help="default: cuda if there is a GPU",
     )
-    parser.add_argument("--arch", help="of the device, as in the tolerance contract (e.g. sm90)")
+    parser.add_argument("--arch", help="architecture, as in the tolerance contract (e.g. sm90)")
     given = parser.parse_args(argv)
     try:
         operator = kernel_registry.load(given.op)
@@ -109,7 +109,7 @@ def _described(operator: Operator, given: argparse.Namespace) -> Call:
     if given.arch is not None and given.arch not in contract().archs:
         raise ValueError(f"--arch: expected one of {', '.join(contract().archs)}, got {given.arch!r}")
     if given.arch is None and given.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--arch: needed to explain a call on a GPU that is not here (e.g. --arch sm90)")
+        raise ValueError("--arch: needed to explain a call on a GPU on a machine without one (e.g. --arch sm90)")
     return Call(device, DTYPES[given.dtype], given.arch or arch_of(device.type, device.index), _Sizes(traits))
 
 
@@ -118,7 +118,7 @@ def _all_known(operator: Operator, call: Call) -> None:
     assert isinstance(call.traits, _Sizes)
     missing = [name for name in operator.shape if name in call.traits.missing]
     if missing:
-        raise ValueError(f"--shape: needed, {'x'.join(operator.shape)}: the answer depends on {', '.join(missing)}")
+        raise ValueError(f"--shape: expected {'x'.join(operator.shape)}: the answer depends on {', '.join(missing)}")
 
 
 def _verdict(verdict: Verdict) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def _verdict(verdict: Verdict) -> dict[str, Any]:
 
 
 def doctor(argv: Sequence[str]) -> int:
-    """Print versions, devices, and every backend of every operator with the reason if it cannot run here."""
+    """Print versions, devices, and for every backend of every operator whether it can run here, or why not."""
     given = _parser("doctor", "Print what is installed, what can run here, and why the rest cannot.").parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     arch = arch_of(device.type, device.index)
@@ -153,7 +153,7 @@ def doctor(argv: Sequence[str]) -> int:
 
 
 def _cuda() -> list[tuple[str, str]]:
-    """Return what there is for CUDA C++: the compiler, or what to do about it, and the cache."""
+    """Return the facts about CUDA C++: driver, compiler (or how to get one) and kernel cache."""
     reason = toolchain.why_no_compiler()
     compiler = reason or "CUDA " + ".".join(map(str, toolchain.nvrtc_version()))
     held = cache.trouble()
@@ -165,7 +165,7 @@ def _cuda() -> list[tuple[str, str]]:
         ("driver", "not asked: no GPU, or no cuda-bindings" if driver is None else f"CUDA {driver}"),
         ("cuda-bindings", toolchain.bindings_version() or "not installed"),
         ("NVRTC", compiler),
-        ("cache of kernels", held),
+        ("kernel cache", held),
     ]
 
 

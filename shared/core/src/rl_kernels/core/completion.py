@@ -1,6 +1,6 @@
-"""``rl-kernels completion``: a script by which a shell completes commands, options and the names of operators.
+"""``rl-kernels completion``: print a script that lets a shell complete commands, options and names of operators.
 
-It is made once, of what is installed, so that a Tab starts no Python.
+The script lists what is installed when it is made, so that pressing Tab does not start Python.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def main(argv: Sequence[str], commands: Mapping[str, Callable[[], Command]]) -> 
 
 
 def _parser_of(command: Command) -> Parser:
-    """Return the parser of a command: the one that it asks for its help."""
+    """Return the parser of a command: the one whose help it prints."""
     found: list[Parser] = []
     asked = patch.object(Parser, "print_help", lambda self, file=None: found.append(self))
     with asked, contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):

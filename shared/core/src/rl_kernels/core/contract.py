@@ -1,8 +1,8 @@
-"""The tolerance contract: how far an output may be from what it is compared with, for every backend alike.
+"""The tolerance contract: how far a result may be from what it is compared with, the same for every backend.
 
 ``tolerance_contract.json`` holds one row for each (relation, op_class, dtype, direction). A missing row is an error,
-never a default, and no backend can relax a row for itself. An architecture may override rows by its key. Beside its
-values a row says where they come from, and what plain PyTorch needs of them, as ``tools/calibrate.py`` measured it.
+never a default, and no backend can relax a row for itself. An architecture may override rows by its key. A row also
+says where its values come from, and how large the errors of plain PyTorch are, as measured by ``tools/calibrate.py``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Dtypes that every operator takes, by their names on the command line."""
 ALL_DTYPES = {**DTYPES, "fp64": torch.float64}
-"""Dtypes that the contract has rows for: some cases are of their own dtype."""
+"""Dtypes that the contract has rows for: a case may set its own dtype, such as FP64."""
 DIRECTIONS = ("forward", "gradient")
 CLASSES = ("elementwise", "reduction", "logprob", "attention")
 RELATIONS = ("accuracy", "parity", "invariance", "repeatability")
@@ -31,16 +31,16 @@ class MissingTolerance(LookupError):
 
 
 class Errors(NamedTuple):
-    """How far one way of computing was off over the results of a row, against the definition in FP64."""
+    """Errors of one way of computing, over all results of a row, against the definition in FP64."""
 
     max_abs: float
     """Largest absolute error."""
     share: float
-    """Largest part of the fence that an element used: ``max(error / (atol + rtol * |gold|))``."""
+    """Largest share of the fence that an element used: ``max(error / (atol + rtol * |gold|))``."""
     inside: int
     """How many of the results lie inside the fence."""
     case: str
-    """Where that share was, as ``rl-kernels check --replay`` takes it."""
+    """The case with that share, in the form that ``rl-kernels check --replay`` takes."""
     item: str
     """Which output, or ``gradient:NAME``."""
     seed: int
@@ -48,18 +48,18 @@ class Errors(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What plain PyTorch needs of a row of accuracy."""
+    """Errors of plain PyTorch, for one row of accuracy."""
 
     results: int
     """How many outputs or gradients were compared."""
     eager: Errors
-    """The definition as it is: in FP32 for inputs of a smaller dtype."""
+    """The definition as written: it computes in FP32 for inputs of a smaller dtype."""
     same_dtype: Errors
     """The same without its casts to a wider dtype."""
 
 
 class Calibration(NamedTuple):
-    """With what ``measured`` was measured."""
+    """The setup in which the ``measured`` values were measured."""
 
     torch: str
     device: str
@@ -119,7 +119,7 @@ def parse(document: Mapping[str, Any]) -> Contract:
     """Build a contract from its JSON document.
 
     Raises:
-        ValueError: two rows for one comparison, an unknown key, or measurements that do not say how they were made.
+        ValueError: two rows for one comparison, an unknown key, or measured values without ``calibration``.
         KeyError: a row lacks a field.
     """
     _known(document, DOCUMENT_KEYS, "the tolerance contract")
@@ -130,7 +130,7 @@ def parse(document: Mapping[str, Any]) -> Contract:
         calibration = calibration._replace(seeds=tuple(calibration.seeds))
     rows = _rows(document["rows"])
     if calibration is None and any(row.measured for each in (rows, *overrides.values()) for row in each.values()):
-        raise ValueError("the tolerance contract has measured rows, but no calibration that says with what")
+        raise ValueError("the tolerance contract has measured rows, but no calibration that says how")
     return Contract(document["version"], rows, overrides, calibration)
 
 

@@ -1,8 +1,8 @@
 """Choose a backend for a call, or say why not; force one; record what was chosen.
 
 The choice is the first backend, in the operator's order of priority, that can run the call and keeps the promises of
-the operator. State is plain module variables, because torch.compile guards those and cannot trace a ContextVar: what is
-forced is forced in all threads of the process. The environment is read once, at import.
+the operator. State is in module variables, because torch.compile guards those and cannot trace a ContextVar; so a
+forced backend applies to all threads of the process. The environment is read once, at import.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from rl_kernels.core.registry import PUBLISHED, kernel_registry
 T = TypeVar("T")
 AUTO = "auto"
 KEPT = 4096
-"""Kinds of calls whose choice is remembered."""
+"""Entries at which a cache of choices is cleared."""
 
 
 class BackendUnavailable(ValueError):
-    """The backend that was asked for, or every backend, cannot run this call; the message says why."""
+    """The requested backend, or every backend, cannot run this call; the message says why."""
 
 
 class EnvironmentMistake(ValueError):
-    """A variable of the environment has a value that means nothing; the message names it, in one line."""
+    """An environment variable has an invalid value; the one-line message names the variable."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def _canonical(operator: str, where: str) -> str:
     if operator in PUBLISHED or operator in kernel_registry.names():
         return operator
     known = ", ".join(sorted({*PUBLISHED, *kernel_registry.names()}))
-    raise ValueError(f"{where}: {operator!r} is no operator; known: {known}")
+    raise ValueError(f"{where}: {operator!r} is not an operator; known: {known}")
 
 
 def parse_forced(text: str) -> dict[str, str]:
@@ -79,7 +79,7 @@ def parse_forced(text: str) -> dict[str, str]:
 
 
 def _read_environment() -> tuple[dict[str, str], str | None]:
-    """Return what the environment forces, or what is wrong with it, which a command must live to say."""
+    """Return the forced backends, and an error message or None: raising at import would give commands a traceback."""
     try:
         return parse_forced(os.environ.get("RL_KERNELS_BACKEND", "")), None
     except ValueError as error:
@@ -88,23 +88,23 @@ def _read_environment() -> tuple[dict[str, str], str | None]:
 
 _environment, _mistake = _read_environment()
 _blocks: tuple[Mapping[str, str], ...] = ()
-"""What each active ``use_backend`` forces, the last entered last; replaced as a whole, so that readers need no lock."""
+"""What each active ``use_backend`` forces, oldest first; replaced as a whole, so that readers need no lock."""
 _entering = Lock()
 _strict: bool = os.environ.get("RL_KERNELS_STRICT", "0") not in ("", "0")
 _logs: list[list[Choice]] = []
 _remembering: list[dict[tuple[object, ...], Any]] = []
-"""What each of the functions remembers that ``remembered_choice`` and its like made."""
+"""The caches of all functions made by ``remembered_choice``, ``planned_choice`` and ``remembered_plan``."""
 
 
 class use_backend:
-    """Force backends inside a ``with`` block; ``auto`` lifts an outer choice.
+    """Force backends inside a ``with`` block; ``auto`` cancels an outer block.
 
-    ``use_backend(linear_logp="triton", grpo_loss="native")``. An explicit ``backend=`` on a call wins over it. A block
-    holds for the whole process: calls of other threads (a backward pass runs in one) are forced too while it is active.
-    Of the active blocks that name an operator, the one that was entered last decides.
+    ``use_backend(linear_logp="triton", grpo_loss="native")``. An explicit ``backend=`` on a call takes precedence. A
+    block applies to the whole process: while it is active, it also forces calls in other threads, such as the thread of
+    a backward pass. If several active blocks name an operator, the one entered last decides.
 
     Raises:
-        ValueError: a keyword is no operator.
+        ValueError: a keyword is not an operator.
     """
 
     def __init__(self, **backends: str) -> None:
@@ -119,7 +119,7 @@ class use_backend:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Take back what this block forced, whatever other threads have entered or left in between."""
+        """Remove this block, even if other threads have entered or left blocks in between."""
         global _blocks
         with _entering:
             last = max(place for place, block in enumerate(_blocks) if block is self._backends)
@@ -144,7 +144,7 @@ def record_dispatch() -> Iterator[list[Choice]]:
 
 
 def reason_against(backend: Backend, call: Call) -> str | None:
-    """Say why the automatic choice may not take this backend for this call, or return None."""
+    """Return why the automatic choice may not take this backend for this call, or None if it may."""
     reason = backend.why_not(call)
     if reason is not None:
         return reason
@@ -152,7 +152,7 @@ def reason_against(backend: Backend, call: Call) -> str | None:
         return f"on {call.device.type} it runs only if it is asked for by name"
     if not backend.promises[call.device.type] >= INVARIANT:
         missing = sorted(INVARIANT - backend.promises[call.device.type])
-        return f"does not promise {', '.join(missing)} on {call.device.type}; ask for it by name to use it all the same"
+        return f"does not promise {', '.join(missing)} on {call.device.type}; ask for it by name to use it anyway"
     if _strict and backend.name == "native" and call.device.type == "cuda":
         return "RL_KERNELS_STRICT forbids the native backend on a GPU"
     return None
@@ -162,15 +162,15 @@ def choose(operator: Operator, call: Call, backend: str | None = None) -> Backen
     """Return the backend that runs this call, and record it.
 
     Args:
-        operator: whose backend.
+        operator: the operator that is called.
         call: device, dtype, arch and traits of the tensors.
-        backend: a name forces that backend; ``"auto"`` chooses whatever is forced elsewhere; None respects
-            ``use_backend`` and ``RL_KERNELS_BACKEND``.
+        backend: a name forces that backend. ``"auto"`` chooses one, ignoring ``use_backend`` and
+            ``RL_KERNELS_BACKEND``; None respects them.
 
     Raises:
         ValueError: no backend has that name.
         EnvironmentMistake: ``RL_KERNELS_BACKEND`` is malformed.
-        BackendUnavailable: the forced backend, or all, cannot run the call.
+        BackendUnavailable: the forced backend, or every backend, cannot run the call.
     """
     wanted = _wanted(operator.name) if backend is None else backend
     chosen = _first(operator, call) if wanted == AUTO else _named(operator, call, wanted)
@@ -180,22 +180,22 @@ def choose(operator: Operator, call: Call, backend: str | None = None) -> Backen
 
 
 def remembered_choice(prepare: Callable[..., str]) -> Callable[..., str]:
-    """Have a function check arguments and choose a backend once for arguments of each kind.
+    """Cache a function that checks arguments and chooses a backend: it runs once for each kind of arguments.
 
-    It looks at type, shape, strides, dtype and device of a tensor, at whether it is lazily negated, at the value of
-    everything else, and at nothing more; it returns the name of what ``choose`` gave, or raises. Nothing is remembered
-    under torch.compile, where a graph has guards of its own, while choices are recorded, and where a backend is forced
-    outside of the call.
+    The function returns the name of the backend that ``choose`` gave, or raises. It may look only at what the cache key
+    holds: the type, shape, strides, dtype, device and lazy negation of tensors, and the values of other arguments.
+    Nothing is cached under torch.compile (a graph has its own guards), while choices are recorded, and while a backend
+    is forced outside of the call.
     """
     return _remembered(prepare, prepare)
 
 
 def planned_choice(plan: Callable[..., Any]) -> Callable[[Callable[..., str]], Callable[..., tuple[str, Any]]]:
-    """Return a decorator as ``remembered_choice``: the function returns the name and what was planned with it.
+    """Return a decorator like ``remembered_choice`` whose function returns the backend's name and a plan.
 
     Args:
-        plan: called with the name and the arguments where the choice is to be remembered; what it returns is for
-            arguments of that kind. Where nothing is remembered, nothing is planned: that is None.
+        plan: called with the name and the arguments when the choice is cached; its result serves all arguments of that
+            kind. The plan is None when nothing is cached.
     """
 
     def decorate(prepare: Callable[..., str]) -> Callable[..., tuple[str, Any]]:
@@ -210,23 +210,23 @@ def planned_choice(plan: Callable[..., Any]) -> Callable[[Callable[..., str]], C
 
 
 def remembered_plan(make: Callable[..., T | None]) -> Callable[..., T | None]:
-    """Have a function check arguments and plan a call once for arguments of each kind, as ``remembered_choice`` does.
+    """Cache a function that checks arguments and plans a call, as ``remembered_choice`` does.
 
-    It returns the plan, or None: for a kind that has no plan, and where nothing is remembered, without a look at the
-    arguments. A caller has a general path beside it, which checks and chooses for itself.
+    The result returns the plan, or None for a kind of arguments that has none. It also returns None, without looking at
+    the arguments, when nothing is cached. Callers need a general path as well, which checks and chooses for itself.
     """
     found = _remembered(lambda *args: (make(*args),), lambda *args: (None,))
     return functools.wraps(make)(lambda *args: found(*args)[0])
 
 
 def forget() -> None:
-    """Forget every choice and plan that is remembered, where other backends take the place of those that made them."""
+    """Clear all cached choices and plans; needed when backends are replaced by others."""
     for known in _remembering:
         known.clear()
 
 
 def _remembered(first: Callable[..., T], always: Callable[..., T]) -> Callable[..., T]:
-    """Return a function that calls ``first`` once for each kind of arguments, or ``always`` where nothing is kept."""
+    """Return a function that calls ``first`` once for each kind of arguments, or ``always`` when nothing is cached."""
     known: dict[tuple[object, ...], T] = {}
     _remembering.append(known)
 
@@ -234,7 +234,7 @@ def _remembered(first: Callable[..., T], always: Callable[..., T]) -> Callable[.
     def chosen(*args: object) -> T:
         if _blocks or _logs or _environment or _mistake or torch.compiler.is_compiling():
             return always(*args)
-        # A layout without strides, such as a sparse one, raises. True is 1, and an argument may be either.
+        # stride() raises for a layout without strides, such as sparse. The type is in the key because True == 1.
         try:
             kinds = [
                 None
@@ -247,7 +247,7 @@ def _remembered(first: Callable[..., T], always: Callable[..., T]) -> Callable[.
             key = (_strict, *kinds)
             found = known.get(key)
         except (TypeError, RuntimeError):
-            # What has no hash, such as a list or a size that is a symbol; a tensor without strides.
+            # An argument without a hash (a list, a symbolic size), or a tensor without strides.
             return always(*args)
         if found is None:
             found = first(*args)
@@ -278,7 +278,7 @@ def _named(operator: Operator, call: Call, name: str) -> Backend:
 
 def _first(operator: Operator, call: Call) -> Backend:
     if call.device.type == "meta":
-        hint = "torch._subclasses.fake_tensor.FakeTensorMode gives shapes"
+        hint = "use torch._subclasses.fake_tensor.FakeTensorMode to get shapes"
         raise BackendUnavailable(f"backend: {operator.name}: tensors on meta hold no values; {hint}")
     reasons = []
     for backend in operator.backends:

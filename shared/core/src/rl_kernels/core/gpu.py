@@ -1,4 +1,4 @@
-"""Make a tensor's GPU current, as libraries need that launch kernels by the driver."""
+"""Make a tensor's GPU current, which launching kernels through the CUDA driver requires."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ def stream_of(index: int) -> int:
 
 
 def device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
-    """Make the tensor's GPU the current one, on which kernels are launched."""
+    """Make the tensor's GPU the current one, where kernels are launched."""
     return on_device(tensor.get_device()) if tensor.is_cuda else _HERE
 
 
 def on_device(index: int) -> AbstractContextManager[object]:
-    """Make a GPU the current one, and be sure that this thread has its context."""
+    """Make a GPU the current one, and make sure that this thread has its context."""
     if index != current():
         return torch.cuda.device(index)
     if not hasattr(_thread, "has_context"):
-        # The driver is asked for things before anything that PyTorch does sees to a context, which a thread of
-        # autograd's may not have yet; what PyTorch does with an event makes one.
+        # We call the driver before PyTorch has set up a context, and an autograd thread may not have one yet. Recording
+        # an event creates it.
         torch.cuda.Event().record()
         _thread.has_context = True
     return _HERE

@@ -1,4 +1,4 @@
-"""Find a user's implementation, ``MODULE:CALLABLE`` or ``path/to/file.py:callable``, and see what it takes."""
+"""Load a user's implementation, ``MODULE:CALLABLE`` or ``path/to/file.py:callable``, and list its arguments."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Loaded:
 
 
 def load(target: str) -> Loaded:
-    """Import a callable. An ``nn.Module``, or another object with ``forward``, is called as PyTorch calls it.
+    """Import a callable, an ``nn.Module`` or another object with ``forward``.
 
     Raises:
         Unusable: the module cannot be imported, or holds no such callable.
@@ -51,12 +51,12 @@ def load(target: str) -> Loaded:
         found = forward
     if not callable(found):
         raise Unusable(f"{source} has no callable {path!r}")
-    # What an nn.Module takes is said by its forward: __call__ takes anything and hands it on.
+    # The arguments of an nn.Module are those of its forward: __call__ takes anything and passes it on.
     return Loaded(found, name, _parameters(forward if callable(forward) else found))
 
 
 def _parameters(function: Callable[..., Any]) -> frozenset[str] | None:
-    """Return the keywords that a function names: what ``**kwargs`` swallows it may well ignore."""
+    """Return the keywords that a function names; it may ignore what it takes by ``**kwargs``."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -72,7 +72,7 @@ def _import_file(path: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # Found by name where the file defines dataclasses or is pickled; another module of that name stays what it is.
+    # Dataclasses and pickle look the module up by name. Do not replace another module of that name.
     sys.modules.setdefault(path.stem, module)
     spec.loader.exec_module(module)
     return module

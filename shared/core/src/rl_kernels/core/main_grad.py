@@ -1,4 +1,4 @@
-"""``main_grad``: an FP32 buffer of a weight that backward passes add its gradient to, in place of ``.grad``."""
+"""``main_grad``: an FP32 buffer to which backward passes add a weight's gradient, in place of ``.grad``."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import torch
 
 
 def gather(name: str, weight: torch.Tensor, result: torch.Tensor) -> None:
-    """Let all of a weight's gradient reach ``weight.main_grad``, what other ops leave in ``.grad`` too.
+    """Add a weight's whole gradient to ``weight.main_grad``, including what other ops leave in ``.grad``.
 
-    The weight of a head that is tied to an embedding gets a part of its gradient from each. What the embedding's
-    backward put into ``.grad`` is added to ``main_grad`` at the end of the pass, and ``.grad`` is None again; a hook of
-    the trainer's that does so earlier leaves nothing to do. Under torch.compile it stays in ``.grad``.
+    A weight that is tied to an embedding gets one part of its gradient from the head and one from the embedding. At the
+    end of the pass, what the embedding's backward put into ``.grad`` is added to ``main_grad``, and ``.grad`` is set to
+    None. If a hook of the trainer has done so earlier, nothing happens. Under torch.compile it stays in ``.grad``.
 
     Args:
-        name: of the argument, for the message.
-        weight: with a ``main_grad``; a leaf, or nothing is done.
-        result: of the operator whose backward adds to ``main_grad``.
+        name: name of the argument, for the message.
+        weight: has a ``main_grad``; nothing is done if it is not a leaf.
+        result: output of the operator whose backward adds to ``main_grad``.
 
     Raises:
-        RuntimeError: in the backward pass, if ``.grad`` held something before it and the pass added to that: which part
-            belongs where cannot be told.
+        RuntimeError: in the backward pass, if ``.grad`` was not None before it and the pass added to it: the parts can
+            no longer be told apart.
     """
     if torch.compiler.is_compiling() or result.grad_fn is None or not weight.is_leaf:
         return
@@ -44,7 +44,7 @@ def gather(name: str, weight: torch.Tensor, result: torch.Tensor) -> None:
                 total.add_(found)
             weight.grad = None
 
-        # What DDP and FSDP use: it runs when the pass is done, after the streams of its nodes.
+        # DDP and FSDP use this too: the callback runs when the pass is done, after the streams of its nodes.
         torch.autograd.Variable._execution_engine.queue_callback(end)
 
     result.grad_fn.register_prehook(queue)

@@ -1,4 +1,4 @@
-"""The vocabulary: what an operator is, what a backend promises, what a choice between backends may look at.
+"""Definitions: what an operator is, what a backend promises, what the choice of a backend may depend on.
 
 Everything here is a frozen dataclass without behaviour of its own, so that it can be read under ``torch.compile`` and
 compared in tests. This module knows no operator and imports no backend.
@@ -21,7 +21,7 @@ Promise = Literal["invariant", "repeatable", "differentiable"]
 INVARIANT: frozenset[Promise] = frozenset({"invariant", "repeatable", "differentiable"})
 """A row's bits depend on that row alone; same inputs give the same bits; gradients are provided."""
 REPEATABLE: frozenset[Promise] = frozenset({"repeatable", "differentiable"})
-"""Same inputs give the same bits, but a row's bits may follow the batch; gradients are provided."""
+"""Same inputs give the same bits, but a row's bits may depend on the batch; gradients are provided."""
 
 
 def arch_of(device_type: str, index: int | None = None) -> str:
@@ -36,7 +36,7 @@ def arch_of(device_type: str, index: int | None = None) -> str:
 
 
 _archs: dict[int, str] = {}
-"""Those of the GPUs that were asked for: every call wants it, and the driver takes its time."""
+"""A cache by GPU index: every call needs the architecture, and asking the driver is slow."""
 
 
 def _arch_of_gpu(index: int | None) -> str:
@@ -48,13 +48,13 @@ def _arch_of_gpu(index: int | None) -> str:
 
 @dataclass(frozen=True)
 class Call:
-    """What the choice of a backend may look at: never the number of rows, or bits would follow the batch.
+    """What the choice of a backend may depend on: never the number of rows, or bits would depend on the batch.
 
     Attributes:
-        device: where all tensors of the call are.
-        dtype: of the operands.
+        device: device of all tensors of the call.
+        dtype: dtype of the operands.
         arch: ``cpu``, ``sm90``, ``gfx942``, ...
-        traits: sizes that are no row count (``V``, ``D``, ``K``), and facts such as ``bias`` or ``layout``.
+        traits: sizes other than row counts (``V``, ``D``, ``K``), and facts such as ``bias`` or ``layout``.
     """
 
     device: torch.device
@@ -79,11 +79,11 @@ class Backend:
     """One implementation of an operator.
 
     Attributes:
-        name: ``native``, ``triton``, ``cuda-generic``, ``cuda-sm90``: what ``backend=`` and ``explain`` call it.
+        name: its name in ``backend=`` and ``explain``: ``native``, ``triton``, ``cuda-generic``, ``cuda-sm90``.
         module: import path of its module, which holds one function for each schema of the operator; imported at
             first use only.
-        promises: by device type, what it promises there; a device type that is not a key is not supported.
-        limits: ``call -> reason``; why this call is beyond it, or None. An exception propagates.
+        promises: device type -> what it promises there; a device type that is not a key is not supported.
+        limits: ``call -> reason``: why it cannot run this call, or None. An exception propagates.
         by_name: device types on which it runs only if it is asked for by name.
     """
 
@@ -101,7 +101,7 @@ class Backend:
 
     def load(self) -> ModuleType:
         """Import and return the backend's module."""
-        # One look-up where import_module, called for every op, would take the lock of imports.
+        # Called for every op: a look-up is faster than import_module, which takes the import lock.
         return sys.modules.get(self.module) or importlib.import_module(self.module)
 
 
@@ -114,13 +114,13 @@ class Operator:
         package: import path; holds the public functions.
         summary: one line for lists.
         shape: names of the sizes that ``explain --shape`` takes, in order.
-        rows: those of them that count rows: the choice of a backend never sees them.
+        rows: the sizes that are row counts; the choice of a backend never sees them.
         schemas: raw op name -> ``torch.library`` schema; the last argument is always ``str backend``.
         fakes: raw op name -> its shape function, without the ``backend`` argument.
         backends: in order of priority.
         describe: the public function's arguments -> ``Call``.
         aliases: other registry names.
-        distribution: name to ``pip install``; by default that of the package: ``rl-kernels-grpo-loss``.
+        distribution: name to ``pip install``; by default made from ``package``, as in ``rl-kernels-grpo-loss``.
         spec: import path of the module that holds its ``SPEC``; by default ``spec.cases`` of the package. A package
             with several operators has one for each.
         bench: import path of the module that holds its ``BENCH``; by default ``spec.bench`` of the package.

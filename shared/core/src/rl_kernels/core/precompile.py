@@ -1,7 +1,7 @@
 """``rl-kernels compile``: compile the CUDA kernels of the installed operators before they are needed.
 
-0: all were compiled and kept, without a warning, a spilled register or a stack. 1: one was not. 2: unusable arguments,
-or nothing to compile, or nothing to compile with; said before anything is compiled. No GPU is needed.
+Exit status 0: every kernel was compiled and saved, without a warning, a spilled register or a stack. 1: one was not.
+2: bad arguments, nothing to compile, or no compiler, reported before anything is compiled. No GPU is needed.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def parser() -> Parser:
         nargs="+",
         type=_arch,
         metavar="ARCH",
-        help=f"targets such as sm_90a, or {ALL} (default: those of the GPUs that are here, or {ALL})",
+        help=f"targets such as sm_90a, or {ALL} (default: for the GPUs of this machine; without one, {ALL})",
     )
     made.add_argument(
-        "--out", type=location, metavar="DIR", help="write the cubins there, to be shipped (default: into the cache)"
+        "--out", type=location, metavar="DIR", help="write the cubins to DIR, for shipping (default: to the cache)"
     )
     return made
 
@@ -70,8 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             _write(program, compiled, given.out)
         except OSError as error:
-            # The next one would not be kept either.
-            faults.append(f"rl-kernels compile: cannot keep {program} in {given.out or cache.folder()}: {error}")
+            # Writing the next one would fail too.
+            faults.append(f"rl-kernels compile: cannot write {program} to {given.out or cache.folder()}: {error}")
             break
         rows += _rows(name, program, compiled)
         faults += _faults(program, compiled)

@@ -21,7 +21,7 @@ MARKERS = ("gpu: needs a GPU; skipped without one", "slow: takes more than a few
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the markers known, for ``--strict-markers``."""
+    """Register the markers, for ``--strict-markers``."""
     for marker in MARKERS:
         config.addinivalue_line("markers", marker)
 
@@ -47,7 +47,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
-    """Return a seed that follows from the test's name: the same in every run, another in every test."""
+    """Return a seed made from the test's name: the same in every run, a different one in every test."""
     return zlib.crc32(request.node.name.encode())
 
 

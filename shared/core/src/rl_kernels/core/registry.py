@@ -1,4 +1,4 @@
-"""Which operators are installed, found by entry point and imported only when asked for."""
+"""The installed operators: found by entry point, imported only when asked for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rl_kernels.core.operator import Operator
 GROUP = "rl_kernels.operators"
 
 PUBLISHED: dict[str, dict[str, Any]] = json.loads((files("rl_kernels.core") / "published.json").read_text("utf-8"))
-"""The operators of this release, with distribution and aliases: only to tell how to install one that is missing.
+"""The operators of this release, with distribution and aliases, whether installed or not.
 
 ``tools/published.py`` writes the file.
 """
@@ -38,8 +38,8 @@ class KernelRegistry:
         """Return an operator by name or alias.
 
         Raises:
-            UnknownOperator: no installed operator is called that; the message tells what to install, or lists what
-                there is.
+            UnknownOperator: no installed operator has that name; the message says what to install, or lists the
+                installed operators.
         """
         if name in self._loaded:
             return self._loaded[name]
@@ -78,7 +78,7 @@ def _discover() -> dict[str, EntryPoint]:
     return found
 
 
-# Found once, at import: entry points cannot be read while torch.compile traces.
+# Searched once, at import: entry points cannot be read while torch.compile traces.
 kernel_registry = KernelRegistry(_discover())
 names = kernel_registry.names
 load = kernel_registry.load

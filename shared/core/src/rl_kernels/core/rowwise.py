@@ -1,9 +1,9 @@
-"""CPU numerics whose rows do not depend on the batch: the same row gives the same bits wherever it stands.
+"""Batch-invariant CPU numerics: a row gives the same bits wherever it is in the batch.
 
-Library products and sums choose their order of summation by shape, alignment and thread count. Here every order is
+Library products and sums choose their reduction order by shape, alignment and thread count. Here every order is
 fixed: products run in FP64 on zero-padded blocks of one shape and are rounded once; sums are power-of-two trees of
-element-wise additions over fixed segments, merged in ascending order. Works on a GPU too, where only products lose the
-promise.
+element-wise additions over fixed segments, merged in ascending order. Works on a GPU too, but there products are not
+batch-invariant.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import torch.nn.functional as F
 BLOCK = 64
 """Rows of a product computed at once; the last block is padded with zero rows."""
 STEP = 16
-"""Terms that one step of a chain adds, and the multiple to which inner sizes are padded with zeros."""
+"""Terms added by one step of a chain, and the multiple to which inner sizes are padded with zeros."""
 SEGMENT = 4096
-"""Longest stretch of a row that one tree sums; also the columns of a product computed at once."""
+"""Longest segment of a row that one tree sums; also the columns of a product computed at once."""
 SLAB = 256
-"""Columns of a chain that are added to before the next ones, so that they stay in the cache."""
+"""Columns of a chain that are finished before the next ones, so that they stay in the cache."""
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which values of ``dtype`` are worked on: FP64 for FP64, otherwise FP32."""
+    """Return the dtype in which values of ``dtype`` are computed: FP64 for FP64, otherwise FP32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -43,16 +43,16 @@ def pad_to(x: torch.Tensor, dim: int, multiple: int) -> torch.Tensor:
 def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return ``a[M, K] @ b[K, N]``, products and sums in FP64, rounded once to ``compute_dtype``.
 
-    Any strides. An element's FP64 bits may follow N, so cut N by a constant, never by the batch. Memory beyond the
-    result: one block of ``a`` and one slab of ``b`` in FP64.
+    Any strides. An element's FP64 bits may depend on N, so cut N by a constant, never by the batch. Extra memory: one
+    block of ``a`` and one slab of ``b`` in FP64.
     """
     return _product(a, b.shape[1], lambda columns: _slab(b[:, columns]))
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return ``x[M, K] @ weight[N, K]^T``, as ``matmul`` does but without turning the weight's slabs over.
+    """Return ``x[M, K] @ weight[N, K]^T`` as ``matmul`` does, but without copying the weight's slabs transposed.
 
-    That is quicker for a weight stored row by row, above all for few rows of ``x``. Its FP64 bits may be others.
+    This is faster for a row-major weight, above all for few rows of ``x``. The FP64 bits may differ from ``matmul``.
     """
     return _product(x, weight.shape[0], lambda columns: _slab(weight[columns]).t())
 
@@ -75,7 +75,7 @@ def _product(a: torch.Tensor, n: int, slab_of: Callable[[slice], torch.Tensor]) 
 
 
 def chain_dw(a: torch.Tensor, dc: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Add ``a[M, K]^T @ dc[M, N]`` to ``out[K, N]`` in place, 16 rows of ``a`` a step, and return ``out``.
+    """Add ``a[M, K]^T @ dc[M, N]`` to ``out[K, N]`` in place, 16 rows of ``a`` per step, and return ``out``.
 
     Each step's product is FP64, rounded to the dtype of ``out`` before it is added: splitting M at multiples of 16
     over several calls, or appending zero rows, changes no bit.
@@ -112,14 +112,17 @@ def _tree(x: torch.Tensor) -> torch.Tensor:
 
 
 SMALLEST_SHIFT = -1e4
-"""Natural exponents below which a power is 0 in any dtype: bounds what an infinite distance is multiplied by."""
+"""``exp`` of anything below is 0 in every dtype. Shifts are clamped to it, because -inf times a sum of 0 is NaN."""
 
 
 class SoftmaxState(NamedTuple):
-    """Softmax statistics of a stretch of each row x, z = x / temperature: max x, and sums of e^(z - max z) and of that
-    times (z - max z).
+    """Softmax statistics of a part of each row x, where z = x / temperature.
 
-    The last is there only where the entropy is wanted; the others have the same bits with it and without.
+    Attributes:
+        top: max x.
+        total: sum of e^(z - max z).
+        weighted: sum of (z - max z) e^(z - max z); None if the entropy is not wanted, which changes no bit of the
+            others.
     """
 
     top: torch.Tensor
@@ -130,7 +133,8 @@ class SoftmaxState(NamedTuple):
 class Statistics(NamedTuple):
     """Softmax statistics of whole rows: ``norm[N, 2]`` holds max x and the log of the sum of e^(z - max z).
 
-    The two add up to the logsumexp, which is too coarse to subtract where x is large: that is why both are kept.
+    ``norm[:, 0] / temperature + norm[:, 1]`` is the logsumexp. Both parts are kept, because the rounded logsumexp is
+    too coarse to subtract where x is large.
     """
 
     norm: torch.Tensor
@@ -145,7 +149,7 @@ class Statistics(NamedTuple):
 def softmax_state(x: torch.Tensor, temperature: torch.Tensor, *, entropy: bool) -> SoftmaxState:
     """Return the state of ``x[N, n]``, n >= 1, with ``temperature[N, 1]``; a -inf entry adds nothing to it."""
     top = x.amax(-1)
-    # Subtracted before it is scaled: exact for the values that count, however large they are.
+    # Subtract before scaling: exact for the values that matter, however large they are.
     shifted = (x - torch.where(top == -torch.inf, 0.0, top)[:, None]) / temperature
     power = shifted.exp()
     weighted = row_sum(torch.where(power == 0, 0.0, power * shifted)) if entropy else None
@@ -153,7 +157,7 @@ def softmax_state(x: torch.Tensor, temperature: torch.Tensor, *, entropy: bool) 
 
 
 def merge(left: SoftmaxState, right: SoftmaxState, temperature: torch.Tensor) -> SoftmaxState:
-    """Return the state of two stretches; not associative in the last bit, so always merge in ascending order."""
+    """Return the state of two parts of a row; not associative in the last bit, so always merge in ascending order."""
     top = torch.maximum(left.top, right.top)
     (left_total, left_weighted), (right_total, right_weighted) = (_at(s, top, temperature) for s in (left, right))
     if left_weighted is None or right_weighted is None:
@@ -162,7 +166,7 @@ def merge(left: SoftmaxState, right: SoftmaxState, temperature: torch.Tensor) ->
 
 
 def _at(state: SoftmaxState, top: torch.Tensor, temperature: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    # A stretch of -inf alone has sums of 0, which any finite scale leaves as they are.
+    # A part that is all -inf has sums of 0, which stay 0 under any finite scale.
     shift = ((state.top - top) / temperature[:, 0]).clamp(min=SMALLEST_SHIFT)
     shift = torch.where(state.top == top, 0.0, shift)
     scale = shift.exp()
@@ -174,7 +178,7 @@ def _at(state: SoftmaxState, top: torch.Tensor, temperature: torch.Tensor) -> tu
 def finish(state: SoftmaxState, temperature: torch.Tensor) -> Statistics:
     """Return the statistics of whole rows; NaN for a row that is all -inf or contains NaN or +inf.
 
-    It is always the same NaN: the sign that a CPU gives one follows the place in the vector.
+    The NaN always has the same bits: on a CPU, the sign of a computed NaN depends on its place in the vector.
     """
     log_total = state.total.log()
     undefined = (state.top == -torch.inf) | (state.top + log_total).isnan()
@@ -187,7 +191,7 @@ def finish(state: SoftmaxState, temperature: torch.Tensor) -> Statistics:
 
 
 def select(z: torch.Tensor, ids: torch.Tensor, first: int = 0) -> torch.Tensor:
-    """Return ``z[i, ids[i] - first]`` for each row, 0 where that column is not in this stretch of the row."""
+    """Return ``z[i, ids[i] - first]`` for each row, 0 where that column is not in this part of the row."""
     column = ids.long() - first
     inside = (column >= 0) & (column < z.shape[1])
     return torch.where(inside, z.gather(1, column.clamp(0, z.shape[1] - 1)[:, None])[:, 0], 0.0)
@@ -199,7 +203,7 @@ def outside(ids: torch.Tensor, size: int) -> torch.Tensor:
 
 
 class LogpUpstream(NamedTuple):
-    """What ``dlogits`` needs of each row: saved statistics and upstream gradients, all ``[N]`` but ``norm[N, 2]``."""
+    """Inputs of ``dlogits``: saved statistics and upstream gradients of each row, all ``[N]`` except ``norm[N, 2]``."""
 
     ids: torch.Tensor
     norm: torch.Tensor
@@ -215,7 +219,7 @@ class LogpUpstream(NamedTuple):
 
 
 def dlogits(x: torch.Tensor, temperature: torch.Tensor, up: LogpUpstream, first: int = 0) -> torch.Tensor:
-    """Return the gradient to ``x[N, n]``: columns ``first`` to ``first + n``, before division by ``temperature[N, 1]``.
+    """Return the gradient of ``x[N, n]``: columns ``first`` to ``first + n`` of logits not divided by temperature yet.
 
     dx_j = (g_logp (1[j = id] - p_j) + g_lse p_j - g_H p_j (log p_j + H)) / temperature.
     """
@@ -234,9 +238,9 @@ def dlogits(x: torch.Tensor, temperature: torch.Tensor, up: LogpUpstream, first:
 
 
 def per_row(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return one number (a tensor without dims, maybe on the CPU), or one value a row, as a column beside ``like``.
+    """Return a column for the rows of ``like``, of one value per row or of one number (without dims, maybe on the CPU).
 
-    A scalar operand may take another kernel than a column (a GPU multiplies by its reciprocal), hence other bits.
+    Never a scalar: as an operand it may run another kernel (a GPU multiplies by its reciprocal) and give other bits.
     """
     if value.ndim:
         return value[:, None]

@@ -1,9 +1,9 @@
 """Operators in torch.library: schema, implementation and fake kernel in one place, and first-order gradients.
 
-``define(OPERATOR)`` registers each schema as ``torch.ops.rl_kernels.<operator>_<name>``. Its implementation is the
-function of that name in the module of the backend that the last argument names, so a compiled graph carries the choice
+``define(OPERATOR)`` registers each schema as ``torch.ops.rl_kernels.<operator>_<name>``. The last argument of an op
+names a backend; the op calls the function ``<name>`` of that backend's module, so a compiled graph keeps the choice
 that was made for it. In plain eager mode, where no compiler, mode, transform, tracer or profiler observes ops, the
-implementation is called directly: on the host, the dispatcher's way to it costs more than a launch.
+implementation is called directly: PyTorch's dispatcher takes more host time than a launch.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from rl_kernels.core.operator import Operator
 NAMESPACE = "rl_kernels"
 DEVICES = {"CPU": "cpu", "CUDA": "cuda"}
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, str, torch.dtype})
-"""Types of arguments that the dispatcher hands on unchanged."""
+"""Types of arguments that the dispatcher passes on unchanged."""
 
 CASTABLE = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes that autocast casts from."""
 
-# torch.autograd.grad(..., is_grads_batched=True) has a vmap of its own. By its name, a key takes 3 us to ask for.
+# The vmap of torch.autograd.grad(..., is_grads_batched=True). Parsed once: looking a key up by name takes 3 us.
 _BATCHES: Any = _parse_dispatch_key("VmapMode")
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
@@ -67,7 +67,7 @@ def define(operator: Operator) -> dict[str, Callable[..., Any]]:
 
 
 def _direct(op: Any, on_cpu: Callable[..., Any], on_cuda: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls an op, or its implementation where nothing observes ops."""
+    """Return a function that calls an op, or directly its implementation if nothing observes ops."""
 
     def call(*args: Any) -> Any:
         if torch.compiler.is_compiling() or ops_are_observed():
@@ -82,18 +82,18 @@ def _direct(op: Any, on_cpu: Callable[..., Any], on_cuda: Callable[..., Any]) ->
 
 
 def are_plain(*values: Any) -> bool:
-    """Say whether a kernel may read these values as they lie: no wrapper, and no view that is lazily negated."""
-    # PyTorch's dispatcher makes a tensor of such a view. A list, for a generator takes longer.
+    """Say whether a kernel may read these values directly: no wrapper subclass, and no lazily negated view."""
+    # PyTorch's dispatcher materializes such a view. A list, because a generator takes longer.
     return all([type(x) in PLAIN and not (isinstance(x, torch.Tensor) and x.is_neg()) for x in values])
 
 
 def ops_are_observed() -> bool:
-    """Say whether something observes the ops that are called now: what ``is_traced`` names, or a profiler."""
+    """Say whether ops that are called now are observed, by a profiler or by anything that ``is_traced`` detects."""
     return is_traced() or _profiler_enabled()
 
 
 def is_traced() -> bool:
-    """Say whether a mode, a vmap or another transform of ``torch.func``, or a tracer takes part in what is called."""
+    """Say whether a mode, a transform of ``torch.func`` such as vmap, or a tracer is active."""
     return (
         _len_torch_dispatch_stack() > 0
         or _functorch.maybe_current_level() is not None
@@ -109,12 +109,12 @@ def _define(schema: str) -> None:
     except RuntimeError as error:
         if "multiple times" not in str(error):
             raise
-        message = "rl_kernels was imported before, and a process registers its ops once: start a new one"
+        message = "rl_kernels was imported before, and a process can register its ops only once: start a new process"
         raise ImportError(message) from error
 
 
 def _written(op: Any) -> tuple[int, ...]:
-    """Return the places of the arguments that an op overwrites, by its schema: ``Tensor(a!)``."""
+    """Return the positions of the arguments that an op overwrites: ``Tensor(a!)`` in its schema."""
     arguments = enumerate(op._schema.arguments)
     return tuple(place for place, argument in arguments if argument.alias_info and argument.alias_info.is_write)
 
@@ -124,16 +124,16 @@ def _implementation(operator: Operator, name: str, device_type: str, written: tu
         *inputs, backend = args
         kernel = getattr(operator.backend(backend).load(), name)
         for place in written:
-            # Autograd does not see what a kernel writes: a graph that saved this tensor must refuse to use it. One of
-            # inference mode is in no graph, and has no version.
+            # Autograd does not see a kernel's writes; with a new version, a graph that saved this tensor raises. A
+            # tensor of inference mode is in no graph, and has no version.
             if not inputs[place].is_inference():
                 increment_version(inputs[place])
         if backend == "native":
             inputs, kernel = [kernel, *inputs], as_native
         if not torch.is_autocast_enabled(device_type):
             return kernel(*inputs)
-        # Inside a backend autocast would silently turn an FP32 product into BF16. Its context manager takes longer than
-        # a launch.
+        # Inside a backend, autocast would silently turn an FP32 product into BF16. Set directly, because its context
+        # manager takes longer than a launch.
         torch.set_autocast_enabled(device_type, False)
         try:
             return kernel(*inputs)
@@ -144,7 +144,7 @@ def _implementation(operator: Operator, name: str, device_type: str, written: tu
 
 
 def as_native(kernel: Callable[..., Any], *inputs: Any) -> Any:
-    """Call a kernel that is made of PyTorch's ops, and have ``within_native`` say so in this thread meanwhile."""
+    """Call a kernel made of PyTorch ops; meanwhile ``within_native`` is True in this thread."""
     _native.depth += 1
     try:
         return kernel(*inputs)
@@ -153,7 +153,7 @@ def as_native(kernel: Callable[..., Any], *inputs: Any) -> Any:
 
 
 def within_native() -> bool:
-    """Say whether a native backend runs in this thread: whoever replaces ops of PyTorch must leave it the originals."""
+    """Say whether a native backend runs in this thread: code that replaces PyTorch's ops must not replace its ops."""
     return _native.depth > 0
 
 
@@ -165,7 +165,7 @@ def _fake(fake: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _FirstOrder(torch.autograd.Function):
-    """A backward op whose own backward raises: a second derivative must never come out as silent zeros."""
+    """A backward op whose own backward raises: a second derivative must never be silently zero."""
 
     @staticmethod
     def forward(ctx: Any, op: Callable[..., Any], *args: Any) -> Any:
@@ -180,51 +180,52 @@ class _FirstOrder(torch.autograd.Function):
 def first_order(op: Callable[..., Any], *args: Any) -> Any:
     """Call a raw backward op so that differentiating its result raises ``RuntimeError``."""
     no_lost_derivatives(op.__name__, *args)
-    # With gradients off, as in a backward pass that is not itself recorded, nothing could differentiate the result.
+    # With gradients off, as in a backward pass without create_graph, nothing can differentiate the result.
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return op(*args)
     return _FirstOrder.apply(op, *args)
 
 
 def is_asked_for(ctx: Any, number: int) -> bool:
-    """Say whether the backward pass under way goes on to an argument of an autograd Function.
+    """Say whether the running backward pass needs the gradient of an argument of an autograd Function.
 
-    ``ctx.needs_input_grad`` says whether one may: ``torch.autograd.grad(loss, hidden)`` goes on to hidden alone.
+    ``ctx.needs_input_grad`` only says whether a pass may need it: ``torch.autograd.grad(loss, hidden)`` needs the
+    gradient of hidden alone.
 
     Args:
-        ctx: of the Function, in its ``backward``.
-        number: of the argument; only tensors count.
+        ctx: the Function's context, in its ``backward``.
+        number: index of the argument among the tensor arguments.
     """
     if torch.compiler.is_compiling():
         return True
     try:
         asked: bool = torch._C._will_engine_execute_node(ctx.next_functions[number][0])
     except RuntimeError:
-        # It does not answer for a leaf whose gradient ``torch.autograd.grad`` is to return.
+        # PyTorch raises for a leaf whose gradient ``torch.autograd.grad`` returns.
         return True
     return asked
 
 
 def no_lost_derivatives(name: str, *values: Any) -> None:
-    """Refuse what operators do not have, and where a derivative would be lost without a word.
+    """Raise where an unsupported derivative would be lost silently.
 
-    That is forward-mode AD, the gradient transforms of ``torch.func``, and gradients through ``torch.func.vmap``: there
-    a tensor does not tell that it requires grad.
+    Unsupported are forward-mode AD, the gradient transforms of ``torch.func``, and gradients through
+    ``torch.func.vmap``: inside them a tensor does not show that it requires grad.
 
     Args:
-        name: of the operator, for the message.
-        values: its arguments; those that are no tensors are not looked at.
+        name: name of the operator, for the message.
+        values: its arguments; only tensors are looked at.
 
     Raises:
-        RuntimeError: one of them carries a tangent of ``torch.func.jvp`` or ``torch.autograd.forward_ad``; or, within
-            ``torch.func.grad`` or a vmap and with gradients on, requires grad, under torch.compile whether it does or
-            not.
+        RuntimeError: an argument carries a tangent of ``torch.func.jvp`` or ``torch.autograd.forward_ad``; or gradients
+            are on inside ``torch.func.grad`` or a vmap, and an argument requires grad. Under torch.compile any call
+            inside them raises.
     """
-    # The level first: everybody asks, and hardly anybody is inside of one.
+    # Check the level first: every call comes here, and few are inside forward-mode AD.
     if forward_ad._current_level >= 0 and (torch.compiler.is_compiling() or any(map(_has_tangent, values))):
         raise RuntimeError(f"{name}: forward-mode AD is not supported")
     around = _transform()
-    # In a graph no tensor can be asked what it wraps.
+    # Under torch.compile we cannot see what a tensor wraps.
     if around and torch.is_grad_enabled() and (torch.compiler.is_compiling() or any(map(_requires_grad, values))):
         hint = "" if around == "vmap" else "; torch.autograd.grad and .backward() are"
         raise RuntimeError(f"{name}: gradients through {around} are not supported{hint}")
@@ -233,13 +234,13 @@ def no_lost_derivatives(name: str, *values: Any) -> None:
 def _has_tangent(value: Any) -> bool:
     if not isinstance(value, torch.Tensor) or not value.is_floating_point():
         return False
-    # Which transform wrapped it cannot be told; a tensor that no transform depends on is not wrapped.
+    # We cannot tell which transform wrapped it; a tensor that no transform depends on is not wrapped.
     wrapped = _functorch.is_functorch_wrapped_tensor(value)
     return wrapped or forward_ad.unpack_dual(value).tangent is not None
 
 
 def _transform() -> str:
-    """Name the transform of ``torch.func`` under way through which no gradient can go, or return ""."""
+    """Name the active transform of ``torch.func`` that gradients cannot pass through, or return ""."""
     if _functorch.maybe_current_level() is None:
         return ""
     kinds = {one.key() for one in _functorch.get_interpreter_stack() or ()}
@@ -248,8 +249,8 @@ def _transform() -> str:
     return "torch.func.grad" if _functorch.TransformType.Grad in kinds else ""
 
 
-# torch.compile asks while it traces; it traces each vmap anew. The same as torch.compiler.assume_constant_result, which
-# imports the compiler.
+# torch.compile calls this while it traces, and takes the result as constant: it traces each vmap anew. This is what
+# torch.compiler.assume_constant_result does, without importing the compiler.
 _transform._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -280,16 +281,16 @@ def define_check(name: str, schema: str, check: Callable[..., None]) -> Callable
 
 
 def values_hidden(value: torch.Tensor) -> bool:
-    """Say whether a tensor's values cannot be looked at now: under torch.compile, or while a CUDA graph is captured."""
+    """Say whether a tensor's values cannot be read now: under torch.compile, or while a CUDA graph is captured."""
     return torch.compiler.is_compiling() or (value.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def scalar(value: float, dtype: torch.dtype) -> torch.Tensor:
     """Return a number as a tensor without dims on the CPU, which a kernel reads without a launch or a sync.
 
-    It is not to be written to: in eager mode the next call with this number gets the same tensor.
+    Do not write to it: in eager mode the next call with this number gets the same tensor.
     """
-    # As a float first: torch takes no integer of more than 64 bits.
+    # Made a float first, because torch takes no integer of more than 64 bits.
     if torch.compiler.is_compiling():
         # A product, unlike torch.full, stays one graph when the number varies from call to call.
         return torch.ones((), dtype=dtype, device="cpu") * (value * 1.0)
@@ -298,15 +299,15 @@ def scalar(value: float, dtype: torch.dtype) -> torch.Tensor:
 
 
 def scalars(*values: float) -> torch.Tensor:
-    """Return numbers as one tensor ``[n]`` on the CPU, FP64: as ``scalar`` does, at the price of one."""
+    """Return numbers as one FP64 tensor ``[n]`` on the CPU, as ``scalar`` does, at the cost of one call."""
     if torch.compiler.is_compiling():
         return torch.stack([scalar(value, torch.float64) for value in values])
     return _made()(values, tuple(map(math.copysign, repeat(1.0), values)), torch.float64)
 
 
 def _numbers(values: float | tuple[float, ...], _: float | tuple[float, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor of numbers; their signs are given too, because 0.0 and -0.0 are the same key of a cache."""
-    # A tensor that inference mode made could not be saved for backward.
+    """Return a tensor of numbers. The signs are an argument too, because 0.0 and -0.0 are the same key of a cache."""
+    # A tensor made in inference mode could not be saved for backward.
     with torch.inference_mode(False):
         return torch.tensor(values, dtype=dtype, device="cpu")
 
@@ -315,19 +316,19 @@ _cached_numbers = functools.lru_cache(maxsize=1024)(_numbers)
 
 
 def _made() -> Callable[..., torch.Tensor]:
-    # Under a mode a tensor may be of another kind, which must not be cached.
+    # Under a mode the tensor may be of another type, which must not be cached.
     return _numbers if ops_are_observed() else _cached_numbers
 
 
 def scalar_or_rows(value: float | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a number as ``scalar`` does, or a tensor ``[...]`` with one value a row as ``[N]``, in ``dtype``."""
+    """Return a number as ``scalar`` does, or a tensor ``[...]`` with one value per row as ``[N]``, in ``dtype``."""
     if not isinstance(value, torch.Tensor):
         return scalar(value, dtype)
     return value.to(dtype).reshape(-1)
 
 
 def autocast_dtype(x: object) -> torch.dtype | None:
-    """Return the dtype that autocast casts the operands of ``F.linear`` to on the device of ``x``, if it casts them."""
+    """Return the dtype to which autocast casts the operands of ``F.linear`` on the device of ``x``, or None."""
     if not torch.compiler.is_compiling() and not torch._C._is_any_autocast_enabled():
         return None
     # Asking torch.amp which devices have autocast breaks the graph under torch.compile before torch 2.13.
@@ -339,10 +340,10 @@ def autocast_dtype(x: object) -> torch.dtype | None:
 def autocast_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return the operands of a linear layer as autocast casts those of ``F.linear``: all but FP64, differentiably.
+    """Cast the operands of a linear layer as autocast does for ``F.linear``: differentiably, all but FP64.
 
-    With gradients off, autocast keeps what it has cast of a parameter, for as long as its outermost block lasts. What
-    has another dtype than autocast casts from stays as it is.
+    With gradients off, autocast caches its cast of a parameter until its outermost block ends. Operands of dtypes that
+    autocast does not cast stay as they are.
     """
     dtype = autocast_dtype(x)
     if dtype is None:
@@ -353,9 +354,9 @@ def autocast_linear(
             return value
         if value.layout != torch.strided:
             return value
-        # What is kept has no gradient, and is gone before a graph that was captured meanwhile.
+        # The cached cast has no gradient, and is freed before a CUDA graph that was captured meanwhile.
         if may_keep and type(value) in PLAIN and not torch.is_grad_enabled() and not values_hidden(value):
-            # Of the ops that autocast casts for, the one that returns its argument; a CPU's autocast does not know it.
+            # The one op that autocast casts for and that returns its argument; autocast on the CPU does not know it.
             kept = torch.ops.aten.einsum.default("...", [value])
             if kept.dtype == dtype:
                 return kept

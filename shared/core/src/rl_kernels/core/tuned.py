@@ -1,4 +1,4 @@
-"""What was measured on a GPU and is frozen: a package's ``tuned/h200.json``. Nothing is timed at run time."""
+"""Values tuned on a GPU and frozen in a package's ``tuned/h200.json``. Nothing is timed at run time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class MalformedTable(ValueError):
-    """A tuned table does not hold what its reader needs; the message names the file, the place and what is expected."""
+    """A tuned table lacks a value or has a wrong one; the message names the file, the key and what was expected."""
 
 
 @functools.cache
@@ -31,15 +31,15 @@ def tuned(package: str) -> dict[str, Any]:
 
 
 def entry(package: str, *keys: str, kind: type[T]) -> T:
-    """Return what stands in a package's table under these keys, one in another, as ``kind``.
+    """Return the value under nested keys of a package's table, as ``kind``.
 
     Args:
-        package: whose table.
+        package: import path of the package.
         keys: from the outermost to the innermost.
         kind: ``int``, ``float``, ``bool``; a dataclass of such fields; a tuple of one kind, or a dict of names to one.
 
     Raises:
-        MalformedTable: it is not there, or something else.
+        MalformedTable: the value is missing, or of another kind.
     """
     found: Any = tuned(package)
     for depth, key in enumerate(keys):
@@ -72,7 +72,7 @@ def _made(package: str, place: str, found: Any, kind: Any) -> Any:
 
 
 def _checked(package: str, place: str, found: Any, kind: type) -> Any:
-    """Return a value if it is of that kind: a whole number is a float too, true and false are no numbers."""
+    """Return a value if it is of that kind: an integer is a float too; true and false are not numbers."""
     kinds = (int, float) if kind is float else kind
     if not isinstance(found, kinds) or (isinstance(found, bool) and kind is not bool):
         wanted = {dict: "an object", list: "a list", int: "an integer", float: "a number", bool: "true or false"}[kind]

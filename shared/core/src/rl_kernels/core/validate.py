@@ -1,4 +1,4 @@
-"""Argument checks that operators share; every message names the argument, what was expected and what came."""
+"""Argument checks that operators share; every message names the argument, what was expected and what was given."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ HALF_AND_FLOAT = (torch.float32, torch.bfloat16, torch.float16)
 FLOATS = (*HALF_AND_FLOAT, torch.float64)
 INTEGERS = (torch.int64, torch.int32)
 RANGES = {dtype: (torch.finfo(dtype).tiny, torch.finfo(dtype).max) for dtype in (torch.float32, torch.float64)}
-"""The least positive number that no device takes for 0, and the greatest one."""
+"""The smallest normal number (a device may flush smaller ones to 0), and the largest one."""
 INT64, INT32 = (torch.iinfo(dtype).max for dtype in INTEGERS)
 SHOWN_BITS = 128
 IGNORED = -100
-"""What PyTorch and trainers mark ignored positions with."""
+"""The id that PyTorch and trainers use for ignored positions."""
 
 
 def tensor(name: str, value: object, dtypes: Sequence[torch.dtype], ndim: int | None = None, least: int = 0) -> None:
@@ -29,8 +29,8 @@ def tensor(name: str, value: object, dtypes: Sequence[torch.dtype], ndim: int | 
         raise TypeError(f"{name}: expected a tensor, got {type(value).__name__}")
     if not torch.compiler.is_compiling() and type(value).__module__.startswith("torch.distributed.tensor"):
         raise TypeError(
-            f"{name}: expected a local tensor{_of_operator()}, got a DTensor: pass its full_tensor(), gathered from "
-            "all ranks, or its to_local() where this rank's part alone is meant"
+            f"{name}: expected a local tensor{_of_operator()}, got a DTensor: pass its full_tensor(), which gathers "
+            "it from all ranks, or its to_local() if you mean only this rank's part"
         )
     if value.dtype not in dtypes:
         raise TypeError(f"{name}: expected dtype {_names(dtypes)}, got {value.dtype}")
@@ -43,7 +43,7 @@ def tensor(name: str, value: object, dtypes: Sequence[torch.dtype], ndim: int | 
 
 
 def _of_operator() -> str:
-    """Name the operator whose public function is running; for an error, so that no call that is right pays for it."""
+    """Name the operator whose public function is running. Called for error messages only, because it is slow."""
     frame = inspect.currentframe()
     while frame is not None:
         parts = str(frame.f_globals.get("__name__")).split(".")
@@ -86,8 +86,11 @@ def number(
     least: float | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Require a real number, ``> above`` and ``>= least`` where given, that is finite in ``dtype``, and not lost."""
-    # A float first: asking the abstract class takes ten times as long.
+    """Require a real number that is finite in ``dtype``, ``> above`` and ``>= least`` where given.
+
+    With ``above=0``, numbers below the smallest normal number of ``dtype`` are refused too.
+    """
+    # Check for float first: checking against the abstract class takes ten times as long.
     real = isinstance(value, float) or (isinstance(value, numbers.Real) and not isinstance(value, (bool, torch.Tensor)))
     if not real:
         raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
@@ -117,7 +120,7 @@ def integer(name: str, value: Any, least: int | None = None, most: int = INT64) 
 
 
 def _shown(value: Any) -> str:
-    """Return a number as a message repeats it: not the thousands of digits that an integer may have."""
+    """Return a number as text for a message; integers of more than 128 bits are shortened."""
     if isinstance(value, int) and value.bit_length() > SHOWN_BITS:
         return f"{'-' if value < 0 else ''}2^{value.bit_length() - 1} or more"
     return str(value)
@@ -136,7 +139,7 @@ def choice(name: str, value: object, allowed: Sequence[object]) -> None:
 
 
 def backend_name(value: object) -> None:
-    """Require None or the name of a backend; whether it exists is the dispatcher's to say."""
+    """Require None or a string; the dispatcher checks that a backend has this name."""
     if value is not None and not isinstance(value, str):
         raise TypeError(f"backend: expected a name or None, got {type(value).__name__}")
 
@@ -144,20 +147,21 @@ def backend_name(value: object) -> None:
 def temperature(
     value: object, leading: Sequence[int], device: torch.device, dtype: torch.dtype, *, values: bool
 ) -> None:
-    """Require a number > 0 in ``dtype``, or such a floating tensor of ``leading`` shape (or no dims) on ``device``.
+    """Require a number > 0 in ``dtype``, or a floating tensor of such numbers on ``device``.
 
-    ``values=False`` leaves a tensor's values unread; they are also left under torch.compile and graph capture.
+    The tensor has ``leading`` shape, or no dims. Its values are not checked if ``values`` is False, under torch.compile
+    and while a CUDA graph is captured.
     """
     if not isinstance(value, torch.Tensor):
         number("temperature", value, above=0, dtype=dtype)
         return
     tensor("temperature", value, FLOATS)
     if value.ndim:
-        shape("temperature", value, leading, "one value a token")
+        shape("temperature", value, leading, "one value per token")
     if value.device != device:
         raise ValueError(f"temperature: expected device {device}, got {value.device}")
     if value.requires_grad:
-        raise ValueError("temperature: expected a tensor that does not require grad, it has no gradient here")
+        raise ValueError("temperature: expected a tensor that does not require grad: it gets no gradient")
     if values and not values_hidden(value):
         _check_positive(value.to(dtype), "temperature")
 
@@ -167,7 +171,8 @@ def ids_in_range(
 ) -> None:
     """Require every id in ``[0, size)`` or equal to ``ignore_index``. Costs a sync on a GPU.
 
-    Skipped under torch.compile and while a CUDA graph is captured. ``ignorable=False`` where there is no such argument.
+    Skipped under torch.compile and while a CUDA graph is captured. ``ignorable=False`` if the function has no argument
+    ``ignore_index``: the message then does not suggest it.
     """
     if not values_hidden(ids):
         _check_ids(ids, size, ignore_index, name, ignorable)
@@ -209,14 +214,14 @@ def token_ids(name: str, value: object, leading: Sequence[int], why: str) -> Non
 
 
 def ignore_index(value: object, ids: torch.Tensor) -> None:
-    """Require None, or an integer that the dtype of the ids can hold: beyond it would be compared as another one."""
+    """Require None, or an integer in the range of the ids' dtype: outside, it would be compared as another number."""
     if value is not None:
         held = torch.iinfo(ids.dtype)
         integer("ignore_index", value, least=held.min, most=held.max)
 
 
 def main_grad(name: str, value: torch.Tensor, weight: torch.Tensor) -> None:
-    """Require an FP32 gradient buffer of the weight's shape and device, each element with storage of its own."""
+    """Require an FP32 gradient buffer of the weight's shape and device whose elements share no storage."""
     tensor(name, value, (torch.float32,))
     shape(name, value, weight.shape, "that of its weight")
     if value.device != weight.device:
@@ -225,7 +230,7 @@ def main_grad(name: str, value: torch.Tensor, weight: torch.Tensor) -> None:
 
 
 def own_storage(name: str, value: torch.Tensor) -> None:
-    """Require a tensor that can be written: no dim is expanded or overlaps another, so no elements share storage."""
+    """Require a tensor that can be written to: no two elements share storage (no expanded or overlapping dims)."""
     if not value.numel():
         return
     reach = 0

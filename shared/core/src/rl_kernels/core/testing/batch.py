@@ -1,4 +1,4 @@
-"""A made-up RL batch in the shapes real ones have: grouped samples, left-padded prompts, right-padded completions."""
+"""A synthetic RL batch, shaped like real ones: grouped samples, left-padded prompts, right-padded completions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from rl_kernels.core.testing.draw import Draw
 
 PADDING_ID = 0
-"""What masked positions of ``input_ids`` and ``token_ids`` hold: an id like any other, so that it can be looked up."""
+"""The id at masked positions of ``input_ids`` and ``token_ids``: a valid one, so that it can be looked up."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -27,10 +27,10 @@ class RLBatch:
         input_ids: ``[B, P + T]``, prompt and completion.
         attention_mask: ``[B, P + T]``, the prompt mask followed by the completion mask.
         prompt_mask: ``[B, P]``, padded on the left, the same for all samples of a prompt.
-        completion_mask: ``[B, T]``, padded on the right; a row may be masked altogether.
+        completion_mask: ``[B, T]``, padded on the right; a row may be fully masked.
         token_ids: ``[B, T]``, the completions.
         rewards: ``[B]``.
-        advantages: ``[B]``, (r - mean) / max(std, 1e-6) over the samples of a prompt, population std, worked in FP64.
+        advantages: ``[B]``, (r - mean) / max(std, 1e-6) over the samples of a prompt, population std, computed in FP64.
         old_logps: ``[B, T]``, <= 0, of the policy that sampled.
         ref_logps: ``[B, T]``, <= 0, of the reference policy, close to ``old_logps``.
         valid_indices: ``[R]`` int64, ascending: where the flattened completion mask is True.
@@ -141,6 +141,6 @@ def _validate(arguments: Mapping[str, Any]) -> None:
     device = arguments["device"]
     try:
         torch.empty(0, device=device)
-    # A malformed name, a device that is not there and a build without CUDA raise one of these each.
+    # A malformed name, a missing device and a build without CUDA raise different errors.
     except (RuntimeError, TypeError, AssertionError) as error:
         raise ValueError(f"device: expected one that torch can use here, got {device!r}: {error}") from error

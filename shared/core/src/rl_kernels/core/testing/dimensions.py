@@ -1,7 +1,7 @@
-"""Cases along dimensions: sizes around every tile, and options of which each meets each other.
+"""Generated cases: sizes around every tile edge, and all pairs of options.
 
-An operator says which sizes it has and which values its options take; the cases are made from that. They are held to
-accuracy and gradients, unless they say otherwise: the layouts and surroundings of a call belong to the named cases.
+An operator lists its sizes and the values of its options; the cases are made from these lists. By default they check
+accuracy and gradients only: layouts, modes and global state are checked on the named cases.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any, Literal
 from rl_kernels.core.testing.spec import Case
 
 ROWS = (1, 2, 63, 64, 65, 127, 128, 129, 256, 2049)
-"""Numbers of rows on both sides of the heights of tiles, and a few thousand."""
+"""Row counts around tile heights, and a few thousand."""
 EDGES = (1, 2, 3, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 512, 1000, 1023, 1024, 1025)
-"""Sizes on both sides of the widths of tiles, and their exact multiples."""
+"""Sizes around tile widths, and exact multiples of them."""
 HELD = ("accuracy", "gradients")
 
 Options = Mapping[str, Any]
@@ -29,11 +29,11 @@ def anything(options: Options) -> bool:
 
 
 def pairs(axes: Mapping[str, Sequence[Any]], possible: Callable[[Options], bool] = anything) -> list[dict[str, Any]]:
-    """Return combinations in which each value of each axis meets each value of every other at least once.
+    """Return combinations in which each value of an axis occurs with each value of every other axis at least once.
 
     Args:
         axes: option -> its values; ``None`` leaves the option out.
-        possible: whether values may stand together; asked of two options and of all.
+        possible: whether values may be combined; called with two options and with whole combinations.
     """
     missing = {
         ((first, i), (second, j))
@@ -46,7 +46,7 @@ def pairs(axes: Mapping[str, Sequence[Any]], possible: Callable[[Options], bool]
     while missing:
         row = _row(axes, missing, possible)
         if row is None:
-            # A pair that no whole combination can hold is given up.
+            # No whole combination can contain this pair.
             missing.remove(min(missing))
             continue
         missing -= set(combinations(row.items(), 2))
@@ -57,7 +57,7 @@ def pairs(axes: Mapping[str, Sequence[Any]], possible: Callable[[Options], bool]
 def _row(
     axes: Mapping[str, Sequence[Any]], missing: set[Pair], possible: Callable[[Options], bool]
 ) -> dict[str, int] | None:
-    """Start from the first missing pair; give every other option the value with which most pairs are met."""
+    """Start from the first missing pair; give every other option the value that covers most missing pairs."""
 
     def completed(chosen: dict[str, int]) -> dict[str, int] | None:
         name = next((name for name in axes if name not in chosen), None)
@@ -92,7 +92,7 @@ def paired(
     possible: Callable[[Options], bool] = anything,
     **kind: Any,
 ) -> Iterator[Case]:
-    """Yield a case for each combination of ``pairs``, of the same numbers; an axis ``dtype`` is the case's own."""
+    """Yield a case for each combination of ``pairs``, all of the same numbers; an axis ``dtype`` sets its dtype."""
     for number, options in enumerate(pairs(axes, possible)):
         yield _case(f"{name}-{number}", sizes, options, drawn_as=name, **kind)
 
@@ -105,7 +105,7 @@ def drawn(
     possible: Callable[[Options], bool] = anything,
     **kind: Any,
 ) -> Iterator[Case]:
-    """Yield cases of values drawn at random, always the same ones: three options and more meet."""
+    """Yield cases with randomly drawn options, the same in every run; they combine three options and more."""
     source = random.Random(name)
     for number in range(count):
         options: dict[str, Any] = {}
@@ -124,7 +124,7 @@ def swept(
     suite: Literal["quick", "full"] = "quick",
     **kind: Any,
 ) -> Iterator[Case]:
-    """Yield a case for each value of one size; ``options`` are taken in turn."""
+    """Yield a case for each value of one size, cycling through ``options``."""
     for value, given in zip(values, cycle(options), strict=False):
         yield _case(f"{name}-{value}", {**sizes, name: value}, given, relations=relations, suite=suite, **kind)
 

@@ -6,7 +6,7 @@ import torch
 
 
 class Draw:
-    """A seeded source of tensors in one dtype on one device."""
+    """A seeded source of random tensors in one dtype on one device."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0) -> None:
         self.dtype = dtype
@@ -24,7 +24,7 @@ class Draw:
         return values.to(self.device, dtype or self.dtype)
 
     def ids(self, size: int, *shape: int) -> torch.Tensor:
-        """Return int64 ids uniform in ``[0, size)``, the last of which is the largest there is."""
+        """Return int64 ids uniform in ``[0, size)``; the last one is always ``size - 1``."""
         found = torch.randint(size, shape, generator=self._generator)
         found.view(-1)[-1:] = size - 1
         return found.to(self.device)

@@ -1,4 +1,4 @@
-"""Arguments that group others: what a function takes as ``objective=Objective(...)``, cases name one by one."""
+"""Arguments that group others: a function takes ``objective=Objective(...)``, cases give its members one by one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KEYWORD = inspect.Parameter.KEYWORD_ONLY
 
 @functools.cache
 def members(kind: type) -> dict[str, Any]:
-    """Return what a frozen dataclass or NamedTuple groups, with the default of each."""
+    """Return the fields of a frozen dataclass or NamedTuple, with the default of each."""
     if dataclasses.is_dataclass(kind):
         return {field.name: field.default for field in dataclasses.fields(kind) if field.init}
     return dict(kind._field_defaults)  # type: ignore[attr-defined]
@@ -23,14 +23,14 @@ def members(kind: type) -> dict[str, Any]:
 
 @functools.cache
 def named_apart(function: Callable[..., Any]) -> frozenset[str]:
-    """Return the arguments that a function takes by themselves."""
+    """Return the names of a function's own arguments."""
     return frozenset(inspect.signature(function).parameters)
 
 
 def grouped(own: frozenset[str], groups: Mapping[str, type], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments that are named one by one as a function takes them whose own are these.
+    """Put arguments given one by one into groups, for a function whose own arguments are ``own``.
 
-    A member that is an argument too stays one, unless another member of its group is given.
+    A member that is also an argument of the function stays one, unless its group is needed for another member.
     """
     found = dict(arguments)
     for name, kind in groups.items():
@@ -43,7 +43,7 @@ def grouped(own: frozenset[str], groups: Mapping[str, type], arguments: Mapping[
 def _made(kind: type, given: dict[str, Any]) -> Any:
     if any(isinstance(value, torch.Tensor) or not isinstance(value, Hashable) for value in given.values()):
         return kind(**given)
-    # As users do who make it once: what it costs is no part of a call that is timed.
+    # Made once, as users do, so that timings do not include it.
     return _once(kind, **given)
 
 
@@ -66,7 +66,7 @@ def spread(function: Callable[..., Any], groups: Mapping[str, type]) -> inspect.
 
 
 def flat(function: Callable[..., Any], groups: Mapping[str, type]) -> Callable[..., Any]:
-    """Return a function with the members of each group as arguments of its own; itself if it takes no group."""
+    """Return a function that takes the members of each group as arguments; ``function`` itself if it has no group."""
     own = named_apart(function)
     if not own & groups.keys():
         return function

@@ -1,4 +1,4 @@
-"""Illegal calls that operators over token ids share."""
+"""Illegal calls shared by operators that take token ids."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rl_kernels.core.testing.spec import Change, IllegalCall, edited, given
 
 
 def illegal_ids(name: str) -> Iterator[IllegalCall]:
-    """Yield what token ids ``[batch, seq]`` must not be."""
+    """Yield calls with bad token ids ``[batch, seq]`` or a bad ``ignore_index``."""
     bad: list[tuple[str, Callable[[torch.Tensor], torch.Tensor], type[Exception], str]] = [
         ("of floats", torch.Tensor.float, TypeError, "expected dtype"),
         ("of another shape", lambda ids: ids[:, 1:], ValueError, "expected shape"),
@@ -32,7 +32,7 @@ def illegal_ids(name: str) -> Iterator[IllegalCall]:
 
 
 def illegal_temperatures(ids: str) -> Iterator[IllegalCall]:
-    """Yield what a temperature must not be; one value a token means the shape and device of the argument ``ids``."""
+    """Yield calls with a bad temperature; per-token ones have the shape and device of the argument ``ids``."""
 
     def tensor(make: Callable[[torch.Tensor], torch.Tensor]) -> Change:
         return lambda call: {**call, "temperature": make(call[ids])}

@@ -1,8 +1,8 @@
-"""What a CUDA backend launches, recorded where there is no GPU: for tests of its host side.
+"""Record the launches of a CUDA backend without a GPU, to test its host code.
 
-``Recorder`` takes the place of the GPU in the modules of a backend. Every launch is held to what any kernel needs, its
-arguments get the names that the kernel's own source gives them, and a few lines of PyTorch may stand in for the kernel:
-they see the arguments alone, so a wrong one gives a wrong result::
+``Recorder`` replaces the GPU in the modules of a backend. It checks every launch against the limits of the hardware,
+and names its arguments as the kernel's source does. A few lines of PyTorch may stand in for the kernel: they see only
+the arguments, so a wrong argument gives a wrong result::
 
     recorder = Recorder({"forward_rows": stand_in})
     with recorder.watching("rl_kernels.fused_logp.backends.cuda.backend"):
@@ -28,15 +28,15 @@ from rl_kernels.core.testing.parameters import parameters_of, signature_of
 MOST_THREADS, MOST_SHARED = 1024, 227 << 10
 """Threads and bytes of shared memory that a block may have on Hopper."""
 MOST_BLOCKS = (1 << 31, 1 << 16, 1 << 16)
-"""Blocks along each size of a grid are less than that."""
+"""Exclusive limits of the blocks along each dimension of a grid."""
 COPIED = 16
-"""Bytes that addresses, rows and boxes of a tensor map are multiples of."""
+"""Alignment, in bytes, of addresses, rows and boxes of a tensor map."""
 LONGEST = 256
 """Elements that a box may have along each dimension."""
 
 
 class Box(NamedTuple):
-    """Stands for a tensor map: the matrix that it describes, and how it is cut."""
+    """Stands in for a tensor map: the matrix that it describes, and its box."""
 
     tensor: torch.Tensor
     box: tuple[int, int]
@@ -49,13 +49,13 @@ class Launch:
     """One launch.
 
     Attributes:
-        program: what was compiled for it.
+        program: the compiled program.
         entry: name of the kernel.
-        grid: blocks, three sizes.
+        grid: blocks along x, y and z.
         block: threads of a block.
         shared: bytes of dynamic shared memory.
-        pdl: whether it may begin while the kernel before runs.
-        arguments: by the kernel's own names, members of a struct too.
+        pdl: whether it may start while the previous kernel runs.
+        arguments: by the names in the kernel's source; members of a struct have names of their own.
     """
 
     program: Program
@@ -76,16 +76,16 @@ class Launch:
 
 
 class Recorder:
-    """Takes the place of the GPU.
+    """Replaces the GPU.
 
     Args:
-        stand_ins: by the name of a kernel, what is called in its place with its ``Launch``.
-        arch: of the pretended GPU.
+        stand_ins: kernel name -> function that is called with the ``Launch`` in its place.
+        arch: architecture of the simulated GPU.
         processors: its number of multiprocessors.
-        resident: blocks of any kernel that one of them holds.
+        resident: blocks of any kernel that fit on one multiprocessor.
 
     Attributes:
-        launches: what was launched, in order.
+        launches: the launches, in order.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Recorder:
 
     @contextmanager
     def watching(self, *modules: str) -> Iterator[Recorder]:
-        """Take the place of what these modules import of the GPU, until the block ends."""
+        """Replace what these modules import to use the GPU, until the block ends."""
         places = {
             "kernel": self._kernel,
             "tensor_map": tensor_map,
@@ -122,7 +122,7 @@ class Recorder:
         return _Recorded(self, program, entry, signature)
 
     def launched(self, launch: Launch) -> None:
-        """Hold a launch to what any kernel needs, and run what stands in for it."""
+        """Check a launch, and run its stand-in."""
         _check(launch)
         self.launches.append(launch)
         stand_in = self.stand_ins.get(launch.entry)
@@ -131,7 +131,7 @@ class Recorder:
 
 
 class _Recorded:
-    """A kernel of the pretended GPU."""
+    """A kernel of the simulated GPU."""
 
     def __init__(self, recorder: Recorder, program: Program, entry: str, signature: str) -> None:
         self._recorder, self._program, self._entry, self._signature = recorder, program, entry, signature
@@ -144,7 +144,7 @@ class _Recorded:
 
     def launch(self, grid: int | tuple[int, ...], block: int, *args: Any, shared: int = 0, pdl: bool = False) -> None:
         """Record a launch."""
-        assert self._asked in (None, (block, shared)), f"{self._entry}: other blocks than those that were counted"
+        assert self._asked in (None, (block, shared)), f"{self._entry}: not the block that resident() was asked for"
         try:
             maps = [bytes(MAP_SIZE) if isinstance(arg, Box) else arg for arg in args]
             signature = Signature(self._signature)
@@ -157,7 +157,7 @@ class _Recorded:
         self._recorder.launched(Launch(self._program, self._entry, (x, y, z), block, shared, pdl, named))
 
     def start(self, grid: tuple[int, int, int], block: int, shared: int, pdl: bool, numbers: Sequence[Any]) -> None:
-        """Record a launch of numbers: no address is a null pointer."""
+        """Record a launch whose arguments are numbers; address 0 is a null pointer."""
         pointers = Signature(self._signature).pointers
         args = [None if place in pointers and value == 0 else value for place, value in enumerate(numbers)]
         assert not any(isinstance(arg, torch.Tensor) for arg in args), f"{self._entry}: a tensor among numbers"
@@ -173,50 +173,50 @@ def tensor_map(
     transposed: bool = False,
     strides: tuple[int, int] | None = None,
 ) -> Box:
-    """Stand for ``core.cuda.tensor_map``: holds the matrix to what the copy engine needs."""
+    """Stand in for ``core.cuda.tensor_map``; checks what TMA requires of the matrix."""
     tensor = seen_as(tensor, transposed, strides)
     size = tensor.element_size()
-    assert tensor.ndim == 2, f"a map of {tensor.ndim} dims"
-    assert tensor.numel(), "a map of nothing"
-    assert tensor.stride(1) == 1, f"columns of a map are {tensor.stride(1)} apart"
-    assert tensor.data_ptr() % COPIED == 0, "a map that begins between multiples of 16 bytes"
-    assert tensor.stride(0) * size % COPIED == 0, "rows of a map that begin between multiples of 16 bytes"
-    assert tensor.stride(0) >= tensor.shape[1] or len(tensor) == 1, "rows of a map overlap"
-    assert all(1 <= count <= LONGEST for count in box), f"a box of {box}"
-    assert box[1] * size % COPIED == 0, f"a box whose rows have {box[1] * size} bytes"
-    assert not swizzle or box[1] * size <= swizzle, "rows of a box that are longer than its swizzle"
-    assert swizzle in (0, 32, 64, 128), f"a swizzle of {swizzle}"
-    assert promotion in (64, 128, 256), f"a promotion of {promotion}"
+    assert tensor.ndim == 2, f"tensor map: expected 2 dims, got {tensor.ndim}"
+    assert tensor.numel(), "tensor map: empty tensor"
+    assert tensor.stride(1) == 1, f"tensor map: expected column stride 1, got {tensor.stride(1)}"
+    assert tensor.data_ptr() % COPIED == 0, "tensor map: address not a multiple of 16 bytes"
+    assert tensor.stride(0) * size % COPIED == 0, "tensor map: row stride not a multiple of 16 bytes"
+    assert tensor.stride(0) >= tensor.shape[1] or len(tensor) == 1, "tensor map: rows overlap"
+    assert all(1 <= count <= LONGEST for count in box), f"tensor map: sides of the box out of range: {box}"
+    assert box[1] * size % COPIED == 0, f"tensor map: box rows of {box[1] * size} bytes"
+    assert not swizzle or box[1] * size <= swizzle, "tensor map: box rows longer than the swizzle"
+    assert swizzle in (0, 32, 64, 128), f"tensor map: unknown swizzle {swizzle}"
+    assert promotion in (64, 128, 256), f"tensor map: unknown promotion {promotion}"
     return Box(tensor, box, swizzle, promotion)
 
 
 def _check(launch: Launch) -> None:
-    """Hold a launch to the limits of the hardware, and its pointers to the types that the source gives them."""
+    """Check a launch against the limits of the hardware, and its pointers against the types in the source."""
     name = launch.entry
     for blocks, most in zip(launch.grid, MOST_BLOCKS, strict=True):
-        assert 0 < blocks < most, f"{name}: a grid of {launch.grid}"
+        assert 0 < blocks < most, f"{name}: grid out of range: {launch.grid}"
     assert 0 < launch.block <= MOST_THREADS, f"{name}: {launch.block} threads"
-    assert launch.block % 32 == 0, f"{name}: {launch.block} threads are no whole warps"
+    assert launch.block % 32 == 0, f"{name}: {launch.block} threads: not a multiple of 32"
     assert 0 <= launch.shared <= MOST_SHARED, f"{name}: {launch.shared} bytes of shared memory"
     for parameter in parameters_of(launch.program, name):
         value = launch.arguments[parameter.name]
         if parameter.points_to is None or value is None:
             continue
         assert value.dtype == parameter.points_to, f"{name}: {parameter.name} points to {value.dtype}"
-        # A kernel has no strides for a pointer with a type: element i lies at i.
+        # A kernel gets no strides for a pointer with a type: it reads element i at offset i.
         assert value.is_contiguous(), f"{name}: {parameter.name} has strides {value.stride()}"
 
 
 def strided(base: torch.Tensor, shape: tuple[int, int], strides: tuple[int, int]) -> torch.Tensor:
-    """Return the matrix that begins at ``base`` and has strides in bytes; it must lie in the storage."""
+    """Return the matrix that begins at ``base``, with strides in bytes; it must fit into the storage."""
     size = base.element_size()
-    assert not any(stride % size for stride in strides), f"strides of {strides} bytes cut numbers of {size}"
+    assert not any(stride % size for stride in strides), f"strides of {strides} bytes for elements of {size} bytes"
     try:
         return base.as_strided(shape, tuple(stride // size for stride in strides), base.storage_offset())
     except RuntimeError as error:
-        raise AssertionError(f"{shape} with strides of {strides} bytes is outside of the tensor") from error
+        raise AssertionError(f"{shape} with strides of {strides} bytes does not fit into the tensor") from error
 
 
 def vector(base: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the ``count`` numbers side by side that a pointer without a type stands for."""
+    """Return the ``count`` contiguous numbers that a pointer without a type points to."""
     return strided(base, (1, count), (0, base.element_size()))[0]

@@ -1,7 +1,7 @@
-"""The same batch laid out differently, and the way back for what was computed from it.
+"""Change the layout of a batch, and bring results back to the original layout.
 
-Each function takes per-token tensors by name, all ``[B, T, ...]``, and returns them laid out together with ``undo``,
-which brings results (by any names) back to the places their tokens came from. Gradients flow through both.
+Each function takes per-token tensors by name, all ``[B, T, ...]``, and returns them in the new layout, with ``undo``.
+``undo`` brings results (by any names) back to the original positions of their tokens. Gradients flow through both.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Undo = Callable[[Mapping[str, torch.Tensor]], Tensors]
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Tensors laid out, and ``undo`` for results of that layout."""
+    """Tensors in a layout, and ``undo`` for results in that layout."""
 
     tensors: Tensors
     undo: Undo
@@ -45,7 +45,7 @@ def pad(
     """Add ``left`` and ``right`` positions along T, which hold ``fill[name]``, 0 (False) by default.
 
     Raises:
-        ValueError: tensors of unlike shapes, a negative width, a fill for no tensor, or no integer for one of integers.
+        ValueError: shapes differ, a width is negative, ``fill`` names no tensor, or an integer tensor gets no integer.
     """
     rows, length = _leading(tensors)
     fills = dict(fill or {})
@@ -73,7 +73,7 @@ def permute(tensors: Mapping[str, torch.Tensor], order: Sequence[int] | torch.Te
     """Reorder the sequences: row i of the layout is row ``order[i]``.
 
     Raises:
-        ValueError: tensors of unlike shapes, or ``order`` is not a permutation of ``range(B)``.
+        ValueError: shapes differ, or ``order`` is not a permutation of ``range(B)``.
     """
     rows, _ = _leading(tensors)
     taken = torch.as_tensor(order, device="cpu")
@@ -89,10 +89,10 @@ def permute(tensors: Mapping[str, torch.Tensor], order: Sequence[int] | torch.Te
 
 
 def chunk(tensors: Mapping[str, torch.Tensor], cuts: Sequence[int], *, dim: int = 0) -> Chunks:
-    """Cut sequences (``dim=0``) or positions (``dim=1``) before each index of ``cuts``; one part more than cuts.
+    """Cut sequences (``dim=0``) or positions (``dim=1``) before each index of ``cuts``, into ``len(cuts) + 1`` parts.
 
     Raises:
-        ValueError: tensors of unlike shapes, another dim, or cuts that are not strictly increasing inside the dim.
+        ValueError: shapes differ, another dim, or cuts that are not strictly increasing inside the dim.
     """
     shape = _leading(tensors)
     if dim not in (0, 1):
@@ -119,7 +119,7 @@ def pack(tensors: Mapping[str, torch.Tensor], mask: torch.Tensor) -> Packed:
     ``undo`` gives ``[B, T, ...]`` with 0 (False) where the mask is False.
 
     Raises:
-        ValueError: tensors of unlike shapes, or a mask that is not bool ``[B, T]``.
+        ValueError: shapes differ, or the mask is not bool ``[B, T]``.
     """
     rows, length = _leading(tensors)
     if mask.dtype != torch.bool or mask.shape != (rows, length):

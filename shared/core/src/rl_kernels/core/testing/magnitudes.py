@@ -1,4 +1,4 @@
-"""How far rounding alone can move what a softmax of logits gives: sums of the terms' magnitudes, for the checker."""
+"""How far rounding alone can move the results of a softmax: sums of the terms' magnitudes, for the checker."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ def of_log_softmax(
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Bound log-probabilities, logsumexp and entropy of rows, and the gradient of the logits.
 
-    Rounding a logit or logsumexp moves p by a share of their sizes: hence the factors in entropy and gradient. No
-    constant added to the logits changes the entropy, so that it has terms of their size only where they are rounded.
+    Rounding a logit or the logsumexp changes p in proportion to their size, hence the factors in entropy and gradient.
+    Adding a constant to the logits does not change the entropy, so it has terms of their size only where the logits are
+    rounded.
 
     Args:
         z: the logits, ``[..., V]`` in FP64.
-        size: sum of the magnitudes of the terms of each, ``[..., V]``; 0 for one of -inf.
-        ids: of the selected tokens, ``[...]``, in the range of V.
+        size: for each logit, the sum of its terms' magnitudes, ``[..., V]``; 0 for a logit of -inf.
+        ids: of the selected tokens, ``[...]``, in ``[0, V)``.
         upstream: output name (``logp``, ``logsumexp``, ``entropy``) -> magnitude of its upstream gradient, ``[...]``.
-        rounded: those of ``size`` that are rounded before the entropy, or 0; None if there is no entropy.
+        rounded: ``size`` where the logits are rounded before the entropy, else 0; None if there is no entropy.
 
     Returns:
-        By output name the magnitudes ``[...]``, and those of the logits' gradient ``[..., V]``.
+        Output name -> magnitudes ``[...]``; and the magnitudes of the logits' gradient, ``[..., V]``.
     """
     lse = z.logsumexp(-1, keepdim=True)
-    # A probability below the smallest normal number is rounded as coarsely as that.
+    # The rounding error of a probability below the smallest normal number is as large as for that number.
     p = (z - lse).exp().clamp(min=torch.finfo(z.dtype).tiny)
     top = size.amax(-1) + lse.abs().squeeze(-1)
     share = p * (1 + size + lse.abs())

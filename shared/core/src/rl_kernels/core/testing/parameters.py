@@ -16,7 +16,7 @@ POINTED = {
     **{"i64": torch.int64, "int": torch.int32, "float": torch.float32, "signed char": torch.int8},
     "Norm": torch.float32,
 }
-"""What a pointer points to, ``Norm`` to pairs of it; others, ``char`` and ``void``, say nothing of it."""
+"""The dtype behind a typed pointer (``Norm``: pairs of it); ``char`` and ``void`` pointers have none."""
 DECLARED = re.compile(r"(?:const )?(?:__grid_constant__ )?(signed char|\w+)\s*(.*)")
 
 FLAGGED = re.compile(r"^#if (\w+)\n((?:(?!#else).)*?)^#endif\n", re.DOTALL | re.MULTILINE)
@@ -26,9 +26,9 @@ class Parameter(NamedTuple):
     """One parameter, or one member of a parameter that is a struct.
 
     Attributes:
-        name: in the source.
-        letter: of the signature.
-        points_to: what a pointer with a type points to.
+        name: name in the source.
+        letter: letter in the signature.
+        points_to: dtype that a typed pointer points to.
     """
 
     name: str
@@ -37,12 +37,12 @@ class Parameter(NamedTuple):
 
 
 def parameters_of(program: Program, entry: str) -> list[Parameter]:
-    """Return the parameters of a kernel in their order, members of structs in the place of these."""
+    """Return the parameters of a kernel in order, with each struct replaced by its members."""
     return [member for members in _declared(program, entry) for member in members]
 
 
 def signature_of(program: Program, entry: str) -> str:
-    """Return the signature that a kernel must be asked for with."""
+    """Return the signature with which a kernel must be loaded."""
     found = ""
     for members in _declared(program, entry):
         letters = "".join(member.letter for member in members)
@@ -53,7 +53,7 @@ def signature_of(program: Program, entry: str) -> str:
 @functools.cache
 def _declared(program: Program, entry: str) -> list[list[Parameter]]:
     file, defines = program.file, dict(program.defines)
-    # What a flag leaves out is not there.
+    # Drop the code that unset flags leave out.
     text = FLAGGED.sub(lambda block: block[2] if defines.get(block[1]) else "", _source(program.package, file))
     found = re.search(rf'extern "C" __global__[^;{{]*?\b{entry}\(([^)]*)\)', text)
     assert found is not None, f"{file} has no kernel {entry}"
@@ -91,6 +91,6 @@ def _source(package: str, file: str) -> str:
     """Return a file and the headers of its package, without comments."""
     folder = files(package)
     headers = sorted(header.name for header in folder.iterdir() if header.name.endswith(".cuh"))
-    # The file first: two files may have structs of one name.
+    # The file comes first, because two files may have structs of the same name.
     text = "\n".join((folder / name).read_text(encoding="utf-8") for name in (file, *headers))
     return re.sub(r"//.*", "", text)

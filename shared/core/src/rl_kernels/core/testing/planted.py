@@ -16,10 +16,10 @@ from rl_kernels.core.testing import Bug
 
 @contextmanager
 def planted(modules: Sequence[str], bug: Bug) -> Iterator[None]:
-    """Run with copies of ``modules``, made from their source with the bug in it; importers of an edited one follow it.
+    """Run with copies of ``modules`` that contain the bug. List each module before those that import it.
 
     Raises:
-        ValueError: the text that the bug replaces does not stand exactly once in the modules.
+        ValueError: the text that the bug replaces does not occur exactly once in the modules.
     """
     sources = {name: _source(name) for name in modules}
     count = sum(text.count(bug.old) for text in sources.values())
@@ -50,7 +50,7 @@ def _copy(name: str, text: str) -> ModuleType:
     file = f"<{name}, planted>"
     module.__file__ = file
     module.__package__ = name.rpartition(".")[0]
-    # Triton reads the source of a kernel, and a traceback its lines.
+    # Triton reads a kernel's source here, and a traceback its lines.
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     sys.modules[name] = module
     exec(compile(text, file, "exec"), vars(module))

@@ -1,7 +1,7 @@
-"""Plain definitions of what RL losses are made of, and how far one kernel drifts from another.
+"""Reference definitions of the parts of RL losses, and a measure of how far two results differ.
 
-Worked in FP32, in FP64 for FP64 inputs: call them on FP64 tensors for a gold. Masked positions are taken out before
-anything is computed from them, so that NaN there reaches neither values nor gradients.
+They compute in FP32, or in FP64 for FP64 inputs: call them on FP64 tensors for a gold. Masked positions are replaced
+before anything is computed from them, so that NaN there reaches neither values nor gradients.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def masked_sum(values: torch.Tensor, mask: torch.Tensor | None = None, dim: int 
 
 
 def masked_mean(values: torch.Tensor, mask: torch.Tensor | None = None, dim: int | None = None) -> torch.Tensor:
-    """Return the mean of ``values`` where ``mask`` is True, over ``dim`` or over all; 0 where it is True nowhere."""
+    """Return the mean of ``values`` where ``mask`` is True, over ``dim`` or over all; 0 where all is masked."""
     return masked_sum(values, mask, dim) / _active(values, mask).sum(dim).clamp(min=1)
 
 
@@ -50,7 +50,7 @@ def policy_ratio(current: torch.Tensor, old: torch.Tensor, mask: torch.Tensor | 
 def reference_kl(current: torch.Tensor, ref: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
     """Return the k3 estimate ``exp(e) - e - 1``, ``e = ref - current``; 0 at masked positions, with zero gradient.
 
-    Written ``expm1(e) - e``; the relative error is about ``2 eps / |e|``, so a gold for small e wants FP64 inputs.
+    Written ``expm1(e) - e``; the relative error is about ``2 eps / |e|``, so a gold for small e needs FP64 inputs.
     """
     e = _difference(ref, current, mask)
     return e.expm1() - e
@@ -60,9 +60,9 @@ class Drift(NamedTuple):
     """How far a candidate is from a reference, over the elements compared.
 
     Attributes:
-        max_abs: largest difference; 0 where the bits are equal, NaN if one of two unlike elements is NaN.
+        max_abs: largest difference; 0 where the bits are equal, NaN if elements differ and one of them is NaN.
         mean_abs: mean difference; 0 if nothing was compared.
-        mismatched: number of elements whose bits differ: +0 and -0 do, a NaN and the same NaN do not.
+        mismatched: number of elements whose bits differ: +0 and -0 differ, NaNs of equal bits do not.
         compared: number of elements compared.
     """
 
@@ -87,7 +87,7 @@ def drift(candidate: torch.Tensor, reference: torch.Tensor, mask: torch.Tensor |
     unlike = bits_of(left) != bits_of(right)
     if not unlike.any():
         return Drift(0.0, 0.0, 0, left.numel())
-    # Equal infinities have no difference to take.
+    # Subtracting equal infinities would give NaN.
     error = torch.where(unlike, left.double() - right.double(), 0.0).abs()
     return Drift(float(error.max()), float(error.mean()), int(unlike.sum()), left.numel())
 

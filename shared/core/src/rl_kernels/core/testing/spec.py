@@ -1,4 +1,4 @@
-"""What an operator's ``cases.py`` says about it: its cases, definition, classes, promised layouts and illegal calls.
+"""The description of an operator in its ``cases.py``: cases, definition, classes, promised layouts and illegal calls.
 
 Tests, checker and docs all read this one description; adding an operator edits no file of the core.
 """
@@ -27,14 +27,14 @@ class Case:
     Attributes:
         name: unique within the operator.
         sizes: by the names of the checker's shape flags (``batch``, ``seq``, ``vocab``, ...).
-        options: what ``Spec.inputs`` is to do differently for this case.
+        options: changes that ``Spec.inputs`` makes for this case.
         function: the package's public function that is called; by default the operator itself.
         suite: ``quick`` cases run always, ``full`` ones in the full suite only.
         grad: False if no input of this call may require grad.
-        relations: the relations that it is held to; empty for all. Cases made in numbers are held to a few.
-        dtype: of its inputs, in place of the run's: ``fp64``, ``bf16``.
-        drawn_as: what its random numbers come from, by default its name. Cases that share them and differ in their
-            options show what is remembered by values alone.
+        relations: the relations that are checked; empty for all. Generated cases check only a few.
+        dtype: dtype of its inputs, in place of the run's: ``fp64``, ``bf16``.
+        drawn_as: name from which its random numbers are seeded, by default its own. Cases with the same numbers and
+            other options catch a cache that looks at values alone.
     """
 
     name: str
@@ -58,12 +58,12 @@ def _identity(name: str, value: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Variant:
-    """The same computation laid out differently, and where its results stand.
+    """The same computation in another layout, and where to find its results.
 
-    Results are named as outputs are (``logp``, ``output``) or ``gradient:NAME``. For each result of the base call,
+    Results have the names of outputs (``logp``, ``output``) or ``gradient:NAME``. For each result of the base call,
     ``pick(name, result)`` gives the elements to compare, or None if this variant says nothing about that result;
     ``find(name, result of the variant)`` gives the same elements; their bits must be equal. ``lift`` turns the base
-    call's upstream gradient of an output into the variant's. ``threads`` is how many the CPU may use.
+    call's upstream gradient of an output into the variant's. ``threads`` is the number of CPU threads.
     """
 
     label: str
@@ -75,7 +75,7 @@ class Variant:
 
 
 Transform = Callable[[Case, Inputs, Draw], Iterator[Variant]]
-"""Yields variants of a base call that are promised to equal it, bit for bit; none if it does not apply."""
+"""Yields variants of a base call that must be bitwise identical to it; none if it does not apply."""
 
 
 Change = Callable[[Inputs], Inputs]
@@ -113,7 +113,7 @@ class IllegalCall:
 
 @dataclass(frozen=True)
 class Bug:
-    """A planted bug: ``old``, which stands in the source of a backend exactly once, becomes ``new``."""
+    """A planted bug: ``old``, which occurs exactly once in the source of a backend, becomes ``new``."""
 
     name: str
     old: str
@@ -126,9 +126,9 @@ class Mutants:
 
     Attributes:
         backend: name of the backend.
-        modules: its source, as dotted names, each before those that import it; the last is the backend's own.
+        modules: dotted names of its modules, each before those that import it; the last is the backend's own.
         bugs: each changes one of the modules.
-        cases: names of the quick cases that show each of them, where a test of all would take long; by default all.
+        cases: names of quick cases that are enough to catch every bug, if testing all takes long; by default all.
     """
 
     backend: str
@@ -138,34 +138,34 @@ class Mutants:
 
 
 def _never(inputs: Inputs) -> None:
-    """Say that no call waits."""
+    """Return None: no call waits."""
 
 
 @dataclass(frozen=True)
 class Spec:
-    """Everything the checker knows about an operator.
+    """Everything that the checker knows about an operator.
 
     Attributes:
         cases: the first is the operator's plainest; every optional argument takes a non-default value in some case.
         inputs: draws a case's keyword arguments.
-        references: by function name, its definition. Called with the same keyword arguments less ``unread``, on FP64
+        references: function name -> its definition. Called with the same keyword arguments except ``unread``, on FP64
             inputs for the gold and on the tested dtype for the error of plain eager PyTorch; it names the outputs,
             and gives their shapes and dtypes.
         classes: result name -> class of the tolerance contract.
         differentiable: arguments that have a gradient.
-        magnitudes: ``(case, inputs, upstream) -> result name -> sum of the magnitudes of the terms`` whose sum the
-            element is, all FP64: how far rounding alone can move it.
-        transforms: by name, the layouts that may change no bit.
+        magnitudes: ``(case, inputs, upstream) -> result name -> magnitudes``: for each element, the FP64 sum of the
+            magnitudes of the terms that it adds up, which tells how far rounding alone can move it.
+        transforms: name -> layouts that must not change a bit.
         illegal: calls that must raise.
         mutants: by backend, bugs that the checker must catch.
-        hygiene: by name, transforms that put garbage where nothing may be read.
-        empty: cases whose results have no elements, or are sums of none.
+        hygiene: name -> transforms that put garbage where nothing may be read.
+        empty: cases whose results have no elements, or are sums of no terms.
         writes: argument -> the result that it holds after the call.
         inplace: option -> the argument that it lets the backward overwrite.
-        groups: arguments that group others, with the type of each; cases, references and the rest of this name what
-            they hold one by one.
+        groups: argument that groups others -> its type; cases, references and the other fields name its members one by
+            one.
         unread: arguments that choose how to compute, not what: the reference does not take them.
-        output: what a result that is a single tensor is called.
+        output: name of the result, if it is a single tensor.
         adds: options that only add outputs: an implementation that does not take one is called without it.
         ids: arguments that hold token ids.
         indexed: the argument that lists the rows which are computed, if there is one.
@@ -175,7 +175,7 @@ class Spec:
         on_host: arguments that may lie on the host, which a captured CUDA graph cannot copy.
         eager_only: options that torch.compile must refuse, naming the option.
         waits: ``inputs`` of a call whose values are not checked -> why it may wait for the device, or None.
-        exempt: relation name -> why this operator is not held to it.
+        exempt: relation name -> why it is not checked for this operator.
     """
 
     cases: Sequence[Case]
@@ -214,7 +214,7 @@ class Spec:
         return next(case for case in self.cases if case.function == function)
 
     def richest_of(self, function: str) -> Case:
-        """Return the named quick case of a function with most options, of those that overwrite no argument."""
+        """Return the named quick case of a function with the most options, among those that overwrite no argument."""
         writing = {*self.inplace, *self.writes}
         cases = [case for case in self.cases if case.function == function and case.suite == "quick"]
         named = [case for case in cases if not (case.relations or writing & case.options.keys())]

@@ -1,4 +1,4 @@
-"""State of torch that a test changes for a while and gives back as it was."""
+"""State of torch that a test changes and then restores."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def torch_threads(count: int) -> Iterator[None]:
 
 @contextmanager
 def set_to(value: T, before: T, put: Callable[[T], Any]) -> Iterator[None]:
-    """Set something inside the block, and what was before at its end."""
+    """Set a value inside the block, and restore the previous one at its end."""
     put(value)
     try:
         yield
@@ -35,8 +35,8 @@ def set_to(value: T, before: T, put: Callable[[T], Any]) -> Iterator[None]:
 def poisoned_empty() -> Iterator[None]:
     """Fill the memory of ``torch.empty`` and its like with NaN (integers: the largest) inside the block.
 
-    An output that a kernel does not wholly write then shows. PyTorch does this in its deterministic mode only, which
-    is on too; what it says of its own operators that have no such mode is silenced.
+    An output that a kernel does not fully write then shows up. PyTorch fills memory only in its deterministic mode, so
+    that is on too; its warnings about its own operators without such a mode are silenced.
     """
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     memory: Any = torch.utils.deterministic

@@ -1,4 +1,4 @@
-"""Where a tensor's elements lie: spread out, column by column, at an odd address; garbage in every gap."""
+"""Memory layouts of a tensor: every other element, column-major, at an odd address; garbage in every gap."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rl_kernels.core.testing.spec import Case, Inputs, Transform, Variant
 
 
 def strided(case: Case, inputs: Inputs, draw: Draw) -> Iterator[Variant]:
-    """Every tensor over every other element of its storage, in the middle of a larger one, or column by column."""
+    """Each tensor as every other element of its storage, as the middle of a larger one, or column-major."""
     tensors = _tensors(inputs)
     yield Variant("every other element", {**inputs, **{name: _spread(value) for name, value in tensors.items()}})
     yield Variant("in the middle", {**inputs, **{name: _inside(value) for name, value in tensors.items()}})
@@ -21,19 +21,20 @@ def strided(case: Case, inputs: Inputs, draw: Draw) -> Iterator[Variant]:
 
 
 def offset(case: Case, inputs: Inputs, draw: Draw) -> Iterator[Variant]:
-    """Every tensor at an address that is a multiple of its element's size and of no more."""
+    """Each tensor at an address that is aligned to its element size only."""
     shifted = {name: _between_garbage(value) for name, value in _tensors(inputs).items()}
     yield Variant("one element into the storage", {**inputs, **shifted})
 
 
 STORAGE: dict[str, Transform] = {"strided": strided, "offset": offset}
-"""Transforms that every operator must stand, whatever its arguments mean."""
+"""Transforms that apply to every operator, whatever its arguments mean."""
 
 
 def lying(x: torch.Tensor, how: str) -> torch.Tensor:
-    """Return a matrix with its elements elsewhere: ``"column"`` by column, ``"apart"``, or at an ``"odd"`` address.
+    """Return a matrix in another memory layout.
 
-    ``"far"``: columns whose offsets leave 32 bits, in memory of which nothing else is ever touched.
+    ``"column"``: column-major. ``"apart"``: every other element. ``"odd"``: at an odd address. ``"far"``: with column
+    offsets beyond 32 bits, in memory of which nothing else is touched.
     """
     rows, columns = x.shape
     if how == "far":
@@ -64,13 +65,13 @@ def _spread(value: torch.Tensor) -> torch.Tensor:
 
 
 def inside(value: torch.Tensor, dim: int) -> torch.Tensor:
-    """Return a slice of a tensor that is larger by one at the start of a dim."""
+    """Return a copy inside a tensor that is larger by one at the start of a dim."""
     larger = garbage(value, *(size + (at == dim) for at, size in enumerate(value.shape)))
     return larger.narrow(dim, 1, value.shape[dim]).copy_(value)
 
 
 def _inside(value: torch.Tensor) -> torch.Tensor:
-    """Return a slice of a tensor that is larger by one on each side of every dim."""
+    """Return a copy inside a tensor that is larger by one on each side of every dim."""
     larger = garbage(value, *(size + 2 for size in value.shape))
     return larger[(slice(1, -1),) * value.ndim].copy_(value)
 

@@ -1,4 +1,4 @@
-"""What surrounds a call and must not matter to it, or must be as it was afterwards: threads, defaults, modes, state."""
+"""Global state around a call (threads, defaults, modes): a call must neither depend on it nor change it."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from rl_kernels.core.testing.state import poisoned_empty, set_to, torch_threads
 SUBNORMAL = 1e-40
 """An FP32 number that is 0 where subnormal numbers are flushed."""
 COMPILERS_OWN = "TORCHINDUCTOR_CACHE_DIR"
-"""What PyTorch itself sets in the environment when its compiler is imported, as the first call in forward mode does."""
+"""Environment variable that PyTorch sets when its compiler is imported, as the first call in forward mode does."""
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """The state of torch in which a call is made, and where its arguments come from; None leaves something as it is.
+    """The state of torch in which a call is made, and where its arguments come from; None leaves a setting unchanged.
 
     Attributes:
-        threads: how many the CPU may use.
+        threads: number of CPU threads.
         poisoned: whether fresh memory holds NaN.
         default_dtype: of ``torch.set_default_dtype``.
         default_device: of ``torch.set_default_device``.
@@ -37,8 +37,8 @@ class Surroundings:
         computed: whether arguments that require grad are computed from the leaves, not leaves themselves.
         recording: whether gradients are recorded.
         parameters: arguments that are parameters of a module.
-        same: two arguments that are given one tensor, the first's.
-        forward_only: whether backward runs without them, as it does after a ``with`` block.
+        same: two arguments that both get the tensor of the first.
+        forward_only: whether backward runs outside of them, as after a ``with`` block.
     """
 
     threads: int | None = None
@@ -80,7 +80,7 @@ class Surroundings:
 
 
 def global_state() -> dict[str, Any]:
-    """Return what a call must leave as it found it, by name."""
+    """Return, by name, the state that a call must not change."""
     return {
         "number of threads": torch.get_num_threads(),
         "matmul precision": torch.get_float32_matmul_precision(),
@@ -108,5 +108,5 @@ def _numpy_state() -> tuple[Any, ...]:
 
 
 def changed(before: dict[str, Any]) -> list[str]:
-    """Return the names of what is no longer as it was in ``before``."""
+    """Return the names of the state that differs from ``before``."""
     return [name for name, value in global_state().items() if value != before[name]]

@@ -1,7 +1,7 @@
-"""Layouts that must change no bit, for operators whose results belong to rows.
+"""Layouts that must change no bit, for operators with one result per row.
 
-A ``RowLayout`` says which arguments and results run along the rows; the transforms then move, drop, pad and cut rows
-of any such operator. Each variant keeps the original rows among others, and compares exactly those.
+A ``RowLayout`` says which arguments and results have rows; the transforms then move, drop, pad and cut rows of any such
+operator. Each variant keeps the original rows among others, and compares exactly those.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from rl_kernels.core.testing.spec import Case, Inputs, Transform, Variant
 from rl_kernels.core.testing.storage import inside
 
 BATCHES = (1, 2, 3, 4, 9, 16, 17, 33, 65, 129, 257)
-"""Rows of the batches that rows are put into: beside and beyond the heights of tiles."""
+"""Batch sizes that rows are tried in: around and beyond tile heights."""
 MORE_BATCHES = (63, 64, 65, 127, 128, 256, 2050)
-"""The same where a row, and what all rows share, have no more than ``LITTLE`` numbers."""
+"""More batch sizes, if a row and the arguments shared by all rows have at most ``LITTLE`` numbers."""
 LITTLE = 6000
 IGNORED = -100
-"""The id that padding rows carry where the operator has ``ignore_index``."""
+"""The id of padding rows, for operators with ``ignore_index``."""
 FILLER = -1
-"""In a row index: a row that is no row of the base call."""
+"""In a row index: a row that is not from the base call."""
 
 
 @dataclass(frozen=True)
 class RowLayout:
-    """How an operator's rows lie.
+    """The row layout of an operator's arguments and results.
 
     Attributes:
-        arguments: argument -> number of dims of one row (logits 1, token_ids 0); an argument of fewer dims than that
-            plus one belongs to no row.
+        arguments: argument -> number of dims of one row (logits 1, token_ids 0); an argument with fewer dims than that
+            plus one has no rows.
         results: outputs and gradients with one entry, or row, for each row.
         ids: the argument of token ids, if rows can be masked by ``ignore_index``.
         functions: public functions with this layout; empty for the operator's own.
-        any_leading: whether rows may have any number of leading dims, and not one alone.
+        any_leading: whether rows may have any number of leading dims, not just one.
     """
 
     arguments: Mapping[str, int]
@@ -74,7 +74,7 @@ class RowLayout:
 
 
 class Rows:
-    """The flattened rows of one call, from which variants are put together."""
+    """The flattened rows of one call, from which variants are built."""
 
     def __init__(self, layout: RowLayout, inputs: Inputs) -> None:
         self.layout = layout
@@ -110,7 +110,7 @@ class Rows:
         }
 
     def filled(self, count: int, number: float) -> Inputs:
-        """Return filler rows that are computed, of one number."""
+        """Return filler rows that are computed, all of one number."""
         rows = {name: value[:1].expand(count, *value.shape[1:]).clone() for name, value in self.flat.items()}
         for name, value in rows.items():
             if self.layout.arguments[name] and value.is_floating_point():
@@ -118,7 +118,7 @@ class Rows:
         return rows
 
     def shaped(self, label: str, *lead: int) -> Variant:
-        """Return the call with its rows under other leading dims; the first row alone under none."""
+        """Return the call with its rows in other leading dims; without leading dims, the first row alone."""
         rows = {name: value.reshape(*lead, *value.shape[1:]) if lead else value[0] for name, value in self.flat.items()}
 
         def pick(name: str, result: torch.Tensor) -> torch.Tensor | None:
@@ -144,7 +144,7 @@ class Rows:
         """Return filler rows that are masked and hold NaN."""
         rows = {name: value[:1].expand(count, *value.shape[1:]).clone() for name, value in self.flat.items()}
         for name, value in rows.items():
-            # One number a row, such as a temperature, is checked even where its row is masked.
+            # An argument with one number per row, such as a temperature, is checked even in masked rows.
             if self.layout.arguments[name] and value.is_floating_point():
                 value.fill_(torch.nan)
         rows[self.layout.ids or ""].fill_(IGNORED)
@@ -204,7 +204,7 @@ def _leading(rows: Rows, draw: Draw) -> Iterator[Variant]:
     for shape in ((rows.count,), (1, rows.count), (rows.count, 1, 1), (1, rows.count, 1, 1)):
         yield rows.shaped(f"leading dims {shape}", *shape)
     if rows.count % 2 == 0:
-        # Whether leading dims are one row's stride apart is not seen by the last two of them.
+        # Whether rows are evenly spaced cannot be seen from the last two leading dims alone.
         variant = rows.shaped("leading dims cut from larger ones", 2, rows.count // 2, 1)
         cut = {name: inside(variant.inputs[name], dim=1) for name in rows.flat}
         yield replace(variant, inputs={**variant.inputs, **cut})
@@ -241,7 +241,7 @@ def _chunks(rows: Rows, draw: Draw) -> Iterator[Variant]:
 def options(**named: Mapping[str, object]) -> Transform:
     """Return a transform that only changes options: ``options(stats={"return_stats": True})``.
 
-    An option that the base call gives already is left out: the variant would be another computation.
+    It yields no variant for an option that the base call sets already: that would be another computation.
     """
 
     def variants(case: Case, inputs: Inputs, draw: Draw) -> Iterator[Variant]:
@@ -274,5 +274,5 @@ def as_int32(*names: str) -> Transform:
 
 
 def one_nan(name: str, result: torch.Tensor) -> torch.Tensor:
-    """Return a result with one NaN for every NaN: its sign and payload are free."""
+    """Return a result with the same NaN for every NaN: sign and payload are not compared."""
     return result.masked_fill(result.isnan(), torch.nan)

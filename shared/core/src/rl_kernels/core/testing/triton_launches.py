@@ -1,8 +1,8 @@
-"""What a Triton backend launches, recorded where there is neither a GPU nor Triton: for tests of its host side.
+"""Record the launches of a Triton backend without a GPU or Triton, to test its host code.
 
-Inside of ``TritonRecorder.pretended()`` ``import triton`` gives a Triton whose kernels are recorded instead of run, and
-all of our modules that import Triton are imported anew, as on a GPU of the given architecture. Arguments get the names
-of the kernel's parameters, and a few lines of PyTorch may stand in for a kernel, as in ``launches``.
+Inside ``TritonRecorder.pretended()``, ``import triton`` gives a Triton that records kernels instead of running them.
+All our modules that import Triton are imported anew, as on a GPU of the given architecture. Arguments get the names of
+the kernel's parameters, and a few lines of PyTorch may stand in for a kernel, as in ``launches``.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from unittest.mock import patch
 import torch
 
 MOST_BLOCKS = (1 << 31, 1 << 16, 1 << 16)
-"""Programs along each size of a grid are less than that."""
+"""Exclusive limits of the programs along each dimension of a grid."""
 STREAM = 7
-"""The current one of the first pretended GPU; each has another."""
+"""The current stream of the first simulated GPU; GPU i has stream 7 + i."""
 ALIGNED = 16
-"""Bytes, or a factor of an integer, that Triton specializes a kernel on."""
+"""Triton specializes a kernel on addresses and integers that are multiples of this."""
 STUBS = ("triton", "triton.language", "triton.tools", "triton.tools.tensor_descriptor")
 
 
 class Constant:
-    """Stands for ``tl.constexpr``."""
+    """Stands in for ``tl.constexpr``."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -40,9 +40,9 @@ class Constant:
 
 @dataclass(frozen=True)
 class Descriptor:
-    """Stands for ``TensorDescriptor``: holds the tensor to what the copy engine needs.
+    """Stands in for ``TensorDescriptor``; checks what TMA requires of the tensor.
 
-    Dims of one may stand in front of the tensor's own.
+    The descriptor may have extra leading dims of size 1.
     """
 
     base: torch.Tensor
@@ -52,18 +52,18 @@ class Descriptor:
 
     def __post_init__(self) -> None:
         size, lead = self.base.itemsize, len(self.shape) - self.base.ndim
-        assert self.base.data_ptr() % ALIGNED == 0, "a descriptor that begins between multiples of 16 bytes"
-        assert len(self.shape) == len(self.strides) == len(self.block_shape), f"a descriptor of {self.shape}"
+        assert self.base.data_ptr() % ALIGNED == 0, "descriptor: address not a multiple of 16 bytes"
+        assert len(self.shape) == len(self.strides) == len(self.block_shape), f"descriptor: wrong number of dims: {self.shape}"
         assert [1] * lead + list(self.base.shape) == list(self.shape), f"{self.shape} for {self.base.shape}"
-        assert self.strides[-1] == 1, f"columns of a descriptor are {self.strides[-1]} apart"
+        assert self.strides[-1] == 1, f"descriptor: expected column stride 1, got {self.strides[-1]}"
         for step in self.strides[:-1]:
-            assert step > 0, "rows of a descriptor at one place"
-            assert step * size % ALIGNED == 0, "rows of a descriptor that begin between multiples of 16 bytes"
+            assert step > 0, "descriptor: rows share an address"
+            assert step * size % ALIGNED == 0, "descriptor: row stride not a multiple of 16 bytes"
         own = zip(self.base.shape, self.base.stride(), self.strides[lead:], strict=True)
-        assert all(count == 1 or step == mine for count, step, mine in own), f"a descriptor of strides {self.strides}"
-        assert self.base.ndim > 2 or self.strides[0] >= self.shape[1], "rows of a descriptor overlap"
-        assert all(count & (count - 1) == 0 for count in self.block_shape), f"a box of {self.block_shape}"
-        assert self.block_shape[-1] * size >= ALIGNED, f"a box whose rows have {self.block_shape[-1] * size} bytes"
+        assert all(count == 1 or step == mine for count, step, mine in own), f"descriptor: strides differ from the tensor's: {self.strides}"
+        assert self.base.ndim > 2 or self.strides[0] >= self.shape[1], "descriptor: rows overlap"
+        assert all(count & (count - 1) == 0 for count in self.block_shape), f"descriptor: sides of the box are not powers of two: {self.block_shape}"
+        assert self.block_shape[-1] * size >= ALIGNED, f"descriptor: box rows of {self.block_shape[-1] * size} bytes"
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,9 @@ class TritonLaunch:
     """One launch.
 
     Attributes:
-        name: of the kernel.
-        grid: programs, three sizes.
-        arguments: by the kernel's parameters.
+        name: name of the kernel.
+        grid: programs along x, y and z.
+        arguments: by the names of the kernel's parameters.
         options: ``num_warps``, ``num_stages``.
     """
 
@@ -87,15 +87,15 @@ class TritonLaunch:
 
 
 class TritonRecorder:
-    """Takes the place of Triton and of the GPU.
+    """Replaces Triton and the GPU.
 
     Args:
-        stand_ins: by the name of a kernel, what is called in its place with its ``TritonLaunch``.
-        arch: of the pretended GPU.
-        processors: its number of multiprocessors; what launches tensors on the CPU takes it for one of two.
+        stand_ins: kernel name -> function that is called with the ``TritonLaunch`` in its place.
+        arch: architecture of the simulated GPU.
+        processors: its number of multiprocessors; launches of tensors on the CPU take it to be 2.
 
     Attributes:
-        launches: what was launched, in order.
+        launches: the launches, in order.
     """
 
     def __init__(
@@ -111,8 +111,8 @@ class TritonRecorder:
 
     @contextmanager
     def pretended(self) -> Iterator[TritonRecorder]:
-        """Take their places, until the block ends."""
-        # PyTorch asks once whether there is a Triton, and would find this one.
+        """Replace both, until the block ends."""
+        # PyTorch looks for Triton once, when this module is imported, and must not find this one.
         importlib.import_module("torch._dynamo")
         kept = {name: sys.modules[name] for name in (*STUBS, *_importers_of_triton()) if name in sys.modules}
         _forget(kept)
@@ -139,13 +139,13 @@ class TritonRecorder:
         return dict(zip(STUBS, (whole, {"constexpr": Constant}, {"__path__": []}, tools), strict=True))
 
     def launched(self, launch: TritonLaunch) -> None:
-        """Hold a launch to what any kernel needs, and run what stands in for it."""
+        """Check a launch, and run its stand-in."""
         for programs, most in zip(launch.grid, MOST_BLOCKS, strict=True):
-            assert 0 < programs < most, f"{launch.name}: a grid of {launch.grid}"
+            assert 0 < programs < most, f"{launch.name}: grid out of range: {launch.grid}"
         assert launch.options["num_warps"] in (1, 2, 4, 8, 16), f"{launch.name}: {launch.options}"
         for value in launch.arguments.values():
             if isinstance(value, Descriptor):
-                # However it was made.
+                # A backend may make a descriptor without calling __init__.
                 value.__post_init__()
         self.launches.append(launch)
         stand_in = self.stand_ins.get(launch.name)
@@ -154,7 +154,7 @@ class TritonRecorder:
 
 
 class _Kernel:
-    """Stands for a function of ``triton.jit``."""
+    """Stands in for a function of ``triton.jit``."""
 
     def __init__(self, recorder: TritonRecorder, function: Callable[..., Any]) -> None:
         self.recorder, self.function = recorder, function
@@ -176,7 +176,7 @@ class _Kernel:
 
 
 class _Compiled:
-    """Stands for what Triton compiled: good for arguments that it would have compiled alike."""
+    """Stands in for a compiled kernel: valid for arguments that Triton would compile the same kernel for."""
 
     def __init__(self, kernel: _Kernel, arguments: Mapping[str, Any], options: Mapping[str, int]) -> None:
         self._kernel, self._options = kernel, options
@@ -187,7 +187,7 @@ class _Compiled:
             here = STREAM + torch._C._cuda_getDevice()
             assert stream == here, f"{self._kernel.function.__name__}: launched on stream {stream}, not {here}"
             arguments = self._kernel.signature.bind(*args).arguments
-            assert self._form_of(arguments) == self._form, f"{self._kernel.function.__name__}: compiled for others"
+            assert self._form_of(arguments) == self._form, f"{self._kernel.function.__name__}: wrong specialization"
             self._kernel[grid](*args, **self._options)
 
         return launch
@@ -210,7 +210,7 @@ class _Compiled:
 
 
 def _importers_of_triton() -> set[str]:
-    """Return the modules of this project that would keep a Triton that they found: by name, or by what they import."""
+    """Return our modules that hold a reference to Triton, found by their names or by what they import."""
     ours = {name: module for name, module in sys.modules.items() if name.startswith("rl_kernels.")}
     found = {name for name in ours if any(part == "triton" or part.startswith("triton_") for part in name.split("."))}
     found.discard(__name__)
@@ -222,14 +222,14 @@ def _importers_of_triton() -> set[str]:
 
 
 def _holds_one_of(names: set[str], module: ModuleType) -> bool:
-    # A package holds its modules whether it imports them or not.
+    # A package has its modules as attributes, whether it imports them or not.
     if hasattr(module, "__path__"):
         return False
     return any(isinstance(value, ModuleType) and value.__name__ in names for value in vars(module).values())
 
 
 def _forget(names: Iterable[str]) -> None:
-    """Have modules imported anew, also by ``from package import module``."""
+    """Remove modules, so that they are imported anew, also by ``from package import module``."""
     for name in names:
         del sys.modules[name]
         parent, _, leaf = name.rpartition(".")

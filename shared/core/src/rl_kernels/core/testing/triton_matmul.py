@@ -1,4 +1,4 @@
-"""What stands in for the kernel of ``core.triton_lib.gemm`` where its launches are recorded."""
+"""The stand-in for the kernel of ``core.triton_lib.gemm`` when its launches are recorded."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import torch
 from rl_kernels.core.testing.triton_launches import Descriptor, TritonLaunch
 
 SHARED = 227 << 10
-"""Bytes of shared memory of a block on Hopper."""
+"""Bytes of shared memory that a block may have on Hopper."""
 BY_ROW, BY_COLUMN = 1, 2
 
 
 def matmul(launch: TritonLaunch, processors: int = 2) -> None:
-    """Compute what the arguments of a launch say, and hold them to the shapes."""
+    """Compute the product that a launch describes, and check its arguments against the shapes."""
     rows, columns, inner = launch["M"], launch["N"], launch["K"]
     left = operand(launch["a"], launch["LEFT"], (rows, inner), "a", launch, launch["BLOCK_M"])
     right = operand(launch["b"], launch["RIGHT"], (columns, inner), "b", launch, launch["BLOCK_N"])
@@ -66,7 +66,7 @@ def _output(launch: TritonLaunch) -> torch.Tensor:
 
 
 def _check_room(launch: TritonLaunch, size: int, out: torch.Tensor) -> None:
-    """Loads in flight, and what a tile needs to be stored beside those of the next one, fit into shared memory."""
+    """Check that the loads in flight fit into shared memory, with a tile's store next to the loads of the next tile."""
     loads = (launch["BLOCK_M"] + launch["BLOCK_N"]) * launch["BLOCK_K"] * size * launch.options["num_stages"]
     stored = launch["BLOCK_M"] * launch["BLOCK_N"] // launch["PARTS"] * out.itemsize if launch["PERSISTENT"] else 0
     assert loads + stored <= SHARED
