@@ -1,7 +1,7 @@
 """The jobs of this repository; `nox -l` lists them, `nox -s NAME` runs one, `nox -s NAME -- ARGS` passes arguments on.
 
 Packages are found in the tree, so none is listed here. PyTorch is installed once, in a base environment that most
-sessions borrow; `build` borrows nothing but a PyTorch of its own, and so proves what each package declares.
+sessions borrow. `build` borrows only its own PyTorch, and so proves that each package declares what it needs.
 """
 
 from __future__ import annotations
@@ -33,36 +33,37 @@ PINNED = ("-c", str(CONSTRAINTS))
 BASE = ROOT / ".nox" / "base"
 BASE_REQUIREMENTS = ("torch", "numpy", "rich", "matplotlib", "hatchling", "editables", "pytest", "hypothesis")
 
-# The oldest that pyproject.toml allows. Its wheel brings CUDA, some gigabytes: a session to run before a release.
+# The oldest PyTorch that pyproject.toml allows. Its wheel includes CUDA (gigabytes), so run it before a release only.
 FLOOR = ("torch==2.9.1", "numpy<2.4")
 
-# verl with what its engine and models need, not its servers; its transformers is older than that of the rest.
+# What verl's engine and models need, without its servers; its transformers is older than the one of other sessions.
 VERL = (
     *("transformers==5.10.4", "accelerate", "codetiming", "datasets", "hydra-core", "orjson", "peft", "pillow", "ray"),
     *("tensordict", "torchdata"),
 )
 
-# The oldest transformers whose continuous batching is known, with names of attention that later ones do not take.
+# The oldest transformers whose continuous batching is supported; it has attention names that later ones refuse.
 TRANSFORMERS = ("transformers==5.17.0", "peft")
 MET = ("attention", "continuous", "embedding", "head", "invariant", "logits", "running", "training", "transformers")
-"""The tests of models in which transformers is met."""
+"""The tests of models that use transformers."""
 
 NVRTC = ("cuda-bindings", "nvidia-cuda-nvrtc")
 
-# The interpreter of 3.6 needs an older NumPy than the rest of the house.
+# The interpreter of Triton 3.6 needs an older NumPy than the other sessions.
 TRITON = {"3.6": ("triton==3.6.0", "numpy<2.4"), "3.9": ("triton==3.9.0",)}
-# Interpreted, a kernel takes a thousand times as long, and the order of its sums is not that of a GPU. One version runs
-# all other tests, the newest those that run every kernel: FP16 there alone. Recorded launches need no interpreter, and
-# bugs are planted in the kernels by hand (`nox -s "interpreted(3.6)" -- -k "triton and planted"`) and on a GPU.
+# In the interpreter a kernel takes a thousand times longer, and the order of its sums is not that of a GPU, so bits are
+# not checked. One version runs all other tests but FP16; the newest runs those that cover every kernel, and FP16.
+# Recorded launches need no interpreter. Planted bugs are tested by hand
+# (`nox -s "interpreted(3.6)" -- -k "triton and planted"`) and on a GPU.
 INTERPRETED = {
     "3.6": "triton and not repeatability and not invariance and not fp16 and not launches and not planted",
     "3.9": "triton and (accuracy or gradients) and (fp16 or plain)",
 }
 
-# A process a core, and a thread in each: most tests are too small for threads.
+# One process per core with one thread each: most tests are too small for threads.
 SPREAD = ("-n", "auto", "--dist", "worksteal")
 
-# A borrowing environment has no pip of its own: that of the base serves it, and its older setuptools stay away.
+# A borrowing environment has no pip of its own. It uses that of the base, and so avoids an older setuptools.
 BORROWING = {"venv_backend": "venv", "venv_params": ["--without-pip"]}
 
 nox.options.sessions = ["lint", "types", "tests", "docs"]
@@ -71,7 +72,7 @@ nox.options.default_venv_backend = "venv"
 
 @nox.session(**BORROWING)
 def demo(session: nox.Session) -> None:
-    """Install everything and train: GRPO on the CPU, through the operators."""
+    """Install everything and run the demo: GRPO training on the CPU, through the operators."""
     borrow(session)
     install(session, *SHARED, *PACKAGES)
     session.run("rl-kernels", "demo", *session.posargs)
@@ -80,7 +81,7 @@ def demo(session: nox.Session) -> None:
 @nox.session(**BORROWING)
 @nox.parametrize("package", [nox.param(name, id=name) for name in (*SHARED, *PACKAGES, INTEGRATION)])
 def tests(session: nox.Session, package: str) -> None:
-    """Run the tests of one package beside lab and what it requires, of core by itself, or the integration tests."""
+    """Run the tests of one package with lab and its requirements installed, of core alone, or the integration tests."""
     borrow(session)
     present = [*SHARED, *PACKAGES]
     if package != INTEGRATION:
@@ -95,7 +96,7 @@ def tests(session: nox.Session, package: str) -> None:
     session.run("python", "-m", "pip", "check")
     session.run("python", "tools/installed.py", *map(module, present))
     session.install(*PINNED, "pytest-xdist")
-    # Threads that spin while they wait take the cores from the ones they wait for.
+    # Waiting threads must not spin, because that takes cores from the threads they wait for.
     waiting = {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
     session.run("python", "-m", "pytest", *SPREAD, str(tests_of(package)), *session.posargs, env=waiting)
 
@@ -108,14 +109,14 @@ def floor(session: nox.Session) -> None:
     install(session, *SHARED, *OPERATORS, MODELS)
     folders = [str(tests_of(name)) for name in ("core", *OPERATORS, MODELS)]
     env = {"OMP_NUM_THREADS": "1"}
-    # Bugs are planted, and all relations held to, by `tests`; what a PyTorch changes is how it traces.
+    # Planted bugs and the other relations are covered by `tests`; PyTorch versions differ in how they trace.
     chosen = "not triton and not planted and (torch or not test_relation)"
     session.run("python", "-m", "pytest", *SPREAD, "-k", chosen, *folders, *session.posargs, env=env)
 
 
 @nox.session(**BORROWING)
 def trl(session: nox.Session) -> None:
-    """Hold our scores and loss to TRL's own: the same tensors, small models of some families, and a small trainer."""
+    """Compare our scores and loss with TRL's own: the same tensors, small models of some families, a small trainer."""
     borrow(session)
     install(session, *SHARED, *siblings(MODELS), MODELS)
     session.install(*PINNED, "trl", "transformers", "peft")
@@ -126,7 +127,7 @@ def trl(session: nox.Session) -> None:
 
 @nox.session(**BORROWING)
 def transformers(session: nox.Session) -> None:
-    """Run the tests of models with the oldest transformers whose continuous batching is known."""
+    """Run the tests of models with the oldest transformers whose continuous batching is supported."""
     borrow(session)
     install(session, *SHARED, *siblings(MODELS), MODELS)
     session.install(*TRANSFORMERS)
@@ -138,7 +139,7 @@ def transformers(session: nox.Session) -> None:
 
 @nox.session(**BORROWING)
 def verl(session: nox.Session) -> None:
-    """Let verl's FSDP engine and the model that it patched score with ours, as far as they go without a GPU."""
+    """Run verl's FSDP engine, and a model patched by verl, with our scoring, as far as possible without a GPU."""
     borrow(session)
     install(session, *SHARED, *siblings(MODELS), MODELS)
     session.install(*VERL)
@@ -159,7 +160,7 @@ def interpreted(session: nox.Session, version: str) -> None:
     session.install(*TRITON[version])
     session.install(*PINNED, "pytest-xdist")
     folders = [str(ROOT / "packages" / name / "tests") for name in tested]
-    # The interpreter is Python: a process a core is what makes use of them.
+    # The interpreter is Python, so only processes make use of all cores.
     env = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     session.run("python", "-m", "pytest", *SPREAD, "-k", INTERPRETED[version], *folders, *session.posargs, env=env)
 
@@ -176,7 +177,7 @@ def kernels(session: nox.Session) -> None:
 
 @nox.session(**BORROWING)
 def check(session: nox.Session) -> None:
-    """Hold every backend that runs here to every relation on all cases, and plant the bugs that must be caught."""
+    """Check every relation on all cases for every backend that runs here, and plant the bugs that must be caught."""
     borrow(session)
     install(session, *SHARED, *PACKAGES)
     # Each process may hold a gigabyte or two.
@@ -197,7 +198,7 @@ def lint(session: nox.Session) -> None:
 
 @nox.session(**BORROWING)
 def types(session: nox.Session) -> None:
-    """Check the types of all packages, as the one namespace that they are."""
+    """Check the types of all packages, as one namespace."""
     borrow(session)
     session.install(*PINNED, "mypy")
     session.run("mypy", *source_path().split(os.pathsep), env={"MYPYPATH": source_path()})
@@ -249,12 +250,12 @@ def bench(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def gpu(session: nox.Session) -> None:
-    """Pack the wheels of `build`, the tests and one command to run there, for a GPU machine without a network."""
+    """Pack the wheels of `build`, the tests and a command that runs them, for a GPU machine without a network."""
     session.run(sys.executable, "tools/gpu_bundle.py", *session.posargs)
 
 
 def borrow(session: nox.Session) -> None:
-    """Let the session's environment see the packages of the base environment, made anew if its recipe has changed."""
+    """Give the session the packages of the base environment, which is made anew if its recipe has changed."""
     recipe = "\n".join((CONSTRAINTS.read_text(encoding="utf-8"), sys.version, *BASE_REQUIREMENTS))
     digest, mark = hashlib.sha256(recipe.encode()).hexdigest(), BASE / "made-from"
     if not mark.exists() or mark.read_text(encoding="utf-8") != digest:
@@ -272,13 +273,13 @@ def purelib(environment: str) -> Path:
 
 
 def install(session: nox.Session, *packages: str) -> None:
-    """Install packages, editable, in one command: they pin each other, and no index has them."""
+    """Install packages in editable mode, in one command: they pin each other, and no index has them."""
     editable = [word for name in packages for word in ("-e", str(folders()[name]))]
     session.install("--no-build-isolation", "--no-index", *editable)
 
 
 def made(session: nox.Session, name: str, *options: str) -> Path:
-    """Make an empty environment for the length of a session."""
+    """Make an empty environment that lasts as long as the session."""
     home = Path(session.create_tmp(), name).resolve()
     session.run("python", "-m", "venv", "--clear", *options, str(home))
     return home
@@ -373,18 +374,18 @@ def distribution(package: str) -> str:
 
 
 def brought_by(package: str) -> list[str]:
-    """Return the packages that a wheel brings beside core: the meta-package names those that were there at the bump."""
+    """Return the packages that a wheel installs besides core; the meta-package pins those of the last version bump."""
     return [package, *siblings(package)]
 
 
 def siblings(package: str) -> list[str]:
-    """Return the packages of this repository that one declares that it requires, but for core."""
+    """Return the packages of this repository that a package requires, except core."""
     declared = (folders()[package] / "pyproject.toml").read_text(encoding="utf-8")
     return [name for name in folders() if name != "core" and f'"rl-kernels-{name}==' in declared]
 
 
 def folders() -> dict[str, Path]:
-    """Return the folder of every package: what all stand on, then the others."""
+    """Return the folder of every package: first the shared ones, then the others."""
     return {**SHARED, **PACKAGES}
 
 
@@ -406,5 +407,5 @@ def tests_of(package: str) -> Path:
 
 
 def module(package: str) -> str:
-    """Return what a package adds to the namespace rl_kernels."""
+    """Return the name of a package's module in the namespace rl_kernels."""
     return "demo" if package == META else package.replace("-", "_")

@@ -1,8 +1,8 @@
-"""Measure what plain PyTorch needs of each accuracy row of the tolerance contract: `python tools/calibrate.py`.
+"""Measure the errors of plain PyTorch for each accuracy row of the tolerance contract: `python tools/calibrate.py`.
 
-Runs the definition of every installed operator on its cases, on the CPU, against the same definition in FP64: as it is
-(`eager`), and without its casts to a wider dtype (`same_dtype`). `--write` puts the numbers into the contract, beside
-the values of each row; it never changes these.
+Runs the definition of every installed operator on its cases, on the CPU, and compares it with the same definition in
+FP64: once as written (`eager`), once without its casts to a wider dtype (`same_dtype`). `--write` adds the numbers to
+the rows of the contract; it never changes their tolerances.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ CASTS = (torch.Tensor.to, torch.Tensor.type_as, torch.Tensor.float, torch.Tensor
 
 
 class SameDtype(TorchFunctionMode):
-    """Does not take casts of a floating-point tensor to a wider dtype: what follows runs in the dtype it has.
+    """Skips casts of a floating-point tensor to a wider dtype, so that what follows runs in the dtype of the tensor.
 
-    Where a wider tensor is an input, PyTorch's promotion lifts what it touches, as it does in anyone's program.
+    If an input is wider, PyTorch's type promotion widens what it touches, as in any program.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -72,7 +72,7 @@ def cells(suite: str, seeds: Iterable[int]) -> Iterator[Cell]:
     for name in kernel_registry.names():
         operator = kernel_registry.load(name)
         spec = spec_of(operator)
-        # Cases made in numbers, and those of a dtype of their own, say nothing new of what plain PyTorch needs.
+        # Generated cases, and cases with their own dtype, say nothing new about plain PyTorch.
         for case in (case for case in spec.cases if not case.relations and not case.dtype):
             for dtype in DTYPES if suite == "full" or case.suite == "quick" else ():
                 for seed in seeds:
@@ -98,7 +98,7 @@ def measure(cell: Cell) -> Iterator[Sample]:
 
 
 def _row(cell: Cell, item: str, dtype: torch.dtype) -> Key:
-    """Return the row that `Cell.tolerance` holds a result to: that of the coarser dtype, the tested or its own."""
+    """Return the row that `Cell.tolerance` gives: that of the coarser dtype, of the tested one and the result's own."""
     direction = "gradient" if item.startswith("gradient:") else "forward"
     tested = DTYPES[cell.setting.dtype]
     counted = tested if _wider(dtype, tested) else dtype
@@ -108,7 +108,7 @@ def _row(cell: Cell, item: str, dtype: torch.dtype) -> Key:
 
 def _errors(cell: Cell, item: str, value: torch.Tensor, gold: torch.Tensor, row: Key) -> Errors:
     finite = gold.isfinite()
-    # What overflows counts as the largest number of its dtype: the file has no infinity.
+    # An overflow counts as the largest number of its dtype, because the file cannot hold infinity.
     largest = torch.finfo(value.dtype).max
     error = torch.where(finite, value.double().nan_to_num(largest, largest, -largest) - gold, 0.0).abs()
     fence = contract().rows[row]
@@ -119,7 +119,7 @@ def _errors(cell: Cell, item: str, value: torch.Tensor, gold: torch.Tensor, row:
 
 
 def summary(samples: Iterable[Sample]) -> dict[Key, Measured]:
-    """Return for each row what its worst samples need, to two digits."""
+    """Return the errors of the worst samples of each row, to two digits."""
     found: dict[Key, dict[str, list[Errors]]] = {}
     for row, arithmetic, errors in samples:
         found.setdefault(row, {name: [] for name in ARITHMETIC})[arithmetic].append(errors)
@@ -140,7 +140,7 @@ def _rounded(value: float) -> float:
 
 
 def table(measured: Mapping[Key, Measured]) -> Table:
-    """Return what is printed: two lines a row, one for each kind of arithmetic."""
+    """Return the table to print: two lines per row, one for each kind of arithmetic."""
     made = Table("row", "atol / rtol", "arithmetic", "inside", "max_abs", "share", "largest share at", "seed", box=None)
     for row in filter(measured.__contains__, contract().rows):
         fence = f"{contract().rows[row].atol:g} / {contract().rows[row].rtol:g}"
@@ -154,7 +154,7 @@ def table(measured: Mapping[Key, Measured]) -> Table:
 
 
 def written(document: Mapping[str, Any], measured: Mapping[Key, Measured], calibration: Calibration) -> str:
-    """Return the text of the contract with these measurements: one row a line."""
+    """Return the text of the contract with these measurements, one row per line."""
     rows = []
     for row in document["rows"]:
         kept = {name: value for name, value in row.items() if name != "measured"}
@@ -182,14 +182,14 @@ def _plain(measured: Measured) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print, and write if asked."""
-    parser = Parser("calibrate.py", "Measure what plain PyTorch needs of each accuracy row of the tolerance contract.")
-    parser.add_argument("--write", action="store_true", help="put the numbers into tolerance_contract.json")
-    parser.add_argument("--seeds", type=count(1), default=3, help="how many draws of each case (default: 3)")
+    parser = Parser("calibrate.py", "Measure the errors of plain PyTorch for the accuracy rows of the contract.")
+    parser.add_argument("--write", action="store_true", help="write the numbers into tolerance_contract.json")
+    parser.add_argument("--seeds", type=count(1), default=3, help="number of draws of each case (default: 3)")
     parser.add_argument("--suite", choices=("quick", "full"), default="full", help="default: full")
     given = parser.parse_args(argv)
     if not kernel_registry.names():
         parser.error("no operator is installed; for example: pip install -e packages/fused-logp")
-    # The order of a sum in PyTorch follows the number of threads: with one, the file is the same again.
+    # PyTorch's order of a sum depends on the number of threads; with one, the file is reproducible.
     torch.set_num_threads(1)
     seeds = tuple(range(FIRST_SEED, FIRST_SEED + given.seeds))
     console = Console()
@@ -203,7 +203,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         FILE.write_text(written(document, measured, calibration), encoding="utf-8")
     for row, each in measured.items():
         if each.eager.share >= 1:
-            console.print(f"Plain PyTorch does not fit inside {' / '.join(row)}: see {each.eager.case}.")
+            console.print(f"Plain PyTorch leaves the fence of {' / '.join(row)}: see {each.eager.case}.")
 
 
 if __name__ == "__main__":

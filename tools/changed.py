@@ -1,6 +1,6 @@
 """Print the packages touched since a commit, by the names of their test sessions: `python tools/changed.py main`.
 
-All packages stand on core, and all sessions on the settings at the root: a change there touches every one.
+All packages depend on core, and all sessions on the settings at the root: a change there touches every package.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def changed_files(revision: str) -> list[str]:
 
 
 def git(*arguments: str) -> str:
-    """Run git at the root and return what it prints; where it fails, its own message has said why."""
+    """Run git at the root and return its output; exit with its status if it fails, after its own message."""
     done = subprocess.run(["git", *arguments], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         sys.exit(done.returncode)
@@ -28,7 +28,7 @@ def git(*arguments: str) -> str:
 
 
 def touched(files: list[str], packages: list[str]) -> list[str]:
-    """Return the sessions that these files belong to, in the order in which they run."""
+    """Return the sessions of these files, in the order in which they run."""
     every = ["core", "lab", *packages, "integration"]
     if any(file in SETTINGS or file.startswith("shared/") for file in files):
         return every

@@ -1,4 +1,4 @@
-"""The checker from a clone: `python tools/check_operator.py --op fused_logp` is `rl-kernels check --op fused_logp`."""
+"""Run the checker from a clone: `python tools/check_operator.py ARGS` is the same as `rl-kernels check ARGS`."""
 
 import sys
 

@@ -1,10 +1,10 @@
-"""Calls of PyTorch by its own names, as it comes and on the operators: `python tools/client_calls.py` on a GPU.
+"""Compare PyTorch functions, plain and replaced by the operators: `python tools/client_calls.py` on a GPU.
 
-`products` are what batch_invariant_ops takes in its mode, at the shape of its published test: PyTorch's, the original's
-where that is installed, and ours. `attention` is `scaled_dot_product_attention`, its flash backend, and `varlen_attn`,
-with and without `activate()`. Times are of the wall clock, the host's part included, and take turns.
+`products` are the functions that batch_invariant_ops replaces in its mode, at the shape of its published test: in plain
+PyTorch, in batch_invariant_ops if it is installed, and in ours. `attention` is `scaled_dot_product_attention` on its
+flash backend, and `varlen_attn`, with and without `activate()`. Times are wall times, host included, taken in turn.
 
-A call's first sequence, or row, is also called alone; counted are the elements whose bits that changes.
+The first sequence or row of a call is also computed alone; the elements whose bits differ are counted.
 
 Exit status: 1 if a bit of ours differs; 2 if nothing could run.
 """
@@ -38,7 +38,7 @@ Around = Callable[[], AbstractContextManager[object]]
 
 
 class Call(NamedTuple):
-    """A call on all rows or sequences, on the first of them alone, and what that would be in FP64, if it is worked."""
+    """A call on all rows or sequences, the call on the first one alone, and maybe the latter in FP64."""
 
     label: str
     whole: Callable[[], Sequence[torch.Tensor]]
@@ -47,7 +47,7 @@ class Call(NamedTuple):
 
 
 def products(given: argparse.Namespace) -> Iterator[Call]:
-    """Yield what batch_invariant_ops computes: rows with the same matrix, and along themselves."""
+    """Yield the calls that batch_invariant_ops replaces: products of rows with a matrix, and reductions of rows."""
     rows, inner, vocab = given.rows, given.inner, given.vocab
     for label, dtype in (("FP32", torch.float32), ("BF16", torch.bfloat16)):
 
@@ -71,7 +71,7 @@ def products(given: argparse.Namespace) -> Iterator[Call]:
 
 
 def attention(given: argparse.Namespace) -> Iterator[Call]:
-    """Yield calls of both functions, forward and with their backward pass."""
+    """Yield calls of both attention functions, forward alone and with backward."""
     from torch.nn.attention.varlen import varlen_attn
 
     batch, tokens, heads, size = given.sequences, given.tokens, given.heads, given.head_size
@@ -115,7 +115,7 @@ def attention(given: argparse.Namespace) -> Iterator[Call]:
 
 
 def ways(part: str) -> dict[str, Around]:
-    """Return what each way is surrounded by."""
+    """Return way -> the context manager that selects it."""
     if part == "attention":
         return {STOCK: nullcontext, OURS: activate}
     found: dict[str, Around] = {STOCK: nullcontext}
@@ -127,18 +127,18 @@ def ways(part: str) -> dict[str, Around]:
 
 
 def differing(call: Call) -> tuple[int, int]:
-    """Return how many elements of the first row or sequence have other bits alone, and of how many."""
+    """Return how many elements of the first row or sequence have other bits when alone, and the number of elements."""
     pairs = [(one, whole[: len(one)]) for one, whole in zip(call.alone(), call.whole(), strict=True)]
     return sum(int((bits_of(one) != bits_of(two)).sum()) for one, two in pairs), sum(one.numel() for one, _ in pairs)
 
 
 def error(call: Call, exact: torch.Tensor | None) -> float | None:
-    """Return how far the first row is from what it should be, as a share of its norm."""
+    """Return the error of the first row, as a share of its norm."""
     return None if exact is None else float((call.alone()[0] - exact).norm() / exact.norm())
 
 
 def measured(part: str, given: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the label of each call, and what each way took and gave."""
+    """Yield the label of each call, and the time, error and differing bits of each way."""
     device = torch.device(given.device)
     around = ways(part)
     for call in PARTS[part](given):
@@ -178,7 +178,7 @@ def cells(way: Mapping[str, Any]) -> tuple[str, str, str]:
 
 def parser() -> Parser:
     """Return the parser of the command line."""
-    made = Parser("client_calls.py", "Time calls of PyTorch's names, as it comes and on the operators; compare bits.")
+    made = Parser("client_calls.py", "Time PyTorch functions, plain and replaced by the operators, and compare bits.")
     sizes = {"rows": 2048, "inner": 4096, "vocab": 128256, "sequences": 4, "tokens": 2048, "heads": 32}
     sizes |= {"head_size": 128, "rounds": 15}
     for name, default in sizes.items():
@@ -187,7 +187,7 @@ def parser() -> Parser:
     made.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), help="default: all")
     made.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default: cuda")
     made.add_argument("--seed", type=count(0), default=0, metavar="N", help="default: 0")
-    made.add_argument("--json", type=writable, metavar="FILE", help="also write what was measured as JSON")
+    made.add_argument("--json", type=writable, metavar="FILE", help="also write the results as JSON")
     return made
 
 

@@ -1,6 +1,6 @@
-"""Pack what proves the project on a GPU machine without a network: `python tools/gpu_bundle.py`, after `nox -s build`.
+"""Pack the project for tests on a GPU machine without a network: `python tools/gpu_bundle.py`, after `nox -s build`.
 
-The archive holds the wheels, the tests, and one command: unpack it there, and `python rl-kernels-gpu/run.py`.
+The archive holds the wheels, the tests, and one command: unpack it there, then run `python rl-kernels-gpu/run.py`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def contents(dist: Path, extra: Path | None) -> Iterator[tuple[Path, str]]:
     yield from ((wheel, f"wheels/{wheel.name}") for wheel in others)
     # Fixtures that several packages share.
     yield from ((file, str(file.relative_to(ROOT))) for file in sorted(ROOT.glob("shared/conftest.py")))
-    # pytest finds its settings there, and the folder that holds it is the root of the tests.
+    # pytest reads its settings from it, and takes its folder as the root of the tests.
     yield ROOT / "pyproject.toml", "pyproject.toml"
     yield from ((ROOT / "tools" / script, name) for script, name in SCRIPTS.items())
 
@@ -61,10 +61,10 @@ def pack(dist: Path, extra: Path | None, archive: Path) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return the exit status."""
-    parser = argparse.ArgumentParser(description="Pack what proves the project on a GPU machine without a network.")
+    parser = argparse.ArgumentParser(description="Pack the project for tests on a GPU machine without a network.")
     parser.add_argument("--wheels", type=Path, default=ROOT / "dist", help="folder of the wheels (default: dist)")
-    parser.add_argument("--extra-wheels", type=Path, metavar="DIR", help="more wheels to take along, such as peers'")
-    parser.add_argument("--out", type=Path, help=f"the archive (default: {NAME}.tar.gz beside the wheels)")
+    parser.add_argument("--extra-wheels", type=Path, metavar="DIR", help="more wheels to pack, such as peers'")
+    parser.add_argument("--out", type=Path, help=f"the archive (default: {NAME}.tar.gz next to the wheels)")
     given = parser.parse_args(argv)
     archive = given.out or given.wheels / f"{NAME}.tar.gz"
     try:

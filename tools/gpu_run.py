@@ -1,10 +1,10 @@
-"""Install the wheels beside this file and prove them on this machine: `python run.py`; `--help` tells the rest.
+"""Install the wheels next to this file and test them on this machine: `python run.py`; `--help` lists the options.
 
 Needs torch, Triton, NumPy, rich and pytest (hypothesis and matplotlib for some tests), and no network. The steps are
-the tests of each package with those that need a GPU, the checker's full suite on every operator and dtype, the
-benchmarks, and the sanitizer. Each has a time limit, and one that fails does not stop the next. What they print and
-find lies in the output folder; summary.json there says how each ended, so far while it runs. Exit status: 0 if all
-passed, 1 if not, 2 if nothing could start.
+the tests of each package, GPU tests included, the checker's full suite on every operator and dtype, the benchmarks, and
+the sanitizer. Each has a time limit, and a failed step does not stop the next. Their output is in the output folder;
+summary.json there says how each step ended, and is updated during the run. Exit status: 0 if all passed, 1 if not, 2 if
+nothing could start.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ json.dump({
 
 @dataclass(frozen=True)
 class Step:
-    """One command; ``report`` is the file in the output folder that it writes or, with ``prints``, prints.
+    """One command. It writes ``report``, a file in the output folder, or prints it, with ``prints``.
 
     It has passed if its exit status is one of ``good``.
     """
@@ -66,7 +66,7 @@ class Step:
 
 
 class Runner:
-    """Runs steps in the environment that the wheels are installed in."""
+    """Runs steps in the environment with the wheels."""
 
     def __init__(self, given: argparse.Namespace) -> None:
         self.given = given
@@ -79,7 +79,7 @@ class Runner:
         self.environment = {**os.environ, **hidden, "PYTHONPATH": path, "OMP_WAIT_POLICY": "PASSIVE"}
 
     def install(self) -> None:
-        """Install all wheels into a folder of their own, made anew; pip has said why if it exits."""
+        """Install all wheels into a fresh folder; exit with status 2 if pip fails, after its own message."""
         shutil.rmtree(self.site, ignore_errors=True)
         wheels = [str(wheel) for wheel in sorted((HERE / "wheels").glob("*.whl"))]
         options = ["--quiet", "--no-index", "--no-deps", "--no-compile", "--disable-pip-version-check"]
@@ -88,7 +88,7 @@ class Runner:
             sys.exit(2)
 
     def facts(self) -> dict[str, Any]:
-        """Return versions, device and operators, as a process with the wheels sees them."""
+        """Return versions, device and operators, as seen by a process that uses the wheels."""
         command = [sys.executable, "-c", FACTS, str(self.site)]
         return json.loads(subprocess.run(command, env=self.environment, stdout=subprocess.PIPE, check=True).stdout)
 
@@ -99,7 +99,7 @@ class Runner:
             report = f"tests-{folder.parent.name}.xml"
             options = ["-p", "no:cacheprovider", "--junit-xml", str(self.out / report), *given.pytest]
             command = [sys.executable, "-m", "pytest", str(folder), *options]
-            # With arguments that choose tests, a package may have none of them, which pytest calls 5.
+            # If arguments select tests, a package may have none of them; pytest then exits with 5.
             yield Step("tests", folder.parent.name, command, report, good=(0, 5) if given.pytest else (0,))
         for name in given.op or sorted(distributions):
             for dtype in given.dtype:
@@ -113,15 +113,15 @@ class Runner:
         yield Step("sanitize", "all", sanitize, "sanitize.json")
 
     def _folders(self, distributions: Mapping[str, str]) -> list[Path]:
-        """Return the folders of the tests to run, the operators' first: they take longest."""
+        """Return the folders of the tests to run; the operators come first, because they take longest."""
         if self.given.op:
-            # A name that is no operator's fails its steps, and stops no others.
+            # The steps of an unknown operator fail, and stop no others.
             folders = [distributions.get(name, name).removeprefix("rl-kernels-") for name in self.given.op]
             return [HERE / "packages" / folder / "tests" for folder in folders]
         return [*sorted(HERE.glob("packages/*/tests")), *sorted(HERE.glob("shared/*/tests"))]
 
     def run(self, step: Step) -> None:
-        """Run a step, and note how it ended."""
+        """Run a step, and record how it ended."""
         report, log = self.out / step.report, self.out / f"{step.group}-{step.name}.log"
         for old in (report, log):
             old.unlink(missing_ok=True)
@@ -137,7 +137,7 @@ class Runner:
         self.ended.append({**ended, "command": command, "report": step.report, "counts": counts(report)})
 
     def summarise(self, facts: dict[str, Any], planned: int) -> bool:
-        """Write the summary of the steps that have ended, and say whether all that are planned have, and passed."""
+        """Write the summary of the steps so far; return whether all planned steps have ended and passed."""
         with self._one_writer:
             passed = len(self.ended) == planned and all(step["passed"] for step in self.ended)
             summary = {**facts, "passed": passed, "planned": planned, "steps": self.ended}
@@ -145,14 +145,14 @@ class Runner:
         return passed
 
     def _local(self, word: str) -> str:
-        """Return a word of a command as it reads in any folder."""
+        """Return a word of a command without the paths of this machine."""
         for folder, name in ((self.out, "OUT"), (HERE, ".")):
             word = word.replace(str(folder), name)
         return "python" if word == sys.executable else word
 
 
 def counts(report: Path) -> dict[str, int]:
-    """Return how many of what a report holds; nothing if it is not there or not whole."""
+    """Return the counts of a report; nothing if it is missing or incomplete."""
     try:
         if report.suffix == ".xml":
             suites = list(ElementTree.parse(report).iter("testsuite"))
@@ -173,16 +173,16 @@ def counts(report: Path) -> dict[str, int]:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    made = argparse.ArgumentParser(description="Install the wheels beside this file and prove them on this machine.")
+    made = argparse.ArgumentParser(description="Install the wheels next to this file and test them on this machine.")
     made.add_argument("--out", type=Path, default=Path("results"), help="folder for the results (default: results)")
     made.add_argument("--only", nargs="+", choices=GROUPS, default=GROUPS, help="groups of steps (default: all)")
     made.add_argument("--op", nargs="+", metavar="NAME", help="operators (default: all, and core)")
     made.add_argument("--dtype", nargs="+", choices=DTYPES, default=DTYPES, help="dtypes to check (default: all)")
-    made.add_argument("--candidate", default="triton", help="what to check (default: triton)")
-    made.add_argument("--suite", choices=("quick", "full"), default="full", help="of the checker (default: full)")
+    made.add_argument("--candidate", default="triton", help="backend to check (default: triton)")
+    made.add_argument("--suite", choices=("quick", "full"), default="full", help="suite of the checker (default: full)")
     made.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu hides the GPU (default: cuda)")
-    made.add_argument("--timeout", type=float, default=600, metavar="S", help="seconds for one step (default: 600)")
-    made.add_argument("--jobs", type=int, default=4, help="steps of one group at a time (default: 4)")
+    made.add_argument("--timeout", type=float, default=600, metavar="S", help="seconds per step (default: 600)")
+    made.add_argument("--jobs", type=int, default=4, help="steps of a group to run at once (default: 4)")
     made.add_argument("pytest", nargs="*", help="arguments for pytest, after --")
     return made
 
@@ -197,7 +197,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     runner.install()
     facts = runner.facts()
     if not facts.pop("from_wheels"):
-        parser().error("rl_kernels.core is imported from elsewhere than these wheels")
+        parser().error("rl_kernels.core is not imported from these wheels")
     if given.device == "cuda" and facts["device"] == "cpu":
         parser().error("--device: torch sees no GPU here")
     steps = [step for step in runner.steps(facts.pop("distributions")) if step.group in given.only]
@@ -208,7 +208,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     with ThreadPoolExecutor(given.jobs) as pool:
         for group in GROUPS:
-            # What is timed runs alone: groups do not overlap.
+            # Groups do not overlap, so benchmarks run alone.
             list(pool.map(run, [step for step in steps if step.group == group]))
     return 0 if runner.summarise(facts, len(steps)) else 1
 

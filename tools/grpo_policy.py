@@ -1,4 +1,4 @@
-"""What `grpo_step.py` measures: transformers' Llama with random weights, a batch, and a step of it in two ways."""
+"""The model that `grpo_step.py` measures: transformers' Llama with random weights, a batch, and a step in two ways."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from rl_kernels.linear_logp import linear_logp
 from rl_kernels.linear_logp.spec.bench import eager as eager_logp
 
 BETA = 0.04
-"""With it the reference log-probabilities are read; all else is at the defaults of `grpo_loss`."""
+"""Nonzero, so that the reference log-probabilities are read; other options have the defaults of `grpo_loss`."""
 DRIFTS, SPREAD = (-0.4, -0.08, 0.08, 0.4), 0.05
-"""How far old log-probabilities are off: no ratio is near a bound of the clip, where rounding decides on a gradient."""
+"""Offsets of old log-probabilities: no ratio is near a clip bound, where rounding would decide about a gradient."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Tokens and their targets ``[B, T]``, ``IGNORED`` where the mask is False, and what else the loss takes."""
+    """Tokens, their targets ``[B, T]`` (``IGNORED`` where the mask is False), and the other inputs of the loss."""
 
     ids: torch.Tensor
     targets: torch.Tensor
@@ -49,11 +49,11 @@ class Policy:
 
     @property
     def mib(self) -> float:
-        """What parameters and gradients take."""
+        """Memory of parameters and gradients, in MiB."""
         return float(sum(2 * parameter.nbytes for parameter in self.model.parameters())) / 2**20
 
     def batch(self, prompts: int) -> Batch:
-        """Draw groups of completions of many lengths, and old and reference policies that are near this one."""
+        """Draw groups of completions of many lengths, and log-probabilities of old and reference policies near ours."""
         given, draw = self.given, DeviceDraw(torch.float32, self.device, self.given.seed)
         rows, length = prompts * given.samples, given.tokens
         starts = draw.ids(length // 2, prompts).repeat_interleave(given.samples)[:, None]
@@ -64,7 +64,7 @@ class Policy:
         mask = (at[:-1] >= starts) & (at[:-1] < ends)
         ids, targets = tokens[:, :-1], tokens[:, 1:].masked_fill(~mask, IGNORED)
         with torch.no_grad():
-            # One group at a time: what fits is not to follow from this.
+            # One group at a time, so that this does not limit the largest batch.
             groups = zip(ids.split(given.samples), targets.split(given.samples), strict=True)
             now = torch.cat([self.logps(*group) for group in groups])
         drift = torch.tensor(DRIFTS, device=self.device)[draw.ids(len(DRIFTS), rows, length)]
@@ -88,7 +88,7 @@ class Policy:
         return found
 
     def gradients(self) -> Results:
-        """Return the buffers, which hold what the last step left there."""
+        """Return the gradient buffers, as the last step left them."""
         return {name: parameter.grad for name, parameter in self.model.named_parameters()}
 
     def _hidden(self, ids: torch.Tensor) -> torch.Tensor:
@@ -97,14 +97,14 @@ class Policy:
     def _backward(self, batch: Batch, loss_of: Callable[..., Any], logps: torch.Tensor) -> torch.Tensor:
         groups = {"samples_per_prompt": self.given.samples, "beta": BETA}
         loss = loss_of(logps, batch.old, batch.ref, batch.rewards, batch.mask, **groups).loss
-        # The buffers stay, as they do where gradients of several batches are added up.
+        # Keep the buffers, as gradient accumulation does.
         self.model.zero_grad(set_to_none=False)
         loss.backward()
         return loss.detach()
 
 
 def llama(given: argparse.Namespace) -> Any:
-    """Return the model, with weights such that logits have a variance near 1 at any size."""
+    """Return the model; its weights give logits a variance near 1 at any size."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -120,7 +120,7 @@ def llama(given: argparse.Namespace) -> Any:
     )
     torch.manual_seed(given.seed)
     before = torch.get_default_dtype()
-    # Made where and as it stays: copies would leave holes in the memory that is measured.
+    # Made directly in its dtype on its device: copies would fragment the memory that is measured.
     torch.set_default_dtype(DTYPES[given.dtype])
     try:
         with torch.device(given.device):

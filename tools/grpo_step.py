@@ -1,18 +1,18 @@
 """A GRPO step of transformers' Llama, eager and through the operators: `python tools/grpo_step.py` on a GPU.
 
-The model has random weights and, unless others are asked for, the sizes of Llama 3.2 1B with four of its layers. A step
-is the forward pass through its body, the log-probabilities of the tokens, the GRPO loss and the backward pass, without
-an optimiser. Both ways share the body, the tokens and the positions. `eager` holds all logits, takes their log-softmax
-in FP32 and the loss in plain PyTorch, as the benchmarks of the two operators define it; ours is `linear_logp`, which
-ignores what is no completion, and `grpo_loss`, which masks it. They are compared before either is timed, and a fault
-that is planted in ours must be seen by that comparison.
+The model has random weights and, by default, the sizes of Llama 3.2 1B with four of its layers. A step is the forward
+pass through its body, the log-probabilities of the tokens, the GRPO loss and the backward pass, without an optimiser.
+Both ways share the body, the tokens and the positions. `eager` holds all logits, takes their log-softmax in FP32 and
+the loss in plain PyTorch, as the benchmarks of the two operators define it. Ours is `linear_logp`, which ignores tokens
+outside of completions, and `grpo_loss`, which masks them. The two are compared before either is timed, and the
+comparison must detect a fault that is planted in ours.
 
-Peak extra memory is the most that a step has allocated at once beyond parameters, gradients and inputs, all of which
-lie there before it: activations, logits or workspace, and each new gradient until it is added to its buffer. The
-largest batch is that of whole groups whose step, taken twice, has room where all memory that PyTorch reserves is
-limited: parameters, gradients and inputs count there, and no optimiser does.
+Peak extra memory is the most that a step allocates at once beyond parameters, gradients and inputs, which exist before
+it: activations, logits or workspace, and each new gradient until it is added to its buffer. The largest batch is the
+largest number of whole groups whose step runs twice under a limit of all memory that PyTorch reserves; parameters,
+gradients and inputs count, but there is no optimiser.
 
-Exit status: 1 if the two disagree or the planted fault is not seen, and then there is no speed; 2 if nothing could run.
+Exit status: 1 if the two disagree or the planted fault is not detected; nothing is timed then. 2 if nothing could run.
 """
 
 from __future__ import annotations
@@ -45,25 +45,25 @@ from rl_kernels.linear_logp.op import OPERATOR
 
 EAGER, OURS = "eager", "rl-kernels"
 TOLERANCE = {"fp32": 5e-5, "bf16": LOOSE}
-"""Of the loss, whose terms are of order 1, and of each parameter's gradient as a share of its norm. In FP32 the two
-ways differ by the order of their sums, 1e-6 on a CPU; in BF16 eager rounds its logits, and the body rounds what both
-send back through it, 1.2e-2 there."""
+"""Tolerance of the loss, whose terms are of order 1, and of each parameter's gradient as a share of its norm. In FP32
+the two ways differ only in the order of sums: 1e-6 on a CPU. In BF16 eager rounds its logits, and the body rounds the
+gradients of both: 1.2e-2 on a CPU."""
 PLANTED = 1.05
-"""The temperature that is planted; on a CPU it moves a gradient by 0.12 or more."""
+"""The planted temperature; on a CPU it moves a gradient by 0.12 or more."""
 PACKAGES = ("transformers", "rl-kernels-linear-logp", "rl-kernels-grpo-loss")
 
 Way = Callable[[Batch], torch.Tensor]
 
 
 class Wrong(Exception):
-    """The two ways do not agree, or a planted fault was not seen."""
+    """The two ways disagree, or a planted fault was not detected."""
 
 
 def distance(policy: Policy, loss: torch.Tensor, expected: Results) -> tuple[str, float]:
-    """Return which result of the last step is farthest from what is expected, and how far."""
+    """Return which result of the last step is farthest from the expected one, and how far."""
     off = abs(float(loss) - float(expected["loss"]))
     name, share = difference(policy.gradients(), expected)
-    # Not a number is farther than anything.
+    # NaN counts as infinitely far.
     return (f"gradient of {name}", share) if off <= share else ("loss", math.inf if math.isnan(off) else off)
 
 
@@ -76,7 +76,7 @@ def close(policy: Policy, loss: torch.Tensor, expected: Results, tolerance: floa
 
 
 def compare(policy: Policy, batch: Batch, expected: Results, tolerance: float) -> dict[str, Any]:
-    """Hold our step to the eager one, and see that a planted fault does not hold; ``Wrong`` otherwise."""
+    """Compare our step with the eager one, and check that a planted fault is detected; ``Wrong`` otherwise."""
     with record_dispatch() as log:
         where, far = close(policy, policy.ours(batch), expected, tolerance)
     _, seen = distance(policy, policy.ours(batch, PLANTED), expected)
@@ -87,7 +87,7 @@ def compare(policy: Policy, batch: Batch, expected: Results, tolerance: float) -
 
 
 def timed(policy: Policy, given: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Timing]]:
-    """Compare both ways on one batch and time them; then look again at what our last timed step gave."""
+    """Compare both ways on one batch and time them; then compare our last timed step again."""
     batch, tolerance = policy.batch(given.prompts), TOLERANCE[given.dtype]
     expected = {"loss": policy.eager(batch)}
     expected |= {name: value.clone() for name, value in policy.gradients().items()}
@@ -99,7 +99,7 @@ def timed(policy: Policy, given: argparse.Namespace) -> tuple[dict[str, Any], di
 
 
 def largest(fits: Callable[[int], bool]) -> int:
-    """Return the largest number that fits, or 0: doubled from 1 on, then bisected."""
+    """Return the largest number that fits, or 0: double from 1 on, then bisect."""
     low, high = 0, 1
     while fits(high):
         low, high = high, 2 * high
@@ -110,7 +110,7 @@ def largest(fits: Callable[[int], bool]) -> int:
 
 
 def fits(policy: Policy, way: Way, prompts: int) -> bool:
-    """Say whether a step has room, and again after itself; leave nothing of it behind."""
+    """Say whether a step fits into memory twice in a row; free its memory."""
     fitted = _attempt(policy, way, prompts)
     gc.collect()
     torch.cuda.empty_cache()
@@ -128,7 +128,7 @@ def _attempt(policy: Policy, way: Way, prompts: int) -> bool:
 
 
 def sequences(policy: Policy, given: argparse.Namespace) -> dict[str, int]:
-    """Return how many sequences fit under the limit, both ways; nothing where there is no GPU or no limit."""
+    """Return how many sequences fit under the limit, for both ways; nothing without a GPU or a limit."""
     if policy.device.type != "cuda" or not given.limit_gib:
         return {}
     limit = given.limit_gib * 2**30 / torch.cuda.get_device_properties(policy.device).total_memory
@@ -143,7 +143,7 @@ def sequences(policy: Policy, given: argparse.Namespace) -> dict[str, int]:
 
 
 def show(document: dict[str, Any], mib: float) -> None:
-    """Print what was compared and where, and last the table."""
+    """Print the comparison and the environment, then the table."""
     given, checked, found = document["settings"], document["checked"], document["steps"]
     sizes = f"{given['layers']} layers, hidden {given['hidden']}, vocabulary {given['vocab']}, {given['dtype']}"
     print(f"Llama with random weights: {sizes}; parameters and gradients: {digits(mib)} MiB")
@@ -187,16 +187,16 @@ def parser() -> Parser:
     for name, default in sizes.items():
         made.add_argument(f"--{name}", type=count(1), default=default, metavar="N", help=f"default: {default}")
     made.add_argument("--samples", type=count(2), default=8, metavar="N", help="size of a group (default: 8)")
-    made.add_argument("--tokens", type=count(2), default=512, metavar="N", help="of a sequence (default: 512)")
-    made.add_argument("--checkpointing", action="store_true", help="compute activations of the body again in backward")
+    made.add_argument("--tokens", type=count(2), default=512, metavar="N", help="per sequence (default: 512)")
+    made.add_argument("--checkpointing", action="store_true", help="recompute the body's activations in backward")
     made.add_argument("--dtype", choices=tuple(TOLERANCE), default="bf16", help="default: bf16")
     made.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default: cuda")
     made.add_argument("--seed", type=count(0), default=0, metavar="N", help="default: 0")
     backends = (AUTO, *(backend.name for backend in OPERATOR.backends))
-    made.add_argument("--backend", choices=backends, default=AUTO, help="of linear_logp (default: auto)")
-    most = "memory in which the largest batch is looked for; 0: none is (default: 40)"
+    made.add_argument("--backend", choices=backends, default=AUTO, help="backend of linear_logp (default: auto)")
+    most = "memory limit for the search of the largest batch; 0: no search (default: 40)"
     made.add_argument("--limit-gib", type=limit, default=40.0, metavar="GIB", help=most)
-    made.add_argument("--json", type=writable, metavar="FILE", help="also write what was measured as JSON")
+    made.add_argument("--json", type=writable, metavar="FILE", help="also write the results as JSON")
     return made
 
 

@@ -1,6 +1,6 @@
 """Check what is installed: `python tools/installed.py core linear_logp` passes if rl_kernels has exactly these parts.
 
-Each is imported too, so in an environment that borrows nothing it also proves that a package declares what it uses.
+Each is imported too, so in an environment that borrows nothing this also proves that a package declares what it uses.
 """
 
 from __future__ import annotations

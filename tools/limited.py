@@ -1,4 +1,4 @@
-"""Run a command for a limited time; end it with everything that it started."""
+"""Run a command with a time limit; then end it with all processes that it started."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import IO
 
 TIMED_OUT = 124
-"""Exit status of a command that was ended, as timeout(1) has it."""
+"""Exit status of a command that ran into the limit, as of timeout(1)."""
 
 
 def limited(
@@ -19,7 +19,7 @@ def limited(
     output: IO[str],
     errors: IO[str] | int = subprocess.STDOUT,
 ) -> int:
-    """Run a command, write what it prints to ``output`` (its errors to ``errors``), and return its exit status."""
+    """Run a command, write its stdout to ``output`` and its stderr to ``errors``, and return its exit status."""
     process = subprocess.Popen(command, env=environment, stdout=output, stderr=errors, start_new_session=True)
     try:
         return process.wait(seconds)

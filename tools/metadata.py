@@ -1,7 +1,7 @@
 """Give all packages the same metadata and licence file: `python tools/metadata.py`.
 
-Where the repository is and whom to write to is not settled. Once it is, set it here, run this, and every package says
-so; until then no wheel names an address.
+The address of the repository and a contact are not settled. Once they are, set them here and run this; until then no
+wheel names an address.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def folders() -> list[Path]:
 
 
 def block() -> str:
-    """Return the lines that stand in every pyproject.toml between the Python it needs and its dependencies."""
+    """Return the lines between ``requires-python`` and the dependencies in every pyproject.toml."""
     lines = [f"keywords = {json.dumps(KEYWORDS)}", "classifiers = ["]
     lines += [f'    "{name}",' for name in CLASSIFIERS] + ["]"]
     if REPOSITORY:
@@ -45,7 +45,7 @@ def block() -> str:
 
 
 def described(text: str) -> str:
-    """Return a pyproject.toml with these lines in place of those that it has."""
+    """Return a pyproject.toml with its metadata replaced by these lines."""
     return PLACE.sub(lambda found: found[1] + block(), text, count=1)
 
 

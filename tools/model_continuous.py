@@ -1,4 +1,4 @@
-"""Prompts and their answers in continuous batching: compared by `model_ways.py`, timed by `model_step.py`."""
+"""Prompts and answers in continuous batching: `model_ways.py` compares their bits, `model_step.py` times them."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from typing import Any
 import torch
 
 ANSWER = 16
-"""Tokens that each prompt is answered with, greedily."""
+"""Tokens of each greedy answer."""
 PAGE = 256
-"""Tokens of a page in transformers' cache unless it is told otherwise."""
+"""Default tokens of a page in transformers' cache."""
 BATCH = 1024
-"""Tokens of a batch that is timed."""
+"""Tokens of a timed batch."""
 
 
 @torch.no_grad()
 def answered(model: Any, each: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return prompts with their answers, and the last hidden states of all their tokens but the last.
 
-    A batch has as many tokens as the longest prompt: others come in chunks, beside the tokens of answers.
+    A batch has as many tokens as the longest prompt, so other prompts are split into chunks, next to tokens of answers.
     """
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
     settings = ContinuousBatchingConfig(
         max_batch_tokens=max(map(len, each)),
         num_blocks=_pages(each, ANSWER),
-        # Every token is to be computed, and seen by a hook.
+        # Every token must be computed, so that the hook sees it.
         allow_block_sharing=False,
         use_cuda_graph=False,
         use_async_batching=False,
@@ -59,7 +59,7 @@ def answered(model: Any, each: Sequence[torch.Tensor]) -> tuple[list[torch.Tenso
 
 
 def batched(model: Any, each: Sequence[torch.Tensor], tokens: int) -> Callable[[], Any]:
-    """Return greedy answers of so many tokens by ``generate_batch``, with its own settings but a cache that fits."""
+    """Return a call of ``generate_batch`` for greedy answers of ``tokens``, with defaults except a cache that fits."""
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
     greedy = GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)

@@ -1,14 +1,14 @@
 """A whole Llama, stock and under `invariant()`: time and bits; `python tools/model_step.py` on a GPU.
 
-The model has random weights and, unless others are asked for, the widths of Llama 3.1 8B with four of its layers; what
-is run is its body, without the head. It runs as it comes (SDPA), under torch.compile, with Liger's kernels where they
-are installed, under `invariant()`, and under both. Times are of the wall clock, the host's part included, of calls
-after whose last one the device is waited for; the ways take turns, and the ratios are of medians. Decoding is of one
-token a sequence with a static cache, in a CUDA graph; `generate` is eager, of one prompt; `generate_batch` is
-transformers' continuous batching with its own settings.
+The model has random weights and, by default, the widths of Llama 3.1 8B with four of its layers; only its body runs,
+without the head. It runs unchanged (SDPA), under torch.compile, with Liger's kernels if they are installed, under
+`invariant()`, and under both. Times are wall times of several calls, host included, with a wait for the device after
+the last one; the ways take turns, and the ratios are of medians. Decoding is one token per sequence with a static
+cache, in a CUDA graph; `generate` is eager, with one prompt; `generate_batch` is transformers' continuous batching with
+its default settings.
 
-Bits: prompts of many lengths, alone and in other surroundings, and how many elements of their logits and of the
-log-probabilities of `head_logp` differ; and the gradients of a packed and of a padded batch of the same sequences.
+Bits: how many elements of the logits, and of the log-probabilities of `head_logp`, differ between prompts alone and the
+same prompts in batches, padded, packed, in chunks and so on; and the gradients of a packed and of a padded batch.
 
 Exit status: 1 if a bit differs under `invariant()`; 2 if nothing could run.
 """
@@ -52,13 +52,13 @@ from rl_kernels.lab.bench.report import digits
 
 PACKAGES = ("transformers", "rl-kernels-models", "rl-kernels-det-gemm", "rl-kernels-attention", "rl-kernels-norm")
 SECONDS = 0.15
-"""Of calls in one turn."""
+"""Length of one turn of calls."""
 BOTH = (1 << 11, 1 << 13)
-"""Tokens of the batches that run backward too."""
+"""Batches with this many tokens run backward too."""
 
 
 def in_turn(calls: Mapping[str, tuple[Way, Callable[[], Any]]], rounds: int) -> dict[str, float]:
-    """Return milliseconds of each call, the median over rounds in which each has its turn."""
+    """Return the milliseconds of each call: the median over rounds in which the calls take turns."""
     spent: dict[str, list[float]] = {name: [] for name in calls}
     counts = {}
     for name, (way, call) in calls.items():
@@ -98,7 +98,7 @@ def sizes(text: str) -> list[tuple[int, int]]:
 
 
 class Report:
-    """What was measured, written to a file after each part: what comes later may fail."""
+    """The results, written to a file after each part, because later parts may fail."""
 
     def __init__(self, given: argparse.Namespace) -> None:
         settings = {name: value for name, value in vars(given).items() if name != "json"}
@@ -107,20 +107,20 @@ class Report:
         self._file: Path | None = given.json
 
     def keep(self, part: str, name: str, value: Any) -> None:
-        """Add what one part found."""
+        """Add the result of one part."""
         self.found.setdefault(part, {})[name] = value
         if self._file is not None:
             self._file.write_text(json.dumps(self.found, allow_nan=False, indent=1) + "\n", encoding="utf-8")
 
     def times(self, name: str, calls: Mapping[str, tuple[Way, Callable[[], Any]]], rounds: int) -> None:
-        """Time calls in turn, and keep what that gave; what fails is named and left out."""
+        """Time calls in turn, and keep the times; calls that fail are recorded and left out."""
         working = {}
         for who, (way, call) in calls.items():
             try:
                 with way.taken():
                     _timed(call, 1)
                 working[who] = way, call
-            except Exception as error:  # It is named, and the others have their turn.
+            except Exception as error:  # Record it, and time the others.
                 self.keep("failed", f"{name}, {who}", one_line(error))
         found = in_turn(working, rounds)
         self.keep("ms", name, found)
@@ -134,12 +134,12 @@ def _installed(module: str) -> list[str]:
 
 
 def captured(step: Callable[[], Any]) -> Callable[[], Any]:
-    """Return a step as a CUDA graph; ``RuntimeError`` if it cannot be one."""
+    """Return a step captured in a CUDA graph; ``RuntimeError`` if it cannot be captured."""
     clock = clock_of([step])
     if clock.how != GRAPH:
         raise RuntimeError("the step cannot be captured in a CUDA graph")
 
-    # The graph does not keep what the step reads, such as its cache.
+    # The default argument keeps alive what the step reads, such as its cache: the graph does not.
     def replay(_: Callable[[], Any] = step) -> None:
         clock.play()
 
@@ -185,7 +185,7 @@ def measure(report: Report, found: Sequence[Way], given: argparse.Namespace) -> 
 
 
 def bits(report: Report, found: Sequence[Way], given: argparse.Namespace) -> int:
-    """Count differing bits of the ways that are not compiled; return how many ours have."""
+    """Count differing elements of the ways that are not compiled; return the count of ours."""
     each, ours = prompts(given), 0
     for way in found:
         if way.name not in (STOCK, OURS):
@@ -200,7 +200,7 @@ def bits(report: Report, found: Sequence[Way], given: argparse.Namespace) -> int
 
 
 def show(document: dict[str, Any]) -> None:
-    """Print the bits, and last the times beside the stock model's."""
+    """Print the bits, then the times and their ratios to the stock model's."""
     for way, counted in document.get("bits", {}).items():
         for name, counts in counted["prompts"].items():
             print(
@@ -240,13 +240,13 @@ def parser() -> Parser:
         flag = "--" + name.replace("_", "-")
         made.add_argument(flag, type=count(1), default=default, metavar="N", help=f"default: {default}")
     default_sizes = "2x1024,4x2048,1x8192,1x16384"
-    made.add_argument("--sizes", type=sizes, default=default_sizes, help=f"of batches (default: {default_sizes})")
+    made.add_argument("--sizes", type=sizes, default=default_sizes, help=f"batch sizes (default: {default_sizes})")
     made.add_argument("--compile", action="store_true", help="also under torch.compile, which takes a minute")
     made.add_argument("--parts", nargs="+", choices=("times", "bits"), default=["times", "bits"], help="default: both")
     made.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="default: bf16")
     made.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default: cuda")
     made.add_argument("--seed", type=count(0), default=0, metavar="N", help="default: 0")
-    made.add_argument("--json", type=writable, metavar="FILE", help="also write what was measured as JSON")
+    made.add_argument("--json", type=writable, metavar="FILE", help="also write the results as JSON")
     return made
 
 

@@ -1,4 +1,4 @@
-"""What `model_step.py` runs: one Llama with random weights in several ways, and prompts in several surroundings."""
+"""The models of `model_step.py`: one Llama with random weights run in several ways, and ways to batch prompts."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ STOCK, COMPILED, LIGER = "stock", "stock, compiled", "Liger"
 OURS, OURS_COMPILED = "invariant", "invariant, compiled"
 ROTARY = "apply_rotary_pos_emb"
 SHORTEST, LONGEST = 5, 300
-"""Tokens of the prompts whose bits are compared."""
+"""Tokens of the shortest and the longest prompt whose bits are compared."""
 CHUNK, DECODED = 37, 40
 PACKED = (48, 16, 80)
-"""Lengths of sequences whose gradients are compared: whole steps of det_gemm's chain."""
+"""Lengths of sequences whose gradients are compared: multiples of the 16 rows of a step of det_gemm's chain."""
 
 
 def llama(given: argparse.Namespace) -> Any:
-    """Return the model, the same for a seed; transformers looks nothing up."""
+    """Return the model, the same for the same seed; transformers stays offline."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -52,7 +52,7 @@ def llama(given: argparse.Namespace) -> Any:
 
 
 class Way:
-    """One way to run the model; inside of ``taken`` it is how the model runs."""
+    """One way to run the model; it is active inside ``taken``."""
 
     def __init__(self, name: str, model: Any, rotary: Any, *, compiled: bool = False) -> None:
         self.name, self.model, self._rotary = name, model, rotary
@@ -60,7 +60,7 @@ class Way:
 
     @contextmanager
     def taken(self) -> Iterator[Way]:
-        """Let the model's file have the rotary embedding of this way, and of no other."""
+        """Install the rotary embedding of this way in the model's module until the block ends."""
         from transformers.models.llama import modeling_llama
 
         before = getattr(modeling_llama, ROTARY)
@@ -77,14 +77,14 @@ class Way:
         return found
 
     def both(self, ids: torch.Tensor, upstream: torch.Tensor) -> None:
-        """Run forward and backward; gradients are made anew."""
+        """Run forward and backward with new gradients."""
         self.model.zero_grad(set_to_none=True)
         self.body(ids, use_cache=False).last_hidden_state.backward(upstream)
 
 
 @contextmanager
 def ways(given: argparse.Namespace) -> Iterator[list[Way]]:
-    """Yield the ways that there are here; all begin with the same weights."""
+    """Yield the ways that can run here; all have the same weights."""
     from transformers.models.llama import modeling_llama
 
     stock, own = llama(given), getattr(modeling_llama, ROTARY)
@@ -118,7 +118,7 @@ def decoding(way: Way, batch: int, keys: int) -> Callable[[], Any]:
     ids = torch.randint(1, model.config.vocab_size, (batch, keys), device=device)
 
     def step(first: int, stop: int) -> Any:
-        # Layers of a cache count what they were given; a step that is taken again and again is the same one.
+        # Layers of a cache count their tokens; reset the count, so that the step can be repeated.
         for layer in cache.layers:
             length = getattr(layer, "cumulative_length", None)
             if isinstance(length, torch.Tensor):
@@ -153,7 +153,7 @@ def padded(each: Sequence[torch.Tensor], *, left: bool) -> dict[str, torch.Tenso
 
 
 def packed(each: Sequence[torch.Tensor]) -> dict[str, Any]:
-    """Return prompts one behind the other in a row, as DataCollatorWithFlattening gives them."""
+    """Return prompts concatenated in one row, as DataCollatorWithFlattening does."""
     lengths = torch.tensor([0, *map(len, each)], device=each[0].device)
     ends = lengths.cumsum(0).int()
     positions = torch.cat([torch.arange(len(prompt), device=prompt.device) for prompt in each])
@@ -164,7 +164,7 @@ def packed(each: Sequence[torch.Tensor]) -> dict[str, Any]:
 
 @torch.no_grad()
 def surroundings(way: Way, each: Sequence[torch.Tensor]) -> Iterator[tuple[str, list[torch.Tensor]]]:
-    """Yield the last hidden states of prompts alone, and then in every other surrounding, prompt by prompt."""
+    """Yield the last hidden states of each prompt alone, then padded, packed, in chunks and decoded together."""
     from transformers import DynamicCache
 
     body = way.model.model
@@ -213,7 +213,7 @@ def scores(way: Way, each: Sequence[torch.Tensor], hidden: Sequence[torch.Tensor
 
 
 def differing(way: Way, each: Sequence[torch.Tensor]) -> dict[str, dict[str, int]]:
-    """Count, in every surrounding, the elements of logits and log-probabilities whose bits are not those alone."""
+    """Count, for each way of batching, elements of logits and log-probabilities that differ from the prompts alone."""
     found, alone = {}, []
     for name, hidden in surroundings(way, each):
         scored = scores(way, each, hidden)
@@ -241,7 +241,7 @@ def _paired(counts: Sequence[int], elements: Sequence[int]) -> list[int]:
 
 
 def gradients(way: Way, given: argparse.Namespace) -> dict[str, int]:
-    """Count the elements of the parameters' gradients whose bits a packed and a padded batch do not share."""
+    """Count the elements of parameters' gradients that differ between a packed and a padded batch."""
     generator = torch.Generator().manual_seed(given.seed + 5)
     each = [torch.randint(1, given.vocab, (n,), generator=generator).to(given.device) for n in PACKED]
     above = [torch.randn(n, given.hidden, generator=generator).to(given.device, DTYPES[given.dtype]) for n in PACKED]
@@ -253,7 +253,7 @@ def gradients(way: Way, given: argparse.Namespace) -> dict[str, int]:
     for inputs, grad in ((packed(each), torch.cat(above)[None]), (batch, upstream)):
         way.model.zero_grad(set_to_none=True)
         way.model.model(**inputs, use_cache=False).last_hidden_state.backward(grad)
-        # An embedding's gradient is PyTorch's own.
+        # Leave out the embedding, whose gradient is PyTorch's own.
         named = way.model.model.layers.named_parameters()
         found.append({name: value.grad.clone() for name, value in named if value.grad is not None})
     pairs = [(value, found[1][name]) for name, value in found[0].items()]
@@ -262,9 +262,9 @@ def gradients(way: Way, given: argparse.Namespace) -> dict[str, int]:
 
 
 def layer_profile(way: Way, ids: torch.Tensor) -> dict[str, float]:
-    """Return milliseconds of a layer's parts in a forward pass, on the device's clock: where the time goes.
+    """Return the milliseconds of device time of a layer's parts in a forward pass.
 
-    What lies between two parts is ``rest``: residuals, rotary embedding and attention inside of its module, the gate.
+    ``rest`` is the time of the layer outside of its attention, MLP and norms, such as residuals.
     """
     marks: list[tuple[str, Any, Any]] = []
     handles = []
@@ -314,7 +314,7 @@ def _event() -> Any:
 
 
 def generated(way: Way, tokens: int) -> Callable[[], Any]:
-    """Return greedy decoding of one prompt by ``generate``, eager."""
+    """Return a call of ``generate`` that decodes one prompt greedily, in eager mode."""
     device = next(way.model.parameters()).device
     ids = torch.arange(1, 17, device=device)[None]
     given = {"max_new_tokens": tokens, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}

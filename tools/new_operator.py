@@ -1,7 +1,7 @@
 """Make the package of a new operator: `python tools/new_operator.py scaled-add`.
 
-It is a copy of tools/operator_template under the new name, and works as it stands: it installs, passes its tests and
-the checker, and has a page in the docs. Replace the definition first, then the cases, then the backend.
+It is a copy of tools/operator_template under the new name, and works at once: it installs, passes its tests and the
+checker, and has a page in the docs. Replace the definition first, then the cases, then the backend.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ TEMPLATE_NAME, TEMPLATE_OPERATOR = "scaled-add", "scaled_add"
 
 
 def spellings(name: str, operator: str) -> tuple[str, str, str, str, str]:
-    """Return how names are written: in imports, in paths, as a distribution; the operator, and its class."""
+    """Return the spellings of the names: import, path, distribution, operator, and its class."""
     module = name.replace("-", "_")
     words = "".join(word.capitalize() for word in operator.split("_"))
     return f"rl_kernels.{module}", f"rl_kernels/{module}", name, operator, words
 
 
 def make(name: str, operator: str, folder: Path) -> Path:
-    """Write the package ``folder/name`` and return it; ``ValueError`` if a name is no name or is taken."""
+    """Write the package ``folder/name`` and return it; ``ValueError`` if a name is malformed or taken."""
     if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name):
         raise ValueError(f"NAME: expected lower-case words joined by hyphens, got {name!r}")
     if not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", operator):
@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command; return the exit status."""
     parser = argparse.ArgumentParser(description="Make the package of a new operator.")
     parser.add_argument("name", metavar="NAME", help="lower-case words joined by hyphens, such as scaled-add")
-    parser.add_argument("--operator", help="name of the operator, if it is another one: soft_cap for NAME soft-cap")
+    parser.add_argument("--operator", help="name of the operator (default: NAME with underscores)")
     parser.add_argument("--into", type=Path, default=ROOT / "packages", help="folder for the package")
     given = parser.parse_args(argv)
     try:

@@ -1,8 +1,8 @@
-"""Hold our loss to TRL's own code on the same tensors, and write the largest differences into docs/objectives.md.
+"""Compare our loss with TRL's own code on the same tensors, and write the largest differences into docs/objectives.md.
 
 `python tools/objectives_table.py` prints the table, with `--write` it replaces the one in the page. Needs trl 1.16.
-TRL's `_compute_loss` runs as it is, on a trainer that was never initialised: the model's part is replaced by given
-log-probabilities, so that only the loss is compared.
+TRL's `_compute_loss` runs unchanged, on a trainer that was never initialised. Given log-probabilities replace the
+model, so that only the loss is compared.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ BATCH, LENGTH, STEPS = 8, 33, 4
 
 
 def trainer_of(loss_type: str, level: str = "token", **options: Any) -> Any:
-    """Return a GRPOTrainer without a model, whose configuration says this objective."""
+    """Return a GRPOTrainer without a model, configured for this objective."""
     defaults = {name: field.default for name, field in GRPOConfig.__dataclass_fields__.items()}
     args = SimpleNamespace(**{**defaults, "steps_per_generation": STEPS, **options})
     if loss_type == "cispo":
@@ -96,7 +96,7 @@ def batch_of(dtype: torch.dtype, ratio: str | None = None, seed: int = 1) -> tup
 
 
 def cells() -> Iterator[tuple[str, str, str]]:
-    """Yield every type, level and option that TRL has together."""
+    """Yield every combination of type, level and option that TRL supports."""
     for loss_type in TYPES:
         for level in LEVELS:
             for option, settings in OPTIONS.items():
@@ -105,7 +105,7 @@ def cells() -> Iterator[tuple[str, str, str]]:
 
 
 def difference(loss_type: str, level: str, option: str, dtype: torch.dtype) -> tuple[float, float]:
-    """Return how far loss and gradient are apart, each as a share of TRL's largest."""
+    """Return the differences of loss (as a share of the size of its terms) and gradient (of TRL's largest)."""
     settings = OPTIONS[option]
     trainer = trainer_of(loss_type, level, **settings)
     logps, inputs = batch_of(dtype, settings.get("ratio"))
@@ -120,7 +120,7 @@ def difference(loss_type: str, level: str, option: str, dtype: torch.dtype) -> t
 
 
 def _size_of_terms(trainer: Any, logps: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
-    """Return the sum of the terms' magnitudes over the divisor: what the rounding of a sum is a share of."""
+    """Return the sum of the terms' magnitudes over the divisor: rounding errors are a share of it."""
     mask = inputs["completion_mask"].bool()
     lone = {**inputs, "advantages": -inputs["advantages"].abs()}
     tensors = (inputs["old_per_token_logps"], inputs["ref_per_token_logps"], lone["advantages"], mask)

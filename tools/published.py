@@ -1,6 +1,6 @@
-"""Write which operators a release has, by the packages that are installed: `python tools/published.py`.
+"""Write the list of operators in a release, from the installed packages: `python tools/published.py`.
 
-Core tells by that file how to install an operator that is missing.
+Core uses that file to say how to install a missing operator.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""On a GPU: record the bits of det_gemm's canary for its architecture. `python tools/record_canary.py [--out FILE]`.
+"""Record the bits of det_gemm's canary for the architecture of this GPU: `python tools/record_canary.py [--out FILE]`.
 
-All backends that promise the canonical chain must agree, and the product must be right; else nothing is written.
+Nothing is written unless all backends that promise the canonical chain agree, and the product is right.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def record(device: torch.device) -> dict[str, str]:
         able = [one.name for one in OPERATOR.backends if reason_against(one, describe(a, b)) is None]
         digests = {backend: digest(dtype, device, backend) for backend in able}
         if len(set(digests.values())) != 1:
-            raise ValueError(f"{name_of(dtype)}: the backends that can run here disagree: {digests or 'there is none'}")
+            raise ValueError(f"{name_of(dtype)}: expected backends that agree, got {digests or 'none that runs here'}")
         gold = a.double() @ b.double()
         error = (ops["forward"](a, b, None, torch.float32, able[0]).double() - gold).abs().max()
         if error > 1e-5 * gold.abs().max():
@@ -40,7 +40,7 @@ def record(device: torch.device) -> dict[str, str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Record the bits of this GPU; return the exit status."""
-    parser = Parser("record_canary", "Record the canary's bits of the GPU that is here.")
+    parser = Parser("record_canary", "Record the bits of det_gemm's canary on this GPU.")
     parser.add_argument("--out", type=Path, help="the file to write (default: canary.json of the package)")
     given = parser.parse_args(argv)
     if not torch.cuda.is_available():

@@ -1,14 +1,14 @@
 """Run compute-sanitizer over the kernels of every operator: `python tools/sanitize.py --json sanitize.json`.
 
-Each operator's own cases are its calls, forward and backward: the small ones, each once as it is, and once, in turn,
-with every tensor strided, at an odd address, with a main_grad where there is a weight, or with integers of any value
-where none is validated. Processes share the calls of an operator (`--parts`), for each tool; first they run without
-one, which leaves the kernels compiled. A kernel with a planted fault runs under each tool as well, and must be
-reported. Needs a GPU, and the packages installed.
+The calls are the small cases of each operator, forward and backward. Each case runs twice: once unchanged, and once
+changed in one way, in turn: every tensor strided, at an odd address, with a main_grad if there is a weight, or with
+arbitrary integers that are not validated. Processes share the calls of an operator (`--parts`), for each tool; they
+first run without a tool, which compiles the kernels. A kernel with a planted fault runs under each tool as well, and
+must be reported. Needs a GPU, and the packages installed.
 
-initcheck does not see what Hopper's copy engine writes: it reports a product whose tiles leave through it as never
-written. For such kernels (`--backend cuda-sm90` of det_gemm and linear_logp) give `--tool memcheck racecheck`; that
-they read nothing unwritten is shown by the checker, which poisons new memory.
+initcheck does not see what Hopper's copy engine (TMA) writes: it reports a product that is stored by TMA as never
+written. For such kernels (`--backend cuda-sm90` of det_gemm and linear_logp) give `--tool memcheck racecheck`; the
+checker shows that they read nothing unwritten, because it poisons new memory.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ from rl_kernels.lab.check.guard import named
 ERRORS = r"ERROR SUMMARY: (\d+) error"
 TOOLS = {"memcheck": ERRORS, "racecheck": r"RACECHECK SUMMARY: (\d+) hazard", "initcheck": ERRORS}
 OPTIONS = {"memcheck": ("--padding", "512"), "racecheck": (), "initcheck": ()}
-"""Padding: a write beyond one tensor must not be one into the next."""
+"""Padding, so that a write beyond one tensor is not a write into the next."""
 LARGEST = 1 << 21
 """Elements of the largest call that is made."""
 ANY = (-(1 << 40), -1, 1 << 31, 1 << 40)
-"""Integers that are no index, beside the sizes themselves."""
+"""Integers that are not valid indices; the sizes of the case are used too."""
 PLANTED = "a planted fault"
 
 
 @dataclass(frozen=True)
 class Result:
-    """What one tool said of one part of an operator's calls, or of the kernel with a planted fault."""
+    """The result of one tool on one part of an operator's calls, or on the kernel with a planted fault."""
 
     tool: str
     operator: str
@@ -67,14 +67,14 @@ class Result:
     output: list[str]
 
     def line(self) -> str:
-        """Return what is printed of it."""
+        """Return the line to print."""
         verdict = "passed" if self.passed else "FAILED"
         counts = f"{self.calls} calls, {self.errors} errors, {self.seconds} s"
         return f"{verdict} {self.tool:<9} {self.operator:<16} part {self.part}, {counts}"
 
 
 def calls(operator: Operator, dtype: str, device: str) -> Iterator[tuple[str, Case, Inputs]]:
-    """Yield (label, case, arguments) of every call that is made: each case as it is, then changed in one way."""
+    """Yield (label, case, arguments) of every call: each case unchanged, then changed in one way."""
     spec = spec_of(operator)
     for number, case in enumerate((*spec.cases, *spec.empty)):
         draw = Draw(DTYPES[dtype], device, seed=7)
@@ -99,10 +99,10 @@ def _with_main_grad(case: Case, inputs: Inputs, draw: Draw) -> Iterator[Variant]
 
 
 def _unchecked(case: Case, inputs: Inputs, draw: Draw) -> Iterator[Variant]:
-    """Yield the call with every tensor of int64, on the device, holding what is no index, and not validated."""
+    """Yield the call with invalid indices in every int64 tensor, without validation."""
     values = torch.tensor([*ANY, *case.sizes.values()], device=draw.device)
     if "cu_seqlens" in inputs:
-        # Where none is given it follows from the integers, and so does the memory that is asked for.
+        # Without max_seqlen, the size of the allocated memory would come from the invalid integers.
         inputs["max_seqlen"] = int(inputs["cu_seqlens"].diff().max())
     for name, value in inputs.items():
         if isinstance(value, torch.Tensor) and value.dtype == torch.int64:
@@ -138,7 +138,7 @@ def work(name: str, given: argparse.Namespace) -> int:
                 try:
                     make(operator, case, inputs, given.backend)
                 except BackendUnavailable:
-                    # Such as operands of FP64: another backend takes them.
+                    # Another backend takes this call, for example FP64 operands.
                     continue
                 except Exception as error:
                     raise RuntimeError(f"{name}, {dtype}, {label}") from error
@@ -150,21 +150,21 @@ def work(name: str, given: argparse.Namespace) -> int:
 
 
 class Sanitizer:
-    """Runs this program again as a worker, under a tool or under none."""
+    """Runs this program again as a worker, with or without a tool."""
 
     def __init__(self, program: str, given: argparse.Namespace) -> None:
         self._program = program
         self._given = given
-        # Every tensor is an allocation of its own, or memory beyond it would be that of another.
+        # Without caching each tensor is its own allocation, so that a tool sees accesses beyond it.
         self._environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 
     def version(self) -> str:
-        """Return what the program says of itself."""
+        """Return the version of the sanitizer."""
         said = subprocess.run([self._program, "--version"], capture_output=True, text=True, check=False).stdout
         return next((line for line in said.splitlines() if "ersion" in line), said.strip())
 
     def prepare(self, operator: str, part: int) -> Result:
-        """Compile what a worker needs, without a tool."""
+        """Run a worker without a tool, which compiles its kernels."""
         status, seconds, text = self._run([], "memcheck", operator, part)
         made, output = _number(r"calls made: (\d+)", text) or 0, [] if status == 0 else _tail(text)
         found = Result("none", operator, part, status == 0, made, None, status, seconds, output)
@@ -202,7 +202,7 @@ def _number(pattern: str, text: str) -> int | None:
 
 
 def _tail(text: str) -> list[str]:
-    """Return the first lines that the sanitizer printed, and the last of all."""
+    """Return the first lines of the sanitizer, and the last lines of all."""
     lines = text.splitlines()
     return [line for line in lines if line.startswith("=====")][:40] + lines[-20:]
 
@@ -213,13 +213,13 @@ def parser() -> Parser:
     made.add_argument("--op", nargs="+", metavar="NAME", help="operators (default: all that have the backend)")
     made.add_argument("--tool", nargs="+", choices=TOOLS, default=list(TOOLS))
     made.add_argument("--dtype", nargs="+", choices=DTYPES, default=["bf16", "fp32"])
-    made.add_argument("--self-test", action="store_true", help="run the kernels with a planted fault, and nothing else")
-    made.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
+    made.add_argument("--self-test", action="store_true", help="run only the kernels with a planted fault")
+    made.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE")
     made.add_argument(
-        "--sanitizer", default="compute-sanitizer", metavar="PROGRAM", help="compute-sanitizer by default"
+        "--sanitizer", default="compute-sanitizer", metavar="PROGRAM", help="default: compute-sanitizer"
     )
-    made.add_argument("--timeout", type=count(1), default=240, metavar="S", help="seconds for one process")
-    made.add_argument("--jobs", type=count(1), default=4, help="processes at a time")
+    made.add_argument("--timeout", type=count(1), default=240, metavar="S", help="time limit of a process")
+    made.add_argument("--jobs", type=count(1), default=4, help="processes to run at once")
     made.add_argument("--parts", type=count(1), default=4, help="processes that share an operator's calls")
     made.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help=argparse.SUPPRESS)
     made.add_argument("--backend", default="triton", help="default: triton")
@@ -229,7 +229,7 @@ def parser() -> Parser:
 
 
 def chosen(given: argparse.Namespace) -> list[str]:
-    """Return the operators to check; one that is asked for must have the backend."""
+    """Return the operators to check; an operator given by --op must have the backend."""
     if given.self_test:
         return []
     having = [
@@ -244,7 +244,7 @@ def chosen(given: argparse.Namespace) -> list[str]:
 
 
 def check_all(sanitizer: Sanitizer, operators: Sequence[str], given: argparse.Namespace) -> list[Result]:
-    """Compile everything, then check it; what does not run without a tool is not run under one."""
+    """Compile everything, then check it; a part that fails without a tool is not run under one."""
     shares = [(name, part) for name in operators for part in range(given.parts)]
     with ThreadPoolExecutor(given.jobs) as pool:
         prepared = list(pool.map(lambda share: sanitizer.prepare(*share), shares))
@@ -255,13 +255,13 @@ def check_all(sanitizer: Sanitizer, operators: Sequence[str], given: argparse.Na
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return the exit status: 1 if anything was found, or a planted fault was not."""
+    """Run the command; return the exit status: 1 if an error was found, or a planted fault was not."""
     given = parser().parse_args(argv)
     if given.work:
         return work(given.work, given)
     program = shutil.which(given.sanitizer)
     if program is None:
-        parser().error(f"--sanitizer: {given.sanitizer!r} is not a program that can be found here")
+        parser().error(f"--sanitizer: no program {given.sanitizer!r} was found")
     if given.device == "cuda" and not torch.cuda.is_available():
         parser().error("needs a GPU, and torch sees none")
     try:

@@ -1,4 +1,4 @@
-"""Kernels with a fault each, which the sanitizer must report: what `tools/sanitize.py` finds is worth that much."""
+"""Kernels with a fault each, which the sanitizer must report: a test of `tools/sanitize.py` itself."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-# Each thread writes its own word of shared memory, and reads that of a thread of the next warp without a barrier.
+# Each thread writes its own word of shared memory, and reads the word of a thread in the next warp without a barrier.
 RACE = """
 {
     .shared .align 4 .b32 words[128];
@@ -24,14 +24,14 @@ RACE = """
 
 @triton.jit
 def beyond_the_end(out):
-    """Write 128 elements, wherever the tensor ends."""
+    """Write 128 elements, even if the tensor is shorter."""
     places = tl.arange(0, 128)
     tl.store(out + places, places)
 
 
 @triton.jit
 def race(out, CODE: tl.constexpr):
-    """Write what the threads of another warp may or may not have written by then."""
+    """Read what the threads of another warp may not have written yet."""
     places = tl.arange(0, 128)
     found = tl.inline_asm_elementwise(CODE, "=r,r", [places], dtype=tl.int32, is_pure=False, pack=1)
     tl.store(out + places, found)
@@ -39,7 +39,7 @@ def race(out, CODE: tl.constexpr):
 
 @triton.jit
 def copy(source, out):
-    """Copy 128 elements, whether or not anything has written them."""
+    """Copy 128 elements, even if they were never written."""
     places = tl.arange(0, 128)
     tl.store(out + places, tl.load(source + places))
 

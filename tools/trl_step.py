@@ -1,14 +1,14 @@
-"""A GRPO step of TRL's GRPOTrainer, as it comes and on the operators: `python tools/trl_step.py` on a GPU.
+"""A GRPO step of TRL's GRPOTrainer, unchanged and on the operators: `python tools/trl_step.py` on a GPU.
 
-The model is a Llama with random weights, of 8B widths with four layers unless others are asked for, and learns nothing:
-the reward is a number of the place in the batch. Each way trains a few steps from the same weights, and again when the
-others have had their turn; the medians are of all steps but the first two of each. `rollout` is all that comes before
-the loss: sampling, rewards and advantages. `update` is the loss and its backward pass; its peak extra memory, new
-gradients included, is beyond parameters and inputs.
+The model is a Llama with random weights, by default of 8B widths with four layers. It learns nothing: the reward
+depends only on the place in the batch. Each way trains a few steps from the same weights; the ways take turns for
+several rounds, and the medians are over all steps but the first two of each round. `rollout` is everything before the
+loss: sampling, rewards and advantages. `update` is the loss and its backward pass; its peak extra memory is beyond
+parameters and inputs, and includes new gradients.
 
-The largest batch is that of whole groups whose update, taken twice, has room where all memory that PyTorch reserves is
-limited. Tokens that differ are those of the first batch whose log-probability in training is not, to the last bit, the
-one that was recorded when they were sampled; TRL's own scores are held to the same record.
+The largest batch is the largest number of whole groups whose update runs twice under a limit of all memory that PyTorch
+reserves. A token of the first batch differs if its log-probability in training is not bitwise identical to the one
+recorded when it was sampled; TRL's own scores are compared with the same record.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from rl_kernels.models.clients import trl as client
 
 TRL, SCORED, ALIGNED = "TRL", "rl-kernels", "rl-kernels, invariant"
 WAYS: dict[str, dict[str, bool] | None] = {TRL: None, SCORED: {"record": True}, ALIGNED: {"invariant": True}}
-"""What each is asked of ``use_in``, or None where it is not called."""
+"""Way -> options of ``use_in``, or None if it is not called."""
 WORDS = 64
-"""That prompts are made of; what is sampled may be any id of the vocabulary."""
+"""Number of words in prompts; sampled ids may be any of the vocabulary."""
 PACKAGES = ("trl", "transformers", "rl-kernels-models", "rl-kernels-linear-logp", "rl-kernels-grpo-loss")
 
 
 class Watched:
-    """A trainer whose steps are timed; ``counts`` are (differing, all) tokens of the first batch, by who scored."""
+    """A trainer whose steps are timed. ``counts`` is scorer -> (differing, all) tokens of the first batch."""
 
     def __init__(self, trainer: Any, options: dict[str, bool] | None) -> None:
         self.trainer, self.device = trainer, trainer.model.device
@@ -53,7 +53,7 @@ class Watched:
         self.extra: list[float] = []
         self.counts: dict[str, tuple[int, int]] = {}
         self.batch: dict[str, Any] = {}
-        # What TRL puts in place of the model's own forward, to score with its tiled head.
+        # TRL's replacement of the model's forward, which scores with its tiled head.
         theirs = trainer.model.forward
         if options is not None:
             client.use_in(trainer, **options)
@@ -93,7 +93,7 @@ class Watched:
         return found
 
     def _differing(self, model: Any, inputs: dict[str, Any], forward: Callable[..., Any]) -> tuple[int, int]:
-        """Return how many tokens of a batch are scored with other bits than were recorded, and of how many."""
+        """Return how many tokens of a batch have scores that differ in bits from the record, and how many there are."""
         mask = inputs["completion_mask"].bool()
         ids = torch.cat((inputs["prompt_ids"], inputs["completion_ids"]), 1)
         attention = torch.cat((inputs["prompt_mask"], inputs["completion_mask"]), 1)
@@ -112,7 +112,7 @@ class Watched:
         return time.perf_counter()
 
     def fits(self, groups: int, samples: int) -> bool:
-        """Say whether an update of so many groups has room, and again after itself; leave nothing of it behind."""
+        """Say whether an update of ``groups`` fits into memory twice in a row; free its memory."""
         fitted = self._attempt(groups * samples)
         gc.collect()
         torch.cuda.empty_cache()
@@ -177,7 +177,7 @@ def trainer_of(given: argparse.Namespace, folder: Path) -> Any:
         disable_tqdm=True,
         logging_steps=10**6,
     )
-    # Padded on the left, and every batch of one shape: what TRL compiles, it compiles for a shape.
+    # Prompts are padded on the left so that all batches have one shape, because TRL compiles per shape.
     lengths = [max(given.prompt // (1 + i % given.groups), 1) for i in range(given.groups * given.steps)]
     prompts = [" ".join(f"w{(7 * i + j) % WORDS}" for j in range(length)) for i, length in enumerate(lengths)]
 
@@ -189,7 +189,7 @@ def trainer_of(given: argparse.Namespace, folder: Path) -> Any:
 
 
 def trained(given: argparse.Namespace, options: dict[str, bool] | None, *, last: bool) -> dict[str, Any]:
-    """Train in one way; return what was seen, and of the last round the largest batch too."""
+    """Train in one way; return times, memory and counts, and in the last round the largest batch."""
     with tempfile.TemporaryDirectory() as folder:
         watched = Watched(trainer_of(given, Path(folder)), options)
         watched.trainer.train()
@@ -205,7 +205,7 @@ def trained(given: argparse.Namespace, options: dict[str, bool] | None, *, last:
 
 
 def largest_batch(watched: Watched, given: argparse.Namespace) -> int:
-    """Return the sequences of the largest batch whose update has room in the memory asked for."""
+    """Return the sequences of the largest batch whose update fits under the memory limit."""
     watched.trainer.model.train()
     torch.cuda.empty_cache()
     share = given.limit_gib * 2**30 / torch.cuda.get_device_properties(0).total_memory
@@ -234,7 +234,7 @@ def measured(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def show(document: dict[str, Any]) -> None:
-    """Print what was measured and where."""
+    """Print the results and the environment."""
     given, ways = document["settings"], document["ways"]
     print(f"Llama with random weights: {given['layers']} layers, hidden {given['hidden']}, vocabulary {given['vocab']}")
     sequences = f"{given['groups']} groups of {given['samples']}"
@@ -259,21 +259,21 @@ def show(document: dict[str, Any]) -> None:
 
 def parser() -> Parser:
     """Return the parser of the command line."""
-    made = Parser("trl_step.py", "Time a GRPO step of TRL, as it comes and on the operators, and compare bits.")
+    made = Parser("trl_step.py", "Time a GRPO step of TRL, unchanged and on the operators, and compare bits.")
     sizes = {"layers": 4, "hidden": 4096, "between": 14336, "heads": 32, "kv_heads": 8, "vocab": 128256}
     sizes |= {"groups": 2, "samples": 8, "prompt": 128, "tokens": 256}
     for name, default in sizes.items():
         option = f"--{name.replace('_', '-')}"
         made.add_argument(option, type=count(1), default=default, metavar="N", help=f"default: {default}")
     made.add_argument("--steps", type=count(3), default=6, metavar="N", help="default: 6")
-    made.add_argument("--rounds", type=count(1), default=3, metavar="N", help="of training each way (default: 3)")
+    made.add_argument("--rounds", type=count(1), default=3, metavar="N", help="rounds of training (default: 3)")
     kinds = "autocast: weights in FP32 under BF16 autocast, as TRL loads a model by its name (default: bf16)"
     made.add_argument("--dtype", choices=("bf16", "autocast", "fp32"), default="bf16", help=kinds)
     made.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default: cuda")
     made.add_argument("--seed", type=count(0), default=0, metavar="N", help="default: 0")
-    most = "memory in which the largest batch is looked for; 0: none is (default: 40)"
+    most = "memory limit for the search of the largest batch; 0: no search (default: 40)"
     made.add_argument("--limit-gib", type=limit, default=40.0, metavar="GIB", help=most)
-    made.add_argument("--json", type=writable, metavar="FILE", help="also write what was measured as JSON")
+    made.add_argument("--json", type=writable, metavar="FILE", help="also write the results as JSON")
     return made
 
 

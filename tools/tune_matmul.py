@@ -1,14 +1,14 @@
-"""Measure the speed of each schedule of a matrix product on this GPU, and write the table that one is chosen by.
+"""Measure the speed of each schedule of a matrix product on this GPU, and write the table used to choose a schedule.
 
-``python tools/tune_matmul.py FILE`` writes the ``tuned/h200.json`` of core's Triton product anew, with ``--cuda`` that
-of det_gemm's CUDA kernel. Each schedule runs on full waves of tiles, at two lengths of K: the difference gives the time
-of a step, the rest the time that a wave takes beside its steps; and on an eighth of the multiprocessors, where a step
-takes what its loads do. Weights never lie in the cache. Nothing here can change a bit of a result: every schedule forms
-the same chain.
+``python tools/tune_matmul.py FILE`` writes a new ``tuned/h200.json`` for core's Triton product or, with ``--cuda``,
+for det_gemm's CUDA kernel. Each schedule runs on full waves of tiles at two lengths of K: the difference gives the time
+of a step, the rest is the time of a wave outside its steps. It also runs on an eighth of the multiprocessors, where the
+loads determine the time of a step. Weights are never in the cache. Nothing here can change a bit of a result: every
+schedule adds the same chain.
 
-``--beside MxNxK,...`` writes nothing: it prints the time of each schedule that fits, for these products of a linear
-layer, forward and dA, as a share of cuBLAS's time, in turn. Near the limit of power what is measured alone drifts: a
-table is worth keeping if what it chooses is fast there.
+``--beside MxNxK,...`` writes no table: it prints the time of each schedule that fits as a share of cuBLAS's time, taken
+in turn, for these products of a linear layer, forward and dA. Near the power limit, times measured alone drift: keep a
+table if the schedules that it chooses are fast in this comparison.
 """
 
 from __future__ import annotations
@@ -68,16 +68,16 @@ CUDA = (
     ),
 )
 CACHE = 128 << 20
-"""Bytes of weights that are read before the first are read again."""
+"""Least bytes of weights to cycle through, so that they are not in the cache."""
 SHARED = 227 << 10
 """Bytes of shared memory of a multiprocessor."""
 LEAST = 3.0
-"""Microseconds beside its steps that a wave takes at least; where two are at work at once the difference says less."""
+"""Least microseconds of a wave outside its steps; the measured difference is too small if two waves overlap."""
 LENGTHS = (2048, 8192)
 REPEATS = 9
 WAVES = 2
 CUDA_WAVES = 4
-"""Of tiles of a kernel whose programs stay; twice as many give what a tile takes beside its steps."""
+"""Waves of tiles for the persistent kernel; twice as many give the time of a tile outside its steps."""
 
 
 def resident(schedule: Schedule) -> int:
@@ -90,14 +90,14 @@ def resident(schedule: Schedule) -> int:
 
 
 def heat() -> None:
-    """Keep the GPU busy until its clocks are those of long work."""
+    """Keep the GPU busy until its clock rate has settled."""
     a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     for _ in range(100):
         torch.mm(a, a)
 
 
 def microseconds(multiply: Callable[..., None], schedule: Any, k: int, tiles: int, continues: bool = False) -> float:
-    """Return the median time of a product of so many tiles."""
+    """Return the median time of a product of ``tiles`` tiles."""
     if schedule.swapped:
         m, n = schedule.columns, schedule.rows * tiles
     else:
@@ -135,7 +135,7 @@ def named(schedule: Any) -> dict[str, object]:
 
 
 def entry(schedule: Schedule) -> dict[str, object]:
-    """Return the line of the table for one schedule of the Triton product."""
+    """Return the table entry of one schedule of the Triton product."""
     units, counts = processors(torch.device("cuda", 0)), [length / schedule.inner for length in LENGTHS]
     steps, start = [], 0.0
     for programs in range(1, resident(schedule) + 1):
@@ -147,7 +147,7 @@ def entry(schedule: Schedule) -> dict[str, object]:
 
 
 def cuda_entry(schedule: CudaSchedule) -> dict[str, object]:
-    """Return the line of the table for one schedule of the CUDA kernel."""
+    """Return the table entry of one schedule of the CUDA kernel."""
 
     def time(k: int, tiles: int, continues: bool = False) -> float:
         return microseconds(cuda_matmul.matmul, schedule, k, tiles, continues)
@@ -169,7 +169,7 @@ def cuda_entry(schedule: CudaSchedule) -> dict[str, object]:
 
 
 def sizes(text: str) -> list[tuple[int, ...]]:
-    """Read M, N and K of products."""
+    """Parse M, N and K of products: an argument type."""
     found = [tuple(map(int, word.split("x"))) for word in text.split(",")]
     if any(len(each) != 3 or min(each) < 1 for each in found):
         raise ValueError(text)
@@ -177,9 +177,9 @@ def sizes(text: str) -> list[tuple[int, ...]]:
 
 
 def beside(m: int, n: int, k: int, columns: bool, cuda: bool) -> str:
-    """Return cuBLAS's time of a product, then the share of it that each schedule takes, those that fit, in turn.
+    """Return cuBLAS's time of a product, then the time of each schedule that fits as a share of it, taken in turn.
 
-    With ``columns`` the right operand lies column by column, as a weight does in the forward pass.
+    With ``columns`` the right operand is column-major, like a weight in the forward pass.
     """
     copies, few = max(2, CACHE // (n * k * 2)), (cuda_schedule if cuda else triton_schedule).FEW
     shape = (n, k) if columns else (k, n)
@@ -202,12 +202,12 @@ def beside(m: int, n: int, k: int, columns: bool, cuda: bool) -> str:
         clock = clock_of([partial(multiply, a, right, out, schedule=schedule) for right in rights])
         multiply(a, rights[0], out, schedule=schedule)
         if not torch.equal(out, expected):
-            raise RuntimeError(f"{schedule}: other bits than the schedule that is chosen")
+            raise RuntimeError(f"{schedule}: bits differ from the chosen schedule")
         clocks[" ".join(f"{name} {value}" for name, value in named(schedule).items())] = clock
     plain = [name for name, clock in clocks.items() if clock.how != GRAPH]
     if plain:
         raise RuntimeError(
-            f"{', '.join(plain)}: no graph could be captured, and calls are not to be compared with graphs"
+            f"{', '.join(plain)}: no CUDA graph could be captured, and plain calls cannot be compared with graphs"
         )
     times = dict(zip(clocks, device_seconds(list(clocks.values()), Effort(iters=REPEATS, warmup=1)), strict=True))
     base = times.pop("cuBLAS")
@@ -216,11 +216,11 @@ def beside(m: int, n: int, k: int, columns: bool, cuda: bool) -> str:
 
 
 def main() -> None:
-    """Measure all, print the table, and write it; or print times beside cuBLAS's."""
+    """Measure all schedules, print the table and write it; or print times relative to cuBLAS."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("file", type=Path, nargs="?", help="the table to write")
-    parser.add_argument("--beside", type=sizes, default=[], metavar="MxNxK,...", help="print shares of cuBLAS's time")
-    parser.add_argument("--cuda", action="store_true", help="det_gemm's CUDA kernel in place of core's Triton product")
+    parser.add_argument("--beside", type=sizes, default=[], metavar="MxNxK,...", help="print times relative to cuBLAS")
+    parser.add_argument("--cuda", action="store_true", help="tune det_gemm's CUDA kernel, not core's Triton product")
     given = parser.parse_args()
     if bool(given.beside) == bool(given.file):
         parser.error("give FILE, or --beside with products to time")

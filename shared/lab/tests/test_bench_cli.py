@@ -305,7 +305,7 @@ def test_shapes_and_markdown(bench, capsys):
         (["--shapes", "8x8,"], "--shapes: expected NxD, sizes >= 1, got ''"),
         (["--shapes", "8x8", "--set", "goals"], "--shapes: give one operator with --op, and no --set"),
         (["--op", "triple"], "unknown operator 'triple'; installed: double"),
-        (["--compare", "eager,no"], "--compare: expected names of all, eager, absent, raising"),
+        (["--compare", "eager,no"], "--compare: expected names among all, eager, absent, raising"),
         (["--set", "no"], "double: --set: expected one of goals, small, got 'no'"),
         (["--backend", "no"], "double: --backend: double has no backend 'no'; it has: auto, cuda-sm90, native"),
         (["--backend", "cuda-sm90"], "double: --backend cuda-sm90: runs on cuda, but the tensors are on cpu"),

@@ -200,7 +200,7 @@ def test_what_a_refused_call_leaves_changed_shows():
 
     bad = IllegalCall("other dtype", edited("x", torch.Tensor.double), ValueError, "x")
     found = failed(refuses, spec=Spec(**{**vars(SPEC), "illegal": (bad,)}))
-    assert "did not leave as it found: grad mode" in found["after refused calls"]
+    assert "changed global state: grad mode" in found["after refused calls"]
 
 
 def test_a_parameter_that_is_kept_by_version_shows_where_it_is_written_through_data():
@@ -282,7 +282,7 @@ def test_a_change_of_the_global_state_is_named(name, restored):
         return definition(x, weight)
 
     message = failed(call, "repeatability")["run"]
-    assert message.startswith("forward did not leave as it found: ")
+    assert message.startswith("forward changed global state: ")
     assert name in message
 
 
@@ -293,7 +293,7 @@ def test_a_change_in_the_backward_pass_is_named(restored):
             result.register_hook(lambda grad: os.environ.update(RL_TOY="2"))
         return result
 
-    assert failed(call, "repeatability") == {"run": "backward did not leave as it found: environment"}
+    assert failed(call, "repeatability") == {"run": "backward changed global state: environment"}
 
 
 def test_what_is_kept_by_address_or_version_shows_where_inputs_are_updated():

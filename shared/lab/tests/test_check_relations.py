@@ -184,7 +184,7 @@ BUGS = {
     "noise of torch's generator": (
         "repeatability",
         wrong(lambda y: y * (1 + 1e-6 * torch.rand(()))),
-        "did not leave as it found: torch random generator",
+        "changed global state: torch random generator",
     ),
     "drift": ("repeatability", wrong(lambda y: y + 1e-5 * next(COUNTER)), "differ in bits"),
     "a result that comes and goes": (

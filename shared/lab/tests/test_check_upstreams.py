@@ -222,7 +222,7 @@ def test_zeros_in_place_of_a_refusal_fail(function, item):
 def test_state_left_changed_is_no_refusal():
     with torch_threads(1):
         assert failed(linear(function=ForwardRefuses)) == {
-            "forward mode": "forward mode did not leave as it found: number of threads"
+            "forward mode": "forward mode changed global state: number of threads"
         }
 
 

@@ -105,5 +105,5 @@ def test_a_closed_connection_is_the_end():
 
 @pytest.mark.parametrize("found", [None, "value", 3, {}, {"other": 1}])
 def test_an_answer_says_what_became_of_a_request(found):
-    with pytest.raises(ValueError, match="expected a value or what went wrong"):
+    with pytest.raises(ValueError, match="expected a value or an error"):
         wire.answer(found)

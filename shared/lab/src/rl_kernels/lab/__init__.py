@@ -1,1 +1,1 @@
-"""What one does to operators: hold them to what they promise (``check``), and time them (``bench``)."""
+"""Tools for operators: check what they promise (``check``), and time them (``bench``)."""

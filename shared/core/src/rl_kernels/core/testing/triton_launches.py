@@ -53,16 +53,16 @@ class Descriptor:
     def __post_init__(self) -> None:
         size, lead = self.base.itemsize, len(self.shape) - self.base.ndim
         assert self.base.data_ptr() % ALIGNED == 0, "descriptor: address not a multiple of 16 bytes"
-        assert len(self.shape) == len(self.strides) == len(self.block_shape), f"descriptor: wrong number of dims: {self.shape}"
+        assert len(self.shape) == len(self.strides) == len(self.block_shape), f"dims of {self.shape}"
         assert [1] * lead + list(self.base.shape) == list(self.shape), f"{self.shape} for {self.base.shape}"
         assert self.strides[-1] == 1, f"descriptor: expected column stride 1, got {self.strides[-1]}"
         for step in self.strides[:-1]:
             assert step > 0, "descriptor: rows share an address"
             assert step * size % ALIGNED == 0, "descriptor: row stride not a multiple of 16 bytes"
         own = zip(self.base.shape, self.base.stride(), self.strides[lead:], strict=True)
-        assert all(count == 1 or step == mine for count, step, mine in own), f"descriptor: strides differ from the tensor's: {self.strides}"
+        assert all(count == 1 or step == mine for count, step, mine in own), f"wrong strides: {self.strides}"
         assert self.base.ndim > 2 or self.strides[0] >= self.shape[1], "descriptor: rows overlap"
-        assert all(count & (count - 1) == 0 for count in self.block_shape), f"descriptor: sides of the box are not powers of two: {self.block_shape}"
+        assert all(count & (count - 1) == 0 for count in self.block_shape), f"box not powers of two: {self.block_shape}"
         assert self.block_shape[-1] * size >= ALIGNED, f"descriptor: box rows of {self.block_shape[-1] * size} bytes"
 
 

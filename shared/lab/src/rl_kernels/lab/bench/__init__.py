@@ -1,1 +1,1 @@
-"""Benchmarks: hold a result to the tolerance contract, then time it beside its peers in the same run."""
+"""Benchmarks: check a result against the tolerance contract, then time it and its peers in the same run."""

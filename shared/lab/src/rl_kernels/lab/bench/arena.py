@@ -1,4 +1,4 @@
-"""The inputs of one benchmark: random values drawn where they are used, in as many copies as the cache needs."""
+"""The inputs of one benchmark: random values drawn on the device, in enough copies to exceed the L2 cache."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from rl_kernels.lab.check.guard import Results
 
 MOST_COPIES = 64
 CACHES = 2
-"""How many times the L2 cache the copies of the inputs fill together."""
+"""Total size of the copies of the inputs, in sizes of the L2 cache."""
 
 
 class DeviceDraw(Draw):
-    """The same draws as ``Draw``, made on the device: large inputs would take minutes on the host."""
+    """``Draw`` on the device: drawing large inputs on the host would take minutes."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device, seed: int = 0) -> None:
         super().__init__(dtype, device, seed)
@@ -48,7 +48,7 @@ class DeviceDraw(Draw):
 
 @dataclass(frozen=True)
 class Arena:
-    """One case on one device: what every implementation of it is called with."""
+    """One case on one device: the inputs with which every implementation is called."""
 
     spec: Spec
     case: Case
@@ -75,7 +75,7 @@ class Arena:
 
     @functools.cached_property
     def copies(self) -> list[Inputs]:
-        """The inputs in so many copies that a round through them finds nothing in the L2 cache."""
+        """The inputs in enough copies that a round through them finds nothing in the L2 cache."""
         if self.device.type != "cuda":
             return [self.inputs]
         cache = torch.cuda.get_device_properties(self.device).L2_cache_size

@@ -1,7 +1,7 @@
-"""``rl-kernels bench``: arguments, and what exit status they end in.
+"""``rl-kernels bench``: arguments and exit status.
 
-0: everything that could be timed was right. 1: a result of ours was wrong, and has no speed. 2: unusable arguments, or
-nothing that can run here; said before anything is timed.
+0: every result that was timed was right. 1: a result of ours was wrong, and gets no time. 2: bad arguments, or nothing
+can run here, reported before anything is timed.
 """
 
 from __future__ import annotations
@@ -35,30 +35,30 @@ from rl_kernels.lab.check.cell import Setting, call_of
 
 USAGE = 2
 ALL = "all"
-"""In ``--compare``: every peer, save where a shape leaves it out."""
+"""In ``--compare``: every peer, except where a shape leaves it out."""
 
 
 def parser(benches: Benches) -> Parser:
     """Return the parser; it has a flag for each numeric option of the operators."""
-    made = Parser("rl-kernels bench", "Verify results, then time them beside their peers in the same run.")
+    made = Parser("rl-kernels bench", "Verify results, then time them and their peers in the same run.")
     made.add_argument("--op", action="append", metavar="NAME", help="operator (default: every installed one)")
     made.add_argument(
         "--shapes", metavar="LIST", help="sizes in the operator's order, such as 4096x2048x131072,8x64x99"
     )
     made.add_argument("--set", metavar="NAME", help=f"a set of shapes ({GOALS} on a GPU, {SMALL} on a CPU)")
-    compared = "peers, such as eager,compile, all peers, other backends of ours; or none (default: all)"
+    compared = "peers such as eager,compile; backends of the operator; all peers, or none (default: all)"
     made.add_argument("--compare", metavar="LIST", help=compared)
     made.add_argument("--dtype", nargs="+", choices=DTYPES, help="default: bf16 on a GPU, fp32 on a CPU")
     made.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    made.add_argument("--backend", default=AUTO, metavar="NAME", help="of ours (default: auto)")
-    made.add_argument("--iters", type=count(1, 31), metavar="N", help="timed samples of each pass (default: by time)")
+    made.add_argument("--backend", default=AUTO, metavar="NAME", help="backend of the operator (default: auto)")
+    made.add_argument("--iters", type=count(1, 31), metavar="N", help="timed samples per pass (default: by time)")
     made.add_argument(
-        "--warmup", type=count(0, 31), default=3, metavar="N", help="rounds before that and 0.1 s (default: 3)"
+        "--warmup", type=count(0, 31), default=3, metavar="N", help="warm-up rounds; a GPU adds 0.1 s (default: 3)"
     )
-    made.add_argument("--launches", action="store_true", help="count launches and waits of each call on a GPU too")
-    made.add_argument("--format", choices=FORMATS, default="text", help="of the tables (default: text)")
+    made.add_argument("--launches", action="store_true", help="also count launches and host waits of each GPU call")
+    made.add_argument("--format", choices=FORMATS, default="text", help="format of the tables (default: text)")
     made.add_argument("--json", type=writable, metavar="FILE", help="also write every record as JSON")
-    made.add_argument("--plot", type=_picture, metavar="FILE", help="also draw shares of the floor (needs matplotlib)")
+    made.add_argument("--plot", type=_picture, metavar="FILE", help="also plot shares of the floor (needs matplotlib)")
     add_options(made, benches)
     return made
 
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"rl-kernels bench: {error}", file=sys.stderr)
         return USAGE
     document.records += left_out
-    # What a peer prints must not mix with the tables.
+    # The output of a peer must not mix with the tables.
     with redirect_stdout(sys.stderr), _progress(len(jobs)) as advance:
         for job in jobs:
             if job.dtype not in document.ceilings:
@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _progress(total: int) -> Iterator[Callable[[str], None]]:
-    """Show on a terminal, and nowhere else, what was timed."""
+    """Show progress on a terminal, and nowhere else."""
     console = Console(stderr=True)
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -109,7 +109,7 @@ def _picture(text: str) -> Path:
 
 
 def _benches(argv: Sequence[str] | None) -> Benches:
-    """Return the operators that the arguments name: their benchmarks say which further flags there are."""
+    """Return the operators that the arguments name: their benchmarks define more flags."""
     first = Parser("rl-kernels bench", add_help=False)
     first.add_argument("--op", action="append")
     names = first.parse_known_args(argv)[0].op or kernel_registry.names()
@@ -119,7 +119,7 @@ def _benches(argv: Sequence[str] | None) -> Benches:
 def _plan(
     given: argparse.Namespace, benches: Benches, options: Mapping[str, float]
 ) -> tuple[list[Job], list[Record], Document]:
-    """Return what to run, the records of what cannot run here, and the document to fill."""
+    """Return the jobs to run, the records of operators that cannot run here, and the document to fill."""
     if not benches:
         raise ValueError("no operator is installed; for example: pip install rl-kernels-fused-logp")
     device = torch.device(given.device)
@@ -197,7 +197,7 @@ def _peers(text: str, benches: Sequence[tuple[Operator, Benchmark]]) -> list[str
     asked = [name.strip() for name in text.split(",")]
     for name in asked:
         if name not in known:
-            raise ValueError(f"--compare: expected names of {', '.join(known)}, or none, got {name!r}")
+            raise ValueError(f"--compare: expected names among {', '.join(known)}, or none, got {name!r}")
     return asked
 
 
@@ -212,7 +212,7 @@ def _shapes(text: str, bench: Benchmark) -> list[Shape]:
 
 
 def _set_environment(jobs: Sequence[Job]) -> None:
-    """Set what a library reads once, before the first product of the process."""
+    """Set variables that a library reads once, before the first product of the process."""
     for job in jobs:
         for peer in job.peers.values():
             for variable, value in peer.environment.items():

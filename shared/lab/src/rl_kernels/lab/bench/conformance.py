@@ -23,11 +23,11 @@ class BenchConformance:
     """Runs the command on tiny shapes, with stand-ins for the peers that are not installed.
 
     Attributes:
-        operator: whose benchmark.
+        operator: the operator that is benchmarked.
         tiny: shapes that take no time.
-        peers: those that agree with ours on them, with what stands in for their modules.
-        dtypes: in which they agree.
-        modules: module name -> its members: functions with the signature that the peer's have.
+        peers: peers that agree with our results on these shapes, with the stand-ins in ``modules``.
+        dtypes: dtypes in which they agree.
+        modules: module name -> stand-ins for its members: functions with the signatures of the peer's.
     """
 
     operator: ClassVar[Operator]
@@ -50,13 +50,13 @@ class BenchConformance:
 
     @property
     def benchmark(self) -> Benchmark:
-        """What is tested."""
+        """The benchmark under test."""
         return bench_of(self.operator)
 
     def test_results_hold_and_peers_agree(
         self, bench: Callable[..., list[Record]], device: torch.device, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Every implementation is timed on every pass it has: it was called rightly, and its result holds."""
+        """Every implementation is timed on each of its passes: it was called correctly, and its result is right."""
         for name, members in self.modules.items():
             parts = name.split(".")
             for i in range(1, len(parts) + 1):
@@ -75,7 +75,7 @@ class BenchConformance:
             assert clocks == {WALL if device.type != "cuda" else EVENTS if peer and peer.waits else GRAPH}
 
     def test_what_is_not_installed_is_named(self, bench: Callable[..., list[Record]]) -> None:
-        """A peer of another distribution is skipped with what to install; ours is timed all the same."""
+        """A peer that is not installed is skipped, with what to install; ours is still timed."""
         absent = [name for name, peer in self.benchmark.peers.items() if peer.package]
         shape = "x".join(map(str, self.tiny[0].sizes))
         records = bench("--shapes", shape, "--compare", ",".join(absent) or "none")
@@ -87,7 +87,7 @@ class BenchConformance:
                 assert record.skipped[""].endswith(f" is not installed: pip install {package}")
 
     def test_every_shape_is_well_formed(self) -> None:
-        """Sizes, passes, work and names of peers fit together, on a GPU's shapes too; labels are unique."""
+        """Sizes, passes, work and names of peers are consistent, for the shapes of a GPU too; labels are unique."""
         bench = self.benchmark
         assert {GOALS, SMALL, HOST} <= bench.sets.keys()
         for shapes in bench.sets.values():

@@ -1,4 +1,4 @@
-"""How often a call launches something on the device, and how often it waits for it: what small shapes cost."""
+"""How often a call launches work on the device, and how often it waits for the device: the cost of small shapes."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any, NamedTuple
 import torch
 
 WAITS = "synchronizing CUDA operation"
-"""What PyTorch's warning of a wait says."""
+"""Text of PyTorch's warning about a wait."""
 
 
 class Counts(NamedTuple):
-    """Of one call: kernels, copies and fills on the device, and waits of the host for it."""
+    """Counts of one call: kernels, copies and fills on the device; waits of the host for the device."""
 
     launches: int
     waits: int
 
 
 def counts(run: Callable[[], Any]) -> Counts:
-    """Count one call, of which another has gone before.
+    """Count launches and waits of one call; the caller has made the same call before.
 
     A profiler that was attached once may slow down every later launch of the process a little.
     """
@@ -30,7 +30,7 @@ def counts(run: Callable[[], Any]) -> Counts:
         run()
     torch.cuda.synchronize()
     with warnings.catch_warnings():
-        # Of cycles, of which there is one.
+        # It is about profiling cycles, and there is only one.
         warnings.filterwarnings("ignore", message=".*Profiler clears events")
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             run()

@@ -1,4 +1,4 @@
-"""What an operator's ``bench.py`` says about it: shapes, what is timed, the work that cannot be avoided, and peers.
+"""The description of a benchmark in an operator's ``bench.py``: shapes, timed passes, unavoidable work, and peers.
 
 ``rl-kernels bench`` reads this one description, as the checker reads ``cases.SPEC``.
 """
@@ -18,12 +18,12 @@ from rl_kernels.core.testing import Case, Inputs, RowLayout
 
 FORWARD, BOTH = "forward", "forward + backward"
 GOALS, SMALL, HOST = "goals", "small", "host"
-"""The sets of shapes that every operator has: what is run by default on a GPU, and on a CPU; and calls so small that
-what the host does is all there is."""
+"""Sets of shapes that every operator has: the default on a GPU, the default on a CPU, and calls so small that host time
+dominates."""
 
 
 class Work(NamedTuple):
-    """What no implementation can do without: bytes moved to or from memory, and floating-point operations."""
+    """Work that no implementation can avoid: bytes moved to or from memory, and floating-point operations."""
 
     bytes: float
     flops: float = 0.0
@@ -31,7 +31,7 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class Pass:
-    """One thing that is timed: the call of a case, alone or with its backward, and the work in it."""
+    """One timed pass: the call of a case, alone or with its backward, and its work."""
 
     case: Case
     work: Work
@@ -44,10 +44,10 @@ class Shape:
 
     Attributes:
         sizes: in the order of ``Benchmark.shape``.
-        options: of the case, beyond the benchmark's own.
-        note: what is special about it; part of its label.
-        group: shapes whose geometric mean is reported together.
-        without: peers that are left out here unless they are asked for by name.
+        options: options of the case, beyond the benchmark's own.
+        note: what is special about the shape; part of its label.
+        group: name of the group of shapes whose geometric mean is reported.
+        without: peers that are left out for this shape unless asked for by name.
     """
 
     sizes: tuple[int, ...]
@@ -63,17 +63,17 @@ class Shape:
 
 
 CaseOptions = Mapping[str, Any]
-"""What ``Shape.options`` and ``Case.options`` are."""
+"""The type of ``Shape.options`` and ``Case.options``."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """A numeric option of the operator that is a flag of ``rl-kernels bench`` too.
+    """A numeric option of the operator that is also a flag of ``rl-kernels bench``.
 
     Attributes:
         type: turns the flag's text into the value, or raises ``argparse.ArgumentTypeError``: see ``core.command``.
-        help: what it is, for ``--help``.
-        given: ``(options of a case, value) -> options of the case``, if it is more than the one argument.
+        help: text for ``--help``.
+        given: ``(options of a case, value) -> options of the case``, if it changes more than the one argument.
     """
 
     type: Callable[[str], float]
@@ -87,15 +87,15 @@ class Peer:
 
     Attributes:
         make: imports what it needs, and returns the function that takes a case's keyword arguments; None for a backend.
-        backend: the name of another backend of ours, which is the peer.
-        package: the distribution that brings it; empty for PyTorch.
+        backend: name of another backend of ours, if that is the peer.
+        package: distribution to install for it; empty for PyTorch.
         note: what a reader of the table must know.
-        passes: what it can do; empty for all.
-        scalar: its result is the sum of ours, one number.
+        passes: passes that it can run; empty for all.
+        scalar: its result is one number, the sum of ours.
         overwrites: it writes to its inputs, so it gets copies.
-        waits: it waits for the device, so no CUDA graph can hold its calls.
-        checked: False if its result is not ours at all, such as the bare product under a loss.
-        around: settings to time it under.
+        waits: it waits for the device, so its calls cannot be captured in a CUDA graph.
+        checked: False if it computes something else, such as only the matrix product of a loss.
+        around: context manager in which it is timed.
         environment: variables that must be set before the first product of the process.
     """
 
@@ -118,12 +118,12 @@ class Benchmark:
 
     Attributes:
         shape: names of the sizes, in the order in which ``--shapes`` takes them.
-        sets: by name, shapes; ``goals``, ``small`` and ``host`` are there.
+        sets: name -> shapes; must have ``goals``, ``small`` and ``host``.
         passes: ``(shape, bytes of an element) -> name -> Pass``, in the order of the table.
-        peers: by name.
-        rows: public function -> how its rows lie; a function without is checked in one piece.
-        dtype: name of the dtype that is timed where none is asked for; empty for that of the device.
-        options: numeric options of the operator, by the name of the argument; each is a flag.
+        peers: name -> peer.
+        rows: public function -> its row layout; a function without one is checked in one piece.
+        dtype: name of the default dtype; empty for the default of the device.
+        options: argument -> numeric option of the operator; each is a flag.
     """
 
     shape: tuple[str, ...]
@@ -135,7 +135,7 @@ class Benchmark:
     options: Mapping[str, Option] = field(default_factory=dict)
 
     def with_options(self, shape: Shape, values: Mapping[str, float]) -> Shape:
-        """Return a shape with values of options, which its note says."""
+        """Return a shape with these options set; its note names them."""
         options: CaseOptions = shape.options
         for name, value in values.items():
             given = self.options[name].given
@@ -160,7 +160,7 @@ def plain(function: Callable[..., Any], note: str = "") -> Peer:
 
 
 def compiled(function: Callable[..., Any]) -> Peer:
-    """Return the peer that is ``torch.compile`` of plain PyTorch, compiled anew for each shape."""
+    """Return the peer that is plain PyTorch under ``torch.compile``, compiled anew for each shape."""
 
     def make() -> Callable[..., Any]:
         torch.compiler.reset()
@@ -170,5 +170,5 @@ def compiled(function: Callable[..., Any]) -> Peer:
 
 
 def bytes_of(inputs: Inputs) -> int:
-    """Return how much memory the tensors of a call hold."""
+    """Return the bytes of the tensors of a call."""
     return sum(value.nbytes for value in inputs.values() if isinstance(value, torch.Tensor))

@@ -1,4 +1,4 @@
-"""Where a benchmark ran: versions and device, as its record keeps them."""
+"""Where a benchmark ran: versions and device, for its record."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def installed(package: str) -> str | None:
 
 
 def environment(device: torch.device, packages: Iterable[str]) -> dict[str, str]:
-    """Return what the times depend on: device, date, and versions of what is installed of ``packages``."""
+    """Return what the times depend on: device, date, and the installed versions of ``packages``."""
     found = {
         "device": _device_name(device),
         "arch": arch_of(device.type, device.index),
@@ -34,7 +34,7 @@ def environment(device: torch.device, packages: Iterable[str]) -> dict[str, str]
         "driver": _driver() if device.type == "cuda" else "",
         "threads": str(torch.get_num_threads()),
     }
-    # A GPU build of PyTorch may bring Triton under another distribution's name.
+    # A GPU build of PyTorch may install Triton under another distribution name.
     triton = installed("triton") or installed("pytorch-triton") or installed("pytorch-triton-rocm")
     found |= {name: installed(name) or "" for name in ("rl-kernels-core", "numpy", *packages)}
     return {name: value for name, value in {**found, "triton": triton or ""}.items() if value}

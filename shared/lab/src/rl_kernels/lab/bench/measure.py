@@ -1,8 +1,9 @@
-"""Clocks: device time of calls in a CUDA graph, wall time of real calls, peak extra memory, and what the device can do.
+"""Clocks: device time in a CUDA graph, wall time of real calls, peak extra memory, and ceilings of the device.
 
-Device time is that of a graph that calls through every copy of the inputs, where the call can be captured; else of
-events around plain calls. What is timed beside something else takes turns with it: near its limit of power a GPU moves
-its clocks by what runs, and by what ran before, and a host has other work. On a CPU there is the wall time alone.
+Device time is measured on a CUDA graph that calls on every copy of the inputs in turn; if the call cannot be captured,
+with events around plain calls. Two implementations that are compared take turns, because a GPU near its power limit
+changes its clock rate with what runs and what ran before, and the host has other work. On a CPU only wall time is
+measured.
 """
 
 from __future__ import annotations
@@ -25,26 +26,26 @@ Run = Callable[[], Any]
 
 GRAPH, EVENTS, WALL = "CUDA graph", "events", "wall clock"
 BATCHES = 5
-"""Of real calls, of which the median is taken; the device is waited for at the end of each."""
+"""Batches of real calls, of which the median is taken; each ends with a wait for the device."""
 BATCH_S, BUDGET_S, MOST_CALLS = 0.01, 0.1, 200
-"""How long a batch of calls takes, and all timed replays together, where no number of iterations is given."""
+"""Seconds of a batch of calls, seconds of all timed replays if no number of iterations is given, calls of a batch."""
 REPLAYS_S = 0.002
-"""How long the replays between two events take at least: the launch of the first is then no share of the time."""
+"""Least seconds of the replays between two events, so that the first launch does not count."""
 
 SETTLED_S = 0.1
-"""How long something runs before it is timed: the clocks are then not those that something else has left, such as a
-definition in FP64."""
+"""Seconds that something runs before it is timed, so that earlier work, such as a definition in FP64, does not affect
+the clock rate."""
 LEAST_S = 1e-6
-"""What a play is taken to last at least, whatever the events say."""
+"""Least seconds that a play is assumed to take, whatever the events say."""
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How often things run, and what is counted.
+    """How often calls are timed, and whether launches are counted.
 
     Attributes:
-        iters: timed samples; None: by time.
-        warmup: rounds before that, to which a GPU adds ``SETTLED_S``.
+        iters: timed samples; None chooses them by time.
+        warmup: warm-up rounds, to which a GPU adds ``SETTLED_S``.
         launches: whether launches and waits are counted.
     """
 
@@ -53,23 +54,23 @@ class Effort:
     launches: bool = False
 
     def samples(self, seconds: float) -> int:
-        """Return how many samples to take of something that takes so long."""
+        """Return how many samples to take of something that takes ``seconds``."""
         return self.iters or max(5, min(100, int(BUDGET_S / max(seconds, 1e-9))))
 
 
 @dataclass(frozen=True)
 class Timing:
-    """What one pass of one implementation takes.
+    """Time and memory of one pass of one implementation.
 
     Attributes:
-        ms: of device time; on a CPU of wall time.
-        how: by which clock.
-        call_us: wall time of a real call, with what the host does.
-        extra_mib: peak memory beyond what was there before, results included; None on a CPU.
-        copies: of the inputs that were gone through.
-        launches: of kernels, copies and fills by one call; None if they were not counted.
-        waits: of the host for the device in one call; None likewise.
-        beside_ms: of device time of a call of what it took turns with; None if it was timed alone.
+        ms: device time; on a CPU, wall time.
+        how: the clock that measured it.
+        call_us: wall time of a real call, host work included.
+        extra_mib: peak memory beyond what was allocated before, results included; None on a CPU.
+        copies: copies of the inputs that were cycled through.
+        launches: kernels, copies and fills launched by one call; None if they were not counted.
+        waits: waits of the host for the device in one call; None if they were not counted.
+        beside_ms: device time of the call that it took turns with; None if it was timed alone.
     """
 
     ms: float
@@ -83,13 +84,13 @@ class Timing:
 
 
 class Clock(NamedTuple):
-    """Calls that the device can be timed on, and what they are.
+    """Calls that are timed together on the device.
 
     Attributes:
-        play: makes all of them.
-        calls: how many there are.
-        last: returns what the first of them gives; from a graph what it gave when it was last played.
-        how: by which clock they are timed.
+        play: makes all calls.
+        calls: number of calls.
+        last: returns the result of the first call; of a graph, the result of its last replay.
+        how: the clock that times them.
     """
 
     play: Run
@@ -99,14 +100,14 @@ class Clock(NamedTuple):
 
 
 class Calls(NamedTuple):
-    """Calls that take turns with others: one for each copy of the inputs, and what surrounds a batch of them."""
+    """Calls that take turns with others: one for each copy of the inputs, and the context manager of a batch."""
 
     runs: Sequence[Run]
     around: Callable[[], AbstractContextManager[object]] = nullcontext
 
 
 class Measurement(NamedTuple):
-    """What was measured, what the call on the first copy gave after that, the calls, and a GPU's clock of them."""
+    """The times, the result of the call on the first copy afterwards, the calls, and on a GPU their clock."""
 
     timing: Timing
     result: Any
@@ -116,11 +117,11 @@ class Measurement(NamedTuple):
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What the device was measured to do in this run.
+    """Measured ceilings of the device in this run.
 
     Attributes:
-        bytes_per_s: read and written by a large copy.
-        flops_per_s: of a large product.
+        bytes_per_s: bytes read and written per second by a large copy.
+        flops_per_s: of a large matrix product.
         copy: what was copied.
         product: what was multiplied.
     """
@@ -139,9 +140,9 @@ def measure(
     captured: bool = True,
     beside: Clock | None = None,
 ) -> Measurement:
-    """Time calls that differ in their copy of the inputs, in turn with those of ``beside``.
+    """Time calls on different copies of the inputs, in turn with those of ``beside``.
 
-    A capture that breaks keeps its memory: with ``captured`` False none is tried.
+    ``captured=False`` does not try to capture a CUDA graph: a failed capture keeps its memory.
     """
     for _ in range(max(effort.warmup, 1)):
         result = runs[0]()
@@ -159,10 +160,10 @@ def measure(
 
 
 def clock_of(runs: Sequence[Run], *, captured: bool = True) -> Clock:
-    """Return what calls are timed on: a CUDA graph of them, or the calls themselves where they cannot be captured."""
+    """Return a clock for calls: a CUDA graph of them, or the calls themselves if they cannot be captured."""
     if captured:
         try:
-            # A capture that fails leaves its own stream behind as the current one.
+            # A failed capture would leave its own stream as the current one.
             with torch.cuda.stream(torch.cuda.current_stream()):
                 return _captured(runs)
         except RuntimeError:
@@ -176,7 +177,7 @@ def clock_of(runs: Sequence[Run], *, captured: bool = True) -> Clock:
 
 
 def extra_memory(run: Run, device: torch.device) -> float | None:
-    """Return the peak memory of a call in MiB, beyond what was allocated before; None where it is not counted."""
+    """Return the peak memory of a call in MiB, beyond what was allocated before; None on a CPU."""
     if device.type != "cuda":
         return None
     torch.cuda.synchronize()
@@ -191,7 +192,7 @@ def extra_memory(run: Run, device: torch.device) -> float | None:
 def call_seconds(sides: Sequence[Calls], device: torch.device, effort: Effort) -> list[float]:
     """Return the median wall time of a real call of each side, over batches that take turns.
 
-    The device is waited for at the end of a batch.
+    Each batch ends with a wait for the device.
     """
 
     def batch(calls: Calls, count: int) -> float:
@@ -205,10 +206,10 @@ def call_seconds(sides: Sequence[Calls], device: torch.device, effort: Effort) -
             return (time.perf_counter() - start) / count
 
     def fitting(calls: Calls, count: int) -> int:
-        """Return how many calls a batch has, by the time of so many."""
+        """Return how many calls fit into a batch, by the time of ``count`` calls."""
         return max(1, min(MOST_CALLS, int(BATCH_S / max(batch(calls, count), 1e-9))))
 
-    # The first call takes longer than others: a batch of what seemed to fit tells what does.
+    # The first call is slower than others, so measure again with the number of calls that seemed to fit.
     counts = [fitting(calls, fitting(calls, 1)) for calls in sides]
     rounds = [[batch(*side) for side in zip(sides, counts, strict=True)] for _ in range(effort.iters or BATCHES)]
     return [statistics.median(times) for times in zip(*rounds, strict=True)]
@@ -231,7 +232,7 @@ def _captured(runs: Sequence[Run]) -> Clock:
 
 
 def device_seconds(clocks: Sequence[Clock], effort: Effort) -> list[float]:
-    """Return the median device time of a call by each clock; their samples are taken in turn."""
+    """Return the median device time of a call of each clock; the clocks take turns."""
 
     def sample(clock: Clock, plays: int) -> float:
         """Return the seconds of one play."""
@@ -262,7 +263,7 @@ def ceilings(device: torch.device, dtype: str) -> Ceilings:
     effort = Effort(iters=None if on_gpu else 3)
     draw = DeviceDraw(DTYPES[dtype], device)
     pair = draw.normal(2, size // DTYPES[dtype].itemsize)
-    # By a kernel: in a graph a plain copy is left to a copy engine, which is slower.
+    # Copy with a kernel: in a graph a plain copy uses a copy engine, which is slower.
     copied = measure([lambda: torch.neg(pair[1], out=pair[0])], device, effort).timing
     a, b = (draw.normal(side, side) for _ in range(2))
     product = measure([lambda: torch.matmul(a, b)], device, effort).timing

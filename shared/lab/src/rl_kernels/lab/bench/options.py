@@ -1,4 +1,4 @@
-"""Numeric options of the operators as flags of ``rl-kernels bench``: named, checked, tried before anything is timed."""
+"""Numeric options of the operators as flags of ``rl-kernels bench``, checked and tried before anything is timed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rl_kernels.core.testing import Draw, function_of, spec_of
 from rl_kernels.lab.bench.definition import Benchmark, Shape
 
 Benches = Mapping[str, tuple[Operator, Benchmark]]
-"""By name, the operators that are asked for, and their benchmarks."""
+"""Name -> operator to run, and its benchmark."""
 PREFIX = "option_"
 
 
@@ -29,7 +29,7 @@ def add_options(parser: argparse.ArgumentParser, benches: Benches) -> None:
             owners.setdefault(name, []).append(operator.name)
     if not owners:
         return
-    group = parser.add_argument_group("options of the operators", "set in every shape; all operators must have them")
+    group = parser.add_argument_group("options of the operators", "set for every shape; every operator must have them")
     for name, operators in owners.items():
         option = benches[operators[0]][1].options[name]
         said = f"{option.help} ({', '.join(operators)})"
@@ -37,10 +37,10 @@ def add_options(parser: argparse.ArgumentParser, benches: Benches) -> None:
 
 
 def chosen_options(given: argparse.Namespace, unknown: Sequence[str], benches: Benches) -> dict[str, float]:
-    """Return the options that are asked for, by name; ``ValueError`` if an operator does not have them."""
+    """Return the options that are given, by name; ``ValueError`` if an operator does not have one of them."""
     if unknown:
         has = "; ".join(f"{name} has {_flags(bench)}" for name, (_, bench) in benches.items())
-        raise ValueError(f"unrecognized arguments: {' '.join(unknown)}; of options, {has}")
+        raise ValueError(f"unrecognized arguments: {' '.join(unknown)}; options: {has}")
     values = {
         name.removeprefix(PREFIX): value
         for name, value in vars(given).items()

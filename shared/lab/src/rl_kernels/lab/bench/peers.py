@@ -1,4 +1,4 @@
-"""Peers at work: make them, hold them roughly to our result, or say in one line why there is nothing to time."""
+"""Run peers: make them, compare them roughly with our result, or say in one line why one is skipped."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rl_kernels.lab.bench.definition import Peer
 from rl_kernels.lab.check.guard import Results
 
 LOOSE = 5e-2
-"""Relative norm of the difference from our result that a peer may have: one that rounds logits to BF16 is inside."""
+"""Largest relative norm of a peer's difference from our result; enough for a peer that rounds logits to BF16."""
 
 
 class Skipped(Exception):
@@ -20,14 +20,14 @@ class Skipped(Exception):
 
 
 def made(peer: Peer) -> Callable[..., Any]:
-    """Return a peer's function; ``Skipped`` if what it needs is not here."""
+    """Return a peer's function; ``Skipped`` if something that it needs is missing."""
     assert peer.make is not None
     try:
         return peer.make()
     except ImportError as error:
         if not isinstance(error, ModuleNotFoundError):
             raise Skipped(f"cannot be imported: {one_line(error)}") from error
-        # The peer itself, or something that it needs.
+        # The missing module may be the peer itself, or one of its dependencies.
         raise Skipped(f"{error.name} is not installed: pip install {peer.package}") from error
     except Exception as error:
         raise Skipped(one_line(error)) from error
@@ -51,7 +51,7 @@ def one_line(error: BaseException) -> str:
 
 
 def difference(found: Results, ours: Results) -> tuple[str, float]:
-    """Return the result in which a peer is farthest from ours, and by what share of its norm."""
+    """Return the name of the result in which a peer differs most from ours, and its relative difference."""
     shares = {name: _share(value, ours[name]) for name, value in found.items() if name in ours}
     name = max(shares, key=lambda key: shares[key])
     return name, shares[name]
@@ -67,10 +67,10 @@ def _share(value: torch.Tensor, expected: torch.Tensor) -> float:
 
 @contextmanager
 def no_split_k() -> Iterator[None]:
-    """Have products taken by cuBLASLt without reductions of split-K, and restore what was set before.
+    """Run matrix products by cuBLASLt without split-K reductions, and restore the settings afterwards.
 
     Raises:
-        RuntimeError: this PyTorch cannot be told so.
+        RuntimeError: this PyTorch has no such setting.
     """
     matmul = torch.backends.cuda.matmul
     names = [f"allow_{dtype}_reduced_precision_reduction" for dtype in ("bf16", "fp16")]

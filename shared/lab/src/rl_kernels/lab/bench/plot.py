@@ -1,4 +1,4 @@
-"""The picture of a run: for each operator and shape, what share of the floor each implementation reaches."""
+"""The plot of a run: for each operator and shape, the share of the floor that each implementation reaches."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ COLOURS = ("#3a9a5b", "#d9822b", "#8e5bb5", "#c0392b", "#17a2b8", "#7f8c8d", "#b
 BLUE = "#2a6fbb"
 MARKERS = "Dsv^PX<>hp"
 LINE, HEAD = 0.27, 1.3
-"""Inches that a shape takes, and that the title and axis of an operator take."""
+"""Inches per shape, and inches for the title and axis of an operator."""
 
 
 def draw(records: Sequence[Record], path: Path, environment: Mapping[str, str]) -> None:
     """Write shares of the floor, one row of axes for each operator, one column for each pass."""
-    # Optional, and needed for nothing else.
+    # matplotlib is optional, and used for nothing else.
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
@@ -53,7 +53,7 @@ def draw(records: Sequence[Record], path: Path, environment: Mapping[str, str]) 
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a picture: the same one is the same file, byte for byte, so that it can be committed."""
+    """Write a picture; the same picture gives the same bytes, so that it can be committed."""
     from matplotlib import rc_context
 
     with rc_context({"svg.hashsalt": "rl-kernels"}):

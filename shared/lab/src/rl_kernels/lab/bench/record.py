@@ -1,4 +1,4 @@
-"""What a run leaves behind: one record for each implementation of an operator on a shape, in a document for JSON."""
+"""The results of a run: one record for each implementation of an operator on a shape, in a JSON document."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class Measured:
     """One pass of one implementation.
 
     Attributes:
-        timing: what it takes.
-        rate: what it achieves of the work that cannot be avoided, in ``unit``.
+        timing: time and memory.
+        rate: unavoidable work per second, in ``unit``.
         unit: ``TB/s`` or ``TFLOP/s``, whichever bounds the work.
-        share: of the floor: the time that the measured ceiling needs for that work, over the time taken.
-        ratio: its time over ours, on a GPU of samples that were taken in turn with its own; None for ours.
-        call_ratio: the same of the wall time of a real call, of batches that took turns on a CPU too.
+        share: share of the floor: the time that the measured ceiling needs for that work, over the time taken.
+        ratio: its time over ours, on a GPU from samples taken in turn; None for ours.
+        call_ratio: the same ratio for the wall time of a real call, from batches taken in turn, on a CPU too.
     """
 
     timing: Timing
@@ -40,7 +40,7 @@ class Measured:
     def of(
         cls, timing: Timing, work: Work, ceilings: Ceilings, ours: Timing | None, call_ratio: float | None = None
     ) -> Measured:
-        """Set a time beside the work and what the device can do, and beside ours."""
+        """Relate a time to the work, the ceilings of the device and our time."""
         seconds = timing.ms * 1e-3
         moved, computed = work.bytes / ceilings.bytes_per_s, work.flops / ceilings.flops_per_s
         amount, unit = (work.bytes, "TB/s") if moved >= computed else (work.flops, "TFLOP/s")
@@ -58,16 +58,16 @@ class Record:
         operator: its registry name.
         shape: the sizes and the note.
         sizes: the sizes alone.
-        group: shapes whose geometric mean is reported together.
-        dtype: of the inputs.
+        group: name of the group of shapes whose geometric mean is reported.
+        dtype: dtype of the inputs.
         implementation: ``rl-kernels``, or a peer.
-        backend: which backend ran, for ours.
+        backend: the backend that ran, for ours.
         note: what a reader must know.
-        passes: by name, what was measured.
+        passes: name -> what was measured.
         checked: how the result was checked, and how far it was off.
-        skipped: by pass (or empty for all), why there is no time.
-        wrong: what is wrong with the result; then there is no time either.
-        options: numeric options of the operator that were asked for on the command line.
+        skipped: pass (or empty for all) -> why there is no time.
+        wrong: what is wrong with the result; there is no time then either.
+        options: numeric options of the operator that were given on the command line.
     """
 
     operator: str
@@ -97,7 +97,7 @@ class Record:
 
 @dataclass
 class Document:
-    """A whole run: where it ran, what the device can do by dtype, and the records."""
+    """A whole run: where it ran, the ceilings of the device by dtype, and the records."""
 
     environment: Mapping[str, str]
     ceilings: dict[str, Ceilings] = field(default_factory=dict)
@@ -105,7 +105,7 @@ class Document:
 
     @property
     def wrong(self) -> list[Record]:
-        """Results of ours that do not hold."""
+        """Records of our wrong results."""
         return [record for record in self.records if record.ours and record.wrong]
 
     def write(self, path: Path) -> None:
@@ -115,7 +115,7 @@ class Document:
 
 
 def read(path: Path) -> Document:
-    """Read a document; ``ValueError`` if the file is none of this version."""
+    """Read a document; ``ValueError`` if the file is not one of this version."""
     found = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(found, dict) or found.get("version") != VERSION:
         raise ValueError(f"{path}: expected benchmark results of version {VERSION}")

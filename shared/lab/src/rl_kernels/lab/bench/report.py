@@ -15,7 +15,7 @@ Rows = list[tuple[str, ...]]
 
 COLUMNS = ("shape", "implementation", "ms", "rate", "floor", "/ ours", "extra MiB", "call us", "call / ours")
 COUNTED = "launches, waits"
-"""A column that is there where they were counted."""
+"""A column that appears only if they were counted."""
 
 
 def text(document: Document) -> None:
@@ -27,7 +27,7 @@ def text(document: Document) -> None:
             table.add_column(name, justify="left" if i < 2 else "right", no_wrap=True)
         for row in body:
             table.add_row(*row)
-        # A table that is cut off at the width of a pipe is of no use.
+        # Print the full width: a pipe would cut the table off.
         width = sum(max(map(len, column)) + 2 for column in zip(*rows, strict=True))
         print(title)
         Console(width=width).print(table)
@@ -42,7 +42,7 @@ def markdown(document: Document) -> None:
 
 
 FORMATS: dict[str, Callable[[Document], None]] = {"text": text, "md": markdown}
-"""What ``--format`` takes."""
+"""The values of ``--format``."""
 
 
 def as_markdown(document: Document) -> str:
@@ -53,7 +53,7 @@ def as_markdown(document: Document) -> str:
 
 
 def as_table(rows: Rows) -> str:
-    """Return rows, the first of which is the head, as a Markdown table."""
+    """Return rows as a Markdown table; the first row is the head."""
     head, *body = rows
     rule = ["---"] * 2 + ["---:"] * (len(head) - 2)
     return "\n".join("| " + " | ".join(row) + " |" for row in (head, rule, *body))
@@ -118,7 +118,7 @@ def _means(records: Sequence[Record], passes: Sequence[str]) -> Rows:
 
 
 def remarks(records: Sequence[Record]) -> Iterator[str]:
-    """Yield what is wrong, what was skipped and why, and what must be known about a peer; each once."""
+    """Yield each wrong result, each skip with its reason, and each note on a peer once; then clocks and ratios."""
     for each in records:
         if each.ours and each.wrong:
             yield f"WRONG, no speed: {each.operator} {each.shape} {each.dtype} ({each.name}): {each.wrong}"
@@ -140,7 +140,7 @@ def remarks(records: Sequence[Record]) -> Iterator[str]:
 
 
 def _clocks(records: Sequence[Record]) -> Iterator[str]:
-    """Yield by which clocks the times were taken, and which are those that an unusual clock took."""
+    """Yield the clocks that took the times, with the places where the clock was not the usual one."""
     found: dict[str, list[str]] = {}
     for each in records:
         for measured in each.passes.values():
@@ -152,7 +152,7 @@ def _clocks(records: Sequence[Record]) -> Iterator[str]:
 
 
 def facts(document: Document) -> Iterator[str]:
-    """Yield where it ran, and what the device was measured to do."""
+    """Yield where it ran, and the measured ceilings of the device."""
     yield "ran on " + ", ".join(f"{name} {value}" for name, value in document.environment.items())
     for dtype, found in document.ceilings.items():
         copied, product = digits(found.bytes_per_s * 1e-12), digits(found.flops_per_s * 1e-12)

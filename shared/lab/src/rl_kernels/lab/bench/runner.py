@@ -1,4 +1,4 @@
-"""Run a plan: for each shape, verify our result, time it, look at it again, then time the peers beside it."""
+"""Run a plan: for each shape, verify our result, time it, verify it again, then time the peers in turn with it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Ours:
-    """A public function as what takes the inputs of a case, which name the members of a group one by one."""
+    """A public function that takes the inputs of a case, which give the members of a group one by one."""
 
     public: Function
     groups: Mapping[str, type]
@@ -48,7 +48,7 @@ class Ours:
         return self.with_(inputs)()
 
     def with_(self, inputs: Inputs) -> Run:
-        """Return the call that a user makes with these inputs, with nothing of ours before it."""
+        """Return the call that a user makes with these inputs, without the work of grouping arguments."""
         return functools.partial(self.public, **grouped(named_apart(self.public), self.groups, self.always | inputs))
 
 
@@ -69,7 +69,7 @@ class Job:
     peers: Mapping[str, Peer]
     effort: Effort
     options: Mapping[str, float] = field(default_factory=dict)
-    """Those asked for on the command line; the shape has them."""
+    """Options given on the command line; the shape has them already."""
 
     def passes(self) -> dict[str, Pass]:
         """Return what is timed."""
@@ -98,32 +98,32 @@ class Round:
     upstream: Results = field(default_factory=dict)
     function: Function | None = None
     measured: dict[str, Measurement] = field(default_factory=dict)
-    """Ours, by pass; a graph keeps what its calls gave."""
+    """Our measurements by pass; a graph keeps the results of its calls."""
 
     @property
     def has_backward(self) -> bool:
-        """Whether a pass of this case goes through the backward."""
+        """Whether a pass of this case includes the backward."""
         return any(each.backward for each in self.passes.values())
 
     @functools.cached_property
     def under_ones(self) -> Results:
-        """Our result for an upstream gradient of ones: what a peer that returns a sum is compared with."""
+        """Our result for an upstream gradient of ones, which a peer that returns a sum is compared with."""
         assert self.function is not None
         ones = {name: torch.ones_like(value) for name, value in self.upstream.items()}
         found = self.result(self.function, self.arena.inputs, ones)
         return {name: found[name] if name.startswith("gradient:") else found[name].sum() for name in found}
 
     def verify(self, results: Results, upstream: Results) -> float:
-        """Hold results to the contract; return the largest share of its fence that was used."""
+        """Check results against the contract; return the largest share of its fence that was used."""
         device, layouts = self.job.device, self.job.benchmark.rows
         arch = arch_of(device.type, device.index)
         return verify(self.arena, layouts.get(self.arena.case.function), results, upstream, arch)
 
     def through(self, backend: str) -> Ours:
-        """Return ours, by a backend, as what takes the inputs; they are right, so they are not validated."""
+        """Return our function on a backend, without validation: the inputs are known to be right."""
         unchecked = {"validate": False} if "validate" in self.arena.spec.unread else {}
         public = self.job.operator.function(self.arena.case.function)
-        # No reference to this round: a cycle would keep the memory of both until the garbage collector runs.
+        # Avoid a reference to this round: a cycle keeps its memory until the garbage collector runs.
         return Ours(public, self.arena.spec.groups, {"backend": backend, **unchecked})
 
     def result(self, function: Function, inputs: Inputs, upstream: Results) -> Results:
@@ -145,7 +145,7 @@ def run(job: Job, ceilings: Ceilings) -> list[Record]:
         round_ = Round(job, mine, ceilings, job.arena(case))
         _run_ours(round_, ours)
         for name, record in records.items():
-            # Peers are skipped where our own result failed: nothing says that theirs is right.
+            # Skip peers if our own result failed: there is nothing to check theirs against.
             if round_.measured and not ours.wrong:
                 _run_peer(round_, job.peers[name], record)
         round_.measured.clear()
@@ -169,12 +169,12 @@ def _run_ours(round_: Round, record: Record) -> None:
         record.skipped[", ".join(round_.passes)] = one_line(error)
     except (Wrong, Misbehaved) as error:
         record.wrong, record.passes = str(error), {}
-    except Exception as error:  # Named, and the next shape has its turn.
+    except Exception as error:  # Record it, and go on with the next shape.
         record.wrong, record.passes = one_line(error), {}
 
 
 def _verify(round_: Round, function: Function, record: Record) -> None:
-    """Hold our result to the contract, and keep it."""
+    """Check our result against the contract, and keep it."""
     arena = round_.arena
     with record_dispatch() as log:
         with torch.set_grad_enabled(round_.has_backward):
@@ -194,7 +194,7 @@ def _verify(round_: Round, function: Function, record: Record) -> None:
 
 
 def _same(round_: Round, each: Pass, kept: Any) -> None:
-    """Look at what the last timed call gave: the bits that were verified, or as accurate as those."""
+    """Check that the last timed call gave the verified bits, or else verify its result too."""
     found = _results(round_, each, kept)
     before = {name: value for name, value in round_.ours.items() if name in found}
     if all(torch.equal(value, before[name]) for name, value in found.items()):
@@ -237,7 +237,7 @@ def _both(round_: Round, function: Function, inputs: Inputs, upstream: Results) 
         outputs = [result] if isinstance(result, torch.Tensor) else [named(result, output)[name] for name in names]
         if _is_captured():
             return torch.autograd.grad(outputs, leaves, above)
-        # What a training step calls, which takes another time on the host than torch.autograd.grad.
+        # A training step calls this; its host time differs from that of torch.autograd.grad.
         torch.autograd.backward(outputs, above)
         return tuple(map(_taken, attached, leaves))
 
@@ -245,7 +245,7 @@ def _both(round_: Round, function: Function, inputs: Inputs, upstream: Results) 
 
 
 def _is_captured() -> bool:
-    """Say whether a CUDA graph is being captured: its kernels are the same, and it keeps what they give."""
+    """Say whether a CUDA graph is being captured; it runs the same kernels, and keeps their results."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
@@ -257,7 +257,7 @@ def _taken(name: str, leaf: torch.Tensor) -> torch.Tensor:
 
 
 def _run_peer(round_: Round, peer: Peer, record: Record) -> None:
-    """Time a peer on the passes it has; what stops it is named in its record."""
+    """Time a peer on its passes; its record says what stopped it, if anything did."""
     wanted = {name: each for name, each in round_.passes.items() if name in (peer.passes or round_.passes)}
     if record.skipped.get("") or record.wrong or not wanted:
         return
@@ -275,7 +275,7 @@ def _run_peer(round_: Round, peer: Peer, record: Record) -> None:
                 copies = [_cloned(inputs) for inputs in copies]
             for name, each in wanted.items():
                 ours = round_.measured.get(name)
-                # Calls of ours would run in the surroundings of the peer; a graph is what it was.
+                # Our plain calls would run under the settings of the peer; a captured graph is not affected.
                 beside = ours.clock if ours and ours.clock and ours.clock.how == GRAPH else None
                 with peer.around():
                     found = _timed(round_, function, each, copies, upstream, captured=not peer.waits, beside=beside)
@@ -286,7 +286,7 @@ def _run_peer(round_: Round, peer: Peer, record: Record) -> None:
 
 
 def _beside(round_: Round, each: Pass, found: Measurement, peer: Peer, ours: Measurement | None) -> Measured:
-    """Return what was measured of a peer, its real calls timed once more in turn with ours."""
+    """Return the measurement of a peer, with its real calls timed again in turn with ours."""
     if ours is None:
         return Measured.of(found.timing, each.work, round_.ceilings, None)
     sides = [Calls(found.runs, peer.around), Calls(ours.runs)]
@@ -297,7 +297,7 @@ def _beside(round_: Round, each: Pass, found: Measurement, peer: Peer, ours: Mea
 
 
 def _check_peer(round_: Round, peer: Peer, function: Function, record: Record, backward: bool) -> Results:
-    """Hold a peer roughly to our result; return its upstream gradients."""
+    """Compare a peer roughly with our result; return its upstream gradients."""
     upstream, ours = (round_.upstream if backward else {}), round_.ours
     if not peer.checked:
         return upstream

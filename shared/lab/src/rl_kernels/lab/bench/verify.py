@@ -1,7 +1,8 @@
-"""Hold a result to the tolerance contract against the definition in FP64, block of rows by block of rows.
+"""Check a result against the definition in FP64 under the tolerance contract, one block of rows at a time.
 
-The two rules are those of ``check.compare.accuracy``, taken over pieces: a whole gold of a large call would not fit.
-Results of rows are compared as they come; gradients that are sums over rows are summed over the blocks, then compared.
+The two rules are those of ``check.compare.accuracy``, applied to blocks: the whole gold of a large call would not fit
+into memory. Results with rows are compared block by block; gradients that are sums over rows are summed over the
+blocks, then compared.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ from rl_kernels.lab.check.compare import FACTORS, ROUNDING, ulp
 from rl_kernels.lab.check.guard import Results, named
 
 BLOCK = 2**24
-"""Elements of the widest tensor of a block: 128 MiB in FP64, of which a definition holds some twenty."""
+"""Elements of the widest tensor of a block: 128 MiB in FP64. A definition holds some twenty such tensors."""
 
 
 class Wrong(Exception):
-    """A result does not hold to the contract; the message says where and by how much."""
+    """A result breaks the contract; the message says where and by how much."""
 
 
 @dataclass
 class Accuracy:
-    """The rules of accuracy over a result that comes in pieces."""
+    """The two rules of accuracy, for a result that comes in pieces."""
 
     item: str
     tolerance: Tolerance
@@ -42,7 +43,7 @@ class Accuracy:
     _squares: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
 
     def feed(self, value: torch.Tensor, eager: torch.Tensor, gold: torch.Tensor, magnitude: torch.Tensor) -> None:
-        """Compare a piece with the gold; ``Wrong`` if it lies outside the fence."""
+        """Compare a piece with the gold; ``Wrong`` if it is outside the fence."""
         if value.shape != gold.shape:
             raise Wrong(f"{self.item}: expected shape {tuple(gold.shape)}, got {tuple(value.shape)}")
         flat = (tensor.reshape(-1).split(BLOCK) for tensor in (value, eager, gold, magnitude))
@@ -66,7 +67,7 @@ class Accuracy:
             self._squares[i] += float(tensor.square().sum())
 
     def finish(self) -> None:
-        """Apply the relative rule, for which all pieces must have been seen; ``Wrong`` if it is broken."""
+        """Apply the relative rule, after the last piece; ``Wrong`` if it is broken."""
         if self._worst > self.factor * self._plain:
             raise Wrong(f"{self.item}: worse than {self.factor:g}x the worst element of eager PyTorch")
         error, plain, slack = map(math.sqrt, self._squares)
@@ -76,14 +77,14 @@ class Accuracy:
 
 @dataclass
 class Sums:
-    """What the definition says of a gradient that is a sum over rows, so far."""
+    """The definition's running sums of a gradient that is a sum over rows."""
 
     eager: torch.Tensor
     gold: torch.Tensor
     magnitude: torch.Tensor
 
     def add(self, eager: torch.Tensor, gold: torch.Tensor, magnitude: torch.Tensor) -> None:
-        """Add the part of a block."""
+        """Add the sums of a block."""
         self.eager += eager
         self.gold += gold
         self.magnitude += magnitude
@@ -92,13 +93,13 @@ class Sums:
 def verify(
     arena: Arena, layout: RowLayout | None, results: Results, upstream: Results, arch: str, block: int = BLOCK
 ) -> float:
-    """Hold outputs and ``gradient:NAME`` of one call to the contract.
+    """Check outputs and ``gradient:NAME`` of one call against the contract.
 
     Returns:
         the largest share of the contract's fence that an element used.
 
     Raises:
-        Wrong: a result is missing, or is not as accurate as the contract demands.
+        Wrong: a result is missing, or less accurate than the contract demands.
     """
     rules = {item: _rule(arena, item, arch) for item in results}
     sums: dict[str, Sums] = {}
@@ -106,7 +107,7 @@ def verify(
         if gold.keys() != results.keys():
             raise Wrong(f"expected {', '.join(gold)}, got {', '.join(results)}")
         for item, value in results.items():
-            # The definition worked on FP32 copies of the inputs; its results are rounded once, as eager's are.
+            # The definition computed on FP32 copies of the inputs; its results are rounded once, as eager's are.
             if layout is not None and item not in layout.results:
                 found = (eager[item], gold[item], magnitudes[item])
                 sums[item].add(*found) if item in sums else sums.update({item: Sums(*found)})
@@ -121,7 +122,7 @@ def verify(
 
 
 def _flat(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return the rows of a result; one of another width is left as it is, for its shape to be found wrong."""
+    """Return the rows of a result; a result of another width stays as it is, so that its shape is found wrong."""
     row = like.shape[1:]
     return value.reshape(-1, *row) if value.shape[value.ndim - len(row) :] == row else value
 
@@ -130,7 +131,7 @@ def _rule(arena: Arena, item: str, arch: str) -> Accuracy:
     direction = "gradient" if item.startswith("gradient:") else "forward"
     op_class = arena.spec.classes.get(item)
     if op_class is None:
-        raise Wrong(f"{item} is no result of the operator")
+        raise Wrong(f"{item} is not a result of the operator")
     return Accuracy(item, contract().tolerance("accuracy", op_class, arena.dtype, direction, arch), FACTORS[direction])
 
 
@@ -138,11 +139,11 @@ Block = tuple[slice | None, Results, Results, Mapping[str, torch.Tensor]]
 
 
 def _blocks(arena: Arena, layout: RowLayout | None, upstream: Results, block: int) -> Iterator[Block]:
-    """Yield, for each block of rows, where it lies, the definition in FP64 and in FP32, and the magnitudes."""
+    """Yield, for each block of rows, its position, the definition in FP64 and in FP32, and the magnitudes."""
     spec, inputs = arena.spec, _readable(arena)
     rows = None if layout is None else Rows(layout, inputs)
     shared = {name: value for name, value in inputs.items() if rows is not None and name not in rows.flat}
-    # What all blocks share, such as a weight, is cast once.
+    # Inputs shared by all blocks, such as a weight, are cast once.
     wide, plain = (_floats(shared, dtype) for dtype in (torch.float64, torch.float32))
     for where, part, above in [(None, inputs, upstream)] if rows is None else _cut(arena, rows, upstream, block):
         golden, up = {**wide, **_floats(part, torch.float64)}, _floats(above, torch.float64)
@@ -151,7 +152,7 @@ def _blocks(arena: Arena, layout: RowLayout | None, upstream: Results, block: in
 
 
 def _readable(arena: Arena) -> Inputs:
-    """Return the definition's arguments, without a dtype to round to: neither gold nor eager is rounded here."""
+    """Return the definition's arguments without output dtypes: neither gold nor eager is rounded here."""
     inputs = readable(arena.spec, arena.inputs)
     return {name: value for name, value in inputs.items() if not isinstance(value, torch.dtype)}
 

@@ -1,1 +1,1 @@
-"""The checker: relations that an implementation of an operator must hold, and the report of a run."""
+"""The checker: relations that an implementation of an operator must pass, and the report of a run."""

@@ -1,4 +1,4 @@
-"""What can be checked: our backends, the definition itself, or an implementation in a process of its own."""
+"""What can be checked: our backends, the definition itself, or an implementation in its own process."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class Candidate:
 
     Attributes:
         name: as on the command line.
-        operator: whose implementation.
+        operator: the operator that it implements.
         call: ``(function name, keyword arguments) -> result``.
-        exempt: relation -> why it is not held to it.
-        judged_on: relations that it is held to; empty for all.
+        exempt: relation -> why it is not checked.
+        judged_on: relations that are checked; empty for all.
         takes: ``(function name, argument) -> bool``; calls with an argument that it does not take are skipped.
-        implements: the one function that it implements; None for all of the operator's.
+        implements: the one function that it implements; None for all functions of the operator.
         backend: the backend that it calls, if it is one.
-        worker: the process that it is called in, if not in this one.
+        worker: the process in which it is called, if not this one.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Candidate:
         """Call one of the functions on copies of the inputs; ``leaves`` require grad.
 
         Raises:
-            Misbehaved: it gave no result.
+            Misbehaved: it gave no valid result.
         """
         if self.worker is not None:
             return RemoteRun(self.worker, output, inputs, list(leaves), around)
@@ -64,10 +64,10 @@ class Candidate:
     def many(
         self, function: str, output: str, inputs: Sequence[Inputs], calls: int, seconds: float
     ) -> tuple[Results, Results, int]:
-        """Call again and again on each of the inputs in turn: a result, one of other bits, and the number of the last.
+        """Call many times, cycling through the inputs; return what ``many.call_often`` returns.
 
         Raises:
-            Misbehaved: a call gave no result.
+            Misbehaved: a call gave no valid result.
         """
         if self.worker is not None:
             found = self.worker.ask("many", inputs=list(inputs), output=output, calls=calls, seconds=seconds)
@@ -76,28 +76,28 @@ class Candidate:
         return found["first"], found["other"], found["number"]
 
     def threads(self, function: str, output: str, inputs: Sequence[Inputs], calls: int) -> list[Results]:
-        """Call on each of the inputs in a thread of its own: of each what is expected, and what came.
+        """Call on each of the inputs in its own thread; return the expected and the found result of each, in turn.
 
         Raises:
-            Misbehaved: a call gave no result.
+            Misbehaved: a call gave no valid result.
         """
         if self.worker is not None:
             return self.worker.ask("threads", inputs=list(inputs), output=output, calls=calls)
         return call_in_threads(lambda kwargs: self.call(function, kwargs), output, inputs, calls)
 
     def is_slow(self, device_type: str) -> bool:
-        """Say whether calls take a thousand times as long as usual: kernels in Triton's interpreter."""
+        """Say whether calls take a thousand times longer than usual, in Triton's interpreter."""
         return self.backend == "triton" and device_type == "cpu"
 
     def exemption(self, relation: str) -> str | None:
-        """Say why it is not held to a relation, or return None."""
+        """Return why a relation is not checked, or None."""
         if self.judged_on and relation not in self.judged_on:
             return f"{self.name} is judged on {', '.join(self.judged_on)} only"
         return self.exempt.get(relation)
 
 
 def backend_candidate(operator: Operator, name: str, backend: str, device_type: str) -> Candidate:
-    """Return the public functions of an operator, forced to a backend (or ``auto``), with what it promises there."""
+    """Return the public functions of an operator on a backend (or ``auto``), exempt from what it does not promise."""
 
     def call(function: str, inputs: Inputs) -> Any:
         return function_of(operator, function)(**{"backend": backend, **inputs})
@@ -129,7 +129,7 @@ def readable(spec: Spec, inputs: Inputs) -> Inputs:
 
 
 def gold_inputs(spec: Spec, inputs: Inputs) -> Inputs:
-    """Return the reference's arguments in FP64; an option that is a dtype is left out, the gold is not rounded."""
+    """Return the reference's arguments in FP64, without output dtypes: the gold is not rounded."""
     return {name: _fp64(value) for name, value in readable(spec, inputs).items() if not isinstance(value, torch.dtype)}
 
 

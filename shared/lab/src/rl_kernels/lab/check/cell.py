@@ -24,14 +24,14 @@ from rl_kernels.lab.check.run import PLAIN, Run
 Choice = TypeVar("Choice")
 
 LARGE = 1 << 20
-"""Numbers of all arguments of a case beyond which a call takes long."""
+"""Elements of all arguments of a case above which a call takes long."""
 LARGE_SLOW = 1 << 14
 """The same in Triton's interpreter."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What all cells of a run share."""
+    """Settings shared by all cells of a run."""
 
     dtype: str
     device: torch.device
@@ -45,7 +45,7 @@ class Setting:
 
 
 def call_of(operator: Operator, setting: Setting) -> Call:
-    """Describe the operator's plainest case to the dispatcher, as it would be on the setting's device."""
+    """Describe the operator's plainest case to the dispatcher, as if it were on the setting's device."""
     spec = spec_of(operator)
     call = operator.describe(**spec.inputs(spec.case(), Draw(ALL_DTYPES[setting.dtype], "cpu")))
     return replace(call, device=setting.device, arch=setting.arch)
@@ -62,40 +62,40 @@ class Cell:
 
     @property
     def dtype_name(self) -> str:
-        """The dtype of this case's inputs, as the contract calls it."""
+        """The dtype of this case's inputs, by its name in the contract."""
         return self.case.dtype or self.setting.dtype
 
     @property
     def is_first(self) -> bool:
-        """Whether the case is the plainest of its function, which stands for all where one is enough."""
+        """Whether the case is the plainest of its function; checks that need only one case use it."""
         return self.case.name == self.spec.first_of(self.case.function).name
 
     @property
     def is_richest(self) -> bool:
-        """Whether the case has the most options of those of its function."""
+        """Whether the case has the most options among those of its function."""
         return self.case.name == self.spec.richest_of(self.case.function).name
 
     @property
     def is_slow(self) -> bool:
-        """Whether a call takes a thousand times as long as usual, so that what needs many calls is left out."""
+        """Whether a call takes a thousand times longer than usual, so that checks of many calls are left out."""
         return self.candidate.is_slow(self.setting.device.type)
 
     def some(self, of: Sequence[Choice]) -> Sequence[Choice]:
-        """Return all of them, or where a call is slow one, which is another one in other cases."""
+        """Return all of them; where calls are slow, only one, which depends on the case's name."""
         if not (of and self.is_slow):
             return of
         return [of[zlib.crc32(self.case.name.encode()) % len(of)]]
 
     @property
     def is_brief(self) -> bool:
-        """Whether one upstream gradient of all kinds is enough: a case made in numbers, or a large one."""
+        """Whether one of the other kinds of upstream gradient is enough: for generated and for large cases."""
         tensors = (value for value in self.inputs.values() if isinstance(value, torch.Tensor))
         most = LARGE_SLOW if self.is_slow else LARGE
         return bool(self.case.relations) or sum(value.numel() for value in tensors) > most
 
     @cached_property
     def seed(self) -> int:
-        """Seed of this case's inputs: the run's, and the case's name or that of the cases it shares numbers with."""
+        """Seed of this case's inputs, from the run's seed and the case's name (or ``drawn_as``)."""
         name = self.case.drawn_as or self.case.name
         return (self.setting.seed + zlib.crc32(name.encode())) % 2**31
 
@@ -111,7 +111,7 @@ class Cell:
         if self.setting.constant is None:
             return inputs
         value, token = self.setting.constant
-        # One token for cases of all vocabularies: taken modulo that of each.
+        # One token for cases of all vocabulary sizes, so take it modulo the size of each.
         id = token % self.case.sizes.get("vocab", token + 1)
         fills = {**dict.fromkeys(self.spec.differentiable, value), **dict.fromkeys(self.spec.ids, id)}
         return {
@@ -121,7 +121,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """What says which cell of a run this is."""
+        """Name of this cell within a run."""
         return f"{self.candidate.operator.name} {self.candidate.name} {self.setting.dtype} {self.case.name}"
 
     def case_id(self, relation: str) -> str:
@@ -130,7 +130,7 @@ class Cell:
         return str(CaseId(candidate.operator.name, candidate.name, self.setting.dtype, relation, self.case.name))
 
     def redrawn(self) -> Cell:
-        """Return the same cell with other values."""
+        """Return the same cell with other random values."""
         return replace(self, setting=replace(self.setting, seed=self.setting.seed + 1))
 
     def takes(self, argument: str) -> bool:
@@ -138,7 +138,7 @@ class Cell:
         return self.candidate.takes(self.case.function, argument)
 
     def missing(self, inputs: Inputs | None = None) -> str | None:
-        """Say why the candidate does not take a call (its function, or an optional argument), or return None."""
+        """Return why the candidate does not take a call (its function, or an optional argument), or None."""
         implements = self.candidate.implements
         if implements not in (None, self.case.function):
             return f"it does not implement {self.case.function or self.candidate.operator.name}"
@@ -163,11 +163,11 @@ class Cell:
 
     @property
     def allowed_leaves(self) -> list[str]:
-        """The arguments that require grad in a call of the case as it is."""
+        """The arguments that require grad in a plain call of the case."""
         return self._allowed(self.leaves, self.inputs)
 
     def _allowed(self, leaves: Collection[str], inputs: Inputs) -> list[str]:
-        """Return the arguments that may require grad: none where the call writes its result into one."""
+        """Return the arguments that may require grad; none if the call writes its result into an argument."""
         written = self.spec.writes.keys() & inputs.keys()
         return [] if written else [name for name in leaves if isinstance(inputs.get(name), torch.Tensor)]
 
@@ -180,7 +180,7 @@ class Cell:
         return self._define(gold_inputs(self.spec, self.inputs))
 
     def magnitudes(self, upstream: Results) -> Mapping[str, torch.Tensor]:
-        """Return the sums of the terms' magnitudes, by result name."""
+        """Return result name -> sums of the terms' magnitudes."""
         return self.spec.magnitudes(self.case, gold_inputs(self.spec, self.inputs), upstream)
 
     def _define(self, inputs: Inputs) -> Run:
@@ -200,7 +200,7 @@ class Cell:
         }
 
     def tolerance(self, relation: str, item: str, dtype: torch.dtype | None = None) -> Tolerance:
-        """Return the contract's row for an output or gradient; for a result of a coarser dtype, that dtype's row."""
+        """Return the contract's row for an output or gradient; a result of a coarser dtype uses that dtype's row."""
         direction = "gradient" if item.startswith("gradient:") else "forward"
         name = self.dtype_name
         if dtype is not None and torch.finfo(dtype).eps > torch.finfo(ALL_DTYPES[name]).eps:

@@ -15,7 +15,7 @@ from rl_kernels.lab.check.user import user_candidate
 
 
 class CannotRun(ValueError):
-    """A candidate that was asked for cannot run here; the message says why."""
+    """A requested candidate cannot run here; the message says why."""
 
 
 def candidates_of(
@@ -23,7 +23,7 @@ def candidates_of(
 ) -> tuple[list[Candidate], list[Skip]]:
     """Return the candidates by name; ``all`` takes what can run and skips the rest.
 
-    ``timeout`` is in seconds, for each answer of a user's implementation.
+    ``timeout`` is the limit in seconds for each answer of a user's implementation.
 
     Raises:
         CannotRun: a candidate asked for by name does not exist or cannot run here.

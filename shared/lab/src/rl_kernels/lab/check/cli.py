@@ -1,8 +1,8 @@
-"""``rl-kernels check``: arguments, and what exit status they end in.
+"""``rl-kernels check``: arguments and exit status.
 
-0: at least one check ran, every one that ran holds, and no planted bug escaped. 1: a check failed, none ran, or a
-planted bug escaped. 2: unusable arguments, or a candidate that cannot run here, said before anything runs; or a
-report that could not be written. 130: Ctrl-C, with a report of what is known so far.
+0: at least one check ran, every check that ran passed, and no planted bug escaped. 1: a check failed, none ran, or a
+planted bug escaped. 2: bad arguments or a candidate that cannot run here, reported before anything runs; or a report
+that could not be written. 130: Ctrl-C, with a report of what is known so far.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ CHOSEN_BY_REPLAY = ("op", "candidate", "dtype", "relation", "suite", "check_grad
 
 
 def parser(operators: Sequence[Operator]) -> Parser:
-    """Return the parser; the shape flags are those of the operators' cases."""
-    made = Parser("rl-kernels check", "Hold implementations of the operators to the tolerance contract.")
+    """Return the parser; the cases of the operators define the shape flags."""
+    made = Parser("rl-kernels check", "Check implementations of the operators against the tolerance contract.")
     made.add_argument("--op", action="append", metavar="NAME", help="operator (default: every installed one)")
     made.add_argument(
         "--candidate",
@@ -57,24 +57,24 @@ def parser(operators: Sequence[Operator]) -> Parser:
     made.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 (default: auto)")
     made.add_argument("--arch-key", help="key of the tolerance contract (default: that of the device)")
     made.add_argument("--suite", choices=("quick", "full"), help="full: all cases, gradients, and planted bugs")
-    made.add_argument("--relation", nargs="+", choices=RELATIONS, metavar="NAME", help=f"of {', '.join(RELATIONS)}")
+    made.add_argument("--relation", nargs="+", choices=RELATIONS, metavar="NAME", help=f"any of {', '.join(RELATIONS)}")
     made.add_argument("--check-grad", action="store_true", help="check gradients too (implied by --suite full)")
     made.add_argument("--grad-mode", choices=("random", "ones"), default="random", help="upstream gradients")
-    made.add_argument("--grad-seed", type=count(0, 31), default=123, help="of upstream gradients (%(default)s)")
-    made.add_argument("--seed", type=count(0, 31), default=123, help="of the inputs (%(default)s)")
-    made.add_argument("--input-mode", choices=("random", "constant"), default="random", help="constant adds to random")
-    made.add_argument("--constant-value", type=number(), default=0.25, help="what constant inputs hold (%(default)s)")
-    made.add_argument("--token-value", type=count(0), default=0, help="modulo the vocabulary of each case")
+    made.add_argument("--grad-seed", type=count(0, 31), default=123, help="seed of upstream gradients (%(default)s)")
+    made.add_argument("--seed", type=count(0, 31), default=123, help="seed of the inputs (%(default)s)")
+    made.add_argument("--input-mode", choices=("random", "constant"), default="random", help="constant: both kinds")
+    made.add_argument("--constant-value", type=number(), default=0.25, help="value of constant inputs (%(default)s)")
+    made.add_argument("--token-value", type=count(0), default=0, help="id of constant inputs, modulo the vocabulary")
     made.add_argument(
-        "--timeout", type=number(above=0), default=TIMEOUT, metavar="SECONDS", help="of a call of your own"
+        "--timeout", type=number(above=0), default=TIMEOUT, metavar="SECONDS", help="limit of a call of your own"
     )
-    made.add_argument("--jobs", type=count(1), default=1, metavar="N", help="processes to share the work (%(default)s)")
+    made.add_argument("--jobs", type=count(1), default=1, metavar="N", help="number of processes (%(default)s)")
     made.add_argument("--fail-fast", action="store_true", help="stop at the first check that fails")
-    made.add_argument("-v", "--verbose", action="store_true", help="print the checks that hold, too")
-    made.add_argument("--json", action="store_true", help="print the report as strict JSON, and nothing else")
+    made.add_argument("-v", "--verbose", action="store_true", help="also print the checks that pass")
+    made.add_argument("--json", action="store_true", help="print only the report, as strict JSON")
     made.add_argument("--junit", type=writable, metavar="FILE", help="also write the report as JUnit XML")
     made.add_argument("--html", type=writable, metavar="FILE", help="also write the report as one HTML file")
-    made.add_argument("--list", action="store_true", help="print the id of each case that would run, and run nothing")
+    made.add_argument("--list", action="store_true", help="print the id of each case that would run; run nothing")
     made.add_argument("--replay", metavar="CASE_ID", help="run one relation on one case again, by its id in --list")
     shapes = made.add_argument_group("shapes", "replace the sizes of every case that has them")
     for name in dict.fromkeys(size for operator in operators for size in spec_of(operator).size_names()):
@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_environment()
         operators = _operators(argv)
         given = parser(operators).parse_args(argv)
-        # What a candidate prints must not mix with the report, nor when it is imported.
+        # The output of a candidate must not mix with the report, not even when it is imported.
         with redirect_stdout(sys.stderr):
             plan, skips = _plan(given, operators)
     except (UnknownOperator, ValueError) as error:
@@ -122,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _show(lines: Iterator[str]) -> None:
-    """Print lines, the verdicts in colour on a terminal."""
+    """Print lines, with coloured verdicts on a terminal."""
     console = Console(highlight=False, soft_wrap=True)
     for line in lines:
         shown = Text(line)
@@ -132,7 +132,7 @@ def _show(lines: Iterator[str]) -> None:
 
 
 def _written(report: Report, given: argparse.Namespace) -> bool:
-    """Write the files that are asked for; say so if one cannot be written, and return whether all are."""
+    """Write the requested files, report those that cannot be written, and return whether all were written."""
     done = True
     for flag, write, path in (("--junit", write_junit, given.junit), ("--html", write_html, given.html)):
         try:
@@ -146,7 +146,7 @@ def _written(report: Report, given: argparse.Namespace) -> bool:
 
 @contextmanager
 def _progress(total: int) -> Iterator[Callable[[str], None]]:
-    """Show on a terminal, and nowhere else, what runs."""
+    """Show progress on a terminal, and nowhere else."""
     console = Console(stderr=True)
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -170,7 +170,7 @@ def _case_id(text: str) -> CaseId:
 
 
 def _operators(argv: Sequence[str] | None) -> list[Operator]:
-    """Return the operators that the arguments name: their cases say which shape flags there are."""
+    """Return the operators that the arguments name: their cases define the shape flags."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--op", action="append", default=[])
     first.add_argument("--replay")
@@ -222,7 +222,7 @@ def _plan(given: argparse.Namespace, operators: Sequence[Operator]) -> tuple[Pla
 
 
 def _replayed(given: argparse.Namespace) -> str:
-    """Let the case id choose operator, candidate, dtype and relation; return the case's name."""
+    """Set candidate, dtype and relation from the case id; return the case's name."""
     chosen = [name for name in CHOSEN_BY_REPLAY if getattr(given, name)]
     if chosen:
         flags = ", ".join("--" + name.replace("_", "-") for name in chosen)
@@ -249,5 +249,5 @@ def _device(name: str) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"--device: expected auto, cpu, cuda or cuda:N, got {name!r}")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"--device: {name} is not there; this machine has {torch.cuda.device_count()} GPUs")
+        raise ValueError(f"--device: {name} does not exist; this machine has {torch.cuda.device_count()} GPUs")
     return device

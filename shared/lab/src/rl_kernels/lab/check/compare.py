@@ -11,23 +11,23 @@ from rl_kernels.core.contract import Tolerance
 from rl_kernels.core.testing import bits_of
 
 FACTORS = {"forward": 2.0, "gradient": 3.0}
-"""How many times the error of plain eager PyTorch a candidate may have (the relative rule)."""
+"""Largest error of a candidate, in errors of plain eager PyTorch (the relative rule)."""
 ROUNDING = 4 * 2.0**-24
-"""Share of the sum of the terms' magnitudes that FP32 rounding may move a sum by."""
+"""How far FP32 rounding may move a sum, as a share of the sum of its terms' magnitudes."""
 ROUNDING_FP64 = 64 * 2.0**-53
-"""The same for results in FP64, where the gold is rounded too: a sum of thousands of terms in an order of its own."""
+"""The same for FP64 results. The gold is rounded too then: it sums thousands of terms in another order."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What one comparison showed.
+    """The result of one comparison.
 
     Attributes:
-        passed: whether it holds.
+        passed: whether it passed.
         max_abs: largest absolute error; NaN where nothing was measured.
         mean_abs: mean absolute error.
         max_rel: largest relative error.
-        message: what is wrong; empty if it holds.
+        message: what is wrong; empty if it passed.
         worst: the element with the largest error, or the first that differs in bits.
         traceback: of the exception that the candidate raised, if it did.
     """
@@ -42,7 +42,7 @@ class Comparison:
 
 
 def described(candidate: object, expected: torch.Tensor) -> str | None:
-    """Say how a result differs from the expected one in kind, shape, dtype or device, or return None."""
+    """Return how a result differs from the expected one in type, shape, dtype or device, or None."""
     if not isinstance(candidate, torch.Tensor):
         return f"expected a tensor, got {type(candidate).__name__}"
     if candidate.shape != expected.shape:
@@ -65,17 +65,18 @@ def accuracy(
     *,
     calibrated: bool = True,
 ) -> Comparison:
-    """Hold a result to the contract's fence and to the relative rule.
+    """Check a result against the contract's fence and the relative rule.
 
     Args:
         candidate: the result.
         eager: plain PyTorch of the same dtype, whose error sets the scale; it also gives shape and dtype.
         gold: the definition in FP64.
-        magnitude: FP64 sum of the magnitudes of the terms each element is the sum of.
+        magnitude: for each element, the FP64 sum of the magnitudes of its terms.
         tolerance: the contract's row.
         direction: ``forward`` or ``gradient``.
-        rounding: share of ``magnitude`` that rounding may move a result by.
-        calibrated: whether plain PyTorch is known to stay inside the fence; if not, the fence has room for its error.
+        rounding: how far rounding may move a result, as a share of ``magnitude``.
+        calibrated: whether plain PyTorch is known to stay inside the fence; if not, the fence is widened to allow for
+            its error.
     """
     wrong = described(candidate, eager)
     if wrong:
@@ -83,7 +84,7 @@ def accuracy(
     if not gold.numel():
         return Comparison(False, message="an empty result proves nothing")
     value = candidate.double()
-    # What is rounded past the largest number is infinite.
+    # A value that rounds to more than the largest number becomes infinite.
     largest = torch.finfo(eager.dtype).max * (1 + torch.finfo(eager.dtype).eps / 4)
     gold = torch.where(gold.abs() > largest, gold.sign() * torch.inf, gold)
     special = ~gold.isfinite()
@@ -96,7 +97,7 @@ def accuracy(
     slack = ulp(finite, eager.dtype) + rounding * torch.where(special, 0.0, magnitude)
     plain = torch.where(special, 0.0, eager.double() - gold).abs()
     factor = FACTORS[direction]
-    # It is absolute; terms far larger than usual are rounded by more than that.
+    # The fence is absolute, but rounding of unusually large terms can exceed it.
     fence = tolerance.atol + tolerance.rtol * finite.abs() + slack / 2
     if not calibrated:
         fence = fence.clamp(min=float(factor * plain.nan_to_num().max()))
@@ -119,7 +120,7 @@ def accuracy(
 
 
 def parity(candidate: torch.Tensor, other: torch.Tensor, tolerance: Tolerance) -> Comparison:
-    """Hold two backends' results to the contract's row for both: ``|a - b| <= atol + rtol |b|``."""
+    """Check that the results of two backends differ by at most ``|a - b| <= atol + rtol |b|``."""
     wrong = described(candidate, other)
     if wrong:
         return Comparison(False, message=wrong)
@@ -153,7 +154,7 @@ def ulp(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def bits(candidate: torch.Tensor, expected: torch.Tensor) -> Comparison:
-    """Require equal bits in the integer view: +0 and -0 differ, NaN equals the same NaN."""
+    """Require equal bits in the integer view: +0 and -0 differ, NaNs with equal bits are equal."""
     wrong = described(candidate, expected)
     if wrong:
         return Comparison(False, message=wrong)
@@ -174,6 +175,6 @@ def bits(candidate: torch.Tensor, expected: torch.Tensor) -> Comparison:
 
 
 def _at(where: torch.Tensor, candidate: torch.Tensor, expected: torch.Tensor) -> str:
-    """Say what stands at the first place where ``where`` holds."""
+    """Return the index and both values of the first element where ``where`` is True."""
     index = tuple(int(i) for i in where.nonzero()[0])
     return f"at {list(index)} got {float(candidate[index]):.9g}, expected {float(expected[index]):.9g}"

@@ -3,8 +3,8 @@
     class TestConformance(Conformance):
         operator = OPERATOR
 
-Rules are those of the operators: one signature, one validator, repeatable, invariant, torch-native, no silent stand-in,
-global state left as found.
+The rules are the project's rules for operators: one signature, one validator, repeatable, invariant, torch-native, no
+silent fallback, global state unchanged.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from rl_kernels.lab.check.result import Check, Skip
 from rl_kernels.lab.check.run import Run
 
 HELD = {"fp32": tuple(RELATIONS), "bf16": ("accuracy", "gradients", "invariance"), "fp16": ("accuracy", "gradients")}
-"""Relations by dtype; the CPU works on every dtype in FP32, so bits need no third round."""
+"""Relations by dtype; the CPU computes every dtype in FP32, so bits are not checked in a third dtype."""
 SMALL, SHORT = 5000, 40
-"""Generated cases that Triton's interpreter runs: the product of the sizes, and each but the last, are not larger."""
+"""Limits of generated cases in Triton's interpreter: of the product of the sizes, and of each size but the last."""
 
 
 def device() -> torch.device:
@@ -55,11 +55,11 @@ def cell(operator: Operator, case: Case, dtype: str = "fp32", backend: str = "au
 
 
 class Conformance:
-    """Holds ``operator`` to the rules, on every backend that runs here and every quick case."""
+    """Checks the rules for ``operator``, on every backend that runs here and every quick case."""
 
     operator: ClassVar[Operator]
     large: ClassVar[Sequence[Case]] = ()
-    """Calls that fill a GPU, in each way that a backend may cut its work; by default the operator's plainest case."""
+    """Calls that fill a GPU, one for each way a backend may split its work; by default the operator's plainest case."""
 
     @classmethod
     def pytest_generate_tests(cls, metafunc: pytest.Metafunc) -> None:
@@ -76,7 +76,7 @@ class Conformance:
                 for case in cases
                 if not _interpreted(backend) or _is_interpreted(spec_of(cls.operator), case, relation, dtype)
                 if not case.relations or relation in case.relations
-                # A case of a dtype of its own is the same in every run.
+                # A case with its own dtype is the same in every run.
                 if not case.dtype or dtype == next(iter(HELD))
                 if relation != "robustness" or case.name in starts
                 if relation != "parity" or len(_runnable(cls.operator)) > 1
@@ -114,13 +114,13 @@ class Conformance:
 
     @pytest.mark.gpu
     def test_hundred_runs_beside_another_stream(self, backend: str, large_case: Case) -> None:
-        """Rule 6 at sizes that fill the chip: which block runs first, and beside what, changes no bit."""
+        """Rule 6 at sizes that fill the GPU: the order of blocks and other work change no bit."""
         found = differing_runs(self._large(backend, large_case), 100)
         assert found == dict.fromkeys(found, 0)
 
     @pytest.mark.gpu
     def test_large_calls_follow_no_batch(self, backend: str, large_case: Case) -> None:
-        """Rule 7 between sizes that fill the chip, whose work is cut in other ways, and small ones."""
+        """Rule 7 between sizes that fill the GPU, whose work is split in other ways, and small ones."""
         records = hold(self._large(backend, large_case), "invariance")
         checks = [record for record in records if isinstance(record, Check)]
         assert checks
@@ -133,22 +133,22 @@ class Conformance:
         return cell(self.operator, case, "bf16", backend)
 
     def test_planted_bug_is_caught(self, mutants: Mutants, bug: Bug) -> None:
-        """The quick cases show each bug that is planted in a copy of a backend."""
+        """The quick cases catch each bug that is planted in a copy of a backend."""
         assert _honest(self.operator, mutants.backend, mutants.cases).planted(mutants, bug).caught
 
     def test_negative_control_is_caught(self, catching: str, control: str) -> None:
-        """The quick cases show each way to spoil the operator from outside, by the relation that is meant for it."""
+        """The quick cases catch each negative control, by the relation that is meant for it."""
         found = _honest(self.operator, AUTO).spoilt(control, CONTROLS[catching][control], catching)
         if found is None:
             pytest.skip("does not apply to this operator")
         assert found.caught
 
     def test_inductor(self) -> None:
-        """Rule 9, with the default compiler, whose first call this is."""
+        """Rule 9, for the first call under the default compiler."""
         case = spec_of(self.operator).case()
         torch.compiler.reset()
         compiled = torch.compile(self.operator.function(), fullgraph=True)
-        # At its first use the compiler itself writes into the environment, which a call of ours may not.
+        # At its first use the compiler writes environment variables, which a checked call may not, so call it before.
         compiled(**_inputs(self.operator, case))
         _same(self.operator, case, _run(self.operator, case, compiled))
 
@@ -165,7 +165,7 @@ class Conformance:
     def test_import_is_quiet_and_light(self) -> None:
         """Rule 11: importing the package prints nothing and imports no GPU library."""
         code = (
-            # PyTorch brings a part of cuda.bindings itself, where that is installed.
+            # PyTorch itself imports a part of cuda.bindings, if that is installed.
             "import sys, torch; before = set(sys.modules)\n"
             f"import {self.operator.package}, {self.operator.spec}\n"
             "heavy = {'triton', 'cuda', 'cuda.core', 'cuda.bindings.nvrtc'} & sys.modules.keys() - before\n"
@@ -195,12 +195,12 @@ class Conformance:
             wanted = [name for name in public if name not in spec.unread]
             taken = inspect.signature(reference).parameters.values()
             names = [parameter.name for parameter in taken if parameter.kind != parameter.VAR_KEYWORD]
-            # One that hands options on names only those that it reads itself.
+            # A definition with **kwargs names only the options that it reads itself.
             assert [name for name in wanted if name in names] == names
             assert len(names) < len(taken) or names == wanted
 
     def test_forcing_and_record(self) -> None:
-        """Rule 10: an explicit backend runs or raises; what ran is recorded."""
+        """Rule 10: an explicit backend runs or raises; the backend that ran is recorded."""
         case = spec_of(self.operator).case()
         for backend in self.operator.backends:
             call = partial(function_of(self.operator), **_inputs(self.operator, case))
@@ -229,7 +229,7 @@ def _runnable(operator: Operator) -> list[str]:
 
 
 def _accelerated(operator: Operator) -> list[str]:
-    """Return the backends that have kernels of their own, or all where none has."""
+    """Return the backends with kernels of their own, or all backends if there are none."""
     names = [backend.name for backend in operator.backends]
     return [name for name in names if name != "native"] or names
 
@@ -240,10 +240,10 @@ def _interpreted(backend: str) -> bool:
 
 
 def _is_interpreted(spec: Spec, case: Case, relation: str, dtype: str) -> bool:
-    """Say whether Triton's interpreter runs a case; a GPU runs all.
+    """Say whether a case runs in Triton's interpreter; a GPU runs all cases.
 
-    What a call must leave alone is shown by the first case and those that show the planted bugs. In FP16 a case that
-    has gradients is held to them or to its outputs alone; one made in numbers in one dtype, to one of the two.
+    Hygiene and parity run on the first case and on the cases that catch the planted bugs. In FP16 a case with gradients
+    checks either its outputs or its gradients. A generated case checks one of the two, in one dtype.
     """
     if relation == "torch":
         return case.name == spec.first_of(case.function).name
@@ -260,7 +260,7 @@ def _is_interpreted(spec: Spec, case: Case, relation: str, dtype: str) -> bool:
 
 
 def _promising(operator: Operator) -> list[str]:
-    """Return the backends that run here and keep all promises: only there does a broken one show."""
+    """Return the backends that run here and make all promises: a broken promise shows only there."""
     return [name for name in _runnable(operator) if operator.backend(name).promises[device().type] == INVARIANT]
 
 

@@ -1,4 +1,4 @@
-"""Turn whatever a candidate does into named results or a clear failure."""
+"""Turn the outcome of a candidate's call into named results or a clear failure."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from rl_kernels.core.dispatch import BackendUnavailable
 from rl_kernels.core.testing.surroundings import changed
 
 Results = dict[str, torch.Tensor]
-LEFT = "did not leave as it found"
+LEFT = "changed global state"
 
 
 class Misbehaved(Exception):
-    """A candidate did not answer as an operator must; the message says how."""
+    """A candidate did not behave as an operator must; the message says how."""
 
     def __init__(self, message: str, traceback: str = "") -> None:
         super().__init__(message)
         self.traceback = traceback
-        """Of the exception that the candidate raised, if it did."""
+        """Traceback of the exception that the candidate raised, if it did."""
 
 
 def equal(found: torch.Tensor | None, expected: torch.Tensor) -> bool:
-    """Say whether a result is there with the numbers that are expected, any NaN being as good as another."""
+    """Say whether a result exists and has the expected numbers; all NaNs are equal."""
     return found is not None and torch.equal(found.nan_to_num(), expected.nan_to_num())
 
 
 def as_found(phase: str, before: dict[str, Any]) -> None:
-    """Raise if something of the global state is no longer as it was."""
+    """Raise if the global state has changed."""
     names = changed(before)
     if names:
         raise Misbehaved(f"{phase} {LEFT}: {', '.join(names)}")
 
 
 def or_refused(run: Callable[[], Any]) -> Any:
-    """Return what ``run`` returns, or what it says where it refuses."""
+    """Return what ``run`` returns, or the message of its error."""
     try:
         return run()
     except Misbehaved as error:
@@ -46,7 +46,7 @@ def or_refused(run: Callable[[], Any]) -> Any:
 
 
 def named(result: Any, single: str) -> Results:
-    """Name the tensors of a result: the fields of a NamedTuple, also of one in it, or ``single`` for a bare tensor."""
+    """Name the tensors of a result: the fields of a NamedTuple or of one nested in it; ``single`` for a bare tensor."""
     if isinstance(result, torch.Tensor):
         return {single: result}
     if isinstance(result, tuple) and hasattr(result, "_fields"):
@@ -65,8 +65,8 @@ def named(result: Any, single: str) -> Results:
 def guarded(phase: str, run: Callable[[], Any]) -> Any:
     """Return what ``run`` returns; whatever it raises becomes ``Misbehaved``, with the traceback.
 
-    But ``BackendUnavailable``, because a backend that says beforehand that a call is beyond it has not misbehaved; and
-    Ctrl-C, which is for us. A candidate that raises either has a process of its own (``worker.py``).
+    Two exceptions pass through: ``BackendUnavailable``, because a backend may refuse a call, and Ctrl-C, which is meant
+    for the checker. A user's candidate that raises one of them runs in its own process (``worker.py``).
     """
     try:
         return run()
@@ -77,7 +77,7 @@ def guarded(phase: str, run: Callable[[], Any]) -> Any:
 
 
 def misbehaved(phase: str, error: BaseException) -> Misbehaved:
-    """Say what was raised, and where."""
+    """Describe an exception and where it was raised."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
     return Misbehaved(

@@ -1,4 +1,4 @@
-"""Share a run among processes: each makes the same plan, and takes the next task when it has finished one."""
+"""Share a run among processes: each makes the same plan, and takes the next task when it has finished its last."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _Process:
         self.connection.send(number)
 
     def found(self, task: Task) -> Found | Stopped:
-        """Return what the task that it took has shown, or how the process ended in it."""
+        """Return the records of its task, or how the process ended during it."""
         self.number = None
         try:
             answer: Found = self.connection.recv()
@@ -52,14 +52,14 @@ class _Process:
 
 @contextmanager
 def shared(plan_of: Callable[[], Plan], count: int) -> Iterator[Callable[[Plan], Iterator[tuple[str, Found]]]]:
-    """Start processes, give what ``suite.run`` takes its results from, and end them.
+    """Start processes, yield the argument ``results`` of ``suite.run``, and end the processes.
 
     Args:
         plan_of: makes the plan in each process; it can be pickled.
-        count: of the processes; they share the cores.
+        count: number of processes; they share the cores.
 
     Raises:
-        Stopped: among the results, one ended in the middle of a task.
+        Stopped: while results are read, a process ended in the middle of a task.
     """
     threads = max(1, (os.cpu_count() or 1) // count)
     processes = [_Process(plan_of, threads) for _ in range(count)]
@@ -85,7 +85,7 @@ def _results(processes: list[_Process], tasks: list[Task]) -> Iterator[tuple[str
                 known[done] = found = process.found(tasks[done])
                 if not isinstance(found, Stopped):
                     _take_next(process, waiting)
-        # In the plan's order, so that what came before is told.
+        # In the plan's order, so that all results before a stop are reported.
         result = known.pop(number)
         if isinstance(result, Stopped):
             raise result
@@ -99,7 +99,7 @@ def _take_next(process: _Process, waiting: Iterator[int]) -> None:
 
 
 def _work(connection: Connection, plan_of: Callable[[], Plan], threads: int) -> None:
-    # Ctrl-C is for the process that reports.
+    # Only the reporting process handles Ctrl-C.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(threads)
     with redirect_stdout(sys.stderr):

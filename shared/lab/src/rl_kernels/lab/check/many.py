@@ -1,4 +1,4 @@
-"""One function called thousands of times in turn, and by two threads at once."""
+"""Call one function thousands of times, and from two threads at once."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from rl_kernels.core.testing.surroundings import global_state
 from rl_kernels.lab.check.guard import Misbehaved, Results, as_found, equal, guarded, misbehaved, named
 
 OTHERS = 5000
-"""Calls on each of the other inputs at the end, as time allows, which may not change what the first call gave."""
+"""Calls on each of the other inputs at the end, as time allows; they must not change the first result."""
 
 
 def call_often(
     call: Callable[[Inputs], Any], output: str, inputs: Sequence[Inputs], calls: int, seconds: float
 ) -> dict[str, Any]:
-    """Call again and again on copies of each of the inputs in turn, for so many seconds at most.
+    """Call up to ``calls`` times on copies of the inputs in turn, for at most ``seconds``.
 
-    Returns a result, one of the same inputs that has other bits or the same one as it is at the end, and how many calls
-    there were.
+    Returns:
+        ``first``, the first result of an input; ``other``, a later result of this input with other bits, or, if there
+        was none, the first result as it is at the end; and ``number``, the number of calls.
     """
     copies = [copy.deepcopy(given) for given in inputs]
 
@@ -36,7 +37,7 @@ def call_often(
     with torch.no_grad():
         before = global_state()
         kept = [bits(place) for place in range(len(copies))]
-        # Of their own memory: what a call returns, a later one may overwrite.
+        # Clones, because a later call may overwrite what an earlier one returned.
         first = [{name: value.clone() for name, value in results.items()} for results, _ in kept]
         number, end = len(copies), time.monotonic() + seconds
         while number < calls and time.monotonic() < end:
@@ -45,7 +46,7 @@ def call_often(
             number += 1
             if found != kept[place][1]:
                 return {"first": first[place], "other": other, "number": number}
-        # In turn, what is used again after an even number of calls would always hold the same result.
+        # When inputs alternate, a buffer that is reused after an even number of calls always holds the same result.
         for place in range(len(copies) - 1, 0, -1):
             end = time.monotonic() + seconds
             for _ in range(OTHERS):
@@ -56,7 +57,11 @@ def call_often(
 
 
 def call_in_threads(call: Callable[[Inputs], Any], output: str, inputs: Sequence[Inputs], calls: int) -> list[Results]:
-    """Call on each of the inputs in a thread of its own, all at once: of each the first result that has other bits."""
+    """Call on each of the inputs in its own thread, all at once.
+
+    Returns:
+        for each input the expected result, then the first one with other numbers, or the expected one again.
+    """
     copies = [copy.deepcopy(given) for given in inputs]
 
     def once(place: int) -> Results:
@@ -74,7 +79,7 @@ def call_in_threads(call: Callable[[Inputs], Any], output: str, inputs: Sequence
                     if any(not equal(found.get(name), value) for name, value in expected[place].items()):
                         results[place] = found
                         return
-        except BaseException as error:  # KeyboardInterrupt too: in a thread, it would only end that.
+        except BaseException as error:  # KeyboardInterrupt too: it would end only the thread.
             results[place] = error if isinstance(error, Misbehaved) else misbehaved("forward", error)
 
     threads = [threading.Thread(target=repeat, args=(place,), daemon=True) for place in range(len(copies))]

@@ -1,4 +1,4 @@
-"""What a run consists of: the candidates of each setting, their cells, and the bugs to plant."""
+"""The parts of a run: the candidates of each setting, their cells, and the bugs to plant."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Task:
-    """A share of a run that needs no other: all relations on one cell, or one planted bug."""
+    """An independent part of a run: all relations on one cell, or one planted bug."""
 
     name: str
     run: Callable[[], Iterator[Record | Mutation]]
@@ -32,16 +32,16 @@ class Task:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to run: everything is known to be usable before anything runs."""
+    """What to run; all of it is validated before anything runs."""
 
     parts: Sequence[Part]
     relations: Sequence[str]
     suite: str = "quick"
     sizes: Mapping[str, int] = field(default_factory=dict)
     constant: tuple[float, int] | None = None
-    """Also fill the inputs of every case with these."""
+    """(value, token): also run every case with inputs filled with these."""
     case: str = ""
-    """Run this case alone."""
+    """Run only this case."""
     plants_bugs: bool = False
     """Also plant bugs, which the checks must catch."""
     fails_fast: bool = False
@@ -62,7 +62,7 @@ class Plan:
         for part in self.parts:
             for candidate in part.candidates:
                 for cell in self.of(candidate, part.setting):
-                    # A case of its own dtype is the same in every part.
+                    # A case with its own dtype is the same in every part.
                     repeated = part is not self.parts[0] and cell.case.dtype
                     if self.case in ("", cell.case.name) and not repeated:
                         yield cell
@@ -79,13 +79,13 @@ class Plan:
                     yield Cell(candidate, spec, filled, replace(setting, constant=self.constant))
 
     def tasks(self) -> Iterator[Task]:
-        """Yield what the run consists of: the cells, then the bugs if any are to be planted."""
+        """Yield the tasks of the run: the cells, then the bugs if any are to be planted."""
         for cell in self.cells():
             yield Task(cell.name, partial(_held, cell, self.relations))
-        # The quick cases must catch them: they are what a developer runs.
+        # The quick cases must catch them, because developers run those.
         quick = replace(self, suite="quick")
         for part in self.parts if self.plants_bugs else ():
-            # Bugs are planted in our backends: they say nothing of an implementation of a user's.
+            # Bugs are planted in our backends only, so they say nothing about a user's implementation.
             ours = [candidate for candidate in part.candidates if candidate.worker is None]
             for operator in {candidate.operator.name: candidate.operator for candidate in ours}.values():
                 for name, plant in bugs_of(operator, partial(quick.of, setting=part.setting), part.setting):
@@ -109,7 +109,7 @@ class Plan:
 def _exempt(cell: Cell, relation: str) -> bool:
     try:
         return exempt(cell, relation) is not None
-    except Exception:  # Inputs that cannot be drawn: running it says so.
+    except Exception:  # If the inputs cannot be drawn, running the case reports it.
         return False
 
 

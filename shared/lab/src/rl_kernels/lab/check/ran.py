@@ -1,4 +1,4 @@
-"""What a call of a candidate can be asked for, whether it was made here (``run``) or in a process of its own."""
+"""The interface of a candidate's call, made in this process (``run``) or in the candidate's own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rl_kernels.lab.check.guard import Results
 
 
 class Ran(Protocol):
-    """One call of a candidate, here or in a process of its own."""
+    """One call of a candidate, in this process or in its own."""
 
     @property
     def inputs(self) -> Inputs:
@@ -20,7 +20,7 @@ class Ran(Protocol):
 
     @property
     def outputs(self) -> Results:
-        """As the call gave them."""
+        """The results of the call."""
 
     @property
     def attached(self) -> Collection[str]:

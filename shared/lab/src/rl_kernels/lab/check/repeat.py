@@ -12,9 +12,9 @@ from rl_kernels.lab.check.cell import Cell
 from rl_kernels.lab.check.guard import Results
 
 SIZE = 4096
-"""Rows and columns of the products of the other stream: one fills any GPU."""
+"""Rows and columns of the products on the other stream: one product fills any GPU."""
 ATTEMPTS = 3
-"""How many times the wanted number of runs is tried, at most, to have that many beside other work."""
+"""Limit of the attempted runs, as a multiple of the runs that must overlap other work."""
 
 
 class OtherStream:
@@ -24,14 +24,14 @@ class OtherStream:
         self._ends: list[torch.cuda.Event] = []
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         if self._stream is not None:
-            # Of a generator of its own: what is drawn elsewhere must not depend on this.
+            # Its own generator, so that numbers drawn elsewhere do not depend on it.
             source = torch.Generator(device).manual_seed(0)
             self._factor = torch.randn(SIZE, SIZE, generator=source, device=device, dtype=torch.bfloat16)
             self._product = torch.empty_like(self._factor)
             torch.cuda.synchronize(device)
 
     def top_up(self, products: int) -> None:
-        """Queue products until this many are not done."""
+        """Queue products until this many are pending."""
         if self._stream is None:
             return
         self._ends = [end for end in self._ends if not end.query()]
@@ -42,7 +42,7 @@ class OtherStream:
 
     @property
     def is_busy(self) -> bool:
-        """Say whether something that was queued is not done."""
+        """Say whether queued work is pending."""
         return self._stream is None or not all(end.query() for end in self._ends)
 
 
@@ -53,10 +53,10 @@ def other_stream(device: torch.device) -> OtherStream:
 
 
 def differing(run: Callable[[], Results], runs: int, other: OtherStream) -> dict[str, int]:
-    """Return, by result, how many elements of the later runs have not the bits that they have in the first.
+    """Return, for each result, how many elements of later runs differ in bits from the first run.
 
-    A run counts if the other stream was still at work when it ended. A result that is missing in a run, or of another
-    shape or dtype, differs in all its elements. The counts stay on the device until the end.
+    A run counts only if the other stream was still busy when it ended. A result that is missing in a run, or has
+    another shape or dtype, differs in all its elements. The counts stay on the device until the end.
 
     Raises:
         RuntimeError: the other stream could not be kept busy.
@@ -76,7 +76,7 @@ def differing(run: Callable[[], Results], runs: int, other: OtherStream) -> dict
             counted += 1
         else:
             products *= 2
-    raise RuntimeError(f"the other stream was still at work at the end of {counted} runs only, wanted {runs}")
+    raise RuntimeError(f"the other stream was still busy at the end of only {counted} runs, expected {runs}")
 
 
 def _unlike(found: torch.Tensor | None, expected: torch.Tensor) -> torch.Tensor | int:
@@ -86,12 +86,12 @@ def _unlike(found: torch.Tensor | None, expected: torch.Tensor) -> torch.Tensor 
 
 
 def _wait(results: Results) -> None:
-    """Wait for the stream on which the results are made, and for no other."""
+    """Wait for the stream that makes the results, and for no other."""
     for device in {value.device for value in results.values() if value.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
 
 
 def differing_runs(cell: Cell, runs: int) -> dict[str, int]:
-    """Return what ``differing`` counts for forward and backward of a candidate on the inputs of a case."""
+    """Return the counts of ``differing`` for forward and backward of a candidate on the inputs of a case."""
     upstream = cell.upstream(cell.run())
     return differing(lambda: cell.run().results(upstream), runs, other_stream(cell.setting.device))

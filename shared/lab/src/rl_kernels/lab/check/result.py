@@ -1,4 +1,4 @@
-"""What a check leaves behind: records of what was compared, of what was left out, and of planted bugs."""
+"""The records of a run: comparisons, skips, and planted bugs."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class CaseId(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> CaseId:
-        """Take a printed id apart; ``ValueError`` if it has too few parts."""
-        # A candidate may be the path of a file; the other parts hold no slash.
+        """Parse a printed id; ``ValueError`` if it has too few parts."""
+        # A candidate may be the path of a file; the other parts contain no slash.
         operator, *candidate, dtype, relation, case = text.split("/") if text.count("/") >= 4 else [""] * 5
         if not all((operator, "/".join(candidate), dtype, relation, case)):
             raise ValueError(f"expected OPERATOR/CANDIDATE/DTYPE/RELATION/CASE, got {text!r}")
@@ -47,7 +47,7 @@ class Check:
 
     @property
     def passed(self) -> bool:
-        """Whether the comparison holds."""
+        """Whether the comparison passed."""
         return self.comparison.passed
 
     @property
@@ -73,13 +73,13 @@ Record = Check | Skip
 
 @dataclass(frozen=True)
 class Mutation:
-    """What became of a planted bug.
+    """The outcome of a planted bug.
 
     Attributes:
-        operator: in which operator.
+        operator: operator with the bug.
         candidate: the honest implementation that was spoilt.
-        dtype: of the cases.
-        name: of the bug.
+        dtype: dtype of the cases.
+        name: name of the bug.
         caught: the first failed check that the honest implementation passes; None if the bug escaped.
     """
 

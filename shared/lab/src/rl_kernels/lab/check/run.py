@@ -1,4 +1,4 @@
-"""Call an implementation on copies of the inputs, and ask for what a trainer would: gradients, again, after a write."""
+"""Call an implementation on copies of the inputs, then do what a trainer may do: backward, again, after a write."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Run:
         self.outputs: Results = {name: value.detach().clone() for name, value in self._attached.items()}
 
     def _forward(self) -> Results:
-        # A dict of its own: a candidate that edits its keyword arguments must not hide what it did to the tensors.
+        # A copy of the dict: a candidate that edits its keyword arguments must not hide changes to the tensors.
         given = dict(self.inputs)
         if self._around.computed:
             given |= {name: leaf.clone() for name, leaf in self._leaves.items()}
@@ -65,7 +65,7 @@ class Run:
             try:
                 return guarded(phase, run)
             finally:
-                # Where it raised, that comes first; but an error may leave things changed too.
+                # Also after an error, which may leave global state changed too.
                 as_found(phase, before)
 
     def _device_type(self) -> str:
@@ -102,7 +102,7 @@ class Run:
         written = [name for name, leaf in self._leaves.items() if leaf.grad is not None]
         if written:
             raise Misbehaved(f"backward wrote .grad of {', '.join(written)}, which autograd does")
-        # What was added to a buffer is what there is of a gradient.
+        # If there is no gradient, take what was added to main_grad.
         grads |= {name: getattr(self._leaves[name], "main_grad", None) for name, grad in grads.items() if grad is None}
         missing = [name for name, grad in grads.items() if grad is None]
         if missing and upstream.keys() >= self.attached:
@@ -129,7 +129,7 @@ class Run:
         return [self._attached[name] for name in upstream]
 
     def results(self, upstream: Mapping[str, torch.Tensor], *, looks: bool = True) -> Results:
-        """Return outputs and, if there is an upstream gradient, gradients; who ``looks`` at values waits for a GPU."""
+        """Return outputs and, given an upstream gradient, gradients; ``looks`` checks values, which waits for a GPU."""
         backward = self.gradients if looks else self._backward
         return {**self.outputs, **(backward(upstream) if upstream and self._leaves else {})}
 
@@ -157,7 +157,7 @@ class Run:
 
         def write() -> None:
             for value in self.kept.values():
-                # A scalar that is NaN and one that is expanded show alike: by the next result, or by an error.
+                # An output that is cached or expanded shows up in the next result, or by an error here.
                 value.copy_(torch.full_like(value, torch.nan) if value.is_floating_point() else value)
 
         with torch.no_grad():
@@ -223,5 +223,5 @@ class Run:
         return found
 
     def _refused_or(self, phase: str, run: Callable[[], Any]) -> Any:
-        """Return what ``run`` returns, or the error that refuses it; state left changed is no refusal."""
+        """Return what ``run`` returns, or the message of its error; raise if global state was changed."""
         return self._watched(phase, lambda: or_refused(lambda: guarded(phase, run)))

@@ -1,4 +1,4 @@
-"""Run a plan: its records, and what became of the bugs planted in it."""
+"""Run a plan; return its records and the outcomes of the planted bugs."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ class Stopped(RuntimeError):
 
 @dataclass(frozen=True)
 class Report:
-    """The records of a run, and what became of the bugs planted in it."""
+    """The records of a run, and the outcomes of the planted bugs."""
 
     plan: Plan
     records: tuple[Record, ...]
     mutations: tuple[Mutation, ...] = ()
     interrupted: str = ""
-    """What stopped it before its end, if anything did."""
+    """What stopped the run early, if anything did."""
 
     @property
     def checks(self) -> list[Check]:
-        """What ran."""
+        """The checks that ran."""
         return [record for record in self.records if isinstance(record, Check)]
 
     @property
@@ -39,13 +39,13 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """At least one check ran, every one that ran holds, and no planted bug escaped."""
+        """Whether at least one check ran, every check passed, no planted bug escaped, and nothing stopped the run."""
         holds = bool(self.checks) and all(check.passed for check in self.checks) and not self.interrupted
         return holds and all(mutation.caught for mutation in self.mutations)
 
     @property
     def pass_rate(self) -> float:
-        """Share of the checks that hold, 0 if none ran."""
+        """Share of the checks that passed, 0 if none ran."""
         return sum(check.passed for check in self.checks) / max(len(self.checks), 1)
 
     @property
@@ -85,10 +85,10 @@ def run(
 
     Args:
         plan: what to run.
-        skips: what was left out of it, and why.
-        progress: is told the name of each task.
-        results: gives the tasks' names and what they showed, in the plan's order; by default one is run after the
-            other, here.
+        skips: what was left out of the plan, and why.
+        progress: called with the name of each task.
+        results: returns the names and records of the tasks, in the plan's order; by default the tasks run one after
+            the other in this process.
     """
     records: list[Record] = list(skips)
     mutations: list[Mutation] = []

@@ -20,7 +20,7 @@ SCALES = {
     " upstream x1e-12": 1e-12,
 }
 LARGE = (65536.0, 64.0)
-"""A scale of losses that trainers use, and what is tried where that would leave the range of the gradients."""
+"""A loss scale that trainers use, and a smaller one for gradients that it would make overflow."""
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,10 @@ class Upstream:
     """An upstream gradient for each output.
 
     Attributes:
-        label: what is said of it behind the name of a gradient.
-        values: what the candidate is given.
+        label: suffix to the name of a gradient.
+        values: the upstream gradients that the candidate gets.
         scale: how many times larger than usual they are.
-        ignored: where ``values`` may hold anything, by output; the definition is given 0 there.
+        ignored: output -> positions where ``values`` may hold anything; the definition gets 0 there.
     """
 
     label: str
@@ -41,7 +41,7 @@ class Upstream:
 
     @property
     def defined(self) -> Results:
-        """What the definition is given."""
+        """The upstream gradients that the definition gets."""
         ignored = self.ignored or {}
         return {
             name: value.masked_fill(ignored[name], 0.0) if name in ignored else value
@@ -50,12 +50,12 @@ class Upstream:
 
 
 def upstreams(cell: Cell, upstream: Results, peak: float) -> Iterator[Upstream]:
-    """Yield the random upstream, then the same in other sizes and layouts; of a brief cell only one of these.
+    """Yield the random upstream, then variants in other sizes and layouts; for a brief cell, only one variant.
 
-    ``peak`` is the size of the largest gradient of the first.
+    ``peak`` is the largest magnitude of the gradients for the random upstream.
     """
     most = torch.finfo(ALL_DTYPES[cell.dtype_name]).max / 2
-    # A gradient between, such as that of a logit, is as large as what its row is given, and of that dtype too.
+    # Intermediate gradients, such as those of logits, can be as large as the upstream of their row, in the same dtype.
     peak = max(peak, *(float(value.abs().max()) for value in upstream.values() if value.ndim and value.numel()), 0.0)
     large = next((scale for scale in LARGE if peak * scale < most), 1.0)
     kinds = list(_kinds(cell, upstream, large))
@@ -63,7 +63,7 @@ def upstreams(cell: Cell, upstream: Results, peak: float) -> Iterator[Upstream]:
     if cell.is_brief or cell.is_slow:
         yield kinds[zlib.crc32(cell.case.name.encode()) % len(kinds)]
         if cell.dtype_name == "fp16":
-            # Small gradients are lost in it, which is why trainers scale their losses.
+            # FP16 loses small gradients, which is why trainers scale their losses.
             yield kinds[len(SCALES)]
     else:
         yield from kinds
@@ -73,7 +73,7 @@ def _kinds(cell: Cell, upstream: Results, large: float) -> Iterator[Upstream]:
     for label, scale in SCALES.items():
         yield Upstream(label, _scaled(upstream, scale), abs(scale))
     yield Upstream(f" upstream x{large:g}", _scaled(upstream, large), large)
-    # What ``result.sum().backward()`` gives: one number, seen everywhere.
+    # What ``result.sum().backward()`` gives: one number, expanded.
     ones = {name: value.new_ones(()).expand(value.shape) for name, value in upstream.items()}
     yield Upstream(" upstream expanded", ones)
     if any(value.ndim for value in upstream.values()):
@@ -95,7 +95,7 @@ def _scaled(upstream: Results, scale: float) -> Results:
 
 
 def _along(value: torch.Tensor, dim: int) -> torch.Tensor:
-    """Return what ``(value.sum(dim) * weights).sum()`` gives: the same numbers all along a dim, with a stride of 0."""
+    """Return an upstream as of ``(value.sum(dim) * weights).sum()``: constant along a dim, with stride 0."""
     if dim >= value.ndim or not value.shape[dim]:
         return value
     return value.narrow(dim, 0, 1).expand(value.shape)

@@ -1,4 +1,4 @@
-"""A user's own implementation as a candidate of the checker, called in a process of its own."""
+"""A user's own implementation as a candidate of the checker, called in its own process."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from rl_kernels.lab.check.guard import Misbehaved
 from rl_kernels.lab.check.isolation.remote import TIMEOUT, Worker
 
 JUDGED_ON = ("accuracy", "gradients", "repeatability", "invariance", "hygiene")
-"""Relations that say something about results; how errors are worded, and the rest, is ours."""
+"""Relations about results; the others check error messages and other rules of this project."""
 _REQUIRED = inspect.Parameter.empty
 
 
 def user_candidate(operator: Operator, target: str, timeout: float = TIMEOUT) -> Candidate:
     """Return a user's implementation, ``MODULE:CALLABLE`` or ``path/to/file.py:callable``, under that name.
 
-    One that is called like another public function of the operator is held to that function's cases, and any other to
-    the operator's own; the other functions' cases are skipped. It gets the options that its signature names: one by
-    one, or grouped as in our function, such as ``objective``.
+    A callable with the name of another public function of the operator is checked on that function's cases, any other
+    callable on the operator's own; cases of other functions are skipped. It gets the options that its signature names:
+    one by one, or grouped as in our function, such as ``objective``.
 
     Raises:
         ValueError: the module cannot be imported, or holds no such callable.
@@ -32,7 +32,7 @@ def user_candidate(operator: Operator, target: str, timeout: float = TIMEOUT) ->
     try:
         described = worker.start()
     except Misbehaved:
-        # Its process ended, or hung: every call will fail, and say so.
+        # Its process ended or hung: every call will fail with that message.
         described = {"name": "", "takes": None}
     public = {case.function for case in spec.cases}
     implemented = described["name"] if described["name"] in public else ""
@@ -41,7 +41,7 @@ def user_candidate(operator: Operator, target: str, timeout: float = TIMEOUT) ->
         taken |= {member for name, kind in spec.groups.items() if name in taken for member in members(kind)}
 
     def call(function: str, inputs: Inputs) -> Any:
-        raise NotImplementedError("it is called in its own process only")
+        raise NotImplementedError("it is called only in its own process")
 
     def takes(function: str, argument: str) -> bool:
         optional = inspect.signature(function_of(operator, function)).parameters[argument].default is not _REQUIRED

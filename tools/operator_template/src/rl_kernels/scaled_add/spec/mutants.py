@@ -9,7 +9,7 @@ BUGS = (
     Bug("scale missing in the gradient", "(scale * upstream.to(scale.dtype))", "(upstream.to(scale.dtype))"),
     Bug("term rounded on the way", "scale * y.to(scale.dtype))", "scale * y.bfloat16().to(scale.dtype))"),
     Bug("output not written", ".to(x.dtype).contiguous()", ".to(x.dtype).new_empty(x.shape)"),
-    Bug("gradient follows the rows", "upstream.contiguous().clone()", "upstream * (1 + 2e-7 * (len(upstream) % 2))"),
+    Bug("gradient depends on rows", "upstream.contiguous().clone()", "upstream * (1 + 2e-7 * (len(upstream) % 2))"),
 )
 
 MUTANTS = (Mutants("native", ("rl_kernels.scaled_add.backends.native",), BUGS),)

@@ -1,1 +1,1 @@
-"""A candidate in a process of its own: what it does to torch, to this program or to itself stays there."""
+"""A candidate in its own process: what it does to torch, to this program or to itself does not affect the checker."""

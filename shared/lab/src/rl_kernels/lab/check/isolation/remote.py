@@ -1,4 +1,4 @@
-"""The checker's side of a candidate's process: starts it, asks it, and survives whatever becomes of it."""
+"""The checker's side of a candidate's process: starts it, sends requests, and survives its crashes and hangs."""
 
 from __future__ import annotations
 
@@ -23,45 +23,45 @@ from rl_kernels.lab.check.isolation import wire
 from rl_kernels.lab.check.run import PLAIN
 
 TIMEOUT = 60.0
-"""Seconds that an answer may take, and loading the candidate at least may; a hang is a failed check."""
+"""Default limit in seconds for an answer; loading the candidate gets at least this. A hang is a failed check."""
 LIVES = 3
-"""How often a candidate's process is started; after that every check fails at once."""
+"""How often a candidate's process may end; after that every check fails at once."""
 CHUNK = 1 << 20
 
 
 class Worker:
-    """A candidate's process, started when it is first needed and again when it has ended."""
+    """A candidate's process, started when first needed, and started again when it has ended."""
 
     def __init__(self, target: str, timeout: float = TIMEOUT, groups: Mapping[str, type] | None = None) -> None:
         self._target, self._timeout = target, timeout
-        # By name: its process imports those that the candidate takes, and no other.
+        # Names only: the process imports just the groups that the candidate takes.
         self._groups = {name: (kind.__module__, kind.__qualname__) for name, kind in (groups or {}).items()}
         self._process: subprocess.Popen[bytes] | None = None
         self._ends: list[str] = []
         self._count = 0
         self._forgotten: list[int] = []
         self.seed: int | None = None
-        """What torch's generator is seeded with before the next call, once."""
+        """Seed for torch's generator before the next call; used once."""
 
     def start(self) -> dict[str, Any]:
         """Start the process and load the candidate; return its name and the arguments that it takes.
 
         Raises:
             ValueError: the module cannot be imported, or holds no such callable.
-            Misbehaved: its process ends, or hangs.
+            Misbehaved: its process ended or hung.
         """
         code = "from rl_kernels.lab.check.isolation.worker import main; main()"
         command = [sys.executable, "-c", code]
-        # The candidate finds its modules where this program would; a session of its own, so that Ctrl-C is for us.
+        # The candidate gets this program's search path, and its own session, so that Ctrl-C reaches only the checker.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         self._process = subprocess.Popen(
             command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True
         )
         assert self._process.stdin is not None
-        # A process that has stopped reads nothing: no request may wait for it for ever.
+        # A stopped process reads nothing, and no request may block on it forever.
         os.set_blocking(self._process.stdin.fileno(), False)
         self._end = weakref.finalize(self, _end, self._process)
-        # A process has libraries to load before it hears of any call.
+        # The process loads its libraries before it answers.
         longest = max(self._timeout, TIMEOUT)
         return self._exchange("load", {"target": self._target, "arguments": sys.argv, "groups": self._groups}, longest)
 
@@ -69,10 +69,10 @@ class Worker:
         """Return the candidate's answer.
 
         Raises:
-            Misbehaved: it raised, gave what is no result, or its process ended or hung.
+            Misbehaved: it raised, gave no valid result, or its process ended or hung.
         """
         if len(self._ends) >= LIVES:
-            raise Misbehaved(f"not called: its process ended {LIVES} times, at last: {self._ends[-1]}")
+            raise Misbehaved(f"not called: its process ended {LIVES} times, the last time with: {self._ends[-1]}")
         if self._process is None:
             self.start()
         return self._exchange(kind, given, self._timeout)
@@ -83,7 +83,7 @@ class Worker:
         return self._count
 
     def forget(self, number: int) -> None:
-        """Let the process forget a call, with the next request: this may be called in the middle of one."""
+        """Free a call in the process with the next request, because this may be called in the middle of one."""
         self._forgotten.append(number)
 
     def stop(self) -> None:
@@ -104,7 +104,7 @@ class Worker:
         except (EOFError, OSError):
             raise self._ended(f"{kind}: {self._last_words()}") from None
         except Exception as error:
-            raise self._ended(f"{kind}: an answer that cannot be read ({type(error).__name__}: {error})") from None
+            raise self._ended(f"{kind}: unreadable answer ({type(error).__name__}: {error})") from None
         if "unusable" in answer:
             self.stop()
             raise ValueError(answer["unusable"])
@@ -159,7 +159,7 @@ class Worker:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and all that it started."""
+    """End a process and all processes that it started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     for pipe in (process.stdin, process.stdout):
@@ -170,7 +170,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 class RemoteRun:
-    """One call of a candidate in its process: what ``Run`` is for a call in this one."""
+    """One call of a candidate in its process, like ``Run`` in this process."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
-"""Messages between the checker and a candidate's process: plain values and tensors, as bytes behind their length.
+"""Messages between the checker and a candidate's process: plain values and tensors, as bytes prefixed by their length.
 
-A tensor travels as its whole storage with size, strides and offset, so that gaps and overlaps arrive as they were; two
-tensors of one storage share it again. What comes from a candidate's process is read without running any code of it:
-nothing but plain values and tensors is accepted.
+A tensor is sent as its whole storage with size, strides and offset, so that gaps and overlaps stay as they were; two
+tensors of one storage share it again. Reading a message never runs code from it: only plain values and tensors are
+accepted.
 """
 
 from __future__ import annotations
@@ -85,15 +85,15 @@ def parse(message: bytes) -> Any:
     """Return the message that these bytes hold.
 
     Raises:
-        pickle.UnpicklingError: they hold something else than plain values and tensors.
+        pickle.UnpicklingError: they hold something other than plain values and tensors.
     """
     return _Unpickler(io.BytesIO(message)).load()
 
 
 def answer(found: Any) -> dict[str, Any]:
-    """Return an answer of a candidate's process, which says one of three things; anything else is a ``ValueError``."""
+    """Return an answer of a candidate's process if it has one of the three known forms, else raise ``ValueError``."""
     if not isinstance(found, dict) or not found.keys() & {"value", "misbehaved", "unusable"}:
-        raise ValueError("expected a value or what went wrong")
+        raise ValueError("expected a value or an error")
     return found
 
 

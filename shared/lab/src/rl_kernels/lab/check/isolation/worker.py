@@ -1,7 +1,7 @@
-"""The candidate's process: loads it, calls it as it is told to, and answers with tensors.
+"""The candidate's process: loads the candidate, calls it on request, and answers with tensors.
 
-Nothing is compared here: a candidate may change any function of this process. What it changes in modules that others
-rely on is looked at before it is loaded and told when asked for.
+Nothing is compared here, because a candidate may change any function of this process. Functions that others rely on are
+recorded before it is loaded; on request the process reports which of them it has replaced.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from rl_kernels.lab.check.many import call_in_threads, call_often
 from rl_kernels.lab.check.run import Run
 
 WATCHED = ("torch", "torch.nn.functional", "torch.autograd", "torch.linalg", "torch.testing", "torch.random", "numpy")
-"""Modules whose public functions a candidate must leave alone, beside those of this package, builtins and math."""
+"""Modules whose public functions a candidate must not replace; so too for this project, builtins and math."""
 
 
 class Host:
-    """Keeps the candidate and its calls, by number, and does what the checker asks for."""
+    """Holds the candidate and its calls by number, and answers the checker's requests."""
 
     def __init__(self) -> None:
         self._loaded: Loaded | None = None
@@ -44,12 +44,12 @@ class Host:
         self._groups: dict[str, type] = {}
 
     def forget(self, numbers: list[int]) -> None:
-        """Give up calls that nobody will ask about again."""
+        """Free calls that no request will ask about again."""
         for number in numbers:
             self._runs.pop(number, None)
 
     def answer(self, kind: str, given: Mapping[str, Any]) -> Any:
-        """Return what a request asks for."""
+        """Return the answer to a request."""
         return getattr(self, f"_do_{kind}")(**given)
 
     def _do_load(self, target: str, arguments: list[str], groups: dict[str, tuple[str, str]]) -> dict[str, Any]:
@@ -130,16 +130,16 @@ class Host:
 
 
 JUDGING = (compare,)
-"""Modules that nothing here uses: a candidate that changes them hopes to be compared by them."""
+"""Modules that only the checker uses: a candidate that changes them tries to influence the comparison."""
 BY_TORCH = ("torch.manual_seed", "torch.random.manual_seed")
-"""What torch's compiler wraps itself, when it is imported."""
+"""Functions that torch's compiler wraps when it is imported."""
 
 
 def _functions() -> dict[str, Any]:
     """Return the public functions and classes that others rely on, by full name."""
     own = [name for name in sys.modules if name.startswith(("rl_kernels.core", "rl_kernels.lab"))]
     modules = [sys.modules[name] for name in (*WATCHED, *own) if name in sys.modules]
-    # Most methods are inherited: one that is replaced hides that of the base class.
+    # Go from base to subclass: a replaced method hides the one of the base class.
     bases = reversed(torch.Tensor.__mro__)
     found = {f"torch.Tensor.{name}": value for base in bases for name, value in vars(base).items()}
     for module in (builtins, math, *JUDGING, *modules):
@@ -152,7 +152,7 @@ def _functions() -> dict[str, Any]:
 
 
 def _plain(results: Results) -> Results:
-    """Return copies that are contiguous, ordinary tensors."""
+    """Return contiguous copies that are ordinary tensors."""
     found = {}
     for name, value in results.items():
         if value.layout != torch.strided or value.device.type not in ("cpu", "cuda"):
@@ -175,14 +175,14 @@ def _answered(host: Host, kind: str, given: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _end_with(parent: int) -> None:
-    """End this process once the checker has gone, whatever the candidate is doing."""
+    """End this process when the checker has ended, whatever the candidate is doing."""
     while os.getppid() == parent:
         time.sleep(1)
     os._exit(1)
 
 
 def _channels() -> tuple[BinaryIO, BinaryIO]:
-    """Take stdin and stdout for messages; what the candidate prints goes to stderr."""
+    """Use stdin and stdout for messages; the candidate's prints go to stderr."""
     source, target = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -191,7 +191,7 @@ def _channels() -> tuple[BinaryIO, BinaryIO]:
 
 
 def main() -> None:
-    """Answer requests until there are no more."""
+    """Answer requests until the checker closes the connection."""
     source, target = _channels()
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     host = Host()

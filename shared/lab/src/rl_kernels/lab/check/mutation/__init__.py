@@ -1,4 +1,4 @@
-"""The checker's own check: bugs are planted, and each must fail a check that the honest implementation passes."""
+"""Test the checker itself: each planted bug must fail a check that the honest implementation passes."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from rl_kernels.lab.check.relations import hold
 from rl_kernels.lab.check.result import Check, Mutation, Skip
 
 RELATIONS = ("accuracy", "gradients", "hygiene", "invariance", "repeatability")
-"""Those that may catch a bug in a backend, the quickest first."""
+"""Relations that may catch a bug in a backend, the quickest first."""
 
 Cells = Callable[[Candidate], Iterator[Cell]]
 Plant = Callable[[], AbstractContextManager[None]]
 
 
 def bugs_of(operator: Operator, cells: Cells, setting: Setting) -> Iterator[tuple[str, Callable[[], Mutation | Skip]]]:
-    """Yield every bug there is for an operator: its name, and what plants it and says what became of it.
+    """Yield every bug for an operator: its name, and a function that plants it and returns the outcome.
 
-    The negative controls spoil the automatic choice from outside, and the relation that each is meant for must catch
-    it. An operator's own mutants are planted in copies of its backends, where these keep all promises: that a promise
-    is broken shows only where one was made.
+    The negative controls spoil the automatic choice from outside; each must be caught by the relation that it is meant
+    for. An operator's own mutants are planted in copies of those backends that make all promises here, because a broken
+    promise shows only where it was made.
 
     Args:
-        operator: whose backends.
-        cells: gives the cells of a candidate.
-        setting: that of the cells.
+        operator: the operator whose backends get the bugs.
+        cells: returns the cells of a candidate.
+        setting: the setting of the cells.
     """
     call = call_of(operator, setting)
     device = setting.device.type
@@ -68,7 +68,7 @@ def bugs_of(operator: Operator, cells: Cells, setting: Setting) -> Iterator[tupl
 
 
 class Honest:
-    """An implementation as it is, beside which spoilt ones are judged."""
+    """An unchanged implementation, with which spoilt ones are compared."""
 
     def __init__(self, candidate: Candidate, cells: Cells) -> None:
         self.candidate = candidate
@@ -76,12 +76,12 @@ class Honest:
         self._passes: dict[tuple[str, str], bool] = {}
 
     def spoilt(self, name: str, control: Control, relation: str) -> Mutation | None:
-        """Hold what a negative control makes of the candidate to a relation; None if it does not apply."""
+        """Check a relation on the candidate spoilt by a negative control; None if the control does not apply."""
         call = control(self.candidate.call, spec_of(self.candidate.operator))
         return None if call is None else self._judged(name, replace(self.candidate, call=call), nullcontext, [relation])
 
     def planted(self, mutants: Mutants, bug: Bug) -> Mutation:
-        """Hold the candidate to the relations while the bug is planted in its backend."""
+        """Check the relations on the candidate while the bug is planted in its backend."""
         return self._judged(bug.name, self.candidate, partial(planted, mutants.modules, bug), RELATIONS)
 
     def _judged(self, name: str, candidate: Candidate, plant: Plant, relations: Sequence[str]) -> Mutation:
@@ -95,7 +95,7 @@ class Honest:
 
     def _caught(self, candidate: Candidate, plant: Plant, relations: Iterable[str]) -> Iterator[Check]:
         for made in (False, True):
-            # The cases with a name first: few, and held to every relation.
+            # Named cases first: they are few, and check every relation.
             cells = [cell for cell in self._cells if bool(cell.case.relations) is made]
             for relation, cell in product(relations, cells):
                 check = _first_failure(replace(cell, candidate=candidate), relation, plant)

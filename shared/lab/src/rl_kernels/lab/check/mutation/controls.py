@@ -1,6 +1,6 @@
-"""Negative controls: an honest implementation spoilt from outside, in the ways that any operator can go wrong.
+"""Negative controls: an honest implementation spoilt from outside, in ways in which any operator can go wrong.
 
-A control takes the honest call and returns a spoilt one, or None where it does not apply to the operator.
+A control takes the honest call and returns a spoilt one, or None if it does not apply to the operator.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Control = Callable[[Call, Spec], Call | None]
 Edit = Callable[[torch.Tensor], Any]
 
 OFF = 0.01
-"""How far one element is off, as a share of the largest and in itself."""
+"""Error of one element: this much, plus this share of the largest element."""
 
 
 def _outputs(edit: Edit) -> Control:
@@ -70,7 +70,7 @@ class _Edited(torch.autograd.Function):
 
 
 def _result(answer: Callable[[Any], Any]) -> Control:
-    """Give another answer in place of the result."""
+    """Replace the whole result."""
     return lambda call, spec: lambda function, inputs: answer(call(function, inputs))
 
 
@@ -114,7 +114,7 @@ def _random_last_bit(value: torch.Tensor) -> torch.Tensor:
 def _size_in_last_bit(call: Call, spec: Spec) -> Call:
     def spoilt(function: str, inputs: Inputs) -> Any:
         size = sum(value.numel() for value in inputs.values() if isinstance(value, torch.Tensor))
-        # Of the bit length, not the size: that may be a multiple of 3 whatever the number of rows.
+        # Use the bit length, because the size may be a multiple of 3 for every number of rows.
         return _each(call(function, inputs), lambda value: _moved(value, size.bit_length() % 3))
 
     return spoilt
@@ -216,8 +216,8 @@ CONTROLS: dict[str, dict[str, Control]] = {
         "gradient for an upstream of ones only": _upstreams(torch.ones_like),
     },
     "repeatability": {"random last bit": _outputs(_random_last_bit)},
-    "invariance": {"last bit follows the size of the batch": _size_in_last_bit},
+    "invariance": {"last bit depends on the batch size": _size_in_last_bit},
     "robustness": {"accepts anything": _accepts_anything},
     "hygiene": {"overwrites an input": _overwrites, "returns the same buffer again": _reused_buffer},
 }
-"""By the relation that must catch it, and by name."""
+"""Relation that must catch it -> name -> control."""

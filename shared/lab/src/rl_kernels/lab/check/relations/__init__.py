@@ -29,15 +29,15 @@ RELATIONS: dict[str, Callable[[Cell], Iterator[Record]]] = {
     "hygiene": hygiene,
     "torch": integration,
 }
-"""Each turns a cell into records; a candidate that misbehaves leaves a failed check, and the suite goes on."""
+"""Each turns a cell into records; a candidate that misbehaves gives a failed check, and the suite goes on."""
 
 
 def hold(cell: Cell, relation: str) -> Iterator[Record]:
-    """Hold a cell to a relation: its records, or why it is not held to it."""
+    """Check a relation on a cell; yield its records, or why it was skipped."""
     if not concerns(cell, relation):
         return
     device = cell.setting.device
-    # A candidate that draws from torch's global generator does so from the same state in a replay.
+    # Seed torch's global generator, so that a candidate that draws from it gets the same numbers in a replay.
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
         torch.manual_seed(cell.seed)
         if cell.candidate.worker is not None:
@@ -52,17 +52,17 @@ def hold(cell: Cell, relation: str) -> Iterator[Record]:
             raise
         except BackendUnavailable as error:
             yield cell.skip(relation, str(error))
-        except Exception as error:  # A result so odd that it cannot even be compared.
+        except Exception as error:  # The result could not even be compared.
             yield cell.failed(relation, "check", Misbehaved(f"{type(error).__name__}: {error}", format_exc()))
 
 
 def concerns(cell: Cell, relation: str) -> bool:
-    """Say whether a case was made for a relation."""
+    """Say whether a case checks a relation."""
     return not cell.case.relations or relation in cell.case.relations
 
 
 def exempt(cell: Cell, relation: str) -> str | None:
-    """Say why a candidate or an operator is not held to a relation, or return None."""
+    """Return why a relation is not checked for a candidate or an operator, or None."""
     if cell.case.dtype == "bf16" and cell.is_slow:
         return "Triton's interpreter multiplies BF16 as integers"
     return cell.candidate.exemption(relation) or cell.spec.exempt.get(relation) or cell.missing()

@@ -1,4 +1,4 @@
-"""Relations of values: outputs and gradients against the definition in FP64."""
+"""Relations of values: outputs and gradients compared with the definition in FP64."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from rl_kernels.lab.check.upstreams import Upstream, upstreams
 
 
 def accuracy(cell: Cell) -> Iterator[Record]:
-    """Outputs against the gold in FP64: shape, dtype, the contract's fence and the relative rule.
+    """Compare outputs with the gold in FP64: shape, dtype, the contract's fence and the relative rule.
 
-    Then the same on other values of the same shapes: a result left over from the call before shows.
+    Then do the same on other values of the same shapes, which catches results left over from an earlier call.
     """
     for label, drawn in {"": cell, " other values": cell.redrawn()}.items():
         try:
-            # The first of all calls may be one of a rollout: what it caches must serve training too.
+            # The very first call runs in inference mode, as in a rollout: what it caches must also work for training.
             outputs = drawn.run(leaves=[], around=PLAIN if label else Surroundings(inference=True)).outputs
         except Misbehaved as error:
             yield drawn.failed("accuracy", "forward" + label, error)
@@ -33,9 +33,9 @@ def accuracy(cell: Cell) -> Iterator[Record]:
 
 
 def gradients(cell: Cell) -> Iterator[Record]:
-    """Gradients against the gold's, for every kind of upstream gradient.
+    """Compare gradients with the gold's, for every kind of upstream gradient.
 
-    Then through one output or of one argument alone, and but for one: what is not asked for must not be missed.
+    Then compare them through one output alone, of one argument alone, and without one output and one argument.
     """
     eager = cell.eager()
     upstream = cell.upstream(eager)
@@ -59,7 +59,7 @@ def gradients(cell: Cell) -> Iterator[Record]:
 
 
 def _of_some(cell: Cell, upstream: Results, eager: Ran, gold: Ran) -> Iterator[Record]:
-    """Leave out one output and one argument, other ones in other cases, where that leaves more than one of either."""
+    """Leave out one output and one argument, which depend on the case, if that leaves more than one of each."""
     draw = cell.draw(salt=3)
 
     def but_one(names: list[str]) -> list[str]:
@@ -76,7 +76,7 @@ def _of_some(cell: Cell, upstream: Results, eager: Ran, gold: Ran) -> Iterator[R
 def _gradients(
     cell: Cell, given: Upstream, leaves: list[str], eager: Ran, gold: Ran, known: Results | None = None
 ) -> Iterator[Record]:
-    """Compare the gradients of ``leaves`` for an upstream gradient; ``known`` are those of the gold, if they are."""
+    """Compare the gradients of ``leaves`` for an upstream gradient; ``known`` are the gold's, if computed before."""
     try:
         found = cell.run(leaves=leaves).gradients(given.values)
     except Misbehaved as error:
@@ -100,10 +100,10 @@ def _accurate(
     direction = "forward" if relation == "accuracy" else "gradient"
     for item, value in found.items():
         row = cell.tolerance("accuracy", item, eager[item].dtype)
-        # A gradient is linear in its upstream, and so is what it may be off by.
+        # A gradient is linear in its upstream, and so is its allowed error.
         tolerance = row._replace(atol=row.atol * max(1.0, given.scale))
         rounding = compare.ROUNDING_FP64 if cell.dtype_name == "fp64" else compare.ROUNDING
-        # The fence was calibrated on the cases with a name.
+        # The fence was calibrated on the named cases.
         calibrated = not cell.case.relations
         known = (value, eager[item], gold[item], magnitudes[item], tolerance, direction, rounding)
         comparison = compare.accuracy(*known, calibrated=calibrated)

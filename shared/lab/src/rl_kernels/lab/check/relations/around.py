@@ -1,4 +1,4 @@
-"""What surrounds a call: it may change nothing in the result, and the call may change nothing in it."""
+"""Global state around a call: it must not change the result, and the call must not change it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rl_kernels.lab.check.guard import LEFT, Misbehaved, Results
 from rl_kernels.lab.check.result import Check, Record
 
 REFUSED = 3
-"""Bad calls that are made."""
+"""Number of bad calls that are made."""
 PLAIN_VALUES = (torch.Tensor, torch.dtype, int, float, str, type(None))
 AROUND = {
     "default dtype FP64": Surroundings(default_dtype=torch.float64),
@@ -26,11 +26,11 @@ AROUND = {
     "checkpointed": Surroundings(checkpointed=True),
 }
 CASTS = (torch.bfloat16, torch.float16)
-"""Dtypes of autocast; the second for the plainest case of each function."""
+"""Dtypes of autocast; the second only for the plainest case of each function."""
 
 
 def as_found(cell: Cell) -> Iterator[Record]:
-    """Say which of other people's functions a candidate has replaced; only in a process of its own would it dare."""
+    """Check that a candidate has replaced no function of other packages; only for candidates in their own process."""
     if cell.candidate.worker is None:
         return
     try:
@@ -43,7 +43,7 @@ def as_found(cell: Cell) -> Iterator[Record]:
 
 
 def around(cell: Cell, expected: Results, upstream: Results) -> Iterator[Record]:
-    """The same call with other defaults of torch, and under autocast: equal bits."""
+    """Repeat the call with other torch defaults and modes, and under autocast: equal bits."""
     for label, surroundings in AROUND.items():
         if surroundings.checkpointed and cell.spec.overwritten(cell.inputs):
             continue
@@ -71,9 +71,10 @@ def _same(cell: Cell, label: str, surroundings: Surroundings, expected: Results,
 
 
 def _autocast(cell: Cell, expected: Results, upstream: Results, dtype: torch.dtype) -> Iterator[Record]:
-    """Compare with a call of the arguments that autocast casts, cast beforehand; of others it casts none.
+    """Compare a call under autocast with a plain call on arguments that were cast beforehand.
 
-    Backward runs outside of autocast, as it does after a ``with`` block, and inside.
+    Only the arguments in ``Spec.autocast`` may be cast. Backward runs outside of autocast, as after a ``with`` block,
+    and inside.
     """
     cast = [name for name in cell.spec.autocast.get(cell.case.function, ()) if name in cell.inputs]
     if cell.dtype_name == "fp64" or (cast and cell.is_slow):
@@ -96,7 +97,7 @@ def _autocast(cell: Cell, expected: Results, upstream: Results, dtype: torch.dty
 
 
 def _same_tensor(cell: Cell, upstream: Results) -> Iterator[Record]:
-    """One tensor for two arguments, of which the second is a constant: as if that were a copy."""
+    """Pass one tensor as two arguments, the second without gradient: the same bits as with a copy."""
     if cell.spec.overwritten(cell.inputs) or not upstream:
         return
     constants = [
@@ -110,13 +111,13 @@ def _same_tensor(cell: Cell, upstream: Results) -> Iterator[Record]:
             if (cell.inputs[name].shape, cell.inputs[name].dtype) == (value.shape, value.dtype):
                 try:
                     expected = cell.run({**cell.inputs, name: value.clone()}).results(upstream)
-                except Misbehaved:  # Such values may be illegal there.
+                except Misbehaved:  # These values may be illegal for that argument.
                     continue
                 yield _same(cell, f"{name} is {leaf}", Surroundings(same=(leaf, name)), expected, upstream)
 
 
 def _refused(cell: Cell, expected: Results, upstream: Results) -> Iterator[Record]:
-    """After calls that are to be refused the global state is as it was, and a good call gives the same bits."""
+    """After calls that must be refused, the global state is unchanged, and a good call gives the same bits."""
     spec, item = cell.spec, "after refused calls"
     bad = [call for call in spec.illegal if cell.case.name == (call.case or spec.case().name)]
     for call in [call for call in bad if call.error is ValueError][:REFUSED]:

@@ -1,6 +1,6 @@
-"""What else autograd may ask for: second derivatives, and derivatives in forward mode.
+"""Other derivatives that autograd may ask for: second derivatives, and derivatives in forward mode.
 
-An operator may refuse both with an error. What it gives in place of an error must be right: zeros, None or another
+An operator may refuse both with an error. If it returns a result instead, this must be right: zeros, None or another
 dtype would be silently wrong.
 """
 
@@ -17,11 +17,11 @@ from rl_kernels.lab.check.ran import Ran
 from rl_kernels.lab.check.result import Record
 
 ALLOWED = {"fp64": 1e-6, "fp32": 1e-2, "bf16": 0.2, "fp16": 0.1}
-"""Share of its norm that such a derivative may be off by: zeros and nonsense show."""
+"""Allowed error of such a derivative, as a share of its norm: enough to catch zeros and nonsense."""
 
 
 def derivatives(cell: Cell) -> Iterator[Record]:
-    """Double backward and forward mode are refused, or those of the definition; for one case of each function."""
+    """Double backward and forward mode raise or match the definition; for one case of each function."""
     eager = cell.eager()
     upstream = cell.upstream(eager)
     if not upstream or not cell.is_first:
@@ -55,7 +55,7 @@ def _compared(found: Results, gold: Results, kinds: Mapping[str, torch.Tensor], 
         if wrong:
             return Comparison(False, message=f"{name}: {wrong}")
         error, size = float((value.double() - gold[name]).norm()), float(gold[name].norm())
-        # Not "greater than": NaN fails.
+        # Written so that NaN fails.
         if not error <= share * size + 1e-6:
             return Comparison(False, message=f"{name}: off by {error:.3g}, where the definition's norm is {size:.3g}")
     return Comparison(True)

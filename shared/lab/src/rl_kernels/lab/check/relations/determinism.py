@@ -1,4 +1,4 @@
-"""Relations of bits: the same call again, and the same rows laid out differently."""
+"""Relations of bits: the same call again, and the same rows in other layouts."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from rl_kernels.lab.check.result import Check, Record
 RUNS, INTERPRETED_RUNS = 20, 3
 """Calls that repeatability compares; in Triton's interpreter each takes seconds, and its programs run in order."""
 CALLS, SECONDS = 50_000, {"quick": 1.0, "full": 8.0}
-"""Calls of the plainest case of a function at most: a state that goes bad, or a rare error, takes many to show."""
+"""Limits of the calls of a function's plainest case: corrupted state or a rare error shows only after many calls."""
 AT_ONCE = 60
 """Calls of each of two threads."""
 THREADS = (1, 2, 3, 8, 12)
-"""How many threads of a CPU may change no bit."""
+"""Numbers of CPU threads between which no bit may change."""
 PRODUCTS = 4
-"""On a GPU, products that another stream has before it at the start of each."""
+"""On a GPU, products queued on another stream at the start of each call."""
 MISSING = Comparison(False, message="this result is missing in another run of the same call")
 
 
 def repeatability(cell: Cell) -> Iterator[Record]:
-    """The same call many times, on a GPU with another stream busy: equal bits."""
+    """Make the same call many times, on a GPU while another stream is busy: equal bits."""
     try:
         first = cell.run()
         upstream = cell.upstream(first)
@@ -53,7 +53,7 @@ def repeatability(cell: Cell) -> Iterator[Record]:
 
 
 def _many(cell: Cell) -> Iterator[Record]:
-    """Two calls in turn, thousands of times and without gradients; then both at once, in two threads."""
+    """Alternate two calls thousands of times without gradients; then make both at once, in two threads."""
     if not cell.is_first:
         return
     if cell.is_slow:
@@ -85,7 +85,7 @@ def _same(cell: Cell, item: str, expected: Results, found: Results, prefix: str 
 
 
 def invariance(cell: Cell) -> Iterator[Record]:
-    """Every promised layout of the same computation: equal bits, gradients too."""
+    """Compare every promised layout of the same computation: equal bits, gradients too."""
     try:
         base = cell.run()
         upstream = cell.upstream(base)
@@ -100,7 +100,7 @@ def invariance(cell: Cell) -> Iterator[Record]:
 
 
 def _without_gradient(cell: Cell, expected: Results) -> Iterator[Record]:
-    """Compare with a call of inputs that require no gradient."""
+    """Compare with a call on inputs that require no gradient."""
     try:
         found = cell.run(leaves=[]).outputs
     except Misbehaved as error:
@@ -114,7 +114,7 @@ def _without_gradient(cell: Cell, expected: Results) -> Iterator[Record]:
 def unchanged_by(
     transforms: Mapping[str, Transform], relation: str, cell: Cell, expected: Results, upstream: Results
 ) -> Iterator[Record]:
-    """Yield a record for each transform that applies: its variants' results have the bits of ``expected``."""
+    """Yield a record for each transform that applies: results of its variants must have the bits of ``expected``."""
     for name, transform in transforms.items():
         variants = list(transform(cell.case, cell.inputs, cell.draw(salt=1)))
         accepted = [variant for variant in variants if not cell.missing(variant.inputs)]

@@ -22,7 +22,7 @@ from rl_kernels.lab.check.result import Record
 
 
 def hygiene(cell: Cell) -> Iterator[Record]:
-    """Inputs stay as they were, outputs are wholly written, and garbage beside or under the values changes nothing."""
+    """Inputs stay unchanged, outputs are fully written, and garbage in gaps or masked positions changes nothing."""
     try:
         base = cell.run()
         upstream = cell.upstream(base)
@@ -49,7 +49,7 @@ def hygiene(cell: Cell) -> Iterator[Record]:
 
 
 def _masked_alone(cell: Cell, upstream: Results) -> Iterator[Record]:
-    """The garbage under masks again where one argument alone has a gradient: its backward pass may be another."""
+    """Check garbage in masked positions for each argument's gradient alone, which may have its own backward."""
     for name in cell.some(cell.leaves) if upstream and len(cell.leaves) > 1 else ():
         alone = replace(cell, spec=replace(cell.spec, differentiable=(name,)))
         transforms = {f"{label}, {name} alone": transform for label, transform in cell.spec.hygiene.items()}
@@ -62,7 +62,7 @@ def _masked_alone(cell: Cell, upstream: Results) -> Iterator[Record]:
 
 
 def _untouched_elsewhere(cell: Cell) -> Iterator[Record]:
-    """The same without gradient, and for tensors with garbage between and beside their elements."""
+    """Check inputs unchanged without gradient too, and with garbage between and beside their elements."""
     moved = [variant for transform in STORAGE.values() for variant in transform(cell.case, cell.inputs, cell.draw())]
     for variant in (Variant("without gradient", cell.inputs), *moved):
         item = f"inputs unchanged, {variant.label}"
@@ -75,16 +75,16 @@ def _untouched_elsewhere(cell: Cell) -> Iterator[Record]:
 
 
 def _untouched(cell: Cell, inputs: Inputs, run: Ran) -> Comparison:
-    """Compare every argument with what was given, gaps between its elements included.
+    """Compare every argument with its value before the call, gaps between its elements included.
 
-    One that the call writes its result into holds this result instead, in the same place; one that it may otherwise
-    overwrite may hold anything.
+    An argument into which the call writes a result must hold that result in the same memory. An argument that the call
+    may overwrite otherwise may hold anything.
     """
     overwritten = cell.spec.overwritten(inputs)
     for name, before in inputs.items():
         after, wrong = run.inputs[name], "was changed"
         if name in overwritten:
-            wrong = "does not hold its result, or was changed beside it"
+            wrong = "does not hold its result, or was changed outside of it"
             held = run.outputs.get(cell.spec.writes.get(name, ""), after.detach())
             before = copy.deepcopy(before).copy_(held)
         if isinstance(before, torch.Tensor):
@@ -106,7 +106,7 @@ def _same_tensor(after: torch.Tensor, before: torch.Tensor) -> Comparison:
 
 
 def _storage(value: torch.Tensor) -> torch.Tensor:
-    """Return all bytes that a tensor could reach."""
+    """Return all bytes of a tensor's storage."""
     return torch.empty(0, dtype=torch.uint8, device=value.device).set_(value.untyped_storage())
 
 
@@ -119,7 +119,7 @@ def _written(cell: Cell, run: Ran) -> Iterator[Record]:
 
 
 def _poisoned(cell: Cell, expected: Results, upstream: Results) -> Iterator[Record]:
-    """Compare with a call whose fresh memory holds NaN: an element that is never written shows."""
+    """Compare with a call whose fresh memory holds NaN, which shows elements that are never written."""
     try:
         found = cell.run(around=Surroundings(poisoned=True)).results(upstream)
     except Misbehaved as error:
@@ -131,7 +131,7 @@ def _poisoned(cell: Cell, expected: Results, upstream: Results) -> Iterator[Reco
 
 
 def _expanded(cell: Cell) -> Iterator[Record]:
-    """Compare differentiable arguments of stride 0 with the same values, each with storage of its own."""
+    """Compare differentiable arguments of stride 0 with contiguous copies."""
     if cell.spec.inplace.keys() & cell.inputs.keys():
         return
     for name in cell.spec.differentiable:
@@ -154,7 +154,7 @@ def _expanded(cell: Cell) -> Iterator[Record]:
 
 
 def _empty(cell: Cell) -> Iterator[Record]:
-    """Call on nothing: shapes and dtypes are the definition's, and sums of nothing are its zeros."""
+    """Call on empty tensors: shapes, dtypes and zeros (sums of no terms) must be those of the definition."""
     for case in (case for case in cell.spec.empty if case.function == cell.case.function):
         here = replace(cell, case=case)
         item = f"empty: {case.name}"
@@ -175,5 +175,5 @@ def _empty(cell: Cell) -> Iterator[Record]:
 
 
 def _positive(results: Results) -> Results:
-    """Take the sign off zeros: a sum of nothing may be either."""
+    """Drop the sign of zeros: a sum of no terms may be +0 or -0."""
     return {item: value + 0.0 for item, value in results.items()}

@@ -1,4 +1,4 @@
-"""The relation of PyTorch: what its compiler, fake tensors, operator checks and CUDA graphs ask of an operator."""
+"""The relation of PyTorch: what its compiler, fake tensors, opcheck and CUDA graphs require of an operator."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WARM_UPS = 3
 
 
 def integration(cell: Cell) -> Iterator[Record]:
-    """opcheck on the raw ops, fake tensors like real ones, one compiled graph with eager's bits, CUDA graphs."""
+    """opcheck of the raw ops, fake tensors like real ones, one compiled graph with the bits of eager, CUDA graphs."""
     if cell.candidate.backend is None:
         yield cell.skip("torch", "not a backend of the operator")
         return
@@ -48,9 +48,9 @@ def integration(cell: Cell) -> Iterator[Record]:
 
 
 def _twin(cell: Cell) -> str | None:
-    """Return the first case before this one that makes the same graph, if there is one.
+    """Return the first case before this one that gives the same graph, if there is one.
 
-    That is one of the same function, arguments and sizes of 1; in the quick suite, of the same tensors.
+    Its function, its arguments and its sizes of 1 are the same; in the quick suite, its function and its tensors.
     """
     named = next(
         (case for case in cell.spec.cases if case.name == cell.case.name.removesuffix(", constant")), cell.case
@@ -74,7 +74,7 @@ def _twin(cell: Cell) -> str | None:
 
 
 class RawCalls(TorchDispatchMode):
-    """Collects the raw ops that are called inside the block, with detached copies of their arguments."""
+    """Records the raw ops that are called inside the block, with detached copies of their arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ def _opcheck(cell: Cell) -> Iterator[Record]:
         return
     for name, (op, args) in raw.calls.items():
         if _gives_nan(op, args):
-            yield cell.skip("torch", f"opcheck {name}: it does not take NaN for equal to NaN")
+            yield cell.skip("torch", f"opcheck {name}: it takes NaN and NaN for different")
             continue
         try:
             torch.library.opcheck(op, args)
@@ -171,7 +171,7 @@ def _same(cell: Cell, how: str, found: Results, expected: Results) -> Iterator[C
 
 
 def _no_sync(cell: Cell) -> Iterator[Record]:
-    """Forward and backward without a wait for the device; checks of values, which need one, are off."""
+    """Forward and backward without waiting for the device; checks of values, which must wait, are off."""
     inputs = _unchecked(cell)
     why = cell.spec.waits(inputs)
     if why is not None:
@@ -194,7 +194,7 @@ def _no_sync(cell: Cell) -> Iterator[Record]:
 
 
 def _graph(cell: Cell) -> Iterator[Record]:
-    """Capture a call on some values, replay it on others: the bits of an eager call on those."""
+    """Capture a call on some values and replay it on others: the same bits as an eager call on those."""
     here = [name for name in cell.spec.on_host & cell.inputs.keys() if not _on_gpu(cell.inputs[name])]
     if here:
         yield cell.skip("torch", f"CUDA graph: {', '.join(here)} on the host")
@@ -214,7 +214,7 @@ def _graph(cell: Cell) -> Iterator[Record]:
     torch.cuda.synchronize(cell.setting.device)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        # The copies that a run makes of its inputs are captured too: they read ``static``.
+        # The copies that Run makes of its inputs are captured too, and read ``static``.
         found = _unseen(cell, static, lifted)
     for name, value in fresh.inputs.items():
         if isinstance(value, torch.Tensor):
@@ -227,7 +227,7 @@ def _graph(cell: Cell) -> Iterator[Record]:
 
 
 def _unseen(cell: Cell, inputs: Inputs, upstream: Results) -> Results:
-    """Call the backend; nothing looks at values, which waits for the device and cannot be captured."""
+    """Call the backend without looking at values, which would wait for the device and cannot be captured."""
     call = cell.candidate.call
     run = Run(lambda given: call(cell.case.function, given), cell.spec.output, inputs, cell.allowed_leaves)
     return run.results(upstream, looks=False)

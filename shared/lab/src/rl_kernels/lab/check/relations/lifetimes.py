@@ -1,4 +1,4 @@
-"""How long things last: what a call gave, kept for its backward pass, or knew of its arguments, across other calls."""
+"""Lifetimes across calls: results of a call, tensors saved for backward, and what was cached of its arguments."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ HELD = Comparison(True)
 ROLLOUT = Surroundings(recording=False)
 FEW_UNITS = 8
 PENDING = 300
-"""Calls that wait for their backward pass at once, as those of the steps of a long decode do."""
+"""Calls that wait for their backward pass at the same time, as in the steps of a long decode."""
 
 
 def lifetimes(cell: Cell, expected: Results, upstream: Results) -> Iterator[Record]:
-    """Calls in between, a second backward pass, writes into results and arguments: each changes what it must, alone."""
+    """Check calls in between, a second backward pass, and writes into results and arguments."""
     yield from _interleaved(cell, expected, upstream)
     yield from _pending(cell, expected, upstream)
     yield from _again(cell, upstream)
@@ -35,7 +35,7 @@ def lifetimes(cell: Cell, expected: Results, upstream: Results) -> Iterator[Reco
 
 
 def _interleaved(cell: Cell, expected: Results, upstream: Results) -> Iterator[Record]:
-    """Call on other values before and after a backward pass: what the first call gave and saved is its own."""
+    """Call on other values before and after a backward pass: the first call's results and saved tensors must stay."""
     try:
         first = cell.run()
         cell.redrawn().run().results(upstream)
@@ -49,7 +49,7 @@ def _interleaved(cell: Cell, expected: Results, upstream: Results) -> Iterator[R
 
 
 def _pending(cell: Cell, expected: Results, upstream: Results) -> Iterator[Record]:
-    """Call on other values many times before the first backward pass; of two cases of a function."""
+    """Call on other values many times before the first backward pass; for two cases of a function."""
     if not upstream or not (cell.is_first or cell.is_richest) or cell.spec.overwritten(cell.inputs):
         return
     fresh = cell.redrawn()
@@ -67,7 +67,7 @@ def _pending(cell: Cell, expected: Results, upstream: Results) -> Iterator[Recor
 
 
 def _again(cell: Cell, upstream: Results) -> Iterator[Record]:
-    """Run backward twice on one graph: the first pass leaves what the second needs, and what it gave is not read."""
+    """Run backward twice on one graph: the second pass gives the same bits, even if the first result was changed."""
     if not upstream:
         return
     if cell.spec.inplace.keys() & cell.inputs.keys():
@@ -85,7 +85,7 @@ def _again(cell: Cell, upstream: Results) -> Iterator[Record]:
 
 
 def _refused_again(cell: Cell, upstream: Results) -> Check:
-    """A second backward pass raises where the first has overwritten what it needs."""
+    """A second backward pass must raise if the first has overwritten what it needs."""
     try:
         run = cell.run()
         run.gradients(upstream, again=True)
@@ -112,9 +112,9 @@ def _scribbled(cell: Cell, expected: Results, upstream: Results) -> Iterator[Rec
 
 
 def _updated(cell: Cell, upstream: Results) -> Iterator[Record]:
-    """Write other values into the same tensors, with a new version of them and without, and call again.
+    """Write other values into the same tensors, with and without a new version of them, and call again.
 
-    A result that was kept by address, version or attribute shows; so does an output that is a view of an input.
+    This catches results cached by address, version or attribute, and outputs that are views of an input.
     """
     fresh = cell.redrawn().inputs
     if cell.spec.overwritten(cell.inputs) or not _alike(cell.inputs, fresh):
@@ -136,7 +136,7 @@ def _updated(cell: Cell, upstream: Results) -> Iterator[Record]:
     for how, inputs, silently, leaves, surroundings in ways:
         given = {} if leaves == [] else upstream
         try:
-            # Both live on: what is kept by address must not be right for the one because of the other.
+            # Keep both alive: otherwise a cache by address could be right by accident, through the other call.
             first, second = cell.run(leaves=leaves, around=surroundings), cell.run(inputs, leaves, surroundings)
             found = first.updated(inputs, given, silently=silently)
             comparison = first_difference(found, second.results(given))
@@ -147,7 +147,7 @@ def _updated(cell: Cell, upstream: Results) -> Iterator[Record]:
 
 
 def _written(cell: Cell, expected: Results, upstream: Results) -> Iterator[Record]:
-    """Write into an argument between a call and its backward pass, which is refused or takes the values of the call."""
+    """Write into an argument between a call and its backward pass, which must raise or use the values of the call."""
     fresh = cell.redrawn().inputs
     if not upstream or cell.spec.overwritten(cell.inputs) or not _alike(cell.inputs, fresh):
         return
@@ -166,7 +166,7 @@ def _written(cell: Cell, expected: Results, upstream: Results) -> Iterator[Recor
 
 
 def _mixed(cell: Cell, others: Inputs) -> Inputs:
-    """Return the inputs with one number of each tensor of floats from others: what knows of a few misses it."""
+    """Return the inputs with one number of each floating tensor from ``others``: sampling a few numbers misses it."""
     found, draw = dict(cell.inputs), cell.draw(salt=2)
     for name, value in cell.inputs.items():
         if isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel():
@@ -177,7 +177,7 @@ def _mixed(cell: Cell, others: Inputs) -> Inputs:
 
 
 def _nudged(cell: Cell) -> Inputs:
-    """Return the inputs with some numbers that have gradients a few units in the last place off."""
+    """Return the inputs with differentiable arguments changed by a few units in the last place."""
     found, draw = dict(cell.inputs), cell.draw(salt=4)
     for name in cell.spec.differentiable:
         if isinstance(value := cell.inputs.get(name), torch.Tensor):
@@ -187,7 +187,7 @@ def _nudged(cell: Cell) -> Inputs:
 
 
 def _permuted(cell: Cell) -> Inputs:
-    """Return the inputs with the same numbers of each tensor of floats in other places: sums of them stay."""
+    """Return the inputs with the numbers of each floating tensor in other places, which keeps their sums."""
     return {
         name: value.roll(1, -2 if value.ndim > 1 and value.shape[-2] > 1 else -1)
         if isinstance(value, torch.Tensor) and value.is_floating_point() and value.ndim
@@ -206,7 +206,7 @@ def _alike(inputs: Inputs, others: Inputs) -> bool:
 
 
 def first_difference(found: Results, expected: Results) -> Comparison:
-    """Compare the bits of all results; of those that differ, tell the first."""
+    """Compare the bits of all results, and report the first that differs."""
     if found.keys() != expected.keys():
         return Comparison(False, message=f"expected {', '.join(expected)}, got {', '.join(found)}")
     for item, value in expected.items():

@@ -1,4 +1,4 @@
-"""Gradients that are added to a buffer ``main_grad`` of a parameter, in place of a gradient of its own."""
+"""Gradients that are added to a parameter's buffer ``main_grad`` instead of being returned."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from rl_kernels.lab.check.guard import Misbehaved, Results
 from rl_kernels.lab.check.result import Check, Record
 
 FEW = 32
-"""Numbers of a buffer up to which all may have a few digits by chance."""
+"""A buffer with at most this many numbers may look rounded by chance."""
 UNEVEN = 1.37
 HALF = (torch.bfloat16, torch.float16)
 
 
 def main_grad(cell: Cell, upstream: Results) -> Iterator[Record]:
-    """Two calls, then the backward pass of both: they add up in the buffer, whatever its strides and the other leaves.
+    """Two calls, then both backward passes: gradients add up in the buffer, whatever its strides and the other leaves.
 
-    An implementation of a user's may leave the buffer alone and give a gradient, but then always.
+    A user's implementation may ignore the buffer and return a gradient, but then it must always do so.
     """
-    # A buffer in FP32 holds no gradient in FP64. Of the cases made in numbers, one in four is enough.
+    # An FP32 buffer cannot hold an FP64 gradient. One in four generated cases is enough.
     if cell.dtype_name == "fp64" or (cell.case.relations and zlib.crc32(cell.case.name.encode()) % 4):
         return
     for name in sorted(cell.spec.main_grad & set(cell.leaves)):
@@ -56,7 +56,7 @@ def main_grad(cell: Cell, upstream: Results) -> Iterator[Record]:
 
 
 def _unrounded(cell: Cell, name: str, upstream: Results) -> Check:
-    """What is added to a buffer in FP32 has more digits than the parameter."""
+    """What is added to an FP32 buffer must not be rounded to the parameter's dtype."""
     item = f"gradient:{name} in main_grad, digits"
     inputs = _with_buffer(cell, name, False)
     # Products with whole numbers may have few digits of their own.
@@ -73,7 +73,7 @@ def _unrounded(cell: Cell, name: str, upstream: Results) -> Check:
 
 
 def _frozen(cell: Cell, name: str, upstream: Results) -> Check:
-    """A parameter that requires no gradient has none, whatever buffer it was left with."""
+    """A parameter that requires no gradient gets none, even if it has a buffer."""
     item = f"gradient:{name} in main_grad, frozen"
     try:
         run = cell.run(_with_buffer(cell, name, False), leaves=[leaf for leaf in cell.leaves if leaf != name])
@@ -86,7 +86,7 @@ def _frozen(cell: Cell, name: str, upstream: Results) -> Check:
 
 
 def _renewed(cell: Cell, name: str, upstream: Results) -> Check:
-    """Compare what a second step adds to a buffer that is assigned anew with what the first would have."""
+    """Assign a new buffer after a first step: the second step must add to it what the first would have."""
     item, inputs = f"gradient:{name} in another main_grad", _with_buffer(cell, name, False)
     try:
         run = cell.run(inputs)
@@ -99,13 +99,13 @@ def _renewed(cell: Cell, name: str, upstream: Results) -> Check:
 
 
 def _cast(cell: Cell, name: str, upstream: Results) -> Check:
-    """Under autocast, where a cast copy takes the place of the parameter, the buffer is added to all the same."""
+    """Under autocast, which replaces the parameter by a cast copy, gradients must still be added to the buffer."""
     item = f"gradient:{name} in main_grad, autocast"
     try:
         cast = Surroundings(autocast=torch.bfloat16, forward_only=True)
         run = cell.run(_with_buffer(cell, name, False), around=cast)
         run.gradients(upstream)
-        # Of ignored tokens alone there is nothing to add.
+        # If all tokens are ignored, there is nothing to add.
         is_nothing = not cell.run(around=cast).gradients(upstream)[f"gradient:{name}"].any()
         is_added = is_nothing or bool(run.inputs[name].main_grad.any())
     except Misbehaved as error:
@@ -118,14 +118,14 @@ def _with_buffer(cell: Cell, name: str, strided: bool) -> Inputs:
     value = cell.inputs[name].clone()
     buffer = torch.zeros_like(value, dtype=torch.float32, memory_format=torch.contiguous_format)
     if strided:
-        # Columns, or numbers with gaps between them.
+        # Column-major, or every other element.
         buffer = buffer.mT.contiguous().mT if buffer.ndim > 1 else torch.stack((buffer, buffer), -1)[..., 0]
     value.main_grad = buffer
     return {**cell.inputs, name: value}
 
 
 def _added(cell: Cell, name: str, upstream: Results, found: torch.Tensor, label: str) -> Check:
-    """Compare with the gradient of an upstream of twice the size."""
+    """Compare with the gradient for twice the upstream gradient."""
     item = f"gradient:{name}"
     twice = {output: 2 * grad for output, grad in upstream.items()}
     exact = {output: grad.double() for output, grad in twice.items()}

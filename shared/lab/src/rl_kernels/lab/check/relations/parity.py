@@ -1,4 +1,4 @@
-"""The relation between backends: each may stand in for another, to within the contract."""
+"""The relation between backends: each may replace another, within the contract's tolerance."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rl_kernels.lab.check.result import Check, Record
 
 
 def parity(cell: Cell) -> Iterator[Record]:
-    """Outputs and gradients beside those of every other backend that runs here and keeps the operator's promises."""
+    """Compare outputs and gradients with every other backend that runs here and keeps the operator's promises."""
     if cell.candidate.backend is None:
         yield cell.skip("parity", "not a backend of the operator")
         return
@@ -51,7 +51,7 @@ def parity(cell: Cell) -> Iterator[Record]:
 
 
 def _others(cell: Cell) -> Iterator[Candidate]:
-    """Yield the backends that can run here, but the one that the candidate itself takes."""
+    """Yield the backends that can run here, except the one that the candidate itself uses."""
     operator = cell.candidate.operator
     call = call_of(operator, cell.setting)
     chosen = [verdict.backend for verdict in explain_call(operator, call) if verdict.chosen]

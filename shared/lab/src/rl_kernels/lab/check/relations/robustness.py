@@ -1,4 +1,4 @@
-"""The relation of bad input: illegal calls raise what the operator promises, at once, and leave nothing broken."""
+"""The relation of bad input: illegal calls raise the promised error at once, and later calls still work."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rl_kernels.lab.check.result import Record
 
 
 def robustness(cell: Cell) -> Iterator[Record]:
-    """Illegal calls that start from this case: the promised exception at once, and then a good call still works."""
+    """Make illegal calls derived from this case: each raises the promised error, and then a good call still works."""
     spec = cell.spec
     calls = [bad for bad in spec.illegal if cell.case.name == (bad.case or spec.case().name)]
     if not calls:

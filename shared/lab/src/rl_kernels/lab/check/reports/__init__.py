@@ -1,1 +1,1 @@
-"""A report in the forms that its readers want: text, strict JSON, JUnit XML, one HTML page."""
+"""The formats of a report: text, strict JSON, JUnit XML, one HTML page."""

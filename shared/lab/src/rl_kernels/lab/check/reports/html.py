@@ -1,4 +1,4 @@
-"""A report as one HTML page: a heat map whose squares lead to their cases. No script, no network."""
+"""A report as one HTML page: a heat map whose squares link to their cases. No script, no network."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rl_kernels.lab.check.suite import Report
 LONGEST = 1200
 """Characters of a message that the page shows; the JSON has all of them."""
 LEVELS = (("all", 1.0), ("most", 0.9), ("some", 0.5), ("few", 0.0))
-"""Colours of a square, each with the share of its checks that must hold for it, and more than none must."""
+"""Colour of a square -> least share of its checks that pass; at least one must pass."""
 
 
 def write_html(report: Report, path: Path | str) -> None:
@@ -55,7 +55,7 @@ def _clipped(text: str) -> str:
 
 @dataclass(frozen=True)
 class Square:
-    """What one candidate made of one relation in one dtype."""
+    """The records of one candidate, relation and dtype."""
 
     anchor: str
     operator: str
@@ -66,7 +66,7 @@ class Square:
 
     @cached_property
     def checks(self) -> list[Check]:
-        """What ran."""
+        """The checks that ran."""
         return [record for record in self.records if isinstance(record, Check)]
 
     @cached_property
@@ -76,17 +76,17 @@ class Square:
 
     @property
     def held(self) -> int:
-        """How many checks hold."""
+        """Number of checks that passed."""
         return summary.held(self.checks)
 
     @property
     def failed(self) -> bool:
-        """Whether a check does not hold."""
+        """Whether a check failed."""
         return self.held < len(self.checks)
 
     @property
     def level(self) -> str:
-        """The colour: that of the share of the checks that hold."""
+        """The colour, by the share of the checks that passed."""
         if not self.checks:
             return "skip"
         share = self.held / len(self.checks)
@@ -94,7 +94,7 @@ class Square:
 
     @property
     def hint(self) -> str:
-        """What the pointer brings up."""
+        """Text that is shown on hover."""
         said = [f"{self.held} of {len(self.checks)} passed"] if self.checks else []
         return "; ".join(said + [f"{count} skipped: {reason}" for reason, count in self.reasons.items()])
 
@@ -105,12 +105,12 @@ class Square:
 
     @property
     def cases(self) -> dict[str, list[Check]]:
-        """The checks by case, what failed first: in each case, and of the cases."""
+        """The checks by case; failed checks and cases with one come first."""
         return summary.grouped(sorted(self.checks, key=lambda check: check.passed), lambda check: check.case)
 
 
 class Page:
-    """The records in the arrangement of the page."""
+    """The records in the layout of the page."""
 
     def __init__(self, report: Report) -> None:
         groups = summary.grouped(report.records, lambda it: (it.operator, it.candidate, it.dtype, it.relation))
@@ -123,7 +123,7 @@ class Page:
         self.tracebacks = summary.grouped(
             [check for check in report.checks if check.comparison.traceback], lambda check: check.comparison.traceback
         )
-        """Each traceback with the checks that ended in it: many checks can end in the same one."""
+        """Traceback -> checks that ended in it; many checks can end in the same one."""
         self._numbers = {traceback: number for number, traceback in enumerate(self.tracebacks, 1)}
 
     @property
@@ -138,12 +138,12 @@ class Page:
 
     @property
     def details(self) -> Iterator[Square]:
-        """Yield the squares that checks stand behind, those that failed first."""
+        """Yield the squares with checks, failed ones first."""
         found = [square for square in self._squares.values() if square.checks]
         yield from sorted(found, key=lambda square: not square.failed)
 
     def square(self, operator: str, candidate: str, dtype: str, relation: str) -> Square | None:
-        """Return a square of the map; ``all`` is that of a candidate that could not run."""
+        """Return a square of the map; a candidate that could not run has one square, ``all``."""
         return self._squares.get((operator, candidate, dtype, relation))
 
     def traceback(self, check: Check) -> int:

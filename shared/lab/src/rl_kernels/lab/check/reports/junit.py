@@ -54,7 +54,7 @@ def _suite(name: str, tests: list[Element], report: Report) -> Element:
 def _count(element: Element, counts: dict[str, int]) -> None:
     for name, count in {**counts, "errors": 0}.items():
         element.set(name, str(count))
-    # Readers expect the attribute; the checker takes no times.
+    # Readers expect the attribute, but the checker measures no times.
     element.set("time", "0")
 
 
@@ -86,5 +86,5 @@ def _bug(bug: Mutation) -> Element:
         SubElement(test, "system-out").text = printable(f"caught by {summary.place(bug.caught)}")
     else:
         failure = SubElement(test, "failure", type="mutation", message="the planted bug escaped")
-        failure.text = "Every check that the honest implementation passes, the planted bug passes too."
+        failure.text = "The planted bug passes every check that the honest implementation passes."
     return test

@@ -1,4 +1,4 @@
-"""What every form of a report says in the same way: names, groups, shares, versions."""
+"""Parts that all formats of a report share: names, groups, shares, versions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rl_kernels.lab.check.suite import Report
 Item = TypeVar("Item")
 Key = TypeVar("Key")
 
-# Not the newline and the tab, nor anything that XML 1.0 and UTF-8 can hold.
+# Control characters (except newline and tab), and what XML 1.0 or UTF-8 cannot hold.
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 
 
@@ -32,12 +32,12 @@ def verdict(passed: bool) -> str:
 
 
 def percent(part: int, whole: int) -> str:
-    """Return a share, cut off and not rounded, so that 100.0% is said of all and never of almost all."""
+    """Return a share, rounded down, so that 100.0% always means all."""
     return f"{1000 * part // max(whole, 1) / 10:.1f}%"
 
 
 def held(checks: Iterable[Check]) -> int:
-    """Return how many checks hold."""
+    """Return how many checks passed."""
     return sum(check.passed for check in checks)
 
 
@@ -59,17 +59,17 @@ def place(check: Check) -> str:
 
 
 def shape_said(check: Check) -> str:
-    """Return a shape as ``3x4``, and ``-`` where no tensor was measured."""
+    """Return a shape as ``3x4``, or ``-`` if no tensor was measured."""
     return "x".join(map(str, check.shape)) or ("-" if math.isnan(check.comparison.max_abs) else "scalar")
 
 
 def printable(text: str) -> str:
-    """Write out as escapes what a terminal would obey, and what XML or UTF-8 cannot hold."""
+    """Escape control characters, and characters that XML or UTF-8 cannot hold."""
     return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
-    """Return the items by key, both in the order in which they came."""
+    """Return the items by key; keys and items keep their order."""
     found: dict[Key, list[Item]] = {}
     for item in items:
         found.setdefault(key(item), []).append(item)
@@ -82,7 +82,7 @@ def by_candidate(report: Report) -> dict[tuple[str, str], list[Check]]:
 
 
 def by_reason(report: Report) -> dict[tuple[str, str, str, str], list[Skip]]:
-    """Return what was skipped by operator, candidate, relation and reason."""
+    """Return the skips by operator, candidate, relation and reason."""
     return grouped(report.skips, lambda skip: (skip.operator, skip.candidate, skip.relation, skip.reason))
 
 
@@ -92,7 +92,7 @@ def seeds(report: Report) -> dict[str, int]:
 
 
 def environment(report: Report) -> dict[str, str]:
-    """Return versions and the device that a report was made with."""
+    """Return the versions and the device of a run."""
     setting = report.plan.setting
     on_gpu = setting.device.type == "cuda"
     return {

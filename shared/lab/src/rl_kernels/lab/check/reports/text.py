@@ -1,4 +1,4 @@
-"""A report as text: lines that a person reads and ``grep`` finds."""
+"""A report as text: one line per fact, easy to read and to ``grep``."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from rl_kernels.lab.check.result import Check, Mutation
 from rl_kernels.lab.check.suite import Report
 
 WIDTH = 100
-"""Of the table of planted bugs, in a terminal and in a pipe."""
+"""Width of the table of planted bugs, in a terminal and in a pipe."""
 
 
 def text(report: Report, *, verbose: bool = False) -> Iterator[str]:
-    """Yield what failed with the command that runs it again, bugs that escaped, what was skipped, and last the verdict.
+    """Yield failed checks with the commands that replay them, escaped bugs, skips, and last the verdict.
 
     Args:
-        report: of the run.
-        verbose: also yield every check that holds, and every planted bug.
+        report: the report of the run.
+        verbose: also yield every check that passed, and every planted bug.
     """
     for (operator, candidate), checks in summary.by_candidate(report).items():
         passed = summary.held(checks)
@@ -41,7 +41,7 @@ def text(report: Report, *, verbose: bool = False) -> Iterator[str]:
     for (operator, candidate, relation, reason), skips in summary.by_reason(report).items():
         yield f"skipped {operator} {candidate} {relation} ({len(skips)}): {_one_line(reason)}"
     if report.interrupted:
-        yield f"interrupted ({report.interrupted}): this is what was known by then"
+        yield f"interrupted ({report.interrupted}): these are the results until then"
     yield f"{verdict(report.passed)} {summary.suite_name(report)}: {summary.checks_said(report)}"
 
 
