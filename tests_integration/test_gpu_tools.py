@@ -158,7 +158,7 @@ def test_a_planted_fault_that_is_not_reported_fails(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--sanitizer", "no-such-program"), "--sanitizer: 'no-such-program' is not a program"),
+        (("--sanitizer", "no-such-program"), "--sanitizer: no program 'no-such-program' was found"),
         (("--op", "no_such"), "--op: expected one of "),
         (("--jobs", "0"), "argument --jobs: expected an integer >= 1, got '0'"),
     ],

@@ -215,10 +215,8 @@ def parser() -> Parser:
     made.add_argument("--dtype", nargs="+", choices=DTYPES, default=["bf16", "fp32"])
     made.add_argument("--self-test", action="store_true", help="run only the kernels with a planted fault")
     made.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE")
-    made.add_argument(
-        "--sanitizer", default="compute-sanitizer", metavar="PROGRAM", help="default: compute-sanitizer"
-    )
-    made.add_argument("--timeout", type=count(1), default=240, metavar="S", help="time limit of a process")
+    made.add_argument("--sanitizer", default="compute-sanitizer", metavar="PROGRAM", help="default: compute-sanitizer")
+    made.add_argument("--timeout", type=count(1), default=240, metavar="S", help="seconds per process")
     made.add_argument("--jobs", type=count(1), default=4, help="processes to run at once")
     made.add_argument("--parts", type=count(1), default=4, help="processes that share an operator's calls")
     made.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help=argparse.SUPPRESS)

@@ -67,7 +67,7 @@ def test_without_a_kl_no_reference_is_read():
         (["--eps", "0"], "argument --eps: expected a finite number > 0, got '0'"),
         (["--beta", "nan"], "argument --beta: expected a finite number >= 0, got 'nan'"),
         (["--delta", "1e39"], "grpo_loss 2x3x5 delta=1e+39: delta: expected a number within"),
-        (["--temperature", "2"], "unrecognized arguments: --temperature 2; of options, grpo_loss has --clip-eps,"),
+        (["--temperature", "2"], "unrecognized arguments: --temperature 2; options: grpo_loss has --clip-eps,"),
     ],
 )
 def test_options_out_of_range_are_one_line(tmp_path, capsys, arguments, message):

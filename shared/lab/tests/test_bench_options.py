@@ -55,8 +55,8 @@ def test_help_lists_them_with_their_operators(capsys):
 @pytest.mark.parametrize(
     ("names", "arguments", "message"),
     [
-        (["one"], ["--scale", "2"], "unrecognized arguments: --scale 2; of options, one has --scale-by, --shift"),
-        (["none"], ["--shift", "2"], "unrecognized arguments: --shift 2; of options, none has none"),
+        (["one"], ["--scale", "2"], "unrecognized arguments: --scale 2; options: one has --scale-by, --shift"),
+        (["none"], ["--shift", "2"], "unrecognized arguments: --shift 2; options: none has none"),
         (["one", "two"], ["--shift", "2"], "--shift: two has no such option; give operators that do with --op"),
     ],
 )

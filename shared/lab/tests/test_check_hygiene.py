@@ -256,7 +256,7 @@ BUGS = {
         writing_beside_out,
         "into",
         "inputs unchanged, every other element",
-        "out does not hold its result, or was changed beside it",
+        "out does not hold its result, or was changed outside of it",
     ),
     "out ignored": (ignoring_out, "into", "out holds output", "differ in bits"),
     "a second pass that is not refused": (never_refusing, "reuse", "backward again", "nothing was raised"),

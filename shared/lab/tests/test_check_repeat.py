@@ -101,7 +101,7 @@ def test_runs_at_whose_end_the_other_stream_is_idle_do_not_count():
 
 
 def test_another_stream_that_is_never_busy_is_an_error():
-    with pytest.raises(RuntimeError, match="at the end of 1 runs only, wanted 4"):
+    with pytest.raises(RuntimeError, match="at the end of only 1 runs, expected 4"):
         differing(lambda: {"y": torch.zeros(1)}, 4, Script(*[False] * 12))
 
 

@@ -109,7 +109,7 @@ def _described(operator: Operator, given: argparse.Namespace) -> Call:
     if given.arch is not None and given.arch not in contract().archs:
         raise ValueError(f"--arch: expected one of {', '.join(contract().archs)}, got {given.arch!r}")
     if given.arch is None and given.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--arch: needed to explain a call on a GPU on a machine without one (e.g. --arch sm90)")
+        raise ValueError("--arch: needed to explain a GPU call on a machine without a GPU (e.g. --arch sm90)")
     return Call(device, DTYPES[given.dtype], given.arch or arch_of(device.type, device.index), _Sizes(traits))
 
 

@@ -62,7 +62,7 @@ class Descriptor:
         own = zip(self.base.shape, self.base.stride(), self.strides[lead:], strict=True)
         assert all(count == 1 or step == mine for count, step, mine in own), f"wrong strides: {self.strides}"
         assert self.base.ndim > 2 or self.strides[0] >= self.shape[1], "descriptor: rows overlap"
-        assert all(count & (count - 1) == 0 for count in self.block_shape), f"box not powers of two: {self.block_shape}"
+        assert all(count & (count - 1) == 0 for count in self.block_shape), f"box not powers of 2: {self.block_shape}"
         assert self.block_shape[-1] * size >= ALIGNED, f"descriptor: box rows of {self.block_shape[-1] * size} bytes"
 
 

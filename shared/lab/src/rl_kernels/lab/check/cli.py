@@ -62,11 +62,16 @@ def parser(operators: Sequence[Operator]) -> Parser:
     made.add_argument("--grad-mode", choices=("random", "ones"), default="random", help="upstream gradients")
     made.add_argument("--grad-seed", type=count(0, 31), default=123, help="seed of upstream gradients (%(default)s)")
     made.add_argument("--seed", type=count(0, 31), default=123, help="seed of the inputs (%(default)s)")
-    made.add_argument("--input-mode", choices=("random", "constant"), default="random", help="constant: both kinds")
+    made.add_argument(
+        "--input-mode",
+        choices=("random", "constant"),
+        default="random",
+        help="constant: also run every case on constant inputs",
+    )
     made.add_argument("--constant-value", type=number(), default=0.25, help="value of constant inputs (%(default)s)")
     made.add_argument("--token-value", type=count(0), default=0, help="id of constant inputs, modulo the vocabulary")
     made.add_argument(
-        "--timeout", type=number(above=0), default=TIMEOUT, metavar="SECONDS", help="limit of a call of your own"
+        "--timeout", type=number(above=0), default=TIMEOUT, metavar="SECONDS", help="limit for each call of your own"
     )
     made.add_argument("--jobs", type=count(1), default=1, metavar="N", help="number of processes (%(default)s)")
     made.add_argument("--fail-fast", action="store_true", help="stop at the first check that fails")
