@@ -175,7 +175,7 @@ def test_nothing_ran_is_no_pass():
     [
         (["--candidate", "cuda"], "--candidate cuda: runs on a GPU"),
         (["--candidate", "cuda-sm90"], "cannot run it here: cuda-sm90: runs on cuda"),
-        (["--device", "cuda"], "--device: cuda is not there"),
+        (["--device", "cuda"], "--device: cuda does not exist"),
     ],
 )
 def test_no_gpu(argv, message, capsys):

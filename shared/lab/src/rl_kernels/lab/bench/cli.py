@@ -46,7 +46,7 @@ def parser(benches: Benches) -> Parser:
         "--shapes", metavar="LIST", help="sizes in the operator's order, such as 4096x2048x131072,8x64x99"
     )
     made.add_argument("--set", metavar="NAME", help=f"a set of shapes ({GOALS} on a GPU, {SMALL} on a CPU)")
-    compared = "peers such as eager,compile; backends of the operator; all peers, or none (default: all)"
+    compared = "peers such as eager,compile; backends of the operator; all; or none (default: all)"
     made.add_argument("--compare", metavar="LIST", help=compared)
     made.add_argument("--dtype", nargs="+", choices=DTYPES, help="default: bf16 on a GPU, fp32 on a CPU")
     made.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
