@@ -51,7 +51,7 @@ NOWHERE = {
         (call("sm89"), "sm_90", None, "needs sm_90, this is sm_89"),
         (call("sm100"), "sm_90", None, "has kernels for sm_90 alone, this is sm_100"),
         (call("sm75"), "sm_80+", None, "needs sm_80 or newer, this is sm_75"),
-        (call(), "sm_90", "bindings", "cuda-bindings is not installed: pip install 'rl-kernels-core[cuda]'"),
+        (call(), "sm_90", "bindings", "cuda-bindings is not installed: pip install cuda-bindings"),
         (call(), "sm_90", "nvrtc", "libnvrtc.so.13 is not there): pip install 'nvidia-cuda-nvrtc==13.*'"),
         (call(), "sm_90", "driver", "the driver knows CUDA 12, NVRTC is that of CUDA 13.0: update the driver, or"),
         (call("sm130"), "sm_80+", None, "NVRTC of CUDA 13.0 cannot compile for sm_130: install a newer one"),

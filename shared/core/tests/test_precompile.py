@@ -157,7 +157,7 @@ def test_bad_arguments(argv, words, capsys, monkeypatch):
 def test_nothing_to_compile_with(capsys, monkeypatch):
     monkeypatch.setattr(toolchain, "bindings_version", lambda: None)
     assert precompile.main([]) == 2
-    expected = "rl-kernels compile: cuda-bindings is not installed: pip install 'rl-kernels-core[cuda]'\n"
+    expected = "rl-kernels compile: cuda-bindings is not installed: pip install cuda-bindings\n"
     assert capsys.readouterr().err == expected
 
 
@@ -228,7 +228,7 @@ def test_doctor_tells_what_is_missing(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "file"))
     assert cli.main(["doctor"]) == 0
     said = capsys.readouterr().out
-    assert "cuda-bindings is not installed: pip install 'rl-kernels-core[cuda]'" in said
+    assert "cuda-bindings is not installed: pip install cuda-bindings" in said
     assert "file cannot be written; set RL_KERNELS_CACHE to a folder" in said
 
 

@@ -15,7 +15,7 @@ CUDA = Call(torch.device("cuda"), torch.float32, "sm90")
     [
         (CUDA, True, False, None),
         (CUDA, True, True, None),
-        (CUDA, False, False, "pip install 'rl-kernels-core[triton]'"),
+        (CUDA, False, False, "pip install triton"),
         (CPU, True, True, None),
         (CPU, True, False, "TRITON_INTERPRET=1"),
         (CPU, False, True, "not installed"),

@@ -65,7 +65,7 @@ def driver_major() -> int | None:
 def why_no_compiler() -> str | None:
     """Return why programs cannot be compiled here, or None."""
     if bindings_version() is None:
-        return "cuda-bindings is not installed: pip install 'rl-kernels-core[cuda]'"
+        return "cuda-bindings is not installed: pip install cuda-bindings"
     try:
         nvrtc_version()
     except (ImportError, OSError) as error:

@@ -29,7 +29,7 @@ _compiled: dict[tuple[Any, ...], tuple[Any, Any]] = {}
 def why_not(call: Call) -> str | None:
     """Say why Triton cannot run a call, or return None."""
     if not INSTALLED:
-        return "Triton is not installed: pip install 'rl-kernels-core[triton]'"
+        return "Triton is not installed: pip install triton"
     if call.dtype == torch.float64:
         return "Triton kernels work in FP32; FP64 is for the native backend"
     if call.device.type == "cpu" and not INTERPRETED:
