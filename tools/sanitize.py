@@ -6,7 +6,7 @@ arbitrary integers that are not validated. Processes share the calls of an opera
 first run without a tool, which compiles the kernels. A kernel with a planted fault runs under each tool as well, and
 must be reported. Needs a GPU, and the packages installed.
 
-initcheck does not see what Hopper's copy engine (TMA) writes: it reports a product that is stored by TMA as never
+initcheck does not see what TMA writes: it reports a product that is stored by TMA as never
 written. For such kernels (`--backend cuda-sm90` of det_gemm and linear_logp) give `--tool memcheck racecheck`; the
 checker shows that they read nothing unwritten, because it poisons new memory.
 """

@@ -93,7 +93,7 @@ def test_many_on_a_gpu(dtype, part):
 @pytest.mark.parametrize("width", [64, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_loads_and_lse_change_no_bit_on_a_gpu(monkeypatch, dtype, width):
-    """Keys by pointers as by the copy engine, and out without lse as with it."""
+    """Keys by pointers as by TMA, and out without lse as with it."""
     plan = importlib.import_module("rl_kernels.attention.backends.triton.plan")
     for batch, queries, keys, where in (
         (1, 64, 64, {}),

@@ -16,7 +16,7 @@ from rl_kernels.fused_logp.spec.mutants_cuda import LAUNCHES, MODULES, SHOWN
 
 HOST = "rl_kernels.fused_logp.backends.cuda.backend"
 SEGMENT, STEP, STATE, PROCESSORS = 32768, 1024, 12, 4
-"""The first three as in kernels/fused_logp.cuh."""
+"""The first three as in fused_logp.cuh."""
 DTYPES = {0: torch.float32, 1: torch.bfloat16, 2: torch.float16}
 FAILURES = (AssertionError, RuntimeError)
 

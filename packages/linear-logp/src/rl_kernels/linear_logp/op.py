@@ -79,7 +79,7 @@ def _limits(call: Call) -> str | None:
         return "multiplies BF16 and FP16; IEEE products of FP32 are for triton"
     size = call.traits.get("D", 0)
     if not size or size % PER_CHUNK:
-        return f"the copy engine needs rows that are multiples of 16 bytes, and D is {size}"
+        return f"TMA needs rows that are multiples of 16 bytes, and D is {size}"
     reason = _TRITON.why_not(call)
     return reason and f"the products of its backward pass are in Triton: {reason}"
 

@@ -145,7 +145,7 @@ LAUNCHES = (
     Bug("box of rows at one place", "if not all(size == 1 or size * step", "if not all(True or size * step"),
     Bug("box of v as wide as k", "return self.width, self.width_v", "return self.width, self.width"),
     Bug("box of heads for rows", "block = rows // self.group, self.group", "block = self.group, rows // self.group"),
-    Bug("small calls through the copy engine", "(self.fast and is_large)", "self.fast"),
+    Bug("small calls through TMA", "(self.fast and is_large)", "self.fast"),
     Bug("large calls by pointers", "(self.fast and is_large)", "(self.fast and not is_large)"),
     Bug("keys of one sequence make a call large", "is_large = batch * self", "is_large = self"),
     Bug("descriptor of k for v", "boxes[0].of(first), boxes[1].of(second)", "boxes[0].of(first), boxes[1].of(first)"),
