@@ -31,10 +31,11 @@ AS_PRINTED = (
     r"rl-kernels (list|doctor|explain|completion|audit|demo --help)\b.*",
     r'eval "\$\(rl-kernels completion bash\)"',
     r"rl-kernels check --replay .*",
-    r"python tools/(new_operator|bench_tables)\.py .*",
+    r"python tools/bench_tables\.py --check",
     r"export \w+=\S+",
 )
 SHORTENED = (
+    (r"python tools/new_operator\.py .*", "--into ."),
     (r"rl-kernels check (?!.*--op).*", LISTED),
     (r"rl-kernels check .*--candidate.*", LISTED),
     (r"rl-kernels check .*", SHORT),
