@@ -8,7 +8,7 @@ from rl_kernels.demo.gpu.optimizer import MasterAdamW
 from rl_kernels.demo.gpu.settings import Settings
 from rl_kernels.demo.gpu.vocabulary import END, VOCAB, decode, encode
 from rl_kernels.demo.gpu.way import race
-from rl_kernels.demo.measures import clip_fraction, kl
+from rl_kernels.demo.measures import clip_fraction, gap, kl
 from rl_kernels.demo.rollout import IGNORE
 from rl_kernels.demo.schedule import learning_rate
 
@@ -105,6 +105,19 @@ def test_kl_is_zero_for_equal_tokens_alone():
     other = logps.clone()
     other[7] = torch.nextafter(other[7], torch.tensor(-9.0))
     assert 0 < kl(logps, other) < 1e-14
+
+
+def test_a_gap_counts_and_measures_the_masked_tokens_alone():
+    rollout = torch.tensor([[-1.0, -2.0, -3.0], [-1.0, -1.0, -4.0]])
+    training = rollout.clone()
+    training[0, 1] += 0.1
+    training[1, 0] = torch.nextafter(training[1, 0], torch.tensor(0.0))
+    training[1, 2] = 9.0
+    mask = torch.tensor([[True, True, False], [True, True, False]])
+    found = gap(rollout, training, mask)
+    assert (found.tokens, found.mismatches) == (4, 2)
+    assert found.largest == pytest.approx(0.1051709, rel=1e-5)
+    assert found.kl == pytest.approx((1.1051709 - 1 - 0.1) / 4, rel=1e-4)
 
 
 def test_the_clip_fraction_counts_what_the_clip_holds_back():

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from rl_kernels.demo.bits import different
-from rl_kernels.demo.compare import compare, decode
+from rl_kernels.demo.compare import compare, decode, gap_of
 from rl_kernels.demo.invariant import INVARIANT
-from rl_kernels.demo.model import Cache
+from rl_kernels.demo.measures import Gap
+from rl_kernels.demo.numerics import OURS_BF16, OURS_FP32, PLAIN_BF16, PLAIN_FP32, in_bf16
 from rl_kernels.demo.plain import PLAIN
 from rl_kernels.demo.rollout import training_logps
 
@@ -61,7 +62,7 @@ def test_what_stands_in_the_padding_changes_no_bit(trained):
 @torch.no_grad()
 def test_the_cache_takes_several_tokens_at_once(trained):
     policy, rollout = trained
-    cache = Cache(policy.config, len(rollout.tokens))
+    cache = policy.cache(len(rollout.tokens))
     parts = [policy(part, INVARIANT, cache) for part in (rollout.tokens[:, :4], rollout.tokens[:, 4:])]
     assert differing(torch.cat(parts, 1), policy(rollout.tokens, INVARIANT)) == 0
 
@@ -80,12 +81,36 @@ def test_both_arithmetics_compute_the_same_function_and_gradient(trained):
         torch.testing.assert_close(gradient, plain, rtol=1e-3, atol=1e-4 * float(plain.abs().max()))
 
 
+@pytest.mark.parametrize("numerics", [OURS_FP32, OURS_BF16], ids=lambda numerics: numerics.name)
+def test_the_comparison_finds_nothing_in_ours(trained, threads, numerics):
+    policy, rollout = trained
+    together, alone = compare(policy, rollout, numerics, 1.0)
+    assert together.gap == Gap(int(rollout.mask.sum()), 0, 0.0, 0.0)
+    assert alone.gap.mismatches == 0
+    assert gap_of(policy, rollout, numerics, 1.0) == together.gap
+
+
 def test_the_comparison_counts_what_differs(trained):
     policy, rollout = trained
-    together, alone = compare(policy, rollout, INVARIANT, 1.0)
-    assert together.mismatches == alone.mismatches == 0
-    assert together.tokens == int(rollout.mask.sum())
-    assert any(case.mismatches for case in compare(policy, rollout, PLAIN, 1.0))
+    fp32, bf16 = (compare(policy, rollout, numerics, 1.0)[0].gap for numerics in (PLAIN_FP32, PLAIN_BF16))
+    assert 0 < fp32.mismatches < bf16.mismatches <= bf16.tokens == int(rollout.mask.sum())
+    assert 0 < fp32.kl < 1e-10 < bf16.kl
+    assert 0 < fp32.largest < 1e-4 < bf16.largest
+
+
+@torch.no_grad()
+def test_bf16_computes_in_bf16(trained):
+    """Weights, activations and cache; log-probabilities are FP32, and near those of the FP32 weights."""
+    policy, rollout = trained
+    copy = in_bf16(policy)
+    for arithmetic in (INVARIANT, PLAIN):
+        cache = copy.cache(len(rollout.tokens))
+        hidden = copy(rollout.tokens, arithmetic, cache)
+        assert {hidden.dtype, cache.keys.dtype, cache.values.dtype} == {torch.bfloat16}
+        rounded = training_logps(copy, rollout, arithmetic, 1.0)
+        assert rounded.dtype == torch.float32
+        torch.testing.assert_close(rounded, training_logps(policy, rollout, arithmetic, 1.0), rtol=0, atol=0.05)
+    assert {weight.dtype for weight in policy.parameters()} == {torch.float32}
 
 
 def test_raw_bits_tell_zeros_apart():

@@ -2,6 +2,8 @@ import pytest
 import torch
 
 from rl_kernels.demo import task
+from rl_kernels.demo.numerics import OURS_BF16, OURS_FP32, PLAIN_BF16, PLAIN_FP32
+from rl_kernels.demo.plain import PLAIN
 from rl_kernels.demo.tokenizer import EOS
 from rl_kernels.demo.train import Settings, Trainer
 from rl_kernels.det_gemm import DetLinear
@@ -19,6 +21,34 @@ def test_a_run_repeats_bit_for_bit():
     assert all(torch.equal(a, b) for a, b in zip(runs[0][1], runs[1][1], strict=True))
 
 
+def test_what_is_watched_changes_nothing():
+    watched, alone = (Trainer(SMALL, watched=numerics) for numerics in ((OURS_BF16, PLAIN_FP32, PLAIN_BF16), ()))
+    history = [trainer.run(lambda metrics: None) for trainer in (watched, alone)]
+    assert [metrics.reward for metrics in history[0]] == [metrics.reward for metrics in history[1]]
+    assert all(torch.equal(a, b) for a, b in zip(watched.policy.parameters(), alone.policy.parameters(), strict=True))
+
+
+def test_numerics_are_watched_in_the_first_of_every_few_steps():
+    settings = Settings(steps=4, prompts=2, samples_per_prompt=4, watch_every=3)
+    history = Trainer(settings, watched=(OURS_FP32, PLAIN_BF16)).run(lambda metrics: None)
+    names = [OURS_FP32.name, PLAIN_BF16.name]
+    assert [list(metrics.watched) for metrics in history] == [names, [], [], names]
+    for metrics in (history[0], history[3]):
+        # The rollout of the training itself, decoded again: the same weights, the same tokens, the same bits.
+        assert metrics.watched[OURS_FP32.name] == metrics.gap
+        assert metrics.watched[PLAIN_BF16.name].tokens == metrics.gap.tokens
+
+
+@pytest.mark.parametrize(("rollout", "off"), [(PLAIN_FP32, 1e-4), (PLAIN_BF16, 0.2)], ids=lambda each: str(each)[:30])
+def test_rollout_and_training_may_compute_in_other_ways(rollout, off):
+    history = Trainer(SMALL, rollout, PLAIN).run(lambda metrics: None)
+    for metrics in history:
+        assert metrics.gap.mismatches > 0
+        assert 0 < metrics.gap.kl < off**2
+        assert 0 < metrics.gap.largest < off
+    assert len({metrics.reward for metrics in history}) > 1
+
+
 def test_the_reference_stays_and_the_policy_leaves_it():
     trainer = Trainer(SMALL)
     initial = [weight.clone() for weight in trainer.reference.parameters()]
@@ -32,7 +62,7 @@ def test_several_updates_on_one_batch_reach_the_clip():
     (metrics,) = trainer.run(lambda metrics: None)
     assert metrics.clip_fraction > 0
     assert metrics.kl > 0
-    assert metrics.mismatches == 0
+    assert metrics.gap.mismatches == metrics.clipped_at_once == 0
 
 
 def test_answers_end_with_the_end_or_at_their_longest():

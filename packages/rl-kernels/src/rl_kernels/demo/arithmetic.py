@@ -21,8 +21,8 @@ class Arithmetic:
         rms_norm: ``(x[..., D], gain[D]) -> [..., D]``.
         attention: ``(q[B, H, Q, d], k[B, H, K, d], v[B, H, K, d]) -> [B, H, Q, d]``; the queries stand at the last Q
             of the K positions, and each sees the keys up to its own.
-        logp: ``(hidden[..., D], weight[V, D], ids[...], temperature, ignore_index) -> [...]``, log-probabilities of
-            the ids, 0 where ignored.
+        logp: ``(hidden[..., D], weight[V, D], ids[...], temperature, ignore_index) -> [...]``, FP32 log-probabilities
+            of the ids, 0 where ignored.
     """
 
     name: str

@@ -15,17 +15,18 @@ from rich.console import Console
 from rl_kernels.core import BackendUnavailable, record_dispatch
 from rl_kernels.core.command import Parser, count, location
 from rl_kernels.demo import plot, record, report, task
-from rl_kernels.demo.compare import compare
+from rl_kernels.demo.compare import Comparison, compare
 from rl_kernels.demo.gpu import run as gpu
 from rl_kernels.demo.gpu import settings as gpu_settings
-from rl_kernels.demo.invariant import INVARIANT
-from rl_kernels.demo.plain import PLAIN
-from rl_kernels.demo.train import Settings, Trainer
+from rl_kernels.demo.numerics import OURS_BF16, OURS_FP32, PLAIN_BF16, PLAIN_FP32
+from rl_kernels.demo.train import Settings, StepMetrics, Trainer
 from rl_kernels.demo.verdict import Verdict, judge
 
 DESCRIPTION = """Train a small transformer with GRPO on the CPU, through the operators, and compare the log-probs of
 rollout and training bit by bit. With --device cuda the model is a Llama of 104 million parameters on a GPU, trained a
 second time in stock PyTorch beside it. Exit status 1 if the reward has not clearly risen, or if one bit differs."""
+WATCHED = (OURS_BF16, PLAIN_FP32, PLAIN_BF16)
+"""Measured beside the FP32 training through the operators."""
 SHOWN = 8
 """Sampled answers that are printed."""
 
@@ -65,19 +66,23 @@ def run(settings: Settings, out: Path, quiet: bool) -> Verdict:
     start = time.perf_counter()
     console = Console(quiet=quiet)
     with record_dispatch() as choices:
-        trainer = Trainer(settings)
+        trainer = Trainer(settings, watched=WATCHED)
         parameters = sum(weight.numel() for weight in trainer.policy.parameters())
         console.print(
             f"GRPO from random weights: {parameters:,} parameters, bytes as tokens, {settings.prompts} prompts x "
             f"{settings.samples_per_prompt} samples a step.\n4192= asks for 1249, the digits in ascending order.",
             highlight=False,
         )
-        with report.TrainingView(console, settings.steps) as view:
+        caption = report.caption(settings.watch_every)
+        with report.TrainingView(console, settings.steps, caption=caption) as view:
             history = trainer.run(view)
         prompts, rollout = trainer.sample(settings.prompts)
-        invariant = compare(trainer.policy, rollout, INVARIANT, settings.temperature)
-    comparisons = [*invariant, *compare(trainer.policy, rollout, PLAIN, settings.temperature)]
-    verdict = judge(history, invariant)
+        comparisons = [
+            case
+            for numerics in (OURS_FP32, *WATCHED)
+            for case in compare(trainer.policy, rollout, numerics, settings.temperature)
+        ]
+    verdict = judged(history, comparisons)
     seconds = time.perf_counter() - start
     plot.draw(history, out / "curves.png")
     record.write(
@@ -94,7 +99,16 @@ def run(settings: Settings, out: Path, quiet: bool) -> Verdict:
     report.show_answers(console, [(*pair, task.reward(*pair)) for pair in pairs])
     report.show_comparison(console, comparisons)
     report.show_verdict(Console(), verdict, [str(out / "curves.png"), str(out / "run.json")], seconds)
+    report.show_next(console)
     return verdict
+
+
+def judged(history: Sequence[StepMetrics], comparisons: Sequence[Comparison]) -> Verdict:
+    """Judge a run by its rewards, and by every comparison through the operators, in FP32 and in BF16."""
+    gaps = [metrics.gap for metrics in history]
+    gaps += [metrics.watched[OURS_BF16.name] for metrics in history if metrics.watched]
+    gaps += [case.gap for case in comparisons if case.numerics in (OURS_FP32.name, OURS_BF16.name)]
+    return judge([metrics.reward for metrics in history], gaps)
 
 
 def _reason_against(folder: Path) -> str | None:

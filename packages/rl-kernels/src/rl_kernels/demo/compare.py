@@ -1,4 +1,4 @@
-"""The point of the project: log-probabilities of rollout and training, compared bit by bit."""
+"""Log-probabilities of rollout and training, compared bit by bit."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from rl_kernels.demo.arithmetic import Arithmetic
-from rl_kernels.demo.bits import different
-from rl_kernels.demo.model import Cache, Policy
+from rl_kernels.demo.measures import Gap, gap
+from rl_kernels.demo.model import Policy
+from rl_kernels.demo.numerics import Numerics
 from rl_kernels.demo.rollout import IGNORE, Rollout, training_logps
 
 ALONE = 32
@@ -20,46 +21,43 @@ class Comparison:
     """How one way to decode differs from the training pass over the whole padded batch.
 
     Attributes:
-        arithmetic: what the model computed with.
+        numerics: what the model computed with.
         decoding: how many sequences each forward pass took, one token of each.
-        tokens: compared.
-        mismatches: tokens that differ in any bit.
-        largest: largest absolute difference, in nats.
+        gap: between the two.
     """
 
-    arithmetic: str
+    numerics: str
     decoding: str
-    tokens: int
-    mismatches: int
-    largest: float
+    gap: Gap
 
 
 @torch.no_grad()
-def compare(policy: Policy, rollout: Rollout, arithmetic: Arithmetic, temperature: float) -> list[Comparison]:
+def compare(policy: Policy, rollout: Rollout, numerics: Numerics, temperature: float) -> list[Comparison]:
     """Decode a rollout's tokens again, all sequences together and some alone, and compare with the training pass."""
+    policy, arithmetic = numerics.weights(policy), numerics.arithmetic
     training = training_logps(policy, rollout, arithmetic, temperature)
     together = decode(policy, rollout, arithmetic, temperature)
     rows = range(0, len(training), -(-len(training) // ALONE))
     alone = torch.cat([decode(policy, rollout.row(row), arithmetic, temperature) for row in rows])
     return [
-        _comparison(arithmetic.name, f"{len(training)} sequences", together, training, rollout.mask),
-        _comparison(arithmetic.name, "1 sequence", alone, training[rows], rollout.mask[rows]),
+        Comparison(numerics.name, f"{len(training)} sequences", gap(together, training, rollout.mask)),
+        Comparison(numerics.name, "1 sequence", gap(alone, training[rows], rollout.mask[rows])),
     ]
+
+
+@torch.no_grad()
+def gap_of(policy: Policy, rollout: Rollout, numerics: Numerics, temperature: float) -> Gap:
+    """Decode a rollout's tokens again, all sequences together, and compare with the training pass."""
+    policy, arithmetic = numerics.weights(policy), numerics.arithmetic
+    training = training_logps(policy, rollout, arithmetic, temperature)
+    return gap(decode(policy, rollout, arithmetic, temperature), training, rollout.mask)
 
 
 def decode(policy: Policy, rollout: Rollout, arithmetic: Arithmetic, temperature: float) -> torch.Tensor:
     """Return ``[B, T - 1]`` log-probabilities of a rollout's tokens, one position a step, with a cache."""
-    cache = Cache(policy.config, len(rollout.tokens))
+    cache = policy.cache(len(rollout.tokens))
     logps = torch.zeros_like(rollout.logps)
     for step in range(logps.shape[1]):
         hidden = policy(rollout.tokens[:, step : step + 1], arithmetic, cache)[:, 0]
         logps[:, step] = arithmetic.logp(hidden, policy.head.weight, rollout.targets[:, step], temperature, IGNORE)
     return logps
-
-
-def _comparison(
-    arithmetic: str, decoding: str, rollout: torch.Tensor, training: torch.Tensor, mask: torch.Tensor
-) -> Comparison:
-    gap = (rollout - training)[mask].abs()
-    mismatches = different(rollout, training)[mask].sum()
-    return Comparison(arithmetic, decoding, int(mask.sum()), int(mismatches), float(gap.max()))

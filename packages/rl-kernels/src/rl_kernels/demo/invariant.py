@@ -24,12 +24,16 @@ def norm(x: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Return causal attention ``[B, H, Q, d]``, all sequences at once: on a CPU det_attention takes them one by one."""
+    """Return causal attention ``[B, H, Q, d]``, all sequences at once: on a CPU det_attention takes them one by one.
+
+    Computed in FP32 and rounded once to the dtype of ``q``.
+    """
+    dtype, (q, k, v) = q.dtype, (x.float() for x in (q, k, v))
     score = row_sum(q[..., :, None, :] * k[..., None, :, :]) * q.shape[-1] ** -0.5
     score = score.masked_fill(~visible(q.shape[2], k.shape[2]), -torch.inf)
     weights = (score - score.detach().amax(-1, keepdim=True)).exp()
     mixed = row_sum(weights[..., None, :] * v.mT[..., None, :, :])
-    return mixed / row_sum(weights)[..., None]
+    return (mixed / row_sum(weights)[..., None]).to(dtype)
 
 
 def logp(

@@ -2,9 +2,37 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
+from rl_kernels.demo.bits import different
 from rl_kernels.grpo_loss import group_advantages
+
+
+@dataclass(frozen=True)
+class Gap:
+    """How the log-probabilities of a rollout differ from those of a training pass with the same weights.
+
+    Attributes:
+        tokens: compared.
+        mismatches: tokens that differ in any bit.
+        kl: of training from rollout, see ``kl``.
+        largest: largest ``|ratio - 1|``, the ratio of training to rollout in FP64; 0 only if no token differs.
+    """
+
+    tokens: int
+    mismatches: int
+    kl: float
+    largest: float
+
+
+def gap(rollout: torch.Tensor, training: torch.Tensor, mask: torch.Tensor) -> Gap:
+    """Return the gap between two sets of FP32 log-probabilities where ``mask`` is true; all ``[B, T]``."""
+    rollout, training = rollout[mask], training[mask]
+    ratio = (training.double() - rollout.double()).expm1()
+    mismatches = int(different(rollout, training).sum())
+    return Gap(len(rollout), mismatches, kl(rollout, training), float(ratio.abs().max()))
 
 
 def clip_fraction(

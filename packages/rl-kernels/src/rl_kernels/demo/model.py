@@ -26,9 +26,9 @@ class ModelConfig:
 class Cache:
     """Keys and values of every layer for up to ``positions`` tokens of each row; ``length`` positions are filled."""
 
-    def __init__(self, config: ModelConfig, rows: int) -> None:
+    def __init__(self, config: ModelConfig, rows: int, dtype: torch.dtype = torch.float32) -> None:
         shape = (config.layers, rows, config.heads, config.positions, config.width // config.heads)
-        self.keys, self.values = torch.zeros(shape), torch.zeros(shape)
+        self.keys, self.values = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
         self.length = 0
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -98,3 +98,7 @@ class Policy(nn.Module):
         if cache is not None:
             cache.length += tokens.shape[1]
         return arithmetic.rms_norm(x, self.gain)
+
+    def cache(self, rows: int) -> Cache:
+        """Return an empty cache in the dtype of the weights."""
+        return Cache(self.config, rows, self.head.weight.dtype)

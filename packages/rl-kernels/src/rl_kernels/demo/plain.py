@@ -27,9 +27,9 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor
 def logp(
     hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, temperature: float, ignore_index: int
 ) -> torch.Tensor:
-    """Return the log-probabilities of the ids by a softmax over all logits."""
+    """Return the log-probabilities of the ids by a softmax in FP32 over all logits."""
     kept = ids != ignore_index
-    logps = (F.linear(hidden, weight) / temperature).log_softmax(-1)
+    logps = (F.linear(hidden, weight).float() / temperature).log_softmax(-1)
     chosen = logps.gather(-1, torch.where(kept, ids, 0)[..., None])[..., 0]
     return torch.where(kept, chosen, 0.0)
 

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rl_kernels.demo.compare import Comparison
+from rl_kernels.demo.numerics import OURS_BF16, PLAIN_BF16, PLAIN_FP32
 from rl_kernels.demo.verdict import MARGIN, Verdict
 
 ROWS = 10
@@ -30,32 +31,57 @@ def mean(name: str, form: str) -> Callable[[Sequence[Any]], str]:
     return lambda steps: format(sum(getattr(metrics, name) for metrics in steps) / len(steps), form)
 
 
-def total(name: str) -> Callable[[Sequence[Any]], str]:
-    """Return a cell: the sum of a metric over the steps."""
-    return lambda steps: f"{sum(getattr(metrics, name) for metrics in steps):,}"
-
-
 def last_step(steps: Sequence[Any]) -> str:
     """Return a cell: the number of the last step."""
     return str(steps[-1].step)
+
+
+def compared(name: str, field: str) -> Callable[[Sequence[Any]], str]:
+    """Return a cell: a count of the watched numerics of that name, summed over the steps that measured it."""
+
+    def cell(steps: Sequence[Any]) -> str:
+        found = [getattr(metrics.watched[name], field) for metrics in steps if name in metrics.watched]
+        return f"{sum(found):,}" if found else ""
+
+    return cell
+
+
+def _ours(steps: Sequence[Any]) -> str:
+    return f"{sum(metrics.gap.mismatches for metrics in steps):,}"
 
 
 COLUMNS = (
     Column("step", last_step),
     Column("reward", mean("reward", ".3f")),
     Column("solved", mean("solved", ".0%")),
-    Column("KL", mean("kl", ".2f")),
-    Column("clipped", mean("clip_fraction", ".1%")),
-    Column("tokens", total("tokens")),
-    Column("bits differ", total("mismatches")),
+    Column("tokens\ncompared", compared(PLAIN_BF16.name, "tokens")),
+    Column("plain\nBF16", compared(PLAIN_BF16.name, "mismatches")),
+    Column("plain\nFP32", compared(PLAIN_FP32.name, "mismatches")),
+    Column("ours\nBF16", compared(OURS_BF16.name, "mismatches")),
+    Column("ours\nFP32", _ours),
     Column("s/step", mean("seconds", ".2f")),
 )
+
+
+def caption(every: int) -> str:
+    """Return the line under the table of steps, whose watched numerics were measured in every so many steps."""
+    return (
+        "Tokens whose log-prob differs in any bit between rollout and training: in plain PyTorch, and with rl-kernels "
+        f"(ours). Ours FP32 trains and is compared in every step, the others in one of {every}."
+    )
 
 
 class TrainingView:
     """A ``with`` block that shows the steps as they come; call it with each step's metrics."""
 
-    def __init__(self, console: Console, steps: int, columns: Sequence[Column] = COLUMNS, title: str = "GRPO") -> None:
+    def __init__(
+        self,
+        console: Console,
+        steps: int,
+        columns: Sequence[Column] = COLUMNS,
+        title: str = "GRPO",
+        caption: str | None = None,
+    ) -> None:
         self._console = console
         self._bar = Progress(
             TextColumn("training"),
@@ -68,7 +94,8 @@ class TrainingView:
         )
         self._task = self._bar.add_task("training", total=steps, reward=0.0)
         self._columns = columns
-        self._table = Table(*(column.heading for column in columns), title=title)
+        headings = (column.heading for column in columns)
+        self._table = Table(*headings, title=title, caption=caption, caption_justify="left")
         for column in self._table.columns:
             column.justify = "right"
         self._live = Live(Group(self._table, self._bar), console=console, refresh_per_second=4)
@@ -111,21 +138,16 @@ def _printable(text: str) -> str:
 def show_comparison(console: Console, comparisons: Sequence[Comparison]) -> None:
     """Print how the log-probs of rollout and training compare, a row for each arithmetic and way to decode."""
     table = Table(
-        *("computed with", "rollout: one token each of", "tokens", "bits differ", "largest difference"),
+        *("computed with", "rollout, one\ntoken of each", "tokens", "bits differ", "largest\n|ratio - 1|"),
         title="log-probs: cached rollout against training pass over the whole padded batch",
     )
     for column in table.columns[2:]:
         column.justify = "right"
     for case in comparisons:
-        colour = "red" if case.mismatches else "green"
-        mismatches = f"[{colour}]{case.mismatches:,} ({case.mismatches / case.tokens:.0%})[/]"
-        table.add_row(
-            case.arithmetic,
-            case.decoding,
-            f"{case.tokens:,}",
-            mismatches,
-            f"{case.largest:.1e}" if case.mismatches else "0",
-        )
+        found, colour = case.gap, "red" if case.gap.mismatches else "green"
+        mismatches = f"[{colour}]{found.mismatches:,} ({found.mismatches / found.tokens:.0%})[/]"
+        largest = f"{found.largest:.1e}" if found.mismatches else "0"
+        table.add_row(case.numerics, case.decoding, f"{found.tokens:,}", mismatches, largest)
     console.print(table)
 
 
@@ -146,3 +168,12 @@ def show_verdict(
 
 def _line(console: Console, good: bool, text: str) -> None:
     console.print(f"[green]ok[/]      {text}" if good else f"[red]FAILED[/]  {text}", highlight=False, soft_wrap=True)
+
+
+NEXT = """next: your model: rl-kernels audit path/to/model; one operator: pip install rl-kernels-linear-logp
+      TRL: docs/recipes/trl.md; your own loop: docs/recipes/your-own-loop.md"""
+
+
+def show_next(console: Console) -> None:
+    """Print what to try after the demo."""
+    console.print(NEXT, highlight=False, soft_wrap=True)

@@ -9,7 +9,7 @@ import torch
 
 from rl_kernels.demo import task, tokenizer
 from rl_kernels.demo.arithmetic import Arithmetic
-from rl_kernels.demo.model import Cache, Policy
+from rl_kernels.demo.model import Policy
 
 IGNORE = -100
 """Target of a position whose next token was given, or is padding."""
@@ -60,11 +60,11 @@ def sample(
         tokens[row, : len(ids)] = torch.tensor(ids)
     targets, logps = torch.full((len(given), steps), IGNORE), torch.zeros(len(given), steps)
     done = torch.zeros(len(given), dtype=torch.bool)
-    cache = Cache(policy.config, len(given))
+    cache = policy.cache(len(given))
 
     for step in range(steps):
         hidden = policy(tokens[:, step : step + 1], arithmetic, cache)[:, 0]
-        logits = arithmetic.linear(policy.head, hidden) / temperature
+        logits = arithmetic.linear(policy.head, hidden).float() / temperature
         drawn = torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
         sampling = (lengths <= step + 1) & (step + 1 < lengths + task.ANSWER_TOKENS) & ~done
         targets[:, step] = torch.where(sampling, drawn, IGNORE)

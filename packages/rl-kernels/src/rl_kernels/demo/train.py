@@ -5,16 +5,18 @@ from __future__ import annotations
 import copy
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from rl_kernels.demo import task
-from rl_kernels.demo.bits import different
+from rl_kernels.demo.arithmetic import Arithmetic
+from rl_kernels.demo.compare import gap_of
 from rl_kernels.demo.invariant import INVARIANT
-from rl_kernels.demo.measures import clip_fraction
+from rl_kernels.demo.measures import Gap, clip_fraction, gap
 from rl_kernels.demo.model import ModelConfig, Policy
+from rl_kernels.demo.numerics import OURS_FP32, Numerics
 from rl_kernels.demo.rollout import Rollout, sample, training_logps
 from rl_kernels.demo.schedule import learning_rate
 from rl_kernels.grpo_loss import GRPOLossOutput, grpo_loss
@@ -22,7 +24,12 @@ from rl_kernels.grpo_loss import GRPOLossOutput, grpo_loss
 
 @dataclass(frozen=True)
 class Settings:
-    """What a run is made of; ``epochs`` are the optimiser's steps on one batch."""
+    """What a run is made of.
+
+    Attributes:
+        epochs: optimiser steps on one batch.
+        watch_every: steps from one measure of the watched numerics to the next; the first is measured.
+    """
 
     steps: int = 200
     seed: int = 0
@@ -34,6 +41,7 @@ class Settings:
     clip_eps: float = 0.2
     beta: float = 0.05
     temperature: float = 1.0
+    watch_every: int = 5
 
 
 @dataclass(frozen=True)
@@ -46,8 +54,9 @@ class StepMetrics:
         solved: share of answers that earned the whole reward.
         kl: mean k3 estimate per token against the initial policy, before the last update on the batch.
         clip_fraction: share of tokens whose ratio the last update on the batch found clipped.
-        tokens: sampled in this step.
-        mismatches: tokens whose log-probability differed in any bit between rollout and first training pass.
+        clipped_at_once: share of tokens whose ratio was clipped before any update.
+        gap: between the rollout and the first training pass, whose weights are the same.
+        watched: the same gap in other numerics, of the same weights and tokens; empty in steps that measure none.
         seconds: wall time of the step.
     """
 
@@ -56,16 +65,30 @@ class StepMetrics:
     solved: float
     kl: float
     clip_fraction: float
-    tokens: int
-    mismatches: int
+    clipped_at_once: float
+    gap: Gap
+    watched: Mapping[str, Gap]
     seconds: float
 
 
 class Trainer:
-    """A policy, its frozen initial copy as the reference, and the optimiser."""
+    """A policy, its frozen initial copy as the reference, and the optimiser.
 
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
+    Args:
+        settings: what the run is made of.
+        rollout: samples, and takes the log-probabilities that the loss calls old.
+        training: computes the passes of reference and updates, on the FP32 weights.
+        watched: further numerics whose gap is measured every ``watch_every`` steps; they change nothing.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        rollout: Numerics = OURS_FP32,
+        training: Arithmetic = INVARIANT,
+        watched: Sequence[Numerics] = (),
+    ) -> None:
+        self.settings, self.rollout, self.training, self.watched = settings, rollout, training, watched
         self.prompts = random.Random(settings.seed)
         self.generator = torch.Generator().manual_seed(settings.seed)
         self.policy = Policy(ModelConfig(positions=task.PROMPT_TOKENS + task.ANSWER_TOKENS), self.generator)
@@ -85,14 +108,10 @@ class Trainer:
         start = time.perf_counter()
         prompts, rollout = self.sample(self.settings.prompts)
         rewards = torch.tensor([task.reward(*pair) for pair in zip(prompts, rollout.answers, strict=True)])
-        settings = self.settings
-        rate = learning_rate(
-            step, steps=settings.steps, peak=settings.learning_rate, warmup_steps=settings.warmup_steps
-        )
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        watched = self._watch(step, rollout)
+        self._set_learning_rate(step)
         with torch.no_grad():
-            reference = training_logps(self.reference, rollout, INVARIANT, self.settings.temperature)
+            reference = training_logps(self.reference, rollout, self.training, self.settings.temperature)
         first, output = self._update(rollout, reference, rewards)
         current = first
         for _ in range(self.settings.epochs - 1):
@@ -102,16 +121,10 @@ class Trainer:
             reward=float(rewards.mean()),
             solved=float((rewards == 1).float().mean()),
             kl=float(output.kl),
-            clip_fraction=clip_fraction(
-                current,
-                rollout.logps,
-                rewards,
-                rollout.mask,
-                samples_per_prompt=self.settings.samples_per_prompt,
-                clip_eps=self.settings.clip_eps,
-            ),
-            tokens=int(rollout.mask.sum()),
-            mismatches=int(different(first, rollout.logps).sum()),
+            clip_fraction=self._clipped(current, rollout, rewards),
+            clipped_at_once=self._clipped(first, rollout, rewards),
+            gap=gap(rollout.logps, first, rollout.mask),
+            watched=watched,
             seconds=time.perf_counter() - start,
         )
 
@@ -119,14 +132,33 @@ class Trainer:
         """Draw prompts and sample a group of answers to each; the prompts are returned once an answer."""
         drawn = [task.draw_prompt(self.prompts) for _ in range(prompts)]
         repeated = [prompt for prompt in drawn for _ in range(self.settings.samples_per_prompt)]
+        policy, temperature = self.rollout.weights(self.policy), self.settings.temperature
+        rollout = sample(policy, repeated, self.rollout.arithmetic, temperature=temperature, generator=self.generator)
+        return repeated, rollout
+
+    def _watch(self, step: int, rollout: Rollout) -> dict[str, Gap]:
+        if (step - 1) % self.settings.watch_every:
+            return {}
         temperature = self.settings.temperature
-        return repeated, sample(self.policy, repeated, INVARIANT, temperature=temperature, generator=self.generator)
+        return {each.name: gap_of(self.policy, rollout, each, temperature) for each in self.watched}
+
+    def _set_learning_rate(self, step: int) -> None:
+        settings = self.settings
+        rate = learning_rate(
+            step, steps=settings.steps, peak=settings.learning_rate, warmup_steps=settings.warmup_steps
+        )
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+
+    def _clipped(self, current: torch.Tensor, rollout: Rollout, rewards: torch.Tensor) -> float:
+        sizes = {"samples_per_prompt": self.settings.samples_per_prompt, "clip_eps": self.settings.clip_eps}
+        return clip_fraction(current, rollout.logps, rewards, rollout.mask, **sizes)
 
     def _update(
         self, rollout: Rollout, reference: torch.Tensor, rewards: torch.Tensor
     ) -> tuple[torch.Tensor, GRPOLossOutput]:
         settings = self.settings
-        current = training_logps(self.policy, rollout, INVARIANT, settings.temperature)
+        current = training_logps(self.policy, rollout, self.training, settings.temperature)
         output = grpo_loss(
             current,
             rollout.logps,

@@ -19,13 +19,6 @@ class Compared(Protocol):
     def mismatches(self) -> int: ...  # noqa: D102
 
 
-class Step(Compared, Protocol):
-    """A step of training, whose rollout was compared with the first training pass."""
-
-    @property
-    def reward(self) -> float: ...  # noqa: D102
-
-
 @dataclass(frozen=True)
 class Verdict:
     """Mean reward of the first and the last tenth of the steps; tokens compared through the operators."""
@@ -50,11 +43,9 @@ class Verdict:
         return {**asdict(self), "risen": self.risen, "passed": self.passed}
 
 
-def judge(history: Sequence[Step], invariant: Sequence[Compared] = ()) -> Verdict:
-    """Judge a run by its steps and by further comparisons, all through the operators."""
-    window = max(1, len(history) // 10)
-    rewards = [metrics.reward for metrics in history]
-    compared: list[Compared] = [*history, *invariant]
+def judge(rewards: Sequence[float], compared: Sequence[Compared]) -> Verdict:
+    """Judge a run by the mean rewards of its steps, and by all comparisons through the operators."""
+    window = max(1, len(rewards) // 10)
     return Verdict(
         first_reward=sum(rewards[:window]) / window,
         last_reward=sum(rewards[-window:]) / window,

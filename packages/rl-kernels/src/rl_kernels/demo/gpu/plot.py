@@ -13,7 +13,7 @@ from matplotlib.ticker import NullLocator
 
 from rl_kernels.demo.gpu.summary import Summary
 from rl_kernels.demo.gpu.train import StepMetrics
-from rl_kernels.demo.plot import BLUE, ORANGE, curve, over_steps, smooth, tidy
+from rl_kernels.demo.panels import BLUE, ORANGE, curve, over_steps, smooth, tidy
 from rl_kernels.lab.bench.plot import save
 
 COLOURS = (BLUE, ORANGE)

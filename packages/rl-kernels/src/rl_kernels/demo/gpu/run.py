@@ -58,7 +58,7 @@ def run(settings: Settings, sizes: ModelSizes, device: torch.device, out: Path, 
     ours = twins[OURS.name]
     histories = {name: twin.history for name, twin in twins.items()}
     summaries = {name: summarised(history) for name, history in histories.items()}
-    verdict = judge(ours.history)
+    verdict = judge([metrics.reward for metrics in ours.history], ours.history)
     seconds = time.perf_counter() - start
     picture, document = out / "curves.png", out / "run.json"
     plot.draw(histories, summaries, ours.parameters, picture)
