@@ -14,6 +14,7 @@ from rl_kernels.demo.gpu import record, report, run
 from rl_kernels.demo.gpu.settings import ModelSizes, Settings
 from rl_kernels.demo.gpu.summary import summarised
 from rl_kernels.demo.gpu.train import StepMetrics
+from rl_kernels.demo.measures import Gap
 from rl_kernels.demo.report import TrainingView
 from rl_kernels.demo.verdict import Verdict
 
@@ -22,7 +23,7 @@ from rl_kernels.demo.verdict import Verdict
 def finished(tmp_path_factory):
     pytest.importorskip("transformers")
     out = tmp_path_factory.mktemp("twins")
-    settings = Settings(steps=2, seed=3, prompts=4, samples_per_prompt=4, shortest=6)
+    settings = Settings(steps=2, seed=3, prompts=4, samples_per_prompt=4, shortest=6, fp32_every=2)
     return run.run(settings, ModelSizes(64, 128, 2, 2, 1), torch.device("cpu"), out, quiet=True), out
 
 
@@ -40,16 +41,21 @@ def test_the_record_is_strict_and_whole(finished):
     assert document["model"]["parameters"] > 50_000
     assert {"device", "torch", "transformers", "rl-kernels"} <= document["environment"].keys()
     operators = ("det_attention", "det_gemm", "grpo_loss", "linear_logp", "rms_norm")
-    assert document["backends"] == dict.fromkeys(operators, "native")
+    assert document["backends"]["BF16"] == dict.fromkeys(operators, "native")
+    assert document["backends"]["FP32"] == dict.fromkeys(set(operators) - {"grpo_loss"}, "native")
     ours, stock = document["twins"]["rl-kernels"], document["twins"]["stock PyTorch"]
     for twin in (ours, stock):
         assert [step["step"] for step in twin["steps"]] == [1, 2]
         assert twin["summary"]["rollout_ms"] > 0
         assert twin["summary"]["update_ms"] > 0
-    assert all(step["mismatches"] == 0 and step["kl"] == 0 for step in ours["steps"])
+        assert twin["steps"][0]["fp32"] is None
+        assert twin["steps"][1]["fp32"]["tokens"] == twin["steps"][1]["tokens"]
+    assert all(step["mismatches"] == step["kl"] == step["largest"] == 0 for step in ours["steps"])
+    assert ours["steps"][1]["fp32"] == {"tokens": ours["steps"][1]["tokens"], "mismatches": 0, "kl": 0, "largest": 0}
     assert sum(step["mismatches"] for step in stock["steps"]) > 0
+    assert stock["steps"][1]["fp32"]["mismatches"] > 0
     # The stock twin's numbers never decide.
-    tokens = sum(step["tokens"] for step in ours["steps"])
+    tokens = sum(step["tokens"] for step in ours["steps"]) + ours["steps"][1]["tokens"]
     assert document["verdict"]["compared"] == verdict.compared == tokens
     assert document["verdict"]["mismatches"] == 0
     assert document["verdict"]["passed"] is False
@@ -140,30 +146,58 @@ def test_a_summary_leaves_the_first_step_out_of_the_times():
 
 
 def test_a_summary_counts_tokens_of_all_steps():
-    found = summarised([metrics(1, ratios_off=9, kl=3e-4), metrics(2, tokens=30, ratios_off=1, kl=1e-4)])
+    found = summarised(
+        [
+            metrics(1, ratios_off=9, mismatches=10, kl=3e-4, largest=0.1),
+            metrics(2, tokens=30, ratios_off=1, mismatches=2, kl=1e-4, largest=0.2),
+        ]
+    )
     assert found.ratios_off == pytest.approx(10 / 40)
+    assert found.mismatches == pytest.approx(12 / 40)
+    assert found.largest == 0.2
+    assert found.fp32_mismatches is found.fp32_kl is found.fp32_largest is None
     assert found.kl == pytest.approx(2e-4)
     assert found.largest_kl == pytest.approx(3e-4)
+
+
+def test_a_summary_takes_fp32_from_the_steps_that_measured_it():
+    steps = [metrics(1), metrics(2, fp32=Gap(10, 4, 1e-9, 1e-3)), metrics(3, fp32=Gap(30, 6, 3e-9, 1e-4))]
+    found = summarised(steps)
+    assert found.fp32_mismatches == pytest.approx(10 / 40)
+    assert found.fp32_kl == pytest.approx(2e-9)
+    assert found.fp32_largest == 1e-3
+
+
+@pytest.mark.parametrize(("bf16", "fp32"), [(0, 0), (1, 0), (0, 1)])
+def test_the_verdict_counts_both_dtypes(bf16, fp32):
+    steps = [*(metrics(number) for number in range(1, 20)), metrics(20, mismatches=bf16, fp32=Gap(7, fp32, 0.0, 0.0))]
+    found = run.judged(steps)
+    assert found.compared == 207
+    assert found.mismatches == bf16 + fp32
+    assert found.passed == (bf16 + fp32 == 0)
 
 
 def test_both_twins_are_printed_side_by_side():
     console = Console(file=io.StringIO(), width=80)
     ours = [metrics(number) for number in range(1, 5)]
-    stock = [metrics(number, ratios_off=5, kl=2e-4, rollout_seconds=0.2) for number in range(1, 5)]
+    stock = [metrics(number, ratios_off=5, kl=2e-4, mismatches=6, rollout_seconds=0.2) for number in range(1, 5)]
     report.show_twins(console, {"one": summarised(ours), "other": summarised(stock)})
     lines = {line.split("│")[1].strip(): line for line in console.file.getvalue().splitlines() if "│" in line}
     cells = [cell.strip() for cell in lines["rollout, ms a step"].split("│")[2:5]]
     assert cells == ["100", "200", "0.50"]
     assert [cell.strip() for cell in lines["KL, nats a token"].split("│")[2:5]] == ["0", "2.0e-04", ""]
     assert "50.00%" in lines["tokens with a ratio other than 1"]
+    assert [cell.strip() for cell in lines["log-probs that differ in any bit"].split("│")[2:5]] == ["0", "60.00%", ""]
+    assert not [label for label in lines if "FP32" in label]
 
 
 def test_the_table_of_steps_fits_a_terminal():
     console = Console(file=io.StringIO(), width=80)
-    with TrainingView(console, 2, report.COLUMNS, "a twin") as view:
-        view(metrics(1, ratios_off=5, kl=2e-4))
-        view(metrics(2))
+    with TrainingView(console, 2, report.COLUMNS, "a twin", report.STEPS_CAPTION) as view:
+        view(metrics(1, mismatches=5, kl=2e-4))
+        view(metrics(2, fp32=Gap(1000, 1, 1e-9, 1e-3)))
     text = console.file.getvalue()
     assert "…" not in text
-    assert "50.0%" in text
+    assert "50.00%" in text
+    assert "0.10%" in text
     assert "2.0e-04" in text

@@ -11,7 +11,7 @@ from rl_kernels.demo import task
 from rl_kernels.demo.bits import different
 from rl_kernels.demo.gpu import ours, run
 from rl_kernels.demo.gpu.ours import OURS
-from rl_kernels.demo.gpu.rollout import sample, training_logps
+from rl_kernels.demo.gpu.rollout import decoded_logps, sample, training_logps
 from rl_kernels.demo.gpu.settings import ModelSizes, Settings
 from rl_kernels.demo.gpu.stock import STOCK
 from rl_kernels.demo.gpu.train import Twin
@@ -33,7 +33,7 @@ def trained(way, settings=SHORT):
 
 def step(way, settings=SHORT):
     twin = Twin(settings, TINY, way, CPU)
-    with way.taken(twin.model):
+    with twin.taken():
         return twin.step(1)
 
 
@@ -46,7 +46,7 @@ def test_not_one_bit_differs_through_the_operators(history):
     assert [metrics.step for metrics in history] == [1, 2, 3]
     for metrics in history:
         assert metrics.tokens > 0
-        assert (metrics.mismatches, metrics.ratios_off, metrics.kl) == (0, 0, 0.0)
+        assert (metrics.mismatches, metrics.ratios_off, metrics.kl, metrics.largest) == (0, 0, 0.0, 0.0)
         assert 0 < metrics.rollout_seconds + metrics.update_seconds < metrics.seconds
 
 
@@ -54,7 +54,43 @@ def test_stock_differs_and_counts_so(history):
     for metrics in trained(STOCK).history:
         assert metrics.mismatches >= metrics.ratios_off > 0
         assert metrics.kl > 0
+        assert metrics.largest > 0
         assert metrics.mismatches <= metrics.tokens
+
+
+def test_fp32_is_compared_in_some_steps_and_changes_nothing(history):
+    settings = dataclasses.replace(SHORT, fp32_every=2)
+    for way, differs in ((OURS, False), (STOCK, True)):
+        measured = trained(way, settings).history
+        assert [metrics.fp32 is not None for metrics in measured] == [False, True, False]
+        found = measured[1].fp32
+        assert found.tokens == measured[1].tokens
+        assert (found.mismatches > 0) == (found.kl > 0) == (found.largest > 0) == differs
+        assert found.kl < 1e-9
+        if way is OURS:
+            assert [metrics.reward for metrics in measured] == [metrics.reward for metrics in history]
+
+
+@pytest.mark.parametrize("way", [OURS, STOCK], ids=lambda way: way.name)
+def test_decoding_again_gives_the_bits_of_sampling(way):
+    twin = Twin(SHORT, TINY, way, CPU)
+    with twin.taken():
+        prompts = ["1023456=", "102345=", "102345="]
+        found = sample(twin.model, prompts, way, shortest=7, longest=9, generator=torch.Generator().manual_seed(1))
+        assert not different(decoded_logps(twin.model, found, way, 7), found.logps).any()
+
+
+def test_the_fp32_model_has_the_weights_of_now():
+    twin = Twin(dataclasses.replace(SHORT, fp32_every=1), TINY, OURS, CPU)
+    with twin.taken():
+        twin.step(1)
+        before = [weight.clone() for weight in twin.in_fp32.model.parameters()]
+        masters = [weight.clone() for weight in twin.optimizer.masters]
+        twin.step(2)
+    weights = list(twin.in_fp32.model.parameters())
+    assert all(weight.dtype == torch.float32 for weight in weights)
+    assert all(torch.equal(*pair) for pair in zip(weights, masters, strict=True))
+    assert not torch.equal(before[0], masters[0])
 
 
 def test_a_run_repeats(history):
@@ -123,19 +159,22 @@ def test_other_seeds_give_other_weights_and_prompts():
 
 
 def test_dispatch_is_recorded_in_the_first_step_alone():
-    one, three = (trained(OURS, dataclasses.replace(SHORT, steps=steps)).choices for steps in (1, 3))
+    one, three = (trained(OURS, dataclasses.replace(SHORT, steps=steps)).choices["BF16"] for steps in (1, 3))
     assert {choice.operator for choice in one} == OPERATORS
     assert len(one) == len(three)
 
 
 def test_the_model_is_given_back():
     twin = Twin(SHORT, TINY, OURS, CPU)
+    models = (twin.model, twin.in_fp32.model)
     kinds = [type(module) for module in twin.model.modules()]
-    with OURS.taken(twin.model):
-        assert [type(module) for module in twin.model.modules()] != kinds
-        assert twin.model.config._attn_implementation == pretrained.name()
-    assert [type(module) for module in twin.model.modules()] == kinds
-    assert twin.model.config._attn_implementation == "sdpa"
+    with twin.taken():
+        for model in models:
+            assert [type(module) for module in model.modules()] != kinds
+            assert model.config._attn_implementation == pretrained.name()
+    for model in models:
+        assert [type(module) for module in model.modules()] == kinds
+        assert model.config._attn_implementation == "sdpa"
 
 
 @pytest.fixture(scope="module")
@@ -177,11 +216,15 @@ def test_a_sequence_alone_gives_the_bits_it_gives_in_the_batch(rollout):
 
 @pytest.mark.gpu
 def test_not_one_bit_differs_on_a_gpu(tmp_path):
-    verdict = run.run(Settings(steps=2), ModelSizes(), torch.device("cuda"), tmp_path, quiet=True)
+    settings = Settings(steps=2, fp32_every=2)
+    verdict = run.run(settings, ModelSizes(), torch.device("cuda"), tmp_path, quiet=True)
     assert verdict.compared > 0
     assert verdict.mismatches == 0
     twins = json.loads((tmp_path / "run.json").read_text())["twins"]
     assert all(metrics["kl"] == 0 for metrics in twins["rl-kernels"]["steps"])
+    ours, stock = (twins[name]["steps"][1]["fp32"] for name in ("rl-kernels", "stock PyTorch"))
+    assert ours["mismatches"] == ours["kl"] == ours["largest"] == 0
+    assert stock["mismatches"] > 0
     assert all(metrics["ratios_off"] > 0 for metrics in twins["stock PyTorch"]["steps"])
 
 
@@ -191,7 +234,7 @@ def test_a_run_is_repeated_bit_for_bit_on_a_gpu():
 
     def weights():
         twin = Twin(Settings(steps=4), ModelSizes(layers=4), OURS, torch.device("cuda"))
-        with OURS.taken(twin.model):
+        with twin.taken():
             for step in range(1, 5):
                 twin.step(step)
         return [weight.clone() for weight in twin.optimizer.masters]

@@ -9,9 +9,15 @@ from typing import NamedTuple, Protocol
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import NullLocator
+from matplotlib.ticker import NullLocator, SymmetricalLogLocator
 
 BLUE, TEAL, GREEN, ORANGE, RED = "#2a6fbb", "#45c4b0", "#3a9a5b", "#d9822b", "#c0392b"
+
+
+POWERS = 7
+"""Powers of ten that an axis names, at most."""
+SMALL = 0.02
+"""Shares below it cannot be told from 0 on an axis from 0 to 100%."""
 
 
 class Compared(Protocol):
@@ -24,7 +30,7 @@ class Compared(Protocol):
     @property
     def kl(self) -> float: ...  # noqa: D102
     @property
-    def largest(self) -> float: ...  # noqa: D102
+    def largest(self) -> float | None: ...  # noqa: D102
 
 
 class Line(NamedTuple):
@@ -41,19 +47,32 @@ class Line(NamedTuple):
 
 
 def bits(axes: Axes, lines: Sequence[Line]) -> None:
-    """Draw the share of tokens whose log-probability differs in any bit; say of how many tokens it is 0."""
-    _draw(axes, lines, [[100 * each.mismatches / each.tokens for each in line.found] for line in lines])
-    zero = [line for line in lines if not any(each.mismatches for each in line.found)]
-    for place, line in enumerate(reversed(zero)):
-        text = f"{line.label}: 0 of {sum(each.tokens for each in line.found):,} tokens"
-        where = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "ha": "right"}
-        axes.annotate(text, (1, 0), (-4, 7 + 13 * place), color=line.colour, weight="bold", **where)
-    axes.set(title="Tokens whose log-prob differs in any bit", ylabel="% of tokens", ylim=(-3, 103))
+    """Draw the share of tokens whose log-probability differs in any bit; say of how many tokens it is 0.
+
+    Where a share is so small that it would seem 0, the axis has powers of ten.
+    """
+    totals = [sum(each.mismatches for each in line.found) for line in lines]
+    tokens = [sum(each.tokens for each in line.found) for line in lines]
+    values = [[100 * each.mismatches / each.tokens for each in line.found] for line in lines]
+    axes.set(title="Tokens whose log-prob differs in any bit", ylabel="% of tokens")
+    if any(0 < total < SMALL * count for total, count in zip(totals, tokens, strict=True)):
+        _zero_and_powers(axes, lines, values)
+        axes.set_ylim(top=200)
+    else:
+        _draw(axes, lines, values)
+        axes.set_ylim(-3, 103)
+    zero = [(line, count) for line, total, count in zip(lines, totals, tokens, strict=True) if not total]
+    for place, (line, count) in enumerate(reversed(zero)):
+        text, where = f"{line.label}: 0 of {count:,} tokens", (-4, 7 + 13 * place)
+        coordinates = ("axes fraction", "data")
+        said = axes.annotate(text, (1, 0), where, coordinates, "offset points", ha="right", color=line.colour)
+        said.set(weight="bold", bbox={"color": "white", "alpha": 0.7, "pad": 1})
 
 
 def ratio(axes: Axes, lines: Sequence[Line]) -> None:
-    """Draw the largest distance of a token's ratio from 1."""
-    _zero_and_powers(axes, lines, [[each.largest for each in line.found] for line in lines])
+    """Draw the largest distance of a token's ratio from 1, of those lines whose steps say it."""
+    known = [line for line in lines if line.found[0].largest is not None]
+    _zero_and_powers(axes, known, [[each.largest or 0.0 for each in line.found] for line in known])
     axes.set(title="Largest |ratio − 1|, before any update")
 
 
@@ -79,6 +98,9 @@ def _zero_and_powers(axes: Axes, lines: Sequence[Line], values: Sequence[Sequenc
         least = 10.0 ** math.floor(math.log10(min(found)))
         axes.set_yscale("symlog", linthresh=least, linscale=1)
         axes.yaxis.set_minor_locator(NullLocator())
+        locator = axes.yaxis.get_major_locator()
+        assert isinstance(locator, SymmetricalLogLocator)
+        locator.set_params(numticks=POWERS)
         axes.set_ylim(-0.15 * least, 3 * max(found))
 
 

@@ -151,8 +151,8 @@ class Trainer:
             group["lr"] = rate
 
     def _clipped(self, current: torch.Tensor, rollout: Rollout, rewards: torch.Tensor) -> float:
-        sizes = {"samples_per_prompt": self.settings.samples_per_prompt, "clip_eps": self.settings.clip_eps}
-        return clip_fraction(current, rollout.logps, rewards, rollout.mask, **sizes)
+        samples, eps = self.settings.samples_per_prompt, self.settings.clip_eps
+        return clip_fraction(current, rollout.logps, rewards, rollout.mask, samples_per_prompt=samples, clip_eps=eps)
 
     def _update(
         self, rollout: Rollout, reference: torch.Tensor, rewards: torch.Tensor

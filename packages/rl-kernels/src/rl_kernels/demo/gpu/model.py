@@ -1,4 +1,4 @@
-"""The policy: transformers' Llama with random weights, in BF16."""
+"""The policy: transformers' Llama with random weights, in BF16 or FP32."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from rl_kernels.demo.gpu.settings import ModelSizes
 from rl_kernels.demo.gpu.vocabulary import END, VOCAB
 
 
-def llama(sizes: ModelSizes, positions: int, seed: int, device: torch.device) -> Any:
+def llama(
+    sizes: ModelSizes, positions: int, seed: int, device: torch.device, dtype: torch.dtype = torch.bfloat16
+) -> Any:
     """Return a ``LlamaForCausalLM``, the same weights for the same seed and device; its attention is SDPA.
 
     The usual deviation of 0.02 leaves the logits small: at first every token is about as likely as any other.
@@ -31,5 +33,5 @@ def llama(sizes: ModelSizes, positions: int, seed: int, device: torch.device) ->
     )
     torch.manual_seed(seed)
     with torch.device(device):
-        # Made in BF16: a cast would round the frequencies of the rotary embedding too.
-        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+        # Made in its dtype: a cast to BF16 would round the frequencies of the rotary embedding too.
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")

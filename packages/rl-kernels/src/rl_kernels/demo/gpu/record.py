@@ -14,6 +14,7 @@ from rl_kernels.core import Choice
 from rl_kernels.demo.gpu.settings import ModelSizes, Settings
 from rl_kernels.demo.gpu.summary import Summary
 from rl_kernels.demo.gpu.train import StepMetrics
+from rl_kernels.demo.measures import Gap
 from rl_kernels.demo.record import backends, dump
 from rl_kernels.demo.verdict import Verdict
 from rl_kernels.lab.bench.environment import environment
@@ -34,11 +35,16 @@ def read(path: Path) -> Recorded:
     found = json.loads(path.read_text(encoding="utf-8"))
     twins = found["twins"].items()
     return Recorded(
-        {name: [StepMetrics(**step) for step in twin["steps"]] for name, twin in twins},
+        {name: [_step(step) for step in twin["steps"]] for name, twin in twins},
         {name: Summary(**twin["summary"]) for name, twin in twins},
         found["model"]["parameters"],
         found["environment"],
     )
+
+
+def _step(found: dict[str, Any]) -> StepMetrics:
+    fp32 = found.get("fp32")
+    return StepMetrics(**{**found, "fp32": None if fp32 is None else Gap(**fp32)})
 
 
 def write(
@@ -50,11 +56,11 @@ def write(
     device: torch.device,
     histories: Mapping[str, Sequence[StepMetrics]],
     summaries: Mapping[str, Summary],
-    choices: Sequence[Choice],
+    choices: Mapping[str, Sequence[Choice]],
     verdict: Verdict,
     seconds: float,
 ) -> None:
-    """Write the record as strict JSON; ``choices`` are those of our twin's first step."""
+    """Write the record as strict JSON; ``choices`` are those of our twin, by dtype."""
     twins: dict[str, Any] = {
         name: {"summary": asdict(summaries[name]), "steps": [asdict(metrics) for metrics in history]}
         for name, history in histories.items()
@@ -63,7 +69,7 @@ def write(
         "settings": asdict(settings),
         "model": {**asdict(sizes), "parameters": parameters},
         "environment": environment(device, ("rl-kernels", "transformers")),
-        "backends": backends(choices),
+        "backends": {dtype: backends(made) for dtype, made in choices.items()},
         "twins": twins,
         "verdict": verdict.record(),
         "seconds": seconds,

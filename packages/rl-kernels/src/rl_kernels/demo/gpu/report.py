@@ -7,17 +7,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from rl_kernels.demo.gpu.summary import Summary
+from rl_kernels.demo.gpu.summary import Summary, share
 from rl_kernels.demo.gpu.train import StepMetrics
 from rl_kernels.demo.report import Column, last_step, mean
 
 
-def _kl(value: float) -> str:
+def _small(value: float) -> str:
     return f"{value:.1e}" if value else "0"
 
 
-def _share(steps: Sequence[StepMetrics]) -> str:
-    return f"{sum(metrics.ratios_off for metrics in steps) / sum(metrics.tokens for metrics in steps):.1%}"
+def _share(value: float) -> str:
+    return f"{value:.2%}" if value else "0"
+
+
+def _fp32(steps: Sequence[StepMetrics]) -> str:
+    found = [metrics.fp32 for metrics in steps if metrics.fp32 is not None]
+    return _share(share("mismatches", found)) if found else ""
 
 
 def _milliseconds(name: str) -> Callable[[Sequence[StepMetrics]], str]:
@@ -28,17 +33,25 @@ COLUMNS = (
     Column("step", last_step),
     Column("reward", mean("reward", ".3f")),
     Column("solved", mean("solved", ".0%")),
-    Column("KL", lambda steps: _kl(sum(metrics.kl for metrics in steps) / len(steps))),
-    Column("ratio ≠ 1", _share),
-    Column("clipped", mean("clip_fraction", ".1%")),
-    Column("rollout ms", _milliseconds("rollout_seconds")),
-    Column("update ms", _milliseconds("update_seconds")),
+    Column("differ,\nBF16", lambda steps: _share(share("mismatches", steps))),
+    Column("differ,\nFP32", _fp32),
+    Column("KL", lambda steps: _small(sum(metrics.kl for metrics in steps) / len(steps))),
+    Column("rollout\nms", _milliseconds("rollout_seconds")),
+    Column("update\nms", _milliseconds("update_seconds")),
+)
+STEPS_CAPTION = (
+    "differ: tokens whose log-prob differs in any bit between rollout and first training pass; KL: of the two in BF16."
 )
 ROWS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("log-probs that differ in any bit", "mismatches", _share),
+    ("log-probs that differ in any bit, FP32", "fp32_mismatches", _share),
     ("reward, last tenth of the steps", "reward", "{:.3f}".format),
     ("solved, last tenth of the steps", "solved", "{:.0%}".format),
-    ("KL, nats a token", "kl", _kl),
+    ("KL, nats a token", "kl", _small),
+    ("KL, nats a token, FP32", "fp32_kl", _small),
     ("tokens with a ratio other than 1", "ratios_off", "{:.2%}".format),
+    ("largest distance of a ratio from 1", "largest", _small),
+    ("largest distance of a ratio from 1, FP32", "fp32_largest", _small),
     ("clip fraction", "clip_fraction", "{:.2%}".format),
     ("rollout, ms a step", "rollout_ms", "{:,.0f}".format),
     ("update, ms a step", "update_ms", "{:,.0f}".format),
@@ -49,16 +62,18 @@ ROWS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
 )
 QUOTIENT = "ours / stock"
 CAPTION = (
-    "KL and ratio: of the first training pass from the rollout, whose weights are the same. Clip fraction: of the last "
-    "pass on a batch. ms a step: the median. Kernels are compiled in the first step."
+    "Log-probs, KL and ratio: first training pass against rollout, the same weights; in BF16, or on FP32 copies of the "
+    "weights. Clip fraction: last pass on a batch. ms a step: the median. Kernels are compiled in the first step."
 )
 
 
 def side_by_side(summaries: Mapping[str, Summary]) -> Iterator[tuple[str, str, str, str]]:
-    """Yield what each row says of ours, of the stock twin, and of the quotient of their times."""
+    """Yield what each row that was measured says of ours, of the stock twin, and of the quotient of their times."""
     ours, stock = summaries.values()
     for label, name, form in ROWS:
         one, other = getattr(ours, name), getattr(stock, name)
+        if one is None or other is None:
+            continue
         is_time = name.endswith(("_ms", "seconds"))
         yield label, form(one), form(other), f"{one / other:.2f}" if is_time and other else ""
 

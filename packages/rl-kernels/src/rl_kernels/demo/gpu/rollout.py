@@ -51,6 +51,19 @@ def sample(
     return Rollout(tokens, targets, logps, answers)
 
 
+@torch.no_grad()
+def decoded_logps(model: Any, rollout: Rollout, way: Way, shortest: int) -> torch.Tensor:
+    """Return ``[B, T - 1]`` log-probabilities of a rollout's tokens, fed to the model as ``sample`` fed them."""
+    logps = torch.zeros_like(rollout.logps)
+    cache = _cache(model)
+    fed = rollout.tokens[:, :shortest]
+    for place in range(shortest - 1, logps.shape[1]):
+        hidden = model.model(input_ids=fed, past_key_values=cache, use_cache=True).last_hidden_state[:, -1]
+        logps[:, place] = way.logps(model.lm_head, hidden, rollout.targets[:, place])
+        fed = rollout.tokens[:, place + 1 : place + 2]
+    return logps
+
+
 def training_logps(model: Any, rollout: Rollout, way: Way) -> torch.Tensor:
     """Return ``[B, T - 1]`` log-probabilities of a rollout's tokens by one pass over the whole padded batch."""
     hidden = model.model(input_ids=rollout.tokens[:, :-1], use_cache=False).last_hidden_state

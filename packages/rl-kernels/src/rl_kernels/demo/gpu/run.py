@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +15,7 @@ from rl_kernels.core import Choice, record_dispatch
 from rl_kernels.demo import report
 from rl_kernels.demo.gpu import plot, record
 from rl_kernels.demo.gpu.ours import OURS
-from rl_kernels.demo.gpu.report import COLUMNS, show_twins
+from rl_kernels.demo.gpu.report import COLUMNS, STEPS_CAPTION, show_twins
 from rl_kernels.demo.gpu.settings import ModelSizes, Settings
 from rl_kernels.demo.gpu.stock import STOCK
 from rl_kernels.demo.gpu.summary import summarised
@@ -29,11 +29,11 @@ SHOWN = 8
 
 @dataclass(frozen=True)
 class Trained:
-    """A twin at its end: its steps, what its first step dispatched, and what its last one sampled."""
+    """A twin at its end: its steps, what they dispatched by dtype, and what the last one sampled."""
 
     parameters: int
     history: Sequence[StepMetrics]
-    choices: Sequence[Choice]
+    choices: Mapping[str, Sequence[Choice]]
     answers: Sequence[tuple[str, str, float]]
 
 
@@ -58,7 +58,7 @@ def run(settings: Settings, sizes: ModelSizes, device: torch.device, out: Path, 
     ours = twins[OURS.name]
     histories = {name: twin.history for name, twin in twins.items()}
     summaries = {name: summarised(history) for name, history in histories.items()}
-    verdict = judge([metrics.reward for metrics in ours.history], ours.history)
+    verdict = judged(ours.history)
     seconds = time.perf_counter() - start
     picture, document = out / "curves.png", out / "run.json"
     plot.draw(histories, summaries, ours.parameters, picture)
@@ -76,14 +76,22 @@ def run(settings: Settings, sizes: ModelSizes, device: torch.device, out: Path, 
     )
     report.show_answers(console, ours.answers[:: -(-len(ours.answers) // SHOWN)])
     show_twins(console, summaries)
-    report.show_verdict(Console(), verdict, [str(picture), str(document)], seconds, "in all steps")
+    where = "in all steps, in BF16 and FP32"
+    report.show_verdict(Console(), verdict, [str(picture), str(document)], seconds, where)
+    report.show_next(console)
     return verdict
+
+
+def judged(ours: Sequence[StepMetrics]) -> Verdict:
+    """Judge a run by our twin alone: its rewards, and every comparison in BF16 and in FP32."""
+    in_fp32 = [metrics.fp32 for metrics in ours if metrics.fp32 is not None]
+    return judge([metrics.reward for metrics in ours], [*ours, *in_fp32])
 
 
 def train(settings: Settings, sizes: ModelSizes, way: Way, device: torch.device, console: Console) -> Trained:
     """Train one twin in its way, and show its steps.
 
-    Only the first step's dispatch is recorded: where it is, no launch plan is kept from one call to the next.
+    In BF16 only the first step's dispatch is recorded: where it is, no launch plan is kept from one call to the next.
     """
     twin = Twin(settings, sizes, way, device)
     parameters = sum(weight.numel() for weight in twin.model.parameters())
@@ -92,11 +100,11 @@ def train(settings: Settings, sizes: ModelSizes, way: Way, device: torch.device,
         f"{settings.samples_per_prompt} samples a step.",
         highlight=False,
     )
-    with way.taken(twin.model), report.TrainingView(console, settings.steps, COLUMNS, way.name) as view:
+    with twin.taken(), report.TrainingView(console, settings.steps, COLUMNS, way.name, STEPS_CAPTION) as view:
         with record_dispatch() as choices:
             history = [twin.step(1)]
         view(history[0])
         for step in range(2, settings.steps + 1):
             history.append(twin.step(step))
             view(history[-1])
-    return Trained(parameters, history, choices, twin.answers)
+    return Trained(parameters, history, {"BF16": choices, "FP32": twin.fp32_choices}, twin.answers)

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 class Settings:
     """The task and the training; ``epochs`` are the optimiser's steps on one batch.
 
+    One step of ``fp32_every`` also compares rollout and training of an FP32 copy of the model.
+
     The learning rate suits the default width; that of a narrower model is the larger in proportion.
 
     Raises:
@@ -25,6 +27,7 @@ class Settings:
     learning_rate: float = 1.5e-4
     warmup_steps: int = 20
     clip_eps: float = 0.2
+    fp32_every: int = 10
 
     def __post_init__(self) -> None:
         if not 1 <= self.shortest <= self.longest <= 10:

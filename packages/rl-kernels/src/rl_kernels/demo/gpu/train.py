@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
+from rl_kernels.core import Choice, record_dispatch
 from rl_kernels.demo import task
-from rl_kernels.demo.bits import different
+from rl_kernels.demo.gpu.masters import MasterModel
 from rl_kernels.demo.gpu.model import llama
 from rl_kernels.demo.gpu.optimizer import MasterAdamW
 from rl_kernels.demo.gpu.rollout import sample, training_logps
 from rl_kernels.demo.gpu.settings import ModelSizes, Settings
 from rl_kernels.demo.gpu.way import Way
-from rl_kernels.demo.measures import clip_fraction, kl
+from rl_kernels.demo.measures import Gap, clip_fraction, gap
 from rl_kernels.demo.rollout import Rollout
 from rl_kernels.demo.schedule import learning_rate
 
@@ -35,7 +38,9 @@ class StepMetrics:
         ratios_off: tokens whose ratio was not 1 there.
         rollout_seconds: sampling, with the text of the answers.
         update_seconds: all updates on the batch.
-        seconds: the whole step, with rewards and measures.
+        seconds: the whole step, with rewards and measures, but without those in FP32.
+        largest: largest ``|ratio - 1|`` of the first training pass; None in a record that does not say.
+        fp32: what an FP32 copy of the model showed of the same tokens; None in steps that did not measure it.
     """
 
     step: int
@@ -49,19 +54,34 @@ class StepMetrics:
     rollout_seconds: float
     update_seconds: float
     seconds: float
+    largest: float | None = None
+    fp32: Gap | None = None
 
 
 class Twin:
-    """A policy and its optimiser, trained in one way; what is drawn follows from the settings alone."""
+    """A policy and its optimiser, trained in one way; what is drawn follows from the settings alone.
+
+    Its steps are taken within ``taken()``.
+    """
 
     def __init__(self, settings: Settings, sizes: ModelSizes, way: Way, device: torch.device) -> None:
         self.settings, self.way, self.device = settings, way, device
         self.prompts = random.Random(settings.seed)
         self.generator = torch.Generator(device).manual_seed(settings.seed)
-        self.model = llama(sizes, 2 * (settings.longest + 1), settings.seed, device)
+        shape = sizes, 2 * (settings.longest + 1), settings.seed, device
+        self.model = llama(*shape)
         self.optimizer = MasterAdamW(self.model.parameters())
+        self.in_fp32 = MasterModel(llama(*shape, dtype=torch.float32), self.optimizer.masters)
+        self.fp32_choices: list[Choice] = []
+        """What the last measure in FP32 dispatched."""
         self.answers: list[tuple[str, str, float]] = []
         """Prompt, answer and reward of all that the last step sampled."""
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Let the model and its FP32 copy compute in the twin's way until the end of the context."""
+        with self.way.taken(self.model), self.way.taken(self.in_fp32.model):
+            yield
 
     def step(self, step: int) -> StepMetrics:
         """Sample one batch and learn from it."""
@@ -72,32 +92,37 @@ class Twin:
         self.answers = list(zip(prompts, rollout.answers, scores, strict=True))
         rewards = torch.tensor(scores, device=self.device)
         scored = self._now()
+        fp32 = self._in_fp32(rollout) if step % self.settings.fp32_every == 0 else None
+        began = self._now()
         rate = self._learning_rate(step)
         first = current = self._update(rollout, rewards, rate)
         for _ in range(self.settings.epochs - 1):
             current = self._update(rollout, rewards, rate)
         updated = self._now()
-        mask = rollout.mask
+        found = gap(rollout.logps, first, rollout.mask)
         return StepMetrics(
             step=step,
             reward=float(rewards.mean()),
             solved=float((rewards == 1).float().mean()),
-            kl=kl(rollout.logps[mask], first[mask]),
-            clip_fraction=clip_fraction(
-                current,
-                rollout.logps,
-                rewards,
-                mask,
-                samples_per_prompt=self.settings.samples_per_prompt,
-                clip_eps=self.settings.clip_eps,
-            ),
-            tokens=int(mask.sum()),
-            mismatches=int(different(first, rollout.logps).sum()),
+            kl=found.kl,
+            clip_fraction=self._clipped(current, rollout, rewards),
+            tokens=found.tokens,
+            mismatches=found.mismatches,
             ratios_off=int(((first - rollout.logps).exp() != 1).sum()),
             rollout_seconds=sampled - start,
-            update_seconds=updated - scored,
-            seconds=self._now() - start,
+            update_seconds=updated - began,
+            seconds=self._now() - start - (began - scored),
+            largest=found.largest,
+            fp32=fp32,
         )
+
+    def _in_fp32(self, rollout: Rollout) -> Gap:
+        with record_dispatch() as self.fp32_choices:
+            return self.in_fp32.gap(rollout, self.way, self.settings.shortest + 1)
+
+    def _clipped(self, current: torch.Tensor, rollout: Rollout, rewards: torch.Tensor) -> float:
+        samples, eps = self.settings.samples_per_prompt, self.settings.clip_eps
+        return clip_fraction(current, rollout.logps, rewards, rollout.mask, samples_per_prompt=samples, clip_eps=eps)
 
     def _sample(self) -> tuple[list[str], Rollout]:
         """Draw prompts and sample a group of answers to each; the prompts are returned once an answer."""
