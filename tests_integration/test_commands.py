@@ -32,7 +32,8 @@ AS_PRINTED = (
     r'eval "\$\(rl-kernels completion bash\)"',
     r"rl-kernels check --replay .*",
     r"python tools/bench_tables\.py --check",
-    r"export \w+=\S+",
+    r"(export \w+=|unset )\S+",
+    r"pip list .*",
 )
 SHORTENED = (
     (r"python tools/new_operator\.py .*", "--into ."),
@@ -130,8 +131,9 @@ def test_what_is_installed_is_there(command: str) -> None:
     options = {word for word in words if word.startswith("-")} | {"constraints.txt"}
     for word in (word for word in words if word not in options):
         if word.startswith(".") or "/" in word:
-            found = list(ROOT.glob(word.removeprefix("./")))
-            assert any((folder / "pyproject.toml").exists() for folder in found), word
+            found = [folder for folder in ROOT.glob(word.removeprefix("./")) if folder.name != "__pycache__"]
+            assert found, word
+            assert all((folder / "pyproject.toml").exists() for folder in found), word
         else:
             name = re.split(r"[\[=<>]", word)[0]
             assert name in pinned | UNPINNED, word
