@@ -49,6 +49,16 @@ def test_rollout_and_training_may_compute_in_other_ways(rollout, off):
     assert len({metrics.reward for metrics in history}) > 1
 
 
+def test_old_log_probs_that_are_computed_again_hide_the_mismatch():
+    taken, again = (Trainer(SMALL, PLAIN_BF16, PLAIN, recompute=recompute).step(1) for recompute in (False, True))
+    assert taken.gap == again.gap
+    assert again.gap.mismatches > 0
+    settings = Settings(steps=1, prompts=4, samples_per_prompt=8, clip_eps=1e-5)
+    taken, again = (Trainer(settings, PLAIN_BF16, PLAIN, recompute=recompute).step(1) for recompute in (False, True))
+    assert taken.clipped_at_once > 0.1
+    assert again.clipped_at_once == 0
+
+
 def test_the_reference_stays_and_the_policy_leaves_it():
     trainer = Trainer(SMALL)
     initial = [weight.clone() for weight in trainer.reference.parameters()]

@@ -56,7 +56,7 @@ def bits(axes: Axes, lines: Sequence[Line]) -> None:
     values = [[100 * each.mismatches / each.tokens for each in line.found] for line in lines]
     axes.set(title="Tokens whose log-prob differs in any bit", ylabel="% of tokens")
     if any(0 < total < SMALL * count for total, count in zip(totals, tokens, strict=True)):
-        _zero_and_powers(axes, lines, values)
+        zero_and_powers(axes, lines, values)
         axes.set_ylim(top=200)
     else:
         _draw(axes, lines, values)
@@ -72,13 +72,13 @@ def bits(axes: Axes, lines: Sequence[Line]) -> None:
 def ratio(axes: Axes, lines: Sequence[Line]) -> None:
     """Draw the largest distance of a token's ratio from 1, of those lines whose steps say it."""
     known = [line for line in lines if line.found[0].largest is not None]
-    _zero_and_powers(axes, known, [[each.largest or 0.0 for each in line.found] for line in known])
+    zero_and_powers(axes, known, [[each.largest or 0.0 for each in line.found] for line in known])
     axes.set(title="Largest |ratio − 1|, before any update")
 
 
 def kl(axes: Axes, lines: Sequence[Line]) -> None:
     """Draw the KL divergence of training from rollout."""
-    _zero_and_powers(axes, lines, [[each.kl for each in line.found] for line in lines])
+    zero_and_powers(axes, lines, [[each.kl for each in line.found] for line in lines])
     axes.set(title="KL from rollout to training, same weights", ylabel="nats per token")
 
 
@@ -90,7 +90,7 @@ def _draw(axes: Axes, lines: Sequence[Line], values: Sequence[Sequence[float]]) 
             axes.plot(line.steps, each, color=line.colour, linewidth=line.width, label=line.label, clip_on=False)
 
 
-def _zero_and_powers(axes: Axes, lines: Sequence[Line], values: Sequence[Sequence[float]]) -> None:
+def zero_and_powers(axes: Axes, lines: Sequence[Line], values: Sequence[Sequence[float]]) -> None:
     """Draw on a scale that is linear from 0 to the power of ten below all other values: 0 has a place of its own."""
     _draw(axes, lines, values)
     found = [value for each in values for value in each if value > 0]

@@ -79,6 +79,8 @@ class Trainer:
         rollout: samples, and takes the log-probabilities that the loss calls old.
         training: computes the passes of reference and updates, on the FP32 weights.
         watched: further numerics whose gap is measured every ``watch_every`` steps; they change nothing.
+        recompute: take the old log-probabilities from the first training pass, as trainers do that get only tokens
+            from their rollout.
     """
 
     def __init__(
@@ -87,8 +89,10 @@ class Trainer:
         rollout: Numerics = OURS_FP32,
         training: Arithmetic = INVARIANT,
         watched: Sequence[Numerics] = (),
+        recompute: bool = False,
     ) -> None:
         self.settings, self.rollout, self.training, self.watched = settings, rollout, training, watched
+        self.recompute = recompute
         self.prompts = random.Random(settings.seed)
         self.generator = torch.Generator().manual_seed(settings.seed)
         self.policy = Policy(ModelConfig(positions=task.PROMPT_TOKENS + task.ANSWER_TOKENS), self.generator)
@@ -112,17 +116,17 @@ class Trainer:
         self._set_learning_rate(step)
         with torch.no_grad():
             reference = training_logps(self.reference, rollout, self.training, self.settings.temperature)
-        first, output = self._update(rollout, reference, rewards)
-        current = first
+        first, output = self._update(rollout, None if self.recompute else rollout.logps, reference, rewards)
+        current, old = first, first if self.recompute else rollout.logps
         for _ in range(self.settings.epochs - 1):
-            current, output = self._update(rollout, reference, rewards)
+            current, output = self._update(rollout, old, reference, rewards)
         return StepMetrics(
             step=step,
             reward=float(rewards.mean()),
             solved=float((rewards == 1).float().mean()),
             kl=float(output.kl),
-            clip_fraction=self._clipped(current, rollout, rewards),
-            clipped_at_once=self._clipped(first, rollout, rewards),
+            clip_fraction=self._clipped(current, old, rewards, rollout.mask),
+            clipped_at_once=self._clipped(first, old, rewards, rollout.mask),
             gap=gap(rollout.logps, first, rollout.mask),
             watched=watched,
             seconds=time.perf_counter() - start,
@@ -150,18 +154,19 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
 
-    def _clipped(self, current: torch.Tensor, rollout: Rollout, rewards: torch.Tensor) -> float:
+    def _clipped(self, current: torch.Tensor, old: torch.Tensor, rewards: torch.Tensor, mask: torch.Tensor) -> float:
         samples, eps = self.settings.samples_per_prompt, self.settings.clip_eps
-        return clip_fraction(current, rollout.logps, rewards, rollout.mask, samples_per_prompt=samples, clip_eps=eps)
+        return clip_fraction(current, old, rewards, mask, samples_per_prompt=samples, clip_eps=eps)
 
     def _update(
-        self, rollout: Rollout, reference: torch.Tensor, rewards: torch.Tensor
+        self, rollout: Rollout, old: torch.Tensor | None, reference: torch.Tensor, rewards: torch.Tensor
     ) -> tuple[torch.Tensor, GRPOLossOutput]:
+        """Take a step of the optimiser; where ``old`` is None, it is what this pass computes."""
         settings = self.settings
         current = training_logps(self.policy, rollout, self.training, settings.temperature)
         output = grpo_loss(
             current,
-            rollout.logps,
+            current.detach() if old is None else old,
             reference,
             rewards,
             rollout.mask,

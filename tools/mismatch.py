@@ -1,0 +1,216 @@
+"""What a mismatch between rollout and training does to a run: `python tools/mismatch.py --jobs 14` on a CPU.
+
+The policy, task and training of `rl-kernels demo`, for several seeds in each of five ways. All train in FP32, with
+`grpo_loss`, from the same weights, prompts and draws:
+
+- rl-kernels: rollout and training through the operators.
+- plain FP32: both in plain PyTorch.
+- BF16 rollout: sampled from a BF16 copy in plain PyTorch, as an inference engine would, trained in plain FP32. The old
+  log-probs of the ratio are those of the rollout.
+- FP8 rollout: the same, where the weights of the copy's layers, not its head, are rounded to FP8 (e4m3, one scale a
+  weight), as a quantised engine does.
+- FP8, recomputed: the same rollout, but the old log-probs are computed again by a training pass, as trainers do that
+  take only tokens from the engine. The ratio then says nothing of the mismatch, and starts at 1.
+
+Written are, for each run and stretch of steps: reward, share solved, KL and largest |ratio - 1| between rollout and
+first training pass, whose weights are the same, and the share of tokens that are clipped before any update. These
+rewards are of the rollout, which FP8 weights alone may make worse; so each run ends with an evaluation: the reward of
+answers that are sampled in plain FP32 to prompts that are the same for all runs. The seeds are 0, 1, 2 and so on.
+`--read` draws and prints a record again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, replace
+from multiprocessing import get_context
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from rl_kernels.core.command import Parser, count, location, writable
+from rl_kernels.demo import task
+from rl_kernels.demo.arithmetic import Arithmetic
+from rl_kernels.demo.invariant import INVARIANT
+from rl_kernels.demo.model import Policy
+from rl_kernels.demo.numerics import OURS_FP32, PLAIN_BF16, PLAIN_FP32, Numerics, in_bf16
+from rl_kernels.demo.plain import PLAIN
+from rl_kernels.demo.rollout import sample
+from rl_kernels.demo.train import Settings, StepMetrics, Trainer
+from rl_kernels.lab.bench.environment import environment
+
+FP8 = torch.float8_e4m3fn
+STRETCH = 10
+"""Steps that a record takes together: the mean of each measure, but the largest ratio of all."""
+SETTINGS = Settings(steps=500)
+EVALUATION, EVALUATED = 1 << 20, 2048
+"""Seed and number of prompts of the evaluation."""
+
+
+def in_fp8(policy: Policy) -> Policy:
+    """Return a BF16 copy of a policy whose layers' weights went through FP8, with one scale for each weight."""
+    rounded = in_bf16(policy)
+    for name, weight in policy.named_parameters():
+        if name.startswith("blocks.") and weight.ndim == 2:
+            scale = weight.detach().abs().max() / torch.finfo(FP8).max
+            rounded.get_parameter(name).copy_((weight.detach() / scale).to(FP8).float() * scale)
+    return rounded
+
+
+class Way(NamedTuple):
+    """How a run samples and trains, and whether training computes the old log-probs again."""
+
+    rollout: Numerics
+    training: Arithmetic
+    recompute: bool = False
+
+
+PLAIN_FP8 = Numerics("plain PyTorch, FP8 weights", PLAIN, in_fp8)
+WAYS = {
+    "rl-kernels": Way(OURS_FP32, INVARIANT),
+    "plain FP32": Way(PLAIN_FP32, PLAIN),
+    "BF16 rollout": Way(PLAIN_BF16, PLAIN),
+    "FP8 rollout": Way(PLAIN_FP8, PLAIN),
+    "FP8, recomputed": Way(PLAIN_FP8, PLAIN, recompute=True),
+}
+MEASURES: dict[str, Callable[[StepMetrics], float]] = {
+    "reward": lambda step: step.reward,
+    "solved": lambda step: step.solved,
+    "kl": lambda step: step.gap.kl,
+    "largest": lambda step: step.gap.largest,
+    "clipped_at_once": lambda step: step.clipped_at_once,
+}
+
+
+def train(name: str, settings: Settings) -> dict[str, Any]:
+    """Train in one way with one seed, on one thread; return its record."""
+    torch.set_num_threads(1)
+    way = WAYS[name]
+    trainer = Trainer(settings, way.rollout, way.training, recompute=way.recompute)
+    history = trainer.run(lambda metrics: None)
+    stretches = [history[first : first + STRETCH] for first in range(0, len(history), STRETCH)]
+    measures = {measure: [_together(measure, steps) for steps in stretches] for measure in MEASURES}
+    seconds, evaluated = round(sum(metrics.seconds for metrics in history), 1), evaluation(trainer.policy)
+    return {
+        **{"way": name, "seed": settings.seed, "seconds": seconds, "evaluated": evaluated},
+        **{"steps": [steps[-1].step for steps in stretches]},
+        **measures,
+    }
+
+
+def evaluation(policy: Policy) -> float:
+    """Return the mean reward of answers to the prompts of the evaluation, sampled in plain FP32."""
+    source = random.Random(EVALUATION)
+    prompts = [task.draw_prompt(source) for _ in range(EVALUATED)]
+    generator = torch.Generator().manual_seed(EVALUATION)
+    answers = sample(policy, prompts, PLAIN, temperature=1.0, generator=generator).answers
+    return round(fmean(task.reward(*pair) for pair in zip(prompts, answers, strict=True)), 4)
+
+
+def _together(measure: str, steps: Sequence[StepMetrics]) -> float:
+    values = [MEASURES[measure](step) for step in steps]
+    return float(f"{max(values) if measure == 'largest' else fmean(values):.4g}")
+
+
+def run(settings: Settings, seeds: int, jobs: int, console: Console) -> list[dict[str, Any]]:
+    """Train in every way with every seed, some at a time; return the records, by way and seed."""
+    asked = [(name, replace(settings, seed=seed)) for name in WAYS for seed in range(seeds)]
+    if jobs == 1:
+        found = [_told(train(*each), console) for each in asked]
+    else:
+        with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+            waiting = [pool.submit(train, *each) for each in asked]
+            found = [_told(each.result(), console) for each in waiting]
+    return found
+
+
+def _told(record: dict[str, Any], console: Console) -> dict[str, Any]:
+    last = f"reward {record['reward'][-1]:.3f} at the end, {record['seconds']:.0f} s"
+    console.print(f"{record['way']}, seed {record['seed']}: {last}", highlight=False)
+    return record
+
+
+def at_the_end(run: Mapping[str, Any], measure: str) -> float:
+    """Return the mean of a measure over the last tenth of a run."""
+    values = run[measure]
+    return fmean(values[-max(1, len(values) // 10) :])
+
+
+def summary(runs: Sequence[Mapping[str, Any]]) -> Table:
+    """Return a row for each way: reward at the end, evaluation, and the mismatch over the whole run."""
+    headings = ("reward, last\ntenth", "evaluated\nin FP32", "least to\ngreatest")
+    table = Table("", *headings, "KL", "largest\n|ratio - 1|", "clipped\nat once")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name in dict.fromkeys(each["way"] for each in runs):
+        mine = [each for each in runs if each["way"] == name]
+        evaluated = [each["evaluated"] for each in mine]
+        kl, clipped = (fmean(fmean(each[measure]) for each in mine) for measure in ("kl", "clipped_at_once"))
+        largest = max(max(each["largest"]) for each in mine)
+        table.add_row(
+            name,
+            f"{fmean(at_the_end(each, 'reward') for each in mine):.3f}",
+            f"{fmean(evaluated):.3f}",
+            f"{min(evaluated):.3f} to {max(evaluated):.3f}",
+            f"{kl:.1e}" if kl else "0",
+            f"{largest:.1e}" if largest else "0",
+            f"{clipped:.2%}" if clipped else "0",
+        )
+    return table
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train or read a record, print it, and write what is asked for; return the exit status."""
+    given = arguments(argv)
+    console = Console(width=120 if not sys.stdout.isatty() else None)
+    if given.read is not None:
+        document = given.read
+    else:
+        settings = replace(SETTINGS, steps=given.steps)
+        where = environment(torch.device("cpu"), ("rl-kernels",)) | {"threads": "1"}
+        runs = run(settings, given.seeds, given.jobs, console)
+        shared = {key: value for key, value in asdict(settings).items() if key not in ("seed", "watch_every")}
+        document = {"settings": shared, "seeds": given.seeds, "environment": where, "runs": runs}
+    console.print(summary(document["runs"]))
+    if given.json is not None:
+        given.json.write_text(json.dumps(document, allow_nan=False) + "\n", encoding="utf-8")
+    if given.plot is not None:
+        # matplotlib comes with the demo alone, and a machine without it can still measure.
+        from mismatch_plot import draw
+
+        draw(document, given.plot)
+    return 0
+
+
+def record(text: str) -> dict[str, Any]:
+    """Return a record that was written: an argument type."""
+    try:
+        found = json.loads(location(text).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"expected a record of this tool, got {text!r}: {error}") from error
+    assert isinstance(found, dict)
+    return found
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Return the parsed arguments."""
+    parser = Parser("mismatch.py", __doc__.splitlines()[0])
+    parser.add_argument("--steps", type=count(1), default=SETTINGS.steps, help="of each run (%(default)s)")
+    parser.add_argument("--seeds", type=count(1), default=8, help="runs of each way (%(default)s)")
+    parser.add_argument("--jobs", type=count(1), default=1, help="runs at a time, a process each (%(default)s)")
+    parser.add_argument("--json", type=writable, help="where the record goes")
+    parser.add_argument("--plot", type=writable, help="where the picture goes")
+    parser.add_argument("--read", type=record, help="a record to print and draw, in place of training")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
