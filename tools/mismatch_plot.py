@@ -1,4 +1,4 @@
-"""The picture of `mismatch.py`: KL and ratio between rollout and training, and the reward, over the steps."""
+"""The picture of `mismatch.py`: KL and ratio between rollout and training, the reward, and the evaluation."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from rl_kernels.demo import panels
-from rl_kernels.demo.panels import BLUE, ORANGE, RED, TEAL, Line
+from rl_kernels.demo.panels import BLUE, GREEN, ORANGE, RED, Line
 from rl_kernels.lab.bench.plot import save
 
-COLOURS = (BLUE, ORANGE, RED, "#7d3c98", TEAL)
+COLOURS = (BLUE, ORANGE, RED, "#7d3c98", GREEN)
+WIDTHS = (6.0, 2.0, 2.0, 2.0, 2.0)
+"""Of lines at 0, which is the first."""
 
 
 def draw(document: Mapping[str, Any], path: Path) -> None:
@@ -23,10 +25,10 @@ def draw(document: Mapping[str, Any], path: Path) -> None:
     runs = document["runs"]
     names = list(dict.fromkeys(each["way"] for each in runs))
     steps = runs[0]["steps"]
-    lines = [Line(name, colour, 2.5, steps, ()) for name, colour in zip(names, COLOURS, strict=True)]
-    figure = Figure(figsize=(14, 6), layout=ConstrainedLayoutEngine(wspace=0.06))
-    grid = figure.add_gridspec(2, 2, width_ratios=(1, 1.3))
-    kl, ratio, reward = (figure.add_subplot(each) for each in (grid[0, 0], grid[1, 0], grid[:, 1]))
+    lines = [Line(*look, steps, ()) for look in zip(names, COLOURS, WIDTHS, strict=True)]
+    figure = Figure(figsize=(14, 7), layout=ConstrainedLayoutEngine(wspace=0.06))
+    grid = figure.add_gridspec(2, 2, width_ratios=(1, 1.2), height_ratios=(1.3, 1))
+    kl, ratio, reward, evaluated = (figure.add_subplot(grid[place]) for place in ((0, 0), (1, 0), (0, 1), (1, 1)))
     panels.zero_and_powers(kl, lines, [_over(runs, name, "kl", fmean) for name in names])
     kl.set(title="KL from rollout to training, same weights", ylabel="nats per token")
     panels.zero_and_powers(ratio, lines, [_over(runs, name, "largest", max) for name in names])
@@ -34,6 +36,7 @@ def draw(document: Mapping[str, Any], path: Path) -> None:
     _reward(reward, lines, runs)
     for axes in (kl, ratio, reward):
         panels.over_steps(axes, steps[-1])
+    _evaluated(evaluated, lines, runs)
     panels.legend(figure, lines)
     save(figure, path)
 
@@ -52,3 +55,14 @@ def _reward(axes: Axes, lines: Sequence[Line], runs: Sequence[Mapping[str, Any]]
         axes.plot(line.steps, mean, color=line.colour, linewidth=2)
     seeds = sum(each["way"] == lines[0].label for each in runs)
     axes.set(title=f"Reward: mean and range of {seeds} seeds", ylim=(-0.03, 1.03))
+
+
+def _evaluated(axes: Axes, lines: Sequence[Line], runs: Sequence[Mapping[str, Any]]) -> None:
+    """Draw a dot a seed, and a line at their mean."""
+    for place, line in enumerate(lines):
+        found = [each["evaluated"] for each in runs if each["way"] == line.label]
+        axes.plot([place] * len(found), found, "o", color=line.colour, alpha=0.6)
+        axes.hlines(fmean(found), place - 0.3, place + 0.3, color=line.colour, linewidth=2)
+    axes.set_xticks(range(len(lines)), [line.label for line in lines])
+    axes.set(title="Reward of the trained policies, all sampled in plain FP32")
+    panels.tidy(axes)
