@@ -50,7 +50,7 @@ from rl_kernels.lab.bench.environment import environment
 FP8 = torch.float8_e4m3fn
 STRETCH = 10
 """Steps that a record takes together: the mean of each measure, but the largest ratio of all."""
-SETTINGS = Settings(steps=500)
+SETTINGS = Settings(steps=400)
 EVALUATION, EVALUATED = 1 << 20, 2048
 """Seed and number of prompts of the evaluation."""
 
