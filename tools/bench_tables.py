@@ -9,6 +9,7 @@
 | tools/results/*-host.json | `rl-kernels bench --set host` | docs/benchmarks/host-time.md |
 | tools/results/*-trl-step*.json | `tools/trl_step.py` | docs/recipes/trl.md |
 | tools/results/*-demo.json | `rl-kernels demo --device cuda` | docs/demo.md, with a picture |
+| tools/results/mismatch.json | `tools/mismatch.py` | docs/demo.md, with a picture |
 
 A few lines of them all are in README.md and docs/benchmarks/index.md. Where there are no results, a page says so.
 """
@@ -19,13 +20,15 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+from mismatch_plot import draw as draw_mismatch
 from operator_tables import brief, page
 from summary_table import summary
-from tool_tables import client_calls, demos, hosts, model_bits, model_steps, step, trl_steps
+from tool_tables import client_calls, demos, hosts, mismatch, model_bits, model_steps, step, trl_steps
 
 from rl_kernels.demo.gpu import plot, record
 from rl_kernels.lab.bench.plot import draw
@@ -38,7 +41,7 @@ FRONT = ("README.md", "docs/benchmarks/index.md")
 """Pages with a few lines of all results."""
 MODELS, DEMO, TRL = "packages/models/benchmarks/README.md", "docs/demo.md", "docs/recipes/trl.md"
 GRPO_STEP, HOST = "docs/benchmarks/grpo-step.md", "docs/benchmarks/host-time.md"
-DEMOS = "*-demo.json"
+DEMOS, MISMATCH = "*-demo.json", "mismatch.json"
 
 
 def results(package: Path) -> dict[str, Document]:
@@ -81,13 +84,38 @@ def pages(root: Path, packages: dict[str, dict[str, Document]]) -> Iterator[tupl
     marked_pages = {
         MODELS: of_models,
         TRL: {"trl step": trl_steps(named("*-trl-step*.json"))},
-        DEMO: {"demo": demos(named(DEMOS))},
+        DEMO: {"demo": demos(named(DEMOS)), "mismatch": mismatch(files / MISMATCH)},
         GRPO_STEP: {"grpo step": step(files / "h200-grpo-step.json")},
         HOST: {"host time": hosts(named("*-host.json"))},
         **{path: {"summary": summary(files, packages)} for path in FRONT},
     }
     for path, marked in marked_pages.items():
         yield root / path, _filled(root, path, marked)
+
+
+def pictures(root: Path, packages: dict[str, dict[str, Document]]) -> dict[Path, Callable[[Path], None]]:
+    """Return each picture, with what draws it."""
+    drawn: dict[Path, Callable[[Path], None]] = {
+        root / PICTURES / plot_name(name, file): partial(_draw_bench, document)
+        for name, found in packages.items()
+        for file, document in found.items()
+    }
+    for file in (root / RESULTS).glob(DEMOS):
+        drawn[root / "docs" / f"{file.stem}.svg"] = partial(_draw_demo, record.read(file))
+    mismatched = root / RESULTS / MISMATCH
+    if mismatched.exists():
+        drawn[root / "docs" / "mismatch.svg"] = partial(
+            draw_mismatch, json.loads(mismatched.read_text(encoding="utf-8"))
+        )
+    return drawn
+
+
+def _draw_bench(document: Document, path: Path) -> None:
+    draw(document.records, path, document.environment)
+
+
+def _draw_demo(run: record.Recorded, path: Path) -> None:
+    plot.draw(run.histories, run.summaries, run.parameters, path)
 
 
 def _filled(root: Path, path: str, bodies: dict[str, str]) -> str:
@@ -114,24 +142,17 @@ def main(argv: list[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         print(f"bench_tables: {error}", file=sys.stderr)
         return 1
-    pictures = {
-        root / PICTURES / plot_name(name, file): document
-        for name, found in packages.items()
-        for file, document in found.items()
-    }
-    runs = {root / "docs" / f"{file.stem}.svg": record.read(file) for file in root.glob(f"{RESULTS}/{DEMOS}")}
+    drawn = pictures(root, packages)
     if given.check:
         stale = [page for page, text in wanted.items() if page.read_text(encoding="utf-8") != text]
-        stale += [picture for picture in (*pictures, *runs) if not picture.exists()]
+        stale += [picture for picture in drawn if not picture.exists()]
         for page in stale:
             print(f"{page.relative_to(root)} is not up to date: python tools/bench_tables.py", file=sys.stderr)
         return 1 if stale else 0
     for page, text in wanted.items():
         page.write_text(text, encoding="utf-8")
-    for picture, document in pictures.items():
-        draw(document.records, picture, document.environment)
-    for picture, run in runs.items():
-        plot.draw(run.histories, run.summaries, run.parameters, picture)
+    for picture, draw_it in drawn.items():
+        draw_it(picture)
     return 0
 
 

@@ -144,26 +144,44 @@ def at_the_end(run: Mapping[str, Any], measure: str) -> float:
     return fmean(values[-max(1, len(values) // 10) :])
 
 
-def summary(runs: Sequence[Mapping[str, Any]]) -> Table:
+HEADINGS = (
+    "",
+    "reward, last tenth",
+    "evaluated in FP32",
+    "least to greatest",
+    "KL",
+    "ratio off 1, largest",
+    "clipped at once",
+)
+
+
+def rows(runs: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     """Return a row for each way: reward at the end, evaluation, and the mismatch over the whole run."""
-    headings = ("reward, last\ntenth", "evaluated\nin FP32", "least to\ngreatest")
-    table = Table("", *headings, "KL", "largest\n|ratio - 1|", "clipped\nat once")
-    for column in table.columns[1:]:
-        column.justify = "right"
+    found = []
     for name in dict.fromkeys(each["way"] for each in runs):
         mine = [each for each in runs if each["way"] == name]
         evaluated = [each["evaluated"] for each in mine]
         kl, clipped = (fmean(fmean(each[measure]) for each in mine) for measure in ("kl", "clipped_at_once"))
         largest = max(max(each["largest"]) for each in mine)
-        table.add_row(
-            name,
+        cells = (
             f"{fmean(at_the_end(each, 'reward') for each in mine):.3f}",
             f"{fmean(evaluated):.3f}",
             f"{min(evaluated):.3f} to {max(evaluated):.3f}",
             f"{kl:.1e}" if kl else "0",
             f"{largest:.1e}" if largest else "0",
-            f"{clipped:.2%}" if clipped else "0",
+            f"{clipped:.3%}" if clipped else "0",
         )
+        found.append((name, *cells))
+    return found
+
+
+def summary(runs: Sequence[Mapping[str, Any]]) -> Table:
+    """Return the table that is printed."""
+    table = Table(*HEADINGS)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for cells in rows(runs):
+        table.add_row(*cells)
     return table
 
 

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mismatch import HEADINGS, rows
+
 from rl_kernels.demo.gpu import record
 from rl_kernels.demo.gpu.report import QUOTIENT, side_by_side
 from rl_kernels.lab.bench.record import Measured, read
@@ -126,6 +128,17 @@ def demos(files: Iterable[Path]) -> str:
         picture = f"![Both twins, step by step]({file.stem}.svg)"
         parts.append(f"{as_table(rows)}\n\n{ran_on(found.environment)}\n\n{picture}")
     return filled(parts)
+
+
+def mismatch(file: Path) -> str:
+    """Return the table of what a mismatch between rollout and training does to a run."""
+    if not file.exists():
+        return NOTHING
+    found = json.loads(file.read_text(encoding="utf-8"))
+    given = found["settings"]
+    batch = given["prompts"] * given["samples_per_prompt"]
+    sizes = f"{found['seeds']} seeds, {given['steps']} steps of {batch} samples"
+    return f"\n{sizes}:\n\n{as_table([HEADINGS, *rows(found['runs'])])}\n\n{ran_on(found['environment'])}\n\n"
 
 
 def trl_steps(files: Iterable[Path]) -> str:

@@ -87,11 +87,12 @@ def test_an_out_that_is_a_file_ends_in_one_line_and_status_2(tmp_path, capsys):
 
 def test_the_last_lines_say_what_to_try_next(tmp_path, capsys):
     assert cli.main(["--steps", "1", "--out", str(tmp_path)]) == 1
-    *_, one, two = capsys.readouterr().out.splitlines()
-    assert one.startswith("next: ")
+    *_, one, two, three = capsys.readouterr().out.splitlines()
+    assert one.startswith("next ")
     assert "rl-kernels audit" in one
-    assert "docs/recipes/trl.md" in two
-    assert max(map(len, (one, two))) <= 100
+    assert "pip install ./shared/core" in two
+    assert "docs/recipes/trl.md" in three
+    assert max(map(len, (one, two, three))) <= 80
 
 
 def gap(mismatches=0):

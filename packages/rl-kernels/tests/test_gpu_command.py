@@ -130,7 +130,7 @@ def test_without_transformers_it_ends_in_one_line_and_status_2(capsys, monkeypat
 
 def metrics(number, **changes):
     given = {"reward": number / 20, "solved": 0.0, "kl": 0.0, "clip_fraction": 0.125, "tokens": 10, "mismatches": 0}
-    given |= {"ratios_off": 0, "rollout_seconds": 0.1, "update_seconds": 0.25, "seconds": 0.5}
+    given |= {"ratios_off": 0, "largest": 0.0, "rollout_seconds": 0.1, "update_seconds": 0.25, "seconds": 0.5}
     return StepMetrics(number, **(given | changes))
 
 

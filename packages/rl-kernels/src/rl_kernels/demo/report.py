@@ -170,8 +170,9 @@ def _line(console: Console, good: bool, text: str) -> None:
     console.print(f"[green]ok[/]      {text}" if good else f"[red]FAILED[/]  {text}", highlight=False, soft_wrap=True)
 
 
-NEXT = """next: your model: rl-kernels audit path/to/model; one operator: pip install rl-kernels-linear-logp
-      TRL: docs/recipes/trl.md; your own loop: docs/recipes/your-own-loop.md"""
+NEXT = """next    your model: rl-kernels audit path/to/model
+        one operator: pip install ./shared/core ./packages/linear-logp
+        TRL: docs/recipes/trl.md; your own loop: docs/recipes/your-own-loop.md"""
 
 
 def show_next(console: Console) -> None:

@@ -49,8 +49,8 @@ class Summary:
     update_seconds: float
     seconds: float
     first_seconds: float
-    mismatches: float | None = None
-    largest: float | None = None
+    mismatches: float
+    largest: float
     fp32_mismatches: float | None = None
     fp32_kl: float | None = None
     fp32_largest: float | None = None
@@ -74,7 +74,7 @@ def summarised(history: Sequence[StepMetrics]) -> Summary:
         seconds=sum(step.seconds for step in warm),
         first_seconds=history[0].seconds,
         mismatches=share("mismatches", history),
-        largest=max((step.largest for step in history if step.largest is not None), default=None),
+        largest=max(step.largest for step in history),
         **_in_fp32([step.fp32 for step in history if step.fp32 is not None]),
     )
 

@@ -39,7 +39,7 @@ class StepMetrics:
         rollout_seconds: sampling, with the text of the answers.
         update_seconds: all updates on the batch.
         seconds: the whole step, with rewards and measures, but without those in FP32.
-        largest: largest ``|ratio - 1|`` of the first training pass; None in a record that does not say.
+        largest: largest ``|ratio - 1|`` of the first training pass.
         fp32: what an FP32 copy of the model showed of the same tokens; None in steps that did not measure it.
     """
 
@@ -54,7 +54,7 @@ class StepMetrics:
     rollout_seconds: float
     update_seconds: float
     seconds: float
-    largest: float | None = None
+    largest: float
     fp32: Gap | None = None
 
 
