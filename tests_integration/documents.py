@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 APART = ("tools/", ".github/")
 """Where Markdown files lie that are templates."""
 SHELL = ("bash", "sh")
-CODE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+CODE = re.compile(r"^( *)```([^\n]*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 
 
 def documents() -> list[Path]:
@@ -37,9 +37,17 @@ def prose(file: Path) -> str:
 
 
 def commands(file: Path) -> list[str]:
-    """Return the commands of a document's shell blocks, without comments, continued lines as one."""
+    """Return the commands of a document's shell blocks, without comments, each by itself, continued lines as one."""
     lines = [line for block in blocks(file, *SHELL) for line in block.replace("\\\n", " ").splitlines()]
-    return [" ".join(words) for line in lines if (words := _words(line))]
+    found = [" ".join(words) for line in lines if (words := _words(line))]
+    return [part.strip() for line in found for part in re.split(r" && | ; | \| ", line)]
+
+
+def inline(file: Path) -> list[str]:
+    """Return the commands in a document's text: code between backticks that begins as one, without ``...``."""
+    found = re.findall(r"`([^`]+)`", prose(file))
+    begins = re.compile(r"(rl-kernels|(python -m )?nox -s|python tools/|pip install) ?\S")
+    return [" ".join(code.split()) for code in found if begins.match(code) and "..." not in code]
 
 
 def _words(line: str) -> list[str]:

@@ -8,10 +8,12 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
-from documents import ROOT, blocks, commands, documents
+from documents import ROOT, blocks, commands, documents, inline
+from packaging.specifiers import SpecifierSet
 
 MODELS = """
 import torch
@@ -27,13 +29,14 @@ LISTED, SHORT, SMALL = (
     "--suite quick --relation repeatability --jobs 1",
     "--iters 1 --warmup 0 --compare eager",
 )
+MAY_FAIL = r"rl-kernels (check --replay|check .*--candidate|audit (?!.*--invariant)).*"
+"""Commands whose page says that they end with 1: something that does not hold is found."""
 AS_PRINTED = (
-    r"rl-kernels (list|doctor|explain|completion|audit|demo --help)\b.*",
+    r"rl-kernels (list|doctor|explain|completion|audit)\b.*",
     r'eval "\$\(rl-kernels completion bash\)"',
     r"rl-kernels check --replay .*",
-    r"python tools/bench_tables\.py --check",
     r"(export \w+=|unset )\S+",
-    r"pip list .*",
+    r"pip list",
 )
 SHORTENED = (
     (r"python tools/new_operator\.py .*", "--into ."),
@@ -44,30 +47,34 @@ SHORTENED = (
     (r"rl-kernels bench .*--set (goals|objectives|host|decode|projections).*", "--help"),
     (r"rl-kernels bench( .*)?", SMALL),
     (r"rl-kernels demo( .*)?", "--help"),
-    (r"python (tools/\w+\.py|-m rl_kernels\.\w+).*", "--help"),
+    (r"python tools/\w+\.py.*", "--help"),
 )
 """What is put behind a command, of which the last says what counts."""
 NOT_RUN = {
-    r"python -m nox .*": "CI runs the sessions; their names are compared with the noxfile",
+    r"(python -m )?nox -s .*": "CI runs the sessions; their names are compared with the noxfile",
     r"(python -m )?pip (install|wheel) .*": "what is named is there: below; `nox -s build` installs",
     r"rl-kernels compile.*": "the session `kernels`",
     r"rl-kernels check --op scaled_add .*": "test_new_operator.py",
     r"python rl-kernels-gpu/run\.py .*|tar xzf .*": "needs a GPU and a bundle of `nox -s gpu`: test_gpu_tools.py",
     r"python -m verl\..*": "needs GPUs: the recipe says so",
-    r"(place=|rm -r \$place|python -m venv|pytest packages/|git |cd ).*": "the shell's own, or the session `tests`",
+    r"(place=|rm -r \$place$|python -m venv |\. \.venv/|pytest packages/|grep |git tag |cd ).*": "the shell's own",
 }
 """What is not run here, and what tests it."""
 ALL = sorted({command for file in documents() for command in commands(file)})
+WRITTEN = sorted({*ALL, *(command for file in documents() for command in inline(file))})
+PINNED = dict(
+    line.split("==") for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines() if "==" in line
+)
+UNPINNED = {"megatron-core", "rl-kernels-core", "rl-kernels-grpo-loss", "rl-kernels-lab", "triton", "verl"}
+"""What pages name that constraints.txt does not pin: frameworks, and packages of ours in messages that are quoted."""
 
 
 def rule_of(command: str) -> str | None:
     """Return what is put behind a command; None if it is not run, and a failed test if nobody has said."""
-    for pattern in NOT_RUN:
-        if re.fullmatch(pattern, command):
-            return None
-    for pattern in AS_PRINTED:
-        if re.fullmatch(pattern, command):
-            return ""
+    if any(re.fullmatch(pattern, command) for pattern in NOT_RUN):
+        return None
+    if any(re.fullmatch(pattern, command) for pattern in AS_PRINTED):
+        return ""
     for pattern, more in SHORTENED:
         if re.fullmatch(pattern, command):
             return more
@@ -81,7 +88,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], subprocess.
     (folder / "my_logp.py").write_text(blocks(ROOT / "docs" / "checker.md", "python")[0], encoding="utf-8")
     (folder / "my_models.py").write_text(MODELS, encoding="utf-8")
     (folder / "tools").symlink_to(ROOT / "tools")
-    (folder / "packages").mkdir()
 
     def model() -> None:
         transformers = pytest.importorskip("transformers")
@@ -92,13 +98,26 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], subprocess.
     def ran(command: str) -> subprocess.CompletedProcess[str]:
         if "path/to/model" in command and not (folder / "path").exists():
             model()
-        here = Path(sys.executable).parent
-        environment = {**os.environ, "PATH": f"{here}{os.pathsep}{os.environ['PATH']}", "HF_HUB_OFFLINE": "1"}
-        return subprocess.run(
-            ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, timeout=600
-        )
+        return in_shell(command, folder)
 
     return ran
+
+
+def in_shell(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command with the programs of this environment."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(
+        ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, timeout=600
+    )
+
+
+@cache
+def help_of(program: str) -> str:
+    """Return the help of a command."""
+    done = in_shell(f"{program} --help", ROOT)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @pytest.mark.parametrize("command", ALL)
@@ -108,36 +127,48 @@ def test_command(command: str, run: Callable[[str], subprocess.CompletedProcess[
         return
     done = run(f"{command} {more}")
     assert "Traceback" not in done.stderr, done.stderr
-    # An audit says by 1 that a bit differs, a check that something does not hold: both are what the page says.
-    allowed = (0, 1) if re.search(r"audit|check", command) else (0,)
+    allowed = (0, 1) if re.fullmatch(MAY_FAIL, command) else (0,)
     assert done.returncode in allowed, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("command", [command for command in ALL if "-m nox" in command])
+@pytest.mark.parametrize(
+    "command", [command for command in WRITTEN if re.match(r"rl-kernels [a-z]|python tools/", command)]
+)
+def test_options_are_known(command: str) -> None:
+    program = re.match(r"rl-kernels [a-z]+|python tools/\w+\.py", command)
+    assert program is not None
+    for option in re.findall(r"(?<!\S)--[\w-]+", command):
+        assert re.search(rf"(?<![\w-]){option}(?![\w-])", help_of(program[0])), option
+
+
+@pytest.mark.parametrize("command", [command for command in WRITTEN if re.search(r"nox -s ", command)])
 def test_sessions_are_there(command: str) -> None:
-    sessions = set(re.findall(r"^def (\w+)\(session", (ROOT / "noxfile.py").read_text(encoding="utf-8"), re.MULTILINE))
-    words = shlex.split(command.partition("-m nox")[2])
-    if "-s" in words:
-        named = words[words.index("-s") + 1 :]
-        asked = [word for word in named[: named.index("--") if "--" in named else None] if not word.startswith("&")]
-        assert asked
-        assert {word.partition("(")[0] for word in asked} <= sessions
+    text = (ROOT / "noxfile.py").read_text(encoding="utf-8")
+    sessions = set(re.findall(r"^def (\w+)\(session", text, re.MULTILINE))
+    named = shlex.split(re.split(r"nox -s ", command)[1].partition(" -- ")[0])
+    assert named
+    assert {word.partition("(")[0] for word in named} <= sessions
 
 
-@pytest.mark.parametrize("command", [command for command in ALL if re.match(r"(python -m )?pip install ", command)])
+@pytest.mark.parametrize("command", [command for command in WRITTEN if re.search(r"pip install ", command)])
 def test_what_is_installed_is_there(command: str) -> None:
-    pinned = {line.partition("==")[0] for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()}
-    words = shlex.split(command.partition("pip install")[2].partition("&&")[0])
-    options = {word for word in words if word.startswith("-")} | {"constraints.txt"}
-    for word in (word for word in words if word not in options):
+    words = shlex.split(re.split(r"pip install ", command)[1])
+    for word in (word for word in words if not word.startswith("-") and word != "constraints.txt"):
         if word.startswith(".") or "/" in word:
-            found = [folder for folder in ROOT.glob(word.removeprefix("./")) if folder.name != "__pycache__"]
+            place = re.sub(r"\[\w+\]$", "", word.removeprefix("./"))
+            found = [folder for folder in ROOT.glob(place) if folder.name != "__pycache__"]
             assert found, word
             assert all((folder / "pyproject.toml").exists() for folder in found), word
         else:
-            name = re.split(r"[\[=<>]", word)[0]
-            assert name in pinned | UNPINNED, word
+            name, *limits = re.split(r"(?=[=<>])", re.sub(r"\[\w+\]", "", word), maxsplit=1)
+            assert name in PINNED or name in UNPINNED, word
+            if limits and name in PINNED:
+                assert PINNED[name] in SpecifierSet(limits[0]), word
 
 
-UNPINNED = {"liger-kernel", "megatron-core", "rl-kernels-core", "verl"}
-"""What pages name that no session here installs by a pin of constraints.txt."""
+@pytest.mark.parametrize("command", [command for command in WRITTEN if re.match(r"(export|unset) ", command)])
+def test_variables_are_read(command: str) -> None:
+    name = re.split(r"[ =]", command)[1]
+    sources = [*ROOT.glob("shared/*/src/**/*.py"), *ROOT.glob("packages/*/src/**/*.py")]
+    known = name == "VERL_USE_EXTERNAL_MODULES" or any(name in file.read_text(encoding="utf-8") for file in sources)
+    assert known, name

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from documents import ROOT, anchors, blocks, documents, name_of, prose
+from documents import CODE, ROOT, anchors, blocks, documents, name_of, prose
 
 ELSEWHERE = {"docs/recipes/trl.md": "test_trl_recipe.py, beside TRL", "docs/checker.md": "test_docs_checker.py"}
 """Documents whose Python another test runs."""
@@ -17,7 +17,8 @@ NOT_WHOLE = ("verl", "torchtitan", "openrlhf", "megatron")
 """Recipes of frameworks that no test runs as a whole, which they say; test_verl.py runs what can be run of verl."""
 SCREENS, COLUMNS, WIDTH = 100, 10, 96
 """Lines of a package's README, columns of a table, and characters of a line of code, at most."""
-OPERATORS = [folder for file in ROOT.glob("packages/*/src/rl_kernels/*/op.py") for folder in [file.parents[3]]]
+LANGUAGES = {"python", "bash", "text", "toml", "yaml"}
+"""Of code blocks; a shell block of another name would be run by nobody."""
 
 
 @pytest.mark.parametrize("file", [file for file in documents() if blocks(file, "python")], ids=name_of)
@@ -47,10 +48,28 @@ def test_links_lead_somewhere(file: Path) -> None:
 
 @pytest.mark.parametrize("file", documents(), ids=name_of)
 def test_tables_and_code_fit_a_page(file: Path) -> None:
-    for rule in re.findall(r"^\|[ :|-]+\|$", prose(file), re.MULTILINE):
+    for rule in re.findall(r"^[ :|-]*-\|-[ :|-]*$|^[ :|-]*- \| -[ :|-]*$", prose(file), re.MULTILINE):
+        assert rule.startswith("|"), rule
         assert rule.count("|") - 1 <= COLUMNS
-    wide = [line for block in blocks(file, "bash", "sh", "python", "text") for line in block.splitlines()]
-    assert not [line for line in wide if len(line) > WIDTH]
+    found = CODE.findall(file.read_text(encoding="utf-8"))
+    assert {language for _, language, _ in found} <= LANGUAGES
+    assert not [line for _, _, block in found for line in block.splitlines() if len(line) > WIDTH]
+
+
+@pytest.mark.parametrize("file", documents(), ids=name_of)
+def test_links_are_of_the_form_that_is_followed(file: Path) -> None:
+    assert not re.search(r"<img|<a |^\[[^\]]+\]: |\]\([^)\s]+ \"", prose(file), re.MULTILINE)
+
+
+@pytest.mark.parametrize("file", documents(), ids=name_of)
+def test_files_of_python_that_are_named_are_there(file: Path) -> None:
+    for name in re.findall(r"`((?:[\w-]+/)+\w+\.py)`", prose(file)):
+        assert list(ROOT.glob(f"**/{name}")) or name == "rl_kernels/__init__.py", name
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "docs" / "recipes").glob("*.md")), ids=name_of)
+def test_a_recipe_has_code_that_runs_or_says_that_it_was_not_run(file: Path) -> None:
+    assert blocks(file, "python") or file.stem in NOT_WHOLE
 
 
 @pytest.mark.parametrize("file", sorted(ROOT.glob("packages/*/README.md")), ids=name_of)

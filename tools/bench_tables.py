@@ -26,8 +26,8 @@ from functools import partial
 from pathlib import Path
 
 from mismatch_plot import draw as draw_mismatch
-from operator_tables import brief, page
-from summary_table import summary
+from operator_tables import benchmark_page, readme_table
+from summary_table import front_table
 from tool_tables import client_calls, demos, hosts, mismatch, model_bits, model_steps, step, trl_steps
 
 from rl_kernels.demo.gpu import plot, record
@@ -65,10 +65,10 @@ def pages(root: Path, packages: dict[str, dict[str, Document]]) -> Iterator[tupl
     for name, found in packages.items():
         pictures = {file: f"../../../{PICTURES}/{plot_name(name, file)}" for file in found}
         for path, marked in (
-            (f"packages/{name}/README.md", {"bench summary": brief(found)}),
-            (f"packages/{name}/benchmarks/README.md", {"bench results": page(found, pictures)}),
+            (f"packages/{name}/README.md", {"bench summary": readme_table(found)}),
+            (f"packages/{name}/benchmarks/README.md", {"bench results": benchmark_page(found, pictures)}),
         ):
-            yield root / path, _filled(root, path, marked)
+            yield root / path, _replaced(root, path, marked)
     files = root / RESULTS
 
     def named(pattern: str) -> list[Path]:
@@ -87,10 +87,10 @@ def pages(root: Path, packages: dict[str, dict[str, Document]]) -> Iterator[tupl
         DEMO: {"demo": demos(named(DEMOS)), "mismatch": mismatch(files / MISMATCH)},
         GRPO_STEP: {"grpo step": step(files / "h200-grpo-step.json")},
         HOST: {"host time": hosts(named("*-host.json"))},
-        **{path: {"summary": summary(files, packages)} for path in FRONT},
+        **{path: {"summary": front_table(files, packages)} for path in FRONT},
     }
     for path, marked in marked_pages.items():
-        yield root / path, _filled(root, path, marked)
+        yield root / path, _replaced(root, path, marked)
 
 
 def pictures(root: Path, packages: dict[str, dict[str, Document]]) -> dict[Path, Callable[[Path], None]]:
@@ -118,7 +118,7 @@ def _draw_demo(run: record.Recorded, path: Path) -> None:
     plot.draw(run.histories, run.summaries, run.parameters, path)
 
 
-def _filled(root: Path, path: str, bodies: dict[str, str]) -> str:
+def _replaced(root: Path, path: str, bodies: dict[str, str]) -> str:
     text = (root / path).read_text(encoding="utf-8")
     for name, body in bodies.items():
         marked = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end of {name} -->\n)", re.DOTALL)

@@ -16,18 +16,18 @@ QUOTED = "H200"
 """The device whose figures are quoted."""
 
 
-def brief(found: Mapping[str, Document]) -> str:
+def readme_table(found: Mapping[str, Document]) -> str:
     """Return the tables of a package's README, of the device whose figures are quoted and without our own backends."""
     parts = []
     for name, document in found.items():
         others = [each for each in document.records if not each.note.startswith("rl-kernels, backend")]
         rows = summary(others)
         if QUOTED in document.environment["device"] and len(rows) > 1:
-            parts.append(f"{title_of(name, document)}:\n\n{as_table(rows)}")
+            parts.append(f"{title_of(name, document)}, {taken(others)}:\n\n{as_table(rows)}")
     return filled(parts)
 
 
-def page(found: Mapping[str, Document], picture: Mapping[str, str]) -> str:
+def benchmark_page(found: Mapping[str, Document], picture: Mapping[str, str]) -> str:
     """Return the tables of a package's page of benchmarks, a section for each file of results, with its picture."""
     return filled([part for name, document in found.items() for part in _section(name, document, picture[name])])
 
@@ -42,6 +42,13 @@ def _section(name: str, document: Document, picture: str) -> Iterator[str]:
     for title, cells in tables(document):
         yield f"{title}:\n\n{as_table(cells)}" if len(cells) <= LONGEST else f"{title}: {len(cells) - 1} rows."
     yield "\n".join(f"- {line}" for line in (*remarks(document.records), *facts(document)))
+
+
+def taken(records: Sequence[Record]) -> str:
+    """Return how the times that ratios compare were taken."""
+    compared = [each for record in records for each in record.passes.values() if each.ratio is not None]
+    in_turn = all(each.timing.beside_ms is not None for each in compared)
+    return "timed in turn" if in_turn else "timed one after the other"
 
 
 def title_of(name: str, document: Document) -> str:
