@@ -87,7 +87,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], subprocess.
     folder = tmp_path_factory.mktemp("reader")
     (folder / "my_logp.py").write_text(blocks(ROOT / "docs" / "checker.md", "python")[0], encoding="utf-8")
     (folder / "my_models.py").write_text(MODELS, encoding="utf-8")
-    (folder / "tools").symlink_to(ROOT / "tools")
+    for name in ("tools", "docs"):
+        (folder / name).symlink_to(ROOT / name)
 
     def model() -> None:
         transformers = pytest.importorskip("transformers")

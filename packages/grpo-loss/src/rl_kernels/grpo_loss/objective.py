@@ -185,7 +185,8 @@ def chosen(objective: Objective | None, loss_type: str | None, beta: float | Non
     if objective is None:
         objective = DEFAULT
     elif not isinstance(objective, Objective):
-        raise TypeError(f"objective: expected an Objective, got {type(objective).__name__}")
+        got = type(objective).__name__
+        raise TypeError(f"objective: expected an Objective, got {got}; Objective.preset(name) makes one")
     plain = {type(value) for value in (loss_type, beta, clip_eps)} <= {type(None), str, float, int}
     change = _cached_change if plain and not torch.compiler.is_compiling() else _changed
     return change(objective, loss_type, beta, clip_eps)

@@ -12,7 +12,7 @@ from rl_kernels.core.outputs import LogpStats
 from rl_kernels.det_gemm import det_linear
 from rl_kernels.det_gemm.module import DetLinear
 from rl_kernels.linear_logp import linear_logp
-from rl_kernels.models.layers import original_of
+from rl_kernels.models.swap import original_of
 
 LORA = ("base_layer", "lora_A", "lora_B", "scaling", "active_adapters", "lora_dropout")
 SAVED = ("original_module", "modules_to_save", "active_adapters", "disable_adapters")
@@ -119,7 +119,10 @@ def _linear(head: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
     kind = original_of(head)
     plain = kind in (nn.Linear, DetLinear) or kind.__name__ in ("FSDPLinear", "FSDPDetLinear", "FSDPRowWiseDetLinear")
     if not plain or not isinstance(head, nn.Linear):
-        raise TypeError(f"head: expected an nn.Linear or one with a LoRA adapter, got {type(head).__name__}")
+        raise TypeError(
+            f"head: expected an nn.Linear or one with a LoRA adapter, got {kind.__module__}.{kind.__qualname__}; "
+            "score its logits with fused_logp"
+        )
     return head.weight, head.bias
 
 

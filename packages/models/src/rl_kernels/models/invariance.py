@@ -16,8 +16,9 @@ from rl_kernels.det_gemm.op import OPERATOR, describe
 from rl_kernels.models import pretrained
 from rl_kernels.models.audits import audit
 from rl_kernels.models.fused.swaps import rotary_module, rotary_swap
-from rl_kernels.models.layers import has_weights, original_of, replacement
-from rl_kernels.models.swap import class_swap, forget_graphs, held, hold
+from rl_kernels.models.layers import replacement
+from rl_kernels.models.swap import class_swap, forget_graphs, held, hold, original_of
+from rl_kernels.models.unknown import is_unknown
 
 CLASS, ATTENTION, ROTARY = "class", "attention", "rotary"
 AUDITED_PROMPTS, AUDITED_TOKENS = 3, 14
@@ -84,8 +85,9 @@ def invariant(model: nn.Module, *, strict: bool = False) -> Invariance:
     Args:
         model: any module. Calls nest: a module that is swapped already stays swapped until all calls are undone.
         strict: raise, instead of warning, if a module that may depend on the batch is left alone. Modules that compute
-            with weights of their own, such as the experts of a mixture, are tested by a small ``audit`` in a model of
-            transformers. In any other model they raise: run ``audit(model, inputs)`` yourself.
+            with weights of their own, such as the experts of a mixture, or whose ``forward`` calls a product, a softmax
+            or an attention by itself, are tested by a small ``audit`` in a model of transformers. In any other model
+            they raise: run ``audit(model, inputs)`` yourself. What a forward calls through other functions is not seen.
 
     Returns:
         a handle that lists what was swapped and what was left alone, and undoes it; it is a context manager.
@@ -157,7 +159,7 @@ def _classes(model: nn.Module) -> tuple[dict[str, tuple[nn.Module, type[nn.Modul
             classes[name] = module, other
         elif why:
             left[name] = why
-        elif has_weights(module):
+        elif is_unknown(module):
             unsure.append(f"{name or 'the model'} ({type(module).__name__})")
     return classes, left, unsure
 

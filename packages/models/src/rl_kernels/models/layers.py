@@ -16,6 +16,7 @@ from rl_kernels.det_gemm.module import DetLinear
 from rl_kernels.models.fused.embedding import OrderedEmbedding
 from rl_kernels.models.fused.swaps import gated
 from rl_kernels.models.swap import SWAPPED
+from rl_kernels.models.unknown import is_foreign_linear
 from rl_kernels.norm import layer_norm, rms_norm
 
 
@@ -53,6 +54,8 @@ def replacement(module: nn.Module) -> Found:
     found = NOTHING
     if isinstance(module, nn.Linear):
         found = _linear(module)
+    elif is_foreign_linear(module):
+        found = None, f"{type(module).__name__} is not an nn.Linear; it may be quantized"
     elif type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils":
         found = _subclass(type(module), (), _conv1d), ""
     elif isinstance(module, nn.Embedding):
@@ -70,17 +73,6 @@ def replacement(module: nn.Module) -> Found:
     if found[0] is not None and "forward" in vars(module):
         return None, "its forward was replaced on the object, so swapping its class has no effect"
     return found
-
-
-def has_weights(module: nn.Module) -> bool:
-    """Say whether a module that is not swapped has matrices of its own, which it may multiply with."""
-    known = isinstance(module, (DetLinear, nn.Embedding, nn.ParameterList, nn.ParameterDict))
-    return not known and any(value.ndim > 1 for value in module.parameters(recurse=False))
-
-
-def original_of(module: nn.Module) -> type[nn.Module]:
-    """Return the class of a module, or its original class if it is swapped."""
-    return getattr(module, SWAPPED, type(module))
 
 
 def _linear(module: nn.Linear) -> Found:

@@ -63,6 +63,11 @@ def forget_graphs() -> None:
         torch.compiler.reset()
 
 
+def original_of(module: nn.Module) -> type[nn.Module]:
+    """Return the class of a module, or its original class if it is swapped."""
+    return getattr(module, SWAPPED, type(module))
+
+
 def class_swap(other: type[nn.Module], original: type[nn.Module]) -> Callable[[nn.Module], Undo]:
     """Return a function that swaps a module's class for a subclass; the object and its state stay as they are."""
 

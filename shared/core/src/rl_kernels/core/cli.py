@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points, version
 
-from rl_kernels.core.command import print_anything
+from rl_kernels.core.command import install_hint, print_anything
 
 GROUP = "rl_kernels.commands"
 OTHERS = {
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(version("rl-kernels-core"))
         return 0
     if name not in commands:
-        hint = f"pip install {OTHERS[name][0]}" if name in OTHERS else f"known: {', '.join(commands)}"
+        hint = install_hint(OTHERS[name][0]) if name in OTHERS else f"known: {', '.join(commands)}"
         print(f"rl-kernels: unknown command {name!r}; {hint}", file=sys.stderr)
         return USAGE
     try:

@@ -12,6 +12,13 @@ from pathlib import Path
 from typing import NoReturn
 
 
+def install_hint(distribution: str) -> str:
+    """Return how a package of this project is installed."""
+    folder = distribution.removeprefix("rl-kernels-")
+    place = "shared" if folder in ("core", "lab") else "packages"
+    return f"pip install {distribution}; in a clone: pip install ./{place}/{folder}"
+
+
 def print_anything() -> None:
     """Print characters that the terminal cannot encode as escapes, instead of failing."""
     for stream in (sys.stdout, sys.stderr):

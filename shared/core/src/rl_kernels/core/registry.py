@@ -8,6 +8,7 @@ from importlib.metadata import EntryPoint, entry_points
 from importlib.resources import files
 from typing import Any
 
+from rl_kernels.core.command import install_hint
 from rl_kernels.core.operator import Operator
 
 GROUP = "rl_kernels.operators"
@@ -62,7 +63,7 @@ class KernelRegistry:
             if name == known or name in published["aliases"]:
                 if known in self._found:
                     return self._import(known)
-                raise UnknownOperator(f"operator {name!r} is not installed: pip install {published['distribution']}")
+                raise UnknownOperator(f"operator {name!r} is not installed: {install_hint(published['distribution'])}")
         for known in self._found:
             if name in self._import(known).aliases:
                 return self._import(known)
