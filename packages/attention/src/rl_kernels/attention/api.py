@@ -113,13 +113,14 @@ def det_attention(
     validate: bool = True,
     backend: str | None = None,
 ) -> torch.Tensor | Attended:
-    """Return ``softmax(scale q k^T) v`` for each head; a query's bits depend on it and the keys that it sees alone.
+    """Return ``softmax(scale q k^T) v`` for each head; its bits depend only on the query and the keys that it sees.
 
     A query gets the same bits in one call or in chunks, token by token with a cache, alone, padded or packed. In
-    training, so do its gradient and the gradients of its sequence's keys and values. In a sequence of T queries and S
-    keys, query t stands at position ``S - T + t``. Scores, softmax and sums are FP32. The weights are rounded to the
-    dtype of the values, and the output is rounded once. q, k, v and sinks are differentiable; k and v of a cache are
-    not. The formula is that of https://arxiv.org/abs/1706.03762.
+    training, its gradient gets the same bits too. So do the gradients of its sequence's keys and values, alone, padded
+    or packed, but not if the queries come in chunks. In a sequence of T queries and S keys, query t stands at position
+    ``S - T + t``. Scores, softmax and sums are FP32. The weights are rounded to the dtype of the values, and the output
+    is rounded once. q, k, v and sinks are differentiable; k and v of a cache are not. The formula is that of
+    https://arxiv.org/abs/1706.03762.
 
     Args:
         q: ``[B, T, H, D]``, or ``[total, H, D]`` with ``cu_seqlens_q``; FP32, BF16 or FP16; D is a multiple of 8.

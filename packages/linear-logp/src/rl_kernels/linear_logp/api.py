@@ -122,9 +122,10 @@ def linear_logp(
         ignore_index: positions with this id give 0 in every output and get zero gradient. Their hidden states have no
             effect and add nothing to the gradients of weight and bias.
         return_stats: return ``LogpStats(logp, logsumexp, entropy)``, all differentiable.
-        workspace_mib: MiB, an integer >= 1: limit on the memory of backward besides the gradients, including the FP32
-            buffer for the gradient of ``hidden``. If the limit is below that buffer plus the smallest block that the
-            backend works on, backward uses that much. It changes no bit.
+        workspace_mib: MiB, an integer >= 1: limit on the memory of backward besides the gradients. It includes the FP32
+            buffer for the gradient of ``hidden`` and, with ``ignore_index``, a copy of ``hidden`` if the weight needs a
+            gradient. If the limit is below these plus the smallest block that the backend works on, backward uses that
+            much. It changes no bit.
         validate: check the values of ids and temperature. This syncs with a GPU, and is skipped under torch.compile and
             graph capture. Without the check, a row with an id out of range gives NaN, and so do the gradients that it
             contributes to.

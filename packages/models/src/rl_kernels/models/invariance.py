@@ -84,10 +84,11 @@ def invariant(model: nn.Module, *, strict: bool = False) -> Invariance:
 
     Args:
         model: any module. Calls nest: a module that is swapped already stays swapped until all calls are undone.
-        strict: raise, instead of warning, if a module that may depend on the batch is left alone. Modules that compute
-            with weights of their own, such as the experts of a mixture, or whose ``forward`` calls a product, a softmax
-            or an attention by itself, are tested by a small ``audit`` in a model of transformers. In any other model
-            they raise: run ``audit(model, inputs)`` yourself. What a forward calls through other functions is not seen.
+        strict: raise, instead of warning, if a module that may depend on the batch is left alone. Unknown modules raise
+            too: those with matrices of their own, such as the experts of a mixture, and those from outside of torch,
+            transformers, peft and accelerate whose ``forward`` itself calls a product, a softmax or an attention. A
+            model of transformers is tested by a small ``audit`` instead; for any other, drop ``strict`` and run
+            ``audit(model, inputs)``. What a forward calls through other functions is not seen.
 
     Returns:
         a handle that lists what was swapped and what was left alone, and undoes it; it is a context manager.

@@ -8,7 +8,7 @@ import torch
 
 
 def gather(name: str, weight: torch.Tensor, result: torch.Tensor) -> None:
-    """Add a weight's whole gradient to ``weight.main_grad``, including what other ops leave in ``.grad``.
+    """At the end of the backward pass, add to ``weight.main_grad`` what other ops left in the weight's ``.grad``.
 
     A weight that is tied to an embedding gets one part of its gradient from the head and one from the embedding. At the
     end of the pass, what the embedding's backward put into ``.grad`` is added to ``main_grad``, and ``.grad`` is set to

@@ -1,7 +1,8 @@
 """``rl-kernels compile``: compile the CUDA kernels of the installed operators before they are needed.
 
 Exit status 0: every kernel was compiled and saved, without a warning, a spilled register or a stack. 1: one was not.
-2: bad arguments, nothing to compile, or no compiler, reported before anything is compiled. No GPU is needed.
+2: bad arguments, nothing to compile, no compiler, or a folder that cannot be used, reported before anything is
+compiled. No GPU is needed.
 """
 
 from __future__ import annotations

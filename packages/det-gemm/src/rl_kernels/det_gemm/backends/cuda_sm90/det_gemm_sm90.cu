@@ -7,7 +7,8 @@
 //   block      a producer warpgroup and CONSUMERS consumer warpgroups; persistent: it takes tile after tile
 //   tile       TILE_M rows x TILE_N columns in the registers of its consumers, 64 rows each, as wgmma.cuh says. With
 //              TILE_M < 64 wgmma still computes 64 rows; the surplus ones read whatever follows in shared memory, and
-//              are discarded. For few columns: a's rows spread over every multiprocessor, and a chain waits for fewer
+//              are discarded. Used for few columns: small tiles spread a's rows over all multiprocessors, and each
+//              chain waits for fewer rows
 //   turns      ping-pong of two consumers, each with tiles of at most 64 rows: one multiplies while the other stores
 //              its tile, or loads the accumulators that it continues
 //   stage      64 BOXES terms of K of both operands of a tile in shared memory, swizzled; a ring of STAGES

@@ -37,7 +37,8 @@ __device__ void produce(const Args& p, const Ring& ring, const TensorMap& hidden
         load_stages(ring, slot, hidden, weight, tile.row, p.begin + tile.unit * TILE_N, stages);
 }
 
-// The gradient of one row, and its selected column, counted from `column`. Zero for ignored or out-of-range rows.
+// The gradient of one row, and its selected column, counted from `column`. Unset if not `active`: the row is ignored or
+// out of range, and differentiate writes 0.
 struct Row {
     Gradient<ENTROPY> gradient;
     int target = -1;

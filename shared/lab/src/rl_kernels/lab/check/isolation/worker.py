@@ -1,7 +1,7 @@
 """The candidate's process: loads the candidate, calls it on request, and answers with tensors.
 
-Nothing is compared here, because a candidate may change any function of this process. Functions that others rely on are
-recorded before it is loaded; on request the process reports which of them it has replaced.
+Nothing is compared here, because a candidate may change any function of this process. Before the candidate is loaded,
+the functions that others rely on are recorded; on request the process reports which of them the candidate has replaced.
 """
 
 from __future__ import annotations
