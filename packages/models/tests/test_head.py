@@ -112,7 +112,7 @@ def test_what_it_cannot_do_it_names(hidden, ids):
     replaced.forward = lambda hidden: hidden
     with pytest.raises(TypeError, match="head: expected the forward of each class"):
         head_logp(replaced, hidden, ids)
-    with pytest.raises(TypeError, match="got .*ParametrizedLinear"):
+    with pytest.raises(TypeError, match=r"got .*ParametrizedLinear"):
         head_logp(nn.utils.parametrizations.weight_norm(head()), hidden, ids)
     with pytest.raises(TypeError, match=r"nn\.Linear or one with a LoRA adapter, got torch\.nn\..*Sequential"):
         head_logp(nn.Sequential(head()), hidden, ids)

@@ -75,7 +75,8 @@ def test_alias_of_an_operator_that_is_not_published(installed):
     ],
 )
 def test_a_known_operator_that_is_missing_tells_what_to_install(installed, name, distribution):
-    with pytest.raises(UnknownOperator, match=f"operator '{name}' is not installed: pip install {distribution}; in a clone: "):
+    told = f"operator '{name}' is not installed: pip install {distribution}; in a clone: pip install ./packages/"
+    with pytest.raises(UnknownOperator, match=told):
         installed(make_operator("linear_logp")).get_op(name)
 
 
