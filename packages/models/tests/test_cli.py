@@ -44,6 +44,7 @@ def test_command_on_a_function(script, capsys):
     assert status == 0
     assert "batched: bitwise identical to alone\n" in printed.out
     assert printed.out.splitlines()[-1].startswith("PASSED: ")
+    assert printed.out.splitlines()[-2] == "not tried: sequences in chunks, with a cache"
     status, printed = run(capsys, f"{script}:planted", "--device", "cpu")
     assert status == 1
     assert printed.out.splitlines()[-1] == "FAILED: the first module whose rows differ is 1 (Shift)"

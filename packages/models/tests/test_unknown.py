@@ -48,13 +48,26 @@ class QuantLinear(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("block", [Attends, Multiplies])
-def test_strict_refuses_a_forward_that_multiplies_by_itself(block):
+class Activates(Multiplies):
+    """Another, whose activation is a function."""
+
+    def forward(self, x):
+        return nn.functional.silu(self.inner(x))
+
+
+@pytest.mark.parametrize(
+    ("block", "called"), [(Attends, "scaled_dot_product_attention"), (Multiplies, "@"), (Activates, "silu")]
+)
+def test_a_forward_that_computes_by_itself_is_left_and_told(block, called):
     made = nn.Sequential(nn.Linear(24, 24), block())
-    with pytest.raises(ValueError, match=rf"model: 1 \({block.__name__}\) may depend on the batch: drop strict"):
+    told = rf"1 \(its forward calls {called}; use det_attention"
+    with pytest.raises(ValueError, match=told):
         invariant(made, strict=True)
     assert type(made[0]) is nn.Linear
-    invariant(made).undo()
+    with pytest.warns(UserWarning, match=told):
+        handle = invariant(made)
+    assert list(handle.left) == ["1"]
+    handle.undo()
     invariant(nn.Sequential(Adds()), strict=True).undo()
 
 

@@ -70,6 +70,8 @@ def text(result: AuditResult) -> list[str]:
     if result.skipped:
         lines.append(f"not compared, because their outputs have no rows: {', '.join(result.skipped)}")
     if result.culprit is None:
+        if not any("token by token" in name for name in result.variants):
+            lines.append("not tried: sequences in chunks, with a cache")
         return [*lines, f"PASSED: {result.compared} comparisons, no bit differs"]
     name = result.culprit.module or "the model"
     return [*lines, f"FAILED: the first module whose rows differ is {name} ({result.culprit.type})"]

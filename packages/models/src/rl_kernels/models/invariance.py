@@ -18,7 +18,7 @@ from rl_kernels.models.audits import audit
 from rl_kernels.models.fused.swaps import rotary_module, rotary_swap
 from rl_kernels.models.layers import replacement
 from rl_kernels.models.swap import class_swap, forget_graphs, held, hold, original_of
-from rl_kernels.models.unknown import is_unknown
+from rl_kernels.models.unknown import call_in_forward, has_matrices
 
 CLASS, ATTENTION, ROTARY = "class", "attention", "rotary"
 AUDITED_PROMPTS, AUDITED_TOKENS = 3, 14
@@ -77,7 +77,9 @@ def invariant(model: nn.Module, *, strict: bool = False) -> Invariance:
       batch, KV cache, chunks and continuous batching change no bit. With padding on the left, pass ``position_ids``, as
       ``generate`` does. Dropout in attention raises.
 
-    All other modules stay as they are; ``audit`` tells whether their output depends on the batch.
+    All other modules stay as they are; ``audit`` tells whether their output depends on the batch. A user's module is
+    left alone with a warning if its ``forward`` itself calls a product, a softmax or an attention (on a CPU also an
+    activation); what it calls through other functions is not seen.
 
     A deep copy of the model is swapped too; ``invariant(copy)`` takes it over and can undo it. A pickle holds the
     original classes. ``fully_shard`` and parametrizations may be applied before ``undo``.
@@ -85,10 +87,9 @@ def invariant(model: nn.Module, *, strict: bool = False) -> Invariance:
     Args:
         model: any module. Calls nest: a module that is swapped already stays swapped until all calls are undone.
         strict: raise, instead of warning, if a module that may depend on the batch is left alone. Unknown modules raise
-            too: those with matrices of their own, such as the experts of a mixture, and those from outside of torch,
-            transformers, peft and accelerate whose ``forward`` itself calls a product, a softmax or an attention. A
-            model of transformers is tested by a small ``audit`` instead; for any other, drop ``strict`` and run
-            ``audit(model, inputs)``. What a forward calls through other functions is not seen.
+            too: those with matrices of their own, such as the experts of a mixture. A model of transformers is tested
+            by a small ``audit`` instead; for any other, drop ``strict``, run ``audit(model, inputs)``, and compare
+            rollout and training, which ``audit`` does not.
 
     Returns:
         a handle that lists what was swapped and what was left alone, and undoes it; it is a context manager.
@@ -160,8 +161,13 @@ def _classes(model: nn.Module) -> tuple[dict[str, tuple[nn.Module, type[nn.Modul
             classes[name] = module, other
         elif why:
             left[name] = why
-        elif is_unknown(module):
+        elif has_matrices(module):
             unsure.append(f"{name or 'the model'} ({type(module).__name__})")
+        elif (called := call_in_forward(module)) is not None:
+            if pretrained.pretrained(model):
+                unsure.append(f"{name or 'the model'} ({type(module).__name__})")
+            else:
+                left[name] = f"its forward calls {called}; use det_attention, nn.Linear and modules for activations"
     return classes, left, unsure
 
 

@@ -12,29 +12,33 @@ from rl_kernels.models.swap import original_of
 
 LIBRARIES = ("torch", "transformers", "peft", "accelerate", "rl_kernels")
 """Packages whose modules are known by their class, or are tested as part of a model."""
-PRODUCTS = re.compile(
-    r"\b(?:scaled_dot_product_attention|matmul|mm|bmm|addmm|baddbmm|einsum|softmax|log_softmax)\(|\bF\.linear\(| @ "
-)
-"""Calls in a forward whose bits depend on the shape of the batch."""
+PRODUCTS = r"scaled_dot_product_attention|matmul|mm|bmm|addmm|baddbmm|einsum|softmax|log_softmax"
+ACTIVATIONS = r"silu|gelu|sigmoid|tanh|softplus|mish"
+"""Functions that round the last elements of a tensor differently on a CPU, as their modules do."""
 
 
-def is_unknown(module: nn.Module) -> bool:
-    """Say whether a module that is not swapped may depend on the batch.
-
-    It may if it has matrices of its own, or if the source of its ``forward`` calls a product, a softmax or an
-    attention. What a forward calls through other functions is not seen.
-    """
+def has_matrices(module: nn.Module) -> bool:
+    """Say whether a module that is not swapped has matrices of its own, which it may multiply with."""
     known = isinstance(module, (DetLinear, nn.Embedding, nn.ParameterList, nn.ParameterDict))
-    if not known and any(value.ndim > 1 for value in module.parameters(recurse=False)):
-        return True
+    return not known and any(value.ndim > 1 for value in module.parameters(recurse=False))
+
+
+def call_in_forward(module: nn.Module) -> str | None:
+    """Return a function that a user's ``forward`` calls and whose bits depend on the shape of the batch, or None.
+
+    The source is searched, so what a forward calls through other functions is not seen. Activations count on a CPU.
+    """
     original = original_of(module)
     if original.__module__.partition(".")[0] in LIBRARIES:
-        return False
+        return None
     try:
         source = inspect.getsource(original.forward)
     except (OSError, TypeError):
-        return False
-    return PRODUCTS.search(source) is not None
+        return None
+    on_cpu = any(value.device.type == "cpu" for value in module.parameters())
+    names = f"{PRODUCTS}|{ACTIVATIONS}" if on_cpu else PRODUCTS
+    found = re.search(rf"\b(?:({names})|F\.(linear))\(| (@) ", source)
+    return next((name for name in found.groups() if name), None) if found else None
 
 
 def is_foreign_linear(module: nn.Module) -> bool:
