@@ -1,0 +1,23 @@
+"""Exchanges between ranks whose sums have a fixed order, on ``torch.distributed``: same bits for every number of ranks.
+
+Everything runs on the collectives of the given process group (NCCL or gloo), on the current stream.
+"""
+
+from rl_kernels.core.distributed.agreement import agree, fingerprint
+from rl_kernels.core.distributed.exchange import all_gather, all_reduce, reduce_scatter
+from rl_kernels.core.distributed.groups import SIZES, group_of, group_rank, group_size
+from rl_kernels.core.distributed.sums import chain_sum, tree_sum
+
+__all__ = [
+    "SIZES",
+    "agree",
+    "all_gather",
+    "all_reduce",
+    "chain_sum",
+    "fingerprint",
+    "group_of",
+    "group_rank",
+    "group_size",
+    "reduce_scatter",
+    "tree_sum",
+]

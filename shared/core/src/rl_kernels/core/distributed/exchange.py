@@ -1,0 +1,108 @@
+"""Collectives whose sums have a fixed order: reductions are exchanges of parts and a local sum.
+
+NCCL and gloo promise no order of their own reductions across numbers of ranks. So each rank receives the parts of all
+ranks for its slice of the result (all-to-all), adds them in the order of ranks, and the slices are gathered. For few
+numbers one all-gather of all parts is faster, and gives the same bits.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import distributed
+from torch.distributed import ProcessGroup
+
+from rl_kernels.core.distributed.groups import group_size
+from rl_kernels.core.distributed.sums import ORDERS, total
+
+FEW_BYTES = 8 << 20
+"""Up to this many received bytes, an all-reduce gathers all parts."""
+
+
+def all_gather(x: torch.Tensor, group: ProcessGroup, dim: int = 0) -> torch.Tensor:
+    """Return the tensors of all ranks, of one shape, concatenated along ``dim``."""
+    size = group_size(group)
+    if size == 1:
+        return x
+    parts = _gathered(x.contiguous(), group, size)
+    if dim % max(x.ndim, 1) == 0:
+        return parts.flatten(0, 1) if x.ndim else parts
+    return parts.movedim(0, dim % x.ndim).flatten(dim % x.ndim, dim % x.ndim + 1)
+
+
+def all_reduce(
+    x: torch.Tensor,
+    group: ProcessGroup,
+    *,
+    order: str = "tree",
+    bias: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Return the sum over the ranks of ``x[..., N]``: the same bits on each rank, over NCCL and gloo.
+
+    Args:
+        x: the part of this rank, FP32 for a sum that is rounded once; all ranks have the same shape and dtype.
+        group: 1, 2, 4 or 8 ranks.
+        order: ``tree``, a balanced binary tree in the order of ranks; ``chain``, one rank after the other.
+        bias: ``[N]``, added once to the sum; the same on all ranks.
+        dtype: of the result, to which the sum is rounded once; None is that of ``x``.
+    """
+    _check_order(order)
+    size = group_size(group)
+    if size == 1:
+        return total(x[None], order, bias, dtype)
+    x = x.contiguous()
+    if x.nbytes * (size - 1) <= FEW_BYTES:
+        return total(_gathered(x, group, size), order, bias, dtype)
+    rows = x.reshape(-1, x.shape[-1] if bias is not None else 1)
+    count = rows.shape[0]
+    each = -(-count // size)
+    if each * size != count:
+        rows = F.pad(rows, (0, 0, 0, each * size - count))
+    mine = total(_exchanged(rows, size, group), order, bias, dtype)
+    return _gathered(mine, group, size).flatten(0, 1)[:count].reshape(x.shape)
+
+
+def reduce_scatter(
+    x: torch.Tensor,
+    group: ProcessGroup,
+    *,
+    dim: int = 0,
+    order: str = "tree",
+    bias: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Return this rank's slice along ``dim`` of what ``all_reduce`` returns; ``dim`` divides by the number of ranks.
+
+    Raises:
+        ValueError: ``x`` has a size along ``dim`` that the number of ranks does not divide.
+    """
+    _check_order(order)
+    size, dim = group_size(group), dim % x.ndim
+    if x.shape[dim] % size:
+        raise ValueError(f"x: expected dim {dim} to divide by {size} ranks, got shape {tuple(x.shape)}")
+    if size == 1:
+        return total(x[None], order, bias, dtype)
+    if dim:
+        parts = x.unflatten(dim, (size, -1)).movedim(dim, 0).contiguous()
+        return total(_exchanged(parts.flatten(0, 1), size, group), order, bias, dtype).view(parts.shape[1:])
+    return total(_exchanged(x.contiguous(), size, group), order, bias, dtype)
+
+
+def _exchanged(rows: torch.Tensor, size: int, group: ProcessGroup) -> torch.Tensor:
+    """Return ``[ranks, rows / ranks, ...]``: the parts of all ranks of this rank's slice of dim 0."""
+    received = torch.empty_like(rows)
+    distributed.all_to_all_single(received, rows, group=group)
+    return received.unflatten(0, (size, -1))
+
+
+def _gathered(x: torch.Tensor, group: ProcessGroup, size: int) -> torch.Tensor:
+    """Return ``[ranks, ...]``: the tensors of all ranks."""
+    parts = x.new_empty((size, *x.shape))
+    distributed.all_gather_into_tensor(parts.view(-1), x.view(-1), group=group)
+    return parts
+
+
+def _check_order(order: str) -> None:
+    if order not in ORDERS:
+        raise ValueError(f"order: expected one of 'tree', 'chain', got {order!r}")

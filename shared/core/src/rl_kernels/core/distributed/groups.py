@@ -1,0 +1,40 @@
+"""The process group of a call."""
+
+from __future__ import annotations
+
+from torch import distributed
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+SIZES = (1, 2, 4, 8)
+"""Sizes of a group: the tree over eight segments has a subtree for each rank."""
+
+
+def group_of(value: object, name: str = "process_group") -> ProcessGroup:
+    """Return the process group that an argument names: the group itself, or that of a mesh with one dim.
+
+    Raises:
+        TypeError: it is neither.
+        ValueError: the mesh has several dims, this process is not in the group, or its size is not 1, 2, 4 or 8.
+    """
+    if isinstance(value, DeviceMesh):
+        if value.ndim != 1:
+            raise ValueError(f"{name}: expected one dim of the mesh, as mesh['tp'], got {value.ndim} dims")
+        value = value.get_group()
+    if value is distributed.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(f"{name}: expected a group that this process belongs to")
+    if not isinstance(value, ProcessGroup):
+        raise TypeError(f"{name}: expected a ProcessGroup or a DeviceMesh with one dim, got {type(value).__name__}")
+    if value.size() not in SIZES:
+        raise ValueError(f"{name}: expected 1, 2, 4 or 8 ranks, got {value.size()}")
+    return value
+
+
+def group_size(group: ProcessGroup) -> int:
+    """Return the number of ranks of a group."""
+    return group.size()
+
+
+def group_rank(group: ProcessGroup) -> int:
+    """Return the rank of this process in a group."""
+    return group.rank()

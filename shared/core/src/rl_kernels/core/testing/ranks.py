@@ -1,0 +1,101 @@
+"""Run a function in several processes over gloo, one for each rank."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.util
+import inspect
+import multiprocessing
+import os
+import pickle
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+TIMEOUT = 60.0
+
+
+def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout: float = TIMEOUT) -> list[Any]:
+    """Return what ``function(rank, *args)`` returns in each of ``world`` new processes, which form the default group.
+
+    Args:
+        function: at the top level of a file, which each process loads.
+        world: number of ranks.
+        args: picklable.
+        timeout: seconds of a collective, and after which the processes are ended.
+
+    Raises:
+        RuntimeError: a rank raised, with its traceback, or ended without a result.
+        TimeoutError: the processes did not end in time.
+    """
+    context = multiprocessing.get_context("spawn")
+    where = inspect.getfile(function), function.__name__
+    with tempfile.TemporaryDirectory() as folder:
+        store = Path(folder, "store")
+        outputs = [Path(folder, f"rank{rank}") for rank in range(world)]
+        processes = [
+            context.Process(target=_run, args=(where, rank, world, str(store), str(outputs[rank]), timeout, args))
+            for rank in range(world)
+        ]
+        for process in processes:
+            process.start()
+        try:
+            for process in processes:
+                process.join(timeout)
+                if process.is_alive():
+                    raise TimeoutError(f"ranks did not end within {timeout:g} s")
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+        return [_result(rank, output) for rank, output in enumerate(outputs)]
+
+
+def _result(rank: int, output: Path) -> Any:
+    if not output.exists():
+        raise RuntimeError(f"rank {rank} ended without a result")
+    fine, value = pickle.loads(output.read_bytes())
+    if not fine:
+        raise RuntimeError(f"rank {rank} raised:\n{value}")
+    return value
+
+
+def _run(
+    where: tuple[str, str], rank: int, world: int, store: str, output: str, timeout: float, args: tuple[Any, ...]
+) -> None:
+    import torch
+    from torch import distributed
+
+    # Ranks share the cores of one machine.
+    torch.set_num_threads(1)
+    os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"] = str(rank), str(world), str(rank)
+    distributed.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=world,
+        timeout=datetime.timedelta(seconds=timeout),
+    )
+    try:
+        result = True, getattr(_loaded(where[0]), where[1])(rank, *args)
+    except Exception:
+        result = False, traceback.format_exc()
+    # A rank that is still at work needs this one in the group, so the result is written first.
+    partial = Path(output + ".part")
+    partial.write_bytes(pickle.dumps(result))
+    partial.rename(output)
+    distributed.destroy_process_group()
+
+
+def _loaded(path: str) -> Any:
+    """Return the module of a file, under a name of its own: pytest gives test modules names that do not import."""
+    spec = importlib.util.spec_from_file_location(f"ranks_{Path(path).stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module

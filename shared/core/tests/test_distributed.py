@@ -1,0 +1,153 @@
+"""Sums over ranks have the order that they promise, and ranks that disagree all raise the same error."""
+
+import time
+
+import pytest
+import torch
+from torch import distributed
+
+from rl_kernels.core.distributed import (
+    agree,
+    all_gather,
+    all_reduce,
+    chain_sum,
+    exchange,
+    fingerprint,
+    group_of,
+    reduce_scatter,
+    tree_sum,
+)
+from rl_kernels.core.testing import bits_of
+from rl_kernels.core.testing.ranks import run_ranks
+
+SHAPES = [(), (1,), (5, 3), (8, 4), (2, 16, 6), (0, 4)]
+
+
+def parts_of(shape, world, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(7)
+    scale = 10.0 ** torch.randint(-3, 4, (world, *shape), generator=generator)
+    return (torch.randn(world, *shape, generator=generator) * scale).to(dtype)
+
+
+def test_tree_is_balanced():
+    parts = torch.tensor([1e8, 1.0, -1e8, 1.0, 3.0, 1e-8, 5.0, 7.0])
+    a, b, c, d, e, f, g, h = parts
+    assert tree_sum(parts) == ((a + b) + (c + d)) + ((e + f) + (g + h))
+    assert tree_sum(list(parts[:3])) == (a + b) + c
+    assert tree_sum(parts[:1]) == a
+    assert chain_sum(parts) == ((((((a + b) + c) + d) + e) + f) + g) + h
+    # The two orders differ for these numbers, so the tests below can tell them apart.
+    assert tree_sum(parts) != chain_sum(parts)
+
+
+def sums(rank, world):
+    group = group_of(distributed.group.WORLD)
+    failed = []
+
+    def same(name, found, wanted):
+        if found.dtype != wanted.dtype or found.shape != wanted.shape or not bits_of(found).equal(bits_of(wanted)):
+            failed.append((name, found, wanted))
+
+    for few in (8 << 20, 0):
+        exchange.FEW_BYTES = few
+        for shape in SHAPES:
+            parts = parts_of(shape, world)
+            same(("tree", few, shape), all_reduce(parts[rank], group), tree_sum(parts))
+            half = parts_of(shape, world, torch.bfloat16)
+            same(("chain", few, shape), all_reduce(half[rank], group, order="chain"), chain_sum(half))
+            if shape:
+                bias = torch.randn(shape[-1], generator=torch.Generator().manual_seed(1)).bfloat16()
+                found = all_reduce(parts[rank], group, bias=bias, dtype=torch.bfloat16)
+                same(("bias", few, shape), found, (tree_sum(parts) + bias.float()).bfloat16())
+                same(("gather", shape), all_gather(parts[rank], group), torch.cat(list(parts)))
+        for dim, shape in ((0, (8, 3)), (1, (2, 8, 3)), (-1, (3, 8)), (1, (3, 8, 2))):
+            parts = parts_of(shape, world).transpose(-1, -2).contiguous().transpose(-1, -2)
+            mine = tree_sum(parts).chunk(world, dim)[rank].contiguous()
+            same(("scatter", dim), reduce_scatter(parts[rank], group, dim=dim), mine)
+            chained = chain_sum(parts).chunk(world, dim)[rank].contiguous()
+            same(("scatter chain", dim), reduce_scatter(parts[rank], group, dim=dim, order="chain"), chained)
+            same(("gather", dim), all_gather(mine, group, dim), tree_sum(parts).contiguous())
+    try:
+        reduce_scatter(torch.zeros(world + 1), group)
+    except ValueError as error:
+        failed += [] if "expected dim 0 to divide" in str(error) else [str(error)]
+    return failed, agreements(rank, group)
+
+
+def agreements(rank, group):
+    """Return the texts of errors, which must be equal on all ranks, and what other ranks sent."""
+    x = torch.arange(12.0).reshape(3, 4)
+    texts = []
+
+    def attempt(*args):
+        try:
+            agree(*args)
+        except (TypeError, ValueError, RuntimeError) as error:
+            texts.append(f"{type(error).__name__}: {error}")
+
+    attempt("f", group, TypeError("hidden: expected BF16") if rank == 1 else None, {})
+    attempt("f", group, KeyError("x") if rank == 1 else None, {})
+    attempt("f", group, None, {"hidden": (4, 8 if rank == 0 else 9)})
+    attempt("f" if rank else "g", group, None, {})
+    attempt("f", group, None, {"hidden": "y" * 100 + str(rank)})
+    attempt("f", group, None, {"hidden": fingerprint(x + rank)})
+    own = agree("f", group, None, {"hidden": fingerprint(x)}, {"rows": rank + 3})
+    return texts, own
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks(world):
+    results = run_ranks(sums, world, world)
+    for failed, _ in results:
+        assert failed == []
+    texts, own = results[0][1]
+    assert all(others == (texts, own) for _, others in results)
+    assert own == [{"rows": rank + 3} for rank in range(world)]
+    assert texts[0] == "TypeError: hidden: expected BF16 (on rank 1 of process_group)"
+    assert texts[1].startswith("RuntimeError: 'x' (on rank 1")
+    others = ", (4, 9)" * (world - 1)
+    assert texts[2] == f"ValueError: hidden: expected the same on every rank of process_group, got (4, 8){others}"
+    assert texts[3].startswith("ValueError: function: expected the same")
+    assert len(texts) == 6
+
+
+def dies(rank):
+    group = group_of(distributed.group.WORLD)
+    all_gather(torch.ones(2), group)
+    if rank == 1:
+        raise KeyError("in the middle")
+    started = time.monotonic()
+    with pytest.raises(RuntimeError):
+        all_reduce(torch.ones(1000), group)
+    return time.monotonic() - started
+
+
+def test_a_rank_that_raises_ends_the_others():
+    with pytest.raises(RuntimeError, match=r"rank 1 raised:(.|\n)*in the middle"):
+        run_ranks(dies, 2, timeout=20.0)
+
+
+def hangs(rank):
+    if rank:
+        time.sleep(60)
+
+
+def test_a_rank_that_hangs_is_ended():
+    with pytest.raises(TimeoutError, match="within 15 s"):
+        run_ranks(hangs, 1 + 1, timeout=15.0)
+
+
+def test_fingerprint():
+    x = torch.randn(7, 5)
+    assert fingerprint(x) == fingerprint(x.clone()) == fingerprint(x.t().contiguous().t())
+    others = [x.flip(0), x.flip(1), -x, x.bfloat16(), x.t(), x[:6], x.double(), x.view(torch.int32) + 1]
+    assert len({fingerprint(x), *map(fingerprint, others)}) == len(others) + 1
+    assert fingerprint(x[:0]) == 0
+    assert fingerprint(torch.tensor(True)) != fingerprint(torch.tensor(False))
+
+
+def test_group_argument():
+    with pytest.raises(TypeError, match="process_group: expected a ProcessGroup or a DeviceMesh with one dim, got str"):
+        group_of("tp")
+    with pytest.raises(ValueError, match="a group that this process belongs to"):
+        group_of(distributed.GroupMember.NON_GROUP_MEMBER)
