@@ -10,13 +10,19 @@ from rl_kernels.core import validate as check
 from rl_kernels.core.dispatch import choose, planned_choice, remembered_choice
 from rl_kernels.core.main_grad import gather
 from rl_kernels.core.torchlib import are_plain, autocast_linear, no_lost_derivatives
-from rl_kernels.det_gemm import canary
+from rl_kernels.det_gemm import canary, segments
 from rl_kernels.det_gemm.autograd import linear, product
 from rl_kernels.det_gemm.op import OPERATOR, describe, describe_dw, ops
 
 
 def det_gemm(
-    a: torch.Tensor, b: torch.Tensor, *, out_dtype: torch.dtype | None = None, backend: str | None = None
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    out_dtype: torch.dtype | None = None,
+    k_segments: int = 1,
+    dx_segments: int = 1,
+    backend: str | None = None,
 ) -> torch.Tensor:
     """Return ``a @ b``; each row depends on that row of ``a`` and on ``b`` alone, bit for bit.
 
@@ -30,6 +36,9 @@ def det_gemm(
         b: ``[K, N]`` in the dtype of ``a``, any strides; differentiable.
         out_dtype: FP32, BF16 or FP16; by default that of the operands. An upstream gradient in another dtype is rounded
             to the dtype of the operands before the two products of the backward pass.
+        k_segments: 1, or 2, 4 or 8: the segments into which the sum over K is cut, for layers that split K over up to
+            that many ranks.
+        dx_segments: 1, or 2, 4 or 8: the same for the sum over N of the gradient of ``a``.
         backend: name of a backend; ``auto`` chooses one; None follows ``use_backend`` and ``RL_KERNELS_BACKEND``, and
             chooses one if neither is set.
 
@@ -42,25 +51,39 @@ def det_gemm(
         RuntimeError: forward-mode AD, a gradient of ``torch.func`` or double backward: not supported.
         CanaryMismatch: this GPU gives other bits than those recorded for its architecture; checked at the first call.
     """
-    chosen = _chosen_for_gemm(a, b, out_dtype, backend)
+    chosen = _chosen_for_gemm(a, b, out_dtype, backend, k_segments, dx_segments)
     no_lost_derivatives("det_gemm", a, b)
     canary.guard(a, chosen)
-    return product(a, b, out_dtype or a.dtype, chosen)
+    return product(a, b, out_dtype or a.dtype, chosen, (k_segments, dx_segments))
 
 
 @remembered_choice
-def _chosen_for_gemm(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype | None, backend: str | None) -> str:
+def _chosen_for_gemm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out_dtype: torch.dtype | None,
+    backend: str | None,
+    k_segments: int,
+    dx_segments: int,
+) -> str:
     check.tensor("a", a, check.HALF_AND_FLOAT, ndim=2)
     check.tensor("b", b, check.HALF_AND_FLOAT, ndim=2)
     check.shape("b", b, (a.shape[1], b.shape[1]), "K of a by N")
     check.same_dtype(a=a, b=b)
     check.same_device(a=a, b=b)
     _validate_options(out_dtype, backend)
+    segments.validate(k_segments=k_segments, dx_segments=dx_segments)
     return choose(OPERATOR, describe(a, b), backend).name
 
 
 def det_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, backend: str | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    k_segments: int = 1,
+    dx_segments: int = 1,
+    backend: str | None = None,
 ) -> torch.Tensor:
     """Return ``x @ weight^T + bias``; each row depends on that row of ``x`` and the parameters alone, bit for bit.
 
@@ -75,6 +98,9 @@ def det_linear(
         x: ``[..., K]``, FP32, BF16 or FP16, any strides, any number of leading dims, none included; differentiable.
         weight: ``[N, K]`` in the dtype of ``x``; differentiable.
         bias: ``[N]`` in the dtype of ``x``, or None; differentiable.
+        k_segments: 1, or 2, 4 or 8: the segments into which the sum over K is cut, for layers that split K over up to
+            that many ranks.
+        dx_segments: 1, or 2, 4 or 8: the same for the sum over N of the gradient of ``x``.
         backend: name of a backend; ``auto`` chooses one; None follows ``use_backend`` and ``RL_KERNELS_BACKEND``, and
             chooses one if neither is set.
 
@@ -93,26 +119,42 @@ def det_linear(
         CanaryMismatch: this GPU gives other bits than those recorded for its architecture; checked at the first call.
     """
     operand, matrix, bias = autocast_linear(x, weight, bias)
-    chosen, plan = _chosen_for_linear(operand, matrix, bias, backend)
+    chosen, plan = _chosen_for_linear(operand, matrix, bias, backend, k_segments, dx_segments)
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is not None:
         check.main_grad("weight.main_grad", main_grad, weight)
     no_lost_derivatives("det_linear", operand, matrix, bias)
     canary.guard(operand, chosen)
-    out = linear(operand, matrix, bias, main_grad, chosen, plan)
+    out = linear(operand, matrix, bias, main_grad, chosen, plan, (k_segments, dx_segments))
     if main_grad is not None and weight.requires_grad:
         gather("weight", weight, out)
     return out
 
 
-def _plan(name: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, backend: str | None) -> Any:
+def _plan(
+    name: str,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    _backend: str | None,
+    k_segments: int,
+    dx_segments: int,
+) -> Any:
     """Return a backend's plan of a linear layer for tensors of one kind; None if it makes none."""
     make = getattr(OPERATOR.backend(name).load(), "plan_linear", None)
-    return make(x, weight, bias) if make and are_plain(x, weight, bias) else None
+    single = k_segments == dx_segments == 1
+    return make(x, weight, bias) if make and single and are_plain(x, weight, bias) else None
 
 
 @planned_choice(_plan)
-def _chosen_for_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, backend: str | None) -> str:
+def _chosen_for_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    backend: str | None,
+    k_segments: int,
+    dx_segments: int,
+) -> str:
     check.tensor("x", x, check.HALF_AND_FLOAT, least=1)
     check.tensor("weight", weight, check.HALF_AND_FLOAT, ndim=2)
     check.shape("weight", weight, (weight.shape[0], x.shape[-1]), "N by the last dim of x")
@@ -122,6 +164,7 @@ def _chosen_for_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
     check.same_device(x=x, weight=weight, bias=bias)
     check.backend_name(backend)
     check.same_dtype(x=x, weight=weight, bias=bias)
+    segments.validate(k_segments=k_segments, dx_segments=dx_segments)
     return choose(OPERATOR, describe(x, weight.t(), bias), backend).name
 
 

@@ -10,14 +10,17 @@ from torch.autograd.graph import increment_version
 
 from rl_kernels.core.torchlib import first_order, is_asked_for, no_lost_derivatives, ops_are_observed
 from rl_kernels.det_gemm.op import ops
+from rl_kernels.det_gemm.segments import segment_length
 
 
-def product(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype, chosen: str) -> torch.Tensor:
-    """Return ``a @ b``."""
+def product(
+    a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype, chosen: str, segments: tuple[int, int]
+) -> torch.Tensor:
+    """Return ``a @ b``; ``segments`` of the sum over K, and of that over N of the gradient of ``a``."""
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
-        found: torch.Tensor = _Product.apply(a, b, out_dtype, chosen)
+        found: torch.Tensor = _Product.apply(a, b, out_dtype, chosen, segments)
         return found
-    return ops["forward"](a, b, None, out_dtype, chosen)
+    return _forward(a, b, None, out_dtype, segments[0], chosen)
 
 
 def linear(
@@ -27,26 +30,35 @@ def linear(
     main_grad: torch.Tensor | None,
     chosen: str,
     plan: Any,
+    segments: tuple[int, int],
 ) -> torch.Tensor:
     """Return ``x @ weight^T + bias``.
 
     Args:
         plan: a backend's plan for operands of this kind, or None. Its methods ``forward`` and ``gradients`` return None
             for tensors that it has not planned for.
+        segments: of the sum over K, and of that over N of the gradient of ``x``.
     """
     requires_grad = x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     if requires_grad and torch.is_grad_enabled():
-        found: torch.Tensor = _Linear.apply(x, weight, bias, (main_grad, chosen, plan))
+        found: torch.Tensor = _Linear.apply(x, weight, bias, (main_grad, chosen, plan, segments))
         return found
-    return _linear(x, weight, bias, chosen, plan)
+    return _linear(x, weight, bias, chosen, plan, segments)
 
 
-def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, chosen: str, plan: Any) -> torch.Tensor:
+def _linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    chosen: str,
+    plan: Any,
+    segments: tuple[int, int],
+) -> torch.Tensor:
     if plan is not None and not ops_are_observed():
         found = plan.forward(x, weight, bias)
         if found is not None:
             return found
-    out = ops["forward"](_rows(x), weight.t(), bias, x.dtype, chosen)
+    out = _forward(_rows(x), weight.t(), bias, x.dtype, segments[0], chosen)
     # Not a view: autograd would forbid in-place changes of a view.
     return out if x.ndim == 2 else torch.ops.aten._unsafe_view.default(out, (*x.shape[:-1], weight.shape[0]))
 
@@ -56,14 +68,35 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
+def _forward(
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype, segments: int, chosen: str
+) -> torch.Tensor:
+    if segments == 1:
+        return ops["forward"](a, b, bias, out_dtype, chosen)
+    return ops["segmented"](a, b, bias, out_dtype, segments, segment_length(a.shape[1], segments), chosen)
+
+
+def _input_product(dc: torch.Tensor, b: torch.Tensor, segments: int, backend: str) -> torch.Tensor:
+    """Return ``dc @ b``, a gradient that cannot be differentiated again."""
+    found: torch.Tensor
+    if segments == 1:
+        found = first_order(ops["forward"], dc, b, None, dc.dtype, backend)
+    else:
+        length = segment_length(dc.shape[1], segments)
+        found = first_order(ops["segmented"], dc, b, None, dc.dtype, segments, length, backend)
+    return found
+
+
 class _Product(torch.autograd.Function):
     """``a @ b``."""
 
     @staticmethod
-    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype, backend: str) -> torch.Tensor:
+    def forward(
+        ctx: Any, a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype, backend: str, segments: tuple[int, int]
+    ) -> torch.Tensor:
         ctx.save_for_backward(a, b)
-        ctx.backend = backend
-        return ops["forward"](a, b, None, out_dtype, backend)
+        ctx.backend, ctx.dx_segments = backend, segments[1]
+        return _forward(a, b, None, out_dtype, segments[0], backend)
 
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -71,16 +104,16 @@ class _Product(torch.autograd.Function):
         dc = upstream.to(a.dtype)
         da = db = None
         if _is_needed(ctx, 0):
-            da = first_order(ops["forward"], dc, b.t(), None, a.dtype, ctx.backend)
+            da = _input_product(dc, b.t(), ctx.dx_segments, ctx.backend)
         if _is_needed(ctx, 1):
             db = first_order(ops["weight_gradient"], a, dc, a.dtype, ctx.backend)
-        return da, db, None, None
+        return da, db, None, None, None
 
 
 class _Linear(torch.autograd.Function):
     """``x @ weight^T + bias``; with a ``main_grad[N, K]``, backward adds the gradient of the weight to it.
 
-    ``how`` is (main_grad, backend, plan): one argument, because autograd inspects every argument.
+    ``how`` is (main_grad, backend, plan, segments): one argument, because autograd inspects every argument.
     """
 
     @staticmethod
@@ -89,7 +122,7 @@ class _Linear(torch.autograd.Function):
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        how: tuple[torch.Tensor | None, str, Any],
+        how: tuple[torch.Tensor | None, str, Any, tuple[int, int]],
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         # main_grad is not saved for backward: it is meant to change in place between this call and its backward pass.
@@ -99,7 +132,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        main_grad, backend, plan = ctx.how
+        main_grad, backend, plan, (_, segments) = ctx.how
         no_lost_derivatives("det_linear", upstream, x, weight)
         of_x, of_weight = _is_needed(ctx, 0), _is_needed(ctx, 1)
         found = None
@@ -108,7 +141,7 @@ class _Linear(torch.autograd.Function):
             found = plan.gradients(upstream, x, weight, main_grad, (of_x, of_weight))
         if found is None:
             dc = upstream.to(x.dtype)
-            dx = _input_gradient(dc, x, weight, backend) if of_x else None
+            dx = _input_gradient(dc, x, weight, segments, backend) if of_x else None
             dweight = _weight_gradient(dc, x, main_grad, backend) if of_weight else None
         else:
             dx, dweight = found
@@ -127,8 +160,10 @@ def _is_needed(ctx: Any, number: int) -> bool:
     return bool(ctx.needs_input_grad[number]) and is_asked_for(ctx, number)
 
 
-def _input_gradient(dc: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, backend: str) -> torch.Tensor:
-    found: torch.Tensor = first_order(ops["forward"], _rows(dc), weight, None, x.dtype, backend)
+def _input_gradient(
+    dc: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, segments: int, backend: str
+) -> torch.Tensor:
+    found = _input_product(_rows(dc), weight, segments, backend)
     return found if x.ndim == 2 else found.view(x.shape)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from rl_kernels.det_gemm import segments
 from rl_kernels.det_gemm.api import det_linear
 
 
@@ -12,15 +13,43 @@ class DetLinear(nn.Linear):
     """``nn.Linear`` in which an output row depends on its input row and the parameters alone, bit for bit.
 
     Constructor, parameters, initialisation and ``state_dict`` are those of ``nn.Linear``. ``forward`` is
-    ``det_linear(input, weight, bias)``, which documents shapes, dtypes, gradients, ``main_grad`` and errors.
+    ``det_linear(input, weight, bias)``, which documents shapes, dtypes, gradients, ``main_grad``, segments and errors.
     """
+
+    k_segments: int = 1
+    dx_segments: int = 1
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        k_segments: int = 1,
+        dx_segments: int = 1,
+    ) -> None:
+        """Make the layer of ``nn.Linear`` with numbers of segments.
+
+        Raises:
+            TypeError, ValueError: a number of segments is not 1, 2, 4 or 8.
+        """
+        segments.validate(k_segments=k_segments, dx_segments=dx_segments)
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self.k_segments, self.dx_segments = k_segments, dx_segments
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return ``input[..., in_features] @ weight^T + bias``, ``[..., out_features]``."""
-        return det_linear(input, self.weight, self.bias)
+        return det_linear(input, self.weight, self.bias, k_segments=self.k_segments, dx_segments=self.dx_segments)
+
+    def extra_repr(self) -> str:
+        """Return the arguments that are shown: those of ``nn.Linear``, and segments where there are several."""
+        several = [f"{name}={count}" for name in ("k_segments", "dx_segments") if (count := getattr(self, name)) > 1]
+        return ", ".join((super().extra_repr(), *several))
 
     @classmethod
-    def from_linear(cls, module: nn.Linear) -> DetLinear:
+    def from_linear(cls, module: nn.Linear, *, k_segments: int = 1, dx_segments: int = 1) -> DetLinear:
         """Return a layer that shares the parameters of ``module``: the same ``nn.Parameter`` objects, not copies.
 
         Dtype, device, ``requires_grad``, ``main_grad`` and hooks of the parameters are kept, and so is the training
@@ -28,11 +57,20 @@ class DetLinear(nn.Linear):
 
         Raises:
             TypeError: ``module`` is not an ``nn.Linear``, or a parametrization computes its weight.
+            TypeError, ValueError: a number of segments is not 1, 2, 4 or 8.
         """
         if not isinstance(module, nn.Linear):
             raise TypeError(f"module: expected an nn.Linear, got {type(module).__name__}")
         if not isinstance(module.weight, nn.Parameter):
             raise TypeError("module: expected a weight that is a parameter, got one computed by a parametrization")
-        layer = cls(module.in_features, module.out_features, module.bias is not None, "meta", module.weight.dtype)
+        layer = cls(
+            module.in_features,
+            module.out_features,
+            module.bias is not None,
+            "meta",
+            module.weight.dtype,
+            k_segments=k_segments,
+            dx_segments=dx_segments,
+        )
         layer.weight, layer.bias = module.weight, module.bias
         return layer.train(module.training)

@@ -1,7 +1,10 @@
 """The registration of det_gemm with the registry and torch: schemas, fake kernels, backends, their promises.
 
 In the raw ops all operands share one dtype and may have any strides: ``forward`` is ``a[M, K] @ b[K, N] + bias[N]``,
-``weight_gradient`` is ``a[M, K]^T @ dc[M, N]``, and ``weight_gradient_into`` adds it to the FP32 buffer ``out[K, N]``.
+``segmented`` is the same with K cut into ``segments`` segments of ``length`` terms, a multiple of 16 (the last ones are
+shorter or empty), each a sum of its own, merged by a balanced tree before the bias; their number is a power of two up
+to 8, and they hold all of K. ``weight_gradient`` is ``a[M, K]^T @ dc[M, N]``, and ``weight_gradient_into`` adds it to
+the FP32 buffer ``out[K, N]``.
 """
 
 from __future__ import annotations
@@ -20,12 +23,16 @@ PER_CHUNK = 8
 """16-bit numbers in 16 bytes."""
 SCHEMAS = {
     "forward": "(Tensor a, Tensor b, Tensor? bias, ScalarType out_dtype, str backend) -> Tensor",
+    "segmented": (
+        "(Tensor a, Tensor b, Tensor? bias, ScalarType out_dtype, int segments, SymInt length, str backend) -> Tensor"
+    ),
     "weight_gradient": "(Tensor a, Tensor dc, ScalarType out_dtype, str backend) -> Tensor",
     "weight_gradient_into": "(Tensor a, Tensor dc, Tensor(a!) out, str backend) -> ()",
 }
 
 FAKES: dict[str, Callable[..., Any]] = {
     "forward": lambda a, b, bias, out_dtype: a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype),
+    "segmented": lambda a, b, bias, out_dtype, segments, length: a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype),
     "weight_gradient": lambda a, dc, out_dtype: a.new_empty((a.shape[1], dc.shape[1]), dtype=out_dtype),
     "weight_gradient_into": lambda a, dc, out: None,
 }

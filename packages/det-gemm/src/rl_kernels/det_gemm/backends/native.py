@@ -1,8 +1,9 @@
 """det_gemm in PyTorch: products in FP64 on blocks of one shape, so that no library call depends on the row count.
 
 The reduction order is the contract of this backend. An element of the forward product is one FP64 sum over K, rounded
-once to FP32; the bias is added in FP32, and the result is rounded to the output dtype. An element of the weight
-gradient is a chain of FP32 additions, one for each 16 tokens in ascending order; each adds an FP64 sum rounded to FP32.
+once to FP32; the bias is added in FP32, and the result is rounded to the output dtype. With segments each is such a
+sum, and a tree adds them in FP32. An element of the weight gradient is a chain of FP32 additions, one for each 16
+tokens in ascending order; each adds an FP64 sum rounded to FP32.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from rl_kernels.core import rowwise
+from rl_kernels.det_gemm.segments import bounds, merged
 
 
 def forward(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
@@ -18,6 +20,13 @@ def forward(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out_dty
     if bias is not None:
         product += bias
     return product.to(out_dtype)
+
+
+def segmented(
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype, segments: int, length: int
+) -> torch.Tensor:
+    """Return ``a[M, K] @ b[K, N] + bias[N]`` in ``out_dtype``, K in segments whose sums a tree merges."""
+    return merged(a, b, bias, out_dtype, bounds(a.shape[1], segments, length), rowwise.matmul)
 
 
 def weight_gradient(a: torch.Tensor, dc: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:

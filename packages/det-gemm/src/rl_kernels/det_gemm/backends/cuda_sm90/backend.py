@@ -7,12 +7,26 @@ import torch
 from rl_kernels.core.cuda.program import Program
 from rl_kernels.det_gemm.backends.cuda_sm90.matmul import matmul, programs_of
 from rl_kernels.det_gemm.backends.cuda_sm90.planned import plan_linear as plan_linear
+from rl_kernels.det_gemm.segments import bounds, merged
 
 
 def forward(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
     """Return ``a[M, K] @ b[K, N] + bias[N]`` in ``out_dtype``."""
     out = a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
     matmul(a, b, out, bias=bias)
+    return out
+
+
+def segmented(
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype, segments: int, length: int
+) -> torch.Tensor:
+    """Return ``a[M, K] @ b[K, N] + bias[N]`` in ``out_dtype``, K in segments whose chains a tree merges."""
+    return merged(a, b, bias, out_dtype, bounds(a.shape[1], segments, length), _chain)
+
+
+def _chain(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    out = a.new_empty((a.shape[0], b.shape[1]), dtype=torch.float32)
+    matmul(a, b, out)
     return out
 
 
