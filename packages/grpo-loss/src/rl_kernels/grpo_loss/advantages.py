@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from rl_kernels.core import validate as check
 from rl_kernels.core.dispatch import choose
@@ -12,6 +14,7 @@ from rl_kernels.core.torchlib import no_lost_derivatives, scalar
 from rl_kernels.grpo_loss.estimator import Estimator
 from rl_kernels.grpo_loss.groups import groups_of
 from rl_kernels.grpo_loss.op import OPERATOR, describe, ops
+from rl_kernels.grpo_loss.parallel import advantages_over_ranks
 
 
 def group_advantages(
@@ -23,6 +26,7 @@ def group_advantages(
     advantage_estimator: str = "population",
     eps_placement: str = "max",
     skip_nan: bool = False,
+    process_group: ProcessGroup | DeviceMesh | None = None,
     validate: bool = True,
     backend: str | None = None,
 ) -> torch.Tensor:
@@ -45,17 +49,23 @@ def group_advantages(
             ``leave_one_out``: r minus the mean of the other members.
         eps_placement: ``max`` divides by max(std, eps), ``add`` by std + eps.
         skip_nan: leave members whose reward is NaN out of their group, and give them 0.
+        process_group: as in ``Normaliser``: the rewards of all ranks, in the order of ranks, are grouped as one batch.
         validate: as in ``grpo_loss``.
         backend: as in ``grpo_loss``.
 
     Returns:
-        ``[B]``, FP32, or FP64 for FP64 rewards.
+        ``[B]``, FP32, or FP64 for FP64 rewards; with process_group those of this rank's rewards.
 
     Raises:
         TypeError, ValueError: an argument is not as described; the message names it.
         BackendUnavailable: the requested backend cannot run this call.
-        RuntimeError: forward-mode AD, or gradients through a ``torch.func`` transform.
+        RuntimeError: forward-mode AD, gradients through a ``torch.func`` transform, or process_group under
+            torch.compile.
     """
+    if process_group is not None:
+        keywords = (advantage_estimator, eps_placement, skip_nan, eps)
+        grouping = (samples_per_prompt, group_boundaries)
+        return advantages_over_ranks(process_group, rewards, grouping, keywords, validate, backend)
     check.tensor("rewards", rewards, check.FLOATS, ndim=1)
     estimator = Estimator.of(advantage_estimator, eps_placement, skip_nan, eps)
     check.backend_name(backend)

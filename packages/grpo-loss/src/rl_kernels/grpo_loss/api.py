@@ -7,19 +7,14 @@ from typing import Literal, overload
 
 import torch
 
-from rl_kernels.core import validate as check
 from rl_kernels.core.dispatch import remembered_plan
 from rl_kernels.core.torchlib import are_plain, no_lost_derivatives, ops_are_observed
-from rl_kernels.grpo_loss.arguments import Layout
-from rl_kernels.grpo_loss.call import LossCall
-from rl_kernels.grpo_loss.estimator import Estimator
+from rl_kernels.grpo_loss.checked import advantages_call, rewards_call
 from rl_kernels.grpo_loss.extras import NO_EXTRAS, NO_NORMALISER, Extras, Normaliser, group
-from rl_kernels.grpo_loss.groups import Groups, groups_of
 from rl_kernels.grpo_loss.objective import Objective, chosen
 from rl_kernels.grpo_loss.outputs import GRPOLossOutput, LossAndMetrics
-from rl_kernels.grpo_loss.run import LossPlan, Options, Tokens, plan_of, prepare, run, run_planned
-
-NO_GROUPS = Groups(None, 0)
+from rl_kernels.grpo_loss.parallel import loss_over_ranks
+from rl_kernels.grpo_loss.run import LossPlan, Options, plan_of, run, run_planned
 
 
 @overload
@@ -128,7 +123,8 @@ def grpo_loss(
             ``beta == 0``, and may then be None.
         rewards: ``[B]``, any of those dtypes.
         completion_mask: ``[B, T]``, bool, or 0 and 1 in an integer or floating-point dtype; 1 is an active token.
-        samples_per_prompt: size of every group, at least 2, a divisor of B. Give either this or group_boundaries.
+        samples_per_prompt: size of every group, at least 2, a divisor of B. Give either this or group_boundaries. With
+            process_group both are about the rewards of all ranks.
         group_boundaries: ``[G + 1]`` offsets of the groups, a sequence of integers, or an int64 or int32 tensor on the
             CPU or the device of the rewards: from 0 to B, strictly increasing. A group may have one member.
         objective: the loss to compute; ``Objective()`` by default. The next three arguments override its options.
@@ -136,11 +132,13 @@ def grpo_loss(
         beta: as in ``Objective``.
         clip_eps: >= 0; sets both clip_low and clip_high.
         extras: rollout ratio, entropy, and offsets of packed sequences.
-        normaliser: what the sums are divided by, if this batch is one of several micro-batches.
+        normaliser: what the sums are divided by, if this batch is one of several micro-batches; and the ranks over
+            which the batch is spread, if it has a process_group.
         return_metrics: return ``LossAndMetrics`` instead of ``GRPOLossOutput``.
         validate: check that a mask that is not bool holds only 0 and 1, and check offsets on a GPU. This syncs with the
             GPU, and is skipped under torch.compile and graph capture. Without the check, every nonzero mask value is
-            active, and offsets out of range are clamped.
+            active, and offsets out of range are clamped. With process_group, True also compares the call on all ranks
+            first, so that an error of one rank is raised by each; with False B and T must be equal on all ranks.
         backend: name of a backend, ``auto``, or None: the backend that ``use_backend`` or ``RL_KERNELS_BACKEND``
             forces, otherwise ``auto``.
 
@@ -151,17 +149,22 @@ def grpo_loss(
     Raises:
         TypeError, ValueError: an argument is not as described; the message names it.
         BackendUnavailable: the requested backend cannot run this call.
-        RuntimeError: forward-mode AD, or gradients through a ``torch.func`` transform.
+        RuntimeError: forward-mode AD, gradients through a ``torch.func`` transform, or process_group under
+            torch.compile.
     """
-    extras, normaliser = group("extras", extras, NO_EXTRAS), group("normaliser", normaliser, NO_NORMALISER)
-    objective = chosen(objective, loss_type, beta, clip_eps)
     given = (current_logps, old_logps, ref_logps, rewards, completion_mask)
+    extras, normaliser = group("extras", extras, NO_EXTRAS), group("normaliser", normaliser, NO_NORMALISER)
+    if normaliser.process_group is not None:
+        groups, formula = (samples_per_prompt, group_boundaries), (objective, loss_type, beta, clip_eps)
+        options = Options(normaliser, return_metrics, validate)
+        return loss_over_ranks("grpo_loss", given, groups, formula, extras, options, backend)
+    objective = chosen(objective, loss_type, beta, clip_eps)
     if group_boundaries is None and _may_be_planned(extras, normaliser, completion_mask):
         plan = _rewards_plan(*given, samples_per_prompt, objective, return_metrics, backend)
         if plan is not None:
             return run_planned("grpo_loss", plan, *given)
     options = Options(normaliser, return_metrics, validate)
-    call = _rewards_call(*given, samples_per_prompt, group_boundaries, objective, extras, options, backend)
+    call = rewards_call(*given, samples_per_prompt, group_boundaries, objective, extras, options, backend)
     no_lost_derivatives("grpo_loss", *given, *extras, *normaliser)
     return run(call, backend)
 
@@ -171,31 +174,6 @@ def _may_be_planned(extras: Extras, normaliser: Normaliser, mask: object) -> boo
     if extras is not NO_EXTRAS or normaliser is not NO_NORMALISER or getattr(mask, "dtype", None) is not torch.bool:
         return False
     return not (torch.compiler.is_compiling() or ops_are_observed())
-
-
-def _rewards_call(
-    current_logps: torch.Tensor,
-    old_logps: torch.Tensor | None,
-    ref_logps: torch.Tensor | None,
-    rewards: torch.Tensor,
-    mask: torch.Tensor,
-    samples_per_prompt: int | None,
-    group_boundaries: Sequence[int] | torch.Tensor | None,
-    objective: Objective,
-    extras: Extras,
-    options: Options,
-    backend: str | None,
-) -> LossCall:
-    """Check the arguments of ``grpo_loss``."""
-    layout = Layout(current_logps, extras.cu_seqlens, extras.max_seqlen, options.validate)
-    check.tensor("rewards", rewards, check.FLOATS, ndim=1)
-    check.shape("rewards", rewards, (layout.batch,), "one per sequence of current_logps")
-    check.same_device(current_logps=current_logps, rewards=rewards)
-    tokens = Tokens(old_logps, ref_logps, mask, extras.rollout_ratio, extras.entropy)
-    call_of = prepare(current_logps, tokens, layout, objective, options)
-    check.backend_name(backend)
-    groups = groups_of(rewards, samples_per_prompt, group_boundaries, values=options.validate)
-    return call_of((rewards.detach(), *groups, None), objective.estimator, objective.eps)
 
 
 @remembered_plan
@@ -215,7 +193,7 @@ def _rewards_plan(
         return None
     # A bool mask has no values to check.
     options = Options(NO_NORMALISER, return_metrics, validate=False)
-    return plan_of(_rewards_call(*given, samples_per_prompt, None, objective, NO_EXTRAS, options, backend), backend)
+    return plan_of(rewards_call(*given, samples_per_prompt, None, objective, NO_EXTRAS, options, backend), backend)
 
 
 @overload
@@ -320,39 +298,22 @@ def grpo_loss_from_advantages(
     Raises:
         TypeError, ValueError: an argument is not as described; the message names it.
         BackendUnavailable: the requested backend cannot run this call.
-        RuntimeError: forward-mode AD, or gradients through a ``torch.func`` transform.
+        RuntimeError: forward-mode AD, gradients through a ``torch.func`` transform, or process_group under
+            torch.compile.
     """
-    extras, normaliser = group("extras", extras, NO_EXTRAS), group("normaliser", normaliser, NO_NORMALISER)
-    objective = chosen(objective, loss_type, beta, clip_eps)
     given = (current_logps, old_logps, ref_logps, advantages, completion_mask)
+    extras, normaliser = group("extras", extras, NO_EXTRAS), group("normaliser", normaliser, NO_NORMALISER)
+    if normaliser.process_group is not None:
+        formula, options = (objective, loss_type, beta, clip_eps), Options(normaliser, return_metrics, validate)
+        return loss_over_ranks("grpo_loss_from_advantages", given, None, formula, extras, options, backend)
+    objective = chosen(objective, loss_type, beta, clip_eps)
     if _may_be_planned(extras, normaliser, completion_mask):
         plan = _advantages_plan(*given, objective, return_metrics, backend)
         if plan is not None:
             return run_planned("grpo_loss_from_advantages", plan, *given)
-    call = _advantages_call(*given, objective, extras, Options(normaliser, return_metrics, validate), backend)
+    call = advantages_call(*given, objective, extras, Options(normaliser, return_metrics, validate), backend)
     no_lost_derivatives("grpo_loss_from_advantages", *given, *extras, *normaliser)
     return run(call, backend)
-
-
-def _advantages_call(
-    current_logps: torch.Tensor,
-    old_logps: torch.Tensor | None,
-    ref_logps: torch.Tensor | None,
-    advantages: torch.Tensor,
-    mask: torch.Tensor,
-    objective: Objective,
-    extras: Extras,
-    options: Options,
-    backend: str | None,
-) -> LossCall:
-    """Check the arguments of ``grpo_loss_from_advantages``."""
-    layout = Layout(current_logps, extras.cu_seqlens, extras.max_seqlen, options.validate)
-    scores = layout.scores("advantages", advantages)
-    check.same_device(current_logps=current_logps, advantages=advantages)
-    tokens = Tokens(old_logps, ref_logps, mask, extras.rollout_ratio, extras.entropy)
-    call_of = prepare(current_logps, tokens, layout, objective, options)
-    check.backend_name(backend)
-    return call_of((None, *NO_GROUPS, scores), Estimator(), 0.0)
 
 
 @remembered_plan
@@ -370,4 +331,4 @@ def _advantages_plan(
     if not are_plain(*given):
         return None
     options = Options(NO_NORMALISER, return_metrics, validate=False)
-    return plan_of(_advantages_call(*given, objective, NO_EXTRAS, options, backend), backend)
+    return plan_of(advantages_call(*given, objective, NO_EXTRAS, options, backend), backend)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple, TypeVar
 
 import torch
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from rl_kernels.core import validate as check
 from rl_kernels.grpo_loss.plan import FORMS
@@ -31,7 +33,7 @@ class Extras(NamedTuple):
 
 
 class Normaliser(NamedTuple):
-    """What sums are divided by instead of the counts of the batch, so that losses of micro-batches add up.
+    """What sums are divided by: a count that is given, so that losses of micro-batches add up, or that of all ranks.
 
     Attributes:
         num_tokens: a number >= 1, or a tensor of no dims on the device of the log-probabilities (no sync); only for
@@ -39,11 +41,17 @@ class Normaliser(NamedTuple):
         num_sequences: a number > 0, or such a tensor; only for loss types that average over sequences. By default B,
             which counts masked sequences too.
         max_completion_length: an integer >= 1; only for ``dr_grpo``, which divides by it too. By default T.
+        process_group: a ``ProcessGroup`` of 1, 2, 4 or 8 ranks, or a ``DeviceMesh`` with one dim. The sequences of its
+            ranks, in the order of ranks, are one batch: groups, advantages, divisors, loss and metrics are those of
+            this batch on every rank, bit for bit what one process returns. The gradient is that of this loss to the
+            rank's own log-probabilities, without a factor of the number of ranks. Ranks may differ in B and T; all
+            else besides the tensors must be equal. Not under torch.compile.
     """
 
     num_tokens: float | torch.Tensor | None = None
     num_sequences: float | torch.Tensor | None = None
     max_completion_length: int | None = None
+    process_group: ProcessGroup | DeviceMesh | None = None
 
 
 class Divisor(NamedTuple):

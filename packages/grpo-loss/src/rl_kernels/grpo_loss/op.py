@@ -19,6 +19,10 @@ Results are FP32 (FP64 for FP64 inputs); metrics are FP32, and empty if they are
 current_logps: divisor times the gradient of current_logps for an upstream gradient of 1. It is -0 at masked tokens and
 nowhere else. ``backward`` scales the slope, sets masked tokens to +0 for any upstream gradient, and casts to the dtype
 of current_logps; it reads no value of current_logps.
+
+``sums`` and ``combine`` are ``forward`` in two steps, for a batch that is spread over ranks: ``sums`` are ``[3, B]``,
+policy term, KL and active tokens of each sequence, with metrics ``[14, B]``. Any sequences may be put side by side, in
+the order of the batch; ``combine`` then adds them as ``forward`` does. Its ``length`` is T.
 """
 
 from __future__ import annotations
@@ -46,8 +50,18 @@ SCHEMAS = {
     ),
     "forward": f"({_INPUTS}, str backend) -> (Tensor, Tensor, Tensor, Tensor)",
     "forward_grad": f"({_INPUTS}, str backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "sums": f"({_INPUTS}, str backend) -> Tensor",
+    "sums_grad": f"({_INPUTS}, str backend) -> (Tensor, Tensor)",
+    "combine": (
+        "(Tensor sums, Tensor? normaliser, SymInt length, Tensor numbers, str plan, str backend)"
+        " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    ),
     "backward": "(Tensor current_logps, Tensor divisor, Tensor slope, Tensor upstream, str backend) -> Tensor",
 }
+
+
+SUMS = 3
+"""Rows of ``sums`` without metrics."""
 
 
 def _results(*arguments: Any) -> tuple[torch.Tensor, ...]:
@@ -68,10 +82,29 @@ def _results_and_slope(*arguments: Any) -> tuple[torch.Tensor, ...]:
     )
 
 
+def _sums(*arguments: Any) -> torch.Tensor:
+    call = LossCall(*arguments)
+    quantities = SUMS + (len(METRICS) if call.with_metrics else 0)
+    return call.current_logps.new_empty((quantities, call.batch), dtype=call.dtype)
+
+
+def _sums_and_slope(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    call = LossCall(*arguments)
+    return _sums(*arguments), call.current_logps.new_empty(call.current_logps.shape, dtype=call.dtype)
+
+
+def _combined(sums: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:
+    loss, policy_loss, kl, divisor = (sums.new_empty(()) for _ in range(4))
+    return loss, policy_loss, kl, sums.new_empty((sums.shape[0] - SUMS,), dtype=torch.float32), divisor
+
+
 FAKES = {
     "advantages": lambda rewards, *_: rewards.new_empty(rewards.shape, dtype=compute_dtype(rewards.dtype)),
     "forward": _results,
     "forward_grad": _results_and_slope,
+    "sums": _sums,
+    "sums_grad": _sums_and_slope,
+    "combine": _combined,
     "backward": lambda current_logps, *_: current_logps.new_empty(current_logps.shape),
 }
 

@@ -17,9 +17,14 @@ from rl_kernels.grpo_loss.extras import Normaliser, divisor_of
 from rl_kernels.grpo_loss.objective import Objective
 from rl_kernels.grpo_loss.op import OPERATOR, describe, ops
 from rl_kernels.grpo_loss.outputs import GRPOLossOutput, LossAndMetrics
+from rl_kernels.grpo_loss.ranks import Batch, combined
 
 Scores = tuple[torch.Tensor | None, torch.Tensor | None, int, torch.Tensor | None]
 """Rewards, boundaries of their groups, size of their groups, and advantages."""
+
+
+CallOf = Callable[[Scores, Estimator, float], LossCall]
+"""Builds a call from its scores, its estimator and eps."""
 
 
 class Tokens(NamedTuple):
@@ -42,7 +47,7 @@ class Options(NamedTuple):
 
 def prepare(
     current_logps: torch.Tensor, tokens: Tokens, layout: Layout, objective: Objective, options: Options
-) -> Callable[[Scores, Estimator, float], LossCall]:
+) -> CallOf:
     """Check the remaining arguments; return a function of scores, estimator and eps that builds the call."""
     plan, numbers = objective.plan, objective.numbers
     divisor = divisor_of(objective.loss_type, options.normaliser)
@@ -80,13 +85,16 @@ def prepare(
     return call_of
 
 
-def run(call: LossCall, backend: str | None) -> GRPOLossOutput | LossAndMetrics:
-    """Return the loss of a checked call."""
+def run(call: LossCall, backend: str | None, batch: Batch | None = None) -> GRPOLossOutput | LossAndMetrics:
+    """Return the loss of a checked call, over the ranks of ``batch`` if that is given."""
     current_logps, *others = *call, choose(OPERATOR, describe(call.current_logps), backend).name
     if current_logps.requires_grad and torch.is_grad_enabled():
-        loss, policy_loss, kl, metrics = _GRPOLoss.apply(current_logps, tuple(others))
-    else:
+        loss, policy_loss, kl, metrics = _GRPOLoss.apply(current_logps, tuple(others), batch)
+    elif batch is None:
         loss, policy_loss, kl, metrics = ops["forward"](current_logps, *others)
+    else:
+        sums = ops["sums"](current_logps, *others)
+        loss, policy_loss, kl, metrics, _ = combined(batch, sums, LossCall(current_logps, *others[:-1]), others[-1])
     output = GRPOLossOutput(loss, policy_loss, kl)
     return LossAndMetrics(output, metrics) if call.with_metrics else output
 
@@ -130,8 +138,15 @@ class _GRPOLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, current_logps: torch.Tensor, others: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
-        loss, policy_loss, kl, metrics, divisor, slope = ops["forward_grad"](current_logps, *others)
+    def forward(
+        ctx: Any, current_logps: torch.Tensor, others: tuple[Any, ...], batch: Batch | None
+    ) -> tuple[torch.Tensor, ...]:
+        if batch is None:
+            loss, policy_loss, kl, metrics, divisor, slope = ops["forward_grad"](current_logps, *others)
+        else:
+            sums, slope = ops["sums_grad"](current_logps, *others)
+            call = LossCall(current_logps, *others[:-1])
+            loss, policy_loss, kl, metrics, divisor = combined(batch, sums, call, others[-1])
         # current_logps is saved only to stay in the graph: otherwise a second derivative would silently be 0.
         ctx.save_for_backward(current_logps, divisor, slope)
         ctx.mark_non_differentiable(policy_loss, kl, metrics)
@@ -140,10 +155,10 @@ class _GRPOLoss(torch.autograd.Function):
         return loss, policy_loss, kl, metrics
 
     @staticmethod
-    def backward(ctx: Any, upstream: torch.Tensor | None, *_: None) -> tuple[torch.Tensor | None, None]:
+    def backward(ctx: Any, upstream: torch.Tensor | None, *_: None) -> tuple[torch.Tensor | None, None, None]:
         if upstream is None:
-            return None, None
-        return first_order(ops["backward"], *ctx.saved_tensors, upstream, ctx.backend), None
+            return None, None, None
+        return first_order(ops["backward"], *ctx.saved_tensors, upstream, ctx.backend), None, None
 
 
 class _PlannedLoss(torch.autograd.Function):

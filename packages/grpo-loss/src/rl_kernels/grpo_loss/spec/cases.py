@@ -189,6 +189,6 @@ SPEC = Spec(
     masks=("completion_mask",),
     on_host=frozenset({"group_boundaries"}),
     adds=frozenset({"return_metrics"}),
-    unread=frozenset({"validate", "backend"}),
+    unread=frozenset({"validate", "backend", "process_group"}),
     output="advantages",
 )

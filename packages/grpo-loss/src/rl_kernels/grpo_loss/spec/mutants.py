@@ -47,11 +47,11 @@ TERMS = (
     Bug("beta missing in the gradient", "slope + n.beta * kl_slope", "slope + kl_slope"),
 )
 SUMS = (
-    Bug("count rounded to BF16", "mask.sum().clamp(min=1).to", "mask.sum().clamp(min=1).bfloat16().to"),
+    Bug("count rounded to BF16", "counts.long().sum().clamp", "counts.long().sum().bfloat16().clamp"),
     Bug(
         "halves of the batch summed separately",
-        "rowwise.row_sum(sums) / divisor",
-        "sum(rowwise.row_sum(part) for part in sums.tensor_split(2)) / divisor",
+        "rowwise.row_sum(each) / divisor",
+        "sum(rowwise.row_sum(part) for part in each.tensor_split(2)) / divisor",
     ),
     Bug(
         "segments follow the length",
@@ -64,7 +64,7 @@ SUMS = (
         "range(0, current.shape[0], height)",
         "range(0, max(current.shape[0] - height + 1, 1), height)",
     ),
-    Bug("sums of KL not zeroed", "(current.new_zeros(current.shape[0]", "(current.new_empty(current.shape[0]"),
+    Bug("sums of KL not zeroed", "found = current.new_zeros(", "found = current.new_empty("),
     Bug(
         "slope kept between calls",
         "    slope = call.current_logps.new_empty((call.batch, call.length), ",
@@ -124,9 +124,9 @@ FORMULAS = (
     Bug("corrected k3 without the gradient of its ratio", "own = -e if", "own = slope if"),
     Bug("corrected KL of a sequence without the gradient of its ratio", "(slope + shared) * ratio", "slope * ratio"),
     Bug("slope of a sequence's mean not divided", "slope = slope / tokens", "slope = slope * 1"),
-    Bug("length of dr_grpo missing", "(n.length or max(call.length, 1))", "1"),
-    Bug("normaliser ignored", "if call.normaliser is not None:", "if False:"),
-    Bug("number of sequences rounded up", "max(call.batch, 1)", "call.batch + 1"),
+    Bug("length of dr_grpo missing", "(n.length or max(length, 1))", "1"),
+    Bug("normaliser ignored", "if normaliser is not None:", "if False:"),
+    Bug("number of sequences rounded up", "max(counts.shape[0], 1)", "counts.shape[0] + 1"),
 )
 ESTIMATORS = (
     Bug("leave_one_out with the inverse factor", "centred * size / (size - 1)", "centred * (size - 1) / size"),
@@ -143,6 +143,30 @@ MEASURES = (
     ),
     Bug("effective samples not squared", 'sums["ratio"].square()', 'sums["ratio"]'),
 )
+OVER_RANKS = (
+    Bug("ranks in reverse", "zip(parts, self.counts, strict=True)", "[*zip(parts, self.counts, strict=True)][::-1]"),
+    Bug("padding of other ranks counted as sequences", "part[..., :count]", "part"),
+    Bug(
+        "counts of the ranks exchanged",
+        'tuple(one["batch"] for one in found)',
+        'tuple(one["batch"] for one in found[::-1])',
+    ),
+    Bug("advantages of the first rank's rewards", "x[sum(self.counts[:rank]) :]", "x[: len(x)]"),
+    Bug("own length divides", "call.normaliser, batch.length, call", "call.normaliser, call.length, call"),
+    Bug("sums of this rank only", "batch.gathered(sums)", "sums"),
+    Bug("rewards of this rank only", "batch.gathered(rewards)", "rewards"),
+    Bug(
+        "number of ranks in the divisor",
+        "call.normaliser, batch.length",
+        "call.normaliser, batch.length * len(batch.counts)",
+    ),
+    Bug(
+        "slope divided by the number of ranks",
+        'sums, slope = ops["sums_grad"](current_logps, *others)',
+        'sums, slope = ops["sums_grad"](current_logps, *others)\n            slope = slope / len(batch.counts)',
+    ),
+)
+"""Bugs of batches that are spread over ranks; ``tests/test_ranks.py`` plants them."""
 NATIVE = tuple(f"rl_kernels.grpo_loss.backends.native.{name}" for name in ("advantages", "terms", "metrics", "backend"))
 
 MUTANTS = (

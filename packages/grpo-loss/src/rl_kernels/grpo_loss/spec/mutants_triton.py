@@ -130,7 +130,7 @@ LAUNCHES = (
     Bug(
         "strides taken before the copy",
         "work = terms_work(call, scores, tensors)",
-        "work = terms_work(call, scores, (current, old, ref, mask, scores[0]))",
+        "work = terms_work(call, scores, (current, call.old_logps, call.ref_logps, call.mask, scores[0]))",
     ),
     Bug("strided rows of objectives read as contiguous", "x is None or x.stride(1) == 1 else", "True else"),
     Bug("sums of another layout", "(segments_of(length), 3, batch), dtype", "(batch, 3, segments_of(length)), dtype"),
@@ -187,6 +187,14 @@ PLANNED = (
     Bug("planned backward accepts a large count", "or count.numel() != 1 or", "or"),
 )
 """Bugs of planned calls, found in recorded launches."""
+OF_SEQUENCES = (
+    Bug("first segment only", "    for segment in sums:\n", "    for segment in sums[:1]:\n"),
+    Bug(
+        "smallest ratio summed", "total[least], total[most] = sums[:, least].amin(0), sums", "_, total[most] = 0, sums"
+    ),
+    Bug("KL of sequences not zeroed", "found = torch.zeros((", "found = torch.full(fill_value=1.0, size=("),
+)
+"""Bugs of the sums that ranks exchange; ``tests/test_ranks.py`` plants them."""
 CASES = ("kl", "ragged", "advantages-per-token", "groups-ragged")
 
 MUTANTS = (Mutants("triton", MODULES, (*GROUPS, *LOSS, *HOST), CASES),)

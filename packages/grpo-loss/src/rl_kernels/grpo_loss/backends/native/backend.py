@@ -9,48 +9,67 @@ padded first. Rewards are summed in FP64 by a tree over each group, from the gro
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from rl_kernels.core import rowwise
 from rl_kernels.grpo_loss import packing
+from rl_kernels.grpo_loss.backends.native import metrics
 from rl_kernels.grpo_loss.backends.native.advantages import advantages
-from rl_kernels.grpo_loss.backends.native.metrics import Metrics
 from rl_kernels.grpo_loss.backends.native.terms import Block, Terms, terms_of
 from rl_kernels.grpo_loss.call import LossCall
 from rl_kernels.grpo_loss.lanes import keep, lanes
 from rl_kernels.grpo_loss.plan import Numbers, Plan
 
-__all__ = ["advantages", "backward", "forward", "forward_grad"]
+__all__ = ["advantages", "backward", "combine", "forward", "forward_grad", "sums", "sums_grad"]
 
 BLOCK_ELEMENTS = 1 << 16
 """Tokens processed at once. Sequences are independent up to their sums, so this changes no bit."""
 
 
-class Losses(NamedTuple):
-    """Loss, its two parts, the metrics, and the divisor of the sums; all but the metrics are scalars."""
-
-    loss: torch.Tensor
-    policy_loss: torch.Tensor
-    kl: torch.Tensor
-    metrics: torch.Tensor
-    divisor: torch.Tensor
+SUMS = 3
+"""Rows of ``sums`` before those of the metrics: policy term, KL, active tokens."""
 
 
 def forward(*arguments: Any) -> tuple[torch.Tensor, ...]:
     """Return (loss, policy_loss, kl, metrics)."""
-    return _loss(LossCall(*arguments), None)[:4]
+    call = LossCall(*arguments)
+    return _loss(call, _sums(call, None))[:4]
 
 
 def forward_grad(*arguments: Any) -> tuple[torch.Tensor, ...]:
     """Return (loss, policy_loss, kl, metrics, divisor, slope); slope has the shape of current_logps."""
+    found, slope = sums_grad(*arguments)
+    return *_loss(LossCall(*arguments), found), slope
+
+
+def sums(*arguments: Any) -> torch.Tensor:
+    """Return the sums of each sequence, ``[3, B]``, or ``[14, B]`` with metrics."""
+    return _sums(LossCall(*arguments), None)
+
+
+def sums_grad(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (sums, slope); slope has the shape of current_logps."""
     call = LossCall(*arguments)
     slope = call.current_logps.new_empty((call.batch, call.length), dtype=call.dtype)
-    losses = _loss(call, slope)
+    found = _sums(call, slope)
     if call.cu_seqlens is not None:
         slope = packing.packed(slope, call.cu_seqlens, call.current_logps.shape[0])
-    return *losses, slope
+    return found, slope
+
+
+def combine(
+    sums: torch.Tensor, normaliser: torch.Tensor | None, length: int, numbers: torch.Tensor, plan: str
+) -> tuple[torch.Tensor, ...]:
+    """Return (loss, policy_loss, kl, metrics, divisor) of the sequences whose sums are given."""
+    n, mean = Numbers(*numbers.tolist()), Plan.parse(plan).mean
+    policy, kl_sums, counts = sums[:SUMS]
+    divisor = _divisor(counts, normaliser, length, mean, n)
+    policy_loss, kl = (rowwise.row_sum(each) / divisor for each in (policy, kl_sums))
+    has_metrics = sums.shape[0] > SUMS
+    values = metrics.vector(sums[SUMS:], counts) if has_metrics else sums.new_empty(0, dtype=torch.float32)
+    return policy_loss + n.beta * kl, policy_loss, kl, values, divisor
 
 
 def backward(
@@ -62,27 +81,33 @@ def backward(
     return grad.to(current_logps.dtype).contiguous()
 
 
-def _loss(call: LossCall, slope: torch.Tensor | None) -> Losses:
-    """Return the results; write ``slope`` unless it is None."""
+def _loss(call: LossCall, found: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return combine(found, call.normaliser, call.length, call.numbers, call.plan)
+
+
+def _sums(call: LossCall, slope: torch.Tensor | None) -> torch.Tensor:
+    """Return the sums of each sequence; write ``slope`` unless it is None."""
     plan, n = call.formula, call.values
     inputs = _inputs(call, n)
-    current, dtype = inputs.current, call.dtype
-    divisor = _divisor(call, inputs.mask, plan, n)
-    policy_sums, kl_sums = (current.new_zeros(current.shape[0], dtype=dtype) for _ in range(2))
-    metrics = Metrics(current.shape[0], dtype, current.device) if call.with_metrics else None
+    current = inputs.current
+    found = current.new_zeros(
+        (SUMS + (metrics.QUANTITIES if call.with_metrics else 0), current.shape[0]), dtype=call.dtype
+    )
+    if call.with_metrics:
+        metrics.start(found[SUMS:])
     for rows in _blocks(current):
         block = inputs.rows(rows)
         terms = terms_of(block, plan, n, call.with_metrics)
-        policy_sums[rows] = _row_sum(terms.policy, block, plan.mean, dtype)
+        found[0, rows] = _row_sum(terms.policy, block, plan.mean)
         if terms.kl is not None:
-            kl_sums[rows] = _row_sum(terms.kl, block, plan.mean, dtype)
-        if metrics is not None:
-            metrics.add(rows, block, terms, plan, n)
+            found[1, rows] = _row_sum(terms.kl, block, plan.mean)
+        # Exact in FP32 for a sequence of up to 2^24 tokens.
+        found[2, rows] = block.mask.sum(1).to(call.dtype)
+        if call.with_metrics:
+            metrics.store(found[SUMS:, rows], block, terms, plan, n)
         if slope is not None:
             slope[rows] = _marked(terms, block.mask)
-    policy_loss, kl = (rowwise.row_sum(sums) / divisor for sums in (policy_sums, kl_sums))
-    values = current.new_empty(0, dtype=torch.float32) if metrics is None else metrics.vector()
-    return Losses(policy_loss + n.beta * kl, policy_loss, kl, values, divisor)
+    return found
 
 
 def _inputs(call: LossCall, n: Numbers) -> Block:
@@ -108,17 +133,17 @@ def _advantages(call: LossCall, n: Numbers) -> torch.Tensor:
     return advantages(wide, call.boundaries, call.samples, eps, call.estimator)
 
 
-def _divisor(call: LossCall, mask: torch.Tensor, plan: Plan, n: Numbers) -> torch.Tensor:
+def _divisor(counts: torch.Tensor, normaliser: torch.Tensor | None, length: int, mean: str, n: Numbers) -> torch.Tensor:
     """Return the divisor of the batch sums: a number of tokens or sequences, for ``sums`` times a length."""
-    if call.normaliser is not None:
-        count = call.normaliser.to(call.dtype)
+    if normaliser is not None:
+        count = normaliser.to(counts.dtype)
     elif n.divisor:
-        count = mask.new_full((), n.divisor, dtype=call.dtype)
-    elif plan.mean == "tokens":
-        return mask.sum().clamp(min=1).to(call.dtype)
+        count = counts.new_full((), n.divisor)
+    elif mean == "tokens":
+        return counts.long().sum().clamp(min=1).to(counts.dtype)
     else:
-        count = mask.new_full((), max(call.batch, 1), dtype=call.dtype)
-    return count * (n.length or max(call.length, 1)) if plan.mean == "sums" else count.clone()
+        count = counts.new_full((), max(counts.shape[0], 1))
+    return count * (n.length or max(length, 1)) if mean == "sums" else count.clone()
 
 
 def _blocks(current: torch.Tensor) -> Iterator[slice]:
@@ -127,9 +152,9 @@ def _blocks(current: torch.Tensor) -> Iterator[slice]:
         yield slice(row, row + height)
 
 
-def _row_sum(term: torch.Tensor, block: Block, mean: str, dtype: torch.dtype) -> torch.Tensor:
-    sums = rowwise.row_sum(term)
-    return sums / block.mask.sum(1).clamp(min=1).to(dtype) if mean == "sequences" else sums
+def _row_sum(term: torch.Tensor, block: Block, mean: str) -> torch.Tensor:
+    found = rowwise.row_sum(term)
+    return found / block.mask.sum(1).clamp(min=1).to(found.dtype) if mean == "sequences" else found
 
 
 def _marked(terms: Terms, mask: torch.Tensor) -> torch.Tensor:

@@ -12,52 +12,55 @@ from rl_kernels.grpo_loss.lanes import keep, lanes
 from rl_kernels.grpo_loss.outputs import METRICS
 from rl_kernels.grpo_loss.plan import Numbers, Plan
 
-SUMS = ("count", "clip_low", "clip_high", "ratio", "squares", "k1", "k2", "k3", "nonfinite", "entropy")
+SUMS = ("clip_low", "clip_high", "ratio", "squares", "k1", "k2", "k3", "nonfinite", "entropy")
+QUANTITIES = len(SUMS) + 2
+"""Rows of metrics: the sums, then the smallest and the largest ratio."""
 
 
-class Metrics:
-    """Collects sums of blocks of sequences; ``vector`` returns the metrics in the order of ``METRICS``."""
+def start(rows: torch.Tensor) -> None:
+    """Set ``rows[QUANTITIES, B]`` to the metrics of sequences without tokens."""
+    rows[:-2], rows[-2], rows[-1] = 0.0, math.inf, -math.inf
 
-    def __init__(self, batch: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._sums = torch.zeros((len(SUMS), batch), dtype=dtype, device=device)
-        self._least = torch.full((batch,), math.inf, dtype=dtype, device=device)
-        self._most = torch.full((batch,), -math.inf, dtype=dtype, device=device)
 
-    def add(self, rows: slice, block: Block, terms: Terms, plan: Plan, n: Numbers) -> None:
-        """Add the sequences ``rows``."""
-        dtype = self._sums.dtype
-        active = lanes(block.mask, dtype)
-        ratio = terms.ratio.expand(block.mask.shape).contiguous()
-        values = {"count": torch.ones_like(ratio), "ratio": ratio, "squares": ratio * ratio}
-        values["clip_low"], values["clip_high"] = (x.to(dtype) for x in _clipped(ratio, block, plan, n))
-        values["nonfinite"] = (~_finite(block)).to(dtype)
-        if terms.e is not None:
-            values |= {"k1": -terms.e, "k2": terms.e * terms.e * 0.5, "k3": _k3(terms.e)[0]}
-        if block.entropy is not None:
-            values["entropy"] = block.entropy.to(dtype)
-        for name, value in values.items():
-            self._sums[SUMS.index(name), rows] = rowwise.row_sum(keep(value, active))
-        if ratio.shape[1]:
-            is_number = block.mask & ~ratio.isnan()
-            self._least[rows] = torch.where(is_number, ratio, math.inf).amin(1)
-            self._most[rows] = torch.where(is_number, ratio, -math.inf).amax(1)
+def store(rows: torch.Tensor, block: Block, terms: Terms, plan: Plan, n: Numbers) -> None:
+    """Store the metrics of some sequences in ``rows[QUANTITIES, b]``."""
+    dtype = rows.dtype
+    active = lanes(block.mask, dtype)
+    ratio = terms.ratio.expand(block.mask.shape).contiguous()
+    values = {"ratio": ratio, "squares": ratio * ratio}
+    values["clip_low"], values["clip_high"] = (x.to(dtype) for x in _clipped(ratio, block, plan, n))
+    values["nonfinite"] = (~_finite(block)).to(dtype)
+    if terms.e is not None:
+        values |= {"k1": -terms.e, "k2": terms.e * terms.e * 0.5, "k3": _k3(terms.e)[0]}
+    if block.entropy is not None:
+        values["entropy"] = block.entropy.to(dtype)
+    for name, value in values.items():
+        rows[SUMS.index(name)] = rowwise.row_sum(keep(value, active))
+    if ratio.shape[1]:
+        is_number = block.mask & ~ratio.isnan()
+        rows[-2] = torch.where(is_number, ratio, math.inf).amin(1)
+        rows[-1] = torch.where(is_number, ratio, -math.inf).amax(1)
 
-    def vector(self) -> torch.Tensor:
-        """Return the metrics; 0 if their tensor was not given or no token is active."""
-        sums = dict(zip(SUMS, rowwise.row_sum(self._sums), strict=True))
-        count = sums["count"].clamp(min=1)
-        means = {name: value / count for name, value in sums.items()}
-        is_any = sums["count"] > 0
-        infinity = torch.full_like(self._least[:1], math.inf)
-        named = {
-            **{name: means[name] for name in ("clip_low", "clip_high", "k1", "k2", "k3", "entropy")},
-            "ratio_mean": means["ratio"],
-            "ratio_min": torch.where(is_any, torch.cat((self._least, infinity)).amin(), 0.0),
-            "ratio_max": torch.where(is_any, torch.cat((self._most, -infinity)).amax(), 0.0),
-            "effective_samples": torch.where(is_any, sums["ratio"].square() / sums["squares"], 0.0),
-            "nonfinite": sums["nonfinite"],
-        }
-        return torch.stack([named[name] for name in METRICS]).float()
+
+def vector(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Return the metrics of ``rows[QUANTITIES, B]``; 0 if their tensor was not given or no token is active.
+
+    ``counts[B]`` are the active tokens of each sequence.
+    """
+    sums = dict(zip(SUMS, rowwise.row_sum(rows[:-2]), strict=True))
+    number = rowwise.row_sum(counts)
+    means = {name: value / number.clamp(min=1) for name, value in sums.items()}
+    is_any = number > 0
+    infinity = torch.full_like(rows[-2, :1], math.inf)
+    named = {
+        **{name: means[name] for name in ("clip_low", "clip_high", "k1", "k2", "k3", "entropy")},
+        "ratio_mean": means["ratio"],
+        "ratio_min": torch.where(is_any, torch.cat((rows[-2], infinity)).amin(), 0.0),
+        "ratio_max": torch.where(is_any, torch.cat((rows[-1], -infinity)).amax(), 0.0),
+        "effective_samples": torch.where(is_any, sums["ratio"].square() / sums["squares"], 0.0),
+        "nonfinite": sums["nonfinite"],
+    }
+    return torch.stack([named[name] for name in METRICS]).float()
 
 
 def _clipped(ratio: torch.Tensor, block: Block, plan: Plan, n: Numbers) -> tuple[torch.Tensor, torch.Tensor]:

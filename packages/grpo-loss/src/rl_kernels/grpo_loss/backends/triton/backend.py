@@ -16,8 +16,8 @@ import torch
 
 from rl_kernels.core.gpu import device_of
 from rl_kernels.core.triton_lib.launch import launch
-from rl_kernels.grpo_loss.backends.triton.groups import advantages, scores_in
-from rl_kernels.grpo_loss.backends.triton.objectives import loss_of
+from rl_kernels.grpo_loss.backends.triton.groups import Scores, advantages, scores_in
+from rl_kernels.grpo_loss.backends.triton.objectives import SUMS, loss_of, results_of, segment_sums
 from rl_kernels.grpo_loss.backends.triton.plain import (
     gradient_work,
     is_plain,
@@ -30,9 +30,11 @@ from rl_kernels.grpo_loss.backends.triton.plain import (
     terms_work,
 )
 from rl_kernels.grpo_loss.backends.triton.planned import planned
+from rl_kernels.grpo_loss.backends.triton.reduce import LEAST, MOST, OWN
 from rl_kernels.grpo_loss.call import LossCall
+from rl_kernels.grpo_loss.plan import Numbers, Plan
 
-__all__ = ["advantages", "backward", "forward", "forward_grad", "planned"]
+__all__ = ["advantages", "backward", "combine", "forward", "forward_grad", "planned", "sums", "sums_grad"]
 
 
 def forward(*arguments: Any) -> tuple[torch.Tensor, ...]:
@@ -60,9 +62,63 @@ def backward(
     return grad
 
 
+def sums(*arguments: Any) -> torch.Tensor:
+    """Return the sums of each sequence, ``[3, B]``, or ``[14, B]`` with metrics."""
+    return _sums(LossCall(*arguments), None)
+
+
+def sums_grad(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (sums, slope); slope has the shape of current_logps."""
+    call = LossCall(*arguments)
+    slope = torch.empty(call.current_logps.shape, dtype=torch.float32, device=call.current_logps.device)
+    return _sums(call, slope), slope
+
+
+def combine(
+    sums: torch.Tensor, normaliser: torch.Tensor | None, length: int, numbers: torch.Tensor, plan: str
+) -> tuple[torch.Tensor, ...]:
+    """Return (loss, policy_loss, kl, metrics, count) of the sequences whose sums are given."""
+    return results_of(sums.contiguous()[None], normaliser, length, Numbers(*numbers.tolist()), Plan.parse(plan))
+
+
+def _sums(call: LossCall, slope: torch.Tensor | None) -> torch.Tensor:
+    """Return the sums of each sequence; write ``slope`` unless it is None."""
+    scores = scores_in(call)
+    if not is_plain(call):
+        return _of_sequences(segment_sums(call, scores, slope))
+    current = call.current_logps
+    batch, length = current.shape
+    # Without a reference the kernel writes no KL.
+    found = torch.zeros((segments_of(length), SUMS, batch), dtype=torch.float32, device=current.device)
+    if batch and length:
+        _launch_terms(call, scores, found, slope)
+    return _of_sequences(found)
+
+
+def _of_sequences(sums: torch.Tensor) -> torch.Tensor:
+    """Return the sums ``[quantities, B]`` of sequences from those of their segments, added in ascending order."""
+    if sums.shape[0] == 1:
+        return sums[0]
+    total = sums.new_zeros(sums.shape[1:])
+    for segment in sums:
+        total = total + segment
+    if sums.shape[1] > SUMS:
+        least, most = OWN.value + LEAST.value, OWN.value + MOST.value
+        total[least], total[most] = sums[:, least].amin(0), sums[:, most].amax(0)
+    return total
+
+
+def _launch_terms(call: LossCall, scores: Scores, sums: torch.Tensor, slope: torch.Tensor | None) -> None:
+    current = call.current_logps
+    tensors = [rows_of(x) for x in (current, call.old_logps, call.ref_logps, call.mask, scores.values)]
+    work = terms_work(call, scores, tensors)
+    with device_of(current):
+        launch(plain_terms, work.grid, *tensors, scores.boundaries, sums, slope, **work.options)
+
+
 def _loss(call: LossCall, slope: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
     """Return (loss, policy_loss, kl, metrics, count); write ``slope`` unless it is None."""
-    current, old, ref, mask = call.current_logps, call.old_logps, call.ref_logps, call.mask
+    current = call.current_logps
     scores = scores_in(call)
     if not is_plain(call):
         return loss_of(call, scores, slope)
@@ -70,11 +126,9 @@ def _loss(call: LossCall, slope: torch.Tensor | None) -> tuple[torch.Tensor, ...
     sums = torch.empty((segments_of(length), 3, batch), dtype=torch.float32, device=current.device)
     loss = sums.new_empty(())
     policy_loss, kl, count = torch.empty_like(loss), torch.empty_like(loss), torch.empty_like(loss)
+    if batch and length:
+        _launch_terms(call, scores, sums, slope)
     with device_of(current):
-        if batch and length:
-            tensors = [rows_of(x) for x in (current, old, ref, mask, scores.values)]
-            work = terms_work(call, scores, tensors)
-            launch(plain_terms, work.grid, *tensors, scores.boundaries, sums, slope, **work.options)
         work = sum_work(call)
         launch(plain_sum, work.grid, sums, loss, policy_loss, kl, count, **work.options)
     return loss, policy_loss, kl, sums.new_empty(0), count

@@ -52,23 +52,35 @@ class Results(NamedTuple):
 
 def loss_of(call: LossCall, scores: Scores, slope: torch.Tensor | None) -> Results:
     """Return the results; write ``slope`` unless it is None."""
-    plan, n, batch, length = call.formula, call.values, call.batch, call.length
-    segments = max(-(-length // SEGMENT), 1)
+    sums = segment_sums(call, scores, slope)
+    return results_of(sums, call.normaliser, call.length, call.values, call.formula)
+
+
+def segment_sums(call: LossCall, scores: Scores, slope: torch.Tensor | None) -> torch.Tensor:
+    """Return the sums of each segment, ``[segments, 3 or 14, B]``; write ``slope`` unless it is None."""
+    segments = max(-(-call.length // SEGMENT), 1)
     quantities = SUMS + (len(METRICS) if call.with_metrics else 0)
     current = call.current_logps
-    sums = torch.empty((segments, quantities, batch), dtype=torch.float32, device=current.device)
-    metrics = sums.new_empty(len(METRICS) if call.with_metrics else 0)
+    sums = torch.empty((segments, quantities, call.batch), dtype=torch.float32, device=current.device)
+    if call.batch:
+        with device_of(current):
+            _launch_terms(call, scores, slope, sums, call.formula, call.values, segments)
+    return sums
+
+
+def results_of(sums: torch.Tensor, normaliser: torch.Tensor | None, length: int, n: Numbers, plan: Plan) -> Results:
+    """Return the results of sequences of up to ``length`` tokens whose ``sums`` are given."""
+    segments, quantities, batch = sums.shape
+    metrics = sums.new_empty(quantities - SUMS)
     loss, policy_loss, kl, divided = (sums.new_empty(()) for _ in range(4))
     results = Results(loss, policy_loss, kl, metrics, divided)
-    with device_of(current):
-        if batch:
-            _launch_terms(call, scores, slope, sums, plan, n, segments)
+    with device_of(sums):
         divisor = n.divisor or (0.0 if plan.mean == "tokens" else float(max(batch, 1)))
         factor = float(n.length or max(length, 1)) if plan.mean == "sums" else 1.0
         launch(
             reduce,
             (1 + len(metrics),),
-            *(sums, *results[:3], metrics if call.with_metrics else None, results.divisor, call.normaliser),
+            *(sums, *results[:3], metrics if len(metrics) else None, results.divisor, normaliser),
             *(batch, segments, n.beta, float(divisor), factor),
             *(plan.mean == "sequences", quantities, LANES),
             num_warps=REDUCE_WARPS,

@@ -1,0 +1,144 @@
+"""Losses and advantages of a batch whose sequences are spread over the ranks of a process group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from rl_kernels.core import validate as check
+from rl_kernels.core.dispatch import choose
+from rl_kernels.core.distributed import fingerprint
+from rl_kernels.core.torchlib import no_lost_derivatives, scalar
+from rl_kernels.grpo_loss.checked import advantages_call, rewards_call_of
+from rl_kernels.grpo_loss.estimator import Estimator
+from rl_kernels.grpo_loss.extras import Extras
+from rl_kernels.grpo_loss.groups import groups_of
+from rl_kernels.grpo_loss.objective import Objective, chosen
+from rl_kernels.grpo_loss.op import OPERATOR, describe, ops
+from rl_kernels.grpo_loss.outputs import GRPOLossOutput, LossAndMetrics
+from rl_kernels.grpo_loss.ranks import Batch, Sizes, agreed
+from rl_kernels.grpo_loss.run import Options, run
+
+Grouping = tuple[int | None, Sequence[int] | torch.Tensor | None]
+"""``samples_per_prompt`` and ``group_boundaries``."""
+DIVISORS = ("num_tokens", "num_sequences", "max_completion_length")
+TOKENS = ("current_logps", "old_logps", "ref_logps")
+
+
+def loss_over_ranks(
+    name: str,
+    given: tuple[Any, ...],
+    grouping: Grouping | None,
+    formula: tuple[Any, ...],
+    extras: Extras,
+    options: Options,
+    backend: str | None,
+) -> GRPOLossOutput | LossAndMetrics:
+    """Return the loss of the batch of all ranks.
+
+    Args:
+        name: of the public function.
+        given: current_logps, old_logps, ref_logps, rewards or advantages, and the mask, of this rank.
+        grouping: how all rewards are grouped; None if advantages are given.
+        formula: objective, loss_type, beta and clip_eps, as given.
+        extras: of this rank.
+        options: of the batch; the normaliser has the process_group, whose ranks, in order, hold the sequences.
+        backend: as given.
+    """
+
+    def make() -> tuple[Any, Sizes, dict[str, object]]:
+        objective = chosen(*formula)
+        if grouping is None:
+            call = advantages_call(*given, objective, extras, options, backend)
+        else:
+            call_of = rewards_call_of(*given, objective, extras, options, backend)
+            call = call_of((given[3].detach(), None, 0, None), objective.estimator, objective.eps)
+        no_lost_derivatives(name, *given, *extras, *options.normaliser)
+        chosen_backend = choose(OPERATOR, describe(call.current_logps), backend).name
+        same = {"backend": chosen_backend, **_options(objective, options), **_kinds(given, extras)}
+        return (call, objective, chosen_backend), Sizes(call.batch, call.length), same | _groups(grouping)
+
+    (call, objective, chosen_backend), batch = agreed(name, options.normaliser.process_group, make, options.validate)
+    if grouping is not None:
+        # The dtype in which one process forms the advantages.
+        rewards = call.rewards.to(torch.promote_types(call.rewards.dtype, call.current_logps.dtype))
+        found = _advantages(
+            batch, rewards, grouping, options.validate, objective.eps, objective.estimator, chosen_backend
+        )
+        call = call._replace(rewards=None, advantages=found)
+    return run(call, chosen_backend, batch)
+
+
+def advantages_over_ranks(
+    process_group: ProcessGroup | DeviceMesh,
+    rewards: torch.Tensor,
+    grouping: Grouping,
+    keywords: tuple[str, str, bool, float],
+    validate: bool,
+    backend: str | None,
+) -> torch.Tensor:
+    """Return the advantages of this rank's rewards; ``keywords`` are the arguments of ``Estimator.of``."""
+
+    def make() -> tuple[Any, Sizes, dict[str, object]]:
+        check.tensor("rewards", rewards, check.FLOATS, ndim=1)
+        estimator = Estimator.of(*keywords)
+        check.backend_name(backend)
+        no_lost_derivatives("group_advantages", rewards)
+        chosen_backend = choose(OPERATOR, describe(rewards), backend).name
+        same = {"backend": chosen_backend, "rewards": rewards.dtype, "eps": keywords[-1], **estimator._asdict()}
+        return (estimator, chosen_backend), Sizes(len(rewards), 0), same | _groups(grouping)
+
+    (estimator, chosen_backend), batch = agreed("group_advantages", process_group, make, validate)
+    return _advantages(batch, rewards.detach(), grouping, validate, keywords[-1], estimator, chosen_backend)
+
+
+def _advantages(
+    batch: Batch,
+    rewards: torch.Tensor,
+    grouping: Grouping,
+    validate: bool,
+    eps: float,
+    estimator: Estimator,
+    backend: str,
+) -> torch.Tensor:
+    """Return the advantages of this rank's rewards in groups of all rewards."""
+    everything = batch.gathered(rewards)
+    # All ranks group the same rewards in the same way, so that an error is the same on each.
+    groups = groups_of(everything, *grouping, values=validate)
+    found = ops["advantages"](everything, *groups, scalar(eps, torch.float64), estimator.text, backend)
+    return batch.own(found)
+
+
+def _options(objective: Objective, options: Options) -> dict[str, object]:
+    """Return what a call says besides its tensors."""
+    found: dict[str, object] = {one.name: getattr(objective, one.name) for one in fields(objective) if one.init}
+    found |= {name: _shown(getattr(options.normaliser, name)) for name in DIVISORS}
+    return found | {"return_metrics": options.return_metrics}
+
+
+def _kinds(given: tuple[Any, ...], extras: Extras) -> dict[str, object]:
+    """Return the kinds of the tensors: ranks that differ in them would not compute what one process does."""
+    current, old, ref, scores, _ = given
+    found = {name: "None" if x is None else x.dtype for name, x in zip(TOKENS, (current, old, ref), strict=True)}
+    found["rewards or advantages"] = f"{scores.dtype}, {scores.ndim} dims"
+    for name in ("rollout_ratio", "entropy", "cu_seqlens"):
+        value = getattr(extras, name)
+        found[name] = "None" if value is None else f"{value.ndim} dims"
+    return found
+
+
+def _groups(grouping: Grouping | None) -> dict[str, object]:
+    samples, boundaries = grouping or (None, None)
+    return {"samples_per_prompt": samples, "group_boundaries": _shown(boundaries)}
+
+
+def _shown(value: object) -> object:
+    """Return a value that two ranks can compare; a tensor by its bits."""
+    if isinstance(value, torch.Tensor) and value.dtype in (*check.INTEGERS, *check.FLOATS):
+        return f"a tensor of {value.dtype} {tuple(value.shape)}, bits {fingerprint(value):x}"
+    return value

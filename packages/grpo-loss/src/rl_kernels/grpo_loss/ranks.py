@@ -1,0 +1,89 @@
+"""The batch that the ranks of a process group form: which sequences it has, and the exchange of their sums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from rl_kernels.core.distributed import agree, all_gather, group_of, group_rank, group_size
+from rl_kernels.grpo_loss.call import LossCall
+from rl_kernels.grpo_loss.op import ops
+
+T = TypeVar("T")
+
+
+class Sizes(NamedTuple):
+    """Number of sequences, and T: the padded length of a sequence."""
+
+    batch: int
+    length: int
+
+
+class Batch(NamedTuple):
+    """The sequences of all ranks, in the order of ranks.
+
+    Attributes:
+        group: of the ranks.
+        counts: number of sequences of each rank.
+        length: T of the longest rank.
+    """
+
+    group: ProcessGroup
+    counts: tuple[int, ...]
+    length: int
+
+    def gathered(self, x: torch.Tensor) -> torch.Tensor:
+        """Return ``x[..., B]`` of all ranks side by side."""
+        most = max(self.counts)
+        if not most:
+            return x
+        parts = all_gather(F.pad(x, (0, most - x.shape[-1]))[None], self.group)
+        return torch.cat([part[..., :count] for part, count in zip(parts, self.counts, strict=True)], -1)
+
+    def own(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the values of this rank's sequences of ``x[B]``, one for each sequence of the batch."""
+        rank = group_rank(self.group)
+        return x[sum(self.counts[:rank]) :][: self.counts[rank]]
+
+
+def agreed(
+    name: str,
+    process_group: ProcessGroup | DeviceMesh | None,
+    make: Callable[[], tuple[T, Sizes, Mapping[str, object]]],
+    validate: bool,
+) -> tuple[T, Batch]:
+    """Check a call on all ranks; return what ``make`` returns on this one, and the batch.
+
+    Args:
+        name: of the public function.
+        process_group: of the call.
+        make: checks this rank's arguments; returns a result, the sizes, and what must be equal on all ranks.
+        validate: False, and graph capture, skips the exchange: sizes are taken to be equal on all ranks.
+
+    Raises:
+        TypeError, ValueError: arguments of a rank are wrong, or ranks differ; the same error on each.
+    """
+    if torch.compiler.is_compiling():
+        raise RuntimeError(f"{name}: process_group is not supported under torch.compile; call it uncompiled")
+    group = group_of(process_group)
+    if not validate or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
+        made, sizes, _ = make()
+        return made, Batch(group, (sizes.batch,) * group_size(group), sizes.length)
+    try:
+        made, sizes, same = make()
+    except Exception as error:
+        agree(name, group, error, {})
+        raise
+    found = agree(name, group, None, same, sizes._asdict())
+    return made, Batch(group, tuple(one["batch"] for one in found), max(one["length"] for one in found))
+
+
+def combined(batch: Batch, sums: torch.Tensor, call: LossCall, backend: str) -> tuple[torch.Tensor, ...]:
+    """Return (loss, policy_loss, kl, metrics, divisor) of a batch, from the sums of this rank's sequences."""
+    everything = batch.gathered(sums)
+    return ops["combine"](everything, call.normaliser, batch.length, call.numbers, call.plan, backend)

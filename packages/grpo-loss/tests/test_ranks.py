@@ -1,0 +1,252 @@
+"""grpo_loss over ranks that run in turn in one process: the bits of the whole batch, for each objective and layout."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from rl_kernels.core.operator import Call
+from rl_kernels.core.testing import Bug, Draw
+from rl_kernels.core.testing.planted import planted
+from rl_kernels.grpo_loss import Extras, Normaliser, Objective
+from rl_kernels.grpo_loss.op import OPERATOR
+from rl_kernels.grpo_loss.spec.mutants import OVER_RANKS
+from rl_kernels.grpo_loss.spec.mutants_triton import MODULES, OF_SEQUENCES
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+REASON = OPERATOR.backend("triton").why_not(Call.of(torch.zeros(1, device=DEVICE)))
+BACKENDS = ["native", pytest.param("triton", marks=pytest.mark.skipif(REASON is not None, reason=str(REASON)))]
+PACKAGE = "rl_kernels.grpo_loss"
+COPIED = tuple(f"{PACKAGE}.{name}" for name in ("ranks", "run", "checked", "parallel", "advantages", "api"))
+"""Modules that pass a call on to the ranks, each before those that import it."""
+TOKENS = ("current_logps", "old_logps", "ref_logps", "completion_mask")
+BATCH, LENGTH = 12, 21
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "kl": {"beta": 0.1},
+    "grpo": {"loss_type": "grpo", "beta": 0.1},
+    "dr_grpo": {"loss_type": "dr_grpo"},
+    "luspo": {"loss_type": "luspo", "importance_level": "sequence"},
+    "gspo": {"loss_type": "gspo", "beta": 0.1, "kl_correction": True},
+    "cispo": {"loss_type": "cispo"},
+    "sapo": {"loss_type": "sapo"},
+    "vespo": {"loss_type": "vespo"},
+    "ppo": {"loss_type": "ppo", "dual_clip": 1.3},
+    "reinforce": {"loss_type": "reinforce", "kl_estimator": "k2", "beta": 0.2},
+}
+ESTIMATORS: dict[str, dict[str, Any]] = {
+    "batch": {"advantage_estimator": "batch"},
+    "leave one out": {"advantage_estimator": "leave_one_out"},
+    "sample": {"advantage_estimator": "sample", "eps_placement": "add", "skip_nan": True},
+}
+CUTS = ((12,), (6, 6), (0, 12), (1, 6, 0, 5), (2, 1, 1, 3, 2, 1, 1, 1))
+
+
+class Pending(Exception):
+    """An exchange to which other ranks have not come yet."""
+
+
+class Group:
+    """Ranks that run in turn; after each exchange all run again from the start, with what was exchanged so far."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.rank, self._place = size, 0, 0
+        self._sent: list[dict[int, Any]] = []
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Return the values of all ranks."""
+        if self._place == len(self._sent):
+            self._sent.append({})
+        sent = self._sent[self._place]
+        self._place += 1
+        sent[self.rank] = value
+        if len(sent) < self.size:
+            raise Pending
+        return [sent[rank] for rank in range(self.size)]
+
+    def agree(self, name: str, group: Any, error: Any, same: Any, own: Any = None) -> list[Any]:
+        """Compare calls as the real one does, and return what each rank says."""
+        sent = self.exchange((error, {key: str(value) for key, value in same.items()}, own))
+        assert [one[:2] for one in sent] == [(None, sent[0][1])] * self.size
+        return [one[2] for one in sent]
+
+    def run(self, function: Callable[[int], Any], patch: pytest.MonkeyPatch) -> list[Any]:
+        """Return what the function returns on each rank."""
+        ranks = importlib.import_module(f"{PACKAGE}.ranks")
+        patch.setattr(ranks, "group_of", lambda group: group)
+        patch.setattr(ranks, "group_size", lambda group: group.size)
+        patch.setattr(ranks, "group_rank", lambda group: group.rank)
+        patch.setattr(ranks, "all_gather", lambda x, group: torch.cat(group.exchange(x)))
+        patch.setattr(ranks, "agree", self.agree)
+        results: dict[int, Any] = {}
+        while len(results) < self.size:
+            for rank in range(self.size):
+                self.rank, self._place = rank, 0
+                try:
+                    results[rank] = function(rank)
+                except Pending:
+                    assert not results
+        return [results[rank] for rank in range(self.size)]
+
+
+def drawn(length: int = LENGTH, dtype: torch.dtype = torch.float32, batch: int = BATCH) -> dict[str, Any]:
+    draw = Draw(torch.float32, DEVICE, seed=7)
+    current = draw.uniform(1e-3, 1.0, batch, length).log()
+    old, ref = ((current + draw.normal(batch, length, scale=0.3)).clamp(max=0).to(dtype) for _ in range(2))
+    found = {"current_logps": current.to(dtype), "old_logps": old, "ref_logps": ref, "rewards": draw.normal(batch)}
+    return {**found, "completion_mask": draw.mask(0.7, batch, length), "samples_per_prompt": 4}
+
+
+def results(call: dict[str, Any], group: Any = None, **options: Any) -> list[torch.Tensor]:
+    """Return loss, its parts, the metrics if asked for, and the gradient."""
+    current = call["current_logps"].clone().requires_grad_()
+    normaliser = call.get("normaliser", Normaliser())._replace(process_group=group)
+    given = {**call, **options, "current_logps": current, "normaliser": normaliser}
+    found = importlib.import_module(f"{PACKAGE}.api").grpo_loss(**given)
+    output, *metrics = found if options.get("return_metrics") else (found,)
+    (output.loss * 3).backward()
+    return [*(x.detach() for x in output), *metrics, current.grad]
+
+
+def part_of(call: dict[str, Any], rank: int, counts: tuple[int, ...], wider: int) -> dict[str, Any]:
+    """Return the arguments of a rank, with ``wider`` more columns on the right."""
+    first, last = sum(counts[:rank]), sum(counts[: rank + 1])
+    rows = tokens = slice(first, last)
+    extras = call.get("extras", Extras())
+    if extras.cu_seqlens is not None:
+        offsets = extras.cu_seqlens[first : last + 1]
+        tokens, extras = slice(int(offsets[0]), int(offsets[-1])), extras._replace(cu_seqlens=offsets - offsets[0])
+    own = {**call, "rewards": call["rewards"][rows]}
+    own |= {name: None if call[name] is None else call[name][tokens] for name in TOKENS}
+    if wider:
+        filled = {name: 0 if name == "completion_mask" else torch.nan for name in TOKENS}
+        own |= {name: F.pad(own[name], (0, wider), value=filled[name]) for name in TOKENS}
+    for name in ("rollout_ratio", "entropy"):
+        value = getattr(extras, name)
+        extras = extras._replace(**{name: None if value is None else value[rows]})
+    return {**own, "extras": extras}
+
+
+def differing(call: dict[str, Any], counts: tuple[int, ...], widths: tuple[int, ...], **options: Any) -> bool:
+    """Say whether ranks with ``counts`` sequences have another bit than one process."""
+    *expected, grad = results(call, **options)
+    group = Group(len(counts))
+    with pytest.MonkeyPatch.context() as patch:
+        found = group.run(
+            lambda rank: results(part_of(call, rank, counts, widths[rank % len(widths)]), group=group, **options),
+            patch,
+        )
+    grads = [made[-1] if made[-1].ndim == 1 else made[-1][:, : grad.shape[-1]] for made in found]
+    pairs = [*zip([*(x for made in found for x in made[:-1])], expected * len(counts), strict=True)]
+    return not all(same(a, b) for a, b in [*pairs, (torch.cat(grads), grad)])
+
+
+def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    assert found.shape == expected.shape
+    assert found.dtype == expected.dtype
+    return torch.equal(found.reshape(-1).view(torch.uint8), expected.reshape(-1).view(torch.uint8))
+
+
+def special(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return options and tensors of a layout."""
+    given, draw = drawn(), Draw(torch.float32, DEVICE, seed=8)
+    if name == "long":
+        return {"beta": 0.1, "loss_type": "grpo"}, drawn(4100, batch=4)
+    if name in ("fp64", "bf16"):
+        return {"beta": 0.1}, drawn(dtype={"fp64": torch.float64, "bf16": torch.bfloat16}[name])
+    if name == "on policy":
+        return {}, {**given, "old_logps": None, "ref_logps": None}
+    if name == "normaliser":
+        return {"normaliser": Normaliser(num_tokens=torch.tensor(99.0, device=DEVICE))}, given
+    if name == "number of sequences":
+        return {"loss_type": "dr_grpo", "normaliser": Normaliser(num_sequences=7, max_completion_length=33)}, given
+    if name == "masked":
+        return {"loss_type": "grpo"}, {**given, "completion_mask": torch.zeros_like(given["completion_mask"])}
+    if name == "entropy, rollout":
+        extras = Extras(rollout_ratio=draw.uniform(0.5, 2.0, BATCH), entropy=draw.normal(BATCH, LENGTH))
+        return {"extras": extras, "rollout_mode": "truncate", "rollout_max": 1.5, "rollout_min": 0.7}, given
+    assert name == "packed"
+    lengths = torch.tensor([3, 21, 1, 0, 7, 9, 21, 4, 4, 2, 5, 6], device=DEVICE)
+    inside = torch.arange(LENGTH, device=DEVICE) < lengths[:, None]
+    packed = {name: given[name][inside] for name in TOKENS}
+    offsets = F.pad(lengths.cumsum(0), (1, 0))
+    return {"loss_type": "gspo", "extras": Extras(cu_seqlens=offsets)}, {**given, **packed}
+
+
+LAYOUTS = (
+    "long",
+    "fp64",
+    "bf16",
+    "on policy",
+    "normaliser",
+    "number of sequences",
+    "masked",
+    "entropy, rollout",
+    "packed",
+)
+CALLS = {**{n: (o, drawn()) for n, o in (OBJECTIVES | ESTIMATORS).items()}, **{n: special(n) for n in LAYOUTS}}
+
+
+def call_of(name: str) -> dict[str, Any]:
+    """Return the arguments of a case of ``CALLS``."""
+    options, given = CALLS[name]
+    others = {key: options[key] for key in ("extras", "normaliser") if key in options}
+    return {**given, **others, "objective": Objective(**{k: v for k, v in options.items() if k not in others})}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", CALLS)
+def test_ranks_have_the_bits_of_one_process(name: str, backend: str) -> None:
+    if (name, backend) == ("fp64", "triton"):
+        pytest.skip("FP64 runs in native")
+    call, metrics = call_of(name), {"return_metrics": True}
+    cuts, ways = CUTS if len(call["rewards"]) == BATCH else ((1, 2, 0, 1),), ({}, metrics)
+    if (backend, DEVICE) == ("triton", "cpu"):
+        # The interpreter is slow.
+        cuts, ways = cuts[-2:-1] or cuts, ({},) if name in ("plain", "kl") else (metrics,)
+    for counts in cuts:
+        assert not any(differing(call, counts, (0,), backend=backend, **way) for way in ways)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", ["plain", "gspo", "dr_grpo"])
+def test_ranks_may_be_padded_to_other_lengths(name: str, backend: str) -> None:
+    assert not differing(call_of(name), (5, 7), (LENGTH, 0) if name != "dr_grpo" else (0,), backend=backend)
+
+
+def misses_the_longest() -> bool:
+    """Say whether dr_grpo divides by another length than that of the longest rank, to which one process pads."""
+    call, group = call_of("dr_grpo"), Group(2)
+    longer = {**call, **{name: F.pad(call[name], (0, 4)) for name in TOKENS}}
+    with pytest.MonkeyPatch.context() as patch:
+        found = group.run(lambda rank: results(part_of(call, rank, (6, 6), 4 * rank), group=group), patch)
+    return not all(same(made[0], results(longer)[0]) for made in found)
+
+
+def test_the_longest_rank_gives_the_length_that_divides() -> None:
+    assert not misses_the_longest()
+
+
+@pytest.mark.parametrize("bug", OVER_RANKS, ids=lambda bug: bug.name)
+def test_a_planted_bug_is_found(bug: Bug) -> None:
+    def is_found(name: str, widths: tuple[int, ...] = (0,)) -> bool:
+        try:
+            return differing(call_of(name), (1, 6, 0, 5), widths)
+        except (RuntimeError, ValueError, AssertionError):
+            return True
+
+    with planted(COPIED, bug):
+        assert is_found("grpo") or is_found("batch") or is_found("plain", (4, 0)) or misses_the_longest()
+
+
+@pytest.mark.skipif(REASON is not None, reason=str(REASON))
+@pytest.mark.parametrize("bug", OF_SEQUENCES, ids=lambda bug: bug.name)
+def test_a_bug_in_the_sums_of_sequences_is_found(bug: Bug) -> None:
+    name, counts = ("plain", (1, 11)) if "KL" in bug.name else ("long", (1, 3))
+    with planted(MODULES, bug):
+        assert differing(call_of(name), counts, (0,), backend="triton", return_metrics=name == "long")
