@@ -22,7 +22,7 @@ from rl_kernels.grpo_loss.objective import Objective, chosen
 from rl_kernels.grpo_loss.op import OPERATOR, describe, ops
 from rl_kernels.grpo_loss.outputs import GRPOLossOutput, LossAndMetrics
 from rl_kernels.grpo_loss.ranks import Batch, Sizes, agreed
-from rl_kernels.grpo_loss.run import Options, run
+from rl_kernels.grpo_loss.run import Options, run_on
 
 Grouping = tuple[int | None, Sequence[int] | torch.Tensor | None]
 """``samples_per_prompt`` and ``group_boundaries``."""
@@ -32,9 +32,9 @@ TOKENS = ("current_logps", "old_logps", "ref_logps")
 
 def loss_over_ranks(
     name: str,
-    given: tuple[Any, ...],
+    tensors: tuple[Any, Any, Any, Any, Any],
     grouping: Grouping | None,
-    formula: tuple[Any, ...],
+    formula: tuple[Any, Any, Any, Any],
     extras: Extras,
     options: Options,
     backend: str | None,
@@ -43,7 +43,7 @@ def loss_over_ranks(
 
     Args:
         name: of the public function.
-        given: current_logps, old_logps, ref_logps, rewards or advantages, and the mask, of this rank.
+        tensors: current_logps, old_logps, ref_logps, rewards or advantages, and the mask, of this rank.
         grouping: how all rewards are grouped; None if advantages are given.
         formula: objective, loss_type, beta and clip_eps, as given.
         extras: of this rank.
@@ -54,13 +54,13 @@ def loss_over_ranks(
     def make() -> tuple[Any, Sizes, dict[str, object]]:
         objective = chosen(*formula)
         if grouping is None:
-            call = advantages_call(*given, objective, extras, options, backend)
+            call = advantages_call(*tensors, objective, extras, options, backend)
         else:
-            call_of = rewards_call_of(*given, objective, extras, options, backend)
-            call = call_of((given[3].detach(), None, 0, None), objective.estimator, objective.eps)
-        no_lost_derivatives(name, *given, *extras, *options.normaliser)
+            call_of = rewards_call_of(*tensors, objective, extras, options, backend)
+            call = call_of((tensors[3].detach(), None, 0, None), objective.estimator, objective.eps)
+        no_lost_derivatives(name, *tensors, *extras, *options.normaliser)
         chosen_backend = choose(OPERATOR, describe(call.current_logps), backend).name
-        same = {"backend": chosen_backend, **_options(objective, options), **_kinds(given, extras)}
+        same = {"backend": chosen_backend, **_options(objective, options), **_kinds(tensors, extras)}
         return (call, objective, chosen_backend), Sizes(call.batch, call.length), same | _groups(grouping)
 
     (call, objective, chosen_backend), batch = agreed(name, options.normaliser.process_group, make, options.validate)
@@ -71,7 +71,7 @@ def loss_over_ranks(
             batch, rewards, grouping, options.validate, objective.eps, objective.estimator, chosen_backend
         )
         call = call._replace(rewards=None, advantages=found)
-    return run(call, chosen_backend, batch)
+    return run_on(call, chosen_backend, batch)
 
 
 def advantages_over_ranks(
@@ -121,9 +121,9 @@ def _options(objective: Objective, options: Options) -> dict[str, object]:
     return found | {"return_metrics": options.return_metrics}
 
 
-def _kinds(given: tuple[Any, ...], extras: Extras) -> dict[str, object]:
+def _kinds(tensors: tuple[Any, ...], extras: Extras) -> dict[str, object]:
     """Return the kinds of the tensors: ranks that differ in them would not compute what one process does."""
-    current, old, ref, scores, _ = given
+    current, old, ref, scores, _ = tensors
     found = {name: "None" if x is None else x.dtype for name, x in zip(TOKENS, (current, old, ref), strict=True)}
     found["rewards or advantages"] = f"{scores.dtype}, {scores.ndim} dims"
     for name in ("rollout_ratio", "entropy", "cu_seqlens"):

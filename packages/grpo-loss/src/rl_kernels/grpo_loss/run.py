@@ -85,16 +85,20 @@ def prepare(
     return call_of
 
 
-def run(call: LossCall, backend: str | None, batch: Batch | None = None) -> GRPOLossOutput | LossAndMetrics:
-    """Return the loss of a checked call, over the ranks of ``batch`` if that is given."""
-    current_logps, *others = *call, choose(OPERATOR, describe(call.current_logps), backend).name
-    if current_logps.requires_grad and torch.is_grad_enabled():
+def run(call: LossCall, backend: str | None) -> GRPOLossOutput | LossAndMetrics:
+    """Return the loss of a checked call."""
+    return run_on(call, choose(OPERATOR, describe(call.current_logps), backend).name)
+
+
+def run_on(call: LossCall, backend: str, batch: Batch | None = None) -> GRPOLossOutput | LossAndMetrics:
+    """Return the loss of a checked call on a backend, over the ranks of ``batch`` if that is given."""
+    current_logps, *others = *call, backend
+    if call.current_logps.requires_grad and torch.is_grad_enabled():
         loss, policy_loss, kl, metrics = _GRPOLoss.apply(current_logps, tuple(others), batch)
     elif batch is None:
         loss, policy_loss, kl, metrics = ops["forward"](current_logps, *others)
     else:
-        sums = ops["sums"](current_logps, *others)
-        loss, policy_loss, kl, metrics, _ = combined(batch, sums, LossCall(current_logps, *others[:-1]), others[-1])
+        loss, policy_loss, kl, metrics, _ = combined(batch, ops["sums"](*call, backend), call, backend)
     output = GRPOLossOutput(loss, policy_loss, kl)
     return LossAndMetrics(output, metrics) if call.with_metrics else output
 

@@ -1,0 +1,222 @@
+"""DDP and FSDP2 with ordered gradients: five steps give the weights of one process with the same micro-batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from rl_kernels.core.testing import Draw
+from rl_kernels.core.testing.ranks import run_ranks
+from rl_kernels.grpo_loss import Normaliser, group_advantages, grpo_loss, grpo_loss_from_advantages
+from rl_kernels.models import data_parallel, head_logp, invariant
+from rl_kernels.models.data_parallel import OrderedReduceScatter, clip_grad_norm, ordered_gradients, ordered_hook
+
+VOCAB, WIDTH, LENGTH, STEPS, EACH = 37, 12, 9, 5, 3
+WAYS = ("ddp", "fsdp")
+
+
+class Policy(nn.Module):
+    """Log-probabilities of the tokens of ids, each from the token before."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(VOCAB, WIDTH, dtype=dtype)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH, dtype=dtype) for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False, dtype=dtype)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(ids[:, :-1])
+        for block in self.blocks:
+            hidden = hidden + block(hidden).relu()
+        found = head_logp(self.head, hidden, ids[:, 1:])
+        assert isinstance(found, torch.Tensor)
+        return found
+
+
+def batch(world: int, step: int) -> tuple[torch.Tensor, ...]:
+    """Return ids, rewards and mask of all ranks."""
+    draw = Draw(torch.float32, seed=step)
+    count = EACH * world
+    ids = draw.ids(VOCAB, count * (LENGTH + 1)).reshape(count, LENGTH + 1)
+    return ids, draw.normal(count), draw.mask(0.8, count, LENGTH)
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.05)
+
+
+def alone(world: int, dtype: torch.dtype) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Train one process on the micro-batches of all ranks, one after the other; return weights, and the norms."""
+    model = Policy(dtype)
+    invariant(model)
+    optimizer, norms = optimizer_of(model), []
+    for step in range(STEPS):
+        ids, rewards, mask = batch(world, step)
+        advantages = group_advantages(rewards, samples_per_prompt=world * EACH // 2)
+        normaliser = Normaliser(num_tokens=mask.sum())
+        for rank in range(world):
+            own = slice(rank * EACH, (rank + 1) * EACH)
+            logps = model(ids[own])
+            grpo_loss_from_advantages(
+                logps, logps.detach() - 0.1, None, advantages[own], mask[own], normaliser=normaliser
+            ).loss.backward()
+        norms.append(clip_grad_norm(model.parameters(), 0.01))
+        optimizer.step()
+        optimizer.zero_grad()
+    return [value.detach() for value in model.parameters()], norms
+
+
+def wrapped(way: str, dtype: torch.dtype) -> nn.Module:
+    model = Policy(dtype)
+    invariant(model)
+    if way == "ddp":
+        # Small buckets, so that there are several.
+        replicated = DistributedDataParallel(model, bucket_cap_mb=0.001)
+        if dtype == torch.float32:
+            return ordered_gradients(replicated)
+        replicated.register_comm_hook(None, ordered_hook)
+        return replicated
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model.head)
+    return ordered_gradients(fully_shard(model))
+
+
+def together(rank: int, world: int, way: str, dtype: torch.dtype) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Train on this rank's micro-batch of each step; return whole weights, and each step's norm."""
+    model = wrapped(way, dtype)
+    optimizer, norms = optimizer_of(model), []
+    own = slice(rank * EACH, (rank + 1) * EACH)
+    normaliser = Normaliser(process_group=distributed.group.WORLD)
+    for step in range(STEPS):
+        ids, rewards, mask = (x[own] for x in batch(world, step))
+        logps = model(ids)
+        options = {"samples_per_prompt": world * EACH // 2, "normaliser": normaliser}
+        grpo_loss(logps, logps.detach() - 0.1, None, rewards, mask, **options).loss.backward()
+        norms.append(clip_grad_norm(model.parameters(), 0.01))
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = [value.detach() for value in model.parameters()]
+    return [value.full_tensor() if isinstance(value, DTensor) else value for value in weights], norms
+
+
+def differing(found: Any, expected: Any) -> int:
+    """Return the number of other bytes."""
+    pairs = zip([*found[0], *found[1]], [*expected[0], *expected[1]], strict=True)
+    flat = [[x.reshape(-1).contiguous().view(torch.uint8) for x in pair] for pair in pairs]
+    return sum(int((a != b).sum()) for a, b in flat)
+
+
+def train(rank: int, world: int) -> dict[str, int]:
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        expected = alone(world, dtype)
+        start = [value.detach() for value in Policy(dtype).parameters()]
+        assert all((a != b).any() for a, b in zip(expected[0], start, strict=True))
+        assert all(norm > 0.01 for norm in expected[1])
+        for way in WAYS:
+            found[f"{way} {dtype}"] = differing(together(rank, world, way, dtype), expected)
+    with pytest.MonkeyPatch.context() as patch:
+        # The control: another order of ranks.
+        patch.setattr(data_parallel, "CHAIN", "tree")
+        for way in WAYS:
+            found[f"{way} in a tree"] = differing(
+                together(rank, world, way, torch.float32), alone(world, torch.float32)
+            )
+    return found | averages(rank, world) | refusals(rank)
+
+
+def averages(rank: int, world: int) -> dict[str, int]:
+    """Return differing bytes of averaged gradients, where each rank's loss is a mean of its own."""
+    found = {}
+    x, size = Draw(torch.float32, seed=3).normal(world, 5, WIDTH), world
+    one = nn.Linear(WIDTH, 7)
+    start = {name: value.clone() for name, value in one.state_dict().items()}
+    distributed.broadcast(start["weight"], 0)
+    distributed.broadcast(start["bias"], 0)
+    one.load_state_dict(start)
+    for row in x:
+        (one(row).square().mean() / size).backward()
+    for way in WAYS:
+        model = nn.Linear(WIDTH, 7)
+        model.load_state_dict(start)
+        model = DistributedDataParallel(model) if way == "ddp" else fully_shard(model)
+        ordered_gradients(model, average=True)(x[rank]).square().mean().backward()
+        grads = [value.grad for value in model.parameters()]
+        grads = [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in grads]
+        found[f"{way} average"] = differing((grads, []), ([value.grad for value in one.parameters()], []))
+    return found
+
+
+def refusals(rank: int) -> dict[str, int]:
+    mesh = init_device_mesh("cpu", (1, distributed.get_world_size()), mesh_dim_names=("replicas", "shards"))
+    model = fully_shard(nn.Linear(WIDTH, 7), mesh=mesh)
+    with pytest.raises(ValueError, match="module: expected FSDP2 over a mesh with one dim, got 2 dims"):
+        ordered_gradients(model)
+    alone = fully_shard(nn.Linear(WIDTH, 7))
+    alone.set_custom_reduce_scatter(OrderedReduceScatter())
+    with pytest.raises(ValueError, match="op: expected a sum"):
+        alone(torch.ones(2, WIDTH)).sum().backward()
+    return {}
+
+
+def two(rank: int) -> dict[str, int]:
+    return train(rank, 2)
+
+
+def four(rank: int) -> dict[str, int]:
+    return train(rank, 4)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_training_over_ranks_has_the_bits_of_one_process(world: int) -> None:
+    for found in run_ranks({2: two, 4: four}[world], world, timeout=120):
+        trees = [found.pop(f"{way} in a tree") for way in WAYS]
+        # Two numbers have one sum; of four, the order shows.
+        assert all(count > 0 for count in trees) == (world == 4)
+        assert set(found.values()) == {0}, found
+
+
+def test_another_module_is_refused() -> None:
+    for module in (nn.Linear(2, 2), None):
+        with pytest.raises(TypeError, match="module: expected DistributedDataParallel or a module under fully_shard"):
+            ordered_gradients(module)
+
+
+def test_torch_without_a_custom_reduce_scatter(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Sharded(nn.Linear, FSDPModule):
+        def __new__(cls, *args: Any) -> Sharded:
+            return object.__new__(cls)
+
+    monkeypatch.delattr(FSDPModule, "set_custom_reduce_scatter")
+    with pytest.raises(RuntimeError, match=r"ordered_gradients: FSDP2 of torch .* has no set_custom_reduce_scatter"):
+        ordered_gradients(Sharded(2, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_norm_is_that_of_torch(dtype: torch.dtype) -> None:
+    values = [
+        nn.Parameter(Draw(torch.float32, seed=4).normal(*shape).to(dtype)) for shape in ((5000,), (3, 7, 2), (1, 0))
+    ]
+    values.append(nn.Parameter(torch.tensor(2.0)))
+    for scale, most in ((1.0, 3.0), (1e-3, 3.0)):
+        for value in values:
+            value.grad = value.detach() * scale
+        before = [value.grad.clone() for value in values]
+        expected = torch.cat([grad.double().flatten() for grad in before]).norm()
+        found = clip_grad_norm(iter(values), most)
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=0)
+        factor = min(most / float(expected), 1.0)
+        for value, grad in zip(values, before, strict=True):
+            torch.testing.assert_close(value.grad, (grad.double() * factor).to(value.dtype), rtol=1e-2, atol=1e-6)
+    assert clip_grad_norm(nn.Parameter(torch.ones(2)), 1.0) == 0
+    with pytest.raises(ValueError, match="max_norm: expected a number > 0"):
+        clip_grad_norm(values, 0.0)
