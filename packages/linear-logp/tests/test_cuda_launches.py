@@ -17,7 +17,8 @@ from rl_kernels.core.testing.launches import Box, Launch, Recorder, vector
 from rl_kernels.core.testing.planted import planted
 from rl_kernels.core.testing.triton_launches import TritonRecorder
 from rl_kernels.core.testing.triton_matmul import matmul
-from rl_kernels.linear_logp.spec.mutants_cuda import LAUNCHES, MODULES, SHOWN
+from rl_kernels.linear_logp import vocab_shards, vocabulary
+from rl_kernels.linear_logp.spec.mutants_cuda import LAUNCHES, MODULES, SHARDS, SHOWN
 
 PACKAGE = "rl_kernels.linear_logp.backends.cuda_sm90"
 WATCHED = tuple(f"{PACKAGE}.{name}" for name in ("tiles", "backend", "backward"))
@@ -91,7 +92,10 @@ def states(launch: Launch) -> None:
     assert launch["blocks"] in (1, 4)
     assert parts.shape == (count, 3, launch["rows"])
     z = logits(launch, count, 0)
-    launch["chosen"].copy_((z * temperature(launch)).gather(1, launch["ids"].clamp(0)[:, None])[:, 0])
+    column = launch["ids"] - launch["start"]
+    here = (column >= 0) & (column < launch["columns"])
+    # Other ranks have the logits of the other rows.
+    launch["chosen"][here] = (z * temperature(launch)).float()[here, column[here]]
     for part, columns in enumerate(z.split(width, 1)):
         top = columns.amax(1)
         shifted = columns - top[:, None]
@@ -99,14 +103,31 @@ def states(launch: Launch) -> None:
         parts[part].copy_(torch.stack(state))
 
 
-def finish(launch: Launch) -> None:
+def merge_blocks(launch: Launch) -> None:
+    rows, units = launch["rows"], -(-launch["columns"] // 1024)
+    assert launch["blocks"] == 1
     assert launch.block == 256
-    assert launch.grid[0] * 8 - 8 < launch["rows"] <= launch.grid[0] * 8
-    tops, totals, weighted = launch["parts"].double().unbind(1)
-    assert len(tops) == -(-launch["columns"] // (256 * launch["blocks"]))
+    assert (launch.grid[0] - 1) * 256 < rows <= launch.grid[0] * 256
+    assert launch.grid[1] == units
+    assert launch["units"].shape == (units, 3, rows)
+    for unit, blocks in zip(launch["units"], launch["parts"].split(4), strict=True):
+        unit.copy_(torch.stack(merged(blocks)))
+
+
+def merged(parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the state of all parts."""
+    tops, totals, weighted = parts.double().unbind(1)
     top = tops.amax(0)
     scale = (tops - top).exp()
-    total, weight = (totals * scale).sum(0), ((weighted + totals * (tops - top)) * scale).sum(0)
+    return top, (totals * scale).sum(0), ((weighted + totals * (tops - top)) * scale).sum(0)
+
+
+def finish(launch: Launch) -> None:
+    assert launch.block == 256
+    assert (launch["start"], launch["vocab"]) == (0, launch["columns"])
+    assert launch.grid[0] * 8 - 8 < launch["rows"] <= launch.grid[0] * 8
+    assert len(launch["parts"]) == -(-launch["columns"] // (256 * launch["blocks"]))
+    top, total, weight = merged(launch["parts"])
     number = temperature(launch).flatten()
     lse = top + total.log()
     results = {"logp": launch["chosen"] / number - lse, "norm": torch.stack((top * number, total.log()))}
@@ -124,7 +145,8 @@ def gradient(launch: Launch) -> None:
     assert launch["norm"].shape == (rows, 2)
     top, log_total = launch["norm"].double().split(1, 1)
     d = z - top / temperature(launch) - log_total
-    chosen = (launch["ids"][:, None] == torch.arange(begin, begin + width)).double()
+    first = launch["start"] + begin
+    chosen = (launch["ids"][:, None] == torch.arange(first, first + width)).double()
     found = torch.zeros_like(d)
     if launch["grad_logp"] is not None:
         found += launch["grad_logp"][:, None] * (chosen - d.exp())
@@ -135,6 +157,8 @@ def gradient(launch: Launch) -> None:
     found = found / temperature(launch)
     if constants["CAPPED"]:
         found *= launch["steepest"] * (1 - (z * temperature(launch) / softcap_of(launch)).square())
+    bad = (launch["ids"] < 0) | (launch["ids"] >= launch["vocab"])
+    found = torch.where(bad[:, None], torch.nan, found)
     if launch["has_ignored"]:
         found = torch.where((launch["ids"] != launch["ignore_index"])[:, None], found, 0.0)
     dz: Box = launch["dz"]
@@ -154,7 +178,7 @@ def add_rows(launch: Launch) -> None:
     launch["out"].add_(launch["sums"].sum(0))
 
 
-STAND_INS = {one.__name__: one for one in (sort_tiles, states, finish, gradient, add_rows)}
+STAND_INS = {one.__name__: one for one in (sort_tiles, states, merge_blocks, finish, gradient, add_rows)}
 CALL: dict[str, Any] = {"dtype": torch.float16, "size": 24, "layout": "row", "ids": torch.int64, "scale": 0.7}
 CALLS: tuple[dict[str, Any], ...] = (
     {"rows": 1, "vocab": 1, "size": 8},
@@ -240,7 +264,8 @@ def hold(call: dict[str, Any], backend: Any) -> None:
     for found, expected in zip(alone, (stats[0], stats[3]), strict=True):
         assert torch.equal(found, expected)
     sum((value * grad).sum() for value, grad in zip(gold, grads, strict=True) if grad is not None).backward()
-    saved = (stats[3], None if grads[2] is None else stats[2], *grads, 1, needed)
+    saved = (stats[3], None if grads[2] is None else stats[2], *grads, 0, call["vocab"], 1, False, 1, needed)
+    hold_shards(inputs, stats, grads, leaves, backend)
     found = list(backend.backward(*inputs, *saved))
     for name, value, leaf, wanted in zip(("hidden", "weight", "bias"), found, leaves, needed, strict=True):
         assert bool(value.numel()) == bool(wanted), name
@@ -251,6 +276,37 @@ def hold(call: dict[str, Any], backend: Any) -> None:
         continued = total.double() + leaves[1].grad
         backend.backward_main_grad(*inputs, *saved, total)
         close(total, continued)
+
+
+def hold_shards(
+    inputs: tuple[Any, ...], stats: Any, grads: list[torch.Tensor | None], leaves: list[Any], backend: Any
+) -> None:
+    """Hold both parts of the forward pass over shards to the whole, and backward on the shards to the definition."""
+    hidden, weight, ids, bias, scale, ignored, cap = inputs
+    vocab, entropy = len(weight), bias is not None
+    for ranks in (2, 8):
+        bounds, slots = vocab_shards(vocab, ranks), vocabulary.slots(vocab, ranks)
+        shards = [
+            (hidden, weight[start:stop], ids, None if bias is None else bias[start:stop], scale, ignored, cap)
+            for start, stop in bounds
+        ]
+        packed = [
+            backend.states(*shard, start, slots, entropy) for shard, (start, _) in zip(shards, bounds, strict=True)
+        ]
+        found = backend.finish(torch.stack(packed), ids, scale, ignored, vocab, entropy)
+        for value, whole, wanted in zip(found, stats, (True, entropy, entropy, True), strict=True):
+            assert bool(value.numel()) == wanted
+            assert not wanted or torch.allclose(value, whole, atol=1e-5, rtol=1e-5)
+    saved = (stats[3], None if grads[2] is None else stats[2], *grads)
+    needed = [True, True, bias is not None]
+    parts = [
+        backend.backward(*shard, *saved, start, vocab, 8, True, 1, needed)
+        for shard, (start, _) in zip(shards, bounds, strict=True)
+    ]
+    close(sum(part[0] for part in parts), leaves[0].grad)
+    close(torch.cat([part[1] for part in parts]), leaves[1].grad)
+    if bias is not None:
+        close(torch.cat([part[2] for part in parts]), leaves[2].grad)
 
 
 def hold_all(plant: Plant = nullcontext) -> None:
@@ -281,7 +337,7 @@ def test_kernels_are_launched_with_what_the_shapes_imply() -> None:
     hold_all()
 
 
-@pytest.mark.parametrize("bug", [*SHOWN, *LAUNCHES], ids=lambda bug: bug.name)
+@pytest.mark.parametrize("bug", [*SHOWN, *LAUNCHES, *SHARDS], ids=lambda bug: bug.name)
 def test_bug_planted_in_the_host_code_shows_in_the_launches(bug: Bug) -> None:
     with pytest.raises(FAILURES):
         hold_all(partial(planted, MODULES, bug))

@@ -49,7 +49,7 @@ def test_logits_are_never_held_and_workspace_bounds_the_rest(dtype: torch.dtype)
         logp, lse, entropy, norm = native.forward_stats(*inputs)
     saved = (norm, entropy, logp, lse, entropy)
     with Memory(*tensors, *saved) as backward:
-        grads = native.backward(*inputs, *saved, workspace_mib, [True, True, True])
+        grads = native.backward(*inputs, *saved, 0, vocab, 1, False, workspace_mib, [True, True, True])
     assert max(forward.largest, backward.largest) < rows * vocab / 2
     buffer = 0 if dtype == torch.float32 else rows * size * 4
     assert buffer < backward.peak < sum(grad.nbytes for grad in grads) + (workspace_mib << 20)

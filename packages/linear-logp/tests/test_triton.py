@@ -94,7 +94,8 @@ def test_main_grad_is_continued_in_pieces_and_blocks(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("workspace_mib", [1, 64, 256, 4096])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_cut_keeps_to_the_workspace(count: int, workspace_mib: int, dtype: torch.dtype) -> None:
-    from rl_kernels.linear_logp.backends.triton.backend import Steps, schedule_of
+    from rl_kernels.linear_logp.backends.triton.backward import Steps
+    from rl_kernels.linear_logp.backends.triton.tiles import schedule_of
     from rl_kernels.linear_logp.inputs import Inputs
     from rl_kernels.linear_logp.products import LEAST_HEIGHT, LEAST_PIECE
 

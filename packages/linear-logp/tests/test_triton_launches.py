@@ -17,9 +17,10 @@ from rl_kernels.core.testing import Bug, lying, poisoned_empty
 from rl_kernels.core.testing.planted import planted
 from rl_kernels.core.testing.triton_launches import Descriptor, TritonLaunch, TritonRecorder
 from rl_kernels.core.testing.triton_matmul import matmul, operand
-from rl_kernels.linear_logp.spec.mutants_triton import HOST, LAUNCHES, MODULES
+from rl_kernels.linear_logp import vocab_shards, vocabulary
+from rl_kernels.linear_logp.spec.mutants_triton import HOST, LAUNCHES, MODULES, SHARDS
 
-BLOCK, SEGMENT, ROWS = 256, 4096, 32
+BLOCK, UNIT, ROWS = 256, 1024, 32
 FAILURES = (AssertionError, RuntimeError)
 Plant = Callable[[], AbstractContextManager[None]]
 
@@ -75,12 +76,12 @@ def merged(parts: torch.Tensor) -> torch.Tensor:
 
 def states(launch: TritonLaunch) -> None:
     n, v, width = launch["N"], launch["V"], launch["width"]
-    units = -(-v // width)
-    assert width in (BLOCK, SEGMENT)
+    blocks = -(-v // width)
+    assert width in (BLOCK, UNIT)
     assert launch["RAGGED"] == bool(v % BLOCK)
-    assert launch.grid[0] == -(-n // launch["BLOCK_M"]) * units
+    assert launch.grid[0] == -(-n // launch["BLOCK_M"]) * blocks
     assert launch["parts"].dtype == torch.float32
-    for part, z in zip(dense(launch["parts"], units, 3, n), logits(launch).split(width, 1), strict=True):
+    for part, z in zip(dense(launch["parts"], blocks, 3, n), logits(launch).split(width, 1), strict=True):
         part.copy_(state(z))
 
 
@@ -93,22 +94,25 @@ def selected(launch: TritonLaunch) -> None:
         for x, rows, name in pairs
     )
     z = capped(launch, hidden @ weight.t() + bias_of(launch))
-    dense(launch["chosen"], n).copy_(z.gather(1, dense(launch["ids"], n).long().clamp(0)[:, None])[:, 0])
+    column = dense(launch["ids"], n).long() - launch["start"]
+    here = (column >= 0) & (column < v)
+    chosen = z.gather(1, column.clamp(0, v - 1)[:, None])[:, 0]
+    dense(launch["chosen"], n).copy_(torch.where(here, chosen, 0.0))
 
 
 def merge_blocks(launch: TritonLaunch) -> None:
-    n, units = launch["count"], launch["units"]
-    assert launch.grid[:2] == (-(-n // ROWS), -(-units // 16))
-    parts = dense(launch["parts"], units, 3, n)
-    for segment, place in enumerate(dense(launch["merged"], launch.grid[1], 3, n)):
-        place.copy_(merged(parts[segment * 16 : segment * 16 + 16]))
+    n, blocks = launch["count"], launch["blocks"]
+    assert launch.grid[:2] == (-(-n // ROWS), -(-blocks // 4))
+    parts = dense(launch["parts"], blocks, 3, n)
+    for unit, place in enumerate(dense(launch["merged"], launch.grid[1], 3, n)):
+        place.copy_(merged(parts[unit * 4 : unit * 4 + 4]))
 
 
 def finish(launch: TritonLaunch) -> None:
-    n, ids = launch["count"], launch["ids"]
+    n, ids = launch["count"], dense(launch["ids"], launch["count"])
     assert launch.grid[0] == -(-n // ROWS)
-    assert launch["segments"] == -(-launch["V"] // SEGMENT)
-    top, total, weighted = merged(dense(launch["parts"], launch["segments"], 3, n))
+    assert launch["units"] == -(-launch["V"] // UNIT)
+    top, total, weighted = merged(dense(launch["parts"], launch["units"], 3, n))
     lse, number = top + total.log(), temperature(launch, n)
     results = {
         "logp": dense(launch["chosen"], n) / number - lse,
@@ -131,7 +135,8 @@ def dlogits(launch: TritonLaunch) -> None:
     def upstream(name: str, flag: str) -> torch.Tensor:
         return dense(launch[name], n).double()[:, None] if launch[flag] else torch.zeros(n, 1)
 
-    chosen = (ids[:, None] == torch.arange(begin, begin + width)).double()
+    first = launch["start"] + begin
+    chosen = (ids[:, None] == torch.arange(first, first + width)).double()
     found = upstream("grad_logp", "HAS_LOGP") * (chosen - d.exp()) + upstream("grad_logsumexp", "HAS_LSE") * d.exp()
     if launch["HAS_ENTROPY"]:
         entropy = dense(launch["entropies"], n).double()[:, None]
@@ -140,6 +145,7 @@ def dlogits(launch: TritonLaunch) -> None:
     if launch["CAPPED"]:
         y = logits(launch)[:, begin : begin + width] * temperature(launch, n)[:, None]
         found *= launch["cap"] * launch["rate"] * (1 - (y / launch["cap"]).square())
+    found = torch.where(((ids < 0) | (ids >= launch["vocab"]))[:, None], torch.nan, found)
     if launch["HAS_IGNORED"]:
         found = torch.where((ids != launch["ignore_index"])[:, None], found, 0.0)
     dz = launch["dz"]
@@ -180,7 +186,8 @@ CALLS: tuple[dict[str, Any], ...] = (
 )
 
 
-def hold(call: dict[str, Any], backend: Any) -> None:
+def hold(call: dict[str, Any], backend: Any) -> tuple[Any, ...]:
+    """Hold a call to the definition; return what ``hold_shards`` takes."""
     torch.manual_seed(1)
     rows, vocab, size, dtype = (call[name] for name in ("rows", "vocab", "size", "dtype"))
     hidden, weight = (lying(torch.randn(count, size).to(dtype), call["layout"]) for count in (rows, vocab))
@@ -214,11 +221,44 @@ def hold(call: dict[str, Any], backend: Any) -> None:
     for value, expected in zip((*stats, *backend.forward(*inputs)), (*gold, norm, gold[0], norm), strict=True):
         assert torch.allclose(value.double(), expected, rtol=1e-4, atol=1e-3)
     sum((value * grad).sum() for value, grad in zip(gold, given, strict=True) if grad is not None).backward()
-    saved = (stats[3], None if given[2] is None else stats[2], *given, 1, [True, True, bias is not None])
-    for found, leaf in zip(backend.backward(*inputs, *saved), leaves, strict=True):
+    saved = (stats[3], None if given[2] is None else stats[2], *given)
+    shard = (0, vocab, 1, False, 1, [True, True, bias is not None])
+    for found, leaf in zip(backend.backward(*inputs, *saved, *shard), leaves, strict=True):
         if leaf is not None:
             assert not found.isnan().any()
             assert (found.double() - leaf.grad).abs().max() <= 1e-2 * leaf.grad.abs().max() + 1e-6
+    return inputs, stats, given, leaves
+
+
+def hold_shards(
+    inputs: tuple[Any, ...], stats: Any, given: list[torch.Tensor | None], leaves: list[Any], backend: Any
+) -> None:
+    """Hold both parts of the forward pass over shards to the whole, and backward on the shards to the definition."""
+    hidden, weight, ids, bias, scale, ignored, cap = inputs
+    vocab, entropy = len(weight), bias is not None
+    for ranks in (2, 8):
+        bounds, slots = vocab_shards(vocab, ranks), vocabulary.slots(vocab, ranks)
+        shards = [
+            (hidden, weight[start:stop], ids, None if bias is None else bias[start:stop], scale, ignored, cap)
+            for start, stop in bounds
+        ]
+        packed = [
+            backend.states(*shard, start, slots, entropy) for shard, (start, _) in zip(shards, bounds, strict=True)
+        ]
+        found = backend.finish(torch.stack(packed), ids, scale, ignored, vocab, entropy)
+        for value, whole, wanted in zip(found, stats, (True, entropy, entropy, True), strict=True):
+            assert bool(value.numel()) == wanted
+            assert not wanted or torch.allclose(value, whole, atol=1e-5, rtol=1e-5)
+    saved = (stats[3], None if given[2] is None else stats[2], *given)
+    parts = [
+        backend.backward(*shard, *saved, start, vocab, 8, True, 1, [True, True, bias is not None])
+        for shard, (start, _) in zip(shards, bounds, strict=True)
+    ]
+    found = sum(part[0] for part in parts), *(torch.cat([part[place] for part in parts]) for place in (1, 2))
+    for value, leaf in zip(found, leaves, strict=True):
+        if leaf is not None:
+            assert not value.isnan().any()
+            assert (value.double() - leaf.grad).abs().max() <= 1e-2 * leaf.grad.abs().max() + 1e-6
 
 
 def check_blocks(pieces: list[TritonLaunch]) -> None:
@@ -236,11 +276,12 @@ def hold_all(plant: Plant = nullcontext) -> None:
             backend = importlib.import_module("rl_kernels.linear_logp.backends.triton.backend")
             products = importlib.import_module("rl_kernels.linear_logp.products")
             with patch.multiple(products, LEAST_PIECE=1024, LEAST_HEIGHT=128):
-                hold({**CALL, **call}, backend)
+                held = hold({**CALL, **call}, backend)
+                check_blocks([launch for launch in recorder.launches if launch.name == "dlogits"])
+                hold_shards(*held, backend)
         formed = [launch for launch in recorder.launches if launch.name == "states"]
         pieces = [launch for launch in recorder.launches if launch.name == "dlogits"]
         widths |= {launch["width"] for launch in formed}
-        check_blocks(pieces)
         dtype = call.get("dtype", torch.bfloat16)
         if recorder.arch == "sm90":
             # The width of a piece must not decide how its gradient is stored.
@@ -250,14 +291,14 @@ def hold_all(plant: Plant = nullcontext) -> None:
             elsewhere[dtype] = elsewhere.get(dtype, set()) | cuts
     # Elsewhere than on Hopper nobody has shown that bits follow no schedule.
     assert all(len(cuts) == 1 for cuts in elsewhere.values())
-    assert widths == {BLOCK, SEGMENT}
+    assert widths == {BLOCK, UNIT}
 
 
 def test_kernels_are_launched_with_what_the_shapes_imply() -> None:
     hold_all()
 
 
-@pytest.mark.parametrize("bug", [*HOST, *LAUNCHES], ids=lambda bug: bug.name)
+@pytest.mark.parametrize("bug", [*HOST, *LAUNCHES, *SHARDS], ids=lambda bug: bug.name)
 def test_bug_planted_in_the_host_code_shows_in_the_launches(bug: Bug) -> None:
     with pytest.raises(FAILURES):
         hold_all(partial(planted, MODULES, bug))

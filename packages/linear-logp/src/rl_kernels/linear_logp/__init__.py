@@ -2,5 +2,6 @@
 
 from rl_kernels.core import LogpStats
 from rl_kernels.linear_logp.api import linear_logp
+from rl_kernels.linear_logp.vocabulary import vocab_shards
 
-__all__ = ["LogpStats", "linear_logp"]
+__all__ = ["LogpStats", "linear_logp", "vocab_shards"]

@@ -2,24 +2,28 @@
 
 It takes pieces of the vocabulary in ascending order, and for each piece all blocks of rows in ascending order::
 
-    for piece in vocabulary:            dW[piece] is complete after this iteration
-        for block in rows:              z of (block, piece), with the bits of the forward pass
-            dz -> dH[block] += dz @ W[piece];  dW[piece] += dz^T @ H[block];  dbias[piece] += dz^T @ 1
+    for segment in vocabulary:              one, or eight
+        for piece in segment:               dW[piece] is complete after this iteration
+            for block in rows:              z of (block, piece), with the bits of the forward pass
+                dz -> dH[block] += dz @ W[piece];  dW[piece] += dz^T @ H[block];  dbias[piece] += dz^T @ 1
+        dH -> Tree                          a chain that starts at 0 for each segment; a balanced tree adds the chains
 
 This order is the contract. dH accumulates over pieces, so its rows do not depend on the batch. dW and dbias are chains
 over tokens that start at the first row. The height of a block depends on the workspace; each backend rounds it so that
-it changes no bit.
+it changes no bit. The segments of a shard are a subtree, so ranks add one partial sum each, by the rest of the tree.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from rl_kernels.core import rowwise
 from rl_kernels.linear_logp.inputs import Inputs, slices
+from rl_kernels.linear_logp.tree import Tree
+from rl_kernels.linear_logp.vocabulary import SEGMENTS, vocab_shards
 
 
 class Steps(Protocol):
@@ -44,43 +48,94 @@ def gradients(
     steps: Steps,
     inputs: Inputs,
     upstream: rowwise.LogpUpstream,
+    vocab_segments: int,
+    partial: bool,
     workspace_mib: int,
     needed: Sequence[bool],
     main_grad: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of hidden, weight and bias in the dtype of the inputs, empty if not needed.
 
-    With ``main_grad`` the gradient of the weight is added to it, and comes back empty.
+    With ``partial`` that of hidden is the sum over this shard in the compute dtype, not rounded. With ``main_grad``
+    that of the weight is added to it, and comes back empty.
     """
     count, dtype = inputs.hidden.shape[0], rowwise.compute_dtype(inputs.hidden.dtype)
     workspace = workspace_mib << 20
     if needed[1]:
         inputs, workspace = _cleaned(inputs, workspace)
     hidden, weight = inputs.hidden, inputs.weight
-    dhidden = hidden.new_empty(hidden.shape if needed[0] else 0, dtype=dtype)
+    first = hidden.new_empty(hidden.shape if needed[0] else 0, dtype=dtype)
+    tree, segments = Tree(first), _segments(inputs, vocab_segments) if count else []
     dweight = weight.new_empty(weight.shape if needed[1] and main_grad is None else 0)
     dbias = hidden.new_zeros(weight.shape[0] if needed[2] else 0, dtype=dtype)
-    if not count:
-        return dhidden.to(hidden.dtype), dweight.zero_(), dbias.to(hidden.dtype)
-
-    piece, height = steps.cut(inputs, workspace - dhidden.nbytes, needed)
-    for columns in slices(weight.shape[0], piece):
-        total = _weight_total(dweight, main_grad, columns, in_blocks=height < count) if needed[1] else None
-        for rows in slices(count, height):
-            dz = steps.dlogits(inputs.block(rows), upstream.rows(rows), columns, dbias[columns] if needed[2] else None)
-            if needed[0]:
-                steps.add_dhidden(dz, weight[columns], dhidden[rows], continues=columns.start > 0)
-            if total is not None:
-                steps.add_dweight(dz, hidden[rows], total, continues=rows.start > 0 or main_grad is not None)
-            # Free dz before the next one is allocated.
-            del dz
-        if total is not None and main_grad is None and total.dtype != dweight.dtype:
-            dweight[columns] = total
-
+    if segments:
+        longest = inputs._replace(weight=weight[segments[0]])
+        piece, height = steps.cut(longest, workspace - Tree.most(len(segments)) * first.nbytes, needed)
+        loop = _Loop(steps, inputs, upstream, height, needed, dweight, main_grad, dbias)
+        for segment in segments:
+            chain = tree.buffer()
+            loop.walk(segment, piece, chain)
+            if segment is segments[-1] and vocab_segments > 1 and _are_some_empty(inputs.vocab):
+                # An empty segment is +0, so a sum with it is never -0.
+                chain += 0.0
+            tree.add(chain)
+    else:
+        dweight.zero_()
+    dhidden = tree.total()
     if needed[0] and inputs.ignore_index is not None:
         # dz of ignored rows is 0, but 0 times a weight of NaN or inf is NaN.
         dhidden.masked_fill_((inputs.target_ids == inputs.ignore_index)[:, None], 0.0)
-    return dhidden.to(hidden.dtype), dweight, dbias.to(hidden.dtype)
+    return dhidden if partial else dhidden.to(hidden.dtype), dweight, dbias.to(hidden.dtype)
+
+
+class _Loop(NamedTuple):
+    """What the loop over a segment reads and writes."""
+
+    steps: Steps
+    inputs: Inputs
+    upstream: rowwise.LogpUpstream
+    height: int
+    needed: Sequence[bool]
+    dweight: torch.Tensor
+    main_grad: torch.Tensor | None
+    dbias: torch.Tensor
+
+    def walk(self, segment: slice, piece: int, dhidden: torch.Tensor) -> None:
+        """Write the chain of dH over a segment to ``dhidden``, and the segment's rows of dW and dbias."""
+        for part in slices(segment.stop - segment.start, piece):
+            columns = slice(segment.start + part.start, segment.start + part.stop)
+            self._piece(columns, dhidden, continues=part.start > 0)
+
+    def _piece(self, columns: slice, dhidden: torch.Tensor, *, continues: bool) -> None:
+        inputs, count, main_grad = self.inputs, len(self.inputs.hidden), self.main_grad
+        total = None
+        if self.needed[1]:
+            total = _weight_total(self.dweight, main_grad, columns, in_blocks=self.height < count)
+        for rows in slices(count, self.height):
+            dbias = self.dbias[columns] if self.needed[2] else None
+            dz = self.steps.dlogits(inputs.block(rows), self.upstream.rows(rows), columns, dbias)
+            if self.needed[0]:
+                self.steps.add_dhidden(dz, inputs.weight[columns], dhidden[rows], continues=continues)
+            if total is not None:
+                in_turn = rows.start > 0 or main_grad is not None
+                self.steps.add_dweight(dz, inputs.hidden[rows], total, continues=in_turn)
+            # Free dz before the next one is allocated.
+            del dz
+        if total is not None and main_grad is None and total.dtype != self.dweight.dtype:
+            self.dweight[columns] = total
+
+
+def _segments(inputs: Inputs, number: int) -> list[slice]:
+    """Return the segments of the vocabulary in this shard that are not empty, counted from its first column."""
+    here = len(inputs.weight)
+    bounds = vocab_shards(inputs.vocab, number) if number > 1 else ((inputs.start, inputs.start + here),)
+    found = [slice(first - inputs.start, last - inputs.start) for first, last in bounds]
+    return [part for part in found if 0 <= part.start < part.stop <= here]
+
+
+def _are_some_empty(vocab: int) -> bool:
+    first, last = vocab_shards(vocab, SEGMENTS)[-1]
+    return first == last
 
 
 def _cleaned(inputs: Inputs, workspace: int) -> tuple[Inputs, int]:

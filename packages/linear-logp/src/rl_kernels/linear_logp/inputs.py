@@ -24,7 +24,12 @@ class Cap(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """The inputs of a call, as the raw ops take them."""
+    """The inputs of a call, as the raw ops take them; weight and bias may be a shard of the vocabulary.
+
+    Attributes:
+        start: the shard's first column in the vocabulary; ids count from the first column of the vocabulary.
+        whole: columns of the vocabulary; None if weight has them all.
+    """
 
     hidden: torch.Tensor
     weight: torch.Tensor
@@ -33,6 +38,13 @@ class Inputs(NamedTuple):
     temperature: torch.Tensor
     ignore_index: int | None
     cap_numbers: torch.Tensor | None
+    start: int = 0
+    whole: int | None = None
+
+    @property
+    def vocab(self) -> int:
+        """The number of columns of the vocabulary."""
+        return len(self.weight) if self.whole is None else self.whole
 
     @property
     def cap(self) -> Cap | None:

@@ -7,11 +7,16 @@ norm ``[N, 2]``, all in the compute dtype. norm holds the largest logit of each 
 the log of the sum of e^(z - max z); backward computes the gradient from these two. ``needed`` lists whether the
 gradients of hidden, weight and bias are needed; one that is not comes back empty. ``backward_main_grad`` adds the
 gradient of the weight to ``main_grad[V, D]``, FP32, and returns the gradients of hidden and bias.
+
+``states`` and ``finish`` are the forward pass in two parts, between which ranks exchange states: weight and bias are a
+shard that begins at column ``vocab_start`` of ``vocab_size``; ids are those of the whole vocabulary. ``states`` returns
+``packed[slots k + 1, N]`` and ``finish`` takes ``gathered[ranks, slots k + 1, N]`` (``packing``); without ``entropy``
+two of its results are empty. Backward takes a shard too. With ``partial`` its gradient of hidden is the sum over the
+shard, in the compute dtype.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,16 +26,21 @@ from rl_kernels.core.cuda.where import cuda_backend
 from rl_kernels.core.operator import INVARIANT, REPEATABLE, Backend, Call, Operator
 from rl_kernels.core.rowwise import compute_dtype
 from rl_kernels.core.triton_lib.launch import triton_backend
+from rl_kernels.linear_logp import packing
 
 _INPUTS = (
     "Tensor hidden, Tensor weight, Tensor target_ids, Tensor? bias, Tensor temperature, int? ignore_index, Tensor? cap"
 )
 _SAVED = "Tensor norm, Tensor? entropy, Tensor? grad_logp, Tensor? grad_logsumexp, Tensor? grad_entropy"
-_BACKWARD = f"{_INPUTS}, {_SAVED}, int workspace_mib, bool[3] needed"
+_SHARD = "SymInt vocab_start, SymInt vocab_size, int vocab_segments, bool partial"
+_BACKWARD = f"{_INPUTS}, {_SAVED}, {_SHARD}, int workspace_mib, bool[3] needed"
+_GATHERED = "Tensor gathered, Tensor target_ids, Tensor temperature, int? ignore_index, SymInt vocab_size, bool entropy"
 
 SCHEMAS = {
     "forward": f"({_INPUTS}, str backend) -> (Tensor, Tensor)",
     "forward_stats": f"({_INPUTS}, str backend) -> (Tensor, Tensor, Tensor, Tensor)",
+    "states": f"({_INPUTS}, SymInt vocab_start, int slots, bool entropy, str backend) -> Tensor",
+    "finish": f"({_GATHERED}, str backend) -> (Tensor, Tensor, Tensor, Tensor)",
     "backward": f"({_BACKWARD}, str backend) -> (Tensor, Tensor, Tensor)",
     "backward_main_grad": f"({_BACKWARD}, Tensor(a!) main_grad, str backend) -> (Tensor, Tensor)",
 }
@@ -40,12 +50,23 @@ def _rows(hidden: torch.Tensor, *shape: int) -> torch.Tensor:
     return hidden.new_empty(hidden.shape[0], *shape, dtype=compute_dtype(hidden.dtype))
 
 
+def _finished(
+    gathered: torch.Tensor, target_ids: torch.Tensor, *others: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    count, extra = len(target_ids), len(target_ids) if others[-1] else 0
+    logp, lse, entropy, norm = (gathered.new_empty(shape) for shape in (count, extra, extra, (count, 2)))
+    return logp, lse, entropy, norm
+
+
 def _gradients(
-    hidden: torch.Tensor, weight: torch.Tensor, *others: Any, needed: Sequence[bool]
+    hidden: torch.Tensor, weight: torch.Tensor, *others: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    *_, partial, _, needed = others
     shapes = (hidden.shape, weight.shape, weight.shape[:1])
+    dtypes = (compute_dtype(hidden.dtype) if partial else hidden.dtype, *[hidden.dtype] * 2)
     dhidden, dweight, dbias = (
-        hidden.new_empty(shape if wanted else 0) for shape, wanted in zip(shapes, needed, strict=True)
+        hidden.new_empty(shape if wanted else 0, dtype=dtype)
+        for shape, dtype, wanted in zip(shapes, dtypes, needed, strict=True)
     )
     return dhidden, dweight, dbias
 
@@ -53,8 +74,10 @@ def _gradients(
 FAKES = {
     "forward": lambda hidden, *_: (_rows(hidden), _rows(hidden, 2)),
     "forward_stats": lambda hidden, *_: (_rows(hidden), _rows(hidden), _rows(hidden), _rows(hidden, 2)),
-    "backward": lambda *args: _gradients(*args[:-1], needed=args[-1]),
-    "backward_main_grad": lambda *args: _gradients(*args[:-2], needed=args[-2])[::2],
+    "states": lambda hidden, *others: packing.empty(hidden, others[-2], entropy=others[-1])[0],
+    "finish": _finished,
+    "backward": _gradients,
+    "backward_main_grad": lambda *args: _gradients(*args[:-1])[::2],
 }
 
 
@@ -63,10 +86,12 @@ def describe(
     lm_head_weight: torch.Tensor,
     target_ids: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
+    vocab_size: int | None = None,
     **_: object,
 ) -> Call:
     """Return what the dispatcher looks at in a call of the public function."""
-    return Call.of(hidden, D=hidden.shape[-1], V=lm_head_weight.shape[0], bias=bias is not None)
+    vocab = lm_head_weight.shape[0] if vocab_size is None else vocab_size
+    return Call.of(hidden, D=hidden.shape[-1], V=vocab, bias=bias is not None)
 
 
 PER_CHUNK = 8

@@ -1,7 +1,7 @@
 """The backward pass of the GPU backends: how it is cut into blocks, and its two products in Triton.
 
-dH is a canonical chain over the vocabulary, dW one over the tokens. For FP32 inputs the chain of dH has spans of 256
-columns.
+dH is a canonical chain over the vocabulary, or over each of its segments; dW one over the tokens. For FP32 inputs the
+chain of dH has spans of 256 columns.
 """
 
 from __future__ import annotations
@@ -37,15 +37,19 @@ def backward(
     grad_logp: torch.Tensor | None,
     grad_logsumexp: torch.Tensor | None,
     grad_entropy: torch.Tensor | None,
+    vocab_start: int,
+    vocab_size: int,
+    vocab_segments: int,
+    partial: bool,
     workspace_mib: int,
     needed: Sequence[bool],
     main_grad: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (dhidden, dweight, dbias), empty if not needed; with ``main_grad``, dweight is added to it instead."""
-    inputs = Inputs(hidden, weight, target_ids, bias, temperature, ignore_index, cap)
+    inputs = Inputs(hidden, weight, target_ids, bias, temperature, ignore_index, cap, vocab_start, vocab_size)
     grads = (grad if grad is None else grad.contiguous() for grad in (grad_logp, grad_logsumexp, grad_entropy))
     upstream = LogpUpstream(target_ids, norm, entropy, *grads)
-    return gradients(steps, inputs, upstream, workspace_mib, needed, main_grad)
+    return gradients(steps, inputs, upstream, vocab_segments, partial, workspace_mib, needed, main_grad)
 
 
 def ceil_div(n: int, d: int) -> int:

@@ -1,23 +1,24 @@
 """linear_logp in PyTorch: pieces of the vocabulary for blocks of rows, every sum in a fixed order.
 
-Reduction order, which is the contract of this backend on the CPU: the vocabulary is cut into pieces of 1024 columns.
-Logits are products in FP64, rounded once to FP32. Each piece gives a softmax state; the states are merged in ascending
-order. dH adds one product per piece, FP64 rounded to FP32, in ascending order; dW adds 16 tokens per step. On a GPU the
+Reduction order, which is the contract of this backend on the CPU: the vocabulary is cut into units of 1024 columns.
+Logits are products in FP64, rounded once to FP32. Each unit gives a softmax state; the states are merged in ascending
+order. dH adds one product per unit, FP64 rounded to FP32, in ascending order; dW adds 16 tokens per step. On a GPU the
 products come from the vendor library, so bits may depend on the batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
 from rl_kernels.core import rowwise
+from rl_kernels.linear_logp import packing
 from rl_kernels.linear_logp.backward import gradients
 from rl_kernels.linear_logp.inputs import Inputs, slices
+from rl_kernels.linear_logp.vocabulary import UNIT
 
-PIECE = 1024
-"""Columns of a vocabulary piece: part of the contract, so fixed. Its weights in FP64 take 8 D KiB."""
 BLOCK_ELEMENTS = 1 << 20
 """Logits that the forward pass processes at once. Rows are independent, so this changes no bit."""
 
@@ -52,6 +53,46 @@ def forward_stats(
     return logp, lse, entropy, norm
 
 
+def states(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target_ids: torch.Tensor,
+    bias: torch.Tensor | None,
+    temperature: torch.Tensor,
+    ignore_index: int | None,
+    cap: torch.Tensor | None,
+    vocab_start: int,
+    slots: int,
+    entropy: bool,
+) -> torch.Tensor:
+    """Return the packed states and selected logits of a shard of the vocabulary (``packing``)."""
+    inputs = Inputs(hidden, weight, target_ids, bias, temperature, ignore_index, cap, vocab_start)
+    packed, parts, chosen = packing.empty(hidden, slots, entropy=entropy)
+    for rows in _blocks(inputs):
+        for unit, state in enumerate(_walk(inputs.block(rows), chosen[rows], entropy=entropy)):
+            for number, value in enumerate(state[: parts.shape[1]]):
+                parts[unit, number, rows] = value
+    return packed
+
+
+def finish(
+    gathered: torch.Tensor,
+    target_ids: torch.Tensor,
+    temperature: torch.Tensor,
+    ignore_index: int | None,
+    vocab_size: int,
+    entropy: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (logp, logsumexp, entropy, norm) from the packed states of all shards; two are empty if not wanted."""
+    parts, chosen = packing.unpacked(gathered, target_ids, vocab_size, entropy=entropy)
+    scale = rowwise.per_row(temperature, chosen)
+    each = (rowwise.SoftmaxState(top, total, weighted if entropy else None) for top, total, weighted in parts)
+    inputs = Inputs(gathered, gathered, target_ids, None, temperature, ignore_index, None, whole=vocab_size)
+    logp, norm, *others = _results(inputs, _merged(each, scale), chosen, scale)
+    lse, row_entropy = others or [gathered.new_empty(0), gathered.new_empty(0)]
+    return logp, lse, row_entropy, norm
+
+
 def backward(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -65,15 +106,19 @@ def backward(
     grad_logp: torch.Tensor | None,
     grad_logsumexp: torch.Tensor | None,
     grad_entropy: torch.Tensor | None,
+    vocab_start: int,
+    vocab_size: int,
+    vocab_segments: int,
+    partial: bool,
     workspace_mib: int,
     needed: Sequence[bool],
     main_grad: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (dhidden, dweight, dbias), empty if not needed; with ``main_grad``, dweight is added to it instead."""
-    inputs = Inputs(hidden, weight, target_ids, bias, temperature, ignore_index, cap)
+    inputs = Inputs(hidden, weight, target_ids, bias, temperature, ignore_index, cap, vocab_start, vocab_size)
     grads = (grad_logp, grad_logsumexp, grad_entropy)
     upstream = rowwise.LogpUpstream(target_ids, norm, entropy, *grads)
-    return gradients(Steps(), inputs, upstream, workspace_mib, needed, main_grad)
+    return gradients(Steps(), inputs, upstream, vocab_segments, partial, workspace_mib, needed, main_grad)
 
 
 def backward_main_grad(*args: object) -> tuple[torch.Tensor, torch.Tensor]:
@@ -83,34 +128,48 @@ def backward_main_grad(*args: object) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _statistics(inputs: Inputs, *, entropy: bool) -> list[torch.Tensor]:
-    count, size = inputs.hidden.shape
+    count = len(inputs.hidden)
     dtype = rowwise.compute_dtype(inputs.hidden.dtype)
     shapes = ((count,), (count, 2), *([(count,)] * 2 if entropy else ()))
     totals = [inputs.hidden.new_empty(shape, dtype=dtype) for shape in shapes]
-    for rows in slices(count, max(BLOCK_ELEMENTS // max(PIECE, size), rowwise.BLOCK)):
+    for rows in _blocks(inputs):
         block = inputs.block(rows)
-        state, chosen, scale = _walk(block, entropy)
-        found = rowwise.finish(state, scale)
-        bad = rowwise.outside(block.target_ids, inputs.weight.shape[0]) | found.norm.isnan().any(1)
-        values = [torch.where(bad, torch.nan, found.logp(chosen, scale)), found.norm]
-        if found.entropy is not None:
-            values += [found.logsumexp, found.entropy]
-        for total, value in zip(totals, values, strict=True):
-            total[rows] = block.keep(value)
+        scale = rowwise.per_row(block.temperature, block.hidden)
+        chosen = block.hidden.new_zeros(len(block.hidden), dtype=dtype)
+        state = _merged(_walk(block, chosen, entropy=entropy), scale)
+        for total, value in zip(totals, _results(block, state, chosen, scale), strict=True):
+            total[rows] = value
     return totals
 
 
-def _walk(block: Inputs, entropy: bool) -> tuple[rowwise.SoftmaxState, torch.Tensor, torch.Tensor]:
-    """Return the softmax state of the rows, the logit of each target, and the temperature as ``[N, 1]``."""
-    first, *others = slices(block.weight.shape[0], PIECE)
-    x = _logits(block, first)
-    scale = rowwise.per_row(block.temperature, x)
-    state, chosen = rowwise.softmax_state(x, scale, entropy=entropy), rowwise.select(x, block.target_ids)
-    for columns in others:
+def _blocks(inputs: Inputs) -> Iterator[slice]:
+    count, size = inputs.hidden.shape
+    return slices(count, max(BLOCK_ELEMENTS // max(UNIT, size), rowwise.BLOCK))
+
+
+def _walk(block: Inputs, chosen: torch.Tensor, *, entropy: bool) -> Iterator[rowwise.SoftmaxState]:
+    """Yield the softmax states of each unit; add the logit that a row selects to ``chosen[N]``."""
+    for columns in slices(len(block.weight), UNIT):
         x = _logits(block, columns)
-        state = rowwise.merge(state, rowwise.softmax_state(x, scale, entropy=entropy), scale)
-        chosen = chosen + rowwise.select(x, block.target_ids, columns.start)
-    return state, chosen, scale
+        chosen += rowwise.select(x, block.target_ids, block.start + columns.start)
+        yield rowwise.softmax_state(x, rowwise.per_row(block.temperature, x), entropy=entropy)
+
+
+def _merged(states: Iterable[rowwise.SoftmaxState], scale: torch.Tensor) -> rowwise.SoftmaxState:
+    """Return the state of all units, merged in ascending order."""
+    return functools.reduce(lambda left, right: rowwise.merge(left, right, scale), states)
+
+
+def _results(
+    block: Inputs, state: rowwise.SoftmaxState, chosen: torch.Tensor, scale: torch.Tensor
+) -> list[torch.Tensor]:
+    """Return logp and norm, and with entropy logsumexp and entropy; 0 at ignored positions."""
+    found = rowwise.finish(state, scale)
+    bad = rowwise.outside(block.target_ids, block.vocab) | found.norm.isnan().any(1)
+    values = [torch.where(bad, torch.nan, found.logp(chosen, scale)), found.norm]
+    if found.entropy is not None:
+        values += [found.logsumexp, found.entropy]
+    return [block.keep(value) for value in values]
 
 
 def _logits(block: Inputs, columns: slice) -> torch.Tensor:
@@ -125,25 +184,26 @@ class Steps:
     """One piece of the vocabulary for one block of rows of the backward pass."""
 
     def cut(self, inputs: Inputs, workspace: int, needed: Sequence[bool]) -> tuple[int, int]:
-        """Return (piece, height); the height is a multiple of 64, at least 64.
+        """Return (piece, height): a piece is a unit; the height is a multiple of 64, at least 64.
 
         The workspace holds two FP64 copies of a piece of the weight and its dW total, and per row a few temporaries the
         size of its logits.
         """
         size = inputs.hidden.shape[1]
         item = rowwise.compute_dtype(inputs.hidden.dtype).itemsize
-        height = (workspace - PIECE * size * (16 + item)) // (item * (8 * PIECE + 2 * size))
-        return PIECE, max(height // rowwise.BLOCK, 1) * rowwise.BLOCK
+        height = (workspace - UNIT * size * (16 + item)) // (item * (8 * UNIT + 2 * size))
+        return UNIT, max(height // rowwise.BLOCK, 1) * rowwise.BLOCK
 
     def dlogits(
         self, block: Inputs, upstream: rowwise.LogpUpstream, columns: slice, dbias: torch.Tensor | None
     ) -> torch.Tensor:
         """Return dz, rounded, and add its row sum to dbias."""
         x = _logits(block, columns)
-        dz = rowwise.dlogits(x, rowwise.per_row(block.temperature, x), upstream, columns.start)
+        first = block.start + columns.start
+        dz = rowwise.dlogits(x, rowwise.per_row(block.temperature, x), upstream, first)
         if block.cap is not None:
             dz *= block.cap.slope(x)
-        bad = rowwise.outside(block.target_ids, block.weight.shape[0])
+        bad = rowwise.outside(block.target_ids, block.vocab)
         dz = block.keep(torch.where(bad[:, None], torch.nan, dz))
         if dbias is not None:
             rowwise.chain_dw(dz, torch.ones_like(dz[:, :1]), dbias[:, None])

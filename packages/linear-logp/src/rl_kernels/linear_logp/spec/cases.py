@@ -14,10 +14,11 @@ from rl_kernels.linear_logp.spec.cases_dimensions import DIMENSIONS, with_values
 from rl_kernels.linear_logp.spec.illegal import ILLEGAL
 from rl_kernels.linear_logp.spec.mutants import MUTANTS
 from rl_kernels.linear_logp.spec.transforms import HYGIENE, TRANSFORMS, WEIGHTS
+from rl_kernels.linear_logp.vocabulary import UNIT
 
 STATS = {"return_stats": True}
 CAPPED = {**STATS, "bias": True, "softcap": 30.0}
-PIECE = 1024
+PIECE = UNIT
 """Columns that a backend may process at once: ids and maxima are placed on both sides of its multiples."""
 FEATURES = 16
 """A weight with fewer features than this is drawn at the scale of this many."""
@@ -39,6 +40,11 @@ CASES = (
         "segments",
         {"batch": 2, "seq": 9, "hidden": 17, "vocab": 9001},
         {**STATS, "bias": True, "edges": True, "workspace_mib": 1},
+    ),
+    Case(
+        "tree",
+        {"batch": 2, "seq": 9, "hidden": 17, "vocab": 9001},
+        {**STATS, "bias": True, "vocab_segments": 8, "whole": True, "workspace_mib": 1},
     ),
     Case("odd", {"batch": 3, "seq": 3, "hidden": 33, "vocab": 1025}, {**STATS, "edges": True}),
     Case(
@@ -107,7 +113,20 @@ EMPTY = (Case("no-rows", {"batch": 0, "seq": 5, "hidden": 16, "vocab": 33}, {**S
 TEMPERATURES = {"tensor": (0.5, 2.0), "cold": (0.001, 0.003)}
 """Range of per-token temperatures, by option value."""
 DRAWN = frozenset(
-    {"scale", "offset", "minus_inf", "minus_inf_first", "low", "edges", "equal", "bias", "temperature", "values", "ids"}
+    {
+        "whole",
+        "scale",
+        "offset",
+        "minus_inf",
+        "minus_inf_first",
+        "low",
+        "edges",
+        "equal",
+        "bias",
+        "temperature",
+        "values",
+        "ids",
+    }
 )
 """Options that shape the inputs; all others become keyword arguments of the call."""
 
@@ -145,6 +164,8 @@ def inputs(case: Case, draw: Draw) -> Inputs:
         call["temperature"] = (
             draw.uniform(*between, batch, seq, dtype=torch.float32) if between else asked["temperature"]
         )
+    if asked.get("whole"):
+        call |= {"vocab_start": 0, "vocab_size": vocab}
     call["target_ids"] = call["target_ids"].to(asked.get("ids", torch.int64))
     return call | {name: value for name, value in asked.items() if name not in DRAWN}
 
@@ -219,7 +240,9 @@ SPEC = Spec(
     mutants=MUTANTS,
     hygiene=HYGIENE,
     empty=EMPTY,
-    unread=frozenset({"workspace_mib", "validate", "backend"}),
+    unread=frozenset(
+        {"workspace_mib", "process_group", "vocab_start", "vocab_size", "vocab_segments", "validate", "backend"}
+    ),
     output="logp",
     adds=frozenset({"return_stats"}),
     ids=("target_ids",),

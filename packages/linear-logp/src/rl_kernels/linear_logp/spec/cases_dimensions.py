@@ -18,6 +18,7 @@ AXES = {
     "logit_scale": (None, 0.0625, 3),
     "ignore_index": (None, IGNORED, 0, 7),
     "workspace_mib": (None, 1, 4096),
+    "vocab_segments": (None, 8),
     "ids": (None, torch.int32),
     "values": (None, "ties", "large", "small", "zero-rows"),
     "dtype": (None, "bf16", "fp16", "fp64"),

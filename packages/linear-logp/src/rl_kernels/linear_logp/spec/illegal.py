@@ -88,6 +88,14 @@ ILLEGAL = (
     ),
     IllegalCall("workspace of a fraction", given(workspace_mib=0.5), TypeError, "workspace_mib: expected an integer"),
     IllegalCall(
+        "group of another kind", given(process_group="tp"), TypeError, "process_group: expected a ProcessGroup"
+    ),
+    IllegalCall("segments of another number", given(vocab_segments=2), ValueError, "vocab_segments: expected 1 or 8"),
+    IllegalCall("segments of a fraction", given(vocab_segments=8.0), TypeError, "vocab_segments: expected an integer"),
+    IllegalCall("shard without a group", given(vocab_start=1024), ValueError, "vocab_start: expected 0"),
+    IllegalCall("whole of a shard without a group", given(vocab_size=10**6), ValueError, "vocab_size: expected"),
+    IllegalCall("vocab_size of text", given(vocab_size="7"), TypeError, "vocab_size: expected an integer"),
+    IllegalCall(
         "main_grad of another dtype",
         _main_grad(torch.Tensor.double),
         TypeError,

@@ -7,7 +7,10 @@ from rl_kernels.linear_logp.spec import mutants_cuda, mutants_triton
 
 MODULES = (
     "rl_kernels.core.rowwise",
+    "rl_kernels.linear_logp.vocabulary",
     "rl_kernels.linear_logp.inputs",
+    "rl_kernels.linear_logp.packing",
+    "rl_kernels.linear_logp.tree",
     "rl_kernels.linear_logp.backward",
     "rl_kernels.linear_logp.backends.native",
 )
@@ -15,7 +18,11 @@ MODULES = (
 _LOGITS = (
     Bug("maximum not subtracted", "top = x.amax(-1)", "top = torch.zeros_like(x[:, 0])"),
     Bug("merge without rescaling", "scale = shift.exp()", "scale = torch.ones_like(shift)"),
-    Bug("last piece of the vocabulary skipped", "for columns in others:", "for columns in others[:-1]:"),
+    Bug(
+        "last unit of the vocabulary skipped",
+        "for columns in slices(len(block.weight), UNIT):",
+        "for columns in [*slices(len(block.weight), UNIT)][: max(len(block.weight) // UNIT, 1)]:",
+    ),
     Bug(
         "last K step skipped",
         "left[row : row + BLOCK].double().contiguous() @ slab",
@@ -27,9 +34,9 @@ _LOGITS = (
         "return x.to(compute_dtype(x.dtype)) @ weight.to(compute_dtype(x.dtype)).t()\n    return _product(x, 0",
     ),
     Bug(
-        "pieces follow the rows",
-        "slices(block.weight.shape[0], PIECE)",
-        "slices(block.weight.shape[0], PIECE if block.hidden.shape[0] > 4 else 2 * PIECE)",
+        "units follow the rows",
+        "slices(len(block.weight), UNIT)",
+        "slices(len(block.weight), UNIT if block.hidden.shape[0] > 4 else 2 * UNIT)",
     ),
     Bug("logits rounded to BF16", "block.weight[columns])\n", "block.weight[columns]).bfloat16().float()\n"),
     Bug(
@@ -48,8 +55,8 @@ _LOGITS = (
     Bug("bias added twice", "x += block.bias[columns]", "x += 2 * block.bias[columns]"),
     Bug(
         "temperature missing in forward",
-        "scale = rowwise.per_row(block.temperature, x)",
-        "scale = torch.ones_like(x[:, :1])",
+        "yield rowwise.softmax_state(x, rowwise.per_row(block.temperature, x)",
+        "yield rowwise.softmax_state(x, torch.ones_like(x[:, :1])",
     ),
     Bug(
         "temperatures of the first block",
@@ -58,17 +65,17 @@ _LOGITS = (
     ),
     Bug(
         "only the first block of rows",
-        "total[rows] = block.keep(value)",
-        "total[rows] = block.keep(value) * (not rows.start)",
+        "total[rows] = value",
+        "total[rows] = value * (not rows.start)",
     ),
 )
 _TARGETS = (
-    Bug("ids off by one", "rowwise.select(x, block.target_ids)\n", "rowwise.select(x, block.target_ids + 1)\n"),
+    Bug("ids off by one", "rowwise.select(x, block.target_ids,", "rowwise.select(x, block.target_ids + 1,"),
     Bug("target after a piece's last column counted there too", "(column < z.shape[1])", "(column <= z.shape[1])"),
     Bug(
         "target of every piece in backward",
-        "upstream, columns.start)",
-        "upstream)",
+        "first = block.start + columns.start\n",
+        "first = 0\n",
     ),
     Bug("every negative id is ignored, no other", "self.target_ids != self.ignore_index", "self.target_ids >= 0"),
     Bug("hidden of ignored rows read", "hidden = inputs.keep(inputs.hidden)", "hidden = inputs.hidden"),
@@ -88,9 +95,9 @@ _GRADIENTS = (
         "for row in range(0, a.shape[0] - STEP + 1, STEP):",
     ),
     Bug("dW of the first slab alone", "range(0, out.shape[1], SLAB)", "range(0, min(out.shape[1], SLAB), SLAB)"),
-    Bug("dW does not continue its buffer", "continues=rows.start > 0 or main_grad", "continues=main_grad"),
+    Bug("dW does not continue its buffer", "in_turn = rows.start > 0 or main_grad", "in_turn = main_grad"),
     Bug("blocks of rows cut steps of dW", "max(height // rowwise.BLOCK, 1) * rowwise.BLOCK", "max(height, 1)"),
-    Bug("dH not initialised", "continues=columns.start > 0", "continues=True"),
+    Bug("dH not initialised", "continues=part.start > 0", "continues=True"),
     Bug(
         "dW buffer kept between calls",
         "out.new_zeros(out.shape, dtype=rowwise.compute_dtype(dz.dtype))",

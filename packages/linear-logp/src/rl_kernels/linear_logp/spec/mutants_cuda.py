@@ -13,7 +13,7 @@ MODULES = tuple(
     f"rl_kernels.linear_logp.{name}"
     for name in ("inputs", "backward", f"{HOST}.tiles", "products", f"{HOST}.backward", f"{HOST}.backend")
 )
-NORM = "len(inputs.hidden)\n    logp, norm = hidden.new_empty(count, dtype=torch.float32), hidden.new_empty("
+NORM = "logp, norm = like.new_empty(count, dtype=torch.float32), like.new_empty("
 
 SHOWN = (
     Bug("temperature missing", "1.0 if per_row else float(inputs.temperature)", "1.0"),
@@ -36,8 +36,8 @@ SHOWN = (
     Bug("derivative of another cap", "1 / inputs.cap.softcap", "inputs.cap.rate"),
     Bug(
         "logp and logsumexp exchanged",
-        "logp[rows], norm[rows], lse[rows]",
-        "lse[rows], norm[rows], logp[rows]",
+        "return logp, norm, lse, row_entropy\n",
+        "return lse, norm, logp, row_entropy\n",
     ),
     Bug(
         "dtype code of BF16 and FP16 exchanged",
@@ -61,8 +61,8 @@ SHOWN = (
 """Bugs that give wrong numbers."""
 
 LAUNCHES = (
-    Bug("hidden gradient restarted at each piece", "continues=columns.start > 0", "continues=False"),
-    Bug("weight gradient restarted at each block", "continues=rows.start > 0 or main_grad", "continues=main_grad"),
+    Bug("hidden gradient restarted at each piece", "continues=part.start > 0", "continues=False"),
+    Bug("weight gradient restarted at each block", "in_turn = rows.start > 0 or main_grad", "in_turn = main_grad"),
     Bug("gradient of the first piece used for all", "*(sums, columns.start, width)", "*(sums, 0, width)"),
     Bug("tiles of 64 rows for any number", "1 if count <= HEIGHT else 2", "1 if count <= 2 * HEIGHT else 2"),
     Bug("threads of the consumers alone", "(self.groups + 1) * WARPGROUP", "self.groups * WARPGROUP"),
@@ -73,8 +73,8 @@ LAUNCHES = (
     Bug("stage of one operand", "STAGE = (HEIGHT + BLOCK) * SWIZZLE", "STAGE = BLOCK * SWIZZLE"),
     Bug(
         "more blocks than processors",
-        "min(-(-count // self.rows) * units, processors(device))",
-        "-(-count // self.rows) * units",
+        "min(-(-count // self.rows) * across, processors(device))",
+        "-(-count // self.rows) * across",
     ),
     Bug("states of blocks of another width", "parts = -(-vocab // (BLOCK * blocks))", "parts = -(-vocab // BLOCK)"),
     Bug(
@@ -84,14 +84,16 @@ LAUNCHES = (
     ),
     Bug("one number per row for the norm", f"{NORM}(count, 2)", f"{NORM}(count, 1)"),
     Bug(
-        "norm in the dtype of hidden", f"{NORM}(count, 2), dtype=torch.float32", f"{NORM}(count, 2), dtype=hidden.dtype"
+        "norm in the dtype of hidden",
+        f"{NORM}(count, 2), dtype=torch.float32",
+        f"{NORM}(count, 2), dtype=torch.bfloat16",
     ),
     Bug(
         "norm of the first rows used for all",
-        "logp[rows], norm[rows], lse",
-        "logp[rows], norm[: len(block.hidden)], lse",
+        "[value[rows] for value in _ordered(results)]",
+        "[value[: len(block.hidden)] for value in _ordered(results)]",
     ),
-    Bug("states without weighted sums", "(parts, 3, count), dtype", "(parts, 2, count), dtype"),
+    Bug("states without weighted sums", "(parts, packing.STATE, count), dtype", "(parts, 2, count), dtype"),
     Bug("last rows are not finished", "-(-count * WARP // 256)", "max(count * WARP // 256, 1)"),
     Bug("one thread per row in finish, not one warp", "-(-count * WARP // 256)", "-(-count // 256)"),
     Bug("unaligned rows copied by TMA", "fits and x.data_ptr() % CHUNK == 0", "fits"),
@@ -160,8 +162,8 @@ LAUNCHES = (
     Bug("dbias terms of 64 rows", "SUMMED = 16", "SUMMED = 64"),
     Bug(
         "twice the row limit of a launch",
-        "for rows in slices(count, MOST_ROWS)",
-        "for rows in slices(count, 2 * MOST_ROWS)",
+        "for rows in slices(len(inputs.hidden), MOST_ROWS)",
+        "for rows in slices(len(inputs.hidden), 2 * MOST_ROWS)",
     ),
     Bug(
         "gradient compiled for tiles of 64 rows",
@@ -175,5 +177,32 @@ LAUNCHES = (
     ),
 )
 """Bugs that only a recorded launch shows."""
+
+SHARDS = (
+    Bug("shard counted from column 0", "inputs.start, inputs.vocab", "0, inputs.vocab"),
+    Bug("ids of other shards are bad", "inputs.start, inputs.vocab", "inputs.start, columns"),
+    Bug("blocks exchanged as if they were units", "if formed.blocks == BLOCKS:", "if formed.blocks:"),
+    Bug(
+        "no states for the last unit",
+        "merged = parts.new_empty((units(len(inputs.weight)),",
+        "merged = parts.new_empty((max(len(inputs.weight) // 1024, 1),",
+    ),
+    Bug("last rows are not merged", "(-(-count // 256), len(merged))", "(max(count // 256, 1), len(merged))"),
+    Bug("first unit merged alone", "(-(-count // 256), len(merged))", "(-(-count // 256), 1)"),
+    Bug("parts taken for blocks", "*_ordered(results), BLOCKS)", "*_ordered(results), 1)"),
+    Bug(
+        "twice the row limit of a launch for a shard",
+        "for rows in slices(len(hidden), MOST_ROWS)",
+        "for rows in slices(len(hidden), 2 * MOST_ROWS)",
+    ),
+    Bug("states of the last rows of a shard alone", "kept[rows] = chosen", "kept[: len(chosen)] = chosen"),
+    Bug("empty shard launched", "if len(weight):\n", "if True:\n"),
+    Bug(
+        "merge of 64 rows compiled for tiles of any",
+        "torch.bfloat16, Cut.of(count), entropy=entropy)",
+        "torch.bfloat16, Cut.of(count), entropy=False)",
+    ),
+)
+"""Bugs of the two parts of the forward pass over shards, found in recorded launches."""
 
 MUTANTS = (Mutants("cuda-sm90", MODULES, SHOWN),)

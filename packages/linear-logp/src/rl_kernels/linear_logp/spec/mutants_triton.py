@@ -10,7 +10,10 @@ from rl_kernels.core.testing import Bug, Mutants
 
 MODULES = tuple(
     f"rl_kernels.linear_logp.{name}"
-    for name in ("inputs", "backward", "backends.triton.kernels", "products", "backends.triton.backend")
+    for name in (
+        *("vocabulary", "inputs", "packing", "tree", "backward", "backends.triton.kernels", "backends.triton.tiles"),
+        *("products", "backends.triton.backward", "backends.triton.backend"),
+    )
 )
 MODULES = ("rl_kernels.core.triton_lib.softcap", *MODULES)
 
@@ -22,8 +25,8 @@ KERNELS = (
     ),
     Bug(
         "id one past the vocabulary accepted, id 0 not",
-        "return tl.where((id >= 0) & (id < V), id, -1)",
-        "return tl.where((id > 0) & (id <= V), id, -1)",
+        "return tl.where((id >= start) & (id < start + V), id",
+        "return tl.where((id > start) & (id <= start + V), id",
     ),
     Bug("selected logit without its bias", "    if HAS_BIAS:\n        value +=", "    if False:\n        value +="),
     Bug(
@@ -38,8 +41,8 @@ KERNELS = (
     ),
     Bug(
         "block states after the first lost",
-        "end = tl.minimum(begin + SEGMENT // BLOCK, units)",
-        "end = tl.minimum(begin + 1, units)",
+        "end = tl.minimum(begin + UNIT // BLOCK, blocks)",
+        "end = tl.minimum(begin + 1, blocks)",
     ),
     Bug(
         "ignored rows have statistics",
@@ -52,7 +55,9 @@ KERNELS = (
         "active = here\n        inv",
     ),
     Bug(
-        "target counted from the first piece", "column = _column(id, V) - begin", "column = _column(id, V) - begin + 1"
+        "target counted from the first piece",
+        "column = _column(id, start, V) - begin",
+        "column = _column(id, start, V) - begin + 1",
     ),
     Bug("bias gradient of the first row tile only", "for tile in range(tiles):", "for tile in range(1):"),
     Bug(
@@ -105,36 +110,36 @@ HOST = (
         "gemm.matmul(dz, weight, out, continues=continues",
         "gemm.matmul(dz, weight, out, continues=True",
     ),
-    Bug("units rounded down", "units = ceil_div(vocab, width)\n", "units = max(vocab // width, 1)\n"),
+    Bug("blocks rounded down", "blocks = ceil_div(vocab, width)\n", "blocks = max(vocab // width, 1)\n"),
 )
 LAUNCHES = (
     Bug(
         "programs of a row tile too few",
-        "kernels.states[(row_tiles * units,)]",
-        "kernels.states[(max(row_tiles - 1, 1) * units,)]",
+        "kernels.states[(row_tiles * blocks,)]",
+        "kernels.states[(max(row_tiles - 1, 1) * blocks,)]",
     ),
     Bug("one number per row for the norm", "new_empty((count, 2), dtype", "new_empty((count, 1), dtype"),
     Bug(
         "states without weighted sums",
-        "parts = hidden.new_empty((units, 3, count)",
-        "parts = hidden.new_empty((units, 2, count)",
+        "parts = hidden.new_empty((blocks, 3, count)",
+        "parts = hidden.new_empty((blocks, 2, count)",
     ),
     Bug(
         "states in the dtype of hidden",
-        "parts = hidden.new_empty((units, 3, count), dtype=torch.float32)",
-        "parts = hidden.new_empty((units, 3, count))",
+        "parts = hidden.new_empty((blocks, 3, count), dtype=torch.float32)",
+        "parts = hidden.new_empty((blocks, 3, count))",
     ),
     Bug("vocabulary ragged only if odd", "RAGGED=vocab % kernels.BLOCK.value > 0", "RAGGED=vocab % 2 > 0"),
-    Bug("blocks merged as if they were segments", "if units > segments:\n", "if units > segments + 20:\n"),
+    Bug("blocks merged as if they were units", "if blocks > units:\n", "if blocks > units + 20:\n"),
     Bug(
-        "blocks merged for the first segment only",
-        "kernels.merge_blocks[(programs, segments)]",
-        "kernels.merge_blocks[(programs, 1)]",
+        "blocks merged for the first unit only",
+        "grid = ceil_div(count, kernels.ROWS.value), units",
+        "grid = ceil_div(count, kernels.ROWS.value), 1",
     ),
     Bug(
         "last rows are not finished",
-        "programs = ceil_div(count, kernels.ROWS.value)",
-        "programs = max(count // kernels.ROWS.value, 1)",
+        "kernels.finish[(ceil_div(count, kernels.ROWS.value),)]",
+        "kernels.finish[(max(count // kernels.ROWS.value, 1),)]",
     ),
     Bug(
         "last selected logits are not formed",
@@ -154,8 +159,8 @@ LAUNCHES = (
     ),
     Bug(
         "strided ids read as if contiguous in the backward pass",
-        "                block.target_ids.contiguous(),",
-        "                block.target_ids,",
+        "                block.target_ids.contiguous(),\n",
+        "                block.target_ids,\n",
     ),
     Bug("expanded upstream gradient read as if contiguous", "grad if grad is None else grad.contiguous()", "grad"),
     Bug(
@@ -196,10 +201,37 @@ LAUNCHES = (
     ),
     Bug(
         "upstream of the first row block used for all",
-        "steps.dlogits(inputs.block(rows), upstream.rows(rows)",
-        "steps.dlogits(inputs.block(rows), upstream.rows(slice(len(inputs.hidden[rows])))",
+        "dlogits(inputs.block(rows), self.upstream.rows(rows)",
+        "dlogits(inputs.block(rows), self.upstream.rows(slice(len(inputs.hidden[rows])))",
     ),
 )
+SHARDS = (
+    Bug(
+        "selected logit counted from column 0",
+        "            chosen,\n            inputs.start,\n",
+        "            chosen,\n            0,\n",
+    ),
+    Bug("gradient counted from column 0", "                block.start,\n", "                0,\n"),
+    Bug("ids of other shards are bad", "                block.vocab,\n", "                len(weight),\n"),
+    Bug(
+        "ids beyond the last column accepted",
+        "*(count, len(parts), vocab, ignore",
+        "*(count, len(parts), 1 << 30, ignore",
+    ),
+    Bug("states of the first unit alone", "*(count, len(parts), vocab, ignore", "*(count, 1, vocab, ignore"),
+    Bug("empty shard launched", "if not len(hidden) or not len(weight):", "if not len(hidden):"),
+    Bug(
+        "strided ids of a shard read as if contiguous",
+        "_states(inputs, target_ids.contiguous(), number",
+        "_states(inputs, target_ids, number",
+    ),
+    Bug(
+        "strided ids read as if contiguous at the end",
+        "ids, number = target_ids.contiguous(),",
+        "ids, number = target_ids,",
+    ),
+)
+"""Bugs of the two parts of the forward pass over shards, and of backward on a shard, found in recorded launches."""
 CASES = ("bias", "temperature-per-token", "odd", "pad-token", "blocks")
 
 MUTANTS = (

@@ -6,24 +6,30 @@ bits, so the gradients belong to exactly the probabilities of the forward pass.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from rl_kernels.core.cuda.launch import kernel
 from rl_kernels.core.cuda.program import Program
+from rl_kernels.linear_logp import packing
 from rl_kernels.linear_logp.backends.cuda_sm90.tiles import (
     BACKWARD,
     BLOCK,
+    BLOCKS,
     CODES,
     FORWARD,
     HEIGHT,
+    INPUTS,
     Cut,
     Operands,
     copyable,
+    fields,
     program,
 )
 from rl_kernels.linear_logp.inputs import Inputs, slices
+from rl_kernels.linear_logp.vocabulary import units
 
 ARGS = "({}PPPPPPi)"
 """Layout of ``struct Args``; ``{}`` is the layout of ``struct Inputs``, its first part."""
@@ -60,6 +66,51 @@ def forward_stats(
     return _statistics(Inputs(hidden, weight, target_ids, bias, temperature, ignore_index, cap), entropy=True)
 
 
+def states(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target_ids: torch.Tensor,
+    bias: torch.Tensor | None,
+    temperature: torch.Tensor,
+    ignore_index: int | None,
+    cap: torch.Tensor | None,
+    vocab_start: int,
+    slots: int,
+    entropy: bool,
+) -> torch.Tensor:
+    """Return the packed states and selected logits of a shard of the vocabulary (``packing``)."""
+    weight = copyable(weight)
+    inputs = Inputs(hidden, weight, target_ids, bias, temperature, ignore_index, cap, vocab_start)
+    packed, into, kept = packing.empty(hidden, slots, entropy=entropy)
+    if len(weight):
+        for rows in slices(len(hidden), MOST_ROWS):
+            parts, chosen = _states(inputs.block(rows), entropy=entropy)
+            into[: len(parts), :, rows] = parts[:, : into.shape[1]]
+            kept[rows] = chosen
+    return packed
+
+
+def finish(
+    gathered: torch.Tensor,
+    target_ids: torch.Tensor,
+    temperature: torch.Tensor,
+    ignore_index: int | None,
+    vocab_size: int,
+    entropy: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (logp, logsumexp, entropy, norm) from the packed states of all shards; two are empty if not wanted."""
+    parts, chosen = packing.unpacked(gathered, target_ids, vocab_size, entropy=entropy)
+    inputs = Inputs(gathered, gathered, target_ids, None, temperature, ignore_index, None, whole=vocab_size)
+    logp, lse, row_entropy, norm = results = _results(chosen, entropy=entropy)
+    if count := len(chosen):
+        temperatures, ids, numbers = fields(inputs, count, vocab_size, 0)
+        arguments = (None, temperatures, ids, None, *numbers, chosen, parts, *_ordered(results), BLOCKS)
+        # The merge depends on neither the dtype of the operands nor the cap.
+        made = program(FORWARD, torch.bfloat16, Cut.of(count), entropy=entropy)
+        _launch_finish(made, ARGS.format(INPUTS), count, gathered.device, arguments)
+    return (logp, lse, row_entropy, norm) if entropy else (logp, logp.new_empty(0), logp.new_empty(0), norm)
+
+
 def backward(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (dhidden, dweight, dbias), each empty if not needed, as ``products.backward`` does."""
     # Imported here: the CUDA kernels are also compiled on machines without Triton.
@@ -90,24 +141,60 @@ def programs(arch: str) -> list[Program]:
 
 def _statistics(inputs: Inputs, *, entropy: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (logp, logsumexp, entropy, norm); logsumexp and entropy are written only with ``entropy``."""
-    hidden, count = inputs.hidden, len(inputs.hidden)
-    logp, norm = hidden.new_empty(count, dtype=torch.float32), hidden.new_empty((count, 2), dtype=torch.float32)
-    lse, row_entropy = (hidden.new_empty(count, dtype=torch.float32) if entropy else logp for _ in range(2))
+    results = _results(inputs.hidden, entropy=entropy)
     weight = copyable(inputs.weight)
-    for rows in slices(count, MOST_ROWS):
+    for rows in slices(len(inputs.hidden), MOST_ROWS):
         block = inputs.block(rows)._replace(weight=weight)
-        _launch(block, logp[rows], norm[rows], lse[rows], row_entropy[rows], entropy=entropy)
+        formed = _form(block, [value[rows] for value in _ordered(results)], entropy=entropy)
+        _launch_finish(formed.made, formed.form, len(block.hidden), block.hidden.device, formed.arguments)
+    return results
+
+
+def _results(like: torch.Tensor, *, entropy: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return room for (logp, logsumexp, entropy, norm) of the rows of ``like``."""
+    count = len(like)
+    logp, norm = like.new_empty(count, dtype=torch.float32), like.new_empty((count, 2), dtype=torch.float32)
+    lse, row_entropy = (like.new_empty(count, dtype=torch.float32) if entropy else logp for _ in range(2))
     return logp, lse, row_entropy, norm
 
 
-def _launch(inputs: Inputs, *results: torch.Tensor, entropy: bool) -> None:
+def _ordered(results: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Return the results in the order of ``struct Args``."""
+    logp, lse, row_entropy, norm = results
+    return logp, norm, lse, row_entropy
+
+
+def _states(inputs: Inputs, *, entropy: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the states of each unit ``[units, 3, N]``, and the logit of each row whose id is one of the columns."""
+    formed = _form(inputs, [None] * 4, entropy=entropy)
+    count, parts = len(inputs.hidden), formed.parts
+    if formed.blocks == BLOCKS:
+        return parts, formed.chosen
+    merged = parts.new_empty((units(len(inputs.weight)), packing.STATE, count))
+    launched = kernel(formed.made, "merge_blocks", f"{formed.form}P", parts.device)
+    launched.launch((-(-count // 256), len(merged)), 256, *formed.arguments, merged)
+    return merged, formed.chosen
+
+
+class _Formed(NamedTuple):
+    """States and selected logits, and what the launches that read them take."""
+
+    parts: torch.Tensor
+    chosen: torch.Tensor
+    blocks: int
+    made: Program
+    form: str
+    arguments: tuple[object, ...]
+
+
+def _form(inputs: Inputs, results: Sequence[torch.Tensor | None], *, entropy: bool) -> _Formed:
     hidden = copyable(inputs.hidden)
     (count, vocab), device = (len(hidden), len(inputs.weight)), hidden.get_device()
     operands = Operands.of(inputs, hidden)
     cut = operands.cut
     blocks = cut.blocks(count, vocab, device)
     parts = -(-vocab // (BLOCK * blocks))
-    states = hidden.new_empty((parts, 3, count), dtype=torch.float32)
+    states = hidden.new_empty((parts, packing.STATE, count), dtype=torch.float32)
     chosen = hidden.new_empty(count, dtype=torch.float32)
     arguments = (*operands.arguments, chosen, states, *results, blocks)
     made = program(FORWARD, hidden.dtype, cut, entropy=entropy, capped=inputs.cap is not None)
@@ -119,4 +206,8 @@ def _launch(inputs: Inputs, *results: torch.Tensor, entropy: bool) -> None:
         *arguments,
         shared=cut.shared(FORWARD),
     )
-    kernel(made, "finish", form, hidden.device).launch(-(-count * WARP // 256), 256, *arguments)
+    return _Formed(states, chosen, blocks, made, form, arguments)
+
+
+def _launch_finish(made: Program, form: str, count: int, device: torch.device, arguments: Sequence[object]) -> None:
+    kernel(made, "finish", form, device).launch(-(-count * WARP // 256), 256, *arguments)

@@ -45,6 +45,8 @@ struct Inputs {
     const int* order;
     i64 ignore_index;
     int rows, columns, inner;
+    // The columns are those from `start` on, of a vocabulary of `vocab`, from which ids count.
+    int start, vocab;
     // Rows of tiles per panel (place_of): what they share stays in the L2 cache.
     int group;
     float temperature;
@@ -56,6 +58,11 @@ struct Inputs {
 
     __device__ int tiles() const { return (rows + TILE_M - 1) / TILE_M; }
     __device__ int computed() const { return order ? order[0] : tiles(); }
+    __device__ bool valid(i64 id) const { return id >= 0 && id < vocab; }
+    // The column that an id selects, counted from the first one here; -1 if it is not here.
+    __device__ int column_of(i64 id) const {
+        return id >= start && id < start + columns ? static_cast<int>(id - start) : -1;
+    }
     __device__ bool ignored(int row) const { return has_ignored && ids[row] == ignore_index; }
     __device__ float inverse(int row) const { return __frcp_rn(temperatures ? temperatures[row] : temperature); }
     __device__ float scale(int row) const { return __fmul_rn(inverse(row), LOG2E); }

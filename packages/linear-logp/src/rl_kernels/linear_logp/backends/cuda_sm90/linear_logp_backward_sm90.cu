@@ -48,11 +48,11 @@ struct Row {
         active = row < p.rows && !p.ignored(row);
         if (!active) return;
         const i64 id = p.ids[row];
-        const bool valid = id >= 0 && id < p.columns;
-        if (valid) target = static_cast<int>(id) - column;
+        const int at = p.column_of(id);
+        if (at >= 0) target = at - column;
         const auto or_0 = [&](const float* of) { return of ? of[row] : 0.0f; };
         const float entropy = ENTROPY ? p.entropy[row] : 0.0f, g_entropy = ENTROPY ? p.grad_entropy[row] : 0.0f;
-        gradient = {p.inverse(row), p.norm[row], entropy, or_0(p.grad_logp), or_0(p.grad_lse), g_entropy, valid};
+        gradient = {p.inverse(row), p.norm[row], entropy, or_0(p.grad_logp), or_0(p.grad_lse), g_entropy, p.valid(id)};
     }
 };
 

@@ -102,6 +102,13 @@ __device__ void finish_logits(const Args& p, const Mine& mine, int row, int colu
     }
 }
 
+__device__ void store(float* parts, int part, int rows, int row, State s) {
+    float* to = parts + static_cast<i64>(part) * 3 * rows + row;
+    to[0] = s.top;
+    to[rows] = s.total;
+    if (ENTROPY) to[2 * static_cast<i64>(rows)] = s.weighted;
+}
+
 __device__ void consume(const Args& p, const Ring& ring) {
     const Mine mine;
     const int stages = Ring::stages_of(p.inner);
@@ -117,7 +124,7 @@ __device__ void consume(const Args& p, const Ring& ring) {
             const int safe = min(row + 8 * half, p.rows - 1);
             const i64 id = row + 8 * half < p.rows ? p.ids[safe] : -1;
             c[half] = p.scale(safe);
-            target[half] = id >= 0 && id < p.columns ? static_cast<int>(id) : -1;
+            target[half] = p.column_of(id);
         }
         const int begin = tile.unit * p.width(), end = min(begin + p.width(), p.columns);
         int block = 0;
@@ -134,13 +141,23 @@ __device__ void consume(const Args& p, const Ring& ring) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             if (row + 8 * half >= p.rows) continue;
-            const State s = pairs[half].all(c[half]);
-            float* to = p.parts + static_cast<i64>(tile.unit) * 3 * p.rows + row + 8 * half;
-            to[0] = s.top;
-            to[p.rows] = s.total;
-            if (ENTROPY) to[2 * static_cast<i64>(p.rows)] = s.weighted;
+            store(p.parts, tile.unit, p.rows, row + 8 * half, pairs[half].all(c[half]));
         }
     }
+}
+
+// The state of a row in a part; of no values beyond the last part.
+__device__ State part_of(const Args& p, int part, int row) {
+    if (part >= p.across()) return empty();
+    const float* from = p.parts + static_cast<i64>(part) * 3 * p.rows + row;
+    return {from[0], from[p.rows], ENTROPY ? from[2 * static_cast<i64>(p.rows)] : 0.0f};
+}
+
+// The state of a row in a unit, whose parts are blocks.
+__device__ State unit_of(const Args& p, int unit, int row, float c) {
+    const State low = merged<ENTROPY>(part_of(p, UNIT * unit, row), part_of(p, UNIT * unit + 1, row), c);
+    const State high = merged<ENTROPY>(part_of(p, UNIT * unit + 2, row), part_of(p, UNIT * unit + 3, row), c);
+    return merged<ENTROPY>(low, high, c);
 }
 
 }  // namespace
@@ -176,20 +193,20 @@ extern "C" __global__ void __launch_bounds__(256) finish(Args p) {
     if (p.ignored(row)) return write({});
     const int parts = p.across();
     const float c = p.scale(row);
-    const auto load = [&](int part) {
-        if (part >= parts) return empty();
-        const float* from = p.parts + static_cast<i64>(part) * 3 * p.rows + row;
-        return State{from[0], from[p.rows], ENTROPY ? from[2 * static_cast<i64>(p.rows)] : 0.0f};
-    };
     const int units = p.blocks == 1 ? (parts + UNIT - 1) / UNIT : parts;
-    const State s = over_states<ENTROPY>(units, c, [&](int unit) {
-        if (p.blocks > 1) return load(unit);
-        const State low = merged<ENTROPY>(load(UNIT * unit), load(UNIT * unit + 1), c);
-        return merged<ENTROPY>(low, merged<ENTROPY>(load(UNIT * unit + 2), load(UNIT * unit + 3), c), c);
-    });
+    const State s = over_states<ENTROPY>(
+        units, c, [&](int unit) { return p.blocks == 1 ? unit_of(p, unit, row, c) : part_of(p, unit, row); });
     const i64 id = p.ids[row];
-    const float x = id >= 0 && id < p.columns ? p.chosen[row] : not_a_number();
+    const float x = p.valid(id) ? p.chosen[row] : not_a_number();
     write(finished<ENTROPY>(s, x, p.inverse(row), c));
+}
+
+// Writes units [units, 3, rows] from parts that are blocks. One thread per row; blockIdx.y is the unit.
+extern "C" __global__ void __launch_bounds__(256) merge_blocks(Args p, float* units) {
+    const int row = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x), unit = static_cast<int>(blockIdx.y);
+    // The states of an ignored row may never have been formed.
+    if (row >= p.rows || p.ignored(row)) return;
+    store(units, unit, p.rows, row, unit_of(p, unit, row, p.scale(row)));
 }
 
 // One block: writes Inputs::order, which lists first the tiles of rows that have a token that is not ignored.

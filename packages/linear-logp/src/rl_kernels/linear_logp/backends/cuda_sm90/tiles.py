@@ -16,15 +16,18 @@ from rl_kernels.core.cuda.tensor_map import TensorMap, tensor_map
 from rl_kernels.core.gpu import processors
 from rl_kernels.core.tuned import entry
 from rl_kernels.linear_logp.inputs import Inputs
+from rl_kernels.linear_logp.vocabulary import UNIT, units
 
 PACKAGE = "rl_kernels.linear_logp.backends.cuda_sm90"
 FORWARD, BACKWARD = "linear_logp_sm90.cu", "linear_logp_backward_sm90.cu"
 CODES = {torch.bfloat16: 1, torch.float16: 2}
 """Values of the kernels' DTYPE macro."""
-INPUTS, CAP = "PPPPqiiiifi", "ffff"
+INPUTS, CAP = "PPPPqiiiiiifi", "ffff"
 """Layout of ``struct Inputs``, and of the fields at its end if logits are capped."""
-BLOCK, UNIT = 256, 4
-"""Columns of a block, and blocks of a unit: one part is a unit if there are enough of them to fill the GPU."""
+BLOCK = 256
+"""Columns of a block; one part is a unit if there are enough of them to fill the GPU, else a block."""
+BLOCKS = UNIT // BLOCK
+"""Blocks of a unit."""
 HEIGHT, INNER, SWIZZLE, CHUNK = 64, 64, 128, 16
 """Rows of a consumer, terms of D in a stage, bytes of a swizzled row, and alignment of addresses in bytes."""
 WARPGROUP, ALIGNMENT = 128, 1024
@@ -66,12 +69,12 @@ class Cut(NamedTuple):
 
     def blocks(self, count: int, vocab: int, device: int) -> int:
         """Return the vocabulary blocks of a part in the forward pass: 1 if units would leave multiprocessors idle."""
-        units = -(-count // self.rows) * -(-vocab // (BLOCK * UNIT))
-        return UNIT if units >= 8 * processors(device) else 1
+        tiles = -(-count // self.rows) * units(vocab)
+        return BLOCKS if tiles >= 8 * processors(device) else 1
 
-    def grid(self, count: int, units: int, device: int) -> int:
-        """Return the number of thread blocks for ``count`` rows and ``units`` column units."""
-        return min(-(-count // self.rows) * units, processors(device))
+    def grid(self, count: int, across: int, device: int) -> int:
+        """Return the number of thread blocks for ``count`` rows and ``across`` parts of the columns."""
+        return min(-(-count // self.rows) * across, processors(device))
 
     def _boxes(self, file: str) -> int:
         return self.groups * BOXES if file == BACKWARD else 0
@@ -106,12 +109,9 @@ class Operands(NamedTuple):
         """Return the operands of a call; ``hidden`` (or its copy) and the weight are already ``copyable``."""
         (count, size), vocab = hidden.shape, len(inputs.weight)
         cut, device = Cut.of(count), hidden.device
-        ids = inputs.target_ids.to(torch.int64).contiguous()
-        per_row, ignores = inputs.temperature.ndim > 0, inputs.ignore_index is not None
         bias = None if inputs.bias is None else inputs.bias.contiguous()
-        temperatures = inputs.temperature.contiguous() if per_row else None
-        group, temperature = _group(), 1.0 if per_row else float(inputs.temperature)
-        numbers = (inputs.ignore_index or 0, count, vocab, size, group, temperature, ignores)
+        temperatures, ids, numbers = fields(inputs, count, vocab, size)
+        ignores = inputs.ignore_index is not None
         order = None
         if ignores and count > cut.rows:
             order = torch.empty(1 + -(-count // cut.rows), dtype=torch.int32, device=device)
@@ -124,6 +124,18 @@ class Operands(NamedTuple):
         )
         cap = inputs.cap and (*inputs.cap, 1 / inputs.cap.softcap, inputs.cap.softcap * inputs.cap.rate)
         return cls(cut, maps, INPUTS + (CAP if cap else ""), (bias, temperatures, ids, order, *numbers, *(cap or ())))
+
+
+def fields(
+    inputs: Inputs, count: int, columns: int, size: int
+) -> tuple[torch.Tensor | None, torch.Tensor, tuple[object, ...]]:
+    """Return of ``struct Inputs`` the temperatures of rows (or None), the ids, and the numbers."""
+    ids = inputs.target_ids.to(torch.int64).contiguous()
+    per_row, ignores = inputs.temperature.ndim > 0, inputs.ignore_index is not None
+    temperatures = inputs.temperature.contiguous() if per_row else None
+    group, temperature = _group(), 1.0 if per_row else float(inputs.temperature)
+    shard = columns, size, inputs.start, inputs.vocab
+    return temperatures, ids, (inputs.ignore_index or 0, count, *shard, group, temperature, ignores)
 
 
 @functools.cache

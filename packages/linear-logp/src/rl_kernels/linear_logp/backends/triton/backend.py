@@ -1,32 +1,27 @@
 """linear_logp in Triton: tiles of logits stay in registers and are reduced there to softmax states or to dz.
 
 Reduction order, which is the contract of this backend: a logit is a canonical chain over D. The vocabulary is cut into
-segments of 4096 columns, a segment into blocks of 256. Each block gives a softmax state; blocks are merged in ascending
-order, then segments. With many rows one program takes a whole segment, with few rows one block; both give the same
-bits. dH is a canonical chain over the vocabulary (for FP32 inputs in spans of 256 columns), dW one over the tokens;
-dbias adds tiles of tokens in ascending order.
+units of 1024 columns, a unit into blocks of 256. Each block gives a softmax state; blocks are merged in ascending
+order, then units. With many rows one program takes a whole unit, with few rows one block; both give the same bits. dH
+is a canonical chain over the vocabulary or each of its segments (for FP32 inputs in spans of 256 columns), dW one over
+the tokens; dbias adds tiles of tokens in ascending order.
 """
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 
 from rl_kernels.core.gpu import device_of
-from rl_kernels.core.operator import arch_of
-from rl_kernels.core.rowwise import LogpUpstream
 from rl_kernels.core.triton_lib import gemm
 from rl_kernels.core.triton_lib.launch import INTERPRETED, ceil_div
-from rl_kernels.core.triton_lib.schedule import HALF, Schedule, processors
-from rl_kernels.core.tuned import entry
-from rl_kernels.linear_logp import products
+from rl_kernels.core.triton_lib.schedule import processors
+from rl_kernels.linear_logp import packing, products
 from rl_kernels.linear_logp.backends.triton import kernels
-from rl_kernels.linear_logp.inputs import Cap, Inputs
-
-NO_CAP = Cap(0.5, 0.5)
-"""Stands in for a missing cap and is not read; not 1, for which Triton would compile another kernel."""
+from rl_kernels.linear_logp.backends.triton.backward import Steps
+from rl_kernels.linear_logp.backends.triton.tiles import NO_CAP, bias_of, number_or_rows, schedule_of
+from rl_kernels.linear_logp.inputs import Inputs
 
 
 def forward(
@@ -57,11 +52,9 @@ def forward_stats(
     return _statistics(Inputs(hidden, weight, target_ids, bias, temperature, ignore_index, cap), entropy=True)
 
 
-def backward(
-    hidden: torch.Tensor, weight: torch.Tensor, *others: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (dhidden, dweight, dbias), empty if not needed; with ``main_grad``, dweight is added to it instead."""
-    return products.backward(Steps(), hidden, weight, *others)
+def backward(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (dhidden, dweight, dbias), each empty if not needed, as ``products.backward`` does."""
+    return products.backward(Steps(), *args)
 
 
 def backward_main_grad(*args: object) -> tuple[torch.Tensor, torch.Tensor]:
@@ -70,46 +63,83 @@ def backward_main_grad(*args: object) -> tuple[torch.Tensor, torch.Tensor]:
     return dhidden, dbias
 
 
-def schedule_of(name: str, hidden: torch.Tensor) -> Schedule:
-    """Return the schedule of the logit tiles; where it could change bits, dtype and architecture alone decide."""
-    if INTERPRETED:
-        return Schedule(64, kernels.BLOCK.value, 64, 4, 1)
-    if hidden.dtype not in HALF:
-        return Schedule(32, kernels.BLOCK.value, 16, 8, 3)
-    if arch_of(hidden.device.type, hidden.device.index) != "sm90":
-        return Schedule(64, kernels.BLOCK.value, 32, 8, 3)
-    return _tuned(name)
+def states(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target_ids: torch.Tensor,
+    bias: torch.Tensor | None,
+    temperature: torch.Tensor,
+    ignore_index: int | None,
+    cap: torch.Tensor | None,
+    vocab_start: int,
+    slots: int,
+    entropy: bool,
+) -> torch.Tensor:
+    """Return the packed states and selected logits of a shard of the vocabulary (``packing``)."""
+    inputs = Inputs(hidden, weight, target_ids, bias, temperature, ignore_index, cap, vocab_start)
+    if not len(hidden) or not len(weight):
+        return packing.empty(hidden, slots, entropy=entropy)[0]
+    parts, chosen = _states(inputs, target_ids.contiguous(), number_or_rows(temperature), entropy=entropy)
+    return packing.pack(hidden, slots, parts, chosen, entropy=entropy)
 
 
-@functools.cache
-def _tuned(name: str) -> Schedule:
-    return entry("rl_kernels.linear_logp.backends.triton", name, kind=Schedule)
+def finish(
+    gathered: torch.Tensor,
+    target_ids: torch.Tensor,
+    temperature: torch.Tensor,
+    ignore_index: int | None,
+    vocab_size: int,
+    entropy: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (logp, logsumexp, entropy, norm) from the packed states of all shards; two are empty if not wanted."""
+    parts, chosen = packing.unpacked(gathered, target_ids, vocab_size, entropy=entropy)
+    results = _results(chosen, entropy=entropy)
+    if len(chosen):
+        ids, number = target_ids.contiguous(), number_or_rows(temperature)
+        _finish(parts, chosen, ids, number, ignore_index, vocab_size, results, entropy=entropy)
+    logp, lse, row_entropy, norm = results
+    return (logp, lse, row_entropy, norm) if entropy else (logp, logp.new_empty(0), logp.new_empty(0), norm)
 
 
 def _statistics(inputs: Inputs, *, entropy: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (logp, logsumexp, entropy, norm); logsumexp and entropy are written only with ``entropy``."""
+    results = _results(inputs.hidden, entropy=entropy)
+    if len(inputs.hidden):
+        ids, temperature = inputs.target_ids.contiguous(), number_or_rows(inputs.temperature)
+        parts, chosen = _states(inputs, ids, temperature, entropy=entropy)
+        _finish(parts, chosen, ids, temperature, inputs.ignore_index, inputs.vocab, results, entropy=entropy)
+    return results
+
+
+def _results(like: torch.Tensor, *, entropy: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return room for (logp, logsumexp, entropy, norm) of the rows of ``like``."""
+    count = len(like)
+    logp, norm = like.new_empty(count, dtype=torch.float32), like.new_empty((count, 2), dtype=torch.float32)
+    lse, row_entropy = (like.new_empty(count, dtype=torch.float32) if entropy else logp for _ in range(2))
+    return logp, lse, row_entropy, norm
+
+
+def _states(
+    inputs: Inputs, ids: torch.Tensor, temperature: torch.Tensor | float, *, entropy: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the states of each unit ``[units, 3, N]``, and the logit of each row whose id is one of the columns."""
     hidden, (count, vocab) = inputs.hidden, (len(inputs.hidden), len(inputs.weight))
-    logp, chosen = (hidden.new_empty(count, dtype=torch.float32) for _ in range(2))
-    norm = hidden.new_empty((count, 2), dtype=torch.float32)
-    lse, row_entropy = (hidden.new_empty(count, dtype=torch.float32) if entropy else logp for _ in range(2))
-    if not count:
-        return logp, lse, row_entropy, norm
+    chosen = hidden.new_empty(count, dtype=torch.float32)
     # On sm_90 the height of a tile changes no bit: each softmax state belongs to one row.
     cut = schedule_of("few_rows", hidden)
     if count > cut.rows:
         cut = schedule_of("many_rows", hidden)
-    row_tiles, segments = -(-count // cut.rows), ceil_div(vocab, kernels.SEGMENT.value)
-    width = kernels.SEGMENT.value if row_tiles * segments >= 2 * processors(hidden.device) else kernels.BLOCK.value
-    units = ceil_div(vocab, width)
-    parts = hidden.new_empty((units, 3, count), dtype=torch.float32)
-    ids, temperature = inputs.target_ids.contiguous(), _number_or_rows(inputs.temperature)
+    row_tiles, units = -(-count // cut.rows), ceil_div(vocab, kernels.UNIT.value)
+    width = kernels.UNIT.value if row_tiles * units >= 2 * processors(hidden.device) else kernels.BLOCK.value
+    blocks = ceil_div(vocab, width)
+    parts = hidden.new_empty((blocks, 3, count), dtype=torch.float32)
     flags = {"PER_ROW": inputs.temperature.ndim > 0, "ENTROPY": entropy}
     cap, is_capped = inputs.cap or NO_CAP, inputs.cap is not None
     with device_of(hidden):
-        kernels.states[(row_tiles * units,)](
+        kernels.states[(row_tiles * blocks,)](
             *(first := gemm.operand(hidden, cut.rows, cut.inner))[:3],
             *(second := gemm.operand(inputs.weight, kernels.BLOCK.value, cut.inner))[:3],
-            *_bias(inputs),
+            *bias_of(inputs),
             *cap,
             temperature,
             parts,
@@ -129,11 +159,12 @@ def _statistics(inputs: Inputs, *, entropy: bool) -> tuple[torch.Tensor, torch.T
             num_warps=cut.warps,
             num_stages=cut.stages,
         )
-        at = (hidden, *hidden.stride(), inputs.weight, *inputs.weight.stride(), *_bias(inputs), *cap)
+        at = (hidden, *hidden.stride(), inputs.weight, *inputs.weight.stride(), *bias_of(inputs), *cap)
         kernels.selected[(ceil_div(count, kernels.SELECTED.value),)](
             *at,
             ids,
             chosen,
+            inputs.start,
             count,
             vocab,
             hidden.shape[1],
@@ -143,88 +174,34 @@ def _statistics(inputs: Inputs, *, entropy: bool) -> tuple[torch.Tensor, torch.T
             num_warps=4,
             num_stages=4,
         )
-        programs = ceil_div(count, kernels.ROWS.value)
-        if units > segments:
-            merged = hidden.new_empty((segments, 3, count), dtype=torch.float32)
-            kernels.merge_blocks[(programs, segments)](parts, merged, temperature, count, units, **flags, num_warps=1)
+        if blocks > units:
+            merged = hidden.new_empty((units, 3, count), dtype=torch.float32)
+            grid = ceil_div(count, kernels.ROWS.value), units
+            kernels.merge_blocks[grid](parts, merged, temperature, count, blocks, **flags, num_warps=1)
             parts = merged
-        results = (chosen, ids, logp, norm, lse, row_entropy, count, segments, vocab, inputs.ignore_index or 0)
-        kernels.finish[(programs,)](
-            parts, temperature, *results, HAS_IGNORED=inputs.ignore_index is not None, **flags, num_warps=1
+    return parts, chosen
+
+
+def _finish(
+    parts: torch.Tensor,
+    chosen: torch.Tensor,
+    ids: torch.Tensor,
+    temperature: torch.Tensor | float,
+    ignore_index: int | None,
+    vocab: int,
+    results: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    *,
+    entropy: bool,
+) -> None:
+    """Write the statistics of rows to ``results``, from the states of all units."""
+    logp, lse, row_entropy, norm = results
+    count = len(chosen)
+    with device_of(parts):
+        kernels.finish[(ceil_div(count, kernels.ROWS.value),)](
+            *(parts, temperature, chosen, ids, logp, norm, lse, row_entropy),
+            *(count, len(parts), vocab, ignore_index or 0),
+            HAS_IGNORED=ignore_index is not None,
+            PER_ROW=isinstance(temperature, torch.Tensor),
+            ENTROPY=entropy,
+            num_warps=1,
         )
-    return logp, lse, row_entropy, norm
-
-
-def _number_or_rows(temperature: torch.Tensor) -> torch.Tensor | float:
-    return temperature.contiguous() if temperature.ndim else float(temperature)
-
-
-def _bias(inputs: Inputs) -> tuple[torch.Tensor, int]:
-    """Return the bias and its stride; without a bias, a tensor that the kernel does not read."""
-    return (inputs.hidden, 0) if inputs.bias is None else (inputs.bias, inputs.bias.stride(0))
-
-
-class Steps(products.Products):
-    """One piece of the vocabulary for one block of rows of the backward pass."""
-
-    def summed(self, hidden: torch.Tensor) -> int:
-        """Return how many rows are summed into one term of dbias: the height of a tile."""
-        return schedule_of("gradient", hidden).rows
-
-    def dlogits(
-        self, block: Inputs, upstream: LogpUpstream, columns: slice, dbias: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Return dz, rounded, and add its row sum to dbias."""
-        hidden, weight = block.hidden, block.weight
-        count, width = len(hidden), columns.stop - columns.start
-        cut = schedule_of("gradient", hidden)
-        # The padded width lets a tensor descriptor address the rows, whatever ``width`` is.
-        dz = hidden.new_empty((count, ceil_div(width, kernels.BLOCK.value) * kernels.BLOCK.value))[:, :width]
-        stored = gemm.described(dz)
-        row_tiles = ceil_div(count, cut.rows)
-        tiles = row_tiles * ceil_div(width, kernels.BLOCK.value)
-        partial = hidden.new_empty((row_tiles, width), dtype=torch.float32) if dbias is not None else hidden
-        norm, *others = upstream[1:]
-        saved = [norm if value is None else value for value in others]
-        with device_of(hidden):
-            kernels.dlogits[(min(tiles, processors(hidden.device)) if cut.persistent else tiles,)](
-                *(first := gemm.operand(hidden, cut.rows, cut.inner))[:3],
-                *(second := gemm.operand(weight, kernels.BLOCK.value, cut.inner))[:3],
-                *_bias(block),
-                *(block.cap or NO_CAP),
-                block.target_ids.contiguous(),
-                _number_or_rows(block.temperature),
-                norm,
-                *saved,
-                gemm.descriptor(dz, cut.rows, kernels.BLOCK.value) if stored else dz,
-                0 if stored else dz.stride(0),
-                partial,
-                count,
-                len(weight),
-                hidden.shape[1],
-                columns.start,
-                width,
-                block.ignore_index or 0,
-                HIDDEN=first.kind,
-                WEIGHT=second.kind,
-                STORED=stored,
-                HAS_BIAS=block.bias is not None,
-                CAPPED=block.cap is not None,
-                PER_ROW=block.temperature.ndim > 0,
-                HAS_IGNORED=block.ignore_index is not None,
-                HAS_LOGP=upstream.grad_logp is not None,
-                HAS_LSE=upstream.grad_logsumexp is not None,
-                HAS_ENTROPY=upstream.grad_entropy is not None,
-                DBIAS=dbias is not None,
-                BLOCK_M=cut.rows,
-                BLOCK_K=cut.inner,
-                GROUP=cut.group,
-                PERSISTENT=cut.persistent,
-                num_warps=cut.warps,
-                num_stages=cut.stages,
-            )
-            if dbias is not None:
-                kernels.add_tiles[(ceil_div(width, kernels.BLOCK.value),)](
-                    partial, dbias, row_tiles, width, num_warps=4
-                )
-        return dz

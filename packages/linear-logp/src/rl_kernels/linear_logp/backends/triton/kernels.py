@@ -2,7 +2,7 @@
 
 A program forms tiles of BLOCK_M rows x 256 columns by ``gemm.chain``; which thread holds what is Triton's choice. Order
 of the sums, which is the contract (``backend``): a logit is one canonical chain over D. Each row of a tile gives a
-state, by Triton's reduction along the row; the 16 tiles of a segment are merged in ascending order, then the segments.
+state, by Triton's reduction along the row; the 4 tiles of a unit are merged in ascending order, then the units.
 For dbias Triton's reduction adds the rows of a tile, and ``add_tiles`` adds the tiles in ascending order.
 """
 
@@ -12,9 +12,10 @@ import triton
 import triton.language as tl
 
 from rl_kernels.core.triton_lib import gemm, softcap, softmax
+from rl_kernels.linear_logp import vocabulary
 
-SEGMENT = tl.constexpr(4096)
-"""Columns of a segment: its blocks are merged first, then the segments."""
+UNIT = tl.constexpr(vocabulary.UNIT)
+"""Columns of a unit: its blocks are merged first, then the units."""
 BLOCK = tl.constexpr(256)
 """Columns of a tile, a block: each row of it gives one state."""
 ROWS = tl.constexpr(32)
@@ -60,9 +61,9 @@ def _raw_logits(
 
 
 @triton.jit
-def _column(id, V):
-    """Return the column that each id selects, in 32 bits; -1 if the id is not a column."""
-    return tl.where((id >= 0) & (id < V), id, -1).to(tl.int32)
+def _column(id, start, V):
+    """Return which of the V columns from ``start`` on each id selects, counted from ``start``; -1 if it is none."""
+    return tl.where((id >= start) & (id < start + V), id - start, -1).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["N", "V", "width"])
@@ -94,8 +95,8 @@ def states(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Write states of BLOCK_M rows over ``width`` columns, a segment or a block, to ``parts``. Grid: rows x columns."""
-    row_tile, unit = gemm.place_of(tl.program_id(0), tl.cdiv(N, BLOCK_M), tl.cdiv(V, width), GROUP)
+    """Write states of BLOCK_M rows over ``width`` columns, a unit or a block, to ``parts``. Grid: rows x columns."""
+    row_tile, part = gemm.place_of(tl.program_id(0), tl.cdiv(N, BLOCK_M), tl.cdiv(V, width), GROUP)
     row = row_tile * BLOCK_M
     rows = row + tl.arange(0, BLOCK_M)
     here = rows < N
@@ -104,17 +105,17 @@ def states(
     total, weighted = tl.zeros_like(c), tl.zeros_like(c)
     top = total + float("-inf")
     # flatten lets the loads of the next block run while this one's states are formed.
-    for first in tl.range(unit * width, tl.minimum(unit * width + width, V), BLOCK, flatten=True):
+    for first in tl.range(part * width, tl.minimum(part * width + width, V), BLOCK, flatten=True):
         x = _raw_logits(*operands, row, first, N, V, D, HIDDEN, WEIGHT, HAS_BIAS, CAPPED, BLOCK_M, BLOCK_K)
         columns = first + tl.arange(0, BLOCK)
         if RAGGED:
             x = tl.where((columns < V)[None, :], x, float("-inf"))
         block_top, block_total, block_weighted = softmax.rows_state(x, c, ENTROPY)
         top, total, weighted = softmax.merge(top, total, weighted, block_top, block_total, block_weighted, c, ENTROPY)
-    softmax.store_part(parts, unit, N, rows, here, top, total, weighted, ENTROPY)
+    softmax.store_part(parts, part, N, rows, here, top, total, weighted, ENTROPY)
 
 
-@triton.jit(do_not_specialize=["N", "V"])
+@triton.jit(do_not_specialize=["start", "N", "V"])
 def selected(
     hidden,
     hidden_row,
@@ -128,6 +129,7 @@ def selected(
     rate,
     ids,
     chosen,
+    start,
     N,
     V,
     D,
@@ -141,7 +143,7 @@ def selected(
     ``states``. Grid: tiles of rows.
     """
     rows = tl.program_id(0) * SELECTED + tl.arange(0, SELECTED)
-    column = _column(tl.load(ids + rows, mask=rows < N, other=-1), V)
+    column = _column(tl.load(ids + rows, mask=rows < N, other=-1), start, V)
     inner = tl.arange(0, BLOCK_K)
     left = hidden + rows.to(tl.int64)[:, None] * hidden_row
     right = weight + column.to(tl.int64)[:, None] * weight_row
@@ -160,19 +162,19 @@ def selected(
     tl.store(chosen + rows, value, mask=rows < N)
 
 
-@triton.jit(do_not_specialize=["count", "units"])
-def merge_blocks(parts, merged, temperature, count, units, PER_ROW: tl.constexpr, ENTROPY: tl.constexpr):
-    """Merge the block states of ROWS rows in one segment, in ascending order. Grid: tiles of rows, segments."""
+@triton.jit(do_not_specialize=["count", "blocks"])
+def merge_blocks(parts, merged, temperature, count, blocks, PER_ROW: tl.constexpr, ENTROPY: tl.constexpr):
+    """Merge the block states of ROWS rows in one unit, in ascending order. Grid: tiles of rows, units."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     here = rows < count
     c = softmax.inverse(temperature, rows, here, PER_ROW) * softmax.LOG2E
-    begin = tl.program_id(1) * (SEGMENT // BLOCK)
-    end = tl.minimum(begin + SEGMENT // BLOCK, units)
+    begin = tl.program_id(1) * (UNIT // BLOCK)
+    end = tl.minimum(begin + UNIT // BLOCK, blocks)
     top, total, weighted = softmax.merge_parts(parts, begin, end, count, rows, here, c, ENTROPY)
     softmax.store_part(merged, tl.program_id(1), count, rows, here, top, total, weighted, ENTROPY)
 
 
-@triton.jit(do_not_specialize=["count", "segments", "V", "ignore_index"])
+@triton.jit(do_not_specialize=["count", "units", "V", "ignore_index"])
 def finish(
     parts,
     temperature,
@@ -183,26 +185,26 @@ def finish(
     lse,
     entropy,
     count,
-    segments,
+    units,
     V,
     ignore_index,
     HAS_IGNORED: tl.constexpr,
     PER_ROW: tl.constexpr,
     ENTROPY: tl.constexpr,
 ):
-    """Merge the segments of ROWS rows in ascending order, and write their statistics. Grid: tiles of rows."""
+    """Merge the units of ROWS rows in ascending order, and write their statistics. Grid: tiles of rows."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     here = rows < count
     id = tl.load(ids + rows, mask=here, other=0)
     active = here & (id != ignore_index) if HAS_IGNORED else here
     inv = softmax.inverse(temperature, rows, here, PER_ROW)
     c = inv * softmax.LOG2E
-    top, total, weighted = softmax.merge_parts(parts, 0, segments, count, rows, here, c, ENTROPY)
+    top, total, weighted = softmax.merge_parts(parts, 0, units, count, rows, here, c, ENTROPY)
     x = tl.load(chosen + rows, mask=active & (id >= 0) & (id < V), other=float("nan"))
     softmax.store_statistics(x, top, total, weighted, inv, logp, norm, lse, entropy, rows, here, active, ENTROPY)
 
 
-@triton.jit(do_not_specialize=["N", "V", "begin", "width", "ignore_index"])
+@triton.jit(do_not_specialize=["start", "vocab", "N", "V", "begin", "width", "ignore_index"])
 def dlogits(
     hidden,
     hidden_row,
@@ -224,6 +226,8 @@ def dlogits(
     dz,
     dz_row,
     partial,
+    start,
+    vocab,
     N,
     V,
     D,
@@ -246,7 +250,10 @@ def dlogits(
     GROUP: tl.constexpr,
     PERSISTENT: tl.constexpr,
 ):
-    """Write dz of columns ``begin`` to ``begin + width``, and with DBIAS its sums over a tile's rows. Grid: tiles."""
+    """Write dz of columns ``begin`` to ``begin + width``, and with DBIAS its sums over a tile's rows. Grid: tiles.
+
+    The V columns of the weight are those from ``start`` on, of ``vocab``.
+    """
     tiles_m, tiles_n = tl.cdiv(N, BLOCK_M), tl.cdiv(width, BLOCK)
     last = tiles_m * tiles_n if PERSISTENT else tl.program_id(0) + 1
     operands = (hidden, hidden_row, hidden_k, weight, weight_row, weight_k, bias, bias_stride, cap, rate)
@@ -257,7 +264,7 @@ def dlogits(
         rows, columns = row + tl.arange(0, BLOCK_M), first + tl.arange(0, BLOCK)
         here = rows < N
         id = tl.load(ids + rows, mask=here, other=-1)
-        column = _column(id, V) - begin
+        column = _column(id, start, V) - begin
         active = here & (id != ignore_index) if HAS_IGNORED else here
         inv = softmax.inverse(temperature, rows, here, PER_ROW)
         c = inv * softmax.LOG2E
@@ -266,7 +273,7 @@ def dlogits(
         chosen, slope, curve = softmax.upstream_of(
             grad_logp, grad_logsumexp, grad_entropy, rows, active, inv, HAS_LOGP, HAS_LSE, HAS_ENTROPY
         )
-        rest = softmax.nothing_or_nan(id, V)
+        rest = softmax.nothing_or_nan(id, vocab)
         selected = columns[None, :] == column[:, None]
         d = softmax.dlogits(
             *(x, selected, rest[:, None], c[:, None], top[:, None], log_total[:, None], entropy[:, None]),

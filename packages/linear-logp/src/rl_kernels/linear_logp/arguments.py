@@ -1,0 +1,177 @@
+"""The arguments of a call: checks, what ranks must agree on, and the inputs of the raw ops."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from rl_kernels.core import validate as check
+from rl_kernels.core.dispatch import choose
+from rl_kernels.core.rowwise import compute_dtype
+from rl_kernels.core.torchlib import autocast_linear, no_lost_derivatives, scalar_or_rows, scalars, values_hidden
+from rl_kernels.linear_logp.op import OPERATOR, describe
+from rl_kernels.linear_logp.shard import Shard, same_of, shard_of
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class Options(NamedTuple):
+    """The keyword arguments of ``linear_logp``, except its group."""
+
+    temperature: float | torch.Tensor
+    softcap: float
+    logit_scale: float
+    ignore_index: int | None
+    return_stats: bool
+    workspace_mib: int
+    vocab_start: int | None
+    vocab_size: int | None
+    vocab_segments: int | None
+    validate: bool
+    backend: str | None
+
+
+class Prepared(NamedTuple):
+    """What a call computes with.
+
+    Attributes:
+        inputs: hidden, weight, target_ids, bias, temperature, ignore_index and cap, as the raw ops take them.
+        main_grad: buffer to which the gradient of the weight is added, or None.
+        differentiable: whether an input requires grad.
+        shard: the columns of this process.
+        backend: name of the backend that runs.
+    """
+
+    inputs: tuple[
+        torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor, int | None, torch.Tensor | None
+    ]
+    main_grad: torch.Tensor | None
+    differentiable: bool
+    shard: Shard
+    backend: str
+
+
+def agreed(
+    hidden: torch.Tensor,
+    lm_head_weight: torch.Tensor,
+    target_ids: torch.Tensor,
+    bias: torch.Tensor | None,
+    group: ProcessGroup | None,
+    options: Options,
+) -> Prepared:
+    """Check the arguments; in a group of several ranks, also that the ranks agree, unless values are not checked.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong on this rank or, if values are checked, on any.
+        RuntimeError: a group of several ranks under torch.compile.
+    """
+    arguments = hidden, lm_head_weight, target_ids, bias, group, options
+    if group is None or group.size() == 1:
+        return _prepared(*arguments)
+    if torch.compiler.is_compiling():
+        raise RuntimeError("process_group: a group of several ranks is not supported under torch.compile")
+    if not options.validate or (isinstance(hidden, torch.Tensor) and values_hidden(hidden)):
+        return _prepared(*arguments)
+    from rl_kernels.core.distributed import agree
+
+    error, found, same = None, None, {}
+    try:
+        found = _prepared(*arguments)
+        same = same_of(
+            hidden,
+            target_ids,
+            options.temperature,
+            bias="none" if bias is None else "given",
+            softcap=options.softcap,
+            logit_scale=options.logit_scale,
+            ignore_index=options.ignore_index,
+            return_stats=options.return_stats,
+            vocab_size=found.shard.size,
+            backend=found.backend,
+        )
+    except Exception as caught:
+        # Whatever it is, the other ranks would wait for this one.
+        error = caught
+    agree("linear_logp", group, error, same)
+    assert found is not None
+    return found
+
+
+def _prepared(
+    hidden: torch.Tensor,
+    lm_head_weight: torch.Tensor,
+    target_ids: torch.Tensor,
+    bias: torch.Tensor | None,
+    group: ProcessGroup | None,
+    options: Options,
+) -> Prepared:
+    _validate_kinds(hidden, lm_head_weight, target_ids, bias)
+    main_grad = getattr(lm_head_weight, "main_grad", None) if lm_head_weight.requires_grad else None
+    hidden, weight, bias = autocast_linear(hidden, lm_head_weight, bias)
+    shard = _validate(hidden, weight, target_ids, bias, group, options)
+    dtype = compute_dtype(hidden.dtype)
+    temperature, cap = _scaled(options.temperature, options.softcap, options.logit_scale, dtype)
+    if main_grad is not None:
+        check.main_grad("lm_head_weight.main_grad", main_grad, weight)
+    no_lost_derivatives("linear_logp", hidden, weight, bias, temperature)
+    chosen = choose(OPERATOR, describe(hidden, weight, target_ids, bias, vocab_size=shard.size), options.backend)
+    scale = scalar_or_rows(temperature, dtype)
+    rows = hidden.flatten(0, -2) if hidden.ndim > 1 else hidden[None]
+    inputs = (rows, weight, target_ids.reshape(-1), bias, scale, options.ignore_index, cap)
+    differentiable = hidden.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    return Prepared(inputs, main_grad, differentiable, shard, chosen.name)
+
+
+def _validate_kinds(hidden: object, weight: object, target_ids: object, bias: object) -> None:
+    check.tensor("hidden", hidden, check.FLOATS, least=1)
+    check.tensor("lm_head_weight", weight, check.FLOATS, ndim=2)
+    check.tensor("target_ids", target_ids, check.INTEGERS)
+    if bias is not None:
+        check.tensor("bias", bias, check.FLOATS, ndim=1)
+
+
+def _validate(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target_ids: torch.Tensor,
+    bias: torch.Tensor | None,
+    group: ProcessGroup | None,
+    options: Options,
+) -> Shard:
+    columns, ignored, values = weight.shape[0], options.ignore_index, options.validate
+    shard = shard_of(columns, group, options.vocab_start, options.vocab_size, options.vocab_segments)
+    check.shape("lm_head_weight", weight, (columns, hidden.shape[-1]), "V, and the last dim of hidden")
+    check.token_ids("target_ids", target_ids, hidden.shape[:-1], "the leading dims of hidden")
+    if bias is not None:
+        check.shape("bias", bias, (columns,), "the first dim of lm_head_weight")
+    check.same_device(hidden=hidden, lm_head_weight=weight, target_ids=target_ids, bias=bias)
+    check.same_dtype(hidden=hidden, lm_head_weight=weight, bias=bias)
+    check.ignore_index(ignored, target_ids)
+    check.integer("workspace_mib", options.workspace_mib, least=1)
+    check.backend_name(options.backend)
+    dtype = compute_dtype(hidden.dtype)
+    check.temperature(options.temperature, target_ids.shape, hidden.device, dtype, values=values)
+    if values:
+        check.ids_in_range("target_ids", target_ids, shard.size, ignored)
+    return shard
+
+
+def _scaled(
+    temperature: float | torch.Tensor, softcap: float, logit_scale: float, dtype: torch.dtype
+) -> tuple[float | torch.Tensor, torch.Tensor | None]:
+    """Return the temperature and the numbers of ``Cap``, or without a cap temperature / logit_scale and None."""
+    check.number("softcap", softcap, least=0, dtype=dtype)
+    check.number("logit_scale", logit_scale, above=0, dtype=dtype)
+    if softcap > 0:
+        rate = logit_scale / softcap
+        check.number("softcap", softcap, above=0, dtype=dtype)
+        check.number("logit_scale / softcap", rate, above=0, dtype=dtype)
+        return temperature, scalars(softcap, rate)
+    if logit_scale == 1:
+        return temperature, None
+    if isinstance(temperature, torch.Tensor):
+        return temperature.to(dtype) / logit_scale, None
+    check.number("temperature / logit_scale", temperature / logit_scale, above=0, dtype=dtype)
+    return temperature / logit_scale, None

@@ -1,0 +1,123 @@
+"""The autograd function of linear_logp, and its forward pass over the ranks of a group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rl_kernels.core.torchlib import first_order, is_asked_for
+from rl_kernels.linear_logp.inputs import slices
+from rl_kernels.linear_logp.op import ops
+from rl_kernels.linear_logp.shard import Shard
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+ROWS = 16384
+"""Rows whose states are exchanged at once: this bounds their memory."""
+
+
+def forward(
+    shard: Shard,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target_ids: torch.Tensor,
+    bias: torch.Tensor | None,
+    temperature: torch.Tensor,
+    ignore_index: int | None,
+    cap: torch.Tensor | None,
+    return_stats: bool,
+    backend: str,
+) -> tuple[torch.Tensor, ...]:
+    """Return (logp, norm), or (logp, logsumexp, entropy, norm) with ``return_stats``, of the whole vocabulary."""
+    if shard.group is None:
+        op = ops["forward_stats" if return_stats else "forward"]
+        results: tuple[torch.Tensor, ...] = op(
+            hidden, weight, target_ids, bias, temperature, ignore_index, cap, backend
+        )
+        return results
+    from rl_kernels.core.distributed import all_gather
+
+    ranks = shard.group.size()
+    slots = shard.slots(ranks)
+    found = []
+    # One slice even if there are no rows.
+    for rows in slices(max(len(hidden), 1), ROWS):
+        ids, scale = target_ids[rows], temperature[rows] if temperature.ndim else temperature
+        packed = ops["states"](
+            *(hidden[rows], weight, ids, bias, scale, ignore_index, cap, shard.start, slots, return_stats, backend)
+        )
+        gathered = all_gather(packed, shard.group).unflatten(0, (ranks, -1))
+        found.append(ops["finish"](gathered, ids, scale, ignore_index, shard.size, return_stats, backend))
+    logp, lse, entropy, norm = found[0] if len(found) == 1 else map(torch.cat, zip(*found, strict=True))
+    return (logp, lse, entropy, norm) if return_stats else (logp, norm)
+
+
+def _summed(name: str, group: ProcessGroup | None, dtype: torch.dtype) -> Callable[..., Any]:
+    """Return a raw op of the backward pass; in a group with the sum of the gradient of hidden over its ranks."""
+    op = ops[name]
+    if group is None:
+        return op
+    from rl_kernels.core.distributed import all_reduce
+
+    def call(*args: Any) -> Any:
+        partial, *others = op(*args)
+        needed = args[-2 if name == "backward" else -3]
+        return all_reduce(partial, group, dtype=dtype) if needed[0] else partial, *others
+
+    call.__name__ = op.__name__
+    return call
+
+
+class LinearLogp(torch.autograd.Function):
+    """Saves the inputs and norm, and entropy with ``return_stats``; never the logits."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        target_ids: torch.Tensor,
+        bias: torch.Tensor | None,
+        temperature: torch.Tensor,
+        ignore_index: int | None,
+        cap: torch.Tensor | None,
+        main_grad: torch.Tensor | None,
+        workspace_mib: int,
+        return_stats: bool,
+        vocab_start: int,
+        vocab_size: int,
+        vocab_segments: int,
+        group: ProcessGroup | None,
+        backend: str,
+    ) -> tuple[torch.Tensor, ...]:
+        """Return logp, or the three statistics."""
+        inputs = (hidden, weight, target_ids, bias, temperature, ignore_index, cap)
+        shard = Shard(vocab_start, vocab_size, vocab_segments, group)
+        results = forward(shard, *inputs, return_stats, backend)
+        ctx.save_for_backward(hidden, weight, target_ids, bias, temperature, cap, results[-1], *results[2:3])
+        ctx.set_materialize_grads(False)
+        # Not a saved tensor: other backward passes may add to the buffer before this one runs.
+        ctx.main_grad = main_grad
+        ctx.ignore_index, ctx.workspace_mib, ctx.shard, ctx.backend = ignore_index, workspace_mib, shard, backend
+        return results[:3] if return_stats else results[:1]
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients of the arguments that the pass under way asks for."""
+        hidden, weight, target_ids, bias, temperature, cap, norm, *entropy = ctx.saved_tensors
+        inputs = (hidden, weight, target_ids, bias, temperature, ctx.ignore_index, cap)
+        saved = (norm, entropy[0] if entropy else None, *upstream, *[None] * (3 - len(upstream)))
+        needed = [ctx.needs_input_grad[number] and is_asked_for(ctx, number) for number in (0, 1, 3)]
+        start, size, segments, group = ctx.shard
+        arguments = (*inputs, *saved, start, size, segments, group is not None, ctx.workspace_mib, needed)
+        if needed[1] and ctx.main_grad is not None:
+            op = _summed("backward_main_grad", group, hidden.dtype)
+            dhidden, dbias = first_order(op, *arguments, ctx.main_grad, ctx.backend)
+            dweight = None
+        else:
+            dhidden, dweight, dbias = first_order(_summed("backward", group, hidden.dtype), *arguments, ctx.backend)
+        found = [value if wanted else None for value, wanted in zip((dhidden, dweight, dbias), needed, strict=True)]
+        return found[0], found[1], None, found[2], *[None] * 11

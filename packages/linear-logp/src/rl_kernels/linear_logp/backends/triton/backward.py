@@ -1,0 +1,83 @@
+"""The backward pass of the Triton backend: dz, and the products that the GPU backends share."""
+
+from __future__ import annotations
+
+import torch
+
+from rl_kernels.core.gpu import device_of
+from rl_kernels.core.rowwise import LogpUpstream
+from rl_kernels.core.triton_lib import gemm
+from rl_kernels.core.triton_lib.launch import ceil_div
+from rl_kernels.core.triton_lib.schedule import processors
+from rl_kernels.linear_logp import products
+from rl_kernels.linear_logp.backends.triton import kernels
+from rl_kernels.linear_logp.backends.triton.tiles import NO_CAP, bias_of, number_or_rows, schedule_of
+from rl_kernels.linear_logp.inputs import Inputs
+
+
+class Steps(products.Products):
+    """One piece of the vocabulary for one block of rows of the backward pass."""
+
+    def summed(self, hidden: torch.Tensor) -> int:
+        """Return how many rows are summed into one term of dbias: the height of a tile."""
+        return schedule_of("gradient", hidden).rows
+
+    def dlogits(
+        self, block: Inputs, upstream: LogpUpstream, columns: slice, dbias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return dz, rounded, and add its row sum to dbias."""
+        hidden, weight = block.hidden, block.weight
+        count, width = len(hidden), columns.stop - columns.start
+        cut = schedule_of("gradient", hidden)
+        # The padded width lets a tensor descriptor address the rows, whatever ``width`` is.
+        dz = hidden.new_empty((count, ceil_div(width, kernels.BLOCK.value) * kernels.BLOCK.value))[:, :width]
+        stored = gemm.described(dz)
+        row_tiles = ceil_div(count, cut.rows)
+        tiles = row_tiles * ceil_div(width, kernels.BLOCK.value)
+        partial = hidden.new_empty((row_tiles, width), dtype=torch.float32) if dbias is not None else hidden
+        norm, *others = upstream[1:]
+        saved = [norm if value is None else value for value in others]
+        with device_of(hidden):
+            kernels.dlogits[(min(tiles, processors(hidden.device)) if cut.persistent else tiles,)](
+                *(first := gemm.operand(hidden, cut.rows, cut.inner))[:3],
+                *(second := gemm.operand(weight, kernels.BLOCK.value, cut.inner))[:3],
+                *bias_of(block),
+                *(block.cap or NO_CAP),
+                block.target_ids.contiguous(),
+                number_or_rows(block.temperature),
+                norm,
+                *saved,
+                gemm.descriptor(dz, cut.rows, kernels.BLOCK.value) if stored else dz,
+                0 if stored else dz.stride(0),
+                partial,
+                block.start,
+                block.vocab,
+                count,
+                len(weight),
+                hidden.shape[1],
+                columns.start,
+                width,
+                block.ignore_index or 0,
+                HIDDEN=first.kind,
+                WEIGHT=second.kind,
+                STORED=stored,
+                HAS_BIAS=block.bias is not None,
+                CAPPED=block.cap is not None,
+                PER_ROW=block.temperature.ndim > 0,
+                HAS_IGNORED=block.ignore_index is not None,
+                HAS_LOGP=upstream.grad_logp is not None,
+                HAS_LSE=upstream.grad_logsumexp is not None,
+                HAS_ENTROPY=upstream.grad_entropy is not None,
+                DBIAS=dbias is not None,
+                BLOCK_M=cut.rows,
+                BLOCK_K=cut.inner,
+                GROUP=cut.group,
+                PERSISTENT=cut.persistent,
+                num_warps=cut.warps,
+                num_stages=cut.stages,
+            )
+            if dbias is not None:
+                kernels.add_tiles[(ceil_div(width, kernels.BLOCK.value),)](
+                    partial, dbias, row_tiles, width, num_warps=4
+                )
+        return dz

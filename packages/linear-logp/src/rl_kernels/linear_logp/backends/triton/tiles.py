@@ -1,0 +1,43 @@
+"""How rows are cut into tiles, and arguments that several kernels take."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from rl_kernels.core.operator import arch_of
+from rl_kernels.core.triton_lib.launch import INTERPRETED
+from rl_kernels.core.triton_lib.schedule import HALF, Schedule
+from rl_kernels.core.tuned import entry
+from rl_kernels.linear_logp.backends.triton import kernels
+from rl_kernels.linear_logp.inputs import Cap, Inputs
+
+NO_CAP = Cap(0.5, 0.5)
+"""Stands in for a missing cap and is not read; not 1, for which Triton would compile another kernel."""
+
+
+def schedule_of(name: str, hidden: torch.Tensor) -> Schedule:
+    """Return the schedule of the logit tiles; where it could change bits, dtype and architecture alone decide."""
+    if INTERPRETED:
+        return Schedule(64, kernels.BLOCK.value, 64, 4, 1)
+    if hidden.dtype not in HALF:
+        return Schedule(32, kernels.BLOCK.value, 16, 8, 3)
+    if arch_of(hidden.device.type, hidden.device.index) != "sm90":
+        return Schedule(64, kernels.BLOCK.value, 32, 8, 3)
+    return _tuned(name)
+
+
+@functools.cache
+def _tuned(name: str) -> Schedule:
+    return entry("rl_kernels.linear_logp.backends.triton", name, kind=Schedule)
+
+
+def number_or_rows(temperature: torch.Tensor) -> torch.Tensor | float:
+    """Return the temperature as kernels take it: a number, or one value per row side by side."""
+    return temperature.contiguous() if temperature.ndim else float(temperature)
+
+
+def bias_of(inputs: Inputs) -> tuple[torch.Tensor, int]:
+    """Return the bias and its stride; without a bias, a tensor that the kernel does not read."""
+    return (inputs.hidden, 0) if inputs.bias is None else (inputs.bias, inputs.bias.stride(0))

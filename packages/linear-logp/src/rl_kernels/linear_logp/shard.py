@@ -1,0 +1,106 @@
+"""The part of the vocabulary that this process has, and what the ranks of a group must agree on."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from rl_kernels.core import validate as check
+from rl_kernels.linear_logp.vocabulary import SEGMENTS, UNIT, slots, vocab_shards
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class Shard(NamedTuple):
+    """The columns of this process, and how the gradient of hidden is summed.
+
+    Attributes:
+        start: the first column.
+        size: columns of the whole vocabulary.
+        segments: segments of the vocabulary, each a chain of its own: 1 or 8.
+        group: ranks that have the other columns; None if this process has all of them.
+    """
+
+    start: int
+    size: int
+    segments: int
+    group: ProcessGroup | None = None
+
+    def slots(self, ranks: int) -> int:
+        """Return the number of units of a full shard."""
+        return slots(self.size, ranks)
+
+
+def shard_of(
+    columns: int,
+    group: ProcessGroup | None,
+    vocab_start: int | None,
+    vocab_size: int | None,
+    vocab_segments: int | None,
+) -> Shard:
+    """Return the shard of a weight with ``columns`` rows, or raise if it is not that of this rank.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit the others; the message names it.
+    """
+    for name, value in (("vocab_start", vocab_start), ("vocab_size", vocab_size), ("vocab_segments", vocab_segments)):
+        if value is not None:
+            check.integer(name, value)
+    if vocab_segments not in (None, 1, SEGMENTS):
+        raise ValueError(f"vocab_segments: expected 1 or {SEGMENTS}, got {vocab_segments}")
+    if group is None or group.size() == 1:
+        return _whole(columns, vocab_start, vocab_size, vocab_segments or (1 if group is None else SEGMENTS))
+    ranks = group.size()
+    if vocab_segments == 1:
+        raise ValueError(f"vocab_segments: expected {SEGMENTS} with a process_group of {ranks} ranks, got 1")
+    if vocab_size is None:
+        raise ValueError("vocab_size: expected the number of columns of the whole vocabulary with process_group")
+    check.integer("vocab_size", vocab_size, least=1)
+    start, stop = vocab_shards(vocab_size, ranks)[group.rank()]
+    where = f"rank {group.rank()} of vocab_shards({vocab_size}, {ranks}) has columns {start} to {stop}"
+    if vocab_start not in (None, start):
+        raise ValueError(f"vocab_start: expected {start}, got {vocab_start}: {where}; {_advice(vocab_size)}")
+    if columns != stop - start:
+        raise ValueError(f"lm_head_weight: expected {stop - start} rows, got {columns}: {where}; {_advice(vocab_size)}")
+    return Shard(start, vocab_size, SEGMENTS, group)
+
+
+def _whole(columns: int, vocab_start: int | None, vocab_size: int | None, segments: int) -> Shard:
+    alone = "where this process has the whole vocabulary"
+    if columns == 0:
+        raise ValueError("lm_head_weight: expected a vocabulary (first dim) of at least 1, got 0")
+    if vocab_start not in (None, 0):
+        raise ValueError(f"vocab_start: expected 0 {alone}, got {vocab_start}; shards need process_group")
+    if vocab_size not in (None, columns):
+        raise ValueError(f"vocab_size: expected {columns} {alone}, got {vocab_size}; shards need process_group")
+    return Shard(0, columns, segments)
+
+
+def _advice(vocab: int) -> str:
+    multiple = UNIT * SEGMENTS
+    padded = -(-vocab // multiple) * multiple
+    return (
+        f"cut the weight by vocab_shards, or pad the vocabulary to a multiple of {multiple} ({padded}) and cut it "
+        "evenly: leave the pad rows out of lm_head_weight, or count them in vocab_size and mask them by a bias of -inf"
+    )
+
+
+def same_of(
+    hidden: torch.Tensor, target_ids: torch.Tensor, temperature: float | torch.Tensor, **others: object
+) -> dict[str, object]:
+    """Return what must be equal on all ranks: name -> value. It reads all hidden states and ids."""
+    from rl_kernels.core.distributed import fingerprint
+
+    tensors = {"hidden": hidden, "target_ids": target_ids}
+    if isinstance(temperature, torch.Tensor):
+        tensors["temperature"] = temperature
+    else:
+        others["temperature"] = temperature
+    names = {True: "is computed", False: "is not computed"}
+    found: dict[str, object] = {"gradient of hidden": names[torch.is_grad_enabled() and hidden.requires_grad]}
+    for name, value in tensors.items():
+        found[name] = f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+    found |= others
+    return found | {f"{name} (hash of its values)": fingerprint(value) for name, value in tensors.items()}

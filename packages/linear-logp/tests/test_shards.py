@@ -1,0 +1,204 @@
+"""The vocabulary shared by ranks, as a virtual group in one process: every rank's part has the bits of one GPU."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from rl_kernels.core.distributed import tree_sum
+from rl_kernels.core.operator import Call as Described
+from rl_kernels.core.testing import IGNORED, Bug, Draw, bits_of
+from rl_kernels.core.testing.planted import planted
+from rl_kernels.linear_logp import linear_logp, vocab_shards
+from rl_kernels.linear_logp.op import OPERATOR, ops
+from rl_kernels.linear_logp.spec.mutants_shards import MODULES, SHARDS
+from rl_kernels.linear_logp.tree import Tree
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+RANKS = (1, 2, 4, 8)
+INTERPRETED = ("triton", "cpu")
+"""A backend and a device where each launch takes long: few calls, few sizes."""
+FAILURES = (AssertionError, RuntimeError, IndexError, ValueError)
+Plant = Callable[[], AbstractContextManager[None]]
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {"vocab": 1},
+    {"vocab": 300, "bias": True, "entropy": True},
+    {"vocab": 1025, "entropy": True, "ignored": IGNORED, "temperature": True},
+    {"vocab": 5000, "bias": True, "cap": (5.0, 0.3), "entropy": True, "dtype": torch.bfloat16},
+    {"vocab": 9001, "bias": True, "temperature": True, "ignored": 7, "ids": torch.int32, "entropy": True},
+    {"vocab": 8192, "bad": True, "rows": 3},
+    {"vocab": 16411, "rows": 70, "dtype": torch.bfloat16, "masked": 9000, "entropy": True},
+    {"vocab": 9001, "rows": 0, "entropy": True},
+    {"vocab": 6000, "zero": True, "entropy": True},
+    {"vocab": 16384},
+)
+"""Vocabularies smaller than a unit, with empty segments and shards, of odd size, with short and with full shards."""
+
+
+def drawn(options: dict[str, Any], device: str = DEVICE) -> tuple[Any, list[torch.Tensor]]:
+    """Return the inputs of a call, and upstream gradients of the three statistics."""
+    from rl_kernels.linear_logp.spec import virtual
+
+    rows, vocab, dtype = options.get("rows", 9), options["vocab"], options.get("dtype", torch.float32)
+    size = options.get("size", 16)
+    draw = Draw(dtype, device, seed=vocab)
+    ids = draw.ids(vocab, rows).to(options.get("ids", torch.int64))
+    # Columns at both sides of the boundaries of shards.
+    edges = [edge for bounds in vocab_shards(vocab, 8) for edge in (bounds[0], bounds[1] - 1) if 0 <= edge < vocab]
+    ids[: min(len(edges), rows)] = torch.tensor(edges, dtype=ids.dtype, device=device)[:rows]
+    if "ignored" in options:
+        ids[rows // 2] = options["ignored"]
+    if "bad" in options:
+        ids[0], ids[1] = vocab, -5
+    bias = draw.normal(vocab) if "bias" in options else None
+    if "masked" in options:
+        bias = draw.normal(vocab)
+        bias[: options["masked"]] = -torch.inf
+    weight = draw.normal(vocab, size, scale=size**-0.5)
+    upstream = [draw.normal(rows, dtype=torch.float32) for _ in range(3)]
+    if "zero" in options:
+        # Each chain underflows to -0, and the sum is +0 only if an empty segment is added.
+        weight = torch.full_like(weight, 1e-30)
+        upstream = [upstream[0].zero_(), torch.full_like(upstream[1], -1e-30), upstream[2].zero_()]
+    scale = draw.uniform(0.5, 2.0, rows, dtype=torch.float32)
+    temperature = scale if "temperature" in options else torch.tensor(0.7)
+    cap = torch.tensor(options["cap"], dtype=torch.float64) if "cap" in options else None
+    hidden = draw.normal(rows, size)
+    return virtual.Call(hidden, weight, ids, bias, temperature, options.get("ignored"), cap), upstream
+
+
+def same(found: torch.Tensor, expected: torch.Tensor, what: object = "") -> None:
+    assert found.dtype == expected.dtype, what
+    assert found.shape == expected.shape, what
+    nan = found.isnan()
+    assert torch.equal(nan, expected.isnan()), what
+    assert torch.equal(bits_of(found)[~nan], bits_of(expected)[~nan]), what
+
+
+def segmented(call: Any, saved: list[Any], backend: str) -> torch.Tensor:
+    """Return the gradient of hidden as the contract defines it: eight chains, each from 0, added by a balanced tree."""
+    vocab, width = len(call.weight), 1024 * -(-len(call.weight) // 8192)
+    chains = []
+    for first in range(0, 8 * width, width):
+        part = slice(min(first, vocab), min(first + width, vocab))
+        weight, bias = call.weight[part], None if call.bias is None else call.bias[part]
+        shard = call._replace(weight=weight, bias=bias)
+        arguments = (*shard, *saved, part.start, vocab, 1, True, 256, [True, False, False], backend)
+        chains.append(ops["backward"](*arguments)[0])
+    a, b, c, d, e, f, g, h = chains
+    return (((a + b) + (c + d)) + ((e + f) + (g + h))).to(call.hidden.dtype)
+
+
+def hold(options: dict[str, Any], backend: str) -> None:
+    """Hold a virtual group of every size to one process, bit by bit."""
+    virtual = importlib.import_module("rl_kernels.linear_logp.spec.virtual")
+    call, upstream = drawn(options)
+    vocab, entropy = len(call.weight), bool(options.get("entropy"))
+    logp, lse, row_entropy, norm = ops["forward_stats"](*call, backend)
+    for value, plain in zip(ops["forward"](*call, backend), (logp, norm), strict=True):
+        same(value, plain)
+    grads = upstream if entropy else [upstream[0], None, None]
+    saved, needed = [norm, row_entropy if entropy else None, *grads], [True, True, call.bias is not None]
+    whole = [ops["backward"](*call, *saved, 0, vocab, segments, False, 256, needed, backend) for segments in (1, 8)]
+    for value, plain in zip(whole[1][1:], whole[0][1:], strict=True):
+        same(value, plain, "weight and bias")
+    same(whole[1][0], segmented(call, saved, backend), "segments")
+    few = (backend, DEVICE) == INTERPRETED
+    for ranks in (2, 8) if few else RANKS:
+        packed = virtual.states(call, ranks, entropy, backend)
+        found = virtual.finish(call, packed, entropy, backend)
+        wanted = (logp, lse, row_entropy, norm) if entropy else (logp, lse[:0], row_entropy[:0], norm)
+        for value, plain in zip(found, wanted, strict=True):
+            same(value, plain, ranks)
+        for workspace_mib in (256,) if few else (1, 256):
+            parts = virtual.backward(call, ranks, saved, needed, backend, workspace_mib)
+            for value, plain in zip(parts, whole[1], strict=True):
+                same(value, plain, (ranks, workspace_mib))
+
+
+def hold_all(backend: str, plant: Plant = nullcontext) -> None:
+    with plant():
+        for options in OPTIONS:
+            hold(options, backend)
+
+
+def calls() -> Iterator[Any]:
+    for backend in OPERATOR.backends:
+        if backend.name != "cuda-sm90":
+            reason = backend.why_not(Described.of(torch.zeros(1, device=DEVICE)))
+            marks = pytest.mark.skipif(reason is not None, reason=str(reason))
+            for options in OPTIONS[1:3] if (backend.name, DEVICE) == INTERPRETED else OPTIONS:
+                yield pytest.param(backend.name, options, marks=marks)
+
+
+@pytest.mark.parametrize(("backend", "options"), calls())
+def test_ranks_have_the_bits_of_one_process(backend: str, options: dict[str, Any]) -> None:
+    hold(options, backend)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["cuda-sm90", "triton"])
+@pytest.mark.parametrize("rows", [3, 64, 300, 5000])
+@pytest.mark.parametrize("vocab", [700, 5003, 40000, 151936])
+def test_ranks_have_the_bits_of_one_gpu(backend: str, rows: int, vocab: int) -> None:
+    if backend == "cuda-sm90" and torch.cuda.get_device_capability(0)[0] != 9:
+        pytest.skip("needs sm_90")
+    for more in ({}, {"bias": True, "temperature": True, "ignored": IGNORED, "cap": (30.0, 0.02)}):
+        for dtype in (torch.bfloat16, torch.float16):
+            hold({"vocab": vocab, "rows": rows, "size": 136, "dtype": dtype, "entropy": bool(more), **more}, backend)
+
+
+@pytest.mark.parametrize("bug", SHARDS, ids=lambda bug: bug.name)
+def test_bug_planted_in_the_shared_code_shows_in_a_virtual_group(bug: Bug) -> None:
+    with pytest.raises(FAILURES):
+        hold_all("native", partial(planted, MODULES, bug))
+
+
+def test_one_process_with_segments_has_the_bits_of_a_group() -> None:
+    call, _ = drawn({"vocab": 9001})
+    leaf = call.hidden.requires_grad_()
+    found = []
+    for segments in (None, 1, 8):
+        logp = linear_logp(leaf, call.weight, call.target_ids, vocab_segments=segments)
+        found.append((logp.detach(), torch.autograd.grad(logp.square().sum(), leaf)[0]))
+    assert all(torch.equal(logp, found[0][0]) for logp, _ in found)
+    assert torch.equal(found[1][1], found[0][1])
+    assert not torch.equal(found[2][1], found[0][1])
+
+
+@pytest.mark.parametrize("vocab", [1, 1023, 1024, 1025, 8192, 8193, 32000, 128256, 151936])
+def test_shards_are_whole_segments(vocab: int) -> None:
+    segments = vocab_shards(vocab, 8)
+    for ranks in RANKS:
+        shards = vocab_shards(vocab, ranks)
+        assert shards[0][0] == 0
+        assert shards[-1][1] == vocab
+        assert all(one[1] == other[0] for one, other in pairwise(shards))
+        assert all(start % 1024 == 0 or start == vocab for start, _ in shards)
+        each = 8 // ranks
+        assert shards == tuple((segments[i * each][0], segments[i * each + each - 1][1]) for i in range(ranks))
+
+
+@pytest.mark.parametrize(("vocab", "n", "match"), [(0, 2, "vocab_size"), (1.5, 2, "vocab_size"), (100, 3, "n: ")])
+def test_vocab_shards_refuses(vocab: Any, n: int, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        vocab_shards(vocab, n)
+
+
+@pytest.mark.parametrize("terms", range(9))
+def test_tree_streams_a_balanced_sum(terms: int) -> None:
+    values = torch.randn(terms, 5, 3) * 10.0 ** torch.randint(-4, 5, (terms, 1, 1))
+    tree, made = Tree(torch.empty(5, 3)), set()
+    for value in values:
+        made.add((buffer := tree.buffer()).data_ptr())
+        tree.add(buffer.copy_(value))
+    assert torch.equal(tree.total(), tree_sum(values) if terms else torch.zeros(5, 3))
+    assert len(made) <= max(Tree.most(terms), 1)
+    assert [Tree.most(count) for count in (1, 2, 4, 8)] == [1, 2, 3, 4]
