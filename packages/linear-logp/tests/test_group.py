@@ -1,0 +1,250 @@
+"""linear_logp over ranks in several processes over gloo: one process's bits, and one error for all ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+
+from rl_kernels.core.testing import IGNORED, Draw, bits_of
+from rl_kernels.core.testing.ranks import run_ranks
+from rl_kernels.linear_logp import LogpStats, autograd, linear_logp, vocab_shards
+
+ROWS, SIZE = 9, 16
+OPERANDS = ("hidden", "lm_head_weight", "bias")
+CALLS: tuple[dict[str, Any], ...] = (
+    {"vocab": 9001},
+    {"vocab": 9001, "bias": True, "per_token": True, "ignore_index": 7, "return_stats": True, "softcap": 5.0},
+    {
+        "vocab": 1500,
+        "bias": True,
+        "temperature": 0.7,
+        "return_stats": True,
+        "dtype": torch.bfloat16,
+        "logit_scale": 0.5,
+    },
+    {"vocab": 16384, "return_stats": True, "dtype": torch.float64, "ignore_index": IGNORED, "ids": torch.int32},
+    {"vocab": 5000, "validate": False, "bad": True, "leading": (3, 3)},
+    {"vocab": 700, "rows": 0, "return_stats": True},
+    {"vocab": 700, "rows": 1, "leading": (), "bias": True},
+)
+
+
+def drawn(vocab: int, **options: Any) -> dict[str, Any]:
+    """Return the keyword arguments of a call for the whole vocabulary."""
+    dtype, rows, kind = (options.pop(*one) for one in (("dtype", torch.float32), ("rows", ROWS), ("ids", torch.int64)))
+    draw = Draw(dtype, seed=vocab)
+    ids = draw.ids(vocab, rows).to(kind)
+    if rows > 3:
+        ids[:4] = torch.tensor([0, vocab - 1, min(2048, vocab - 1), min(2047, vocab - 1)])
+        ids[4] = options.get("ignore_index", ids[4])
+        ids[5] = vocab if options.pop("bad", False) else ids[5]
+    call = {"hidden": draw.normal(rows, SIZE), "lm_head_weight": draw.normal(vocab, SIZE, scale=SIZE**-0.5)}
+    if options.pop("bias", False):
+        call["bias"] = draw.normal(vocab)
+    if options.pop("per_token", False):
+        options["temperature"] = draw.uniform(0.5, 2.0, rows, dtype=torch.float32)
+    leading = options.pop("leading", (rows,))
+    call["hidden"] = call["hidden"].view(*leading, SIZE)
+    return {**call, "target_ids": ids.view(leading), **options}
+
+
+def shard(call: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
+    """Return the arguments of a rank."""
+    vocab = len(call["lm_head_weight"])
+    part = slice(*vocab_shards(vocab, world)[rank])
+    mine = {name: call[name][part] for name in ("lm_head_weight", "bias") if name in call}
+    return {**call, **mine, "process_group": distributed.group.WORLD, "vocab_size": vocab}
+
+
+def results(call: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the statistics and the gradients."""
+    leaves = {name: call[name].detach().clone().requires_grad_() for name in OPERANDS if name in call}
+    with torch.no_grad():
+        plain = linear_logp(**call)
+    found = linear_logp(**{**call, **leaves})
+    named = found._asdict() if isinstance(found, LogpStats) else {"logp": found}
+    first = plain.logp if isinstance(plain, LogpStats) else plain
+    assert torch.equal(bits_of(first), bits_of(named["logp"].detach()))
+    upstream = [Draw(value.dtype, seed=3).normal(*value.shape) for value in named.values()]
+    torch.autograd.backward(list(named.values()), upstream)
+    grads = {f"gradient of {name}": leaf.grad for name, leaf in leaves.items()}
+    return {name: value.detach() for name, value in {**named, **grads}.items()}
+
+
+def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    nan = expected.isnan()
+    if (found.shape, found.dtype) != (expected.shape, expected.dtype) or not torch.equal(found.isnan(), nan):
+        return False
+    return torch.equal(bits_of(found)[~nan], bits_of(expected)[~nan])
+
+
+def differing(call: dict[str, Any], rank: int, world: int, **more: Any) -> list[str]:
+    """Return the names of the results that do not have one process's bits."""
+    expected = results({**call, "vocab_segments": 8})
+    found = results({**shard(call, rank, world), **more})
+    part = slice(*vocab_shards(len(call["lm_head_weight"]), world)[rank])
+    for name in ("lm_head_weight", "bias"):
+        if name in call:
+            expected[f"gradient of {name}"] = expected[f"gradient of {name}"][part]
+    bad = []
+    for name, value in expected.items():
+        if not same(found[name], value):
+            bad.append(name)
+    return bad
+
+
+def accumulated(call: dict[str, Any], steps: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return main_grad after micro-batches of 16 tokens, and the gradients of hidden."""
+    weight = call["lm_head_weight"].clone().requires_grad_()
+    weight.main_grad = torch.ones(weight.shape)
+    grads = []
+    for step in range(steps):
+        rows = slice(16 * step, 16 * step + 16)
+        hidden = call["hidden"][rows].clone().requires_grad_()
+        part = {**call, "hidden": hidden, "target_ids": call["target_ids"][rows], "lm_head_weight": weight}
+        linear_logp(**part).square().sum().backward()
+        grads.append(hidden.grad)
+    assert weight.grad is None
+    return weight.main_grad, grads
+
+
+def bits(rank: int, world: int) -> list[Any]:
+    failed: list[Any] = []
+    for options in CALLS:
+        call = drawn(**options)
+        start = vocab_shards(len(call["lm_head_weight"]), world)[rank][0]
+        if bad := differing(call, rank, world, vocab_start=start):
+            failed.append((options, bad))
+    call, kept = drawn(**CALLS[1]), autograd.ROWS
+    autograd.ROWS = 4
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    failed += differing(call, rank, world, process_group=mesh["tp"], vocab_segments=8)
+    autograd.ROWS = kept
+    call = drawn(5000, rows=48)
+    whole, expected = accumulated({**call, "vocab_segments": 8}, 3)
+    found, grads = accumulated(shard(call, rank, world), 3)
+    if not torch.equal(found, whole[slice(*vocab_shards(5000, world)[rank])]):
+        failed.append("main_grad")
+    failed += ["main_grad, hidden" for one, other in zip(grads, expected, strict=True) if not torch.equal(one, other)]
+    # A frozen weight; and hidden states that need no gradient, for which nothing is exchanged.
+    mine = shard(call, rank, world)
+    for name in ("hidden", "lm_head_weight"):
+        leaf = mine[name].clone().requires_grad_()
+        alone = torch.autograd.grad(linear_logp(**{**mine, name: leaf}).sum(), leaf)[0]
+        leaf = call[name].clone().requires_grad_()
+        wanted = torch.autograd.grad(linear_logp(**{**call, name: leaf}, vocab_segments=8).sum(), leaf)[0]
+        part = slice(*vocab_shards(5000, world)[rank]) if name == "lm_head_weight" else slice(None)
+        failed += [] if torch.equal(alone, wanted[part]) else [f"{name} alone"]
+    return failed
+
+
+def errors(rank: int, world: int) -> dict[str, str]:
+    """Return the text of each error, which must be the same on all ranks."""
+    call, texts, last = shard(drawn(9001, bias=True), rank, world), {}, rank == world - 1
+    weight, even = call["lm_head_weight"], torch.randn(9004 // world, SIZE)
+
+    def attempt(name: str, function: Callable[..., Any] = linear_logp, **changes: Any) -> None:
+        try:
+            function(**{**call, **changes})
+        except Exception as error:
+            texts[name] = f"{type(error).__name__}: {error}"
+
+    attempt("ids", target_ids=call["target_ids"] + (10**6 if last else 0))
+    attempt("shape", hidden=call["hidden"][: ROWS - last], target_ids=call["target_ids"][: ROWS - last])
+    attempt("values", hidden=call["hidden"] + float(last))
+    attempt("dtype", **{name: call[name].bfloat16() if last else call[name] for name in OPERANDS})
+    attempt("temperature", temperature=1.0 + last)
+    attempt("statistics", return_stats=last)
+    attempt("hidden", hidden=[1.0] if last else call["hidden"])
+    attempt("device", lm_head_weight=weight.to("meta") if last else weight)
+    attempt("backend", backend="no-such" if last else None)
+    attempt("size", vocab_size=None)
+    attempt("sizes", vocab_size=9001 + 8192 * last)
+    attempt("start", vocab_start=0)
+    attempt("segments", vocab_segments=1)
+    attempt("even", lm_head_weight=even, vocab_size=9004, bias=None)
+    attempt("gradient", hidden=call["hidden"].clone().requires_grad_(last))
+    weight = weight.clone().requires_grad_()
+    weight.main_grad = torch.zeros(weight.shape, dtype=torch.float64 if last else torch.float32)
+    attempt("main_grad", lm_head_weight=weight)
+    hidden = call["hidden"].clone().requires_grad_()
+    found = torch.autograd.grad(linear_logp(**{**call, "hidden": hidden}).square().sum(), hidden, create_graph=True)
+    attempt("double", lambda **_: found[0].sum().backward())
+    attempt("compile", torch.compile(linear_logp, fullgraph=True, backend="eager"))
+    # The group is still in step.
+    linear_logp(**call)
+    return texts
+
+
+def ranks(rank: int, world: int) -> tuple[list[Any], dict[str, str]]:
+    return bits(rank, world), errors(rank, world)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks(world: int) -> None:
+    found = run_ranks(ranks, world, world)
+    assert [failed for failed, _ in found] == [[]] * world
+    texts = found[0][1]
+    where = f"(on rank {world - 1} of process_group)"
+    differ = "expected the same on every rank of process_group"
+    assert texts["ids"].startswith("ValueError: target_ids: expected values in [0, 9001)")
+    assert texts["ids"].endswith(where)
+    assert texts["shape"].startswith(f"ValueError: hidden: {differ}, got (9, 16) float32, ")
+    assert texts["values"].startswith(f"ValueError: hidden (hash of its values): {differ}")
+    assert texts["dtype"].startswith(f"ValueError: hidden: {differ}")
+    assert texts["temperature"].startswith(f"ValueError: temperature: {differ}")
+    assert texts["statistics"].startswith(f"ValueError: return_stats: {differ}")
+    assert texts["hidden"] == f"TypeError: hidden: expected a tensor, got list {where}"
+    assert texts["device"].startswith("ValueError: lm_head_weight: expected device cpu")
+    assert texts["backend"].startswith("ValueError: backend: linear_logp has no backend 'no-such'")
+    assert texts["size"].startswith("ValueError: vocab_size: expected the number of columns of the whole vocabulary")
+    # With other sizes the last of two ranks has other columns; the last of four has none either way.
+    expected = "lm_head_weight: expected" if world == 2 else f"vocab_size: {differ}"
+    assert texts["sizes"].startswith(f"ValueError: {expected}")
+    assert texts["start"].startswith("ValueError: vocab_start: expected")
+    assert texts["segments"].startswith("ValueError: vocab_segments: expected 8 with a process_group of")
+    assert texts["even"].startswith(f"ValueError: lm_head_weight: expected {16384 // world} rows, got {9004 // world}")
+    assert "cut the weight by vocab_shards, or pad the vocabulary to a multiple of 8192 (16384)" in texts["even"]
+    assert texts["gradient"].startswith(f"ValueError: gradient of hidden: {differ}, got is not computed, ")
+    assert texts["main_grad"].startswith("TypeError: lm_head_weight.main_grad: expected dtype float32")
+    assert "double backward is not supported" in texts["double"]
+    assert "not supported under torch.compile" in texts["compile"]
+    assert len(texts) == 18
+    # What dynamo adds to an error may name a place of the process.
+    assert all({**other, "compile": ""} == {**texts, "compile": ""} for _, other in found)
+
+
+def dies(rank: int) -> float:
+    call = shard(drawn(3000), rank, 2)
+    hidden = call["hidden"].requires_grad_()
+    logp = linear_logp(**call)
+    if rank == 1:
+        raise KeyError("between the passes")
+    started = time.monotonic()
+    with pytest.raises(RuntimeError):
+        torch.autograd.grad(logp.sum(), hidden)
+    return time.monotonic() - started
+
+
+def test_a_rank_that_raises_between_the_passes_ends_the_others() -> None:
+    with pytest.raises(RuntimeError, match=r"rank 1 raised:(.|\n)*between the passes"):
+        run_ranks(dies, 2, timeout=20.0)
+
+
+def alone(rank: int) -> list[str]:
+    """A group of one rank gives the gradient of hidden that larger groups give, unless it is asked for one chain."""
+    call = drawn(9001)
+    group = distributed.group.WORLD
+    found = [results({**call, **more}) for more in ({"process_group": group}, {"vocab_segments": 8})]
+    plain = [results({**call, **more}) for more in ({"process_group": group, "vocab_segments": 1}, {})]
+    return [name for one, other in (found, plain) for name in one if not torch.equal(one[name], other[name])]
+
+
+def test_a_group_of_one_rank() -> None:
+    assert run_ranks(alone, 1) == [[]]
