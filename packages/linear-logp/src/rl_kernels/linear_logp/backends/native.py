@@ -70,8 +70,9 @@ def states(
     packed, parts, chosen = packing.empty(hidden, slots, entropy=entropy)
     for rows in _blocks(inputs):
         for unit, state in enumerate(_walk(inputs.block(rows), chosen[rows], entropy=entropy)):
-            for number, value in enumerate(state[: parts.shape[1]]):
-                parts[unit, number, rows] = value
+            for number, value in enumerate(state):
+                if value is not None:
+                    parts[unit, number, rows] = value
     return packed
 
 

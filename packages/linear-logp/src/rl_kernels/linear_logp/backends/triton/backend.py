@@ -59,7 +59,7 @@ def backward(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 def backward_main_grad(*args: object) -> tuple[torch.Tensor, torch.Tensor]:
     """Add dweight to ``main_grad``, the last argument, and return (dhidden, dbias), each empty if not needed."""
-    dhidden, _, dbias = backward(*args)  # type: ignore[arg-type]
+    dhidden, _, dbias = backward(*args)
     return dhidden, dbias
 
 
