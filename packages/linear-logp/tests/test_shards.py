@@ -14,6 +14,7 @@ import torch
 
 from rl_kernels.core.distributed import tree_sum
 from rl_kernels.core.operator import Call as Described
+from rl_kernels.core.rowwise import compute_dtype
 from rl_kernels.core.testing import IGNORED, Bug, Draw, bits_of
 from rl_kernels.core.testing.planted import planted
 from rl_kernels.linear_logp import linear_logp, vocab_shards
@@ -153,6 +154,31 @@ def test_ranks_have_the_bits_of_one_gpu(backend: str, rows: int, vocab: int) -> 
     for more in ({}, {"bias": True, "temperature": True, "ignored": IGNORED, "cap": (30.0, 0.02)}):
         for dtype in (torch.bfloat16, torch.float16):
             hold({"vocab": vocab, "rows": rows, "size": 136, "dtype": dtype, "entropy": bool(more), **more}, backend)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_ranks_have_the_bits_of_one_hopper(options: dict[str, Any]) -> None:
+    if torch.cuda.get_device_capability(0)[0] != 9:
+        pytest.skip("needs sm_90")
+    hold({**options, "dtype": torch.bfloat16}, "cuda-sm90")
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_fake_kernels_know_the_shapes_of_shards(entropy: bool, dtype: torch.dtype) -> None:
+    call, upstream = drawn({"vocab": 3000, "bias": True, "dtype": dtype}, "cpu")
+    call = call._replace(temperature=call.temperature.to(compute_dtype(dtype)))
+    shard, raw = call.shard((2048, 3000)), torch.ops.rl_kernels
+    torch.library.opcheck(raw.linear_logp_states.default, (*shard, 2048, 4, entropy, "native"))
+    packed = ops["states"](*shard, 2048, 4, entropy, "native")
+    given = call.target_ids, call.temperature, None, 3000, entropy, "native"
+    torch.library.opcheck(raw.linear_logp_finish.default, (torch.stack([packed, packed]), *given))
+    norm = torch.zeros(len(call.hidden), 2, dtype=packed.dtype)
+    saved = norm, None, upstream[0].to(packed.dtype), None, None
+    for partial_sum, needed in ((True, [True, False, True]), (False, [True, True, False])):
+        more = 2048, 3000, 8, partial_sum, 256, needed, "native"
+        torch.library.opcheck(raw.linear_logp_backward.default, (*shard, *saved, *more))
 
 
 @pytest.mark.parametrize("bug", SHARDS, ids=lambda bug: bug.name)
