@@ -5,12 +5,15 @@ from __future__ import annotations
 import torch
 
 
-def det_gemm(a: torch.Tensor, b: torch.Tensor, *, out_dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return ``a[M, K] @ b[K, N]``, computed in FP32 (FP64 for FP64 inputs), then rounded to ``out_dtype``."""
+def det_gemm(a: torch.Tensor, b: torch.Tensor, *, out_dtype: torch.dtype | None = None, **_: int) -> torch.Tensor:
+    """Return ``a[M, K] @ b[K, N]``, computed in FP32 (FP64 for FP64 inputs), then rounded to ``out_dtype``.
+
+    Segments do not change what a product is.
+    """
     return (_wide(a) @ _wide(b)).to(out_dtype or a.dtype)
 
 
-def det_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def det_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, **_: int) -> torch.Tensor:
     """Return ``x[..., K] @ weight[N, K]^T + bias[N]``, rounded to the dtype of ``x`` after the bias is added."""
     product = _wide(x) @ _wide(weight).t()
     return (product if bias is None else product + _wide(bias)).to(x.dtype)

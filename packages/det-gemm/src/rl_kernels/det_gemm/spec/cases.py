@@ -26,6 +26,7 @@ def _sizes(m: int, n: int, k: int) -> dict[str, int]:
 
 WIDE, COLUMNS = {"out_dtype": torch.float32}, "columns"
 BIAS, BUFFER = {"bias": True}, {"accumulate_into": True}
+SEGMENTS = {"k_segments": 8, "dx_segments": 4}
 CASES = (
     Case("plain", _sizes(33, 48, 64)),
     Case("odd", _sizes(7, 13, 37)),
@@ -48,6 +49,14 @@ CASES = (
     Case("linear-leading", _sizes(5, 24, 32), {"leading": (2, 3), **BIAS}, LINEAR),
     Case("linear-column-major", _sizes(6, 22, 35), {COLUMNS: ("x", "weight"), **BIAS}, LINEAR),
     Case("linear-cancelling", _sizes(1, 40, 48), {"cancels": 2.0**-16, **BIAS}, LINEAR),
+    Case("segments", _sizes(19, 40, 200), SEGMENTS),
+    Case("segments-column-major", _sizes(7, 33, 300), {COLUMNS: ("a", "b"), **SEGMENTS}),
+    # Six of the eight segments of K, and two of the four of N, are empty.
+    Case("segments-empty", _sizes(5, 24, 30), SEGMENTS),
+    Case("segments-wide-output", _sizes(21, 32, 50), {"k_segments": 2, **WIDE}, grad=False),
+    Case("segments-cancelling", _sizes(21, 32, 480), {"cancels": 2.0**-16, **SEGMENTS, **WIDE}, grad=False),
+    Case("linear-segments", _sizes(9, 40, 136), {**BIAS, **SEGMENTS}, LINEAR),
+    Case("linear-segments-leading", _sizes(5, 56, 96), {"leading": (2, 3), "k_segments": 4, "dx_segments": 2}, LINEAR),
     Case("dw", _sizes(35, 24, 18), {}, DW, grad=False),
     Case("dw-many-steps", _sizes(300, 260, 9), {}, DW, grad=False),
     Case("dw-wide-output", _sizes(20, 17, 33), WIDE, DW, grad=False),
@@ -65,6 +74,7 @@ CASES = (
 
 EMPTY = (
     Case("no-rows", _sizes(0, 7, 9)),
+    Case("no-rows-segments", _sizes(0, 7, 9), SEGMENTS),
     Case("no-rows-linear", _sizes(0, 7, 9), BIAS, LINEAR),
     Case("no-rows-dw", _sizes(0, 7, 9), {}, DW, grad=False),
     Case("no-rows-dw-continued", _sizes(0, 7, 9), BUFFER, DW, grad=False),
@@ -96,7 +106,7 @@ def inputs(case: Case, draw: Draw) -> Inputs:
         call[zeros].narrow(-1 if case.function == DW else -2, 0, 1).zero_()
         call[others].narrow(-1 if case.function == LINEAR else -2, 0, 1).fill_(torch.inf)
     call |= {name: column_major(call[name]) for name in asked.get(COLUMNS, ())}
-    return call | {name: asked[name] for name in ("out_dtype",) if name in asked}
+    return call | {name: asked[name] for name in ("out_dtype", *SEGMENTS) if name in asked}
 
 
 def _cancelling(m: int, n: int, k: int, draw: Draw, scale: float) -> Inputs:

@@ -14,15 +14,17 @@ LINEAR, DW = "det_linear", "det_gemm_dw"
 HALVES = (None, "bf16", "fp16")
 VALUES = (None, "ties", "large", "small", "zero-rows")
 WIDE = {"out_dtype": torch.float32}
+SEGMENTS = {"k_segments": (None, 2, 4, 8), "dx_segments": (None, 2, 4, 8)}
 BITS = ("accuracy", "gradients", "invariance")
 AXES: dict[str, dict[str, tuple[Any, ...]]] = {
-    "": {"columns": (None, ("a",), ("b",), ("a", "b")), "values": VALUES, "dtype": HALVES},
+    "": {"columns": (None, ("a",), ("b",), ("a", "b")), "values": VALUES, "dtype": HALVES, **SEGMENTS},
     LINEAR: {
         "bias": (None, True),
         "leading": (None, (), (2,), (2, 1, 3)),
         "columns": (None, ("x",), ("weight",), ("x", "weight")),
         "values": VALUES,
         "dtype": HALVES,
+        **SEGMENTS,
     },
     DW: {
         "accumulate_into": (None, True),
@@ -33,8 +35,8 @@ AXES: dict[str, dict[str, tuple[Any, ...]]] = {
     },
 }
 TURNS: dict[str, tuple[Mapping[str, Any], ...]] = {
-    "": ({}, {"columns": ("b",)}, {"columns": ("a",)}),
-    LINEAR: ({"bias": True}, {}, {"bias": True, "columns": ("weight",)}),
+    "": ({}, {"columns": ("b",)}, {"columns": ("a",)}, {"k_segments": 8, "dx_segments": 8}),
+    LINEAR: ({"bias": True}, {}, {"bias": True, "columns": ("weight",)}, {"bias": True, "k_segments": 4}),
     DW: ({}, {"accumulate_into": True}, {"columns": ("a",)}),
 }
 """Options that the cases of a sweep take in turn."""

@@ -76,6 +76,15 @@ OPTIONS = (
     ("backend not a name", given(backend=3), TypeError, "backend: expected a name"),
     ("all where no backend runs", _all_on_meta, ValueError, "backend: .* on meta"),
 )
+SEGMENTS = (
+    *(
+        (f"{name} {value!r}", given(**{name: value}), ValueError, f"{name}: expected one of 1, 2, 4, 8")
+        for name in ("k_segments", "dx_segments")
+        for value in (0, 3, 16, -2)
+    ),
+    ("k_segments a bool", given(k_segments=True), TypeError, "k_segments: expected an integer"),
+    ("dx_segments a float", given(dx_segments=2.0), TypeError, "dx_segments: expected an integer"),
+)
 OUT_DTYPE = (
     ("out_dtype of integers", given(out_dtype=torch.int32), ValueError, "out_dtype: expected one of"),
     ("out_dtype FP64", given(out_dtype=torch.float64), ValueError, "out_dtype: expected one of"),
@@ -85,7 +94,7 @@ ILLEGAL = (
     *_operand("a", "plain", second=False),
     *_operand("b", "plain", second=True),
     *_illegal("plain", ("b of another K", edited("b", lambda b: b[1:]), ValueError, "b: expected shape")),
-    *_illegal("plain", *OUT_DTYPE, *OPTIONS),
+    *_illegal("plain", *OUT_DTYPE, *SEGMENTS, *OPTIONS),
     *_operand("x", "linear", second=False),
     *_operand("weight", "linear", second=True),
     *_illegal(
@@ -101,6 +110,7 @@ ILLEGAL = (
         ("main_grad of BF16", _main_grad(torch.Tensor.bfloat16), TypeError, "main_grad: expected dtype"),
         ("main_grad of another shape", _main_grad(lambda out: out[None]), ValueError, "main_grad: expected shape"),
         ("main_grad elsewhere", _main_grad(_elsewhere), ValueError, "main_grad: expected device"),
+        *SEGMENTS,
         *OPTIONS,
     ),
     *_operand("a", "dw", second=False),
