@@ -21,6 +21,9 @@ def segmented(
     a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype, segments: int, length: int
 ) -> torch.Tensor:
     """Return ``a[M, K] @ b[K, N] + bias[N]`` in ``out_dtype``, K in segments whose chains a tree merges."""
+    out = a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
+    if matmul(a, b, out, bias=bias, segments=segments, length=length):
+        return out
     return merged(a, b, bias, out_dtype, bounds(a.shape[1], segments, length), _chain)
 
 

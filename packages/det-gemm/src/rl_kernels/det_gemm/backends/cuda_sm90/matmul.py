@@ -28,7 +28,7 @@ from rl_kernels.det_gemm.backends.cuda_sm90.schedule import (
 HALVES = (torch.bfloat16, torch.float16)
 CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Values of the kernel's DTYPE and OUT."""
-SIGNATURE = "TTT(PPPPqqqqqqiiiii)"
+SIGNATURE = "TTT(PPPPqqqqqqiiiiii)"
 """Tensor maps of both operands and the output, then ``struct Args``."""
 ALIGNED = 16
 """TMA needs addresses and rows that are multiples of this many bytes."""
@@ -51,20 +51,25 @@ def matmul(
     bias: torch.Tensor | None = None,
     continues: bool = False,
     schedule: Schedule | None = None,
-) -> None:
+    segments: int = 1,
+    length: int = 0,
+) -> bool:
     """Write ``a[M, K] @ b[K, N] + bias[N]`` to ``out[M, N]``; with ``continues``, continue the FP32 chain in ``out``.
 
     Operands have one 16-bit dtype and any strides; ``out`` has FP32 or a 16-bit dtype, and any strides. The sizes
-    choose a ``schedule`` if none is given.
+    choose a ``schedule`` if none is given. With several ``segments`` of ``length`` terms of K, each is a chain from 0,
+    and a tree merges them. Returns whether it was launched: TMA must take operands that are cut into segments.
     """
     if not out.numel():
-        return
+        return True
     plan = plan_of(
         *(a.shape, a.stride(), a.data_ptr() % ALIGNED == 0),
         *(b.shape, b.stride(), b.data_ptr() % ALIGNED == 0),
         *(out.stride(), out.data_ptr() % ALIGNED == 0),
-        *(a.dtype, out.dtype, continues, schedule, processors(a.get_device())),
+        *(a.dtype, out.dtype, continues, schedule, processors(a.get_device()), segments, length),
     )
+    if plan is None:
+        return False
     left, right = (b, a) if plan.flipped else (a, b)
     if bias is not None:
         bias = bias.contiguous()
@@ -74,10 +79,11 @@ def matmul(
         *(NO_MAP if box is None else box.of(x) for box, x in zip(plan.boxes, (left, right, out), strict=True)),
         *(out, bias, left, right),
         *plan.strides,
-        *(*plan.sizes, 0 if bias is None else plan.along),
+        *(*plan.sizes, 0 if bias is None else plan.along, plan.length),
         shared=plan.shared,
         pdl=plan.pdl,
     )
+    return True
 
 
 class Lying(NamedTuple):
@@ -137,6 +143,7 @@ class Plan(NamedTuple):
         boxes: of the left operand, the right one and the output, for the tensors as given; None is no map.
         strides: of the output, the left operand and the right one.
         sizes: rows and columns of the output, K, rows of tiles that are processed together.
+        length: terms of a segment of K.
         along: the direction of a bias.
         shared: bytes of dynamic shared memory.
         pdl: whether blocks may start early (programmatic dependent launch).
@@ -150,6 +157,7 @@ class Plan(NamedTuple):
     strides: tuple[int, ...]
     sizes: tuple[int, int, int, int]
     along: int
+    length: int
     shared: int
     pdl: bool
 
@@ -169,8 +177,13 @@ def plan_of(
     continues: bool,
     schedule: Schedule | None,
     multiprocessors: int,
-) -> Plan:
-    """Return the launch of ``a[M, K] @ b[K, N]``, for matrices with these layouts."""
+    segments: int = 1,
+    length: int = 0,
+) -> Plan | None:
+    """Return the launch of ``a[M, K] @ b[K, N]``, for matrices with these layouts.
+
+    None if K is cut into segments and TMA does not take an operand.
+    """
     left = Lying(a_shape, a_strides, dtype, a_aligned)
     right = Lying(b_shape, b_strides, dtype, b_aligned).t()
     target = Lying((a_shape[0], b_shape[1]), out_strides, out_dtype, out_aligned)
@@ -180,7 +193,9 @@ def plan_of(
         # The transposed product is stored row by row.
         left, right, target, along, m, n = right, left, target.t(), BY_ROW, n, m
     majors = _major(left), _major(right)
-    cut = schedule or schedule_for(m, n, k, majors, multiprocessors, continues)
+    if segments > 1 and PLAIN in majors:
+        return None
+    cut = schedule or schedule_for(m, n, k, majors, multiprocessors, continues, segments, length)
     if cut.swapped:
         left, right, target, along = right, left, target.t(), BY_ROW + BY_COLUMN - along
         flipped, majors = not flipped, majors[::-1]
@@ -197,15 +212,22 @@ def plan_of(
     return Plan(
         flipped,
         program(left.dtype, target.dtype, cut, cut.depth(majors[1]), majors, stored, continues),
-        min(cut.units(rows, columns), multiprocessors),
+        _blocks(cut, rows, columns, multiprocessors),
         (cut.consumers + 1) * THREADS,
         tuple(box.turned() if box and turn else box for box, turn in zip(boxes, turned, strict=True)),
         (*target.strides, *left.strides, *right.strides),
         (rows, columns, k, cut.group),
         along,
+        length,
         cut.shared(majors[1]),
         cut.swapped,
     )
+
+
+def _blocks(cut: Schedule, rows: int, columns: int, multiprocessors: int) -> int:
+    """Return the number of blocks: one for each multiprocessor, or clusters for all tiles."""
+    tiles = cut.units(rows, columns)
+    return min(tiles, multiprocessors) if cut.cluster == 1 else tiles * cut.cluster
 
 
 @functools.cache
@@ -232,6 +254,9 @@ def program(
         "STORED": stored,
         "CONTINUES": int(continues),
         "A_ONCE": int(cut.swapped),
+        "SEGMENTS": cut.segments,
+        "CLUSTER": cut.cluster,
+        "WAITING": cut.pending,
     }
     return Program("rl_kernels.det_gemm.backends.cuda_sm90", "det_gemm_sm90.cu", "sm_90a", tuple(defines.items()))
 

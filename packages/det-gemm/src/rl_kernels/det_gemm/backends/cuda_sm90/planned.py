@@ -104,9 +104,10 @@ class Product:
             *(left.shape, left.stride(), True, right.shape, right.stride(), True, target.stride(), True),
             *(left.dtype, target.dtype, continues, None, processors(a.get_device())),
         )
+        assert plan is not None
         self._plan = plan
         self._kernel = kernel(plan.program, "det_gemm", SIGNATURE, a.device)
-        self._numbers = *plan.strides, *plan.sizes, 0 if bias is None else plan.along
+        self._numbers = *plan.strides, *plan.sizes, 0 if bias is None else plan.along, plan.length
         given = (right, left, target) if plan.flipped else (left, right, target)
         self._maps = tuple(
             _NO_MAPS if box is None else maps_of(box, x) for box, x in zip(plan.boxes, given, strict=True)

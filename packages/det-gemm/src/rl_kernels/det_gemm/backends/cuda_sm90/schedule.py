@@ -9,22 +9,27 @@ fitted to products of models' layers, timed alternately as with ``--beside``.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from rl_kernels.core.tuned import entry
 
 K_MAJOR, MN_MAJOR, PLAIN = 0, 1, 2
 """Layout of an operand ``[rows, K]``: K contiguous, rows contiguous, or neither."""
-ROWS, BOX, HALF, SWIZZLE = 64, 64, 2, 128
-"""Rows of a warpgroup, terms of K in a box, bytes of a 16-bit number, bytes of a swizzled row."""
+ROWS, BOX, HALF, FLOAT, SWIZZLE = 64, 64, 2, 4, 128
+"""Rows of a warpgroup, terms of K in a box, bytes of a 16-bit number, of an FP32 one and of a swizzled row."""
 ROOM = 227 * 1024 - 2048
 """Shared memory for stages and what follows them, in bytes: the limit of a block less barriers and alignment."""
 BOXES = 2 * ROWS * SWIZZLE
 """Bytes of the two boxes of one consumer."""
 DEEPEST = 24
 """Largest number of stages."""
+SHALLOWEST = 3
+"""Fewest stages with which loads keep up."""
 SMALL = 64 * 128
 """Tiles with up to this many numbers take longer to load than to multiply, as measured."""
+SUMS = 192
+"""Registers of a thread for sums: of a segment, and those that wait for it."""
 PLAIN_COLUMNS = 128
 """Most columns of a tile whose operand is read number by number, which needs registers."""
 
@@ -42,6 +47,8 @@ class Schedule:
         swapped: for products of few rows. A tile's rows are columns of the right operand, and its columns are all rows
             of the left one, so each part of the right operand is read by one tile only. Blocks start while the kernel
             before still runs, which hides their work before the first stage.
+        segments: of K that a block multiplies one after the other, each a chain from 0.
+        cluster: blocks that share a tile, each with ``segments`` segments of its own.
     """
 
     rows: int
@@ -50,6 +57,8 @@ class Schedule:
     turns: bool = False
     group: int = 8
     swapped: bool = False
+    segments: int = 1
+    cluster: int = 1
 
     @property
     def consumers(self) -> int:
@@ -58,13 +67,22 @@ class Schedule:
 
     @property
     def in_boxes(self) -> bool:
-        """Say whether TMA can store tiles: rows of whole warpgroups, columns in pairs of 8 x 8 matrices."""
-        return self.rows >= ROWS and self.columns % 16 == 0
+        """Say whether TMA can store tiles: rows of whole warpgroups, columns in pairs of 8 x 8 matrices.
+
+        Of a tile that blocks share, each stores a part.
+        """
+        return self.rows >= ROWS and self.columns % 16 == 0 and self.cluster == 1
+
+    @property
+    def pending(self) -> int:
+        """Return the levels of the tree of a block's segments whose left sums wait in shared memory."""
+        return max(self.segments.bit_length() - SUMS // (self.columns // 2), 0)
 
     @property
     def behind(self) -> int:
-        """Return the bytes after the stages: boxes, or what a tile of fewer than 64 rows reads beyond its own rows."""
-        return self.consumers * BOXES if self.in_boxes else max(ROWS - self.rows, 0) * SWIZZLE
+        """Return the bytes after the stages: boxes, sums that wait, or what a tile of fewer than 64 rows reads beyond."""
+        sums = self.pending * ROWS * self.columns * FLOAT
+        return max(self.consumers * max(BOXES if self.in_boxes else 0, sums), (ROWS - self.rows) * SWIZZLE)
 
     @property
     def bound_by_loads(self) -> bool:
@@ -135,23 +153,69 @@ class Candidate:
         stages = -(-k // cut.inner) * (rounds * stage + (last if rest else 0.0))
         return self.start + (rounds + bool(rest)) * tile + stages
 
+    def in_segments(self, segments: int) -> Iterator[Candidate]:
+        """Yield the same tile with this many segments of K, in one block or in a cluster of blocks."""
+        if self.schedule.turns:
+            return
+        for cluster in CLUSTERS:
+            if cluster <= segments:
+                cut = replace(self.schedule, segments=segments // cluster, cluster=cluster)
+                yield replace(self, schedule=cut, tile=self.tile + _merging(cut))
+
+    def time_of_segments(self, m: int, n: int, length: int, processors: int) -> float:
+        """Return the expected time of a product whose segments have ``length`` terms of K, in microseconds."""
+        cut = self.schedule
+        # A block's own segments are one sum that is as long as all of them.
+        inner = cut.segments * -(-length // cut.inner) * cut.inner
+        clusters = int(processors * CLUSTERS[cut.cluster]) // cut.cluster
+        return self.time(m, n, inner, clusters)
+
+
+CLUSTERS = {1: 1.0, 2: 1.0, 4: 0.97, 8: 0.91}
+"""Blocks of a cluster, and the share of all multiprocessors that such clusters can occupy at a time."""
+
+
+def _merging(cut: Schedule) -> float:
+    """Return the microseconds that a tile's merges take."""
+    tile = cut.rows * cut.columns / (128 * 128)
+    return tile * (0.3 * (cut.segments - 1)) + (1.2 + tile if cut.cluster > 1 else 0.0)
+
 
 @functools.lru_cache(maxsize=4096)
-def schedule_for(m: int, n: int, k: int, majors: tuple[int, int], processors: int, continues: bool = False) -> Schedule:
-    """Choose the schedule for ``[m, k] x [k, n]``; ``majors`` are the layouts of ``a`` and of ``b`` transposed."""
+def schedule_for(
+    m: int,
+    n: int,
+    k: int,
+    majors: tuple[int, int],
+    processors: int,
+    continues: bool = False,
+    segments: int = 1,
+    length: int = 0,
+) -> Schedule:
+    """Choose the schedule for ``[m, k] x [k, n]``; ``majors`` are the layouts of ``a`` and of ``b`` transposed.
+
+    With several ``segments``, each has ``length`` terms of K.
+    """
 
     def operands(candidate: Candidate) -> tuple[int, int]:
         return majors[::-1] if candidate.schedule.swapped else majors
 
-    fitting = [one for one in candidates() if one.schedule.swapped == (m <= FEW)]
+    def time(candidate: Candidate) -> float:
+        if segments > 1:
+            return candidate.time_of_segments(m, n, length, processors)
+        return candidate.time(m, n, k, processors, continues)
+
+    known = candidates() if segments == 1 else _segmented(segments)
+    fitting = [one for one in known if one.schedule.swapped == (m <= FEW)]
     # One tile must hold every row, or the weights would be read twice.
     fitting = [one for one in fitting if not one.schedule.swapped or one.schedule.columns >= m]
     possible = [one for one in fitting if one.schedule.fitted(*operands(one)) == one.schedule] or fitting
+    possible = [one for one in possible if one.schedule.depth(operands(one)[1]) >= SHALLOWEST]
     if m <= FEW:
         # But no wider than needed: columns beyond the matrix cost as much as others.
         width = min(one.schedule.columns for one in possible)
         possible = [one for one in possible if one.schedule.columns == width]
-    best = min(possible, key=lambda one: one.time(m, n, k, processors, continues))
+    best = min(possible, key=time)
     return best.schedule.fitted(*operands(best))
 
 
@@ -159,3 +223,9 @@ def schedule_for(m: int, n: int, k: int, majors: tuple[int, int], processors: in
 def candidates() -> tuple[Candidate, ...]:
     """Return all schedules with their measured speeds."""
     return entry("rl_kernels.det_gemm.backends.cuda_sm90", "cuda", kind=tuple[Candidate, ...])
+
+
+@functools.cache
+def _segmented(segments: int) -> tuple[Candidate, ...]:
+    """Return all schedules with this many segments of K."""
+    return tuple(cut for one in candidates() for cut in one.in_segments(segments))

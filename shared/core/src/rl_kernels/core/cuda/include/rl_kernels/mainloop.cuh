@@ -183,6 +183,26 @@ struct RingOf {
         hold(d);
     }
 
+    // Consumer: adds the first `count` steps of 16 terms of one stage to d, and releases it.
+    template <int COUNT>
+    __device__ void steps(Slot& slot, int count, int part, float (&d)[COUNT]) const {
+        full[slot.stage].wait(slot.parity);
+        const u64 left = operand_at<A>(a(slot.stage) + part * PIECE), right = operand_at<B>(b(slot.stage));
+#pragma unroll 1
+        for (int i = 0; i < count; ++i) {
+            const int box = i / (SPAN / MMA_K), step = i % (SPAN / MMA_K);
+            hold(d);
+            fence_products();
+            Products<2 * COUNT>::template add<T, A, B>(d, advanced<A>(moved(left, box * A_BYTES), step),
+                                                       advanced<B>(moved(right, box * B_BYTES), step));
+            commit_products();
+            products_done<0>();
+            hold(d);
+        }
+        give_back(empty[slot.stage]);
+        slot.advance();
+    }
+
     // Consumer: adds the chain of a tile's `count` stages to d. A stage is released when its products are done, while
     // those of the next stage are in flight. TURNS: called in this consumer's turn, which it passes on.
     template <bool TURNS, int COUNT>
