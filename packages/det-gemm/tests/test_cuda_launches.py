@@ -7,12 +7,15 @@ import importlib
 import pytest
 import torch
 
+from rl_kernels.core.distributed import tree_sum
 from rl_kernels.core.testing import Bug, Draw, lying
 from rl_kernels.core.testing.launches import Box, Launch, Recorder, vector
 from rl_kernels.core.testing.planted import planted
+from rl_kernels.det_gemm.segments import bounds, segment_length
 from rl_kernels.det_gemm.spec.mutants_cuda import LAUNCHES, MODULES, SHOWN
 
 HOST = "rl_kernels.det_gemm.backends.cuda_sm90.matmul"
+BACKEND, SEGMENTED = (f"rl_kernels.det_gemm.backends.cuda_sm90.{name}" for name in ("backend", "segmented"))
 FAILURES = (AssertionError, RuntimeError)
 DTYPES = {0: torch.float32, 1: torch.bfloat16, 2: torch.float16}
 K_MAJOR, MN_MAJOR, PLAIN = 0, 1, 2
@@ -64,14 +67,38 @@ def output(launch: Launch) -> torch.Tensor:
     return value
 
 
+def tree(a: torch.Tensor, b: torch.Tensor, segments: int, length: int) -> torch.Tensor:
+    """Return ``a @ b``; with several segments, the tree of their sums in FP32."""
+    if segments == 1:
+        return a.double() @ b.double()
+    parts = [
+        (a[:, first:end].double() @ b[first:end].double()).float()
+        for first, end in bounds(a.shape[1], segments, length)
+    ]
+    return tree_sum(parts)
+
+
 def det_gemm(launch: Launch) -> None:
     have, rows, columns = launch.constants, launch["rows"], launch["columns"]
     tiles = -(-rows // have["TILE_M"]) * -(-columns // have["TILE_N"])
-    assert launch.grid == (min(tiles, PROCESSORS), 1, 1)
+    cluster, sums_bytes = have["CLUSTER"], 64 * have["TILE_N"] * 4
+    assert launch.grid == (min(tiles, PROCESSORS) if cluster == 1 else tiles * cluster, 1, 1)
     assert launch.block == 128 * (have["CONSUMERS"] + 1)
     pieces = -(-have["TILE_N"] // 64) * 64 if have["B_MAJOR"] == MN_MAJOR else have["TILE_N"]
     stages = have["STAGES"] * have["BOXES"] * (have["TILE_M"] + pieces) * 128
-    leaving = have["CONSUMERS"] * 2 * 64 * 128 if have["STORED"] else 0
+    leaving = have["CONSUMERS"] * max(2 * 64 * 128 if have["STORED"] else 0, have["NEAR"] * sums_bytes)
+    # A segment's sums in registers, and those that wait for it there.
+    levels = have["SEGMENTS"].bit_length() - 1 - have["NEAR"] - have["FAR"]
+    assert (levels + 1) * have["TILE_N"] // 2 <= 192
+    if have["FAR"]:
+        assert launch["scratch"].numel() >= have["FAR"] * have["CONSUMERS"] * sums_bytes * launch.grid[0]
+    if have["SEGMENTS"] * cluster > 1:
+        assert not have["CONTINUES"]
+        assert PLAIN not in (have["A_MAJOR"], have["B_MAJOR"])
+        assert have["CONSUMERS"] == max(have["TILE_M"] // 64, 1)
+    if cluster > 1:
+        assert have["STORED"] == 0
+        assert have["TILE_M"] * (have["TILE_N"] + (1 if have["A_ONCE"] else 8)) * 4 <= stages
     # The instruction reads 64 rows of every tile.
     assert launch.shared >= stages + max(leaving, (64 - have["TILE_M"]) * 128) + 1024
     assert have["STAGES"] >= 3
@@ -79,14 +106,16 @@ def det_gemm(launch: Launch) -> None:
     assert not have["A_ONCE"] or columns <= have["TILE_N"]
     assert launch.pdl == bool(have["A_ONCE"])
     out = output(launch)
-    sums = operand(launch, "a", rows).double() @ operand(launch, "b", columns).double().t()
+    sums = tree(
+        operand(launch, "a", rows), operand(launch, "b", columns).t(), have["SEGMENTS"] * cluster, launch["length"]
+    )
     if have["CONTINUES"]:
         assert out.dtype == torch.float32
         sums += out
     if launch["bias_along"]:
         bias = vector(launch["bias"], rows if launch["bias_along"] == 1 else columns).double()
         assert launch["bias"].dtype == DTYPES[have["DTYPE"]]
-        sums += bias[:, None] if launch["bias_along"] == 1 else bias
+        sums += (bias[:, None] if launch["bias_along"] == 1 else bias).to(sums.dtype)
     out.copy_(sums)
 
 
@@ -149,6 +178,34 @@ def hold_spread_output() -> None:
         assert torch.equal(out, (a.double() @ b.double()).float())
 
 
+def hold_segments() -> None:
+    """Every layout and schedule with segments; what TMA does not take is left to other launches."""
+    module, backend = importlib.import_module(HOST), importlib.import_module(BACKEND)
+    recorder = Recorder({"det_gemm": det_gemm}, processors=PROCESSORS)
+    with recorder.watching(HOST):
+        for place, (left, right) in enumerate(PAIRS):
+            draw = Draw((torch.float16, torch.bfloat16)[place % 2], seed=place)
+            m, n, k = ((5, 200, 96), (200, 40, 264), (9, 8, 0))[place % 3]
+            a, b = laid_out(draw.normal(m, k), left), laid_out(draw.normal(k, n), right)
+            bias, length = draw.normal(2 * n)[::2], segment_length(k, 4)
+            product = tree(a, b, 4, length) + bias.float()
+            for dtype in (draw.dtype, torch.float32):
+                assert torch.equal(backend.segmented(a, b, bias, dtype, 4, length), product.to(dtype))
+        draw = Draw(torch.bfloat16, seed=1)
+        for segments in (2, 4, 8):
+            for one in importlib.import_module(SEGMENTED).in_segments(segments):
+                cut = one.schedule
+                a, b = draw.normal(min(70, cut.columns) if cut.swapped else 70, 200), draw.normal(200, 136)
+                out, length = a.new_zeros(len(a), 136), segment_length(200, segments)
+                assert module.matmul(a, b, out, schedule=cut, segments=segments, length=length)
+                assert torch.equal(out, tree(a, b, segments, length).to(out.dtype))
+    assert {launch.constants["CLUSTER"] for launch in recorder.launches} == {1, 2, 4, 8}
+    assert {launch["columns"] * launch["rows"] for launch in recorder.launches if launch["length"]} > {
+        5 * 200,
+        200 * 40,
+    }
+
+
 def hold_dependent_launches() -> None:
     """Few rows begin while the kernel before still runs; the number of rows alone says which are few."""
     recorder, draw = Recorder({"det_gemm": det_gemm}, processors=PROCESSORS), Draw(torch.float16, seed=2)
@@ -182,6 +239,7 @@ def hold_all() -> None:
         hold(pair, "row")
     hold_schedules()
     hold_spread_output()
+    hold_segments()
     hold_dependent_launches()
     hold_weight_gradients()
 
@@ -195,6 +253,10 @@ def test_operands_are_launched_as_they_lie(layouts: tuple[str, str], out_layout:
 def test_schedules_are_launched_as_they_are_compiled() -> None:
     hold_schedules()
     hold_spread_output()
+
+
+def test_segments_are_launched_as_the_operands_lie() -> None:
+    hold_segments()
 
 
 def test_weight_gradients_are_launched_with_the_tokens_along_k() -> None:

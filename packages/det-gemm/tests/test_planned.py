@@ -16,6 +16,7 @@ from rl_kernels.core.testing import Draw
 from rl_kernels.core.testing.launches import Box, Recorder
 from rl_kernels.core.testing.planted import planted
 from rl_kernels.det_gemm import api, det_linear
+from rl_kernels.det_gemm.segments import segment_length
 from rl_kernels.det_gemm.spec.mutants_cuda import PLANNED
 
 MATMUL = "rl_kernels.det_gemm.backends.cuda_sm90.matmul"
@@ -54,14 +55,20 @@ def drawn(draw, lead, inner, outer, bias):
     return x, weight, draw.normal(outer) if bias else None, draw.normal(*lead, outer)
 
 
-def hold_layer(layer, recorder, x, weight, bias, dc):
+def cut(size, segments):
+    """Return the options of ``matmul`` for a sum of this size."""
+    return {"segments": segments, "length": segment_length(size, segments)} if segments > 1 else {}
+
+
+def hold_layer(layer, recorder, x, weight, bias, dc, segments):
     """Hold every product of a layer to ``matmul``; return what it wrote."""
     matmul = importlib.import_module(MATMUL).matmul
     rows, above = x.flatten(0, -2), dc.flatten(0, -2)
-    out = same(recorder, layer.forward(x, weight, bias), matmul, rows, weight.t(), bias=bias)
+    of_k, of_n = (cut(size, count) for size, count in zip(weight.shape[::-1], segments, strict=True))
+    out = same(recorder, layer.forward(x, weight, bias), matmul, rows, weight.t(), bias=bias, **of_k)
     assert (out.shape, out.dtype, out._is_view()) == (dc.shape, x.dtype, False)
     dx, nothing = layer.gradients(dc, x, weight, None, (True, False))
-    same(recorder, dx, matmul, above, weight)
+    same(recorder, dx, matmul, above, weight, **of_n)
     assert (dx.shape, dx.dtype, nothing) == (x.shape, x.dtype, None)
     nothing, dw = layer.gradients(dc, x, weight, None, (False, True))
     same(recorder, dw, matmul, above.t(), rows)
@@ -83,12 +90,12 @@ def hold():
     with recorder.watching(PLAN, MATMUL):
         for place, (lead, inner, outer) in enumerate(SHAPES):
             draw = Draw((torch.float16, torch.bfloat16)[place % 2], seed=place)
-            for bias in (False, True):
+            for bias, segments in ((False, (1, 1)), (True, (1, 1)), (True, (8, 4)), (False, (1, 8))):
                 given = drawn(draw, lead, inner, outer, bias)
-                layer = module.plan_linear(*given[:3])
+                layer = module.plan_linear(*given[:3], segments)
                 for tensors in (given, drawn(draw, lead, inner, outer, bias)):
                     # What is freed gives its address to another tensor.
-                    kept.append((tensors, hold_layer(layer, recorder, *tensors)))
+                    kept.append((tensors, hold_layer(layer, recorder, *tensors, segments)))
 
 
 def hold_others():
@@ -121,6 +128,13 @@ def hold_others():
             assert layer.gradients(dc, x, weight, other, (True, True)) is None
         assert not recorder.launches
         assert layer.forward(x, weight, None) is not None
+        recorder.launches.clear()
+        # Segments need operands that TMA takes.
+        spread = torch.zeros(40, 128, dtype=x.dtype)[:, ::2]
+        layer = module.plan_linear(x, spread, None, (2, 2))
+        assert layer.forward(x, spread, None) is None
+        assert layer.gradients(dc, x, spread, None, (True, True)) is None
+        assert not recorder.launches
     for other in (x.transpose(0, 1), x[:0]):
         assert module.plan_linear(other, weight, None) is None
     assert module.plan_linear(x, weight, torch.zeros(80, dtype=x.dtype)[::2]) is None

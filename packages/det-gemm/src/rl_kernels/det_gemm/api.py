@@ -136,14 +136,13 @@ def _plan(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    _backend: str | None,
+    backend: str | None,
     k_segments: int,
     dx_segments: int,
 ) -> Any:
     """Return a backend's plan of a linear layer for tensors of one kind; None if it makes none."""
     make = getattr(OPERATOR.backend(name).load(), "plan_linear", None)
-    single = k_segments == dx_segments == 1
-    return make(x, weight, bias) if make and single and are_plain(x, weight, bias) else None
+    return make(x, weight, bias, (k_segments, dx_segments)) if make and are_plain(x, weight, bias) else None
 
 
 @planned_choice(_plan)

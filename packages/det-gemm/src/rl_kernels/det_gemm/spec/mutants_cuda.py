@@ -8,23 +8,34 @@ from __future__ import annotations
 
 from rl_kernels.core.testing import Bug, Mutants
 
-MODULES = tuple(f"rl_kernels.det_gemm.backends.cuda_sm90.{name}" for name in ("schedule", "matmul", "backend"))
+MODULES = tuple(
+    f"rl_kernels.det_gemm.backends.cuda_sm90.{name}" for name in ("schedule", "segmented", "matmul", "backend")
+)
 
 SHOWN = (
     Bug("bias along the other dim of swapped tiles", "target.t(), BY_ROW + BY_COLUMN - along", "target.t(), along"),
-    Bug("bias left out", "0 if bias is None else plan.along", "0"),
+    Bug("bias left out", "0 if bias is None else plan.along, plan.length", "0, plan.length"),
     Bug("last terms of K skipped", "(rows, columns, k, cut.group)", "(rows, columns, k // 16 * 16, cut.group)"),
     Bug(
         "dtype code of BF16 and FP16 exchanged",
         "torch.bfloat16: 1, torch.float16: 2",
         "torch.bfloat16: 2, torch.float16: 1",
     ),
+    Bug("segments off by 16 terms", "plan.along, plan.length)", "plan.along, plan.length + 16)"),
+    Bug("bias of a segmented product left out", "matmul(a, b, out, bias=bias, segments", "matmul(a, b, out, segments"),
     Bug("dtype of the output taken for that of the operands", '"OUT": CODES[out_dtype]', '"OUT": CODES[dtype]'),
     Bug("weight gradient of the tokens reversed", "matmul(a.t(), dc, out)\n", "matmul(a.flip(0).t(), dc, out)\n"),
 )
 """Bugs that give wrong numbers."""
 
 LAUNCHES = (
+    Bug("half of the segments", '"SEGMENTS": cut.segments', '"SEGMENTS": max(cut.segments // 2, 1)'),
+    Bug("one block of a cluster", '"CLUSTER": cut.cluster', '"CLUSTER": 1'),
+    Bug("a block for each tile of a cluster", "else tiles * cut.cluster", "else tiles"),
+    Bug("sums wait in registers that are not there", '"FAR": cut.far', '"FAR": 0'),
+    Bug("scratch memory of one block", "cut.sums * _blocks(cut, rows, columns, multiprocessors)", "cut.sums"),
+    Bug("what blocks have merged stored in boxes", "% 16 == 0 and self.cluster == 1", "% 16 == 0"),
+    Bug("operands of any strides cut into segments", "if segments > 1 and PLAIN in majors:", "if False:"),
     Bug("chain begins anew", '"CONTINUES": int(continues)', '"CONTINUES": 0'),
     Bug(
         "bias along the other dim of a transposed output",
@@ -45,14 +56,10 @@ LAUNCHES = (
         "not flipped, majors[::-1]",
         "not flipped, majors",
     ),
-    Bug("one block for all", "min(cut.units(rows, columns), multiprocessors)", "1"),
-    Bug(
-        "more blocks than processors",
-        "min(cut.units(rows, columns), multiprocessors)",
-        "cut.units(rows, columns)",
-    ),
+    Bug("one block for all", "min(tiles, multiprocessors)", "1"),
+    Bug("more blocks than processors", "min(tiles, multiprocessors)", "tiles"),
     Bug("blocks of consumers alone", "(cut.consumers + 1) * THREADS", "cut.consumers * THREADS"),
-    Bug("units of the unswapped product", "min(cut.units(rows, columns)", "min(cut.units(columns, rows)"),
+    Bug("units of the unswapped product", "tiles = cut.units(rows, columns)", "tiles = cut.units(columns, rows)"),
     Bug(
         "box of the left tile for the right one",
         "_operand(right, majors[1], cut.columns",
@@ -66,8 +73,9 @@ LAUNCHES = (
         "-(-self.columns // BOX) * BOX if right == MN_MAJOR else self.columns",
         "self.columns",
     ),
-    Bug("no room for boxes", "return self.consumers * BOXES if self.in_boxes else", "return 0 if self.in_boxes else"),
-    Bug("no room for the rows that an instruction reads beyond a tile", "max(ROWS - self.rows, 0) * SWIZZLE", "0"),
+    Bug("no room for boxes", "max(BOXES if self.in_boxes else 0, self.near * self.sums)", "self.near * self.sums"),
+    Bug("no room for sums that wait", "max(BOXES if self.in_boxes else 0, self.near * self.sums)", "BOXES"),
+    Bug("no room for the rows that an instruction reads beyond a tile", "(ROWS - self.rows) * SWIZZLE", "0"),
     Bug("no room for the alignment of the swizzle", "+ self.behind + 1024", "+ self.behind"),
     Bug(
         "one stage too many",
@@ -124,6 +132,9 @@ LAUNCHES = (
 """Bugs that only a recorded launch shows."""
 
 PLANNED = (
+    Bug("segments of the sum over K for those over N", "segments=self._segments[1]", "segments=self._segments[0]"),
+    Bug("segments of a plan lost", "segments=self._segments[0]", "segments=1"),
+    Bug("gradient launched that has no plan", "if not of_input.possible:", "if False:"),
     Bug("bias of a plan lost", "0 if bias is None else plan.along", "0"),
     Bug("operands of a plan as they were", "(b, a) if plan.flipped", "(a, b) if plan.flipped"),
     Bug("maps of a plan as they were", "(right, left, target) if self._plan.flipped", "(left, right, target) if False"),

@@ -24,11 +24,12 @@ from rl_kernels.det_gemm.backends.cuda_sm90.schedule import (
     candidates,
     schedule_for,
 )
+from rl_kernels.det_gemm.backends.cuda_sm90.segmented import schedule_of_segments
 
 HALVES = (torch.bfloat16, torch.float16)
 CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Values of the kernel's DTYPE and OUT."""
-SIGNATURE = "TTT(PPPPqqqqqqiiiiii)"
+SIGNATURE = "TTT(PPPPPqqqqqqiiiiii)"
 """Tensor maps of both operands and the output, then ``struct Args``."""
 ALIGNED = 16
 """TMA needs addresses and rows that are multiples of this many bytes."""
@@ -77,7 +78,7 @@ def matmul(
         plan.grid,
         plan.block,
         *(NO_MAP if box is None else box.of(x) for box, x in zip(plan.boxes, (left, right, out), strict=True)),
-        *(out, bias, left, right),
+        *(out, bias, left, right, scratch_of(plan.scratch, a.device)),
         *plan.strides,
         *(*plan.sizes, 0 if bias is None else plan.along, plan.length),
         shared=plan.shared,
@@ -144,6 +145,7 @@ class Plan(NamedTuple):
         strides: of the output, the left operand and the right one.
         sizes: rows and columns of the output, K, rows of tiles that are processed together.
         length: terms of a segment of K.
+        scratch: bytes of global memory for sums that wait.
         along: the direction of a bias.
         shared: bytes of dynamic shared memory.
         pdl: whether blocks may start early (programmatic dependent launch).
@@ -158,6 +160,7 @@ class Plan(NamedTuple):
     sizes: tuple[int, int, int, int]
     along: int
     length: int
+    scratch: int
     shared: int
     pdl: bool
 
@@ -195,7 +198,10 @@ def plan_of(
     majors = _major(left), _major(right)
     if segments > 1 and PLAIN in majors:
         return None
-    cut = schedule or schedule_for(m, n, k, majors, multiprocessors, continues, segments, length)
+    if segments == 1:
+        cut = schedule or schedule_for(m, n, k, majors, multiprocessors, continues)
+    else:
+        cut = schedule or schedule_of_segments(m, n, k, majors, multiprocessors, segments, length)
     if cut.swapped:
         left, right, target, along = right, left, target.t(), BY_ROW + BY_COLUMN - along
         flipped, majors = not flipped, majors[::-1]
@@ -219,9 +225,15 @@ def plan_of(
         (rows, columns, k, cut.group),
         along,
         length,
+        cut.far * cut.consumers * cut.sums * _blocks(cut, rows, columns, multiprocessors),
         cut.shared(majors[1]),
         cut.swapped,
     )
+
+
+def scratch_of(size: int, device: torch.device) -> torch.Tensor | None:
+    """Return global memory for the sums that wait in a launch, or None if none do."""
+    return torch.empty(size, dtype=torch.uint8, device=device) if size else None
 
 
 def _blocks(cut: Schedule, rows: int, columns: int, multiprocessors: int) -> int:
@@ -256,7 +268,8 @@ def program(
         "A_ONCE": int(cut.swapped),
         "SEGMENTS": cut.segments,
         "CLUSTER": cut.cluster,
-        "WAITING": cut.pending,
+        "NEAR": cut.near,
+        "FAR": cut.far,
     }
     return Program("rl_kernels.det_gemm.backends.cuda_sm90", "det_gemm_sm90.cu", "sm_90a", tuple(defines.items()))
 

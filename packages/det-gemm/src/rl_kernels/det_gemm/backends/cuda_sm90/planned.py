@@ -14,7 +14,8 @@ import torch
 from rl_kernels.core.cuda.launch import kernel
 from rl_kernels.core.gpu import processors
 from rl_kernels.core.torchlib import are_plain
-from rl_kernels.det_gemm.backends.cuda_sm90.matmul import ALIGNED, NO_MAP, SIGNATURE, Box, plan_of
+from rl_kernels.det_gemm.backends.cuda_sm90.matmul import ALIGNED, NO_MAP, SIGNATURE, Box, plan_of, scratch_of
+from rl_kernels.det_gemm.segments import segment_length
 
 KEPT = 1 << 14
 """Tensor maps that are kept: about 5 MiB."""
@@ -29,7 +30,8 @@ class Linear:
     Each method returns None for tensors that it has not planned for; the caller then takes the general path.
     """
 
-    def __init__(self, x: torch.Tensor, weight: torch.Tensor) -> None:
+    def __init__(self, x: torch.Tensor, weight: torch.Tensor, segments: tuple[int, int] = (1, 1)) -> None:
+        self._segments = segments
         self._x, self._weight = (x.shape, x.stride()), (weight.shape, weight.stride())
         self._shape = (*x.shape[:-1], weight.shape[0])
         self._products: dict[str, Product] = {}
@@ -39,7 +41,8 @@ class Linear:
         out = x.new_empty(self._shape)
         product = self._products.get("forward")
         if product is None:
-            product = self._products["forward"] = Product(x, weight, out, bias, b_turned=True)
+            product = Product(x, weight, out, bias, b_turned=True, segments=self._segments[0])
+            self._products["forward"] = product
         return out if product.launch(x, weight, out, bias) else None
 
     def gradients(
@@ -62,6 +65,11 @@ class Linear:
                 return None
             dx = dc.new_empty(self._x[0])
             addresses |= weight.data_ptr() | dx.data_ptr()
+            of_input = self._products.get("input")
+            if of_input is None:
+                of_input = self._products["input"] = Product(dc, weight, dx, segments=self._segments[1])
+            if not of_input.possible:
+                return None
         if of_weight:
             if (x.shape, x.stride()) != self._x or not (into is None or into.is_contiguous()):
                 return None
@@ -71,10 +79,7 @@ class Linear:
         if addresses % ALIGNED:
             return None
         if dx is not None:
-            product = self._products.get("input")
-            if product is None:
-                product = self._products["input"] = Product(dc, weight, dx)
-            product.launch(dc, weight, dx)
+            self._products["input"].launch(dc, weight, dx)
         if dw is not None:
             name, continues = ("weight", False) if into is None else ("continued", True)
             product = self._products.get(name)
@@ -85,7 +90,11 @@ class Linear:
 
 
 class Product:
-    """``a @ b + bias`` for operands of one layout at any address; a turned operand is passed as its transpose."""
+    """``a @ b + bias`` for operands of one layout at any address; a turned operand is passed as its transpose.
+
+    Attributes:
+        possible: whether it can be launched: TMA must take operands whose K is cut into segments.
+    """
 
     def __init__(
         self,
@@ -97,14 +106,18 @@ class Product:
         a_turned: bool = False,
         b_turned: bool = False,
         continues: bool = False,
+        segments: int = 1,
     ) -> None:
         self._turned = a_turned, b_turned, False
         left, right, target = self._matrices(a, b, out)
         plan = plan_of(
             *(left.shape, left.stride(), True, right.shape, right.stride(), True, target.stride(), True),
             *(left.dtype, target.dtype, continues, None, processors(a.get_device())),
+            *(segments, segment_length(left.shape[1], segments) if segments > 1 else 0),
         )
-        assert plan is not None
+        self.possible = plan is not None
+        if plan is None:
+            return
         self._plan = plan
         self._kernel = kernel(plan.program, "det_gemm", SIGNATURE, a.device)
         self._numbers = *plan.strides, *plan.sizes, 0 if bias is None else plan.along, plan.length
@@ -115,6 +128,8 @@ class Product:
 
     def launch(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
         """Launch it and return True; return False, without a launch, if an address is not aligned."""
+        if not self.possible:
+            return False
         plan = self._plan
         left, right = (b, a) if plan.flipped else (a, b)
         # Read addresses here, as arguments of the launch: packing a number is faster than asking a tensor again.
@@ -128,7 +143,9 @@ class Product:
                 return False
             maps = self._found(a, b, out)
         of_bias = 0 if bias is None else bias.data_ptr()
-        numbers = *maps, of_out, of_bias, of_left, of_right, *self._numbers
+        scratch = scratch_of(plan.scratch, a.device)
+        of_scratch = 0 if scratch is None else scratch.data_ptr()
+        numbers = *maps, of_out, of_bias, of_left, of_right, of_scratch, *self._numbers
         self._kernel.start((plan.grid, 1, 1), plan.block, plan.shared, plan.pdl, numbers)
         return True
 
@@ -187,10 +204,15 @@ def maps_of(box: Box, x: torch.Tensor) -> Maps:
     return found
 
 
-def plan_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear | None:
-    """Return the linear layer for operands with these layouts, or None if rows would have to be copied."""
+def plan_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, segments: tuple[int, int] = (1, 1)
+) -> Linear | None:
+    """Return the linear layer for operands with these layouts, or None if rows would have to be copied.
+
+    ``segments`` are those of the sum over K, and of the sum over N of the gradient of ``x``.
+    """
     whole = x.numel() and weight.numel() and (bias is None or bias.is_contiguous())
-    return Linear(x, weight) if whole and _is_flat(x.shape[:-1], x.stride()[:-1]) else None
+    return Linear(x, weight, segments) if whole and _is_flat(x.shape[:-1], x.stride()[:-1]) else None
 
 
 def _is_flat(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:

@@ -9,7 +9,6 @@ fitted to products of models' layers, timed alternately as with ``--beside``.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from rl_kernels.core.tuned import entry
@@ -24,8 +23,8 @@ BOXES = 2 * ROWS * SWIZZLE
 """Bytes of the two boxes of one consumer."""
 DEEPEST = 24
 """Largest number of stages."""
-SHALLOWEST = 3
-"""Fewest stages with which loads keep up."""
+SHALLOWEST, DEEP = 3, 4
+"""Fewest stages that a schedule may have, and that sums in shared memory leave."""
 SMALL = 64 * 128
 """Tiles with up to this many numbers take longer to load than to multiply, as measured."""
 SUMS = 192
@@ -74,15 +73,31 @@ class Schedule:
         return self.rows >= ROWS and self.columns % 16 == 0 and self.cluster == 1
 
     @property
-    def pending(self) -> int:
-        """Return the levels of the tree of a block's segments whose left sums wait in shared memory."""
+    def waiting(self) -> int:
+        """Return the levels of the tree of a block's segments whose left sums do not fit in registers."""
         return max(self.segments.bit_length() - SUMS // (self.columns // 2), 0)
 
     @property
+    def near(self) -> int:
+        """Return the levels whose left sums wait in shared memory: as many as leave room for stages."""
+        room = (ROOM - DEEP * self.stage_bytes(K_MAJOR)) // self.consumers
+        return min(self.waiting, max(room, 0) // self.sums)
+
+    @property
+    def far(self) -> int:
+        """Return the levels whose left sums wait in global memory."""
+        return self.waiting - self.near
+
+    @property
+    def sums(self) -> int:
+        """Return the bytes of a consumer's sums."""
+        return ROWS * self.columns * FLOAT
+
+    @property
     def behind(self) -> int:
-        """Return the bytes after the stages: boxes, sums that wait, or what a tile of fewer than 64 rows reads beyond."""
-        sums = self.pending * ROWS * self.columns * FLOAT
-        return max(self.consumers * max(BOXES if self.in_boxes else 0, sums), (ROWS - self.rows) * SWIZZLE)
+        """Return the bytes after the stages: boxes, sums that wait, or what a tile of few rows reads beyond its own."""
+        of_consumer = max(BOXES if self.in_boxes else 0, self.near * self.sums)
+        return max(self.consumers * of_consumer, (ROWS - self.rows) * SWIZZLE)
 
     @property
     def bound_by_loads(self) -> bool:
@@ -153,79 +168,36 @@ class Candidate:
         stages = -(-k // cut.inner) * (rounds * stage + (last if rest else 0.0))
         return self.start + (rounds + bool(rest)) * tile + stages
 
-    def in_segments(self, segments: int) -> Iterator[Candidate]:
-        """Yield the same tile with this many segments of K, in one block or in a cluster of blocks."""
-        if self.schedule.turns:
-            return
-        for cluster in CLUSTERS:
-            if cluster <= segments:
-                cut = replace(self.schedule, segments=segments // cluster, cluster=cluster)
-                yield replace(self, schedule=cut, tile=self.tile + _merging(cut))
-
-    def time_of_segments(self, m: int, n: int, length: int, processors: int) -> float:
-        """Return the expected time of a product whose segments have ``length`` terms of K, in microseconds."""
-        cut = self.schedule
-        # A block's own segments are one sum that is as long as all of them.
-        inner = cut.segments * -(-length // cut.inner) * cut.inner
-        clusters = int(processors * CLUSTERS[cut.cluster]) // cut.cluster
-        return self.time(m, n, inner, clusters)
-
-
-CLUSTERS = {1: 1.0, 2: 1.0, 4: 0.97, 8: 0.91}
-"""Blocks of a cluster, and the share of all multiprocessors that such clusters can occupy at a time."""
-
-
-def _merging(cut: Schedule) -> float:
-    """Return the microseconds that a tile's merges take."""
-    tile = cut.rows * cut.columns / (128 * 128)
-    return tile * (0.3 * (cut.segments - 1)) + (1.2 + tile if cut.cluster > 1 else 0.0)
-
 
 @functools.lru_cache(maxsize=4096)
-def schedule_for(
-    m: int,
-    n: int,
-    k: int,
-    majors: tuple[int, int],
-    processors: int,
-    continues: bool = False,
-    segments: int = 1,
-    length: int = 0,
-) -> Schedule:
-    """Choose the schedule for ``[m, k] x [k, n]``; ``majors`` are the layouts of ``a`` and of ``b`` transposed.
+def schedule_for(m: int, n: int, k: int, majors: tuple[int, int], processors: int, continues: bool = False) -> Schedule:
+    """Choose the schedule for ``[m, k] x [k, n]``; ``majors`` are the layouts of ``a`` and of ``b`` transposed."""
+    possible = possible_of(candidates(), m, majors)
+    best = min(possible, key=lambda one: one.time(m, n, k, processors, continues))
+    return best.schedule.fitted(*operands_of(best.schedule, majors))
 
-    With several ``segments``, each has ``length`` terms of K.
-    """
 
-    def operands(candidate: Candidate) -> tuple[int, int]:
-        return majors[::-1] if candidate.schedule.swapped else majors
-
-    def time(candidate: Candidate) -> float:
-        if segments > 1:
-            return candidate.time_of_segments(m, n, length, processors)
-        return candidate.time(m, n, k, processors, continues)
-
-    known = candidates() if segments == 1 else _segmented(segments)
+def possible_of(known: tuple[Candidate, ...], m: int, majors: tuple[int, int]) -> list[Candidate]:
+    """Return those of the candidates that can be taken for ``m`` rows of operands with these layouts."""
     fitting = [one for one in known if one.schedule.swapped == (m <= FEW)]
     # One tile must hold every row, or the weights would be read twice.
     fitting = [one for one in fitting if not one.schedule.swapped or one.schedule.columns >= m]
-    possible = [one for one in fitting if one.schedule.fitted(*operands(one)) == one.schedule] or fitting
-    possible = [one for one in possible if one.schedule.depth(operands(one)[1]) >= SHALLOWEST]
+    possible = [
+        one for one in fitting if one.schedule.fitted(*operands_of(one.schedule, majors)) == one.schedule
+    ] or fitting
     if m <= FEW:
         # But no wider than needed: columns beyond the matrix cost as much as others.
         width = min(one.schedule.columns for one in possible)
         possible = [one for one in possible if one.schedule.columns == width]
-    best = min(possible, key=time)
-    return best.schedule.fitted(*operands(best))
+    return possible
+
+
+def operands_of(cut: Schedule, majors: tuple[int, int]) -> tuple[int, int]:
+    """Return the layouts of a tile's left and right operand."""
+    return majors[::-1] if cut.swapped else majors
 
 
 @functools.cache
 def candidates() -> tuple[Candidate, ...]:
     """Return all schedules with their measured speeds."""
     return entry("rl_kernels.det_gemm.backends.cuda_sm90", "cuda", kind=tuple[Candidate, ...])
-
-
-@functools.cache
-def _segmented(segments: int) -> tuple[Candidate, ...]:
-    """Return all schedules with this many segments of K."""
-    return tuple(cut for one in candidates() for cut in one.in_segments(segments))

@@ -53,31 +53,50 @@ __device__ inline int cluster_rank() {
 // Address, in the cluster, of what lies at `at` in the shared memory of block `rank`.
 __device__ inline u32 address_in(const void* at, int rank) {
     u32 found;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(found) : "r"(shared_address(at)), "r"(rank));
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(found) : "r"(shared_address(at)), "r"(rank));
     return found;
 }
+// Loads in the order of sync_cluster and other loads like it; other accesses of memory may pass.
 __device__ inline void load_from(u32 at, float (&x)[1]) {
-    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x[0]) : "r"(at) : "memory");
+    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x[0]) : "r"(at));
 }
 __device__ inline void load_from(u32 at, float (&x)[4]) {
     asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
                  : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
-                 : "r"(at)
-                 : "memory");
+                 : "r"(at));
 }
 
-// The tree sum over BLOCKS blocks of the cluster of WIDTH numbers at `at` in the shared memory of each.
-template <int BLOCKS, int WIDTH>
-__device__ inline void merge_from(const float* at, float (&sum)[WIDTH]) {
-    float part[BLOCKS][WIDTH];
+// Calls finish(i, sum) for i = first, first + STEP, ... < COUNT, with the tree sum over the BLOCKS blocks of the cluster
+// of the WIDTH numbers at offset_of(i) floats from `at` in the shared memory of each.
+template <int BLOCKS, int WIDTH, int COUNT, int STEP, class Offset, class Finish>
+__device__ inline void merge_from(const float* at, int first, Offset offset_of, Finish finish) {
+    // Loads that are in flight together hide their latency.
+    constexpr int ROUNDS = (COUNT + STEP - 1) / STEP, MOST = 32 / (BLOCKS * WIDTH);
+    constexpr int BATCH = ROUNDS < MOST ? ROUNDS : MOST < 8 ? MOST : 8;
+    u32 base[BLOCKS];
 #pragma unroll
-    for (int rank = 0; rank < BLOCKS; ++rank) load_from(address_in(at, rank), part[rank]);
+    for (int rank = 0; rank < BLOCKS; ++rank) base[rank] = address_in(at, rank);
+    for (int begin = first; begin < COUNT; begin += BATCH * STEP) {
+        float part[BATCH][BLOCKS][WIDTH];
 #pragma unroll
-    for (int i = 0; i < WIDTH; ++i) {
-        float each[BLOCKS];
+        for (int b = 0; b < BATCH; ++b)
+            if (begin + b * STEP < COUNT)
 #pragma unroll
-        for (int rank = 0; rank < BLOCKS; ++rank) each[rank] = part[rank][i];
-        sum[i] = tree_sum<BLOCKS>(each);
+                for (int rank = 0; rank < BLOCKS; ++rank)
+                    load_from(base[rank] + 4 * offset_of(begin + b * STEP), part[b][rank]);
+#pragma unroll
+        for (int b = 0; b < BATCH; ++b) {
+            if (begin + b * STEP >= COUNT) break;
+            float sum[WIDTH];
+#pragma unroll
+            for (int i = 0; i < WIDTH; ++i) {
+                float each[BLOCKS];
+#pragma unroll
+                for (int rank = 0; rank < BLOCKS; ++rank) each[rank] = part[b][rank][i];
+                sum[i] = tree_sum<BLOCKS>(each);
+            }
+            finish(begin + b * STEP, sum);
+        }
     }
 }
 
