@@ -129,9 +129,20 @@ def packed(rank: int, world: int) -> int:
     return differing(0, (1,), [*made[:-1], made[-1][None]], [*expected[:-1], expected[-1][tokens][None]])
 
 
+def compiled(call: dict[str, Any]) -> None:
+    """Require that a call breaks the graph, or raises if it may not."""
+    expected = over_ranks(**call).loss * 2
+    found = torch.compile(lambda call: over_ranks(**call).loss * 2, backend="aot_eager")(call)
+    assert torch.equal(found, expected)
+    torch.compiler.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(lambda call: over_ranks(**call).loss * 2, backend="aot_eager", fullgraph=True)(call)
+
+
 def errors(rank: int) -> list[str]:
     """Return the messages that this rank gets."""
     call = {**own(rank, (4, 4), drawn(), (*TOKENS, "rewards")), "samples_per_prompt": 4}
+    compiled(call)
     last = rank == 1
     bad: tuple[dict[str, Any], ...] = (
         {"beta": -1.0} if last else {},
@@ -158,7 +169,7 @@ def errors(rank: int) -> list[str]:
 
 
 def test_two_ranks_have_the_bits_of_one_process_and_raise_the_same_error() -> None:
-    first, second = run_ranks(both, 2)
+    first, second = run_ranks(both, 2, timeout=120)
     assert set(first[0].values()) | set(second[0].values()) == {0}
     assert first[1] == second[1]
     expected = (
@@ -189,7 +200,7 @@ def four(rank: int) -> dict[str, int]:
 
 
 def test_four_ranks_have_the_bits_of_one_process() -> None:
-    assert {value for found in run_ranks(four, 4) for value in found.values()} == {0}
+    assert {value for found in run_ranks(four, 4, timeout=120) for value in found.values()} == {0}
 
 
 def test_process_group_is_checked() -> None:

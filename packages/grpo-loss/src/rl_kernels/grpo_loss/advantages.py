@@ -59,8 +59,7 @@ def group_advantages(
     Raises:
         TypeError, ValueError: an argument is not as described; the message names it.
         BackendUnavailable: the requested backend cannot run this call.
-        RuntimeError: forward-mode AD, gradients through a ``torch.func`` transform, or process_group under
-            torch.compile.
+        RuntimeError: forward-mode AD, or gradients through a ``torch.func`` transform.
     """
     if process_group is not None:
         keywords = (advantage_estimator, eps_placement, skip_nan, eps)

@@ -149,8 +149,7 @@ def grpo_loss(
     Raises:
         TypeError, ValueError: an argument is not as described; the message names it.
         BackendUnavailable: the requested backend cannot run this call.
-        RuntimeError: forward-mode AD, gradients through a ``torch.func`` transform, or process_group under
-            torch.compile.
+        RuntimeError: forward-mode AD, or gradients through a ``torch.func`` transform.
     """
     given = (current_logps, old_logps, ref_logps, rewards, completion_mask)
     extras, normaliser = group("extras", extras, NO_EXTRAS), group("normaliser", normaliser, NO_NORMALISER)
@@ -298,8 +297,7 @@ def grpo_loss_from_advantages(
     Raises:
         TypeError, ValueError: an argument is not as described; the message names it.
         BackendUnavailable: the requested backend cannot run this call.
-        RuntimeError: forward-mode AD, gradients through a ``torch.func`` transform, or process_group under
-            torch.compile.
+        RuntimeError: forward-mode AD, or gradients through a ``torch.func`` transform.
     """
     given = (current_logps, old_logps, ref_logps, advantages, completion_mask)
     extras, normaliser = group("extras", extras, NO_EXTRAS), group("normaliser", normaliser, NO_NORMALISER)

@@ -45,7 +45,7 @@ class Normaliser(NamedTuple):
             ranks, in the order of ranks, are one batch: groups, advantages, divisors, loss and metrics are those of
             this batch on every rank, bit for bit what one process returns. The gradient is that of this loss to the
             rank's own log-probabilities, without a factor of the number of ranks. Ranks may differ in B and T; all
-            else besides the tensors must be equal. Not under torch.compile.
+            else besides the tensors must be equal. Under torch.compile the call breaks the graph.
     """
 
     num_tokens: float | torch.Tensor | None = None

@@ -7,6 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -30,6 +31,8 @@ DIVISORS = ("num_tokens", "num_sequences", "max_completion_length")
 TOKENS = ("current_logps", "old_logps", "ref_logps")
 
 
+# Calls of other ranks cannot be traced. torch.compiler.disable would do, but it imports the compiler at once.
+@_disable_dynamo
 def loss_over_ranks(
     name: str,
     tensors: tuple[Any, Any, Any, Any, Any],
@@ -74,6 +77,7 @@ def loss_over_ranks(
     return run_on(call, chosen_backend, batch)
 
 
+@_disable_dynamo
 def advantages_over_ranks(
     process_group: ProcessGroup | DeviceMesh,
     rewards: torch.Tensor,

@@ -68,8 +68,6 @@ def agreed(
     Raises:
         TypeError, ValueError: arguments of a rank are wrong, or ranks differ; the same error on each.
     """
-    if torch.compiler.is_compiling():
-        raise RuntimeError(f"{name}: process_group is not supported under torch.compile; call it uncompiled")
     group = group_of(process_group)
     if not validate or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
         made, sizes, _ = make()
