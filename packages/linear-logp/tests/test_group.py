@@ -62,12 +62,12 @@ def shard(call: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
     return {**call, **mine, "process_group": distributed.group.WORLD, "vocab_size": vocab}
 
 
-def results(call: dict[str, Any]) -> dict[str, torch.Tensor]:
+def results(call: dict[str, Any], function: Callable[..., Any] = linear_logp) -> dict[str, torch.Tensor]:
     """Return the statistics and the gradients."""
     leaves = {name: call[name].detach().clone().requires_grad_() for name in OPERANDS if name in call}
     with torch.no_grad():
         plain = linear_logp(**call)
-    found = linear_logp(**{**call, **leaves})
+    found = function(**{**call, **leaves})
     named = found._asdict() if isinstance(found, LogpStats) else {"logp": found}
     first = plain.logp if isinstance(plain, LogpStats) else plain
     assert torch.equal(bits_of(first), bits_of(named["logp"].detach()))
@@ -84,10 +84,12 @@ def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
     return torch.equal(bits_of(found)[~nan], bits_of(expected)[~nan])
 
 
-def differing(call: dict[str, Any], rank: int, world: int, **more: Any) -> list[str]:
+def differing(
+    call: dict[str, Any], rank: int, world: int, function: Callable[..., Any] = linear_logp, **more: Any
+) -> list[str]:
     """Return the names of the results that do not have one process's bits."""
     expected = results({**call, "vocab_segments": 8})
-    found = results({**shard(call, rank, world), **more})
+    found = results({**shard(call, rank, world), **more}, function)
     part = slice(*vocab_shards(len(call["lm_head_weight"]), world)[rank])
     for name in ("lm_head_weight", "bias"):
         if name in call:
@@ -126,6 +128,8 @@ def bits(rank: int, world: int) -> list[Any]:
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
     failed += differing(call, rank, world, process_group=mesh["tp"], vocab_segments=8)
     autograd.ROWS = kept
+    if world == 2:
+        failed += differing(call, rank, world, torch.compile(linear_logp, fullgraph=True, backend="aot_eager"))
     call = drawn(5000, rows=48)
     whole, expected = accumulated({**call, "vocab_segments": 8}, 3)
     found, grads = accumulated(shard(call, rank, world), 3)
@@ -176,7 +180,6 @@ def errors(rank: int, world: int) -> dict[str, str]:
     hidden = call["hidden"].clone().requires_grad_()
     found = torch.autograd.grad(linear_logp(**{**call, "hidden": hidden}).square().sum(), hidden, create_graph=True)
     attempt("double", lambda **_: found[0].sum().backward())
-    attempt("compile", torch.compile(linear_logp, fullgraph=True, backend="eager"))
     # The group is still in step.
     linear_logp(**call)
     return texts
@@ -214,10 +217,8 @@ def test_ranks(world: int) -> None:
     assert texts["gradient"].startswith(f"ValueError: gradient of hidden: {differ}, got is not computed, ")
     assert texts["main_grad"].startswith("TypeError: lm_head_weight.main_grad: expected dtype float32")
     assert "double backward is not supported" in texts["double"]
-    assert "not supported under torch.compile" in texts["compile"]
-    assert len(texts) == 18
-    # What dynamo adds to an error may name a place of the process.
-    assert all({**other, "compile": ""} == {**texts, "compile": ""} for _, other in found)
+    assert len(texts) == 17
+    assert all(other == texts for _, other in found)
 
 
 def dies(rank: int) -> float:

@@ -122,7 +122,7 @@ def linear_logp(
     With ``process_group`` each rank has a shard of the vocabulary, and all have the same hidden states and ids. Every
     rank gets the results and the gradient of ``hidden`` of the whole vocabulary, and the gradients of its shard: the
     bits of one GPU for 1, 2, 4 and 8 ranks, the gradient of ``hidden`` those of one GPU with ``vocab_segments=8``. All
-    ranks must ask for the same gradients of ``hidden``. It is not supported under torch.compile.
+    ranks must ask for the gradient of ``hidden``, or none.
 
     Args:
         hidden: ``[..., D]``, FP32, BF16, FP16 or FP64, any strides; differentiable.

@@ -98,6 +98,8 @@ _GRADIENTS = (
     Bug("dW does not continue its buffer", "in_turn = rows.start > 0 or main_grad", "in_turn = main_grad"),
     Bug("blocks of rows cut steps of dW", "max(height // rowwise.BLOCK, 1) * rowwise.BLOCK", "max(height, 1)"),
     Bug("dH not initialised", "continues=part.start > 0", "continues=True"),
+    Bug("last segment left out", "for segment in segments:", "for segment in segments[: max(len(segments) - 1, 1)]:"),
+    Bug("sum without a sibling left out", "            left += total\n", ""),
     Bug(
         "dW buffer kept between calls",
         "out.new_zeros(out.shape, dtype=rowwise.compute_dtype(dz.dtype))",
