@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from rl_kernels.core.testing import Draw
-from rl_kernels.grpo_loss import GRPOLossOutput, Objective, group_advantages, grpo_loss
+from rl_kernels.grpo_loss import Extras, GRPOLossOutput, Objective, api, group_advantages, grpo_loss
+from rl_kernels.grpo_loss.call import LossCall
 
 
 @pytest.fixture(autouse=True)
@@ -94,3 +95,27 @@ def test_values_are_not_looked_at() -> None:
 def test_bad_call_is_refused_while_tracing(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(Exception, match=message):
         _compiled()(**{**_call(), **changes})
+
+
+@pytest.mark.parametrize("metrics", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_raw_ops_for_ranks_pass_opcheck(packed: bool, metrics: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[LossCall] = []
+    monkeypatch.setattr(api, "run", lambda call, backend: made.append(call))
+    call = {**_call(), "samples_per_prompt": 3, "beta": 0.1, "loss_type": "dr_grpo", "return_metrics": metrics}
+    if packed:
+        tokens = ("current_logps", "old_logps", "ref_logps", "completion_mask")
+        call |= {name: call[name].detach().flatten() for name in tokens}
+        call["extras"] = Extras(cu_seqlens=torch.tensor([0, 9, 9, 20, 31, 50, 54]), max_seqlen=19)
+    grpo_loss(**call)
+    arguments = [x.detach() if isinstance(x, torch.Tensor) else x for x in made[0]]
+    raw = torch.ops.rl_kernels
+    sums = raw.grpo_loss_sums(*arguments, "native")
+    assert sums.shape == (14 if metrics else 3, 6)
+    torch.library.opcheck(raw.grpo_loss_sums.default, (*arguments, "native"))
+    torch.library.opcheck(raw.grpo_loss_sums_grad.default, (*arguments, "native"))
+    checked = made[0]
+    torch.library.opcheck(
+        raw.grpo_loss_combine.default,
+        (sums, checked.normaliser, checked.length, checked.numbers, checked.plan, "native"),
+    )
