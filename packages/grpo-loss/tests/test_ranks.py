@@ -219,6 +219,12 @@ def test_ranks_may_be_padded_to_other_lengths(name: str, backend: str) -> None:
     assert not differing(call_of(name), (5, 7), (LENGTH, 0) if name != "dr_grpo" else (0,), backend=backend)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_batch_without_sequences(backend: str) -> None:
+    call = part_of(call_of("kl"), 0, (0,), 0)
+    assert not differing(call, (0, 0), (0,), backend=backend, return_metrics=True)
+
+
 def misses_the_longest() -> bool:
     """Say whether dr_grpo divides by another length than that of the longest rank, to which one process pads."""
     call, group = call_of("dr_grpo"), Group(2)

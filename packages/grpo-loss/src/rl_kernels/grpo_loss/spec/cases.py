@@ -78,6 +78,7 @@ CASES = (
 )
 EMPTY = (
     Case("no-completions", _sizes(0, 4, 6), {"beta": 0.1}),
+    Case("no-completions-metrics", _sizes(0, 4, 6), {"beta": 0.1, "return_metrics": True}),
     Case("no-tokens", _sizes(2, 4, 0), {"beta": 0.1}),
     Case("no-rewards", _groups(0, 4), {}, GROUPS),
 )

@@ -51,7 +51,7 @@ def vector(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     number = rowwise.row_sum(counts)
     means = {name: value / number.clamp(min=1) for name, value in sums.items()}
     is_any = number > 0
-    infinity = torch.full_like(rows[-2, :1], math.inf)
+    infinity = rows.new_full((1,), math.inf)
     named = {
         **{name: means[name] for name in ("clip_low", "clip_high", "k1", "k2", "k3", "entropy")},
         "ratio_mean": means["ratio"],
