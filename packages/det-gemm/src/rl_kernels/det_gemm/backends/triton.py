@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from rl_kernels.core.triton_lib import gemm
-from rl_kernels.det_gemm.segments import bounds, merged
 
 
 def forward(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
@@ -19,12 +18,8 @@ def segmented(
     a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype, segments: int, length: int
 ) -> torch.Tensor:
     """Return ``a[M, K] @ b[K, N] + bias[N]`` in ``out_dtype``, K in segments whose chains a tree merges."""
-    return merged(a, b, bias, out_dtype, bounds(a.shape[1], segments, length), _chain)
-
-
-def _chain(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    out = a.new_empty((a.shape[0], b.shape[1]), dtype=torch.float32)
-    gemm.matmul(a, b, out)
+    out = a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
+    gemm.matmul(a, b, out, bias=bias, segments=segments, length=length)
     return out
 
 

@@ -1,7 +1,8 @@
 """The canonical chain in Triton: a matrix product whose order of sums depends on K alone, not on tiles or stages.
 
 Order of every sum, which is the contract: ``acc = acc + A[:, k:k+16] B[k:k+16, :]`` for k = 0, 16, 32, ... in one FP32
-accumulator, K padded with zeros, rounded once at the end. FP32 operands are multiplied in FP32 (no TF32); the 16 terms
+accumulator, K padded with zeros, rounded once at the end. With segments of K each is such a chain from 0, and a
+balanced tree merges them. FP32 operands are multiplied in FP32 (no TF32); the 16 terms
 of a step are summed from zero and then added to acc.
 
 A program holds BLOCK_M x BLOCK_N accumulators and loads BLOCK_K terms at a time; which thread holds what is Triton's
@@ -22,7 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from rl_kernels.core.gpu import device_of
 from rl_kernels.core.operator import arch_of
 from rl_kernels.core.triton_lib.arithmetic import INTERPRETED, fma
-from rl_kernels.core.triton_lib.schedule import HALF, Schedule, processors, schedule_for
+from rl_kernels.core.triton_lib.schedule import HALF, Schedule, in_segments, processors, schedule_for
 
 ROWS, COLUMNS, POINTERS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 """How an operand ``[rows, K]`` is read: through a descriptor of it, one of its transpose, or by pointers."""
@@ -83,6 +84,8 @@ def matmul(
     continues: bool = False,
     span: int = STEP.value,
     schedule: Schedule | None = None,
+    segments: int = 1,
+    length: int = 0,
 ) -> None:
     """Write ``a[M, K] @ b[K, N] + bias[N]`` to ``out[M, N]``; if ``continues``, its FP32 chain starts from ``out``.
 
@@ -90,11 +93,16 @@ def matmul(
     sizes if it is not given. ``span``, a multiple of 16, is for FP32 operands: every ``span`` terms are summed from
     zero in a chain of their own, and then added. Short spans lose digits if K is long; a chain that is to be continued
     must end at a whole span.
+
+    With 2, 4 or 8 ``segments`` of K, of ``length`` terms each, a multiple of 16, nothing is continued and ``span`` is
+    16.
     """
     if not out.numel():
         return
     (m, k), n = a.shape, b.shape[1]
     cut = schedule or schedule_for(m, n, k, a.dtype, a.device, spans=span > STEP.value)
+    if segments > 1:
+        cut = in_segments(cut, segments, length)
     left, right, target = (b.t(), a, out.t()) if cut.swapped else (a, b.t(), out)
     stored = described(target)
     if not stored and out.dtype == torch.float32:
@@ -111,6 +119,7 @@ def matmul(
             0 if bias is None else bias.stride(0),
             *target.shape,
             k,
+            length,
             LEFT=first.kind,
             RIGHT=second.kind,
             STORED=stored,
@@ -123,6 +132,7 @@ def matmul(
             GROUP=cut.group,
             PERSISTENT=cut.persistent,
             PARTS=cut.parts,
+            SEGMENTS=segments,
             num_warps=cut.warps,
             num_stages=cut.stages,
         )
@@ -184,10 +194,11 @@ def chain(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SPAN: tl.constexpr = STEP,
+    begin=0,
 ):
-    """Return ``acc`` continued by the whole chain of ``a[M, K]`` and ``b[N, K]``, for the tile at row and column."""
+    """Return ``acc`` continued by the chain of ``a[M, K]`` and ``b[N, K]`` from ``begin`` on, at row and column."""
     if SPAN > STEP:
-        for first in range(0, K, SPAN):
+        for first in range(begin, K, SPAN):
             part = tl.zeros(acc.shape, tl.float32)
             for k in range(first, tl.minimum(first + SPAN, K), BLOCK_K):
                 left = tile(a, row, k, M, K, a_row_stride, a_k_stride, LEFT, BLOCK_M, BLOCK_K)
@@ -195,11 +206,50 @@ def chain(
                 part = step(left, right, part)
             acc = _join(part, acc)
     else:
-        for k in range(0, K, BLOCK_K):
+        for k in range(begin, K, BLOCK_K):
             left = tile(a, row, k, M, K, a_row_stride, a_k_stride, LEFT, BLOCK_M, BLOCK_K)
             right = tile(b, column, k, N, K, b_row_stride, b_k_stride, RIGHT, BLOCK_N, BLOCK_K)
             acc = step(left, right, acc)
     return acc
+
+
+@triton.jit
+def _segments(
+    a,
+    a_row_stride,
+    a_k_stride,
+    b,
+    b_row_stride,
+    b_k_stride,
+    row,
+    column,
+    M,
+    N,
+    K,
+    length,
+    index: tl.constexpr,
+    COUNT: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Return the tree sum of COUNT segments of K, a power of two, from number ``index`` on."""
+    if COUNT == 1:
+        # BLOCK_K divides the length, so no block reaches into the next segment.
+        total = chain(
+            *(a, a_row_stride, a_k_stride, b, b_row_stride, b_k_stride, row, column, M, N),
+            *(tl.minimum((index + 1) * length, K), tl.zeros((BLOCK_M, BLOCK_N), tl.float32)),
+            *(LEFT, RIGHT, BLOCK_M, BLOCK_N, BLOCK_K, STEP, index * length),
+        )
+    else:
+        where = (a, a_row_stride, a_k_stride, b, b_row_stride, b_k_stride, row, column, M, N, K, length)
+        half: tl.constexpr = COUNT // 2
+        first = _segments(*where, index, half, LEFT, RIGHT, BLOCK_M, BLOCK_N, BLOCK_K)
+        second = _segments(*where, index + half, half, LEFT, RIGHT, BLOCK_M, BLOCK_N, BLOCK_K)
+        total = _join(first, second)
+    return total
 
 
 @triton.jit
@@ -251,7 +301,7 @@ def _store(
         tl.store(place, acc.to(c.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["M", "N", "K"])
+@triton.jit(do_not_specialize=["M", "N", "K", "length"])
 def _matmul(
     a,
     a_row_stride,
@@ -267,6 +317,7 @@ def _matmul(
     M,
     N,
     K,
+    length,
     LEFT: tl.constexpr,
     RIGHT: tl.constexpr,
     STORED: tl.constexpr,
@@ -279,6 +330,7 @@ def _matmul(
     GROUP: tl.constexpr,
     PERSISTENT: tl.constexpr,
     PARTS: tl.constexpr,
+    SEGMENTS: tl.constexpr,
 ):
     """One program per tile; if PERSISTENT, fewer programs, each of which takes tile after tile."""
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
@@ -287,15 +339,16 @@ def _matmul(
     for index in tl.range(tl.program_id(0), last, tl.num_programs(0), flatten=PERSISTENT):
         tile_m, tile_n = place_of(index, tiles_m, tiles_n, GROUP)
         row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
-        if CONTINUES:
-            place, inside = _pointers(c, row, column, M, N, c_row_stride, c_column_stride, BLOCK_M, BLOCK_N)
-            acc = tl.load(place, mask=inside, other=0.0)
+        operands = (a, a_row_stride, a_k_stride, b, b_row_stride, b_k_stride, row, column, M, N, K)
+        if SEGMENTS > 1:
+            acc = _segments(*operands, length, 0, SEGMENTS, LEFT, RIGHT, BLOCK_M, BLOCK_N, BLOCK_K)
         else:
-            acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        acc = chain(
-            *(a, a_row_stride, a_k_stride, b, b_row_stride, b_k_stride, row, column, M, N, K, acc),
-            *(LEFT, RIGHT, BLOCK_M, BLOCK_N, BLOCK_K, SPAN),
-        )
+            if CONTINUES:
+                place, inside = _pointers(c, row, column, M, N, c_row_stride, c_column_stride, BLOCK_M, BLOCK_N)
+                acc = tl.load(place, mask=inside, other=0.0)
+            else:
+                acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            acc = chain(*operands, acc, LEFT, RIGHT, BLOCK_M, BLOCK_N, BLOCK_K, SPAN)
         where = (c, c_row_stride, c_column_stride, bias, bias_stride)
         if PARTS == 2:
             first, second = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))

@@ -7,7 +7,8 @@ has not been shown, so there is one schedule for each dtype.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -66,6 +67,8 @@ FP32 = (
 """FP32 on sm_90: (largest number of rows, schedule)."""
 FP32_SMALL, FP32_LARGE = Schedule(64, 64, 16, 4, 3), Schedule(128, 128, 16, 8, 4)
 """FP32 on sm_90 for more rows: the small one where tiles of the large one would leave multiprocessors idle."""
+SUMS = 192
+"""Registers of a thread for sums."""
 IN_INTERPRETER = Schedule(64, 64, 64, 4, 1)
 
 
@@ -112,6 +115,20 @@ def schedule_for(m: int, n: int, k: int, dtype: torch.dtype, device: torch.devic
     if dtype == torch.float32:
         return _of_fp32(m, n, processors(device))
     return _fastest(m, n, k, processors(device))
+
+
+def in_segments(cut: Schedule, segments: int, length: int) -> Schedule:
+    """Return a schedule for a product whose K is cut into segments: the same, or one with smaller tiles.
+
+    The sums of a segment and those that wait for it must fit into a thread's registers, and no block of K may reach
+    into the next segment.
+    """
+    levels = segments.bit_length() - 1
+    sums = cut.rows * cut.columns // (32 * cut.warps)
+    if sums * (levels + 1) > SUMS:
+        rows = min(cut.rows, 128)
+        cut = replace(cut, rows=rows, columns=64, warps=rows // 16, stages=min(cut.stages, 4))
+    return replace(cut, inner=math.gcd(cut.inner, length), persistent=False, parts=1)
 
 
 def _of_fp32(m: int, n: int, units: int) -> Schedule:
