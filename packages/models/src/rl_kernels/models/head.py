@@ -12,6 +12,7 @@ from rl_kernels.core.outputs import LogpStats
 from rl_kernels.det_gemm import det_linear
 from rl_kernels.det_gemm.module import DetLinear
 from rl_kernels.linear_logp import linear_logp
+from rl_kernels.models.parallel.layers import VocabParallelHead
 from rl_kernels.models.swap import original_of
 
 LORA = ("base_layer", "lora_A", "lora_B", "scaling", "active_adapters", "lora_dropout")
@@ -48,6 +49,9 @@ def head_logp(
         raise TypeError(f"head: expected an nn.Module, got {type(head).__name__}")
 
     module = _active_module(head)
+    if isinstance(module, VocabParallelHead):
+        _check_hooks(head, *module.modules())
+        return module.logp(hidden, target_ids, **options)
 
     def forward(hidden: torch.Tensor) -> torch.Tensor | LogpStats:
         rows, weight, bias = _operands(module, hidden)

@@ -8,10 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import distributed
 from torch.distributed import ProcessGroup
 
-from rl_kernels.core.distributed.groups import group_size
+from rl_kernels.core.distributed.groups import gather_into, group_size
 
 RECORD = 4096
 """Bytes that each rank sends."""
@@ -109,6 +108,6 @@ def _exchanged(record: Mapping[str, Any], group: ProcessGroup, size: int) -> lis
     device = torch.device("cpu") if "cpu" in kinds else torch.device("cuda", torch.cuda.current_device())
     mine = torch.frombuffer(bytearray(text.ljust(RECORD)), dtype=torch.uint8).to(device)
     received = mine.new_empty(size * RECORD)
-    distributed.all_gather_into_tensor(received, mine, group=group)
+    gather_into(received, mine, group)
     content = received.cpu().numpy().tobytes()
     return [json.loads(content[rank * RECORD : (rank + 1) * RECORD]) for rank in range(size)]

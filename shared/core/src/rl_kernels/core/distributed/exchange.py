@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import distributed
 from torch.distributed import ProcessGroup
 
-from rl_kernels.core.distributed.groups import group_size
+from rl_kernels.core.distributed.groups import gather_into, group_size
 from rl_kernels.core.distributed.sums import ORDERS, total
 
 FEW_BYTES = 8 << 20
@@ -99,7 +99,7 @@ def _exchanged(rows: torch.Tensor, size: int, group: ProcessGroup) -> torch.Tens
 def _gathered(x: torch.Tensor, group: ProcessGroup, size: int) -> torch.Tensor:
     """Return ``[ranks, ...]``: the tensors of all ranks."""
     parts = x.new_empty((size, *x.shape))
-    distributed.all_gather_into_tensor(parts.view(-1), x.view(-1), group=group)
+    gather_into(parts.view(-1), x.view(-1), group)
     return parts
 
 

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import torch
 from torch import distributed
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 SIZES = (1, 2, 4, 8)
 """Sizes of a group: the tree over eight segments has a subtree for each rank."""
+
+# PyTorch 2.13 has a new name for it, and warns of the old one.
+_all_gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
+
+
+def gather_into(target: torch.Tensor, x: torch.Tensor, group: ProcessGroup) -> None:
+    """Write the flat tensors ``x[n]`` of all ranks to ``target[ranks n]``."""
+    _all_gather(target, x, group=group)
 
 
 def group_of(value: object, name: str = "process_group") -> ProcessGroup:

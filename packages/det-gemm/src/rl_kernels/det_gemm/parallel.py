@@ -1,0 +1,296 @@
+"""Linear layers whose weight is cut over ranks: forward and gradients have the bits of one process."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed import ProcessGroup
+
+from rl_kernels.core import validate as check
+from rl_kernels.core.distributed import agree, all_gather, all_reduce, group_of, group_rank, group_size, reduce_scatter
+from rl_kernels.core.main_grad import gather
+from rl_kernels.core.torchlib import autocast_linear, first_order, is_asked_for, no_lost_derivatives, values_hidden
+from rl_kernels.det_gemm import canary
+from rl_kernels.det_gemm.api import _chosen_for_linear as chosen_for_linear
+from rl_kernels.det_gemm.autograd import _linear as plain_linear
+from rl_kernels.det_gemm.autograd import _rows as flat_rows
+from rl_kernels.det_gemm.autograd import _weight_gradient as weight_gradient
+from rl_kernels.det_gemm.op import ops
+from rl_kernels.det_gemm.segments import STEP
+
+
+class _Cut(NamedTuple):
+    """How a sum is cut over ranks.
+
+    Attributes:
+        group: the ranks, or None for one process.
+        segments: of this rank.
+        length: terms of a segment.
+        scatter_dim: along which each rank keeps its slice of the sum, or None for the whole sum.
+    """
+
+    group: ProcessGroup | None
+    segments: int
+    length: int
+    scatter_dim: int | None
+
+    def product(
+        self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, shape: tuple[int, ...], backend: str
+    ) -> torch.Tensor:
+        """Return ``a @ b + bias`` in ``shape``, summed over ranks, or this rank's slice of it; in the dtype of ``a``."""
+        if self.group is None:
+            return ops["segmented"](a, b, bias, a.dtype, self.segments, self.length, backend).view(shape)
+        part = ops["segmented"](a, b, None, torch.float32, self.segments, self.length, backend).view(shape)
+        if self.scatter_dim is None:
+            return all_reduce(part, self.group, bias=bias, dtype=a.dtype)
+        return reduce_scatter(part, self.group, dim=self.scatter_dim, bias=bias, dtype=a.dtype)
+
+
+def column_parallel_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    process_group: Any = None,
+    dx_segments: int = 8,
+    dx_length: int | None = None,
+    scatter_dim: int | None = None,
+    validate: bool = True,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Return this rank's columns of a linear layer: ``x @ weight^T + bias`` for its rows of the weight.
+
+    The outputs and the gradients of weight and bias are those of ``det_linear`` with the whole weight. The gradient of
+    ``x`` is a sum over all outputs, cut into ``dx_segments`` as in ``det_linear(..., dx_segments=dx_segments)``: each
+    rank sums its segments, and one exchange in FP32 adds the ranks, with the bits of one process.
+
+    Args:
+        x: ``[..., K]``, the same on each rank; dtypes as in ``det_linear``.
+        weight: ``[N / ranks, K]``, this rank's rows. ``main_grad`` works as in ``det_linear``.
+        bias: ``[N / ranks]``, or None.
+        process_group: 1, 2, 4 or 8 ranks, a ``ProcessGroup`` or a mesh with one dim; None is one process.
+        dx_segments: 2, 4 or 8, at least the number of ranks; 1 only for one process.
+        dx_length: outputs of a segment, a multiple of 16; None: ``N / dx_segments``, which must be one. With it, the
+            shards of the last ranks may be shorter, or empty.
+        scatter_dim: None: each rank gets the whole gradient of ``x``. Otherwise only its slice along this dim, zeros
+            elsewhere: for an ``x`` that was gathered along it, which needs no more (sequence parallelism).
+        validate: compare shapes and dtypes on all ranks first: an exchange of 4 KiB, and a sync of the GPU. Skipped
+            under torch.compile and while a CUDA graph is captured.
+        backend: as in ``det_linear``.
+
+    Returns:
+        ``[..., N / ranks]`` in the dtype of the operands.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above; each rank raises the same error.
+        BackendUnavailable, RuntimeError, CanaryMismatch: as in ``det_linear``.
+    """
+    call = _Call("column_parallel_linear", x, weight, bias, process_group, "dx_segments", dx_segments, dx_length)
+    return call.run(scatter_dim, validate, backend, of_columns=True)
+
+
+def row_parallel_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    process_group: Any = None,
+    k_segments: int = 8,
+    scatter_dim: int | None = None,
+    validate: bool = True,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Return a linear layer whose inputs are cut over ranks: the sum over ranks of ``x @ weight^T``, plus ``bias``.
+
+    The sum over all inputs is cut into ``k_segments`` as in ``det_linear(..., k_segments=k_segments)``: each rank sums
+    its segments, and one exchange in FP32 adds the ranks, with the bits of one process. The bias is added once, then
+    the result is rounded once.
+
+    Args:
+        x: ``[..., K / ranks]``, this rank's inputs; dtypes as in ``det_linear``.
+        weight: ``[N, K / ranks]``, this rank's columns. ``main_grad`` works as in ``det_linear``.
+        bias: ``[N]``, the same on each rank, or None.
+        process_group: as in ``column_parallel_linear``.
+        k_segments: 2, 4 or 8, at least the number of ranks; 1 only for one process. K is a multiple of 16 of them.
+        scatter_dim: None: each rank gets the whole result. Otherwise its slice along this dim of the result, whose size
+            the number of ranks divides (sequence parallelism).
+        validate: as in ``column_parallel_linear``.
+        backend: as in ``det_linear``.
+
+    Returns:
+        ``[..., N]`` in the dtype of the operands, or this rank's slice of it.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above; each rank raises the same error.
+        BackendUnavailable, RuntimeError, CanaryMismatch: as in ``det_linear``.
+    """
+    call = _Call("row_parallel_linear", x, weight, bias, process_group, "k_segments", k_segments, None)
+    return call.run(scatter_dim, validate, backend, of_columns=False)
+
+
+class _Call(NamedTuple):
+    """The arguments that both layers share; ``key`` names the number of segments."""
+
+    name: str
+    x: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    process_group: Any
+    key: str
+    segments: int
+    length: int | None
+
+    def run(self, scatter_dim: int | None, validate: bool, backend: str | None, *, of_columns: bool) -> torch.Tensor:
+        """Check the call on all ranks, and return the layer."""
+        group = None if self.process_group is None else group_of(self.process_group)
+        size = 1 if group is None else group_size(group)
+        x, weight, bias = autocast_linear(self.x, self.weight, self.bias)
+        error: Exception | None = None
+        try:
+            chosen, plan = chosen_for_linear(x, weight, bias, backend)
+            cut = self._cut(weight.shape[0 if of_columns else 1], group, size, scatter_dim, of_columns)
+            main_grad = getattr(self.weight, "main_grad", None)
+            if main_grad is not None:
+                check.main_grad("weight.main_grad", main_grad, self.weight)
+        except (TypeError, ValueError, RuntimeError) as raised:
+            error = raised
+        if group is not None and validate and not values_hidden(x):
+            agree(self.name, group, error, self._same(scatter_dim, of_columns))
+        elif error is not None:
+            raise error
+        no_lost_derivatives(self.name, x, weight, bias)
+        canary.guard(x, chosen)
+        kind, how = _Column if of_columns else _Row, (main_grad, chosen, plan, cut)
+        if not (torch.is_grad_enabled() and any(v is not None and v.requires_grad for v in (x, weight, bias))):
+            return kind.output(x, weight, bias, how)
+        out: torch.Tensor = kind.apply(x, weight, bias, how)
+        if main_grad is not None and self.weight.requires_grad:
+            gather("weight", self.weight, out)
+        return out
+
+    def _same(self, scatter_dim: int | None, of_columns: bool) -> dict[str, object]:
+        x, weight = self.x, self.weight
+        along = weight.shape[1 if of_columns else 0] if isinstance(weight, torch.Tensor) and weight.ndim == 2 else None
+        shape = tuple(x.shape) if isinstance(x, torch.Tensor) else None
+        kinds = [getattr(value, "dtype", None) for value in (x, weight, self.bias)]
+        options = {self.key: self.segments, "scatter_dim": scatter_dim, "dx_length": self.length}
+        return {"shape of x": shape, "dtypes of x, weight and bias": kinds, "whole dim of weight": along, **options}
+
+    def _cut(self, size: int, group: Any, ranks: int, scatter_dim: int | None, of_columns: bool) -> _Cut:
+        check.choice(self.key, self.segments, (1, 2, 4, 8))
+        if self.segments % ranks:
+            raise ValueError(f"{self.key}: expected a multiple of the {ranks} ranks, got {self.segments}")
+        own, length = self.segments // ranks, self.length
+        if length is None:
+            # One process may have segments of any size; the last one is then shorter.
+            length = STEP * -(-size // (STEP * own))
+            if ranks > 1 and length * own != size:
+                dim = "rows" if of_columns else "columns"
+                raise ValueError(f"weight: expected {dim} in multiples of 16 for each of {own} segments, got {size}")
+        else:
+            check.integer("dx_length", length, least=STEP)
+            if length % STEP:
+                raise ValueError(f"dx_length: expected a multiple of 16, got {length}")
+            last = group is None or group_rank(group) == ranks - 1
+            if size > length * own or (size < length * own and not last and size % length):
+                raise ValueError(f"weight: expected {own} segments of {length} rows, got {size}")
+        if scatter_dim is not None:
+            self._check_scatter(scatter_dim, ranks)
+        return _Cut(group if ranks > 1 else None, own, length, scatter_dim)
+
+    def _check_scatter(self, dim: int, ranks: int) -> None:
+        leading = self.x.shape[:-1]
+        check.integer("scatter_dim", dim, least=0, most=len(leading) - 1)
+        if leading[dim] % ranks:
+            raise ValueError(f"x: expected dim {dim} to divide by {ranks} ranks, got shape {tuple(self.x.shape)}")
+
+
+class _Column(torch.autograd.Function):
+    """``x @ weight^T + bias`` for a rank's rows of the weight; ``how`` is (main_grad, backend, plan, cut)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, how: tuple[Any, ...]
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        # main_grad is not saved for backward: it is meant to change in place between this call and its backward pass.
+        ctx.how = how
+        return _Column.output(x, weight, bias, how)
+
+    @staticmethod
+    def output(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, how: tuple[Any, ...]) -> torch.Tensor:
+        """Return the layer; it needs no exchange."""
+        return plain_linear(x, weight, bias, how[1], how[2])
+
+    @staticmethod
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        no_lost_derivatives("column_parallel_linear", upstream, x, weight)
+        main_grad, backend, plan, cut = ctx.how
+        dc = upstream.to(x.dtype)
+        dx = None
+        if _is_needed(ctx, 0):
+            dx = first_order(_of_columns, flat_rows(dc), weight, x, cut, backend)
+        return dx, *_of_parameters(ctx, dc, x, weight, (main_grad, backend, plan)), None
+
+
+def _of_columns(dc: torch.Tensor, weight: torch.Tensor, x: torch.Tensor, cut: _Cut, backend: str) -> torch.Tensor:
+    """Return the gradient of x, or zeros around this rank's slice of it."""
+    found = cut.product(dc, weight, None, x.shape, backend)
+    if cut.scatter_dim is None or cut.group is None:
+        return found
+    whole = found.new_zeros(x.shape)
+    whole.chunk(group_size(cut.group), cut.scatter_dim)[group_rank(cut.group)].copy_(found)
+    return whole
+
+
+class _Row(torch.autograd.Function):
+    """The sum over ranks of ``x @ weight^T``, plus bias; ``how`` is (main_grad, backend, plan, cut)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, how: tuple[Any, ...]
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.how = how
+        return _Row.output(x, weight, bias, how)
+
+    @staticmethod
+    def output(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, how: tuple[Any, ...]) -> torch.Tensor:
+        """Return the sum over ranks."""
+        _, backend, _, cut = how
+        found = cut.product(flat_rows(x), weight.t(), bias, (*x.shape[:-1], weight.shape[0]), backend)
+        # Not a view: autograd would forbid in-place changes of a view.
+        return torch.ops.aten._unsafe_view.default(found, tuple(found.shape))
+
+    @staticmethod
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        no_lost_derivatives("row_parallel_linear", upstream, x, weight)
+        main_grad, backend, plan, cut = ctx.how
+        dc = upstream.to(x.dtype)
+        if cut.scatter_dim is not None and cut.group is not None:
+            dc = first_order(all_gather, dc, cut.group, cut.scatter_dim)
+        dx = None
+        if _is_needed(ctx, 0):
+            dx = first_order(ops["forward"], flat_rows(dc), weight, None, x.dtype, backend).view(x.shape)
+        return dx, *_of_parameters(ctx, dc, x, weight, (main_grad, backend, plan)), None
+
+
+def _of_parameters(
+    ctx: Any, dc: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, how: tuple[Any, ...]
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the gradients of weight and bias; with ``main_grad``, that of the weight is added to it."""
+    main_grad, backend, _ = how
+    dweight = dbias = None
+    if _is_needed(ctx, 1):
+        dweight = weight_gradient(dc, x, main_grad, backend)
+    if _is_needed(ctx, 2):
+        rows = flat_rows(dc)
+        dbias = first_order(ops["weight_gradient"], rows.new_ones(len(rows), 1), rows, x.dtype, backend)[0]
+    return dweight, dbias
+
+
+def _is_needed(ctx: Any, number: int) -> bool:
+    return bool(ctx.needs_input_grad[number]) and is_asked_for(ctx, number)

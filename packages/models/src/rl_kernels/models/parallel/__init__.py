@@ -1,0 +1,17 @@
+"""Tensor and sequence parallelism for models of transformers, with the bits of one process."""
+
+from rl_kernels.models.parallel.model import Parallel, parallelize
+from rl_kernels.models.parallel.states import full_state_dict, load_full_state_dict
+from rl_kernels.models.parallel.styles import ColumnParallel, HeadNorm, RowParallel, TokenNorm, VocabParallel
+
+__all__ = [
+    "ColumnParallel",
+    "HeadNorm",
+    "Parallel",
+    "RowParallel",
+    "TokenNorm",
+    "VocabParallel",
+    "full_state_dict",
+    "load_full_state_dict",
+    "parallelize",
+]

@@ -1,0 +1,120 @@
+"""Differentiable exchanges of activations: cut them over ranks, gather them, and norms whose rows are cut."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from rl_kernels.core.distributed import all_gather, group_rank, group_size
+from rl_kernels.core.torchlib import first_order
+
+
+def cut(x: torch.Tensor, group: ProcessGroup, dim: int) -> torch.Tensor:
+    """Return this rank's part of ``x``, which all ranks have; the gradients of all parts are gathered."""
+    found: torch.Tensor = _Cut.apply(x, group, dim)
+    return found
+
+
+def gather(x: torch.Tensor, group: ProcessGroup, dim: int) -> torch.Tensor:
+    """Return the parts of all ranks; the gradient of a part is its slice, which must be complete on its rank."""
+    found: torch.Tensor = _Gather.apply(x, group, dim)
+    return found
+
+
+def _part(x: torch.Tensor, group: ProcessGroup, dim: int) -> torch.Tensor:
+    return x.chunk(group_size(group), dim)[group_rank(group)].contiguous()
+
+
+class _Cut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup, dim: int) -> torch.Tensor:
+        ctx.group, ctx.dim = group, dim
+        return _part(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return first_order(all_gather, upstream, ctx.group, ctx.dim), None, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup, dim: int) -> torch.Tensor:
+        ctx.group, ctx.dim = group, dim
+        return all_gather(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return first_order(_part, upstream, ctx.group, ctx.dim), None, None
+
+
+def norm_of_part(
+    module: nn.Module, forward: Callable[..., torch.Tensor], x: torch.Tensor, group: ProcessGroup, dim: int
+) -> torch.Tensor:
+    """Return the norm of rows that are cut over ranks along ``dim``.
+
+    The gradient of its weight is a sum over all rows in their global order, so backward gathers the rows and their
+    gradients; it has the bits of one process on every rank.
+
+    Args:
+        module: a norm with a weight, and maybe a bias.
+        forward: of its class.
+        x: the rows of this rank.
+        group: the ranks.
+        dim: of ``x`` that is cut.
+    """
+    parameters = {name: value for name, value in module.named_parameters(recurse=False)}
+    found: torch.Tensor = _NormOfPart.apply(x, (module, forward, group, dim, tuple(parameters)), *parameters.values())
+    return found
+
+
+class _NormOfPart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, how: tuple[Any, ...], *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, *parameters)
+        # Not saved for backward: main_grad may change in place between this call and its backward pass.
+        ctx.how = *how, [getattr(value, "main_grad", None) for value in parameters]
+        return _run(how, x, parameters)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, *parameters = ctx.saved_tensors
+        *how, buffers = ctx.how
+        _, _, group, dim, _ = how
+        dx = None
+        if ctx.needs_input_grad[0]:
+            (dx,) = _gradients(how, x, [value.detach() for value in parameters], upstream, of_x=True)
+        if not any(ctx.needs_input_grad[2:]):
+            return dx, None, *[None] * len(parameters)
+        rows, upstreams = (all_gather(value, group, dim) for value in (x, upstream.to(x.dtype)))
+        leaves = [_leaf(value, buffer) for value, buffer in zip(parameters, buffers, strict=True)]
+        return dx, None, *_gradients(how, rows, leaves, upstreams, of_x=False)
+
+
+def _leaf(parameter: torch.Tensor, main_grad: torch.Tensor | None) -> torch.Tensor:
+    leaf = parameter.detach().requires_grad_()
+    if main_grad is not None:
+        leaf.main_grad = main_grad  # type: ignore[attr-defined]
+    return leaf
+
+
+def _gradients(
+    how: Any, x: torch.Tensor, parameters: list[torch.Tensor], upstream: torch.Tensor, *, of_x: bool
+) -> tuple[torch.Tensor | None, ...]:
+    with torch.enable_grad():
+        rows = x.detach().requires_grad_(of_x)
+        found = _run(how, rows, parameters)
+        return torch.autograd.grad(found, [rows] if of_x else parameters, upstream, allow_unused=True)
+
+
+def _run(how: Any, x: torch.Tensor, parameters: Any) -> torch.Tensor:
+    module, forward, _, _, names = how
+    # A copy with other parameters; no hook runs, because the forward of the class is called directly.
+    twin = copy.copy(module)
+    twin.__dict__["_parameters"] = dict(zip(names, parameters, strict=True))
+    found: torch.Tensor = forward(twin, x)
+    return found

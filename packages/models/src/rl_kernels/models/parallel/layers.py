@@ -1,0 +1,129 @@
+"""The modules of a parallel model: linear layers that hold a shard, the head, and norms of cut rows."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from rl_kernels.core.outputs import LogpStats
+from rl_kernels.det_gemm import column_parallel_linear, row_parallel_linear
+from rl_kernels.det_gemm.module import DetLinear
+from rl_kernels.linear_logp import linear_logp
+from rl_kernels.linear_logp.shards import VOCAB_SEGMENTS, vocab_segment
+from rl_kernels.models.parallel.exchanges import gather, norm_of_part
+from rl_kernels.models.parallel.ranks import TOKENS, Ranks
+
+SHARED = "_rl_kernels_ranks"
+"""Attribute of a parallel module: its ``Ranks``."""
+HEADS = -2
+"""The dim of queries and keys ``[B, T, H, D]`` that holds heads."""
+
+
+class ColumnParallelLinear(DetLinear):
+    """A linear layer that holds the rows of its weight for this rank's outputs; its input is whole on each rank."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return this rank's outputs, ``[..., out_features / ranks]``."""
+        ranks: Ranks = getattr(self, SHARED)
+        return column_parallel_linear(
+            input,
+            self.weight,
+            self.bias,
+            process_group=ranks.group,
+            dx_segments=ranks.segments,
+            scatter_dim=ranks.scatter_dim,
+            validate=False,
+        )
+
+
+class RowParallelLinear(DetLinear):
+    """A linear layer that holds the columns of its weight for this rank's inputs; the ranks' sums are added."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return all outputs, ``[..., out_features]``; with sequence parallelism, of this rank's tokens."""
+        ranks: Ranks = getattr(self, SHARED)
+        return row_parallel_linear(
+            input,
+            self.weight,
+            self.bias,
+            process_group=ranks.group,
+            k_segments=ranks.segments,
+            scatter_dim=ranks.scatter_dim,
+            validate=False,
+        )
+
+
+class VocabParallelHead(DetLinear):
+    """A head that holds the rows of its weight for this rank's part of the vocabulary.
+
+    ``forward`` returns the logits of the whole vocabulary on each rank; ``logp`` forms none.
+    """
+
+    vocab_size: int
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return logits ``[..., V]``, gathered from all ranks."""
+        ranks: Ranks = getattr(self, SHARED)
+        # Those of linear_logp, so that shards of the vocabulary are whole segments.
+        length = vocab_segment(self.vocab_size)
+        logits = column_parallel_linear(
+            input,
+            self.weight,
+            self.bias,
+            process_group=ranks.group,
+            dx_segments=VOCAB_SEGMENTS,
+            dx_length=length,
+            validate=False,
+        )
+        if ranks.group is None or ranks.size == 1:
+            return logits
+        width = length * VOCAB_SEGMENTS // ranks.size
+        padded = F.pad(logits, (0, width - logits.shape[-1]))
+        return gather(padded, ranks.group, padded.ndim - 1)[..., : self.vocab_size]
+
+    def logp(self, hidden: torch.Tensor, target_ids: torch.Tensor, **options: Any) -> torch.Tensor | LogpStats:
+        """Return ``linear_logp`` over the whole vocabulary; ``options`` are those of ``linear_logp``."""
+        ranks: Ranks = getattr(self, SHARED)
+        where: dict[str, Any] = {"vocab_segments": VOCAB_SEGMENTS}
+        if ranks.size > 1:
+            where |= {"process_group": ranks.group, "vocab_size": self.vocab_size}
+        found: torch.Tensor | LogpStats = linear_logp(hidden, self.weight, target_ids, self.bias, **where, **options)
+        return found
+
+
+@functools.cache
+def norm_of_tokens(base: type[nn.Module]) -> type[nn.Module]:
+    """Return the subclass of a norm whose rows are cut over ranks where tokens are."""
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        ranks: Ranks = getattr(self, SHARED)
+        if not ranks.tokens_cut:
+            return base.forward(self, x)
+        return _cut_norm(self, base.forward, x, ranks, TOKENS)
+
+    return type(f"TokenParallel{base.__name__}", (base,), {"forward": forward, "__module__": base.__module__})
+
+
+@functools.cache
+def norm_of_heads(base: type[nn.Module]) -> type[nn.Module]:
+    """Return the subclass of a norm of queries or keys, whose heads are cut over ranks."""
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        ranks: Ranks = getattr(self, SHARED)
+        return base.forward(self, x) if ranks.size == 1 else _cut_norm(self, base.forward, x, ranks, HEADS)
+
+    return type(f"HeadParallel{base.__name__}", (base,), {"forward": forward, "__module__": base.__module__})
+
+
+def _cut_norm(
+    module: nn.Module, forward: Callable[..., torch.Tensor], x: torch.Tensor, ranks: Ranks, dim: int
+) -> torch.Tensor:
+    if not (torch.is_grad_enabled() and any(value.requires_grad for value in module.parameters())):
+        return forward(module, x)
+    assert ranks.group is not None
+    return norm_of_part(module, forward, x, ranks.group, dim % x.ndim)

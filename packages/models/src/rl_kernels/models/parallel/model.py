@@ -1,0 +1,170 @@
+"""``parallelize(model, mesh)``: cut a model over ranks, with the bits of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from rl_kernels.core.distributed import agree, fingerprint
+from rl_kernels.core.torchlib import values_hidden
+from rl_kernels.models.invariance import invariant
+from rl_kernels.models.parallel.exchanges import cut, gather
+from rl_kernels.models.parallel.plan import Plan, plan_of
+from rl_kernels.models.parallel.ranks import TOKENS, Ranks
+
+INPUTS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
+"""Arguments of a forward pass that all ranks must share."""
+
+
+class Parallel(NamedTuple):
+    """What ``parallelize`` did.
+
+    Attributes:
+        styles: name of each changed module -> name of its style.
+        left: modules that may depend on the batch, as in ``Invariance``.
+        ranks: the number of ranks.
+        segments: of the sums.
+    """
+
+    styles: Mapping[str, str]
+    left: Mapping[str, str]
+    ranks: int
+    segments: int
+
+
+def parallelize(
+    model: nn.Module,
+    mesh: DeviceMesh | ProcessGroup | None = None,
+    *,
+    sequence_parallel: bool = False,
+    segments: int = 8,
+    strict: bool = False,
+    validate: bool = True,
+) -> Parallel:
+    """Cut a model of transformers over ranks: its outputs and gradients have the same bits for 1, 2, 4 and 8 ranks.
+
+    The model becomes batch-invariant too, as by ``invariant(model)``, and stays so. Modules are changed in place:
+
+    - q_proj, k_proj, v_proj, gate_proj and up_proj keep this rank's outputs, o_proj and down_proj its inputs: what the
+      model's own ``base_model_tp_plan`` calls colwise and rowwise. Attention runs on this rank's heads.
+    - The vocabulary of the head is cut by ``vocab_shards``. ``model(...)`` returns all logits on each rank, and
+      ``head_logp(model.lm_head, ...)`` forms none. A head tied to the embedding stays whole.
+    - Embeddings and norms stay whole on each rank.
+
+    A sum over a dim that is cut has ``segments`` parts, added by a balanced binary tree, whatever the number of ranks.
+    So its bits are those of ``parallelize(model)`` in one process, and differ from those of ``invariant(model)``.
+
+    Call it with the same weights on each rank, before an optimizer, ``main_grad`` buffers, FSDP2 or DDP are made.
+    A gradient belongs to this rank's part of a weight. ``full_state_dict`` gathers whole weights.
+
+    Args:
+        model: a ``PreTrainedModel`` with Llama's layout: Llama, Qwen2, Qwen3, Mistral and others.
+        mesh: the ranks of tensor parallelism: a mesh with one dim, as ``mesh["tp"]``, or a group; None is one process.
+        sequence_parallel: cut tokens too, between attention and MLP, where their number divides by that of ranks:
+            activations there take 1 / ranks of the memory. It changes no bit.
+        segments: 2, 4 or 8, at least the number of ranks. Compare models with the same number.
+        strict: as in ``invariant``.
+        validate: compare weights on all ranks now, and the inputs of each forward pass: an exchange of 4 KiB, and a
+            sync of the GPU. Skipped under torch.compile and while a CUDA graph is captured.
+
+    Returns:
+        what was cut. It cannot be undone.
+
+    Raises:
+        TypeError, ValueError: the model or the mesh does not fit, or ranks differ; each rank raises the same error.
+        BackendUnavailable, CanaryMismatch: as in ``invariant``.
+    """
+    ranks = Ranks(mesh, segments, sequence_parallel)
+    error: Exception | None = None
+    plan, held = None, None
+    try:
+        plan = plan_of(model, ranks)
+        _check(model, plan, ranks)
+        held = invariant(model, strict=strict)
+    except (TypeError, ValueError, RuntimeError) as raised:
+        error = raised
+    if ranks.group is None or not validate:
+        if error is not None:
+            raise error
+    else:
+        same = {"segments": segments, "sequence_parallel": sequence_parallel, "weights of model": _weights(model)}
+        agree("parallelize", ranks.group, error, same)
+    assert plan is not None
+    assert held is not None
+    for name, style in plan.styles.items():
+        style.apply(model.get_submodule(name))
+    _hook(plan, ranks, validate)
+    return Parallel(
+        {name: type(style).__name__ for name, style in plan.styles.items()}, dict(held.left), ranks.size, segments
+    )
+
+
+def _check(model: nn.Module, plan: Plan, ranks: Ranks) -> None:
+    """Check all modules before the first is changed."""
+    for name, style in plan.styles.items():
+        try:
+            style.check(model.get_submodule(name), ranks)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{name}: {error}") from error
+
+
+def _weights(model: nn.Module) -> str:
+    values = [value for value in model.parameters() if not value.is_meta]
+    return f"{sum(fingerprint(value) for value in values) % (1 << 64):016x}"
+
+
+def _hook(plan: Plan, ranks: Ranks, validate: bool) -> None:
+    if ranks.group is None:
+        return
+    if validate:
+        plan.body.register_forward_pre_hook(_checked(ranks), with_kwargs=True)
+    if not ranks.cuts_tokens:
+        return
+    group = ranks.group
+
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        hidden = _hidden(args, kwargs)
+        # One new token cannot be cut: exchanges then are those of tensor parallelism alone, with the same bits.
+        ranks.tokens_cut = hidden.shape[TOKENS] % ranks.size == 0
+        return _with_hidden(args, kwargs, cut(hidden, group, TOKENS)) if ranks.tokens_cut else None
+
+    def whole(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return _with_hidden(args, kwargs, gather(_hidden(args, kwargs), group, TOKENS)) if ranks.tokens_cut else None
+
+    def leave(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        if not ranks.tokens_cut:
+            return output
+        ranks.tokens_cut = False
+        return gather(output, group, TOKENS)
+
+    plan.first.register_forward_pre_hook(enter, with_kwargs=True)
+    for block in plan.blocks:
+        block.register_forward_pre_hook(whole, with_kwargs=True)
+    plan.last.register_forward_hook(leave)
+
+
+def _hidden(args: Any, kwargs: Any) -> torch.Tensor:
+    found: torch.Tensor = args[0] if args else kwargs["hidden_states"]
+    return found
+
+
+def _with_hidden(args: Any, kwargs: Any, hidden: torch.Tensor) -> Any:
+    return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
+
+
+def _checked(ranks: Ranks) -> Any:
+    def check(module: nn.Module, args: Any, kwargs: Any) -> None:
+        given = {**dict(zip(INPUTS[:1], args, strict=False)), **kwargs}
+        tensors = {name: given[name] for name in INPUTS if isinstance(given.get(name), torch.Tensor)}
+        if any(values_hidden(value) for value in tensors.values()):
+            return
+        assert ranks.group is not None
+        same = {name: (tuple(x.shape), str(x.dtype), fingerprint(x)) for name, x in tensors.items()}
+        agree(f"forward of {type(module).__name__}", ranks.group, None, same)
+
+    return check

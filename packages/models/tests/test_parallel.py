@@ -1,0 +1,108 @@
+"""A parallel model has the bits of one process: forward, gradients and training, for each number of ranks."""
+
+import pytest
+import torch
+from torch import distributed
+
+from rl_kernels.core.testing import bits_of
+from rl_kernels.core.testing.ranks import run_ranks
+from rl_kernels.models import head_logp
+from rl_kernels.models.parallel import full_state_dict, parallelize
+
+transformers = pytest.importorskip("transformers")
+
+STEPS, BATCH, LENGTH, VOCAB = 5, 2, 16, 9000
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "max_position_embeddings": 64,
+}
+
+
+def model_of(kind, dtype=torch.float32):
+    config = getattr(transformers, f"{kind}Config")(**SIZES, tie_word_embeddings=False)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).to(dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def batch_of(step):
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(VOCAB, (BATCH, LENGTH), generator=generator)
+
+
+def trained(model, **options):
+    """Train a model; return losses, log-probs, and whole weights and gradients."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    record = {}
+    for step in range(STEPS):
+        ids = batch_of(step)
+        hidden = model.model(input_ids=ids).last_hidden_state
+        stats = head_logp(model.lm_head, hidden[:, :-1], ids[:, 1:], return_stats=True)
+        loss = -stats.logp.mean() - 0.01 * stats.entropy.mean()
+        loss.backward()
+        if step == 0:
+            record["gradients"] = gradients_of(model)
+            with torch.no_grad():
+                record["logits"] = model(input_ids=ids).logits
+        optimizer.step()
+        optimizer.zero_grad()
+        record[f"logp {step}"], record[f"loss {step}"] = stats.logp.detach(), loss.detach()
+    record["weights"] = {name: value.detach() for name, value in full_state_dict(model).items()}
+    return record
+
+
+def gradients_of(model):
+    """Return the gradients of the whole weights."""
+    shadow = {name: value.grad for name, value in model.named_parameters()}
+    kept = {name: value.data for name, value in model.named_parameters()}
+    try:
+        for name, value in model.named_parameters():
+            value.data = shadow[name]
+        return {name: value.clone() for name, value in full_state_dict(model).items()}
+    finally:
+        for name, value in model.named_parameters():
+            value.data = kept[name]
+
+
+def flat(record):
+    found = {}
+    for key, value in record.items():
+        parts = value if isinstance(value, dict) else {"": value}
+        found |= {f"{key} {name}": part for name, part in parts.items()}
+    return found
+
+
+def of_ranks(rank, kind, dtype, cuts_tokens):
+    model = model_of(kind, dtype)
+    parallelize(model, distributed.group.WORLD, sequence_parallel=cuts_tokens)
+    return flat(trained(model))
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "world", "cuts_tokens"),
+    [
+        ("Llama", torch.float32, 2, False),
+        ("Llama", torch.float32, 4, True),
+        ("Qwen3", torch.bfloat16, 2, True),
+        ("Qwen2", torch.float32, 4, False),
+    ],
+)
+def test_training_has_the_bits_of_one_process(kind, dtype, world, cuts_tokens):
+    torch.set_num_threads(1)
+    model = model_of(kind, dtype)
+    parallelize(model)
+    expected = flat(trained(model))
+    for record in run_ranks(of_ranks, world, kind, dtype, cuts_tokens):
+        assert record.keys() == expected.keys()
+        differ = [name for name, value in expected.items() if not bits_of(record[name]).equal(bits_of(value))]
+        assert differ == []
