@@ -38,7 +38,7 @@ class _Cut(NamedTuple):
     def product(
         self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, shape: tuple[int, ...], backend: str
     ) -> torch.Tensor:
-        """Return ``a @ b + bias`` in ``shape``, summed over ranks, or this rank's slice of it; in the dtype of ``a``."""
+        """Return ``a @ b + bias`` in ``shape`` and the dtype of ``a``, summed over ranks, or this rank's slice of it."""
         if self.group is None:
             return ops["segmented"](a, b, bias, a.dtype, self.segments, self.length, backend).view(shape)
         part = ops["segmented"](a, b, None, torch.float32, self.segments, self.length, backend).view(shape)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,12 +21,15 @@ from rl_kernels.demo.compare import Comparison, compare
 from rl_kernels.demo.gpu import run as gpu
 from rl_kernels.demo.gpu import settings as gpu_settings
 from rl_kernels.demo.numerics import OURS_BF16, OURS_FP32, PLAIN_BF16, PLAIN_FP32
+from rl_kernels.demo.parallel import run as parallel
+from rl_kernels.demo.parallel.trainers import WAYS
 from rl_kernels.demo.train import Settings, StepMetrics, Trainer
 from rl_kernels.demo.verdict import Verdict, judge
 
 DESCRIPTION = """Train a small transformer with GRPO on the CPU, through the operators, and compare the log-probs of
 rollout and training bit by bit. With --device cuda the model is a Llama of 104 million parameters on a GPU, trained a
-second time in stock PyTorch beside it. Exit status 1 if the reward has not clearly risen, or if one bit differs."""
+second time in stock PyTorch beside it. With --parallel, under torchrun, it trains over ranks and again in one process,
+and compares the weights. Exit status 1 if the reward has not clearly risen, or if one bit differs."""
 WATCHED = (OURS_BF16, PLAIN_FP32, PLAIN_BF16)
 """Measured beside the FP32 training through the operators."""
 SHOWN = 8
@@ -38,10 +43,18 @@ def main(argv: Sequence[str]) -> int:
     out = Path("rl-kernels-demo")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to train (%(default)s)")
     parser.add_argument("--out", type=location, default=out, help="folder to write to (%(default)s)")
-    parser.add_argument("--steps", type=count(1, 31), default=defaults.steps, help="of training (%(default)s)")
+    parser.add_argument(
+        "--parallel", choices=WAYS, help="over the ranks of torchrun, on the CPU: tensor or data parallelism"
+    )
+    parser.add_argument(
+        "--steps", type=count(1, 31), help=f"of training ({defaults.steps}, with --parallel {parallel.STEPS})"
+    )
     parser.add_argument("--seed", type=count(0, 63), default=defaults.seed, help="of weights and draws (%(default)s)")
     parser.add_argument("--quiet", action="store_true", help="print the verdict alone")
     given = parser.parse_args(argv)
+    if given.parallel:
+        return _parallel(parser, given, defaults)
+    given.steps = given.steps or defaults.steps
     missing = gpu.why_not() if given.device == "cuda" else None
     if missing is not None:
         parser.error(f"--device: {missing}")
@@ -59,6 +72,17 @@ def main(argv: Sequence[str]) -> int:
         with _one_thread():
             verdict = run(Settings(steps=given.steps, seed=given.seed), given.out, given.quiet)
     return 0 if verdict.passed else 1
+
+
+def _parallel(parser: Parser, given: Namespace, defaults: Settings) -> int:
+    if given.device == "cuda":
+        parser.error("--parallel: expected --device cpu; it shows bits, not speed")
+    missing = parallel.why_not()
+    if missing is not None:
+        parser.error(f"--parallel: {missing}")
+    settings = replace(defaults, steps=given.steps or parallel.STEPS, seed=given.seed)
+    with _one_thread():
+        return 0 if parallel.run(settings, given.parallel, given.quiet) else 1
 
 
 def run(settings: Settings, out: Path, quiet: bool) -> Verdict:
