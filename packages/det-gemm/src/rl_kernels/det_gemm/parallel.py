@@ -17,7 +17,10 @@ from rl_kernels.det_gemm.autograd import _linear as plain_linear
 from rl_kernels.det_gemm.autograd import _rows as flat_rows
 from rl_kernels.det_gemm.autograd import _weight_gradient as weight_gradient
 from rl_kernels.det_gemm.op import ops
-from rl_kernels.det_gemm.segments import STEP
+from rl_kernels.det_gemm.segments import COUNTS, STEP, segment_length
+
+PLAIN = (1, 1)
+"""Segments of a layer whose sums are not cut."""
 
 
 class _Cut(NamedTuple):
@@ -38,7 +41,7 @@ class _Cut(NamedTuple):
     def product(
         self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, shape: tuple[int, ...], backend: str
     ) -> torch.Tensor:
-        """Return ``a @ b + bias`` in ``shape`` and the dtype of ``a``, summed over ranks, or this rank's slice of it."""
+        """Return ``a @ b + bias`` in ``shape``, summed over ranks (or this rank's slice of it), in the dtype of ``a``."""
         if self.group is None:
             return ops["segmented"](a, b, bias, a.dtype, self.segments, self.length, backend).view(shape)
         part = ops["segmented"](a, b, None, torch.float32, self.segments, self.length, backend).view(shape)
@@ -148,7 +151,7 @@ class _Call(NamedTuple):
         x, weight, bias = autocast_linear(self.x, self.weight, self.bias)
         error: Exception | None = None
         try:
-            chosen, plan = chosen_for_linear(x, weight, bias, backend)
+            chosen, plan = chosen_for_linear(x, weight, bias, backend, 1, 1)
             cut = self._cut(weight.shape[0 if of_columns else 1], group, size, scatter_dim, of_columns)
             main_grad = getattr(self.weight, "main_grad", None)
             if main_grad is not None:
@@ -178,13 +181,13 @@ class _Call(NamedTuple):
         return {"shape of x": shape, "dtypes of x, weight and bias": kinds, "whole dim of weight": along, **options}
 
     def _cut(self, size: int, group: Any, ranks: int, scatter_dim: int | None, of_columns: bool) -> _Cut:
-        check.choice(self.key, self.segments, (1, 2, 4, 8))
+        check.choice(self.key, self.segments, COUNTS)
         if self.segments % ranks:
             raise ValueError(f"{self.key}: expected a multiple of the {ranks} ranks, got {self.segments}")
         own, length = self.segments // ranks, self.length
         if length is None:
             # One process may have segments of any size; the last one is then shorter.
-            length = STEP * -(-size // (STEP * own))
+            length = segment_length(size, own)
             if ranks > 1 and length * own != size:
                 dim = "rows" if of_columns else "columns"
                 raise ValueError(f"weight: expected {dim} in multiples of 16 for each of {own} segments, got {size}")
@@ -221,7 +224,7 @@ class _Column(torch.autograd.Function):
     @staticmethod
     def output(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, how: tuple[Any, ...]) -> torch.Tensor:
         """Return the layer; it needs no exchange."""
-        return plain_linear(x, weight, bias, how[1], how[2])
+        return plain_linear(x, weight, bias, how[1], how[2], PLAIN)
 
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
