@@ -41,7 +41,7 @@ class _Cut(NamedTuple):
     def product(
         self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, shape: tuple[int, ...], backend: str
     ) -> torch.Tensor:
-        """Return ``a @ b + bias`` in ``shape``, summed over ranks (or this rank's slice of it), in the dtype of ``a``."""
+        """Return ``a @ b + bias`` in the dtype of ``a`` and in ``shape``, summed over ranks, or this rank's slice."""
         if self.group is None:
             return ops["segmented"](a, b, bias, a.dtype, self.segments, self.length, backend).view(shape)
         part = ops["segmented"](a, b, None, torch.float32, self.segments, self.length, backend).view(shape)

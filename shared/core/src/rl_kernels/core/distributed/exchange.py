@@ -12,8 +12,10 @@ import torch.nn.functional as F
 from torch import distributed
 from torch.distributed import ProcessGroup
 
+from rl_kernels.core.distributed import symmetric
 from rl_kernels.core.distributed.groups import gather_into, group_size
 from rl_kernels.core.distributed.sums import ORDERS, total
+from rl_kernels.core.distributed.symmetric import window_of
 
 FEW_BYTES = 8 << 20
 """Up to this many received bytes, an all-reduce gathers all parts."""
@@ -52,6 +54,9 @@ def all_reduce(
     if size == 1:
         return total(x[None], order, bias, dtype)
     x = x.contiguous()
+    window = window_of(group, x) if _is_symmetric(x, order) else None
+    if window is not None:
+        return symmetric.all_reduce(window, x, group, bias, dtype or x.dtype)
     if x.nbytes * (size - 1) <= FEW_BYTES:
         return total(_gathered(x, group, size), order, bias, dtype)
     rows = x.reshape(-1, x.shape[-1] if bias is not None else 1)
@@ -83,10 +88,17 @@ def reduce_scatter(
         raise ValueError(f"x: expected dim {dim} to divide by {size} ranks, got shape {tuple(x.shape)}")
     if size == 1:
         return total(x[None], order, bias, dtype)
+    window = window_of(group, x) if not dim and _is_symmetric(x, order) else None
+    if window is not None:
+        return symmetric.reduce_scatter(window, x.contiguous(), group, bias, dtype or x.dtype)
     if dim:
         parts = x.unflatten(dim, (size, -1)).movedim(dim, 0).contiguous()
         return total(_exchanged(parts.flatten(0, 1), size, group), order, bias, dtype).view(parts.shape[1:])
     return total(_exchanged(x.contiguous(), size, group), order, bias, dtype)
+
+
+def _is_symmetric(x: torch.Tensor, order: str) -> bool:
+    return x.is_cuda and x.dtype == torch.float32 and order == "tree"
 
 
 def _exchanged(rows: torch.Tensor, size: int, group: ProcessGroup) -> torch.Tensor:

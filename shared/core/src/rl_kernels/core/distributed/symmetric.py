@@ -44,9 +44,16 @@ class Window:
         self.memory = symmetric.empty(self.sums + size, dtype=torch.uint8, device=device)
         self.handle: Any = symmetric.rendezvous(self.memory, group)
 
+        self._views: dict[tuple[Any, ...], torch.Tensor] = {}
+
     def area(self, start: int, like: torch.Tensor) -> torch.Tensor:
         """Return memory of this rank for a tensor like another, from a byte on."""
-        return self.memory[start : start + like.nbytes].view(like.dtype).view(like.shape)
+        key = start, like.shape, like.dtype
+        found = self._views.get(key)
+        if found is None:
+            found = self.memory[start : start + like.nbytes].view(like.dtype).view(like.shape)
+            self._views[key] = found
+        return found
 
 
 _windows: dict[tuple[str, int], Window | None] = {}

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from rl_kernels.core.gpu import device_of, processors
+from rl_kernels.core.triton_lib.launch import launch
 
 BLOCK = 2048
 PROGRAMS = 4
@@ -48,29 +49,34 @@ def add_parts(
         return
     blocks = -(-(end - first) // BLOCK)
     with device_of(out):
-        _add_parts[(min(blocks, PROGRAMS * processors(out.get_device())),)](
+        launch(
+            _add_parts,
+            (programs(blocks, out),),
             handle.buffer_ptrs_dev,
             out if bias is None else bias.contiguous(),
             out,
-            start,
-            first,
-            end,
-            at,
-            shape[-1] if len(shape) else 1,
-            RANKS=ranks,
-            HAS_BIAS=bias is not None,
-            BLOCK_SIZE=BLOCK,
+            numbers=(start, first, end, at, shape[-1] if len(shape) else 1, ranks, bias is not None, BLOCK),
             num_warps=8,
         )
 
 
 def copy_slices(handle: Any, start: int, out: torch.Tensor, each: int, ranks: int) -> None:
-    """Copy to ``out`` the slices of ``each`` elements that the ranks hold, slice r of rank r, from byte ``start`` on."""
+    """Copy slices of ``each`` elements to ``out``: slice r from rank r's memory, whose byte ``start`` is element 0."""
     blocks = -(-out.numel() // BLOCK)
     with device_of(out):
-        _copy_slices[(min(blocks, PROGRAMS * processors(out.get_device())),)](
-            handle.buffer_ptrs_dev, out, start, out.numel(), each, RANKS=ranks, BLOCK_SIZE=BLOCK, num_warps=8
+        launch(
+            _copy_slices,
+            (programs(blocks, out),),
+            handle.buffer_ptrs_dev,
+            out,
+            numbers=(start, out.numel(), each, ranks, BLOCK),
+            num_warps=8,
         )
+
+
+def programs(blocks: int, out: torch.Tensor) -> int:
+    """Return the number of programs for blocks of ``out``."""
+    return min(blocks, PROGRAMS * processors(out.get_device())) if out.is_cuda else blocks
 
 
 @triton.jit

@@ -1,0 +1,172 @@
+"""Linear layers cut over ranks have the bits of one process; bad calls raise the same error on each rank."""
+
+import pytest
+import torch
+from torch import distributed
+
+from rl_kernels.core.testing import bits_of
+from rl_kernels.core.testing.ranks import run_ranks
+from rl_kernels.det_gemm import column_parallel_linear, det_linear, row_parallel_linear
+
+ROWS, IN, OUT, SEGMENTS = (2, 8), 256, 384, 8
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def operands(dtype, bias=True):
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(*ROWS, IN, generator=generator).to(dtype)
+    weight = (torch.randn(OUT, IN, generator=generator) * IN**-0.5).to(dtype)
+    upstream = torch.randn(*ROWS, OUT, generator=generator).to(dtype)
+    return x, weight, torch.randn(OUT, generator=generator).to(dtype) if bias else None, upstream
+
+
+def leaves(*tensors):
+    return [None if value is None else value.detach().clone().requires_grad_() for value in tensors]
+
+
+def gradients(out, upstream, *inputs):
+    out.backward(upstream)
+    return [None if value is None else value.grad for value in inputs]
+
+
+def expected(dtype, bias, **segments):
+    x, weight, b, upstream = operands(dtype, bias)
+    x, weight, b = leaves(x, weight, b)
+    out = det_linear(x, weight, b, **segments)
+    return [out.detach(), *gradients(out, upstream, x, weight, b)]
+
+
+def in_ranks(rank, world):
+    """Return what differs from one process, and the errors of bad calls."""
+    group, failed = distributed.group.WORLD, []
+
+    def same(name, found, wanted):
+        if (found is None) != (wanted is None) or (found is not None and not bits_of(found).equal(bits_of(wanted))):
+            failed.append((name, dtype, bias))
+
+    def part(x, dim):
+        return None if x is None else x.chunk(world, dim)[rank].contiguous()
+
+    for dtype in DTYPES:
+        for bias in (True, False):
+            x, weight, b, upstream = operands(dtype, bias)
+            want, dx, dw, db = expected(dtype, bias, dx_segments=SEGMENTS)
+            for dim in (None, 1):
+                mine = leaves(x, part(weight, 0), part(b, 0))
+                out = column_parallel_linear(*mine, process_group=group, dx_segments=SEGMENTS, scatter_dim=dim)
+                same("column", out.detach(), part(want, 2))
+                found = gradients(out, part(upstream, 2), *mine)
+                same(
+                    "column dx", found[0] if dim is None else part(found[0], dim), dx if dim is None else part(dx, dim)
+                )
+                same("column dw", found[1], part(dw, 0))
+                same("column db", found[2], part(db, 0))
+            want, dx, dw, db = expected(dtype, bias, k_segments=SEGMENTS)
+            for dim in (None, 1):
+                mine = leaves(part(x, 2), part(weight, 1), b)
+                out = row_parallel_linear(*mine, process_group=group, k_segments=SEGMENTS, scatter_dim=dim)
+                same("row", out.detach(), want if dim is None else part(want, dim))
+                found = gradients(out, upstream if dim is None else part(upstream, dim), *mine)
+                same("row dx", found[0], part(dx, 2))
+                same("row dw", found[1], part(dw, 1))
+                same("row db", found[2], db)
+    continued(rank, world, same_main := [])
+    return failed + same_main, errors(rank, world, group)
+
+
+def continued(rank, world, failed):
+    """Two passes add to ``main_grad``; frozen inputs need no exchange."""
+    x, weight, _, upstream = operands(torch.float32)
+    whole = weight.clone().requires_grad_()
+    whole.main_grad = torch.zeros_like(weight)
+    mine = weight.chunk(world, 1)[rank].contiguous().requires_grad_()
+    mine.main_grad = torch.zeros_like(mine)
+    for _ in range(2):
+        det_linear(x, whole, k_segments=SEGMENTS).backward(upstream)
+        part = x.chunk(world, 2)[rank].contiguous()
+        row_parallel_linear(part, mine, process_group=distributed.group.WORLD).backward(upstream)
+    wanted = whole.main_grad.chunk(world, 1)[rank]
+    if mine.grad is not None or not bits_of(mine.main_grad).equal(bits_of(wanted)):
+        failed.append("main_grad")
+
+
+def errors(rank, world, group):
+    x, weight, b, _ = operands(torch.float32)
+    half = weight.chunk(world)[rank].contiguous()
+    texts = []
+
+    def attempt(function, *args, **options):
+        try:
+            function(*args, process_group=group, **options)
+            texts.append("no error")
+        except (TypeError, ValueError, RuntimeError) as error:
+            texts.append(f"{type(error).__name__}: {error}")
+
+    attempt(column_parallel_linear, x if rank else x[:1], half)
+    attempt(column_parallel_linear, x, half if rank else half.bfloat16())
+    attempt(column_parallel_linear, x, half, dx_segments=8 if rank else 4)
+    attempt(column_parallel_linear, x, half[:-16])
+    attempt(column_parallel_linear, x, half, dx_segments=1)
+    attempt(column_parallel_linear, x, half, dx_length=24)
+    attempt(column_parallel_linear, x, half, dx_length=16)
+    attempt(column_parallel_linear, x[:, :3], half, scatter_dim=1)
+    attempt(row_parallel_linear, x, weight, k_segments=3)
+    attempt(row_parallel_linear, x, weight.bfloat16() if rank == 1 else weight, b)
+    attempt(row_parallel_linear, x, half, scatter_dim=2)
+    return texts
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks(world):
+    results = run_ranks(in_ranks, world, world)
+    for failed, _ in results:
+        assert failed == []
+    texts = results[0][1]
+    assert all(other == texts for _, other in results)
+    others = ", (2, 8, 256)" * (world - 1)
+    wanted = [
+        f"ValueError: shape of x: expected the same on every rank of process_group, got (1, 8, 256){others}",
+        "TypeError: weight: expected dtype torch.float32 (that of x), got torch.bfloat16 (on rank 0 of process_group)",
+        "ValueError: dx_segments: expected the same on every rank of process_group, got 4, 8",
+        f"ValueError: weight: expected rows in multiples of 16 for each of {8 // world} segments, got",
+        f"ValueError: dx_segments: expected a multiple of the {world} ranks, got 1",
+        "ValueError: dx_length: expected a multiple of 16, got 24",
+        f"ValueError: weight: expected {8 // world} segments of 16 rows, got {OUT // world}",
+        f"ValueError: x: expected dim 1 to divide by {world} ranks, got shape (2, 3, 256)",
+        "ValueError: k_segments: expected one of 1, 2, 4, 8, got 3",
+        "TypeError: weight: expected dtype torch.float32 (that of x), got torch.bfloat16 (on rank 1 of process_group)",
+        "ValueError: scatter_dim: expected an integer <= 1, got 2",
+    ]
+    assert len(texts) == len(wanted)
+    for text, start in zip(texts, wanted, strict=True):
+        assert text.startswith(start), text
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_process_needs_no_group(dtype):
+    x, weight, b, upstream = operands(dtype)
+    for function, segments in ((column_parallel_linear, "dx_segments"), (row_parallel_linear, "k_segments")):
+        for count in (1, 2, 4, 8):
+            mine = leaves(x, weight, b)
+            out = function(*mine, **{segments: count})
+            found = [out.detach(), *gradients(out, upstream, *mine)]
+            wanted = expected(dtype, True, **{segments: count})
+            assert all(bits_of(a).equal(bits_of(c)) for a, c in zip(found, wanted, strict=True))
+
+
+def test_no_double_backward():
+    x, weight, b, upstream = operands(torch.float32)
+    mine = leaves(x, weight, b)
+    out = row_parallel_linear(*mine)
+    (dx,) = torch.autograd.grad(out, mine[:1], upstream.requires_grad_(), create_graph=True)
+    with pytest.raises(RuntimeError, match="double backward"):
+        dx.sum().backward()
+    out.add_(1)
+
+
+def test_bad_arguments_name_themselves():
+    x, weight, _, _ = operands(torch.float32)
+    with pytest.raises(TypeError, match="process_group: expected a ProcessGroup or a DeviceMesh with one dim, got str"):
+        row_parallel_linear(x, weight, process_group="tp")
+    with pytest.raises(ValueError, match="weight: expected shape"):
+        row_parallel_linear(x, weight[:, :8])
