@@ -1,0 +1,123 @@
+"""Time exchanges and layers over the GPUs of one machine: `torchrun --nproc-per-node 2 tools/ranks.py`, over NCCL.
+
+Parts: `exchanges`, the ordered all-reduce and reduce-scatter beside NCCL's; `layers`, row-parallel layers beside cuBLAS
+and NCCL; `heads`, linear_logp over the vocabulary beside one GPU. Times are those of the slowest rank, eager calls with
+the host's work included, and replays of a CUDA graph; the ways take turns, and each is the median of its rounds.
+
+Exit status: 1 if a bit of ours differs from one GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from rank_calls import OURS, Timed, exchanges, heads, layers
+from torch import distributed
+from torch.distributed import ProcessGroup
+
+from rl_kernels.core.command import Parser, count, writable
+from rl_kernels.lab.bench.environment import environment
+from rl_kernels.lab.bench.report import digits
+
+PARTS = {"exchanges": exchanges, "layers": layers, "heads": heads}
+PACKAGES = ("rl-kernels-core", "rl-kernels-det-gemm", "rl-kernels-linear-logp")
+TURN = 0.03
+"""Seconds of one turn of calls."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the parts; return 1 if a bit differs."""
+    parser = Parser("ranks.py", __doc__)
+    parser.add_argument("parts", nargs="*", choices=[[], *PARTS], help="what to time (all)")
+    parser.add_argument("--rounds", type=count(1), default=5, help="turns of each way (%(default)s)")
+    parser.add_argument("--json", type=writable, help="file for the results")
+    given = parser.parse_args(argv)
+    if "LOCAL_RANK" not in os.environ:
+        parser.error("start it with torchrun --nproc-per-node 2 tools/ranks.py")
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    distributed.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
+    group, leads = distributed.group.WORLD, distributed.get_rank() == 0
+    where = environment(torch.device("cuda"), PACKAGES) | {"ranks": str(distributed.get_world_size())}
+    where["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    record: dict[str, Any] = {"version": 1, "environment": where, "us": {}}
+    wrong = 0
+    for part in given.parts or PARTS:
+        for timed in PARTS[part](group):
+            found = _timed(timed, given.rounds, group)
+            wrong += found["differing"] or 0
+            record["us"].setdefault(part, {})[timed.name] = found
+            if leads:
+                print(_line(timed.name, found), flush=True)
+                if given.json:
+                    given.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    distributed.destroy_process_group()
+    return 1 if wrong else 0
+
+
+def _timed(timed: Timed, rounds: int, group: ProcessGroup) -> dict[str, Any]:
+    eager = _in_turn(timed.calls, rounds, group)
+    captured: dict[str, Callable[[], Any]] = {}
+    for name, call in timed.calls.items():
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call()
+        captured[name] = graph.replay
+    graphs = _in_turn(captured, rounds, group)
+    differing = timed.differing
+    if differing is not None:
+        sums = torch.tensor(differing, device="cuda")
+        distributed.all_reduce(sums, group=group)
+        differing = int(sums)
+    return {"eager": eager, "graph": graphs, "differing": differing, "bytes": timed.bytes}
+
+
+def _in_turn(calls: Any, rounds: int, group: ProcessGroup) -> dict[str, float]:
+    """Return the microseconds of each call on the slowest rank."""
+    spent: dict[str, list[float]] = {name: [] for name in calls}
+    counts = {}
+    for name, call in calls.items():
+        _run(call, 3)
+        counts[name] = max(1, min(200, round(TURN / _slowest(_run(call, 1), group))))
+    for _ in range(rounds):
+        for name, call in calls.items():
+            spent[name].append(_slowest(_run(call, counts[name]) / counts[name], group))
+    return {name: statistics.median(values) * 1e6 for name, values in spent.items()}
+
+
+def _run(call: Callable[[], Any], times: int) -> float:
+    torch.cuda.synchronize()
+    distributed.barrier()
+    start = time.perf_counter()
+    for _ in range(times):
+        call()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def _slowest(seconds: float, group: ProcessGroup) -> float:
+    found = torch.tensor(seconds, device="cuda", dtype=torch.float64)
+    distributed.all_reduce(found, distributed.ReduceOp.MAX, group=group)
+    return float(found)
+
+
+def _line(name: str, found: dict[str, Any]) -> str:
+    parts = []
+    for way, times in (("eager", found["eager"]), ("graph", found["graph"])):
+        ours = times[OURS]
+        each = ", ".join(
+            f"{who} {digits(us)}" + (f" ({ours / us:.2f})" if who != OURS else "") for who, us in times.items()
+        )
+        parts.append(f"{way} {each}")
+    bits = "" if found["differing"] is None else f"; {found['differing']} differ"
+    return f"{name}: {'; '.join(parts)}{bits}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
