@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from rl_kernels.models import pretrained
+from rl_kernels.models.parallel.layers import SHARED
 from rl_kernels.models.parallel.ranks import Ranks
 from rl_kernels.models.parallel.styles import ColumnParallel, HeadNorm, RowParallel, Style, TokenNorm, VocabParallel
 from rl_kernels.models.swap import original_of
@@ -93,6 +94,8 @@ def _kinds(body: Any, modules: dict[str, nn.Module]) -> Iterator[tuple[str, str]
         if found and kind not in (COLUMN, ROW, HEAD_NORM):
             raise ValueError(f"model: expected linear layers that are cut by columns or rows; {found[0]} is {kind!r}")
         for name in found:
+            if hasattr(modules[name], SHARED):
+                raise ValueError(f"model: expected a model that is whole; {name} is cut already")
             if kind != HEAD_NORM and original_of(modules[name]) is not nn.Linear:
                 raise ValueError(f"model: expected an nn.Linear, {name} is a {original_of(modules[name]).__name__}")
             yield name, kind

@@ -1,0 +1,184 @@
+"""What ``parallelize`` refuses, on each rank alike, and what works besides training."""
+
+import copy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed
+
+from rl_kernels.core.testing import bits_of
+from rl_kernels.core.testing.ranks import run_ranks
+from rl_kernels.models import head_logp
+from rl_kernels.models.parallel import ColumnParallel, RowParallel, full_state_dict, load_full_state_dict, parallelize
+
+sys.path.insert(0, str(Path(__file__).parent))
+from test_parallel import SIZES, VOCAB, batch_of, model_of
+
+transformers = pytest.importorskip("transformers")
+
+
+def gpt2():
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_embd=64, n_head=2, vocab_size=50))
+
+
+def other(**sizes):
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**SIZES, "vocab_size": 50, **sizes}))
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (lambda: torch.nn.Linear(4, 4), TypeError, "model: expected a PreTrainedModel of transformers, got Linear"),
+        (
+            lambda: other(hidden_size=240, head_dim=30),
+            ValueError,
+            "model.layers.0.self_attn.q_proj: out_features: expected a multiple of 128",
+        ),
+        (lambda: other(intermediate_size=400), ValueError, "mlp.gate_proj: out_features: expected a multiple of 128"),
+        (
+            lambda: transformers.GPT2LMHeadModel(
+                transformers.GPT2Config(n_layer=1, n_embd=64, n_head=2, vocab_size=50)
+            ),
+            ValueError,
+            "expected a config with base_model_tp_plan, GPT2Model has none",
+        ),
+        (
+            lambda: transformers.Qwen3MoeForCausalLM(
+                transformers.Qwen3MoeConfig(**{**SIZES, "vocab_size": 50}, num_experts=2, moe_intermediate_size=128)
+            ),
+            ValueError,
+            "expected linear layers that are cut by columns or rows; layers.0.mlp.experts",
+        ),
+        (
+            lambda: transformers.Olmo2ForCausalLM(transformers.Olmo2Config(**{**SIZES, "vocab_size": 50})),
+            ValueError,
+            "is 'colwise_gather_output'",
+        ),
+    ],
+)
+def test_refused_models_are_left_as_they_are(make, error, text):
+    model = make()
+    classes = [type(module) for module in model.modules()]
+    with pytest.raises(error) as raised:
+        parallelize(model)
+    assert text in str(raised.value)
+    assert [type(module) for module in model.modules()] == classes
+
+
+def test_bad_options():
+    with pytest.raises(ValueError, match="segments: expected 2, 4 or 8, got 3"):
+        parallelize(other(), segments=3)
+    with pytest.raises(TypeError, match="mesh: expected a ProcessGroup or a DeviceMesh with one dim, got str"):
+        parallelize(other(), "tp")
+    model = other()
+    parallelize(model)
+    with pytest.raises(ValueError, match=r"expected a model that is whole; layers.0.self_attn.q_proj is cut already"):
+        parallelize(model)
+    model = other()
+    model.lm_head.weight.main_grad = torch.zeros_like(model.lm_head.weight)
+    with pytest.raises(ValueError, match=r"weight.main_grad: expected none yet"):
+        parallelize(model)
+
+
+def test_a_tied_head_stays_whole():
+    model = other(tie_word_embeddings=True)
+    styles = parallelize(model).styles
+    assert "lm_head" not in styles
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_styles_work_with_parallelize_module():
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    model = other()
+    twin = copy.deepcopy(model)
+    x = torch.randn(3, 256)
+    parallelize(model)
+    mlp = twin.model.layers[0].mlp
+    for name, style in (("gate_proj", ColumnParallel()), ("down_proj", RowParallel(segments=8))):
+        style._apply(mlp.get_submodule(name), None)
+    assert parallelize_module is not None
+    left, right = model.model.layers[0].mlp, mlp
+    assert bits_of(left.gate_proj(x)).equal(bits_of(right.gate_proj(x)))
+    x = torch.randn(3, 384)
+    assert bits_of(left.down_proj(x)).equal(bits_of(right.down_proj(x)))
+
+
+def in_ranks(rank, world, expected):
+    group = distributed.group.WORLD
+    texts, failed = [], []
+
+    def attempt(function):
+        try:
+            function()
+            texts.append("no error")
+        except (TypeError, ValueError, RuntimeError) as error:
+            texts.append(f"{type(error).__name__}: {error}")
+
+    attempt(lambda: parallelize(other(num_key_value_heads=1), group))
+    attempt(lambda: parallelize(other() if rank else other(intermediate_size=256), group))
+    attempt(lambda: parallelize(other(), group, segments=8 if rank else 4))
+    changed = other()
+    if rank == 1:
+        changed.model.norm.weight.data[3] += 1
+    attempt(lambda: parallelize(changed, group))
+    attempt(lambda: parallelize(torch.nn.Linear(2, 2) if rank == 1 else other(), group))
+
+    model = model_of("Llama")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    parallelize(model, group, sequence_parallel=True)
+    ids = batch_of(0)
+    attempt(lambda: model(input_ids=ids + rank))
+    attempt(lambda: model(input_ids=ids[:, : 8 + rank]))
+
+    def same(name, found, wanted):
+        if not bits_of(found).equal(bits_of(wanted)):
+            failed.append(name)
+
+    state = full_state_dict(model)
+    for name, value in before.items():
+        same(name, state[name], value)
+    load_full_state_dict(model, {name: value * 2 for name, value in before.items()})
+    same("loaded", full_state_dict(model)["lm_head.weight"], before["lm_head.weight"] * 2)
+    load_full_state_dict(model, before)
+    with torch.no_grad():
+        # 15 tokens do not divide by the ranks, and neither does one new token.
+        same("odd", model(input_ids=ids[:, :15]).logits, expected["odd"])
+        found = model.generate(ids[:, :5], max_new_tokens=6, do_sample=False, pad_token_id=0)
+        same("generate", found, expected["generate"])
+        hidden = model.model(input_ids=ids).last_hidden_state
+        same("logp", head_logp(model.lm_head, hidden, ids, temperature=0.7), expected["logp"])
+    return texts, failed
+
+
+def test_ranks_agree_and_generate():
+    torch.set_num_threads(1)
+    model, ids = model_of("Llama"), batch_of(0)
+    parallelize(model)
+    with torch.no_grad():
+        expected = {
+            "odd": model(input_ids=ids[:, :15]).logits,
+            "generate": model.generate(ids[:, :5], max_new_tokens=6, do_sample=False, pad_token_id=0),
+            "logp": head_logp(model.lm_head, model.model(input_ids=ids).last_hidden_state, ids, temperature=0.7),
+        }
+    assert expected["odd"].shape == (2, 15, VOCAB)
+    results = run_ranks(in_ranks, 2, 2, expected)
+    texts = results[0][0]
+    wanted = [
+        "ValueError: mesh: expected a number of ranks that divides num_key_value_heads = 1, got 2 (on rank 0",
+        "ValueError: weights of model: expected the same on every rank of process_group",
+        "ValueError: segments: expected the same on every rank of process_group, got 4, 8",
+        "ValueError: weights of model: expected the same on every rank",
+        "TypeError: model: expected a PreTrainedModel of transformers, got Linear (on rank 1 of process_group)",
+        "ValueError: input_ids: expected the same on every rank",
+        "ValueError: input_ids: expected the same on every rank",
+    ]
+    for found, failed in results:
+        assert failed == []
+        assert found == texts
+    assert len(texts) == len(wanted)
+    for text, start in zip(texts, wanted, strict=True):
+        assert text.startswith(start), text
