@@ -24,25 +24,28 @@ ONE_SHOT = 4 << 20
 """Up to this many bytes of a part, each rank adds the whole sum; above, a slice of it."""
 LARGEST = 1 << 30
 """Bytes of the largest part that goes through symmetric memory."""
-SMALL_AREAS = 3
+ALIGNED = 256
 LEAST = 8 << 20
 """Bytes of the smallest window."""
 
 
 class Window:
-    """Symmetric memory of one group and GPU: three areas for small parts, one for a large part, one for rounded sums.
-
-    Two of the small areas take the parts of eager calls in turn, so that no rank writes where another still reads.
-    Calls in a CUDA graph have the third, and end with a barrier: a replay may follow any other call.
-    """
+    """Symmetric memory of one group and GPU: flags, an area for a small part, one for a large part, one for sums."""
 
     def __init__(self, group: ProcessGroup, device: torch.device, size: int) -> None:
         import torch.distributed._symmetric_memory as symmetric
 
-        self.size, self.turn = size, 0
-        self.parts, self.sums = SMALL_AREAS * ONE_SHOT, SMALL_AREAS * ONE_SHOT + size
+        from rl_kernels.core.triton_lib import peers
+
+        self.size = size
+        self.small = -(-peers.flag_bytes(group_size(group)) // ALIGNED) * ALIGNED
+        self.parts = self.small + ONE_SHOT
+        self.sums = self.parts + size
         self.memory = symmetric.empty(self.sums + size, dtype=torch.uint8, device=device)
+        self.memory[: self.small].zero_()
         self.handle: Any = symmetric.rendezvous(self.memory, group)
+        # No rank may set a flag before its owner has cleared it.
+        self.handle.barrier()
 
         self._views: dict[tuple[Any, ...], torch.Tensor] = {}
 
@@ -111,14 +114,7 @@ def all_reduce(
     out = x.new_empty(x.shape, dtype=dtype)
     size, rank = group_size(group), group_rank(group)
     if x.nbytes <= ONE_SHOT:
-        captured = values_hidden(x)
-        start = (SMALL_AREAS - 1 if captured else window.turn) * ONE_SHOT
-        window.turn ^= not captured
-        window.area(start, x).copy_(x)
-        window.handle.barrier()
-        peers.add_parts(window.handle, start, x.shape, 0, x.numel(), out, bias, size)
-        if captured:
-            window.handle.barrier()
+        peers.exchange(window.handle, 0, window.small, x, out, bias, rank, size)
         return out
     window.area(window.parts, x).copy_(x)
     sums = window.area(window.sums, out)

@@ -1,4 +1,9 @@
-"""Kernels that read the memory of other ranks' GPUs: add their parts by a tree, and copy their slices."""
+"""Kernels that read the memory of other ranks' GPUs: add their parts by a tree, and copy their slices.
+
+``exchange`` does all of a small sum in one launch. Its programs wait for each other across GPUs by flags in memory that
+all ranks can write: a rank sets a flag of its peer from 0 to 1, the peer takes it back to 0. So a call leaves all flags
+at 0, and a CUDA graph can replay it.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +17,8 @@ from rl_kernels.core.gpu import device_of, processors
 from rl_kernels.core.triton_lib.launch import launch
 
 BLOCK = 2048
+MOST = 128
+"""Most programs of ``exchange``."""
 PROGRAMS = 4
 """Programs on a multiprocessor: enough loads in flight to hide the latency between GPUs."""
 
@@ -19,6 +26,49 @@ PROGRAMS = 4
 def aligned(count: int) -> int:
     """Return a count rounded up to whole blocks."""
     return -(-count // BLOCK) * BLOCK
+
+
+def flag_bytes(ranks: int) -> int:
+    """Return the bytes of the flags of ``exchange``: for each program and rank, one for written and one for read."""
+    return 2 * MOST * ranks * 4
+
+
+def exchange(
+    handle: Any,
+    flags: int,
+    start: int,
+    x: torch.Tensor,
+    out: torch.Tensor,
+    bias: torch.Tensor | None,
+    rank: int,
+    ranks: int,
+) -> None:
+    """Write the tree sum of all ranks' ``x[..., N]``, FP32, plus bias, to ``out``.
+
+    Args:
+        handle: of symmetric memory.
+        flags: byte in each rank's memory at which zeroed flags begin.
+        start: byte at which each rank has room for its part.
+        x: this rank's part, contiguous.
+        out: contiguous, of the shape of ``x``.
+        bias: ``[N]`` or None.
+        rank: of this process.
+        ranks: 2, 4 or 8.
+    """
+    blocks = -(-x.numel() // BLOCK)
+    # All programs must run at once, because they wait for those of other GPUs.
+    count = min(blocks, MOST, processors(x.get_device()))
+    with device_of(out):
+        launch(
+            _exchange,
+            (count,),
+            handle.buffer_ptrs_dev,
+            x,
+            out if bias is None else bias.contiguous(),
+            out,
+            numbers=(flags, start, x.numel(), x.shape[-1] if x.ndim else 1, rank, ranks, bias is not None, BLOCK),
+            num_warps=8,
+        )
 
 
 def add_parts(
@@ -98,6 +148,64 @@ def _sum(parts, start, at, inside, like, first: tl.constexpr, COUNT: tl.constexp
     else:
         value = _sum(parts, start, at, inside, like, first, 4) + _sum(parts, start, at, inside, like, first + 4, 4)
     return value
+
+
+@triton.jit
+def _flag(memories, owner, flags, program, other, ranks):
+    """Return the address of the flag in one rank's memory that another rank sets."""
+    address = tl.load(memories.to(tl.pointer_type(tl.int64)) + owner) + flags
+    return address.to(tl.pointer_type(tl.int32)) + program * ranks + other
+
+
+@triton.jit
+def _meet(memories, flags, program, rank: tl.constexpr, RANKS: tl.constexpr):
+    """Wait until this program has come here on every rank; what they wrote before is then visible."""
+    tl.debug_barrier()
+    for other in tl.static_range(RANKS):
+        if other != rank:
+            theirs = _flag(memories, other, flags, program, rank, RANKS)
+            while tl.atomic_cas(theirs, 0, 1, sem="release", scope="sys") != 0:
+                pass
+    for other in tl.static_range(RANKS):
+        if other != rank:
+            mine = _flag(memories, rank, flags, program, other, RANKS)
+            while tl.atomic_cas(mine, 1, 0, sem="acquire", scope="sys") != 1:
+                pass
+    tl.debug_barrier()
+
+
+@triton.jit(do_not_specialize=["columns"])
+def _exchange(
+    memories,
+    x,
+    bias,
+    out,
+    flags,
+    start,
+    size,
+    columns,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    program, step = tl.program_id(0), tl.num_programs(0) * BLOCK_SIZE
+    single = out.to(tl.pointer_type(tl.float32))
+    address = tl.load(memories.to(tl.pointer_type(tl.int64)) + RANK) + start
+    mine = tl.multiple_of(address.to(tl.pointer_type(tl.float32)), 16)
+    for begin in range(program * BLOCK_SIZE, size, step):
+        at = begin + tl.arange(0, BLOCK_SIZE)
+        tl.store(mine + at, tl.load(x + at, mask=at < size), mask=at < size)
+    _meet(memories, flags, program, RANK, RANKS)
+    for begin in range(program * BLOCK_SIZE, size, step):
+        at = begin + tl.arange(0, BLOCK_SIZE)
+        inside = at < size
+        value = _sum(memories, start, at, inside, single, 0, RANKS)
+        if HAS_BIAS:
+            value += tl.load(bias + at % columns, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
+    # The next call may overwrite the parts only when all ranks have read them.
+    _meet(memories, flags + tl.num_programs(0) * RANKS * 4, program, RANK, RANKS)
 
 
 @triton.jit(do_not_specialize=["columns"])
