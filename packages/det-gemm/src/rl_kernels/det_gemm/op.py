@@ -26,6 +26,7 @@ SCHEMAS = {
     "segmented": (
         "(Tensor a, Tensor b, Tensor? bias, ScalarType out_dtype, int segments, SymInt length, str backend) -> Tensor"
     ),
+    "segmented_into": "(Tensor a, Tensor b, Tensor(a!) out, int segments, int length, str backend) -> ()",
     "weight_gradient": "(Tensor a, Tensor dc, ScalarType out_dtype, str backend) -> Tensor",
     "weight_gradient_into": "(Tensor a, Tensor dc, Tensor(a!) out, str backend) -> ()",
 }
@@ -33,6 +34,7 @@ SCHEMAS = {
 FAKES: dict[str, Callable[..., Any]] = {
     "forward": lambda a, b, bias, out_dtype: a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype),
     "segmented": lambda a, b, bias, out_dtype, segments, length: a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype),
+    "segmented_into": lambda a, b, out, segments, length: None,
     "weight_gradient": lambda a, dc, out_dtype: a.new_empty((a.shape[1], dc.shape[1]), dtype=out_dtype),
     "weight_gradient_into": lambda a, dc, out: None,
 }

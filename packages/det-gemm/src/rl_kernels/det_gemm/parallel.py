@@ -8,7 +8,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from rl_kernels.core import validate as check
-from rl_kernels.core.distributed import agree, all_gather, all_reduce, group_of, group_rank, group_size, reduce_scatter
+from rl_kernels.core.distributed import agree, all_gather, group_of, group_rank, group_size, reduce_product
 from rl_kernels.core.main_grad import gather
 from rl_kernels.core.torchlib import autocast_linear, first_order, is_asked_for, no_lost_derivatives, values_hidden
 from rl_kernels.det_gemm import canary
@@ -44,10 +44,12 @@ class _Cut(NamedTuple):
         """Return ``a @ b + bias`` in the dtype of ``a`` and in ``shape``, summed over ranks, or this rank's slice."""
         if self.group is None:
             return ops["segmented"](a, b, bias, a.dtype, self.segments, self.length, backend).view(shape)
-        part = ops["segmented"](a, b, None, torch.float32, self.segments, self.length, backend).view(shape)
-        if self.scatter_dim is None:
-            return all_reduce(part, self.group, bias=bias, dtype=a.dtype)
-        return reduce_scatter(part, self.group, dim=self.scatter_dim, bias=bias, dtype=a.dtype)
+
+        def write(part: torch.Tensor) -> None:
+            ops["segmented_into"](a, b, part.view(len(a), b.shape[1]), self.segments, self.length, backend)
+
+        how: dict[str, Any] = {"scatter_dim": self.scatter_dim, "bias": bias, "dtype": a.dtype}
+        return reduce_product(write, shape, a, self.group, **how)
 
 
 def column_parallel_linear(

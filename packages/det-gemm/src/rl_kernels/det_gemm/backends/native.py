@@ -38,3 +38,8 @@ def weight_gradient(a: torch.Tensor, dc: torch.Tensor, out_dtype: torch.dtype) -
 def weight_gradient_into(a: torch.Tensor, dc: torch.Tensor, out: torch.Tensor) -> None:
     """Add ``a[M, K]^T @ dc[M, N]`` to ``out[K, N]``, which may have any strides."""
     rowwise.chain_dw(a, dc, out)
+
+
+def segmented_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, segments: int, length: int) -> None:
+    """Write the FP32 sum of ``segmented`` to ``out[M, N]``."""
+    out.copy_(segmented(a, b, None, torch.float32, segments, length))

@@ -33,3 +33,8 @@ def weight_gradient(a: torch.Tensor, dc: torch.Tensor, out_dtype: torch.dtype) -
 def weight_gradient_into(a: torch.Tensor, dc: torch.Tensor, out: torch.Tensor) -> None:
     """Continue the chain of ``a[M, K]^T @ dc[M, N]`` in ``out[K, N]``, which may have any strides."""
     gemm.matmul(a.t(), dc, out, continues=True)
+
+
+def segmented_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, segments: int, length: int) -> None:
+    """Write the FP32 sum of ``segmented`` to ``out[M, N]``."""
+    out.copy_(segmented(a, b, None, torch.float32, segments, length))

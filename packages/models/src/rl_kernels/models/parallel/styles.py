@@ -113,7 +113,7 @@ class TokenNorm(Style):
 
     def cut(self, module: nn.Module, ranks: Ranks) -> None:
         """Swap the class; the parameters stay whole."""
-        module.__class__ = norm_of_tokens(type(module))
+        module.__class__ = norm_of_tokens(type(module))  # type: ignore[arg-type]
 
 
 class HeadNorm(Style):
@@ -121,7 +121,7 @@ class HeadNorm(Style):
 
     def cut(self, module: nn.Module, ranks: Ranks) -> None:
         """Swap the class; the parameters stay whole."""
-        module.__class__ = norm_of_heads(type(module))
+        module.__class__ = norm_of_heads(type(module))  # type: ignore[arg-type]
 
 
 def _linear(module: nn.Module) -> nn.Linear:

@@ -7,6 +7,9 @@ numbers one all-gather of all parts is faster, and gives the same bits.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import distributed
@@ -54,7 +57,7 @@ def all_reduce(
     if size == 1:
         return total(x[None], order, bias, dtype)
     x = x.contiguous()
-    window = window_of(group, x) if _is_symmetric(x, order) else None
+    window = window_of(group, x, x.nbytes) if _is_symmetric(x, order) else None
     if window is not None:
         return symmetric.all_reduce(window, x, group, bias, dtype or x.dtype)
     if x.nbytes * (size - 1) <= FEW_BYTES:
@@ -88,13 +91,56 @@ def reduce_scatter(
         raise ValueError(f"x: expected dim {dim} to divide by {size} ranks, got shape {tuple(x.shape)}")
     if size == 1:
         return total(x[None], order, bias, dtype)
-    window = window_of(group, x) if not dim and _is_symmetric(x, order) else None
-    if window is not None:
-        return symmetric.reduce_scatter(window, x.contiguous(), group, bias, dtype or x.dtype)
     if dim:
         parts = x.unflatten(dim, (size, -1)).movedim(dim, 0).contiguous()
-        return total(_exchanged(parts.flatten(0, 1), size, group), order, bias, dtype).view(parts.shape[1:])
-    return total(_exchanged(x.contiguous(), size, group), order, bias, dtype)
+        found = reduce_scatter(parts.flatten(0, 1), group, order=order, bias=bias, dtype=dtype)
+        return found.view(parts.shape[1:])
+    x = x.contiguous()
+    window = window_of(group, x, x.nbytes) if _is_symmetric(x, order) else None
+    if window is not None:
+        return symmetric.reduce_scatter(window, x, group, bias, dtype or x.dtype)
+    return total(_exchanged(x, size, group), order, bias, dtype)
+
+
+def reduce_product(
+    write: Callable[[torch.Tensor], None],
+    shape: tuple[int, ...],
+    like: torch.Tensor,
+    group: ProcessGroup,
+    *,
+    scatter_dim: int | None = None,
+    bias: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Return the tree sum over the ranks of FP32 parts, which are written where the exchange reads them.
+
+    Args:
+        write: writes this rank's part to a contiguous FP32 tensor of ``shape``.
+        shape: of a part, ``[..., N]``.
+        like: a tensor on the device of the parts.
+        group: as in ``all_reduce``.
+        scatter_dim: None for the whole sum, or the dim of which this rank gets its slice, as in ``reduce_scatter``.
+        bias: as in ``all_reduce``.
+        dtype: as in ``all_reduce``.
+    """
+    size, count = 4 * math.prod(shape), group_size(group)
+    leads = scatter_dim is not None and math.prod(shape[:scatter_dim]) == 1
+    window = None
+    # A small part costs less to copy than an exchange by slices.
+    if count > 1 and (leads or (scatter_dim is None and size > symmetric.ONE_SHOT)):
+        window = window_of(group, like, size)
+    if window is None:
+        part = like.new_empty(shape, dtype=torch.float32)
+        write(part)
+        if scatter_dim is None:
+            return all_reduce(part, group, bias=bias, dtype=dtype)
+        return reduce_scatter(part, group, dim=scatter_dim, bias=bias, dtype=dtype)
+    part = window.part(shape)
+    write(part)
+    found = symmetric.reduced(
+        window, torch.Size(shape[scatter_dim or 0 :]), group, bias, dtype or part.dtype, scatters=leads
+    )
+    return found[(None,) * scatter_dim] if scatter_dim else found
 
 
 def _is_symmetric(x: torch.Tensor, order: str) -> bool:

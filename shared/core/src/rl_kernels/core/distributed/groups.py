@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from weakref import WeakKeyDictionary
+
 import torch
 from torch import distributed
 from torch.distributed import ProcessGroup
@@ -34,16 +36,27 @@ def group_of(value: object, name: str = "process_group") -> ProcessGroup:
         raise ValueError(f"{name}: expected a group that this process belongs to")
     if not isinstance(value, ProcessGroup):
         raise TypeError(f"{name}: expected a ProcessGroup or a DeviceMesh with one dim, got {type(value).__name__}")
-    if value.size() not in SIZES:
+    if group_size(value) not in SIZES:
         raise ValueError(f"{name}: expected 1, 2, 4 or 8 ranks, got {value.size()}")
     return value
 
 
 def group_size(group: ProcessGroup) -> int:
     """Return the number of ranks of a group."""
-    return group.size()
+    return _place(group)[1]
 
 
 def group_rank(group: ProcessGroup) -> int:
     """Return the rank of this process in a group."""
-    return group.rank()
+    return _place(group)[0]
+
+
+def _place(group: ProcessGroup) -> tuple[int, int]:
+    """Return (rank, size); kept, because a group's own methods wait for other threads of the process."""
+    found = _places.get(group)
+    if found is None:
+        found = _places[group] = group.rank(), group.size()
+    return found
+
+
+_places: WeakKeyDictionary[ProcessGroup, tuple[int, int]] = WeakKeyDictionary()

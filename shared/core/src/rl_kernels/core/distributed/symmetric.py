@@ -7,8 +7,10 @@ the same bits.
 
 from __future__ import annotations
 
+import math
 import os
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import distributed
@@ -46,41 +48,40 @@ class Window:
         self.handle: Any = symmetric.rendezvous(self.memory, group)
         # No rank may set a flag before its owner has cleared it.
         self.handle.barrier()
+        self._views: dict[tuple[int, ...], torch.Tensor] = {}
 
-        self._views: dict[tuple[Any, ...], torch.Tensor] = {}
-
-    def area(self, start: int, like: torch.Tensor) -> torch.Tensor:
-        """Return memory of this rank for a tensor like another, from a byte on."""
-        key = start, like.shape, like.dtype
-        found = self._views.get(key)
+    def part(self, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return memory for this rank's FP32 part."""
+        found = self._views.get(shape)
         if found is None:
-            found = self.memory[start : start + like.nbytes].view(like.dtype).view(like.shape)
-            self._views[key] = found
+            memory = self.memory[self.parts : self.parts + 4 * math.prod(shape)]
+            found = self._views[shape] = memory.view(torch.float32).view(shape)
         return found
 
 
-_windows: dict[tuple[str, int], Window | None] = {}
-"""By name of the group, and GPU; None where a rank has no symmetric memory."""
+_windows: WeakKeyDictionary[ProcessGroup, dict[int, Window | None]] = WeakKeyDictionary()
+"""By group and GPU; None where a rank has no symmetric memory."""
 _kept: list[Window | None] = []
 
 
-def window_of(group: ProcessGroup, x: torch.Tensor) -> Window | None:
-    """Return a window with room for parts like ``x``, or None; all ranks call it alike."""
-    if not x.is_cuda or not INSTALLED or x.nbytes > LARGEST or os.environ.get(VARIABLE) == "0":
+def window_of(group: ProcessGroup, like: torch.Tensor, size: int) -> Window | None:
+    """Return a window with room for parts of ``size`` bytes on the GPU of a tensor, or None; ranks call it alike."""
+    if not like.is_cuda or torch.compiler.is_compiling() or not 0 < size <= LARGEST:
         return None
-    if torch.compiler.is_compiling() or not x.nbytes or distributed.get_backend(group) != "nccl":
-        return None
-    key = group.group_name, x.get_device()
-    if key in _windows and ((found := _windows[key]) is None or found.size >= x.nbytes):
+    known, device = _windows.setdefault(group, {}), like.get_device()
+    if device in known and ((found := known[device]) is None or found.size >= size):
         return found
-    if values_hidden(x):
+    if values_hidden(like):
         # Memory cannot be mapped while a graph is captured.
         return None
-    size = max(LEAST, 1 << (x.nbytes - 1).bit_length())
+    if not INSTALLED or os.environ.get(VARIABLE) == "0" or distributed.get_backend(group) != "nccl":
+        known[device] = None
+        return None
+    size = max(LEAST, 1 << (size - 1).bit_length())
     # Peers and captured graphs may still use a smaller window, so it is kept.
-    _kept.append(_windows.get(key))
-    _windows[key] = _mapped(group, x.device, size)
-    return _windows[key]
+    _kept.append(known.get(device))
+    known[device] = _mapped(group, like.device, size)
+    return known[device]
 
 
 def _mapped(group: ProcessGroup, device: torch.device, size: int) -> Window | None:
@@ -111,33 +112,37 @@ def all_reduce(
     """Return the tree sum over the ranks of a contiguous FP32 ``x[..., N]``, plus bias, rounded to ``dtype``."""
     from rl_kernels.core.triton_lib import peers
 
-    out = x.new_empty(x.shape, dtype=dtype)
-    size, rank = group_size(group), group_rank(group)
     if x.nbytes <= ONE_SHOT:
-        peers.exchange(window.handle, 0, window.small, x, out, bias, rank, size)
+        out = torch.empty_like(x, dtype=dtype)
+        peers.exchange(window.handle, 0, window.small, x, out, bias, group_rank(group), group_size(group))
         return out
-    window.area(window.parts, x).copy_(x)
-    sums = window.area(window.sums, out)
-    window.handle.barrier()
-    each = peers.aligned(-(-x.numel() // size))
-    first = min(rank * each, x.numel())
-    peers.add_parts(window.handle, window.parts, x.shape, first, min(first + each, x.numel()), sums, bias, size)
-    window.handle.barrier()
-    peers.copy_slices(window.handle, window.sums, out, each, size)
-    return out
+    window.part(x.shape).copy_(x)
+    return reduced(window, x.shape, group, bias, dtype, scatters=False)
 
 
 def reduce_scatter(
     window: Window, x: torch.Tensor, group: ProcessGroup, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
     """Return this rank's slice along dim 0 of what ``all_reduce`` returns."""
+    window.part(x.shape).copy_(x)
+    return reduced(window, x.shape, group, bias, dtype, scatters=True)
+
+
+def reduced(
+    window: Window,
+    shape: torch.Size,
+    group: ProcessGroup,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    *,
+    scatters: bool,
+) -> torch.Tensor:
+    """Return the tree sum of the parts that all ranks have in their windows, or this rank's slice along dim 0."""
     from rl_kernels.core.triton_lib import peers
 
-    size, rank = group_size(group), group_rank(group)
-    out = x.new_empty((x.shape[0] // size, *x.shape[1:]), dtype=dtype)
-    window.area(window.parts, x).copy_(x)
-    window.handle.barrier()
-    first = rank * out.numel()
-    peers.add_parts(window.handle, window.parts, x.shape, first, first + out.numel(), out, bias, size, at=first)
-    window.handle.barrier()
+    size = group_size(group)
+    rows = shape[0] // size if scatters else shape[0]
+    out = torch.empty((rows, *shape[1:]), dtype=dtype, device=window.memory.device)
+    where = window.handle, 0, window.parts, window.sums
+    peers.exchange_slices(*where, shape, out, bias, group_rank(group), size, scatters=scatters)
     return out

@@ -18,13 +18,16 @@ from typing import Any
 TIMEOUT = 60.0
 
 
-def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout: float = TIMEOUT) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any], world: int, *args: Any, timeout: float = TIMEOUT, backend: str = "gloo"
+) -> list[Any]:
     """Return what ``function(rank, *args)`` returns in each of ``world`` new processes, which form the default group.
 
     Args:
         function: at the top level of a file, which each process loads.
         world: number of ranks.
         args: picklable.
+        backend: ``gloo``, or ``nccl`` with one GPU for each rank.
         timeout: seconds of a collective, and after which the processes are ended.
 
     Raises:
@@ -37,7 +40,9 @@ def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout: flo
         store = Path(folder, "store")
         outputs = [Path(folder, f"rank{rank}") for rank in range(world)]
         processes = [
-            context.Process(target=_run, args=(where, rank, world, str(store), str(outputs[rank]), timeout, args))
+            context.Process(
+                target=_run, args=(where, (rank, world), (backend, str(store), str(outputs[rank])), timeout, args)
+            )
             for rank in range(world)
         ]
         for process in processes:
@@ -64,21 +69,24 @@ def _result(rank: int, output: Path) -> Any:
 
 
 def _run(
-    where: tuple[str, str], rank: int, world: int, store: str, output: str, timeout: float, args: tuple[Any, ...]
+    where: tuple[str, str], place: tuple[int, int], files: tuple[str, str, str], timeout: float, args: tuple[Any, ...]
 ) -> None:
     import torch
     from torch import distributed
 
+    (rank, world), (backend, store, output) = place, files
     # Ranks share the cores of one machine.
     torch.set_num_threads(1)
     os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"] = str(rank), str(world), str(rank)
     distributed.init_process_group(
-        "gloo",
+        backend,
         init_method=f"file://{store}",
         rank=rank,
         world_size=world,
         timeout=datetime.timedelta(seconds=timeout),
     )
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     try:
         result = True, getattr(_loaded(where[0]), where[1])(rank, *args)
     except Exception:

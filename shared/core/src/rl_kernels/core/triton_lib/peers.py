@@ -1,8 +1,8 @@
 """Kernels that read the memory of other ranks' GPUs: add their parts by a tree, and copy their slices.
 
-``exchange`` does all of a small sum in one launch. Its programs wait for each other across GPUs by flags in memory that
-all ranks can write: a rank sets a flag of its peer from 0 to 1, the peer takes it back to 0. So a call leaves all flags
-at 0, and a CUDA graph can replay it.
+``exchange`` and ``exchange_slices`` do a whole sum in one launch. Their programs wait for each other across GPUs by
+flags in memory that all ranks can write: a rank sets a flag of its peer from 0 to 1, the peer takes it back to 0. So a
+call leaves all flags at 0, and a CUDA graph can replay it. Program p of a rank reads only what programs p wrote.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from rl_kernels.core.gpu import device_of, processors
 from rl_kernels.core.triton_lib.launch import launch
 
 BLOCK = 2048
-MOST = 128
-"""Most programs of ``exchange``."""
-PROGRAMS = 4
-"""Programs on a multiprocessor: enough loads in flight to hide the latency between GPUs."""
+MOST = 512
+"""Most programs of a launch."""
+PROGRAMS = 2
+"""Programs on a multiprocessor: enough loads in flight to hide the latency between GPUs, and all run at once."""
 
 
 def aligned(count: int) -> int:
@@ -71,55 +71,43 @@ def exchange(
         )
 
 
-def add_parts(
+def exchange_slices(
     handle: Any,
-    start: int,
+    flags: int,
+    parts: int,
+    sums: int,
     shape: torch.Size,
-    first: int,
-    end: int,
     out: torch.Tensor,
     bias: torch.Tensor | None,
+    rank: int,
     ranks: int,
-    at: int = 0,
+    *,
+    scatters: bool,
 ) -> None:
-    """Write the sums of elements ``first`` to ``end`` of all ranks' FP32 parts, plus bias, to ``out``.
+    """Write the tree sum of all ranks' FP32 parts, plus bias, to ``out``: each rank adds a slice, the others copy it.
 
     Args:
         handle: of symmetric memory.
-        start: byte in each rank's memory at which its part begins.
-        shape: of a part; a bias runs along the last dim.
-        first: the first element.
-        end: the element after the last.
-        out: contiguous; element i goes to its place i - at.
+        flags: byte in each rank's memory at which zeroed flags begin.
+        parts: byte at which each rank has its part.
+        sums: byte at which each rank has room for rounded sums.
+        shape: of a part, ``[..., N]``.
+        out: contiguous, of that shape; with ``scatters``, this rank's slice of it.
         bias: ``[N]`` or None.
+        rank: of this process.
         ranks: 2, 4 or 8.
-        at: element at which ``out`` begins.
+        scatters: leave out the copies of other slices.
     """
-    if end <= first:
-        return
-    blocks = -(-(end - first) // BLOCK)
+    size = shape.numel()
+    each = size // ranks if scatters else aligned(-(-size // ranks))
     with device_of(out):
         launch(
-            _add_parts,
-            (programs(blocks, out),),
+            _exchange_slices,
+            (programs(-(-each // BLOCK), out),),
             handle.buffer_ptrs_dev,
             out if bias is None else bias.contiguous(),
             out,
-            numbers=(start, first, end, at, shape[-1] if len(shape) else 1, ranks, bias is not None, BLOCK),
-            num_warps=8,
-        )
-
-
-def copy_slices(handle: Any, start: int, out: torch.Tensor, each: int, ranks: int) -> None:
-    """Copy slices of ``each`` elements to ``out``: slice r from rank r's memory, whose byte ``start`` is element 0."""
-    blocks = -(-out.numel() // BLOCK)
-    with device_of(out):
-        launch(
-            _copy_slices,
-            (programs(blocks, out),),
-            handle.buffer_ptrs_dev,
-            out,
-            numbers=(start, out.numel(), each, ranks, BLOCK),
+            numbers=(flags, parts, sums, size, each, shape[-1], rank, ranks, bias is not None, scatters, BLOCK),
             num_warps=8,
         )
 
@@ -209,35 +197,47 @@ def _exchange(
 
 
 @triton.jit(do_not_specialize=["columns"])
-def _add_parts(
-    parts,
+def _exchange_slices(
+    memories,
     bias,
     out,
-    start,
-    first,
-    end,
-    to,
+    flags,
+    parts,
+    sums,
+    size,
+    each,
     columns,
+    RANK: tl.constexpr,
     RANKS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    SCATTERS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    base = first + tl.program_id(0).to(tl.int64) * BLOCK_SIZE
+    program, step = tl.program_id(0), tl.num_programs(0) * BLOCK_SIZE
     single = out.to(tl.pointer_type(tl.float32))
-    for begin in range(base, end, tl.num_programs(0) * BLOCK_SIZE):
-        at = begin + tl.arange(0, BLOCK_SIZE)
-        inside = at < end
-        value = _sum(parts, start, at, inside, single, 0, RANKS)
+    address = tl.load(memories.to(tl.pointer_type(tl.int64)) + RANK) + sums
+    mine = tl.multiple_of(address.to(out.dtype), 16)
+    _meet(memories, flags, program, RANK, RANKS)
+    for begin in range(program * BLOCK_SIZE, each, step):
+        within = begin + tl.arange(0, BLOCK_SIZE)
+        at = RANK * each + within
+        inside = (within < each) & (at < size)
+        value = _sum(memories, parts, at, inside, single, 0, RANKS)
         if HAS_BIAS:
             value += tl.load(bias + at % columns, mask=inside, other=0.0).to(tl.float32)
-        tl.store(out + at - to, value.to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _copy_slices(parts, out, start, size, each, RANKS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    base = tl.program_id(0).to(tl.int64) * BLOCK_SIZE
-    for begin in range(base, size, tl.num_programs(0) * BLOCK_SIZE):
-        at = begin + tl.arange(0, BLOCK_SIZE)
-        # A slice is a whole number of blocks, so that a block is in one slice.
-        value = _part(parts, begin // each, start, at, at < size, out)
-        tl.store(out + at, value, mask=at < size)
+        value = value.to(out.dtype.element_ty)
+        if SCATTERS:
+            tl.store(out + within, value, mask=inside)
+        else:
+            tl.store(out + at, value, mask=inside)
+            tl.store(mine + at, value, mask=inside)
+    # All ranks have read the parts, and the slices can be copied.
+    _meet(memories, flags + tl.num_programs(0) * RANKS * 4, program, RANK, RANKS)
+    if not SCATTERS:
+        for other in tl.static_range(RANKS):
+            if other != RANK:
+                for begin in range(program * BLOCK_SIZE, each, step):
+                    within = begin + tl.arange(0, BLOCK_SIZE)
+                    at = other * each + within
+                    inside = (within < each) & (at < size)
+                    tl.store(out + at, _part(memories, other, sums, at, inside, out), mask=inside)

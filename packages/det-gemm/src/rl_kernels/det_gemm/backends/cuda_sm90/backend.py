@@ -27,6 +27,12 @@ def segmented(
     return merged(a, b, bias, out_dtype, bounds(a.shape[1], segments, length), _chain)
 
 
+def segmented_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, segments: int, length: int) -> None:
+    """Write the FP32 sum of ``segmented`` to ``out[M, N]``."""
+    if not matmul(a, b, out, segments=segments, length=length):
+        out.copy_(merged(a, b, None, torch.float32, bounds(a.shape[1], segments, length), _chain))
+
+
 def _chain(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     out = a.new_empty((a.shape[0], b.shape[1]), dtype=torch.float32)
     matmul(a, b, out)
