@@ -45,8 +45,8 @@ class _Cut(NamedTuple):
         if self.group is None:
             return ops["segmented"](a, b, bias, a.dtype, self.segments, self.length, backend).view(shape)
 
-        def write(part: torch.Tensor) -> None:
-            ops["segmented_into"](a, b, part.view(len(a), b.shape[1]), self.segments, self.length, backend)
+        def write(part: torch.Tensor, first: int, end: int) -> None:
+            ops["segmented_into"](a[first:end], b, part, self.segments, self.length, backend)
 
         how: dict[str, Any] = {"scatter_dim": self.scatter_dim, "bias": bias, "dtype": a.dtype}
         return reduce_product(write, shape, a, self.group, **how)

@@ -16,12 +16,14 @@ from torch import distributed
 from torch.distributed import ProcessGroup
 
 from rl_kernels.core.distributed import symmetric
-from rl_kernels.core.distributed.groups import gather_into, group_size
+from rl_kernels.core.distributed.groups import gather_into, group_rank, group_size
 from rl_kernels.core.distributed.sums import ORDERS, total
 from rl_kernels.core.distributed.symmetric import window_of
 
 FEW_BYTES = 8 << 20
 """Up to this many received bytes, an all-reduce gathers all parts."""
+SENT_ROWS = 1024
+"""From this many rows of a slice on, products write their parts into the memory of the rank that adds them."""
 
 
 def all_gather(x: torch.Tensor, group: ProcessGroup, dim: int = 0) -> torch.Tensor:
@@ -103,7 +105,7 @@ def reduce_scatter(
 
 
 def reduce_product(
-    write: Callable[[torch.Tensor], None],
+    write: Callable[[torch.Tensor, int, int], None],
     shape: tuple[int, ...],
     like: torch.Tensor,
     group: ProcessGroup,
@@ -115,15 +117,16 @@ def reduce_product(
     """Return the tree sum over the ranks of FP32 parts, which are written where the exchange reads them.
 
     Args:
-        write: writes this rank's part to a contiguous FP32 tensor of ``shape``.
-        shape: of a part, ``[..., N]``.
+        write: called with ``out[n, N]``, FP32 and contiguous, first and end: writes rows first to end of this rank's
+            part to it.
+        shape: of a part, ``[..., N]``; its rows are those of ``[M, N]``.
         like: a tensor on the device of the parts.
         group: as in ``all_reduce``.
         scatter_dim: None for the whole sum, or the dim of which this rank gets its slice, as in ``reduce_scatter``.
         bias: as in ``all_reduce``.
         dtype: as in ``all_reduce``.
     """
-    size, count = 4 * math.prod(shape), group_size(group)
+    size, count, rows = 4 * math.prod(shape), group_size(group), math.prod(shape[:-1])
     leads = scatter_dim is not None and math.prod(shape[:scatter_dim]) == 1
     window = None
     # A small part costs less to copy than an exchange by slices.
@@ -131,15 +134,22 @@ def reduce_product(
         window = window_of(group, like, size)
     if window is None:
         part = like.new_empty(shape, dtype=torch.float32)
-        write(part)
+        write(part.view(rows, shape[-1]), 0, rows)
         if scatter_dim is None:
             return all_reduce(part, group, bias=bias, dtype=dtype)
         return reduce_scatter(part, group, dim=scatter_dim, bias=bias, dtype=dtype)
-    part = window.part(shape)
-    write(part)
-    found = symmetric.reduced(
-        window, torch.Size(shape[scatter_dim or 0 :]), group, bias, dtype or part.dtype, scatters=leads
-    )
+    each = rows // count
+    sent = each * shape[-1] if each >= SENT_ROWS and not rows % count else 0
+    if sent:
+        # Each rank's memory takes the parts of its slice from all ranks, while the others are still computed. The
+        # slices of other ranks are first, so that their way is hidden.
+        rank = group_rank(group)
+        for owner in [*range(rank + 1, count), *range(rank + 1)]:
+            write(window.slice_of(owner, rank * sent, (each, shape[-1])), owner * each, (owner + 1) * each)
+    else:
+        write(window.part((rows, shape[-1])), 0, rows)
+    whole = torch.Size(shape[scatter_dim or 0 :])
+    found = symmetric.reduced(window, whole, group, bias, dtype or torch.float32, scatters=leads, sent=sent)
     return found[(None,) * scatter_dim] if scatter_dim else found
 
 

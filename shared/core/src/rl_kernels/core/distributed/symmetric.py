@@ -7,7 +7,6 @@ the same bits.
 
 from __future__ import annotations
 
-import math
 import os
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -39,7 +38,7 @@ class Window:
 
         from rl_kernels.core.triton_lib import peers
 
-        self.size = size
+        self.size, self.rank = size, group_rank(group)
         self.small = -(-peers.flag_bytes(group_size(group)) // ALIGNED) * ALIGNED
         self.parts = self.small + ONE_SHOT
         self.sums = self.parts + size
@@ -52,10 +51,15 @@ class Window:
 
     def part(self, shape: tuple[int, ...]) -> torch.Tensor:
         """Return memory for this rank's FP32 part."""
-        found = self._views.get(shape)
+        return self.slice_of(self.rank, 0, shape)
+
+    def slice_of(self, owner: int, first: int, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return memory of any rank for FP32 numbers, from element ``first`` of its area for parts on."""
+        key = owner, first, *shape
+        found = self._views.get(key)
         if found is None:
-            memory = self.memory[self.parts : self.parts + 4 * math.prod(shape)]
-            found = self._views[shape] = memory.view(torch.float32).view(shape)
+            start = self.parts // 4 + first
+            found = self._views[key] = self.handle.get_buffer(owner, shape, torch.float32, start)
         return found
 
 
@@ -136,13 +140,17 @@ def reduced(
     dtype: torch.dtype,
     *,
     scatters: bool,
+    sent: int = 0,
 ) -> torch.Tensor:
-    """Return the tree sum of the parts that all ranks have in their windows, or this rank's slice along dim 0."""
+    """Return the tree sum of the parts that all ranks have in their windows, or this rank's slice along dim 0.
+
+    ``sent``: the elements of a slice if each rank has ``slice_of`` its own filled by all ranks.
+    """
     from rl_kernels.core.triton_lib import peers
 
     size = group_size(group)
     rows = shape[0] // size if scatters else shape[0]
     out = torch.empty((rows, *shape[1:]), dtype=dtype, device=window.memory.device)
     where = window.handle, 0, window.parts, window.sums
-    peers.exchange_slices(*where, shape, out, bias, group_rank(group), size, scatters=scatters)
+    peers.exchange_slices(*where, shape, out, bias, group_rank(group), size, scatters=scatters, sent=sent)
     return out

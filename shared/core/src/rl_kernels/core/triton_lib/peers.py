@@ -83,6 +83,7 @@ def exchange_slices(
     ranks: int,
     *,
     scatters: bool,
+    sent: int,
 ) -> None:
     """Write the tree sum of all ranks' FP32 parts, plus bias, to ``out``: each rank adds a slice, the others copy it.
 
@@ -97,9 +98,12 @@ def exchange_slices(
         rank: of this process.
         ranks: 2, 4 or 8.
         scatters: leave out the copies of other slices.
+        sent: 0: a rank reads its slice of the parts in the memory of all. Otherwise the elements of a slice: all ranks
+            have written their parts of it to this rank's memory, one after the other.
     """
     size = shape.numel()
-    each = size // ranks if scatters else aligned(-(-size // ranks))
+    places = flags, parts, sums
+    each = sent or (size // ranks if scatters else aligned(-(-size // ranks)))
     with device_of(out):
         launch(
             _exchange_slices,
@@ -107,7 +111,18 @@ def exchange_slices(
             handle.buffer_ptrs_dev,
             out if bias is None else bias.contiguous(),
             out,
-            numbers=(flags, parts, sums, size, each, shape[-1], rank, ranks, bias is not None, scatters, BLOCK),
+            numbers=(
+                *places,
+                size,
+                each,
+                shape[-1],
+                rank,
+                ranks,
+                bias is not None,
+                scatters,
+                sent > 0,
+                BLOCK,
+            ),
             num_warps=8,
         )
 
@@ -127,14 +142,23 @@ def _part(parts, rank, start, at, inside, out):
 
 @triton.jit
 def _sum(parts, start, at, inside, like, first: tl.constexpr, COUNT: tl.constexpr):
+    """Return the sum of COUNT ranks' parts, a power of two, from rank ``first`` on."""
     if COUNT == 1:
         value = _part(parts, first, start, at, inside, like)
-    elif COUNT == 2:
-        value = _part(parts, first, start, at, inside, like) + _part(parts, first + 1, start, at, inside, like)
-    elif COUNT == 4:
-        value = _sum(parts, start, at, inside, like, first, 2) + _sum(parts, start, at, inside, like, first + 2, 2)
     else:
-        value = _sum(parts, start, at, inside, like, first, 4) + _sum(parts, start, at, inside, like, first + 4, 4)
+        left = _sum(parts, start, at, inside, like, first, COUNT // 2)
+        value = left + _sum(parts, start, at, inside, like, first + COUNT // 2, COUNT // 2)
+    return value
+
+
+@triton.jit
+def _sum_of_sent(memories, parts, at, inside, like, each, RANK: tl.constexpr, first: tl.constexpr, COUNT: tl.constexpr):
+    """Return the sum of COUNT parts of this rank's slice, all in its own memory."""
+    if COUNT == 1:
+        value = _part(memories, RANK, parts, at + first * each.to(tl.int64), inside, like)
+    else:
+        left = _sum_of_sent(memories, parts, at, inside, like, each, RANK, first, COUNT // 2)
+        value = left + _sum_of_sent(memories, parts, at, inside, like, each, RANK, first + COUNT // 2, COUNT // 2)
     return value
 
 
@@ -211,6 +235,7 @@ def _exchange_slices(
     RANKS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SCATTERS: tl.constexpr,
+    SENT: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
     program, step = tl.program_id(0), tl.num_programs(0) * BLOCK_SIZE
@@ -222,7 +247,10 @@ def _exchange_slices(
         within = begin + tl.arange(0, BLOCK_SIZE)
         at = RANK * each + within
         inside = (within < each) & (at < size)
-        value = _sum(memories, parts, at, inside, single, 0, RANKS)
+        if SENT:
+            value = _sum_of_sent(memories, parts, within, inside, single, each, RANK, 0, RANKS)
+        else:
+            value = _sum(memories, parts, at, inside, single, 0, RANKS)
         if HAS_BIAS:
             value += tl.load(bias + at % columns, mask=inside, other=0.0).to(tl.float32)
         value = value.to(out.dtype.element_ty)
