@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -149,12 +150,12 @@ class _Call(NamedTuple):
     def run(self, scatter_dim: int | None, validate: bool, backend: str | None, *, of_columns: bool) -> torch.Tensor:
         """Check the call on all ranks, and return the layer."""
         group = None if self.process_group is None else group_of(self.process_group)
-        size = 1 if group is None else group_size(group)
         x, weight, bias = autocast_linear(self.x, self.weight, self.bias)
         error: Exception | None = None
         try:
             chosen, plan = chosen_for_linear(x, weight, bias, backend, 1, 1)
-            cut = self._cut(weight.shape[0 if of_columns else 1], group, size, scatter_dim, of_columns)
+            where = group, scatter_dim, None if scatter_dim is None else tuple(x.shape), of_columns
+            cut = _cut_of(self.key, self.segments, self.length, weight.shape[0 if of_columns else 1], *where)
             main_grad = getattr(self.weight, "main_grad", None)
             if main_grad is not None:
                 check.main_grad("weight.main_grad", main_grad, self.weight)
@@ -182,33 +183,42 @@ class _Call(NamedTuple):
         options = {self.key: self.segments, "scatter_dim": scatter_dim, "dx_length": self.length}
         return {"shape of x": shape, "dtypes of x, weight and bias": kinds, "whole dim of weight": along, **options}
 
-    def _cut(self, size: int, group: Any, ranks: int, scatter_dim: int | None, of_columns: bool) -> _Cut:
-        check.choice(self.key, self.segments, COUNTS)
-        if self.segments % ranks:
-            raise ValueError(f"{self.key}: expected a multiple of the {ranks} ranks, got {self.segments}")
-        own, length = self.segments // ranks, self.length
-        if length is None:
-            # One process may have segments of any size; the last one is then shorter.
-            length = segment_length(size, own)
-            if ranks > 1 and length * own != size:
-                dim = "rows" if of_columns else "columns"
-                raise ValueError(f"weight: expected {dim} in multiples of 16 for each of {own} segments, got {size}")
-        else:
-            check.integer("dx_length", length, least=STEP)
-            if length % STEP:
-                raise ValueError(f"dx_length: expected a multiple of 16, got {length}")
-            last = group is None or group_rank(group) == ranks - 1
-            if size > length * own or (size < length * own and not last and size % length):
-                raise ValueError(f"weight: expected {own} segments of {length} rows, got {size}")
-        if scatter_dim is not None:
-            self._check_scatter(scatter_dim, ranks)
-        return _Cut(group if ranks > 1 else None, own, length, scatter_dim)
 
-    def _check_scatter(self, dim: int, ranks: int) -> None:
-        leading = self.x.shape[:-1]
-        check.integer("scatter_dim", dim, least=0, most=len(leading) - 1)
-        if leading[dim] % ranks:
-            raise ValueError(f"x: expected dim {dim} to divide by {ranks} ranks, got shape {tuple(self.x.shape)}")
+@functools.lru_cache(maxsize=4096)
+def _cut_of(
+    key: str,
+    segments: int,
+    length: int | None,
+    size: int,
+    group: ProcessGroup | None,
+    scatter_dim: int | None,
+    shape: tuple[int, ...] | None,
+    of_columns: bool,
+) -> _Cut:
+    """Check how a sum over ranks is cut, for a shard of ``size``; ``shape`` of x is read with a scatter_dim only."""
+    ranks = 1 if group is None else group_size(group)
+    check.choice(key, segments, COUNTS)
+    if segments % ranks:
+        raise ValueError(f"{key}: expected a multiple of the {ranks} ranks, got {segments}")
+    own = segments // ranks
+    if length is None:
+        # One process may have segments of any size; the last one is then shorter.
+        length = segment_length(size, own)
+        if ranks > 1 and length * own != size:
+            dim = "rows" if of_columns else "columns"
+            raise ValueError(f"weight: expected {dim} in multiples of 16 for each of {own} segments, got {size}")
+    else:
+        check.integer("dx_length", length, least=STEP)
+        if length % STEP:
+            raise ValueError(f"dx_length: expected a multiple of 16, got {length}")
+        last = group is None or group_rank(group) == ranks - 1
+        if size > length * own or (size < length * own and not last and size % length):
+            raise ValueError(f"weight: expected {own} segments of {length} rows, got {size}")
+    if scatter_dim is not None and shape is not None:
+        check.integer("scatter_dim", scatter_dim, least=0, most=len(shape) - 2)
+        if shape[scatter_dim] % ranks:
+            raise ValueError(f"x: expected dim {scatter_dim} to divide by {ranks} ranks, got shape {shape}")
+    return _Cut(group if ranks > 1 else None, own, length, scatter_dim)
 
 
 class _Column(torch.autograd.Function):
