@@ -109,6 +109,7 @@ def errors(rank, world, group):
     attempt(column_parallel_linear, x, half, dx_segments=1)
     attempt(column_parallel_linear, x, half, dx_length=24)
     attempt(column_parallel_linear, x, half, dx_length=16)
+    attempt(column_parallel_linear, x, half, dx_length=64)
     attempt(column_parallel_linear, x[:, :3], half, scatter_dim=1)
     attempt(row_parallel_linear, x, weight, k_segments=3)
     attempt(row_parallel_linear, x, weight.bfloat16() if rank == 1 else weight, b)
@@ -131,7 +132,8 @@ def test_ranks(world):
         f"ValueError: weight: expected rows in multiples of 16 for each of {8 // world} segments, got",
         f"ValueError: dx_segments: expected a multiple of the {world} ranks, got 1",
         "ValueError: dx_length: expected a multiple of 16, got 24",
-        f"ValueError: weight: expected {8 // world} segments of 16 rows, got {OUT // world}",
+        f"ValueError: weight: expected at most {8 // world} segments of 16 rows, got {OUT // world}",
+        f"ValueError: weight: expected {8 // world * 64} rows on each rank before the last, got {OUT // world}, ",
         f"ValueError: x: expected dim 1 to divide by {world} ranks, got shape (2, 3, 256)",
         "ValueError: k_segments: expected one of 1, 2, 4, 8, got 3",
         "TypeError: weight: expected dtype torch.float32 (that of x), got torch.bfloat16 (on rank 1 of process_group)",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -162,7 +163,9 @@ class _Call(NamedTuple):
         except (TypeError, ValueError, RuntimeError) as raised:
             error = raised
         if group is not None and validate and not values_hidden(x):
-            agree(self.name, group, error, self._same(scatter_dim, of_columns))
+            along = 0 if of_columns else 1
+            own = {} if error else {"size": weight.shape[along], "whole": cut.segments * cut.length}
+            _check_shards(agree(self.name, group, error, self._same(scatter_dim, of_columns), own))
         elif error is not None:
             raise error
         no_lost_derivatives(self.name, x, weight, bias)
@@ -182,6 +185,14 @@ class _Call(NamedTuple):
         kinds = [getattr(value, "dtype", None) for value in (x, weight, self.bias)]
         options = {self.key: self.segments, "scatter_dim": scatter_dim, "dx_length": self.length}
         return {"shape of x": shape, "dtypes of x, weight and bias": kinds, "whole dim of weight": along, **options}
+
+
+def _check_shards(shards: list[dict[str, int]]) -> None:
+    """Fail if a shard follows one that is not whole: sums would not have the order of one process."""
+    for before, after in pairwise(shards):
+        if after["size"] and before["size"] < before["whole"]:
+            sizes = ", ".join(str(shard["size"]) for shard in shards)
+            raise ValueError(f"weight: expected {before['whole']} rows on each rank before the last, got {sizes}")
 
 
 @functools.lru_cache(maxsize=4096)
@@ -211,9 +222,8 @@ def _cut_of(
         check.integer("dx_length", length, least=STEP)
         if length % STEP:
             raise ValueError(f"dx_length: expected a multiple of 16, got {length}")
-        last = group is None or group_rank(group) == ranks - 1
-        if size > length * own or (size < length * own and not last and size % length):
-            raise ValueError(f"weight: expected {own} segments of {length} rows, got {size}")
+        if size > length * own:
+            raise ValueError(f"weight: expected at most {own} segments of {length} rows, got {size}")
     if scatter_dim is not None and shape is not None:
         check.integer("scatter_dim", scatter_dim, least=0, most=len(shape) - 2)
         if shape[scatter_dim] % ranks:

@@ -14,7 +14,7 @@ from rl_kernels.core.outputs import LogpStats
 from rl_kernels.det_gemm import column_parallel_linear, row_parallel_linear
 from rl_kernels.det_gemm.module import DetLinear
 from rl_kernels.linear_logp import linear_logp
-from rl_kernels.linear_logp.shards import VOCAB_SEGMENTS, vocab_segment
+from rl_kernels.linear_logp.vocabulary import SEGMENTS, UNIT, slots
 from rl_kernels.models.parallel.exchanges import gather, norm_of_part
 from rl_kernels.models.parallel.ranks import TOKENS, Ranks
 
@@ -70,26 +70,26 @@ class VocabParallelHead(DetLinear):
         """Return logits ``[..., V]``, gathered from all ranks."""
         ranks: Ranks = getattr(self, SHARED)
         # Those of linear_logp, so that shards of the vocabulary are whole segments.
-        length = vocab_segment(self.vocab_size)
+        length = UNIT * slots(self.vocab_size, SEGMENTS)
         logits = column_parallel_linear(
             input,
             self.weight,
             self.bias,
             process_group=ranks.group,
-            dx_segments=VOCAB_SEGMENTS,
+            dx_segments=SEGMENTS,
             dx_length=length,
             validate=False,
         )
         if ranks.group is None or ranks.size == 1:
             return logits
-        width = length * VOCAB_SEGMENTS // ranks.size
+        width = length * SEGMENTS // ranks.size
         padded = F.pad(logits, (0, width - logits.shape[-1]))
         return gather(padded, ranks.group, padded.ndim - 1)[..., : self.vocab_size]
 
     def logp(self, hidden: torch.Tensor, target_ids: torch.Tensor, **options: Any) -> torch.Tensor | LogpStats:
         """Return ``linear_logp`` over the whole vocabulary; ``options`` are those of ``linear_logp``."""
         ranks: Ranks = getattr(self, SHARED)
-        where: dict[str, Any] = {"vocab_segments": VOCAB_SEGMENTS}
+        where: dict[str, Any] = {"vocab_segments": SEGMENTS}
         if ranks.size > 1:
             where |= {"process_group": ranks.group, "vocab_size": self.vocab_size}
         found: torch.Tensor | LogpStats = linear_logp(hidden, self.weight, target_ids, self.bias, **where, **options)

@@ -56,16 +56,20 @@ def run_ranks(
             for process in processes:
                 process.kill()
                 process.join()
-        return [_result(rank, output) for rank, output in enumerate(outputs)]
+        return _results(outputs)
 
 
-def _result(rank: int, output: Path) -> Any:
-    if not output.exists():
-        raise RuntimeError(f"rank {rank} ended without a result")
-    fine, value = pickle.loads(output.read_bytes())
-    if not fine:
-        raise RuntimeError(f"rank {rank} raised:\n{value}")
-    return value
+def _results(outputs: list[Path]) -> list[Any]:
+    """Return the results, or raise with the error of the rank that ended first: others fail because of it."""
+    for rank, output in enumerate(outputs):
+        if not output.exists():
+            raise RuntimeError(f"rank {rank} ended without a result")
+    results = [pickle.loads(output.read_bytes()) for output in outputs]
+    failed = [rank for rank, (fine, _) in enumerate(results) if not fine]
+    if failed:
+        first = min(failed, key=lambda rank: outputs[rank].stat().st_mtime_ns)
+        raise RuntimeError(f"rank {first} raised:\n{results[first][1]}")
+    return [value for _, value in results]
 
 
 def _run(
