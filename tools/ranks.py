@@ -1,8 +1,11 @@
 """Time exchanges and layers over the GPUs of one machine: `torchrun --nproc-per-node 2 tools/ranks.py`, over NCCL.
 
 Parts: `exchanges`, the ordered all-reduce and reduce-scatter beside NCCL's; `layers`, row-parallel layers beside cuBLAS
-and NCCL; `heads`, linear_logp over the vocabulary beside one GPU. Times are those of the slowest rank, eager calls with
-the host's work included, and replays of a CUDA graph; the ways take turns, and each is the median of its rounds.
+and NCCL; `heads`, linear_logp over the vocabulary beside one GPU; `training`, steps of a Llama with the widths of 8B
+and four layers under TP and FSDP2, beside stock ones; `loop`, GRPO with rollouts under TP and updates under FSDP2.
+
+Times are those of the slowest rank, eager calls with the host's work included, and replays of a CUDA graph; the ways
+take turns, and each is the median of its rounds.
 
 Exit status: 1 if a bit of ours differs from one GPU.
 """
@@ -14,11 +17,12 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from rank_calls import OURS, Timed, exchanges, heads, layers
+from rank_model import loop, training
 from torch import distributed
 from torch.distributed import ProcessGroup
 
@@ -26,7 +30,8 @@ from rl_kernels.core.command import Parser, count, writable
 from rl_kernels.lab.bench.environment import environment
 from rl_kernels.lab.bench.report import digits
 
-PARTS = {"exchanges": exchanges, "layers": layers, "heads": heads}
+TIMED = {"exchanges": exchanges, "layers": layers, "heads": heads}
+MODELS = {"training": training, "loop": loop}
 PACKAGES = ("rl-kernels-core", "rl-kernels-det-gemm", "rl-kernels-linear-logp")
 TURN = 0.03
 """Seconds of one turn of calls."""
@@ -35,7 +40,7 @@ TURN = 0.03
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the parts; return 1 if a bit differs."""
     parser = Parser("ranks.py", __doc__)
-    parser.add_argument("parts", nargs="*", choices=[[], *PARTS], help="what to time (all)")
+    parser.add_argument("parts", nargs="*", choices=[[], *TIMED, *MODELS], help="what to time (all)")
     parser.add_argument("--rounds", type=count(1), default=5, help="turns of each way (%(default)s)")
     parser.add_argument("--json", type=writable, help="file for the results")
     given = parser.parse_args(argv)
@@ -46,19 +51,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     group, leads = distributed.group.WORLD, distributed.get_rank() == 0
     where = environment(torch.device("cuda"), PACKAGES) | {"ranks": str(distributed.get_world_size())}
     where["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    record: dict[str, Any] = {"version": 1, "environment": where, "us": {}}
+    record: dict[str, Any] = {"version": 1, "environment": where, "parts": {}}
     wrong = 0
-    for part in given.parts or PARTS:
-        for timed in PARTS[part](group):
-            found = _timed(timed, given.rounds, group)
-            wrong += found["differing"] or 0
-            record["us"].setdefault(part, {})[timed.name] = found
+    for part in given.parts or [*TIMED, *MODELS]:
+        for name, found in _results(part, given.rounds, group):
+            wrong += found["differing"] or 0 if "stock" not in name else 0
+            record["parts"].setdefault(part, {})[name] = found
             if leads:
-                print(_line(timed.name, found), flush=True)
+                print(_line(name, found), flush=True)
                 if given.json:
                     given.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     distributed.destroy_process_group()
     return 1 if wrong else 0
+
+
+def _results(part: str, rounds: int, group: ProcessGroup) -> Iterator[tuple[str, dict[str, Any]]]:
+    if part in MODELS:
+        yield from MODELS[part](group)
+    else:
+        for timed in TIMED[part](group):
+            yield timed.name, _timed(timed, rounds, group)
 
 
 def _timed(timed: Timed, rounds: int, group: ProcessGroup) -> dict[str, Any]:
@@ -108,6 +120,8 @@ def _slowest(seconds: float, group: ProcessGroup) -> float:
 
 
 def _line(name: str, found: dict[str, Any]) -> str:
+    if "eager" not in found:
+        return f"{name}: " + ", ".join(f"{key} {digits(value)}" for key, value in found.items() if value is not None)
     parts = []
     for way, times in (("eager", found["eager"]), ("graph", found["graph"])):
         ours = times[OURS]

@@ -28,7 +28,7 @@ def head_logp(
     A LoRA adapter joins the sum of each logit as ``[hidden, s hidden A^T] [W, B]^T``, s being its scaling, in the dtype
     of the weight: in BF16 and FP16, ``s hidden A^T`` and B are rounded to it. Gradients flow to A and B. This copies
     the weight, and forms a gradient of its size. A head wrapped by ``fully_shard`` is called through its own hooks,
-    which gather the weight and reduce its gradient.
+    which gather the weight and reduce its gradient. A head that ``parallelize`` cut scores the whole vocabulary.
 
     Args:
         head: an ``nn.Linear``, a ``DetLinear``, one of these with a LoRA adapter of PEFT, merged or not, or one of
@@ -49,11 +49,10 @@ def head_logp(
         raise TypeError(f"head: expected an nn.Module, got {type(head).__name__}")
 
     module = _active_module(head)
-    if isinstance(module, VocabParallelHead):
-        _check_hooks(head, *module.modules())
-        return module.logp(hidden, target_ids, **options)
 
     def forward(hidden: torch.Tensor) -> torch.Tensor | LogpStats:
+        if isinstance(module, VocabParallelHead):
+            return module.logp(hidden, target_ids, **options)
         rows, weight, bias = _operands(module, hidden)
         return linear_logp(rows, weight, target_ids, bias, **options)
 
