@@ -120,7 +120,7 @@ def training(group: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _trained(model: Any, score: Any, group: Any, parts: int) -> tuple[list[torch.Tensor], float, float]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, foreach=False)
     torch.cuda.reset_peak_memory_stats()
     found, spent = [], []
     for step in range(STEPS):
@@ -138,7 +138,7 @@ def _trained(model: Any, score: Any, group: Any, parts: int) -> tuple[list[torch
         seconds = torch.tensor(time.perf_counter() - start, device="cuda")
         distributed.all_reduce(seconds, distributed.ReduceOp.MAX, group=group)
         spent.append(float(seconds))
-        found.append(logps.detach())
+        found.append(logps.detach().flatten())
     # The first steps compile kernels.
     return found, statistics.median(spent[2:]) * 1e3, torch.cuda.max_memory_allocated() / 2**30
 
