@@ -21,7 +21,7 @@ class _Cut(NamedTuple):
 
     ranks: Ranks
     dim: int
-    spans: list[tuple[int, int]]
+    spans: tuple[tuple[int, int], ...]
 
 
 def _cuts(model: nn.Module) -> Iterator[tuple[str, _Cut]]:
@@ -32,8 +32,8 @@ def _cuts(model: nn.Module) -> Iterator[tuple[str, _Cut]]:
                 spans = vocab_shards(whole, ranks.size)
             else:
                 each = whole // ranks.size
-                spans = [(each * rank, each * (rank + 1)) for rank in range(ranks.size)]
-            yield f"{prefix}.{name}" if prefix else name, _Cut(ranks, dim, list(spans))
+                spans = tuple((each * rank, each * (rank + 1)) for rank in range(ranks.size))
+            yield f"{prefix}.{name}" if prefix else name, _Cut(ranks, dim, spans)
 
 
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -51,12 +51,12 @@ class CutBlock(nn.Module):
 class CutPolicy(Policy):
     """A policy whose blocks are cut; its cache holds this rank's heads."""
 
-    ranks: int
+    size: int
 
     def cache(self, rows: int) -> Cache:
         """Return an empty cache for the heads of this rank."""
         config = self.config
-        part: ModelConfig = replace(config, heads=config.heads // self.ranks, width=config.width // self.ranks)
+        part: ModelConfig = replace(config, heads=config.heads // self.size, width=config.width // self.size)
         return Cache(part, rows, self.head.weight.dtype)
 
 
@@ -64,9 +64,10 @@ def cut(policy: Policy, group: ProcessGroup | None) -> Policy:
     """Return a copy of a policy, cut over a group; without one it has the same sums in one process."""
     made = copy.deepcopy(policy)
     ranks = Ranks(group, SEGMENTS, cuts_tokens=False)
-    made.blocks = nn.ModuleList(CutBlock(block, ranks) for block in made.blocks)
+    blocks = [block for block in made.blocks if isinstance(block, Block)]
+    made.blocks = nn.ModuleList(CutBlock(block, ranks) for block in blocks)
     made.__class__ = CutPolicy
-    made.ranks = ranks.size
+    vars(made)["size"] = ranks.size
     return made
 
 
