@@ -141,8 +141,8 @@ def linear_logp(
         return_stats: return ``LogpStats(logp, logsumexp, entropy)``, all differentiable.
         workspace_mib: MiB, an integer >= 1: limit on the memory of backward besides the gradients. It includes the FP32
             buffer for the gradient of ``hidden`` and, with ``ignore_index``, a copy of ``hidden`` if the weight needs a
-            gradient. With ``vocab_segments=8`` there are up to four such buffers. If the limit is below these plus the
-            smallest block that the backend works on, backward uses that much. It changes no bit.
+            gradient. If the limit is below these plus the smallest block that the backend works on, backward uses that
+            much. With ``vocab_segments=8`` up to three further buffers come on top. It changes no bit.
         process_group: 1, 2, 4 or 8 ranks that share the vocabulary: a ``ProcessGroup``, or one dim of a
             ``DeviceMesh``. None: this process has all of it.
         vocab_start: the first row of this rank's shard, or None; it must be that of ``vocab_shards``.

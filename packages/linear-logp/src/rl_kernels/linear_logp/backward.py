@@ -70,7 +70,7 @@ def gradients(
     dbias = hidden.new_zeros(weight.shape[0] if needed[2] else 0, dtype=dtype)
     if segments:
         longest = inputs._replace(weight=weight[segments[0]])
-        piece, height = steps.cut(longest, workspace - Tree.most(len(segments)) * first.nbytes, needed)
+        piece, height = steps.cut(longest, workspace - first.nbytes, needed)
         loop = _Loop(steps, inputs, upstream, height, needed, dweight, main_grad, dbias)
         for segment in segments:
             chain = tree.buffer()
