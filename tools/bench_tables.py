@@ -27,6 +27,7 @@ from pathlib import Path
 
 from mismatch_plot import draw as draw_mismatch
 from operator_tables import benchmark_page, readme_table
+from rank_tables import estimates, measured
 from summary_table import front_table
 from tool_tables import client_calls, demos, hosts, mismatch, model_bits, model_steps, step, trl_steps
 
@@ -40,6 +41,7 @@ PUBLISHED = "shared/core/src/rl_kernels/core/published.json"
 FRONT = ("README.md", "docs/benchmarks/index.md")
 """Pages with a few lines of all results."""
 MODELS, DEMO, TRL = "packages/models/benchmarks/README.md", "docs/demo.md", "docs/recipes/trl.md"
+RANKS = "docs/many-gpus.md"
 GRPO_STEP, HOST = "docs/benchmarks/grpo-step.md", "docs/benchmarks/host-time.md"
 DEMOS, MISMATCH = "*-demo.json", "mismatch.json"
 
@@ -86,6 +88,7 @@ def pages(root: Path, packages: dict[str, dict[str, Document]]) -> Iterator[tupl
         TRL: {"trl step": trl_steps(named("*-trl-step*.json"))},
         DEMO: {"demo": demos(named(DEMOS)), "mismatch": mismatch(files / MISMATCH)},
         GRPO_STEP: {"grpo step": step(files / "h200-grpo-step.json")},
+        RANKS: {"ranks": measured(named("*-ranks.json")), "estimates": estimates(named("*-ranks.json"))},
         HOST: {"host time": hosts(named("*-host.json"))},
         **{path: {"summary": front_table(files, packages)} for path in FRONT},
     }

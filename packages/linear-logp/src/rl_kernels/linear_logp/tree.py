@@ -17,11 +17,6 @@ class Tree:
         self._shape = like
         self._waiting: list[tuple[int, torch.Tensor]] = []
 
-    @staticmethod
-    def most(terms: int) -> int:
-        """Return how many buffers there are at most: 1, 2, 3 and 4 for 1, 2, 4 and 8 terms."""
-        return terms.bit_length()
-
     def buffer(self) -> torch.Tensor:
         """Return an uninitialised buffer for the next term."""
         return self._free.pop() if self._free else torch.empty_like(self._shape)
