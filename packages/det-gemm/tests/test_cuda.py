@@ -15,7 +15,9 @@ from rl_kernels.det_gemm.backends.cuda_sm90.schedule import (
     candidates,
     schedule_for,
 )
+from rl_kernels.det_gemm.backends.cuda_sm90.segmented import in_segments, schedule_of_segments
 from rl_kernels.det_gemm.op import OPERATOR
+from rl_kernels.det_gemm.segments import segment_length
 
 HALVES = (torch.bfloat16, torch.float16)
 TABLE = [candidate.schedule for candidate in candidates()]
@@ -89,6 +91,48 @@ def test_expected_time_counts_rounds_stages_and_what_is_continued():
     times = [one.time(128 * tiles, 128, 300, 2) for tiles in (1, 2, 3)]
     assert times == [1.0 + 2.0 + 1.5, 1.0 + 2.0 + 1.5, 1.0 + 2 * 3.5]
     assert one.time(128, 128, 300, 2, True) == times[0] + 4.0
+
+
+SEGMENTED = [candidate.schedule for count in (2, 4, 8) for candidate in in_segments(count)]
+
+
+@pytest.mark.parametrize("cut", SEGMENTED, ids=str)
+def test_schedules_with_segments_have_room_for_their_sums(cut):
+    waits = cut.segments.bit_length() - 1
+    in_registers = waits - cut.near - cut.far
+    assert 0 <= cut.near + cut.far <= waits
+    # With more, the compiler spills.
+    assert (in_registers + 1) * cut.columns // 2 <= 192
+    assert cut.far <= 1
+    assert not cut.turns
+    for majors in [pair for pair in MAJORS if PLAIN not in pair]:
+        fitted = cut.fitted(*majors)
+        assert fitted.shared(majors[1]) <= SHARED - 2048 + 1024
+        sums = fitted.near * fitted.consumers * 64 * fitted.columns * 4
+        assert fitted.shared(majors[1]) >= fitted.depth(majors[1]) * fitted.stage_bytes(majors[1]) + sums + 1024
+
+
+@pytest.mark.parametrize("segments", [2, 4, 8])
+@pytest.mark.parametrize("majors", [pair for pair in MAJORS if PLAIN not in pair])
+def test_a_schedule_for_segments_has_as_many_and_is_deep_enough(majors, segments):
+    for m, n, k in SHAPES:
+        for processors in (16, 132):
+            cut = schedule_of_segments(m, n, k, majors, processors, segments, segment_length(k, segments))
+            left, right = majors[::-1] if cut.swapped else majors
+            assert cut.segments * cut.cluster == segments
+            assert cut.swapped == (m <= FEW)
+            assert not cut.swapped or cut.columns >= m
+            assert cut.fitted(left, right) == cut
+            assert cut.depth(right) >= 3
+            assert processors > 16 or cut.cluster == 1
+
+
+def test_segments_of_few_tiles_are_spread_over_a_cluster():
+    for m, n, k in ((128, 1280, 8192), (1024, 1280, 8192)):
+        assert schedule_of_segments(m, n, k, (K_MAJOR, K_MAJOR), 132, 8, k // 8).cluster > 1
+    # Loads bound the time of a product of few rows, and many rows fill the processors anyway.
+    for m, n, k in ((1, 8192, 28672), (4096, 4096, 14336)):
+        assert schedule_of_segments(m, n, k, (K_MAJOR, K_MAJOR), 132, 8, k // 8).cluster == 1
 
 
 def test_a_gradient_of_128_rows_takes_tiles_that_fill_the_processors():

@@ -8,10 +8,13 @@ import torch
 
 from rl_kernels.core.cuda.launch import kernel
 from rl_kernels.core.cuda.program import Program
+from rl_kernels.core.distributed import tree_sum
 from rl_kernels.core.testing import Draw, lying
 from rl_kernels.det_gemm import det_gemm, det_gemm_dw, det_linear
 from rl_kernels.det_gemm.backends.cuda_sm90 import matmul as cuda_matmul
 from rl_kernels.det_gemm.backends.cuda_sm90.schedule import Schedule, candidates
+from rl_kernels.det_gemm.backends.cuda_sm90.segmented import in_segments
+from rl_kernels.det_gemm.segments import bounds, segment_length
 from rl_kernels.lab.check.compare import bits
 
 pytestmark = pytest.mark.gpu
@@ -200,6 +203,58 @@ def test_bits_are_those_of_triton():
         a, b = operands(m, n, k, torch.float16)
         found, expected = (det_gemm(a, b, backend=backend) for backend in (BACKEND, "triton"))
         assert bits(found, expected).passed
+
+
+def segmented(chained, a, b, bias, out_dtype, segments):
+    """Return the tree of the plain chains of the segments."""
+    parts = [chained(a[:, f:e], b[f:e]) for f, e in bounds(a.shape[1], segments, segment_length(a.shape[1], segments))]
+    total = tree_sum(parts)
+    return (total if bias is None else total + bias.float()).to(out_dtype)
+
+
+@pytest.mark.parametrize("segments", [2, 4, 8])
+@pytest.mark.parametrize("layouts", [("row", "column"), ("row", "row")], ids=str)
+def test_every_tile_has_the_bits_of_the_tree_of_its_segments(chained, layouts, segments):
+    for candidate in in_segments(segments):
+        cut = candidate.schedule
+        for m, n, k in ((200, 328, 1040), (72, 1288, 2056)):
+            m = min(m, cut.columns) if cut.swapped else m
+            a, b = operands(m, n, k, torch.bfloat16, layouts, wide=True)
+            majors = (0, int(layouts[1] == "row"))
+            left, right = majors[::-1] if cut.swapped else majors
+            if cut.fitted(left, right) != cut or cut.depth(right) < 3:
+                continue
+            out, length = torch.empty(m, n, device="cuda"), segment_length(k, segments)
+            found = product(a, b, cut, out, segments=segments, length=length)
+            assert bits(found, segmented(chained, a, b, None, torch.float32, segments)).passed, cut
+
+
+@pytest.mark.parametrize("segments", [2, 8])
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("layouts", [(a, b) for a in LAYOUTS for b in LAYOUTS], ids=str)
+def test_segments_of_operands_that_lie_anyhow(chained, layouts, dtype, segments):
+    for m, n, k in ((7, 136, 1000), (65, 200, 72), (1, 136, 4104), (130, 264, 24)):
+        a, b = operands(m, n, k, dtype, layouts)
+        bias = Draw(dtype, "cuda", seed=6).normal(n)
+        for out_dtype in (dtype, torch.float32):
+            found = det_gemm(a, b, k_segments=segments, out_dtype=out_dtype, backend=BACKEND)
+            assert bits(found, segmented(chained, a, b, None, out_dtype, segments)).passed
+        if layouts[1] != "row":
+            found = det_linear(a, b.t(), bias, k_segments=segments, backend=BACKEND)
+            assert bits(found, segmented(chained, a, b, bias, dtype, segments)).passed
+
+
+def test_segments_have_the_bits_of_triton_in_gradients_too():
+    pytest.importorskip("triton")
+    for m, n, k in ((1, 4096, 4096), (64, 1280, 8192), (128, 1280, 8192), (1000, 2064, 1000)):
+        a, b = operands(m, n, k, torch.float16)
+        upstream = Draw(torch.float16, "cuda", seed=8).normal(m, n)
+        found = []
+        for backend in (BACKEND, "triton"):
+            leaf = a.detach().requires_grad_()
+            out = det_linear(leaf, b.t(), k_segments=8, dx_segments=4, backend=backend)
+            found.append((out.detach(), torch.autograd.grad(out, leaf, upstream)[0]))
+        assert all(bits(*pair).passed for pair in zip(*found, strict=True))
 
 
 def test_a_thousand_shapes(chained):

@@ -97,14 +97,15 @@ def det_gemm(launch: Launch) -> None:
         assert PLAIN not in (have["A_MAJOR"], have["B_MAJOR"])
         assert have["CONSUMERS"] == max(have["TILE_M"] // 64, 1)
     if cluster > 1:
-        assert have["STORED"] == 0
-        assert have["TILE_M"] * (have["TILE_N"] + (1 if have["A_ONCE"] else 8)) * 4 <= stages
+        assert have["STORED"] == have["A_ONCE"] == 0
+        assert have["TILE_M"] % 64 == 0
+        assert have["TILE_M"] * (have["TILE_N"] + 8) * 4 <= stages
     # The instruction reads 64 rows of every tile.
     assert launch.shared >= stages + max(leaving, (64 - have["TILE_M"]) * 128) + 1024
     assert have["STAGES"] >= 3
     assert launch["group"] > 0
     assert not have["A_ONCE"] or columns <= have["TILE_N"]
-    assert launch.pdl == bool(have["A_ONCE"])
+    assert launch.pdl == (bool(have["A_ONCE"]) or (cluster > 1 and have["TILE_N"] > 128))
     out = output(launch)
     sums = tree(
         operand(launch, "a", rows), operand(launch, "b", columns).t(), have["SEGMENTS"] * cluster, launch["length"]

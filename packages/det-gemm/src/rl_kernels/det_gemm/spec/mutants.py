@@ -43,6 +43,17 @@ PRODUCT = (
         "out = globals().setdefault('kept', {}).setdefault((m, n), a.new_empty((m, n), dtype=torch.float32))",
     ),
 )
+CHAINS = "chain(a[:, first:end], b[first:end])"
+SEGMENTS = (
+    Bug("segments added in a chain", "total = tree_sum([", "total = chain_sum(["),
+    Bug("segments one step longer", "(STEP * segments)) * STEP", "(STEP * segments)) * STEP + STEP"),
+    Bug(
+        "segment boundaries off by 16 terms", "min(i * length, size), min(", "min(max(i * length - 16, 0), size), min("
+    ),
+    Bug("a segment continues the one before", CHAINS, "chain(a[:, :end], b[:end]) - chain(a[:, :first], b[:first])"),
+    Bug("bias of a segmented product left out", "total = total + bias", "pass"),
+    Bug("last segment left out", f"[{CHAINS} for first, end in cuts]", f"[{CHAINS} for first, end in cuts[:-1]]"),
+)
 WEIGHT_GRADIENT = (
     Bug("gradient not zeroed", "a.new_zeros(", "a.new_empty("),
     Bug(
@@ -69,5 +80,9 @@ WEIGHT_GRADIENT = (
     Bug("last slab of columns skipped", "range(0, out.shape[1], SLAB)", "range(0, max(out.shape[1] - SLAB, 1), SLAB)"),
 )
 
-MODULES = ("rl_kernels.core.rowwise", "rl_kernels.det_gemm.backends.native")
-MUTANTS = (Mutants("native", MODULES, (*PRODUCT, *WEIGHT_GRADIENT)), *mutants_cuda.MUTANTS, *mutants_triton.MUTANTS)
+MODULES = ("rl_kernels.core.rowwise", "rl_kernels.det_gemm.segments", "rl_kernels.det_gemm.backends.native")
+MUTANTS = (
+    Mutants("native", MODULES, (*PRODUCT, *SEGMENTS, *WEIGHT_GRADIENT)),
+    *mutants_cuda.MUTANTS,
+    *mutants_triton.MUTANTS,
+)

@@ -66,6 +66,9 @@ LAUNCHES = (
         "_operand(right, majors[1], cut.rows",
     ),
     Bug("weights stay in the cache", "PROMOTION_ONCE if cut.swapped else PROMOTION", "PROMOTION"),
+    Bug(
+        "clusters of narrow tiles begin early", "self.cluster > 1 and self.columns > PLAIN_COLUMNS", "self.cluster > 1"
+    ),
     Bug("every launch waits", "pdl=plan.pdl", "pdl=False"),
     Bug("every launch begins early", "pdl=plan.pdl", "pdl=True"),
     Bug(

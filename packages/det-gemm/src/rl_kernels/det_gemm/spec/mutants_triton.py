@@ -7,7 +7,11 @@ from __future__ import annotations
 
 from rl_kernels.core.testing import Bug, Mutants
 
-MODULES = ("rl_kernels.core.triton_lib.gemm", "rl_kernels.det_gemm.backends.triton")
+MODULES = (
+    "rl_kernels.core.triton_lib.schedule",
+    "rl_kernels.core.triton_lib.gemm",
+    "rl_kernels.det_gemm.backends.triton",
+)
 
 KERNEL = (
     Bug("mask of K off by one", "(c < K)[None, :], other=0.0)", "(c < K - 1)[None, :], other=0.0)"),
@@ -29,6 +33,11 @@ KERNEL = (
         "row, column = 0 * tile_m, tile_n * BLOCK_N",
     ),
 )
+SEGMENTS = (
+    Bug("a segment of the same terms twice", "_segments(*where, index + half,", "_segments(*where, index,"),
+    Bug("segments that reach into the next", "tl.minimum((index + 1) * length, K)", "K"),
+    Bug("blocks longer than a segment", "inner=math.gcd(cut.inner, length)", "inner=cut.inner"),
+)
 HOST = (
     Bug(
         "tiles rounded down", "(min(tiles, processors(a.device)) if cut.persistent else tiles,)", "(max(tiles - 1, 1),)"
@@ -39,6 +48,6 @@ HOST = (
         "gemm.matmul(a.flip(0).t(), dc, out)\n",
     ),
 )
-CASES = ("odd", "one-column", "linear-leading", "linear-column-major", "dw-many-steps", "dw-continued")
+CASES = ("odd", "one-column", "linear-leading", "linear-column-major", "dw-many-steps", "dw-continued", "segments")
 
-MUTANTS = (Mutants("triton", MODULES, (*KERNEL, *HOST), CASES),)
+MUTANTS = (Mutants("triton", MODULES, (*KERNEL, *SEGMENTS, *HOST), CASES),)

@@ -227,7 +227,7 @@ def plan_of(
         length,
         cut.far * cut.consumers * cut.sums * _blocks(cut, rows, columns, multiprocessors),
         cut.shared(majors[1]),
-        cut.swapped,
+        cut.early,
     )
 
 

@@ -73,6 +73,11 @@ class Schedule:
         return self.rows >= ROWS and self.columns % 16 == 0 and self.cluster == 1
 
     @property
+    def early(self) -> bool:
+        """Say whether blocks may start while the kernel before still runs; as measured, not in other clusters."""
+        return self.swapped or (self.cluster > 1 and self.columns > PLAIN_COLUMNS)
+
+    @property
     def waiting(self) -> int:
         """Return the levels of the tree of a block's segments whose left sums do not fit in registers."""
         return max(self.segments.bit_length() - SUMS // (self.columns // 2), 0)

@@ -72,7 +72,7 @@ __device__ void finish(const Args& p, int row, int column, float (&sum)[WIDTH]) 
         if (p.bias_along && i < inside)
             sum[i] = __fadd_rn(sum[i], Number::read(bias + (p.bias_along == 1 ? row : column + i)));
     char* at = static_cast<char*>(p.out) + (row * p.out_row + column * p.out_column) * Out::SIZE;
-    if (WIDTH == 4 && inside == WIDTH && p.out_column == 1 && reinterpret_cast<u64>(at) % (WIDTH * Out::SIZE) == 0) {
+    if (inside == WIDTH && p.out_column == 1 && reinterpret_cast<u64>(at) % (WIDTH * Out::SIZE) == 0) {
         constexpr int WORDS = WIDTH * Out::SIZE / 4;
         u32 word[4];
 #pragma unroll
@@ -90,24 +90,19 @@ __device__ void finish(const Args& p, int row, int column, float (&sum)[WIDTH]) 
 
 // Merges the sums of the blocks of a cluster: each block a part of the tile.
 __device__ void merge_blocks(const Ring& ring, const Args& p, const Mine& mine, const Tiles& tile, Sums& d) {
-    // Numbers of a thread side by side: in a row, or if A_ONCE single ones, because then columns of out are contiguous.
-    constexpr int WIDTH = A_ONCE ? 1 : 4, PITCH = TILE_N + (A_ONCE ? 1 : 8), TOGETHER = CONSUMERS * WARPGROUP;
-    constexpr int ACROSS = TILE_N / WIDTH;
+    // Numbers of a thread side by side, threads that merge, pitch of a row without bank conflicts.
+    constexpr int WIDTH = 4, ACROSS = TILE_N / WIDTH, TOGETHER = CONSUMERS * WARPGROUP, PITCH = TILE_N + 8;
     auto* sums = reinterpret_cast<float*>(ring.a(0));
     // The other consumer's products may still read the stages.
     sync_threads(1, TOGETHER);
 #pragma unroll
     for (int i = 0; i < TILE_N / 2; i += 2) {
-        const int y = mine.row + i / 2 % 2 * 8, at = y * PITCH + mine.column + i / 4 * 8;
-        if (TILE_M < MMA_M && y >= TILE_M) continue;
-        if constexpr (A_ONCE)
-            sums[at] = d[i], sums[at + 1] = d[i + 1];
-        else
-            *reinterpret_cast<float2*>(sums + at) = make_float2(d[i], d[i + 1]);
+        const int at = (mine.row + i / 2 % 2 * 8) * PITCH + mine.column + i / 4 * 8;
+        *reinterpret_cast<float2*>(sums + at) = make_float2(d[i], d[i + 1]);
     }
     sync_cluster();
-    const auto row_of = [](int i) { return A_ONCE ? i % TILE_M : i / ACROSS; };
-    const auto column_of = [](int i) { return A_ONCE ? i / TILE_M : i % ACROSS * WIDTH; };
+    const auto row_of = [](int i) { return i / ACROSS; };
+    const auto column_of = [](int i) { return i % ACROSS * WIDTH; };
     int first = cluster_rank() * TOGETHER + mine.group * WARPGROUP + mine.thread;
     // Hides the index from the compiler. Otherwise it computes addresses before the products, and runs out of registers.
     asm volatile("" : "+r"(first));

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from rl_kernels.det_gemm.backends.cuda_sm90.schedule import (
+    BOX,
+    MN_MAJOR,
     SHALLOWEST,
     Candidate,
     Schedule,
@@ -32,7 +34,7 @@ OF_CLUSTER = 3.0, 0.5
 """Microseconds of a merge over a cluster, and more for each of its blocks."""
 ALONE = 1.0
 """Microseconds that a tile takes longer if no other one is multiplied while it is stored."""
-WORTH = 0.85
+WORTH = 0.9
 """A cluster is taken if it is expected to take at most this share of the time."""
 BYTES = 2.9e6
 """Bytes of a weight that are read in a microsecond: no schedule is faster, and then a cluster is slower."""
@@ -59,7 +61,9 @@ def schedule_of_segments(
 
     def fits(cut: Schedule) -> bool:
         left, right = operands_of(cut, majors)
-        return cut.fitted(left, right).depth(right) >= SHALLOWEST
+        # Boxes have 64 columns: of other widths the last one is padded, which takes as long to load.
+        padded = right == MN_MAJOR and not cut.swapped and cut.columns % BOX
+        return not padded and cut.fitted(left, right).depth(right) >= SHALLOWEST
 
     possible = [one for one in possible_of(in_segments(segments), m, majors) if fits(one.schedule)]
     best = min((one for one in possible if one.schedule.cluster == 1), key=time)
@@ -80,7 +84,8 @@ def in_segments(segments: int) -> tuple[Candidate, ...]:
 def _cut(one: Candidate, segments: int) -> Iterator[Candidate]:
     turns = one.schedule.turns
     for cluster in CLUSTERS:
-        if cluster > segments or (turns and cluster > 1):
+        # Products of few rows are bound by loads, and gain nothing from more blocks.
+        if cluster > segments or (cluster > 1 and (turns or one.schedule.swapped)):
             continue
         cut = replace(one.schedule, turns=False, segments=segments // cluster, cluster=cluster)
         if cut.far <= FARTHEST and not (1 < cluster < segments and cut.columns > WIDEST):

@@ -53,7 +53,7 @@ constexpr int THREADS = (CONSUMERS + 1) * WARPGROUP;
 constexpr bool SEGMENTED = SEGMENTS * CLUSTER > 1;
 constexpr bool MOVES_REGISTERS = CONSUMERS == 2 && (TILE_N > 128 || SEGMENTS > 1) && !ANY_PLAIN;
 static_assert(!SEGMENTED || !(TURNS || ANY_PLAIN || CONTINUES), "one chain only");
-static_assert(CLUSTER == 1 || STORED == 0, "what blocks have merged is stored by strides");
+static_assert(CLUSTER == 1 || (STORED == 0 && TILE_M >= MMA_M), "what blocks have merged is stored by strides");
 static_assert(!ANY_PLAIN || BOXES == 1, "only copies reach other boxes");
 static_assert(TILE_M % MMA_M == 0 || (TILE_M % 8 == 0 && MAJOR_OF_A == K_MAJOR), "pieces are whole");
 static_assert(TILE_M >= MMA_M || STORED == 0, "a box has 64 rows");

@@ -22,9 +22,6 @@ __device__ inline u32 address_in(const void* at, int rank) {
     return found;
 }
 // Loads in the order of sync_cluster and other loads like it; other accesses of memory may pass.
-__device__ inline void load_from(u32 at, float (&x)[1]) {
-    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x[0]) : "r"(at));
-}
 __device__ inline void load_from(u32 at, float (&x)[4]) {
     asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
                  : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
