@@ -41,7 +41,7 @@ class Normaliser(NamedTuple):
         num_sequences: a number > 0, or such a tensor; only for loss types that average over sequences. By default B,
             which counts masked sequences too.
         max_completion_length: an integer >= 1; only for ``dr_grpo``, which divides by it too. By default T.
-        process_group: a ``ProcessGroup`` of 1, 2, 4 or 8 ranks, or a ``DeviceMesh`` with one dim. The sequences of its
+        process_group: a ``ProcessGroup`` of any size, or a ``DeviceMesh`` with one dim. The sequences of its
             ranks, in the order of ranks, are one batch: groups, advantages, divisors, loss and metrics are those of
             this batch on every rank, bit for bit what one process returns. The gradient is that of this loss to the
             rank's own log-probabilities, without a factor of the number of ranks. Ranks may differ in B and T; all

@@ -68,7 +68,7 @@ def agreed(
     Raises:
         TypeError, ValueError: arguments of a rank are wrong, or ranks differ; the same error on each.
     """
-    group = group_of(process_group)
+    group = group_of(process_group, sizes=None)
     if not validate or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
         made, sizes, _ = make()
         return made, Batch(group, (sizes.batch,) * group_size(group), sizes.length)

@@ -21,12 +21,17 @@ def gather_into(target: torch.Tensor, x: torch.Tensor, group: ProcessGroup) -> N
     _all_gather(target, x, group=group)
 
 
-def group_of(value: object, name: str = "process_group") -> ProcessGroup:
+def group_of(value: object, name: str = "process_group", sizes: tuple[int, ...] | None = SIZES) -> ProcessGroup:
     """Return the process group that an argument names: the group itself, or that of a mesh with one dim.
+
+    Args:
+        value: the argument.
+        name: of the argument, for messages.
+        sizes: allowed numbers of ranks; None: any.
 
     Raises:
         TypeError: it is neither.
-        ValueError: the mesh has several dims, this process is not in the group, or its size is not 1, 2, 4 or 8.
+        ValueError: the mesh has several dims, this process is not in the group, or its size is none of ``sizes``.
     """
     if isinstance(value, DeviceMesh):
         if value.ndim != 1:
@@ -36,8 +41,9 @@ def group_of(value: object, name: str = "process_group") -> ProcessGroup:
         raise ValueError(f"{name}: expected a group that this process belongs to")
     if not isinstance(value, ProcessGroup):
         raise TypeError(f"{name}: expected a ProcessGroup or a DeviceMesh with one dim, got {type(value).__name__}")
-    if group_size(value) not in SIZES:
-        raise ValueError(f"{name}: expected 1, 2, 4 or 8 ranks, got {value.size()}")
+    if sizes is not None and group_size(value) not in sizes:
+        allowed = ", ".join(map(str, sizes[:-1]))
+        raise ValueError(f"{name}: expected {allowed} or {sizes[-1]} ranks, got {value.size()}")
     return value
 
 
