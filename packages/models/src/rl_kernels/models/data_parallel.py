@@ -155,7 +155,7 @@ def clip_grad_norm(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: 
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else parameters
     grads = [one.grad for one in parameters if one.grad is not None]
     if not grads:
-        return torch.zeros(())
+        return torch.zeros((), dtype=torch.float32, device="cpu")
     groups = {id(group): group for group in map(_shards_of, grads) if group is not None}
     if len(groups) > 1:
         raise ValueError("parameters: expected gradients that are sharded over one mesh, got several")

@@ -106,7 +106,7 @@ def _exchanged(record: Mapping[str, Any], group: ProcessGroup, size: int) -> lis
     assert len(text) <= RECORD, "values are cut, so only too many of them do not fit"
     kinds = {device.type for device in group._device_types}
     device = torch.device("cpu") if "cpu" in kinds else torch.device("cuda", torch.cuda.current_device())
-    mine = torch.frombuffer(bytearray(text.ljust(RECORD)), dtype=torch.uint8).to(device)
+    mine = torch.tensor(list(text.ljust(RECORD)), dtype=torch.uint8, device=device)
     received = mine.new_empty(size * RECORD)
     gather_into(received, mine, group)
     content = received.cpu().numpy().tobytes()

@@ -26,6 +26,9 @@ ONE_SHOT = 4 << 20
 LARGEST = 1 << 30
 """Bytes of the largest part that goes through symmetric memory."""
 ALIGNED = 256
+"""Bytes of which areas are multiples."""
+NAME = 64
+"""Bytes of a node's name that are compared."""
 LEAST = 8 << 20
 """Bytes of the smallest window."""
 
@@ -103,11 +106,11 @@ def _mapped(group: ProcessGroup, device: torch.device, size: int) -> Window | No
 
 
 def _on_one_node(group: ProcessGroup, device: torch.device) -> bool:
-    boot = os.uname().nodename.encode()[:64].ljust(64)
-    mine = torch.frombuffer(bytearray(boot), dtype=torch.uint8).to(device)
-    names = mine.new_empty(group_size(group) * 64)
+    name = os.uname().nodename.encode()[:NAME].ljust(NAME)
+    mine = torch.tensor(list(name), dtype=torch.uint8, device=device)
+    names = mine.new_empty(group_size(group) * NAME)
     gather_into(names, mine, group)
-    return bool((names.view(-1, 64) == mine).all())
+    return bool((names.view(-1, NAME) == mine).all())
 
 
 def all_reduce(

@@ -1,0 +1,47 @@
+"""The demo over ranks: the command under torchrun, and what it refuses."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from rl_kernels.demo import cli
+from rl_kernels.demo.parallel.run import _differing
+from rl_kernels.demo.parallel.trainers import RankTrainer
+from rl_kernels.demo.train import Settings
+
+
+@pytest.mark.parametrize("way", ["tp", "dp"])
+def test_command(way):
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launch, "-m", "rl_kernels.demo", "--parallel", way, "--steps", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+    assert done.returncode == 0, done.stderr
+    logps, weights = (re.search(rf"{name}: 0 of ([\d,]+) differ", done.stdout) for name in ("training", "process"))
+    assert int(logps[1].replace(",", "")) > 500
+    assert int(weights[1].replace(",", "")) > 100_000
+
+
+def test_it_counts_differing_weights():
+    weights = RankTrainer(Settings(steps=1, prompts=1), "tp", 1, None).weights()
+    name, value = next(iter(weights.items()))
+    assert _differing(value, value.clone()) == 0
+    changed = value.clone()
+    changed.view(-1)[3] = torch.nextafter(changed.view(-1)[3], torch.tensor(9.0))
+    assert _differing(value, changed) == 1
+    assert name
+
+
+def test_without_torchrun(monkeypatch, capsys):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--parallel", "tp"])
+    assert ended.value.code == 2
+    assert "start it with torchrun --nproc-per-node 2 -m rl_kernels.demo" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main(["--parallel", "dp", "--device", "cuda"])
+    assert "--parallel: expected --device cpu" in capsys.readouterr().err
