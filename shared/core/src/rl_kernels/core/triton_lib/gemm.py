@@ -102,7 +102,7 @@ def matmul(
     (m, k), n = a.shape, b.shape[1]
     cut = schedule or schedule_for(m, n, k, a.dtype, a.device, spans=span > STEP.value)
     if segments > 1:
-        cut = in_segments(cut, segments, length)
+        cut = in_segments(cut, segments, length, a.dtype)
     left, right, target = (b.t(), a, out.t()) if cut.swapped else (a, b.t(), out)
     stored = described(target)
     if not stored and out.dtype == torch.float32:

@@ -67,8 +67,8 @@ FP32 = (
 """FP32 on sm_90: (largest number of rows, schedule)."""
 FP32_SMALL, FP32_LARGE = Schedule(64, 64, 16, 4, 3), Schedule(128, 128, 16, 8, 4)
 """FP32 on sm_90 for more rows: the small one where tiles of the large one would leave multiprocessors idle."""
-SUMS = 192
-"""Registers of a thread for sums."""
+SUMS, SUMS_OF_FP32 = 192, 64
+"""Registers of a thread for sums; products of FP32 need more of them for their operands."""
 IN_INTERPRETER = Schedule(64, 64, 64, 4, 1)
 
 
@@ -117,7 +117,7 @@ def schedule_for(m: int, n: int, k: int, dtype: torch.dtype, device: torch.devic
     return _fastest(m, n, k, processors(device))
 
 
-def in_segments(cut: Schedule, segments: int, length: int) -> Schedule:
+def in_segments(cut: Schedule, segments: int, length: int, dtype: torch.dtype) -> Schedule:
     """Return a schedule for a product whose K is cut into segments: the same, or one with smaller tiles.
 
     The sums of a segment and those that wait for it must fit into a thread's registers, and no block of K may reach
@@ -125,7 +125,9 @@ def in_segments(cut: Schedule, segments: int, length: int) -> Schedule:
     """
     levels = segments.bit_length() - 1
     sums = cut.rows * cut.columns // (32 * cut.warps)
-    if sums * (levels + 1) > SUMS:
+    if dtype == torch.float32 and sums * (levels + 1) > SUMS_OF_FP32:
+        cut = replace(cut, rows=64, columns=64, warps=8, stages=3)
+    elif sums * (levels + 1) > SUMS:
         rows = min(cut.rows, 128)
         cut = replace(cut, rows=rows, columns=64, warps=rows // 16, stages=min(cut.stages, 4))
     return replace(cut, inner=math.gcd(cut.inner, length), persistent=False, parts=1)
