@@ -208,7 +208,7 @@ class Plan:
 def planned_by(monkeypatch, *answers):
     plan = Plan(*answers)
     with monkeypatch.context() as patch:
-        patch.setattr(api, "_chosen_for_linear", lambda *_: ("native", plan))
+        patch.setattr(api, "chosen_for_linear", lambda *_: ("native", plan))
         yield plan
 
 

@@ -119,7 +119,7 @@ def det_linear(
         CanaryMismatch: this GPU gives other bits than those recorded for its architecture; checked at the first call.
     """
     operand, matrix, bias = autocast_linear(x, weight, bias)
-    chosen, plan = _chosen_for_linear(operand, matrix, bias, backend, k_segments, dx_segments)
+    chosen, plan = chosen_for_linear(operand, matrix, bias, backend, k_segments, dx_segments)
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is not None:
         check.main_grad("weight.main_grad", main_grad, weight)
@@ -146,7 +146,7 @@ def _plan(
 
 
 @planned_choice(_plan)
-def _chosen_for_linear(
+def chosen_for_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -154,6 +154,7 @@ def _chosen_for_linear(
     k_segments: int,
     dx_segments: int,
 ) -> str:
+    """Check the operands of a linear layer; return the backend's name, and its plan or None."""
     check.tensor("x", x, check.HALF_AND_FLOAT, least=1)
     check.tensor("weight", weight, check.HALF_AND_FLOAT, ndim=2)
     check.shape("weight", weight, (weight.shape[0], x.shape[-1]), "N by the last dim of x")

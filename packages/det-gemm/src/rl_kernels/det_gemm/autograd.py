@@ -43,10 +43,10 @@ def linear(
     if requires_grad and torch.is_grad_enabled():
         found: torch.Tensor = _Linear.apply(x, weight, bias, (main_grad, chosen, plan, segments))
         return found
-    return _linear(x, weight, bias, chosen, plan, segments)
+    return plain_linear(x, weight, bias, chosen, plan, segments)
 
 
-def _linear(
+def plain_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -54,16 +54,18 @@ def _linear(
     plan: Any,
     segments: tuple[int, int],
 ) -> torch.Tensor:
+    """Return ``x @ weight^T + bias``, without a gradient."""
     if plan is not None and not ops_are_observed():
         found = plan.forward(x, weight, bias)
         if found is not None:
             return found
-    out = _forward(_rows(x), weight.t(), bias, x.dtype, segments[0], chosen)
+    out = _forward(flat_rows(x), weight.t(), bias, x.dtype, segments[0], chosen)
     # Not a view: autograd would forbid in-place changes of a view.
     return out if x.ndim == 2 else torch.ops.aten._unsafe_view.default(out, (*x.shape[:-1], weight.shape[0]))
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
+def flat_rows(x: torch.Tensor) -> torch.Tensor:
+    """Return ``x[..., K]`` as ``[M, K]``."""
     # The vmap of torch.autograd, for batched gradients, supports reshape but not flatten.
     return x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
@@ -127,7 +129,7 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         # main_grad is not saved for backward: it is meant to change in place between this call and its backward pass.
         ctx.how = how
-        return _linear(x, weight, bias, *how[1:])
+        return plain_linear(x, weight, bias, *how[1:])
 
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -142,7 +144,7 @@ class _Linear(torch.autograd.Function):
         if found is None:
             dc = upstream.to(x.dtype)
             dx = _input_gradient(dc, x, weight, segments, backend) if of_x else None
-            dweight = _weight_gradient(dc, x, main_grad, backend) if of_weight else None
+            dweight = weight_gradient(dc, x, main_grad, backend) if of_weight else None
         else:
             dx, dweight = found
             if main_grad is not None and of_weight:
@@ -151,7 +153,7 @@ class _Linear(torch.autograd.Function):
                     increment_version(main_grad)
         dbias = None
         if _is_needed(ctx, 2):
-            rows = _rows(upstream.to(x.dtype))
+            rows = flat_rows(upstream.to(x.dtype))
             dbias = first_order(ops["weight_gradient"], rows.new_ones(len(rows), 1), rows, x.dtype, backend)[0]
         return dx, dweight, dbias, None
 
@@ -163,16 +165,16 @@ def _is_needed(ctx: Any, number: int) -> bool:
 def _input_gradient(
     dc: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, segments: int, backend: str
 ) -> torch.Tensor:
-    found = _input_product(_rows(dc), weight, segments, backend)
+    found = _input_product(flat_rows(dc), weight, segments, backend)
     return found if x.ndim == 2 else found.view(x.shape)
 
 
-def _weight_gradient(
+def weight_gradient(
     dc: torch.Tensor, x: torch.Tensor, main_grad: torch.Tensor | None, backend: str
 ) -> torch.Tensor | None:
     """Return the gradient of the weight, or add it to ``main_grad``."""
     if main_grad is None:
-        found: torch.Tensor = first_order(ops["weight_gradient"], _rows(dc), _rows(x), x.dtype, backend)
+        found: torch.Tensor = first_order(ops["weight_gradient"], flat_rows(dc), flat_rows(x), x.dtype, backend)
         return found
-    ops["weight_gradient_into"](_rows(dc), _rows(x), main_grad, backend)
+    ops["weight_gradient_into"](flat_rows(dc), flat_rows(x), main_grad, backend)
     return None

@@ -10,48 +10,13 @@ import torch
 from torch.distributed import ProcessGroup
 
 from rl_kernels.core import validate as check
-from rl_kernels.core.distributed import agree, all_gather, group_of, group_rank, group_size, reduce_product
+from rl_kernels.core.distributed import agree, group_of, group_size
 from rl_kernels.core.main_grad import gather
-from rl_kernels.core.torchlib import autocast_linear, first_order, is_asked_for, no_lost_derivatives, values_hidden
+from rl_kernels.core.torchlib import autocast_linear, no_lost_derivatives, values_hidden
 from rl_kernels.det_gemm import canary
-from rl_kernels.det_gemm.api import _chosen_for_linear as chosen_for_linear
-from rl_kernels.det_gemm.autograd import _linear as plain_linear
-from rl_kernels.det_gemm.autograd import _rows as flat_rows
-from rl_kernels.det_gemm.autograd import _weight_gradient as weight_gradient
-from rl_kernels.det_gemm.op import ops
+from rl_kernels.det_gemm.api import chosen_for_linear
+from rl_kernels.det_gemm.exchanged import Cut, layer
 from rl_kernels.det_gemm.segments import COUNTS, STEP, segment_length
-
-PLAIN = (1, 1)
-"""Segments of a layer whose sums are not cut."""
-
-
-class _Cut(NamedTuple):
-    """How a sum is cut over ranks.
-
-    Attributes:
-        group: the ranks, or None for one process.
-        segments: of this rank.
-        length: terms of a segment.
-        scatter_dim: along which each rank keeps its slice of the sum, or None for the whole sum.
-    """
-
-    group: ProcessGroup | None
-    segments: int
-    length: int
-    scatter_dim: int | None
-
-    def product(
-        self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, shape: tuple[int, ...], backend: str
-    ) -> torch.Tensor:
-        """Return ``a @ b + bias`` in the dtype of ``a`` and in ``shape``, summed over ranks, or this rank's slice."""
-        if self.group is None:
-            return ops["segmented"](a, b, bias, a.dtype, self.segments, self.length, backend).view(shape)
-
-        def write(part: torch.Tensor, first: int, end: int) -> None:
-            ops["segmented_into"](a[first:end], b, part, self.segments, self.length, backend)
-
-        how: dict[str, Any] = {"scatter_dim": self.scatter_dim, "bias": bias, "dtype": a.dtype}
-        return reduce_product(write, shape, a, self.group, **how)
 
 
 def column_parallel_linear(
@@ -170,10 +135,7 @@ class _Call(NamedTuple):
             raise error
         no_lost_derivatives(self.name, x, weight, bias)
         canary.guard(x, chosen)
-        kind, how = _Column if of_columns else _Row, (main_grad, chosen, plan, cut)
-        if not (torch.is_grad_enabled() and any(v is not None and v.requires_grad for v in (x, weight, bias))):
-            return kind.output(x, weight, bias, how)
-        out: torch.Tensor = kind.apply(x, weight, bias, how)
+        out = layer(x, weight, bias, (main_grad, chosen, plan, cut), of_columns=of_columns)
         if main_grad is not None and self.weight.requires_grad:
             gather("weight", self.weight, out)
         return out
@@ -205,7 +167,7 @@ def _cut_of(
     scatter_dim: int | None,
     shape: tuple[int, ...] | None,
     of_columns: bool,
-) -> _Cut:
+) -> Cut:
     """Check how a sum over ranks is cut, for a shard of ``size``; ``shape`` of x is read with a scatter_dim only."""
     ranks = 1 if group is None else group_size(group)
     check.choice(key, segments, COUNTS)
@@ -228,94 +190,4 @@ def _cut_of(
         check.integer("scatter_dim", scatter_dim, least=0, most=len(shape) - 2)
         if shape[scatter_dim] % ranks:
             raise ValueError(f"x: expected dim {scatter_dim} to divide by {ranks} ranks, got shape {shape}")
-    return _Cut(group if ranks > 1 else None, own, length, scatter_dim)
-
-
-class _Column(torch.autograd.Function):
-    """``x @ weight^T + bias`` for a rank's rows of the weight; ``how`` is (main_grad, backend, plan, cut)."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, how: tuple[Any, ...]
-    ) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        # main_grad is not saved for backward: it is meant to change in place between this call and its backward pass.
-        ctx.how = how
-        return _Column.output(x, weight, bias, how)
-
-    @staticmethod
-    def output(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, how: tuple[Any, ...]) -> torch.Tensor:
-        """Return the layer; it needs no exchange."""
-        return plain_linear(x, weight, bias, how[1], how[2], PLAIN)
-
-    @staticmethod
-    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        no_lost_derivatives("column_parallel_linear", upstream, x, weight)
-        main_grad, backend, plan, cut = ctx.how
-        dc = upstream.to(x.dtype)
-        dx = None
-        if _is_needed(ctx, 0):
-            dx = first_order(_of_columns, flat_rows(dc), weight, x, cut, backend)
-        return dx, *_of_parameters(ctx, dc, x, weight, (main_grad, backend, plan)), None
-
-
-def _of_columns(dc: torch.Tensor, weight: torch.Tensor, x: torch.Tensor, cut: _Cut, backend: str) -> torch.Tensor:
-    """Return the gradient of x, or zeros around this rank's slice of it."""
-    found = cut.product(dc, weight, None, x.shape, backend)
-    if cut.scatter_dim is None or cut.group is None:
-        return found
-    whole = found.new_zeros(x.shape)
-    whole.chunk(group_size(cut.group), cut.scatter_dim)[group_rank(cut.group)].copy_(found)
-    return whole
-
-
-class _Row(torch.autograd.Function):
-    """The sum over ranks of ``x @ weight^T``, plus bias; ``how`` is (main_grad, backend, plan, cut)."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, how: tuple[Any, ...]
-    ) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.how = how
-        return _Row.output(x, weight, bias, how)
-
-    @staticmethod
-    def output(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, how: tuple[Any, ...]) -> torch.Tensor:
-        """Return the sum over ranks."""
-        _, backend, _, cut = how
-        found = cut.product(flat_rows(x), weight.t(), bias, (*x.shape[:-1], weight.shape[0]), backend)
-        # Not a view: autograd would forbid in-place changes of a view.
-        return torch.ops.aten._unsafe_view.default(found, tuple(found.shape))
-
-    @staticmethod
-    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        no_lost_derivatives("row_parallel_linear", upstream, x, weight)
-        main_grad, backend, plan, cut = ctx.how
-        dc = upstream.to(x.dtype)
-        if cut.scatter_dim is not None and cut.group is not None:
-            dc = first_order(all_gather, dc, cut.group, cut.scatter_dim)
-        dx = None
-        if _is_needed(ctx, 0):
-            dx = first_order(ops["forward"], flat_rows(dc), weight, None, x.dtype, backend).view(x.shape)
-        return dx, *_of_parameters(ctx, dc, x, weight, (main_grad, backend, plan)), None
-
-
-def _of_parameters(
-    ctx: Any, dc: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, how: tuple[Any, ...]
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the gradients of weight and bias; with ``main_grad``, that of the weight is added to it."""
-    main_grad, backend, _ = how
-    dweight = dbias = None
-    if _is_needed(ctx, 1):
-        dweight = weight_gradient(dc, x, main_grad, backend)
-    if _is_needed(ctx, 2):
-        rows = flat_rows(dc)
-        dbias = first_order(ops["weight_gradient"], rows.new_ones(len(rows), 1), rows, x.dtype, backend)[0]
-    return dweight, dbias
-
-
-def _is_needed(ctx: Any, number: int) -> bool:
-    return bool(ctx.needs_input_grad[number]) and is_asked_for(ctx, number)
+    return Cut(group if ranks > 1 else None, own, length, scatter_dim)

@@ -81,7 +81,8 @@ def window_of(group: ProcessGroup, like: torch.Tensor, size: int) -> Window | No
     if values_hidden(like):
         # Memory cannot be mapped while a graph is captured.
         return None
-    if not INSTALLED or os.environ.get(VARIABLE) == "0" or distributed.get_backend(group) != "nccl":
+    off = os.environ.get(VARIABLE) == "0" or torch.version.hip is not None
+    if off or not INSTALLED or distributed.get_backend(group) != "nccl":
         known[device] = None
         return None
     size = max(LEAST, 1 << (size - 1).bit_length())

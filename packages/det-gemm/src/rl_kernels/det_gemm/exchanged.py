@@ -1,0 +1,151 @@
+"""The differentiable layers of ``parallel``: products of a rank's part of a weight, and the exchange of their sums."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed import ProcessGroup
+
+from rl_kernels.core.distributed import all_gather, group_rank, group_size, reduce_product
+from rl_kernels.core.torchlib import first_order, is_asked_for, no_lost_derivatives
+from rl_kernels.det_gemm.autograd import flat_rows, plain_linear, weight_gradient
+from rl_kernels.det_gemm.op import ops
+
+PLAIN = (1, 1)
+"""Segments of a layer whose sums are not cut."""
+
+
+class Cut(NamedTuple):
+    """How a sum is cut over ranks.
+
+    Attributes:
+        group: the ranks, or None for one process.
+        segments: of this rank.
+        length: terms of a segment.
+        scatter_dim: along which each rank keeps its slice of the sum, or None for the whole sum.
+    """
+
+    group: ProcessGroup | None
+    segments: int
+    length: int
+    scatter_dim: int | None
+
+    def product(
+        self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, shape: tuple[int, ...], backend: str
+    ) -> torch.Tensor:
+        """Return ``a @ b + bias`` in the dtype of ``a`` and in ``shape``, summed over ranks, or this rank's slice."""
+        if self.group is None:
+            return ops["segmented"](a, b, bias, a.dtype, self.segments, self.length, backend).view(shape)
+
+        def write(part: torch.Tensor, first: int, end: int) -> None:
+            ops["segmented_into"](a[first:end], b, part, self.segments, self.length, backend)
+
+        how: dict[str, Any] = {"scatter_dim": self.scatter_dim, "bias": bias, "dtype": a.dtype}
+        return reduce_product(write, shape, a, self.group, **how)
+
+
+def layer(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    how: tuple[torch.Tensor | None, str, Any, Cut],
+    *,
+    of_columns: bool,
+) -> torch.Tensor:
+    """Return a column-parallel or a row-parallel layer; ``how`` is (main_grad, backend, plan, cut)."""
+    kind = _Column if of_columns else _Row
+    if not (torch.is_grad_enabled() and any(v is not None and v.requires_grad for v in (x, weight, bias))):
+        return kind.output(x, weight, bias, how)
+    out: torch.Tensor = kind.apply(x, weight, bias, how)
+    return out
+
+
+class _Column(torch.autograd.Function):
+    """``x @ weight^T + bias`` for a rank's rows of the weight; ``how`` is (main_grad, backend, plan, cut)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, how: tuple[Any, ...]
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        # main_grad is not saved for backward: it is meant to change in place between this call and its backward pass.
+        ctx.how = how
+        return _Column.output(x, weight, bias, how)
+
+    @staticmethod
+    def output(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, how: tuple[Any, ...]) -> torch.Tensor:
+        """Return the layer; it needs no exchange."""
+        return plain_linear(x, weight, bias, how[1], how[2], PLAIN)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        no_lost_derivatives("column_parallel_linear", upstream, x, weight)
+        main_grad, backend, plan, cut = ctx.how
+        dc = upstream.to(x.dtype)
+        dx = None
+        if _is_needed(ctx, 0):
+            dx = first_order(_of_columns, flat_rows(dc), weight, x, cut, backend)
+        return dx, *_of_parameters(ctx, dc, x, weight, (main_grad, backend, plan)), None
+
+
+def _of_columns(dc: torch.Tensor, weight: torch.Tensor, x: torch.Tensor, cut: Cut, backend: str) -> torch.Tensor:
+    """Return the gradient of x, or zeros around this rank's slice of it."""
+    found = cut.product(dc, weight, None, x.shape, backend)
+    if cut.scatter_dim is None or cut.group is None:
+        return found
+    whole = found.new_zeros(x.shape)
+    whole.chunk(group_size(cut.group), cut.scatter_dim)[group_rank(cut.group)].copy_(found)
+    return whole
+
+
+class _Row(torch.autograd.Function):
+    """The sum over ranks of ``x @ weight^T``, plus bias; ``how`` is (main_grad, backend, plan, cut)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, how: tuple[Any, ...]
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.how = how
+        return _Row.output(x, weight, bias, how)
+
+    @staticmethod
+    def output(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, how: tuple[Any, ...]) -> torch.Tensor:
+        """Return the sum over ranks."""
+        _, backend, _, cut = how
+        found = cut.product(flat_rows(x), weight.t(), bias, (*x.shape[:-1], weight.shape[0]), backend)
+        # Not a view: autograd would forbid in-place changes of a view.
+        return torch.ops.aten._unsafe_view.default(found, tuple(found.shape))
+
+    @staticmethod
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        no_lost_derivatives("row_parallel_linear", upstream, x, weight)
+        main_grad, backend, plan, cut = ctx.how
+        dc = upstream.to(x.dtype)
+        if cut.scatter_dim is not None and cut.group is not None:
+            dc = first_order(all_gather, dc, cut.group, cut.scatter_dim)
+        dx = None
+        if _is_needed(ctx, 0):
+            dx = first_order(ops["forward"], flat_rows(dc), weight, None, x.dtype, backend).view(x.shape)
+        return dx, *_of_parameters(ctx, dc, x, weight, (main_grad, backend, plan)), None
+
+
+def _of_parameters(
+    ctx: Any, dc: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, how: tuple[Any, ...]
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the gradients of weight and bias; with ``main_grad``, that of the weight is added to it."""
+    main_grad, backend, _ = how
+    dweight = dbias = None
+    if _is_needed(ctx, 1):
+        dweight = weight_gradient(dc, x, main_grad, backend)
+    if _is_needed(ctx, 2):
+        rows = flat_rows(dc)
+        dbias = first_order(ops["weight_gradient"], rows.new_ones(len(rows), 1), rows, x.dtype, backend)[0]
+    return dweight, dbias
+
+
+def _is_needed(ctx: Any, number: int) -> bool:
+    return bool(ctx.needs_input_grad[number]) and is_asked_for(ctx, number)
