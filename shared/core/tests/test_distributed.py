@@ -15,6 +15,7 @@ from rl_kernels.core.distributed import (
     fingerprint,
     group_of,
     reduce_scatter,
+    split,
     tree_sum,
 )
 from rl_kernels.core.testing import bits_of
@@ -67,11 +68,41 @@ def sums(rank, world):
             chained = chain_sum(parts).chunk(world, dim)[rank].contiguous()
             same(("scatter chain", dim), reduce_scatter(parts[rank], group, dim=dim, order="chain"), chained)
             same(("gather", dim), all_gather(mine, group, dim), tree_sum(parts).contiguous())
+    failed += gradients(rank, world, group)
     try:
         reduce_scatter(torch.zeros(world + 1), group)
     except ValueError as error:
         failed += [] if "expected dim 0 to divide" in str(error) else [str(error)]
     return failed, agreements(rank, group)
+
+
+def gradients(rank, world, group):
+    """Return which gradients are not those of a loss that every rank computes alike."""
+    failed = []
+    parts, upstream = parts_of((4, 8), world), torch.randn(4, 8, generator=torch.Generator().manual_seed(2))
+
+    def passed(name, x, out, up, wanted):
+        (found,) = torch.autograd.grad(out, x, up)
+        if found.dtype != wanted.dtype or not found.equal(wanted):
+            failed.append(name)
+
+    x = parts[rank].clone().requires_grad_()
+    out = all_reduce(x, group, dtype=torch.bfloat16)
+    passed("all_reduce", x, out, upstream.bfloat16(), upstream.bfloat16().float())
+    for dim in (0, 1):
+        mine = upstream.chunk(world, dim)[rank]
+        passed("reduce_scatter", x, reduce_scatter(x, group, dim=dim), mine, upstream)
+        passed("split", x, split(x, group, dim), mine, upstream)
+        x_part = parts[0].chunk(world, dim)[rank].clone().requires_grad_()
+        passed("all_gather", x_part, all_gather(x_part, group, dim), upstream, mine)
+    if all_reduce(parts[rank], group).requires_grad or all_gather(parts[rank], group).requires_grad:
+        failed.append("requires_grad")
+    try:
+        all_reduce(parts[rank], group, bias=torch.zeros(8, requires_grad=True))
+        failed.append("bias")
+    except ValueError as error:
+        failed += [] if "bias: expected a tensor that does not require grad" in str(error) else [str(error)]
+    return failed
 
 
 def agreements(rank, group):

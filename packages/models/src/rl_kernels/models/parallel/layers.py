@@ -10,12 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from rl_kernels.core.distributed import all_gather
 from rl_kernels.core.outputs import LogpStats
 from rl_kernels.det_gemm import column_parallel_linear, row_parallel_linear
 from rl_kernels.det_gemm.module import DetLinear
 from rl_kernels.linear_logp import linear_logp
 from rl_kernels.linear_logp.vocabulary import SEGMENTS, UNIT, slots
-from rl_kernels.models.parallel.exchanges import gather, norm_of_part
+from rl_kernels.models.parallel.norms import norm_of_part
 from rl_kernels.models.parallel.ranks import TOKENS, Ranks
 
 SHARED = "_rl_kernels_ranks"
@@ -84,7 +85,7 @@ class VocabParallelHead(DetLinear):
             return logits
         width = length * SEGMENTS // ranks.size
         padded = F.pad(logits, (0, width - logits.shape[-1]))
-        return gather(padded, ranks.group, padded.ndim - 1)[..., : self.vocab_size]
+        return all_gather(padded, ranks.group, padded.ndim - 1)[..., : self.vocab_size]
 
     def logp(self, hidden: torch.Tensor, target_ids: torch.Tensor, **options: Any) -> torch.Tensor | LogpStats:
         """Return ``linear_logp`` over the whole vocabulary; ``options`` are those of ``linear_logp``."""

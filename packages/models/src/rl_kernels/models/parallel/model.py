@@ -10,10 +10,9 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from rl_kernels.core.distributed import agree, fingerprint
+from rl_kernels.core.distributed import agree, all_gather, fingerprint, split
 from rl_kernels.core.torchlib import values_hidden
 from rl_kernels.models.invariance import invariant
-from rl_kernels.models.parallel.exchanges import cut, gather
 from rl_kernels.models.parallel.plan import Plan, plan_of
 from rl_kernels.models.parallel.ranks import TOKENS, Ranks
 
@@ -131,16 +130,18 @@ def _hook(plan: Plan, ranks: Ranks, validate: bool) -> None:
         hidden = _hidden(args, kwargs)
         # One new token cannot be cut: exchanges then are those of tensor parallelism alone, with the same bits.
         ranks.tokens_cut = hidden.shape[TOKENS] % ranks.size == 0
-        return _with_hidden(args, kwargs, cut(hidden, group, TOKENS)) if ranks.tokens_cut else None
+        return _with_hidden(args, kwargs, split(hidden, group, TOKENS)) if ranks.tokens_cut else None
 
     def whole(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return _with_hidden(args, kwargs, gather(_hidden(args, kwargs), group, TOKENS)) if ranks.tokens_cut else None
+        return (
+            _with_hidden(args, kwargs, all_gather(_hidden(args, kwargs), group, TOKENS)) if ranks.tokens_cut else None
+        )
 
     def leave(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
         if not ranks.tokens_cut:
             return output
         ranks.tokens_cut = False
-        return gather(output, group, TOKENS)
+        return all_gather(output, group, TOKENS)
 
     plan.first.register_forward_pre_hook(enter, with_kwargs=True)
     for block in plan.blocks:

@@ -4,7 +4,8 @@ Everything runs on the collectives of the given process group (NCCL or gloo), on
 """
 
 from rl_kernels.core.distributed.agreement import agree, fingerprint
-from rl_kernels.core.distributed.exchange import all_gather, all_reduce, reduce_product, reduce_scatter
+from rl_kernels.core.distributed.exchange import reduce_product
+from rl_kernels.core.distributed.functions import all_gather, all_reduce, reduce_scatter, split
 from rl_kernels.core.distributed.groups import SIZES, group_of, group_rank, group_size
 from rl_kernels.core.distributed.sums import chain_sum, tree_sum
 
@@ -20,5 +21,6 @@ __all__ = [
     "group_size",
     "reduce_product",
     "reduce_scatter",
+    "split",
     "tree_sum",
 ]

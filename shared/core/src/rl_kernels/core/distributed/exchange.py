@@ -2,7 +2,7 @@
 
 NCCL and gloo promise no order of their own reductions across numbers of ranks. So each rank receives the parts of all
 ranks for its slice of the result (all-to-all), adds them in the order of ranks, and the slices are gathered. For few
-numbers one all-gather of all parts is faster, and gives the same bits.
+numbers one all-gather of all parts is faster, and gives the same bits. ``functions`` adds gradients.
 """
 
 from __future__ import annotations
@@ -45,15 +45,7 @@ def all_reduce(
     bias: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Return the sum over the ranks of ``x[..., N]``: the same bits on each rank, over NCCL and gloo.
-
-    Args:
-        x: the part of this rank, FP32 for a sum that is rounded once; all ranks have the same shape and dtype.
-        group: 1, 2, 4 or 8 ranks.
-        order: ``tree``, a balanced binary tree in the order of ranks; ``chain``, one rank after the other.
-        bias: ``[N]``, added once to the sum; the same on all ranks.
-        dtype: of the result, to which the sum is rounded once; None is that of ``x``.
-    """
+    """Return the sum that ``functions.all_reduce`` documents."""
     _check_order(order)
     size = group_size(group)
     if size == 1:
@@ -82,11 +74,7 @@ def reduce_scatter(
     bias: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Return this rank's slice along ``dim`` of what ``all_reduce`` returns; ``dim`` divides by the number of ranks.
-
-    Raises:
-        ValueError: ``x`` has a size along ``dim`` that the number of ranks does not divide.
-    """
+    """Return the slice that ``functions.reduce_scatter`` documents."""
     _check_order(order)
     size, dim = group_size(group), dim % x.ndim
     if x.shape[dim] % size:

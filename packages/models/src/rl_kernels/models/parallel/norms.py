@@ -1,4 +1,4 @@
-"""Differentiable exchanges of activations: cut them over ranks, gather them, and norms whose rows are cut."""
+"""Norms whose rows are cut over ranks."""
 
 from __future__ import annotations
 
@@ -10,46 +10,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from rl_kernels.core.distributed import all_gather, group_rank, group_size
-from rl_kernels.core.torchlib import first_order
-
-
-def cut(x: torch.Tensor, group: ProcessGroup, dim: int) -> torch.Tensor:
-    """Return this rank's part of ``x``, which all ranks have; the gradients of all parts are gathered."""
-    found: torch.Tensor = _Cut.apply(x, group, dim)
-    return found
-
-
-def gather(x: torch.Tensor, group: ProcessGroup, dim: int) -> torch.Tensor:
-    """Return the parts of all ranks; the gradient of a part is its slice, which must be complete on its rank."""
-    found: torch.Tensor = _Gather.apply(x, group, dim)
-    return found
-
-
-def _part(x: torch.Tensor, group: ProcessGroup, dim: int) -> torch.Tensor:
-    return x.chunk(group_size(group), dim)[group_rank(group)].contiguous()
-
-
-class _Cut(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup, dim: int) -> torch.Tensor:
-        ctx.group, ctx.dim = group, dim
-        return _part(x, group, dim)
-
-    @staticmethod
-    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return first_order(all_gather, upstream, ctx.group, ctx.dim), None, None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup, dim: int) -> torch.Tensor:
-        ctx.group, ctx.dim = group, dim
-        return all_gather(x, group, dim)
-
-    @staticmethod
-    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return first_order(_part, upstream, ctx.group, ctx.dim), None, None
+from rl_kernels.core.distributed import all_gather
 
 
 def norm_of_part(
