@@ -1,6 +1,7 @@
 """Segments of a sum: their bounds, their tree, and that the parts of ranks have the bits of one process."""
 
 import copy
+import importlib
 import pickle
 
 import pytest
@@ -8,10 +9,13 @@ import torch
 from torch import nn
 
 from rl_kernels.core.distributed import tree_sum
+from rl_kernels.core.rowwise import matmul
 from rl_kernels.core.testing import Draw
+from rl_kernels.core.testing.planted import planted
 from rl_kernels.det_gemm import DetLinear, det_gemm, det_gemm_dw, det_linear
 from rl_kernels.det_gemm.op import ops
 from rl_kernels.det_gemm.segments import bounds, segment_length
+from rl_kernels.det_gemm.spec.mutants import MODULES, ORDERS, SEGMENTS
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SIZES = (0, 1, 16, 17, 30, 128, 200, 1000)
@@ -135,6 +139,29 @@ def test_compiled_with_numbers_of_segments_that_change():
     run = torch.compile(det_linear, fullgraph=True, backend="aot_eager")
     for count in (1, 8, 2):
         assert all(torch.equal(*pair) for pair in zip(gradient(count, run), gradient(count), strict=True))
+
+
+def hold_order():
+    """Hold the native backend to the tree, written out."""
+    module = importlib.import_module("rl_kernels.det_gemm.segments")
+    backend = importlib.import_module("rl_kernels.det_gemm.backends.native")
+    draw = Draw(torch.bfloat16, seed=9)
+    a, b, bias = draw.normal(40, 1000), draw.normal(1000, 24), draw.normal(24)
+    # 1000 terms in 8 segments of 128, the last of 104.
+    s = [matmul(a[:, first : first + 128], b[first : first + 128]) for first in range(0, 1000, 128)]
+    total = ((s[0] + s[1]) + (s[2] + s[3])) + ((s[4] + s[5]) + (s[6] + s[7]))
+    found = backend.segmented(a, b, bias, torch.float32, 8, module.segment_length(1000, 8))
+    assert torch.equal(found, total + bias.float())
+
+
+def test_the_order_is_the_tree_of_the_contract():
+    hold_order()
+
+
+@pytest.mark.parametrize("bug", [*ORDERS, *SEGMENTS], ids=lambda bug: bug.name)
+def test_bug_planted_in_the_order_shows(bug):
+    with planted(MODULES, bug), pytest.raises((AssertionError, RuntimeError)):
+        hold_order()
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -45,15 +45,17 @@ PRODUCT = (
 )
 CHAINS = "chain(a[:, first:end], b[first:end])"
 SEGMENTS = (
-    Bug("segments added in a chain", "total = tree_sum([", "total = chain_sum(["),
-    Bug("segments one step longer", "(STEP * segments)) * STEP", "(STEP * segments)) * STEP + STEP"),
-    Bug(
-        "segment boundaries off by 16 terms", "min(i * length, size), min(", "min(max(i * length - 16, 0), size), min("
-    ),
-    Bug("a segment continues the one before", CHAINS, "chain(a[:, :end], b[:end]) - chain(a[:, :first], b[:first])"),
+    Bug("a segment begins 16 terms early", "min(i * length, size), min(", "min(max(i * length - 16, 0), size), min("),
     Bug("bias of a segmented product left out", "total = total + bias", "pass"),
     Bug("last segment left out", f"[{CHAINS} for first, end in cuts]", f"[{CHAINS} for first, end in cuts[:-1]]"),
 )
+ORDERS = (
+    Bug("segments added in a chain", "total = tree_sum([", "total = sum(["),
+    Bug("tree from the other end", "for first, end in cuts]", "for first, end in cuts[2:] + cuts[:2]]"),
+    Bug("segments one step longer", "(STEP * segments)) * STEP", "(STEP * segments)) * STEP + STEP"),
+    Bug("a segment is not reset", CHAINS, "chain(a[:, :end], b[:end]) - chain(a[:, :first], b[:first])"),
+)
+"""Other orders of the same sum: bits that only a comparison with the contract shows."""
 WEIGHT_GRADIENT = (
     Bug("gradient not zeroed", "a.new_zeros(", "a.new_empty("),
     Bug(

@@ -36,7 +36,6 @@ KERNEL = (
 SEGMENTS = (
     Bug("a segment of the same terms twice", "_segments(*where, index + half,", "_segments(*where, index,"),
     Bug("segments that reach into the next", "tl.minimum((index + 1) * length, K)", "K"),
-    Bug("blocks longer than a segment", "inner=math.gcd(cut.inner, length)", "inner=cut.inner"),
 )
 HOST = (
     Bug(
