@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,6 @@ from rl_kernels.core.outputs import LogpStats
 from rl_kernels.det_gemm import det_linear
 from rl_kernels.det_gemm.module import DetLinear
 from rl_kernels.linear_logp import linear_logp
-from rl_kernels.models.parallel.layers import VocabParallelHead
 from rl_kernels.models.swap import original_of
 
 LORA = ("base_layer", "lora_A", "lora_B", "scaling", "active_adapters", "lora_dropout")
@@ -48,10 +48,10 @@ def head_logp(
     if not isinstance(head, nn.Module):
         raise TypeError(f"head: expected an nn.Module, got {type(head).__name__}")
 
-    module = _active_module(head)
+    module: Any = _active_module(head)
 
     def forward(hidden: torch.Tensor) -> torch.Tensor | LogpStats:
-        if isinstance(module, VocabParallelHead):
+        if _is_cut(module):
             return module.logp(hidden, target_ids, **options)
         rows, weight, bias = _operands(module, hidden)
         return linear_logp(rows, weight, target_ids, bias, **options)
@@ -62,6 +62,12 @@ def head_logp(
             return _through(each, lambda hidden: _copied(forward(hidden)), hidden)
     _check_hooks(head, *module.modules())
     return forward(hidden)
+
+
+def _is_cut(module: nn.Module) -> bool:
+    """Say whether ``parallelize`` cut a head; without it, its modules are not imported."""
+    layers = sys.modules.get("rl_kernels.models.parallel.layers")
+    return layers is not None and isinstance(module, layers.VocabParallelHead)
 
 
 def _active_module(head: Any) -> nn.Module:
