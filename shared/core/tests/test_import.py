@@ -9,7 +9,8 @@ import importlib, pkgutil, sys
 import torch  # which brings a part of cuda.bindings where that is installed
 before = set(sys.modules)
 import rl_kernels.core
-KERNELS = {f"rl_kernels.core.triton_lib.{name}" for name in ("arithmetic", "gemm", "softcap", "softmax")}
+NAMES = ("arithmetic", "gemm", "peer_kernels", "peers", "softcap", "softmax", "sums")
+KERNELS = {f"rl_kernels.core.triton_lib.{name}" for name in NAMES}
 names = {module.name for module in pkgutil.walk_packages(rl_kernels.core.__path__, "rl_kernels.core.")}
 assert names > KERNELS
 for name in sorted(names - KERNELS):
