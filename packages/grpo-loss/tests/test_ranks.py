@@ -78,7 +78,7 @@ class Group:
     def run(self, function: Callable[[int], Any], patch: pytest.MonkeyPatch) -> list[Any]:
         """Return what the function returns on each rank."""
         ranks = importlib.import_module(f"{PACKAGE}.ranks")
-        patch.setattr(ranks, "group_of", lambda group: group)
+        patch.setattr(ranks, "group_of", lambda group, **_: group)
         patch.setattr(ranks, "group_size", lambda group: group.size)
         patch.setattr(ranks, "group_rank", lambda group: group.rank)
         patch.setattr(ranks, "all_gather", lambda x, group: torch.cat(group.exchange(x)))
