@@ -61,14 +61,24 @@ def sums(rank, world):
                 found = all_reduce(parts[rank], group, bias=bias, dtype=torch.bfloat16)
                 same(("bias", few, shape), found, (tree_sum(parts) + bias.float()).bfloat16())
                 same(("gather", shape), all_gather(parts[rank], group), torch.cat(list(parts)))
-        for dim, shape in ((0, (8, 3)), (1, (2, 8, 3)), (-1, (3, 8)), (1, (3, 8, 2))):
+        for dim, shape in ((0, (8, 3)), (1, (2, 8, 3)), (-1, (3, 8)), (1, (3, 8, 2)), (-2, (3, 8, 2))):
             parts = parts_of(shape, world).transpose(-1, -2).contiguous().transpose(-1, -2)
             mine = tree_sum(parts).chunk(world, dim)[rank].contiguous()
             same(("scatter", dim), reduce_scatter(parts[rank], group, dim=dim), mine)
             chained = chain_sum(parts).chunk(world, dim)[rank].contiguous()
             same(("scatter chain", dim), reduce_scatter(parts[rank], group, dim=dim, order="chain"), chained)
             same(("gather", dim), all_gather(mine, group, dim), tree_sum(parts).contiguous())
+            if dim % len(shape) < len(shape) - 1:
+                bias = torch.randn(shape[-1], generator=torch.Generator().manual_seed(1)).bfloat16()
+                found = reduce_scatter(parts[rank], group, dim=dim, bias=bias, dtype=torch.bfloat16)
+                wanted = (tree_sum(parts) + bias.float()).bfloat16().chunk(world, dim)[rank].contiguous()
+                same(("scatter bias", dim), found, wanted)
     failed += gradients(rank, world, group)
+    try:
+        reduce_scatter(torch.zeros(3, world), group, dim=1, bias=torch.zeros(world))
+        failed.append("bias of the last dim")
+    except ValueError as error:
+        failed += [] if "bias: expected None with dim 1" in str(error) else [str(error)]
     try:
         reduce_scatter(torch.zeros(world + 1), group)
     except ValueError as error:
@@ -122,6 +132,8 @@ def agreements(rank, group):
     attempt("f" if rank else "g", group, None, {})
     attempt("f", group, None, {"hidden": "y" * 100 + str(rank)})
     attempt("f", group, None, {"hidden": fingerprint(x + rank)})
+    attempt("f", group, None, {"hidden": 1, "ids": rank})
+    attempt("f", group, None, {"mask": 1} if rank else {})
     own = agree("f", group, None, {"hidden": fingerprint(x)}, {"rows": rank + 3})
     return texts, own
 
@@ -139,7 +151,9 @@ def test_ranks(world):
     others = ", (4, 9)" * (world - 1)
     assert texts[2] == f"ValueError: hidden: expected the same on every rank of process_group, got (4, 8){others}"
     assert texts[3].startswith("ValueError: function: expected the same")
-    assert len(texts) == 6
+    assert texts[6].startswith("ValueError: ids: expected the same on every rank of process_group, got 0, 1")
+    assert texts[7].startswith("ValueError: mask: expected the same on every rank of process_group, got nothing, 1")
+    assert len(texts) == 8
 
 
 def dies(rank):

@@ -65,7 +65,8 @@ def agree(
         if other["error"] is not None:
             kind, text = other["error"]
             raise KINDS.get(kind, RuntimeError)(f"{text} (on rank {rank} of process_group)") from error
-    for key in ("name", *records[0]["same"]):
+    named = dict.fromkeys(key for other in records for key in other["same"])
+    for key in ("name", *named):
         found = [other["name"] if key == "name" else other["same"].get(key) for other in records]
         if any(value != found[0] for value in found):
             called = "function" if key == "name" else key

@@ -79,6 +79,8 @@ def reduce_scatter(
     size, dim = group_size(group), dim % x.ndim
     if x.shape[dim] % size:
         raise ValueError(f"x: expected dim {dim} to divide by {size} ranks, got shape {tuple(x.shape)}")
+    if bias is not None and dim == x.ndim - 1:
+        raise ValueError(f"bias: expected None with dim {dim}, the last one: each rank would need its slice of it")
     if size == 1:
         return total(x[None], order, bias, dtype)
     if dim:
