@@ -15,7 +15,7 @@ import torch
 from torch import distributed
 from torch.distributed import ProcessGroup
 
-from rl_kernels.core.distributed.groups import gather_into, group_rank, group_size
+from rl_kernels.core.distributed.groups import SIZES, gather_into, group_rank, group_size
 from rl_kernels.core.torchlib import values_hidden
 from rl_kernels.core.triton_lib.launch import INSTALLED
 
@@ -73,7 +73,8 @@ _kept: list[Window | None] = []
 
 def window_of(group: ProcessGroup, like: torch.Tensor, size: int) -> Window | None:
     """Return a window with room for parts of ``size`` bytes on the GPU of a tensor, or None; ranks call it alike."""
-    if not like.is_cuda or torch.compiler.is_compiling() or not 0 < size <= LARGEST:
+    # The kernels add a power of two of parts.
+    if not like.is_cuda or torch.compiler.is_compiling() or not 0 < size <= LARGEST or group_size(group) not in SIZES:
         return None
     known, device = _windows.setdefault(group, {}), like.get_device()
     if device in known and ((found := known[device]) is None or found.size >= size):
