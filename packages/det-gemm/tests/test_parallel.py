@@ -114,6 +114,15 @@ def errors(rank, world, group):
     attempt(row_parallel_linear, x, weight, k_segments=3)
     attempt(row_parallel_linear, x, weight.bfloat16() if rank == 1 else weight, b)
     attempt(row_parallel_linear, x, half, scatter_dim=2)
+    # Shards of other sizes, each of whole segments; and what else must be the same on all ranks.
+    attempt(column_parallel_linear, x, weight[: 128 * (1 + (rank == world - 1))])
+    attempt(column_parallel_linear, [1.0] if rank else x, half)
+    attempt(column_parallel_linear, x.clone().requires_grad_(rank == 0), half)
+    attempt(column_parallel_linear, x, half, scatter_dim=1 if rank else None)
+    attempt(row_parallel_linear, x, weight, b if rank else None)
+    attempt(row_parallel_linear, x, weight[: 16 * (1 + min(rank, 1))])
+    half.main_grad = torch.zeros_like(half, dtype=torch.float64)
+    attempt(column_parallel_linear, x, half)
     return texts
 
 
@@ -138,6 +147,13 @@ def test_ranks(world):
         "ValueError: k_segments: expected one of 1, 2, 4, 8, got 3",
         "TypeError: weight: expected dtype torch.float32 (that of x), got torch.bfloat16 (on rank 1 of process_group)",
         "ValueError: scatter_dim: expected an integer <= 1, got 2",
+        "ValueError: weight: expected as many rows on each rank without dx_length, got 128, ",
+        "TypeError: x: expected a tensor, got list (on rank 1 of process_group)",
+        "ValueError: gradients of x, weight and bias: expected the same on every rank of process_group, got [True,",
+        "ValueError: scatter_dim: expected the same on every rank of process_group, got None, 1",
+        "ValueError: dtypes of x, weight and bias: expected the same on every rank of process_group, got [torch.float3",
+        "ValueError: whole dim of weight: expected the same on every rank of process_group, got 16, 32",
+        "TypeError: weight.main_grad: expected dtype float32",
     ]
     assert len(texts) == len(wanted)
     for text, start in zip(texts, wanted, strict=True):

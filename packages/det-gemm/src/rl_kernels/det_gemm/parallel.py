@@ -116,9 +116,11 @@ class _Call(NamedTuple):
     def run(self, scatter_dim: int | None, validate: bool, backend: str | None, *, of_columns: bool) -> torch.Tensor:
         """Check the call on all ranks, and return the layer."""
         group = None if self.process_group is None else group_of(self.process_group)
-        x, weight, bias = autocast_linear(self.x, self.weight, self.bias)
+        x, weight, bias = self.x, self.weight, self.bias
         error: Exception | None = None
         try:
+            check.tensor("x", x, check.FLOATS, least=1)
+            x, weight, bias = autocast_linear(x, weight, bias)
             chosen, plan = chosen_for_linear(x, weight, bias, backend, 1, 1)
             where = group, scatter_dim, None if scatter_dim is None else tuple(x.shape), of_columns
             cut = _cut_of(self.key, self.segments, self.length, weight.shape[0 if of_columns else 1], *where)
@@ -127,7 +129,7 @@ class _Call(NamedTuple):
                 check.main_grad("weight.main_grad", main_grad, self.weight)
         except (TypeError, ValueError, RuntimeError) as raised:
             error = raised
-        if group is not None and validate and not values_hidden(x):
+        if group is not None and validate and not (isinstance(x, torch.Tensor) and values_hidden(x)):
             along = 0 if of_columns else 1
             own = {} if error else {"size": weight.shape[along], "whole": cut.segments * cut.length}
             _check_shards(agree(self.name, group, error, self._same(scatter_dim, of_columns), own))
@@ -144,13 +146,26 @@ class _Call(NamedTuple):
         x, weight = self.x, self.weight
         along = weight.shape[1 if of_columns else 0] if isinstance(weight, torch.Tensor) and weight.ndim == 2 else None
         shape = tuple(x.shape) if isinstance(x, torch.Tensor) else None
-        kinds = [getattr(value, "dtype", None) for value in (x, weight, self.bias)]
-        options = {self.key: self.segments, "scatter_dim": scatter_dim, "dx_length": self.length}
-        return {"shape of x": shape, "dtypes of x, weight and bias": kinds, "whole dim of weight": along, **options}
+        operands = x, weight, self.bias
+        kinds = [getattr(value, "dtype", None) for value in operands]
+        # Backward exchanges tensors where x, or with a scatter_dim any operand, needs a gradient.
+        wanted = [torch.is_grad_enabled() and getattr(value, "requires_grad", False) for value in operands]
+        return {
+            "shape of x": shape,
+            "dtypes of x, weight and bias": kinds,
+            "gradients of x, weight and bias": wanted,
+            "whole dim of weight": along,
+            self.key: self.segments,
+            "scatter_dim": scatter_dim,
+            "dx_length": self.length,
+        }
 
 
 def _check_shards(shards: list[dict[str, int]]) -> None:
-    """Fail if a shard follows one that is not whole: sums would not have the order of one process."""
+    """Fail if segments differ, or a shard follows one that is not whole: sums would not have one process's order."""
+    if len({shard.get("whole") for shard in shards}) > 1:
+        sizes = ", ".join(str(shard["size"]) for shard in shards)
+        raise ValueError(f"weight: expected as many rows on each rank without dx_length, got {sizes}")
     for before, after in pairwise(shards):
         if after["size"] and before["size"] < before["whole"]:
             sizes = ", ".join(str(shard["size"]) for shard in shards)
