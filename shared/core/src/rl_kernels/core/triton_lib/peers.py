@@ -127,5 +127,5 @@ def exchange_slices(
 
 
 def programs(blocks: int, out: torch.Tensor) -> int:
-    """Return the number of programs for blocks of ``out``."""
-    return min(blocks, PROGRAMS * processors(out.get_device())) if out.is_cuda else blocks
+    """Return the number of programs for blocks of ``out``; there are flags for ``MOST``."""
+    return min(blocks, MOST, PROGRAMS * processors(out.get_device())) if out.is_cuda else blocks
