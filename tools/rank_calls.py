@@ -30,7 +30,7 @@ VOCABULARIES = ((4096, 4096, 128256), (8192, 4096, 151936))
 
 
 class Timed(NamedTuple):
-    """Calls that take turns; ``fewest``: how many numbers of ours differ from one GPU, None if not compared."""
+    """Calls that take turns; ``differing``: how many numbers of ours differ from one GPU, None if not compared."""
 
     name: str
     calls: Mapping[str, Callable[[], Any]]
