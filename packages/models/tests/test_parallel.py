@@ -40,7 +40,7 @@ def batch_of(step):
     return torch.randint(VOCAB, (BATCH, LENGTH), generator=generator)
 
 
-def trained(model, **options):
+def trained(model):
     """Train a model; return losses, log-probs, and whole weights and gradients."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     record = {}
@@ -106,3 +106,28 @@ def test_training_has_the_bits_of_one_process(kind, dtype, world, cuts_tokens):
         assert record.keys() == expected.keys()
         differ = [name for name, value in expected.items() if not bits_of(record[name]).equal(bits_of(value))]
         assert differ == []
+
+
+def stepped(model):
+    """Return the loss and the gradients of the whole weights under autocast, with activation checkpoints."""
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    with torch.autocast("cpu", torch.bfloat16):
+        hidden = model.train().model(input_ids=batch_of(0)).last_hidden_state
+        loss = model.lm_head(hidden).float().square().mean()
+    loss.backward()
+    return {"loss": loss.detach(), **gradients_of(model)}
+
+
+def stepped_in_ranks(rank):
+    model = model_of("Qwen3")
+    parallelize(model, distributed.group.WORLD, sequence_parallel=True)
+    return stepped(model)
+
+
+def test_autocast_and_checkpoints_have_the_bits_of_one_process():
+    torch.set_num_threads(1)
+    model = model_of("Qwen3")
+    parallelize(model)
+    expected = stepped(model)
+    for found in run_ranks(stepped_in_ranks, 2):
+        assert [name for name, value in expected.items() if not bits_of(found[name]).equal(bits_of(value))] == []

@@ -140,7 +140,6 @@ def _hook(plan: Plan, ranks: Ranks, validate: bool) -> None:
     def leave(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
         if not ranks.tokens_cut:
             return output
-        ranks.tokens_cut = False
         return all_gather(output, group, TOKENS)
 
     plan.first.register_forward_pre_hook(enter, with_kwargs=True)

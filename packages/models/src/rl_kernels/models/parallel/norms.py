@@ -51,7 +51,7 @@ class _NormOfPart(torch.autograd.Function):
             (dx,) = _gradients(how, x, [value.detach() for value in parameters], upstream, of_x=True)
         if not any(ctx.needs_input_grad[2:]):
             return dx, None, *[None] * len(parameters)
-        rows, upstreams = (all_gather(value, group, dim) for value in (x, upstream.to(x.dtype)))
+        rows, upstreams = (all_gather(value, group, dim) for value in (x, upstream))
         leaves = [_leaf(value, buffer) for value, buffer in zip(parameters, buffers, strict=True)]
         return dx, None, *_gradients(how, rows, leaves, upstreams, of_x=False)
 

@@ -24,7 +24,8 @@ class Ranks:
         rank: of this process.
         segments: into which sums over a cut dim are divided.
         cuts_tokens: whether the model was made with sequence parallelism.
-        tokens_cut: whether the tokens of the forward pass that runs are cut: only if their number divides.
+        tokens_cut: whether the tokens of the last forward pass are cut: only if their number divides. Checkpoints read
+            it when they run layers again.
     """
 
     def __init__(self, group: ProcessGroup | DeviceMesh | None, segments: int, cuts_tokens: bool) -> None:
