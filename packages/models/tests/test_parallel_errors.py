@@ -133,6 +133,7 @@ def in_ranks(rank, world, expected):
     ids = batch_of(0)
     attempt(lambda: model(input_ids=ids + rank))
     attempt(lambda: model(input_ids=ids[:, : 8 + rank]))
+    attempt(lambda: model(input_ids=ids, **({"attention_mask": torch.ones_like(ids)} if rank else {})))
 
     def same(name, found, wanted):
         if not bits_of(found).equal(bits_of(wanted)):
@@ -175,6 +176,7 @@ def test_ranks_agree_and_generate():
         "TypeError: model: expected a PreTrainedModel of transformers, got Linear (on rank 1 of process_group)",
         "ValueError: input_ids: expected the same on every rank",
         "ValueError: input_ids: expected the same on every rank",
+        "ValueError: attention_mask: expected the same on every rank of process_group, got nothing, ",
     ]
     for found, failed in results:
         assert failed == []
