@@ -25,7 +25,9 @@ SIZES = {
 
 
 def model_of(kind, dtype=torch.float32):
-    config = getattr(transformers, f"{kind}Config")(**SIZES, tie_word_embeddings=False)
+    # Biases of row-parallel layers too.
+    biases = {"attention_bias": True, "mlp_bias": True} if kind == "Llama" else {}
+    config = getattr(transformers, f"{kind}Config")(**SIZES, **biases, tie_word_embeddings=False)
     torch.manual_seed(0)
     model = getattr(transformers, f"{kind}ForCausalLM")(config).to(dtype)
     with torch.no_grad():

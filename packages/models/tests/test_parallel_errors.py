@@ -7,11 +7,21 @@ from pathlib import Path
 import pytest
 import torch
 from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
 
 from rl_kernels.core.testing import bits_of
 from rl_kernels.core.testing.ranks import run_ranks
+from rl_kernels.linear_logp import vocab_shards
 from rl_kernels.models import head_logp
-from rl_kernels.models.parallel import ColumnParallel, RowParallel, full_state_dict, load_full_state_dict, parallelize
+from rl_kernels.models.parallel import (
+    ColumnParallel,
+    RowParallel,
+    VocabParallel,
+    full_state_dict,
+    load_full_state_dict,
+    parallelize,
+)
 
 sys.path.insert(0, str(Path(__file__).parent))
 from test_parallel import SIZES, VOCAB, batch_of, model_of
@@ -90,9 +100,7 @@ def test_a_tied_head_stays_whole():
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-def test_styles_work_with_parallelize_module():
-    from torch.distributed.tensor.parallel import parallelize_module
-
+def test_styles_alone_give_the_bits_of_parallelize():
     model = other()
     twin = copy.deepcopy(model)
     x = torch.randn(3, 256)
@@ -100,11 +108,36 @@ def test_styles_work_with_parallelize_module():
     mlp = twin.model.layers[0].mlp
     for name, style in (("gate_proj", ColumnParallel()), ("down_proj", RowParallel(segments=8))):
         style._apply(mlp.get_submodule(name), None)
-    assert parallelize_module is not None
     left, right = model.model.layers[0].mlp, mlp
     assert bits_of(left.gate_proj(x)).equal(bits_of(right.gate_proj(x)))
     x = torch.randn(3, 384)
     assert bits_of(left.down_proj(x)).equal(bits_of(right.down_proj(x)))
+
+
+def styles_alone(rank, world):
+    """Return which modules differ from one process after ``parallelize_module``; the head has a bias."""
+    torch.manual_seed(0)
+    parts = torch.nn.ModuleDict(
+        {"up": torch.nn.Linear(256, 384), "down": torch.nn.Linear(384, 256), "head": torch.nn.Linear(256, VOCAB)}
+    )
+    styles = {"up": ColumnParallel, "down": RowParallel, "head": VocabParallel}
+    whole, ids = copy.deepcopy(parts), torch.tensor([0, 8191, VOCAB - 1])
+    for name, style in styles.items():
+        style()._apply(whole[name], None)
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    parallelize_module(parts, mesh, {name: style() for name, style in styles.items()})
+
+    def results(modules):
+        hidden = modules["down"](modules["up"](torch.linspace(-1, 1, 768).view(3, 256)))
+        logp, logits = head_logp(modules["head"], hidden, ids), modules["head"](hidden)
+        (logp.sum() + logits.square().mean()).backward()
+        start, stop = vocab_shards(VOCAB, world)[rank]
+        dbias = modules["head"].bias.grad
+        parts = {"dbias": dbias[start:stop] if len(dbias) == VOCAB else dbias, "down": modules["down"].bias.grad}
+        return {"logp": logp.detach(), "logits": logits.detach(), **parts}
+
+    wanted = results(whole)
+    return [name for name, value in results(parts).items() if not bits_of(value).equal(bits_of(wanted[name]))]
 
 
 def in_ranks(rank, world, expected):
@@ -127,6 +160,7 @@ def in_ranks(rank, world, expected):
     attempt(lambda: parallelize(changed, group))
     attempt(lambda: parallelize(torch.nn.Linear(2, 2) if rank == 1 else other(), group))
 
+    failed += styles_alone(rank, world)
     model = model_of("Llama")
     before = {name: value.clone() for name, value in model.state_dict().items()}
     parallelize(model, group, sequence_parallel=True)
