@@ -124,6 +124,9 @@ def styles_alone(rank, world):
     whole, ids = copy.deepcopy(parts), torch.tensor([0, 8191, VOCAB - 1])
     for name, style in styles.items():
         style()._apply(whole[name], None)
+    hidden = torch.linspace(-1, 1, 768).view(3, 256)
+    plain, alone = (head_logp(each["head"], hidden, ids) for each in (parts, whole))
+    assert torch.equal(plain, alone)
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
     parallelize_module(parts, mesh, {name: style() for name, style in styles.items()})
 
