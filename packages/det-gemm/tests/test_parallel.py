@@ -75,7 +75,7 @@ def in_ranks(rank, world):
 
 
 def continued(rank, world, failed):
-    """Two passes add to ``main_grad``; frozen inputs need no exchange."""
+    """Passes add to ``main_grad``; frozen inputs need no exchange."""
     x, weight, _, upstream = operands(torch.float32)
     whole = weight.clone().requires_grad_()
     whole.main_grad = torch.zeros_like(weight)
@@ -85,6 +85,10 @@ def continued(rank, world, failed):
         det_linear(x, whole, k_segments=SEGMENTS).backward(upstream)
         part = x.chunk(world, 2)[rank].contiguous()
         row_parallel_linear(part, mine, process_group=distributed.group.WORLD).backward(upstream)
+    # What another op adds to .grad goes to main_grad too.
+    ((det_linear(x, whole, k_segments=SEGMENTS) * upstream).sum() + whole.sum()).backward()
+    out = row_parallel_linear(part, mine, process_group=distributed.group.WORLD)
+    ((out * upstream).sum() + mine.sum()).backward()
     wanted = whole.main_grad.chunk(world, 1)[rank]
     if mine.grad is not None or not bits_of(mine.main_grad).equal(bits_of(wanted)):
         failed.append("main_grad")
