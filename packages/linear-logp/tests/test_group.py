@@ -164,6 +164,7 @@ def errors(rank: int, world: int) -> dict[str, str]:
     attempt("values", hidden=call["hidden"] + float(last))
     attempt("dtype", **{name: call[name].bfloat16() if last else call[name] for name in OPERANDS})
     attempt("temperature", temperature=1.0 + last)
+    attempt("temperatures", temperature=torch.full((ROWS,), 1.0 + last))
     attempt("statistics", return_stats=last)
     attempt("hidden", hidden=[1.0] if last else call["hidden"])
     attempt("device", lm_head_weight=weight.to("meta") if last else weight)
@@ -202,6 +203,7 @@ def test_ranks(world: int) -> None:
     assert texts["values"].startswith(f"ValueError: hidden (hash of its values): {differ}")
     assert texts["dtype"].startswith(f"ValueError: hidden: {differ}")
     assert texts["temperature"].startswith(f"ValueError: temperature: {differ}")
+    assert texts["temperatures"].startswith(f"ValueError: temperature (hash of its values): {differ}")
     assert texts["statistics"].startswith(f"ValueError: return_stats: {differ}")
     assert texts["hidden"] == f"TypeError: hidden: expected a tensor, got list {where}"
     assert texts["device"].startswith("ValueError: lm_head_weight: expected device cpu")
@@ -217,7 +219,7 @@ def test_ranks(world: int) -> None:
     assert texts["gradient"].startswith(f"ValueError: gradient of hidden: {differ}, got is not computed, ")
     assert texts["main_grad"].startswith("TypeError: lm_head_weight.main_grad: expected dtype float32")
     assert "double backward is not supported" in texts["double"]
-    assert len(texts) == 17
+    assert len(texts) == 18
     assert all(other == texts for _, other in found)
 
 
