@@ -7,7 +7,7 @@ from torch import distributed
 from rl_kernels.core.testing import bits_of
 from rl_kernels.core.testing.ranks import run_ranks
 from rl_kernels.models import head_logp
-from rl_kernels.models.parallel import full_state_dict, parallelize
+from rl_kernels.models.parallel import clip_grad_norm, full_state_dict, parallelize
 
 transformers = pytest.importorskip("transformers")
 
@@ -56,6 +56,7 @@ def trained(model):
             record["gradients"] = gradients_of(model)
             with torch.no_grad():
                 record["logits"] = model(input_ids=ids).logits
+        record[f"norm {step}"] = clip_grad_norm(model, 0.2)
         optimizer.step()
         optimizer.zero_grad()
         record[f"logp {step}"], record[f"loss {step}"] = stats.logp.detach(), loss.detach()

@@ -7,7 +7,6 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed import ProcessGroup
 
 from rl_kernels.core import validate as check
 from rl_kernels.core.distributed import agree, group_of, group_size
@@ -122,17 +121,22 @@ class _Call(NamedTuple):
             check.tensor("x", x, check.FLOATS, least=1)
             x, weight, bias = autocast_linear(x, weight, bias)
             chosen, plan = chosen_for_linear(x, weight, bias, backend, 1, 1)
-            where = group, scatter_dim, None if scatter_dim is None else tuple(x.shape), of_columns
-            cut = _cut_of(self.key, self.segments, self.length, weight.shape[0 if of_columns else 1], *where)
+            ranks, shape = 1 if group is None else group_size(group), None if scatter_dim is None else tuple(x.shape)
+            size = weight.shape[0 if of_columns else 1]
+            cut = Cut(
+                group if ranks > 1 else None,
+                *_cut_of(self.key, self.segments, self.length, size, ranks, scatter_dim, shape, of_columns),
+                scatter_dim,
+            )
             main_grad = getattr(self.weight, "main_grad", None)
             if main_grad is not None:
                 check.main_grad("weight.main_grad", main_grad, self.weight)
         except (TypeError, ValueError, RuntimeError) as raised:
             error = raised
         if group is not None and validate and not (isinstance(x, torch.Tensor) and values_hidden(x)):
-            along = 0 if of_columns else 1
-            own = {} if error else {"size": weight.shape[along], "whole": cut.segments * cut.length}
-            _check_shards(agree(self.name, group, error, self._same(scatter_dim, of_columns), own))
+            same = self._same(scatter_dim, of_columns) | {"backend": None if error else chosen}
+            own = {} if error else {"size": size, "whole": cut.segments * cut.length}
+            _check_shards(agree(self.name, group, error, same, own))
         elif error is not None:
             raise error
         no_lost_derivatives(self.name, x, weight, bias)
@@ -178,13 +182,15 @@ def _cut_of(
     segments: int,
     length: int | None,
     size: int,
-    group: ProcessGroup | None,
+    ranks: int,
     scatter_dim: int | None,
     shape: tuple[int, ...] | None,
     of_columns: bool,
-) -> Cut:
-    """Check how a sum over ranks is cut, for a shard of ``size``; ``shape`` of x is read with a scatter_dim only."""
-    ranks = 1 if group is None else group_size(group)
+) -> tuple[int, int]:
+    """Check a sum over ranks, for a shard of ``size``; return this rank's segments and their length.
+
+    ``shape`` is that of x, or None without a scatter_dim.
+    """
     check.choice(key, segments, COUNTS)
     if segments % ranks:
         raise ValueError(f"{key}: expected a multiple of the {ranks} ranks, got {segments}")
@@ -205,4 +211,4 @@ def _cut_of(
         check.integer("scatter_dim", scatter_dim, least=0, most=len(shape) - 2)
         if shape[scatter_dim] % ranks:
             raise ValueError(f"x: expected dim {scatter_dim} to divide by {ranks} ranks, got shape {shape}")
-    return Cut(group if ranks > 1 else None, own, length, scatter_dim)
+    return own, length

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rl_kernels.core import validate as check
 from rl_kernels.core.distributed import all_gather, all_reduce, reduce_scatter
-from rl_kernels.core.rowwise import row_sum
+from rl_kernels.core.rowwise import compute_dtype, row_sum
 
 CHAIN = "chain"
 BLOCK = 1 << 24
@@ -154,20 +154,30 @@ def clip_grad_norm(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: 
     check.number("max_norm", max_norm, above=0)
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else parameters
     grads = [one.grad for one in parameters if one.grad is not None]
-    if not grads:
-        return torch.zeros((), dtype=torch.float32, device="cpu")
     groups = {id(group): group for group in map(_shards_of, grads) if group is not None}
     if len(groups) > 1:
         raise ValueError("parameters: expected gradients that are sharded over one mesh, got several")
-    dtype = torch.float64 if any(grad.dtype == torch.float64 for grad in grads) else torch.float32
-    rows = [_squares(_local(grad), dtype) for grad in grads]
+    rows = [row_squares(_local(grad)) for grad in grads]
     for group in groups.values():
         rows = _whole(rows, grads, group)
-    norm = row_sum(torch.stack([row_sum(each) for each in rows])).sqrt()
+    norm = norm_of(rows)
+    scale([_local(grad) for grad in grads], norm, max_norm)
+    return norm
+
+
+def norm_of(rows: list[torch.Tensor]) -> torch.Tensor:
+    """Return the norm of gradients, from the sums of squares of their rows."""
+    if not rows:
+        return torch.zeros((), dtype=torch.float32, device="cpu")
+    widest = torch.float64 if any(each.dtype == torch.float64 for each in rows) else torch.float32
+    return row_sum(torch.stack([row_sum(each.to(widest)) for each in rows])).sqrt()
+
+
+def scale(grads: list[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
+    """Scale gradients in place, so that their norm is at most ``max_norm``."""
     factor = (max_norm / (norm + TINY)).clamp(max=1.0)
     for grad in grads:
-        _local(grad).mul_(factor)
-    return norm
+        grad.mul_(factor)
 
 
 def _local(grad: torch.Tensor) -> torch.Tensor:
@@ -183,8 +193,9 @@ def _shards_of(grad: torch.Tensor) -> ProcessGroup | None:
     return grad.device_mesh.get_group()
 
 
-def _squares(grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the sum of squares of each row of dim 0."""
+def row_squares(grad: torch.Tensor) -> torch.Tensor:
+    """Return the sum of squares of each row of dim 0, in FP32, or FP64 for FP64."""
+    dtype = compute_dtype(grad.dtype)
     rows = grad.reshape(grad.shape[0] if grad.ndim else 1, -1) if grad.numel() else grad.new_zeros(grad.shape[0], 1)
     step = max(BLOCK // max(rows.shape[1], 1), 1)
     return torch.cat([row_sum(part.to(dtype).square()) for part in rows.split(step)])

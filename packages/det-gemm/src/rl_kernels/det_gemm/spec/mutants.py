@@ -75,7 +75,7 @@ WEIGHT_GRADIENT = (
     Bug(
         "rows of the last short step skipped", "range(0, a.shape[0], STEP)", "range(0, a.shape[0] // STEP * STEP, STEP)"
     ),
-    Bug("steps of 32 rows", "STEP = 16", "STEP = 32"),
+    Bug("steps of 32 rows", 'STEP = 16\n"""Terms added', 'STEP = 32\n"""Terms added'),
     Bug("steps in descending order", "range(0, a.shape[0], STEP)", "reversed(range(0, a.shape[0], STEP))"),
     Bug("step rounded to BF16", ".to(total.dtype)\n", ".bfloat16()\n"),
     Bug("chain in BF16", "dtype=rowwise.compute_dtype(a.dtype))", "dtype=torch.bfloat16)"),

@@ -1,5 +1,6 @@
 """Tensor and sequence parallelism for models of transformers, with the bits of one process."""
 
+from rl_kernels.models.parallel.clipping import clip_grad_norm
 from rl_kernels.models.parallel.model import Parallel, parallelize
 from rl_kernels.models.parallel.states import full_state_dict, load_full_state_dict
 from rl_kernels.models.parallel.styles import ColumnParallel, HeadNorm, RowParallel, TokenNorm, VocabParallel
@@ -11,6 +12,7 @@ __all__ = [
     "RowParallel",
     "TokenNorm",
     "VocabParallel",
+    "clip_grad_norm",
     "full_state_dict",
     "load_full_state_dict",
     "parallelize",

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from rl_kernels.core.distributed import agree, all_gather, fingerprint, split
+from rl_kernels.core.distributed import agree, all_gather, fingerprint, group_of, split
 from rl_kernels.core.torchlib import values_hidden
 from rl_kernels.models.invariance import invariant
 from rl_kernels.models.parallel.plan import Plan, plan_of
@@ -78,21 +78,28 @@ def parallelize(
         TypeError, ValueError: the model or the mesh does not fit, or ranks differ; each rank raises the same error.
         BackendUnavailable, CanaryMismatch: as in ``invariant``.
     """
-    ranks = Ranks(mesh, segments, sequence_parallel)
+    group = None if mesh is None else group_of(mesh, "mesh")
     error: Exception | None = None
-    plan, held = None, None
+    ranks, plan, held = None, None, None
     try:
+        ranks = Ranks(group, segments, sequence_parallel)
         plan = plan_of(model, ranks)
         _check(model, plan, ranks)
         held = invariant(model, strict=strict)
     except (TypeError, ValueError, RuntimeError) as raised:
         error = raised
-    if ranks.group is None or not validate:
-        if error is not None:
+    try:
+        if group is not None and validate:
+            weights = _weights(model) if error is None else ""
+            same = {"segments": segments, "sequence_parallel": sequence_parallel, "weights of model": weights}
+            agree("parallelize", group, error, same)
+        elif error is not None:
             raise error
-    else:
-        same = {"segments": segments, "sequence_parallel": sequence_parallel, "weights of model": _weights(model)}
-        agree("parallelize", ranks.group, error, same)
+    except BaseException:
+        if held is not None:
+            held.undo()
+        raise
+    assert ranks is not None
     assert plan is not None
     assert held is not None
     for name, style in plan.styles.items():
@@ -113,8 +120,8 @@ def _check(model: nn.Module, plan: Plan, ranks: Ranks) -> None:
 
 
 def _weights(model: nn.Module) -> str:
-    values = [value for value in model.parameters() if not value.is_meta]
-    return f"{sum(fingerprint(value) for value in values) % (1 << 64):016x}"
+    values = enumerate(value for value in model.parameters() if not value.is_meta)
+    return f"{sum(fingerprint(value) * (2 * place + 1) for place, value in values) % (1 << 64):016x}"
 
 
 def _hook(plan: Plan, ranks: Ranks, validate: bool) -> None:

@@ -16,7 +16,7 @@ from rl_kernels.models.parallel.ranks import Ranks
 from rl_kernels.models.parallel.styles import CUT
 
 
-class _Cut(NamedTuple):
+class Cut(NamedTuple):
     """How a parameter is cut: along ``dim``, into ``spans``, one for each rank."""
 
     ranks: Ranks
@@ -24,7 +24,8 @@ class _Cut(NamedTuple):
     spans: tuple[tuple[int, int], ...]
 
 
-def _cuts(model: nn.Module) -> Iterator[tuple[str, _Cut]]:
+def cuts_of(model: nn.Module) -> Iterator[tuple[str, Cut]]:
+    """Yield the name of each parameter that is cut, and how."""
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, (dim, whole) in getattr(module, CUT, {}).items():
             ranks: Ranks = getattr(module, SHARED)
@@ -33,7 +34,7 @@ def _cuts(model: nn.Module) -> Iterator[tuple[str, _Cut]]:
             else:
                 each = whole // ranks.size
                 spans = tuple((each * rank, each * (rank + 1)) for rank in range(ranks.size))
-            yield f"{prefix}.{name}" if prefix else name, _Cut(ranks, dim, spans)
+            yield f"{prefix}.{name}" if prefix else name, Cut(ranks, dim, spans)
 
 
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -41,12 +42,13 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 
     Tensors that are not cut are those of the model, not copies.
     """
-    cuts = dict(_cuts(model))
+    cuts = dict(cuts_of(model))
     state = model.state_dict()
-    return {name: _gathered(value, cuts[name]) if name in cuts else value for name, value in state.items()}
+    return {name: gathered(value, cuts[name]) if name in cuts else value for name, value in state.items()}
 
 
-def _gathered(part: torch.Tensor, cut: _Cut) -> torch.Tensor:
+def gathered(part: torch.Tensor, cut: Cut) -> torch.Tensor:
+    """Return a whole parameter, or its gradient, from this rank's part and those of the others."""
     if cut.ranks.group is None or cut.ranks.size == 1:
         return part
     widths = [stop - start for start, stop in cut.spans]
@@ -62,7 +64,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) ->
         RuntimeError: names or shapes do not fit, as in ``load_state_dict``.
         ValueError: a weight has another size along the dim that is cut.
     """
-    cuts = dict(_cuts(model))
+    cuts = dict(cuts_of(model))
     parts = dict(state)
     for name, cut in cuts.items():
         if name not in parts:

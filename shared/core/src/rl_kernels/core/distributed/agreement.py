@@ -17,7 +17,7 @@ RECORD = 4096
 SHOWN = 60
 """Characters of a value that a message shows."""
 TEXT = 1500
-"""Characters of an error that reach the other ranks."""
+"""Bytes of an error that reach the other ranks."""
 FACTORS = (0x9E3779B1, 0x85EBCA77)
 """Of the weights of rows and columns: primes, so that rows and columns cannot be exchanged."""
 KINDS: dict[str, type[Exception]] = {"TypeError": TypeError, "ValueError": ValueError}
@@ -54,12 +54,11 @@ def agree(
         if error is not None:
             raise error
         return [dict(own or {})]
-    record = {
-        "name": name,
-        "error": None if error is None else [_kind(error), str(error)[:TEXT]],
-        "same": {key: _shown(str(value)) for key, value in same.items()},
-        "own": dict(own or {}),
-    }
+    record: dict[str, Any] = {"name": name, "error": None, "same": {}, "own": dict(own or {})}
+    if error is not None:
+        record["error"] = [_kind(error), str(error).encode()[:TEXT].decode(errors="ignore")]
+    else:
+        record["same"] = {key: str(value) for key, value in same.items()}
     records = _exchanged(record, group, size)
     for rank, other in enumerate(records):
         if other["error"] is not None:
@@ -97,17 +96,21 @@ def _kind(error: Exception) -> str:
     return next((name for name, kind in KINDS.items() if isinstance(error, kind)), type(error).__name__)
 
 
-def _shown(value: str) -> list[Any]:
-    """Return the value as a message shows it, and a checksum of all of it."""
-    return [value[:SHOWN], zlib.crc32(value.encode())]
+def _encoded(record: Mapping[str, Any]) -> bytes:
+    """Return a record of fixed size: of each value what a message shows, and a checksum of all of it."""
+    for shown in (SHOWN, 0):
+        same = {key: [value[:shown], zlib.crc32(value.encode())] for key, value in record["same"].items()}
+        text = json.dumps({**record, "same": same}, ensure_ascii=False).encode()
+        if len(text) <= RECORD:
+            break
+    assert len(text) <= RECORD, "only too many values do not fit"
+    return text.ljust(RECORD)
 
 
 def _exchanged(record: Mapping[str, Any], group: ProcessGroup, size: int) -> list[dict[str, Any]]:
-    text = json.dumps(record).encode()
-    assert len(text) <= RECORD, "values are cut, so only too many of them do not fit"
     kinds = {device.type for device in group._device_types}
     device = torch.device("cpu") if "cpu" in kinds else torch.device("cuda", torch.cuda.current_device())
-    mine = torch.tensor(list(text.ljust(RECORD)), dtype=torch.uint8, device=device)
+    mine = torch.tensor(list(_encoded(record)), dtype=torch.uint8, device=device)
     received = mine.new_empty(size * RECORD)
     gather_into(received, mine, group)
     content = received.cpu().numpy().tobytes()

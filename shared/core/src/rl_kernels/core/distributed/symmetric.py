@@ -16,6 +16,7 @@ from torch import distributed
 from torch.distributed import ProcessGroup
 
 from rl_kernels.core.distributed.groups import SIZES, gather_into, group_rank, group_size
+from rl_kernels.core.gpu import processors, stream_of
 from rl_kernels.core.torchlib import values_hidden
 from rl_kernels.core.triton_lib.launch import INSTALLED
 
@@ -28,7 +29,7 @@ LARGEST = 1 << 30
 ALIGNED = 256
 """Bytes of which areas are multiples."""
 NAME = 64
-"""Bytes of a node's name that are compared."""
+"""Bytes of a description of GPU and node that are compared."""
 LEAST = 8 << 20
 """Bytes of the smallest window."""
 
@@ -48,9 +49,15 @@ class Window:
         self.memory = symmetric.empty(self.sums + size, dtype=torch.uint8, device=device)
         self.memory[: self.small].zero_()
         self.handle: Any = symmetric.rendezvous(self.memory, group)
-        # No rank may set a flag before its owner has cleared it.
-        self.handle.barrier()
+        self._stream: int | None = None
         self._views: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def follow(self) -> None:
+        """Let the current stream wait for the stream of the call before: both use the same flags and areas."""
+        stream = stream_of(self.memory.get_device())
+        if self._stream not in (None, stream):
+            torch.cuda.current_stream(self.memory.device).wait_stream(torch.cuda.ExternalStream(self._stream))
+        self._stream = stream
 
     def part(self, shape: tuple[int, ...]) -> torch.Tensor:
         """Return memory for this rank's FP32 part."""
@@ -77,9 +84,13 @@ def window_of(group: ProcessGroup, like: torch.Tensor, size: int) -> Window | No
     if not like.is_cuda or torch.compiler.is_compiling() or not 0 < size <= LARGEST or group_size(group) not in SIZES:
         return None
     known, device = _windows.setdefault(group, {}), like.get_device()
+    captured = values_hidden(like)
     if device in known and ((found := known[device]) is None or found.size >= size):
+        # A captured stream cannot wait for work outside its graph; the docs ask for one stream.
+        if found is not None and not captured:
+            found.follow()
         return found
-    if values_hidden(like):
+    if captured:
         # Memory cannot be mapped while a graph is captured.
         return None
     off = os.environ.get(VARIABLE) == "0" or torch.version.hip is not None
@@ -94,9 +105,9 @@ def window_of(group: ProcessGroup, like: torch.Tensor, size: int) -> Window | No
 
 
 def _mapped(group: ProcessGroup, device: torch.device, size: int) -> Window | None:
-    """Return a window if every rank could map one."""
+    """Return a window if every rank could map one; by its exchanges, all flags are cleared before one is set."""
     made: Window | None = None
-    if _on_one_node(group, device):
+    if _are_alike(group, device):
         try:
             made = Window(group, device, size)
         except RuntimeError:  # no access between these GPUs
@@ -107,8 +118,9 @@ def _mapped(group: ProcessGroup, device: torch.device, size: int) -> Window | No
     return made if bool(all_fine.all()) else None
 
 
-def _on_one_node(group: ProcessGroup, device: torch.device) -> bool:
-    name = os.uname().nodename.encode()[:NAME].ljust(NAME)
+def _are_alike(group: ProcessGroup, device: torch.device) -> bool:
+    """Say whether the GPUs are in one node, and launch the same numbers of programs."""
+    name = f"{processors(device.index)} {os.uname().nodename}".encode()[:NAME].ljust(NAME)
     mine = torch.tensor(list(name), dtype=torch.uint8, device=device)
     names = mine.new_empty(group_size(group) * NAME)
     gather_into(names, mine, group)
