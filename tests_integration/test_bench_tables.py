@@ -141,7 +141,7 @@ def tree(tmp_path):
         *ROOT.glob("packages/*/README.md"),
         *ROOT.glob("packages/*/benchmarks/README.md"),
         *ROOT.glob("docs/benchmarks/*.md"),
-        *(ROOT / name for name in ("README.md", "docs/demo.md", "docs/recipes/trl.md")),
+        *(ROOT / name for name in ("README.md", "docs/demo.md", "docs/many-gpus.md", "docs/recipes/trl.md")),
     ]
     for file in names:
         target = tmp_path / file.relative_to(ROOT)
@@ -263,3 +263,29 @@ def test_a_page_without_markers_is_named(tree):
     done = tool("--check", "--root", tree)
     assert done.returncode == 1
     assert done.stderr == "bench_tables: packages/det-gemm/README.md: expected the markers of bench summary\n"
+
+
+def test_results_of_ranks_are_tables_and_give_estimates(tree):
+    pytest.importorskip("matplotlib")
+    times = {"ours": 600.0, "NCCL, BF16": 400.0}
+    reduced = {"eager": {**times, "ours": 800.0}, "graph": times, "differing": None, "bytes": 1 << 28}
+    layer = {way: {"ours": 30.0, "cuBLAS + NCCL": 40.0} for way in ("eager", "graph")}
+    found = {
+        "version": 1,
+        "environment": {"device": "NVIDIA H200", "ranks": "2", "nccl": "2.28.9"},
+        "parts": {
+            "exchanges": {f"{name}, 262144 KiB": reduced for name in ("all-reduce", "reduce-scatter")},
+            "layers": {"8B o_proj, 1 rows": {**layer, "differing": 0, "bytes": 0}},
+            "heads": {"linear_logp 1x2x3, forward": {**layer, "differing": 0, "bytes": 0}},
+            "training": {"ours, TP": {"ms": 44.3, "peak_gib": 4.76, "differing": 0}},
+        },
+    }
+    (tree / "tools/results/h200-ranks.json").write_text(json.dumps(found))
+    assert tool("--root", tree).returncode == 0
+    page = (tree / "docs/many-gpus.md").read_text()
+    assert "| all-reduce, 262144 KiB |  | 600 | 1.50 | 800 | 2.00 |" in page
+    assert "| 8B o_proj, 1 rows | 0 | 30.0 | 0.750 | 30.0 | 0.750 |" in page
+    assert "| ours, TP | 0 | 44.3 | 4.76 |" in page
+    assert "- ran on device NVIDIA H200, ranks 2, NCCL 2.28.9" in page
+    # Half of 2^26 numbers come in as FP32, and half go back as BF16: 201 MB in 600 us.
+    assert "| one row-parallel layer, TP 8, all-reduce | 352 MB | 336 GB/s | 1.05 | 235 MB | 0.700 |" in page
