@@ -85,7 +85,7 @@ def estimates(files: Iterable[Path]) -> str:
     gradients = PARAMETERS / 8 * 2 * 63 / 64
     states = 8 * sum(-(-(stop - start) // UNIT) for start, stop in vocab_shards(VOCAB, 8)) * ROWS * 7 / 8
     rows = [
-        ["exchange", "bytes a rank receives", "bandwidth", "ms", "BF16 all-reduce: bytes", "ms"],
+        ["exchange", "bytes a rank receives", "bandwidth", "ms", "usual reduction: bytes", "ms"],
         _row(f"{tp}, all-reduce", numbers * share * 6, ours, numbers * share * 4, nccl),
         _row(f"{tp}, reduce-scatter", numbers * share * 4, scattered, numbers * share * 2, nccl),
         _row("linear_logp, TP 8, states", states, ours, 3 * 4 * ROWS * 2 * share, nccl),

@@ -82,12 +82,12 @@ class _Column(torch.autograd.Function):
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         no_lost_derivatives("column_parallel_linear", upstream, x, weight)
-        main_grad, backend, plan, cut = ctx.how
+        main_grad, backend, _, cut = ctx.how
         dc = upstream.to(x.dtype)
         dx = None
         if _is_needed(ctx, 0):
             dx = first_order(_of_columns, flat_rows(dc), weight, x, cut, backend)
-        return dx, *_of_parameters(ctx, dc, x, weight, (main_grad, backend, plan)), None
+        return dx, *_of_parameters(ctx, dc, x, weight, (main_grad, backend)), None
 
 
 def _of_columns(dc: torch.Tensor, weight: torch.Tensor, x: torch.Tensor, cut: Cut, backend: str) -> torch.Tensor:
@@ -123,21 +123,21 @@ class _Row(torch.autograd.Function):
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         no_lost_derivatives("row_parallel_linear", upstream, x, weight)
-        main_grad, backend, plan, cut = ctx.how
+        main_grad, backend, _, cut = ctx.how
         dc = upstream.to(x.dtype)
         if cut.scatter_dim is not None and cut.group is not None:
             dc = first_order(all_gather, dc, cut.group, cut.scatter_dim)
         dx = None
         if _is_needed(ctx, 0):
             dx = first_order(ops["forward"], flat_rows(dc), weight, None, x.dtype, backend).view(x.shape)
-        return dx, *_of_parameters(ctx, dc, x, weight, (main_grad, backend, plan)), None
+        return dx, *_of_parameters(ctx, dc, x, weight, (main_grad, backend)), None
 
 
 def _of_parameters(
     ctx: Any, dc: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, how: tuple[Any, ...]
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return the gradients of weight and bias; with ``main_grad``, that of the weight is added to it."""
-    main_grad, backend, _ = how
+    main_grad, backend = how
     dweight = dbias = None
     if _is_needed(ctx, 1):
         dweight = weight_gradient(dc, x, main_grad, backend)
