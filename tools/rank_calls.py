@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -15,7 +17,7 @@ from rl_kernels.core.testing import bits_of
 from rl_kernels.det_gemm import det_linear, row_parallel_linear
 from rl_kernels.linear_logp import linear_logp, vocab_shards
 
-OURS = "ours"
+OURS, VERL = "ours", "verl"
 BF16 = torch.bfloat16
 LAYERS = {
     "8B o_proj": (4096, 4096),
@@ -30,12 +32,16 @@ VOCABULARIES = ((4096, 4096, 128256), (8192, 4096, 151936))
 
 
 class Timed(NamedTuple):
-    """Calls that take turns; ``differing``: how many numbers of ours differ from one GPU, None if not compared."""
+    """Calls that take turns; ``differing``: how many numbers of ours differ from one GPU, None if not compared.
+
+    Calls in ``eager_only`` are not captured in CUDA graphs.
+    """
 
     name: str
     calls: Mapping[str, Callable[[], Any]]
     differing: int | None = None
     bytes: int = 0
+    eager_only: tuple[str, ...] = ()
 
 
 def different(found: torch.Tensor, wanted: torch.Tensor) -> int:
@@ -126,30 +132,54 @@ def heads(group: ProcessGroup) -> Iterator[Timed]:
 
         name = f"{tokens}x{hidden_size}x{vocab}"
         eager = {"group": group, "start": start}
-        differing = different(forward(linear_logp, shard, over), forward(linear_logp, weight, alone))
-        yield Timed(
-            f"linear_logp {name}, forward",
-            {
-                OURS: lambda f=forward, s=shard, o=over: f(linear_logp, s, o),
-                "one GPU": lambda f=forward, w=weight, o=alone: f(linear_logp, w, o),
-                "logits, PyTorch": lambda f=forward, s=shard, o=eager: f(cut_logits_logp, s, o),
-            },
-            differing,
-        )
+        # verl takes even shards.
+        even, theirs = weight.chunk(size)[rank].clone(), _verl_logp(group)
+
+        def ways(run, shard=shard, weight=weight, even=even, over=over, alone=alone, eager=eager, theirs=theirs):
+            found = {
+                OURS: lambda: run(linear_logp, shard, over),
+                "one GPU": lambda: run(linear_logp, weight, alone),
+                "logits, PyTorch": lambda: run(cut_logits_logp, shard, eager),
+            }
+            return found if theirs is None else {**found, VERL: lambda: run(theirs, even, {})}
+
+        logps = forward(linear_logp, shard, over)
+        differing = different(logps, forward(linear_logp, weight, alone))
+        if theirs is not None:
+            torch.testing.assert_close(forward(theirs, even, {}), logps, rtol=0.0, atol=0.05)
+        yield Timed(f"linear_logp {name}, forward", ways(forward), differing, eager_only=(VERL,))
         ours, single = both(linear_logp, shard, over), both(linear_logp, weight, {**alone, "vocab_segments": 8})
         differing = sum(
             different(a, b) for a, b in ((ours[0], single[0]), (ours[1], single[1]), (ours[2], single[2][start:stop]))
         )
         del ours, single
-        yield Timed(
-            f"linear_logp {name}, forward + backward",
-            {
-                OURS: lambda f=both, s=shard, o=over: f(linear_logp, s, o),
-                "one GPU": lambda f=both, w=weight, o=alone: f(linear_logp, w, o),
-                "logits, PyTorch": lambda f=both, s=shard, o=eager: f(cut_logits_logp, s, o),
-            },
-            differing,
-        )
+        yield Timed(f"linear_logp {name}, forward + backward", ways(both), differing, eager_only=(VERL,))
+
+
+def _verl_logp(group: ProcessGroup) -> Callable[..., torch.Tensor] | None:
+    """Return log-probs by verl's kernel, or None where verl is not installed."""
+    if importlib.util.find_spec("verl") is None:
+        return None
+    kernel = importlib.import_module("verl.utils.kernel.linear_cross_entropy").linear_cross_entropy
+
+    def call(hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        # Megatron adds the gradients of the hidden states; the kernel leaves this rank's.
+        logps: torch.Tensor = kernel(_Copied.apply(hidden, group), weight, ids, 1.0, "none", group)[0]
+        return logps
+
+    return call
+
+
+class _Copied(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        distributed.all_reduce(gradient, group=ctx.group)
+        return gradient, None
 
 
 def cut_logits_logp(

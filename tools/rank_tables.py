@@ -49,10 +49,8 @@ def _timed(found: Mapping[str, Any]) -> list[list[str]]:
         cells = [name, "" if each["differing"] is None else str(each["differing"])]
         for way in ("graph", "eager"):
             times = each[way]
-            cells += [
-                digits(times[OURS]),
-                *(digits(times[OURS] / times[who]) if who in times else "" for who in others),
-            ]
+            ratios = (f"{times[OURS] / times[who]:.2f}" if who in times else "" for who in others)
+            cells += [digits(times[OURS]), *ratios]
         rows.append(cells)
     return rows
 

@@ -77,6 +77,8 @@ def _timed(timed: Timed, rounds: int, group: ProcessGroup) -> dict[str, Any]:
     eager = _in_turn(timed.calls, rounds, group)
     captured: dict[str, Callable[[], Any]] = {}
     for name, call in timed.calls.items():
+        if name in timed.eager_only:
+            continue
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             call()
