@@ -15,7 +15,7 @@ from rl_kernels.core import record_dispatch, use_backend
 from rl_kernels.core.testing import Draw
 from rl_kernels.core.testing.launches import Box, Recorder
 from rl_kernels.core.testing.planted import planted
-from rl_kernels.det_gemm import api, det_linear
+from rl_kernels.det_gemm import api, column_parallel_linear, det_linear, parallel, row_parallel_linear
 from rl_kernels.det_gemm.segments import segment_length
 from rl_kernels.det_gemm.spec.mutants_cuda import PLANNED
 
@@ -23,7 +23,7 @@ MATMUL = "rl_kernels.det_gemm.backends.cuda_sm90.matmul"
 PLAN = "rl_kernels.det_gemm.backends.cuda_sm90.planned"
 BACKEND = "rl_kernels.det_gemm.backends.cuda_sm90.backend"
 FAILURES = (AssertionError, RuntimeError, TypeError, KeyError)
-SHAPES = (((1,), 64, 40), ((5,), 200, 64), ((300,), 72, 264), ((2, 3), 136, 24), ((3, 1, 30), 64, 128))
+SHAPES = (((1,), 64, 40), ((5,), 200, 64), ((300,), 72, 264), ((2, 3), 136, 24), ((3, 1, 30), 64, 128), ((40,), 64, 64))
 """Leading dims, K and N: few rows, and many."""
 
 
@@ -83,6 +83,22 @@ def hold_layer(layer, recorder, x, weight, bias, dc, segments):
     return out, dx, dw, total, both
 
 
+def hold_parts(layer, recorder, x, weight, bias, dc, own):
+    """Hold the products of a rank with ``own`` segments to ``matmul``: of all rows, and of some; return outputs."""
+    matmul, outs = importlib.import_module(MATMUL).matmul, []
+    for a, b in ((x.flatten(0, -2), weight.t()), (dc.flatten(0, -2), weight)):
+        least = segment_length(a.shape[1], own)
+        ways = [(torch.float32, None, least), (torch.float32, None, least + 16), (a.dtype, None, least)]
+        if bias is not None and b is not weight:
+            ways.append((a.dtype, bias, least))
+        for rows in (a, a[:1], a[len(a) // 2 :]):
+            for dtype, added, length in ways:
+                out = torch.zeros(len(rows), b.shape[1], dtype=dtype)
+                assert layer.segmented_into(rows, b, out, added, own, length)
+                outs.append(same(recorder, out, matmul, rows, b, bias=added, segments=own, length=length))
+    return outs
+
+
 def hold():
     """Hold layers of every shape, the second time with tensors at other addresses."""
     module, recorder, kept = importlib.import_module(PLAN), Recorder(processors=4), []
@@ -96,6 +112,7 @@ def hold():
                 for tensors in (given, drawn(draw, lead, inner, outer, bias)):
                     # What is freed gives its address to another tensor.
                     kept.append((tensors, hold_layer(layer, recorder, *tensors, segments)))
+                    kept.append([hold_parts(layer, recorder, *tensors, own) for own in (1, 2, 4)])
 
 
 def hold_others():
@@ -124,6 +141,13 @@ def hold_others():
         for other in (odd["x"], turned["x"], x.float(), torch._neg_view(x)):
             assert layer.gradients(dc, other, weight, None, (True, True)) is None
         shifted = torch.zeros(40 * 64 + 1)[1:].view(40, 64)
+        above, out = dc.flatten(0, -2), torch.zeros(16, 64)
+        for other in (odd["dc"].flatten(0, -2), above.float(), special.flatten(0, -2), torch._neg_view(above)):
+            assert not layer.segmented_into(other, weight, out, None, 2, 32)
+        for other in (odd["weight"], weight.float(), torch._neg_view(weight)):
+            assert not layer.segmented_into(above, other, out, None, 2, 32)
+        shifted = torch.zeros(16 * 64 + 1)[1:].view(16, 64)
+        assert not layer.segmented_into(above, weight, shifted, None, 2, 32)
         for other in (total.t().contiguous().t(), shifted):
             assert layer.gradients(dc, x, weight, other, (True, True)) is None
         assert not recorder.launches
@@ -134,6 +158,7 @@ def hold_others():
         layer = module.plan_linear(x, spread, None, (2, 2))
         assert layer.forward(x, spread, None) is None
         assert layer.gradients(dc, x, spread, None, (True, True)) is None
+        assert not layer.segmented_into(dc.flatten(0, -2), spread, torch.zeros(16, 64), None, 2, 32)
         assert not recorder.launches
     for other in (x.transpose(0, 1), x[:0]):
         assert module.plan_linear(other, weight, None) is None
@@ -193,6 +218,13 @@ class Plan:
     def forward(self, x, weight, bias):
         return self._found("forward", lambda: torch.nn.functional.linear(x, weight, bias) + 100)
 
+    def segmented_into(self, a, b, out, bias, segments, length):
+        def make():
+            out.copy_(a @ b + (0 if bias is None else bias) + 100)
+            return True
+
+        return bool(self._found("segmented_into", make))
+
     def gradients(self, dc, x, weight, into, needed):
         def make():
             dx, dw = dc @ weight + 100, dc.flatten(0, -2).t() @ x.flatten(0, -2) + 100
@@ -208,7 +240,8 @@ class Plan:
 def planned_by(monkeypatch, *answers):
     plan = Plan(*answers)
     with monkeypatch.context() as patch:
-        patch.setattr(api, "chosen_for_linear", lambda *_: ("native", plan))
+        for module in (api, parallel):
+            patch.setattr(module, "chosen_for_linear", lambda *_: ("native", plan))
         yield plan
 
 
@@ -239,6 +272,37 @@ def test_a_plan_is_taken_where_it_answers(monkeypatch, answers):
     assert torch.equal(found[2], grads[2])
 
 
+def layers_of_one_rank(given, upstream):
+    """Return outputs and gradients of both layers, whose sums are cut over one rank."""
+    found = []
+    for layer, segments in ((row_parallel_linear, "k_segments"), (column_parallel_linear, "dx_segments")):
+        mine = [value.detach().requires_grad_() for value in given]
+        out = layer(*mine, **{segments: 2})
+        out.backward(upstream)
+        found += [out.detach(), *(leaf.grad for leaf in mine)]
+    return found
+
+
+@pytest.mark.parametrize("answers", [(), ("segmented_into",), ("gradients",), ("segmented_into", "gradients")])
+def test_layers_of_ranks_take_a_plan_where_it_answers(monkeypatch, answers):
+    given, upstream = leaves(), torch.randn(2, 3, 5)
+    expected = layers_of_one_rank(given, upstream)
+    with planned_by(monkeypatch, *answers) as plan:
+        found = layers_of_one_rank(given, upstream)
+    of_rows = ["segmented_into", ("gradients", True, True)]
+    assert plan.asked == [*of_rows, "forward", "segmented_into", ("gradients", False, True)]
+    names = ("segmented_into", "gradients", "gradients", None, None, "segmented_into", "gradients", None)
+    for name, value, old in zip(names, found, expected, strict=True):
+        torch.testing.assert_close(value, old + 100 * (name in answers))
+
+
+def test_layers_of_ranks_that_are_looked_at_take_no_plan(monkeypatch):
+    given = leaves()
+    with planned_by(monkeypatch, "segmented_into", "gradients") as plan, Ops():
+        layers_of_one_rank(given, torch.randn(2, 3, 5))
+    assert not plan.asked
+
+
 def test_a_plan_continues_main_grad_and_says_that_it_wrote(monkeypatch):
     given = leaves()
     given[1].main_grad = torch.zeros(5, 8)
@@ -257,17 +321,22 @@ def test_gradients_that_are_not_asked_for_are_not_planned(monkeypatch):
     assert plan.asked == ["forward", ("gradients", True, False)]
 
 
-def test_who_looks_at_ops_sees_them(monkeypatch):
-    class Ops(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            seen.append(str(func))
-            return func(*args, **(kwargs or {}))
+class Ops(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
 
-    given, seen = leaves(), []
-    with planned_by(monkeypatch, "forward", "gradients") as plan, Ops():
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_who_looks_at_ops_sees_them(monkeypatch):
+    given = leaves()
+    with planned_by(monkeypatch, "forward", "gradients") as plan, Ops() as ops:
         det_linear(*given).sum().backward()
     assert not plan.asked
-    names = [name for name in seen if name.startswith("rl_kernels")]
+    names = [name for name in ops.seen if name.startswith("rl_kernels")]
     assert names == [f"rl_kernels.det_gemm_{name}.default" for name in ("forward", "forward", *["weight_gradient"] * 2)]
 
 

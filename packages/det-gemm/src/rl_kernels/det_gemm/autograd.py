@@ -105,9 +105,9 @@ class _Product(torch.autograd.Function):
         a, b = ctx.saved_tensors
         dc = upstream.to(a.dtype)
         da = db = None
-        if _is_needed(ctx, 0):
+        if is_needed(ctx, 0):
             da = _input_product(dc, b.t(), ctx.dx_segments, ctx.backend)
-        if _is_needed(ctx, 1):
+        if is_needed(ctx, 1):
             db = first_order(ops["weight_gradient"], a, dc, a.dtype, ctx.backend)
         return da, db, None, None, None
 
@@ -136,30 +136,49 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         main_grad, backend, plan, (_, segments) = ctx.how
         no_lost_derivatives("det_linear", upstream, x, weight)
-        of_x, of_weight = _is_needed(ctx, 0), _is_needed(ctx, 1)
-        found = None
-        # With grad mode on, the gradient may be differentiated again: the general path refuses that.
-        if plan is not None and not torch.is_grad_enabled() and not ops_are_observed():
-            found = plan.gradients(upstream, x, weight, main_grad, (of_x, of_weight))
-        if found is None:
-            dc = upstream.to(x.dtype)
-            dx = _input_gradient(dc, x, weight, segments, backend) if of_x else None
-            dweight = weight_gradient(dc, x, main_grad, backend) if of_weight else None
-        else:
-            dx, dweight = found
-            if main_grad is not None and of_weight:
-                dweight = None
-                if not main_grad.is_inference():
-                    increment_version(main_grad)
-        dbias = None
-        if _is_needed(ctx, 2):
-            rows = flat_rows(upstream.to(x.dtype))
-            dbias = first_order(ops["weight_gradient"], rows.new_ones(len(rows), 1), rows, x.dtype, backend)[0]
-        return dx, dweight, dbias, None
+        needed = is_needed(ctx, 0), is_needed(ctx, 1)
+        found = gradients(upstream, x, weight, main_grad, needed, (backend, plan, segments))
+        return *found, bias_gradient(upstream, x, backend) if is_needed(ctx, 2) else None, None
 
 
-def _is_needed(ctx: Any, number: int) -> bool:
+def is_needed(ctx: Any, number: int) -> bool:
+    """Say whether the running backward pass needs the gradient of an argument of an autograd Function."""
     return bool(ctx.needs_input_grad[number]) and is_asked_for(ctx, number)
+
+
+def gradients(
+    upstream: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    main_grad: torch.Tensor | None,
+    needed: tuple[bool, bool],
+    how: tuple[str, Any, int],
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the gradients of ``x`` and of the weight, None where not needed, or where it is added to ``main_grad``.
+
+    ``how`` is (backend, plan, segments of the sum over N).
+    """
+    backend, plan, segments = how
+    of_x, of_weight = needed
+    # With grad mode on, the gradient may be differentiated again: the general path refuses that.
+    if plan is not None and not torch.is_grad_enabled() and not ops_are_observed():
+        found = plan.gradients(upstream, x, weight, main_grad, needed)
+        if found is not None:
+            if main_grad is None or not of_weight:
+                return found[0], found[1]
+            if not main_grad.is_inference():
+                increment_version(main_grad)
+            return found[0], None
+    dc = upstream.to(x.dtype)
+    dx = _input_gradient(dc, x, weight, segments, backend) if of_x else None
+    return dx, _weight_gradient(dc, x, main_grad, backend) if of_weight else None
+
+
+def bias_gradient(upstream: torch.Tensor, x: torch.Tensor, backend: str) -> torch.Tensor:
+    """Return the sum of the rows of the upstream gradient."""
+    rows = flat_rows(upstream.to(x.dtype))
+    found: torch.Tensor = first_order(ops["weight_gradient"], rows.new_ones(len(rows), 1), rows, x.dtype, backend)
+    return found[0]
 
 
 def _input_gradient(
@@ -169,7 +188,7 @@ def _input_gradient(
     return found if x.ndim == 2 else found.view(x.shape)
 
 
-def weight_gradient(
+def _weight_gradient(
     dc: torch.Tensor, x: torch.Tensor, main_grad: torch.Tensor | None, backend: str
 ) -> torch.Tensor | None:
     """Return the gradient of the weight, or add it to ``main_grad``."""

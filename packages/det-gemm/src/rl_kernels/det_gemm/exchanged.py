@@ -8,8 +8,8 @@ import torch
 from torch.distributed import ProcessGroup
 
 from rl_kernels.core.distributed import all_gather, group_rank, group_size, reduce_product
-from rl_kernels.core.torchlib import first_order, is_asked_for, no_lost_derivatives
-from rl_kernels.det_gemm.autograd import flat_rows, plain_linear, weight_gradient
+from rl_kernels.core.torchlib import first_order, no_lost_derivatives, ops_are_observed
+from rl_kernels.det_gemm.autograd import bias_gradient, flat_rows, gradients, is_needed, plain_linear
 from rl_kernels.det_gemm.op import ops
 
 PLAIN = (1, 1)
@@ -32,14 +32,31 @@ class Cut(NamedTuple):
     scatter_dim: int | None
 
     def product(
-        self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, shape: tuple[int, ...], backend: str
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        bias: torch.Tensor | None,
+        shape: tuple[int, ...],
+        backend: str,
+        plan: Any,
     ) -> torch.Tensor:
-        """Return ``a @ b + bias`` in the dtype of ``a`` and in ``shape``, summed over ranks, or this rank's slice."""
+        """Return ``a @ b + bias`` in the dtype of ``a`` and in ``shape``, summed over ranks, or this rank's slice.
+
+        ``plan`` is that of the layer, or None: its ``segmented_into`` says whether it took the product.
+        """
+        if ops_are_observed():
+            plan = None
         if self.group is None:
+            if plan is not None:
+                out = a.new_empty(shape)
+                if plan.segmented_into(a, b, out.view(len(a), -1), bias, self.segments, self.length):
+                    return out
             return ops["segmented"](a, b, bias, a.dtype, self.segments, self.length, backend).view(shape)
 
         def write(part: torch.Tensor, first: int, end: int) -> None:
-            ops["segmented_into"](a[first:end], b, part, self.segments, self.length, backend)
+            rows = a[first:end]
+            if plan is None or not plan.segmented_into(rows, b, part, None, self.segments, self.length):
+                ops["segmented_into"](rows, b, part, self.segments, self.length, backend)
 
         how: dict[str, Any] = {"scatter_dim": self.scatter_dim, "bias": bias, "dtype": a.dtype}
         return reduce_product(write, shape, a, self.group, **how)
@@ -82,17 +99,18 @@ class _Column(torch.autograd.Function):
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         no_lost_derivatives("column_parallel_linear", upstream, x, weight)
-        main_grad, backend, _, cut = ctx.how
+        main_grad, backend, plan, cut = ctx.how
         dc = upstream.to(x.dtype)
-        dx = None
-        if _is_needed(ctx, 0):
-            dx = first_order(_of_columns, flat_rows(dc), weight, x, cut, backend)
-        return dx, *_of_parameters(ctx, dc, x, weight, (main_grad, backend)), None
+        dx = first_order(_of_columns, flat_rows(dc), weight, x, cut, backend, plan) if is_needed(ctx, 0) else None
+        _, dweight = gradients(dc, x, weight, main_grad, (False, is_needed(ctx, 1)), (backend, plan, 1))
+        return dx, dweight, bias_gradient(dc, x, backend) if is_needed(ctx, 2) else None, None
 
 
-def _of_columns(dc: torch.Tensor, weight: torch.Tensor, x: torch.Tensor, cut: Cut, backend: str) -> torch.Tensor:
+def _of_columns(
+    dc: torch.Tensor, weight: torch.Tensor, x: torch.Tensor, cut: Cut, backend: str, plan: Any
+) -> torch.Tensor:
     """Return the gradient of x, or zeros around this rank's slice of it."""
-    found = cut.product(dc, weight, None, x.shape, backend)
+    found = cut.product(dc, weight, None, x.shape, backend, plan)
     if cut.scatter_dim is None or cut.group is None:
         return found
     whole = found.new_zeros(x.shape)
@@ -114,8 +132,8 @@ class _Row(torch.autograd.Function):
     @staticmethod
     def output(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, how: tuple[Any, ...]) -> torch.Tensor:
         """Return the sum over ranks."""
-        _, backend, _, cut = how
-        found = cut.product(flat_rows(x), weight.t(), bias, (*x.shape[:-1], weight.shape[0]), backend)
+        _, backend, plan, cut = how
+        found = cut.product(flat_rows(x), weight.t(), bias, (*x.shape[:-1], weight.shape[0]), backend, plan)
         # Not a view: autograd would forbid in-place changes of a view.
         return torch.ops.aten._unsafe_view.default(found, tuple(found.shape))
 
@@ -123,29 +141,10 @@ class _Row(torch.autograd.Function):
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         no_lost_derivatives("row_parallel_linear", upstream, x, weight)
-        main_grad, backend, _, cut = ctx.how
+        main_grad, backend, plan, cut = ctx.how
         dc = upstream.to(x.dtype)
         if cut.scatter_dim is not None and cut.group is not None:
             dc = first_order(all_gather, dc, cut.group, cut.scatter_dim)
-        dx = None
-        if _is_needed(ctx, 0):
-            dx = first_order(ops["forward"], flat_rows(dc), weight, None, x.dtype, backend).view(x.shape)
-        return dx, *_of_parameters(ctx, dc, x, weight, (main_grad, backend)), None
-
-
-def _of_parameters(
-    ctx: Any, dc: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, how: tuple[Any, ...]
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the gradients of weight and bias; with ``main_grad``, that of the weight is added to it."""
-    main_grad, backend = how
-    dweight = dbias = None
-    if _is_needed(ctx, 1):
-        dweight = weight_gradient(dc, x, main_grad, backend)
-    if _is_needed(ctx, 2):
-        rows = flat_rows(dc)
-        dbias = first_order(ops["weight_gradient"], rows.new_ones(len(rows), 1), rows, x.dtype, backend)[0]
-    return dweight, dbias
-
-
-def _is_needed(ctx: Any, number: int) -> bool:
-    return bool(ctx.needs_input_grad[number]) and is_asked_for(ctx, number)
+        needed = is_needed(ctx, 0), is_needed(ctx, 1)
+        found = gradients(dc, x, weight, main_grad, needed, (backend, plan, 1))
+        return *found, bias_gradient(dc, x, backend) if is_needed(ctx, 2) else None, None

@@ -35,6 +35,7 @@ class Linear:
         self._x, self._weight = (x.shape, x.stride()), (weight.shape, weight.stride())
         self._shape = (*x.shape[:-1], weight.shape[0])
         self._products: dict[str, Product] = {}
+        self._parts: dict[tuple[Any, ...], Product] = {}
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
         """Return ``x @ weight^T + bias``."""
@@ -44,6 +45,28 @@ class Linear:
             product = Product(x, weight, out, bias, b_turned=True, segments=self._segments[0])
             self._products["forward"] = product
         return out if product.launch(x, weight, out, bias) else None
+
+    def segmented_into(
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        out: torch.Tensor,
+        bias: torch.Tensor | None,
+        segments: int,
+        length: int,
+    ) -> bool:
+        """Write ``a @ b + bias``, K in segments of ``length`` terms, to ``out``; say whether it was launched.
+
+        For ranks that hold a part of the layer: ``a`` are rows of ``x`` or of a gradient, ``b[K, N]`` is the weight or
+        its transpose. ``out[M, N]`` is contiguous, and not empty.
+        """
+        if not are_plain(a, b) or a.dtype != b.dtype or not a.get_device() == b.get_device() == out.get_device():
+            return False
+        key = (a.shape, a.stride(), a.dtype, b.shape, b.stride(), out.dtype, bias is None, segments, length)
+        product = self._parts.get(key)
+        if product is None:
+            product = self._parts[key] = Product(a, b, out, bias, segments=segments, length=length)
+        return product.launch(a, b, out, bias)
 
     def gradients(
         self, dc: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, into: torch.Tensor | None, needed: Needed
@@ -107,13 +130,16 @@ class Product:
         b_turned: bool = False,
         continues: bool = False,
         segments: int = 1,
+        length: int | None = None,
     ) -> None:
         self._turned = a_turned, b_turned, False
         left, right, target = self._matrices(a, b, out)
+        if length is None:
+            length = segment_length(left.shape[1], segments) if segments > 1 else 0
         plan = plan_of(
             *(left.shape, left.stride(), True, right.shape, right.stride(), True, target.stride(), True),
             *(left.dtype, target.dtype, continues, None, processors(a.get_device())),
-            *(segments, segment_length(left.shape[1], segments) if segments > 1 else 0),
+            *(segments, length),
         )
         self.possible = plan is not None
         if plan is None:
