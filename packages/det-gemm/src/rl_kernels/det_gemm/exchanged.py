@@ -135,7 +135,7 @@ class _Row(torch.autograd.Function):
         _, backend, plan, cut = how
         found = cut.product(flat_rows(x), weight.t(), bias, (*x.shape[:-1], weight.shape[0]), backend, plan)
         # Not a view: autograd would forbid in-place changes of a view.
-        return torch.ops.aten._unsafe_view.default(found, tuple(found.shape))
+        return torch.ops.aten._unsafe_view.default(found, tuple(found.shape)) if found._is_view() else found
 
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

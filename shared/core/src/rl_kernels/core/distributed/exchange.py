@@ -8,22 +8,18 @@ numbers one all-gather of all parts is faster, and gives the same bits. ``functi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import distributed
 from torch.distributed import ProcessGroup
 
-from rl_kernels.core.distributed import symmetric
-from rl_kernels.core.distributed.groups import gather_into, group_rank, group_size
+from rl_kernels.core.distributed.groups import gather_into, group_size
+from rl_kernels.core.distributed.reductions import Write, reduction_of
 from rl_kernels.core.distributed.sums import ORDERS, total
-from rl_kernels.core.distributed.symmetric import window_of
 
 FEW_BYTES = 8 << 20
 """Up to this many received bytes, an all-reduce gathers all parts."""
-SENT_ROWS = 1024
-"""From this many rows of a slice on, products write their parts into the memory of the rank that adds them."""
 
 
 def all_gather(x: torch.Tensor, group: ProcessGroup, dim: int = 0) -> torch.Tensor:
@@ -51,9 +47,10 @@ def all_reduce(
     if size == 1:
         return total(x[None], order, bias, dtype)
     x = x.contiguous()
-    window = window_of(group, x, x.nbytes) if _is_symmetric(x, order) else None
-    if window is not None:
-        return symmetric.all_reduce(window, x, group, bias, dtype or x.dtype)
+    if _is_symmetric(x, order):
+        planned = reduction_of(group, x, x.shape, dtype or x.dtype, bias=bias)
+        if planned is not None:
+            return planned.of_part(x, bias)
     if x.nbytes * (size - 1) <= FEW_BYTES:
         return total(_gathered(x, group, size), order, bias, dtype)
     rows = x.reshape(-1, x.shape[-1] if bias is not None else 1)
@@ -88,14 +85,15 @@ def reduce_scatter(
         found = reduce_scatter(parts.flatten(0, 1), group, order=order, bias=bias, dtype=dtype)
         return found.view(parts.shape[1:])
     x = x.contiguous()
-    window = window_of(group, x, x.nbytes) if _is_symmetric(x, order) else None
-    if window is not None:
-        return symmetric.reduce_scatter(window, x, group, bias, dtype or x.dtype)
+    if _is_symmetric(x, order):
+        planned = reduction_of(group, x, x.shape, dtype or x.dtype, scatter_dim=0, bias=bias)
+        if planned is not None:
+            return planned.of_part(x, bias)
     return total(_exchanged(x, size, group), order, bias, dtype)
 
 
 def reduce_product(
-    write: Callable[[torch.Tensor, int, int], None],
+    write: Write,
     shape: tuple[int, ...],
     like: torch.Tensor,
     group: ProcessGroup,
@@ -116,31 +114,17 @@ def reduce_product(
         bias: as in ``all_reduce``.
         dtype: as in ``all_reduce``.
     """
-    size, count, rows = 4 * math.prod(shape), group_size(group), math.prod(shape[:-1])
-    leads = scatter_dim is not None and math.prod(shape[:scatter_dim]) == 1
-    window = None
-    # A small part costs less to copy than an exchange by slices.
-    if count > 1 and (leads or (scatter_dim is None and size > symmetric.ONE_SHOT)):
-        window = window_of(group, like, size)
-    if window is None:
-        part = like.new_empty(shape, dtype=torch.float32)
-        write(part.view(rows, shape[-1]), 0, rows)
-        if scatter_dim is None:
-            return all_reduce(part, group, bias=bias, dtype=dtype)
-        return reduce_scatter(part, group, dim=scatter_dim, bias=bias, dtype=dtype)
-    each = rows // count
-    sent = each * shape[-1] if each >= SENT_ROWS and not rows % count else 0
-    if sent:
-        # Each rank's memory takes the parts of its slice from all ranks, while the others are still computed. The
-        # slices of other ranks are first, so that their way is hidden.
-        rank = group_rank(group)
-        for owner in [*range(rank + 1, count), *range(rank + 1)]:
-            write(window.slice_of(owner, rank * sent, (each, shape[-1])), owner * each, (owner + 1) * each)
-    else:
-        write(window.part((rows, shape[-1])), 0, rows)
-    whole = torch.Size(shape[scatter_dim or 0 :])
-    found = symmetric.reduced(window, whole, group, bias, dtype or torch.float32, scatters=leads, sent=sent)
-    return found[(None,) * scatter_dim] if scatter_dim else found
+    if scatter_dim is None or math.prod(shape[:scatter_dim]) == 1:
+        of_sum = dtype or torch.float32
+        planned = reduction_of(group, like, shape, of_sum, scatter_dim=scatter_dim, bias=bias, is_product=True)
+        if planned is not None:
+            return planned.of_product(write, like, bias)
+    rows = math.prod(shape[:-1])
+    part = like.new_empty(shape, dtype=torch.float32)
+    write(part.view(rows, shape[-1]), 0, rows)
+    if scatter_dim is None:
+        return all_reduce(part, group, bias=bias, dtype=dtype)
+    return reduce_scatter(part, group, dim=scatter_dim, bias=bias, dtype=dtype)
 
 
 def _is_symmetric(x: torch.Tensor, order: str) -> bool:

@@ -1,8 +1,7 @@
-"""Exchanges of ranks on GPUs of one node through symmetric memory: a kernel reads the parts of its peers and adds them.
+"""Memory of GPUs of one node that all ranks of a group can read and write.
 
-This is faster than collectives, which move parts through buffers of their own. Multicast is not used, because its sums
-have no fixed order. Where symmetric memory is not to be had, on every rank alike, callers use collectives; both give
-the same bits.
+``reductions`` adds parts through it. This is faster than collectives, which move parts through buffers of their own.
+Where symmetric memory is not to be had, on every rank alike, callers use collectives; both give the same bits.
 """
 
 from __future__ import annotations
@@ -50,7 +49,6 @@ class Window:
         self.memory[: self.small].zero_()
         self.handle: Any = symmetric.rendezvous(self.memory, group)
         self._stream: int | None = None
-        self._views: dict[tuple[int, ...], torch.Tensor] = {}
 
     def follow(self) -> None:
         """Let the current stream wait for the stream of the call before: both use the same flags and areas."""
@@ -59,17 +57,9 @@ class Window:
             torch.cuda.current_stream(self.memory.device).wait_stream(torch.cuda.ExternalStream(self._stream))
         self._stream = stream
 
-    def part(self, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return memory for this rank's FP32 part."""
-        return self.slice_of(self.rank, 0, shape)
-
     def slice_of(self, owner: int, first: int, shape: tuple[int, ...]) -> torch.Tensor:
         """Return memory of any rank for FP32 numbers, from element ``first`` of its area for parts on."""
-        key = owner, first, *shape
-        found = self._views.get(key)
-        if found is None:
-            start = self.parts // 4 + first
-            found = self._views[key] = self.handle.get_buffer(owner, shape, torch.float32, start)
+        found: torch.Tensor = self.handle.get_buffer(owner, shape, torch.float32, self.parts // 4 + first)
         return found
 
 
@@ -84,13 +74,9 @@ def window_of(group: ProcessGroup, like: torch.Tensor, size: int) -> Window | No
     if not like.is_cuda or torch.compiler.is_compiling() or not 0 < size <= LARGEST or group_size(group) not in SIZES:
         return None
     known, device = _windows.setdefault(group, {}), like.get_device()
-    captured = values_hidden(like)
     if device in known and ((found := known[device]) is None or found.size >= size):
-        # A captured stream cannot wait for work outside its graph; the docs ask for one stream.
-        if found is not None and not captured:
-            found.follow()
         return found
-    if captured:
+    if values_hidden(like):
         # Memory cannot be mapped while a graph is captured.
         return None
     off = os.environ.get(VARIABLE) == "0" or torch.version.hip is not None
@@ -125,49 +111,3 @@ def _are_alike(group: ProcessGroup, device: torch.device) -> bool:
     names = mine.new_empty(group_size(group) * NAME)
     gather_into(names, mine, group)
     return bool((names.view(-1, NAME) == mine).all())
-
-
-def all_reduce(
-    window: Window, x: torch.Tensor, group: ProcessGroup, bias: torch.Tensor | None, dtype: torch.dtype
-) -> torch.Tensor:
-    """Return the tree sum over the ranks of a contiguous FP32 ``x[..., N]``, plus bias, rounded to ``dtype``."""
-    from rl_kernels.core.triton_lib import peers
-
-    if x.nbytes <= ONE_SHOT:
-        out = torch.empty_like(x, dtype=dtype)
-        peers.exchange(window.handle, 0, window.small, x, out, bias, group_rank(group), group_size(group))
-        return out
-    window.part(x.shape).copy_(x)
-    return reduced(window, x.shape, group, bias, dtype, scatters=False)
-
-
-def reduce_scatter(
-    window: Window, x: torch.Tensor, group: ProcessGroup, bias: torch.Tensor | None, dtype: torch.dtype
-) -> torch.Tensor:
-    """Return this rank's slice along dim 0 of what ``all_reduce`` returns."""
-    window.part(x.shape).copy_(x)
-    return reduced(window, x.shape, group, bias, dtype, scatters=True)
-
-
-def reduced(
-    window: Window,
-    shape: torch.Size,
-    group: ProcessGroup,
-    bias: torch.Tensor | None,
-    dtype: torch.dtype,
-    *,
-    scatters: bool,
-    sent: int = 0,
-) -> torch.Tensor:
-    """Return the tree sum of the parts that all ranks have in their windows, or this rank's slice along dim 0.
-
-    ``sent``: the elements of a slice if each rank has ``slice_of`` its own filled by all ranks.
-    """
-    from rl_kernels.core.triton_lib import peers
-
-    size = group_size(group)
-    rows = shape[0] // size if scatters else shape[0]
-    out = torch.empty((rows, *shape[1:]), dtype=dtype, device=window.memory.device)
-    where = window.handle, 0, window.parts, window.sums
-    peers.exchange_slices(*where, shape, out, bias, group_rank(group), size, scatters=scatters, sent=sent)
-    return out

@@ -7,13 +7,11 @@ call leaves all flags at 0, and a CUDA graph can replay it. Program p of a rank 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
-import torch
-
-from rl_kernels.core.gpu import device_of, processors
+from rl_kernels.core.gpu import processors
 from rl_kernels.core.triton_lib import peer_kernels
-from rl_kernels.core.triton_lib.launch import launch
+from rl_kernels.core.triton_lib.launch import Launch
 
 BLOCK = 2048
 MOST = 512
@@ -32,100 +30,60 @@ def flag_bytes(ranks: int) -> int:
     return 2 * MOST * ranks * 4
 
 
-def exchange(
-    handle: Any,
-    flags: int,
-    start: int,
-    x: torch.Tensor,
-    out: torch.Tensor,
-    bias: torch.Tensor | None,
-    rank: int,
-    ranks: int,
-) -> None:
-    """Write the tree sum of all ranks' ``x[..., N]``, FP32, plus bias, to ``out``.
+class Sum(NamedTuple):
+    """A sum of the parts ``[..., N]`` of all ranks.
 
-    Args:
-        handle: of symmetric memory.
-        flags: byte in each rank's memory at which zeroed flags begin.
-        start: byte at which each rank has room for its part.
-        x: this rank's part, contiguous.
-        out: contiguous, of the shape of ``x``.
-        bias: ``[N]`` or None.
+    Attributes:
+        size: elements of a part.
+        columns: N.
         rank: of this process.
         ranks: 2, 4 or 8.
+        has_bias: whether ``bias[N]`` is added.
+        device: index of the GPU.
     """
-    blocks = -(-x.numel() // BLOCK)
-    # All programs must run at once, because they wait for those of other GPUs.
-    count = min(blocks, MOST, processors(x.get_device()))
-    with device_of(out):
-        launch(
-            peer_kernels.exchange,
-            (count,),
-            handle.buffer_ptrs_dev,
-            x,
-            out if bias is None else bias.contiguous(),
-            out,
-            numbers=(flags, start, x.numel(), x.shape[-1] if x.ndim else 1, rank, ranks, bias is not None, BLOCK),
-            num_warps=8,
-        )
+
+    size: int
+    columns: int
+    rank: int
+    ranks: int
+    has_bias: bool
+    device: int
 
 
-def exchange_slices(
-    handle: Any,
-    flags: int,
-    parts: int,
-    sums: int,
-    shape: torch.Size,
-    out: torch.Tensor,
-    bias: torch.Tensor | None,
-    rank: int,
-    ranks: int,
-    *,
-    scatters: bool,
-    sent: int,
-) -> None:
-    """Write the tree sum of all ranks' FP32 parts, plus bias, to ``out``: each rank adds a slice, the others copy it.
+def exchange(sum_: Sum, flags: int, start: int) -> Launch:
+    """Return the launch that writes the tree sum of all ranks' FP32 ``x``, plus bias, to ``out``.
+
+    It takes the address of the table of all ranks' memories, ``x``, ``bias`` (or any tensor) and ``out``, all
+    contiguous.
 
     Args:
-        handle: of symmetric memory.
+        sum_: what is added.
+        flags: byte in each rank's memory at which zeroed flags begin.
+        start: byte at which each rank has room for its part.
+    """
+    # All programs must run at once, because they wait for those of other GPUs.
+    count = min(-(-sum_.size // BLOCK), MOST, processors(sum_.device))
+    numbers = flags, start, sum_.size, sum_.columns, sum_.rank, sum_.ranks, sum_.has_bias, BLOCK
+    return Launch(peer_kernels.exchange, (count,), numbers, num_warps=8)
+
+
+def exchange_slices(sum_: Sum, flags: int, parts: int, sums: int, *, scatters: bool, sent: int) -> Launch:
+    """Return the launch that writes the tree sum of all ranks' FP32 parts, plus bias, to ``out``.
+
+    Each rank adds a slice, and the others copy it. It takes the address of the table of all ranks' memories, ``bias``
+    (or any tensor) and ``out``, contiguous; with ``scatters`` that is this rank's slice of the sum.
+
+    Args:
+        sum_: what is added.
         flags: byte in each rank's memory at which zeroed flags begin.
         parts: byte at which each rank has its part.
         sums: byte at which each rank has room for rounded sums.
-        shape: of a part, ``[..., N]``.
-        out: contiguous, of that shape; with ``scatters``, this rank's slice of it.
-        bias: ``[N]`` or None.
-        rank: of this process.
-        ranks: 2, 4 or 8.
         scatters: leave out the copies of other slices.
         sent: 0: a rank reads its slice of the parts in the memory of all. Otherwise the elements of a slice: all ranks
             have written their parts of it to this rank's memory, one after the other.
     """
-    size = shape.numel()
-    places = flags, parts, sums
+    size, ranks = sum_.size, sum_.ranks
     each = sent or (size // ranks if scatters else aligned(-(-size // ranks)))
-    with device_of(out):
-        launch(
-            peer_kernels.exchange_slices,
-            (programs(-(-each // BLOCK), out),),
-            handle.buffer_ptrs_dev,
-            out if bias is None else bias.contiguous(),
-            out,
-            numbers=(
-                *places,
-                size,
-                each,
-                shape[-1],
-                rank,
-                ranks,
-                bias is not None,
-                scatters,
-                sent > 0,
-                BLOCK,
-            ),
-            num_warps=8,
-        )
-
-
-def programs(blocks: int, out: torch.Tensor) -> int:
-    """Return the number of programs for blocks of ``out``; there are flags for ``MOST``."""
-    return min(blocks, MOST, PROGRAMS * processors(out.get_device())) if out.is_cuda else blocks
+    count = min(-(-each // BLOCK), MOST, PROGRAMS * processors(sum_.device))
+    numbers = flags, parts, sums, size, each, sum_.columns, sum_.rank, ranks, sum_.has_bias, scatters, sent > 0, BLOCK
+    return Launch(peer_kernels.exchange_slices, (count,), numbers, num_warps=8)
