@@ -278,14 +278,40 @@ def test_results_of_ranks_are_tables_and_give_estimates(tree):
             "layers": {"8B o_proj, 1 rows": {**layer, "differing": 0, "bytes": 0}},
             "heads": {"linear_logp 1x2x3, forward": {**layer, "differing": 0, "bytes": 0}},
             "training": {"ours, TP": {"ms": 44.3, "peak_gib": 4.76, "differing": 0}},
+            "loop": {f"round {number}": {"tokens": 1536, "differing": number} for number in range(2)},
         },
     }
     (tree / "tools/results/h200-ranks.json").write_text(json.dumps(found))
     assert tool("--root", tree).returncode == 0
     page = (tree / "docs/many-gpus.md").read_text()
-    assert "| all-reduce, 262144 KiB |  | 600 | 1.50 | 800 | 2.00 |" in page
-    assert "| 8B o_proj, 1 rows | 0 | 30.0 | 0.750 | 30.0 | 0.750 |" in page
+    assert "| all-reduce, 262144 KiB | 447 | 600 | 1.50 | 800 | 2.00 |" in page
+    assert "| 8B o_proj, 1 rows | 0 | 30.0 | 0.75 | 30.0 | 0.75 |" in page
+    assert "FSDP2: 0 of 1,536, 1 of 1,536." in page
     assert "| ours, TP | 0 | 44.3 | 4.76 |" in page
     assert "- ran on device NVIDIA H200, ranks 2, NCCL 2.28.9" in page
     # Half of 2^26 numbers come in as FP32, and half go back as BF16: 201 MB in 600 us.
     assert "| one row-parallel layer, TP 8, all-reduce | 352 MB | 336 GB/s | 1.05 | 235 MB | 0.700 |" in page
+
+
+def test_results_of_shards_and_segments_are_tables(tree):
+    pytest.importorskip("matplotlib")
+    layer, head = {"one GPU, plain": 52.0, "one GPU": 50.0}, {"one GPU, forward": 60.0, "one GPU, backward": 200.0}
+    for size in (2, 4, 8):
+        layer |= {f"{size} ranks, product": 40.0 / size, f"{size} ranks, sum": 5.0}
+        head |= {f"{size} ranks, {part}": 30.0 / size for part in ("states", "merge", "backward")}
+    device = {"device": "NVIDIA H200"}
+    shards = {"environment": device, "us": {"8B o_proj, 32 rows": layer, "linear_logp 1x2x3": head}, "differing": 0}
+    times = {m: {"cuBLAS": 10.0, "plain": 20.0, "2 segments": 21.0, "8 segments": 25.0} for m in ("1", "32")}
+    segments = {"environment": device, "us": {"1280x8192": times}}
+    for name, found in {"shards": shards, "segments": segments}.items():
+        (tree / f"tools/results/h200-{name}.json").write_text(json.dumps(found))
+    assert tool("--root", tree).returncode == 0
+    page = (tree / "docs/many-gpus.md").read_text()
+    of_layer = "20.0 + 5.00 | 0.50 | 10.0 + 5.00 | 0.30 | 5.00 + 5.00 | 0.20 |"
+    assert f"| 8B o_proj, 32 rows | 52.0 | 50.0 | {of_layer}" in page
+    assert "| linear_logp 1x2x3, forward | 60.0 | 15.0 + 15.0 | 0.50 |" in page
+    assert "| linear_logp 1x2x3, backward | 200 | 15.0 | 0.07 |" in page
+    page = (tree / "packages/det-gemm/GUIDE.md").read_text()
+    assert "| 1280 x 8192 | plain / cuBLAS | 2.00 | 2.00 |" in page
+    assert "|  | 8 segments / plain | 1.25 | 1.25 |" in page
+    assert "|  | 8 segments / cuBLAS | 2.50 | 2.50 |" in page

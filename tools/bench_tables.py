@@ -8,6 +8,9 @@
 | tools/results/*-grpo-step.json | `tools/grpo_step.py` | docs/benchmarks/grpo-step.md |
 | tools/results/*-host.json | `rl-kernels bench --set host` | docs/benchmarks/host-time.md |
 | tools/results/*-trl-step*.json | `tools/trl_step.py` | docs/recipes/trl.md |
+| tools/results/*-ranks.json | `tools/ranks.py` | docs/many-gpus.md |
+| tools/results/*-shards.json | `tools/shard_times.py` | docs/many-gpus.md |
+| tools/results/*-segments.json | `tools/segment_times.py` | packages/det-gemm/GUIDE.md |
 | tools/results/*-demo.json | `rl-kernels demo --device cuda` | docs/demo.md, with a picture |
 | tools/results/mismatch.json | `tools/mismatch.py` | docs/demo.md, with a picture |
 
@@ -27,7 +30,7 @@ from pathlib import Path
 
 from mismatch_plot import draw as draw_mismatch
 from operator_tables import benchmark_page, readme_table
-from rank_tables import estimates, measured
+from rank_tables import estimates, measured, segments, shards
 from summary_table import front_table
 from tool_tables import client_calls, demos, hosts, mismatch, model_bits, model_steps, step, trl_steps
 
@@ -41,7 +44,7 @@ PUBLISHED = "shared/core/src/rl_kernels/core/published.json"
 FRONT = ("README.md", "docs/benchmarks/index.md")
 """Pages with a few lines of all results."""
 MODELS, DEMO, TRL = "packages/models/benchmarks/README.md", "docs/demo.md", "docs/recipes/trl.md"
-RANKS = "docs/many-gpus.md"
+RANKS, SEGMENTS = "docs/many-gpus.md", "packages/det-gemm/GUIDE.md"
 GRPO_STEP, HOST = "docs/benchmarks/grpo-step.md", "docs/benchmarks/host-time.md"
 DEMOS, MISMATCH = "*-demo.json", "mismatch.json"
 
@@ -88,7 +91,12 @@ def pages(root: Path, packages: dict[str, dict[str, Document]]) -> Iterator[tupl
         TRL: {"trl step": trl_steps(named("*-trl-step*.json"))},
         DEMO: {"demo": demos(named(DEMOS)), "mismatch": mismatch(files / MISMATCH)},
         GRPO_STEP: {"grpo step": step(files / "h200-grpo-step.json")},
-        RANKS: {"ranks": measured(named("*-ranks.json")), "estimates": estimates(named("*-ranks.json"))},
+        RANKS: {
+            "ranks": measured(named("*-ranks.json")),
+            "shards": shards(named("*-shards.json")),
+            "estimates": estimates(named("*-ranks.json")),
+        },
+        SEGMENTS: {"segments": segments(named("*-segments.json"))},
         HOST: {"host time": hosts(named("*-host.json"))},
         **{path: {"summary": front_table(files, packages)} for path in FRONT},
     }

@@ -1,4 +1,4 @@
-"""The tables of `docs/many-gpus.md`: what `ranks.py` measured, and what follows for more ranks by counting bytes."""
+"""The tables of what `ranks.py`, `shard_times.py` and `segment_times.py` measured, and of what follows by counting."""
 
 from __future__ import annotations
 
@@ -13,12 +13,19 @@ from rl_kernels.lab.bench.report import as_table, digits
 from rl_kernels.linear_logp import vocab_shards
 from rl_kernels.linear_logp.vocabulary import UNIT
 
+SIZES = (2, 4, 8)
+LAYERS = "Row-parallel layers, product of a rank + sum of its slice, microseconds"
+HEADS = "linear_logp, states of the largest shard + their merge, and the backward pass of that shard, microseconds"
 OURS, NCCL = "ours", "NCCL, BF16"
 TITLES = {
     "exchanges": "Sums of FP32 parts, rounded to BF16; sizes are those of a part",
     "layers": "Row-parallel layers of Llama 3.1 with 8 segments, beside cuBLAS and NCCL's reduction of BF16",
     "heads": "linear_logp over the vocabulary, beside one GPU, and beside logits that are cut as Megatron cuts them",
 }
+STEPS = """Training steps of a Llama with the widths of 8B and four layers; stock TP leaves the head whole"""
+LOOP = (
+    """- log-probs that differ in each round of GRPO, with rollouts of a small Llama under TP and updates under FSDP2"""
+)
 NETWORK = 50e9
 """Bytes per second of one GPU's share of a network of 400 Gb/s, one way: assumed, not measured."""
 HIDDEN, ROWS, VOCAB = 8192, 8192, 128256
@@ -35,7 +42,8 @@ def measured(files: Iterable[Path]) -> str:
         found = json.loads(file.read_text(encoding="utf-8"))
         for part, title in TITLES.items():
             parts.append(f"{title}, microseconds:\n\n{as_table(_timed(found['parts'][part]))}")
-        parts.append(f"Training steps of a Llama with the widths of 8B and four layers:\n\n{as_table(_steps(found))}")
+        parts.append(f"{STEPS}:\n\n{as_table(_steps(found))}")
+        parts.append(f"{LOOP}: {_rounds(found)}.")
         where = found["environment"]
         parts.append(f"{ran_on(where)}, ranks {where['ranks']}, NCCL {where['nccl']}")
     return filled(parts)
@@ -44,9 +52,12 @@ def measured(files: Iterable[Path]) -> str:
 def _timed(found: Mapping[str, Any]) -> list[list[str]]:
     others = list(dict.fromkeys(name for each in found.values() for name in each["eager"] if name != OURS))
     ratios = [f"/ {name}" for name in others]
-    rows = [["", "bits that differ", "graph", *ratios, "eager", *ratios]]
+    # Sizes of parts are known of exchanges, which are not compared with one GPU.
+    known = any(each["bytes"] for each in found.values())
+    rows = [["", "GB/s" if known else "bits that differ", "graph", *ratios, "eager", *ratios]]
     for name, each in found.items():
-        cells = [name, "" if each["differing"] is None else str(each["differing"])]
+        rate = digits(each["bytes"] / each["graph"][OURS] / 1e3)
+        cells = [name, rate if known else str(each["differing"])]
         for way in ("graph", "eager"):
             times = each[way]
             ratios = (f"{times[OURS] / times[who]:.2f}" if who in times else "" for who in others)
@@ -61,6 +72,64 @@ def _steps(found: Mapping[str, Any]) -> list[list[str]]:
         differing = "" if each["differing"] is None else f"{each['differing']:,}"
         rows.append([name, differing, digits(each["ms"]), digits(each["peak_gib"])])
     return rows
+
+
+def _rounds(found: Mapping[str, Any]) -> str:
+    rounds = found["parts"]["loop"].values()
+    return ", ".join(f"{each['differing']:,} of {each['tokens']:,}" for each in rounds)
+
+
+def shards(files: Iterable[Path]) -> str:
+    """Return the tables of what each rank computes, on one GPU: layers, and linear_logp."""
+    parts = []
+    for file in files:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        times: dict[str, Mapping[str, float]] = found["us"]
+        layers = {name: each for name, each in times.items() if "one GPU, plain" in each}
+        heads = {name: each for name, each in times.items() if name not in layers}
+        rows = [["", "plain", "8 segments", *(f"{size} ranks{what}" for size in SIZES for what in ("", ", / one"))]]
+        rows += [
+            [
+                name,
+                digits(each["one GPU, plain"]),
+                digits(each["one GPU"]),
+                *_of_sizes(each, "product", "sum", "one GPU"),
+            ]
+            for name, each in layers.items()
+        ]
+        of_heads = [["", "one GPU", *rows[0][3:]]]
+        for name, each in heads.items():
+            for what, names in {"forward": ("states", "merge"), "backward": ("backward", "")}.items():
+                one = f"one GPU, {what}"
+                of_heads.append([f"{name}, {what}", digits(each[one]), *_of_sizes(each, *names, one)])
+        parts += [f"{title}:\n\n{as_table(each)}" for title, each in ((LAYERS, rows), (HEADS, of_heads))]
+        parts.append(f"- numbers that differ from one GPU: {found['differing']}\n{ran_on(found['environment'])}")
+    return filled(parts)
+
+
+def _of_sizes(each: Mapping[str, float], first: str, second: str, one: str) -> list[str]:
+    cells = []
+    for size in SIZES:
+        parts = [each[f"{size} ranks, {part}"] for part in (first, second) if part]
+        cells += [" + ".join(map(digits, parts)), f"{sum(parts) / each[one]:.2f}"]
+    return cells
+
+
+def segments(files: Iterable[Path]) -> str:
+    """Return the tables of products with segments beside cuBLAS and the plain product."""
+    parts = []
+    for file in files:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        shapes: dict[str, Mapping[str, Mapping[str, float]]] = found["us"]
+        rows = [["N x K", "", *(f"M = {m}" for m in next(iter(shapes.values())))]]
+        for shape, each in shapes.items():
+            ways = [way for way in next(iter(each.values())) if way not in ("cuBLAS", "plain")]
+            pairs = [("plain", "cuBLAS"), *((way, "plain") for way in ways), *((way, "cuBLAS") for way in ways[-1:])]
+            for place, (ours, other) in enumerate(pairs):
+                ratios = (f"{times[ours] / times[other]:.2f}" for times in each.values())
+                rows.append(["" if place else shape.replace("x", " x "), f"{ours} / {other}", *ratios])
+        parts.append(f"{as_table(rows)}\n\n{ran_on(found['environment'])}")
+    return filled(parts)
 
 
 def estimates(files: Iterable[Path]) -> str:

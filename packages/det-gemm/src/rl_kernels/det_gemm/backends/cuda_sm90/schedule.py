@@ -23,8 +23,8 @@ BOXES = 2 * ROWS * SWIZZLE
 """Bytes of the two boxes of one consumer."""
 DEEPEST = 24
 """Largest number of stages."""
-SHALLOWEST, DEEP = 3, 4
-"""Fewest stages that a schedule may have, and that sums in shared memory leave."""
+SHALLOWEST = 3
+"""Fewest stages of a schedule with segments; sums in shared memory leave as many."""
 SMALL = 64 * 128
 """Tiles with up to this many numbers take longer to load than to multiply, as measured."""
 SUMS = 192
@@ -85,7 +85,7 @@ class Schedule:
     @property
     def near(self) -> int:
         """Return the levels whose left sums wait in shared memory: as many as leave room for stages."""
-        room = (ROOM - DEEP * self.stage_bytes(K_MAJOR)) // self.consumers
+        room = (ROOM - SHALLOWEST * self.stage_bytes(K_MAJOR)) // self.consumers
         return min(self.waiting, max(room, 0) // self.sums)
 
     @property

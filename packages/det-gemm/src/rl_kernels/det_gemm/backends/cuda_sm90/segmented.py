@@ -28,7 +28,7 @@ WIDEST = 160
 """Most columns of tiles with several segments in each block of a cluster: a merge needs the registers of sums."""
 FARTHEST = 1
 """Most levels of sums that wait in global memory: with two, registers do not suffice."""
-IN_REGISTERS, NEAR, FAR = 0.3, 2.0, 4.0
+IN_REGISTERS, NEAR, FAR = 0.3, 2.0, 3.7
 """Microseconds of a merge of 128 x 128 sums, by where the left ones wait."""
 OF_CLUSTER = 3.0, 0.5
 """Microseconds of a merge over a cluster, and more for each of its blocks."""
