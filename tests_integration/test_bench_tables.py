@@ -142,6 +142,7 @@ def tree(tmp_path):
         *ROOT.glob("packages/*/benchmarks/README.md"),
         *ROOT.glob("docs/benchmarks/*.md"),
         *(ROOT / name for name in ("README.md", "docs/demo.md", "docs/many-gpus.md", "docs/recipes/trl.md")),
+        ROOT / "packages/det-gemm/GUIDE.md",
     ]
     for file in names:
         target = tmp_path / file.relative_to(ROOT)
