@@ -100,15 +100,15 @@ def head(tokens: int, size: int, vocab: int) -> tuple[dict[str, Callable[[], Any
     upstream, temperature = torch.randn(tokens, device="cuda"), torch.ones(())
     backend = choose(heads.OPERATOR, heads.describe(hidden, weight, ids, vocab_size=vocab)).name
     given = (hidden, weight, ids, None, temperature, None, None)
-    logp, norm = heads.ops["forward"](*given, backend)
-    saved = (norm, None, upstream, None, None)
+    logp, norm, _ = heads.ops["forward"](*given, 0, backend)
+    saved = (norm, None, None, upstream, None, None)
 
     def backward(shard: torch.Tensor, partial: bool) -> Callable[[], Any]:
         inputs = (hidden, shard, ids, None, temperature, None, None)
         return lambda: heads.ops["backward"](*inputs, *saved, 0, vocab, SEGMENTS, partial, 256, NEEDED, backend)
 
     calls: dict[str, Callable[[], Any]] = {
-        "one GPU, forward": lambda: heads.ops["forward"](*given, backend),
+        "one GPU, forward": lambda: heads.ops["forward"](*given, 0, backend),
         "one GPU, backward": backward(weight, False),
     }
     differing = 0
@@ -118,7 +118,7 @@ def head(tokens: int, size: int, vocab: int) -> tuple[dict[str, Callable[[], Any
         def states(rank: int, spans: Any = spans, units: int = units) -> torch.Tensor:
             start, stop = spans[rank]
             inputs = (hidden, weight[start:stop], ids, None, temperature, None, None)
-            found: torch.Tensor = heads.ops["states"](*inputs, start, units, False, backend)
+            found: torch.Tensor = heads.ops["states"](*inputs, start, units, False, 0, backend)[0]
             return found
 
         gathered = torch.stack([states(rank) for rank in range(ranks)])

@@ -29,6 +29,7 @@ def linear_logp(
     ignore_index: int | None = None,
     return_stats: Literal[False] = False,
     workspace_mib: int = 256,
+    saved_mib: int = 0,
     process_group: ProcessGroup | DeviceMesh | None = None,
     vocab_start: int | None = None,
     vocab_size: int | None = None,
@@ -51,6 +52,7 @@ def linear_logp(
     ignore_index: int | None = None,
     return_stats: Literal[True],
     workspace_mib: int = 256,
+    saved_mib: int = 0,
     process_group: ProcessGroup | DeviceMesh | None = None,
     vocab_start: int | None = None,
     vocab_size: int | None = None,
@@ -73,6 +75,7 @@ def linear_logp(
     ignore_index: int | None = None,
     return_stats: bool,
     workspace_mib: int = 256,
+    saved_mib: int = 0,
     process_group: ProcessGroup | DeviceMesh | None = None,
     vocab_start: int | None = None,
     vocab_size: int | None = None,
@@ -94,6 +97,7 @@ def linear_logp(
     ignore_index: int | None = None,
     return_stats: bool = False,
     workspace_mib: int = 256,
+    saved_mib: int = 0,
     process_group: ProcessGroup | DeviceMesh | None = None,
     vocab_start: int | None = None,
     vocab_size: int | None = None,
@@ -106,10 +110,10 @@ def linear_logp(
     ``z = x / temperature`` with ``x = logit_scale (hidden @ W^T + bias)``; with a softcap it is
     ``z = softcap tanh(x / softcap) / temperature``. With p = softmax(z), the entropy is ``-sum(p log p)``, in nats.
 
-    At any time memory holds the logits of only one piece of the vocabulary for one block of rows. They are never
-    rounded below FP32 (FP64 for FP64 inputs). A row's result and its row of the gradient of ``hidden`` depend on that
-    row and the weights alone, bit for bit. The gradients of weight and bias are sums over tokens in a fixed order:
-    they are repeatable, and appending ignored rows does not change them.
+    At any time memory holds the logits of only one piece of the vocabulary for one block of rows, and those that
+    ``saved_mib`` asks for. They are never rounded below FP32 (FP64 for FP64 inputs). A row's result and its row of the
+    gradient of ``hidden`` depend on that row and the weights alone, bit for bit. The gradients of weight and bias are
+    sums over tokens in a fixed order: they are repeatable, and appending ignored rows does not change them.
 
     If ``lm_head_weight.main_grad`` exists (FP32, with the shape and device of the weight), backward adds the weight's
     gradient to it in place, and nothing to ``.grad``. Micro-batches cut at multiples of 16 tokens then give the bits of
@@ -143,6 +147,9 @@ def linear_logp(
             buffer for the gradient of ``hidden`` and, with ``ignore_index``, a copy of ``hidden`` if the weight needs a
             gradient. If the limit is below these plus the smallest block that the backend works on, backward uses that
             much. With ``vocab_segments=8`` up to three further buffers come on top. It changes no bit.
+        saved_mib: MiB, an integer >= 0: at most this much of the logits, those of the last columns, stays in memory
+            from the forward to the backward pass, which then does not form them again. A logit takes 4 bytes, 8 for
+            FP64 inputs. It changes no bit. Without gradients nothing is kept.
         process_group: 1, 2, 4 or 8 ranks that share the vocabulary: a ``ProcessGroup``, or one dim of a
             ``DeviceMesh``. None: this process has all of it.
         vocab_start: the first row of this rank's shard, or None; it must be that of ``vocab_shards``.
@@ -173,16 +180,17 @@ def linear_logp(
 
         group = group_of(process_group)
     options = Options(
-        *(temperature, softcap, logit_scale, ignore_index, return_stats, workspace_mib),
+        *(temperature, softcap, logit_scale, ignore_index, return_stats, workspace_mib, saved_mib),
         *(vocab_start, vocab_size, vocab_segments, validate, backend),
     )
     call = agreed(hidden, lm_head_weight, target_ids, bias, group, options)
     if call.differentiable and torch.is_grad_enabled():
-        results = LinearLogp.apply(*call.inputs, call.main_grad, workspace_mib, return_stats, *call.shard, call.backend)
+        memory = call.main_grad, workspace_mib, saved_mib
+        results = LinearLogp.apply(*call.inputs, *memory, return_stats, *call.shard, call.backend)
         if call.main_grad is not None:
             gather("lm_head_weight", lm_head_weight, results[0])
     else:
-        results = forward(call.shard, *call.inputs, return_stats, call.backend)
+        results = forward(call.shard, *call.inputs, return_stats, 0, call.backend)
 
     logp = results[0].view(target_ids.shape)
     if not return_stats:

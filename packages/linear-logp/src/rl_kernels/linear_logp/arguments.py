@@ -26,6 +26,7 @@ class Options(NamedTuple):
     ignore_index: int | None
     return_stats: bool
     workspace_mib: int
+    saved_mib: int
     vocab_start: int | None
     vocab_size: int | None
     vocab_segments: int | None
@@ -150,6 +151,7 @@ def _validate(
     check.same_dtype(hidden=hidden, lm_head_weight=weight, bias=bias)
     check.ignore_index(ignored, target_ids)
     check.integer("workspace_mib", options.workspace_mib, least=1)
+    check.integer("saved_mib", options.saved_mib, least=0)
     check.backend_name(options.backend)
     dtype = compute_dtype(hidden.dtype)
     check.temperature(options.temperature, target_ids.shape, hidden.device, dtype, values=values)

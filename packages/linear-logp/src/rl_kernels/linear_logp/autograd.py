@@ -29,13 +29,17 @@ def forward(
     ignore_index: int | None,
     cap: torch.Tensor | None,
     return_stats: bool,
+    saved_mib: int,
     backend: str,
 ) -> tuple[torch.Tensor, ...]:
-    """Return (logp, norm), or (logp, logsumexp, entropy, norm) with ``return_stats``, of the whole vocabulary."""
+    """Return (logp, norm, kept), or (logp, logsumexp, entropy, norm, kept) with ``return_stats``.
+
+    All are of the whole vocabulary, except kept, the logits of this shard that are kept for backward.
+    """
     if shard.group is None:
         op = ops["forward_stats" if return_stats else "forward"]
         results: tuple[torch.Tensor, ...] = op(
-            hidden, weight, target_ids, bias, temperature, ignore_index, cap, backend
+            hidden, weight, target_ids, bias, temperature, ignore_index, cap, saved_mib, backend
         )
         return results
     from rl_kernels.core.distributed import all_gather
@@ -43,16 +47,15 @@ def forward(
     ranks = shard.group.size()
     slots = shard.slots(ranks)
     found = []
-    # One slice even if there are no rows.
-    for rows in slices(max(len(hidden), 1), ROWS):
+    # One slice even if there are no rows; a single one if logits are kept, which would have to be joined.
+    for rows in slices(max(len(hidden), 1), max(len(hidden), 1) if saved_mib else ROWS):
         ids, scale = target_ids[rows], temperature[rows] if temperature.ndim else temperature
-        packed = ops["states"](
-            *(hidden[rows], weight, ids, bias, scale, ignore_index, cap, shard.start, slots, return_stats, backend)
-        )
+        given = hidden[rows], weight, ids, bias, scale, ignore_index, cap
+        packed, kept = ops["states"](*given, shard.start, slots, return_stats, saved_mib, backend)
         gathered = all_gather(packed, shard.group).unflatten(0, (ranks, -1))
         found.append(ops["finish"](gathered, ids, scale, ignore_index, shard.size, return_stats, backend))
     logp, lse, entropy, norm = found[0] if len(found) == 1 else map(torch.cat, zip(*found, strict=True))
-    return (logp, lse, entropy, norm) if return_stats else (logp, norm)
+    return (logp, lse, entropy, norm, kept) if return_stats else (logp, norm, kept)
 
 
 def _summed(name: str, group: ProcessGroup | None, dtype: torch.dtype) -> Callable[..., Any]:
@@ -72,7 +75,7 @@ def _summed(name: str, group: ProcessGroup | None, dtype: torch.dtype) -> Callab
 
 
 class LinearLogp(torch.autograd.Function):
-    """Saves the inputs and norm, and entropy with ``return_stats``; never the logits."""
+    """Saves the inputs, norm, entropy with ``return_stats``, and at most ``saved_mib`` of the logits."""
 
     @staticmethod
     def forward(
@@ -86,6 +89,7 @@ class LinearLogp(torch.autograd.Function):
         cap: torch.Tensor | None,
         main_grad: torch.Tensor | None,
         workspace_mib: int,
+        saved_mib: int,
         return_stats: bool,
         vocab_start: int,
         vocab_size: int,
@@ -96,20 +100,21 @@ class LinearLogp(torch.autograd.Function):
         """Return logp, or the three statistics."""
         inputs = (hidden, weight, target_ids, bias, temperature, ignore_index, cap)
         shard = Shard(vocab_start, vocab_size, vocab_segments, group)
-        results = forward(shard, *inputs, return_stats, backend)
-        ctx.save_for_backward(hidden, weight, target_ids, bias, temperature, cap, results[-1], *results[2:3])
+        *results, norm, kept = forward(shard, *inputs, return_stats, saved_mib, backend)
+        entropy = results[2] if return_stats else None
+        ctx.save_for_backward(*inputs[:5], cap, norm, entropy, kept if kept.shape[1] else None)
         ctx.set_materialize_grads(False)
         # Not a saved tensor: other backward passes may add to the buffer before this one runs.
         ctx.main_grad = main_grad
         ctx.ignore_index, ctx.workspace_mib, ctx.shard, ctx.backend = ignore_index, workspace_mib, shard, backend
-        return results[:3] if return_stats else results[:1]
+        return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """Return the gradients of the arguments that the pass under way asks for."""
-        hidden, weight, target_ids, bias, temperature, cap, norm, *entropy = ctx.saved_tensors
+        hidden, weight, target_ids, bias, temperature, cap, norm, entropy, kept = ctx.saved_tensors
         inputs = (hidden, weight, target_ids, bias, temperature, ctx.ignore_index, cap)
-        saved = (norm, entropy[0] if entropy else None, *upstream, *[None] * (3 - len(upstream)))
+        saved = (norm, entropy, kept, *upstream, *[None] * (3 - len(upstream)))
         needed = [ctx.needs_input_grad[number] and is_asked_for(ctx, number) for number in (0, 1, 3)]
         start, size, segments, group = ctx.shard
         arguments = (*inputs, *saved, start, size, segments, group is not None, ctx.workspace_mib, needed)
@@ -120,4 +125,4 @@ class LinearLogp(torch.autograd.Function):
         else:
             dhidden, dweight, dbias = first_order(_summed("backward", group, hidden.dtype), *arguments, ctx.backend)
         found = [value if wanted else None for value, wanted in zip((dhidden, dweight, dbias), needed, strict=True)]
-        return found[0], found[1], None, found[2], *[None] * 11
+        return found[0], found[1], None, found[2], *[None] * 12

@@ -4,7 +4,7 @@ It takes pieces of the vocabulary in ascending order, and for each piece all blo
 
     for segment in vocabulary:              one, or eight
         for piece in segment:               dW[piece] is complete after this iteration
-            for block in rows:              z of (block, piece), with the bits of the forward pass
+            for block in rows:              z of (block, piece), kept or with the bits of the forward pass
                 dz -> dH[block] += dz @ W[piece];  dW[piece] += dz^T @ H[block];  dbias[piece] += dz^T @ 1
         dH -> Tree                          a chain that starts at 0 for each segment; a balanced tree adds the chains
 
@@ -35,7 +35,10 @@ class Steps(Protocol):
     def dlogits(
         self, block: Inputs, upstream: rowwise.LogpUpstream, columns: slice, dbias: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return dz ``[rows, piece]`` in the dtype of the inputs; add the row sum of the unrounded dz to dbias."""
+        """Return dz ``[rows, piece]`` in the dtype of the inputs; add the row sum of the unrounded dz to dbias.
+
+        The logits of all these columns are kept (``block.kept_part``), or of none.
+        """
 
     def add_dhidden(self, dz: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, continues: bool) -> None:
         """Write ``dz @ weight`` to ``out[rows, D]``, or add it if ``continues``."""
@@ -102,9 +105,11 @@ class _Loop(NamedTuple):
 
     def walk(self, segment: slice, piece: int, dhidden: torch.Tensor) -> None:
         """Write the chain of dH over a segment to ``dhidden``, and the segment's rows of dW and dbias."""
-        for part in slices(segment.stop - segment.start, piece):
-            columns = slice(segment.start + part.start, segment.start + part.stop)
-            self._piece(columns, dhidden, continues=part.start > 0)
+        kept = min(max(self.inputs.first_kept, segment.start), segment.stop)
+        for first, end in ((segment.start, kept), (kept, segment.stop)):
+            for part in slices(end - first, piece):
+                columns = slice(first + part.start, first + part.stop)
+                self._piece(columns, dhidden, continues=columns.start > segment.start)
 
     def _piece(self, columns: slice, dhidden: torch.Tensor, *, continues: bool) -> None:
         inputs, count, main_grad = self.inputs, len(self.inputs.hidden), self.main_grad

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+from rl_kernels.linear_logp.kept import first_kept
+
 
 class Cap(NamedTuple):
     """The cap of a logit x before the temperature: ``softcap tanh(rate x)``, with rate = logit_scale / softcap."""
@@ -29,6 +31,7 @@ class Inputs(NamedTuple):
     Attributes:
         start: the shard's first column in the vocabulary; ids count from the first column of the vocabulary.
         whole: columns of the vocabulary; None if weight has them all.
+        kept: logits of the last columns (``kept.empty``), or None.
     """
 
     hidden: torch.Tensor
@@ -40,6 +43,7 @@ class Inputs(NamedTuple):
     cap_numbers: torch.Tensor | None
     start: int = 0
     whole: int | None = None
+    kept: torch.Tensor | None = None
 
     @property
     def vocab(self) -> int:
@@ -51,10 +55,25 @@ class Inputs(NamedTuple):
         """The cap of the logits, or None."""
         return None if self.cap_numbers is None else Cap(*self.cap_numbers.tolist())
 
+    @property
+    def first_kept(self) -> int:
+        """The first column of the weight whose logits are kept; the number of columns if none are."""
+        return first_kept(len(self.weight), 0 if self.kept is None else self.kept.shape[1])
+
+    def kept_part(self, columns: slice) -> torch.Tensor | None:
+        """Return the kept logits ``[N, n]`` of some columns, all of them kept or none; None if none are."""
+        first = self.first_kept
+        if self.kept is None or columns.start < first:
+            return None
+        return self.kept[:, columns.start - first : columns.stop - first]
+
     def block(self, rows: slice) -> Inputs:
         """Return the inputs of some of the rows."""
         temperature = self.temperature[rows] if self.temperature.ndim else self.temperature
-        return self._replace(hidden=self.hidden[rows], target_ids=self.target_ids[rows], temperature=temperature)
+        kept = None if self.kept is None else self.kept[rows]
+        return self._replace(
+            hidden=self.hidden[rows], target_ids=self.target_ids[rows], temperature=temperature, kept=kept
+        )
 
     def keep(self, value: torch.Tensor) -> torch.Tensor:
         """Return ``value[n]`` or ``value[n, k]`` with 0 at ignored positions."""

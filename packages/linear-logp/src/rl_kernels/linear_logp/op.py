@@ -8,6 +8,9 @@ the log of the sum of e^(z - max z); backward computes the gradient from these t
 gradients of hidden, weight and bias are needed; one that is not comes back empty. ``backward_main_grad`` adds the
 gradient of the weight to ``main_grad[V, D]``, FP32, and returns the gradients of hidden and bias.
 
+The last result of ``forward``, ``forward_stats`` and ``states`` are logits that are kept for backward, at most
+``saved_mib`` of them (``kept.empty``). Backward takes them as ``kept``; what is not kept it forms again.
+
 ``states`` and ``finish`` are the forward pass in two parts, between which ranks exchange states: weight and bias are a
 shard that begins at column ``vocab_start`` of ``vocab_size``; ids are those of the whole vocabulary. ``states`` returns
 ``packed[slots k + 1, N]`` and ``finish`` takes ``gathered[ranks, slots k + 1, N]`` (``packing``); without ``entropy``
@@ -26,20 +29,22 @@ from rl_kernels.core.cuda.where import cuda_backend
 from rl_kernels.core.operator import INVARIANT, REPEATABLE, Backend, Call, Operator
 from rl_kernels.core.rowwise import compute_dtype
 from rl_kernels.core.triton_lib.launch import triton_backend
-from rl_kernels.linear_logp import packing
+from rl_kernels.linear_logp import kept, packing
 
 _INPUTS = (
     "Tensor hidden, Tensor weight, Tensor target_ids, Tensor? bias, Tensor temperature, int? ignore_index, Tensor? cap"
 )
-_SAVED = "Tensor norm, Tensor? entropy, Tensor? grad_logp, Tensor? grad_logsumexp, Tensor? grad_entropy"
+_SAVED = "Tensor norm, Tensor? entropy, Tensor? kept, Tensor? grad_logp, Tensor? grad_logsumexp, Tensor? grad_entropy"
 _SHARD = "SymInt vocab_start, SymInt vocab_size, int vocab_segments, bool partial"
 _BACKWARD = f"{_INPUTS}, {_SAVED}, {_SHARD}, int workspace_mib, bool[3] needed"
 _GATHERED = "Tensor gathered, Tensor target_ids, Tensor temperature, int? ignore_index, SymInt vocab_size, bool entropy"
 
 SCHEMAS = {
-    "forward": f"({_INPUTS}, str backend) -> (Tensor, Tensor)",
-    "forward_stats": f"({_INPUTS}, str backend) -> (Tensor, Tensor, Tensor, Tensor)",
-    "states": f"({_INPUTS}, SymInt vocab_start, int slots, bool entropy, str backend) -> Tensor",
+    "forward": f"({_INPUTS}, int saved_mib, str backend) -> (Tensor, Tensor, Tensor)",
+    "forward_stats": f"({_INPUTS}, int saved_mib, str backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "states": (
+        f"({_INPUTS}, SymInt vocab_start, int slots, bool entropy, int saved_mib, str backend) -> (Tensor, Tensor)"
+    ),
     "finish": f"({_GATHERED}, str backend) -> (Tensor, Tensor, Tensor, Tensor)",
     "backward": f"({_BACKWARD}, str backend) -> (Tensor, Tensor, Tensor)",
     "backward_main_grad": f"({_BACKWARD}, Tensor(a!) main_grad, str backend) -> (Tensor, Tensor)",
@@ -71,10 +76,21 @@ def _gradients(
     return dhidden, dweight, dbias
 
 
+def _kept(hidden: torch.Tensor, weight: torch.Tensor, saved_mib: int) -> torch.Tensor:
+    return kept.empty(hidden, weight.shape[0], saved_mib)
+
+
 FAKES = {
-    "forward": lambda hidden, *_: (_rows(hidden), _rows(hidden, 2)),
-    "forward_stats": lambda hidden, *_: (_rows(hidden), _rows(hidden), _rows(hidden), _rows(hidden, 2)),
-    "states": lambda hidden, *others: packing.empty(hidden, others[-2], entropy=others[-1])[0],
+    "forward": lambda hidden, weight, *others: (_rows(hidden), _rows(hidden, 2), _kept(hidden, weight, others[-1])),
+    "forward_stats": lambda hidden, weight, *others: (
+        *(_rows(hidden) for _ in range(3)),
+        _rows(hidden, 2),
+        _kept(hidden, weight, others[-1]),
+    ),
+    "states": lambda hidden, weight, *others: (
+        packing.empty(hidden, others[-3], entropy=others[-2])[0],
+        _kept(hidden, weight, others[-1]),
+    ),
     "finish": _finished,
     "backward": _gradients,
     "backward_main_grad": lambda *args: _gradients(*args[:-1])[::2],

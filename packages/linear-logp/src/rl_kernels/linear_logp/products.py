@@ -34,6 +34,7 @@ def backward(
     cap: torch.Tensor | None,
     norm: torch.Tensor,
     entropy: torch.Tensor | None,
+    kept: torch.Tensor | None,
     grad_logp: torch.Tensor | None,
     grad_logsumexp: torch.Tensor | None,
     grad_entropy: torch.Tensor | None,
@@ -46,7 +47,7 @@ def backward(
     main_grad: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (dhidden, dweight, dbias), empty if not needed; with ``main_grad``, dweight is added to it instead."""
-    inputs = Inputs(hidden, weight, target_ids, bias, temperature, ignore_index, cap, vocab_start, vocab_size)
+    inputs = Inputs(hidden, weight, target_ids, bias, temperature, ignore_index, cap, vocab_start, vocab_size, kept)
     grads = (grad if grad is None else grad.contiguous() for grad in (grad_logp, grad_logsumexp, grad_entropy))
     upstream = LogpUpstream(target_ids, norm, entropy, *grads)
     return gradients(steps, inputs, upstream, vocab_segments, partial, workspace_mib, needed, main_grad)

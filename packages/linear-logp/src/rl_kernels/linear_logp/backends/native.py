@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from rl_kernels.core import rowwise
-from rl_kernels.linear_logp import packing
+from rl_kernels.linear_logp import kept, packing
 from rl_kernels.linear_logp.backward import gradients
 from rl_kernels.linear_logp.inputs import Inputs, slices
 from rl_kernels.linear_logp.vocabulary import UNIT
@@ -31,11 +31,13 @@ def forward(
     temperature: torch.Tensor,
     ignore_index: int | None,
     cap: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (logp, norm), ``[N]`` and ``[N, 2]``."""
-    inputs = Inputs(hidden, weight, target_ids, bias, temperature, ignore_index, cap)
+    saved_mib: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (logp, norm, kept), ``[N]``, ``[N, 2]`` and ``[N, width]``."""
+    logits = kept.empty(hidden, len(weight), saved_mib)
+    inputs = Inputs(hidden, weight, target_ids, bias, temperature, ignore_index, cap, kept=logits)
     logp, norm = _statistics(inputs, entropy=False)
-    return logp, norm
+    return logp, norm, logits
 
 
 def forward_stats(
@@ -46,11 +48,13 @@ def forward_stats(
     temperature: torch.Tensor,
     ignore_index: int | None,
     cap: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (logp, logsumexp, entropy, norm), the first three ``[N]``, the last ``[N, 2]``."""
-    inputs = Inputs(hidden, weight, target_ids, bias, temperature, ignore_index, cap)
+    saved_mib: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (logp, logsumexp, entropy, norm, kept), the first three ``[N]``, then ``[N, 2]`` and ``[N, width]``."""
+    logits = kept.empty(hidden, len(weight), saved_mib)
+    inputs = Inputs(hidden, weight, target_ids, bias, temperature, ignore_index, cap, kept=logits)
     logp, norm, lse, entropy = _statistics(inputs, entropy=True)
-    return logp, lse, entropy, norm
+    return logp, lse, entropy, norm, logits
 
 
 def states(
@@ -64,16 +68,18 @@ def states(
     vocab_start: int,
     slots: int,
     entropy: bool,
-) -> torch.Tensor:
-    """Return the packed states and selected logits of a shard of the vocabulary (``packing``)."""
-    inputs = Inputs(hidden, weight, target_ids, bias, temperature, ignore_index, cap, vocab_start)
+    saved_mib: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the packed states and selected logits of a shard of the vocabulary (``packing``), and its kept logits."""
+    logits = kept.empty(hidden, len(weight), saved_mib)
+    inputs = Inputs(hidden, weight, target_ids, bias, temperature, ignore_index, cap, vocab_start, kept=logits)
     packed, parts, chosen = packing.empty(hidden, slots, entropy=entropy)
     for rows in _blocks(inputs):
         for unit, state in enumerate(_walk(inputs.block(rows), chosen[rows], entropy=entropy)):
             for number, value in enumerate(state):
                 if value is not None:
                     parts[unit, number, rows] = value
-    return packed
+    return packed, logits
 
 
 def finish(
@@ -104,6 +110,7 @@ def backward(
     cap: torch.Tensor | None,
     norm: torch.Tensor,
     entropy: torch.Tensor | None,
+    logits: torch.Tensor | None,
     grad_logp: torch.Tensor | None,
     grad_logsumexp: torch.Tensor | None,
     grad_entropy: torch.Tensor | None,
@@ -116,7 +123,7 @@ def backward(
     main_grad: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (dhidden, dweight, dbias), empty if not needed; with ``main_grad``, dweight is added to it instead."""
-    inputs = Inputs(hidden, weight, target_ids, bias, temperature, ignore_index, cap, vocab_start, vocab_size)
+    inputs = Inputs(hidden, weight, target_ids, bias, temperature, ignore_index, cap, vocab_start, vocab_size, logits)
     grads = (grad_logp, grad_logsumexp, grad_entropy)
     upstream = rowwise.LogpUpstream(target_ids, norm, entropy, *grads)
     return gradients(Steps(), inputs, upstream, vocab_segments, partial, workspace_mib, needed, main_grad)
@@ -149,9 +156,12 @@ def _blocks(inputs: Inputs) -> Iterator[slice]:
 
 
 def _walk(block: Inputs, chosen: torch.Tensor, *, entropy: bool) -> Iterator[rowwise.SoftmaxState]:
-    """Yield the softmax states of each unit; add the logit that a row selects to ``chosen[N]``."""
+    """Yield the softmax states of each unit; add the logit that a row selects to ``chosen[N]``, and keep logits."""
     for columns in slices(len(block.weight), UNIT):
         x = _logits(block, columns)
+        kept_part = block.kept_part(columns)
+        if kept_part is not None:
+            kept_part.copy_(x)
         chosen += rowwise.select(x, block.target_ids, block.start + columns.start)
         yield rowwise.softmax_state(x, rowwise.per_row(block.temperature, x), entropy=entropy)
 
@@ -199,7 +209,9 @@ class Steps:
         self, block: Inputs, upstream: rowwise.LogpUpstream, columns: slice, dbias: torch.Tensor | None
     ) -> torch.Tensor:
         """Return dz, rounded, and add its row sum to dbias."""
-        x = _logits(block, columns)
+        x = block.kept_part(columns)
+        if x is None:
+            x = _logits(block, columns)
         first = block.start + columns.start
         dz = rowwise.dlogits(x, rowwise.per_row(block.temperature, x), upstream, first)
         if block.cap is not None:

@@ -37,7 +37,7 @@ def states(call: Call, ranks: int, entropy: bool, backend: str) -> list[torch.Te
     vocab = len(call.weight)
     height = slots(vocab, ranks)
     return [
-        ops["states"](*call.shard(columns), columns[0], height, entropy, backend)
+        ops["states"](*call.shard(columns), columns[0], height, entropy, 0, backend)[0]
         for columns in vocab_shards(vocab, ranks)
     ]
 
@@ -59,7 +59,7 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of hidden, weight and bias, each put together from those of all ranks.
 
-    ``saved`` holds norm, entropy, and the upstream gradients of the three statistics.
+    ``saved`` holds norm, entropy, no kept logits, and the upstream gradients of the three statistics.
     """
     vocab = len(call.weight)
     parts = [

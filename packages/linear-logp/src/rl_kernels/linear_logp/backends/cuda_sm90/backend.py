@@ -13,7 +13,7 @@ import torch
 
 from rl_kernels.core.cuda.launch import kernel
 from rl_kernels.core.cuda.program import Program
-from rl_kernels.linear_logp import packing
+from rl_kernels.linear_logp import kept, packing
 from rl_kernels.linear_logp.backends.cuda_sm90.tiles import (
     BACKWARD,
     BLOCK,
@@ -31,7 +31,7 @@ from rl_kernels.linear_logp.backends.cuda_sm90.tiles import (
 from rl_kernels.linear_logp.inputs import Inputs, slices
 from rl_kernels.linear_logp.vocabulary import units
 
-ARGS = "({}PPPPPPi)"
+ARGS = "({}PPPPPPPiii)"
 """Layout of ``struct Args``; ``{}`` is the layout of ``struct Inputs``, its first part."""
 WARP = 32
 MOST_ROWS = 16384
@@ -46,11 +46,13 @@ def forward(
     temperature: torch.Tensor,
     ignore_index: int | None,
     cap: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (logp, norm), ``[N]`` and ``[N, 2]``."""
-    inputs = Inputs(hidden, weight, target_ids, bias, temperature, ignore_index, cap)
+    saved_mib: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (logp, norm, kept), ``[N]``, ``[N, 2]`` and ``[N, width]``."""
+    logits = kept.empty(hidden, len(weight), saved_mib)
+    inputs = Inputs(hidden, weight, target_ids, bias, temperature, ignore_index, cap, kept=logits)
     logp, _, _, norm = _statistics(inputs, entropy=False)
-    return logp, norm
+    return logp, norm, logits
 
 
 def forward_stats(
@@ -61,9 +63,12 @@ def forward_stats(
     temperature: torch.Tensor,
     ignore_index: int | None,
     cap: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (logp, logsumexp, entropy, norm), the first three ``[N]``, the last ``[N, 2]``."""
-    return _statistics(Inputs(hidden, weight, target_ids, bias, temperature, ignore_index, cap), entropy=True)
+    saved_mib: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (logp, logsumexp, entropy, norm, kept), the first three ``[N]``, then ``[N, 2]`` and ``[N, width]``."""
+    logits = kept.empty(hidden, len(weight), saved_mib)
+    inputs = Inputs(hidden, weight, target_ids, bias, temperature, ignore_index, cap, kept=logits)
+    return *_statistics(inputs, entropy=True), logits
 
 
 def states(
@@ -77,17 +82,18 @@ def states(
     vocab_start: int,
     slots: int,
     entropy: bool,
-) -> torch.Tensor:
-    """Return the packed states and selected logits of a shard of the vocabulary (``packing``)."""
-    weight = copyable(weight)
-    inputs = Inputs(hidden, weight, target_ids, bias, temperature, ignore_index, cap, vocab_start)
-    packed, into, kept = packing.empty(hidden, slots, entropy=entropy)
+    saved_mib: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the packed states and selected logits of a shard of the vocabulary (``packing``), and its kept logits."""
+    weight, logits = copyable(weight), kept.empty(hidden, len(weight), saved_mib)
+    inputs = Inputs(hidden, weight, target_ids, bias, temperature, ignore_index, cap, vocab_start, kept=logits)
+    packed, into, selected = packing.empty(hidden, slots, entropy=entropy)
     if len(weight):
         for rows in slices(len(hidden), MOST_ROWS):
             parts, chosen = _states(inputs.block(rows), entropy=entropy)
             into[: len(parts), :, rows] = parts[:, : into.shape[1]]
-            kept[rows] = chosen
-    return packed
+            selected[rows] = chosen
+    return packed, logits
 
 
 def finish(
@@ -104,7 +110,7 @@ def finish(
     logp, lse, row_entropy, norm = results = _results(chosen, entropy=entropy)
     if count := len(chosen):
         temperatures, ids, numbers = fields(inputs, count, vocab_size, 0)
-        arguments = (None, temperatures, ids, None, *numbers, chosen, parts, *_ordered(results), BLOCKS)
+        arguments = (None, temperatures, ids, None, *numbers, chosen, parts, *_ordered(results), None, BLOCKS, 0, 0)
         # The merge depends on neither the dtype of the operands nor the cap.
         made = program(FORWARD, torch.bfloat16, Cut.of(count), entropy=entropy)
         _launch_finish(made, ARGS.format(INPUTS), count, gathered.device, arguments)
@@ -130,8 +136,8 @@ def programs(arch: str) -> list[Program]:
     if arch != "sm_90a":
         return []
     return [
-        program(file, dtype, cut, entropy=entropy, capped=capped)
-        for file in (FORWARD, BACKWARD)
+        program(file, dtype, cut, entropy=entropy, capped=capped, keeps=keeps)
+        for file, keeps in ((FORWARD, False), (FORWARD, True), (BACKWARD, False))
         for dtype in CODES
         for cut in map(Cut.of, (HEIGHT, 2 * HEIGHT))
         for entropy in (False, True)
@@ -196,8 +202,10 @@ def _form(inputs: Inputs, results: Sequence[torch.Tensor | None], *, entropy: bo
     parts = -(-vocab // (BLOCK * blocks))
     states = hidden.new_empty((parts, packing.STATE, count), dtype=torch.float32)
     chosen = hidden.new_empty(count, dtype=torch.float32)
-    arguments = (*operands.arguments, chosen, states, *results, blocks)
-    made = program(FORWARD, hidden.dtype, cut, entropy=entropy, capped=inputs.cap is not None)
+    width = 0 if inputs.kept is None else inputs.kept.shape[1]
+    of_kept = inputs.kept if width else None, blocks, inputs.first_kept, width
+    arguments = (*operands.arguments, chosen, states, *results, *of_kept)
+    made = program(FORWARD, hidden.dtype, cut, entropy=entropy, capped=inputs.cap is not None, keeps=width > 0)
     form = ARGS.format(operands.form)
     kernel(made, "states", f"TT{form}", hidden.device).launch(
         cut.grid(count, parts, device),

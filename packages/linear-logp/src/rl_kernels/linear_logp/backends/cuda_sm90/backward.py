@@ -15,6 +15,7 @@ from rl_kernels.core.cuda.tensor_map import tensor_map
 from rl_kernels.core.rowwise import LogpUpstream
 from rl_kernels.linear_logp import products
 from rl_kernels.linear_logp.backends.cuda_sm90.tiles import (
+    ALIGNMENT,
     BACKWARD,
     BLOCK,
     HEIGHT,
@@ -25,7 +26,7 @@ from rl_kernels.linear_logp.backends.cuda_sm90.tiles import (
 )
 from rl_kernels.linear_logp.inputs import Inputs
 
-ARGS = "({}PPPPPPii)"
+ARGS = "({}PPPPPPPiii)"
 """Layout of ``struct Args``; ``{}`` is the layout of ``struct Inputs``, its first part."""
 SUMMED = 16
 """Rows that are summed into one term of dbias."""
@@ -51,18 +52,26 @@ class Steps(products.Products):
         sums = None if dbias is None else hidden.new_empty((-(-count // SUMMED), width), dtype=torch.float32)
         has_entropy, is_capped = upstream.grad_entropy is not None, block.cap is not None
         made = program(BACKWARD, hidden.dtype, cut, entropy=has_entropy, capped=is_capped)
-        kernel(made, "gradient", f"TTT{ARGS.format(operands.form)}", device).launch(
+        kept = block.kept_part(columns)
+        form = ARGS.format(operands.form)
+        if kept is None:
+            launched = kernel(made, "gradient", f"TTT{form}", device)
+            maps, threads, shared = [*operands.maps], cut.threads, cut.shared(BACKWARD)
+        else:
+            launched = kernel(made, "gradient_of_kept", f"T{form}", device)
+            maps, threads, shared = [], cut.consumers, cut.boxes + ALIGNMENT
+        launched.launch(
             cut.grid(count, -(-width // BLOCK), hidden.get_device()),
-            cut.threads,
-            *operands.maps,
+            threads,
+            *maps,
             tensor_map(dz, (HEIGHT, SWIZZLE // hidden.itemsize), swizzle=SWIZZLE),
             *operands.arguments,
             upstream.norm,
             # The kernel reads this pointer only if there is an entropy, so it is never null there.
             upstream.norm if upstream.entropy is None else upstream.entropy,
             *(upstream.grad_logp, upstream.grad_logsumexp, upstream.grad_entropy),
-            *(sums, columns.start, width),
-            shared=cut.shared(BACKWARD),
+            *(sums, kept, columns.start, width, 0 if kept is None else kept.stride(0)),
+            shared=shared,
         )
         if dbias is not None:
             kernel(made, "add_rows", "PPii", device).launch(-(-width // 256), 256, sums, dbias, count, width)

@@ -11,7 +11,7 @@
 //   stage      64 terms of D, of one consumer's 64 rows and of the 256 columns, in shared memory, swizzled; a ring of
 //              STAGES
 //
-// Defines: DTYPE 1 BF16, 2 FP16; ENTROPY and CAPPED 0 or 1; GROUPS, STAGES, STAGE_BYTES.
+// Defines: DTYPE 1 BF16, 2 FP16; ENTROPY, CAPPED and, in the forward pass, KEEPS 0 or 1; GROUPS, STAGES, STAGE_BYTES.
 #pragma once
 
 #include <rl_kernels/boxes.cuh>
@@ -103,12 +103,13 @@ __device__ inline void load_stages(const Ring& ring, Ring::Slot& slot, const Ten
         });
 }
 
-// A consumer thread's part of a tile: row and column of the first of its accumulators (wgmma.cuh).
+// A consumer thread's part of a tile: row and column of the first of its accumulators (wgmma.cuh). `producers`: the
+// warpgroups of the block before the consumers.
 struct Mine {
     int group, row, column;
-    __device__ Mine() {
+    __device__ explicit Mine(int producers = 1) {
         const Fragment fragment;
-        group = warp_index() / WARPS_OF_GROUP - 1;
+        group = warp_index() / WARPS_OF_GROUP - producers;
         row = group * MMA_M + fragment.row;
         column = fragment.column;
     }

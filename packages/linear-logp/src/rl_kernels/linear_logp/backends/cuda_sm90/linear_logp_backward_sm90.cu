@@ -1,6 +1,7 @@
 // The gradient dz of linear_logp's logits on Hopper: forms tiles of logits again, turns them into dz element by element
 // (Gradient in softmax.cuh), rounds once and stores them by TMA (boxes.cuh). Block, tile, turns, stage, which thread
 // holds what, and the order within a logit: linear_logp.cuh. Tiles of rows whose tokens are all ignored get zeros.
+// gradient_of_kept reads logits that the forward pass kept, in the same tiles, instead of forming them.
 //
 // Order of the sums for dbias, which is the contract: dz is summed over tokens in FP32, before it is rounded. A tree
 // adds the 16 rows of one warp: rows r and r + 8 of a thread, then xor shuffles at distances 4, 8, 16. add_rows adds
@@ -17,8 +18,12 @@ struct Args : Inputs {
     const float* grad_lse;
     const float* grad_entropy;
     float* sums;  // [rows / 16, rounded up, width]: sums of dz over 16 rows each; or null
+    // Read only by gradient_of_kept: the logits of this launch's columns; its rows are kept_width apart, a multiple of
+    // 256, so that whole tiles can be read.
+    const float* kept;
     // First column and number of columns of this launch.
     int begin, width;
+    int kept_width;
 
     __device__ int across() const { return (width + TILE_N - 1) / TILE_N; }
 };
@@ -89,24 +94,20 @@ __device__ void sum_rows(const Args& p, const Mine& mine, int row, int column, c
     }
 }
 
-__device__ void consume(const Args& p, const Ring& ring, const TensorMap& dz) {
-    const Mine mine;
-    const int stages = Ring::stages_of(p.inner);
-    char* boxes = ring.end() + mine.group * Boxes::BYTES;
+// Stores the gradient of all tiles; form(tile, column, d) gives a tile's logits. `boxes`: two of each warpgroup.
+template <class Form>
+__device__ void differentiate_all(const Args& p, const Mine& mine, char* boxes, const TensorMap& dz, Form form) {
+    boxes += mine.group * Boxes::BYTES;
     const auto leave = [&](const Tiles& tile, const Sums& d) {
         const int column = tile.unit * TILE_N;
         if (p.sums) sum_rows(p, mine, tile.row + mine.row, column, d);
         Boxes::store(boxes, 1 + mine.group, dz, tile.row + mine.group * MMA_M, column, d);
     };
-    Ring::Slot slot;
-    Turns turns(ring.turns, mine.group);
     for (Tiles tile(p, 0, p.computed(), p.across()); !tile.done(); tile.advance()) {
         const int row = tile.row + mine.row, column = p.begin + tile.unit * TILE_N;
         const Row low(p, row, column + mine.column), high(p, row + 8, column + mine.column);
         Sums d;
-        form_logits(ring, stages, mine, slot, turns, d);
-        add_bias(p, mine, column, d);
-        cap(p, d);
+        form(tile, column, d);
         differentiate<0>(p, low, d);
         differentiate<1>(p, high, d);
         leave(tile, d);
@@ -116,6 +117,18 @@ __device__ void consume(const Args& p, const Ring& ring, const TensorMap& dz) {
         leave(tile, none);
     }
     if (threadIdx.x % WARPGROUP == 0) stores_read<0>();
+}
+
+__device__ void consume(const Args& p, const Ring& ring, const TensorMap& dz) {
+    const Mine mine;
+    const int stages = Ring::stages_of(p.inner);
+    Ring::Slot slot;
+    Turns turns(ring.turns, mine.group);
+    differentiate_all(p, mine, ring.end(), dz, [&](const Tiles&, int column, Sums& d) {
+        form_logits(ring, stages, mine, slot, turns, d);
+        add_bias(p, mine, column, d);
+        cap(p, d);
+    });
 }
 
 }  // namespace
@@ -132,6 +145,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         take_registers<232>();
         consume(p, ring, dz);
     }
+}
+
+// The same from kept logits; all warpgroups are consumers.
+extern "C" __global__ void __launch_bounds__(GROUPS* WARPGROUP, 1)
+    gradient_of_kept(const __grid_constant__ TensorMap dz, const __grid_constant__ Args p) {
+    const Mine mine(0);
+    differentiate_all(p, mine, aligned_memory(), dz, [&](const Tiles& tile, int, Sums& d) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int row = min(tile.row + mine.row + 8 * half, p.rows - 1);
+            const float* from = p.kept + static_cast<i64>(row) * p.kept_width + tile.unit * TILE_N + mine.column;
+#pragma unroll
+            for (int j = 0; j < TILE_N / 8; ++j) {
+                const float2 pair = __ldcs(reinterpret_cast<const float2*>(from + 8 * j));
+                d[4 * j + 2 * half] = pair.x, d[4 * j + 2 * half + 1] = pair.y;
+            }
+        }
+    });
 }
 
 // One thread per column: adds the sums of each 16 rows to `out`, in ascending order.

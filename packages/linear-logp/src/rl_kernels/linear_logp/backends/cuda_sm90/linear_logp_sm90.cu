@@ -7,6 +7,8 @@
 //   unit      4 blocks: (0 + 1) + (2 + 3)
 //   row       lane l of a warp merges units l, l + 32, ... in this order; a tree adds the 32 lanes (over_states)
 // No tile, stage, row or batch changes it, nor which other tokens are ignored.
+//
+// With KEEPS the logits of the columns from p.first_kept on are also stored, for the backward pass.
 #include "linear_logp.cuh"
 
 using namespace rlk;
@@ -19,8 +21,12 @@ struct Args : Inputs {
     // Written only with ENTROPY.
     float* lse;
     float* entropy;
+    // Read only with KEEPS: [rows, kept_width], the logits of the columns from first_kept on, a multiple of 256. The
+    // width is one too, so that whole tiles are stored.
+    float* kept;
     // Blocks of 256 columns in a part: 1 or 4.
     int blocks;
+    int first_kept, kept_width;
 
     __device__ int width() const { return TILE_N * blocks; }
     __device__ int across() const { return (columns + width() - 1) / width(); }
@@ -102,6 +108,19 @@ __device__ void finish_logits(const Args& p, const Mine& mine, int row, int colu
     }
 }
 
+// Stores a tile of logits; each four lanes write 32 bytes of a row.
+__device__ void keep(const Args& p, const Mine& mine, int row, int column, const Sums& d) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int here = row + 8 * half;
+        if (here >= p.rows) continue;
+        float* to = p.kept + static_cast<i64>(here) * p.kept_width + column - p.first_kept + mine.column;
+#pragma unroll
+        for (int j = 0; j < TILE_N / 8; ++j)
+            __stcs(reinterpret_cast<float2*>(to + 8 * j), make_float2(d[4 * j + 2 * half], d[4 * j + 2 * half + 1]));
+    }
+}
+
 __device__ void store(float* parts, int part, int rows, int row, State s) {
     float* to = parts + static_cast<i64>(part) * 3 * rows + row;
     to[0] = s.top;
@@ -133,6 +152,9 @@ __device__ void consume(const Args& p, const Ring& ring) {
             form_logits(ring, stages, mine, slot, turns, d);
             add_bias(p, mine, column, d);
             cap(p, d);
+#if KEEPS
+            if (column >= p.first_kept) keep(p, mine, row, column, d);
+#endif
             finish_logits(p, mine, row, column, target, d);
             pairs[0].add(block, state_of<0>(d, c[0]), c[0]);
             pairs[1].add(block, state_of<1>(d, c[1]), c[1]);

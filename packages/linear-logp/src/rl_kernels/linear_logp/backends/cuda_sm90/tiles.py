@@ -56,8 +56,18 @@ class Cut(NamedTuple):
 
     @property
     def threads(self) -> int:
-        """Return the threads of a block."""
-        return (self.groups + 1) * WARPGROUP
+        """Return the threads of a block: of the consumers, and a producer warpgroup."""
+        return self.consumers + WARPGROUP
+
+    @property
+    def consumers(self) -> int:
+        """Return the threads of the consumers."""
+        return self.groups * WARPGROUP
+
+    @property
+    def boxes(self) -> int:
+        """Return the bytes of the boxes through which the consumers store dz."""
+        return self.groups * BOXES
 
     def stages(self, file: str) -> int:
         """Return how many stages fit in shared memory."""
@@ -77,14 +87,18 @@ class Cut(NamedTuple):
         return min(-(-count // self.rows) * across, processors(device))
 
     def _boxes(self, file: str) -> int:
-        return self.groups * BOXES if file == BACKWARD else 0
+        return self.boxes if file == BACKWARD else 0
 
 
 @functools.cache
-def program(file: str, dtype: torch.dtype, cut: Cut, *, entropy: bool, capped: bool = False) -> Program:
+def program(
+    file: str, dtype: torch.dtype, cut: Cut, *, entropy: bool, capped: bool = False, keeps: bool = False
+) -> Program:
     """Return the kernels of a file, compiled for the tiles of ``cut``."""
     stages = {"STAGES": cut.stages(file), "STAGE_BYTES": STAGE}
     flags = {"ENTROPY": int(entropy), "CAPPED": int(capped)}
+    if file == FORWARD:
+        flags["KEEPS"] = int(keeps)
     defines = {"DTYPE": CODES[dtype], **flags, "GROUPS": cut.groups, **stages}
     return Program(PACKAGE, file, "sm_90a", tuple(defines.items()))
 

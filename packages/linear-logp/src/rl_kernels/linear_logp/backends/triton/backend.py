@@ -17,7 +17,7 @@ from rl_kernels.core.gpu import device_of
 from rl_kernels.core.triton_lib import gemm
 from rl_kernels.core.triton_lib.launch import INTERPRETED, ceil_div
 from rl_kernels.core.triton_lib.schedule import processors
-from rl_kernels.linear_logp import packing, products
+from rl_kernels.linear_logp import kept, packing, products
 from rl_kernels.linear_logp.backends.triton import kernels
 from rl_kernels.linear_logp.backends.triton.backward import Steps
 from rl_kernels.linear_logp.backends.triton.tiles import NO_CAP, bias_of, number_or_rows, schedule_of
@@ -32,11 +32,13 @@ def forward(
     temperature: torch.Tensor,
     ignore_index: int | None,
     cap: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (logp, norm), ``[N]`` and ``[N, 2]``."""
-    inputs = Inputs(hidden, weight, target_ids, bias, temperature, ignore_index, cap)
+    saved_mib: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (logp, norm, kept), ``[N]``, ``[N, 2]`` and ``[N, width]``."""
+    logits = kept.empty(hidden, len(weight), saved_mib)
+    inputs = Inputs(hidden, weight, target_ids, bias, temperature, ignore_index, cap, kept=logits)
     logp, _, _, norm = _statistics(inputs, entropy=False)
-    return logp, norm
+    return logp, norm, logits
 
 
 def forward_stats(
@@ -47,9 +49,12 @@ def forward_stats(
     temperature: torch.Tensor,
     ignore_index: int | None,
     cap: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (logp, logsumexp, entropy, norm), the first three ``[N]``, the last ``[N, 2]``."""
-    return _statistics(Inputs(hidden, weight, target_ids, bias, temperature, ignore_index, cap), entropy=True)
+    saved_mib: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (logp, logsumexp, entropy, norm, kept), the first three ``[N]``, then ``[N, 2]`` and ``[N, width]``."""
+    logits = kept.empty(hidden, len(weight), saved_mib)
+    inputs = Inputs(hidden, weight, target_ids, bias, temperature, ignore_index, cap, kept=logits)
+    return *_statistics(inputs, entropy=True), logits
 
 
 def backward(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -74,13 +79,15 @@ def states(
     vocab_start: int,
     slots: int,
     entropy: bool,
-) -> torch.Tensor:
-    """Return the packed states and selected logits of a shard of the vocabulary (``packing``)."""
-    inputs = Inputs(hidden, weight, target_ids, bias, temperature, ignore_index, cap, vocab_start)
+    saved_mib: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the packed states and selected logits of a shard of the vocabulary (``packing``), and its kept logits."""
+    logits = kept.empty(hidden, len(weight), saved_mib)
+    inputs = Inputs(hidden, weight, target_ids, bias, temperature, ignore_index, cap, vocab_start, kept=logits)
     if not len(hidden) or not len(weight):
-        return packing.empty(hidden, slots, entropy=entropy)[0]
+        return packing.empty(hidden, slots, entropy=entropy)[0], logits
     parts, chosen = _states(inputs, target_ids.contiguous(), number_or_rows(temperature), entropy=entropy)
-    return packing.pack(hidden, slots, parts, chosen, entropy=entropy)
+    return packing.pack(hidden, slots, parts, chosen, entropy=entropy), logits
 
 
 def finish(
@@ -135,6 +142,7 @@ def _states(
     parts = hidden.new_empty((blocks, 3, count), dtype=torch.float32)
     flags = {"PER_ROW": inputs.temperature.ndim > 0, "ENTROPY": entropy}
     cap, is_capped = inputs.cap or NO_CAP, inputs.cap is not None
+    stored = 0 if inputs.kept is None else inputs.kept.shape[1]
     with device_of(hidden):
         kernels.states[(row_tiles * blocks,)](
             *(first := gemm.operand(hidden, cut.rows, cut.inner))[:3],
@@ -143,6 +151,9 @@ def _states(
             *cap,
             temperature,
             parts,
+            inputs.kept if stored else parts,
+            inputs.first_kept,
+            stored,
             count,
             vocab,
             hidden.shape[1],
@@ -152,6 +163,7 @@ def _states(
             HAS_BIAS=inputs.bias is not None,
             CAPPED=is_capped,
             RAGGED=vocab % kernels.BLOCK.value > 0,
+            KEEPS=stored > 0,
             BLOCK_M=cut.rows,
             BLOCK_K=cut.inner,
             GROUP=cut.group,

@@ -36,6 +36,7 @@ class Steps(products.Products):
         tiles = row_tiles * ceil_div(width, kernels.BLOCK.value)
         partial = hidden.new_empty((row_tiles, width), dtype=torch.float32) if dbias is not None else hidden
         norm, *others = upstream[1:]
+        kept = block.kept_part(columns)
         saved = [norm if value is None else value for value in others]
         with device_of(hidden):
             kernels.dlogits[(min(tiles, processors(hidden.device)) if cut.persistent else tiles,)](
@@ -50,6 +51,8 @@ class Steps(products.Products):
                 gemm.descriptor(dz, cut.rows, kernels.BLOCK.value) if stored else dz,
                 0 if stored else dz.stride(0),
                 partial,
+                norm if kept is None else kept,
+                0 if kept is None else kept.stride(0),
                 block.start,
                 block.vocab,
                 count,
@@ -69,6 +72,7 @@ class Steps(products.Products):
                 HAS_LSE=upstream.grad_logsumexp is not None,
                 HAS_ENTROPY=upstream.grad_entropy is not None,
                 DBIAS=dbias is not None,
+                KEPT=kept is not None,
                 BLOCK_M=cut.rows,
                 BLOCK_K=cut.inner,
                 GROUP=cut.group,

@@ -66,7 +66,7 @@ def _column(id, start, V):
     return tl.where((id >= start) & (id < start + V), id - start, -1).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["N", "V", "width"])
+@triton.jit(do_not_specialize=["first_kept", "N", "V", "width"])
 def states(
     hidden,
     hidden_row,
@@ -80,6 +80,9 @@ def states(
     rate,
     temperature,
     parts,
+    kept,
+    first_kept,
+    kept_width,
     N,
     V,
     D,
@@ -91,11 +94,15 @@ def states(
     PER_ROW: tl.constexpr,
     ENTROPY: tl.constexpr,
     RAGGED: tl.constexpr,
+    KEEPS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Write states of BLOCK_M rows over ``width`` columns, a unit or a block, to ``parts``. Grid: rows x columns."""
+    """Write states of BLOCK_M rows over ``width`` columns, a unit or a block, to ``parts``. Grid: rows x columns.
+
+    With KEEPS the logits of the columns from ``first_kept`` on are written to ``kept[N, kept_width]``.
+    """
     row_tile, part = gemm.place_of(tl.program_id(0), tl.cdiv(N, BLOCK_M), tl.cdiv(V, width), GROUP)
     row = row_tile * BLOCK_M
     rows = row + tl.arange(0, BLOCK_M)
@@ -108,6 +115,9 @@ def states(
     for first in tl.range(part * width, tl.minimum(part * width + width, V), BLOCK, flatten=True):
         x = _raw_logits(*operands, row, first, N, V, D, HIDDEN, WEIGHT, HAS_BIAS, CAPPED, BLOCK_M, BLOCK_K)
         columns = first + tl.arange(0, BLOCK)
+        if KEEPS:
+            place = kept + rows.to(tl.int64)[:, None] * kept_width + (columns - first_kept)[None, :]
+            tl.store(place, x, mask=here[:, None] & ((columns >= first_kept) & (columns < V))[None, :])
         if RAGGED:
             x = tl.where((columns < V)[None, :], x, float("-inf"))
         block_top, block_total, block_weighted = softmax.rows_state(x, c, ENTROPY)
@@ -226,6 +236,8 @@ def dlogits(
     dz,
     dz_row,
     partial,
+    kept,
+    kept_row,
     start,
     vocab,
     N,
@@ -245,6 +257,7 @@ def dlogits(
     HAS_LSE: tl.constexpr,
     HAS_ENTROPY: tl.constexpr,
     DBIAS: tl.constexpr,
+    KEPT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
@@ -252,7 +265,8 @@ def dlogits(
 ):
     """Write dz of columns ``begin`` to ``begin + width``, and with DBIAS its sums over a tile's rows. Grid: tiles.
 
-    The V columns of the weight are those from ``start`` on, of ``vocab``.
+    The V columns of the weight are those from ``start`` on, of ``vocab``. With KEPT the logits of the columns from
+    ``begin`` on are read from ``kept``, whose rows are ``kept_row`` apart.
     """
     tiles_m, tiles_n = tl.cdiv(N, BLOCK_M), tl.cdiv(width, BLOCK)
     last = tiles_m * tiles_n if PERSISTENT else tl.program_id(0) + 1
@@ -260,9 +274,13 @@ def dlogits(
     for index in tl.range(tl.program_id(0), last, tl.num_programs(0), flatten=PERSISTENT):
         tile_m, tile_n = gemm.place_of(index, tiles_m, tiles_n, GROUP)
         row, first = tile_m * BLOCK_M, tile_n * BLOCK
-        x = _raw_logits(*operands, row, begin + first, N, V, D, HIDDEN, WEIGHT, HAS_BIAS, CAPPED, BLOCK_M, BLOCK_K)
         rows, columns = row + tl.arange(0, BLOCK_M), first + tl.arange(0, BLOCK)
         here = rows < N
+        if KEPT:
+            place = kept + rows.to(tl.int64)[:, None] * kept_row + columns[None, :]
+            x = tl.load(place, mask=here[:, None] & (columns < width)[None, :], other=0.0)
+        else:
+            x = _raw_logits(*operands, row, begin + first, N, V, D, HIDDEN, WEIGHT, HAS_BIAS, CAPPED, BLOCK_M, BLOCK_K)
         id = tl.load(ids + rows, mask=here, other=-1)
         column = _column(id, start, V) - begin
         active = here & (id != ignore_index) if HAS_IGNORED else here

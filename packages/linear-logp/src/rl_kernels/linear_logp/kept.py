@@ -1,0 +1,35 @@
+"""The logits that the forward pass keeps for the backward pass: those of the last columns, as many as fit.
+
+They are kept in the compute dtype, capped and before the temperature, so backward computes with the numbers that it
+would form again: how many are kept changes no bit.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from rl_kernels.core.rowwise import compute_dtype
+from rl_kernels.linear_logp.vocabulary import UNIT
+
+BLOCK = 256
+"""Rows of kept logits are padded to a multiple of this many columns, the width of the kernels' tiles."""
+
+
+def empty(hidden: torch.Tensor, columns: int, saved_mib: int) -> torch.Tensor:
+    """Return room for the kept logits of a weight with ``columns`` rows: ``[N, width]`` with at most ``saved_mib``.
+
+    The first kept column is a multiple of 1024; the width is a multiple of 256, and 0 if nothing is kept.
+    """
+    count, dtype = hidden.shape[0], compute_dtype(hidden.dtype)
+    width = 0
+    if saved_mib:
+        padded = -(-columns // BLOCK) * BLOCK
+        room = (saved_mib << 20) // (max(count, 1) * dtype.itemsize)
+        first = max(-(-(padded - room) // UNIT) * UNIT, 0)
+        width = max(padded - first, 0)
+    return hidden.new_empty((count, width), dtype=dtype)
+
+
+def first_kept(columns: int, width: int) -> int:
+    """Return the first column that is kept, of ``columns``; ``columns`` if none is."""
+    return -(-columns // BLOCK) * BLOCK - width if width else columns
