@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from rl_kernels.core.gpu import device_of
@@ -13,6 +15,9 @@ from rl_kernels.linear_logp import products
 from rl_kernels.linear_logp.backends.triton import kernels
 from rl_kernels.linear_logp.backends.triton.tiles import NO_CAP, bias_of, number_or_rows, schedule_of
 from rl_kernels.linear_logp.inputs import Inputs
+
+KEPT_ROWS = 32
+"""Rows of a tile whose logits are kept: it is bound by memory, and more rows would not fit in registers."""
 
 
 class Steps(products.Products):
@@ -29,6 +34,10 @@ class Steps(products.Products):
         hidden, weight = block.hidden, block.weight
         count, width = len(hidden), columns.stop - columns.start
         cut = schedule_of("gradient", hidden)
+        # The sum of a tile's rows depends on which thread holds what, so for dbias the logits are formed again.
+        kept = block.kept_part(columns) if dbias is None else None
+        if kept is not None:
+            cut = replace(cut, rows=min(cut.rows, KEPT_ROWS), persistent=False)
         # The padded width lets a tensor descriptor address the rows, whatever ``width`` is.
         dz = hidden.new_empty((count, ceil_div(width, kernels.BLOCK.value) * kernels.BLOCK.value))[:, :width]
         stored = gemm.described(dz)
@@ -36,7 +45,6 @@ class Steps(products.Products):
         tiles = row_tiles * ceil_div(width, kernels.BLOCK.value)
         partial = hidden.new_empty((row_tiles, width), dtype=torch.float32) if dbias is not None else hidden
         norm, *others = upstream[1:]
-        kept = block.kept_part(columns)
         saved = [norm if value is None else value for value in others]
         with device_of(hidden):
             kernels.dlogits[(min(tiles, processors(hidden.device)) if cut.persistent else tiles,)](

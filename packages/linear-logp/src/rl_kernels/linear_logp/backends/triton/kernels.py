@@ -20,6 +20,8 @@ BLOCK = tl.constexpr(256)
 """Columns of a tile, a block: each row of it gives one state."""
 ROWS = tl.constexpr(32)
 """Rows whose states one program merges."""
+KEPT_COLUMNS = tl.constexpr(32)
+"""Columns of a tile that are kept by one store."""
 SELECTED = tl.constexpr(64)
 """Rows whose selected logits one program forms."""
 
@@ -58,6 +60,19 @@ def _raw_logits(
         columns = first + tl.arange(0, BLOCK)
         x += tl.load(bias + columns.to(tl.int64) * bias_stride, mask=columns < V, other=0.0).to(tl.float32)[None, :]
     return softcap.capped(x, cap, rate) if CAPPED else x
+
+
+@triton.jit
+def _keep(to, x, here, first, first_kept, WIDTH: tl.constexpr):
+    """Store the rows of a tile from column ``first`` on, in parts: each goes through shared memory."""
+    if WIDTH > KEPT_COLUMNS:
+        pairs = tl.permute(tl.reshape(x, (x.shape[0], 2, WIDTH // 2)), (0, 2, 1))
+        left, right = tl.split(pairs)
+        _keep(to, left, here, first, first_kept, WIDTH // 2)
+        _keep(to, right, here, first + WIDTH // 2, first_kept, WIDTH // 2)
+    else:
+        columns = first + tl.arange(0, WIDTH)
+        tl.store(to + columns[None, :], x, mask=here[:, None] & (columns >= first_kept)[None, :])
 
 
 @triton.jit
@@ -116,8 +131,7 @@ def states(
         x = _raw_logits(*operands, row, first, N, V, D, HIDDEN, WEIGHT, HAS_BIAS, CAPPED, BLOCK_M, BLOCK_K)
         columns = first + tl.arange(0, BLOCK)
         if KEEPS:
-            place = kept + rows.to(tl.int64)[:, None] * kept_width + (columns - first_kept)[None, :]
-            tl.store(place, x, mask=here[:, None] & ((columns >= first_kept) & (columns < V))[None, :])
+            _keep(kept + rows.to(tl.int64)[:, None] * kept_width - first_kept, x, here, first, first_kept, BLOCK)
         if RAGGED:
             x = tl.where((columns < V)[None, :], x, float("-inf"))
         block_top, block_total, block_weighted = softmax.rows_state(x, c, ENTROPY)
