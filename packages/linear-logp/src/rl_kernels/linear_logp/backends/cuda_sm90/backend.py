@@ -13,6 +13,7 @@ import torch
 
 from rl_kernels.core.cuda.launch import kernel
 from rl_kernels.core.cuda.program import Program
+from rl_kernels.core.cuda.tensor_map import tensor_map
 from rl_kernels.linear_logp import kept, packing
 from rl_kernels.linear_logp.backends.cuda_sm90.tiles import (
     BACKWARD,
@@ -22,6 +23,7 @@ from rl_kernels.linear_logp.backends.cuda_sm90.tiles import (
     FORWARD,
     HEIGHT,
     INPUTS,
+    SWIZZLE,
     Cut,
     Operands,
     copyable,
@@ -31,7 +33,7 @@ from rl_kernels.linear_logp.backends.cuda_sm90.tiles import (
 from rl_kernels.linear_logp.inputs import Inputs, slices
 from rl_kernels.linear_logp.vocabulary import units
 
-ARGS = "({}PPPPPPPiii)"
+ARGS = "({}PPPPPPii)"
 """Layout of ``struct Args``; ``{}`` is the layout of ``struct Inputs``, its first part."""
 WARP = 32
 MOST_ROWS = 16384
@@ -110,7 +112,7 @@ def finish(
     logp, lse, row_entropy, norm = results = _results(chosen, entropy=entropy)
     if count := len(chosen):
         temperatures, ids, numbers = fields(inputs, count, vocab_size, 0)
-        arguments = (None, temperatures, ids, None, *numbers, chosen, parts, *_ordered(results), None, BLOCKS, 0, 0)
+        arguments = (None, temperatures, ids, None, *numbers, chosen, parts, *_ordered(results), BLOCKS, 0)
         # The merge depends on neither the dtype of the operands nor the cap.
         made = program(FORWARD, torch.bfloat16, Cut.of(count), entropy=entropy)
         _launch_finish(made, ARGS.format(INPUTS), count, gathered.device, arguments)
@@ -202,17 +204,20 @@ def _form(inputs: Inputs, results: Sequence[torch.Tensor | None], *, entropy: bo
     parts = -(-vocab // (BLOCK * blocks))
     states = hidden.new_empty((parts, packing.STATE, count), dtype=torch.float32)
     chosen = hidden.new_empty(count, dtype=torch.float32)
-    width = 0 if inputs.kept is None else inputs.kept.shape[1]
-    of_kept = inputs.kept if width else None, blocks, inputs.first_kept, width
-    arguments = (*operands.arguments, chosen, states, *results, *of_kept)
-    made = program(FORWARD, hidden.dtype, cut, entropy=entropy, capped=inputs.cap is not None, keeps=width > 0)
+    kept_maps = []
+    if inputs.kept is not None and inputs.kept.shape[1]:
+        kept_maps = [tensor_map(inputs.kept, (HEIGHT, SWIZZLE // inputs.kept.itemsize), swizzle=SWIZZLE)]
+    keeps = len(kept_maps) > 0
+    arguments = (*operands.arguments, chosen, states, *results, blocks, inputs.first_kept)
+    made = program(FORWARD, hidden.dtype, cut, entropy=entropy, capped=inputs.cap is not None, keeps=keeps)
     form = ARGS.format(operands.form)
-    kernel(made, "states", f"TT{form}", hidden.device).launch(
+    kernel(made, "states", f"TT{'T' * keeps}{form}", hidden.device).launch(
         cut.grid(count, parts, device),
         cut.threads,
         *operands.maps,
+        *kept_maps,
         *arguments,
-        shared=cut.shared(FORWARD),
+        shared=cut.shared(stores=keeps),
     )
     return _Formed(states, chosen, blocks, made, form, arguments)
 

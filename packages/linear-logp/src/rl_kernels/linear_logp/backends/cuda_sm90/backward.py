@@ -15,7 +15,6 @@ from rl_kernels.core.cuda.tensor_map import tensor_map
 from rl_kernels.core.rowwise import LogpUpstream
 from rl_kernels.linear_logp import products
 from rl_kernels.linear_logp.backends.cuda_sm90.tiles import (
-    ALIGNMENT,
     BACKWARD,
     BLOCK,
     HEIGHT,
@@ -26,10 +25,12 @@ from rl_kernels.linear_logp.backends.cuda_sm90.tiles import (
 )
 from rl_kernels.linear_logp.inputs import Inputs
 
-ARGS = "({}PPPPPPPiii)"
+ARGS = "({}PPPPPPPPiiii)"
 """Layout of ``struct Args``; ``{}`` is the layout of ``struct Inputs``, its first part."""
 SUMMED = 16
 """Rows that are summed into one term of dbias."""
+KEPT_THREADS, KEPT_COLUMNS = 128, 512
+"""Threads and columns of a block that reads kept logits; it has as many rows as are summed."""
 
 
 class Steps(products.Products):
@@ -54,25 +55,26 @@ class Steps(products.Products):
         made = program(BACKWARD, hidden.dtype, cut, entropy=has_entropy, capped=is_capped)
         kept = block.kept_part(columns)
         form = ARGS.format(operands.form)
-        if kept is None:
-            launched = kernel(made, "gradient", f"TTT{form}", device)
-            maps, threads, shared = [*operands.maps], cut.threads, cut.shared(BACKWARD)
-        else:
-            launched = kernel(made, "gradient_of_kept", f"T{form}", device)
-            maps, threads, shared = [], cut.consumers, cut.boxes + ALIGNMENT
-        launched.launch(
-            cut.grid(count, -(-width // BLOCK), hidden.get_device()),
-            threads,
-            *maps,
-            tensor_map(dz, (HEIGHT, SWIZZLE // hidden.itemsize), swizzle=SWIZZLE),
+        arguments = (
             *operands.arguments,
             upstream.norm,
             # The kernel reads this pointer only if there is an entropy, so it is never null there.
             upstream.norm if upstream.entropy is None else upstream.entropy,
             *(upstream.grad_logp, upstream.grad_logsumexp, upstream.grad_entropy),
-            *(sums, kept, columns.start, width, 0 if kept is None else kept.stride(0)),
-            shared=shared,
+            *(sums, kept, dz, columns.start, width, 0 if kept is None else kept.stride(0), dz.stride(0)),
         )
+        if kept is None:
+            kernel(made, "gradient", f"TTT{form}", device).launch(
+                cut.grid(count, -(-width // BLOCK), hidden.get_device()),
+                cut.threads,
+                *operands.maps,
+                tensor_map(dz, (HEIGHT, SWIZZLE // hidden.itemsize), swizzle=SWIZZLE),
+                *arguments,
+                shared=cut.shared(stores=True),
+            )
+        else:
+            grid = -(-count // SUMMED), -(-width // KEPT_COLUMNS)
+            kernel(made, "gradient_of_kept", form, device).launch(grid, KEPT_THREADS, *arguments)
         if dbias is not None:
             kernel(made, "add_rows", "PPii", device).launch(-(-width // 256), 256, sums, dbias, count, width)
         return dz

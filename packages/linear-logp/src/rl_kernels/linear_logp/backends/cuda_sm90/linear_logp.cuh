@@ -103,13 +103,12 @@ __device__ inline void load_stages(const Ring& ring, Ring::Slot& slot, const Ten
         });
 }
 
-// A consumer thread's part of a tile: row and column of the first of its accumulators (wgmma.cuh). `producers`: the
-// warpgroups of the block before the consumers.
+// A consumer thread's part of a tile: row and column of the first of its accumulators (wgmma.cuh).
 struct Mine {
     int group, row, column;
-    __device__ explicit Mine(int producers = 1) {
+    __device__ Mine() {
         const Fragment fragment;
-        group = warp_index() / WARPS_OF_GROUP - producers;
+        group = warp_index() / WARPS_OF_GROUP - 1;
         row = group * MMA_M + fragment.row;
         column = fragment.column;
     }

@@ -1,7 +1,7 @@
 // The gradient dz of linear_logp's logits on Hopper: forms tiles of logits again, turns them into dz element by element
 // (Gradient in softmax.cuh), rounds once and stores them by TMA (boxes.cuh). Block, tile, turns, stage, which thread
 // holds what, and the order within a logit: linear_logp.cuh. Tiles of rows whose tokens are all ignored get zeros.
-// gradient_of_kept reads logits that the forward pass kept, in the same tiles, instead of forming them.
+// gradient_of_kept reads logits that the forward pass kept instead of forming them.
 //
 // Order of the sums for dbias, which is the contract: dz is summed over tokens in FP32, before it is rounded. A tree
 // adds the 16 rows of one warp: rows r and r + 8 of a thread, then xor shuffles at distances 4, 8, 16. add_rows adds
@@ -18,19 +18,21 @@ struct Args : Inputs {
     const float* grad_lse;
     const float* grad_entropy;
     float* sums;  // [rows / 16, rounded up, width]: sums of dz over 16 rows each; or null
-    // Read only by gradient_of_kept: the logits of this launch's columns; its rows are kept_width apart, a multiple of
-    // 256, so that whole tiles can be read.
+    // Only for gradient_of_kept: the logits of this launch's columns, and their gradient. Rows are kept_row and dz_row
+    // apart, multiples of 256 and at least the width rounded up to one, so that whole vectors can be read and written.
     const float* kept;
+    Number* dz;
     // First column and number of columns of this launch.
     int begin, width;
-    int kept_width;
+    int kept_row, dz_row;
 
     __device__ int across() const { return (width + TILE_N - 1) / TILE_N; }
 };
 
 namespace {
 
-constexpr int SUMMED = 16;
+// Rows of one term of dbias. Threads of a block of gradient_of_kept.
+constexpr int SUMMED = 16, KEPT_THREADS = 128;
 using Boxes = Outgoing<Number, TILE_N, false>;
 
 __device__ void produce(const Args& p, const Ring& ring, const TensorMap& hidden, const TensorMap& weight) {
@@ -94,20 +96,24 @@ __device__ void sum_rows(const Args& p, const Mine& mine, int row, int column, c
     }
 }
 
-// Stores the gradient of all tiles; form(tile, column, d) gives a tile's logits. `boxes`: two of each warpgroup.
-template <class Form>
-__device__ void differentiate_all(const Args& p, const Mine& mine, char* boxes, const TensorMap& dz, Form form) {
-    boxes += mine.group * Boxes::BYTES;
+__device__ void consume(const Args& p, const Ring& ring, const TensorMap& dz) {
+    const Mine mine;
+    const int stages = Ring::stages_of(p.inner);
+    char* boxes = ring.end() + mine.group * Boxes::BYTES;
     const auto leave = [&](const Tiles& tile, const Sums& d) {
         const int column = tile.unit * TILE_N;
         if (p.sums) sum_rows(p, mine, tile.row + mine.row, column, d);
         Boxes::store(boxes, 1 + mine.group, dz, tile.row + mine.group * MMA_M, column, d);
     };
+    Ring::Slot slot;
+    Turns turns(ring.turns, mine.group);
     for (Tiles tile(p, 0, p.computed(), p.across()); !tile.done(); tile.advance()) {
         const int row = tile.row + mine.row, column = p.begin + tile.unit * TILE_N;
         const Row low(p, row, column + mine.column), high(p, row + 8, column + mine.column);
         Sums d;
-        form(tile, column, d);
+        form_logits(ring, stages, mine, slot, turns, d);
+        add_bias(p, mine, column, d);
+        cap(p, d);
         differentiate<0>(p, low, d);
         differentiate<1>(p, high, d);
         leave(tile, d);
@@ -119,17 +125,9 @@ __device__ void differentiate_all(const Args& p, const Mine& mine, char* boxes, 
     if (threadIdx.x % WARPGROUP == 0) stores_read<0>();
 }
 
-__device__ void consume(const Args& p, const Ring& ring, const TensorMap& dz) {
-    const Mine mine;
-    const int stages = Ring::stages_of(p.inner);
-    Ring::Slot slot;
-    Turns turns(ring.turns, mine.group);
-    differentiate_all(p, mine, ring.end(), dz, [&](const Tiles&, int column, Sums& d) {
-        form_logits(ring, stages, mine, slot, turns, d);
-        add_bias(p, mine, column, d);
-        cap(p, d);
-    });
-}
+// Columns of a thread of gradient_of_kept.
+constexpr int WIDE = 4;
+static_assert(Number::SIZE == 2, "a thread stores two words");
 
 }  // namespace
 
@@ -147,22 +145,55 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
 }
 
-// The same from kept logits; all warpgroups are consumers.
-extern "C" __global__ void __launch_bounds__(GROUPS* WARPGROUP, 1)
-    gradient_of_kept(const __grid_constant__ TensorMap dz, const __grid_constant__ Args p) {
-    const Mine mine(0);
-    differentiate_all(p, mine, aligned_memory(), dz, [&](const Tiles& tile, int, Sums& d) {
+// dz of kept logits. A block has 16 rows; a thread has 4 columns of each, which it also sums in the order above.
+extern "C" __global__ void __launch_bounds__(KEPT_THREADS) gradient_of_kept(const __grid_constant__ Args p) {
+    __shared__ alignas(16) char room[SUMMED * sizeof(Row)];
+    Row* rows = reinterpret_cast<Row*>(room);
+    const int first = static_cast<int>(blockIdx.x) * SUMMED;
+    const int column = static_cast<int>(blockIdx.y * KEPT_THREADS + threadIdx.x) * WIDE;
+    if (threadIdx.x < SUMMED) rows[threadIdx.x] = Row(p, first + static_cast<int>(threadIdx.x), p.begin);
+    __syncthreads();
+    if (column >= p.width) return;
+    float d[SUMMED][WIDE];
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int row = min(tile.row + mine.row + 8 * half, p.rows - 1);
-            const float* from = p.kept + static_cast<i64>(row) * p.kept_width + tile.unit * TILE_N + mine.column;
+    for (int i = 0; i < SUMMED; ++i) {
+        // An ignored row may never have been kept.
+        const float4 x = rows[i].active ? __ldcs(reinterpret_cast<const float4*>(
+                                              p.kept + static_cast<i64>(first + i) * p.kept_row + column))
+                                        : float4{};
+        d[i][0] = x.x, d[i][1] = x.y, d[i][2] = x.z, d[i][3] = x.w;
+    }
 #pragma unroll
-            for (int j = 0; j < TILE_N / 8; ++j) {
-                const float2 pair = __ldcs(reinterpret_cast<const float2*>(from + 8 * j));
-                d[4 * j + 2 * half] = pair.x, d[4 * j + 2 * half + 1] = pair.y;
-            }
+    for (int i = 0; i < SUMMED; ++i) {
+        const Row row = rows[i];
+        if (!row.active) continue;
+#pragma unroll
+        for (int k = 0; k < WIDE; ++k) {
+            const float x = d[i][k];
+            d[i][k] = row.gradient.at(x, column + k == row.target);
+#if CAPPED
+            d[i][k] = __fmul_rn(d[i][k], p.softcap().slope(x));
+#endif
         }
-    });
+    }
+#pragma unroll
+    for (int i = 0; i < SUMMED; ++i) {
+        if (first + i >= p.rows) break;
+        char* to = reinterpret_cast<char*>(p.dz) + (static_cast<i64>(first + i) * p.dz_row + column) * Number::SIZE;
+        *reinterpret_cast<uint2*>(to) = make_uint2(Number::pack(d[i]), Number::pack(d[i] + 2));
+    }
+    if (!p.sums) return;
+#pragma unroll
+    for (int k = 0; k < WIDE; ++k) {
+        float sum[SUMMED / 2];
+#pragma unroll
+        for (int i = 0; i < SUMMED / 2; ++i) sum[i] = __fadd_rn(d[i][k], d[i + SUMMED / 2][k]);
+#pragma unroll
+        for (int apart = 1; apart < SUMMED / 2; apart *= 2)
+#pragma unroll
+            for (int i = 0; i < SUMMED / 2; i += 2 * apart) sum[i] = __fadd_rn(sum[i], sum[i + apart]);
+        if (column + k < p.width) p.sums[static_cast<i64>(blockIdx.x) * p.width + column + k] = sum[0];
+    }
 }
 
 // One thread per column: adds the sums of each 16 rows to `out`, in ascending order.

@@ -8,7 +8,7 @@
 //   row       lane l of a warp merges units l, l + 32, ... in this order; a tree adds the 32 lanes (over_states)
 // No tile, stage, row or batch changes it, nor which other tokens are ignored.
 //
-// With KEEPS the logits of the columns from p.first_kept on are also stored, for the backward pass.
+// With KEEPS the logits of the columns from first_kept on are also stored, for the backward pass, by TMA (boxes.cuh).
 #include "linear_logp.cuh"
 
 using namespace rlk;
@@ -21,12 +21,10 @@ struct Args : Inputs {
     // Written only with ENTROPY.
     float* lse;
     float* entropy;
-    // Read only with KEEPS: [rows, kept_width], the logits of the columns from first_kept on, a multiple of 256. The
-    // width is one too, so that whole tiles are stored.
-    float* kept;
     // Blocks of 256 columns in a part: 1 or 4.
     int blocks;
-    int first_kept, kept_width;
+    // With KEEPS: the first column whose logits are kept, a multiple of 256.
+    int first_kept;
 
     __device__ int width() const { return TILE_N * blocks; }
     __device__ int across() const { return (columns + width() - 1) / width(); }
@@ -35,6 +33,7 @@ struct Args : Inputs {
 namespace {
 
 constexpr int UNIT = 4;
+using Boxes = Outgoing<FP32, TILE_N, false>;
 
 __device__ void produce(const Args& p, const Ring& ring, const TensorMap& hidden, const TensorMap& weight) {
     const int stages = Ring::stages_of(p.inner);
@@ -108,19 +107,6 @@ __device__ void finish_logits(const Args& p, const Mine& mine, int row, int colu
     }
 }
 
-// Stores a tile of logits; each four lanes write 32 bytes of a row.
-__device__ void keep(const Args& p, const Mine& mine, int row, int column, const Sums& d) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int here = row + 8 * half;
-        if (here >= p.rows) continue;
-        float* to = p.kept + static_cast<i64>(here) * p.kept_width + column - p.first_kept + mine.column;
-#pragma unroll
-        for (int j = 0; j < TILE_N / 8; ++j)
-            __stcs(reinterpret_cast<float2*>(to + 8 * j), make_float2(d[4 * j + 2 * half], d[4 * j + 2 * half + 1]));
-    }
-}
-
 __device__ void store(float* parts, int part, int rows, int row, State s) {
     float* to = parts + static_cast<i64>(part) * 3 * rows + row;
     to[0] = s.top;
@@ -128,8 +114,10 @@ __device__ void store(float* parts, int part, int rows, int row, State s) {
     if (ENTROPY) to[2 * static_cast<i64>(rows)] = s.weighted;
 }
 
-__device__ void consume(const Args& p, const Ring& ring) {
+// `kept`: the map of [rows, columns from first_kept on], with KEEPS.
+__device__ void consume(const Args& p, const Ring& ring, const TensorMap* kept) {
     const Mine mine;
+    char* boxes = ring.end() + mine.group * Boxes::BYTES;
     const int stages = Ring::stages_of(p.inner);
     Ring::Slot slot;
     Turns turns(ring.turns, mine.group);
@@ -153,7 +141,8 @@ __device__ void consume(const Args& p, const Ring& ring) {
             add_bias(p, mine, column, d);
             cap(p, d);
 #if KEEPS
-            if (column >= p.first_kept) keep(p, mine, row, column, d);
+            if (column >= p.first_kept)
+                Boxes::store(boxes, 1 + mine.group, *kept, tile.row + mine.group * MMA_M, column - p.first_kept, d);
 #endif
             finish_logits(p, mine, row, column, target, d);
             pairs[0].add(block, state_of<0>(d, c[0]), c[0]);
@@ -186,6 +175,9 @@ __device__ State unit_of(const Args& p, int unit, int row, float c) {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     states(const __grid_constant__ TensorMap hidden, const __grid_constant__ TensorMap weight,
+#if KEEPS
+           const __grid_constant__ TensorMap kept,
+#endif
            const __grid_constant__ Args p) {
     const Ring ring;
     ring.open(1, 1);
@@ -194,7 +186,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (warp_index() == 0 && elected()) produce(p, ring, hidden, weight);
     } else {
         take_registers<232>();
-        consume(p, ring);
+#if KEEPS
+        consume(p, ring, &kept);
+        if (threadIdx.x % WARPGROUP == 0) stores_read<0>();
+#else
+        consume(p, ring, nullptr);
+#endif
     }
 }
 

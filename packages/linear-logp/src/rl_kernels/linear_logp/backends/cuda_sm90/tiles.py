@@ -36,7 +36,7 @@ SHARED = 227 * 1024
 STAGE = (HEIGHT + BLOCK) * SWIZZLE
 """Bytes of a stage."""
 BOXES = 2 * HEIGHT * SWIZZLE
-"""Bytes of the shared-memory boxes through which one consumer stores its part of dz."""
+"""Bytes of the shared-memory boxes through which one consumer stores its part of dz, or of kept logits."""
 
 
 class Cut(NamedTuple):
@@ -56,26 +56,16 @@ class Cut(NamedTuple):
 
     @property
     def threads(self) -> int:
-        """Return the threads of a block: of the consumers, and a producer warpgroup."""
-        return self.consumers + WARPGROUP
+        """Return the threads of a block."""
+        return (self.groups + 1) * WARPGROUP
 
-    @property
-    def consumers(self) -> int:
-        """Return the threads of the consumers."""
-        return self.groups * WARPGROUP
+    def stages(self, *, stores: bool) -> int:
+        """Return how many stages fit in shared memory; ``stores``: tiles are stored, through boxes."""
+        return (SHARED - ALIGNMENT - self._boxes(stores)) // STAGE
 
-    @property
-    def boxes(self) -> int:
-        """Return the bytes of the boxes through which the consumers store dz."""
-        return self.groups * BOXES
-
-    def stages(self, file: str) -> int:
-        """Return how many stages fit in shared memory."""
-        return (SHARED - ALIGNMENT - self._boxes(file)) // STAGE
-
-    def shared(self, file: str) -> int:
+    def shared(self, *, stores: bool) -> int:
         """Return the bytes of dynamic shared memory of a block."""
-        return self.stages(file) * STAGE + self._boxes(file) + ALIGNMENT
+        return self.stages(stores=stores) * STAGE + self._boxes(stores) + ALIGNMENT
 
     def blocks(self, count: int, vocab: int, device: int) -> int:
         """Return the vocabulary blocks of a part in the forward pass: 1 if units would leave multiprocessors idle."""
@@ -86,8 +76,8 @@ class Cut(NamedTuple):
         """Return the number of thread blocks for ``count`` rows and ``across`` parts of the columns."""
         return min(-(-count // self.rows) * across, processors(device))
 
-    def _boxes(self, file: str) -> int:
-        return self.boxes if file == BACKWARD else 0
+    def _boxes(self, stores: bool) -> int:
+        return self.groups * BOXES if stores else 0
 
 
 @functools.cache
@@ -95,7 +85,7 @@ def program(
     file: str, dtype: torch.dtype, cut: Cut, *, entropy: bool, capped: bool = False, keeps: bool = False
 ) -> Program:
     """Return the kernels of a file, compiled for the tiles of ``cut``."""
-    stages = {"STAGES": cut.stages(file), "STAGE_BYTES": STAGE}
+    stages = {"STAGES": cut.stages(stores=keeps or file == BACKWARD), "STAGE_BYTES": STAGE}
     flags = {"ENTROPY": int(entropy), "CAPPED": int(capped)}
     if file == FORWARD:
         flags["KEEPS"] = int(keeps)

@@ -104,12 +104,6 @@ __device__ inline void give_back(Barrier& empty) {
     if (threadIdx.x % WARP == 0) empty.arrive();
 }
 
-// The start of a block's dynamic shared memory, aligned to the 1024 bytes after which the swizzle repeats.
-__device__ inline char* aligned_memory() {
-    extern __shared__ char memory[];
-    return memory + (-shared_address(memory) & (ATOM - 1));
-}
-
 // The ring of DEPTH stages, at the start of a block's dynamic shared memory. A stage holds BOX_COUNT boxes of operand
 // a, each with 64 terms of K of A_ROWS rows, then BOX_COUNT boxes of operand b, of B_ROWS rows. T: type of the numbers.
 // A, B: layout of each operand.
@@ -127,8 +121,10 @@ struct RingOf {
     Barrier *full, *empty, *turns;
 
     __device__ RingOf() {
+        extern __shared__ char memory[];
         __shared__ Barrier barriers[2 * DEPTH + 2];
-        stages = aligned_memory();
+        // The swizzle repeats every 1024 bytes, so the stages are aligned to that.
+        stages = memory + (-shared_address(memory) & (ATOM - 1));
         full = barriers, empty = full + DEPTH, turns = empty + DEPTH;
     }
     __device__ char* a(int stage, int box = 0) const { return stages + stage * BYTES + box * A_BYTES; }
