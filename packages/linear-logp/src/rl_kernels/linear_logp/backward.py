@@ -32,10 +32,18 @@ class Steps(Protocol):
     def cut(self, inputs: Inputs, workspace: int, needed: Sequence[bool]) -> tuple[int, int]:
         """Return the columns of a piece and the rows of a block, so that both fit into ``workspace`` bytes."""
 
+    def room(self, hidden: torch.Tensor, width: int) -> torch.Tensor:
+        """Return room for dz ``[rows, width]``, in the dtype of the inputs."""
+
     def dlogits(
-        self, block: Inputs, upstream: rowwise.LogpUpstream, columns: slice, dbias: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Return dz ``[rows, piece]`` in the dtype of the inputs; add the row sum of the unrounded dz to dbias.
+        self,
+        block: Inputs,
+        upstream: rowwise.LogpUpstream,
+        columns: slice,
+        dbias: torch.Tensor | None,
+        dz: torch.Tensor,
+    ) -> None:
+        """Write dz of columns to ``dz``, columns of ``room``; add the row sum of the unrounded dz to dbias.
 
         The logits of all these columns are kept (``block.kept_part``), or of none.
         """
@@ -105,11 +113,9 @@ class _Loop(NamedTuple):
 
     def walk(self, segment: slice, piece: int, dhidden: torch.Tensor) -> None:
         """Write the chain of dH over a segment to ``dhidden``, and the segment's rows of dW and dbias."""
-        kept = min(max(self.inputs.first_kept, segment.start), segment.stop)
-        for first, end in ((segment.start, kept), (kept, segment.stop)):
-            for part in slices(end - first, piece):
-                columns = slice(first + part.start, first + part.stop)
-                self._piece(columns, dhidden, continues=columns.start > segment.start)
+        for part in slices(segment.stop - segment.start, piece):
+            columns = slice(segment.start + part.start, segment.start + part.stop)
+            self._piece(columns, dhidden, continues=part.start > 0)
 
     def _piece(self, columns: slice, dhidden: torch.Tensor, *, continues: bool) -> None:
         inputs, count, main_grad = self.inputs, len(self.inputs.hidden), self.main_grad
@@ -117,8 +123,7 @@ class _Loop(NamedTuple):
         if self.needed[1]:
             total = _weight_total(self.dweight, main_grad, columns, in_blocks=self.height < count)
         for rows in slices(count, self.height):
-            dbias = self.dbias[columns] if self.needed[2] else None
-            dz = self.steps.dlogits(inputs.block(rows), self.upstream.rows(rows), columns, dbias)
+            dz = self._dlogits(rows, columns)
             if self.needed[0]:
                 self.steps.add_dhidden(dz, inputs.weight[columns], dhidden[rows], continues=continues)
             if total is not None:
@@ -128,6 +133,18 @@ class _Loop(NamedTuple):
             del dz
         if total is not None and main_grad is None and total.dtype != self.dweight.dtype:
             self.dweight[columns] = total
+
+    def _dlogits(self, rows: slice, columns: slice) -> torch.Tensor:
+        """Return dz of a piece: first of the logits that are formed, then of those that are kept."""
+        block, upstream = self.inputs.block(rows), self.upstream.rows(rows)
+        dz = self.steps.room(block.hidden, columns.stop - columns.start)
+        kept = min(max(self.inputs.first_kept, columns.start), columns.stop)
+        for first, end in ((columns.start, kept), (kept, columns.stop)):
+            if first < end:
+                dbias = self.dbias[first:end] if self.needed[2] else None
+                part = dz[:, first - columns.start : end - columns.start]
+                self.steps.dlogits(block, upstream, slice(first, end), dbias, part)
+        return dz
 
 
 def _segments(inputs: Inputs, number: int) -> list[slice]:

@@ -65,6 +65,10 @@ class Products:
         """Return how many rows are summed into one term of dbias."""
         raise NotImplementedError
 
+    def room(self, hidden: torch.Tensor, width: int) -> torch.Tensor:
+        """Return room for dz; its rows are padded to whole blocks, so that TMA can address them for every width."""
+        return hidden.new_empty((len(hidden), ceil_div(width, BLOCK) * BLOCK))[:, :width]
+
     def cut(self, inputs: Inputs, workspace: int, needed: Sequence[bool]) -> tuple[int, int]:
         """Return (piece, height), multiples of 256 and 128; all rows at once if a piece of 2048 columns then fits."""
         (count, size), vocab = inputs.hidden.shape, len(inputs.weight)

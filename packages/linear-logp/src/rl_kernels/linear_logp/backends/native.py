@@ -205,22 +205,31 @@ class Steps:
         height = (workspace - UNIT * size * (16 + item)) // (item * (8 * UNIT + 2 * size))
         return UNIT, max(height // rowwise.BLOCK, 1) * rowwise.BLOCK
 
+    def room(self, hidden: torch.Tensor, width: int) -> torch.Tensor:
+        """Return room for dz."""
+        return hidden.new_empty((len(hidden), width))
+
     def dlogits(
-        self, block: Inputs, upstream: rowwise.LogpUpstream, columns: slice, dbias: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Return dz, rounded, and add its row sum to dbias."""
+        self,
+        block: Inputs,
+        upstream: rowwise.LogpUpstream,
+        columns: slice,
+        dbias: torch.Tensor | None,
+        dz: torch.Tensor,
+    ) -> None:
+        """Write dz, rounded, and add its row sum to dbias."""
         x = block.kept_part(columns)
         if x is None:
             x = _logits(block, columns)
         first = block.start + columns.start
-        dz = rowwise.dlogits(x, rowwise.per_row(block.temperature, x), upstream, first)
+        gradient = rowwise.dlogits(x, rowwise.per_row(block.temperature, x), upstream, first)
         if block.cap is not None:
-            dz *= block.cap.slope(x)
+            gradient *= block.cap.slope(x)
         bad = rowwise.outside(block.target_ids, block.vocab)
-        dz = block.keep(torch.where(bad[:, None], torch.nan, dz))
+        gradient = block.keep(torch.where(bad[:, None], torch.nan, gradient))
         if dbias is not None:
-            rowwise.chain_dw(dz, torch.ones_like(dz[:, :1]), dbias[:, None])
-        return dz.to(block.hidden.dtype)
+            rowwise.chain_dw(gradient, torch.ones_like(gradient[:, :1]), dbias[:, None])
+        dz.copy_(gradient)
 
     def add_dhidden(self, dz: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, continues: bool) -> None:
         """Write ``dz @ weight`` to ``out``, or add it if ``continues``."""

@@ -41,15 +41,14 @@ class Steps(products.Products):
         return SUMMED
 
     def dlogits(
-        self, block: Inputs, upstream: LogpUpstream, columns: slice, dbias: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Return dz, rounded, and add its row sum to dbias."""
+        self, block: Inputs, upstream: LogpUpstream, columns: slice, dbias: torch.Tensor | None, dz: torch.Tensor
+    ) -> None:
+        """Write dz, rounded, and add its row sum to dbias."""
         hidden, width = copyable(block.hidden), columns.stop - columns.start
         count, device = len(hidden), hidden.device
         block = block._replace(weight=copyable(block.weight))
         operands = Operands.of(block, hidden)
         cut = operands.cut
-        dz = hidden.new_empty((count, -(-width // BLOCK) * BLOCK))[:, :width]
         sums = None if dbias is None else hidden.new_empty((-(-count // SUMMED), width), dtype=torch.float32)
         has_entropy, is_capped = upstream.grad_entropy is not None, block.cap is not None
         made = program(BACKWARD, hidden.dtype, cut, entropy=has_entropy, capped=is_capped)
@@ -77,7 +76,6 @@ class Steps(products.Products):
             kernel(made, "gradient_of_kept", form, device).launch(grid, KEPT_THREADS, *arguments)
         if dbias is not None:
             kernel(made, "add_rows", "PPii", device).launch(-(-width // 256), 256, sums, dbias, count, width)
-        return dz
 
 
 def backward(

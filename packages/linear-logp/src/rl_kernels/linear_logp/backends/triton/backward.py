@@ -28,9 +28,9 @@ class Steps(products.Products):
         return schedule_of("gradient", hidden).rows
 
     def dlogits(
-        self, block: Inputs, upstream: LogpUpstream, columns: slice, dbias: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Return dz, rounded, and add its row sum to dbias."""
+        self, block: Inputs, upstream: LogpUpstream, columns: slice, dbias: torch.Tensor | None, dz: torch.Tensor
+    ) -> None:
+        """Write dz, rounded, and add its row sum to dbias."""
         hidden, weight = block.hidden, block.weight
         count, width = len(hidden), columns.stop - columns.start
         cut = schedule_of("gradient", hidden)
@@ -38,8 +38,6 @@ class Steps(products.Products):
         kept = block.kept_part(columns) if dbias is None else None
         if kept is not None:
             cut = replace(cut, rows=min(cut.rows, KEPT_ROWS), persistent=False)
-        # The padded width lets a tensor descriptor address the rows, whatever ``width`` is.
-        dz = hidden.new_empty((count, ceil_div(width, kernels.BLOCK.value) * kernels.BLOCK.value))[:, :width]
         stored = gemm.described(dz)
         row_tiles = ceil_div(count, cut.rows)
         tiles = row_tiles * ceil_div(width, kernels.BLOCK.value)
@@ -92,4 +90,3 @@ class Steps(products.Products):
                 kernels.add_tiles[(ceil_div(width, kernels.BLOCK.value),)](
                     partial, dbias, row_tiles, width, num_warps=4
                 )
-        return dz
