@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from rl_kernels.core.testing import Bug, lying, poisoned_empty
-from rl_kernels.core.testing.launches import Box, Launch, Recorder, vector
+from rl_kernels.core.testing.launches import Box, Launch, Recorder, strided, vector
 from rl_kernels.core.testing.planted import planted
 from rl_kernels.core.testing.triton_launches import TritonRecorder
 from rl_kernels.core.testing.triton_matmul import matmul
@@ -24,7 +24,7 @@ PACKAGE = "rl_kernels.linear_logp.backends.cuda_sm90"
 WATCHED = tuple(f"{PACKAGE}.{name}" for name in ("tiles", "backend", "backward"))
 FAILURES = (AssertionError, RuntimeError)
 Plant = Callable[[], AbstractContextManager[None]]
-STAGE, PROCESSORS = (64 + 256) * 128, 1
+STAGE, BOXES, PROCESSORS = (64 + 256) * 128, 2 * 64 * 128, 1
 
 
 def rows_of_tiles(launch: Launch) -> torch.Tensor:
@@ -56,6 +56,7 @@ def logits(launch: Launch, units: int, boxes: int) -> torch.Tensor:
     assert {hidden.tensor.dtype, weight.tensor.dtype} == {[torch.bfloat16, torch.float16][constants["DTYPE"] - 1]}
     groups = constants["GROUPS"]
     assert groups in (1, 2)
+    boxes *= launch.entry == "gradient" or constants["KEEPS"]
     assert launch.block == 128 * (groups + 1)
     assert constants["STAGE_BYTES"] == STAGE
     assert constants["STAGES"] >= 4
@@ -91,7 +92,16 @@ def states(launch: Launch) -> None:
     count = -(-launch["columns"] // width)
     assert launch["blocks"] in (1, 4)
     assert parts.shape == (count, 3, launch["rows"])
-    z = logits(launch, count, 0)
+    z = logits(launch, count, BOXES)
+    if launch.constants["KEEPS"]:
+        kept: Box = launch["kept"]
+        assert kept.tensor.shape == (launch["rows"], -(-launch["columns"] // 256) * 256 - launch["first_kept"])
+        assert kept[1:3] == ((64, 32), 128)
+        assert launch["first_kept"] % 1024 == 0
+        raw = (z * temperature(launch))[:, launch["first_kept"] :]
+        kept.tensor[:, : raw.shape[1]] = torch.where(
+            rows_of_tiles(launch)[:, None], raw, kept.tensor[:, : raw.shape[1]]
+        )
     column = launch["ids"] - launch["start"]
     here = (column >= 0) & (column < launch["columns"])
     # Other ranks have the logits of the other rows.
@@ -140,7 +150,16 @@ def finish(launch: Launch) -> None:
 
 def gradient(launch: Launch) -> None:
     begin, width, rows, constants = launch["begin"], launch["width"], launch["rows"], launch.constants
-    z = logits(launch, -(-width // 256), 2 * 64 * 128)[:, begin : begin + width]
+    is_kept = launch.entry == "gradient_of_kept"
+    if is_kept:
+        assert (launch.block, launch.shared, launch.pdl) == (128, 0, False)
+        assert launch.grid[0] * 16 - 16 < rows <= launch.grid[0] * 16
+        assert launch.grid[1] * 512 - 512 < width <= launch.grid[1] * 512
+        assert launch["kept_row"] % 256 == launch["dz_row"] % 256 == 0
+        assert launch["kept"].dtype == torch.float32
+        z = strided(launch["kept"], (rows, width), (4 * launch["kept_row"], 4)).double() / temperature(launch)
+    else:
+        z = logits(launch, -(-width // 256), BOXES)[:, begin : begin + width]
     assert (launch["grad_entropy"] is not None) == constants["ENTROPY"]
     assert launch["norm"].shape == (rows, 2)
     top, log_total = launch["norm"].double().split(1, 1)
@@ -161,10 +180,13 @@ def gradient(launch: Launch) -> None:
     found = torch.where(bad[:, None], torch.nan, found)
     if launch["has_ignored"]:
         found = torch.where((launch["ids"] != launch["ignore_index"])[:, None], found, 0.0)
-    dz: Box = launch["dz"]
-    assert dz.tensor.shape == (rows, width)
-    assert dz[1:3] == ((64, 64), 128)
-    dz.tensor.copy_(found)
+    dz = launch["dz"]
+    assert dz.shape == (rows, width)
+    assert dz.stride() == (launch["dz_row"], 1)
+    if not is_kept:
+        assert launch["dz_map"].tensor is dz
+        assert launch["dz_map"][1:3] == ((64, 64), 128)
+    dz.copy_(found)
     if launch["sums"] is not None:
         padded = torch.nn.functional.pad(found, (0, 0, 0, -rows % 16))
         launch["sums"].copy_(padded.unflatten(0, (-1, 16)).sum(1))
@@ -179,6 +201,9 @@ def add_rows(launch: Launch) -> None:
 
 
 STAND_INS = {one.__name__: one for one in (sort_tiles, states, merge_blocks, finish, gradient, add_rows)}
+STAND_INS["gradient_of_kept"] = gradient
+KEPT = {4: 2560 - 2048, 9: 2560, 1: 9216 - 3072}
+"""Columns that are kept of the calls below, by MiB."""
 CALL: dict[str, Any] = {"dtype": torch.float16, "size": 24, "layout": "row", "ids": torch.int64, "scale": 0.7}
 CALLS: tuple[dict[str, Any], ...] = (
     {"rows": 1, "vocab": 1, "size": 8},
@@ -193,6 +218,9 @@ CALLS: tuple[dict[str, Any], ...] = (
     {"rows": 130, "vocab": 600, "needed": [False, True, False], "ids": torch.int32},
     {"rows": 1, "vocab": 257, "cap": (5.0, 0.3)},
     {"rows": 300, "vocab": 1100, "cap": (30.0, 0.02), "bias": "row", "scale": "rows", "ignored": 7, "masked": 130},
+    {"rows": 700, "vocab": 2500, "saved": 4, "bias": "row", "scale": "rows", "ignored": 7, "masked": 300},
+    {"rows": 300, "vocab": 2500, "saved": 9, "dtype": torch.bfloat16, "cap": (5.0, 0.3), "main_grad": True},
+    {"rows": 40, "vocab": 9000, "saved": 1, "grads": "logp"},
 )
 
 
@@ -258,14 +286,18 @@ def hold(call: dict[str, Any], backend: Any) -> None:
     gold = (logs.gather(1, ids.long().clamp(0)[:, None])[:, 0], lse, -(logs.exp() * logs).sum(-1))
     gold, top = [torch.where(keep, value, 0.0) for value in gold], z.amax(-1)
     norm = torch.where(keep, torch.stack((top, lse - top / scale)), 0.0).t()
-    stats, alone = backend.forward_stats(*inputs), backend.forward(*inputs)
+    saved_mib = call.get("saved", 0)
+    *stats, kept = backend.forward_stats(*inputs, saved_mib)
+    *alone, again = backend.forward(*inputs, saved_mib)
     for found, expected in zip(stats, (*gold, norm), strict=True):
         assert torch.allclose(found.double(), expected, atol=1e-3, rtol=1e-4)
     for found, expected in zip(alone, (stats[0], stats[3]), strict=True):
         assert torch.equal(found, expected)
+    assert kept.shape == again.shape == (call["rows"], KEPT.get(saved_mib, 0))
+    kept = kept if saved_mib else None
     sum((value * grad).sum() for value, grad in zip(gold, grads, strict=True) if grad is not None).backward()
-    saved = (stats[3], None if grads[2] is None else stats[2], *grads, 0, call["vocab"], 1, False, 1, needed)
-    hold_shards(inputs, stats, grads, leaves, backend)
+    saved = (stats[3], None if grads[2] is None else stats[2], kept, *grads, 0, call["vocab"], 1, False, 1, needed)
+    hold_shards(inputs, stats, grads, leaves, backend, saved_mib)
     found = list(backend.backward(*inputs, *saved))
     for name, value, leaf, wanted in zip(("hidden", "weight", "bias"), found, leaves, needed, strict=True):
         assert bool(value.numel()) == bool(wanted), name
@@ -279,7 +311,12 @@ def hold(call: dict[str, Any], backend: Any) -> None:
 
 
 def hold_shards(
-    inputs: tuple[Any, ...], stats: Any, grads: list[torch.Tensor | None], leaves: list[Any], backend: Any
+    inputs: tuple[Any, ...],
+    stats: Any,
+    grads: list[torch.Tensor | None],
+    leaves: list[Any],
+    backend: Any,
+    saved_mib: int,
 ) -> None:
     """Hold both parts of the forward pass over shards to the whole, and backward on the shards to the definition."""
     hidden, weight, ids, bias, scale, ignored, cap = inputs
@@ -290,18 +327,22 @@ def hold_shards(
             (hidden, weight[start:stop], ids, None if bias is None else bias[start:stop], scale, ignored, cap)
             for start, stop in bounds
         ]
-        packed = [
-            backend.states(*shard, start, slots, entropy) for shard, (start, _) in zip(shards, bounds, strict=True)
-        ]
+        packed, kept = zip(
+            *(
+                backend.states(*shard, start, slots, entropy, saved_mib)
+                for shard, (start, _) in zip(shards, bounds, strict=True)
+            ),
+            strict=True,
+        )
         found = backend.finish(torch.stack(packed), ids, scale, ignored, vocab, entropy)
         for value, whole, wanted in zip(found, stats, (True, entropy, entropy, True), strict=True):
             assert bool(value.numel()) == wanted
             assert not wanted or torch.allclose(value, whole, atol=1e-5, rtol=1e-5)
-    saved = (stats[3], None if grads[2] is None else stats[2], *grads)
+    saved = stats[3], None if grads[2] is None else stats[2]
     needed = [True, True, bias is not None]
     parts = [
-        backend.backward(*shard, *saved, start, vocab, 8, True, 1, needed)
-        for shard, (start, _) in zip(shards, bounds, strict=True)
+        backend.backward(*shard, *saved, logits, *grads, start, vocab, 8, True, 1, needed)
+        for shard, logits, (start, _) in zip(shards, kept, bounds, strict=True)
     ]
     close(sum(part[0] for part in parts), leaves[0].grad)
     close(torch.cat([part[1] for part in parts]), leaves[1].grad)

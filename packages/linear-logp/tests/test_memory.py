@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rl_kernels.core.testing import Draw
+from rl_kernels.linear_logp import kept
 from rl_kernels.linear_logp.backends import native
 
 
@@ -46,10 +47,27 @@ def test_logits_are_never_held_and_workspace_bounds_the_rest(dtype: torch.dtype)
     tensors = (*operands, draw.ids(vocab, rows), draw.normal(vocab), torch.tensor(0.7))
     inputs = (*tensors, None, None)
     with Memory(*tensors) as forward:
-        logp, lse, entropy, norm = native.forward_stats(*inputs)
-    saved = (norm, entropy, logp, lse, entropy)
-    with Memory(*tensors, *saved) as backward:
+        logp, lse, entropy, norm, _ = native.forward_stats(*inputs, 0)
+    saved = (norm, entropy, None, logp, lse, entropy)
+    with Memory(*tensors, norm, logp, lse, entropy) as backward:
         grads = native.backward(*inputs, *saved, 0, vocab, 1, False, workspace_mib, [True, True, True])
     assert max(forward.largest, backward.largest) < rows * vocab / 2
     buffer = 0 if dtype == torch.float32 else rows * size * 4
     assert buffer < backward.peak < sum(grad.nbytes for grad in grads) + (workspace_mib << 20)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("saved_mib", [0, 1, 3, 7, 12, 40])
+def test_kept_logits_are_bounded_and_fill_the_room(dtype: torch.dtype, saved_mib: int) -> None:
+    rows, vocab = 500, 5003
+    hidden = torch.empty(rows, 4, dtype=dtype)
+    room = kept.empty(hidden, vocab, saved_mib)
+    width, first = room.shape[1], kept.first_kept(vocab, room.shape[1])
+    assert room.dtype == dtype
+    assert room.nbytes <= saved_mib << 20
+    assert (first == vocab) == (width == 0)
+    assert first % 1024 == 0 or width == 0
+    assert width % 256 == 0
+    # One unit more would not fit.
+    assert first == 0 or (width + 1024) * rows * dtype.itemsize > saved_mib << 20
+    assert width == 0 or width - 256 < vocab - first <= width

@@ -102,11 +102,11 @@ def hold(options: dict[str, Any], backend: str) -> None:
     virtual = importlib.import_module("rl_kernels.linear_logp.spec.virtual")
     call, upstream = drawn(options)
     vocab, entropy = len(call.weight), bool(options.get("entropy"))
-    logp, lse, row_entropy, norm = ops["forward_stats"](*call, backend)
-    for value, plain in zip(ops["forward"](*call, backend), (logp, norm), strict=True):
+    logp, lse, row_entropy, norm, _ = ops["forward_stats"](*call, 0, backend)
+    for value, plain in zip(ops["forward"](*call, 0, backend)[:2], (logp, norm), strict=True):
         same(value, plain)
     grads = upstream if entropy else [upstream[0], None, None]
-    saved, needed = [norm, row_entropy if entropy else None, *grads], [True, True, call.bias is not None]
+    saved, needed = [norm, row_entropy if entropy else None, None, *grads], [True, True, call.bias is not None]
     whole = [ops["backward"](*call, *saved, 0, vocab, segments, False, 256, needed, backend) for segments in (1, 8)]
     for value, plain in zip(whole[1][1:], whole[0][1:], strict=True):
         same(value, plain, "weight and bias")
@@ -167,17 +167,19 @@ def test_ranks_have_the_bits_of_one_hopper(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_fake_kernels_know_the_shapes_of_shards(entropy: bool, dtype: torch.dtype) -> None:
-    call, upstream = drawn({"vocab": 3000, "bias": True, "dtype": dtype}, "cpu")
+    # A multiple of 256, because what pads kept logits is not defined.
+    call, upstream = drawn({"vocab": 3072, "bias": True, "dtype": dtype}, "cpu")
     call = call._replace(temperature=call.temperature.to(compute_dtype(dtype)))
-    shard, raw = call.shard((2048, 3000)), torch.ops.rl_kernels
-    torch.library.opcheck(raw.linear_logp_states.default, (*shard, 2048, 4, entropy, "native"))
-    packed = ops["states"](*shard, 2048, 4, entropy, "native")
-    given = call.target_ids, call.temperature, None, 3000, entropy, "native"
+    shard, raw = call.shard((2048, 3072)), torch.ops.rl_kernels
+    for saved_mib in (0, 1):
+        torch.library.opcheck(raw.linear_logp_states.default, (*shard, 2048, 4, entropy, saved_mib, "native"))
+    packed, kept = ops["states"](*shard, 2048, 4, entropy, 1, "native")
+    given = call.target_ids, call.temperature, None, 3072, entropy, "native"
     torch.library.opcheck(raw.linear_logp_finish.default, (torch.stack([packed, packed]), *given))
     norm = torch.zeros(len(call.hidden), 2, dtype=packed.dtype)
-    saved = norm, None, upstream[0].to(packed.dtype), None, None
-    for partial_sum, needed in ((True, [True, False, True]), (False, [True, True, False])):
-        more = 2048, 3000, 8, partial_sum, 256, needed, "native"
+    for partial_sum, needed, logits in ((True, [True, False, True], None), (False, [True, True, False], kept)):
+        saved = norm, None, logits, upstream[0].to(packed.dtype), None, None
+        more = 2048, 3072, 8, partial_sum, 256, needed, "native"
         torch.library.opcheck(raw.linear_logp_backward.default, (*shard, *saved, *more))
 
 

@@ -83,6 +83,12 @@ def states(launch: TritonLaunch) -> None:
     assert launch["parts"].dtype == torch.float32
     for part, z in zip(dense(launch["parts"], blocks, 3, n), logits(launch).split(width, 1), strict=True):
         part.copy_(state(z))
+    if launch["KEEPS"]:
+        first = launch["first_kept"]
+        assert first % UNIT == 0
+        assert launch["kept_width"] == -(-v // BLOCK) * BLOCK - first
+        x = logits(launch) * temperature(launch, n)[:, None]
+        dense(launch["kept"], n, launch["kept_width"])[:, : v - first] = x[:, first:]
 
 
 def selected(launch: TritonLaunch) -> None:
@@ -130,7 +136,15 @@ def dlogits(launch: TritonLaunch) -> None:
     tiles = -(-n // launch["BLOCK_M"]) * -(-width // BLOCK)
     assert launch.grid[0] == (min(tiles, 2) if launch["PERSISTENT"] else tiles)
     top, log_total = dense(launch["norm"], n, 2).double().split(1, 1)
-    d = logits(launch)[:, begin : begin + width] - top / temperature(launch, n)[:, None] - log_total
+    z = logits(launch)[:, begin : begin + width]
+    if launch["KEPT"]:
+        assert launch["BLOCK_M"] <= 32
+        assert not launch["PERSISTENT"]
+        assert not launch["DBIAS"]
+        assert launch["kept"].shape == (n, width)
+        assert launch["kept"].stride() == (launch["kept_row"], 1)
+        z = launch["kept"].double() / temperature(launch, n)[:, None]
+    d = z - top / temperature(launch, n)[:, None] - log_total
 
     def upstream(name: str, flag: str) -> torch.Tensor:
         return dense(launch[name], n).double()[:, None] if launch[flag] else torch.zeros(n, 1)
@@ -143,7 +157,7 @@ def dlogits(launch: TritonLaunch) -> None:
         found -= upstream("grad_entropy", "HAS_ENTROPY") * d.exp() * (d + entropy)
     found = found / temperature(launch, n)[:, None]
     if launch["CAPPED"]:
-        y = logits(launch)[:, begin : begin + width] * temperature(launch, n)[:, None]
+        y = z * temperature(launch, n)[:, None]
         found *= launch["cap"] * launch["rate"] * (1 - (y / launch["cap"]).square())
     found = torch.where(((ids < 0) | (ids >= launch["vocab"]))[:, None], torch.nan, found)
     if launch["HAS_IGNORED"]:
@@ -183,6 +197,9 @@ CALLS: tuple[dict[str, Any], ...] = (
     {"rows": 70, "vocab": 9000, "dtype": torch.float32, "arch": "sm80", "ignored": 3},
     {"rows": 129, "vocab": 300, "arch": "sm80", "size": 8, "grads": "lse", "ids": torch.int32},
     {"rows": 65, "vocab": 4097, "cap": (5.0, 0.3), "bias": True, "scale": "rows", "ignored": 0},
+    {"rows": 700, "vocab": 4608, "saved": 6, "scale": "rows", "ignored": -100, "cap": (5.0, 0.3)},
+    {"rows": 130, "vocab": 2500, "saved": 9, "bias": True, "dtype": torch.float32},
+    {"rows": 10, "vocab": 9000, "saved": 1, "arch": "sm80"},
 )
 
 
@@ -217,21 +234,28 @@ def hold(call: dict[str, Any], backend: Any) -> tuple[Any, ...]:
     norm = torch.where(keep, torch.stack((top, lse - top / scale)), 0.0).t()
     cap = torch.tensor(call["cap"], dtype=torch.float64) if "cap" in call else None
     inputs = (hidden, weight, ids, bias, scale, ignored, cap)
-    stats = backend.forward_stats(*inputs)
-    for value, expected in zip((*stats, *backend.forward(*inputs)), (*gold, norm, gold[0], norm), strict=True):
+    saved_mib = call.get("saved", 0)
+    *stats, logits = backend.forward_stats(*inputs, saved_mib)
+    *alone, _ = backend.forward(*inputs, saved_mib)
+    for value, expected in zip((*stats, *alone), (*gold, norm, gold[0], norm), strict=True):
         assert torch.allclose(value.double(), expected, rtol=1e-4, atol=1e-3)
     sum((value * grad).sum() for value, grad in zip(gold, given, strict=True) if grad is not None).backward()
-    saved = (stats[3], None if given[2] is None else stats[2], *given)
+    saved = (stats[3], None if given[2] is None else stats[2], logits if saved_mib else None, *given)
     shard = (0, vocab, 1, False, 1, [True, True, bias is not None])
     for found, leaf in zip(backend.backward(*inputs, *saved, *shard), leaves, strict=True):
         if leaf is not None:
             assert not found.isnan().any()
             assert (found.double() - leaf.grad).abs().max() <= 1e-2 * leaf.grad.abs().max() + 1e-6
-    return inputs, stats, given, leaves
+    return inputs, stats, given, leaves, saved_mib
 
 
 def hold_shards(
-    inputs: tuple[Any, ...], stats: Any, given: list[torch.Tensor | None], leaves: list[Any], backend: Any
+    inputs: tuple[Any, ...],
+    stats: Any,
+    given: list[torch.Tensor | None],
+    leaves: list[Any],
+    saved_mib: int,
+    backend: Any,
 ) -> None:
     """Hold both parts of the forward pass over shards to the whole, and backward on the shards to the definition."""
     hidden, weight, ids, bias, scale, ignored, cap = inputs
@@ -242,17 +266,21 @@ def hold_shards(
             (hidden, weight[start:stop], ids, None if bias is None else bias[start:stop], scale, ignored, cap)
             for start, stop in bounds
         ]
-        packed = [
-            backend.states(*shard, start, slots, entropy) for shard, (start, _) in zip(shards, bounds, strict=True)
-        ]
+        packed, kept = zip(
+            *(
+                backend.states(*shard, start, slots, entropy, saved_mib)
+                for shard, (start, _) in zip(shards, bounds, strict=True)
+            ),
+            strict=True,
+        )
         found = backend.finish(torch.stack(packed), ids, scale, ignored, vocab, entropy)
         for value, whole, wanted in zip(found, stats, (True, entropy, entropy, True), strict=True):
             assert bool(value.numel()) == wanted
             assert not wanted or torch.allclose(value, whole, atol=1e-5, rtol=1e-5)
-    saved = (stats[3], None if given[2] is None else stats[2], *given)
+    saved = stats[3], None if given[2] is None else stats[2]
     parts = [
-        backend.backward(*shard, *saved, start, vocab, 8, True, 1, [True, True, bias is not None])
-        for shard, (start, _) in zip(shards, bounds, strict=True)
+        backend.backward(*shard, *saved, logits, *given, start, vocab, 8, True, 1, [True, True, bias is not None])
+        for shard, logits, (start, _) in zip(shards, kept, bounds, strict=True)
     ]
     found = sum(part[0] for part in parts), *(torch.cat([part[place] for part in parts]) for place in (1, 2))
     for value, leaf in zip(found, leaves, strict=True):
@@ -287,7 +315,9 @@ def hold_all(plant: Plant = nullcontext) -> None:
             # The width of a piece must not decide how its gradient is stored.
             assert all(launch["STORED"] == (dtype != torch.float32) for launch in pieces)
         else:
-            cuts = {(launch["BLOCK_M"], launch["BLOCK_K"]) for launch in (*formed, *pieces)}
+            # Logits that were kept are not formed again.
+            again = [launch for launch in pieces if not launch["KEPT"]]
+            cuts = {(launch["BLOCK_M"], launch["BLOCK_K"]) for launch in (*formed, *again)}
             elsewhere[dtype] = elsewhere.get(dtype, set()) | cuts
     # Elsewhere than on Hopper nobody has shown that bits follow no schedule.
     assert all(len(cuts) == 1 for cuts in elsewhere.values())

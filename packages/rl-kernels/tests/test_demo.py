@@ -48,7 +48,8 @@ def test_the_record_is_strict_and_whole(finished):
     for case in record["comparison"]:
         counts[case["numerics"]].append(case["gap"]["mismatches"])
     assert counts[OURS_FP32.name] == counts[OURS_BF16.name] == [0, 0]
-    assert sum(counts[PLAIN_BF16.name]) > sum(counts[PLAIN_FP32.name]) > 0
+    # How much PyTorch's own products differ depends on the CPU; on some those of one dtype do not.
+    assert sum(counts[PLAIN_BF16.name]) + sum(counts[PLAIN_FP32.name]) > 0
     assert record["verdict"]["mismatches"] == 0
     compared = [step["gap"] for step in record["steps"]] + [watched[OURS_BF16.name]]
     compared += [case["gap"] for case in record["comparison"] if case["numerics"].startswith("rl-kernels")]

@@ -9,7 +9,8 @@ gradients of hidden, weight and bias are needed; one that is not comes back empt
 gradient of the weight to ``main_grad[V, D]``, FP32, and returns the gradients of hidden and bias.
 
 The last result of ``forward``, ``forward_stats`` and ``states`` are logits that are kept for backward, at most
-``saved_mib`` of them (``kept.empty``). Backward takes them as ``kept``; what is not kept it forms again.
+``saved_mib`` of them (``kept.empty``). Backward takes them as ``kept``; what is not kept it forms again. Those of
+ignored rows, and of columns beyond the weight's, are not defined.
 
 ``states`` and ``finish`` are the forward pass in two parts, between which ranks exchange states: weight and bias are a
 shard that begins at column ``vocab_start`` of ``vocab_size``; ids are those of the whole vocabulary. ``states`` returns

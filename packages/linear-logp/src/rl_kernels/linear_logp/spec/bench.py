@@ -143,6 +143,7 @@ BENCH = Benchmark(
     rows={"": ROWS},
     options={
         "temperature": Option(number(above=0), "divides the logits"),
+        "saved_mib": Option(count(0), "bound of the logits that are kept for backward, in MiB"),
         "workspace_mib": Option(count(1), "bound of the backward workspace, in MiB"),
     },
 )

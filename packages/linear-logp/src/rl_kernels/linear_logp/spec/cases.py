@@ -241,7 +241,16 @@ SPEC = Spec(
     hygiene=HYGIENE,
     empty=EMPTY,
     unread=frozenset(
-        {"workspace_mib", "process_group", "vocab_start", "vocab_size", "vocab_segments", "validate", "backend"}
+        {
+            "workspace_mib",
+            "saved_mib",
+            "process_group",
+            "vocab_start",
+            "vocab_size",
+            "vocab_segments",
+            "validate",
+            "backend",
+        }
     ),
     output="logp",
     adds=frozenset({"return_stats"}),

@@ -87,6 +87,8 @@ ILLEGAL = (
         "workspace of 70 bits", given(workspace_mib=2**70), ValueError, "workspace_mib: expected an integer <="
     ),
     IllegalCall("workspace of a fraction", given(workspace_mib=0.5), TypeError, "workspace_mib: expected an integer"),
+    IllegalCall("fewer than no logits", given(saved_mib=-1), ValueError, "saved_mib: expected an integer >= 0"),
+    IllegalCall("a fraction of logits", given(saved_mib=0.5), TypeError, "saved_mib: expected an integer"),
     IllegalCall(
         "group of another kind", given(process_group="tp"), TypeError, "process_group: expected a ProcessGroup"
     ),

@@ -8,6 +8,7 @@ from rl_kernels.linear_logp.spec import mutants_cuda, mutants_triton
 MODULES = (
     "rl_kernels.core.rowwise",
     "rl_kernels.linear_logp.vocabulary",
+    "rl_kernels.linear_logp.kept",
     "rl_kernels.linear_logp.inputs",
     "rl_kernels.linear_logp.packing",
     "rl_kernels.linear_logp.tree",
@@ -45,7 +46,11 @@ _LOGITS = (
         "return x if block.cap is None else block.cap(x / block.temperature.max()) * block.temperature.max()",
     ),
     Bug("logits not capped", "return x if block.cap is None else block.cap(x)", "return x"),
-    Bug("cap not differentiated", "if block.cap is not None:\n            dz *=", "if False:\n            dz *="),
+    Bug(
+        "cap not differentiated",
+        "if block.cap is not None:\n            gradient *=",
+        "if False:\n            gradient *=",
+    ),
     Bug("cap differentiated without its scale", ".mul_(self.softcap * self.rate)", ""),
     Bug(
         "cap taken for the rate",
@@ -79,7 +84,7 @@ _TARGETS = (
     ),
     Bug("every negative id is ignored, no other", "self.target_ids != self.ignore_index", "self.target_ids >= 0"),
     Bug("hidden of ignored rows read", "hidden = inputs.keep(inputs.hidden)", "hidden = inputs.hidden"),
-    Bug("mask missing in backward", "dz = block.keep(torch.where(bad[:, None]", "dz = (torch.where(bad[:, None]"),
+    Bug("mask missing in backward", "block.keep(torch.where(bad[:, None]", "(torch.where(bad[:, None]"),
     Bug("ignored rows read the weight", "dhidden.masked_fill_(", "dhidden.masked_fill("),
 )
 _GRADIENTS = (
@@ -98,6 +103,10 @@ _GRADIENTS = (
     Bug("dW does not continue its buffer", "in_turn = rows.start > 0 or main_grad", "in_turn = main_grad"),
     Bug("blocks of rows cut steps of dW", "max(height // rowwise.BLOCK, 1) * rowwise.BLOCK", "max(height, 1)"),
     Bug("dH not initialised", "continues=part.start > 0", "continues=True"),
+    Bug("kept logits of the next unit", "- first : columns.stop - first]", "- first :].roll(-UNIT, 1)[:, : UNIT]"),
+    Bug("logits kept before the cap", "kept_part.copy_(x)", "kept_part.copy_(x * 1.01)"),
+    Bug("kept logits taken for all pieces", "or columns.start < first:", "or self.kept.shape[1] < 1:"),
+    Bug("kept columns of the first rows", "kept = None if self.kept is None else self.kept[rows]", "kept = self.kept"),
     Bug("last segment left out", "for segment in segments:", "for segment in segments[: max(len(segments) - 1, 1)]:"),
     Bug("sum without a sibling left out", "            left += total\n", ""),
     Bug(

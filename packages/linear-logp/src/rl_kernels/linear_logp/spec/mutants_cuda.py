@@ -61,15 +61,31 @@ SHOWN = (
 """Bugs that give wrong numbers."""
 
 LAUNCHES = (
+    Bug(
+        "kept logits of another piece",
+        "columns.start - first : columns.stop - first]",
+        ": columns.stop - columns.start]",
+    ),
+    Bug("rows of kept logits as far apart as the piece is wide", "0 if kept is None else kept.stride(0)", "width"),
+    Bug("half of the rows of kept logits", "-(-count // SUMMED), -(-width", "-(-count // (2 * SUMMED)), -(-width"),
+    Bug("last kept columns missing", "-(-width // KEPT_COLUMNS)", "max(width // KEPT_COLUMNS, 1)"),
+    Bug("kept from the first column on", "blocks, inputs.first_kept)", "blocks, 0)"),
+    Bug("no boxes for kept logits", "shared=cut.shared(stores=keeps)", "shared=cut.shared(stores=False)"),
+    Bug("boxes of kept logits in the stages", "stores=keeps or file == BACKWARD", "stores=file == BACKWARD"),
+    Bug("kept logits of the first rows", "kept = None if self.kept is None else self.kept[rows]", "kept = self.kept"),
     Bug("hidden gradient restarted at each piece", "continues=part.start > 0", "continues=False"),
     Bug("weight gradient restarted at each block", "in_turn = rows.start > 0 or main_grad", "in_turn = main_grad"),
-    Bug("gradient of the first piece used for all", "*(sums, columns.start, width)", "*(sums, 0, width)"),
+    Bug(
+        "gradient of the first piece used for all",
+        "*(sums, kept, dz, columns.start, width,",
+        "*(sums, kept, dz, 0, width,",
+    ),
     Bug("tiles of 64 rows for any number", "1 if count <= HEIGHT else 2", "1 if count <= 2 * HEIGHT else 2"),
     Bug("threads of the consumers alone", "(self.groups + 1) * WARPGROUP", "self.groups * WARPGROUP"),
-    Bug("no room for the alignment of the swizzle", "+ self._boxes(file) + ALIGNMENT", "+ self._boxes(file)"),
-    Bug("no room for boxes", "self.groups * BOXES if file == BACKWARD else 0", "0"),
+    Bug("no room for the alignment of the swizzle", "+ self._boxes(stores) + ALIGNMENT", "+ self._boxes(stores)"),
+    Bug("no room for boxes", "self.groups * BOXES if stores else 0", "0"),
     Bug("boxes of one consumer", "self.groups * BOXES if", "BOXES if"),
-    Bug("one stage too many", "self._boxes(file)) // STAGE\n", "self._boxes(file)) // STAGE + 1\n"),
+    Bug("one stage too many", "self._boxes(stores)) // STAGE\n", "self._boxes(stores)) // STAGE + 1\n"),
     Bug("stage of one operand", "STAGE = (HEIGHT + BLOCK) * SWIZZLE", "STAGE = BLOCK * SWIZZLE"),
     Bug(
         "more blocks than processors",
@@ -149,7 +165,7 @@ LAUNCHES = (
         "hidden, width = copyable(block.hidden), columns",
         "hidden, width = block.hidden, columns",
     ),
-    Bug("dz rows not padded to whole blocks", "-(-width // BLOCK) * BLOCK))[:, :width]", "width))"),
+    Bug("dz rows not padded to whole blocks", "ceil_div(width, BLOCK) * BLOCK))[:, :width]", "width))"),
     Bug("sums over rows rounded down", "(-(-count // SUMMED), width)", "(max(count // SUMMED, 1), width)"),
     Bug(
         "sums over rows in the dtype of hidden",
@@ -172,8 +188,8 @@ LAUNCHES = (
     ),
     Bug(
         "backward launched with the shared memory of the forward pass",
-        "shared=cut.shared(BACKWARD)",
-        "shared=cut.shared('')",
+        "shared=cut.shared(stores=True)",
+        "shared=cut.shared(stores=False)",
     ),
 )
 """Bugs that only a recorded launch shows."""
@@ -189,13 +205,13 @@ SHARDS = (
     ),
     Bug("last rows are not merged", "(-(-count // 256), len(merged))", "(max(count // 256, 1), len(merged))"),
     Bug("first unit merged alone", "(-(-count // 256), len(merged))", "(-(-count // 256), 1)"),
-    Bug("parts taken for blocks", "*_ordered(results), BLOCKS)", "*_ordered(results), 1)"),
+    Bug("parts taken for blocks", "*_ordered(results), BLOCKS, 0)", "*_ordered(results), 1, 0)"),
     Bug(
         "twice the row limit of a launch for a shard",
         "for rows in slices(len(hidden), MOST_ROWS)",
         "for rows in slices(len(hidden), 2 * MOST_ROWS)",
     ),
-    Bug("states of the last rows of a shard alone", "kept[rows] = chosen", "kept[: len(chosen)] = chosen"),
+    Bug("states of the last rows of a shard alone", "selected[rows] = chosen", "selected[: len(chosen)] = chosen"),
     Bug("empty shard launched", "if len(weight):\n", "if True:\n"),
     Bug(
         "merge of 64 rows compiled for tiles of any",

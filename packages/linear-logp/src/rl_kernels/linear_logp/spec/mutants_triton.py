@@ -114,6 +114,19 @@ HOST = (
 )
 LAUNCHES = (
     Bug(
+        "kept logits of another piece",
+        "columns.start - first : columns.stop - first]",
+        ": columns.stop - columns.start]",
+    ),
+    Bug("rows of kept logits as far apart as the piece is wide", "0 if kept is None else kept.stride(0)", "width"),
+    Bug("kept from the first column on", "            inputs.first_kept,\n", "            0,\n"),
+    Bug("rows of kept logits as far apart as the vocabulary is wide", "            stored,\n", "            vocab,\n"),
+    Bug(
+        "rows of kept logits summed", "block.kept_part(columns) if dbias is None else None", "block.kept_part(columns)"
+    ),
+    Bug("tiles of formed logits for kept ones", "rows=min(cut.rows, KEPT_ROWS), ", ""),
+    Bug("kept logits of the first rows", "kept = None if self.kept is None else self.kept[rows]", "kept = self.kept"),
+    Bug(
         "programs of a row tile too few",
         "kernels.states[(row_tiles * blocks,)]",
         "kernels.states[(max(row_tiles - 1, 1) * blocks,)]",
@@ -170,7 +183,7 @@ LAUNCHES = (
     ),
     Bug(
         "dz rows not padded to whole blocks",
-        "ceil_div(width, kernels.BLOCK.value) * kernels.BLOCK.value))[:, :width]",
+        "ceil_div(width, BLOCK) * BLOCK))[:, :width]",
         "width))",
     ),
     Bug(
@@ -201,8 +214,8 @@ LAUNCHES = (
     ),
     Bug(
         "upstream of the first row block used for all",
-        "dlogits(inputs.block(rows), self.upstream.rows(rows)",
-        "dlogits(inputs.block(rows), self.upstream.rows(slice(len(inputs.hidden[rows])))",
+        "self.inputs.block(rows), self.upstream.rows(rows)",
+        "self.inputs.block(rows), self.upstream.rows(slice(len(self.inputs.hidden[rows])))",
     ),
 )
 SHARDS = (

@@ -94,6 +94,7 @@ TRANSFORMS = {
     **ROWS.transforms(),
     "temperature": temperature_as_tensor("target_ids"),
     "integers": as_int32("target_ids"),
+    "kept": options(some_kept={"saved_mib": 1}, all_kept={"saved_mib": 4096}),
     "workspace": options(small_workspace={"workspace_mib": 1}, large_workspace={"workspace_mib": 4096}),
     "options": options(
         with_statistics={"return_stats": True},

@@ -18,10 +18,10 @@ struct Args : Inputs {
     const float* grad_lse;
     const float* grad_entropy;
     float* sums;  // [rows / 16, rounded up, width]: sums of dz over 16 rows each; or null
-    // Only for gradient_of_kept: the logits of this launch's columns, and their gradient. Rows are kept_row and dz_row
-    // apart, multiples of 256 and at least the width rounded up to one, so that whole vectors can be read and written.
-    const float* kept;
-    Number* dz;
+    // Only for gradient_of_kept: the logits of this launch's columns, FP32, and their gradient. Rows are kept_row and
+    // dz_row elements apart, multiples of 256 that are at least the width, so that whole vectors are read and written.
+    const void* kept;
+    void* dz;
     // First column and number of columns of this launch.
     int begin, width;
     int kept_row, dz_row;
@@ -96,14 +96,14 @@ __device__ void sum_rows(const Args& p, const Mine& mine, int row, int column, c
     }
 }
 
-__device__ void consume(const Args& p, const Ring& ring, const TensorMap& dz) {
+__device__ void consume(const Args& p, const Ring& ring, const TensorMap& dz_map) {
     const Mine mine;
     const int stages = Ring::stages_of(p.inner);
     char* boxes = ring.end() + mine.group * Boxes::BYTES;
     const auto leave = [&](const Tiles& tile, const Sums& d) {
         const int column = tile.unit * TILE_N;
         if (p.sums) sum_rows(p, mine, tile.row + mine.row, column, d);
-        Boxes::store(boxes, 1 + mine.group, dz, tile.row + mine.group * MMA_M, column, d);
+        Boxes::store(boxes, 1 + mine.group, dz_map, tile.row + mine.group * MMA_M, column, d);
     };
     Ring::Slot slot;
     Turns turns(ring.turns, mine.group);
@@ -133,7 +133,7 @@ static_assert(Number::SIZE == 2, "a thread stores two words");
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     gradient(const __grid_constant__ TensorMap hidden, const __grid_constant__ TensorMap weight,
-             const __grid_constant__ TensorMap dz, const __grid_constant__ Args p) {
+             const __grid_constant__ TensorMap dz_map, const __grid_constant__ Args p) {
     const Ring ring;
     ring.open(1, 1);
     if (warp_index() < WARPS_OF_GROUP) {
@@ -141,7 +141,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (warp_index() == 0 && elected()) produce(p, ring, hidden, weight);
     } else {
         take_registers<232>();
-        consume(p, ring, dz);
+        consume(p, ring, dz_map);
     }
 }
 
@@ -158,9 +158,8 @@ extern "C" __global__ void __launch_bounds__(KEPT_THREADS) gradient_of_kept(cons
 #pragma unroll
     for (int i = 0; i < SUMMED; ++i) {
         // An ignored row may never have been kept.
-        const float4 x = rows[i].active ? __ldcs(reinterpret_cast<const float4*>(
-                                              p.kept + static_cast<i64>(first + i) * p.kept_row + column))
-                                        : float4{};
+        const auto* from = static_cast<const float*>(p.kept) + static_cast<i64>(first + i) * p.kept_row + column;
+        const float4 x = rows[i].active ? __ldcs(reinterpret_cast<const float4*>(from)) : float4{};
         d[i][0] = x.x, d[i][1] = x.y, d[i][2] = x.z, d[i][3] = x.w;
     }
 #pragma unroll
@@ -179,7 +178,7 @@ extern "C" __global__ void __launch_bounds__(KEPT_THREADS) gradient_of_kept(cons
 #pragma unroll
     for (int i = 0; i < SUMMED; ++i) {
         if (first + i >= p.rows) break;
-        char* to = reinterpret_cast<char*>(p.dz) + (static_cast<i64>(first + i) * p.dz_row + column) * Number::SIZE;
+        char* to = static_cast<char*>(p.dz) + (static_cast<i64>(first + i) * p.dz_row + column) * Number::SIZE;
         *reinterpret_cast<uint2*>(to) = make_uint2(Number::pack(d[i]), Number::pack(d[i] + 2));
     }
     if (!p.sums) return;
