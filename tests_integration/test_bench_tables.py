@@ -142,7 +142,7 @@ def tree(tmp_path):
         *ROOT.glob("packages/*/benchmarks/README.md"),
         *ROOT.glob("docs/benchmarks/*.md"),
         *(ROOT / name for name in ("README.md", "docs/demo.md", "docs/many-gpus.md", "docs/recipes/trl.md")),
-        ROOT / "packages/det-gemm/GUIDE.md",
+        *(ROOT / f"packages/{name}/GUIDE.md" for name in ("det-gemm", "linear-logp")),
     ]
     for file in names:
         target = tmp_path / file.relative_to(ROOT)
@@ -316,3 +316,24 @@ def test_results_of_shards_and_segments_are_tables(tree):
     assert "| 1280 x 8192 | plain / cuBLAS | 2.00 | 2.00 |" in page
     assert "|  | 8 segments / plain | 1.25 | 1.25 |" in page
     assert "|  | 8 segments / cuBLAS | 2.50 | 2.50 |" in page
+
+
+def test_results_of_kept_logits_are_a_table_and_a_picture(tree):
+    pytest.importorskip("matplotlib")
+    ways = {"gemm": [3.0, 1024.0], "compile": [12.0, 3072.0], "cce": [24.0, 512.0]}
+    ours = {"linear_logp, saved_mib=0": [12.6, 750.0], "linear_logp, saved_mib=2048": [9.0, 2800.0]}
+    found = {
+        "environment": {"device": "NVIDIA H200"},
+        "shapes": {
+            "4096x2048x131072": {"ways": {**ways, **ours}, "differing": 0},
+            "1x2x3": {"ways": {name: ways[name] for name in ("gemm", "compile")} | ours, "differing": 2},
+        },
+    }
+    (tree / "tools/results/h200-kept-logits.json").write_text(json.dumps(found))
+    assert tool("--root", tree).returncode == 0
+    page = (tree / "packages/linear-logp/GUIDE.md").read_text()
+    assert "| `linear_logp, saved_mib=2048` | 9.00 (0.75) | 2,800 | 9.00 (0.75) | 2,800 |" in page
+    assert "| cce | 24.0 (2.00) | 512 |  |  |" in page
+    assert "- numbers that `saved_mib` changes: 2" in page
+    assert "(../../docs/benchmarks/h200-kept-logits.svg)" in page
+    assert "<svg" in (tree / "docs/benchmarks/h200-kept-logits.svg").read_text()

@@ -1,6 +1,7 @@
 """Time and memory of linear_logp's forward and backward pass for values of saved_mib, beside its peers, on one GPU.
 
-All ways take turns, eagerly; each number is the median of its rounds. Memory is the peak of a call beyond its inputs,
+All ways take turns, eagerly and each round in another order, because the power that one has used slows the next; each
+number is the median of its rounds. Memory is the peak of a call beyond its inputs,
 gradients included. A peer that is not installed is left out. `gemm` is the product of the logits alone.
 
 Exit status: 1 if saved_mib changes a bit.
@@ -9,6 +10,7 @@ Exit status: 1 if saved_mib changes a bit.
 from __future__ import annotations
 
 import json
+import random
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -111,10 +113,12 @@ def timed(calls: dict[str, Call], rounds: int) -> dict[str, tuple[float, float]]
         memory[name] = extra_memory(call, torch.device("cuda")) or 0.0
     spent: dict[str, list[float]] = {name: [] for name in calls}
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    order, chance = list(calls), random.Random(0)
     for turn in range(rounds + 1):
-        for name, call in calls.items():
+        chance.shuffle(order)
+        for name in order:
             begin.record()
-            call()
+            calls[name]()
             end.record()
             end.synchronize()
             if turn:

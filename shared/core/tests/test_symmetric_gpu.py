@@ -1,4 +1,4 @@
-"""Sums through symmetric memory on two GPUs have the bits of collectives; calls of all sizes may follow each other."""
+"""Sums through symmetric memory on several GPUs have the bits of collectives; calls of all sizes may follow each other."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from rl_kernels.core.testing import bits_of
 from rl_kernels.core.testing.ranks import run_ranks
 
 pytestmark = pytest.mark.gpu
-SHAPES = [(1, 5), (7, 4096), (32, 3000), (1024, 1025), (2048, 4096), (6, 3), (4098, 1000)]
+SHAPES = [(1, 5), (7, 4096), (32, 3000), (1024, 1025), (2048, 4096), (6, 3), (4098, 1000), (4096, 1536)]
 
 
 def written(x):
@@ -56,6 +56,8 @@ def sums(rank):
     return failed
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_two_gpus():
-    assert run_ranks(sums, 2, backend="nccl", timeout=120.0) == [[], []]
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_gpus(world):
+    if torch.cuda.device_count() < world:
+        pytest.skip(f"needs {world} GPUs")
+    assert run_ranks(sums, world, backend="nccl", timeout=120.0) == [[]] * world
