@@ -290,6 +290,7 @@ def test_results_of_ranks_are_tables_and_give_estimates(tree):
     assert "FSDP2: 0 of 1,536, 1 of 1,536." in page
     assert "| ours, TP | 0 | 44.3 | 4.76 |" in page
     assert "- ran on device NVIDIA H200, ranks 2, NCCL 2.28.9" in page
+    assert "### 2 GPUs" in page
     # Half of 2^26 numbers come in as FP32, and half go back as BF16: 201 MB in 600 us.
     assert "| one row-parallel layer, TP 8, all-reduce | 352 MB | 336 GB/s | 1.05 | 235 MB | 0.700 |" in page
 

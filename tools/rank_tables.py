@@ -36,15 +36,19 @@ LARGE = 1 << 28
 
 
 def measured(files: Iterable[Path]) -> str:
-    """Return the tables of the measured parts."""
+    """Return the tables of the parts that were measured."""
     parts = []
     for file in files:
         found = json.loads(file.read_text(encoding="utf-8"))
+        where, done = found["environment"], found["parts"]
+        parts.append(f"### {where['ranks']} GPUs")
         for part, title in TITLES.items():
-            parts.append(f"{title}, microseconds:\n\n{as_table(_timed(found['parts'][part]))}")
-        parts.append(f"{STEPS}:\n\n{as_table(_steps(found))}")
-        parts.append(f"{LOOP}: {_rounds(found)}.")
-        where = found["environment"]
+            if part in done:
+                parts.append(f"{title}, microseconds:\n\n{as_table(_timed(done[part]))}")
+        if "training" in done:
+            parts.append(f"{STEPS}:\n\n{as_table(_steps(found))}")
+        if "loop" in done:
+            parts.append(f"{LOOP}: {_rounds(found)}.")
         parts.append(f"{ran_on(where)}, ranks {where['ranks']}, NCCL {where['nccl']}")
     return filled(parts)
 

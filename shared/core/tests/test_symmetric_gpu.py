@@ -1,4 +1,4 @@
-"""Sums through symmetric memory on several GPUs have the bits of collectives; calls of all sizes may follow each other."""
+"""Sums through symmetric memory have the bits of collectives; calls of all sizes may follow each other."""
 
 import pytest
 import torch
