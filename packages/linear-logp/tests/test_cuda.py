@@ -27,7 +27,8 @@ def test_programs_of_a_target():
     backend = OPERATOR.backend(BACKEND).load()
     programs = backend.programs("sm_90a")
     cuts = {cuda_tiles.Cut.of(count) for count in range(1, 300)}
-    assert len(set(programs)) == len(programs) == len(HALVES) * 2 * 2 * 2 * len(cuts)
+    # Forward, forward that keeps logits, and backward; with entropy and cap or without.
+    assert len(set(programs)) == len(programs) == len(HALVES) * 3 * 2 * 2 * len(cuts)
     assert not any(backend.programs(arch) for arch in ("sm_80", "sm_90", "sm_100a"))
 
 
@@ -67,13 +68,13 @@ def test_a_copy_begins_its_rows_where_the_copy_engine_can(rows, offset):
         assert found.data_ptr() % 16 == 0
 
 
-@pytest.mark.parametrize("file", [cuda_tiles.FORWARD, cuda_tiles.BACKWARD])
-def test_tiles_and_stages(file):
+@pytest.mark.parametrize("stores", [False, True])
+def test_tiles_and_stages(stores):
     for count, groups in ((1, 1), (64, 1), (65, 2), (128, 2), (129, 2)):
         cut = cuda_tiles.Cut.of(count)
         assert cut.groups == groups
-        assert cut.stages(file) >= 4
-        assert cut.shared(file) <= 227 << 10
+        assert cut.stages(stores=stores) >= 4
+        assert cut.shared(stores=stores) <= 227 << 10
 
 
 def drawn(rows, size, vocab, dtype=torch.bfloat16):
