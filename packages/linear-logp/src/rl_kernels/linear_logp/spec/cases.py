@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import torch
 
 from rl_kernels.core.testing import IGNORED, Case, Draw, Inputs, Spec
+from rl_kernels.core.testing.dimensions import HELD
 from rl_kernels.core.testing.magnitudes import of_log_softmax
 from rl_kernels.linear_logp import reference
 from rl_kernels.linear_logp.spec.cases_dimensions import DIMENSIONS, with_values
@@ -40,6 +41,13 @@ CASES = (
         "segments",
         {"batch": 2, "seq": 9, "hidden": 17, "vocab": 9001},
         {**STATS, "bias": True, "edges": True, "workspace_mib": 1},
+    ),
+    # The last 952 columns are kept, in blocks of rows.
+    Case(
+        "kept",
+        {"batch": 1, "seq": 130, "hidden": 8, "vocab": 3000},
+        {**STATS, "saved_mib": 1, "workspace_mib": 1},
+        relations=HELD,
     ),
     Case(
         "tree",

@@ -65,7 +65,6 @@ DIMENSIONS: tuple[Case, ...] = (
     Case("hidden-8200", {"batch": 1, "seq": 2, "hidden": 8200, "vocab": 5}, {}, relations=HELD, dtype="bf16"),
     Case("small-workspace", BLOCKS, LITTLE, relations=(*HELD, "invariance")),
     Case("small-workspace-half", BLOCKS, LITTLE, relations=HELD, dtype="bf16"),
-    Case("kept-half", PIECES, {"bias": True, "saved_mib": 9}, relations=HELD, dtype="bf16"),
     Case("many-pieces-half", PIECES, {"temperature": 0.7, "workspace_mib": 1}, relations=HELD, dtype="bf16"),
     Case("logits-256MiB", {"batch": 1, "seq": 1030, "hidden": 2, "vocab": 65600}, relations=HELD[1:], suite="full"),
     Case("edges", {"batch": 1, "seq": 66, "hidden": 4, "vocab": 32769}, {**TURNS[0], "edges": True}, relations=HELD),
