@@ -47,8 +47,9 @@ def forward(
     ranks = shard.group.size()
     slots = shard.slots(ranks)
     found = []
-    # One slice even if there are no rows; a single one if logits are kept, which would have to be joined.
-    for rows in slices(max(len(hidden), 1), max(len(hidden), 1) if saved_mib else ROWS):
+    # At least one slice; only one if logits are kept, because joining those of several would copy them.
+    count = max(len(hidden), 1)
+    for rows in slices(count, count if saved_mib else ROWS):
         ids, scale = target_ids[rows], temperature[rows] if temperature.ndim else temperature
         given = hidden[rows], weight, ids, bias, scale, ignore_index, cap
         packed, kept = ops["states"](*given, shard.start, slots, return_stats, saved_mib, backend)

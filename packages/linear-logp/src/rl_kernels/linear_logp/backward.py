@@ -45,7 +45,7 @@ class Steps(Protocol):
     ) -> None:
         """Write dz of columns to ``dz``, columns of ``room``; add the row sum of the unrounded dz to dbias.
 
-        The logits of all these columns are kept (``block.kept_part``), or of none.
+        The logits of these columns are all kept (``block.kept_part``), or none of them.
         """
 
     def add_dhidden(self, dz: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, continues: bool) -> None:

@@ -61,7 +61,7 @@ class Inputs(NamedTuple):
         return first_kept(len(self.weight), 0 if self.kept is None else self.kept.shape[1])
 
     def kept_part(self, columns: slice) -> torch.Tensor | None:
-        """Return the kept logits ``[N, n]`` of some columns, all of them kept or none; None if none are."""
+        """Return the logits ``[N, n]`` of columns that are all kept, or None for columns of which none is."""
         first = self.first_kept
         if self.kept is None or columns.start < first:
             return None

@@ -14,7 +14,7 @@ import torch
 from torch import distributed
 from torch.distributed import ProcessGroup
 
-from rl_kernels.core.distributed.groups import SIZES, gather_into, group_rank, group_size
+from rl_kernels.core.distributed.groups import SIZES, gather_into, group_size
 from rl_kernels.core.gpu import processors, stream_of
 from rl_kernels.core.torchlib import values_hidden
 from rl_kernels.core.triton_lib.launch import INSTALLED
@@ -41,7 +41,7 @@ class Window:
 
         from rl_kernels.core.triton_lib import peers
 
-        self.size, self.rank = size, group_rank(group)
+        self.size = size
         self.small = -(-peers.flag_bytes(group_size(group)) // ALIGNED) * ALIGNED
         self.parts = self.small + ONE_SHOT
         self.sums = self.parts + size

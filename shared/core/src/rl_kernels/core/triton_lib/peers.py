@@ -50,31 +50,31 @@ class Sum(NamedTuple):
     device: int
 
 
-def exchange(sum_: Sum, flags: int, start: int) -> Launch:
+def exchange(total: Sum, flags: int, start: int) -> Launch:
     """Return the launch that writes the tree sum of all ranks' FP32 ``x``, plus bias, to ``out``.
 
     It takes the address of the table of all ranks' memories, ``x``, ``bias`` (or any tensor) and ``out``, all
     contiguous.
 
     Args:
-        sum_: what is added.
+        total: what is added.
         flags: byte in each rank's memory at which zeroed flags begin.
         start: byte at which each rank has room for its part.
     """
     # All programs must run at once, because they wait for those of other GPUs.
-    count = min(-(-sum_.size // BLOCK), MOST, processors(sum_.device))
-    numbers = flags, start, sum_.size, sum_.columns, sum_.rank, sum_.ranks, sum_.has_bias, BLOCK
+    count = min(-(-total.size // BLOCK), MOST, processors(total.device))
+    numbers = flags, start, total.size, total.columns, total.rank, total.ranks, total.has_bias, BLOCK
     return Launch(peer_kernels.exchange, (count,), numbers, num_warps=8)
 
 
-def exchange_slices(sum_: Sum, flags: int, parts: int, sums: int, *, scatters: bool, sent: int) -> Launch:
+def exchange_slices(total: Sum, flags: int, parts: int, sums: int, *, scatters: bool, sent: int) -> Launch:
     """Return the launch that writes the tree sum of all ranks' FP32 parts, plus bias, to ``out``.
 
     Each rank adds a slice, and the others copy it. It takes the address of the table of all ranks' memories, ``bias``
     (or any tensor) and ``out``, contiguous; with ``scatters`` that is this rank's slice of the sum.
 
     Args:
-        sum_: what is added.
+        total: what is added.
         flags: byte in each rank's memory at which zeroed flags begin.
         parts: byte at which each rank has its part.
         sums: byte at which each rank has room for rounded sums.
@@ -82,8 +82,21 @@ def exchange_slices(sum_: Sum, flags: int, parts: int, sums: int, *, scatters: b
         sent: 0: a rank reads its slice of the parts in the memory of all. Otherwise the elements of a slice: all ranks
             have written their parts of it to this rank's memory, one after the other.
     """
-    size, ranks = sum_.size, sum_.ranks
+    size, ranks = total.size, total.ranks
     each = sent or (size // ranks if scatters else aligned(-(-size // ranks)))
-    count = min(-(-each // BLOCK), MOST, PROGRAMS * processors(sum_.device))
-    numbers = flags, parts, sums, size, each, sum_.columns, sum_.rank, ranks, sum_.has_bias, scatters, sent > 0, BLOCK
+    count = min(-(-each // BLOCK), MOST, PROGRAMS * processors(total.device))
+    numbers = (
+        flags,
+        parts,
+        sums,
+        size,
+        each,
+        total.columns,
+        total.rank,
+        ranks,
+        total.has_bias,
+        scatters,
+        sent > 0,
+        BLOCK,
+    )
     return Launch(peer_kernels.exchange_slices, (count,), numbers, num_warps=8)
