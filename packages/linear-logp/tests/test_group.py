@@ -145,7 +145,19 @@ def bits(rank: int, world: int) -> list[Any]:
         wanted = torch.autograd.grad(linear_logp(**{**call, name: leaf}, vocab_segments=8).sum(), leaf)[0]
         part = slice(*vocab_shards(5000, world)[rank]) if name == "lm_head_weight" else slice(None)
         failed += [] if torch.equal(alone, wanted[part]) else [f"{name} alone"]
+    failed += known_in_a_group(call, mine, world)
     return failed
+
+
+def known_in_a_group(call: dict[str, Any], mine: dict[str, Any], world: int) -> list[str]:
+    """Statistics that are known give one process's bits; all ranks form the same rows again."""
+    with torch.no_grad():
+        known, alone = linear_logp(**mine, return_known=True), linear_logp(**call, return_known=True)
+    failed = [] if all(map(torch.equal, known[:2], alone[:2])) else ["known"]
+    leaf, other = (call["hidden"].clone().requires_grad_() for _ in range(2))
+    found = torch.autograd.grad(linear_logp(**{**mine, "hidden": leaf}, known=known).sum(), leaf)[0]
+    wanted = torch.autograd.grad(linear_logp(**{**call, "hidden": other}, vocab_segments=8).sum(), other)[0]
+    return failed if torch.equal(found, wanted) else [*failed, "gradient of known"]
 
 
 def errors(rank: int, world: int) -> dict[str, str]:
@@ -180,6 +192,9 @@ def errors(rank: int, world: int) -> dict[str, str]:
     attempt("main_grad", lm_head_weight=weight)
     hidden = call["hidden"].clone().requires_grad_()
     found = torch.autograd.grad(linear_logp(**{**call, "hidden": hidden}).square().sum(), hidden, create_graph=True)
+    known = linear_logp(**call, return_known=True)
+    attempt("known", known=known._replace(logp=known.logp + float(last)))
+    attempt("bits", known=known._replace(norm=known.norm + 1))
     attempt("double", lambda **_: found[0].sum().backward())
     # The group is still in step.
     linear_logp(**call)
@@ -219,7 +234,9 @@ def test_ranks(world: int) -> None:
     assert texts["gradient"].startswith(f"ValueError: gradient of hidden: {differ}, got is not computed, ")
     assert texts["main_grad"].startswith("TypeError: lm_head_weight.main_grad: expected dtype float32")
     assert "double backward is not supported" in texts["double"]
-    assert len(texts) == 18
+    assert texts["known"].startswith(f"ValueError: known.logp (hash of its values): {differ}")
+    assert texts["bits"].startswith("BitsDiffer: known.norm: expected the bits that these inputs give, row ")
+    assert len(texts) == 20
     assert all(other == texts for _, other in found)
 
 

@@ -8,12 +8,17 @@ import torch
 
 from rl_kernels.core.main_grad import gather
 from rl_kernels.core.outputs import LogpStats
+from rl_kernels.core.torchlib import values_hidden
 from rl_kernels.linear_logp.arguments import Options, agreed
-from rl_kernels.linear_logp.autograd import LinearLogp, forward
+from rl_kernels.linear_logp.autograd import LinearLogp, check_known, forward
+from rl_kernels.linear_logp.known import Known
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+    from typing_extensions import Unpack
+
+    from rl_kernels.linear_logp.arguments import Keywords
 
 
 @overload
@@ -23,19 +28,9 @@ def linear_logp(
     target_ids: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    temperature: float | torch.Tensor = 1.0,
-    softcap: float = 0.0,
-    logit_scale: float = 1.0,
-    ignore_index: int | None = None,
     return_stats: Literal[False] = False,
-    workspace_mib: int = 256,
-    saved_mib: int = 0,
-    process_group: ProcessGroup | DeviceMesh | None = None,
-    vocab_start: int | None = None,
-    vocab_size: int | None = None,
-    vocab_segments: Literal[1, 8] | None = None,
-    validate: bool = True,
-    backend: str | None = None,
+    return_known: Literal[False] = False,
+    **options: Unpack[Keywords],
 ) -> torch.Tensor: ...
 
 
@@ -46,19 +41,9 @@ def linear_logp(
     target_ids: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    temperature: float | torch.Tensor = 1.0,
-    softcap: float = 0.0,
-    logit_scale: float = 1.0,
-    ignore_index: int | None = None,
     return_stats: Literal[True],
-    workspace_mib: int = 256,
-    saved_mib: int = 0,
-    process_group: ProcessGroup | DeviceMesh | None = None,
-    vocab_start: int | None = None,
-    vocab_size: int | None = None,
-    vocab_segments: Literal[1, 8] | None = None,
-    validate: bool = True,
-    backend: str | None = None,
+    return_known: Literal[False] = False,
+    **options: Unpack[Keywords],
 ) -> LogpStats: ...
 
 
@@ -69,20 +54,23 @@ def linear_logp(
     target_ids: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    temperature: float | torch.Tensor = 1.0,
-    softcap: float = 0.0,
-    logit_scale: float = 1.0,
-    ignore_index: int | None = None,
     return_stats: bool,
-    workspace_mib: int = 256,
-    saved_mib: int = 0,
-    process_group: ProcessGroup | DeviceMesh | None = None,
-    vocab_start: int | None = None,
-    vocab_size: int | None = None,
-    vocab_segments: Literal[1, 8] | None = None,
-    validate: bool = True,
-    backend: str | None = None,
+    return_known: Literal[False] = False,
+    **options: Unpack[Keywords],
 ) -> torch.Tensor | LogpStats: ...
+
+
+@overload
+def linear_logp(
+    hidden: torch.Tensor,
+    lm_head_weight: torch.Tensor,
+    target_ids: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    return_stats: bool = False,
+    return_known: Literal[True],
+    **options: Unpack[Keywords],
+) -> Known: ...
 
 
 def linear_logp(
@@ -96,7 +84,10 @@ def linear_logp(
     logit_scale: float = 1.0,
     ignore_index: int | None = None,
     return_stats: bool = False,
-    workspace_mib: int = 256,
+    return_known: bool = False,
+    known: Known | None = None,
+    check_rows: int = 8,
+    workspace_mib: int | None = None,
     saved_mib: int = 0,
     process_group: ProcessGroup | DeviceMesh | None = None,
     vocab_start: int | None = None,
@@ -104,7 +95,7 @@ def linear_logp(
     vocab_segments: Literal[1, 8] | None = None,
     validate: bool = True,
     backend: str | None = None,
-) -> torch.Tensor | LogpStats:
+) -> torch.Tensor | LogpStats | Known:
     """Return the log-probability of each target: ``z[id] - logsumexp(z)``, without materialising the logits.
 
     ``z = x / temperature`` with ``x = logit_scale (hidden @ W^T + bias)``; with a softcap it is
@@ -143,10 +134,19 @@ def linear_logp(
         ignore_index: positions with this id give 0 in every output and get zero gradient. Their hidden states have no
             effect and add nothing to the gradients of weight and bias.
         return_stats: return ``LogpStats(logp, logsumexp, entropy)``, all differentiable.
+        return_known: return ``Known(logp, norm, logsumexp, entropy)``, for ``known`` of a later call; the last two are
+            None without ``return_stats``. Only where no gradient is computed.
+        known: what an earlier call with ``return_known`` gave for these hidden states, weights, ids and options, in the
+            shape of target_ids. It is returned, and the forward pass is left out; backward gives the same bits.
+            ``saved_mib`` then has no effect. For a rollout under ``invariant``, whose numbers are those of training.
+        check_rows: >= 0: with ``known`` and ``validate``, form this many rows again and compare them bit for bit. Each
+            call takes other rows, by a generator of its own.
         workspace_mib: MiB, an integer >= 1: limit on the memory of backward besides the gradients. It includes the FP32
             buffer for the gradient of ``hidden`` and, with ``ignore_index``, a copy of ``hidden`` if the weight needs a
             gradient. If the limit is below these plus the smallest block that the backend works on, backward uses that
-            much. With ``vocab_segments=8`` up to three further buffers come on top. It changes no bit.
+            much. With ``vocab_segments=8`` up to three further buffers come on top. None: as much as makes backward
+            fast, for N tokens ``4 N D + 65536 N`` bytes (N at most 16384 in the second term), at least 256 MiB. It
+            changes no bit.
         saved_mib: MiB, an integer >= 0: at most this much of the logits, those of the last columns, stays in memory
             from the forward to the backward pass, which then does not form them again. A logit takes 4 bytes, 8 for
             FP64 inputs. It changes no bit. Without gradients nothing is kept.
@@ -165,11 +165,13 @@ def linear_logp(
             forces, otherwise ``auto``.
 
     Returns:
-        Log-probabilities ``[...]`` in FP32 (FP64 for FP64 inputs), or ``LogpStats`` of three such tensors.
+        Log-probabilities ``[...]`` in FP32 (FP64 for FP64 inputs), or ``LogpStats`` of three such tensors, or
+        ``Known``.
 
     Raises:
         TypeError, ValueError: an argument is not as described; the message names it.
         BackendUnavailable: the requested backend cannot run this call.
+        BitsDiffer: a row that was formed again differs from ``known``; the message names it, and by how many ULPs.
         RuntimeError: forward-mode AD, or gradients through a ``torch.func`` transform; in backward, ``.grad`` of a
             weight with ``main_grad`` was not None and the pass added to it.
     """
@@ -180,19 +182,23 @@ def linear_logp(
 
         group = group_of(process_group)
     options = Options(
-        *(temperature, softcap, logit_scale, ignore_index, return_stats, workspace_mib, saved_mib),
-        *(vocab_start, vocab_size, vocab_segments, validate, backend),
+        *(temperature, softcap, logit_scale, ignore_index, return_stats, return_known, known, check_rows),
+        *(workspace_mib, saved_mib, vocab_start, vocab_size, vocab_segments, validate, backend),
     )
     call = agreed(hidden, lm_head_weight, target_ids, bias, group, options)
+    if known is not None and validate and not values_hidden(hidden):
+        check_known(call, check_rows)
     if call.differentiable and torch.is_grad_enabled():
         memory = call.main_grad, workspace_mib, saved_mib
-        results = LinearLogp.apply(*call.inputs, *memory, return_stats, *call.shard, call.backend)
+        given = call.known or (None,) * len(Known._fields)
+        results = LinearLogp.apply(*call.inputs, *memory, return_stats, *call.shard, call.backend, *given)
         if call.main_grad is not None:
             gather("lm_head_weight", lm_head_weight, results[0])
     else:
-        results = forward(call.shard, *call.inputs, return_stats, 0, call.backend)
+        results = forward(call.shard, *call.inputs, return_stats, 0, call.backend, call.known)
 
-    logp = results[0].view(target_ids.shape)
-    if not return_stats:
-        return logp
-    return LogpStats(logp, *(value.view(target_ids.shape) for value in results[1:3]))
+    shape = target_ids.shape
+    logp, *others = (value.view(shape) for value in results[: 3 if return_stats else 1])
+    if return_known:
+        return Known(logp, results[-2].view(*shape, 2), *others)
+    return LogpStats(logp, *others) if return_stats else logp

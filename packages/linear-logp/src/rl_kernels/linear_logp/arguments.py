@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypedDict
 
 import torch
 
@@ -10,11 +10,32 @@ from rl_kernels.core import validate as check
 from rl_kernels.core.dispatch import choose
 from rl_kernels.core.rowwise import compute_dtype
 from rl_kernels.core.torchlib import autocast_linear, no_lost_derivatives, scalar_or_rows, scalars, values_hidden
+from rl_kernels.linear_logp.known import Known, draw, validate
 from rl_kernels.linear_logp.op import OPERATOR, describe
 from rl_kernels.linear_logp.shard import Shard, same_of, shard_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class Keywords(TypedDict, total=False):
+    """The keyword arguments of ``linear_logp`` that its type does not depend on."""
+
+    temperature: float | torch.Tensor
+    softcap: float
+    logit_scale: float
+    ignore_index: int | None
+    known: Known | None
+    check_rows: int
+    workspace_mib: int | None
+    saved_mib: int
+    process_group: ProcessGroup | DeviceMesh | None
+    vocab_start: int | None
+    vocab_size: int | None
+    vocab_segments: Literal[1, 8] | None
+    validate: bool
+    backend: str | None
 
 
 class Options(NamedTuple):
@@ -25,7 +46,10 @@ class Options(NamedTuple):
     logit_scale: float
     ignore_index: int | None
     return_stats: bool
-    workspace_mib: int
+    return_known: bool
+    known: Known | None
+    check_rows: int
+    workspace_mib: int | None
     saved_mib: int
     vocab_start: int | None
     vocab_size: int | None
@@ -43,6 +67,8 @@ class Prepared(NamedTuple):
         differentiable: whether an input requires grad.
         shard: the columns of this process.
         backend: name of the backend that runs.
+        known: statistics that the caller knows, of rows ``[N]``, or None.
+        seed: of the choice of rows to form again, where ranks have agreed on one.
     """
 
     inputs: tuple[
@@ -52,6 +78,8 @@ class Prepared(NamedTuple):
     differentiable: bool
     shard: Shard
     backend: str
+    known: Known | None
+    seed: int | None = None
 
 
 def agreed(
@@ -89,15 +117,17 @@ def agreed(
             logit_scale=options.logit_scale,
             ignore_index=options.ignore_index,
             return_stats=options.return_stats,
+            check_rows=options.check_rows,
+            known=options.known,
             vocab_size=found.shard.size,
             backend=found.backend,
         )
     except Exception as caught:
         # Whatever it is, the other ranks would wait for this one.
         error = caught
-    agree("linear_logp", group, error, same)
+    ranks = agree("linear_logp", group, error, same, {"seed": draw()})
     assert found is not None
-    return found
+    return found._replace(seed=ranks[0]["seed"])
 
 
 def _prepared(
@@ -117,12 +147,17 @@ def _prepared(
     if main_grad is not None:
         check.main_grad("lm_head_weight.main_grad", main_grad, weight)
     no_lost_derivatives("linear_logp", hidden, weight, bias, temperature)
+    differentiable = hidden.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    if options.return_known and differentiable and torch.is_grad_enabled():
+        raise ValueError("return_known: expected no gradients, call it under torch.no_grad()")
     chosen = choose(OPERATOR, describe(hidden, weight, target_ids, bias, vocab_size=shard.size), options.backend)
     scale = scalar_or_rows(temperature, dtype)
     rows = hidden.flatten(0, -2) if hidden.ndim > 1 else hidden[None]
     inputs = (rows, weight, target_ids.reshape(-1), bias, scale, options.ignore_index, cap)
-    differentiable = hidden.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
-    return Prepared(inputs, main_grad, differentiable, shard, chosen.name)
+    known = options.known
+    if known is not None:
+        known = known.of_rows(inputs[2], options.ignore_index)
+    return Prepared(inputs, main_grad, differentiable, shard, chosen.name, known)
 
 
 def _validate_kinds(hidden: object, weight: object, target_ids: object, bias: object) -> None:
@@ -150,9 +185,13 @@ def _validate(
     check.same_device(hidden=hidden, lm_head_weight=weight, target_ids=target_ids, bias=bias)
     check.same_dtype(hidden=hidden, lm_head_weight=weight, bias=bias)
     check.ignore_index(ignored, target_ids)
-    check.integer("workspace_mib", options.workspace_mib, least=1)
+    if options.workspace_mib is not None:
+        check.integer("workspace_mib", options.workspace_mib, least=1)
     check.integer("saved_mib", options.saved_mib, least=0)
     check.backend_name(options.backend)
+    check.integer("check_rows", options.check_rows, least=0)
+    if options.known is not None:
+        validate(options.known, hidden, target_ids, return_stats=options.return_stats)
     dtype = compute_dtype(hidden.dtype)
     check.temperature(options.temperature, target_ids.shape, hidden.device, dtype, values=values)
     if values:

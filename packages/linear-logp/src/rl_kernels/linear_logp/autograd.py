@@ -9,11 +9,14 @@ import torch
 
 from rl_kernels.core.torchlib import first_order, is_asked_for
 from rl_kernels.linear_logp.inputs import slices
+from rl_kernels.linear_logp.known import Known, compare, draw, rows_to_check
 from rl_kernels.linear_logp.op import ops
 from rl_kernels.linear_logp.shard import Shard
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from rl_kernels.linear_logp.arguments import Prepared
 
 ROWS = 16384
 """Rows whose states are exchanged at once: this bounds their memory."""
@@ -31,11 +34,15 @@ def forward(
     return_stats: bool,
     saved_mib: int,
     backend: str,
+    known: Known | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Return (logp, norm, kept), or (logp, logsumexp, entropy, norm, kept) with ``return_stats``.
 
-    All are of the whole vocabulary, except kept, the logits of this shard that are kept for backward.
+    All are of the whole vocabulary, except kept, the logits of this shard that are kept for backward. What is
+    ``known``, of rows ``[N]``, is not computed, and then no logits are kept.
     """
+    if known is not None:
+        return known.results(hidden, return_stats=return_stats)
     if shard.group is None:
         op = ops["forward_stats" if return_stats else "forward"]
         results: tuple[torch.Tensor, ...] = op(
@@ -57,6 +64,27 @@ def forward(
         found.append(ops["finish"](gathered, ids, scale, ignore_index, shard.size, return_stats, backend))
     logp, lse, entropy, norm = found[0] if len(found) == 1 else map(torch.cat, zip(*found, strict=True))
     return (logp, lse, entropy, norm, kept) if return_stats else (logp, norm, kept)
+
+
+@torch.no_grad()
+def check_known(call: Prepared, count: int) -> None:
+    """Form ``count`` rows again, and compare them with what is known; in a group all ranks do.
+
+    Raises:
+        BitsDiffer: a row differs.
+    """
+    hidden, weight, ids, bias, temperature, ignore_index, cap = call.inputs
+    assert call.known is not None
+    has_stats = call.known.entropy is not None
+
+    def formed(rows: torch.Tensor) -> Known:
+        scale = temperature[rows] if temperature.ndim else temperature
+        given = hidden[rows], weight, ids[rows], bias, scale, ignore_index, cap
+        logp, *others, norm, _ = forward(call.shard, *given, has_stats, 0, call.backend)
+        return Known(logp, norm, *others)
+
+    seed = draw() if call.seed is None else call.seed
+    compare(call.known, rows_to_check(ids, ignore_index, count, seed), formed)
 
 
 def _summed(name: str, group: ProcessGroup | None, dtype: torch.dtype) -> Callable[..., Any]:
@@ -89,7 +117,7 @@ class LinearLogp(torch.autograd.Function):
         ignore_index: int | None,
         cap: torch.Tensor | None,
         main_grad: torch.Tensor | None,
-        workspace_mib: int,
+        workspace_mib: int | None,
         saved_mib: int,
         return_stats: bool,
         vocab_start: int,
@@ -97,11 +125,17 @@ class LinearLogp(torch.autograd.Function):
         vocab_segments: int,
         group: ProcessGroup | None,
         backend: str,
+        logp: torch.Tensor | None,
+        known_norm: torch.Tensor | None,
+        logsumexp: torch.Tensor | None,
+        known_entropy: torch.Tensor | None,
     ) -> tuple[torch.Tensor, ...]:
-        """Return logp, or the three statistics."""
+        """Return logp, or the three statistics; what is known is not computed."""
         inputs = (hidden, weight, target_ids, bias, temperature, ignore_index, cap)
         shard = Shard(vocab_start, vocab_size, vocab_segments, group)
-        *results, norm, kept = forward(shard, *inputs, return_stats, saved_mib, backend)
+        *results, norm, kept = forward(
+            shard, *inputs, return_stats, saved_mib, backend, Known.given(logp, known_norm, logsumexp, known_entropy)
+        )
         entropy = results[2] if return_stats else None
         ctx.save_for_backward(*inputs[:5], cap, norm, entropy, kept if kept.shape[1] else None)
         ctx.set_materialize_grads(False)
@@ -126,4 +160,4 @@ class LinearLogp(torch.autograd.Function):
         else:
             dhidden, dweight, dbias = first_order(_summed("backward", group, hidden.dtype), *arguments, ctx.backend)
         found = [value if wanted else None for value, wanted in zip((dhidden, dweight, dbias), needed, strict=True)]
-        return found[0], found[1], None, found[2], *[None] * 12
+        return found[0], found[1], None, found[2], *[None] * 16

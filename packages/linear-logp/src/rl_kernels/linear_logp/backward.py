@@ -25,6 +25,16 @@ from rl_kernels.linear_logp.inputs import Inputs, slices
 from rl_kernels.linear_logp.tree import Tree
 from rl_kernels.linear_logp.vocabulary import SEGMENTS, vocab_shards
 
+COLUMNS, MOST_ROWS, LEAST = 32768, 16384, 256 << 20
+"""Of the default workspace: columns of dz, rows that they are counted for, and the least bytes."""
+
+
+def default_workspace(hidden: torch.Tensor) -> int:
+    """Return bytes for the buffer of dH and for dz of pieces so wide that continuing dH costs little."""
+    count, size = hidden.shape
+    buffer = count * size * rowwise.compute_dtype(hidden.dtype).itemsize
+    return max(buffer + min(count, MOST_ROWS) * COLUMNS * hidden.itemsize, LEAST)
+
 
 class Steps(Protocol):
     """The steps of a backend for one piece of the vocabulary and one block of rows."""
@@ -61,7 +71,7 @@ def gradients(
     upstream: rowwise.LogpUpstream,
     vocab_segments: int,
     partial: bool,
-    workspace_mib: int,
+    workspace_mib: int | None,
     needed: Sequence[bool],
     main_grad: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -71,7 +81,7 @@ def gradients(
     that of the weight is added to it, and comes back empty.
     """
     count, dtype = inputs.hidden.shape[0], rowwise.compute_dtype(inputs.hidden.dtype)
-    workspace = workspace_mib << 20
+    workspace = default_workspace(inputs.hidden) if workspace_mib is None else workspace_mib << 20
     if needed[1]:
         inputs, workspace = _cleaned(inputs, workspace)
     hidden, weight = inputs.hidden, inputs.weight

@@ -37,7 +37,7 @@ _INPUTS = (
 )
 _SAVED = "Tensor norm, Tensor? entropy, Tensor? kept, Tensor? grad_logp, Tensor? grad_logsumexp, Tensor? grad_entropy"
 _SHARD = "SymInt vocab_start, SymInt vocab_size, int vocab_segments, bool partial"
-_BACKWARD = f"{_INPUTS}, {_SAVED}, {_SHARD}, int workspace_mib, bool[3] needed"
+_BACKWARD = f"{_INPUTS}, {_SAVED}, {_SHARD}, int? workspace_mib, bool[3] needed"
 _GATHERED = "Tensor gathered, Tensor target_ids, Tensor temperature, int? ignore_index, SymInt vocab_size, bool entropy"
 
 SCHEMAS = {

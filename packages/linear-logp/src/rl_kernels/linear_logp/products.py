@@ -42,7 +42,7 @@ def backward(
     vocab_size: int,
     vocab_segments: int,
     partial: bool,
-    workspace_mib: int,
+    workspace_mib: int | None,
     needed: Sequence[bool],
     main_grad: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

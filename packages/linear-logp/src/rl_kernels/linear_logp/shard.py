@@ -12,6 +12,8 @@ from rl_kernels.linear_logp.vocabulary import SEGMENTS, UNIT, slots, vocab_shard
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from rl_kernels.linear_logp.known import Known
+
 
 class Shard(NamedTuple):
     """The columns of this process, and how the gradient of hidden is summed.
@@ -88,7 +90,11 @@ def _advice(vocab: int) -> str:
 
 
 def same_of(
-    hidden: torch.Tensor, target_ids: torch.Tensor, temperature: float | torch.Tensor, **others: object
+    hidden: torch.Tensor,
+    target_ids: torch.Tensor,
+    temperature: float | torch.Tensor,
+    known: Known | None,
+    **others: object,
 ) -> dict[str, object]:
     """Return what must be equal on all ranks: name -> value. It reads all hidden states and ids."""
     from rl_kernels.core.distributed import fingerprint
@@ -98,6 +104,8 @@ def same_of(
         tensors["temperature"] = temperature
     else:
         others["temperature"] = temperature
+    if known is not None:
+        tensors |= {f"known.{name}": value for name, value in known._asdict().items() if value is not None}
     names = {True: "is computed", False: "is not computed"}
     found: dict[str, object] = {"gradient of hidden": names[torch.is_grad_enabled() and hidden.requires_grad]}
     for name, value in tensors.items():

@@ -118,6 +118,8 @@ CASES = (
     *DIMENSIONS,
 )
 EMPTY = (Case("no-rows", {"batch": 0, "seq": 5, "hidden": 16, "vocab": 33}, {**STATS, "bias": True}),)
+KNOWN = ("return_known", "known", "check_rows")
+"""Arguments that need two calls, one after the other."""
 TEMPERATURES = {"tensor": (0.5, 2.0), "cold": (0.001, 0.003)}
 """Range of per-token temperatures, by option value."""
 DRAWN = frozenset(
@@ -248,8 +250,10 @@ SPEC = Spec(
     mutants=MUTANTS,
     hygiene=HYGIENE,
     empty=EMPTY,
+    uncased=frozenset({*KNOWN, "validate", "backend", "process_group"}),
     unread=frozenset(
         {
+            *KNOWN,
             "workspace_mib",
             "saved_mib",
             "process_group",

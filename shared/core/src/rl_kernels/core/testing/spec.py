@@ -165,6 +165,7 @@ class Spec:
         groups: argument that groups others -> its type; cases, references and the other fields name its members one by
             one.
         unread: arguments that choose how to compute, not what: the reference does not take them.
+        uncased: optional arguments that no case gives: tests of the package do.
         output: name of the result, if it is a single tensor.
         adds: options that only add outputs: an implementation that does not take one is called without it.
         ids: arguments that hold token ids.
@@ -193,6 +194,7 @@ class Spec:
     inplace: Mapping[str, str] = field(default_factory=dict)
     groups: Mapping[str, type] = field(default_factory=dict)
     unread: frozenset[str] = frozenset()
+    uncased: frozenset[str] = frozenset({"validate", "backend", "process_group"})
     output: str = "output"
     adds: frozenset[str] = frozenset()
     ids: Sequence[str] = ()

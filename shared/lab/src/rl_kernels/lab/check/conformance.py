@@ -296,7 +296,7 @@ def _same(operator: Operator, case: Case, compiled: Run) -> None:
 
 def _options(operator: Operator, function: str) -> Iterator[tuple[str, inspect.Parameter]]:
     for name, parameter in inspect.signature(function_of(operator, function)).parameters.items():
-        if parameter.default is not inspect.Parameter.empty and name not in ("validate", "backend", "process_group"):
+        if parameter.default is not inspect.Parameter.empty and name not in spec_of(operator).uncased:
             yield name, parameter
 
 

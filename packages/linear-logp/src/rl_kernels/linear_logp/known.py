@@ -1,0 +1,151 @@
+"""Statistics that are known before the forward pass: what an earlier pass gave, and the check that they still hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from rl_kernels.core import validate as check
+from rl_kernels.core.rowwise import compute_dtype
+
+
+class Known(NamedTuple):
+    """What ``linear_logp(..., return_known=True)`` returns, for the call that is to skip its forward pass.
+
+    In FP32, or FP64 for FP64 inputs; 0 at ignored positions. ``[...]`` is the shape of the ids.
+
+    Attributes:
+        logp: ``[...]``, log-probability of the selected token.
+        norm: ``[..., 2]``: the largest logit, capped and before the temperature, and the log of the sum of
+            ``e^(z - max z)``; backward computes probabilities from these two.
+        logsumexp: ``[...]``, of the logits after temperature; None without ``return_stats``.
+        entropy: ``[...]``, in nats; None without ``return_stats``.
+    """
+
+    logp: torch.Tensor
+    norm: torch.Tensor
+    logsumexp: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
+
+    @classmethod
+    def given(cls, logp: torch.Tensor | None, norm: torch.Tensor | None, *others: torch.Tensor | None) -> Known | None:
+        """Return the statistics, or None if there are none."""
+        return None if logp is None or norm is None else cls(logp, norm, *others)
+
+    def of_rows(self, target_ids: torch.Tensor, ignore_index: int | None) -> Known:
+        """Return the statistics of rows with these ids ``[N]``: ``norm[N, 2]``, the others ``[N]``; 0 where ignored."""
+        active = None if ignore_index is None else target_ids != ignore_index
+
+        def flat(value: torch.Tensor, *last: int) -> torch.Tensor:
+            value = value.detach().reshape(len(target_ids), *last)
+            if active is None:
+                return value.contiguous()
+            return torch.where(active.view(-1, *[1] * len(last)), value, 0.0)
+
+        others = (None if value is None else flat(value) for value in self[2:])
+        return Known(flat(self.logp), flat(self.norm, 2), *others)
+
+    def results(self, hidden: torch.Tensor, *, return_stats: bool) -> tuple[torch.Tensor, ...]:
+        """Return the results of the forward pass over rows ``hidden[N, D]``, copied; no logits are kept."""
+        none_kept = hidden.new_empty((len(hidden), 0), dtype=self.logp.dtype)
+        found = [self.logp.clone()]
+        if return_stats:
+            assert self.logsumexp is not None
+            assert self.entropy is not None
+            found += [self.logsumexp.clone(), self.entropy.clone()]
+        return *found, self.norm, none_kept
+
+
+class BitsDiffer(RuntimeError):
+    """Statistics that a caller called known are not those of its inputs."""
+
+
+class Draws:
+    """Seeds for the choice of rows that are formed again, from a generator that nothing else uses."""
+
+    def __init__(self) -> None:
+        """Start where every process does."""
+        self._generator = torch.Generator(device="cpu").manual_seed(0)
+
+    def __call__(self) -> int:
+        """Return the next seed."""
+        seed = torch.randint(1 << 31, (), generator=self._generator, device="cpu", dtype=torch.int64)
+        return int(seed)
+
+
+draw = Draws()
+
+
+def validate(known: object, hidden: torch.Tensor, target_ids: torch.Tensor, *, return_stats: bool) -> None:
+    """Check the kinds and shapes of known statistics.
+
+    Raises:
+        TypeError, ValueError: they do not fit the call; the message names the argument.
+    """
+    if not isinstance(known, Known):
+        raise TypeError(f"known: expected what return_known=True returns, got {type(known).__name__}")
+    dtype, shape = compute_dtype(hidden.dtype), target_ids.shape
+    for name, value in known._asdict().items():
+        if value is None and name in ("logsumexp", "entropy"):
+            if return_stats:
+                raise ValueError(f"known: expected {name} with return_stats=True; give it to the earlier call too")
+            continue
+        check.tensor(f"known.{name}", value, (dtype,))
+        expected = (*shape, 2) if name == "norm" else tuple(shape)
+        check.shape(f"known.{name}", value, expected, "the shape of target_ids" + " and 2" * (name == "norm"))
+        check.same_device(hidden=hidden, **{f"known.{name}": value})
+
+
+def rows_to_check(target_ids: torch.Tensor, ignore_index: int | None, count: int, seed: int) -> torch.Tensor:
+    """Return at most ``count`` rows of ``target_ids[N]`` that are not ignored, ascending; it syncs with a GPU."""
+    active = torch.ones_like(target_ids, dtype=torch.bool) if ignore_index is None else target_ids != ignore_index
+    possible = active.nonzero()[:, 0].cpu()
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    order = torch.randperm(len(possible), generator=generator, device="cpu")
+    return possible[order[:count].sort().values].to(target_ids.device)
+
+
+def compare(known: Known, rows: torch.Tensor, formed: Callable[[torch.Tensor], Known]) -> None:
+    """Form rows again, and compare them with what is known bit for bit.
+
+    Args:
+        known: statistics of all rows, ``[N]`` and ``[N, 2]``.
+        rows: those to form.
+        formed: returns the statistics of these rows.
+
+    Raises:
+        BitsDiffer: a number differs; the message names its row, and how far it is off.
+    """
+    if not len(rows):
+        return
+    for name, value in formed(rows)._asdict().items():
+        given = getattr(known, name)
+        if given is None or value is None:
+            continue
+        apart = _ulps(given[rows], value).flatten(1) if value.ndim > 1 else _ulps(given[rows], value)[:, None]
+        worst = apart.amax(1)
+        if int(worst.max()):
+            index = int(worst.argmax())
+            raise BitsDiffer(
+                f"known.{name}: expected the bits that these inputs give, row {int(rows[index])} differs by "
+                f"{int(worst[index])} ULPs, and {int((worst > 0).sum())} of the {len(rows)} rows formed again differ; "
+                "hidden states, weight or options are not those of the earlier call"
+            )
+
+
+def _ulps(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return how many floats two tensors are apart, in int64; 0 for two NaNs, 1 for zeros of two signs."""
+    a, b = (_ordered(value.contiguous()) for value in (one, other))
+    # Of FP64 the difference may not fit.
+    apart = torch.where(a == b, 0, (a - b).abs().clamp(min=1))
+    return torch.where(one.isnan() & other.isnan(), 0, apart)
+
+
+def _ordered(x: torch.Tensor) -> torch.Tensor:
+    """Return integers in the order of the floats ``x``, one for each float: -1 for -0, 0 for +0."""
+    bits = x.view(torch.int32).long() if x.dtype == torch.float32 else x.view(torch.int64)
+    lowest = -(1 << 31) if x.dtype == torch.float32 else -(1 << 63)
+    # The bits of a negative float ascend with its magnitude from the lowest integer on.
+    return torch.where(bits < 0, lowest - bits - 1, bits)

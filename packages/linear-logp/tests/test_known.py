@@ -1,0 +1,182 @@
+"""Statistics that are known give the bits of the plain call, and are compared with rows that are formed again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from rl_kernels.core.testing import Draw, bits_of
+from rl_kernels.linear_logp import BitsDiffer, Known, known, linear_logp
+
+IGNORED = -100
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"ignore_index": IGNORED, "return_stats": True, "temperature": "tensor"},
+    {"softcap": 15.0, "temperature": 0.7, "bias": True},
+    {"bias": True, "vocab_segments": 8, "ignore_index": IGNORED, "return_stats": True, "main_grad": True},
+    {"workspace_mib": 1, "main_grad": True, "saved_mib": 1},
+)
+SHAPES = ((1, 64, 300), (63, 72, 1025), (130, 128, 5003), (700, 64, 16500))
+
+
+def drawn(shape: tuple[int, int, int], options: dict[str, Any], dtype: torch.dtype, device: str) -> dict[str, Any]:
+    """Return the arguments of a call."""
+    options, (rows, size, vocab) = dict(options), shape
+    draw = Draw(dtype, seed=5, device=device)
+    weight = draw.normal(vocab, size, scale=size**-0.5).requires_grad_()
+    call = {"hidden": draw.normal(rows, size).requires_grad_(), "lm_head_weight": weight}
+    if options.pop("bias", False):
+        call["bias"] = draw.normal(vocab).requires_grad_()
+    ids = draw.ids(vocab, rows)
+    if "ignore_index" in options:
+        ids[::3] = IGNORED
+    if options.get("temperature") == "tensor":
+        options["temperature"] = draw.uniform(0.5, 2.0, rows, dtype=torch.float32)
+    if options.pop("main_grad", False) and dtype != torch.float64:
+        weight.main_grad = torch.ones(vocab, size, device=device)
+    return {**call, "target_ids": ids, **options}
+
+
+def results(call: dict[str, Any], **more: Any) -> Iterator[torch.Tensor]:
+    """Yield the results and gradients of a call, and of a second backward pass."""
+    found = linear_logp(**call, **more)
+    outputs = [found] if isinstance(found, torch.Tensor) else list(found)
+    yield from (value.detach() for value in outputs)
+    upstream = [Draw(value.dtype, seed=3, device=value.device.type).normal(*value.shape) for value in outputs]
+    for _ in range(2):
+        torch.autograd.backward(outputs, upstream, retain_graph=True)
+        for leaf in (call[name] for name in ("hidden", "lm_head_weight", "bias") if name in call):
+            yield from (value.clone() for value in (leaf.grad, getattr(leaf, "main_grad", None)) if value is not None)
+
+
+def hold(shape: tuple[int, int, int], options: dict[str, Any], dtype: torch.dtype, device: str, backend: str) -> None:
+    plain = list(results(drawn(shape, options, dtype, device), backend=backend))
+    call = drawn(shape, options, dtype, device)
+    with torch.no_grad():
+        stats = linear_logp(**call, return_known=True, backend=backend)
+    for validate in (True, False):
+        call = drawn(shape, options, dtype, device)
+        found = list(results(call, known=stats, validate=validate, backend=backend))
+        assert len(found) == len(plain)
+        assert all(torch.equal(bits_of(one), bits_of(other)) for one, other in zip(found, plain, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype"),
+    [*((options, torch.float32) for options in OPTIONS), (OPTIONS[3], torch.bfloat16), (OPTIONS[1], torch.float64)],
+    ids=str,
+)
+def test_known_statistics_change_no_bit(options: dict[str, Any], dtype: torch.dtype) -> None:
+    hold((300, 8, 2300), options, dtype, "cpu", "native")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("backend", ["cuda-sm90", "triton"])
+def test_known_statistics_change_no_bit_on_a_gpu(
+    backend: str, shape: tuple[int, int, int], options: dict[str, Any]
+) -> None:
+    if backend == "cuda-sm90" and torch.cuda.get_device_capability(0)[0] != 9:
+        pytest.skip("needs sm_90")
+    if options.get("temperature") == "tensor":
+        options = {**options, "bias": True}
+    hold(shape, options, torch.bfloat16, "cuda", backend)
+
+
+def no_gradients(options: dict[str, Any]) -> tuple[dict[str, Any], Known]:
+    """Return the arguments of a call, and its statistics."""
+    call = drawn((40, 16, 3000), options, torch.float32, "cpu")
+    with torch.no_grad():
+        return call, linear_logp(**call, return_known=True)
+
+
+def test_the_forward_pass_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    call, stats = no_gradients(OPTIONS[1])
+    monkeypatch.setattr("rl_kernels.linear_logp.autograd.ops", {})
+    found = linear_logp(**call, known=stats, validate=False)
+    assert all(map(torch.equal, found, (stats.logp, stats.logsumexp, stats.entropy)))
+
+
+@pytest.mark.parametrize("name", Known._fields)
+def test_one_bit_in_any_statistic_is_found(name: str) -> None:
+    call, stats = no_gradients(OPTIONS[1])
+    wrong = getattr(stats, name).clone()
+    row = 34
+    bits_of(wrong)[row] += 1
+    with pytest.raises(BitsDiffer, match=rf"known\.{name}: .*row {row} differs by 1 ULPs, and 1 of the 26 rows"):
+        linear_logp(**call, known=stats._replace(**{name: wrong}), check_rows=40)
+    # Row 33 is ignored, so its statistics are neither read nor compared.
+    bits_of(wrong)[row] -= 1
+    wrong[33] = torch.nan
+    found = linear_logp(**call, known=stats._replace(**{name: wrong}), check_rows=40)
+    assert all(map(torch.equal, found, (stats.logp, stats.logsumexp, stats.entropy)))
+
+
+def test_other_weights_are_found_and_not_without_the_check() -> None:
+    call, stats = no_gradients({})
+    call["lm_head_weight"] = (call["lm_head_weight"] * 1.0001).detach()
+    with pytest.raises(BitsDiffer, match="and 8 of the 8 rows formed again differ"):
+        linear_logp(**call, known=stats)
+    for more in ({"validate": False}, {"check_rows": 0}):
+        assert torch.equal(linear_logp(**call, known=stats, **more), stats.logp)
+
+
+def test_each_call_takes_other_rows_and_leaves_the_random_numbers_of_pytorch() -> None:
+    ids = torch.arange(100)
+    ids[::2] = IGNORED
+    state = torch.get_rng_state()
+    taken = [known.rows_to_check(ids, IGNORED, 8, known.draw()) for _ in range(20)]
+    assert torch.equal(torch.get_rng_state(), state)
+    assert len({tuple(rows.tolist()) for rows in taken}) == 20
+    assert all(len(set(rows.tolist())) == 8 and bool((ids[rows] >= 0).all()) for rows in taken)
+    assert len({int(row) for rows in taken for row in rows}) > 40
+    assert known.rows_to_check(ids[:5], IGNORED, 8, 0).tolist() == [1, 3]
+    assert known.rows_to_check(ids[:0], None, 8, 0).tolist() == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_ulps(dtype: torch.dtype) -> None:
+    tiny, huge = torch.finfo(dtype).smallest_normal, torch.finfo(dtype).max
+    one = torch.tensor([1.0, -0.0, 0.0, torch.nan, -tiny, huge, torch.nan], dtype=dtype)
+    other = torch.tensor([1.0, 0.0, 0.0, torch.nan, -tiny, -huge, 0.0], dtype=dtype)
+    one[0] = torch.nextafter(one[0], one[1])
+    apart = known._ulps(one, other)
+    assert apart[:5].tolist() == [1, 1, 0, 0, 0]
+    assert bool((apart[5:] > 0).all())
+
+
+def test_arguments() -> None:
+    call, stats = no_gradients({})
+    with pytest.raises(ValueError, match="return_known: expected no gradients"):
+        linear_logp(**call, return_known=True)
+    with pytest.raises(TypeError, match="known: expected what return_known=True returns, got Tensor"):
+        linear_logp(**call, known=stats.logp)  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match="known: expected logsumexp with return_stats=True"):
+        linear_logp(**call, known=stats, return_stats=True)
+    with pytest.raises(ValueError, match=r"known\.norm: expected shape"):
+        linear_logp(**call, known=stats._replace(norm=stats.norm[:, 0]))
+    with pytest.raises(TypeError, match=r"known\.logp: expected dtype"):
+        linear_logp(**call, known=stats._replace(logp=stats.logp.double()))
+    with pytest.raises(ValueError, match=r"known\.logp: expected device"):
+        linear_logp(**call, known=stats._replace(logp=stats.logp.to("meta")))
+    with pytest.raises(ValueError, match="check_rows: expected"):
+        linear_logp(**call, known=stats, check_rows=-1)
+
+
+def test_any_leading_shape_and_torch_compile() -> None:
+    call, stats = no_gradients({})
+    hidden = call["hidden"].detach().view(4, 2, 5, 16).requires_grad_()
+    call |= {"hidden": hidden, "target_ids": call["target_ids"].view(4, 2, 5)}
+    stats = Known(stats.logp.view(4, 2, 5), stats.norm.view(4, 2, 5, 2))
+    compiled = torch.compile(linear_logp, fullgraph=True, backend="aot_eager")
+    grads = []
+    for function, more in ((linear_logp, {}), (linear_logp, {"known": stats}), (compiled, {"known": stats})):
+        found = function(**call, **more)
+        assert torch.equal(found, stats.logp)
+        grads.append(torch.autograd.grad(found.square().sum(), call["lm_head_weight"])[0])
+    assert torch.equal(grads[0], grads[1])
+    assert torch.equal(grads[0], grads[2])
