@@ -2,7 +2,9 @@
 
 from rl_kernels.core import LogpStats
 from rl_kernels.linear_logp.api import linear_logp
+from rl_kernels.linear_logp.chunks import Chunk
 from rl_kernels.linear_logp.known import BitsDiffer, Known
+from rl_kernels.linear_logp.loss import linear_logp_loss
 from rl_kernels.linear_logp.vocabulary import vocab_shards
 
-__all__ = ["BitsDiffer", "Known", "LogpStats", "linear_logp", "vocab_shards"]
+__all__ = ["BitsDiffer", "Chunk", "Known", "LogpStats", "linear_logp", "linear_logp_loss", "vocab_shards"]

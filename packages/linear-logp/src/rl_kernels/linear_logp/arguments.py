@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, TypedDict
 
 import torch
 
@@ -58,11 +58,17 @@ class Options(NamedTuple):
     backend: str | None
 
 
+RawInputs: TypeAlias = tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None", torch.Tensor, "int | None", "torch.Tensor | None"
+]
+"""hidden, weight, target_ids, bias, temperature, ignore_index and cap."""
+
+
 class Prepared(NamedTuple):
     """What a call computes with.
 
     Attributes:
-        inputs: hidden, weight, target_ids, bias, temperature, ignore_index and cap, as the raw ops take them.
+        inputs: as the raw ops take them, ``[N, D]`` and ``[N]``.
         main_grad: buffer to which the gradient of the weight is added, or None.
         differentiable: whether an input requires grad.
         shard: the columns of this process.
@@ -71,9 +77,7 @@ class Prepared(NamedTuple):
         seed: of the choice of rows to form again, where ranks have agreed on one.
     """
 
-    inputs: tuple[
-        torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor, int | None, torch.Tensor | None
-    ]
+    inputs: RawInputs
     main_grad: torch.Tensor | None
     differentiable: bool
     shard: Shard

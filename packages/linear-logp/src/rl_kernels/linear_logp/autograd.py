@@ -87,7 +87,7 @@ def check_known(call: Prepared, count: int) -> None:
     compare(call.known, rows_to_check(ids, ignore_index, count, seed), formed)
 
 
-def _summed(name: str, group: ProcessGroup | None, dtype: torch.dtype) -> Callable[..., Any]:
+def summed(name: str, group: ProcessGroup | None, dtype: torch.dtype) -> Callable[..., Any]:
     """Return a raw op of the backward pass; in a group with the sum of the gradient of hidden over its ranks."""
     op = ops[name]
     if group is None:
@@ -96,7 +96,7 @@ def _summed(name: str, group: ProcessGroup | None, dtype: torch.dtype) -> Callab
 
     def call(*args: Any) -> Any:
         partial, *others = op(*args)
-        needed = args[-2 if name == "backward" else -3]
+        needed = args[-2 if name == "backward" else -4]
         return all_reduce(partial, group, dtype=dtype) if needed[0] else partial, *others
 
     call.__name__ = op.__name__
@@ -154,10 +154,10 @@ class LinearLogp(torch.autograd.Function):
         start, size, segments, group = ctx.shard
         arguments = (*inputs, *saved, start, size, segments, group is not None, ctx.workspace_mib, needed)
         if needed[1] and ctx.main_grad is not None:
-            op = _summed("backward_main_grad", group, hidden.dtype)
-            dhidden, dbias = first_order(op, *arguments, ctx.main_grad, ctx.backend)
+            op = summed("backward_main_grad", group, hidden.dtype)
+            dhidden, dbias = first_order(op, *arguments, ctx.main_grad, None, ctx.backend)
             dweight = None
         else:
-            dhidden, dweight, dbias = first_order(_summed("backward", group, hidden.dtype), *arguments, ctx.backend)
+            dhidden, dweight, dbias = first_order(summed("backward", group, hidden.dtype), *arguments, ctx.backend)
         found = [value if wanted else None for value, wanted in zip((dhidden, dweight, dbias), needed, strict=True)]
         return found[0], found[1], None, found[2], *[None] * 16

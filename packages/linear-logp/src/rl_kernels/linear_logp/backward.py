@@ -74,11 +74,12 @@ def gradients(
     workspace_mib: int | None,
     needed: Sequence[bool],
     main_grad: torch.Tensor | None = None,
+    bias_total: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of hidden, weight and bias in the dtype of the inputs, empty if not needed.
 
     With ``partial`` that of hidden is the sum over this shard in the compute dtype, not rounded. With ``main_grad``
-    that of the weight is added to it, and comes back empty.
+    that of the weight is added to it, and comes back empty, as that of the bias with ``bias_total``.
     """
     count, dtype = inputs.hidden.shape[0], rowwise.compute_dtype(inputs.hidden.dtype)
     workspace = default_workspace(inputs.hidden) if workspace_mib is None else workspace_mib << 20
@@ -88,7 +89,9 @@ def gradients(
     first = hidden.new_empty(hidden.shape if needed[0] else 0, dtype=dtype)
     tree, segments = Tree(first), _segments(inputs, vocab_segments) if count else []
     dweight = weight.new_empty(weight.shape if needed[1] and main_grad is None else 0)
-    dbias = hidden.new_zeros(weight.shape[0] if needed[2] else 0, dtype=dtype)
+    dbias = bias_total
+    if dbias is None:
+        dbias = hidden.new_zeros(weight.shape[0] if needed[2] else 0, dtype=dtype)
     if segments:
         longest = inputs._replace(weight=weight[segments[0]])
         piece, height = steps.cut(longest, workspace - first.nbytes, needed)
@@ -106,7 +109,8 @@ def gradients(
     if needed[0] and inputs.ignore_index is not None:
         # dz of ignored rows is 0, but 0 times a weight of NaN or inf is NaN.
         dhidden.masked_fill_((inputs.target_ids == inputs.ignore_index)[:, None], 0.0)
-    return dhidden if partial else dhidden.to(hidden.dtype), dweight, dbias.to(hidden.dtype)
+    dbias = dbias.to(hidden.dtype) if bias_total is None else hidden.new_empty(0)
+    return dhidden if partial else dhidden.to(hidden.dtype), dweight, dbias
 
 
 class _Loop(NamedTuple):

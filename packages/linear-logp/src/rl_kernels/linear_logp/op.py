@@ -6,7 +6,8 @@ of ``inputs.Cap`` as FP64 on the CPU, or None if logits are not capped. Results:
 norm ``[N, 2]``, all in the compute dtype. norm holds the largest logit of each row (capped, before the temperature) and
 the log of the sum of e^(z - max z); backward computes the gradient from these two. ``needed`` lists whether the
 gradients of hidden, weight and bias are needed; one that is not comes back empty. ``backward_main_grad`` adds the
-gradient of the weight to ``main_grad[V, D]``, FP32, and returns the gradients of hidden and bias.
+gradient of the weight to ``main_grad[V, D]`` and that of the bias to ``bias_total[V]``, which may be None, and returns
+the gradients of hidden and of a bias without a total. Totals have the compute dtype; their chains are continued.
 
 The last result of ``forward``, ``forward_stats`` and ``states`` are logits that are kept for backward, at most
 ``saved_mib`` of them (``kept.empty``). Backward takes them as ``kept``; what is not kept it forms again. Those of
@@ -48,7 +49,9 @@ SCHEMAS = {
     ),
     "finish": f"({_GATHERED}, str backend) -> (Tensor, Tensor, Tensor, Tensor)",
     "backward": f"({_BACKWARD}, str backend) -> (Tensor, Tensor, Tensor)",
-    "backward_main_grad": f"({_BACKWARD}, Tensor(a!) main_grad, str backend) -> (Tensor, Tensor)",
+    "backward_main_grad": (
+        f"({_BACKWARD}, Tensor(a!)? main_grad, Tensor(b!)? bias_total, str backend) -> (Tensor, Tensor)"
+    ),
 }
 
 
@@ -77,6 +80,12 @@ def _gradients(
     return dhidden, dweight, dbias
 
 
+def _continued(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    *inputs, _, bias_total = args
+    dhidden, _, dbias = _gradients(*inputs)
+    return dhidden, dbias if bias_total is None else dbias.new_empty(0)
+
+
 def _kept(hidden: torch.Tensor, weight: torch.Tensor, saved_mib: int) -> torch.Tensor:
     return kept.empty(hidden, weight.shape[0], saved_mib)
 
@@ -94,7 +103,7 @@ FAKES = {
     ),
     "finish": _finished,
     "backward": _gradients,
-    "backward_main_grad": lambda *args: _gradients(*args[:-1])[::2],
+    "backward_main_grad": _continued,
 }
 
 

@@ -45,12 +45,13 @@ def backward(
     workspace_mib: int | None,
     needed: Sequence[bool],
     main_grad: torch.Tensor | None = None,
+    bias_total: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (dhidden, dweight, dbias), empty if not needed; with ``main_grad``, dweight is added to it instead."""
+    """Return (dhidden, dweight, dbias), empty if not needed; what has a total is added to it instead."""
     inputs = Inputs(hidden, weight, target_ids, bias, temperature, ignore_index, cap, vocab_start, vocab_size, kept)
     grads = (grad if grad is None else grad.contiguous() for grad in (grad_logp, grad_logsumexp, grad_entropy))
     upstream = LogpUpstream(target_ids, norm, entropy, *grads)
-    return gradients(steps, inputs, upstream, vocab_segments, partial, workspace_mib, needed, main_grad)
+    return gradients(steps, inputs, upstream, vocab_segments, partial, workspace_mib, needed, main_grad, bias_total)
 
 
 def ceil_div(n: int, d: int) -> int:

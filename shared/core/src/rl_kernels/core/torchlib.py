@@ -126,7 +126,7 @@ def _implementation(operator: Operator, name: str, device_type: str, written: tu
         for place in written:
             # Autograd does not see a kernel's writes; with a new version, a graph that saved this tensor raises. A
             # tensor of inference mode is in no graph, and has no version.
-            if not inputs[place].is_inference():
+            if inputs[place] is not None and not inputs[place].is_inference():
                 increment_version(inputs[place])
         if backend == "native":
             inputs, kernel = [kernel, *inputs], as_native

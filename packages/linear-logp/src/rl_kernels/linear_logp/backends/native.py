@@ -121,16 +121,17 @@ def backward(
     workspace_mib: int | None,
     needed: Sequence[bool],
     main_grad: torch.Tensor | None = None,
+    bias_total: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (dhidden, dweight, dbias), empty if not needed; with ``main_grad``, dweight is added to it instead."""
+    """Return (dhidden, dweight, dbias), empty if not needed; what has a total is added to it instead."""
     inputs = Inputs(hidden, weight, target_ids, bias, temperature, ignore_index, cap, vocab_start, vocab_size, logits)
     grads = (grad_logp, grad_logsumexp, grad_entropy)
     upstream = rowwise.LogpUpstream(target_ids, norm, entropy, *grads)
-    return gradients(Steps(), inputs, upstream, vocab_segments, partial, workspace_mib, needed, main_grad)
+    return gradients(Steps(), inputs, upstream, vocab_segments, partial, workspace_mib, needed, main_grad, bias_total)
 
 
 def backward_main_grad(*args: object) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add dweight to ``main_grad``, the last argument, and return (dhidden, dbias), each empty if not needed."""
+    """Continue the totals, the last two arguments; return (dhidden, dbias), each empty if not needed."""
     dhidden, _, dbias = backward(*args)  # type: ignore[arg-type]
     return dhidden, dbias
 

@@ -63,7 +63,7 @@ def backward(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def backward_main_grad(*args: object) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add dweight to ``main_grad``, the last argument, and return (dhidden, dbias), each empty if not needed."""
+    """Continue the totals, the last two arguments; return (dhidden, dbias), each empty if not needed."""
     dhidden, _, dbias = backward(*args)
     return dhidden, dbias
 

@@ -1,0 +1,200 @@
+"""The passes of ``linear_logp_loss``: losses of chunks, and gradients that are formed as soon as a chunk's loss is.
+
+::
+
+    for chunk in chunks:                    whole sequences
+        logp = forward of its rows
+        losses = loss(logp, chunk) -> gradient of logp
+        dH[rows] = backward;  dW, dbias += backward
+
+Chains over tokens (dW, dbias) may be cut at multiples of 16 or 128 tokens alone. So backward leaves the last rows of a
+chunk to the next one, which forms their logits again: rows are independent, so these are the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from rl_kernels.core.outputs import LogpStats
+from rl_kernels.core.rowwise import compute_dtype, row_sum
+from rl_kernels.linear_logp.arguments import Options, Prepared, RawInputs
+from rl_kernels.linear_logp.autograd import forward, summed
+from rl_kernels.linear_logp.chunks import BIAS_STEP, STEP, Chunk, Rows
+
+Loss = Callable[[Any, Chunk], torch.Tensor]
+"""``(logp or LogpStats, chunk) -> losses[S]``, of S sequences."""
+Gradients = list[torch.Tensor | None]
+
+
+class Forming(NamedTuple):
+    """A call of ``linear_logp_loss``.
+
+    Attributes:
+        call: its operands.
+        loss: the callable.
+        chunks: what it is called with.
+        length: T of sequences that are rows of ``[B, T]``, or None if they are packed.
+        grad_scale: the upstream gradient.
+        has_stats: whether the loss takes ``LogpStats``.
+        options: as given.
+        is_checked: whether the values of tensors may be read.
+    """
+
+    call: Prepared
+    loss: Loss
+    chunks: tuple[Chunk, ...]
+    length: int | None
+    grad_scale: float
+    has_stats: bool
+    options: Options
+    is_checked: bool
+
+    @torch.no_grad()
+    def losses(self) -> torch.Tensor:
+        """Return the sum of all losses."""
+        found = []
+        for chunk in self.chunks:
+            results = self._forward(chunk.tokens, 0)[: 3 if self.has_stats else 1]
+            found.append(self._of_chunk(chunk, results))
+        return self._sum(found)
+
+    @torch.no_grad()
+    def with_gradients(self) -> tuple[torch.Tensor, Gradients]:
+        """Return the sum of all losses, and the gradients of hidden, weight and bias; None for one not needed."""
+        hidden, _, _, bias = self.call.inputs[:4]
+        is_bias = bias is not None and bias.requires_grad
+        totals = _Totals(self, single=len(self.chunks) == 1)
+        upstream = [hidden.new_empty(len(hidden), dtype=self._dtype) for _ in range(3 if self.has_stats else 1)]
+        found = []
+        for chunk in self.chunks:
+            rows = Rows.of(chunk, len(hidden), BIAS_STEP if is_bias else STEP)
+            *results, norm, kept = self._forward(slice(rows.start, rows.end), self.options.saved_mib)
+            own = [value[chunk.tokens.start - rows.start :] for value in results]
+            found.append(self._differentiated(chunk, own, upstream))
+            if rows.start < rows.stop or not len(hidden):
+                entropy = results[2] if self.has_stats else None
+                totals.add(rows, norm, entropy, kept, upstream)
+        return self._sum(found), totals.gradients()
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return compute_dtype(self.call.inputs[0].dtype)
+
+    def inputs_of(self, rows: slice) -> RawInputs:
+        """Return the inputs of the raw ops for some rows."""
+        hidden, weight, ids, bias, temperature, ignore_index, cap = self.call.inputs
+        scale = temperature[rows] if temperature.ndim else temperature
+        return hidden[rows], weight, ids[rows], bias, scale, ignore_index, cap
+
+    def _forward(self, rows: slice, saved_mib: int) -> tuple[torch.Tensor, ...]:
+        call = self.call
+        return forward(call.shard, *self.inputs_of(rows), self.has_stats, saved_mib, call.backend)
+
+    def _differentiated(self, chunk: Chunk, results: list[torch.Tensor], upstream: list[torch.Tensor]) -> torch.Tensor:
+        """Return the losses of a chunk, and write the gradients of its statistics to their rows of ``upstream``."""
+        leaves = [value.detach().requires_grad_() for value in results]
+        with torch.enable_grad():
+            losses = self._of_chunk(chunk, leaves)
+        if self.is_checked:
+            _check_leaves(losses, leaves)
+        grads: tuple[torch.Tensor | None, ...] = (None,) * len(leaves)
+        if losses.requires_grad and len(losses):
+            scale = torch.full_like(losses, self.grad_scale)
+            grads = torch.autograd.grad(losses, leaves, scale, allow_unused=True)
+        for into, grad in zip(upstream, grads, strict=True):
+            if grad is None:
+                into[chunk.tokens] = 0.0
+            else:
+                into[chunk.tokens] = grad
+        return losses.detach()
+
+    def _of_chunk(self, chunk: Chunk, results: Any) -> torch.Tensor:
+        """Call the loss with the statistics of a chunk's tokens, and check what it returns."""
+        shaped = [value if self.length is None else value.view(-1, self.length) for value in results]
+        losses = self.loss(LogpStats(*shaped) if self.has_stats else shaped[0], chunk)
+        count = chunk.sequences.stop - chunk.sequences.start
+        if not isinstance(losses, torch.Tensor) or not losses.is_floating_point():
+            raise TypeError(f"loss: expected it to return a tensor of floats, got {_kind(losses)}")
+        if losses.shape != (count,):
+            raise ValueError(f"loss: expected one number for each of {count} sequences, got {tuple(losses.shape)}")
+        if losses.device != shaped[0].device:
+            raise ValueError(f"loss: expected device {shaped[0].device}, got {losses.device}")
+        return losses.to(self._dtype)
+
+    def _sum(self, found: list[torch.Tensor]) -> torch.Tensor:
+        return row_sum(torch.cat(found)) if found else self.call.inputs[0].new_zeros((), dtype=self._dtype)
+
+
+class _Totals:
+    """The gradients of hidden, weight and bias, as far as chunks have added to them."""
+
+    def __init__(self, formed: Forming, *, single: bool) -> None:
+        """Make room. ``single``: one chunk gives the gradients of weight and bias in the dtype of the inputs."""
+        call = formed.call
+        hidden, weight, _, bias = call.inputs[:4]
+        self._formed, self._dtype = formed, hidden.dtype
+        self._needed = [value is not None and value.requires_grad for value in (hidden, weight, bias)]
+        wide = compute_dtype(hidden.dtype)
+        self._dhidden = torch.empty_like(hidden) if self._needed[0] else None
+        self._main_grad, self._into_main_grad = call.main_grad, call.main_grad is not None
+        self._bias_total = self._dweight = self._dbias = None
+        if not single and self._needed[1] and call.main_grad is None:
+            self._main_grad = weight.new_zeros(weight.shape, dtype=wide)
+        if not single and self._needed[2]:
+            self._bias_total = weight.new_zeros(len(weight), dtype=wide)
+
+    def add(
+        self,
+        rows: Rows,
+        norm: torch.Tensor,
+        entropy: torch.Tensor | None,
+        kept: torch.Tensor,
+        upstream: list[torch.Tensor],
+    ) -> None:
+        """Add the gradients of rows. norm, entropy and kept may have more rows than the backward pass."""
+        formed, here = self._formed, slice(rows.start, rows.stop)
+        count, group = rows.stop - rows.start, formed.call.shard.group
+        start, size, segments, _ = formed.call.shard
+        grads = [value[here] for value in upstream] + [None] * (3 - len(upstream))
+        saved = norm[:count], None if entropy is None else entropy[:count], kept[:count] if kept.shape[1] else None
+        arguments = (*formed.inputs_of(here), *saved, *grads, start, size, segments, group is not None)
+        arguments = (*arguments, formed.options.workspace_mib, self._needed)
+        if self._main_grad is None and self._bias_total is None:
+            op = summed("backward", group, self._dtype)
+            dhidden, self._dweight, self._dbias = op(*arguments, formed.call.backend)
+        else:
+            op = summed("backward_main_grad", group, self._dtype)
+            dhidden, self._dbias = op(*arguments, self._main_grad, self._bias_total, formed.call.backend)
+        if self._dhidden is not None:
+            self._dhidden[here] = dhidden
+
+    def gradients(self) -> Gradients:
+        """Return the gradients in the dtype of the inputs; None for one not needed, or added to ``main_grad``."""
+        dweight = self._dweight if self._main_grad is None else self._main_grad.to(self._dtype)
+        dbias = self._dbias if self._bias_total is None else self._bias_total.to(self._dtype)
+        found = self._dhidden, None if self._into_main_grad else dweight, dbias
+        return [value if needed else None for value, needed in zip(found, self._needed, strict=True)]
+
+
+def _kind(value: object) -> str:
+    return f"dtype {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
+
+
+def _check_leaves(losses: torch.Tensor, leaves: list[torch.Tensor]) -> None:
+    """Refuse losses that depend on other tensors that require grad: their gradients would be lost."""
+    nodes, seen = [losses.grad_fn], set()
+    while nodes:
+        node: Any = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and all(leaf is not own for own in leaves):
+            raise ValueError(
+                f"loss: expected no other tensor that requires grad, found one of shape {tuple(leaf.shape)}; its "
+                "gradient would be lost: detach it"
+            )
+        nodes += [following for following, _ in node.next_functions]

@@ -1,0 +1,159 @@
+"""The public function ``linear_logp_loss``: a loss and its gradients, chunk by chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._compile import _disable_dynamo
+
+from rl_kernels.core import validate as check
+from rl_kernels.core.main_grad import gather
+from rl_kernels.core.torchlib import values_hidden
+from rl_kernels.linear_logp.arguments import Options, agreed
+from rl_kernels.linear_logp.chunks import chunks_of, offsets_of
+from rl_kernels.linear_logp.forming import Forming, Gradients, Loss
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+# A loss is differentiated in the forward pass, which cannot be traced. torch.compiler.disable would do, but it imports
+# the compiler at once.
+@_disable_dynamo
+def linear_logp_loss(
+    hidden: torch.Tensor,
+    lm_head_weight: torch.Tensor,
+    target_ids: torch.Tensor,
+    loss: Loss,
+    bias: torch.Tensor | None = None,
+    *,
+    cu_seqlens: torch.Tensor | Sequence[int] | None = None,
+    chunk_tokens: int = 4096,
+    grad_scale: float = 1.0,
+    temperature: float | torch.Tensor = 1.0,
+    softcap: float = 0.0,
+    logit_scale: float = 1.0,
+    ignore_index: int | None = None,
+    return_stats: bool = False,
+    workspace_mib: int | None = None,
+    saved_mib: int = 0,
+    process_group: ProcessGroup | DeviceMesh | None = None,
+    vocab_start: int | None = None,
+    vocab_size: int | None = None,
+    vocab_segments: int | None = None,
+    validate: bool = True,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Return the sum of the losses of all sequences; their gradients are formed at once, chunk by chunk.
+
+    For each chunk of whole sequences: the log-probabilities as in ``linear_logp``, ``loss`` of them, and the gradients.
+    With ``saved_mib`` the chunk's logits are formed only once, and memory holds those of one chunk. The losses are
+    added by trees over 4096 sequences, in ascending order.
+
+    If the losses of ``loss`` and their gradients depend on their own sequence alone, loss and gradients have the bits
+    of ``linear_logp``, ``loss`` of all its log-probabilities, their sum and its backward pass, for every
+    ``chunk_tokens``. ``grpo_loss_from_advantages`` with a ``normaliser`` and ``return_sequences`` is such a loss.
+
+    Where gradients are enabled, they are formed now, for an upstream gradient of ``grad_scale``: backward only hands
+    them over, once. With ``lm_head_weight.main_grad`` (FP32) that of the weight is added to it now. Without it, a batch
+    of several chunks takes an FP32 buffer ``[V, D]``. Under ``torch.compile`` the call breaks the graph.
+
+    Args:
+        hidden: ``[N, D]`` packed tokens, or ``[B, T, D]`` without ``cu_seqlens``; otherwise as in ``linear_logp``.
+        lm_head_weight: ``[V, D]``, as in ``linear_logp``.
+        target_ids: ``[N]`` or ``[B, T]``, as in ``linear_logp``.
+        loss: ``(logp, chunk) -> losses``. logp is FP32 (FP64 for FP64 inputs), ``[n]`` for the n tokens of the chunk,
+            or ``[S, T]``; ``LogpStats`` of such tensors with ``return_stats``. chunk is a ``Chunk``: which sequences
+            and tokens these are. losses is ``[S]``, one number a sequence.
+        bias: ``[V]``, as in ``linear_logp``.
+        cu_seqlens: ``[S + 1]``: offsets of the sequences, from 0 to N. Reading a tensor on a GPU syncs.
+        chunk_tokens: tokens of a chunk, >= 1. A longer sequence is a chunk of its own. It changes no bit.
+        grad_scale: the upstream gradient of the result, such as 1 / steps of gradient accumulation.
+        temperature: as in ``linear_logp``, as all arguments that follow.
+        softcap: >= 0.
+        logit_scale: > 0.
+        ignore_index: positions with this id have log-probability 0 and no gradient.
+        return_stats: give the loss ``LogpStats``.
+        workspace_mib: of the gradients of a chunk.
+        saved_mib: MiB of a chunk's logits that stay in memory until its gradients are formed.
+        process_group: ranks that share the vocabulary; ``loss`` must be the same on all.
+        vocab_start: the first row of this rank's shard.
+        vocab_size: V, the columns of the whole vocabulary.
+        vocab_segments: 1 or 8.
+        validate: check values as ``linear_logp`` does, that ``loss`` is differentiable in the log-probabilities alone,
+            and the upstream gradient, which syncs. Without it, another upstream gradient fails on the device.
+        backend: name of a backend, ``auto``, or None.
+
+    Returns:
+        the loss, a scalar in the dtype of the log-probabilities.
+
+    Raises:
+        TypeError, ValueError: an argument, or what ``loss`` returns, is not as described; the message names it.
+        BackendUnavailable: the requested backend cannot run this call.
+        RuntimeError: in backward: the upstream gradient is not ``grad_scale``, or the pass is a second one.
+    """
+    group = None
+    if process_group is not None:
+        # Imported here: PyTorch may be built without torch.distributed.
+        from rl_kernels.core.distributed import group_of
+
+        group = group_of(process_group)
+    if not callable(loss):
+        raise TypeError(f"loss: expected a callable, got {type(loss).__name__}")
+    check.integer("chunk_tokens", chunk_tokens, least=1)
+    check.number("grad_scale", grad_scale, dtype=torch.float32)
+    options = Options(
+        *(temperature, softcap, logit_scale, ignore_index, return_stats, False, None, 0),
+        *(workspace_mib, saved_mib, vocab_start, vocab_size, vocab_segments, validate, backend),
+    )
+    call = agreed(hidden, lm_head_weight, target_ids, bias, group, options)
+    offsets = offsets_of(cu_seqlens, target_ids.shape)
+    chunks = tuple(chunks_of(offsets, chunk_tokens, hidden.device))
+    length = target_ids.shape[1] if cu_seqlens is None else None
+    is_checked = validate and not values_hidden(hidden)
+    formed = Forming(call, loss, chunks, length, grad_scale, return_stats, options, is_checked)
+    if not (call.differentiable and torch.is_grad_enabled()):
+        return formed.losses()
+    total, gradients = formed.with_gradients()
+    leaves = call.inputs[0], call.inputs[1], call.inputs[3]
+    result: torch.Tensor = _Handed.apply(total, gradients, grad_scale, is_checked, *leaves)
+    if call.main_grad is not None:
+        gather("lm_head_weight", lm_head_weight, result)
+    return result
+
+
+class _Handed(torch.autograd.Function):
+    """Returns a loss whose gradients are formed; backward hands them over."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        total: torch.Tensor,
+        gradients: Gradients,
+        grad_scale: float,
+        is_checked: bool,
+        *_: Any,
+    ) -> torch.Tensor:
+        """Return the loss."""
+        # Not saved tensors: what backward returns must have no other owner, or autograd would copy it.
+        ctx.gradients, ctx.grad_scale, ctx.is_checked = gradients, grad_scale, is_checked
+        return total.clone()
+
+    @staticmethod
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients of hidden, weight and bias, if the upstream gradient is that of the forward pass."""
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            raise RuntimeError("linear_logp_loss: expected one backward pass, the gradients were handed over before")
+        expected = torch.full_like(upstream, ctx.grad_scale)
+        if ctx.is_checked and not torch.equal(upstream, expected):
+            raise RuntimeError(
+                f"linear_logp_loss: expected the upstream gradient {ctx.grad_scale:g}, got {float(upstream):g}; "
+                "give it as grad_scale, because the gradients are formed in the forward pass"
+            )
+        if not ctx.is_checked:
+            torch._assert_async(upstream == expected, "linear_logp_loss: the upstream gradient is not grad_scale")
+        return None, None, None, None, *gradients
