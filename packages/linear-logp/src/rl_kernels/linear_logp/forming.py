@@ -160,8 +160,8 @@ class _Totals:
         start, size, segments, _ = formed.call.shard
         grads = [value[here] for value in upstream] + [None] * (3 - len(upstream))
         saved = norm[:count], None if entropy is None else entropy[:count], kept[:count] if kept.shape[1] else None
-        arguments = (*formed.inputs_of(here), *saved, *grads, start, size, segments, group is not None)
-        arguments = (*arguments, formed.options.workspace_mib, self._needed)
+        shard = start, size, segments, group is not None
+        arguments = *formed.inputs_of(here), *saved, *grads, *shard, formed.options.workspace_mib, self._needed
         if self._main_grad is None and self._bias_total is None:
             op = summed("backward", group, self._dtype)
             dhidden, self._dweight, self._dbias = op(*arguments, formed.call.backend)
