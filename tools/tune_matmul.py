@@ -25,12 +25,12 @@ from typing import Any
 import torch
 import triton
 
+from rl_kernels.core.cuda.gemm import matmul as cuda_matmul
+from rl_kernels.core.cuda.gemm import schedule as cuda_schedule
+from rl_kernels.core.cuda.gemm.schedule import Schedule as CudaSchedule
 from rl_kernels.core.triton_lib import gemm
 from rl_kernels.core.triton_lib import schedule as triton_schedule
 from rl_kernels.core.triton_lib.schedule import Schedule, processors
-from rl_kernels.det_gemm.backends.cuda_sm90 import matmul as cuda_matmul
-from rl_kernels.det_gemm.backends.cuda_sm90 import schedule as cuda_schedule
-from rl_kernels.det_gemm.backends.cuda_sm90.schedule import Schedule as CudaSchedule
 from rl_kernels.lab.bench.measure import GRAPH, Effort, clock_of, device_seconds
 
 LARGE = (

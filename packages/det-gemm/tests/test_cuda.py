@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from rl_kernels.core.cuda import where
-from rl_kernels.core.operator import Call
-from rl_kernels.det_gemm.backends.cuda_sm90.schedule import (
+from rl_kernels.core.cuda.gemm.schedule import (
     FEW,
     K_MAJOR,
     MN_MAJOR,
@@ -15,7 +14,8 @@ from rl_kernels.det_gemm.backends.cuda_sm90.schedule import (
     candidates,
     schedule_for,
 )
-from rl_kernels.det_gemm.backends.cuda_sm90.segmented import in_segments, schedule_of_segments
+from rl_kernels.core.cuda.gemm.segmented import in_segments, schedule_of_segments
+from rl_kernels.core.operator import Call
 from rl_kernels.det_gemm.op import OPERATOR
 from rl_kernels.det_gemm.segments import segment_length
 

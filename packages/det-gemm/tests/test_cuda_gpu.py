@@ -6,14 +6,14 @@ from itertools import pairwise
 import pytest
 import torch
 
+from rl_kernels.core.cuda.gemm import matmul as cuda_matmul
+from rl_kernels.core.cuda.gemm.schedule import Schedule, candidates
+from rl_kernels.core.cuda.gemm.segmented import in_segments
 from rl_kernels.core.cuda.launch import kernel
 from rl_kernels.core.cuda.program import Program
 from rl_kernels.core.distributed import tree_sum
 from rl_kernels.core.testing import Draw, lying
 from rl_kernels.det_gemm import det_gemm, det_gemm_dw, det_linear
-from rl_kernels.det_gemm.backends.cuda_sm90 import matmul as cuda_matmul
-from rl_kernels.det_gemm.backends.cuda_sm90.schedule import Schedule, candidates
-from rl_kernels.det_gemm.backends.cuda_sm90.segmented import in_segments
 from rl_kernels.det_gemm.segments import bounds, segment_length
 from rl_kernels.lab.check.compare import bits
 

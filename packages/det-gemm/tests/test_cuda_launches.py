@@ -3,121 +3,28 @@
 from __future__ import annotations
 
 import importlib
+from functools import partial
 
 import pytest
 import torch
 
-from rl_kernels.core.distributed import tree_sum
 from rl_kernels.core.testing import Bug, Draw, lying
-from rl_kernels.core.testing.launches import Box, Launch, Recorder, vector
+from rl_kernels.core.testing.cuda_gemm import gemm, product
+from rl_kernels.core.testing.launches import Recorder
 from rl_kernels.core.testing.planted import planted
-from rl_kernels.det_gemm.segments import bounds, segment_length
+from rl_kernels.det_gemm.segments import segment_length
 from rl_kernels.det_gemm.spec.mutants_cuda import LAUNCHES, MODULES, SHOWN
 
-HOST = "rl_kernels.det_gemm.backends.cuda_sm90.matmul"
-BACKEND, SEGMENTED = (f"rl_kernels.det_gemm.backends.cuda_sm90.{name}" for name in ("backend", "segmented"))
+HOST = "rl_kernels.core.cuda.gemm.matmul"
+BACKEND, SEGMENTED = "rl_kernels.det_gemm.backends.cuda_sm90.backend", "rl_kernels.core.cuda.gemm.segmented"
 FAILURES = (AssertionError, RuntimeError)
-DTYPES = {0: torch.float32, 1: torch.bfloat16, 2: torch.float16}
-K_MAJOR, MN_MAJOR, PLAIN = 0, 1, 2
 FEW, PROCESSORS = 64, 4
+STAND_INS = {"gemm": partial(gemm, processors=PROCESSORS)}
 LAYOUTS = ("row", "column", "apart", "odd", "shifted", "expanded")
 PLACES = ("cut", "shifted by 4", "spread")
 """Further layouts, beside one that is plain: rows of a larger matrix, an address between, columns far apart."""
 PAIRS = [(a, b) for a in LAYOUTS for b in LAYOUTS] + [pair for x in PLACES for pair in ((x, "row"), ("row", x), (x, x))]
 SHAPES = ((5, 200, 64), (200, 40, 72), (70, 136, 24), (1, 8, 8), (64, 72, 40), (3, 5, 7), (65, 1, 1), (9, 8, 0))
-
-
-def operand(launch: Launch, name: str, rows: int) -> torch.Tensor:
-    """Return an operand ``[rows, inner]`` as the kernel reads it."""
-    major, tile = launch.constants[f"{name.upper()}_MAJOR"], launch.constants["TILE_M" if name == "a" else "TILE_N"]
-    described, base, shape = launch[f"map_{name}"], launch[name], (rows, launch["inner"])
-    if major == PLAIN:
-        assert described == bytes(128)
-        assert launch.constants["BOXES"] == 1
-        value = base.as_strided(shape, (launch[f"{name}_row"], launch[f"{name}_inner"]), base.storage_offset())
-    else:
-        assert described.box == ((tile, 64) if major == K_MAJOR else (64, 64))
-        assert described.swizzle == 128
-        # A row is given up by the cache once a tile has read it: no other tile may want it.
-        assert described.promotion == (128 if name == "a" and launch.constants["A_ONCE"] else 256)
-        value = described.tensor if major == K_MAJOR else described.tensor.t()
-    assert value.shape == shape
-    assert value.dtype == DTYPES[launch.constants["DTYPE"]]
-    return value
-
-
-def output(launch: Launch) -> torch.Tensor:
-    stored, out, shape = launch.constants["STORED"], launch["out"], (launch["rows"], launch["columns"])
-    assert out.dtype == DTYPES[launch.constants["OUT"]]
-    described = launch["map_out"]
-    if stored == 0:
-        assert described == bytes(128)
-        return out.as_strided(shape, (launch["out_row"], launch["out_column"]), out.storage_offset())
-    assert isinstance(described, Box)
-    height, width = described.box
-    assert launch.constants["TILE_M"] % 64 == 0
-    if stored == 1:
-        assert (height, width * out.itemsize) == (64, described.swizzle)
-        assert launch.constants["TILE_N"] % width == 0
-    else:
-        assert (width, described.swizzle, out.itemsize) == (64, 128, 2)
-        assert launch.constants["TILE_N"] % height == 0
-    value = described.tensor if stored == 1 else described.tensor.t()
-    assert value.shape == shape
-    return value
-
-
-def tree(a: torch.Tensor, b: torch.Tensor, segments: int, length: int) -> torch.Tensor:
-    """Return ``a @ b``; with several segments, the tree of their sums in FP32."""
-    if segments == 1:
-        return a.double() @ b.double()
-    parts = [
-        (a[:, first:end].double() @ b[first:end].double()).float()
-        for first, end in bounds(a.shape[1], segments, length)
-    ]
-    return tree_sum(parts)
-
-
-def det_gemm(launch: Launch) -> None:
-    have, rows, columns = launch.constants, launch["rows"], launch["columns"]
-    tiles = -(-rows // have["TILE_M"]) * -(-columns // have["TILE_N"])
-    cluster, sums_bytes = have["CLUSTER"], 64 * have["TILE_N"] * 4
-    assert launch.grid == (min(tiles, PROCESSORS) if cluster == 1 else tiles * cluster, 1, 1)
-    assert launch.block == 128 * (have["CONSUMERS"] + 1)
-    pieces = -(-have["TILE_N"] // 64) * 64 if have["B_MAJOR"] == MN_MAJOR else have["TILE_N"]
-    stages = have["STAGES"] * have["BOXES"] * (have["TILE_M"] + pieces) * 128
-    leaving = have["CONSUMERS"] * max(2 * 64 * 128 if have["STORED"] else 0, have["NEAR"] * sums_bytes)
-    # A segment's sums in registers, and those that wait for it there.
-    levels = have["SEGMENTS"].bit_length() - 1 - have["NEAR"] - have["FAR"]
-    assert (levels + 1) * have["TILE_N"] // 2 <= 192
-    if have["FAR"]:
-        assert launch["scratch"].numel() >= have["FAR"] * have["CONSUMERS"] * sums_bytes * launch.grid[0]
-    if have["SEGMENTS"] * cluster > 1:
-        assert not have["CONTINUES"]
-        assert PLAIN not in (have["A_MAJOR"], have["B_MAJOR"])
-        assert have["CONSUMERS"] == max(have["TILE_M"] // 64, 1)
-    if cluster > 1:
-        assert have["STORED"] == have["A_ONCE"] == 0
-        assert have["TILE_M"] % 64 == 0
-        assert have["TILE_M"] * (have["TILE_N"] + 8) * 4 <= stages
-    # The instruction reads 64 rows of every tile.
-    assert launch.shared >= stages + max(leaving, (64 - have["TILE_M"]) * 128) + 1024
-    assert have["STAGES"] >= 3
-    assert launch["group"] > 0
-    assert not have["A_ONCE"] or columns <= have["TILE_N"]
-    assert launch.pdl == (bool(have["A_ONCE"]) or (cluster > 1 and have["TILE_N"] > 128))
-    out = output(launch)
-    sums = tree(
-        operand(launch, "a", rows), operand(launch, "b", columns).t(), have["SEGMENTS"] * cluster, launch["length"]
-    )
-    if have["CONTINUES"]:
-        assert out.dtype == torch.float32
-        sums += out
-    if launch["bias_along"]:
-        bias = vector(launch["bias"], rows if launch["bias_along"] == 1 else columns).double()
-        assert launch["bias"].dtype == DTYPES[have["DTYPE"]]
-        sums += (bias[:, None] if launch["bias_along"] == 1 else bias).to(sums.dtype)
-    out.copy_(sums)
 
 
 def laid_out(x: torch.Tensor, layout: str) -> torch.Tensor:
@@ -137,7 +44,7 @@ def laid_out(x: torch.Tensor, layout: str) -> torch.Tensor:
 def hold(layouts: tuple[str, str], out_layout: str) -> None:
     """Hold products of operands that lie like this to their definition."""
     module = importlib.import_module(HOST)
-    recorder = Recorder({"det_gemm": det_gemm}, processors=PROCESSORS)
+    recorder = Recorder(STAND_INS, processors=PROCESSORS)
     with recorder.watching(HOST):
         for place, (m, n, k) in enumerate(SHAPES):
             draw = Draw((torch.float16, torch.bfloat16)[place % 2], seed=place)
@@ -157,7 +64,7 @@ def hold_schedules() -> None:
     """Every schedule of the table, on operands of each major, stored in each way."""
     module = importlib.import_module(HOST)
     schedules = [candidate.schedule for candidate in module.candidates()]
-    with Recorder({"det_gemm": det_gemm}, processors=PROCESSORS).watching(HOST):
+    with Recorder(STAND_INS, processors=PROCESSORS).watching(HOST):
         draw = Draw(torch.bfloat16, seed=3)
         for cut in schedules:
             m, n, k = (min(8, cut.columns), 200, 136) if cut.swapped else (300, 264, 136)
@@ -173,7 +80,7 @@ def hold_schedules() -> None:
 def hold_spread_output() -> None:
     """One row whose columns begin at multiples of 16 bytes: its transpose could have a map, its tile has no boxes."""
     draw = Draw(torch.bfloat16, seed=5)
-    with Recorder({"det_gemm": det_gemm}, processors=PROCESSORS).watching(HOST):
+    with Recorder(STAND_INS, processors=PROCESSORS).watching(HOST):
         a, b, out = draw.normal(1, 64), draw.normal(64, 40), torch.zeros(1, 40, 8)[..., 0]
         importlib.import_module(HOST).matmul(a, b, out)
         assert torch.equal(out, (a.double() @ b.double()).float())
@@ -182,16 +89,16 @@ def hold_spread_output() -> None:
 def hold_segments() -> None:
     """Every layout and schedule with segments; what TMA does not take is left to other launches."""
     module, backend = importlib.import_module(HOST), importlib.import_module(BACKEND)
-    recorder = Recorder({"det_gemm": det_gemm}, processors=PROCESSORS)
+    recorder = Recorder(STAND_INS, processors=PROCESSORS)
     with recorder.watching(HOST):
         for place, (left, right) in enumerate(PAIRS):
             draw = Draw((torch.float16, torch.bfloat16)[place % 2], seed=place)
             m, n, k = ((5, 200, 96), (200, 40, 264), (9, 8, 0))[place % 3]
             a, b = laid_out(draw.normal(m, k), left), laid_out(draw.normal(k, n), right)
             bias, length = draw.normal(2 * n)[::2], segment_length(k, 4)
-            product = tree(a, b, 4, length) + bias.float()
+            expected = product(a, b, 4, length) + bias.float()
             for dtype in (draw.dtype, torch.float32):
-                assert torch.equal(backend.segmented(a, b, bias, dtype, 4, length), product.to(dtype))
+                assert torch.equal(backend.segmented(a, b, bias, dtype, 4, length), expected.to(dtype))
         draw = Draw(torch.bfloat16, seed=1)
         for segments in (2, 4, 8):
             for one in importlib.import_module(SEGMENTED).in_segments(segments):
@@ -199,7 +106,7 @@ def hold_segments() -> None:
                 a, b = draw.normal(min(70, cut.columns) if cut.swapped else 70, 200), draw.normal(200, 136)
                 out, length = a.new_zeros(len(a), 136), segment_length(200, segments)
                 assert module.matmul(a, b, out, schedule=cut, segments=segments, length=length)
-                assert torch.equal(out, tree(a, b, segments, length).to(out.dtype))
+                assert torch.equal(out, product(a, b, segments, length).to(out.dtype))
     assert {launch.constants["CLUSTER"] for launch in recorder.launches} == {1, 2, 4, 8}
     assert {launch["columns"] * launch["rows"] for launch in recorder.launches if launch["length"]} > {
         5 * 200,
@@ -209,7 +116,7 @@ def hold_segments() -> None:
 
 def hold_dependent_launches() -> None:
     """Few rows begin while the kernel before still runs; the number of rows alone says which are few."""
-    recorder, draw = Recorder({"det_gemm": det_gemm}, processors=PROCESSORS), Draw(torch.float16, seed=2)
+    recorder, draw = Recorder(STAND_INS, processors=PROCESSORS), Draw(torch.float16, seed=2)
     with recorder.watching(HOST):
         for m in (1, FEW, FEW + 1):
             out = torch.zeros(m, 200)
@@ -221,7 +128,7 @@ def hold_weight_gradients() -> None:
     """The backend's own functions: what of the operands is transposed."""
     backend = importlib.import_module("rl_kernels.det_gemm.backends.cuda_sm90.backend")
     draw = Draw(torch.float16, seed=4)
-    with Recorder({"det_gemm": det_gemm}, processors=PROCESSORS).watching(HOST):
+    with Recorder(STAND_INS, processors=PROCESSORS).watching(HOST):
         a, dc, total = draw.normal(50, 40), draw.normal(50, 24), torch.randn(40, 24)
         gold = a.double().t() @ dc.double()
         assert torch.equal(backend.weight_gradient(a, dc, torch.float32), gold.float())

@@ -19,7 +19,7 @@ from rl_kernels.det_gemm import api, column_parallel_linear, det_linear, paralle
 from rl_kernels.det_gemm.segments import segment_length
 from rl_kernels.det_gemm.spec.mutants_cuda import PLANNED
 
-MATMUL = "rl_kernels.det_gemm.backends.cuda_sm90.matmul"
+MATMUL = "rl_kernels.core.cuda.gemm.matmul"
 PLAN = "rl_kernels.det_gemm.backends.cuda_sm90.planned"
 BACKEND = "rl_kernels.det_gemm.backends.cuda_sm90.backend"
 FAILURES = (AssertionError, RuntimeError, TypeError, KeyError)

@@ -13,15 +13,14 @@ import pytest
 import torch
 
 from rl_kernels.core.testing import Bug, lying, poisoned_empty
+from rl_kernels.core.testing.cuda_gemm import gemm
 from rl_kernels.core.testing.launches import Box, Launch, Recorder, strided, vector
 from rl_kernels.core.testing.planted import planted
-from rl_kernels.core.testing.triton_launches import TritonRecorder
-from rl_kernels.core.testing.triton_matmul import matmul
 from rl_kernels.linear_logp import vocab_shards, vocabulary
 from rl_kernels.linear_logp.spec.mutants_cuda import LAUNCHES, MODULES, SHARDS, SHOWN
 
 PACKAGE = "rl_kernels.linear_logp.backends.cuda_sm90"
-WATCHED = tuple(f"{PACKAGE}.{name}" for name in ("tiles", "backend", "backward"))
+WATCHED = (*(f"{PACKAGE}.{name}" for name in ("tiles", "backend", "backward")), "rl_kernels.core.cuda.gemm.matmul")
 FAILURES = (AssertionError, RuntimeError)
 Plant = Callable[[], AbstractContextManager[None]]
 STAGE, BOXES, PROCESSORS = (64 + 256) * 128, 2 * 64 * 128, 1
@@ -201,7 +200,7 @@ def add_rows(launch: Launch) -> None:
 
 
 STAND_INS = {one.__name__: one for one in (sort_tiles, states, merge_blocks, finish, gradient, add_rows)}
-STAND_INS["gradient_of_kept"] = gradient
+STAND_INS |= {"gradient_of_kept": gradient, "gemm": partial(gemm, processors=PROCESSORS)}
 KEPT = {4: 2560 - 2048, 9: 2560, 1: 9216 - 3072}
 """Columns that are kept of the calls below, by MiB."""
 CALL: dict[str, Any] = {"dtype": torch.float16, "size": 24, "layout": "row", "ids": torch.int64, "scale": 0.7}
@@ -352,15 +351,15 @@ def hold_shards(
 
 def hold_all(plant: Plant = nullcontext) -> None:
     """Hold every call, rows and columns cut into blocks and pieces."""
-    with TritonRecorder({"_matmul": matmul}).pretended(), plant():
-        products = importlib.import_module("rl_kernels.linear_logp.products")
+    with plant():
+        blocks = importlib.import_module("rl_kernels.linear_logp.blocks")
         backend = importlib.import_module(f"{PACKAGE}.backend")
         widths = set()
         for call in CALLS:
             recorder = Recorder(STAND_INS, processors=PROCESSORS)
             least = {"LEAST_PIECE": 1024, "LEAST_HEIGHT": 128}
             with (
-                patch.multiple(products, **least),
+                patch.multiple(blocks, **least),
                 patch.object(backend, "MOST_ROWS", 384),
                 recorder.watching(*WATCHED),
                 poisoned_empty(),

@@ -46,18 +46,18 @@ def _gradients(workspace_mib: int = 256, **options: Any) -> list[torch.Tensor]:
 
 def _cuts(monkeypatch: pytest.MonkeyPatch, **least: int) -> list[tuple[int, int]]:
     """Change the least that is worked on at once; return what will be."""
-    from rl_kernels.linear_logp import products
+    from rl_kernels.linear_logp import blocks
 
     for name, value in least.items():
-        monkeypatch.setattr(products, name, value)
+        monkeypatch.setattr(blocks, name, value)
     found: list[tuple[int, int]] = []
-    cut = products.Products.cut
+    cut = blocks.Blocks.cut
 
     def watched(self: Any, *args: Any) -> tuple[int, int]:
         found.append(cut(self, *args))
         return found[-1]
 
-    monkeypatch.setattr(products.Products, "cut", watched)
+    monkeypatch.setattr(blocks.Blocks, "cut", watched)
     return found
 
 
@@ -96,8 +96,8 @@ def test_main_grad_is_continued_in_pieces_and_blocks(monkeypatch: pytest.MonkeyP
 def test_cut_keeps_to_the_workspace(count: int, workspace_mib: int, dtype: torch.dtype) -> None:
     from rl_kernels.linear_logp.backends.triton.backward import Steps
     from rl_kernels.linear_logp.backends.triton.tiles import schedule_of
+    from rl_kernels.linear_logp.blocks import LEAST_HEIGHT, LEAST_PIECE
     from rl_kernels.linear_logp.inputs import Inputs
-    from rl_kernels.linear_logp.products import LEAST_HEIGHT, LEAST_PIECE
 
     size, vocab = 128, 151_936
     meta = {"device": "meta", "dtype": dtype}

@@ -302,8 +302,8 @@ def hold_all(plant: Plant = nullcontext) -> None:
         recorder = TritonRecorder({**STAND_INS, "_matmul": matmul}, arch=call.get("arch", "sm90"))
         with recorder.pretended(), plant(), poisoned_empty():
             backend = importlib.import_module("rl_kernels.linear_logp.backends.triton.backend")
-            products = importlib.import_module("rl_kernels.linear_logp.products")
-            with patch.multiple(products, LEAST_PIECE=1024, LEAST_HEIGHT=128):
+            blocks = importlib.import_module("rl_kernels.linear_logp.blocks")
+            with patch.multiple(blocks, LEAST_PIECE=1024, LEAST_HEIGHT=128):
                 held = hold({**CALL, **call}, backend)
                 check_blocks([launch for launch in recorder.launches if launch.name == "dlogits"])
                 hold_shards(*held, backend)

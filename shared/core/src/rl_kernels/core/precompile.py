@@ -124,7 +124,9 @@ def _programs(given: argparse.Namespace) -> list[tuple[str, Program]]:
     ]
     if not programs:
         raise ValueError(f"--arch: there are no kernels for {', '.join(archs)}")
-    return list(dict.fromkeys(programs))
+    # Operators that share a program compile it once.
+    first = {program: name for name, program in reversed(programs)}
+    return [(name, program) for program, name in reversed(first.items())]
 
 
 def _check_folder(out: Path | None) -> None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from rl_kernels.core.testing import Bug, Mutants
 
-MODULES = tuple(
-    f"rl_kernels.det_gemm.backends.cuda_sm90.{name}" for name in ("schedule", "segmented", "matmul", "backend")
+MODULES = (
+    *(f"rl_kernels.core.cuda.gemm.{name}" for name in ("schedule", "segmented", "matmul")),
+    "rl_kernels.det_gemm.backends.cuda_sm90.backend",
 )
 
 SHOWN = (

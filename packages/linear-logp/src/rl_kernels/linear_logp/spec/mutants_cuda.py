@@ -11,7 +11,7 @@ from rl_kernels.core.testing import Bug, Mutants
 HOST = "backends.cuda_sm90"
 MODULES = tuple(
     f"rl_kernels.linear_logp.{name}"
-    for name in ("inputs", "backward", f"{HOST}.tiles", "products", f"{HOST}.backward", f"{HOST}.backend")
+    for name in ("inputs", "backward", f"{HOST}.tiles", "blocks", f"{HOST}.backward", f"{HOST}.backend")
 )
 NORM = "logp, norm = like.new_empty(count, dtype=torch.float32), like.new_empty("
 
@@ -56,7 +56,7 @@ SHOWN = (
         "upstream.norm",
     ),
     Bug("bias gradient not summed", "if dbias is not None:\n            kernel(", "if False:\n            kernel("),
-    Bug("rows of hidden reversed in dW", "gemm.matmul(dz.t(), hidden, out", "gemm.matmul(dz.t(), hidden.flip(0), out"),
+    Bug("rows of hidden reversed in dW", "matmul(dz.t(), hidden, out", "matmul(dz.t(), hidden.flip(0), out"),
 )
 """Bugs that give wrong numbers."""
 
@@ -162,8 +162,8 @@ LAUNCHES = (
     ),
     Bug(
         "tensor map of hidden without the aligned copy",
-        "hidden, width = copyable(block.hidden), columns",
-        "hidden, width = block.hidden, columns",
+        "Steps(), copyable(hidden)",
+        "Steps(), hidden",
     ),
     Bug("dz rows not padded to whole blocks", "ceil_div(width, BLOCK) * BLOCK))[:, :width]", "width))"),
     Bug("sums over rows rounded down", "(-(-count // SUMMED), width)", "(max(count // SUMMED, 1), width)"),

@@ -12,7 +12,7 @@ MODULES = tuple(
     f"rl_kernels.linear_logp.{name}"
     for name in (
         *("vocabulary", "inputs", "packing", "tree", "backward", "backends.triton.kernels", "backends.triton.tiles"),
-        *("products", "backends.triton.backward", "backends.triton.backend"),
+        *("blocks", "backends.triton.backward", "backends.triton.backend"),
     )
 )
 MODULES = ("rl_kernels.core.triton_lib.softcap", *MODULES)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from rl_kernels.core.cuda.gemm.matmul import matmul, programs_of
 from rl_kernels.core.cuda.program import Program
-from rl_kernels.det_gemm.backends.cuda_sm90.matmul import matmul, programs_of
 from rl_kernels.det_gemm.backends.cuda_sm90.planned import plan_linear as plan_linear
 from rl_kernels.det_gemm.segments import bounds, merged
 

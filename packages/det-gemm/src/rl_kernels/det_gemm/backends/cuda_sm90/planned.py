@@ -11,10 +11,10 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from rl_kernels.core.cuda.gemm.matmul import ALIGNED, NO_MAP, SIGNATURE, Box, plan_of, scratch_of
 from rl_kernels.core.cuda.launch import kernel
 from rl_kernels.core.gpu import processors
 from rl_kernels.core.torchlib import are_plain
-from rl_kernels.det_gemm.backends.cuda_sm90.matmul import ALIGNED, NO_MAP, SIGNATURE, Box, plan_of, scratch_of
 from rl_kernels.det_gemm.segments import segment_length
 
 KEPT = 1 << 14
@@ -145,7 +145,7 @@ class Product:
         if plan is None:
             return
         self._plan = plan
-        self._kernel = kernel(plan.program, "det_gemm", SIGNATURE, a.device)
+        self._kernel = kernel(plan.program, "gemm", SIGNATURE, a.device)
         self._numbers = *plan.strides, *plan.sizes, 0 if bias is None else plan.along, plan.length
         given = (right, left, target) if plan.flipped else (left, right, target)
         self._maps = tuple(

@@ -11,10 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from rl_kernels.core.cuda.gemm.matmul import programs_of
 from rl_kernels.core.cuda.launch import kernel
 from rl_kernels.core.cuda.program import Program
 from rl_kernels.core.cuda.tensor_map import tensor_map
 from rl_kernels.linear_logp import kept, packing
+from rl_kernels.linear_logp.backends.cuda_sm90 import backward as cuda_backward
 from rl_kernels.linear_logp.backends.cuda_sm90.tiles import (
     BACKWARD,
     BLOCK,
@@ -120,10 +122,7 @@ def finish(
 
 
 def backward(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (dhidden, dweight, dbias), each empty if not needed, as ``products.backward`` does."""
-    # Imported here: the CUDA kernels are also compiled on machines without Triton.
-    from rl_kernels.linear_logp.backends.cuda_sm90 import backward as cuda_backward
-
+    """Return (dhidden, dweight, dbias), each empty if not needed, as ``blocks.backward`` does."""
     return cuda_backward.backward(*args)
 
 
@@ -137,7 +136,7 @@ def programs(arch: str) -> list[Program]:
     """Return the programs compiled for a target: all of them for ``sm_90a``, none for others."""
     if arch != "sm_90a":
         return []
-    return [
+    return programs_of(arch) + [
         program(file, dtype, cut, entropy=entropy, capped=capped, keeps=keeps)
         for file, keeps in ((FORWARD, False), (FORWARD, True), (BACKWARD, False))
         for dtype in CODES

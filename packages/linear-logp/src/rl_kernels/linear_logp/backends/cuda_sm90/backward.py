@@ -1,7 +1,7 @@
-"""The backward pass of ``cuda-sm90``: dz in CUDA C++, the two products in Triton.
+"""The backward pass of ``cuda-sm90``: dz, and the product of core.
 
 dbias is a chain over tokens whose terms are sums of 16 tokens. Everything else is as in ``backward.py`` and
-``products.py`` of the package.
+``blocks.py`` of the package.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
+from rl_kernels.core.cuda.gemm.matmul import matmul
 from rl_kernels.core.cuda.launch import kernel
 from rl_kernels.core.cuda.tensor_map import tensor_map
 from rl_kernels.core.rowwise import LogpUpstream
-from rl_kernels.linear_logp import products
+from rl_kernels.linear_logp import blocks
 from rl_kernels.linear_logp.backends.cuda_sm90.tiles import (
     BACKWARD,
     BLOCK,
@@ -33,7 +34,7 @@ KEPT_THREADS, KEPT_COLUMNS = 128, 512
 """Threads and columns of a block that reads kept logits; it has as many rows as are summed."""
 
 
-class Steps(products.Products):
+class Steps(blocks.Blocks):
     """One piece of the vocabulary for one block of rows of the backward pass."""
 
     def summed(self, hidden: torch.Tensor) -> int:
@@ -44,9 +45,8 @@ class Steps(products.Products):
         self, block: Inputs, upstream: LogpUpstream, columns: slice, dbias: torch.Tensor | None, dz: torch.Tensor
     ) -> None:
         """Write dz, rounded, and add its row sum to dbias."""
-        hidden, width = copyable(block.hidden), columns.stop - columns.start
+        hidden, width = block.hidden, columns.stop - columns.start
         count, device = len(hidden), hidden.device
-        block = block._replace(weight=copyable(block.weight))
         operands = Operands.of(block, hidden)
         cut = operands.cut
         sums = None if dbias is None else hidden.new_empty((-(-count // SUMMED), width), dtype=torch.float32)
@@ -77,10 +77,18 @@ class Steps(products.Products):
         if dbias is not None:
             kernel(made, "add_rows", "PPii", device).launch(-(-width // 256), 256, sums, dbias, count, width)
 
+    def add_dhidden(self, dz: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, continues: bool) -> None:
+        """Write ``dz @ weight`` to ``out``, or continue the chain that ``out`` holds."""
+        matmul(dz, weight, out, continues=continues)
+
+    def add_dweight(self, dz: torch.Tensor, hidden: torch.Tensor, out: torch.Tensor, *, continues: bool) -> None:
+        """Write ``dz^T @ hidden`` to ``out``, or continue the chain that ``out`` holds."""
+        matmul(dz.t(), hidden, out, continues=continues)
+
 
 def backward(
     hidden: torch.Tensor, weight: torch.Tensor, *others: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (dhidden, dweight, dbias), empty if not needed; with ``main_grad``, dweight is added to it instead."""
-    # The weight is copied once here, not for each piece.
-    return products.backward(Steps(), hidden, copyable(weight), *others)
+    # What TMA cannot read is copied once here, not for each piece.
+    return blocks.backward(Steps(), copyable(hidden), copyable(weight), *others)

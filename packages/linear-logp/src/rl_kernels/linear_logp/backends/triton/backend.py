@@ -17,7 +17,7 @@ from rl_kernels.core.gpu import device_of
 from rl_kernels.core.triton_lib import gemm
 from rl_kernels.core.triton_lib.launch import INTERPRETED, ceil_div
 from rl_kernels.core.triton_lib.schedule import processors
-from rl_kernels.linear_logp import kept, packing, products
+from rl_kernels.linear_logp import blocks, kept, packing
 from rl_kernels.linear_logp.backends.triton import kernels
 from rl_kernels.linear_logp.backends.triton.backward import Steps
 from rl_kernels.linear_logp.backends.triton.tiles import NO_CAP, bias_of, number_or_rows, schedule_of
@@ -58,8 +58,8 @@ def forward_stats(
 
 
 def backward(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (dhidden, dweight, dbias), each empty if not needed, as ``products.backward`` does."""
-    return products.backward(Steps(), *args)
+    """Return (dhidden, dweight, dbias), each empty if not needed, as ``blocks.backward`` does."""
+    return blocks.backward(Steps(), *args)
 
 
 def backward_main_grad(*args: object) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""The backward pass of the Triton backend: dz, and the products that the GPU backends share."""
+"""The backward pass of the Triton backend."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rl_kernels.core.rowwise import LogpUpstream
 from rl_kernels.core.triton_lib import gemm
 from rl_kernels.core.triton_lib.launch import ceil_div
 from rl_kernels.core.triton_lib.schedule import processors
-from rl_kernels.linear_logp import products
+from rl_kernels.linear_logp import blocks
 from rl_kernels.linear_logp.backends.triton import kernels
 from rl_kernels.linear_logp.backends.triton.tiles import NO_CAP, bias_of, number_or_rows, schedule_of
 from rl_kernels.linear_logp.inputs import Inputs
@@ -20,7 +20,7 @@ KEPT_ROWS = 32
 """Rows of a tile whose logits are kept: it is bound by memory, and more rows would not fit in registers."""
 
 
-class Steps(products.Products):
+class Steps(blocks.Blocks):
     """One piece of the vocabulary for one block of rows of the backward pass."""
 
     def summed(self, hidden: torch.Tensor) -> int:
@@ -90,3 +90,11 @@ class Steps(products.Products):
                 kernels.add_tiles[(ceil_div(width, kernels.BLOCK.value),)](
                     partial, dbias, row_tiles, width, num_warps=4
                 )
+
+    def add_dhidden(self, dz: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, continues: bool) -> None:
+        """Write ``dz @ weight`` to ``out``, or continue the chain that ``out`` holds."""
+        gemm.matmul(dz, weight, out, continues=continues, span=blocks.BLOCK)
+
+    def add_dweight(self, dz: torch.Tensor, hidden: torch.Tensor, out: torch.Tensor, *, continues: bool) -> None:
+        """Write ``dz^T @ hidden`` to ``out``, or continue the chain that ``out`` holds."""
+        gemm.matmul(dz.t(), hidden, out, continues=continues)

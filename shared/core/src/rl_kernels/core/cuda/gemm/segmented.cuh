@@ -1,4 +1,4 @@
-// The consumer of det_gemm_sm90.cu with segments: the chains of a block, where sums wait, and the merge over a cluster.
+// The consumer of gemm_sm90.cu with segments: the chains of a block, where sums wait, and the merge over a cluster.
 #pragma once
 
 #include "tile.cuh"

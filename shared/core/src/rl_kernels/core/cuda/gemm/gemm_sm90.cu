@@ -1,4 +1,4 @@
-// det_gemm on Hopper: out[rows, columns] = a[rows, inner] b[columns, inner]^T (+ bias), one FP32 chain per element.
+// A matrix product on Hopper: out[rows, columns] = a[rows, inner] b[columns, inner]^T (+ bias), one FP32 chain per element.
 //
 // Order of every sum, which is the contract: acc = 0, or with CONTINUES what out holds; for k = 0, 16, 32, ...
 // ascending acc = wgmma(acc, a[:, k:k+16], b[:, k:k+16]), with zeros beyond the edges; + bias in FP32; rounded once. No
@@ -145,7 +145,7 @@ __device__ void consume(const Args& p, const Ring& ring, const TensorMap& map_ou
 #endif
 
 extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1)
-    det_gemm(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
+    gemm(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
              const __grid_constant__ TensorMap map_out, const __grid_constant__ Args p) {
     const Ring ring;
     ring.open(ANY_PLAIN ? 1 + WARPGROUP : 1, SHARERS);

@@ -9,7 +9,7 @@ import functools
 from collections.abc import Iterator
 from dataclasses import replace
 
-from rl_kernels.det_gemm.backends.cuda_sm90.schedule import (
+from rl_kernels.core.cuda.gemm.schedule import (
     BOX,
     MN_MAJOR,
     SHALLOWEST,

@@ -7,12 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rl_kernels.core.cuda.launch import kernel
-from rl_kernels.core.cuda.program import Program
-from rl_kernels.core.cuda.signature import MAP_SIZE
-from rl_kernels.core.cuda.tensor_map import tensor_map
-from rl_kernels.core.gpu import processors
-from rl_kernels.det_gemm.backends.cuda_sm90.schedule import (
+from rl_kernels.core.cuda.gemm.schedule import (
     BOX,
     HALF,
     K_MAJOR,
@@ -24,7 +19,12 @@ from rl_kernels.det_gemm.backends.cuda_sm90.schedule import (
     candidates,
     schedule_for,
 )
-from rl_kernels.det_gemm.backends.cuda_sm90.segmented import schedule_of_segments
+from rl_kernels.core.cuda.gemm.segmented import schedule_of_segments
+from rl_kernels.core.cuda.launch import kernel
+from rl_kernels.core.cuda.program import Program
+from rl_kernels.core.cuda.signature import MAP_SIZE
+from rl_kernels.core.cuda.tensor_map import tensor_map
+from rl_kernels.core.gpu import processors
 
 HALVES = (torch.bfloat16, torch.float16)
 CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -74,7 +74,7 @@ def matmul(
     left, right = (b, a) if plan.flipped else (a, b)
     if bias is not None:
         bias = bias.contiguous()
-    kernel(plan.program, "det_gemm", SIGNATURE, a.device).launch(
+    kernel(plan.program, "gemm", SIGNATURE, a.device).launch(
         plan.grid,
         plan.block,
         *(NO_MAP if box is None else box.of(x) for box, x in zip(plan.boxes, (left, right, out), strict=True)),
@@ -271,13 +271,13 @@ def program(
         "NEAR": cut.near,
         "FAR": cut.far,
     }
-    return Program("rl_kernels.det_gemm.backends.cuda_sm90", "det_gemm_sm90.cu", "sm_90a", tuple(defines.items()))
+    return Program("rl_kernels.core.cuda.gemm", "gemm_sm90.cu", "sm_90a", tuple(defines.items()))
 
 
 def programs_of(arch: str) -> list[Program]:
     """Return the programs of a target: every schedule that may be chosen, with aligned operands and output.
 
-    Kernels for other operands, and for other output dtypes than a weight gradient's, are compiled at first use.
+    Kernels for other operands, and for other output dtypes than those of gradients, are compiled at first use.
     """
     if arch != "sm_90a":
         return []
@@ -294,9 +294,14 @@ def programs_of(arch: str) -> list[Program]:
 
 
 def _outputs_of(cut: Schedule, majors: tuple[int, int], dtype: torch.dtype) -> list[tuple[torch.dtype, int, bool]]:
-    """Return the ways to store an aligned output: the operands' dtype; FP32 too for unswapped weight gradients."""
+    """Return the ways to store an aligned output: the operands' dtype; FP32 too for gradients.
+
+    Those are ``dc @ weight``, whose right operand is read along its rows, and unswapped also ``a^T @ dc``.
+    """
     own = (dtype, BY_STRIDES if not cut.in_boxes else TRANSPOSED if cut.swapped else BOXES, False)
-    if cut.swapped or majors != (MN_MAJOR, MN_MAJOR):
+    if cut.swapped:
+        return [own, (torch.float32, BY_STRIDES, False)] if majors == (MN_MAJOR, K_MAJOR) else [own]
+    if majors[1] != MN_MAJOR:
         return [own]
     return [own, (torch.float32, BOXES, False), (torch.float32, BOXES, True)]
 

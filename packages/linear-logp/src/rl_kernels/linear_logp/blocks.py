@@ -1,4 +1,4 @@
-"""The backward pass of the GPU backends: how it is cut into blocks, and its two products in Triton.
+"""The backward pass of the GPU backends, as far as they share it: how it is cut into blocks.
 
 dH is a canonical chain over the vocabulary, or over each of its segments; dW one over the tokens. For FP32 inputs the
 chain of dH has spans of 256 columns.
@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import torch
 
 from rl_kernels.core.rowwise import LogpUpstream
-from rl_kernels.core.triton_lib import gemm
 from rl_kernels.linear_logp.backward import Steps, gradients
 from rl_kernels.linear_logp.inputs import Inputs
 
@@ -59,8 +58,8 @@ def ceil_div(n: int, d: int) -> int:
     return -(-n // d)
 
 
-class Products:
-    """The steps of the backward pass except dz, which each backend computes in its own kernel."""
+class Blocks:
+    """The blocks of the backward pass; dz and the two products are each backend's own."""
 
     def summed(self, hidden: torch.Tensor) -> int:
         """Return how many rows are summed into one term of dbias."""
@@ -82,11 +81,3 @@ class Products:
             return ceil_div(piece, BLOCK) * BLOCK, ceil_div(count, TOKENS) * TOKENS
         height = (workspace - 4 * LEAST_PIECE * size) * tile // (LEAST_PIECE * (item * tile + part))
         return LEAST_PIECE, max(height, LEAST_HEIGHT) // TOKENS * TOKENS
-
-    def add_dhidden(self, dz: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, continues: bool) -> None:
-        """Write ``dz @ weight`` to ``out``, or continue the chain that ``out`` holds."""
-        gemm.matmul(dz, weight, out, continues=continues, span=BLOCK)
-
-    def add_dweight(self, dz: torch.Tensor, hidden: torch.Tensor, out: torch.Tensor, *, continues: bool) -> None:
-        """Write ``dz^T @ hidden`` to ``out``, or continue the chain that ``out`` holds."""
-        gemm.matmul(dz.t(), hidden, out, continues=continues)

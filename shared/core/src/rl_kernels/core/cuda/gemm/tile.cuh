@@ -1,4 +1,4 @@
-// The arguments and constants of det_gemm_sm90.cu, the tiles of a block, and a consumer thread's part of a tile.
+// The arguments and constants of gemm_sm90.cu, the tiles of a block, and a consumer thread's part of a tile.
 #pragma once
 
 #include <rl_kernels/boxes.cuh>

@@ -1,4 +1,4 @@
-"""Schedules of ``det_gemm_sm90.cu`` on a Hopper GPU, from a fixed table: nothing is timed at run time.
+"""Schedules of ``gemm_sm90.cu`` on a Hopper GPU, from a fixed table: nothing is timed at run time.
 
 All schedules give the same bits, so the choice may depend on all sizes: it is the one with the least expected time.
 ``tuned/h200.json`` holds the speed of each. ``tools/tune_matmul.py`` measured most of them; those for 33 to 64 rows
@@ -205,4 +205,4 @@ def operands_of(cut: Schedule, majors: tuple[int, int]) -> tuple[int, int]:
 @functools.cache
 def candidates() -> tuple[Candidate, ...]:
     """Return all schedules with their measured speeds."""
-    return entry("rl_kernels.det_gemm.backends.cuda_sm90", "cuda", kind=tuple[Candidate, ...])
+    return entry("rl_kernels.core.cuda.gemm", "matmul", kind=tuple[Candidate, ...])
