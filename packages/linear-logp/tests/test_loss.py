@@ -33,11 +33,11 @@ class Batch:
         dtype: torch.dtype,
         device: str,
         *,
-        size: int = 24,
-        vocab: int = 2300,
         packed: bool,
+        sizes: tuple[int, int] = (24, 2300),
     ) -> None:
         """Draw the operands."""
+        size, vocab = sizes
         options, draw = dict(options), Draw(dtype, seed=5, device=device)
         lengths = LENGTHS if packed else (30,) * 9
         count = sum(lengths)

@@ -13,6 +13,8 @@
 //   turns      ping-pong of two consumers, each with tiles of at most 64 rows: one multiplies while the other stores
 //              its tile, or loads the accumulators that it continues
 //   stage      64 BOXES terms of K of both operands of a tile in shared memory, swizzled; a ring of STAGES
+//   continued  the sums that a tile continues come through the ring too, in its first stages, if the output is stored in
+//              boxes and TMA loads both operands; else its consumers read them by strides
 //   epilogue   a consumer's tile goes through two boxes in shared memory (boxes.cuh), or is stored by strides
 //
 // Defines: DTYPE 1 BF16, 2 FP16; TILE_M, TILE_N, CONSUMERS, BOXES, STAGES; A_MAJOR and B_MAJOR: 0 terms of K
@@ -48,13 +50,30 @@ __device__ void gather(char* tile, const void* source, i64 row_step, i64 inner_s
     }
 }
 
+#if BRINGS
+// Starts the copies of the output's boxes that are in stage `index` of a tile: the sums that its chains continue.
+__device__ void bring(const Ring& ring, int stage, int index, const TensorMap& map_out, const Tiles& tile) {
+    const int first = index * PER_STAGE, count = min(PER_STAGE, BOXES_OF_TILE - first);
+    ring.full[stage].arrive_expecting(count * OutBoxes::BOX);
+    for (int i = 0; i < count; ++i) {
+        const int box = first + i, row = tile.row + box % SHARERS * MMA_M;
+        load_box<true>(ring.a(stage) + i * OutBoxes::BOX, map_out, row, tile.column + box / SHARERS * OutBoxes::WIDTH,
+                       ring.full[stage]);
+    }
+}
+#endif
+
 // Run by one elected thread if TMA loads both operands, else by the whole warpgroup.
-__device__ void produce(const Args& p, const Ring& ring, const TensorMap& map_a, const TensorMap& map_b) {
+__device__ void produce(const Args& p, const Ring& ring, const TensorMap& map_a, const TensorMap& map_b,
+                        [[maybe_unused]] const TensorMap& map_out) {
     const bool leads = !ANY_PLAIN || threadIdx.x == 0;
     if (leads && !A_PLAIN) prefetch(map_a);
     if (leads && !B_PLAIN) prefetch(map_b);
     Ring::Slot slot;
     for (Tiles tile(p); !tile.done(); tile.advance()) {
+#if BRINGS
+        ring.produce(slot, FIRST_STAGES, [&](int stage, int step) { bring(ring, stage, step / Ring::INNER, map_out, tile); });
+#endif
         for (int index = 0; index < SEGMENTS; ++index) {
             const Span span = span_of(p, index);
             ring.produce(slot, span.stages + (span.rest > 0), [&](int stage, int step) {
@@ -75,12 +94,30 @@ __device__ void produce(const Args& p, const Ring& ring, const TensorMap& map_a,
 
 // ---- consumers ----
 
-__device__ void begin(const Args& p, const Mine& mine, const Tiles& tile, Sums& d) {
+#if BRINGS
+// The sums that a tile's chains continue, from the first stages of the tile.
+__device__ void begin(const Args&, const Ring& ring, Ring::Slot& slot, const Mine& mine, const Tiles&, Sums& d) {
+#pragma unroll
+    for (int index = 0; index < FIRST_STAGES; ++index) {
+        ring.full[slot.stage].wait(slot.parity);
+#pragma unroll
+        for (int i = 0; i < PER_STAGE; ++i) {
+            const int block = (index * PER_STAGE + i) / SHARERS, part = (index * PER_STAGE + i) % SHARERS;
+            if (block * OutBoxes::WIDTH < TILE_N && part == mine.part)
+                OutBoxes::read(ring.a(slot.stage) + i * OutBoxes::BOX, block * OutBoxes::WIDTH, d);
+        }
+        give_back(ring.empty[slot.stage]);
+        slot.advance();
+    }
+}
+#else
+__device__ void begin(const Args& p, const Ring&, Ring::Slot&, const Mine& mine, const Tiles& tile, Sums& d) {
 #pragma unroll
     for (int i = 0; i < TILE_N / 2; ++i) d[i] = 0.0f;
     if constexpr (CONTINUES)
         each_inside(p, mine, tile, d, [](float& sum, const char* at) { sum = *reinterpret_cast<const float*>(at); });
 }
+#endif
 
 // Adds a bias with one number per row (BY_ROW) or per column.
 template <bool BY_ROW>
@@ -110,24 +147,25 @@ __device__ void store(const Ring&, const Args& p, const Mine& mine, const Tiles&
 
 __device__ void consume(const Args& p, const Ring& ring, const TensorMap& map_out) {
     const Mine mine;
-    const int stages = Ring::stages_of(p.inner);
+    const int stages = Ring::stages_of(p.inner), of_tile = FIRST_STAGES + stages;
     Ring::Slot slot;
     Tiles tile(p);
     Turns turns(ring.turns, mine.group);
-    if (TURNS && mine.group == 1) tile.advance(), slot.skip(stages);
+    if (TURNS && mine.group == 1) tile.advance(), slot.skip(of_tile);
     for (; !tile.done(); tile.advance(TURNS ? 2 : 1)) {
         Sums d;
         if constexpr (SEGMENTED) {
             add_segments<SEGMENTS>(p, ring, slot, mine, 0, d);
         } else {
-            begin(p, mine, tile, d);
-            if constexpr (TURNS) turns.wait();
+            if constexpr (TURNS && FIRST_STAGES) turns.wait();
+            begin(p, ring, slot, mine, tile, d);
+            if constexpr (TURNS && !FIRST_STAGES) turns.wait();
             ring.mainloop<TURNS>(slot, stages, mine.part, turns, d);
         }
 #if CLUSTER > 1
         merge_blocks(ring, p, mine, tile, d);
 #else
-        if constexpr (TURNS) slot.skip(stages);
+        if constexpr (TURNS) slot.skip(of_tile);
         if (p.bias_along == 1) add_bias<true>(p, mine, tile, d);
         if (p.bias_along == 2) add_bias<false>(p, mine, tile, d);
         store(ring, p, mine, tile, map_out, d);
@@ -153,7 +191,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1)
     launch_dependents();
     if (warp_index() < WARPS_OF_GROUP) {
         if constexpr (MOVES_REGISTERS) give_registers<40>();
-        if (ANY_PLAIN || (warp_index() == 0 && elected())) produce(p, ring, map_a, map_b);
+        if (ANY_PLAIN || (warp_index() == 0 && elected())) produce(p, ring, map_a, map_b, map_out);
     } else {
         if constexpr (MOVES_REGISTERS) take_registers<232>();
         consume(p, ring, map_out);

@@ -90,6 +90,18 @@ __device__ Span span_of(const Args& p, int index) {
 
 using Sums = float[TILE_N / 2];
 
+// Continued sums come in boxes of the output. PER_STAGE of them fit into a stage, FIRST_STAGES hold those of a tile: box
+// `block * SHARERS + part` has 64 rows of a consumer, and columns from block * WIDTH on.
+#define BRINGS (CONTINUES && STORED == 1 && A_MAJOR != 2 && B_MAJOR != 2)
+#if BRINGS
+using OutBoxes = Outgoing<Out, TILE_N, false>;
+constexpr int PER_STAGE = Ring::BYTES / OutBoxes::BOX, BOXES_OF_TILE = TILE_N / OutBoxes::WIDTH * SHARERS;
+constexpr int FIRST_STAGES = (BOXES_OF_TILE + PER_STAGE - 1) / PER_STAGE;
+static_assert(Out::SIZE == 4 && PER_STAGE > 0, "sums are FP32, and fit");
+#else
+constexpr int FIRST_STAGES = 0;
+#endif
+
 // A consumer thread's part of a tile: row and column of the first of its accumulators (wgmma.cuh). part: which 64 rows.
 struct Mine {
     int group, part, thread, row, column;

@@ -65,6 +65,18 @@ struct Outgoing {
         }
     }
 
+    // Reads the tile's columns first .. first + WIDTH - 1 from a box of FP32 numbers.
+    __device__ static void read(const char* box, int first, Sums& d) {
+        static_assert(T::SIZE == 4, "sums");
+        const Fragment mine;
+#pragma unroll
+        for (int i = 0; i < WIDTH / 2; i += 2) {
+            const int y = mine.row + i / 2 % 2 * 8, x = mine.column + i / 4 * 8;
+            const float2 two = *reinterpret_cast<const float2*>(box + swizzled<ROW>(y * ROW + x * T::SIZE));
+            d[first / 2 + i] = two.x, d[first / 2 + i + 1] = two.y;
+        }
+    }
+
     // Stores the whole tile, its first element at (row, column) of the output. `boxes`: two boxes of this warpgroup's
     // own. `id`: its named barrier (sync_threads). At the end of the kernel thread 0 of the warpgroup must wait for its
     // stores (stores_read).
