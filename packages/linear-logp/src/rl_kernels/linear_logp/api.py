@@ -88,7 +88,7 @@ def linear_logp(
     known: Known | None = None,
     check_rows: int = 8,
     workspace_mib: int | None = None,
-    saved_mib: int = 0,
+    saved_mib: int | None = None,
     process_group: ProcessGroup | DeviceMesh | None = None,
     vocab_start: int | None = None,
     vocab_size: int | None = None,
@@ -145,11 +145,12 @@ def linear_logp(
             buffer for the gradient of ``hidden`` and, with ``ignore_index``, a copy of ``hidden`` if the weight needs a
             gradient. If the limit is below these plus the smallest block that the backend works on, backward uses that
             much. With ``vocab_segments=8`` up to three further buffers come on top. None: as much as makes backward
-            fast, for N tokens ``4 N D + 65536 N`` bytes (N at most 16384 in the second term), at least 256 MiB. It
+            fast, for N tokens ``4 N D + 67584 N`` bytes (N at most 16384 in the second term), at least 256 MiB. It
             changes no bit.
         saved_mib: MiB, an integer >= 0: at most this much of the logits, those of the last columns, stays in memory
             from the forward to the backward pass, which then does not form them again. A logit takes 4 bytes, 8 for
-            FP64 inputs. It changes no bit. Without gradients nothing is kept.
+            FP64 inputs. None: all of at most 64 tokens (37 MiB for 151936 entries), of more tokens nothing. It changes
+            no bit. Without gradients nothing is kept.
         process_group: 1, 2, 4 or 8 ranks that share the vocabulary: a ``ProcessGroup``, or one dim of a
             ``DeviceMesh``. None: this process has all of it.
         vocab_start: the first row of this rank's shard, or None; it must be that of ``vocab_shards``.

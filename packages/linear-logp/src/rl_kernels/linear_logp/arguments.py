@@ -29,7 +29,7 @@ class Keywords(TypedDict, total=False):
     known: Known | None
     check_rows: int
     workspace_mib: int | None
-    saved_mib: int
+    saved_mib: int | None
     process_group: ProcessGroup | DeviceMesh | None
     vocab_start: int | None
     vocab_size: int | None
@@ -50,7 +50,7 @@ class Options(NamedTuple):
     known: Known | None
     check_rows: int
     workspace_mib: int | None
-    saved_mib: int
+    saved_mib: int | None
     vocab_start: int | None
     vocab_size: int | None
     vocab_segments: int | None
@@ -191,7 +191,8 @@ def _validate(
     check.ignore_index(ignored, target_ids)
     if options.workspace_mib is not None:
         check.integer("workspace_mib", options.workspace_mib, least=1)
-    check.integer("saved_mib", options.saved_mib, least=0)
+    if options.saved_mib is not None:
+        check.integer("saved_mib", options.saved_mib, least=0)
     check.backend_name(options.backend)
     check.integer("check_rows", options.check_rows, least=0)
     if options.known is not None:

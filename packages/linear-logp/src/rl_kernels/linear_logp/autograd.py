@@ -32,7 +32,7 @@ def forward(
     ignore_index: int | None,
     cap: torch.Tensor | None,
     return_stats: bool,
-    saved_mib: int,
+    saved_mib: int | None,
     backend: str,
     known: Known | None = None,
 ) -> tuple[torch.Tensor, ...]:
@@ -54,9 +54,11 @@ def forward(
     ranks = shard.group.size()
     slots = shard.slots(ranks)
     found = []
+    if saved_mib is None and hidden.shape[0] > ROWS:
+        saved_mib = 0
     # At least one slice; only one if logits are kept, because joining those of several would copy them.
-    count = max(len(hidden), 1)
-    for rows in slices(count, count if saved_mib else ROWS):
+    count = max(hidden.shape[0], 1)
+    for rows in slices(count, count if saved_mib or saved_mib is None else ROWS):
         ids, scale = target_ids[rows], temperature[rows] if temperature.ndim else temperature
         given = hidden[rows], weight, ids, bias, scale, ignore_index, cap
         packed, kept = ops["states"](*given, shard.start, slots, return_stats, saved_mib, backend)
@@ -118,7 +120,7 @@ class LinearLogp(torch.autograd.Function):
         cap: torch.Tensor | None,
         main_grad: torch.Tensor | None,
         workspace_mib: int | None,
-        saved_mib: int,
+        saved_mib: int | None,
         return_stats: bool,
         vocab_start: int,
         vocab_size: int,

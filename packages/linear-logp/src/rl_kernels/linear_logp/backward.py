@@ -25,8 +25,8 @@ from rl_kernels.linear_logp.inputs import Inputs, slices
 from rl_kernels.linear_logp.tree import Tree
 from rl_kernels.linear_logp.vocabulary import SEGMENTS, vocab_shards
 
-COLUMNS, MOST_ROWS, LEAST = 32768, 16384, 256 << 20
-"""Of the default workspace: columns of dz, rows that they are counted for, and the least bytes."""
+COLUMNS, MOST_ROWS, LEAST = 33792, 16384, 256 << 20
+"""Of the default workspace: columns of dz, 256 for each of 132 multiprocessors; rows that count; and least bytes."""
 
 
 def default_workspace(hidden: torch.Tensor) -> int:
@@ -109,7 +109,7 @@ def gradients(
     if needed[0] and inputs.ignore_index is not None:
         # dz of ignored rows is 0, but 0 times a weight of NaN or inf is NaN.
         dhidden.masked_fill_((inputs.target_ids == inputs.ignore_index)[:, None], 0.0)
-    dbias = dbias.to(hidden.dtype) if bias_total is None else hidden.new_empty(0)
+    dbias = dbias.to(hidden.dtype) if needed[2] and bias_total is None else hidden.new_empty(0)
     return dhidden if partial else dhidden.to(hidden.dtype), dweight, dbias
 
 
@@ -132,17 +132,17 @@ class _Loop(NamedTuple):
             self._piece(columns, dhidden, continues=part.start > 0)
 
     def _piece(self, columns: slice, dhidden: torch.Tensor, *, continues: bool) -> None:
-        inputs, count, main_grad = self.inputs, len(self.inputs.hidden), self.main_grad
+        inputs, count, main_grad = self.inputs, self.inputs.hidden.shape[0], self.main_grad
         total = None
         if self.needed[1]:
             total = _weight_total(self.dweight, main_grad, columns, in_blocks=self.height < count)
         for rows in slices(count, self.height):
             dz = self._dlogits(rows, columns)
             if self.needed[0]:
-                self.steps.add_dhidden(dz, inputs.weight[columns], dhidden[rows], continues=continues)
+                self.steps.add_dhidden(dz, _part(inputs.weight, columns), _part(dhidden, rows), continues=continues)
             if total is not None:
                 in_turn = rows.start > 0 or main_grad is not None
-                self.steps.add_dweight(dz, inputs.hidden[rows], total, continues=in_turn)
+                self.steps.add_dweight(dz, _part(inputs.hidden, rows), total, continues=in_turn)
             # Free dz before the next one is allocated.
             del dz
         if total is not None and main_grad is None and total.dtype != self.dweight.dtype:
@@ -161,9 +161,14 @@ class _Loop(NamedTuple):
         return dz
 
 
+def _part(x: torch.Tensor, part: slice) -> torch.Tensor:
+    """Return some rows of ``x``; all of them without a view, which costs host time."""
+    return x if part.start == 0 and part.stop == x.shape[0] else x[part]
+
+
 def _segments(inputs: Inputs, number: int) -> list[slice]:
     """Return the segments of the vocabulary in this shard that are not empty, counted from its first column."""
-    here = len(inputs.weight)
+    here = inputs.weight.shape[0]
     bounds = vocab_shards(inputs.vocab, number) if number > 1 else ((inputs.start, inputs.start + here),)
     found = [slice(first - inputs.start, last - inputs.start) for first, last in bounds]
     return [part for part in found if 0 <= part.start < part.stop <= here]

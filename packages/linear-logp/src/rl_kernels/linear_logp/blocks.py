@@ -6,10 +6,12 @@ chain of dH has spans of 256 columns.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 
+from rl_kernels.core.gpu import processors
 from rl_kernels.core.rowwise import LogpUpstream
 from rl_kernels.linear_logp.backward import Steps, gradients
 from rl_kernels.linear_logp.inputs import Inputs
@@ -58,6 +60,16 @@ def ceil_div(n: int, d: int) -> int:
     return -(-n // d)
 
 
+def _piece(width: int, vocab: int, hidden: torch.Tensor) -> int:
+    """Return the columns of a piece, at most ``width``: in whole rounds of tiles over the GPU, else pieces alike."""
+    units = processors(hidden.get_device()) if hidden.is_cuda else 1
+    # Tiles of 128 rows and 256 columns.
+    rounds = units // math.gcd(units, ceil_div(hidden.shape[0], TOKENS)) * BLOCK
+    if units > 1 and rounds <= width < vocab:
+        return width // rounds * rounds
+    return ceil_div(ceil_div(vocab, ceil_div(vocab, width)), BLOCK) * BLOCK
+
+
 class Blocks:
     """The blocks of the backward pass; dz and the two products are each backend's own."""
 
@@ -67,17 +79,16 @@ class Blocks:
 
     def room(self, hidden: torch.Tensor, width: int) -> torch.Tensor:
         """Return room for dz; its rows are padded to whole blocks, so that TMA can address them for every width."""
-        return hidden.new_empty((len(hidden), ceil_div(width, BLOCK) * BLOCK))[:, :width]
+        return hidden.new_empty((hidden.shape[0], ceil_div(width, BLOCK) * BLOCK))[:, :width]
 
     def cut(self, inputs: Inputs, workspace: int, needed: Sequence[bool]) -> tuple[int, int]:
         """Return (piece, height), multiples of 256 and 128; all rows at once if a piece of 2048 columns then fits."""
-        (count, size), vocab = inputs.hidden.shape, len(inputs.weight)
+        (count, size), vocab = inputs.hidden.shape, inputs.weight.shape[0]
         # Besides dz, the workspace holds the row sums that are added into dbias.
         tile = self.summed(inputs.hidden)
         item, part = inputs.hidden.itemsize, 4 * needed[2]
         width = workspace // (count * item + ceil_div(count, tile) * part) // BLOCK * BLOCK
         if width >= min(vocab, LEAST_PIECE):
-            piece = ceil_div(vocab, ceil_div(vocab, width))
-            return ceil_div(piece, BLOCK) * BLOCK, ceil_div(count, TOKENS) * TOKENS
+            return _piece(width, vocab, inputs.hidden), ceil_div(count, TOKENS) * TOKENS
         height = (workspace - 4 * LEAST_PIECE * size) * tile // (LEAST_PIECE * (item * tile + part))
         return LEAST_PIECE, max(height, LEAST_HEIGHT) // TOKENS * TOKENS

@@ -26,6 +26,8 @@ from rl_kernels.linear_logp.chunks import BIAS_STEP, STEP, Chunk, Rows
 
 Loss = Callable[[Any, Chunk], torch.Tensor]
 """``(logp or LogpStats, chunk) -> losses[S]``, of S sequences."""
+WHOLE = 1 << 30
+"""MiB that no chunk's logits take."""
 Gradients = list[torch.Tensor | None]
 
 
@@ -71,7 +73,8 @@ class Forming(NamedTuple):
         found = []
         for chunk in self.chunks:
             rows = Rows.of(chunk, len(hidden), BIAS_STEP if is_bias else STEP)
-            *results, norm, kept = self._forward(slice(rows.start, rows.end), self.options.saved_mib)
+            saved_mib = WHOLE if self.options.saved_mib is None else self.options.saved_mib
+            *results, norm, kept = self._forward(slice(rows.start, rows.end), saved_mib)
             own = [value[chunk.tokens.start - rows.start :] for value in results]
             found.append(self._differentiated(chunk, own, upstream))
             if rows.start < rows.stop or not len(hidden):
@@ -89,7 +92,7 @@ class Forming(NamedTuple):
         scale = temperature[rows] if temperature.ndim else temperature
         return hidden[rows], weight, ids[rows], bias, scale, ignore_index, cap
 
-    def _forward(self, rows: slice, saved_mib: int) -> tuple[torch.Tensor, ...]:
+    def _forward(self, rows: slice, saved_mib: int | None) -> tuple[torch.Tensor, ...]:
         call = self.call
         return forward(call.shard, *self.inputs_of(rows), self.has_stats, saved_mib, call.backend)
 

@@ -48,7 +48,7 @@ class Inputs(NamedTuple):
     @property
     def vocab(self) -> int:
         """The number of columns of the vocabulary."""
-        return len(self.weight) if self.whole is None else self.whole
+        return self.weight.shape[0] if self.whole is None else self.whole
 
     @property
     def cap(self) -> Cap | None:
@@ -58,7 +58,7 @@ class Inputs(NamedTuple):
     @property
     def first_kept(self) -> int:
         """The first column of the weight whose logits are kept; the number of columns if none are."""
-        return first_kept(len(self.weight), 0 if self.kept is None else self.kept.shape[1])
+        return first_kept(self.weight.shape[0], 0 if self.kept is None else self.kept.shape[1])
 
     def kept_part(self, columns: slice) -> torch.Tensor | None:
         """Return the logits ``[N, n]`` of columns that are all kept, or None for columns of which none is."""
@@ -69,6 +69,8 @@ class Inputs(NamedTuple):
 
     def block(self, rows: slice) -> Inputs:
         """Return the inputs of some of the rows."""
+        if rows.start == 0 and rows.stop == self.hidden.shape[0]:
+            return self
         temperature = self.temperature[rows] if self.temperature.ndim else self.temperature
         kept = None if self.kept is None else self.kept[rows]
         return self._replace(

@@ -15,15 +15,21 @@ BLOCK = 256
 """Rows of kept logits are padded to a multiple of this many columns, the width of the kernels' tiles."""
 
 
-def empty(hidden: torch.Tensor, columns: int, saved_mib: int) -> torch.Tensor:
+FEW = 64
+"""Rows of which all logits are kept by default: their products take as long as reading the weight does."""
+
+
+def empty(hidden: torch.Tensor, columns: int, saved_mib: int | None) -> torch.Tensor:
     """Return room for the kept logits of a weight with ``columns`` rows: ``[N, width]`` with at most ``saved_mib``.
 
-    The first kept column is a multiple of 1024; the width is a multiple of 256, and 0 if nothing is kept.
+    With None all logits of at most 64 rows are kept, of more rows none. The first kept column is a multiple of 1024;
+    the width is a multiple of 256, and 0 if nothing is kept.
     """
     count, dtype = hidden.shape[0], compute_dtype(hidden.dtype)
-    width = 0
-    if saved_mib:
-        padded = -(-columns // BLOCK) * BLOCK
+    width, padded = 0, -(-columns // BLOCK) * BLOCK
+    if saved_mib is None:
+        width = padded if count <= FEW else 0
+    elif saved_mib:
         room = (saved_mib << 20) // (max(count, 1) * dtype.itemsize)
         first = max(-(-(padded - room) // UNIT) * UNIT, 0)
         width = max(padded - first, 0)

@@ -39,7 +39,7 @@ def linear_logp_loss(
     ignore_index: int | None = None,
     return_stats: bool = False,
     workspace_mib: int | None = None,
-    saved_mib: int = 0,
+    saved_mib: int | None = None,
     process_group: ProcessGroup | DeviceMesh | None = None,
     vocab_start: int | None = None,
     vocab_size: int | None = None,
@@ -50,7 +50,7 @@ def linear_logp_loss(
     """Return the sum of the losses of all sequences; their gradients are formed at once, chunk by chunk.
 
     For each chunk of whole sequences: the log-probabilities as in ``linear_logp``, ``loss`` of them, and the gradients.
-    With ``saved_mib`` the chunk's logits are formed only once, and memory holds those of one chunk. The losses are
+    By default a chunk's logits are formed once, and memory holds those of one chunk. The losses are
     added by trees over 4096 sequences, in ascending order.
 
     If the losses of ``loss`` and their gradients depend on their own sequence alone, loss and gradients have the bits
@@ -78,7 +78,8 @@ def linear_logp_loss(
         ignore_index: positions with this id have log-probability 0 and no gradient.
         return_stats: give the loss ``LogpStats``.
         workspace_mib: of the gradients of a chunk.
-        saved_mib: MiB of a chunk's logits that stay in memory until its gradients are formed.
+        saved_mib: MiB of a chunk's logits, those of the last columns, that stay in memory until its gradients are
+            formed; the others are formed again. None: all, ``4 chunk_tokens V`` bytes.
         process_group: ranks that share the vocabulary; ``loss`` must be the same on all.
         vocab_start: the first row of this rank's shard.
         vocab_size: V, the columns of the whole vocabulary.

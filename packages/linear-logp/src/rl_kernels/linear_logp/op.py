@@ -42,10 +42,10 @@ _BACKWARD = f"{_INPUTS}, {_SAVED}, {_SHARD}, int? workspace_mib, bool[3] needed"
 _GATHERED = "Tensor gathered, Tensor target_ids, Tensor temperature, int? ignore_index, SymInt vocab_size, bool entropy"
 
 SCHEMAS = {
-    "forward": f"({_INPUTS}, int saved_mib, str backend) -> (Tensor, Tensor, Tensor)",
-    "forward_stats": f"({_INPUTS}, int saved_mib, str backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "forward": f"({_INPUTS}, int? saved_mib, str backend) -> (Tensor, Tensor, Tensor)",
+    "forward_stats": f"({_INPUTS}, int? saved_mib, str backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     "states": (
-        f"({_INPUTS}, SymInt vocab_start, int slots, bool entropy, int saved_mib, str backend) -> (Tensor, Tensor)"
+        f"({_INPUTS}, SymInt vocab_start, int slots, bool entropy, int? saved_mib, str backend) -> (Tensor, Tensor)"
     ),
     "finish": f"({_GATHERED}, str backend) -> (Tensor, Tensor, Tensor, Tensor)",
     "backward": f"({_BACKWARD}, str backend) -> (Tensor, Tensor, Tensor)",
@@ -86,7 +86,7 @@ def _continued(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return dhidden, dbias if bias_total is None else dbias.new_empty(0)
 
 
-def _kept(hidden: torch.Tensor, weight: torch.Tensor, saved_mib: int) -> torch.Tensor:
+def _kept(hidden: torch.Tensor, weight: torch.Tensor, saved_mib: int | None) -> torch.Tensor:
     return kept.empty(hidden, weight.shape[0], saved_mib)
 
 

@@ -31,7 +31,7 @@ def forward(
     temperature: torch.Tensor,
     ignore_index: int | None,
     cap: torch.Tensor | None,
-    saved_mib: int,
+    saved_mib: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (logp, norm, kept), ``[N]``, ``[N, 2]`` and ``[N, width]``."""
     logits = kept.empty(hidden, len(weight), saved_mib)
@@ -48,7 +48,7 @@ def forward_stats(
     temperature: torch.Tensor,
     ignore_index: int | None,
     cap: torch.Tensor | None,
-    saved_mib: int,
+    saved_mib: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (logp, logsumexp, entropy, norm, kept), the first three ``[N]``, then ``[N, 2]`` and ``[N, width]``."""
     logits = kept.empty(hidden, len(weight), saved_mib)
@@ -68,7 +68,7 @@ def states(
     vocab_start: int,
     slots: int,
     entropy: bool,
-    saved_mib: int,
+    saved_mib: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the packed states and selected logits of a shard of the vocabulary (``packing``), and its kept logits."""
     logits = kept.empty(hidden, len(weight), saved_mib)

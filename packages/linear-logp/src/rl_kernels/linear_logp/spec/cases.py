@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
@@ -24,7 +25,7 @@ PIECE = UNIT
 FEATURES = 16
 """A weight with fewer features than this is drawn at the scale of this many."""
 
-CASES = (
+_CASES = (
     Case("plain", {"batch": 2, "seq": 16, "hidden": 64, "vocab": 257}),
     Case("stats", {"batch": 2, "seq": 9, "hidden": 48, "vocab": 1000}, STATS),
     Case("bias", {"batch": 2, "seq": 7, "hidden": 32, "vocab": 131}, {**STATS, "bias": True}),
@@ -49,6 +50,7 @@ CASES = (
         {**STATS, "saved_mib": 1, "workspace_mib": 1},
         relations=HELD,
     ),
+    Case("few-rows", {"batch": 2, "seq": 16, "hidden": 24, "vocab": 1300}, {**STATS, "saved_mib": None, "bias": True}),
     Case(
         "tree",
         {"batch": 2, "seq": 9, "hidden": 17, "vocab": 9001},
@@ -117,6 +119,8 @@ CASES = (
     ),
     *DIMENSIONS,
 )
+# Few rows keep their logits by default, and then the path of many rows would not be checked.
+CASES = tuple(replace(case, options={"saved_mib": 0, **case.options}) for case in _CASES)
 EMPTY = (Case("no-rows", {"batch": 0, "seq": 5, "hidden": 16, "vocab": 33}, {**STATS, "bias": True}),)
 KNOWN = ("return_known", "known", "check_rows")
 """Arguments that need two calls, one after the other."""

@@ -107,7 +107,7 @@ LAUNCHES = (
     Bug(
         "norm of the first rows used for all",
         "[value[rows] for value in _ordered(results)]",
-        "[value[: len(block.hidden)] for value in _ordered(results)]",
+        "[value[: block.hidden.shape[0]] for value in _ordered(results)]",
     ),
     Bug("states without weighted sums", "(parts, packing.STATE, count), dtype", "(parts, 2, count), dtype"),
     Bug("last rows are not finished", "-(-count * WARP // 256)", "max(count * WARP // 256, 1)"),
@@ -178,8 +178,8 @@ LAUNCHES = (
     Bug("dbias terms of 64 rows", "SUMMED = 16", "SUMMED = 64"),
     Bug(
         "twice the row limit of a launch",
-        "for rows in slices(len(inputs.hidden), MOST_ROWS)",
-        "for rows in slices(len(inputs.hidden), 2 * MOST_ROWS)",
+        "for rows in slices(inputs.hidden.shape[0], MOST_ROWS)",
+        "for rows in slices(inputs.hidden.shape[0], 2 * MOST_ROWS)",
     ),
     Bug(
         "gradient compiled for tiles of 64 rows",
@@ -200,19 +200,19 @@ SHARDS = (
     Bug("blocks exchanged as if they were units", "if formed.blocks == BLOCKS:", "if formed.blocks:"),
     Bug(
         "no states for the last unit",
-        "merged = parts.new_empty((units(len(inputs.weight)),",
-        "merged = parts.new_empty((max(len(inputs.weight) // 1024, 1),",
+        "merged = parts.new_empty((units(inputs.weight.shape[0]),",
+        "merged = parts.new_empty((max(inputs.weight.shape[0] // 1024, 1),",
     ),
-    Bug("last rows are not merged", "(-(-count // 256), len(merged))", "(max(count // 256, 1), len(merged))"),
-    Bug("first unit merged alone", "(-(-count // 256), len(merged))", "(-(-count // 256), 1)"),
+    Bug("last rows are not merged", "(-(-count // 256), merged.shape[0])", "(max(count // 256, 1), merged.shape[0])"),
+    Bug("first unit merged alone", "(-(-count // 256), merged.shape[0])", "(-(-count // 256), 1)"),
     Bug("parts taken for blocks", "*_ordered(results), BLOCKS, 0)", "*_ordered(results), 1, 0)"),
     Bug(
         "twice the row limit of a launch for a shard",
-        "for rows in slices(len(hidden), MOST_ROWS)",
-        "for rows in slices(len(hidden), 2 * MOST_ROWS)",
+        "for rows in slices(hidden.shape[0], MOST_ROWS)",
+        "for rows in slices(hidden.shape[0], 2 * MOST_ROWS)",
     ),
-    Bug("states of the last rows of a shard alone", "selected[rows] = chosen", "selected[: len(chosen)] = chosen"),
-    Bug("empty shard launched", "if len(weight):\n", "if True:\n"),
+    Bug("states of the last rows of a shard alone", "selected[rows] = chosen", "selected[: chosen.shape[0]] = chosen"),
+    Bug("empty shard launched", "if weight.shape[0]:\n", "if True:\n"),
     Bug(
         "merge of 64 rows compiled for tiles of any",
         "torch.bfloat16, Cut.of(count), entropy=entropy)",

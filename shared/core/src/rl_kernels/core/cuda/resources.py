@@ -9,7 +9,7 @@ ENTRY = re.compile(r"Compiling entry function '([^']+)'")
 STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 USED = re.compile(r"Used (\d+) registers")
 SHARED = re.compile(r"(\d+) bytes smem")
-WARNING = re.compile(r"\bwarning( #[\w-]+)? ?:", re.IGNORECASE)
+WARNING = re.compile(r"\bwarning( #[\w-]+)? ?:|Potential Performance Loss", re.IGNORECASE)
 
 
 @dataclass(frozen=True)

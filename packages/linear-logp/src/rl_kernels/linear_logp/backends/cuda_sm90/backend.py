@@ -50,10 +50,10 @@ def forward(
     temperature: torch.Tensor,
     ignore_index: int | None,
     cap: torch.Tensor | None,
-    saved_mib: int,
+    saved_mib: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (logp, norm, kept), ``[N]``, ``[N, 2]`` and ``[N, width]``."""
-    logits = kept.empty(hidden, len(weight), saved_mib)
+    logits = kept.empty(hidden, weight.shape[0], saved_mib)
     inputs = Inputs(hidden, weight, target_ids, bias, temperature, ignore_index, cap, kept=logits)
     logp, _, _, norm = _statistics(inputs, entropy=False)
     return logp, norm, logits
@@ -67,10 +67,10 @@ def forward_stats(
     temperature: torch.Tensor,
     ignore_index: int | None,
     cap: torch.Tensor | None,
-    saved_mib: int,
+    saved_mib: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (logp, logsumexp, entropy, norm, kept), the first three ``[N]``, then ``[N, 2]`` and ``[N, width]``."""
-    logits = kept.empty(hidden, len(weight), saved_mib)
+    logits = kept.empty(hidden, weight.shape[0], saved_mib)
     inputs = Inputs(hidden, weight, target_ids, bias, temperature, ignore_index, cap, kept=logits)
     return *_statistics(inputs, entropy=True), logits
 
@@ -86,14 +86,14 @@ def states(
     vocab_start: int,
     slots: int,
     entropy: bool,
-    saved_mib: int,
+    saved_mib: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the packed states and selected logits of a shard of the vocabulary (``packing``), and its kept logits."""
-    weight, logits = copyable(weight), kept.empty(hidden, len(weight), saved_mib)
+    weight, logits = copyable(weight), kept.empty(hidden, weight.shape[0], saved_mib)
     inputs = Inputs(hidden, weight, target_ids, bias, temperature, ignore_index, cap, vocab_start, kept=logits)
     packed, into, selected = packing.empty(hidden, slots, entropy=entropy)
-    if len(weight):
-        for rows in slices(len(hidden), MOST_ROWS):
+    if weight.shape[0]:
+        for rows in slices(hidden.shape[0], MOST_ROWS):
             parts, chosen = _states(inputs.block(rows), entropy=entropy)
             into[: len(parts), :, rows] = parts[:, : into.shape[1]]
             selected[rows] = chosen
@@ -112,7 +112,7 @@ def finish(
     parts, chosen = packing.unpacked(gathered, target_ids, vocab_size, entropy=entropy)
     inputs = Inputs(gathered, gathered, target_ids, None, temperature, ignore_index, None, whole=vocab_size)
     logp, lse, row_entropy, norm = results = _results(chosen, entropy=entropy)
-    if count := len(chosen):
+    if count := chosen.shape[0]:
         temperatures, ids, numbers = fields(inputs, count, vocab_size, 0)
         arguments = (None, temperatures, ids, None, *numbers, chosen, parts, *_ordered(results), BLOCKS, 0)
         # The merge depends on neither the dtype of the operands nor the cap.
@@ -150,16 +150,16 @@ def _statistics(inputs: Inputs, *, entropy: bool) -> tuple[torch.Tensor, torch.T
     """Return (logp, logsumexp, entropy, norm); logsumexp and entropy are written only with ``entropy``."""
     results = _results(inputs.hidden, entropy=entropy)
     weight = copyable(inputs.weight)
-    for rows in slices(len(inputs.hidden), MOST_ROWS):
+    for rows in slices(inputs.hidden.shape[0], MOST_ROWS):
         block = inputs.block(rows)._replace(weight=weight)
         formed = _form(block, [value[rows] for value in _ordered(results)], entropy=entropy)
-        _launch_finish(formed.made, formed.form, len(block.hidden), block.hidden.device, formed.arguments)
+        _launch_finish(formed.made, formed.form, block.hidden.shape[0], block.hidden.device, formed.arguments)
     return results
 
 
 def _results(like: torch.Tensor, *, entropy: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return room for (logp, logsumexp, entropy, norm) of the rows of ``like``."""
-    count = len(like)
+    count = like.shape[0]
     logp, norm = like.new_empty(count, dtype=torch.float32), like.new_empty((count, 2), dtype=torch.float32)
     lse, row_entropy = (like.new_empty(count, dtype=torch.float32) if entropy else logp for _ in range(2))
     return logp, lse, row_entropy, norm
@@ -174,12 +174,12 @@ def _ordered(results: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
 def _states(inputs: Inputs, *, entropy: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the states of each unit ``[units, 3, N]``, and the logit of each row whose id is one of the columns."""
     formed = _form(inputs, [None] * 4, entropy=entropy)
-    count, parts = len(inputs.hidden), formed.parts
+    count, parts = inputs.hidden.shape[0], formed.parts
     if formed.blocks == BLOCKS:
         return parts, formed.chosen
-    merged = parts.new_empty((units(len(inputs.weight)), packing.STATE, count))
+    merged = parts.new_empty((units(inputs.weight.shape[0]), packing.STATE, count))
     launched = kernel(formed.made, "merge_blocks", f"{formed.form}P", parts.device)
-    launched.launch((-(-count // 256), len(merged)), 256, *formed.arguments, merged)
+    launched.launch((-(-count // 256), merged.shape[0]), 256, *formed.arguments, merged)
     return merged, formed.chosen
 
 
@@ -196,7 +196,7 @@ class _Formed(NamedTuple):
 
 def _form(inputs: Inputs, results: Sequence[torch.Tensor | None], *, entropy: bool) -> _Formed:
     hidden = copyable(inputs.hidden)
-    (count, vocab), device = (len(hidden), len(inputs.weight)), hidden.get_device()
+    (count, vocab), device = (hidden.shape[0], inputs.weight.shape[0]), hidden.get_device()
     operands = Operands.of(inputs, hidden)
     cut = operands.cut
     blocks = cut.blocks(count, vocab, device)

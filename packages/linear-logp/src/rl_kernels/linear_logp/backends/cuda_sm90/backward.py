@@ -46,7 +46,7 @@ class Steps(blocks.Blocks):
     ) -> None:
         """Write dz, rounded, and add its row sum to dbias."""
         hidden, width = block.hidden, columns.stop - columns.start
-        count, device = len(hidden), hidden.device
+        count, device = hidden.shape[0], hidden.device
         operands = Operands.of(block, hidden)
         cut = operands.cut
         sums = None if dbias is None else hidden.new_empty((-(-count // SUMMED), width), dtype=torch.float32)

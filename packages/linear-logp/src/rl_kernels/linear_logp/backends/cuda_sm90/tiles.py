@@ -111,7 +111,7 @@ class Operands(NamedTuple):
     @classmethod
     def of(cls, inputs: Inputs, hidden: torch.Tensor) -> Operands:
         """Return the operands of a call; ``hidden`` (or its copy) and the weight are already ``copyable``."""
-        (count, size), vocab = hidden.shape, len(inputs.weight)
+        (count, size), vocab = hidden.shape, inputs.weight.shape[0]
         cut, device = Cut.of(count), hidden.device
         bias = None if inputs.bias is None else inputs.bias.contiguous()
         temperatures, ids, numbers = fields(inputs, count, vocab, size)

@@ -101,11 +101,13 @@ __device__ void begin(const Args&, const Ring& ring, Ring::Slot& slot, const Min
     for (int index = 0; index < FIRST_STAGES; ++index) {
         ring.full[slot.stage].wait(slot.parity);
 #pragma unroll
-        for (int i = 0; i < PER_STAGE; ++i) {
-            const int block = (index * PER_STAGE + i) / SHARERS, part = (index * PER_STAGE + i) % SHARERS;
-            if (block * OutBoxes::WIDTH < TILE_N && part == mine.part)
-                OutBoxes::read(ring.a(slot.stage) + i * OutBoxes::BOX, block * OutBoxes::WIDTH, d);
+        for (int i = 0; i < PER_STAGE; i += SHARERS) {
+            const int first = (index * PER_STAGE + i) / SHARERS * OutBoxes::WIDTH;
+            if (first < TILE_N) OutBoxes::read(ring.a(slot.stage) + (i + mine.part) * OutBoxes::BOX, first, d);
         }
+        // The next copy must overtake no thread's reads.
+        fence_copies();
+        __syncwarp();
         give_back(ring.empty[slot.stage]);
         slot.advance();
     }

@@ -95,7 +95,8 @@ using Sums = float[TILE_N / 2];
 #define BRINGS (CONTINUES && STORED == 1 && A_MAJOR != 2 && B_MAJOR != 2)
 #if BRINGS
 using OutBoxes = Outgoing<Out, TILE_N, false>;
-constexpr int PER_STAGE = Ring::BYTES / OutBoxes::BOX, BOXES_OF_TILE = TILE_N / OutBoxes::WIDTH * SHARERS;
+constexpr int PER_STAGE = Ring::BYTES / OutBoxes::BOX / SHARERS * SHARERS;
+constexpr int BOXES_OF_TILE = TILE_N / OutBoxes::WIDTH * SHARERS;
 constexpr int FIRST_STAGES = (BOXES_OF_TILE + PER_STAGE - 1) / PER_STAGE;
 static_assert(Out::SIZE == 4 && PER_STAGE > 0, "sums are FP32, and fit");
 #else
