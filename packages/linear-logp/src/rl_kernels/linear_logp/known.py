@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -99,34 +98,34 @@ def validate(known: object, hidden: torch.Tensor, target_ids: torch.Tensor, *, r
 
 
 def rows_to_check(target_ids: torch.Tensor, ignore_index: int | None, count: int, seed: int) -> torch.Tensor:
-    """Return at most ``count`` rows of ``target_ids[N]`` that are not ignored, ascending; it syncs with a GPU."""
-    active = torch.ones_like(target_ids, dtype=torch.bool) if ignore_index is None else target_ids != ignore_index
-    possible = active.nonzero()[:, 0].cpu()
+    """Return ``count`` rows of ``target_ids[N]`` that are not ignored, if there are any; it reads nothing on the host.
+
+    A row may occur twice.
+    """
+    size = len(target_ids)
     generator = torch.Generator(device="cpu").manual_seed(seed)
-    order = torch.randperm(len(possible), generator=generator, device="cpu")
-    return possible[order[:count].sort().values].to(target_ids.device)
+    draws = torch.rand(count, generator=generator, dtype=torch.float64, device="cpu")
+    if ignore_index is None:
+        return (draws * size).long().to(target_ids.device, non_blocking=True)
+    # Active rows have the numbers 1, 2, ...
+    numbers = (target_ids != ignore_index).cumsum(0)
+    wanted = (draws.to(target_ids.device, non_blocking=True) * numbers[-1]).long() + 1
+    return torch.searchsorted(numbers, wanted).clamp_(max=size - 1)
 
 
-def compare(known: Known, rows: torch.Tensor, formed: Callable[[torch.Tensor], Known]) -> None:
-    """Form rows again, and compare them with what is known bit for bit.
-
-    Args:
-        known: statistics of all rows, ``[N]`` and ``[N, 2]``.
-        rows: those to form.
-        formed: returns the statistics of these rows.
+def compare(known: Known, rows: torch.Tensor, formed: Known) -> None:
+    """Compare rows that were formed again with what is known, bit for bit; it syncs with a GPU once.
 
     Raises:
         BitsDiffer: a number differs; the message names its row, and how far it is off.
     """
-    if not len(rows):
+    given = {name: value[rows] for name, value in known._asdict().items() if value is not None}
+    apart = {name: _ulps(value, getattr(formed, name)) for name, value in given.items()}
+    if not bool(torch.stack([value.amax() for value in apart.values()]).any()):
         return
-    for name, value in formed(rows)._asdict().items():
-        given = getattr(known, name)
-        if given is None or value is None:
-            continue
-        apart = _ulps(given[rows], value).flatten(1) if value.ndim > 1 else _ulps(given[rows], value)[:, None]
-        worst = apart.amax(1)
-        if int(worst.max()):
+    for name, value in apart.items():
+        worst = value if value.ndim == 1 else value.amax(1)
+        if bool(worst.any()):
             index = int(worst.argmax())
             raise BitsDiffer(
                 f"known.{name}: expected the bits that these inputs give, row {int(rows[index])} differs by "
