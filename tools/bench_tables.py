@@ -11,7 +11,7 @@
 | tools/results/*-ranks.json | `tools/ranks.py` | docs/many-gpus.md |
 | tools/results/*-shards.json | `tools/shard_times.py` | docs/many-gpus.md |
 | tools/results/*-segments.json | `tools/segment_times.py` | packages/det-gemm/GUIDE.md |
-| tools/results/*-kept-logits.json | `tools/kept_logits.py` | packages/linear-logp/GUIDE.md, with a picture |
+| tools/results/*-head.json | `tools/head_times.py` | packages/linear-logp/GUIDE.md, with a picture |
 | tools/results/*-demo.json | `rl-kernels demo --device cuda` | docs/demo.md, with a picture |
 | tools/results/mismatch.json | `tools/mismatch.py` | docs/demo.md, with a picture |
 
@@ -29,8 +29,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from kept_tables import draw as draw_kept
-from kept_tables import kept_logits
+from head_tables import draw as draw_head
+from head_tables import heads
 from mismatch_plot import draw as draw_mismatch
 from operator_tables import benchmark_page, readme_table
 from rank_tables import estimates, measured, segments, shards
@@ -49,7 +49,7 @@ FRONT = ("README.md", "docs/benchmarks/index.md")
 MODELS, DEMO, TRL = "packages/models/benchmarks/README.md", "docs/demo.md", "docs/recipes/trl.md"
 RANKS, SEGMENTS = "docs/many-gpus.md", "packages/det-gemm/GUIDE.md"
 GRPO_STEP, HOST = "docs/benchmarks/grpo-step.md", "docs/benchmarks/host-time.md"
-KEPT, OF_KEPT = "packages/linear-logp/GUIDE.md", "*-kept-logits.json"
+HEAD, OF_HEAD = "packages/linear-logp/GUIDE.md", "*-head.json"
 DEMOS, MISMATCH = "*-demo.json", "mismatch.json"
 
 
@@ -84,7 +84,7 @@ def pages(root: Path, packages: dict[str, dict[str, Document]]) -> Iterator[tupl
         return sorted(files.glob(pattern))
 
     calls = named("*-client-calls.json")
-    of_kept = [(file, f"{PICTURES}/{file.stem}.svg") for file in named(OF_KEPT)]
+    of_head = [(file, f"{PICTURES}/{file.stem}.svg") for file in named(OF_HEAD)]
     of_models = {
         "model step": model_steps(named("*-model-step.json")),
         "model bits": model_bits(named("*-model-bits.json")),
@@ -101,9 +101,7 @@ def pages(root: Path, packages: dict[str, dict[str, Document]]) -> Iterator[tupl
             "shards": shards(named("*-shards.json")),
             "estimates": estimates(named("*-ranks.json")),
         },
-        KEPT: {
-            "kept logits": kept_logits(named(OF_KEPT), {file.stem: f"../../{picture}" for file, picture in of_kept})
-        },
+        HEAD: {"head": heads(named(OF_HEAD), {file.stem: f"../../{picture}" for file, picture in of_head})},
         SEGMENTS: {"segments": segments(named("*-segments.json"))},
         HOST: {"host time": hosts(named("*-host.json"))},
         **{path: {"summary": front_table(files, packages)} for path in FRONT},
@@ -121,9 +119,9 @@ def pictures(root: Path, packages: dict[str, dict[str, Document]]) -> dict[Path,
     }
     for file in (root / RESULTS).glob(DEMOS):
         drawn[root / "docs" / f"{file.stem}.svg"] = partial(_draw_demo, record.read(file))
-    for file in (root / RESULTS).glob(OF_KEPT):
+    for file in (root / RESULTS).glob(OF_HEAD):
         document = json.loads(file.read_text(encoding="utf-8"))
-        drawn[root / PICTURES / f"{file.stem}.svg"] = partial(draw_kept, document)
+        drawn[root / PICTURES / f"{file.stem}.svg"] = partial(draw_head, document)
     mismatched = root / RESULTS / MISMATCH
     if mismatched.exists():
         drawn[root / "docs" / "mismatch.svg"] = partial(

@@ -1,4 +1,4 @@
-"""The table and the picture of what `kept_logits.py` measured."""
+"""The tables and the picture of what `head_times.py` measured."""
 
 from __future__ import annotations
 
@@ -15,33 +15,31 @@ from rl_kernels.demo.panels import BLUE, RED, tidy
 from rl_kernels.lab.bench.plot import save
 from rl_kernels.lab.bench.report import as_table, digits
 
-OURS, COMPILED = "linear_logp", "compile"
+OURS, PRODUCT = "linear_logp", "gemm"
+HEADER = ("in turn, ms (/ product)", "sustained, ms (/ product)", "MiB")
 GIB = 1024
 
 
-def kept_logits(files: Iterable[Path], pictures: Mapping[str, str]) -> str:
+def heads(files: Iterable[Path], pictures: Mapping[str, str]) -> str:
     """Return the tables of time and memory, each with its picture: name of a file -> address in the page."""
     parts = []
     for file in files:
         found = json.loads(file.read_text(encoding="utf-8"))
-        shapes: dict[str, Any] = {name: each["ways"] for name, each in found["shapes"].items()}
-        rows = [["", *(f"{shape}{what}" for shape in shapes for what in (", ms (/ compile)", ", MiB"))]]
-        for way in dict.fromkeys(way for each in shapes.values() for way in each):
-            cells = [cell for each in shapes.values() for cell in _cells(each, way)]
-            rows.append([f"`{way}`" if way.startswith(OURS) else way, *cells])
+        tables = [_table(shape, each["ways"]) for shape, each in found["shapes"].items()]
         differing = sum(each["differing"] for each in found["shapes"].values())
         parts.append(
-            f"{as_table(rows)}\n\n- numbers that `saved_mib` changes: {differing}\n{ran_on(found['environment'])}\n\n"
-            f"![Time over memory]({pictures[file.stem]})"
+            "\n\n".join(tables) + f"\n\n- numbers of the gradients that differ between the forms: {differing}\n"
+            f"{ran_on(found['environment'])}\n\n![Time over memory]({pictures[file.stem]})"
         )
     return filled(parts)
 
 
-def _cells(ways: Mapping[str, Any], name: str) -> tuple[str, str]:
-    if name not in ways:
-        return "", ""
-    (ms, mib), compiled = ways[name], ways[COMPILED][0]
-    return f"{digits(ms)} ({ms / compiled:.2f})", f"{mib:,.0f}"
+def _table(shape: str, ways: Mapping[str, Any]) -> str:
+    rows = [[shape, *HEADER]]
+    for name, (*times, mib) in ways.items():
+        cells = [f"{digits(ms)} ({ms / ways[PRODUCT][place]:.2f})" for place, ms in enumerate(times)]
+        rows.append([f"`{name}`" if name.startswith(OURS) else name, *cells, f"{mib:,.0f}"])
+    return as_table(rows)
 
 
 def draw(document: Mapping[str, Any], path: Path) -> None:
@@ -53,16 +51,20 @@ def draw(document: Mapping[str, Any], path: Path) -> None:
     save(figure, path)
 
 
-def _panel(axes: Axes, shape: str, ways: Mapping[str, tuple[float, float]]) -> None:
-    mine = sorted((mib / GIB, ms) for name, (ms, mib) in ways.items() if name.startswith(OURS))
-    axes.plot(*zip(*mine, strict=True), "o-", color=BLUE, label=f"{OURS}, saved_mib")
-    for name, (ms, mib) in ways.items():
+def _panel(axes: Axes, shape: str, ways: Mapping[str, tuple[float, float, float]]) -> None:
+    plain = sorted((mib / GIB, ms) for name, (_, ms, mib) in ways.items() if _is_plain(name))
+    axes.plot(*zip(*plain, strict=True), "o-", color=BLUE, label=f"{OURS}, saved_mib")
+    for name, (_, ms, mib) in ways.items():
         # The product alone is no log-probability: a line below which no forward pass comes.
-        if name == "gemm":
+        if name == PRODUCT:
             axes.axhline(ms, color="grey", linestyle=":", label="product of the logits alone")
-        elif not name.startswith(OURS):
-            axes.plot(mib / GIB, ms, "s", color=RED)
+        elif not _is_plain(name) and not name.endswith("main_grad"):
+            axes.plot(mib / GIB, ms, "s", color=BLUE if name.startswith(OURS) else RED)
             axes.annotate(name, (mib / GIB, ms), textcoords="offset points", xytext=(6, 3), fontsize=9)
     axes.set(title=shape, xlabel="memory beyond the inputs, GiB", ylabel="forward + backward, ms", yscale="log")
     axes.legend(fontsize=9)
     tidy(axes)
+
+
+def _is_plain(name: str) -> bool:
+    return name == OURS or name.startswith(f"{OURS}, saved_mib")
