@@ -1,4 +1,4 @@
-"""The model that `grpo_step.py` measures: transformers' Llama with random weights, a batch, and a step in two ways."""
+"""The model that `grpo_step.py` measures: transformers' Llama with random weights, a batch, and the ways of a step."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import torch
 
 from rl_kernels.core.contract import DTYPES
 from rl_kernels.core.testing import IGNORED
-from rl_kernels.grpo_loss import grpo_loss
+from rl_kernels.grpo_loss import Normaliser, group_advantages, grpo_loss, sequence_losses
 from rl_kernels.grpo_loss.spec.bench import eager as eager_loss
 from rl_kernels.lab.bench.arena import DeviceDraw
 from rl_kernels.lab.check.guard import Results
-from rl_kernels.linear_logp import linear_logp
+from rl_kernels.linear_logp import Chunk, Known, linear_logp, linear_logp_loss
 from rl_kernels.linear_logp.spec.bench import eager as eager_logp
 
 BETA = 0.04
@@ -39,7 +39,7 @@ class Batch:
 
 
 class Policy:
-    """The model with its gradient buffers, and both ways through a step."""
+    """The model with its gradient buffers, and the ways through a step."""
 
     def __init__(self, given: argparse.Namespace) -> None:
         self.given, self.device = given, torch.device(given.device)
@@ -80,9 +80,38 @@ class Policy:
         """Take a step through the operators; return the loss."""
         return self._backward(batch, grpo_loss, self.logps(batch.ids, batch.targets, temperature))
 
-    def logps(self, ids: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+    def kept(self, batch: Batch) -> torch.Tensor:
+        """Take a step that keeps all logits from forward to backward."""
+        return self._backward(batch, grpo_loss, self.logps(batch.ids, batch.targets, saved_mib=1 << 20))
+
+    def known(self, batch: Batch, statistics: Known) -> torch.Tensor:
+        """Take a step whose log-probabilities an earlier pass gave (``statistics``)."""
+        return self._backward(batch, grpo_loss, self.logps(batch.ids, batch.targets, known=statistics))
+
+    def statistics(self, batch: Batch) -> Known:
+        """Return the log-probabilities of a pass without gradients, as a rollout or an old policy's pass gives them."""
+        with torch.no_grad():
+            hidden, weight = self._hidden(batch.ids), self.model.lm_head.weight
+            options = {"ignore_index": IGNORED, "backend": self.given.backend}
+            return linear_logp(hidden, weight, batch.targets, return_known=True, **options)
+
+    def chunks(self, batch: Batch) -> torch.Tensor:
+        """Take a step that forms loss and gradients of the head in chunks of sequences."""
+        advantages = group_advantages(batch.rewards, samples_per_prompt=self.given.samples)
+        normaliser = Normaliser(num_tokens=batch.mask.sum())
+
+        def losses(logps: torch.Tensor, chunk: Chunk) -> torch.Tensor:
+            tensors = (batch.old, batch.ref, advantages, batch.mask)
+            part = (value[chunk.sequences] for value in tensors)
+            return sequence_losses(logps, *part, beta=BETA, normaliser=normaliser)
+
+        options = {"ignore_index": IGNORED, "backend": self.given.backend}
+        hidden, weight = self._hidden(batch.ids), self.model.lm_head.weight
+        return self._differentiated(linear_logp_loss(hidden, weight, batch.targets, losses, **options))
+
+    def logps(self, ids: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0, **form: Any) -> torch.Tensor:
         """Return our log-probabilities of the targets ``[B, T]``."""
-        options = {"temperature": temperature, "ignore_index": IGNORED, "backend": self.given.backend}
+        options = {"temperature": temperature, "ignore_index": IGNORED, "backend": self.given.backend, **form}
         found = linear_logp(self._hidden(ids), self.model.lm_head.weight, targets, **options)
         assert isinstance(found, torch.Tensor)
         return found
@@ -96,7 +125,9 @@ class Policy:
 
     def _backward(self, batch: Batch, loss_of: Callable[..., Any], logps: torch.Tensor) -> torch.Tensor:
         groups = {"samples_per_prompt": self.given.samples, "beta": BETA}
-        loss = loss_of(logps, batch.old, batch.ref, batch.rewards, batch.mask, **groups).loss
+        return self._differentiated(loss_of(logps, batch.old, batch.ref, batch.rewards, batch.mask, **groups).loss)
+
+    def _differentiated(self, loss: torch.Tensor) -> torch.Tensor:
         # Keep the buffers, as gradient accumulation does.
         self.model.zero_grad(set_to_none=False)
         loss.backward()

@@ -5,7 +5,9 @@ pass through its body, the log-probabilities of the tokens, the GRPO loss and th
 Both ways share the body, the tokens and the positions. `eager` holds all logits, takes their log-softmax in FP32 and
 the loss in plain PyTorch, as the benchmarks of the two operators define it. Ours is `linear_logp`, which ignores tokens
 outside of completions, and `grpo_loss`, which masks them. The two are compared before either is timed, and the
-comparison must detect a fault that is planted in ours.
+comparison must detect a fault that is planted in ours. Other forms of ours: all logits kept (`saved_mib`), statistics
+of an earlier pass without gradients (`known`, eight rows of which are formed again), and loss and gradients of the head
+in chunks (`linear_logp_loss` with `sequence_losses`).
 
 Peak extra memory is the most that a step allocates at once beyond parameters, gradients and inputs, which exist before
 it: activations, logits or workspace, and each new gradient until it is added to its buffer. The largest batch is the
@@ -44,6 +46,7 @@ from rl_kernels.lab.check.guard import Results
 from rl_kernels.linear_logp.op import OPERATOR
 
 EAGER, OURS = "eager", "rl-kernels"
+KEPT, KNOWN, CHUNKS = (f"{OURS}, {form}" for form in ("saved_mib", "known", "linear_logp_loss"))
 TOLERANCE = {"fp32": 5e-5, "bf16": LOOSE}
 """Tolerance of the loss, whose terms are of order 1, and of each parameter's gradient as a share of its norm. In FP32
 the two ways differ only in the order of sums: 1e-6 on a CPU. In BF16 eager rounds its logits, and the body rounds the
@@ -87,14 +90,16 @@ def compare(policy: Policy, batch: Batch, expected: Results, tolerance: float) -
 
 
 def timed(policy: Policy, given: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Timing]]:
-    """Compare both ways on one batch and time them; then compare our last timed step again."""
+    """Compare our step with the eager one on a batch; time all forms of it, and compare the last step of each."""
     batch, tolerance = policy.batch(given.prompts), TOLERANCE[given.dtype]
     expected = {"loss": policy.eager(batch)}
     expected |= {name: value.clone() for name, value in policy.gradients().items()}
     checked, timings = compare(policy, batch, expected, tolerance), {}
-    for name, way in ((EAGER, policy.eager), (OURS, policy.ours)):
+    ways = {EAGER: policy.eager, OURS: policy.ours, KEPT: policy.kept, CHUNKS: policy.chunks}
+    ways[KNOWN] = partial(policy.known, statistics=policy.statistics(batch))
+    for name, way in ways.items():
         timings[name], loss, *_ = measure([partial(way, batch)], policy.device, Effort(), captured=False)
-    close(policy, loss, expected, tolerance)
+        close(policy, loss, expected, tolerance)
     return checked, timings
 
 
@@ -153,20 +158,20 @@ def show(document: dict[str, Any], mib: float) -> None:
     print("backends: " + ", ".join(f"{operator} {name}" for operator, name in checked["backends"].items()))
     print("ran on " + ", ".join(f"{name} {value}" for name, value in document["environment"].items()))
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for i, name in enumerate(("", EAGER, OURS, f"{EAGER} / {OURS}")):
+    labels = {"ms": f"step, ms ({found[OURS]['how']})", "extra_mib": "peak extra MiB"}
+    labels["largest"] = f"sequences in {given['limit_gib']:g} GiB"
+    for i, name in enumerate(("", *(column for label in labels.values() for column in (label, "/ eager")))):
         table.add_column(name, justify="right" if i else "left", no_wrap=True)
-    how = found[OURS]["how"]
-    labels = {"ms": f"step, ms ({how})", "extra_mib": "peak extra memory, MiB"}
-    labels["largest"] = f"sequences that fit in {given['limit_gib']:g} GiB"
-    for key, label in labels.items():
-        values = [found[name][key] for name in (EAGER, OURS)]
-        cells = ["not measured" if value is None else _cell(value) for value in values]
-        table.add_row(label, *cells, f"{values[0] / values[1]:.2f}" if all(values) else "")
-    Console(width=100).print(table)
+    for name, step in found.items():
+        cells = (cell for key in labels for cell in _cells(step[key], found[EAGER][key]))
+        table.add_row(name, *cells)
+    Console(width=140).print(table)
 
 
-def _cell(value: float) -> str:
-    return str(value) if isinstance(value, int) else digits(value)
+def _cells(value: float | None, eager: float | None) -> tuple[str, str]:
+    if value is None:
+        return "not measured", ""
+    return str(value) if isinstance(value, int) else digits(value), f"{value / eager:.2f}" if eager else ""
 
 
 def limit(text: str) -> float:

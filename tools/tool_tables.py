@@ -27,16 +27,22 @@ def step(file: Path) -> str:
     batch = f"{given['prompts'] * given['samples']} sequences of {given['tokens']} tokens"
     labels = {"ms": "step, ms", "extra_mib": "peak extra memory, MiB"}
     labels["largest"] = f"sequences that fit in {given['limit_gib']:g} GiB"
-    ways = list(steps)
-    rows = [["", *ways, "gain"]]
-    for key, label in labels.items():
-        values = [steps[way][key] for way in ways]
-        if None in values:
-            continue
-        cells = [str(value) if isinstance(value, int) else digits(value) for value in values]
-        gain = values[1] / values[0] if key == "largest" else values[0] / values[1]
-        rows.append([label, *cells, f"{gain:.2f}"])
+    labels = {key: label for key, label in labels.items() if None not in (step[key] for step in _both(steps))}
+    rows = [["", *(column for label in labels.values() for column in (label, "/ eager"))]]
+    for way, step in steps.items():
+        cells = (cell for key in labels for cell in _share(step[key], steps["eager"][key]))
+        rows.append([way, *cells])
     return f"\nA Llama of {sizes}; {batch}:\n\n{as_table(rows)}\n\n{ran_on(where)}\n\n"
+
+
+def _both(steps: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+    return tuple(steps[name] for name in ("eager", "rl-kernels"))
+
+
+def _share(value: float | None, eager: float) -> tuple[str, str]:
+    if value is None:
+        return "", ""
+    return str(value) if isinstance(value, int) else digits(value), f"{value / eager:.2f}"
 
 
 def hosts(files: Iterable[Path]) -> str:

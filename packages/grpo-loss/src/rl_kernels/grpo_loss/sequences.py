@@ -1,0 +1,121 @@
+"""The public function ``sequence_losses``: the loss as one number for each sequence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rl_kernels.core.dispatch import choose
+from rl_kernels.core.torchlib import first_order, no_lost_derivatives
+from rl_kernels.grpo_loss.call import LossCall
+from rl_kernels.grpo_loss.checked import advantages_call
+from rl_kernels.grpo_loss.extras import NO_EXTRAS, NO_NORMALISER, Extras, Normaliser, group
+from rl_kernels.grpo_loss.objective import Objective, chosen
+from rl_kernels.grpo_loss.op import OPERATOR, describe, ops
+from rl_kernels.grpo_loss.run import Options
+
+
+def sequence_losses(
+    current_logps: torch.Tensor,
+    old_logps: torch.Tensor | None,
+    ref_logps: torch.Tensor | None,
+    advantages: torch.Tensor,
+    completion_mask: torch.Tensor,
+    *,
+    objective: Objective | None = None,
+    loss_type: str | None = None,
+    beta: float | None = None,
+    clip_eps: float | None = None,
+    extras: Extras | None = None,
+    normaliser: Normaliser | None = None,
+    validate: bool = True,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Return what each sequence adds to the loss of ``grpo_loss_from_advantages``; their sum is that loss.
+
+    With a ``normaliser`` a sequence's number and its gradient depend on that sequence alone, bit for bit, so a batch
+    may be cut into chunks of whole sequences, as ``linear_logp_loss`` does. Gradients are those of
+    ``grpo_loss_from_advantages``, bit for bit.
+
+    Args:
+        current_logps: ``[B, T]``, as all arguments that follow, as in ``grpo_loss_from_advantages``.
+        old_logps: ``[B, T]``, or None.
+        ref_logps: ``[B, T]``, or None with ``beta == 0``.
+        advantages: ``[B]`` or ``[B, T]``.
+        completion_mask: ``[B, T]``.
+        objective: the loss; the next three arguments override its options.
+        loss_type: as in ``Objective``.
+        beta: as in ``Objective``.
+        clip_eps: >= 0.
+        extras: rollout ratio, and offsets of packed sequences.
+        normaliser: what the sums are divided by; by default what this call counts. Without a process_group: give the
+            counts of all ranks.
+        validate: check the values of the mask and of offsets.
+        backend: name of a backend, ``auto``, or None.
+
+    Returns:
+        ``[B]``, FP32 (FP64 if current_logps is FP64), differentiable.
+
+    Raises:
+        TypeError, ValueError: an argument is not as described; the message names it.
+        BackendUnavailable: the requested backend cannot run this call.
+        RuntimeError: forward-mode AD, or gradients through a ``torch.func`` transform.
+    """
+    given = (current_logps, old_logps, ref_logps, advantages, completion_mask)
+    extras, normaliser = group("extras", extras, NO_EXTRAS), group("normaliser", normaliser, NO_NORMALISER)
+    if normaliser.process_group is not None:
+        raise ValueError("normaliser: expected no process_group, give the count of all ranks as a number or a tensor")
+    formula, options = chosen(objective, loss_type, beta, clip_eps), Options(normaliser, False, validate)
+    call = advantages_call(*given, formula, extras, options, backend)
+    no_lost_derivatives("sequence_losses", *given, *extras, *normaliser)
+    name = choose(OPERATOR, describe(current_logps), backend).name
+    if current_logps.requires_grad and torch.is_grad_enabled():
+        found: torch.Tensor = _SequenceLosses.apply(current_logps, tuple(call[1:]), name)
+        return found
+    return _losses(ops["sums"](*call, name), call, name)[0]
+
+
+def _losses(sums: torch.Tensor, call: LossCall, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the loss of each sequence, and the divisor of all."""
+    *_, divisor = ops["combine"](sums, call.normaliser, call.length, call.numbers, call.plan, backend)
+    return sums[0] / divisor + call.values.beta * (sums[1] / divisor), divisor
+
+
+class _SequenceLosses(torch.autograd.Function):
+    """Saves the slope and the divisor that forward computes; only current_logps gets a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, current_logps: torch.Tensor, others: tuple[Any, ...], backend: str) -> torch.Tensor:
+        """Return the losses ``[B]``."""
+        call = LossCall(current_logps, *others)
+        sums, slope = ops["sums_grad"](*call, backend)
+        losses, divisor = _losses(sums, call, backend)
+        # current_logps is saved only to stay in the graph: otherwise a second derivative would silently be 0.
+        ctx.save_for_backward(current_logps, divisor, slope, call.cu_seqlens)
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradient of current_logps, with one upstream gradient a sequence."""
+        return first_order(_gradient, *ctx.saved_tensors, upstream), None, None
+
+
+def _gradient(
+    current_logps: torch.Tensor,
+    divisor: torch.Tensor,
+    slope: torch.Tensor,
+    cu_seqlens: torch.Tensor | None,
+    upstream: torch.Tensor,
+) -> torch.Tensor:
+    """Return the gradient, as the raw op ``backward`` forms it; 0 at masked tokens for any upstream gradient."""
+    factors = upstream.to(slope.dtype) / divisor
+    if cu_seqlens is None:
+        factors = factors[:, None]
+    else:
+        # The sequence of each token. Offsets that are not checked may be out of range.
+        place = torch.arange(slope.shape[0], device=slope.device)
+        row = torch.bucketize(place, cu_seqlens[1:-1].long().contiguous(), right=True)
+        factors = factors[row]
+    masked = (slope == 0) & slope.signbit()
+    return torch.where(masked, 0.0, slope * factors).to(current_logps.dtype)
