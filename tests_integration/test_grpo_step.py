@@ -44,9 +44,11 @@ def test_both_ways_agree_and_are_timed(
     assert {"device", "torch", "transformers"} <= found["environment"].keys()
     assert found["settings"]["vocab"] == 500
     assert all(step["ms"] > 0 and step["extra_mib"] is None for step in found["steps"].values())
-    step, memory, batch = capsys.readouterr().out.splitlines()[-3:]
-    assert step.startswith("step, ms (wall clock)")
-    assert memory.count("not measured") == batch.count("not measured") == 2
+    assert list(found["steps"]) == [tool.EAGER, tool.OURS, tool.KEPT, tool.CHUNKS, tool.KNOWN]
+    head, *rows = capsys.readouterr().out.splitlines()[-6:]
+    assert head.rstrip().endswith("/ eager")
+    assert "step, ms (wall clock)" in head
+    assert all(row.count("not measured") == 2 for row in rows)
 
 
 def test_batch_has_prompts_completions_and_padding(tool: ModuleType, policy: ModuleType) -> None:
@@ -196,6 +198,7 @@ def test_memory_and_the_largest_batch_on_a_gpu(tool: ModuleType, tmp_path: Path)
     report = tmp_path / "step.json"
     options = ("--device", "cuda", "--dtype", "bf16", "--vocab", "32000", "--tokens", "512", "--limit-gib", "2")
     assert tool.main([*TINY, *options, "--json", str(report)]) == 0
-    eager, ours = json.loads(report.read_text(encoding="utf-8"))["steps"].values()
+    steps = json.loads(report.read_text(encoding="utf-8"))["steps"]
+    eager, ours = steps["eager"], steps["rl-kernels"]
     assert ours["extra_mib"] < eager["extra_mib"]
     assert ours["largest"] > eager["largest"] > 0
