@@ -5,7 +5,7 @@
 | packages/X/benchmarks/results/ | `rl-kernels bench --json` | packages/X/README.md and benchmarks/README.md |
 | tools/results/*-model-*.json | `tools/model_step.py` | packages/models/benchmarks/README.md |
 | tools/results/*-client-calls.json | `tools/client_calls.py` | packages/models/benchmarks/README.md |
-| tools/results/*-grpo-step.json | `tools/grpo_step.py` | docs/benchmarks/grpo-step.md |
+| tools/results/*-grpo-step*.json | `tools/grpo_step.py` | docs/benchmarks/grpo-step.md |
 | tools/results/*-host.json | `rl-kernels bench --set host` | docs/benchmarks/host-time.md |
 | tools/results/*-trl-step*.json | `tools/trl_step.py` | docs/recipes/trl.md |
 | tools/results/*-ranks.json | `tools/ranks.py` | docs/many-gpus.md |
@@ -35,7 +35,7 @@ from mismatch_plot import draw as draw_mismatch
 from operator_tables import benchmark_page, readme_table
 from rank_tables import estimates, measured, segments, shards
 from summary_table import front_table
-from tool_tables import client_calls, demos, hosts, mismatch, model_bits, model_steps, step, trl_steps
+from tool_tables import client_calls, demos, hosts, mismatch, model_bits, model_steps, trl_steps
 
 from rl_kernels.demo.gpu import plot, record
 from rl_kernels.lab.bench.plot import draw
@@ -95,7 +95,7 @@ def pages(root: Path, packages: dict[str, dict[str, Document]]) -> Iterator[tupl
         MODELS: of_models,
         TRL: {"trl step": trl_steps(named("*-trl-step*.json"))},
         DEMO: {"demo": demos(named(DEMOS)), "mismatch": mismatch(files / MISMATCH)},
-        GRPO_STEP: {"grpo step": step(files / "h200-grpo-step.json")},
+        GRPO_STEP: {"grpo step": steps(named("*-grpo-step*.json"))},
         RANKS: {
             "ranks": measured(named("*-ranks.json")),
             "shards": shards(named("*-shards.json")),

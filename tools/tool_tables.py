@@ -17,26 +17,27 @@ from rl_kernels.lab.bench.report import as_table, digits, facts
 NOTHING = "\nNo results are committed yet.\n\n"
 
 
-def step(file: Path) -> str:
-    """Return the table of a whole step, and what it was timed with."""
-    if not file.exists():
-        return NOTHING
-    found = json.loads(file.read_text(encoding="utf-8"))
-    given, steps, where = found["settings"], found["steps"], found["environment"]
+def steps(files: Iterable[Path]) -> str:
+    """Return the tables of whole steps, and what they were timed with."""
+    return filled([_step(json.loads(file.read_text(encoding="utf-8"))) for file in files])
+
+
+def _step(found: Mapping[str, Any]) -> str:
+    given, timed, where = found["settings"], found["steps"], found["environment"]
     sizes = f"{given['layers']} layers, hidden {given['hidden']}, vocabulary {given['vocab']}, {given['dtype']}"
     batch = f"{given['prompts'] * given['samples']} sequences of {given['tokens']} tokens"
     labels = {"ms": "step, ms", "extra_mib": "peak extra memory, MiB"}
     labels["largest"] = f"sequences that fit in {given['limit_gib']:g} GiB"
-    labels = {key: label for key, label in labels.items() if None not in (step[key] for step in _both(steps))}
+    labels = {key: label for key, label in labels.items() if None not in (step[key] for step in _both(timed))}
     rows = [["", *(column for label in labels.values() for column in (label, "/ eager"))]]
-    for way, step in steps.items():
-        cells = (cell for key in labels for cell in _share(step[key], steps["eager"][key]))
+    for way, step in timed.items():
+        cells = (cell for key in labels for cell in _share(step[key], timed["eager"][key]))
         rows.append([way, *cells])
-    return f"\nA Llama of {sizes}; {batch}:\n\n{as_table(rows)}\n\n{ran_on(where)}\n\n"
+    return f"A Llama of {sizes}; {batch}:\n\n{as_table(rows)}\n\n{ran_on(where)}"
 
 
-def _both(steps: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
-    return tuple(steps[name] for name in ("eager", "rl-kernels"))
+def _both(timed: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+    return tuple(timed[name] for name in ("eager", "rl-kernels"))
 
 
 def _share(value: float | None, eager: float) -> tuple[str, str]:

@@ -79,7 +79,10 @@ def sequence_losses(
 def _losses(sums: torch.Tensor, call: LossCall, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the loss of each sequence, and the divisor of all."""
     *_, divisor = ops["combine"](sums, call.normaliser, call.length, call.numbers, call.plan, backend)
-    return sums[0] / divisor + call.values.beta * (sums[1] / divisor), divisor
+    policy, kl, counts = sums
+    if call.formula.mean == "sequences":
+        policy, kl = policy / counts.clamp(min=1), kl / counts.clamp(min=1)
+    return policy / divisor + call.values.beta * (kl / divisor), divisor
 
 
 class _SequenceLosses(torch.autograd.Function):

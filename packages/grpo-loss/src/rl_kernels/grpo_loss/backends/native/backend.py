@@ -65,6 +65,8 @@ def combine(
     """Return (loss, policy_loss, kl, metrics, divisor) of the sequences whose sums are given."""
     n, mean = Numbers(*numbers.tolist()), Plan.parse(plan).mean
     policy, kl_sums, counts = sums[:SUMS]
+    if mean == "sequences":
+        policy, kl_sums = (each / counts.clamp(min=1) for each in (policy, kl_sums))
     divisor = _divisor(counts, normaliser, length, mean, n)
     policy_loss, kl = (rowwise.row_sum(each) / divisor for each in (policy, kl_sums))
     has_metrics = sums.shape[0] > SUMS
@@ -98,9 +100,9 @@ def _sums(call: LossCall, slope: torch.Tensor | None) -> torch.Tensor:
     for rows in _blocks(current):
         block = inputs.rows(rows)
         terms = terms_of(block, plan, n, call.with_metrics)
-        found[0, rows] = _row_sum(terms.policy, block, plan.mean)
+        found[0, rows] = rowwise.row_sum(terms.policy)
         if terms.kl is not None:
-            found[1, rows] = _row_sum(terms.kl, block, plan.mean)
+            found[1, rows] = rowwise.row_sum(terms.kl)
         # Exact in FP32 for a sequence of up to 2^24 tokens.
         found[2, rows] = block.mask.sum(1).to(call.dtype)
         if call.with_metrics:
@@ -150,11 +152,6 @@ def _blocks(current: torch.Tensor) -> Iterator[slice]:
     height = max(BLOCK_ELEMENTS // max(current.shape[1], 1), 1)
     for row in range(0, current.shape[0], height):
         yield slice(row, row + height)
-
-
-def _row_sum(term: torch.Tensor, block: Block, mean: str) -> torch.Tensor:
-    found = rowwise.row_sum(term)
-    return found / block.mask.sum(1).clamp(min=1).to(found.dtype) if mean == "sequences" else found
 
 
 def _marked(terms: Terms, mask: torch.Tensor) -> torch.Tensor:
