@@ -35,7 +35,7 @@ from mismatch_plot import draw as draw_mismatch
 from operator_tables import benchmark_page, readme_table
 from rank_tables import estimates, measured, segments, shards
 from summary_table import front_table
-from tool_tables import client_calls, demos, hosts, mismatch, model_bits, model_steps, trl_steps
+from tool_tables import client_calls, demos, hosts, mismatch, model_bits, model_steps, steps, trl_steps
 
 from rl_kernels.demo.gpu import plot, record
 from rl_kernels.lab.bench.plot import draw
