@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
-from rl_kernels.core.testing import Draw, bits_of
+from rl_kernels.core.testing import Bug, Draw, bits_of
+from rl_kernels.core.testing.planted import planted
 from rl_kernels.linear_logp import BitsDiffer, Known, known, linear_logp
+from rl_kernels.linear_logp.spec.mutants_forms import CHECK, KNOWN, MODULES
 
+PACKAGE = "rl_kernels.linear_logp"
 IGNORED = -100
 OPTIONS: tuple[dict[str, Any], ...] = (
     {},
@@ -52,14 +58,31 @@ def results(call: dict[str, Any], **more: Any) -> Iterator[torch.Tensor]:
             yield from (value.clone() for value in (leaf.grad, getattr(leaf, "main_grad", None)) if value is not None)
 
 
+@contextmanager
+def without_forward(validate: bool) -> Iterator[None]:
+    """Fail if a forward pass runs, unless rows are checked."""
+    ops = importlib.import_module(f"{PACKAGE}.autograd").ops
+    taken = {name: op for name, op in ops.items() if name.startswith("backward") or validate}
+    with patch.object(importlib.import_module(f"{PACKAGE}.autograd"), "ops", taken):
+        try:
+            yield
+        except KeyError as error:
+            raise AssertionError("a forward pass ran") from error
+
+
 def hold(shape: tuple[int, int, int], options: dict[str, Any], dtype: torch.dtype, device: str, backend: str) -> None:
     plain = list(results(drawn(shape, options, dtype, device), backend=backend))
     call = drawn(shape, options, dtype, device)
     with torch.no_grad():
         stats = linear_logp(**call, return_known=True, backend=backend)
+    if "ignore_index" in options:
+        for value in stats:
+            if value is not None:
+                value[call["target_ids"] == IGNORED] = torch.nan
     for validate in (True, False):
         call = drawn(shape, options, dtype, device)
-        found = list(results(call, known=stats, validate=validate, backend=backend))
+        with without_forward(validate):
+            found = list(results(call, known=stats, validate=validate, backend=backend))
         assert len(found) == len(plain)
         assert all(torch.equal(bits_of(one), bits_of(other)) for one, other in zip(found, plain, strict=True))
 
@@ -94,26 +117,13 @@ def no_gradients(options: dict[str, Any]) -> tuple[dict[str, Any], Known]:
         return call, linear_logp(**call, return_known=True)
 
 
-def test_the_forward_pass_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ignored_rows_are_neither_read_nor_compared() -> None:
     call, stats = no_gradients(OPTIONS[1])
-    monkeypatch.setattr("rl_kernels.linear_logp.autograd.ops", {})
-    found = linear_logp(**call, known=stats, validate=False)
-    assert all(map(torch.equal, found, (stats.logp, stats.logsumexp, stats.entropy)))
-
-
-@pytest.mark.parametrize("name", Known._fields)
-def test_one_bit_in_any_statistic_is_found(name: str) -> None:
-    call, stats = no_gradients(OPTIONS[1])
-    wrong = getattr(stats, name).clone()
-    row = 34
-    bits_of(wrong)[row] += 1
-    with pytest.raises(BitsDiffer, match=rf"known\.{name}: .*row {row} differs by 1 ULPs, and \d+ of the 150 rows"):
-        linear_logp(**call, known=stats._replace(**{name: wrong}), check_rows=150)
-    # Row 33 is ignored, so its statistics are neither read nor compared.
-    bits_of(wrong)[row] -= 1
-    wrong[33] = torch.nan
-    found = linear_logp(**call, known=stats._replace(**{name: wrong}), check_rows=150)
-    assert all(map(torch.equal, found, (stats.logp, stats.logsumexp, stats.entropy)))
+    for name in Known._fields:
+        wrong = getattr(stats, name).clone()
+        wrong[33] = torch.nan
+        found = linear_logp(**call, known=stats._replace(**{name: wrong}), check_rows=150)
+        assert all(map(torch.equal, found, (stats.logp, stats.logsumexp, stats.entropy)))
 
 
 def test_other_weights_are_found_and_not_without_the_check() -> None:
@@ -123,6 +133,44 @@ def test_other_weights_are_found_and_not_without_the_check() -> None:
         linear_logp(**call, known=stats)
     for more in ({"validate": False}, {"check_rows": 0}):
         assert torch.equal(linear_logp(**call, known=stats, **more), stats.logp)
+
+
+def hold_all() -> None:
+    for options in OPTIONS:
+        hold((60, 8, 2300), options, torch.float32, "cpu", "native")
+
+
+def one_bit_is_found(row: int) -> None:
+    """Hold the check to every statistic, a row of which is off by one bit."""
+    call, stats = no_gradients(OPTIONS[1])
+    for name in Known._fields:
+        wrong = getattr(stats, name).clone()
+        bits_of(wrong)[row] += 1
+        with pytest.raises(RuntimeError, match=rf"known\.{name}: .*row {row} differs by 1 ULPs"):
+            linear_logp(**call, known=stats._replace(**{name: wrong}), check_rows=200)
+    call, stats = no_gradients({})
+    wrong = stats.logp.clone()
+    bits_of(wrong)[39] += 1
+
+    def often() -> None:
+        for _ in range(200):
+            linear_logp(**call, known=stats._replace(logp=wrong), check_rows=4)
+
+    # Each call takes other rows, so one of them takes this one.
+    with pytest.raises(RuntimeError, match=r"known\.logp: .*row 39 differs by 1 ULPs"):
+        often()
+
+
+def test_one_bit_is_found() -> None:
+    one_bit_is_found(34)
+
+
+@pytest.mark.parametrize("bug", [*KNOWN, *CHECK], ids=lambda bug: bug.name)
+def test_planted_bugs_show(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
+    with planted(MODULES, bug):
+        monkeypatch.setitem(globals(), "linear_logp", importlib.import_module(f"{PACKAGE}.api").linear_logp)
+        with pytest.raises((AssertionError, RuntimeError, pytest.fail.Exception)):
+            one_bit_is_found(34) if bug in CHECK else hold_all()
 
 
 def test_each_call_takes_other_rows_and_leaves_the_random_numbers_of_pytorch() -> None:

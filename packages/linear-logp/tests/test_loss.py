@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from itertools import accumulate, pairwise
+import importlib
+from itertools import accumulate, pairwise, product
 from typing import Any
 
 import pytest
 import torch
 
 from rl_kernels.core.rowwise import row_sum
-from rl_kernels.core.testing import Draw, bits_of
+from rl_kernels.core.testing import Bug, Draw, bits_of
+from rl_kernels.core.testing.planted import planted
 from rl_kernels.linear_logp import Chunk, LogpStats, linear_logp, linear_logp_loss
 from rl_kernels.linear_logp.chunks import Rows, chunks_of
+from rl_kernels.linear_logp.spec.mutants_forms import LOSS, MODULES
 
 IGNORED, SCALE, CHUNKS = -100, 0.25, (1, 50, 100, 10**6)
 LENGTHS = (5, 40, 0, 33, 70, 1, 16, 17, 200)
@@ -21,6 +24,10 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"main_grad": True, "softcap": 9.0},
     {"saved_mib": 1, "bias": True, "workspace_mib": 1},
     {"vocab_segments": 8, "main_grad": True, "bias": True, "return_stats": True},
+)
+PLANTED = (
+    (({"bias": True, "return_stats": True, "temperature": "tensor"}, torch.bfloat16), True),
+    (({"main_grad": True}, torch.float32), False),
 )
 
 
@@ -122,6 +129,23 @@ def test_no_chunk_changes_a_bit_on_a_gpu(backend: str, options: dict[str, Any], 
     if backend == "cuda-sm90" and torch.cuda.get_device_capability(0)[0] != 9:
         pytest.skip("needs sm_90")
     hold(options, torch.bfloat16, "cuda", backend, sizes=(72, 5003), packed=packed)
+
+
+@pytest.mark.parametrize("bug", LOSS, ids=lambda bug: bug.name)
+def test_planted_bugs_show(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = [(Batch(*case, "cpu", packed=packed).apart(), case, packed) for case, packed in PLANTED]
+    with planted(MODULES, bug):
+        monkeypatch.setitem(
+            globals(), "linear_logp_loss", importlib.import_module("rl_kernels.linear_logp.loss").linear_logp_loss
+        )
+
+        def hold_all() -> None:
+            for (wanted, case, packed), chunk_tokens in product(expected, CHUNKS):
+                found = Batch(*case, "cpu", packed=packed).together(chunk_tokens)
+                assert all(map(torch.equal, found, wanted))
+
+        with pytest.raises((AssertionError, RuntimeError, ValueError, IndexError, TypeError)):
+            hold_all()
 
 
 def test_chunks() -> None:
