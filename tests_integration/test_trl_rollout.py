@@ -67,6 +67,44 @@ def test_what_was_sampled_has_the_bits_of_training(
     assert all(each["sampling/sampling_logp_difference/mean"] == 0 for each in logged)
 
 
+@pytest.mark.parametrize("options", [{"beta": 0.0}, {"beta": 0.05}, BATCHES], ids=["", "reference", "batches"])
+@pytest.mark.parametrize("adapted", [False, True], ids=["", "adapter"])
+def test_old_log_probs_are_those_of_the_rollout(
+    trainer_of: Callable[..., Any], adapted: bool, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """They have the bits of TRL's own pass, which is left out; that of a reference model is not."""
+    adapter = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False) if adapted else None
+    trainer = trainer_of(tmp_path, adapter, **SAMPLED | {"num_iterations": 2} | options)
+    trl_client.use_in(trainer, invariant=True)
+    score, produce, checked = head.Head.scores, trainer._generate_and_score_completions, []
+    scored: list[Any] = []
+
+    def counted(self: Any, *args: Any) -> Any:
+        scored.append(self)
+        return score(self, *args)
+
+    def compared(*args: Any) -> Any:
+        scored.clear()
+        found = produce(*args)
+        # The reference takes two passes, of four sequences each; two more would be the old log-probabilities'.
+        assert len(scored) == (2 if trainer.beta else 0)
+        mask, kept = found["completion_mask"].bool(), found["completion_ids"].shape[1]
+        ids = torch.cat((found["prompt_ids"], found["completion_ids"]), 1)
+        attention = torch.cat((found["prompt_mask"], found["completion_mask"]), 1)
+        with torch.no_grad():
+            own, _, _ = trainer._get_per_token_logps_and_entropies(trainer.model, ids, attention, kept)
+        assert found["old_per_token_logps"].shape == own.shape
+        checked.append((int((found["old_per_token_logps"] != own)[mask].sum()), int(mask.sum())))
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(head.Head, "scores", counted)
+        trainer._generate_and_score_completions = compared
+        trainer.train()
+    assert sum(tokens for _, tokens in checked) > 50
+    assert sum(differing for differing, _ in checked) == 0
+
+
 @pytest.mark.parametrize("options", [{}, BATCHES], ids=["", "batches"])
 @pytest.mark.parametrize("adapted", [False, True], ids=["", "adapter"])
 def test_in_mixed_precision_too(

@@ -16,6 +16,7 @@ from rl_kernels.models.clients.trl import continuous
 from rl_kernels.models.clients.trl.checks import KNOWN, check_invariant, check_trainer
 from rl_kernels.models.clients.trl.head import Head, score_with
 from rl_kernels.models.clients.trl.loss import compute_loss, normaliser, objective, rollout_ratio
+from rl_kernels.models.clients.trl.old import take_from_rollout
 from rl_kernels.models.clients.trl.rollout import check_rollout, recorded
 from rl_kernels.models.logits import check_logits
 
@@ -39,7 +40,8 @@ def use_in(
         record: record the log-probability of each token sampled by ``generate``, or by ``generate_batch`` of continuous
             batching: ``linear_logp`` on the hidden state that the token was sampled from. Batches hold them as
             ``sampling_per_token_logps``; the metrics ``sampling/sampling_logp_difference`` are their distance to the
-            first training pass. By default the value of ``invariant``.
+            first training pass. By default the value of ``invariant``. With both, they are also the old
+            log-probabilities of batches that take several optimiser steps: TRL's pass for these is left out.
         backend: backend of the loss, as in ``grpo_loss``.
         validate: whether the loss checks the values of its arguments.
 
@@ -77,6 +79,8 @@ def use_in(
         given = (trainer._generate_single_turn, heads[0], bases[0], trainer.accelerator.autocast)
         config = trainer.continuous_batching_config
         trainer._generate_single_turn = continuous.recorded(*given, config) if in_batches else recorded(*given)
+        if invariant:
+            take_from_rollout(trainer)
     trainer._compute_loss = partial(compute_loss, trainer, backend=backend, validate=validate)
 
 

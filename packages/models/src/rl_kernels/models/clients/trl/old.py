@@ -1,0 +1,63 @@
+"""Old log-probabilities from the rollout: with the same bits on both sides, TRL's own pass for them is left out."""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+import torch
+
+from rl_kernels.models.clients.trl.rollout import Sampled
+
+
+def take_from_rollout(trainer: Any) -> None:
+    """Give TRL the recorded log-probabilities where it computes old ones from the weights that have just sampled.
+
+    TRL needs old log-probabilities if several optimiser steps are taken on a batch, and computes them by a pass through
+    the model at the end of the rollout. It asks for them first, before those of a reference model. If tokens come from
+    several turns, its pass is made.
+
+    Args:
+        trainer: GRPOTrainer, whose ``_generate_single_turn`` records log-probabilities.
+    """
+    every = trainer.args.steps_per_generation * trainer.num_iterations
+    if trainer.args.gradient_accumulation_steps % every == 0:
+        return
+    sample, score = trainer._generate_single_turn, trainer._get_per_token_logps_and_entropies
+    produce = trainer._generate_and_score_completions
+    turns: list[Sampled] = []
+    # One entry while a rollout is under way whose old log-probabilities have not been asked for.
+    awaited: list[bool] = []
+
+    def sampled(self: Any, *args: Any, **options: Any) -> Sampled:
+        turns.append(sample(*args, **options))
+        return turns[-1]
+
+    def scored(
+        self: Any, model: Any, ids: torch.Tensor, mask: torch.Tensor, kept: int, *args: Any, **given: Any
+    ) -> Any:
+        if awaited and not torch.is_grad_enabled():
+            awaited.clear()
+            if len(turns) == 1 and len(turns[0][0]) == len(ids):
+                return _padded(turns[0], ids, kept), None, None
+        return score(model, ids, mask, kept, *args, **given)
+
+    def produced(self: Any, *args: Any, **options: Any) -> Any:
+        turns.clear()
+        awaited[:] = [True]
+        try:
+            return produce(*args, **options)
+        finally:
+            awaited.clear()
+
+    trainer._generate_single_turn = MethodType(sampled, trainer)
+    trainer._get_per_token_logps_and_entropies = MethodType(scored, trainer)
+    trainer._generate_and_score_completions = MethodType(produced, trainer)
+
+
+def _padded(turn: Sampled, ids: torch.Tensor, width: int) -> torch.Tensor:
+    """Return recorded log-probabilities as ``[B, width]``, FP32, 0 after the end of a completion."""
+    found = torch.zeros((len(ids), width), dtype=torch.float32, device="cpu")
+    for row, values in zip(found, turn[1], strict=True):
+        row[: len(values)] = torch.tensor(values, dtype=torch.float32, device="cpu")
+    return found.to(ids.device)
