@@ -25,7 +25,14 @@ pytestmark = pytest.mark.slow
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
     """Return a copy of the package, to put cubins into."""
-    return shutil.copytree(PACKAGE, tmp_path / "fused-logp", ignore=shutil.ignore_patterns("__pycache__", SHIPPED))
+    return copied(PACKAGE, tmp_path)
+
+
+def copied(package: Path, place: Path) -> Path:
+    """Return a copy of a package, whose cubins git ignores as it does in a clone."""
+    made = shutil.copytree(package, place / package.name, ignore=shutil.ignore_patterns("__pycache__", SHIPPED))
+    (made / ".gitignore").write_text(f"{SHIPPED}/\n", encoding="utf-8")
+    return made
 
 
 def cubins(package: Path, *, sdist: bool = False) -> dict[str, bytes]:
@@ -51,6 +58,15 @@ def test_wheel_holds_no_cubin_by_itself(package: Path) -> None:
     assert cubins(package) == {}
 
 
+def test_wheel_of_core_brings_cubins_of_the_product_that_operators_share(tmp_path: Path) -> None:
+    core = copied(ROOT / "shared" / "core", tmp_path)
+    (program, *_) = kernel_registry.load("det_gemm").backend("cuda-sm90").load().programs("sm_90a")
+    name = f"{program.package.replace('.', '/')}/{SHIPPED}/{cache.shipped_name(program, inputs_of(program))}"
+    (core / "src" / name).parent.mkdir()
+    (core / "src" / name).write_bytes(b"cubin")
+    assert cubins(core) == {name: b"cubin"}
+
+
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 def test_wheel_brings_the_cubins_that_are_looked_for(package: Path) -> None:
     place = package / "src" / CUBINS
@@ -63,5 +79,4 @@ def test_wheel_brings_the_cubins_that_are_looked_for(package: Path) -> None:
     assert set(found) == {CUBINS + cache.shipped_name(program, inputs_of(program)) for program in programs}
     assert all((cache.unsealed(content) or b"").startswith(b"\x7fELF") for content in found.values())
     shutil.rmtree(package.parent / "made")
-    (package / ".gitignore").write_text("cubins/\n", encoding="utf-8")
     assert cubins(package, sdist=True) == {}

@@ -88,15 +88,15 @@ def test_sources_are_typed(folder: Path) -> None:
 @pytest.mark.parametrize("folder", PROJECTS, ids=named)
 def test_wheel_holds_the_namespace(folder: Path) -> None:
     expected: dict[str, Any] = {"packages": ["src/rl_kernels"]}
-    if list(folder.glob("src/rl_kernels/*/backends/*/*.cu")):
-        expected["artifacts"] = ["cubins/*.cubin"]
+    if list(folder.glob("src/rl_kernels/**/*.cu")):
+        expected["artifacts"] = ["**/cubins/*.cubin"]
     assert project(folder)["tool"]["hatch"]["build"]["targets"]["wheel"] == expected
 
 
 @pytest.mark.parametrize("folder", OPERATORS, ids=named)
 def test_extras_bring_what_the_backends_need(folder: Path) -> None:
     sources = folder / "src" / "rl_kernels"
-    needed = {"cuda": [*sources.rglob("*.cu")], "triton": [*sources.rglob("backends/triton*")]}
+    needed = {"cuda": [*sources.rglob("backends/cuda*")], "triton": [*sources.rglob("backends/triton*")]}
     assert set(project(folder)["project"]["optional-dependencies"]) == {name for name, files in needed.items() if files}
 
 
