@@ -35,6 +35,14 @@ def test_programs_of_a_target():
     assert not any(backend.programs(arch) for arch in ("sm_80", "sm_90", "sm_100a"))
 
 
+def test_cubins_are_looked_for_where_the_programs_are(monkeypatch):
+    asked = []
+    monkeypatch.setattr(where, "missing", lambda packages, *_: asked.append(packages))
+    backend = OPERATOR.backend(BACKEND)
+    backend.why_not(Call(torch.device("cuda", 0), torch.bfloat16, "sm90", {"D": 64, "V": 100}))
+    assert set(asked[0]) == {program.package for program in backend.load().programs("sm_90a")}
+
+
 @pytest.mark.parametrize(
     ("dtype", "size", "reason"),
     [

@@ -85,6 +85,22 @@ def test_cubins_of_the_wheel_need_no_nvrtc(monkeypatch):
     assert "NVRTC" in cuda_backend("cuda-generic", "toy.cuda_backend", archs="sm_80+").why_not(H200)
 
 
+def test_every_package_with_sources_must_ship_cubins(monkeypatch):
+    monkeypatch.setattr(*NOWHERE["nvrtc"])
+    shipping = {"core"}
+    monkeypatch.setattr(cache, "ships", lambda package, arch: package in shipping)
+    own, shared, both = (
+        cuda_backend("cuda-sm90", "toy.cuda_backend", archs="sm_90", sources=sources)
+        for sources in ([], ["core"], ["toy", "core"])
+    )
+    assert shared.why_not(H200) is None
+    assert "NVRTC" in own.why_not(H200)
+    assert "NVRTC" in both.why_not(H200)
+    shipping.add("toy")
+    where._missing.clear()
+    assert both.why_not(H200) is None
+
+
 @pytest.mark.parametrize("archs", ["90", "sm_90a", "sm90", ""])
 def test_a_rule_that_is_none(archs):
     with pytest.raises(ValueError, match="archs: expected sm_NUMBER"):

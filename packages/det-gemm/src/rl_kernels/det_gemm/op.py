@@ -70,7 +70,13 @@ OPERATOR = Operator(
     schemas=SCHEMAS,
     fakes=FAKES,
     backends=(
-        cuda_backend("cuda-sm90", "rl_kernels.det_gemm.backends.cuda_sm90.backend", archs="sm_90", limits=_limits),
+        cuda_backend(
+            "cuda-sm90",
+            "rl_kernels.det_gemm.backends.cuda_sm90.backend",
+            archs="sm_90",
+            limits=_limits,
+            sources=["rl_kernels.core.cuda.gemm"],
+        ),
         triton_backend("rl_kernels.det_gemm.backends.triton"),
         Backend("native", "rl_kernels.det_gemm.backends.native", {"cpu": INVARIANT, "cuda": REPEATABLE}),
     ),

@@ -142,7 +142,13 @@ OPERATOR = Operator(
     schemas=SCHEMAS,
     fakes=FAKES,
     backends=(
-        cuda_backend("cuda-sm90", "rl_kernels.linear_logp.backends.cuda_sm90.backend", archs="sm_90", limits=_limits),
+        cuda_backend(
+            "cuda-sm90",
+            "rl_kernels.linear_logp.backends.cuda_sm90.backend",
+            archs="sm_90",
+            limits=_limits,
+            sources=["rl_kernels.linear_logp.backends.cuda_sm90", "rl_kernels.core.cuda.gemm"],
+        ),
         triton_backend("rl_kernels.linear_logp.backends.triton.backend"),
         Backend("native", "rl_kernels.linear_logp.backends.native", {"cpu": INVARIANT, "cuda": REPEATABLE}),
     ),

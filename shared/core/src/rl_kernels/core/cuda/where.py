@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -13,25 +13,33 @@ from rl_kernels.core.operator import INVARIANT, Backend, Call, no_limits
 ARCHS = re.compile(r"sm_\d+\+?")
 
 
-def cuda_backend(name: str, module: str, *, archs: str, limits: Callable[[Call], str | None] = no_limits) -> Backend:
+def cuda_backend(
+    name: str,
+    module: str,
+    *,
+    archs: str,
+    limits: Callable[[Call], str | None] = no_limits,
+    sources: Sequence[str] = (),
+) -> Backend:
     """Return a CUDA C++ backend of an operator.
 
     Args:
         name: ``cuda-generic``, ``cuda-sm90``.
-        module: import path of its module, whose package holds the CUDA sources.
+        module: import path of its module.
         archs: architectures it has kernels for: ``sm_90`` (this one) or ``sm_80+`` (this and newer).
         limits: ``call -> reason``: further reasons against a call, asked last.
+        sources: the packages that hold the CUDA sources of its programs, if not just that of the module.
     """
     if ARCHS.fullmatch(archs) is None:
         raise ValueError(f"archs: expected sm_NUMBER or sm_NUMBER+, got {archs!r}")
-    package = module.rpartition(".")[0]
+    packages = tuple(sources) or (module.rpartition(".")[0],)
 
     def why_not(call: Call) -> str | None:
         if torch.version.hip is not None:
             return "CUDA C++ kernels are for NVIDIA GPUs, this PyTorch is for ROCm"
         if call.dtype == torch.float64:
             return "CUDA C++ kernels work in FP32; FP64 is for the native backend"
-        reason = missing(package, archs, call.arch)
+        reason = missing(packages, archs, call.arch)
         return limits(call) if reason is None else reason
 
     return Backend(name, module, {"cuda": INVARIANT}, why_not)
@@ -45,21 +53,21 @@ def target_of(arch: str, *, exact: bool) -> str:
     return f"sm_{arch[2:]}{'a' if exact else ''}"
 
 
-_missing: dict[tuple[str, str, str], str | None] = {}
+_missing: dict[tuple[tuple[str, ...], str, str], str | None] = {}
 """Answers of ``missing``: what is installed does not change while a process runs, and every call asks."""
 
 
-def missing(package: str, archs: str, arch: str) -> str | None:
-    """Return why kernels of a package cannot be compiled for a GPU and loaded here, or None.
+def missing(packages: tuple[str, ...], archs: str, arch: str) -> str | None:
+    """Return why kernels of packages cannot be compiled for a GPU and loaded here, or None.
 
     Args:
-        package: the package that holds the CUDA sources.
+        packages: the packages that hold the CUDA sources.
         archs: architectures it has kernels for, as ``cuda_backend`` takes them.
         arch: architecture of the GPU, as in ``Call``.
     """
-    key = (package, archs, arch)
+    key = (packages, archs, arch)
     if key not in _missing:
-        _missing[key] = _why_no_kernel(archs, arch) or _why_missing(package, target_of(arch, exact=archs[-1] != "+"))
+        _missing[key] = _why_no_kernel(archs, arch) or _why_missing(packages, target_of(arch, exact=archs[-1] != "+"))
     return _missing[key]
 
 
@@ -79,10 +87,10 @@ def _why_no_kernel(archs: str, arch: str) -> str | None:
     return None
 
 
-def _why_missing(package: str, arch: str) -> str | None:
+def _why_missing(packages: tuple[str, ...], arch: str) -> str | None:
     if toolchain.bindings_version() is None:
         return toolchain.why_no_compiler()
-    if cache.ships(package, arch):
+    if all(cache.ships(package, arch) for package in packages):
         return None
     reason = toolchain.why_no_compiler() or toolchain.why_not_loaded()
     number = int(re.sub(r"\D", "", arch))
