@@ -88,6 +88,35 @@ def test_all_targets_into_the_cache(cubins, capsys, monkeypatch):
     assert cache.cubin_of(Program("toy_kernels", "fine.cu", "sm_90a", (("TIMES", 4),)))
 
 
+def listed(*argv):
+    return [(name, str(one)) for name, one in precompile._programs(precompile.parser().parse_args(argv))]
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    """Play a compiler that need not be there: nothing is compiled."""
+    monkeypatch.setattr(toolchain, "why_no_compiler", lambda: None)
+    monkeypatch.setattr(toolchain, "targets", lambda: frozenset({80, 90}))
+
+
+def test_a_program_of_two_operators_is_compiled_once(compiler, make_module, monkeypatch):
+    again = operator("again", cuda_backend("cuda-sm90", "toy_pkg.cuda_sm90", archs="sm_90"))
+    make_module("toy_pkg.op", again=again, **TOYS)
+    points = {name: EntryPoint(name, f"toy_pkg.op:{name}", GROUP) for name in ("again", "double")}
+    monkeypatch.setattr(precompile, "kernel_registry", KernelRegistry(points))
+    programs = [f"toy_kernels/fine.cu TIMES={times} for sm_90a" for times in (3, 4)]
+    for names in (("again", "double"), ("double", "again")):
+        options = [word for name in names for word in ("--op", name)]
+        assert listed(*options, "--arch", "sm_90a") == [(names[0], one) for one in programs]
+
+
+def test_kernels_of_one_package(compiler, offered, make_module):
+    other = Program("other_kernels", "a.cu", "sm_90a")
+    make_module("toy_pkg.cuda_generic", programs=lambda arch: [other] if arch == "sm_90a" else [])
+    assert listed("--arch", "sm_90a", "--package", "other_kernels") == [("double", str(other))]
+    assert len(listed("--arch", "sm_90a")) == 1 + len(listed("--arch", "sm_90a", "--package", "toy_kernels"))
+
+
 @compiling
 def test_one_target_into_a_folder_to_be_shipped(toys, cubins, monkeypatch):
     out = toys / "cubins"
@@ -137,6 +166,7 @@ def test_targets_of_the_gpus_that_are_here_are_the_default(capsys, monkeypatch):
         (["--arch", "sm_90a", "sm_12"], "--arch: NVRTC compiles for sm_80, sm_90, got 'sm_12'"),
         (["--op", "double", "--arch", "sm_80a"], "--arch: there are no kernels for sm_80a"),
         (["--out", __file__, "--arch", "sm_80"], "--out: "),
+        (["--arch", "sm_80", "--package", "toy"], "--package: kernels are in toy_kernels, got 'toy'"),
         (["--fast"], "unrecognized arguments: --fast"),
     ],
 )

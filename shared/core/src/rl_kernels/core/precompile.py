@@ -46,6 +46,7 @@ def parser() -> Parser:
     made.add_argument(
         "--out", type=location, metavar="DIR", help="write the cubins to DIR, for shipping (default: to the cache)"
     )
+    made.add_argument("--package", metavar="NAME", help="only kernels whose sources are in this package")
     return made
 
 
@@ -124,6 +125,11 @@ def _programs(given: argparse.Namespace) -> list[tuple[str, Program]]:
     ]
     if not programs:
         raise ValueError(f"--arch: there are no kernels for {', '.join(archs)}")
+    packages = {program.package for _, program in programs}
+    if given.package is not None:
+        if given.package not in packages:
+            raise ValueError(f"--package: kernels are in {', '.join(sorted(packages))}, got {given.package!r}")
+        programs = [(name, program) for name, program in programs if program.package == given.package]
     # Operators that share a program compile it once.
     first = {program: name for name, program in reversed(programs)}
     return [(name, program) for program, name in reversed(first.items())]
