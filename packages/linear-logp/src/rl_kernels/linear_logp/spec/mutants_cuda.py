@@ -56,6 +56,7 @@ SHOWN = (
         "upstream.norm",
     ),
     Bug("bias gradient not summed", "if dbias is not None:\n            kernel(", "if False:\n            kernel("),
+    Bug("rows of the weight reversed in dH", "matmul(dz, weight, out", "matmul(dz, weight.flip(0), out"),
     Bug("rows of hidden reversed in dW", "matmul(dz.t(), hidden, out", "matmul(dz.t(), hidden.flip(0), out"),
 )
 """Bugs that give wrong numbers."""
@@ -73,6 +74,19 @@ LAUNCHES = (
     Bug("no boxes for kept logits", "shared=cut.shared(stores=keeps)", "shared=cut.shared(stores=False)"),
     Bug("boxes of kept logits in the stages", "stores=keeps or file == BACKWARD", "stores=file == BACKWARD"),
     Bug("kept logits of the first rows", "kept = None if self.kept is None else self.kept[rows]", "kept = self.kept"),
+    Bug("chain of dH not continued", "matmul(dz, weight, out, continues=continues)", "matmul(dz, weight, out)"),
+    Bug(
+        "dH added to uninitialised memory",
+        "matmul(dz, weight, out, continues=continues)",
+        "matmul(dz, weight, out, continues=True)",
+    ),
+    Bug(
+        "chain of dW not continued",
+        "matmul(dz.t(), hidden, out, continues=continues)",
+        "matmul(dz.t(), hidden, out)",
+    ),
+    Bug("operands of dH exchanged", "matmul(dz, weight, out,", "matmul(weight, dz, out,"),
+    Bug("dz not transposed in dW", "matmul(dz.t(), hidden, out,", "matmul(dz, hidden, out,"),
     Bug("hidden gradient restarted at each piece", "continues=part.start > 0", "continues=False"),
     Bug("weight gradient restarted at each block", "in_turn = rows.start > 0 or main_grad", "in_turn = main_grad"),
     Bug(
