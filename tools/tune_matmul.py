@@ -1,7 +1,7 @@
 """Measure the speed of each schedule of a matrix product on this GPU, and write the table used to choose a schedule.
 
 ``python tools/tune_matmul.py FILE`` writes a new ``tuned/h200.json`` for core's Triton product or, with ``--cuda``,
-for det_gemm's CUDA kernel. Each schedule runs on full waves of tiles at two lengths of K: the difference gives the time
+for its CUDA product. Each schedule runs on full waves of tiles at two lengths of K: the difference gives the time
 of a step, the rest is the time of a wave outside its steps. It also runs on an eighth of the multiprocessors, where the
 loads determine the time of a step. Weights are never in the cache. Nothing here can change a bit of a result: every
 schedule adds the same chain.
@@ -220,7 +220,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("file", type=Path, nargs="?", help="the table to write")
     parser.add_argument("--beside", type=sizes, default=[], metavar="MxNxK,...", help="print times relative to cuBLAS")
-    parser.add_argument("--cuda", action="store_true", help="tune det_gemm's CUDA kernel, not core's Triton product")
+    parser.add_argument("--cuda", action="store_true", help="tune core's CUDA product, not its Triton one")
     given = parser.parse_args()
     if bool(given.beside) == bool(given.file):
         parser.error("give FILE, or --beside with products to time")

@@ -277,7 +277,9 @@ def program(
 def programs_of(arch: str) -> list[Program]:
     """Return the programs of a target: every schedule that may be chosen, with aligned operands and output.
 
-    Kernels for other operands, and for other output dtypes than those of gradients, are compiled at first use.
+    Kernels for other operands, and for other output dtypes than those of gradients, are compiled at first use. So are
+    swapped ones that continue a chain, or whose operands both have contiguous rows and whose output is FP32: a gradient
+    needs them only for at most 64 rows in several parts, or for at most 64 rows of a weight.
     """
     if arch != "sm_90a":
         return []
