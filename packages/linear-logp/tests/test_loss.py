@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import weakref
 from itertools import accumulate, pairwise, product
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from rl_kernels.core.rowwise import row_sum
 from rl_kernels.core.testing import Bug, Draw, bits_of
 from rl_kernels.core.testing.planted import planted
-from rl_kernels.linear_logp import Chunk, LogpStats, linear_logp, linear_logp_loss
+from rl_kernels.linear_logp import Chunk, LogpStats, kept, linear_logp, linear_logp_loss
 from rl_kernels.linear_logp.chunks import Rows, chunks_of
 from rl_kernels.linear_logp.spec.mutants_forms import LOSS, MODULES
 
@@ -156,6 +157,21 @@ def test_chunks() -> None:
     # The gradients of rows 32 to 44 wait for the second chunk.
     assert [Rows.of(each, 149, 16) for each in chunks] == [(0, 32, 45), (32, 64, 78), (64, 144, 148), (144, 149, 149)]
     assert list(chunks_of([0], 50, torch.device("cpu"))) == []
+
+
+def test_the_logits_of_one_chunk_are_alive_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: list[weakref.ref[torch.Tensor]] = []
+    empty = kept.empty
+
+    def watched(*args: Any) -> torch.Tensor:
+        assert not any(reference() is not None for reference in alive)
+        found = empty(*args)
+        alive.append(weakref.ref(found))
+        return found
+
+    monkeypatch.setattr(kept, "empty", watched)
+    Batch({}, torch.float32, "cpu", packed=True).together(60)
+    assert len(alive) > 4
 
 
 def test_no_gradients_and_only_some() -> None:

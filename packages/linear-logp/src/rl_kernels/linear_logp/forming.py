@@ -66,21 +66,24 @@ class Forming(NamedTuple):
     @torch.no_grad()
     def with_gradients(self) -> tuple[torch.Tensor, Gradients]:
         """Return the sum of all losses, and the gradients of hidden, weight and bias; None for one not needed."""
-        hidden, _, _, bias = self.call.inputs[:4]
-        is_bias = bias is not None and bias.requires_grad
+        hidden = self.call.inputs[0]
         totals = _Totals(self, single=len(self.chunks) == 1)
         upstream = [hidden.new_empty(len(hidden), dtype=self._dtype) for _ in range(3 if self.has_stats else 1)]
-        found = []
-        for chunk in self.chunks:
-            rows = Rows.of(chunk, len(hidden), BIAS_STEP if is_bias else STEP)
-            saved_mib = WHOLE if self.options.saved_mib is None else self.options.saved_mib
-            *results, norm, kept = self._forward(slice(rows.start, rows.end), saved_mib)
-            own = [value[chunk.tokens.start - rows.start :] for value in results]
-            found.append(self._differentiated(chunk, own, upstream))
-            if rows.start < rows.stop or not len(hidden):
-                entropy = results[2] if self.has_stats else None
-                totals.add(rows, norm, entropy, kept, upstream)
+        found = [self._formed(chunk, totals, upstream) for chunk in self.chunks]
         return self._sum(found), totals.gradients()
+
+    def _formed(self, chunk: Chunk, totals: _Totals, upstream: list[torch.Tensor]) -> torch.Tensor:
+        """Return the losses of a chunk, and add its gradients to the totals; its logits are freed at the end."""
+        hidden, _, _, bias = self.call.inputs[:4]
+        is_bias = bias is not None and bias.requires_grad
+        rows = Rows.of(chunk, len(hidden), BIAS_STEP if is_bias else STEP)
+        saved_mib = WHOLE if self.options.saved_mib is None else self.options.saved_mib
+        *results, norm, kept = self._forward(slice(rows.start, rows.end), saved_mib)
+        own = [value[chunk.tokens.start - rows.start :] for value in results]
+        losses = self._differentiated(chunk, own, upstream)
+        if rows.start < rows.stop or not len(hidden):
+            totals.add(rows, norm, results[2] if self.has_stats else None, kept, upstream)
+        return losses
 
     @property
     def _dtype(self) -> torch.dtype:
