@@ -69,8 +69,8 @@ def test_varlen_attn_on_a_gpu(window):
         assert torch.equal(value[: LENGTHS[0]], one)
 
 
-def test_the_example_of_the_readme_runs():
-    page = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+def test_the_example_of_the_guide_runs():
+    page = (Path(__file__).parents[1] / "GUIDE.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"^```text\n(from torch\.nn\.attention .*?)^```$", page, re.MULTILINE | re.DOTALL)
     q, k, v, _ = drawn(2, 4, 150, 64)
     found = {"torch": torch, "q": q, "k": k, "v": v}

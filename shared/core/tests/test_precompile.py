@@ -10,6 +10,7 @@ import torch
 from rl_kernels.core import cli, precompile
 from rl_kernels.core.cuda import cache, toolchain
 from rl_kernels.core.cuda.program import Program, inputs_of
+from rl_kernels.core.cuda.resources import slow_in
 from rl_kernels.core.cuda.where import cuda_backend
 from rl_kernels.core.operator import INVARIANT, Backend, Call, Operator
 from rl_kernels.core.registry import GROUP, KernelRegistry
@@ -265,3 +266,9 @@ def test_doctor_tells_what_is_missing(tmp_path, capsys, monkeypatch):
 def test_programs_are_named_in_full():
     one = Program("toy", "a.cu", "sm_90a", (("X", 1), ("Y", -2)))
     assert str(one) == "toy/a.cu X=1 Y=-2 for sm_90a"
+
+
+def test_products_that_wait_for_each_other_are_found_in_a_log():
+    line = "ptxas info    : (C7515) Potential Performance Loss: wgmma.mma_async instructions are serialized"
+    assert slow_in(f"ptxas info    : Used 168 registers\n{line}\n") == [line]
+    assert slow_in("ptxas info    : Used 168 registers") == []

@@ -1,8 +1,8 @@
 """``rl-kernels compile``: compile the CUDA kernels of the installed operators before they are needed.
 
-Exit status 0: every kernel was compiled and saved, without a warning, a spilled register or a stack. 1: one was not.
-2: bad arguments, nothing to compile, no compiler, or a folder that cannot be used, reported before anything is
-compiled. No GPU is needed.
+Exit status 0: every kernel was compiled and saved, without a warning, products that wait for each other, a spilled
+register or a stack. 1: one was not. 2: bad arguments, nothing to compile, no compiler, or a folder that cannot be used,
+reported before anything is compiled. No GPU is needed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from rl_kernels.core.command import Parser, location, table
 from rl_kernels.core.cuda import cache, toolchain
 from rl_kernels.core.cuda.program import Compiled, CompileError, Program, compile_program, inputs_of
-from rl_kernels.core.cuda.resources import resources_of, warnings_of
+from rl_kernels.core.cuda.resources import resources_of, slow_in, warnings_of
 from rl_kernels.core.cuda.where import target_of
 from rl_kernels.core.operator import arch_of
 from rl_kernels.core.registry import UnknownOperator, kernel_registry
@@ -165,7 +165,8 @@ def _rows(name: str, program: Program, compiled: Compiled) -> Iterator[tuple[str
 
 
 def _faults(program: Program, compiled: Compiled) -> list[str]:
-    faults = [f"{program}: {warning}" for warning in warnings_of(compiled.log)]
+    found = (*warnings_of(compiled.log), *slow_in(compiled.log))
+    faults = [f"{program}: {line}" for line in found]
     for used in resources_of(compiled.log):
         if used.spills or used.stack:
             faults.append(f"{program}: {used.entry} spills {used.spills} bytes and has a stack of {used.stack}")

@@ -9,7 +9,8 @@ ENTRY = re.compile(r"Compiling entry function '([^']+)'")
 STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 USED = re.compile(r"Used (\d+) registers")
 SHARED = re.compile(r"(\d+) bytes smem")
-WARNING = re.compile(r"\bwarning( #[\w-]+)? ?:|Potential Performance Loss", re.IGNORECASE)
+WARNING = re.compile(r"\bwarning( #[\w-]+)? ?:", re.IGNORECASE)
+SLOW = "Potential Performance Loss"
 
 
 @dataclass(frozen=True)
@@ -54,3 +55,8 @@ def _resources(entry: str, text: str) -> Resources:
 def warnings_of(log: str) -> list[str]:
     """Return the lines of a log that warn."""
     return [line.strip() for line in log.splitlines() if WARNING.search(line)]
+
+
+def slow_in(log: str) -> list[str]:
+    """Return the lines of a log that say that products wait for each other."""
+    return [line.strip() for line in log.splitlines() if SLOW in line]
