@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from rl_kernels.core.testing import IGNORED, Draw, bits_of
 from rl_kernels.core.testing.ranks import run_ranks
-from rl_kernels.linear_logp import LogpStats, autograd, linear_logp, vocab_shards
+from rl_kernels.linear_logp import Chunk, LogpStats, autograd, linear_logp, linear_logp_loss, vocab_shards
 
 ROWS, SIZE = 9, 16
 OPERANDS = ("hidden", "lm_head_weight", "bias")
@@ -146,7 +146,25 @@ def bits(rank: int, world: int) -> list[Any]:
         part = slice(*vocab_shards(5000, world)[rank]) if name == "lm_head_weight" else slice(None)
         failed += [] if torch.equal(alone, wanted[part]) else [f"{name} alone"]
     failed += known_in_a_group(call, mine, world)
-    return failed
+    return [*failed, *loss_in_a_group(call, mine, part)]
+
+
+def loss_in_a_group(call: dict[str, Any], mine: dict[str, Any], part: slice) -> list[str]:
+    """A loss by chunks has one process's bits; ranks exchange the gradient of hidden chunk by chunk."""
+    found = []
+    for given in (mine, {**call, "vocab_segments": 8}):
+        leaves = {name: given[name].clone().requires_grad_() for name in ("hidden", "lm_head_weight")}
+        options = {"cu_seqlens": [0, 9, 30, 48], "chunk_tokens": 30}
+
+        def losses(logp: torch.Tensor, chunk: Chunk) -> torch.Tensor:
+            parts = logp.square().split(chunk.cu_seqlens.diff().tolist())
+            return torch.stack([each.cumsum(0)[-1] for each in parts])
+
+        loss = linear_logp_loss(**{**given, **leaves}, loss=losses, **options)
+        loss.backward()
+        found.append([loss.detach(), leaves["hidden"].grad, leaves["lm_head_weight"].grad])
+    found[1][2] = found[1][2][part]
+    return [f"loss {number}" for number, pair in enumerate(zip(*found, strict=True)) if not torch.equal(*pair)]
 
 
 def known_in_a_group(call: dict[str, Any], mine: dict[str, Any], world: int) -> list[str]:

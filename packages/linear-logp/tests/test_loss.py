@@ -206,6 +206,23 @@ def test_no_tokens(empty: dict[str, Any]) -> None:
     assert not weight.grad.any()
 
 
+@pytest.mark.parametrize(("rows", "length"), [(0, 5), (3, 0)])
+def test_no_tokens_in_rows(rows: int, length: int) -> None:
+    hidden, weight = torch.zeros(rows, length, 8).requires_grad_(), torch.randn(50, 8).requires_grad_()
+    ids = torch.zeros(rows, length, dtype=torch.int64)
+    seen: list[Any] = []
+
+    def losses(logp: torch.Tensor, chunk: Chunk) -> torch.Tensor:
+        seen.append((logp.shape, chunk.cu_seqlens.tolist()))
+        return logp.sum(1) + 2.0
+
+    found = linear_logp_loss(hidden, weight, ids, losses)
+    found.backward()
+    assert found == 2.0 * rows
+    assert seen == ([((rows, length), [0] * (rows + 1))] if rows else [])
+    assert not weight.grad.any()
+
+
 def test_a_loss_of_no_gradient_gives_zeros() -> None:
     batch = Batch({}, torch.float32, "cpu", packed=False)
     found = linear_logp_loss(batch.hidden, batch.weight, batch.ids, lambda logp, chunk: logp.detach().sum(1))
@@ -278,6 +295,33 @@ def test_arguments() -> None:
             given(batch.losses, cu_seqlens=wrong)
     with pytest.raises(TypeError, match="cu_seqlens: expected"):
         given(batch.losses, cu_seqlens=torch.tensor([0.0, 270.0]))
+
+
+@pytest.mark.gpu
+def test_a_graph_replays_loss_and_gradients() -> None:
+    batch = Batch({"main_grad": True}, torch.bfloat16, "cuda", packed=False)
+
+    def step() -> torch.Tensor:
+        given = (batch.hidden, batch.weight, batch.ids, batch.losses)
+        loss = linear_logp_loss(*given, chunk_tokens=60, grad_scale=SCALE)
+        loss.backward(torch.full_like(loss, SCALE))
+        return loss.detach()
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            batch.hidden.grad = None
+            step()
+        batch.weight.main_grad.fill_(1.0)
+        batch.hidden.grad = None
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            loss = step()
+        graph.replay()
+    torch.cuda.synchronize()
+    wanted = Batch({"main_grad": True}, torch.bfloat16, "cuda", packed=False).apart()
+    for one, other in zip((loss, batch.hidden.grad, batch.weight.main_grad), wanted, strict=True):
+        assert torch.equal(bits_of(one), bits_of(other))
 
 
 # After the break PyTorch looks at .grad of the result.

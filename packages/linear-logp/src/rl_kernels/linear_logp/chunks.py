@@ -57,8 +57,17 @@ def offsets_of(cu_seqlens: torch.Tensor | Sequence[int] | None, leading: Sequenc
     return offsets
 
 
-def chunks_of(offsets: Sequence[int], chunk_tokens: int, device: torch.device) -> Iterator[Chunk]:
-    """Yield chunks of as many sequences as have at most ``chunk_tokens`` tokens; a longer one is a chunk alone."""
+def chunks_of(
+    offsets: Sequence[int], chunk_tokens: int, device: torch.device, length: int | None = None
+) -> Iterator[Chunk]:
+    """Yield chunks of as many sequences as have at most ``chunk_tokens`` tokens; a longer one is a chunk alone.
+
+    Args:
+        offsets: of all sequences.
+        chunk_tokens: most tokens of a chunk.
+        device: of the chunks' ``cu_seqlens``.
+        length: tokens of each sequence if all have as many: then nothing is copied to a GPU.
+    """
     first = 0
     while first < len(offsets) - 1:
         last = first + 1
@@ -66,7 +75,10 @@ def chunks_of(offsets: Sequence[int], chunk_tokens: int, device: torch.device) -
             last += 1
         own = [offset - offsets[first] for offset in offsets[first : last + 1]]
         longest = max(b - a for a, b in pairwise(own))
-        cu_seqlens = torch.tensor(own, dtype=torch.int32, device="cpu").to(device, non_blocking=True)
+        if length is None:
+            cu_seqlens = torch.tensor(own, dtype=torch.int32, device="cpu").to(device, non_blocking=True)
+        else:
+            cu_seqlens = torch.arange(len(own), dtype=torch.int32, device=device) * length
         yield Chunk(slice(first, last), slice(offsets[first], offsets[last]), cu_seqlens, longest)
         first = last
 

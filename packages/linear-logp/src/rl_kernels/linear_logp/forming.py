@@ -119,9 +119,9 @@ class Forming(NamedTuple):
 
     def _of_chunk(self, chunk: Chunk, results: Any) -> torch.Tensor:
         """Call the loss with the statistics of a chunk's tokens, and check what it returns."""
-        shaped = [value if self.length is None else value.view(-1, self.length) for value in results]
-        losses = self.loss(LogpStats(*shaped) if self.has_stats else shaped[0], chunk)
         count = chunk.sequences.stop - chunk.sequences.start
+        shaped = [value if self.length is None else value.view(count, self.length) for value in results]
+        losses = self.loss(LogpStats(*shaped) if self.has_stats else shaped[0], chunk)
         if not isinstance(losses, torch.Tensor) or not losses.is_floating_point():
             raise TypeError(f"loss: expected it to return a tensor of floats, got {_kind(losses)}")
         if losses.shape != (count,):

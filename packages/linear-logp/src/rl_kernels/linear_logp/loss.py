@@ -69,7 +69,8 @@ def linear_logp_loss(
             or ``[S, T]``; ``LogpStats`` of such tensors with ``return_stats``. chunk is a ``Chunk``: which sequences
             and tokens these are. losses is ``[S]``, one number a sequence.
         bias: ``[V]``, as in ``linear_logp``.
-        cu_seqlens: ``[S + 1]``: offsets of the sequences, from 0 to N. Reading a tensor on a GPU syncs.
+        cu_seqlens: ``[S + 1]``: offsets of the sequences, from 0 to N. Reading a tensor on a GPU syncs. It must be None
+            while a CUDA graph is captured.
         chunk_tokens: tokens of a chunk, >= 1. A longer sequence is a chunk of its own. It changes no bit.
         grad_scale: the upstream gradient of the result, such as 1 / steps of gradient accumulation.
         temperature: as in ``linear_logp``, as all arguments that follow.
@@ -111,9 +112,11 @@ def linear_logp_loss(
         *(workspace_mib, saved_mib, vocab_start, vocab_size, vocab_segments, validate, backend),
     )
     call = agreed(hidden, lm_head_weight, target_ids, bias, group, options)
+    if cu_seqlens is not None and values_hidden(hidden):
+        raise ValueError("cu_seqlens: expected None while a CUDA graph is captured, give hidden as [B, T, D]")
     offsets = offsets_of(cu_seqlens, target_ids.shape)
-    chunks = tuple(chunks_of(offsets, chunk_tokens, hidden.device))
     length = target_ids.shape[1] if cu_seqlens is None else None
+    chunks = tuple(chunks_of(offsets, chunk_tokens, hidden.device, length))
     is_checked = validate and not values_hidden(hidden)
     formed = Forming(call, loss, chunks, length, grad_scale, return_stats, options, is_checked)
     if not (call.differentiable and torch.is_grad_enabled()):

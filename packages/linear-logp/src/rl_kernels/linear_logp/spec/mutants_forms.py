@@ -97,7 +97,7 @@ LOSS = (
     ),
     Bug("losses of the last chunk", "row_sum(torch.cat(found))", "row_sum(found[-1])"),
     Bug("offsets of the batch", "own = [offset - offsets[first]", "own = [offset"),
-    Bug("shape of packed tokens", "value if self.length is None else value.view(-1, self.length)", "value"),
+    Bug("shape of packed tokens", "value if self.length is None else value.view(count, self.length)", "value"),
     Bug("gradient of the weight twice", "None if self._into_main_grad else dweight", "dweight"),
 )
 """Bugs of the loss by chunks."""
