@@ -50,8 +50,8 @@ def linear_logp_loss(
     """Return the sum of the losses of all sequences; their gradients are formed at once, chunk by chunk.
 
     For each chunk of whole sequences: the log-probabilities as in ``linear_logp``, ``loss`` of them, and the gradients.
-    By default a chunk's logits are formed once, and memory holds those of one chunk. The losses are
-    added by trees over 4096 sequences, in ascending order.
+    By default a chunk's logits are formed once, and memory holds those of one chunk. The losses are added by trees over
+    4096 sequences, in ascending order.
 
     If the losses of ``loss`` and their gradients depend on their own sequence alone, loss and gradients have the bits
     of ``linear_logp``, ``loss`` of all its log-probabilities, their sum and its backward pass, for every
