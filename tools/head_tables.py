@@ -62,8 +62,8 @@ def _panel(axes: Axes, shape: str, ways: Mapping[str, tuple[float, float, float]
             axes.plot(mib / GIB, ms, "s", color=BLUE if name.startswith(OURS) else RED)
             axes.annotate(name, (mib / GIB, ms), textcoords="offset points", xytext=(6, 3), fontsize=9)
     axes.set(title=shape, xlabel="memory beyond the inputs, GiB", ylabel="forward + backward, ms", yscale="log")
-    for formatted in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
-        formatted("{x:g}")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")
     axes.legend(fontsize=9)
     tidy(axes)
 

@@ -126,6 +126,13 @@ def test_ignored_rows_are_neither_read_nor_compared() -> None:
         assert all(map(torch.equal, found, (stats.logp, stats.logsumexp, stats.entropy)))
 
 
+@pytest.mark.parametrize("left_out", ["logsumexp", "entropy"])
+def test_statistics_without_one_that_is_not_asked_for(left_out: str) -> None:
+    call, stats = no_gradients(OPTIONS[1])
+    found = linear_logp(**{**call, "return_stats": False}, known=stats._replace(**{left_out: None}))
+    assert torch.equal(found, stats.logp)
+
+
 def test_other_weights_are_found_and_not_without_the_check() -> None:
     call, stats = no_gradients({})
     call["lm_head_weight"] = (call["lm_head_weight"] * 1.0001).detach()

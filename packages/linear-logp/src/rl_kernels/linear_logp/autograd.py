@@ -79,7 +79,7 @@ def check_known(call: Prepared, count: int) -> None:
     if not count or not len(ids):
         return
     assert call.known is not None
-    has_stats = call.known.entropy is not None
+    has_stats = call.known.logsumexp is not None or call.known.entropy is not None
     rows = rows_to_check(ids, ignore_index, count, draw() if call.seed is None else call.seed)
     scale = temperature[rows] if temperature.ndim else temperature
     given = hidden[rows], weight, ids[rows], bias, scale, ignore_index, cap

@@ -61,20 +61,12 @@ class BitsDiffer(RuntimeError):
     """Statistics that a caller called known are not those of its inputs."""
 
 
-class Draws:
-    """Seeds for the choice of rows that are formed again, from a generator that nothing else uses."""
-
-    def __init__(self) -> None:
-        """Start where every process does."""
-        self._generator = torch.Generator(device="cpu").manual_seed(0)
-
-    def __call__(self) -> int:
-        """Return the next seed."""
-        seed = torch.randint(1 << 31, (), generator=self._generator, device="cpu", dtype=torch.int64)
-        return int(seed)
+_GENERATOR = torch.Generator(device="cpu").manual_seed(0)
 
 
-draw = Draws()
+def draw() -> int:
+    """Return the next seed for the choice of rows that are formed again; nothing else uses its generator."""
+    return int(torch.randint(1 << 31, (), generator=_GENERATOR, device="cpu", dtype=torch.int64))
 
 
 def validate(known: object, hidden: torch.Tensor, target_ids: torch.Tensor, *, return_stats: bool) -> None:
