@@ -10,7 +10,7 @@ import torch
 from rl_kernels.core import cli, precompile
 from rl_kernels.core.cuda import cache, toolchain
 from rl_kernels.core.cuda.program import Program, inputs_of
-from rl_kernels.core.cuda.resources import slow_in
+from rl_kernels.core.cuda.resources import serialized_in
 from rl_kernels.core.cuda.where import cuda_backend
 from rl_kernels.core.operator import INVARIANT, Backend, Call, Operator
 from rl_kernels.core.registry import GROUP, KernelRegistry
@@ -270,5 +270,5 @@ def test_programs_are_named_in_full():
 
 def test_products_that_wait_for_each_other_are_found_in_a_log():
     line = "ptxas info    : (C7515) Potential Performance Loss: wgmma.mma_async instructions are serialized"
-    assert slow_in(f"ptxas info    : Used 168 registers\n{line}\n") == [line]
-    assert slow_in("ptxas info    : Used 168 registers") == []
+    assert serialized_in(f"ptxas info    : Used 168 registers\n{line}\n") == [line]
+    assert serialized_in("ptxas info    : Used 168 registers") == []

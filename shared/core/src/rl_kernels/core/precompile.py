@@ -19,7 +19,7 @@ import torch
 from rl_kernels.core.command import Parser, location, table
 from rl_kernels.core.cuda import cache, toolchain
 from rl_kernels.core.cuda.program import Compiled, CompileError, Program, compile_program, inputs_of
-from rl_kernels.core.cuda.resources import resources_of, slow_in, warnings_of
+from rl_kernels.core.cuda.resources import resources_of, serialized_in, warnings_of
 from rl_kernels.core.cuda.where import target_of
 from rl_kernels.core.operator import arch_of
 from rl_kernels.core.registry import UnknownOperator, kernel_registry
@@ -165,7 +165,7 @@ def _rows(name: str, program: Program, compiled: Compiled) -> Iterator[tuple[str
 
 
 def _faults(program: Program, compiled: Compiled) -> list[str]:
-    found = (*warnings_of(compiled.log), *slow_in(compiled.log))
+    found = (*warnings_of(compiled.log), *serialized_in(compiled.log))
     faults = [f"{program}: {line}" for line in found]
     for used in resources_of(compiled.log):
         if used.spills or used.stack:

@@ -10,7 +10,7 @@ STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) by
 USED = re.compile(r"Used (\d+) registers")
 SHARED = re.compile(r"(\d+) bytes smem")
 WARNING = re.compile(r"\bwarning( #[\w-]+)? ?:", re.IGNORECASE)
-SLOW = "Potential Performance Loss"
+SERIALIZED = "Potential Performance Loss"
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,6 @@ def warnings_of(log: str) -> list[str]:
     return [line.strip() for line in log.splitlines() if WARNING.search(line)]
 
 
-def slow_in(log: str) -> list[str]:
+def serialized_in(log: str) -> list[str]:
     """Return the lines of a log that say that products wait for each other."""
-    return [line.strip() for line in log.splitlines() if SLOW in line]
+    return [line.strip() for line in log.splitlines() if SERIALIZED in line]
