@@ -8,12 +8,11 @@ from __future__ import annotations
 from rl_kernels.core.testing import Bug, Mutants
 
 _PACKAGE = "rl_kernels.attention.backends.triton"
-MODULES = tuple(
-    f"{_PACKAGE}.{name}"
-    for name in (
-        *("loads", "tiles", "forward", "backward", "dq", "dkdv"),
-        *("boxes", "plan", "passes", "planned", "backend"),
-    )
+GPU = "rl_kernels.attention.gpu"
+MODULES = (
+    *(f"{_PACKAGE}.{name}" for name in ("loads", "tiles", "forward", "backward", "dq", "dkdv")),
+    *(f"{_PACKAGE}.{name}" for name in ("boxes", "plan", "passes")),
+    *(GPU, f"{_PACKAGE}.backend"),
 )
 OF_HOST = MODULES[-5:]
 

@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
-from rl_kernels.attention import sinks as sink
-from rl_kernels.attention.backends.triton.boxes import UNIT, described
+from rl_kernels.attention.backends.triton.boxes import described
 from rl_kernels.attention.backends.triton.plan import Plan, plan_of
 from rl_kernels.attention.inputs import Inputs
 from rl_kernels.core.gpu import device_of
-
-ALIGNED = 16
-"""Addresses and strides are multiples of this many bytes."""
-
-
-@functools.lru_cache(maxsize=4096)
-def is_apart(shape: torch.Size, strides: tuple[int, ...]) -> bool:
-    """Say whether the last dim is contiguous and every other stride is a multiple of 8 elements."""
-    *outer, last = zip(strides, shape, strict=True)
-    return last[0] == 1 and all(stride % UNIT == 0 for stride, size in outer if size > 1)
 
 
 def plan_for(given: Inputs) -> Plan:
@@ -73,8 +60,3 @@ def launch_backward(
     queries(q, k, v, grad, lses, deltas, dq, *where, table, *described(plan.boxes, k, v))
     if dk is not None and keys is not None:
         keys(q, k, v, grad, lses, deltas, dk, dv, *where[:4], *described(boxes, q, grad))
-
-
-def of_sinks(sinks: torch.Tensor | None, lse: torch.Tensor, deltas: torch.Tensor) -> torch.Tensor | None:
-    """Return the gradient of sinks, or None without sinks; ``launch_backward`` wrote ``deltas``."""
-    return None if sinks is None else sink.gradient(sinks, lse, deltas.mT.flatten(-3, -2))

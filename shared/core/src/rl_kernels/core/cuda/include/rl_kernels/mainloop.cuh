@@ -34,29 +34,30 @@ struct Slot {
     }
 };
 
-// Ping-pong: two consumers of one ring, each with tiles of its own, take turns. One multiplies while the other runs its
-// epilogue. The stages of their tiles alternate in the ring, tile by tile.
+// Ping-pong: consumers take turns, for example two of one ring, each with tiles of its own: one multiplies while the
+// other runs its epilogue, and the stages of their tiles alternate in the ring, tile by tile.
 struct Turns {
     Barrier* barriers;
-    int group;
+    int group, groups;
     // Consumer 0 has the first turn without an arrival: it first waits for the parity that a new barrier counts as
     // done.
     u32 parity;
-    __device__ Turns(Barrier* barriers, int group) : barriers(barriers), group(group), parity(group == 0) {}
+    __device__ Turns(Barrier* barriers, int group, int groups = 2)
+        : barriers(barriers), group(group), groups(groups), parity(group == 0) {}
 
-    // By one thread, for two barriers, before any other thread uses them.
-    __device__ static void init(Barrier* barriers) {
-        for (int i = 0; i < 2; ++i) barriers[i].init(WARPS_OF_GROUP);
+    // By one thread, for a barrier of each consumer, before any other thread uses them.
+    __device__ static void init(Barrier* barriers, int groups = 2) {
+        for (int i = 0; i < groups; ++i) barriers[i].init(WARPS_OF_GROUP);
     }
     // Before the first stage of a tile.
     __device__ void wait() {
         barriers[group].wait(parity);
         parity ^= 1;
     }
-    // After the last stage of a tile was full. All earlier phases of the ring are then complete, so the other consumer
+    // After the last stage of a tile was full. All earlier phases of the ring are then complete, so the next consumer
     // may wait for its own stages.
     __device__ void pass() const {
-        if (threadIdx.x % WARP == 0) barriers[1 - group].arrive();
+        if (threadIdx.x % WARP == 0) barriers[group + 1 == groups ? 0 : group + 1].arrive();
     }
 };
 

@@ -24,6 +24,9 @@ struct alignas(16) Chunk {
 };
 constexpr int CHUNK = sizeof(Chunk);
 
+// The 32-bit address of shared memory that PTX instructions take.
+__device__ inline u32 shared_address(const void* at) { return static_cast<u32>(__cvta_generic_to_shared(at)); }
+
 // 1 / x within one unit in the last place; subnormals are flushed to 0.
 __device__ inline float inverse_fast(float x) {
     float y;
@@ -64,14 +67,20 @@ __device__ inline void store_once(Chunk* at, Chunk c) {
                  : "memory");
 }
 
+// Starts a copy of 16 bytes from global to shared memory (sm_80 and later), or fills 16 bytes with 0, without reading.
+__device__ inline void copy_chunk(void* target, const void* source, bool fill) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(target)), "l"(source),
+                 "r"(fill ? 0 : CHUNK)
+                 : "memory");
+}
+// Waits until this thread's chunks have been copied.
+__device__ inline void chunks_done() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 // Programmatic dependent launch (sm_90 and later). In a kernel that is launched without it, both calls do nothing.
 // Waits until the earlier kernels on the stream have ended and their writes are visible. Every thread calls it before
 // it accesses memory that one of them may use.
 __device__ inline void wait_for_prerequisites() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 // Lets the next kernel on the stream start once every block has called it or has ended.
 __device__ inline void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-
-// The 32-bit address of shared memory that PTX instructions take.
-__device__ inline u32 shared_address(const void* at) { return static_cast<u32>(__cvta_generic_to_shared(at)); }
 
 }  // namespace rlk

@@ -53,6 +53,16 @@ __device__ inline void load_box(void* target, const TensorMap& map, int row, int
     }
 }
 
+// The same for a map of four dims, [z, y, row, column].
+__device__ inline void load_box(void* target, const TensorMap& map, int z, int y, int row, int column,
+                                Barrier& barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], "
+        "[%6];" ::"r"(shared_address(target)),
+        "l"(&map), "r"(column), "r"(row), "r"(y), "r"(z), "r"(shared_address(&barrier))
+        : "memory");
+}
+
 // One thread starts the copy of a box from shared to global memory; elements outside the matrix are not written. Each
 // thread that wrote to the box must first call fence_copies, and a barrier must order that before this call.
 __device__ inline void store_box(const TensorMap& map, int row, int column, const void* source) {

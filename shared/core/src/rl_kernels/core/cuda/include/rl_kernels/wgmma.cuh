@@ -1,4 +1,5 @@
-// wgmma (sm_90a): d[64 x N] += a[64 x 16] b[N x 16]^T, operands in shared memory, FP32 accumulators d in registers.
+// wgmma (sm_90a): d[64 x N] += a[64 x 16] b[N x 16]^T, FP32 accumulators d in registers. Operand b is in shared memory,
+// and so is a, unless it is in registers.
 //
 // An operand tile is a box of 128-byte rows as TMA writes it with the 128-byte swizzle, aligned to 1024 bytes:
 //   K_MAJOR    a row of the box holds 64 terms of K of one operand row; operand rows lie one after the other
@@ -11,6 +12,7 @@
 // Thread t of the warpgroup, lane l of warp w, holds d[N / 2]: of rows r = 16 w + l / 4 and r + 8, two of every eight
 // columns, from c = 8 j + 2 (l % 4):
 //   d[4 j], d[4 j + 1] = (r, c), (r, c + 1)        d[4 j + 2], d[4 j + 3] = (r + 8, c), (r + 8, c + 1)
+// An operand a in registers is held alike, two numbers a word: word i of step s packs d[8 s + 2 i] and d[8 s + 2 i + 1].
 #pragma once
 
 #include <rl_kernels/number.cuh>
@@ -26,11 +28,11 @@ constexpr int SWIZZLE = 128, ATOM = 8 * SWIZZLE, PIECE = 64 * SWIZZLE;
 constexpr int SPAN = SWIZZLE / 2;
 
 // The wgmma descriptor of an operand's first 16 terms of K. `tile`: its first row, which is row 0 or a multiple of 8 of
-// a K_MAJOR tile, or the first byte of a piece of an MN_MAJOR tile.
-template <Major MAJOR>
+// a K_MAJOR tile, or the first byte of a piece of an MN_MAJOR tile. APART: bytes from one piece to the next.
+template <Major MAJOR, int APART = PIECE>
 __device__ inline u64 operand_at(const void* tile) {
     // In units of 16 bytes: STRIDE from 8 rows of the box to the next 8, LEADING from one piece to the next.
-    constexpr u64 STRIDE = ATOM / 16, LEADING = MAJOR == MN_MAJOR ? PIECE / 16 : 1;
+    constexpr u64 STRIDE = ATOM / 16, LEADING = MAJOR == MN_MAJOR ? APART / 16 : 1;
     constexpr u64 SWIZZLE_128 = 1;
     return (shared_address(tile) & 0x3ffffu) >> 4 | LEADING << 16 | STRIDE << 32 | SWIZZLE_128 << 62;
 }
@@ -65,8 +67,15 @@ __device__ inline void hold(float (&d)[COUNT]) {
     for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// Products<N>::add<T, A, B>(d, a, b) issues d[64 x N] += a[64 x 16] b[N x 16]^T. All threads of a warpgroup call it. T:
-// BF16 or FP16.
+template <int COUNT>
+__device__ inline void hold(u32 (&word)[COUNT]) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) asm volatile("" : "+r"(word[i])::"memory");
+}
+
+// Products<N>::add<T, A, B>(d, a, b) issues d[64 x N] += a[64 x 16] b[N x 16]^T, or d = with ADDS false. All threads of
+// a warpgroup call it. T: BF16 or FP16. a: a descriptor, or four words in registers, which must not be changed before
+// the product is done.
 template <int N>
 struct Products;
 
@@ -110,38 +119,54 @@ struct Products;
 #define RLK_LIST_HALF "%0,%1,%2,%3"
 #define RLK_USED_HALF RLK_PAIR(0), RLK_PAIR(2)
 
-// After the accumulators the operand numbers go on: descriptors A and B, then constants MAJOR_A and MAJOR_B, 1 for
-// MN_MAJOR. The predicate selects d += instead of d =. The two ones are the scales of a and b: neither is negated.
-#define RLK_WGMMA(N, TYPE, LAST, A, B, MAJOR_A, MAJOR_B)                                                          \
-    asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, 1, 0;\n"                                                \
-                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" RLK_LIST_##LAST "}, %" #A   \
-                 ", %" #B ", adds, 1, 1, %" #MAJOR_A ", %" #MAJOR_B ";\n}"                                        \
+// After the accumulators the operand numbers go on, n0 to n6: descriptors or words of a and b, then constants: 1 for
+// each MN_MAJOR operand in shared memory, and whether d is added to. The two ones are the scales of a and b: neither is
+// negated.
+#define RLK_WGMMA(N, TYPE, LAST, n0, n1, n2, n3, n4)                                                              \
+    asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, %" #n4 ", 0;\n"                                         \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" RLK_LIST_##LAST "}, %" #n0  \
+                 ", %" #n1 ", adds, 1, 1, %" #n2 ", %" #n3 ";\n}"                                                 \
                  : RLK_USED_##LAST                                                                                \
-                 : "l"(a), "l"(b), "n"(int(MAJOR_OF_A)), "n"(int(MAJOR_OF_B)))
+                 : "l"(a), "l"(b), "n"(int(MAJOR_OF_A)), "n"(int(MAJOR_OF_B)), "n"(int(ADDS)))
+#define RLK_WGMMA_OF_WORDS(N, TYPE, LAST, n0, n1, n2, n3, n4, n5, n6)                                             \
+    asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, %" #n6 ", 0;\n"                                         \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" RLK_LIST_##LAST "}, {%" #n0 \
+                 ", %" #n1 ", %" #n2 ", %" #n3 "}, %" #n4 ", adds, 1, 1, %" #n5 ";\n}"                            \
+                 : RLK_USED_##LAST                                                                                \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(int(MAJOR_OF_B)), "n"(int(ADDS)))
 
-#define RLK_PRODUCTS(N, LAST, A, B, MAJOR_A, MAJOR_B)                      \
-    template <>                                                            \
-    struct Products<N> {                                                   \
-        template <class T, Major MAJOR_OF_A, Major MAJOR_OF_B>             \
-        __device__ static void add(float (&d)[N / 2], u64 a, u64 b) {      \
-            static_assert(T::SIZE == 2, "BF16 or FP16");                   \
-            if constexpr (T::LEAST == BF16::LEAST)                         \
-                RLK_WGMMA(N, "bf16", LAST, A, B, MAJOR_A, MAJOR_B);        \
-            else                                                           \
-                RLK_WGMMA(N, "f16", LAST, A, B, MAJOR_A, MAJOR_B);         \
-        }                                                                  \
+#define RLK_PRODUCTS(N, LAST, n0, n1, n2, n3, n4, n5, n6)                                  \
+    template <>                                                                            \
+    struct Products<N> {                                                                   \
+        template <class T, Major MAJOR_OF_A, Major MAJOR_OF_B, bool ADDS = true>           \
+        __device__ static void add(float (&d)[N / 2], u64 a, u64 b) {                      \
+            static_assert(T::SIZE == 2, "BF16 or FP16");                                   \
+            if constexpr (T::LEAST == BF16::LEAST)                                         \
+                RLK_WGMMA(N, "bf16", LAST, n0, n1, n2, n3, n4);                            \
+            else                                                                           \
+                RLK_WGMMA(N, "f16", LAST, n0, n1, n2, n3, n4);                             \
+        }                                                                                  \
+        template <class T, Major MAJOR_OF_B, bool ADDS = true>                             \
+        __device__ static void add(float (&d)[N / 2], const u32 (&a)[4], u64 b) {          \
+            static_assert(T::SIZE == 2, "BF16 or FP16");                                   \
+            if constexpr (T::LEAST == BF16::LEAST)                                         \
+                RLK_WGMMA_OF_WORDS(N, "bf16", LAST, n0, n1, n2, n3, n4, n5, n6);           \
+            else                                                                           \
+                RLK_WGMMA_OF_WORDS(N, "f16", LAST, n0, n1, n2, n3, n4, n5, n6);            \
+        }                                                                                  \
     };
 
-RLK_PRODUCTS(8, HALF, 4, 5, 6, 7)
-RLK_PRODUCTS(16, 0, 8, 9, 10, 11)
-RLK_PRODUCTS(32, 1, 16, 17, 18, 19)
-RLK_PRODUCTS(64, 3, 32, 33, 34, 35)
-RLK_PRODUCTS(128, 7, 64, 65, 66, 67)
-RLK_PRODUCTS(160, 9, 80, 81, 82, 83)
-RLK_PRODUCTS(192, 11, 96, 97, 98, 99)
-RLK_PRODUCTS(256, 15, 128, 129, 130, 131)
+RLK_PRODUCTS(8, HALF, 4, 5, 6, 7, 8, 9, 10)
+RLK_PRODUCTS(16, 0, 8, 9, 10, 11, 12, 13, 14)
+RLK_PRODUCTS(32, 1, 16, 17, 18, 19, 20, 21, 22)
+RLK_PRODUCTS(64, 3, 32, 33, 34, 35, 36, 37, 38)
+RLK_PRODUCTS(128, 7, 64, 65, 66, 67, 68, 69, 70)
+RLK_PRODUCTS(160, 9, 80, 81, 82, 83, 84, 85, 86)
+RLK_PRODUCTS(192, 11, 96, 97, 98, 99, 100, 101, 102)
+RLK_PRODUCTS(256, 15, 128, 129, 130, 131, 132, 133, 134)
 
 #undef RLK_PRODUCTS
 #undef RLK_WGMMA
+#undef RLK_WGMMA_OF_WORDS
 
 }  // namespace rlk

@@ -1,0 +1,646 @@
+// Attention on Hopper: the forward pass.
+//
+// Order of the sums, which is the contract. Keys are walked in ascending blocks of 128, in ascending segments of 1024. A
+// segment has a state of its own: top, the largest score in base 2; total, the sum of 2^(score - top); acc, the sum of
+// those powers, rounded to 16 bits, times the values.
+//   score      one canonical chain over D (wgmma.cuh)
+//   total      thread q of the four that share a row takes columns 8 j + 2 q + {0, 1}; over j, a chain for each of the
+//              two, then their sum; blocks in ascending order, with the total rescaled between; at the end of a segment
+//              (0 + 1) + (2 + 3) over the four threads
+//   acc        rescaled before each block, then one chain over its keys, 16 at a time
+//   segments   merged in ascending order
+// A block or a segment of which a row sees nothing changes no bit of its state. So nothing depends on the tile that a
+// row is in, on the other rows there, or on whether one block or several walk over its segments.
+//
+//   block      a producer warpgroup and GROUPS consumer warpgroups; persistent: it takes tile after tile
+//   tile       64 GROUPS rows of a sequence and a KV head; consumer g holds rows 64 g to 64 g + 63 (wgmma.cuh)
+//   turns      of two consumers one multiplies while the other works on its scores
+//   ring       STAGES blocks of k, and as many of v, in shared memory, swizzled; TMA fills them
+//   overlap    the products of a block with v run while the next block's scores become powers
+//
+//   split      a tile can be one segment: its state is written to memory, and `finish` merges. With one consumer, a tile
+//              of several segments always is
+//
+// Defines, beside those of attention.cuh: GROUPS 1 or 2; STAGES; SHARED_BYTES, of dynamic shared memory.
+#include <rl_kernels/boxes.cuh>
+
+#include "attention.cuh"
+
+namespace rlk {
+namespace {
+
+constexpr int ROWS = MMA_M * GROUPS, THREADS = (GROUPS + 1) * WARPGROUP;
+constexpr int Q_BYTES = BOXES_K * bytes_of(ROWS), K_BYTES = BOXES_K * bytes_of(BLOCK), V_BYTES = BOXES_V * bytes_of(BLOCK);
+// Of a consumer: the sums of earlier segments; before that its output, whose rows are 16 bytes apart from a multiple of
+// 128, so that stores to a column of 16-byte pieces meet no bank twice.
+constexpr int OUT_ROW = V_WIDTH * Number::SIZE + CHUNK;
+constexpr bool MERGES = GROUPS > 1;
+constexpr int KEPT_BYTES = MERGES ? MMA_M * V_WIDTH * 4 : MMA_M * OUT_ROW;
+static_assert(SHARED_BYTES >= ATOM + Q_BYTES + STAGES * (K_BYTES + V_BYTES) + GROUPS * KEPT_BYTES, "what the host made room for");
+// Warp 0 of the producer copies k, warp 1 v, and the others q.
+constexpr int COPIERS = WARPGROUP - 2 * WARP;
+
+struct Args : Shape {
+    const void* q;
+    void* out;
+    float* lse;
+    const void* sinks;
+    // If tiles are split, of part s of row r of a tile: number (((b kv_heads + head) tiles + tile) parts + s) ROWS + r.
+    float *tops, *totals, *accs;
+    // In numbers, from one sequence, query or head to the next.
+    i64 q_batch, q_row, q_head;
+    // Parts of a tile: segments if tiles are split, else 1.
+    int tiles, parts;
+    float factor, cap, rate;
+
+    __device__ bool splits() const { return tops; }
+};
+
+// A unit of work: blocks begin to end - 1 of a tile's keys.
+struct Tile {
+    // `query` and `member`: of its first row.
+    int b, head, number, part, query, member, begin, end;
+    Sequence s;
+
+    __device__ Tile(const Args& p, int index) : s(p, sequence_of(p, index)) {
+        part = index % p.parts, index /= p.parts;
+        head = index % p.kv_heads, index /= p.kv_heads;
+        b = index % p.batch;
+        // Tiles with the most keys come first.
+        number = p.tiles - 1 - index / p.batch;
+        query = number * ROWS / p.group, member = number * ROWS - query * p.group;
+        begin = end = 0;
+        if (query >= s.used) return;
+        const int last = min(row(p, ROWS - 1).query, s.used - 1);
+        begin = s.from(p, query) / BLOCK * BLOCK, end = s.to(p, last);
+        if (p.splits()) begin = max(begin, part * SEGMENT), end = min(end, part * SEGMENT + SEGMENT);
+    }
+    __device__ static int sequence_of(const Args& p, int index) {
+        return index / (p.parts * p.kv_heads) % p.batch;
+    }
+    __device__ Row row(const Shape& p, int ahead) const { return {p, query, member, ahead}; }
+    __device__ bool exists(const Args& p) const { return query < s.count; }
+    __device__ bool has_keys() const { return begin < end; }
+};
+
+// Calls f for each of a thread block's tiles that exist. Every second round goes backwards, so that no thread block
+// always has the larger tile.
+template <class F>
+__device__ inline void over_tiles(const Args& p, F f) {
+    const int count = p.tiles * p.batch * p.kv_heads * p.parts;
+    const int wide = static_cast<int>(gridDim.x), mine = static_cast<int>(blockIdx.x);
+    for (int first = 0, round = 0; first < count; first += wide, ++round) {
+        const int index = first + (round % 2 ? wide - 1 - mine : mine);
+        if (index >= count) continue;
+        const Tile tile(p, index);
+        if (tile.exists(p)) f(tile);
+    }
+}
+
+struct Memory {
+    char *q, *k, *v, *kept;
+    Barrier *q_full, *q_empty, *k_full, *k_empty, *v_full, *v_empty, *turns;
+    u32* missing;
+
+    __device__ Memory() {
+        extern __shared__ char memory[];
+        __shared__ Barrier barriers[2 + GROUPS + 4 * STAGES];
+        __shared__ u32 parts[STAGES];
+        q = memory + (-shared_address(memory) & (ATOM - 1));
+        k = q + Q_BYTES, v = k + STAGES * K_BYTES, kept = v + STAGES * V_BYTES;
+        Barrier* first = barriers;
+        // Else the compiler forms the address again at each use.
+        asm volatile("" : "+l"(first));
+        q_full = first, q_empty = q_full + 1, turns = q_full + 2;
+        k_full = turns + GROUPS, k_empty = k_full + STAGES, v_full = k_empty + STAGES, v_empty = v_full + STAGES;
+        missing = parts;
+    }
+    __device__ void open() const {
+        if (threadIdx.x == 0) {
+            q_full->init(COPIERS), q_empty->init(GROUPS * WARPS_OF_GROUP);
+            for (int i = 0; i < STAGES; ++i) {
+                k_full[i].init(1), v_full[i].init(1);
+                k_empty[i].init(GROUPS * WARPS_OF_GROUP), v_empty[i].init(GROUPS * WARPS_OF_GROUP);
+            }
+            Turns::init(turns, GROUPS);
+            fence_init();
+        }
+        __syncthreads();
+    }
+};
+
+// A warp of the producer: the blocks of k, or of v. `missing`: where it says which parts of a block are not there, or
+// null.
+template <int BOXES>
+__device__ void load_blocks(const Args& p, const TensorMap& map, char* stages, Barrier* full, Barrier* empty,
+                            u32* missing) {
+    Slot<STAGES> slot;
+    over_tiles(p, [&](const Tile& t) {
+        if (!t.has_keys()) return;
+        Blocks<BLOCK> blocks(p, t.s, t.b, t.head, t.begin);
+        for (int n = t.begin; n < t.end; n += BLOCK, slot.advance()) {
+            const i64 next = n + BLOCK < t.end ? blocks.page_of(n + BLOCK) : 0;
+            const u32 lost = blocks.missing(n);
+            empty[slot.stage].wait(slot.parity ^ 1);
+            if (missing && blocks.lane() == 0) missing[slot.stage] = lost;
+            blocks.copy<BOXES>(stages + slot.stage * BOXES * bytes_of(BLOCK), map, full[slot.stage], n);
+            blocks.page = next;
+        }
+    });
+}
+
+// The other warps of the producer: rows of q.
+__device__ void load_queries(const Args& p, const Memory& m) {
+    const Copier<K_WIDTH, COPIERS> copier(static_cast<int>(threadIdx.x) - 2 * WARP, p.size);
+    u32 parity = 1;
+    over_tiles(p, [&](const Tile& t) {
+        if (!t.has_keys()) return;
+        m.q_empty->wait(parity);
+        parity ^= 1;
+        copier.copy<ROWS>(m.q, p, t.s, t.b, t.head, t.row(p, 0), p.q, p.q_batch, p.q_row, p.q_head);
+        chunks_done();
+        fence_copies();
+        m.q_full->arrive();
+    });
+}
+
+using Scores = float[BLOCK / 2];
+using Sums = float[V_WIDTH / 2];
+using Powers = u32[BLOCK / MMA_K][4];
+
+// Whether the largest score of a block raises a row's top. A slack keeps that rare: within it powers are at most 2^SLACK.
+// Each row decides for itself.
+constexpr float SLACK = 8.0f;
+__device__ inline bool exceeds(float most, float top) { return most > __fadd_rn(top, SLACK); }
+// A thread's largest score of a row.
+__device__ inline float largest(const Scores& d, int half) {
+    float most[4];
+#pragma unroll
+    for (int i = 0; i < BLOCK / 4; ++i) {
+        const float x = d[i / 2 * 4 + 2 * half + i % 2];
+        most[i % 4] = i < 4 ? x : fmaxf(most[i % 4], x);
+    }
+    return fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3]));
+}
+
+__device__ inline float finite(float top) { return top == -infinity() ? 0.0f : top; }
+
+// Issues the scores of the consumer's rows with a block of keys.
+__device__ inline void issue_scores(const char* q, const char* k, Scores& d) {
+    const u64 left = operand_at<K_MAJOR>(q), right = operand_at<K_MAJOR>(k);
+    hold(d);
+    fence_products();
+#pragma unroll
+    for (int step = 0; step < K_WIDTH / MMA_K; ++step) {
+        const int box = step * MMA_K / SPAN, within = step % (SPAN / MMA_K);
+        const u64 a = advanced<K_MAJOR>(moved(left, box * bytes_of(ROWS)), within);
+        const u64 b = advanced<K_MAJOR>(moved(right, box * bytes_of(BLOCK)), within);
+        if (step == 0)
+            Products<BLOCK>::template add<Number, K_MAJOR, K_MAJOR, false>(d, a, b);
+        else
+            Products<BLOCK>::template add<Number, K_MAJOR, K_MAJOR>(d, a, b);
+    }
+    commit_products();
+    hold(d);
+}
+
+// Issues acc += powers times a block of values.
+__device__ inline void issue_sums(const Powers& powers, const char* v, Sums& acc) {
+    const u64 right = operand_at<MN_MAJOR, bytes_of(BLOCK)>(v);
+    hold(acc);
+    fence_products();
+#pragma unroll
+    for (int step = 0; step < BLOCK / MMA_K; ++step)
+        Products<V_WIDTH>::template add<Number, MN_MAJOR>(acc, powers[step], advanced<MN_MAJOR>(right, step));
+    commit_products();
+    hold(acc);
+}
+
+// Of rows `row` and `row + 8` of a consumer, one half each.
+struct State {
+    float top[2], total[2];
+    __device__ State() : top{-infinity(), -infinity()}, total{0.0f, 0.0f} {}
+};
+
+// Makes the total of a row NaN if it sees a key whose page is missing. Bit i of `missing`: keys n + i box to
+// n + (i + 1) box - 1.
+__device__ inline void lose(const Seen<BLOCK>& seen, State& state, int n, u32 missing, int box) {
+    for (; missing; missing &= missing - 1) {
+        const int first = n - seen.column + (__ffs(missing) - 1) * box;
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+            if (max(first, seen.from[half]) < min(first + box, seen.to[half])) state.total[half] = not_a_number();
+    }
+}
+
+// What a block changes in the tops of a thread's rows.
+struct Raise {
+    // Whether any row of the warp is raised; what rescales the sums before, 1 for a row that is not raised.
+    bool any;
+    float keep[2];
+
+    __device__ Raise(const Scores& d, State& state, float factor) : keep{1.0f, 1.0f} {
+        float most[2] = {__fmul_rn(largest(d, 0), factor), __fmul_rn(largest(d, 1), factor)};
+        any = __any_sync(ALL, exceeds(most[0], state.top[0]) || exceeds(most[1], state.top[1]));
+        if (!any) return;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            most[half] = fmaxf(most[half], __shfl_xor_sync(ALL, most[half], 1));
+            most[half] = fmaxf(most[half], __shfl_xor_sync(ALL, most[half], 2));
+            if (!exceeds(most[half], state.top[half])) continue;
+            keep[half] = exp2_fast(__fsub_rn(state.top[half], most[half]));
+            state.top[half] = most[half];
+        }
+    }
+};
+
+// Turns a block's scores into powers; adds their sum, over this thread's columns, to the total.
+__device__ inline void weigh(Scores& d, State& state, const Raise& raise, float factor) {
+    const float base[2] = {finite(state.top[0]), finite(state.top[1])};
+    float part[2][2];
+#pragma unroll
+    for (int j = 0; j < BLOCK / 8; ++j)
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+#pragma unroll
+            for (int k = 0; k < 2; ++k) {
+                float& x = d[4 * j + 2 * half + k];
+                x = exp2_fast(__fmaf_rn(x, factor, -base[half]));
+                part[half][k] = j ? __fadd_rn(part[half][k], x) : x;
+            }
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+        state.total[half] = __fmaf_rn(state.total[half], raise.keep[half], __fadd_rn(part[half][0], part[half][1]));
+}
+
+__device__ inline void pack(const Scores& d, Powers& powers) {
+#pragma unroll
+    for (int i = 0; i < BLOCK / 4; ++i) powers[i / 4][i % 4] = Number::pack(d + 2 * i);
+}
+
+__device__ inline void rescale(Sums& acc, const float (&keep)[2]) {
+#pragma unroll
+    for (int i = 0; i < V_WIDTH / 2; ++i) acc[i] = __fmul_rn(acc[i], keep[i / 2 % 2]);
+}
+
+// The total over the four threads that share a row.
+__device__ inline void close(State& state) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        float& total = state.total[half];
+        total = __fadd_rn(total, __shfl_xor_sync(ALL, total, 1));
+        total = __fadd_rn(total, __shfl_xor_sync(ALL, total, 2));
+    }
+}
+
+// What rescales two states that are merged; `state` becomes the merged one.
+struct Merge {
+    float a, b;
+    __device__ Merge(float& top, float& total, float other_top, float other_total) {
+        const float above = fmaxf(top, other_top), base = finite(above);
+        a = exp2_fast(__fsub_rn(top, base)), b = exp2_fast(__fsub_rn(other_top, base));
+        top = above, total = __fmaf_rn(total, a, __fmul_rn(other_total, b));
+    }
+    __device__ float operator()(float x, float other) const { return __fmaf_rn(x, a, __fmul_rn(other, b)); }
+};
+
+// A thread's sums of earlier segments, in shared memory.
+struct Kept {
+    float4* at;
+    __device__ Kept(char* kept) : at(reinterpret_cast<float4*>(kept) + threadIdx.x % WARPGROUP) {}
+    __device__ void put(const Sums& acc) const {
+#pragma unroll
+        for (int i = 0; i < V_WIDTH / 8; ++i)
+            at[i * WARPGROUP] = make_float4(acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]);
+    }
+    // acc becomes the sums of the earlier segments and the one that it holds.
+    __device__ void join(State& before, const State& state, Sums& acc) const {
+        const Merge low(before.top[0], before.total[0], state.top[0], state.total[0]);
+        const Merge high(before.top[1], before.total[1], state.top[1], state.total[1]);
+#pragma unroll
+        for (int i = 0; i < V_WIDTH / 8; ++i) {
+            const float4 x = at[i * WARPGROUP];
+            acc[4 * i] = low(x.x, acc[4 * i]), acc[4 * i + 1] = low(x.y, acc[4 * i + 1]);
+            acc[4 * i + 2] = high(x.z, acc[4 * i + 2]), acc[4 * i + 3] = high(x.w, acc[4 * i + 3]);
+        }
+    }
+};
+
+// Of a whole row: adds its sink to the state, and holds what turns sums into the output.
+struct Finished {
+    float scale, inverse, lse;
+
+    __device__ Finished(const Args& p, State& state, int half, int head)
+        : Finished(p, state.top[half], state.total[half], head) {}
+    __device__ Finished(const Args& p, float top, float sum, int head) {
+        float total = sum, keep = 1.0f;
+        if (p.sinks) {
+            const void* at = static_cast<const char*>(p.sinks) + static_cast<i64>(head) * p.sink_size;
+            const float sink = __fmul_rn(p.sink_size == 4 ? FP32::read(at) : Number::read(at), LOG2E);
+            const float above = fmaxf(top, sink);
+            keep = exp2_fast(__fsub_rn(top, above));
+            total = __fmaf_rn(total, keep, exp2_fast(__fsub_rn(sink, above)));
+            top = above;
+        }
+        // A power of two, so that the inverse of a total far below or above 1 is neither infinite nor 0.
+        const u32 exponent = min(max(__float_as_uint(total) >> 23, 1u), 253u);
+        const float power = __uint_as_float((254u - exponent) << 23);
+        scale = __fmul_rn(keep, power), inverse = total == 0.0f ? 0.0f : __frcp_rn(__fmul_rn(total, power));
+        const float log = __fmul_rn(__fadd_rn(top, log2f(total > 0.0f ? total : 1.0f)), LN2);
+        lse = total == 0.0f ? -infinity() : total != total ? total : log;
+    }
+    // Never -0.
+    __device__ float of(float acc) const { return __fmaf_rn(__fmul_rn(acc, scale), inverse, 0.0f); }
+};
+
+__device__ inline float* lse_at(const Args& p, const Sequence& s, int b, int head, int query) {
+    const i64 batch = p.starts_q ? 0 : b;
+    return p.lse + (batch * p.heads() + head) * p.queries + s.first_q + query;
+}
+
+__device__ inline char* out_at(const Args& p, const Sequence& s, int b, int head, int query) {
+    const i64 batch = p.starts_q ? 0 : b, row = batch * p.queries + s.first_q + query;
+    return static_cast<char*>(p.out) + (row * p.heads() + head) * p.size_v * Number::SIZE;
+}
+
+// Writes rows of the output and their lse. `room`: of the consumer; `id`: its named barrier.
+__device__ void put(const Args& p, const Tile& t, const Fragment& mine, int first, State& state, Sums& acc, char* room,
+                    int id) {
+    // Others may still read what was there.
+    sync_threads(id, WARPGROUP);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const Row at = t.row(p, first + mine.row + 8 * half);
+        const int head = t.head * p.group + at.member;
+        const bool used = at.query < t.s.used;
+        const Finished done(p, state, half, head);
+        if (p.lse && at.query < t.s.count && mine.column == 0)
+            *lse_at(p, t.s, t.b, head, at.query) = used ? done.lse : -infinity();
+#pragma unroll
+        for (int i = 2 * half; i < V_WIDTH / 2; i += i % 2 ? 3 : 1) acc[i] = used ? done.of(acc[i]) : 0.0f;
+    }
+    const int thread = threadIdx.x % WARPGROUP, lane = thread % WARP;
+    char* to = room + (thread / WARP * 16 + lane % 16) * OUT_ROW + lane / 16 * CHUNK;
+#pragma unroll
+    for (int j = 0; j < V_WIDTH / 16; ++j) {
+        u32 word[4];
+#pragma unroll
+        for (int n = 0; n < 4; ++n) word[n] = Number::pack(acc + 8 * j + 2 * n);
+        store_matrices<false>(to + 2 * j * CHUNK, word);
+    }
+    sync_threads(id, WARPGROUP);
+    constexpr int CHUNKS = V_WIDTH * Number::SIZE / CHUNK, STEP = WARPGROUP / CHUNKS;
+    const int chunk = thread % CHUNKS;
+    if (chunk * CHUNK >= p.size_v * Number::SIZE) return;
+#pragma unroll
+    for (int i = 0; i < MMA_M / STEP; ++i) {
+        const int ahead = thread / CHUNKS + i * STEP;
+        const Row at = t.row(p, first + ahead);
+        if (at.query >= t.s.count) return;
+        *reinterpret_cast<Chunk*>(out_at(p, t.s, t.b, t.head * p.group + at.member, at.query) + chunk * CHUNK) =
+            *reinterpret_cast<const Chunk*>(room + ahead * OUT_ROW + chunk * CHUNK);
+    }
+}
+
+// Writes the states of rows of a tile, whose keys are one segment.
+__device__ void put_state(const Args& p, const Tile& t, const Fragment& mine, int first, const State& state,
+                          const Sums& acc) {
+    const i64 tile = (static_cast<i64>(t.b) * p.kv_heads + t.head) * p.tiles + t.number;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int row = first + mine.row + 8 * half;
+        if (t.row(p, row).query >= t.s.count) continue;
+        const i64 at = (tile * p.parts + t.part) * ROWS + row;
+        if (mine.column == 0) p.tops[at] = state.top[half], p.totals[at] = state.total[half];
+#pragma unroll
+        for (int j = 0; j < V_WIDTH / 8; ++j)
+            *reinterpret_cast<float2*>(p.accs + at * V_WIDTH + 8 * j + mine.column) =
+                make_float2(acc[4 * j + 2 * half], acc[4 * j + 2 * half + 1]);
+    }
+}
+
+// Sets the rows of a block of v from `known` on to 0: they may hold anything. All consumers call it.
+__device__ inline void clear(char* v, int known) {
+    constexpr int CHUNKS = SWIZZLE / CHUNK;
+    const int thread = static_cast<int>(threadIdx.x) - WARPGROUP;
+    for (int i = known * CHUNKS + thread; i < BLOCK * CHUNKS; i += GROUPS * WARPGROUP)
+#pragma unroll
+        for (int box = 0; box < BOXES_V; ++box) *reinterpret_cast<Chunk*>(v + box * bytes_of(BLOCK) + i * CHUNK) = {};
+    fence_copies();
+    sync_threads(1 + GROUPS, GROUPS * WARPGROUP);
+}
+
+// A consumer warpgroup.
+struct Consumer {
+    const Args& p;
+    const Memory& m;
+    const Fragment mine;
+    // Its index, the first of its rows in a tile, its rows of q, and its room for sums.
+    const int group, first;
+    const char* q;
+    char* kept;
+    Turns turns;
+    Slot<STAGES> key, value;
+    Scores d;
+    Powers powers;
+    Sums acc;
+    // Of the segment at hand, and of those before it in the tile, if there are any.
+    State state, before;
+    bool merges;
+
+    __device__ __forceinline__ Consumer(const Args& p, const Memory& m, int group)
+        : p(p), m(m), group(group), first(group * MMA_M), q(m.q + bytes_of(first)), kept(m.kept + group * KEPT_BYTES),
+          turns(m.turns, group, GROUPS), d{}, powers{} {}
+
+    __device__ __forceinline__ void run() {
+        u32 parity = 0;
+        over_tiles(p, [&](const Tile& t) {
+            state = before = State();
+            merges = false;
+#pragma unroll
+            for (int i = 0; i < V_WIDTH / 2; ++i) acc[i] = 0.0f;
+            if (t.has_keys()) {
+                m.q_full->wait(parity);
+                parity ^= 1;
+                attend(t);
+            }
+            if (p.splits()) {
+                if (t.has_keys()) put_state(p, t, mine, first, state, acc);
+            } else {
+                if (merges) Kept(kept).join(before, state, acc), state = before;
+                put(p, t, mine, first, state, acc, kept, 1 + group);
+            }
+        });
+    }
+
+    // Walks over the blocks of a tile: the products with the values of a block follow the scores of the next one.
+    __device__ __forceinline__ void attend(const Tile& t) {
+        const Seen<BLOCK> seen(p, t, mine, first);
+        // A warp without a row has nothing to weigh: with few queries that is most of them.
+        const bool active = GROUPS > 1 || t.row(p, first + mine.row / 16 * 16).query < t.s.used;
+        const u32 missing = arrived();
+        if constexpr (MERGES) turns.wait();
+        issue_scores(q, m.k + key.stage * K_BYTES, d);
+        if constexpr (MERGES) turns.pass();
+        products_done<0>();
+        scored(t.begin + BLOCK >= t.end);
+        if (!seen.all(t.begin)) seen.mask(d, t.begin, -infinity());
+        weigh(d, state, Raise(d, state, p.factor), p.factor);
+        pack(d, powers);
+        lose(seen, state, t.begin, missing, p.box);
+        int n = t.begin + BLOCK;
+        // With a window, then the blocks that all rows see, then those at the end of their keys.
+#pragma unroll 1
+        for (; n < min(seen.low_most, t.end); n += BLOCK) step<true>(t, seen, n, active);
+#pragma unroll 1
+        for (; n + BLOCK <= seen.high_least; n += BLOCK) step<false>(t, seen, n, active);
+#pragma unroll 1
+        for (; n < t.end; n += BLOCK) step<true>(t, seen, n, active);
+        char* v = m.v + value.stage * V_BYTES;
+        m.v_full[value.stage].wait(value.parity);
+        const int known = t.s.length - (t.end - 1) / BLOCK * BLOCK;
+        if (known < BLOCK) clear(v, known);
+        issue_sums(powers, v, acc);
+        summed();
+        value.advance();
+        close(state);
+    }
+
+    // One block: its scores, and the sums of the block before.
+    template <bool MASKS>
+    __device__ __forceinline__ void step(const Tile& t, const Seen<BLOCK>& seen, int n, bool active) {
+        const u32 missing = arrived();
+        if constexpr (MERGES) turns.wait();
+        issue_scores(q, m.k + key.stage * K_BYTES, d);
+        m.v_full[value.stage].wait(value.parity);
+        issue_sums(powers, m.v + value.stage * V_BYTES, acc);
+        if constexpr (MERGES) turns.pass();
+        products_done<1>();
+        scored(n + BLOCK >= t.end);
+        if constexpr (MASKS) seen.mask(d, n, -infinity());
+        const bool starts = MERGES && n % SEGMENT == 0;
+        State closed;
+        if (starts) closed = state, state = State();
+        const Raise raise(d, state, p.factor);
+        if (active) weigh(d, state, raise, p.factor);
+        // In each branch, not before: the compiler would wait for the sums before it forms the powers.
+        if (raise.any || starts) {
+            hold(d);
+            summed();
+            if (starts) join(closed);
+            rescale(acc, raise.keep);
+        } else {
+            hold(d);
+            summed();
+        }
+        value.advance();
+        if (active) pack(d, powers);
+        lose(seen, state, n, missing, p.box);
+    }
+
+    // Waits for a block of keys, and returns which parts of it are missing.
+    __device__ __forceinline__ u32 arrived() const {
+        m.k_full[key.stage].wait(key.parity);
+        return p.table ? m.missing[key.stage] : 0;
+    }
+
+    // After the scores of a block are formed: releases its keys, and with the tile's last block also q.
+    __device__ __forceinline__ void scored(bool last) {
+        hold(d);
+        give_back(m.k_empty[key.stage]);
+        if (last) give_back(*m.q_empty);
+        key.advance();
+#pragma unroll
+        for (int i = 0; i < BLOCK / 2; ++i) cap(p.cap, p.rate, d[i]);
+    }
+
+    // Waits for the products with the values, and releases those.
+    __device__ __forceinline__ void summed() {
+        products_done<0>();
+        hold(acc);
+#pragma unroll
+        for (int step = 0; step < BLOCK / MMA_K; ++step) hold(powers[step]);
+        give_back(m.v_empty[value.stage]);
+    }
+
+    // Ends a segment within a tile: joins it to those before, and begins the next one.
+    __device__ __forceinline__ void join(State& closed) {
+        close(closed);
+        if (merges) {
+            Kept(kept).join(before, closed, acc);
+        } else {
+            before = closed;
+            // Others may still read the output that was there.
+            sync_threads(1 + group, WARPGROUP);
+        }
+        merges = true;
+        Kept(kept).put(acc);
+#pragma unroll
+        for (int i = 0; i < V_WIDTH / 2; ++i) acc[i] = 0.0f;
+    }
+};
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    attend(const __grid_constant__ TensorMap k, const __grid_constant__ TensorMap v, const __grid_constant__ Args p) {
+    const Memory m;
+    m.open();
+    if (warp_index() < WARPS_OF_GROUP) {
+        give_registers<GROUPS == 3 ? 32 : 40>();
+        if (warp_index() == 0)
+            load_blocks<BOXES_K>(p, k, m.k, m.k_full, m.k_empty, m.missing);
+        else if (warp_index() == 1)
+            load_blocks<BOXES_V>(p, v, m.v, m.v_full, m.v_empty, nullptr);
+        else
+            load_queries(p, m);
+    } else {
+        take_registers<GROUPS == 3 ? 160 : 232>();
+        Consumer(p, m, warp_index() / WARPS_OF_GROUP - 1).run();
+    }
+}
+
+// Merges the states that `attend` wrote, in ascending order. One warp for each row; lane l has columns 4 l to 4 l + 3.
+extern "C" __global__ void __launch_bounds__(128) finish(const __grid_constant__ Args p) {
+    constexpr int AHEAD = 16;
+    wait_for_prerequisites();
+    const int lane = threadIdx.x % WARP, row = static_cast<int>(blockIdx.x) * 4 + static_cast<int>(threadIdx.x) / WARP;
+    const int head = static_cast<int>(blockIdx.y), b = static_cast<int>(blockIdx.z), column = 4 * lane;
+    const Sequence s(p, b);
+    if (row >= s.count * p.group) return;
+    const int query = row / p.group, of = head * p.group + row % p.group;
+    const bool used = query < s.used;
+    // Never more than were written, even if the maximum length was given too small and not validated.
+    const int from = s.from(p, query), to = used ? min(s.to(p, query), p.parts * SEGMENT) : 0;
+    const i64 tile = (static_cast<i64>(b) * p.kv_heads + head) * p.tiles + row / ROWS;
+    float top = -infinity(), total = 0.0f, acc[4] = {};
+    const int last = (to + SEGMENT - 1) / SEGMENT;
+    for (int segment = from / SEGMENT; segment < last; segment += AHEAD) {
+        float tops[AHEAD], totals[AHEAD];
+        float4 accs[AHEAD] = {};
+#pragma unroll
+        for (int i = 0; i < AHEAD; ++i) {
+            tops[i] = -infinity(), totals[i] = 0.0f;
+            if (segment + i >= last) continue;
+            const i64 at = (tile * p.parts + segment + i) * ROWS + row % ROWS;
+            tops[i] = p.tops[at], totals[i] = p.totals[at];
+            if (column < V_WIDTH) accs[i] = *reinterpret_cast<const float4*>(p.accs + at * V_WIDTH + column);
+        }
+#pragma unroll
+        for (int i = 0; i < AHEAD; ++i) {
+            const Merge merge(top, total, tops[i], totals[i]);
+            acc[0] = merge(acc[0], accs[i].x), acc[1] = merge(acc[1], accs[i].y);
+            acc[2] = merge(acc[2], accs[i].z), acc[3] = merge(acc[3], accs[i].w);
+        }
+    }
+    const Finished done(p, top, total, of);
+    if (p.lse && lane == 0) *lse_at(p, s, b, of, query) = used ? done.lse : -infinity();
+    if (column >= p.size_v) return;
+    float x[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) x[i] = used ? done.of(acc[i]) : 0.0f;
+    *reinterpret_cast<uint2*>(out_at(p, s, b, of, query) + column * Number::SIZE) =
+        make_uint2(Number::pack(x), Number::pack(x + 2));
+}
+
+}  // namespace rlk

@@ -1,0 +1,171 @@
+"""Plans: the tiles, grids and scalar arguments of a call's kernels, from its sizes and strides."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from rl_kernels.attention.backends.cuda_sm90.schedule import BLOCK, HEIGHT, SEGMENT, Tile, program, width_of
+from rl_kernels.attention.inputs import UNLIMITED, Inputs
+from rl_kernels.core.cuda.launch import Kernel, kernel
+from rl_kernels.core.gpu import processors
+
+LOG2E = 1.4426950408889634
+SHAPE = "PPPPPP" + 16 * "i"
+"""Layout of ``struct Shape``."""
+ARGS = f"({SHAPE}PPPPPPPqqqiifff)"
+"""Layout of ``struct Args`` of the forward pass."""
+WARPS = 4
+"""Rows of a thread block that merges states."""
+PACKED_DIMS = 3
+
+
+def ceil_div(x: int, y: int) -> int:
+    """Return x / y, rounded up."""
+    return -(-x // y)
+
+
+class Forward(NamedTuple):
+    """The launches of a forward pass.
+
+    Attributes:
+        attend: the kernel of tiles.
+        grid: its thread blocks.
+        finish: the kernel that merges states, or None.
+        merging: its thread blocks.
+        states: states of rows that ``attend`` writes for ``finish``.
+        before: what precedes the integer tensors in ``struct Args``, from the strides on.
+        after: what follows them.
+    """
+
+    attend: Kernel
+    grid: int
+    finish: Kernel | None
+    merging: tuple[int, int, int]
+    states: int
+    before: tuple[int, ...]
+    after: tuple[float, ...]
+
+
+class Plan:
+    """The launches for one set of sizes and strides; made once for each set.
+
+    Attributes:
+        kv_heads: KV heads.
+        group: query heads of each.
+        is_empty: whether there is no row at all, and so nothing to launch.
+        tile: of the forward pass.
+        box: keys of one copy.
+    """
+
+    def __init__(self, key: Key) -> None:
+        self._key = key
+        (self._queries, heads, self._size), (*_, self.kv_heads, self._size_v) = key.shapes[0][-3:], key.shapes[2]
+        self.group, self._longest_q = heads // self.kv_heads, min(key.longest[0], self._queries)
+        self._pages, self._page, self._table_step = 0, 1, 0
+        self._keys, self.box = key.shapes[1][0 if key.packed_k else 1], BLOCK
+        if key.table is not None:
+            self._pages, self._page, self._table_step = *key.shapes[1][:2], key.table[1]
+            self._keys = self._table_step * self._page * bool(self._pages)
+            # The largest power of two in a page: a copy lies in one page.
+            self.box = min(BLOCK, self._page & -self._page)
+        self._longest_k = min(key.longest[1], self._keys)
+        if key.started and key.numbers[1] != UNLIMITED:
+            # Room for dropped keys, modulo a segment.
+            self._longest_k += SEGMENT - 1
+        self.is_empty = not (key.batch and self._longest_q)
+        rows = self._longest_q * self.group
+        self.tile = Tile(1 if rows <= HEIGHT else 2, (width_of(self._size), width_of(self._size_v)))
+        self._forward: Forward | None = None
+
+    def forward(self) -> Forward:
+        """Return the launches of the forward pass."""
+        if self._forward is None:
+            self._forward = self._made_forward()
+        return self._forward
+
+    def _made_forward(self) -> Forward:
+        key, tile = self._key, self.tile
+        rows = self._longest_q * self.group
+        tiles, segments = ceil_div(rows, tile.rows), ceil_div(self._longest_k, SEGMENT)
+        count, most = tiles * key.batch * self.kv_heads, processors(key.device)
+        # One consumer merges no segments; two leave them to more thread blocks only if half of these would idle.
+        split = segments > 1 and (tile.groups == 1 or 2 * count <= most)
+        scale, left, right, cap = key.numbers
+        made = program(key.dtype, tile, capped=cap > 0)
+        sizes = (self._size, self._size_v, self._queries, self._keys, self._pages, self._page, self._table_step)
+        inverse = -(-(1 << 32) // self.group) % (1 << 32)
+        shape = (
+            *(key.wide, key.batch, self.kv_heads, self.group, *sizes, left, right, self.box),
+            *(inverse - (inverse >> 31 << 32), key.sink_size),
+        )
+        numbers = (LOG2E, cap, scale / cap) if cap > 0 else (scale * LOG2E, 0.0, 0.0)
+        batch = 0 if len(key.strides) == PACKED_DIMS else key.strides[0]
+        return Forward(
+            kernel(made, "attend", f"TT{ARGS}", key.device),
+            min(count * (segments if split else 1), most),
+            kernel(made, "finish", ARGS, key.device) if split else None,
+            (ceil_div(rows, WARPS), self.kv_heads, key.batch),
+            count * segments * tile.rows if split else 0,
+            (batch, *key.strides[-3:-1]),
+            (*shape, tiles, segments if split else 1, *numbers),
+        )
+
+
+class Key(NamedTuple):
+    """What a plan depends on.
+
+    Attributes:
+        shapes: of q, k and v.
+        strides: of q.
+        dtype: of the operands.
+        device: the GPU.
+        batch: sequences.
+        packed_k: whether keys are packed.
+        started: whether sequences have a first key.
+        table: shape of the block table, or None.
+        longest: bounds of the queries and keys of a sequence.
+        numbers: scale, the sides of the window, and the cap.
+        wide: bit i is set if integer tensor i has 64 bits.
+        sink_size: bytes of a sink, 0 without sinks.
+    """
+
+    shapes: tuple[torch.Size, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    batch: int
+    packed_k: bool
+    started: bool
+    table: torch.Size | None
+    longest: tuple[int, int]
+    numbers: tuple[float, int, int, float]
+    wide: int
+    sink_size: int
+
+
+plan_of = functools.lru_cache(maxsize=4096)(Plan)
+
+
+def plan_for(given: Inputs) -> Plan:
+    """Return the plan for the sizes and strides of a call."""
+    q, k, v = given.operands
+    sinks, *where = given.others
+    wide = sum(1 << place for place, x in enumerate(where) if x is not None and x.dtype == torch.int64)
+    key = Key(
+        shapes=(q.shape, k.shape, v.shape),
+        strides=q.stride(),
+        dtype=q.dtype,
+        device=q.device,
+        batch=given.batch,
+        packed_k=given.cu_seqlens_k is not None,
+        started=given.k_start is not None,
+        table=None if given.block_table is None else given.block_table.shape,
+        longest=(given.max_seqlen_q, given.max_seqlen_k),
+        numbers=(given.scale, given.left, given.right, given.softcap),
+        wide=wide,
+        sink_size=0 if sinks is None else sinks.element_size(),
+    )
+    return plan_of(key)

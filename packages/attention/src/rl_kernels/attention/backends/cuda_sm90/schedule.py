@@ -1,0 +1,75 @@
+"""Tiles of the kernels of ``cuda-sm90``: consumers, stages and shared memory. None of them changes a bit."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from rl_kernels.core.cuda.program import Program
+
+PACKAGE = "rl_kernels.attention.backends.cuda_sm90"
+FORWARD = "attention_sm90.cu"
+CODES = {torch.bfloat16: 1, torch.float16: 2}
+"""Values of the kernels' DTYPE macro."""
+WIDTHS = (64, 128)
+"""Columns of a tile: the head size, or the next of these."""
+HEIGHT, BLOCK, SEGMENT = 64, 128, 1024
+"""Rows of a consumer, keys of a block, keys of a segment."""
+SHARED = 227 * 1024 - 256
+"""Bytes of dynamic shared memory that a block may have, beside its barriers."""
+WARPGROUP, ALIGNMENT, CHUNK = 128, 1024, 16
+MOST_STAGES = 4
+
+
+def width_of(size: int) -> int:
+    """Return the columns of a tile for heads of ``size``."""
+    return next(width for width in WIDTHS if size <= width)
+
+
+class Tile(NamedTuple):
+    """A tile of the forward pass: ``groups`` consumers with 64 rows each, ``widths`` columns of k and of v."""
+
+    groups: int
+    widths: tuple[int, int]
+
+    @property
+    def rows(self) -> int:
+        """Rows of the tile."""
+        return self.groups * HEIGHT
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return (self.groups + 1) * WARPGROUP
+
+    @property
+    def stages(self) -> int:
+        """Blocks of keys, and of values, that are in shared memory at once."""
+        return min((SHARED - self._fixed) // self._stage, MOST_STAGES)
+
+    @property
+    def shared(self) -> int:
+        """Bytes of dynamic shared memory of a block."""
+        return self._fixed + self.stages * self._stage
+
+    @property
+    def _stage(self) -> int:
+        return 2 * BLOCK * sum(self.widths)
+
+    @property
+    def _fixed(self) -> int:
+        """Rows of q, and what each consumer keeps: its output, or with several of them the sums of segments."""
+        width, width_v = self.widths
+        kept = 4 * width_v if self.groups > 1 else 2 * width_v + CHUNK
+        return ALIGNMENT + self.rows * (2 * width + kept)
+
+
+@functools.cache
+def program(dtype: torch.dtype, tile: Tile, *, capped: bool) -> Program:
+    """Return the kernels of the forward pass, compiled for a tile."""
+    width, width_v = tile.widths
+    defines = {"DTYPE": CODES[dtype], "K_WIDTH": width, "V_WIDTH": width_v, "CAPPED": int(capped)}
+    sizes = {"GROUPS": tile.groups, "STAGES": tile.stages, "SHARED_BYTES": tile.shared}
+    return Program(PACKAGE, FORWARD, "sm_90a", tuple({**defines, **sizes}.items()))
