@@ -36,8 +36,9 @@ class Forward(NamedTuple):
         finish: the kernel that merges states, or None.
         merging: its thread blocks.
         states: states of rows that ``attend`` writes for ``finish``.
-        before: what precedes the integer tensors in ``struct Args``, from the strides on.
-        after: what follows them.
+        shape: the numbers of ``struct Shape``, which follow its integer tensors.
+        strides: of q between sequences, queries and heads.
+        numbers: what follows them in ``struct Args``.
     """
 
     attend: Kernel
@@ -45,8 +46,9 @@ class Forward(NamedTuple):
     finish: Kernel | None
     merging: tuple[int, int, int]
     states: int
-    before: tuple[int, ...]
-    after: tuple[float, ...]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    numbers: tuple[float, ...]
 
 
 class Plan:
@@ -109,8 +111,9 @@ class Plan:
             kernel(made, "finish", ARGS, key.device) if split else None,
             (ceil_div(rows, WARPS), self.kv_heads, key.batch),
             count * segments * tile.rows if split else 0,
+            shape,
             (batch, *key.strides[-3:-1]),
-            (*shape, tiles, segments if split else 1, *numbers),
+            (tiles, segments if split else 1, *numbers),
         )
 
 
