@@ -1,4 +1,4 @@
-"""Descriptors of the Tensor Memory Accelerator (TMA): how a box of a matrix is copied to or from shared memory.
+"""Descriptors of the Tensor Memory Accelerator (TMA): how a box of a tensor is copied to or from shared memory.
 
 A descriptor is 128 bytes with address, sizes, strides and box. It is passed to a kernel by value, as a ``T`` of its
 signature (``const __grid_constant__`` in the kernel). It owns no memory, so it may outlive the tensor; as for a
@@ -24,6 +24,7 @@ SWIZZLES = (0, 32, 64, 128)
 ALIGNED = 16
 """Bytes of which addresses, row strides and widths of boxes are multiples."""
 PROMOTIONS = (64, 128, 256)
+DIMS = range(2, 6)
 LONGEST = 256
 """Elements that a box may have along each dimension."""
 ROOM = 128
@@ -35,25 +36,26 @@ _maps: dict[tuple[object, ...], TensorMap] = {}
 
 def tensor_map(
     tensor: torch.Tensor,
-    box: tuple[int, int],
+    box: tuple[int, ...],
     *,
     swizzle: int = 0,
     promotion: int = 256,
     transposed: bool = False,
-    strides: tuple[int, int] | None = None,
+    strides: tuple[int, ...] | None = None,
 ) -> TensorMap:
-    """Return the descriptor of a matrix on a GPU; elements beyond its edges are read as 0 and not written.
+    """Return the descriptor of a tensor on a GPU; elements beyond its edges are read as 0 and not written.
 
     A cached descriptor is found without making a view of the tensor, which would take longer.
 
     Args:
-        tensor: two dimensions, columns contiguous, rows at multiples of 16 bytes; if ``transposed``, its transpose.
-        box: rows and columns that one copy moves.
+        tensor: two to five dimensions, the last one contiguous, the others at multiples of 16 bytes; if ``transposed``,
+            its transpose, for a matrix.
+        box: the sizes, along its dimensions, of what one copy moves.
         swizzle: swizzle width of the box in shared memory, in bytes: 0 (none), 32, 64 or 128; a row of the box is at
             most this long.
         promotion: bytes that are loaded into the L2 cache at a time, even beyond the box: 64, 128 or 256.
         transposed: describe the transpose.
-        strides: strides of the described matrix, in place of the tensor's.
+        strides: strides of the described tensor, in place of its own.
 
     Raises:
         ValueError: an argument is not as described.
@@ -73,47 +75,56 @@ def tensor_map(
     return found
 
 
-def seen_as(tensor: torch.Tensor, transposed: bool, strides: tuple[int, int] | None) -> torch.Tensor:
-    """Return the matrix that a descriptor covers: the tensor or its transpose, with ``strides`` if they are given."""
+def seen_as(tensor: torch.Tensor, transposed: bool, strides: tuple[int, ...] | None) -> torch.Tensor:
+    """Return what a descriptor covers: the tensor or its transpose, with ``strides`` if they are given."""
     seen = tensor.t() if transposed else tensor
     return seen if strides is None else seen.as_strided(seen.shape, strides)
 
 
-def _check(tensor: torch.Tensor, box: tuple[int, int], swizzle: int, promotion: int) -> None:
+def _check(tensor: torch.Tensor, box: tuple[int, ...], swizzle: int, promotion: int) -> None:
     size = tensor.element_size()
     if tensor.dtype not in DTYPES:
         raise ValueError(f"tensor: expected bfloat16, float16 or float32, got {tensor.dtype}")
-    if tensor.ndim != 2 or tensor.stride(1) != 1 or not tensor.numel():
+    if tensor.ndim not in DIMS or tensor.stride(-1) != 1 or not tensor.numel():
         shape, strides = tuple(tensor.shape), tensor.stride()
-        raise ValueError(f"tensor: expected a matrix with columns side by side, got shape {shape}, strides {strides}")
-    if tensor.data_ptr() % ALIGNED or tensor.stride(0) * size % ALIGNED:
+        raise ValueError(
+            f"tensor: expected {DIMS[0]} to {DIMS[-1]} dims, the last contiguous, got shape {shape}, strides {strides}"
+        )
+    outer = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
+    if tensor.data_ptr() % ALIGNED or any(step * size % ALIGNED or not step for count, step in outer if count > 1):
         raise ValueError(f"tensor: expected rows that begin at multiples of {ALIGNED} bytes")
     if swizzle not in SWIZZLES:
         raise ValueError(f"swizzle: expected one of {SWIZZLES}, got {swizzle}")
     if promotion not in PROMOTIONS:
         raise ValueError(f"promotion: expected one of {PROMOTIONS}, got {promotion}")
     longest = min(LONGEST, swizzle // size or LONGEST)
-    if not (1 <= box[0] <= LONGEST and 1 <= box[1] <= longest) or box[1] * size % ALIGNED:
-        rule = f"rows up to {LONGEST}, columns up to {longest} in multiples of {ALIGNED // size}"
-        raise ValueError(f"box: expected {rule}, got {box}")
+    fits = len(box) == tensor.ndim and all(1 <= side <= LONGEST for side in box) and box[-1] <= longest
+    if not fits or box[-1] * size % ALIGNED:
+        raise ValueError(
+            f"box: expected {tensor.ndim} sizes up to {LONGEST}, the last up to {longest} in multiples of "
+            f"{ALIGNED // size}, got {box}"
+        )
 
 
-def _encoded(tensor: torch.Tensor, box: tuple[int, int], swizzle: int, promotion: int) -> TensorMap:
+def _encoded(tensor: torch.Tensor, box: tuple[int, ...], swizzle: int, promotion: int) -> TensorMap:
     from cuda.bindings import driver
 
-    rows, columns = tensor.shape
     room = ctypes.create_string_buffer(MAP_SIZE + ROOM)
     start = -ctypes.addressof(room) % ROOM
+    dims, size = tensor.ndim, tensor.element_size()
+    # A dimension of size 1 may have any stride, but a descriptor only multiples of 16 bytes.
+    strides = [step * size for step in tensor.stride()[:-1]]
+    steps = [step if step and step % ALIGNED == 0 else ALIGNED for step in strides]
     status = _encode()(
         ctypes.addressof(room) + start,
         getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{DTYPES[tensor.dtype]}"),
-        2,
+        dims,
         tensor.data_ptr(),
         # The contiguous dimension comes first, and has no stride.
-        (ctypes.c_uint64 * 2)(columns, rows),
-        (ctypes.c_uint64 * 1)(tensor.stride(0) * tensor.element_size()),
-        (ctypes.c_uint32 * 2)(box[1], box[0]),
-        (ctypes.c_uint32 * 2)(1, 1),
+        (ctypes.c_uint64 * dims)(*reversed(tensor.shape)),
+        (ctypes.c_uint64 * (dims - 1))(*reversed(steps)),
+        (ctypes.c_uint32 * dims)(*reversed(box)),
+        (ctypes.c_uint32 * dims)(*[1] * dims),
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
         getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{f'{swizzle}B' if swizzle else 'NONE'}"),
         getattr(driver.CUtensorMapL2promotion, f"CU_TENSOR_MAP_L2_PROMOTION_L2_{promotion}B"),

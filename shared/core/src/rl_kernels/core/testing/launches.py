@@ -22,7 +22,7 @@ import torch
 
 from rl_kernels.core.cuda.program import Program
 from rl_kernels.core.cuda.signature import MAP_SIZE, Buffer, Signature
-from rl_kernels.core.cuda.tensor_map import seen_as
+from rl_kernels.core.cuda.tensor_map import DIMS, seen_as
 from rl_kernels.core.testing.parameters import parameters_of, signature_of
 
 MOST_THREADS, MOST_SHARED = 1024, 227 << 10
@@ -36,10 +36,10 @@ LONGEST = 256
 
 
 class Box(NamedTuple):
-    """Stands in for a tensor map: the matrix that it describes, and its box."""
+    """Stands in for a tensor map: the tensor that it describes, and its box."""
 
     tensor: torch.Tensor
-    box: tuple[int, int]
+    box: tuple[int, ...]
     swizzle: int
     promotion: int
 
@@ -166,25 +166,27 @@ class _Recorded:
 
 def tensor_map(
     tensor: torch.Tensor,
-    box: tuple[int, int],
+    box: tuple[int, ...],
     *,
     swizzle: int = 0,
     promotion: int = 256,
     transposed: bool = False,
-    strides: tuple[int, int] | None = None,
+    strides: tuple[int, ...] | None = None,
 ) -> Box:
-    """Stand in for ``core.cuda.tensor_map``; checks what TMA requires of the matrix."""
+    """Stand in for ``core.cuda.tensor_map``; checks what TMA requires of the tensor."""
     tensor = seen_as(tensor, transposed, strides)
     size = tensor.element_size()
-    assert tensor.ndim == 2, f"tensor map: expected 2 dims, got {tensor.ndim}"
+    assert tensor.ndim in DIMS, f"tensor map: {tensor.ndim} dims"
     assert tensor.numel(), "tensor map: empty tensor"
-    assert tensor.stride(1) == 1, f"tensor map: expected column stride 1, got {tensor.stride(1)}"
+    assert tensor.stride(-1) == 1, f"tensor map: expected column stride 1, got {tensor.stride(-1)}"
     assert tensor.data_ptr() % COPIED == 0, "tensor map: address not a multiple of 16 bytes"
-    assert tensor.stride(0) * size % COPIED == 0, "tensor map: row stride not a multiple of 16 bytes"
-    assert tensor.stride(0) >= tensor.shape[1] or len(tensor) == 1, "tensor map: rows overlap"
+    outer = [step for count, step in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True) if count > 1]
+    assert all(step * size % COPIED == 0 for step in outer), "tensor map: stride not a multiple of 16 bytes"
+    assert all(step >= tensor.shape[-1] for step in outer), "tensor map: rows overlap"
+    assert len(box) == tensor.ndim, f"tensor map: box of {len(box)} dims"
     assert all(1 <= count <= LONGEST for count in box), f"tensor map: sides of the box out of range: {box}"
-    assert box[1] * size % COPIED == 0, f"tensor map: box rows of {box[1] * size} bytes"
-    assert not swizzle or box[1] * size <= swizzle, "tensor map: box rows longer than the swizzle"
+    assert box[-1] * size % COPIED == 0, f"tensor map: box rows of {box[-1] * size} bytes"
+    assert not swizzle or box[-1] * size <= swizzle, "tensor map: box rows longer than the swizzle"
     assert swizzle in (0, 32, 64, 128), f"tensor map: unknown swizzle {swizzle}"
     assert promotion in (64, 128, 256), f"tensor map: unknown promotion {promotion}"
     return Box(tensor, box, swizzle, promotion)
