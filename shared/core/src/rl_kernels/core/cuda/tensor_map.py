@@ -55,7 +55,7 @@ def tensor_map(
             most this long.
         promotion: bytes that are loaded into the L2 cache at a time, even beyond the box: 64, 128 or 256.
         transposed: describe the transpose.
-        strides: strides of the described tensor, in place of its own.
+        strides: strides of the described tensor, in place of its own: those of dimensions of size 1 count too.
 
     Raises:
         ValueError: an argument is not as described.
@@ -90,8 +90,7 @@ def _check(tensor: torch.Tensor, box: tuple[int, ...], swizzle: int, promotion: 
         raise ValueError(
             f"tensor: expected {DIMS[0]} to {DIMS[-1]} dims, the last contiguous, got shape {shape}, strides {strides}"
         )
-    outer = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
-    if tensor.data_ptr() % ALIGNED or any(step * size % ALIGNED or not step for count, step in outer if count > 1):
+    if tensor.data_ptr() % ALIGNED or any(step * size % ALIGNED or not step for step in tensor.stride()[:-1]):
         raise ValueError(f"tensor: expected rows that begin at multiples of {ALIGNED} bytes")
     if swizzle not in SWIZZLES:
         raise ValueError(f"swizzle: expected one of {SWIZZLES}, got {swizzle}")
@@ -112,9 +111,7 @@ def _encoded(tensor: torch.Tensor, box: tuple[int, ...], swizzle: int, promotion
     room = ctypes.create_string_buffer(MAP_SIZE + ROOM)
     start = -ctypes.addressof(room) % ROOM
     dims, size = tensor.ndim, tensor.element_size()
-    # A dimension of size 1 may have any stride, but a descriptor only multiples of 16 bytes.
-    strides = [step * size for step in tensor.stride()[:-1]]
-    steps = [step if step and step % ALIGNED == 0 else ALIGNED for step in strides]
+    steps = [step * size for step in tensor.stride()[:-1]]
     status = _encode()(
         ctypes.addressof(room) + start,
         getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{DTYPES[tensor.dtype]}"),

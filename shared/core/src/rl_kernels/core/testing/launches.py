@@ -180,9 +180,9 @@ def tensor_map(
     assert tensor.numel(), "tensor map: empty tensor"
     assert tensor.stride(-1) == 1, f"tensor map: expected column stride 1, got {tensor.stride(-1)}"
     assert tensor.data_ptr() % COPIED == 0, "tensor map: address not a multiple of 16 bytes"
-    outer = [step for count, step in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True) if count > 1]
-    assert all(step * size % COPIED == 0 for step in outer), "tensor map: stride not a multiple of 16 bytes"
-    assert all(step >= tensor.shape[-1] for step in outer), "tensor map: rows overlap"
+    outer = list(zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True))
+    assert all(step and step * size % COPIED == 0 for _, step in outer), "tensor map: stride not a multiple of 16 bytes"
+    assert all(step >= tensor.shape[-1] for count, step in outer if count > 1), "tensor map: rows overlap"
     assert len(box) == tensor.ndim, f"tensor map: box of {len(box)} dims"
     assert all(1 <= count <= LONGEST for count in box), f"tensor map: sides of the box out of range: {box}"
     assert box[-1] * size % COPIED == 0, f"tensor map: box rows of {box[-1] * size} bytes"
