@@ -6,6 +6,7 @@
 // Defines: DTYPE 1 BF16, 2 FP16; K_WIDTH and V_WIDTH: columns of a tile of k and of v, 64 or 128; CAPPED 0 or 1.
 #pragma once
 
+#include <rl_kernels/boxes.cuh>
 #include <rl_kernels/mainloop.cuh>
 #include <rl_kernels/softcap.cuh>
 
@@ -195,6 +196,41 @@ struct Copier {
         }
     }
 };
+
+// Room of a consumer for 64 rows of WIDTH numbers. They are 16 bytes apart from a multiple of 128, so that stores to a
+// column of 16-byte pieces meet no bank twice.
+template <int WIDTH>
+constexpr int ROOM_ROW = WIDTH * Number::SIZE + CHUNK;
+template <int WIDTH>
+constexpr int ROOM = MMA_M * ROOM_ROW<WIDTH>;
+
+// Rounds a consumer's sums and writes them: row `ahead` to at(ahead), the first `size` columns, or nowhere if that is
+// null. `id`: its named barrier.
+template <int WIDTH, class F>
+__device__ inline void store_rows(char* room, int id, const float (&d)[WIDTH / 2], int size, F at) {
+    const int thread = threadIdx.x % WARPGROUP, lane = thread % WARP;
+    // Others may still read what was there.
+    sync_threads(id, WARPGROUP);
+    char* to = room + (thread / WARP * 16 + lane % 16) * ROOM_ROW<WIDTH> + lane / 16 * CHUNK;
+#pragma unroll
+    for (int j = 0; j < WIDTH / 16; ++j) {
+        u32 word[4];
+#pragma unroll
+        for (int n = 0; n < 4; ++n) word[n] = Number::pack(d + 8 * j + 2 * n);
+        store_matrices<false>(to + 2 * j * CHUNK, word);
+    }
+    sync_threads(id, WARPGROUP);
+    constexpr int CHUNKS = WIDTH * Number::SIZE / CHUNK, STEP = WARPGROUP / CHUNKS;
+    const int chunk = thread % CHUNKS;
+    if (chunk * CHUNK >= size * Number::SIZE) return;
+#pragma unroll
+    for (int i = 0; i < MMA_M / STEP; ++i) {
+        const int ahead = thread / CHUNKS + i * STEP;
+        if (char* row = at(ahead))
+            *reinterpret_cast<Chunk*>(row + chunk * CHUNK) =
+                *reinterpret_cast<const Chunk*>(room + ahead * ROOM_ROW<WIDTH> + chunk * CHUNK);
+    }
+}
 
 // Caps a score if CAPPED.
 __device__ inline void cap(float cap, float rate, float& x) {

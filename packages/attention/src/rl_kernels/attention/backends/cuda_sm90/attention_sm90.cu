@@ -22,8 +22,6 @@
 //              of several segments always is
 //
 // Defines, beside those of attention.cuh: GROUPS 1 or 2; STAGES; SHARED_BYTES, of dynamic shared memory.
-#include <rl_kernels/boxes.cuh>
-
 #include "attention.cuh"
 
 namespace rlk {
@@ -31,11 +29,9 @@ namespace {
 
 constexpr int ROWS = MMA_M * GROUPS, THREADS = (GROUPS + 1) * WARPGROUP;
 constexpr int Q_BYTES = BOXES_K * bytes_of(ROWS), K_BYTES = BOXES_K * bytes_of(BLOCK), V_BYTES = BOXES_V * bytes_of(BLOCK);
-// Of a consumer: the sums of earlier segments; before that its output, whose rows are 16 bytes apart from a multiple of
-// 128, so that stores to a column of 16-byte pieces meet no bank twice.
-constexpr int OUT_ROW = V_WIDTH * Number::SIZE + CHUNK;
+// Of a consumer: the sums of earlier segments, or its output.
 constexpr bool MERGES = GROUPS > 1;
-constexpr int KEPT_BYTES = MERGES ? MMA_M * V_WIDTH * 4 : MMA_M * OUT_ROW;
+constexpr int KEPT_BYTES = MERGES ? MMA_M * V_WIDTH * 4 : ROOM<V_WIDTH>;
 static_assert(SHARED_BYTES >= ATOM + Q_BYTES + STAGES * (K_BYTES + V_BYTES) + GROUPS * KEPT_BYTES, "what the host made room for");
 // Warp 0 of the producer copies k, warp 1 v, and the others q.
 constexpr int COPIERS = WARPGROUP - 2 * WARP;
@@ -158,7 +154,8 @@ __device__ void load_queries(const Args& p, const Memory& m) {
         m.q_empty->wait(parity);
         parity ^= 1;
         copier.copy<ROWS>(m.q, p, t.s, t.b, t.head, t.row(p, 0), p.q, p.q_batch, p.q_row, p.q_head);
-        chunks_done();
+        commit_copies();
+        copies_done<0>();
         fence_copies();
         m.q_full->arrive();
     });
@@ -366,8 +363,6 @@ __device__ inline char* out_at(const Args& p, const Sequence& s, int b, int head
 // Writes rows of the output and their lse. `room`: of the consumer; `id`: its named barrier.
 __device__ void put(const Args& p, const Tile& t, const Fragment& mine, int first, State& state, Sums& acc, char* room,
                     int id) {
-    // Others may still read what was there.
-    sync_threads(id, WARPGROUP);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const Row at = t.row(p, first + mine.row + 8 * half);
@@ -379,27 +374,10 @@ __device__ void put(const Args& p, const Tile& t, const Fragment& mine, int firs
 #pragma unroll
         for (int i = 2 * half; i < V_WIDTH / 2; i += i % 2 ? 3 : 1) acc[i] = used ? done.of(acc[i]) : 0.0f;
     }
-    const int thread = threadIdx.x % WARPGROUP, lane = thread % WARP;
-    char* to = room + (thread / WARP * 16 + lane % 16) * OUT_ROW + lane / 16 * CHUNK;
-#pragma unroll
-    for (int j = 0; j < V_WIDTH / 16; ++j) {
-        u32 word[4];
-#pragma unroll
-        for (int n = 0; n < 4; ++n) word[n] = Number::pack(acc + 8 * j + 2 * n);
-        store_matrices<false>(to + 2 * j * CHUNK, word);
-    }
-    sync_threads(id, WARPGROUP);
-    constexpr int CHUNKS = V_WIDTH * Number::SIZE / CHUNK, STEP = WARPGROUP / CHUNKS;
-    const int chunk = thread % CHUNKS;
-    if (chunk * CHUNK >= p.size_v * Number::SIZE) return;
-#pragma unroll
-    for (int i = 0; i < MMA_M / STEP; ++i) {
-        const int ahead = thread / CHUNKS + i * STEP;
+    store_rows<V_WIDTH>(room, id, acc, p.size_v, [&](int ahead) -> char* {
         const Row at = t.row(p, first + ahead);
-        if (at.query >= t.s.count) return;
-        *reinterpret_cast<Chunk*>(out_at(p, t.s, t.b, t.head * p.group + at.member, at.query) + chunk * CHUNK) =
-            *reinterpret_cast<const Chunk*>(room + ahead * OUT_ROW + chunk * CHUNK);
-    }
+        return at.query < t.s.count ? out_at(p, t.s, t.b, t.head * p.group + at.member, at.query) : nullptr;
+    });
 }
 
 // Writes the states of rows of a tile, whose keys are one segment.

@@ -73,8 +73,18 @@ __device__ inline void copy_chunk(void* target, const void* source, bool fill) {
                  "r"(fill ? 0 : CHUNK)
                  : "memory");
 }
-// Waits until this thread's chunks have been copied.
-__device__ inline void chunks_done() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+// The same for 4 bytes.
+__device__ inline void copy_word(void* target, const void* source, bool fill) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(target)), "l"(source),
+                 "r"(fill ? 0 : 4)
+                 : "memory");
+}
+// Closes a group of this thread's copies. copies_done waits for all but the last PENDING groups.
+__device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int PENDING>
+__device__ inline void copies_done() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
 
 // Programmatic dependent launch (sm_90 and later). In a kernel that is launched without it, both calls do nothing.
 // Waits until the earlier kernels on the stream have ended and their writes are visible. Every thread calls it before
