@@ -13,11 +13,14 @@ import torch
 
 from rl_kernels.attention.inputs import Inputs
 from rl_kernels.core import torchlib
+from rl_kernels.core.cuda.where import cuda_backend
 from rl_kernels.core.operator import INVARIANT, REPEATABLE, Backend, Call, Operator
 from rl_kernels.core.triton_lib.launch import triton_backend
 
 WIDEST = 256
 """The largest head size of the Triton kernels: two accumulators of it fill the registers of a multiprocessor."""
+WIDEST_TILE = 128
+"""The largest head size of the CUDA C++ kernels."""
 _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? k_start, "
     "Tensor? seqused_q, Tensor? seqused_k, Tensor? block_table, SymInt max_seqlen_q, SymInt max_seqlen_k, "
@@ -61,6 +64,13 @@ def _limits(call: Call) -> str | None:
     return None if size <= WIDEST else f"takes head sizes up to {WIDEST}, and D is {size}"
 
 
+def _cuda_limits(call: Call) -> str | None:
+    if call.dtype == torch.float32:
+        return "multiplies BF16 and FP16; IEEE products of FP32 are for triton"
+    size = call.traits.get("D", 0)
+    return None if size <= WIDEST_TILE else f"takes head sizes up to {WIDEST_TILE}, and D is {size}"
+
+
 OPERATOR = Operator(
     name="det_attention",
     package="rl_kernels.attention",
@@ -71,6 +81,10 @@ OPERATOR = Operator(
     fakes=FAKES,
     backends=(
         triton_backend("rl_kernels.attention.backends.triton.backend", _limits),
+        # After Triton until its backward pass is as fast too.
+        cuda_backend(
+            "cuda-sm90", "rl_kernels.attention.backends.cuda_sm90.backend", archs="sm_90", limits=_cuda_limits
+        ),
         Backend("native", "rl_kernels.attention.backends.native", {"cpu": INVARIANT, "cuda": REPEATABLE}),
     ),
     describe=describe,

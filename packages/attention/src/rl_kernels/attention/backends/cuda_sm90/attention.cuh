@@ -186,7 +186,7 @@ struct Copier {
         const i64 begin = (p.starts_q ? 0 : b) * of_batch + static_cast<i64>(head) * p.group * of_head;
         const char* base = static_cast<const char*>(from) + begin * Number::SIZE;
         to += chunk / PER_BOX * bytes_of(ROWS);
-#pragma unroll 4
+#pragma unroll 2
         for (int ahead = first; ahead < ROWS; ahead += STEP) {
             const Row at(p, row.query, row.member, ahead);
             const bool known = inside && at.query < s.used;

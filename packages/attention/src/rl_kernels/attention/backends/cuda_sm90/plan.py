@@ -7,7 +7,18 @@ from typing import NamedTuple
 
 import torch
 
-from rl_kernels.attention.backends.cuda_sm90.schedule import BLOCK, HEIGHT, SEGMENT, Tile, program, width_of
+from rl_kernels.attention.backends.cuda_sm90.schedule import (
+    BLOCK,
+    HEIGHT,
+    PART,
+    SEGMENT,
+    TILE,
+    BackwardTile,
+    Tile,
+    backward_program,
+    program,
+    width_of,
+)
 from rl_kernels.attention.inputs import UNLIMITED, Inputs
 from rl_kernels.core.cuda.launch import Kernel, kernel
 from rl_kernels.core.gpu import processors
@@ -17,6 +28,11 @@ SHAPE = "PPPPPP" + 16 * "i"
 """Layout of ``struct Shape``."""
 ARGS = f"({SHAPE}PPPPPPPqqqiifff)"
 """Layout of ``struct Args`` of the forward pass."""
+BACKWARD_ARGS = f"({SHAPE}PPPPPPPqqqqqqiffff)"
+ROWS_ARGS = "(PPPPPqqqiiii)"
+"""Layouts of ``struct Args`` and ``struct Rows`` of the backward pass."""
+LANES, THREADS = 16, 256
+"""Lanes of a row, and threads of a block, that form the sum of out times its gradient."""
 WARPS = 4
 """Rows of a thread block that merges states."""
 PACKED_DIMS = 3
@@ -51,6 +67,34 @@ class Forward(NamedTuple):
     numbers: tuple[float, ...]
 
 
+class Backward(NamedTuple):
+    """The launches of a backward pass.
+
+    Attributes:
+        rows: the kernel of what each row needs.
+        rows_grid: its thread blocks.
+        sizes: its numbers.
+        queries: the kernel of dq.
+        queries_grid: its thread blocks.
+        keys: the kernel of dk and dv.
+        keys_grid: its thread blocks; 0 if there is no key.
+        shapes: the numbers of ``struct Shape`` for dq, and for dk and dv.
+        strides: of q.
+        numbers: what follows the strides in ``struct Args``, for dq, and for dk and dv.
+    """
+
+    rows: Kernel
+    rows_grid: tuple[int, int]
+    sizes: tuple[int, ...]
+    queries: Kernel
+    queries_grid: int
+    keys: Kernel
+    keys_grid: int
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]
+    strides: tuple[int, ...]
+    numbers: tuple[tuple[float, ...], tuple[float, ...]]
+
+
 class Plan:
     """The launches for one set of sizes and strides; made once for each set.
 
@@ -74,19 +118,26 @@ class Plan:
             # The largest power of two in a page: a copy lies in one page.
             self.box = min(BLOCK, self._page & -self._page)
         self._longest_k = min(key.longest[1], self._keys)
-        if key.started and key.numbers[1] != UNLIMITED:
+        if key.started and key.window[0] != UNLIMITED:
             # Room for dropped keys, modulo a segment.
             self._longest_k += SEGMENT - 1
         self.is_empty = not (key.batch and self._longest_q)
         rows = self._longest_q * self.group
         self.tile = Tile(1 if rows <= HEIGHT else 2, (width_of(self._size), width_of(self._size_v)))
         self._forward: Forward | None = None
+        self._backward: Backward | None = None
 
     def forward(self) -> Forward:
         """Return the launches of the forward pass."""
         if self._forward is None:
             self._forward = self._made_forward()
         return self._forward
+
+    def backward(self) -> Backward:
+        """Return the launches of the backward pass."""
+        if self._backward is None:
+            self._backward = self._made_backward()
+        return self._backward
 
     def _made_forward(self) -> Forward:
         key, tile = self._key, self.tile
@@ -95,26 +146,70 @@ class Plan:
         count, most = tiles * key.batch * self.kv_heads, processors(key.device)
         # One consumer merges no segments; two leave them to more thread blocks only if half of these would idle.
         split = segments > 1 and (tile.groups == 1 or 2 * count <= most)
-        scale, left, right, cap = key.numbers
-        made = program(key.dtype, tile, capped=cap > 0)
-        sizes = (self._size, self._size_v, self._queries, self._keys, self._pages, self._page, self._table_step)
-        inverse = -(-(1 << 32) // self.group) % (1 << 32)
-        shape = (
-            *(key.wide, key.batch, self.kv_heads, self.group, *sizes, left, right, self.box),
-            *(inverse - (inverse >> 31 << 32), key.sink_size),
-        )
-        numbers = (LOG2E, cap, scale / cap) if cap > 0 else (scale * LOG2E, 0.0, 0.0)
-        batch = 0 if len(key.strides) == PACKED_DIMS else key.strides[0]
+        made = program(key.dtype, tile, capped=key.cap > 0)
         return Forward(
             kernel(made, "attend", f"TT{ARGS}", key.device),
             min(count * (segments if split else 1), most),
             kernel(made, "finish", ARGS, key.device) if split else None,
             (ceil_div(rows, WARPS), self.kv_heads, key.batch),
             count * segments * tile.rows if split else 0,
-            shape,
-            (batch, *key.strides[-3:-1]),
-            (tiles, segments if split else 1, *numbers),
+            self._shape(self.box),
+            strides_of(key.strides),
+            (tiles, segments if split else 1, self._factor, *self._cap),
         )
+
+    def _made_backward(self) -> Backward:
+        key, most, heads = self._key, processors(self._key.device), self.kv_heads * self.group
+        tile = BackwardTile(self.tile.widths)
+        made = backward_program(key.dtype, tile, capped=key.cap > 0)
+        sequences = 1 if len(key.strides) == PACKED_DIMS else key.batch
+        tiles, parts = ceil_div(self._longest_q * self.group, TILE), ceil_div(self._longest_k, TILE)
+        numbers = (self._factor, key.scale, *self._cap)
+        return Backward(
+            kernel(made, "rows_of", ROWS_ARGS, key.device),
+            (ceil_div(self._queries * heads * LANES, THREADS), sequences),
+            (self._queries, heads, self.group, self._size_v),
+            kernel(made, "of_queries", f"TT{BACKWARD_ARGS}", key.device),
+            min(tiles * key.batch * self.kv_heads, most),
+            kernel(made, "of_keys", f"TT{BACKWARD_ARGS}", key.device),
+            min(parts * key.batch * self.kv_heads, most),
+            (self._shape(self.part), self._shape(TILE)),
+            strides_of(key.strides),
+            ((tiles, *numbers), (parts, *numbers)),
+        )
+
+    @property
+    def part(self) -> int:
+        """Keys of one copy in the kernel of dq."""
+        return min(self.box, PART)
+
+    @property
+    def backward_tile(self) -> BackwardTile:
+        """The tiles of the backward pass."""
+        return BackwardTile(self.tile.widths)
+
+    @property
+    def _factor(self) -> float:
+        """What multiplies scores before the power of 2."""
+        return LOG2E if self._key.cap > 0 else self._key.scale * LOG2E
+
+    @property
+    def _cap(self) -> tuple[float, float]:
+        cap = self._key.cap
+        return (cap, self._key.scale / cap) if cap > 0 else (0.0, 0.0)
+
+    def _shape(self, box: int) -> tuple[int, ...]:
+        """Return the numbers of ``struct Shape``."""
+        key = self._key
+        sizes = (self._size, self._size_v, self._queries, self._keys, self._pages, self._page, self._table_step)
+        inverse = -(-(1 << 32) // self.group) % (1 << 32)
+        signed = inverse - (inverse >> 31 << 32)
+        return (*(key.wide, key.batch, self.kv_heads, self.group), *sizes, *key.window, box, signed, key.sink_size)
+
+
+def strides_of(strides: tuple[int, ...]) -> tuple[int, int, int]:
+    """Return the strides of sequences, rows and heads; packed rows are one sequence, so any number will do for it."""
+    return strides[0], strides[-3], strides[-2]
 
 
 class Key(NamedTuple):
@@ -130,7 +225,9 @@ class Key(NamedTuple):
         started: whether sequences have a first key.
         table: shape of the block table, or None.
         longest: bounds of the queries and keys of a sequence.
-        numbers: scale, the sides of the window, and the cap.
+        scale: multiplies scores.
+        window: its sides.
+        cap: of the scores, or 0.
         wide: bit i is set if integer tensor i has 64 bits.
         sink_size: bytes of a sink, 0 without sinks.
     """
@@ -144,7 +241,9 @@ class Key(NamedTuple):
     started: bool
     table: torch.Size | None
     longest: tuple[int, int]
-    numbers: tuple[float, int, int, float]
+    scale: float
+    window: tuple[int, int]
+    cap: float
     wide: int
     sink_size: int
 
@@ -167,7 +266,9 @@ def plan_for(given: Inputs) -> Plan:
         started=given.k_start is not None,
         table=None if given.block_table is None else given.block_table.shape,
         longest=(given.max_seqlen_q, given.max_seqlen_k),
-        numbers=(given.scale, given.left, given.right, given.softcap),
+        scale=given.scale,
+        window=(given.left, given.right),
+        cap=given.softcap,
         wide=wide,
         sink_size=0 if sinks is None else sinks.element_size(),
     )

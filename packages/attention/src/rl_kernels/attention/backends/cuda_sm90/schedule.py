@@ -10,15 +10,19 @@ import torch
 from rl_kernels.core.cuda.program import Program
 
 PACKAGE = "rl_kernels.attention.backends.cuda_sm90"
-FORWARD = "attention_sm90.cu"
+FORWARD, BACKWARD = "attention_sm90.cu", "attention_backward_sm90.cu"
 CODES = {torch.bfloat16: 1, torch.float16: 2}
 """Values of the kernels' DTYPE macro."""
 WIDTHS = (64, 128)
 """Columns of a tile: the head size, or the next of these."""
 HEIGHT, BLOCK, SEGMENT = 64, 128, 1024
 """Rows of a consumer, keys of a block, keys of a segment."""
-SHARED = 227 * 1024 - 256
-"""Bytes of dynamic shared memory that a block may have, beside its barriers."""
+PART, TILE = 64, 128
+"""Of the backward pass: keys or rows of a block, and rows or keys of a tile."""
+SHARED = 227 * 1024
+"""Bytes of shared memory that a block may have."""
+BARRIERS, OF_ROWS = 256, 2048
+"""Bytes left to barriers, and in the backward pass to the lse and delta of rows."""
 WARPGROUP, ALIGNMENT, CHUNK = 128, 1024, 16
 MOST_STAGES = 4
 
@@ -47,7 +51,7 @@ class Tile(NamedTuple):
     @property
     def stages(self) -> int:
         """Blocks of keys, and of values, that are in shared memory at once."""
-        return min((SHARED - self._fixed) // self._stage, MOST_STAGES)
+        return min((SHARED - BARRIERS - self._fixed) // self._stage, MOST_STAGES)
 
     @property
     def shared(self) -> int:
@@ -73,3 +77,42 @@ def program(dtype: torch.dtype, tile: Tile, *, capped: bool) -> Program:
     defines = {"DTYPE": CODES[dtype], "K_WIDTH": width, "V_WIDTH": width_v, "CAPPED": int(capped)}
     sizes = {"GROUPS": tile.groups, "STAGES": tile.stages, "SHARED_BYTES": tile.shared}
     return Program(PACKAGE, FORWARD, "sm_90a", tuple({**defines, **sizes}.items()))
+
+
+class BackwardTile(NamedTuple):
+    """The tiles of the backward pass: two consumers, ``widths`` columns of k and of v."""
+
+    widths: tuple[int, int]
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 3 * WARPGROUP
+
+    @property
+    def stages(self) -> int:
+        """Blocks of rows or keys that are in shared memory at once."""
+        return min((SHARED - BARRIERS - OF_ROWS - self._fixed) // self._stage, MOST_STAGES)
+
+    @property
+    def shared(self) -> int:
+        """Bytes of dynamic shared memory of a block."""
+        return self._fixed + self.stages * self._stage
+
+    @property
+    def _stage(self) -> int:
+        return 2 * PART * sum(self.widths)
+
+    @property
+    def _fixed(self) -> int:
+        """The operands of a tile, and the consumers' output."""
+        return ALIGNMENT + 2 * TILE * sum(self.widths) + TILE * (2 * max(self.widths) + CHUNK)
+
+
+@functools.cache
+def backward_program(dtype: torch.dtype, tile: BackwardTile, *, capped: bool) -> Program:
+    """Return the kernels of the backward pass."""
+    width, width_v = tile.widths
+    defines = {"DTYPE": CODES[dtype], "K_WIDTH": width, "V_WIDTH": width_v, "CAPPED": int(capped)}
+    sizes = {"STAGES": tile.stages, "SHARED_BYTES": tile.shared}
+    return Program(PACKAGE, BACKWARD, "sm_90a", tuple({**defines, **sizes}.items()))

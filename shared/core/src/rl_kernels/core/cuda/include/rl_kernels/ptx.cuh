@@ -41,6 +41,13 @@ __device__ inline float exp2_fast(float x) {
     return y;
 }
 
+// log2(x), within 2^-22 relative, absolute between 0.5 and 2; subnormals are flushed to 0.
+__device__ inline float log2_fast(float x) {
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 __device__ inline float infinity() { return __int_as_float(0x7f800000); }
 __device__ inline float not_a_number() { return __int_as_float(0x7fffffff); }
 

@@ -1,0 +1,88 @@
+"""Launch the kernels of a pass, on tensors in a layout that they read."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from rl_kernels.attention.backends.cuda_sm90.plan import THREADS, Plan, plan_for, strides_of
+from rl_kernels.attention.backends.cuda_sm90.schedule import TILE
+from rl_kernels.attention.checks import MULTIPLE
+from rl_kernels.attention.inputs import Inputs
+from rl_kernels.core.cuda.tensor_map import TensorMap, tensor_map
+
+__all__ = ["launch_backward", "launch_forward", "plan_for"]
+
+SWIZZLE, SPAN = 128, 64
+"""Bytes and numbers of a row in shared memory."""
+DIMS = 4
+FINISHERS = 128
+"""Threads of a block that merges states."""
+
+
+def launch_forward(plan: Plan, given: Inputs, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+    """Write out, and lse unless it is None, for the rows that are in a sequence."""
+    sinks, *where = given.others
+    launches, width = plan.forward(), plan.tile.widths[1]
+    states: tuple[torch.Tensor | None, ...] = (None, None, None)
+    if launches.states:
+        states = tuple([out.new_empty(launches.states * size, dtype=torch.float32) for size in (1, 1, width)])
+    args = (*where, *launches.shape, given.q, out, lse, sinks, *states, *launches.strides, *launches.numbers)
+    maps = _maps_of(given, plan.box)
+    launches.attend.launch(launches.grid, plan.tile.threads, *maps, *args, shared=plan.tile.shared)
+    if launches.finish is not None:
+        launches.finish.launch(launches.merging, FINISHERS, *args, pdl=True)
+
+
+def launch_backward(
+    plan: Plan,
+    given: Inputs,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    lses: torch.Tensor,
+    deltas: torch.Tensor,
+    grad: torch.Tensor,
+    into: tuple[torch.Tensor | None, ...],
+) -> None:
+    """Write the gradients of q and, unless their outputs are None, of k and v; fill ``lses`` and ``deltas`` first."""
+    _, *where = given.others
+    launches, tile, strides = plan.backward(), plan.backward_tile, strides_of(grad.stride())
+    launches.rows.launch(launches.rows_grid, THREADS, out, grad, lse, lses, deltas, *strides, *launches.sizes)
+    args = (given.q, grad, lses, deltas, *into, *launches.strides, *strides)
+    of_queries, of_keys = (
+        (*where, *shape, *args, *numbers) for shape, numbers in zip(launches.shapes, launches.numbers, strict=True)
+    )
+    maps = _maps_of(given, plan.part)
+    launches.queries.launch(launches.queries_grid, tile.threads, *maps, *of_queries, shared=tile.shared)
+    if into[1] is not None and launches.keys_grid:
+        maps = _maps_of(given, TILE)
+        launches.keys.launch(launches.keys_grid, tile.threads, *maps, *of_keys, shared=tile.shared)
+
+
+def _maps_of(given: Inputs, box: int) -> tuple[TensorMap, TensorMap]:
+    return _map_of(given.k, box, given.q), _map_of(given.v, box, given.q)
+
+
+def _map_of(x: torch.Tensor, box: int, other: torch.Tensor) -> TensorMap:
+    """Return the descriptor of keys or values: a copy brings ``box`` of them, 64 columns of one head.
+
+    Nothing is copied from an empty tensor; its descriptor is that of ``other``.
+    """
+    # The copy may be freed before the kernel runs: memory is reused in the order of the stream.
+    whole = _whole(x if x.numel() else other)
+    return tensor_map(whole, (1, box, 1, SPAN), swizzle=SWIZZLE, strides=_legal(whole.shape, whole.stride()))
+
+
+def _whole(x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of four dims without a stride of 0, which a descriptor cannot have; an expanded one is copied."""
+    four = x if x.ndim == DIMS else x[None]
+    return four.contiguous() if 0 in four.stride() else four
+
+
+@functools.lru_cache(maxsize=4096)
+def _legal(shape: torch.Size, strides: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Return strides that a descriptor takes, or None if these are; the stride of a dim of size 1 may be any number."""
+    outer = zip(shape[:-1], strides[:-1], strict=True)
+    legal = (*(MULTIPLE if size == 1 else stride for size, stride in outer), strides[-1])
+    return None if legal == strides else legal

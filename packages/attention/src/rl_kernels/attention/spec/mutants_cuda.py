@@ -1,0 +1,102 @@
+"""Bugs of the host code of ``cuda-sm90``, planted in copies of the backend; recorded launches show them."""
+
+from __future__ import annotations
+
+from rl_kernels.core.testing import Bug
+
+_PACKAGE = "rl_kernels.attention.backends.cuda_sm90"
+MODULES = (
+    *(f"{_PACKAGE}.{name}" for name in ("schedule", "plan", "passes")),
+    *("rl_kernels.attention.gpu", f"{_PACKAGE}.backend"),
+)
+"""Every module of the host code; the last one is the backend's."""
+BUGS = (
+    Bug("one consumer for many rows", "1 if rows <= HEIGHT else 2", "1 if rows <= 2 * HEIGHT else 2"),
+    Bug(
+        "tiles rounded down",
+        "tiles, segments = ceil_div(rows, tile.rows)",
+        "tiles, segments = max(rows // tile.rows, 1)",
+    ),
+    Bug("keys always split", "split = segments > 1 and", "split = segments > 0 and"),
+    Bug("keys never split", "split = segments > 1 and", "split = segments > 9 and"),
+    Bug("no segment for keys that are gone", "self._longest_k += SEGMENT - 1", "self._longest_k += 0"),
+    Bug(
+        "states of one segment too few",
+        "count * segments * tile.rows if split",
+        "count * (segments - 1) * tile.rows if split",
+    ),
+    Bug("rows of the merge rounded down", "(ceil_div(rows, WARPS), self", "(rows // WARPS, self"),
+    Bug("copies across pages", "min(BLOCK, self._page & -self._page)", "BLOCK"),
+    Bug("copies of a block in the kernel of dq", "return min(self.box, PART)", "return self.box"),
+    Bug("room of the cache from its pages", "self._table_step * self._page * bool", "self._pages * self._page * bool"),
+    Bug(
+        "scale twice with a cap", "LOG2E if self._key.cap > 0 else", "LOG2E * self._key.scale if self._key.cap > 0 else"
+    ),
+    Bug("rate without the scale", "(cap, self._key.scale / cap)", "(cap, 1 / cap)"),
+    Bug("scale left out of gradients", "numbers = (self._factor, key.scale", "numbers = (self._factor, 1.0"),
+    Bug("inverse rounded down", "-(-(1 << 32) // self.group)", "((1 << 32) // self.group)"),
+    Bug("sides of the window exchanged", "window=(given.left, given.right)", "window=(given.right, given.left)"),
+    Bug("integers of 64 bits read as 32", "x.dtype == torch.int64)", "x.dtype == torch.int32)"),
+    Bug("sinks of any size", "else sinks.element_size()", "else 4 * bool(given.softcap)"),
+    Bug("heads and rows exchanged", "strides[-3], strides[-2]", "strides[-2], strides[-3]"),
+    Bug("a plan of few blocks", "min(count * (segments if split else 1), most)", "min(count, most)"),
+    Bug(
+        "sequences of packed rows",
+        "sequences = 1 if len(key.strides) == PACKED_DIMS else key.batch",
+        "sequences = key.batch",
+    ),
+    Bug("rows of one head", "self._queries * heads * LANES", "self._queries * LANES"),
+    Bug("tiles of keys from queries", "ceil_div(self._longest_k, TILE)", "ceil_div(self._longest_q, TILE)"),
+    Bug("tiles of one head", "ceil_div(self._longest_q * self.group, TILE)", "ceil_div(self._longest_q, TILE)"),
+    Bug(
+        "shapes of dq for dk",
+        "(self._shape(self.part), self._shape(TILE))",
+        "(self._shape(TILE), self._shape(self.part))",
+    ),
+    Bug("values by the map of keys", "_map_of(given.v, box, given.q)", "_map_of(given.k, box, given.q)"),
+    Bug("boxes of 32 columns", "(1, box, 1, SPAN)", "(1, box, 1, SPAN // 2)"),
+    Bug("no swizzle", "swizzle=SWIZZLE,", "swizzle=0,"),
+    Bug("expanded keys as they are", "four.contiguous() if 0 in four.stride() else four", "four"),
+    Bug("empty keys have a map", "_whole(x if x.numel() else other)", "_whole(x)"),
+    Bug(
+        "strides of the gradient for those of q",
+        "*launches.strides, *strides)\n    of_queries",
+        "*strides, *strides)\n    of_queries",
+    ),
+    Bug(
+        "strides of q for those of the gradient",
+        "*launches.strides, *strides)\n    of_queries",
+        "*launches.strides, *launches.strides)\n    of_queries",
+    ),
+    Bug("states without their sums", "for size in (1, 1, width)", "for size in (1, 1, 1)"),
+    Bug("merge that starts when it likes", "FINISHERS, *args, pdl=True)", "FINISHERS, *args)"),
+    Bug("sums of segments have no room", "kept = 4 * width_v if self.groups > 1 else", "kept ="),
+    Bug("stages beyond the room", "(SHARED - BARRIERS - self._fixed)", "(SHARED + 65536 - self._fixed)"),
+    Bug("rows beyond the room", "(SHARED - BARRIERS - OF_ROWS - self._fixed)", "(SHARED + 32768 - self._fixed)"),
+    Bug("output beyond the room", "+ TILE * (2 * max(self.widths) + CHUNK)", "+ TILE * (2 * min(self.widths) + CHUNK)"),
+    Bug("width of another size", "next(width for width in WIDTHS if size <= width)", "WIDTHS[-1]"),
+    Bug(
+        "cap without its kernel",
+        "made = program(key.dtype, tile, capped=key.cap > 0)",
+        "made = program(key.dtype, tile, capped=False)",
+    ),
+    Bug(
+        "gradients without the cap",
+        "made = backward_program(key.dtype, tile, capped=key.cap > 0)",
+        "made = backward_program(key.dtype, tile, capped=False)",
+    ),
+)
+PLANNED = (
+    Bug("keys nobody asked for", "if into[1] is not None and launches.keys_grid:", "if launches.keys_grid:"),
+    Bug(
+        "sinks read as if they were contiguous",
+        "(None if x is None else x.contiguous() for x in given.others)",
+        "(given.sinks, *(None if x is None else x.contiguous() for x in given.others[1:]))",
+    ),
+    Bug(
+        "out of rows in no sequence",
+        "out = given.q.new_zeros(shape) if packed else",
+        "out = given.q.new_full(shape, 7) if packed else",
+    ),
+)
+"""Bugs of what all GPU backends share that their launches show here too."""

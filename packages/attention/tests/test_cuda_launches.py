@@ -1,0 +1,319 @@
+"""The host side of ``cuda-sm90``, with the native backend in place of its kernels; planted bugs show."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from rl_kernels.attention.backends import native
+from rl_kernels.attention.inputs import UNLIMITED, Inputs
+from rl_kernels.attention.spec.mutants_cuda import BUGS, MODULES, PLANNED
+from rl_kernels.core.testing.launches import Launch, Recorder
+from rl_kernels.core.testing.planted import planted
+
+WATCHED = MODULES[1:3]
+FAILURES = (AssertionError, RuntimeError, ValueError, IndexError, AttributeError)
+PROCESSORS, SEGMENT, LOG2E = 3, 1024, 1.4426950408889634
+DTYPES = {1: torch.bfloat16, 2: torch.float16}
+INTEGERS = ("starts_q", "starts_k", "first_k", "used_q", "used_k", "table")
+Plant = Callable[[], AbstractContextManager[None]]
+
+
+def dense(batch, queries, keys, kv_heads, group, size, dtype=torch.bfloat16, size_v=None, **options):
+    q = torch.randn(batch, queries, kv_heads * group, size).to(dtype)
+    k, v = (torch.randn(batch, keys, kv_heads, width).to(dtype) for width in (size, size_v or size))
+    return made(q, k, v, queries, keys, **options)
+
+
+def made(q, k, v, longest_q, longest_k, left=UNLIMITED, right=0, softcap=0.0, scale=0.125, **where):
+    names = ("sinks", "cu_seqlens_q", "cu_seqlens_k", "k_start", "seqused_q", "seqused_k", "block_table")
+    return Inputs(q, k, v, *map(where.get, names), longest_q, longest_k, scale, left, right, softcap)
+
+
+def packed(lengths, kv_heads=2, group=4, size=128):
+    bounds = torch.tensor([0, *lengths]).cumsum(0)
+    q, k, v = (torch.randn(sum(lengths), heads, size).bfloat16() for heads in (kv_heads * group, kv_heads, kv_heads))
+    return made(q, k, v, max(lengths), max(lengths), cu_seqlens_q=bounds, cu_seqlens_k=bounds.int())
+
+
+def uncovered():
+    """Rows behind the last sequence, as calls without validation may have them."""
+    given = packed((7, 20))
+    return given._replace(cu_seqlens_q=torch.tensor([0, 7, 20]), cu_seqlens_k=torch.tensor([0, 7, 20]))
+
+
+def paged(queries, page, size=128):
+    q = torch.randn(2, queries, 8, size).bfloat16()
+    k, v = (torch.randn(40, page, 2, size).bfloat16() for _ in range(2))
+    # A slice of a wider table.
+    table, used = torch.randperm(40).view(2, 20)[:, :17], torch.tensor([9 * page, 3], dtype=torch.int32)
+    return made(q, k, v, queries, 17 * page, block_table=table, seqused_k=used)
+
+
+def sliced():
+    given = dense(2, 40, 90, 2, 3, 64, left=7, right=5, softcap=30.0)
+    wide = torch.randn(2, 90, 5, 64).bfloat16()
+    apart = torch.stack((given.q, given.q), -1)[..., 0]
+    return given._replace(q=apart, k=wide[:, :, 1:3], v=wide[:, :, 3:], sinks=torch.randn(12)[::2])
+
+
+def turned():
+    """Operands as models lay them out: heads before queries; one sequence, whose stride may be any number."""
+    given = dense(1, 70, 70, 2, 4, 64)
+    return given._replace(
+        **{name: getattr(given, name).transpose(1, 2).contiguous().mT.mT.transpose(1, 2) for name in "qkv"}
+    )
+
+
+def expanded():
+    given = dense(2, 40, 90, 2, 4, 64)
+    return given._replace(k=given.k[:1].expand(2, -1, -1, -1))
+
+
+CALLS = {
+    "prompt": partial(dense, 2, 200, 200, 2, 4, 128),
+    "sinks": partial(dense, 2, 20, 20, 2, 4, 128, sinks=torch.randn(8).bfloat16()),
+    "one-head": partial(dense, 1, 1, 2500, 1, 2, 64),
+    "uncovered": uncovered,
+    "long": partial(dense, 1, 40, 1300, 1, 8, 64),
+    "one-token": partial(dense, 2, 1, 2500, 2, 4, 128),
+    "several-tokens": partial(dense, 3, 5, 1700, 2, 7, 128, torch.float16),
+    "groups-of-3": partial(dense, 2, 70, 70, 1, 3, 80, size_v=40, right=UNLIMITED),
+    "sliced": sliced,
+    "dropped": partial(dense, 2, 3, 900, 2, 4, 64, left=899, k_start=torch.tensor([-5, -9000])),
+    "padded": partial(dense, 2, 70, 70, 2, 4, 64, k_start=torch.tensor([3, 0]), seqused_q=torch.tensor([70, 60])),
+    "packed": partial(packed, (7, 0, 300, 64)),
+    "paged": partial(paged, 2, 48),
+    "large-pages": partial(paged, 30, 256),
+    "turned": turned,
+    "expanded": expanded,
+    "no-keys": partial(dense, 2, 3, 0, 2, 2, 64),
+}
+
+
+class Kernels:
+    """Computes what each launch asks for, and holds the launch to its shapes."""
+
+    def __init__(self, given: Inputs) -> None:
+        self.given, self.wanted, self.rows = given, None, None
+
+    def named(self) -> dict[str, Callable[[Launch], None]]:
+        return {name: getattr(self, name) for name in ("attend", "finish", "rows_of", "of_queries", "of_keys")}
+
+    def seen(self, launch: Launch, box: int) -> Inputs:
+        """Return the call as the kernel sees it."""
+        have, heads = launch.constants, launch["kv_heads"] * launch["group"]
+        assert launch["q"].dtype == DTYPES[have["DTYPE"]]
+        shape, strides = (launch["queries"], heads, launch["size"]), (launch["q_row"], launch["q_head"], 1)
+        if launch["starts_q"] is None:
+            shape, strides = (launch["batch"], *shape), (launch["q_batch"], *strides)
+        q = launch["q"].as_strided(shape, strides, launch["q"].storage_offset())
+        operands = []
+        for name, width, size in (("k", "K_WIDTH", "size"), ("v", "V_WIDTH", "size_v")):
+            described = launch[name]
+            assert (described.box, described.swizzle) == ((1, box, 1, 64), 128)
+            assert have[width] - 64 < launch[size] <= have[width]
+            value = described.tensor if self.given.k.numel() else getattr(self.given, name)
+            if self.given.k.numel() and launch["starts_k"] is not None:
+                value = value[0]
+            assert value.shape[-1] == launch[size]
+            operands.append(value)
+        for place, name in enumerate(INTEGERS):
+            value = launch[name]
+            assert bool(launch["wide"] >> place & 1) == (value is not None and value.dtype == torch.int64)
+            assert value is None or value.is_contiguous()
+        inverse = -(-(1 << 32) // launch["group"])
+        assert launch["inverse"] % (1 << 32) == inverse % (1 << 32)
+        scale = launch["rate"] * launch["cap"] if launch["cap"] else launch["factor"] / LOG2E
+        assert have["CAPPED"] == (launch["cap"] > 0)
+        assert not launch["cap"] or launch["factor"] == LOG2E
+        if launch["table"] is None:
+            assert launch["keys"] == self.given.k.shape[self.given.k.ndim - 3]
+        else:
+            assert (launch["pages"], launch["page"]) == self.given.k.shape[:2]
+            assert launch["keys"] == launch["table_step"] * launch["page"]
+            assert launch["table_step"] == launch["table"].shape[1]
+        sinks = launch.arguments.get("sinks", self.given.sinks)
+        assert sinks is None or "sinks" not in launch.arguments or sinks.is_contiguous()
+        assert launch["box"] == box
+        assert launch["sink_size"] == (0 if self.given.sinks is None else self.given.sinks.itemsize)
+        where = [launch[name] for name in INTEGERS]
+        longest = self.given.max_seqlen_q, self.given.max_seqlen_k
+        return Inputs(q, *operands, sinks, *where, *longest, scale, launch["left"], launch["right"], launch["cap"])
+
+    def box(self, most: int) -> int:
+        if self.given.block_table is None:
+            return most
+        page = self.given.k.shape[1]
+        return next(size for size in (128, 64, 32, 16) if page % size == 0 and size <= most)
+
+    def attend(self, launch: Launch) -> None:
+        have, given = launch.constants, self.given
+        rows = given.max_seqlen_q * given.group
+        assert have["GROUPS"] == (1 if rows <= 64 else 2)
+        height = 64 * have["GROUPS"]
+        assert launch.block == 128 * (have["GROUPS"] + 1)
+        stage = 2 * 128 * (have["K_WIDTH"] + have["V_WIDTH"])
+        kept = 4 * have["V_WIDTH"] if have["GROUPS"] == 2 else 2 * have["V_WIDTH"] + 16
+        assert launch.shared == have["SHARED_BYTES"]
+        assert launch.shared == 1024 + height * (2 * have["K_WIDTH"] + kept) + have["STAGES"] * stage
+        assert launch.shared + 256 <= 227 << 10
+        assert have["STAGES"] >= 2
+        assert launch["tiles"] == -(-rows // height)
+        reach = given.max_seqlen_k + (SEGMENT - 1) * (given.k_start is not None and given.left != UNLIMITED)
+        segments, count = -(-reach // SEGMENT), launch["tiles"] * given.batch * launch["kv_heads"]
+        split = segments > 1 and (have["GROUPS"] == 1 or 2 * count <= PROCESSORS)
+        assert launch["parts"] == (segments if split else 1)
+        assert launch.grid == (min(count * launch["parts"], PROCESSORS), 1, 1)
+        found = self.seen(launch, self.box(128))
+        out, lse = native.forward(*found)
+        if not split:
+            assert launch["tops"] is launch["totals"] is launch["accs"] is None
+            self.write(launch, out, lse)
+            return
+        states = count * segments * height
+        assert launch["tops"].numel() == launch["totals"].numel() == states
+        assert launch["accs"].numel() == states * have["V_WIDTH"]
+        self.wanted = launch, out, lse
+
+    def finish(self, launch: Launch) -> None:
+        attend, out, lse = self.wanted
+        assert dict(launch.arguments) == {name: attend[name] for name in launch.arguments}
+        assert launch.pdl
+        rows = self.given.max_seqlen_q * self.given.group
+        assert (launch.grid, launch.block) == ((-(-rows // 4), launch["kv_heads"], self.given.batch), 128)
+        self.wanted = None
+        self.write(launch, out, lse)
+
+    def write(self, launch: Launch, out: torch.Tensor, lse: torch.Tensor) -> None:
+        # The kernel writes no row that is in no sequence.
+        end = out.shape[-3] if launch["starts_q"] is None else launch["starts_q"][-1]
+        launch["out"][..., :end, :, :].copy_(out[..., :end, :, :])
+        if launch["lse"] is not None:
+            launch["lse"][..., :end].copy_(lse[..., :end])
+
+    def rows_of(self, launch: Launch) -> None:
+        grad, out = launch["grad"], launch["out"]
+        shape = (launch["queries"], launch["heads"], launch["size_v"])
+        if out.ndim == 4:
+            shape = (out.shape[0], *shape)
+        assert out.is_contiguous()
+        strides = (launch["g_batch"], launch["g_row"], launch["g_head"], 1)[-len(shape) :]
+        grad = grad.as_strided(shape, strides, grad.storage_offset())
+        assert out.shape == grad.shape
+        assert launch.block == 256
+        count = launch["queries"] * launch["heads"]
+        assert launch.grid == (-(-count // 16), out.shape[0] if out.ndim == 4 else 1, 1)
+        delta = (out.double() * grad.double()).sum(-1)
+        kv_heads = launch["heads"] // launch["group"]
+        deltas = delta.unflatten(-1, (kv_heads, launch["group"])).movedim(-2, -3)
+        launch["deltas"].copy_(deltas)
+        launch["lses"].copy_(launch["lse"].unflatten(-2, (kv_heads, launch["group"])).mT * LOG2E)
+        self.rows = launch, out, grad
+
+    def gradients(self, launch: Launch, box: int) -> tuple[torch.Tensor, ...]:
+        rows, out, grad = self.rows
+        assert launch["lses"] is rows["lses"]
+        assert launch["deltas"] is rows["deltas"]
+        assert launch["grad"] is rows["grad"]
+        assert [launch[f"g_{name}"] for name in ("batch", "row", "head")] == [
+            rows[f"g_{name}"] for name in ("batch", "row", "head")
+        ]
+        have = launch.constants
+        sizes = have["K_WIDTH"] + have["V_WIDTH"]
+        fixed = 1024 + 256 * sizes + 128 * (2 * max(have["K_WIDTH"], have["V_WIDTH"]) + 16)
+        assert launch.shared == have["SHARED_BYTES"] == fixed + have["STAGES"] * 128 * sizes
+        assert launch.shared + 256 + have["STAGES"] * 512 <= 227 << 10
+        assert have["STAGES"] >= 2
+        assert launch.block == 384
+        found = self.seen(launch, box)
+        assert launch["scale"] == pytest.approx(found.scale)
+        return native.backward(*found, out, rows["lse"], grad, True)
+
+    def of_queries(self, launch: Launch) -> None:
+        tiles = -(-self.given.max_seqlen_q * self.given.group // 128)
+        assert launch["tiles"] == tiles
+        assert launch.grid == (min(tiles * self.given.batch * launch["kv_heads"], PROCESSORS), 1, 1)
+        launch["dq"].copy_(self.gradients(launch, self.box(64))[0])
+
+    def of_keys(self, launch: Launch) -> None:
+        given = self.given
+        reach = given.max_seqlen_k + (SEGMENT - 1) * (given.k_start is not None and given.left != UNLIMITED)
+        tiles = -(-reach // 128)
+        assert launch["tiles"] == tiles
+        assert launch.grid == (min(tiles * given.batch * launch["kv_heads"], PROCESSORS), 1, 1)
+        _, dk, dv, _ = self.gradients(launch, 128)
+        launch["dk"].copy_(dk)
+        launch["dv"].copy_(dv)
+
+
+def close(found: Any, wanted: Any) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        assert one.dtype == other.dtype
+        torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-2, equal_nan=True)
+
+
+def check(name: str, plant: Plant = nullcontext) -> None:
+    """Hold a call, and one like it that is planned, to the native backend."""
+    torch.manual_seed(0)
+    given = CALLS[name]()
+    out, lse = native.forward(*given)
+    with plant():
+        backend = importlib.import_module(MODULES[-1])
+        recorder = Recorder(Kernels(given).named(), processors=PROCESSORS)
+        with recorder.watching(*WATCHED):
+            close(backend.forward(*given), (out, lse))
+            plan = backend.planned(given)
+            if plan is not None:
+                found = plan.forward(given, with_lse=False)
+                assert found[1] is None
+                close(found[:1], (out,))
+            if given.seqused_k is not None:
+                return
+            wide = torch.randn(*out.shape[:-1], 2 * out.shape[-1]).to(out.dtype)
+            grad = wide[..., : out.shape[-1]]
+            wanted = native.backward(*given, out, lse, grad, True)
+            close(backend.backward(*given, out, lse, grad, True), wanted)
+            dq, dk, dv, _ = backend.backward(*given, out, lse, grad, False)
+            close((dq,), wanted[:1])
+            assert dk.numel() == dv.numel() == 0
+            if plan is not None:
+                close(plan.backward(given, out, lse, grad.contiguous(), True)[:3], wanted[:3])
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_launches(name):
+    check(name)
+
+
+@pytest.mark.parametrize("bug", [*BUGS, *PLANNED], ids=lambda bug: bug.name)
+def test_planted_bugs_show(bug):
+    for name in CALLS:
+        try:
+            check(name, partial(planted, MODULES, bug))
+        except FAILURES:
+            return
+    pytest.fail("the launches are as they should be")
+
+
+def test_no_query_launches_nothing():
+    given = dense(2, 0, 30, 2, 2, 64)
+    backend = importlib.import_module(MODULES[-1])
+    with Recorder().watching(*WATCHED) as recorder:
+        out, lse = backend.forward(*given)
+        assert backend.planned(given) is None
+    assert not recorder.launches
+    assert (out.shape, lse.shape) == ((2, 0, 4, 64), (2, 4, 0))
+
+
+def test_every_program_has_room_for_two_stages():
+    programs = importlib.import_module(MODULES[-1]).programs("sm_90a")
+    assert len(programs) == len(set(programs)) == 48
+    assert all(dict(one.defines)["STAGES"] >= 2 for one in programs)
+    assert importlib.import_module(MODULES[-1]).programs("sm_80") == []
