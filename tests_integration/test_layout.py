@@ -71,10 +71,16 @@ def test_guide_leads_to_every_kernel(folder: Path) -> None:
     assert told <= {path.name for path in ROOT.glob("*/*/src/rl_kernels/**/*")}
 
 
+ORDERS_PRODUCTS = ("attention",)
+"""Operators whose products need each other's results: their kernels wait for them and release stages themselves."""
+
+
 @pytest.mark.parametrize("folder", OPERATORS, ids=named)
 def test_kernels_have_no_ptx_and_no_mainloop_of_their_own(folder: Path) -> None:
     # An empty asm only keeps the compiler from knowing a value.
-    own = r'asm(?: volatile)?\(\s*"[^"]|\b(?:Products<|(?:fence|commit)_products\b|products_done\b|give_back\b)'
+    own = r'asm(?: volatile)?\(\s*"[^"]|\b(?:Products<|(?:fence|commit)_products\b)'
+    if folder.name not in ORDERS_PRODUCTS:
+        own += r"|\b(?:products_done|give_back)\b"
     kernels = [*folder.glob("src/rl_kernels/**/*.cu"), *folder.glob("src/rl_kernels/**/*.cuh")]
     assert not [file for file in kernels if re.search(own, file.read_text(encoding="utf-8"))]
 

@@ -8,6 +8,7 @@
 
 #include <rl_kernels/boxes.cuh>
 #include <rl_kernels/mainloop.cuh>
+#include <rl_kernels/products.cuh>
 #include <rl_kernels/softcap.cuh>
 
 namespace rlk {
@@ -52,10 +53,12 @@ struct Row {
     }
 };
 
-__device__ inline int clamped(i64 x, int low, int high) { return x < low ? low : x > high ? high : static_cast<int>(x); }
+__device__ inline int clamped(i64 x, int low, int high) {
+    return x < low ? low : x > high ? high : static_cast<int>(x);
+}
 
-// A sequence: its queries, `used` of them in use, and its keys. Row `first_q` of q and row `first_k` of k are its first;
-// the first `gone` keys must not be read. Query t stands at position t + shift among the keys.
+// A sequence: its queries, `used` of them in use, and its keys. Row `first_q` of q and row `first_k` of k are its
+// first; the first `gone` keys must not be read. Query t stands at position t + shift among the keys.
 struct Sequence {
     int first_q, count, used, first_k, length, gone, shift;
 

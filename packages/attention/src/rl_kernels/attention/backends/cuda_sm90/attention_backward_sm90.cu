@@ -1,7 +1,7 @@
-// Attention on Hopper: the backward pass, by a kernel of dq and a kernel of dk and dv, which both form the weights again.
+// Attention on Hopper: the backward pass, by a kernel of dq and one of dk and dv, which both form the weights again.
 //
-// With s = scale q k^T (capped), p = 2^(s log2(e) - lse), dp = g v^T, and ds = p (dp - delta), where g is out's gradient
-// and delta the sum of out times g: dq = scale ds k, dk = scale ds^T q, dv = p^T g. p and ds are rounded to 16 bits.
+// With s = scale q k^T (capped), p = 2^(s log2(e) - lse), dp = g v^T, ds = p (dp - delta), where g is out's gradient and
+// delta the sum of out times g: dq = scale ds k, dk = scale ds^T q, dv = p^T g. p and ds are rounded to 16 bits.
 //
 // Order of the sums, which is the contract:
 //   delta      16 lanes, each a chain over 8 columns; then xor shuffles at distances 8, 4, 2, 1
@@ -138,44 +138,6 @@ struct Memory {
 using Scores = float[PART / 2];
 using Weights = u32[PART / MMA_K][4];
 
-// Issues d = left right^T over INNER terms: 64 rows of a tile, 64 rows of a stage.
-template <int INNER>
-__device__ inline void issue_scores(const char* tile, const char* stage, Scores& d) {
-    const u64 left = operand_at<K_MAJOR>(tile), right = operand_at<K_MAJOR>(stage);
-    hold(d);
-    fence_products();
-#pragma unroll
-    for (int step = 0; step < INNER / MMA_K; ++step) {
-        const int box = step * MMA_K / SPAN, within = step % (SPAN / MMA_K);
-        const u64 a = advanced<K_MAJOR>(moved(left, box * bytes_of(HEIGHT)), within);
-        const u64 b = advanced<K_MAJOR>(moved(right, box * bytes_of(PART)), within);
-        if (step == 0)
-            Products<PART>::template add<Number, K_MAJOR, K_MAJOR, false>(d, a, b);
-        else
-            Products<PART>::template add<Number, K_MAJOR, K_MAJOR>(d, a, b);
-    }
-    commit_products();
-    hold(d);
-}
-
-// Issues d += weights times the 64 rows of a stage.
-template <int WIDTH>
-__device__ inline void issue_sums(const Weights& weights, const char* stage, float (&d)[WIDTH / 2]) {
-    const u64 right = operand_at<MN_MAJOR>(stage);
-    hold(d);
-    fence_products();
-#pragma unroll
-    for (int step = 0; step < PART / MMA_K; ++step)
-        Products<WIDTH>::template add<Number, MN_MAJOR>(d, weights[step], advanced<MN_MAJOR>(right, step));
-    commit_products();
-    hold(d);
-}
-
-__device__ inline void keep(Weights& weights) {
-#pragma unroll
-    for (int step = 0; step < PART / MMA_K; ++step) hold(weights[step]);
-}
-
 template <int COUNT>
 __device__ inline void clear(float (&d)[COUNT]) {
 #pragma unroll
@@ -277,9 +239,9 @@ __device__ __forceinline__ void consume_keys(const Args& p, const Memory& m, int
             for (int n = t.begin; n < t.end; n += PART, slot.advance()) {
                 const int stage = slot.stage;
                 m.a_full[stage].wait(slot.parity);
-                issue_scores<K_WIDTH>(m.a + bytes_of(first), m.stage_a(stage), d);
+                issue_rows<Number, PART, K_WIDTH, HEIGHT>(m.a + bytes_of(first), m.stage_a(stage), d);
                 m.b_full[stage].wait(slot.parity);
-                issue_scores<V_WIDTH>(m.b + bytes_of(first), m.stage_b(stage), dp);
+                issue_rows<Number, PART, V_WIDTH, HEIGHT>(m.b + bytes_of(first), m.stage_b(stage), dp);
                 // The sums of the block before are done; their keys and weights are free.
                 products_done<2>();
                 hold(acc), keep(weights);
@@ -303,7 +265,7 @@ __device__ __forceinline__ void consume_keys(const Args& p, const Memory& m, int
                     for (int k = 0; k < 2; ++k) x[k] = __fmul_rn(d[2 * i + k], __fsub_rn(dp[2 * i + k], delta[i % 2]));
                     weights[i / 4][i % 4] = Number::pack(x);
                 }
-                issue_sums<K_WIDTH>(weights, m.stage_a(stage), acc);
+                issue_words<Number, K_WIDTH>(weights, m.stage_a(stage), acc);
             }
             products_done<0>();
             hold(acc), keep(weights);
@@ -410,8 +372,8 @@ struct Seeing {
 };
 
 // Adds the blocks of rows of a tile to dk and dv.
-__device__ __forceinline__ void add_rows(const Args& p, const Memory& m, const KeyTile& t, int first, Slot<STAGES>& slot,
-                                         float (&dk)[K_WIDTH / 2], float (&dv)[V_WIDTH / 2]) {
+__device__ __forceinline__ void add_rows(const Args& p, const Memory& m, const KeyTile& t, int first,
+                                         Slot<STAGES>& slot, float (&dk)[K_WIDTH / 2], float (&dv)[V_WIDTH / 2]) {
     const Fragment mine;
     const Seeing seeing(p, t, mine, first);
     Scores d = {}, dp = {};
@@ -420,8 +382,8 @@ __device__ __forceinline__ void add_rows(const Args& p, const Memory& m, const K
     for (int r = t.begin; r < t.end; r += PART, slot.advance()) {
         const int stage = slot.stage;
         m.a_full[stage].wait(slot.parity);
-        issue_scores<K_WIDTH>(m.a + bytes_of(first), m.stage_a(stage), d);
-        issue_scores<V_WIDTH>(m.b + bytes_of(first), m.stage_b(stage), dp);
+        issue_rows<Number, PART, K_WIDTH, HEIGHT>(m.a + bytes_of(first), m.stage_a(stage), d);
+        issue_rows<Number, PART, V_WIDTH, HEIGHT>(m.b + bytes_of(first), m.stage_b(stage), dp);
         const float* lse = m.lse + stage * PART + mine.column;
         products_done<1>();
         hold(d);
@@ -433,7 +395,7 @@ __device__ __forceinline__ void add_rows(const Args& p, const Memory& m, const K
         }
 #pragma unroll
         for (int i = 0; i < PART / 4; ++i) weights[i / 4][i % 4] = Number::pack(d + 2 * i);
-        issue_sums<V_WIDTH>(weights, m.stage_b(stage), dv);
+        issue_words<Number, V_WIDTH>(weights, m.stage_b(stage), dv);
         products_done<0>();
         hold(dp), hold(dv), keep(weights);
         // The rounded weights, for which there are registers.
@@ -449,7 +411,7 @@ __device__ __forceinline__ void add_rows(const Args& p, const Memory& m, const K
             }
             weights[i / 4][i % 4] = Number::pack(x);
         }
-        issue_sums<K_WIDTH>(weights, m.stage_a(stage), dk);
+        issue_words<Number, K_WIDTH>(weights, m.stage_a(stage), dk);
         products_done<0>();
         hold(dk), keep(weights);
         give_back(m.a_empty[stage]);
@@ -502,14 +464,15 @@ struct Rows {
 
 }  // namespace
 
-// Writes Args::lses, the lse of each row in base 2, and Args::deltas. An lse is inf where a row sees nothing, which makes
-// its weights 0. 16 lanes a row; blockIdx.y: the sequence.
+// Writes Args::lses, the lse of each row in base 2, and Args::deltas. An lse is inf where a row sees nothing, which
+// makes its weights 0. 16 lanes a row; blockIdx.y: the sequence.
 extern "C" __global__ void __launch_bounds__(256) rows_of(const __grid_constant__ Rows p) {
     constexpr int LANES = 16, NUMBERS = PER_CHUNK<Number>;
     const i64 count = static_cast<i64>(p.queries) * p.heads;
     const i64 row = (static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x) / LANES, safe = min(row, count - 1);
     const int lane = threadIdx.x % LANES, b = static_cast<int>(blockIdx.y);
-    const int query = static_cast<int>(safe / p.heads), head = static_cast<int>(safe % p.heads), column = lane * NUMBERS;
+    const int query = static_cast<int>(safe / p.heads), head = static_cast<int>(safe % p.heads);
+    const int column = lane * NUMBERS;
     float delta = 0.0f;
     if (column < p.size_v) {
         const i64 of_out = (b * count + safe) * p.size_v + column;

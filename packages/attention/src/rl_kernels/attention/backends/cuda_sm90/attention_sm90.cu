@@ -1,13 +1,15 @@
 // Attention on Hopper: the forward pass.
 //
-// Order of the sums, which is the contract. Keys are walked in ascending blocks of 128, in ascending segments of 1024. A
-// segment has a state of its own: top, the largest score in base 2; total, the sum of 2^(score - top); acc, the sum of
-// those powers, rounded to 16 bits, times the values.
+// Order of the sums, which is the contract. Keys are walked in ascending blocks of 128, in ascending segments of 1024.
+// A segment has a state of its own: top, which follows the largest score in base 2; total, the sum of 2^(score - top);
+// acc, the sum of those powers, rounded to 16 bits, times the values.
 //   score      one canonical chain over D (wgmma.cuh)
 //   total      thread q of the four that share a row takes columns 8 j + 2 q + {0, 1}; over j, a chain for each of the
-//              two, then their sum; blocks in ascending order, with the total rescaled between; at the end of a segment
+//              two, then their sum; blocks in ascending order; at the end of a segment
 //              (0 + 1) + (2 + 3) over the four threads
-//   acc        rescaled before each block, then one chain over its keys, 16 at a time
+//   top        raised to a block's largest score where that exceeds it by more than SLACK; then total and acc are
+//              rescaled
+//   acc        one chain over the keys of a block, 16 at a time, which continues that of the block before
 //   segments   merged in ascending order
 // A block or a segment of which a row sees nothing changes no bit of its state. So nothing depends on the tile that a
 // row is in, on the other rows there, or on whether one block or several walk over its segments.
@@ -18,8 +20,8 @@
 //   ring       STAGES blocks of k, and as many of v, in shared memory, swizzled; TMA fills them
 //   overlap    the products of a block with v run while the next block's scores become powers
 //
-//   split      a tile can be one segment: its state is written to memory, and `finish` merges. With one consumer, a tile
-//              of several segments always is
+//   split      a tile can be one segment: its state is written to memory, and `finish` merges. With one consumer, a
+//              tile of several segments always is
 //
 // Defines, beside those of attention.cuh: GROUPS 1 or 2; STAGES; SHARED_BYTES, of dynamic shared memory.
 #include "attention.cuh"
@@ -28,11 +30,13 @@ namespace rlk {
 namespace {
 
 constexpr int ROWS = MMA_M * GROUPS, THREADS = (GROUPS + 1) * WARPGROUP;
-constexpr int Q_BYTES = BOXES_K * bytes_of(ROWS), K_BYTES = BOXES_K * bytes_of(BLOCK), V_BYTES = BOXES_V * bytes_of(BLOCK);
+constexpr int Q_BYTES = BOXES_K * bytes_of(ROWS);
+constexpr int K_BYTES = BOXES_K * bytes_of(BLOCK), V_BYTES = BOXES_V * bytes_of(BLOCK);
 // Of a consumer: the sums of earlier segments, or its output.
 constexpr bool MERGES = GROUPS > 1;
 constexpr int KEPT_BYTES = MERGES ? MMA_M * V_WIDTH * 4 : ROOM<V_WIDTH>;
-static_assert(SHARED_BYTES >= ATOM + Q_BYTES + STAGES * (K_BYTES + V_BYTES) + GROUPS * KEPT_BYTES, "what the host made room for");
+static_assert(SHARED_BYTES >= ATOM + Q_BYTES + STAGES * (K_BYTES + V_BYTES) + GROUPS * KEPT_BYTES,
+              "what the host made room for");
 // Warp 0 of the producer copies k, warp 1 v, and the others q.
 constexpr int COPIERS = WARPGROUP - 2 * WARP;
 
@@ -165,8 +169,8 @@ using Scores = float[BLOCK / 2];
 using Sums = float[V_WIDTH / 2];
 using Powers = u32[BLOCK / MMA_K][4];
 
-// Whether the largest score of a block raises a row's top. A slack keeps that rare: within it powers are at most 2^SLACK.
-// Each row decides for itself.
+// Whether the largest score of a block raises a row's top to it. A slack keeps that rare: within it powers are at most
+// 2^SLACK. Each row decides for itself.
 constexpr float SLACK = 8.0f;
 __device__ inline bool exceeds(float most, float top) { return most > __fadd_rn(top, SLACK); }
 // A thread's largest score of a row.
@@ -181,37 +185,6 @@ __device__ inline float largest(const Scores& d, int half) {
 }
 
 __device__ inline float finite(float top) { return top == -infinity() ? 0.0f : top; }
-
-// Issues the scores of the consumer's rows with a block of keys.
-__device__ inline void issue_scores(const char* q, const char* k, Scores& d) {
-    const u64 left = operand_at<K_MAJOR>(q), right = operand_at<K_MAJOR>(k);
-    hold(d);
-    fence_products();
-#pragma unroll
-    for (int step = 0; step < K_WIDTH / MMA_K; ++step) {
-        const int box = step * MMA_K / SPAN, within = step % (SPAN / MMA_K);
-        const u64 a = advanced<K_MAJOR>(moved(left, box * bytes_of(ROWS)), within);
-        const u64 b = advanced<K_MAJOR>(moved(right, box * bytes_of(BLOCK)), within);
-        if (step == 0)
-            Products<BLOCK>::template add<Number, K_MAJOR, K_MAJOR, false>(d, a, b);
-        else
-            Products<BLOCK>::template add<Number, K_MAJOR, K_MAJOR>(d, a, b);
-    }
-    commit_products();
-    hold(d);
-}
-
-// Issues acc += powers times a block of values.
-__device__ inline void issue_sums(const Powers& powers, const char* v, Sums& acc) {
-    const u64 right = operand_at<MN_MAJOR, bytes_of(BLOCK)>(v);
-    hold(acc);
-    fence_products();
-#pragma unroll
-    for (int step = 0; step < BLOCK / MMA_K; ++step)
-        Products<V_WIDTH>::template add<Number, MN_MAJOR>(acc, powers[step], advanced<MN_MAJOR>(right, step));
-    commit_products();
-    hold(acc);
-}
 
 // Of rows `row` and `row + 8` of a consumer, one half each.
 struct State {
@@ -458,7 +431,7 @@ struct Consumer {
         const bool active = GROUPS > 1 || t.row(p, first + mine.row / 16 * 16).query < t.s.used;
         const u32 missing = arrived();
         if constexpr (MERGES) turns.wait();
-        issue_scores(q, m.k + key.stage * K_BYTES, d);
+        issue_rows<Number, BLOCK, K_WIDTH, ROWS>(q, m.k + key.stage * K_BYTES, d);
         if constexpr (MERGES) turns.pass();
         products_done<0>();
         scored(t.begin + BLOCK >= t.end);
@@ -478,7 +451,7 @@ struct Consumer {
         m.v_full[value.stage].wait(value.parity);
         const int known = t.s.length - (t.end - 1) / BLOCK * BLOCK;
         if (known < BLOCK) clear(v, known);
-        issue_sums(powers, v, acc);
+        issue_words<Number, V_WIDTH>(powers, v, acc);
         summed();
         value.advance();
         close(state);
@@ -489,9 +462,9 @@ struct Consumer {
     __device__ __forceinline__ void step(const Tile& t, const Seen<BLOCK>& seen, int n, bool active) {
         const u32 missing = arrived();
         if constexpr (MERGES) turns.wait();
-        issue_scores(q, m.k + key.stage * K_BYTES, d);
+        issue_rows<Number, BLOCK, K_WIDTH, ROWS>(q, m.k + key.stage * K_BYTES, d);
         m.v_full[value.stage].wait(value.parity);
-        issue_sums(powers, m.v + value.stage * V_BYTES, acc);
+        issue_words<Number, V_WIDTH>(powers, m.v + value.stage * V_BYTES, acc);
         if constexpr (MERGES) turns.pass();
         products_done<1>();
         scored(n + BLOCK >= t.end);
@@ -535,9 +508,7 @@ struct Consumer {
     // Waits for the products with the values, and releases those.
     __device__ __forceinline__ void summed() {
         products_done<0>();
-        hold(acc);
-#pragma unroll
-        for (int step = 0; step < BLOCK / MMA_K; ++step) hold(powers[step]);
+        hold(acc), keep(powers);
         give_back(m.v_empty[value.stage]);
     }
 
@@ -565,7 +536,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const Memory m;
     m.open();
     if (warp_index() < WARPS_OF_GROUP) {
-        give_registers<GROUPS == 3 ? 32 : 40>();
+        give_registers<40>();
         if (warp_index() == 0)
             load_blocks<BOXES_K>(p, k, m.k, m.k_full, m.k_empty, m.missing);
         else if (warp_index() == 1)
@@ -573,7 +544,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         else
             load_queries(p, m);
     } else {
-        take_registers<GROUPS == 3 ? 160 : 232>();
+        take_registers<232>();
         Consumer(p, m, warp_index() / WARPS_OF_GROUP - 1).run();
     }
 }

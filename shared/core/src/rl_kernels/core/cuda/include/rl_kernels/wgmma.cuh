@@ -12,7 +12,7 @@
 // Thread t of the warpgroup, lane l of warp w, holds d[N / 2]: of rows r = 16 w + l / 4 and r + 8, two of every eight
 // columns, from c = 8 j + 2 (l % 4):
 //   d[4 j], d[4 j + 1] = (r, c), (r, c + 1)        d[4 j + 2], d[4 j + 3] = (r + 8, c), (r + 8, c + 1)
-// An operand a in registers is held alike, two numbers a word: word i of step s packs d[8 s + 2 i] and d[8 s + 2 i + 1].
+// An operand a in registers is held alike, two numbers a word: word i of step s packs d[8 s + 2 i], d[8 s + 2 i + 1].
 #pragma once
 
 #include <rl_kernels/number.cuh>
