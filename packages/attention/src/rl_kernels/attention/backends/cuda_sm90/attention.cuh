@@ -200,6 +200,23 @@ struct Copier {
     }
 };
 
+// Sets the rows of a block of KEYS keys or values from `known` on to 0: they may hold anything, and 0 times anything is
+// not always 0. All CONSUMERS of a block call it, and then `cleared`.
+template <int BOXES, int KEYS, int CONSUMERS>
+__device__ inline void clear(char* block, int known) {
+    constexpr int CHUNKS = SWIZZLE / CHUNK;
+    const int thread = static_cast<int>(threadIdx.x) - WARPGROUP;
+    for (int i = known * CHUNKS + thread; i < KEYS * CHUNKS; i += CONSUMERS * WARPGROUP)
+#pragma unroll
+        for (int box = 0; box < BOXES; ++box)
+            *reinterpret_cast<Chunk*>(block + box * bytes_of(KEYS) + i * CHUNK) = {};
+}
+template <int CONSUMERS>
+__device__ inline void cleared() {
+    fence_copies();
+    sync_threads(1 + CONSUMERS, CONSUMERS * WARPGROUP);
+}
+
 // Room of a consumer for 64 rows of WIDTH numbers. They are 16 bytes apart from a multiple of 128, so that stores to a
 // column of 16-byte pieces meet no bank twice.
 template <int WIDTH>

@@ -139,7 +139,7 @@ using Scores = float[PART / 2];
 using Weights = u32[PART / MMA_K][4];
 
 template <int COUNT>
-__device__ inline void clear(float (&d)[COUNT]) {
+__device__ inline void zero(float (&d)[COUNT]) {
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) d[i] = 0.0f;
 }
@@ -221,7 +221,7 @@ __device__ __forceinline__ void consume_keys(const Args& p, const Memory& m, int
         const RowTile t(p, number, b, head);
         if (!t.exists()) return;
         float lse[2], delta[2], acc[K_WIDTH / 2];
-        clear(acc);
+        zero(acc);
         if (t.has_keys()) {
             const i64 rows = p.rows_of(t.s, b, head);
 #pragma unroll
@@ -239,6 +239,12 @@ __device__ __forceinline__ void consume_keys(const Args& p, const Memory& m, int
             for (int n = t.begin; n < t.end; n += PART, slot.advance()) {
                 const int stage = slot.stage;
                 m.a_full[stage].wait(slot.parity);
+                if (n + PART > t.s.length) {
+                    clear<BOXES_K, PART, GROUPS>(m.stage_a(stage), t.s.length - n);
+                    m.b_full[stage].wait(slot.parity);
+                    clear<BOXES_V, PART, GROUPS>(m.stage_b(stage), t.s.length - n);
+                    cleared<GROUPS>();
+                }
                 issue_rows<Number, PART, K_WIDTH, HEIGHT>(m.a + bytes_of(first), m.stage_a(stage), d);
                 m.b_full[stage].wait(slot.parity);
                 issue_rows<Number, PART, V_WIDTH, HEIGHT>(m.b + bytes_of(first), m.stage_b(stage), dp);
@@ -424,7 +430,7 @@ __device__ __forceinline__ void consume_rows(const Args& p, const Memory& m, int
     u32 parity = 0;
     over_rounds(p, [&](int begin) {
         float dk[K_WIDTH / 2], dv[V_WIDTH / 2];
-        clear(dk), clear(dv);
+        zero(dk), zero(dv);
         {
             const Turn turn(p, begin);
             const KeyTile t(p, turn.number, turn.b, turn.head);

@@ -370,17 +370,6 @@ __device__ void put_state(const Args& p, const Tile& t, const Fragment& mine, in
     }
 }
 
-// Sets the rows of a block of v from `known` on to 0: they may hold anything. All consumers call it.
-__device__ inline void clear(char* v, int known) {
-    constexpr int CHUNKS = SWIZZLE / CHUNK;
-    const int thread = static_cast<int>(threadIdx.x) - WARPGROUP;
-    for (int i = known * CHUNKS + thread; i < BLOCK * CHUNKS; i += GROUPS * WARPGROUP)
-#pragma unroll
-        for (int box = 0; box < BOXES_V; ++box) *reinterpret_cast<Chunk*>(v + box * bytes_of(BLOCK) + i * CHUNK) = {};
-    fence_copies();
-    sync_threads(1 + GROUPS, GROUPS * WARPGROUP);
-}
-
 // A consumer warpgroup.
 struct Consumer {
     const Args& p;
@@ -450,7 +439,10 @@ struct Consumer {
         char* v = m.v + value.stage * V_BYTES;
         m.v_full[value.stage].wait(value.parity);
         const int known = t.s.length - (t.end - 1) / BLOCK * BLOCK;
-        if (known < BLOCK) clear(v, known);
+        if (known < BLOCK) {
+            clear<BOXES_V, BLOCK, GROUPS>(v, known);
+            cleared<GROUPS>();
+        }
         issue_words<Number, V_WIDTH>(powers, v, acc);
         summed();
         value.advance();
