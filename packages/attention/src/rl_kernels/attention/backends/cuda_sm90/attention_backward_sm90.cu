@@ -1,7 +1,7 @@
 // Attention on Hopper: the backward pass, by a kernel of dq and one of dk and dv, which both form the weights again.
 //
-// With s = scale q k^T (capped), p = 2^(s log2(e) - lse), dp = g v^T, ds = p (dp - delta), where g is out's gradient and
-// delta the sum of out times g: dq = scale ds k, dk = scale ds^T q, dv = p^T g. p and ds are rounded to 16 bits.
+// With s = scale q k^T (capped), p = 2^(s log2(e) - lse), dp = g v^T, ds = p (dp - delta), where g is the gradient of
+// out and delta the sum of out times g: dq = scale ds k, dk = scale ds^T q, dv = p^T g. p and ds are rounded to 16 bits.
 //
 // Order of the sums, which is the contract:
 //   delta      16 lanes, each a chain over 8 columns; then xor shuffles at distances 8, 4, 2, 1

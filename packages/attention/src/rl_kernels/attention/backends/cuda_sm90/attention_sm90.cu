@@ -5,8 +5,8 @@
 // acc, the sum of those powers, rounded to 16 bits, times the values.
 //   score      one canonical chain over D (wgmma.cuh)
 //   total      thread q of the four that share a row takes columns 8 j + 2 q + {0, 1}; over j, a chain for each of the
-//              two, then their sum; blocks in ascending order; at the end of a segment
-//              (0 + 1) + (2 + 3) over the four threads
+//              two, then their sum; blocks in ascending order; at the end of a segment (0 + 1) + (2 + 3) over the
+//              four threads
 //   top        raised to a block's largest score where that exceeds it by more than SLACK; then total and acc are
 //              rescaled
 //   acc        one chain over the keys of a block, 16 at a time, which continues that of the block before
