@@ -24,7 +24,7 @@
 //              tile of several segments always is
 //
 // Defines, beside those of attention.cuh: GROUPS 1 or 2; STAGES; SHARED_BYTES, of dynamic shared memory.
-#include "attention.cuh"
+#include "states.cuh"
 
 namespace rlk {
 namespace {
@@ -165,164 +165,6 @@ __device__ void load_queries(const Args& p, const Memory& m) {
     });
 }
 
-using Scores = float[BLOCK / 2];
-using Sums = float[V_WIDTH / 2];
-using Powers = u32[BLOCK / MMA_K][4];
-
-// Whether the largest score of a block raises a row's top to it. A slack keeps that rare: within it powers are at most
-// 2^SLACK. Each row decides for itself.
-constexpr float SLACK = 8.0f;
-__device__ inline bool exceeds(float most, float top) { return most > __fadd_rn(top, SLACK); }
-// A thread's largest score of a row.
-__device__ inline float largest(const Scores& d, int half) {
-    float most[4];
-#pragma unroll
-    for (int i = 0; i < BLOCK / 4; ++i) {
-        const float x = d[i / 2 * 4 + 2 * half + i % 2];
-        most[i % 4] = i < 4 ? x : fmaxf(most[i % 4], x);
-    }
-    return fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3]));
-}
-
-__device__ inline float finite(float top) { return top == -infinity() ? 0.0f : top; }
-
-// Of rows `row` and `row + 8` of a consumer, one half each.
-struct State {
-    float top[2], total[2];
-    __device__ State() : top{-infinity(), -infinity()}, total{0.0f, 0.0f} {}
-};
-
-// Makes the total of a row NaN if it sees a key whose page is missing. Bit i of `missing`: keys n + i box to
-// n + (i + 1) box - 1.
-__device__ inline void lose(const Seen<BLOCK>& seen, State& state, int n, u32 missing, int box) {
-    for (; missing; missing &= missing - 1) {
-        const int first = n - seen.column + (__ffs(missing) - 1) * box;
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-            if (max(first, seen.from[half]) < min(first + box, seen.to[half])) state.total[half] = not_a_number();
-    }
-}
-
-// What a block changes in the tops of a thread's rows.
-struct Raise {
-    // Whether any row of the warp is raised; what rescales the sums before, 1 for a row that is not raised.
-    bool any;
-    float keep[2];
-
-    __device__ Raise(const Scores& d, State& state, float factor) : keep{1.0f, 1.0f} {
-        float most[2] = {__fmul_rn(largest(d, 0), factor), __fmul_rn(largest(d, 1), factor)};
-        any = __any_sync(ALL, exceeds(most[0], state.top[0]) || exceeds(most[1], state.top[1]));
-        if (!any) return;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            most[half] = fmaxf(most[half], __shfl_xor_sync(ALL, most[half], 1));
-            most[half] = fmaxf(most[half], __shfl_xor_sync(ALL, most[half], 2));
-            if (!exceeds(most[half], state.top[half])) continue;
-            keep[half] = exp2_fast(__fsub_rn(state.top[half], most[half]));
-            state.top[half] = most[half];
-        }
-    }
-};
-
-// Turns a block's scores into powers; adds their sum, over this thread's columns, to the total.
-__device__ inline void weigh(Scores& d, State& state, const Raise& raise, float factor) {
-    const float base[2] = {finite(state.top[0]), finite(state.top[1])};
-    float part[2][2];
-#pragma unroll
-    for (int j = 0; j < BLOCK / 8; ++j)
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-#pragma unroll
-            for (int k = 0; k < 2; ++k) {
-                float& x = d[4 * j + 2 * half + k];
-                x = exp2_fast(__fmaf_rn(x, factor, -base[half]));
-                part[half][k] = j ? __fadd_rn(part[half][k], x) : x;
-            }
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-        state.total[half] = __fmaf_rn(state.total[half], raise.keep[half], __fadd_rn(part[half][0], part[half][1]));
-}
-
-__device__ inline void pack(const Scores& d, Powers& powers) {
-#pragma unroll
-    for (int i = 0; i < BLOCK / 4; ++i) powers[i / 4][i % 4] = Number::pack(d + 2 * i);
-}
-
-__device__ inline void rescale(Sums& acc, const float (&keep)[2]) {
-#pragma unroll
-    for (int i = 0; i < V_WIDTH / 2; ++i) acc[i] = __fmul_rn(acc[i], keep[i / 2 % 2]);
-}
-
-// The total over the four threads that share a row.
-__device__ inline void close(State& state) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        float& total = state.total[half];
-        total = __fadd_rn(total, __shfl_xor_sync(ALL, total, 1));
-        total = __fadd_rn(total, __shfl_xor_sync(ALL, total, 2));
-    }
-}
-
-// What rescales two states that are merged; `state` becomes the merged one.
-struct Merge {
-    float a, b;
-    __device__ Merge(float& top, float& total, float other_top, float other_total) {
-        const float above = fmaxf(top, other_top), base = finite(above);
-        a = exp2_fast(__fsub_rn(top, base)), b = exp2_fast(__fsub_rn(other_top, base));
-        top = above, total = __fmaf_rn(total, a, __fmul_rn(other_total, b));
-    }
-    __device__ float operator()(float x, float other) const { return __fmaf_rn(x, a, __fmul_rn(other, b)); }
-};
-
-// A thread's sums of earlier segments, in shared memory.
-struct Kept {
-    float4* at;
-    __device__ Kept(char* kept) : at(reinterpret_cast<float4*>(kept) + threadIdx.x % WARPGROUP) {}
-    __device__ void put(const Sums& acc) const {
-#pragma unroll
-        for (int i = 0; i < V_WIDTH / 8; ++i)
-            at[i * WARPGROUP] = make_float4(acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]);
-    }
-    // acc becomes the sums of the earlier segments and the one that it holds.
-    __device__ void join(State& before, const State& state, Sums& acc) const {
-        const Merge low(before.top[0], before.total[0], state.top[0], state.total[0]);
-        const Merge high(before.top[1], before.total[1], state.top[1], state.total[1]);
-#pragma unroll
-        for (int i = 0; i < V_WIDTH / 8; ++i) {
-            const float4 x = at[i * WARPGROUP];
-            acc[4 * i] = low(x.x, acc[4 * i]), acc[4 * i + 1] = low(x.y, acc[4 * i + 1]);
-            acc[4 * i + 2] = high(x.z, acc[4 * i + 2]), acc[4 * i + 3] = high(x.w, acc[4 * i + 3]);
-        }
-    }
-};
-
-// Of a whole row: adds its sink to the state, and holds what turns sums into the output.
-struct Finished {
-    float scale, inverse, lse;
-
-    __device__ Finished(const Args& p, State& state, int half, int head)
-        : Finished(p, state.top[half], state.total[half], head) {}
-    __device__ Finished(const Args& p, float top, float sum, int head) {
-        float total = sum, keep = 1.0f;
-        if (p.sinks) {
-            const void* at = static_cast<const char*>(p.sinks) + static_cast<i64>(head) * p.sink_size;
-            const float sink = __fmul_rn(p.sink_size == 4 ? FP32::read(at) : Number::read(at), LOG2E);
-            const float above = fmaxf(top, sink);
-            keep = exp2_fast(__fsub_rn(top, above));
-            total = __fmaf_rn(total, keep, exp2_fast(__fsub_rn(sink, above)));
-            top = above;
-        }
-        // A power of two, so that the inverse of a total far below or above 1 is neither infinite nor 0.
-        const u32 exponent = min(max(__float_as_uint(total) >> 23, 1u), 253u);
-        const float power = __uint_as_float((254u - exponent) << 23);
-        scale = __fmul_rn(keep, power), inverse = total == 0.0f ? 0.0f : __frcp_rn(__fmul_rn(total, power));
-        const float log = __fmul_rn(__fadd_rn(top, log2f(total > 0.0f ? total : 1.0f)), LN2);
-        lse = total == 0.0f ? -infinity() : total != total ? total : log;
-    }
-    // Never -0.
-    __device__ float of(float acc) const { return __fmaf_rn(__fmul_rn(acc, scale), inverse, 0.0f); }
-};
-
 __device__ inline float* lse_at(const Args& p, const Sequence& s, int b, int head, int query) {
     const i64 batch = p.starts_q ? 0 : b;
     return p.lse + (batch * p.heads() + head) * p.queries + s.first_q + query;
@@ -341,7 +183,7 @@ __device__ void put(const Args& p, const Tile& t, const Fragment& mine, int firs
         const Row at = t.row(p, first + mine.row + 8 * half);
         const int head = t.head * p.group + at.member;
         const bool used = at.query < t.s.used;
-        const Finished done(p, state, half, head);
+        const Finished done(p, p.sinks, state.top[half], state.total[half], head);
         if (p.lse && at.query < t.s.count && mine.column == 0)
             *lse_at(p, t.s, t.b, head, at.query) = used ? done.lse : -infinity();
 #pragma unroll
@@ -574,7 +416,7 @@ extern "C" __global__ void __launch_bounds__(128) finish(const __grid_constant__
             acc[2] = merge(acc[2], accs[i].z), acc[3] = merge(acc[3], accs[i].w);
         }
     }
-    const Finished done(p, top, total, of);
+    const Finished done(p, p.sinks, top, total, of);
     if (p.lse && lane == 0) *lse_at(p, s, b, of, query) = used ? done.lse : -infinity();
     if (column >= p.size_v) return;
     float x[4];

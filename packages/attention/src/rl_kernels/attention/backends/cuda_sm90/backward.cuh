@@ -1,0 +1,130 @@
+// Shared by the two kernels of the backward pass: arguments, the order of tiles, shared memory, weights.
+//
+//   block      a producer warpgroup and 2 consumer warpgroups; persistent: it takes tile after tile
+//
+// Defines: those of attention_backward_sm90.cu.
+#pragma once
+
+#include "attention.cuh"
+
+namespace rlk {
+
+constexpr int GROUPS = 2, HEIGHT = MMA_M * GROUPS, THREADS = (GROUPS + 1) * WARPGROUP, PART = 64;
+constexpr int WIDEST_ROOM = K_WIDTH > V_WIDTH ? ROOM<K_WIDTH> : ROOM<V_WIDTH>;
+// Of the operands of a whole tile, and of a stage.
+constexpr int K_TILE = BOXES_K * bytes_of(HEIGHT), V_TILE = BOXES_V * bytes_of(HEIGHT);
+constexpr int K_PART = BOXES_K * bytes_of(PART), V_PART = BOXES_V * bytes_of(PART);
+static_assert(SHARED_BYTES >= ATOM + K_TILE + V_TILE + STAGES * (K_PART + V_PART) + GROUPS * WIDEST_ROOM,
+              "what the host made room for");
+
+struct Args : Shape {
+    const void *q, *grad;
+    // Of row r of a sequence: number ((b kv_heads + head) queries + first query) group + r.
+    const float *lses, *deltas;
+    void *dq, *dk, *dv;
+    // In numbers, from one sequence, query or head to the next: of q and of grad.
+    i64 q_batch, q_row, q_head, g_batch, g_row, g_head;
+    int tiles;
+    float factor, scale, cap, rate;
+
+    // The first row of a sequence in lses and deltas.
+    __device__ i64 rows_of(const Sequence& s, int b, int head) const {
+        return ((static_cast<i64>(starts_q ? 0 : b) * kv_heads + head) * queries + s.first_q) * group;
+    }
+};
+
+// What a thread block does in the round that begins at tile `first`: the tile of this number, sequence and KV head.
+// Every second round goes backwards. A number of `tiles` or more is no tile.
+struct Work {
+    int number, b, head;
+    __device__ Work(const Args& p, int first) {
+        const int wide = static_cast<int>(gridDim.x), mine = static_cast<int>(blockIdx.x);
+        const int index = first + (first / wide % 2 ? wide - 1 - mine : mine);
+        head = index % p.kv_heads, b = index / p.kv_heads % p.batch, number = index / p.kv_heads / p.batch;
+    }
+};
+
+// Calls f(first) for each round of tiles.
+template <class F>
+__device__ inline void over_rounds(const Args& p, F f) {
+    for (int first = 0; first < p.tiles * p.batch * p.kv_heads; first += static_cast<int>(gridDim.x)) f(first);
+}
+
+// Calls f(number, b, head) for each of a thread block's tiles.
+template <class F>
+__device__ inline void over_tiles(const Args& p, F f) {
+    over_rounds(p, [&](int first) {
+        const Work work(p, first);
+        if (work.number < p.tiles) f(work.number, work.b, work.head);
+    });
+}
+
+// Shared memory: operands a (as wide as k) and b (as wide as v) of a tile, and stages of the other side's.
+struct Memory {
+    char *a, *b, *stages_a, *stages_b, *room;
+    // After the stages of lse come those of delta.
+    float* lse;
+    Barrier *tile_full, *tile_empty, *a_full, *a_empty, *b_full, *b_empty;
+
+    __device__ Memory() {
+        extern __shared__ char memory[];
+        __shared__ Barrier barriers[2 + 4 * STAGES];
+        __shared__ float rows[2][STAGES][PART];
+        a = memory + (-shared_address(memory) & (ATOM - 1));
+        b = a + K_TILE, stages_a = b + V_TILE, stages_b = stages_a + STAGES * K_PART, room = stages_b + STAGES * V_PART;
+        tile_full = barriers, tile_empty = tile_full + 1, a_full = tile_full + 2;
+        a_empty = a_full + STAGES, b_full = a_empty + STAGES, b_empty = b_full + STAGES;
+        lse = rows[0][0];
+    }
+    __device__ void open(int tile_arrivals, int stage_arrivals) const {
+        if (threadIdx.x == 0) {
+            tile_full->init(tile_arrivals), tile_empty->init(GROUPS * WARPS_OF_GROUP);
+            for (int i = 0; i < STAGES; ++i) {
+                a_full[i].init(stage_arrivals), b_full[i].init(stage_arrivals);
+                a_empty[i].init(GROUPS * WARPS_OF_GROUP), b_empty[i].init(GROUPS * WARPS_OF_GROUP);
+            }
+            fence_init();
+        }
+        __syncthreads();
+    }
+    __device__ char* stage_a(int stage) const { return stages_a + stage * K_PART; }
+    __device__ char* stage_b(int stage) const { return stages_b + stage * V_PART; }
+};
+
+using Scores = float[PART / 2];
+using Weights = u32[PART / MMA_K][4];
+
+template <int COUNT>
+__device__ inline void zero(float (&d)[COUNT]) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) d[i] = 0.0f;
+}
+
+__device__ inline float power(const Args& p, float score, float lse) {
+    return exp2_fast(__fmaf_rn(score, p.factor, -lse));
+}
+
+// Caps a score, but not one that is hidden, and returns how it changes with the score: its slope, without the scale.
+__device__ inline float capped(const Args& p, float& x) {
+#if CAPPED
+    if (x == -infinity()) return 0.0f;
+    cap(p.cap, p.rate, x);
+    const float t = __fdiv_rn(x, p.cap);
+    return __fmaf_rn(-t, t, 1.0f);
+#else
+    return 1.0f;
+#endif
+}
+// The slope of a score from its weight.
+__device__ inline float slope_of(const Args& p, float weight, float lse) {
+#if CAPPED
+    if (weight == 0.0f) return 0.0f;
+    const float t = __fdiv_rn(__fmul_rn(__fadd_rn(log2_fast(weight), lse), LN2), p.cap);
+    return __fmaf_rn(-t, t, 1.0f);
+#else
+    return 1.0f;
+#endif
+}
+__device__ inline float times(float x, float slope) { return CAPPED ? __fmul_rn(x, slope) : x; }
+
+}  // namespace rlk

@@ -1,0 +1,196 @@
+// The kernel of dk and dv: a tile is 128 keys of a sequence, 64 a consumer, whose scores are transposed. Blocks of 64
+// rows of q and of out's gradient come through a ring. Order of the sums: attention_backward_sm90.cu.
+#pragma once
+
+#include "backward.cuh"
+
+namespace rlk {
+
+// A tile of keys: rows begin to end - 1 may see them, begin counted in blocks from the first row that sees any key.
+struct KeyTile {
+    int b, head, first, begin, end;
+    Sequence s;
+
+    __device__ KeyTile(const Args& p, int number, int b, int head) : b(b), head(head), first(number * HEIGHT), s(p, b) {
+        const i64 right = p.right < 0 ? NEVER : p.right, left = p.left < 0 ? NEVER : p.left;
+        const int origin = clamped(-s.shift - right, 0, s.used) * p.group;
+        const int low = clamped(first - right - s.shift, 0, s.used) * p.group;
+        end = clamped(first + HEIGHT + left - s.shift, 0, s.used) * p.group;
+        begin = origin + max(low - origin, 0) / PART * PART;
+    }
+    static constexpr i64 NEVER = 1ll << 40;
+    __device__ bool exists() const { return first < s.length && first + HEIGHT > s.gone; }
+    __device__ bool has_rows() const { return begin < end; }
+};
+
+constexpr int COPIERS = WARPGROUP - WARP;
+
+// One warp: the keys and values of each tile.
+__device__ inline void load_tiles(const Args& p, const Memory& m, const TensorMap& k, const TensorMap& v) {
+    u32 parity = 1;
+    over_tiles(p, [&](int number, int b, int head) {
+        const KeyTile t(p, number, b, head);
+        if (!t.exists() || !t.has_rows()) return;
+        m.tile_empty->wait(parity);
+        parity ^= 1;
+        if (!elected()) return;
+        m.tile_full->arrive_expecting(K_TILE + V_TILE);
+        const int outer = p.starts_k ? 0 : b, row = t.s.first_k + t.first;
+#pragma unroll
+        for (int box = 0; box < BOXES_K; ++box)
+            load_box(m.a + box * bytes_of(HEIGHT), k, outer, row, head, box * SPAN, *m.tile_full);
+#pragma unroll
+        for (int box = 0; box < BOXES_V; ++box)
+            load_box(m.b + box * bytes_of(HEIGHT), v, outer, row, head, box * SPAN, *m.tile_full);
+    });
+}
+
+// The other warps of the producer: blocks of rows, each one while those of the one before arrive.
+__device__ inline void load_blocks_of_rows(const Args& p, const Memory& m) {
+    const int thread = static_cast<int>(threadIdx.x) - WARP;
+    const Copier<K_WIDTH, COPIERS> of_q(thread, p.size);
+    const Copier<V_WIDTH, COPIERS> of_grad(thread, p.size_v);
+    Slot<STAGES> slot;
+    int before = -1;
+    over_tiles(p, [&](int number, int b, int head) {
+        const KeyTile t(p, number, b, head);
+        if (!t.exists()) return;
+        const i64 rows = p.rows_of(t.s, b, head);
+#pragma unroll 1
+        for (int r = t.begin; r < t.end; r += PART, slot.advance()) {
+            const int stage = slot.stage, query = r / p.group;
+            const Row row(p, query, r - query * p.group, 0);
+            m.a_empty[stage].wait(slot.parity ^ 1);
+            of_q.template copy<PART>(m.stage_a(stage), p, t.s, b, head, row, p.q, p.q_batch, p.q_row, p.q_head);
+            of_grad.template copy<PART>(m.stage_b(stage), p, t.s, b, head, row, p.grad, p.g_batch, p.g_row, p.g_head);
+            if (thread < PART) {
+                const bool known = r + thread < t.s.used * p.group;
+                const i64 place = rows + (known ? r + thread : 0);
+                copy_word(m.lse + stage * PART + thread, p.lses + place, !known);
+                copy_word(m.lse + (STAGES + stage) * PART + thread, p.deltas + place, !known);
+            }
+            commit_copies();
+            if (before >= 0) {
+                copies_done<1>();
+                fence_copies();
+                m.a_full[before].arrive();
+            }
+            before = stage;
+        }
+    });
+    if (before < 0) return;
+    copies_done<0>();
+    fence_copies();
+    m.a_full[before].arrive();
+}
+
+// The rows that see each of a thread's two keys: from[half] to to[half] - 1, counted from its first column; and those
+// that see all keys of its consumer.
+struct SeenBy {
+    int from[2], to[2], all_from, all_to;
+
+    __device__ SeenBy(const Args& p, const KeyTile& t, const Fragment& mine, int first) {
+        const i64 right = p.right < 0 ? KeyTile::NEVER : p.right, left = p.left < 0 ? KeyTile::NEVER : p.left;
+        const auto low = [&](int key) { return clamped(key - right - t.s.shift, 0, t.s.used) * p.group; };
+        const auto high = [&](int key) { return clamped(key + left - t.s.shift + 1, 0, t.s.used) * p.group; };
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int key = t.first + first + mine.row + 8 * half;
+            from[half] = low(key) - mine.column, to[half] = high(key) - mine.column;
+        }
+        const int begin = t.first + first;
+        all_from = low(begin + MMA_M - 1), all_to = high(begin);
+    }
+    __device__ bool all(int r) const { return r >= all_from && r + PART <= all_to; }
+    __device__ void mask(Scores& d, int r) const {
+        const int low[2] = {from[0] - r, from[1] - r}, high[2] = {to[0] - r, to[1] - r};
+        each(d, [&](float& x, int half, int column) {
+            if (column < low[half] || column >= high[half]) x = -infinity();
+        });
+    }
+};
+
+// Adds the blocks of rows of a tile to dk and dv.
+__device__ __forceinline__ void add_rows(const Args& p, const Memory& m, const KeyTile& t, int first,
+                                         Slot<STAGES>& slot, float (&dk)[K_WIDTH / 2], float (&dv)[V_WIDTH / 2]) {
+    const Fragment mine;
+    const SeenBy seen_by(p, t, mine, first);
+    Scores d = {}, dp = {};
+    Weights weights = {};
+#pragma unroll 1
+    for (int r = t.begin; r < t.end; r += PART, slot.advance()) {
+        const int stage = slot.stage;
+        m.a_full[stage].wait(slot.parity);
+        issue_rows<Number, PART, K_WIDTH, HEIGHT>(m.a + bytes_of(first), m.stage_a(stage), d);
+        issue_rows<Number, PART, V_WIDTH, HEIGHT>(m.b + bytes_of(first), m.stage_b(stage), dp);
+        const float* lse = m.lse + stage * PART + mine.column;
+        products_done<1>();
+        hold(d);
+        if (!seen_by.all(r)) seen_by.mask(d, r);
+#pragma unroll
+        for (int i = 0; i < PART / 2; ++i) {
+            capped(p, d[i]);
+            d[i] = power(p, d[i], lse[i / 4 * 8 + i % 2]);
+        }
+#pragma unroll
+        for (int i = 0; i < PART / 4; ++i) weights[i / 4][i % 4] = Number::pack(d + 2 * i);
+        issue_words<Number, V_WIDTH>(weights, m.stage_b(stage), dv);
+        products_done<0>();
+        hold(dp), hold(dv), keep(weights);
+        // The rounded weights, for which there are registers.
+#pragma unroll
+        for (int i = 0; i < PART / 4; ++i) {
+            float x[2];
+            Number::unpack(weights[i / 4][i % 4], x);
+#pragma unroll
+            for (int k = 0; k < 2; ++k) {
+                const int column = i / 2 * 8 + k;
+                const float slope = slope_of(p, x[k], lse[column]);
+                x[k] = __fmul_rn(times(x[k], slope), __fsub_rn(dp[2 * i + k], lse[STAGES * PART + column]));
+            }
+            weights[i / 4][i % 4] = Number::pack(x);
+        }
+        issue_words<Number, K_WIDTH>(weights, m.stage_a(stage), dk);
+        products_done<0>();
+        hold(dk), keep(weights);
+        give_back(m.a_empty[stage]);
+    }
+}
+
+__device__ __forceinline__ void consume_rows(const Args& p, const Memory& m, int group) {
+    const int first = group * MMA_M;
+    Slot<STAGES> slot;
+    u32 parity = 0;
+    over_rounds(p, [&](int begin) {
+        float dk[K_WIDTH / 2], dv[V_WIDTH / 2];
+        zero(dk), zero(dv);
+        {
+            const Work work(p, begin);
+            const KeyTile t(p, work.number, work.b, work.head);
+            if (work.number >= p.tiles || !t.exists()) return;
+            if (t.has_rows()) {
+                m.tile_full->wait(parity);
+                parity ^= 1;
+                add_rows(p, m, t, first, slot, dk, dv);
+                give_back(*m.tile_empty);
+            }
+        }
+        // The tile again, or it would take registers while rows are added.
+        asm volatile("" : "+r"(begin));
+        const Work work(p, begin);
+        const KeyTile t(p, work.number, work.b, work.head);
+#pragma unroll
+        for (int i = 0; i < K_WIDTH / 2; ++i) dk[i] = __fmul_rn(dk[i], p.scale);
+        char* room = m.room + group * WIDEST_ROOM;
+        const i64 row = static_cast<i64>(p.starts_k ? 0 : t.b) * p.keys + t.s.first_k;
+        const auto at = [&](void* to, int size, int ahead) -> char* {
+            const int key = t.first + first + ahead;
+            if (key < t.s.gone || key >= t.s.length) return nullptr;
+            return static_cast<char*>(to) + ((row + key) * p.kv_heads + t.head) * size * Number::SIZE;
+        };
+        store_rows<K_WIDTH>(room, 1 + group, dk, p.size, [&](int ahead) { return at(p.dk, p.size, ahead); });
+        store_rows<V_WIDTH>(room, 1 + group, dv, p.size_v, [&](int ahead) { return at(p.dv, p.size_v, ahead); });
+    });
+}
+
+}  // namespace rlk
