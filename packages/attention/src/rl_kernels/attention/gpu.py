@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -31,6 +31,24 @@ class Plan(Protocol):
     is_empty: bool
 
 
+class Saved(NamedTuple):
+    """What the backward pass takes beside the inputs.
+
+    Attributes:
+        out: of the forward pass.
+        lse: of the forward pass.
+        lses: room for the lse of each row in base 2, ``[..., KV heads, queries, group]``.
+        deltas: room for the sum of out times its gradient, in the same shape.
+        grad: gradient of out.
+    """
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    lses: torch.Tensor
+    deltas: torch.Tensor
+    grad: torch.Tensor
+
+
 class Passes(Protocol):
     """What a backend launches, on tensors in a layout that its kernels read."""
 
@@ -40,22 +58,8 @@ class Passes(Protocol):
     def launch_forward(self, plan: Any, given: Inputs, out: torch.Tensor, lse: torch.Tensor | None) -> None:
         """Write out, and lse unless it is None, for the rows that are in a sequence."""
 
-    def launch_backward(
-        self,
-        plan: Any,
-        given: Inputs,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        lses: torch.Tensor,
-        deltas: torch.Tensor,
-        grad: torch.Tensor,
-        into: tuple[torch.Tensor | None, ...],
-    ) -> None:
-        """Write the gradients of q and, unless their outputs are None, of k and v.
-
-        Fills ``lses`` and ``deltas`` first, ``[..., KV heads, queries, group]``: the lse of each row in base 2, and the
-        sum of out times its gradient.
-        """
+    def launch_backward(self, plan: Any, given: Inputs, saved: Saved, into: tuple[torch.Tensor | None, ...]) -> None:
+        """Fill ``lses`` and ``deltas``; write the gradients of q and, unless their outputs are None, of k and v."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -123,9 +127,9 @@ class General:
         *lead, _, queries = lse.shape
         lses, deltas = (lse.new_empty((*lead, plan.kv_heads, queries, plan.group)) for _ in range(2))
         if not plan.is_empty:
-            saved = (_canonical(out.contiguous()), lse.contiguous(), lses, deltas, _canonical(grad))
+            saved = Saved(_canonical(out.contiguous()), lse.contiguous(), lses, deltas, _canonical(grad))
             with device_of(given.q):
-                self._passes.launch_backward(plan, fitting, *saved, (dq, dk, dv) if needs_keys else (dq, None, None))
+                self._passes.launch_backward(plan, fitting, saved, (dq, dk, dv) if needs_keys else (dq, None, None))
         dsinks = _of_sinks(given.sinks, lse, deltas)
         return dq, dk, dv, lse.new_empty(0) if dsinks is None else dsinks
 
@@ -173,7 +177,7 @@ class Planned:
             dk, dv = (x.new_zeros(x.shape) if self._has_padding else x.new_empty(x.shape) for x in (given.k, given.v))
         lses, deltas = lse.new_empty(self._lses), lse.new_empty(self._lses)
         with device_of(given.q):
-            self._passes.launch_backward(self._plan, given, out, lse, lses, deltas, grad, (dq, dk, dv))
+            self._passes.launch_backward(self._plan, given, Saved(out, lse, lses, deltas, grad), (dq, dk, dv))
         return dq, dk, dv, _of_sinks(given.sinks, lse, deltas)
 
     def _are_planned(self, given: Inputs, out: torch.Tensor, lse: torch.Tensor, grad: torch.Tensor) -> bool:

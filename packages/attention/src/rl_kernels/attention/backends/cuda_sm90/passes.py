@@ -6,9 +6,10 @@ import functools
 
 import torch
 
-from rl_kernels.attention.backends.cuda_sm90.plan import THREADS, Plan, plan_for, strides_of
+from rl_kernels.attention.backends.cuda_sm90.plan import THREADS, WARPS, Plan, plan_for, strides_of
 from rl_kernels.attention.backends.cuda_sm90.schedule import TILE
 from rl_kernels.attention.checks import MULTIPLE
+from rl_kernels.attention.gpu import Saved
 from rl_kernels.attention.inputs import Inputs
 from rl_kernels.core.cuda.tensor_map import TensorMap, tensor_map
 
@@ -17,8 +18,6 @@ __all__ = ["launch_backward", "launch_forward", "plan_for"]
 SWIZZLE, SPAN = 128, 64
 """Bytes and numbers of a row in shared memory."""
 DIMS = 4
-FINISHERS = 128
-"""Threads of a block that merges states."""
 
 
 def launch_forward(plan: Plan, given: Inputs, out: torch.Tensor, lse: torch.Tensor | None) -> None:
@@ -32,20 +31,12 @@ def launch_forward(plan: Plan, given: Inputs, out: torch.Tensor, lse: torch.Tens
     maps = _maps_of(given, plan.box)
     launches.attend.launch(launches.grid, plan.tile.threads, *maps, *args, shared=plan.tile.shared)
     if launches.finish is not None:
-        launches.finish.launch(launches.merging, FINISHERS, *args, pdl=True)
+        launches.finish.launch(launches.merging, 32 * WARPS, *args, pdl=True)
 
 
-def launch_backward(
-    plan: Plan,
-    given: Inputs,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    lses: torch.Tensor,
-    deltas: torch.Tensor,
-    grad: torch.Tensor,
-    into: tuple[torch.Tensor | None, ...],
-) -> None:
-    """Write the gradients of q and, unless their outputs are None, of k and v; fill ``lses`` and ``deltas`` first."""
+def launch_backward(plan: Plan, given: Inputs, saved: Saved, into: tuple[torch.Tensor | None, ...]) -> None:
+    """Fill ``lses`` and ``deltas``; write the gradients of q and, unless their outputs are None, of k and v."""
+    out, lse, lses, deltas, grad = saved
     _, *where = given.others
     launches, tile, strides = plan.backward(), plan.backward_tile, strides_of(grad.stride())
     launches.rows.launch(launches.rows_grid, THREADS, out, grad, lse, lses, deltas, *strides, *launches.sizes)
@@ -53,7 +44,7 @@ def launch_backward(
     of_queries, of_keys = (
         (*where, *shape, *args, *numbers) for shape, numbers in zip(launches.shapes, launches.numbers, strict=True)
     )
-    maps = _maps_of(given, plan.part)
+    maps = _maps_of(given, plan.backward_box)
     launches.queries.launch(launches.queries_grid, tile.threads, *maps, *of_queries, shared=tile.shared)
     if into[1] is not None and launches.keys_grid:
         maps = _maps_of(given, TILE)

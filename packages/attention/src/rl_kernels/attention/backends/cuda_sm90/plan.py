@@ -34,13 +34,8 @@ ROWS_ARGS = "(PPPPPqqqiiii)"
 LANES, THREADS = 16, 256
 """Lanes of a row, and threads of a block, that form the sum of out times its gradient."""
 WARPS = 4
-"""Rows of a thread block that merges states."""
+"""Warps of a thread block that merges states, each with one row."""
 PACKED_DIMS = 3
-
-
-def ceil_div(x: int, y: int) -> int:
-    """Return x / y, rounded up."""
-    return -(-x // y)
 
 
 class Forward(NamedTuple):
@@ -142,7 +137,7 @@ class Plan:
     def _made_forward(self) -> Forward:
         key, tile = self._key, self.tile
         rows = self._longest_q * self.group
-        tiles, segments = ceil_div(rows, tile.rows), ceil_div(self._longest_k, SEGMENT)
+        tiles, segments = -(-rows // tile.rows), -(-self._longest_k // SEGMENT)
         count, most = tiles * key.batch * self.kv_heads, processors(key.device)
         # One consumer merges no segments; two leave them to more thread blocks only if half of these would idle.
         split = segments > 1 and (tile.groups == 1 or 2 * count <= most)
@@ -151,7 +146,7 @@ class Plan:
             kernel(made, "attend", f"TT{ARGS}", key.device),
             min(count * (segments if split else 1), most),
             kernel(made, "finish", ARGS, key.device) if split else None,
-            (ceil_div(rows, WARPS), self.kv_heads, key.batch),
+            (-(-rows // WARPS), self.kv_heads, key.batch),
             count * segments * tile.rows if split else 0,
             self._shape(self.box),
             strides_of(key.strides),
@@ -160,26 +155,26 @@ class Plan:
 
     def _made_backward(self) -> Backward:
         key, most, heads = self._key, processors(self._key.device), self.kv_heads * self.group
-        tile = BackwardTile(self.tile.widths)
-        made = backward_program(key.dtype, tile, capped=key.cap > 0)
+        made = backward_program(key.dtype, self.backward_tile, capped=key.cap > 0)
         sequences = 1 if len(key.strides) == PACKED_DIMS else key.batch
-        tiles, parts = ceil_div(self._longest_q * self.group, TILE), ceil_div(self._longest_k, TILE)
+        row_tiles = -(-self._longest_q * self.group // TILE)
+        key_tiles = -(-self._longest_k // TILE)
         numbers = (self._factor, key.scale, *self._cap)
         return Backward(
             kernel(made, "rows_of", ROWS_ARGS, key.device),
-            (ceil_div(self._queries * heads * LANES, THREADS), sequences),
+            (-(-self._queries * heads * LANES // THREADS), sequences),
             (self._queries, heads, self.group, self._size_v),
             kernel(made, "of_queries", f"TT{BACKWARD_ARGS}", key.device),
-            min(tiles * key.batch * self.kv_heads, most),
+            min(row_tiles * key.batch * self.kv_heads, most),
             kernel(made, "of_keys", f"TT{BACKWARD_ARGS}", key.device),
-            min(parts * key.batch * self.kv_heads, most),
-            (self._shape(self.part), self._shape(TILE)),
+            min(key_tiles * key.batch * self.kv_heads, most),
+            (self._shape(self.backward_box), self._shape(TILE)),
             strides_of(key.strides),
-            ((tiles, *numbers), (parts, *numbers)),
+            ((row_tiles, *numbers), (key_tiles, *numbers)),
         )
 
     @property
-    def part(self) -> int:
+    def backward_box(self) -> int:
         """Keys of one copy in the kernel of dq."""
         return min(self.box, PART)
 

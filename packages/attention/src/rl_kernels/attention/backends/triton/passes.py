@@ -6,6 +6,7 @@ import torch
 
 from rl_kernels.attention.backends.triton.boxes import described
 from rl_kernels.attention.backends.triton.plan import Plan, plan_of
+from rl_kernels.attention.gpu import Saved
 from rl_kernels.attention.inputs import Inputs
 from rl_kernels.core.gpu import device_of
 
@@ -42,17 +43,9 @@ def launch_forward(plan: Plan, given: Inputs, out: torch.Tensor, lse: torch.Tens
             finish(out, lse, sinks, *where, *states)
 
 
-def launch_backward(
-    plan: Plan,
-    given: Inputs,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    lses: torch.Tensor,
-    deltas: torch.Tensor,
-    grad: torch.Tensor,
-    into: tuple[torch.Tensor | None, ...],
-) -> None:
-    """Write the gradients of q and, unless their outputs are None, of k and v; fill ``lses`` and ``deltas`` first."""
+def launch_backward(plan: Plan, given: Inputs, saved: Saved, into: tuple[torch.Tensor | None, ...]) -> None:
+    """Fill ``lses`` and ``deltas``; write the gradients of q and, unless their outputs are None, of k and v."""
+    out, lse, lses, deltas, grad = saved
     (q, k, v), (_, *where, table) = given.operands, given.others
     dq, dk, dv = into
     rows, queries, keys, boxes = plan.backward(grad.stride(), grad.dtype, out.dtype, lse.dtype)
