@@ -113,8 +113,10 @@ def encoded(monkeypatch):
     numbers = (ctypes.c_int, ctypes.c_uint32, *(ctypes.c_void_p,) * 5, *(ctypes.c_int,) * 4)
 
     def encode(place, dtype, rank, address, sizes, strides, box, steps, *rest):
-        words = [(ctypes.c_uint64 * 2).from_address(sizes)[:], ctypes.c_uint64.from_address(strides).value]
-        words += [(ctypes.c_uint32 * 2).from_address(array)[:] for array in (box, steps)]
+        words = [
+            (ctypes.c_uint64 * count).from_address(array)[:] for count, array in ((rank, sizes), (rank - 1, strides))
+        ]
+        words += [(ctypes.c_uint32 * rank).from_address(array)[:] for array in (box, steps)]
         asked.append((place % 128, rank, address, *words, rest[2]))
         ctypes.memset(place, len(asked), 128)
         return 0
@@ -128,7 +130,15 @@ def encoded(monkeypatch):
 def test_a_descriptor_is_written_at_an_aligned_place_and_kept(encoded):
     first = tensor_map(X, (4, 64), swizzle=128)
     assert first == tensor_map(X, (4, 64), swizzle=128) == bytes([1]) * 128
-    assert encoded == [(0, 2, X.data_ptr(), [64, 5], 128, [64, 4], [1, 1], PROMOTED[0])]
+    assert encoded == [(0, 2, X.data_ptr(), [64, 5], [128], [64, 4], [1, 1], PROMOTED[0])]
+
+
+def test_a_descriptor_of_four_dims_begins_with_the_last(encoded):
+    cache = torch.zeros(3, 7, 2, 64, dtype=torch.bfloat16)
+    tensor_map(cache[:, 1:], (1, 4, 1, 32), swizzle=64)
+    assert encoded == [
+        (0, 4, cache[0, 1].data_ptr(), [64, 2, 6, 3], [128, 256, 1792], [32, 1, 4, 1], [1, 1, 1, 1], PROMOTED[0])
+    ]
 
 
 def test_a_descriptor_is_written_on_the_gpu_of_its_matrix(encoded, monkeypatch):
@@ -161,7 +171,7 @@ def test_a_transpose_and_other_strides_are_described_where_the_matrix_begins(enc
     row = X[2:3].t()
     maps = [tensor_map(row, (4, 64), transposed=True, strides=strides) for strides in (None, (72, 1))]
     assert maps[0] != maps[1]
-    assert [asked[2:5] for asked in encoded] == [(X[2].data_ptr(), [64, 1], size) for size in (128, 144)]
+    assert [asked[2:5] for asked in encoded] == [(X[2].data_ptr(), [64, 1], [size]) for size in (128, 144)]
 
 
 def test_descriptors_that_are_kept_are_bounded(encoded, monkeypatch):
