@@ -37,6 +37,8 @@ constexpr bool MERGES = GROUPS > 1;
 constexpr int KEPT_BYTES = MERGES ? MMA_M * V_WIDTH * 4 : ROOM<V_WIDTH>;
 static_assert(SHARED_BYTES >= ATOM + Q_BYTES + STAGES * (K_BYTES + V_BYTES) + GROUPS * KEPT_BYTES,
               "what the host made room for");
+// The others of a multiprocessor are the producer's, 40 each.
+constexpr int CONSUMER_REGISTERS = GROUPS > 1 ? 232 : 248;
 // Warp 0 of the producer copies k, warp 1 v, and the others q.
 constexpr int COPIERS = WARPGROUP - 2 * WARP;
 
@@ -224,7 +226,6 @@ struct Consumer {
     Turns turns;
     Slot<STAGES> key, value;
     Scores d;
-    Powers powers;
     Sums acc;
     // Of the segment at hand, and of those before it in the tile, if there are any.
     State state, before;
@@ -232,7 +233,7 @@ struct Consumer {
 
     __device__ __forceinline__ Consumer(const Args& p, const Memory& m, int group)
         : p(p), m(m), group(group), first(group * MMA_M), q(m.q + bytes_of(first)), kept(m.kept + group * KEPT_BYTES),
-          turns(m.turns, group, GROUPS), d{}, powers{} {}
+          turns(m.turns, group, GROUPS), d{} {}
 
     __device__ __forceinline__ void run() {
         u32 parity = 0;
@@ -260,24 +261,63 @@ struct Consumer {
         const Seen<BLOCK> seen(p, t, mine, first);
         // A warp without a row has nothing to weigh: with few queries that is most of them.
         const bool active = GROUPS > 1 || t.row(p, first + mine.row / 16 * 16).query < t.s.used;
-        const u32 missing = arrived();
-        if constexpr (MERGES) turns.wait();
-        issue_rows<Number, BLOCK, K_WIDTH, ROWS>(q, m.k + key.stage * K_BYTES, d);
+        multiply_keys();
         if constexpr (MERGES) turns.pass();
+        lose(seen, state, t.begin, lost(), p.box);
         products_done<0>();
-        scored(t.begin + BLOCK >= t.end);
-        if (!seen.all(t.begin)) seen.mask(d, t.begin, -infinity());
-        weigh(d, state, Raise(d, state, p.factor), p.factor);
-        pack(d, powers);
-        lose(seen, state, t.begin, missing, p.box);
+        scored(t, seen, t.begin);
+        Powers powers = {}, others = {};
+        float sum[2], keep[2];
+        weigh_again(keep, sum, powers);
+        add(keep, sum);
         int n = t.begin + BLOCK;
-        // With a window, then the blocks that all rows see, then those at the end of their keys.
+        // In turns: the products read one's registers while the next block's powers go to the other's.
 #pragma unroll 1
-        for (; n < min(seen.low_most, t.end); n += BLOCK) step<true>(t, seen, n, active);
-#pragma unroll 1
-        for (; n + BLOCK <= seen.high_least; n += BLOCK) step<false>(t, seen, n, active);
-#pragma unroll 1
-        for (; n < t.end; n += BLOCK) step<true>(t, seen, n, active);
+        for (;; n += BLOCK) {
+            if (n >= t.end) return finish(t, powers);
+            step(t, seen, n, active, powers, others);
+            n += BLOCK;
+            if (n >= t.end) return finish(t, others);
+            step(t, seen, n, active, others, powers);
+        }
+    }
+
+    // One block: its scores, which become powers, and the sums of the block before.
+    __device__ __forceinline__ void step(const Tile& t, const Seen<BLOCK>& seen, int n, bool active, Powers& before,
+                                         Powers& powers) {
+        multiply_keys();
+        m.v_full[value.stage].wait(value.parity);
+        issue_words<Number, V_WIDTH>(before, m.v + value.stage * V_BYTES, acc);
+        if constexpr (MERGES) turns.pass();
+        const bool starts = MERGES && n % SEGMENT == 0;
+        State closed;
+        if (starts) closed = state, state = State();
+        lose(seen, state, n, lost(), p.box);
+        products_done<1>();
+        scored(t, seen, n);
+        bool raises = starts;
+        float sum[2], keep[2] = {1.0f, 1.0f};
+        if (active) {
+            // A row that has seen nothing has a top of -inf, and so a sum of inf or NaN.
+            if (!starts)
+#pragma unroll
+                for (int half = 0; half < 2; ++half) sum[half] = weigh(d, half, state.top[half], p.factor, powers);
+            if (starts || !__all_sync(ALL, sum[0] <= SMALL && sum[1] <= SMALL))
+                raises = weigh_again(keep, sum, powers) || starts;
+        }
+        // In each branch, not before: the compiler would wait for the sums before it forms the powers.
+        if (raises) {
+            summed(before, powers);
+            if (starts) join(closed);
+            rescale(acc, keep);
+        } else {
+            summed(before, powers);
+        }
+        if (active) add(keep, sum);
+    }
+
+    // The sums of the last block.
+    __device__ __forceinline__ void finish(const Tile& t, Powers& powers) {
         char* v = m.v + value.stage * V_BYTES;
         m.v_full[value.stage].wait(value.parity);
         const int known = t.s.length - (t.end - 1) / BLOCK * BLOCK;
@@ -286,64 +326,57 @@ struct Consumer {
             cleared<GROUPS>();
         }
         issue_words<Number, V_WIDTH>(powers, v, acc);
-        summed();
-        value.advance();
+        summed(powers, powers);
         close(state);
     }
 
-    // One block: its scores, and the sums of the block before.
-    template <bool MASKS>
-    __device__ __forceinline__ void step(const Tile& t, const Seen<BLOCK>& seen, int n, bool active) {
-        const u32 missing = arrived();
-        if constexpr (MERGES) turns.wait();
-        issue_rows<Number, BLOCK, K_WIDTH, ROWS>(q, m.k + key.stage * K_BYTES, d);
-        m.v_full[value.stage].wait(value.parity);
-        issue_words<Number, V_WIDTH>(powers, m.v + value.stage * V_BYTES, acc);
-        if constexpr (MERGES) turns.pass();
-        products_done<1>();
-        scored(n + BLOCK >= t.end);
-        if constexpr (MASKS) seen.mask(d, n, -infinity());
-        const bool starts = MERGES && n % SEGMENT == 0;
-        State closed;
-        if (starts) closed = state, state = State();
-        const Raise raise(d, state, p.factor);
-        if (active) weigh(d, state, raise, p.factor);
-        // In each branch, not before: the compiler would wait for the sums before it forms the powers.
-        if (raise.any || starts) {
-            hold(d);
-            summed();
-            if (starts) join(closed);
-            rescale(acc, raise.keep);
-        } else {
-            hold(d);
-            summed();
+    // Raises tops where a block's scores exceed them, and turns the scores into powers. Whether a row of this warp was
+    // raised.
+    __device__ __forceinline__ bool weigh_again(float (&keep)[2], float (&sum)[2], Powers& powers) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            keep[half] = raise(d, half, state, p.factor);
+            sum[half] = weigh(d, half, finite(state.top[half]), p.factor, powers);
         }
-        value.advance();
-        if (active) pack(d, powers);
-        lose(seen, state, n, missing, p.box);
+        return __any_sync(ALL, keep[0] != 1.0f || keep[1] != 1.0f);
     }
 
-    // Waits for a block of keys, and returns which parts of it are missing.
-    __device__ __forceinline__ u32 arrived() const {
+    __device__ __forceinline__ void add(const float (&keep)[2], const float (&sum)[2]) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+            state.total[half] = __fmaf_rn(state.total[half], keep[half], sum[half]);
+    }
+
+    // Issues the scores of the next block, in this consumer's turn.
+    __device__ __forceinline__ void multiply_keys() {
+        // Formed before the turn comes, not in it.
+        const u64 left = formed(operand_at<K_MAJOR>(q)), right = formed(operand_at<K_MAJOR>(m.k + key.stage * K_BYTES));
         m.k_full[key.stage].wait(key.parity);
-        return p.table ? m.missing[key.stage] : 0;
+        if constexpr (MERGES) turns.wait();
+        issue_rows<Number, BLOCK, K_WIDTH, ROWS>(left, right, d);
     }
 
-    // After the scores of a block are formed: releases its keys, and with the tile's last block also q.
-    __device__ __forceinline__ void scored(bool last) {
+    // Which parts of the block are missing whose scores are being formed.
+    __device__ __forceinline__ u32 lost() const { return p.table ? m.missing[key.stage] : 0; }
+
+    // After the scores of block n are formed: releases its keys, and with the tile's last block also q.
+    __device__ __forceinline__ void scored(const Tile& t, const Seen<BLOCK>& seen, int n) {
         hold(d);
         give_back(m.k_empty[key.stage]);
-        if (last) give_back(*m.q_empty);
+        if (n + BLOCK >= t.end) give_back(*m.q_empty);
         key.advance();
 #pragma unroll
         for (int i = 0; i < BLOCK / 2; ++i) cap(p.cap, p.rate, d[i]);
+        if (!seen.all(n)) seen.mask(d, n, -infinity());
     }
 
-    // Waits for the products with the values, and releases those.
-    __device__ __forceinline__ void summed() {
+    // Waits for the products with the values, and releases those. `powers`: formed by then.
+    __device__ __forceinline__ void summed(Powers& before, Powers& powers) {
+        rlk::keep(powers);
         products_done<0>();
-        hold(acc), keep(powers);
+        hold(acc), rlk::keep(before);
         give_back(m.v_empty[value.stage]);
+        value.advance();
     }
 
     // Ends a segment within a tile: joins it to those before, and begins the next one.
@@ -378,7 +411,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         else
             load_queries(p, m);
     } else {
-        take_registers<232>();
+        take_registers<CONSUMER_REGISTERS>();
         Consumer(p, m, warp_index() / WARPS_OF_GROUP - 1).run();
     }
 }

@@ -11,10 +11,12 @@ using Scores = float[BLOCK / 2];
 using Sums = float[V_WIDTH / 2];
 using Powers = u32[BLOCK / MMA_K][4];
 
-// Whether the largest score of a block raises a row's top to it. A slack keeps that rare: within it powers are at most
-// 2^SLACK. Each row decides for itself.
+// A block raises the top of a row to its largest score if that exceeds the top by more than SLACK: rarely, and so powers
+// are at most 2^SLACK. Each row decides for itself.
 constexpr float SLACK = 8.0f;
-__device__ inline bool exceeds(float most, float top) { return most > __fadd_rn(top, SLACK); }
+// No row is raised while a thread's powers add up to this at most: it is well below 2^SLACK.
+constexpr float SMALL = 128.0f;
+
 // A thread's largest score of a row.
 __device__ inline float largest(const Scores& d, int half) {
     float most[4];
@@ -45,49 +47,35 @@ __device__ inline void lose(const Seen<BLOCK>& seen, State& state, int n, u32 mi
     }
 }
 
-// What a block changes in the tops of a thread's rows.
-struct Raise {
-    // Whether any row of the warp is raised; what rescales the sums before, 1 for a row that is not raised.
-    bool any;
-    float keep[2];
-
-    __device__ Raise(const Scores& d, State& state, float factor) : keep{1.0f, 1.0f} {
-        float most[2] = {__fmul_rn(largest(d, 0), factor), __fmul_rn(largest(d, 1), factor)};
-        any = __any_sync(ALL, exceeds(most[0], state.top[0]) || exceeds(most[1], state.top[1]));
-        if (!any) return;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            most[half] = fmaxf(most[half], __shfl_xor_sync(ALL, most[half], 1));
-            most[half] = fmaxf(most[half], __shfl_xor_sync(ALL, most[half], 2));
-            if (!exceeds(most[half], state.top[half])) continue;
-            keep[half] = exp2_fast(__fsub_rn(state.top[half], most[half]));
-            state.top[half] = most[half];
-        }
-    }
-};
-
-// Turns a block's scores into powers; adds their sum, over this thread's columns, to the total.
-__device__ inline void weigh(Scores& d, State& state, const Raise& raise, float factor) {
-    const float base[2] = {finite(state.top[0]), finite(state.top[1])};
-    float part[2][2];
-#pragma unroll
-    for (int j = 0; j < BLOCK / 8; ++j)
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-#pragma unroll
-            for (int k = 0; k < 2; ++k) {
-                float& x = d[4 * j + 2 * half + k];
-                x = exp2_fast(__fmaf_rn(x, factor, -base[half]));
-                part[half][k] = j ? __fadd_rn(part[half][k], x) : x;
-            }
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-        state.total[half] = __fmaf_rn(state.total[half], raise.keep[half], __fadd_rn(part[half][0], part[half][1]));
+// Raises the top of one of a thread's two rows if a block's scores exceed it. Returns what rescales the sums before: 1 if
+// the top stays.
+__device__ inline float raise(const Scores& d, int half, State& state, float factor) {
+    float& top = state.top[half];
+    float most = largest(d, half);
+    most = fmaxf(most, __shfl_xor_sync(ALL, most, 1));
+    most = fmaxf(most, __shfl_xor_sync(ALL, most, 2));
+    const bool exceeds = __fmaf_rn(most, factor, -top) > SLACK;
+    most = __fmul_rn(most, factor);
+    const float keep = exceeds ? exp2_fast(__fsub_rn(top, most)) : 1.0f;
+    top = exceeds ? most : top;
+    return keep;
 }
 
-__device__ inline void pack(const Scores& d, Powers& powers) {
+// Turns a block's scores of one of a thread's rows into powers, packs them, and returns their sum over this thread's
+// columns. `base`: the top.
+__device__ inline float weigh(const Scores& d, int half, float base, float factor, Powers& powers) {
+    float part[2];
 #pragma unroll
-    for (int i = 0; i < BLOCK / 4; ++i) powers[i / 4][i % 4] = Number::pack(d + 2 * i);
+    for (int j = 0; j < BLOCK / 8; ++j) {
+        float x[2];
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+            x[k] = exp2_fast(__fmaf_rn(d[4 * j + 2 * half + k], factor, -base));
+            part[k] = j ? __fadd_rn(part[k], x[k]) : x[k];
+        }
+        powers[j / 2][j % 2 * 2 + half] = Number::pack(x);
+    }
+    return __fadd_rn(part[0], part[1]);
 }
 
 __device__ inline void rescale(Sums& acc, const float (&keep)[2]) {

@@ -8,11 +8,16 @@
 
 namespace rlk {
 
+// The operand, formed here and not later.
+__device__ inline u64 formed(u64 operand) {
+    asm volatile("" : "+l"(operand));
+    return operand;
+}
+
 // Issues d[64 x N] = a b^T over INNER terms. Both are K_MAJOR tiles, 64 terms a box: a is 64 rows of boxes with A_ROWS
 // rows, b all N rows of its boxes.
 template <class T, int N, int INNER, int A_ROWS>
-__device__ inline void issue_rows(const char* a, const char* b, float (&d)[N / 2]) {
-    const u64 left = operand_at<K_MAJOR>(a), right = operand_at<K_MAJOR>(b);
+__device__ inline void issue_rows(u64 left, u64 right, float (&d)[N / 2]) {
     hold(d);
     fence_products();
 #pragma unroll
@@ -27,6 +32,11 @@ __device__ inline void issue_rows(const char* a, const char* b, float (&d)[N / 2
     }
     commit_products();
     hold(d);
+}
+
+template <class T, int N, int INNER, int A_ROWS>
+__device__ inline void issue_rows(const char* a, const char* b, float (&d)[N / 2]) {
+    issue_rows<T, N, INNER, A_ROWS>(operand_at<K_MAJOR>(a), operand_at<K_MAJOR>(b), d);
 }
 
 // Issues d[64 x N] += a b over 16 STEPS terms: a in registers, b an MN_MAJOR tile, whose boxes of 64 columns have 16
