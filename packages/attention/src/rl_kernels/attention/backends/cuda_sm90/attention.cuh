@@ -37,6 +37,8 @@ struct Shape {
     int wide, batch, kv_heads, group, size, size_v, queries, keys, pages, page, table_step, left, right, box, inverse;
     // Bytes of a sink.
     int sink_size;
+    // Queries in a block of rows of the kernel of dk and dv, which are as many whole groups as have 64 rows at most.
+    int queries_of_block;
 
     __device__ i64 integer(Integers which, const void* at, i64 index) const {
         return wide >> which & 1 ? static_cast<const i64*>(at)[index] : static_cast<const int*>(at)[index];

@@ -78,17 +78,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) of_queries(const __grid
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) of_keys(const __grid_constant__ TensorMap k,
-                                                                 const __grid_constant__ TensorMap v,
-                                                                 const __grid_constant__ Args p) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    of_keys(const __grid_constant__ TensorMap k, const __grid_constant__ TensorMap v,
+            const __grid_constant__ TensorMap of_q, const __grid_constant__ TensorMap of_grad,
+            const __grid_constant__ Args p) {
     const Memory m;
-    m.open(1, COPIERS);
+    clear_rest(p, m);
+    m.open(1, ROW_ARRIVALS);
     if (warp_index() < WARPS_OF_GROUP) {
         give_registers<40>();
         if (warp_index() == 0)
             load_tiles(p, m, k, v);
-        else
-            load_blocks_of_rows(p, m);
+        else if (warp_index() == 1)
+            load_blocks_of_rows(p, m, of_q, of_grad);
     } else {
         take_registers<232>();
         consume_rows(p, m, warp_index() / WARPS_OF_GROUP - 1);

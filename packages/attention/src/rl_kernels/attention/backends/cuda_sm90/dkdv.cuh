@@ -1,5 +1,6 @@
-// The kernel of dk and dv: a tile is 128 keys of a sequence, 64 a consumer, whose scores are transposed. Blocks of 64
-// rows of q and of out's gradient come through a ring. Order of the sums: attention_backward_sm90.cu.
+// The kernel of dk and dv: a tile is 128 keys of a sequence, 64 a consumer, whose scores are transposed. Blocks of rows of
+// q and of out's gradient come through a ring: as many whole queries as have 64 rows at most; where they have fewer, the
+// other rows of the stages are 0 throughout. Order of the sums: attention_backward_sm90.cu.
 #pragma once
 
 #include "backward.cuh"
@@ -16,14 +17,16 @@ struct KeyTile {
         const int origin = clamped(-s.shift - right, 0, s.used) * p.group;
         const int low = clamped(first - right - s.shift, 0, s.used) * p.group;
         end = clamped(first + HEIGHT + left - s.shift, 0, s.used) * p.group;
-        begin = origin + max(low - origin, 0) / PART * PART;
+        const int rows = p.queries_of_block * p.group;
+        begin = origin + max(low - origin, 0) / rows * rows;
     }
     static constexpr i64 NEVER = 1ll << 40;
     __device__ bool exists() const { return first < s.length && first + HEIGHT > s.gone; }
     __device__ bool has_rows() const { return begin < end; }
 };
 
-constexpr int COPIERS = WARPGROUP - WARP;
+// Arrivals at a stage: that of the copies of rows, and each lane's after its copies of lse and delta.
+constexpr int ROW_ARRIVALS = 1 + WARP;
 
 // One warp: the keys and values of each tile.
 __device__ inline void load_tiles(const Args& p, const Memory& m, const TensorMap& k, const TensorMap& v) {
@@ -45,43 +48,48 @@ __device__ inline void load_tiles(const Args& p, const Memory& m, const TensorMa
     });
 }
 
-// The other warps of the producer: blocks of rows, each one while those of the one before arrive.
-__device__ inline void load_blocks_of_rows(const Args& p, const Memory& m) {
-    const int thread = static_cast<int>(threadIdx.x) - WARP;
-    const Copier<K_WIDTH, COPIERS> of_q(thread, p.size);
-    const Copier<V_WIDTH, COPIERS> of_grad(thread, p.size_v);
+// Sets the rows of all stages to 0 that no copy reaches.
+__device__ inline void clear_rest(const Args& p, const Memory& m) {
+    constexpr int ROW = SWIZZLE / CHUNK, BOXES = STAGES * (BOXES_K + BOXES_V);
+    const int first = p.queries_of_block * p.group * ROW, count = PART * ROW - first;
+    for (int i = threadIdx.x; i < BOXES * count; i += THREADS)
+        *reinterpret_cast<Chunk*>(m.stages_a + i / count * bytes_of(PART) + (first + i % count) * CHUNK) = {};
+    fence_copies();
+}
+
+// One warp: blocks of rows.
+__device__ inline void load_blocks_of_rows(const Args& p, const Memory& m, const TensorMap& q, const TensorMap& grad) {
+    const int lane = threadIdx.x % WARP, count = p.queries_of_block * p.group;
     Slot<STAGES> slot;
-    int before = -1;
     over_tiles(p, [&](int number, int b, int head) {
         const KeyTile t(p, number, b, head);
         if (!t.exists()) return;
         const i64 rows = p.rows_of(t.s, b, head);
+        const int outer = p.starts_q ? 0 : b;
 #pragma unroll 1
-        for (int r = t.begin; r < t.end; r += PART, slot.advance()) {
-            const int stage = slot.stage, query = r / p.group;
-            const Row row(p, query, r - query * p.group, 0);
+        for (int r = t.begin; r < t.end; r += count, slot.advance()) {
+            const int stage = slot.stage, query = t.s.first_q + r / p.group;
             m.a_empty[stage].wait(slot.parity ^ 1);
-            of_q.template copy<PART>(m.stage_a(stage), p, t.s, b, head, row, p.q, p.q_batch, p.q_row, p.q_head);
-            of_grad.template copy<PART>(m.stage_b(stage), p, t.s, b, head, row, p.grad, p.g_batch, p.g_row, p.g_head);
-            if (thread < PART) {
-                const bool known = r + thread < t.s.used * p.group;
-                const i64 place = rows + (known ? r + thread : 0);
-                copy_word(m.lse + stage * PART + thread, p.lses + place, !known);
-                copy_word(m.lse + (STAGES + stage) * PART + thread, p.deltas + place, !known);
+            if (lane == 0) {
+                Barrier& full = m.a_full[stage];
+                full.arrive_expecting((BOXES_K + BOXES_V) * bytes_of(count));
+#pragma unroll
+                for (int box = 0; box < BOXES_K; ++box)
+                    load_box(m.stage_a(stage) + box * bytes_of(PART), q, outer, query, head * p.group, box * SPAN, full);
+#pragma unroll
+                for (int box = 0; box < BOXES_V; ++box)
+                    load_box(m.stage_b(stage) + box * bytes_of(PART), grad, outer, query, head * p.group, box * SPAN, full);
             }
-            commit_copies();
-            if (before >= 0) {
-                copies_done<1>();
-                fence_copies();
-                m.a_full[before].arrive();
+#pragma unroll
+            for (int i = lane; i < PART; i += WARP) {
+                const bool known = i < count && r + i < t.s.used * p.group;
+                const i64 place = rows + (known ? r + i : 0);
+                copy_word(m.lse + stage * PART + i, p.lses + place, !known);
+                copy_word(m.lse + (STAGES + stage) * PART + i, p.deltas + place, !known);
             }
-            before = stage;
+            m.a_full[stage].arrive_after_copies();
         }
     });
-    if (before < 0) return;
-    copies_done<0>();
-    fence_copies();
-    m.a_full[before].arrive();
 }
 
 // The rows that see each of a thread's two keys: from[half] to to[half] - 1, counted from its first column; and those
@@ -101,7 +109,8 @@ struct SeenBy {
         const int begin = t.first + first;
         all_from = low(begin + MMA_M - 1), all_to = high(begin);
     }
-    __device__ bool all(int r) const { return r >= all_from && r + PART <= all_to; }
+    // Whether all keys of the consumer are seen by all rows from r to r + count - 1.
+    __device__ bool all(int r, int count) const { return r >= all_from && r + count <= all_to; }
     __device__ void mask(Scores& d, int r) const {
         const int low[2] = {from[0] - r, from[1] - r}, high[2] = {to[0] - r, to[1] - r};
         each(d, [&](float& x, int half, int column) {
@@ -115,18 +124,25 @@ __device__ __forceinline__ void add_rows(const Args& p, const Memory& m, const K
                                          Slot<STAGES>& slot, float (&dk)[K_WIDTH / 2], float (&dv)[V_WIDTH / 2]) {
     const Fragment mine;
     const SeenBy seen_by(p, t, mine, first);
+    const int count = p.queries_of_block * p.group, used = t.s.used * p.group;
     Scores d = {}, dp = {};
-    Weights weights = {};
+    Weights weights = {}, slopes = {};
 #pragma unroll 1
-    for (int r = t.begin; r < t.end; r += PART, slot.advance()) {
+    for (int r = t.begin; r < t.end; r += count, slot.advance()) {
         const int stage = slot.stage;
         m.a_full[stage].wait(slot.parity);
+        // Rows behind the last query may hold anything.
+        if (r + count > used) {
+            clear<BOXES_K, PART, GROUPS>(m.stage_a(stage), used - r);
+            clear<BOXES_V, PART, GROUPS>(m.stage_b(stage), used - r);
+            cleared<GROUPS>();
+        }
         issue_rows<Number, PART, K_WIDTH, HEIGHT>(m.a + bytes_of(first), m.stage_a(stage), d);
         issue_rows<Number, PART, V_WIDTH, HEIGHT>(m.b + bytes_of(first), m.stage_b(stage), dp);
         const float* lse = m.lse + stage * PART + mine.column;
         products_done<1>();
         hold(d);
-        if (!seen_by.all(r)) seen_by.mask(d, r);
+        if (!seen_by.all(r, count)) seen_by.mask(d, r);
 #pragma unroll
         for (int i = 0; i < PART / 2; ++i) {
             capped(p, d[i]);
@@ -135,9 +151,9 @@ __device__ __forceinline__ void add_rows(const Args& p, const Memory& m, const K
 #pragma unroll
         for (int i = 0; i < PART / 4; ++i) weights[i / 4][i % 4] = Number::pack(d + 2 * i);
         issue_words<Number, V_WIDTH>(weights, m.stage_b(stage), dv);
-        products_done<0>();
-        hold(dp), hold(dv), keep(weights);
-        // The rounded weights, for which there are registers.
+        products_done<1>();
+        hold(dp);
+        // From the rounded weights: there are registers for no others.
 #pragma unroll
         for (int i = 0; i < PART / 4; ++i) {
             float x[2];
@@ -148,11 +164,11 @@ __device__ __forceinline__ void add_rows(const Args& p, const Memory& m, const K
                 const float slope = slope_of(p, x[k], lse[column]);
                 x[k] = __fmul_rn(times(x[k], slope), __fsub_rn(dp[2 * i + k], lse[STAGES * PART + column]));
             }
-            weights[i / 4][i % 4] = Number::pack(x);
+            slopes[i / 4][i % 4] = Number::pack(x);
         }
-        issue_words<Number, K_WIDTH>(weights, m.stage_a(stage), dk);
+        issue_words<Number, K_WIDTH>(slopes, m.stage_a(stage), dk);
         products_done<0>();
-        hold(dk), keep(weights);
+        hold(dk), hold(dv), keep(weights), keep(slopes);
         give_back(m.a_empty[stage]);
     }
 }

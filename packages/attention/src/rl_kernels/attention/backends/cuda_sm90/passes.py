@@ -47,22 +47,22 @@ def launch_backward(plan: Plan, given: Inputs, saved: Saved, into: tuple[torch.T
     maps = _maps_of(given, plan.backward_box)
     launches.queries.launch(launches.queries_grid, tile.threads, *maps, *of_queries, shared=tile.shared)
     if into[1] is not None and launches.keys_grid:
-        maps = _maps_of(given, TILE)
+        box = (1, plan.queries_of_block, plan.group, SPAN)
+        maps = (*_maps_of(given, TILE), _map_of(given.q, box, given.q), _map_of(grad, box, grad))
         launches.keys.launch(launches.keys_grid, tile.threads, *maps, *of_keys, shared=tile.shared)
 
 
-def _maps_of(given: Inputs, box: int) -> tuple[TensorMap, TensorMap]:
+def _maps_of(given: Inputs, keys: int) -> tuple[TensorMap, TensorMap]:
+    """Return the descriptors of keys and values: a copy brings ``keys`` of them, 64 columns of one head."""
+    box = (1, keys, 1, SPAN)
     return _map_of(given.k, box, given.q), _map_of(given.v, box, given.q)
 
 
-def _map_of(x: torch.Tensor, box: int, other: torch.Tensor) -> TensorMap:
-    """Return the descriptor of keys or values: a copy brings ``box`` of them, 64 columns of one head.
-
-    Nothing is copied from an empty tensor; its descriptor is that of ``other``.
-    """
+def _map_of(x: torch.Tensor, box: tuple[int, ...], other: torch.Tensor) -> TensorMap:
+    """Return a descriptor. Nothing is copied from an empty tensor; its descriptor is that of ``other``."""
     # The copy may be freed before the kernel runs: memory is reused in the order of the stream.
     whole = _whole(x if x.numel() else other)
-    return tensor_map(whole, (1, box, 1, SPAN), swizzle=SWIZZLE, strides=_legal(whole.shape, whole.stride()))
+    return tensor_map(whole, box, swizzle=SWIZZLE, strides=_legal(whole.shape, whole.stride()))
 
 
 def _whole(x: torch.Tensor) -> torch.Tensor:

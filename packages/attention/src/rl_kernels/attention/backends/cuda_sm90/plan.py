@@ -24,7 +24,7 @@ from rl_kernels.core.cuda.launch import Kernel, kernel
 from rl_kernels.core.gpu import processors
 
 LOG2E = 1.4426950408889634
-SHAPE = "PPPPPP" + 16 * "i"
+SHAPE = "PPPPPP" + 17 * "i"
 """Layout of ``struct Shape``."""
 ARGS = f"({SHAPE}PPPPPPPqqqiifff)"
 """Layout of ``struct Args`` of the forward pass."""
@@ -166,7 +166,7 @@ class Plan:
             (self._queries, heads, self.group, self._size_v),
             kernel(made, "of_queries", f"TT{BACKWARD_ARGS}", key.device),
             min(row_tiles * key.batch * self.kv_heads, most),
-            kernel(made, "of_keys", f"TT{BACKWARD_ARGS}", key.device),
+            kernel(made, "of_keys", f"TTTT{BACKWARD_ARGS}", key.device),
             min(key_tiles * key.batch * self.kv_heads, most),
             (self._shape(self.backward_box), self._shape(TILE)),
             strides_of(key.strides),
@@ -184,6 +184,11 @@ class Plan:
         return BackwardTile(self.tile.widths)
 
     @property
+    def queries_of_block(self) -> int:
+        """Queries in a block of rows of the kernel of dk and dv."""
+        return PART // self.group
+
+    @property
     def _factor(self) -> float:
         """What multiplies scores before the power of 2."""
         return LOG2E if self._key.cap > 0 else self._key.scale * LOG2E
@@ -199,7 +204,8 @@ class Plan:
         sizes = (self._size, self._size_v, self._queries, self._keys, self._pages, self._page, self._table_step)
         inverse = -(-(1 << 32) // self.group) % (1 << 32)
         signed = inverse - (inverse >> 31 << 32)
-        return (*(key.wide, key.batch, self.kv_heads, self.group), *sizes, *key.window, box, signed, key.sink_size)
+        rows = (box, signed, key.sink_size, self.queries_of_block)
+        return (*(key.wide, key.batch, self.kv_heads, self.group), *sizes, *key.window, *rows)
 
 
 def strides_of(strides: tuple[int, ...]) -> tuple[int, int, int]:

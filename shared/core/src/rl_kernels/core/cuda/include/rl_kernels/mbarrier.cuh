@@ -27,6 +27,11 @@ struct Barrier {
         asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(this)) : "memory");
     }
 
+    // Arrive when all copies of chunks and words (ptx.cuh) are done that the thread has started.
+    __device__ void arrive_after_copies() {
+        asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(this)) : "memory");
+    }
+
     // Wait until the phase of this parity is complete; the first phase has parity 0. The copied data is then visible.
     __device__ void wait(u32 parity) {
         asm volatile(
