@@ -119,6 +119,15 @@ struct SeenBy {
     }
 };
 
+// Loads what a thread needs of its columns.
+__device__ inline void load_columns(const float* from, float (&x)[PART / 4]) {
+#pragma unroll
+    for (int j = 0; j < PART / 8; ++j) {
+        const float2 two = *reinterpret_cast<const float2*>(from + 8 * j);
+        x[2 * j] = two.x, x[2 * j + 1] = two.y;
+    }
+}
+
 // Adds the blocks of rows of a tile to dk and dv.
 __device__ __forceinline__ void add_rows(const Args& p, const Memory& m, const KeyTile& t, int first,
                                          Slot<STAGES>& slot, float (&dk)[K_WIDTH / 2], float (&dv)[V_WIDTH / 2]) {
@@ -127,6 +136,7 @@ __device__ __forceinline__ void add_rows(const Args& p, const Memory& m, const K
     const int count = p.queries_of_block * p.group, used = t.s.used * p.group;
     Scores d = {}, dp = {};
     Weights weights = {}, slopes = {};
+    int before = -1;
 #pragma unroll 1
     for (int r = t.begin; r < t.end; r += count, slot.advance()) {
         const int stage = slot.stage;
@@ -138,18 +148,27 @@ __device__ __forceinline__ void add_rows(const Args& p, const Memory& m, const K
             cleared<GROUPS>();
         }
         issue_rows<Number, PART, K_WIDTH, HEIGHT>(m.a + bytes_of(first), m.stage_a(stage), d);
+        // The sums of the block before are done; its rows are free.
+        products_done<1>();
+        hold(dk), keep(slopes);
+        if (before >= 0) give_back(m.a_empty[before]);
+        before = stage;
         issue_rows<Number, PART, V_WIDTH, HEIGHT>(m.b + bytes_of(first), m.stage_b(stage), dp);
-        const float* lse = m.lse + stage * PART + mine.column;
+        // Loaded while products are formed: shared memory is busy then, and slow.
+        const float* of_rows = m.lse + stage * PART + mine.column;
+        float lse[PART / 4], delta[PART / 4];
+        load_columns(of_rows, lse);
         products_done<1>();
         hold(d);
         if (!seen_by.all(r, count)) seen_by.mask(d, r);
 #pragma unroll
         for (int i = 0; i < PART / 2; ++i) {
             capped(p, d[i]);
-            d[i] = power(p, d[i], lse[i / 4 * 8 + i % 2]);
+            d[i] = power(p, d[i], lse[i / 4 * 2 + i % 2]);
         }
 #pragma unroll
         for (int i = 0; i < PART / 4; ++i) weights[i / 4][i % 4] = Number::pack(d + 2 * i);
+        load_columns(of_rows + STAGES * PART, delta);
         issue_words<Number, V_WIDTH>(weights, m.stage_b(stage), dv);
         products_done<1>();
         hold(dp);
@@ -160,17 +179,18 @@ __device__ __forceinline__ void add_rows(const Args& p, const Memory& m, const K
             Number::unpack(weights[i / 4][i % 4], x);
 #pragma unroll
             for (int k = 0; k < 2; ++k) {
-                const int column = i / 2 * 8 + k;
-                const float slope = slope_of(p, x[k], lse[column]);
-                x[k] = __fmul_rn(times(x[k], slope), __fsub_rn(dp[2 * i + k], lse[STAGES * PART + column]));
+                const float slope = slope_of(p, x[k], of_rows[i / 2 * 8 + k]);
+                x[k] = __fmul_rn(times(x[k], slope), __fsub_rn(dp[2 * i + k], delta[i / 2 * 2 + k]));
             }
             slopes[i / 4][i % 4] = Number::pack(x);
         }
         issue_words<Number, K_WIDTH>(slopes, m.stage_a(stage), dk);
-        products_done<0>();
-        hold(dk), hold(dv), keep(weights), keep(slopes);
-        give_back(m.a_empty[stage]);
+        products_done<1>();
+        hold(dv), keep(weights);
     }
+    products_done<0>();
+    hold(dk), keep(slopes);
+    give_back(m.a_empty[before]);
 }
 
 __device__ __forceinline__ void consume_rows(const Args& p, const Memory& m, int group) {

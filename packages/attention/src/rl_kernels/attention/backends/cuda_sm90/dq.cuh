@@ -60,72 +60,113 @@ __device__ inline void load_rows(const Args& p, const Memory& m) {
     });
 }
 
+// A consumer warpgroup's part of a tile.
+struct RowSums {
+    const Args& p;
+    const Memory& m;
+    const RowTile& t;
+    const Seen<PART> seen;
+    const int first;
+    // Of the block whose scores were issued last.
+    Slot<STAGES>& slot;
+    float lse[2], delta[2];
+    Scores dp;
+    Weights weights;
+    float (&acc)[K_WIDTH / 2];
+
+    __device__ __forceinline__ RowSums(const Args& p, const Memory& m, const RowTile& t, const Fragment& mine,
+                                       int first, Slot<STAGES>& slot, float (&acc)[K_WIDTH / 2])
+        : p(p), m(m), t(t), seen(p, t, mine, first), first(first), slot(slot), dp{}, weights{}, acc(acc) {
+        const i64 rows = p.rows_of(t.s, t.b, t.head);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const Row at = t.row(p, first + mine.row + 8 * half);
+            const bool used = at.query < t.s.used;
+            const i64 place = rows + static_cast<i64>(at.query) * p.group + at.member;
+            lse[half] = used ? p.lses[place] : infinity(), delta[half] = used ? p.deltas[place] : 0.0f;
+        }
+    }
+
+    // Adds all blocks of the tile. The scores of a block are formed while the one before is weighed.
+    __device__ __forceinline__ void run() {
+        Scores even = {}, odd = {};
+        int n = t.begin;
+        score(n, even);
+        products_done<0>();
+        hold(even), hold(acc), hold(dp), keep(weights), hold(odd);
+#pragma unroll 1
+        for (;; n += PART) {
+            if (n + PART >= t.end) return step<true>(n, even, odd);
+            step<false>(n, even, odd);
+            n += PART;
+            if (n + PART >= t.end) return step<true>(n, odd, even);
+            step<false>(n, odd, even);
+        }
+    }
+
+    // Issues the scores of block n.
+    __device__ __forceinline__ void score(int n, Scores& d) {
+        m.a_full[slot.stage].wait(slot.parity);
+        if (n + PART > t.s.length) {
+            clear<BOXES_K, PART, GROUPS>(m.stage_a(slot.stage), t.s.length - n);
+            m.b_full[slot.stage].wait(slot.parity);
+            clear<BOXES_V, PART, GROUPS>(m.stage_b(slot.stage), t.s.length - n);
+            cleared<GROUPS>();
+        }
+        issue_rows<Number, PART, K_WIDTH, HEIGHT>(m.a + bytes_of(first), m.stage_a(slot.stage), d);
+    }
+
+    // Adds block n, whose scores are being formed in d, and issues those of the next one.
+    template <bool LAST>
+    __device__ __forceinline__ void step(int n, Scores& d, Scores& next) {
+        const int stage = slot.stage;
+        m.b_full[stage].wait(slot.parity);
+        issue_rows<Number, PART, V_WIDTH, HEIGHT>(m.b + bytes_of(first), m.stage_b(stage), dp);
+        slot.advance();
+        if constexpr (!LAST) score(n + PART, next);
+        // The scores, and the sums of the block before: its keys and weights are free.
+        products_done<LAST ? 1 : 2>();
+        hold(d), hold(acc), keep(weights);
+        if (n > t.begin) give_back(m.a_empty[stage ? stage - 1 : STAGES - 1]);
+        if (!seen.all(n)) seen.mask(d, n, -infinity());
+        each(d, [&](float& x, int half, int) {
+            const float slope = capped(p, x);
+            x = times(power(p, x, lse[half]), slope);
+        });
+        products_done<LAST ? 0 : 1>();
+        hold(dp);
+        give_back(m.b_empty[stage]);
+        if constexpr (LAST) give_back(*m.tile_empty);
+#pragma unroll
+        for (int i = 0; i < PART / 4; ++i) {
+            float x[2];
+#pragma unroll
+            for (int k = 0; k < 2; ++k) x[k] = __fmul_rn(d[2 * i + k], __fsub_rn(dp[2 * i + k], delta[i % 2]));
+            weights[i / 4][i % 4] = Number::pack(x);
+        }
+        issue_words<Number, K_WIDTH>(weights, m.stage_a(stage), acc);
+        if constexpr (LAST) {
+            products_done<0>();
+            hold(acc), keep(weights);
+            give_back(m.a_empty[stage]);
+        }
+    }
+};
+
 __device__ __forceinline__ void consume_keys(const Args& p, const Memory& m, int group) {
     const Fragment mine;
     const int first = group * MMA_M;
     Slot<STAGES> slot;
     u32 parity = 0;
-    Scores d = {}, dp = {};
-    Weights weights = {};
     over_tiles(p, [&](int number, int b, int head) {
         const RowTile t(p, number, b, head);
         if (!t.exists()) return;
-        float lse[2], delta[2], acc[K_WIDTH / 2];
+        float acc[K_WIDTH / 2];
         zero(acc);
         if (t.has_keys()) {
-            const i64 rows = p.rows_of(t.s, b, head);
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const Row at = t.row(p, first + mine.row + 8 * half);
-                const bool used = at.query < t.s.used;
-                const i64 place = rows + static_cast<i64>(at.query) * p.group + at.member;
-                lse[half] = used ? p.lses[place] : infinity(), delta[half] = used ? p.deltas[place] : 0.0f;
-            }
-            const Seen<PART> seen(p, t, mine, first);
             m.tile_full->wait(parity);
             parity ^= 1;
-            int before = -1;
-#pragma unroll 1
-            for (int n = t.begin; n < t.end; n += PART, slot.advance()) {
-                const int stage = slot.stage;
-                m.a_full[stage].wait(slot.parity);
-                if (n + PART > t.s.length) {
-                    clear<BOXES_K, PART, GROUPS>(m.stage_a(stage), t.s.length - n);
-                    m.b_full[stage].wait(slot.parity);
-                    clear<BOXES_V, PART, GROUPS>(m.stage_b(stage), t.s.length - n);
-                    cleared<GROUPS>();
-                }
-                issue_rows<Number, PART, K_WIDTH, HEIGHT>(m.a + bytes_of(first), m.stage_a(stage), d);
-                m.b_full[stage].wait(slot.parity);
-                issue_rows<Number, PART, V_WIDTH, HEIGHT>(m.b + bytes_of(first), m.stage_b(stage), dp);
-                // The sums of the block before are done; their keys and weights are free.
-                products_done<2>();
-                hold(acc), keep(weights);
-                if (before >= 0) give_back(m.a_empty[before]);
-                before = stage;
-                products_done<1>();
-                hold(d);
-                if (!seen.all(n)) seen.mask(d, n, -infinity());
-                each(d, [&](float& x, int half, int) {
-                    const float slope = capped(p, x);
-                    x = times(power(p, x, lse[half]), slope);
-                });
-                products_done<0>();
-                hold(dp);
-                give_back(m.b_empty[stage]);
-                if (n + PART >= t.end) give_back(*m.tile_empty);
-#pragma unroll
-                for (int i = 0; i < PART / 4; ++i) {
-                    float x[2];
-#pragma unroll
-                    for (int k = 0; k < 2; ++k) x[k] = __fmul_rn(d[2 * i + k], __fsub_rn(dp[2 * i + k], delta[i % 2]));
-                    weights[i / 4][i % 4] = Number::pack(x);
-                }
-                issue_words<Number, K_WIDTH>(weights, m.stage_a(stage), acc);
-            }
-            products_done<0>();
-            hold(acc), keep(weights);
-            give_back(m.a_empty[before]);
+            RowSums(p, m, t, mine, first, slot, acc).run();
 #pragma unroll
             for (int i = 0; i < K_WIDTH / 2; ++i) acc[i] = __fmul_rn(acc[i], p.scale);
         }
