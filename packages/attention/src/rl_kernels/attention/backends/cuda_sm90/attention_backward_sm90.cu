@@ -20,6 +20,8 @@ struct Rows {
     const void *out, *grad;
     const float* lse;
     float *lses, *deltas;
+    // Of the two kernels that follow.
+    int* counters;
     i64 g_batch, g_row, g_head;
     int queries, heads, group, size_v;
 };
@@ -27,8 +29,9 @@ struct Rows {
 }  // namespace
 
 // Writes Args::lses, the lse of each row in base 2, and Args::deltas. An lse is inf where a row sees nothing, which
-// makes its weights 0. 16 lanes a row; blockIdx.y: the sequence.
+// makes its weights 0. Sets the counters of the queues to 0. 16 lanes a row; blockIdx.y: the sequence.
 extern "C" __global__ void __launch_bounds__(256) rows_of(const __grid_constant__ Rows p) {
+    if (blockIdx.x + blockIdx.y == 0 && threadIdx.x < 2) p.counters[threadIdx.x] = 0;
     constexpr int LANES = 16, NUMBERS = PER_CHUNK<Number>;
     const i64 count = static_cast<i64>(p.queries) * p.heads;
     const i64 row = (static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x) / LANES, safe = min(row, count - 1);
@@ -63,13 +66,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) of_queries(const __grid
                                                                     const __grid_constant__ TensorMap v,
                                                                     const __grid_constant__ Args p) {
     const Memory m;
-    m.open(ROW_COPIERS, 1);
+    m.open(ROW_COPIERS, 1, 3);
     if (warp_index() < WARPS_OF_GROUP) {
         give_registers<40>();
         if (warp_index() == 0)
-            load_keys<BOXES_K>(p, k, m.stages_a, m.a_full, m.a_empty);
+            load_keys(p, m, k);
         else if (warp_index() == 1)
-            load_keys<BOXES_V>(p, v, m.stages_b, m.b_full, m.b_empty);
+            load_values(p, m, v);
         else
             load_rows(p, m);
     } else {
@@ -84,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             const __grid_constant__ Args p) {
     const Memory m;
     clear_rest(p, m);
-    m.open(1, ROW_ARRIVALS);
+    m.open(1, ROW_ARRIVALS, 1);
     if (warp_index() < WARPS_OF_GROUP) {
         give_registers<40>();
         if (warp_index() == 0)

@@ -14,7 +14,7 @@
 // A block or a segment of which a row sees nothing changes no bit of its state. So nothing depends on the tile that a
 // row is in, on the other rows there, or on whether one block or several walk over its segments.
 //
-//   block      a producer warpgroup and GROUPS consumer warpgroups; persistent: it takes tile after tile
+//   block      a producer warpgroup and GROUPS consumer warpgroups; persistent: it takes tile after tile (queue.cuh)
 //   tile       64 GROUPS rows of a sequence and a KV head; consumer g holds rows 64 g to 64 g + 63 (wgmma.cuh)
 //   turns      of two consumers one multiplies while the other works on its scores
 //   ring       STAGES blocks of k, and as many of v, in shared memory, swizzled; TMA fills them
@@ -24,6 +24,7 @@
 //              tile of several segments always is
 //
 // Defines, beside those of attention.cuh: GROUPS 1 or 2; STAGES; SHARED_BYTES, of dynamic shared memory.
+#include "queue.cuh"
 #include "states.cuh"
 
 namespace rlk {
@@ -51,11 +52,14 @@ struct Args : Shape {
     float *tops, *totals, *accs;
     // In numbers, from one sequence, query or head to the next.
     i64 q_batch, q_row, q_head;
-    // Parts of a tile: segments if tiles are split, else 1.
-    int tiles, parts;
+    // Null, or 0 before the kernel (queue.cuh).
+    int* counter;
+    // As in Order; parts: segments if tiles are split, else 1.
+    int tiles, parts, section;
     float factor, cap, rate;
 
     __device__ bool splits() const { return tops; }
+    __device__ Order order() const { return {tiles, parts, section}; }
 };
 
 // A unit of work: blocks begin to end - 1 of a tile's keys.
@@ -64,12 +68,8 @@ struct Tile {
     int b, head, number, part, query, member, begin, end;
     Sequence s;
 
-    __device__ Tile(const Args& p, int index) : s(p, sequence_of(p, index)) {
-        part = index % p.parts, index /= p.parts;
-        head = index % p.kv_heads, index /= p.kv_heads;
-        b = index % p.batch;
-        // Tiles with the most keys come first.
-        number = p.tiles - 1 - index / p.batch;
+    __device__ Tile(const Args& p, const Lot& lot) : b(lot.b), head(lot.head), part(lot.part), s(p, b) {
+        number = p.tiles - 1 - lot.before;
         query = number * ROWS / p.group, member = number * ROWS - query * p.group;
         begin = end = 0;
         if (query >= s.used) return;
@@ -77,32 +77,16 @@ struct Tile {
         begin = s.from(p, query) / BLOCK * BLOCK, end = s.to(p, last);
         if (p.splits()) begin = max(begin, part * SEGMENT), end = min(end, part * SEGMENT + SEGMENT);
     }
-    __device__ static int sequence_of(const Args& p, int index) {
-        return index / (p.parts * p.kv_heads) % p.batch;
-    }
     __device__ Row row(const Shape& p, int ahead) const { return {p, query, member, ahead}; }
-    __device__ bool exists(const Args& p) const { return query < s.count; }
+    __device__ bool exists() const { return query < s.count; }
     __device__ bool has_keys() const { return begin < end; }
 };
-
-// Calls f for each of a thread block's tiles that exist. Every second round goes backwards, so that no thread block
-// always has the larger tile.
-template <class F>
-__device__ inline void over_tiles(const Args& p, F f) {
-    const int count = p.tiles * p.batch * p.kv_heads * p.parts;
-    const int wide = static_cast<int>(gridDim.x), mine = static_cast<int>(blockIdx.x);
-    for (int first = 0, round = 0; first < count; first += wide, ++round) {
-        const int index = first + (round % 2 ? wide - 1 - mine : mine);
-        if (index >= count) continue;
-        const Tile tile(p, index);
-        if (tile.exists(p)) f(tile);
-    }
-}
 
 struct Memory {
     char *q, *k, *v, *kept;
     Barrier *q_full, *q_empty, *k_full, *k_empty, *v_full, *v_empty, *turns;
     u32* missing;
+    Queue queue;
 
     __device__ Memory() {
         extern __shared__ char memory[];
@@ -125,29 +109,42 @@ struct Memory {
                 k_empty[i].init(GROUPS * WARPS_OF_GROUP), v_empty[i].init(GROUPS * WARPS_OF_GROUP);
             }
             Turns::init(turns, GROUPS);
+            // The warps that copy v and q, and the consumers.
+            queue.init(3 + GROUPS * WARPS_OF_GROUP);
             fence_init();
         }
         __syncthreads();
     }
 };
 
-// A warp of the producer: the blocks of k, or of v. `missing`: where it says which parts of a block are not there, or
-// null.
+// A warp of the producer: a tile's blocks of k, or of v. `missing`: where it says which parts of a block are not there,
+// or null.
 template <int BOXES>
-__device__ void load_blocks(const Args& p, const TensorMap& map, char* stages, Barrier* full, Barrier* empty,
-                            u32* missing) {
+__device__ __forceinline__ void load_blocks(const Args& p, const TensorMap& map, const Tile& t, Slot<STAGES>& slot,
+                                            char* stages, Barrier* full, Barrier* empty, u32* missing) {
+    if (!t.has_keys()) return;
+    Blocks<BLOCK> blocks(p, t.s, t.b, t.head, t.begin);
+    for (int n = t.begin; n < t.end; n += BLOCK, slot.advance()) {
+        const i64 next = n + BLOCK < t.end ? blocks.page_of(n + BLOCK) : 0;
+        const u32 lost = blocks.missing(n);
+        empty[slot.stage].wait(slot.parity ^ 1);
+        if (missing && blocks.lane() == 0) missing[slot.stage] = lost;
+        blocks.copy<BOXES>(stages + slot.stage * BOXES * bytes_of(BLOCK), map, full[slot.stage], n);
+        blocks.page = next;
+    }
+}
+
+__device__ void load_keys(const Args& p, const Memory& m, const TensorMap& k) {
     Slot<STAGES> slot;
-    over_tiles(p, [&](const Tile& t) {
-        if (!t.has_keys()) return;
-        Blocks<BLOCK> blocks(p, t.s, t.b, t.head, t.begin);
-        for (int n = t.begin; n < t.end; n += BLOCK, slot.advance()) {
-            const i64 next = n + BLOCK < t.end ? blocks.page_of(n + BLOCK) : 0;
-            const u32 lost = blocks.missing(n);
-            empty[slot.stage].wait(slot.parity ^ 1);
-            if (missing && blocks.lane() == 0) missing[slot.stage] = lost;
-            blocks.copy<BOXES>(stages + slot.stage * BOXES * bytes_of(BLOCK), map, full[slot.stage], n);
-            blocks.page = next;
-        }
+    m.queue.draw_each(
+        p, p.order(), p.counter, [&](const Lot& lot) { return Tile(p, lot).exists(); },
+        [&](const Lot& lot) { load_blocks<BOXES_K>(p, k, Tile(p, lot), slot, m.k, m.k_full, m.k_empty, m.missing); });
+}
+
+__device__ void load_values(const Args& p, const Memory& m, const TensorMap& v) {
+    Slot<STAGES> slot;
+    m.queue.each([&](const Lot& lot) {
+        load_blocks<BOXES_V>(p, v, Tile(p, lot), slot, m.v, m.v_full, m.v_empty, nullptr);
     });
 }
 
@@ -155,7 +152,8 @@ __device__ void load_blocks(const Args& p, const TensorMap& map, char* stages, B
 __device__ void load_queries(const Args& p, const Memory& m) {
     const Copier<K_WIDTH, COPIERS> copier(static_cast<int>(threadIdx.x) - 2 * WARP, p.size);
     u32 parity = 1;
-    over_tiles(p, [&](const Tile& t) {
+    m.queue.each([&](const Lot& lot) {
+        const Tile t(p, lot);
         if (!t.has_keys()) return;
         m.q_empty->wait(parity);
         parity ^= 1;
@@ -237,16 +235,21 @@ struct Consumer {
 
     __device__ __forceinline__ void run() {
         u32 parity = 0;
-        over_tiles(p, [&](const Tile& t) {
+        m.queue.each([&](const Lot& lot) {
             state = before = State();
             merges = false;
 #pragma unroll
             for (int i = 0; i < V_WIDTH / 2; ++i) acc[i] = 0.0f;
-            if (t.has_keys()) {
-                m.q_full->wait(parity);
-                parity ^= 1;
-                attend(t);
+            {
+                const Tile t(p, lot);
+                if (t.has_keys()) {
+                    m.q_full->wait(parity);
+                    parity ^= 1;
+                    attend(t);
+                }
             }
+            // The tile again, or it would take registers meanwhile.
+            const Tile t(p, lot);
             if (p.splits()) {
                 if (t.has_keys()) put_state(p, t, mine, first, state, acc);
             } else {
@@ -405,9 +408,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (warp_index() < WARPS_OF_GROUP) {
         give_registers<40>();
         if (warp_index() == 0)
-            load_blocks<BOXES_K>(p, k, m.k, m.k_full, m.k_empty, m.missing);
+            load_keys(p, m, k);
         else if (warp_index() == 1)
-            load_blocks<BOXES_V>(p, v, m.v, m.v_full, m.v_empty, nullptr);
+            load_values(p, m, v);
         else
             load_queries(p, m);
     } else {

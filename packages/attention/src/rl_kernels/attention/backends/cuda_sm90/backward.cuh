@@ -1,11 +1,11 @@
 // Shared by the two kernels of the backward pass: arguments, the order of tiles, shared memory, weights.
 //
-//   block      a producer warpgroup and 2 consumer warpgroups; persistent: it takes tile after tile
+//   block      a producer warpgroup and 2 consumer warpgroups; persistent: it takes tile after tile (queue.cuh)
 //
 // Defines: those of attention_backward_sm90.cu.
 #pragma once
 
-#include "attention.cuh"
+#include "queue.cuh"
 
 namespace rlk {
 
@@ -24,40 +24,18 @@ struct Args : Shape {
     void *dq, *dk, *dv;
     // In numbers, from one sequence, query or head to the next: of q and of grad.
     i64 q_batch, q_row, q_head, g_batch, g_row, g_head;
-    int tiles;
+    // 0 before the kernel.
+    int* counter;
+    // As in Order.
+    int tiles, section;
     float factor, scale, cap, rate;
 
+    __device__ Order order() const { return {tiles, 1, section}; }
     // The first row of a sequence in lses and deltas.
     __device__ i64 rows_of(const Sequence& s, int b, int head) const {
         return ((static_cast<i64>(starts_q ? 0 : b) * kv_heads + head) * queries + s.first_q) * group;
     }
 };
-
-// What a thread block does in the round that begins at tile `first`: the tile of this number, sequence and KV head.
-// Every second round goes backwards. A number of `tiles` or more is no tile.
-struct Work {
-    int number, b, head;
-    __device__ Work(const Args& p, int first) {
-        const int wide = static_cast<int>(gridDim.x), mine = static_cast<int>(blockIdx.x);
-        const int index = first + (first / wide % 2 ? wide - 1 - mine : mine);
-        head = index % p.kv_heads, b = index / p.kv_heads % p.batch, number = index / p.kv_heads / p.batch;
-    }
-};
-
-// Calls f(first) for each round of tiles.
-template <class F>
-__device__ inline void over_rounds(const Args& p, F f) {
-    for (int first = 0; first < p.tiles * p.batch * p.kv_heads; first += static_cast<int>(gridDim.x)) f(first);
-}
-
-// Calls f(number, b, head) for each of a thread block's tiles.
-template <class F>
-__device__ inline void over_tiles(const Args& p, F f) {
-    over_rounds(p, [&](int first) {
-        const Work work(p, first);
-        if (work.number < p.tiles) f(work.number, work.b, work.head);
-    });
-}
 
 // Shared memory: operands a (as wide as k) and b (as wide as v) of a tile, and stages of the other side's.
 struct Memory {
@@ -65,6 +43,7 @@ struct Memory {
     // After the stages of lse come those of delta.
     float* lse;
     Barrier *tile_full, *tile_empty, *a_full, *a_empty, *b_full, *b_empty;
+    Queue queue;
 
     __device__ Memory() {
         extern __shared__ char memory[];
@@ -76,13 +55,15 @@ struct Memory {
         a_empty = a_full + STAGES, b_full = a_empty + STAGES, b_empty = b_full + STAGES;
         lse = rows[0][0];
     }
-    __device__ void open(int tile_arrivals, int stage_arrivals) const {
+    // `readers`: warps of the producer that read the queue.
+    __device__ void open(int tile_arrivals, int stage_arrivals, int readers) const {
         if (threadIdx.x == 0) {
             tile_full->init(tile_arrivals), tile_empty->init(GROUPS * WARPS_OF_GROUP);
             for (int i = 0; i < STAGES; ++i) {
                 a_full[i].init(stage_arrivals), b_full[i].init(stage_arrivals);
                 a_empty[i].init(GROUPS * WARPS_OF_GROUP), b_empty[i].init(GROUPS * WARPS_OF_GROUP);
             }
+            queue.init(readers + GROUPS * WARPS_OF_GROUP);
             fence_init();
         }
         __syncthreads();

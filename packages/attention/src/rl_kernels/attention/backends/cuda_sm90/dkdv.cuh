@@ -12,7 +12,8 @@ struct KeyTile {
     int b, head, first, begin, end;
     Sequence s;
 
-    __device__ KeyTile(const Args& p, int number, int b, int head) : b(b), head(head), first(number * HEIGHT), s(p, b) {
+    __device__ KeyTile(const Args& p, const Lot& lot)
+        : b(lot.b), head(lot.head), first(lot.before * HEIGHT), s(p, b) {
         const i64 right = p.right < 0 ? NEVER : p.right, left = p.left < 0 ? NEVER : p.left;
         const int origin = clamped(-s.shift - right, 0, s.used) * p.group;
         const int low = clamped(first - right - s.shift, 0, s.used) * p.group;
@@ -31,20 +32,20 @@ constexpr int ROW_ARRIVALS = 1 + WARP;
 // One warp: the keys and values of each tile.
 __device__ inline void load_tiles(const Args& p, const Memory& m, const TensorMap& k, const TensorMap& v) {
     u32 parity = 1;
-    over_tiles(p, [&](int number, int b, int head) {
-        const KeyTile t(p, number, b, head);
-        if (!t.exists() || !t.has_rows()) return;
+    m.queue.each([&](const Lot& lot) {
+        const KeyTile t(p, lot);
+        if (!t.has_rows()) return;
         m.tile_empty->wait(parity);
         parity ^= 1;
         if (!elected()) return;
         m.tile_full->arrive_expecting(K_TILE + V_TILE);
-        const int outer = p.starts_k ? 0 : b, row = t.s.first_k + t.first;
+        const int outer = p.starts_k ? 0 : t.b, row = t.s.first_k + t.first;
 #pragma unroll
         for (int box = 0; box < BOXES_K; ++box)
-            load_box(m.a + box * bytes_of(HEIGHT), k, outer, row, head, box * SPAN, *m.tile_full);
+            load_box(m.a + box * bytes_of(HEIGHT), k, outer, row, t.head, box * SPAN, *m.tile_full);
 #pragma unroll
         for (int box = 0; box < BOXES_V; ++box)
-            load_box(m.b + box * bytes_of(HEIGHT), v, outer, row, head, box * SPAN, *m.tile_full);
+            load_box(m.b + box * bytes_of(HEIGHT), v, outer, row, t.head, box * SPAN, *m.tile_full);
     });
 }
 
@@ -61,11 +62,10 @@ __device__ inline void clear_rest(const Args& p, const Memory& m) {
 __device__ inline void load_blocks_of_rows(const Args& p, const Memory& m, const TensorMap& q, const TensorMap& grad) {
     const int lane = threadIdx.x % WARP, count = p.queries_of_block * p.group;
     Slot<STAGES> slot;
-    over_tiles(p, [&](int number, int b, int head) {
-        const KeyTile t(p, number, b, head);
-        if (!t.exists()) return;
-        const i64 rows = p.rows_of(t.s, b, head);
-        const int outer = p.starts_q ? 0 : b;
+    const auto load = [&](const Lot& lot) {
+        const KeyTile t(p, lot);
+        const i64 rows = p.rows_of(t.s, t.b, t.head);
+        const int outer = p.starts_q ? 0 : t.b, heads = t.head * p.group;
 #pragma unroll 1
         for (int r = t.begin; r < t.end; r += count, slot.advance()) {
             const int stage = slot.stage, query = t.s.first_q + r / p.group;
@@ -75,10 +75,10 @@ __device__ inline void load_blocks_of_rows(const Args& p, const Memory& m, const
                 full.arrive_expecting((BOXES_K + BOXES_V) * bytes_of(count));
 #pragma unroll
                 for (int box = 0; box < BOXES_K; ++box)
-                    load_box(m.stage_a(stage) + box * bytes_of(PART), q, outer, query, head * p.group, box * SPAN, full);
+                    load_box(m.stage_a(stage) + box * bytes_of(PART), q, outer, query, heads, box * SPAN, full);
 #pragma unroll
                 for (int box = 0; box < BOXES_V; ++box)
-                    load_box(m.stage_b(stage) + box * bytes_of(PART), grad, outer, query, head * p.group, box * SPAN, full);
+                    load_box(m.stage_b(stage) + box * bytes_of(PART), grad, outer, query, heads, box * SPAN, full);
             }
 #pragma unroll
             for (int i = lane; i < PART; i += WARP) {
@@ -89,7 +89,8 @@ __device__ inline void load_blocks_of_rows(const Args& p, const Memory& m, const
             }
             m.a_full[stage].arrive_after_copies();
         }
-    });
+    };
+    m.queue.draw_each(p, p.order(), p.counter, [&](const Lot& lot) { return KeyTile(p, lot).exists(); }, load);
 }
 
 // The rows that see each of a thread's two keys: from[half] to to[half] - 1, counted from its first column; and those
@@ -197,13 +198,11 @@ __device__ __forceinline__ void consume_rows(const Args& p, const Memory& m, int
     const int first = group * MMA_M;
     Slot<STAGES> slot;
     u32 parity = 0;
-    over_rounds(p, [&](int begin) {
+    m.queue.each([&](const Lot& lot) {
         float dk[K_WIDTH / 2], dv[V_WIDTH / 2];
         zero(dk), zero(dv);
         {
-            const Work work(p, begin);
-            const KeyTile t(p, work.number, work.b, work.head);
-            if (work.number >= p.tiles || !t.exists()) return;
+            const KeyTile t(p, lot);
             if (t.has_rows()) {
                 m.tile_full->wait(parity);
                 parity ^= 1;
@@ -212,9 +211,7 @@ __device__ __forceinline__ void consume_rows(const Args& p, const Memory& m, int
             }
         }
         // The tile again, or it would take registers while rows are added.
-        asm volatile("" : "+r"(begin));
-        const Work work(p, begin);
-        const KeyTile t(p, work.number, work.b, work.head);
+        const KeyTile t(p, lot);
 #pragma unroll
         for (int i = 0; i < K_WIDTH / 2; ++i) dk[i] = __fmul_rn(dk[i], p.scale);
         char* room = m.room + group * WIDEST_ROOM;

@@ -11,9 +11,8 @@ struct RowTile {
     int b, head, query, member, begin, end;
     Sequence s;
 
-    // Tiles with the most keys come first.
-    __device__ RowTile(const Args& p, int number, int b, int head) : b(b), head(head), begin(0), end(0), s(p, b) {
-        const int first = (p.tiles - 1 - number) * HEIGHT;
+    __device__ RowTile(const Args& p, const Lot& lot) : b(lot.b), head(lot.head), begin(0), end(0), s(p, b) {
+        const int first = (p.tiles - 1 - lot.before) * HEIGHT;
         query = first / p.group, member = first - query * p.group;
         if (query >= s.used) return;
         begin = s.from(p, query) / PART * PART, end = s.to(p, min(row(p, HEIGHT - 1).query, s.used - 1));
@@ -23,19 +22,31 @@ struct RowTile {
     __device__ bool has_keys() const { return begin < end; }
 };
 
+// A warp of the producer: a tile's blocks of k, or of v.
 template <int BOXES>
-__device__ inline void load_keys(const Args& p, const TensorMap& map, char* stages, Barrier* full, Barrier* empty) {
+__device__ __forceinline__ void load_blocks(const Args& p, const TensorMap& map, const RowTile& t, Slot<STAGES>& slot,
+                                            char* stages, Barrier* full, Barrier* empty) {
+    if (!t.has_keys()) return;
+    Blocks<PART> blocks(p, t.s, t.b, t.head, t.begin);
+    for (int n = t.begin; n < t.end; n += PART, slot.advance()) {
+        const i64 next = n + PART < t.end ? blocks.page_of(n + PART) : 0;
+        empty[slot.stage].wait(slot.parity ^ 1);
+        blocks.template copy<BOXES>(stages + slot.stage * BOXES * bytes_of(PART), map, full[slot.stage], n);
+        blocks.page = next;
+    }
+}
+
+__device__ inline void load_keys(const Args& p, const Memory& m, const TensorMap& k) {
     Slot<STAGES> slot;
-    over_tiles(p, [&](int number, int b, int head) {
-        const RowTile t(p, number, b, head);
-        if (!t.has_keys()) return;
-        Blocks<PART> blocks(p, t.s, t.b, t.head, t.begin);
-        for (int n = t.begin; n < t.end; n += PART, slot.advance()) {
-            const i64 next = n + PART < t.end ? blocks.page_of(n + PART) : 0;
-            empty[slot.stage].wait(slot.parity ^ 1);
-            blocks.template copy<BOXES>(stages + slot.stage * BOXES * bytes_of(PART), map, full[slot.stage], n);
-            blocks.page = next;
-        }
+    m.queue.draw_each(
+        p, p.order(), p.counter, [&](const Lot& lot) { return RowTile(p, lot).exists(); },
+        [&](const Lot& lot) { load_blocks<BOXES_K>(p, k, RowTile(p, lot), slot, m.stages_a, m.a_full, m.a_empty); });
+}
+
+__device__ inline void load_values(const Args& p, const Memory& m, const TensorMap& v) {
+    Slot<STAGES> slot;
+    m.queue.each([&](const Lot& lot) {
+        load_blocks<BOXES_V>(p, v, RowTile(p, lot), slot, m.stages_b, m.b_full, m.b_empty);
     });
 }
 
@@ -46,13 +57,13 @@ __device__ inline void load_rows(const Args& p, const Memory& m) {
     const Copier<K_WIDTH, ROW_COPIERS> of_q(thread, p.size);
     const Copier<V_WIDTH, ROW_COPIERS> of_grad(thread, p.size_v);
     u32 parity = 1;
-    over_tiles(p, [&](int number, int b, int head) {
-        const RowTile t(p, number, b, head);
+    m.queue.each([&](const Lot& lot) {
+        const RowTile t(p, lot);
         if (!t.has_keys()) return;
         m.tile_empty->wait(parity);
         parity ^= 1;
-        of_q.template copy<HEIGHT>(m.a, p, t.s, b, head, t.row(p, 0), p.q, p.q_batch, p.q_row, p.q_head);
-        of_grad.template copy<HEIGHT>(m.b, p, t.s, b, head, t.row(p, 0), p.grad, p.g_batch, p.g_row, p.g_head);
+        of_q.template copy<HEIGHT>(m.a, p, t.s, t.b, t.head, t.row(p, 0), p.q, p.q_batch, p.q_row, p.q_head);
+        of_grad.template copy<HEIGHT>(m.b, p, t.s, t.b, t.head, t.row(p, 0), p.grad, p.g_batch, p.g_row, p.g_head);
         commit_copies();
         copies_done<0>();
         fence_copies();
@@ -158,9 +169,8 @@ __device__ __forceinline__ void consume_keys(const Args& p, const Memory& m, int
     const int first = group * MMA_M;
     Slot<STAGES> slot;
     u32 parity = 0;
-    over_tiles(p, [&](int number, int b, int head) {
-        const RowTile t(p, number, b, head);
-        if (!t.exists()) return;
+    m.queue.each([&](const Lot& lot) {
+        const RowTile t(p, lot);
         float acc[K_WIDTH / 2];
         zero(acc);
         if (t.has_keys()) {
@@ -172,8 +182,8 @@ __device__ __forceinline__ void consume_keys(const Args& p, const Memory& m, int
         }
         store_rows<K_WIDTH>(m.room + group * WIDEST_ROOM, 1 + group, acc, p.size, [&](int ahead) -> char* {
             const Row at = t.row(p, first + ahead);
-            const i64 row = static_cast<i64>(p.starts_q ? 0 : b) * p.queries + t.s.first_q + at.query;
-            const i64 place = (row * p.heads() + head * p.group + at.member) * p.size;
+            const i64 row = static_cast<i64>(p.starts_q ? 0 : t.b) * p.queries + t.s.first_q + at.query;
+            const i64 place = (row * p.heads() + t.head * p.group + at.member) * p.size;
             return at.query < t.s.count ? static_cast<char*>(p.dq) + place * Number::SIZE : nullptr;
         });
     });

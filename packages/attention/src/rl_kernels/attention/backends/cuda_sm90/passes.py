@@ -27,7 +27,9 @@ def launch_forward(plan: Plan, given: Inputs, out: torch.Tensor, lse: torch.Tens
     states: tuple[torch.Tensor | None, ...] = (None, None, None)
     if launches.states:
         states = tuple([out.new_empty(launches.states * size, dtype=torch.float32) for size in (1, 1, width)])
-    args = (*where, *launches.shape, given.q, out, lse, sinks, *states, *launches.strides, *launches.numbers)
+    counter = out.new_zeros(1, dtype=torch.int32) if launches.draws else None
+    numbers = (*launches.strides, counter, *launches.numbers)
+    args = (*where, *launches.shape, given.q, out, lse, sinks, *states, *numbers)
     maps = _maps_of(given, plan.box)
     launches.attend.launch(launches.grid, plan.tile.threads, *maps, *args, shared=plan.tile.shared)
     if launches.finish is not None:
@@ -39,10 +41,13 @@ def launch_backward(plan: Plan, given: Inputs, saved: Saved, into: tuple[torch.T
     out, lse, lses, deltas, grad = saved
     _, *where = given.others
     launches, tile, strides = plan.backward(), plan.backward_tile, strides_of(grad.stride())
-    launches.rows.launch(launches.rows_grid, THREADS, out, grad, lse, lses, deltas, *strides, *launches.sizes)
+    counters = lse.new_empty(2, dtype=torch.int32)
+    rows = (out, grad, lse, lses, deltas, counters, *strides, *launches.sizes)
+    launches.rows.launch(launches.rows_grid, THREADS, *rows)
     args = (given.q, grad, lses, deltas, *into, *launches.strides, *strides)
     of_queries, of_keys = (
-        (*where, *shape, *args, *numbers) for shape, numbers in zip(launches.shapes, launches.numbers, strict=True)
+        (*where, *shape, *args, counter, *numbers)
+        for shape, counter, numbers in zip(launches.shapes, counters.unbind(), launches.numbers, strict=True)
     )
     maps = _maps_of(given, plan.backward_box)
     launches.queries.launch(launches.queries_grid, tile.threads, *maps, *of_queries, shared=tile.shared)

@@ -26,16 +26,18 @@ from rl_kernels.core.gpu import processors
 LOG2E = 1.4426950408889634
 SHAPE = "PPPPPP" + 17 * "i"
 """Layout of ``struct Shape``."""
-ARGS = f"({SHAPE}PPPPPPPqqqiifff)"
+ARGS = f"({SHAPE}PPPPPPPqqqPiiifff)"
 """Layout of ``struct Args`` of the forward pass."""
-BACKWARD_ARGS = f"({SHAPE}PPPPPPPqqqqqqiffff)"
-ROWS_ARGS = "(PPPPPqqqiiii)"
+BACKWARD_ARGS = f"({SHAPE}PPPPPPPqqqqqqPiiffff)"
+ROWS_ARGS = "(PPPPPPqqqiiii)"
 """Layouts of ``struct Args`` and ``struct Rows`` of the backward pass."""
 LANES, THREADS = 16, 256
 """Lanes of a row, and threads of a block, that form the sum of out times its gradient."""
 WARPS = 4
 """Warps of a thread block that merges states, each with one row."""
 PACKED_DIMS = 3
+L2_BYTES = 32 << 20
+"""Bytes of operands that tiles at work at the same time may share: they stay in the L2 cache."""
 
 
 class Forward(NamedTuple):
@@ -49,7 +51,8 @@ class Forward(NamedTuple):
         states: states of rows that ``attend`` writes for ``finish``.
         shape: the numbers of ``struct Shape``, which follow its integer tensors.
         strides: of q between sequences, queries and heads.
-        numbers: what follows them in ``struct Args``.
+        draws: whether tiles are drawn from a counter.
+        numbers: what follows it in ``struct Args``.
     """
 
     attend: Kernel
@@ -59,6 +62,7 @@ class Forward(NamedTuple):
     states: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+    draws: bool
     numbers: tuple[float, ...]
 
 
@@ -75,7 +79,7 @@ class Backward(NamedTuple):
         keys_grid: its thread blocks; 0 if there is no key.
         shapes: the numbers of ``struct Shape`` for dq, and for dk and dv.
         strides: of q.
-        numbers: what follows the strides in ``struct Args``, for dq, and for dk and dv.
+        numbers: what follows the counter in ``struct Args``, for dq, and for dk and dv.
     """
 
     rows: Kernel
@@ -142,15 +146,18 @@ class Plan:
         # One consumer merges no segments; two leave them to more thread blocks only if half of these would idle.
         split = segments > 1 and (tile.groups == 1 or 2 * count <= most)
         made = program(key.dtype, tile, capped=key.cap > 0)
+        parts = segments if split else 1
         return Forward(
             kernel(made, "attend", f"TT{ARGS}", key.device),
-            min(count * (segments if split else 1), most),
+            min(count * parts, most),
             kernel(made, "finish", ARGS, key.device) if split else None,
             (-(-rows // WARPS), self.kv_heads, key.batch),
             count * segments * tile.rows if split else 0,
             self._shape(self.box),
             strides_of(key.strides),
-            (tiles, segments if split else 1, self._factor, *self._cap),
+            # Packed sequences differ in their tiles.
+            len(key.strides) == PACKED_DIMS and count * parts > most,
+            (tiles, parts, self._section(self._longest_k), self._factor, *self._cap),
         )
 
     def _made_backward(self) -> Backward:
@@ -170,8 +177,16 @@ class Plan:
             min(key_tiles * key.batch * self.kv_heads, most),
             (self._shape(self.backward_box), self._shape(TILE)),
             strides_of(key.strides),
-            ((row_tiles, *numbers), (key_tiles, *numbers)),
+            (
+                (row_tiles, self._section(self._longest_k), *numbers),
+                (key_tiles, self._section(self._longest_q * self.group), *numbers),
+            ),
         )
+
+    def _section(self, rows: int) -> int:
+        """Return how many pairs of a sequence and a KV head, each with ``rows`` rows to share, fit into the L2 cache."""
+        size = self._key.dtype.itemsize * rows * (self._size + self._size_v)
+        return min(max(L2_BYTES // max(size, 1), 1), self._key.batch * self.kv_heads)
 
     @property
     def backward_box(self) -> int:
