@@ -153,6 +153,11 @@ class Kernels:
         page = self.given.k.shape[1]
         return next(size for size in (128, 64, 32, 16) if page % size == 0 and size <= most)
 
+    def section(self, rows: int, least: int) -> int:
+        given = self.given
+        size = 2 * rows * (given.q.shape[-1] + given.v.shape[-1])
+        return min(max((32 << 20) // max(size, 1), least, 1), given.batch * given.v.shape[-2])
+
     def attend(self, launch: Launch) -> None:
         have, given = launch.constants, self.given
         rows = given.max_seqlen_q * given.group
@@ -171,6 +176,10 @@ class Kernels:
         split = segments > 1 and (have["GROUPS"] == 1 or 2 * count <= PROCESSORS)
         assert launch["parts"] == (segments if split else 1)
         assert launch.grid == (min(count * launch["parts"], PROCESSORS), 1, 1)
+        draws = launch["starts_q"] is not None and count * launch["parts"] > PROCESSORS
+        assert (launch["counter"] is not None) == draws
+        assert not draws or launch["counter"].tolist() == [0]
+        assert launch["section"] == self.section(given.max_seqlen_k, PROCESSORS // 4)
         found = self.seen(launch, self.box(128))
         out, lse = native.forward(*found)
         if not split:
@@ -192,11 +201,9 @@ class Kernels:
         self.write(launch, out, lse)
 
     def write(self, launch: Launch, out: torch.Tensor, lse: torch.Tensor) -> None:
-        # The kernel writes no row that is in no sequence.
-        end = out.shape[-3] if launch["starts_q"] is None else launch["starts_q"][-1]
-        launch["out"][..., :end, :, :].copy_(out[..., :end, :, :])
+        launch["out"].copy_(out)
         if launch["lse"] is not None:
-            launch["lse"][..., :end].copy_(lse[..., :end])
+            launch["lse"].copy_(lse)
 
     def rows_of(self, launch: Launch) -> None:
         grad, out = launch["grad"], launch["out"]
@@ -215,10 +222,13 @@ class Kernels:
         deltas = delta.unflatten(-1, (kv_heads, launch["group"])).movedim(-2, -3)
         launch["deltas"].copy_(deltas)
         launch["lses"].copy_(launch["lse"].unflatten(-2, (kv_heads, launch["group"])).mT * LOG2E)
+        assert (launch["counters"].dtype, launch["counters"].numel()) == (torch.int32, 2)
+        launch["counters"].zero_()
         self.rows = launch, out, grad
 
-    def gradients(self, launch: Launch, box: int) -> tuple[torch.Tensor, ...]:
+    def gradients(self, launch: Launch, box: int, counter: int) -> tuple[torch.Tensor, ...]:
         rows, out, grad = self.rows
+        assert launch["counter"].data_ptr() == rows["counters"][counter].data_ptr()
         assert launch["lses"] is rows["lses"]
         assert launch["deltas"] is rows["deltas"]
         assert launch["grad"] is rows["grad"]
@@ -240,7 +250,8 @@ class Kernels:
         tiles = -(-self.given.max_seqlen_q * self.given.group // 128)
         assert launch["tiles"] == tiles
         assert launch.grid == (min(tiles * self.given.batch * launch["kv_heads"], PROCESSORS), 1, 1)
-        launch["dq"].copy_(self.gradients(launch, self.box(64))[0])
+        assert launch["section"] == self.section(self.given.max_seqlen_k, PROCESSORS // 4)
+        launch["dq"].copy_(self.gradients(launch, self.box(64), 0)[0])
 
     def of_keys(self, launch: Launch) -> None:
         given = self.given
@@ -248,7 +259,12 @@ class Kernels:
         tiles = -(-reach // 128)
         assert launch["tiles"] == tiles
         assert launch.grid == (min(tiles * given.batch * launch["kv_heads"], PROCESSORS), 1, 1)
-        _, dk, dv, _ = self.gradients(launch, 128)
+        assert launch["section"] == self.section(given.max_seqlen_q * given.group, 1)
+        assert launch["queries_of_block"] == 64 // given.group
+        for name, value in (("of_q", given.q), ("of_grad", self.rows[2])):
+            assert (launch[name].box, launch[name].swizzle) == ((1, 64 // given.group, given.group, 64), 128)
+            assert torch.equal(launch[name].tensor.view(value.shape), value)
+        _, dk, dv, _ = self.gradients(launch, 128, 1)
         launch["dk"].copy_(dk)
         launch["dv"].copy_(dv)
 

@@ -50,7 +50,14 @@ class Saved(NamedTuple):
 
 
 class Passes(Protocol):
-    """What a backend launches, on tensors in a layout that its kernels read."""
+    """What a backend launches, on tensors in a layout that its kernels read.
+
+    Attributes:
+        WRITES_ALL: whether the kernels write rows and keys of packed tensors, too, that are in no sequence; without
+            validation there may be some.
+    """
+
+    WRITES_ALL: bool
 
     def plan_for(self, given: Inputs) -> Any:
         """Return the ``Plan`` for the sizes and strides of a call."""
@@ -86,6 +93,11 @@ def _fitting(given: Inputs) -> Inputs:
     return Inputs(*operands, *others, *given.numbers)  # type: ignore[arg-type]
 
 
+def _new(like: torch.Tensor, *, written: bool) -> torch.Tensor:
+    """Return a contiguous output: zeros, unless kernels write all of it."""
+    return like.new_empty(like.shape) if written else like.new_zeros(like.shape)
+
+
 class General:
     """The raw ops of a backend: any tensors, copied where its kernels cannot read them."""
 
@@ -95,14 +107,12 @@ class General:
     def forward(self, *arguments: object) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (out, lse) for the arguments of ``Inputs``."""
         given = _fitting(Inputs(*arguments))  # type: ignore[arg-type]
-        packed = given.cu_seqlens_q is not None
-        shape = (*given.q.shape[:-1], given.v.shape[-1])
-        # Without validation some rows may be in no sequence: they get 0.
-        out = given.q.new_zeros(shape) if packed else given.q.new_empty(shape)
-        lse = given.q.new_empty(given.lse_shape(), dtype=torch.float32)
-        if packed:
-            lse.fill_(-torch.inf)
         plan = self._passes.plan_for(given)
+        out = given.q.new_empty((*given.q.shape[:-1], given.v.shape[-1]))
+        lse = given.q.new_empty(given.lse_shape(), dtype=torch.float32)
+        if given.cu_seqlens_q is not None and (plan.is_empty or not self._passes.WRITES_ALL):
+            out.zero_()
+            lse.fill_(-torch.inf)
         if not plan.is_empty:
             self._passes.launch_forward(plan, given, out, lse)
         return out, lse
@@ -114,16 +124,13 @@ class General:
         assert isinstance(out, torch.Tensor)
         assert isinstance(lse, torch.Tensor)
         assert isinstance(grad, torch.Tensor)
-        packed = given.cu_seqlens_q is not None
-        dq = given.q.new_zeros(given.q.shape) if packed else given.q.new_empty(given.q.shape)
-        # Rows in no sequence, and keys without a query, get zeros.
-        covered = given.cu_seqlens_k is None and given.k_start is None and bool(given.q.numel())
-        dk, dv = (
-            (x.new_empty(x.shape) if covered else x.new_zeros(x.shape)) if needs_keys else x.new_empty(0)
-            for x in (given.k, given.v)
-        )
         fitting = _fitting(given)
         plan = self._passes.plan_for(fitting)
+        writes_all = self._passes.WRITES_ALL and not plan.is_empty
+        dq = _new(given.q, written=given.cu_seqlens_q is None or writes_all)
+        # Padding, and keys without a query, get zeros.
+        written = given.k_start is None and (given.cu_seqlens_k is None or writes_all) and bool(given.q.numel())
+        dk, dv = (_new(x, written=written) if needs_keys else x.new_empty(0) for x in (given.k, given.v))
         *lead, _, queries = lse.shape
         lses, deltas = (lse.new_empty((*lead, plan.kv_heads, queries, plan.group)) for _ in range(2))
         if not plan.is_empty:
@@ -171,10 +178,10 @@ class Planned:
         """Return (dq, dk, dv, dsinks) from arguments and results of ``forward``; None for each that is not needed."""
         if not self._are_planned(given, out, lse, grad):
             return None
-        dq, dk, dv = given.q.new_empty(given.q.shape), None, None
+        dq, dk, dv = _new(given.q, written=True), None, None
         if needs_keys:
             # The kernels do not write keys of padding: their gradients are zero.
-            dk, dv = (x.new_zeros(x.shape) if self._has_padding else x.new_empty(x.shape) for x in (given.k, given.v))
+            dk, dv = (_new(x, written=not self._has_padding) for x in (given.k, given.v))
         lses, deltas = lse.new_empty(self._lses), lse.new_empty(self._lses)
         with device_of(given.q):
             self._passes.launch_backward(self._plan, given, Saved(out, lse, lses, deltas, grad), (dq, dk, dv))

@@ -19,8 +19,8 @@ from rl_kernels.core.triton_lib.launch import triton_backend
 
 WIDEST = 256
 """The largest head size of the Triton kernels: two accumulators of it fill the registers of a multiprocessor."""
-WIDEST_TILE = 128
-"""The largest head size of the CUDA C++ kernels."""
+WIDEST_TILE, LARGEST_GROUP = 128, 64
+"""The largest head size of the CUDA C++ kernels, and the most query heads that share a KV head."""
 _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? k_start, "
     "Tensor? seqused_q, Tensor? seqused_k, Tensor? block_table, SymInt max_seqlen_q, SymInt max_seqlen_k, "
@@ -56,7 +56,8 @@ FAKES = {"forward": _fake_forward, "backward": _fake_backward}
 def describe(q: torch.Tensor, k: torch.Tensor | None = None, v: torch.Tensor | None = None, **_: object) -> Call:
     """Describe a call of the public function to the dispatcher."""
     size = q.shape[-1] if v is None else max(q.shape[-1], v.shape[-1])
-    return Call.of(q, D=size)
+    heads, kv_heads = q.shape[-2], q.shape[-2] if k is None else k.shape[-2]
+    return Call.of(q, H=heads, Hkv=kv_heads, D=size)
 
 
 def _limits(call: Call) -> str | None:
@@ -67,7 +68,9 @@ def _limits(call: Call) -> str | None:
 def _cuda_limits(call: Call) -> str | None:
     if call.dtype == torch.float32:
         return "multiplies BF16 and FP16; IEEE products of FP32 are for triton"
-    size = call.traits.get("D", 0)
+    size, heads, kv_heads = (call.traits.get(name, 0) for name in ("D", "H", "Hkv"))
+    if heads > LARGEST_GROUP * kv_heads:
+        return f"takes up to {LARGEST_GROUP} query heads for each KV head, and there are {heads} for {kv_heads}"
     return None if size <= WIDEST_TILE else f"takes head sizes up to {WIDEST_TILE}, and D is {size}"
 
 

@@ -95,6 +95,25 @@ struct Sequence {
     }
 };
 
+// Calls f(row) for each row of q, or of k, that is in no sequence: those before the first and after the last, as only
+// calls without validation have them. `mine` of `threads` threads of each thread block.
+template <class F>
+__device__ inline void outside(const Shape& p, Integers which, const void* starts, int rows, int mine, int threads, F f) {
+    if (!starts) return;
+    const int first = clamped(p.integer(which, starts, 0), 0, rows);
+    const int last = clamped(p.integer(which, starts, p.batch), first, rows);
+    const int step = static_cast<int>(gridDim.x) * threads;
+#pragma unroll 1
+    for (int i = static_cast<int>(blockIdx.x) * threads + mine; i < first + rows - last; i += step)
+        f(i < first ? i : last + i - first);
+}
+// Sets a row to 0; `numbers` in each.
+__device__ inline void clear_row(void* rows, i64 row, int numbers) {
+    const i64 chunks = numbers / PER_CHUNK<Number>;
+#pragma unroll 1
+    for (i64 i = row * chunks; i < (row + 1) * chunks; ++i) static_cast<Chunk*>(rows)[i] = {};
+}
+
 // The copies of blocks of a sequence's keys and values, by one warp: lane i copies keys i box to (i + 1) box - 1 of a
 // block. A part whose page does not exist, or that lies beyond the sequence's last page, is filled with 0.
 template <int KEYS>

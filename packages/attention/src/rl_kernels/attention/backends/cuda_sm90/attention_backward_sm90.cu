@@ -65,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(256) rows_of(const __grid_constant_
 extern "C" __global__ void __launch_bounds__(THREADS, 1) of_queries(const __grid_constant__ TensorMap k,
                                                                     const __grid_constant__ TensorMap v,
                                                                     const __grid_constant__ Args p) {
-    const Memory m;
+    const Memory<RowTile> m;
     m.open(ROW_COPIERS, 1, 3);
     if (warp_index() < WARPS_OF_GROUP) {
         give_registers<40>();
@@ -85,7 +85,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     of_keys(const __grid_constant__ TensorMap k, const __grid_constant__ TensorMap v,
             const __grid_constant__ TensorMap of_q, const __grid_constant__ TensorMap of_grad,
             const __grid_constant__ Args p) {
-    const Memory m;
+    const Memory<KeyTile> m;
     clear_rest(p, m);
     m.open(1, ROW_ARRIVALS, 1);
     if (warp_index() < WARPS_OF_GROUP) {

@@ -54,7 +54,7 @@ struct Args : Shape {
     i64 q_batch, q_row, q_head;
     // Null, or 0 before the kernel (queue.cuh).
     int* counter;
-    // As in Order; parts: segments if tiles are split, else 1.
+    // As in Order (queue.cuh). Parts of a tile: segments if tiles are split, else 1.
     int tiles, parts, section;
     float factor, cap, rate;
 
@@ -86,7 +86,7 @@ struct Memory {
     char *q, *k, *v, *kept;
     Barrier *q_full, *q_empty, *k_full, *k_empty, *v_full, *v_empty, *turns;
     u32* missing;
-    Queue queue;
+    Queue<Tile> queue;
 
     __device__ Memory() {
         extern __shared__ char memory[];
@@ -137,23 +137,31 @@ __device__ __forceinline__ void load_blocks(const Args& p, const TensorMap& map,
 __device__ void load_keys(const Args& p, const Memory& m, const TensorMap& k) {
     Slot<STAGES> slot;
     m.queue.draw_each(
-        p, p.order(), p.counter, [&](const Lot& lot) { return Tile(p, lot).exists(); },
-        [&](const Lot& lot) { load_blocks<BOXES_K>(p, k, Tile(p, lot), slot, m.k, m.k_full, m.k_empty, m.missing); });
+        p, p.order(), p.counter,
+        [&](const Tile& t) { load_blocks<BOXES_K>(p, k, t, slot, m.k, m.k_full, m.k_empty, m.missing); });
 }
 
 __device__ void load_values(const Args& p, const Memory& m, const TensorMap& v) {
     Slot<STAGES> slot;
-    m.queue.each([&](const Lot& lot) {
-        load_blocks<BOXES_V>(p, v, Tile(p, lot), slot, m.v, m.v_full, m.v_empty, nullptr);
+    m.queue.each([&](const Tile& t) {
+        load_blocks<BOXES_V>(p, v, t, slot, m.v, m.v_full, m.v_empty, nullptr);
     });
+}
+
+// The result of a row that is in no sequence.
+__device__ inline void write_nothing(const Args& p, int row) {
+    clear_row(p.out, row, p.heads() * p.size_v);
+    if (!p.lse) return;
+#pragma unroll 1
+    for (int head = 0; head < p.heads(); ++head) p.lse[static_cast<i64>(head) * p.queries + row] = -infinity();
 }
 
 // The other warps of the producer: rows of q.
 __device__ void load_queries(const Args& p, const Memory& m) {
-    const Copier<K_WIDTH, COPIERS> copier(static_cast<int>(threadIdx.x) - 2 * WARP, p.size);
+    const int thread = static_cast<int>(threadIdx.x) - 2 * WARP;
+    const Copier<K_WIDTH, COPIERS> copier(thread, p.size);
     u32 parity = 1;
-    m.queue.each([&](const Lot& lot) {
-        const Tile t(p, lot);
+    m.queue.each([&](const Tile& t) {
         if (!t.has_keys()) return;
         m.q_empty->wait(parity);
         parity ^= 1;
@@ -163,6 +171,7 @@ __device__ void load_queries(const Args& p, const Memory& m) {
         fence_copies();
         m.q_full->arrive();
     });
+    outside(p, STARTS_Q, p.starts_q, p.queries, thread, COPIERS, [&](int row) { write_nothing(p, row); });
 }
 
 __device__ inline float* lse_at(const Args& p, const Sequence& s, int b, int head, int query) {
@@ -235,21 +244,16 @@ struct Consumer {
 
     __device__ __forceinline__ void run() {
         u32 parity = 0;
-        m.queue.each([&](const Lot& lot) {
+        m.queue.each([&](const Tile& t) {
             state = before = State();
             merges = false;
 #pragma unroll
             for (int i = 0; i < V_WIDTH / 2; ++i) acc[i] = 0.0f;
-            {
-                const Tile t(p, lot);
-                if (t.has_keys()) {
-                    m.q_full->wait(parity);
-                    parity ^= 1;
-                    attend(t);
-                }
+            if (t.has_keys()) {
+                m.q_full->wait(parity);
+                parity ^= 1;
+                attend(t);
             }
-            // The tile again, or it would take registers meanwhile.
-            const Tile t(p, lot);
             if (p.splits()) {
                 if (t.has_keys()) put_state(p, t, mine, first, state, acc);
             } else {
@@ -264,29 +268,31 @@ struct Consumer {
         const Seen<BLOCK> seen(p, t, mine, first);
         // A warp without a row has nothing to weigh: with few queries that is most of them.
         const bool active = GROUPS > 1 || t.row(p, first + mine.row / 16 * 16).query < t.s.used;
+        const int end = t.end;
+        int n = t.begin;
         multiply_keys();
         if constexpr (MERGES) turns.pass();
-        lose(seen, state, t.begin, lost(), p.box);
+        lose(seen, state, n, lost(), p.box);
         products_done<0>();
-        scored(t, seen, t.begin);
+        scored(seen, n, end);
         Powers powers = {}, others = {};
         float sum[2], keep[2];
         weigh_again(keep, sum, powers);
         add(keep, sum);
-        int n = t.begin + BLOCK;
+        n += BLOCK;
         // In turns: the products read one's registers while the next block's powers go to the other's.
 #pragma unroll 1
         for (;; n += BLOCK) {
-            if (n >= t.end) return finish(t, powers);
-            step(t, seen, n, active, powers, others);
+            if (n >= end) return add_last(t, powers);
+            step(seen, n, end, active, powers, others);
             n += BLOCK;
-            if (n >= t.end) return finish(t, others);
-            step(t, seen, n, active, others, powers);
+            if (n >= end) return add_last(t, others);
+            step(seen, n, end, active, others, powers);
         }
     }
 
     // One block: its scores, which become powers, and the sums of the block before.
-    __device__ __forceinline__ void step(const Tile& t, const Seen<BLOCK>& seen, int n, bool active, Powers& before,
+    __device__ __forceinline__ void step(const Seen<BLOCK>& seen, int n, int end, bool active, Powers& before,
                                          Powers& powers) {
         multiply_keys();
         m.v_full[value.stage].wait(value.parity);
@@ -297,7 +303,7 @@ struct Consumer {
         if (starts) closed = state, state = State();
         lose(seen, state, n, lost(), p.box);
         products_done<1>();
-        scored(t, seen, n);
+        scored(seen, n, end);
         bool raises = starts;
         float sum[2], keep[2] = {1.0f, 1.0f};
         if (active) {
@@ -319,8 +325,8 @@ struct Consumer {
         if (active) add(keep, sum);
     }
 
-    // The sums of the last block.
-    __device__ __forceinline__ void finish(const Tile& t, Powers& powers) {
+    // Adds the sums of the last block.
+    __device__ __forceinline__ void add_last(const Tile& t, Powers& powers) {
         char* v = m.v + value.stage * V_BYTES;
         m.v_full[value.stage].wait(value.parity);
         const int known = t.s.length - (t.end - 1) / BLOCK * BLOCK;
@@ -363,10 +369,10 @@ struct Consumer {
     __device__ __forceinline__ u32 lost() const { return p.table ? m.missing[key.stage] : 0; }
 
     // After the scores of block n are formed: releases its keys, and with the tile's last block also q.
-    __device__ __forceinline__ void scored(const Tile& t, const Seen<BLOCK>& seen, int n) {
+    __device__ __forceinline__ void scored(const Seen<BLOCK>& seen, int n, int end) {
         hold(d);
         give_back(m.k_empty[key.stage]);
-        if (n + BLOCK >= t.end) give_back(*m.q_empty);
+        if (n + BLOCK >= end) give_back(*m.q_empty);
         key.advance();
 #pragma unroll
         for (int i = 0; i < BLOCK / 2; ++i) cap(p.cap, p.rate, d[i]);

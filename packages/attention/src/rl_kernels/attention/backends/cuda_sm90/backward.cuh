@@ -26,7 +26,7 @@ struct Args : Shape {
     i64 q_batch, q_row, q_head, g_batch, g_row, g_head;
     // 0 before the kernel.
     int* counter;
-    // As in Order.
+    // As in Order (queue.cuh).
     int tiles, section;
     float factor, scale, cap, rate;
 
@@ -38,12 +38,13 @@ struct Args : Shape {
 };
 
 // Shared memory: operands a (as wide as k) and b (as wide as v) of a tile, and stages of the other side's.
+template <class T>
 struct Memory {
     char *a, *b, *stages_a, *stages_b, *room;
     // After the stages of lse come those of delta.
     float* lse;
     Barrier *tile_full, *tile_empty, *a_full, *a_empty, *b_full, *b_empty;
-    Queue queue;
+    Queue<T> queue;
 
     __device__ Memory() {
         extern __shared__ char memory[];

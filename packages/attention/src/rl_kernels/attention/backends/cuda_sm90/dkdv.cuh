@@ -30,10 +30,9 @@ struct KeyTile {
 constexpr int ROW_ARRIVALS = 1 + WARP;
 
 // One warp: the keys and values of each tile.
-__device__ inline void load_tiles(const Args& p, const Memory& m, const TensorMap& k, const TensorMap& v) {
+__device__ inline void load_tiles(const Args& p, const Memory<KeyTile>& m, const TensorMap& k, const TensorMap& v) {
     u32 parity = 1;
-    m.queue.each([&](const Lot& lot) {
-        const KeyTile t(p, lot);
+    m.queue.each([&](const KeyTile& t) {
         if (!t.has_rows()) return;
         m.tile_empty->wait(parity);
         parity ^= 1;
@@ -50,7 +49,7 @@ __device__ inline void load_tiles(const Args& p, const Memory& m, const TensorMa
 }
 
 // Sets the rows of all stages to 0 that no copy reaches.
-__device__ inline void clear_rest(const Args& p, const Memory& m) {
+__device__ inline void clear_rest(const Args& p, const Memory<KeyTile>& m) {
     constexpr int ROW = SWIZZLE / CHUNK, BOXES = STAGES * (BOXES_K + BOXES_V);
     const int first = p.queries_of_block * p.group * ROW, count = PART * ROW - first;
     for (int i = threadIdx.x; i < BOXES * count; i += THREADS)
@@ -59,11 +58,10 @@ __device__ inline void clear_rest(const Args& p, const Memory& m) {
 }
 
 // One warp: blocks of rows.
-__device__ inline void load_blocks_of_rows(const Args& p, const Memory& m, const TensorMap& q, const TensorMap& grad) {
+__device__ inline void load_blocks_of_rows(const Args& p, const Memory<KeyTile>& m, const TensorMap& q, const TensorMap& grad) {
     const int lane = threadIdx.x % WARP, count = p.queries_of_block * p.group;
     Slot<STAGES> slot;
-    const auto load = [&](const Lot& lot) {
-        const KeyTile t(p, lot);
+    const auto load = [&](const KeyTile& t) {
         const i64 rows = p.rows_of(t.s, t.b, t.head);
         const int outer = p.starts_q ? 0 : t.b, heads = t.head * p.group;
 #pragma unroll 1
@@ -90,7 +88,11 @@ __device__ inline void load_blocks_of_rows(const Args& p, const Memory& m, const
             m.a_full[stage].arrive_after_copies();
         }
     };
-    m.queue.draw_each(p, p.order(), p.counter, [&](const Lot& lot) { return KeyTile(p, lot).exists(); }, load);
+    m.queue.draw_each(p, p.order(), p.counter, load);
+    outside(p, STARTS_K, p.starts_k, p.keys, lane, WARP, [&](int row) {
+        clear_row(p.dk, row, p.kv_heads * p.size);
+        clear_row(p.dv, row, p.kv_heads * p.size_v);
+    });
 }
 
 // The rows that see each of a thread's two keys: from[half] to to[half] - 1, counted from its first column; and those
@@ -130,16 +132,16 @@ __device__ inline void load_columns(const float* from, float (&x)[PART / 4]) {
 }
 
 // Adds the blocks of rows of a tile to dk and dv.
-__device__ __forceinline__ void add_rows(const Args& p, const Memory& m, const KeyTile& t, int first,
+__device__ __forceinline__ void add_rows(const Args& p, const Memory<KeyTile>& m, const KeyTile& t, int first,
                                          Slot<STAGES>& slot, float (&dk)[K_WIDTH / 2], float (&dv)[V_WIDTH / 2]) {
     const Fragment mine;
     const SeenBy seen_by(p, t, mine, first);
-    const int count = p.queries_of_block * p.group, used = t.s.used * p.group;
+    const int count = p.queries_of_block * p.group, used = t.s.used * p.group, end = t.end;
     Scores d = {}, dp = {};
     Weights weights = {}, slopes = {};
     int before = -1;
 #pragma unroll 1
-    for (int r = t.begin; r < t.end; r += count, slot.advance()) {
+    for (int r = t.begin; r < end; r += count, slot.advance()) {
         const int stage = slot.stage;
         m.a_full[stage].wait(slot.parity);
         // Rows behind the last query may hold anything.
@@ -194,24 +196,19 @@ __device__ __forceinline__ void add_rows(const Args& p, const Memory& m, const K
     give_back(m.a_empty[before]);
 }
 
-__device__ __forceinline__ void consume_rows(const Args& p, const Memory& m, int group) {
+__device__ __forceinline__ void consume_rows(const Args& p, const Memory<KeyTile>& m, int group) {
     const int first = group * MMA_M;
     Slot<STAGES> slot;
     u32 parity = 0;
-    m.queue.each([&](const Lot& lot) {
+    m.queue.each([&](const KeyTile& t) {
         float dk[K_WIDTH / 2], dv[V_WIDTH / 2];
         zero(dk), zero(dv);
-        {
-            const KeyTile t(p, lot);
-            if (t.has_rows()) {
-                m.tile_full->wait(parity);
-                parity ^= 1;
-                add_rows(p, m, t, first, slot, dk, dv);
-                give_back(*m.tile_empty);
-            }
+        if (t.has_rows()) {
+            m.tile_full->wait(parity);
+            parity ^= 1;
+            add_rows(p, m, t, first, slot, dk, dv);
+            give_back(*m.tile_empty);
         }
-        // The tile again, or it would take registers while rows are added.
-        const KeyTile t(p, lot);
 #pragma unroll
         for (int i = 0; i < K_WIDTH / 2; ++i) dk[i] = __fmul_rn(dk[i], p.scale);
         char* room = m.room + group * WIDEST_ROOM;

@@ -36,29 +36,28 @@ __device__ __forceinline__ void load_blocks(const Args& p, const TensorMap& map,
     }
 }
 
-__device__ inline void load_keys(const Args& p, const Memory& m, const TensorMap& k) {
+__device__ inline void load_keys(const Args& p, const Memory<RowTile>& m, const TensorMap& k) {
     Slot<STAGES> slot;
     m.queue.draw_each(
-        p, p.order(), p.counter, [&](const Lot& lot) { return RowTile(p, lot).exists(); },
-        [&](const Lot& lot) { load_blocks<BOXES_K>(p, k, RowTile(p, lot), slot, m.stages_a, m.a_full, m.a_empty); });
+        p, p.order(), p.counter,
+        [&](const RowTile& t) { load_blocks<BOXES_K>(p, k, t, slot, m.stages_a, m.a_full, m.a_empty); });
 }
 
-__device__ inline void load_values(const Args& p, const Memory& m, const TensorMap& v) {
+__device__ inline void load_values(const Args& p, const Memory<RowTile>& m, const TensorMap& v) {
     Slot<STAGES> slot;
-    m.queue.each([&](const Lot& lot) {
-        load_blocks<BOXES_V>(p, v, RowTile(p, lot), slot, m.stages_b, m.b_full, m.b_empty);
+    m.queue.each([&](const RowTile& t) {
+        load_blocks<BOXES_V>(p, v, t, slot, m.stages_b, m.b_full, m.b_empty);
     });
 }
 
 constexpr int ROW_COPIERS = WARPGROUP - 2 * WARP;
 
-__device__ inline void load_rows(const Args& p, const Memory& m) {
+__device__ inline void load_rows(const Args& p, const Memory<RowTile>& m) {
     const int thread = static_cast<int>(threadIdx.x) - 2 * WARP;
     const Copier<K_WIDTH, ROW_COPIERS> of_q(thread, p.size);
     const Copier<V_WIDTH, ROW_COPIERS> of_grad(thread, p.size_v);
     u32 parity = 1;
-    m.queue.each([&](const Lot& lot) {
-        const RowTile t(p, lot);
+    m.queue.each([&](const RowTile& t) {
         if (!t.has_keys()) return;
         m.tile_empty->wait(parity);
         parity ^= 1;
@@ -69,15 +68,17 @@ __device__ inline void load_rows(const Args& p, const Memory& m) {
         fence_copies();
         m.tile_full->arrive();
     });
+    outside(p, STARTS_Q, p.starts_q, p.queries, thread, ROW_COPIERS,
+            [&](int row) { clear_row(p.dq, row, p.heads() * p.size); });
 }
 
 // A consumer warpgroup's part of a tile.
 struct RowSums {
     const Args& p;
-    const Memory& m;
-    const RowTile& t;
+    const Memory<RowTile>& m;
     const Seen<PART> seen;
-    const int first;
+    // The first row of the consumer; blocks of keys, and keys of the sequence.
+    const int first, begin, end, length;
     // Of the block whose scores were issued last.
     Slot<STAGES>& slot;
     float lse[2], delta[2];
@@ -85,9 +86,10 @@ struct RowSums {
     Weights weights;
     float (&acc)[K_WIDTH / 2];
 
-    __device__ __forceinline__ RowSums(const Args& p, const Memory& m, const RowTile& t, const Fragment& mine,
+    __device__ __forceinline__ RowSums(const Args& p, const Memory<RowTile>& m, const RowTile& t, const Fragment& mine,
                                        int first, Slot<STAGES>& slot, float (&acc)[K_WIDTH / 2])
-        : p(p), m(m), t(t), seen(p, t, mine, first), first(first), slot(slot), dp{}, weights{}, acc(acc) {
+        : p(p), m(m), seen(p, t, mine, first), first(first), begin(t.begin), end(t.end), length(t.s.length), slot(slot), dp{},
+          weights{}, acc(acc) {
         const i64 rows = p.rows_of(t.s, t.b, t.head);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -101,16 +103,16 @@ struct RowSums {
     // Adds all blocks of the tile. The scores of a block are formed while the one before is weighed.
     __device__ __forceinline__ void run() {
         Scores even = {}, odd = {};
-        int n = t.begin;
+        int n = begin;
         score(n, even);
         products_done<0>();
         hold(even), hold(acc), hold(dp), keep(weights), hold(odd);
 #pragma unroll 1
         for (;; n += PART) {
-            if (n + PART >= t.end) return step<true>(n, even, odd);
+            if (n + PART >= end) return step<true>(n, even, odd);
             step<false>(n, even, odd);
             n += PART;
-            if (n + PART >= t.end) return step<true>(n, odd, even);
+            if (n + PART >= end) return step<true>(n, odd, even);
             step<false>(n, odd, even);
         }
     }
@@ -118,10 +120,10 @@ struct RowSums {
     // Issues the scores of block n.
     __device__ __forceinline__ void score(int n, Scores& d) {
         m.a_full[slot.stage].wait(slot.parity);
-        if (n + PART > t.s.length) {
-            clear<BOXES_K, PART, GROUPS>(m.stage_a(slot.stage), t.s.length - n);
+        if (n + PART > length) {
+            clear<BOXES_K, PART, GROUPS>(m.stage_a(slot.stage), length - n);
             m.b_full[slot.stage].wait(slot.parity);
-            clear<BOXES_V, PART, GROUPS>(m.stage_b(slot.stage), t.s.length - n);
+            clear<BOXES_V, PART, GROUPS>(m.stage_b(slot.stage), length - n);
             cleared<GROUPS>();
         }
         issue_rows<Number, PART, K_WIDTH, HEIGHT>(m.a + bytes_of(first), m.stage_a(slot.stage), d);
@@ -138,7 +140,7 @@ struct RowSums {
         // The scores, and the sums of the block before: its keys and weights are free.
         products_done<LAST ? 1 : 2>();
         hold(d), hold(acc), keep(weights);
-        if (n > t.begin) give_back(m.a_empty[stage ? stage - 1 : STAGES - 1]);
+        if (n > begin) give_back(m.a_empty[stage ? stage - 1 : STAGES - 1]);
         if (!seen.all(n)) seen.mask(d, n, -infinity());
         each(d, [&](float& x, int half, int) {
             const float slope = capped(p, x);
@@ -164,13 +166,12 @@ struct RowSums {
     }
 };
 
-__device__ __forceinline__ void consume_keys(const Args& p, const Memory& m, int group) {
+__device__ __forceinline__ void consume_keys(const Args& p, const Memory<RowTile>& m, int group) {
     const Fragment mine;
     const int first = group * MMA_M;
     Slot<STAGES> slot;
     u32 parity = 0;
-    m.queue.each([&](const Lot& lot) {
-        const RowTile t(p, lot);
+    m.queue.each([&](const RowTile& t) {
         float acc[K_WIDTH / 2];
         zero(acc);
         if (t.has_keys()) {

@@ -13,8 +13,10 @@ from rl_kernels.attention.gpu import Saved
 from rl_kernels.attention.inputs import Inputs
 from rl_kernels.core.cuda.tensor_map import TensorMap, tensor_map
 
-__all__ = ["launch_backward", "launch_forward", "plan_for"]
+__all__ = ["WRITES_ALL", "launch_backward", "launch_forward", "plan_for"]
 
+WRITES_ALL = True
+"""The kernels write rows and keys, too, that are in no sequence."""
 SWIZZLE, SPAN = 128, 64
 """Bytes and numbers of a row in shared memory."""
 DIMS = 4
@@ -51,10 +53,15 @@ def launch_backward(plan: Plan, given: Inputs, saved: Saved, into: tuple[torch.T
     )
     maps = _maps_of(given, plan.backward_box)
     launches.queries.launch(launches.queries_grid, tile.threads, *maps, *of_queries, shared=tile.shared)
-    if into[1] is not None and launches.keys_grid:
+    dk, dv = into[1:]
+    if dk is None or dv is None:
+        return
+    if launches.keys_grid:
         box = (1, plan.queries_of_block, plan.group, SPAN)
         maps = (*_maps_of(given, TILE), _map_of(given.q, box, given.q), _map_of(grad, box, grad))
         launches.keys.launch(launches.keys_grid, tile.threads, *maps, *of_keys, shared=tile.shared)
+    else:
+        dk.zero_(), dv.zero_()
 
 
 def _maps_of(given: Inputs, keys: int) -> tuple[TensorMap, TensorMap]:

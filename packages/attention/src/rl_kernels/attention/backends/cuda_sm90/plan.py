@@ -37,7 +37,9 @@ WARPS = 4
 """Warps of a thread block that merges states, each with one row."""
 PACKED_DIMS = 3
 L2_BYTES = 32 << 20
-"""Bytes of operands that tiles at work at the same time may share: they stay in the L2 cache."""
+"""Bytes of operands that stay in the L2 cache while thread blocks share them."""
+SHARING = 4
+"""Thread blocks that share keys and values, or all do not run at the speed of the products."""
 
 
 class Forward(NamedTuple):
@@ -157,7 +159,7 @@ class Plan:
             strides_of(key.strides),
             # Packed sequences differ in their tiles.
             len(key.strides) == PACKED_DIMS and count * parts > most,
-            (tiles, parts, self._section(self._longest_k), self._factor, *self._cap),
+            (tiles, parts, self._section(self._longest_k, most // SHARING), self._factor, *self._cap),
         )
 
     def _made_backward(self) -> Backward:
@@ -178,15 +180,20 @@ class Plan:
             (self._shape(self.backward_box), self._shape(TILE)),
             strides_of(key.strides),
             (
-                (row_tiles, self._section(self._longest_k), *numbers),
-                (key_tiles, self._section(self._longest_q * self.group), *numbers),
+                (row_tiles, self._section(self._longest_k, most // SHARING), *numbers),
+                (key_tiles, self._section(self._longest_q * self.group, 1), *numbers),
             ),
         )
 
-    def _section(self, rows: int) -> int:
-        """Return how many pairs of a sequence and a KV head, each with ``rows`` rows to share, fit into the L2 cache."""
+    def _section(self, rows: int, least: int) -> int:
+        """Return how many pairs of a sequence and a KV head are a section: as many as fit into the L2 cache.
+
+        Args:
+            rows: rows of operands of each pair.
+            least: pairs that need not fit, as enough thread blocks share each.
+        """
         size = self._key.dtype.itemsize * rows * (self._size + self._size_v)
-        return min(max(L2_BYTES // max(size, 1), 1), self._key.batch * self.kv_heads)
+        return min(max(L2_BYTES // max(size, 1), least, 1), self._key.batch * self.kv_heads)
 
     @property
     def backward_box(self) -> int:

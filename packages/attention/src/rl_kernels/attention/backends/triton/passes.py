@@ -10,6 +10,9 @@ from rl_kernels.attention.gpu import Saved
 from rl_kernels.attention.inputs import Inputs
 from rl_kernels.core.gpu import device_of
 
+WRITES_ALL = False
+"""The kernels write rows and keys of sequences only."""
+
 
 def plan_for(given: Inputs) -> Plan:
     """Return the plan for the sizes and strides of a call."""
