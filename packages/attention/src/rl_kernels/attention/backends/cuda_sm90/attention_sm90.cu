@@ -48,8 +48,8 @@ struct Args : Shape {
     void* out;
     float* lse;
     const void* sinks;
-    // If tiles are split, of part s of row r of a tile: number (((b kv_heads + head) tiles + tile) parts + s) ROWS + r.
-    float *tops, *totals, *accs;
+    // Null, or if tiles are split, their states: all tops, all totals, all sums.
+    float* states;
     // In numbers, from one sequence, query or head to the next.
     i64 q_batch, q_row, q_head;
     // Null, or 0 before the kernel (queue.cuh).
@@ -58,7 +58,14 @@ struct Args : Shape {
     int tiles, parts, section;
     float factor, cap, rate;
 
-    __device__ bool splits() const { return tops; }
+    __device__ bool splits() const { return states; }
+    // Number of the state of part `part` of row `row` of a tile.
+    __device__ i64 state_of(int b, int head, int tile, int part, int row) const {
+        return (((static_cast<i64>(b) * kv_heads + head) * tiles + tile) * parts + part) * ROWS + row;
+    }
+    __device__ float* tops() const { return states; }
+    __device__ float* totals() const { return states + state_of(batch, 0, 0, 0, 0); }
+    __device__ float* accs() const { return totals() + state_of(batch, 0, 0, 0, 0); }
     __device__ Order order() const { return {tiles, parts, section}; }
 };
 
@@ -207,16 +214,15 @@ __device__ void put(const Args& p, const Tile& t, const Fragment& mine, int firs
 // Writes the states of rows of a tile, whose keys are one segment.
 __device__ void put_state(const Args& p, const Tile& t, const Fragment& mine, int first, const State& state,
                           const Sums& acc) {
-    const i64 tile = (static_cast<i64>(t.b) * p.kv_heads + t.head) * p.tiles + t.number;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const int row = first + mine.row + 8 * half;
         if (t.row(p, row).query >= t.s.count) continue;
-        const i64 at = (tile * p.parts + t.part) * ROWS + row;
-        if (mine.column == 0) p.tops[at] = state.top[half], p.totals[at] = state.total[half];
+        const i64 at = p.state_of(t.b, t.head, t.number, t.part, row);
+        if (mine.column == 0) p.tops()[at] = state.top[half], p.totals()[at] = state.total[half];
 #pragma unroll
         for (int j = 0; j < V_WIDTH / 8; ++j)
-            *reinterpret_cast<float2*>(p.accs + at * V_WIDTH + 8 * j + mine.column) =
+            *reinterpret_cast<float2*>(p.accs() + at * V_WIDTH + 8 * j + mine.column) =
                 make_float2(acc[4 * j + 2 * half], acc[4 * j + 2 * half + 1]);
     }
 }
@@ -437,7 +443,6 @@ extern "C" __global__ void __launch_bounds__(128) finish(const __grid_constant__
     const bool used = query < s.used;
     // Never more than were written, even if the maximum length was given too small and not validated.
     const int from = s.from(p, query), to = used ? min(s.to(p, query), p.parts * SEGMENT) : 0;
-    const i64 tile = (static_cast<i64>(b) * p.kv_heads + head) * p.tiles + row / ROWS;
     float top = -infinity(), total = 0.0f, acc[4] = {};
     const int last = (to + SEGMENT - 1) / SEGMENT;
     for (int segment = from / SEGMENT; segment < last; segment += AHEAD) {
@@ -447,9 +452,9 @@ extern "C" __global__ void __launch_bounds__(128) finish(const __grid_constant__
         for (int i = 0; i < AHEAD; ++i) {
             tops[i] = -infinity(), totals[i] = 0.0f;
             if (segment + i >= last) continue;
-            const i64 at = (tile * p.parts + segment + i) * ROWS + row % ROWS;
-            tops[i] = p.tops[at], totals[i] = p.totals[at];
-            if (column < V_WIDTH) accs[i] = *reinterpret_cast<const float4*>(p.accs + at * V_WIDTH + column);
+            const i64 at = p.state_of(b, head, row / ROWS, segment + i, row % ROWS);
+            tops[i] = p.tops()[at], totals[i] = p.totals()[at];
+            if (column < V_WIDTH) accs[i] = *reinterpret_cast<const float4*>(p.accs() + at * V_WIDTH + column);
         }
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i) {

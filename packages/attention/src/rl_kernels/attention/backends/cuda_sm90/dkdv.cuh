@@ -38,13 +38,18 @@ __device__ inline void load_tiles(const Args& p, const Memory<KeyTile>& m, const
         parity ^= 1;
         if (!elected()) return;
         m.tile_full->arrive_expecting(K_TILE + V_TILE);
-        const int outer = p.starts_k ? 0 : t.b, row = t.s.first_k + t.first;
+        const int outer = p.starts_k ? 0 : t.b, key = t.s.first_k + t.first;
 #pragma unroll
-        for (int box = 0; box < BOXES_K; ++box)
-            load_box(m.a + box * bytes_of(HEIGHT), k, outer, row, t.head, box * SPAN, *m.tile_full);
+        for (int row = 0; row < HEIGHT; row += PART) {
 #pragma unroll
-        for (int box = 0; box < BOXES_V; ++box)
-            load_box(m.b + box * bytes_of(HEIGHT), v, outer, row, t.head, box * SPAN, *m.tile_full);
+            for (int box = 0; box < BOXES_K; ++box)
+                load_box(m.a + box * bytes_of(HEIGHT) + bytes_of(row), k, outer, key + row, t.head, box * SPAN,
+                         *m.tile_full);
+#pragma unroll
+            for (int box = 0; box < BOXES_V; ++box)
+                load_box(m.b + box * bytes_of(HEIGHT) + bytes_of(row), v, outer, key + row, t.head, box * SPAN,
+                         *m.tile_full);
+        }
     });
 }
 

@@ -7,7 +7,6 @@ import functools
 import torch
 
 from rl_kernels.attention.backends.cuda_sm90.plan import THREADS, WARPS, Plan, plan_for, strides_of
-from rl_kernels.attention.backends.cuda_sm90.schedule import TILE
 from rl_kernels.attention.checks import MULTIPLE
 from rl_kernels.attention.gpu import Saved
 from rl_kernels.attention.inputs import Inputs
@@ -25,15 +24,13 @@ DIMS = 4
 def launch_forward(plan: Plan, given: Inputs, out: torch.Tensor, lse: torch.Tensor | None) -> None:
     """Write out, and lse unless it is None, for the rows that are in a sequence."""
     sinks, *where = given.others
-    launches, width = plan.forward(), plan.tile.widths[1]
-    states: tuple[torch.Tensor | None, ...] = (None, None, None)
-    if launches.states:
-        states = tuple([out.new_empty(launches.states * size, dtype=torch.float32) for size in (1, 1, width)])
+    launches = plan.forward()
+    states = out.new_empty(launches.states, dtype=torch.float32) if launches.states else None
     counter = out.new_zeros(1, dtype=torch.int32) if launches.draws else None
     numbers = (*launches.strides, counter, *launches.numbers)
-    args = (*where, *launches.shape, given.q, out, lse, sinks, *states, *numbers)
+    args = (*where, *launches.shape, given.q, out, lse, sinks, states, *numbers)
     maps = _maps_of(given, plan.box)
-    launches.attend.launch(launches.grid, plan.tile.threads, *maps, *args, shared=plan.tile.shared)
+    launches.attend.launch(launches.grid, launches.threads, *maps, *args, shared=launches.shared)
     if launches.finish is not None:
         launches.finish.launch(launches.merging, 32 * WARPS, *args, pdl=True)
 
@@ -42,7 +39,7 @@ def launch_backward(plan: Plan, given: Inputs, saved: Saved, into: tuple[torch.T
     """Fill ``lses`` and ``deltas``; write the gradients of q and, unless their outputs are None, of k and v."""
     out, lse, lses, deltas, grad = saved
     _, *where = given.others
-    launches, tile, strides = plan.backward(), plan.backward_tile, strides_of(grad.stride())
+    launches, strides = plan.backward(), strides_of(grad.stride())
     counters = lse.new_empty(2, dtype=torch.int32)
     rows = (out, grad, lse, lses, deltas, counters, *strides, *launches.sizes)
     launches.rows.launch(launches.rows_grid, THREADS, *rows)
@@ -52,16 +49,11 @@ def launch_backward(plan: Plan, given: Inputs, saved: Saved, into: tuple[torch.T
         for shape, counter, numbers in zip(launches.shapes, counters.unbind(), launches.numbers, strict=True)
     )
     maps = _maps_of(given, plan.backward_box)
-    launches.queries.launch(launches.queries_grid, tile.threads, *maps, *of_queries, shared=tile.shared)
-    dk, dv = into[1:]
-    if dk is None or dv is None:
-        return
-    if launches.keys_grid:
+    launches.queries.launch(launches.queries_grid, launches.threads, *maps, *of_queries, shared=launches.shared)
+    if into[1] is not None and launches.keys_grid:
         box = (1, plan.queries_of_block, plan.group, SPAN)
-        maps = (*_maps_of(given, TILE), _map_of(given.q, box, given.q), _map_of(grad, box, grad))
-        launches.keys.launch(launches.keys_grid, tile.threads, *maps, *of_keys, shared=tile.shared)
-    else:
-        dk.zero_(), dv.zero_()
+        maps = (*maps, _map_of(given.q, box, given.q), _map_of(grad, box, grad))
+        launches.keys.launch(launches.keys_grid, launches.threads, *maps, *of_keys, shared=launches.shared)
 
 
 def _maps_of(given: Inputs, keys: int) -> tuple[TensorMap, TensorMap]:
@@ -72,20 +64,22 @@ def _maps_of(given: Inputs, keys: int) -> tuple[TensorMap, TensorMap]:
 
 def _map_of(x: torch.Tensor, box: tuple[int, ...], other: torch.Tensor) -> TensorMap:
     """Return a descriptor. Nothing is copied from an empty tensor; its descriptor is that of ``other``."""
-    # The copy may be freed before the kernel runs: memory is reused in the order of the stream.
-    whole = _whole(x if x.numel() else other)
-    return tensor_map(whole, box, swizzle=SWIZZLE, strides=_legal(whole.shape, whole.stride()))
-
-
-def _whole(x: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of four dims without a stride of 0, which a descriptor cannot have; an expanded one is copied."""
-    four = x if x.ndim == DIMS else x[None]
-    return four.contiguous() if 0 in four.stride() else four
+    if not x.numel():
+        x = other
+    four = x if x.dim() == DIMS else x[None]
+    strides = _legal(four.shape, four.stride())
+    if strides is not None and 0 in strides:
+        # The copy may be freed before the kernel runs: memory is reused in the order of the stream.
+        four, strides = four.contiguous(), None
+    return tensor_map(four, box, swizzle=SWIZZLE, strides=strides)
 
 
 @functools.lru_cache(maxsize=4096)
 def _legal(shape: torch.Size, strides: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Return strides that a descriptor takes, or None if these are; the stride of a dim of size 1 may be any number."""
+    """Return strides that a descriptor takes, or None if these are; the stride of a dim of size 1 may be any number.
+
+    A stride of 0, of an expanded tensor, is none that it takes.
+    """
     outer = zip(shape[:-1], strides[:-1], strict=True)
     legal = (*(MULTIPLE if size == 1 else stride for size, stride in outer), strides[-1])
-    return None if legal == strides else legal
+    return None if legal == strides and 0 not in legal else legal

@@ -26,7 +26,7 @@ from rl_kernels.core.gpu import processors
 LOG2E = 1.4426950408889634
 SHAPE = "PPPPPP" + 17 * "i"
 """Layout of ``struct Shape``."""
-ARGS = f"({SHAPE}PPPPPPPqqqPiiifff)"
+ARGS = f"({SHAPE}PPPPPqqqPiiifff)"
 """Layout of ``struct Args`` of the forward pass."""
 BACKWARD_ARGS = f"({SHAPE}PPPPPPPqqqqqqPiiffff)"
 ROWS_ARGS = "(PPPPPPqqqiiii)"
@@ -48,9 +48,11 @@ class Forward(NamedTuple):
     Attributes:
         attend: the kernel of tiles.
         grid: its thread blocks.
+        threads: threads of each.
+        shared: bytes of shared memory of each.
         finish: the kernel that merges states, or None.
         merging: its thread blocks.
-        states: states of rows that ``attend`` writes for ``finish``.
+        states: numbers of the states that ``attend`` writes for ``finish``.
         shape: the numbers of ``struct Shape``, which follow its integer tensors.
         strides: of q between sequences, queries and heads.
         draws: whether tiles are drawn from a counter.
@@ -59,6 +61,8 @@ class Forward(NamedTuple):
 
     attend: Kernel
     grid: int
+    threads: int
+    shared: int
     finish: Kernel | None
     merging: tuple[int, int, int]
     states: int
@@ -79,6 +83,8 @@ class Backward(NamedTuple):
         queries_grid: its thread blocks.
         keys: the kernel of dk and dv.
         keys_grid: its thread blocks; 0 if there is no key.
+        threads: threads of a thread block of the last two kernels.
+        shared: its bytes of shared memory.
         shapes: the numbers of ``struct Shape`` for dq, and for dk and dv.
         strides: of q.
         numbers: what follows the counter in ``struct Args``, for dq, and for dk and dv.
@@ -91,6 +97,8 @@ class Backward(NamedTuple):
     queries_grid: int
     keys: Kernel
     keys_grid: int
+    threads: int
+    shared: int
     shapes: tuple[tuple[int, ...], tuple[int, ...]]
     strides: tuple[int, ...]
     numbers: tuple[tuple[float, ...], tuple[float, ...]]
@@ -152,9 +160,11 @@ class Plan:
         return Forward(
             kernel(made, "attend", f"TT{ARGS}", key.device),
             min(count * parts, most),
+            tile.threads,
+            tile.shared,
             kernel(made, "finish", ARGS, key.device) if split else None,
             (-(-rows // WARPS), self.kv_heads, key.batch),
-            count * segments * tile.rows if split else 0,
+            count * segments * tile.rows * (2 + tile.widths[1]) if split else 0,
             self._shape(self.box),
             strides_of(key.strides),
             # Packed sequences differ in their tiles.
@@ -164,10 +174,12 @@ class Plan:
 
     def _made_backward(self) -> Backward:
         key, most, heads = self._key, processors(self._key.device), self.kv_heads * self.group
-        made = backward_program(key.dtype, self.backward_tile, capped=key.cap > 0)
+        tile = BackwardTile(self.tile.widths)
+        made = backward_program(key.dtype, tile, capped=key.cap > 0)
         sequences = 1 if len(key.strides) == PACKED_DIMS else key.batch
         row_tiles = -(-self._longest_q * self.group // TILE)
-        key_tiles = -(-self._longest_k // TILE)
+        # One tile at least, for keys in no sequence.
+        key_tiles = max(-(-self._longest_k // TILE), 1)
         numbers = (self._factor, key.scale, *self._cap)
         return Backward(
             kernel(made, "rows_of", ROWS_ARGS, key.device),
@@ -176,8 +188,10 @@ class Plan:
             kernel(made, "of_queries", f"TT{BACKWARD_ARGS}", key.device),
             min(row_tiles * key.batch * self.kv_heads, most),
             kernel(made, "of_keys", f"TTTT{BACKWARD_ARGS}", key.device),
-            min(key_tiles * key.batch * self.kv_heads, most),
-            (self._shape(self.backward_box), self._shape(TILE)),
+            min(key_tiles * key.batch * self.kv_heads, most) if self._keys else 0,
+            tile.threads,
+            tile.shared,
+            (self._shape(self.backward_box), self._shape(PART)),
             strides_of(key.strides),
             (
                 (row_tiles, self._section(self._longest_k, most // SHARING), *numbers),
@@ -197,13 +211,8 @@ class Plan:
 
     @property
     def backward_box(self) -> int:
-        """Keys of one copy in the kernel of dq."""
+        """Keys of one copy in the backward pass."""
         return min(self.box, PART)
-
-    @property
-    def backward_tile(self) -> BackwardTile:
-        """The tiles of the backward pass."""
-        return BackwardTile(self.tile.widths)
 
     @property
     def queries_of_block(self) -> int:
