@@ -83,11 +83,10 @@ OPERATOR = Operator(
     schemas=SCHEMAS,
     fakes=FAKES,
     backends=(
-        triton_backend("rl_kernels.attention.backends.triton.backend", _limits),
-        # After Triton until its backward pass is as fast too.
         cuda_backend(
             "cuda-sm90", "rl_kernels.attention.backends.cuda_sm90.backend", archs="sm_90", limits=_cuda_limits
         ),
+        triton_backend("rl_kernels.attention.backends.triton.backend", _limits),
         Backend("native", "rl_kernels.attention.backends.native", {"cpu": INVARIANT, "cuda": REPEATABLE}),
     ),
     describe=describe,

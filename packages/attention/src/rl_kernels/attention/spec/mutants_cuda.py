@@ -52,7 +52,11 @@ BUGS = (
     Bug("values by the map of keys", "_map_of(given.v, box, given.q)", "_map_of(given.k, box, given.q)"),
     Bug("boxes of 32 columns", "(1, box, 1, SPAN)", "(1, box, 1, SPAN // 2)"),
     Bug("no swizzle", "swizzle=SWIZZLE,", "swizzle=0,"),
-    Bug("expanded keys as they are", "if strides is not None and 0 in strides:", "if strides is not None and 7 in strides:"),
+    Bug(
+        "expanded keys as they are",
+        "if strides is not None and 0 in strides:",
+        "if strides is not None and 7 in strides:",
+    ),
     Bug("empty keys have a map", "if not x.numel():", "if not other.numel():"),
     Bug(
         "strides of the gradient for those of q",
@@ -66,10 +70,18 @@ BUGS = (
     ),
     Bug("states without their sums", "(2 + tile.widths[1])", "2"),
     Bug("one counter for both kernels", "counters.unbind()", "(counters[0], counters[0])"),
-    Bug("tiles in rounds for packed sequences", "== PACKED_DIMS and count * parts > most", "== PACKED_DIMS and count < 0"),
+    Bug(
+        "tiles in rounds for packed sequences",
+        "== PACKED_DIMS and count * parts > most",
+        "== PACKED_DIMS and count < 0",
+    ),
     Bug("no counter for its tiles", "if launches.draws else None", "if not launches.draws else None"),
     Bug("sections of one head's bytes", "(self._size + self._size_v)", "self._size"),
-    Bug("sections of rows of one head", "self._section(self._longest_q * self.group, 1)", "self._section(self._longest_q, 1)"),
+    Bug(
+        "sections of rows of one head",
+        "self._section(self._longest_q * self.group, 1)",
+        "self._section(self._longest_q, 1)",
+    ),
     Bug("blocks of 64 queries", "return PART // self.group", "return PART"),
     Bug("rows of q for the gradient", "_map_of(grad, box, grad)", "_map_of(given.q, box, grad)"),
     Bug("no tile for keys in no sequence", "max(-(-self._longest_k // TILE), 1)", "-(-self._longest_k // TILE)"),
