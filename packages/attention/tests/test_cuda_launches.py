@@ -162,10 +162,10 @@ class Kernels:
         page = self.given.k.shape[1]
         return next(size for size in (128, 64, 32, 16) if page % size == 0 and size <= most)
 
-    def section(self, rows: int, least: int) -> int:
+    def section(self, rows: int) -> int:
         given = self.given
         size = 2 * rows * (given.q.shape[-1] + given.v.shape[-1])
-        return min(max((32 << 20) // max(size, 1), least, 1), given.batch * given.v.shape[-2])
+        return min(max((32 << 20) // max(size, 1), PROCESSORS // 4, 1), given.batch * given.v.shape[-2])
 
     def attend(self, launch: Launch) -> None:
         have, given = launch.constants, self.given
@@ -188,7 +188,7 @@ class Kernels:
         draws = launch["starts_q"] is not None and count * launch["parts"] > PROCESSORS
         assert (launch["counter"] is not None) == draws
         assert not draws or launch["counter"].tolist() == [0]
-        assert launch["section"] == self.section(given.max_seqlen_k, PROCESSORS // 4)
+        assert launch["section"] == self.section(given.max_seqlen_k)
         found = self.seen(launch, self.box(128))
         out, lse = native.forward(*found)
         if not split:
@@ -259,7 +259,7 @@ class Kernels:
         tiles = -(-self.given.max_seqlen_q * self.given.group // 128)
         assert launch["tiles"] == tiles
         assert launch.grid == (min(tiles * self.given.batch * launch["kv_heads"], PROCESSORS), 1, 1)
-        assert launch["section"] == self.section(self.given.max_seqlen_k, PROCESSORS // 4)
+        assert launch["section"] == self.section(self.given.max_seqlen_k)
         launch["dq"].copy_(self.gradients(launch, self.box(64), 0)[0])
 
     def of_keys(self, launch: Launch) -> None:
@@ -268,7 +268,7 @@ class Kernels:
         tiles = max(-(-reach // 128), 1)
         assert launch["tiles"] == tiles
         assert launch.grid == (min(tiles * given.batch * launch["kv_heads"], PROCESSORS), 1, 1)
-        assert launch["section"] == self.section(given.max_seqlen_q * given.group, 1)
+        assert launch["section"] == self.section(given.max_seqlen_q * given.group)
         assert launch["queries_of_block"] == 64 // given.group
         for name, value in (("of_q", given.q), ("of_grad", self.rows[2])):
             assert (launch[name].box, launch[name].swizzle) == ((1, 64 // given.group, given.group, 64), 128)

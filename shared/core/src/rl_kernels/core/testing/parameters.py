@@ -19,6 +19,7 @@ POINTED = {
 """The dtype behind a typed pointer (``Norm``: pairs of it); ``char`` and ``void`` pointers have none."""
 DECLARED = re.compile(r"(?:const )?(?:__grid_constant__ )?(signed char|\w+)\s*(.*)")
 
+INCLUDED = re.compile(r'^#include "(\w+\.cuh)"', re.MULTILINE)
 FLAGGED = re.compile(r"^#if (\w+)\n((?:(?!#else).)*?)^#endif\n", re.DOTALL | re.MULTILINE)
 
 
@@ -88,9 +89,10 @@ def _one(kind: str, declared: str) -> Parameter:
 
 
 def _source(package: str, file: str) -> str:
-    """Return a file and the headers of its package, without comments."""
-    folder = files(package)
-    headers = sorted(header.name for header in folder.iterdir() if header.name.endswith(".cuh"))
-    # The file comes first, because two files may have structs of the same name.
-    text = "\n".join((folder / name).read_text(encoding="utf-8") for name in (file, *headers))
-    return re.sub(r"//.*", "", text)
+    """Return a file and the headers of its package that it includes, without comments."""
+    names, texts = [file], []
+    # The list grows as headers include others.
+    for name in names:
+        texts.append((files(package) / name).read_text(encoding="utf-8"))
+        names += [header for header in INCLUDED.findall(texts[-1]) if header not in names]
+    return re.sub(r"//.*", "", "\n".join(texts))

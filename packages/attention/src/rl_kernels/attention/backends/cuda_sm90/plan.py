@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from rl_kernels.attention.backends.cuda_sm90.launches import Backward, Forward
 from rl_kernels.attention.backends.cuda_sm90.schedule import (
     BLOCK,
     HEIGHT,
@@ -20,7 +21,7 @@ from rl_kernels.attention.backends.cuda_sm90.schedule import (
     width_of,
 )
 from rl_kernels.attention.inputs import UNLIMITED, Inputs
-from rl_kernels.core.cuda.launch import Kernel, kernel
+from rl_kernels.core.cuda.launch import kernel
 from rl_kernels.core.gpu import processors
 
 LOG2E = 1.4426950408889634
@@ -39,69 +40,7 @@ PACKED_DIMS = 3
 L2_BYTES = 32 << 20
 """Bytes of operands that stay in the L2 cache while thread blocks share them."""
 SHARING = 4
-"""Thread blocks that share keys and values, or all do not run at the speed of the products."""
-
-
-class Forward(NamedTuple):
-    """The launches of a forward pass.
-
-    Attributes:
-        attend: the kernel of tiles.
-        grid: its thread blocks.
-        threads: threads of each.
-        shared: bytes of shared memory of each.
-        finish: the kernel that merges states, or None.
-        merging: its thread blocks.
-        states: numbers of the states that ``attend`` writes for ``finish``.
-        shape: the numbers of ``struct Shape``, which follow its integer tensors.
-        strides: of q between sequences, queries and heads.
-        draws: whether tiles are drawn from a counter.
-        numbers: what follows it in ``struct Args``.
-    """
-
-    attend: Kernel
-    grid: int
-    threads: int
-    shared: int
-    finish: Kernel | None
-    merging: tuple[int, int, int]
-    states: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    draws: bool
-    numbers: tuple[float, ...]
-
-
-class Backward(NamedTuple):
-    """The launches of a backward pass.
-
-    Attributes:
-        rows: the kernel of what each row needs.
-        rows_grid: its thread blocks.
-        sizes: its numbers.
-        queries: the kernel of dq.
-        queries_grid: its thread blocks.
-        keys: the kernel of dk and dv.
-        keys_grid: its thread blocks; 0 if there is no key.
-        threads: threads of a thread block of the last two kernels.
-        shared: its bytes of shared memory.
-        shapes: the numbers of ``struct Shape`` for dq, and for dk and dv.
-        strides: of q.
-        numbers: what follows the counter in ``struct Args``, for dq, and for dk and dv.
-    """
-
-    rows: Kernel
-    rows_grid: tuple[int, int]
-    sizes: tuple[int, ...]
-    queries: Kernel
-    queries_grid: int
-    keys: Kernel
-    keys_grid: int
-    threads: int
-    shared: int
-    shapes: tuple[tuple[int, ...], tuple[int, ...]]
-    strides: tuple[int, ...]
-    numbers: tuple[tuple[float, ...], tuple[float, ...]]
+"""Thread blocks to each pair of a section that is larger than the L2 cache: they share what they read."""
 
 
 class Plan:
@@ -169,7 +108,7 @@ class Plan:
             strides_of(key.strides),
             # Packed sequences differ in their tiles.
             len(key.strides) == PACKED_DIMS and count * parts > most,
-            (tiles, parts, self._section(self._longest_k, most // SHARING), self._factor, *self._cap),
+            (tiles, parts, self._section(self._longest_k), self._factor, *self._cap),
         )
 
     def _made_backward(self) -> Backward:
@@ -194,19 +133,18 @@ class Plan:
             (self._shape(self.backward_box), self._shape(PART)),
             strides_of(key.strides),
             (
-                (row_tiles, self._section(self._longest_k, most // SHARING), *numbers),
-                (key_tiles, self._section(self._longest_q * self.group, 1), *numbers),
+                (row_tiles, self._section(self._longest_k), *numbers),
+                (key_tiles, self._section(self._longest_q * self.group), *numbers),
             ),
         )
 
-    def _section(self, rows: int, least: int) -> int:
-        """Return how many pairs of a sequence and a KV head are a section: as many as fit into the L2 cache.
+    def _section(self, rows: int) -> int:
+        """Return how many pairs of a sequence and a KV head, with ``rows`` rows of operands each, are a section.
 
-        Args:
-            rows: rows of operands of each pair.
-            least: pairs that need not fit, as enough thread blocks share each.
+        As many as fit into the L2 cache, but not so few that the last tiles of a section leave thread blocks idle.
         """
         size = self._key.dtype.itemsize * rows * (self._size + self._size_v)
+        least = processors(self._key.device) // SHARING
         return min(max(L2_BYTES // max(size, 1), least, 1), self._key.batch * self.kv_heads)
 
     @property
