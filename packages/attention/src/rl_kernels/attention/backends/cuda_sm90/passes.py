@@ -41,8 +41,8 @@ def launch_backward(plan: Plan, given: Inputs, saved: Saved, into: tuple[torch.T
     _, *where = given.others
     launches, strides = plan.backward(), strides_of(grad.stride())
     counters = lse.new_empty(2, dtype=torch.int32)
-    rows = (out, grad, lse, lses, deltas, counters, *strides, *launches.sizes)
-    launches.rows.launch(launches.rows_grid, THREADS, *rows)
+    of_rows = (out, grad, lse, lses, deltas, counters, *strides, *launches.sizes)
+    launches.rows.launch(launches.rows_grid, THREADS, *of_rows)
     args = (given.q, grad, lses, deltas, *into, *launches.strides, *strides)
     of_queries, of_keys = (
         (*where, *shape, *args, counter, *numbers)
@@ -52,8 +52,8 @@ def launch_backward(plan: Plan, given: Inputs, saved: Saved, into: tuple[torch.T
     launches.queries.launch(launches.queries_grid, launches.threads, *maps, *of_queries, shared=launches.shared)
     if into[1] is not None and launches.keys_grid:
         box = (1, plan.queries_of_block, plan.group, SPAN)
-        maps = (*maps, _map_of(given.q, box, given.q), _map_of(grad, box, grad))
-        launches.keys.launch(launches.keys_grid, launches.threads, *maps, *of_keys, shared=launches.shared)
+        rows = _map_of(given.q, box, given.q), _map_of(grad, box, grad)
+        launches.keys.launch(launches.keys_grid, launches.threads, *maps, *rows, *of_keys, shared=launches.shared)
 
 
 def _maps_of(given: Inputs, keys: int) -> tuple[TensorMap, TensorMap]:
