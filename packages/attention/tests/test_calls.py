@@ -69,15 +69,55 @@ def test_unchecked_integers_are_kept_within_their_tensors():
     assert torch.isfinite(found[1]).all()
 
 
-def check_missing_page(backend, page, size):
+def check_missing_page(backend, page, size, dtype=torch.float32):
     where = device()
-    pages = torch.randn(3, size, 2, 8, device=where)
+    pages = torch.randn(3, size, 2, 8, device=where, dtype=dtype)
     table, used = torch.tensor([[2, page], [0, 1]], device=where), torch.tensor([size + 2, 2 * size], device=where)
     given = {"block_table": table, "seqused_k": used, "validate": False, "backend": backend}
-    found = det_attention(operands(2, 4)[0].to(where), pages, pages, **given)
+    found = det_attention(operands(2, 4)[0].to(where, dtype), pages, pages, **given)
     # The last two of the first sequence stand on the missing page.
     assert torch.isnan(found[0, 2:]).all()
     assert torch.isfinite(found[1]).all()
+
+
+@pytest.fixture(params=["native", "triton", "cuda-sm90"])
+def backend(request):
+    """Return the name of each backend that runs here."""
+    reason = OPERATOR.backend(request.param).why_not(OPERATOR.describe(operands(1, 1)[0].to(device(), torch.bfloat16)))
+    return request.param if reason is None else pytest.skip(reason)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_sinks_of_any_dtype(backend, dtype):
+    q, k, v = (x.to(device(), torch.bfloat16) for x in operands(2, 20, 20))
+    sinks = torch.linspace(-1, 1, q.shape[-2], device=device()).to(dtype)
+    found, lse = det_attention(q, k, v, sinks=sinks, return_lse=True, backend=backend)
+    wanted = det_attention(q.cpu(), k.cpu(), v.cpu(), sinks=sinks.cpu(), return_lse=True, backend="native")
+    for one, other in zip((found, lse), wanted, strict=True):
+        torch.testing.assert_close(one.cpu(), other, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "where"),
+    [
+        (1, 2048, {"k_start": torch.tensor([-128]), "seqused_k": torch.tensor([0])}),
+        (256, 10, {"k_start": torch.tensor([-900])}),
+    ],
+    ids=["idle", "few-kept"],
+)
+def test_queries_that_see_no_key_that_is_kept(backend, queries, keys, where):
+    q, k, v = (
+        torch.randn(1, n, heads, 64).to(device(), torch.bfloat16) for n, heads in ((queries, 4), (keys, 2), (keys, 2))
+    )
+    given = {"window": (255, 0), "return_lse": True}
+    on_device = {name: value.to(device()) for name, value in where.items()}
+    found, lse = det_attention(q, k, v, **on_device, **given, backend=backend)
+    out, wanted = det_attention(q.cpu(), k.cpu(), v.cpu(), **where, **given, backend="native")
+    unseen = wanted == -torch.inf
+    assert unseen[..., 0].all()
+    assert torch.equal(lse.cpu() == -torch.inf, unseen)
+    torch.testing.assert_close(found.cpu(), out, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(lse.cpu(), wanted, rtol=1e-2, atol=1e-2)
 
 
 @pytest.fixture
@@ -102,6 +142,12 @@ def test_a_page_that_does_not_exist_gives_nan_to_those_who_see_it(page, size):
 @pytest.mark.parametrize("size", [16, 64])
 def test_a_page_that_does_not_exist_gives_nan_in_triton(triton, page, size):
     check_missing_page(triton, page, size)
+
+
+@PAGES
+@pytest.mark.parametrize("size", [16, 64])
+def test_a_page_that_does_not_exist_gives_nan_in_16_bits(backend, page, size):
+    check_missing_page(backend, page, size, torch.bfloat16)
 
 
 def test_a_missing_page_that_is_the_first_shows_in_triton(triton):

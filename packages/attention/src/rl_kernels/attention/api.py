@@ -138,7 +138,7 @@ def det_attention(
             including, ``cu_seqlens_q[b + 1]``.
         cu_seqlens_k: the same for keys; only with ``cu_seqlens_q``.
         max_seqlen_q: at least the length of the longest sequence of queries; only with ``cu_seqlens_q``. None reads it
-            from the device, which syncs.
+            from the device, which syncs. If it is too small and not validated, results are undefined.
         max_seqlen_k: the same for keys; only with ``cu_seqlens_k``.
         k_start: ``[B]``, int32 or int64: the first key of each sequence; keys before it are padding. With a ``window``
             that is limited on the left, -n says that a cache has dropped n keys before the first one given; no query

@@ -124,12 +124,14 @@ class General:
         assert isinstance(out, torch.Tensor)
         assert isinstance(lse, torch.Tensor)
         assert isinstance(grad, torch.Tensor)
+        if needs_keys and given.block_table is not None:
+            raise ValueError("block_table: expected None, keys on pages have no gradients")
         fitting = _fitting(given)
         plan = self._passes.plan_for(fitting)
         writes_all = self._passes.WRITES_ALL and not plan.is_empty
         dq = _new(given.q, written=given.cu_seqlens_q is None or writes_all)
         # Padding, and keys without a query, get zeros.
-        written = given.k_start is None and (given.cu_seqlens_k is None or writes_all) and bool(given.q.numel())
+        written = given.k_start is None and (given.cu_seqlens_k is None or writes_all) and not plan.is_empty
         dk, dv = (_new(x, written=written) if needs_keys else x.new_empty(0) for x in (given.k, given.v))
         *lead, _, queries = lse.shape
         lses, deltas = (lse.new_empty((*lead, plan.kv_heads, queries, plan.group)) for _ in range(2))

@@ -37,7 +37,8 @@ BUGS = (
     Bug("inverse rounded down", "-(-(1 << 32) // self.group)", "((1 << 32) // self.group)"),
     Bug("sides of the window exchanged", "window=(given.left, given.right)", "window=(given.right, given.left)"),
     Bug("integers of 64 bits read as 32", "x.dtype == torch.int64)", "x.dtype == torch.int32)"),
-    Bug("sinks of any size", "else sinks.element_size()", "else 4 * bool(given.softcap)"),
+    Bug("sinks of any size", "else torch.float32.itemsize", "else 2"),
+    Bug("sinks as they are", "if sinks is not None and sinks.dtype != given.q.dtype:", "if sinks is None:"),
     Bug("heads and rows exchanged", "strides[-3], strides[-2]", "strides[-2], strides[-3]"),
     Bug("a plan of few blocks", "min(count * (segments if split else 1), most)", "min(count, most)"),
     Bug(

@@ -246,7 +246,8 @@ extern "C" __global__ void __launch_bounds__(128) finish(const __grid_constant__
     // Never more than were written, even if the maximum length was given too small and not validated.
     const int from = s.from(p, query), to = used ? min(s.to(p, query), p.parts * SEGMENT) : 0;
     float top = -infinity(), total = 0.0f, acc[4] = {};
-    const int last = (to + SEGMENT - 1) / SEGMENT;
+    // A row that sees no key has no states.
+    const int last = from < to ? (to + SEGMENT - 1) / SEGMENT : 0;
     for (int segment = from / SEGMENT; segment < last; segment += AHEAD) {
         float tops[AHEAD], totals[AHEAD];
         float4 accs[AHEAD] = {};

@@ -17,6 +17,8 @@ constexpr int K_PART = BOXES_K * bytes_of(PART), V_PART = BOXES_V * bytes_of(PAR
 static_assert(SHARED_BYTES >= ATOM + K_TILE + V_TILE + STAGES * (K_PART + V_PART) + GROUPS * WIDEST_ROOM,
               "what the host made room for");
 
+static_assert(STAGES > 2, "the kernel of dq holds the keys of two blocks when it waits for those of the next");
+
 struct Args : Shape {
     const void *q, *grad;
     // Of row r of a sequence: number ((b kv_heads + head) queries + first query) group + r.

@@ -24,6 +24,9 @@ DIMS = 4
 def launch_forward(plan: Plan, given: Inputs, out: torch.Tensor, lse: torch.Tensor | None) -> None:
     """Write out, and lse unless it is None, for the rows that are in a sequence."""
     sinks, *where = given.others
+    if sinks is not None and sinks.dtype != given.q.dtype:
+        # The kernels read FP32 or the dtype of the operands.
+        sinks = sinks.float()
     launches = plan.forward()
     states = out.new_empty(launches.states, dtype=torch.float32) if launches.states else None
     counter = out.new_zeros(1, dtype=torch.int32) if launches.draws else None

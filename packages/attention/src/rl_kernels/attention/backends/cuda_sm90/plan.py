@@ -240,6 +240,6 @@ def plan_for(given: Inputs) -> Plan:
         window=(given.left, given.right),
         cap=given.softcap,
         wide=wide,
-        sink_size=0 if sinks is None else sinks.element_size(),
+        sink_size=0 if sinks is None else q.element_size() if sinks.dtype == q.dtype else torch.float32.itemsize,
     )
     return plan_of(key)

@@ -14,6 +14,7 @@ using Powers = u32[BLOCK / MMA_K][4];
 // A block raises the top of a row to its largest score if that exceeds the top by more than SLACK: rarely, and so powers
 // are at most 2^SLACK. Each row decides for itself.
 constexpr float SLACK = 8.0f;
+constexpr float LARGEST = 3.4028235e38f;
 // No row is raised while a thread's powers add up to this at most: it is well below 2^SLACK.
 constexpr float SMALL = 128.0f;
 
@@ -55,7 +56,8 @@ __device__ inline float raise(const Scores& d, int half, State& state, float fac
     most = fmaxf(most, __shfl_xor_sync(ALL, most, 1));
     most = fmaxf(most, __shfl_xor_sync(ALL, most, 2));
     const bool exceeds = __fmaf_rn(most, factor, -top) > SLACK;
-    most = __fmul_rn(most, factor);
+    // Finite, or inf - inf would follow.
+    most = fminf(fmaxf(__fmul_rn(most, factor), -LARGEST), LARGEST);
     const float keep = exceeds ? exp2_fast(__fsub_rn(top, most)) : 1.0f;
     top = exceeds ? most : top;
     return keep;
