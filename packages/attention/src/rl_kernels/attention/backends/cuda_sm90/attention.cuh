@@ -155,6 +155,23 @@ struct Blocks {
     }
 };
 
+// A warp of the producer copies a tile's blocks of k, or of v, through a ring. `missing`: where it says which parts of a
+// block are not there, or null.
+template <int KEYS, int BOXES, int DEPTH, class Tile>
+__device__ __forceinline__ void load_blocks(const Shape& p, const TensorMap& map, const Tile& t, Slot<DEPTH>& slot,
+                                            char* stages, Barrier* full, Barrier* empty, u32* missing = nullptr) {
+    if (!t.has_keys()) return;
+    Blocks<KEYS> blocks(p, t.s, t.b, t.head, t.begin);
+    for (int n = t.begin; n < t.end; n += KEYS, slot.advance()) {
+        const i64 next = n + KEYS < t.end ? blocks.page_of(n + KEYS) : 0;
+        const u32 lost = missing ? blocks.missing(n) : 0;
+        empty[slot.stage].wait(slot.parity ^ 1);
+        if (missing && blocks.lane() == 0) missing[slot.stage] = lost;
+        blocks.template copy<BOXES>(stages + slot.stage * BOXES * bytes_of(KEYS), map, full[slot.stage], n);
+        blocks.page = next;
+    }
+}
+
 // Calls f(number, which of the thread's two rows, column) for each of a thread's accumulators; columns are counted from
 // its first.
 template <int COUNT, class F>

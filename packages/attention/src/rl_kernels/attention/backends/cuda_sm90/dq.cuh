@@ -22,31 +22,17 @@ struct RowTile {
     __device__ bool has_keys() const { return begin < end; }
 };
 
-// A warp of the producer: a tile's blocks of k, or of v.
-template <int BOXES>
-__device__ __forceinline__ void load_blocks(const Args& p, const TensorMap& map, const RowTile& t, Slot<STAGES>& slot,
-                                            char* stages, Barrier* full, Barrier* empty) {
-    if (!t.has_keys()) return;
-    Blocks<PART> blocks(p, t.s, t.b, t.head, t.begin);
-    for (int n = t.begin; n < t.end; n += PART, slot.advance()) {
-        const i64 next = n + PART < t.end ? blocks.page_of(n + PART) : 0;
-        empty[slot.stage].wait(slot.parity ^ 1);
-        blocks.template copy<BOXES>(stages + slot.stage * BOXES * bytes_of(PART), map, full[slot.stage], n);
-        blocks.page = next;
-    }
-}
-
 __device__ inline void load_keys(const Args& p, const Memory<RowTile>& m, const TensorMap& k) {
     Slot<STAGES> slot;
     m.queue.draw_each(
         p, p.order(), p.counter,
-        [&](const RowTile& t) { load_blocks<BOXES_K>(p, k, t, slot, m.stages_a, m.a_full, m.a_empty); });
+        [&](const RowTile& t) { load_blocks<PART, BOXES_K>(p, k, t, slot, m.stages_a, m.a_full, m.a_empty); });
 }
 
 __device__ inline void load_values(const Args& p, const Memory<RowTile>& m, const TensorMap& v) {
     Slot<STAGES> slot;
     m.queue.each([&](const RowTile& t) {
-        load_blocks<BOXES_V>(p, v, t, slot, m.stages_b, m.b_full, m.b_empty);
+        load_blocks<PART, BOXES_V>(p, v, t, slot, m.stages_b, m.b_full, m.b_empty);
     });
 }
 

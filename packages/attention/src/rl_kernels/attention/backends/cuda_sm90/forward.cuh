@@ -102,34 +102,17 @@ struct Memory {
     }
 };
 
-// A warp of the producer: a tile's blocks of k, or of v. `missing`: where it says which parts of a block are not there,
-// or null.
-template <int BOXES>
-__device__ __forceinline__ void load_blocks(const Args& p, const TensorMap& map, const Tile& t, Slot<STAGES>& slot,
-                                            char* stages, Barrier* full, Barrier* empty, u32* missing) {
-    if (!t.has_keys()) return;
-    Blocks<BLOCK> blocks(p, t.s, t.b, t.head, t.begin);
-    for (int n = t.begin; n < t.end; n += BLOCK, slot.advance()) {
-        const i64 next = n + BLOCK < t.end ? blocks.page_of(n + BLOCK) : 0;
-        const u32 lost = blocks.missing(n);
-        empty[slot.stage].wait(slot.parity ^ 1);
-        if (missing && blocks.lane() == 0) missing[slot.stage] = lost;
-        blocks.copy<BOXES>(stages + slot.stage * BOXES * bytes_of(BLOCK), map, full[slot.stage], n);
-        blocks.page = next;
-    }
-}
-
 __device__ inline void load_keys(const Args& p, const Memory& m, const TensorMap& k) {
     Slot<STAGES> slot;
     m.queue.draw_each(
         p, p.order(), p.counter,
-        [&](const Tile& t) { load_blocks<BOXES_K>(p, k, t, slot, m.k, m.k_full, m.k_empty, m.missing); });
+        [&](const Tile& t) { load_blocks<BLOCK, BOXES_K>(p, k, t, slot, m.k, m.k_full, m.k_empty, m.missing); });
 }
 
 __device__ inline void load_values(const Args& p, const Memory& m, const TensorMap& v) {
     Slot<STAGES> slot;
     m.queue.each([&](const Tile& t) {
-        load_blocks<BOXES_V>(p, v, t, slot, m.v, m.v_full, m.v_empty, nullptr);
+        load_blocks<BLOCK, BOXES_V>(p, v, t, slot, m.v, m.v_full, m.v_empty);
     });
 }
 
