@@ -1,0 +1,102 @@
+"""Bugs planted in the kernels of ``cuda-sm90`` show on a GPU: the checker finds them, on its cases and larger ones."""
+
+from importlib.resources import files
+
+import pytest
+import torch
+
+from rl_kernels.attention.backends.cuda_sm90 import plan, schedule
+from rl_kernels.attention.op import OPERATOR
+from rl_kernels.attention.spec.mutants_kernels import KERNELS
+from rl_kernels.core.cuda import launch
+from rl_kernels.core.dispatch import forget
+from rl_kernels.core.testing import Case, spec_of
+from rl_kernels.lab.check.conformance import cell
+from rl_kernels.lab.check.relations import hold
+from rl_kernels.lab.check.result import Check
+
+SOURCES = {
+    file.name: file.read_text(encoding="utf-8")
+    for file in files(schedule.PACKAGE).iterdir()
+    if file.name.endswith((".cu", ".cuh"))
+}
+BUGS = [(file, bug) for file, bugs in KERNELS.items() for bug in bugs]
+IDS = [bug.name for _, bug in BUGS]
+RELATIONS = ("accuracy", "gradients", "invariance")
+
+
+def case(name, sizes, **options):
+    names = ("batch", "queries", "keys", "kv_heads", "group", "head")
+    return Case(name, dict(zip(names, sizes, strict=True)), {"return_lse": True, **options})
+
+
+# More tiles than multiprocessors, several segments, and heads that fill a tile.
+LARGE = (
+    case("tiles", (4, 300, 300, 8, 4, 64)),
+    case("segments", (2, 200, 2500, 2, 4, 128)),
+    case("packed", (9, 400, 400, 4, 7, 128), layout="packed"),
+    case("window", (2, 300, 1500, 2, 3, 80), window=(1100, 0), softcap=3.0, sinks=True),
+)
+
+
+def clear():
+    for cached in (schedule.program, schedule.backward_program, plan.plan_of):
+        cached.cache_clear()
+    forget()
+
+
+@pytest.fixture
+def build(make_kernels, cubins, monkeypatch):
+    """Return a function that makes the backend run changed copies of its kernels."""
+
+    def changed(file=None, bug=None):
+        texts = {name: text.replace(bug.old, bug.new) if name == file else text for name, text in SOURCES.items()}
+        make_kernels("planted_sm90", **{name.replace(".", "__"): text for name, text in texts.items()})
+        monkeypatch.setattr(schedule, "PACKAGE", "planted_sm90")
+        monkeypatch.setattr(launch, "_kernels", {})
+        monkeypatch.setattr(launch, "_modules", {})
+        clear()
+
+    yield changed
+    clear()
+
+
+def shown():
+    """Return the first relation that does not hold, and its case; None if all hold."""
+    for one in (*spec_of(OPERATOR).cases, *LARGE):
+        if one.dtype not in ("", "bf16"):
+            continue
+        for relation in RELATIONS:
+            for found in hold(cell(OPERATOR, one, "bf16", "cuda-sm90"), relation):
+                if isinstance(found, Check) and not found.passed:
+                    assert "CompileError" not in found.comparison.message
+                    return one.name, relation
+    return None
+
+
+@pytest.mark.parametrize(("file", "bug"), BUGS, ids=IDS)
+def test_a_bug_changes_one_place(file, bug):
+    assert SOURCES[file].count(bug.old) == 1
+    assert bug.old != bug.new
+
+
+@pytest.fixture
+def hopper():
+    reason = OPERATOR.backend("cuda-sm90").why_not(OPERATOR.describe(torch.zeros(1, 1, 1, 8).bfloat16().cuda()))
+    if reason is not None:
+        pytest.skip(reason)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper")
+def test_nothing_shows_without_a_bug(build):
+    build()
+    assert shown() is None
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(("file", "bug"), BUGS, ids=IDS)
+def test_planted_bugs_show(build, file, bug):
+    build(file, bug)
+    assert shown() is not None
