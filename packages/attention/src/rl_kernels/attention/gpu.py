@@ -63,7 +63,7 @@ class Passes(Protocol):
         """Return the ``Plan`` for the sizes and strides of a call."""
 
     def launch_forward(self, plan: Any, given: Inputs, out: torch.Tensor, lse: torch.Tensor | None) -> None:
-        """Write out, and lse unless it is None, for the rows that are in a sequence."""
+        """Write out, and lse unless it is None, for the rows in a sequence; with ``WRITES_ALL`` for all rows."""
 
     def launch_backward(self, plan: Any, given: Inputs, saved: Saved, into: tuple[torch.Tensor | None, ...]) -> None:
         """Fill ``lses`` and ``deltas``; write the gradients of q and, unless their outputs are None, of k and v."""

@@ -6,7 +6,8 @@
 // Order of the sums, which is the contract:
 //   delta      16 lanes, each a chain over 8 columns; then xor shuffles at distances 8, 4, 2, 1
 //   dq         one chain over the keys of the sequence, 16 at a time
-//   dk, dv     one chain over the rows of the sequence, 16 at a time, counted from the first query that may see a key
+//   dk, dv     one chain over the rows of the sequence, counted from the first query that may see a key: in blocks of as
+//              many whole queries as have 64 rows at most, in each 16 rows at a time, the last ones filled up with 0
 // What a row does not see adds 0, which changes nothing. No tile, batch or padding changes a bit; there are no atomics.
 //
 // Defines, beside those of attention.cuh: STAGES of both rings; SHARED_BYTES, of dynamic shared memory.

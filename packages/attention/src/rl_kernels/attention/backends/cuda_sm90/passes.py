@@ -22,7 +22,7 @@ DIMS = 4
 
 
 def launch_forward(plan: Plan, given: Inputs, out: torch.Tensor, lse: torch.Tensor | None) -> None:
-    """Write out, and lse unless it is None, for the rows that are in a sequence."""
+    """Write out, and lse unless it is None; for rows that are in no sequence 0 and -inf."""
     sinks, *where = given.others
     if sinks is not None and sinks.dtype != given.q.dtype:
         # The kernels read FP32 or the dtype of the operands.

@@ -14,6 +14,7 @@ using Powers = u32[BLOCK / MMA_K][4];
 // A block raises the top of a row to its largest score if that exceeds the top by more than SLACK: rarely, and so powers
 // are at most 2^SLACK. Each row decides for itself.
 constexpr float SLACK = 8.0f;
+// The largest finite number.
 constexpr float LARGEST = 3.4028235e38f;
 // No row is raised while a thread's powers add up to this at most: it is well below 2^SLACK.
 constexpr float SMALL = 128.0f;

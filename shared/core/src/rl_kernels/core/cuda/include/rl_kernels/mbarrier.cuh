@@ -27,7 +27,8 @@ struct Barrier {
         asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(this)) : "memory");
     }
 
-    // Arrive when all copies of chunks and words (ptx.cuh) are done that the thread has started.
+    // Arrive once all copies of chunks and words (ptx.cuh) that this thread has started are done. It returns at once, and
+    // counts as one of the arrivals.
     __device__ void arrive_after_copies() {
         asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(this)) : "memory");
     }

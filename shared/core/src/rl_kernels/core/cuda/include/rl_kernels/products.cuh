@@ -15,7 +15,7 @@ __device__ inline u64 formed(u64 operand) {
 }
 
 // Issues d[64 x N] = a b^T over INNER terms. Both are K_MAJOR tiles, 64 terms a box: a is 64 rows of boxes with A_ROWS
-// rows, b all N rows of its boxes.
+// rows, b all N rows of its boxes. They are given as descriptors (operand_at), or as addresses.
 template <class T, int N, int INNER, int A_ROWS>
 __device__ inline void issue_rows(u64 left, u64 right, float (&d)[N / 2]) {
     hold(d);
