@@ -33,33 +33,3 @@ def run_python():
         return subprocess.run(command, env={**clean, **environment}, capture_output=True, text=True, timeout=120)
 
     return run
-
-
-@pytest.fixture
-def make_kernels(tmp_path, monkeypatch):
-    """Return ``make(name, **files)``, which makes a package that holds them; ``__`` is a dot."""
-
-    def make(name, **files):
-        folder = tmp_path / "packages" / name
-        folder.mkdir(parents=True)
-        (folder / "__init__.py").write_text("")
-        for file, text in files.items():
-            (folder / file.replace("__", ".")).write_text(text)
-        monkeypatch.syspath_prepend(folder.parent)
-        # So that it is forgotten when the test ends.
-        monkeypatch.setitem(sys.modules, name, None)
-        del sys.modules[name]
-        return folder
-
-    return make
-
-
-@pytest.fixture
-def cubins(tmp_path, monkeypatch):
-    """Keep cubins for one test, in a folder of its own, which is returned."""
-    from rl_kernels.core.cuda import cache
-
-    monkeypatch.setattr(cache, "_memory", {})
-    monkeypatch.setattr(cache, "_warned", set())
-    monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "cubins"))
-    return tmp_path / "cubins"

@@ -5,6 +5,7 @@ Torch is imported by the fixtures that need it, not here: pytest loads this modu
 
 from __future__ import annotations
 
+import sys
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -13,6 +14,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
 
     from rl_kernels.core.testing import RLBatch
@@ -77,3 +80,33 @@ def poisoned_empty() -> Iterator[None]:
 
     with poisoned_empty():
         yield
+
+
+@pytest.fixture
+def make_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """Return ``make(name, **files)``, which makes a package of them and returns its folder; ``__`` is a dot."""
+
+    def make(name: str, **files: str) -> Path:
+        folder = tmp_path / "packages" / name
+        folder.mkdir(parents=True)
+        (folder / "__init__.py").write_text("")
+        for file, text in files.items():
+            (folder / file.replace("__", ".")).write_text(text)
+        monkeypatch.syspath_prepend(folder.parent)
+        # So that it is forgotten when the test ends.
+        monkeypatch.setitem(sys.modules, name, None)
+        del sys.modules[name]
+        return folder
+
+    return make
+
+
+@pytest.fixture
+def cubins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Keep cubins for one test, in a folder of its own, which is returned."""
+    from rl_kernels.core.cuda import cache
+
+    monkeypatch.setattr(cache, "_memory", {})
+    monkeypatch.setattr(cache, "_warned", set())
+    monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "cubins"))
+    return tmp_path / "cubins"

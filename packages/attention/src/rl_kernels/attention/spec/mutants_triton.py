@@ -168,7 +168,7 @@ PLANNED = (
     Bug("integers lie as they like", "(out, lse, *given.others) if", "(out, lse) if"),
     Bug("out lies as it likes", "(out, lse, *given.others) if", "(lse, *given.others) if"),
     Bug("lse lies as it likes", "(out, lse, *given.others) if", "(out, *given.others) if"),
-    Bug("integers of any dtype", "or _kinds(given) != self._kinds", ""),
+    Bug("integers of any dtype", "_kinds(given) != self._kinds or ", ""),
     Bug(
         "a gradient of any dtype",
         "(out.dtype, lse.dtype, grad.dtype) != self._saved",
@@ -186,7 +186,7 @@ PLANNED = (
     ),
     Bug("out read as if it were contiguous", "_canonical(out.contiguous())", "_canonical(out)"),
     Bug("dtypes of a backward pass are one plan", "key = (strides, *dtypes)", "key = (strides,)"),
-    Bug("keys of padding keep what was there", "if self._has_padding else", "if not given.q.numel() else"),
+    Bug("keys of padding keep what was there", "written=not self._has_padding", "written=True"),
     Bug("gradient of keys that nobody asked for", "if needs_keys:", "if True:"),
     Bug(
         "sums of heads for those of keys", "self._plan.kv_heads, self._lse[-1], self._plan.group", "1, *self._lse[-2:]"
@@ -194,7 +194,7 @@ PLANNED = (
     Bug("packed queries are planned", "and given.cu_seqlens_q is None and", "and"),
     Bug("strided operands are planned", "if whole and lie and", "if whole and"),
     Bug("strided integers are planned", "if whole and lie and", "if lie and"),
-    Bug("nothing is planned", "and not plan_for(given).is_empty", ""),
+    Bug("nothing is planned", " and not self._passes.plan_for(given).is_empty", ""),
     Bug("dtypes of integers are one plan", "tuple([None if x is None else x.dtype for", "tuple([None for"),
     Bug(
         "any gradient has the first one's launches",

@@ -35,13 +35,13 @@ SHARDS = (
     ),
     Bug(
         "ids counted from the shard",
-        "block.start + columns.start)\n            yield",
-        "columns.start)\n            yield",
+        "block.target_ids, block.start + columns.start)",
+        "block.target_ids, columns.start)",
     ),
     Bug(
         "ids beyond the shard are bad",
-        "return len(self.weight) if self.whole is None else self.whole",
-        "return len(self.weight)",
+        "return self.weight.shape[0] if self.whole is None else self.whole",
+        "return self.weight.shape[0]",
     ),
     Bug("segments added in a chain", "self._waiting[-1][0] == level:", "level < 9:"),
     Bug("level of a sum not counted", "left, level + 1", "left, level"),

@@ -19,12 +19,15 @@ def planted(modules: Sequence[str], bug: Bug) -> Iterator[None]:
     """Run with copies of ``modules`` that contain the bug. List each module before those that import it.
 
     Raises:
-        ValueError: the text that the bug replaces does not occur exactly once in the modules.
+        LookupError: the text that the bug replaces does not occur exactly once in the modules; no failure that a bug
+            leads to, or tests would take it for one.
     """
     sources = {name: _source(name) for name in modules}
     count = sum(text.count(bug.old) for text in sources.values())
     if count != 1:
-        raise ValueError(f"bug {bug.name!r}: expected {bug.old!r} once in {', '.join(modules)}, found it {count} times")
+        raise LookupError(
+            f"bug {bug.name!r}: expected {bug.old!r} once in {', '.join(modules)}, found it {count} times"
+        )
     originals = {name: importlib.import_module(name) for name in modules}
     try:
         for name, text in sources.items():
