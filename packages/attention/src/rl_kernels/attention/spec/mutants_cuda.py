@@ -11,7 +11,7 @@ MODULES = (
 )
 """Every module of the host code; the last one is the backend's."""
 BUGS = (
-    Bug("one consumer for many rows", "1 if rows <= HEIGHT else 2", "1 if rows <= 2 * HEIGHT else 2"),
+    Bug("one consumer for many rows", "1 if rows <= HEIGHT else MOST", "1 if rows <= 2 * HEIGHT else MOST"),
     Bug(
         "tiles rounded down",
         "tiles, segments = -(-rows // tile.rows)",
@@ -22,10 +22,14 @@ BUGS = (
     Bug("no segment for keys that are gone", "self._longest_k += SEGMENT - 1", "self._longest_k += 0"),
     Bug(
         "states of one segment too few",
-        "count * segments * tile.rows * (2",
-        "count * (segments - 1) * tile.rows * (2",
+        "count * segments * held * (2",
+        "count * (segments - 1) * held * (2",
     ),
-    Bug("rows of the merge rounded down", "(-(-rows // WARPS), self", "(rows // WARPS, self"),
+    Bug("an odd number of rows with states", "rows + rows % 2)", "rows)"),
+    Bug("states of whole tiles", "held = min(tile.rows, rows + rows % 2)", "held = tile.rows"),
+    Bug("two consumers of narrow heads", "MOST_GROUPS = {(64, 64): 3}", "MOST_GROUPS = {(64, 64): 2}"),
+    Bug("three consumers of wide heads", "MOST_GROUPS.get(widths, 2)", "MOST_GROUPS.get(widths, 3)"),
+    Bug("rows of the merge rounded down", "-(-rows // WARPS), self", "rows // WARPS, self"),
     Bug("copies across pages", "min(BLOCK, self._page & -self._page)", "BLOCK"),
     Bug("copies of a block in the kernel of dq", "return min(self.box, PART)", "return self.box"),
     Bug("room of the cache from its pages", "self._table_step * self._page * bool", "self._pages * self._page * bool"),
@@ -40,7 +44,7 @@ BUGS = (
     Bug("sinks of any size", "else torch.float32.itemsize", "else 2"),
     Bug("sinks as they are", "if sinks is not None and sinks.dtype != given.q.dtype:", "if sinks is None:"),
     Bug("heads and rows exchanged", "strides[-3], strides[-2]", "strides[-2], strides[-3]"),
-    Bug("a plan of few blocks", "min(count * (segments if split else 1), most)", "min(count, most)"),
+    Bug("a plan of few blocks", "min(count * parts, most)", "min(count, most)"),
     Bug(
         "sequences of packed rows",
         "sequences = 1 if len(key.strides) == PACKED_DIMS else key.batch",
@@ -51,7 +55,7 @@ BUGS = (
     Bug("tiles of one head", "-(-self._longest_q * self.group // TILE)", "-(-self._longest_q // TILE)"),
     Bug("boxes of pages for dk", "self._shape(PART))", "self._shape(self.box))"),
     Bug("values by the map of keys", "_map_of(given.v, box, given.q)", "_map_of(given.k, box, given.q)"),
-    Bug("boxes of 32 columns", "(1, box, 1, SPAN)", "(1, box, 1, SPAN // 2)"),
+    Bug("boxes of 32 columns", "(1, keys, 1, SPAN)", "(1, keys, 1, SPAN // 2)"),
     Bug("no swizzle", "swizzle=SWIZZLE,", "swizzle=0,"),
     Bug(
         "expanded keys as they are",
@@ -73,9 +77,10 @@ BUGS = (
     Bug("one counter for both kernels", "counters.unbind()", "(counters[0], counters[0])"),
     Bug(
         "tiles in rounds for packed sequences",
-        "== PACKED_DIMS and count * parts > most",
-        "== PACKED_DIMS and count < 0",
+        "== PACKED_DIMS) and count * parts > most",
+        "== PACKED_DIMS) and count < 0",
     ),
+    Bug("caches in rounds", "(key.used or len(", "(bool(0) or len("),
     Bug("no counter for its tiles", "if launches.draws else None", "if not launches.draws else None"),
     Bug("sections of one head's bytes", "(self._size + self._size_v)", "self._size"),
     Bug(
@@ -109,11 +114,6 @@ PLANNED = (
         "sinks read as if they were contiguous",
         "(None if x is None else x.contiguous() for x in given.others)",
         "(given.sinks, *(None if x is None else x.contiguous() for x in given.others[1:]))",
-    ),
-    Bug(
-        "out of rows in no sequence",
-        "out = given.q.new_zeros(shape) if packed else",
-        "out = given.q.new_full(shape, 7) if packed else",
     ),
 )
 """Bugs of what all GPU backends share that their launches show here too."""

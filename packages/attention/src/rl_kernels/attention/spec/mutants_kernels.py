@@ -95,12 +95,12 @@ KERNELS = {
         ),
         Bug(
             "rescaling picks the factor by column, not by half",
-            "acc[i] = __fmul_rn(acc[i], keep[i / 2 % 2]);",
-            "acc[i] = __fmul_rn(acc[i], keep[i % 2]);",
+            "acc[i] = __fmul_rn(acc[i], shrink[i / 2 % 2]);",
+            "acc[i] = __fmul_rn(acc[i], shrink[i % 2]);",
         ),
         Bug(
             "out is not rescaled where a sink is the maximum",
-            "scale = __fmul_rn(keep, power), inverse",
+            "scale = __fmul_rn(shrink, power), inverse",
             "scale = power, inverse",
         ),
         Bug(

@@ -343,6 +343,19 @@ def _longest(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
             yield Variant(f"longest plus {extra}", {**call, **given})
 
 
+def _strided(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
+    """Operands as models have them: heads before tokens, and parts of wider tensors."""
+
+    def heads_first(x: torch.Tensor) -> torch.Tensor:
+        return x.transpose(-2, -3).contiguous().transpose(-2, -3)
+
+    def part(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat((x, torch.full_like(x, torch.nan)), -2)[..., : x.shape[-2], :]
+
+    for label, laid_out in (("heads first", heads_first), ("parts of wider tensors", part)):
+        yield Variant(label, {**call, **{name: laid_out(call[name]) for name in ("q", "k", "v")}})
+
+
 def _default_scale(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
     if "scale" not in call:
         yield Variant("scale by name", {**call, "scale": call["q"].shape[-1] ** -0.5})
@@ -360,6 +373,7 @@ TRANSFORMS: Mapping[str, Transform] = {
     "dropped": _bound(_dropped),
     "dropped more": _dropped_more,
     "longest": _longest,
+    "strided": _strided,
     "scale": _default_scale,
     "int32": as_int32("cu_seqlens_q", "cu_seqlens_k", "k_start", "seqused_q", "seqused_k", "block_table"),
     "options": options(

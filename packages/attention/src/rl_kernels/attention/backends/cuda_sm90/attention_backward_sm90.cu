@@ -30,13 +30,16 @@ struct Rows {
 }  // namespace
 
 // Writes Args::lses, the lse of each row in base 2, and Args::deltas. An lse is inf where a row sees nothing, which
-// makes its weights 0. Sets the counters of the queues to 0. 16 lanes a row; blockIdx.y: the sequence.
+// makes its weights 0. Sets the counters of the queues to 0. 16 lanes a row.
 extern "C" __global__ void __launch_bounds__(256) rows_of(const __grid_constant__ Rows p) {
-    if (blockIdx.x + blockIdx.y == 0 && threadIdx.x < 2) p.counters[threadIdx.x] = 0;
+    if (blockIdx.x == 0 && threadIdx.x < 2) p.counters[threadIdx.x] = 0;
     constexpr int LANES = 16, NUMBERS = PER_CHUNK<Number>;
     const i64 count = static_cast<i64>(p.queries) * p.heads;
-    const i64 row = (static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x) / LANES, safe = min(row, count - 1);
-    const int lane = threadIdx.x % LANES, b = static_cast<int>(blockIdx.y);
+    // Thread blocks of a sequence.
+    const u32 blocks = static_cast<u32>((count * LANES + blockDim.x - 1) / blockDim.x), b = blockIdx.x / blocks;
+    const i64 row = (static_cast<i64>(blockIdx.x % blocks) * blockDim.x + threadIdx.x) / LANES;
+    const i64 safe = min(row, count - 1);
+    const int lane = threadIdx.x % LANES;
     const int query = static_cast<int>(safe / p.heads), head = static_cast<int>(safe % p.heads);
     const int column = lane * NUMBERS;
     float delta = 0.0f;

@@ -16,14 +16,14 @@
 //
 //   block      a producer warpgroup and GROUPS consumer warpgroups; persistent: it takes tile after tile (queue.cuh)
 //   tile       64 GROUPS rows of a sequence and a KV head; consumer g holds rows 64 g to 64 g + 63 (wgmma.cuh)
-//   turns      of two consumers one multiplies while the other works on its scores
+//   turns      of two consumers one multiplies while the other works on its scores; three need no turns
 //   ring       STAGES blocks of k, and as many of v, in shared memory, swizzled; TMA fills them
-//   overlap    the products of a block with v run while the next block's scores become powers
+//   overlap    with one or two consumers the products of a block with v run while the next block's scores become powers
 //
 //   split      a tile can be one segment: its state is written to memory, and `finish` merges. With one consumer, a
 //              tile of several segments always is
 //
-// Defines, beside those of attention.cuh: GROUPS 1 or 2; STAGES; SHARED_BYTES, of dynamic shared memory.
+// Defines, beside those of attention.cuh: GROUPS 1, 2, or with 64 columns 3; STAGES; SHARED_BYTES, of dynamic shared memory.
 #include "forward.cuh"
 
 namespace rlk {
@@ -60,12 +60,15 @@ struct Consumer {
             if (t.has_keys()) {
                 m.q_full->wait(parity);
                 parity ^= 1;
-                attend(t);
+                if constexpr (GROUPS == 3)
+                    attend_block_by_block(t);
+                else
+                    attend(t);
             }
             if (p.splits()) {
                 if (t.has_keys()) put_state(p, t, mine, first, state, acc);
             } else {
-                if (merges) Kept(kept).join(before, state, acc), state = before;
+                if (merges) Earlier(kept).join(before, state, acc), state = before;
                 put(p, t, mine, first, state, acc, kept, 1 + group);
             }
         });
@@ -79,14 +82,14 @@ struct Consumer {
         const int end = t.end;
         int n = t.begin;
         multiply_keys();
-        if constexpr (MERGES) turns.pass();
+        if constexpr (TURNS) turns.pass();
         lose(seen, state, n, lost(), p.box);
         products_done<0>();
         scored(seen, n, end);
         Powers powers = {}, others = {};
-        float sum[2], keep[2];
-        weigh_again(keep, sum, powers);
-        add(keep, sum);
+        float sum[2], shrink[2];
+        weigh_again(shrink, sum, powers);
+        add(shrink, sum);
         n += BLOCK;
         // In turns: the products read one's registers while the next block's powers go to the other's.
 #pragma unroll 1
@@ -105,7 +108,7 @@ struct Consumer {
         multiply_keys();
         m.v_full[value.stage].wait(value.parity);
         issue_words<Number, V_WIDTH>(before, m.v + value.stage * V_BYTES, acc);
-        if constexpr (MERGES) turns.pass();
+        if constexpr (TURNS) turns.pass();
         const bool starts = MERGES && n % SEGMENT == 0;
         State closed;
         if (starts) closed = state, state = State();
@@ -113,55 +116,87 @@ struct Consumer {
         products_done<1>();
         scored(seen, n, end);
         bool raises = starts;
-        float sum[2], keep[2] = {1.0f, 1.0f};
+        float sum[2], shrink[2] = {1.0f, 1.0f};
         if (active) {
             // A row that has seen nothing has a top of -inf, and so a sum of inf or NaN.
-            if (!starts)
-#pragma unroll
-                for (int half = 0; half < 2; ++half) sum[half] = weigh(d, half, state.top[half], p.factor, powers);
-            if (starts || !__all_sync(ALL, sum[0] <= SMALL && sum[1] <= SMALL))
-                raises = weigh_again(keep, sum, powers) || starts;
+            if (!starts) weigh_both(sum, powers);
+            if (starts || !are_small(sum)) raises = weigh_again(shrink, sum, powers) || starts;
         }
         // In each branch, not before: the compiler would wait for the sums before it forms the powers.
         if (raises) {
             summed(before, powers);
             if (starts) join(closed);
-            rescale(acc, keep);
+            rescale(acc, shrink);
         } else {
             summed(before, powers);
         }
-        if (active) add(keep, sum);
+        if (active) add(shrink, sum);
     }
 
     // Adds the sums of the last block.
     __device__ __forceinline__ void add_last(const Tile& t, Powers& powers) {
-        char* v = m.v + value.stage * V_BYTES;
-        m.v_full[value.stage].wait(value.parity);
-        const int known = t.s.length - (t.end - 1) / BLOCK * BLOCK;
-        if (known < BLOCK) {
-            clear<BOXES_V, BLOCK, GROUPS>(v, known);
-            cleared<GROUPS>();
-        }
-        issue_words<Number, V_WIDTH>(powers, v, acc);
+        multiply_values(powers, true, known_of_last(t));
         summed(powers, powers);
         close(state);
     }
 
-    // Raises tops where a block's scores exceed them, and turns the scores into powers. Whether a row of this warp was
-    // raised.
-    __device__ __forceinline__ bool weigh_again(float (&keep)[2], float (&sum)[2], Powers& powers) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            keep[half] = raise(d, half, state, p.factor);
-            sum[half] = weigh(d, half, finite(state.top[half]), p.factor, powers);
+    // As attend, but a block's sums follow its scores: other consumers multiply while this one forms powers. It needs
+    // registers for one set of powers only.
+    __device__ __forceinline__ void attend_block_by_block(const Tile& t) {
+        const Seen<BLOCK> seen(p, t, mine, first);
+        const int begin = t.begin, end = t.end, known = known_of_last(t);
+        Powers powers = {};
+#pragma unroll 1
+        for (int n = begin; n < end; n += BLOCK) {
+            multiply_keys();
+            const u32 missing = lost();
+            products_done<0>();
+            hold(d), hold(acc), keep(powers);
+            if (n > begin) give_back(m.v_empty[value.stage]), value.advance();
+            scored(seen, n, end);
+            const bool starts = n == begin || n % SEGMENT == 0;
+            if (starts && n > begin) {
+                State closed = state;
+                state = State();
+                join(closed);
+            }
+            lose(seen, state, n, missing, p.box);
+            float sum[2], shrink[2] = {1.0f, 1.0f};
+            if (!starts) weigh_both(sum, powers);
+            if (starts || !are_small(sum))
+                if (weigh_again(shrink, sum, powers)) rescale(acc, shrink);
+            add(shrink, sum);
+            multiply_values(powers, n + BLOCK >= end, known);
         }
-        return __any_sync(ALL, keep[0] != 1.0f || keep[1] != 1.0f);
+        summed(powers, powers);
+        close(state);
     }
 
-    __device__ __forceinline__ void add(const float (&keep)[2], const float (&sum)[2]) {
+    // Turns the scores into powers, with the tops as they are.
+    __device__ __forceinline__ void weigh_both(float (&sum)[2], Powers& powers) const {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) sum[half] = weigh(d, half, state.top[half], p.factor, powers);
+    }
+    // Whether no row of this warp has to be raised.
+    __device__ __forceinline__ static bool are_small(const float (&sum)[2]) {
+        return __all_sync(ALL, sum[0] <= SMALL && sum[1] <= SMALL);
+    }
+
+    // Raises tops where a block's scores exceed them, and turns the scores into powers. Whether a row of this warp was
+    // raised.
+    __device__ __forceinline__ bool weigh_again(float (&shrink)[2], float (&sum)[2], Powers& powers) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            shrink[half] = raise(d, half, state, p.factor);
+            sum[half] = weigh(d, half, finite(state.top[half]), p.factor, powers);
+        }
+        return __any_sync(ALL, shrink[0] != 1.0f || shrink[1] != 1.0f);
+    }
+
+    __device__ __forceinline__ void add(const float (&shrink)[2], const float (&sum)[2]) {
 #pragma unroll
         for (int half = 0; half < 2; ++half)
-            state.total[half] = __fmaf_rn(state.total[half], keep[half], sum[half]);
+            state.total[half] = __fmaf_rn(state.total[half], shrink[half], sum[half]);
     }
 
     // Issues the scores of the next block, in this consumer's turn.
@@ -169,9 +204,22 @@ struct Consumer {
         // Formed before the turn comes, not in it.
         const u64 left = formed(operand_at<K_MAJOR>(q)), right = formed(operand_at<K_MAJOR>(m.k + key.stage * K_BYTES));
         m.k_full[key.stage].wait(key.parity);
-        if constexpr (MERGES) turns.wait();
+        if constexpr (TURNS) turns.wait();
         issue_rows<Number, BLOCK, K_WIDTH, ROWS>(left, right, d);
     }
+
+    // Issues the products with the values of a block; behind the last of a tile there may be anything.
+    __device__ __forceinline__ void multiply_values(Powers& powers, bool last, int known) {
+        char* v = m.v + value.stage * V_BYTES;
+        m.v_full[value.stage].wait(value.parity);
+        if (last && known < BLOCK) {
+            clear<BOXES_V, BLOCK, GROUPS>(v, known);
+            cleared<GROUPS>();
+        }
+        issue_words<Number, V_WIDTH>(powers, v, acc);
+    }
+    // Keys of a sequence in the last block of a tile, or more.
+    __device__ static int known_of_last(const Tile& t) { return t.s.length - (t.end - 1) / BLOCK * BLOCK; }
 
     // Which parts of the block are missing whose scores are being formed.
     __device__ __forceinline__ u32 lost() const { return p.table ? m.missing[key.stage] : 0; }
@@ -189,9 +237,9 @@ struct Consumer {
 
     // Waits for the products with the values, and releases those. `powers`: formed by then.
     __device__ __forceinline__ void summed(Powers& before, Powers& powers) {
-        rlk::keep(powers);
+        keep(powers);
         products_done<0>();
-        hold(acc), rlk::keep(before);
+        hold(acc), keep(before);
         give_back(m.v_empty[value.stage]);
         value.advance();
     }
@@ -200,14 +248,14 @@ struct Consumer {
     __device__ __forceinline__ void join(State& closed) {
         close(closed);
         if (merges) {
-            Kept(kept).join(before, closed, acc);
+            Earlier(kept).join(before, closed, acc);
         } else {
             before = closed;
             // Others may still read the output that was there.
             sync_threads(1 + group, WARPGROUP);
         }
         merges = true;
-        Kept(kept).put(acc);
+        Earlier(kept).put(acc);
 #pragma unroll
         for (int i = 0; i < V_WIDTH / 2; ++i) acc[i] = 0.0f;
     }
@@ -220,7 +268,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const Memory m;
     m.open();
     if (warp_index() < WARPS_OF_GROUP) {
-        give_registers<40>();
+        give_registers<PRODUCER_REGISTERS>();
         if (warp_index() == 0)
             load_keys(p, m, k);
         else if (warp_index() == 1)
@@ -237,8 +285,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 extern "C" __global__ void __launch_bounds__(128) finish(const __grid_constant__ Args p) {
     constexpr int AHEAD = 16;
     wait_for_prerequisites();
-    const int lane = threadIdx.x % WARP, row = static_cast<int>(blockIdx.x) * 4 + static_cast<int>(threadIdx.x) / WARP;
-    const int head = static_cast<int>(blockIdx.y), b = static_cast<int>(blockIdx.z), column = 4 * lane;
+    const int lane = threadIdx.x % WARP, row = static_cast<int>(blockIdx.y) * 4 + static_cast<int>(threadIdx.x) / WARP;
+    const int head = static_cast<int>(blockIdx.z), b = static_cast<int>(blockIdx.x), column = 4 * lane;
     const Sequence s(p, b);
     if (row >= s.count * p.group) return;
     const int query = row / p.group, of = head * p.group + row % p.group;
@@ -251,11 +299,12 @@ extern "C" __global__ void __launch_bounds__(128) finish(const __grid_constant__
     for (int segment = from / SEGMENT; segment < last; segment += AHEAD) {
         float tops[AHEAD], totals[AHEAD];
         float4 accs[AHEAD] = {};
+        const i64 first = p.state_of(b, head, row / ROWS, segment, row % ROWS);
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i) {
             tops[i] = -infinity(), totals[i] = 0.0f;
             if (segment + i >= last) continue;
-            const i64 at = p.state_of(b, head, row / ROWS, segment + i, row % ROWS);
+            const i64 at = first + i * p.held;
             tops[i] = p.tops()[at], totals[i] = p.totals()[at];
             if (column < V_WIDTH) accs[i] = *reinterpret_cast<const float4*>(p.accs() + at * V_WIDTH + column);
         }

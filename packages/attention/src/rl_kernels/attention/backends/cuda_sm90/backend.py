@@ -9,11 +9,12 @@ from __future__ import annotations
 from rl_kernels.attention.backends.cuda_sm90 import passes
 from rl_kernels.attention.backends.cuda_sm90.schedule import (
     CODES,
+    HEIGHT,
     WIDTHS,
     BackwardTile,
-    Tile,
     backward_program,
     program,
+    tile_of,
 )
 from rl_kernels.attention.gpu import General
 from rl_kernels.core.cuda.program import Program
@@ -34,6 +35,10 @@ def programs(arch: str) -> list[Program]:
         for capped in (False, True)
     ]
     return [
-        *(program(dtype, Tile(groups, widths), capped=cap) for groups in (1, 2) for dtype, widths, cap in kinds),
+        *(
+            program(dtype, tile_of(rows, widths), capped=cap)
+            for rows in (HEIGHT, HEIGHT + 1)
+            for dtype, widths, cap in kinds
+        ),
         *(backward_program(dtype, BackwardTile(widths), capped=cap) for dtype, widths, cap in kinds),
     ]

@@ -22,7 +22,7 @@ struct KeyTile {
         begin = origin + max(low - origin, 0) / rows * rows;
     }
     static constexpr i64 NEVER = 1ll << 40;
-    __device__ bool exists() const { return first < s.length && first + HEIGHT > s.gone; }
+    __device__ bool exists(const Args&) const { return first < s.length && first + HEIGHT > s.gone; }
     __device__ bool has_rows() const { return begin < end; }
 };
 

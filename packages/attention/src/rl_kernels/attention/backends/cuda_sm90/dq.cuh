@@ -18,7 +18,7 @@ struct RowTile {
         begin = s.from(p, query) / PART * PART, end = s.to(p, min(row(p, HEIGHT - 1).query, s.used - 1));
     }
     __device__ Row row(const Shape& p, int ahead) const { return {p, query, member, ahead}; }
-    __device__ bool exists() const { return query < s.count; }
+    __device__ bool exists(const Args&) const { return query < s.count; }
     __device__ bool has_keys() const { return begin < end; }
 };
 

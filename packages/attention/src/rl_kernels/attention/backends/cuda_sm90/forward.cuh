@@ -12,12 +12,12 @@ constexpr int ROWS = MMA_M * GROUPS, THREADS = (GROUPS + 1) * WARPGROUP;
 constexpr int Q_BYTES = BOXES_K * bytes_of(ROWS);
 constexpr int K_BYTES = BOXES_K * bytes_of(BLOCK), V_BYTES = BOXES_V * bytes_of(BLOCK);
 // Of a consumer: the sums of earlier segments, or its output.
-constexpr bool MERGES = GROUPS > 1;
+constexpr bool MERGES = GROUPS > 1, TURNS = GROUPS == 2;
 constexpr int KEPT_BYTES = MERGES ? MMA_M * V_WIDTH * 4 : ROOM<V_WIDTH>;
 static_assert(SHARED_BYTES >= ATOM + Q_BYTES + STAGES * (K_BYTES + V_BYTES) + GROUPS * KEPT_BYTES,
               "what the host made room for");
-// The others of a multiprocessor are the producer's, 40 each.
-constexpr int CONSUMER_REGISTERS = GROUPS > 1 ? 232 : 248;
+// Those of a multiprocessor, by thread.
+constexpr int CONSUMER_REGISTERS = GROUPS > 2 ? 160 : GROUPS > 1 ? 232 : 248, PRODUCER_REGISTERS = GROUPS > 2 ? 32 : 40;
 // Warp 0 of the producer copies k, warp 1 v, and the others q.
 constexpr int COPIERS = WARPGROUP - 2 * WARP;
 
@@ -34,12 +34,14 @@ struct Args : Shape {
     int* counter;
     // As in Order (queue.cuh). Parts of a tile: segments if tiles are split, else 1.
     int tiles, parts, section;
+    // Rows of a tile that have states: all but those beyond its last query, and an even number of them.
+    int held;
     float factor, cap, rate;
 
     __device__ bool splits() const { return states; }
     // Number of the state of part `part` of row `row` of a tile.
     __device__ i64 state_of(int b, int head, int tile, int part, int row) const {
-        return (((static_cast<i64>(b) * kv_heads + head) * tiles + tile) * parts + part) * ROWS + row;
+        return (((static_cast<i64>(b) * kv_heads + head) * tiles + tile) * parts + part) * held + row;
     }
     __device__ float* tops() const { return states; }
     __device__ float* totals() const { return states + state_of(batch, 0, 0, 0, 0); }
@@ -63,7 +65,8 @@ struct Tile {
         if (p.splits()) begin = max(begin, part * SEGMENT), end = min(end, part * SEGMENT + SEGMENT);
     }
     __device__ Row row(const Shape& p, int ahead) const { return {p, query, member, ahead}; }
-    __device__ bool exists() const { return query < s.count; }
+    // A part without keys leaves no state.
+    __device__ bool exists(const Args& p) const { return query < s.count && (has_keys() || !p.splits()); }
     __device__ bool has_keys() const { return begin < end; }
 };
 

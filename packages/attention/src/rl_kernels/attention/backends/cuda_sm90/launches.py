@@ -56,7 +56,7 @@ class Backward(NamedTuple):
     """
 
     rows: Kernel
-    rows_grid: tuple[int, int]
+    rows_grid: int
     sizes: tuple[int, ...]
     queries: Kernel
     queries_grid: int

@@ -10,14 +10,13 @@ import torch
 from rl_kernels.attention.backends.cuda_sm90.launches import Backward, Forward
 from rl_kernels.attention.backends.cuda_sm90.schedule import (
     BLOCK,
-    HEIGHT,
     PART,
     SEGMENT,
     TILE,
     BackwardTile,
-    Tile,
     backward_program,
     program,
+    tile_of,
     width_of,
 )
 from rl_kernels.attention.inputs import UNLIMITED, Inputs
@@ -27,7 +26,7 @@ from rl_kernels.core.gpu import processors
 LOG2E = 1.4426950408889634
 SHAPE = "PPPPPP" + 17 * "i"
 """Layout of ``struct Shape``."""
-ARGS = f"({SHAPE}PPPPPqqqPiiifff)"
+ARGS = f"({SHAPE}PPPPPqqqPiiiifff)"
 """Layout of ``struct Args`` of the forward pass."""
 BACKWARD_ARGS = f"({SHAPE}PPPPPPPqqqqqqPiiffff)"
 ROWS_ARGS = "(PPPPPPqqqiiii)"
@@ -71,7 +70,7 @@ class Plan:
             self._longest_k += SEGMENT - 1
         self.is_empty = not (key.batch and self._longest_q)
         rows = self._longest_q * self.group
-        self.tile = Tile(1 if rows <= HEIGHT else 2, (width_of(self._size), width_of(self._size_v)))
+        self.tile = tile_of(rows, (width_of(self._size), width_of(self._size_v)))
         self._forward: Forward | None = None
         self._backward: Backward | None = None
 
@@ -96,19 +95,21 @@ class Plan:
         split = segments > 1 and (tile.groups == 1 or 2 * count <= most)
         made = program(key.dtype, tile, capped=key.cap > 0)
         parts = segments if split else 1
+        # An even number, so that the sums behind the tops and totals are aligned.
+        held = min(tile.rows, rows + rows % 2)
         return Forward(
             kernel(made, "attend", f"TT{ARGS}", key.device),
             min(count * parts, most),
             tile.threads,
             tile.shared,
             kernel(made, "finish", ARGS, key.device) if split else None,
-            (-(-rows // WARPS), self.kv_heads, key.batch),
-            count * segments * tile.rows * (2 + tile.widths[1]) if split else 0,
+            (key.batch, -(-rows // WARPS), self.kv_heads),
+            count * segments * held * (2 + tile.widths[1]) if split else 0,
             self._shape(self.box),
             strides_of(key.strides),
-            # Packed sequences differ in their tiles.
-            len(key.strides) == PACKED_DIMS and count * parts > most,
-            (tiles, parts, self._section(self._longest_k), self._factor, *self._cap),
+            # Packed sequences and caches differ in their tiles.
+            (key.used or len(key.strides) == PACKED_DIMS) and count * parts > most,
+            (tiles, parts, self._section(self._longest_k), held, self._factor, *self._cap),
         )
 
     def _made_backward(self) -> Backward:
@@ -122,7 +123,7 @@ class Plan:
         numbers = (self._factor, key.scale, *self._cap)
         return Backward(
             kernel(made, "rows_of", ROWS_ARGS, key.device),
-            (-(-self._queries * heads * LANES // THREADS), sequences),
+            sequences * -(-self._queries * heads * LANES // THREADS),
             (self._queries, heads, self.group, self._size_v),
             kernel(made, "of_queries", f"TT{BACKWARD_ARGS}", key.device),
             min(row_tiles * key.batch * self.kv_heads, most),
@@ -193,6 +194,7 @@ class Key(NamedTuple):
         batch: sequences.
         packed_k: whether keys are packed.
         started: whether sequences have a first key.
+        used: whether keys in use are fewer than given.
         table: shape of the block table, or None.
         longest: bounds of the queries and keys of a sequence.
         scale: multiplies scores.
@@ -209,6 +211,7 @@ class Key(NamedTuple):
     batch: int
     packed_k: bool
     started: bool
+    used: bool
     table: torch.Size | None
     longest: tuple[int, int]
     scale: float
@@ -234,6 +237,7 @@ def plan_for(given: Inputs) -> Plan:
         batch=given.batch,
         packed_k=given.cu_seqlens_k is not None,
         started=given.k_start is not None,
+        used=given.seqused_k is not None,
         table=None if given.block_table is None else given.block_table.shape,
         longest=(given.max_seqlen_q, given.max_seqlen_k),
         scale=given.scale,

@@ -78,7 +78,7 @@ struct Queue {
         while (true) {
             const bool ends = index >= count;
             T t(p, Lot(p, order, ends ? 0 : index));
-            if (ends || t.exists()) {
+            if (ends || t.exists(p)) {
                 empty[slot.stage].wait(slot.parity ^ 1);
                 if (ends) t.b = -1;
                 if (leads) tiles[slot.stage] = t, full[slot.stage].arrive();

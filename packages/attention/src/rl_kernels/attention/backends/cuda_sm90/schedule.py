@@ -27,6 +27,10 @@ WARPGROUP, ALIGNMENT, CHUNK = 128, 1024, 16
 MOST_STAGES = 4
 
 
+MOST_GROUPS = {(64, 64): 3}
+"""Consumers of a tile with many rows by its widths; 2 where they are others, for 3 have not the registers."""
+
+
 def width_of(size: int) -> int:
     """Return the columns of a tile for heads of ``size``."""
     return next(width for width in WIDTHS if size <= width)
@@ -68,6 +72,11 @@ class Tile(NamedTuple):
         width, width_v = self.widths
         kept = 4 * width_v if self.groups > 1 else 2 * width_v + CHUNK
         return ALIGNMENT + self.rows * (2 * width + kept)
+
+
+def tile_of(rows: int, widths: tuple[int, int]) -> Tile:
+    """Return the tile of a call whose sequences have up to ``rows`` rows."""
+    return Tile(1 if rows <= HEIGHT else MOST_GROUPS.get(widths, 2), widths)
 
 
 @functools.cache

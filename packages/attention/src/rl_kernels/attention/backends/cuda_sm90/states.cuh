@@ -59,9 +59,9 @@ __device__ inline float raise(const Scores& d, int half, State& state, float fac
     const bool exceeds = __fmaf_rn(most, factor, -top) > SLACK;
     // Finite, or inf - inf would follow.
     most = fminf(fmaxf(__fmul_rn(most, factor), -LARGEST), LARGEST);
-    const float keep = exceeds ? exp2_fast(__fsub_rn(top, most)) : 1.0f;
+    const float shrink = exceeds ? exp2_fast(__fsub_rn(top, most)) : 1.0f;
     top = exceeds ? most : top;
-    return keep;
+    return shrink;
 }
 
 // Turns a block's scores of one of a thread's rows into powers, packs them, and returns their sum over this thread's
@@ -81,9 +81,9 @@ __device__ inline float weigh(const Scores& d, int half, float base, float facto
     return __fadd_rn(part[0], part[1]);
 }
 
-__device__ inline void rescale(Sums& acc, const float (&keep)[2]) {
+__device__ inline void rescale(Sums& acc, const float (&shrink)[2]) {
 #pragma unroll
-    for (int i = 0; i < V_WIDTH / 2; ++i) acc[i] = __fmul_rn(acc[i], keep[i / 2 % 2]);
+    for (int i = 0; i < V_WIDTH / 2; ++i) acc[i] = __fmul_rn(acc[i], shrink[i / 2 % 2]);
 }
 
 // The total over the four threads that share a row.
@@ -108,9 +108,9 @@ struct Merge {
 };
 
 // A thread's sums of earlier segments, in shared memory.
-struct Kept {
+struct Earlier {
     float4* at;
-    __device__ Kept(char* kept) : at(reinterpret_cast<float4*>(kept) + threadIdx.x % WARPGROUP) {}
+    __device__ Earlier(char* kept) : at(reinterpret_cast<float4*>(kept) + threadIdx.x % WARPGROUP) {}
     __device__ void put(const Sums& acc) const {
 #pragma unroll
         for (int i = 0; i < V_WIDTH / 8; ++i)
@@ -135,19 +135,19 @@ struct Finished {
 
     // `sinks`: of all heads, or null.
     __device__ Finished(const Shape& p, const void* sinks, float top, float sum, int head) {
-        float total = sum, keep = 1.0f;
+        float total = sum, shrink = 1.0f;
         if (sinks) {
             const void* at = static_cast<const char*>(sinks) + static_cast<i64>(head) * p.sink_size;
             const float sink = __fmul_rn(p.sink_size == 4 ? FP32::read(at) : Number::read(at), LOG2E);
             const float above = fmaxf(top, sink);
-            keep = exp2_fast(__fsub_rn(top, above));
-            total = __fmaf_rn(total, keep, exp2_fast(__fsub_rn(sink, above)));
+            shrink = exp2_fast(__fsub_rn(top, above));
+            total = __fmaf_rn(total, shrink, exp2_fast(__fsub_rn(sink, above)));
             top = above;
         }
         // A power of two, so that the inverse of a total far below or above 1 is neither infinite nor 0.
         const u32 exponent = min(max(__float_as_uint(total) >> 23, 1u), 253u);
         const float power = __uint_as_float((254u - exponent) << 23);
-        scale = __fmul_rn(keep, power), inverse = total == 0.0f ? 0.0f : __frcp_rn(__fmul_rn(total, power));
+        scale = __fmul_rn(shrink, power), inverse = total == 0.0f ? 0.0f : __frcp_rn(__fmul_rn(total, power));
         const float log = __fmul_rn(__fadd_rn(top, log2f(total > 0.0f ? total : 1.0f)), LN2);
         lse = total == 0.0f ? -infinity() : total != total ? total : log;
     }
