@@ -167,12 +167,18 @@ def interpreted(session: nox.Session, version: str) -> None:
 
 @nox.session(**BORROWING)
 def kernels(session: nox.Session) -> None:
-    """Compile every CUDA kernel for all its targets, without a GPU; a warning, a spill or a stack fails."""
+    """Compile every kernel for all its targets, without a GPU.
+
+    In CUDA a warning, a spill or a stack fails; in Triton what does not fit into a GPU's shared memory.
+    """
     borrow(session)
     install(session, *SHARED, *OPERATORS)
-    session.install(*PINNED, *NVRTC)
-    env = {"RL_KERNELS_CACHE": session.create_tmp()}
+    session.install(*PINNED, *NVRTC, *TRITON["3.6"])
+    kept = session.create_tmp()
+    env = {"RL_KERNELS_CACHE": kept, "TRITON_CACHE_DIR": kept}
     session.run("rl-kernels", "compile", "--arch", "all", *session.posargs, env=env)
+    session.run("rl-kernels", "compile", "--backend", "triton", *session.posargs, env=env)
+    session.run("python", "-m", "pytest", "-q", "shared/core/tests/test_precompile_triton.py")
 
 
 @nox.session(**BORROWING)

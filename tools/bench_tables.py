@@ -13,6 +13,7 @@
 | tools/results/*-segments.json | `tools/segment_times.py` | packages/det-gemm/GUIDE.md |
 | tools/results/*-head.json | `tools/head_times.py` | packages/linear-logp/GUIDE.md, with a picture |
 | tools/results/*-demo.json | `rl-kernels demo --device cuda` | docs/demo.md, with a picture |
+| tools/results/triton-compiled.json | `rl-kernels compile --backend triton --json` | docs/hardware.md |
 | tools/results/mismatch.json | `tools/mismatch.py` | docs/demo.md, with a picture |
 
 A few lines of them all are in README.md and docs/benchmarks/index.md. Where there are no results, a page says so.
@@ -35,7 +36,7 @@ from mismatch_plot import draw as draw_mismatch
 from operator_tables import benchmark_page, readme_table
 from rank_tables import estimates, measured, segments, shards
 from summary_table import front_table
-from tool_tables import client_calls, demos, hosts, mismatch, model_bits, model_steps, steps, trl_steps
+from tool_tables import client_calls, compiled, demos, hosts, mismatch, model_bits, model_steps, steps, trl_steps
 
 from rl_kernels.demo.gpu import plot, record
 from rl_kernels.lab.bench.plot import draw
@@ -48,6 +49,7 @@ FRONT = ("README.md", "docs/benchmarks/index.md")
 """Pages with a few lines of all results."""
 MODELS, DEMO, TRL = "packages/models/benchmarks/README.md", "docs/demo.md", "docs/recipes/trl.md"
 RANKS, SEGMENTS = "docs/many-gpus.md", "packages/det-gemm/GUIDE.md"
+HARDWARE = "docs/hardware.md"
 GRPO_STEP, HOST = "docs/benchmarks/grpo-step.md", "docs/benchmarks/host-time.md"
 HEAD, OF_HEAD = "packages/linear-logp/GUIDE.md", "*-head.json"
 DEMOS, MISMATCH = "*-demo.json", "mismatch.json"
@@ -104,6 +106,7 @@ def pages(root: Path, packages: dict[str, dict[str, Document]]) -> Iterator[tupl
         HEAD: {"head": heads(named(OF_HEAD), {file.stem: f"../../{picture}" for file, picture in of_head})},
         SEGMENTS: {"segments": segments(named("*-segments.json"))},
         HOST: {"host time": hosts(named("*-host.json"))},
+        HARDWARE: {"compiled": compiled(named("triton-compiled.json"))},
         **{path: {"summary": front_table(files, packages)} for path in FRONT},
     }
     for path, marked in marked_pages.items():

@@ -46,6 +46,27 @@ def _share(value: float | None, eager: float) -> tuple[str, str]:
     return str(value) if isinstance(value, int) else digits(value), f"{value / eager:.2f}"
 
 
+def compiled(files: Iterable[Path]) -> str:
+    """Return the table of Triton's kernels by operator and GPU: how many, and the most that one of them uses."""
+    parts = []
+    for file in files:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        archs = list(dict.fromkeys(each["arch"] for each in found["records"]))
+        rows = [["operator", *archs]]
+        for name in dict.fromkeys(each["operator"] for each in found["records"]):
+            own = {each["arch"]: each for each in found["records"] if each["operator"] == name}
+            rows.append([name, *(_used(own[arch]) if arch in own else "" for arch in archs)])
+        made_with = ", ".join(f"{name} {what}" for name, what in found["environment"].items())
+        parts.append(f"{as_table(rows)}\n\n- compiled with {made_with}")
+    return filled(parts)
+
+
+def _used(each: Mapping[str, Any]) -> str:
+    return (
+        f"{each['kernels']}: {each['registers']}, {each['spills']}, {each['shared'] / 1024:.0f} of {each['of'] >> 10}"
+    )
+
+
 def hosts(files: Iterable[Path]) -> str:
     """Return the tables of what the host takes for small calls."""
     parts = []

@@ -77,7 +77,7 @@ OPERATOR = Operator(
             limits=_limits,
             sources=["rl_kernels.core.cuda.gemm"],
         ),
-        triton_backend("rl_kernels.det_gemm.backends.triton"),
+        triton_backend("rl_kernels.det_gemm.backends.triton.backend"),
         Backend("native", "rl_kernels.det_gemm.backends.native", {"cpu": INVARIANT, "cuda": REPEATABLE}),
     ),
     describe=describe,

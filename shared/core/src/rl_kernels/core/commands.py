@@ -74,11 +74,16 @@ def explain(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--device",
         choices=("cpu", "cuda"),
-        default="cuda" if torch.cuda.is_available() else "cpu",
-        help="default: cuda if there is a GPU",
+        help="default: cuda if there is a GPU, or --arch names one",
     )
-    parser.add_argument("--arch", help="architecture, as in the tolerance contract (e.g. sm90)")
+    parser.add_argument(
+        "--arch", help="architecture (e.g. sm_89 or gfx942): answer for such a GPU, which may be missing"
+    )
     given = parser.parse_args(argv)
+    if given.arch is not None:
+        given.arch = given.arch.replace("_", "")
+    if given.device is None:
+        given.device = "cuda" if given.arch not in (None, "cpu") or torch.cuda.is_available() else "cpu"
     try:
         operator = kernel_registry.load(given.op)
         call = _described(operator, given)

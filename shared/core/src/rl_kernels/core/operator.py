@@ -27,7 +27,7 @@ REPEATABLE: frozenset[Promise] = frozenset({"repeatable", "differentiable"})
 def arch_of(device_type: str, index: int | None = None) -> str:
     """Name the architecture of a device as the tolerance contract does: ``cpu``, ``sm90``, ``gfx942``."""
     if device_type != "cuda":
-        return device_type
+        return archs_of_devices.get(device_type, device_type)
     if index is None or torch.compiler.is_compiling():
         return _arch_of_gpu(index)
     if index not in _archs:
@@ -35,6 +35,8 @@ def arch_of(device_type: str, index: int | None = None) -> str:
     return _archs[index]
 
 
+archs_of_devices: dict[str, str] = {}
+"""What tensors without data count as while kernels are compiled ahead (triton_lib/ahead.py), by type of device."""
 _archs: dict[int, str] = {}
 """A cache by GPU index: every call needs the architecture, and asking the driver is slow."""
 

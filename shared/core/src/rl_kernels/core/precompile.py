@@ -1,13 +1,14 @@
-"""``rl-kernels compile``: compile the CUDA kernels of the installed operators before they are needed.
+"""``rl-kernels compile``: compile the kernels of the installed operators before they are needed.
 
-Exit status 0: every kernel was compiled and saved, without a warning, products that wait for each other, a spilled
-register or a stack. 1: one was not. 2: bad arguments, nothing to compile, no compiler, or a folder that cannot be used,
-reported before anything is compiled. No GPU is needed.
+Exit status 0: every kernel was compiled, and those in CUDA saved, without a warning, products that wait for each other,
+a spilled register or a stack; those of Triton fit into the GPU. 1: one was not, or does not fit. 2: bad arguments,
+nothing to compile, no compiler, or a folder that cannot be used, reported before anything is compiled. It needs no GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from rl_kernels.core import precompile_triton
 from rl_kernels.core.command import Parser, location, table
 from rl_kernels.core.cuda import cache, toolchain
 from rl_kernels.core.cuda.program import Compiled, CompileError, Program, compile_program, inputs_of
@@ -34,8 +36,17 @@ HEADER = ("operator", "file", "defines", "arch", "kernel", "registers", "shared"
 
 def parser() -> Parser:
     """Return the parser."""
-    made = Parser("rl-kernels compile", "Compile the CUDA kernels of operators; no GPU is needed.")
-    made.add_argument("--op", action="append", metavar="NAME", help="operator (default: every one with CUDA kernels)")
+    made = Parser("rl-kernels compile", "Compile the kernels of operators; no GPU is needed.")
+    made.add_argument("--op", action="append", metavar="NAME", help="operator (default: every one with such kernels)")
+    made.add_argument(
+        "--backend",
+        choices=("cuda", precompile_triton.NAME),
+        default="cuda",
+        help="cuda: compile what will be run; triton: compile every configuration, and hold it to the GPU's limits",
+    )
+    shown = made.add_mutually_exclusive_group()
+    shown.add_argument("--verbose", action="store_true", help="with triton: print a row for each kernel")
+    shown.add_argument("--json", action="store_true", help="with triton: print strict JSON, and nothing else")
     made.add_argument(
         "--arch",
         nargs="+",
@@ -54,6 +65,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Compile the kernels and print what they use; return the exit status."""
     try:
         given = parser().parse_args(argv)
+        if given.backend == precompile_triton.NAME:
+            return _triton(given)
+        if given.verbose or given.json:
+            raise ValueError("--verbose, --json: expected only with --backend triton")
         programs = _programs(given)
         _check_folder(given.out)
     except (UnknownOperator, ValueError) as error:
@@ -85,8 +100,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if faults else 0
 
 
+def _triton(given: argparse.Namespace) -> int:
+    reason = precompile_triton.why_not()
+    if reason or given.out is not None or given.package is not None:
+        raise ValueError(reason or "--out, --package: expected only with --backend cuda")
+    named = [arch for arch in given.arch or () if arch != ALL]
+    found = list(precompile_triton.compile_all(precompile_triton.tasks(given.op or (), named)))
+    faults = list(precompile_triton.faults(found))
+    if given.json:
+        print(json.dumps(precompile_triton.document(found), indent=1))
+    elif given.verbose:
+        print(table(precompile_triton.DETAILS, list(precompile_triton.details(found))))
+    else:
+        print(table(precompile_triton.HEADER, list(precompile_triton.summary(found))))
+    for fault in faults:
+        print(fault, file=sys.stderr)
+    return 1 if faults else 0
+
+
 def _arch(text: str) -> str:
-    if text != ALL and not re.fullmatch(r"sm_\d+[af]?", text):
+    if text != ALL and not re.fullmatch(r"sm_\d+[af]?|gfx\w+", text):
         raise argparse.ArgumentTypeError(f"expected a target such as sm_80 or sm_90a, or {ALL}, got {text!r}")
     return text
 

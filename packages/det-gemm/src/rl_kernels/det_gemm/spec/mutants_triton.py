@@ -10,7 +10,7 @@ from rl_kernels.core.testing import Bug, Mutants
 MODULES = (
     "rl_kernels.core.triton_lib.schedule",
     "rl_kernels.core.triton_lib.gemm",
-    "rl_kernels.det_gemm.backends.triton",
+    "rl_kernels.det_gemm.backends.triton.backend",
 )
 
 KERNEL = (

@@ -23,6 +23,8 @@ PLAIN = frozenset({int, float, bool, type(None)})
 KEPT = 4096
 """Maximum launches whose compiled kernel is remembered."""
 
+direct = INTERPRETED or torch.version.hip is not None
+"""Whether Triton inspects each launch itself: on ROCm it specializes on the sizes of tensors too."""
 _compiled: dict[tuple[Any, ...], tuple[Any, Any]] = {}
 
 
@@ -80,8 +82,7 @@ def launch(
         num_warps: warps of a program.
         options: other options of the compiler, such as ``num_stages``.
     """
-    if INTERPRETED or torch.version.hip is not None:
-        # On ROCm Triton specializes on the sizes of tensors too.
+    if direct:
         kernel[grid](*args, *numbers, num_warps=num_warps, **options)
         return
     forms = [x if type(x) in PLAIN else _form(x) for x in args]
@@ -146,8 +147,7 @@ class Launch:
             run(*args, *self._numbers, stream=stream_of(current()))
             return
         compiled = self._kernel[self._grid](*args, *self._numbers, **self._options)
-        # As in launch: nothing is kept if Triton interprets, or on ROCm.
-        if not INTERPRETED and torch.version.hip is None and compiled is not None:
+        if not direct and compiled is not None:
             if len(self._runs) >= KEPT:
                 self._runs.clear()
             sizes = (*self._grid, 1, 1)

@@ -117,6 +117,15 @@ def schedule_for(m: int, n: int, k: int, dtype: torch.dtype, device: torch.devic
     return _fastest(m, n, k, processors(device))
 
 
+def schedules(dtype: torch.dtype, device: torch.device) -> tuple[Schedule, ...]:
+    """Return all schedules that ``schedule_for`` chooses among."""
+    if arch_of(device.type, device.index) != "sm90":
+        return (ANYWHERE[dtype],)
+    if dtype == torch.float32:
+        return (*(cut for _, cut in FP32), FP32_SMALL, FP32_LARGE, ANYWHERE[dtype])
+    return tuple(candidate.schedule for candidate in _candidates())
+
+
 def in_segments(cut: Schedule, segments: int, length: int, dtype: torch.dtype) -> Schedule:
     """Return a schedule for a product whose K is cut into segments: the same, or one with smaller tiles.
 
@@ -152,9 +161,15 @@ def _candidates() -> tuple[Candidate, ...]:
     return entry("rl_kernels.core.triton_lib", "matmul", kind=tuple[Candidate, ...])
 
 
-@functools.cache
+processors_of_devices = {"cpu": 2}
+"""Multiprocessors of devices that are no GPU, by type: where Triton is interpreted, or compiles ahead (ahead.py)."""
+
+
 def processors(device: torch.device) -> int:
     """Return the number of multiprocessors of a device; 2 where Triton is interpreted."""
-    if device.type != "cuda":
-        return 2
+    return _of_gpu(device) if device.type == "cuda" else processors_of_devices[device.type]
+
+
+@functools.cache
+def _of_gpu(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -14,14 +14,19 @@ from rl_kernels.attention.backends.triton.boxes import UNIT, Box, box_of
 from rl_kernels.attention.backends.triton.dkdv import of_keys
 from rl_kernels.attention.backends.triton.dq import of_queries
 from rl_kernels.attention.backends.triton.forward import attend, finish
-from rl_kernels.attention.backends.triton.schedule import FEW, tile_of, tile_of_keys, tile_of_queries
+from rl_kernels.attention.backends.triton.schedule import (
+    BLOCK,
+    FEW,
+    block_of_queries,
+    tile_of,
+    tile_of_keys,
+    tile_of_queries,
+)
 from rl_kernels.attention.inputs import UNLIMITED
 from rl_kernels.core.operator import arch_of
 from rl_kernels.core.triton_lib.launch import INTERPRETED, Launch, ceil_div
 from rl_kernels.core.triton_lib.schedule import HALF, processors
 
-BLOCK = 64
-"""Keys of a block."""
 SEGMENT = loads.SEGMENT.value
 """Keys of a segment."""
 LOG2E = 1.4426950408889634
@@ -184,13 +189,14 @@ class Plan:
         sequences = 1 if len(strides) == PACKED_DIMS else self.batch
         common = (*self.strides, of_grad[0], self.factor, self.scale, self.cap, self.rate)
         constants = (*self.constants, *of_grad[1:])
-        tile = tile_of_queries(self.dtype, max(self.widths), self.fast)
+        wide = max(self.widths)
+        tile, block = tile_of_queries(self.dtype, wide, self.fast), block_of_queries(self.dtype, wide)
         tiles = self._tiles(tile.rows)
         of_dq = (
             *(self.queries, self.keys, self.pages, self.table_step, tiles, *self.window),
-            *(*common, *constants, self.page, self.capped, tile.rows, BLOCK, self.has_left),
+            *(*common, *constants, self.page, self.capped, tile.rows, block, self.has_left),
         )
-        cut = tile_of_keys(self.dtype, max(self.widths), self.fast, self.group)
+        cut = tile_of_keys(self.dtype, wide, self.fast, self.group)
         parts = ceil_div(self.longest_k, cut.keys)
         of_dk = (
             *(self.queries, self.keys, parts, *self.window),

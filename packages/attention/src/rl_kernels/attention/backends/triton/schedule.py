@@ -1,4 +1,7 @@
-"""The schedules of the attention kernels: tiles, warps and pipeline stages. None of them changes a bit."""
+"""The schedules of the attention kernels: tiles, warps and pipeline stages. None of them changes a bit.
+
+Heads of more than 128 in FP32, and on other GPUs than Hopper, have tiles that fit into 99 KiB of shared memory.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,8 @@ from rl_kernels.core.triton_lib.schedule import HALF
 
 NARROW, WIDE = 64, 128
 """Head sizes up to which one tile shape is used."""
+BLOCK = 64
+"""Keys of a block."""
 FEW = 16
 """Rows of a tile for few queries; such a tile has no registers for the states of two segments."""
 MOST_ROWS = 64
@@ -71,18 +76,23 @@ def tile_of_queries(dtype: torch.dtype, wide: int, fast: bool) -> Tile:
     if dtype not in HALF:
         return Tile(16, 8, 1)
     if not fast:
-        return Tile(64, 8, 1) if wide > WIDE else Tile(64, 4, 2)
+        return Tile(32, 8, 1) if wide > WIDE else Tile(64, 4, 2)
     if wide > WIDE:
         return Tile(64, 4, 1)
     return Tile(64, 4, 3 if wide <= NARROW else 2)
 
 
+def block_of_queries(dtype: torch.dtype, wide: int) -> int:
+    """Choose the keys of a block of dq; they fix the order of its sums."""
+    return BLOCK if INTERPRETED or dtype in HALF or wide <= WIDE else BLOCK // 2
+
+
 def tile_of_keys(dtype: torch.dtype, wide: int, fast: bool, group: int) -> KeyTile:
     """Choose the tile of dk and dv, by head size, dtype and group alone."""
     if INTERPRETED or dtype not in HALF:
-        return KeyTile(32, 32, 8, 1)
+        return KeyTile(16, 16, 8, 1) if wide > WIDE else KeyTile(32, 32, 8, 1)
     if wide > WIDE:
-        return KeyTile(64, 64, 8, 2) if fast else KeyTile(64, 32, 8, 1)
+        return KeyTile(64, 64, 8, 2) if fast else KeyTile(32, 32, 8, 1)
     if fast and MOST_ROWS % group == 0:
         return KeyTile(64, MOST_ROWS, 4, 3 if wide <= NARROW else 2)
     return KeyTile(64, 32, 4, 2)

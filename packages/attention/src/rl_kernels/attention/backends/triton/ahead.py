@@ -1,0 +1,79 @@
+"""Calls that launch every kernel of the backend, without data; ``rl-kernels compile`` compiles what they launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+from rl_kernels.attention.backends.triton import backend
+from rl_kernels.attention.inputs import UNLIMITED, Inputs
+from rl_kernels.core.operator import arch_of
+from rl_kernels.core.triton_lib.schedule import HALF
+
+SIZES = {torch.float32: (64, 256)}
+"""Head sizes: the largest of each tile, by dtype; for the others 64, 128 and 256."""
+HEADS, KV_HEADS = 32, 8
+ODD = 7
+"""Query heads of a KV head, of which no block of rows holds whole groups."""
+PROMPT, CACHE = 2048, 8192
+FEW, MANY = (UNLIMITED, 0, 0.0), (4096, 0, 30.0)
+"""Window and cap of the scores."""
+PAGE = 16
+SPLIT = 64
+"""Head size of the calls with split keys."""
+
+
+def calls(dtype: torch.dtype) -> Iterator[Callable[[], object]]:
+    """Yield the calls for operands of a dtype: with the fewest arguments, and with all."""
+    on_hopper = dtype in HALF and arch_of("meta") == "sm90"
+    for size in SIZES.get(dtype, (64, 128, 256)):
+        scale = size**-0.5
+        q, k, v = _operands((PROMPT,), (PROMPT,), KV_HEADS * ODD, size, dtype)
+        where = {"sinks": q.new_empty(KV_HEADS * ODD), **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), _integers(9))}
+        yield partial(_both_passes, _inputs(q, k, v, PROMPT, PROMPT, scale, MANY, **where))
+        # Only on Hopper are tiles smaller for few rows, and loaded by TMA.
+        if on_hopper or size == SPLIT:
+            q, k, v = _operands((4, 1), (4 * CACHE // PAGE, PAGE), HEADS, size, dtype)
+            where = {"seqused_k": _integers(4), "block_table": _integers(4, CACHE // PAGE)}
+            yield partial(backend.forward, *_inputs(q, k, v, 1, CACHE, scale, MANY, **where))
+        if on_hopper:
+            q, k, v = _operands((4, 1), (4, CACHE), HEADS, size, dtype)
+            yield partial(backend.forward, *_inputs(q, k, v, 1, CACHE, scale, FEW))
+            q, k, v = _operands((4, PROMPT), (4, PROMPT), HEADS, size, dtype)
+            yield partial(_both_passes, _inputs(q, k, v, PROMPT, PROMPT, scale, FEW))
+
+
+def _both_passes(given: Inputs) -> None:
+    out, lse = backend.forward(*given)
+    backend.backward(*given, out, lse, torch.empty_like(out), True)
+
+
+def _inputs(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    longest_q: int,
+    longest_k: int,
+    scale: float,
+    options: tuple[int, int, float],
+    **where: torch.Tensor,
+) -> Inputs:
+    names = ("sinks", "cu_seqlens_q", "cu_seqlens_k", "k_start", "seqused_q", "seqused_k", "block_table")
+    others = [where.get(name) for name in names]
+    return Inputs._make((q, k, v, *others, longest_q, longest_k, scale, *options))
+
+
+def _operands(
+    rows: tuple[int, ...], keys: tuple[int, ...], heads: int, size: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    q, k, v = (
+        torch.empty((*shape, size), dtype=dtype, device="meta")
+        for shape in ((*rows, heads), (*keys, KV_HEADS), (*keys, KV_HEADS))
+    )
+    return q, k, v
+
+
+def _integers(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.int32, device="meta")

@@ -1,0 +1,33 @@
+"""Calls that launch the kernel with every schedule, without data; ``rl-kernels compile`` compiles what they launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+from rl_kernels.core.triton_lib import gemm
+from rl_kernels.core.triton_lib.schedule import in_segments, schedules
+
+SIZE = 4096
+SEGMENTS = 8
+"""Of K, the most: sums of the most segments wait in registers."""
+SPAN = 256
+"""Terms of a span of linear_logp's products in FP32."""
+
+
+def calls(dtype: torch.dtype) -> Iterator[Callable[[], object]]:
+    """Yield the calls for operands of a dtype."""
+    x, bias = (torch.empty(shape, dtype=dtype, device="meta") for shape in ((SIZE, SIZE), (SIZE,)))
+    total = torch.empty((SIZE, SIZE), device="meta")
+    cuts = schedules(dtype, x.device)
+    for cut in cuts:
+        yield partial(gemm.matmul, x, x.t(), torch.empty_like(x), bias=bias, schedule=cut)
+        yield partial(gemm.matmul, x.t(), x, total, continues=True, schedule=cut)
+    length = SIZE // SEGMENTS
+    for cut in {in_segments(cut, SEGMENTS, length, dtype): cut for cut in cuts}.values():
+        yield partial(gemm.matmul, x, x, torch.empty_like(x), schedule=cut, segments=SEGMENTS, length=length)
+    # Rows that no descriptor can describe.
+    odd = torch.empty((SIZE, SIZE + 1), dtype=dtype, device="meta")[:, :SIZE]
+    yield partial(gemm.matmul, odd, odd.t(), torch.empty_like(odd), span=SPAN)

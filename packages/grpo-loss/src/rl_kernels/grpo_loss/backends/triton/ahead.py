@@ -1,0 +1,56 @@
+"""Calls that launch every kernel of the backend, without data; ``rl-kernels compile`` compiles what they launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+from rl_kernels.grpo_loss.backends.triton import backend
+from rl_kernels.grpo_loss.call import LossCall
+from rl_kernels.grpo_loss.estimator import ESTIMATORS, Estimator
+from rl_kernels.grpo_loss.plan import FORMS, Numbers, Plan
+
+BATCH, SAMPLES = 64, 8
+LENGTHS = (512, 4096)
+"""Tokens of a sequence that fits into registers, and of one that does not."""
+
+
+def calls(dtype: torch.dtype) -> Iterator[Callable[[], object]]:
+    """Yield the calls for log-probabilities of a dtype: each loss with the fewest arguments, and with all."""
+    rewards, bounds = _empty(BATCH), _empty(BATCH // SAMPLES + 1, dtype=torch.int64)
+    for kind in ESTIMATORS:
+        text = Estimator(kind, nan="skip").text
+        yield partial(backend.advantages, rewards, None, SAMPLES, torch.tensor(1e-6), Estimator(kind).text)
+        yield partial(backend.advantages, rewards, bounds, 0, torch.tensor(1e-6), text)
+    short, long = (_empty(BATCH, length, dtype=dtype) for length in LENGTHS)
+    yield partial(backend.forward_grad, *_given(long, Plan()))
+    yield partial(backend.sums, *_given(short, Plan())._replace(old_logps=short, ref_logps=short))
+    yield partial(backend.backward, long, _empty(), _empty(*long.shape), _empty())
+    for level in ("token", "sequence"):
+        yield partial(_loss, short, Plan("sapo", level=level))
+    # Other dtypes differ in what they load.
+    for kind in dict.fromkeys(form.kind for form in FORMS.values()) if dtype == torch.float32 else ("clip",):
+        yield partial(_loss, long, Plan(kind, "sequences", "sequence", "k3", "corrected", "mask", "dual"))
+
+
+def _loss(current: torch.Tensor, plan: Plan) -> None:
+    given = _given(current, plan)
+    if plan.level == "sequence":
+        others = {"old_logps": current, "ref_logps": current, "rollout_ratio": current, "entropy": current}
+        given = LossCall(**{**given._asdict(), **others, "with_metrics": True})
+    backend.forward_grad(*given)
+
+
+def _given(current: torch.Tensor, plan: Plan) -> LossCall:
+    mask = _empty(*current.shape, dtype=torch.bool)
+    numbers = torch.tensor(Numbers(beta=0.1, length=0.0), dtype=torch.float64)
+    return LossCall(
+        *(current, None, None, _empty(BATCH), None, SAMPLES, None, mask, None, None, None, None, 0),
+        *(numbers, plan.text, Estimator().text, False),
+    )
+
+
+def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")

@@ -1,0 +1,42 @@
+"""Calls that launch every kernel of the backend, without data; ``rl-kernels compile`` compiles what they launch.
+
+Products are core's, compiled as det_gemm's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+from rl_kernels.linear_logp import packing
+from rl_kernels.linear_logp.backends.triton import backend
+
+SIZE, VOCAB, RAGGED = 2048, 32768, 32001
+ROWS = (16, 4096)
+"""Blocks of the vocabulary for each program, and whole units."""
+KEPT_MIB = 1024
+
+
+def calls(dtype: torch.dtype) -> Iterator[Callable[[], object]]:
+    """Yield the calls for operands of a dtype: with the fewest arguments, and with all."""
+    for rows in ROWS:
+        each, norm, ids = _empty(rows), _empty(rows, 2), _empty(rows, dtype=torch.int64)
+        hidden, weight, bias = _empty(rows, SIZE, dtype=dtype), _empty(VOCAB, SIZE, dtype=dtype), _empty(RAGGED)
+        few = (hidden, weight, ids, None, torch.tensor(1.0), None, None)
+        many = (hidden, weight[:RAGGED], ids, bias.to(dtype), each, -100, torch.tensor([30.0, 0.03]))
+        yield partial(backend.forward, *few, KEPT_MIB)
+        yield partial(backend.forward_stats, *many, None)
+        gradients = (0, VOCAB, 1, False, 1024, [True, True, False])
+        kept = _empty(rows, VOCAB)
+        yield partial(backend.backward, *few, norm, None, kept, each, None, None, *gradients)
+        gradients = (0, RAGGED, 1, False, 1024, [True, True, True])
+        yield partial(backend.backward, *many, norm, each, None, each, each, each, *gradients)
+    packed = packing.empty(hidden, 4, entropy=True)[0]
+    gathered = packed.new_empty((2, *packed.shape))
+    yield partial(backend.finish, gathered, ids, each, -100, RAGGED, True)
+
+
+def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")

@@ -1,0 +1,33 @@
+"""Calls that launch every kernel of the backend, without data; ``rl-kernels compile`` compiles what they launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+from rl_kernels.norm.backends.triton import backend
+from rl_kernels.norm.op import WIDEST
+
+ROWS = 100
+SIZES = (64, 4096, WIDEST)
+"""Columns: several rows in a tile, one row, and most numbers for each thread."""
+FEW, MANY = (1e-6, False, 0.0, False), (1e-6, True, 1.0, True)
+"""eps, centred, offset and cast_first: RMSNorm, and LayerNorm with everything."""
+
+
+def calls(dtype: torch.dtype) -> Iterator[Callable[[], object]]:
+    """Yield the calls for operands of a dtype."""
+    for size in SIZES:
+        x, weight, stats = _empty(ROWS, size, dtype=dtype), _empty(size, dtype=dtype), _empty(2, ROWS)
+        if size == SIZES[1]:
+            yield partial(backend.forward, x, weight, None, *FEW)
+            yield partial(backend.backward_into, x, None, x, weight, stats, *FEW[1:3], _empty(size), False)
+        else:
+            yield partial(backend.forward_sum, x, x, weight, weight, *MANY)
+            yield partial(backend.backward, x, x, x, weight, stats, *MANY[1:3], True, True)
+
+
+def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")

@@ -1,0 +1,135 @@
+"""``rl-kernels compile --backend triton``: compile Triton's kernels for GPUs that are not there.
+
+A backend's module ``ahead`` yields calls on tensors without data, which launch every kernel in every configuration.
+What they compile is held to the shared memory of the GPU.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from importlib.metadata import version
+from multiprocessing import get_context
+from typing import Any, NamedTuple
+
+import torch
+
+from rl_kernels.core.contract import DTYPES
+from rl_kernels.core.operator import Operator
+from rl_kernels.core.registry import kernel_registry
+from rl_kernels.core.triton_lib import ahead
+from rl_kernels.core.triton_lib.launch import INSTALLED, INTERPRETED
+from rl_kernels.core.triton_lib.targets import TARGETS
+
+NAME = "triton"
+COMPILED = ("bf16", "fp32")
+"""Dtypes of the calls: kernels of FP16 use what those of BF16 use."""
+HEADER = ("operator", "arch", "kernels", "registers", "spills", "shared", "of")
+DETAILS = ("operator", "arch", "kernel", "dtype", "configuration", "warps", "stages", "registers", "spills", "shared")
+
+
+class Task(NamedTuple):
+    """What one process compiles: an operator's calls of a dtype, for a target."""
+
+    operator: str
+    target: str
+    dtype: str
+
+
+class Compiled(NamedTuple):
+    """What the kernels of a task use, and the calls that failed."""
+
+    task: Task
+    used: Sequence[ahead.Used]
+    failed: Sequence[str]
+
+
+def why_not() -> str | None:
+    """Say why Triton cannot compile here, or return None."""
+    if not INSTALLED:
+        return "Triton is not installed: pip install triton"
+    return "Triton interprets: unset TRITON_INTERPRET" if INTERPRETED else None
+
+
+def tasks(names: Sequence[str], archs: Sequence[str]) -> list[Task]:
+    """Return what to compile for operators and targets.
+
+    Raises:
+        ValueError: an operator has no Triton backend, or nothing is compiled for a target.
+    """
+    unknown = [arch for arch in archs if arch not in TARGETS]
+    if unknown:
+        raise ValueError(f"--arch: Triton's kernels are compiled for {', '.join(TARGETS)}, got {unknown[0]!r}")
+    without = [name for name in names if not _has_triton(kernel_registry.load(name))]
+    if without:
+        raise ValueError(f"--op: {', '.join(without)} has no Triton backend")
+    found = names or [name for name in kernel_registry.names() if _has_triton(kernel_registry.load(name))]
+    if not found:
+        raise ValueError("no installed operator has a Triton backend")
+    return [Task(name, arch, dtype) for name in found for arch in archs or TARGETS for dtype in COMPILED]
+
+
+def compile_all(given: Sequence[Task]) -> Iterator[Compiled]:
+    """Compile, on all cores."""
+    jobs = min(len(given), os.cpu_count() or 1)
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        yield from pool.map(compiled, given)
+
+
+def compiled(task: Task) -> Compiled:
+    """Compile what the calls of a task launch."""
+    module = kernel_registry.load(task.operator).backend(NAME).module
+    calls = importlib.import_module(f"{module.rpartition('.')[0]}.ahead").calls
+    failed = []
+    with ahead.compiling(TARGETS[task.target]) as used:
+        for call in calls(DTYPES[task.dtype]):
+            try:
+                call()
+            except Exception as error:
+                failed.append(f"{' '.join(task)}: {_name_of(call)}: {type(error).__name__}: {error}")
+    return Compiled(task, used, failed)
+
+
+def summary(found: Sequence[Compiled]) -> Iterator[tuple[str, ...]]:
+    """Yield a row for each operator and target: how many kernels, and the most that one of them uses."""
+    for name, arch in dict.fromkeys((one.task.operator, one.task.target) for one in found):
+        used = [each for one in found if one.task[:2] == (name, arch) for each in one.used]
+        most = (max((getattr(each, of) for each in used), default=0) for of in ("registers", "spills", "shared"))
+        yield name, arch, *map(str, (len(used), *most, TARGETS[arch].shared))
+
+
+def document(found: Sequence[Compiled]) -> dict[str, Any]:
+    """Return the summary, with what made it, as JSON takes it."""
+    rows = [dict(zip(HEADER, (*row[:2], *map(int, row[2:])), strict=True)) for row in summary(found)]
+    return {"version": 1, "environment": {"triton": version("triton"), "torch": torch.__version__}, "records": rows}
+
+
+def details(found: Sequence[Compiled]) -> Iterator[tuple[str, ...]]:
+    """Yield a row for each kernel."""
+    for task, used, _ in found:
+        for one in used:
+            numbers = map(str, (one.warps, one.stages, one.registers, one.spills, one.shared))
+            yield task.operator, task.target, one.kernel, task.dtype, one.configuration, *numbers
+
+
+def faults(found: Sequence[Compiled]) -> Iterator[str]:
+    """Yield what failed, and the kernels that do not fit."""
+    for task, used, failed in found:
+        yield from failed
+        room = TARGETS[task.target].shared
+        for one in used:
+            if one.shared > room:
+                what = f"{' '.join(task)}: {one.kernel} {one.configuration}"
+                yield f"{what}: {one.shared} bytes of shared memory, of {room}"
+
+
+def _has_triton(operator: Operator) -> bool:
+    return any(backend.name == NAME for backend in operator.backends)
+
+
+def _name_of(call: object) -> str:
+    function = call.func if isinstance(call, partial) else call
+    return getattr(function, "__name__", str(function))

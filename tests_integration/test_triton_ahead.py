@@ -1,0 +1,116 @@
+"""What `rl-kernels compile --backend triton` compiles: every kernel that a backend launches."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import product
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from rl_kernels.core import registry
+from rl_kernels.core.testing.triton_launches import TritonLaunch, TritonRecorder
+
+ROOT = Path(__file__).resolve().parents[1]
+BACKENDS = {
+    file.parents[2].name: file.parent for file in ROOT.glob("packages/*/src/rl_kernels/*/backends/triton/ahead.py")
+}
+SHARED = ROOT / "shared/core/src/rl_kernels/core/triton_lib"
+PEERS = {"peers.py", "peer_kernels.py"}
+"""Sums over GPUs of one node: no operator's backend."""
+LAUNCHES = {"launch", "Launch"}
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+def launched(folder: Path) -> Iterator[str]:
+    """Yield the names of the kernels that modules launch: ``kernel[grid](...)`` and ``launch(kernel, ...)``."""
+    for file in sorted(folder.glob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Call):
+                continue
+            kernel = node.func.value if isinstance(node.func, ast.Subscript) else None
+            if isinstance(node.func, ast.Name) and node.func.id in LAUNCHES:
+                kernel = node.args[0]
+            if kernel is not None:
+                yield kernel.attr if isinstance(kernel, ast.Attribute) else kernel.id
+
+
+@contextmanager
+def pretended(arch: str) -> Iterator[TritonRecorder]:
+    with TritonRecorder(arch=arch).pretended() as recorder:
+        schedule = importlib.import_module("rl_kernels.core.triton_lib.schedule")
+        with patch.dict(schedule.processors_of_devices, meta=132):
+            yield recorder
+
+
+def run(operator: str) -> None:
+    calls = importlib.import_module(f"rl_kernels.{operator}.backends.triton.ahead").calls
+    for dtype in DTYPES:
+        for call in calls(dtype):
+            call()
+
+
+def test_every_triton_backend_has_calls() -> None:
+    operators = [registry.kernel_registry.load(name) for name in registry.kernel_registry.names()]
+    modules = {each.backend("triton").module for each in operators if any(b.name == "triton" for b in each.backends)}
+    assert modules == {f"rl_kernels.{name}.backends.triton.backend" for name in BACKENDS}
+
+
+@pytest.mark.parametrize("arch", ["sm80", "sm90", "gfx942"])
+@pytest.mark.parametrize("operator", BACKENDS)
+def test_every_kernel_is_compiled(operator: str, arch: str) -> None:
+    with pretended(arch) as recorder:
+        run(operator)
+    found = {each.name for each in recorder.launches}
+    wanted = set(launched(BACKENDS[operator]))
+    assert wanted <= found
+    # Nothing but the kernels of core is launched besides.
+    of_core = {name for file in SHARED.glob("*.py") if file.name not in PEERS for name in _kernels_of(file)}
+    assert found - wanted <= of_core
+
+
+def options(each: TritonLaunch, *names: str) -> tuple[int, ...]:
+    return *(each[name] for name in names), each.options["num_warps"], each.options["num_stages"]
+
+
+@pytest.mark.parametrize("arch", ["sm80", "sm90"])
+def test_every_schedule_of_a_product_is_compiled(arch: str) -> None:
+    with pretended(arch) as recorder:
+        run("det_gemm")
+        schedule = importlib.import_module("rl_kernels.core.triton_lib.schedule")
+        wanted = {
+            (cut.rows, cut.columns, cut.inner, cut.warps, cut.stages)
+            for dtype in DTYPES
+            for cut in schedule.schedules(dtype, torch.device("meta"))
+        }
+    assert wanted <= {options(each, "BLOCK_M", "BLOCK_N", "BLOCK_K") for each in recorder.launches}
+
+
+@pytest.mark.parametrize("arch", ["sm80", "sm90"])
+def test_every_tile_of_attention_is_compiled(arch: str) -> None:
+    with pretended(arch) as recorder:
+        run("attention")
+        schedule = importlib.import_module("rl_kernels.attention.backends.triton.schedule")
+        wanted = set()
+        for dtype, wide, group in product(DTYPES, (8, 64, 72, 128, 136, 256), (1, 4, 7)):
+            fast = arch == "sm90" and dtype in schedule.HALF
+            for rows, in_boxes in product((1, 16, 17, 4096), (False, True)):
+                tile = schedule.tile_of(dtype, wide, fast, rows, in_boxes)
+                wanted.add(("attend", tile.rows, tile.warps, tile.stages))
+            tile = schedule.tile_of_queries(dtype, wide, fast)
+            wanted.add(("of_queries", tile.rows, tile.warps, tile.stages))
+            keys = schedule.tile_of_keys(dtype, wide, fast, group)
+            wanted.add(("of_keys", keys.rows, keys.warps, keys.stages))
+    tiles = [each for each in recorder.launches if each.name in {name for name, *_ in wanted}]
+    assert wanted == {(each.name, *options(each, "ROWS")) for each in tiles}
+
+
+def _kernels_of(file: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(each) for each in node.decorator_list):
+            yield node.name
