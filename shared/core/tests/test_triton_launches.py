@@ -80,7 +80,11 @@ CHOICES = (
         'if arch_of(device.type, device.index) != "sm90" or',
         "if",
     ),
-    Bug("FP32 by the table of 16 bits", "if dtype == torch.float32:", "if False:"),
+    Bug(
+        "FP32 by the table of 16 bits",
+        "if dtype == torch.float32:\n        return _of_fp32",
+        "if False:\n        return _of_fp32",
+    ),
     Bug("64 rows are many", "candidate.schedule.swapped == (m <= FEW)", "candidate.schedule.swapped == (m < FEW)"),
     Bug("kernel of another dtype", "return x.dtype, x.data_ptr() % ALIGNMENT", "return (x.data_ptr() % ALIGNMENT,)"),
     Bug("kernel of another alignment", "return x.dtype, x.data_ptr() % ALIGNMENT", "return (x.dtype,)"),

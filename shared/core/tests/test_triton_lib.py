@@ -52,8 +52,7 @@ class Kernel:
 
 @pytest.fixture
 def launched(monkeypatch):
-    monkeypatch.setattr(launch, "INTERPRETED", False)
-    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(launch, "direct", False)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 40 + index, raising=False)
     monkeypatch.setattr(launch, "_compiled", {})
@@ -111,9 +110,15 @@ def test_what_is_remembered_is_bounded(launched, monkeypatch):
         assert len(launch._compiled) <= 3
 
 
-@pytest.mark.parametrize(("name", "value"), [("INTERPRETED", True), ("hip", "6.4")])
-def test_interpreter_and_rocm_launch_as_triton_does(name, value, launched, monkeypatch):
-    monkeypatch.setattr(launch if name == "INTERPRETED" else torch.version, name, value)
+@pytest.mark.parametrize(("interpret", "hip", "direct"), [("0", None, False), ("1", None, True), ("0", "6.4", True)])
+def test_the_interpreter_and_rocm_launch_as_triton_does(interpret, hip, direct, run_python):
+    ours = "from rl_kernels.core.triton_lib import launch; print(launch.direct)"
+    code = f"import torch; torch.version.hip = {hip!r}; {ours}"
+    assert run_python("-c", code, TRITON_INTERPRET=interpret).stdout.split() == [str(direct)]
+
+
+def test_a_direct_launch_is_as_triton_does(launched, monkeypatch):
+    monkeypatch.setattr(launch, "direct", True)
     kernel = Kernel(launched, Kernel(launched))
     for _ in range(2):
         launch.launch(kernel, (5,), 7, num_warps=4)
@@ -148,11 +153,10 @@ def test_what_a_launch_of_a_plan_remembers_is_bounded(launched, monkeypatch):
         assert len(planned._runs) <= 3
 
 
-@pytest.mark.parametrize(("name", "value"), [("INTERPRETED", True), ("hip", "6.4"), ("compiled", None)])
+@pytest.mark.parametrize(("name", "value"), [("direct", True), ("compiled", None)])
 def test_where_nothing_is_kept_a_plan_launches_as_triton_does(name, value, launched, monkeypatch):
     kernel = Kernel(launched, Kernel(launched))
-    places = {"INTERPRETED": launch, "hip": torch.version, "compiled": kernel}
-    monkeypatch.setattr(places[name], name, value)
+    monkeypatch.setattr({"direct": launch, "compiled": kernel}[name], name, value)
     planned = launch.Launch(kernel, (5,), (7,), num_warps=4)
     for _ in range(2):
         planned(BASE[:16])
