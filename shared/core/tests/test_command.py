@@ -79,6 +79,21 @@ def test_explain_asks_for_a_size_that_a_backend_looks_at(toy, capsys):
     assert capsys.readouterr().out == "native: D is odd\n"
 
 
+def test_explain_answers_for_all_operators_and_a_gpu_that_is_not_there(toy, capsys):
+    assert cli.main(["explain", "--arch", "sm_89"]) == 0
+    head, line = (text.split() for text in capsys.readouterr().out.splitlines())
+    assert head == ["operator", "backend", "bf16", "on", "sm89"]
+    assert line[:2] == ["toy", "native"]
+    assert cli.main(["explain", "--arch", "cpu", "--dtype", "fp32", "--json"]) == 0
+    explained = json.loads(capsys.readouterr().out)
+    assert explained["operators"] == {"toy": [{"backend": "native", "chosen": True, "reason": None}]}
+    assert (explained["device"], explained["arch"], explained["dtype"]) == ("cpu", "cpu", "fp32")
+    assert cli.main(["explain", "--shape", "8x4"]) == 2
+    assert capsys.readouterr().err == "rl-kernels explain: --shape: expected only with an operator\n"
+    assert cli.main(["explain", "--arch", "sm_1"]) == 2
+    assert capsys.readouterr().err.startswith("rl-kernels explain: --arch: expected one of cpu, sm80, ")
+
+
 def test_answers_in_json(toy, capsys):
     assert cli.main([*toy, "--shape", "8x4", "--json"]) == 0
     explained = json.loads(capsys.readouterr().out)

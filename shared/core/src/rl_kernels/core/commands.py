@@ -7,7 +7,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
@@ -66,9 +66,9 @@ def list_operators(argv: Sequence[str]) -> int:
 
 
 def explain(argv: Sequence[str]) -> int:
-    """Print the verdict on every backend for a described call."""
+    """Print the verdict on every backend for a described call; without an operator, for calls of all sizes."""
     parser = _parser("explain", "Print for each backend whether a call would use it, or why not. Nothing runs.")
-    parser.add_argument("op", help="operator, as `rl-kernels list` names it")
+    parser.add_argument("op", nargs="?", help="operator, as `rl-kernels list` names it (default: all, for any sizes)")
     parser.add_argument("--shape", help="sizes joined by x or commas, in the operator's order (e.g. 4096x151936)")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="dtype of the operands (default: bf16)")
     parser.add_argument(
@@ -84,6 +84,8 @@ def explain(argv: Sequence[str]) -> int:
         given.arch = given.arch.replace("_", "")
     if given.device is None:
         given.device = "cuda" if given.arch not in (None, "cpu") or torch.cuda.is_available() else "cpu"
+    if given.op is None:
+        return _explain_all(given)
     try:
         operator = kernel_registry.load(given.op)
         call = _described(operator, given)
@@ -101,6 +103,33 @@ def explain(argv: Sequence[str]) -> int:
     return 0
 
 
+def _explain_all(given: argparse.Namespace) -> int:
+    try:
+        if given.shape is not None:
+            raise ValueError("--shape: expected only with an operator")
+        device, arch = _place(given)
+    except ValueError as error:
+        print(f"rl-kernels explain: {error}", file=sys.stderr)
+        return 2
+    verdicts = _verdicts(Call(device, DTYPES[given.dtype], arch))
+    if given.json:
+        found = {name: [_verdict(each) for each in found] for name, found in verdicts.items()}
+        _print_json({"device": given.device, "arch": arch, "dtype": given.dtype, "operators": found})
+        return 0
+    print(_as_table(verdicts, f"{given.dtype} on {arch}"))
+    return 0
+
+
+def _verdicts(call: Call) -> dict[str, Sequence[Verdict]]:
+    """Return what all operators would take, whatever the sizes."""
+    return {name: explain_call(kernel_registry.load(name), call) for name in kernel_registry.names()}
+
+
+def _as_table(verdicts: Mapping[str, Sequence[Verdict]], where: str) -> str:
+    rows = [(name, each.backend, str(each).partition(": ")[2]) for name, found in verdicts.items() for each in found]
+    return table(("operator", "backend", where), rows)
+
+
 def _described(operator: Operator, given: argparse.Namespace) -> Call:
     order = "x".join(operator.shape)
     sizes: list[int] = []
@@ -110,12 +139,18 @@ def _described(operator: Operator, given: argparse.Namespace) -> Call:
             raise ValueError(f"--shape: expected {order}, sizes >= 1, got {given.shape!r}")
         sizes = [int(part) for part in parts]
     traits = {name: size for name, size in zip(operator.shape, sizes, strict=False) if name not in operator.rows}
+    device, arch = _place(given)
+    return Call(device, DTYPES[given.dtype], arch, _Sizes(traits))
+
+
+def _place(given: argparse.Namespace) -> tuple[torch.device, str]:
+    """Return device and architecture."""
     device = torch.device(given.device)
     if given.arch is not None and given.arch not in contract().archs:
         raise ValueError(f"--arch: expected one of {', '.join(contract().archs)}, got {given.arch!r}")
     if given.arch is None and given.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--arch: needed to explain a GPU call on a machine without a GPU (e.g. --arch sm90)")
-    return Call(device, DTYPES[given.dtype], given.arch or arch_of(device.type, device.index), _Sizes(traits))
+    return device, given.arch or arch_of(device.type, device.index)
 
 
 def _all_known(operator: Operator, call: Call) -> None:
@@ -144,16 +179,12 @@ def doctor(argv: Sequence[str]) -> int:
         ("arch in the tolerance contract", "yes" if arch in contract().archs else "no: checks need --arch-key"),
         *((name, os.environ.get(name, "not set")) for name in ("RL_KERNELS_BACKEND", "RL_KERNELS_STRICT")),
     ]
-    verdicts = {
-        name: explain_call(kernel_registry.load(name), Call(device, torch.float32, arch))
-        for name in kernel_registry.names()
-    }
+    verdicts = _verdicts(Call(device, torch.float32, arch))
     if given.json:
         backends = {name: [_verdict(each) for each in found] for name, found in verdicts.items()}
         _print_json({"found": dict(facts), "operators": backends})
         return 0
-    rows = [(name, each.backend, str(each).partition(": ")[2]) for name, found in verdicts.items() for each in found]
-    print(table(("what", "found"), facts), table(("operator", "backend", "here"), rows), sep="\n\n")
+    print(table(("what", "found"), facts), _as_table(verdicts, "here"), sep="\n\n")
     return 0
 
 
