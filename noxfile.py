@@ -173,7 +173,7 @@ def kernels(session: nox.Session) -> None:
     """
     borrow(session)
     install(session, *SHARED, *OPERATORS)
-    session.install(*PINNED, *NVRTC, *TRITON["3.6"])
+    session.install(*PINNED, *NVRTC, TRITON["3.6"][0])
     kept = session.create_tmp()
     env = {"RL_KERNELS_CACHE": kept, "TRITON_CACHE_DIR": kept}
     session.run("rl-kernels", "compile", "--arch", "all", *session.posargs, env=env)

@@ -158,6 +158,12 @@ def test_calls_are_those_beside_the_backend(make_module, monkeypatch):
     assert seen == [torch.bfloat16]
 
 
+def test_a_backend_without_calls_is_a_fault():
+    task = precompile_triton.Task("double", "sm_80", "bf16")
+    (fault,) = precompile_triton.faults([precompile_triton.compiled(task)])
+    assert fault.startswith("double sm_80 bf16: expected a module toy_pkg.triton.ahead that yields calls: No module")
+
+
 def test_an_unknown_gpu_has_the_least_shared_memory():
     assert shared_memory_of("sm90") == 227 * 1024
     assert shared_memory_of("sm37") == LEAST == min(target.shared for target in TARGETS.values())

@@ -81,8 +81,11 @@ def compile_all(given: Sequence[Task]) -> Iterator[Compiled]:
 
 def compiled(task: Task) -> Compiled:
     """Compile what the calls of a task launch."""
-    module = kernel_registry.load(task.operator).backend(NAME).module
-    calls = importlib.import_module(f"{module.rpartition('.')[0]}.ahead").calls
+    folder = kernel_registry.load(task.operator).backend(NAME).module.rpartition(".")[0]
+    try:
+        calls = importlib.import_module(f"{folder}.ahead").calls
+    except ModuleNotFoundError as error:
+        return Compiled(task, (), [f"{' '.join(task)}: expected a module {folder}.ahead that yields calls: {error}"])
     failed = []
     with ahead.compiling(TARGETS[task.target]) as used:
         for call in calls(DTYPES[task.dtype]):
