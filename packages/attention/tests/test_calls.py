@@ -122,6 +122,24 @@ def test_queries_that_see_no_key_that_is_kept(backend, queries, keys, where):
     torch.testing.assert_close(lse.cpu(), wanted, rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("keys", [2, 1030], ids=["one-segment", "two-segments"])
+def test_more_sequences_than_a_dim_of_a_grid_has(backend, keys):
+    if backend == "native":
+        pytest.skip("it takes one sequence after the other")
+    batch, edge = (1 << 16) + 3, 5
+    q, k, v = (torch.randn(batch, n, 1, 8, device="cuda").bfloat16() for n in (1, keys, keys))
+
+    def both(which):
+        leaves = [x[which].detach().requires_grad_() for x in (q, k, v)]
+        out = det_attention(*leaves, backend=backend)
+        return [out.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out))]
+
+    whole = both(slice(None))
+    for some in (slice(edge), slice(batch - edge, batch)):
+        assert all(torch.equal(one[some], other) for one, other in zip(whole, both(some), strict=True))
+
+
 @pytest.fixture
 def triton():
     """Return the name of a backend that needs a GPU, or Triton's interpreter."""
