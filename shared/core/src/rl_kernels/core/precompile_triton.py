@@ -11,7 +11,6 @@ import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from importlib.metadata import version
 from multiprocessing import get_context
 from typing import Any, NamedTuple
 
@@ -107,7 +106,9 @@ def summary(found: Sequence[Compiled]) -> Iterator[tuple[str, ...]]:
 def document(found: Sequence[Compiled]) -> dict[str, Any]:
     """Return the summary, with what made it, as JSON takes it."""
     rows = [dict(zip(HEADER, (*row[:2], *map(int, row[2:])), strict=True)) for row in summary(found)]
-    return {"version": 1, "environment": {"triton": version("triton"), "torch": torch.__version__}, "records": rows}
+    # Builds for ROCm have another name as a package.
+    triton = importlib.import_module("triton").__version__
+    return {"version": 1, "environment": {"triton": triton, "torch": torch.__version__}, "records": rows}
 
 
 def details(found: Sequence[Compiled]) -> Iterator[tuple[str, ...]]:
