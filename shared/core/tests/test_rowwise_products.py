@@ -107,8 +107,6 @@ def test_strides_change_no_bit_of_a_product(matmul, layout, dtype, m, k, n):
     assert same_bits(matmul(layout(a), layout(b)), whole)
 
 
-# PyTorch 2.9 warns of the settings that its own function changes.
-@pytest.mark.filterwarnings("ignore:Please use the new API settings")
 def test_reduced_precision_of_fp32_products_does_not_reach_them():
     draw = Draw(torch.float32)
     a, b = draw.normal(5, 64), draw.normal(64, 16)

@@ -321,5 +321,6 @@ class _DetAttention(torch.autograd.Function):
             found = planned.backward(given, *rest)
         if found is None:
             found = first_order(ops["backward"], *given, *rest, ctx.backend)
-        gradients = [value if need else None for value, need in zip(found, needs, strict=False)]
+        # Cut to one length: torch.compile of PyTorch 2.9 takes strict=False for strict.
+        gradients = [value if need else None for value, need in zip(found, needs[: len(found)], strict=True)]
         return *gradients, *[None] * (len(needs) - len(gradients))
