@@ -141,7 +141,10 @@ def tree(tmp_path):
         *ROOT.glob("packages/*/README.md"),
         *ROOT.glob("packages/*/benchmarks/README.md"),
         *ROOT.glob("docs/benchmarks/*.md"),
-        *(ROOT / name for name in ("README.md", "docs/demo.md", "docs/many-gpus.md", "docs/recipes/trl.md")),
+        *(
+            ROOT / f"{name}.md"
+            for name in ("README", "docs/demo", "docs/hardware", "docs/many-gpus", "docs/recipes/trl")
+        ),
         *(ROOT / f"packages/{name}/GUIDE.md" for name in ("det-gemm", "linear-logp")),
     ]
     for file in names:

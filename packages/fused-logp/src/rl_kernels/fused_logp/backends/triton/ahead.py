@@ -19,7 +19,7 @@ def calls(dtype: torch.dtype) -> Iterator[Callable[[], object]]:
     """Yield the calls for logits of a dtype: with the fewest arguments, and with all."""
     for rows in ROWS:
         ids, each, norm = _empty(rows, dtype=torch.int64), _empty(rows), _empty(rows, 2)
-        logits, few = _empty(rows, WIDE, dtype=dtype), (ids, torch.tensor(1.0), None, None)
+        logits, few = _empty(rows, WIDE, dtype=dtype), (ids, torch.tensor(1.0, device="cpu"), None, None)
         yield partial(backend.forward, logits, *few, "online")
         yield partial(backend.backward, logits, *few, norm, None, each, None, None)
         logits, many = _empty(rows, RAGGED, dtype=dtype), (ids, each, -100, ids)

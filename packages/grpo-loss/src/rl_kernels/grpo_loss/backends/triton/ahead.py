@@ -22,8 +22,10 @@ def calls(dtype: torch.dtype) -> Iterator[Callable[[], object]]:
     rewards, bounds = _empty(BATCH), _empty(BATCH // SAMPLES + 1, dtype=torch.int64)
     for kind in ESTIMATORS:
         text = Estimator(kind, nan="skip").text
-        yield partial(backend.advantages, rewards, None, SAMPLES, torch.tensor(1e-6), Estimator(kind).text)
-        yield partial(backend.advantages, rewards, bounds, 0, torch.tensor(1e-6), text)
+        yield partial(
+            backend.advantages, rewards, None, SAMPLES, torch.tensor(1e-6, device="cpu"), Estimator(kind).text
+        )
+        yield partial(backend.advantages, rewards, bounds, 0, torch.tensor(1e-6, device="cpu"), text)
     short, long = (_empty(BATCH, length, dtype=dtype) for length in LENGTHS)
     yield partial(backend.forward_grad, *_given(long, Plan()))
     yield partial(backend.sums, *_given(short, Plan())._replace(old_logps=short, ref_logps=short))
@@ -45,7 +47,7 @@ def _loss(current: torch.Tensor, plan: Plan) -> None:
 
 def _given(current: torch.Tensor, plan: Plan) -> LossCall:
     mask = _empty(*current.shape, dtype=torch.bool)
-    numbers = torch.tensor(Numbers(beta=0.1, length=0.0), dtype=torch.float64)
+    numbers = torch.tensor(Numbers(beta=0.1, length=0.0), dtype=torch.float64, device="cpu")
     return LossCall(
         *(current, None, None, _empty(BATCH), None, SAMPLES, None, mask, None, None, None, None, 0),
         *(numbers, plan.text, Estimator().text, False),

@@ -24,8 +24,8 @@ def calls(dtype: torch.dtype) -> Iterator[Callable[[], object]]:
     for rows in ROWS:
         each, norm, ids = _empty(rows), _empty(rows, 2), _empty(rows, dtype=torch.int64)
         hidden, weight, bias = _empty(rows, SIZE, dtype=dtype), _empty(VOCAB, SIZE, dtype=dtype), _empty(RAGGED)
-        few = (hidden, weight, ids, None, torch.tensor(1.0), None, None)
-        many = (hidden, weight[:RAGGED], ids, bias.to(dtype), each, -100, torch.tensor([30.0, 0.03]))
+        few = (hidden, weight, ids, None, torch.tensor(1.0, device="cpu"), None, None)
+        many = (hidden, weight[:RAGGED], ids, bias.to(dtype), each, -100, torch.tensor([30.0, 0.03], device="cpu"))
         yield partial(backend.forward, *few, KEPT_MIB)
         yield partial(backend.forward_stats, *many, None)
         gradients = (0, VOCAB, 1, False, 1024, [True, True, False])
