@@ -80,6 +80,11 @@ def compiling(target: Target) -> Iterator[list[Used]]:
         yield found
 
 
+def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return a tensor without data, for a call that is only compiled."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
 class _Driver:
     """Stands in for the driver of a GPU, as far as Triton's compiler asks it."""
 

@@ -16,7 +16,7 @@ constexpr bool MERGES = GROUPS > 1, TURNS = GROUPS == 2;
 constexpr int KEPT_BYTES = MERGES ? MMA_M * V_WIDTH * 4 : ROOM<V_WIDTH>;
 static_assert(SHARED_BYTES >= ATOM + Q_BYTES + STAGES * (K_BYTES + V_BYTES) + GROUPS * KEPT_BYTES,
               "what the host made room for");
-// Those of a multiprocessor, by thread.
+// Registers of a thread; all threads of a multiprocessor have 65536.
 constexpr int CONSUMER_REGISTERS = GROUPS > 2 ? 160 : GROUPS > 1 ? 232 : 248, PRODUCER_REGISTERS = GROUPS > 2 ? 32 : 40;
 // Warp 0 of the producer copies k, warp 1 v, and the others q.
 constexpr int COPIERS = WARPGROUP - 2 * WARP;

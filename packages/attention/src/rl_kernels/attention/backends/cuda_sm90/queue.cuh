@@ -29,7 +29,7 @@ struct Lot {
     }
 };
 
-// T: a tile, made from (Args, Lot), with exists() and its sequence b.
+// T: a tile, made from (Args, Lot), with exists(Args) and its sequence b.
 template <class T>
 struct Queue {
     static constexpr int DEPTH = 2;

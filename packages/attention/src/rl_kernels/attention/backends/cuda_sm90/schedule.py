@@ -28,7 +28,7 @@ MOST_STAGES = 4
 
 
 MOST_GROUPS = {(64, 64): 3}
-"""Consumers of a tile with many rows by its widths; 2 where they are others, for 3 have not the registers."""
+"""Consumers of a tile with many rows, by its widths; 2 for others, whose sums leave too few registers for 3."""
 
 
 def width_of(size: int) -> int:

@@ -1,4 +1,4 @@
-"""The schedules of the attention kernels: tiles, warps and pipeline stages. None of them changes a bit.
+"""The schedules of the attention kernels: tiles, warps and pipeline stages. Only the block of dq changes bits.
 
 Heads of more than 128 in FP32, and on other GPUs than Hopper, have tiles that fit into 99 KiB of shared memory.
 """
@@ -83,7 +83,7 @@ def tile_of_queries(dtype: torch.dtype, wide: int, fast: bool) -> Tile:
 
 
 def block_of_queries(dtype: torch.dtype, wide: int) -> int:
-    """Choose the keys of a block of dq; they fix the order of its sums."""
+    """Choose the keys of a block of dq, by dtype and head size alone: they fix the order of its sums."""
     return BLOCK if INTERPRETED or dtype in HALF or wide <= WIDE else BLOCK // 2
 
 

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 
 from rl_kernels.core.triton_lib import gemm
+from rl_kernels.core.triton_lib.ahead import empty
 from rl_kernels.core.triton_lib.schedule import in_segments, schedules
 
 SIZE = 4096
@@ -19,8 +20,7 @@ SPAN = 256
 
 def calls(dtype: torch.dtype) -> Iterator[Callable[[], object]]:
     """Yield the calls for operands of a dtype."""
-    x, bias = (torch.empty(shape, dtype=dtype, device="meta") for shape in ((SIZE, SIZE), (SIZE,)))
-    total = torch.empty((SIZE, SIZE), device="meta")
+    x, bias, total = empty(SIZE, SIZE, dtype=dtype), empty(SIZE, dtype=dtype), empty(SIZE, SIZE)
     cuts = schedules(dtype, x.device)
     for cut in cuts:
         yield partial(gemm.matmul, x, x.t(), torch.empty_like(x), bias=bias, schedule=cut)
@@ -29,5 +29,5 @@ def calls(dtype: torch.dtype) -> Iterator[Callable[[], object]]:
     for cut in {in_segments(cut, SEGMENTS, length, dtype): cut for cut in cuts}.values():
         yield partial(gemm.matmul, x, x, torch.empty_like(x), schedule=cut, segments=SEGMENTS, length=length)
     # Rows that no descriptor can describe.
-    odd = torch.empty((SIZE, SIZE + 1), dtype=dtype, device="meta")[:, :SIZE]
+    odd = empty(SIZE, SIZE + 1, dtype=dtype)[:, :SIZE]
     yield partial(gemm.matmul, odd, odd.t(), torch.empty_like(odd), span=SPAN)

@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from rl_kernels.core.triton_lib.ahead import empty
 from rl_kernels.fused_logp.backends.triton import backend
 
 ROWS = (16, backend.SPLIT_BELOW)
@@ -18,14 +19,10 @@ WIDE, RAGGED = 152064, 151643
 def calls(dtype: torch.dtype) -> Iterator[Callable[[], object]]:
     """Yield the calls for logits of a dtype: with the fewest arguments, and with all."""
     for rows in ROWS:
-        ids, each, norm = _empty(rows, dtype=torch.int64), _empty(rows), _empty(rows, 2)
-        logits, few = _empty(rows, WIDE, dtype=dtype), (ids, torch.tensor(1.0, device="cpu"), None, None)
+        ids, each, norm = empty(rows, dtype=torch.int64), empty(rows), empty(rows, 2)
+        logits, few = empty(rows, WIDE, dtype=dtype), (ids, torch.tensor(1.0, device="cpu"), None, None)
         yield partial(backend.forward, logits, *few, "online")
         yield partial(backend.backward, logits, *few, norm, None, each, None, None)
-        logits, many = _empty(rows, RAGGED, dtype=dtype), (ids, each, -100, ids)
+        logits, many = empty(rows, RAGGED, dtype=dtype), (ids, each, -100, ids)
         yield partial(backend.forward_stats, logits, *many, "online")
         yield partial(backend.backward_inplace, logits, *many, norm, each, each, each, each)
-
-
-def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")

@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from rl_kernels.core.triton_lib.ahead import empty
 from rl_kernels.grpo_loss.backends.triton import backend
 from rl_kernels.grpo_loss.call import LossCall
 from rl_kernels.grpo_loss.estimator import ESTIMATORS, Estimator
@@ -18,18 +19,18 @@ LENGTHS = (512, 4096)
 
 
 def calls(dtype: torch.dtype) -> Iterator[Callable[[], object]]:
-    """Yield the calls for log-probabilities of a dtype: each loss with the fewest arguments, and with all."""
-    rewards, bounds = _empty(BATCH), _empty(BATCH // SAMPLES + 1, dtype=torch.int64)
+    """Yield the calls for log-probabilities of a dtype: the plain loss, and each other kind with all arguments."""
+    rewards, bounds = empty(BATCH), empty(BATCH // SAMPLES + 1, dtype=torch.int64)
     for kind in ESTIMATORS:
         text = Estimator(kind, nan="skip").text
         yield partial(
             backend.advantages, rewards, None, SAMPLES, torch.tensor(1e-6, device="cpu"), Estimator(kind).text
         )
         yield partial(backend.advantages, rewards, bounds, 0, torch.tensor(1e-6, device="cpu"), text)
-    short, long = (_empty(BATCH, length, dtype=dtype) for length in LENGTHS)
+    short, long = (empty(BATCH, length, dtype=dtype) for length in LENGTHS)
     yield partial(backend.forward_grad, *_given(long, Plan()))
     yield partial(backend.sums, *_given(short, Plan())._replace(old_logps=short, ref_logps=short))
-    yield partial(backend.backward, long, _empty(), _empty(*long.shape), _empty())
+    yield partial(backend.backward, long, empty(), empty(*long.shape), empty())
     for level in ("token", "sequence"):
         yield partial(_loss, short, Plan("sapo", level=level))
     # Other dtypes differ in what they load.
@@ -46,13 +47,9 @@ def _loss(current: torch.Tensor, plan: Plan) -> None:
 
 
 def _given(current: torch.Tensor, plan: Plan) -> LossCall:
-    mask = _empty(*current.shape, dtype=torch.bool)
+    mask = empty(*current.shape, dtype=torch.bool)
     numbers = torch.tensor(Numbers(beta=0.1, length=0.0), dtype=torch.float64, device="cpu")
     return LossCall(
-        *(current, None, None, _empty(BATCH), None, SAMPLES, None, mask, None, None, None, None, 0),
+        *(current, None, None, empty(BATCH), None, SAMPLES, None, mask, None, None, None, None, 0),
         *(numbers, plan.text, Estimator().text, False),
     )
-
-
-def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")

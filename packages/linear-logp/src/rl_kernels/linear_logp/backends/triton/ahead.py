@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 
+from rl_kernels.core.triton_lib.ahead import empty
 from rl_kernels.linear_logp import packing
 from rl_kernels.linear_logp.backends.triton import backend
 
@@ -22,21 +23,17 @@ KEPT_MIB = 1024
 def calls(dtype: torch.dtype) -> Iterator[Callable[[], object]]:
     """Yield the calls for operands of a dtype: with the fewest arguments, and with all."""
     for rows in ROWS:
-        each, norm, ids = _empty(rows), _empty(rows, 2), _empty(rows, dtype=torch.int64)
-        hidden, weight, bias = _empty(rows, SIZE, dtype=dtype), _empty(VOCAB, SIZE, dtype=dtype), _empty(RAGGED)
+        each, norm, ids = empty(rows), empty(rows, 2), empty(rows, dtype=torch.int64)
+        hidden, weight, bias = empty(rows, SIZE, dtype=dtype), empty(VOCAB, SIZE, dtype=dtype), empty(RAGGED)
         few = (hidden, weight, ids, None, torch.tensor(1.0, device="cpu"), None, None)
         many = (hidden, weight[:RAGGED], ids, bias.to(dtype), each, -100, torch.tensor([30.0, 0.03], device="cpu"))
         yield partial(backend.forward, *few, KEPT_MIB)
         yield partial(backend.forward_stats, *many, None)
         gradients = (0, VOCAB, 1, False, 1024, [True, True, False])
-        kept = _empty(rows, VOCAB)
+        kept = empty(rows, VOCAB)
         yield partial(backend.backward, *few, norm, None, kept, each, None, None, *gradients)
         gradients = (0, RAGGED, 1, False, 1024, [True, True, True])
         yield partial(backend.backward, *many, norm, each, None, each, each, each, *gradients)
     packed = packing.empty(hidden, 4, entropy=True)[0]
     gathered = packed.new_empty((2, *packed.shape))
     yield partial(backend.finish, gathered, ids, each, -100, RAGGED, True)
-
-
-def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")

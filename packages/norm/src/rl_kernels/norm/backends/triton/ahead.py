@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from rl_kernels.core.triton_lib.ahead import empty
 from rl_kernels.norm.backends.triton import backend
 from rl_kernels.norm.op import WIDEST
 
@@ -20,14 +21,10 @@ FEW, MANY = (1e-6, False, 0.0, False), (1e-6, True, 1.0, True)
 def calls(dtype: torch.dtype) -> Iterator[Callable[[], object]]:
     """Yield the calls for operands of a dtype."""
     for size in SIZES:
-        x, weight, stats = _empty(ROWS, size, dtype=dtype), _empty(size, dtype=dtype), _empty(2, ROWS)
+        x, weight, stats = empty(ROWS, size, dtype=dtype), empty(size, dtype=dtype), empty(2, ROWS)
         if size == SIZES[1]:
             yield partial(backend.forward, x, weight, None, *FEW)
-            yield partial(backend.backward_into, x, None, x, weight, stats, *FEW[1:3], _empty(size), False)
+            yield partial(backend.backward_into, x, None, x, weight, stats, *FEW[1:3], empty(size), False)
         else:
             yield partial(backend.forward_sum, x, x, weight, weight, *MANY)
             yield partial(backend.backward, x, x, x, weight, stats, *MANY[1:3], True, True)
-
-
-def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
