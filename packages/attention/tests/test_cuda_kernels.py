@@ -32,13 +32,18 @@ def case(name, sizes, **options):
     return Case(name, dict(zip(names, sizes, strict=True)), {"return_lse": True, **options})
 
 
-# More tiles than multiprocessors, segments that are merged by another kernel or in a tile, and heads that fill a tile.
+# More tiles than multiprocessors, segments that are merged by another kernel or in a tile, heads that fill a tile; the
+# last query of a tile alone sees the first key of a block, a block lacks one key, the last query that sees a tile of keys
+# begins a block.
 LARGE = (
     case("tiles", (4, 300, 301, 8, 4, 64)),
     case("segments", (2, 200, 2500, 2, 4, 128)),
     case("joined", (2, 200, 1300, 10, 4, 128)),
     case("joined-of-64", (2, 300, 1300, 6, 4, 64)),
     case("packed", (9, 400, 400, 4, 7, 128), layout="packed"),
+    case("first-key-of-a-block", (1, 60, 137, 2, 5, 128)),
+    case("last-key-of-a-block", (2, 70, 127, 2, 4, 64)),
+    case("first-query-of-a-block", (1, 300, 300, 2, 4, 64), window=(65, 0)),
     case("window", (2, 300, 1500, 2, 3, 80), window=(1100, 0), softcap=3.0, sinks=True),
 )
 

@@ -265,10 +265,14 @@ def temperature_as_tensor(ids: str) -> Transform:
 
 
 def as_int32(*names: str) -> Transform:
-    """Return a transform that gives integer arguments as int32."""
+    """Return a transform that gives integer arguments as int32: all, and if there are several, each of them alone."""
 
     def variants(case: Case, inputs: Inputs, draw: Draw) -> Iterator[Variant]:
-        yield Variant("int32", {**inputs, **{name: inputs[name].int() for name in names if name in inputs}})
+        given = [name for name in names if name in inputs]
+        yield Variant("int32", {**inputs, **{name: inputs[name].int() for name in given}})
+        if len(given) > 1:
+            for name in given:
+                yield Variant(f"int32 {name}", {**inputs, name: inputs[name].int()})
 
     return variants
 
