@@ -24,7 +24,7 @@ SOURCES = {
 BUGS = [(file, bug) for file, bugs in KERNELS.items() for bug in bugs]
 IDS = [bug.name for _, bug in BUGS]
 NARROW = 64
-RELATIONS = ("accuracy", "gradients", "invariance")
+RELATIONS = ("accuracy", "gradients", "invariance", "hygiene")
 
 
 def case(name, sizes, **options):

@@ -48,11 +48,12 @@ def _variant(
     *,
     keys: bool = False,
     kept: Mapping[int, slice] | None = None,
+    kept_keys: Mapping[int, slice] | None = None,
 ) -> Variant:
     """Return a variant whose sequence j computes ``parts[j]``, or is unrelated (None).
 
     ``keys`` says that all queries are present, so that gradients of keys can be compared. ``kept`` says which queries
-    of a sequence are those of the base call, by default all.
+    of a sequence are those of the base call, by default all; ``kept_keys`` which keys.
     """
     call = {name: value for name, value in base.items() if name not in WHERE} | where
     here, there = places_of(base), places_of(call)
@@ -60,9 +61,8 @@ def _variant(
 
     def one(name: str, j: int, result: torch.Tensor) -> torch.Tensor | None:
         found = there[j].of(name, result)
-        if found is None or kept is None or j not in kept or name in OF_KEYS:
-            return found
-        return found[kept[j]]
+        own = (kept_keys if name in OF_KEYS else kept) or {}
+        return found[own[j]] if found is not None and j in own else found
 
     def pick(name: str, result: torch.Tensor) -> torch.Tensor | None:
         if name in OF_KEYS and not keys:
@@ -219,9 +219,9 @@ def _right_padded(base: Base) -> Iterator[Variant]:
         piece, filler = base.pieces[i], base.garbage(pad)
         longer = Piece(*(torch.cat((getattr(piece, n), getattr(filler, n))) for n in ("q", "k", "v")))
         where = {**_dense(longer), "seqused_q": integers([len(piece.q)], piece.q)}
-        kept = {0: slice(0, len(piece.q))}
-        variant = _variant(f"{pad} of padding behind", base.call, base.whole([i]), where, kept=kept)
-        yield variant
+        kept, own = ({0: slice(0, len(x))} for x in (piece.q, piece.k))
+        label = f"{pad} of padding behind"
+        yield _variant(label, base.call, base.whole([i]), where, keys=True, kept=kept, kept_keys=own)
 
 
 def _chunks(base: Base) -> Iterator[Variant]:

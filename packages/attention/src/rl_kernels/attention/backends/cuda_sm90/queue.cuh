@@ -46,7 +46,7 @@ struct Queue {
     }
     // By one thread, before any other uses the queue. `readers`: warps that call `each`.
     __device__ void init(int readers) const {
-        for (int i = 0; i < DEPTH; ++i) full[i].init(1), empty[i].init(readers);
+        for (int i = 0; i < DEPTH; ++i) full[i].init(1), empty[i].init(readers * WARP);
     }
 
     // Calls f(tile) for each tile of the thread block; the tile is in shared memory.
@@ -59,8 +59,8 @@ struct Queue {
             const T& t = tiles[slot.stage];
             if (t.b < 0) return;
             f(t);
-            __syncwarp();
-            give_back(empty[slot.stage]);
+            // Each lane: racecheck does not see that one lane's arrival orders the reads of its warp.
+            empty[slot.stage].arrive();
             slot.advance();
         }
     }
