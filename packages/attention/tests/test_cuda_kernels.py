@@ -33,8 +33,8 @@ def case(name, sizes, **options):
 
 
 # More tiles than multiprocessors, segments that are merged by another kernel or in a tile, heads that fill a tile; the
-# last query of a tile alone sees the first key of a block, a block lacks one key, the last query that sees a tile of keys
-# begins a block.
+# last query of a tile alone sees the first key of a block, a block lacks one key, the last query that sees a tile of
+# keys begins a block.
 LARGE = (
     case("tiles", (4, 300, 301, 8, 4, 64)),
     case("segments", (2, 200, 2500, 2, 4, 128)),

@@ -10,8 +10,9 @@ import torch
 from torch import distributed, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from rl_kernels.core import canary
 from rl_kernels.core.testing import Draw
-from rl_kernels.det_gemm import CanaryMismatch, DetLinear, canary, det_linear
+from rl_kernels.det_gemm import CanaryMismatch, DetLinear, det_linear
 from rl_kernels.models import invariant, swap
 
 
@@ -360,7 +361,8 @@ def test_trains():
 def test_invariant_looks_before_it_swaps(monkeypatch):
     monkeypatch.setattr(canary, "_passed", set())
     arch = f"sm{''.join(map(str, torch.cuda.get_device_capability()))}"
-    monkeypatch.setattr(canary, "recorded", lambda: {arch: {"fp32": "0" * 64}})
+    wrong = {"fp32": {"forward": "0" * 64}}
+    monkeypatch.setattr(canary, "records_of", lambda package: {arch: {"triton": wrong}})
     layer = torch.nn.Linear(16, 16, device="cuda")
     with pytest.raises(CanaryMismatch):
         invariant(layer)

@@ -90,6 +90,7 @@ OPERATOR = Operator(
         Backend("native", "rl_kernels.attention.backends.native", {"cpu": INVARIANT, "cuda": REPEATABLE}),
     ),
     describe=describe,
+    canary="rl_kernels.attention.canary",
 )
 
 ops = torchlib.define(OPERATOR)

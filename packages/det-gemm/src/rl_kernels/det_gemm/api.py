@@ -10,7 +10,7 @@ from rl_kernels.core import validate as check
 from rl_kernels.core.dispatch import choose, planned_choice, remembered_choice
 from rl_kernels.core.main_grad import gather
 from rl_kernels.core.torchlib import are_plain, autocast_linear, no_lost_derivatives
-from rl_kernels.det_gemm import canary, segments
+from rl_kernels.det_gemm import segments
 from rl_kernels.det_gemm.autograd import linear, product
 from rl_kernels.det_gemm.op import OPERATOR, describe, describe_dw, ops
 
@@ -53,7 +53,6 @@ def det_gemm(
     """
     chosen = _chosen_for_gemm(a, b, out_dtype, backend, k_segments, dx_segments)
     no_lost_derivatives("det_gemm", a, b)
-    canary.guard(a, chosen)
     return product(a, b, out_dtype or a.dtype, chosen, (k_segments, dx_segments))
 
 
@@ -124,7 +123,6 @@ def det_linear(
     if main_grad is not None:
         check.main_grad("weight.main_grad", main_grad, weight)
     no_lost_derivatives("det_linear", operand, matrix, bias)
-    canary.guard(operand, chosen)
     out = linear(operand, matrix, bias, main_grad, chosen, plan, (k_segments, dx_segments))
     if main_grad is not None and weight.requires_grad:
         gather("weight", weight, out)
@@ -214,7 +212,6 @@ def det_gemm_dw(
     _validate_no_grad(a=a, dc=dc, accumulate_into=accumulate_into)
     no_lost_derivatives("det_gemm_dw", a, dc, accumulate_into)
     chosen = choose(OPERATOR, describe_dw(a, dc), backend).name
-    canary.guard(a, chosen)
     if accumulate_into is None:
         return ops["weight_gradient"](a, dc, out_dtype or a.dtype, chosen)
     ops["weight_gradient_into"](a, dc, accumulate_into, chosen)

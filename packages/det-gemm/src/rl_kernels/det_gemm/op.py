@@ -81,6 +81,7 @@ OPERATOR = Operator(
         Backend("native", "rl_kernels.det_gemm.backends.native", {"cpu": INVARIANT, "cuda": REPEATABLE}),
     ),
     describe=describe,
+    canary="rl_kernels.det_gemm.canary",
 )
 
 ops = torchlib.define(OPERATOR)

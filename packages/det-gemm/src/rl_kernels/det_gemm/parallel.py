@@ -12,7 +12,6 @@ from rl_kernels.core import validate as check
 from rl_kernels.core.distributed import agree, group_of, group_size
 from rl_kernels.core.main_grad import gather
 from rl_kernels.core.torchlib import autocast_linear, no_lost_derivatives, values_hidden
-from rl_kernels.det_gemm import canary
 from rl_kernels.det_gemm.api import chosen_for_linear
 from rl_kernels.det_gemm.exchanged import Cut, layer
 from rl_kernels.det_gemm.segments import COUNTS, STEP, segment_length
@@ -140,7 +139,6 @@ class _Call(NamedTuple):
         elif error is not None:
             raise error
         no_lost_derivatives(self.name, x, weight, bias)
-        canary.guard(x, chosen)
         out = layer(x, weight, bias, (main_grad, chosen, plan, cut), of_columns=of_columns)
         if main_grad is not None and self.weight.requires_grad:
             gather("weight", self.weight, out)

@@ -68,6 +68,7 @@ OPERATOR = Operator(
         Backend("native", "rl_kernels.fused_logp.backends.native", {"cpu": INVARIANT, "cuda": INVARIANT}),
     ),
     describe=describe,
+    canary="rl_kernels.fused_logp.canary",
 )
 
 ops = torchlib.define(OPERATOR)

@@ -127,6 +127,7 @@ OPERATOR = Operator(
         Backend("native", "rl_kernels.grpo_loss.backends.native.backend", {"cpu": INVARIANT, "cuda": INVARIANT}),
     ),
     describe=describe,
+    canary="rl_kernels.grpo_loss.canary",
 )
 
 ops = torchlib.define(OPERATOR)

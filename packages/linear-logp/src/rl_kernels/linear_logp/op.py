@@ -153,6 +153,7 @@ OPERATOR = Operator(
         Backend("native", "rl_kernels.linear_logp.backends.native", {"cpu": INVARIANT, "cuda": REPEATABLE}),
     ),
     describe=describe,
+    canary="rl_kernels.linear_logp.canary",
 )
 
 ops = torchlib.define(OPERATOR)

@@ -85,6 +85,7 @@ OPERATOR = Operator(
         Backend("native", "rl_kernels.norm.backends.native", {"cpu": INVARIANT, "cuda": INVARIANT}),
     ),
     describe=describe,
+    canary="rl_kernels.norm.canary",
 )
 
 ops = torchlib.define(OPERATOR)

@@ -72,7 +72,7 @@ def _commands() -> dict[str, tuple[str, Callable[[], Command]]]:
     own = {
         "list": ("installed operators and their backends", lambda: _command("commands", "list_operators")),
         "explain": ("which backend a call would use, and why not the others", lambda: _command("commands", "explain")),
-        "doctor": ("what is installed and what can run here", lambda: _command("commands", "doctor")),
+        "doctor": ("what is installed and what can run here", lambda: _command("doctor", "doctor")),
         "compile": ("compile CUDA kernels before they are needed", lambda: _command("precompile", "main")),
     }
     added = {point.name: (_summary(point), point.load) for point in entry_points(group=GROUP)}

@@ -1,22 +1,17 @@
-"""The commands ``rl-kernels list``, ``explain`` and ``doctor``: what is installed, and what would run where."""
+"""The commands ``rl-kernels list`` and ``explain``: what is installed, and what would run where."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import sys
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 
 from rl_kernels.core.command import Parser, table
 from rl_kernels.core.contract import DTYPES, contract
-from rl_kernels.core.cuda import cache, toolchain
 from rl_kernels.core.dispatch import Verdict, explain_call
 from rl_kernels.core.operator import Call, Operator, arch_of
 from rl_kernels.core.registry import UnknownOperator, kernel_registry
@@ -41,10 +36,10 @@ class _Sizes(dict[str, Any]):
 
 def list_operators(argv: Sequence[str]) -> int:
     """Print the installed operators."""
-    given = _parser("list", "Print the installed operators, their other names and their backends.").parse_args(argv)
+    given = parser("list", "Print the installed operators, their other names and their backends.").parse_args(argv)
     operators = [kernel_registry.load(name) for name in kernel_registry.names()]
     if given.json:
-        _print_json(
+        print_json(
             [
                 {
                     "operator": each.name,
@@ -67,19 +62,19 @@ def list_operators(argv: Sequence[str]) -> int:
 
 def explain(argv: Sequence[str]) -> int:
     """Print the verdict on every backend for a described call; without an operator, for calls of all sizes."""
-    parser = _parser("explain", "Print for each backend whether a call would use it, or why not. Nothing runs.")
-    parser.add_argument("op", nargs="?", help="operator, as `rl-kernels list` names it (default: all, for any sizes)")
-    parser.add_argument("--shape", help="sizes joined by x or commas, in the operator's order (e.g. 4096x151936)")
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="dtype of the operands (default: bf16)")
-    parser.add_argument(
+    options = parser("explain", "Print for each backend whether a call would use it, or why not. Nothing runs.")
+    options.add_argument("op", nargs="?", help="operator, as `rl-kernels list` names it (default: all, for any sizes)")
+    options.add_argument("--shape", help="sizes joined by x or commas, in the operator's order (e.g. 4096x151936)")
+    options.add_argument("--dtype", choices=DTYPES, default="bf16", help="dtype of the operands (default: bf16)")
+    options.add_argument(
         "--device",
         choices=("cpu", "cuda"),
         help="default: cuda if there is a GPU, or --arch names one",
     )
-    parser.add_argument(
+    options.add_argument(
         "--arch", help="architecture (e.g. sm_89 or gfx942): answer for such a GPU, which may be missing"
     )
-    given = parser.parse_args(argv)
+    given = options.parse_args(argv)
     if given.arch is not None:
         given.arch = given.arch.replace("_", "")
     if given.device is None:
@@ -96,7 +91,7 @@ def explain(argv: Sequence[str]) -> int:
         return 2
     if given.json:
         described = {"device": given.device, "arch": call.arch, "dtype": given.dtype, "sizes": dict(call.traits)}
-        _print_json({"operator": operator.name, **described, "backends": [_verdict(each) for each in verdicts]})
+        print_json({"operator": operator.name, **described, "backends": [as_json(each) for each in verdicts]})
         return 0
     for verdict in verdicts:
         print(verdict)
@@ -111,21 +106,22 @@ def _explain_all(given: argparse.Namespace) -> int:
     except ValueError as error:
         print(f"rl-kernels explain: {error}", file=sys.stderr)
         return 2
-    verdicts = _verdicts(Call(device, DTYPES[given.dtype], arch))
+    verdicts = verdicts_of(Call(device, DTYPES[given.dtype], arch))
     if given.json:
-        found = {name: [_verdict(each) for each in found] for name, found in verdicts.items()}
-        _print_json({"device": given.device, "arch": arch, "dtype": given.dtype, "operators": found})
+        found = {name: [as_json(each) for each in found] for name, found in verdicts.items()}
+        print_json({"device": given.device, "arch": arch, "dtype": given.dtype, "operators": found})
         return 0
-    print(_as_table(verdicts, f"{given.dtype} on {arch}"))
+    print(as_table(verdicts, f"{given.dtype} on {arch}"))
     return 0
 
 
-def _verdicts(call: Call) -> dict[str, Sequence[Verdict]]:
+def verdicts_of(call: Call) -> dict[str, Sequence[Verdict]]:
     """Return what all operators would take, whatever the sizes."""
     return {name: explain_call(kernel_registry.load(name), call) for name in kernel_registry.names()}
 
 
-def _as_table(verdicts: Mapping[str, Sequence[Verdict]], where: str) -> str:
+def as_table(verdicts: Mapping[str, Sequence[Verdict]], where: str) -> str:
+    """Return the table of verdicts by operator."""
     rows = [(name, each.backend, str(each).partition(": ")[2]) for name, found in verdicts.items() for each in found]
     return table(("operator", "backend", where), rows)
 
@@ -161,55 +157,18 @@ def _all_known(operator: Operator, call: Call) -> None:
         raise ValueError(f"--shape: expected {'x'.join(operator.shape)}: the answer depends on {', '.join(missing)}")
 
 
-def _verdict(verdict: Verdict) -> dict[str, Any]:
+def as_json(verdict: Verdict) -> dict[str, Any]:
+    """Return a verdict as strict JSON has it."""
     return {"backend": verdict.backend, "chosen": verdict.chosen, "reason": verdict.reason}
 
 
-def doctor(argv: Sequence[str]) -> int:
-    """Print versions, devices, and for every backend of every operator whether it can run here, or why not."""
-    given = _parser("doctor", "Print what is installed, what can run here, and why the rest cannot.").parse_args(argv)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    arch = arch_of(device.type, device.index)
-    facts = [
-        ("rl-kernels-core", version("rl-kernels-core")),
-        ("python, torch", f"{platform.python_version()}, {torch.__version__}"),
-        ("triton", version("triton") if find_spec("triton") else "not installed"),
-        *_cuda(),
-        ("device", f"{torch.cuda.get_device_name() if device.type == 'cuda' else 'cpu'} ({arch})"),
-        ("arch in the tolerance contract", "yes" if arch in contract().archs else "no: checks need --arch-key"),
-        *((name, os.environ.get(name, "not set")) for name in ("RL_KERNELS_BACKEND", "RL_KERNELS_STRICT")),
-    ]
-    verdicts = _verdicts(Call(device, torch.float32, arch))
-    if given.json:
-        backends = {name: [_verdict(each) for each in found] for name, found in verdicts.items()}
-        _print_json({"found": dict(facts), "operators": backends})
-        return 0
-    print(table(("what", "found"), facts), _as_table(verdicts, "here"), sep="\n\n")
-    return 0
-
-
-def _cuda() -> list[tuple[str, str]]:
-    """Return the facts about CUDA C++: driver, compiler (or how to get one) and kernel cache."""
-    reason = toolchain.why_no_compiler()
-    compiler = reason or "CUDA " + ".".join(map(str, toolchain.nvrtc_version()))
-    held = cache.trouble()
-    if held is None:
-        sizes = [size for _, size, _ in cache.contents(cache.folder())]
-        held = f"{cache.folder()}: {len(sizes)} files, {sum(sizes) / 2**20:.1f} MiB, can be written"
-    driver = toolchain.driver_major() if toolchain.bindings_version() else None
-    return [
-        ("driver", "not asked: no GPU, or no cuda-bindings" if driver is None else f"CUDA {driver}"),
-        ("cuda-bindings", toolchain.bindings_version() or "not installed"),
-        ("NVRTC", compiler),
-        ("kernel cache", held),
-    ]
-
-
-def _parser(name: str, description: str) -> Parser:
+def parser(name: str, description: str) -> Parser:
+    """Return the parser of a command that can print JSON."""
     made = Parser(f"rl-kernels {name}", description)
     made.add_argument("--json", action="store_true", help="print strict JSON, and nothing else")
     return made
 
 
-def _print_json(value: Any) -> None:
+def print_json(value: Any) -> None:
+    """Print strict JSON."""
     print(json.dumps(value, indent=2))

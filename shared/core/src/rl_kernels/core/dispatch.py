@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from rl_kernels.core import canary
 from rl_kernels.core.operator import INVARIANT, Backend, Call, Operator
 from rl_kernels.core.registry import PUBLISHED, kernel_registry
 
@@ -81,6 +82,7 @@ def parse_forced(text: str) -> dict[str, str]:
 def _read_environment() -> tuple[dict[str, str], str | None]:
     """Return the forced backends, and an error message or None: raising at import would give commands a traceback."""
     try:
+        canary.action, canary.records_of_user = canary.read_environment()
         return parse_forced(os.environ.get("RL_KERNELS_BACKEND", "")), None
     except ValueError as error:
         return {}, str(error)
@@ -127,7 +129,7 @@ class use_backend:
 
 
 def check_environment() -> None:
-    """Raise ``EnvironmentMistake`` if ``RL_KERNELS_BACKEND`` is malformed."""
+    """Raise ``EnvironmentMistake`` if ``RL_KERNELS_BACKEND`` or a variable of ``canary`` is malformed."""
     if _mistake is not None:
         raise EnvironmentMistake(_mistake)
 
@@ -141,6 +143,15 @@ def record_dispatch() -> Iterator[list[Choice]]:
         yield log
     finally:
         _logs[:] = [other for other in _logs if other is not log]
+
+
+@contextmanager
+def _unrecorded() -> Iterator[None]:
+    logs, _logs[:] = _logs[:], []
+    try:
+        yield
+    finally:
+        _logs[:] = logs
 
 
 def reason_against(backend: Backend, call: Call) -> str | None:
@@ -171,9 +182,13 @@ def choose(operator: Operator, call: Call, backend: str | None = None) -> Backen
         ValueError: no backend has that name.
         EnvironmentMistake: ``RL_KERNELS_BACKEND`` is malformed.
         BackendUnavailable: the forced backend, or every backend, cannot run the call.
+        CanaryMismatch: the backend gives other bits than those recorded for this architecture.
     """
     wanted = _wanted(operator.name) if backend is None else backend
     chosen = _first(operator, call) if wanted == AUTO else _named(operator, call, wanted)
+    if not torch.compiler.is_compiling() and canary.is_due(operator, call, chosen):
+        with _unrecorded():
+            canary.run(operator, call, chosen)
     for log in _logs:
         log.append(Choice(operator.name, chosen.name, call.device.type, wanted != AUTO))
     return chosen
@@ -184,8 +199,8 @@ def remembered_choice(prepare: Callable[..., str]) -> Callable[..., str]:
 
     The function returns the name of the backend that ``choose`` gave, or raises. It may look only at what the cache key
     holds: the type, shape, strides, dtype, device and lazy negation of tensors, and the values of other arguments.
-    Nothing is cached under torch.compile (a graph has its own guards), while choices are recorded, and while a backend
-    is forced outside of the call.
+    Nothing is cached under torch.compile (a graph has its own guards), while choices are recorded, while a backend is
+    forced outside of the call, and while a canary is owed.
     """
     return _remembered(prepare, prepare)
 
@@ -251,6 +266,8 @@ def _remembered(first: Callable[..., T], always: Callable[..., T]) -> Callable[.
             return always(*args)
         if found is None:
             found = first(*args)
+            if canary.owed:
+                return found
             if len(known) >= KEPT:
                 known.clear()
             known[key] = found

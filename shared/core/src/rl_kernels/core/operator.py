@@ -126,6 +126,9 @@ class Operator:
         spec: import path of the module that holds its ``SPEC``; by default ``spec.cases`` of the package. A package
             with several operators has one for each.
         bench: import path of the module that holds its ``BENCH``; by default ``spec.bench`` of the package.
+        canary: import path of the module with the calls of its canary (``core.canary``): ``results`` and
+            ``gradients`` take (dtype, device, backend) and yield tensors. Its records are in ``canary.json`` of the
+            package. By default it has none.
     """
 
     name: str
@@ -141,6 +144,7 @@ class Operator:
     distribution: str = ""
     spec: str = ""
     bench: str = ""
+    canary: str = ""
 
     def __post_init__(self) -> None:
         """Fill in what follows from the name and the package."""

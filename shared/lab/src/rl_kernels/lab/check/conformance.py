@@ -9,6 +9,7 @@ silent fallback, global state unchanged.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 import subprocess
@@ -21,6 +22,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from rl_kernels.core import canary
 from rl_kernels.core.contract import DTYPES
 from rl_kernels.core.dispatch import AUTO, BackendUnavailable, record_dispatch, use_backend
 from rl_kernels.core.operator import INVARIANT, Operator, arch_of
@@ -213,10 +215,40 @@ class Conformance:
                         call()
                     assert not log
 
+    def test_the_canary_is_repeatable_and_whole(self) -> None:
+        """Each dtype has bits of its own, the same in every run; a record has all of them for each backend."""
+        found = [_bits(self.operator, "native", device()) for _ in range(2)]
+        assert found[0] == found[1]
+        digests = [digest for each in found[0].values() for digest in each.values()]
+        assert len(set(digests)) == len(digests) == len(canary.BITS) * len(canary.PASSES)
+        for arch, backends in canary.records_of(self.operator.package).items():
+            assert arch.startswith(("sm", "gfx"))
+            for backend, dtypes in backends.items():
+                self.operator.backend(backend)
+                assert all(tuple(each) == canary.PASSES for each in dtypes.values())
+
+    @pytest.mark.gpu
+    def test_the_canary_has_the_recorded_bits(self) -> None:
+        """Rule 6 over time: this GPU, its driver and the compilers give the bits that they gave when recorded."""
+        record = canary.records_of(self.operator.package).get(arch_of("cuda"))
+        if record is None:
+            pytest.skip("nothing is recorded for this architecture")
+        assert {name: _bits(self.operator, name, device()) for name in record} == record
+
     def test_registry(self) -> None:
         """The registry gives this operator's function by name and by alias."""
         for name in (self.operator.name, *self.operator.aliases):
             assert kernel_registry.get_op(name) is self.operator.function()
+
+
+def _bits(operator: Operator, backend: str, device: torch.device) -> dict[str, dict[str, str]]:
+    """Return the canary's digests of a backend, by dtype and pass; without the dtypes that it does not take."""
+    found = {}
+    for dtype in canary.BITS:
+        with contextlib.suppress(BackendUnavailable):
+            name = next(name for name, other in DTYPES.items() if other == dtype)
+            found[name] = canary.measured(operator, backend, dtype, device)
+    return found
 
 
 def _setting(dtype: str = "fp32") -> Setting:

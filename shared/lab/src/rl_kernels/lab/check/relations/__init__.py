@@ -7,6 +7,7 @@ from traceback import format_exc
 
 import torch
 
+from rl_kernels.core import canary
 from rl_kernels.core.contract import MissingTolerance
 from rl_kernels.core.dispatch import BackendUnavailable
 from rl_kernels.lab.check.cell import Cell
@@ -38,7 +39,8 @@ def hold(cell: Cell, relation: str) -> Iterator[Record]:
         return
     device = cell.setting.device
     # Seed torch's global generator, so that a candidate that draws from it gets the same numbers in a replay.
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
+    seeds = torch.random.fork_rng([device] if device.type == "cuda" else [])
+    with seeds, torch.enable_grad(), canary.suspended():
         torch.manual_seed(cell.seed)
         if cell.candidate.worker is not None:
             cell.candidate.worker.seed = cell.seed

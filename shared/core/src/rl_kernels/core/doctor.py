@@ -1,0 +1,103 @@
+"""The command ``rl-kernels doctor``: what is installed, what can run here, and with which bits."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator, Sequence
+from importlib.metadata import version
+from importlib.util import find_spec
+
+import torch
+
+from rl_kernels.core import canary
+from rl_kernels.core.command import table
+from rl_kernels.core.commands import as_json, as_table, parser, print_json, verdicts_of
+from rl_kernels.core.contract import DTYPES, contract
+from rl_kernels.core.cuda import cache, toolchain
+from rl_kernels.core.dispatch import BackendUnavailable
+from rl_kernels.core.operator import INVARIANT, Call, arch_of
+from rl_kernels.core.registry import kernel_registry
+
+VARIABLES = ("RL_KERNELS_BACKEND", "RL_KERNELS_STRICT", canary.ACTION, canary.RECORD)
+
+
+def doctor(argv: Sequence[str]) -> int:
+    """Print versions, devices, and for every backend of every operator whether it can run here, or why not."""
+    made = parser("doctor", "Print what is installed, what can run here, and why the rest cannot.")
+    made.add_argument(
+        "--canary",
+        action="store_true",
+        help="make small calls with every backend instead, and compare their bits with those recorded; with --json "
+        f"print them as a record, which {canary.RECORD} may name",
+    )
+    given = made.parse_args(argv)
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    arch = arch_of(device.type, device.index)
+    if given.canary:
+        return _canaries(device, arch, as_record=given.json)
+    facts = [
+        ("rl-kernels-core", version("rl-kernels-core")),
+        ("python, torch", f"{platform.python_version()}, {torch.__version__}"),
+        ("triton", version("triton") if find_spec("triton") else "not installed"),
+        *_cuda(),
+        ("device", f"{torch.cuda.get_device_name() if device.type == 'cuda' else 'cpu'} ({arch})"),
+        ("arch in the tolerance contract", "yes" if arch in contract().archs else "no: checks need --arch-key"),
+        *((name, os.environ.get(name, "not set")) for name in VARIABLES),
+    ]
+    verdicts = verdicts_of(Call(device, torch.float32, arch))
+    if given.json:
+        backends = {name: [as_json(each) for each in found] for name, found in verdicts.items()}
+        print_json({"found": dict(facts), "operators": backends})
+        return 0
+    print(table(("what", "found"), facts), as_table(verdicts, "here"), sep="\n\n")
+    return 0
+
+
+def _canaries(device: torch.device, arch: str, *, as_record: bool) -> int:
+    """Print the bits of all canaries; return 1 if some are not those recorded."""
+    rows, status = [], 0
+    record: dict[str, dict[str, dict[str, canary.Digests]]] = {}
+    for operator, backend, dtype, found in _measured(device):
+        known = canary.recorded(kernel_registry.load(operator), arch, backend, DTYPES[dtype])
+        same = "not recorded" if known is None else "as recorded" if known == found else "other bits than recorded"
+        status = max(status, int(same.startswith("other")))
+        rows.append((operator, backend, dtype, *(found[each][:12] for each in canary.PASSES), same))
+        record.setdefault(operator, {}).setdefault(backend, {})[dtype] = found
+    if as_record:
+        print_json({arch: record})
+    else:
+        print(table(("operator", "backend", "dtype", *canary.PASSES, f"on {arch}"), rows))
+    return status
+
+
+def _measured(device: torch.device) -> Iterator[tuple[str, str, str, dict[str, str]]]:
+    """Yield operator, backend, dtype and digests of what can run here and promises its bits."""
+    for name in kernel_registry.names():
+        operator = kernel_registry.load(name)
+        for backend in operator.backends if operator.canary else ():
+            if not backend.promises.get(device.type, frozenset()) >= INVARIANT:
+                continue
+            for dtype in canary.BITS:
+                try:
+                    found = canary.measured(operator, backend.name, dtype, device)
+                except BackendUnavailable:
+                    continue
+                yield name, backend.name, next(each for each in DTYPES if DTYPES[each] == dtype), found
+
+
+def _cuda() -> list[tuple[str, str]]:
+    """Return the facts about CUDA C++: driver, compiler (or how to get one) and kernel cache."""
+    reason = toolchain.why_no_compiler()
+    compiler = reason or "CUDA " + ".".join(map(str, toolchain.nvrtc_version()))
+    held = cache.trouble()
+    if held is None:
+        sizes = [size for _, size, _ in cache.contents(cache.folder())]
+        held = f"{cache.folder()}: {len(sizes)} files, {sum(sizes) / 2**20:.1f} MiB, can be written"
+    driver = toolchain.driver_major() if toolchain.bindings_version() else None
+    return [
+        ("driver", "not asked: no GPU, or no cuda-bindings" if driver is None else f"CUDA {driver}"),
+        ("cuda-bindings", toolchain.bindings_version() or "not installed"),
+        ("NVRTC", compiler),
+        ("kernel cache", held),
+    ]

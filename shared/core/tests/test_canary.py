@@ -1,0 +1,196 @@
+"""Canaries: other bits than recorded raise at the first eager call. A CPU with a made-up record stands in for a GPU."""
+
+import contextlib
+import json
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+from rl_kernels.core import canary
+from rl_kernels.core.canary import CanaryMismatch
+from rl_kernels.core.dispatch import choose, record_dispatch, remembered_choice
+from rl_kernels.core.operator import INVARIANT, REPEATABLE, Backend, Call, Operator
+from rl_kernels.core.registry import kernel_registry
+
+CPU = torch.device("cpu")
+WRONG = "0" * 64
+
+
+def made(name="toy", **promises):
+    given = {"cpu": INVARIANT, "cuda": INVARIANT, **promises}
+    return Operator(
+        name, "toy", "", (), frozenset(), {}, {}, (Backend("native", "toy", given),), Call.of, canary="toy_canary"
+    )
+
+
+OPERATOR = made()
+
+
+def call(dtype=torch.float32, device=CPU):
+    return Call(device, dtype, "cpu")
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """The operator's canary, with nothing compared so far; returns the dtypes and backends of its runs."""
+    made_calls = []
+
+    def results(dtype, device, backend):
+        made_calls.append((dtype, backend))
+        # A canary calls the operator itself, which chooses a backend.
+        choose(OPERATOR, call(dtype, device), backend)
+        yield canary.numbers(3, 5, salt=1, dtype=dtype, device=CPU)
+
+    module = ModuleType("toy_canary")
+    module.results = module.gradients = results
+    monkeypatch.setitem(sys.modules, "toy_canary", module)
+    monkeypatch.setattr(canary, "_passed", set())
+    monkeypatch.setattr(canary, "owed", set())
+    return made_calls
+
+
+@pytest.fixture
+def record(monkeypatch):
+    def set_to(**digests):
+        known = {"cpu": {"native": {dtype: {"forward": each} for dtype, each in digests.items()}}}
+        monkeypatch.setattr(canary, "records_of", lambda package: known)
+
+    return set_to
+
+
+def right(dtype=torch.float32):
+    return canary.digest([canary.numbers(3, 5, salt=1, dtype=dtype, device=CPU)])
+
+
+def test_right_bits_are_looked_at_once_for_each_dtype(runs, record):
+    record(fp32=right(), bf16=right(torch.bfloat16))
+    for _ in range(3):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            assert choose(OPERATOR, call(dtype)).name == "native"
+    # Nothing is recorded for FP16.
+    assert runs == [(torch.float32, "native"), (torch.bfloat16, "native")]
+
+
+def test_other_bits_raise_at_every_call(runs, record):
+    record(fp32=WRONG)
+    chosen = remembered_choice(lambda x: choose(OPERATOR, Call.of(x)).name)
+    for _ in range(2):
+        with pytest.raises(CanaryMismatch, match=r"canary: native of toy on cpu gives other bits"):
+            chosen(torch.ones(2))
+    assert chosen(torch.ones(2, dtype=torch.bfloat16)) == "native"
+    assert len(runs) == 2
+
+
+@pytest.mark.parametrize("action", ["warn", "off"])
+def test_override(runs, record, monkeypatch, action):
+    record(fp32=WRONG)
+    monkeypatch.setattr(canary, "action", action)
+    warns = pytest.warns(RuntimeWarning, match="RL_KERNELS_CANARY=warn only warns")
+    with warns if action == "warn" else contextlib.nullcontext():
+        choose(OPERATOR, call())
+    choose(OPERATOR, call())
+    assert len(runs) == (action == "warn")
+
+
+def test_the_checker_compares_nothing(runs, record):
+    record(fp32=WRONG)
+    with canary.suspended():
+        choose(OPERATOR, call())
+    with pytest.raises(CanaryMismatch):
+        choose(OPERATOR, call())
+
+
+def test_while_a_graph_is_captured_nothing_runs_and_nothing_is_kept(runs, record, monkeypatch):
+    record(fp32=right())
+    on_gpu = Call(torch.device("cuda", 0), torch.float32, "cpu")
+    chosen = remembered_choice(lambda x: choose(OPERATOR, on_gpu).name)
+    monkeypatch.setattr(canary, "_apart", lambda device: contextlib.nullcontext())
+    for is_capturing, count in ((True, 0), (True, 0), (False, 1), (False, 1)):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda is_capturing=is_capturing: is_capturing)
+        assert chosen(torch.ones(2)) == "native"
+        assert len(runs) == count
+    assert not canary.owed
+
+
+def test_what_surrounds_the_call_changes_no_bit(runs, record):
+    record(fp32=right())
+    with torch._subclasses.FakeTensorMode(), torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        choose(OPERATOR, call())
+    assert len(runs) == 1
+
+
+def test_its_own_choices_are_not_recorded(runs, record):
+    record(fp32=right())
+    with record_dispatch() as log:
+        choose(OPERATOR, call())
+    assert (len(runs), len(log)) == (1, 1)
+
+
+def test_a_backend_that_promises_nothing_is_not_compared(runs, record):
+    record(fp32=WRONG)
+    choose(made(cpu=REPEATABLE), call(), "native")
+    assert not runs
+
+
+def test_a_digest_sees_order_dtype_and_sign():
+    one = torch.tensor([1.0, 0.0])
+    found = [canary.digest([x]) for x in (one, one.flip(0), one.bfloat16(), -one, one[:1])]
+    assert len(set(found)) == len(found)
+
+
+def test_numbers_are_exact_and_the_same_everywhere():
+    wide, narrow = (canary.numbers(40, 7, salt=1, dtype=dtype, device=CPU) for dtype in (torch.float32, torch.bfloat16))
+    assert bool(wide.isfinite().all())
+    assert not torch.equal(wide.bfloat16().float(), wide)
+    assert float(wide.abs().max()) < 1.0
+    # Frozen: a record is of these and no others.
+    assert narrow.flatten()[:4].tolist() == [-0.48828125, -0.9453125, -0.00543212890625, -0.022705078125]
+    assert canary.integers(4, below=10, salt=1, device=CPU).tolist() == [3, 8, 3, 4]
+
+
+RUN = "import sys; from rl_kernels.core.cli import main; sys.exit(main(sys.argv[1:]))"
+CALL = (
+    "import torch; from rl_kernels.fused_logp import fused_logp; fused_logp(torch.zeros(2, 3), torch.zeros(2).long())"
+)
+needs_an_operator = pytest.mark.skipif("fused_logp" not in kernel_registry.names(), reason="no operator is installed")
+
+
+@needs_an_operator
+def test_a_record_of_the_user(run_python, tmp_path):
+    printed = run_python("-c", RUN, "doctor", "--canary", "--json").stdout
+    (tmp_path / "mine.json").write_text(printed, encoding="utf-8")
+    mine = {"RL_KERNELS_CANARY_RECORD": str(tmp_path / "mine.json")}
+    table = run_python("-c", RUN, "doctor", "--canary", **mine)
+    assert table.returncode == 0
+    assert all(line.endswith("as recorded") for line in table.stdout.splitlines()[1:])
+    assert run_python("-c", CALL, **mine).returncode == 0
+    changed = json.loads(printed)
+    changed["cpu"]["fused_logp"]["native"]["fp32"]["forward"] = WRONG
+    (tmp_path / "mine.json").write_text(json.dumps(changed), encoding="utf-8")
+    table = run_python("-c", RUN, "doctor", "--canary", **mine)
+    assert table.returncode == 1
+    assert table.stdout.count("other bits than recorded") == 1
+    refused = run_python("-c", CALL, **mine)
+    assert refused.returncode == 1
+    assert "CanaryMismatch: canary: native of fused_logp on cpu gives other bits" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"RL_KERNELS_CANARY": "loud"}, "RL_KERNELS_CANARY: expected one of 'raise', 'warn', 'off', got 'loud'"),
+        ({"RL_KERNELS_CANARY_RECORD": "no.json"}, "RL_KERNELS_CANARY_RECORD: expected a file that `rl-kernels doctor"),
+    ],
+)
+def test_a_command_says_what_is_wrong_with_the_environment_in_one_line(run_python, variables, said):
+    done = run_python("-c", RUN, "list", **variables)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr.startswith(f"rl-kernels list: {said}")
+
+
+def test_an_empty_variable_is_one_that_is_not_set(run_python):
+    show = "from rl_kernels.core import canary; print(canary.read_environment())"
+    done = run_python("-c", show, RL_KERNELS_CANARY="", RL_KERNELS_CANARY_RECORD="")
+    assert (done.stdout, done.stderr) == ("('raise', {})\n", "")
