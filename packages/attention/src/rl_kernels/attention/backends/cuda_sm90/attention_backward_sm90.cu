@@ -70,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) of_queries(const __grid
                                                                     const __grid_constant__ TensorMap v,
                                                                     const __grid_constant__ Args p) {
     const Memory<RowTile> m;
-    m.open(ROW_COPIERS, 1, 3);
+    m.open(ROW_COPIERS, 1, 1, 3);
     if (warp_index() < WARPS_OF_GROUP) {
         give_registers<40>();
         if (warp_index() == 0)
@@ -91,7 +91,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             const __grid_constant__ Args p) {
     const Memory<KeyTile> m;
     clear_rest(p, m);
-    m.open(1, ROW_ARRIVALS, 1);
+    // Each lane has read lse and delta.
+    m.open(1, ROW_ARRIVALS, WARP, 1);
     if (warp_index() < WARPS_OF_GROUP) {
         give_registers<40>();
         if (warp_index() == 0)

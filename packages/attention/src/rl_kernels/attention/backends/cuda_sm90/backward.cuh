@@ -58,13 +58,14 @@ struct Memory {
         a_empty = a_full + STAGES, b_full = a_empty + STAGES, b_empty = b_full + STAGES;
         lse = rows[0][0];
     }
-    // `readers`: warps of the producer that read the queue.
-    __device__ void open(int tile_arrivals, int stage_arrivals, int readers) const {
+    // Arrivals: at a full tile, at a full stage, and of a warp at an empty stage. `readers`: warps of the producer that
+    // read the queue.
+    __device__ void open(int tile_arrivals, int stage_arrivals, int warp_arrivals, int readers) const {
         if (threadIdx.x == 0) {
             tile_full->init(tile_arrivals), tile_empty->init(GROUPS * WARPS_OF_GROUP);
             for (int i = 0; i < STAGES; ++i) {
                 a_full[i].init(stage_arrivals), b_full[i].init(stage_arrivals);
-                a_empty[i].init(GROUPS * WARPS_OF_GROUP), b_empty[i].init(GROUPS * WARPS_OF_GROUP);
+                a_empty[i].init(GROUPS * WARPS_OF_GROUP * warp_arrivals), b_empty[i].init(GROUPS * WARPS_OF_GROUP);
             }
             queue.init(readers + GROUPS * WARPS_OF_GROUP);
             fence_init();

@@ -159,7 +159,7 @@ __device__ __forceinline__ void add_rows(const Args& p, const Memory<KeyTile>& m
         // The sums of the block before are done; its rows are free.
         products_done<1>();
         hold(dk), keep(slopes);
-        if (before >= 0) give_back(m.a_empty[before]);
+        if (before >= 0) m.a_empty[before].arrive();
         before = stage;
         issue_rows<Number, PART, V_WIDTH, HEIGHT>(m.b + bytes_of(first), m.stage_b(stage), dp);
         // Loaded while products are formed: shared memory is busy then, and slow.
@@ -198,7 +198,7 @@ __device__ __forceinline__ void add_rows(const Args& p, const Memory<KeyTile>& m
     }
     products_done<0>();
     hold(dk), keep(slopes);
-    give_back(m.a_empty[before]);
+    m.a_empty[before].arrive();
 }
 
 __device__ __forceinline__ void consume_rows(const Args& p, const Memory<KeyTile>& m, int group) {
