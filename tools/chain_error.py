@@ -1,0 +1,120 @@
+"""Errors of long chains of sums against FP64, beside cuBLAS: `python tools/chain_error.py` on a GPU.
+
+Two sums are long in training: the gradient of a weight over all tokens of a step, which micro-batches continue in one
+`main_grad`, and the gradient of hidden states over the vocabulary. Inputs are BF16; `signs` are normal numbers, whose
+sums stay near 0; `one sign` are their absolute values, whose sums grow with every term, so that adds that truncate
+shrink them. Shown are the error's norm and the shrink, both relative: 1 - <found, exact> / <exact, exact>.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from rl_kernels.core.command import Parser, count, writable
+from rl_kernels.det_gemm import det_gemm, det_gemm_dw
+from rl_kernels.lab.bench.environment import environment
+
+TOKENS = (1 << 12, 1 << 17, 1 << 20)
+VOCABULARY, ROWS, WIDTH = 151936, 512, 256
+MICRO_BATCH = 8192
+PACKAGES = ("rl-kernels-core", "rl-kernels-det-gemm")
+Ways = Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]
+
+
+def in_parts(size: int, part: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return a way that adds products of ``size`` rows to FP32 sums, with rounding adds."""
+
+    def way(a: torch.Tensor, dc: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros(a.shape[1], dc.shape[1], device=a.device)
+        for first in range(0, len(a), size):
+            total += part(a[first : first + size], dc[first : first + size])
+        return total
+
+    return way
+
+
+def cublas(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return a product in FP32 of operands in BF16."""
+    return torch.mm(a, b, out_dtype=torch.float32)
+
+
+def chain(a: torch.Tensor, dc: torch.Tensor) -> torch.Tensor:
+    """Continue one chain over micro-batches, as a weight with ``main_grad`` does."""
+    total = torch.zeros(a.shape[1], dc.shape[1], device=a.device)
+    for first in range(0, len(a), MICRO_BATCH):
+        det_gemm_dw(a[first : first + MICRO_BATCH], dc[first : first + MICRO_BATCH], accumulate_into=total)
+    return total
+
+
+OF_WEIGHTS: Ways = {
+    "one chain": chain,
+    "chains of 4096": in_parts(4096, lambda a, dc: det_gemm_dw(a, dc, out_dtype=torch.float32)),
+    "cuBLAS": lambda a, dc: cublas(a.t(), dc),
+    "cuBLAS of 8192": in_parts(MICRO_BATCH, lambda a, dc: cublas(a.t(), dc)),
+}
+OF_HIDDEN: Ways = {
+    "one chain": lambda p, weight: det_gemm(p, weight, out_dtype=torch.float32),
+    "chains of 4096": lambda p, weight: OF_WEIGHTS["chains of 4096"](p.t().contiguous(), weight),
+    "cuBLAS": cublas,
+}
+
+
+def inputs(rows: int, columns: int, one_sign: bool) -> torch.Tensor:
+    """Return normal numbers in BF16, or their absolute values."""
+    drawn = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
+    return drawn.abs() if one_sign else drawn
+
+
+def errors(exact: torch.Tensor, found: torch.Tensor) -> dict[str, float]:
+    """Return norm of the error and shrink, relative to the exact result."""
+    scale = exact.square().sum()
+    return {
+        "error": float(((found.double() - exact).square().sum() / scale).sqrt()),
+        "shrink": float(1 - (found.double() * exact).sum() / scale),
+    }
+
+
+def exact_of_tokens(a: torch.Tensor, dc: torch.Tensor) -> torch.Tensor:
+    """Return the sum over tokens in FP64."""
+    total = torch.zeros(a.shape[1], dc.shape[1], device=a.device, dtype=torch.float64)
+    for first in range(0, len(a), 1 << 16):
+        part = slice(first, first + (1 << 16))
+        total += a[part].double().t() @ dc[part].double()
+    return total
+
+
+def measured(tokens: Sequence[int]) -> Iterator[tuple[str, str, dict[str, dict[str, float]]]]:
+    """Yield what was summed, the signs, and the errors of each way."""
+    for one_sign in (False, True):
+        signs = "one sign" if one_sign else "signs"
+        for number in tokens:
+            a, dc = inputs(number, WIDTH, one_sign), inputs(number, WIDTH, one_sign)
+            exact = exact_of_tokens(a, dc)
+            yield f"{number} tokens", signs, {name: errors(exact, way(a, dc)) for name, way in OF_WEIGHTS.items()}
+        p, weight = inputs(ROWS, VOCABULARY, one_sign), inputs(VOCABULARY, WIDTH, one_sign)
+        exact = p.double() @ weight.double()
+        yield f"{VOCABULARY} words", signs, {name: errors(exact, way(p, weight)) for name, way in OF_HIDDEN.items()}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print the errors."""
+    parser = Parser("chain_error.py", __doc__)
+    parser.add_argument("--tokens", type=count(1), nargs="+", default=TOKENS, help="lengths of the sums over tokens")
+    parser.add_argument("--json", type=writable, help="file for the results")
+    given = parser.parse_args(argv)
+    torch.manual_seed(0)
+    record: dict[str, Any] = {"version": 1, "environment": environment(torch.device("cuda"), PACKAGES), "sums": []}
+    for what, signs, found in measured(given.tokens):
+        record["sums"].append({"sum": what, "signs": signs, "ways": found})
+        each = (f"{name} {one['error']:.1e} (shrink {one['shrink']:.1e})" for name, one in found.items())
+        print(f"{what}, {signs}: {', '.join(each)}", flush=True)
+    if given.json:
+        given.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
