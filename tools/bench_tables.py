@@ -11,6 +11,7 @@
 | tools/results/*-ranks.json | `tools/ranks.py` | docs/many-gpus.md |
 | tools/results/*-shards.json | `tools/shard_times.py` | docs/many-gpus.md |
 | tools/results/*-segments.json | `tools/segment_times.py` | packages/det-gemm/GUIDE.md |
+| tools/results/*-chain-error.json | `tools/chain_error.py` | packages/det-gemm/GUIDE.md |
 | tools/results/*-head.json | `tools/head_times.py` | packages/linear-logp/GUIDE.md, with a picture |
 | tools/results/*-demo.json | `rl-kernels demo --device cuda` | docs/demo.md, with a picture |
 | tools/results/triton-compiled.json | `rl-kernels compile --backend triton --json` | docs/hardware.md |
@@ -36,7 +37,18 @@ from mismatch_plot import draw as draw_mismatch
 from operator_tables import benchmark_page, readme_table
 from rank_tables import estimates, measured, segments, shards
 from summary_table import front_table
-from tool_tables import client_calls, compiled, demos, hosts, mismatch, model_bits, model_steps, steps, trl_steps
+from tool_tables import (
+    chains,
+    client_calls,
+    compiled,
+    demos,
+    hosts,
+    mismatch,
+    model_bits,
+    model_steps,
+    steps,
+    trl_steps,
+)
 
 from rl_kernels.demo.gpu import plot, record
 from rl_kernels.lab.bench.plot import draw
@@ -104,7 +116,10 @@ def pages(root: Path, packages: dict[str, dict[str, Document]]) -> Iterator[tupl
             "estimates": estimates(named("*-ranks.json")),
         },
         HEAD: {"head": heads(named(OF_HEAD), {file.stem: f"../../{picture}" for file, picture in of_head})},
-        SEGMENTS: {"segments": segments(named("*-segments.json"))},
+        SEGMENTS: {
+            "segments": segments(named("*-segments.json")),
+            "chains": chains(named("*-chain-error.json")),
+        },
         HOST: {"host time": hosts(named("*-host.json"))},
         HARDWARE: {"compiled": compiled(named("triton-compiled.json"))},
         **{path: {"summary": front_table(files, packages)} for path in FRONT},

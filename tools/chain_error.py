@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from statistics import median
 from typing import Any
 
 import torch
@@ -20,7 +21,9 @@ from rl_kernels.lab.bench.environment import environment
 
 TOKENS = (1 << 12, 1 << 17, 1 << 20)
 VOCABULARY, ROWS, WIDTH = 151936, 512, 256
-MICRO_BATCH = 8192
+MICRO_BATCH, JOIN = 8192, 4096
+TIMED = (8192, 4096, 14336)
+"""Tokens, N and K of the weight gradient whose time is taken."""
 PACKAGES = ("rl-kernels-core", "rl-kernels-det-gemm")
 Ways = Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]
 
@@ -52,13 +55,13 @@ def chain(a: torch.Tensor, dc: torch.Tensor) -> torch.Tensor:
 
 OF_WEIGHTS: Ways = {
     "one chain": chain,
-    "chains of 4096": in_parts(4096, lambda a, dc: det_gemm_dw(a, dc, out_dtype=torch.float32)),
+    "join_tokens=4096": lambda a, dc: det_gemm_dw(a, dc, out_dtype=torch.float32, join_tokens=JOIN),
     "cuBLAS": lambda a, dc: cublas(a.t(), dc),
     "cuBLAS of 8192": in_parts(MICRO_BATCH, lambda a, dc: cublas(a.t(), dc)),
 }
 OF_HIDDEN: Ways = {
     "one chain": lambda p, weight: det_gemm(p, weight, out_dtype=torch.float32),
-    "chains of 4096": lambda p, weight: OF_WEIGHTS["chains of 4096"](p.t().contiguous(), weight),
+    "8 segments": lambda p, weight: det_gemm(p, weight, out_dtype=torch.float32, k_segments=8),
     "cuBLAS": cublas,
 }
 
@@ -100,6 +103,28 @@ def measured(tokens: Sequence[int]) -> Iterator[tuple[str, str, dict[str, dict[s
         yield f"{VOCABULARY} words", signs, {name: errors(exact, way(p, weight)) for name, way in OF_HIDDEN.items()}
 
 
+def times(rounds: int = 15) -> dict[str, float]:
+    """Return milliseconds of adding one micro-batch to a ``main_grad``: medians, the ways in turn."""
+    tokens, rows, columns = TIMED
+    dc, x = inputs(tokens, rows, False), inputs(tokens, columns, False)
+    total = torch.zeros(rows, columns, device="cuda")
+    calls: dict[str, Callable[[], object]] = {
+        "one chain": lambda: det_gemm_dw(dc, x, accumulate_into=total),
+        "join_tokens=4096": lambda: det_gemm_dw(dc, x, accumulate_into=total, join_tokens=JOIN),
+        "cuBLAS": lambda: total.add_(cublas(dc.t(), x)),
+    }
+    taken: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            call()
+            end.record()
+            end.synchronize()
+            taken[name].append(begin.elapsed_time(end))
+    return {name: median(found) for name, found in taken.items()}
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the errors."""
     parser = Parser("chain_error.py", __doc__)
@@ -112,6 +137,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         record["sums"].append({"sum": what, "signs": signs, "ways": found})
         each = (f"{name} {one['error']:.1e} (shrink {one['shrink']:.1e})" for name, one in found.items())
         print(f"{what}, {signs}: {', '.join(each)}", flush=True)
+    record["times"] = {"tokens, N, K": TIMED, "ms": times()}
+    print(f"one micro-batch of {TIMED}, ms: {record['times']['ms']}")
     if given.json:
         given.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 

@@ -67,6 +67,25 @@ def _used(each: Mapping[str, Any]) -> str:
     )
 
 
+def chains(files: Iterable[Path]) -> str:
+    """Return the tables of errors of long sums against FP64, and of what a more exact sum costs."""
+    parts = []
+    for file in files:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        ways = list(dict.fromkeys(way for each in found["sums"] for way in each["ways"]))
+        rows = [["sum over", "terms", *(f"{way}: {what}" for way in ways for what in ("error", "shrink"))]]
+        for each in found["sums"]:
+            cells = [each["ways"].get(way, {}).get(what) for way in ways for what in ("error", "shrink")]
+            rows.append([each["sum"], each["signs"], *("" if cell is None else f"{cell:.1e}" for cell in cells)])
+        timed = ", ".join(f"{way} {digits(ms)} ms" for way, ms in found["times"]["ms"].items())
+        sizes = " x ".join(map(str, found["times"]["tokens, N, K"]))
+        parts.append(
+            f"{as_table(rows)}\n\n- one micro-batch of {sizes} (tokens, N, K) added to `main_grad`: {timed}\n"
+            f"{ran_on(found['environment'])}"
+        )
+    return filled(parts)
+
+
 def hosts(files: Iterable[Path]) -> str:
     """Return the tables of what the host takes for small calls."""
     parts = []

@@ -10,8 +10,8 @@ from rl_kernels.core import validate as check
 from rl_kernels.core.dispatch import choose, planned_choice, remembered_choice
 from rl_kernels.core.main_grad import gather
 from rl_kernels.core.torchlib import are_plain, autocast_linear, no_lost_derivatives
-from rl_kernels.det_gemm import segments
-from rl_kernels.det_gemm.autograd import linear, product
+from rl_kernels.det_gemm import chains, segments
+from rl_kernels.det_gemm.autograd import Sums, linear, product
 from rl_kernels.det_gemm.op import OPERATOR, describe, describe_dw, ops
 
 
@@ -82,6 +82,7 @@ def det_linear(
     *,
     k_segments: int = 1,
     dx_segments: int = 1,
+    join_tokens: int | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
     """Return ``x @ weight^T + bias``; each row depends on that row of ``x`` and the parameters alone, bit for bit.
@@ -100,6 +101,9 @@ def det_linear(
         k_segments: 1, or 2, 4 or 8: the segments into which the sum over K is cut, for layers that split K over up to
             that many ranks.
         dx_segments: 1, or 2, 4 or 8: the same for the sum over N of the gradient of ``x``.
+        join_tokens: None, or a multiple of 16: the gradients of weight and bias are then sums of chains of that many
+            rows, with rounding adds, and splits of a batch keep their bits at multiples of it. Sums over 100,000 rows
+            and more are more exact so (GUIDE.md).
         backend: name of a backend; ``auto`` chooses one; None follows ``use_backend`` and ``RL_KERNELS_BACKEND``, and
             chooses one if neither is set.
 
@@ -118,12 +122,12 @@ def det_linear(
         CanaryMismatch: this GPU gives other bits than those recorded for its architecture; checked at the first call.
     """
     operand, matrix, bias = autocast_linear(x, weight, bias)
-    chosen, plan = chosen_for_linear(operand, matrix, bias, backend, k_segments, dx_segments)
+    chosen, plan = chosen_for_linear(operand, matrix, bias, backend, k_segments, dx_segments, join_tokens)
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is not None:
         check.main_grad("weight.main_grad", main_grad, weight)
     no_lost_derivatives("det_linear", operand, matrix, bias)
-    out = linear(operand, matrix, bias, main_grad, chosen, plan, (k_segments, dx_segments))
+    out = linear(operand, matrix, bias, main_grad, chosen, plan, Sums(k_segments, dx_segments, join_tokens))
     if main_grad is not None and weight.requires_grad:
         gather("weight", weight, out)
     return out
@@ -137,6 +141,7 @@ def _plan(
     backend: str | None,
     k_segments: int,
     dx_segments: int,
+    join_tokens: int | None,
 ) -> Any:
     """Return a backend's plan of a linear layer for tensors of one kind; None if it makes none."""
     make = getattr(OPERATOR.backend(name).load(), "plan_linear", None)
@@ -151,6 +156,7 @@ def chosen_for_linear(
     backend: str | None,
     k_segments: int,
     dx_segments: int,
+    join_tokens: int | None,
 ) -> str:
     """Check the operands of a linear layer; return the backend's name, and its plan or None."""
     check.tensor("x", x, check.HALF_AND_FLOAT, least=1)
@@ -163,6 +169,7 @@ def chosen_for_linear(
     check.backend_name(backend)
     check.same_dtype(x=x, weight=weight, bias=bias)
     segments.validate(k_segments=k_segments, dx_segments=dx_segments)
+    chains.validate(join_tokens)
     return choose(OPERATOR, describe(x, weight.t(), bias), backend).name
 
 
@@ -172,6 +179,7 @@ def det_gemm_dw(
     *,
     accumulate_into: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    join_tokens: int | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
     """Return ``a^T @ dc``, the gradient of ``b`` in ``det_gemm(a, b)``, or continue its sum in a buffer.
@@ -184,6 +192,7 @@ def det_gemm_dw(
         dc: ``[M, N]`` in the dtype of ``a``, any strides.
         accumulate_into: ``[K, N]``, FP32, any strides; updated in place and returned.
         out_dtype: FP32, BF16 or FP16; by default that of the operands. With ``accumulate_into``: None or FP32.
+        join_tokens: None, or a multiple of 16, as in ``det_linear``.
         backend: name of a backend; ``auto`` chooses one; None follows ``use_backend`` and ``RL_KERNELS_BACKEND``, and
             chooses one if neither is set.
 
@@ -202,6 +211,7 @@ def det_gemm_dw(
     check.same_dtype(a=a, dc=dc)
     check.same_device(a=a, dc=dc)
     _validate_options(out_dtype, backend)
+    chains.validate(join_tokens)
     if accumulate_into is not None:
         check.tensor("accumulate_into", accumulate_into, (torch.float32,))
         check.shape("accumulate_into", accumulate_into, (a.shape[1], dc.shape[1]), "K of a by N of dc")
@@ -212,6 +222,12 @@ def det_gemm_dw(
     _validate_no_grad(a=a, dc=dc, accumulate_into=accumulate_into)
     no_lost_derivatives("det_gemm_dw", a, dc, accumulate_into)
     chosen = choose(OPERATOR, describe_dw(a, dc), backend).name
+    if join_tokens is not None:
+        total = accumulate_into
+        if total is None:
+            total = a.new_zeros((a.shape[1], dc.shape[1]), dtype=torch.float32)
+        ops["joined_into"](a, dc, total, join_tokens, chosen)
+        return total if accumulate_into is not None else total.to(out_dtype or a.dtype)
     if accumulate_into is None:
         return ops["weight_gradient"](a, dc, out_dtype or a.dtype, chosen)
     ops["weight_gradient_into"](a, dc, accumulate_into, chosen)

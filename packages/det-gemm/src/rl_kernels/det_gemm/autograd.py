@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import increment_version
@@ -11,6 +11,14 @@ from torch.autograd.graph import increment_version
 from rl_kernels.core.torchlib import first_order, is_asked_for, no_lost_derivatives, ops_are_observed
 from rl_kernels.det_gemm.op import ops
 from rl_kernels.det_gemm.segments import segment_length
+
+
+class Sums(NamedTuple):
+    """How sums are cut: segments of that over K and of that over N, and rows of a chain, None for one chain."""
+
+    k_segments: int = 1
+    dx_segments: int = 1
+    join_tokens: int | None = None
 
 
 def product(
@@ -30,20 +38,20 @@ def linear(
     main_grad: torch.Tensor | None,
     chosen: str,
     plan: Any,
-    segments: tuple[int, int],
+    sums: Sums,
 ) -> torch.Tensor:
     """Return ``x @ weight^T + bias``.
 
     Args:
         plan: a backend's plan for operands of this kind, or None. Its methods ``forward`` and ``gradients`` return None
             for tensors that it has not planned for.
-        segments: of the sum over K, and of that over N of the gradient of ``x``.
+        sums: how the sums are cut.
     """
     requires_grad = x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     if requires_grad and torch.is_grad_enabled():
-        found: torch.Tensor = _Linear.apply(x, weight, bias, (main_grad, chosen, plan, segments))
+        found: torch.Tensor = _Linear.apply(x, weight, bias, (main_grad, chosen, plan, sums))
         return found
-    return plain_linear(x, weight, bias, chosen, plan, segments)
+    return plain_linear(x, weight, bias, chosen, plan, sums)
 
 
 def plain_linear(
@@ -52,14 +60,14 @@ def plain_linear(
     bias: torch.Tensor | None,
     chosen: str,
     plan: Any,
-    segments: tuple[int, int],
+    sums: Sums,
 ) -> torch.Tensor:
     """Return ``x @ weight^T + bias``, without a gradient."""
     if plan is not None and not ops_are_observed():
         found = plan.forward(x, weight, bias)
         if found is not None:
             return found
-    out = _forward(flat_rows(x), weight.t(), bias, x.dtype, segments[0], chosen)
+    out = _forward(flat_rows(x), weight.t(), bias, x.dtype, sums.k_segments, chosen)
     # Not a view: autograd would forbid in-place changes of a view.
     return out if x.ndim == 2 else torch.ops.aten._unsafe_view.default(out, (*x.shape[:-1], weight.shape[0]))
 
@@ -115,7 +123,7 @@ class _Product(torch.autograd.Function):
 class _Linear(torch.autograd.Function):
     """``x @ weight^T + bias``; with a ``main_grad[N, K]``, backward adds the gradient of the weight to it.
 
-    ``how`` is (main_grad, backend, plan, segments): one argument, because autograd inspects every argument.
+    ``how`` is (main_grad, backend, plan, sums): one argument, because autograd inspects every argument.
     """
 
     @staticmethod
@@ -124,7 +132,7 @@ class _Linear(torch.autograd.Function):
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        how: tuple[torch.Tensor | None, str, Any, tuple[int, int]],
+        how: tuple[torch.Tensor | None, str, Any, Sums],
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         # main_grad is not saved for backward: it is meant to change in place between this call and its backward pass.
@@ -134,11 +142,12 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        main_grad, backend, plan, (_, segments) = ctx.how
+        main_grad, backend, plan, sums = ctx.how
         no_lost_derivatives("det_linear", upstream, x, weight)
         needed = is_needed(ctx, 0), is_needed(ctx, 1)
-        found = gradients(upstream, x, weight, main_grad, needed, (backend, plan, segments))
-        return *found, bias_gradient(upstream, x, backend) if is_needed(ctx, 2) else None, None
+        found = gradients(upstream, x, weight, main_grad, needed, (backend, plan, sums))
+        of_bias = bias_gradient(upstream, x, backend, sums.join_tokens) if is_needed(ctx, 2) else None
+        return *found, of_bias, None
 
 
 def is_needed(ctx: Any, number: int) -> bool:
@@ -152,14 +161,18 @@ def gradients(
     weight: torch.Tensor,
     main_grad: torch.Tensor | None,
     needed: tuple[bool, bool],
-    how: tuple[str, Any, int],
+    how: tuple[str, Any, Sums],
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return the gradients of ``x`` and of the weight, None where not needed, or where it is added to ``main_grad``.
 
-    ``how`` is (backend, plan, segments of the sum over N).
+    ``how`` is (backend, plan, sums).
     """
-    backend, plan, segments = how
+    backend, plan, sums = how
     of_x, of_weight = needed
+    if of_weight and sums.join_tokens is not None:
+        of_rows = _joined(upstream.to(x.dtype), x, main_grad, sums.join_tokens, backend)
+        one = Sums(dx_segments=sums.dx_segments)
+        return gradients(upstream, x, weight, None, (of_x, False), (backend, plan, one))[0], of_rows
     # With grad mode on, the gradient may be differentiated again: the general path refuses that.
     if plan is not None and not torch.is_grad_enabled() and not ops_are_observed():
         found = plan.gradients(upstream, x, weight, main_grad, needed)
@@ -170,13 +183,19 @@ def gradients(
                 increment_version(main_grad)
             return found[0], None
     dc = upstream.to(x.dtype)
-    dx = _input_gradient(dc, x, weight, segments, backend) if of_x else None
+    dx = _input_gradient(dc, x, weight, sums.dx_segments, backend) if of_x else None
     return dx, _weight_gradient(dc, x, main_grad, backend) if of_weight else None
 
 
-def bias_gradient(upstream: torch.Tensor, x: torch.Tensor, backend: str) -> torch.Tensor:
+def bias_gradient(
+    upstream: torch.Tensor, x: torch.Tensor, backend: str, join_tokens: int | None = None
+) -> torch.Tensor:
     """Return the sum of the rows of the upstream gradient."""
     rows = flat_rows(upstream.to(x.dtype))
+    if join_tokens is not None:
+        total = _joined(rows.new_ones(len(rows), 1), rows, None, join_tokens, backend)
+        assert total is not None
+        return total[0]
     found: torch.Tensor = first_order(ops["weight_gradient"], rows.new_ones(len(rows), 1), rows, x.dtype, backend)
     return found[0]
 
@@ -186,6 +205,24 @@ def _input_gradient(
 ) -> torch.Tensor:
     found = _input_product(flat_rows(dc), weight, segments, backend)
     return found if x.ndim == 2 else found.view(x.shape)
+
+
+def _joined(
+    dc: torch.Tensor, x: torch.Tensor, main_grad: torch.Tensor | None, join_tokens: int, backend: str
+) -> torch.Tensor | None:
+    """Return ``dc^T @ x`` as chains of ``join_tokens`` rows, or add it to ``main_grad``."""
+    left, right = flat_rows(dc), flat_rows(x)
+    if main_grad is not None:
+        ops["joined_into"](left, right, main_grad, join_tokens, backend)
+        return None
+    found: torch.Tensor = first_order(_sum_of_chains, left, right, join_tokens, backend)
+    return found
+
+
+def _sum_of_chains(dc: torch.Tensor, x: torch.Tensor, join_tokens: int, backend: str) -> torch.Tensor:
+    total = x.new_zeros((dc.shape[1], x.shape[1]), dtype=torch.float32)
+    ops["joined_into"](dc, x, total, join_tokens, backend)
+    return total.to(x.dtype)
 
 
 def _weight_gradient(

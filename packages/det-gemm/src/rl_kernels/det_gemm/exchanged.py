@@ -9,10 +9,10 @@ from torch.distributed import ProcessGroup
 
 from rl_kernels.core.distributed import all_gather, group_rank, group_size, reduce_product
 from rl_kernels.core.torchlib import first_order, no_lost_derivatives, ops_are_observed
-from rl_kernels.det_gemm.autograd import bias_gradient, flat_rows, gradients, is_needed, plain_linear
+from rl_kernels.det_gemm.autograd import Sums, bias_gradient, flat_rows, gradients, is_needed, plain_linear
 from rl_kernels.det_gemm.op import ops
 
-PLAIN = (1, 1)
+PLAIN = Sums()
 """Segments of a layer whose sums are not cut."""
 
 
@@ -102,7 +102,7 @@ class _Column(torch.autograd.Function):
         main_grad, backend, plan, cut = ctx.how
         dc = upstream.to(x.dtype)
         dx = first_order(_of_columns, flat_rows(dc), weight, x, cut, backend, plan) if is_needed(ctx, 0) else None
-        _, dweight = gradients(dc, x, weight, main_grad, (False, is_needed(ctx, 1)), (backend, plan, 1))
+        _, dweight = gradients(dc, x, weight, main_grad, (False, is_needed(ctx, 1)), (backend, plan, PLAIN))
         return dx, dweight, bias_gradient(dc, x, backend) if is_needed(ctx, 2) else None, None
 
 
@@ -146,5 +146,5 @@ class _Row(torch.autograd.Function):
         if cut.scatter_dim is not None and cut.group is not None:
             dc = first_order(all_gather, dc, cut.group, cut.scatter_dim)
         needed = is_needed(ctx, 0), is_needed(ctx, 1)
-        found = gradients(dc, x, weight, main_grad, needed, (backend, plan, 1))
+        found = gradients(dc, x, weight, main_grad, needed, (backend, plan, PLAIN))
         return *found, bias_gradient(dc, x, backend) if is_needed(ctx, 2) else None, None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from rl_kernels.det_gemm import segments
+from rl_kernels.det_gemm import chains, segments
 from rl_kernels.det_gemm.api import det_linear
 
 
@@ -18,6 +18,7 @@ class DetLinear(nn.Linear):
 
     k_segments: int = 1
     dx_segments: int = 1
+    join_tokens: int | None = None
 
     def __init__(
         self,
@@ -29,27 +30,38 @@ class DetLinear(nn.Linear):
         *,
         k_segments: int = 1,
         dx_segments: int = 1,
+        join_tokens: int | None = None,
     ) -> None:
-        """Make the layer of ``nn.Linear`` with numbers of segments.
+        """Make the layer of ``nn.Linear`` with ways to cut its sums, as in ``det_linear``.
 
         Raises:
-            TypeError, ValueError: a number of segments is not 1, 2, 4 or 8.
+            TypeError, ValueError: one of them is not as in ``det_linear``.
         """
         segments.validate(k_segments=k_segments, dx_segments=dx_segments)
+        chains.validate(join_tokens)
         super().__init__(in_features, out_features, bias, device, dtype)
-        self.k_segments, self.dx_segments = k_segments, dx_segments
+        self.k_segments, self.dx_segments, self.join_tokens = k_segments, dx_segments, join_tokens
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return ``input[..., in_features] @ weight^T + bias``, ``[..., out_features]``."""
-        return det_linear(input, self.weight, self.bias, k_segments=self.k_segments, dx_segments=self.dx_segments)
+        return det_linear(
+            input,
+            self.weight,
+            self.bias,
+            k_segments=self.k_segments,
+            dx_segments=self.dx_segments,
+            join_tokens=self.join_tokens,
+        )
 
     def extra_repr(self) -> str:
-        """Return the arguments that are shown: those of ``nn.Linear``, and segments where there are several."""
-        several = [f"{name}={count}" for name in ("k_segments", "dx_segments") if (count := getattr(self, name)) > 1]
-        return ", ".join((super().extra_repr(), *several))
+        """Return the arguments that are shown: those of ``nn.Linear``, and how sums are cut if they are."""
+        given = {name: getattr(self, name) for name in ("k_segments", "dx_segments", "join_tokens")}
+        return ", ".join((super().extra_repr(), *(f"{name}={x}" for name, x in given.items() if x not in (1, None))))
 
     @classmethod
-    def from_linear(cls, module: nn.Linear, *, k_segments: int = 1, dx_segments: int = 1) -> DetLinear:
+    def from_linear(
+        cls, module: nn.Linear, *, k_segments: int = 1, dx_segments: int = 1, join_tokens: int | None = None
+    ) -> DetLinear:
         """Return a layer that shares the parameters of ``module``: the same ``nn.Parameter`` objects, not copies.
 
         Dtype, device, ``requires_grad``, ``main_grad`` and hooks of the parameters are kept, and so is the training
@@ -57,7 +69,7 @@ class DetLinear(nn.Linear):
 
         Raises:
             TypeError: ``module`` is not an ``nn.Linear``, or a parametrization computes its weight.
-            TypeError, ValueError: a number of segments is not 1, 2, 4 or 8.
+            TypeError, ValueError: how sums are cut is not as in ``det_linear``.
         """
         if not isinstance(module, nn.Linear):
             raise TypeError(f"module: expected an nn.Linear, got {type(module).__name__}")
@@ -71,6 +83,7 @@ class DetLinear(nn.Linear):
             module.weight.dtype,
             k_segments=k_segments,
             dx_segments=dx_segments,
+            join_tokens=join_tokens,
         )
         layer.weight, layer.bias = module.weight, module.bias
         return layer.train(module.training)

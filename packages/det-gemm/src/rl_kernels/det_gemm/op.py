@@ -3,8 +3,8 @@
 In the raw ops all operands share one dtype and may have any strides: ``forward`` is ``a[M, K] @ b[K, N] + bias[N]``,
 ``segmented`` is the same with K cut into ``segments`` segments of ``length`` terms, a multiple of 16 (the last ones are
 shorter or empty), each a sum of its own, merged by a balanced tree before the bias; their number is a power of two up
-to 8, and they hold all of K. ``weight_gradient`` is ``a[M, K]^T @ dc[M, N]``, and ``weight_gradient_into`` adds it to
-the FP32 buffer ``out[K, N]``.
+to 8, and they hold all of K. ``weight_gradient`` is ``a[M, K]^T @ dc[M, N]``, and ``weight_gradient_into`` continues
+its chain in the FP32 buffer ``out[K, N]``; ``joined_into`` adds chains of ``join_tokens`` rows to it (``chains``).
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ SCHEMAS = {
     "segmented_into": "(Tensor a, Tensor b, Tensor(a!) out, int segments, int length, str backend) -> ()",
     "weight_gradient": "(Tensor a, Tensor dc, ScalarType out_dtype, str backend) -> Tensor",
     "weight_gradient_into": "(Tensor a, Tensor dc, Tensor(a!) out, str backend) -> ()",
+    "joined_into": "(Tensor a, Tensor dc, Tensor(a!) out, int join_tokens, str backend) -> ()",
 }
 
 FAKES: dict[str, Callable[..., Any]] = {
@@ -37,6 +38,7 @@ FAKES: dict[str, Callable[..., Any]] = {
     "segmented_into": lambda a, b, out, segments, length: None,
     "weight_gradient": lambda a, dc, out_dtype: a.new_empty((a.shape[1], dc.shape[1]), dtype=out_dtype),
     "weight_gradient_into": lambda a, dc, out: None,
+    "joined_into": lambda a, dc, out, join_tokens: None,
 }
 
 

@@ -119,7 +119,7 @@ class _Call(NamedTuple):
         try:
             check.tensor("x", x, check.FLOATS, least=1)
             x, weight, bias = autocast_linear(x, weight, bias)
-            chosen, plan = chosen_for_linear(x, weight, bias, backend, 1, 1)
+            chosen, plan = chosen_for_linear(x, weight, bias, backend, 1, 1, None)
             ranks, shape = 1 if group is None else group_size(group), None if scatter_dim is None else tuple(x.shape)
             size = weight.shape[0 if of_columns else 1]
             cut = Cut(

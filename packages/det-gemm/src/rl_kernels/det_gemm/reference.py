@@ -25,6 +25,7 @@ def det_gemm_dw(
     *,
     accumulate_into: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    **_: int,
 ) -> torch.Tensor:
     """Return ``a[M, K]^T @ dc[M, N]``, added to a copy of ``accumulate_into``, in its dtype, if it is given."""
     product = _wide(a).t() @ _wide(dc)

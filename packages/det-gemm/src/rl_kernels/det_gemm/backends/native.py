@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from rl_kernels.core import rowwise
+from rl_kernels.det_gemm.chains import joined
 from rl_kernels.det_gemm.segments import bounds, merged
 
 
@@ -38,6 +39,11 @@ def weight_gradient(a: torch.Tensor, dc: torch.Tensor, out_dtype: torch.dtype) -
 def weight_gradient_into(a: torch.Tensor, dc: torch.Tensor, out: torch.Tensor) -> None:
     """Add ``a[M, K]^T @ dc[M, N]`` to ``out[K, N]``, which may have any strides."""
     rowwise.chain_dw(a, dc, out)
+
+
+def joined_into(a: torch.Tensor, dc: torch.Tensor, out: torch.Tensor, join_tokens: int) -> None:
+    """Add chains of ``join_tokens`` rows of ``a[M, K]^T @ dc[M, N]`` to ``out[K, N]``."""
+    joined(a, dc, out, join_tokens, weight_gradient)
 
 
 def segmented_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, segments: int, length: int) -> None:

@@ -27,6 +27,7 @@ def _sizes(m: int, n: int, k: int) -> dict[str, int]:
 WIDE, COLUMNS = {"out_dtype": torch.float32}, "columns"
 BIAS, BUFFER = {"bias": True}, {"accumulate_into": True}
 SEGMENTS = {"k_segments": 8, "dx_segments": 4}
+JOINED = {"join_tokens": 32}
 CASES = (
     Case("plain", _sizes(33, 48, 64)),
     Case("odd", _sizes(7, 13, 37)),
@@ -63,6 +64,10 @@ CASES = (
     Case("dw-column-major", _sizes(50, 16, 31), {COLUMNS: ("a", "dc")}, DW, grad=False),
     Case("dw-continued", _sizes(33, 20, 21), BUFFER, DW, grad=False),
     Case("dw-continued-column-major", _sizes(16, 9, 40), {COLUMNS: ("accumulate_into",), **BUFFER}, DW, grad=False),
+    Case("dw-joined", _sizes(100, 24, 18), JOINED, DW, grad=False),
+    Case("dw-joined-continued", _sizes(96, 20, 21), {**JOINED, **BUFFER}, DW, grad=False),
+    Case("dw-joined-wide-output", _sizes(40, 17, 33), {**JOINED, **WIDE}, DW, grad=False),
+    Case("linear-joined", _sizes(70, 24, 40), {**JOINED, **BIAS}, LINEAR),
     Case("qwen2.5-0.5b-gate", _sizes(5, 4864, 896), {}, LINEAR, "full"),
     Case("qwen2.5-0.5b-down", _sizes(5, 896, 4864), {}, LINEAR, "full"),
     Case("qwen2.5-0.5b-key", _sizes(40, 128, 896), BIAS, LINEAR, "full"),
@@ -106,7 +111,7 @@ def inputs(case: Case, draw: Draw) -> Inputs:
         call[zeros].narrow(-1 if case.function == DW else -2, 0, 1).zero_()
         call[others].narrow(-1 if case.function == LINEAR else -2, 0, 1).fill_(torch.inf)
     call |= {name: column_major(call[name]) for name in asked.get(COLUMNS, ())}
-    return call | {name: asked[name] for name in ("out_dtype", *SEGMENTS) if name in asked}
+    return call | {name: asked[name] for name in ("out_dtype", "join_tokens", *SEGMENTS) if name in asked}
 
 
 def _cancelling(m: int, n: int, k: int, draw: Draw, scale: float) -> Inputs:
@@ -207,7 +212,8 @@ def zero_rows(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
     """Add rows with zero gradient, whole steps before or any number after the others: no sum changes a bit."""
     name = "x" if case.function == LINEAR else "a"
     flat = call[name].flatten(0, -2)
-    for before, after in ((0, 1), (0, 5), (0, 16), (0, 40), (STEP, 0), (3 * STEP, 7)):
+    step = call.get("join_tokens", STEP)
+    for before, after in ((0, 1), (0, 5), (0, 16), (0, 40), (step, 0), (3 * step, 7)):
         garbage = draw.normal(before + after, flat.shape[1], scale=3.0)
         longer = {**call, name: torch.cat((garbage[:before], flat, garbage[before:]))}
         label = f"{before} rows in front, {after} behind"
@@ -233,7 +239,8 @@ def continued(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
     if "accumulate_into" not in call:
         return
     a, dc, buffer = (call[name] for name in ("a", "dc", "accumulate_into"))
-    count = -(-a.shape[1] // STEP) * STEP
+    step = call.get("join_tokens", STEP)
+    count = -(-a.shape[1] // step) * step
     rows = torch.eye(count, a.shape[1], dtype=a.dtype, device=a.device)
     held = F.pad(buffer.to(dc.dtype), (0, 0, 0, count - len(buffer)))
     longer = {"a": torch.cat((rows, a)), "dc": torch.cat((held, dc)), "accumulate_into": torch.zeros_like(buffer)}
@@ -257,5 +264,5 @@ SPEC = Spec(
     writes={"accumulate_into": "output"},
     main_grad=frozenset({"weight"}),
     autocast={LINEAR: ("x", "weight", "bias")},
-    unread=frozenset({"backend"}),
+    unread=frozenset({"backend", "join_tokens"}),
 )

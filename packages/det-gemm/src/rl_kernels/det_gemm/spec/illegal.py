@@ -85,6 +85,14 @@ SEGMENTS = (
     ("k_segments a bool", given(k_segments=True), TypeError, "k_segments: expected an integer"),
     ("dx_segments a float", given(dx_segments=2.0), TypeError, "dx_segments: expected an integer"),
 )
+JOINED = (
+    *(
+        (f"join_tokens {value}", given(join_tokens=value), ValueError, "join_tokens: expected None or a multiple of 16")
+        for value in (0, 8, 40, -16)
+    ),
+    ("join_tokens a bool", given(join_tokens=True), TypeError, "join_tokens: expected an integer"),
+    ("join_tokens a float", given(join_tokens=32.0), TypeError, "join_tokens: expected an integer"),
+)
 OUT_DTYPE = (
     ("out_dtype of integers", given(out_dtype=torch.int32), ValueError, "out_dtype: expected one of"),
     ("out_dtype FP64", given(out_dtype=torch.float64), ValueError, "out_dtype: expected one of"),
@@ -111,6 +119,7 @@ ILLEGAL = (
         ("main_grad of another shape", _main_grad(lambda out: out[None]), ValueError, "main_grad: expected shape"),
         ("main_grad elsewhere", _main_grad(_elsewhere), ValueError, "main_grad: expected device"),
         *SEGMENTS,
+        *JOINED,
         *OPTIONS,
     ),
     *_operand("a", "dw", second=False),
@@ -133,6 +142,7 @@ ILLEGAL = (
             "out_dtype: expected None or torch.float32",
         ),
         *OUT_DTYPE,
+        *JOINED,
         *OPTIONS,
     ),
 )

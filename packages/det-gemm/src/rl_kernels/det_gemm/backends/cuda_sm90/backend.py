@@ -7,6 +7,7 @@ import torch
 from rl_kernels.core.cuda.gemm.matmul import matmul, programs_of
 from rl_kernels.core.cuda.program import Program
 from rl_kernels.det_gemm.backends.cuda_sm90.planned import plan_linear as plan_linear
+from rl_kernels.det_gemm.chains import joined
 from rl_kernels.det_gemm.segments import bounds, merged
 
 
@@ -49,6 +50,11 @@ def weight_gradient(a: torch.Tensor, dc: torch.Tensor, out_dtype: torch.dtype) -
 def weight_gradient_into(a: torch.Tensor, dc: torch.Tensor, out: torch.Tensor) -> None:
     """Continue the chain of ``a[M, K]^T @ dc[M, N]`` in ``out[K, N]``, which may have any strides."""
     matmul(a.t(), dc, out, continues=True)
+
+
+def joined_into(a: torch.Tensor, dc: torch.Tensor, out: torch.Tensor, join_tokens: int) -> None:
+    """Add chains of ``join_tokens`` rows of ``a[M, K]^T @ dc[M, N]`` to ``out[K, N]``."""
+    joined(a, dc, out, join_tokens, weight_gradient)
 
 
 def programs(arch: str) -> list[Program]:

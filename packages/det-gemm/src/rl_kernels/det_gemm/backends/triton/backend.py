@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from rl_kernels.core.triton_lib import gemm
+from rl_kernels.det_gemm.chains import joined
 
 
 def forward(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
@@ -33,6 +34,11 @@ def weight_gradient(a: torch.Tensor, dc: torch.Tensor, out_dtype: torch.dtype) -
 def weight_gradient_into(a: torch.Tensor, dc: torch.Tensor, out: torch.Tensor) -> None:
     """Continue the chain of ``a[M, K]^T @ dc[M, N]`` in ``out[K, N]``, which may have any strides."""
     gemm.matmul(a.t(), dc, out, continues=True)
+
+
+def joined_into(a: torch.Tensor, dc: torch.Tensor, out: torch.Tensor, join_tokens: int) -> None:
+    """Add chains of ``join_tokens`` rows of ``a[M, K]^T @ dc[M, N]`` to ``out[K, N]``."""
+    joined(a, dc, out, join_tokens, weight_gradient)
 
 
 def segmented_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, segments: int, length: int) -> None:
