@@ -13,6 +13,7 @@ from rl_kernels.lab.bench.record import OURS, Document
 from rl_kernels.lab.bench.report import as_table, digits
 
 STEP, CALLS, TRL = "h200-model-step.json", "h200-client-calls.json", "h200-trl-step.json"
+FLASH = "h100-client-calls.json"
 MODEL = {
     "forward + backward 4x2048": "forward and backward, 4x2048 tokens",
     "decode, 64 sequences, 2048 keys, CUDA graph": "decode a token for 64 sequences, 2048 keys, in a CUDA graph",
@@ -26,7 +27,13 @@ Row = tuple[str, ...]
 
 def front_table(results: Path, packages: Mapping[str, Mapping[str, Document]]) -> str:
     """Return what stands between the markers of the README; of what was not measured there is no row."""
-    rows = [*_models(results / STEP), *_logps(packages.get(LOGP, {})), *_calls(results / CALLS), *_trl(results / TRL)]
+    rows = [
+        *_models(results / STEP),
+        *_logps(packages.get(LOGP, {})),
+        *_products(results / CALLS),
+        *_attention(results / FLASH),
+        *_trl(results / TRL),
+    ]
     if not rows:
         return NOTHING
     head = ("BF16, one H200", "what people use", "rl-kernels", "ratio")
@@ -67,18 +74,19 @@ def _logps(found: Mapping[str, Document]) -> Iterator[Row]:
             )
 
 
-def _calls(file: Path) -> Iterator[Row]:
-    calls = _read(file).get("calls", {})
-    product = calls.get("products", {}).get(PRODUCT, {})
+def _products(file: Path) -> Iterator[Row]:
+    product = _read(file).get("calls", {}).get("products", {}).get(PRODUCT, {})
     if "batch_invariant_ops" in product:
         theirs, ours = (product[name]["us"] / 1e3 for name in ("batch_invariant_ops", OURS))
         yield _beside("batch-invariant matrix product, 2048x4096x4096", "batch_invariant_ops", theirs, ours)
-    attention = calls.get("attention", {}).get(ATTENTION)
+
+
+def _attention(file: Path) -> Iterator[Row]:
+    attention = _read(file).get("calls", {}).get("attention", {}).get(ATTENTION)
     if attention:
         theirs, ours = (attention[name]["us"] / 1e3 for name in ("PyTorch", OURS))
-        yield _beside(
-            "packed attention, 4x2048 tokens, forward and backward", "PyTorch's flash attention", theirs, ours
-        )
+        what = "packed attention, 4x2048 tokens, forward and backward (on an H100)"
+        yield _beside(what, "PyTorch's flash attention", theirs, ours)
 
 
 def _trl(file: Path) -> Iterator[Row]:

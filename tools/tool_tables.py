@@ -73,10 +73,11 @@ def chains(files: Iterable[Path]) -> str:
     for file in files:
         found = json.loads(file.read_text(encoding="utf-8"))
         ways = list(dict.fromkeys(way for each in found["sums"] for way in each["ways"]))
-        rows = [["sum over", "terms", *(f"{way}: {what}" for way in ways for what in ("error", "shrink"))]]
+        rows = [["error (shrink) of a sum over", "terms", *ways]]
         for each in found["sums"]:
-            cells = [each["ways"].get(way, {}).get(what) for way in ways for what in ("error", "shrink")]
-            rows.append([each["sum"], each["signs"], *("" if cell is None else f"{cell:.1e}" for cell in cells)])
+            cells = [each["ways"].get(way) for way in ways]
+            shown = ("" if cell is None else f"{cell['error']:.1e} ({cell['shrink']:.1e})" for cell in cells)
+            rows.append([each["sum"], each["signs"], *shown])
         timed = ", ".join(f"{way} {digits(ms)} ms" for way, ms in found["times"]["ms"].items())
         sizes = " x ".join(map(str, found["times"]["tokens, N, K"]))
         parts.append(
