@@ -42,6 +42,13 @@ VERL = (
     *("tensordict", "torchdata"),
 )
 
+# What vLLM's engine imports for a dense model, without its servers and without its own PyTorch.
+VLLM = (
+    *("transformers", "aiohttp", "cachetools", "cbor2", "cloudpickle", "einops", "fastapi<0.137", "llguidance<1.8"),
+    *("msgspec", "openai", "openai-harmony", "partial-json-parser", "pillow", "prometheus_client", "psutil"),
+    *("py-cpuinfo", "pybase64", "pyzmq", "requests", "uvloop", "xgrammar"),
+)
+
 # The oldest transformers whose continuous batching is supported; it has attention names that later ones refuse.
 TRANSFORMERS = ("transformers==5.17.0", "peft")
 MET = ("attention", "continuous", "embedding", "head", "invariant", "logits", "running", "training", "transformers")
@@ -147,6 +154,18 @@ def verl(session: nox.Session) -> None:
     env = {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
     env["VERL_USE_EXTERNAL_MODULES"] = "rl_kernels.models.clients.verl"
     tests = str(ROOT / "tests_integration" / "test_verl.py")
+    session.run("python", "-m", "pytest", tests, *session.posargs, env=env)
+
+
+@nox.session(**BORROWING)
+def vllm(session: nox.Session) -> None:
+    """Run vLLM's engine with the plugin on the CPU, and compare its log-probs with those of training."""
+    borrow(session)
+    install(session, *SHARED, *siblings(MODELS), MODELS)
+    session.install(*PINNED, *VLLM)
+    session.install("--no-deps", "vllm==0.24.0")
+    env = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    tests = str(ROOT / "tests_integration" / "test_vllm.py")
     session.run("python", "-m", "pytest", tests, *session.posargs, env=env)
 
 

@@ -10,6 +10,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 import record_canary
 
 from rl_kernels.core.operator import Operator
+from rl_kernels.core.registry import kernel_registry
+
+
+def test_every_operator_has_one():
+    assert [name for name in kernel_registry.names() if not kernel_registry.load(name).canary] == []
 
 
 @pytest.fixture

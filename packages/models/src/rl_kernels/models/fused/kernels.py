@@ -127,3 +127,23 @@ def sum_rows(GRAD, IDS, ORDER, ENDS, OUT, padding, size, COLUMNS: tl.constexpr):
             row = tl.load(ORDER + first + step, mask=there, other=0).to(tl.int64)
             total += tl.load(GRAD + row * size + d, mask=there & (d < size), other=0.0).to(tl.float32)
     tl.store(OUT + own.to(tl.int64) * size + d, total.to(OUT.dtype.element_ty), mask=d < size)
+
+
+@triton.jit
+def store_rows(
+    KEY, VALUE, CACHE, SLOTS, key_row, key_head, value_row, value_head,
+    SIZE: tl.constexpr, HEAD: tl.constexpr, WIDTH: tl.constexpr, ROOM: tl.constexpr,
+):  # fmt: skip
+    """Write rows ``KEY, VALUE[T, WIDTH]``, heads of HEAD numbers, to ``CACHE[pages, 2, SIZE, WIDTH]``. Grid: slots."""
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(SLOTS + row).to(tl.int64)
+    if slot < 0:
+        return
+    d = tl.arange(0, ROOM)
+    inside = d < WIDTH
+    head, column = d // HEAD, d % HEAD
+    place = (slot // SIZE * 2 * SIZE + slot % SIZE) * WIDTH + d
+    key = tl.load(KEY + row * key_row + head * key_head + column, mask=inside)
+    value = tl.load(VALUE + row * value_row + head * value_head + column, mask=inside)
+    tl.store(CACHE + place, key, mask=inside)
+    tl.store(CACHE + place + SIZE * WIDTH, value, mask=inside)

@@ -217,6 +217,8 @@ class Conformance:
 
     def test_the_canary_is_repeatable_and_whole(self) -> None:
         """Each dtype has bits of its own, the same in every run; a record has all of them for each backend."""
+        if not self.operator.canary:
+            pytest.skip("it has no canary")
         found = [_bits(self.operator, "native", device()) for _ in range(2)]
         assert found[0] == found[1]
         digests = [digest for each in found[0].values() for digest in each.values()]
@@ -230,7 +232,8 @@ class Conformance:
     @pytest.mark.gpu
     def test_the_canary_has_the_recorded_bits(self) -> None:
         """Rule 6 over time: this GPU, its driver and the compilers give the bits that they gave when recorded."""
-        record = canary.records_of(self.operator.package).get(arch_of("cuda"))
+        has = self.operator.canary
+        record = canary.records_of(self.operator.package).get(arch_of("cuda")) if has else None
         if record is None:
             pytest.skip("nothing is recorded for this architecture")
         assert {name: _bits(self.operator, name, device()) for name in record} == record

@@ -1,0 +1,36 @@
+"""vLLM on our operators: rollouts whose log-probabilities are the trainer's, bit for bit. Written for vLLM 0.24.0.
+
+vLLM loads this package by itself (entry point group ``vllm.general_plugins``). With ``RL_KERNELS_VLLM=1`` and
+``LLM(attention_backend="CUSTOM")`` a model's attention runs on ``det_attention`` over vLLM's pages, its norms on
+``rms_norm``, its linear layers on ``det_linear``, rotary embedding and SwiGLU on the functions that
+``invariant(model)`` uses, and the log-probability of a sampled token comes from ``linear_logp``. A model of
+transformers under ``invariant`` with ``head_logp`` then gives the same bits for the same tokens. Chunked prefill,
+prefix caching and CUDA graphs stay on.
+
+What is not covered is refused by name: ``refusals``.
+"""
+
+from __future__ import annotations
+
+import os
+
+__all__ = ["register"]
+
+VARIABLE = "RL_KERNELS_VLLM"
+
+
+def register() -> None:
+    """Replace vLLM's layers, if ``RL_KERNELS_VLLM`` is 1; vLLM calls this in each of its processes.
+
+    Raises:
+        ValueError: the variable is neither empty nor 0 nor 1.
+    """
+    wanted = os.environ.get(VARIABLE, "")
+    if wanted not in ("", "0", "1"):
+        raise ValueError(f"{VARIABLE}: expected 0 or 1, got {wanted!r}")
+    if wanted == "1":
+        from rl_kernels.models.clients.vllm import attention, layers, logprobs
+
+        attention.install()
+        layers.install()
+        logprobs.install()

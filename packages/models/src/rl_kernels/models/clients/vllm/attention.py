@@ -1,0 +1,173 @@
+"""vLLM's attention backend CUSTOM: ``det_attention`` over the pages of vLLM's cache, prompts, chunks and decode alike.
+
+The cache of a layer is ``[pages, 2, page, Hkv, D]``, keys before values. Tokens of all requests come packed, each
+request's new ones; its last query stands at its last key.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    MultipleOf,
+)
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+from rl_kernels.attention import det_attention
+from rl_kernels.models.fused.cache import store
+
+PAGES_OF = 16
+"""A page is a multiple of this many keys."""
+
+
+@dataclass
+class Placed(AttentionMetadata):
+    """Where the tokens of a step and their keys lie: tensors that vLLM keeps from step to step, for CUDA graphs."""
+
+    starts: torch.Tensor
+    lengths: torch.Tensor
+    table: torch.Tensor
+    longest: int
+
+
+class Builder(AttentionMetadataBuilder[Placed]):
+    """Makes the metadata of a step; nothing is computed or waited for."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        """Take what vLLM gives each builder."""
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Placed:
+        """Return the metadata of one step."""
+        common = common_attn_metadata
+        return Placed(common.query_start_loc, common.seq_lens, common.block_table_tensor, common.max_query_len)
+
+
+class Implementation(AttentionImpl[Placed]):
+    """The attention of one layer."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = "decoder",
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+        **others: Any,
+    ) -> None:
+        """Take what vLLM knows of a layer.
+
+        Raises:
+            ValueError: something that is not covered is asked for; the message names it.
+        """
+        refused = {
+            "alibi_slopes": alibi_slopes,
+            "kv_sharing_target_layer_name": kv_sharing_target_layer_name,
+            "attn_type": None if attn_type == "decoder" else attn_type,
+            "kv_cache_dtype": None if kv_cache_dtype == "auto" else kv_cache_dtype,
+            **others,
+        }
+        for name, value in refused.items():
+            if value is not None:
+                raise ValueError(f"{name}: not supported by RL_KERNELS_VLLM=1, got {value!r}")
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, scale
+        self.num_kv_heads, self.kv_cache_dtype = num_kv_heads or num_heads, kv_cache_dtype
+        self.window = None if sliding_window is None else (sliding_window - 1, 0)
+        self.softcap, self.sinks = logits_soft_cap or 0.0, sinks
+
+    def do_kv_cache_update(
+        self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> None:
+        """Write new keys and values to their places in the cache."""
+        store(key, value, kv_cache, slot_mapping)
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Placed | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Fill ``output[T, H, D]``; with zeros while vLLM measures memory, when there is no metadata."""
+        if attn_metadata is None:
+            return output.fill_(0)
+        found = det_attention(
+            query,
+            kv_cache[:, 0],
+            kv_cache[:, 1],
+            scale=self.scale,
+            window=self.window,
+            softcap=self.softcap,
+            sinks=self.sinks,
+            cu_seqlens_q=attn_metadata.starts,
+            max_seqlen_q=attn_metadata.longest,
+            seqused_k=attn_metadata.lengths,
+            block_table=attn_metadata.table,
+            validate=False,
+        )
+        return output.copy_(found)
+
+
+class Backend(AttentionBackend):
+    """What vLLM asks of a backend before it makes layers."""
+
+    forward_includes_kv_cache_update = False
+    accept_output_buffer = True
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float16, torch.float32]
+
+    @staticmethod
+    def get_name() -> str:
+        """Return the name in vLLM's list of backends."""
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[Implementation]:
+        """Return the class of a layer's attention."""
+        return Implementation
+
+    @staticmethod
+    def get_builder_cls() -> type[Builder]:
+        """Return the class that makes metadata."""
+        return Builder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes() -> list[int | MultipleOf]:
+        """Return the sizes of a page."""
+        return [MultipleOf(PAGES_OF)]
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        """Return the shape of a layer's cache."""
+        return (num_blocks, 2, block_size, num_kv_heads, head_size)
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """Say that no row depends on the batch."""
+        return True
+
+
+def install() -> None:
+    """Make this backend vLLM's CUSTOM one."""
+    register_backend(AttentionBackendEnum.CUSTOM, f"{__name__}.{Backend.__name__}")

@@ -1,0 +1,111 @@
+"""vLLM's norms, linear layers, rotary embedding and SwiGLU on the functions that ``invariant(model)`` uses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding.llama3_rope import Llama3RotaryEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+from rl_kernels.det_gemm import det_linear
+from rl_kernels.models.clients.vllm.ops import rotary, silu_mul
+from rl_kernels.models.clients.vllm.refusals import refuse
+from rl_kernels.norm import rms_norm
+
+
+class Norm(RMSNorm):
+    """``rms_norm``, with the residual where vLLM gives one."""
+
+    def _normed(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+        refuse("var_hidden_size", self.variance_size_override)
+        weight = self.weight if self.has_weight else None
+        return rms_norm(x, weight, eps=self.variance_epsilon, residual=residual)
+
+    forward_native = forward_cuda = forward_cpu = forward_oot = _normed
+
+
+class Gate(SiluAndMul):
+    """``silu(gate) * up`` of the two halves of a row."""
+
+    def __init__(self, *, compile_native: bool = True) -> None:
+        """Make the layer without vLLM's kernel."""
+        super(SiluAndMul, self).__init__(compile_native=False)
+
+    def _gated(self, x: torch.Tensor) -> torch.Tensor:
+        return silu_mul(x)
+
+    forward_native = forward_cuda = forward_cpu = forward_oot = _gated
+
+
+class _Rotary:
+    """Rotates by the angles of transformers' own module, in the dtype of the model; a mixin."""
+
+    head_size: int
+    rotary_dim: int
+    is_neox_style: bool
+
+    def _prepare(self) -> None:
+        """Make the tables of cos and sin ``[positions, D]`` as transformers does: frequencies on the CPU."""
+        refuse("rotary_dim", self.rotary_dim, self.head_size)
+        refuse("is_neox_style", self.is_neox_style, True)
+        config = get_current_vllm_config()
+        model, device = config.model_config, config.device_config.device
+        with torch.device("cpu"):
+            made = LlamaRotaryEmbedding(model.hf_text_config)
+        places = torch.arange(model.max_model_len, device=device)[None]
+        cos, sin = made.to(device)(torch.empty(0, dtype=model.dtype, device=device), places)
+        self._angles = cos[0].contiguous(), sin[0].contiguous()
+
+    def _rotated(
+        self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if key is None:
+            raise ValueError("key: expected one beside query with RL_KERNELS_VLLM=1")
+        return rotary(positions, query, key, *self._angles)
+
+
+class Rotary(_Rotary, RotaryEmbedding):
+    """Rotary embedding without scaled frequencies."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """Make the layer and its tables."""
+        super().__init__(*args, **options)
+        self._prepare()
+
+    forward_native = forward_cuda = forward_cpu = forward_oot = _Rotary._rotated
+
+
+class Llama3Rotary(_Rotary, Llama3RotaryEmbedding):
+    """Rotary embedding with Llama 3's frequencies."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """Make the layer and its tables."""
+        super().__init__(*args, **options)
+        self._prepare()
+
+    forward_native = forward_cuda = forward_cpu = forward_oot = _Rotary._rotated
+
+
+def _apply(self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    return det_linear(x, layer.weight, bias)
+
+
+def _keep(self: Any, layer: Any) -> None:
+    """Leave the weight as it was loaded."""
+
+
+def install() -> None:
+    """Replace the layers that vLLM makes from now on."""
+    RMSNorm.register_oot(Norm, name="RMSNorm")
+    SiluAndMul.register_oot(Gate, name="SiluAndMul")
+    RotaryEmbedding.register_oot(Rotary, name="RotaryEmbedding")
+    Llama3RotaryEmbedding.register_oot(Llama3Rotary, name="Llama3RotaryEmbedding")
+    for method in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
+        method.apply, method.process_weights_after_loading = _apply, _keep

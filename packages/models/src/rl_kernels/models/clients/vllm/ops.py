@@ -1,0 +1,49 @@
+"""SwiGLU and rotary embedding as ops that a compiler does not look into: it would fuse them to other bits."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+from rl_kernels.models.fused import gate
+from rl_kernels.models.fused import rotary as rotations
+
+
+@torch.library.custom_op("rl_kernels::vllm_silu_mul", mutates_args=())
+def silu_mul(x: torch.Tensor) -> torch.Tensor:
+    """Return ``silu(x[..., :d]) * x[..., d:]`` of rows of ``2 d`` numbers."""
+    left, right = (half.contiguous() for half in x.chunk(2, -1))
+    return gate.silu_mul(left, right) if gate.takes(left, right) else F.silu(left) * right
+
+
+@silu_mul.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
+
+
+@torch.library.custom_op("rl_kernels::vllm_rotary", mutates_args=())
+def rotary(
+    positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``query[T, H D]`` and ``key[T, Hkv D]``, rotated by the rows ``positions[T]`` of ``cos, sin[P, D]``."""
+    size = cos.shape[-1]
+    q, k = (x.view(x.shape[0], -1, size).transpose(0, 1)[None] for x in (query, key))
+    turns = cos.index_select(0, positions)[None], sin.index_select(0, positions)[None]
+    if rotations.takes(q, k, *turns):
+        q, k = rotations.rotary(q, k, *turns)
+    else:
+        q, k = (x * turns[0][:, None] + _half_turned(x) * turns[1][:, None] for x in (q, k))
+    q, k = (x[0].transpose(0, 1).reshape(x.shape[2], -1) for x in (q, k))
+    return q, k
+
+
+@rotary.register_fake
+def _(
+    positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return query.new_empty(query.shape), key.new_empty(key.shape)
+
+
+def _half_turned(x: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, -1)
+    return torch.cat((-second, first), -1)
