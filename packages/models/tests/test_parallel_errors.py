@@ -93,6 +93,14 @@ def test_bad_options():
         parallelize(model)
 
 
+def test_chains_of_rows_are_refused():
+    model = other()
+    parallelize(model)
+    model.model.layers[0].mlp.down_proj.join_tokens = 32
+    with pytest.raises(ValueError, match="join_tokens: expected None on a parallel layer, got 32"):
+        model(torch.ones(1, 4, dtype=torch.int64))
+
+
 def test_a_tied_head_stays_whole():
     model = other(tie_word_embeddings=True)
     styles = parallelize(model).styles

@@ -25,12 +25,20 @@ HEADS = -2
 """The dim of queries and keys ``[B, T, H, D]`` that holds heads."""
 
 
+def _ranks_of(layer: DetLinear) -> Ranks:
+    """Return the ranks of a parallel layer; refuse what only a layer of one process takes."""
+    if layer.join_tokens is not None:
+        raise ValueError(f"join_tokens: expected None on a parallel layer, got {layer.join_tokens}")
+    found: Ranks = getattr(layer, SHARED)
+    return found
+
+
 class ColumnParallelLinear(DetLinear):
     """A linear layer that holds the rows of its weight for this rank's outputs; its input is whole on each rank."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return this rank's outputs, ``[..., out_features / ranks]``."""
-        ranks: Ranks = getattr(self, SHARED)
+        ranks = _ranks_of(self)
         return column_parallel_linear(
             input,
             self.weight,
@@ -47,7 +55,7 @@ class RowParallelLinear(DetLinear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return all outputs, ``[..., out_features]``; with sequence parallelism, of this rank's tokens."""
-        ranks: Ranks = getattr(self, SHARED)
+        ranks = _ranks_of(self)
         return row_parallel_linear(
             input,
             self.weight,
@@ -69,7 +77,7 @@ class VocabParallelHead(DetLinear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return logits ``[..., V]``, gathered from all ranks."""
-        ranks: Ranks = getattr(self, SHARED)
+        ranks = _ranks_of(self)
         # Those of linear_logp, so that shards of the vocabulary are whole segments.
         length = UNIT * slots(self.vocab_size, SEGMENTS)
         logits = column_parallel_linear(
@@ -89,7 +97,7 @@ class VocabParallelHead(DetLinear):
 
     def logp(self, hidden: torch.Tensor, target_ids: torch.Tensor, **options: Any) -> torch.Tensor | LogpStats:
         """Return ``linear_logp`` over the whole vocabulary; ``options`` are those of ``linear_logp``."""
-        ranks: Ranks = getattr(self, SHARED)
+        ranks = _ranks_of(self)
         where: dict[str, Any] = {"vocab_segments": SEGMENTS}
         if ranks.size > 1:
             where |= {"process_group": ranks.group, "vocab_size": self.vocab_size}
