@@ -63,6 +63,17 @@ def test_rotary_has_the_bits_of_pytorch(device, dtype, layout):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
+@pytest.mark.parametrize("shape", [(1, 2), (3, 2000), (2, 5, 2048)], ids=str)
+def test_the_gate_of_halves_has_the_bits_of_the_gate(device, dtype, shape):
+    needs_triton(device, dtype)
+    (x,) = tensors(device, dtype, shape)
+    left, right = (half.contiguous() for half in x.chunk(2, -1))
+    found = gate.silu_mul_of_halves(x)
+    assert found.shape == left.shape
+    assert torch.equal(found, gate.silu_mul(left, right))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
 @pytest.mark.parametrize("shape", [(1,), (3, 1000), (2, 5, 1024)], ids=str)
 def test_the_gate_has_the_bits_of_pytorch(device, dtype, shape):
     needs_triton(device, dtype)

@@ -76,14 +76,30 @@ def sigmoid_parts(x):
 
 
 @triton.jit
+def gated(gate, up):
+    """Return ``silu(gate) * up``; silu is rounded before the product."""
+    x = gate.to(tl.float32)
+    silu = tl.div_rn(x, sigmoid_parts(x)).to(gate.dtype).to(tl.float32)
+    return product(silu, up.to(tl.float32)).to(gate.dtype)
+
+
+@triton.jit
 def gate_forward(GATE, UP, OUT, count, BLOCK: tl.constexpr):
-    """Write ``silu(GATE) * UP``; silu is rounded before the product. Grid: blocks."""
+    """Write ``silu(GATE) * UP``. Grid: blocks."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < count
     gate, up = tl.load(GATE + at, mask=mask, other=0.0), tl.load(UP + at, mask=mask, other=0.0)
-    x = gate.to(tl.float32)
-    silu = tl.div_rn(x, sigmoid_parts(x)).to(gate.dtype).to(tl.float32)
-    tl.store(OUT + at, product(silu, up.to(tl.float32)).to(gate.dtype), mask=mask)
+    tl.store(OUT + at, gated(gate, up), mask=mask)
+
+
+@triton.jit
+def gate_of_halves(X, OUT, count, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Write ``silu(X[:, :WIDTH]) * X[:, WIDTH:]``, ``count`` numbers. Grid: blocks."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < count
+    place = at + at // WIDTH * WIDTH
+    gate, up = tl.load(X + place, mask=mask, other=0.0), tl.load(X + place + WIDTH, mask=mask, other=0.0)
+    tl.store(OUT + at, gated(gate, up), mask=mask)
 
 
 @triton.jit

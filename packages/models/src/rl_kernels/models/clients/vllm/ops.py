@@ -7,13 +7,16 @@ from torch.nn import functional as F
 
 from rl_kernels.models.fused import gate
 from rl_kernels.models.fused import rotary as rotations
+from rl_kernels.models.fused.conditions import fits
 
 
 @torch.library.custom_op("rl_kernels::vllm_silu_mul", mutates_args=())
 def silu_mul(x: torch.Tensor) -> torch.Tensor:
     """Return ``silu(x[..., :d]) * x[..., d:]`` of rows of ``2 d`` numbers."""
-    left, right = (half.contiguous() for half in x.chunk(2, -1))
-    return gate.silu_mul(left, right) if gate.takes(left, right) else F.silu(left) * right
+    if fits(x) and x.is_contiguous() and x.numel():
+        return gate.silu_mul_of_halves(x)
+    left, right = x.chunk(2, -1)
+    return F.silu(left) * right
 
 
 @silu_mul.register_fake
