@@ -90,7 +90,10 @@ def sampled(folder: str, trainer: Any, compiled: bool) -> list[tuple[list[int], 
     pushed = trainer.state_dict()
     engine.apply_model(lambda model: model.load_weights(iter(pushed.items())))
     engine.reset_prefix_cache()
-    options = SamplingParams(max_tokens=ANSWER, logprobs=0, ignore_eos=True, detokenize=False)
+    # Some with the most probable tokens too, often the sampled one among them.
+    options = [
+        SamplingParams(max_tokens=ANSWER, logprobs=count, ignore_eos=True, detokenize=False) for count in (0, 5, 0, 3)
+    ]
     requests = [{"prompt_token_ids": list(prompt)} for prompt in PROMPTS]
     found = []
     for request in engine.generate(requests, options, use_tqdm=False):

@@ -66,17 +66,17 @@ def scores(token_ids: torch.Tensor) -> torch.Tensor:
 
 
 def _gathered(logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor) -> Any:
-    found = _of_first_runner(logprobs, num_logprobs, token_ids)
-    found.logprobs[:, 0] = scores(token_ids)
-    return found
+    return _with_scores(_of_first_runner(logprobs, num_logprobs, token_ids), token_ids)
 
 
-def _of_top(
-    logits: torch.Tensor, num_logprobs: int, sampled_token_ids: torch.Tensor, *args: Any, **options: Any
-) -> Any:
-    found = _of_second_runner(logits, num_logprobs, sampled_token_ids, *args, **options)
-    found.logprobs[:, 0] = scores(sampled_token_ids)
-    return found
+def _of_top(logits: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor, *args: Any, **options: Any) -> Any:
+    return _with_scores(_of_second_runner(logits, num_logprobs, token_ids, *args, **options), token_ids)
+
+
+def _with_scores(found: Any, token_ids: torch.Tensor) -> Any:
+    """Return vLLM's log-probabilities with ours for the token of each row, also where it is among the most probable."""
+    is_own = found.logprob_token_ids == token_ids[:, None]
+    return found._replace(logprobs=torch.where(is_own, scores(token_ids)[:, None], found.logprobs))
 
 
 _of_first_runner: Any = Sampler.gather_logprobs
