@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from rl_kernels.core import CanaryMismatch
 from rl_kernels.core import canary as canaries
-from rl_kernels.det_gemm import CanaryMismatch, DetLinear, canary, det_gemm
+from rl_kernels.det_gemm import DetLinear, canary, det_gemm
 
 CPU = torch.device("cpu")
 

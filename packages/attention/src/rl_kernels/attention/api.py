@@ -162,6 +162,7 @@ def det_attention(
         TypeError, ValueError: an argument is not as above, or k or v of a cache (``block_table``, ``seqused_k``)
             requires grad; the message names it.
         BackendUnavailable: the backend asked for cannot run this call.
+        CanaryMismatch: this GPU gives other bits than those recorded for its architecture; checked at the first call.
         RuntimeError: forward-mode AD, a gradient of ``torch.func`` or double backward: not supported.
     """
     where = (cu_seqlens_q, cu_seqlens_k, k_start, seqused_q, seqused_k, block_table)

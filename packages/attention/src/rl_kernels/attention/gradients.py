@@ -61,6 +61,7 @@ def det_attention_backward(
     Raises:
         TypeError, ValueError: an argument is not as above; the message names it.
         BackendUnavailable: the backend asked for cannot run this call.
+        CanaryMismatch: this GPU gives other bits than those recorded for its architecture; checked at the first call.
         RuntimeError: forward-mode AD, a gradient of ``torch.func`` or double backward: not supported.
     """
     where = (cu_seqlens_q, cu_seqlens_k, None, None, None, None)

@@ -1,12 +1,10 @@
 """Batch-invariant matrix product and linear layer: no row's bits depend on the batch."""
 
-from rl_kernels.core.canary import CanaryMismatch
 from rl_kernels.det_gemm.api import det_gemm, det_gemm_dw, det_linear
 from rl_kernels.det_gemm.module import DetLinear
 from rl_kernels.det_gemm.parallel import column_parallel_linear, row_parallel_linear
 
 __all__ = [
-    "CanaryMismatch",
     "DetLinear",
     "column_parallel_linear",
     "det_gemm",

@@ -121,6 +121,7 @@ def fused_logp(
     Raises:
         TypeError, ValueError: an argument is not as described; the message names it.
         BackendUnavailable: the requested backend cannot run this call.
+        CanaryMismatch: this GPU gives other bits than those recorded for its architecture; checked at the first call.
         RuntimeError: forward-mode AD, or gradients through a ``torch.func`` transform.
     """
     _validate(logits, token_ids, temperature, ignore_index, row_indices, output_dtype, reduction, backend, validate)

@@ -172,6 +172,7 @@ def linear_logp(
     Raises:
         TypeError, ValueError: an argument is not as described; the message names it.
         BackendUnavailable: the requested backend cannot run this call.
+        CanaryMismatch: this GPU gives other bits than those recorded for its architecture; checked at the first call.
         BitsDiffer: a row that was formed again differs from ``known``; the message names it, and by how many ULPs.
         RuntimeError: forward-mode AD, or gradients through a ``torch.func`` transform; in backward, ``.grad`` of a
             weight with ``main_grad`` was not None and the pass added to it.

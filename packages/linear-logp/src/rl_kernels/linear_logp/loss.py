@@ -95,6 +95,7 @@ def linear_logp_loss(
     Raises:
         TypeError, ValueError: an argument, or what ``loss`` returns, is not as described; the message names it.
         BackendUnavailable: the requested backend cannot run this call.
+        CanaryMismatch: this GPU gives other bits than those recorded for its architecture; checked at the first call.
         RuntimeError: in backward: the upstream gradient is not ``grad_scale``, or the pass is a second one.
     """
     group = None

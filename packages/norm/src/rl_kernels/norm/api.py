@@ -53,6 +53,7 @@ def rms_norm(
     Raises:
         TypeError, ValueError: an argument is not as above; the message names it.
         BackendUnavailable: the backend asked for cannot run this call.
+        CanaryMismatch: this GPU gives other bits than those recorded for its architecture; checked at the first call.
         RuntimeError: forward-mode AD, a gradient of ``torch.func`` or double backward: not supported. In the backward
             pass: ``weight.grad`` was set before a pass that adds to both it and ``main_grad``.
     """
@@ -91,6 +92,7 @@ def layer_norm(
     Raises:
         TypeError, ValueError: an argument is not as above; the message names it.
         BackendUnavailable: the backend asked for cannot run this call.
+        CanaryMismatch: this GPU gives other bits than those recorded for its architecture; checked at the first call.
         RuntimeError: forward-mode AD, a gradient of ``torch.func`` or double backward: not supported. In the backward
             pass: ``weight.grad`` was set before a pass that adds to both it and ``main_grad``.
     """

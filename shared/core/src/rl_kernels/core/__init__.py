@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rl_kernels.core.canary import CanaryMismatch
     from rl_kernels.core.dispatch import BackendUnavailable, Choice, Verdict, explain, record_dispatch, use_backend
     from rl_kernels.core.operator import Backend, Call, Operator
     from rl_kernels.core.outputs import LogpStats
@@ -19,6 +20,7 @@ __all__ = [
     "Backend",
     "BackendUnavailable",
     "Call",
+    "CanaryMismatch",
     "Choice",
     "KernelRegistry",
     "LogpStats",
@@ -34,7 +36,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        for module in ("dispatch", "operator", "outputs", "registry"):
+        for module in ("canary", "dispatch", "operator", "outputs", "registry"):
             found = vars(importlib.import_module(f"{__name__}.{module}"))
             if name in found:
                 globals()[name] = found[name]
