@@ -10,9 +10,9 @@ import torch
 from torch import distributed, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from rl_kernels.core import canary
+from rl_kernels.core import CanaryMismatch, canary
 from rl_kernels.core.testing import Draw
-from rl_kernels.det_gemm import CanaryMismatch, DetLinear, det_linear
+from rl_kernels.det_gemm import DetLinear, det_linear
 from rl_kernels.models import invariant, swap
 
 
