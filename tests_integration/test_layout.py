@@ -146,7 +146,8 @@ def test_entry_points_lead_somewhere(folder: Path) -> None:
     groups = [declared.get("scripts", {}), *declared.get("entry-points", {}).values()]
     for target in (target for group in groups for target in group.values()):
         module, _, attribute = target.partition(":")
-        file = folder / "src" / Path(*module.split(".")).with_suffix(".py")
+        place = folder / "src" / Path(*module.split("."))
+        file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
         assert file.exists(), target
         assert re.search(rf"^(def )?{attribute}\b", file.read_text(encoding="utf-8"), re.MULTILINE), target
 

@@ -100,7 +100,12 @@ def test_a_mistaken_variable_is_refused(run: Any) -> None:
 
 def config(**changes: Any) -> Any:
     text = SimpleNamespace(**{"rope_parameters": ROPE, **changes.pop("text", {})})
-    model = {"hf_text_config": text, "quantization": None, "logprobs_mode": "raw_logprobs"}
+    model = {
+        "architectures": ["LlamaForCausalLM"],
+        "hf_text_config": text,
+        "quantization": None,
+        "logprobs_mode": "raw_logprobs",
+    }
     parallel = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}
     of = {
         "attention_config": SimpleNamespace(backend=SimpleNamespace(name="CUSTOM")),
@@ -116,6 +121,7 @@ def config(**changes: Any) -> Any:
     ("changes", "message"),
     [
         ({"attention_config": SimpleNamespace(backend=None)}, "attention_backend: expected 'CUSTOM'"),
+        ({"architectures": ["Gemma2ForCausalLM"]}, "architectures: expected LlamaForCausalLM or Qwen3ForCausalLM"),
         ({"quantization": "fp8"}, "quantization: expected None"),
         ({"lora_config": object()}, "enable_lora: expected None"),
         ({"speculative_config": object()}, "speculative_config: expected None"),

@@ -68,6 +68,33 @@ def test_gradients_without_a_buffer_are_rounded_once(device):
     assert "join" not in repr(plain)
 
 
+def test_every_option_is_kept_beside_it():
+    """In FP32, where no rounding hides a sum: the bias, segments of the input's gradient, dtype and buffer."""
+    x, upstream = rows(400, torch.float32, "cpu")
+    layer = DetLinear(24, 40, dx_segments=2, join_tokens=JOIN)
+    plain = DetLinear.from_linear(layer, dx_segments=2)
+    x.requires_grad_()
+    found = torch.autograd.grad(layer(x), [layer.bias, x], upstream)
+    other = torch.autograd.grad(plain(x), [plain.bias, x], upstream)
+    ones = torch.ones(400, 1)
+    assert torch.equal(found[0], det_gemm_dw(ones, upstream, join_tokens=JOIN)[0])
+    assert not torch.equal(found[0], other[0])
+    assert torch.equal(found[1], other[1])
+    whole = DetLinear.from_linear(layer)
+    assert not torch.equal(found[1], torch.autograd.grad(whole(x), x, upstream)[0])
+    a = x.detach().bfloat16()
+    assert det_gemm_dw(a, upstream.bfloat16(), out_dtype=torch.float32, join_tokens=JOIN).dtype == torch.float32
+    buffer = torch.zeros(24, 40)
+    assert det_gemm_dw(x.detach(), upstream, accumulate_into=buffer, join_tokens=JOIN) is buffer
+
+
+@pytest.mark.parametrize("value", [0, 8, 24, -16])
+def test_bad_lengths(value):
+    a, dc = rows(32, torch.float32, "cpu")
+    with pytest.raises(ValueError, match="join_tokens: expected None or a multiple of 16"):
+        det_gemm_dw(a, dc, join_tokens=value)
+
+
 def test_under_compile():
     x, upstream = rows(96, torch.float32, "cpu")
     layer = DetLinear(24, 40, join_tokens=32)

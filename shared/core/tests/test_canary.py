@@ -3,6 +3,9 @@
 import contextlib
 import json
 import sys
+import threading
+import time
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -15,6 +18,8 @@ from rl_kernels.core.operator import INVARIANT, REPEATABLE, Backend, Call, Opera
 from rl_kernels.core.registry import kernel_registry
 
 CPU = torch.device("cpu")
+PACKAGES = Path(__file__).parents[3] / "packages" / "norm" / "src" / "rl_kernels" / "norm" / "canary.json"
+"""A record of another form: of a package."""
 WRONG = "0" * 64
 
 
@@ -39,6 +44,9 @@ def runs(monkeypatch):
 
     def results(dtype, device, backend):
         made_calls.append((dtype, backend))
+        assert not torch.is_autocast_enabled("cpu")
+        assert not torch.is_inference_mode_enabled()
+        assert not torch.is_grad_enabled()
         # A canary calls the operator itself, which chooses a backend.
         choose(OPERATOR, call(dtype, device), backend)
         yield canary.numbers(3, 5, salt=1, dtype=dtype, device=CPU)
@@ -47,7 +55,7 @@ def runs(monkeypatch):
     module.results = module.gradients = results
     monkeypatch.setitem(sys.modules, "toy_canary", module)
     monkeypatch.setattr(canary, "_passed", set())
-    monkeypatch.setattr(canary, "owed", set())
+    monkeypatch.setattr(canary, "_owed", set())
     return made_calls
 
 
@@ -102,6 +110,59 @@ def test_the_checker_compares_nothing(runs, record):
         choose(OPERATOR, call())
 
 
+def test_a_kind_first_seen_by_the_checker_is_compared_later(runs, record):
+    record(fp32=WRONG)
+    chosen = remembered_choice(lambda x: choose(OPERATOR, Call.of(x)).name)
+    with canary.suspended(), canary.suspended():
+        chosen(torch.ones(2))
+    with pytest.raises(CanaryMismatch):
+        chosen(torch.ones(2))
+
+
+def test_threads_wait_for_the_first(runs, record, monkeypatch):
+    """While one thread compares, another must not pass."""
+    record(fp32=WRONG)
+    inside, errors = threading.Event(), []
+    slow = sys.modules["toy_canary"].results
+
+    def results(*args):
+        inside.set()
+        time.sleep(0.2)
+        yield from slow(*args)
+
+    monkeypatch.setattr(sys.modules["toy_canary"], "results", results)
+
+    def first():
+        with contextlib.suppress(CanaryMismatch):
+            choose(OPERATOR, call())
+        errors.append("first")
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    inside.wait()
+    with pytest.raises(CanaryMismatch):
+        choose(OPERATOR, call())
+    thread.join()
+    assert errors == ["first"]
+
+
+def test_each_device_is_compared(runs, record, monkeypatch):
+    record(fp32=right())
+    monkeypatch.setattr(canary, "_apart", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    for index in (0, 1, 0):
+        choose(OPERATOR, Call(torch.device("cuda", index), torch.float32, "cpu"))
+    assert len(runs) == 2
+
+
+def test_under_a_transform_it_waits(runs, record):
+    record(fp32=right())
+    torch.func.vmap(lambda x: (choose(OPERATOR, call()), x)[1])(torch.ones(2))
+    assert (len(runs), len(canary._owed)) == (0, 1)
+    choose(OPERATOR, call())
+    assert (len(runs), len(canary._owed)) == (1, 0)
+
+
 def test_while_a_graph_is_captured_nothing_runs_and_nothing_is_kept(runs, record, monkeypatch):
     record(fp32=right())
     on_gpu = Call(torch.device("cuda", 0), torch.float32, "cpu")
@@ -111,7 +172,7 @@ def test_while_a_graph_is_captured_nothing_runs_and_nothing_is_kept(runs, record
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda is_capturing=is_capturing: is_capturing)
         assert chosen(torch.ones(2)) == "native"
         assert len(runs) == count
-    assert not canary.owed
+    assert not canary._owed
 
 
 def test_what_surrounds_the_call_changes_no_bit(runs, record):
@@ -132,6 +193,14 @@ def test_a_backend_that_promises_nothing_is_not_compared(runs, record):
     record(fp32=WRONG)
     choose(made(cpu=REPEATABLE), call(), "native")
     assert not runs
+
+
+def test_the_record_of_the_user_comes_first(runs, record, monkeypatch):
+    record(fp32=WRONG)
+    mine = {"cpu": {"toy": {"native": {"fp32": {"forward": right()}}}}}
+    monkeypatch.setattr(canary, "records_of_user", mine)
+    choose(OPERATOR, call())
+    assert len(runs) == 1
 
 
 def test_a_digest_sees_order_dtype_and_sign():
@@ -182,6 +251,7 @@ def test_a_record_of_the_user(run_python, tmp_path):
     [
         ({"RL_KERNELS_CANARY": "loud"}, "RL_KERNELS_CANARY: expected one of 'raise', 'warn', 'off', got 'loud'"),
         ({"RL_KERNELS_CANARY_RECORD": "no.json"}, "RL_KERNELS_CANARY_RECORD: expected a file that `rl-kernels doctor"),
+        ({"RL_KERNELS_CANARY_RECORD": str(PACKAGES)}, "RL_KERNELS_CANARY_RECORD: expected a file that `rl-kernels doc"),
     ],
 )
 def test_a_command_says_what_is_wrong_with_the_environment_in_one_line(run_python, variables, said):

@@ -19,6 +19,7 @@ import importlib
 import json
 import os
 import sys
+import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
+from torch._C import _functorch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from rl_kernels.core.contract import DTYPES
@@ -37,6 +39,8 @@ ACTIONS = ("raise", "warn", "off")
 BITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 20}
 """Bits of the integers that inputs are made of: all that the dtype holds exactly; for FP32, more than TF32 keeps."""
 PASSES = ("forward", "backward")
+LEVELS = 5
+"""Nested keys of a record, from the architecture to the pass."""
 
 Digests = Mapping[str, str]
 """Digest by pass."""
@@ -60,30 +64,58 @@ def read_environment() -> tuple[str, Records]:
     if not path:
         return wanted, {}
     try:
-        return wanted, json.loads(Path(path).read_text(encoding="utf-8"))
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        if not _is_nested(found, LEVELS):
+            raise ValueError("not digests by architecture, operator, backend, dtype and pass")
     except (OSError, ValueError) as error:
         raise ValueError(f"{RECORD}: expected a file that `rl-kernels doctor --canary --json` wrote: {error}") from None
+    return wanted, found
+
+
+def _is_nested(found: object, levels: int) -> bool:
+    if not levels:
+        return isinstance(found, str)
+    return isinstance(found, dict) and all(_is_nested(each, levels - 1) for each in found.values())
 
 
 action: str = ACTIONS[0]
 records_of_user: Records = {}
-_passed: set[tuple[str, str, torch.device, torch.dtype]] = set()
-owed: set[tuple[str, str, torch.device, torch.dtype]] = set()
-"""What could not be compared at its first call, because a CUDA graph was captured."""
+_Key = tuple[str, str, torch.device, torch.dtype]
+_passed: set[_Key] = set()
+_owed: set[_Key] = set()
+"""What could not be compared at its first call: a CUDA graph was captured, or a transform of torch.func was active."""
+_one_at_a_time = threading.RLock()
+_own = threading.local()
+"""Whether this thread makes the calls of a canary."""
+_suspensions: list[None] = []
+
+
+def is_running() -> bool:
+    """Say whether this thread makes the calls of a canary: they are neither compared nor recorded."""
+    return getattr(_own, "runs", False)
+
+
+def is_settled() -> bool:
+    """Say whether a choice made now may be kept: none may that a canary has not seen."""
+    return not (_owed or _suspensions or is_running())
 
 
 def is_due(operator: Operator, call: Call, backend: Backend) -> bool:
     """Say whether the canary of a backend has to run before this call."""
     key = (operator.name, backend.name, call.device, call.dtype)
-    if key in _passed or action == "off" or not operator.canary:
+    if key in _passed or action == "off" or not operator.canary or _suspensions or is_running():
         return False
     if expected(operator, call, backend) is None:
         _passed.add(key)
         return False
-    if call.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        owed.add(key)
+    if _functorch.maybe_current_level() is not None or _is_captured(call.device):
+        _owed.add(key)
         return False
     return True
+
+
+def _is_captured(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def run(operator: Operator, call: Call, backend: Backend) -> None:
@@ -93,32 +125,29 @@ def run(operator: Operator, call: Call, backend: Backend) -> None:
         CanaryMismatch: the bits differ from the record.
     """
     key = (operator.name, backend.name, call.device, call.dtype)
-    # Added first, because the calls of the canary come here too.
-    _passed.add(key)
-    owed.discard(key)
-    try:
-        with _apart(call.device), torch.no_grad():
-            found = digest(_module(operator).results(call.dtype, call.device, backend.name))
-        if found == expected(operator, call, backend):
+    with _one_at_a_time:
+        # Another thread may have been first.
+        if key in _passed:
             return
-        message = _message(operator, call, backend, found)
-        if action == "raise":
-            raise CanaryMismatch(message)
-    except BaseException:
-        _passed.discard(key)
-        raise
-    warnings.warn(message, RuntimeWarning, stacklevel=3)
+        _owed.discard(key)
+        with _marked(), _apart(call.device), torch.no_grad():
+            found = digest(_module(operator).results(call.dtype, call.device, backend.name))
+        if found != expected(operator, call, backend):
+            message = _message(operator, call, backend, found)
+            if action == "raise":
+                raise CanaryMismatch(message)
+            warnings.warn(message, RuntimeWarning, stacklevel=3)
+        _passed.add(key)
 
 
 @contextmanager
 def suspended() -> Iterator[None]:
     """Compare nothing inside the block: for the checker, whose planted bugs a canary would find first."""
-    global action
-    before, action = action, "off"
+    _suspensions.append(None)
     try:
         yield
     finally:
-        action = before
+        _suspensions.pop()
 
 
 def measured(operator: Operator, backend: str, dtype: torch.dtype, device: torch.device) -> dict[str, str]:
@@ -128,7 +157,7 @@ def measured(operator: Operator, backend: str, dtype: torch.dtype, device: torch
         BackendUnavailable: the backend cannot run these calls.
     """
     module = _module(operator)
-    with _apart(device), suspended():
+    with _one_at_a_time, _marked(), _apart(device):
         with torch.no_grad():
             forward = digest(module.results(dtype, device, backend))
         return {"forward": forward, "backward": digest(module.gradients(dtype, device, backend))}
@@ -187,6 +216,16 @@ def integers(*shape: int, below: int, salt: int, device: torch.device) -> torch.
     """Return fixed int64 from 0 to ``below - 1``."""
     index = torch.arange(torch.Size(shape).numel(), dtype=torch.int64, device="cpu") + salt * 1_000_003
     return (((index * 2_654_435_761) & 0xFFFF_FFFF) % below).view(shape).to(device)
+
+
+@contextmanager
+def _marked() -> Iterator[None]:
+    """Mark the calls of this thread as those of a canary."""
+    outer, _own.runs = is_running(), True
+    try:
+        yield
+    finally:
+        _own.runs = outer
 
 
 @contextmanager

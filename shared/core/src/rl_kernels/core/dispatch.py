@@ -145,15 +145,6 @@ def record_dispatch() -> Iterator[list[Choice]]:
         _logs[:] = [other for other in _logs if other is not log]
 
 
-@contextmanager
-def _unrecorded() -> Iterator[None]:
-    logs, _logs[:] = _logs[:], []
-    try:
-        yield
-    finally:
-        _logs[:] = logs
-
-
 def reason_against(backend: Backend, call: Call) -> str | None:
     """Return why the automatic choice may not take this backend for this call, or None if it may."""
     reason = backend.why_not(call)
@@ -187,9 +178,8 @@ def choose(operator: Operator, call: Call, backend: str | None = None) -> Backen
     wanted = _wanted(operator.name) if backend is None else backend
     chosen = _first(operator, call) if wanted == AUTO else _named(operator, call, wanted)
     if not torch.compiler.is_compiling() and canary.is_due(operator, call, chosen):
-        with _unrecorded():
-            canary.run(operator, call, chosen)
-    for log in _logs:
+        canary.run(operator, call, chosen)
+    for log in _logs if torch.compiler.is_compiling() or not canary.is_running() else ():
         log.append(Choice(operator.name, chosen.name, call.device.type, wanted != AUTO))
     return chosen
 
@@ -266,7 +256,7 @@ def _remembered(first: Callable[..., T], always: Callable[..., T]) -> Callable[.
             return always(*args)
         if found is None:
             found = first(*args)
-            if canary.owed:
+            if not canary.is_settled():
                 return found
             if len(known) >= KEPT:
                 known.clear()

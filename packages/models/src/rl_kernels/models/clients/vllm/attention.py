@@ -40,7 +40,9 @@ class Placed(AttentionMetadata):
 class Builder(AttentionMetadataBuilder[Placed]):
     """Makes the metadata of a step; nothing is computed or waited for."""
 
-    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
+    # Not ALWAYS: a graph keeps the most queries of a request that it was captured with, and vLLM's second runner
+    # captures mixed batches with fewer than may come.
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         """Take what vLLM gives each builder."""
@@ -67,7 +69,6 @@ class Implementation(AttentionImpl[Placed]):
         logits_soft_cap: float | None = None,
         attn_type: str = "decoder",
         kv_sharing_target_layer_name: str | None = None,
-        sinks: torch.Tensor | None = None,
         **others: Any,
     ) -> None:
         """Take what vLLM knows of a layer.
@@ -88,7 +89,7 @@ class Implementation(AttentionImpl[Placed]):
         self.num_heads, self.head_size, self.scale = num_heads, head_size, scale
         self.num_kv_heads, self.kv_cache_dtype = num_kv_heads or num_heads, kv_cache_dtype
         self.window = None if sliding_window is None else (sliding_window - 1, 0)
-        self.softcap, self.sinks = logits_soft_cap or 0.0, sinks
+        self.softcap = logits_soft_cap or 0.0
 
     def do_kv_cache_update(
         self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
@@ -118,7 +119,6 @@ class Implementation(AttentionImpl[Placed]):
             scale=self.scale,
             window=self.window,
             softcap=self.softcap,
-            sinks=self.sinks,
             cu_seqlens_q=attn_metadata.starts,
             max_seqlen_q=attn_metadata.longest,
             seqused_k=attn_metadata.lengths,

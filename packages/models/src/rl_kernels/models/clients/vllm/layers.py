@@ -50,6 +50,10 @@ class _Rotary:
     head_size: int
     rotary_dim: int
     is_neox_style: bool
+    max_position_embeddings: int
+    register_buffer: Any
+    angles_cos: torch.Tensor
+    angles_sin: torch.Tensor
 
     def _prepare(self) -> None:
         """Make the tables of cos and sin ``[positions, D]`` as transformers does: frequencies on the CPU."""
@@ -59,16 +63,19 @@ class _Rotary:
         model, device = config.model_config, config.device_config.device
         with torch.device("cpu"):
             made = LlamaRotaryEmbedding(model.hf_text_config)
-        places = torch.arange(model.max_model_len, device=device)[None]
+        # vLLM gives one module to all models of a process whose rotary embedding is the same, however long they are.
+        places = torch.arange(max(self.max_position_embeddings, model.max_model_len), device=device)[None]
         cos, sin = made.to(device)(torch.empty(0, dtype=model.dtype, device=device), places)
-        self._angles = cos[0].contiguous(), sin[0].contiguous()
+        # Buffers: vLLM keeps them when it sleeps.
+        self.register_buffer("angles_cos", cos[0].contiguous(), persistent=False)
+        self.register_buffer("angles_sin", sin[0].contiguous(), persistent=False)
 
     def _rotated(
         self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if key is None:
             raise ValueError("key: expected one beside query with RL_KERNELS_VLLM=1")
-        return rotary(positions, query, key, *self._angles)
+        return rotary(positions, query, key, self.angles_cos, self.angles_sin)
 
 
 class Rotary(_Rotary, RotaryEmbedding):

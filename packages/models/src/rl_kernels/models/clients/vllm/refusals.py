@@ -1,8 +1,11 @@
-"""What the plugin does not cover is refused by name, before a model is made."""
+"""What the plugin does not cover is refused by name, before weights are loaded."""
 
 from __future__ import annotations
 
 from typing import Any
+
+COVERED = ("LlamaForCausalLM", "Qwen3ForCausalLM")
+"""Models all of whose layers run on our operators; others have norms, activations or attention of their own."""
 
 
 def refuse(name: str, value: object, only: object = None) -> None:
@@ -20,6 +23,9 @@ def check(config: Any) -> None:
     model, parallel = config.model_config, config.parallel_config
     text = model.hf_text_config
     backend = config.attention_config.backend
+    unknown = [name for name in model.architectures if name not in COVERED]
+    if unknown:
+        raise ValueError(f"architectures: expected {' or '.join(COVERED)} with RL_KERNELS_VLLM=1, got {unknown[0]}")
     refuse("attention_backend", getattr(backend, "name", backend), "CUSTOM")
     refuse("quantization", model.quantization)
     refuse("enable_lora", config.lora_config)
