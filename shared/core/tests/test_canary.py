@@ -13,7 +13,7 @@ import torch
 
 from rl_kernels.core import canary
 from rl_kernels.core.canary import CanaryMismatch
-from rl_kernels.core.dispatch import choose, record_dispatch, remembered_choice
+from rl_kernels.core.dispatch import choose, record_dispatch, remembered_choice, without_canaries
 from rl_kernels.core.operator import INVARIANT, REPEATABLE, Backend, Call, Operator
 from rl_kernels.core.registry import kernel_registry
 
@@ -113,7 +113,7 @@ def test_the_checker_compares_nothing(runs, record):
 def test_a_kind_first_seen_by_the_checker_is_compared_later(runs, record):
     record(fp32=WRONG)
     chosen = remembered_choice(lambda x: choose(OPERATOR, Call.of(x)).name)
-    with canary.suspended(), canary.suspended():
+    with without_canaries(), without_canaries():
         chosen(torch.ones(2))
     with pytest.raises(CanaryMismatch):
         chosen(torch.ones(2))

@@ -97,7 +97,7 @@ def is_running() -> bool:
 
 def is_settled() -> bool:
     """Say whether a choice made now may be kept: none may that a canary has not seen."""
-    return not (_owed or _suspensions or is_running())
+    return not (_owed or is_running())
 
 
 def is_due(operator: Operator, call: Call, backend: Backend) -> bool:
@@ -142,7 +142,7 @@ def run(operator: Operator, call: Call, backend: Backend) -> None:
 
 @contextmanager
 def suspended() -> Iterator[None]:
-    """Compare nothing inside the block: for the checker, whose planted bugs a canary would find first."""
+    """Compare nothing inside the block; ``dispatch.without_canaries`` also forgets what was chosen in it."""
     _suspensions.append(None)
     try:
         yield

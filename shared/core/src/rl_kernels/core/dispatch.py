@@ -230,6 +230,17 @@ def forget() -> None:
         known.clear()
 
 
+@contextmanager
+def without_canaries() -> Iterator[None]:
+    """Compare no canary inside the block: for the checker, whose planted bugs a canary would find first."""
+    with canary.suspended():
+        try:
+            yield
+        finally:
+            # No canary has seen what was chosen here.
+            forget()
+
+
 def _remembered(first: Callable[..., T], always: Callable[..., T]) -> Callable[..., T]:
     """Return a function that calls ``first`` once for each kind of arguments, or ``always`` when nothing is cached."""
     known: dict[tuple[object, ...], T] = {}

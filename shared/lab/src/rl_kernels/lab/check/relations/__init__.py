@@ -7,9 +7,8 @@ from traceback import format_exc
 
 import torch
 
-from rl_kernels.core import canary
 from rl_kernels.core.contract import MissingTolerance
-from rl_kernels.core.dispatch import BackendUnavailable
+from rl_kernels.core.dispatch import BackendUnavailable, without_canaries
 from rl_kernels.lab.check.cell import Cell
 from rl_kernels.lab.check.guard import Misbehaved
 from rl_kernels.lab.check.relations.accuracy import accuracy, gradients
@@ -40,7 +39,7 @@ def hold(cell: Cell, relation: str) -> Iterator[Record]:
     device = cell.setting.device
     # Seed torch's global generator, so that a candidate that draws from it gets the same numbers in a replay.
     seeds = torch.random.fork_rng([device] if device.type == "cuda" else [])
-    with seeds, torch.enable_grad(), canary.suspended():
+    with seeds, torch.enable_grad(), without_canaries():
         torch.manual_seed(cell.seed)
         if cell.candidate.worker is not None:
             cell.candidate.worker.seed = cell.seed
