@@ -12,9 +12,7 @@ from collections.abc import Callable
 import torch
 
 from rl_kernels.core import validate as check
-
-STEP = 16
-"""Rows that one step of a chain adds."""
+from rl_kernels.det_gemm.segments import STEP
 
 
 def validate(join_tokens: int | None) -> None:

@@ -7,7 +7,7 @@ vLLM loads this package by itself (entry point group ``vllm.general_plugins``). 
 transformers under ``invariant`` with ``head_logp`` then gives the same bits for the same tokens. Chunked prefill,
 prefix caching and CUDA graphs stay on.
 
-What is not covered is refused by name: ``refusals``.
+So far this has run on a CPU only, in vLLM's own engine. What is not covered is refused by name: ``refusals``.
 """
 
 from __future__ import annotations
