@@ -63,6 +63,19 @@ def test_rotary_has_the_bits_of_pytorch(device, dtype, layout):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
+@pytest.mark.parametrize("batch", [1, 2])
+def test_rotary_at_places_has_the_bits_of_rotary(device, dtype, batch):
+    needs_triton(device, dtype)
+    q, k, angle = tensors(device, dtype, (batch, 5, 3, 16), (batch, 5, 2, 16), (40, 16))
+    q, k, cos, sin = q.transpose(1, 2), k.transpose(1, 2), angle.cos(), angle.sin()
+    places = torch.tensor([39, 0, 7, 7, 21, 3, 4, 5, 6, 38][: 5 * batch], device=device)
+    turns = [x[places].view(batch, 5, 16) for x in (cos, sin)]
+    for mine, theirs in zip(rotary.rotary_at(q, k, cos, sin, places), rotary.rotary(q, k, *turns), strict=True):
+        assert torch.equal(mine, theirs)
+        assert mine.stride() == theirs.stride()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
 @pytest.mark.parametrize("shape", [(1, 2), (3, 2000), (2, 5, 2048)], ids=str)
 def test_the_gate_of_halves_has_the_bits_of_the_gate(device, dtype, shape):
     needs_triton(device, dtype)

@@ -5,6 +5,17 @@ from rl_kernels.linear_logp.api import linear_logp
 from rl_kernels.linear_logp.chunks import Chunk
 from rl_kernels.linear_logp.known import BitsDiffer, Known
 from rl_kernels.linear_logp.loss import linear_logp_loss
+from rl_kernels.linear_logp.sampling import LinearLogits, linear_logits
 from rl_kernels.linear_logp.vocabulary import vocab_shards
 
-__all__ = ["BitsDiffer", "Chunk", "Known", "LogpStats", "linear_logp", "linear_logp_loss", "vocab_shards"]
+__all__ = [
+    "BitsDiffer",
+    "Chunk",
+    "Known",
+    "LinearLogits",
+    "LogpStats",
+    "linear_logits",
+    "linear_logp",
+    "linear_logp_loss",
+    "vocab_shards",
+]

@@ -48,5 +48,7 @@ def unpacked(
     states = gathered[:, :-1].unflatten(1, (slots, numbers)).flatten(0, 1)[: units(vocab_size)]
     parts = gathered.new_empty((len(states), STATE, count))
     parts[:, :numbers] = states
+    if ranks == 1:
+        return parts, gathered[0, -1]
     owner = (target_ids.long() // (slots * UNIT)).clamp(0, ranks - 1)
     return parts, gathered[:, -1].gather(0, owner[None])[0]

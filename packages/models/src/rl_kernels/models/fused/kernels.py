@@ -46,17 +46,23 @@ def turned(
 
 @triton.jit(do_not_specialize=("tokens",))
 def rotate(
-    Q, K, COS, SIN, Q_OUT, K_OUT, tokens,
+    Q, K, COS, SIN, Q_OUT, K_OUT, PLACES, tokens,
     q_batch, q_head, q_token, k_batch, k_head, k_token, cos_batch, cos_token,
     q_out_batch, q_out_head, q_out_token, k_out_batch, k_out_head, k_out_token,
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr,
-    BACK: tl.constexpr,
+    BACK: tl.constexpr, PLACED: tl.constexpr,
 ):  # fmt: skip
-    """Rotate queries and keys ``[B, H, T, 2 HALF]`` by ``COS, SIN[B, T, 2 HALF]``; BACK: gradients. Grid: tokens."""
+    """Rotate queries and keys ``[B, H, T, 2 HALF]`` by ``COS, SIN[B, T, 2 HALF]``; BACK: gradients. Grid: tokens.
+
+    PLACED: by the rows ``PLACES[B T]`` of ``COS, SIN[P, 2 HALF]``.
+    """
     b, t = (tl.program_id(0) // tokens).to(tl.int64), (tl.program_id(0) % tokens).to(tl.int64)
     d = tl.arange(0, WIDTH)
     inside = d < HALF
-    place = b * cos_batch + t * cos_token + d
+    row = t
+    if PLACED:
+        row = tl.load(PLACES + tl.program_id(0)).to(tl.int64)
+    place = b * cos_batch + row * cos_token + d
     c, s = tl.load(COS + place, mask=inside).to(tl.float32), tl.load(SIN + place, mask=inside).to(tl.float32)
     place += HALF
     c_, s_ = tl.load(COS + place, mask=inside).to(tl.float32), tl.load(SIN + place, mask=inside).to(tl.float32)

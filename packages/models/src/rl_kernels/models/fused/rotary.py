@@ -46,8 +46,25 @@ def rotary(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tenso
     return found
 
 
+def rotary_at(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, places: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``q[B, H, T, D]`` and ``k[B, Hkv, T, D]`` rotated by the rows ``places[B T]`` of ``cos, sin[P, D]``.
+
+    The bits are those of ``rotary`` with these rows; no gradient. ``takes`` must hold for q, k and such rows.
+    """
+    return _turned(q, k, cos[None], sin[None], cos.dtype, back=False, places=places.contiguous())
+
+
 def _turned(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, dtype: torch.dtype, *, back: bool
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    dtype: torch.dtype,
+    *,
+    back: bool,
+    places: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     import triton
 
@@ -60,11 +77,11 @@ def _turned(
         launch(
             kernels.rotate,
             (batch * tokens,),
-            *(q, k, cos, sin, q_out, k_out),
+            *(q, k, cos, sin, q_out, k_out, cos if places is None else places),
             numbers=(
                 *(tokens, *q.stride()[:3], *k.stride()[:3], cos.stride(0) * (cos.shape[0] > 1), cos.stride(1)),
                 *(*q_out.stride()[:3], *k_out.stride()[:3]),
-                *(heads, k.shape[1], half, triton.next_power_of_2(half), PART, back),
+                *(heads, k.shape[1], half, triton.next_power_of_2(half), PART, back, places is not None),
             ),
             num_warps=4,
         )

@@ -1,8 +1,8 @@
-"""Log-probabilities of sampled tokens from hidden states, by ``linear_logp``, as a trainer takes them.
+"""Logits and the log-probabilities of sampled tokens from one reading of the head, by ``linear_logits``.
 
-vLLM makes logits of the sampled rows, samples, and then asks for log-probabilities of the sampled tokens. The rows are
-kept from the first to the last of these steps. The most probable tokens, if they are asked for too, keep vLLM's own
-numbers.
+vLLM makes logits of the sampled rows, samples, and then asks for log-probabilities of the sampled tokens. What these
+are made from is kept from the first to the last of these steps; vLLM samples from a copy of the logits, in FP32. The
+most probable tokens, if they are asked for too, keep vLLM's own numbers.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.v1.sample.sampler import Sampler
 
-from rl_kernels.linear_logp import linear_logp
+from rl_kernels.linear_logp import LinearLogits, linear_logits
 from rl_kernels.models.clients.vllm.refusals import check, refuse
 
-_last: dict[str, Any] = {}
-"""Of the last step: hidden states of the sampled rows, and the head."""
+_last: list[LinearLogits] = []
+"""Of the last step; empty before the first one."""
 
 
 class Logits(LogitsProcessor):
@@ -33,36 +33,27 @@ class Logits(LogitsProcessor):
         super().__init__(*args, **options)
         check(get_current_vllm_config())
         refuse("logits_as_input", self.logits_as_input, False)
+        refuse("logit_scale", self.scale, 1.0)
+        refuse("final_logit_softcapping", self.soft_cap)
 
     def forward(
         self, lm_head: Any, hidden_states: torch.Tensor, embedding_bias: torch.Tensor | None = None
     ) -> torch.Tensor | None:
-        """Return the logits of the rows ``hidden_states[N, D]``."""
-        _last.update(hidden=hidden_states, head=lm_head, bias=embedding_bias, of=self)
-        return super().forward(lm_head, hidden_states, embedding_bias)
+        """Return the logits ``[N, V]`` of the rows ``hidden_states[N, D]``, FP32."""
+        vocab = self.org_vocab_size
+        bias = None if embedding_bias is None else embedding_bias[:vocab]
+        _last[:] = [linear_logits(hidden_states, lm_head.weight[:vocab], bias)]
+        # vLLM divides by the temperature in place.
+        return _last[0].logits.clone()
 
 
 def scores(token_ids: torch.Tensor) -> torch.Tensor:
     """Return the log-probability ``[N]`` of a token for each row of the last step, FP32.
 
     Raises:
-        RuntimeError: the last logits were of another number of rows.
+        ValueError: the last logits were of another number of rows.
     """
-    hidden, made = _last["hidden"], _last["of"]
-    if hidden.shape[0] != token_ids.shape[0]:
-        raise RuntimeError(
-            f"log-probabilities of {token_ids.shape[0]} tokens, but the last logits were {hidden.shape[0]} rows"
-        )
-    weight, bias = _last["head"].weight[: made.org_vocab_size], _last["bias"]
-    return linear_logp(
-        hidden,
-        weight,
-        token_ids.long(),
-        None if bias is None else bias[: made.org_vocab_size],
-        softcap=made.soft_cap or 0.0,
-        logit_scale=made.scale,
-        validate=False,
-    )
+    return _last[0].logp(token_ids, validate=False)
 
 
 def _gathered(logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor) -> Any:
@@ -73,13 +64,19 @@ def _of_top(logits: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor, *a
     return _with_scores(_of_second_runner(logits, num_logprobs, token_ids, *args, **options), token_ids)
 
 
+def _of_chosen(self: Sampler, logprobs: torch.Tensor, chosen: dict[int, list[int]], sampled: torch.Tensor) -> Any:
+    found = _of_tokens(self, logprobs, chosen, sampled)
+    return None if found is None else _with_scores(found, sampled)
+
+
 def _with_scores(found: Any, token_ids: torch.Tensor) -> Any:
-    """Return vLLM's log-probabilities with ours for the token of each row, also where it is among the most probable."""
-    is_own = found.logprob_token_ids == token_ids[:, None]
+    """Return vLLM's log-probabilities with ours for the token of each row, wherever it is named; -inf is padding."""
+    is_own = (found.logprob_token_ids == token_ids[:, None]) & (found.logprobs > -torch.inf)
     return found._replace(logprobs=torch.where(is_own, scores(token_ids)[:, None], found.logprobs))
 
 
 _of_first_runner: Any = Sampler.gather_logprobs
+_of_tokens: Any = Sampler.gather_specific_token_logprobs
 _of_second_runner: Any = None
 
 
@@ -90,5 +87,6 @@ def install() -> None:
 
     LogitsProcessor.register_oot(Logits, name="LogitsProcessor")
     Sampler.gather_logprobs = staticmethod(_gathered)
+    Sampler.gather_specific_token_logprobs = _of_chosen
     if sampler.compute_topk_logprobs is not _of_top:
         _of_second_runner, sampler.compute_topk_logprobs = sampler.compute_topk_logprobs, _of_top

@@ -31,10 +31,10 @@ def rotary(
     """Return ``query[T, H D]`` and ``key[T, Hkv D]``, rotated by the rows ``positions[T]`` of ``cos, sin[P, D]``."""
     size = cos.shape[-1]
     q, k = (x.view(x.shape[0], -1, size).transpose(0, 1)[None] for x in (query, key))
-    turns = cos.index_select(0, positions)[None], sin.index_select(0, positions)[None]
-    if rotations.takes(q, k, *turns):
-        q, k = rotations.rotary(q, k, *turns)
+    if rotations.takes(q, k, *(x[:1].expand(len(positions), -1)[None] for x in (cos, sin))):
+        q, k = rotations.rotary_at(q, k, cos, sin, positions)
     else:
+        turns = cos.index_select(0, positions)[None], sin.index_select(0, positions)[None]
         q, k = (x * turns[0][:, None] + _half_turned(x) * turns[1][:, None] for x in (q, k))
     q, k = (x[0].transpose(0, 1).reshape(x.shape[2], -1) for x in (q, k))
     return q, k

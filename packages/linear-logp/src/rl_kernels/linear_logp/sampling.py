@@ -1,0 +1,111 @@
+"""Logits to sample from, and the log-probabilities of what is sampled, from one reading of the weight.
+
+An inference engine needs both, and reading the weight is most of a small batch's work. The states of the softmax are
+formed while the logits are, as for the shards of a group; the log-probability is made of them once a token is known.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from rl_kernels.core import validate as check
+from rl_kernels.core.rowwise import compute_dtype
+from rl_kernels.linear_logp import kept
+from rl_kernels.linear_logp.arguments import Options, agreed
+from rl_kernels.linear_logp.op import ops
+from rl_kernels.linear_logp.vocabulary import units
+
+MIB = 1 << 20
+
+
+class LinearLogits(NamedTuple):
+    """What ``linear_logits`` returns.
+
+    Attributes:
+        logits: ``[..., V]``, FP32 (FP64 for FP64 inputs), rows maybe apart. ``logp`` reads them: change a copy.
+        packed: the states of the softmax, as ranks exchange them (``packing``).
+        temperature: 1, as the raw ops take it.
+        backend: name of the backend that formed them.
+        version: how often the logits had been changed when they were formed; None if that is not counted.
+    """
+
+    logits: torch.Tensor
+    packed: torch.Tensor
+    temperature: torch.Tensor
+    backend: str
+    version: int | None
+
+    def logp(self, token_ids: torch.Tensor, *, validate: bool = True) -> torch.Tensor:
+        """Return the log-probability of a token for each row, with the bits of ``linear_logp``.
+
+        Args:
+            token_ids: ``[...]``, int64 or int32, each in ``[0, V)``.
+            validate: check the values of ids, which syncs with a GPU. Without it an id out of range gives NaN.
+
+        Returns:
+            ``[...]``, in the dtype of the logits.
+
+        Raises:
+            TypeError, ValueError: token_ids is not as described.
+            RuntimeError: the logits were changed since; not seen under ``torch.inference_mode``.
+        """
+        vocab = self.logits.shape[-1]
+        check.token_ids("token_ids", token_ids, self.logits.shape[:-1], "the leading dims of the logits")
+        check.same_device(logits=self.logits, token_ids=token_ids)
+        if validate:
+            check.ids_in_range("token_ids", token_ids, vocab, None)
+        if _version(self.logits) != self.version:
+            raise RuntimeError("logits: changed in place since linear_logits; change a copy of them")
+        ids = token_ids.reshape(-1).long()
+        rows = self.logits.reshape(-1, vocab)
+        chosen = rows.gather(1, ids.clamp(0, vocab - 1)[:, None])
+        gathered = torch.cat((self.packed[:-1], chosen.T))[None]
+        found: torch.Tensor = ops["finish"](gathered, ids, self.temperature, None, vocab, False, self.backend)[0]
+        return found.view(token_ids.shape)
+
+
+def linear_logits(
+    hidden: torch.Tensor,
+    lm_head_weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    backend: str | None = None,
+) -> LinearLogits:
+    """Return ``hidden @ W^T + bias`` unrounded, and what ``linear_logp`` would make of any token.
+
+    For rollouts: ``linear_logits(hidden, weight).logp(ids)`` has the bits of ``linear_logp(hidden, weight, ids)``, and
+    the weight is read once. A row of the logits depends on that row of ``hidden`` and the parameters alone, bit for
+    bit. No gradients: call it under ``torch.no_grad()`` or ``torch.inference_mode()``.
+
+    Args:
+        hidden: ``[..., D]``, FP32, BF16, FP16 or FP64, any strides.
+        lm_head_weight: ``[V, D]``, dtype and device of ``hidden``, any strides.
+        bias: ``[V]``, dtype and device of ``hidden``, or None.
+        backend: name of a backend, ``auto``, or None, as for ``linear_logp``.
+
+    Raises:
+        TypeError, ValueError: an argument is not as described; the message names it.
+        BackendUnavailable: the requested backend cannot run this call.
+        CanaryMismatch: this GPU gives other bits than those recorded for its architecture; checked at the first call.
+    """
+    check.tensor("hidden", hidden, check.FLOATS, least=1)
+    ids = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
+    # Of all options but these: what linear_logp does without any.
+    options = Options(1.0, 0.0, 1.0, None, False, False, None, 0, None, None, None, None, None, False, backend)
+    call = agreed(hidden, lm_head_weight, ids, bias, None, options)
+    if call.differentiable and torch.is_grad_enabled():
+        raise ValueError("linear_logits: expected no gradients, call it under torch.no_grad()")
+    rows, weight, *_ = call.inputs
+    count, vocab, dtype = rows.shape[0], weight.shape[0], compute_dtype(rows.dtype)
+    needed = count * -(-vocab // kept.BLOCK) * kept.BLOCK * dtype.itemsize
+    packed, logits = ops["states"](*call.inputs, 0, units(vocab), False, -(-needed // MIB), call.backend)
+    if not count:
+        logits = rows.new_empty((0, vocab), dtype=dtype)
+    logits = logits[:, :vocab].unflatten(0, hidden.shape[:-1]) if hidden.ndim > 1 else logits[0, :vocab]
+    return LinearLogits(logits, packed, call.inputs[4], call.backend, _version(logits))
+
+
+def _version(x: torch.Tensor) -> int | None:
+    return None if x.is_inference() else x._version

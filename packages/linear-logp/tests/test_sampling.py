@@ -1,0 +1,115 @@
+"""Logits to sample from, and the log-probabilities of what was sampled, have the bits of linear_logp."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rl_kernels.core.testing import Draw, bits_of
+from rl_kernels.linear_logp import LinearLogits, linear_logits, linear_logp
+
+SHAPES = ((1, 64, 300), (63, 72, 1025), (64, 128, 5003), (65, 64, 2048), (300, 64, 16500))
+
+
+def drawn(
+    shape: tuple[int, int, int], dtype: torch.dtype, device: str = "cpu"
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return hidden, weight, bias and ids."""
+    (rows, size, vocab), draw = shape, Draw(dtype, seed=3, device=device)
+    weight = draw.normal(vocab, size, scale=size**-0.5)
+    return draw.normal(rows, size), weight, draw.normal(vocab), draw.ids(vocab, rows)
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(bits_of(one), bits_of(other))
+
+
+def hold(shape: tuple[int, int, int], dtype: torch.dtype, device: str, backend: str) -> None:
+    hidden, weight, bias, ids = drawn(shape, dtype, device)
+    for b in (None, bias):
+        with torch.no_grad():
+            found = linear_logits(hidden, weight, b, backend=backend)
+        assert found.logits.shape == (shape[0], shape[2])
+        for chosen in (ids, ids.flip(0).int()):
+            assert same(found.logp(chosen), linear_logp(hidden, weight, chosen, b, backend=backend))
+        exact = hidden.double() @ weight.double().T + (0.0 if b is None else b.double())
+        # FP32 chains of D terms about 1: far closer than a rounding to BF16.
+        assert (found.logits - exact).abs().max() < 2e-5
+        middle = slice(shape[0] // 2, shape[0] // 2 + 1)
+        alone = linear_logits(hidden[middle], weight, b, backend=backend)
+        assert same(alone.logits, found.logits[middle])
+        assert same(alone.logp(ids[middle]), found.logp(ids)[middle])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", SHAPES[:4], ids=str)
+def test_log_probabilities_have_the_bits_of_linear_logp(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    hold(shape, dtype, "cpu", "native")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("backend", ["cuda-sm90", "triton"])
+def test_bits_on_a_gpu(backend: str, shape: tuple[int, int, int]) -> None:
+    if backend == "cuda-sm90" and torch.cuda.get_device_capability(0)[0] != 9:
+        pytest.skip("needs sm_90")
+    hold(shape, torch.bfloat16, "cuda", backend)
+
+
+@pytest.mark.parametrize("leading", [(), (3,), (2, 3), (0,), (2, 0)], ids=str)
+def test_any_leading_dims(leading: tuple[int, ...]) -> None:
+    draw = Draw(torch.bfloat16)
+    hidden, weight, ids = draw.normal(*leading, 16), draw.normal(70, 16), draw.ids(70, *leading)
+    found = linear_logits(hidden, weight)
+    assert found.logits.shape == (*leading, 70)
+    assert same(found.logp(ids), linear_logp(hidden, weight, ids))
+
+
+def made() -> tuple[LinearLogits, torch.Tensor]:
+    hidden, weight, _, ids = drawn((4, 16, 90), torch.float32)
+    return linear_logits(hidden, weight), ids
+
+
+def test_ids_out_of_range() -> None:
+    found, ids = made()
+    ids[1], ids[2] = 90, -1
+    with pytest.raises(ValueError, match="token_ids"):
+        found.logp(ids)
+    assert found.logp(ids, validate=False).isnan().tolist() == [False, True, True, False]
+
+
+def test_changed_logits_are_noticed() -> None:
+    found, ids = made()
+    before = found.logp(ids)
+    found.logits.clone().div_(2.0)
+    assert same(found.logp(ids), before)
+    found.logits.div_(2.0)
+    with pytest.raises(RuntimeError, match="logits: changed in place"):
+        found.logp(ids)
+
+
+def test_inference_mode() -> None:
+    with torch.inference_mode():
+        found, ids = made()
+        assert found.version is None
+        value = found.logp(ids)
+    assert same(value, made()[0].logp(ids))
+
+
+def test_wrong_arguments_are_named() -> None:
+    found, ids = made()
+    with pytest.raises(ValueError, match="token_ids"):
+        found.logp(ids[:2])
+    with pytest.raises(TypeError, match="token_ids"):
+        found.logp(ids.float())
+    hidden, weight, bias, _ = drawn((4, 16, 90), torch.float32)
+    with pytest.raises(ValueError, match="lm_head_weight"):
+        linear_logits(hidden[:, :8], weight)
+    with pytest.raises(ValueError, match="bias"):
+        linear_logits(hidden, weight, bias[:-1])
+    with pytest.raises(TypeError, match="hidden"):
+        linear_logits([1.0], weight)
+    with pytest.raises(ValueError, match="no_grad"):
+        linear_logits(hidden.requires_grad_(), weight)
+    with torch.no_grad():
+        linear_logits(hidden, weight)
