@@ -85,8 +85,8 @@ BUGS = (
     Bug("sections of one head's bytes", "(self._size + self._size_v)", "self._size"),
     Bug(
         "sections of rows of one head",
-        "self._section(self._longest_q * self.group)",
-        "self._section(self._longest_q)",
+        "self._section(self._longest_q * self.group, ",
+        "self._section(self._longest_q, ",
     ),
     Bug("blocks of 64 queries", "return PART // self.group", "return PART"),
     Bug("rows of q for the gradient", "_map_of(grad, box, grad)", "_map_of(given.q, box, grad)"),

@@ -38,8 +38,9 @@ WARPS = 4
 PACKED_DIMS = 3
 L2_BYTES = 32 << 20
 """Bytes of operands that stay in the L2 cache while thread blocks share them."""
-SHARING = 4
-"""Thread blocks to each pair of a section that is larger than the L2 cache: they share what they read."""
+SHARING, LEAST = 4, 2
+"""Thread blocks to each pair of a section that is larger than the L2 cache, if the forward pass has tiles of unequal
+work; else pairs of such a section. Thread blocks of a pair share what they read."""
 
 
 class Plan:
@@ -109,7 +110,7 @@ class Plan:
             strides_of(key.strides),
             # Packed sequences and caches differ in their tiles.
             (key.used or len(key.strides) == PACKED_DIMS) and count * parts > most,
-            (tiles, parts, self._section(self._longest_k), held, self._factor, *self._cap),
+            (tiles, parts, self._section(self._longest_k, equal=not self._is_cut), held, self._factor, *self._cap),
         )
 
     def _made_backward(self) -> Backward:
@@ -134,19 +135,25 @@ class Plan:
             (self._shape(self.backward_box), self._shape(PART)),
             strides_of(key.strides),
             (
-                (row_tiles, self._section(self._longest_k), *numbers),
-                (key_tiles, self._section(self._longest_q * self.group), *numbers),
+                (row_tiles, self._section(self._longest_k, equal=True), *numbers),
+                (key_tiles, self._section(self._longest_q * self.group, equal=True), *numbers),
             ),
         )
 
-    def _section(self, rows: int) -> int:
+    @property
+    def _is_cut(self) -> bool:
+        """Whether a mask or a window lets some tiles see fewer keys than others of their sequence."""
+        return self._key.window != (UNLIMITED, UNLIMITED)
+
+    def _section(self, rows: int, *, equal: bool) -> int:
         """Return how many pairs of a sequence and a KV head, with ``rows`` rows of operands each, are a section.
 
         As many as fit into the L2 cache, but not so few that the last tiles of a section leave thread blocks idle.
+        Without ``equal`` tiles that is more: the last are short. Backward takes few always: it reads twice as much.
         """
         size = self._key.dtype.itemsize * rows * (self._size + self._size_v)
-        least = processors(self._key.device) // SHARING
-        return min(max(L2_BYTES // max(size, 1), least, 1), self._key.batch * self.kv_heads)
+        least = LEAST if equal else max(processors(self._key.device) // SHARING, 1)
+        return min(max(L2_BYTES // max(size, 1), least), self._key.batch * self.kv_heads)
 
     @property
     def backward_box(self) -> int:
