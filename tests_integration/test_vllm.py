@@ -79,8 +79,8 @@ def run(tmp_path: Path) -> Any:
 
 @pytest.mark.parametrize(
     ("model", "options"),
-    [*((model, ()) for model in MODELS), ("llama", ("--compiled",))],
-    ids=[*MODELS, "compiled"],
+    [*((model, ()) for model in MODELS), ("llama", ("--compiled", "--processed"))],
+    ids=[*MODELS, "compiled-processed"],
 )
 def test_rollout_has_the_bits_of_training(run: Any, model: str, options: tuple[str, ...]) -> None:
     done = run(model, *options)
@@ -105,6 +105,8 @@ def config(**changes: Any) -> Any:
         "hf_text_config": text,
         "quantization": None,
         "logprobs_mode": "raw_logprobs",
+        "model_impl": "auto",
+        "logits_processors": None,
     }
     parallel = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}
     of = {
@@ -127,7 +129,9 @@ def config(**changes: Any) -> Any:
         ({"speculative_config": object()}, "speculative_config: expected None"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size: expected 1"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size: expected 1"),
-        ({"logprobs_mode": "processed_logprobs"}, "logprobs_mode: expected 'raw_logprobs'"),
+        ({"logprobs_mode": "raw_logits"}, "logprobs_mode: expected 'raw_logprobs'"),
+        ({"model_impl": "transformers"}, "model_impl: expected 'auto'"),
+        ({"logprobs_mode": "processed_logprobs", "logits_processors": ["mine"]}, "logits_processors: expected None"),
         ({"text": {"num_experts": 8}}, "num_experts: expected None"),
         ({"text": {"rope_parameters": {"rope_type": "yarn"}}}, "rope_type: expected default or llama3"),
     ],
@@ -136,5 +140,28 @@ def test_what_is_not_covered_is_refused_by_name(changes: dict[str, Any], message
     from rl_kernels.models.clients.vllm.refusals import check
 
     check(config())
+    check(config(logprobs_mode="processed_logprobs"))
     with pytest.raises(ValueError, match=message):
         check(config(**changes))
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        *(("temperature", 0.7), ("top_p", 0.9), ("top_k", 20), ("min_p", 0.1), ("min_tokens", 3)),
+        *(("presence_penalty", 0.1), ("frequency_penalty", 0.1), ("repetition_penalty", 1.1)),
+        *(("logit_bias", {3: 1.0}), ("allowed_token_ids", [1, 2]), ("bad_words", ["no"])),
+    ],
+)
+def test_requests_whose_processed_log_probs_are_others_are_refused(option: str, value: object) -> None:
+    from vllm import SamplingParams
+
+    from rl_kernels.models.clients.vllm.refusals import check_request
+
+    params = SamplingParams(logprobs=0, **{option: value})
+    check_request("raw_logprobs", params)
+    check_request("processed_logprobs", SamplingParams(**{option: value}))
+    for plain in ({}, {"temperature": 0.0}, {"top_k": -1}, {"seed": 3, "stop_token_ids": [2]}):
+        check_request("processed_logprobs", SamplingParams(logprobs=0, **plain))
+    with pytest.raises(ValueError, match=f"{option}: expected .* and logprobs_mode='processed_logprobs', got"):
+        check_request("processed_logprobs", params)

@@ -1,7 +1,8 @@
 """Run vLLM's engine on a CPU with the plugin; print how many log-probs differ from transformers', as JSON.
 
-`python tests_integration/vllm_on_cpu.py MODEL [--compiled]`, MODEL a folder with a config.json. vLLM's compiled library
-is not there: the few functions of it that a CPU worker calls are given here, and all layers come from the plugin.
+`python tests_integration/vllm_on_cpu.py MODEL [--compiled] [--processed]`, MODEL a folder with a config.json. vLLM's
+compiled library is not there: the few functions of it that a CPU worker calls are given here, and all layers come from
+the plugin.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 
 PROMPTS = (range(3, 20), range(100, 145), (7, 8, 9), range(100, 150))
@@ -66,12 +68,12 @@ def weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
         yield name, (drawn + 1.0 if value.ndim == 1 else drawn).to(value.dtype)
 
 
-def sampled(folder: str, trainer: Any, compiled: bool) -> list[tuple[list[int], list[int], list[float]]]:
-    """Return prompt, answer and log-probs of each request."""
+def sampled(folder: str, trainer: Any, chosen: tuple[str, ...]) -> list[tuple[list[int], list[int], list[float]]]:
+    """Return prompt, answer and log-probs of each request; processed ones with another temperature are refused."""
     from vllm import LLM, SamplingParams
 
     how: dict[str, Any] = {"enforce_eager": True}
-    if compiled:
+    if "--compiled" in chosen:
         how = {"compilation_config": {"mode": 3, "cudagraph_mode": "NONE"}}
     engine = LLM(
         model=folder,
@@ -84,7 +86,7 @@ def sampled(folder: str, trainer: Any, compiled: bool) -> list[tuple[list[int], 
         block_size=PAGE,
         enable_chunked_prefill=True,
         enable_prefix_caching=True,
-        attention_backend="CUSTOM",
+        logprobs_mode="processed_logprobs" if "--processed" in chosen else "raw_logprobs",
         **how,
     )
     pushed = trainer.state_dict()
@@ -94,6 +96,9 @@ def sampled(folder: str, trainer: Any, compiled: bool) -> list[tuple[list[int], 
     options = [
         SamplingParams(max_tokens=ANSWER, logprobs=count, ignore_eos=True, detokenize=False) for count in (0, 5, 0, 3)
     ]
+    if "--processed" in chosen:
+        with pytest.raises(ValueError, match=r"temperature: expected 1\.0"):
+            engine.generate({"prompt_token_ids": [5]}, SamplingParams(temperature=0.5, logprobs=0))
     requests = [{"prompt_token_ids": list(prompt)} for prompt in PROMPTS]
     found = []
     for request in engine.generate(requests, options, use_tqdm=False):
@@ -126,7 +131,7 @@ def main(folder: str, *options: str) -> None:
 
     trainer = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
     trainer.load_state_dict(dict(weights(trainer)))
-    found = sampled(folder, trainer, "--compiled" in options)
+    found = sampled(folder, trainer, options)
     counts = {"tokens": sum(len(tokens) for _, tokens, _ in found), "stock": differing(trainer, found)}
     with invariant(trainer):
         counts["invariant"] = differing(trainer, found)

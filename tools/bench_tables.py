@@ -8,6 +8,7 @@
 | tools/results/*-grpo-step*.json | `tools/grpo_step.py` | docs/benchmarks/grpo-step.md |
 | tools/results/*-host.json | `rl-kernels bench --set host` | docs/benchmarks/host-time.md |
 | tools/results/*-trl-step*.json | `tools/trl_step.py` | docs/recipes/trl.md |
+| tools/results/*-vllm-*.json | `tools/vllm_rollout.py` | docs/recipes/vllm-sglang.md |
 | tools/results/*-ranks.json | `tools/ranks.py` | docs/many-gpus.md |
 | tools/results/*-shards.json | `tools/shard_times.py` | docs/many-gpus.md |
 | tools/results/*-segments.json | `tools/segment_times.py` | packages/det-gemm/GUIDE.md |
@@ -46,6 +47,7 @@ from tool_tables import (
     mismatch,
     model_bits,
     model_steps,
+    rollouts,
     steps,
     trl_steps,
 )
@@ -60,6 +62,7 @@ PUBLISHED = "shared/core/src/rl_kernels/core/published.json"
 FRONT = ("README.md", "docs/benchmarks/index.md")
 """Pages with a few lines of all results."""
 MODELS, DEMO, TRL = "packages/models/benchmarks/README.md", "docs/demo.md", "docs/recipes/trl.md"
+VLLM = "docs/recipes/vllm-sglang.md"
 RANKS, SEGMENTS = "docs/many-gpus.md", "packages/det-gemm/GUIDE.md"
 HARDWARE = "docs/hardware.md"
 GRPO_STEP, HOST = "docs/benchmarks/grpo-step.md", "docs/benchmarks/host-time.md"
@@ -108,6 +111,7 @@ def pages(root: Path, packages: dict[str, dict[str, Document]]) -> Iterator[tupl
     marked_pages = {
         MODELS: of_models,
         TRL: {"trl step": trl_steps(named("*-trl-step*.json"))},
+        VLLM: {"vllm rollout": rollouts(named("*-vllm-*.json"))},
         DEMO: {"demo": demos(named(DEMOS)), "mismatch": mismatch(files / MISMATCH)},
         GRPO_STEP: {"grpo step": steps(named("*-grpo-step*.json"))},
         RANKS: {

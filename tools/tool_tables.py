@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -110,7 +111,7 @@ def _call(measured: Measured | None) -> tuple[str, str]:
 
 def ran_on(where: Mapping[str, str]) -> str:
     """Return the line under a table that says what it was measured on."""
-    named = ("device", "date", "torch", "transformers", "trl", "batch_invariant_ops", "triton")
+    named = ("device", "date", "torch", "transformers", "vllm", "trl", "batch_invariant_ops", "triton")
     return f"- ran on {', '.join(f'{name} {where[name]}' for name in named if name in where)}"
 
 
@@ -118,6 +119,30 @@ def sizes_of(settings: Mapping[str, Any]) -> str:
     """Return what a model of `tools/model_step.py` is."""
     widths = f"{settings['layers']} layers, hidden {settings['hidden']}, {settings['heads']} heads"
     return f"A Llama of {widths}, {settings['kv_heads']} of keys, {settings['dtype']}"
+
+
+def rollouts(files: Iterable[Path]) -> str:
+    """Return the tables of rollouts in vLLM: log-probabilities that differ from those of training, and speed."""
+    parts = []
+    for file in files:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        given, tables = found["settings"], []
+        what = f"{given['model']}, {given['layers']} layers, vLLM's model runner {given['runner']}"
+        if "bits" in found:
+            trainings = list(dict.fromkeys(each["training"] for each in found["bits"]))
+            counts = {(each["way"], each["training"]): of(each["differ"], each["tokens"]) for each in found["bits"]}
+            rows = [["differ from training, which is", *trainings]]
+            rows += [[way, *(counts[way, training] for training in trainings)] for way in given["ways"]]
+            tables.append(as_table(rows))
+        if "speed" in found:
+            rows = [["tokens a second, sequences", *given["ways"]]]
+            for number, ways in found["speed"].items():
+                medians = {way: statistics.median(each) for way, each in ways.items()}
+                first = medians[given["ways"][0]]
+                rows.append([number, *(f"{value:,.0f} ({value / first:.2f})" for value in medians.values())])
+            tables.append(as_table(rows))
+        parts.append("\n\n".join((f"{what}:", *tables, ran_on(found["environment"]))))
+    return filled(parts)
 
 
 def filled(parts: Sequence[str]) -> str:

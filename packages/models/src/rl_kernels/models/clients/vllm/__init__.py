@@ -1,13 +1,11 @@
 """vLLM on our operators: rollouts whose log-probabilities are the trainer's, bit for bit. Written for vLLM 0.24.0.
 
-vLLM loads this package by itself (entry point group ``vllm.general_plugins``). With ``RL_KERNELS_VLLM=1`` and
-``LLM(attention_backend="CUSTOM")`` a model's attention runs on ``det_attention`` over vLLM's pages, its norms on
+vLLM loads this package by itself (entry point group ``vllm.general_plugins``). With ``RL_KERNELS_VLLM=1`` a model's
+attention runs on ``det_attention`` over vLLM's pages (the backend ``CUSTOM``, then the default), its norms on
 ``rms_norm``, its linear layers on ``det_linear``, rotary embedding and SwiGLU on the functions that
-``invariant(model)`` uses, and the log-probability of a sampled token comes from ``linear_logp``. A model of
-transformers under ``invariant`` with ``head_logp`` then gives the same bits for the same tokens. Chunked prefill,
-prefix caching and CUDA graphs stay on.
-
-So far this has run on a CPU only, in vLLM's own engine. What is not covered is refused by name: ``refusals``.
+``invariant(model)`` uses, and logits and the log-probability of a sampled token come from ``linear_logits``. A model
+of transformers under ``invariant`` with ``head_logp`` then gives the same bits for the same tokens. Chunked prefill,
+prefix caching and CUDA graphs stay on. What is not covered is refused by name: ``refusals``.
 """
 
 from __future__ import annotations
@@ -29,8 +27,9 @@ def register() -> None:
     if wanted not in ("", "0", "1"):
         raise ValueError(f"{VARIABLE}: expected 0 or 1, got {wanted!r}")
     if wanted == "1":
-        from rl_kernels.models.clients.vllm import attention, layers, logprobs
+        from rl_kernels.models.clients.vllm import attention, layers, logprobs, refusals
 
         attention.install()
         layers.install()
         logprobs.install()
+        refusals.install()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -168,6 +169,16 @@ class Backend(AttentionBackend):
         return True
 
 
+_configure: Any = EngineArgs.create_engine_config
+
+
+def _configured(self: Any, *args: Any, **options: Any) -> Any:
+    if self.attention_backend is None and self.attention_config.backend is None:
+        self.attention_backend = AttentionBackendEnum.CUSTOM
+    return _configure(self, *args, **options)
+
+
 def install() -> None:
-    """Make this backend vLLM's CUSTOM one."""
+    """Make this backend vLLM's CUSTOM one, and the one of engines that ask for none."""
     register_backend(AttentionBackendEnum.CUSTOM, f"{__name__}.{Backend.__name__}")
+    EngineArgs.create_engine_config = _configured

@@ -1,11 +1,24 @@
-"""What the plugin does not cover is refused by name, before weights are loaded."""
+"""What the plugin does not cover is refused by name: of an engine before weights are loaded, of a request at once."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from vllm.v1.engine.input_processor import InputProcessor
+
 COVERED = ("LlamaForCausalLM", "Qwen3ForCausalLM")
 """Models all of whose layers run on our operators; others have norms, activations or attention of their own."""
+
+
+PROCESSED = "processed_logprobs"
+"""Log-probs of what is sampled from, after temperature and masks; trainers ask vLLM for these."""
+PLAIN: dict[str, tuple[object, ...]] = {
+    **{"temperature": (1.0, 0.0), "top_p": (1.0,), "top_k": (0, -1), "min_p": (0.0,), "min_tokens": (0,)},
+    **{"presence_penalty": (0.0,), "frequency_penalty": (0.0,), "repetition_penalty": (1.0,)},
+    **{"logit_bias": (None, {}), "allowed_token_ids": (None,), "bad_words": (None, []), "structured_outputs": (None,)},
+    "thinking_token_budget": (None,),
+}
+"""Options of a request with which processed log-probs are those of the model; vLLM takes temperature 0 for 1 here."""
 
 
 def refuse(name: str, value: object, only: object = None) -> None:
@@ -32,9 +45,44 @@ def check(config: Any) -> None:
     refuse("speculative_config", config.speculative_config)
     refuse("tensor_parallel_size", parallel.tensor_parallel_size, 1)
     refuse("pipeline_parallel_size", parallel.pipeline_parallel_size, 1)
-    refuse("logprobs_mode", model.logprobs_mode, "raw_logprobs")
+    if model.logprobs_mode not in ("raw_logprobs", PROCESSED):
+        refuse("logprobs_mode", model.logprobs_mode, "raw_logprobs")
+    if model.model_impl not in ("auto", "vllm"):
+        refuse("model_impl", model.model_impl, "auto")
+    if model.logprobs_mode == PROCESSED:
+        refuse("logits_processors", model.logits_processors or None)
     for name in ("num_experts", "num_local_experts", "n_routed_experts"):
         refuse(name, getattr(text, name, None) or None)
     kind = (getattr(text, "rope_parameters", None) or {}).get("rope_type", "default")
     if kind not in ("default", "llama3"):
         raise ValueError(f"rope_type: expected default or llama3 with RL_KERNELS_VLLM=1, got {kind!r}")
+
+
+def check_request(mode: str, params: Any) -> None:
+    """Refuse a ``SamplingParams`` whose processed log-probs are not those of the model.
+
+    Raises:
+        ValueError: the message names the option.
+    """
+    # Those of pooling have no log-probabilities.
+    if mode != PROCESSED or getattr(params, "logprobs", None) is None:
+        return
+    for name, values in PLAIN.items():
+        value = getattr(params, name)
+        if value not in values:
+            raise ValueError(
+                f"{name}: expected {values[0]!r} with RL_KERNELS_VLLM=1 and logprobs_mode={PROCESSED!r}, got {value!r}"
+            )
+
+
+_validate: Any = InputProcessor._validate_params
+
+
+def _validated(self: Any, params: Any, *others: Any, **options: Any) -> None:
+    check_request(self.model_config.logprobs_mode, params)
+    _validate(self, params, *others, **options)
+
+
+def install() -> None:
+    """Check requests where vLLM does."""
+    InputProcessor._validate_params = _validated

@@ -1,0 +1,197 @@
+"""Roll out in vLLM three ways and compare with training: `python tools/vllm_rollout.py` on a GPU.
+
+The model has random weights: a Llama with the widths of Llama 3.1 8B, or a small Qwen3. vLLM runs stock, in its own
+batch-invariant mode, and with the plugin of rl-kernels-models, each in processes of its own; all are there at once.
+
+bits: prompts of several lengths are answered, and the log-probabilities of the sampled tokens are compared with those
+of a training pass: the same model in transformers, as it comes with `log_softmax`, and under `invariant()` with
+`head_logp`. A token counts where any bit differs.
+
+speed: tokens a second for several numbers of sequences, with log-probabilities of the sampled tokens. The ways take
+turns while the others wait; the ratio to stock is of medians.
+
+Exit status: 1 if a token of the plugin differs from training under `invariant()`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import random
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from vllm_engines import OURS, STOCK, WAYS, Answers, Engines
+
+from rl_kernels.core.command import Parser, count, writable
+from rl_kernels.core.testing import bits_of
+from rl_kernels.lab.bench.environment import environment
+
+PACKAGES = ("vllm", "transformers", "rl-kernels-models", "rl-kernels-attention", "rl-kernels-linear-logp")
+ROPE = {"rope_type": "default", "rope_theta": 1e6}
+OF_LLAMA = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+OF_LLAMA |= {"original_max_position_embeddings": 8192}
+MODELS: Mapping[str, Mapping[str, Any]] = {
+    "llama": {
+        **{"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8},
+        **{"vocab_size": 128256, "rope_parameters": OF_LLAMA, "architectures": ["LlamaForCausalLM"]},
+    },
+    "qwen3": {
+        **{"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8},
+        **{"vocab_size": 151936, "rope_parameters": ROPE, "architectures": ["Qwen3ForCausalLM"]},
+    },
+}
+LONGEST, PART = 1500, 8
+"""Tokens of the longest prompt; sequences of a training pass."""
+
+
+def make(folder: str, name: str, layers: int, device: str) -> None:
+    """Save a model whose weights are normal with a spread of 0.02; its head gives logits with a spread of 2."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    others = {"head_dim": 128, "num_hidden_layers": layers, "max_position_embeddings": 32768, "hidden_act": "silu"}
+    config = AutoConfig.for_model(name, **MODELS[name], **others, tie_word_embeddings=False)
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for place, weight in sorted(model.named_parameters()):
+            spread = 2.0 * weight.shape[-1] ** -0.5 if place == "lm_head.weight" else 0.02
+            # Norms about 1.
+            weight.normal_(1.0, 0.1) if weight.ndim == 1 else weight.normal_(0.0, spread)
+    model.save_pretrained(folder)
+
+
+def prompts(number: int, longest: int, vocab: int, seed: int) -> list[list[int]]:
+    """Draw prompts of 16 tokens to ``longest``; each fourth one begins as the one before it."""
+    source, found = random.Random(seed), []
+    for index in range(number):
+        ids = [source.randrange(vocab) for _ in range(source.randint(16, longest))]
+        if index % 4 == 3:
+            ids = (found[-1][: len(found[-1]) * 3 // 4] + ids)[:longest]
+        found.append(ids)
+    return found
+
+
+def speeds(engines: Engines, given: argparse.Namespace, vocab: int) -> dict[str, dict[str, list[float]]]:
+    """Return tokens a second by number of sequences and way, a number for each round."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for number in given.sequences:
+        found[str(number)] = {way: [] for way in given.ways}
+        for turn in range(-1, given.rounds):
+            for way in given.ways if turn % 2 else given.ways[::-1]:
+                ids = [of[:128] for of in prompts(number, 128, vocab, turn * 1000 + number)]
+                seconds, answers, _ = engines.answer(way, ids, given.tokens // 2)
+                if turn >= 0:
+                    found[str(number)][way].append(round(sum(map(len, answers)) / seconds, 1))
+        shown = {way: statistics.median(of) for way, of in found[str(number)].items()}
+        print(f"{number} sequences, tokens a second: {shown}", flush=True)
+    return found
+
+
+def trained(model: Any, sequences: Sequence[list[int]], starts: Sequence[int], stock: bool) -> torch.Tensor:
+    """Return the log-probabilities of the tokens from ``starts`` on, of padded batches, as a trainer takes them."""
+    from rl_kernels.models import head_logp
+
+    found = []
+    for first in range(0, len(sequences), PART):
+        part, device = sequences[first : first + PART], model.device
+        width = max(map(len, part))
+        rows = torch.tensor([ids + [0] * (width - len(ids)) for ids in part], device=device)
+        mask = torch.tensor([[1] * len(ids) + [0] * (width - len(ids)) for ids in part], device=device)
+        hidden = model.model(rows, attention_mask=mask, use_cache=False).last_hidden_state
+        for row, ids in enumerate(part):
+            start = starts[first + row]
+            states, tokens = hidden[row, start - 1 : len(ids) - 1], rows[row, start : len(ids)]
+            if stock:
+                logits = model.lm_head(states).float()
+                found.append(logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0])
+            else:
+                found.append(head_logp(model.lm_head, states, tokens))
+    return torch.cat(found).cpu()
+
+
+def compare(folder: str, answers: Mapping[str, Answers], ids: list[list[int]], device: str) -> list[dict[str, Any]]:
+    """Return for each way of rolling out how many log-probabilities differ from those of training, and by how much."""
+    from transformers import AutoModelForCausalLM
+
+    from rl_kernels.models import invariant
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(device).eval()
+    records = []
+    for way, (_, tokens, logprobs) in answers.items():
+        sequences, starts = [one + two for one, two in zip(ids, tokens, strict=True)], [len(of) for of in ids]
+        rolled = torch.tensor([value for of in logprobs for value in of], dtype=torch.float32)
+        with torch.no_grad():
+            passes = {STOCK: trained(model, sequences, starts, stock=True)}
+            with invariant(model):
+                passes["invariant"] = trained(model, sequences, starts, stock=False)
+        for training, value in passes.items():
+            differ = int((bits_of(value) != bits_of(rolled)).sum())
+            largest = float((value - rolled).abs().max())
+            records.append({"way": way, "training": training, "tokens": len(rolled), "differ": differ, "max": largest})
+            print(f"{way}, training {training}: {differ} of {len(rolled)} differ, by {largest:.3g} at most", flush=True)
+    return records
+
+
+def parser() -> Parser:
+    """Return the parser of the command line."""
+    made = Parser("vllm_rollout.py", "Roll out in vLLM, stock and on our operators; compare with training, and time.")
+    made.add_argument("--model", choices=list(MODELS), default="llama", help="default: llama")
+    numbers = {"layers": 8, "prompts": 64, "tokens": 512, "rounds": 5, "cache_gib": 5}
+    for name, default in numbers.items():
+        flag = "--" + name.replace("_", "-")
+        made.add_argument(flag, type=count(1), default=default, metavar="N", help=f"default: {default}")
+    made.add_argument("--runner", type=int, choices=(1, 2), default=1, help="vLLM's model runner; default: 1")
+    made.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS), help="default: all")
+    made.add_argument("--parts", nargs="+", choices=("bits", "speed"), default=["bits", "speed"], help="default: both")
+    made.add_argument("--sequences", nargs="+", type=count(1), default=[1, 16, 64, 256], metavar="N", help="to time")
+    made.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help=argparse.SUPPRESS)
+    made.add_argument("--json", type=writable, metavar="FILE", help="also write the results as JSON")
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return the exit status."""
+    asked = parser()
+    given = asked.parse_args(argv)
+    for name in ("transformers", "vllm"):
+        if find_spec(name) is None:
+            asked.error(f"{name} is not installed")
+    if given.device == "cuda" and not torch.cuda.is_available():
+        asked.error("this PyTorch sees no GPU")
+    vocab = MODELS[given.model]["vocab_size"]
+    ids, found = prompts(given.prompts, LONGEST, vocab, 0), {}
+    with tempfile.TemporaryDirectory() as folder:
+        made = (folder, given.model, given.layers, given.device)
+        # In a process of its own, which gives all its memory back.
+        maker = multiprocessing.get_context("spawn").Process(target=make, args=made)
+        maker.start()
+        maker.join()
+        engines = Engines(folder, given)
+        try:
+            if "bits" in given.parts:
+                answers = {way: engines.answer(way, ids, given.tokens) for way in given.ways}
+            if "speed" in given.parts:
+                found["speed"] = speeds(engines, given, vocab)
+        finally:
+            engines.close()
+        if "bits" in given.parts:
+            found["bits"] = compare(folder, answers, ids, given.device)
+    if given.json:
+        settings = {name: value for name, value in vars(given).items() if name != "json"}
+        document = {"environment": environment(torch.device(given.device), PACKAGES), "settings": settings, **found}
+        given.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    return int(
+        any(each["differ"] for each in found.get("bits", []) if each["way"] == OURS and each["training"] != STOCK)
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
