@@ -33,8 +33,9 @@ PINNED = ("-c", str(CONSTRAINTS))
 BASE = ROOT / ".nox" / "base"
 BASE_REQUIREMENTS = ("torch", "numpy", "rich", "matplotlib", "hatchling", "editables", "pytest", "hypothesis")
 
-# The oldest PyTorch that pyproject.toml allows. Its wheel includes CUDA (gigabytes), so run it before a release only.
-FLOOR = ("torch==2.9.1", "numpy<2.4")
+# The oldest PyTorch that pyproject.toml allows. Its wheel includes CUDA (gigabytes), so run it before a release only,
+# with the oldest Python too (`--force-python`).
+FLOOR = ("torch==2.11.0", "numpy<2.4")
 
 # What verl's engine and models need, without its servers; its transformers is older than the one of other sessions.
 VERL = (

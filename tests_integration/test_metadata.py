@@ -110,7 +110,7 @@ def test_releases_page_tells_the_versions_that_are_declared_and_run() -> None:
 
 
 def test_bump_writes_pins_citation_and_changelog(bump: ModuleType) -> None:
-    project = 'version = "0.1.0"\ndependencies = [\n    "rl-kernels-core==0.1.0",\n    "torch>=2.9",\n]\n'
+    project = 'version = "0.1.0"\ndependencies = [\n    "rl-kernels-core==0.1.0",\n    "torch>=2.11",\n]\n'
     assert bump.bumped(project, "0.2.0") == project.replace("0.1.0", "0.2.0")
     added = project.replace("0.1.0", "0.2.0").replace('    "torch', '    "rl-kernels-norm==0.2.0",\n    "torch')
     assert bump.requiring_all(bump.bumped(project, "0.2.0"), ["rl-kernels-core", "rl-kernels-norm"], "0.2.0") == added

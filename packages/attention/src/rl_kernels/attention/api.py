@@ -322,6 +322,5 @@ class _DetAttention(torch.autograd.Function):
             found = planned.backward(given, *rest)
         if found is None:
             found = first_order(ops["backward"], *given, *rest, ctx.backend)
-        # Cut to one length: torch.compile of PyTorch 2.9 takes strict=False for strict.
-        gradients = [value if need else None for value, need in zip(found, needs[: len(found)], strict=True)]
+        gradients = [value if need else None for value, need in zip(found, needs, strict=False)]
         return *gradients, *[None] * (len(needs) - len(gradients))

@@ -212,8 +212,7 @@ class _Norm(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         total, weight, stats = ctx.saved_tensors
         grad = torch.zeros_like(total) if grad is None else grad
-        # Cut to one length: torch.compile of PyTorch 2.9 takes strict=False for strict.
-        needed = zip(ctx.needs_input_grad[: len(ctx.places)], ctx.places, strict=True)
+        needed = zip(ctx.needs_input_grad, ctx.places, strict=False)
         wanted = [is_needed and is_asked_for(ctx, place) for is_needed, place in needed]
         of_sum = None if grad_sum is None else _rows(grad_sum)
         given = (_rows(grad), of_sum, _rows(total), weight, stats, *ctx.form)
