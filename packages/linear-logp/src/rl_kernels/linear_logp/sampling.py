@@ -11,7 +11,9 @@ from typing import NamedTuple
 import torch
 
 from rl_kernels.core import validate as check
+from rl_kernels.core.dispatch import remembered_choice
 from rl_kernels.core.rowwise import compute_dtype
+from rl_kernels.core.torchlib import autocast_linear, scalar_or_rows
 from rl_kernels.linear_logp import kept
 from rl_kernels.linear_logp.arguments import Options, agreed
 from rl_kernels.linear_logp.op import ops
@@ -90,21 +92,31 @@ def linear_logits(
         BackendUnavailable: the requested backend cannot run this call.
         CanaryMismatch: this GPU gives other bits than those recorded for its architecture; checked at the first call.
     """
-    check.tensor("hidden", hidden, check.FLOATS, least=1)
-    ids = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
-    # Of all options but these: what linear_logp does without any.
-    options = Options(1.0, 0.0, 1.0, None, False, False, None, 0, None, None, None, None, None, False, backend)
-    call = agreed(hidden, lm_head_weight, ids, bias, None, options)
-    if call.differentiable and torch.is_grad_enabled():
+    tensors = autocast_linear(hidden, lm_head_weight, bias)
+    chosen = _chosen(*tensors, backend)
+    rows, weight, added = tensors
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         raise ValueError("linear_logits: expected no gradients, call it under torch.no_grad()")
-    rows, weight, *_ = call.inputs
-    count, vocab, dtype = rows.shape[0], weight.shape[0], compute_dtype(rows.dtype)
-    needed = count * -(-vocab // kept.BLOCK) * kept.BLOCK * dtype.itemsize
-    packed, logits = ops["states"](*call.inputs, 0, units(vocab), False, -(-needed // MIB), call.backend)
+    leading, vocab, dtype = rows.shape[:-1], weight.shape[0], compute_dtype(rows.dtype)
+    rows = rows.flatten(0, -2) if leading else rows[None]
+    count, one = rows.shape[0], scalar_or_rows(1.0, dtype)
+    ids = torch.zeros(count, dtype=torch.int64, device=rows.device)
+    mib = -(-count * -(-vocab // kept.BLOCK) * kept.BLOCK * dtype.itemsize // MIB)
+    packed, logits = ops["states"](rows, weight, ids, added, one, None, None, 0, units(vocab), False, mib, chosen)
     if not count:
         logits = rows.new_empty((0, vocab), dtype=dtype)
-    logits = logits[:, :vocab].unflatten(0, hidden.shape[:-1]) if hidden.ndim > 1 else logits[0, :vocab]
-    return LinearLogits(logits, packed, call.inputs[4], call.backend, _version(logits))
+    logits = logits[:, :vocab].unflatten(0, leading) if leading else logits[0, :vocab]
+    return LinearLogits(logits, packed, one, chosen, _version(logits))
+
+
+@remembered_choice
+def _chosen(hidden: torch.Tensor, lm_head_weight: torch.Tensor, bias: torch.Tensor | None, backend: str | None) -> str:
+    """Check the arguments as ``linear_logp`` does, and return the name of its backend."""
+    check.tensor("hidden", hidden, check.FLOATS, least=1)
+    ids = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
+    # All options are those that linear_logp has without any.
+    options = Options(1.0, 0.0, 1.0, None, False, False, None, 0, None, None, None, None, None, False, backend)
+    return agreed(hidden, lm_head_weight, ids, bias, None, options).backend
 
 
 def _version(x: torch.Tensor) -> int | None:
