@@ -28,6 +28,7 @@ def test_the_very_first_call_may_be_compiled():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="PyTorch 2.11 compiles a graph for each value of a number")
 def test_a_temperature_that_varies_does_not_recompile_each_time():
     call = compiled()
     logits, ids = torch.randn(3, 9), torch.tensor([0, 1, 2])

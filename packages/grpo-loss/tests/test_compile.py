@@ -45,6 +45,7 @@ def _agree(compiled: Callable[..., Any], call: dict[str, Any]) -> None:
     assert torch.equal(*grads)
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="PyTorch 2.11 compiles a graph for each value of a number")
 def test_numbers_may_change_without_many_graphs() -> None:
     compiled, call = _compiled(), {**_call(), "samples_per_prompt": 3}
     for step in range(1, 8):

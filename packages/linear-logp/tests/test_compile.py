@@ -45,6 +45,7 @@ def test_number_of_rows_may_change_without_many_graphs() -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="PyTorch 2.11 compiles a graph for each value of a number")
 def test_temperature_may_change_without_many_graphs() -> None:
     torch._dynamo.utils.counters.clear()
     compiled, call = _compiled(), _call()

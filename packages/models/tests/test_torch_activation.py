@@ -1,5 +1,7 @@
 """``activate()``: what is active within it, what behind it, and what is in the dispatcher."""
 
+import warnings
+
 import pytest
 import torch
 from torch.nn import attention
@@ -140,12 +142,16 @@ def test_a_handle_that_somebody_keeps_leaves_nothing_behind():
     handle.remove()
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="PyTorch 2.11 takes no second kernel from Python for an op")
 def test_what_pytorch_has_is_overridden_without_a_warning(hook):
     """On a GPU there is a kernel for each op, of which PyTorch warns once; tests turn warnings into errors."""
-    torch.set_warn_always(True)
     theirs = torch.library.Library("aten", "IMPL", "CUDA")
-    try:
+    with warnings.catch_warnings():
+        # A build with CUDA has a kernel before this one.
+        warnings.simplefilter("ignore")
         theirs.impl("_flash_attention_forward", print)
+    torch.set_warn_always(True)
+    try:
         with activate():
             assert registered()
     finally:
@@ -176,7 +182,7 @@ def test_a_version_without_an_op_is_told(hook, monkeypatch):
 
 def test_an_op_of_later_versions_may_be_missing(hook, monkeypatch):
     monkeypatch.setitem(OPS, "_no_such_op", print)
-    monkeypatch.setattr(client, "LATER", frozenset({"_no_such_op"}))
+    monkeypatch.setattr(client, "LATER", client.LATER | {"_no_such_op"})
     with activate():
         assert registered()
 

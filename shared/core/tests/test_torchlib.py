@@ -237,6 +237,7 @@ class _Ops(TorchDispatchMode):
 FORWARD = "rl_kernels.toy_product_forward.default"
 
 
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events")
 def test_who_looks_at_ops_sees_them():
     a, b = (value.detach() for value in operands())
     with _Ops() as mode:
