@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 
+from rl_kernels.core import chains
 from rl_kernels.core import validate as check
 from rl_kernels.core.dispatch import choose, planned_choice, remembered_choice
 from rl_kernels.core.main_grad import gather
 from rl_kernels.core.torchlib import are_plain, autocast_linear, no_lost_derivatives
-from rl_kernels.det_gemm import chains, segments
+from rl_kernels.det_gemm import segments
 from rl_kernels.det_gemm.autograd import Sums, linear, product
 from rl_kernels.det_gemm.op import OPERATOR, describe, describe_dw, ops
 

@@ -1,8 +1,7 @@
 """Sums over rows as several chains: on Hopper one long chain shrinks, because tensor cores truncate what they add.
 
-With ``join_tokens`` the rows of a call are cut into parts of that many. Each part is a chain from 0 in FP32, and is
-added to the sum of those before it, rounded to nearest. A batch that is split over several calls at multiples of
-``join_tokens`` rows has the same bits. tools/chain_error.py measures both against FP64.
+With ``join_tokens`` (``core.chains``) a batch that is split over several calls at multiples of that many rows has the
+bits of one call. tools/chain_error.py measures both against FP64.
 """
 
 from __future__ import annotations
@@ -10,22 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-
-from rl_kernels.core import validate as check
-from rl_kernels.det_gemm.segments import STEP
-
-
-def validate(join_tokens: int | None) -> None:
-    """Require None, or a positive multiple of 16 rows.
-
-    Raises:
-        TypeError, ValueError: ``join_tokens`` is not as above.
-    """
-    if join_tokens is None:
-        return
-    check.integer("join_tokens", join_tokens)
-    if join_tokens < STEP or join_tokens % STEP:
-        raise ValueError(f"join_tokens: expected None or a multiple of {STEP} rows, at least {STEP}, got {join_tokens}")
 
 
 def joined(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from rl_kernels.det_gemm import chains, segments
+from rl_kernels.core import chains
+from rl_kernels.det_gemm import segments
 from rl_kernels.det_gemm.api import det_linear
 
 

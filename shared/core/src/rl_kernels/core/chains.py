@@ -1,0 +1,23 @@
+"""The length of the chains that sums over tokens are cut into, the option ``join_tokens`` of operators.
+
+On Hopper one long chain shrinks, because tensor cores truncate what they add. So the rows of a call are cut into parts
+of ``join_tokens``. Each part is a chain from 0, and is added to the sum of those before it, rounded to nearest.
+"""
+
+from __future__ import annotations
+
+from rl_kernels.core import validate as check
+from rl_kernels.core.rowwise import STEP
+
+
+def validate(join_tokens: int | None) -> None:
+    """Require None, or a positive multiple of 16 rows.
+
+    Raises:
+        TypeError, ValueError: ``join_tokens`` is not as above.
+    """
+    if join_tokens is None:
+        return
+    check.integer("join_tokens", join_tokens)
+    if join_tokens < STEP or join_tokens % STEP:
+        raise ValueError(f"join_tokens: expected None or a multiple of {STEP} rows, at least {STEP}, got {join_tokens}")
