@@ -88,7 +88,8 @@ def test_raw_backward_returns_nothing_for_what_is_not_needed() -> None:
     inputs = (call["hidden"], call["lm_head_weight"], call["target_ids"], call["bias"], torch.tensor(1.0), None, None)
     logp, norm, _ = ops["forward"](*inputs, 0, "native")
     for needed in ([True, False, False], [False, True, False], [False, False, True]):
-        grads = ops["backward"](*inputs, norm, None, None, logp, None, None, 0, 1500, 1, False, 256, needed, "native")
+        shard = 0, 1500, 1, False
+        grads = ops["backward"](*inputs, norm, None, None, logp, None, None, *shard, 256, needed, None, "native")
         assert [bool(grad.numel()) for grad in grads] == needed
 
 

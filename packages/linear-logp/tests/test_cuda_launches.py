@@ -220,6 +220,8 @@ CALLS: tuple[dict[str, Any], ...] = (
     {"rows": 700, "vocab": 2500, "saved": 4, "bias": "row", "scale": "rows", "ignored": 7, "masked": 300},
     {"rows": 300, "vocab": 2500, "saved": 9, "dtype": torch.bfloat16, "cap": (5.0, 0.3), "main_grad": True},
     {"rows": 40, "vocab": 9000, "saved": 1, "grads": "logp"},
+    {"rows": 700, "vocab": 1100, "bias": "row", "ignored": 7, "masked": 300, "join": 144},
+    {"rows": 400, "vocab": 900, "main_grad": True, "layout": (8, 1), "join": 256},
 )
 
 
@@ -296,6 +298,7 @@ def hold(call: dict[str, Any], backend: Any) -> None:
     kept = kept if saved_mib else None
     sum((value * grad).sum() for value, grad in zip(gold, grads, strict=True) if grad is not None).backward()
     saved = (stats[3], None if grads[2] is None else stats[2], kept, *grads, 0, call["vocab"], 1, False, 1, needed)
+    saved = *saved, call.get("join")
     hold_shards(inputs, stats, grads, leaves, backend, saved_mib)
     found = list(backend.backward(*inputs, *saved))
     for name, value, leaf, wanted in zip(("hidden", "weight", "bias"), found, leaves, needed, strict=True):

@@ -32,6 +32,7 @@ CALLS: tuple[dict[str, Any], ...] = (
     {"vocab": 5000, "validate": False, "bad": True, "leading": (3, 3)},
     {"vocab": 700, "rows": 0, "return_stats": True},
     {"vocab": 700, "rows": 1, "leading": (), "bias": True},
+    {"vocab": 3000, "rows": 40, "bias": True, "join_tokens": 16},
 )
 
 
@@ -196,6 +197,7 @@ def errors(rank: int, world: int) -> dict[str, str]:
     attempt("temperature", temperature=1.0 + last)
     attempt("temperatures", temperature=torch.full((ROWS,), 1.0 + last))
     attempt("statistics", return_stats=last)
+    attempt("chains", join_tokens=16 + 16 * last)
     attempt("hidden", hidden=[1.0] if last else call["hidden"])
     attempt("device", lm_head_weight=weight.to("meta") if last else weight)
     attempt("backend", backend="no-such" if last else None)
@@ -238,6 +240,7 @@ def test_ranks(world: int) -> None:
     assert texts["temperature"].startswith(f"ValueError: temperature: {differ}")
     assert texts["temperatures"].startswith(f"ValueError: temperature (hash of its values): {differ}")
     assert texts["statistics"].startswith(f"ValueError: return_stats: {differ}")
+    assert texts["chains"].startswith(f"ValueError: join_tokens: {differ}, got 16, ")
     assert texts["hidden"] == f"TypeError: hidden: expected a tensor, got list {where}"
     assert texts["device"].startswith("ValueError: lm_head_weight: expected device cpu")
     assert texts["backend"].startswith("ValueError: backend: linear_logp has no backend 'no-such'")
@@ -254,7 +257,7 @@ def test_ranks(world: int) -> None:
     assert "double backward is not supported" in texts["double"]
     assert texts["known"].startswith(f"ValueError: known.logp (hash of its values): {differ}")
     assert texts["bits"].startswith("BitsDiffer: known.norm: expected the bits that these inputs give, row ")
-    assert len(texts) == 20
+    assert len(texts) == 21
     assert all(other == texts for _, other in found)
 
 

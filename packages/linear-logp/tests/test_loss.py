@@ -25,6 +25,8 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"main_grad": True, "softcap": 9.0},
     {"saved_mib": 1, "bias": True, "workspace_mib": 1},
     {"vocab_segments": 8, "main_grad": True, "bias": True, "return_stats": True},
+    {"join_tokens": 48, "bias": True, "workspace_mib": 1, "ignore_index": IGNORED},
+    {"join_tokens": 144, "main_grad": True, "bias": True, "return_stats": True},
 )
 PLANTED = (
     (({"bias": True, "return_stats": True, "temperature": "tensor"}, torch.bfloat16), True),

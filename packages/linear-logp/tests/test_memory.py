@@ -39,8 +39,9 @@ class Memory(TorchDispatchMode):
         self._now -= self._alive.pop(key)
 
 
+@pytest.mark.parametrize("join_tokens", [None, 160])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logits_are_never_held_and_workspace_bounds_the_rest(dtype: torch.dtype) -> None:
+def test_logits_are_never_held_and_workspace_bounds_the_rest(dtype: torch.dtype, join_tokens: int | None) -> None:
     rows, size, vocab, workspace_mib = 1000, 32, 3000, 8
     draw = Draw(dtype, seed=3)
     operands = draw.normal(rows, size), draw.normal(vocab, size, scale=size**-0.5)
@@ -50,7 +51,7 @@ def test_logits_are_never_held_and_workspace_bounds_the_rest(dtype: torch.dtype)
         logp, lse, entropy, norm, _ = native.forward_stats(*inputs, 0)
     saved = (norm, entropy, None, logp, lse, entropy)
     with Memory(*tensors, norm, logp, lse, entropy) as backward:
-        grads = native.backward(*inputs, *saved, 0, vocab, 1, False, workspace_mib, [True, True, True])
+        grads = native.backward(*inputs, *saved, 0, vocab, 1, False, workspace_mib, [True, True, True], join_tokens)
     assert max(forward.largest, backward.largest) < rows * vocab / 2
     buffer = 0 if dtype == torch.float32 else rows * size * 4
     assert buffer < backward.peak < sum(grad.nbytes for grad in grads) + (workspace_mib << 20)

@@ -39,6 +39,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"vocab": 9001, "rows": 0, "entropy": True},
     {"vocab": 6000, "zero": True, "entropy": True},
     {"vocab": 16384},
+    {"vocab": 9001, "rows": 40, "bias": True, "dtype": torch.bfloat16, "join": 16},
 )
 """Vocabularies smaller than a unit, with empty segments and shards, of odd size, with short and with full shards."""
 
@@ -91,7 +92,7 @@ def segmented(call: Any, saved: list[Any], backend: str) -> torch.Tensor:
         part = slice(min(first, vocab), min(first + width, vocab))
         weight, bias = call.weight[part], None if call.bias is None else call.bias[part]
         shard = call._replace(weight=weight, bias=bias)
-        arguments = (*shard, *saved, part.start, vocab, 1, True, 256, [True, False, False], backend)
+        arguments = (*shard, *saved, part.start, vocab, 1, True, 256, [True, False, False], None, backend)
         chains.append(ops["backward"](*arguments)[0])
     a, b, c, d, e, f, g, h = chains
     return (((a + b) + (c + d)) + ((e + f) + (g + h))).to(call.hidden.dtype)
@@ -107,7 +108,8 @@ def hold(options: dict[str, Any], backend: str) -> None:
         same(value, plain)
     grads = upstream if entropy else [upstream[0], None, None]
     saved, needed = [norm, row_entropy if entropy else None, None, *grads], [True, True, call.bias is not None]
-    whole = [ops["backward"](*call, *saved, 0, vocab, segments, False, 256, needed, backend) for segments in (1, 8)]
+    how = False, 256, needed, options.get("join"), backend
+    whole = [ops["backward"](*call, *saved, 0, vocab, segments, *how) for segments in (1, 8)]
     for value, plain in zip(whole[1][1:], whole[0][1:], strict=True):
         same(value, plain, "weight and bias")
     same(whole[1][0], segmented(call, saved, backend), "segments")
@@ -119,7 +121,7 @@ def hold(options: dict[str, Any], backend: str) -> None:
         for value, plain in zip(found, wanted, strict=True):
             same(value, plain, ranks)
         for workspace_mib in (256,) if few else (1, 256):
-            parts = virtual.backward(call, ranks, saved, needed, backend, workspace_mib)
+            parts = virtual.backward(call, ranks, saved, needed, backend, workspace_mib, options.get("join"))
             for value, plain in zip(parts, whole[1], strict=True):
                 same(value, plain, (ranks, workspace_mib))
 
@@ -179,7 +181,7 @@ def test_fake_kernels_know_the_shapes_of_shards(entropy: bool, dtype: torch.dtyp
     norm = torch.zeros(len(call.hidden), 2, dtype=packed.dtype)
     for partial_sum, needed, logits in ((True, [True, False, True], None), (False, [True, True, False], kept)):
         saved = norm, None, logits, upstream[0].to(packed.dtype), None, None
-        more = 2048, 3072, 8, partial_sum, 256, needed, "native"
+        more = 2048, 3072, 8, partial_sum, 256, needed, None if partial_sum else 16, "native"
         torch.library.opcheck(raw.linear_logp_backward.default, (*shard, *saved, *more))
 
 

@@ -74,6 +74,17 @@ def test_pieces_and_blocks_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> Non
         assert bits(c, a).passed, name
 
 
+def test_blocks_inside_joined_chains_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuts = _cuts(monkeypatch)
+    whole = _gradients(join_tokens=208)
+    _cuts(monkeypatch, LEAST_PIECE=1280, LEAST_HEIGHT=128)
+    in_blocks = _gradients(1, join_tokens=208)
+    # Rows of the longest chain, rounded up to 128; then blocks of fewer.
+    assert [height for _, height in cuts][:2] == [256, 128]
+    for name, a, b in zip(("hidden", "weight", "bias"), whole, in_blocks, strict=False):
+        assert bits(b, a).passed, name
+
+
 def test_main_grad_is_continued_in_pieces_and_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     draw = Draw(torch.float32, DEVICE, seed=6)
     hidden, ids = draw.normal(ROWS, SIZE), draw.ids(VOCAB, ROWS)
@@ -93,7 +104,8 @@ def test_main_grad_is_continued_in_pieces_and_blocks(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("count", [1, 200, 4096, 100_000])
 @pytest.mark.parametrize("workspace_mib", [1, 64, 256, 4096])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_cut_keeps_to_the_workspace(count: int, workspace_mib: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("buffers", [0, 2])
+def test_cut_keeps_to_the_workspace(count: int, workspace_mib: int, dtype: torch.dtype, buffers: int) -> None:
     from rl_kernels.linear_logp.backends.triton.backward import Steps
     from rl_kernels.linear_logp.backends.triton.tiles import schedule_of
     from rl_kernels.linear_logp.blocks import LEAST_HEIGHT, LEAST_PIECE
@@ -103,14 +115,15 @@ def test_cut_keeps_to_the_workspace(count: int, workspace_mib: int, dtype: torch
     meta = {"device": "meta", "dtype": dtype}
     operands = torch.empty(count, size, **meta), torch.empty(vocab, size, **meta)
     inputs = Inputs(*operands, torch.empty(count, device="meta"), None, torch.ones(()), None, None)
-    piece, height = Steps().cut(inputs, workspace_mib << 20, [True, True, True])
+    piece, height = Steps().cut(inputs, workspace_mib << 20, [True, True, True], buffers)
     assert piece % 256 == 0
     assert height % 128 == 0
     dz = torch.empty(0, **meta)
-    # dz and the parts of dbias, and dW where there are several blocks.
+    # dz and the parts of dbias, and dW where there are several blocks or chains.
     height, rows = min(count, height), schedule_of("gradient", dz).rows
-    used = min(piece, vocab) * (height * dz.itemsize + -(-height // rows) * 4) + (4 * piece * size * (height < count))
-    least = LEAST_PIECE * (4 * size + LEAST_HEIGHT * dz.itemsize + LEAST_HEIGHT // rows * 4)
+    sums = 4 * size * max(buffers, height < count)
+    used = min(piece, vocab) * (height * dz.itemsize + -(-height // rows) * 4 + sums)
+    least = LEAST_PIECE * (4 * size * max(buffers, 1) + LEAST_HEIGHT * dz.itemsize + LEAST_HEIGHT // rows * 4)
     assert used <= max(workspace_mib << 20, least)
 
 

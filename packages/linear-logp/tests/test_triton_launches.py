@@ -200,6 +200,8 @@ CALLS: tuple[dict[str, Any], ...] = (
     {"rows": 700, "vocab": 4608, "saved": 6, "scale": "rows", "ignored": -100, "cap": (5.0, 0.3)},
     {"rows": 130, "vocab": 2500, "saved": 9, "bias": True, "dtype": torch.float32},
     {"rows": 10, "vocab": 9000, "saved": 1, "arch": "sm80"},
+    {"rows": 700, "vocab": 1100, "bias": True, "join": 256},
+    {"rows": 300, "vocab": 600, "bias": True, "dtype": torch.float32, "join": 128, "arch": "sm80"},
 )
 
 
@@ -241,7 +243,7 @@ def hold(call: dict[str, Any], backend: Any) -> tuple[Any, ...]:
         assert torch.allclose(value.double(), expected, rtol=1e-4, atol=1e-3)
     sum((value * grad).sum() for value, grad in zip(gold, given, strict=True) if grad is not None).backward()
     saved = (stats[3], None if given[2] is None else stats[2], logits if saved_mib else None, *given)
-    shard = (0, vocab, 1, False, 1, [True, True, bias is not None])
+    shard = (0, vocab, 1, False, 1, [True, True, bias is not None], call.get("join"))
     for found, leaf in zip(backend.backward(*inputs, *saved, *shard), leaves, strict=True):
         if leaf is not None:
             assert not found.isnan().any()

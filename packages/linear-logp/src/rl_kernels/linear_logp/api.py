@@ -89,6 +89,7 @@ def linear_logp(
     check_rows: int = 8,
     workspace_mib: int | None = None,
     saved_mib: int | None = None,
+    join_tokens: int | None = None,
     process_group: ProcessGroup | DeviceMesh | None = None,
     vocab_start: int | None = None,
     vocab_size: int | None = None,
@@ -108,8 +109,8 @@ def linear_logp(
 
     If ``lm_head_weight.main_grad`` exists (FP32, with the shape and device of the weight), backward adds the weight's
     gradient to it in place, and nothing to ``.grad``. Micro-batches cut at multiples of 16 tokens then give the bits of
-    the whole batch. A gradient that another op puts into ``.grad`` in the same pass, such as the embedding of a tied
-    weight, is moved to ``main_grad`` at the end of the pass (eager only).
+    the whole batch; with ``join_tokens``, at multiples of that. A gradient that another op puts into ``.grad`` in the
+    same pass, such as the embedding of a tied weight, is moved to ``main_grad`` at the end of the pass (eager only).
 
     Under ``torch.autocast`` hidden, weight and bias are cast as ``F.linear`` casts its operands. As there, autocast on
     a GPU with gradients off keeps the cast copy of a parameter until its outermost block ends.
@@ -151,6 +152,10 @@ def linear_logp(
             from the forward to the backward pass, which then does not form them again. A logit takes 4 bytes, 8 for
             FP64 inputs. None: all of at most 64 tokens (37 MiB for 151936 entries), of more tokens nothing. It changes
             no bit. Without gradients nothing is kept.
+        join_tokens: None, or a multiple of 16: the gradients of weight and bias are then sums of chains of that many
+            tokens, added in order and rounded to nearest. Tokens count from the first of the call, ignored ones too.
+            One long chain shrinks on Hopper, because tensor cores truncate. Of the workspace it takes one FP32 buffer
+            of the gradient of a piece of the weight, without ``main_grad`` two.
         process_group: 1, 2, 4 or 8 ranks that share the vocabulary: a ``ProcessGroup``, or one dim of a
             ``DeviceMesh``. None: this process has all of it.
         vocab_start: the first row of this rank's shard, or None; it must be that of ``vocab_shards``.
@@ -185,13 +190,13 @@ def linear_logp(
         group = group_of(process_group)
     options = Options(
         *(temperature, softcap, logit_scale, ignore_index, return_stats, return_known, known, check_rows),
-        *(workspace_mib, saved_mib, vocab_start, vocab_size, vocab_segments, validate, backend),
+        *(workspace_mib, saved_mib, join_tokens, vocab_start, vocab_size, vocab_segments, validate, backend),
     )
     call = agreed(hidden, lm_head_weight, target_ids, bias, group, options)
     if known is not None and validate and not values_hidden(hidden):
         check_known(call, check_rows)
     if call.differentiable and torch.is_grad_enabled():
-        memory = call.main_grad, workspace_mib, saved_mib
+        memory = call.main_grad, workspace_mib, saved_mib, join_tokens
         given = call.known or (None,) * len(Known._fields)
         results = LinearLogp.apply(*call.inputs, *memory, return_stats, *call.shard, call.backend, *given)
         if call.main_grad is not None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, TypedDict
 
 import torch
 
+from rl_kernels.core import chains
 from rl_kernels.core import validate as check
 from rl_kernels.core.dispatch import choose
 from rl_kernels.core.rowwise import compute_dtype
@@ -30,6 +31,7 @@ class Keywords(TypedDict, total=False):
     check_rows: int
     workspace_mib: int | None
     saved_mib: int | None
+    join_tokens: int | None
     process_group: ProcessGroup | DeviceMesh | None
     vocab_start: int | None
     vocab_size: int | None
@@ -51,6 +53,7 @@ class Options(NamedTuple):
     check_rows: int
     workspace_mib: int | None
     saved_mib: int | None
+    join_tokens: int | None
     vocab_start: int | None
     vocab_size: int | None
     vocab_segments: int | None
@@ -122,6 +125,7 @@ def agreed(
             ignore_index=options.ignore_index,
             return_stats=options.return_stats,
             check_rows=options.check_rows,
+            join_tokens=options.join_tokens,
             known=options.known,
             vocab_size=found.shard.size,
             backend=found.backend,
@@ -193,6 +197,7 @@ def _validate(
         check.integer("workspace_mib", options.workspace_mib, least=1)
     if options.saved_mib is not None:
         check.integer("saved_mib", options.saved_mib, least=0)
+    chains.validate(options.join_tokens)
     check.backend_name(options.backend)
     check.integer("check_rows", options.check_rows, least=0)
     if options.known is not None:

@@ -96,7 +96,7 @@ def summed(name: str, group: ProcessGroup | None, dtype: torch.dtype) -> Callabl
 
     def call(*args: Any) -> Any:
         partial, *others = op(*args)
-        needed = args[-2 if name == "backward" else -4]
+        needed = args[-3 if name == "backward" else -5]
         return all_reduce(partial, group, dtype=dtype) if needed[0] else partial, *others
 
     call.__name__ = op.__name__
@@ -119,6 +119,7 @@ class LinearLogp(torch.autograd.Function):
         main_grad: torch.Tensor | None,
         workspace_mib: int | None,
         saved_mib: int | None,
+        join_tokens: int | None,
         return_stats: bool,
         vocab_start: int,
         vocab_size: int,
@@ -141,7 +142,8 @@ class LinearLogp(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         # Not a saved tensor: other backward passes may add to the buffer before this one runs.
         ctx.main_grad = main_grad
-        ctx.ignore_index, ctx.workspace_mib, ctx.shard, ctx.backend = ignore_index, workspace_mib, shard, backend
+        ctx.ignore_index, ctx.workspace_mib, ctx.join_tokens = ignore_index, workspace_mib, join_tokens
+        ctx.shard, ctx.backend = shard, backend
         return tuple(results)
 
     @staticmethod
@@ -152,7 +154,8 @@ class LinearLogp(torch.autograd.Function):
         saved = (norm, entropy, kept, *upstream, *[None] * (3 - len(upstream)))
         needed = [ctx.needs_input_grad[number] and is_asked_for(ctx, number) for number in (0, 1, 3)]
         start, size, segments, group = ctx.shard
-        arguments = (*inputs, *saved, start, size, segments, group is not None, ctx.workspace_mib, needed)
+        how = ctx.workspace_mib, needed, ctx.join_tokens
+        arguments = (*inputs, *saved, start, size, segments, group is not None, *how)
         if needed[1] and ctx.main_grad is not None:
             op = summed("backward_main_grad", group, hidden.dtype)
             dhidden, dbias = first_order(op, *arguments, ctx.main_grad, None, ctx.backend)
@@ -160,4 +163,4 @@ class LinearLogp(torch.autograd.Function):
         else:
             dhidden, dweight, dbias = first_order(summed("backward", group, hidden.dtype), *arguments, ctx.backend)
         found = [value if wanted else None for value, wanted in zip((dhidden, dweight, dbias), needed, strict=True)]
-        return found[0], found[1], None, found[2], *[None] * 16
+        return found[0], found[1], None, found[2], *[None] * 17

@@ -4,13 +4,15 @@ It takes pieces of the vocabulary in ascending order, and for each piece all blo
 
     for segment in vocabulary:              one, or eight
         for piece in segment:               dW[piece] is complete after this iteration
-            for block in rows:              z of (block, piece), kept or with the bits of the forward pass
-                dz -> dH[block] += dz @ W[piece];  dW[piece] += dz^T @ H[block];  dbias[piece] += dz^T @ 1
+            for chain in rows:              all rows, or ``join_tokens`` of them
+                for block in chain:         z of (block, piece), kept or with the bits of the forward pass
+                    dz -> dH[block] += dz @ W[piece];  dW[piece] += dz^T @ H[block];  dbias[piece] += dz^T @ 1
         dH -> Tree                          a chain that starts at 0 for each segment; a balanced tree adds the chains
 
 This order is the contract. dH accumulates over pieces, so its rows do not depend on the batch. dW and dbias are chains
-over tokens that start at the first row. The height of a block depends on the workspace; each backend rounds it so that
-it changes no bit. The segments of a shard are a subtree, so ranks add one partial sum each, by the rest of the tree.
+over tokens that start at the first row; with ``join_tokens`` sums of chains, which start at 0 at each multiple of it.
+The height of a block depends on the workspace; each backend rounds it so that it changes no bit. The segments of a
+shard are a subtree, so ranks add one partial sum each, by the rest of the tree.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import torch
 
 from rl_kernels.core import rowwise
 from rl_kernels.linear_logp.inputs import Inputs, slices
+from rl_kernels.linear_logp.sums import Sums, Totals
 from rl_kernels.linear_logp.tree import Tree
 from rl_kernels.linear_logp.vocabulary import SEGMENTS, vocab_shards
 
@@ -39,8 +42,11 @@ def default_workspace(hidden: torch.Tensor) -> int:
 class Steps(Protocol):
     """The steps of a backend for one piece of the vocabulary and one block of rows."""
 
-    def cut(self, inputs: Inputs, workspace: int, needed: Sequence[bool]) -> tuple[int, int]:
-        """Return the columns of a piece and the rows of a block, so that both fit into ``workspace`` bytes."""
+    def cut(self, inputs: Inputs, workspace: int, needed: Sequence[bool], buffers: int = 0) -> tuple[int, int]:
+        """Return the columns of a piece and the rows of a block, so that both fit into ``workspace`` bytes.
+
+        ``inputs`` has the rows of the longest chain. ``buffers``: how many sums of a piece of dW lie beside them.
+        """
 
     def room(self, hidden: torch.Tensor, width: int) -> torch.Tensor:
         """Return room for dz ``[rows, width]``, in the dtype of the inputs."""
@@ -73,6 +79,7 @@ def gradients(
     partial: bool,
     workspace_mib: int | None,
     needed: Sequence[bool],
+    join_tokens: int | None = None,
     main_grad: torch.Tensor | None = None,
     bias_total: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -93,9 +100,10 @@ def gradients(
     if dbias is None:
         dbias = hidden.new_zeros(weight.shape[0] if needed[2] else 0, dtype=dtype)
     if segments:
-        longest = inputs._replace(weight=weight[segments[0]])
-        piece, height = steps.cut(longest, workspace - first.nbytes, needed)
-        loop = _Loop(steps, inputs, upstream, height, needed, dweight, main_grad, dbias)
+        totals = Totals.of(dweight, main_grad, dbias, needed, join_tokens)
+        longest = inputs._replace(weight=weight[segments[0]]).block(slice(0, totals.rows_of_chain(count)))
+        piece, height = steps.cut(longest, workspace - first.nbytes, needed, totals.buffers)
+        loop = _Loop(steps, inputs, upstream, height, needed[0], totals)
         for segment in segments:
             chain = tree.buffer()
             loop.walk(segment, piece, chain)
@@ -120,10 +128,8 @@ class _Loop(NamedTuple):
     inputs: Inputs
     upstream: rowwise.LogpUpstream
     height: int
-    needed: Sequence[bool]
-    dweight: torch.Tensor
-    main_grad: torch.Tensor | None
-    dbias: torch.Tensor
+    is_hidden_needed: bool
+    totals: Totals
 
     def walk(self, segment: slice, piece: int, dhidden: torch.Tensor) -> None:
         """Write the chain of dH over a segment to ``dhidden``, and the segment's rows of dW and dbias."""
@@ -132,32 +138,42 @@ class _Loop(NamedTuple):
             self._piece(columns, dhidden, continues=part.start > 0)
 
     def _piece(self, columns: slice, dhidden: torch.Tensor, *, continues: bool) -> None:
-        inputs, count, main_grad = self.inputs, self.inputs.hidden.shape[0], self.main_grad
-        total = None
-        if self.needed[1]:
-            total = _weight_total(self.dweight, main_grad, columns, in_blocks=self.height < count)
-        for rows in slices(count, self.height):
-            dz = self._dlogits(rows, columns)
-            if self.needed[0]:
-                self.steps.add_dhidden(dz, _part(inputs.weight, columns), _part(dhidden, rows), continues=continues)
-            if total is not None:
-                in_turn = rows.start > 0 or main_grad is not None
-                self.steps.add_dweight(dz, _part(inputs.hidden, rows), total, continues=in_turn)
+        count = self.inputs.hidden.shape[0]
+        total = self.totals.piece(columns, in_blocks=self.height < count)
+        if self.totals.join_tokens is None:
+            self._chain(slice(0, count), columns, total, dhidden, continues=continues)
+        else:
+            chain = total.room()
+            for rows in slices(count, self.totals.join_tokens):
+                chain.begin()
+                self._chain(rows, columns, chain, dhidden, continues=continues)
+                total.add(chain)
+        self.totals.finish(columns, total)
+
+    def _chain(self, chain: slice, columns: slice, sums: Sums, dhidden: torch.Tensor, *, continues: bool) -> None:
+        """Add the terms of rows to the sums of a piece, and write or continue their dH."""
+        hidden, weight = self.inputs.hidden, self.inputs.weight
+        for part in slices(chain.stop - chain.start, self.height):
+            rows = slice(chain.start + part.start, chain.start + part.stop)
+            dz = self._dlogits(rows, columns, sums.bias)
+            if self.is_hidden_needed:
+                self.steps.add_dhidden(dz, _part(weight, columns), _part(dhidden, rows), continues=continues)
+            if sums.weight is not None:
+                in_turn = part.start > 0 or sums.is_begun
+                self.steps.add_dweight(dz, _part(hidden, rows), sums.weight, continues=in_turn)
             # Free dz before the next one is allocated.
             del dz
-        if total is not None and main_grad is None and total.dtype != self.dweight.dtype:
-            self.dweight[columns] = total
 
-    def _dlogits(self, rows: slice, columns: slice) -> torch.Tensor:
+    def _dlogits(self, rows: slice, columns: slice, dbias: torch.Tensor | None) -> torch.Tensor:
         """Return dz of a piece: first of the logits that are formed, then of those that are kept."""
         block, upstream = self.inputs.block(rows), self.upstream.rows(rows)
         dz = self.steps.room(block.hidden, columns.stop - columns.start)
         kept = min(max(self.inputs.first_kept, columns.start), columns.stop)
         for first, end in ((columns.start, kept), (kept, columns.stop)):
             if first < end:
-                dbias = self.dbias[first:end] if self.needed[2] else None
-                part = dz[:, first - columns.start : end - columns.start]
-                self.steps.dlogits(block, upstream, slice(first, end), dbias, part)
+                here = slice(first - columns.start, end - columns.start)
+                of_bias = None if dbias is None else _part(dbias, here)
+                self.steps.dlogits(block, upstream, slice(first, end), of_bias, dz[:, here])
         return dz
 
 
@@ -185,13 +201,3 @@ def _cleaned(inputs: Inputs, workspace: int) -> tuple[Inputs, int]:
         return inputs, workspace
     hidden = inputs.keep(inputs.hidden)
     return inputs._replace(hidden=hidden), workspace - hidden.nbytes
-
-
-def _weight_total(
-    dweight: torch.Tensor, main_grad: torch.Tensor | None, columns: slice, *, in_blocks: bool
-) -> torch.Tensor:
-    """Return the buffer that sums a piece of dW: main_grad, dW itself if one block completes it, or a wider one."""
-    if main_grad is not None:
-        return main_grad[columns]
-    total, dtype = dweight[columns], rowwise.compute_dtype(dweight.dtype)
-    return torch.empty_like(total, dtype=dtype) if in_blocks and dtype != total.dtype else total

@@ -45,6 +45,7 @@ def backward(
     partial: bool,
     workspace_mib: int | None,
     needed: Sequence[bool],
+    join_tokens: int | None = None,
     main_grad: torch.Tensor | None = None,
     bias_total: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -52,7 +53,8 @@ def backward(
     inputs = Inputs(hidden, weight, target_ids, bias, temperature, ignore_index, cap, vocab_start, vocab_size, kept)
     grads = (grad if grad is None else grad.contiguous() for grad in (grad_logp, grad_logsumexp, grad_entropy))
     upstream = LogpUpstream(target_ids, norm, entropy, *grads)
-    return gradients(steps, inputs, upstream, vocab_segments, partial, workspace_mib, needed, main_grad, bias_total)
+    sums = needed, join_tokens, main_grad, bias_total
+    return gradients(steps, inputs, upstream, vocab_segments, partial, workspace_mib, *sums)
 
 
 def ceil_div(n: int, d: int) -> int:
@@ -81,14 +83,14 @@ class Blocks:
         """Return room for dz; its rows are padded to whole blocks, so that TMA can address them for every width."""
         return hidden.new_empty((hidden.shape[0], ceil_div(width, BLOCK) * BLOCK))[:, :width]
 
-    def cut(self, inputs: Inputs, workspace: int, needed: Sequence[bool]) -> tuple[int, int]:
+    def cut(self, inputs: Inputs, workspace: int, needed: Sequence[bool], buffers: int = 0) -> tuple[int, int]:
         """Return (piece, height), multiples of 256 and 128; all rows at once if a piece of 2048 columns then fits."""
         (count, size), vocab = inputs.hidden.shape, inputs.weight.shape[0]
         # Besides dz, the workspace holds the row sums that are added into dbias.
         tile = self.summed(inputs.hidden)
         item, part = inputs.hidden.itemsize, 4 * needed[2]
-        width = workspace // (count * item + ceil_div(count, tile) * part) // BLOCK * BLOCK
+        width = workspace // (count * item + ceil_div(count, tile) * part + 4 * size * buffers) // BLOCK * BLOCK
         if width >= min(vocab, LEAST_PIECE):
             return _piece(width, vocab, inputs.hidden), ceil_div(count, TOKENS) * TOKENS
-        height = (workspace - 4 * LEAST_PIECE * size) * tile // (LEAST_PIECE * (item * tile + part))
+        height = (workspace - 4 * LEAST_PIECE * size * max(buffers, 1)) * tile // (LEAST_PIECE * (item * tile + part))
         return LEAST_PIECE, max(height, LEAST_HEIGHT) // TOKENS * TOKENS

@@ -7,8 +7,9 @@
         losses = loss(logp, chunk) -> gradient of logp
         dH[rows] = backward;  dW, dbias += backward
 
-Chains over tokens (dW, dbias) may be cut at multiples of 16 or 128 tokens alone. So backward leaves the last rows of a
-chunk to the next one, which forms their logits again: rows are independent, so these are the same numbers.
+Chains over tokens (dW, dbias) may be cut at multiples of 16, 128 or ``join_tokens`` tokens alone. So backward leaves
+the last rows of a chunk to the next one, which forms their logits again: rows are independent, so these are the same
+numbers.
 """
 
 from __future__ import annotations
@@ -76,7 +77,8 @@ class Forming(NamedTuple):
         """Return the losses of a chunk, and add its gradients to the totals; its logits are freed at the end."""
         hidden, _, _, bias = self.call.inputs[:4]
         is_bias = bias is not None and bias.requires_grad
-        rows = Rows.of(chunk, len(hidden), BIAS_STEP if is_bias else STEP)
+        step = self.options.join_tokens or (BIAS_STEP if is_bias else STEP)
+        rows = Rows.of(chunk, len(hidden), step)
         saved_mib = WHOLE if self.options.saved_mib is None else self.options.saved_mib
         *results, norm, kept = self._forward(slice(rows.start, rows.end), saved_mib)
         own = [value[chunk.tokens.start - rows.start :] for value in results]
@@ -167,7 +169,8 @@ class _Totals:
         grads = [value[here] for value in upstream] + [None] * (3 - len(upstream))
         saved = norm[:count], None if entropy is None else entropy[:count], kept[:count] if kept.shape[1] else None
         shard = start, size, segments, group is not None
-        arguments = *formed.inputs_of(here), *saved, *grads, *shard, formed.options.workspace_mib, self._needed
+        how = formed.options.workspace_mib, self._needed, formed.options.join_tokens
+        arguments = *formed.inputs_of(here), *saved, *grads, *shard, *how
         if self._main_grad is None and self._bias_total is None:
             op = summed("backward", group, self._dtype)
             dhidden, self._dweight, self._dbias = op(*arguments, formed.call.backend)

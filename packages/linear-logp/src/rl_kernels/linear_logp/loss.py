@@ -40,6 +40,7 @@ def linear_logp_loss(
     return_stats: bool = False,
     workspace_mib: int | None = None,
     saved_mib: int | None = None,
+    join_tokens: int | None = None,
     process_group: ProcessGroup | DeviceMesh | None = None,
     vocab_start: int | None = None,
     vocab_size: int | None = None,
@@ -81,6 +82,9 @@ def linear_logp_loss(
         workspace_mib: of the gradients of a chunk.
         saved_mib: MiB of a chunk's logits, those of the last columns, that stay in memory until its gradients are
             formed; the others are formed again. None: all, ``4 chunk_tokens V`` bytes.
+        join_tokens: None, or a multiple of 16, as in ``linear_logp``. Chunks then meet at its multiples: the rows of a
+            chunk after the last multiple are formed again with the next one, and their logits kept beside its own. Give
+            at most ``chunk_tokens``, or each chunk forms chunks before it again.
         process_group: ranks that share the vocabulary; ``loss`` must be the same on all.
         vocab_start: the first row of this rank's shard.
         vocab_size: V, the columns of the whole vocabulary.
@@ -110,7 +114,7 @@ def linear_logp_loss(
     check.number("grad_scale", grad_scale, dtype=torch.float32)
     options = Options(
         *(temperature, softcap, logit_scale, ignore_index, return_stats, False, None, 0),
-        *(workspace_mib, saved_mib, vocab_start, vocab_size, vocab_segments, validate, backend),
+        *(workspace_mib, saved_mib, join_tokens, vocab_start, vocab_size, vocab_segments, validate, backend),
     )
     call = agreed(hidden, lm_head_weight, target_ids, bias, group, options)
     if cu_seqlens is not None and values_hidden(hidden):

@@ -7,7 +7,8 @@ norm ``[N, 2]``, all in the compute dtype. norm holds the largest logit of each 
 the log of the sum of e^(z - max z); backward computes the gradient from these two. ``needed`` lists whether the
 gradients of hidden, weight and bias are needed; one that is not comes back empty. ``backward_main_grad`` adds the
 gradient of the weight to ``main_grad[V, D]`` and that of the bias to ``bias_total[V]``, which may be None, and returns
-the gradients of hidden and of a bias without a total. Totals have the compute dtype; their chains are continued.
+the gradients of hidden and of a bias without a total. Totals have the compute dtype; their chains are continued, or
+with ``join_tokens`` chains of that many rows are added to them (``sums``).
 
 The last result of ``forward``, ``forward_stats`` and ``states`` are logits that are kept for backward, at most
 ``saved_mib`` of them (``kept.empty``). Backward takes them as ``kept``; what is not kept it forms again. Those of
@@ -38,7 +39,7 @@ _INPUTS = (
 )
 _SAVED = "Tensor norm, Tensor? entropy, Tensor? kept, Tensor? grad_logp, Tensor? grad_logsumexp, Tensor? grad_entropy"
 _SHARD = "SymInt vocab_start, SymInt vocab_size, int vocab_segments, bool partial"
-_BACKWARD = f"{_INPUTS}, {_SAVED}, {_SHARD}, int? workspace_mib, bool[3] needed"
+_BACKWARD = f"{_INPUTS}, {_SAVED}, {_SHARD}, int? workspace_mib, bool[3] needed, int? join_tokens"
 _GATHERED = "Tensor gathered, Tensor target_ids, Tensor temperature, int? ignore_index, SymInt vocab_size, bool entropy"
 
 SCHEMAS = {
@@ -70,7 +71,7 @@ def _finished(
 def _gradients(
     hidden: torch.Tensor, weight: torch.Tensor, *others: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    *_, partial, _, needed = others
+    *_, partial, _, needed, _ = others
     shapes = (hidden.shape, weight.shape, weight.shape[:1])
     dtypes = (compute_dtype(hidden.dtype) if partial else hidden.dtype, *[hidden.dtype] * 2)
     dhidden, dweight, dbias = (

@@ -115,7 +115,7 @@ def _chosen(hidden: torch.Tensor, lm_head_weight: torch.Tensor, bias: torch.Tens
     check.tensor("hidden", hidden, check.FLOATS, least=1)
     ids = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
     # All options are those that linear_logp has without any.
-    options = Options(1.0, 0.0, 1.0, None, False, False, None, 0, None, None, None, None, None, False, backend)
+    options = Options(1.0, 0.0, 1.0, None, False, False, None, 0, None, None, None, None, None, None, False, backend)
     return agreed(hidden, lm_head_weight, ids, bias, None, options).backend
 
 

@@ -120,6 +120,7 @@ def backward(
     partial: bool,
     workspace_mib: int | None,
     needed: Sequence[bool],
+    join_tokens: int | None = None,
     main_grad: torch.Tensor | None = None,
     bias_total: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -127,7 +128,8 @@ def backward(
     inputs = Inputs(hidden, weight, target_ids, bias, temperature, ignore_index, cap, vocab_start, vocab_size, logits)
     grads = (grad_logp, grad_logsumexp, grad_entropy)
     upstream = rowwise.LogpUpstream(target_ids, norm, entropy, *grads)
-    return gradients(Steps(), inputs, upstream, vocab_segments, partial, workspace_mib, needed, main_grad, bias_total)
+    sums = needed, join_tokens, main_grad, bias_total
+    return gradients(Steps(), inputs, upstream, vocab_segments, partial, workspace_mib, *sums)
 
 
 def backward_main_grad(*args: object) -> tuple[torch.Tensor, torch.Tensor]:
@@ -195,15 +197,15 @@ def _logits(block: Inputs, columns: slice) -> torch.Tensor:
 class Steps:
     """One piece of the vocabulary for one block of rows of the backward pass."""
 
-    def cut(self, inputs: Inputs, workspace: int, needed: Sequence[bool]) -> tuple[int, int]:
+    def cut(self, inputs: Inputs, workspace: int, needed: Sequence[bool], buffers: int = 0) -> tuple[int, int]:
         """Return (piece, height): a piece is a unit; the height is a multiple of 64, at least 64.
 
-        The workspace holds two FP64 copies of a piece of the weight and its dW total, and per row a few temporaries the
-        size of its logits.
+        The workspace holds two FP64 copies of a piece of the weight, its dW total, ``buffers`` like it, and per row a
+        few temporaries the size of its logits.
         """
         size = inputs.hidden.shape[1]
         item = rowwise.compute_dtype(inputs.hidden.dtype).itemsize
-        height = (workspace - UNIT * size * (16 + item)) // (item * (8 * UNIT + 2 * size))
+        height = (workspace - UNIT * size * (16 + item * (1 + buffers))) // (item * (8 * UNIT + 2 * size))
         return UNIT, max(height // rowwise.BLOCK, 1) * rowwise.BLOCK
 
     def room(self, hidden: torch.Tensor, width: int) -> torch.Tensor:
@@ -239,7 +241,7 @@ class Steps:
 
     def add_dweight(self, dz: torch.Tensor, hidden: torch.Tensor, out: torch.Tensor, *, continues: bool) -> None:
         """Write ``dz^T @ hidden`` to ``out``, or add it if ``continues``."""
-        total = out if continues else out.new_zeros(out.shape, dtype=rowwise.compute_dtype(dz.dtype))
+        total = out if continues else out.new_zeros(out.shape, dtype=rowwise.compute_dtype(out.dtype))
         rowwise.chain_dw(dz, hidden, total)
         if not continues:
             out.copy_(total)

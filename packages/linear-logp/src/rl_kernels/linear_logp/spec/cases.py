@@ -56,6 +56,20 @@ _CASES = (
         {"batch": 2, "seq": 9, "hidden": 17, "vocab": 9001},
         {**STATS, "bias": True, "vocab_segments": 8, "whole": True, "workspace_mib": 1},
     ),
+    # Several chains over tokens, the last one short.
+    Case("joined", {"batch": 3, "seq": 31, "hidden": 24, "vocab": 1300}, {**STATS, "bias": True, "join_tokens": 32}),
+    Case(
+        "joined-ignored",
+        {"batch": 2, "seq": 40, "hidden": 16, "vocab": 33},
+        {**STATS, "bias": True, "join_tokens": 16, "ignore_index": IGNORED, "scale": 0.25},
+    ),
+    # Blocks of 64 rows, which the chains cut.
+    Case(
+        "joined-blocks",
+        {"batch": 1, "seq": 400, "hidden": 700, "vocab": 40},
+        {"join_tokens": 144, "workspace_mib": 1, "scale": 0.25},
+        relations=HELD,
+    ),
     Case("odd", {"batch": 3, "seq": 3, "hidden": 33, "vocab": 1025}, {**STATS, "edges": True}),
     Case(
         "equal-rows",
@@ -260,6 +274,7 @@ SPEC = Spec(
             *KNOWN,
             "workspace_mib",
             "saved_mib",
+            "join_tokens",
             "process_group",
             "vocab_start",
             "vocab_size",

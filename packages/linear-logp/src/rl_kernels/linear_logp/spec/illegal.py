@@ -89,6 +89,14 @@ ILLEGAL = (
     IllegalCall("workspace of a fraction", given(workspace_mib=0.5), TypeError, "workspace_mib: expected an integer"),
     IllegalCall("fewer than no logits", given(saved_mib=-1), ValueError, "saved_mib: expected an integer >= 0"),
     IllegalCall("a fraction of logits", given(saved_mib=0.5), TypeError, "saved_mib: expected an integer"),
+    *(
+        IllegalCall(
+            f"join_tokens {x}", given(join_tokens=x), ValueError, "join_tokens: expected None or a multiple of 16"
+        )
+        for x in (0, 8, 24, -16)
+    ),
+    IllegalCall("join_tokens a bool", given(join_tokens=True), TypeError, "join_tokens: expected an integer"),
+    IllegalCall("join_tokens a float", given(join_tokens=32.0), TypeError, "join_tokens: expected an integer"),
     IllegalCall(
         "group of another kind", given(process_group="tp"), TypeError, "process_group: expected a ProcessGroup"
     ),

@@ -12,6 +12,7 @@ MODULES = (
     "rl_kernels.linear_logp.inputs",
     "rl_kernels.linear_logp.packing",
     "rl_kernels.linear_logp.tree",
+    "rl_kernels.linear_logp.sums",
     "rl_kernels.linear_logp.backward",
     "rl_kernels.linear_logp.backends.native",
 )
@@ -100,7 +101,7 @@ _GRADIENTS = (
         "for row in range(0, a.shape[0] - STEP + 1, STEP):",
     ),
     Bug("dW of the first slab alone", "range(0, out.shape[1], SLAB)", "range(0, min(out.shape[1], SLAB), SLAB)"),
-    Bug("dW does not continue its buffer", "in_turn = rows.start > 0 or main_grad", "in_turn = main_grad"),
+    Bug("dW does not continue its buffer", "in_turn = part.start > 0 or sums", "in_turn = sums"),
     Bug("blocks of rows cut steps of dW", "max(height // rowwise.BLOCK, 1) * rowwise.BLOCK", "max(height, 1)"),
     Bug("dH not initialised", "continues=part.start > 0", "continues=True"),
     Bug("kept logits of the next unit", "- first : columns.stop - first]", "- first :].roll(-UNIT, 1)[:, : UNIT]"),
@@ -111,7 +112,7 @@ _GRADIENTS = (
     Bug("sum without a sibling left out", "            left += total\n", ""),
     Bug(
         "dW buffer kept between calls",
-        "out.new_zeros(out.shape, dtype=rowwise.compute_dtype(dz.dtype))",
+        "out.new_zeros(out.shape, dtype=rowwise.compute_dtype(out.dtype))",
         "globals().setdefault(out.shape, out.new_zeros(out.shape, dtype=torch.float32))",
     ),
 )

@@ -11,7 +11,7 @@ from rl_kernels.core.testing import Bug, Mutants
 HOST = "backends.cuda_sm90"
 MODULES = tuple(
     f"rl_kernels.linear_logp.{name}"
-    for name in ("inputs", "backward", f"{HOST}.tiles", "blocks", f"{HOST}.backward", f"{HOST}.backend")
+    for name in ("inputs", "sums", "backward", f"{HOST}.tiles", "blocks", f"{HOST}.backward", f"{HOST}.backend")
 )
 NORM = "logp, norm = like.new_empty(count, dtype=torch.float32), like.new_empty("
 

@@ -1,7 +1,7 @@
-"""Bugs in known statistics and in the loss by chunks, planted in copies of the modules that all backends share.
+"""Bugs in known statistics, the loss by chunks and joined chains, planted in copies of modules that all backends share.
 
-The cases of the checker make one call each, so the tests of these forms must show them (``tests/test_known.py``,
-``tests/test_loss.py``).
+The cases of the checker make one call each, or see no order of a sum, so the tests of these forms must show them
+(``tests/test_known.py``, ``tests/test_loss.py``, ``tests/test_joined.py``).
 """
 
 from __future__ import annotations
@@ -10,7 +10,10 @@ from rl_kernels.core.testing import Bug
 
 MODULES = tuple(
     f"rl_kernels.linear_logp.{name}"
-    for name in ("known", "arguments", "backward", "backends.native", "autograd", "chunks", "forming", "loss", "api")
+    for name in (
+        *("known", "arguments", "sums", "backward", "backends.native"),
+        *("autograd", "chunks", "forming", "loss", "api"),
+    )
 )
 
 GIVEN = "given = hidden[rows], weight, ids[rows], bias, scale"
@@ -101,3 +104,24 @@ LOSS = (
     Bug("gradient of the weight twice", "None if self._into_main_grad else dweight", "dweight"),
 )
 """Bugs of the loss by chunks."""
+CHAIN = "self._chain(rows, columns, chain,"
+CHAINS = "slices(count, self.totals.join_tokens)"
+BUFFER = "            return self.main_grad[columns]"
+JOINED = (
+    Bug("one chain", "if self.totals.join_tokens is None:", "if True:"),
+    Bug("chain begins at the total", "chain.begin()\n", "chain.begin() or chain.add(total)\n"),
+    Bug("a chain continues the one before", "in_turn = part.start > 0 or sums", "in_turn = rows.start > 0 or sums"),
+    Bug("chain of the bias not begun anew", "self.bias.zero_()\n", "pass\n"),
+    Bug("bias not joined", "chain = total.room()", "chain = total.room()._replace(bias=total.bias)"),
+    Bug("chains added in another order", CHAINS, f"[*{CHAINS}][::-1]"),
+    Bug("last chain not added", "total.add(chain)\n", "total.add(chain) if rows.stop < count else None\n"),
+    Bug("only the weight is added", "zip(self[:2], chain[:2]", "zip(self[:1], chain[:1]"),
+    Bug("total not begun at 0", "return total.zero_() if is_joined else total", "return total"),
+    Bug("total in 16 bits", "(in_blocks or is_joined) and total", "in_blocks and total"),
+    Bug("main_grad overwritten", BUFFER, f"{BUFFER}.zero_()"),
+    Bug("rows of the chains before added again", CHAIN, "self._chain(slice(0, rows.stop), columns, chain,"),
+    Bug("a chain as long as a block", CHAINS, "slices(count, self.height)"),
+    Bug("hidden of the first rows", "_part(hidden, rows), sums", "hidden[: rows.stop - rows.start], sums"),
+    Bug("length not handed to backward", "needed, ctx.join_tokens", "needed, None"),
+)
+"""Bugs of chains that are joined; most give another order of the same sum."""

@@ -10,7 +10,7 @@ from rl_kernels.core.testing import Bug
 
 MODULES = tuple(
     f"rl_kernels.linear_logp.{name}"
-    for name in ("vocabulary", "inputs", "packing", "tree", "backward", "backends.native", "spec.virtual")
+    for name in ("vocabulary", "inputs", "packing", "tree", "sums", "backward", "backends.native", "spec.virtual")
 )
 
 SHARDS = (

@@ -11,7 +11,8 @@ from rl_kernels.core.testing import Bug, Mutants
 MODULES = tuple(
     f"rl_kernels.linear_logp.{name}"
     for name in (
-        *("vocabulary", "inputs", "packing", "tree", "backward", "backends.triton.kernels", "backends.triton.tiles"),
+        *("vocabulary", "inputs", "packing", "tree", "sums", "backward"),
+        *("backends.triton.kernels", "backends.triton.tiles"),
         *("blocks", "backends.triton.backward", "backends.triton.backend"),
     )
 )

@@ -56,6 +56,7 @@ def backward(
     needed: Sequence[bool],
     backend: str,
     workspace_mib: int = 256,
+    join_tokens: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of hidden, weight and bias, each put together from those of all ranks.
 
@@ -64,7 +65,8 @@ def backward(
     vocab = len(call.weight)
     parts = [
         ops["backward"](
-            *(*call.shard(columns), *saved, columns[0], vocab, 8, True, workspace_mib, list(needed), backend)
+            *(*call.shard(columns), *saved, columns[0], vocab, 8, True),
+            *(workspace_mib, list(needed), join_tokens, backend),
         )
         for columns in vocab_shards(vocab, ranks)
     ]

@@ -1,0 +1,274 @@
+"""Sums of chains of ``join_tokens`` tokens: what they are, and what changes no bit of them."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from rl_kernels.core.operator import Call
+from rl_kernels.core.testing import IGNORED, Bug, Draw, bits_of
+from rl_kernels.core.testing.planted import planted
+from rl_kernels.linear_logp import Chunk, linear_logp, linear_logp_loss
+from rl_kernels.linear_logp.backends import native
+from rl_kernels.linear_logp.op import OPERATOR, ops
+from rl_kernels.linear_logp.spec.mutants_forms import JOINED, MODULES
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ROWS, SIZE, VOCAB, JOIN = 200, 24, 1100, 48
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"ignore_index": IGNORED, "temperature": "tensor"},
+    {"softcap": 9.0, "logit_scale": 0.5, "main_grad": True},
+    {"vocab_segments": 8, "saved_mib": 4, "main_grad": True},
+)
+FORMS: tuple[dict[str, Any], ...] = (
+    {"workspace_mib": 1},
+    {"workspace_mib": 4096},
+    {"saved_mib": 0},
+    {"saved_mib": 1},
+    {"saved_mib": 4096},
+    {"vocab_segments": 8},
+)
+"""What must change no bit of the gradients of weight and bias."""
+
+
+class Batch:
+    """Operands of a call, and the upstream gradient."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32, rows: int = ROWS, **options: Any) -> None:
+        """Draw the operands."""
+        self.dtype, self.options = dtype, dict(options)
+        device = "cpu" if options.get("backend", "native") == "native" else DEVICE
+        draw = Draw(dtype, device, seed=5)
+        self.hidden, self.weight = draw.normal(rows, SIZE), draw.normal(VOCAB, SIZE, scale=SIZE**-0.5)
+        self.bias, self.ids = draw.normal(VOCAB), draw.ids(VOCAB, rows)
+        self.wide = torch.float64 if dtype == torch.float64 else torch.float32
+        self.upstream = draw.normal(rows, dtype=self.wide)
+        self.start = draw.normal(VOCAB, SIZE, dtype=torch.float32) if self.options.pop("main_grad", False) else None
+        scale = draw.uniform(0.5, 2.0, rows, dtype=torch.float32)
+        if self.options.get("temperature") == "tensor":
+            self.options["temperature"] = scale
+        if "ignore_index" in options:
+            self.ids[: JOIN + 3] = self.ids[::5] = IGNORED
+
+    def gradients(self, *ends: int, **more: Any) -> dict[str, torch.Tensor]:
+        """Return the gradients of calls with the rows between ends: of the weight the last one, or ``main_grad``."""
+        weight, leaves = self.weight.clone().requires_grad_(), {}
+        if self.start is not None:
+            weight.main_grad = self.start.clone()
+        for first, last in pairwise(ends or (0, len(self.ids))):
+            rows, options = slice(first, last), {"join_tokens": JOIN, **self.options, **more}
+            if isinstance(options.get("temperature"), torch.Tensor):
+                options["temperature"] = options["temperature"][rows]
+            leaves = {"hidden": self.hidden[rows].clone().requires_grad_(), "bias": self.bias.clone().requires_grad_()}
+            found = linear_logp(leaves["hidden"], weight, self.ids[rows], leaves["bias"], **options)
+            found.backward(self.upstream[rows])
+        total = weight.grad if self.start is None else weight.main_grad
+        return {"weight": total, **{name: leaf.grad for name, leaf in leaves.items()}}
+
+    def defined(self, **more: Any) -> dict[str, torch.Tensor]:
+        """Return the gradients of weight and bias as they are defined: chains from 0, added in order."""
+        backend, scale = more["backend"], self.options.get("temperature", 1.0)
+        scale = scale if isinstance(scale, torch.Tensor) else torch.tensor(scale)
+        cap = self.options.get("softcap")
+        cap = None if cap is None else torch.tensor([cap, self.options["logit_scale"] / cap], dtype=torch.float64)
+        ignored, scale = self.options.get("ignore_index"), scale.to(self.wide)
+        whole = self.hidden, self.weight, self.ids, self.bias, scale, ignored, cap
+        norm = ops["forward"](*whole, 0, backend)[1]
+        width = self.wide if self.start is None else torch.float32
+        totals = [torch.zeros_like(value, dtype=width) for value in (self.weight, self.bias)]
+        totals[1] = totals[1].to(self.wide)
+        if self.start is not None:
+            totals[0] += self.start
+        for first in range(0, len(self.ids), JOIN):
+            rows = slice(first, first + JOIN)
+            inputs = self.hidden[rows], self.weight, self.ids[rows], self.bias, scale[rows] if scale.ndim else scale
+            saved = norm[rows], None, None, self.upstream[rows], None, None, 0, VOCAB, 1, False
+            chain = [torch.zeros_like(total) for total in totals]
+            how = None, [False, True, True], None, *chain, backend
+            ops["backward_main_grad"](*inputs, ignored, cap, *saved, *how)
+            for total, value in zip(totals, chain, strict=True):
+                total += value
+        weight = totals[0] if self.start is not None else totals[0].to(self.dtype)
+        return {"weight": weight, "bias": totals[1].to(self.dtype)}
+
+
+def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], *names: str) -> None:
+    for name in names or expected:
+        assert found[name].dtype == expected[name].dtype, name
+        assert torch.equal(bits_of(found[name]), bits_of(expected[name])), name
+
+
+def backends() -> Iterator[Any]:
+    for backend in OPERATOR.backends:
+        device = "cpu" if backend.name == "native" else DEVICE
+        reason = backend.why_not(Call.of(torch.zeros(1, 8, device=device, dtype=torch.bfloat16), D=8))
+        marks = [pytest.mark.skipif(reason is not None, reason=str(reason))]
+        if device == "cuda":
+            marks.append(pytest.mark.gpu)
+        yield pytest.param(backend.name, marks=marks)
+
+
+def dtypes(backend: str) -> list[torch.dtype]:
+    """Return the dtypes that a backend takes."""
+    wide = {"native": [torch.float32, torch.float64], "triton": [torch.float32]}
+    return [torch.bfloat16, *wide.get(backend, [])]
+
+
+def few(backend: str) -> bool:
+    """Say whether the kernels are interpreted, which is slow."""
+    return backend == "triton" and DEVICE == "cpu"
+
+
+@pytest.mark.parametrize("backend", backends())
+def test_chains_are_added_in_order(backend: str) -> None:
+    for options in OPTIONS[1:2] if few(backend) else OPTIONS:
+        for dtype in dtypes(backend):
+            batch = Batch(dtype, backend=backend, **options)
+            found, expected = batch.gradients(), batch.defined(backend=backend)
+            same(found, expected)
+            one = batch.gradients(join_tokens=None)
+            assert not torch.equal(found["weight"], one["weight"])
+            same(found, one, "hidden")
+
+
+@pytest.mark.parametrize("backend", backends())
+@pytest.mark.parametrize("ends", [(0, 48, 200), (0, 96, 144, 200)])
+def test_micro_batches_keep_their_bits(backend: str, ends: tuple[int, ...]) -> None:
+    for options in OPTIONS[2:3] if few(backend) else OPTIONS:
+        batch = Batch(torch.bfloat16, backend=backend, **{**options, "main_grad": True})
+        whole = batch.gradients()
+        same(batch.gradients(*ends), whole, "weight")
+        # Inside a chain a cut is another sum.
+        assert not torch.equal(batch.gradients(0, 64, 200)["weight"], whole["weight"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("join", [16, 144, 208])
+@pytest.mark.parametrize("main_grad", [False, True])
+def test_blocks_and_kept_logits_change_no_bit(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, join: int, main_grad: bool
+) -> None:
+    heights, add = [], native.Steps.add_dweight
+
+    def watched(self: native.Steps, dz: torch.Tensor, *others: torch.Tensor, continues: bool) -> None:
+        heights.append(len(dz))
+        add(self, dz, *others, continues=continues)
+
+    monkeypatch.setattr(native.Steps, "add_dweight", watched)
+    monkeypatch.setattr(native, "BLOCK_ELEMENTS", 1)
+    batch = Batch(dtype, join_tokens=join, main_grad=main_grad, bias=True)
+    batch.options.pop("bias")
+    expected = batch.gradients()
+    for form in FORMS:
+        same(batch.gradients(**form), expected, "weight", "bias")
+    # A workspace of 1 MiB has blocks of 64 rows, and no block is longer than a chain.
+    assert {16, 8} == {*heights} if join == 16 else 64 in heights
+    assert max(heights) == min(join, ROWS)
+
+
+@pytest.mark.parametrize("backend", backends())
+def test_ignored_rows_count_and_change_no_bit(backend: str) -> None:
+    options = {"backend": backend, "ignore_index": IGNORED, "main_grad": True}
+    batch = Batch(torch.bfloat16, **options)
+    expected = batch.gradients()
+    for more in (1, 100):
+        longer = Batch(torch.bfloat16, **options)
+        longer.hidden = torch.cat((batch.hidden, batch.hidden.new_full((more, SIZE), torch.nan)))
+        longer.ids = torch.cat((batch.ids, batch.ids.new_full((more,), IGNORED)))
+        longer.upstream = torch.cat((batch.upstream, batch.upstream.new_full((more,), torch.nan)))
+        same(longer.gradients(), expected, "weight", "bias")
+    # Ignored rows in front, a whole chain of them, move none to another chain.
+    moved = Batch(torch.bfloat16, **options)
+    moved.hidden, moved.ids, moved.upstream = (x[JOIN:] for x in (batch.hidden, batch.ids, batch.upstream))
+    same(moved.gradients(), expected, "weight", "bias")
+    moved.hidden, moved.ids, moved.upstream = (x[JOIN + 3 :] for x in (batch.hidden, batch.ids, batch.upstream))
+    assert not torch.equal(moved.gradients()["weight"], expected["weight"])
+
+
+def test_known_statistics_and_no_gradient_of_the_weight() -> None:
+    batch = Batch()
+    with torch.no_grad():
+        known = linear_logp(batch.hidden, batch.weight, batch.ids, batch.bias, return_known=True)
+    expected = batch.gradients()
+    same(batch.gradients(known=known), expected)
+    leaves = batch.hidden.clone().requires_grad_(), batch.bias.clone().requires_grad_()
+    for leaf, name in zip(leaves, ("hidden", "bias"), strict=True):
+        given = [leaf if name == "hidden" else batch.hidden, batch.weight, batch.ids]
+        logp = linear_logp(*given, leaf if name == "bias" else batch.bias, join_tokens=JOIN)
+        assert torch.equal(torch.autograd.grad(logp, leaf, batch.upstream)[0], expected[name])
+
+
+def test_under_compile() -> None:
+    batch = Batch(torch.float32)
+    leaves = [value.clone().requires_grad_() for value in (batch.hidden, batch.weight, batch.bias)]
+    torch.compiler.reset()
+    compiled = torch.compile(linear_logp, fullgraph=True, backend="aot_eager")
+    found = compiled(*leaves[:2], batch.ids, leaves[2], join_tokens=JOIN)
+    expected = batch.gradients()
+    grads = torch.autograd.grad(found, leaves, batch.upstream)
+    same(dict(zip(("hidden", "weight", "bias"), grads, strict=True)), expected)
+
+
+@pytest.mark.parametrize("value", [0, 8, 24, -16])
+def test_bad_lengths(value: int) -> None:
+    batch = Batch()
+    given = batch.hidden, batch.weight, batch.ids
+
+    def refused(logp: torch.Tensor, chunk: Chunk) -> torch.Tensor:
+        raise AssertionError("the loss was called")
+
+    with torch.no_grad():
+        for call in (
+            lambda: linear_logp(*given, join_tokens=value),
+            lambda: linear_logp_loss(*given, refused, cu_seqlens=[0, ROWS], join_tokens=value),
+        ):
+            with pytest.raises(ValueError, match="join_tokens: expected None or a multiple of 16 rows, at least 16"):
+                call()
+
+
+@functools.cache
+def defined_batches() -> list[tuple[Batch, dict[str, torch.Tensor]]]:
+    batches = [Batch(dtype, **options) for options in OPTIONS[1:] for dtype in (torch.float32, torch.bfloat16)]
+    return [(batch, batch.defined(backend="native")) for batch in batches]
+
+
+def hold_all() -> None:
+    for batch, expected in defined_batches():
+        for form in FORMS[:2]:
+            same(batch.gradients(**form, backend="native"), expected)
+
+
+def test_no_size_of_the_workspace_changes_what_is_defined() -> None:
+    hold_all()
+
+
+@pytest.mark.parametrize("bug", JOINED, ids=lambda bug: bug.name)
+def test_planted_bugs_show(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
+    defined_batches()
+    with planted(MODULES, bug):
+        monkeypatch.setitem(globals(), "linear_logp", importlib.import_module("rl_kernels.linear_logp.api").linear_logp)
+        with pytest.raises((AssertionError, RuntimeError, ValueError, IndexError, TypeError)):
+            hold_all()
+
+
+@pytest.mark.gpu
+def test_a_long_sum_is_more_exact() -> None:
+    """131,072 tokens of one sign: one chain of the weight's gradient shrinks on Hopper, chains of 4096 do not."""
+    draw = Draw(torch.bfloat16, "cuda", seed=9)
+    hidden = draw.uniform(0.0, 1.0, 1 << 17, 64)
+    weight = torch.zeros(256, 64, dtype=torch.bfloat16, device="cuda").requires_grad_()
+    ids, ones = torch.zeros(len(hidden), dtype=torch.int64, device="cuda"), torch.ones(len(hidden), device="cuda")
+    # Of equal logits: dz is 255/256 for the first entry, rounded to BF16.
+    dz = torch.tensor(255 / 256, dtype=torch.bfloat16).double()
+    exact = dz * hidden.double().sum(0)
+    for join, most in ((None, 2e-3), (4096, 4e-5)):
+        weight.main_grad = torch.zeros(256, 64, device="cuda")
+        linear_logp(hidden, weight, ids, join_tokens=join).backward(ones)
+        assert float(((weight.main_grad[0].double() - exact) / exact).abs().max()) < most
