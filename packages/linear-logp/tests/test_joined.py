@@ -163,8 +163,7 @@ def test_blocks_and_kept_logits_change_no_bit(
 
     monkeypatch.setattr(native.Steps, "add_dweight", watched)
     monkeypatch.setattr(native, "BLOCK_ELEMENTS", 1)
-    batch = Batch(dtype, join_tokens=join, main_grad=main_grad, bias=True)
-    batch.options.pop("bias")
+    batch = Batch(dtype, join_tokens=join, main_grad=main_grad)
     expected = batch.gradients()
     for form in FORMS:
         same(batch.gradients(**form), expected, "weight", "bias")
