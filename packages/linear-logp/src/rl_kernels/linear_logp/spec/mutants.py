@@ -102,6 +102,8 @@ _GRADIENTS = (
     ),
     Bug("dW of the first slab alone", "range(0, out.shape[1], SLAB)", "range(0, min(out.shape[1], SLAB), SLAB)"),
     Bug("dW does not continue its buffer", "in_turn = part.start > 0 or sums", "in_turn = sums"),
+    Bug("last joined chain left out", "total.add(chain)\n", "total.add(chain) if rows.stop < count else None\n"),
+    Bug("joined chain of the bias not begun anew", "self.bias.zero_()\n", "pass\n"),
     Bug("blocks of rows cut steps of dW", "max(height // rowwise.BLOCK, 1) * rowwise.BLOCK", "max(height, 1)"),
     Bug("dH not initialised", "continues=part.start > 0", "continues=True"),
     Bug("kept logits of the next unit", "- first : columns.stop - first]", "- first :].roll(-UNIT, 1)[:, : UNIT]"),

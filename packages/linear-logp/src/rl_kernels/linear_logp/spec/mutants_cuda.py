@@ -88,7 +88,7 @@ LAUNCHES = (
     Bug("operands of dH exchanged", "matmul(dz, weight, out,", "matmul(weight, dz, out,"),
     Bug("dz not transposed in dW", "matmul(dz.t(), hidden, out,", "matmul(dz, hidden, out,"),
     Bug("hidden gradient restarted at each piece", "continues=part.start > 0", "continues=False"),
-    Bug("weight gradient restarted at each block", "in_turn = rows.start > 0 or main_grad", "in_turn = main_grad"),
+    Bug("weight gradient restarted at each block", "in_turn = part.start > 0 or sums", "in_turn = sums"),
     Bug(
         "gradient of the first piece used for all",
         "*(sums, kept, dz, columns.start, width,",
