@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -60,9 +62,47 @@ def test_bits_on_a_gpu(backend: str, shape: tuple[int, int, int]) -> None:
 def test_any_leading_dims(leading: tuple[int, ...]) -> None:
     draw = Draw(torch.bfloat16)
     hidden, weight, ids = draw.normal(*leading, 16), draw.normal(70, 16), draw.ids(70, *leading)
-    found = linear_logits(hidden, weight)
-    assert found.logits.shape == (*leading, 70)
-    assert same(found.logp(ids), linear_logp(hidden, weight, ids))
+    # Of any strides too.
+    for given in (
+        hidden,
+        hidden.permute(*reversed(range(hidden.ndim))).contiguous().permute(*reversed(range(hidden.ndim))),
+    ):
+        found = linear_logits(given, weight)
+        assert found.logits.shape == (*leading, 70)
+        assert same(found.logp(ids), linear_logp(hidden, weight, ids))
+
+
+def test_padded_logits_have_room() -> None:
+    # 5 MiB without the padding to 512 columns, 8 with it.
+    hold((4096, 8, 257), torch.float32, "cpu", "native")
+
+
+def test_autocast() -> None:
+    hidden, weight, bias, ids = drawn((5, 16, 300), torch.float32)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        found = linear_logits(hidden, weight, bias)
+        assert same(found.logp(ids), linear_logp(hidden, weight, ids, bias))
+    assert same(found.logp(ids), linear_logp(hidden.bfloat16(), weight.bfloat16(), ids, bias.bfloat16()))
+
+
+def test_compiled() -> None:
+    hidden, weight, bias, ids = drawn((5, 16, 300), torch.float32)
+
+    def sampled(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        found = linear_logits(hidden, weight, bias)
+        return found.logits, found.logp(ids, validate=False)
+
+    logits, logp = torch.compile(sampled, backend="aot_eager", fullgraph=True)(hidden)
+    expected = linear_logits(hidden, weight, bias)
+    assert same(logits, expected.logits)
+    assert same(logp, expected.logp(ids))
+
+
+def test_no_derivative_is_lost() -> None:
+    hidden, weight, _, _ = drawn((5, 16, 300), torch.float32)
+    linear_logits(hidden, weight)
+    with pytest.raises(RuntimeError, match="linear_logits"):
+        torch.func.jvp(lambda x: linear_logits(x, weight).logits, (hidden,), (hidden,))
 
 
 def made() -> tuple[LinearLogits, torch.Tensor]:
@@ -83,6 +123,7 @@ def test_changed_logits_are_noticed() -> None:
     before = found.logp(ids)
     found.logits.clone().div_(2.0)
     assert same(found.logp(ids), before)
+    assert same(copy.deepcopy(found).logp(ids), before)
     found.logits.div_(2.0)
     with pytest.raises(RuntimeError, match="logits: changed in place"):
         found.logp(ids)
@@ -91,7 +132,7 @@ def test_changed_logits_are_noticed() -> None:
 def test_inference_mode() -> None:
     with torch.inference_mode():
         found, ids = made()
-        assert found.version is None
+        assert found.seen is None
         value = found.logp(ids)
     assert same(value, made()[0].logp(ids))
 
@@ -109,7 +150,14 @@ def test_wrong_arguments_are_named() -> None:
         linear_logits(hidden, weight, bias[:-1])
     with pytest.raises(TypeError, match="hidden"):
         linear_logits([1.0], weight)
-    with pytest.raises(ValueError, match="no_grad"):
-        linear_logits(hidden.requires_grad_(), weight)
-    with torch.no_grad():
-        linear_logits(hidden, weight)
+    with pytest.raises(ValueError, match="token_ids"):
+        found.logp(ids.to("meta"))
+    with pytest.raises(ValueError, match="nope"):
+        linear_logits(hidden, weight, backend="nope")
+    for one in (hidden, weight, bias):
+        one.requires_grad_()
+        with pytest.raises(ValueError, match="no_grad"):
+            linear_logits(hidden, weight, bias)
+        with torch.no_grad():
+            linear_logits(hidden, weight, bias)
+        one.requires_grad_(False)

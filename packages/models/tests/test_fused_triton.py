@@ -67,8 +67,11 @@ def test_rotary_has_the_bits_of_pytorch(device, dtype, layout):
 def test_rotary_at_places_has_the_bits_of_rotary(device, dtype, batch):
     needs_triton(device, dtype)
     q, k, angle = tensors(device, dtype, (batch, 5, 3, 16), (batch, 5, 2, 16), (40, 16))
-    q, k, cos, sin = q.transpose(1, 2), k.transpose(1, 2), angle.cos(), angle.sin()
+    q, k = q.transpose(1, 2), k.transpose(1, 2)
+    # Parts of wider tables, and every second of more places.
+    cos, sin = (torch.cat((x, x), -1)[:, :16] for x in (angle.cos(), angle.sin()))
     places = torch.tensor([39, 0, 7, 7, 21, 3, 4, 5, 6, 38][: 5 * batch], device=device)
+    places = places.repeat_interleave(2)[::2]
     turns = [x[places].view(batch, 5, 16) for x in (cos, sin)]
     for mine, theirs in zip(rotary.rotary_at(q, k, cos, sin, places), rotary.rotary(q, k, *turns), strict=True):
         assert torch.equal(mine, theirs)

@@ -13,7 +13,7 @@ import torch
 from rl_kernels.core import validate as check
 from rl_kernels.core.dispatch import remembered_choice
 from rl_kernels.core.rowwise import compute_dtype
-from rl_kernels.core.torchlib import autocast_linear, scalar_or_rows
+from rl_kernels.core.torchlib import autocast_linear, no_lost_derivatives, scalar_or_rows
 from rl_kernels.linear_logp import kept
 from rl_kernels.linear_logp.arguments import Options, agreed
 from rl_kernels.linear_logp.op import ops
@@ -30,14 +30,15 @@ class LinearLogits(NamedTuple):
         packed: the states of the softmax, as ranks exchange them (``packing``).
         temperature: 1, as the raw ops take it.
         backend: name of the backend that formed them.
-        version: how often the logits had been changed when they were formed; None if that is not counted.
+        seen: where the logits were when they were formed, and how often they had been changed; None if that is not
+            counted.
     """
 
     logits: torch.Tensor
     packed: torch.Tensor
     temperature: torch.Tensor
     backend: str
-    version: int | None
+    seen: tuple[int, int] | None
 
     def logp(self, token_ids: torch.Tensor, *, validate: bool = True) -> torch.Tensor:
         """Return the log-probability of a token for each row, with the bits of ``linear_logp``.
@@ -51,14 +52,16 @@ class LinearLogits(NamedTuple):
 
         Raises:
             TypeError, ValueError: token_ids is not as described.
-            RuntimeError: the logits were changed since; not seen under ``torch.inference_mode``.
+            RuntimeError: the logits were changed since; not seen under ``torch.inference_mode`` or ``torch.compile``.
         """
         vocab = self.logits.shape[-1]
         check.token_ids("token_ids", token_ids, self.logits.shape[:-1], "the leading dims of the logits")
         check.same_device(logits=self.logits, token_ids=token_ids)
         if validate:
             check.ids_in_range("token_ids", token_ids, vocab, None)
-        if _version(self.logits) != self.version:
+        now = _seen(self.logits)
+        # A copy elsewhere is counted anew.
+        if now and self.seen and now[0] == self.seen[0] and now != self.seen:
             raise RuntimeError("logits: changed in place since linear_logits; change a copy of them")
         ids = token_ids.reshape(-1).long()
         rows = self.logits.reshape(-1, vocab)
@@ -94,6 +97,8 @@ def linear_logits(
     """
     tensors = autocast_linear(hidden, lm_head_weight, bias)
     chosen = _chosen(*tensors, backend)
+    # Not of a kind of arguments, so not remembered.
+    no_lost_derivatives("linear_logits", *tensors)
     rows, weight, added = tensors
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         raise ValueError("linear_logits: expected no gradients, call it under torch.no_grad()")
@@ -106,7 +111,7 @@ def linear_logits(
     if not count:
         logits = rows.new_empty((0, vocab), dtype=dtype)
     logits = logits[:, :vocab].unflatten(0, leading) if leading else logits[0, :vocab]
-    return LinearLogits(logits, packed, one, chosen, _version(logits))
+    return LinearLogits(logits, packed, one, chosen, _seen(logits))
 
 
 @remembered_choice
@@ -119,5 +124,8 @@ def _chosen(hidden: torch.Tensor, lm_head_weight: torch.Tensor, bias: torch.Tens
     return agreed(hidden, lm_head_weight, ids, bias, None, options).backend
 
 
-def _version(x: torch.Tensor) -> int | None:
-    return None if x.is_inference() else x._version
+def _seen(x: torch.Tensor) -> tuple[int, int] | None:
+    # A compiler traces none of these.
+    if torch.compiler.is_compiling() or x.is_inference():
+        return None
+    return x.data_ptr(), x._version
