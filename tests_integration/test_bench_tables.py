@@ -133,6 +133,22 @@ def scores():
     return Document(document().environment, {"bf16": CEILINGS}, records)
 
 
+ROLLOUTS = {
+    "settings": {"model": "llama", "layers": 8, "runner": 1, "ways": ["rl-kernels", "stock"]},
+    "bits": [
+        {
+            "way": way,
+            "training": training,
+            "tokens": 40,
+            "differ": 40 * ((way, training) != ("rl-kernels", "invariant")),
+        }
+        for way in ("rl-kernels", "stock")
+        for training in ("stock", "invariant")
+    ],
+    "speed": {"16": {"rl-kernels": [50.0, 1.0, 500.0], "stock": [100.0, 100.0, 7.0]}},
+}
+
+
 @pytest.fixture
 def tree(tmp_path):
     """Return a copy of the pages, with results of one operator."""
@@ -143,7 +159,10 @@ def tree(tmp_path):
         *ROOT.glob("docs/benchmarks/*.md"),
         *(
             ROOT / f"{name}.md"
-            for name in ("README", "docs/demo", "docs/hardware", "docs/many-gpus", "docs/recipes/trl")
+            for name in (
+                *("README", "docs/demo", "docs/hardware", "docs/many-gpus", "docs/recipes/trl"),
+                "docs/recipes/vllm-sglang",
+            )
         ),
         *(ROOT / f"packages/{name}/GUIDE.md" for name in ("det-gemm", "linear-logp")),
     ]
@@ -186,6 +205,7 @@ def tree(tmp_path):
     (tmp_path / "tools/results/h200-trl-step.json").write_text(json.dumps(where | {"settings": SIZES, "ways": TRL}))
     mixed = where | {"settings": SIZES | {"dtype": "autocast"}, "ways": TRL}
     (tmp_path / "tools/results/h200-trl-step-autocast.json").write_text(json.dumps(mixed))
+    (tmp_path / "tools/results/h200-vllm-llama.json").write_text(json.dumps(where | ROLLOUTS))
     (tmp_path / "tools/results/h200-demo.json").write_text(json.dumps(TWINS | {"environment": step["environment"]}))
     return tmp_path
 
@@ -223,6 +243,10 @@ def test_results_are_written_into_the_pages(tree):
     assert "vocabulary 99, weights in FP32 under BF16 autocast; " in trl
     assert "| sequences that fit in 40 GiB | 248 | 240 | 368 |" in trl
     assert "| tokens that differ from the rollout | 320 of 320 (100%) | 300 of 320 (94%) | 0 of 320 |" in trl
+    vllm = (tree / "docs/recipes/vllm-sglang.md").read_text()
+    assert "llama, 8 layers, vLLM's model runner 1:" in vllm
+    assert "| rl-kernels | 40 of 40 (100%) | 0 of 40 |" in vllm
+    assert "| 16 | 50 (0.50) | 100 (1.00) |" in vllm
     front = (tree / "README.md").read_text()
     assert "4096x4096x128256 | torch.compile: 10.0 ms, 3,006 MiB | 19.0 ms, 1,234 MiB | 1.90 |" in front
     assert "CCE" not in front

@@ -204,6 +204,16 @@ def test_a_request_that_failed_is_told() -> None:
     assert not config.return_logprobs
 
 
+def test_a_rollout_of_vllm_is_taken_as_it_is(trainer_of: Callable[..., Any], tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path)
+    trainer.use_vllm, trainer.args.cast_lm_head_to_fp32 = True, True
+    with pytest.raises(ValueError, match=r"^cast_lm_head_to_fp32: expected False with invariant and use_vllm"):
+        trl_client.use_in(trainer, invariant=True, record=False)
+    trainer.args.cast_lm_head_to_fp32, theirs = False, trainer._generate_single_turn
+    trl_client.use_in(trainer, invariant=True, record=False)
+    assert trainer._generate_single_turn == theirs
+
+
 def test_a_rollout_that_is_not_seen_is_refused(trainer_of: Callable[..., Any], tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path)
     for name in ("use_vllm", "rollout_func"):

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("vllm")
 SCRIPT = Path(__file__).parent / "vllm_on_cpu.py"
@@ -132,7 +133,10 @@ def config(**changes: Any) -> Any:
         ({"logprobs_mode": "raw_logits"}, "logprobs_mode: expected 'raw_logprobs'"),
         ({"model_impl": "transformers"}, "model_impl: expected 'auto'"),
         ({"logprobs_mode": "processed_logprobs", "logits_processors": ["mine"]}, "logits_processors: expected None"),
-        ({"text": {"num_experts": 8}}, "num_experts: expected None"),
+        *(
+            ({"text": {name: 8}}, f"{name}: expected None")
+            for name in ("num_experts", "num_local_experts", "n_routed_experts")
+        ),
         ({"text": {"rope_parameters": {"rope_type": "yarn"}}}, "rope_type: expected default or llama3"),
     ],
 )
@@ -141,6 +145,7 @@ def test_what_is_not_covered_is_refused_by_name(changes: dict[str, Any], message
 
     check(config())
     check(config(logprobs_mode="processed_logprobs"))
+    check(config(logits_processors=["mine"]))
     with pytest.raises(ValueError, match=message):
         check(config(**changes))
 
@@ -151,6 +156,7 @@ def test_what_is_not_covered_is_refused_by_name(changes: dict[str, Any], message
         *(("temperature", 0.7), ("top_p", 0.9), ("top_k", 20), ("min_p", 0.1), ("min_tokens", 3)),
         *(("presence_penalty", 0.1), ("frequency_penalty", 0.1), ("repetition_penalty", 1.1)),
         *(("logit_bias", {3: 1.0}), ("allowed_token_ids", [1, 2]), ("bad_words", ["no"])),
+        *(("structured_outputs", object()), ("thinking_token_budget", 3)),
     ],
 )
 def test_requests_whose_processed_log_probs_are_others_are_refused(option: str, value: object) -> None:
@@ -158,10 +164,77 @@ def test_requests_whose_processed_log_probs_are_others_are_refused(option: str, 
 
     from rl_kernels.models.clients.vllm.refusals import check_request
 
-    params = SamplingParams(logprobs=0, **{option: value})
-    check_request("raw_logprobs", params)
+    asked = ({"logprobs": 0}, {"logprob_token_ids": [1, 2]})
     check_request("processed_logprobs", SamplingParams(**{option: value}))
-    for plain in ({}, {"temperature": 0.0}, {"top_k": -1}, {"seed": 3, "stop_token_ids": [2]}):
-        check_request("processed_logprobs", SamplingParams(logprobs=0, **plain))
-    with pytest.raises(ValueError, match=f"{option}: expected .* and logprobs_mode='processed_logprobs', got"):
-        check_request("processed_logprobs", params)
+    for how in asked:
+        params = SamplingParams(**how)
+        # As another client may fill it in.
+        setattr(params, option, value)
+        check_request("raw_logprobs", params)
+        for plain in ({}, {"temperature": 0.0}, {"top_k": -1}, {"seed": 3, "stop_token_ids": [2]}):
+            check_request("processed_logprobs", SamplingParams(**how, **plain))
+        with pytest.raises(ValueError, match=f"{option}: expected .* and logprobs_mode='processed_logprobs', got"):
+            check_request("processed_logprobs", params)
+
+
+def test_every_option_of_a_request_is_known() -> None:
+    from vllm import SamplingParams
+
+    from rl_kernels.models.clients.vllm.refusals import PLAIN
+
+    harmless = {
+        *("n", "seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens", "logprobs", "prompt_logprobs"),
+        *("logprob_token_ids", "flat_logprobs", "detokenize", "skip_special_tokens", "spaces_between_special_tokens"),
+        *("include_stop_str_in_output", "output_kind", "skip_clone", "output_text_buffer_length", "extra_args"),
+        *("routed_experts_prompt_start", "skip_reading_prefix_cache", "repetition_detection"),
+    }
+    names = {name for name in SamplingParams.__struct_fields__ if not name.startswith("_")}
+    assert names == harmless | set(PLAIN)
+
+
+def test_names_of_tokens_get_the_numbers_of_sampled_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.outputs import LogprobsTensors
+    from vllm.v1.worker.gpu.sample import sampler
+
+    from rl_kernels.models.clients.vllm import logprobs
+
+    logprobs.install()
+    assert sampler.compute_topk_logprobs is logprobs._of_top
+    sampled, ranks = torch.tensor([4, 7]), torch.zeros(2)
+    ids = torch.tensor([[4, 9, 4], [7, 0, 7]], dtype=torch.int32)
+    theirs = torch.tensor([[-1.0, -2.0, -1.0], [-3.0, -4.0, -torch.inf]])
+    monkeypatch.setattr(logprobs, "scores", lambda ids: torch.tensor([-0.5, -0.25]))
+    for shown in (3, 1):
+        found = LogprobsTensors(ids[:, :shown], theirs[:, :shown], ranks)
+        monkeypatch.setattr(logprobs, "_of_second_runner", lambda *args, found=found, **options: found)
+        got = sampler.compute_topk_logprobs(torch.zeros(2, 10), shown - 1, sampled)
+        expected = torch.tensor([[-0.5, -2.0, -0.5], [-0.25, -4.0, -torch.inf]])
+        assert torch.equal(got.logprobs, expected[:, :shown])
+
+
+@pytest.mark.parametrize("options", [{"scale": 2.0}, {"soft_cap": 30.0}])
+def test_other_logits_are_refused_by_name(options: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    from rl_kernels.models.clients.vllm import logprobs
+
+    monkeypatch.setattr(logprobs, "get_current_vllm_config", config)
+    name = "logit_scale" if "scale" in options else "final_logit_softcapping"
+    made = logprobs.Logits.__new__(logprobs.Logits)
+    with pytest.raises(ValueError, match=name):
+        made.__init__(512, **options)
+
+
+def test_logits_are_a_copy_with_bias_and_without_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rl_kernels.linear_logp import linear_logp
+    from rl_kernels.models.clients.vllm import logprobs
+
+    monkeypatch.setattr(logprobs, "get_current_vllm_config", config)
+    made = logprobs.Logits(96, 90)
+    head = SimpleNamespace(weight=torch.randn(96, 16))
+    hidden, bias, ids = torch.randn(5, 16), torch.randn(96), torch.tensor([0, 89, 3, 4, 5])
+    logits = made.forward(head, hidden, bias)
+    assert logits.shape == (5, 90)
+    expected = linear_logp(hidden, head.weight[:90], ids, bias[:90])
+    logits.div_(0.5)
+    assert torch.equal(logprobs.scores(ids), expected)
+    with pytest.raises(ValueError, match="token_ids"):
+        logprobs.scores(ids[:2])

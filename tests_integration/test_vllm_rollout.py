@@ -5,9 +5,12 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import multiprocessing
+import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +32,8 @@ def tool() -> Iterator[ModuleType]:
 class Process:
     """Makes the model in this process."""
 
+    exitcode = 0
+
     def __init__(self, target: Any, args: tuple[Any, ...]) -> None:
         self.start = lambda: target(*args)
 
@@ -40,6 +45,8 @@ class Process:
 def engines(tool: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
     """Answer as the model under `invariant` does, but for one number of the stock engine; return the calls."""
     calls: list[tuple[str, int, int]] = []
+    seen: list[list[list[int]]] = []
+    monkeypatch.setattr(tool, "seen", seen, raising=False)
 
     class Engines:
         def __init__(self, folder: str, given: Any) -> None:
@@ -49,6 +56,7 @@ def engines(tool: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str
             from rl_kernels.models import invariant
 
             calls.append((way, len(ids), tokens))
+            seen.append(ids)
             answers = [[7, 8, 9, 10][:tokens] for _ in ids]
             sequences = [one + two for one, two in zip(ids, answers, strict=True)]
             with torch.no_grad(), invariant(self.model):
@@ -79,7 +87,7 @@ def test_bits_and_speed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     report = tmp_path / "vllm.json"
-    assert tool.main([*TINY, "--model", model, "--ways", "stock", "rl-kernels", "--json", str(report)]) == 0
+    assert tool.main([*TINY, "--model", model, "--ways", "stock", "rl-kernels", "stock", "--json", str(report)]) == 0
     found = json.loads(report.read_text(encoding="utf-8"))
     counts = {(each["way"], each["training"]): each["differ"] for each in found["bits"]}
     assert {each["tokens"] for each in found["bits"]} == {5 * 4}
@@ -95,6 +103,9 @@ def test_bits_and_speed(
     assert engines[:2] == [("stock", 5, 4), ("rl-kernels", 5, 4)]
     assert [way for way, *_ in engines[2:8]] == ["stock", "rl-kernels", "rl-kernels", "stock", "stock", "rl-kernels"]
     assert engines[-1][0] == "closed"
+    # All ways of a turn get the same prompts, each turn others.
+    assert [tool.seen[i] == tool.seen[i + 1] for i in range(2, 7)] == [True, False, True, False, True]
+    assert all(each["max"] > 0 for each in found["bits"] if each["way"] == "stock")
     assert "rl-kernels, training invariant: 0 of 20 differ" in capsys.readouterr().out
 
 
@@ -104,6 +115,84 @@ def test_a_token_of_ours_that_differs_is_an_error(
     monkeypatch.setattr(tool, "OURS", "stock")
     assert tool.main([*TINY, "--ways", "stock", "--parts", "bits"]) == 1
     assert len(engines) == 2
+
+
+@pytest.mark.parametrize("model", ["llama", "qwen3"])
+def test_training_scores_each_token_after_the_prompt(
+    tool: ModuleType, engines: list[tuple[str, int, int]], model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tool, "PART", 2)
+    tool.make(str(tmp_path), model, 1, "cpu")
+    # In FP32, so that sums over padded rows are near those of rows alone.
+    made = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    sequences, starts = [[5, 6, 7, 8, 9], [11, 12, 13], [21, 22, 23, 24]], [3, 1, 2]
+    for stock in (True, False):
+        with torch.no_grad():
+            found = tool.trained(made, sequences, starts, stock=stock)
+            logits = [made(torch.tensor([ids])).logits[0] for ids in sequences]
+        expected = [
+            of.log_softmax(-1)[place - 1, ids[place]]
+            for of, ids, start in zip(logits, sequences, starts, strict=True)
+            for place in range(start, len(ids))
+        ]
+        torch.testing.assert_close(found, torch.stack(expected), rtol=1e-4, atol=1e-4)
+    # The head's spread: logits of tokens that a softmax tells apart.
+    assert 1.0 < torch.cat(logits).std() < 4.0
+
+
+def test_an_engine_is_driven_over_its_pipe(tool: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import vllm_engines
+
+    done: list[Any] = []
+
+    class LLM:
+        def __init__(self, **options: Any) -> None:
+            done.append((options, dict(os.environ)))
+
+        def reset_prefix_cache(self) -> None:
+            done.append("reset")
+
+        def generate(self, requests: list[Any], how: Any, use_tqdm: bool) -> list[Any]:
+            done.append([request["prompt_token_ids"] for request in requests])
+            found = SimpleNamespace(token_ids=(8, 9), logprobs=[{3: value(0.5), 8: value(-1.0)}, {9: value(-2.0)}])
+            return [SimpleNamespace(outputs=[found])] * len(requests)
+
+    def value(number: float) -> SimpleNamespace:
+        return SimpleNamespace(logprob=number)
+
+    stub = SimpleNamespace(LLM=LLM, SamplingParams=lambda **options: SimpleNamespace(**options))
+    monkeypatch.setitem(sys.modules, "vllm", stub)
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    here, there = multiprocessing.Pipe()
+    here.send(([[1, 2], [3]], 2))
+    here.send(None)
+    given = SimpleNamespace(runner=2, cache_gib=3)
+    vllm_engines.engine("rl-kernels", str(tmp_path), given, there)
+    assert here.recv() == "ready"
+    seconds, tokens, logprobs = here.recv()
+    assert seconds >= 0
+    assert (tokens, logprobs) == ([[8, 9]] * 2, [[-1.0, -2.0]] * 2)
+    (options, environment), *others = done
+    assert others == ["reset", [[1, 2], [3]]]
+    assert (options["attention_backend"], options["kv_cache_memory_bytes"]) == ("CUSTOM", 3 << 30)
+    assert (environment["RL_KERNELS_VLLM"], environment["VLLM_USE_V2_MODEL_RUNNER"]) == ("1", "1")
+
+
+def fails(way: str, folder: str, given: Any, calls: Any) -> None:
+    """Stand for an engine of which one cannot start."""
+    if way == "stock":
+        raise SystemExit(3)
+    calls.send("ready")
+    assert calls.recv() is None
+
+
+def test_an_engine_that_cannot_start_ends_the_others(tool: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    import vllm_engines
+
+    monkeypatch.setattr(vllm_engines, "engine", fails)
+    with pytest.raises(EOFError):
+        vllm_engines.Engines("", SimpleNamespace(ways=["rl-kernels", "stock"]))
+    assert not multiprocessing.active_children()
 
 
 def test_prompts_begin_as_others_do(tool: ModuleType) -> None:

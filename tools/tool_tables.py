@@ -131,15 +131,15 @@ def rollouts(files: Iterable[Path]) -> str:
         if "bits" in found:
             trainings = list(dict.fromkeys(each["training"] for each in found["bits"]))
             counts = {(each["way"], each["training"]): of(each["differ"], each["tokens"]) for each in found["bits"]}
-            rows = [["differ from training, which is", *trainings]]
+            rows = [["rollout by; differ from training", *trainings]]
             rows += [[way, *(counts[way, training] for training in trainings)] for way in given["ways"]]
             tables.append(as_table(rows))
         if "speed" in found:
-            rows = [["tokens a second, sequences", *given["ways"]]]
+            rows = [["sequences; tokens a second (over stock)", *given["ways"]]]
             for number, ways in found["speed"].items():
                 medians = {way: statistics.median(each) for way, each in ways.items()}
-                first = medians[given["ways"][0]]
-                rows.append([number, *(f"{value:,.0f} ({value / first:.2f})" for value in medians.values())])
+                stock = medians.get("stock", float("nan"))
+                rows.append([number, *(f"{value:,.0f} ({value / stock:.2f})" for value in medians.values())])
             tables.append(as_table(rows))
         parts.append("\n\n".join((f"{what}:", *tables, ran_on(found["environment"]))))
     return filled(parts)

@@ -66,8 +66,13 @@ class Engines:
             self._processes[-1].start()
             # So that the end of the process ends the pipe.
             other.close()
-        for end in self._ends.values():
-            end.recv()
+        try:
+            for end in self._ends.values():
+                end.recv()
+        except BaseException:
+            # Of one that could not start, for example. The others would wait for calls.
+            self.close()
+            raise
 
     def answer(self, way: str, ids: list[list[int]], tokens: int) -> Answers:
         """Return what a way makes of these prompts."""

@@ -10,7 +10,7 @@ of a training pass: the same model in transformers, as it comes with `log_softma
 speed: tokens a second for several numbers of sequences, with log-probabilities of the sampled tokens. The ways take
 turns while the others wait; the ratio to stock is of medians.
 
-Exit status: 1 if a token of the plugin differs from training under `invariant()`.
+Exit status: 1 if a token of the plugin differs from training under `invariant()`; 2 if nothing could run.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def speeds(engines: Engines, given: argparse.Namespace, vocab: int) -> dict[str,
         found[str(number)] = {way: [] for way in given.ways}
         for turn in range(-1, given.rounds):
             for way in given.ways if turn % 2 else given.ways[::-1]:
-                ids = [of[:128] for of in prompts(number, 128, vocab, turn * 1000 + number)]
+                ids = prompts(number, 128, vocab, turn * 1000 + number)
                 seconds, answers, _ = engines.answer(way, ids, given.tokens // 2)
                 if turn >= 0:
                     found[str(number)][way].append(round(sum(map(len, answers)) / seconds, 1))
@@ -161,6 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return the exit status."""
     asked = parser()
     given = asked.parse_args(argv)
+    given.ways = list(dict.fromkeys(given.ways))
     for name in ("transformers", "vllm"):
         if find_spec(name) is None:
             asked.error(f"{name} is not installed")
@@ -174,6 +175,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         maker = multiprocessing.get_context("spawn").Process(target=make, args=made)
         maker.start()
         maker.join()
+        if maker.exitcode:
+            return 2
         engines = Engines(folder, given)
         try:
             if "bits" in given.parts:

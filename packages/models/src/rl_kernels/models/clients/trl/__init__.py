@@ -35,8 +35,9 @@ def use_in(
 
     Args:
         trainer: TRL's GRPOTrainer, before ``train()``.
-        invariant: apply ``invariant(model, strict=True)`` to its models: sampled tokens then have the bits of the first
-            training pass. Tokens after padding get the positions that ``generate`` gives them.
+        invariant: apply ``invariant(model, strict=True)`` to its models: recorded tokens then have the bits of the
+            first training pass, and those of vLLM where its plugin runs (``clients.vllm``). Tokens after padding get
+            the positions that ``generate`` gives them.
         record: record the log-probability of each token sampled by ``generate``, or by ``generate_batch`` of continuous
             batching: ``linear_logp`` on the hidden state that the token was sampled from. Batches hold them as
             ``sampling_per_token_logps``; the metrics ``sampling/sampling_logp_difference`` are their distance to the
@@ -63,6 +64,8 @@ def use_in(
         if in_batches:
             continuous.check_settings(trainer)
     in_fp32 = trainer.args.cast_lm_head_to_fp32
+    if invariant and trainer.use_vllm and in_fp32:
+        raise ValueError("cast_lm_head_to_fp32: expected False with invariant and use_vllm: vLLM's head is not cast")
     heads = [Head(base, trainer.temperature, in_fp32=in_fp32, entropy=base is bases[0]) for base in bases]
     # A model of several dtypes may run only under autocast.
     with trainer.accelerator.autocast():

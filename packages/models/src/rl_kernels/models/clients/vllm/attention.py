@@ -22,6 +22,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from rl_kernels.attention import det_attention
+from rl_kernels.models.clients.vllm.refusals import check
 from rl_kernels.models.fused.cache import store
 
 PAGES_OF = 16
@@ -173,12 +174,14 @@ _configure: Any = EngineArgs.create_engine_config
 
 
 def _configured(self: Any, *args: Any, **options: Any) -> Any:
-    if self.attention_backend is None and self.attention_config.backend is None:
+    if self.attention_backend in (None, "auto") and self.attention_config.backend is None:
         self.attention_backend = AttentionBackendEnum.CUSTOM
-    return _configure(self, *args, **options)
+    made = _configure(self, *args, **options)
+    check(made)
+    return made
 
 
 def install() -> None:
-    """Make this backend vLLM's CUSTOM one, and the one of engines that ask for none."""
+    """Make this backend vLLM's CUSTOM one, and that of engines that ask for none; what is not covered they refuse."""
     register_backend(AttentionBackendEnum.CUSTOM, f"{__name__}.{Backend.__name__}")
     EngineArgs.create_engine_config = _configured

@@ -7,6 +7,7 @@ most probable tokens, if they are asked for too, keep vLLM's own numbers.
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -17,8 +18,8 @@ from vllm.v1.sample.sampler import Sampler
 from rl_kernels.linear_logp import LinearLogits, linear_logits
 from rl_kernels.models.clients.vllm.refusals import check, refuse
 
-_last: list[LinearLogits] = []
-"""Of the last step; empty before the first one."""
+_steps = threading.local()
+"""``last``: of the last step of a thread's engine."""
 
 
 class Logits(LogitsProcessor):
@@ -42,18 +43,22 @@ class Logits(LogitsProcessor):
         """Return the logits ``[N, V]`` of the rows ``hidden_states[N, D]``, FP32."""
         vocab = self.org_vocab_size
         bias = None if embedding_bias is None else embedding_bias[:vocab]
-        _last[:] = [linear_logits(hidden_states, lm_head.weight[:vocab], bias)]
+        _steps.last = linear_logits(hidden_states, lm_head.weight[:vocab], bias)
         # vLLM divides by the temperature in place.
-        return _last[0].logits.clone()
+        return _steps.last.logits.clone()
 
 
 def scores(token_ids: torch.Tensor) -> torch.Tensor:
     """Return the log-probability ``[N]`` of a token for each row of the last step, FP32.
 
     Raises:
+        RuntimeError: there was no step.
         ValueError: the last logits were of another number of rows.
     """
-    return _last[0].logp(token_ids, validate=False)
+    last: LinearLogits | None = getattr(_steps, "last", None)
+    if last is None:
+        raise RuntimeError("log-probabilities were asked for before any logits")
+    return last.logp(token_ids, validate=False)
 
 
 def _gathered(logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor) -> Any:

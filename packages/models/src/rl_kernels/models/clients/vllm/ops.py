@@ -30,7 +30,7 @@ def rotary(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``query[T, H D]`` and ``key[T, Hkv D]``, rotated by the rows ``positions[T]`` of ``cos, sin[P, D]``."""
     size = cos.shape[-1]
-    q, k = (x.view(x.shape[0], -1, size).transpose(0, 1)[None] for x in (query, key))
+    q, k = (x.view(x.shape[0], x.shape[1] // size, size).transpose(0, 1)[None] for x in (query, key))
     if rotations.takes(q, k, *(x[:1].expand(len(positions), -1)[None] for x in (cos, sin))):
         q, k = rotations.rotary_at(q, k, cos, sin, positions)
     else:

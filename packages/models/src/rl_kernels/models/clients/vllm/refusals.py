@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import entry_points
 from typing import Any
 
 from vllm.v1.engine.input_processor import InputProcessor
@@ -50,7 +51,8 @@ def check(config: Any) -> None:
     if model.model_impl not in ("auto", "vllm"):
         refuse("model_impl", model.model_impl, "auto")
     if model.logprobs_mode == PROCESSED:
-        refuse("logits_processors", model.logits_processors or None)
+        installed = [entry.value for entry in entry_points(group="vllm.logits_processors")]
+        refuse("logits_processors", [*(model.logits_processors or ()), *installed] or None)
     for name in ("num_experts", "num_local_experts", "n_routed_experts"):
         refuse(name, getattr(text, name, None) or None)
     kind = (getattr(text, "rope_parameters", None) or {}).get("rope_type", "default")
@@ -64,8 +66,9 @@ def check_request(mode: str, params: Any) -> None:
     Raises:
         ValueError: the message names the option.
     """
-    # Those of pooling have no log-probabilities.
-    if mode != PROCESSED or getattr(params, "logprobs", None) is None:
+    # Requests of pooling have neither.
+    asked = getattr(params, "logprobs", None) is not None or getattr(params, "logprob_token_ids", None)
+    if mode != PROCESSED or not asked:
         return
     for name, values in PLAIN.items():
         value = getattr(params, name)
