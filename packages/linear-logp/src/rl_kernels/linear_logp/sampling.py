@@ -20,6 +20,25 @@ from rl_kernels.linear_logp.op import ops
 from rl_kernels.linear_logp.vocabulary import units
 
 MIB = 1 << 20
+DEFAULTS = Options(
+    temperature=1.0,
+    softcap=0.0,
+    logit_scale=1.0,
+    ignore_index=None,
+    return_stats=False,
+    return_known=False,
+    known=None,
+    check_rows=0,
+    workspace_mib=None,
+    saved_mib=None,
+    join_tokens=None,
+    vocab_start=None,
+    vocab_size=None,
+    vocab_segments=None,
+    validate=False,
+    backend=None,
+)
+"""Options of the ``linear_logp`` whose bits ``logp`` has."""
 
 
 class LinearLogits(NamedTuple):
@@ -97,7 +116,7 @@ def linear_logits(
     """
     tensors = autocast_linear(hidden, lm_head_weight, bias)
     chosen = _chosen(*tensors, backend)
-    # Not of a kind of arguments, so not remembered.
+    # Not in `_chosen`, which is remembered: derivatives are not part of a kind of arguments.
     no_lost_derivatives("linear_logits", *tensors)
     rows, weight, added = tensors
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
@@ -119,9 +138,7 @@ def _chosen(hidden: torch.Tensor, lm_head_weight: torch.Tensor, bias: torch.Tens
     """Check the arguments as ``linear_logp`` does, and return the name of its backend."""
     check.tensor("hidden", hidden, check.FLOATS, least=1)
     ids = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
-    # All options are those that linear_logp has without any.
-    options = Options(1.0, 0.0, 1.0, None, False, False, None, 0, None, None, None, None, None, None, False, backend)
-    return agreed(hidden, lm_head_weight, ids, bias, None, options).backend
+    return agreed(hidden, lm_head_weight, ids, bias, None, DEFAULTS._replace(backend=backend)).backend
 
 
 def _seen(x: torch.Tensor) -> tuple[int, int] | None:

@@ -9,8 +9,6 @@ from vllm.v1.engine.input_processor import InputProcessor
 
 COVERED = ("LlamaForCausalLM", "Qwen3ForCausalLM")
 """Models all of whose layers run on our operators; others have norms, activations or attention of their own."""
-
-
 PROCESSED = "processed_logprobs"
 """Log-probs of what is sampled from, after temperature and masks; trainers ask vLLM for these."""
 PLAIN: dict[str, tuple[object, ...]] = {
