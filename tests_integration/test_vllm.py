@@ -192,13 +192,20 @@ def test_every_option_of_a_request_is_known() -> None:
     assert names == harmless | set(PLAIN)
 
 
-def test_names_of_tokens_get_the_numbers_of_sampled_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.v1.outputs import LogprobsTensors
-    from vllm.v1.worker.gpu.sample import sampler
-
+@pytest.fixture(scope="module")
+def installed() -> Any:
+    """Return the module of log-probs, installed; vLLM takes a layer once."""
     from rl_kernels.models.clients.vllm import logprobs
 
     logprobs.install()
+    return logprobs
+
+
+def test_names_of_tokens_get_the_numbers_of_sampled_ones(installed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.outputs import LogprobsTensors
+    from vllm.v1.worker.gpu.sample import sampler
+
+    logprobs = installed
     assert sampler.compute_topk_logprobs is logprobs._of_top
     sampled, ranks = torch.tensor([4, 7]), torch.zeros(2)
     ids = torch.tensor([[4, 9, 4], [7, 0, 7]], dtype=torch.int32)
@@ -223,18 +230,64 @@ def test_other_logits_are_refused_by_name(options: dict[str, float], monkeypatch
         made.__init__(512, **options)
 
 
-def test_logits_are_a_copy_with_bias_and_without_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+def stepped(monkeypatch: pytest.MonkeyPatch, mode: str = "raw_logprobs") -> tuple[Any, ...]:
+    """Return ids, the logits of a step and what training has for them; the head has rows of padding, and a bias."""
     from rl_kernels.linear_logp import linear_logp
     from rl_kernels.models.clients.vllm import logprobs
 
-    monkeypatch.setattr(logprobs, "get_current_vllm_config", config)
+    monkeypatch.setattr(logprobs, "get_current_vllm_config", lambda: config(logprobs_mode=mode))
     made = logprobs.Logits(96, 90)
     head = SimpleNamespace(weight=torch.randn(96, 16))
     hidden, bias, ids = torch.randn(5, 16), torch.randn(96), torch.tensor([0, 89, 3, 4, 5])
     logits = made.forward(head, hidden, bias)
     assert logits.shape == (5, 90)
-    expected = linear_logp(hidden, head.weight[:90], ids, bias[:90])
-    logits.div_(0.5)
-    assert torch.equal(logprobs.scores(ids), expected)
-    with pytest.raises(ValueError, match="token_ids"):
-        logprobs.scores(ids[:2])
+    return ids, logits, linear_logp(hidden, head.weight[:90], ids, bias[:90])
+
+
+def test_log_probs_are_of_logits_before_sampling_changed_them(installed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.sample.sampler import Sampler
+
+    for mode in ("raw_logprobs", "processed_logprobs"):
+        ids, logits, expected = stepped(monkeypatch, mode)
+        if mode == "raw_logprobs":
+            Sampler.compute_logprobs(logits)
+        logits.div_(0.5)
+        assert torch.equal(installed.scores(ids), expected)
+        with pytest.raises(RuntimeError, match="of 2 rows were asked for, the last logits are those of 5 rows"):
+            installed.scores(ids[:2])
+    with pytest.raises(RuntimeError, match="of 4 rows"):
+        Sampler.compute_logprobs(logits[:4])
+
+
+@pytest.mark.parametrize("few", [0, 512])
+def test_numbers_of_other_tokens_and_ranks_are_as_vllm_has_them(
+    few: int, installed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.sample.sampler import Sampler
+
+    logprobs = installed
+    ids, logits, expected = stepped(monkeypatch)
+    monkeypatch.setattr(logprobs, "FEW", few)
+    # A tie counts.
+    logits[2, 7] = logits[2, 3]
+    exact = logits.log_softmax(-1)
+    theirs = logprobs._of_first_runner(exact, 3, ids)
+    kept = Sampler.compute_logprobs(logits)
+    logits.zero_()
+    for shown in (0, 3):
+        found = Sampler.gather_logprobs(kept, shown, ids)
+        assert torch.equal(found.selected_token_ranks, theirs.selected_token_ranks)
+        assert torch.equal(found.logprob_token_ids, theirs.logprob_token_ids[:, : shown + 1])
+        assert found.logprob_token_ids.dtype == theirs.logprob_token_ids.dtype
+        assert torch.equal(found.logprobs[:, 0], expected)
+        own = found.logprob_token_ids[:, 1:] == ids[:, None]
+        others = torch.where(own, expected[:, None], theirs.logprobs[:, 1 : shown + 1])
+        assert torch.equal(found.logprobs[:, 1:], others)
+    # What is already a log-probability stays it.
+    assert torch.equal(logprobs._of_all(exact), exact)
+    sampler = Sampler()
+    sampler.pin_memory = False
+    found = sampler.gather_specific_token_logprobs(kept, {1: [7, 89]}, ids)
+    assert torch.equal(found.logprobs[:, 0], expected)
+    assert found.logprobs[1].tolist() == [expected[1].item(), exact[1, 7].item(), expected[1].item()]
+    assert torch.equal(found.selected_token_ranks, theirs.selected_token_ranks)

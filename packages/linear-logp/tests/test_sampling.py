@@ -34,6 +34,10 @@ def hold(shape: tuple[int, int, int], dtype: torch.dtype, device: str, backend: 
         assert found.logits.shape == (shape[0], shape[2])
         for chosen in (ids, ids.flip(0).int()):
             assert same(found.logp(chosen), linear_logp(hidden, weight, chosen, b, backend=backend))
+        beyond = torch.where(torch.arange(shape[0], device=device) % 3 == 1, shape[2], ids)
+        assert same(
+            found.logp(beyond, validate=False), linear_logp(hidden, weight, beyond, b, backend=backend, validate=False)
+        )
         exact = hidden.double() @ weight.double().T + (0.0 if b is None else b.double())
         # FP32 chains of D terms about 1: far closer than a rounding to BF16.
         assert (found.logits - exact).abs().max() < 2e-5
@@ -49,6 +53,24 @@ def test_log_probabilities_have_the_bits_of_linear_logp(shape: tuple[int, int, i
     hold(shape, dtype, "cpu", "native")
 
 
+def hold_undefined(device: str, backend: str) -> None:
+    """Rows whose softmax is not defined, and one whose other logits are all -inf."""
+    hidden, weight, bias, ids = drawn((4, 16, 300), torch.bfloat16, device)
+    hidden[0, 3], hidden[1, 2] = torch.nan, torch.inf
+    found = linear_logits(hidden, weight, backend=backend)
+    assert same(found.logp(ids), linear_logp(hidden, weight, ids, backend=backend))
+    assert found.logp(ids).isnan().tolist() == [True, True, False, False]
+    bias[:], bias[7] = -torch.inf, 0.5
+    ids[:] = torch.tensor([7, 7, 7, 8])
+    found = linear_logits(hidden, weight, bias, backend=backend)
+    assert same(found.logp(ids), linear_logp(hidden, weight, ids, bias, backend=backend))
+    assert found.logp(ids)[2:].tolist() == [0.0, -torch.inf]
+
+
+def test_undefined_rows() -> None:
+    hold_undefined("cpu", "native")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("backend", ["cuda-sm90", "triton"])
@@ -56,6 +78,7 @@ def test_bits_on_a_gpu(backend: str, shape: tuple[int, int, int]) -> None:
     if backend == "cuda-sm90" and torch.cuda.get_device_capability(0)[0] != 9:
         pytest.skip("needs sm_90")
     hold(shape, torch.bfloat16, "cuda", backend)
+    hold_undefined("cuda", backend)
 
 
 @pytest.mark.parametrize("leading", [(), (3,), (2, 3), (0,), (2, 0)], ids=str)

@@ -1,7 +1,8 @@
 """Logits to sample from, and the log-probabilities of what is sampled, from one reading of the weight.
 
-An inference engine needs both, and reading the weight is most of a small batch's work. The states of the softmax are
-formed while the logits are, as for the shards of a group; the log-probability is made of them once a token is known.
+An inference engine needs both, and reading the weight is most of a small batch's work. The forward pass of
+``linear_logp`` keeps all its logits and the two numbers of each row's softmax; the log-probability is made of them
+once a token is known.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from rl_kernels.core.torchlib import autocast_linear, no_lost_derivatives, scala
 from rl_kernels.linear_logp import kept
 from rl_kernels.linear_logp.arguments import Options, agreed
 from rl_kernels.linear_logp.op import ops
-from rl_kernels.linear_logp.vocabulary import units
 
 MIB = 1 << 20
 DEFAULTS = Options(
@@ -46,17 +46,13 @@ class LinearLogits(NamedTuple):
 
     Attributes:
         logits: ``[..., V]``, FP32 (FP64 for FP64 inputs), rows maybe apart. ``logp`` reads them: change a copy.
-        packed: the states of the softmax, as ranks exchange them (``packing``).
-        temperature: 1, as the raw ops take it.
-        backend: name of the backend that formed them.
+        norm: ``[..., 2]``, in the same dtype: the largest logit of a row, and the log of the sum of ``e^(z - max z)``.
         seen: where the logits were when they were formed, and how often they had been changed; None if that is not
             counted.
     """
 
     logits: torch.Tensor
-    packed: torch.Tensor
-    temperature: torch.Tensor
-    backend: str
+    norm: torch.Tensor
     seen: tuple[int, int] | None
 
     def logp(self, token_ids: torch.Tensor, *, validate: bool = True) -> torch.Tensor:
@@ -82,12 +78,13 @@ class LinearLogits(NamedTuple):
         # A copy elsewhere is counted anew.
         if now and self.seen and now[0] == self.seen[0] and now != self.seen:
             raise RuntimeError("logits: changed in place since linear_logits; change a copy of them")
-        ids = token_ids.reshape(-1).long()
-        rows = self.logits.reshape(-1, vocab)
-        chosen = rows.gather(1, ids.clamp(0, vocab - 1)[:, None])
-        gathered = torch.cat((self.packed[:-1], chosen.T))[None]
-        found: torch.Tensor = ops["finish"](gathered, ids, self.temperature, None, vocab, False, self.backend)[0]
-        return found.view(token_ids.shape)
+        ids = token_ids.long()
+        within = ids if validate else ids.clamp(0, vocab - 1)
+        chosen = self.logits.gather(-1, within[..., None])[..., 0]
+        if not validate:
+            chosen = torch.where(within == ids, chosen, torch.nan)
+        # What the backends compute at temperature 1, rounded as often.
+        return (chosen - self.norm[..., 0]) - self.norm[..., 1]
 
 
 def linear_logits(
@@ -126,11 +123,11 @@ def linear_logits(
     count, one = rows.shape[0], scalar_or_rows(1.0, dtype)
     ids = torch.zeros(count, dtype=torch.int64, device=rows.device)
     mib = -(-count * -(-vocab // kept.BLOCK) * kept.BLOCK * dtype.itemsize // MIB)
-    packed, logits = ops["states"](rows, weight, ids, added, one, None, None, 0, units(vocab), False, mib, chosen)
+    _, norm, logits = ops["forward"](rows, weight, ids, added, one, None, None, mib, chosen)
     if not count:
         logits = rows.new_empty((0, vocab), dtype=dtype)
-    logits = logits[:, :vocab].unflatten(0, leading) if leading else logits[0, :vocab]
-    return LinearLogits(logits, packed, one, chosen, _seen(logits))
+    logits, norm = (x.unflatten(0, leading) if leading else x[0] for x in (logits[:, :vocab], norm))
+    return LinearLogits(logits, norm, _seen(logits))
 
 
 @remembered_choice
