@@ -17,7 +17,7 @@ from rl_kernels.core.testing.launches import Launch, Recorder
 from rl_kernels.core.testing.planted import planted
 
 WATCHED = MODULES[1:3]
-FAILURES = (AssertionError, RuntimeError, ValueError, IndexError, AttributeError)
+FAILURES = (AssertionError, RuntimeError, ValueError, IndexError, AttributeError, ZeroDivisionError)
 PROCESSORS, SEGMENT, LOG2E = 3, 1024, 1.4426950408889634
 DTYPES = {1: torch.bfloat16, 2: torch.float16}
 INTEGERS = ("starts_q", "starts_k", "first_k", "used_q", "used_k", "table")

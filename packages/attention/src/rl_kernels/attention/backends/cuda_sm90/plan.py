@@ -40,7 +40,7 @@ L2_BYTES = 32 << 20
 """Bytes of operands that stay in the L2 cache while thread blocks share them."""
 SHARING, LEAST = 4, 2
 """Thread blocks to each pair of a section that is larger than the L2 cache, if the forward pass has tiles of unequal
-work; else pairs of such a section. Thread blocks of a pair share what they read."""
+work; else the least pairs of such a section. Thread blocks of a pair share what they read."""
 
 
 class Plan:
@@ -94,6 +94,7 @@ class Plan:
         count, most = tiles * key.batch * self.kv_heads, processors(key.device)
         # One consumer merges no segments; two leave them to more thread blocks only if half of these would idle.
         split = segments > 1 and (tile.groups == 1 or 2 * count <= most)
+        section = self._section(self._longest_k, None if self._is_cut else tiles)
         made = program(key.dtype, tile, capped=key.cap > 0)
         parts = segments if split else 1
         # An even number, so that the sums behind the tops and totals are aligned.
@@ -110,7 +111,7 @@ class Plan:
             strides_of(key.strides),
             # Packed sequences and caches differ in their tiles.
             (key.used or len(key.strides) == PACKED_DIMS) and count * parts > most,
-            (tiles, parts, self._section(self._longest_k, equal=not self._is_cut), held, self._factor, *self._cap),
+            (tiles, parts, section, held, self._factor, *self._cap),
         )
 
     def _made_backward(self) -> Backward:
@@ -135,8 +136,8 @@ class Plan:
             (self._shape(self.backward_box), self._shape(PART)),
             strides_of(key.strides),
             (
-                (row_tiles, self._section(self._longest_k, equal=True), *numbers),
-                (key_tiles, self._section(self._longest_q * self.group, equal=True), *numbers),
+                (row_tiles, self._section(self._longest_k, row_tiles), *numbers),
+                (key_tiles, self._section(self._longest_q * self.group, key_tiles), *numbers),
             ),
         )
 
@@ -145,14 +146,15 @@ class Plan:
         """Whether a mask or a window lets some tiles see fewer keys than others of their sequence."""
         return self._key.window != (UNLIMITED, UNLIMITED)
 
-    def _section(self, rows: int, *, equal: bool) -> int:
+    def _section(self, rows: int, tiles: int | None) -> int:
         """Return how many pairs of a sequence and a KV head, with ``rows`` rows of operands each, are a section.
 
-        As many as fit into the L2 cache, but not so few that the last tiles of a section leave thread blocks idle.
-        Without ``equal`` tiles that is more. Backward takes few always: as fast, or faster, in what was timed.
+        As many as fit into the L2 cache, but not so few that the last tiles of a section leave thread blocks idle: with
+        ``tiles`` of a pair, about a round of the thread blocks. Without, for tiles of unequal work in the forward pass,
+        more.
         """
-        size = self._key.dtype.itemsize * rows * (self._size + self._size_v)
-        least = LEAST if equal else max(processors(self._key.device) // SHARING, 1)
+        size, most = self._key.dtype.itemsize * rows * (self._size + self._size_v), processors(self._key.device)
+        least = max(most // SHARING, 1) if tiles is None else max(round(most / tiles), LEAST)
         return min(max(L2_BYTES // max(size, 1), least), self._key.batch * self.kv_heads)
 
     @property
