@@ -80,11 +80,15 @@ class LinearLogits(NamedTuple):
             raise RuntimeError("logits: changed in place since linear_logits; change a copy of them")
         ids = token_ids.long()
         within = ids if validate else ids.clamp(0, vocab - 1)
-        chosen = self.logits.gather(-1, within[..., None])[..., 0]
+        chosen = self.logits.gather(-1, within[..., None])
         if not validate:
-            chosen = torch.where(within == ids, chosen, torch.nan)
+            chosen = torch.where((within == ids)[..., None], chosen, torch.nan)
+        return self.logp_of(chosen)[..., 0]
+
+    def logp_of(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the log-probabilities of some of the logits of each row, ``[..., k]``, with the bits of ``logp``."""
         # What the backends compute at temperature 1, rounded as often.
-        return (chosen - self.norm[..., 0]) - self.norm[..., 1]
+        return (logits - self.norm[..., :1]) - self.norm[..., 1:]
 
 
 def linear_logits(
@@ -126,8 +130,8 @@ def linear_logits(
     _, norm, logits = ops["forward"](rows, weight, ids, added, one, None, None, mib, chosen)
     if not count:
         logits = rows.new_empty((0, vocab), dtype=dtype)
-    logits, norm = (x.unflatten(0, leading) if leading else x[0] for x in (logits[:, :vocab], norm))
-    return LinearLogits(logits, norm, _seen(logits))
+    logits = logits[:, :vocab].view(*leading, vocab)
+    return LinearLogits(logits, norm.view(*leading, 2), _seen(logits))
 
 
 @remembered_choice

@@ -89,23 +89,23 @@ def _of_all(logprobs: torch.Tensor) -> torch.Tensor:
     return logprobs.log_softmax(-1) if logprobs is _steps.last.logits else logprobs
 
 
-def _ranks(values: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """Return how many values ``[N, V]`` of a row are at least that of a token."""
-    chosen = values.gather(1, token_ids[:, None])
-    if len(values) <= FEW:
-        return (values >= chosen).sum(-1)
-    for x in (values, chosen):
+def _ranks(logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """Return how many logits ``[N, V]`` of a row are at least the chosen one ``[N, 1]``."""
+    if len(logits) <= FEW:
+        return (logits >= chosen).sum(-1)
+    for x in (logits, chosen):
         # As vLLM has it: one program for all numbers of rows.
         torch._dynamo.decorators.mark_unbacked(x, 0)
-    counted: torch.Tensor = batched_count_greater_than(values, chosen)
+    counted: torch.Tensor = batched_count_greater_than(logits, chosen)
     return counted
 
 
 def _gathered(logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor) -> Any:
     if num_logprobs:
         return _with_scores(_of_first_runner(_of_all(logprobs), num_logprobs, token_ids), token_ids)
-    columns = token_ids[:, None].to(torch.int32), scores(token_ids)[:, None]
-    return LogprobsTensors(*columns, _ranks(logprobs, token_ids))
+    last, ids = _last(len(token_ids)), token_ids[:, None]
+    chosen = last.logits.gather(1, ids)
+    return LogprobsTensors(ids.to(torch.int32), last.logp_of(chosen), _ranks(last.logits, chosen))
 
 
 def _of_top(logits: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor, *args: Any, **options: Any) -> Any:
