@@ -134,7 +134,7 @@ def scores():
 
 
 ROLLOUTS = {
-    "settings": {"model": "llama", "layers": 8, "runner": 1, "ways": ["rl-kernels", "stock"]},
+    "settings": {"model": "llama", "layers": 8, "runner": 1, "rounds": 3, "ways": ["rl-kernels", "stock"]},
     "bits": [
         {
             "way": way,
@@ -246,7 +246,7 @@ def test_results_are_written_into_the_pages(tree):
     vllm = (tree / "docs/recipes/vllm-sglang.md").read_text()
     assert "llama, 8 layers, vLLM's model runner 1:" in vllm
     assert "| rl-kernels | 40 of 40 (100%) | 0 of 40 |" in vllm
-    assert "| 16 | 50 (0.50) | 100 (1.00) |" in vllm
+    assert "| 16 | 50 (0.50); 500 (5.00) | 100 (1.00); 100 (1.00) |" in vllm
     front = (tree / "README.md").read_text()
     assert "4096x4096x128256 | torch.compile: 10.0 ms, 3,006 MiB | 19.0 ms, 1,234 MiB | 1.90 |" in front
     assert "CCE" not in front

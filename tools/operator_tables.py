@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from tool_tables import filled
 
 from rl_kernels.lab.bench.record import Document, Record
-from rl_kernels.lab.bench.report import Rows, as_table, facts, remarks, tables
+from rl_kernels.lab.bench.report import Rows, as_list, as_table, tables
 
 LONGEST = 100
 """Rows of a table that a page shows; of a longer one it shows the geometric means alone."""
@@ -41,7 +41,7 @@ def _section(name: str, document: Document, picture: str) -> Iterator[str]:
     yield f"![Share of the floor, {heading}]({picture})"
     for title, cells in tables(document):
         yield f"{title}:\n\n{as_table(cells)}" if len(cells) <= LONGEST else f"{title}: {len(cells) - 1} rows."
-    yield "\n".join(f"- {line}" for line in (*remarks(document.records), *facts(document)))
+    yield as_list(document)
 
 
 def taken(records: Sequence[Record]) -> str:

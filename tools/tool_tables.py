@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -135,14 +135,21 @@ def rollouts(files: Iterable[Path]) -> str:
             rows += [[way, *(counts[way, training] for training in trainings)] for way in given["ways"]]
             tables.append(as_table(rows))
         if "speed" in found:
-            rows = [["sequences; tokens a second (over stock)", *given["ways"]]]
+            title = f"sequences; tokens a second (over stock), median and best of {given['rounds']} rounds"
+            rows = [[title, *given["ways"]]]
             for number, ways in found["speed"].items():
-                medians = {way: statistics.median(each) for way, each in ways.items()}
-                stock = medians.get("stock", float("nan"))
-                rows.append([number, *(f"{value:,.0f} ({value / stock:.2f})" for value in medians.values())])
+                rows.append([number, *("; ".join(cell) for cell in zip(*shares(ways), strict=True))])
             tables.append(as_table(rows))
         parts.append("\n\n".join((f"{what}:", *tables, ran_on(found["environment"]))))
     return filled(parts)
+
+
+def shares(ways: Mapping[str, Sequence[float]]) -> Iterator[list[str]]:
+    """Yield the medians of ways, and then their largest, each with its ratio to that of the stock way."""
+    for of_rounds in (statistics.median, max):
+        values = {way: of_rounds(each) for way, each in ways.items()}
+        stock = values.get("stock", float("nan"))
+        yield [f"{value:,.0f} ({value / stock:.2f})" for value in values.values()]
 
 
 def filled(parts: Sequence[str]) -> str:

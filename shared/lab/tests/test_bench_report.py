@@ -74,6 +74,13 @@ def test_remarks_name_the_few_that_another_clock_took():
     ]
 
 
+def test_angle_brackets_are_no_html():
+    skipped = record("flex", skipped={"": "TypeError: flex.<locals>.call() got 'window'"})
+    assert "- skipped: toy: flex: TypeError: flex.\\<locals>.call() got 'window'" in as_markdown(
+        Document({}, {}, [skipped])
+    )
+
+
 def test_a_document_is_read_as_it_was_written(tmp_path):
     document = Document({"device": "toy"}, {"bf16": CEILINGS}, [record(OURS, passes={"forward": measured(1.0)})])
     document.write(tmp_path / "a.json")

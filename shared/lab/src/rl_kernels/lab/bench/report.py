@@ -48,8 +48,13 @@ FORMATS: dict[str, Callable[[Document], None]] = {"text": text, "md": markdown}
 def as_markdown(document: Document) -> str:
     """Return the tables, what was left out, and where it ran."""
     parts = [f"{title}\n\n{as_table(rows)}" for title, rows in tables(document)]
-    lines = [f"- {line}" for line in (*remarks(document.records), *facts(document))]
-    return "\n\n".join([*parts, "\n".join(lines)])
+    return "\n\n".join([*parts, as_list(document)])
+
+
+def as_list(document: Document) -> str:
+    """Return remarks and facts as a Markdown list; what Python names in angle brackets is no HTML."""
+    lines = (*remarks(document.records), *facts(document))
+    return "\n".join(f"- {line}".replace("<", "\\<") for line in lines)
 
 
 def as_table(rows: Rows) -> str:

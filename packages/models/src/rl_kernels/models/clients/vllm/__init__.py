@@ -5,9 +5,9 @@ attention runs on ``det_attention`` over vLLM's pages (the backend ``CUSTOM``, t
 ``rms_norm``, its linear layers on ``det_linear``, rotary embedding and SwiGLU on the functions that
 ``invariant(model)`` uses, and logits and the log-probability of a sampled token come from ``linear_logits``. A model
 of transformers under ``invariant`` with ``head_logp`` then gives the same bits for the same tokens. Chunked prefill,
-prefix caching and CUDA graphs stay on. Of vLLM's two model runners the first is taken, unless
-``VLLM_USE_V2_MODEL_RUNNER`` says otherwise: the second has not run with the plugin on a GPU. What is not covered is
-refused by name: ``refusals``.
+prefix caching and CUDA graphs stay on. Of vLLM's two model runners the first is taken, which was timed, unless
+``VLLM_USE_V2_MODEL_RUNNER`` says otherwise; the bits are the same. What is not covered is refused by name:
+``refusals``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def register() -> None:
     if wanted not in ("", "0", "1"):
         raise ValueError(f"{VARIABLE}: expected 0 or 1, got {wanted!r}")
     if wanted == "1":
-        # What has been measured; vLLM would take its second runner for some models.
+        # The one that was timed; vLLM would take its second runner for these models.
         os.environ.setdefault(RUNNER, "0")
         from rl_kernels.models.clients.vllm import attention, layers, logprobs, refusals
 
