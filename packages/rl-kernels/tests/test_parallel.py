@@ -45,3 +45,11 @@ def test_without_torchrun(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         cli.main(["--parallel", "dp", "--device", "cuda"])
     assert "--parallel: expected --device cpu" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("way", "ranks"), [("tp", "8"), ("tp", "3"), ("dp", "3"), ("dp", "16")])
+def test_numbers_of_ranks_that_cannot_share(monkeypatch, capsys, way, ranks):
+    monkeypatch.setenv("WORLD_SIZE", ranks)
+    with pytest.raises(SystemExit):
+        cli.main(["--parallel", way])
+    assert f"ranks with {way}, got {ranks}" in capsys.readouterr().err

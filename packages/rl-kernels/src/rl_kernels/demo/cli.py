@@ -77,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
 def _parallel(parser: Parser, given: Namespace, defaults: Settings) -> int:
     if given.device == "cuda":
         parser.error("--parallel: expected --device cpu; it shows bits, not speed")
-    missing = parallel.why_not()
+    missing = parallel.why_not(given.parallel)
     if missing is not None:
         parser.error(f"--parallel: {missing}")
     settings = replace(defaults, steps=given.steps or parallel.STEPS, seed=given.seed)

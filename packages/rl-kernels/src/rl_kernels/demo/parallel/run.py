@@ -19,12 +19,17 @@ from rl_kernels.demo.train import Settings
 STEPS = 30
 """Steps by default: every step is run twice."""
 NAMES = {"tp": "tensor parallelism", "dp": "data parallelism"}
+RANKS = {"tp": (1, 2, 4), "dp": (1, 2, 4, 8)}
+"""Numbers of ranks that the model's four heads, and the operators, can be shared by."""
 
 
-def why_not() -> str | None:
-    """Say why no ranks were started, or return None."""
-    if "WORLD_SIZE" not in os.environ:
+def why_not(way: str) -> str | None:
+    """Say why these ranks, or none, cannot train, or return None."""
+    ranks = os.environ.get("WORLD_SIZE")
+    if ranks is None:
         return "start it with torchrun --nproc-per-node 2 -m rl_kernels.demo --parallel ..."
+    if int(ranks) not in RANKS[way]:
+        return f"expected one of {', '.join(map(str, RANKS[way]))} ranks with {way}, got {ranks}"
     return None
 
 
