@@ -333,6 +333,42 @@ def test_planted_bugs_show(bug):
     pytest.fail("the launches are as they should be")
 
 
+def sections(monkeypatch, batch, queries, keys, kv_heads, group, right=0):
+    """Return the sections of attend, of_queries and of_keys on 132 multiprocessors, with heads of 128."""
+    plan = importlib.import_module("rl_kernels.attention.backends.cuda_sm90.plan")
+    monkeypatch.setattr(plan, "kernel", lambda *args: None)
+    monkeypatch.setattr(plan, "processors", lambda device: 132)
+    shapes = tuple(
+        torch.Size((batch, rows, heads, 128))
+        for rows, heads in ((queries, kv_heads * group), (keys, kv_heads), (keys, kv_heads))
+    )
+    strides = tuple(torch.empty(shapes[0], device="meta").stride())
+    flags = {"packed_k": False, "started": False, "used": False, "table": None}
+    numbers = {"longest": (queries, keys), "scale": 1.0, "window": (UNLIMITED, right), "cap": 0.0}
+    where = {"dtype": torch.bfloat16, "device": torch.device("cuda", 0), "batch": batch, "wide": 0, "sink_size": 0}
+    made = plan.Plan(plan.Key(shapes=shapes, strides=strides, **where, **flags, **numbers))
+    backward = made.backward()[-1]
+    return made.forward()[-1][2], backward[0][1], backward[1][1]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        # The L2 cache holds 8 pairs of 4 MiB; of 8 MiB only 4, whose 64 tiles would be half a round.
+        ((4, 2048, 2048, 8, 4), (32, 32, 8)),
+        ((4, 2048, 2048, 4, 8), (16, 16, 8)),
+        # 64 tiles of keys to a pair: two are a round. Keys of 4 MiB.
+        ((2, 8192, 8192, 8, 4), (16, 8, 2)),
+        ((2, 8192, 8192, 8, 4, UNLIMITED), (8, 8, 2)),
+        # Keys of 32 MiB, and one tile of rows: all pairs. Tiles of equal work in the forward pass: two pairs.
+        ((2, 16, 65536, 70, 4), (33, 132, 140)),
+        ((2, 16, 65536, 70, 4, UNLIMITED), (2, 132, 140)),
+    ],
+)
+def test_sections(monkeypatch, sizes, expected):
+    assert sections(monkeypatch, *sizes) == expected
+
+
 def test_no_query_launches_nothing():
     given = dense(2, 0, 30, 2, 2, 64)
     backend = importlib.import_module(MODULES[-1])

@@ -162,6 +162,33 @@ def test_inference_mode() -> None:
     assert same(value, made()[0].logp(ids))
 
 
+def test_the_backend_that_is_asked_for_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rl_kernels.linear_logp import sampling
+
+    asked, forward = [], sampling.ops["forward"]
+
+    def called(*args: object) -> object:
+        asked.append(args[-1])
+        return forward(*args[:-1], "native")
+
+    monkeypatch.setitem(sampling.ops, "forward", called)
+    monkeypatch.setattr(sampling, "_chosen", lambda *args: args[-1])
+    hidden, weight, _, _ = drawn((4, 16, 90), torch.float32)
+    linear_logits(hidden, weight, backend="triton")
+    assert asked == ["triton"]
+
+
+def test_log_probabilities_of_some_logits() -> None:
+    found, ids = made()
+    two = torch.stack((ids, ids.flip(0)), -1)
+    together = found.logp_of(found.logits.gather(1, two))
+    assert same(together[:, 0], found.logp(ids))
+    assert same(together[:, 1], found.logp(ids.flip(0)))
+    for wrong in (found.logits[:, 0], found.logits[:2], found.logits.double()):
+        with pytest.raises(ValueError, match="logits: expected torch.float32 of shape"):
+            found.logp_of(wrong)
+
+
 def test_wrong_arguments_are_named() -> None:
     found, ids = made()
     with pytest.raises(ValueError, match="token_ids"):

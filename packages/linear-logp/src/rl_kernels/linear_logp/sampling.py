@@ -86,7 +86,20 @@ class LinearLogits(NamedTuple):
         return self.logp_of(chosen)[..., 0]
 
     def logp_of(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the log-probabilities of some of the logits of each row, ``[..., k]``, with the bits of ``logp``."""
+        """Return the log-probabilities of some of the logits of each row, with the bits of ``logp``.
+
+        Args:
+            logits: ``[..., k]``, of these rows as ``linear_logits`` formed them.
+
+        Returns:
+            ``[..., k]``, in the dtype of the logits.
+
+        Raises:
+            ValueError: the leading dims or the dtype are not those of the logits.
+        """
+        if logits.shape[:-1] != self.logits.shape[:-1] or logits.dtype != self.logits.dtype:
+            expected = f"{self.logits.dtype} of shape {[*self.logits.shape[:-1], 'k']}"
+            raise ValueError(f"logits: expected {expected}, got {logits.dtype} of shape {list(logits.shape)}")
         # What the backends compute at temperature 1, rounded as often.
         return (logits - self.norm[..., :1]) - self.norm[..., 1:]
 
@@ -128,8 +141,6 @@ def linear_logits(
     ids = torch.zeros(count, dtype=torch.int64, device=rows.device)
     mib = -(-count * -(-vocab // kept.BLOCK) * kept.BLOCK * dtype.itemsize // MIB)
     _, norm, logits = ops["forward"](rows, weight, ids, added, one, None, None, mib, chosen)
-    if not count:
-        logits = rows.new_empty((0, vocab), dtype=dtype)
     logits = logits[:, :vocab].view(*leading, vocab)
     return LinearLogits(logits, norm.view(*leading, 2), _seen(logits))
 

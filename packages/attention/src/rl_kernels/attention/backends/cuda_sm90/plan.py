@@ -38,9 +38,10 @@ WARPS = 4
 PACKED_DIMS = 3
 L2_BYTES = 32 << 20
 """Bytes of operands that stay in the L2 cache while thread blocks share them."""
-SHARING, LEAST = 4, 2
-"""Thread blocks to each pair of a section that is larger than the L2 cache, if the forward pass has tiles of unequal
-work; else the least pairs of such a section. Thread blocks of a pair share what they read."""
+SHARING = 4
+"""Most thread blocks to a pair of a section where tiles of the forward pass differ in work; they share reads."""
+LEAST = 2
+"""Fewest pairs of a section elsewhere."""
 
 
 class Plan:
@@ -94,7 +95,7 @@ class Plan:
         count, most = tiles * key.batch * self.kv_heads, processors(key.device)
         # One consumer merges no segments; two leave them to more thread blocks only if half of these would idle.
         split = segments > 1 and (tile.groups == 1 or 2 * count <= most)
-        section = self._section(self._longest_k, None if self._is_cut else tiles)
+        section = self._section(self._longest_k, most // SHARING if self._is_cut else LEAST)
         made = program(key.dtype, tile, capped=key.cap > 0)
         parts = segments if split else 1
         # An even number, so that the sums behind the tops and totals are aligned.
@@ -136,8 +137,8 @@ class Plan:
             (self._shape(self.backward_box), self._shape(PART)),
             strides_of(key.strides),
             (
-                (row_tiles, self._section(self._longest_k, row_tiles), *numbers),
-                (key_tiles, self._section(self._longest_q * self.group, key_tiles), *numbers),
+                (row_tiles, self._section(self._longest_k, round(most / row_tiles)), *numbers),
+                (key_tiles, self._section(self._longest_q * self.group, round(most / key_tiles)), *numbers),
             ),
         )
 
@@ -146,16 +147,14 @@ class Plan:
         """Whether a mask or a window lets some tiles see fewer keys than others of their sequence."""
         return self._key.window != (UNLIMITED, UNLIMITED)
 
-    def _section(self, rows: int, tiles: int | None) -> int:
+    def _section(self, rows: int, least: int) -> int:
         """Return how many pairs of a sequence and a KV head, with ``rows`` rows of operands each, are a section.
 
-        As many as fit into the L2 cache, but not so few that the last tiles of a section leave thread blocks idle: with
-        ``tiles`` of a pair, about a round of the thread blocks. Without, for tiles of unequal work in the forward pass,
-        more.
+        As many as fit into the L2 cache, but not so few that the last tiles of a section leave thread blocks idle: the
+        ``least`` of the backward pass have about one tile for each thread block.
         """
-        size, most = self._key.dtype.itemsize * rows * (self._size + self._size_v), processors(self._key.device)
-        least = max(most // SHARING, 1) if tiles is None else max(round(most / tiles), LEAST)
-        return min(max(L2_BYTES // max(size, 1), least), self._key.batch * self.kv_heads)
+        size = self._key.dtype.itemsize * rows * (self._size + self._size_v)
+        return min(max(L2_BYTES // max(size, 1), least, LEAST), self._key.batch * self.kv_heads)
 
     @property
     def backward_box(self) -> int:

@@ -1,9 +1,12 @@
 """Logits and the log-probabilities of sampled tokens from one reading of the head, by ``linear_logits``.
 
 vLLM makes logits of the sampled rows, samples, and then asks for log-probabilities of the sampled tokens. What these
-are made from is kept from the first to the last of these steps. vLLM changes logits in place, so a copy is kept:
-made where the first runner would form the log-probabilities of the whole vocabulary, which are left out where only
-sampled tokens are asked for. The most probable tokens, if they are asked for too, keep vLLM's own numbers.
+are made from is kept from the first to the last of these steps.
+
+The first runner would form the log-probabilities of the whole vocabulary before it samples. It gets a copy of the
+logits in their place, since vLLM changes logits in place, and the log-softmax is formed only where other tokens than
+the sampled one are asked for; these keep vLLM's own numbers. Processed log-probabilities are made as raw ones: where
+``refusals`` lets a request ask for them, they are the same.
 """
 
 from __future__ import annotations
@@ -17,14 +20,15 @@ from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.ops.logprobs import batched_count_greater_than
 from vllm.v1.sample.sampler import Sampler
+from vllm.v1.worker.gpu.sample import sampler as second_runner
 
 from rl_kernels.linear_logp import LinearLogits, linear_logits
 from rl_kernels.models.clients.vllm.refusals import PROCESSED, check, refuse
 
 FEW = 512
-"""Rows up to which the comparison that counts a rank is stored: vLLM's compiled count takes more host time."""
+"""Rows up to which ranks are counted in three launches: vLLM's compiled count takes more host time, and no memory."""
 _steps = threading.local()
-"""``last``: of the last step of a thread's engine."""
+"""``last``: the ``LinearLogits`` of a thread's engine, from its logits to its log-probabilities."""
 
 
 class Logits(LogitsProcessor):
@@ -37,10 +41,7 @@ class Logits(LogitsProcessor):
             ValueError: an option of vLLM or of the model is not covered; the message names it.
         """
         super().__init__(*args, **options)
-        config = get_current_vllm_config()
-        check(config)
-        # The first runner asks for these after it has sampled.
-        self._copies = config.model_config.logprobs_mode == PROCESSED
+        check(get_current_vllm_config())
         refuse("logits_as_input", self.logits_as_input, False)
         refuse("logit_scale", self.scale, 1.0)
         refuse("final_logit_softcapping", self.soft_cap)
@@ -52,7 +53,7 @@ class Logits(LogitsProcessor):
         vocab = self.org_vocab_size
         bias = None if embedding_bias is None else embedding_bias[:vocab]
         _steps.last = linear_logits(hidden_states, lm_head.weight[:vocab], bias)
-        return _steps.last.logits.clone() if self._copies else _steps.last.logits
+        return _steps.last.logits
 
 
 def _last(rows: int) -> LinearLogits:
@@ -77,22 +78,11 @@ def scores(token_ids: torch.Tensor) -> torch.Tensor:
     return _last(len(token_ids)).logp(token_ids, validate=False)
 
 
-def _kept(logits: torch.Tensor) -> torch.Tensor:
-    """Keep a copy of the logits, and return it in place of their log-probabilities."""
-    _steps.last = _last(len(logits))._replace(logits=logits.clone())
-    kept: torch.Tensor = _steps.last.logits
-    return kept
-
-
-def _of_all(logprobs: torch.Tensor) -> torch.Tensor:
-    """Return the log-probabilities of the whole vocabulary."""
-    return logprobs.log_softmax(-1) if logprobs is _steps.last.logits else logprobs
-
-
 def _ranks(logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
     """Return how many logits ``[N, V]`` of a row are at least the chosen one ``[N, 1]``."""
     if len(logits) <= FEW:
-        return (logits >= chosen).sum(-1)
+        # PyTorch would cast a sum of bools to 8 bytes each; it adds BF16 in FP32, which is exact here.
+        return (logits >= chosen).to(torch.bfloat16).sum(-1, dtype=torch.float32).long()
     for x in (logits, chosen):
         # As vLLM has it: one program for all numbers of rows.
         torch._dynamo.decorators.mark_unbacked(x, 0)
@@ -100,45 +90,69 @@ def _ranks(logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
     return counted
 
 
-def _gathered(logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor) -> Any:
-    if num_logprobs:
-        return _with_scores(_of_first_runner(_of_all(logprobs), num_logprobs, token_ids), token_ids)
-    last, ids = _last(len(token_ids)), token_ids[:, None]
-    chosen = last.logits.gather(1, ids)
-    return LogprobsTensors(ids.to(torch.int32), last.logp_of(chosen), _ranks(last.logits, chosen))
-
-
-def _of_top(logits: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor, *args: Any, **options: Any) -> Any:
-    return _with_scores(_of_second_runner(logits, num_logprobs, token_ids, *args, **options), token_ids)
-
-
-def _of_chosen(self: Sampler, logprobs: torch.Tensor, chosen: dict[int, list[int]], sampled: torch.Tensor) -> Any:
-    found = _of_tokens(self, _of_all(logprobs), chosen, sampled)
-    return None if found is None else _with_scores(found, sampled)
-
-
 def _with_scores(found: Any, token_ids: torch.Tensor) -> Any:
     """Return vLLM's log-probabilities with ours for the token of each row, wherever it is named; -inf is padding."""
-    if found.logprobs.shape[1] == 1:
-        # The token of the row alone: fewer launches.
-        return found._replace(logprobs=scores(token_ids)[:, None])
     is_own = (found.logprob_token_ids == token_ids[:, None]) & (found.logprobs > -torch.inf)
     return found._replace(logprobs=torch.where(is_own, scores(token_ids)[:, None], found.logprobs))
 
 
-_of_first_runner: Any = Sampler.gather_logprobs
-_of_tokens: Any = Sampler.gather_specific_token_logprobs
-_of_second_runner: Any = None
+def _sampler(self: Sampler, logprobs_mode: str = "raw_logprobs", *args: Any, **options: Any) -> None:
+    """Make the first runner's sampler."""
+    _made(self, "raw_logprobs" if logprobs_mode == PROCESSED else logprobs_mode, *args, **options)
+
+
+def _copied(logits: torch.Tensor) -> torch.Tensor:
+    """Keep a copy of the logits, and return it in place of their log-probabilities."""
+    copy = logits.clone()
+    _steps.last = _last(len(logits))._replace(logits=copy)
+    return copy
+
+
+def _of_all(logprobs: torch.Tensor) -> torch.Tensor:
+    """Return the log-probabilities of the whole vocabulary, of what ``_copied`` returned."""
+    return logprobs.log_softmax(-1) if logprobs is _last(len(logprobs)).logits else logprobs
+
+
+def _gathered(logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor) -> Any:
+    """Return the log-probabilities of a token of each row and of the most probable ones, and the token's rank."""
+    last, ids = _last(len(token_ids)), token_ids[:, None]
+    chosen = last.logits.gather(1, ids)
+    ranks = _ranks(last.logits, chosen)
+    if num_logprobs:
+        found = _with_scores(_theirs["gathered"](_of_all(logprobs), num_logprobs, token_ids), token_ids)
+        found = found._replace(selected_token_ranks=ranks)
+    else:
+        found = LogprobsTensors(ids.to(torch.int32), last.logp_of(chosen), ranks)
+    # Nothing asks again, and those of a long prompt are large.
+    _steps.last = None
+    return found
+
+
+def _of_named(self: Sampler, logprobs: torch.Tensor, named: dict[int, list[int]], sampled: torch.Tensor) -> Any:
+    """Return the log-probabilities of the sampled token of each row and of tokens that its request names."""
+    found = _theirs["of_named"](self, _of_all(logprobs), named, sampled)
+    return None if found is None else _with_scores(found, sampled)
+
+
+def _of_top(logits: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor, *args: Any, **options: Any) -> Any:
+    """Return what the second runner's function does, with our log-probabilities of the sampled tokens."""
+    return _with_scores(_theirs["of_top"](logits, num_logprobs, token_ids, *args, **options), token_ids)
+
+
+_made: Any = Sampler.__init__
+_theirs: dict[str, Any] = {
+    "gathered": Sampler.gather_logprobs,
+    "of_named": Sampler.gather_specific_token_logprobs,
+    "of_top": second_runner.compute_topk_logprobs,
+}
+"""vLLM's own functions by the names of ours."""
 
 
 def install() -> None:
     """Replace the processor of logits, and the log-probabilities of both of vLLM's runners."""
-    global _of_second_runner
-    from vllm.v1.worker.gpu.sample import sampler
-
     LogitsProcessor.register_oot(Logits, name="LogitsProcessor")
-    Sampler.compute_logprobs = staticmethod(_kept)
+    Sampler.__init__ = _sampler
+    Sampler.compute_logprobs = staticmethod(_copied)
     Sampler.gather_logprobs = staticmethod(_gathered)
-    Sampler.gather_specific_token_logprobs = _of_chosen
-    if sampler.compute_topk_logprobs is not _of_top:
-        _of_second_runner, sampler.compute_topk_logprobs = sampler.compute_topk_logprobs, _of_top
+    Sampler.gather_specific_token_logprobs = _of_named
+    second_runner.compute_topk_logprobs = _of_top
