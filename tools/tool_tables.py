@@ -138,13 +138,13 @@ def rollouts(files: Iterable[Path]) -> str:
             title = f"sequences; tokens a second (over stock), median and best of {given['rounds']} rounds"
             rows = [[title, *given["ways"]]]
             for number, ways in found["speed"].items():
-                rows.append([number, *("; ".join(cell) for cell in zip(*shares(ways), strict=True))])
+                rows.append([number, *("; ".join(cell) for cell in zip(*speed_cells(ways), strict=True))])
             tables.append(as_table(rows))
         parts.append("\n\n".join((f"{what}:", *tables, ran_on(found["environment"]))))
     return filled(parts)
 
 
-def shares(ways: Mapping[str, Sequence[float]]) -> Iterator[list[str]]:
+def speed_cells(ways: Mapping[str, Sequence[float]]) -> Iterator[list[str]]:
     """Yield the medians of ways, and then their largest, each with its ratio to that of the stock way."""
     for of_rounds in (statistics.median, max):
         values = {way: of_rounds(each) for way, each in ways.items()}

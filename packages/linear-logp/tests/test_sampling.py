@@ -185,7 +185,7 @@ def test_log_probabilities_of_some_logits() -> None:
     assert same(together[:, 0], found.logp(ids))
     assert same(together[:, 1], found.logp(ids.flip(0)))
     for wrong in (found.logits[:, 0], found.logits[:2], found.logits.double()):
-        with pytest.raises(ValueError, match="logits: expected torch.float32 of shape"):
+        with pytest.raises(ValueError, match=r"logits: expected torch\.float32 of shape"):
             found.logp_of(wrong)
 
 

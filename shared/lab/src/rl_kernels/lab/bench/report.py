@@ -52,7 +52,7 @@ def as_markdown(document: Document) -> str:
 
 
 def as_list(document: Document) -> str:
-    """Return remarks and facts as a Markdown list; what Python names in angle brackets is no HTML."""
+    """Return remarks and facts as a Markdown list; ``<``, as in ``<locals>``, is escaped."""
     lines = (*remarks(document.records), *facts(document))
     return "\n".join(f"- {line}".replace("<", "\\<") for line in lines)
 

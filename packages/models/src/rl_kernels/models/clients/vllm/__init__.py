@@ -6,8 +6,7 @@ attention runs on ``det_attention`` over vLLM's pages (the backend ``CUSTOM``, t
 ``invariant(model)`` uses, and logits and the log-probability of a sampled token come from ``linear_logits``. A model
 of transformers under ``invariant`` with ``head_logp`` then gives the same bits for the same tokens. Chunked prefill,
 prefix caching and CUDA graphs stay on. Of vLLM's two model runners the first is taken, which was timed, unless
-``VLLM_USE_V2_MODEL_RUNNER`` says otherwise; the bits are the same. What is not covered is refused by name:
-``refusals``.
+``VLLM_USE_V2_MODEL_RUNNER`` says otherwise. What is not covered is refused by name: ``refusals``.
 """
 
 from __future__ import annotations
