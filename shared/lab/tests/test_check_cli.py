@@ -437,8 +437,9 @@ def noisy(x):
 
 
 @pytest.fixture
-def noisy(tmp_path):
+def noisy(tmp_path, monkeypatch):
     """A candidate that prints, and draws from torch's global generator."""
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     path = tmp_path / "noisy.py"
     path.write_text(NOISY)
     return f"{path}:noisy"
