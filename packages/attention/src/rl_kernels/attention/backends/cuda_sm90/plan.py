@@ -41,7 +41,7 @@ L2_BYTES = 32 << 20
 SHARING = 4
 """Most thread blocks to a pair of a section where tiles of the forward pass differ in work; they share reads."""
 LEAST = 2
-"""Fewest pairs of a section elsewhere."""
+"""Fewest pairs of a section."""
 
 
 class Plan:
@@ -150,8 +150,8 @@ class Plan:
     def _section(self, rows: int, least: int) -> int:
         """Return how many pairs of a sequence and a KV head, with ``rows`` rows of operands each, are a section.
 
-        As many as fit into the L2 cache, but not so few that the last tiles of a section leave thread blocks idle: the
-        ``least`` of the backward pass have about one tile for each thread block.
+        As many as fit into the L2 cache, but at least ``least``, so that the last tiles of a section leave few thread
+        blocks idle. In the backward pass that many have about one tile for each thread block.
         """
         size = self._key.dtype.itemsize * rows * (self._size + self._size_v)
         return min(max(L2_BYTES // max(size, 1), least, LEAST), self._key.batch * self.kv_heads)

@@ -26,7 +26,7 @@ from rl_kernels.linear_logp import LinearLogits, linear_logits
 from rl_kernels.models.clients.vllm.refusals import PROCESSED, check, refuse
 
 FEW = 512
-"""Rows up to which ranks are counted in three launches: vLLM's compiled count takes more host time, and no memory."""
+"""Rows up to which PyTorch's ops count ranks; vLLM's compiled count, for more rows, takes no memory but host time."""
 _steps = threading.local()
 """``last``: the ``LinearLogits`` of a thread's engine, from its logits to its log-probabilities."""
 
@@ -97,7 +97,7 @@ def _with_scores(found: Any, token_ids: torch.Tensor) -> Any:
 
 
 def _sampler(self: Sampler, logprobs_mode: str = "raw_logprobs", *args: Any, **options: Any) -> None:
-    """Make the first runner's sampler."""
+    """Make the first runner's sampler; it forms processed log-probabilities as raw ones."""
     _made(self, "raw_logprobs" if logprobs_mode == PROCESSED else logprobs_mode, *args, **options)
 
 
