@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from rl_kernels.core.cuda import where
+from rl_kernels.core.cuda.gemm.matmul import plan_of
 from rl_kernels.core.cuda.gemm.schedule import (
     FEW,
     K_MAJOR,
@@ -32,6 +33,25 @@ def test_programs_of_a_target():
     assert len(set(programs)) == len(programs) > 2 * 4 * sum(not one.schedule.swapped for one in candidates())
     assert {program.arch for program in programs} == {"sm_90a"}
     assert not any(backend.programs(arch) for arch in ("sm_80", "sm_90", "sm_100a"))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("segments", [1, 2, 4, 8])
+def test_what_the_passes_of_a_layer_launch_is_compiled_ahead(dtype, segments):
+    programs = set(OPERATOR.backend("cuda-sm90").load().programs("sm_90a"))
+
+    def plan(m, n, k, right, out=dtype, left=(0, 1)):
+        strides = {(0, 1): (k, 1), (1, 0): (1, m)}[left], {"forward": (1, k), "dA": (n, 1)}[right], (n, 1)
+        operands = (m, k), strides[0], True, (k, n), strides[1], True, strides[2], True
+        return plan_of(*operands, dtype, out, False, None, 132, segments, segment_length(k, segments))
+
+    for m, n, k in ((m, n, k) for m, n, k in SHAPES if k and n % 8 == 0):
+        for right in ("forward", "dA"):
+            assert plan(m, n, k, right).program in programs
+        if segments == 1:
+            assert plan(m, n, k, "dA", torch.float32).program in programs
+            if m > FEW and m % 8 == 0:
+                assert plan(m, n, k, "dA", torch.float32, left=(1, 0)).program in programs
 
 
 def test_cubins_are_looked_for_where_the_programs_are(monkeypatch):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rl_kernels.core.cuda import where
-from rl_kernels.core.cuda.gemm.matmul import programs_of
+from rl_kernels.core.cuda.gemm.ahead import programs_of
 from rl_kernels.core.operator import Call
 from rl_kernels.core.triton_lib import launch
 from rl_kernels.lab.check.compare import bits

@@ -13,6 +13,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -74,30 +75,47 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (UnknownOperator, ValueError) as error:
         print(f"rl-kernels compile: {error}", file=sys.stderr)
         return USAGE
-    rows: list[tuple[str, ...]] = []
-    faults = []
-    for number, (name, program) in enumerate(programs, 1):
-        if sys.stderr.isatty():
-            print(f"\rcompiling {number} of {len(programs)}", end="", file=sys.stderr, flush=True)
-        try:
-            compiled = compile_program(program)
-        except CompileError as error:
-            faults.append(str(error))
-            continue
-        try:
-            _write(program, compiled, given.out)
-        except OSError as error:
-            # Writing the next one would fail too.
-            faults.append(f"rl-kernels compile: cannot write {program} to {given.out or cache.folder()}: {error}")
-            break
-        rows += _rows(name, program, compiled)
-        faults += _faults(program, compiled)
-    if sys.stderr.isatty():
-        print("\r\033[K", end="", file=sys.stderr)
+    rows, faults = _compile_all(programs, given.out)
     print(table(HEADER, rows))
     for fault in faults:
         print(fault, file=sys.stderr)
     return 1 if faults else 0
+
+
+def _compile_all(programs: Sequence[tuple[str, Program]], out: Path | None) -> tuple[list[tuple[str, ...]], list[str]]:
+    """Compile on all cores and write in order; return a row for each kernel, and what is wrong."""
+    rows: list[tuple[str, ...]] = []
+    faults: list[str] = []
+    # Threads suffice: NVRTC runs outside of Python's lock.
+    pool = ThreadPoolExecutor(os.cpu_count() or 1)
+    try:
+        made = pool.map(_tried, (program for _, program in programs))
+        for number, ((name, program), compiled) in enumerate(zip(programs, made, strict=True), 1):
+            if sys.stderr.isatty():
+                print(f"\rcompiled {number} of {len(programs)}", end="", file=sys.stderr, flush=True)
+            if isinstance(compiled, CompileError):
+                faults.append(str(compiled))
+                continue
+            try:
+                _write(program, compiled, out)
+            except OSError as error:
+                # Writing the next one would fail too.
+                faults.append(f"rl-kernels compile: cannot write {program} to {out or cache.folder()}: {error}")
+                break
+            rows += _rows(name, program, compiled)
+            faults += _faults(program, compiled)
+    finally:
+        pool.shutdown(cancel_futures=True)
+    if sys.stderr.isatty():
+        print("\r\033[K", end="", file=sys.stderr)
+    return rows, faults
+
+
+def _tried(program: Program) -> Compiled | CompileError:
+    try:
+        return compile_program(program)
+    except CompileError as error:
+        return error
 
 
 def _triton(given: argparse.Namespace) -> int:

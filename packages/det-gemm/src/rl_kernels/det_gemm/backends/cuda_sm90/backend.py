@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from rl_kernels.core.cuda.gemm.matmul import matmul, programs_of
+from rl_kernels.core.cuda.gemm.ahead import programs_of, segmented_of
+from rl_kernels.core.cuda.gemm.matmul import matmul
 from rl_kernels.core.cuda.program import Program
 from rl_kernels.det_gemm.backends.cuda_sm90.planned import plan_linear as plan_linear
 from rl_kernels.det_gemm.chains import joined
@@ -59,4 +60,4 @@ def joined_into(a: torch.Tensor, dc: torch.Tensor, out: torch.Tensor, join_token
 
 def programs(arch: str) -> list[Program]:
     """Return the programs to compile for a target: all of them for ``sm_90a``, none for others."""
-    return programs_of(arch)
+    return programs_of(arch) + segmented_of(arch)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rl_kernels.core.cuda.gemm.matmul import programs_of
+from rl_kernels.core.cuda.gemm.ahead import programs_of
 from rl_kernels.core.cuda.launch import kernel
 from rl_kernels.core.cuda.program import Program
 from rl_kernels.core.cuda.tensor_map import tensor_map

@@ -16,7 +16,6 @@ from rl_kernels.core.cuda.gemm.schedule import (
     ROWS,
     SWIZZLE,
     Schedule,
-    candidates,
     schedule_for,
 )
 from rl_kernels.core.cuda.gemm.segmented import schedule_of_segments
@@ -272,40 +271,6 @@ def program(
         "FAR": cut.far,
     }
     return Program("rl_kernels.core.cuda.gemm", "gemm_sm90.cu", "sm_90a", tuple(defines.items()))
-
-
-def programs_of(arch: str) -> list[Program]:
-    """Return the programs of a target: every schedule that may be chosen, with aligned operands and output.
-
-    Kernels for other operands, and for other output dtypes than those of gradients, are compiled at first use. So are
-    swapped ones that continue a chain, or whose operands both have contiguous rows and whose output is FP32: a gradient
-    needs them only for at most 64 rows in several parts, or for at most 64 rows of a weight.
-    """
-    if arch != "sm_90a":
-        return []
-    majors = [(left, right) for left in (K_MAJOR, MN_MAJOR) for right in (K_MAJOR, MN_MAJOR)]
-    cuts = [
-        (cut, pair) for cut in (one.schedule for one in candidates()) for pair in majors if cut.fitted(*pair) == cut
-    ]
-    return [
-        program(dtype, out, cut, cut.depth(pair[1]), pair, stored, continues)
-        for dtype in HALVES
-        for cut, pair in cuts
-        for out, stored, continues in _outputs_of(cut, pair, dtype)
-    ]
-
-
-def _outputs_of(cut: Schedule, majors: tuple[int, int], dtype: torch.dtype) -> list[tuple[torch.dtype, int, bool]]:
-    """Return the ways to store an aligned output: the operands' dtype; FP32 too for gradients.
-
-    Those are ``dc @ weight``, whose right operand is read along its rows, and unswapped also ``a^T @ dc``.
-    """
-    own = (dtype, BY_STRIDES if not cut.in_boxes else TRANSPOSED if cut.swapped else BOXES, False)
-    if cut.swapped:
-        return [own, (torch.float32, BY_STRIDES, False)] if majors == (MN_MAJOR, K_MAJOR) else [own]
-    if majors[1] != MN_MAJOR:
-        return [own]
-    return [own, (torch.float32, BOXES, False), (torch.float32, BOXES, True)]
 
 
 def _major(x: Lying) -> int:

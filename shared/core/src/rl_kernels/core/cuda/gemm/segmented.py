@@ -20,6 +20,8 @@ from rl_kernels.core.cuda.gemm.schedule import (
     possible_of,
 )
 
+SEGMENTS = (2, 4, 8)
+"""Numbers of segments of a product."""
 CLUSTERS = {1: 1.0, 2: 1.0, 4: 0.91, 8: 0.91}
 """Blocks of a cluster, and the share of the multiprocessors that such clusters can occupy at a time."""
 WHOLE = 78
@@ -59,13 +61,7 @@ def schedule_of_segments(
     def time(candidate: Candidate) -> float:
         return time_of(candidate, m, n, length, processors)
 
-    def fits(cut: Schedule) -> bool:
-        left, right = operands_of(cut, majors)
-        # Boxes have 64 columns: of other widths the last one is padded, which takes as long to load.
-        padded = right == MN_MAJOR and not cut.swapped and cut.columns % BOX
-        return not padded and cut.fitted(left, right).depth(right) >= SHALLOWEST
-
-    possible = [one for one in possible_of(in_segments(segments), m, majors) if fits(one.schedule)]
+    possible = [one for one in possible_of(in_segments(segments), m, majors) if fits(one.schedule, majors)]
     best = min((one for one in possible if one.schedule.cluster == 1), key=time)
     clusters = [one for one in possible if one.schedule.cluster > 1]
     if clusters and processors >= WHOLE:
@@ -73,6 +69,14 @@ def schedule_of_segments(
         floor = 2.0 * n * k / BYTES
         best = other if max(time(other), floor) < WORTH * max(time(best), floor) else best
     return best.schedule.fitted(*operands_of(best.schedule, majors))
+
+
+def fits(cut: Schedule, majors: tuple[int, int]) -> bool:
+    """Say whether a schedule has room for enough stages, with ``a`` and ``b`` transposed in these layouts."""
+    left, right = operands_of(cut, majors)
+    # Boxes have 64 columns: of other widths the last one is padded, which takes as long to load.
+    padded = right == MN_MAJOR and not cut.swapped and cut.columns % BOX
+    return not padded and cut.fitted(left, right).depth(right) >= SHALLOWEST
 
 
 @functools.cache

@@ -1,0 +1,62 @@
+"""The products that ``rl-kernels compile`` compiles: each schedule that may be chosen, for aligned operands and output.
+
+What is left out is compiled at first use: other operands; other output dtypes than those of gradients; swapped
+schedules that continue a chain, or whose operands both have contiguous rows and whose output is FP32, which a gradient
+needs only for at most 64 rows in several parts, or for at most 64 rows of a weight. Of products in segments of K there
+are those whose left operand has contiguous terms, with an output in the operands' dtype.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from rl_kernels.core.cuda.gemm.matmul import BOXES, BY_STRIDES, HALVES, TRANSPOSED, program
+from rl_kernels.core.cuda.gemm.schedule import K_MAJOR, MN_MAJOR, Schedule, candidates, operands_of
+from rl_kernels.core.cuda.gemm.segmented import SEGMENTS, fits, in_segments
+from rl_kernels.core.cuda.program import Program
+
+ARCH = "sm_90a"
+
+
+def programs_of(arch: str) -> list[Program]:
+    """Return the programs of whole products for a target: all for ``sm_90a``, none for others."""
+    majors = [(left, right) for left in (K_MAJOR, MN_MAJOR) for right in (K_MAJOR, MN_MAJOR)]
+    cuts = [(cut, pair) for cut in (one.schedule for one in candidates()) for pair in majors]
+    return [
+        program(dtype, out, cut, cut.depth(pair[1]), pair, stored, continues)
+        for dtype in (HALVES if arch == ARCH else ())
+        for cut, pair in cuts
+        if cut.fitted(*pair) == cut
+        for out, stored, continues in _outputs_of(cut, pair, dtype)
+    ]
+
+
+def segmented_of(arch: str) -> list[Program]:
+    """Return the programs of products in segments of K for a target: all for ``sm_90a``, none for others."""
+    cuts = [one.schedule for segments in SEGMENTS for one in in_segments(segments)]
+    layouts = [(cut, (K_MAJOR, right)) for cut in cuts for right in (K_MAJOR, MN_MAJOR)]
+    found = [(cut, operands_of(cut, majors)) for cut, majors in layouts if fits(cut, majors)]
+    return [
+        program(dtype, dtype, cut, cut.depth(pair[1]), pair, _own(cut), False)
+        for dtype in (HALVES if arch == ARCH else ())
+        for cut, pair in found
+        if cut.fitted(*pair) == cut
+    ]
+
+
+def _outputs_of(cut: Schedule, majors: tuple[int, int], dtype: torch.dtype) -> list[tuple[torch.dtype, int, bool]]:
+    """Return the ways to store an aligned output: the operands' dtype; FP32 too for gradients.
+
+    Those are ``dc @ weight``, whose right operand is read along its rows, and unswapped also ``a^T @ dc``.
+    """
+    own = (dtype, _own(cut), False)
+    if cut.swapped:
+        return [own, (torch.float32, BY_STRIDES, False)] if majors == (MN_MAJOR, K_MAJOR) else [own]
+    if majors[1] != MN_MAJOR:
+        return [own]
+    return [own, (torch.float32, BOXES, False), (torch.float32, BOXES, True)]
+
+
+def _own(cut: Schedule) -> int:
+    """Return how an aligned output in the operands' dtype is stored."""
+    return BY_STRIDES if not cut.in_boxes else TRANSPOSED if cut.swapped else BOXES
