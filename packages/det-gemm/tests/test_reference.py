@@ -7,6 +7,7 @@ import torch
 
 from rl_kernels.core.testing import Draw
 from rl_kernels.det_gemm import reference
+from rl_kernels.det_gemm.spec.cases import STEP, partial_sums
 
 
 def written_out(a, b):
@@ -56,6 +57,19 @@ def test_accumulation_adds_and_leaves_the_buffer(operands):
     total = reference.det_gemm_dw(a, dc, accumulate_into=buffer)
     torch.testing.assert_close(total, written_out(a.t(), dc) + 3)
     assert bool((buffer == 3).all())
+
+
+@pytest.mark.parametrize("terms", [0, 5, 3 * STEP + 1, 6 * STEP])
+@pytest.mark.parametrize("starts", [False, True])
+def test_partial_sums_are_those_after_each_step(terms, starts):
+    """As many rows at a time as fit into ``piece``, and as many steps of all; the last time fewer."""
+    draw = Draw(torch.float64, seed=5)
+    a, b = draw.normal(3, terms), draw.normal(terms, 2)
+    start = draw.normal(3, 2) if starts else torch.zeros((), dtype=torch.float64)
+    ends = range(STEP, terms + STEP, STEP)
+    expected = sum(((start + written_out(a[:, :end], b[:end])).abs() for end in ends), start.new_zeros(3, 2))
+    for piece in (1, 4, 12, 24, 1 << 20):
+        torch.testing.assert_close(partial_sums(a, b, start, piece), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -18,6 +18,8 @@ STEP = 16
 """Terms that a tensor core adds in one step; rows, in the chain of a weight gradient."""
 CUT_OFF = 2.0**-23 / 2.0**-22
 """Error that a tensor core may add to a partial sum, in units of what the checker allows any sum."""
+PIECE = 2**26
+"""Numbers of partial sums held at a time, 512 MiB in FP64."""
 
 
 def _sizes(m: int, n: int, k: int) -> dict[str, int]:
@@ -156,19 +158,31 @@ def magnitudes(case: Case, call: Inputs, upstream: Mapping[str, torch.Tensor]) -
 
 
 def _of_product(a: torch.Tensor, b: torch.Tensor, start: torch.Tensor | None = None) -> torch.Tensor:
-    """Sum the magnitudes of the terms of ``start + a @ b``; on a GPU, add the truncation of its tensor cores.
-
-    Hopper's truncates each time it adds the terms of a step to its accumulator: by less than one unit in the last place
-    of that partial sum.
-    """
+    """Sum the magnitudes of the terms of ``start + a @ b``; on a GPU, add the truncation of its tensor cores."""
     start = b.new_zeros(()) if start is None else start
     terms = start.abs() + a.abs() @ b.abs()
-    if not a.is_cuda:
-        return terms
-    left = F.pad(a.flatten(0, -2), (0, -a.shape[-1] % STEP)).unflatten(-1, (-1, STEP)).transpose(0, 1)
+    return terms + partial_sums(a.flatten(0, -2), b, start).view(terms.shape) * CUT_OFF if a.is_cuda else terms
+
+
+def partial_sums(a: torch.Tensor, b: torch.Tensor, start: torch.Tensor, piece: int = PIECE) -> torch.Tensor:
+    """Sum the magnitudes of the partial sums of ``start + a @ b``, one after each step of a tensor core.
+
+    Hopper's truncates each time it adds the terms of a step to its accumulator: by less than one unit in the last place
+    of that partial sum. At most ``piece`` of them are held, or one row.
+    """
+    columns = b.shape[1]
+    rows = max(piece // max(columns, 1), 1)
+    if len(a) > rows:
+        parts = zip(a.split(rows), start.expand(len(a), columns).split(rows), strict=True)
+        return torch.cat([partial_sums(part, b, of_part, piece) for part, of_part in parts])
+    left = F.pad(a, (0, -a.shape[1] % STEP)).unflatten(1, (-1, STEP)).transpose(0, 1)
     right = F.pad(b, (0, 0, 0, -b.shape[0] % STEP)).unflatten(0, (-1, STEP))
-    partial = start + (left @ right).cumsum(0)
-    return terms + partial.abs().sum(0).view(terms.shape) * CUT_OFF
+    total, steps = b.new_zeros(len(a), columns), max(piece // max(len(a) * columns, 1), 1)
+    for first in range(0, len(left), steps):
+        partial = start + (left[first : first + steps] @ right[first : first + steps]).cumsum(0)
+        total += partial.abs().sum(0)
+        start = partial[-1]
+    return total
 
 
 ROWS = RowLayout(
