@@ -346,6 +346,29 @@ def test_results_of_shards_and_segments_are_tables(tree):
     assert "|  | 8 segments / cuBLAS | 2.50 | 2.50 |" in page
 
 
+def test_errors_of_long_sums_and_shares_of_schedules_are_tables(tree):
+    pytest.importorskip("matplotlib")
+    where = {"environment": {"device": "NVIDIA H100"}}
+    ways = {"one chain": {"error": 2e-4, "shrink": 1e-4}, "cuBLAS": {"error": 5e-6, "shrink": 0.0}}
+    sums = [{"sum": "4096 tokens", "signs": "one sign", "ways": ways}]
+    times = [
+        {"what": what, "ms": {"one chain": ms, "cuBLAS": 2.0}} for what, ms in (("a layer", 1.5), ("a head", 50.0))
+    ]
+    shares = {"8 x 8": 0.8, "chosen": 0.88, "16 x 8": 1.2}
+    products = [
+        {"pass": name, "sizes": [rows, 4, 4], "cuBLAS, us": 9.0, "shares": shares | {"chosen": chosen}}
+        for rows, name, chosen in ((64, "forward", 1.0), (1, "forward", 0.8), (1, "dA", 0.84), (1, "dA", 1.2))
+    ]
+    for name, found in (("chain-error", {"sums": sums, "times": times}), ("schedules", {"products": products})):
+        (tree / f"tools/results/h100-{name}.json").write_text(json.dumps(where | found))
+    assert tool("--root", tree).returncode == 0
+    page = (tree / "packages/det-gemm/GUIDE.md").read_text()
+    assert "| 4096 tokens | one sign | 2.0e-04 (1.0e-04) | 5.0e-06 (0.0e+00) |" in page
+    assert "- a layer: one chain 1.50 ms, cuBLAS 2.00 ms\n- a head: one chain 50.0 ms, cuBLAS 2.00 ms\n- ran on" in page
+    page = (tree / "docs/hardware.md").read_text()
+    assert "| 1 | 3 | 0.840, 1.200 | 1.050, 1.500 |\n| 64 | 1 | 1.000, 1.000 | 1.250, 1.250 |" in page
+
+
 def test_results_of_heads_are_tables_and_a_picture(tree):
     pytest.importorskip("matplotlib")
     ways = {"gemm": [3.0, 4.0, 1024.0], "compile": [12.0, 12.0, 3072.0], "cce": [24.0, 24.0, 512.0]}

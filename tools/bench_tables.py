@@ -15,6 +15,7 @@
 | tools/results/*-chain-error.json | `tools/chain_error.py` | packages/det-gemm/GUIDE.md |
 | tools/results/*-head.json | `tools/head_times.py` | packages/linear-logp/GUIDE.md, with a picture |
 | tools/results/*-demo.json | `rl-kernels demo --device cuda` | docs/demo.md, with a picture |
+| tools/results/*-schedules.json | `tools/tune_matmul.py --beside --json` | docs/hardware.md |
 | tools/results/triton-compiled.json | `rl-kernels compile --backend triton --json` | docs/hardware.md |
 | tools/results/mismatch.json | `tools/mismatch.py` | docs/demo.md, with a picture |
 
@@ -48,6 +49,7 @@ from tool_tables import (
     model_bits,
     model_steps,
     rollouts,
+    schedules,
     steps,
     trl_steps,
 )
@@ -125,7 +127,10 @@ def pages(root: Path, packages: dict[str, dict[str, Document]]) -> Iterator[tupl
             "chains": chains(named("*-chain-error.json")),
         },
         HOST: {"host time": hosts(named("*-host.json"))},
-        HARDWARE: {"compiled": compiled(named("triton-compiled.json"))},
+        HARDWARE: {
+            "compiled": compiled(named("triton-compiled.json")),
+            "schedules": schedules(named("*-schedules.json")),
+        },
         **{path: {"summary": front_table(files, packages)} for path in FRONT},
     }
     for path, marked in marked_pages.items():

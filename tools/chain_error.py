@@ -3,7 +3,8 @@
 Two sums are long in training: the gradient of a weight over all tokens of a step, which micro-batches continue in one
 `main_grad`, and the gradient of hidden states over the vocabulary. Inputs are BF16; `signs` are normal numbers, whose
 sums stay near 0; `one sign` are their absolute values, whose sums grow with every term, so that adds that truncate
-shrink them. Shown are the error's norm and the shrink, both relative: 1 - <found, exact> / <exact, exact>.
+shrink them. Shown are the error's norm and the shrink, both relative: 1 - <found, exact> / <exact, exact>. Then the
+time of a micro-batch: of a layer's weight gradient, and of the head forward and backward.
 """
 
 from __future__ import annotations
@@ -18,13 +19,15 @@ import torch
 from rl_kernels.core.command import Parser, count, writable
 from rl_kernels.det_gemm import det_gemm, det_gemm_dw
 from rl_kernels.lab.bench.environment import environment
+from rl_kernels.linear_logp import linear_logp
 
 TOKENS = (1 << 12, 1 << 17, 1 << 20)
 VOCABULARY, ROWS, WIDTH = 151936, 512, 256
 MICRO_BATCH, JOIN = 8192, 4096
-TIMED = (8192, 4096, 14336)
-"""Tokens, N and K of the weight gradient whose time is taken."""
-PACKAGES = ("rl-kernels-core", "rl-kernels-det-gemm")
+OF_LAYER, OF_HEAD = (8192, 4096, 14336), (8192, 4096, 128256)
+"""What is timed: tokens, N and K of a weight gradient; tokens, D and V of a head."""
+PACKAGES = ("rl-kernels-core", "rl-kernels-det-gemm", "rl-kernels-linear-logp")
+Calls = Mapping[str, Callable[[], object]]
 Ways = Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]
 
 
@@ -103,18 +106,37 @@ def measured(tokens: Sequence[int]) -> Iterator[tuple[str, str, dict[str, dict[s
         yield f"{VOCABULARY} words", signs, {name: errors(exact, way(p, weight)) for name, way in OF_HIDDEN.items()}
 
 
-def times(rounds: int = 15) -> dict[str, float]:
-    """Return milliseconds of adding one micro-batch to a ``main_grad``: medians, the ways in turn."""
-    tokens, rows, columns = TIMED
+def layer_calls() -> Calls:
+    """Return ways to add the weight gradient of one micro-batch to a ``main_grad``."""
+    tokens, rows, columns = OF_LAYER
     dc, x = inputs(tokens, rows, False), inputs(tokens, columns, False)
     total = torch.zeros(rows, columns, device="cuda")
-    calls: dict[str, Callable[[], object]] = {
+    return {
         "one chain": lambda: det_gemm_dw(dc, x, accumulate_into=total),
         "join_tokens=4096": lambda: det_gemm_dw(dc, x, accumulate_into=total, join_tokens=JOIN),
         "cuBLAS": lambda: total.add_(cublas(dc.t(), x)),
     }
+
+
+def head_calls() -> Calls:
+    """Return ways to run the head on one micro-batch, forward and backward, with a ``main_grad``."""
+    tokens, width, vocabulary = OF_HEAD
+    hidden, weight = inputs(tokens, width, False), inputs(vocabulary, width, False) * width**-0.5
+    weight.requires_grad_().main_grad = torch.zeros(vocabulary, width, device="cuda")
+    hidden.requires_grad_()
+    ids, upstream = torch.randint(vocabulary, (tokens,), device="cuda"), torch.randn(tokens, device="cuda")
+
+    def call(join_tokens: int | None) -> None:
+        linear_logp(hidden, weight, ids, join_tokens=join_tokens).backward(upstream)
+        hidden.grad = None
+
+    return {"one chain": lambda: call(None), "join_tokens=4096": lambda: call(JOIN)}
+
+
+def times(calls: Calls, rounds: int = 15) -> dict[str, float]:
+    """Return milliseconds of calls: medians, the ways in turn after one round that does not count."""
     taken: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
+    for _ in range(rounds + 1):
         for name, call in calls.items():
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
@@ -122,7 +144,7 @@ def times(rounds: int = 15) -> dict[str, float]:
             end.record()
             end.synchronize()
             taken[name].append(begin.elapsed_time(end))
-    return {name: median(found) for name, found in taken.items()}
+    return {name: median(found[1:]) for name, found in taken.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -133,12 +155,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     given = parser.parse_args(argv)
     torch.manual_seed(0)
     record: dict[str, Any] = {"version": 1, "environment": environment(torch.device("cuda"), PACKAGES), "sums": []}
+    record["times"] = []
     for what, signs, found in measured(given.tokens):
         record["sums"].append({"sum": what, "signs": signs, "ways": found})
         each = (f"{name} {one['error']:.1e} (shrink {one['shrink']:.1e})" for name, one in found.items())
         print(f"{what}, {signs}: {', '.join(each)}", flush=True)
-    record["times"] = {"tokens, N, K": TIMED, "ms": times()}
-    print(f"one micro-batch of {TIMED}, ms: {record['times']['ms']}")
+    for what, sizes, calls in (
+        ("(tokens, N, K) added to `main_grad`", OF_LAYER, layer_calls),
+        ("(tokens, D, V) through `linear_logp` and back, with `main_grad`", OF_HEAD, head_calls),
+    ):
+        label = f"one micro-batch of {' x '.join(map(str, sizes))} {what}"
+        record["times"].append({"what": label, "ms": times(calls())})
+        print(f"{label}, ms: {record['times'][-1]['ms']}")
     if given.json:
         given.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 

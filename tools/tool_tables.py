@@ -79,12 +79,28 @@ def chains(files: Iterable[Path]) -> str:
             cells = [each["ways"].get(way) for way in ways]
             shown = ("" if cell is None else f"{cell['error']:.1e} ({cell['shrink']:.1e})" for cell in cells)
             rows.append([each["sum"], each["signs"], *shown])
-        timed = ", ".join(f"{way} {digits(ms)} ms" for way, ms in found["times"]["ms"].items())
-        sizes = " x ".join(map(str, found["times"]["tokens, N, K"]))
-        parts.append(
-            f"{as_table(rows)}\n\n- one micro-batch of {sizes} (tokens, N, K) added to `main_grad`: {timed}\n"
-            f"{ran_on(found['environment'])}"
+        timed = (
+            f"- {each['what']}: {', '.join(f'{way} {digits(ms)} ms' for way, ms in each['ms'].items())}\n"
+            for each in found["times"]
         )
+        parts.append(f"{as_table(rows)}\n\n{''.join(timed)}{ran_on(found['environment'])}")
+    return filled(parts)
+
+
+def schedules(files: Iterable[Path]) -> str:
+    """Return the tables of how good the chosen schedules of products are: beside cuBLAS, and beside the fastest one."""
+    parts = []
+    for file in files:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        by_rows: dict[int, list[Mapping[str, float]]] = {}
+        for each in found["products"]:
+            by_rows.setdefault(each["sizes"][0], []).append(each["shares"])
+        rows = [["rows", "products", *(f"chosen / {other}: median, most" for other in ("cuBLAS", "fastest"))]]
+        for number, shares in sorted(by_rows.items()):
+            pairs = [(each["chosen"], each["chosen"] / min(each.values())) for each in shares]
+            cells = (f"{statistics.median(ratios):.3f}, {max(ratios):.3f}" for ratios in zip(*pairs, strict=True))
+            rows.append([str(number), str(len(shares)), *cells])
+        parts.append(f"{as_table(rows)}\n\n{ran_on(found['environment'])}")
     return filled(parts)
 
 

@@ -8,15 +8,16 @@ schedule adds the same chain.
 
 ``--beside MxNxK,...`` writes no table: it prints the time of each schedule that fits as a share of cuBLAS's time, taken
 in turn, for these products of a linear layer, forward and dA. Near the power limit, times measured alone drift: keep a
-table if the schedules that it chooses are fast in this comparison.
+table if the schedules that it chooses are fast in this comparison. ``--json FILE`` writes these shares too.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields
 from functools import partial
 from pathlib import Path
@@ -31,6 +32,7 @@ from rl_kernels.core.cuda.gemm.schedule import Schedule as CudaSchedule
 from rl_kernels.core.triton_lib import gemm
 from rl_kernels.core.triton_lib import schedule as triton_schedule
 from rl_kernels.core.triton_lib.schedule import Schedule, processors
+from rl_kernels.lab.bench.environment import environment
 from rl_kernels.lab.bench.measure import GRAPH, Effort, clock_of, device_seconds
 
 LARGE = (
@@ -73,6 +75,9 @@ SHARED = 227 << 10
 """Bytes of shared memory of a multiprocessor."""
 LEAST = 3.0
 """Least microseconds of a wave outside its steps; the measured difference is too small if two waves overlap."""
+PACKAGES = ("rl-kernels-core",)
+CHOSEN = "chosen"
+"""The schedule that the table chooses, timed as one more."""
 LENGTHS = (2048, 8192)
 REPEATS = 9
 WAVES = 2
@@ -176,8 +181,8 @@ def sizes(text: str) -> list[tuple[int, ...]]:
     return found
 
 
-def beside(m: int, n: int, k: int, columns: bool, cuda: bool) -> str:
-    """Return cuBLAS's time of a product, then the time of each schedule that fits as a share of it, taken in turn.
+def beside(m: int, n: int, k: int, columns: bool, cuda: bool) -> tuple[float, dict[str, float]]:
+    """Return cuBLAS's time of a product in us, and the time of each schedule that fits as a share of it, in turn.
 
     With ``columns`` the right operand is column-major, like a weight in the forward pass.
     """
@@ -191,7 +196,7 @@ def beside(m: int, n: int, k: int, columns: bool, cuda: bool) -> str:
     multiply(a, rights[0], out)
     expected = out.clone()
     clocks = {"cuBLAS": clock_of([partial(torch.mm, a, right, out=out) for right in rights])}
-    clocks["chosen"] = clock_of([partial(multiply, a, right, out) for right in rights])
+    clocks[CHOSEN] = clock_of([partial(multiply, a, right, out) for right in rights])
     weight = cuda_schedule.K_MAJOR if columns else cuda_schedule.MN_MAJOR
     for schedule in CUDA if cuda else (*LARGE, *FEW):
         if schedule.swapped != (m <= few) or (schedule.swapped and schedule.columns < m):
@@ -211,8 +216,21 @@ def beside(m: int, n: int, k: int, columns: bool, cuda: bool) -> str:
         )
     times = dict(zip(clocks, device_seconds(list(clocks.values()), Effort(iters=REPEATS, warmup=1)), strict=True))
     base = times.pop("cuBLAS")
-    shares = (f"{time / base:.3f} {name}" for name, time in sorted(times.items(), key=lambda item: item[1]))
-    return f"cuBLAS {base * 1e6:.1f} us; " + ", ".join(shares)
+    return base * 1e6, {name: time / base for name, time in sorted(times.items(), key=lambda item: item[1])}
+
+
+def compare(products: Sequence[tuple[int, int, int]], cuda: bool, file: Path | None) -> None:
+    """Print, and write to a file if one is given, how fast the schedules of these products are."""
+    found = []
+    for (m, n, k), (name, columns) in itertools.product(products, (("forward", True), ("dA", False))):
+        us, shares = beside(m, *((n, k) if columns else (k, n)), columns, cuda)
+        found.append({"pass": name, "sizes": [m, n, k], "cuBLAS, us": us, "shares": shares})
+        each = ", ".join(f"{share:.3f} {schedule}" for schedule, share in shares.items())
+        print(f"{name} {m}x{n}x{k}: cuBLAS {us:.1f} us; {each}", flush=True)
+    if file is not None:
+        where = environment(torch.device("cuda"), PACKAGES)
+        document = {"version": 1, "environment": where, "kernel": "cuda" if cuda else "triton", "products": found}
+        file.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
 def main() -> None:
@@ -220,14 +238,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("file", type=Path, nargs="?", help="the table to write")
     parser.add_argument("--beside", type=sizes, default=[], metavar="MxNxK,...", help="print times relative to cuBLAS")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="with --beside: also write the shares")
     parser.add_argument("--cuda", action="store_true", help="tune core's CUDA product, not its Triton one")
     given = parser.parse_args()
     if bool(given.beside) == bool(given.file):
         parser.error("give FILE, or --beside with products to time")
-    for m, n, k in given.beside:
-        print(f"forward {m}x{n}x{k}: {beside(m, n, k, True, given.cuda)}", flush=True)
-        print(f"dA {m}x{n}x{k}: {beside(m, k, n, False, given.cuda)}", flush=True)
+    if given.json is not None and not given.beside:
+        parser.error("--json: expected only with --beside")
     if given.beside:
+        compare(given.beside, given.cuda, given.json)
         return
     entries = []
     measured = map(cuda_entry, CUDA) if given.cuda else map(entry, (*LARGE, *FEW))
