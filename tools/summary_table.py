@@ -13,7 +13,7 @@ from rl_kernels.lab.bench.record import OURS, Document
 from rl_kernels.lab.bench.report import as_table, digits
 
 STEP, CALLS, TRL = "h200-model-step.json", "h200-client-calls.json", "h200-trl-step.json"
-FLASH = "h100-client-calls.json"
+FLASH = "h200-attention-client-calls.json"
 MODEL = {
     "forward + backward 4x2048": "forward and backward, 4x2048 tokens",
     "decode, 64 sequences, 2048 keys, CUDA graph": "decode a token for 64 sequences, 2048 keys, in a CUDA graph",
@@ -85,7 +85,7 @@ def _attention(file: Path) -> Iterator[Row]:
     attention = _read(file).get("calls", {}).get("attention", {}).get(ATTENTION)
     if attention:
         theirs, ours = (attention[name]["us"] / 1e3 for name in ("PyTorch", OURS))
-        what = "packed attention, 4x2048 tokens, forward and backward (on an H100)"
+        what = "packed attention, 4x2048 tokens, forward and backward"
         yield _beside(what, "PyTorch's flash attention", theirs, ours)
 
 
