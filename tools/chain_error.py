@@ -154,8 +154,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=writable, help="file for the results")
     given = parser.parse_args(argv)
     torch.manual_seed(0)
-    record: dict[str, Any] = {"version": 1, "environment": environment(torch.device("cuda"), PACKAGES), "sums": []}
-    record["times"] = []
+    record: dict[str, Any] = {"version": 1, "environment": environment(torch.device("cuda"), PACKAGES)}
+    record |= {"sums": [], "times": []}
     for what, signs, found in measured(given.tokens):
         record["sums"].append({"sum": what, "signs": signs, "ways": found})
         each = (f"{name} {one['error']:.1e} (shrink {one['shrink']:.1e})" for name, one in found.items())

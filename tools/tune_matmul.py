@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import triton
 
+from rl_kernels.core.command import writable
 from rl_kernels.core.cuda.gemm import matmul as cuda_matmul
 from rl_kernels.core.cuda.gemm import schedule as cuda_schedule
 from rl_kernels.core.cuda.gemm.schedule import Schedule as CudaSchedule
@@ -238,7 +239,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("file", type=Path, nargs="?", help="the table to write")
     parser.add_argument("--beside", type=sizes, default=[], metavar="MxNxK,...", help="print times relative to cuBLAS")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="with --beside: also write the shares")
+    parser.add_argument("--json", type=writable, metavar="FILE", help="with --beside: also write the shares")
     parser.add_argument("--cuda", action="store_true", help="tune core's CUDA product, not its Triton one")
     given = parser.parse_args()
     if bool(given.beside) == bool(given.file):

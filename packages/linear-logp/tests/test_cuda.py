@@ -50,12 +50,15 @@ def test_cubins_are_looked_for_where_the_programs_are(monkeypatch):
         (torch.bfloat16, 68, "D is 68"),
         (torch.float16, 0, "D is 0"),
         (torch.bfloat16, 64, None),
+        (torch.bfloat16, None, None),
     ],
 )
 def test_what_it_refuses(monkeypatch, dtype, size, reason):
     monkeypatch.setattr(where, "missing", lambda *_: None)
     monkeypatch.setattr(launch, "INSTALLED", False)
-    found = OPERATOR.backend(BACKEND).limits(Call(torch.device("cuda", 0), dtype, "sm90", {"D": size, "V": 100}))
+    # A call of any size has no traits.
+    traits = {} if size is None else {"D": size, "V": 100}
+    found = OPERATOR.backend(BACKEND).limits(Call(torch.device("cuda", 0), dtype, "sm90", traits))
     assert found is None if reason is None else reason in found
 
 
