@@ -222,16 +222,15 @@ def beside(m: int, n: int, k: int, columns: bool, cuda: bool) -> tuple[float, di
 
 def compare(products: Sequence[tuple[int, int, int]], cuda: bool, file: Path | None) -> None:
     """Print, and write to a file if one is given, how fast the schedules of these products are."""
-    found = []
+    document: dict[str, Any] = {"version": 1, "environment": environment(torch.device("cuda"), PACKAGES)}
+    document |= {"kernel": "cuda" if cuda else "triton", "products": []}
     for (m, n, k), (name, columns) in itertools.product(products, (("forward", True), ("dA", False))):
         us, shares = beside(m, *((n, k) if columns else (k, n)), columns, cuda)
-        found.append({"pass": name, "sizes": [m, n, k], "cuBLAS, us": us, "shares": shares})
         each = ", ".join(f"{share:.3f} {schedule}" for schedule, share in shares.items())
         print(f"{name} {m}x{n}x{k}: cuBLAS {us:.1f} us; {each}", flush=True)
-    if file is not None:
-        where = environment(torch.device("cuda"), PACKAGES)
-        document = {"version": 1, "environment": where, "kernel": "cuda" if cuda else "triton", "products": found}
-        file.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        document["products"].append({"pass": name, "sizes": [m, n, k], "cuBLAS, us": us, "shares": shares})
+        if file is not None:
+            file.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from rl_kernels.core.cuda.gemm.schedule import (
     candidates,
     schedule_for,
 )
-from rl_kernels.core.cuda.gemm.segmented import in_segments, schedule_of_segments
+from rl_kernels.core.cuda.gemm.segmented import fits, in_segments, schedule_of_segments
 from rl_kernels.core.operator import Call
 from rl_kernels.det_gemm.op import OPERATOR
 from rl_kernels.det_gemm.segments import segment_length
@@ -24,6 +24,8 @@ HALVES = (torch.bfloat16, torch.float16)
 TABLE = [candidate.schedule for candidate in candidates()]
 MAJORS = [(left, right) for left in (K_MAJOR, MN_MAJOR, PLAIN) for right in (K_MAJOR, MN_MAJOR, PLAIN)]
 SHAPES = [(m, n, k) for m in (1, 8, 33, 64, 65, 1000, 8192) for n in (1, 64, 1280, 57344) for k in (0, 16, 4104, 8192)]
+RARE = ((256, 28472, 13856), (8192, 1088, 5496))
+"""With 8 segments sums of one wait in global memory; with 4 the other has three stages, the fewest."""
 SHARED = 227 << 10
 
 
@@ -40,18 +42,21 @@ def test_programs_of_a_target():
 def test_what_the_passes_of_a_layer_launch_is_compiled_ahead(dtype, segments):
     programs = set(OPERATOR.backend("cuda-sm90").load().programs("sm_90a"))
 
-    def plan(m, n, k, right, out=dtype, left=(0, 1)):
-        strides = {(0, 1): (k, 1), (1, 0): (1, m)}[left], {"forward": (1, k), "dA": (n, 1)}[right], (n, 1)
-        operands = (m, k), strides[0], True, (k, n), strides[1], True, strides[2], True
-        return plan_of(*operands, dtype, out, False, None, 132, segments, segment_length(k, segments))
+    def compiled(m, n, k, right, out=dtype, left="rows", continues=False):
+        strides = {"rows": (k, 1), "columns": (1, m)}[left], {"rows": (n, 1), "columns": (1, k)}[right]
+        operands = (m, k), strides[0], True, (k, n), strides[1], True, (n, 1), True
+        how = continues, None, 132, segments, segment_length(k, segments)
+        return plan_of(*operands, dtype, out, *how).program in programs
 
-    for m, n, k in ((m, n, k) for m, n, k in SHAPES if k and n % 8 == 0):
-        for right in ("forward", "dA"):
-            assert plan(m, n, k, right).program in programs
-        if segments == 1:
-            assert plan(m, n, k, "dA", torch.float32).program in programs
-            if m > FEW and m % 8 == 0:
-                assert plan(m, n, k, "dA", torch.float32, left=(1, 0)).program in programs
+    for m, n, k in ((m, n, k) for m, n, k in (*SHAPES, *RARE) if k and n % 8 == 0 and k % 8 == 0):
+        # Forward, and the gradient of the input; in segments, FP32 partials go to other ranks.
+        assert all(compiled(m, n, k, right) for right in ("rows", "columns"))
+        assert compiled(m, n, k, "rows", torch.float32)
+        if segments > 1:
+            assert compiled(m, n, k, "columns", torch.float32)
+        elif m > FEW and m % 8 == 0:
+            # The gradient of the weight, and main_grad.
+            assert all(compiled(m, n, k, "rows", torch.float32, "columns", more) for more in (False, True))
 
 
 def test_cubins_are_looked_for_where_the_programs_are(monkeypatch):
@@ -153,6 +158,20 @@ def test_a_schedule_for_segments_has_as_many_and_is_deep_enough(majors, segments
             assert cut.fitted(left, right) == cut
             assert cut.depth(right) >= 3
             assert processors > 16 or cut.cluster == 1
+
+
+def test_a_schedule_for_segments_may_keep_sums_in_global_memory_or_have_three_stages():
+    (*first, k), (*second, longer) = RARE
+    layouts = [(K_MAJOR, right) for right in (K_MAJOR, MN_MAJOR)]
+    assert any(schedule_of_segments(*first, k, pair, 132, 8, segment_length(k, 8)).far for pair in layouts)
+    cuts = [(schedule_of_segments(*second, longer, pair, 132, 4, segment_length(longer, 4)), pair) for pair in layouts]
+    assert any(cut.depth(pair[1]) == 3 for cut, pair in cuts)
+
+
+def test_few_columns_of_a_tile_need_no_whole_box_where_operands_are_swapped():
+    # The padded operand of a swapped tile would be the weight, which is then the left one.
+    cut = next(one.schedule for one in in_segments(2) if one.schedule.swapped and one.schedule.columns < 64)
+    assert fits(cut, (MN_MAJOR, K_MAJOR))
 
 
 def test_segments_of_few_tiles_are_spread_over_a_cluster():

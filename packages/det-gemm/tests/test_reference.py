@@ -4,10 +4,11 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl_kernels.core.testing import Draw
 from rl_kernels.det_gemm import reference
-from rl_kernels.det_gemm.spec.cases import STEP, partial_sums
+from rl_kernels.det_gemm.spec.cases import CUT_OFF, STEP, _of_product, partial_sums
 
 
 def written_out(a, b):
@@ -70,6 +71,34 @@ def test_partial_sums_are_those_after_each_step(terms, starts):
     expected = sum(((start + written_out(a[:, :end], b[:end])).abs() for end in ends), start.new_zeros(3, 2))
     for piece in (1, 4, 12, 24, 1 << 20):
         torch.testing.assert_close(partial_sums(a, b, start, piece), expected)
+
+
+def test_partial_sums_are_formed_a_piece_at_a_time():
+    class Largest(TorchDispatchMode):
+        numel = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            made = function(*args, **(kwargs or {}))
+            if function is torch.ops.aten.cumsum.default:
+                self.numel = max(self.numel, made.numel())
+            return made
+
+    a, b = torch.ones(6, 10 * STEP), torch.ones(10 * STEP, 4)
+    for piece, most in ((1, 4), (8, 8), (24, 24), (50, 48), (1 << 20, 240)):
+        with Largest() as largest:
+            partial_sums(a, b, torch.zeros(()), piece)
+        assert largest.numel == most
+
+
+def test_the_budget_of_a_gpu_holds_the_truncation_of_each_step(monkeypatch):
+    draw = Draw(torch.float64, seed=6)
+    a, b, start = draw.normal(3, 40), draw.normal(40, 2), draw.normal(3, 2)
+    terms = start.abs() + a.abs() @ b.abs()
+    torch.testing.assert_close(_of_product(a, b, start), terms)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    torch.testing.assert_close(_of_product(a, b, start), terms + partial_sums(a, b, start) * CUT_OFF)
+    rows = _of_product(a.view(3, 1, 40), b)
+    torch.testing.assert_close(rows[:, 0], a.abs() @ b.abs() + partial_sums(a, b, torch.zeros(())) * CUT_OFF)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

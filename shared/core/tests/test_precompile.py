@@ -2,6 +2,7 @@
 
 import errno
 import os
+import threading
 from importlib.metadata import EntryPoint
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from rl_kernels.core import cli, precompile
 from rl_kernels.core.cuda import cache, toolchain
-from rl_kernels.core.cuda.program import Program, inputs_of
+from rl_kernels.core.cuda.program import CompileError, Program, inputs_of
 from rl_kernels.core.cuda.resources import serialized_in
 from rl_kernels.core.cuda.where import cuda_backend
 from rl_kernels.core.operator import INVARIANT, Backend, Call, Operator
@@ -221,6 +222,51 @@ def test_a_full_disk_is_told_in_one_line(shipped, tmp_path, capsys, monkeypatch)
     program = "toy_kernels/fine.cu TIMES=2 for sm_80"
     assert said.startswith(f"rl-kernels compile: cannot write {program} to {place}: [Errno 28] No space left on device")
     assert said.count("\n") == 1
+
+
+@pytest.fixture
+def many(compiler, cubins, offered):
+    """Twelve programs for sm_80."""
+    offered["generic"]["sm_80"] = [("fine.cu", (("TIMES", times),)) for times in range(12)]
+
+
+def test_programs_are_compiled_beside_each_other(many, capsys, monkeypatch):
+    together = threading.Barrier(2, timeout=20)
+
+    def compile_program(program):
+        together.wait()
+        raise CompileError(f"no {program}")
+
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(precompile, "compile_program", compile_program)
+    assert precompile.main(["--arch", "sm_80"]) == 1
+    programs = [f"no toy_kernels/fine.cu TIMES={times} for sm_80" for times in range(12)]
+    assert capsys.readouterr().err.splitlines() == programs
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_what_waits_is_not_compiled_if_nothing_can_be_written(many, capsys, monkeypatch, error):
+    compiled, refused = [], threading.Event()
+
+    def compile_program(program):
+        if compiled:
+            refused.wait(20)
+        compiled.append(program)
+
+    def write(*_):
+        refused.set()
+        raise error("full")
+
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(precompile, "compile_program", compile_program)
+    monkeypatch.setattr(precompile, "_write", write)
+    if error is OSError:
+        assert precompile.main(["--arch", "sm_80"]) == 1
+        assert capsys.readouterr().err.count("cannot write") == 1
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            precompile.main(["--arch", "sm_80"])
+    assert len(compiled) < 6
 
 
 @compiling

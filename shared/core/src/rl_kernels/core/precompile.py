@@ -106,8 +106,8 @@ def _compile_all(programs: Sequence[tuple[str, Program]], out: Path | None) -> t
             faults += _faults(program, compiled)
     finally:
         pool.shutdown(cancel_futures=True)
-    if sys.stderr.isatty():
-        print("\r\033[K", end="", file=sys.stderr)
+        if sys.stderr.isatty():
+            print("\r\033[K", end="", file=sys.stderr)
     return rows, faults
 
 

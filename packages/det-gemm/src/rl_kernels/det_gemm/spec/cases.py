@@ -19,7 +19,7 @@ STEP = 16
 CUT_OFF = 2.0**-23 / 2.0**-22
 """Error that a tensor core may add to a partial sum, in units of what the checker allows any sum."""
 PIECE = 2**26
-"""Numbers of partial sums held at a time, 512 MiB in FP64."""
+"""Partial sums formed at a time, 512 MiB in FP64; up to two copies of them are held."""
 
 
 def _sizes(m: int, n: int, k: int) -> dict[str, int]:
@@ -168,7 +168,7 @@ def partial_sums(a: torch.Tensor, b: torch.Tensor, start: torch.Tensor, piece: i
     """Sum the magnitudes of the partial sums of ``start + a @ b``, one after each step of a tensor core.
 
     Hopper's truncates each time it adds the terms of a step to its accumulator: by less than one unit in the last place
-    of that partial sum. At most ``piece`` of them are held, or one row.
+    of that partial sum. At most ``piece`` of them are formed at a time, or one row.
     """
     columns = b.shape[1]
     rows = max(piece // max(columns, 1), 1)
@@ -179,9 +179,9 @@ def partial_sums(a: torch.Tensor, b: torch.Tensor, start: torch.Tensor, piece: i
     right = F.pad(b, (0, 0, 0, -b.shape[0] % STEP)).unflatten(0, (-1, STEP))
     total, steps = b.new_zeros(len(a), columns), max(piece // max(len(a) * columns, 1), 1)
     for first in range(0, len(left), steps):
-        partial = start + (left[first : first + steps] @ right[first : first + steps]).cumsum(0)
-        total += partial.abs().sum(0)
-        start = partial[-1]
+        partial = (left[first : first + steps] @ right[first : first + steps]).cumsum(0).add_(start)
+        start = partial[-1].clone()
+        total += partial.abs_().sum(0)
     return total
 
 

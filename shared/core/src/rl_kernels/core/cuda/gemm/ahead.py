@@ -3,7 +3,7 @@
 What is left out is compiled at first use: other operands; other output dtypes than those of gradients; swapped
 schedules that continue a chain, or whose operands both have contiguous rows and whose output is FP32, which a gradient
 needs only for at most 64 rows in several parts, or for at most 64 rows of a weight. Of products in segments of K there
-are those whose left operand has contiguous terms, with an output in the operands' dtype.
+are those whose left operand has contiguous terms, with an output in the operands' dtype, or in FP32 for other ranks.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ def segmented_of(arch: str) -> list[Program]:
     layouts = [(cut, (K_MAJOR, right)) for cut in cuts for right in (K_MAJOR, MN_MAJOR)]
     found = [(cut, operands_of(cut, majors)) for cut, majors in layouts if fits(cut, majors)]
     return [
-        program(dtype, dtype, cut, cut.depth(pair[1]), pair, _own(cut), False)
+        program(dtype, out, cut, cut.depth(pair[1]), pair, stored, False)
         for dtype in (HALVES if arch == ARCH else ())
         for cut, pair in found
         if cut.fitted(*pair) == cut
+        for out, stored in ((dtype, _own(cut)), (torch.float32, _wide(cut)))
     ]
 
 
@@ -51,12 +52,17 @@ def _outputs_of(cut: Schedule, majors: tuple[int, int], dtype: torch.dtype) -> l
     """
     own = (dtype, _own(cut), False)
     if cut.swapped:
-        return [own, (torch.float32, BY_STRIDES, False)] if majors == (MN_MAJOR, K_MAJOR) else [own]
+        return [own, (torch.float32, _wide(cut), False)] if majors == (MN_MAJOR, K_MAJOR) else [own]
     if majors[1] != MN_MAJOR:
         return [own]
-    return [own, (torch.float32, BOXES, False), (torch.float32, BOXES, True)]
+    return [own, *((torch.float32, _wide(cut), continues) for continues in (False, True))]
 
 
 def _own(cut: Schedule) -> int:
     """Return how an aligned output in the operands' dtype is stored."""
     return BY_STRIDES if not cut.in_boxes else TRANSPOSED if cut.swapped else BOXES
+
+
+def _wide(cut: Schedule) -> int:
+    """Return how an aligned output in FP32 is stored."""
+    return BOXES if cut.in_boxes and not cut.swapped else BY_STRIDES
