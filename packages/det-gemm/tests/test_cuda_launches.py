@@ -16,7 +16,8 @@ from rl_kernels.det_gemm.segments import segment_length
 from rl_kernels.det_gemm.spec.mutants_cuda import LAUNCHES, MODULES, SHOWN
 
 HOST = "rl_kernels.core.cuda.gemm.matmul"
-BACKEND, SEGMENTED = "rl_kernels.det_gemm.backends.cuda_sm90.backend", "rl_kernels.core.cuda.gemm.segmented"
+BACKEND = "rl_kernels.det_gemm.backends.cuda_sm90.backend"
+SCHEDULE, SEGMENTED = (f"rl_kernels.core.cuda.gemm.{name}" for name in ("schedule", "segmented"))
 FAILURES = (AssertionError, RuntimeError)
 FEW, PROCESSORS = 64, 4
 STAND_INS = {"gemm": partial(gemm, processors=PROCESSORS)}
@@ -63,7 +64,7 @@ def hold(layouts: tuple[str, str], out_layout: str) -> None:
 def hold_schedules() -> None:
     """Every schedule of the table, on operands of each major, stored in each way."""
     module = importlib.import_module(HOST)
-    schedules = [candidate.schedule for candidate in module.candidates()]
+    schedules = [candidate.schedule for candidate in importlib.import_module(SCHEDULE).candidates()]
     with Recorder(STAND_INS, processors=PROCESSORS).watching(HOST):
         draw = Draw(torch.bfloat16, seed=3)
         for cut in schedules:
