@@ -128,6 +128,7 @@ PER_CHUNK = 8
 def _limits(call: Call) -> str | None:
     if call.dtype == torch.float32:
         return "multiplies BF16 and FP16; IEEE products of FP32 are for triton"
+    # `explain` for calls of any size gives no D.
     size = call.traits.get("D", PER_CHUNK)
     if not size or size % PER_CHUNK:
         return f"TMA needs rows that are multiples of 16 bytes, and D is {size}"
