@@ -204,12 +204,36 @@ def test_a_request_that_failed_is_told() -> None:
     assert not config.return_logprobs
 
 
-def test_a_rollout_of_vllm_is_taken_as_it_is(trainer_of: Callable[..., Any], tmp_path: Path) -> None:
+def engine_of(backend: str | None, dtype: torch.dtype) -> SimpleNamespace:
+    """Return what a trainer holds of an engine in its process."""
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(dtype=dtype),
+        attention_config=SimpleNamespace(backend=backend and SimpleNamespace(name=backend)),
+    )
+    return SimpleNamespace(llm=SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=config)))
+
+
+def test_an_engine_that_does_not_match_training_is_refused(trainer_of: Callable[..., Any], tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path)
-    trainer.use_vllm, trainer.args.cast_lm_head_to_fp32 = True, True
-    with pytest.raises(ValueError, match=r"^cast_lm_head_to_fp32: expected False with invariant and use_vllm"):
-        trl_client.use_in(trainer, invariant=True, record=False)
-    trainer.args.cast_lm_head_to_fp32, theirs = False, trainer._generate_single_turn
+    trainer.use_vllm, trainer.vllm_generation = True, engine_of("CUSTOM", torch.float32)
+    server = SimpleNamespace(get_server_info=lambda: {"model_config": {"dtype": "torch.bfloat16"}})
+    settings: list[tuple[Any, str, Any, str]] = [
+        (trainer.args, "cast_lm_head_to_fp32", True, "cast_lm_head_to_fp32: expected False"),
+        (trainer, "temperature", 0.7, r"temperature: expected 1\.0 with invariant and use_vllm, got 0\.7"),
+        (trainer, "top_k", 50, "top_k: expected 0"),
+        (trainer.args, "generation_kwargs", {"presence_penalty": 1.0}, r"presence_penalty: expected 0\.0"),
+        (trainer.args, "vllm_structured_outputs_regex", "a*", "structured_outputs: expected None"),
+        (trainer.model, "peft_config", {}, "peft_config: expected none"),
+        (trainer, "vllm_generation", engine_of(None, torch.float32), "RL_KERNELS_VLLM: expected 1"),
+        (trainer, "vllm_generation", engine_of("CUSTOM", torch.bfloat16), r"dtype: expected torch\.bfloat16"),
+        (trainer, "vllm_generation", SimpleNamespace(vllm_client=server), r"dtype: expected torch\.bfloat16"),
+    ]
+    for owner, name, value, message in settings:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(owner, name, value, raising=False)
+            with pytest.raises(ValueError, match=f"^{message}"):
+                trl_client.use_in(trainer, invariant=True, record=False)
+    theirs = trainer._generate_single_turn
     trl_client.use_in(trainer, invariant=True, record=False)
     assert trainer._generate_single_turn == theirs
 

@@ -181,7 +181,7 @@ def test_requests_whose_processed_log_probs_are_others_are_refused(option: str, 
 def test_every_option_of_a_request_is_known() -> None:
     from vllm import SamplingParams
 
-    from rl_kernels.models.clients.vllm.refusals import PLAIN
+    from rl_kernels.models.clients.vllm.requests import PLAIN
 
     harmless = {
         *("n", "seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens", "logprobs", "prompt_logprobs"),

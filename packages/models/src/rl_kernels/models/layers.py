@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from rl_kernels.core.validate import HALF_AND_FLOAT
@@ -177,12 +178,19 @@ def _element_wise(base: type[nn.Module], function: Callable[..., torch.Tensor]) 
     original = base.forward
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        x = args[0] if args else None
-        if isinstance(x, torch.Tensor) and x.device.type == "cpu" and x.dtype in HALF_AND_FLOAT:
-            return function(x.float()).to(x.dtype)
+        if args and _is_on_cpu(args[0]):
+            return _rounded(function, args[0])
         return original(self, *args, **kwargs)
 
     return _subclass(base, (function,), forward)
+
+
+def _is_on_cpu(x: object) -> bool:
+    return isinstance(x, torch.Tensor) and x.device.type == "cpu" and x.dtype in HALF_AND_FLOAT
+
+
+def _rounded(function: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    return function(x.float()).to(x.dtype)
 
 
 def _subclass(
@@ -232,6 +240,11 @@ def _sigmoid(x: torch.Tensor) -> torch.Tensor:
 
 def _silu(x: torch.Tensor) -> torch.Tensor:
     return x * _sigmoid(x)
+
+
+def silu(x: torch.Tensor) -> torch.Tensor:
+    """Return SiLU with the bits of an ``nn.SiLU`` under ``invariant``."""
+    return _rounded(_silu, x) if _is_on_cpu(x) else F.silu(x)
 
 
 def _quick_gelu(x: torch.Tensor) -> torch.Tensor:

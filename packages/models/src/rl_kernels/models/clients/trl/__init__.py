@@ -14,6 +14,7 @@ from typing import Any
 from rl_kernels.models import invariance
 from rl_kernels.models.clients.trl import continuous
 from rl_kernels.models.clients.trl.checks import KNOWN, check_invariant, check_trainer
+from rl_kernels.models.clients.trl.engine import check_engine
 from rl_kernels.models.clients.trl.head import Head, score_with
 from rl_kernels.models.clients.trl.loss import compute_loss, normaliser, objective, rollout_ratio
 from rl_kernels.models.clients.trl.old import take_from_rollout
@@ -64,8 +65,8 @@ def use_in(
         if in_batches:
             continuous.check_settings(trainer)
     in_fp32 = trainer.args.cast_lm_head_to_fp32
-    if invariant and trainer.use_vllm and in_fp32:
-        raise ValueError("cast_lm_head_to_fp32: expected False with invariant and use_vllm: vLLM's head is not cast")
+    if invariant and trainer.use_vllm:
+        check_engine(trainer, bases[0].dtype)
     heads = [Head(base, trainer.temperature, in_fp32=in_fp32, entropy=base is bases[0]) for base in bases]
     # A model of several dtypes may run only under autocast.
     with trainer.accelerator.autocast():

@@ -25,8 +25,12 @@ def check_rollout(trainer: Any, model: Any) -> None:
     Raises:
         ValueError: tokens are not sampled by transformers, not in one pass each, or from other logits.
     """
+    if trainer.use_vllm:
+        raise ValueError(
+            "use_vllm: expected a trainer without it, to record what transformers samples; for vLLM's own log-probs "
+            "set RL_KERNELS_VLLM=1 before the trainer is made, and call use_in(trainer, invariant=True, record=False)"
+        )
     beyond = {
-        "use_vllm": trainer.use_vllm,
         "rollout_func": trainer.rollout_func is not None,
         # TRL replaces the forward of the head, whose logits then depend on the batch.
         "cast_lm_head_to_fp32": trainer.args.cast_lm_head_to_fp32,

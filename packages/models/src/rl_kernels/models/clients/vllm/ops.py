@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-from torch.nn import functional as F
 
 from rl_kernels.models.fused import gate
 from rl_kernels.models.fused import rotary as rotations
 from rl_kernels.models.fused.conditions import fits
+from rl_kernels.models.layers import silu
 
 
 @torch.library.custom_op("rl_kernels::vllm_silu_mul", mutates_args=())
@@ -16,7 +16,7 @@ def silu_mul(x: torch.Tensor) -> torch.Tensor:
     if fits(x) and x.is_contiguous() and x.numel():
         return gate.silu_mul_of_halves(x)
     left, right = x.chunk(2, -1)
-    return F.silu(left) * right
+    return silu(left) * right
 
 
 @silu_mul.register_fake

@@ -7,17 +7,10 @@ from typing import Any
 
 from vllm.v1.engine.input_processor import InputProcessor
 
+from rl_kernels.models.clients.vllm.requests import PLAIN, PROCESSED
+
 COVERED = ("LlamaForCausalLM", "Qwen3ForCausalLM")
 """Models all of whose layers run on our operators; others have norms, activations or attention of their own."""
-PROCESSED = "processed_logprobs"
-"""Log-probs of what is sampled from, after temperature and masks; trainers ask vLLM for these."""
-PLAIN: dict[str, tuple[object, ...]] = {
-    **{"temperature": (1.0, 0.0), "top_p": (1.0,), "top_k": (0, -1), "min_p": (0.0,), "min_tokens": (0,)},
-    **{"presence_penalty": (0.0,), "frequency_penalty": (0.0,), "repetition_penalty": (1.0,)},
-    **{"logit_bias": (None, {}), "allowed_token_ids": (None,), "bad_words": (None, []), "structured_outputs": (None,)},
-    "thinking_token_budget": (None,),
-}
-"""Options of a request with which processed log-probs are those of the model; vLLM takes temperature 0 for 1 here."""
 
 
 def refuse(name: str, value: object, only: object = None) -> None:

@@ -1,0 +1,52 @@
+"""The vLLM engine that samples for a trainer: what it must be so that its log-probs have the bits of training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rl_kernels.models.clients.vllm import VARIABLE
+from rl_kernels.models.clients.vllm.requests import PLAIN
+
+SAMPLED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Options of sampling that a trainer has as attributes."""
+
+
+def check_engine(trainer: Any, dtype: Any) -> None:
+    """Refuse an engine or requests whose log-probs are not those of training; of a server only the dtype is seen.
+
+    Args:
+        trainer: GRPOTrainer with ``use_vllm``.
+        dtype: of the model that is trained.
+
+    Raises:
+        ValueError: the message names the setting, and what to do.
+    """
+    given = {name: getattr(trainer, name) for name in SAMPLED} | (trainer.args.generation_kwargs or {})
+    given["structured_outputs"] = trainer.args.vllm_structured_outputs_regex
+    for name, value in given.items():
+        allowed = PLAIN.get(name, (value,))
+        if value is not None and value not in allowed:
+            raise ValueError(f"{name}: expected {allowed[0]!r} with invariant and use_vllm, got {value!r}")
+    if trainer.args.cast_lm_head_to_fp32:
+        raise ValueError("cast_lm_head_to_fp32: expected False with invariant and use_vllm: vLLM's head is not cast")
+    if hasattr(trainer.model, "peft_config"):
+        raise ValueError(
+            "peft_config: expected none with invariant and use_vllm: vLLM gets merged weights, training adds the "
+            "adapter's product apart"
+        )
+    generation = getattr(trainer, "vllm_generation", None)
+    engine = getattr(generation, "llm", None)
+    if engine is not None:
+        config = engine.llm_engine.vllm_config
+        found = config.model_config.dtype
+        if getattr(config.attention_config.backend, "name", None) != "CUSTOM":
+            raise ValueError(f"{VARIABLE}: expected 1 before the trainer is made, vLLM runs without the plugin")
+    elif getattr(generation, "vllm_client", None) is not None:
+        found = generation.vllm_client.get_server_info()["model_config"]["dtype"]
+    else:
+        return
+    if str(found).removeprefix("torch.") != str(dtype).removeprefix("torch."):
+        raise ValueError(
+            f"dtype: expected {found} as in vLLM's engine, the trainer's model has {dtype}; for a model that TRL loads "
+            f'set model_init_kwargs={{"dtype": "{str(found).removeprefix("torch.")}"}} in GRPOConfig'
+        )
