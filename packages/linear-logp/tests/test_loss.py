@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import weakref
+from collections.abc import Sequence
 from itertools import accumulate, pairwise, product
+from random import Random
 from typing import Any
 
 import pytest
@@ -45,11 +47,12 @@ class Batch:
         *,
         packed: bool,
         sizes: tuple[int, int] = (24, 2300),
+        lengths: Sequence[int] = LENGTHS,
     ) -> None:
         """Draw the operands."""
         size, vocab = sizes
         options, draw = dict(options), Draw(dtype, seed=5, device=device)
-        lengths = LENGTHS if packed else (30,) * 9
+        lengths = lengths if packed else (30,) * 9
         count = sum(lengths)
         self.offsets, self.packed = [0, *accumulate(lengths)], packed
         leading = (count,) if packed else (9, 30)
@@ -124,6 +127,21 @@ def test_no_chunk_changes_a_bit(options: dict[str, Any], dtype: torch.dtype, pac
     hold(options, dtype, "cpu", "native", packed=packed)
 
 
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_empty_sequences_change_no_bit(options: dict[str, Any]) -> None:
+    """At the start, in the middle and at the end, as offsets padded with N have them, beside short and long ones."""
+    draw = Random(str(options))
+    for _ in range(12):
+        lengths = [0] * draw.randint(0, 2)
+        for _ in range(draw.randint(1, 4)):
+            lengths += [draw.choice([1, 15, 16, 37, 130]), *[0] * draw.randint(0, 2)]
+        made = {"packed": True, "sizes": (8, 50), "lengths": lengths}
+        wanted = Batch(options, torch.float32, "cpu", **made).apart()
+        for chunk_tokens in (1, draw.randint(2, 140)):
+            found = Batch(options, torch.float32, "cpu", **made).together(chunk_tokens)
+            assert all(map(torch.equal, found, wanted)), (lengths, chunk_tokens)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -159,6 +177,8 @@ def test_chunks() -> None:
     # The gradients of rows 32 to 44 wait for the second chunk.
     assert [Rows.of(each, 149, 16) for each in chunks] == [(0, 32, 45), (32, 64, 78), (64, 144, 148), (144, 149, 149)]
     assert list(chunks_of([0], 50, torch.device("cpu"))) == []
+    empty = chunks_of([0, 0, 70, 70, 70, 75, 75], 50, torch.device("cpu"))
+    assert [each.cu_seqlens.tolist() for each in empty] == [[0, 0, 70, 70, 70], [0, 5, 5]]
 
 
 def test_the_logits_of_one_chunk_are_alive_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

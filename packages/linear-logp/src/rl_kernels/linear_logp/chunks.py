@@ -60,7 +60,9 @@ def offsets_of(cu_seqlens: torch.Tensor | Sequence[int] | None, leading: Sequenc
 def chunks_of(
     offsets: Sequence[int], chunk_tokens: int, device: torch.device, length: int | None = None
 ) -> Iterator[Chunk]:
-    """Yield chunks of as many sequences as have at most ``chunk_tokens`` tokens; a longer one is a chunk alone.
+    """Yield chunks of as many sequences as have at most ``chunk_tokens`` tokens; a longer one is a chunk of its own.
+
+    An empty sequence is in the chunk of a neighbor: a chunk has no tokens only if the batch has none.
 
     Args:
         offsets: of all sequences.
@@ -71,7 +73,10 @@ def chunks_of(
     first = 0
     while first < len(offsets) - 1:
         last = first + 1
-        while last < len(offsets) - 1 and offsets[last + 1] - offsets[first] <= chunk_tokens:
+        while last < len(offsets) - 1:
+            are_empty = offsets[last] in (offsets[first], offsets[last + 1])
+            if not are_empty and offsets[last + 1] - offsets[first] > chunk_tokens:
+                break
             last += 1
         own = [offset - offsets[first] for offset in offsets[first : last + 1]]
         longest = max(b - a for a, b in pairwise(own))

@@ -70,8 +70,8 @@ def linear_logp_loss(
             or ``[S, T]``; ``LogpStats`` of such tensors with ``return_stats``. chunk is a ``Chunk``: which sequences
             and tokens these are. losses is ``[S]``, one number a sequence.
         bias: ``[V]``, as in ``linear_logp``.
-        cu_seqlens: ``[S + 1]``: offsets of the sequences, from 0 to N. Reading a tensor on a GPU syncs. It must be None
-            while a CUDA graph is captured.
+        cu_seqlens: ``[S + 1]``: offsets of the sequences, from 0 to N; sequences may be empty. Reading a tensor on a
+            GPU syncs. It must be None while a CUDA graph is captured.
         chunk_tokens: tokens of a chunk, >= 1. A longer sequence is a chunk of its own. It changes no bit.
         grad_scale: the upstream gradient of the result, such as 1 / steps of gradient accumulation.
         temperature: as in ``linear_logp``, as all arguments that follow.
