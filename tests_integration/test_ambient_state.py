@@ -1,12 +1,17 @@
-"""State of torch that a caller has changed, default device and dtype, changes no bit of any public function."""
+"""State of torch that a caller has changed, default device and dtype, changes no bit of any public function.
+
+Nor does it matter that a rollout in inference mode made the first call, and the arguments.
+"""
 
 import ast
+import copy
 from pathlib import Path
 
 import pytest
 import torch
 
-from rl_kernels.core import kernel_registry
+from rl_kernels.core import kernel_registry, torchlib
+from rl_kernels.core.dispatch import forget
 from rl_kernels.core.testing import Draw, function_of, spec_of
 from rl_kernels.lab.check.guard import named
 
@@ -35,15 +40,19 @@ def default_dtype():
 
 
 def run(operator, case):
-    """Return a function that makes the same call every time, and returns its results and gradients."""
+    """Return a function that makes the same call every time, and returns its results and gradients.
+
+    Its arguments are copies; ``make`` makes those that get no gradient and are not written to.
+    """
     spec = spec_of(operator)
     inputs = spec.inputs(case, Draw(torch.float32))
     leaves = [name for name in spec.differentiable if case.grad and isinstance(inputs.get(name), torch.Tensor)]
     leaves = [] if spec.writes.keys() & inputs.keys() else leaves
     upstream = {}
 
-    def call():
-        given = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
+    def call(make=copy.deepcopy):
+        kept = (*leaves, *spec.writes)
+        given = {name: (copy.deepcopy if name in kept else make)(value) for name, value in inputs.items()}
         # Not leaves themselves, so that a backward pass may overwrite them.
         used = {name: given[name].requires_grad_() for name in leaves}
         arguments = {**given, **{name: value * 1 for name, value in used.items()}}
@@ -85,6 +94,22 @@ def test_a_default_dtype_changes_no_bit(operator, case, default_dtype):
     expected = call()
     torch.set_default_dtype(torch.float64)
     same_bits(call(), expected)
+
+
+@pytest.mark.parametrize(("operator", "case"), CASES)
+def test_a_rollout_in_inference_mode_changes_no_bit_of_the_update(operator, case):
+    expected = run(operator, case)()
+    forget()
+    torchlib._cached_numbers.cache_clear()
+    call = run(operator, case)
+
+    def make(value):
+        with torch.inference_mode():
+            return copy.deepcopy(value)
+
+    with torch.inference_mode():
+        call()
+    same_bits(call(make), expected)
 
 
 def modules():

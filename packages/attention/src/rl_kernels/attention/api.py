@@ -11,6 +11,7 @@ from rl_kernels.attention.inputs import UNLIMITED, Attended, Inputs
 from rl_kernels.attention.op import OPERATOR, describe, ops
 from rl_kernels.core import validate as check
 from rl_kernels.core.dispatch import choose, planned_choice
+from rl_kernels.core.saved import save
 from rl_kernels.core.torchlib import are_plain, first_order, no_lost_derivatives, ops_are_observed
 
 Window = tuple[int | None, int | None]
@@ -299,7 +300,7 @@ class _DetAttention(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         inputs = Inputs(q, k, v, sinks, *others)
         out, lse = _forward(inputs, backend, plan, with_lse=True)
-        ctx.save_for_backward(*inputs.operands, *inputs.others, out, lse)
+        save(ctx, *inputs.operands, *inputs.others, out, lse)
         ctx.numbers, ctx.backend, ctx.plan = inputs.numbers, backend, plan
         ctx.mark_non_differentiable(lse)
         # Otherwise autograd would make a zero gradient for lse.

@@ -9,7 +9,7 @@ import torch
 from rl_kernels.core import chains
 from rl_kernels.core import validate as check
 from rl_kernels.core.dispatch import choose, planned_choice, remembered_choice
-from rl_kernels.core.main_grad import gather
+from rl_kernels.core.main_grad import gather, refuse_checkpoint
 from rl_kernels.core.torchlib import are_plain, autocast_linear, no_lost_derivatives
 from rl_kernels.det_gemm import segments
 from rl_kernels.det_gemm.autograd import Sums, linear, product
@@ -201,7 +201,8 @@ def det_gemm_dw(
         ``[K, N]`` in ``out_dtype``, or ``accumulate_into``. It carries no gradient.
 
     Raises:
-        TypeError, ValueError: an argument is not as above, or requires grad with grad mode on; the message names it.
+        TypeError, ValueError: an argument is not as above, or requires grad with grad mode on, or ``accumulate_into``
+            is given inside ``torch.utils.checkpoint``, which runs the call twice; the message names it.
         BackendUnavailable: the backend asked for cannot run this call.
         RuntimeError: forward-mode AD or a gradient of ``torch.func``: not supported.
         CanaryMismatch: this GPU gives other bits than those recorded for its architecture; checked at the first call.
@@ -220,6 +221,7 @@ def det_gemm_dw(
         check.own_storage("accumulate_into", accumulate_into)
         if out_dtype not in (None, torch.float32):
             raise ValueError(f"out_dtype: expected None or torch.float32 with accumulate_into, got {out_dtype}")
+        refuse_checkpoint("accumulate_into", "det_gemm_dw", "call it outside, or in the backward of an autograd Function")
     _validate_no_grad(a=a, dc=dc, accumulate_into=accumulate_into)
     no_lost_derivatives("det_gemm_dw", a, dc, accumulate_into)
     chosen = choose(OPERATOR, describe_dw(a, dc), backend).name

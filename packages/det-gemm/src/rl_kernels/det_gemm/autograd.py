@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import increment_version
 
+from rl_kernels.core.saved import save
 from rl_kernels.core.torchlib import first_order, is_asked_for, no_lost_derivatives, ops_are_observed
 from rl_kernels.det_gemm.op import ops
 from rl_kernels.det_gemm.segments import segment_length
@@ -104,7 +105,7 @@ class _Product(torch.autograd.Function):
     def forward(
         ctx: Any, a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype, backend: str, segments: tuple[int, int]
     ) -> torch.Tensor:
-        ctx.save_for_backward(a, b)
+        save(ctx, a, b)
         ctx.backend, ctx.dx_segments = backend, segments[1]
         return _forward(a, b, None, out_dtype, segments[0], backend)
 
@@ -134,7 +135,7 @@ class _Linear(torch.autograd.Function):
         bias: torch.Tensor | None,
         how: tuple[torch.Tensor | None, str, Any, Sums],
     ) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
+        save(ctx, x, weight)
         # main_grad is not saved for backward: it is meant to change in place between this call and its backward pass.
         ctx.how = how
         return plain_linear(x, weight, bias, *how[1:])

@@ -8,6 +8,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from rl_kernels.core.distributed import all_gather, group_rank, group_size, reduce_product
+from rl_kernels.core.saved import save
 from rl_kernels.core.torchlib import first_order, no_lost_derivatives, ops_are_observed
 from rl_kernels.det_gemm.autograd import Sums, bias_gradient, flat_rows, gradients, is_needed, plain_linear
 from rl_kernels.det_gemm.op import ops
@@ -85,7 +86,7 @@ class _Column(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, how: tuple[Any, ...]
     ) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
+        save(ctx, x, weight)
         # main_grad is not saved for backward: it is meant to change in place between this call and its backward pass.
         ctx.how = how
         return _Column.output(x, weight, bias, how)
@@ -125,7 +126,7 @@ class _Row(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, how: tuple[Any, ...]
     ) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
+        save(ctx, x, weight)
         ctx.how = how
         return _Row.output(x, weight, bias, how)
 

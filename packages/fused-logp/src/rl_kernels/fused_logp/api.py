@@ -10,6 +10,7 @@ from rl_kernels.core import validate as check
 from rl_kernels.core.dispatch import choose
 from rl_kernels.core.outputs import LogpStats
 from rl_kernels.core.rowwise import compute_dtype
+from rl_kernels.core.saved import are_hooked, save
 from rl_kernels.core.torchlib import first_order, no_lost_derivatives, scalar_or_rows
 from rl_kernels.fused_logp.op import OPERATOR, describe, ops
 
@@ -106,7 +107,8 @@ def fused_logp(
             if ``output_dtype`` is FP64.
         return_stats: return ``LogpStats(logp, logsumexp, entropy)``, all differentiable.
         inplace_backward: backward writes the gradient over the logits. A later backward that needs the logits raises,
-            as after any in-place write. Not available under torch.compile.
+            as after any in-place write. Not available under torch.compile; has no effect inside
+            ``torch.utils.checkpoint`` and under other hooks on saved tensors, where nothing would raise.
         reduction: order of the sums in the native backend: ``two_pass`` (maximum, then sum), ``online`` (running
             maximum), or ``auto``, which is ``two_pass``. Each GPU backend has one order and ignores this argument.
         validate: check the values of ids, indices and temperature. This syncs with a GPU, and is skipped under
@@ -229,9 +231,10 @@ class _FusedLogp(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         op = ops["forward_stats" if return_stats else "forward"]
         results = op(logits, token_ids, temperature, ignore_index, row_indices, reduction, backend)
-        ctx.save_for_backward(logits, token_ids, temperature, row_indices, results[-1], *results[2:3])
+        save(ctx, logits, token_ids, temperature, row_indices, results[-1], *results[2:3])
         ctx.set_materialize_grads(False)
-        ctx.ignore_index, ctx.inplace, ctx.backend = ignore_index, inplace, backend
+        # Saved by hooks, changed logits would not be noticed by another backward pass that needs them.
+        ctx.ignore_index, ctx.inplace, ctx.backend = ignore_index, inplace and not are_hooked(), backend
         return results[:3] if return_stats else results[:1]
 
     @staticmethod

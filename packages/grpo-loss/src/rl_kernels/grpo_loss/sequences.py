@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from rl_kernels.core.dispatch import choose
+from rl_kernels.core.saved import save
 from rl_kernels.core.torchlib import first_order, no_lost_derivatives
 from rl_kernels.grpo_loss.call import LossCall
 from rl_kernels.grpo_loss.checked import advantages_call
@@ -96,7 +97,7 @@ class _SequenceLosses(torch.autograd.Function):
         sums, slope = ops["sums_grad"](*call, backend)
         losses, divisor = _losses(sums, call, backend)
         # current_logps is saved only to stay in the graph: otherwise a second derivative would silently be 0.
-        ctx.save_for_backward(current_logps, divisor, slope, call.cu_seqlens)
+        save(ctx, current_logps, divisor, slope, call.cu_seqlens)
         return losses
 
     @staticmethod

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rl_kernels.core.saved import save
 from rl_kernels.core.torchlib import first_order, is_asked_for
 from rl_kernels.linear_logp.inputs import slices
 from rl_kernels.linear_logp.known import Known, compare, draw, rows_to_check
@@ -138,7 +139,7 @@ class LinearLogp(torch.autograd.Function):
             shard, *inputs, return_stats, saved_mib, backend, Known.given(logp, known_norm, logsumexp, known_entropy)
         )
         entropy = results[2] if return_stats else None
-        ctx.save_for_backward(*inputs[:5], cap, norm, entropy, kept if kept.shape[1] else None)
+        save(ctx, *inputs[:5], cap, norm, entropy, kept if kept.shape[1] else None)
         ctx.set_materialize_grads(False)
         # Not a saved tensor: other backward passes may add to the buffer before this one runs.
         ctx.main_grad = main_grad

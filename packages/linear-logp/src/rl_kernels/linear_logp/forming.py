@@ -15,12 +15,15 @@ numbers.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from rl_kernels.core.outputs import LogpStats
 from rl_kernels.core.rowwise import compute_dtype, row_sum
+from rl_kernels.core.saved import are_hooked
 from rl_kernels.linear_logp.arguments import Options, Prepared, RawInputs
 from rl_kernels.linear_logp.autograd import forward, summed
 from rl_kernels.linear_logp.chunks import BIAS_STEP, STEP, Chunk, Rows
@@ -104,7 +107,7 @@ class Forming(NamedTuple):
     def _differentiated(self, chunk: Chunk, results: list[torch.Tensor], upstream: list[torch.Tensor]) -> torch.Tensor:
         """Return the losses of a chunk, and write the gradients of its statistics to their rows of ``upstream``."""
         leaves = [value.detach().requires_grad_() for value in results]
-        with torch.enable_grad():
+        with torch.enable_grad(), _plainly_saved():
             losses = self._of_chunk(chunk, leaves)
         if self.is_checked:
             _check_leaves(losses, leaves)
@@ -186,6 +189,11 @@ class _Totals:
         dbias = self._dbias if self._bias_total is None else self._bias_total.to(self._dtype)
         found = self._dhidden, None if self._into_main_grad else dweight, dbias
         return [value if needed else None for value, needed in zip(found, self._needed, strict=True)]
+
+
+def _plainly_saved() -> AbstractContextManager[Any]:
+    """Keep hooks on saved tensors from the graph of a loss, which is freed at once: a checkpoint would run again."""
+    return saved_tensors_hooks(lambda x: x, lambda x: x) if are_hooked() else nullcontext()
 
 
 def _kind(value: object) -> str:

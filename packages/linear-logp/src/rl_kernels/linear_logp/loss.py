@@ -9,7 +9,7 @@ import torch
 from torch._compile import _disable_dynamo
 
 from rl_kernels.core import validate as check
-from rl_kernels.core.main_grad import gather
+from rl_kernels.core.main_grad import gather, refuse_checkpoint
 from rl_kernels.core.torchlib import values_hidden
 from rl_kernels.linear_logp.arguments import Options, agreed
 from rl_kernels.linear_logp.chunks import chunks_of, offsets_of
@@ -59,8 +59,10 @@ def linear_logp_loss(
     ``chunk_tokens``. grpo_loss's ``sequence_losses`` with a ``normaliser`` is such a loss.
 
     Where gradients are enabled, they are formed now, for an upstream gradient of ``grad_scale``: backward only hands
-    them over, once. With ``lm_head_weight.main_grad`` (FP32) that of the weight is added to it now. Without it, a batch
-    of several chunks takes an FP32 buffer ``[V, D]``. Under ``torch.compile`` the call breaks the graph.
+    them over, once. With ``lm_head_weight.main_grad`` (FP32) that of the weight is added to it now, even if ``loss``
+    raises in a later chunk, or no backward pass follows; ``torch.utils.checkpoint`` around the call, which would add it
+    twice, is refused. Without it, a batch of several chunks takes an FP32 buffer ``[V, D]``. Under ``torch.compile``
+    the call breaks the graph.
 
     Args:
         hidden: ``[N, D]`` packed tokens, or ``[B, T, D]`` without ``cu_seqlens``; otherwise as in ``linear_logp``.
@@ -97,7 +99,8 @@ def linear_logp_loss(
         the loss, a scalar in the dtype of the log-probabilities.
 
     Raises:
-        TypeError, ValueError: an argument, or what ``loss`` returns, is not as described; the message names it.
+        TypeError, ValueError: an argument, or what ``loss`` returns, is not as described, or the call adds to
+            ``main_grad`` inside ``torch.utils.checkpoint``; the message names it.
         BackendUnavailable: the requested backend cannot run this call.
         CanaryMismatch: this GPU gives other bits than those recorded for its architecture; checked at the first call.
         RuntimeError: in backward: the upstream gradient is not ``grad_scale``, or the pass is a second one.
@@ -126,6 +129,8 @@ def linear_logp_loss(
     formed = Forming(call, loss, chunks, length, grad_scale, return_stats, options, is_checked)
     if not (call.differentiable and torch.is_grad_enabled()):
         return formed.losses()
+    if call.main_grad is not None:
+        refuse_checkpoint("lm_head_weight.main_grad", "linear_logp_loss", "call it outside, or call linear_logp there")
     total, gradients = formed.with_gradients()
     leaves = call.inputs[0], call.inputs[1], call.inputs[3]
     result: torch.Tensor = _Handed.apply(total, gradients, grad_scale, is_checked, *leaves)

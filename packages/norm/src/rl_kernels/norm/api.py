@@ -9,6 +9,7 @@ import torch
 from rl_kernels.core import validate as check
 from rl_kernels.core.dispatch import choose, remembered_choice
 from rl_kernels.core.main_grad import gather
+from rl_kernels.core.saved import save
 from rl_kernels.core.torchlib import first_order, is_asked_for, no_lost_derivatives
 from rl_kernels.norm.op import OPERATOR, describe, ops
 from rl_kernels.norm.results import NormAndSum
@@ -200,7 +201,7 @@ class _Norm(torch.autograd.Function):
         ctx.places = [sum(given[:number]) for number in range(len(given))]
         # A sum that nobody uses has no gradient to read.
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(total, weight, stats)
+        save(ctx, total, weight, stats)
         # Not saved for backward: main_grad may change in place between this call and its backward pass.
         ctx.main_grad, ctx.form, ctx.backend = main_grad, (centred, offset), backend
         ctx.dtypes = None if weight is None else weight.dtype, None if bias is None else bias.dtype

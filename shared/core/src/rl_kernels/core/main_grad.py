@@ -2,9 +2,37 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
+
+CHECKPOINT = "torch.utils.checkpoint"
+
+
+def refuse_checkpoint(name: str, operator: str, advice: str) -> None:
+    """Raise if ``torch.utils.checkpoint`` runs this call again in the backward pass, which would add a gradient twice.
+
+    A second run of ``use_reentrant=True`` passes: for operators that add only where gradients are on, it is the first.
+
+    Args:
+        name: name of the argument that is added to, for the message.
+        operator: name of the public function.
+        advice: what to do instead.
+
+    Raises:
+        ValueError: the call is inside a checkpoint.
+    """
+    if torch.compiler.is_compiling():
+        return
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == CHECKPOINT and frame.f_code.co_name != "backward":
+            raise ValueError(
+                f"{name}: expected no {CHECKPOINT} around {operator}: it runs the forward pass twice, and so adds the "
+                f"gradient twice; {advice}"
+            )
+        frame = frame.f_back
 
 
 def gather(name: str, weight: torch.Tensor, result: torch.Tensor) -> None:

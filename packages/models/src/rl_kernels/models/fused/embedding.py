@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from rl_kernels.core.gpu import device_of
+from rl_kernels.core.saved import save
 from rl_kernels.core.torchlib import is_traced
 from rl_kernels.core.triton_lib.launch import ceil_div, launch
 from rl_kernels.models.fused.conditions import PLAIN, fits
@@ -54,7 +55,7 @@ def embedding(ids: torch.Tensor, weight: torch.Tensor, padding_idx: int | None =
 class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ids: torch.Tensor, weight: torch.Tensor, padding: int) -> torch.Tensor:
-        ctx.save_for_backward(ids)
+        save(ctx, ids)
         ctx.shape, ctx.padding = weight.shape, padding
         return F.embedding(ids, weight)
 

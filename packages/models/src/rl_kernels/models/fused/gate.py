@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from rl_kernels.core.gpu import device_of
+from rl_kernels.core.saved import save
 from rl_kernels.core.torchlib import first_order
 from rl_kernels.core.triton_lib.launch import ceil_div, launch
 from rl_kernels.models.fused.conditions import fits
@@ -62,7 +63,7 @@ def silu_mul_of_halves(x: torch.Tensor) -> torch.Tensor:
 class _SiluMul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(gate, up)
+        save(ctx, gate, up)
         return _product(gate, up)
 
     @staticmethod

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from rl_kernels.core.gpu import device_of
+from rl_kernels.core.saved import save
 from rl_kernels.core.torchlib import first_order
 from rl_kernels.core.triton_lib.launch import launch
 from rl_kernels.models.fused.conditions import fits
@@ -93,7 +94,7 @@ class _Rotary(torch.autograd.Function):
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.save_for_backward(cos, sin)
+        save(ctx, cos, sin)
         ctx.dtype = q.dtype
         return _turned(q, k, cos, sin, cos.dtype, back=False)
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from rl_kernels.core.distributed import all_gather
+from rl_kernels.core.saved import save
 
 
 def norm_of_part(
@@ -36,7 +37,7 @@ def norm_of_part(
 class _NormOfPart(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, how: tuple[Any, ...], *parameters: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x, *parameters)
+        save(ctx, x, *parameters)
         # Not saved for backward: main_grad may change in place between this call and its backward pass.
         ctx.how = *how, [getattr(value, "main_grad", None) for value in parameters]
         return _run(how, x, parameters)
