@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from rl_kernels.core.testing import Draw
 from rl_kernels.det_gemm import det_gemm, det_gemm_dw, det_linear
@@ -94,6 +95,19 @@ def test_a_cut_inside_a_step_is_another_sum():
     whole = det_gemm_dw(a, dc)
     assert not torch.equal(buffer, whole)
     torch.testing.assert_close(buffer, whole)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_checkpoint_does_not_continue_a_sum_twice(use_reentrant):
+    buffer = torch.zeros(K, N)
+
+    def step(x, dc):
+        det_gemm_dw(x.detach(), dc, accumulate_into=buffer)
+        return x.exp()
+
+    with pytest.raises(ValueError, match=r"accumulate_into: expected no torch\.utils\.checkpoint around det_gemm_dw"):
+        checkpoint(step, torch.ones(16, K, requires_grad=True), torch.ones(16, N), use_reentrant=use_reentrant)
+    assert not buffer.any()
 
 
 def test_float32_matmul_precision_changes_nothing():

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from rl_kernels.core.dispatch import explain
 from rl_kernels.fused_logp import fused_logp
@@ -50,6 +51,19 @@ def test_a_second_call_on_the_same_logits(backend, overwriting, turn):
     else:
         other.sum().backward()
         assert torch.equal(leaf.grad, expected)
+
+
+def test_a_checkpoint_whose_logits_have_another_reader(backend):
+    """Autograd does not see that logits changed which hooks have saved, so they stay."""
+    leaf, ids = draw()
+
+    def loss(leaf, **options):
+        logits = leaf * 1
+        return logits.square().sum() + fused_logp(logits, ids, backend=backend, **options).sum()
+
+    (expected,) = torch.autograd.grad(loss(leaf), leaf)
+    checkpoint(loss, leaf, inplace_backward=True, use_reentrant=False).backward()
+    assert torch.equal(leaf.grad, expected)
 
 
 @pytest.mark.parametrize("together", [False, True])

@@ -70,6 +70,18 @@ def without_forward(validate: bool) -> Iterator[None]:
             raise AssertionError("a forward pass ran") from error
 
 
+def test_statistics_of_a_rollout_in_inference_mode_serve_the_update() -> None:
+    """So do its ids and temperatures."""
+    options = {"return_stats": True, "temperature": "tensor"}
+    plain = list(results(drawn(SHAPES[0], options, torch.float32, "cpu")))
+    with torch.inference_mode():
+        call = drawn(SHAPES[0], options, torch.float32, "cpu")
+        stats = linear_logp(**call, return_known=True)
+    of_update = drawn(SHAPES[0], options, torch.float32, "cpu")
+    call |= {name: of_update[name] for name in ("hidden", "lm_head_weight")}
+    assert all(map(torch.equal, results(call, known=stats), plain))
+
+
 def hold(shape: tuple[int, int, int], options: dict[str, Any], dtype: torch.dtype, device: str, backend: str) -> None:
     plain = list(results(drawn(shape, options, dtype, device), backend=backend))
     call = drawn(shape, options, dtype, device)

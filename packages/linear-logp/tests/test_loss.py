@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate, pairwise, product
 from random import Random
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from rl_kernels.core.rowwise import row_sum
 from rl_kernels.core.testing import Bug, Draw, bits_of
@@ -282,6 +284,32 @@ def test_the_upstream_gradient_is_that_of_the_forward_pass() -> None:
     found.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="expected one backward pass"):
         found.backward()
+
+
+def test_a_checkpoint_adds_nothing_twice() -> None:
+    """It calls the loss once more for each chunk; with ``main_grad`` it is refused where it forms gradients twice."""
+
+    def run(around: Any, main_grad: bool) -> tuple[list[torch.Tensor], int]:
+        batch, calls = Batch({"main_grad": main_grad}, torch.float32, "cpu", packed=False), []
+
+        def losses(logp: torch.Tensor, chunk: Chunk) -> torch.Tensor:
+            calls.append(chunk)
+            return batch.losses(logp, chunk)
+
+        def step(hidden: torch.Tensor) -> torch.Tensor:
+            loss = linear_logp_loss(hidden, batch.weight, batch.ids, losses, chunk_tokens=60, grad_scale=SCALE)
+            # A checkpoint runs again up to the last tensor that it saved.
+            return loss + hidden.exp().sum()
+
+        return batch.gradients(around(step, batch.hidden)), len(calls)
+
+    for main_grad, use_reentrant in ((False, False), (False, True), (True, True)):
+        wanted, once = run(lambda step, hidden: step(hidden), main_grad)
+        found, calls = run(partial(checkpoint, use_reentrant=use_reentrant), main_grad)
+        assert all(map(torch.equal, found, wanted))
+        assert calls == 2 * once
+    with pytest.raises(ValueError, match=r"lm_head_weight\.main_grad: expected no torch\.utils\.checkpoint around"):
+        run(partial(checkpoint, use_reentrant=False), True)
 
 
 def test_arguments() -> None:

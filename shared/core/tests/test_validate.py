@@ -251,6 +251,15 @@ def test_own_storage_refuses_dims_that_overlap():
             check.own_storage("x", torch.zeros(64).as_strided(shape, strides))
 
 
+def test_writable_refuses_a_tensor_of_inference_mode_outside_of_it():
+    with torch.inference_mode():
+        made = torch.zeros(3)
+        check.writable("x", made)
+    message = "x: expected a tensor made outside of torch.inference_mode(), such as its clone()"
+    refuses(ValueError, message, check.writable, "x", made)
+    check.writable("x", made.clone())
+
+
 class DTensor(torch.Tensor):
     pass
 

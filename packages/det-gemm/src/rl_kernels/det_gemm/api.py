@@ -218,10 +218,12 @@ def det_gemm_dw(
         check.tensor("accumulate_into", accumulate_into, (torch.float32,))
         check.shape("accumulate_into", accumulate_into, (a.shape[1], dc.shape[1]), "K of a by N of dc")
         check.same_device(a=a, accumulate_into=accumulate_into)
-        check.own_storage("accumulate_into", accumulate_into)
+        check.writable("accumulate_into", accumulate_into)
         if out_dtype not in (None, torch.float32):
             raise ValueError(f"out_dtype: expected None or torch.float32 with accumulate_into, got {out_dtype}")
-        refuse_checkpoint("accumulate_into", "det_gemm_dw", "call it outside, or in the backward of an autograd Function")
+        refuse_checkpoint(
+            "accumulate_into", "det_gemm_dw", "call it outside, or in the backward of an autograd Function"
+        )
     _validate_no_grad(a=a, dc=dc, accumulate_into=accumulate_into)
     no_lost_derivatives("det_gemm_dw", a, dc, accumulate_into)
     chosen = choose(OPERATOR, describe_dw(a, dc), backend).name

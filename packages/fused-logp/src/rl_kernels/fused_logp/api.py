@@ -190,7 +190,7 @@ def _validate_storage(
         check.tensor("out", out, (output_dtype,))
         check.shape("out", out, token_ids.shape, "that of token_ids")
         check.same_device(logits=logits, out=out)
-        check.own_storage("out", out)
+        check.writable("out", out)
         if torch.is_grad_enabled():
             if logits.requires_grad:
                 raise ValueError("out: expected None when logits require grad: a result written to out has no gradient")

@@ -226,7 +226,14 @@ def main_grad(name: str, value: torch.Tensor, weight: torch.Tensor) -> None:
     shape(name, value, weight.shape, "that of its weight")
     if value.device != weight.device:
         raise ValueError(f"{name}: expected device {weight.device} (that of its weight), got {value.device}")
+    writable(name, value)
+
+
+def writable(name: str, value: torch.Tensor) -> None:
+    """Require ``own_storage``, and no tensor of inference mode outside of it: PyTorch does not write to one."""
     own_storage(name, value)
+    if not torch.compiler.is_compiling() and value.is_inference() and not torch.is_inference_mode_enabled():
+        raise ValueError(f"{name}: expected a tensor made outside of torch.inference_mode(), such as its clone()")
 
 
 def own_storage(name: str, value: torch.Tensor) -> None:

@@ -59,7 +59,9 @@ class Window:
 
     def slice_of(self, owner: int, first: int, shape: tuple[int, ...]) -> torch.Tensor:
         """Return memory of any rank for FP32 numbers, from element ``first`` of its area for parts on."""
-        found: torch.Tensor = self.handle.get_buffer(owner, shape, torch.float32, self.parts // 4 + first)
+        # A window that is first used by a rollout in inference mode is written to in training too.
+        with torch.inference_mode(False):
+            found: torch.Tensor = self.handle.get_buffer(owner, shape, torch.float32, self.parts // 4 + first)
         return found
 
 
