@@ -104,6 +104,15 @@ def test_invariant_swaps_it(device, kind):
     assert type(model[0]) is kind
 
 
+def test_ids_of_a_rollout_in_inference_mode_serve_the_update(device):
+    weight, ids, grad = drawn(device, torch.float32)
+    module = OrderedEmbedding(*weight.shape, _weight=weight.detach())
+    with torch.inference_mode():
+        same_ids = ids.clone()
+    (found,), (expected,) = (torch.autograd.grad(module(x), module.weight, grad) for x in (same_ids, ids))
+    assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("option", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}], ids=str)
 def test_other_gradients_are_pytorchs(device, option):
     module = nn.Embedding(5, 4, **option, device=device)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from rl_kernels.det_gemm import det_linear
 from rl_kernels.linear_logp import linear_logp
@@ -34,6 +36,17 @@ def test_both_gradients_reach_main_grad(name: str) -> None:
         loss_of(HEADS[name], weight).backward()
         assert weight.grad is None
         torch.testing.assert_close(weight.main_grad, passes * expected.grad, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("name", HEADS)
+def test_a_head_that_is_checkpointed_apart_from_the_embedding(name: str, use_reentrant: bool) -> None:
+    weight, expected = tied(), tied()
+    loss_of(HEADS[name], expected).backward()
+    weight.main_grad = torch.zeros(9, 8)
+    loss_of(partial(checkpoint, HEADS[name], use_reentrant=use_reentrant), weight).backward()
+    assert weight.grad is None
+    torch.testing.assert_close(weight.main_grad, expected.grad, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", HEADS)

@@ -1,6 +1,7 @@
 """Sums over ranks have the order that they promise, and ranks that disagree all raise the same error."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from rl_kernels.core.distributed import (
     group_of,
     reduce_scatter,
     split,
+    symmetric,
     tree_sum,
 )
 from rl_kernels.core.testing import bits_of
@@ -28,6 +30,17 @@ def parts_of(shape, world, dtype=torch.float32):
     generator = torch.Generator().manual_seed(7)
     scale = 10.0 ** torch.randint(-3, 4, (world, *shape), generator=generator)
     return (torch.randn(world, *shape, generator=generator) * scale).to(dtype)
+
+
+def test_memory_of_a_window_is_writable_after_a_rollout_in_inference_mode():
+    window = object.__new__(symmetric.Window)
+    window.parts, window.handle = (
+        0,
+        SimpleNamespace(get_buffer=lambda _, shape, dtype, __: torch.zeros(shape, dtype=dtype)),
+    )
+    with torch.inference_mode():
+        part = window.slice_of(0, 0, (3,))
+    assert torch.equal(part.add_(1.0), torch.ones(3))
 
 
 def test_tree_is_balanced():

@@ -76,3 +76,6 @@ def gather(name: str, weight: torch.Tensor, result: torch.Tensor) -> None:
         torch.autograd.Variable._execution_engine.queue_callback(end)
 
     result.grad_fn.register_prehook(queue)
+    if torch._C._current_graph_task_id() >= 0:
+        # A checkpoint with use_reentrant=True runs this pass inside another one, which may add to .grad after it.
+        queue(None)

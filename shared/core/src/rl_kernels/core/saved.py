@@ -7,6 +7,11 @@ from typing import Any
 import torch
 
 
+def savable(x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that autograd can save: a copy of one that was made in inference mode."""
+    return x.clone() if not torch.compiler.is_compiling() and x.is_inference() else x
+
+
 def save(ctx: Any, *tensors: torch.Tensor | None) -> None:
     """Save tensors for backward as ``ctx.save_for_backward``, and copies of those made in inference mode.
 

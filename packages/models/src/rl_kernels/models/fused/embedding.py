@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from rl_kernels.core.gpu import device_of
-from rl_kernels.core.saved import save
+from rl_kernels.core.saved import savable, save
 from rl_kernels.core.torchlib import is_traced
 from rl_kernels.core.triton_lib.launch import ceil_div, launch
 from rl_kernels.models.fused.conditions import PLAIN, fits
@@ -26,7 +26,7 @@ class OrderedEmbedding(nn.Embedding):
         """Return ``weight[input]``, ``[..., embedding_dim]``."""
         is_plain = self.max_norm is None and not self.scale_grad_by_freq and not self.sparse
         if not is_plain or not _takes(input, self.weight):
-            return super().forward(input)
+            return super().forward(savable(input) if torch.is_grad_enabled() else input)
         return embedding(input, self.weight, self.padding_idx)
 
 
