@@ -8,17 +8,21 @@ import torch
 
 
 def savable(x: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that autograd can save: a copy of one that was made in inference mode."""
+    """Return a tensor that autograd can save: a copy of one that was made in inference mode.
+
+    What a rollout gives to an update often was.
+    """
     return x.clone() if not torch.compiler.is_compiling() and x.is_inference() else x
 
 
 def save(ctx: Any, *tensors: torch.Tensor | None) -> None:
-    """Save tensors for backward as ``ctx.save_for_backward``, and copies of those made in inference mode.
-
-    Autograd refuses the latter, and what a rollout gives to an update is often of inference mode.
-    """
+    """Save tensors for backward as ``ctx.save_for_backward`` does; of those made in inference mode, copies."""
     if not torch.compiler.is_compiling():
-        tensors = tuple([x.clone() if x is not None and x.is_inference() else x for x in tensors])
+        # A loop, because a comprehension takes longer, and there is hardly ever such a tensor.
+        for x in tensors:
+            if x is not None and x.is_inference():
+                tensors = tuple(None if value is None else savable(value) for value in tensors)
+                break
     ctx.save_for_backward(*tensors)
 
 
