@@ -72,8 +72,8 @@ LOSS = (
     Bug("sum of the KL not stored", "tl.store(place + batch, tree(kl_sum))", "pass"),
     Bug(
         "last sequence not counted",
-        "total += tl.load(place + 2 * batch, mask=here, other=0.0).to(tl.int64)\n            policy",
-        "total += tl.load(place + 2 * batch, mask=rows < batch - 1, other=0.0).to(tl.int64)\n            policy",
+        "total += tl.load(place + 2 * apart, mask=here, other=0.0).to(tl.int64)\n            policy",
+        "total += tl.load(place + 2 * apart, mask=rows < batch - 1, other=0.0).to(tl.int64)\n            policy",
     ),
     Bug(
         "upstream gradient left out",

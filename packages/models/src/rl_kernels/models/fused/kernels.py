@@ -29,7 +29,7 @@ def turned(
     for first in tl.static_range(0, HEADS, PART):
         heads = first + tl.arange(0, PART)
         mask = (heads < HEADS)[:, None] & inside[None, :]
-        place = heads[:, None] * x_head + d[None, :]
+        place = heads.to(tl.int64)[:, None] * x_head + d[None, :]
         a = tl.load(X + place, mask=mask, other=0.0).to(tl.float32)
         b = tl.load(X + place + HALF, mask=mask, other=0.0).to(tl.float32)
         like = a
@@ -39,7 +39,7 @@ def turned(
             y, z = rounded(a, c1, OUT) + rounded(b, s2, OUT), rounded(b, c2, OUT) - rounded(a, s1, OUT)
         else:
             y, z = rounded(a, c1, OUT) - rounded(b, s1, OUT), rounded(b, c2, OUT) + rounded(a, s2, OUT)
-        place = heads[:, None] * out_head + d[None, :]
+        place = heads.to(tl.int64)[:, None] * out_head + d[None, :]
         tl.store(OUT + place, y.to(OUT.dtype.element_ty), mask=mask)
         tl.store(OUT + place + HALF, z.to(OUT.dtype.element_ty), mask=mask)
 
@@ -163,7 +163,7 @@ def store_rows(
         return
     d = tl.arange(0, ROOM)
     inside = d < WIDTH
-    head, column = d // HEAD, d % HEAD
+    head, column = (d // HEAD).to(tl.int64), d % HEAD
     place = (slot // SIZE * 2 * SIZE + slot % SIZE) * WIDTH + d
     key = tl.load(KEY + row * key_row + head * key_head + column, mask=inside)
     value = tl.load(VALUE + row * value_row + head * value_head + column, mask=inside)

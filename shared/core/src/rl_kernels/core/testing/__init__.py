@@ -30,7 +30,7 @@ from rl_kernels.core.testing.spec import (
     spec_of,
 )
 from rl_kernels.core.testing.state import poisoned_empty, torch_threads
-from rl_kernels.core.testing.storage import STORAGE, lying
+from rl_kernels.core.testing.storage import STORAGE, far, lying
 from rl_kernels.core.testing.transforms import (
     IGNORED,
     RowLayout,
@@ -64,6 +64,7 @@ __all__ = [
     "chunk",
     "drift",
     "edited",
+    "far",
     "function_of",
     "given",
     "illegal_ids",

@@ -33,13 +33,9 @@ STORAGE: dict[str, Transform] = {"strided": strided, "offset": offset}
 def lying(x: torch.Tensor, how: str) -> torch.Tensor:
     """Return a matrix in another memory layout.
 
-    ``"column"``: column-major. ``"apart"``: every other element. ``"odd"``: at an odd address. ``"far"``: with column
-    offsets beyond 32 bits, in memory of which nothing else is touched.
+    ``"column"``: column-major. ``"apart"``: every other element. ``"odd"``: at an odd address.
     """
     rows, columns = x.shape
-    if how == "far":
-        stride = 2**31 // (columns - 1) + 1
-        return x.new_empty(rows + (columns - 1) * stride).as_strided(x.shape, (1, stride)).copy_(x)
     if how == "column":
         return x.t().contiguous().t()
     if how == "apart":
@@ -47,6 +43,20 @@ def lying(x: torch.Tensor, how: str) -> torch.Tensor:
     if how == "odd":
         return garbage(x, rows, columns + 1)[:, 1:].copy_(x)
     return x
+
+
+def far(x: torch.Tensor, dim: int, reach: int = 1 << 31) -> torch.Tensor:
+    """Return a copy whose last element along a dim is at least ``reach`` elements after its first.
+
+    Nothing else of the memory between them is touched. On a CPU an offset that is cut to 32 bits stays inside the
+    memory: the result is then wrong, and the process does not end.
+    """
+    first, *_ = rows = x.detach().movedim(dim, 0)
+    # A multiple of 16 bytes in every dtype, as TMA needs it.
+    step = -(-reach // (16 * (len(rows) - 1))) * 16
+    before = 0 if x.is_cuda else reach
+    memory = x.new_empty(before + (len(rows) - 1) * step + first.numel())
+    return memory.as_strided(rows.shape, (step, *first.contiguous().stride()), before).copy_(rows).movedim(0, dim)
 
 
 def garbage(like: torch.Tensor, *shape: int) -> torch.Tensor:

@@ -127,7 +127,8 @@ def inverse(temperature, rows, here, PER_ROW: tl.constexpr):
 @triton.jit
 def store_part(parts, part, count, rows, here, top, total, weighted, ENTROPY: tl.constexpr):
     """Write the states of rows to ``parts[part, 3, count]``."""
-    place = parts + tl.full((), part, tl.int64) * 3 * count + rows
+    count = tl.full((), count, tl.int64)
+    place = parts + part * 3 * count + rows
     tl.store(place, top, mask=here)
     tl.store(place + count, total, mask=here)
     if ENTROPY:
@@ -139,9 +140,10 @@ def merge_parts(parts, begin, end, count, rows, here, c, ENTROPY: tl.constexpr):
     """Return the states of rows over the parts from begin to end, merged in ascending order."""
     total, weighted = tl.zeros_like(c), tl.zeros_like(c)
     top = total + float("-inf")
+    count = tl.full((), count, tl.int64)
     # Unrolled, so that several parts load at once.
     for part in tl.range(begin, end, loop_unroll_factor=8):
-        place = parts + tl.full((), part, tl.int64) * 3 * count + rows
+        place = parts + part * 3 * count + rows
         part_top = tl.load(place, mask=here, other=float("-inf"))
         part_total = tl.load(place + count, mask=here, other=0.0)
         part_weighted = part_total
@@ -159,8 +161,9 @@ def store_statistics(x, top, total, weighted, inv, logp, norm, lse, entropy, row
     """
     top, log_total, row_lse, row_entropy = finish(top, total, weighted, inv)
     tl.store(logp + rows, tl.where(active, fma(x - top, inv, -log_total), 0.0), mask=here)
-    tl.store(norm + 2 * rows, tl.where(active, top, 0.0), mask=here)
-    tl.store(norm + 2 * rows + 1, tl.where(active, log_total, 0.0), mask=here)
+    place = norm + 2 * rows.to(tl.int64)
+    tl.store(place, tl.where(active, top, 0.0), mask=here)
+    tl.store(place + 1, tl.where(active, log_total, 0.0), mask=here)
     if ENTROPY:
         tl.store(lse + rows, tl.where(active, row_lse, 0.0), mask=here)
         tl.store(entropy + rows, tl.where(active, row_entropy, 0.0), mask=here)
@@ -169,7 +172,8 @@ def store_statistics(x, top, total, weighted, inv, logp, norm, lse, entropy, row
 @triton.jit
 def load_norm(norm, rows, here):
     """Return the largest raw value of rows, and the log of the sum of e^(z - max z)."""
-    return tl.load(norm + 2 * rows, mask=here, other=0.0), tl.load(norm + 2 * rows + 1, mask=here, other=0.0)
+    place = norm + 2 * rows.to(tl.int64)
+    return tl.load(place, mask=here, other=0.0), tl.load(place + 1, mask=here, other=0.0)
 
 
 @triton.jit

@@ -26,18 +26,19 @@ def rows_of(
     Both are ``[B, KV_HEADS, queries, GROUP]``; an lse is inf where a row sees nothing, which makes its weights 0. Grid:
     sequences x tiles of queries x heads.
     """
-    tiles = (queries * HEADS + ROWS - 1) // ROWS
-    b, program = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    # In 64 bits: packed sequences may have more rows together than 32 bits count.
+    tiles = ((tl.full((), queries, tl.int64) * HEADS + ROWS - 1) // ROWS).to(tl.int32)
+    b, program = (tl.program_id(0) // tiles).to(tl.int64), (tl.program_id(0) % tiles).to(tl.int64)
     rows = program * ROWS + tl.arange(0, ROWS)
     t, head = rows // HEADS, rows % HEADS
     inside = t < queries
-    out = loaded(OUT, ((b.to(tl.int64) * queries + t) * HEADS + head) * DV, inside, DV, WIDTH_V)
-    offsets = b.to(tl.int64) * (g_batch * UNIT) + t.to(tl.int64) * (G_STEP * UNIT) + head * (G_HEAD * UNIT)
+    out = loaded(OUT, ((b * queries + t) * HEADS + head) * DV, inside, DV, WIDTH_V)
+    offsets = b * g_batch * UNIT + t * (G_STEP * UNIT) + head * (G_HEAD * UNIT)
     grad = loaded(GRAD, offsets, inside, DV, WIDTH_V)
     delta = tl.sum(product(out.to(tl.float32), grad.to(tl.float32)), 1)
-    lse = tl.load(LSE + (b.to(tl.int64) * HEADS + head) * queries + t, mask=inside, other=0.0)
+    lse = tl.load(LSE + (b * HEADS + head) * queries + t, mask=inside, other=0.0)
     scaled = product(lse, tl.full(lse.shape, LOG2E, tl.float32))
-    place = ((b.to(tl.int64) * (HEADS // GROUP) + head // GROUP) * queries + t) * GROUP + head % GROUP
+    place = ((b * (HEADS // GROUP) + head // GROUP) * queries + t) * GROUP + head % GROUP
     tl.store(LSES + place, tl.where(lse == float("-inf"), float("inf"), scaled), mask=inside)
     tl.store(DELTAS + place, delta, mask=inside)
 

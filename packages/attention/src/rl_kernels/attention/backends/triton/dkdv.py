@@ -82,8 +82,8 @@ def of_keys(
     of_batch = (b if STARTS_K is None else 0 * b).to(tl.int64)
     # The row of the tile's first key; offsets from it are constants.
     row, ahead = (first_k + tile * BLOCK).to(tl.int64), tl.arange(0, BLOCK).to(tl.int64)
-    k_base = K + of_batch * (k_batch * UNIT) + row * (K_STEP * UNIT) + head.to(tl.int64) * (k_head * UNIT)
-    v_base = V + of_batch * (v_batch * UNIT) + row * (V_STEP * UNIT) + head.to(tl.int64) * (v_head * UNIT)
+    k_base = K + of_batch * k_batch * UNIT + row * (K_STEP * UNIT) + head.to(tl.int64) * k_head * UNIT
+    v_base = V + of_batch * v_batch * UNIT + row * (V_STEP * UNIT) + head.to(tl.int64) * v_head * UNIT
     known = at < length
     if LEFT and FIRST_K is not None:
         known = known & (at >= gone)
@@ -98,8 +98,8 @@ def of_keys(
     full_from = tl.maximum(tile * BLOCK + BLOCK - 1 - right - shift, 0) * GROUP
     full_to = (tl.minimum(tile * BLOCK + left - shift, used - 1) + 1) * GROUP
     full_to = tl.where(tile * BLOCK + BLOCK <= length, full_to, 0)
-    q_base = Q + batch.to(tl.int64) * (q_batch * UNIT) + head.to(tl.int64) * (GROUP * Q_HEAD * UNIT)
-    g_base = GRAD + batch.to(tl.int64) * (g_batch * UNIT) + head.to(tl.int64) * (GROUP * G_HEAD * UNIT)
+    q_base = Q + batch.to(tl.int64) * q_batch * UNIT + head.to(tl.int64) * (GROUP * Q_HEAD * UNIT)
+    g_base = GRAD + batch.to(tl.int64) * g_batch * UNIT + head.to(tl.int64) * (GROUP * G_HEAD * UNIT)
     place = ((batch.to(tl.int64) * KV_HEADS + head) * queries + first_q) * GROUP
     dk, dv = tl.zeros([BLOCK, WIDTH], tl.float32), tl.zeros([BLOCK, WIDTH_V], tl.float32)
     end = t_high * GROUP

@@ -71,9 +71,9 @@ def of_queries(
     high_least, end = seen_to(t_first, shift, right, length), seen_to(t_last, shift, right, length)
     end = tl.where(t_first < used, end, 0)
 
-    q_base = Q + batch.to(tl.int64) * (q_batch * UNIT) + head.to(tl.int64) * (GROUP * Q_HEAD * UNIT)
+    q_base = Q + batch.to(tl.int64) * q_batch * UNIT + head.to(tl.int64) * (GROUP * Q_HEAD * UNIT)
     q = rows_at(q_base, tile * ROWS, first_q, used, Q_STEP, Q_HEAD, GROUP, D, WIDTH, ROWS)
-    g_base = GRAD + batch.to(tl.int64) * (g_batch * UNIT) + head.to(tl.int64) * (GROUP * G_HEAD * UNIT)
+    g_base = GRAD + batch.to(tl.int64) * g_batch * UNIT + head.to(tl.int64) * (GROUP * G_HEAD * UNIT)
     grad = rows_at(g_base, tile * ROWS, first_q, used, G_STEP, G_HEAD, GROUP, DV, WIDTH_V, ROWS)
     place = ((batch.to(tl.int64) * KV_HEADS + head) * queries + first_q) * GROUP + rows
     lse = tl.load(LSES + place, mask=t < used, other=float("inf"))
@@ -83,10 +83,10 @@ def of_queries(
         k_base, v_base = K + first_k.to(tl.int64) * (K_STEP * UNIT), V + first_k.to(tl.int64) * (V_STEP * UNIT)
         if STARTS_K is None:
             box_b = b
-            k_base, v_base = k_base + b.to(tl.int64) * (k_batch * UNIT), v_base + b.to(tl.int64) * (v_batch * UNIT)
+            k_base, v_base = k_base + b.to(tl.int64) * k_batch * UNIT, v_base + b.to(tl.int64) * v_batch * UNIT
     else:
         k_base, v_base, pages_of = K, V, TABLE + b.to(tl.int64) * table_step
-    k_base, v_base = k_base + head.to(tl.int64) * (k_head * UNIT), v_base + head.to(tl.int64) * (v_head * UNIT)
+    k_base, v_base = k_base + head.to(tl.int64) * k_head * UNIT, v_base + head.to(tl.int64) * v_head * UNIT
 
     total = tl.zeros([ROWS, WIDTH], tl.float32)
     begin = first // BLOCK * BLOCK

@@ -73,17 +73,17 @@ def attend(
     # A tile without a query in use sees no key.
     end = tl.where(t_first < used, end, 0)
 
-    q_base = Q + batch.to(tl.int64) * (q_batch * UNIT) + head.to(tl.int64) * (GROUP * Q_HEAD * UNIT)
+    q_base = Q + batch.to(tl.int64) * q_batch * UNIT + head.to(tl.int64) * (GROUP * Q_HEAD * UNIT)
     q = rows_at(q_base, tile * ROWS, first_q, used, Q_STEP, Q_HEAD, GROUP, D, WIDTH, ROWS)
     pages_of, box_b = TABLE, 0 * b
     if TABLE is None:
         k_base, v_base = K + first_k.to(tl.int64) * (K_STEP * UNIT), V + first_k.to(tl.int64) * (V_STEP * UNIT)
         if STARTS_K is None:
             box_b = b
-            k_base, v_base = k_base + b.to(tl.int64) * (k_batch * UNIT), v_base + b.to(tl.int64) * (v_batch * UNIT)
+            k_base, v_base = k_base + b.to(tl.int64) * k_batch * UNIT, v_base + b.to(tl.int64) * v_batch * UNIT
     else:
         k_base, v_base, pages_of = K, V, TABLE + b.to(tl.int64) * table_step
-    k_base, v_base = k_base + head.to(tl.int64) * (k_head * UNIT), v_base + head.to(tl.int64) * (v_head * UNIT)
+    k_base, v_base = k_base + head.to(tl.int64) * k_head * UNIT, v_base + head.to(tl.int64) * v_head * UNIT
 
     first = first // BLOCK * BLOCK
     if SPLIT:

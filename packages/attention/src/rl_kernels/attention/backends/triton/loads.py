@@ -80,12 +80,12 @@ def keys_at(
         exists = (page >= 0) & (page < pages)
         known = known & exists
         # A missing page reads page 0 instead; its scores become NaN.
-        rows = BASE + tl.where(exists, page, 0) * (page_step * UNIT) + (n % PAGE) * (STEP * UNIT)
+        rows = BASE + tl.where(exists, page, 0) * page_step * UNIT + (zero + n % PAGE) * (STEP * UNIT)
     else:
         page = tl.load(TABLE + (n + ahead) // PAGE, mask=known, other=0).to(tl.int64)
         known = known & (page >= 0) & (page < pages)
         rows = BASE
-        offsets = tl.where(known, page, 0) * (page_step * UNIT) + (n + ahead) % PAGE * (STEP * UNIT)
+        offsets = tl.where(known, page, 0) * page_step * UNIT + (zero + (n + ahead) % PAGE) * (STEP * UNIT)
     return loaded(rows, offsets, known, SIZE, WIDTH), known
 
 
@@ -111,7 +111,7 @@ def rows_at(
         place = BASE + (zero + first) * (STEP * UNIT)
         t, group = (row + ahead) // GROUP, (row + ahead) % GROUP
         known = t < used
-    return loaded(place, t.to(tl.int64) * (STEP * UNIT) + group * (HEAD * UNIT), known, SIZE, WIDTH)
+    return loaded(place, t.to(tl.int64) * (STEP * UNIT) + group.to(tl.int64) * (HEAD * UNIT), known, SIZE, WIDTH)
 
 
 @triton.jit

@@ -216,18 +216,18 @@ def plain_terms(
 def plain_sum(sums, loss, policy_loss, kl, count, batch, segments, beta, HAS_REF: tl.constexpr, LANES: tl.constexpr):
     """Divide the sums of all sequences, added in order, by the number of active tokens. Grid: one program."""
     policy_total, kl_total = tl.zeros((LANES,), tl.float32), tl.zeros((LANES,), tl.float32)
-    total = tl.zeros((LANES,), tl.int64)
+    total, apart = tl.zeros((LANES,), tl.int64), tl.full((), batch, tl.int64)
     for first in range(0, batch, UNROLLED * LANES):
         for tile in tl.static_range(UNROLLED):
             rows = first + tile * LANES + tl.arange(0, LANES)
             here = rows < batch
             policy_sum, kl_sum = tl.zeros((LANES,), tl.float32), tl.zeros((LANES,), tl.float32)
             for segment in range(segments):
-                place = sums + tl.full((), segment, tl.int64) * 3 * batch + rows
+                place = sums + segment * 3 * apart + rows
                 policy_sum += tl.load(place, mask=here, other=0.0)
                 if HAS_REF:
-                    kl_sum += tl.load(place + batch, mask=here, other=0.0)
-                total += tl.load(place + 2 * batch, mask=here, other=0.0).to(tl.int64)
+                    kl_sum += tl.load(place + apart, mask=here, other=0.0)
+                total += tl.load(place + 2 * apart, mask=here, other=0.0).to(tl.int64)
             policy_total += policy_sum
             kl_total += kl_sum
     divisor = tl.maximum(tl.sum(total, 0), 1).to(tl.float32)
