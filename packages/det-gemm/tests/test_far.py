@@ -4,28 +4,35 @@ import pytest
 import torch
 
 from rl_kernels.core.operator import Call
-from rl_kernels.core.testing.storage import lying
-from rl_kernels.det_gemm import det_gemm, det_gemm_dw
+from rl_kernels.core.testing import far
+from rl_kernels.det_gemm import det_gemm_dw, det_linear
 from rl_kernels.det_gemm.op import OPERATOR
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CALL = Call.of(torch.zeros(1, device=DEVICE), N=16, K=40)
 BACKENDS = [backend.name for backend in OPERATOR.backends if backend.why_not(CALL) is None]
-LAYOUTS = {
-    "far columns": lambda x: lying(x, "far"),
-    "far rows": lambda x: lying(x.T, "far").T,
-}
+NAMES = ("x", "weight", "bias", "upstream", "main_grad")
 
 
+def results(backend, x, weight, bias, upstream, main_grad):
+    """Return the product, the gradients of its operands, and the gradient of the weight by itself and in a buffer."""
+    leaves = [value.detach().requires_grad_() for value in (x, weight, bias)]
+    out = det_linear(*leaves, backend=backend)
+    dweight = det_gemm_dw(upstream, x, backend=backend)
+    total = det_gemm_dw(upstream, x, accumulate_into=main_grad, backend=backend)
+    return [out.detach(), *torch.autograd.grad(out, leaves, upstream), dweight, total.clone()]
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 2), (24, 40, 16)], ids=["a stride", "an index times a stride"])
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("operand", ["left", "right"])
-@pytest.mark.parametrize("function", [det_gemm, det_gemm_dw])
-def test_elements_beyond_an_offset_of_32_bits(function, operand, layout, backend):
+def test_elements_beyond_an_offset_of_32_bits(backend, sizes):
     torch.manual_seed(0)
-    left = torch.randn(24, 40, device=DEVICE).half()
-    right = torch.randn(*((40, 16) if function is det_gemm else (24, 16)), device=DEVICE).half()
-    expected = function(left, right, backend=backend)
-    moved = LAYOUTS[layout](left if operand == "left" else right)
-    found = function(*((moved, right) if operand == "left" else (left, moved)), backend=backend)
-    assert torch.equal(found, expected)
+    m, k, n = sizes
+    operands = [torch.randn(*shape, device=DEVICE).half() for shape in ((m, k), (n, k), (n,), (m, n))]
+    operands.append(torch.ones(n, k, device=DEVICE))
+    expected = results(backend, *operands)
+    operands[-1] = torch.ones(n, k, device=DEVICE)
+    for place, name in enumerate(NAMES):
+        for dim in range(operands[place].ndim):
+            moved = [far(x, dim) if at == place else x.clone() for at, x in enumerate(operands)]
+            assert all(map(torch.equal, results(backend, *moved), expected)), f"{name}, dim {dim}"

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rl_kernels.core.operator import Call
-from rl_kernels.core.testing.storage import lying
+from rl_kernels.core.testing import far
 from rl_kernels.fused_logp import fused_logp
 from rl_kernels.fused_logp.op import OPERATOR
 from rl_kernels.fused_logp.reference import fused_logp as reference
@@ -87,17 +87,33 @@ def test_the_entropy_keeps_its_digits_at_an_offset_with_a_temperature(backend):
         torch.testing.assert_close(found[i], plain[i], rtol=1e-6, atol=2e-6)
 
 
+def everything(backend, logits, temperature, upstream):
+    """Return statistics and the gradient of logits, in another tensor and in their own."""
+    ids = torch.zeros(len(logits), dtype=torch.int64, device=DEVICE)
+    found = []
+    for inplace in (False, True):
+        leaf = logits.detach().requires_grad_()
+        stats = fused_logp(
+            leaf * 1 if inplace else leaf,
+            ids,
+            temperature=temperature,
+            return_stats=True,
+            inplace_backward=inplace,
+            backend=backend,
+        )
+        found += [*(x.detach() for x in stats), *torch.autograd.grad([stats.logp, stats.entropy], leaf, upstream)]
+    return found
+
+
+@pytest.mark.parametrize("sizes", [(2, 40), (3, 2), (3, 40)], ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_columns_beyond_an_offset_of_32_bits(backend):
+def test_elements_beyond_an_offset_of_32_bits(backend, sizes):
     torch.manual_seed(0)
-    near = torch.randn(3, 40, device=DEVICE).half()
-    ids = torch.tensor([0, 39, 17], device=DEVICE)
-
-    def call(logits):
-        leaf = logits.requires_grad_()
-        stats = fused_logp(leaf, ids, return_stats=True, backend=backend)
-        (stats.logp + stats.entropy).sum().backward()
-        return [*stats, leaf.grad]
-
-    for found, expected in zip(call(lying(near, "far")), call(near), strict=True):
-        assert torch.equal(found, expected)
+    logits = torch.randn(*sizes, device=DEVICE).half()
+    temperature, *upstream = torch.rand(3, sizes[0], device=DEVICE) + 0.5
+    expected = everything(backend, logits, temperature, upstream)
+    for dim in (0, 1):
+        found = everything(backend, far(logits, dim), temperature, upstream)
+        assert all(map(torch.equal, found, expected)), f"logits, dim {dim}"
+    found = everything(backend, logits, far(temperature, 0), [far(x, 0) for x in upstream])
+    assert all(map(torch.equal, found, expected)), "numbers of rows"

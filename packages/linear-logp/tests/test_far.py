@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rl_kernels.core.operator import Call
-from rl_kernels.core.testing.storage import lying
+from rl_kernels.core.testing import far
 from rl_kernels.linear_logp import linear_logp
 from rl_kernels.linear_logp.op import OPERATOR
 
@@ -57,22 +57,39 @@ def test_a_tie_of_bf16_at_the_top(backend):
     assert bias.grad.tolist() == [0.5, -0.5, 0.0]
 
 
+NAMES = ("hidden", "lm_head_weight", "bias", "temperature", "grad_logp", "grad_entropy", "main_grad")
+
+
+def everything(backend, hidden, weight, bias, temperature, grad_logp, grad_entropy, main_grad):
+    """Return statistics, gradients, and the weight's gradient in a buffer."""
+    ids = torch.zeros(len(hidden), dtype=torch.int64, device=DEVICE)
+    leaves = [x.detach().requires_grad_() for x in (hidden, weight, bias)]
+    leaves[1].main_grad = main_grad
+    stats = linear_logp(*leaves[:2], ids, leaves[2], temperature=temperature, return_stats=True, backend=backend)
+    torch.autograd.backward([stats.logp, stats.entropy], [grad_logp, grad_entropy])
+    return [*(x.detach() for x in stats), leaves[0].grad, leaves[2].grad, main_grad.clone()]
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 8), (3, 40, 24)], ids=["a stride", "an index times a stride"])
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("far", ["hidden", "lm_head_weight", "rows of lm_head_weight"])
-def test_elements_beyond_an_offset_of_32_bits(far, backend):
+def test_elements_beyond_an_offset_of_32_bits(backend, sizes):
     torch.manual_seed(0)
-    hidden, weight = torch.randn(3, 16, device=DEVICE).half(), torch.randn(40, 16, device=DEVICE).half() / 4
-    ids = torch.tensor([0, 39, 17], device=DEVICE)
+    count, vocab, size = sizes
+    operands = [torch.randn(*shape, device=DEVICE).half() for shape in ((count, size), (vocab, size), (vocab,))]
+    operands += [*torch.rand(3, count, device=DEVICE) + 0.5, torch.ones(vocab, size, device=DEVICE)]
+    expected = everything(backend, *(x.clone() for x in operands))
+    for place, name in enumerate(NAMES):
+        for dim in range(operands[place].ndim):
+            moved = [far(x, dim) if at == place else x.clone() for at, x in enumerate(operands)]
+            assert all(map(torch.equal, everything(backend, *moved), expected)), f"{name}, dim {dim}"
 
-    def call(hidden, weight):
-        leaves = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
-        linear_logp(*leaves, ids, backend=backend).sum().backward()
-        return [leaf.grad for leaf in leaves]
 
-    moved = {
-        "hidden": lambda: (lying(hidden, "far"), weight),
-        "lm_head_weight": lambda: (hidden, lying(weight, "far")),
-        "rows of lm_head_weight": lambda: (hidden, lying(weight.T, "far").T),
-    }
-    for found, expected in zip(call(*moved[far]()), call(hidden, weight), strict=True):
-        assert torch.equal(found, expected)
+@pytest.mark.skipif("triton" not in BACKENDS, reason="needs a GPU, or Triton's interpreter")
+def test_states_of_a_billion_rows_in_triton():
+    from rl_kernels.linear_logp.backends.triton import kernels
+
+    states = far(torch.rand(3, 32, device=DEVICE), 0)
+    found = far(torch.zeros(3, 32, device=DEVICE), 0)
+    flags = {"PER_ROW": False, "ENTROPY": True, "num_warps": 1}
+    kernels.merge_blocks[(1, 1)](states, found, 1.0, states.stride(0), 1, **flags)
+    assert torch.equal(found, states)

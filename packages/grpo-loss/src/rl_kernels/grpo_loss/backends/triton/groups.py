@@ -283,6 +283,6 @@ def _advantages(
         last = tl.where(group == groups - 1, count, tl.minimum(tl.load(boundaries + group + 1), count))
     mean, divisor, equal = _statistics(rewards, start, end, count, stride, eps, LANES, ONE_STEP, KIND, ADD, SKIP)
     for place in range(first, last, LANES):
-        places = place + tl.arange(0, LANES)
+        places = place + tl.arange(0, LANES).to(tl.int64)
         r = tl.load(rewards + places * stride, mask=places < last, other=0.0)
         tl.store(out + places, _scaled(r, mean, divisor, equal, SKIP).to(out.dtype.element_ty), mask=places < last)
