@@ -26,15 +26,18 @@ def draw():
 @pytest.fixture
 def loads(request, monkeypatch):
     """How the Triton backend loads keys and rows: by pointers, or by TMA where it can."""
-    if request.getfixturevalue("backend") == "triton":
-        plan = importlib.import_module("rl_kernels.attention.backends.triton.plan")
-        monkeypatch.setattr(plan, "SMALL", 0)
-        if request.param == "pointers":
-            monkeypatch.setattr(plan, "box_of", lambda *layout: None)
-        plan.plan_of.cache_clear()
-        forget()
-        request.addfinalizer(plan.plan_of.cache_clear)
-    return request.param
+    if request.getfixturevalue("backend") != "triton":
+        yield
+        return
+    plan = importlib.import_module("rl_kernels.attention.backends.triton.plan")
+    monkeypatch.setattr(plan, "SMALL", 0)
+    if request.param == "pointers":
+        monkeypatch.setattr(plan, "box_of", lambda *layout: None)
+    plan.plan_of.cache_clear()
+    forget()
+    yield
+    plan.plan_of.cache_clear()
+    forget()
 
 
 def results(backend, q, k, v, upstream, **where):

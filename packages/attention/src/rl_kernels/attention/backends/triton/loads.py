@@ -80,12 +80,13 @@ def keys_at(
         exists = (page >= 0) & (page < pages)
         known = known & exists
         # A missing page reads page 0 instead; its scores become NaN.
-        rows = BASE + tl.where(exists, page, 0) * page_step * UNIT + (zero + n % PAGE) * (STEP * UNIT)
+        rows = BASE + tl.where(exists, page, 0) * ((zero + page_step) * UNIT) + (zero + n % PAGE) * (STEP * UNIT)
     else:
         page = tl.load(TABLE + (n + ahead) // PAGE, mask=known, other=0).to(tl.int64)
         known = known & (page >= 0) & (page < pages)
         rows = BASE
-        offsets = tl.where(known, page, 0) * page_step * UNIT + (zero + (n + ahead) % PAGE) * (STEP * UNIT)
+        offsets = tl.where(known, page, 0) * ((zero + page_step) * UNIT)
+        offsets += ((n + ahead) % PAGE).to(tl.int64) * (STEP * UNIT)
     return loaded(rows, offsets, known, SIZE, WIDTH), known
 
 
