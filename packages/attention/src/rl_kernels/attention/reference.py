@@ -151,7 +151,9 @@ class _Head(torch.autograd.Function):
         dq, dk, dv = dscore @ k * ctx.scale, dscore.mT @ q.to(k.dtype) * ctx.scale, weights.mT @ upstream
         dsinks = None
         if sinks is not None:
-            dsinks = -((sinks.to(lse.dtype) - lse).exp() * delta).sum().to(sinks.dtype)
+            # A sink of -inf is no part of a sum over no keys either.
+            share = torch.where(lse == -torch.inf, 0.0, (sinks.to(lse.dtype) - lse).exp())
+            dsinks = -(share * delta).sum().to(sinks.dtype)
         return dq.to(q.dtype), dk, dv, dsinks, None, None, None
 
 

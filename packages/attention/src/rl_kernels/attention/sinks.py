@@ -17,7 +17,7 @@ def gradient(sinks: torch.Tensor | None, lse: torch.Tensor, delta: torch.Tensor)
     """
     if sinks is None:
         return lse.new_empty(0, dtype=delta.dtype)
-    # With a sink, lse is -inf only for queries that are not in use.
+    # lse is -inf for queries that are not in use, and for those that see no key if their sink is -inf.
     share = (sinks.to(lse.dtype)[:, None] - lse).exp()
     terms = torch.where(lse == -torch.inf, 0.0, share * delta)
     return -terms.movedim(-2, 0).flatten(1).sum(1).to(sinks.dtype)

@@ -87,8 +87,10 @@ def _with_sinks(
     """Add the sink of each row, ``sinks[Hkv, 64]``, to its state."""
     extra = sinks[..., None]
     above = torch.maximum(top, extra)
-    keep = (top - above).exp()
-    return above, total * keep + (extra - above).exp(), mixed * keep
+    # A finite stand-in for a row without keys whose sink is -inf.
+    base = torch.where(above == -torch.inf, 0.0, above)
+    keep = (top - base).exp()
+    return above, total * keep + (extra - base).exp(), mixed * keep
 
 
 def backward(*arguments: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

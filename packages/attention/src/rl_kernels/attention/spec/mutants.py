@@ -99,9 +99,9 @@ _SCORES = (
         "bent = (score / given.softcap).tanh()",
         "bent = (score / given.scale / given.softcap).tanh()",
     ),
-    Bug("sink takes part twice", "total * keep + (extra - above).exp()", "total * keep + 2 * (extra - above).exp()"),
+    Bug("sink takes part twice", "total * keep + (extra - base).exp()", "total * keep + 2 * (extra - base).exp()"),
     Bug("sinks of another head", "extra[:, seen.rows % given.group]", "extra[:, (seen.rows + 1) % given.group]"),
-    Bug("sink does not move the accumulator", "(extra - above).exp(), mixed * keep", "(extra - above).exp(), mixed"),
+    Bug("sink does not move the accumulator", "(extra - base).exp(), mixed * keep", "(extra - base).exp(), mixed"),
 )
 _GRADIENTS = (
     Bug("delta left out", "(_product(above, mixed.mT) - _block(delta, first))", "_product(above, mixed.mT)"),

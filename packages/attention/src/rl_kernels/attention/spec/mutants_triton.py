@@ -55,7 +55,7 @@ TILES = (
         "mask=known, other=0).to(tl.int64)\n        known = known & (page >= 0)",
         "mask=known, other=0).to(tl.int64) * 0\n        known = known & (page >= 0)",
     ),
-    Bug("sink takes part twice", "tl.exp2(sink - above))", "2 * tl.exp2(sink - above))"),
+    Bug("sink takes part twice", "tl.exp2(sink - base))", "2 * tl.exp2(sink - base))"),
     Bug("values behind the last key are read", "within(v, whole, length, BLOCK))\n    else", "v)\n    else"),
     Bug("block at the end left out", "if (whole < end) & (first < end):", "if (whole < end) & (first < 0):"),
     Bug("box of another head", "BOX.load([b, row + n, head, 0])", "BOX.load([b, row + n, 0 * head, 0])"),

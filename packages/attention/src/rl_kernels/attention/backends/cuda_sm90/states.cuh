@@ -139,9 +139,9 @@ struct Finished {
         if (sinks) {
             const void* at = static_cast<const char*>(sinks) + static_cast<i64>(head) * p.sink_size;
             const float sink = __fmul_rn(p.sink_size == 4 ? FP32::read(at) : Number::read(at), LOG2E);
-            const float above = fmaxf(top, sink);
-            shrink = exp2_fast(__fsub_rn(top, above));
-            total = __fmaf_rn(total, shrink, exp2_fast(__fsub_rn(sink, above)));
+            const float above = fmaxf(top, sink), base = finite(above);
+            shrink = exp2_fast(__fsub_rn(top, base));
+            total = __fmaf_rn(total, shrink, exp2_fast(__fsub_rn(sink, base)));
             top = above;
         }
         // A power of two, so that the inverse of a total far below or above 1 is neither infinite nor 0.

@@ -99,8 +99,9 @@ def finished(top, total, acc, SINKS, heads):
     if SINKS is not None:
         sink = product(tl.load(SINKS + heads).to(tl.float32), tl.full(top.shape, LOG2E, tl.float32))
         above = tl.maximum(top, sink)
-        keep = tl.exp2(top - above)
-        total = fma(total, keep, tl.exp2(sink - above))
+        base = finite(above)
+        keep = tl.exp2(top - base)
+        total = fma(total, keep, tl.exp2(sink - base))
         acc = product(acc, tl.broadcast_to(keep[:, None], acc.shape))
         top = above
     some = total > 0
