@@ -100,8 +100,8 @@ class LinearLogits(NamedTuple):
         if logits.shape[:-1] != self.logits.shape[:-1] or logits.dtype != self.logits.dtype:
             expected = f"{self.logits.dtype} of shape {[*self.logits.shape[:-1], 'k']}"
             raise ValueError(f"logits: expected {expected}, got {logits.dtype} of shape {list(logits.shape)}")
-        # What the backends compute at temperature 1, rounded as often.
-        return (logits - self.norm[..., :1]) - self.norm[..., 1:]
+        # What the backends compute at temperature 1, rounded as often, and never above 0.
+        return (logits - self.norm[..., :1]).sub_(self.norm[..., 1:]).clamp_(max=0)
 
 
 def linear_logits(

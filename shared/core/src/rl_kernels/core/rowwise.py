@@ -142,7 +142,7 @@ class Statistics(NamedTuple):
     entropy: torch.Tensor | None
 
     def logp(self, chosen: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-        """Return the log-probability of the raw value that each row selects."""
+        """Return the log-probability of the raw value that each row selects; at most 0, as the largest one counts 1."""
         return (chosen - self.norm[:, 0]) / temperature[:, 0] - self.norm[:, 1]
 
 

@@ -107,12 +107,25 @@ def merge(top, total, weighted, other_top, other_total, other_weighted, c, ENTRO
 
 @triton.jit
 def finish(top, total, weighted, inv):
-    """Return (max x, log of the sum of e^(z - max z), logsumexp, entropy) of a whole row; NaN if it is all -inf."""
+    """Return (max x, log of the sum of e^(z - max z), logsumexp, entropy) of a whole row; NaN if it is all -inf.
+
+    No rounding takes the entropy below 0.
+    """
     factor, r = exponents_of(top, inv * LOG2E)
     top = tl.where(top == float("-inf"), float("nan"), top)
     log_total = LN2 * (tl.log2(total) - fma(top, factor, -r))
-    entropy = LN2 * (tl.log2(total) - weighted / total)
-    return top, log_total, fma(top, inv, log_total), entropy
+    entropy = product(tl.log2(total) - weighted / total, tl.zeros_like(total) + LN2) - below_0(log_total)
+    # Not tl.maximum, which drops NaN.
+    return top, log_total, fma(top, inv, log_total), tl.where(entropy < 0.0, 0.0, entropy)
+
+
+@triton.jit
+def below_0(log_total):
+    """Return how far a log of a sum was rounded below 0, in a row whose largest value is nearly certain.
+
+    Its entropy was rounded as far.
+    """
+    return tl.minimum(log_total, 0.0)
 
 
 @triton.jit
@@ -157,10 +170,13 @@ def merge_parts(parts, begin, end, count, rows, here, c, ENTROPY: tl.constexpr):
 def store_statistics(x, top, total, weighted, inv, logp, norm, lse, entropy, rows, here, active, ENTROPY: tl.constexpr):
     """Write the statistics of rows whose selected raw value is x; 0 where a row is not active.
 
+    No rounding takes the log-probability above 0.
+
     ``norm[row, 2]`` is what ``load_norm`` reads. The logsumexp, formed from both, has too few digits where x is large.
     """
     top, log_total, row_lse, row_entropy = finish(top, total, weighted, inv)
-    tl.store(logp + rows, tl.where(active, fma(x - top, inv, -log_total), 0.0), mask=here)
+    log_p = fma(x - top, inv, -log_total)
+    tl.store(logp + rows, tl.where(active & ~(log_p > 0.0), log_p, 0.0), mask=here)
     place = norm + 2 * rows.to(tl.int64)
     tl.store(place, tl.where(active, top, 0.0), mask=here)
     tl.store(place + 1, tl.where(active, log_total, 0.0), mask=here)
@@ -211,7 +227,8 @@ def dlogits(x, selected, rest, c, top, log_total, entropy, chosen, slope, curve,
     if HAS_ENTROPY:
         # Where p is 0 its factor may be infinite, and the product NaN.
         target = tl.where(selected, chosen, rest)
-        surprise = log_p + product(entropy, tl.zeros_like(entropy) + LOG2E)
+        # The entropy is rounded as log p is, which keeps their sum exact near 0.
+        surprise = log_p + product(entropy + below_0(log_total), tl.zeros_like(entropy) + LOG2E)
         return tl.where(p == 0.0, target, fma(p, fma(surprise, -(curve * LN2), slope), target))
     else:
         return fma(p, slope + rest, tl.where(selected, chosen, 0.0))

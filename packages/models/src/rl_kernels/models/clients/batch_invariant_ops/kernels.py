@@ -11,12 +11,13 @@ AT_ONCE = tl.constexpr(16)
 
 @triton.jit(do_not_specialize=("columns", "row_stride", "column_stride"))
 def log_softmax(X, NORM, OUT, columns, row_stride, column_stride, BLOCK: tl.constexpr):
-    """Write ``X - NORM[:, 0] - NORM[:, 1]``. Grid: rows, blocks of a row."""
+    """Write ``X - NORM[:, 0] - NORM[:, 1]``, never above 0. Grid: rows, blocks of a row."""
     row = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = d < columns
     x = tl.load(X + row * row_stride + d.to(tl.int64) * column_stride, mask=mask, other=0.0).to(tl.float32)
     found = (x - tl.load(NORM + 2 * row)) - tl.load(NORM + 2 * row + 1)
+    found = tl.where(found > 0.0, 0.0, found)
     tl.store(OUT + row * columns + d, found.to(OUT.dtype.element_ty), mask=mask)
 
 

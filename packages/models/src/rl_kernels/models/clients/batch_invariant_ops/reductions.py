@@ -54,9 +54,9 @@ def log_probabilities(x: torch.Tensor, dim: int, out_dtype: torch.dtype | None =
 
 
 def _minus_norm(rows: torch.Tensor, norm: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return ``rows[N, V] - norm[:, 0] - norm[:, 1]``, rounded once."""
+    """Return ``rows[N, V] - norm[:, 0] - norm[:, 1]``, never above 0, rounded once."""
     if not fits(rows):
-        return (rows.to(norm.dtype) - norm[:, :1]).sub_(norm[:, 1:]).to(dtype)
+        return (rows.to(norm.dtype) - norm[:, :1]).sub_(norm[:, 1:]).clamp_(max=0).to(dtype)
     from rl_kernels.models.clients.batch_invariant_ops import kernels
 
     out = rows.new_empty(rows.shape, dtype=dtype)

@@ -158,6 +158,9 @@ __device__ inline State over_states(int count, float c, Load load) {
 // top * inv + log_total; it is too coarse to subtract where top is large, so both are kept.
 struct Norm {
     float top, log_total;
+
+    // How far log_total was rounded below 0, in a row whose largest value is nearly certain; its entropy was too.
+    __device__ float below_0() const { return fminf(log_total, 0.0f); }
 };
 
 struct Statistics {
@@ -165,7 +168,8 @@ struct Statistics {
     Norm norm;
 };
 
-// The statistics of a whole row whose selected raw value is x; NaN if all values of the row are -inf.
+// The statistics of a whole row whose selected raw value is x; NaN if all values of the row are -inf. No rounding takes
+// the log-probability above 0 or the entropy below 0. Comparisons keep NaN, which fminf and fmaxf drop.
 template <bool HasEntropy>
 __device__ inline Statistics finished(State s, float x, float inv, float c) {
     const Exponents exponents(s.top, c);
@@ -173,14 +177,18 @@ __device__ inline Statistics finished(State s, float x, float inv, float c) {
     const float log_sum = log2f(s.total);
     const float log_total = __fmul_rn(LN2, __fsub_rn(log_sum, exponents.at(top)));
     const float logp = __fmaf_rn(__fsub_rn(x, top), inv, -log_total);
-    Statistics found = {logp, __fmaf_rn(top, inv, log_total), 0.0f, {top, log_total}};
-    if (HasEntropy) found.entropy = __fmul_rn(LN2, __fsub_rn(log_sum, __fdiv_rn(s.weighted, s.total)));
+    Statistics found = {logp > 0.0f ? 0.0f : logp, __fmaf_rn(top, inv, log_total), 0.0f, {top, log_total}};
+    if (HasEntropy) {
+        const float rounded = __fmul_rn(LN2, __fsub_rn(log_sum, __fdiv_rn(s.weighted, s.total)));
+        const float entropy = __fsub_rn(rounded, found.norm.below_0());
+        found.entropy = entropy < 0.0f ? 0.0f : entropy;
+    }
     return found;
 }
 
 // The gradient with respect to a row's raw values, with logarithms formed in base 2:
 // dx_j = (g_logp (1[j is selected] - p_j) + g_lse p_j - g_H p_j (log p_j + H)) / temperature.
-// NaN in the whole row if its id is not a column.
+// H is rounded as log p is, which keeps their sum exact near 0 (below_0). NaN in the whole row if its id is not a column.
 template <bool HasEntropy>
 struct Gradient {
     float c, top, log_total, entropy, chosen, slope, curve, rest;
@@ -188,7 +196,7 @@ struct Gradient {
     Gradient() = default;
     __device__ Gradient(float inv, Norm norm, float entropy, float g_logp, float g_lse, float g_entropy, bool valid)
         : c(__fmul_rn(inv, LOG2E)), top(norm.top), log_total(__fmul_rn(norm.log_total, LOG2E)),
-          entropy(__fmul_rn(entropy, LOG2E)), chosen(__fmul_rn(g_logp, inv)),
+          entropy(__fmul_rn(__fadd_rn(entropy, norm.below_0()), LOG2E)), chosen(__fmul_rn(g_logp, inv)),
           slope(__fmul_rn(__fsub_rn(g_lse, g_logp), inv)), curve(__fmul_rn(__fmul_rn(g_entropy, inv), LN2)),
           rest(valid ? 0.0f : not_a_number()) {
         if (!HasEntropy) slope = __fadd_rn(slope, rest);
