@@ -114,3 +114,15 @@ def test_triton_rows_that_are_no_distribution(device, dtype):
     assert found[0, 1] == -inf
     assert found[0].isfinite().tolist() == [True, False, True]
     assert found[1:].isnan().all()
+
+
+def test_log_softmax_is_never_above_0(monkeypatch, device, dtype):
+    # The log of a sum of one power, as GPUs round it.
+    norm = torch.tensor([[3.0, -6e-8]], device=device)
+    x = torch.tensor([[3.0, -torch.inf, torch.nan]], device=device, dtype=dtype)
+    for found in (
+        reductions._minus_norm(x, norm, torch.float32),
+        unfused(monkeypatch, reductions._minus_norm, x, norm, torch.float32),
+    ):
+        assert found[0, :2].tolist() == [0.0, -torch.inf]
+        assert found[0, 2].isnan()

@@ -101,6 +101,7 @@ def linear_logp(
 
     ``z = x / temperature`` with ``x = logit_scale (hidden @ W^T + bias)``; with a softcap it is
     ``z = softcap tanh(x / softcap) / temperature``. With p = softmax(z), the entropy is ``-sum(p log p)``, in nats.
+    No rounding takes a log-probability above 0 or an entropy below 0.
 
     At any time memory holds the logits of only one piece of the vocabulary for one block of rows, and those that
     ``saved_mib`` asks for. They are never rounded below FP32 (FP64 for FP64 inputs). A row's result and its row of the
