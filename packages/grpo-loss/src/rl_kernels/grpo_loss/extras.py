@@ -9,6 +9,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from rl_kernels.core import validate as check
+from rl_kernels.core.torchlib import define_check, values_hidden
 from rl_kernels.grpo_loss.plan import FORMS
 
 
@@ -36,10 +37,11 @@ class Normaliser(NamedTuple):
     """What sums are divided by: a count that is given, so that losses of micro-batches add up, or that of all ranks.
 
     Attributes:
-        num_tokens: a number >= 1, or a tensor of no dims on the device of the log-probabilities (no sync); only for
-            loss types that divide by tokens. By default the active tokens of the call.
-        num_sequences: a number > 0, or such a tensor; only for loss types that average over sequences. By default B,
-            which counts masked sequences too.
+        num_tokens: a number > 0, or a tensor of no dims on the device of the log-probabilities; only for loss types
+            that divide by tokens. By default the active tokens of the call. If no token is active it may be 0: the
+            loss is then 0. Reading a tensor's value syncs with a GPU; ``validate=False`` does not read it.
+        num_sequences: the same, only for loss types that average over sequences. By default B, which counts masked
+            sequences too.
         max_completion_length: an integer >= 1; only for ``dr_grpo``, which divides by it too. By default T.
         process_group: a ``ProcessGroup`` of any size, or a ``DeviceMesh`` with one dim. The sequences of its
             ranks, in the order of ranks, are one batch: groups, advantages, divisors, loss and metrics are those of
@@ -55,8 +57,9 @@ class Normaliser(NamedTuple):
 
 
 class Divisor(NamedTuple):
-    """A checked normaliser: a number (0 if not given) or a tensor, and the length of ``dr_grpo`` (0 means T)."""
+    """A checked normaliser: its name, a number (0 if not given) or a tensor, and the length of ``dr_grpo`` (0: T)."""
 
+    name: str
     number: float
     tensor: torch.Tensor | None
     length: float
@@ -75,8 +78,8 @@ def group(name: str, value: Group | None, empty: Group) -> Group:
     return value
 
 
-def divisor_of(loss_type: str, given: Normaliser) -> Divisor:
-    """Check a normaliser for a loss type.
+def divisor_of(loss_type: str, given: Normaliser, logps: torch.Tensor) -> Divisor:
+    """Check a normaliser for a loss type, all but the value of a tensor; a number of 0 becomes a tensor.
 
     Raises:
         TypeError, ValueError: a member is out of range or does not apply to this loss type; the message names it.
@@ -88,15 +91,35 @@ def divisor_of(loss_type: str, given: Normaliser) -> Divisor:
         raise ValueError(f"{other}: expected None with loss_type {loss_type!r}, which divides by {name}, got a value")
     length = _length(loss_type, given.max_completion_length)
     if value is None:
-        return Divisor(0.0, None, length)
+        return Divisor(name, 0.0, None, length)
     if isinstance(value, torch.Tensor):
         check.tensor(name, value, (*check.FLOATS, *check.INTEGERS), ndim=0)
-        return Divisor(0.0, value.detach(), length)
-    if by_tokens:
-        check.number(name, value, least=1)
-    else:
+        check.same_device(current_logps=logps, **{name: value})
+        return Divisor(name, 0.0, value.detach(), length)
+    _number(name, value)
+    return Divisor(name, value, None if value else logps.new_zeros(()), length)
+
+
+def check_value(divisor: Divisor, mask: torch.Tensor) -> None:
+    """Require of a divisor that is a tensor what a number must be: > 0, or 0 if no token is active; syncs with a GPU."""
+    if divisor.tensor is not None and not values_hidden(divisor.tensor):
+        _check_count(divisor.tensor, mask, divisor.name)
+
+
+def _number(name: str, value: float) -> None:
+    check.number(name, value, least=0)
+    if value:
         check.number(name, value, above=0)
-    return Divisor(value, None, length)
+
+
+def _count(value: torch.Tensor, mask: torch.Tensor, name: str) -> None:
+    found = value.item()
+    _number(name, found)
+    if not found and mask.any():
+        raise ValueError(f"{name}: expected a number > 0, because a token is active, got {found}")
+
+
+_check_count = define_check("check_count", "(Tensor value, Tensor mask, str name)", _count)
 
 
 def _length(loss_type: str, length: int | None) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -54,7 +54,7 @@ def loss_over_ranks(
         backend: as given.
     """
 
-    def make() -> tuple[Any, Sizes, dict[str, object]]:
+    def make() -> tuple[Any, Sizes, Callable[[], dict[str, object]]]:
         objective = chosen(*formula)
         if grouping is None:
             call = advantages_call(*tensors, objective, extras, options, backend)
@@ -63,8 +63,12 @@ def loss_over_ranks(
             call = call_of((tensors[3].detach(), None, 0, None), objective.estimator, objective.eps)
         no_lost_derivatives(name, *tensors, *extras, *options.normaliser)
         chosen_backend = choose(OPERATOR, describe(call.current_logps), backend).name
-        same = {"backend": chosen_backend, **_options(objective, options), **_kinds(tensors, extras)}
-        return (call, objective, chosen_backend), Sizes(call.batch, call.length), same | _groups(grouping)
+
+        def same() -> dict[str, object]:
+            kinds = {**_options(objective, options), **_kinds(tensors, extras), **_groups(grouping)}
+            return {"backend": chosen_backend, **kinds}
+
+        return (call, objective, chosen_backend), Sizes(call.batch, call.length), same
 
     (call, objective, chosen_backend), batch = agreed(name, options.normaliser.process_group, make, options.validate)
     if grouping is not None:
@@ -88,14 +92,14 @@ def advantages_over_ranks(
 ) -> torch.Tensor:
     """Return the advantages of this rank's rewards; ``keywords`` are the arguments of ``Estimator.of``."""
 
-    def make() -> tuple[Any, Sizes, dict[str, object]]:
+    def make() -> tuple[Any, Sizes, Callable[[], dict[str, object]]]:
         check.tensor("rewards", rewards, check.FLOATS, ndim=1)
         estimator = Estimator.of(*keywords)
         check.backend_name(backend)
         no_lost_derivatives("group_advantages", rewards)
         chosen_backend = choose(OPERATOR, describe(rewards), backend).name
         same = {"backend": chosen_backend, "rewards": rewards.dtype, "eps": keywords[-1], **estimator._asdict()}
-        return (estimator, chosen_backend), Sizes(len(rewards), 0), same | _groups(grouping)
+        return (estimator, chosen_backend), Sizes(len(rewards), 0), lambda: same | _groups(grouping)
 
     (estimator, chosen_backend), batch = agreed("group_advantages", process_group, make, validate)
     return _advantages(batch, rewards.detach(), grouping, validate, keywords[-1], estimator, chosen_backend)

@@ -54,7 +54,7 @@ class Batch(NamedTuple):
 def agreed(
     name: str,
     process_group: ProcessGroup | DeviceMesh | None,
-    make: Callable[[], tuple[T, Sizes, Mapping[str, object]]],
+    make: Callable[[], tuple[T, Sizes, Callable[[], Mapping[str, object]]]],
     validate: bool,
 ) -> tuple[T, Batch]:
     """Check a call on all ranks; return what ``make`` returns on this one, and the batch.
@@ -62,7 +62,8 @@ def agreed(
     Args:
         name: of the public function.
         process_group: of the call.
-        make: checks this rank's arguments; returns a result, the sizes, and what must be equal on all ranks.
+        make: checks this rank's arguments; returns a result, the sizes, and a function for what must be equal on all
+            ranks, because reading that of tensors syncs with a GPU.
         validate: False, and graph capture, skips the exchange: sizes are taken to be equal on all ranks.
 
     Raises:
@@ -73,7 +74,8 @@ def agreed(
         made, sizes, _ = make()
         return made, Batch(group, (sizes.batch,) * group_size(group), sizes.length)
     try:
-        made, sizes, same = make()
+        made, sizes, describe = make()
+        same = describe()
     except Exception as error:
         agree(name, group, error, {})
         raise

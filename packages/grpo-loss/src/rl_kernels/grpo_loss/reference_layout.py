@@ -37,7 +37,7 @@ def metrics_of(
     else:
         e = e.detach()
         values += [mean(-e), mean(e.square() / 2), mean(e.expm1() - e)]
-    values.append(torch.where(any_active, total.square() / squares * count, 0))
+    values.append(total.square() / torch.where(squares == 0, 1, squares) * count)
     values.append(nonfinite.sum().to(dtype))
     values.append(missing if entropy is None else mean(entropy))
     return torch.stack(values).float()

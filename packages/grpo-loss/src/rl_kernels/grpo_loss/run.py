@@ -13,7 +13,7 @@ from rl_kernels.core.torchlib import first_order, no_lost_derivatives, ops_are_o
 from rl_kernels.grpo_loss.arguments import Layout
 from rl_kernels.grpo_loss.call import LossCall
 from rl_kernels.grpo_loss.estimator import Estimator
-from rl_kernels.grpo_loss.extras import Normaliser, divisor_of
+from rl_kernels.grpo_loss.extras import Normaliser, check_value, divisor_of
 from rl_kernels.grpo_loss.objective import Objective
 from rl_kernels.grpo_loss.op import OPERATOR, describe, ops
 from rl_kernels.grpo_loss.outputs import GRPOLossOutput, LossAndMetrics
@@ -50,7 +50,7 @@ def prepare(
 ) -> CallOf:
     """Check the remaining arguments; return a function of scores, estimator and eps that builds the call."""
     plan, numbers = objective.plan, objective.numbers
-    divisor = divisor_of(objective.loss_type, options.normaliser)
+    divisor = divisor_of(objective.loss_type, options.normaliser, current_logps)
     old, ref, mask, rollout, entropy = tokens
     if ref is None and numbers.beta > 0:
         raise ValueError(f"ref_logps: expected a tensor with beta > 0 (beta is {numbers.beta}), got None")
@@ -59,9 +59,8 @@ def prepare(
         raise ValueError(f"rollout_mode: expected None without rollout_ratio, got {plan.rollout!r}")
     ratio = None if rollout is None else layout.scores("rollout_ratio", rollout)
     check.same_device(current_logps=current_logps, rollout_ratio=ratio)
-    if divisor.tensor is not None and divisor.tensor.device != current_logps.device:
-        name = "num_tokens" if plan.mean == "tokens" else "num_sequences"
-        raise ValueError(f"{name}: expected device {current_logps.device}, got {divisor.tensor.device}")
+    if options.validate:
+        check_value(divisor, mask)
     check.flag("return_metrics", options.return_metrics)
 
     def call_of(scores: Scores, estimator: Estimator, eps: float) -> LossCall:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -45,6 +46,25 @@ def _packed(**changes: Any) -> Change:
     return change
 
 
+def _wrong_counts(name: str, **options: Any) -> list[Row]:
+    """Return calls in which a count is a tensor whose value is not one; at least one token of the call is active."""
+    values = {
+        "a number >= 0": torch.tensor(-5),
+        "a finite number": torch.tensor(math.nan),
+        "a number within": torch.tensor(1e300, dtype=torch.float64),
+        "a number > 0, at least": torch.tensor(1e-40),
+        "a number > 0, because a token is active": torch.tensor(0),
+    }
+    return [
+        (f"{name} {value}", _at_device(name, value, options), ValueError, f"{name}: expected {wanted}")
+        for wanted, value in values.items()
+    ]
+
+
+def _at_device(name: str, value: torch.Tensor, options: dict[str, Any]) -> Change:
+    return lambda inputs: {**inputs, **options, name: value.to(inputs["current_logps"].device)}
+
+
 OFFSETS = "cu_seqlens: expected "
 PACKING: list[Row] = [
     ("cu_seqlens a list", _packed(cu_seqlens=[0, 4]), TypeError, OFFSETS + "a tensor"),
@@ -78,7 +98,9 @@ ROLLOUT: list[Row] = [
     _value("rollout_min: expected a number <= rollout_max", rollout_mode="mask", rollout_min=2.0, rollout_max=1.0),
 ]
 NORMALISERS: list[Row] = [
-    _value("num_tokens: expected a number >= 1", num_tokens=0.5),
+    _value("num_tokens: expected a number >= 0", num_tokens=-0.5),
+    _value("num_tokens: expected a number > 0", num_tokens=1e-40),
+    _value("num_tokens: expected a number > 0, because a token is active", num_tokens=0),
     _type("num_tokens: expected a number", num_tokens="8"),
     _value("num_tokens: expected 0 dims", num_tokens=torch.ones(1)),
     _type("num_tokens: expected dtype", num_tokens=torch.ones((), dtype=torch.bool)),
@@ -88,6 +110,8 @@ NORMALISERS: list[Row] = [
         ValueError,
         "num_tokens: expected device",
     ),
+    *_wrong_counts("num_tokens", loss_type="cispo"),
+    *_wrong_counts("num_sequences", loss_type="luspo"),
     _value("num_sequences: expected None with loss_type 'bnpo'", num_sequences=4),
     _value("num_tokens: expected None with loss_type 'grpo'", loss_type="grpo", num_tokens=4),
     _value("max_completion_length: expected None with loss_type 'bnpo'", max_completion_length=4),

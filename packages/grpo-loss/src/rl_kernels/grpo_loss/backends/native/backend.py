@@ -139,13 +139,15 @@ def _divisor(counts: torch.Tensor, normaliser: torch.Tensor | None, length: int,
     """Return the divisor of the batch sums: a number of tokens or sequences, for ``sums`` times a length."""
     if normaliser is not None:
         count = normaliser.to(counts.dtype)
+        # Where no token is active a count of 0 is right: the loss is 0 / 1, not 0 / 0.
+        count = torch.where((count == 0) & ~counts.any(), 1.0, count)
     elif n.divisor:
         count = counts.new_full((), n.divisor)
     elif mean == "tokens":
         return counts.long().sum().clamp(min=1).to(counts.dtype)
     else:
         count = counts.new_full((), max(counts.shape[0], 1))
-    return count * (n.length or max(length, 1)) if mean == "sums" else count.clone()
+    return count * (n.length or max(length, 1)) if mean == "sums" else count
 
 
 def _blocks(current: torch.Tensor) -> Iterator[slice]:

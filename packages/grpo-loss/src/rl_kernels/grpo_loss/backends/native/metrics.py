@@ -57,7 +57,8 @@ def vector(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         "ratio_mean": means["ratio"],
         "ratio_min": torch.where(is_any, torch.cat((rows[-2], infinity)).amin(), 0.0),
         "ratio_max": torch.where(is_any, torch.cat((rows[-1], -infinity)).amax(), 0.0),
-        "effective_samples": torch.where(is_any, sums["ratio"].square() / sums["squares"], 0.0),
+        # Without a token, and where all squares underflow, it is 0 / 1.
+        "effective_samples": sums["ratio"].square() / torch.where(sums["squares"] == 0, 1.0, sums["squares"]),
         "nonfinite": sums["nonfinite"],
     }
     return torch.stack([named[name] for name in METRICS]).float()

@@ -79,8 +79,9 @@ def _metric(sums, metrics, metric, batch, segments, QUANTITIES: tl.constexpr, LA
         if metric == SAMPLES:
             # The sum stored for it is that of the squared ratios.
             ratio = _total(sums, OWN + RATIO, batch, segments, QUANTITIES, LANES)
-            divisor = tl.where(number > 0, total, 1.0)
-            total = tl.where(number > 0, ratio * ratio, 0.0)
+            # Without a token, and where all squares underflow, it is 0 / 1.
+            divisor = tl.where(total == 0.0, 1.0, total)
+            total = ratio * ratio
         tl.store(metrics + metric, tl.div_rn(total, divisor))
 
 
@@ -146,6 +147,8 @@ def reduce(
         number = tl.where(given > 0.0, given, tl.maximum(tl.sum(tokens, 0), 1).to(tl.float32))
         if normaliser is not None:
             number = tl.load(normaliser).to(tl.float32)
+            # Where no token is active a count of 0 is right: the loss is 0 / 1, not 0 / 0.
+            number = tl.where((number == 0.0) & (tl.sum(tokens, 0) == 0), 1.0, number)
         number = number * factor
         policy_mean, kl_mean = tl.div_rn(tree(policy_total), number), tl.div_rn(tree(kl_total), number)
         tl.store(divisor, number)
