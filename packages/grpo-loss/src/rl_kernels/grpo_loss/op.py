@@ -18,7 +18,8 @@ Results are FP32 (FP64 for FP64 inputs); metrics are FP32, and empty if they are
 ``forward_grad`` also returns ``divisor``, by which the sums over the batch are divided, and ``slope``, of the shape of
 current_logps: divisor times the gradient of current_logps for an upstream gradient of 1. It is -0 at masked tokens and
 nowhere else. ``backward`` scales the slope, sets masked tokens to +0 for any upstream gradient, and casts to the dtype
-of current_logps; it reads no value of current_logps.
+of current_logps; it reads no value of current_logps. ``backward_inplace`` writes that gradient over the slope, which is
+contiguous and in the dtype of current_logps.
 
 ``sums`` and ``combine`` are ``forward`` in two steps, for a batch that is spread over ranks: ``sums`` are ``[3, B]``,
 policy term, KL and active tokens of each sequence, with metrics ``[14, B]``. Any sequences may be put side by side, in
@@ -57,6 +58,7 @@ SCHEMAS = {
         " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
     ),
     "backward": "(Tensor current_logps, Tensor divisor, Tensor slope, Tensor upstream, str backend) -> Tensor",
+    "backward_inplace": "(Tensor(a!) slope, Tensor divisor, Tensor upstream, str backend) -> ()",
 }
 
 
@@ -106,6 +108,7 @@ FAKES = {
     "sums_grad": _sums_and_slope,
     "combine": _combined,
     "backward": lambda current_logps, *_: current_logps.new_empty(current_logps.shape),
+    "backward_inplace": lambda slope, divisor, upstream: None,
 }
 
 

@@ -9,7 +9,7 @@ import torch
 
 from rl_kernels.core import validate as check
 from rl_kernels.core.dispatch import choose
-from rl_kernels.core.torchlib import first_order, no_lost_derivatives, ops_are_observed, scalars
+from rl_kernels.core.torchlib import first_order, may_overwrite, no_lost_derivatives, ops_are_observed, scalars
 from rl_kernels.grpo_loss.arguments import Layout
 from rl_kernels.grpo_loss.call import LossCall
 from rl_kernels.grpo_loss.estimator import Estimator
@@ -161,7 +161,18 @@ class _GRPOLoss(torch.autograd.Function):
     def backward(ctx: Any, upstream: torch.Tensor | None, *_: None) -> tuple[torch.Tensor | None, None, None]:
         if upstream is None:
             return None, None, None
-        return first_order(ops["backward"], *ctx.saved_tensors, upstream, ctx.backend), None, None
+        return _gradient(*ctx.saved_tensors, upstream, ctx.backend), None, None
+
+
+def _gradient(
+    current_logps: torch.Tensor, divisor: torch.Tensor, slope: torch.Tensor, upstream: torch.Tensor, backend: str
+) -> torch.Tensor:
+    """Return the gradient, in the memory of the slope if it fits and nobody reads the slope again."""
+    if current_logps.dtype != slope.dtype or not slope.is_contiguous() or not may_overwrite(slope):
+        return first_order(ops["backward"], current_logps, divisor, slope, upstream, backend)
+    no_lost_derivatives("grpo_loss", slope, upstream)
+    ops["backward_inplace"](slope, divisor, upstream, backend)
+    return slope
 
 
 class _PlannedLoss(torch.autograd.Function):
@@ -182,11 +193,13 @@ class _PlannedLoss(torch.autograd.Function):
     def backward(ctx: Any, upstream: torch.Tensor | None, *_: None) -> tuple[torch.Tensor | None, None, None]:
         if upstream is None:
             return None, None, None
-        no_lost_derivatives("grpo_loss", *ctx.saved_tensors, upstream)
+        # Read once: a checkpoint unpacks a saved tensor only once.
+        saved = ctx.saved_tensors
+        no_lost_derivatives("grpo_loss", *saved, upstream)
         found = None
         # A gradient that could be differentiated again takes the general path, which raises.
         if not (torch.compiler.is_compiling() or torch.is_grad_enabled() or ops_are_observed()):
-            found = ctx.plan.launches.backward(*ctx.saved_tensors, upstream)
+            found = ctx.plan.launches.backward(*saved, upstream, overwrite=may_overwrite(saved[2]))
         if found is None:
-            found = first_order(ops["backward"], *ctx.saved_tensors, upstream, ctx.plan.backend)
+            found = _gradient(*saved, upstream, ctx.plan.backend)
         return found, None, None

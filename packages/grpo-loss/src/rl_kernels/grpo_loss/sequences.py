@@ -8,7 +8,7 @@ import torch
 
 from rl_kernels.core.dispatch import choose
 from rl_kernels.core.saved import save
-from rl_kernels.core.torchlib import first_order, no_lost_derivatives
+from rl_kernels.core.torchlib import first_order, may_overwrite, no_lost_derivatives
 from rl_kernels.grpo_loss.call import LossCall
 from rl_kernels.grpo_loss.checked import advantages_call
 from rl_kernels.grpo_loss.extras import NO_EXTRAS, NO_NORMALISER, Extras, Normaliser, group
@@ -123,4 +123,6 @@ def _gradient(
         row = torch.bucketize(place, cu_seqlens[1:-1].long().contiguous(), right=True)
         factors = factors[row]
     masked = (slope == 0) & slope.signbit()
+    if current_logps.dtype == slope.dtype and may_overwrite(slope):
+        return slope.mul_(factors).masked_fill_(masked, 0.0)
     return torch.where(masked, 0.0, slope * factors).to(current_logps.dtype)

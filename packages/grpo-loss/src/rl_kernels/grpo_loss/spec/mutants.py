@@ -74,14 +74,14 @@ SUMS = (
     Bug("slope not divided by the count", "upstream.to(slope.dtype) / divisor", "upstream.to(slope.dtype)"),
     Bug(
         "backward overwrites what it needs again",
-        "keep(slope * (upstream.to(slope.dtype) / divisor), active)",
-        "keep(slope.mul_(upstream.to(slope.dtype) / divisor), active)",
+        "slope.clone(memory_format=torch.contiguous_format)",
+        "slope",
     ),
     Bug("masked tokens not marked", "(masked & torch.iinfo(masked.dtype).min)", "(masked & 0)"),
     Bug(
         "mask missing in the backward pass",
-        "keep(slope * (upstream.to(slope.dtype) / divisor), active)",
-        "slope * (upstream.to(slope.dtype) / divisor)",
+        "(upstream.to(slope.dtype) / divisor).view(active.dtype).bitwise_and_(active)",
+        "(upstream.to(slope.dtype) / divisor)",
     ),
 )
 

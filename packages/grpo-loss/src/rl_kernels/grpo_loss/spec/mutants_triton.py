@@ -149,7 +149,7 @@ LAUNCHES = (
         "call.ref_logps is not None, LANES)",
         "call.ref_logps is not None, WARP)",
     ),
-    Bug("strided slope read as if contiguous", "slope.contiguous(), count, upstream", "slope, count, upstream"),
+    Bug("strided slope read as if contiguous", "_scale(slope.contiguous(), count", "_scale(slope, count"),
     Bug("last tokens are not scaled", "(-(-size // GRADIENT_BLOCK),)", "(max(size // GRADIENT_BLOCK, 1),)"),
     Bug(
         "first sequence of expanded advantages used for all",

@@ -19,10 +19,10 @@ from rl_kernels.grpo_loss.backends.native import metrics
 from rl_kernels.grpo_loss.backends.native.advantages import advantages
 from rl_kernels.grpo_loss.backends.native.terms import Block, Terms, terms_of
 from rl_kernels.grpo_loss.call import LossCall
-from rl_kernels.grpo_loss.lanes import keep, lanes
+from rl_kernels.grpo_loss.lanes import lanes
 from rl_kernels.grpo_loss.plan import Numbers, Plan
 
-__all__ = ["advantages", "backward", "combine", "forward", "forward_grad", "sums", "sums_grad"]
+__all__ = ["advantages", "backward", "backward_inplace", "combine", "forward", "forward_grad", "sums", "sums_grad"]
 
 BLOCK_ELEMENTS = 1 << 16
 """Tokens processed at once. Sequences are independent up to their sums, so this changes no bit."""
@@ -78,9 +78,15 @@ def backward(
     current_logps: torch.Tensor, divisor: torch.Tensor, slope: torch.Tensor, upstream: torch.Tensor
 ) -> torch.Tensor:
     """Return the gradient in the dtype of current_logps; 0 at masked positions for any upstream gradient."""
+    grad = slope.clone(memory_format=torch.contiguous_format)
+    backward_inplace(grad, divisor, upstream)
+    return grad.to(current_logps.dtype)
+
+
+def backward_inplace(slope: torch.Tensor, divisor: torch.Tensor, upstream: torch.Tensor) -> None:
+    """Write the gradient, as ``backward`` returns it in the dtype of the slope, over the slope."""
     active = lanes((slope != 0) | ~slope.signbit(), slope.dtype)
-    grad = keep(slope * (upstream.to(slope.dtype) / divisor), active)
-    return grad.to(current_logps.dtype).contiguous()
+    slope.mul_(upstream.to(slope.dtype) / divisor).view(active.dtype).bitwise_and_(active)
 
 
 def _loss(call: LossCall, found: torch.Tensor) -> tuple[torch.Tensor, ...]:

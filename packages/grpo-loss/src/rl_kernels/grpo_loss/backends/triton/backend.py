@@ -34,7 +34,10 @@ from rl_kernels.grpo_loss.backends.triton.reduce import LEAST, MOST, OWN
 from rl_kernels.grpo_loss.call import LossCall
 from rl_kernels.grpo_loss.plan import Numbers, Plan
 
-__all__ = ["advantages", "backward", "combine", "forward", "forward_grad", "planned", "sums", "sums_grad"]
+__all__ = [
+    *("advantages", "backward", "backward_inplace", "combine", "forward", "forward_grad", "planned", "sums"),
+    "sums_grad",
+]
 
 
 def forward(*arguments: Any) -> tuple[torch.Tensor, ...]:
@@ -55,11 +58,20 @@ def backward(
 ) -> torch.Tensor:
     """Return the gradient in the dtype of current_logps; 0 at masked positions for any upstream gradient."""
     grad = torch.empty(current_logps.shape, dtype=current_logps.dtype, device=current_logps.device)
+    _scale(slope.contiguous(), count, upstream, grad)
+    return grad
+
+
+def backward_inplace(slope: torch.Tensor, count: torch.Tensor, upstream: torch.Tensor) -> None:
+    """Write the gradient, as ``backward`` returns it in FP32, over a contiguous slope."""
+    _scale(slope, count, upstream, slope)
+
+
+def _scale(slope: torch.Tensor, count: torch.Tensor, upstream: torch.Tensor, grad: torch.Tensor) -> None:
     if grad.numel():
         with device_of(grad):
             work = gradient_work(grad.numel())
-            launch(plain_gradient, work.grid, slope.contiguous(), count, upstream, grad, **work.options)
-    return grad
+            launch(plain_gradient, work.grid, slope, count, upstream, grad, **work.options)
 
 
 def sums(*arguments: Any) -> torch.Tensor:

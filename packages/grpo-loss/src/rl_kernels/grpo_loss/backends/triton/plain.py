@@ -240,7 +240,10 @@ def plain_sum(sums, loss, policy_loss, kl, count, batch, segments, beta, HAS_REF
 
 @triton.jit
 def plain_gradient(slope, count, upstream, grad, size, BLOCK: tl.constexpr):
-    """Write the gradient of BLOCK tokens. The slope marks masked tokens, so no mask is read. Grid: blocks of tokens."""
+    """Write the gradient of BLOCK tokens; ``grad`` may be the slope. Grid: blocks of tokens.
+
+    The slope marks masked tokens, so no mask is read.
+    """
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     factor = tl.div_rn(tl.load(upstream).to(tl.float32), tl.load(count))
     x = tl.load(slope + places, mask=places < size, other=0.0)

@@ -59,9 +59,18 @@ class Planned:
         return loss, policy_loss, kl, count, slope
 
     def backward(
-        self, current_logps: torch.Tensor, count: torch.Tensor, slope: torch.Tensor, upstream: torch.Tensor
+        self,
+        current_logps: torch.Tensor,
+        count: torch.Tensor,
+        slope: torch.Tensor,
+        upstream: torch.Tensor,
+        *,
+        overwrite: bool,
     ) -> torch.Tensor | None:
-        """Return the gradient, or None without a launch if a saved-tensor hook changed the tensors."""
+        """Return the gradient, or None without a launch if a saved-tensor hook changed the tensors.
+
+        With ``overwrite`` an FP32 gradient takes the place of the slope.
+        """
         given = (current_logps, count, slope, upstream)
         if not are_plain(*given) or current_logps.dtype != self._dtype:
             return None
@@ -69,7 +78,7 @@ class Planned:
             return None
         if not all([x.dtype == torch.float32 and x.device == current_logps.device for x in given[1:]]):
             return None
-        grad = current_logps.new_empty(self._shape)
+        grad = slope if overwrite and self._dtype == torch.float32 else current_logps.new_empty(self._shape)
         with device_of(grad):
             self._scale(slope, count, upstream, grad)
         return grad
