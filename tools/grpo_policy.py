@@ -103,7 +103,8 @@ class Policy:
         def losses(logps: torch.Tensor, chunk: Chunk) -> torch.Tensor:
             tensors = (batch.old, batch.ref, advantages, batch.mask)
             part = (value[chunk.sequences] for value in tensors)
-            return sequence_losses(logps, *part, beta=BETA, normaliser=normaliser)
+            # Checking the count would wait for the GPU in every chunk.
+            return sequence_losses(logps, *part, beta=BETA, normaliser=normaliser, validate=False)
 
         options = {"ignore_index": IGNORED, "backend": self.given.backend}
         hidden, weight = self._hidden(batch.ids), self.model.lm_head.weight

@@ -117,11 +117,20 @@ def same(recorder, plan, backend, call):
         loss, policy_loss, kl, _, *rest = wanted
         assert lying(found) == lying((loss, policy_loss, kl, torch.empty(()), rest[-1] if slope else None))
     known |= {"count": found[3], "slope": found[4], "upstream": (upstream := torch.ones(()))}
-    saved = (call.current_logps, *found[3:], upstream)
-    ours, found = run(partial(plan.backward, *saved))
-    theirs, wanted = run(partial(backend.backward, *saved))
-    assert ours == theirs
-    assert lying([found]) == lying([wanted])
+    count, slope = found[3:]
+    saved = (call.current_logps, count, slope, upstream)
+
+    def general_backward(overwrite):
+        if not overwrite or call.current_logps.dtype != torch.float32:
+            return backend.backward(*saved)
+        backend.backward_inplace(slope, count, upstream)
+        return slope
+
+    for overwrite in (False, True):
+        ours, found = run(partial(plan.backward, *saved, overwrite=overwrite))
+        theirs, wanted = run(partial(general_backward, overwrite))
+        assert ours == theirs
+        assert lying([found]) == lying([wanted])
 
 
 def refused(recorder, plan, call):
@@ -141,7 +150,7 @@ def refused(recorder, plan, call):
         (current, count, slope, upstream.as_subclass(Wrapper)),
         (current, count, slope, torch._neg_view(upstream)),
     ):
-        assert plan.backward(*saved) is None
+        assert plan.backward(*saved, overwrite=True) is None
     assert not recorder.launches
 
 
@@ -219,7 +228,7 @@ class Fake:
         loss, policy_loss, kl, _, *rest = native.forward_grad(*given)
         return loss, policy_loss, kl, *rest
 
-    def backward(self, *saved):
+    def backward(self, *saved, overwrite):
         self.calls.append("backward")
         return native.backward(*saved)
 

@@ -166,7 +166,10 @@ def special(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
     if name == "number of sequences":
         return {"loss_type": "dr_grpo", "normaliser": Normaliser(num_sequences=7, max_completion_length=33)}, given
     if name == "masked":
-        return {"loss_type": "grpo"}, {**given, "completion_mask": torch.zeros_like(given["completion_mask"])}
+        # Of all ranks no token is active, and that is what was counted.
+        none = Normaliser(num_sequences=torch.tensor(0, device=DEVICE))
+        masked = {**given, "completion_mask": torch.zeros_like(given["completion_mask"])}
+        return {"loss_type": "grpo", "normaliser": none}, masked
     if name == "entropy, rollout":
         extras = Extras(rollout_ratio=draw.uniform(0.5, 2.0, BATCH), entropy=draw.normal(BATCH, LENGTH))
         return {"extras": extras, "rollout_mode": "truncate", "rollout_max": 1.5, "rollout_min": 0.7}, given

@@ -25,7 +25,7 @@ METRICS = (
   it; with ``cispo``, share of ratios below its floor and above its cap; 0 for other types that do not clip.
 - ``ratio_mean``, ``ratio_min``, ``ratio_max``: of the importance ratio.
 - ``k1``, ``k2``, ``k3``: means of the KL estimates, 0 without a KL.
-- ``effective_samples``: ``(sum ratio)^2 / sum ratio^2``; NaN if a square overflows.
+- ``effective_samples``: ``(sum ratio)^2 / sum ratio^2``; NaN if a square overflows, 0 if all of them underflow.
 - ``nonfinite``: number of tokens with a log-probability that is not finite.
 - ``entropy``: mean of the given entropy, 0 if none is given.
 

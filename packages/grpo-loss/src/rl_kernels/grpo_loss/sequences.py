@@ -52,7 +52,8 @@ def sequence_losses(
         extras: rollout ratio, and offsets of packed sequences.
         normaliser: what the sums are divided by; by default what this call counts. Without a process_group: give the
             counts of all ranks.
-        validate: check the values of the mask and of offsets.
+        validate: check the values of the mask, of offsets, and of a normaliser that is a tensor; on a GPU each of these
+            checks syncs.
         backend: name of a backend, ``auto``, or None.
 
     Returns:

@@ -185,6 +185,8 @@ PLANNED = (
     Bug("planned backward accepts any upstream dtype", "x.dtype == torch.float32 and x.device", "x.device"),
     Bug("planned backward accepts a large upstream gradient", " or upstream.numel() != 1:", ":"),
     Bug("planned backward accepts a large count", "or count.numel() != 1 or", "or"),
+    Bug("planned backward overwrites what is needed again", "slope if overwrite and", "slope if"),
+    Bug("planned backward puts a 16-bit gradient into the slope", " and self._dtype == torch.float32 else", " else"),
 )
 """Bugs of planned calls, found in recorded launches."""
 OF_SEQUENCES = (

@@ -47,7 +47,8 @@ def compute_loss(trainer: Any, model: Any, inputs: dict[str, Any], **options: An
         objective=objective(trainer),
         extras=Extras(rollout_ratio=rollout_ratio(trainer, inputs)),
         normaliser=normaliser(trainer, inputs, mask),
-        **options,
+        # A bool mask and these counts are right, and reading them would wait for the GPU.
+        **{"validate": False, **options},
     )
     log(trainer, logps.detach(), old, ref, entropy.detach(), inputs, mask)
     return output.loss
