@@ -88,3 +88,30 @@ def test_compiled():
 
 def test_opcheck():
     torch.library.opcheck(torch.ops.rl_kernels.toy_writer_add_into.default, (torch.ones(3), torch.zeros(3), "hidden"))
+
+
+def test_only_the_last_backward_pass_may_overwrite_what_was_saved():
+    answers = []
+
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x.clone())
+            return 2 * x.sum()
+
+        @staticmethod
+        def backward(ctx, upstream):
+            (saved,) = ctx.saved_tensors
+            answers.append(torchlib.may_overwrite(saved))
+            return 2 * upstream * torch.ones_like(saved)
+
+    x = torch.ones(3, requires_grad=True)
+    for options in ({"retain_graph": True}, {"create_graph": True}, {}):
+        torch.autograd.grad(Double.apply(x), x, **options)
+    torch.autograd.grad(Double.apply(x), x, torch.ones(2), is_grads_batched=True)
+    with torch.inference_mode():
+        foreign = torch.ones(3)
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: foreign):
+        torch.autograd.grad(Double.apply(x), x)
+    assert answers == [False, False, True, False, False]
+    assert not torchlib.may_overwrite(x)
