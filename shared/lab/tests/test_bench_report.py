@@ -57,6 +57,12 @@ def test_launches_are_columns_where_they_were_counted():
     assert head[-1] == "call / ours"
 
 
+def test_tokens_a_second_stand_beside_the_rate_where_they_are_counted():
+    records = [record(OURS, passes={"forward": measured(2.0)}, tokens=3_000_000)]
+    (_, (head, row)), *_ = tables(Document({}, {}, records))
+    assert (head[3], row[3]) == ("rate, G tokens/s", "2.00 TB/s, 1.50")
+
+
 def test_remarks_name_the_few_that_another_clock_took():
     records = [
         *(record(OURS, shape, passes={"forward": measured(1.0)}) for shape in "ab"),

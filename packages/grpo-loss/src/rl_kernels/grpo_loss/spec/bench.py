@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -150,4 +151,5 @@ BENCH = Benchmark(
         "eps": Option(number(above=0), "least standard deviation of a group"),
         "delta": Option(number(above=0), "cap of the ratio in the unclipped branch, for types that clip"),
     },
+    tokens=lambda shape: math.prod(shape.sizes),
 )

@@ -124,6 +124,7 @@ class Benchmark:
         rows: public function -> its row layout; a function without one is checked in one piece.
         dtype: name of the default dtype; empty for the default of the device.
         options: argument -> numeric option of the operator; each is a flag.
+        tokens: number of tokens of a shape, for tables that also show tokens per second.
     """
 
     shape: tuple[str, ...]
@@ -133,6 +134,7 @@ class Benchmark:
     rows: Mapping[str, RowLayout] = field(default_factory=dict)
     dtype: str = ""
     options: Mapping[str, Option] = field(default_factory=dict)
+    tokens: Callable[[Shape], int] | None = None
 
     def with_options(self, shape: Shape, values: Mapping[str, float]) -> Shape:
         """Return a shape with these options set; its note names them."""

@@ -68,6 +68,7 @@ class Record:
         skipped: pass (or empty for all) -> why there is no time.
         wrong: what is wrong with the result; there is no time then either.
         options: numeric options of the operator that were given on the command line.
+        tokens: number of tokens, if the benchmark counts them.
     """
 
     operator: str
@@ -83,6 +84,7 @@ class Record:
     skipped: dict[str, str] = field(default_factory=dict)
     wrong: str = ""
     options: dict[str, float] = field(default_factory=dict)
+    tokens: int = 0
 
     @property
     def ours(self) -> bool:

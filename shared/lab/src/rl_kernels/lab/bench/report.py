@@ -13,7 +13,9 @@ from rl_kernels.lab.bench.record import Document, Measured, Record
 
 Rows = list[tuple[str, ...]]
 
-COLUMNS = ("shape", "implementation", "ms", "rate", "floor", "/ ours", "extra MiB", "call us", "call / ours")
+RATE, RATE_AND_TOKENS = "rate", "rate, G tokens/s"
+"""Heads of the column of rates; the second one where the records say how many tokens they are about."""
+COLUMNS = ("shape", "implementation", "ms", RATE, "floor", "/ ours", "extra MiB", "call us", "call / ours")
 COUNTED = "launches, waits"
 """A column that appears only if they were counted."""
 
@@ -74,7 +76,8 @@ def tables(document: Document) -> Iterator[tuple[str, Rows]]:
             found = [(each, each.passes[name]) for each in timed if name in each.passes]
             counted = any(measured.timing.launches is not None for _, measured in found)
             rows = [_row(record, measured, counted) for record, measured in found]
-            yield f"{operator}, {dtype}, {name}", [(*COLUMNS, COUNTED) if counted else COLUMNS, *rows]
+            head = [RATE_AND_TOKENS if each == RATE and mine[0].tokens else each for each in COLUMNS]
+            yield f"{operator}, {dtype}, {name}", [(*head, COUNTED) if counted else (*head,), *rows]
         means = _means(timed, passes)
         if means:
             yield f"{operator}, {dtype}: geometric means of time / ours", means
@@ -83,7 +86,7 @@ def tables(document: Document) -> Iterator[tuple[str, Rows]]:
 def _row(record: Record, measured: Measured, counted: bool) -> tuple[str, ...]:
     timing = measured.timing
     cells = (
-        *(record.shape, record.name, digits(timing.ms), _rate(measured), f"{100 * measured.share:.0f} %"),
+        *(record.shape, record.name, digits(timing.ms), _rate(measured, record.tokens), f"{100 * measured.share:.0f} %"),
         "" if measured.ratio is None else f"{measured.ratio:.2f}",
         "n/a" if timing.extra_mib is None else f"{timing.extra_mib:.0f}",
         f"{timing.call_us:.0f}",
@@ -93,11 +96,11 @@ def _row(record: Record, measured: Measured, counted: bool) -> tuple[str, ...]:
     return (*cells, ", ".join(counts)) if counted else cells
 
 
-def _rate(measured: Measured) -> str:
+def _rate(measured: Measured, tokens: int) -> str:
     # A CPU's rates are best read in units a thousand times smaller.
-    if measured.rate < 0.1:
-        return f"{digits(1000 * measured.rate)} {measured.unit.replace('T', 'G', 1)}"
-    return f"{digits(measured.rate)} {measured.unit}"
+    factor, unit = (1000, measured.unit.replace("T", "G", 1)) if measured.rate < 0.1 else (1, measured.unit)
+    rate = f"{digits(factor * measured.rate)} {unit}"
+    return f"{rate}, {digits(tokens / measured.timing.ms * 1e-6)}" if tokens else rate
 
 
 def digits(value: float) -> str:

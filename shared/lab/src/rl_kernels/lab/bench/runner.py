@@ -83,7 +83,8 @@ class Job:
         """Return an empty record."""
         shape = self.shape
         where = (self.operator.name, shape.label, shape.sizes, shape.group, self.dtype)
-        return Record(*where, implementation, note=note, options=dict(self.options))
+        tokens = 0 if self.benchmark.tokens is None else self.benchmark.tokens(shape)
+        return Record(*where, implementation, note=note, options=dict(self.options), tokens=tokens)
 
 
 @dataclass
