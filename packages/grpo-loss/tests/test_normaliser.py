@@ -1,4 +1,4 @@
-"""Counts that divide: 0 where no token is active gives 0, whatever is masked; as a tensor they are checked like numbers."""
+"""Counts that divide: 0 gives a loss of 0 where no token is active; tensors are checked like numbers."""
 
 from __future__ import annotations
 

@@ -137,8 +137,9 @@ def grpo_loss(
         return_metrics: return ``LossAndMetrics`` instead of ``GRPOLossOutput``.
         validate: check that a mask that is not bool holds only 0 and 1, and check offsets and counts on a GPU. This
             syncs with the GPU, and is skipped under torch.compile and graph capture. Without the check, every nonzero
-            mask value is active, offsets out of range are clamped, and counts are used as they are. With process_group, True also compares the call on all ranks
-            first, so that an error of one rank is raised by each; with False B and T must be equal on all ranks.
+            mask value is active, offsets out of range are clamped, and counts are used as they are. With process_group,
+            True also compares the call on all ranks first, so that an error of one rank is raised by each; with False B
+            and T must be equal on all ranks.
         backend: name of a backend, ``auto``, or None: the backend that ``use_backend`` or ``RL_KERNELS_BACKEND``
             forces, otherwise ``auto``.
 

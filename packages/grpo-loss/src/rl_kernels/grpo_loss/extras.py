@@ -57,10 +57,10 @@ class Normaliser(NamedTuple):
 
 
 class Divisor(NamedTuple):
-    """A checked normaliser: its name, a number (0 if not given) or a tensor, and the length of ``dr_grpo`` (0: T)."""
+    """A checked normaliser: its name, a number or a tensor or neither, and the length of ``dr_grpo`` (0 means T)."""
 
     name: str
-    number: float
+    number: float | None
     tensor: torch.Tensor | None
     length: float
 
@@ -78,8 +78,8 @@ def group(name: str, value: Group | None, empty: Group) -> Group:
     return value
 
 
-def divisor_of(loss_type: str, given: Normaliser, logps: torch.Tensor) -> Divisor:
-    """Check a normaliser for a loss type, all but the value of a tensor; a number of 0 becomes a tensor.
+def divisor_of(loss_type: str, given: Normaliser) -> Divisor:
+    """Check a normaliser for a loss type.
 
     Raises:
         TypeError, ValueError: a member is out of range or does not apply to this loss type; the message names it.
@@ -91,19 +91,25 @@ def divisor_of(loss_type: str, given: Normaliser, logps: torch.Tensor) -> Diviso
         raise ValueError(f"{other}: expected None with loss_type {loss_type!r}, which divides by {name}, got a value")
     length = _length(loss_type, given.max_completion_length)
     if value is None:
-        return Divisor(name, 0.0, None, length)
+        return Divisor(name, None, None, length)
     if isinstance(value, torch.Tensor):
         check.tensor(name, value, (*check.FLOATS, *check.INTEGERS), ndim=0)
-        check.same_device(current_logps=logps, **{name: value})
-        return Divisor(name, 0.0, value.detach(), length)
+        return Divisor(name, None, value.detach(), length)
     _number(name, value)
-    return Divisor(name, value, None if value else logps.new_zeros(()), length)
+    return Divisor(name, value, None, length)
 
 
-def check_value(divisor: Divisor, mask: torch.Tensor) -> None:
-    """Require of a divisor that is a tensor what a number must be: > 0, or 0 if no token is active; syncs with a GPU."""
-    if divisor.tensor is not None and not values_hidden(divisor.tensor):
-        _check_count(divisor.tensor, mask, divisor.name)
+def tensor_of(divisor: Divisor, logps: torch.Tensor, mask: torch.Tensor, values: bool) -> torch.Tensor | None:
+    """Return the tensor of a divisor for the raw ops, which take a number of 0 for none; so a 0 becomes a tensor too.
+
+    ``values`` requires of it what a number must be: > 0, or 0 if no token is active. This syncs with a GPU.
+    """
+    found = logps.new_zeros(()) if divisor.number == 0 else divisor.tensor
+    if found is not None:
+        check.same_device(current_logps=logps, **{divisor.name: found})
+        if values and not values_hidden(found):
+            _check_count(found, mask, divisor.name)
+    return found
 
 
 def _number(name: str, value: float) -> None:

@@ -28,6 +28,7 @@ the order of the batch; ``combine`` then adds them as ``forward`` does. Its ``le
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -100,7 +101,7 @@ def _combined(sums: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:
     return loss, policy_loss, kl, sums.new_empty((sums.shape[0] - SUMS,), dtype=torch.float32), divisor
 
 
-FAKES = {
+FAKES: dict[str, Callable[..., Any]] = {
     "advantages": lambda rewards, *_: rewards.new_empty(rewards.shape, dtype=compute_dtype(rewards.dtype)),
     "forward": _results,
     "forward_grad": _results_and_slope,

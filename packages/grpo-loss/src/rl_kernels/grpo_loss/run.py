@@ -13,7 +13,7 @@ from rl_kernels.core.torchlib import first_order, may_overwrite, no_lost_derivat
 from rl_kernels.grpo_loss.arguments import Layout
 from rl_kernels.grpo_loss.call import LossCall
 from rl_kernels.grpo_loss.estimator import Estimator
-from rl_kernels.grpo_loss.extras import Normaliser, check_value, divisor_of
+from rl_kernels.grpo_loss.extras import Normaliser, divisor_of, tensor_of
 from rl_kernels.grpo_loss.objective import Objective
 from rl_kernels.grpo_loss.op import OPERATOR, describe, ops
 from rl_kernels.grpo_loss.outputs import GRPOLossOutput, LossAndMetrics
@@ -50,7 +50,7 @@ def prepare(
 ) -> CallOf:
     """Check the remaining arguments; return a function of scores, estimator and eps that builds the call."""
     plan, numbers = objective.plan, objective.numbers
-    divisor = divisor_of(objective.loss_type, options.normaliser, current_logps)
+    divisor = divisor_of(objective.loss_type, options.normaliser)
     old, ref, mask, rollout, entropy = tokens
     if ref is None and numbers.beta > 0:
         raise ValueError(f"ref_logps: expected a tensor with beta > 0 (beta is {numbers.beta}), got None")
@@ -59,8 +59,7 @@ def prepare(
         raise ValueError(f"rollout_mode: expected None without rollout_ratio, got {plan.rollout!r}")
     ratio = None if rollout is None else layout.scores("rollout_ratio", rollout)
     check.same_device(current_logps=current_logps, rollout_ratio=ratio)
-    if options.validate:
-        check_value(divisor, mask)
+    given_count = tensor_of(divisor, current_logps, mask, options.validate)
     check.flag("return_metrics", options.return_metrics)
 
     def call_of(scores: Scores, estimator: Estimator, eps: float) -> LossCall:
@@ -72,10 +71,10 @@ def prepare(
             mask.detach(),
             ratio,
             None if entropy is None or not options.return_metrics else entropy.detach(),
-            divisor.tensor,
+            given_count,
             layout.cu_seqlens,
             layout.max_seqlen,
-            scalars(*numbers._replace(eps=eps, divisor=divisor.number, length=divisor.length)),
+            scalars(*numbers._replace(eps=eps, divisor=divisor.number or 0.0, length=divisor.length)),
             plan.text,
             estimator.text,
             options.return_metrics,
@@ -161,13 +160,12 @@ class _GRPOLoss(torch.autograd.Function):
     def backward(ctx: Any, upstream: torch.Tensor | None, *_: None) -> tuple[torch.Tensor | None, None, None]:
         if upstream is None:
             return None, None, None
-        return _gradient(*ctx.saved_tensors, upstream, ctx.backend), None, None
+        return _gradient(ctx.saved_tensors, upstream, ctx.backend), None, None
 
 
-def _gradient(
-    current_logps: torch.Tensor, divisor: torch.Tensor, slope: torch.Tensor, upstream: torch.Tensor, backend: str
-) -> torch.Tensor:
+def _gradient(saved: tuple[torch.Tensor, ...], upstream: torch.Tensor, backend: str) -> torch.Tensor:
     """Return the gradient, in the memory of the slope if it fits and nobody reads the slope again."""
+    current_logps, divisor, slope = saved
     if current_logps.dtype != slope.dtype or not slope.is_contiguous() or not may_overwrite(slope):
         return first_order(ops["backward"], current_logps, divisor, slope, upstream, backend)
     no_lost_derivatives("grpo_loss", slope, upstream)
@@ -201,5 +199,5 @@ class _PlannedLoss(torch.autograd.Function):
         if not (torch.compiler.is_compiling() or torch.is_grad_enabled() or ops_are_observed()):
             found = ctx.plan.launches.backward(*saved, upstream, overwrite=may_overwrite(saved[2]))
         if found is None:
-            found = _gradient(*saved, upstream, ctx.plan.backend)
+            found = _gradient(saved, upstream, ctx.plan.backend)
         return found, None, None

@@ -207,14 +207,14 @@ def is_asked_for(ctx: Any, number: int) -> bool:
 
 
 def may_overwrite(saved: torch.Tensor) -> bool:
-    """Say whether the running backward pass may write to a tensor that its Function saved, because nobody reads it again.
+    """Say whether the running backward pass may write to a tensor that its Function saved: nobody reads it again.
 
     A pass with ``retain_graph`` or ``create_graph`` keeps the graph for another one, and under ``is_grads_batched``
     (vmap) one tensor serves many gradients. Memory of inference mode, from a hook for saved tensors, is not ours.
     """
     if torch.compiler.is_compiling() or is_traced() or not are_plain(saved) or saved.is_inference():
         return False
-    return not torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
+    return not torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def no_lost_derivatives(name: str, *values: Any) -> None:

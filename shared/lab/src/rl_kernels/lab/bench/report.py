@@ -86,7 +86,8 @@ def tables(document: Document) -> Iterator[tuple[str, Rows]]:
 def _row(record: Record, measured: Measured, counted: bool) -> tuple[str, ...]:
     timing = measured.timing
     cells = (
-        *(record.shape, record.name, digits(timing.ms), _rate(measured, record.tokens), f"{100 * measured.share:.0f} %"),
+        *(record.shape, record.name, digits(timing.ms), _rate(measured, record.tokens)),
+        f"{100 * measured.share:.0f} %",
         "" if measured.ratio is None else f"{measured.ratio:.2f}",
         "n/a" if timing.extra_mib is None else f"{timing.extra_mib:.0f}",
         f"{timing.call_us:.0f}",

@@ -35,7 +35,14 @@ from rl_kernels.grpo_loss.call import LossCall
 from rl_kernels.grpo_loss.plan import Numbers, Plan
 
 __all__ = [
-    *("advantages", "backward", "backward_inplace", "combine", "forward", "forward_grad", "planned", "sums"),
+    "advantages",
+    "backward",
+    "backward_inplace",
+    "combine",
+    "forward",
+    "forward_grad",
+    "planned",
+    "sums",
     "sums_grad",
 ]
 
