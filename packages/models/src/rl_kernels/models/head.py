@@ -13,7 +13,7 @@ from rl_kernels.core.outputs import LogpStats
 from rl_kernels.det_gemm import det_linear
 from rl_kernels.det_gemm.module import DetLinear
 from rl_kernels.linear_logp import linear_logp
-from rl_kernels.models.swap import original_of
+from rl_kernels.models.swap import HOOK, WITHIN_HOOK, calls_own_forward, original_of, replaced
 
 LORA = ("base_layer", "lora_A", "lora_B", "scaling", "active_adapters", "lora_dropout")
 SAVED = ("original_module", "modules_to_save", "active_adapters", "disable_adapters")
@@ -54,14 +54,16 @@ def head_logp(
         if _is_cut(module):
             return module.logp(hidden, target_ids, **options)
         rows, weight, bias = _operands(module, hidden)
-        return linear_logp(rows, weight, target_ids, bias, **options)
+        return linear_logp(rows, weight, target_ids.to(rows.device), bias, **options)
 
     for each in (head, module):
         if _is_sharded(each):
             # FSDP2 puts hooks on a module's results, which therefore must not be views.
             return _through(each, lambda hidden: _copied(forward(hidden)), hidden)
     _check_hooks(head, *module.modules())
-    return forward(hidden)
+    _check_parts(module)
+    # accelerate's hook moves the rows to the weight, and loads a weight that it offloads.
+    return _through(module, forward, hidden, WITHIN_HOOK) if HOOK in vars(module) else forward(hidden)
 
 
 def _is_cut(module: nn.Module) -> bool:
@@ -84,14 +86,15 @@ def _check_hooks(*modules: nn.Module) -> None:
     for module in modules:
         if module._forward_hooks or module._forward_pre_hooks:
             raise TypeError("head: expected no forward hooks, on it or inside it: they would not run")
-        if "forward" in vars(module) and not _only_moves(module):
+        if not calls_own_forward(module):
             raise TypeError("head: expected the forward of each class, one was replaced on the object")
 
 
-def _only_moves(module: Any) -> bool:
-    """Say whether accelerate replaced a forward only to move its inputs to the device of the weights."""
-    hook = getattr(module, "_hf_hook", None)
-    return type(hook).__name__ == "AlignDevicesHook" and not getattr(hook, "offload", True)
+def _check_parts(module: nn.Module) -> None:
+    """Refuse weights that accelerate loads only while a part of the head is called, as this calls no part."""
+    for name, part in module.named_modules():
+        if part is not module and any(value.is_meta for value in part.parameters(recurse=False)):
+            raise TypeError(f"head: accelerate offloads the weight of {name}; give the head a device in device_map")
 
 
 def _copied(found: torch.Tensor | LogpStats) -> torch.Tensor | LogpStats:
@@ -106,15 +109,14 @@ def _is_sharded(head: nn.Module) -> bool:
     return isinstance(head, FSDPModule)
 
 
-def _through(head: nn.Module, forward: Callable[[torch.Tensor], Any], hidden: torch.Tensor) -> Any:
-    """Call a module and its hooks with another forward."""
-    if "forward" in vars(head):
+def _through(
+    head: nn.Module, forward: Callable[[torch.Tensor], Any], hidden: torch.Tensor, name: str = "forward"
+) -> Any:
+    """Call a module and its hooks with another forward, in the place of its attribute ``name``."""
+    if not calls_own_forward(head):
         raise TypeError("head: expected the forward of its class, it was replaced on the object")
-    head.forward = forward
-    try:
+    with replaced(head, name, forward):
         return head(hidden)
-    finally:
-        del head.forward
 
 
 def _operands(head: nn.Module, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import copyreg
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from rl_kernels.det_gemm.api import det_linear
 from rl_kernels.det_gemm.module import DetLinear
 from rl_kernels.models.fused.embedding import OrderedEmbedding
 from rl_kernels.models.fused.swaps import gated
-from rl_kernels.models.swap import SWAPPED
+from rl_kernels.models.swap import SWAPPED, calls_own_forward
 from rl_kernels.models.unknown import is_foreign_linear
 from rl_kernels.norm import layer_norm, rms_norm
 
@@ -61,7 +62,7 @@ def replacement(module: nn.Module) -> Found:
         found = _subclass(type(module), (), _conv1d), ""
     elif isinstance(module, nn.Embedding):
         # One with a custom forward or weight is left alone without a warning: it does not depend on the batch.
-        is_plain = "forward" not in vars(module) and not nn.utils.parametrize.is_parametrized(module)
+        is_plain = calls_own_forward(module) and not nn.utils.parametrize.is_parametrized(module)
         found = (_embedding(type(module)), "") if is_plain else NOTHING
     elif isinstance(module, nn.MultiheadAttention):
         found = None, "nn.MultiheadAttention computes its products itself"
@@ -71,7 +72,7 @@ def replacement(module: nn.Module) -> Found:
         found = _norm(module)
     elif (forward := gated(module)) is not None:
         found = _subclass(type(module), (), forward), ""
-    if found[0] is not None and "forward" in vars(module):
+    if found[0] is not None and not calls_own_forward(module):
         return None, "its forward was replaced on the object, so swapping its class has no effect"
     return found
 
@@ -86,8 +87,9 @@ def _linear(module: nn.Linear) -> Found:
 
 def _embedding(base: type[nn.Module]) -> type[nn.Module]:
     """Return a subclass that overrides ``nn.Embedding.forward``; Gemma's subclass still scales its result."""
-    bases = (OrderedEmbedding,) if base is nn.Embedding else (base, OrderedEmbedding)
-    return _subclass(base, (), None, bases=bases)
+    if base is nn.Embedding:
+        return _subclass(base, (), OrderedEmbedding.forward, bases=(OrderedEmbedding,))
+    return _subclass(base, (), None, bases=(base, OrderedEmbedding))
 
 
 def _conv1d(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -207,15 +209,36 @@ def _subclass(
     known = (base, *key)
     if known not in _made:
         body = {
-            **({} if forward is None else {"forward": forward}),
+            **({} if forward is None else {"forward": _while_swapped(forward)}),
             SWAPPED: original or base,
             "__module__": base.__module__,
             "__doc__": base.__doc__,
+            "__copy__": _copy,
             "__deepcopy__": _deep_copy,
             "__reduce_ex__": _pickled,
         }
         _made[known] = type(f"RowWise{base.__name__}", bases or (base,), body)
     return _made[known]
+
+
+def _while_swapped(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a forward that gives way to that of the class once the swap is undone.
+
+    Whoever replaced a module's forward in the meantime may still call ours, bound to the module.
+    """
+
+    @functools.wraps(forward)
+    def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        kind = type(self)
+        return forward(self, *args, **kwargs) if hasattr(kind, SWAPPED) else kind.forward(self, *args, **kwargs)
+
+    return run
+
+
+def _copy(self: nn.Module) -> nn.Module:
+    made = object.__new__(type(self))
+    made.__dict__.update(self.__dict__)
+    return made
 
 
 def _deep_copy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:

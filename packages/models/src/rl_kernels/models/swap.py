@@ -8,6 +8,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,8 @@ from torch import nn
 
 SWAPPED = "_rl_kernels_swapped"
 """Attribute of a swapped class: the original class."""
+HOOK, WITHIN_HOOK = "_hf_hook", "_old_forward"
+"""Attributes that accelerate gives a module: its hook, and the forward that the hook calls."""
 Undo = Callable[[Any], None]
 """Takes the object and undoes its swap; it must not hold a reference to the object."""
 
@@ -72,21 +75,43 @@ def class_swap(other: type[nn.Module], original: type[nn.Module]) -> Callable[[n
     """Return a function that swaps a module's class for a subclass; the object and its state stay as they are."""
 
     def swap(module: nn.Module) -> Undo:
-        module.__class__ = other
+        _set_class(module, other)
         return lambda module: _give_back(module, other, original)
 
     return swap
+
+
+def calls_own_forward(module: nn.Module) -> bool:
+    """Say whether a call of a module runs the forward of its class, maybe within a hook of accelerate."""
+    own = vars(module)
+    forward = own.get("forward")
+    if HOOK in own and getattr(getattr(forward, "func", None), "__module__", "") == "accelerate.hooks":
+        forward = own.get(WITHIN_HOOK)
+    return "forward" not in own or _is_own(forward, module)
+
+
+def _is_own(value: Any, module: nn.Module) -> bool:
+    is_bound = isinstance(value, MethodType) and value.__self__ is module
+    return is_bound and value.__func__ is type(module).forward
+
+
+def _set_class(module: nn.Module, kind: type[nn.Module]) -> None:
+    """Set a module's class; its forward, where accelerate keeps it as an attribute, follows."""
+    kept = [name for name, value in vars(module).items() if _is_own(value, module)]
+    module.__class__ = kind
+    for name in kept:
+        vars(module)[name] = MethodType(kind.forward, module)
 
 
 def _give_back(module: nn.Module, other: type[nn.Module], original: type[nn.Module]) -> None:
     """Restore a module's class; a class that FSDP2 or a parametrization put on top stays."""
     found = type(module)
     if found is other:
-        module.__class__ = original
+        _set_class(module, original)
     elif other in found.__bases__:
         bases = tuple(original if base is other else base for base in found.__bases__)
         body = {name: value for name, value in vars(found).items() if name not in ("__dict__", "__weakref__")}
-        module.__class__ = type(found.__name__.replace(other.__name__, original.__name__), bases, body)
+        _set_class(module, type(found.__name__.replace(other.__name__, original.__name__), bases, body))
     elif other in found.__mro__:
         warnings.warn(f"model: a {found.__name__} stays swapped: its class was changed twice since", stacklevel=3)
 

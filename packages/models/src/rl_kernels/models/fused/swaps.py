@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from rl_kernels.models.fused import gate, rotary
-from rl_kernels.models.swap import SWAPPED, Undo
+from rl_kernels.models.swap import SWAPPED, Undo, calls_own_forward
 
 ROTARY = "apply_rotary_pos_emb"
 """Name of the function in a modelling file that its attention calls."""
@@ -98,7 +98,8 @@ def _is_silu(module: object) -> bool:
 
 
 def _is_watched(module: nn.Module) -> bool:
-    return any(getattr(module, name) for name in HOOKS) or torch.nn.modules.module._has_any_global_hook()
+    hooked = any(getattr(module, name) for name in HOOKS) or not calls_own_forward(module)
+    return hooked or torch.nn.modules.module._has_any_global_hook()
 
 
 class _Scaled(nn.Module):

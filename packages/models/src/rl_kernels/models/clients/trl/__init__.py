@@ -77,7 +77,7 @@ def use_in(
     if invariant:
         _make_invariant(bases)
     for base, head in zip(bases, heads, strict=True):
-        score_with(base, head, places=invariant)
+        score_with(base, head, places=invariant, around=trainer.accelerator.autocast)
     if record:
         # Wrappers apply autocast only to training passes.
         given = (trainer._generate_single_turn, heads[0], bases[0], trainer.accelerator.autocast)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
 import torch
+from accelerate.utils import convert_outputs_to_fp32
 from transformers.utils import ModelOutput
 
 from rl_kernels.core.outputs import LogpStats
@@ -17,6 +20,10 @@ from rl_kernels.models.logits import logit_options
 
 IGNORED = -100
 """The label of a position that is not scored."""
+SCORED = "_rl_kernels_scored"
+"""Attribute of a model: its ``Head``, and the forward that TRL's fused head replaced."""
+REPLACED = "original_forward"
+"""TRL's name of that forward, in the closure of its fused head."""
 
 
 @dataclass
@@ -99,22 +106,28 @@ class Head:
             return linear_logp(rows.float(), head.weight.float(), ids, bias, **self._options)
 
 
-def score_with(model: Any, head: Head, *, places: bool = False) -> None:
+def score_with(
+    model: Any, head: Head, *, places: bool = False, around: Callable[[], AbstractContextManager[Any]] | None = None
+) -> None:
     """Replace TRL's fused head on a model of transformers by ours.
 
-    Calls without ``fused_lm_head=True`` do not change, so ``generate`` stays the same.
+    Calls without ``fused_lm_head=True`` do not change, so ``generate`` stays the same. A deep copy of the model scores
+    through its own head and computes with its own weights.
 
     Args:
         model: a causal language model; wrappers around it (PEFT, DDP, FSDP) call its forward and keep their hooks.
         head: its head.
         places: give tokens after left padding the positions that ``generate`` gives them; TRL counts the padding, which
             rounds differently.
+        around: autocast of accelerate, which it put around the forward of a prepared model.
     """
-    theirs = model.forward
+    theirs, is_prepared = _replaced_by_trl(model)
 
     # Keeps the signature of the class, which ``generate`` inspects.
     @functools.wraps(type(model).forward)
     def forward(self: Any, *args: Any, fused_lm_head: bool = False, **given: Any) -> Any:
+        # Read from the object that is called: it may be a deep copy, whose attributes are its own.
+        head, theirs = getattr(self, SCORED)
         if not fused_lm_head:
             return theirs(*args, **given)
         labels, shifted = given.pop("labels", None), given.pop("shift_labels", None)
@@ -127,4 +140,22 @@ def score_with(model: Any, head: Head, *, places: bool = False) -> None:
             hidden, shifted = hidden[:, :-1], labels[:, 1:]
         return head.scores(hidden, shifted)
 
+    setattr(model, SCORED, (head, theirs))
     model.forward = MethodType(forward, model)
+    if is_prepared and around is not None:
+        # As accelerate does it: otherwise a model of FP32 weights would leave its mixed precision.
+        model._original_forward = model.forward
+        model.forward = MethodType(convert_outputs_to_fp32(around()(forward)), model)
+
+
+def _replaced_by_trl(model: Any) -> tuple[Callable[..., Any], bool]:
+    """Return the forward that TRL's fused head replaced, and whether accelerate put its autocast around that head.
+
+    TRL's function holds this forward, bound to the model, so that a copy of the model would call the original.
+    """
+    for forward in (model.forward, vars(model).get("_original_forward")):
+        function = getattr(forward, "__func__", None)
+        names = () if function is None else function.__code__.co_freevars
+        if REPLACED in names:
+            return function.__closure__[names.index(REPLACED)].cell_contents, forward is not model.forward
+    return model.forward, False
