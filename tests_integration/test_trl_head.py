@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -184,3 +185,39 @@ def test_scores_with_an_adapter_are_those_of_trl(where: str) -> None:
         expected = [logps.masked_fill(batch["labels"][:, 1:] == -100, 0.0).detach()]
     head.score_with(model, head.Head(model, 1.3, in_fp32=False, entropy=True))
     _held(_scored(wrapped, batch)[: len(expected)], expected)
+
+
+def test_a_deep_copy_scores_and_computes_with_its_own_weights() -> None:
+    model, other = _model("phi"), _model("phi")
+    with torch.no_grad():
+        for value in other.parameters():
+            value.mul_(1.25)
+    for each in (model, other):
+        _hooked(each, temperature=0.7)
+        head.score_with(each, head.Head(each, 0.7, in_fp32=False, entropy=True))
+    batch = _batch(model)
+    before, expected = _scored(model, batch), _scored(other, batch)
+    copied = copy.deepcopy(copy.deepcopy(model))
+    copied.load_state_dict(other.state_dict())
+    assert all(map(torch.equal, _scored(copied, batch), expected))
+    assert torch.equal(copied(batch["input_ids"]).logits, other(batch["input_ids"]).logits)
+    assert all(map(torch.equal, _scored(model, batch), before))
+
+
+def test_a_prepared_model_keeps_its_mixed_precision() -> None:
+    """As TRL's reference model, around whose head accelerate puts autocast."""
+    accelerate = pytest.importorskip("accelerate")
+    model = _model("llama")
+    batch, accelerator = _batch(model), accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+    _hooked(model)
+    plain = copy.deepcopy(model)
+    accelerator.prepare_model(model, evaluation_mode=True)
+    for each in (plain, model):
+        head.score_with(each, head.Head(each, 1.0, in_fp32=False, entropy=True), around=accelerator.autocast)
+    with torch.no_grad():
+        found, expected = model(**batch, fused_lm_head=True), plain(**batch, fused_lm_head=True)
+        assert not torch.equal(found.log_probs, expected.log_probs)
+        with accelerator.autocast():
+            expected = plain(**batch, fused_lm_head=True)
+    assert torch.equal(found.log_probs, expected.log_probs)
+    assert torch.equal(found.entropy, expected.entropy)
