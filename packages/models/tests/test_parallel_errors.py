@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from rl_kernels.core.testing import bits_of
 from rl_kernels.core.testing.ranks import run_ranks
 from rl_kernels.linear_logp import vocab_shards
-from rl_kernels.models import head_logp
+from rl_kernels.models import head_logp, sequence_logp
 from rl_kernels.models.parallel import (
     ColumnParallel,
     RowParallel,
@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from test_parallel import SIZES, VOCAB, batch_of, model_of
 
 transformers = pytest.importorskip("transformers")
+peft, safetensors = map(pytest.importorskip, ("peft", "safetensors.torch"))
 
 
 def gpt2():
@@ -151,7 +152,7 @@ def styles_alone(rank, world):
     return [name for name, value in results(parts).items() if not bits_of(value).equal(bits_of(wanted[name]))]
 
 
-def in_ranks(rank, world, expected):
+def in_ranks(rank, world, expected, folder):
     group = distributed.group.WORLD
     texts, failed = [], []
 
@@ -197,10 +198,36 @@ def in_ranks(rank, world, expected):
         same("generate", found, expected["generate"])
         hidden = model.model(input_ids=ids).last_hidden_state
         same("logp", head_logp(model.lm_head, hidden, ids, temperature=0.7), expected["logp"])
+        same("sequences", sequence_logp(model, ids, temperature=0.7), expected["sequences"])
+    failed += saved(attempt, rank, folder)
     return texts, failed
 
 
-def test_ranks_agree_and_generate():
+def saved(attempt, rank, folder):
+    """Save and change a parallel model in each way; return the weights of what rank 0 saves as the errors say."""
+    model = model_of("Llama")
+    whole = copy.deepcopy(model.state_dict())
+    parallelize(model, distributed.group.WORLD)
+    twin = copy.deepcopy(model)
+    attempt(lambda: model.save_pretrained(f"{folder}/shards"))
+    attempt(lambda: safetensors.save_model(model, f"{folder}/shards"))
+    attempt(model.model.layers[0].mlp.state_dict)
+    attempt(twin.state_dict)
+    attempt(lambda: torch.save(model, f"{folder}/model.pt"))
+    attempt(lambda: model.load_state_dict(whole, strict=False))
+    state = full_state_dict(model)
+    if rank == 0:
+        model.save_pretrained(f"{folder}/whole", state_dict=state)
+    load_full_state_dict(twin, {name: value * 2 for name, value in whole.items()})
+    found = {"copy": full_state_dict(twin)["lm_head.weight"] / 2, "original": full_state_dict(model)["lm_head.weight"]}
+    twin.resize_token_embeddings(VOCAB + 8)
+    attempt(lambda: twin(batch_of(0)))
+    peft.get_peft_model(model, peft.LoraConfig(target_modules=["down_proj"]))
+    attempt(lambda: model(batch_of(0)))
+    return [name for name, value in found.items() if not torch.equal(value, whole["lm_head.weight"])]
+
+
+def test_ranks_agree_generate_and_save(tmp_path):
     torch.set_num_threads(1)
     model, ids = model_of("Llama"), batch_of(0)
     parallelize(model)
@@ -208,10 +235,11 @@ def test_ranks_agree_and_generate():
         expected = {
             "odd": model(input_ids=ids[:, :15]).logits,
             "generate": model.generate(ids[:, :5], max_new_tokens=6, do_sample=False, pad_token_id=0),
+            "sequences": sequence_logp(model, ids, temperature=0.7),
             "logp": head_logp(model.lm_head, model.model(input_ids=ids).last_hidden_state, ids, temperature=0.7),
         }
     assert expected["odd"].shape == (2, 15, VOCAB)
-    results = run_ranks(in_ranks, 2, 2, expected)
+    results = run_ranks(in_ranks, 2, 2, expected, str(tmp_path))
     texts = results[0][0]
     wanted = [
         "ValueError: mesh: expected a number of ranks that divides num_key_value_heads = 1, got 2 (on rank 0",
@@ -222,10 +250,21 @@ def test_ranks_agree_and_generate():
         "ValueError: input_ids: expected the same on every rank",
         "ValueError: input_ids: expected the same on every rank",
         "ValueError: attention_mask: expected the same on every rank of process_group, got nothing, ",
+        *["RuntimeError: state_dict: "] * 4,
+        "TypeError: parallelize: a parallel model cannot be pickled; save rl_kernels.models.parallel.full_state_dict",
+        "RuntimeError: Error(s) in loading state_dict",
+        "TypeError: parallelize: expected lm_head as it was cut, found a torch.nn.",
+        "TypeError: parallelize: expected down_proj as it was cut, found a peft.",
     ]
     for found, failed in results:
         assert failed == []
-        assert found == texts
+        # Of errors of one rank alone, each has its own sizes.
+        assert (len(found), found[:8]) == (len(texts), texts[:8])
     assert len(texts) == len(wanted)
     for text, start in zip(texts, wanted, strict=True):
         assert text.startswith(start), text
+    assert all("full_state_dict(model)" in text for text in texts[8:13])
+    assert "call rl_kernels.models.parallel.load_full_state_dict(model, state)" in texts[13]
+    assert not [file for file in tmp_path.rglob("*.safetensors") if file.parent.name != "whole"]
+    read, whole = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "whole"), model_of("Llama").state_dict()
+    assert all(torch.equal(value, whole[name]) for name, value in read.state_dict().items())

@@ -3,5 +3,6 @@
 from rl_kernels.models.audits import AuditResult, Finding, audit
 from rl_kernels.models.head import head_logp
 from rl_kernels.models.invariance import Invariance, invariant
+from rl_kernels.models.sequences import sequence_logp
 
-__all__ = ["AuditResult", "Finding", "Invariance", "audit", "head_logp", "invariant"]
+__all__ = ["AuditResult", "Finding", "Invariance", "audit", "head_logp", "invariant", "sequence_logp"]

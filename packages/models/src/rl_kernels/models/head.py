@@ -51,7 +51,7 @@ def head_logp(
     module: Any = _active_module(head)
 
     def forward(hidden: torch.Tensor) -> torch.Tensor | LogpStats:
-        if _is_cut(module):
+        if is_cut(module):
             return module.logp(hidden, target_ids, **options)
         rows, weight, bias = _operands(module, hidden)
         return linear_logp(rows, weight, target_ids.to(rows.device), bias, **options)
@@ -59,14 +59,14 @@ def head_logp(
     for each in (head, module):
         if _is_sharded(each):
             # FSDP2 puts hooks on a module's results, which therefore must not be views.
-            return _through(each, lambda hidden: _copied(forward(hidden)), hidden)
+            return _through(each, lambda hidden: copied(forward(hidden)), hidden)
     _check_hooks(head, *module.modules())
     _check_parts(module)
     # accelerate's hook moves the rows to the weight, and loads a weight that it offloads.
     return _through(module, forward, hidden, WITHIN_HOOK) if HOOK in vars(module) else forward(hidden)
 
 
-def _is_cut(module: nn.Module) -> bool:
+def is_cut(module: nn.Module) -> bool:
     """Say whether ``parallelize`` cut a head; without it, its modules are not imported."""
     layers = sys.modules.get("rl_kernels.models.parallel.layers")
     return layers is not None and isinstance(module, layers.VocabParallelHead)
@@ -97,7 +97,7 @@ def _check_parts(module: nn.Module) -> None:
             raise TypeError(f"head: accelerate offloads the weight of {name}; give the head a device in device_map")
 
 
-def _copied(found: torch.Tensor | LogpStats) -> torch.Tensor | LogpStats:
+def copied(found: torch.Tensor | LogpStats) -> torch.Tensor | LogpStats:
     return found.clone() if isinstance(found, torch.Tensor) else LogpStats(*(value.clone() for value in found))
 
 

@@ -18,6 +18,8 @@ from rl_kernels.models.parallel.ranks import TOKENS, Ranks
 
 INPUTS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
 """Arguments of a forward pass that all ranks must share."""
+PARTS = "_rl_kernels_parts"
+"""Attribute of a parallel model's body: (parent, name, module) of each module that was changed."""
 
 
 class Parallel(NamedTuple):
@@ -59,7 +61,9 @@ def parallelize(
     So its bits are those of ``parallelize(model)`` in one process, and differ from those of ``invariant(model)``.
 
     Call it with the same weights on each rank, before an optimizer, ``main_grad`` buffers, FSDP2 or DDP are made.
-    A gradient belongs to this rank's part of a weight. ``full_state_dict`` gathers whole weights.
+    A gradient belongs to this rank's part of a weight, and so does the state of an optimizer: save that on each rank.
+    ``full_state_dict`` gathers whole weights and ``load_full_state_dict`` loads them; ``state_dict`` of a model that is
+    cut, and all that saves through it, raises and names them. So does a forward pass once a layer was replaced.
 
     Args:
         model: a ``PreTrainedModel`` with Llama's layout: Llama, Qwen2, Qwen3, Mistral and others.
@@ -104,6 +108,9 @@ def parallelize(
     assert held is not None
     for name, style in plan.styles.items():
         style.apply(model.get_submodule(name))
+    paths = [name.rpartition(".") for name in plan.styles]
+    parts = [(model.get_submodule(parent), name, model.get_submodule(parent + dot + name)) for parent, dot, name in paths]
+    setattr(plan.body, PARTS, parts)
     _hook(plan, ranks, validate)
     return Parallel(
         {name: type(style).__name__ for name, style in plan.styles.items()}, dict(held.left), ranks.size, segments
@@ -127,6 +134,7 @@ def _weights(model: nn.Module) -> str:
 def _hook(plan: Plan, ranks: Ranks, validate: bool) -> None:
     if ranks.group is None:
         return
+    plan.body.register_forward_pre_hook(_check_parts)
     if validate:
         plan.body.register_forward_pre_hook(_checked(ranks), with_kwargs=True)
     if not ranks.cuts_tokens:
@@ -153,6 +161,17 @@ def _hook(plan: Plan, ranks: Ranks, validate: bool) -> None:
     for block in plan.blocks:
         block.register_forward_pre_hook(whole, with_kwargs=True)
     plan.last.register_forward_hook(leave)
+
+
+def _check_parts(body: nn.Module, args: Any) -> None:
+    """Refuse layers put in the place of those that were cut, such as adapters: ranks would compute different things."""
+    if torch.compiler.is_compiling():
+        return
+    for parent, name, part in getattr(body, PARTS):
+        found = parent._modules.get(name)
+        if found is not part:
+            kind = f"{type(found).__module__}.{type(found).__qualname__}"
+            raise TypeError(f"parallelize: expected {name} as it was cut, found a {kind}; change layers before the cut")
 
 
 def _hidden(args: Any, kwargs: Any) -> torch.Tensor:

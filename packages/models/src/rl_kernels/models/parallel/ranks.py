@@ -44,6 +44,12 @@ class Ranks:
         """Return the same object: a copy of a model runs on the same ranks."""
         return self
 
+    def __getstate__(self) -> Any:
+        """Refuse a pickle of a parallel model: another process has other ranks."""
+        raise TypeError(
+            "parallelize: a parallel model cannot be pickled; save rl_kernels.models.parallel.full_state_dict(model)"
+        )
+
     @property
     def scatter_dim(self) -> int | None:
         """The dim along which a result is cut over ranks in the forward pass that runs, or None."""

@@ -13,7 +13,7 @@ from rl_kernels.core.distributed import all_gather
 from rl_kernels.linear_logp import vocab_shards
 from rl_kernels.models.parallel.layers import SHARED, VocabParallelHead
 from rl_kernels.models.parallel.ranks import Ranks
-from rl_kernels.models.parallel.styles import CUT
+from rl_kernels.models.parallel.styles import CUT, shards_wanted
 
 
 class Cut(NamedTuple):
@@ -43,7 +43,8 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     Tensors that are not cut are those of the model, not copies.
     """
     cuts = dict(cuts_of(model))
-    state = model.state_dict()
+    with shards_wanted():
+        state = model.state_dict()
     return {name: gathered(value, cuts[name]) if name in cuts else value for name, value in state.items()}
 
 

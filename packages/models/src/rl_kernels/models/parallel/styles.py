@@ -6,6 +6,11 @@ and swap its class; a mesh with one dim is the group of ranks.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -24,6 +29,7 @@ from rl_kernels.models.parallel.ranks import Ranks
 
 CUT = "_rl_kernels_cut"
 """Attribute of a parallel module: name of a parameter -> (dim that is cut, its whole size)."""
+_shards_wanted: ContextVar[bool] = ContextVar("shards_wanted", default=False)
 
 
 class Style(ParallelStyle):
@@ -151,4 +157,37 @@ def _keep(module: nn.Module, name: str, dim: int, span: tuple[int, int], ranks: 
     start, stop = span
     part = old.detach().narrow(dim, start, stop - start).clone()
     setattr(module, name, nn.Parameter(part, requires_grad=old.requires_grad))
+    if not hasattr(module, CUT):
+        module.register_state_dict_pre_hook(_refuse_to_save)
+        module.register_load_state_dict_pre_hook(_refuse_whole)
     setattr(module, CUT, {**getattr(module, CUT, {}), name: (dim, old.shape[dim])})
+
+
+@contextmanager
+def shards_wanted() -> Iterator[None]:
+    """Let ``state_dict`` return this rank's shards."""
+    token = _shards_wanted.set(True)
+    try:
+        yield
+    finally:
+        _shards_wanted.reset(token)
+
+
+def _refuse_to_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """Refuse to give one rank's shards as if they were the weights of the model, as every way of saving asks for."""
+    if not _shards_wanted.get():
+        raise RuntimeError(
+            f"state_dict: {prefix}{next(iter(getattr(module, CUT)))} is cut over ranks. Call "
+            "rl_kernels.models.parallel.full_state_dict(model) on all ranks for whole weights; to save them: "
+            "model.save_pretrained(folder, state_dict=...). named_parameters() gives this rank's shards"
+        )
+
+
+def _refuse_whole(module: nn.Module, state: Mapping[str, Any], prefix: str, *others: Any) -> None:
+    """Name the function that loads whole weights."""
+    errors: list[str] = others[-1]
+    for name, (dim, whole) in getattr(module, CUT).items():
+        value = state.get(prefix + name)
+        if value is not None and value.ndim > dim and value.shape[dim] == whole:
+            text = f"{prefix}{name} is cut over ranks, and the given weight is whole"
+            errors.append(f"{text}: call rl_kernels.models.parallel.load_full_state_dict(model, state)")

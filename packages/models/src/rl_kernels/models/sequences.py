@@ -1,0 +1,111 @@
+"""``sequence_logp``: log-probabilities of whole sequences, the same way after a rollout and in the update."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+from rl_kernels.core.outputs import LogpStats
+from rl_kernels.models.head import copied, head_logp, is_cut
+from rl_kernels.models.logits import check_logits, logit_options
+from rl_kernels.models.swap import HOOK, WITHIN_HOOK, replaced
+
+IGNORED = -100
+"""Target of a position that is not scored."""
+_checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Models whose logits were compared with their scores."""
+
+
+def sequence_logp(
+    model: nn.Module,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    *,
+    position_ids: torch.Tensor | None = None,
+    **options: Any,
+) -> torch.Tensor | LogpStats:
+    """Return the log-probability of each token after the first, by ``linear_logp`` on the model's hidden states.
+
+    Score a rollout by it, under ``torch.no_grad()``, and score the update by it. Under ``invariant(model)`` a token has
+    the same bits on both sides, in any batch, padding, packing or micro-batch. The logits of ``generate`` do not serve:
+    in BF16 and FP16 they are rounded, and their log-probabilities differ from those of the update.
+
+    Args:
+        model: a causal language model of transformers, under ``invariant`` or not; also with adapters of PEFT, cut by
+            ``parallelize``, wrapped by DDP or FSDP2, or split by accelerate.
+        input_ids: ``[B, T]``: prompts and completions, such as ``generate`` returns.
+        attention_mask: ``[B, T]``, 0 for padding on the left or right; None is no padding.
+        position_ids: ``[B, T]``. By default they count the tokens that are no padding, as ``generate`` does. For
+            sequences packed in a row, give positions that restart, and no mask.
+        options: those of ``linear_logp``, such as ``temperature`` and ``return_stats``. The soft cap and the scale of
+            the model's logits are set from its config.
+
+    Returns:
+        ``[B, T - 1]``, FP32: that of ``input_ids[:, 1:]``, 0 where a token or the one before it is padding; or
+        ``LogpStats`` with ``return_stats``. In a packed row the first token of a sequence is scored after the last one
+        of the sequence before: mask it.
+
+    Raises:
+        TypeError: it is no such model; its logits are not those of its last hidden states and its head (compared once
+            for each model); or ``head_logp`` does not take its head.
+        ValueError: shapes differ, PEFT put a learnt prompt before the tokens, or accelerate's autocast is not active.
+    """
+    base = _base(model)
+    if input_ids.ndim != 2:  # noqa: PLR2004
+        raise ValueError(f"input_ids: expected [B, T], got shape {tuple(input_ids.shape)}")
+    for name, value in (("attention_mask", attention_mask), ("position_ids", position_ids)):
+        if value is not None and value.shape != input_ids.shape:
+            expected = f"the shape of input_ids, {tuple(input_ids.shape)}"
+            raise ValueError(f"{name}: expected {expected}, got {tuple(value.shape)}")
+    if "_original_forward" in vars(base) and not torch.is_autocast_enabled(input_ids.device.type):
+        raise ValueError("model: accelerate runs it in mixed precision; call this within accelerator.autocast()")
+    targets, given = input_ids[:, 1:], {"input_ids": input_ids, "position_ids": position_ids}
+    if attention_mask is not None:
+        given["attention_mask"] = attention_mask
+        if position_ids is None:
+            given["position_ids"] = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
+        seen = attention_mask.bool()
+        targets = targets.masked_fill(~(seen[:, 1:] & seen[:, :-1]), IGNORED)
+    return _scored(model, base, given, targets, {"ignore_index": IGNORED, **logit_options(base), **options})
+
+
+def _base(model: Any) -> Any:
+    """Return the model of transformers within the wrappers of DDP and PEFT."""
+    base = model
+    while isinstance(base, nn.parallel.DistributedDataParallel):
+        base = base.module
+    if getattr(getattr(base, "active_peft_config", None), "is_prompt_learning", False):
+        raise ValueError("model: expected no learnt prompt, which stands before the tokens")
+    base = base.get_base_model() if hasattr(base, "get_base_model") else base
+    config = getattr(base, "config", None)
+    if not hasattr(base, "get_output_embeddings") or base.get_output_embeddings() is None or config is None:
+        raise TypeError(f"model: expected a causal language model of transformers, got {type(base).__name__}")
+    if getattr(config, "is_encoder_decoder", False):
+        raise TypeError(f"model: expected a decoder alone, {type(base).__name__} has an encoder")
+    return base
+
+
+def _scored(
+    model: nn.Module, base: Any, given: dict[str, Any], targets: torch.Tensor, options: dict[str, Any]
+) -> torch.Tensor | LogpStats:
+    def score(hidden: torch.Tensor, ids: torch.Tensor, **options: Any) -> Any:
+        return head_logp(base.get_output_embeddings(), hidden, ids, **options)
+
+    # Logits of a head that is cut are gathered, for which ranks without rows of it would not wait.
+    if base not in _checked and not is_cut(base.get_output_embeddings()):
+        check_logits(base, lambda hidden, ids: score(hidden, ids, **logit_options(base)))
+        _checked.add(base)
+
+    def forward(**received: Any) -> Any:
+        # PEFT adds options, and accelerate moves the tensors.
+        inputs = {name: received[name] for name in given}
+        hidden = base.base_model(**inputs, use_cache=False, return_dict=True).last_hidden_state
+        return copied(score(hidden[:, :-1], targets, **options))
+
+    # Through the model, because hooks of wrappers gather weights, move inputs and select adapters.
+    with replaced(base, WITHIN_HOOK if HOOK in vars(base) else "forward", forward):
+        found: torch.Tensor | LogpStats = model(**given)
+    return found
