@@ -28,6 +28,23 @@ def test_tensor_refuses_what_is_no_tensor(value):
     refuses(TypeError, f"x: expected a tensor, got {type(value).__name__}", check.tensor, "x", value, check.FLOATS)
 
 
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("weight", "pass its .weight"),
+        ("bias", "pass its .bias"),
+        ("hidden", "pass a tensor, such as its .weight or what it returns"),
+        (
+            "lm_head_weight",
+            "pass its .weight, or the module to head_logp of rl_kernels.models, which knows biases and adapters",
+        ),
+    ],
+)
+def test_a_module_is_refused_with_what_to_pass_instead(name, instead):
+    message = f"{name}: expected a tensor, got Linear: {instead}"
+    refuses(TypeError, message, check.tensor, name, torch.nn.Linear(2, 2), check.FLOATS)
+
+
 def test_tensor_refuses_other_dtypes_layouts_and_dims():
     got = "got torch.int64"
     refuses(

@@ -30,6 +30,8 @@ def heads(
     check.tensor("q", q, check.HALF_AND_FLOAT, ndim=PACKED_DIMS if packed_q else PADDED_DIMS)
     for name, value in (("k", k), ("v", v)):
         check.tensor(name, value, check.HALF_AND_FLOAT, ndim=PACKED_DIMS if packed_k else PADDED_DIMS)
+    if sinks is not None:
+        check.tensor("sinks", sinks, check.HALF_AND_FLOAT, ndim=1)
     check.same_dtype(q=q, k=k, v=v)
     check.same_device(q=q, k=k, v=v, sinks=sinks)
     for name, value in (("q", q), ("v", v)):
@@ -46,7 +48,6 @@ def heads(
             f"k: expected a number of heads (dim -2) that divides the {q.shape[-2]} of q, got shape {tuple(k.shape)}"
         )
     if sinks is not None:
-        check.tensor("sinks", sinks, check.HALF_AND_FLOAT, ndim=1)
         check.shape("sinks", sinks, q.shape[-2:-1], "one for each head of q")
 
 

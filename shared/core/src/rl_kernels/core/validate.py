@@ -26,7 +26,7 @@ IGNORED = -100
 def tensor(name: str, value: object, dtypes: Sequence[torch.dtype], ndim: int | None = None, least: int = 0) -> None:
     """Require a strided tensor of one of ``dtypes`` with exactly ``ndim``, or at least ``least``, dims."""
     if not isinstance(value, torch.Tensor):
-        raise TypeError(f"{name}: expected a tensor, got {type(value).__name__}")
+        raise TypeError(f"{name}: expected a tensor, got {type(value).__name__}{_instead(name, value)}")
     if not torch.compiler.is_compiling() and type(value).__module__.startswith("torch.distributed.tensor"):
         raise TypeError(
             f"{name}: expected a local tensor{_of_operator()}, got a DTensor: pass its full_tensor(), which gathers "
@@ -40,6 +40,17 @@ def tensor(name: str, value: object, dtypes: Sequence[torch.dtype], ndim: int | 
         raise ValueError(f"{name}: expected {ndim} dims, got shape {tuple(value.shape)}")
     if value.ndim < least:
         raise ValueError(f"{name}: expected at least {least} dims, got shape {tuple(value.shape)}")
+
+
+def _instead(name: str, value: object) -> str:
+    """Name what to pass instead of a module."""
+    if not isinstance(value, torch.nn.Module):
+        return ""
+    if name == "lm_head_weight":
+        return ": pass its .weight, or the module to head_logp of rl_kernels.models, which knows biases and adapters"
+    if name == "bias" or name.endswith("weight"):
+        return f": pass its .{name.rpartition('_')[2]}"
+    return ": pass a tensor, such as its .weight or what it returns"
 
 
 def _of_operator() -> str:

@@ -109,7 +109,9 @@ def parallelize(
     for name, style in plan.styles.items():
         style.apply(model.get_submodule(name))
     paths = [name.rpartition(".") for name in plan.styles]
-    parts = [(model.get_submodule(parent), name, model.get_submodule(parent + dot + name)) for parent, dot, name in paths]
+    parts = [
+        (model.get_submodule(parent), name, model.get_submodule(parent + dot + name)) for parent, dot, name in paths
+    ]
     setattr(plan.body, PARTS, parts)
     _hook(plan, ranks, validate)
     return Parallel(
