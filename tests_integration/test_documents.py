@@ -11,7 +11,7 @@ from documents import CODE, ROOT, anchors, blocks, documents, name_of, prose
 
 ELSEWHERE = {"docs/recipes/trl.md": "test_trl_recipe.py, beside TRL", "docs/checker.md": "test_docs_checker.py"}
 """Documents whose Python another test runs."""
-NEEDS = {"docs/recipes/transformers.md": "transformers"}
+NEEDS = {f"docs/recipes/{name}.md": "transformers" for name in ("transformers", "your-own-loop")}
 """What is to be installed for a document."""
 NOT_WHOLE = ("verl", "torchtitan", "openrlhf", "megatron")
 """Recipes of frameworks that no test runs as a whole, which they say; test_verl.py runs what can be run of verl."""

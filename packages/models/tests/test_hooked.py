@@ -120,6 +120,10 @@ def test_a_copy_computes_with_its_own_weights(change, tiny, prompts):
         assert torch.equal(found(ids).logits[:, :3], found(ids[:, :3]).logits)
         assert torch.equal(original(ids).logits, before)
         if change == "invariant":
+            with pytest.raises(
+                TypeError, match=r"^Invariance: a handle cannot be copied; invariant\(copy of the model"
+            ):
+                copy.deepcopy({"model": original, "handle": kept[0]})
             kept[0].undo()
             assert torch.equal(found(ids).logits, expected)
             invariant(found).undo()

@@ -58,7 +58,6 @@ def head_logp(
 
     for each in (head, module):
         if _is_sharded(each):
-            # FSDP2 puts hooks on a module's results, which therefore must not be views.
             return _through(each, lambda hidden: copied(forward(hidden)), hidden)
     _check_hooks(head, *module.modules())
     _check_parts(module)
@@ -98,6 +97,7 @@ def _check_parts(module: nn.Module) -> None:
 
 
 def copied(found: torch.Tensor | LogpStats) -> torch.Tensor | LogpStats:
+    """Return results that are no views, as FSDP2 wants a module's."""
     return found.clone() if isinstance(found, torch.Tensor) else LogpStats(*(value.clone() for value in found))
 
 

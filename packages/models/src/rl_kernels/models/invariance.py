@@ -38,6 +38,10 @@ class Invariance:
         self.swapped, self.left = MappingProxyType(dict(swapped)), MappingProxyType(dict(left))
         self._releases = releases
 
+    def __reduce__(self) -> Any:
+        """Refuse a copy, which would undo the swaps of the original."""
+        raise TypeError("Invariance: a handle cannot be copied; invariant(copy of the model) gives one for the copy")
+
     def undo(self) -> None:
         """Restore the model; a second call does nothing.
 

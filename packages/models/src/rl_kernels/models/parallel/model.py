@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -138,7 +139,7 @@ def _hook(plan: Plan, ranks: Ranks, validate: bool) -> None:
         return
     plan.body.register_forward_pre_hook(_check_parts)
     if validate:
-        plan.body.register_forward_pre_hook(_checked(ranks), with_kwargs=True)
+        plan.body.register_forward_pre_hook(partial(_check_inputs, ranks), with_kwargs=True)
     if not ranks.cuts_tokens:
         return
     group = ranks.group
@@ -185,14 +186,11 @@ def _with_hidden(args: Any, kwargs: Any, hidden: torch.Tensor) -> Any:
     return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
 
 
-def _checked(ranks: Ranks) -> Any:
-    def check(module: nn.Module, args: Any, kwargs: Any) -> None:
-        given = {**dict(zip(INPUTS[:1], args, strict=False)), **kwargs}
-        tensors = {name: given[name] for name in INPUTS if isinstance(given.get(name), torch.Tensor)}
-        if any(values_hidden(value) for value in tensors.values()):
-            return
-        assert ranks.group is not None
-        same = {name: (tuple(x.shape), str(x.dtype), fingerprint(x)) for name, x in tensors.items()}
-        agree(f"forward of {type(module).__name__}", ranks.group, None, same)
-
-    return check
+def _check_inputs(ranks: Ranks, body: nn.Module, args: Any, kwargs: Any) -> None:
+    given = {**dict(zip(INPUTS[:1], args, strict=False)), **kwargs}
+    tensors = {name: given[name] for name in INPUTS if isinstance(given.get(name), torch.Tensor)}
+    if any(values_hidden(value) for value in tensors.values()):
+        return
+    assert ranks.group is not None
+    same = {name: (tuple(x.shape), str(x.dtype), fingerprint(x)) for name, x in tensors.items()}
+    agree(f"forward of {type(body).__name__}", ranks.group, None, same)
