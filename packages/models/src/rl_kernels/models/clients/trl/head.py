@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -106,9 +105,7 @@ class Head:
             return linear_logp(rows.float(), head.weight.float(), ids, bias, **self._options)
 
 
-def score_with(
-    model: Any, head: Head, *, places: bool = False, around: Callable[[], AbstractContextManager[Any]] | None = None
-) -> None:
+def score_with(model: Any, head: Head, *, places: bool = False, around: Callable[[], Any] | None = None) -> None:
     """Replace TRL's fused head on a model of transformers by ours.
 
     Calls without ``fused_lm_head=True`` do not change, so ``generate`` stays the same. A deep copy of the model scores
@@ -154,8 +151,8 @@ def _replaced_by_trl(model: Any) -> tuple[Callable[..., Any], bool]:
     TRL's function holds this forward, bound to the model, so that a copy of the model would call the original.
     """
     for forward in (model.forward, vars(model).get("_original_forward")):
-        function = getattr(forward, "__func__", None)
-        names = () if function is None else function.__code__.co_freevars
+        function: Any = getattr(forward, "__func__", None)
+        names = getattr(getattr(function, "__code__", None), "co_freevars", ())
         if REPLACED in names:
             return function.__closure__[names.index(REPLACED)].cell_contents, forward is not model.forward
     return model.forward, False
