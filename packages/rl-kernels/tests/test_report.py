@@ -32,6 +32,16 @@ def test_a_comparison_gives_count_share_and_largest_difference():
     assert "0 (0%)" in text
 
 
+def test_plain_bf16_that_differs_nowhere_is_explained():
+    def told(bf16):
+        found = {PLAIN_FP32: 5, PLAIN_BF16: bf16}
+        rows = [Comparison(each.name, "1", Gap(200, count, 0.0, 0.0)) for each, count in found.items()]
+        return "Plain BF16 differs nowhere" in printed(report.show_comparison, rows)
+
+    assert told(0)
+    assert not told(1)
+
+
 def view(steps, every):
     """Return the lines of the table of so many steps, of which one in ``every`` is watched."""
     console = Console(file=io.StringIO(), width=80)

@@ -1,4 +1,4 @@
-"""Whether a run showed what the demo is for: the reward has risen, and not one bit differs."""
+"""Whether a run showed what the demo is for: the reward has risen, if it had the steps, and not one bit differs."""
 
 from __future__ import annotations
 
@@ -21,12 +21,21 @@ class Compared(Protocol):
 
 @dataclass(frozen=True)
 class Verdict:
-    """Mean reward of the first and the last tenth of the steps; tokens compared through the operators."""
+    """What a run showed.
+
+    Attributes:
+        first_reward: mean of the first tenth of the steps.
+        last_reward: mean of the last tenth.
+        compared: tokens that were compared through the operators.
+        mismatches: how many of them differed in any bit.
+        enough: whether the run was long enough for its reward to be judged.
+    """
 
     first_reward: float
     last_reward: float
     compared: int
     mismatches: int
+    enough: bool
 
     @property
     def risen(self) -> bool:
@@ -35,20 +44,21 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        """Whether the reward has risen and no bit differed."""
-        return self.risen and self.mismatches == 0
+        """Whether no bit differed, and the reward has risen if it is judged."""
+        return (self.risen or not self.enough) and self.mismatches == 0
 
     def record(self) -> dict[str, Any]:
         """Return it as a part of a run's JSON."""
         return {**asdict(self), "risen": self.risen, "passed": self.passed}
 
 
-def judge(rewards: Sequence[float], compared: Sequence[Compared]) -> Verdict:
-    """Judge a run by the mean rewards of its steps, and by all comparisons through the operators."""
+def judge(rewards: Sequence[float], compared: Sequence[Compared], needed: int) -> Verdict:
+    """Judge a run by all comparisons through the operators, and by its rewards if it has the ``needed`` steps."""
     window = max(1, len(rewards) // 10)
     return Verdict(
         first_reward=sum(rewards[:window]) / window,
         last_reward=sum(rewards[-window:]) / window,
         compared=sum(part.tokens for part in compared),
         mismatches=sum(part.mismatches for part in compared),
+        enough=len(rewards) >= needed,
     )

@@ -77,7 +77,7 @@ def run(settings: Settings, sizes: ModelSizes, device: torch.device, out: Path, 
     report.show_answers(console, ours.answers[:: -(-len(ours.answers) // SHOWN)])
     show_twins(console, summaries)
     where = "in all steps, in BF16 and FP32"
-    report.show_verdict(Console(), verdict, [str(picture), str(document)], seconds, where)
+    report.show_verdict(Console(), verdict, [str(picture), str(document)], seconds, Settings().steps, where)
     report.show_next(console)
     return verdict
 
@@ -85,7 +85,7 @@ def run(settings: Settings, sizes: ModelSizes, device: torch.device, out: Path, 
 def judged(ours: Sequence[StepMetrics]) -> Verdict:
     """Judge a run by our twin alone: its rewards, and every comparison in BF16 and in FP32."""
     in_fp32 = [metrics.fp32 for metrics in ours if metrics.fp32 is not None]
-    return judge([metrics.reward for metrics in ours], [*ours, *in_fp32])
+    return judge([metrics.reward for metrics in ours], [*ours, *in_fp32], Settings().steps)
 
 
 def train(settings: Settings, sizes: ModelSizes, way: Way, device: torch.device, console: Console) -> Trained:
