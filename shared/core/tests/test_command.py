@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rl_kernels.core import cli, commands
-from rl_kernels.core.command import count, location, writable
+from rl_kernels.core.command import count, install_hint, location, writable
 from rl_kernels.core.operator import INVARIANT, Backend, Operator
 
 
@@ -43,6 +43,19 @@ def test_a_reader_that_has_enough_ends_a_command_without_a_traceback():
         process.stdout.close()
         assert process.stderr.read() == b""
     assert process.returncode == 141
+
+
+@pytest.mark.parametrize(
+    ("distribution", "paths"),
+    [
+        ("rl-kernels-lab", "./shared/lab"),
+        ("rl-kernels-norm", "./packages/norm"),
+        ("rl-kernels-models", "./shared/core ./shared/lab ./packages/*"),
+        ("rl-kernels", "./shared/core ./shared/lab ./packages/*"),
+    ],
+)
+def test_a_hint_begins_with_what_works_before_a_release(distribution, paths):
+    assert install_hint(distribution).startswith(f"from a clone: pip install {paths}; ")
 
 
 def test_a_missing_torch_is_said_in_one_line():

@@ -13,10 +13,13 @@ from typing import NoReturn
 
 
 def install_hint(distribution: str) -> str:
-    """Return how a package of this project is installed."""
+    """Return how a package of this project is installed, beside core: from a clone, or from an index."""
     folder = distribution.removeprefix("rl-kernels-")
-    place = "shared" if folder in ("core", "lab") else "packages"
-    return f"pip install {distribution}; in a clone: pip install ./{place}/{folder}"
+    paths = f"./{'shared' if folder in ('core', 'lab') else 'packages'}/{folder}"
+    if folder in ("models", "rl-kernels"):
+        # These require the others, which pip finds on no index before a release.
+        paths = "./shared/core ./shared/lab ./packages/*"
+    return f"from a clone: pip install {paths}; once it is released: pip install {distribution}"
 
 
 def print_anything() -> None:

@@ -63,7 +63,7 @@ class KernelRegistry:
             if name == known or name in published["aliases"]:
                 if known in self._found:
                     return self._import(known)
-                raise UnknownOperator(f"operator {name!r} is not installed: {install_hint(published['distribution'])}")
+                raise UnknownOperator(f"operator {name!r} is not installed; {install_hint(published['distribution'])}")
         for known in self._found:
             if name in self._import(known).aliases:
                 return self._import(known)

@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from rl_kernels.core.command import Parser, count, writable
+from rl_kernels.core.command import Parser, count, install_hint, writable
 from rl_kernels.core.contract import DTYPES, contract
 from rl_kernels.core.dispatch import AUTO
 from rl_kernels.core.operator import Operator, arch_of
@@ -121,7 +121,7 @@ def _plan(
 ) -> tuple[list[Job], list[Record], Document]:
     """Return the jobs to run, the records of operators that cannot run here, and the document to fill."""
     if not benches:
-        raise ValueError("no operator is installed; for example: pip install rl-kernels-fused-logp")
+        raise ValueError(f"no operator is installed; for example, {install_hint('rl-kernels-fused-logp')}")
     device = torch.device(given.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device: this PyTorch sees no GPU")

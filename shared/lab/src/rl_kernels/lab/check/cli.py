@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from rl_kernels.core.command import Parser, count, number, print_anything, writable
+from rl_kernels.core.command import Parser, count, install_hint, number, print_anything, writable
 from rl_kernels.core.contract import DTYPES, contract
 from rl_kernels.core.dispatch import check_environment
 from rl_kernels.core.operator import Operator, arch_of
@@ -183,7 +183,7 @@ def _operators(argv: Sequence[str] | None) -> list[Operator]:
     named = [_case_id(given.replay).operator] if given.replay else given.op
     found = [kernel_registry.load(name) for name in named or kernel_registry.names()]
     if not found:
-        raise ValueError("no operator is installed; for example: pip install rl-kernels-fused-logp")
+        raise ValueError(f"no operator is installed; for example, {install_hint('rl-kernels-fused-logp')}")
     return list({operator.name: operator for operator in found}.values())
 
 
