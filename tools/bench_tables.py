@@ -14,6 +14,7 @@
 | tools/results/*-segments.json | `tools/segment_times.py` | packages/det-gemm/GUIDE.md |
 | tools/results/*-chain-error.json | `tools/chain_error.py` | packages/det-gemm/GUIDE.md |
 | tools/results/*-head.json | `tools/head_times.py` | packages/linear-logp/GUIDE.md, with a picture |
+| tools/results/*-checks.json | `run.py --record`, of `nox -s gpu` | docs/hardware.md |
 | tools/results/*-demo.json | `rl-kernels demo --device cuda` | docs/demo.md, with a picture |
 | tools/results/*-schedules.json | `tools/tune_matmul.py --beside --json` | docs/hardware.md |
 | tools/results/triton-compiled.json | `rl-kernels compile --backend triton --json` | docs/hardware.md |
@@ -33,6 +34,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from gpu_tables import evidence
 from head_tables import draw as draw_head
 from head_tables import heads
 from mismatch_plot import draw as draw_mismatch
@@ -130,6 +132,7 @@ def pages(root: Path, packages: dict[str, dict[str, Document]]) -> Iterator[tupl
         HARDWARE: {
             "compiled": compiled(named("triton-compiled.json")),
             "schedules": schedules(named("*-schedules.json")),
+            "checks": evidence(named("*-checks.json")),
         },
         **{path: {"summary": front_table(files, packages)} for path in FRONT},
     }

@@ -6,14 +6,17 @@ The archive holds the wheels, the tests, and one command: unpack it there, then 
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 import tarfile
 from collections.abc import Iterator, Sequence
+from io import BytesIO
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 NAME = "rl-kernels-gpu"
-SCRIPTS = {"gpu_run.py": "run.py", "limited.py": "limited.py", "sanitize.py": "sanitize.py"}
+SCRIPTS = {"gpu_run.py": "run.py"}
+SCRIPTS |= {name: name for name in ("limited.py", "gpu_record.py", "gpu_steps.py", "sanitize.py")}
 SCRIPTS |= {name: name for name in ("sanitize_planted.py", "grpo_step.py", "grpo_policy.py")}
 
 
@@ -56,7 +59,18 @@ def pack(dist: Path, extra: Path | None, archive: Path) -> int:
     with tarfile.open(archive, "w:gz") as tar:
         for file, name in files:
             tar.add(file, f"{NAME}/{name}")
+        told = commit().encode()
+        entry = tarfile.TarInfo(f"{NAME}/commit")
+        entry.size = len(told)
+        tar.addfile(entry, BytesIO(told))
     return len(files)
+
+
+def commit() -> str:
+    """Return the commit of this tree, marked if the tree differs from it."""
+    asked = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
+    done = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -5,6 +5,9 @@ the tests of each package, GPU tests included, the checker's full suite on every
 the sanitizer. Each has a time limit, and a failed step does not stop the next. Their output is in the output folder;
 summary.json there says how each step ended, and is updated during the run. Exit status: 0 if all passed, 1 if not, 2 if
 nothing could start.
+
+With `--record FILE` the tests and checks are parts of one record: a call runs what FILE does not have yet, until
+`--seconds` are over. Records are kept in tools/results, and bench_tables.py shows them.
 """
 
 from __future__ import annotations
@@ -17,18 +20,21 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from gpu_record import RAN, REFUSED, STOPPED, Record, driver, part_of
+from gpu_steps import EACH, Step, Steps
 from limited import limited
 
 HERE = Path(__file__).resolve().parent
 GROUPS = ("tests", "check", "bench", "sanitize")
 DTYPES = ("fp32", "bf16", "fp16")
+LEAST = 20.0
+"""No step is started with fewer seconds left."""
 FACTS = """
 import importlib.metadata as metadata, json, os, platform, sys, torch
 from rl_kernels.core.registry import kernel_registry
@@ -45,24 +51,10 @@ json.dump({
     "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
     "operators": sorted(kernel_registry.names()),
     "distributions": {name: kernel_registry.load(name).distribution for name in kernel_registry.names()},
+    "backends": {name: [each.name for each in kernel_registry.load(name).backends] for name in kernel_registry.names()},
     "from_wheels": os.path.dirname(rl_kernels.core.__file__).startswith(sys.argv[1]),
 }, sys.stdout)
 """
-
-
-@dataclass(frozen=True)
-class Step:
-    """One command. It writes ``report``, a file in the output folder, or prints it, with ``prints``.
-
-    It has passed if its exit status is one of ``good``.
-    """
-
-    group: str
-    name: str
-    command: list[str]
-    report: str
-    prints: bool = False
-    good: tuple[int, ...] = (0,)
 
 
 class Runner:
@@ -73,6 +65,8 @@ class Runner:
         self.out: Path = given.out.resolve()
         self.site = HERE / "site"
         self.ended: list[dict[str, Any]] = []
+        self.record: Record | None = None
+        self.end = time.monotonic() + (given.seconds or float("inf"))
         self._one_writer = Lock()
         hidden = {"CUDA_VISIBLE_DEVICES": ""} if given.device == "cpu" else {}
         path = os.pathsep.join(filter(None, (str(self.site), os.environ.get("PYTHONPATH"))))
@@ -92,49 +86,41 @@ class Runner:
         command = [sys.executable, "-c", FACTS, str(self.site)]
         return json.loads(subprocess.run(command, env=self.environment, stdout=subprocess.PIPE, check=True).stdout)
 
-    def steps(self, distributions: Mapping[str, str]) -> Iterator[Step]:
-        """Yield all steps, group by group."""
-        given, program = self.given, [sys.executable, str(self.site / "bin" / "rl-kernels")]
-        for folder in self._folders(distributions):
-            report = f"tests-{folder.parent.name}.xml"
-            options = ["-p", "no:cacheprovider", "--junit-xml", str(self.out / report), *given.pytest]
-            command = [sys.executable, "-m", "pytest", str(folder), *options]
-            # If arguments select tests, a package may have none of them; pytest then exits with 5.
-            yield Step("tests", folder.parent.name, command, report, good=(0, 5) if given.pytest else (0,))
-        for name in given.op or sorted(distributions):
-            for dtype in given.dtype:
-                chosen = ["--op", name, "--dtype", dtype, "--candidate", given.candidate, "--device", given.device]
-                command = [*program, "check", *chosen, "--suite", given.suite, "--json"]
-                yield Step("check", f"{name}-{dtype}", command, f"check-{name}-{dtype}.json", prints=True)
-        timed = [word for name in given.op or () for word in ("--op", name)]
-        yield Step("bench", "all", [*program, "bench", *timed, "--json", str(self.out / "bench.json")], "bench.json")
-        sanitize = [sys.executable, str(HERE / "sanitize.py"), "--json", str(self.out / "sanitize.json")]
-        sanitize += ["--op", *given.op] if given.op else []
-        yield Step("sanitize", "all", sanitize, "sanitize.json")
-
-    def _folders(self, distributions: Mapping[str, str]) -> list[Path]:
-        """Return the folders of the tests to run; the operators come first, because they take longest."""
-        if self.given.op:
-            # The steps of an unknown operator fail, and stop no others.
-            folders = [distributions.get(name, name).removeprefix("rl-kernels-") for name in self.given.op]
-            return [HERE / "packages" / folder / "tests" for folder in folders]
-        return [*sorted(HERE.glob("packages/*/tests")), *sorted(HERE.glob("shared/*/tests"))]
-
     def run(self, step: Step) -> None:
-        """Run a step, and record how it ended."""
-        report, log = self.out / step.report, self.out / f"{step.group}-{step.name}.log"
+        """Run a step if there is time for it, and record how it ended."""
+        left = self.end - time.monotonic()
+        before = self.record.parts[step.key].get("seconds", 0) if self.record else 0
+        if left < max(LEAST, before):
+            return
+        report, log = self.out / step.report, self.out / f"{step.group}-{step.name.replace('/', '-')}.log"
         for old in (report, log):
             old.unlink(missing_ok=True)
         started = time.monotonic()
         with log.open("a") as errors, (report if step.prints else log).open("a") as output:
-            status = limited(step.command, self.environment, self.given.timeout, output, errors)
+            status = limited(step.command, self.environment, min(self.given.timeout, left), output, errors)
         seconds = round(time.monotonic() - started, 1)
-        passed = status in step.good
-        verdict = "passed" if passed else f"FAILED ({status})"
+        part = part_of(status, seconds, report, log) if self.record else {"state": RAN}
+        # In a record it is no failure that a backend does not take a dtype.
+        passed = status in step.good or part["state"] == REFUSED
+        verdict = part["state"] if part["state"] in (REFUSED, STOPPED) else "passed" if passed else f"FAILED ({status})"
         print(f"{verdict:<12} {step.group} {step.name}, {seconds} s", flush=True)
         command = [self._local(word) for word in step.command]
         ended = {"group": step.group, "name": step.name, "passed": passed, "exit": status, "seconds": seconds}
         self.ended.append({**ended, "command": command, "report": step.report, "counts": counts(report)})
+        if self.record:
+            with self._one_writer:
+                self.record.add(step.key, part)
+
+    def left(self, steps: Sequence[Step], facts: Mapping[str, Any]) -> list[Step]:
+        """Open the record; return the steps that it does not have yet."""
+        keyed = {step.key: step for step in steps}
+        commit = (HERE / "commit").read_text(encoding="utf-8").strip()
+        environment = {"device": facts["device"], "driver": driver(), "commit": commit, **facts["versions"]}
+        try:
+            self.record = Record(self.given.record, environment)
+        except ValueError as error:
+            parser().error(str(error))
+        return [keyed[name] for name in self.record.left(list(keyed))]
 
     def summarise(self, facts: dict[str, Any], planned: int) -> bool:
         """Write the summary of the steps so far; return whether all planned steps have ended and passed."""
@@ -178,11 +164,15 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--only", nargs="+", choices=GROUPS, default=GROUPS, help="groups of steps (default: all)")
     made.add_argument("--op", nargs="+", metavar="NAME", help="operators (default: all, and core)")
     made.add_argument("--dtype", nargs="+", choices=DTYPES, default=DTYPES, help="dtypes to check (default: all)")
-    made.add_argument("--candidate", default="triton", help="backend to check (default: triton)")
+    candidates = f"backends to check; {EACH}: all that the operator has (default: triton)"
+    made.add_argument("--candidate", nargs="+", default=["triton"], metavar="NAME", help=candidates)
     made.add_argument("--suite", choices=("quick", "full"), default="full", help="suite of the checker (default: full)")
     made.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu hides the GPU (default: cuda)")
     made.add_argument("--timeout", type=float, default=600, metavar="S", help="seconds per step (default: 600)")
     made.add_argument("--jobs", type=int, default=4, help="steps of a group to run at once (default: 4)")
+    made.add_argument("--processes", type=int, default=1, metavar="N", help="processes of each check (default: 1)")
+    made.add_argument("--record", type=Path, metavar="FILE", help="keep a record; run only what it does not have yet")
+    made.add_argument("--seconds", type=float, metavar="S", help="end after so long (default: when all is done)")
     made.add_argument("pytest", nargs="*", help="arguments for pytest, after --")
     return made
 
@@ -190,8 +180,12 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return the exit status."""
     given = parser().parse_args(argv)
-    if given.timeout <= 0 or given.jobs < 1:
-        parser().error(f"--timeout, --jobs: expected numbers above 0, got {given.timeout:g} and {given.jobs}")
+    for name in ("timeout", "jobs", "processes", "seconds"):
+        value = getattr(given, name)
+        if value is not None and value <= 0:
+            parser().error(f"--{name}: expected a number above 0, got {value:g}")
+    if given.record and not {*given.only} <= {"tests", "check"}:
+        parser().error("--record: holds tests and checks; expected --only tests, check or both")
     given.out.mkdir(parents=True, exist_ok=True)
     runner = Runner(given)
     runner.install()
@@ -200,7 +194,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser().error("rl_kernels.core is not imported from these wheels")
     if given.device == "cuda" and facts["device"] == "cpu":
         parser().error("--device: torch sees no GPU here")
-    steps = [step for step in runner.steps(facts.pop("distributions")) if step.group in given.only]
+    steps = list(Steps(given, facts, runner.out, runner.site, runner.environment).all())
+    facts = {name: facts[name] for name in ("versions", "device", "operators")}
+    if given.record:
+        steps = runner.left(steps, facts)
 
     def run(step: Step) -> None:
         runner.run(step)

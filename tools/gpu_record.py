@@ -1,0 +1,116 @@
+"""The record of checks and tests on a GPU that `run.py --record FILE` keeps: each call fills in what it does not have.
+
+A part is one operator, backend and dtype of the checker, or one file of tests. Its ``state`` is `ran`, `refused` (the
+backend does not take the dtype), `stopped` (by a time limit), `broken` (no report came) or `not run`.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from limited import TIMED_OUT
+
+RAN, REFUSED, STOPPED, BROKEN, NOT_RUN = "ran", "refused", "stopped", "broken", "not run"
+KEPT = 20
+"""Failures of a part that are named."""
+CANNOT_RUN = 2
+"""Exit status of the checker where a candidate cannot run."""
+
+
+class Record:
+    """A record in a file.
+
+    Raises:
+        ValueError: the file holds the record of another commit, device or version.
+    """
+
+    def __init__(self, path: Path, environment: Mapping[str, Any]) -> None:
+        self._path, self.parts = path, {}
+        self._head = {"environment": dict(environment), "date": f"{datetime.now(timezone.utc):%Y-%m-%d}"}
+        if path.exists():
+            found = json.loads(path.read_text(encoding="utf-8"))
+            old = found["environment"]
+            other = [name for name in {**old, **environment} if old.get(name) != environment.get(name)]
+            if other:
+                raise ValueError(f"--record: {path} was made with another {', '.join(other)}; name another file")
+            self._head, self.parts = {"environment": old, "date": found["date"]}, found["parts"]
+
+    def left(self, names: Sequence[str]) -> list[str]:
+        """Note what is planned; return what has not ended, first what took longest when it was stopped."""
+        for name in names:
+            self.parts.setdefault(name, {"state": NOT_RUN})
+        self.write()
+        return sorted(
+            (name for name in names if self.parts[name]["state"] not in (RAN, REFUSED)),
+            key=lambda name: -self.parts[name].get("seconds", 0),
+        )
+
+    def add(self, name: str, part: dict[str, Any]) -> None:
+        """Add what became of a part, and write the file."""
+        self.parts[name] = part
+        self.write()
+
+    def write(self) -> None:
+        """Write the file, a line for each part."""
+        lines = (f"  {json.dumps(name)}: {json.dumps(part)}" for name, part in sorted(self.parts.items()))
+        head = json.dumps(self._head)[:-1]
+        self._path.write_text(f'{head}, "parts": {{\n' + ",\n".join(lines) + "\n}}\n", encoding="utf-8")
+
+
+def driver() -> str:
+    """Return the version of the GPU's driver, or `none`."""
+    asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.split("\n")[0].strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "none"
+
+
+def part_of(status: int, seconds: float, report: Path, log: Path) -> dict[str, Any]:
+    """Return what a record keeps of a command that ended with this status and wrote this report."""
+    if status == TIMED_OUT:
+        return {"state": STOPPED, "seconds": seconds}
+    try:
+        found = _tests(report) if report.suffix == ".xml" else _checks(report)
+    except (OSError, ValueError, ElementTree.ParseError):
+        said = log.read_text(encoding="utf-8").strip().splitlines() or [f"exit status {status}"]
+        state = REFUSED if status == CANNOT_RUN and report.suffix == ".json" else BROKEN
+        return {"state": state, "seconds": seconds, "reason": said[-1]}
+    return {"state": RAN, "exit": status, "seconds": seconds, **found}
+
+
+def _checks(report: Path) -> dict[str, Any]:
+    found = json.loads(report.read_text(encoding="utf-8"))
+    outputs = [output for candidate in found["candidates"] for output in candidate["outputs"]]
+    failed = [f"{output['case_id']}, {output['output']}" for output in outputs if not output["passed"]]
+    escaped = [f"escaped: {bug['name']}" for bug in found["mutations"] if not bug["caught"]]
+    ran = [each for candidate in found["candidates"] for each in candidate.get("ran", ())]
+    told = [each["message"] for each in ran if each["message"]]
+    counted = {"checks": len(outputs), "failed": len(failed), "passed": found["passed"]}
+    bugs = {"planted": len(found["mutations"]), "escaped": len(escaped)}
+    programs = Counter[str]()
+    for each in ran:
+        programs.update({kernel["name"]: kernel["cases"] for kernel in each["kernels"]})
+    launched = {"programs": dict(programs)} if ran else {}
+    skipped = Counter(each["reason"] for each in found["skipped"])
+    return {**counted, **bugs, **_named([*told, *failed, *escaped]), "skipped": dict(skipped), **launched}
+
+
+def _tests(report: Path) -> dict[str, Any]:
+    cases = list(ElementTree.parse(report).iter("testcase"))
+    failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
+    skips = [case.find("skipped") for case in cases]
+    skipped = Counter(skip.get("message", "") for skip in skips if skip is not None)
+    named = _named([f"{case.get('classname')}::{case.get('name')}" for case in failed])
+    return {"tests": len(cases), "failed": len(failed), **named, "skipped": dict(skipped)}
+
+
+def _named(failures: Sequence[str]) -> dict[str, list[str]]:
+    return {"failures": list(dict.fromkeys(failures))[:KEPT]} if failures else {}

@@ -1,0 +1,114 @@
+"""The steps of `run.py`: what tests, checks, measures and sanitizes on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+EACH = "each"
+"""Stands for every backend of an operator."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command. It writes ``report``, a file in the output folder, or prints it, with ``prints``.
+
+    It has passed if its exit status is one of ``good``.
+    """
+
+    group: str
+    name: str
+    command: list[str]
+    report: str
+    prints: bool = False
+    good: tuple[int, ...] = (0,)
+
+    @property
+    def key(self) -> str:
+        """What a record calls it."""
+        return f"{self.group} {self.name}"
+
+
+class Steps:
+    """Makes the steps that the command line asks for."""
+
+    def __init__(
+        self, given: argparse.Namespace, facts: Mapping[str, Any], out: Path, site: Path, environment: Mapping[str, str]
+    ) -> None:
+        self.given, self.facts, self.out, self.environment = given, facts, out, environment
+        self.program = [sys.executable, str(site / "bin" / "rl-kernels")]
+
+    def all(self) -> Iterator[Step]:
+        """Yield the steps of the chosen groups."""
+        for group in self.given.only:
+            yield from {"tests": self.tests, "check": self.checks, "bench": self.bench, "sanitize": self.sanitize}[
+                group
+            ]()
+
+    def tests(self) -> Iterator[Step]:
+        """Yield the tests of each package, or for a record of each file with chosen tests."""
+        for name, path in self._paths():
+            report = f"tests-{name.replace('/', '-')}.xml"
+            command = [*_pytest(path), "--junit-xml", str(self.out / report), *self.given.pytest]
+            # If arguments select tests, a package may have none of them; pytest then exits with 5.
+            yield Step("tests", name, command, report, good=(0, 5) if self.given.pytest else (0,))
+
+    def checks(self) -> Iterator[Step]:
+        """Yield the checker on each operator, backend and dtype."""
+        given, backends = self.given, self.facts["backends"]
+        for name in given.op or sorted(backends):
+            candidates = backends.get(name, ["auto"]) if given.candidate == [EACH] else given.candidate
+            for candidate, dtype in product(candidates, given.dtype):
+                chosen = ["--op", name, "--dtype", dtype, "--candidate", candidate, "--device", given.device]
+                chosen += ["--suite", given.suite, "--jobs", str(given.processes)]
+                report = f"check-{name}-{candidate}-{dtype}.json"
+                command = [*self.program, "check", *chosen, "--json"]
+                yield Step("check", f"{name}/{candidate}/{dtype}", command, report, prints=True)
+
+    def bench(self) -> Iterator[Step]:
+        """Yield the benchmarks."""
+        timed = [word for name in self.given.op or () for word in ("--op", name)]
+        command = [*self.program, "bench", *timed, "--json", str(self.out / "bench.json")]
+        yield Step("bench", "all", command, "bench.json")
+
+    def sanitize(self) -> Iterator[Step]:
+        """Yield the sanitizer."""
+        command = [sys.executable, str(HERE / "sanitize.py"), "--json", str(self.out / "sanitize.json")]
+        command += ["--op", *self.given.op] if self.given.op else []
+        yield Step("sanitize", "all", command, "sanitize.json")
+
+    def _paths(self) -> list[tuple[str, Path]]:
+        folders = self._folders()
+        if not self.given.record:
+            return [(folder.parent.name, folder) for folder in folders]
+        with ThreadPoolExecutor(len(folders)) as pool:
+            files = [file for found in pool.map(self._chosen, folders) for file in found]
+        return [(f"{file.parents[1].name}/{file.stem}", file) for file in files]
+
+    def _folders(self) -> list[Path]:
+        """Return the folders of the tests to run; the operators come first, because they take longest."""
+        if self.given.op:
+            # The steps of an unknown operator fail, and stop no others.
+            names = (self.facts["distributions"].get(name, name) for name in self.given.op)
+            return [HERE / "packages" / name.removeprefix("rl-kernels-") / "tests" for name in names]
+        return [*sorted(HERE.glob("packages/*/tests")), *sorted(HERE.glob("shared/*/tests"))]
+
+    def _chosen(self, folder: Path) -> list[Path]:
+        """Return the files of a folder that have tests which pytest's arguments select; all if it cannot tell."""
+        command = [*_pytest(folder), "-q", "--collect-only", *self.given.pytest]
+        done = subprocess.run(command, cwd=HERE, env=self.environment, capture_output=True, text=True, check=False)
+        names = {line.partition("::")[0] for line in done.stdout.splitlines() if "::" in line}
+        files = sorted(folder.glob("test_*.py"))
+        return [file for file in files if str(file.relative_to(HERE)) in names] if done.returncode in (0, 5) else files
+
+
+def _pytest(path: Path) -> list[str]:
+    return [sys.executable, "-m", "pytest", str(path), "-p", "no:cacheprovider"]

@@ -1,0 +1,90 @@
+"""The tables of what was checked and tested on a GPU, from the records of `run.py --record`."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tool_tables import filled
+
+from rl_kernels.lab.bench.report import as_table
+
+DTYPES = ("bf16", "fp16", "fp32")
+Parts = Mapping[str, Mapping[str, Any]]
+
+
+def evidence(files: Iterable[Path]) -> str:
+    """Return the tables of each record: checks by operator, backend and dtype, and tests by package."""
+    return filled([_of_record(json.loads(file.read_text(encoding="utf-8"))) for file in files])
+
+
+def _of_record(found: Mapping[str, Any]) -> str:
+    checks = {name.split(" ")[1]: part for name, part in found["parts"].items() if name.startswith("check ")}
+    tests = {name.split(" ")[1]: part for name, part in found["parts"].items() if name.startswith("tests ")}
+    where = {**found["environment"], "date": found["date"]}
+    ran_on = f"- ran on {', '.join(f'{name} {value}' for name, value in where.items())}"
+    parts = (_checks(checks), _programs(checks), _tests(tests), "\n".join((*_skips(checks, tests), ran_on)))
+    return "\n\n".join(part for part in parts if part)
+
+
+def _checks(parts: Parts) -> str:
+    if not parts:
+        return "The checker was not run."
+    rows = [["passed of all checks; bugs caught of planted", *(dtype.upper() for dtype in DTYPES)]]
+    for name in dict.fromkeys(name.rpartition("/")[0] for name in parts):
+        rows.append([name.replace("/", ", "), *(_check(parts.get(f"{name}/{dtype}")) for dtype in DTYPES)])
+    return as_table(rows)
+
+
+def _check(part: Mapping[str, Any] | None) -> str:
+    if part is None or part["state"] != "ran":
+        return _not_ran(part)
+    passed = f"{part['checks'] - part['failed']:,} of {part['checks']:,}"
+    bugs = f"; {part['planted'] - part['escaped']} of {part['planted']}" if part["planted"] else ""
+    unsound = not part["passed"] and not part["failed"] and not part["escaped"]
+    return f"{passed}{bugs}{'; FAILED' if unsound else ''}"
+
+
+def _not_ran(part: Mapping[str, Any] | None) -> str:
+    if part is None:
+        return "not run"
+    return f"stopped after {part['seconds']:.0f} s" if part["state"] == "stopped" else part["state"]
+
+
+def _programs(parts: Parts) -> str:
+    rows = [["kernels that were launched", "in cases"]]
+    for name, part in parts.items():
+        for program, cases in part.get("programs", {}).items():
+            rows.append([f"{name.replace('/', ', ')}: `{program}`", f"{cases:,}"])
+    return as_table(rows) if len(rows) > 1 else ""
+
+
+def _tests(parts: Parts) -> str:
+    if not parts:
+        return "The tests were not run."
+    rows = [["tests of", "passed", "failed", "skipped", "files that did not run"]]
+    for package in dict.fromkeys(name.partition("/")[0] for name in parts):
+        own = [part for name, part in parts.items() if name.partition("/")[0] == package]
+        ran = [part for part in own if part["state"] == "ran"]
+        skipped = sum(sum(part["skipped"].values()) for part in ran)
+        failed = sum(part["failed"] for part in ran)
+        passed = sum(part["tests"] for part in ran) - failed - skipped
+        rows.append([package, *(f"{n:,}" for n in (passed, failed, skipped, len(own) - len(ran)))])
+    return as_table(rows)
+
+
+def _skips(*groups: Parts) -> Iterator[str]:
+    for parts, what in zip(groups, ("checks", "tests"), strict=True):
+        reasons = Counter[str]()
+        for part in parts.values():
+            reasons.update(part.get("skipped", {}))
+        for reason, number in reasons.most_common():
+            yield f"- skipped {what}: {number:,} x {reason.splitlines()[0]}"
+        for name, part in parts.items():
+            for failure in part.get("failures", ()):
+                yield f"- failed in {name}: {failure}"
+            if "reason" in part:
+                yield f"- {part['state']}, {name}: {part['reason']}"
