@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from tool_tables import filled
 
 from rl_kernels.lab.bench.record import Document, Record
-from rl_kernels.lab.bench.report import Rows, as_list, as_table, tables
+from rl_kernels.lab.bench.report import RATIO, Rows, as_list, as_table, quotient, tables
 
 LONGEST = 100
 """Rows of a table that a page shows; of a longer one it shows the geometric means alone."""
@@ -57,7 +57,7 @@ def title_of(name: str, document: Document) -> str:
 
 
 def summary(records: Sequence[Record]) -> Rows:
-    """Return a row for each peer: its time by ours in each pass, as geometric mean and range over the shapes."""
+    """Return a row for each peer: our time by its in each pass, as geometric mean and range over the shapes."""
     ratios: dict[str, dict[str, list[float]]] = {}
     for each in records:
         for name, measured in each.passes.items():
@@ -68,10 +68,10 @@ def summary(records: Sequence[Record]) -> Rows:
         (peer, str(max(map(len, found.values()))), *(_spread(found.get(name, [])) for name in passes))
         for peer, found in ratios.items()
     ]
-    return [("time / ours", "shapes", *passes), *rows]
+    return [(RATIO, "shapes", *passes), *rows]
 
 
 def _spread(ratios: Sequence[float]) -> str:
     if not ratios:
         return "-"
-    return f"{statistics.geometric_mean(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+    return f"{quotient(statistics.geometric_mean(ratios))} ({quotient(min(ratios))} to {quotient(max(ratios))})"

@@ -13,7 +13,7 @@ from mismatch import HEADINGS, rows
 from rl_kernels.demo.gpu import record
 from rl_kernels.demo.gpu.report import QUOTIENT, side_by_side
 from rl_kernels.lab.bench.record import Measured, read
-from rl_kernels.lab.bench.report import as_table, digits, facts
+from rl_kernels.lab.bench.report import RATIO, as_table, digits, facts, quotient
 
 NOTHING = "\nNo results are committed yet.\n\n"
 
@@ -111,7 +111,7 @@ def hosts(files: Iterable[Path]) -> str:
         document = read(file)
         timed = [each for each in document.records if each.passes]
         passes = list(dict.fromkeys(name for each in timed for name in each.passes))
-        rows = [["operator", "shape", "", *(f"{name}{what}" for name in passes for what in (", us", ", / ours"))]]
+        rows = [["operator", "shape", "", *(f"{name}{what}" for name in passes for what in (", us", f", {RATIO}"))]]
         for each in timed:
             cells = [cell for name in passes for cell in _call(each.passes.get(name))]
             rows.append([each.operator, each.shape, each.name, *cells])
@@ -122,7 +122,7 @@ def hosts(files: Iterable[Path]) -> str:
 def _call(measured: Measured | None) -> tuple[str, str]:
     if measured is None:
         return "", ""
-    return f"{measured.timing.call_us:.0f}", "" if measured.call_ratio is None else f"{measured.call_ratio:.2f}"
+    return f"{measured.timing.call_us:.0f}", quotient(measured.call_ratio)
 
 
 def ran_on(where: Mapping[str, str]) -> str:

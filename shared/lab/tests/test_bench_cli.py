@@ -131,7 +131,7 @@ def test_every_pass_has_a_time_a_rate_and_ratios(bench, capsys):
         assert measured.timing.ms > 0
         assert measured.timing.extra_mib is None
         assert measured.unit == "TB/s"
-        assert measured.ratio == pytest.approx(measured.timing.ms / mine.timing.ms)
+        assert measured.ratio == pytest.approx(mine.timing.ms / measured.timing.ms)
         assert measured.call_ratio > 0
         assert mine.ratio is None
         floor = (2 if name == "forward" else 4) * 8 * 16 * 4 / CEILINGS.bytes_per_s
@@ -157,7 +157,7 @@ def test_a_peer_takes_turns_with_our_graph_of_the_same_pass(bench, monkeypatch, 
     own = [clocks[place : place + 2] if how == GRAPH else [None, None] for place in (0, 6)]
     assert turns == [None, None, *own[0], *own[0], None, None, *own[1], *own[1]]
     for measured in records["eager", "8x16"].passes.values():
-        assert (measured.ratio < 1e-3) == (how == GRAPH)
+        assert (measured.ratio > 1e3) == (how == GRAPH)
 
 
 def test_what_is_timed_is_the_call_that_a_user_makes():

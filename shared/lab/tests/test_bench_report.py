@@ -35,16 +35,16 @@ def test_geometric_means_of_a_group():
         record("eager", "b", passes={"forward": measured(4.0, 1.0)}),
     ]
     _, (title, rows) = tables(Document({}, {}, records))
-    assert title == "toy, bf16: geometric means of time / ours"
-    assert rows == [("shapes", "implementation", "forward"), ("all", "eager", "2.000")]
+    assert title == "toy, bf16: geometric means of ours / theirs"
+    assert rows == [("shapes", "implementation", "forward"), ("all", "eager", "0.500")]
 
 
 def test_a_ratio_is_to_what_was_timed_in_turn():
     beside = Timing(2.0, GRAPH, 10.0, 5.0, 1, beside_ms=0.5)
     found = Measured.of(beside, Work(4e9, 1.0), CEILINGS, Timing(1.0, GRAPH, 10.0, 5.0, 1))
-    assert found.ratio == 4.0
+    assert found.ratio == 0.25
     records = [record(OURS, passes={"forward": measured(1.0)}), record("eager", passes={"forward": found})]
-    assert "/ ours: 1 of 1 ratios are of samples in turn with ours" in remarks(records)
+    assert "ours / theirs: 1 of 1 ratios are of samples in turn with ours" in remarks(records)
 
 
 def test_launches_are_columns_where_they_were_counted():
@@ -54,7 +54,7 @@ def test_launches_are_columns_where_they_were_counted():
     assert head[-1] == "launches, waits"
     assert [row[-1] for row in rows] == ["3, 0", "-, -"]
     ((_, (head, *_)),) = tables(Document({}, {}, [replace(records[1], group="")]))
-    assert head[-1] == "call / ours"
+    assert head[-1] == "call, ours / theirs"
 
 
 def test_tokens_a_second_stand_beside_the_rate_where_they_are_counted():
@@ -76,7 +76,7 @@ def test_remarks_name_the_few_that_another_clock_took():
         "toy: cce: unfiltered",
         "clock: CUDA graph, 2 times",
         "clock: events, 1 times (toy cce a)",
-        "/ ours: 0 of 1 ratios are of samples in turn with ours",
+        "ours / theirs: 0 of 1 ratios are of samples in turn with ours",
     ]
 
 
@@ -94,10 +94,10 @@ def test_a_document_is_read_as_it_was_written(tmp_path):
     assert as_markdown(read(tmp_path / "a.json")) == as_markdown(document)
 
 
-@pytest.mark.parametrize("text", ["[]", "{}", '{"version": 0}'])
+@pytest.mark.parametrize("text", ["[]", "{}", '{"version": 1}'])
 def test_another_document_is_refused(tmp_path, text):
     (tmp_path / "a.json").write_text(text)
-    with pytest.raises(ValueError, match="expected benchmark results of version 1"):
+    with pytest.raises(ValueError, match="expected benchmark results of version 2"):
         read(tmp_path / "a.json")
 
 

@@ -13,7 +13,7 @@ from rl_kernels.lab.bench.definition import Work
 from rl_kernels.lab.bench.measure import Ceilings, Timing
 
 OURS = "rl-kernels"
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Measured:
         rate: unavoidable work per second, in ``unit``.
         unit: ``TB/s`` or ``TFLOP/s``, whichever bounds the work.
         share: share of the floor: the time that the measured ceiling needs for that work, over the time taken.
-        ratio: its time over ours, on a GPU from samples taken in turn; None for ours.
+        ratio: our time over its, on a GPU from samples taken in turn; None for ours.
         call_ratio: the same ratio for the wall time of a real call, from batches taken in turn, on a CPU too.
     """
 
@@ -47,7 +47,7 @@ class Measured:
         found = cls(timing, amount / seconds * 1e-12, unit, max(moved, computed) / seconds)
         if ours is None:
             return found
-        return replace(found, ratio=timing.ms / (timing.beside_ms or ours.ms), call_ratio=call_ratio)
+        return replace(found, ratio=(timing.beside_ms or ours.ms) / timing.ms, call_ratio=call_ratio)
 
 
 @dataclass

@@ -13,9 +13,10 @@ from rl_kernels.lab.bench.record import Document, Measured, Record
 
 Rows = list[tuple[str, ...]]
 
+RATIO = "ours / theirs"
 RATE, RATE_AND_TOKENS = "rate", "rate, G tokens/s"
 """Heads of the column of rates; the second one where the records say how many tokens they are about."""
-COLUMNS = ("shape", "implementation", "ms", RATE, "floor", "/ ours", "extra MiB", "call us", "call / ours")
+COLUMNS = ("shape", "implementation", "ms", RATE, "floor", RATIO, "extra MiB", "call us", f"call, {RATIO}")
 COUNTED = "launches, waits"
 """A column that appears only if they were counted."""
 
@@ -80,7 +81,7 @@ def tables(document: Document) -> Iterator[tuple[str, Rows]]:
             yield f"{operator}, {dtype}, {name}", [(*head, COUNTED) if counted else (*head,), *rows]
         means = _means(timed, passes)
         if means:
-            yield f"{operator}, {dtype}: geometric means of time / ours", means
+            yield f"{operator}, {dtype}: geometric means of {RATIO}", means
 
 
 def _row(record: Record, measured: Measured, counted: bool) -> tuple[str, ...]:
@@ -88,10 +89,10 @@ def _row(record: Record, measured: Measured, counted: bool) -> tuple[str, ...]:
     cells = (
         *(record.shape, record.name, digits(timing.ms), _rate(measured, record.tokens)),
         f"{100 * measured.share:.0f} %",
-        "" if measured.ratio is None else f"{measured.ratio:.2f}",
+        quotient(measured.ratio),
         "n/a" if timing.extra_mib is None else f"{timing.extra_mib:.0f}",
         f"{timing.call_us:.0f}",
-        "" if measured.call_ratio is None else f"{measured.call_ratio:.2f}",
+        quotient(measured.call_ratio),
     )
     counts = ["-" if value is None else str(value) for value in (timing.launches, timing.waits)]
     return (*cells, ", ".join(counts)) if counted else cells
@@ -109,6 +110,11 @@ def digits(value: float) -> str:
     if value <= 0 or not math.isfinite(value):
         return "0"
     return f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f}"
+
+
+def quotient(ratio: float | None) -> str:
+    """Return a ratio with two decimals, or three where it is small; nothing for None."""
+    return "" if ratio is None else f"{ratio:.{2 if ratio >= 0.1 else 3}f}"
 
 
 def _means(records: Sequence[Record], passes: Sequence[str]) -> Rows:
@@ -145,7 +151,7 @@ def remarks(records: Sequence[Record]) -> Iterator[str]:
     compared = [measured for each in records for measured in each.passes.values() if measured.ratio is not None]
     if compared:
         turns = sum(measured.timing.beside_ms is not None for measured in compared)
-        yield f"/ ours: {turns} of {len(compared)} ratios are of samples in turn with ours"
+        yield f"{RATIO}: {turns} of {len(compared)} ratios are of samples in turn with ours"
 
 
 def _clocks(records: Sequence[Record]) -> Iterator[str]:

@@ -294,7 +294,7 @@ def _beside(round_: Round, each: Pass, found: Measurement, peer: Peer, ours: Mea
     with torch.set_grad_enabled(each.backward):
         theirs, mine = call_seconds(sides, round_.job.device, round_.job.effort)
     timing = replace(found.timing, call_us=theirs * 1e6)
-    return Measured.of(timing, each.work, round_.ceilings, ours.timing, theirs / mine)
+    return Measured.of(timing, each.work, round_.ceilings, ours.timing, mine / theirs)
 
 
 def _check_peer(round_: Round, peer: Peer, function: Function, record: Record, backward: bool) -> Results:
