@@ -9,7 +9,7 @@ from rl_kernels.det_gemm.spec.bench import BENCH, MODELS
 from rl_kernels.det_gemm.spec.cases import SPEC
 from rl_kernels.lab.bench.conformance import BenchConformance
 from rl_kernels.lab.bench.definition import Shape
-from rl_kernels.lab.bench.peers import no_split_k
+from rl_kernels.lab.bench.peers import no_split_k, tf32
 
 
 class TestBench(BenchConformance):
@@ -64,3 +64,10 @@ def test_settings_without_split_k_are_put_back(monkeypatch):
         assert prefer() == "cublaslt"
     assert [getattr(matmul, name) for name in names] == before
     assert prefer() == "cublas"
+
+
+def test_tf32_is_on_for_its_peer_alone():
+    matmul = torch.backends.cuda.matmul
+    with tf32():
+        assert matmul.allow_tf32
+    assert not matmul.allow_tf32

@@ -141,6 +141,19 @@ def test_every_pass_has_a_time_a_rate_and_ratios(bench, capsys):
     assert not err
 
 
+def test_a_peer_of_one_dtype_is_left_out_for_others_unless_named(bench, toy, monkeypatch):
+    peers = {"eager": PEERS["eager"], "fp32 alone": plain(lambda x: 2 * x)}
+    peers["fp32 alone"] = replace(peers["fp32 alone"], dtypes=("fp32",))
+    monkeypatch.setattr(toy, "BENCH", replace(BENCH, peers=peers))
+
+    def timed(*arguments):
+        return {name for name, _ in bench("--shapes", "3x5", *arguments)[1]} - {"rl-kernels", "eager"}
+
+    assert timed("--dtype", "fp32") == {"fp32 alone"}
+    assert timed("--dtype", "bf16") == set()
+    assert timed("--dtype", "bf16", "--compare", "fp32 alone") == {"fp32 alone"}
+
+
 @pytest.mark.parametrize("how", [GRAPH, EVENTS])
 def test_a_peer_takes_turns_with_our_graph_of_the_same_pass(bench, monkeypatch, how):
     measure, clocks, turns = runner.measure, [], []

@@ -21,7 +21,7 @@ from rl_kernels.lab.bench.definition import (
     forward_and_backward,
     plain,
 )
-from rl_kernels.lab.bench.peers import no_split_k
+from rl_kernels.lab.bench.peers import no_split_k, tf32
 
 WEIGHTS = ((4096, 4096), (12288, 4096), (4096, 12288), (24576, 4096), (4096, 14336))
 """N and K of the table of goals; SHARD is the skinny one."""
@@ -53,7 +53,7 @@ MODELS = {
 }
 LAYER = {"layer": True}
 """Times a call of the layer with its gradients instead of its three products one by one."""
-PRODUCTS = frozenset({"cublas-no-split-k", "batch-invariant", "fixed-tile"})
+PRODUCTS = frozenset({"tf32", "cublas-no-split-k", "batch-invariant", "fixed-tile"})
 SETS = {
     GOALS: (
         *(_shape(m, n, k) for n, k in WEIGHTS for m in ROWS_OF_GOALS),
@@ -99,6 +99,19 @@ def eager(
         return F.linear(x, weight)
     assert a is not None
     return products(torch.matmul)(a, b, dc)
+
+
+def in_tf32() -> Callable[..., torch.Tensor]:
+    """Return the product of FP32 matrices in TF32; it needs a GPU."""
+    if not torch.cuda.is_available():
+        raise RuntimeError("needs a GPU")
+
+    def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        if left.dtype != torch.float32:
+            raise ValueError(f"TF32 is for products of FP32, got {left.dtype}")
+        return left @ right
+
+    return products(product)
 
 
 def without_split_k() -> Callable[..., torch.Tensor]:
@@ -162,6 +175,12 @@ BENCH = Benchmark(
     passes=passes,
     peers={
         "eager": plain(eager, "torch.matmul and F.linear as they come; cuBLAS on an NVIDIA GPU"),
+        "tf32": Peer(
+            in_tf32,
+            note="torch.matmul in TF32: operands of 10 bits in place of FP32's 23",
+            dtypes=("fp32",),
+            around=tf32,
+        ),
         "cublas-no-split-k": Peer(
             without_split_k,
             note="torch.matmul by cuBLASLt, its workspace starved, reductions of split-K disallowed",

@@ -169,7 +169,7 @@ def _jobs(
             peers = {
                 name: peer
                 for name, peer in bench.peers.items()
-                if name in asked or (ALL in asked and name not in shape.without)
+                if name in asked or (ALL in asked and name not in shape.without and dtype in (peer.dtypes or (dtype,)))
             }
             own = [each.name for each in operator.backends if each.name in asked]
             peers |= {name: Peer(None, note=f"rl-kernels, backend {name}", backend=name) for name in own}

@@ -91,6 +91,7 @@ class Peer:
         package: distribution to install for it; empty for PyTorch.
         note: what a reader of the table must know.
         passes: passes that it can run; empty for all.
+        dtypes: dtypes of inputs that it is timed for, unless it is asked for by name; empty for all.
         scalar: its result is one number, the sum of ours.
         overwrites: it writes to its inputs, so it gets copies.
         waits: it waits for the device, so its calls cannot be captured in a CUDA graph.
@@ -104,6 +105,7 @@ class Peer:
     note: str = ""
     backend: str = ""
     passes: tuple[str, ...] = ()
+    dtypes: tuple[str, ...] = ()
     scalar: bool = False
     overwrites: bool = False
     waits: bool = False

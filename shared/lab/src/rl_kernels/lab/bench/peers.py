@@ -66,6 +66,17 @@ def _share(value: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @contextmanager
+def tf32() -> Iterator[None]:
+    """Run matrix products of FP32 in TF32, and restore the setting afterwards."""
+    matmul = torch.backends.cuda.matmul
+    before, matmul.allow_tf32 = matmul.allow_tf32, True
+    try:
+        yield
+    finally:
+        matmul.allow_tf32 = before
+
+
+@contextmanager
 def no_split_k() -> Iterator[None]:
     """Run matrix products by cuBLASLt without split-K reductions, and restore the settings afterwards.
 
