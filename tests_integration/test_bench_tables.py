@@ -133,6 +133,20 @@ def scores():
     return Document(document().environment, {"bf16": CEILINGS}, records)
 
 
+RECORD = {
+    "environment": {"device": "NVIDIA H200"},
+    "parts": {
+        "check rms_norm/triton/bf16": dict(
+            **dict(state="ran", seconds=9.0, checks=1200, failed=1, passed=False, planted=9, escaped=0),
+            **dict(failures=["case, output"], skipped={"no other backend": 3}, programs={"forward": 40}),
+        ),
+        "check rms_norm/triton/fp16": {"state": "stopped", "seconds": 60.2},
+        "check rms_norm/cuda/bf16": {"state": "refused", "seconds": 1.0, "reason": "BF16 is not taken"},
+        "tests norm/test_a": dict(state="ran", seconds=2.0, tests=7, failed=1, failures=["a::b"], skipped={"why": 2}),
+        "tests norm/test_b": {"state": "not run"},
+    },
+}
+
 ROLLOUTS = {
     "settings": {"model": "llama", "layers": 8, "runner": 1, "rounds": 3, "ways": ["rl-kernels", "stock"]},
     "bits": [
@@ -199,6 +213,7 @@ def tree(tmp_path):
         },
     }
     (tmp_path / "tools/results/h200-model-step.json").write_text(json.dumps(whole))
+    (tmp_path / "tools/results/h200-checks.json").write_text(json.dumps(RECORD))
     (tmp_path / "tools/results/h200-model-bits.json").write_text(json.dumps(whole | BITS))
     where = {"environment": step["environment"]}
     (tmp_path / "tools/results/h200-client-calls.json").write_text(json.dumps(where | {"calls": CALLS}))
@@ -230,6 +245,13 @@ def test_results_are_written_into_the_pages(tree):
     assert "| 8192x151936 | eager | 5.82 | 0.428 TB/s | 10 % | 0.11 |" in page
     assert "- skipped: fused_logp: liger: not installed: pip install liger-kernel (8x151936)" in page
     assert "- ran on device NVIDIA H200, arch sm90" in page
+    hardware = (tree / "docs/hardware.md").read_text()
+    assert "| rms_norm, triton | 1,199 of 1,200; 9 of 9 | stopped after 60 s | not run |" in hardware
+    assert "| rms_norm, cuda | refused | not run | not run |" in hardware
+    assert "| norm | 4 | 1 | 2 | 1 |" in hardware
+    assert "| rms_norm, triton | `forward` 40 |" in hardware
+    assert "- failed in norm/test_a: a::b\n" in hardware
+    assert "- refused, rms_norm/cuda/bf16: BF16 is not taken\n" in hardware
     assert "| rl-kernels | 56.0 | 0.88 |" in (tree / "docs/benchmarks/grpo-step.md").read_text()
     models = (tree / "packages/models/benchmarks/README.md").read_text()
     assert "| forward 2x16 | 8.00 (1.00) | 6.00 (0.75) | 7.00 (0.88) |" in models

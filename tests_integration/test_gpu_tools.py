@@ -59,8 +59,8 @@ def test_bundle_proves_itself_on_a_fresh_machine(bundle: Path, tmp_path: Path) -
     assert found["passed"]
     assert found["tests fused-logp"]["counts"]["tests"] > 5
     assert "passed" in (tmp_path / "results" / "tests-fused-logp.log").read_text(encoding="utf-8")
-    assert found["check fused_logp-fp32"]["counts"]["checks"] > 500
-    assert found["check fused_logp-fp32"]["counts"]["failed"] == 0
+    assert found["check fused_logp/native/fp32"]["counts"]["checks"] > 500
+    assert found["check fused_logp/native/fp32"]["counts"]["failed"] == 0
 
 
 def test_bundle_holds_the_tests_of_every_package(bundle: Path) -> None:
@@ -79,8 +79,29 @@ def test_a_step_that_fails_stops_no_other(bundle: Path, tmp_path: Path) -> None:
     assert run(bundle / "run.py", *options, "--out", tmp_path).returncode == 1
     found = steps(tmp_path)
     assert not found["passed"]
-    assert [found[f"check {name}-fp32"]["exit"] for name in missing] == [2, 2]
-    assert "no_such" in (tmp_path / "check-no_such-fp32.log").read_text(encoding="utf-8")
+    assert [found[f"check {name}/triton/fp32"]["exit"] for name in missing] == [2, 2]
+    assert "no_such" in (tmp_path / "check-no_such-triton-fp32.log").read_text(encoding="utf-8")
+
+
+def test_a_record_is_filled_in_several_calls(bundle: Path, tmp_path: Path) -> None:
+    options = ("--device", "cpu", "--op", "rms_norm", "--dtype", "fp32", "--suite", "quick", "--only", "tests", "check")
+    options += ("--candidate", "each", "--record", "record.json", "--seconds")
+
+    def parts(seconds: str) -> dict[str, Any]:
+        done = run(bundle / "run.py", *options, seconds, "--", "-k", "test_reference", cwd=tmp_path)
+        assert done.returncode == (seconds == "1"), done.stderr
+        return json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))["parts"]
+
+    planned = parts("1")
+    assert {part["state"] for part in planned.values()} == {"not run"}
+    found = parts("500")
+    assert found.keys() == planned.keys()
+    assert {name: part["state"] for name, part in found.items() if part["state"] != "ran"} == {
+        "check rms_norm/triton/fp32": "refused"
+    }
+    assert found["check rms_norm/native/fp32"]["checks"] > 200
+    assert found["tests norm/test_reference"]["tests"] > 2
+    assert parts("500") == found
 
 
 def test_a_command_that_takes_too_long_is_ended_with_what_it_started(tmp_path: Path) -> None:

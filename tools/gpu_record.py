@@ -7,17 +7,17 @@ backend does not take the dtype), `stopped` (by a time limit), `broken` (no repo
 from __future__ import annotations
 
 import json
-import subprocess
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from limited import TIMED_OUT
 
 RAN, REFUSED, STOPPED, BROKEN, NOT_RUN = "ran", "refused", "stopped", "broken", "not run"
+VARIES = {"date", "threads"}
+"""What may differ between the calls that fill a record."""
 KEPT = 20
 """Failures of a part that are named."""
 CANNOT_RUN = 2
@@ -31,16 +31,16 @@ class Record:
         ValueError: the file holds the record of another commit, device or version.
     """
 
-    def __init__(self, path: Path, environment: Mapping[str, Any]) -> None:
-        self._path, self.parts = path, {}
-        self._head = {"environment": dict(environment), "date": f"{datetime.now(timezone.utc):%Y-%m-%d}"}
+    def __init__(self, path: Path, environment: Mapping[str, str]) -> None:
+        self._path, self._environment = path, dict(environment)
+        self.parts: dict[str, dict[str, Any]] = {}
         if path.exists():
             found = json.loads(path.read_text(encoding="utf-8"))
-            old = found["environment"]
-            other = [name for name in {**old, **environment} if old.get(name) != environment.get(name)]
+            self._environment, self.parts = found["environment"], found["parts"]
+            names = {*environment, *self._environment} - VARIES
+            other = sorted(name for name in names if self._environment.get(name) != environment.get(name))
             if other:
                 raise ValueError(f"--record: {path} was made with another {', '.join(other)}; name another file")
-            self._head, self.parts = {"environment": old, "date": found["date"]}, found["parts"]
 
     def left(self, names: Sequence[str]) -> list[str]:
         """Note what is planned; return what has not ended, first what took longest when it was stopped."""
@@ -58,19 +58,12 @@ class Record:
         self.write()
 
     def write(self) -> None:
-        """Write the file, a line for each part."""
+        """Write the file, a line for each part; a call that is killed leaves it whole."""
         lines = (f"  {json.dumps(name)}: {json.dumps(part)}" for name, part in sorted(self.parts.items()))
-        head = json.dumps(self._head)[:-1]
-        self._path.write_text(f'{head}, "parts": {{\n' + ",\n".join(lines) + "\n}}\n", encoding="utf-8")
-
-
-def driver() -> str:
-    """Return the version of the GPU's driver, or `none`."""
-    asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.split("\n")[0].strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "none"
+        head = f'{{"environment": {json.dumps(self._environment)}, "parts": {{\n'
+        whole = self._path.with_name(f"{self._path.name}.new")
+        whole.write_text(head + ",\n".join(lines) + "\n}}\n", encoding="utf-8")
+        whole.replace(self._path)
 
 
 def part_of(status: int, seconds: float, report: Path, log: Path) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from gpu_record import RAN, REFUSED, STOPPED, Record, driver, part_of
+from gpu_record import RAN, REFUSED, STOPPED, Record, part_of
 from gpu_steps import EACH, Step, Steps
 from limited import limited
 
@@ -38,6 +38,7 @@ LEAST = 20.0
 FACTS = """
 import importlib.metadata as metadata, json, os, platform, sys, torch
 from rl_kernels.core.registry import kernel_registry
+from rl_kernels.lab.bench.environment import environment
 import rl_kernels.core
 def version(name):
     try:
@@ -52,6 +53,7 @@ json.dump({
     "operators": sorted(kernel_registry.names()),
     "distributions": {name: kernel_registry.load(name).distribution for name in kernel_registry.names()},
     "backends": {name: [each.name for each in kernel_registry.load(name).backends] for name in kernel_registry.names()},
+    "environment": environment(torch.device("cuda" if torch.cuda.is_available() else "cpu"), ("cuda-bindings",)),
     "from_wheels": os.path.dirname(rl_kernels.core.__file__).startswith(sys.argv[1]),
 }, sys.stdout)
 """
@@ -111,13 +113,12 @@ class Runner:
             with self._one_writer:
                 self.record.add(step.key, part)
 
-    def left(self, steps: Sequence[Step], facts: Mapping[str, Any]) -> list[Step]:
+    def left(self, steps: Sequence[Step], environment: Mapping[str, str]) -> list[Step]:
         """Open the record; return the steps that it does not have yet."""
         keyed = {step.key: step for step in steps}
         commit = (HERE / "commit").read_text(encoding="utf-8").strip()
-        environment = {"device": facts["device"], "driver": driver(), "commit": commit, **facts["versions"]}
         try:
-            self.record = Record(self.given.record, environment)
+            self.record = Record(self.given.record, {**environment, "commit": commit})
         except ValueError as error:
             parser().error(str(error))
         return [keyed[name] for name in self.record.left(list(keyed))]
@@ -195,9 +196,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given.device == "cuda" and facts["device"] == "cpu":
         parser().error("--device: torch sees no GPU here")
     steps = list(Steps(given, facts, runner.out, runner.site, runner.environment).all())
-    facts = {name: facts[name] for name in ("versions", "device", "operators")}
     if given.record:
-        steps = runner.left(steps, facts)
+        steps = runner.left(steps, facts["environment"])
+    facts = {name: facts[name] for name in ("versions", "device", "operators")}
 
     def run(step: Step) -> None:
         runner.run(step)

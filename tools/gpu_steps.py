@@ -48,10 +48,9 @@ class Steps:
 
     def all(self) -> Iterator[Step]:
         """Yield the steps of the chosen groups."""
+        made = {"tests": self.tests, "check": self.checks, "bench": self.bench, "sanitize": self.sanitize}
         for group in self.given.only:
-            yield from {"tests": self.tests, "check": self.checks, "bench": self.bench, "sanitize": self.sanitize}[
-                group
-            ]()
+            yield from made[group]()
 
     def tests(self) -> Iterator[Step]:
         """Yield the tests of each package, or for a record of each file with chosen tests."""
@@ -62,16 +61,19 @@ class Steps:
             yield Step("tests", name, command, report, good=(0, 5) if self.given.pytest else (0,))
 
     def checks(self) -> Iterator[Step]:
-        """Yield the checker on each operator, backend and dtype."""
+        """Yield the checker on each operator, backend and dtype; of each backend, `native` comes last."""
         given, backends = self.given, self.facts["backends"]
-        for name in given.op or sorted(backends):
-            candidates = backends.get(name, ["auto"]) if given.candidate == [EACH] else given.candidate
-            for candidate, dtype in product(candidates, given.dtype):
-                chosen = ["--op", name, "--dtype", dtype, "--candidate", candidate, "--device", given.device]
-                chosen += ["--suite", given.suite, "--jobs", str(given.processes)]
-                report = f"check-{name}-{candidate}-{dtype}.json"
-                command = [*self.program, "check", *chosen, "--json"]
-                yield Step("check", f"{name}/{candidate}/{dtype}", command, report, prints=True)
+        names = given.op or sorted(backends)
+        each = [(name, backend) for name in names for backend in backends.get(name, ["auto"])]
+        pairs = sorted(each, key=lambda pair: pair[1] == "native")
+        if given.candidate != [EACH]:
+            pairs = list(product(names, given.candidate))
+        for (name, candidate), dtype in product(pairs, given.dtype):
+            chosen = ["--op", name, "--dtype", dtype, "--candidate", candidate, "--device", given.device]
+            chosen += ["--suite", given.suite, "--jobs", str(given.processes)]
+            report = f"check-{name}-{candidate}-{dtype}.json"
+            command = [*self.program, "check", *chosen, "--json"]
+            yield Step("check", f"{name}/{candidate}/{dtype}", command, report, prints=True)
 
     def bench(self) -> Iterator[Step]:
         """Yield the benchmarks."""

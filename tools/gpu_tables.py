@@ -24,8 +24,7 @@ def evidence(files: Iterable[Path]) -> str:
 def _of_record(found: Mapping[str, Any]) -> str:
     checks = {name.split(" ")[1]: part for name, part in found["parts"].items() if name.startswith("check ")}
     tests = {name.split(" ")[1]: part for name, part in found["parts"].items() if name.startswith("tests ")}
-    where = {**found["environment"], "date": found["date"]}
-    ran_on = f"- ran on {', '.join(f'{name} {value}' for name, value in where.items())}"
+    ran_on = f"- ran on {', '.join(f'{name} {value}' for name, value in found['environment'].items())}"
     parts = (_checks(checks), _programs(checks), _tests(tests), "\n".join((*_skips(checks, tests), ran_on)))
     return "\n\n".join(part for part in parts if part)
 
@@ -55,11 +54,15 @@ def _not_ran(part: Mapping[str, Any] | None) -> str:
 
 
 def _programs(parts: Parts) -> str:
-    rows = [["kernels that were launched", "in cases"]]
+    launched: dict[str, Counter[str]] = {}
     for name, part in parts.items():
-        for program, cases in part.get("programs", {}).items():
-            rows.append([f"{name.replace('/', ', ')}: `{program}`", f"{cases:,}"])
-    return as_table(rows) if len(rows) > 1 else ""
+        if part.get("programs"):
+            launched.setdefault(name.rpartition("/")[0], Counter()).update(part["programs"])
+    rows = [["launched by", "kernels, and in how many cases"]]
+    for name, programs in launched.items():
+        cells = (f"`{program}` {cases:,}" for program, cases in sorted(programs.items()))
+        rows.append([name.replace("/", ", "), ", ".join(cells)])
+    return as_table(rows) if launched else ""
 
 
 def _tests(parts: Parts) -> str:
