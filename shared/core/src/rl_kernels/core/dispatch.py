@@ -94,6 +94,9 @@ _blocks: tuple[Mapping[str, str], ...] = ()
 _entering = Lock()
 _strict: bool = os.environ.get("RL_KERNELS_STRICT", "0") not in ("", "0")
 _logs: list[list[Choice]] = []
+"""Logs of every call: nothing is remembered while there is one."""
+_logs_of_choices: list[list[Choice]] = []
+"""Logs of the choices that are made, not of those remembered from earlier calls."""
 _remembering: list[dict[tuple[object, ...], Any]] = []
 """The caches of all functions made by ``remembered_choice``, ``planned_choice`` and ``remembered_plan``."""
 
@@ -135,14 +138,19 @@ def check_environment() -> None:
 
 
 @contextmanager
-def record_dispatch() -> Iterator[list[Choice]]:
-    """Collect every choice made inside the block, oldest first."""
+def record_dispatch(*, every_call: bool = True) -> Iterator[list[Choice]]:
+    """Collect every choice made inside the block, oldest first.
+
+    With ``every_call=False`` calls keep using choices that they remember, which are not collected again: the calls then
+    run as they do outside of the block.
+    """
     log: list[Choice] = []
-    _logs.append(log)
+    logs = _logs if every_call else _logs_of_choices
+    logs.append(log)
     try:
         yield log
     finally:
-        _logs[:] = [other for other in _logs if other is not log]
+        logs[:] = [other for other in logs if other is not log]
 
 
 def reason_against(backend: Backend, call: Call) -> str | None:
@@ -179,9 +187,16 @@ def choose(operator: Operator, call: Call, backend: str | None = None) -> Backen
     chosen = _first(operator, call) if wanted == AUTO else _named(operator, call, wanted)
     if not torch.compiler.is_compiling() and canary.is_due(operator, call, chosen):
         canary.run(operator, call, chosen)
-    for log in _logs if torch.compiler.is_compiling() or not canary.is_running() else ():
+    for log in _listening():
         log.append(Choice(operator.name, chosen.name, call.device.type, wanted != AUTO))
     return chosen
+
+
+def _listening() -> list[list[Choice]]:
+    # A list that grows between calls would make torch.compile trace again.
+    if torch.compiler.is_compiling():
+        return _logs
+    return [] if canary.is_running() else [*_logs, *_logs_of_choices]
 
 
 def remembered_choice(prepare: Callable[..., str]) -> Callable[..., str]:

@@ -13,10 +13,10 @@ from multiprocessing.connection import Connection, wait
 import torch
 
 from rl_kernels.lab.check.plan import Plan, Task
-from rl_kernels.lab.check.result import Mutation, Record
+from rl_kernels.lab.check.result import Outcome
 from rl_kernels.lab.check.suite import Stopped
 
-Found = list[Record | Mutation]
+Found = list[Outcome]
 
 
 class _Process:

@@ -9,9 +9,10 @@ from functools import partial
 from rl_kernels.core.testing import spec_of
 from rl_kernels.lab.check.candidate import Candidate
 from rl_kernels.lab.check.cell import Cell, Setting
+from rl_kernels.lab.check.launches import check_relations
 from rl_kernels.lab.check.mutation import bugs_of
-from rl_kernels.lab.check.relations import concerns, exempt, hold
-from rl_kernels.lab.check.result import Mutation, Record, Skip
+from rl_kernels.lab.check.relations import concerns, exempt
+from rl_kernels.lab.check.result import Mutation, Outcome, Skip
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Task:
     """An independent part of a run: all relations on one cell, or one planted bug."""
 
     name: str
-    run: Callable[[], Iterator[Record | Mutation]]
+    run: Callable[[], Iterator[Outcome]]
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class Plan:
     def tasks(self) -> Iterator[Task]:
         """Yield the tasks of the run: the cells, then the bugs if any are to be planted."""
         for cell in self.cells():
-            yield Task(cell.name, partial(_held, cell, self.relations))
+            yield Task(cell.name, partial(check_relations, cell, self.relations))
         # The quick cases must catch them, because developers run those.
         quick = replace(self, suite="quick")
         for part in self.parts if self.plants_bugs else ():
@@ -111,11 +112,6 @@ def _exempt(cell: Cell, relation: str) -> bool:
         return exempt(cell, relation) is not None
     except Exception:  # If the inputs cannot be drawn, running the case reports it.
         return False
-
-
-def _held(cell: Cell, relations: Sequence[str]) -> Iterator[Record]:
-    for relation in relations:
-        yield from hold(cell, relation)
 
 
 def _planted(plant: Callable[[], Mutation | Skip]) -> Iterator[Mutation | Skip]:

@@ -68,6 +68,27 @@ class Skip:
     reason: str
 
 
+@dataclass(frozen=True)
+class Launches:
+    """What ran when a backend was checked on a case.
+
+    Attributes:
+        operator: the operator.
+        candidate: the candidate that was checked.
+        dtype: dtype of the case's inputs.
+        backends: the backends that were chosen; ``auto`` may choose several.
+        kernels: the kernels that were launched, none of them a peer's.
+        own: those that are the named backend's own; None for ``auto``, and for a backend made of PyTorch's ops.
+    """
+
+    operator: str
+    candidate: str
+    dtype: str
+    backends: tuple[str, ...]
+    kernels: tuple[str, ...]
+    own: tuple[str, ...] | None
+
+
 Record = Check | Skip
 
 
@@ -88,3 +109,7 @@ class Mutation:
     dtype: str
     name: str
     caught: Check | None
+
+
+Outcome = Check | Skip | Launches | Mutation
+"""What a task of a run yields."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from rl_kernels.core.operator import arch_of
 from rl_kernels.lab.check.plan import Plan
-from rl_kernels.lab.check.result import Check, Mutation, Record, Skip
+from rl_kernels.lab.check.result import Check, Launches, Mutation, Outcome, Record, Skip
 
 CTRL_C = "Ctrl-C"
 
@@ -26,6 +26,8 @@ class Report:
     mutations: tuple[Mutation, ...] = ()
     interrupted: str = ""
     """What stopped the run early, if anything did."""
+    launches: tuple[Launches, ...] = ()
+    """What ran in each case that a backend was checked on."""
 
     @property
     def checks(self) -> list[Check]:
@@ -39,9 +41,25 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Whether at least one check ran, every check passed, no planted bug escaped, and nothing stopped the run."""
+        """Whether the run proves something.
+
+        At least one check ran, every check passed, no planted bug escaped, each backend launched kernels of its own,
+        and nothing stopped the run.
+        """
         holds = bool(self.checks) and all(check.passed for check in self.checks) and not self.interrupted
-        return holds and all(mutation.caught for mutation in self.mutations)
+        return holds and all(mutation.caught for mutation in self.mutations) and not self.unlaunched
+
+    @property
+    def unlaunched(self) -> set[tuple[str, str, str]]:
+        """Operator, candidate and dtype of the backends that launched none of their own kernels in any case.
+
+        Of the tested dtypes only: a case may have another. A replay is of one case, which need not reach them.
+        """
+        if self.plan.case:
+            return set()
+        seen = [each for each in self.launches if each.own is not None and each.dtype in self.plan.dtypes]
+        launched = {(each.operator, each.candidate, each.dtype) for each in seen if each.own}
+        return {(each.operator, each.candidate, each.dtype) for each in seen} - launched
 
     @property
     def pass_rate(self) -> float:
@@ -77,7 +95,7 @@ def run(
     plan: Plan,
     skips: Sequence[Skip] = (),
     progress: Callable[[str], None] = lambda what: None,
-    results: Callable[[Plan], Iterator[tuple[str, Iterable[Record | Mutation]]]] | None = None,
+    results: Callable[[Plan], Iterator[tuple[str, Iterable[Outcome]]]] | None = None,
 ) -> Report:
     """Run every relation of the plan on every cell, then plant bugs if the plan asks for it.
 
@@ -92,11 +110,15 @@ def run(
     """
     records: list[Record] = list(skips)
     mutations: list[Mutation] = []
+    launches: list[Launches] = []
     interrupted = ""
     try:
         for found in _found(in_turn(plan) if results is None else results(plan), progress):
             if isinstance(found, Mutation):
                 mutations.append(found)
+                continue
+            if isinstance(found, Launches):
+                launches.append(found)
                 continue
             records.append(found)
             if plan.fails_fast and isinstance(found, Check) and not found.passed:
@@ -107,18 +129,16 @@ def run(
         interrupted = str(error)
     finally:
         plan.stop()
-    return Report(plan, tuple(records), tuple(mutations), interrupted)
+    return Report(plan, tuple(records), tuple(mutations), interrupted, tuple(launches))
 
 
-def in_turn(plan: Plan) -> Iterator[tuple[str, Iterable[Record | Mutation]]]:
+def in_turn(plan: Plan) -> Iterator[tuple[str, Iterable[Outcome]]]:
     """Run one task after the other, in this process."""
     for task in plan.tasks():
         yield task.name, task.run()
 
 
-def _found(
-    results: Iterator[tuple[str, Iterable[Record | Mutation]]], progress: Callable[[str], None]
-) -> Iterator[Record | Mutation]:
+def _found(results: Iterator[tuple[str, Iterable[Outcome]]], progress: Callable[[str], None]) -> Iterator[Outcome]:
     for name, records in results:
         progress(name)
         yield from records

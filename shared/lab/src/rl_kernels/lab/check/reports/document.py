@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import defaultdict
 from typing import Any
 
 from rl_kernels.core.contract import contract
@@ -14,6 +15,8 @@ from rl_kernels.lab.check.suite import Report
 
 def as_json(report: Report) -> str:
     """Return the report as strict JSON: a number that is not finite is null."""
+    groups = summary.grouped(summary.seen(report), lambda each: (each.operator, each.candidate))
+    seen = defaultdict(list, groups)
     document = {
         "suite_name": summary.suite_name(report),
         "passed": report.passed,
@@ -24,10 +27,12 @@ def as_json(report: Report) -> str:
             {
                 "operator": operator,
                 "name": candidate,
-                "passed": all(check.passed for check in checks),
+                "passed": all(check.passed for check in checks) and not any(each.failed for each in seen[where]),
+                "ran": [_ran(each) for each in seen[where]],
                 "outputs": [_entry(check, report) for check in checks],
             }
-            for (operator, candidate), checks in summary.by_candidate(report).items()
+            for where, checks in summary.by_candidate(report).items()
+            for operator, candidate in [where]
         ],
         "mutations": [_bug(bug) for bug in report.mutations],
         "skipped": [vars(skip) for skip in report.skips],
@@ -58,6 +63,19 @@ def _entry(check: Check, report: Report) -> dict[str, Any]:
         "replay": report.replay(check),
     }
     return {**entry, "traceback": found.traceback} if found.traceback else entry
+
+
+def _ran(seen: summary.Seen) -> dict[str, Any]:
+    return {
+        "dtype": seen.dtype,
+        "cases": seen.cases,
+        "backends": dict(seen.backends),
+        "kernels": [
+            {"name": name, "cases": count, "own": name in seen.own} for name, count in sorted(seen.kernels.items())
+        ],
+        "cases_with_own_kernels": seen.own_cases,
+        "message": seen.fault,
+    }
 
 
 def _bug(bug: Mutation) -> dict[str, Any]:

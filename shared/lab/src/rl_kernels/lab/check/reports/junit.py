@@ -9,7 +9,7 @@ from xml.etree.ElementTree import Element, SubElement
 
 from rl_kernels.core.contract import contract
 from rl_kernels.lab.check.reports import summary
-from rl_kernels.lab.check.reports.summary import printable
+from rl_kernels.lab.check.reports.summary import Seen, printable
 from rl_kernels.lab.check.result import Check, Mutation, Skip
 from rl_kernels.lab.check.suite import Report
 
@@ -33,8 +33,11 @@ def write_junit(report: Report, path: Path | str) -> None:
 
 def _suites(report: Report) -> Iterator[Element]:
     groups = summary.grouped(report.records, lambda record: (record.operator, record.candidate, record.dtype))
+    seen = {(each.operator, each.candidate, each.dtype): each for each in summary.seen(report) if each.kernels_said}
     for words, records in groups.items():
         tests = [_check(it, report) if isinstance(it, Check) else _skip(it) for it in records]
+        if words in seen:
+            tests.append(_launched(seen[words]))
         yield _suite(".".join(words), tests, report)
     if report.mutations:
         yield _suite("mutation", [_bug(bug) for bug in report.mutations], report)
@@ -71,6 +74,14 @@ def _check(check: Check, report: Report) -> Element:
         lines |= {"seed": str(check.seed), "replay": report.replay(check)}
         said = [f"{name}: {value}" for name, value in lines.items() if value]
         failure.text = printable("\n".join([found.message, *said, found.traceback]).rstrip())
+    return test
+
+
+def _launched(seen: Seen) -> Element:
+    test = _test("kernels", seen.operator, seen.candidate, seen.dtype, "launches")
+    if seen.failed:
+        SubElement(test, "failure", type="launches", message=seen.fault)
+    SubElement(test, "system-out").text = printable("\n".join(seen.kernels_said))
     return test
 
 

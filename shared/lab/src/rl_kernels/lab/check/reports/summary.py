@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import platform
 import re
-from collections.abc import Callable, Iterable
-from typing import TypeVar
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -84,6 +85,62 @@ def by_candidate(report: Report) -> dict[tuple[str, str], list[Check]]:
 def by_reason(report: Report) -> dict[tuple[str, str, str, str], list[Skip]]:
     """Return the skips by operator, candidate, relation and reason."""
     return grouped(report.skips, lambda skip: (skip.operator, skip.candidate, skip.relation, skip.reason))
+
+
+class Seen(NamedTuple):
+    """What ran when a candidate was checked in one dtype."""
+
+    operator: str
+    candidate: str
+    dtype: str
+    cases: int
+    backends: Mapping[str, int]
+    """Backend that was chosen -> number of cases."""
+    kernels: Mapping[str, int]
+    """Kernel that was launched -> number of cases."""
+    own: frozenset[str]
+    """The kernels that are the backend's own."""
+    own_cases: int | None
+    """Cases in which one of its own was launched; None for a candidate that has none."""
+    failed: bool
+    """Whether a run of its cases should have launched one of its own, and did not."""
+
+    @property
+    def fault(self) -> str:
+        """What is wrong, if something is."""
+        return f"none of its own kernels was launched in {self.cases} {self.dtype} cases" if self.failed else ""
+
+    @property
+    def kernels_said(self) -> list[str]:
+        """The launched kernels in words; nothing for a candidate without kernels."""
+        count = f"own kernels in {self.own_cases} of" if self.own_cases is not None else "kernels of"
+        heading = f"{self.dtype}: {count} {self.cases} cases"
+        launched = [
+            f"  in {count}: {name}{' (own)' if name in self.own else ''}"
+            for name, count in sorted(self.kernels.items())
+        ]
+        return [heading, *launched] if launched or self.own_cases is not None else []
+
+
+def seen(report: Report) -> list[Seen]:
+    """Return what ran, by operator, candidate and dtype."""
+    groups = grouped(report.launches, lambda each: (each.operator, each.candidate, each.dtype))
+    found = []
+    for key, cases in groups.items():
+        has_own = [each.own is not None for each in cases]
+        own = [each.own for each in cases if each.own]
+        found.append(
+            Seen(
+                *key,
+                cases=len(cases),
+                backends=Counter(name for each in cases for name in each.backends),
+                kernels=Counter(name for each in cases for name in each.kernels),
+                own=frozenset(name for names in own for name in names),
+                own_cases=len(own) if all(has_own) else None,
+                failed=key in report.unlaunched,
+            )
+        )
+    return found
 
 
 def seeds(report: Report) -> dict[str, int]:

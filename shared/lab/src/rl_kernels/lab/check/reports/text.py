@@ -26,9 +26,15 @@ def text(report: Report, *, verbose: bool = False) -> Iterator[str]:
         report: the report of the run.
         verbose: also yield every check that passed, and every planted bug.
     """
+    groups = summary.grouped(summary.seen(report), lambda each: (each.operator, each.candidate))
     for (operator, candidate), checks in summary.by_candidate(report).items():
-        passed = summary.held(checks)
-        yield f"{verdict(passed == len(checks))} {operator} {candidate}: {passed} of {len(checks)}"
+        passed, ran = summary.held(checks), groups.get((operator, candidate), [])
+        holds = passed == len(checks) and not any(each.failed for each in ran)
+        backends = dict.fromkeys(name for each in ran for name in each.backends if name != candidate)
+        on = f" on {', '.join(backends)}" if backends else ""
+        yield f"{verdict(holds)} {operator} {candidate}{on}: {passed} of {len(checks)}"
+        for each in ran:
+            yield from _ran(each)
         for check in checks:
             if verbose or not check.passed:
                 yield "  " + _line(check)
@@ -43,6 +49,12 @@ def text(report: Report, *, verbose: bool = False) -> Iterator[str]:
     if report.interrupted:
         yield f"interrupted ({report.interrupted}): these are the results until then"
     yield f"{verdict(report.passed)} {summary.suite_name(report)}: {summary.checks_said(report)}"
+
+
+def _ran(seen: summary.Seen) -> Iterator[str]:
+    if seen.failed:
+        yield f"  FAIL {seen.fault}"
+    yield from (f"  {line}" for line in seen.kernels_said)
 
 
 def _line(check: Check) -> str:

@@ -1,0 +1,50 @@
+"""See what runs while a backend is checked: which backends were chosen, and which kernels were launched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+
+from rl_kernels.core.dispatch import AUTO, record_dispatch
+from rl_kernels.core.operator import arch_of
+from rl_kernels.core.testing.launched import Launched, owns, record_launches
+from rl_kernels.lab.check.cell import Cell
+from rl_kernels.lab.check.relations import hold
+from rl_kernels.lab.check.result import Check, Launches, Record
+
+UNSEEN = ("parity",)
+"""Relations that run other backends too."""
+
+
+def check_relations(cell: Cell, relations: Sequence[str]) -> Iterator[Record | Launches]:
+    """Check relations on a cell; yield their records, then what ran if the candidate is a backend that ran."""
+    if cell.candidate.backend is None:
+        for relation in relations:
+            yield from hold(cell, relation)
+        return
+    backends: dict[str, None] = {}
+    kernels: set[Launched] = set()
+    ran = False
+    for relation in relations:
+        with ExitStack() as stack:
+            seen = relation not in UNSEEN
+            choices = stack.enter_context(record_dispatch(every_call=False)) if seen else []
+            launched = stack.enter_context(record_launches()) if seen else set()
+            for record in hold(cell, relation):
+                ran = ran or (seen and isinstance(record, Check))
+                yield record
+        backends |= {each.backend: None for each in choices if each.operator == cell.candidate.operator.name}
+        kernels |= launched
+    if ran:
+        yield _launches(cell, tuple(backends), kernels)
+
+
+def _launches(cell: Cell, backends: tuple[str, ...], kernels: set[Launched]) -> Launches:
+    candidate, device = cell.candidate, cell.setting.device
+    assert candidate.backend is not None
+    own = None
+    if candidate.backend != AUTO:
+        own = owns(candidate.operator.backend(candidate.backend), arch_of(device.type, device.index))
+    ours = None if own is None else tuple(sorted(map(str, filter(own, kernels))))
+    every = tuple(sorted(map(str, kernels)))
+    return Launches(candidate.operator.name, candidate.name, cell.dtype_name, backends, every, ours)
