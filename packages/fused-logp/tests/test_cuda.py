@@ -5,9 +5,11 @@ import torch
 
 from rl_kernels.core.cuda import where
 from rl_kernels.core.operator import Call
-from rl_kernels.fused_logp import fused_logp
+from rl_kernels.core.testing.launched import Launched, owns
+from rl_kernels.fused_logp import canary, fused_logp
 from rl_kernels.fused_logp.backends.cuda import backend as cuda_backend
 from rl_kernels.fused_logp.op import OPERATOR
+from rl_kernels.fused_logp.spec.cases import SPEC
 from rl_kernels.lab.check.compare import bits
 
 BACKENDS = ("cuda-sm90", "cuda-generic")
@@ -29,6 +31,26 @@ def test_programs_of_a_target(backend, arch, files):
     programs = OPERATOR.backend(backend).load().programs(arch)
     assert len(set(programs)) == len(programs) == files * 6
     assert {program.arch for program in programs} <= {arch}
+
+
+def test_cases_and_canary_reach_the_bulk_copies(monkeypatch):
+    sizes = [(case.sizes["batch"] * case.sizes["seq"], case.sizes["vocab"]) for case in SPEC.cases if case.gpu]
+    called = []
+    monkeypatch.setattr(canary, "fused_logp", lambda logits, *_, **__: called.append(logits) or ())
+    list(canary.results(torch.bfloat16, torch.device("cpu"), "cuda-sm90"))
+    *_, last = called
+    assert last.stride(1) == 1
+    for rows, vocab in (*sizes, last.shape):
+        assert rows >= cuda_backend.SPLIT_BELOW
+        assert vocab >= cuda_backend.SHORT
+
+
+@pytest.mark.parametrize("file", [cuda_backend.GENERIC, cuda_backend.GRADIENT, cuda_backend.SM90])
+def test_a_shared_program_belongs_to_the_generic_backend(file):
+    is_bulk = file == cuda_backend.SM90
+    kernel = Launched(cuda_backend.PACKAGE, f"{file}.cu", "any", "sm_90a" if is_bulk else "sm_90")
+    assert owns(OPERATOR.backend("cuda-sm90"), "sm90")(kernel) is is_bulk
+    assert owns(OPERATOR.backend("cuda-generic"), "sm90")(kernel) is not is_bulk
 
 
 def test_columns_are_counted_in_32_bits(monkeypatch):

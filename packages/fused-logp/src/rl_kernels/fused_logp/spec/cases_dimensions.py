@@ -34,6 +34,9 @@ TURNS: tuple[Mapping[str, Any], ...] = (
 """Options of the sweeps; the cases take them in turn."""
 VOCABS = (*EDGES, 2048, 4096, 4097, 8191, 8192, 16384, 32767, 32768)
 """Sizes at and next to multiples of the segments, steps and units of all backends."""
+BULK = (16384, 16391, 33000)
+"""Sizes of rows that ``cuda-sm90`` reads by bulk copies, if there are 2,048 of them or more: whole steps, rows of any
+alignment, and two segments."""
 LARGE_VOCABS = (50257, 65537, 128256, 151936, 160001, 202048, 262144)
 SWEEP = {"batch": 1, "seq": 5, "vocab": 40}
 WIDE = {"batch": 1, "seq": 2, "vocab": 40}
@@ -63,6 +66,10 @@ DIMENSIONS: tuple[Case, ...] = (
     Case("rows-8200-narrow", {"batch": 1, "seq": 8200, "vocab": 40}, TURNS[1], relations=("invariance",)),
     Case("rows-8200", {"batch": 1, "seq": 8200, "vocab": 4104}, relations=("invariance",), suite="full"),
     Case("numbers-2^24", {"batch": 1, "seq": 66, "vocab": 262208}, relations=HELD, suite="full"),
+    *(
+        Case(f"bulk-{vocab}", {**WIDE, "seq": 2049, "vocab": vocab}, turn, relations=(*HELD, "invariance"), gpu=True)
+        for vocab, turn in zip(BULK, TURNS, strict=False)
+    ),
     *swept("vocab", WIDE, LARGE_VOCABS, TURNS, suite="full"),
     *swept("seq", {**SWEEP, "vocab": 520}, (4096, 8193), TURNS, suite="full"),
     *paired("long-pairs", {"batch": 1, "seq": 3, "vocab": 9001}, AXES, _possible, suite="full"),

@@ -35,6 +35,7 @@ class Case:
         dtype: dtype of its inputs, in place of the run's: ``fp64``, ``bf16``.
         drawn_as: name from which its random numbers are seeded, by default its own. Cases with the same numbers and
             other options catch a cache that looks at values alone.
+        gpu: so large that it runs on a GPU only.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Case:
     relations: tuple[str, ...] = ()
     dtype: str = ""
     drawn_as: str = ""
+    gpu: bool = False
 
     def resized(self, sizes: Mapping[str, int]) -> Case:
         """Return the case with some sizes replaced."""

@@ -66,7 +66,7 @@ class Conformance:
     @classmethod
     def pytest_generate_tests(cls, metafunc: pytest.Metafunc) -> None:
         """Parametrise the tests by the operator's quick cases, dtypes, relations and backends."""
-        cases = [case for case in spec_of(cls.operator).cases if case.suite == "quick"]
+        cases = [case for case in spec_of(cls.operator).cases if case.suite == "quick" and _fits(case)]
         if "relation" in metafunc.fixturenames:
             starts = {bad.case or cases[0].name for bad in spec_of(cls.operator).illegal}
             names = [
@@ -182,7 +182,7 @@ class Conformance:
         spec = spec_of(self.operator)
         for function in {case.function for case in spec.cases}:
             given: dict[str, list[Any]] = {}
-            for case in (case for case in spec.cases if case.function == function):
+            for case in (case for case in spec.cases if case.function == function and _fits(case)):
                 for name, value in _inputs(self.operator, case).items():
                     given.setdefault(name, []).append(value)
             for name, parameter in _options(self.operator, function):
@@ -254,6 +254,10 @@ def _bits(operator: Operator, backend: str, device: torch.device) -> dict[str, d
     return found
 
 
+def _fits(case: Case) -> bool:
+    return device().type == "cuda" or not case.gpu
+
+
 def _setting(dtype: str = "fp32") -> Setting:
     return Setting(dtype, device(), arch_of(device().type))
 
@@ -301,7 +305,7 @@ def _promising(operator: Operator) -> list[str]:
 
 def _honest(operator: Operator, backend: str, names: Sequence[str] = ()) -> Honest:
     spec = spec_of(operator)
-    cases = [case for case in spec.cases if (case.name in names if names else case.suite == "quick")]
+    cases = [case for case in spec.cases if (case.name in names if names else case.suite == "quick" and _fits(case))]
     candidate = backend_candidate(operator, backend, backend, device().type)
     return Honest(candidate, lambda found: (Cell(found, spec, case, _setting()) for case in cases))
 

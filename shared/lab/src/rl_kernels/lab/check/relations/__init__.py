@@ -64,6 +64,8 @@ def concerns(cell: Cell, relation: str) -> bool:
 
 def exempt(cell: Cell, relation: str) -> str | None:
     """Return why a relation is not checked for a candidate or an operator, or None."""
+    if cell.case.gpu and cell.setting.device.type != "cuda":
+        return "so large that it runs on a GPU only"
     if cell.case.dtype == "bf16" and cell.is_slow:
         return "Triton's interpreter multiplies BF16 as integers"
     return cell.candidate.exemption(relation) or cell.spec.exempt.get(relation) or cell.missing()

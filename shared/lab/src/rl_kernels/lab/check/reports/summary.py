@@ -113,13 +113,13 @@ class Seen(NamedTuple):
     @property
     def kernels_said(self) -> list[str]:
         """The launched kernels in words; nothing for a candidate without kernels."""
-        count = f"own kernels in {self.own_cases} of" if self.own_cases is not None else "kernels of"
-        heading = f"{self.dtype}: {count} {self.cases} cases"
-        launched = [
-            f"  in {count}: {name}{' (own)' if name in self.own else ''}"
-            for name, count in sorted(self.kernels.items())
-        ]
-        return [heading, *launched] if launched or self.own_cases is not None else []
+        own = f"own kernels in {self.own_cases} of" if self.own_cases is not None else "kernels of"
+        lines = [f"  in {count}: {name}{self.whose(name)}" for name, count in sorted(self.kernels.items())]
+        return [f"{self.dtype}: {own} {self.cases} cases", *lines] if lines or self.own_cases is not None else []
+
+    def whose(self, kernel: str) -> str:
+        """Mark a kernel that is the backend's own."""
+        return " (own)" if kernel in self.own else ""
 
 
 def seen(report: Report) -> list[Seen]:
