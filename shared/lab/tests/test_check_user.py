@@ -136,11 +136,29 @@ def test_an_option_that_is_missing_is_skipped_by_name(check, file):
     assert {entry["case"] for entry in entries(report)} == {"plain"}
 
 
-def test_a_required_argument_that_is_missing_fails(check, file):
-    status, report = check(f"{file('def mine(x, *, scale=1.0): return scale * x')}:mine", "--relation", "accuracy")
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ("x, *, scale=1.0", "its signature takes no y"),
+        ("x, other", "its signature takes no y; it requires other, which"),
+        ("x, y, other", "it requires other, which"),
+        ("x, y, scale", "it requires scale, which calls leave out"),
+        ("x, y, /", "its signature takes no x, y"),
+        ("*args", "its signature takes no x, y"),
+    ],
+)
+def test_a_signature_that_no_call_fits_ends_in_two(parameters, message, file, capsys):
+    target = f"{file(f'def mine({parameters}): return 0')}:mine"
+    assert cli.main(["--op", "scaled", "--candidate", target, "--device", "cpu"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"--candidate {target}: scaled is called with x, y by name, and options; {message}" in line
+
+
+@pytest.mark.parametrize("parameters", ["**kwargs", "x, **kwargs", "y, x, unknown=3"])
+def test_a_signature_that_calls_fit_is_called(parameters, check, file):
+    status, report = check(f"{file(f'def mine({parameters}): return 0')}:mine", "--relation", "accuracy")
     assert status == 1
-    assert {entry["case"] for entry in entries(report)} == {"plain", "scaled"}
-    assert all("unexpected keyword argument 'y'" in entry["message"] for entry in entries(report))
+    assert all("expected a tensor" in entry["message"] for entry in entries(report))
 
 
 def test_the_traceback_stands_in_the_report_alone(check, file, capsys):

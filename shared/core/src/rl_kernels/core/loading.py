@@ -24,10 +24,15 @@ class Loaded:
     function: Callable[..., Any]
     name: str
     takes: frozenset[str] | None
+    needs: tuple[str, ...] = ()
+    """The arguments without a default."""
+    takes_any: bool = False
+    """Whether it takes ``**kwargs``."""
 
     def described(self) -> dict[str, Any]:
         """Return its name and what it takes, as plain values."""
-        return {"name": self.name, "takes": None if self.takes is None else sorted(self.takes)}
+        takes = None if self.takes is None else sorted(self.takes)
+        return {"name": self.name, "takes": takes, "needs": list(self.needs), "takes_any": self.takes_any}
 
 
 def load(target: str) -> Loaded:
@@ -52,17 +57,22 @@ def load(target: str) -> Loaded:
     if not callable(found):
         raise Unusable(f"{source} has no callable {path!r}")
     # The arguments of an nn.Module are those of its forward: __call__ takes anything and passes it on.
-    return Loaded(found, name, _parameters(forward if callable(forward) else found))
+    return Loaded(found, name, *_parameters(forward if callable(forward) else found))
 
 
-def _parameters(function: Callable[..., Any]) -> frozenset[str] | None:
-    """Return the keywords that a function names; it may ignore what it takes by ``**kwargs``."""
+def _parameters(function: Callable[..., Any]) -> tuple[frozenset[str] | None, tuple[str, ...], bool]:
+    """Return the keywords that a function names, those without a default, and whether it takes others.
+
+    It may ignore what it takes by ``**kwargs``.
+    """
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
-        return None
-    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return frozenset(parameter.name for parameter in parameters if parameter.kind not in variadic)
+        return None, (), True
+    named = [each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+    takes = frozenset(each.name for each in named if each.kind is not each.POSITIONAL_ONLY)
+    needs = tuple(each.name for each in named if each.default is each.empty)
+    return takes, needs, any(each.kind is each.VAR_KEYWORD for each in parameters)
 
 
 def _import_file(path: Path) -> ModuleType:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 from rl_kernels.core.operator import Operator
@@ -25,7 +26,7 @@ def user_candidate(operator: Operator, target: str, timeout: float = TIMEOUT) ->
     one by one, or grouped as in our function, such as ``objective``.
 
     Raises:
-        ValueError: the module cannot be imported, or holds no such callable.
+        ValueError: the module cannot be imported, holds no such callable, or one that no call fits.
     """
     spec = spec_of(operator)
     worker = Worker(target, timeout, spec.groups)
@@ -33,9 +34,15 @@ def user_candidate(operator: Operator, target: str, timeout: float = TIMEOUT) ->
         described = worker.start()
     except Misbehaved:
         # Its process ended or hung: every call will fail with that message.
-        described = {"name": "", "takes": None}
+        described = {"name": "", "takes": None, "needs": [], "takes_any": True}
     public = {case.function for case in spec.cases}
     implemented = described["name"] if described["name"] in public else ""
+    function = function_of(operator, implemented)
+    try:
+        _check_signature(implemented or operator.name, inspect.signature(function), described)
+    except ValueError:
+        worker.stop()
+        raise
     taken = None if described["takes"] is None else frozenset(described["takes"])
     if taken is not None:
         taken |= {member for name, kind in spec.groups.items() if name in taken for member in members(kind)}
@@ -48,3 +55,19 @@ def user_candidate(operator: Operator, target: str, timeout: float = TIMEOUT) ->
         return not optional or taken is None or argument in taken
 
     return Candidate(target, operator, call, judged_on=JUDGED_ON, takes=takes, implements=implemented, worker=worker)
+
+
+def _check_signature(name: str, ours: inspect.Signature, described: Mapping[str, Any]) -> None:
+    """Raise if the calls of our function cannot fit an implementation."""
+    required = [each.name for each in ours.parameters.values() if each.default is _REQUIRED]
+    missing = [] if described["takes_any"] else [each for each in required if each not in described["takes"]]
+    needs = [each for each in described["needs"] if each not in required]
+    faults = [f"its signature takes no {', '.join(missing)}"] if missing else []
+    if needs:
+        faults.append(f"it requires {', '.join(needs)}, which calls leave out or {name} does not have")
+    if faults:
+        expected = ", ".join(required)
+        found = ", ".join(described["needs"]) or "nothing"
+        raise ValueError(
+            f"{name} is called with {expected} by name, and options; {'; '.join(faults)} (it requires: {found})"
+        )
