@@ -129,7 +129,7 @@ def test_duplicate_rows_are_refused(place):
 def test_a_row_without_one_of_its_fields_is_refused(field):
     document = copy.deepcopy(DOCUMENT)
     del document["rows"][0][field]
-    with pytest.raises(KeyError, match=field):
+    with pytest.raises(ValueError, match=f"no {field}"):
         parse(document)
 
 

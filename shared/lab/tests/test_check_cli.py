@@ -6,6 +6,7 @@ import shlex
 import sys
 from dataclasses import replace
 from importlib.metadata import EntryPoint
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 from rl_kernels.core.operator import INVARIANT, Backend, Call, Operator
 from rl_kernels.core.registry import GROUP, KernelRegistry
 from rl_kernels.core.testing import Case, IllegalCall, RowLayout, Spec, given
-from rl_kernels.lab.check import cli
+from rl_kernels.lab.check import cli, compare
 from rl_kernels.lab.check.cell import Cell
 
 
@@ -111,7 +112,7 @@ def test_json_is_strict_and_alone(capsys, monkeypatch):
     assert report["passed"] is False
     assert 0 <= report["pass_rate"] < 1
     assert {"suite_name", "candidates", "skipped", "environment", "seeds", "contract_version"} <= report.keys()
-    assert {"operator", "name", "passed", "outputs"} == report["candidates"][0].keys()
+    assert {"operator", "name", "passed", "ran", "outputs"} == report["candidates"][0].keys()
 
 
 def test_all_names_what_cannot_run(capsys):
@@ -158,6 +159,79 @@ def test_one_relation(capsys):
     assert {entry["relation"] for entry in report["candidates"][0]["outputs"]} == {"invariance"}
 
 
+def test_gradients_that_are_asked_for_run_beside_other_relations(capsys):
+    assert cli.main(["--relation", "accuracy", "--check-grad", "--json", "--device", "cpu:0"]) == 0
+    report = strict(capsys.readouterr().out)
+    assert {entry["relation"] for entry in report["candidates"][0]["outputs"]} == {"accuracy", "gradients"}
+
+
+@pytest.mark.parametrize("arch", ["rocm", "cdna3", "gfx942"])
+def test_the_rows_of_another_architecture(arch, capsys):
+    assert cli.main(["--relation", "accuracy", "--arch-key", arch, "--json", "--device", "cpu"]) == 0
+    assert strict(capsys.readouterr().out)["environment"]["arch_key"] == arch
+
+
+@pytest.fixture
+def own_contract(tmp_path):
+    """Return ``own_contract(change)``: the path of a copy of the contract that a function has changed."""
+
+    def write(change):
+        document = json.loads(files("rl_kernels.core").joinpath("tolerance_contract.json").read_text("utf-8"))
+        change(document)
+        path = tmp_path / "contract.json"
+        path.write_text(json.dumps(document))
+        return str(path)
+
+    return write
+
+
+def test_a_contract_of_ones_own(own_contract, capsys, monkeypatch):
+    monkeypatch.setattr(double, "factor", 2.0 + 2e-6)
+
+    def tighten(document):
+        document["version"] = "mine"
+        for row in document["rows"]:
+            row |= {"atol": 0, "rtol": 0}
+
+    path = own_contract(tighten)
+    # The fence adds half of what rounding may do.
+    monkeypatch.setattr(compare, "FACTORS", {"forward": 1e9, "gradient": 1e9})
+    monkeypatch.setattr(compare, "ROUNDING", 0.0)
+    flags = ["--relation", "accuracy", "--json", "--device", "cpu"]
+    assert cli.main([*flags, "--contract", path]) == 1
+    report = strict(capsys.readouterr().out)
+    assert report["contract_version"] == "mine"
+    assert f"--contract {path}" in report["candidates"][0]["outputs"][0]["replay"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda document: document["rows"].pop(0), "has no row for accuracy / elementwise / fp32 / forward"),
+        (lambda document: document["rows"].clear(), "and 127 others"),
+        (lambda document: document["rows"][0].update(atol=-1), "atol: expected a finite number >= 0, got -1"),
+        (lambda document: document["rows"][0].update(rtol="1"), "rtol: expected a finite number >= 0, got '1'"),
+        (lambda document: document["rows"][0].update(dtype="fp8"), "dtype: expected one of fp32"),
+        (lambda document: document["rows"][0].pop("relation"), "row 1: no relation"),
+        (lambda document: document["rows"].append(3), "is not a tolerance contract"),
+        (lambda document: document.pop("version"), "the tolerance contract: no version"),
+        (lambda document: document["arch_overrides"].pop("cpu"), "'cpu' of cpu is not in the tolerance contract"),
+    ],
+)
+def test_a_contract_with_a_mistake_ends_in_two(change, message, own_contract, capsys):
+    assert cli.main(["--device", "cpu", "--contract", own_contract(change)]) == 2
+    assert message in one_line(capsys)
+
+
+@pytest.mark.parametrize(("text", "message"), [("{", "is not a tolerance contract"), (None, "cannot be read")])
+def test_a_file_that_is_no_contract_ends_in_two(text, message, tmp_path, capsys):
+    path = tmp_path / "contract.json"
+    if text is not None:
+        path.write_text(text)
+    assert cli.main(["--device", "cpu", "--contract", str(path)]) == 2
+    assert f"--contract: {path} {message}" in one_line(capsys)
+
+
 def test_list_runs_nothing(capsys, monkeypatch):
     monkeypatch.setattr(double, "factor", 3.0)
     assert cli.main(["--list", "--candidate", "pytorch", "--device", "cpu", "--check-grad"]) == 0
@@ -188,7 +262,14 @@ def test_no_gpu(argv, message, capsys):
     [
         (["--op", "no_such"], "unknown operator 'no_such'; installed: double"),
         (["--candidate", "no-such"], "double has no such backend; it has: cuda-sm90, native"),
-        (["--device", "tpu"], "--device: expected auto, cpu, cuda or cuda:N"),
+        (["--device", "tpu"], "--device: expected auto or a device of PyTorch such as cpu or cuda:1, got 'tpu'"),
+        (["--device", "cuda:x"], "--device: expected auto or a device of PyTorch"),
+        (["--device", ""], "--device: expected auto or a device of PyTorch"),
+        (["--device", "cpu:1"], "--device: cpu:1 does not exist"),
+        *(
+            (["--device", name], f"no backend of double runs on {name.split(':')[0]}; backends run on cuda, cpu")
+            for name in ("xpu", "xpu:1", "mps", "meta", "hpu")
+        ),
         (["--arch-key", "sm1"], "--arch-key: 'sm1' is not in the tolerance contract"),
     ],
 )

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib.resources import files
+from itertools import product
+from math import isfinite
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -82,6 +85,8 @@ class Tolerance(NamedTuple):
 
 Key = tuple[str, str, str, str]
 Filled = TypeVar("Filled", Errors, Measured, Calibration)
+NAMES = (RELATIONS, CLASSES, tuple(ALL_DTYPES), DIRECTIONS)
+"""What the first four fields of a row may be."""
 DOCUMENT_KEYS = ("version", "calibration", "arch_overrides", "rows")
 ROW_KEYS = ("relation", "op_class", "dtype", "direction", "atol", "rtol", "bitwise", "provenance", "measured")
 
@@ -94,6 +99,8 @@ class Contract:
     rows: Mapping[Key, Tolerance]
     overrides: Mapping[str, Mapping[Key, Tolerance]]
     calibration: Calibration | None = None
+    file: str = ""
+    """The file that it was read from, if it is not the one that ships with this package."""
 
     @property
     def archs(self) -> tuple[str, ...]:
@@ -119,10 +126,11 @@ def parse(document: Mapping[str, Any]) -> Contract:
     """Build a contract from its JSON document.
 
     Raises:
-        ValueError: two rows for one comparison, an unknown key, or measured values without ``calibration``.
-        KeyError: a row lacks a field.
+        ValueError: a missing or unknown key, a value of another kind, two rows for one comparison, or measured values
+            without ``calibration``.
     """
     _known(document, DOCUMENT_KEYS, "the tolerance contract")
+    _has(document, ("version", "arch_overrides", "rows"), "the tolerance contract")
     overrides = {arch: _rows(rows) for arch, rows in document["arch_overrides"].items()}
     calibration = None
     if "calibration" in document:
@@ -136,10 +144,21 @@ def parse(document: Mapping[str, Any]) -> Contract:
 
 def _rows(rows: list[Mapping[str, Any]]) -> dict[Key, Tolerance]:
     found: dict[Key, Tolerance] = {}
-    for row in rows:
+    for number, row in enumerate(rows, 1):
+        _has(row, ROW_KEYS[:6], f"row {number}")
         key = (row["relation"], row["op_class"], row["dtype"], row["direction"])
-        where = f"row {' / '.join(key)}"
+        where = f"row {' / '.join(map(str, key))}"
+        _has(row, ("provenance",), where)
         _known(row, ROW_KEYS, where)
+        for name, value, known in zip(ROW_KEYS, key, NAMES, strict=False):
+            if value not in known:
+                raise ValueError(f"{where}: {name}: expected one of {', '.join(known)}, got {value!r}")
+        for name in ("atol", "rtol"):
+            if type(row[name]) not in (int, float) or not (isfinite(row[name]) and row[name] >= 0):
+                raise ValueError(f"{where}: {name}: expected a finite number >= 0, got {row[name]!r}")
+        for name, kind in (("bitwise", bool), ("provenance", str)):
+            if type(row.get(name, kind())) is not kind:
+                raise ValueError(f"{where}: {name}: expected a {kind.__name__}, got {row[name]!r}")
         if key in found:
             raise ValueError(f"the tolerance contract has two rows for {' / '.join(key)}")
         measured = _measured(row["measured"], where) if "measured" in row else None
@@ -155,10 +174,14 @@ def _measured(values: Mapping[str, Any], where: str) -> Measured:
 
 def _filled(kind: type[Filled], values: Mapping[str, Any], where: str) -> Filled:
     _known(values, kind._fields, where)
-    missing = [name for name in kind._fields if name not in values]
+    _has(values, kind._fields, where)
+    return kind(**values)
+
+
+def _has(values: Mapping[str, Any], names: Sequence[str], where: str) -> None:
+    missing = [name for name in names if name not in values]
     if missing:
         raise ValueError(f"{where}: no {', '.join(missing)}")
-    return kind(**values)
 
 
 def _known(values: Mapping[str, Any], keys: tuple[str, ...], where: str) -> None:
@@ -171,3 +194,22 @@ def _known(values: Mapping[str, Any], keys: tuple[str, ...], where: str) -> None
 def contract() -> Contract:
     """Return the contract that ships with this package."""
     return parse(json.loads(files("rl_kernels.core").joinpath("tolerance_contract.json").read_text("utf-8")))
+
+
+def read_contract(path: Path) -> Contract:
+    """Read a contract of one's own: a file like ``tolerance_contract.json``, with a row for each comparison.
+
+    Raises:
+        ValueError: it cannot be read, is not a contract, or lacks rows; the one-line message names the file.
+    """
+    try:
+        found = parse(json.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is not a tolerance contract: {error}") from error
+    missing = [" / ".join(key) for key in product(*NAMES) if key not in found.rows]
+    if missing:
+        others = f", and {len(missing) - 1} others" if missing[1:] else ""
+        raise ValueError(f"{path} has no row for {missing[0]}{others}")
+    return replace(found, file=str(path))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeVar
 
 import torch
 
-from rl_kernels.core.contract import ALL_DTYPES, Tolerance, contract
+from rl_kernels.core.contract import ALL_DTYPES, Contract, Tolerance, contract
 from rl_kernels.core.operator import Call, Operator
 from rl_kernels.core.testing import Case, Draw, Inputs, Spec, spec_of
 from rl_kernels.core.testing.surroundings import Surroundings
@@ -42,6 +42,7 @@ class Setting:
     suite: str = "full"
     constant: tuple[float, int] | None = None
     """(value, token): fill the differentiable inputs and the ids with these."""
+    contract: Contract = field(default_factory=contract, repr=False, compare=False)
 
 
 def call_of(operator: Operator, setting: Setting) -> Call:
@@ -205,7 +206,7 @@ class Cell:
         name = self.dtype_name
         if dtype is not None and torch.finfo(dtype).eps > torch.finfo(ALL_DTYPES[name]).eps:
             name = next(known for known, value in ALL_DTYPES.items() if value == dtype)
-        return contract().tolerance(relation, self.spec.classes[item], name, direction, self.setting.arch)
+        return self.setting.contract.tolerance(relation, self.spec.classes[item], name, direction, self.setting.arch)
 
     def record(
         self, relation: str, item: str, shape: tuple[int, ...], tolerance: object, comparison: Comparison

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from rl_kernels.core.dispatch import AUTO, Verdict, explain_call
 from rl_kernels.core.operator import Backend, Call, Operator
 from rl_kernels.core.testing import Spec, spec_of
@@ -16,6 +18,32 @@ from rl_kernels.lab.check.user import user_candidate
 
 class CannotRun(ValueError):
     """A requested candidate cannot run here; the message says why."""
+
+
+def device_of(name: str, operators: Sequence[Operator]) -> torch.device:
+    """Return the device of a run: ``auto``, or a device of PyTorch on which backends of these operators run.
+
+    Raises:
+        ValueError: there is no such device, or no backend runs on it.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(
+            f"--device: expected auto or a device of PyTorch such as cpu or cuda:1, got {name!r}"
+        ) from None
+    taken = dict.fromkeys(kind for operator in operators for backend in operator.backends for kind in backend.promises)
+    if device.type not in taken:
+        named = ", ".join(operator.name for operator in operators)
+        raise ValueError(f"--device: no backend of {named} runs on {device.type}; backends run on {', '.join(taken)}")
+    if device.type == "cpu" and device.index:
+        raise ValueError(f"--device: {name} does not exist; the CPU is cpu or cpu:0")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"--device: {name} does not exist; this machine has {torch.cuda.device_count()} GPUs")
+    # The tensors of cpu:0 are on "cpu".
+    return torch.device("cpu") if device.type == "cpu" else device
 
 
 def candidates_of(

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from functools import partial
+from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -19,14 +20,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from rl_kernels.core.command import Parser, count, install_hint, number, print_anything, writable
-from rl_kernels.core.contract import DTYPES, contract
+from rl_kernels.core.contract import DTYPES, Contract, contract, read_contract
 from rl_kernels.core.dispatch import check_environment
 from rl_kernels.core.operator import Operator, arch_of
 from rl_kernels.core.registry import UnknownOperator, kernel_registry
 from rl_kernels.core.testing import spec_of
 from rl_kernels.lab.check.candidate import Candidate
 from rl_kernels.lab.check.cell import Setting
-from rl_kernels.lab.check.choose import candidates_of
+from rl_kernels.lab.check.choose import candidates_of, device_of
 from rl_kernels.lab.check.isolation.remote import TIMEOUT
 from rl_kernels.lab.check.jobs import shared
 from rl_kernels.lab.check.plan import Part, Plan
@@ -54,11 +55,20 @@ def parser(operators: Sequence[Operator]) -> Parser:
         help="pytorch, auto, all, cuda, a backend, or your own MODULE:CALLABLE or file.py:callable (default: auto)",
     )
     made.add_argument("--dtype", nargs="+", choices=DTYPES, help="default: fp32")
-    made.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 (default: auto)")
+    made.add_argument(
+        "--device",
+        default="auto",
+        help="auto, or any device of PyTorch that a backend runs on: cpu, cuda, cuda:1 (default: auto)",
+    )
     made.add_argument("--arch-key", help="key of the tolerance contract (default: that of the device)")
+    made.add_argument(
+        "--contract", type=Path, metavar="FILE", help="a tolerance contract of your own (default: that of this release)"
+    )
     made.add_argument("--suite", choices=("quick", "full"), help="full: all cases, gradients, and planted bugs")
     made.add_argument("--relation", nargs="+", choices=RELATIONS, metavar="NAME", help=f"any of {', '.join(RELATIONS)}")
-    made.add_argument("--check-grad", action="store_true", help="check gradients too (implied by --suite full)")
+    made.add_argument(
+        "--check-grad", action="store_true", help="check gradients too (implied by --suite full without --relation)"
+    )
     made.add_argument("--grad-mode", choices=("random", "ones"), default="random", help="upstream gradients")
     made.add_argument("--grad-seed", type=count(0, 31), default=123, help="seed of upstream gradients (%(default)s)")
     made.add_argument("--seed", type=count(0, 31), default=123, help="seed of the inputs (%(default)s)")
@@ -196,10 +206,9 @@ def _plan(given: argparse.Namespace, operators: Sequence[Operator]) -> tuple[Pla
     case = ""
     if given.replay:
         case = _replayed(given)
-    device = _device(given.device)
-    arch = given.arch_key or arch_of(device.type, device.index)
-    if arch not in contract().archs:
-        raise ValueError(f"--arch-key: {arch!r} is not in the tolerance contract; known: {', '.join(contract().archs)}")
+    device = device_of(given.device, operators)
+    terms = _contract(given.contract)
+    arch = _arch(given.arch_key, device, terms)
     sizes = {name.removeprefix("size_"): n for name, n in vars(given).items() if name.startswith("size_") and n}
     constant = (given.constant_value, given.token_value) if given.input_mode == "constant" else None
     names = given.candidate or ["auto"]
@@ -208,16 +217,14 @@ def _plan(given: argparse.Namespace, operators: Sequence[Operator]) -> tuple[Pla
     parts: list[Part] = []
     skips: list[Skip] = []
     for dtype in dict.fromkeys(given.dtype or ["fp32"]):
-        setting = Setting(dtype, device, arch, given.seed, given.grad_mode, given.grad_seed, suite)
+        setting = Setting(dtype, device, arch, given.seed, given.grad_mode, given.grad_seed, suite, contract=terms)
         found: list[Candidate] = []
         for operator in operators:
             candidates, left_out = candidates_of(operator, names, setting, given.timeout)
             found += candidates
             skips += left_out
         parts.append(Part(setting, found))
-    relations = given.relation or [
-        name for name in RELATIONS if name != "gradients" or given.check_grad or suite == "full"
-    ]
+    relations = _relations(given, suite)
     plants_bugs = suite == "full" and not given.relation
     plan = Plan(parts, relations, suite, sizes, constant, case, plants_bugs, given.fail_fast)
     if case and not any(plan.cells()):
@@ -244,15 +251,24 @@ def _one_operator_for_users(names: Sequence[str], operators: Sequence[Operator])
             raise ValueError(f"--candidate {name}: say which operator it implements, with --op")
 
 
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def _contract(file: Path | None) -> Contract:
     try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = torch.device("meta")
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"--device: expected auto, cpu, cuda or cuda:N, got {name!r}")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"--device: {name} does not exist; this machine has {torch.cuda.device_count()} GPUs")
-    return device
+        return contract() if file is None else read_contract(file.expanduser())
+    except ValueError as error:
+        raise ValueError(f"--contract: {error}") from error
+
+
+def _arch(wanted: str | None, device: torch.device, terms: Contract) -> str:
+    """Return the architecture whose rows apply: the one asked for, or that of the device."""
+    arch = wanted or arch_of(device.type, device.index)
+    if arch not in terms.archs:
+        which = repr(arch) if wanted else f"{arch!r} of {device}"
+        raise ValueError(f"--arch-key: {which} is not in the tolerance contract; known: {', '.join(terms.archs)}")
+    return arch
+
+
+def _relations(given: argparse.Namespace, suite: str) -> list[str]:
+    if given.relation:
+        wanted = {*given.relation, *(["gradients"] if given.check_grad else [])}
+        return [name for name in RELATIONS if name in wanted]
+    return [name for name in RELATIONS if name != "gradients" or given.check_grad or suite == "full"]

@@ -82,6 +82,8 @@ class Report:
             words += ["--grad-mode", setting.grad_mode]
         if setting.arch != arch_of(setting.device.type, setting.device.index):
             words += ["--arch-key", setting.arch]
+        if setting.contract.file:
+            words += ["--contract", setting.contract.file]
         for name, size in plan.sizes.items():
             words += [f"--{name.replace('_', '-')}", str(size)]
         if plan.constant is not None:

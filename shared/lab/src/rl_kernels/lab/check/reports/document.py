@@ -7,7 +7,6 @@ import math
 from collections import defaultdict
 from typing import Any
 
-from rl_kernels.core.contract import contract
 from rl_kernels.lab.check.reports import summary
 from rl_kernels.lab.check.result import Check, Mutation
 from rl_kernels.lab.check.suite import Report
@@ -38,7 +37,7 @@ def as_json(report: Report) -> str:
         "skipped": [vars(skip) for skip in report.skips],
         "environment": summary.environment(report),
         "seeds": summary.seeds(report),
-        "contract_version": contract().version,
+        "contract_version": report.plan.setting.contract.version,
     }
     return json.dumps(document, allow_nan=False, indent=2)
 

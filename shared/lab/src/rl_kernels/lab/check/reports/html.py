@@ -10,7 +10,6 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from rl_kernels.core.contract import contract
 from rl_kernels.lab.check.reports import summary
 from rl_kernels.lab.check.result import Check, Record, Skip
 from rl_kernels.lab.check.suite import Report
@@ -40,7 +39,7 @@ def _page(report: Report) -> str:
         finalize=lambda value: summary.printable(value) if type(value) is str else value,
     )
     templates.filters |= {"number": _number, "clipped": _clipped, "shape": summary.shape_said, "place": summary.place}
-    shown = {"report": report, "summary": summary, "page": Page(report), "contract": contract()}
+    shown = {"report": report, "summary": summary, "page": Page(report), "contract": report.plan.setting.contract}
     return templates.get_template("report.html.jinja").render(shown)
 
 

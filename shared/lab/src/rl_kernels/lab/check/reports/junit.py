@@ -7,7 +7,6 @@ from pathlib import Path
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element, SubElement
 
-from rl_kernels.core.contract import contract
 from rl_kernels.lab.check.reports import summary
 from rl_kernels.lab.check.reports.summary import Seen, printable
 from rl_kernels.lab.check.result import Check, Mutation, Skip
@@ -46,7 +45,11 @@ def _suites(report: Report) -> Iterator[Element]:
 def _suite(name: str, tests: list[Element], report: Report) -> Element:
     suite = Element("testsuite", name=printable(name))
     properties = SubElement(suite, "properties")
-    known = {**summary.environment(report), **summary.seeds(report), "contract_version": contract().version}
+    known = {
+        **summary.environment(report),
+        **summary.seeds(report),
+        "contract_version": report.plan.setting.contract.version,
+    }
     for key, value in known.items():
         SubElement(properties, "property", name=key, value=printable(str(value)))
     suite.extend(tests)
