@@ -232,6 +232,25 @@ def test_a_file_that_is_no_contract_ends_in_two(text, message, tmp_path, capsys)
     assert f"--contract: {path} {message}" in one_line(capsys)
 
 
+def test_a_regression_against_an_earlier_report_ends_in_one(tmp_path, capsys, monkeypatch):
+    old = tmp_path / "old.json"
+    flags = ["--device", "cpu", "--relation", "accuracy"]
+    assert cli.main([*flags, "--json", "--suite", "full"]) == 0
+    old.write_text(capsys.readouterr().out)
+    assert cli.main([*flags, "--against", str(old), "--suite", "full"]) == 0
+    assert "PASS against the earlier report: no changes" in capsys.readouterr().out
+    # All that runs passes, but the case "large" does not run.
+    assert cli.main([*flags, "--against", str(old), "--json"]) == 1
+    report = strict(capsys.readouterr().out)
+    assert report["passed"]
+    assert report["against"]["vanished"] == [
+        f"double/auto/fp32/accuracy/large: output{label}" for label in ("", " other values")
+    ]
+    old.write_text("{}")
+    assert cli.main([*flags, "--against", str(old)]) == 2
+    assert f"--against: {old} is not a report" in one_line(capsys)
+
+
 def test_list_runs_nothing(capsys, monkeypatch):
     monkeypatch.setattr(double, "factor", 3.0)
     assert cli.main(["--list", "--candidate", "pytorch", "--device", "cpu", "--check-grad"]) == 0

@@ -13,7 +13,7 @@ import torch
 from rl_kernels.lab.check.cell import Setting
 from rl_kernels.lab.check.compare import Comparison
 from rl_kernels.lab.check.plan import Part, Plan
-from rl_kernels.lab.check.reports.document import as_json
+from rl_kernels.lab.check.reports.document import as_json, document_of
 from rl_kernels.lab.check.reports.html import LONGEST, write_html
 from rl_kernels.lab.check.reports.junit import write_junit
 from rl_kernels.lab.check.reports.summary import percent, printable, shape_said
@@ -153,7 +153,7 @@ def test_what_cannot_be_printed_is_written_out():
 
 
 def test_json():
-    document = strict(as_json(RED))
+    document = strict(as_json(document_of(RED)))
     assert (document["passed"], document["pass_rate"], document["mutation_score"]) == (False, 1 / 3, 0.5)
     (candidate,) = document["candidates"]
     assert (candidate["operator"], candidate["name"], candidate["passed"]) == ("double", "native", False)
@@ -168,12 +168,12 @@ def test_json():
 
 
 def test_json_of_planted_bugs():
-    caught, escaped = strict(as_json(RED))["mutations"]
+    caught, escaped = strict(as_json(document_of(RED)))["mutations"]
     assert caught["caught"] is True
     assert caught["by"] == {"case_id": BITS.case_id, "item": "batch"}
     assert caught["message"] == BROKEN.message
     assert (escaped["name"], escaped["caught"], escaped["by"]) == ("one element off", False, None)
-    none = strict(as_json(GREEN))
+    none = strict(as_json(document_of(GREEN)))
     assert (none["mutation_score"], none["mutations"]) == (None, [])
 
 

@@ -1,7 +1,7 @@
 """``rl-kernels check``: arguments and exit status.
 
-0: at least one check ran, every check that ran passed, and no planted bug escaped. 1: a check failed, none ran, or a
-planted bug escaped. 2: bad arguments or a candidate that cannot run here, reported before anything runs; or a report
+0: at least one check ran, every check that ran passed, each named backend launched kernels of its own, and no planted
+bug escaped. 1: one of these does not hold, or something is worse than in the report of ``--against``. 2: bad arguments or a candidate that cannot run here, reported before anything runs; or a report
 that could not be written. 130: Ctrl-C, with a report of what is known so far.
 """
 
@@ -32,7 +32,8 @@ from rl_kernels.lab.check.isolation.remote import TIMEOUT
 from rl_kernels.lab.check.jobs import shared
 from rl_kernels.lab.check.plan import Part, Plan
 from rl_kernels.lab.check.relations import RELATIONS
-from rl_kernels.lab.check.reports.document import as_json
+from rl_kernels.lab.check.reports.against import compared, read_report
+from rl_kernels.lab.check.reports.document import as_json, document_of
 from rl_kernels.lab.check.reports.html import write_html
 from rl_kernels.lab.check.reports.junit import write_junit
 from rl_kernels.lab.check.reports.text import text
@@ -41,7 +42,7 @@ from rl_kernels.lab.check.suite import CTRL_C, Report, in_turn, run
 
 USAGE, INTERRUPTED = 2, 130
 STYLES = {"PASS": "green", "FAIL": "bold red", "interrupted": "yellow", "skipped": "dim"}
-CHOSEN_BY_REPLAY = ("op", "candidate", "dtype", "relation", "suite", "check_grad", "list")
+CHOSEN_BY_REPLAY = ("op", "candidate", "dtype", "relation", "suite", "check_grad", "list", "against")
 
 
 def parser(operators: Sequence[Operator]) -> Parser:
@@ -89,6 +90,9 @@ def parser(operators: Sequence[Operator]) -> Parser:
     made.add_argument("--json", action="store_true", help="print only the report, as strict JSON")
     made.add_argument("--junit", type=writable, metavar="FILE", help="also write the report as JUnit XML")
     made.add_argument("--html", type=writable, metavar="FILE", help="also write the report as one HTML file")
+    made.add_argument(
+        "--against", type=Path, metavar="FILE", help="compare with an earlier report of --json; what is worse fails"
+    )
     made.add_argument("--list", action="store_true", help="print the id of each case that would run; run nothing")
     made.add_argument("--replay", metavar="CASE_ID", help="run one relation on one case again, by its id in --list")
     shapes = made.add_argument_group("shapes", "replace the sizes of every case that has them")
@@ -112,6 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         given = parser(operators).parse_args(argv)
         # The output of a candidate must not mix with the report, not even when it is imported.
         with redirect_stdout(sys.stderr):
+            then = read_report(given.against.expanduser()) if given.against else None
             plan, skips = _plan(given, operators)
     except (UnknownOperator, ValueError) as error:
         print(f"rl-kernels check: {error}", file=sys.stderr)
@@ -127,13 +132,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     sharing = shared(again, given.jobs) if given.jobs > 1 else nullcontext(in_turn)
     with redirect_stdout(sys.stderr), _progress(sum(1 for _ in plan.tasks())) as progress, sharing as results:
         report = run(plan, skips, progress, results)
+    document = document_of(report)
+    changes = None if then is None else compared(document, then)
     if given.json:
-        print(as_json(report), flush=True)
+        print(as_json(document if changes is None else {**document, "against": changes.document()}), flush=True)
     else:
-        _show(text(report, verbose=given.verbose or bool(given.replay)))
+        _show(text(report, verbose=given.verbose or bool(given.replay), changes=changes))
     if not _written(report, given):
         return USAGE
-    return INTERRUPTED if report.interrupted == CTRL_C else 0 if report.passed else 1
+    if report.interrupted == CTRL_C:
+        return INTERRUPTED
+    return 0 if report.passed and not (changes and changes.regressed) else 1
 
 
 def _show(lines: Iterator[str]) -> None:

@@ -12,11 +12,16 @@ from rl_kernels.lab.check.result import Check, Mutation
 from rl_kernels.lab.check.suite import Report
 
 
-def as_json(report: Report) -> str:
-    """Return the report as strict JSON: a number that is not finite is null."""
+def as_json(document: dict[str, Any]) -> str:
+    """Return a document as strict JSON."""
+    return json.dumps(document, allow_nan=False, indent=2)
+
+
+def document_of(report: Report) -> dict[str, Any]:
+    """Return the report as plain values: a number that is not finite is None."""
     groups = summary.grouped(summary.seen(report), lambda each: (each.operator, each.candidate))
     seen = defaultdict(list, groups)
-    document = {
+    return {
         "suite_name": summary.suite_name(report),
         "passed": report.passed,
         "interrupted": report.interrupted,
@@ -39,7 +44,6 @@ def as_json(report: Report) -> str:
         "seeds": summary.seeds(report),
         "contract_version": report.plan.setting.contract.version,
     }
-    return json.dumps(document, allow_nan=False, indent=2)
 
 
 def _entry(check: Check, report: Report) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rl_kernels.lab.check.reports import summary
+from rl_kernels.lab.check.reports.against import Changes
 from rl_kernels.lab.check.reports.summary import verdict
 from rl_kernels.lab.check.result import Check, Mutation
 from rl_kernels.lab.check.suite import Report
@@ -19,12 +20,13 @@ WIDTH = 100
 """Width of the table of planted bugs, in a terminal and in a pipe."""
 
 
-def text(report: Report, *, verbose: bool = False) -> Iterator[str]:
+def text(report: Report, *, verbose: bool = False, changes: Changes | None = None) -> Iterator[str]:
     """Yield failed checks with the commands that replay them, escaped bugs, skips, and last the verdict.
 
     Args:
         report: the report of the run.
         verbose: also yield every check that passed, and every planted bug.
+        changes: what differs from an earlier report, if it was compared with one.
     """
     groups = summary.grouped(summary.seen(report), lambda each: (each.operator, each.candidate))
     for (operator, candidate), checks in summary.by_candidate(report).items():
@@ -46,6 +48,10 @@ def text(report: Report, *, verbose: bool = False) -> Iterator[str]:
         yield summary.bugs_said(report)
     for (operator, candidate, relation, reason), skips in summary.by_reason(report).items():
         yield f"skipped {operator} {candidate} {relation} ({len(skips)}): {_one_line(reason)}"
+    if changes is not None:
+        lines = [_one_line(line) for line in changes.said()]
+        yield f"{verdict(not changes.regressed)} against the earlier report: {len(lines) or 'no'} changes"
+        yield from (f"  {line}" for line in lines)
     if report.interrupted:
         yield f"interrupted ({report.interrupted}): these are the results until then"
     yield f"{verdict(report.passed)} {summary.suite_name(report)}: {summary.checks_said(report)}"

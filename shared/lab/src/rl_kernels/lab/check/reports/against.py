@@ -1,0 +1,126 @@
+"""Compare a report with an earlier one, both as JSON documents: what fails now, what is gone, what grew."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+GROWN = 2.0
+"""An error that is more than this many times the earlier one is reported; it is still within its tolerance."""
+
+
+@dataclass
+class Changes:
+    """What differs between two reports, each entry in words.
+
+    The first three are regressions. A check is known by its case id and output, a backend's kernels by its dtype.
+    """
+
+    failed: list[str] = field(default_factory=list)
+    """Passed then, fails now; or is new and fails."""
+    vanished: list[str] = field(default_factory=list)
+    """Ran then, and does not run now."""
+    escaped: list[str] = field(default_factory=list)
+    """Planted bugs that were caught then, and are not caught now."""
+    fixed: list[str] = field(default_factory=list)
+    """Failed then, passes now."""
+    new: list[str] = field(default_factory=list)
+    """Did not run then, and passes now."""
+    grown: list[str] = field(default_factory=list)
+    """Passes with an error of more than twice the earlier one."""
+    settings: list[str] = field(default_factory=list)
+    """Settings of the runs that differ, such as seeds and versions."""
+
+    @property
+    def regressed(self) -> bool:
+        """Whether anything is worse than before."""
+        return bool(self.failed or self.vanished or self.escaped)
+
+    def document(self) -> dict[str, Any]:
+        """Return the changes for the JSON report."""
+        return {"regressed": self.regressed, **asdict(self)}
+
+    def said(self) -> Iterator[str]:
+        """Yield a line for each change, regressions last."""
+        for kind in ("settings", "new", "grown", "fixed", "escaped", "vanished", "failed"):
+            for line in getattr(self, kind):
+                yield f"{kind} {line}"
+
+
+def read_report(path: Path) -> dict[str, Any]:
+    """Read a report that ``--json`` printed.
+
+    Raises:
+        ValueError: it cannot be read, or is no such report; the one-line message names the file.
+    """
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refused)
+        compared(document, document)
+    except OSError as error:
+        raise ValueError(f"--against: {path} cannot be read: {error.strerror or error}") from error
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"--against: {path} is not a report of `rl-kernels check --json`: {error!r}") from error
+    return document
+
+
+def _refused(token: str) -> Any:
+    raise ValueError(f"not strict JSON: {token}")
+
+
+def compared(now: Mapping[str, Any], then: Mapping[str, Any]) -> Changes:
+    """Compare two documents of ``document_of``."""
+    found = Changes()
+    found.settings += _settings(now, then)
+    ours, theirs = _checks(now), _checks(then)
+    for name, check in ours.items():
+        _compare_check(found, name, check, theirs.get(name))
+    found.vanished += [name for name in theirs if name not in ours]
+    caught, before = _bugs(now), _bugs(then)
+    # A run that plants no bugs says nothing about them.
+    found.escaped += [name for name, was in before.items() if caught and was and not caught.get(name)]
+    return found
+
+
+def _compare_check(found: Changes, name: str, check: Mapping[str, Any], old: Mapping[str, Any] | None) -> None:
+    if not check["passed"]:
+        if old is None or old["passed"]:
+            found.failed.append(f"{name}: {' '.join(check['message'].split())}")
+    elif old is None:
+        found.new.append(name)
+    elif not old["passed"]:
+        found.fixed.append(name)
+    elif (check["max_abs"] or 0.0) > GROWN * (old["max_abs"] or 0.0):
+        found.grown.append(f"{name}: max_abs {old['max_abs'] or 0.0:.3g}, now {check['max_abs']:.3g}")
+
+
+def _checks(document: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Return the checks of a report by name, with the kernels of each backend as one more."""
+    found: dict[str, Mapping[str, Any]] = {}
+    for candidate in document["candidates"]:
+        for each in candidate["outputs"]:
+            found[f"{each['case_id']}: {each['output']}"] = each
+        for ran in candidate.get("ran", ()):
+            if ran["cases_with_own_kernels"] is not None:
+                name = f"{candidate['operator']}/{candidate['name']}/{ran['dtype']}: own kernels"
+                found[name] = {"passed": not ran["message"], "message": ran["message"], "max_abs": None}
+    for each in found.values():
+        _ = each["passed"], each["message"], each["max_abs"]
+    return found
+
+
+def _bugs(document: Mapping[str, Any]) -> dict[str, bool]:
+    bugs = document["mutations"]
+    return {f"{bug['operator']}/{bug['candidate']}/{bug['dtype']}: {bug['name']}": bug["caught"] for bug in bugs}
+
+
+def _settings(now: Mapping[str, Any], then: Mapping[str, Any]) -> Iterator[str]:
+    ours, theirs = (
+        {"suite": each["suite_name"], "contract": each["contract_version"], **each["seeds"], **each["environment"]}
+        for each in (now, then)
+    )
+    for name in dict.fromkeys((*theirs, *ours)):
+        if theirs.get(name) != ours.get(name):
+            yield f"{name}: {theirs.get(name)}, now {ours.get(name)}"

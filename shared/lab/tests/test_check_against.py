@@ -1,0 +1,88 @@
+"""A report compared with an earlier one."""
+
+import copy
+import json
+
+import pytest
+
+from rl_kernels.lab.check.reports.against import compared, read_report
+
+
+def check(case, *, passed=True, max_abs=1e-6, message=""):
+    name = f"double/native/fp32/accuracy/{case}"
+    return {"case_id": name, "output": "output", "passed": passed, "max_abs": max_abs, "message": message}
+
+
+def report(*checks, own=3, bugs=(), **settings):
+    ran = {"dtype": "fp32", "cases_with_own_kernels": own, "message": "" if own else "none of its own kernels"}
+    candidate = {"operator": "double", "name": "native", "outputs": list(checks), "ran": [ran]}
+    mutations = [{"operator": "double", "candidate": "native", "dtype": "fp32", **bug} for bug in bugs]
+    environment = {"torch": "2.13", **settings}
+    others = {"suite_name": "quick", "contract_version": "1", "seeds": {"seed": 1}, "environment": environment}
+    return {"candidates": [candidate], "mutations": mutations, **others}
+
+
+THEN = report(check("plain"), check("wrong", passed=False), bugs=[{"name": "zeros", "caught": True}])
+OWN = "double/native/fp32: own kernels"
+PLAIN, WRONG, MORE = (f"double/native/fp32/accuracy/{case}: output" for case in ("plain", "wrong", "more"))
+ZEROS = "double/native/fp32: zeros"
+
+
+def nothing(**changes):
+    kinds = ("failed", "vanished", "escaped", "fixed", "new", "grown", "settings")
+    return {"regressed": bool({"failed", "vanished", "escaped"} & changes.keys())} | dict.fromkeys(kinds, []) | changes
+
+
+@pytest.mark.parametrize(
+    ("now", "changes"),
+    [
+        (THEN, nothing()),
+        # Two runs without planted bugs.
+        ({**THEN, "mutations": []}, nothing()),
+        (report(check("plain"), check("wrong")), nothing(fixed=[WRONG])),
+        (
+            report(check("plain", passed=False, message="off\nby 1"), check("wrong", passed=False)),
+            nothing(failed=[f"{PLAIN}: off by 1"]),
+        ),
+        (report(check("plain")), nothing(vanished=[WRONG])),
+        (report(*THEN["candidates"][0]["outputs"], check("more")), nothing(new=[MORE])),
+        (
+            report(*THEN["candidates"][0]["outputs"], check("more", passed=False, message="off")),
+            nothing(failed=[f"{MORE}: off"]),
+        ),
+        (
+            report(check("plain", max_abs=2.1e-6), check("wrong", passed=False)),
+            nothing(grown=[f"{PLAIN}: max_abs 1e-06, now 2.1e-06"]),
+        ),
+        (report(check("plain", max_abs=2e-6), check("wrong", passed=False)), nothing()),
+        (report(check("plain", max_abs=None), check("wrong", passed=False)), nothing()),
+        (
+            report(*THEN["candidates"][0]["outputs"], own=0),
+            nothing(failed=[f"{OWN}: none of its own kernels"]),
+        ),
+        (
+            report(*THEN["candidates"][0]["outputs"], bugs=[{"name": "zeros", "caught": False}]),
+            nothing(escaped=[ZEROS]),
+        ),
+        (
+            report(*THEN["candidates"][0]["outputs"], torch="2.14"),
+            nothing(settings=["torch: 2.13, now 2.14"]),
+        ),
+    ],
+)
+def test_changes(now, changes):
+    assert compared(now, THEN).document() == changes
+
+
+def test_a_report_without_kernels_is_older():
+    old = copy.deepcopy(THEN)
+    del old["candidates"][0]["ran"]
+    assert compared(THEN, old).document() == nothing(new=[OWN])
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"candidates": [{}]}', json.dumps(THEN).replace("1e-06", "NaN")])
+def test_what_is_no_report_is_refused(text, tmp_path):
+    path = tmp_path / "old.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="is not a report of `rl-kernels check --json`"):
+        read_report(path)
