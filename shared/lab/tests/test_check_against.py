@@ -30,7 +30,9 @@ ZEROS = "double/native/fp32: zeros"
 
 def nothing(**changes):
     kinds = ("failed", "vanished", "escaped", "fixed", "new", "grown", "settings")
-    return {"regressed": bool({"failed", "vanished", "escaped"} & changes.keys())} | dict.fromkeys(kinds, []) | changes
+    return (
+        {"regressed": bool({"failed", "vanished", "escaped"} & changes.keys())} | {kind: [] for kind in kinds} | changes
+    )
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from importlib.metadata import EntryPoint
 from xml.etree import ElementTree
 
 import pytest
+
 from rl_kernels.core.dispatch import choose
 from rl_kernels.core.operator import INVARIANT, Backend, Call, Operator
 from rl_kernels.core.registry import GROUP, KernelRegistry

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch
 
-from rl_kernels.core.contract import ALL_DTYPES, Contract, Tolerance, contract
+from rl_kernels.core.contract import ALL_DTYPES, Contract, Key, Tolerance, contract
 from rl_kernels.core.operator import Call, Operator
 from rl_kernels.core.testing import Case, Draw, Inputs, Spec, spec_of
 from rl_kernels.core.testing.surroundings import Surroundings
@@ -201,20 +201,34 @@ class Cell:
         }
 
     def tolerance(self, relation: str, item: str, dtype: torch.dtype | None = None) -> Tolerance:
-        """Return the contract's row for an output or gradient; a result of a coarser dtype uses that dtype's row."""
+        """Return the contract's row for an output or gradient on this architecture."""
+        return self.setting.contract.tolerance(*self.row(relation, item, dtype), self.setting.arch)
+
+    def general(self, relation: str, item: str, dtype: torch.dtype | None = None) -> Tolerance:
+        """Return the same row as it is for all architectures."""
+        return self.setting.contract.rows[self.row(relation, item, dtype)]
+
+    def row(self, relation: str, item: str, dtype: torch.dtype | None = None) -> Key:
+        """Return the key of the row; a result of a coarser dtype uses that dtype's row."""
         direction = "gradient" if item.startswith("gradient:") else "forward"
         name = self.dtype_name
         if dtype is not None and torch.finfo(dtype).eps > torch.finfo(ALL_DTYPES[name]).eps:
             name = next(known for known, value in ALL_DTYPES.items() if value == dtype)
-        return self.setting.contract.tolerance(relation, self.spec.classes[item], name, direction, self.setting.arch)
+        return relation, self.spec.classes[item], name, direction
 
     def record(
-        self, relation: str, item: str, shape: tuple[int, ...], tolerance: object, comparison: Comparison
+        self,
+        relation: str,
+        item: str,
+        shape: tuple[int, ...],
+        tolerance: object,
+        comparison: Comparison,
+        row: Key | None = None,
     ) -> Check:
-        """Return the record of a comparison."""
+        """Return the record of a comparison; ``row`` is the key of the tolerance."""
         name = self.candidate.operator.name
         where = (name, self.candidate.name, relation, self.case.name, item, self.setting.dtype)
-        return Check(*where, shape, str(tolerance), comparison, self.seed)
+        return Check(*where, shape, str(tolerance), comparison, self.seed, row)
 
     def failed(self, relation: str, item: str, reason: str | Misbehaved) -> Check:
         """Return the record of something that could not be compared."""

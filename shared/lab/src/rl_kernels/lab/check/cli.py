@@ -1,8 +1,9 @@
 """``rl-kernels check``: arguments and exit status.
 
 0: at least one check ran, every check that ran passed, each named backend launched kernels of its own, and no planted
-bug escaped. 1: one of these does not hold, or something is worse than in the report of ``--against``. 2: bad arguments or a candidate that cannot run here, reported before anything runs; or a report
-that could not be written. 130: Ctrl-C, with a report of what is known so far.
+bug escaped. 1: one of these does not hold, or something is worse than in the report of ``--against``. 2: bad arguments
+or a candidate that cannot run here, reported before anything runs; or a report that could not be written. 130: Ctrl-C,
+with a report of what is known so far.
 """
 
 from __future__ import annotations

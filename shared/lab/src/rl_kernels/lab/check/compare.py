@@ -28,6 +28,7 @@ class Comparison:
         mean_abs: mean absolute error.
         max_rel: largest relative error.
         message: what is wrong; empty if it passed.
+        share: how much of the fence the result needs, beyond what rounding may do; NaN where there is no fence.
         worst: the element with the largest error, or the first that differs in bits.
         traceback: of the exception that the candidate raised, if it did.
     """
@@ -39,6 +40,7 @@ class Comparison:
     message: str = ""
     worst: str = ""
     traceback: str = ""
+    share: float = nan
 
 
 def described(candidate: object, expected: torch.Tensor) -> str | None:
@@ -64,6 +66,7 @@ def accuracy(
     rounding: float = ROUNDING,
     *,
     calibrated: bool = True,
+    row: Tolerance | None = None,
 ) -> Comparison:
     """Check a result against the contract's fence and the relative rule.
 
@@ -77,6 +80,7 @@ def accuracy(
         rounding: how far rounding may move a result, as a share of ``magnitude``.
         calibrated: whether plain PyTorch is known to stay inside the fence; if not, the fence is widened to allow for
             its error.
+        row: the tolerance that ``share`` is measured by, if not the one that applies.
     """
     wrong = described(candidate, eager)
     if wrong:
@@ -99,8 +103,12 @@ def accuracy(
     factor = FACTORS[direction]
     # The fence is absolute, but rounding of unusually large terms can exceed it.
     fence = tolerance.atol + tolerance.rtol * finite.abs() + slack / 2
+    granted = slack / 2
     if not calibrated:
-        fence = fence.clamp(min=float(factor * plain.nan_to_num().max()))
+        fence, granted = (limit.clamp(min=float(factor * plain.nan_to_num().max())) for limit in (fence, granted))
+    by = tolerance if row is None else row
+    needed = torch.where(error <= granted, 0.0, (error - slack / 2) / (by.atol + by.rtol * finite.abs()))
+    share = float(needed.max())
     limits = {
         "outside the contract's fence": fence,
         f"worse than {factor:g}x the worst element of eager PyTorch": factor * plain.nan_to_num().max() + slack,
@@ -112,11 +120,12 @@ def accuracy(
         broken = error > limit
         if broken.any():
             off = f"off by {float(error[broken][0]):.3g}, allowed {float(limit[broken][0]):.3g}"
-            return Comparison(False, *numbers, f"{rule}: {_at(broken, candidate, gold)}, {off}", worst)
+            return Comparison(False, *numbers, f"{rule}: {_at(broken, candidate, gold)}, {off}", worst, share=share)
     budget = factor * plain.nan_to_num().norm() + slack.norm()
     if error.norm() > budget:
-        return Comparison(False, *numbers, f"L2 error {error.norm():.3g} over {budget:.3g} (relative rule)", worst)
-    return Comparison(True, *numbers, worst=worst)
+        message = f"L2 error {error.norm():.3g} over {budget:.3g} (relative rule)"
+        return Comparison(False, *numbers, message, worst, share=share)
+    return Comparison(True, *numbers, worst=worst, share=share)
 
 
 def parity(candidate: torch.Tensor, other: torch.Tensor, tolerance: Tolerance) -> Comparison:

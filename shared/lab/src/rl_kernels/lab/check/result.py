@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from rl_kernels.core.contract import Key
 from rl_kernels.lab.check.compare import Comparison
 
 
@@ -44,6 +45,8 @@ class Check:
     tolerance: str
     comparison: Comparison
     seed: int
+    row: Key | None = None
+    """Key of the tolerance in the contract, if the comparison is one of accuracy."""
 
     @property
     def passed(self) -> bool:

@@ -99,12 +99,13 @@ def _accurate(
     magnitudes = cell.magnitudes({name: value.double() for name, value in given.defined.items()})
     direction = "forward" if relation == "accuracy" else "gradient"
     for item, value in found.items():
-        row = cell.tolerance("accuracy", item, eager[item].dtype)
+        where = ("accuracy", item, eager[item].dtype)
         # A gradient is linear in its upstream, and so is its allowed error.
-        tolerance = row._replace(atol=row.atol * max(1.0, given.scale))
+        rows = cell.tolerance(*where), cell.general(*where)
+        tolerance, general = (row._replace(atol=row.atol * max(1.0, given.scale)) for row in rows)
         rounding = compare.ROUNDING_FP64 if cell.dtype_name == "fp64" else compare.ROUNDING
         # The fence was calibrated on the named cases.
         calibrated = not cell.case.relations
         known = (value, eager[item], gold[item], magnitudes[item], tolerance, direction, rounding)
-        comparison = compare.accuracy(*known, calibrated=calibrated)
-        yield cell.record(relation, item + given.label, tuple(value.shape), tolerance, comparison)
+        comparison = compare.accuracy(*known, calibrated=calibrated, row=general)
+        yield cell.record(relation, item + given.label, tuple(value.shape), tolerance, comparison, cell.row(*where))

@@ -130,8 +130,9 @@ def _added(cell: Cell, name: str, upstream: Results, found: torch.Tensor, label:
     twice = {output: 2 * grad for output, grad in upstream.items()}
     exact = {output: grad.double() for output, grad in twice.items()}
     eager, gold = cell.eager().gradients(twice)[item], cell.gold().gradients(exact)[item]
-    row = cell.tolerance("accuracy", item, eager.dtype)
-    tolerance = row._replace(atol=2 * row.atol)
+    where = ("accuracy", item, eager.dtype)
+    tolerance, general = (row._replace(atol=2 * row.atol) for row in (cell.tolerance(*where), cell.general(*where)))
     known = (found.to(eager.dtype), eager, gold, cell.magnitudes(exact)[item], tolerance, "gradient")
-    comparison = compare.accuracy(*known, calibrated=not cell.case.relations)
-    return cell.record("gradients", f"{item} in main_grad{label}", tuple(found.shape), tolerance, comparison)
+    comparison = compare.accuracy(*known, calibrated=not cell.case.relations, row=general)
+    name, shape = f"{item} in main_grad{label}", tuple(found.shape)
+    return cell.record("gradients", name, shape, tolerance, comparison, cell.row(*where))

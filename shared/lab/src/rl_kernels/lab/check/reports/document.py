@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
+from datetime import datetime, timezone
 from typing import Any
 
 from rl_kernels.lab.check.reports import summary
@@ -40,6 +41,7 @@ def document_of(report: Report) -> dict[str, Any]:
         ],
         "mutations": [_bug(bug) for bug in report.mutations],
         "skipped": [vars(skip) for skip in report.skips],
+        "date": datetime.now(timezone.utc).date().isoformat(),
         "environment": summary.environment(report),
         "seeds": summary.seeds(report),
         "contract_version": report.plan.setting.contract.version,
@@ -60,6 +62,8 @@ def _entry(check: Check, report: Report) -> dict[str, Any]:
         "max_rel": _finite(found.max_rel),
         "worst": found.worst,
         "tolerance": check.tolerance,
+        "row": check.row and " / ".join(check.row),
+        "share": _finite(found.share),
         "passed": check.passed,
         "message": found.message,
         "seed": check.seed,

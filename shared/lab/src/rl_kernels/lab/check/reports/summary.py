@@ -7,6 +7,7 @@ import platform
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -155,8 +156,17 @@ def environment(report: Report) -> dict[str, str]:
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "cuda": str(torch.version.cuda or torch.version.hip or "-"),
+        "triton": _version("triton"),
         "platform": platform.platform(),
         "device": torch.cuda.get_device_name(setting.device) if on_gpu else platform.processor() or "cpu",
         "arch_key": setting.arch,
         "threads": str(torch.get_num_threads()),
     }
+
+
+def _version(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "-"
