@@ -80,6 +80,13 @@ def test_dtype_names_are_those_of_the_command_line():
     assert {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16} == DTYPES
 
 
+def test_no_architecture_is_wider_than_the_others():
+    for rows in contract().overrides.values():
+        for key, row in rows.items():
+            assert row.atol <= contract().rows[key].atol
+            assert row.rtol <= contract().rows[key].rtol
+
+
 def test_parity_is_no_wider_than_accuracy():
     for op_class, dtype, direction in product(CLASSES, ALL_DTYPES, DIRECTIONS):
         parity, accuracy = (contract().rows[name, op_class, dtype, direction] for name in ("parity", "accuracy"))

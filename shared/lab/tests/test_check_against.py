@@ -30,9 +30,8 @@ ZEROS = "double/native/fp32: zeros"
 
 def nothing(**changes):
     kinds = ("failed", "vanished", "escaped", "fixed", "new", "grown", "settings")
-    return (
-        {"regressed": bool({"failed", "vanished", "escaped"} & changes.keys())} | {kind: [] for kind in kinds} | changes
-    )
+    regressed = bool({"failed", "vanished", "escaped"} & changes.keys())
+    return {"regressed": regressed, **{kind: [] for kind in kinds}, **changes}
 
 
 @pytest.mark.parametrize(
