@@ -79,6 +79,8 @@ def test_write_replaces_the_rows_of_this_architecture_alone(tool, monkeypatch, t
     assert tool.main([str(old), "--write"]) == 0
     found = parse(json.loads(file.read_text("utf-8")))
     assert found.rows == contract().rows
+    major, minor = contract().version.split(".")
+    assert found.version == f"{major}.{int(minor) + 1}"
     assert found.overrides.keys() == contract().overrides.keys()
     assert [(key, row.atol) for key, row in found.overrides["sm90"].items()] == [(ROW, 0.01)]
     others = {arch: rows for arch, rows in found.overrides.items() if arch != "sm90"}

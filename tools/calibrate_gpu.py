@@ -117,6 +117,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(table(HEADER, lines))
     if given.write:
         document = json.loads(FILE.read_text(encoding="utf-8"))
+        if document["arch_overrides"][arch] != found:
+            # Narrower values raise the second number of the version.
+            major, minor = document["version"].split(".")
+            document["version"] = f"{major}.{int(minor) + 1}"
         document["arch_overrides"][arch] = found
         parse(document)
         measured = {key: row.measured for key, row in contract().rows.items() if row.measured}

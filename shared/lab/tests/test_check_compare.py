@@ -47,6 +47,18 @@ def test_inside_the_fence_but_worse_than_eager():
     assert "eager" in found.message
 
 
+def test_share_is_what_a_result_needs_of_the_fence():
+    eager = GOLD.float() + 5e-3
+    moved = held(GOLD.float() + torch.tensor([0, 5e-3, 0, 0]), eager=eager)
+    assert moved.share == pytest.approx(0.5, rel=1e-3)
+    # What rounding alone may do needs nothing of it, nor does what plain PyTorch does in a generated case.
+    assert held(GOLD.float(), magnitude=GOLD.abs()).share == 0
+    known = (GOLD.float() + 5e-3, eager, GOLD, MAGNITUDE, FENCE, "forward")
+    assert compare.accuracy(*known, calibrated=False).share == 0
+    # By another row than the one that applies.
+    assert compare.accuracy(*known, row=FENCE._replace(atol=1e-1)).share == pytest.approx(0.05, rel=1e-3)
+
+
 def test_eager_error_sets_the_scale():
     assert held(GOLD.float() + 1e-3, eager=GOLD.float() + 6e-4).passed
     assert not held(GOLD.float() + 1e-3, eager=GOLD.float() + 4e-4).passed
