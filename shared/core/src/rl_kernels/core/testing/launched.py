@@ -13,6 +13,7 @@ from unittest.mock import patch
 import torch
 
 from rl_kernels.core.cuda import launch as cuda_launch
+from rl_kernels.core.cuda.program import Program
 from rl_kernels.core.cuda.where import target_of
 from rl_kernels.core.operator import Backend
 from rl_kernels.core.triton_lib.launch import INSTALLED, INTERPRETED, Launch
@@ -43,21 +44,28 @@ class Launched(NamedTuple):
 
 @contextmanager
 def record_launches() -> Iterator[set[Launched]]:
-    """Collect the kernels that any thread launches inside the block."""
+    """Collect the kernels that any thread launches inside the block; the set is filled when the block ends."""
     found: set[Launched] = set()
+    programs: dict[int, cuda_launch.Kernel] = {}
+    jitted: dict[int, Any] = {}
     with ExitStack() as stack:
-        _watch(stack, cuda_launch.Kernel, "start", lambda kernel: found.update(_programs_of(kernel)))
-        _watch(stack, Launch, "__call__", lambda launch: found.update(_jitted(launch._kernel)))
+        _watch(stack, cuda_launch.Kernel, "start", lambda kernel: programs.setdefault(id(kernel), kernel))
+        _watch(stack, Launch, "__call__", lambda launch: jitted.setdefault(id(launch._kernel), launch._kernel))
         if INSTALLED and (INTERPRETED or torch.cuda.is_available()):
             from triton.compiler import CompiledKernel
             from triton.runtime.jit import KernelInterface
 
-            _watch(stack, KernelInterface, "__getitem__", lambda kernel: found.update(_jitted(kernel)))
-            _watch(stack, CompiledKernel, "__getitem__", lambda made: found.update(_jitted(getattr(made.src, "fn", 0))))
+            _watch(stack, KernelInterface, "__getitem__", lambda kernel: jitted.setdefault(id(kernel), kernel))
+            _watch(stack, CompiledKernel, "__getitem__", lambda made: jitted.setdefault(id(made), made.src))
         yield found
+    known = {id(kernel): program for (program, _, _), kernel in cuda_launch._kernels.items()}
+    for key, kernel in programs.items():
+        program = known[key]
+        found.add(Launched(program.package, program.file, kernel.entry, program.arch))
+    found.update(filter(None, map(_jitted, jitted.values())))
 
 
-def _watch(stack: ExitStack, owner: Any, name: str, note: Callable[[Any], None]) -> None:
+def _watch(stack: ExitStack, owner: Any, name: str, note: Callable[[Any], object]) -> None:
     original = getattr(owner, name)
 
     def watched(self: Any, *args: Any, **options: Any) -> Any:
@@ -67,16 +75,13 @@ def _watch(stack: ExitStack, owner: Any, name: str, note: Callable[[Any], None])
     stack.enter_context(patch.object(owner, name, watched))
 
 
-def _programs_of(kernel: cuda_launch.Kernel) -> list[Launched]:
-    known = list(cuda_launch._kernels.items())
-    programs = [program for (program, _, _), other in known if other is kernel]
-    return [Launched(each.package, each.file, kernel.entry, each.arch) for each in programs]
-
-
-def _jitted(kernel: Any) -> list[Launched]:
+def _jitted(kernel: Any) -> Launched | None:
+    """Describe one of our Triton kernels, given as ``triton.jit`` made it or as the source of a compiled one."""
     function = getattr(kernel, "fn", None)
+    while hasattr(function, "fn"):
+        function = function.fn
     module = getattr(function, "__module__", "")
-    return [Launched(module, "", function.__name__, "")] if module.startswith(OURS) else []
+    return Launched(module, "", function.__name__, "") if function and module.startswith(OURS) else None
 
 
 def owns(backend: Backend, arch: str) -> Callable[[Launched], bool] | None:
@@ -97,6 +102,6 @@ def owns(backend: Backend, arch: str) -> Callable[[Launched], bool] | None:
         folder = backend.module.rpartition(".")[0] + "."
         return lambda kernel: not kernel.file and kernel.source.startswith((folder, SHARED))
     targets = [target_of(arch, exact=exact) for exact in (True, False)]
-    programs = next(filter(None, map(module.programs, targets)), [])
+    programs: list[Program] = next(filter(None, map(module.programs, targets)), [])
     own = {(program.package, program.file, program.arch) for program in programs}
     return lambda kernel: (kernel.source, kernel.file, kernel.target) in own
