@@ -139,19 +139,19 @@ def test_an_option_that_is_missing_is_skipped_by_name(check, file):
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
-        ("x, *, scale=1.0", "its signature takes no y"),
-        ("x, other", "its signature takes no y; it requires other, which"),
-        ("x, y, other", "it requires other, which"),
-        ("x, y, scale", "it requires scale, which calls leave out"),
-        ("x, y, /", "its signature takes no x, y"),
-        ("*args", "its signature takes no x, y"),
+        ("x, *, scale=1.0", "scale, x: y is missing"),
+        ("x, other", "other, x: y is missing; other is required, but scaled has no such argument"),
+        ("x, y, other", "other, x, y: other is required, but scaled has no such argument"),
+        ("x, y, scale", "scale, x, y: scale is required, but calls may leave it out"),
+        ("x, y, /", "no keywords: x is missing; y is missing"),
+        ("*args", "no keywords: x is missing; y is missing"),
     ],
 )
 def test_a_signature_that_no_call_fits_ends_in_two(parameters, message, file, capsys):
     target = f"{file(f'def mine({parameters}): return 0')}:mine"
     assert cli.main(["--op", "scaled", "--candidate", target, "--device", "cpu"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert f"--candidate {target}: scaled is called with x, y by name, and options; {message}" in line
+    assert f"--candidate {target}: scaled is called with x, y by name, and options; it takes {message}" in line
 
 
 @pytest.mark.parametrize("parameters", ["**kwargs", "x, **kwargs", "y, x, unknown=3"])

@@ -61,13 +61,12 @@ def _check_signature(name: str, ours: inspect.Signature, described: Mapping[str,
     """Raise if the calls of our function cannot fit an implementation."""
     required = [each.name for each in ours.parameters.values() if each.default is _REQUIRED]
     missing = [] if described["takes_any"] else [each for each in required if each not in described["takes"]]
-    needs = [each for each in described["needs"] if each not in required]
-    faults = [f"its signature takes no {', '.join(missing)}"] if missing else []
-    if needs:
-        faults.append(f"it requires {', '.join(needs)}, which calls leave out or {name} does not have")
+    others = [each for each in described["needs"] if each not in required]
+    faults = [f"{each} is missing" for each in missing]
+    faults += [f"{each} is required, but calls may leave it out" for each in others if each in ours.parameters]
+    faults += [f"{each} is required, but {name} has no such argument" for each in others if each not in ours.parameters]
     if faults:
-        expected = ", ".join(required)
-        found = ", ".join(described["needs"]) or "nothing"
+        taken = ", ".join(described["takes"]) or "no keywords"
         raise ValueError(
-            f"{name} is called with {expected} by name, and options; {'; '.join(faults)} (it requires: {found})"
+            f"{name} is called with {', '.join(required)} by name, and options; it takes {taken}: {'; '.join(faults)}"
         )
