@@ -88,10 +88,10 @@ def fused_logp(
 ) -> torch.Tensor | LogpStats:
     """Return the log-probability of each selected token: ``z[id] - logsumexp(z)`` with ``z = logits / temperature``.
 
-    Computed in FP32 for logits of any dtype (in FP64 for FP64 logits). With p = softmax(z), the entropy is ``-sum(p log
-    p)``, in nats. No rounding takes a log-probability above 0 or an entropy below 0. A row's result and its row of the
-    gradient depend on that row alone, bit for bit. An entry of ``-inf`` is masked: its probability is 0. A row that is
-    all ``-inf``, or holds NaN or ``+inf``, gives NaN; no other row is affected.
+    Computed in FP32 for logits of any dtype (in FP64 for FP64 logits). With p = softmax(z), the entropy is
+    ``-sum(p log p)``, in nats. No rounding takes a log-probability above 0 or an entropy below 0. A row's result and
+    its row of the gradient depend on that row alone, bit for bit. An entry of ``-inf`` is masked: its probability is 0.
+    A row that is all ``-inf``, or holds NaN or ``+inf``, gives NaN; no other row is affected.
 
     Args:
         logits: ``[..., V]``, FP32, BF16, FP16 or FP64, any strides; differentiable.
