@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import copyreg
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,6 +15,7 @@ from rl_kernels.det_gemm.api import det_linear
 from rl_kernels.det_gemm.module import DetLinear
 from rl_kernels.models.fused.embedding import OrderedEmbedding
 from rl_kernels.models.fused.swaps import gated
+from rl_kernels.models.subclasses import subclass
 from rl_kernels.models.swap import SWAPPED, calls_own_forward
 from rl_kernels.models.unknown import is_foreign_linear
 from rl_kernels.norm import layer_norm, rms_norm
@@ -59,7 +58,7 @@ def replacement(module: nn.Module) -> Found:
     elif is_foreign_linear(module):
         found = None, f"{type(module).__name__} is not an nn.Linear; it may be quantized"
     elif type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils":
-        found = _subclass(type(module), (), _conv1d), ""
+        found = subclass(type(module), (), _conv1d), ""
     elif isinstance(module, nn.Embedding):
         # One with a custom forward or weight is left alone without a warning: it does not depend on the batch.
         is_plain = calls_own_forward(module) and not nn.utils.parametrize.is_parametrized(module)
@@ -71,7 +70,7 @@ def replacement(module: nn.Module) -> Found:
     elif "norm" in type(module).__name__.lower():
         found = _norm(module)
     elif (forward := gated(module)) is not None:
-        found = _subclass(type(module), (), forward), ""
+        found = subclass(type(module), (), forward), ""
     if found[0] is not None and not calls_own_forward(module):
         return None, "its forward was replaced on the object, so swapping its class has no effect"
     return found
@@ -82,14 +81,14 @@ def _linear(module: nn.Linear) -> Found:
         return None, f"{type(module).__name__} is a subclass of nn.Linear that may compute something else"
     if module.weight.dtype not in HALF_AND_FLOAT:
         return None, f"its weight is {module.weight.dtype}; det_linear takes FP32, BF16 and FP16"
-    return _subclass(DetLinear, (), DetLinear.forward, nn.Linear), ""
+    return subclass(DetLinear, (), DetLinear.forward, nn.Linear), ""
 
 
 def _embedding(base: type[nn.Module]) -> type[nn.Module]:
     """Return a subclass that overrides ``nn.Embedding.forward``; Gemma's subclass still scales its result."""
     if base is nn.Embedding:
-        return _subclass(base, (), OrderedEmbedding.forward, bases=(OrderedEmbedding,))
-    return _subclass(base, (), None, bases=(base, OrderedEmbedding))
+        return subclass(base, (), OrderedEmbedding.forward, bases=(OrderedEmbedding,))
+    return subclass(base, (), None, bases=(base, OrderedEmbedding))
 
 
 def _conv1d(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -172,7 +171,7 @@ def row_wise(base: type[nn.Module], form: Form, eps: str) -> type[nn.Module]:
             epsilon = torch.finfo(x.dtype).eps
         return norm(x, getattr(self, "weight", None), getattr(self, "bias", None), epsilon, form)
 
-    return _subclass(base, (form, eps), forward)
+    return subclass(base, (form, eps), forward)
 
 
 def _element_wise(base: type[nn.Module], function: Callable[..., torch.Tensor]) -> type[nn.Module]:
@@ -184,7 +183,7 @@ def _element_wise(base: type[nn.Module], function: Callable[..., torch.Tensor]) 
             return _rounded(function, args[0])
         return original(self, *args, **kwargs)
 
-    return _subclass(base, (function,), forward)
+    return subclass(base, (function,), forward)
 
 
 def _is_on_cpu(x: object) -> bool:
@@ -193,67 +192,6 @@ def _is_on_cpu(x: object) -> bool:
 
 def _rounded(function: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     return function(x.float()).to(x.dtype)
-
-
-def _subclass(
-    base: type[nn.Module],
-    key: tuple[Any, ...],
-    forward: Callable[..., Any] | None,
-    original: type[nn.Module] | None = None,
-    bases: tuple[type[nn.Module], ...] = (),
-) -> type[nn.Module]:
-    """Return the subclass with this forward, or with that of ``bases``; cached by key, for torch.compile's guards.
-
-    A deep copy keeps the class. A pickle has the original class, so that it can be read without this package.
-    """
-    known = (base, *key)
-    if known not in _made:
-        body = {
-            **({} if forward is None else {"forward": _while_swapped(forward)}),
-            SWAPPED: original or base,
-            "__module__": base.__module__,
-            "__doc__": base.__doc__,
-            "__copy__": _copy,
-            "__deepcopy__": _deep_copy,
-            "__reduce_ex__": _pickled,
-        }
-        _made[known] = type(f"RowWise{base.__name__}", bases or (base,), body)
-    return _made[known]
-
-
-def _while_swapped(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a forward that gives way to that of the class once the swap is undone.
-
-    Whoever replaced a module's forward in the meantime may still call ours, bound to the module.
-    """
-
-    @functools.wraps(forward)
-    def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        kind = type(self)
-        return forward(self, *args, **kwargs) if hasattr(kind, SWAPPED) else kind.forward(self, *args, **kwargs)
-
-    return run
-
-
-def _copy(self: nn.Module) -> nn.Module:
-    made = object.__new__(type(self))
-    made.__dict__.update(self.__dict__)
-    return made
-
-
-def _deep_copy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    made = object.__new__(type(self))
-    memo[id(self)] = made
-    made.__dict__.update(copy.deepcopy(self.__dict__, memo))
-    return made
-
-
-def _pickled(self: Any, protocol: int) -> tuple[Any, ...]:
-    # The form of protocols 0 and 1: unlike protocol 2, it may name another class than the object's.
-    return copyreg._reconstructor, (getattr(self, SWAPPED), object, None), self.__dict__  # type: ignore[attr-defined]
-
-
-_made: dict[tuple[Any, ...], type[nn.Module]] = {}
 
 
 def _sigmoid(x: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,73 @@
+"""The subclasses that a swap gives modules: how they copy, pickle, and give way once the swap is undone."""
+
+from __future__ import annotations
+
+import copy
+import copyreg
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from rl_kernels.models.swap import SWAPPED
+
+_made: dict[tuple[Any, ...], type[nn.Module]] = {}
+
+
+def subclass(
+    base: type[nn.Module],
+    key: tuple[Any, ...],
+    forward: Callable[..., Any] | None,
+    original: type[nn.Module] | None = None,
+    bases: tuple[type[nn.Module], ...] = (),
+) -> type[nn.Module]:
+    """Return the subclass with this forward, or with that of ``bases``; cached by key, for torch.compile's guards.
+
+    A deep copy keeps the class. A pickle has the original class, so that it can be read without this package.
+    """
+    known = (base, *key)
+    if known not in _made:
+        body = {
+            **({} if forward is None else {"forward": _while_swapped(forward)}),
+            SWAPPED: original or base,
+            "__module__": base.__module__,
+            "__doc__": base.__doc__,
+            "__copy__": _copy,
+            "__deepcopy__": _deep_copy,
+            "__reduce_ex__": _pickled,
+        }
+        _made[known] = type(f"RowWise{base.__name__}", bases or (base,), body)
+    return _made[known]
+
+
+def _while_swapped(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a forward that gives way to that of the class once the swap is undone.
+
+    Whoever replaced a module's forward in the meantime may still call ours, bound to the module.
+    """
+
+    @functools.wraps(forward)
+    def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        kind = type(self)
+        return forward(self, *args, **kwargs) if hasattr(kind, SWAPPED) else kind.forward(self, *args, **kwargs)
+
+    return run
+
+
+def _copy(self: nn.Module) -> nn.Module:
+    made = object.__new__(type(self))
+    made.__dict__.update(self.__dict__)
+    return made
+
+
+def _deep_copy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    made = object.__new__(type(self))
+    memo[id(self)] = made
+    made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+    return made
+
+
+def _pickled(self: Any, protocol: int) -> tuple[Any, ...]:
+    # The form of protocols 0 and 1: unlike protocol 2, it may name another class than the object's.
+    return copyreg._reconstructor, (getattr(self, SWAPPED), object, None), self.__dict__  # type: ignore[attr-defined]
