@@ -13,6 +13,10 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 TOOLS = ROOT / "tools"
+sys.path.insert(0, str(TOOLS))
+
+from gpu_record import Record, part_of  # noqa: E402
+from limited import TIMED_OUT  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -52,15 +56,36 @@ def steps(folder: Path) -> dict[str, Any]:
 
 def test_bundle_proves_itself_on_a_fresh_machine(bundle: Path, tmp_path: Path) -> None:
     options = ("--device", "cpu", "--candidate", "native", "--suite", "quick", "--op", "fused_logp", "--dtype", "fp32")
+    options += ("--record", "record.json", "--seconds", "600")
     chosen = ("--", "-q", "-k", "test_reference")
     done = run(bundle / "run.py", "--only", "tests", "check", "--out", "results", *options, *chosen, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     found = steps(tmp_path / "results")
     assert found["passed"]
-    assert found["tests fused-logp"]["counts"]["tests"] > 5
-    assert "passed" in (tmp_path / "results" / "tests-fused-logp.log").read_text(encoding="utf-8")
-    assert found["check fused_logp/native/fp32"]["counts"]["checks"] > 500
+    assert found["tests fused-logp/test_reference"]["counts"]["tests"] > 5
+    assert "passed" in (tmp_path / "results" / "tests-fused-logp-test_reference.log").read_text(encoding="utf-8")
     assert found["check fused_logp/native/fp32"]["counts"]["failed"] == 0
+    recorded = json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))
+    assert {"commit", "device", "torch"} <= recorded["environment"].keys()
+    assert {part["state"] for part in recorded["parts"].values()} == {"ran"}
+    assert recorded["parts"]["check fused_logp/native/fp32"]["checks"] > 500
+
+
+def test_a_record_takes_what_is_left_in_the_next_call(tmp_path: Path) -> None:
+    file, log, missing = tmp_path / "record.json", tmp_path / "log", tmp_path / "none.json"
+    names = [f"check rms_norm/triton/{dtype}" for dtype in ("bf16", "fp16", "fp32", "fp64")]
+    first = Record(file, {"device": "H200", "date": "today"})
+    assert first.left(names) == names
+    log.write_text("first\nrms_norm cannot run it here\n", encoding="utf-8")
+    (tmp_path / "tests.xml").write_text("<testsuite><testcase name='a'/></testsuite>", encoding="utf-8")
+    first.add(names[0], part_of(0, 1.0, tmp_path / "tests.xml", log))
+    first.add(names[1], part_of(TIMED_OUT, 60.0, missing, log))
+    first.add(names[2], part_of(2, 1.0, missing, log))
+    assert first.parts[names[2]] == {"state": "refused", "seconds": 1.0, "reason": "rms_norm cannot run it here"}
+    again = Record(file, {"device": "H200", "date": "tomorrow"})
+    assert again.left(list(reversed(names))) == [names[1], names[3]]
+    with pytest.raises(ValueError, match="was made with another device; name another file"):
+        Record(file, {"device": "H100", "date": "today"})
 
 
 def test_bundle_holds_the_tests_of_every_package(bundle: Path) -> None:
@@ -81,27 +106,6 @@ def test_a_step_that_fails_stops_no_other(bundle: Path, tmp_path: Path) -> None:
     assert not found["passed"]
     assert [found[f"check {name}/triton/fp32"]["exit"] for name in missing] == [2, 2]
     assert "no_such" in (tmp_path / "check-no_such-triton-fp32.log").read_text(encoding="utf-8")
-
-
-def test_a_record_is_filled_in_several_calls(bundle: Path, tmp_path: Path) -> None:
-    options = ("--device", "cpu", "--op", "rms_norm", "--dtype", "fp32", "--suite", "quick", "--only", "tests", "check")
-    options += ("--candidate", "each", "--record", "record.json", "--seconds")
-
-    def parts(seconds: str) -> dict[str, Any]:
-        done = run(bundle / "run.py", *options, seconds, "--", "-k", "test_reference", cwd=tmp_path)
-        assert done.returncode == (seconds == "1"), done.stderr
-        return json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))["parts"]
-
-    planned = parts("1")
-    assert {part["state"] for part in planned.values()} == {"not run"}
-    found = parts("500")
-    assert found.keys() == planned.keys()
-    assert {name: part["state"] for name, part in found.items() if part["state"] != "ran"} == {
-        "check rms_norm/triton/fp32": "refused"
-    }
-    assert found["check rms_norm/native/fp32"]["checks"] > 200
-    assert found["tests norm/test_reference"]["tests"] > 2
-    assert parts("500") == found
 
 
 def test_a_command_that_takes_too_long_is_ended_with_what_it_started(tmp_path: Path) -> None:
