@@ -15,6 +15,8 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 EACH = "each"
 """Stands for every backend of an operator."""
+NOTHING_SELECTED = 5
+"""Exit status of pytest."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class Steps:
             report = f"tests-{name.replace('/', '-')}.xml"
             command = [*_pytest(path), "--junit-xml", str(self.out / report), *self.given.pytest]
             # If arguments select tests, a package may have none of them; pytest then exits with 5.
-            yield Step("tests", name, command, report, good=(0, 5) if self.given.pytest else (0,))
+            yield Step("tests", name, command, report, good=(0, NOTHING_SELECTED) if self.given.pytest else (0,))
 
     def checks(self) -> Iterator[Step]:
         """Yield the checker on each operator, backend and dtype; of each backend, `native` comes last."""
@@ -107,9 +109,13 @@ class Steps:
         """Return the files of a folder that have tests which pytest's arguments select; all if it cannot tell."""
         command = [*_pytest(folder), "-q", "--collect-only", *self.given.pytest]
         done = subprocess.run(command, cwd=HERE, env=self.environment, capture_output=True, text=True, check=False)
-        names = {line.partition("::")[0] for line in done.stdout.splitlines() if "::" in line}
+        if done.returncode == NOTHING_SELECTED:
+            return []
+        # A line begins with the file: of each test, or with another -q of each file.
+        names = {f"{line.partition('.py')[0]}.py" for line in done.stdout.splitlines() if ".py" in line}
         files = sorted(folder.glob("test_*.py"))
-        return [file for file in files if str(file.relative_to(HERE)) in names] if done.returncode in (0, 5) else files
+        chosen = [file for file in files if str(file.relative_to(HERE)) in names]
+        return chosen if chosen and done.returncode == 0 else files
 
 
 def _pytest(path: Path) -> list[str]:
