@@ -77,11 +77,10 @@ def _watch(stack: ExitStack, owner: Any, name: str, note: Callable[[Any], object
 
 def _jitted(kernel: Any) -> Launched | None:
     """Describe one of our Triton kernels, given as ``triton.jit`` made it or as the source of a compiled one."""
-    function = getattr(kernel, "fn", None)
-    while hasattr(function, "fn"):
-        function = function.fn
-    module = getattr(function, "__module__", "")
-    return Launched(module, "", function.__name__, "") if function and module.startswith(OURS) else None
+    while hasattr(kernel, "fn"):
+        kernel = kernel.fn
+    module = getattr(kernel, "__module__", None) or ""
+    return Launched(module, "", kernel.__name__, "") if module.startswith(OURS) else None
 
 
 def owns(backend: Backend, arch: str) -> Callable[[Launched], bool] | None:
