@@ -43,7 +43,7 @@ def clean(monkeypatch):
     monkeypatch.setattr(dispatch, "_strict", False)
     yield
     assert dispatch._blocks == ()
-    assert dispatch._logs == []
+    assert dispatch._logs == dispatch._logs_of_choices == []
 
 
 def test_the_first_backend_that_can_run_is_chosen():
@@ -343,6 +343,18 @@ def test_no_choice_is_remembered_where_it_is_recorded_or_forced(prepared, monkey
     assert len(looked) == 5
     prepare(x, 3, True)
     assert len(looked) == 5
+
+
+def test_choices_can_be_recorded_while_calls_remember_theirs(prepared):
+    prepare, looked = prepared
+    x = torch.zeros(2)
+    prepare(x, 3, True)
+    with record_dispatch(every_call=False) as log:
+        prepare(x, 3, True)
+        choose(OPERATOR, CPU)
+    choose(OPERATOR, CPU)
+    assert len(looked) == 1
+    assert [choice.backend for choice in log] == ["native"]
 
 
 def test_a_plan_is_made_once_for_arguments_of_each_kind_or_not_at_all():
