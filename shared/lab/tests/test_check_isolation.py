@@ -11,7 +11,7 @@ import torch
 from rl_kernels.core.operator import INVARIANT, Backend, Call, Operator
 from rl_kernels.core.registry import GROUP, KernelRegistry
 from rl_kernels.core.testing import Case, Spec
-from rl_kernels.lab.check import cli, compare, plan
+from rl_kernels.lab.check import cli, compare, launches
 from rl_kernels.lab.check.guard import Misbehaved
 from rl_kernels.lab.check.isolation import remote
 from rl_kernels.lab.check.isolation.remote import Worker
@@ -238,8 +238,8 @@ def test_ctrl_c_prints_what_is_known_and_ends_the_process(candidate, capsys, mon
         held.append(cell)
         return original(cell, relation)
 
-    original = plan.hold
-    monkeypatch.setattr(plan, "hold", interrupted)
+    original = launches.hold
+    monkeypatch.setattr(launches, "hold", interrupted)
     argv = ["--op", "double", "--candidate", candidate(), "--device", "cpu", "--json"]
     assert cli.main(argv) == 130
     report = json.loads(capsys.readouterr().out)
