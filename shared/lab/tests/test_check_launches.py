@@ -92,6 +92,7 @@ def test_the_cases_that_launched_own_kernels_are_counted(capsys):
             {"name": str(SHARED), "cases": 1, "own": False},
         ],
         "cases_with_own_kernels": 1,
+        "without_own_kernels": ["plain"],
         "message": "",
     }
     assert check("--candidate", "kernels") == 0

@@ -47,4 +47,4 @@ def _launches(cell: Cell, backends: tuple[str, ...], kernels: set[Launched]) -> 
         own = owns(candidate.operator.backend(candidate.backend), arch_of(device.type, device.index))
     ours = None if own is None else tuple(sorted(map(str, filter(own, kernels))))
     every = tuple(sorted(map(str, kernels)))
-    return Launches(candidate.operator.name, candidate.name, cell.dtype_name, backends, every, ours)
+    return Launches(candidate.operator.name, candidate.name, cell.dtype_name, cell.case.name, backends, every, ours)

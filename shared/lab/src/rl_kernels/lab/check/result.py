@@ -79,6 +79,7 @@ class Launches:
         operator: the operator.
         candidate: the candidate that was checked.
         dtype: dtype of the case's inputs.
+        case: name of the case.
         backends: the backends that were chosen; ``auto`` may choose several.
         kernels: the kernels that were launched, none of them a peer's.
         own: those that are the named backend's own; None for ``auto``, and for a backend made of PyTorch's ops.
@@ -87,6 +88,7 @@ class Launches:
     operator: str
     candidate: str
     dtype: str
+    case: str
     backends: tuple[str, ...]
     kernels: tuple[str, ...]
     own: tuple[str, ...] | None

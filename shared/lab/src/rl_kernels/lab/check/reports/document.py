@@ -81,6 +81,7 @@ def _ran(seen: summary.Seen) -> dict[str, Any]:
             {"name": name, "cases": count, "own": name in seen.own} for name, count in sorted(seen.kernels.items())
         ],
         "cases_with_own_kernels": seen.own_cases,
+        "without_own_kernels": list(seen.without_own),
         "message": seen.fault,
     }
 

@@ -103,6 +103,8 @@ class Seen(NamedTuple):
     """The kernels that are the backend's own."""
     own_cases: int | None
     """Cases in which one of its own was launched; None for a candidate that has none."""
+    without_own: tuple[str, ...]
+    """Names of the other cases."""
     failed: bool
     """Whether a run of its cases should have launched one of its own, and did not."""
 
@@ -138,6 +140,7 @@ def seen(report: Report) -> list[Seen]:
                 kernels=Counter(name for each in cases for name in each.kernels),
                 own=frozenset(name for names in own for name in names),
                 own_cases=len(own) if all(has_own) else None,
+                without_own=tuple(each.case for each in cases if each.own == ()),
                 failed=key in report.unlaunched,
             )
         )
