@@ -53,10 +53,11 @@ def test_no_active_token_and_a_count_of_0_give_0(loss_type: str, shape: tuple[in
 
 @pytest.mark.parametrize("loss_type", ["dapo", "dr_grpo"])
 def test_packed_rewards_without_active_tokens(loss_type: str) -> None:
-    current, mask = torch.full((5,), torch.nan, requires_grad=True), torch.zeros(5, dtype=torch.bool)
+    current = torch.full((5,), torch.nan, device=DEVICE, requires_grad=True)
+    mask, rewards = torch.zeros(5, dtype=torch.bool, device=DEVICE), torch.rand(2, device=DEVICE)
     options: dict[str, Any] = {"loss_type": loss_type, "normaliser": count_of(loss_type, mask.sum())}
-    extras = Extras(cu_seqlens=torch.tensor([0, 0, 5]))
-    loss = grpo_loss(current, None, None, torch.rand(2), mask, samples_per_prompt=2, extras=extras, **options).loss
+    extras = Extras(cu_seqlens=torch.tensor([0, 0, 5], device=DEVICE))
+    loss = grpo_loss(current, None, None, rewards, mask, samples_per_prompt=2, extras=extras, **options).loss
     loss.backward()
     assert loss == 0
     assert not current.grad.any()
