@@ -11,6 +11,7 @@ from rl_kernels.core.dispatch import forget
 from rl_kernels.core.testing import Draw, far
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [pytest.mark.gpu] * (DEVICE == "cuda")
 CALL = OPERATOR.describe(torch.zeros(1, 1, 1, 8, device=DEVICE).half())
 BACKENDS = [backend.name for backend in OPERATOR.backends if backend.why_not(CALL) is None]
 # In the interpreter the loads of boxes are Triton's own Python.

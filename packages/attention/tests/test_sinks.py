@@ -8,6 +8,7 @@ from rl_kernels.attention.op import OPERATOR
 from rl_kernels.core.testing import Draw
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [pytest.mark.gpu] * (DEVICE == "cuda")
 CALL = OPERATOR.describe(torch.zeros(1, 1, 1, 16, device=DEVICE).half())
 BACKENDS = ["reference", *(backend.name for backend in OPERATOR.backends if backend.why_not(CALL) is None)]
 INF = float("inf")

@@ -9,7 +9,8 @@ from rl_kernels.det_gemm import det_gemm_dw, det_linear
 from rl_kernels.det_gemm.op import OPERATOR
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-CALL = Call.of(torch.zeros(1, device=DEVICE), N=16, K=40)
+pytestmark = [pytest.mark.gpu] * (DEVICE == "cuda")
+CALL = Call.of(torch.zeros(1, device=DEVICE).half(), N=16, K=40)
 BACKENDS = [backend.name for backend in OPERATOR.backends if backend.why_not(CALL) is None]
 NAMES = ("x", "weight", "bias", "upstream", "main_grad")
 

@@ -9,6 +9,7 @@ from rl_kernels.grpo_loss import Extras, Objective, group_advantages, grpo_loss
 from rl_kernels.grpo_loss.op import OPERATOR
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [pytest.mark.gpu] * (DEVICE == "cuda")
 CALL = Call.of(torch.zeros(1, device=DEVICE))
 BACKENDS = [backend.name for backend in OPERATOR.backends if backend.why_not(CALL) is None]
 NAMES = ("current_logps", "old_logps", "ref_logps", "completion_mask", "rollout_ratio", "entropy", "rewards")

@@ -9,6 +9,7 @@ from rl_kernels.linear_logp import linear_logp
 from rl_kernels.linear_logp.op import OPERATOR
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [pytest.mark.gpu] * (DEVICE == "cuda")
 SIZE = 8
 ROWS = {
     "a tie at the top": [3e38, 3e38, -3e38],
@@ -46,7 +47,10 @@ def test_values_far_from_0_keep_the_digits_of_their_differences(temperature, row
 HALF = Call.of(torch.zeros(1, device=DEVICE, dtype=torch.bfloat16), D=SIZE, V=3, bias=True)
 
 
-@pytest.mark.parametrize("backend", [backend.name for backend in OPERATOR.backends if backend.why_not(HALF) is None])
+OF_HALF = [backend.name for backend in OPERATOR.backends if backend.why_not(HALF) is None]
+
+
+@pytest.mark.parametrize("backend", OF_HALF)
 def test_a_tie_of_bf16_at_the_top(backend):
     hidden, weight = (torch.zeros(n, SIZE, device=DEVICE, dtype=torch.bfloat16) for n in (1, 3))
     bias = torch.tensor([3e38, 3e38, -3e38], device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
@@ -71,7 +75,7 @@ def everything(backend, hidden, weight, bias, temperature, grad_logp, grad_entro
 
 
 @pytest.mark.parametrize("sizes", [(2, 2, 8), (3, 40, 24)], ids=["a stride", "an index times a stride"])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", OF_HALF)
 def test_elements_beyond_an_offset_of_32_bits(backend, sizes):
     torch.manual_seed(0)
     count, vocab, size = sizes

@@ -8,6 +8,7 @@ from rl_kernels.norm import rms_norm
 from rl_kernels.norm.op import OPERATOR, describe
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [pytest.mark.gpu] * (DEVICE == "cuda")
 CALL = describe(torch.zeros(1, 8, device=DEVICE))
 BACKENDS = [backend.name for backend in OPERATOR.backends if backend.why_not(CALL) is None]
 NAMES = ("x", "residual", "upstream", "weight", "main_grad")

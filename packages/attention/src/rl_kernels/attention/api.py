@@ -135,6 +135,7 @@ def det_attention(
             ``right`` keys after it; None or -1 is unlimited. With ``causal`` the right side is 0.
         softcap: c > 0 turns a score into ``c tanh(score / c)``; 0 is no cap.
         sinks: ``[H]``, FP32, BF16 or FP16: one more logit for each head; it takes part in the softmax, without a value.
+            -inf: that head has no sink.
         cu_seqlens_q: ``[B + 1]``, int32 or int64: sequence b has the queries from ``cu_seqlens_q[b]`` up to, but not
             including, ``cu_seqlens_q[b + 1]``.
         cu_seqlens_k: the same for keys; only with ``cu_seqlens_q``.
