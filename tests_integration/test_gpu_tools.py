@@ -62,7 +62,7 @@ def test_bundle_proves_itself_on_a_fresh_machine(bundle: Path, tmp_path: Path) -
     assert done.returncode == 0, done.stdout + done.stderr
     found = steps(tmp_path / "results")
     assert found["passed"]
-    assert found["tests fused-logp/test_reference"]["counts"]["tests"] > 5
+    assert found["tests fused-logp/test_reference"]["counts"]["tests"] > 2
     assert "passed" in (tmp_path / "results" / "tests-fused-logp-test_reference.log").read_text(encoding="utf-8")
     assert found["check fused_logp/native/fp32"]["counts"]["failed"] == 0
     recorded = json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))
