@@ -182,8 +182,9 @@ def test_packed_sequences_under_compile_are_no_silent_mistake(tiny, prompts):
     named = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 19, "max_length_k": 19}
     run = torch.compile(model, fullgraph=True, backend="aot_eager")
     with invariant(model), torch.no_grad():
-        with pytest.raises(RuntimeError, match="attention_mask: expected a causal mask"):
-            run(row, position_ids=places, use_cache=False)
+        for options in ({}, {"use_cache": False}):
+            with pytest.raises(RuntimeError, match="position_ids: expected one sequence per row here, or cu_seq_len"):
+                run(row, position_ids=places, **options)
         found = run(row, position_ids=places, use_cache=False, **named).logits
         assert torch.equal(found, model(row, position_ids=places, use_cache=False).logits)
 

@@ -16,10 +16,11 @@ from rl_kernels.models import pretrained
 from rl_kernels.models.audits import audit
 from rl_kernels.models.fused.swaps import rotary_module, rotary_swap
 from rl_kernels.models.layers import replacement
+from rl_kernels.models.packed import hook_swap
 from rl_kernels.models.swap import class_swap, forget_graphs, held, hold, original_of
 from rl_kernels.models.unknown import call_in_forward, has_matrices
 
-CLASS, ATTENTION, ROTARY = "class", "attention", "rotary"
+CLASS, ATTENTION, ROTARY, PACKED = "class", "attention", "rotary", "packed"
 AUDITED_PROMPTS, AUDITED_TOKENS = 3, 14
 """Size of the audit that ``strict`` runs on a model with unknown modules."""
 SHOWN = 3
@@ -125,6 +126,8 @@ def invariant(model: nn.Module, *, strict: bool = False) -> Invariance:
         for config in configs:
             handle._releases.append(hold(config, ATTENTION, pretrained.attention_swap))
         for part in pretrained.pretrained(model):
+            if pretrained.why_not(part) is None:
+                handle._releases.append(hold(part, PACKED, hook_swap))
             file = rotary_module(part)
             if file is not None:
                 handle._releases.append(hold(file, ROTARY, rotary_swap))
