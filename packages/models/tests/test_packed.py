@@ -35,7 +35,7 @@ def with_padding(row, *, left):
 
 def lengths():
     bounds = torch.tensor([0, *LENGTHS]).cumsum(0).int()
-    return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 12, "max_length_k": 12}
+    return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds.clone(), "max_length_q": 12, "max_length_k": 12}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

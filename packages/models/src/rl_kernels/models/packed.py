@@ -61,10 +61,11 @@ def _lengths(given: Mapping[str, Any]) -> tuple[torch.Tensor, int] | None:
     """Return cu_seqlens of the packed sequences of a call and the longest length; None if each row is a sequence."""
     positions, mask = given.get("position_ids"), given.get("attention_mask")
     if given.get(NAMES[0]) is not None:
-        # Lengths of continuous batching, and others that differ for queries and keys, are left to the attention.
-        bounds, of_keys, longest = (given.get(name) for name in NAMES[:3])
-        plain = of_keys is bounds and isinstance(longest, int) and given.get("cache") is None
-        return (bounds, longest) if plain and (mask is None or mask.ndim != PACKED + 1) else None  # type: ignore
+        # With a cache, as in continuous batching, queries and keys differ in length: the attention sees to that.
+        bounds, longest = given[NAMES[0]], given.get(NAMES[2])
+        plain = all(given.get(name) is None for name in ("cache", "past_key_values"))
+        is_new = mask is None or mask.ndim == 2
+        return (bounds, longest) if plain and is_new and isinstance(longest, int) else None
     if positions is None or positions.shape[-1] < 2 or not (mask is None or getattr(mask, "ndim", None) == 2):
         return None
     if positions.ndim == 3 and len(positions) == TEXT:
@@ -77,9 +78,7 @@ def _lengths(given: Mapping[str, Any]) -> tuple[torch.Tensor, int] | None:
     if found is None:
         return None
     if given.get("past_key_values") is not None:
-        raise ValueError(
-            "position_ids: expected one sequence per row with past_key_values, which cannot keep them apart"
-        )
+        raise ValueError("position_ids: expected one sequence per row with past_key_values, which mix them")
     return found, int(found.diff().max())
 
 
