@@ -146,9 +146,8 @@ def test_patterns_and_padding_of_other_kinds_are_refused():
     chunks = masking.chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.int64))
     with pytest.raises(ValueError, match="attention_mask: expected packed sequences without padding or a cache"):
         attention_mask(1, 6, 6, mask_function=chunks, attention_mask=padded.bool(), local_size=4)
-    both = masking.create_bidirectional_mask
-    with pytest.raises(ValueError, match=r"attention_mask: expected shape \(1, 3\) for bidirectional attention"):
-        both(config(pretrained.name()), torch.zeros(1, 3, 32), padded, encoder_hidden_states=torch.zeros(1, 6, 32))
+    with pytest.raises(ValueError, match=r"attention_mask: expected shape \(1, 6\) for bidirectional attention"):
+        attention_mask(1, 3, 6, attention_mask=padded.bool(), local_size=2, allow_is_bidirectional_skip=True)
 
 
 def test_holes_that_cannot_be_looked_at_fail_later(monkeypatch):
@@ -215,6 +214,31 @@ def test_an_encoder(prompts):
         batch = model(ids, attention_mask=mask).last_hidden_state
         for row, prompt in enumerate(prompts):
             assert torch.equal(batch[row, : len(prompt)], model(prompt[None]).last_hidden_state[0])
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_a_padded_source_of_a_decoder(prompts, left):
+    """With a target as long as the source too, where its mask could be taken for that of the queries."""
+    sizes = {f"{part}_{name}": 2 for part in ("encoder", "decoder") for name in ("layers", "attention_heads")}
+    sizes |= {"encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "d_model": 32, "vocab_size": 211}
+    torch.manual_seed(0)
+    # Positions count padding: without them padding on the left changes no token.
+    model = transformers.BartForConditionalGeneration(transformers.BartConfig(**sizes)).eval()
+    torch.nn.init.zeros_(model.model.encoder.embed_positions.weight)
+    width = max(map(len, prompts))
+    pads = [(width - len(ids), 0) if left else (0, width - len(ids)) for ids in prompts]
+    ids = torch.stack([torch.nn.functional.pad(x, pad) for x, pad in zip(prompts, pads, strict=True)])
+    mask = torch.stack([torch.nn.functional.pad(torch.ones_like(x), p) for x, p in zip(prompts, pads, strict=True)])
+    with torch.no_grad():
+        for length in (1, 9, width):
+            target = torch.randint(3, 211, (len(prompts), length), generator=torch.Generator().manual_seed(length))
+            stock = model(ids, attention_mask=mask, decoder_input_ids=target).logits
+            with invariant(model, strict=True):
+                batch = model(ids, attention_mask=mask, decoder_input_ids=target).logits
+                for row, prompt in enumerate(prompts):
+                    alone = model(prompt[None], decoder_input_ids=target[row : row + 1]).logits[0]
+                    assert torch.equal(batch[row], alone), (length, row)
+            torch.testing.assert_close(batch, stock, rtol=1e-4, atol=1e-4)
 
 
 def test_positions_in_place_of_a_mask_are_refused():

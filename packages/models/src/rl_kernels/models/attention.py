@@ -6,7 +6,8 @@ Ours holds the few integers that det_attention needs, in four dims, so that tran
 - None: each query sees all keys that causality and the layer's window allow;
 - int32 ``[1, 1, 1, B]``: k_start, the first key of each sequence;
 - int32 ``[2, 1, 1, B]``: k_start, and seqused_k of a cache with room for more keys;
-- int32 ``[3, 1, longest, N + 1]``: cu_seqlens of N packed sequences, expanded so that the shape holds the longest.
+- int32 ``[3, 1, longest, N + 1]``: cu_seqlens of N packed sequences, expanded so that the shape holds the longest;
+- int32 ``[4, 1, longest, N + 1]``: cu_seqlens_q twice and cu_seqlens_k twice, and the longest sequence of keys.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ UNSUPPORTED = -(2**31)
 OURS = "a causal mask (with a window, padding or packed sequences) or a bidirectional one (with padding)"
 PACKED = 3
 """The first dim of a mask that holds cu_seqlens."""
+APART = 4
+"""The first dim of a mask that holds cu_seqlens of queries and others of keys."""
 
 
 def attention_mask(
@@ -72,9 +75,9 @@ def attention_mask(
     if "allow_is_bidirectional_skip" in options:
         if first is None or attention_mask is None:
             return None
-        if attention_mask.shape != (batch_size, q_length):
-            raise ValueError(f"attention_mask: expected shape {(batch_size, q_length)} for bidirectional attention")
-        return _around_padding(first, attention_mask)
+        if attention_mask.shape != (batch_size, kv_length) or (local_size is not None and kv_length != q_length):
+            raise ValueError(f"attention_mask: expected shape {(batch_size, kv_length)} for bidirectional attention")
+        return _around_padding(first, attention_mask, q_length if local_size is None else None)
     known = None
     if not _is_causal(mask_function):
         assert mask_function is not None
@@ -162,13 +165,30 @@ def _packed(first: torch.Tensor, total: int) -> torch.Tensor:
     return bounds.expand(PACKED, 1, int(bounds.diff().max()), -1)
 
 
-def _around_padding(first: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return the mask of sequences packed together with their padding; padding attends to itself."""
+def _around_padding(first: torch.Tensor, mask: torch.Tensor, queries: int | None) -> torch.Tensor:
+    """Return the mask of keys packed together with their padding.
+
+    Args:
+        first: the first key of each sequence that is no padding.
+        mask: ``[B, S]``: False for padding.
+        queries: number of queries of each sequence, which all see the keys that are no padding: those of a decoder see
+            the keys of its encoder. None: each key's own, as a window needs it; padding attends to itself.
+    """
     _require_supported(first)
     batch, length = mask.shape
-    row = torch.arange(batch, device=mask.device) * length
-    bounds = torch.stack((row, row + first, row + first + mask.sum(1)), 1).flatten()
-    return torch.cat((bounds, bounds.new_full((1,), batch * length))).int().expand(PACKED, 1, length, -1)
+    index = torch.arange(batch, device=mask.device)
+
+    def ends(*parts: torch.Tensor, total: int) -> torch.Tensor:
+        bounds = torch.stack(parts, 1).flatten()
+        return torch.cat((bounds, bounds.new_full((1,), batch * total))).int()
+
+    row = index * length
+    keys = ends(row, row + first, row + first + mask.sum(1), total=length)
+    if queries is None:
+        return keys.expand(PACKED, 1, length, -1)
+    row = index * queries
+    both = torch.stack((ends(row, row, row + queries, total=queries), keys))
+    return both.repeat_interleave(APART // 2, 0)[:, None, None].expand(-1, -1, length, -1)
 
 
 def attention_forward(
@@ -242,7 +262,7 @@ def attention_forward(
         longest = {"max_seqlen_q": max_length_q, "max_seqlen_k": max_length_k}
         given |= {"cu_seqlens_q": cu_seq_lens_q, "cu_seqlens_k": cu_seq_lens_k, **longest}
     elif attention_mask is not None:
-        given |= _where(attention_mask)
+        given |= _where(attention_mask, query.shape[2])
     elif not given["causal"] and options.get("position_ids") is not None:
         _require_one_sequence(options["position_ids"])
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
@@ -268,8 +288,8 @@ def _require_supported(start: torch.Tensor) -> None:
         torch._assert_async((start != UNSUPPORTED).all(), f"attention_mask: expected {OURS}")
 
 
-def _where(mask: torch.Tensor) -> dict[str, Any]:
-    """Return the arguments of det_attention that our mask encodes."""
+def _where(mask: torch.Tensor, queries: int) -> dict[str, Any]:
+    """Return the arguments of det_attention that our mask of rows of so many queries encodes."""
     if mask.ndim != 4 or mask.dtype != torch.int32:
         found = f"{mask.dtype} {tuple(mask.shape)}"
         raise ValueError(f"attention_mask: expected [B, S], 0 for padding, or None; got {found}")
@@ -278,5 +298,8 @@ def _where(mask: torch.Tensor) -> dict[str, Any]:
         bounds = mask[0, 0, 0]
         return {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "max_seqlen_q": longest, "max_seqlen_k": longest}
     start = mask[0, 0, 0]
+    if kind == APART:
+        lengths = {"cu_seqlens_q": start, "cu_seqlens_k": mask[APART // 2, 0, 0], "max_seqlen_k": longest}
+        return {**lengths, "max_seqlen_q": queries}
     _require_supported(start)
     return {"k_start": start} if kind == 1 else {"k_start": start, "seqused_k": mask[1, 0, 0]}
