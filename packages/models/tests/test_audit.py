@@ -141,6 +141,17 @@ def test_llama_under_invariant_passes(tiny, dtype, device):
     assert len(result.variants) == 5
 
 
+@pytest.mark.parametrize("task", ["CAUSAL_LM", None])
+def test_a_model_in_a_wrapper_is_run_as_a_language_model(tiny, task):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type=task, init_lora_weights=False)
+    model = peft.get_peft_model(tiny(), config)
+    with invariant(model, strict=True):
+        result = audit(model)
+    assert result.passed
+    assert len(result.variants) == 5
+
+
 def shift_the_norm(layer):
     layer.post_attention_layernorm = Shift(layer.post_attention_layernorm)
 

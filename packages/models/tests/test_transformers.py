@@ -223,16 +223,30 @@ def test_a_model_that_keeps_its_attention_is_told(tiny, monkeypatch):
         invariant(model).undo()
 
 
-@pytest.mark.parametrize(
-    ("family", "options"),
-    [("Mixtral", {}), ("Qwen3Moe", {"moe_intermediate_size": 24, "head_dim": 8}), ("GptOss", {"head_dim": 8})],
-)
-def test_strict_finds_that_experts_follow_the_batch(tiny, family, options):
-    model = tiny(family, num_experts=4, num_experts_per_tok=2, **options)
-    with pytest.raises(ValueError, match=rf"model: its output depends on the batch: model\.layers\.0\.mlp.*{family}"):
+MIXED = {
+    "Mixtral": ({"num_local_experts": 4}, "model.layers.0.mlp.experts"),
+    "Qwen3Moe": ({"num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}, "model.layers.0.mlp.experts"),
+    "GptOss": ({"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}, "model.layers.0.mlp.experts"),
+    "Lfm2": ({"layer_types": ["conv", "full_attention"]}, "model.layers.0.conv.conv"),
+    "FalconH1": ({}, "model.layers.0.mamba.conv1d"),
+    "Qwen3_5Text": ({"layer_types": ["linear_attention", "full_attention"]}, "model.layers.0.linear_attn.conv1d"),
+    "MiniMax": ({"head_dim": 8, "layer_types": ["linear_attention", "full_attention"]}, "model.layers.0.self_attn"),
+}
+"""Mixtures and hybrids, and a module of each whose output depends on the batch."""
+
+
+@pytest.mark.parametrize("family", MIXED)
+def test_experts_convolutions_and_recurrences_are_told(tiny, family):
+    options, name = MIXED[family]
+    if not hasattr(pytest.importorskip("transformers"), f"{family}Config"):
+        pytest.skip("this transformers does not have the model")
+    model = tiny(family, **options)
+    with pytest.raises(ValueError, match=r"model: left alone, and may depend on the batch: model\.layers\.0"):
         invariant(model, strict=True)
     assert type(model.lm_head) is torch.nn.Linear
     assert model.config._attn_implementation != pretrained.name()
+    with pytest.warns(UserWarning, match="may depend on the batch"), invariant(model) as handle:
+        assert name in handle.left
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from types import MappingProxyType, TracebackType
 from typing import Any
@@ -13,16 +15,14 @@ from torch import nn
 from rl_kernels.core.dispatch import choose
 from rl_kernels.det_gemm.op import OPERATOR, describe
 from rl_kernels.models import pretrained
-from rl_kernels.models.audits import audit
 from rl_kernels.models.fused.swaps import rotary_module, rotary_swap
 from rl_kernels.models.layers import replacement
+from rl_kernels.models.marks import Mark, mark, marks_of
 from rl_kernels.models.packed import hook_swap
-from rl_kernels.models.swap import class_swap, forget_graphs, held, hold, original_of
-from rl_kernels.models.unknown import call_in_forward, has_matrices
+from rl_kernels.models.swap import Undo, class_swap, forget_graphs, held, hold, original_of
+from rl_kernels.models.unknown import why_unknown
 
 CLASS, ATTENTION, ROTARY, PACKED = "class", "attention", "rotary", "packed"
-AUDITED_PROMPTS, AUDITED_TOKENS = 3, 14
-"""Size of the audit that ``strict`` runs on a model with unknown modules."""
 SHOWN = 3
 """Number of modules left alone that a warning names."""
 
@@ -35,16 +35,19 @@ class Invariance:
         left: name of each module that was left alone and may depend on the batch -> the reason.
     """
 
-    def __init__(self, swapped: Mapping[str, str], left: Mapping[str, str], releases: list[Callable[[], None]]) -> None:
-        self.swapped, self.left = MappingProxyType(dict(swapped)), MappingProxyType(dict(left))
-        self._releases = releases
+    def __init__(self, strict: bool, *, holds: bool = True) -> None:
+        self._swapped: dict[str, str] = {}
+        self._left: dict[str, str] = {}
+        self.swapped, self.left = MappingProxyType(self._swapped), MappingProxyType(self._left)
+        self._strict, self._holds = strict, holds
+        self._releases: list[Callable[[], None]] = []
 
     def __reduce__(self) -> Any:
         """Refuse a copy, which would undo the swaps of the original."""
         raise TypeError("Invariance: a handle cannot be copied; invariant(copy of the model) gives one for the copy")
 
     def undo(self) -> None:
-        """Restore the model; a second call does nothing.
+        """Restore the model, and what was added to it; a second call does nothing.
 
         A module that another ``invariant`` also holds stays swapped until that one is undone.
         """
@@ -60,6 +63,65 @@ class Invariance:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.undo()
+
+    def _take(self, model: nn.Module, name: str = "") -> None:
+        """Swap what can be swapped in a model, or in a module ``name`` that is added to it; tell what is left."""
+        modules = {
+            f"{name}.{inner}".strip("."): module
+            for inner, module in model.named_modules()
+            if not any(one.handle is not None and one.handle() is self for one in marks_of(module))
+        }
+        classes, left = _classes(modules)
+        configs, kept = _configs(modules)
+        left |= kept
+        if left:
+            message = _told(left)
+            if self._strict:
+                raise ValueError(message)
+            warnings.warn(message, UserWarning, stacklevel=3)
+        self._left |= left
+        self._swapped |= {name: original_of(module).__name__ for name, (module, _) in classes.items()}
+        forget_graphs()
+        for module, other in classes.values():
+            if isinstance(module, nn.Linear) and module.weight.is_cuda:
+                _try_product(module.weight)
+            self._hold(module, CLASS, class_swap(other, original_of(module)))
+        self._take_transformers(modules, configs)
+        for inner, module in modules.items():
+            new = Mark(inner, self._strict, weakref.ref(self) if self._holds else None)
+            self._releases.append(mark(module, new))
+
+    def _take_transformers(self, modules: Mapping[str, nn.Module], configs: list[Any]) -> None:
+        if configs:
+            pretrained.register()
+        for config in configs:
+            self._hold(config, ATTENTION, pretrained.attention_swap)
+        for part in modules.values():
+            if not pretrained.is_pretrained(part):
+                continue
+            if pretrained.why_not(part) is None:
+                self._hold(part, PACKED, hook_swap)
+            file = rotary_module(part)
+            if file is not None:
+                self._hold(file, ROTARY, rotary_swap)
+
+    def _hold(self, target: Any, what: str, swap: Callable[[Any], Undo]) -> None:
+        if self._holds:
+            self._releases.append(hold(target, what, swap))
+        else:
+            swap(target)
+
+
+def _on_registration(parent: nn.Module, name: str, module: nn.Module | None) -> None:
+    """Take in a module that is added to an invariant model, before its first forward pass."""
+    # The weights of a parametrized module do not depend on the batch.
+    if module is None or name == "parametrizations":
+        return
+    for one in marks_of(parent):
+        handle = one.handle and one.handle()
+        # Nobody kept the handle, or the model is a deep copy: it stays swapped all the same.
+        handle = handle or Invariance(one.strict, holds=one.handle is not None)
+        handle._take(module, f"{one.name}.{name}".strip("."))
 
 
 def invariant(model: nn.Module, *, strict: bool = False) -> Invariance:
@@ -81,19 +143,20 @@ def invariant(model: nn.Module, *, strict: bool = False) -> Invariance:
       batch, KV cache, chunks and continuous batching change no bit. With padding on the left, pass ``position_ids``, as
       ``generate`` does. Dropout in attention raises.
 
-    All other modules stay as they are; ``audit`` tells whether their output depends on the batch. A user's module is
-    left alone with a warning if its ``forward`` itself calls a product, a softmax or an attention (on a CPU also an
-    activation); what it calls through other functions is not seen.
+    All other modules stay as they are. A module that may depend on the batch is left alone with a warning: one with
+    matrices of its own, such as the experts of a mixture or a convolution, and one whose ``forward`` itself calls a
+    product, a softmax or an attention (on a CPU also an activation). What it calls through other functions is not seen:
+    ``audit`` finds that.
+
+    Modules that are added later, such as adapters of PEFT or the layers of a larger vocabulary, are treated the same
+    when they are assigned, and undone with the model.
 
     A deep copy of the model is swapped too; ``invariant(copy)`` takes it over and can undo it. A pickle holds the
     original classes. ``fully_shard`` and parametrizations may be applied before ``undo``.
 
     Args:
         model: any module. Calls nest: a module that is swapped already stays swapped until all calls are undone.
-        strict: raise, instead of warning, if a module that may depend on the batch is left alone. Unknown modules raise
-            too: those with matrices of their own, such as the experts of a mixture. A model of transformers is tested
-            by a small ``audit`` instead; for any other, drop ``strict``, run ``audit(model, inputs)``, and compare
-            rollout and training, which ``audit`` does not.
+        strict: raise, instead of warning, if a module that may depend on the batch is left alone or added later.
 
     Returns:
         a handle that lists what was swapped and what was left alone, and undoes it; it is a context manager.
@@ -102,41 +165,23 @@ def invariant(model: nn.Module, *, strict: bool = False) -> Invariance:
         TypeError: ``model`` is not an ``nn.Module``.
         BackendUnavailable: no backend runs the model's products on its GPU.
         CanaryMismatch: that GPU gives other bits than those recorded for its architecture.
-        ValueError: with ``strict``, a module was left alone or depends on the batch. The model is unchanged.
+        ValueError: with ``strict``, a module may depend on the batch. The model is unchanged.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
-    classes, left, unsure = _classes(model)
-    configs, kept = _configs(model)
-    left |= kept
-    if left:
-        message = _told(left)
-        if strict:
-            raise ValueError(message)
-        warnings.warn(message, UserWarning, stacklevel=2)
-    handle = Invariance({name: original_of(module).__name__ for name, (module, _) in classes.items()}, left, [])
-    forget_graphs()
+    _watch_registrations()
+    handle = Invariance(strict)
     try:
-        for module, other in classes.values():
-            if isinstance(module, nn.Linear) and module.weight.is_cuda:
-                _try_product(module.weight)
-            handle._releases.append(hold(module, CLASS, class_swap(other, original_of(module))))
-        if configs:
-            pretrained.register()
-        for config in configs:
-            handle._releases.append(hold(config, ATTENTION, pretrained.attention_swap))
-        for part in pretrained.pretrained(model):
-            if pretrained.why_not(part) is None:
-                handle._releases.append(hold(part, PACKED, hook_swap))
-            file = rotary_module(part)
-            if file is not None:
-                handle._releases.append(hold(file, ROTARY, rotary_swap))
-        if strict and unsure:
-            _audited(model, unsure)
+        handle._take(model)
     except BaseException:
         handle.undo()
         raise
     return handle
+
+
+@functools.cache
+def _watch_registrations() -> None:
+    torch.nn.modules.module.register_module_module_registration_hook(_on_registration)
 
 
 def _try_product(weight: torch.Tensor) -> None:
@@ -144,20 +189,12 @@ def _try_product(weight: torch.Tensor) -> None:
     choose(OPERATOR, describe(weight, weight.t()))
 
 
-def _audited(model: nn.Module, unsure: list[str]) -> None:
-    """Require that modules with weights of their own, such as experts, do not depend on the batch."""
-    names = ", ".join(unsure[:SHOWN]) + (f" and {len(unsure) - SHOWN} more" if len(unsure) > SHOWN else "")
-    if not pretrained.pretrained(model):
-        raise ValueError(f"model: {names} may depend on the batch: drop strict and run audit(model, inputs)")
-    result = audit(model, prompts=AUDITED_PROMPTS, length=AUDITED_TOKENS)
-    if result.culprit is not None:
-        raise ValueError(f"model: its output depends on the batch: {result.culprit}")
-
-
-def _classes(model: nn.Module) -> tuple[dict[str, tuple[nn.Module, type[nn.Module]]], dict[str, str], list[str]]:
-    """Return the classes to swap, the modules left alone, and the unknown modules; changes nothing."""
-    classes, left, unsure = {}, {}, []
-    for name, module in model.named_modules():
+def _classes(
+    modules: Mapping[str, nn.Module],
+) -> tuple[dict[str, tuple[nn.Module, type[nn.Module]]], dict[str, str]]:
+    """Return the classes to swap and the modules left alone; changes nothing."""
+    classes, left = {}, {}
+    for name, module in modules.items():
         if held(module, CLASS):
             # Held once more, so that it stays swapped until this handle is undone too.
             classes[name] = module, type(module)
@@ -165,29 +202,23 @@ def _classes(model: nn.Module) -> tuple[dict[str, tuple[nn.Module, type[nn.Modul
         other, why = replacement(module)
         if other is not None:
             classes[name] = module, other
-        elif why:
-            left[name] = why
-        elif has_matrices(module):
-            unsure.append(f"{name or 'the model'} ({type(module).__name__})")
-        elif (called := call_in_forward(module)) is not None:
-            if pretrained.pretrained(model):
-                unsure.append(f"{name or 'the model'} ({type(module).__name__})")
-            else:
-                left[name] = f"its forward calls {called}; use det_attention, nn.Linear and modules for activations"
-    return classes, left, unsure
+        elif reason := why or why_unknown(module):
+            left[name] = reason
+    return classes, left
 
 
-def _configs(model: nn.Module) -> tuple[list[Any], dict[str, str]]:
+def _configs(modules: Mapping[str, nn.Module]) -> tuple[list[Any], dict[str, str]]:
     """Return the configs of transformers whose attention is to be swapped, and the models that keep theirs."""
-    names = {id(module): name for name, module in model.named_modules()}
     configs: list[Any] = []
     left: dict[str, str] = {}
-    for part in pretrained.pretrained(model):
+    for name, part in modules.items():
+        if not pretrained.is_pretrained(part):
+            continue
         why = pretrained.why_not(part)
         if why is None:
             configs += pretrained.configs(part)
         else:
-            left[f"attention of {names[id(part)] or 'the model'}"] = why
+            left[f"attention of {name or 'the model'}"] = why
     return configs, left
 
 

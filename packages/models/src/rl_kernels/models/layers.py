@@ -47,7 +47,7 @@ NOTHING: Found = (None, "")
 
 def replacement(module: nn.Module) -> Found:
     """Return the class that makes a module batch-invariant, or the reason to leave it alone."""
-    if hasattr(module, SWAPPED):
+    if hasattr(type(module), SWAPPED):
         # A copy of a swapped model: it is taken over, and can be undone.
         return next(made for made in type(module).__mro__ if SWAPPED in vars(made)), ""
     if isinstance(module, DetLinear):

@@ -36,13 +36,13 @@ class Swapped(str):
 register_constant(Swapped)
 
 
-def pretrained(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of a model that are ``PreTrainedModel``; does not import transformers by itself."""
+def is_pretrained(module: nn.Module) -> bool:
+    """Say whether a module is a ``PreTrainedModel``; does not import transformers by itself."""
     if "transformers" not in sys.modules:
-        return []
+        return False
     from transformers import PreTrainedModel
 
-    return [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    return isinstance(module, PreTrainedModel)
 
 
 def name() -> str:

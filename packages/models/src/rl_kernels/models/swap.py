@@ -68,7 +68,8 @@ def forget_graphs() -> None:
 
 def original_of(module: nn.Module) -> type[nn.Module]:
     """Return the class of a module, or its original class if it is swapped."""
-    return getattr(module, SWAPPED, type(module))
+    # Of the class: wrappers, such as those of PEFT, pass attributes of the module inside on.
+    return getattr(type(module), SWAPPED, type(module))
 
 
 def class_swap(other: type[nn.Module], original: type[nn.Module]) -> Callable[[nn.Module], Undo]:

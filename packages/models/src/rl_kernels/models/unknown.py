@@ -10,34 +10,62 @@ from torch import nn
 from rl_kernels.det_gemm.module import DetLinear
 from rl_kernels.models.swap import original_of
 
-LIBRARIES = ("torch", "transformers", "peft", "accelerate", "rl_kernels")
-"""Packages whose modules are known by their class, or are tested as part of a model."""
+LIBRARIES = ("torch", "rl_kernels")
+"""Packages whose modules are known by their class."""
 PRODUCTS = r"scaled_dot_product_attention|matmul|mm|bmm|addmm|baddbmm|einsum|softmax|log_softmax"
 ACTIVATIONS = r"silu|gelu|sigmoid|tanh|softplus|mish"
 """Functions that round the last elements of a tensor differently on a CPU, as their modules do."""
 
 
-def has_matrices(module: nn.Module) -> bool:
-    """Say whether a module that is not swapped has matrices of its own, which it may multiply with."""
-    known = isinstance(module, (DetLinear, nn.Embedding, nn.ParameterList, nn.ParameterDict))
-    return not known and any(value.ndim > 1 for value in module.parameters(recurse=False))
+def why_unknown(module: nn.Module) -> str | None:
+    """Say why a module that is not swapped may depend on the batch, or return None."""
+    # The weights that a parametrization computes do not depend on the batch.
+    known = (DetLinear, nn.Embedding, nn.utils.parametrize.ParametrizationList)
+    if isinstance(module, known) or _only_holds(module):
+        return None
+    kind = original_of(module).__name__
+    if _has_matrices(module):
+        return f"{kind} has matrices of its own, and it is not known how it multiplies by them"
+    variants = getattr(module, "lora_variant", None)
+    if variants:
+        return f"{kind} has an adapter that is not plain LoRA: {type(next(iter(variants.values()))).__name__}"
+    called = _call_in_forward(module)
+    if called is not None:
+        return f"its forward calls {called}; use det_attention, nn.Linear and modules for activations"
+    return None
 
 
-def call_in_forward(module: nn.Module) -> str | None:
-    """Return a function that a user's ``forward`` calls and whose bits depend on the shape of the batch, or None.
+def _only_holds(module: nn.Module) -> bool:
+    """Say whether a module has no forward: what it holds, such as a ``ParameterDict``, is used by its parent."""
+    return type(module).forward is nn.Module.forward
 
-    The source is searched, so what a forward calls through other functions is not seen. Activations count on a CPU.
+
+def _has_matrices(module: nn.Module) -> bool:
+    """Say whether a module has matrices of its own; one row or column, such as a scale ``[1, D]``, is none."""
+    holders = [module, *(child for child in module.children() if _only_holds(child))]
+    values = [value for holder in holders for value in holder.parameters(recurse=False)]
+    return any(sum(size > 1 for size in value.shape) > 1 for value in values)
+
+
+def _call_in_forward(module: nn.Module) -> str | None:
+    """Return a function that a forward calls and whose bits depend on the shape of the batch, or None.
+
+    The source is searched, so what a forward calls through other functions is not seen. Activations of
+    a user's module count on a CPU.
     """
     original = original_of(module)
-    if original.__module__.partition(".")[0] in LIBRARIES:
+    library = original.__module__.partition(".")[0]
+    devices = {value.device.type for value in module.parameters()}
+    # transformers' modules without weights are rotary embeddings, whose products have one term.
+    if library in LIBRARIES or (library == "transformers" and not devices):
         return None
     try:
         source = inspect.getsource(original.forward)
     except (OSError, TypeError):
         return None
-    on_cpu = any(value.device.type == "cpu" for value in module.parameters())
-    names = f"{PRODUCTS}|{ACTIVATIONS}" if on_cpu else PRODUCTS
-    found = re.search(rf"\b(?:({names})|F\.(linear))\(| (@) ", source)
+    names = f"{PRODUCTS}|{ACTIVATIONS}" if "cpu" in devices and library != "transformers" else PRODUCTS
+    code = re.sub(r'""".*?"""', "", source, flags=re.DOTALL)
+    found = re.search(rf"\b(?:({names})|(?:F|functional)\.(linear))\(| (@) ", code)
     return next((name for name in found.groups() if name), None) if found else None
 
 

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from rl_kernels.models.pretrained import is_pretrained
+
 PAD = 3
 """Positions of padding beyond those that the longest prompt needs."""
 CHUNK = 5
@@ -45,7 +47,7 @@ Variant = tuple[str, list[Piece]]
 
 def of_prompts(model: nn.Module, prompts: Sequence[torch.Tensor]) -> Iterator[Variant]:
     """Yield the variants of prompts, 1-D token ids, for a causal language model; the first is each prompt alone."""
-    takes = inspect.signature(model.forward).parameters
+    takes = _arguments(model)
 
     def piece(kwargs: dict[str, Any], rows: list[Row]) -> Piece:
         known = {name: value for name, value in kwargs.items() if name in takes}
@@ -65,6 +67,16 @@ def of_prompts(model: nn.Module, prompts: Sequence[torch.Tensor]) -> Iterator[Va
     if "past_key_values" in takes:
         longest = max(each, key=lambda one: len(one[1]))
         yield f"in chunks of {CHUNK}, the rest token by token", list(_chunks(piece, *longest))
+
+
+def _arguments(model: nn.Module) -> set[str]:
+    """Return the names of the arguments of a model; a wrapper, such as PEFT's, also takes those of the model inside."""
+    parameters = inspect.signature(model.forward).parameters
+    names = set(parameters)
+    if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
+        inner = next((module for module in model.modules() if is_pretrained(module)), model)
+        names |= set(inspect.signature(inner.forward).parameters)
+    return names
 
 
 def _padded(piece: Callable[..., Piece], each: list[tuple[int, torch.Tensor]], more: int, *, left: bool) -> Piece:

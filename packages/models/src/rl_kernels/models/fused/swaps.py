@@ -93,7 +93,7 @@ def _forward(self: Any, x: torch.Tensor) -> torch.Tensor:
 
 def _is_silu(module: object) -> bool:
     """Say whether a module is SiLU or our swap of it; other subclasses may compute something else."""
-    kind = getattr(module, SWAPPED, type(module))
+    kind = getattr(type(module), SWAPPED, type(module))
     return kind is nn.SiLU or (kind.__name__, kind.__module__) == ("SiLUActivation", "transformers.activations")
 
 

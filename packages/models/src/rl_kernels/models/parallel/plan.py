@@ -74,7 +74,7 @@ def plan_of(model: nn.Module, ranks: Ranks) -> Plan:
 
 
 def _body(model: nn.Module) -> Any:
-    parts = pretrained.pretrained(model)
+    parts = [module for module in model.modules() if pretrained.is_pretrained(module)]
     if not parts or parts[0] is not model:
         raise TypeError(f"model: expected a PreTrainedModel of transformers, got {type(model).__name__}")
     body = getattr(model, "base_model", model)

@@ -1,0 +1,51 @@
+"""Marks on the modules of an invariant model, by which modules that are added later are found."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import nn
+
+MARKS = "_invariant_marks"
+"""Attribute of a marked module."""
+
+
+class Mark(NamedTuple):
+    """One ``invariant`` that holds a module."""
+
+    name: str
+    """Of the module in the model that was given to ``invariant``."""
+    strict: bool
+    handle: weakref.ref[Any] | None
+    """None in a deep copy, which no handle holds."""
+
+
+class Marks(list[Mark]):
+    """The marks of a module; a deep copy is marked too, a pickle is not."""
+
+    def __deepcopy__(self, memo: Any) -> Marks:
+        return Marks(mark._replace(handle=None) for mark in self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return tuple, ()
+
+
+def marks_of(module: nn.Module) -> list[Mark]:
+    """Return the marks of a module."""
+    return list(vars(module).get(MARKS, ()))
+
+
+def mark(module: nn.Module, new: Mark) -> Callable[[], None]:
+    """Mark a module; return a function that removes the mark. A handle takes over the marks of a copy."""
+    others = [one for one in marks_of(module) if one.handle is not None]
+    vars(module)[MARKS] = Marks([*others, new])
+
+    def remove() -> None:
+        others = [one for one in marks_of(module) if one != new]
+        vars(module)[MARKS] = Marks(others)
+        if not others:
+            del vars(module)[MARKS]
+
+    return remove

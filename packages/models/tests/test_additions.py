@@ -1,0 +1,123 @@
+"""Modules that come into an invariant model later: swapped, told or refused when they are assigned, and undone."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from rl_kernels.det_gemm import DetLinear
+from rl_kernels.models import invariant, swap
+
+peft = pytest.importorskip("peft")
+LORA = {"r": 4, "target_modules": ["q_proj", "down_proj"], "init_lora_weights": False}
+OTHERS = {
+    "LoHa": {"r": 4, "target_modules": ["q_proj"]},
+    "Vera": {"r": 4, "target_modules": ["q_proj"]},
+    "FourierFT": {"n_frequency": 9, "target_modules": ["q_proj"]},
+    "Lora": {"r": 4, "target_modules": ["q_proj"], "use_dora": True},
+    "HRA": {"r": 4, "target_modules": ["q_proj"]},
+}
+"""Adapters that multiply by weights of their own, in functions of their own."""
+
+
+def with_adapter(model):
+    model.add_adapter(peft.LoraConfig(**LORA))
+    return model
+
+
+def with_second_adapter(model):
+    found = peft.get_peft_model(model, peft.LoraConfig(**LORA))
+    found.add_adapter("second", peft.LoraConfig(**LORA))
+    found.set_adapter("second")
+    return found
+
+
+def merged(model):
+    return peft.get_peft_model(model, peft.LoraConfig(**LORA)).merge_and_unload()
+
+
+def larger(model):
+    model.resize_token_embeddings(230, mean_resizing=False)
+    return model
+
+
+def assigned(model):
+    model.lm_head = nn.Linear(32, 40)
+    model.model.layers[0].mlp = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32, dtype=torch.float64).float())
+    return model
+
+
+def trained_whole(model):
+    return peft.get_peft_model(model, peft.LoraConfig(**LORA, modules_to_save=["lm_head", "norm"]))
+
+
+CHANGES = [with_adapter, with_second_adapter, merged, larger, assigned, trained_whole]
+
+
+@pytest.mark.parametrize("deep", [False, True], ids=["model", "copy"])
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_new_layers_are_swapped_and_undone(tiny, prompts, change, deep):
+    model = tiny()
+    handle = invariant(model, strict=True)
+    if deep:
+        model = copy.deepcopy(model)
+    changed = change(model).eval()
+    stock = [name for name, module in changed.named_modules() if type(module) in (nn.Linear, nn.LayerNorm)]
+    assert stock == []
+    with torch.no_grad():
+        whole = changed(prompts[2][None]).logits
+        for length in (1, 7, 20):
+            assert torch.equal(changed(prompts[2][None, :length]).logits, whole[:, :length])
+    if deep:
+        invariant(changed).undo()
+    handle.undo()
+    assert not any(isinstance(module, DetLinear) or hasattr(module, "_invariant_marks") for module in changed.modules())
+    assert not swap._held
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_adapters_of_other_kinds_are_told(tiny, kind):
+    config, told = getattr(peft, f"{kind}Config")(**OTHERS[kind]), "may depend on the batch: .*q_proj"
+    adapter = peft.get_peft_model(tiny(), config)
+    with pytest.raises(ValueError, match=told):
+        invariant(adapter, strict=True)
+    model = tiny()
+    with invariant(model, strict=True), pytest.raises(ValueError, match=told):
+        peft.get_peft_model(model, config)
+    model = tiny()
+    with invariant(model) as handle, pytest.warns(UserWarning, match=told):
+        peft.get_peft_model(model, config)
+    assert any("q_proj" in name for name in handle.left)
+
+
+def test_adapters_that_scale_alone_are_known(tiny):
+    config = peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])
+    invariant(peft.get_peft_model(tiny(), config), strict=True).undo()
+
+
+def test_what_is_added_elsewhere_or_after_undo_stays_stock():
+    made, other = nn.Sequential(nn.Linear(4, 4)), nn.Sequential()
+    handle = invariant(made)
+    other.append(nn.Linear(4, 4))
+    made.append(nn.Sequential(nn.Linear(4, 4)))
+    assert (type(other[0]), handle.swapped["1.0"]) == (nn.Linear, "Linear")
+    handle.undo()
+    made.append(nn.Linear(4, 4))
+    assert [type(module) for module in (made[0], made[1][0], made[2])] == [nn.Linear] * 3
+
+
+def test_a_handle_that_nobody_kept_still_takes_in_and_frees():
+    made = nn.Sequential(nn.Linear(4, 4))
+    invariant(made)
+    made.append(nn.Linear(4, 4))
+    assert isinstance(made[1], DetLinear)
+    with pytest.warns(UserWarning, match=r"1 \(its weight is torch\.float64"):
+        made[1] = nn.Linear(4, 4, dtype=torch.float64)
+    gc.disable()
+    gone = weakref.ref(made[0])
+    del made
+    gc.enable()
+    assert gone() is None
