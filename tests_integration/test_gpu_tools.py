@@ -56,7 +56,7 @@ def steps(folder: Path) -> dict[str, Any]:
 
 def test_bundle_proves_itself_on_a_fresh_machine(bundle: Path, tmp_path: Path) -> None:
     options = ("--device", "cpu", "--candidate", "native", "--suite", "quick", "--op", "fused_logp", "--dtype", "fp32")
-    options += ("--record", "record.json", "--seconds", "600")
+    options += ("--record", "record.json", "--seconds", "600", "--no-planted")
     chosen = ("--", "-q", "-k", "test_reference")
     done = run(bundle / "run.py", "--only", "tests", "check", "--out", "results", *options, *chosen, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -66,26 +66,28 @@ def test_bundle_proves_itself_on_a_fresh_machine(bundle: Path, tmp_path: Path) -
     assert "passed" in (tmp_path / "results" / "tests-fused-logp-test_reference.log").read_text(encoding="utf-8")
     assert found["check fused_logp/native/fp32"]["counts"]["failed"] == 0
     recorded = json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))
-    assert {"commit", "device", "torch"} <= recorded["environment"].keys()
+    assert {"device", "torch"} <= recorded["environment"].keys()
     assert {part["state"] for part in recorded["parts"].values()} == {"ran"}
+    assert all(part["commit"] for part in recorded["parts"].values())
     assert recorded["parts"]["check fused_logp/native/fp32"]["checks"] > 500
 
 
 def test_a_record_takes_what_is_left_in_the_next_call(tmp_path: Path) -> None:
     file, log, missing = tmp_path / "record.json", tmp_path / "log", tmp_path / "none.json"
     names = [f"check rms_norm/triton/{dtype}" for dtype in ("bf16", "fp16", "fp32", "fp64")]
-    first = Record(file, {"device": "H200", "date": "today"})
+    first = Record(file, {"device": "H200", "date": "today"}, "1a2b")
     assert first.left(names) == names
     log.write_text("first\nrms_norm cannot run it here\n", encoding="utf-8")
     (tmp_path / "tests.xml").write_text("<testsuite><testcase name='a'/></testsuite>", encoding="utf-8")
     first.add(names[0], part_of(0, 1.0, tmp_path / "tests.xml", log))
     first.add(names[1], part_of(TIMED_OUT, 60.0, missing, log))
     first.add(names[2], part_of(2, 1.0, missing, log))
-    assert first.parts[names[2]] == {"state": "refused", "seconds": 1.0, "reason": "rms_norm cannot run it here"}
-    again = Record(file, {"device": "H200", "date": "tomorrow"})
+    refused = {"state": "refused", "seconds": 1.0, "reason": "rms_norm cannot run it here", "commit": "1a2b"}
+    assert first.parts[names[2]] == refused
+    again = Record(file, {"device": "H200", "date": "tomorrow"}, "3c4d")
     assert again.left(list(reversed(names))) == [names[1], names[3]]
     with pytest.raises(ValueError, match="was made with another device; name another file"):
-        Record(file, {"device": "H100", "date": "today"})
+        Record(file, {"device": "H100", "date": "today"}, "1a2b")
 
 
 def test_bundle_holds_the_tests_of_every_package(bundle: Path) -> None:

@@ -1,7 +1,8 @@
 """The record of checks and tests on a GPU that `run.py --record FILE` keeps: each call fills in what it does not have.
 
 A part is one operator, backend and dtype of the checker, or one file of tests. Its ``state`` is `ran`, `refused` (the
-backend does not take the dtype), `stopped` (by a time limit), `broken` (no report came) or `not run`.
+backend does not take the dtype), `stopped` (by a time limit), `broken` (no report came) or `not run`. What ran holds the
+commit that it ran on.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ class Record:
     """A record in a file.
 
     Raises:
-        ValueError: the file holds the record of another commit, device or version.
+        ValueError: the file holds the record of another device or version.
     """
 
-    def __init__(self, path: Path, environment: Mapping[str, str]) -> None:
-        self._path, self._environment = path, dict(environment)
+    def __init__(self, path: Path, environment: Mapping[str, str], commit: str) -> None:
+        self._path, self._environment, self._commit = path, dict(environment), commit
         self.parts: dict[str, dict[str, Any]] = {}
         if path.exists():
             found = json.loads(path.read_text(encoding="utf-8"))
@@ -54,7 +55,7 @@ class Record:
 
     def add(self, name: str, part: dict[str, Any]) -> None:
         """Add what became of a part, and write the file."""
-        self.parts[name] = part
+        self.parts[name] = {**part, "commit": self._commit}
         self.write()
 
     def write(self) -> None:

@@ -39,6 +39,7 @@ FACTS = """
 import importlib.metadata as metadata, json, os, platform, sys, torch
 from rl_kernels.core.registry import kernel_registry
 from rl_kernels.lab.bench.environment import environment
+from rl_kernels.lab.check.relations import RELATIONS
 import rl_kernels.core
 def version(name):
     try:
@@ -53,6 +54,7 @@ json.dump({
     "operators": sorted(kernel_registry.names()),
     "distributions": {name: kernel_registry.load(name).distribution for name in kernel_registry.names()},
     "backends": {name: [each.name for each in kernel_registry.load(name).backends] for name in kernel_registry.names()},
+    "relations": list(RELATIONS),
     "environment": environment(torch.device("cuda" if torch.cuda.is_available() else "cpu"), ("cuda-bindings",)),
     "from_wheels": os.path.dirname(rl_kernels.core.__file__).startswith(sys.argv[1]),
 }, sys.stdout)
@@ -118,7 +120,7 @@ class Runner:
         keyed = {step.key: step for step in steps}
         commit = (HERE / "commit").read_text(encoding="utf-8").strip()
         try:
-            self.record = Record(self.given.record, {**environment, "commit": commit})
+            self.record = Record(self.given.record, environment, commit)
         except ValueError as error:
             parser().error(str(error))
         return [keyed[name] for name in self.record.left(list(keyed))]
@@ -168,6 +170,7 @@ def parser() -> argparse.ArgumentParser:
     candidates = f"backends to check; {EACH}: all that the operator has (default: triton)"
     made.add_argument("--candidate", nargs="+", default=["triton"], metavar="NAME", help=candidates)
     made.add_argument("--suite", choices=("quick", "full"), default="full", help="suite of the checker (default: full)")
+    made.add_argument("--no-planted", action="store_true", help="leave planted bugs out, which take most of the time")
     made.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu hides the GPU (default: cuda)")
     made.add_argument("--timeout", type=float, default=600, metavar="S", help="seconds per step (default: 600)")
     made.add_argument("--jobs", type=int, default=4, help="steps of a group to run at once (default: 4)")

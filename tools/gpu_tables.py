@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -24,7 +25,9 @@ def evidence(files: Iterable[Path]) -> str:
 def _of_record(found: Mapping[str, Any]) -> str:
     checks = {name.split(" ")[1]: part for name, part in found["parts"].items() if name.startswith("check ")}
     tests = {name.split(" ")[1]: part for name, part in found["parts"].items() if name.startswith("tests ")}
-    ran_on = f"- ran on {', '.join(f'{name} {value}' for name, value in found['environment'].items())}"
+    commits = sorted({part["commit"] for part in found["parts"].values() if "commit" in part})
+    where = {**found["environment"], "commit": ", ".join(commits)}
+    ran_on = f"- ran on {', '.join(f'{name} {value}' for name, value in where.items())}"
     parts = (_checks(checks), _programs(checks), _tests(tests), "\n".join((*_skips(checks, tests), ran_on)))
     return "\n\n".join(part for part in parts if part)
 
@@ -83,11 +86,18 @@ def _skips(*groups: Parts) -> Iterator[str]:
     for parts, what in zip(groups, ("checks", "tests"), strict=True):
         reasons = Counter[str]()
         for part in parts.values():
-            reasons.update(part.get("skipped", {}))
+            for reason, number in part.get("skipped", {}).items():
+                reasons[_kind(reason)] += number
         for reason, number in reasons.most_common():
-            yield f"- skipped {what}: {number:,} x {reason.splitlines()[0]}"
+            yield f"- skipped {what}: {number:,} x {reason}"
         for name, part in parts.items():
             for failure in part.get("failures", ()):
                 yield f"- failed in {name}: {failure}"
             if "reason" in part:
                 yield f"- {part['state']}, {name}: {part['reason']}"
+
+
+def _kind(reason: str) -> str:
+    """Return a reason without the size or the case that it names."""
+    first = reason.splitlines()[0]
+    return re.sub(r"(K|N|D)( = | is )\d+$", r"\1\2...", re.sub(r"the case \S+", "another case", first))

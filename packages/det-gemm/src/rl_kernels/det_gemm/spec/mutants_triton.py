@@ -17,8 +17,8 @@ KERNEL = (
     Bug("mask of K off by one", "(c < K)[None, :], other=0.0)", "(c < K - 1)[None, :], other=0.0)"),
     Bug(
         "terms of K beyond the first block skipped",
-        "        for k in range(0, K, BLOCK_K):\n            left",
-        "        for k in range(0, tl.minimum(K, BLOCK_K), BLOCK_K):\n            left",
+        "        for k in range(begin, K, BLOCK_K):\n            left",
+        "        for k in range(begin, tl.minimum(K, begin + BLOCK_K), BLOCK_K):\n            left",
     ),
     Bug("last row of the output not written", "(rows < M - row)[:, None]", "(rows < M - row - 1)[:, None]"),
     Bug("mask of the output off by one", "(columns < N - column)[None, :]", "(columns < N - column - 1)[None, :]"),
