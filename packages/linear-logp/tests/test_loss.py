@@ -26,7 +26,7 @@ LENGTHS = (5, 40, 0, 33, 70, 1, 16, 17, 200)
 OPTIONS: tuple[dict[str, Any], ...] = (
     {},
     {"bias": True, "return_stats": True, "ignore_index": IGNORED, "temperature": "tensor"},
-    {"main_grad": True, "softcap": 9.0},
+    {"main_grad": True, "softcap": 9.0, "temperature": "no dims"},
     {"saved_mib": 1, "bias": True, "workspace_mib": 1},
     {"vocab_segments": 8, "main_grad": True, "bias": True, "return_stats": True},
     {"join_tokens": 48, "bias": True, "workspace_mib": 1, "ignore_index": IGNORED},
@@ -67,6 +67,8 @@ class Batch:
         self.ids = self.ids.view(leading)
         if options.get("temperature") == "tensor":
             options["temperature"] = draw.uniform(0.5, 2.0, *leading, dtype=torch.float32)
+        elif "temperature" in options:
+            options["temperature"] = torch.tensor(0.7, device=device)
         if options.pop("main_grad", False):
             self.weight.main_grad = torch.ones(vocab, size, device=device)
         self.advantages = draw.normal(count, dtype=torch.float32).view(leading)

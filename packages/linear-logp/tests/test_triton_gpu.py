@@ -119,12 +119,12 @@ def test_backward_holds_the_gradients_and_the_workspace(workspace_mib):
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 def test_a_temperature_without_dims_is_read_on_the_device():
-    hidden, weight, ids, _ = operands(64, 257, rows=1)
+    hidden, weight, ids, _ = operands(64, 257, rows=9)
     temperature = torch.tensor(0.7, device="cuda")
-    expected = linear_logp(hidden[0], weight, ids[0], temperature=0.7, backend="triton")
+    expected = linear_logp(hidden, weight, ids, temperature=0.7, backend="triton")
     torch.cuda.set_sync_debug_mode("error")
     try:
-        found = linear_logp(hidden[0], weight, ids[0], temperature=temperature, validate=False, backend="triton")
+        found = linear_logp(hidden, weight, ids, temperature=temperature, validate=False, backend="triton")
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert bits(found, expected).passed

@@ -313,9 +313,9 @@ if __name__ == "__main__":
 
 
 def test_a_number_stays_on_the_cpu_and_a_tensor_is_one_value_a_row():
-    assert torchlib.scalar_or_rows(0.5, torch.float32).shape == ()
-    for shape, rows in (((), 1), ((3,), 3), ((2, 3), 6)):
-        found = torchlib.scalar_or_rows(torch.full(shape, 0.5, dtype=torch.float64), torch.float32)
+    assert torchlib.scalar_or_rows(0.5, 3, torch.float32).shape == ()
+    for shape, rows in (((), 1), ((), 4), ((3,), 3), ((2, 3), 6)):
+        found = torchlib.scalar_or_rows(torch.full(shape, 0.5, dtype=torch.float64), rows, torch.float32)
         assert (found.shape, found.dtype) == ((rows,), torch.float32)
 
 

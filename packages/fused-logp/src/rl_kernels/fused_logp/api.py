@@ -131,7 +131,7 @@ def fused_logp(
     no_lost_derivatives("fused_logp", logits, temperature, out)
     chosen = choose(OPERATOR, describe(logits), backend)
     vocab = logits.shape[-1]
-    scale = scalar_or_rows(temperature, compute_dtype(logits.dtype))
+    scale = scalar_or_rows(temperature, token_ids.numel(), compute_dtype(logits.dtype))
     rows = None if row_indices is None else _inside(row_indices, token_ids.numel())
     arguments = (logits.reshape(-1, vocab), token_ids.reshape(-1), scale, ignore_index, rows)
     if logits.requires_grad and torch.is_grad_enabled():

@@ -159,7 +159,7 @@ def _prepared(
     if options.return_known and differentiable and torch.is_grad_enabled():
         raise ValueError("return_known: expected no gradients, call it under torch.no_grad()")
     chosen = choose(OPERATOR, describe(hidden, weight, target_ids, bias, vocab_size=shard.size), options.backend)
-    scale = scalar_or_rows(temperature, dtype)
+    scale = scalar_or_rows(temperature, target_ids.numel(), dtype)
     rows = hidden.flatten(0, -2) if hidden.ndim > 1 else hidden[None]
     inputs = (rows, weight, target_ids.reshape(-1), bias, scale, options.ignore_index, cap)
     known = options.known

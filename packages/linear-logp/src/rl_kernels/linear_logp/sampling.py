@@ -14,7 +14,7 @@ import torch
 from rl_kernels.core import validate as check
 from rl_kernels.core.dispatch import remembered_choice
 from rl_kernels.core.rowwise import compute_dtype
-from rl_kernels.core.torchlib import autocast_linear, no_lost_derivatives, scalar_or_rows
+from rl_kernels.core.torchlib import autocast_linear, no_lost_derivatives, scalar
 from rl_kernels.linear_logp import kept
 from rl_kernels.linear_logp.arguments import Options, agreed
 from rl_kernels.linear_logp.op import ops
@@ -137,7 +137,7 @@ def linear_logits(
         raise ValueError("linear_logits: expected no gradients, call it under torch.no_grad()")
     leading, vocab, dtype = rows.shape[:-1], weight.shape[0], compute_dtype(rows.dtype)
     rows = rows.flatten(0, -2) if leading else rows[None]
-    count, one = rows.shape[0], scalar_or_rows(1.0, dtype)
+    count, one = rows.shape[0], scalar(1.0, dtype)
     ids = torch.zeros(count, dtype=torch.int64, device=rows.device)
     mib = -(-count * -(-vocab // kept.BLOCK) * kept.BLOCK * dtype.itemsize // MIB)
     _, norm, logits = ops["forward"](rows, weight, ids, added, one, None, None, mib, chosen)

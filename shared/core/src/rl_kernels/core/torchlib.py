@@ -331,11 +331,14 @@ def _made() -> Callable[..., torch.Tensor]:
     return _numbers if ops_are_observed() else _cached_numbers
 
 
-def scalar_or_rows(value: float | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a number as ``scalar`` does, or a tensor ``[...]`` with one value per row as ``[N]``, in ``dtype``."""
+def scalar_or_rows(value: float | torch.Tensor, rows: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return a number as ``scalar`` does, or a tensor ``[...]`` as one value per row ``[rows]``, in ``dtype``.
+
+    A tensor without dims is expanded, because reading it as a number would sync with a GPU.
+    """
     if not isinstance(value, torch.Tensor):
         return scalar(value, dtype)
-    return value.to(dtype).reshape(-1)
+    return value.to(dtype).reshape(-1) if value.ndim else value.to(dtype).expand(rows)
 
 
 def autocast_dtype(x: object) -> torch.dtype | None:
