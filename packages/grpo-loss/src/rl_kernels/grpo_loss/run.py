@@ -9,6 +9,7 @@ import torch
 
 from rl_kernels.core import validate as check
 from rl_kernels.core.dispatch import choose
+from rl_kernels.core.saved import are_hooked
 from rl_kernels.core.torchlib import first_order, may_overwrite, no_lost_derivatives, ops_are_observed, scalars
 from rl_kernels.grpo_loss.arguments import Layout
 from rl_kernels.grpo_loss.call import LossCall
@@ -153,20 +154,25 @@ class _GRPOLoss(torch.autograd.Function):
         ctx.save_for_backward(current_logps, divisor, slope)
         ctx.mark_non_differentiable(policy_loss, kl, metrics)
         ctx.set_materialize_grads(False)
-        ctx.backend = others[-1]
+        ctx.backend, ctx.owns_slope = others[-1], not are_hooked()
         return loss, policy_loss, kl, metrics
 
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor | None, *_: None) -> tuple[torch.Tensor | None, None, None]:
         if upstream is None:
             return None, None, None
-        return _gradient(ctx.saved_tensors, upstream, ctx.backend), None, None
+        # Read once: a checkpoint unpacks a saved tensor only once.
+        saved = ctx.saved_tensors
+        overwrite = ctx.owns_slope and may_overwrite(saved[2])
+        return _gradient(saved, upstream, ctx.backend, overwrite=overwrite), None, None
 
 
-def _gradient(saved: tuple[torch.Tensor, ...], upstream: torch.Tensor, backend: str) -> torch.Tensor:
-    """Return the gradient, in the memory of the slope if it fits and nobody reads the slope again."""
+def _gradient(
+    saved: tuple[torch.Tensor, ...], upstream: torch.Tensor, backend: str, *, overwrite: bool
+) -> torch.Tensor:
+    """Return the gradient, with ``overwrite`` in the memory of the slope if it fits."""
     current_logps, divisor, slope = saved
-    if current_logps.dtype != slope.dtype or not slope.is_contiguous() or not may_overwrite(slope):
+    if not overwrite or current_logps.dtype != slope.dtype or not slope.is_contiguous():
         return first_order(ops["backward"], current_logps, divisor, slope, upstream, backend)
     no_lost_derivatives("grpo_loss", slope, upstream)
     ops["backward_inplace"](slope, divisor, upstream, backend)
@@ -184,7 +190,7 @@ class _PlannedLoss(torch.autograd.Function):
         ctx.save_for_backward(current_logps, divisor, slope)
         ctx.mark_non_differentiable(policy_loss, kl)
         ctx.set_materialize_grads(False)
-        ctx.plan = plan
+        ctx.plan, ctx.owns_slope = plan, not are_hooked()
         return loss, policy_loss, kl
 
     @staticmethod
@@ -194,10 +200,10 @@ class _PlannedLoss(torch.autograd.Function):
         # Read once: a checkpoint unpacks a saved tensor only once.
         saved = ctx.saved_tensors
         no_lost_derivatives("grpo_loss", *saved, upstream)
-        found = None
+        found, overwrite = None, ctx.owns_slope and may_overwrite(saved[2])
         # A gradient that could be differentiated again takes the general path, which raises.
         if not (torch.compiler.is_compiling() or torch.is_grad_enabled() or ops_are_observed()):
-            found = ctx.plan.launches.backward(*saved, upstream, overwrite=may_overwrite(saved[2]))
+            found = ctx.plan.launches.backward(*saved, upstream, overwrite=overwrite)
         if found is None:
-            found = _gradient(saved, upstream, ctx.plan.backend)
+            found = _gradient(saved, upstream, ctx.plan.backend, overwrite=overwrite)
         return found, None, None

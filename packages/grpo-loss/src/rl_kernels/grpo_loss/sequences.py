@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from rl_kernels.core.dispatch import choose
-from rl_kernels.core.saved import save
+from rl_kernels.core.saved import are_hooked, save
 from rl_kernels.core.torchlib import first_order, may_overwrite, no_lost_derivatives
 from rl_kernels.grpo_loss.call import LossCall
 from rl_kernels.grpo_loss.checked import advantages_call
@@ -99,12 +99,13 @@ class _SequenceLosses(torch.autograd.Function):
         losses, divisor = _losses(sums, call, backend)
         # current_logps is saved only to stay in the graph: otherwise a second derivative would silently be 0.
         save(ctx, current_logps, divisor, slope, call.cu_seqlens)
+        ctx.owns_slope = not are_hooked()
         return losses
 
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Return the gradient of current_logps, with one upstream gradient a sequence."""
-        return first_order(_gradient, *ctx.saved_tensors, upstream), None, None
+        return first_order(_gradient, *ctx.saved_tensors, upstream, ctx.owns_slope), None, None
 
 
 def _gradient(
@@ -113,6 +114,7 @@ def _gradient(
     slope: torch.Tensor,
     cu_seqlens: torch.Tensor | None,
     upstream: torch.Tensor,
+    owns_slope: bool,
 ) -> torch.Tensor:
     """Return the gradient, as the raw op ``backward`` forms it; 0 at masked tokens for any upstream gradient."""
     factors = upstream.to(slope.dtype) / divisor
@@ -124,6 +126,6 @@ def _gradient(
         row = torch.bucketize(place, cu_seqlens[1:-1].long().contiguous(), right=True)
         factors = factors[row]
     masked = (slope == 0) & slope.signbit()
-    if current_logps.dtype == slope.dtype and may_overwrite(slope):
+    if current_logps.dtype == slope.dtype and owns_slope and may_overwrite(slope):
         return slope.mul_(factors).masked_fill_(masked, 0.0)
     return torch.where(masked, 0.0, slope * factors).to(current_logps.dtype)

@@ -29,6 +29,6 @@ def save(ctx: Any, *tensors: torch.Tensor | None) -> None:
 def are_hooked() -> bool:
     """Say whether hooks handle what is saved now, as in ``torch.utils.checkpoint``.
 
-    Autograd then does not see that a saved tensor changed before its backward pass.
+    They may give one tensor to several readers, and autograd does not see that it changed before a backward pass.
     """
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    return not torch.compiler.is_compiling() and torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
