@@ -30,7 +30,8 @@ def near_certain(vocab, dtype, gap, offset):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_bounds_of_near_certain_rows(dtype, backend):
     temperatures = torch.logspace(-6, 1, ROWS, device=DEVICE)
-    for vocab, gap, offset, scale in ((5, 12.0, 3e4, 0.7), (5, 1e4, 0.0, temperatures), (1100, 30.0, 300.0, 1.0)):
+    one = torch.tensor(0.7, device=DEVICE)
+    for vocab, gap, offset, scale in ((5, 12.0, 3e4, one), (5, 1e4, 0.0, temperatures), (1100, 30.0, 300.0, 1.0)):
         logits, ids = near_certain(vocab, dtype, gap, offset)
         ids[0], logits[1], logits[2, 0], logits[3, ids[3]] = -100, -torch.inf, torch.nan, torch.finfo(dtype).max
         given = {"temperature": scale, "ignore_index": -100, "return_stats": True}

@@ -31,8 +31,8 @@ def test_bounds_of_near_certain_rows(backend: str, dtype: torch.dtype) -> None:
     bias = torch.randint(-4, 5, (7,), device=DEVICE).to(dtype)
     ids = (hidden.double() @ weight.double().T + bias.double()).argmax(1)
     hidden[0] = torch.nan
-    options = {}, {"logit_scale": 0.3, "softcap": 30.0}, {"temperature": torch.logspace(-6, 1, ROWS, device=DEVICE)}
-    for given in options:
+    temperatures = torch.tensor(0.7, device=DEVICE), torch.logspace(-6, 1, ROWS, device=DEVICE)
+    for given in {}, {"logit_scale": 0.3, "softcap": 30.0}, *({"temperature": value} for value in temperatures):
         stats = linear_logp(hidden, weight, ids, bias, return_stats=True, backend=backend, **given)
         gold = reference(hidden.double(), weight.double(), ids, bias.double(), return_stats=True, **given)
         for sign, value, expected in ((-1, stats.logp, gold.logp), (1, stats.entropy, gold.entropy)):
