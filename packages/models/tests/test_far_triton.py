@@ -44,6 +44,9 @@ def test_rows_of_a_cache(draw, count):
         found = cache.clone()
         store(far(key, dim), far(value, dim), found, slots)
         assert torch.equal(found, expected), f"dim {dim}"
+    found = cache.clone()
+    store(key, value, found, slots.repeat_interleave(2)[::2])
+    assert torch.equal(found, expected), "slots apart"
 
 
 @pytest.mark.parametrize("count", [2, 3])

@@ -29,7 +29,7 @@ def store(key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: to
             launch(
                 kernels.store_rows,
                 (slots.shape[0],),
-                *(key, value, cache, slots),
+                *(key, value, cache, slots.contiguous()),
                 numbers=(
                     *(key.stride(0), key.stride(1), value.stride(0), value.stride(1), size, key.shape[2], width),
                     triton.next_power_of_2(width),
