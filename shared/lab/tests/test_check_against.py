@@ -81,7 +81,10 @@ def test_a_report_without_kernels_is_older():
     assert compared(THEN, old).document() == nothing(new=[OWN])
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"candidates": [{}]}', json.dumps(THEN).replace("1e-06", "NaN")])
+NOT_STRICT, TOO_DEEP = json.dumps(THEN).replace("1e-06", "NaN"), "[" * 100_000
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"candidates": [{}]}', NOT_STRICT, TOO_DEEP], ids=len)
 def test_what_is_no_report_is_refused(text, tmp_path):
     path = tmp_path / "old.json"
     path.write_text(text)

@@ -213,7 +213,9 @@ def test_a_contract_of_ones_own(own_contract, capsys, monkeypatch):
         (lambda document: document["rows"][0].update(rtol="1"), "rtol: expected a finite number >= 0, got '1'"),
         (lambda document: document["rows"][0].update(dtype="fp8"), "dtype: expected one of fp32"),
         (lambda document: document["rows"][0].pop("relation"), "row 1: no relation"),
-        (lambda document: document["rows"].append(3), "is not a tolerance contract"),
+        (lambda document: document["rows"].insert(0, 3), "row 1: expected an object, got 3"),
+        (lambda document: document.update(rows=None), "rows: expected a list, got None"),
+        (lambda document: document["arch_overrides"].update(cpu={}), "arch_overrides: cpu: expected a list, got {}"),
         (lambda document: document.pop("version"), "the tolerance contract: no version"),
         (lambda document: document["arch_overrides"].pop("cpu"), "'cpu' of cpu is not in the tolerance contract"),
     ],
@@ -223,7 +225,19 @@ def test_a_contract_with_a_mistake_ends_in_two(change, message, own_contract, ca
     assert message in one_line(capsys)
 
 
-@pytest.mark.parametrize(("text", "message"), [("{", "is not a tolerance contract"), (None, "cannot be read")])
+NO_CONTRACT = "is not a tolerance contract"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", NO_CONTRACT),
+        ("[" * 100_000, NO_CONTRACT),
+        ("[]", f"{NO_CONTRACT}: the tolerance contract: expected an object, got []"),
+        (None, "cannot be read"),
+    ],
+    ids=["cut off", "too deep", "a list", "no file"],
+)
 def test_a_file_that_is_no_contract_ends_in_two(text, message, tmp_path, capsys):
     path = tmp_path / "contract.json"
     if text is not None:
@@ -243,6 +257,10 @@ def test_a_regression_against_an_earlier_report_ends_in_one(tmp_path, capsys, mo
     assert cli.main([*flags, "--against", str(old), "--json"]) == 1
     report = strict(capsys.readouterr().out)
     assert report["passed"]
+    assert cli.main([*flags, "--against", str(old)]) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("FAIL")
+    assert last.endswith(", worse than the earlier report")
     assert report["against"]["vanished"] == [
         f"double/auto/fp32/accuracy/large: output{label}" for label in ("", " other values")
     ]

@@ -143,7 +143,8 @@ def test_an_option_that_is_missing_is_skipped_by_name(check, file):
         ("x, other", "other, x: y is missing; other is required, but scaled has no such argument"),
         ("x, y, other", "other, x, y: other is required, but scaled has no such argument"),
         ("x, y, scale", "scale, x, y: scale is required, but calls may leave it out"),
-        ("x, y, /", "no keywords: x is missing; y is missing"),
+        ("x, y, /", "no keywords: x is positional-only; y is positional-only"),
+        ("x, /, y, **kwargs", "y: x is positional-only"),
         ("*args", "no keywords: x is missing; y is missing"),
     ],
 )
@@ -152,6 +153,15 @@ def test_a_signature_that_no_call_fits_ends_in_two(parameters, message, file, ca
     assert cli.main(["--op", "scaled", "--candidate", target, "--device", "cpu"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert f"--candidate {target}: scaled is called with x, y by name, and options; it takes {message}" in line
+
+
+@pytest.mark.parametrize("base", ["torch.nn.Module", "object"])
+def test_a_class_is_not_called_in_place_of_an_instance(base, file, capsys):
+    written = file(f"import torch\nclass Mine({base}):\n    def forward(self, x, y): return x + y")
+    target = f"{written}:Mine"
+    assert cli.main(["--op", "scaled", "--candidate", target, "--device", "cpu"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("Mine is a class; name an instance of it, or a function")
 
 
 @pytest.mark.parametrize("parameters", ["**kwargs", "x, **kwargs", "y, x, unknown=3"])

@@ -91,6 +91,10 @@ DOCUMENT_KEYS = ("version", "calibration", "arch_overrides", "rows")
 ROW_KEYS = ("relation", "op_class", "dtype", "direction", "atol", "rtol", "bitwise", "provenance", "measured")
 
 
+KINDS = {dict: "an object", list: "a list", str: "a string"}
+"""What JSON calls these types."""
+
+
 @dataclass(frozen=True)
 class Contract:
     """The parsed contract."""
@@ -129,9 +133,15 @@ def parse(document: Mapping[str, Any]) -> Contract:
         ValueError: a missing or unknown key, a value of another kind, two rows for one comparison, or measured values
             without ``calibration``.
     """
+    _kind(document, dict, "the tolerance contract")
     _known(document, DOCUMENT_KEYS, "the tolerance contract")
     _has(document, ("version", "arch_overrides", "rows"), "the tolerance contract")
-    overrides = {arch: _rows(rows) for arch, rows in document["arch_overrides"].items()}
+    for name, kind in (("version", str), ("arch_overrides", dict), ("rows", list)):
+        _kind(document[name], kind, name)
+    overrides = {}
+    for arch, rows in document["arch_overrides"].items():
+        _kind(rows, list, f"arch_overrides: {arch}")
+        overrides[arch] = _rows(rows)
     calibration = None
     if "calibration" in document:
         calibration = _filled(Calibration, document["calibration"], "calibration")
@@ -145,6 +155,7 @@ def parse(document: Mapping[str, Any]) -> Contract:
 def _rows(rows: list[Mapping[str, Any]]) -> dict[Key, Tolerance]:
     found: dict[Key, Tolerance] = {}
     for number, row in enumerate(rows, 1):
+        _kind(row, dict, f"row {number}")
         _has(row, ROW_KEYS[:6], f"row {number}")
         key = (row["relation"], row["op_class"], row["dtype"], row["direction"])
         where = f"row {' / '.join(map(str, key))}"
@@ -178,6 +189,11 @@ def _filled(kind: type[Filled], values: Mapping[str, Any], where: str) -> Filled
     return kind(**values)
 
 
+def _kind(value: Any, kind: type, where: str) -> None:
+    if not isinstance(value, kind):
+        raise ValueError(f"{where}: expected {KINDS[kind]}, got {value!r:.40}")
+
+
 def _has(values: Mapping[str, Any], names: Sequence[str], where: str) -> None:
     missing = [name for name in names if name not in values]
     if missing:
@@ -206,7 +222,7 @@ def read_contract(path: Path) -> Contract:
         found = parse(json.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is not a tolerance contract: {error}") from error
     missing = [" / ".join(key) for key in product(*NAMES) if key not in found.rows]
     if missing:

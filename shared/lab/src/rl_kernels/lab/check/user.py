@@ -60,9 +60,10 @@ def user_candidate(operator: Operator, target: str, timeout: float = TIMEOUT) ->
 def _check_signature(name: str, ours: inspect.Signature, described: Mapping[str, Any]) -> None:
     """Raise if the calls of our function cannot fit an implementation."""
     required = [each.name for each in ours.parameters.values() if each.default is _REQUIRED]
-    missing = [] if described["takes_any"] else [each for each in required if each not in described["takes"]]
-    others = [each for each in described["needs"] if each not in required]
-    faults = [f"{each} is missing" for each in missing]
+    needs, named = described["needs"], described["takes"] or ()
+    unnamed = [each for each in required if each not in named and (each in needs or not described["takes_any"])]
+    others = [each for each in needs if each not in required]
+    faults = [f"{each} is {'positional-only' if each in needs else 'missing'}" for each in unnamed]
     faults += [f"{each} is required, but calls may leave it out" for each in others if each in ours.parameters]
     faults += [f"{each} is required, but {name} has no such argument" for each in others if each not in ours.parameters]
     if faults:

@@ -60,6 +60,8 @@ class Host:
             self._loaded = load(target)
         except (KeyboardInterrupt, GeneratorExit) as error:  # Nobody pressed Ctrl-C here: the module raised it.
             raise Unusable(f"cannot import {target}: {type(error).__name__}: {error}") from error
+        if isinstance(self._loaded.function, type):
+            raise Unusable(f"{self._loaded.name} is a class; name an instance of it, or a function")
         taken = {name: kind for name, kind in groups.items() if name in (self._loaded.takes or ())}
         self._groups = {name: getattr(importlib.import_module(module), kind) for name, (module, kind) in taken.items()}
         return self._loaded.described()

@@ -61,7 +61,7 @@ def read_report(path: Path) -> dict[str, Any]:
         compared(document, document)
     except OSError as error:
         raise ValueError(f"--against: {path} cannot be read: {error.strerror or error}") from error
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(f"--against: {path} is not a report of `rl-kernels check --json`: {error!r}") from error
     return document
 

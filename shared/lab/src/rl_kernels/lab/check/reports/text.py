@@ -54,7 +54,9 @@ def text(report: Report, *, verbose: bool = False, changes: Changes | None = Non
         yield from (f"  {line}" for line in lines)
     if report.interrupted:
         yield f"interrupted ({report.interrupted}): these are the results until then"
-    yield f"{verdict(report.passed)} {summary.suite_name(report)}: {summary.checks_said(report)}"
+    worse = changes is not None and changes.regressed
+    said = f"{summary.checks_said(report)}{', worse than the earlier report' if worse else ''}"
+    yield f"{verdict(report.passed and not worse)} {summary.suite_name(report)}: {said}"
 
 
 def _ran(seen: summary.Seen) -> Iterator[str]:
