@@ -91,7 +91,7 @@ DOCUMENT_KEYS = ("version", "calibration", "arch_overrides", "rows")
 ROW_KEYS = ("relation", "op_class", "dtype", "direction", "atol", "rtol", "bitwise", "provenance", "measured")
 
 
-KINDS = {dict: "an object", list: "a list", str: "a string"}
+KINDS: dict[type, str] = {dict: "an object", list: "a list", str: "a string"}
 """What JSON calls these types."""
 
 
