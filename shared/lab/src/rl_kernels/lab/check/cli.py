@@ -221,7 +221,7 @@ def _plan(given: argparse.Namespace, operators: Sequence[Operator]) -> tuple[Pla
     arch = _arch(given.arch_key, device, terms)
     sizes = {name.removeprefix("size_"): n for name, n in vars(given).items() if name.startswith("size_") and n}
     constant = (given.constant_value, given.token_value) if given.input_mode == "constant" else None
-    names = given.candidate or ["auto"]
+    names = list(dict.fromkeys(given.candidate or ["auto"]))
     _one_operator_for_users(names, operators)
     suite = given.suite or "quick"
     parts: list[Part] = []
