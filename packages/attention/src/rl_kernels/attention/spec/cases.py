@@ -205,6 +205,6 @@ SPEC = Spec(
     empty=EMPTY,
     unread=frozenset({"max_seqlen_q", "max_seqlen_k", "validate", "backend"}),
     output="out",
-    adds=frozenset({"return_lse"}),
+    spared=frozenset({"return_lse"}),
     waits=waits,
 )

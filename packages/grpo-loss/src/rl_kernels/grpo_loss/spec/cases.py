@@ -189,7 +189,7 @@ SPEC = Spec(
     groups={"objective": Objective, "extras": Extras, "normaliser": Normaliser},
     masks=("completion_mask",),
     on_host=frozenset({"group_boundaries"}),
-    adds=frozenset({"return_metrics"}),
+    spared=frozenset({"return_metrics"}),
     unread=frozenset({"validate", "backend", "process_group"}),
     output="advantages",
 )

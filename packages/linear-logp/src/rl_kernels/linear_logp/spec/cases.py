@@ -284,7 +284,7 @@ SPEC = Spec(
         }
     ),
     output="logp",
-    adds=frozenset({"return_stats"}),
+    spared=frozenset({"return_stats", "saved_mib", "workspace_mib"}),
     ids=("target_ids",),
     main_grad=frozenset({"lm_head_weight"}),
     autocast={"": ("hidden", "lm_head_weight", "bias")},

@@ -169,7 +169,8 @@ class Spec:
         unread: arguments that choose how to compute, not what: the reference does not take them.
         uncased: optional arguments that no case gives: tests of the package do.
         output: name of the result, if it is a single tensor.
-        adds: options that only add outputs: an implementation that does not take one is called without it.
+        spared: options that only add outputs or bound memory: an implementation that does not take one is called
+            without it.
         ids: arguments that hold token ids.
         indexed: the argument that lists the rows which are computed, if there is one.
         main_grad: arguments whose gradient is added to their attribute ``main_grad``, where they have one.
@@ -198,7 +199,7 @@ class Spec:
     unread: frozenset[str] = frozenset()
     uncased: frozenset[str] = frozenset({"validate", "backend", "process_group"})
     output: str = "output"
-    adds: frozenset[str] = frozenset()
+    spared: frozenset[str] = frozenset()
     ids: Sequence[str] = ()
     indexed: str = ""
     main_grad: frozenset[str] = frozenset()

@@ -108,7 +108,7 @@ class Cell:
     def inputs(self) -> Inputs:
         """The case's keyword arguments."""
         drawn = self.spec.inputs(self.case, self.draw())
-        inputs = {name: value for name, value in drawn.items() if name not in self.spec.adds or self.takes(name)}
+        inputs = {name: value for name, value in drawn.items() if name not in self.spec.spared or self.takes(name)}
         if self.setting.constant is None:
             return inputs
         value, token = self.setting.constant

@@ -189,6 +189,13 @@ class Conformance:
                 values = given.get(name, [])
                 assert any(_differs(value, parameter.default) for value in values), f"{function or 'main'}: {name}"
 
+    def test_a_plain_implementation_is_checked(self) -> None:
+        """The checker: the plainest call has no option about how to compute, which a user's implementation lacks."""
+        spec = spec_of(self.operator)
+        for function in {case.function for case in spec.cases}:
+            given = _inputs(self.operator, spec.first_of(function)).keys()
+            assert not given & spec.unread - spec.spared, function or "main"
+
     def test_reference_has_the_signature(self) -> None:
         """Rule 1: the definition takes the operator's arguments, in order, by name, with equal defaults."""
         spec = spec_of(self.operator)
