@@ -69,6 +69,10 @@ def nothing(**changes):
             report(*THEN["candidates"][0]["outputs"], torch="2.14"),
             nothing(settings=["torch: 2.13, now 2.14"]),
         ),
+        (
+            {**THEN, "chosen": {"batch": 2, "contract_file": "mine.json"}},
+            nothing(settings=["batch: None, now 2", "contract_file: None, now mine.json"]),
+        ),
     ],
 )
 def test_changes(now, changes):

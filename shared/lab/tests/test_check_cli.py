@@ -201,6 +201,7 @@ def test_a_contract_of_ones_own(own_contract, capsys, monkeypatch):
     assert cli.main([*flags, "--contract", path]) == 1
     report = strict(capsys.readouterr().out)
     assert report["contract_version"] == "mine"
+    assert report["chosen"] == {"contract_file": path}
     assert f"--contract {path}" in report["candidates"][0]["outputs"][0]["replay"]
 
 

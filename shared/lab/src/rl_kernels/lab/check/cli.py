@@ -270,9 +270,9 @@ def _contract(file: Path | None) -> Contract:
 
 def _arch(wanted: str | None, device: torch.device, terms: Contract) -> str:
     """Return the architecture whose rows apply: the one asked for, or that of the device."""
-    arch = wanted or arch_of(device.type, device.index)
+    arch = arch_of(device.type, device.index) if wanted is None else wanted
     if arch not in terms.archs:
-        which = repr(arch) if wanted else f"{arch!r} of {device}"
+        which = f"{arch!r} of {device}" if wanted is None else repr(arch)
         raise ValueError(f"--arch-key: {which} is not in the tolerance contract; known: {', '.join(terms.archs)}")
     return arch
 

@@ -118,7 +118,10 @@ def _bugs(document: Mapping[str, Any]) -> dict[str, bool]:
 
 def _settings(now: Mapping[str, Any], then: Mapping[str, Any]) -> Iterator[str]:
     ours, theirs = (
-        {"suite": each["suite_name"], "contract": each["contract_version"], **each["seeds"], **each["environment"]}
+        {
+            **{"suite": each["suite_name"], "contract": each["contract_version"]},
+            **{**each["seeds"], **each.get("chosen", {}), **each["environment"]},
+        }
         for each in (now, then)
     )
     for name in dict.fromkeys((*theirs, *ours)):

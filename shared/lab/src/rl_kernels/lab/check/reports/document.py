@@ -44,6 +44,7 @@ def document_of(report: Report) -> dict[str, Any]:
         "date": datetime.now(timezone.utc).date().isoformat(),
         "environment": summary.environment(report),
         "seeds": summary.seeds(report),
+        "chosen": summary.chosen(report),
         "contract_version": report.plan.setting.contract.version,
     }
 

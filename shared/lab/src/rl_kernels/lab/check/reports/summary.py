@@ -152,6 +152,17 @@ def seeds(report: Report) -> dict[str, int]:
     return {"seed": report.plan.setting.seed, "grad_seed": report.plan.setting.grad_seed}
 
 
+def chosen(report: Report) -> dict[str, str | int]:
+    """Return what replaces a default: sizes of cases, the kind of upstream gradients and the contract's file."""
+    setting = report.plan.setting
+    found: dict[str, str | int] = dict(report.plan.sizes)
+    if setting.grad_mode != "random":
+        found["grad_mode"] = setting.grad_mode
+    if setting.contract.file:
+        found["contract_file"] = setting.contract.file
+    return found
+
+
 def environment(report: Report) -> dict[str, str]:
     """Return the versions and the device of a run."""
     setting = report.plan.setting
