@@ -88,6 +88,13 @@ def test_a_report_without_kernels_is_older():
 NOT_STRICT, TOO_DEEP = json.dumps(THEN).replace("1e-06", "NaN"), "[" * 100_000
 
 
+@pytest.mark.parametrize(("passed", "kind"), [(False, "fixed"), (True, "vanished")])
+def test_a_call_that_raised_is_fixed_when_its_outputs_are_checked(passed, kind):
+    then = report({**check("plain", passed=passed), "output": "forward"})
+    name = PLAIN.replace("output", "forward")
+    assert compared(report(check("plain")), then).document() == nothing(**{kind: [name]}, new=[PLAIN])
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"candidates": [{}]}', NOT_STRICT, TOO_DEEP], ids=len)
 def test_what_is_no_report_is_refused(text, tmp_path):
     path = tmp_path / "old.json"

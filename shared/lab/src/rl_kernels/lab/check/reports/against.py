@@ -77,7 +77,12 @@ def compared(now: Mapping[str, Any], then: Mapping[str, Any]) -> Changes:
     ours, theirs = _checks(now), _checks(then)
     for name, check in ours.items():
         _compare_check(found, name, check, theirs.get(name))
-    found.vanished += [name for name in theirs if name not in ours]
+    run = {each.get("case_id") for each in ours.values()} - {None}
+    for name, old in theirs.items():
+        # A call that raised has one check, "forward"; now that it returns, its outputs are checked instead.
+        raised = not old["passed"] and old.get("case_id") in run
+        if name not in ours:
+            (found.fixed if raised else found.vanished).append(name)
     caught, before = _bugs(now), _bugs(then)
     # A run that plants no bugs says nothing about them.
     found.escaped += [name for name, was in before.items() if caught and was and not caught.get(name)]
