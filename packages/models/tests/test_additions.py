@@ -121,3 +121,22 @@ def test_a_handle_that_nobody_kept_still_takes_in_and_frees():
     del made
     gc.enable()
     assert gone() is None
+
+
+@torch.no_grad()
+def test_encoders_of_learnt_prompts(tiny, prompts):
+    config = peft.PrefixTuningConfig(
+        task_type="CAUSAL_LM", num_virtual_tokens=3, prefix_projection=True, encoder_hidden_size=37
+    )
+    model = tiny()
+    handle = invariant(model, strict=True)
+    found = peft.get_peft_model(model, config).eval()
+    rows = prompts[2][:20].expand(5, -1)
+    assert torch.equal(found(rows).logits[:1], found(rows[:1]).logits)
+    handle.undo()
+    assert not any(isinstance(module, DetLinear) for module in found.modules())
+    recurrent = peft.PromptEncoderConfig(
+        task_type="CAUSAL_LM", num_virtual_tokens=3, encoder_reparameterization_type="LSTM"
+    )
+    with invariant(model, strict=True), pytest.raises(ValueError, match=r"prompt_encoder\.default\.lstm_head"):
+        peft.get_peft_model(model, recurrent)

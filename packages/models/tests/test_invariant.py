@@ -67,7 +67,10 @@ def test_rows_follow_nothing_and_are_those_of_the_model(x):
     torch.testing.assert_close(whole, plain, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("act", [nn.SiLU(), nn.GELU(), nn.GELU(approximate="tanh"), nn.Sigmoid()], ids=str)
+ACTIVATIONS = [nn.SiLU(), nn.GELU(), nn.GELU(approximate="tanh"), nn.Sigmoid(), nn.Softplus(), nn.Mish(), nn.SELU()]
+
+
+@pytest.mark.parametrize("act", [*ACTIVATIONS, nn.ELU(), nn.CELU()], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_activations(act, dtype):
     made, values = nn.Sequential(act), Draw(torch.float32, seed=4).normal(4099, scale=20.0).to(dtype)
@@ -284,6 +287,18 @@ def test_it_says_what_it_knows_nothing_of():
     invariant(nn.Sequential(nn.Embedding(5, 24), nn.Linear(24, 3)), strict=True).undo()
 
 
+class GatedRMSNorm(nn.Module):
+    """Without its gate it computes what an RMSNorm of Llama does."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(8)), 1e-6
+
+    def forward(self, x, gate=None):
+        wide = x.float() if gate is None else x.float() * nn.functional.silu(gate)
+        return self.weight * (wide * (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt()).to(x.dtype)
+
+
 def left_alone():
     patched = nn.Linear(4, 4)
     patched.forward = lambda input: input
@@ -295,6 +310,10 @@ def left_alone():
         "a forward of its own": (patched, "its forward was replaced"),
         "several dims": (nn.LayerNorm((2, 3)), "several dims"),
         "attention of torch": (nn.MultiheadAttention(8, 2), "computes its products itself"),
+        "a norm over the batch": (nn.BatchNorm1d(4), "BatchNorm1d is PyTorch's"),
+        "a norm over groups": (nn.GroupNorm(2, 4), "GroupNorm is PyTorch's"),
+        "a norm with a gate": (GatedRMSNorm(), "GatedRMSNorm is an unknown kind of norm"),
+        "an activation with settings": (nn.ELU(2.0), "ELU with other settings"),
     }
 
 

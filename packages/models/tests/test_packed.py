@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from rl_kernels.models import invariant
+from rl_kernels.models import packed as packed_rows
 
 transformers = pytest.importorskip("transformers")
 LENGTHS = (7, 1, 1, 12, 5)
@@ -112,3 +113,36 @@ def test_a_pickle_needs_nothing_of_ours(tiny, prompts):
     assert b"rl_kernels" not in pickled
     assert torch.equal(pickle.loads(pickled)(ids).logits, model(ids).logits)
     assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_positions_of_images_and_text():
+    """Two sequences of positions [3, B, T]; the first holds an image of 2 x 2 after a token, the other is text."""
+    image = torch.tensor([[0, 1, 1, 1, 1, 3], [0, 1, 1, 2, 2, 3], [0, 1, 2, 1, 2, 3]])
+    row = torch.cat((image, torch.arange(4).expand(3, -1), torch.zeros(3, 1).long()), 1)[:, None]
+    assert packed_rows.sequences(image[:, None], None) is None
+    assert packed_rows.sequences(row.expand(-1, 2, -1), None).tolist() == [0, 6, 10, 11, 17, 21, 22]
+
+
+@pytest.mark.filterwarnings("ignore:model. left alone")
+@torch.no_grad()
+def test_models_of_images_and_text(sequences):
+    text = {"vocab_size": 211, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "head_dim": 8}
+    text |= {"num_key_value_heads": 2, "num_hidden_layers": 2, "sliding_window": 4, "pad_token_id": 0}
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = transformers.Gemma3Config(text_config=text, vision_config={**vision, "image_size": 28, "patch_size": 14})
+    model = transformers.Gemma3ForConditionalGeneration(config).eval()
+    with invariant(model):
+        alone = torch.cat([model(ids[None]).logits[0] for ids in sequences])
+        assert torch.equal(model(**packed(sequences)).logits[0], alone)
+
+
+@pytest.mark.filterwarnings("ignore:model. left alone")
+@torch.no_grad()
+def test_a_model_with_attention_of_its_own_does_not_mix_them(tiny, sequences):
+    model, row = tiny("GPTJ", n_embd=32, n_layer=2, n_head=4, rotary_dim=4), packed(sequences)
+    with invariant(model):
+        alone = torch.cat([model(ids[None]).logits[0] for ids in sequences])
+        torch.testing.assert_close(model(**row, use_cache=False).logits[0], alone, rtol=1e-4, atol=1e-4)
+        for more in ({}, {"attention_mask": torch.ones_like(row["input_ids"]), "use_cache": False}):
+            with pytest.raises(ValueError, match="position_ids: expected one sequence per row, or use_cache=False"):
+                model(**row, **more)

@@ -100,7 +100,9 @@ def test_what_it_cannot_score_it_names(tiny):
     model, ids = tiny(), torch.ones(2, 5, dtype=torch.int64)
     with pytest.raises(TypeError, match=r"^model: expected a causal language model of transformers, got Linear"):
         sequence_logp(nn.Linear(2, 2), ids)
-    with pytest.raises(ValueError, match=r"^input_ids: expected \[B, T\], got shape \(5,\)"):
+    with pytest.raises(ValueError, match=r"^input_ids: expected \[B, T\] and not empty, got shape \(0, 5\)"):
+        sequence_logp(model, ids[:0])
+    with pytest.raises(ValueError, match=r"^input_ids: expected \[B, T\] and not empty, got shape \(5,\)"):
         sequence_logp(model, ids[0])
     with pytest.raises(ValueError, match=r"^attention_mask: expected the shape of input_ids, \(2, 5\), got \(2, 4\)"):
         sequence_logp(model, ids, ids[:, 1:])

@@ -223,6 +223,18 @@ def test_a_model_that_keeps_its_attention_is_told(tiny, monkeypatch):
         invariant(model).undo()
 
 
+def test_another_attention_set_later_is_told(tiny, prompts):
+    model, ids = tiny(), prompts[1][None]
+    told = "config: expected the attention of invariant.*got sdpa"
+    for strict in (True, False):
+        with invariant(model, strict=strict):
+            for other in (model, copy.deepcopy(model)):
+                other.set_attn_implementation("sdpa")
+                with pytest.raises(ValueError, match=told) if strict else pytest.warns(UserWarning, match=told):
+                    other(ids)
+        model(ids)
+
+
 MIXED = {
     "Mixtral": ({"num_local_experts": 4}, "model.layers.0.mlp.experts"),
     "Qwen3Moe": ({"num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}, "model.layers.0.mlp.experts"),

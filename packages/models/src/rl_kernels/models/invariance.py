@@ -99,8 +99,7 @@ class Invariance:
         for part in modules.values():
             if not pretrained.is_pretrained(part):
                 continue
-            if pretrained.why_not(part) is None:
-                self._hold(part, PACKED, hook_swap)
+            self._hold(part, PACKED, hook_swap)
             file = rotary_module(part)
             if file is not None:
                 self._hold(file, ROTARY, rotary_swap)
@@ -112,12 +111,18 @@ class Invariance:
             swap(target)
 
 
+def _wrapped(parent: nn.Module) -> nn.Module:
+    """Return the model within PEFT's wrapper, which runs encoders of learnt prompts itself; or the module."""
+    inner = parent._modules.get("base_model")
+    return inner if inner is not None and type(parent).__module__ == "peft.peft_model" else parent
+
+
 def _on_registration(parent: nn.Module, name: str, module: nn.Module | None) -> None:
     """Take in a module that is added to an invariant model, before its first forward pass."""
     # The weights of a parametrized module do not depend on the batch.
     if module is None or name == "parametrizations":
         return
-    for one in marks_of(parent):
+    for one in marks_of(_wrapped(parent)):
         handle = one.handle and one.handle()
         # Nobody kept the handle, or the model is a deep copy: it stays swapped all the same.
         handle = handle or Invariance(one.strict, holds=one.handle is not None)
@@ -136,20 +141,21 @@ def invariant(model: nn.Module, *, strict: bool = False) -> Invariance:
     - LayerNorm and RMSNorm, those of transformers too, become row-wise norms. A norm of transformers is recognised by
       its result for random rows.
     - The weight of an ``nn.Embedding`` gets the same gradient in every run, on a GPU with Triton.
-    - SiLU, GELU and sigmoid modules are replaced on a CPU, where PyTorch rounds the last elements of a tensor
-      differently.
+    - SiLU, GELU, Mish, ELU, softplus and sigmoid modules are replaced on a CPU, where PyTorch rounds the last elements
+      of a tensor differently.
     - Rotary embedding of a transformers model, and MLPs with a SiLU gate, run fused on a GPU with Triton, bit for bit.
     - A model of transformers gets ``det_attention``, as the implementation ``rl_kernels_flash``: padding, packing,
       batch, KV cache, chunks and continuous batching change no bit. With padding on the left, pass ``position_ids``, as
       ``generate`` does. Dropout in attention raises.
 
     All other modules stay as they are. A module that may depend on the batch is left alone with a warning: one with
-    matrices of its own, such as the experts of a mixture or a convolution, and one whose ``forward`` itself calls a
-    product, a softmax or an attention (on a CPU also an activation). What it calls through other functions is not seen:
-    ``audit`` finds that.
+    matrices of its own, such as the experts of a mixture or a convolution, a norm over batches, groups or several dims,
+    and one whose ``forward`` itself calls a product, a softmax or an attention (on a CPU also an activation). What it
+    calls through other functions is not seen: ``audit`` finds that. Nor is dropout elsewhere than in attention.
 
     Modules that are added later, such as adapters of PEFT or the layers of a larger vocabulary, are treated the same
-    when they are assigned, and undone with the model.
+    when they are assigned, and undone with the model. If another attention is set in a config later, the next forward
+    pass warns, or raises with ``strict``.
 
     A deep copy of the model is swapped too; ``invariant(copy)`` takes it over and can undo it. A pickle holds the
     original classes. ``fully_shard`` and parametrizations may be applied before ``undo``.

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import inspect
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from rl_kernels.core.validate import HALF_AND_FLOAT
 from rl_kernels.det_gemm.api import det_linear
 from rl_kernels.det_gemm.module import DetLinear
+from rl_kernels.models.activations import activation, is_activation
 from rl_kernels.models.fused.embedding import OrderedEmbedding
 from rl_kernels.models.fused.swaps import gated
 from rl_kernels.models.subclasses import subclass
@@ -65,8 +65,8 @@ def replacement(module: nn.Module) -> Found:
         found = (_embedding(type(module)), "") if is_plain else NOTHING
     elif isinstance(module, nn.MultiheadAttention):
         found = None, "nn.MultiheadAttention computes its products itself"
-    elif type(module) in _ACTIVATIONS or type(module).__module__ == "transformers.activations":
-        found = _activation(module)
+    elif is_activation(module):
+        found = activation(module)
     elif "norm" in type(module).__name__.lower():
         found = _norm(module)
     elif (forward := gated(module)) is not None:
@@ -104,10 +104,12 @@ def _norm(module: nn.Module) -> Found:
             return None, "it normalises over several dims"
         return row_wise(type(module), FORMS[3] if type(module) is nn.LayerNorm else FORMS[1], "eps"), ""
     if isinstance(module, (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LocalResponseNorm)):
-        return NOTHING
+        return None, f"{type(module).__name__} is PyTorch's, over the batch or in an order of its own"
     eps = next((name for name in EPS if isinstance(getattr(module, name, None), float)), None)
     shapes = {name: value.ndim for name, value in module.named_parameters()}
-    if eps is None or shapes not in ({}, {"weight": 1}):
+    # With more arguments than itself and rows, such as a gate, it computes more than a norm.
+    takes_rows = len(inspect.signature(type(module).forward).parameters) == 2
+    if eps is None or not takes_rows or shapes not in ({}, {"weight": 1}):
         return None, f"{type(module).__name__} is an unknown kind of norm"
     form = _recognised(module, eps)
     if form is None:
@@ -172,70 +174,3 @@ def row_wise(base: type[nn.Module], form: Form, eps: str) -> type[nn.Module]:
         return norm(x, getattr(self, "weight", None), getattr(self, "bias", None), epsilon, form)
 
     return subclass(base, (form, eps), forward)
-
-
-def _element_wise(base: type[nn.Module], function: Callable[..., torch.Tensor]) -> type[nn.Module]:
-    """Return the subclass of an activation that on a CPU rounds each element alike, wherever it stands."""
-    original = base.forward
-
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if args and _is_on_cpu(args[0]):
-            return _rounded(function, args[0])
-        return original(self, *args, **kwargs)
-
-    return subclass(base, (function,), forward)
-
-
-def _is_on_cpu(x: object) -> bool:
-    return isinstance(x, torch.Tensor) and x.device.type == "cpu" and x.dtype in HALF_AND_FLOAT
-
-
-def _rounded(function: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    return function(x.float()).to(x.dtype)
-
-
-def _sigmoid(x: torch.Tensor) -> torch.Tensor:
-    # Clamped at -80: otherwise the exponential and its gradient would overflow.
-    return 1 / (1 + (-x.clamp(min=-80)).exp())
-
-
-def _silu(x: torch.Tensor) -> torch.Tensor:
-    return x * _sigmoid(x)
-
-
-def silu(x: torch.Tensor) -> torch.Tensor:
-    """Return SiLU with the bits of an ``nn.SiLU`` under ``invariant``."""
-    return _rounded(_silu, x) if _is_on_cpu(x) else F.silu(x)
-
-
-def _quick_gelu(x: torch.Tensor) -> torch.Tensor:
-    return x * _sigmoid(1.702 * x)
-
-
-def _gelu(x: torch.Tensor) -> torch.Tensor:
-    return 0.5 * x * (1 + torch.erf(x * 0.5**0.5))
-
-
-def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
-    return 0.5 * x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * (x * x * x))))
-
-
-_ACTIVATIONS: dict[type[nn.Module], Callable[..., torch.Tensor]] = {nn.SiLU: _silu, nn.Sigmoid: _sigmoid}
-_ACTIVATIONS[nn.GELU] = _gelu
-_BY_NAME = {
-    "SiLUActivation": _silu,
-    "GELUActivation": _gelu,
-    "GELUTanh": _gelu_tanh,
-    "PytorchGELUTanh": _gelu_tanh,
-    "QuickGELUActivation": _quick_gelu,
-}
-"""Activations of transformers to swap; the others need no swap, or ``audit`` finds them."""
-
-
-def _activation(module: nn.Module) -> Found:
-    function = _ACTIVATIONS.get(type(module)) or _BY_NAME.get(type(module).__name__)
-    if function is None:
-        return NOTHING
-    if getattr(module, "approximate", None) == "tanh":
-        function = _gelu_tanh
-    return _element_wise(type(module), function), ""

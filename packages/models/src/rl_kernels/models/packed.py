@@ -1,4 +1,6 @@
-"""Rows of packed sequences: found once per forward pass, by ``position_ids`` that do not go up by one.
+"""The hook in front of a model of transformers: finds packed sequences, and attention that is ours no more.
+
+Packed sequences are found once per forward pass, by ``position_ids`` that do not go up by one.
 
 transformers looks at positions only in calls without a mask and without a cache, and a model keeps a cache unless told
 otherwise; some models do not pass the lengths of sequences on to their attention. So a hook in front of the model looks
@@ -10,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +20,9 @@ import torch
 from torch import nn
 
 from rl_kernels.core.torchlib import values_hidden
+from rl_kernels.models import pretrained
 from rl_kernels.models.attention import PACKED
+from rl_kernels.models.marks import marks_of
 from rl_kernels.models.swap import Undo
 
 TEXT = 4
@@ -29,17 +34,24 @@ NAMES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 class _Hook:
     """Pre-hook of a ``PreTrainedModel``: puts the mask of its packed sequences into a call, and their lengths."""
 
-    def __init__(self, kind: type[nn.Module]) -> None:
+    def __init__(self, module: nn.Module) -> None:
         # Read here, because torch.compile cannot trace it.
-        parameters = list(inspect.signature(kind.forward).parameters.values())[1:]
+        parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
         self.names = tuple(one.name for one in parameters)
-        self.takes_lengths = parameters[-1].kind is inspect.Parameter.VAR_KEYWORD
+        self.takes_sequences = {"position_ids", "attention_mask"} <= set(self.names)
+        self.takes_lengths = bool(parameters) and parameters[-1].kind is inspect.Parameter.VAR_KEYWORD
+        self.attention = pretrained.name() if pretrained.why_not(module) is None else None
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]] | None:
+    def __call__(self, module: Any, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]] | None:
+        if self.attention is not None and module.config._attn_implementation != self.attention:
+            self._tell(module)
+            return None
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
-        found = _lengths(given)
+        found = _lengths(given) if self.takes_sequences else None
         if found is None:
             return None
+        if self.attention is None:
+            return _left_to_the_model(given)
         bounds, longest = found
         if "use_cache" in self.names:
             # The keys of several sequences in one row cannot be continued.
@@ -49,12 +61,32 @@ class _Hook:
             given |= dict(zip(NAMES, (bounds, bounds, longest, longest), strict=True))
         return (), given
 
+    def _tell(self, module: Any) -> None:
+        """Raise under ``strict``, or warn, that somebody set another attention."""
+        message = (
+            f"config: expected the attention of invariant(), {self.attention}, got "
+            f"{module.config._attn_implementation}, whose bits may depend on the batch; call undo() before you set it"
+        )
+        if any(one.strict for one in marks_of(module)):
+            raise ValueError(message)
+        warnings.warn(message, UserWarning, stacklevel=3)
+
     def __reduce__(self) -> Any:
         # A pickle holds a function that does nothing, so that it can be read without this package.
         return getattr, (contextlib.nullcontext(), "__exit__")
 
     def __deepcopy__(self, memo: Any) -> _Hook:
         return self
+
+
+def _left_to_the_model(given: Mapping[str, Any]) -> None:
+    """Fail if a model with attention of its own would mix packed sequences.
+
+    transformers keeps them apart by positions alone, in a call without a mask and without a cache.
+    """
+    if given.get("attention_mask") is not None or given.get("use_cache") is not False:
+        expected = "expected one sequence per row, or use_cache=False and no attention_mask"
+        raise ValueError(f"position_ids: {expected}: this model keeps its own attention, which would mix them")
 
 
 def _lengths(given: Mapping[str, Any]) -> tuple[torch.Tensor, int] | None:
@@ -64,17 +96,17 @@ def _lengths(given: Mapping[str, Any]) -> tuple[torch.Tensor, int] | None:
         # With a cache, as in continuous batching, queries and keys differ in length: the attention sees to that.
         bounds, longest = given[NAMES[0]], given.get(NAMES[2])
         plain = all(given.get(name) is None for name in ("cache", "past_key_values"))
-        is_new = mask is None or mask.ndim == 2
+        is_new = mask is None or getattr(mask, "ndim", None) == 2
         return (bounds, longest) if plain and is_new and isinstance(longest, int) else None
     if positions is None or positions.shape[-1] < 2 or not (mask is None or getattr(mask, "ndim", None) == 2):
         return None
     if positions.ndim == 3 and len(positions) == TEXT:
         positions = positions[0]
-    if positions.ndim != 2:
+    if positions.ndim not in (2, 3):
         return None
     inputs = (given.get(name) for name in ("input_ids", "inputs_embeds"))
-    batch = next((len(value) for value in inputs if value is not None), len(positions))
-    found = sequences(positions.expand(batch, -1), mask)
+    batch = next((len(value) for value in inputs if value is not None), positions.shape[-2])
+    found = sequences(positions.expand(*positions.shape[:-2], batch, -1), mask)
     if found is None:
         return None
     if given.get("past_key_values") is not None:
@@ -88,11 +120,13 @@ def sequences(positions: torch.Tensor, mask: torch.Tensor | None) -> torch.Tenso
     A sequence ends where the next position is not one more. Padding in such a batch is a sequence of its own.
 
     Args:
-        positions: ``[B, T]``.
+        positions: ``[B, T]``; or ``[3, B, T]``, of time, height and width in images and text: time never goes back
+            within a sequence, and no two of its tokens are in the same place.
         mask: ``[B, S]``, S >= T: 0 for padding; the last T columns are those of the tokens.
     """
-    ends = positions.diff(dim=1) != 1
-    real = None if mask is None else mask[:, -positions.shape[1] :].to(positions.device, torch.bool)
+    steps = positions.diff(dim=-1)
+    ends = steps != 1 if steps.ndim == 2 else (steps[0] < 0) | (steps == 0).all(0)
+    real = None if mask is None else mask[:, -positions.shape[-1] :].to(positions.device, torch.bool)
     if real is not None:
         ends = ends & real[:, 1:] & real[:, :-1]
     if values_hidden(positions):
@@ -103,17 +137,16 @@ def sequences(positions: torch.Tensor, mask: torch.Tensor | None) -> torch.Tenso
         return None
     if real is not None:
         ends = ends | (real[:, 1:] != real[:, :-1])
-    begins = nn.functional.pad(ends, (1, 0), value=True).flatten().nonzero().flatten()
-    return torch.cat((begins, begins.new_full((1,), positions.numel()))).int()
+    begins = nn.functional.pad(ends, (1, 0), value=True).flatten()
+    first = begins.nonzero().flatten()
+    return torch.cat((first, first.new_full((1,), begins.numel()))).int()
 
 
 def hook_swap(module: nn.Module) -> Undo:
-    """Put the hook in front of a model that takes positions and a mask; return how to undo it."""
+    """Put the hook in front of a model; return how to undo it."""
     # A copy of a model has its hook already.
     _unhook(module)
-    hook = _Hook(type(module))
-    if {"position_ids", "attention_mask"} <= set(hook.names):
-        module.register_forward_pre_hook(hook, with_kwargs=True)
+    module.register_forward_pre_hook(_Hook(module), with_kwargs=True)
     return _unhook
 
 

@@ -54,8 +54,8 @@ def sequence_logp(
         ValueError: shapes differ, PEFT put a learnt prompt before the tokens, or accelerate's autocast is not active.
     """
     base = _base(model)
-    if input_ids.ndim != 2:
-        raise ValueError(f"input_ids: expected [B, T], got shape {tuple(input_ids.shape)}")
+    if input_ids.ndim != 2 or not input_ids.numel():
+        raise ValueError(f"input_ids: expected [B, T] and not empty, got shape {tuple(input_ids.shape)}")
     for name, value in (("attention_mask", attention_mask), ("position_ids", position_ids)):
         if value is not None and value.shape != input_ids.shape:
             expected = f"the shape of input_ids, {tuple(input_ids.shape)}"

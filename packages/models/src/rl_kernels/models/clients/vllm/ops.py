@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from rl_kernels.models.activations import silu
 from rl_kernels.models.fused import gate
 from rl_kernels.models.fused import rotary as rotations
 from rl_kernels.models.fused.conditions import fits
-from rl_kernels.models.layers import silu
 
 
 @torch.library.custom_op("rl_kernels::vllm_silu_mul", mutates_args=())

@@ -1,0 +1,109 @@
+"""Activations that on a CPU round each element alike, wherever it stands in its tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from rl_kernels.core.validate import HALF_AND_FLOAT
+from rl_kernels.models.subclasses import subclass
+
+
+def _element_wise(base: type[nn.Module], function: Callable[..., torch.Tensor]) -> type[nn.Module]:
+    """Return the subclass of an activation that on a CPU rounds each element alike, wherever it stands."""
+    original = base.forward
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if args and _is_on_cpu(args[0]):
+            return _rounded(function, args[0])
+        return original(self, *args, **kwargs)
+
+    return subclass(base, (function,), forward)
+
+
+def _is_on_cpu(x: object) -> bool:
+    return isinstance(x, torch.Tensor) and x.device.type == "cpu" and x.dtype in HALF_AND_FLOAT
+
+
+def _rounded(function: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    return function(x.float()).to(x.dtype)
+
+
+def _sigmoid(x: torch.Tensor) -> torch.Tensor:
+    # Clamped at -80: otherwise the exponential and its gradient would overflow.
+    return 1 / (1 + (-x.clamp(min=-80)).exp())
+
+
+def _silu(x: torch.Tensor) -> torch.Tensor:
+    return x * _sigmoid(x)
+
+
+def silu(x: torch.Tensor) -> torch.Tensor:
+    """Return SiLU with the bits of an ``nn.SiLU`` under ``invariant``."""
+    return _rounded(_silu, x) if _is_on_cpu(x) else F.silu(x)
+
+
+def _quick_gelu(x: torch.Tensor) -> torch.Tensor:
+    return x * _sigmoid(1.702 * x)
+
+
+def _gelu(x: torch.Tensor) -> torch.Tensor:
+    return 0.5 * x * (1 + torch.erf(x * 0.5**0.5))
+
+
+def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    return 0.5 * x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * (x * x * x))))
+
+
+def _softplus(x: torch.Tensor) -> torch.Tensor:
+    return x.clamp(min=0) + torch.log1p(torch.exp(-x.abs()))
+
+
+def _mish(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.tanh(_softplus(x))
+
+
+def _elu(x: torch.Tensor) -> torch.Tensor:
+    # Clamped: otherwise the exponential and its gradient would overflow.
+    return torch.where(x > 0, x, torch.expm1(x.clamp(max=0)))
+
+
+def _selu(x: torch.Tensor) -> torch.Tensor:
+    return 1.0507009873554805 * torch.where(x > 0, x, 1.6732632423543772 * torch.expm1(x.clamp(max=0)))
+
+
+_ACTIVATIONS: dict[type[nn.Module], Callable[..., torch.Tensor]] = {nn.SiLU: _silu, nn.Sigmoid: _sigmoid}
+_ACTIVATIONS |= {nn.GELU: _gelu, nn.Softplus: _softplus, nn.Mish: _mish, nn.ELU: _elu, nn.CELU: _elu, nn.SELU: _selu}
+_BY_NAME = {
+    "SiLUActivation": _silu,
+    "GELUActivation": _gelu,
+    "GELUTanh": _gelu_tanh,
+    "PytorchGELUTanh": _gelu_tanh,
+    "QuickGELUActivation": _quick_gelu,
+    "MishActivation": _mish,
+    "SqrtSoftplusActivation": lambda x: torch.sqrt(_softplus(x)),
+}
+"""Activations of transformers to swap; the others need no swap, or ``audit`` finds them."""
+_USUAL = {"alpha": 1.0, "beta": 1, "threshold": 20}
+"""Settings of the ELU, CELU and Softplus that are swapped."""
+
+
+def is_activation(module: nn.Module) -> bool:
+    """Say whether a module is an activation of PyTorch or transformers."""
+    return type(module) in _ACTIVATIONS or type(module).__module__ == "transformers.activations"
+
+
+def activation(module: nn.Module) -> tuple[type[nn.Module] | None, str]:
+    """Return the class to swap in for an activation; or None, and why one that depends on the batch is left alone."""
+    function = _ACTIVATIONS.get(type(module)) or _BY_NAME.get(type(module).__name__)
+    if function is None:
+        return None, ""
+    if getattr(module, "approximate", None) == "tanh":
+        function = _gelu_tanh
+    if any(getattr(module, name, value) != value for name, value in _USUAL.items()):
+        return None, f"on a CPU {type(module).__name__} with other settings than {_USUAL} rounds by position"
+    return _element_wise(type(module), function), ""
