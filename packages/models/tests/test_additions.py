@@ -12,6 +12,8 @@ from rl_kernels.det_gemm import DetLinear
 from rl_kernels.models import invariant, swap
 
 peft = pytest.importorskip("peft")
+LlamaDecoderLayer = pytest.importorskip("transformers.models.llama.modeling_llama").LlamaDecoderLayer
+LlamaConfig = pytest.importorskip("transformers").LlamaConfig
 LORA = {"r": 4, "target_modules": ["q_proj", "down_proj"], "init_lora_weights": False}
 OTHERS = {
     "LoHa": {"r": 4, "target_modules": ["q_proj"]},
@@ -54,13 +56,29 @@ def trained_whole(model):
     return peft.get_peft_model(model, peft.LoraConfig(**LORA, modules_to_save=["lm_head", "norm"]))
 
 
-CHANGES = [with_adapter, with_second_adapter, merged, larger, assigned, trained_whole]
+def replicated(model):
+    """PEFT copies layers, with the configs that they keep."""
+    model.config.use_cache = False
+    return peft.get_peft_model(model, peft.LoraConfig(**LORA, layer_replication=[[0, 2], [0, 2]]))
+
+
+def inserted(model):
+    """PyTorch does not call its registration hooks; the next forward pass takes the layer in."""
+    model.config.use_cache = False
+    layer = LlamaDecoderLayer(LlamaConfig(hidden_size=32, intermediate_size=48, num_attention_heads=4), 0)
+    layer.self_attn.config._attn_implementation = "sdpa"
+    model.model.layers.insert(1, layer)
+    model(torch.ones(1, 2).long())
+    return model
+
+
+CHANGES = [replicated, inserted, with_adapter, with_second_adapter, merged, larger, assigned, trained_whole]
 
 
 @pytest.mark.parametrize("deep", [False, True], ids=["model", "copy"])
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_new_layers_are_swapped_and_undone(tiny, prompts, change, deep):
-    model = tiny()
+    model, before = tiny(), set(swap._held)
     handle = invariant(model, strict=True)
     if deep:
         model = copy.deepcopy(model)
@@ -75,7 +93,7 @@ def test_new_layers_are_swapped_and_undone(tiny, prompts, change, deep):
         invariant(changed).undo()
     handle.undo()
     assert not any(isinstance(module, DetLinear) or hasattr(module, "_invariant_marks") for module in changed.modules())
-    assert not swap._held
+    assert swap._held.keys() <= before
 
 
 @pytest.mark.parametrize("kind", OTHERS)
@@ -121,6 +139,13 @@ def test_a_handle_that_nobody_kept_still_takes_in_and_frees():
     del made
     gc.enable()
     assert gone() is None
+
+
+def test_layers_copied_by_peft_before(tiny, prompts):
+    model = replicated(tiny(use_cache=False))
+    with invariant(model, strict=True), torch.no_grad():
+        assert torch.equal(model(prompts[2][None, :7]).logits, model(prompts[2][None]).logits[:, :7])
+    assert {layer.self_attn.config._attn_implementation for layer in model.model.model.layers} == {"sdpa"}
 
 
 @torch.no_grad()

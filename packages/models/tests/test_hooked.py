@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from rl_kernels.models import head_logp, invariant
+from rl_kernels.models import audit, head_logp, invariant
 from rl_kernels.models.parallel import parallelize
 
 accelerate = pytest.importorskip("accelerate")
@@ -71,6 +71,14 @@ def test_hooks_and_swaps_in_any_order(hook, tiny, prompts, tmp_path):
             assert torch.equal(model(ids).logits, swapped if is_swapped else plain), (order, step)
         assert type(model.lm_head) is nn.Linear
         assert hook is wrapped or invariant(model, strict=True).left == {}
+
+
+@pytest.mark.parametrize("hook", ACCELERATE)
+def test_audit_of_a_split_model(hook, tiny, tmp_path):
+    model = tiny()
+    hook(model, tmp_path)
+    with invariant(model):
+        assert audit(model, prompts=2, length=5).passed
 
 
 @pytest.mark.parametrize("hook", ACCELERATE)

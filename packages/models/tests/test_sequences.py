@@ -65,6 +65,11 @@ def adapted(model):
     return peft.get_peft_model(model, config)
 
 
+def adapted_in_kinds(model):
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False), mixed=True)
+
+
 def split(model):
     accelerate = pytest.importorskip("accelerate")
     return accelerate.dispatch_model(model, {"": "cpu"}, force_hooks=True)
@@ -76,24 +81,33 @@ def sharded(model):
     return fully_shard(model)
 
 
-@pytest.mark.parametrize("wrap", [adapted, split, sharded, nn.parallel.DistributedDataParallel])
+@pytest.mark.parametrize("wrap", [adapted, adapted_in_kinds, split, sharded, nn.parallel.DistributedDataParallel])
 def test_wrapped_models(wrap, tiny, prompts, tmp_path):
     distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         model, ids = tiny(), prompts[0][None]
-        if wrap is adapted:
+        base, is_adapted = model, wrap in (adapted, adapted_in_kinds)
+        if is_adapted:
             model = wrap(model)
         invariant(model)
-        base = model.get_base_model() if wrap is adapted else model
         hidden = base.model(ids).last_hidden_state
         expected = head_logp(base.lm_head, hidden[:, :-1], ids[:, 1:]).detach()
-        model = model if wrap is adapted else wrap(model)
+        model = model if is_adapted else wrap(model)
         found = sequence_logp(model, ids)
         assert torch.equal(found, expected)
         found.sum().backward()
         assert all(value.grad is not None for value in model.parameters() if value.requires_grad)
     finally:
         distributed.destroy_process_group()
+
+
+@torch.no_grad()
+def test_called_in_a_compiled_function(tiny, prompts):
+    model, ids = tiny(), prompts[0][None]
+    with invariant(model):
+        expected = sequence_logp(model, ids)
+        found = torch.compile(lambda ids: sequence_logp(model, ids) * 2, backend="eager")(ids)
+    assert torch.equal(found, expected * 2)
 
 
 def test_what_it_cannot_score_it_names(tiny):
@@ -104,6 +118,8 @@ def test_what_it_cannot_score_it_names(tiny):
         sequence_logp(model, ids[:0])
     with pytest.raises(ValueError, match=r"^input_ids: expected \[B, T\] and not empty, got shape \(5,\)"):
         sequence_logp(model, ids[0])
+    with pytest.raises(ValueError, match=r"^ignore_index: padding is ignored by attention_mask"):
+        sequence_logp(model, ids, ignore_index=1)
     with pytest.raises(ValueError, match=r"^attention_mask: expected the shape of input_ids, \(2, 5\), got \(2, 4\)"):
         sequence_logp(model, ids, ids[:, 1:])
     model._original_forward = model.forward

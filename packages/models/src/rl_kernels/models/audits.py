@@ -97,7 +97,8 @@ def _variants(
     model: nn.Module, inputs: Sequence[torch.Tensor] | torch.Tensor | None, prompts: int, length: int, seed: int
 ) -> Iterator[Variant]:
     parameter = next(model.parameters(), None)
-    device = torch.device("cpu") if parameter is None else parameter.device
+    # Hooks of accelerate, which loads weights without data when they are needed, move the inputs too.
+    device = torch.device("cpu") if parameter is None or parameter.is_meta else parameter.device
     if inputs is None:
         config = getattr(model, "config", None)
         # A model of images and text keeps the vocabulary size in its text config.

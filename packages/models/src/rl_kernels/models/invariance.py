@@ -6,6 +6,7 @@ import functools
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType, TracebackType
 from typing import Any
 
@@ -35,11 +36,13 @@ class Invariance:
         left: name of each module that was left alone and may depend on the batch -> the reason.
     """
 
-    def __init__(self, strict: bool, *, holds: bool = True) -> None:
+    def __init__(self, strict: bool, *, holds: bool = True, kinds: set[type] | None = None) -> None:
         self._swapped: dict[str, str] = {}
         self._left: dict[str, str] = {}
         self.swapped, self.left = MappingProxyType(self._swapped), MappingProxyType(self._left)
         self._strict, self._holds = strict, holds
+        # Classes of the configs whose attention is swapped, for layers that are added later.
+        self._kinds: set[type] = set() if kinds is None else kinds
         self._releases: list[Callable[[], None]] = []
 
     def __reduce__(self) -> Any:
@@ -72,7 +75,7 @@ class Invariance:
             if not any(one.handle is not None and one.handle() is self for one in marks_of(module))
         }
         classes, left = _classes(modules)
-        configs, kept = _configs(modules)
+        configs, kept = _configs(modules, self._kinds)
         left |= kept
         if left:
             message = _told(left)
@@ -88,18 +91,19 @@ class Invariance:
             self._hold(module, CLASS, class_swap(other, original_of(module)))
         self._take_transformers(modules, configs)
         for inner, module in modules.items():
-            new = Mark(inner, self._strict, weakref.ref(self) if self._holds else None)
+            new = Mark(inner, self._strict, weakref.ref(self) if self._holds else None, self._kinds)
             self._releases.append(mark(module, new))
 
     def _take_transformers(self, modules: Mapping[str, nn.Module], configs: list[Any]) -> None:
         if configs:
             pretrained.register()
         for config in configs:
+            self._kinds.add(type(config))
             self._hold(config, ATTENTION, pretrained.attention_swap)
         for part in modules.values():
             if not pretrained.is_pretrained(part):
                 continue
-            self._hold(part, PACKED, hook_swap)
+            self._hold(part, PACKED, partial(hook_swap, take_in=_on_registration))
             file = rotary_module(part)
             if file is not None:
                 self._hold(file, ROTARY, rotary_swap)
@@ -125,7 +129,7 @@ def _on_registration(parent: nn.Module, name: str, module: nn.Module | None) -> 
     for one in marks_of(_wrapped(parent)):
         handle = one.handle and one.handle()
         # Nobody kept the handle, or the model is a deep copy: it stays swapped all the same.
-        handle = handle or Invariance(one.strict, holds=one.handle is not None)
+        handle = handle or Invariance(one.strict, holds=one.handle is not None, kinds=one.kinds)
         handle._take(module, f"{one.name}.{name}".strip("."))
 
 
@@ -213,8 +217,13 @@ def _classes(
     return classes, left
 
 
-def _configs(modules: Mapping[str, nn.Module]) -> tuple[list[Any], dict[str, str]]:
-    """Return the configs of transformers whose attention is to be swapped, and the models that keep theirs."""
+def _configs(modules: Mapping[str, nn.Module], kinds: set[type]) -> tuple[list[Any], dict[str, str]]:
+    """Return the configs of transformers whose attention is to be swapped, and the models that keep theirs.
+
+    Args:
+        modules: of a model, or added to it.
+        kinds: classes of the configs that are swapped in the model.
+    """
     configs: list[Any] = []
     left: dict[str, str] = {}
     for name, part in modules.items():
@@ -225,6 +234,12 @@ def _configs(modules: Mapping[str, nn.Module]) -> tuple[list[Any], dict[str, str
             configs += pretrained.configs(part)
         else:
             left[f"attention of {name or 'the model'}"] = why
+    met, kinds = {id(config) for config in configs}, kinds | {type(config) for config in configs}
+    for part in modules.values():
+        config = pretrained.kept_config(part)
+        if type(config) in kinds and id(config) not in met and not pretrained.is_pretrained(part):
+            met.add(id(config))
+            configs.append(config)
     return configs, left
 
 

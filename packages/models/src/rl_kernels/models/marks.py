@@ -20,6 +20,8 @@ class Mark(NamedTuple):
     strict: bool
     handle: weakref.ref[Any] | None
     """None in a deep copy, which no handle holds."""
+    kinds: set[type]
+    """Classes of the configs whose attention is swapped in the model."""
 
 
 class Marks(list[Mark]):

@@ -1,4 +1,4 @@
-"""The hook in front of a model of transformers: finds packed sequences, and attention that is ours no more.
+"""The hook in front of a model of transformers: finds packed sequences, new layers, and attention that is not ours.
 
 Packed sequences are found once per forward pass, by ``position_ids`` that do not go up by one.
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -22,9 +22,11 @@ from torch import nn
 from rl_kernels.core.torchlib import values_hidden
 from rl_kernels.models import pretrained
 from rl_kernels.models.attention import PACKED
-from rl_kernels.models.marks import marks_of
+from rl_kernels.models.marks import MARKS, marks_of
 from rl_kernels.models.swap import Undo
 
+TakeIn = Callable[[nn.Module, str, nn.Module], None]
+"""Takes a module, and the name and the module of a child that came into it."""
 TEXT = 4
 """First dim of the positions of a model of images and text whose first row holds the positions of the text."""
 NAMES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -34,15 +36,18 @@ NAMES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 class _Hook:
     """Pre-hook of a ``PreTrainedModel``: puts the mask of its packed sequences into a call, and their lengths."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, take_in: TakeIn) -> None:
         # Read here, because torch.compile cannot trace it.
         parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
         self.names = tuple(one.name for one in parameters)
         self.takes_sequences = {"position_ids", "attention_mask"} <= set(self.names)
         self.takes_lengths = bool(parameters) and parameters[-1].kind is inspect.Parameter.VAR_KEYWORD
+        self.take_in = take_in
         self.attention = pretrained.name() if pretrained.why_not(module) is None else None
 
     def __call__(self, module: Any, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]] | None:
+        if not torch.compiler.is_compiling():
+            self._take_in_layers(module)
         if self.attention is not None and module.config._attn_implementation != self.attention:
             self._tell(module)
             return None
@@ -60,6 +65,14 @@ class _Hook:
         if self.takes_lengths:
             given |= dict(zip(NAMES, (bounds, bounds, longest, longest), strict=True))
         return (), given
+
+    def _take_in_layers(self, module: nn.Module) -> None:
+        """Take in layers that PyTorch did not register when they came, as in ``nn.ModuleList.insert``."""
+        for layers in module._modules.values():
+            if isinstance(layers, nn.ModuleList):
+                for name, layer in layers._modules.items():
+                    if MARKS not in vars(layer):
+                        self.take_in(layers, name, layer)
 
     def _tell(self, module: Any) -> None:
         """Raise under ``strict``, or warn, that somebody set another attention."""
@@ -142,11 +155,11 @@ def sequences(positions: torch.Tensor, mask: torch.Tensor | None) -> torch.Tenso
     return torch.cat((first, first.new_full((1,), begins.numel()))).int()
 
 
-def hook_swap(module: nn.Module) -> Undo:
-    """Put the hook in front of a model; return how to undo it."""
+def hook_swap(module: nn.Module, take_in: TakeIn) -> Undo:
+    """Put the hook in front of a model; return how to undo it. ``take_in`` is called for a layer that it finds."""
     # A copy of a model has its hook already.
     _unhook(module)
-    module.register_forward_pre_hook(_Hook(module), with_kwargs=True)
+    module.register_forward_pre_hook(_Hook(module, take_in), with_kwargs=True)
     return _unhook
 
 

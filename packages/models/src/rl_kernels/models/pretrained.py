@@ -82,6 +82,12 @@ def configs(model: Any) -> Iterator[Any]:
         waiting += [part for name in config.sub_configs if (part := getattr(config, name, None)) is not None]
 
 
+def kept_config(module: Any) -> Any:
+    """Return the config of transformers that a layer keeps, or None: that of a copied layer is a copy too."""
+    config = vars(module).get("config")
+    return config if hasattr(config, "_attn_implementation") else None
+
+
 def attention_swap(config: Any) -> Undo:
     """Swap a config's attention implementation for ours; return how to undo it."""
     found = config._attn_implementation

@@ -11,6 +11,7 @@ from torch import nn
 from rl_kernels.core.outputs import LogpStats
 from rl_kernels.models.head import copied, head_logp, is_cut
 from rl_kernels.models.logits import check_logits, logit_options
+from rl_kernels.models.pretrained import is_pretrained
 from rl_kernels.models.swap import HOOK, WITHIN_HOOK, replaced
 
 IGNORED = -100
@@ -54,6 +55,8 @@ def sequence_logp(
         ValueError: shapes differ, PEFT put a learnt prompt before the tokens, or accelerate's autocast is not active.
     """
     base = _base(model)
+    if "ignore_index" in options:
+        raise ValueError("ignore_index: padding is ignored by attention_mask; mask other tokens in the result")
     if input_ids.ndim != 2 or not input_ids.numel():
         raise ValueError(f"input_ids: expected [B, T] and not empty, got shape {tuple(input_ids.shape)}")
     for name, value in (("attention_mask", attention_mask), ("position_ids", position_ids)):
@@ -69,7 +72,9 @@ def sequence_logp(
             given["position_ids"] = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
         seen = attention_mask.bool()
         targets = targets.masked_fill(~(seen[:, 1:] & seen[:, :-1]), IGNORED)
-    return _scored(model, base, given, targets, {"ignore_index": IGNORED, **logit_options(base), **options})
+    # The compiler would lose the replaced forward at a break of its graph; a compiled model stays compiled.
+    scored = torch.compiler.disable(_scored)
+    return scored(model, base, given, targets, {"ignore_index": IGNORED, **logit_options(base), **options})
 
 
 def _base(model: Any) -> Any:
@@ -80,6 +85,9 @@ def _base(model: Any) -> Any:
     if getattr(getattr(base, "active_peft_config", None), "is_prompt_learning", False):
         raise ValueError("model: expected no learnt prompt, which stands before the tokens")
     base = base.get_base_model() if hasattr(base, "get_base_model") else base
+    if not is_pretrained(base):
+        # Adapters of several kinds at once, or of a tuner of PEFT alone.
+        base = getattr(getattr(base, "base_model", base), "model", base)
     config = getattr(base, "config", None)
     if not hasattr(base, "get_output_embeddings") or base.get_output_embeddings() is None or config is None:
         raise TypeError(f"model: expected a causal language model of transformers, got {type(base).__name__}")
