@@ -56,7 +56,8 @@ class _Hook:
         if found is None:
             return None
         if self.attention is None:
-            return _left_to_the_model(given)
+            _refuse_mixing(given)
+            return None
         bounds, longest = found
         if "use_cache" in self.names:
             # The keys of several sequences in one row cannot be continued.
@@ -92,7 +93,7 @@ class _Hook:
         return self
 
 
-def _left_to_the_model(given: Mapping[str, Any]) -> None:
+def _refuse_mixing(given: Mapping[str, Any]) -> None:
     """Fail if a model with attention of its own would mix packed sequences.
 
     transformers keeps them apart by positions alone, in a call without a mask and without a cache.
