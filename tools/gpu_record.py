@@ -1,8 +1,8 @@
 """The record of checks and tests on a GPU that `run.py --record FILE` keeps: each call fills in what it does not have.
 
 A part is one operator, backend and dtype of the checker, or one file of tests. Its ``state`` is `ran`, `refused` (the
-backend does not take the dtype), `stopped` (by a time limit), `broken` (no report came) or `not run`. What ran holds the
-commit that it ran on.
+backend does not take the dtype), `stopped` (by a time limit), `broken` (no report came) or `not run`. Each part that
+was tried names its commit.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def check_engine(trainer: Any, dtype: Any) -> None:
             "peft_config: expected none with invariant and use_vllm: vLLM gets merged weights, training adds the "
             "adapter's product apart"
         )
-    generation = getattr(trainer, "vllm_generation", None)
+    generation: Any = getattr(trainer, "vllm_generation", None)
     engine = getattr(generation, "llm", None)
     if engine is not None:
         config = engine.llm_engine.vllm_config
