@@ -86,6 +86,18 @@ def test_profiler_sees_three_kernels_and_no_copy() -> None:
     assert len(kernels) == 3, kernels
 
 
+@pytest.mark.gpu
+def test_forward_and_backward_take_the_memory_of_one_gradient() -> None:
+    call = _call(64, 4096, samples_per_prompt=8, validate=False)
+    leaf = call["current_logps"]
+    for _ in range(2):
+        leaf.grad = None
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        grpo_loss(**call, backend="triton").loss.backward()
+    assert leaf.nbytes <= torch.cuda.max_memory_allocated() - before < 1.1 * leaf.nbytes
+
+
 @pytest.mark.parametrize("upstream", [torch.inf, torch.nan, -2.0])
 def test_masked_gradient_is_zero_for_any_upstream(upstream: float) -> None:
     call = _call(4, 130)
