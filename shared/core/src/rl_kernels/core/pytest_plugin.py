@@ -40,6 +40,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("needs a GPU, and torch sees none")
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Free the cached memory of a GPU after a test on it: other processes may test beside this one."""
+    if item.get_closest_marker("gpu") is not None:
+        import torch
+
+        torch.cuda.empty_cache()
+
+
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Each device in turn: the test runs once on the CPU and, marked ``gpu``, once on the GPU."""

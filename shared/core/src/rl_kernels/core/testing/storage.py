@@ -55,9 +55,6 @@ def far(x: torch.Tensor, dim: int, reach: int = 1 << 31) -> torch.Tensor:
     # A multiple of 16 bytes in every dtype, as TMA needs it.
     step = -(-reach // (16 * (len(rows) - 1))) * 16
     before = 0 if x.is_cuda else reach
-    if x.is_cuda:
-        # Memory of earlier cases, which other processes may need.
-        torch.cuda.empty_cache()
     memory = x.new_empty(before + (len(rows) - 1) * step + first.numel())
     return memory.as_strided(rows.shape, (step, *first.contiguous().stride()), before).copy_(rows).movedim(0, dim)
 
