@@ -16,6 +16,7 @@ from rl_kernels.core.torchlib import values_hidden
 from rl_kernels.models.invariance import invariant
 from rl_kernels.models.parallel.plan import Plan, plan_of
 from rl_kernels.models.parallel.ranks import TOKENS, Ranks
+from rl_kernels.models.swap import original_of
 
 INPUTS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
 """Arguments of a forward pass that all ranks must share."""
@@ -173,8 +174,9 @@ def _check_parts(body: nn.Module, args: Any) -> None:
     for parent, name, part in getattr(body, PARTS):
         found = parent._modules.get(name)
         if found is not part:
-            kind = f"{type(found).__module__}.{type(found).__qualname__}"
-            raise TypeError(f"parallelize: expected {name} as it was cut, found a {kind}; change layers before the cut")
+            kind = type(found) if found is None else original_of(found)
+            named = f"{kind.__module__}.{kind.__qualname__}"
+            raise TypeError(f"parallelize: expected {name} as it was cut, found {named}; change layers before the cut")
 
 
 def _hidden(args: Any, kwargs: Any) -> torch.Tensor:
