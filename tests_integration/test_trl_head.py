@@ -204,9 +204,11 @@ def test_a_deep_copy_scores_and_computes_with_its_own_weights() -> None:
     assert all(map(torch.equal, _scored(model, batch), before))
 
 
-def test_a_prepared_model_keeps_its_mixed_precision() -> None:
+def test_a_prepared_model_keeps_its_mixed_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     """As TRL's reference model, around whose head accelerate puts autocast."""
     accelerate = pytest.importorskip("accelerate")
+    # A process has one state, which trainers of other tests made without mixed precision.
+    monkeypatch.setattr(accelerate.state.AcceleratorState, "_shared_state", {})
     model = _model("llama")
     batch, accelerator = _batch(model), accelerate.Accelerator(cpu=True, mixed_precision="bf16")
     _hooked(model)
