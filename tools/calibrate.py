@@ -160,7 +160,7 @@ def written(document: Mapping[str, Any], measured: Mapping[Key, Measured], calib
         kept = {name: value for name, value in row.items() if name != "measured"}
         found = measured.get((row["relation"], row["op_class"], row["dtype"], row["direction"]))
         rows.append({**kept, "measured": _plain(found)} if found else kept)
-    overrides = [f'    "{arch}": {json.dumps(changed)}' for arch, changed in document["arch_overrides"].items()]
+    overrides = [f'    "{arch}": {_listed(changed, 4)}' for arch, changed in document["arch_overrides"].items()]
     lines = [
         "{",
         f'  "version": "{document["version"]}",',
@@ -168,12 +168,15 @@ def written(document: Mapping[str, Any], measured: Mapping[Key, Measured], calib
         '  "arch_overrides": {',
         ",\n".join(overrides),
         "  },",
-        '  "rows": [',
-        ",\n".join(f"    {json.dumps(row, allow_nan=False)}" for row in rows),
-        "  ]",
+        f'  "rows": {_listed(rows, 2)}',
         "}",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _listed(rows: Sequence[Mapping[str, Any]], indent: int) -> str:
+    each = (f"\n{' ' * (indent + 2)}{json.dumps(row, allow_nan=False)}" for row in rows)
+    return f"[{','.join(each)}\n{' ' * indent}]" if rows else "[]"
 
 
 def _plain(measured: Measured) -> dict[str, Any]:

@@ -10,8 +10,13 @@ from rl_kernels.det_gemm.op import OPERATOR
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] * (DEVICE == "cuda")
-CALL = Call.of(torch.zeros(1, device=DEVICE).half(), N=16, K=40)
-BACKENDS = [backend.name for backend in OPERATOR.backends if backend.why_not(CALL) is None]
+SIZES = {"a stride": (2, 2, 2), "an index times a stride": (24, 40, 16)}
+CASES = [
+    pytest.param(backend.name, *sizes, id=f"{backend.name}-{name}")
+    for backend in OPERATOR.backends
+    for name, sizes in SIZES.items()
+    if backend.why_not(Call.of(torch.zeros(1, device=DEVICE).half(), N=sizes[2], K=sizes[1])) is None
+]
 NAMES = ("x", "weight", "bias", "upstream", "main_grad")
 
 
@@ -24,11 +29,9 @@ def results(backend, x, weight, bias, upstream, main_grad):
     return [out.detach(), *torch.autograd.grad(out, leaves, upstream), dweight, total.clone()]
 
 
-@pytest.mark.parametrize("sizes", [(2, 2, 2), (24, 40, 16)], ids=["a stride", "an index times a stride"])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_elements_beyond_an_offset_of_32_bits(backend, sizes):
+@pytest.mark.parametrize(("backend", "m", "k", "n"), CASES)
+def test_elements_beyond_an_offset_of_32_bits(backend, m, k, n):
     torch.manual_seed(0)
-    m, k, n = sizes
     operands = [torch.randn(*shape, device=DEVICE).half() for shape in ((m, k), (n, k), (n,), (m, n))]
     operands.append(torch.ones(n, k, device=DEVICE))
     expected = results(backend, *operands)
