@@ -1,27 +1,20 @@
-"""Batch-invariant CPU numerics: a row gives the same bits wherever it is in the batch.
+"""Batch-invariant sums and softmax statistics: a row gives the same bits wherever it is in the batch.
 
-Library products and sums choose their reduction order by shape, alignment and thread count. Here every order is
-fixed: products run in FP64 on zero-padded blocks of one shape and are rounded once; sums are power-of-two trees of
-element-wise additions over fixed segments, merged in ascending order. Works on a GPU too, but there products are not
-batch-invariant.
+Library sums choose their reduction order by shape, alignment and thread count. Here every order is fixed: power-of-two
+trees of element-wise additions over fixed segments, merged in ascending order. Products are in ``products``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-BLOCK = 64
-"""Rows of a product computed at once; the last block is padded with zero rows."""
 STEP = 16
 """Terms added by one step of a chain, and the multiple to which inner sizes are padded with zeros."""
 SEGMENT = 4096
-"""Longest segment of a row that one tree sums; also the columns of a product computed at once."""
-SLAB = 256
-"""Columns of a chain that are finished before the next ones, so that they stay in the cache."""
+"""Longest segment of a row that one tree sums."""
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -38,56 +31,6 @@ def pad_to(x: torch.Tensor, dim: int, multiple: int) -> torch.Tensor:
         # F.pad before PyTorch 2.10 refuses other dims of size 0.
         return x.new_zeros([size + missing * (place == dim % x.ndim) for place, size in enumerate(x.shape)])
     return F.pad(x, [0, 0] * (x.ndim - 1 - dim % x.ndim) + [0, missing])
-
-
-def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return ``a[M, K] @ b[K, N]``, products and sums in FP64, rounded once to ``compute_dtype``.
-
-    Any strides. An element's FP64 bits may depend on N, so cut N by a constant, never by the batch. Extra memory: one
-    block of ``a`` and one slab of ``b`` in FP64.
-    """
-    return _product(a, b.shape[1], lambda columns: _slab(b[:, columns]))
-
-
-def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return ``x[M, K] @ weight[N, K]^T`` as ``matmul`` does, but without copying the weight's slabs transposed.
-
-    This is faster for a row-major weight, above all for few rows of ``x``. The FP64 bits may differ from ``matmul``.
-    """
-    return _product(x, weight.shape[0], lambda columns: _slab(weight[columns]).t())
-
-
-def _slab(part: torch.Tensor) -> torch.Tensor:
-    return pad_to(pad_to(part.double(), 1, STEP), 0, STEP).contiguous()
-
-
-def _product(a: torch.Tensor, n: int, slab_of: Callable[[slice], torch.Tensor]) -> torch.Tensor:
-    m = a.shape[0]
-    out = a.new_empty((m, n), dtype=compute_dtype(a.dtype))
-    left = pad_to(pad_to(a, 1, STEP), 0, BLOCK)
-    for column in range(0, n, SEGMENT):
-        width = min(SEGMENT, n - column)
-        slab = slab_of(slice(column, column + width))
-        for row in range(0, m, BLOCK):
-            product = left[row : row + BLOCK].double().contiguous() @ slab
-            out[row : row + BLOCK, column : column + width] = product[: min(BLOCK, m - row), :width]
-    return out
-
-
-def chain_dw(a: torch.Tensor, dc: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Add ``a[M, K]^T @ dc[M, N]`` to ``out[K, N]`` in place, 16 rows of ``a`` per step, and return ``out``.
-
-    Each step's product is FP64, rounded to the dtype of ``out`` before it is added: splitting M at multiples of 16
-    over several calls, or appending zero rows, changes no bit.
-    """
-    for column in range(0, out.shape[1], SLAB):
-        total = out[:, column : column + SLAB]
-        for row in range(0, a.shape[0], STEP):
-            left = pad_to(a[row : row + STEP].double(), 0, STEP)
-            right = pad_to(dc[row : row + STEP, column : column + SLAB].double(), 0, STEP)
-            step = pad_to(left, 1, STEP).t().contiguous() @ pad_to(right, 1, STEP).contiguous()
-            total += step[: total.shape[0], : total.shape[1]].to(total.dtype)
-    return out
 
 
 def row_sum(x: torch.Tensor) -> torch.Tensor:

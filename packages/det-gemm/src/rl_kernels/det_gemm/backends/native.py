@@ -1,44 +1,42 @@
-"""det_gemm in PyTorch: products in FP64 on blocks of one shape, so that no library call depends on the row count.
+"""det_gemm in PyTorch: products of the CPU's library on blocks of fixed heights (``rl_kernels.core.products``).
 
-The reduction order is the contract of this backend. An element of the forward product is one FP64 sum over K, rounded
-once to FP32; the bias is added in FP32, and the result is rounded to the output dtype. With segments each is such a
-sum, and a tree adds them in FP32. An element of the weight gradient is a chain of FP32 additions, one for each 16
-tokens in ascending order; each adds an FP64 sum rounded to FP32.
+The reduction order is the contract of this backend. An element of the forward product is the library's sum over K, with
+FP32 accumulation, whose order depends on K, the dtypes and the library alone; the bias is added in FP32, and the result
+is rounded to the output dtype. With segments each is such a sum in FP32, and a tree adds them. An element of the weight
+gradient is a chain of FP32 additions, one for each 16 tokens in ascending order.
 """
 
 from __future__ import annotations
 
 import torch
 
-from rl_kernels.core import rowwise
+from rl_kernels.core import products
+from rl_kernels.core.rowwise import compute_dtype
 from rl_kernels.det_gemm.chains import joined
 from rl_kernels.det_gemm.segments import bounds, merged
 
 
 def forward(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
     """Return ``a[M, K] @ b[K, N] + bias[N]`` in ``out_dtype``."""
-    product = rowwise.matmul(a, b)
-    if bias is not None:
-        product += bias
-    return product.to(out_dtype)
+    return products.matmul(a, b, bias, out_dtype)
 
 
 def segmented(
     a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype, segments: int, length: int
 ) -> torch.Tensor:
     """Return ``a[M, K] @ b[K, N] + bias[N]`` in ``out_dtype``, K in segments whose sums a tree merges."""
-    return merged(a, b, bias, out_dtype, bounds(a.shape[1], segments, length), rowwise.matmul)
+    return merged(a, b, bias, out_dtype, bounds(a.shape[1], segments, length), products.matmul)
 
 
 def weight_gradient(a: torch.Tensor, dc: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
     """Return ``a[M, K]^T @ dc[M, N]`` in ``out_dtype``."""
-    total = a.new_zeros((a.shape[1], dc.shape[1]), dtype=rowwise.compute_dtype(a.dtype))
-    return rowwise.chain_dw(a, dc, total).to(out_dtype)
+    total = a.new_zeros((a.shape[1], dc.shape[1]), dtype=compute_dtype(a.dtype))
+    return products.chain_dw(a, dc, total).to(out_dtype)
 
 
 def weight_gradient_into(a: torch.Tensor, dc: torch.Tensor, out: torch.Tensor) -> None:
     """Add ``a[M, K]^T @ dc[M, N]`` to ``out[K, N]``, which may have any strides."""
-    rowwise.chain_dw(a, dc, out)
+    products.chain_dw(a, dc, out)
 
 
 def joined_into(a: torch.Tensor, dc: torch.Tensor, out: torch.Tensor, join_tokens: int) -> None:

@@ -1,8 +1,8 @@
 """linear_logp in PyTorch: pieces of the vocabulary for blocks of rows, every sum in a fixed order.
 
 Reduction order, which is the contract of this backend on the CPU: the vocabulary is cut into units of 1024 columns.
-Logits are products in FP64, rounded once to FP32. Each unit gives a softmax state; the states are merged in ascending
-order. dH adds one product per unit, FP64 rounded to FP32, in ascending order; dW adds 16 tokens per step. On a GPU the
+Logits are products in FP32 (``rl_kernels.core.products``). Each unit gives a softmax state; the states are merged in
+ascending order. dH adds one product in FP32 per unit, in ascending order; dW adds 16 tokens per step. On a GPU the
 products come from the vendor library, so bits may depend on the batch.
 """
 
@@ -13,12 +13,14 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from rl_kernels.core import rowwise
+from rl_kernels.core import products, rowwise
 from rl_kernels.linear_logp import kept, packing
 from rl_kernels.linear_logp.backward import gradients
 from rl_kernels.linear_logp.inputs import Inputs, slices
 from rl_kernels.linear_logp.vocabulary import UNIT
 
+BLOCK = 64
+"""Rows of a block are a multiple of it, so that no step of dW is cut."""
 BLOCK_ELEMENTS = 1 << 20
 """Logits that the forward pass processes at once. Rows are independent, so this changes no bit."""
 
@@ -155,7 +157,7 @@ def _statistics(inputs: Inputs, *, entropy: bool) -> list[torch.Tensor]:
 
 def _blocks(inputs: Inputs) -> Iterator[slice]:
     count, size = inputs.hidden.shape
-    return slices(count, max(BLOCK_ELEMENTS // max(UNIT, size), rowwise.BLOCK))
+    return slices(count, max(BLOCK_ELEMENTS // max(UNIT, size), BLOCK))
 
 
 def _walk(block: Inputs, chosen: torch.Tensor, *, entropy: bool) -> Iterator[rowwise.SoftmaxState]:
@@ -188,7 +190,7 @@ def _results(
 
 def _logits(block: Inputs, columns: slice) -> torch.Tensor:
     """Return columns of ``hidden @ weight^T + bias``, capped, before the temperature; both passes call this."""
-    x = rowwise.linear(block.hidden, block.weight[columns])
+    x = products.matmul(block.hidden, block.weight[columns].t())
     if block.bias is not None:
         x += block.bias[columns].to(x.dtype)
     return x if block.cap is None else block.cap(x)
@@ -206,7 +208,7 @@ class Steps:
         size = inputs.hidden.shape[1]
         item = rowwise.compute_dtype(inputs.hidden.dtype).itemsize
         height = (workspace - UNIT * size * (16 + item * (1 + buffers))) // (item * (8 * UNIT + 2 * size))
-        return UNIT, max(height // rowwise.BLOCK, 1) * rowwise.BLOCK
+        return UNIT, max(height // BLOCK, 1) * BLOCK
 
     def room(self, hidden: torch.Tensor, width: int) -> torch.Tensor:
         """Return room for dz."""
@@ -231,17 +233,20 @@ class Steps:
         bad = rowwise.outside(block.target_ids, block.vocab)
         gradient = block.keep(torch.where(bad[:, None], torch.nan, gradient))
         if dbias is not None:
-            rowwise.chain_dw(gradient, torch.ones_like(gradient[:, :1]), dbias[:, None])
+            products.chain_dw(gradient, torch.ones_like(gradient[:, :1]), dbias[:, None])
         dz.copy_(gradient)
 
     def add_dhidden(self, dz: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, continues: bool) -> None:
         """Write ``dz @ weight`` to ``out``, or add it if ``continues``."""
-        product = rowwise.matmul(dz, weight)
-        out.copy_(out + product if continues else product)
+        product = products.matmul(dz, weight)
+        if continues:
+            out += product
+        else:
+            out.copy_(product)
 
     def add_dweight(self, dz: torch.Tensor, hidden: torch.Tensor, out: torch.Tensor, *, continues: bool) -> None:
         """Write ``dz^T @ hidden`` to ``out``, or add it if ``continues``."""
         total = out if continues else out.new_zeros(out.shape, dtype=rowwise.compute_dtype(out.dtype))
-        rowwise.chain_dw(dz, hidden, total)
+        products.chain_dw(dz, hidden, total)
         if not continues:
             out.copy_(total)

@@ -104,7 +104,7 @@ _GRADIENTS = (
     Bug("dW does not continue its buffer", "in_turn = part.start > 0 or sums", "in_turn = sums"),
     Bug("last joined chain left out", "total.add(chain)\n", "total.add(chain) if rows.stop < count else None\n"),
     Bug("joined chain of the bias not begun anew", "self.bias.zero_()\n", "pass\n"),
-    Bug("blocks of rows cut steps of dW", "max(height // rowwise.BLOCK, 1) * rowwise.BLOCK", "max(height, 1)"),
+    Bug("blocks of rows cut steps of dW", "max(height // BLOCK, 1) * BLOCK", "max(height, 1)"),
     Bug("dH not initialised", "continues=part.start > 0", "continues=True"),
     Bug("kept logits of the next unit", "- first : columns.stop - first]", "- first :].roll(-UNIT, 1)[:, : UNIT]"),
     Bug("logits kept before the cap", "kept_part.copy_(x)", "kept_part.copy_(x * 1.01)"),

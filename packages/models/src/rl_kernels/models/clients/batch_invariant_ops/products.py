@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from rl_kernels.core import rowwise
+from rl_kernels.core import fp64, rowwise
 from rl_kernels.core import validate as check
 from rl_kernels.core.torchlib import as_native
 from rl_kernels.det_gemm import det_gemm, det_linear
@@ -41,7 +41,7 @@ def matrices(
         return det_gemm(a, b, out_dtype=out_dtype)
     if out_dtype not in (None, torch.float64):
         raise ValueError(f"out_dtype: expected None or torch.float64 for FP64 operands, got {out_dtype}")
-    found: torch.Tensor = as_native(rowwise.matmul, a, b)
+    found: torch.Tensor = as_native(fp64.matmul, a, b)
     return found
 
 

@@ -1,0 +1,168 @@
+"""Matrix products on a CPU in which the bits of a row depend on that row and the right operand alone.
+
+A library chooses its kernel, and with it the order of a sum, by the number of rows. So rows go to it in blocks of fixed
+heights, the last one padded with zeros. That a row then has the same bits in every block, at every place and beside any
+neighbors is no promise of the library: ``verified`` tries each kind of block before its first use. Where the trial
+fails, rows go in tiles of one small shape, and where a tile fails too, in FP64.
+
+16-bit operands with a result of the same dtype take the library's 16-bit product, which rounds its FP32 sum once; with
+an FP32 result they are converted to FP32, exactly.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from rl_kernels.core import fp64, verified
+from rl_kernels.core.rowwise import STEP, compute_dtype, pad_to
+from rl_kernels.core.verified import HEIGHTS, TILE_COLUMNS, TILE_ROWS, Kind, Settings, Way
+
+WIDTH = 4096
+"""Most columns of a block: bounds the memory of a trial, and that of a piece of a 16-bit operand in FP32."""
+ROWS = 512
+"""Rows of a chain that are converted to FP32 at a time."""
+
+
+def matmul(
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Return ``a @ b + bias``, summed in ``compute_dtype(a.dtype)`` or better and rounded once.
+
+    On a GPU the products come from the vendor's library, and bits may depend on the batch.
+
+    Args:
+        a: ``[M, K]``, any strides.
+        b: ``[K, N]``, any strides; in the dtype of ``a``, or in 16 bits beside an FP32 ``a``.
+        bias: ``[N]`` or None.
+        out_dtype: dtype of the result, by default ``compute_dtype(a.dtype)``.
+    """
+    computed = compute_dtype(a.dtype)
+    wanted = out_dtype or computed
+    if a.device.type != "cpu" or a.dtype == torch.float64:
+        return _finished(fp64.matmul(a, b), bias, wanted)
+    if wanted == a.dtype == b.dtype and wanted != computed:
+        return _product(a, b, bias, wanted)
+    return _finished(_product(a.to(computed), b, None, computed), bias, wanted)
+
+
+def _finished(product: torch.Tensor, bias: torch.Tensor | None, wanted: torch.dtype) -> torch.Tensor:
+    if bias is not None:
+        product += bias
+    return product.to(wanted)
+
+
+def _product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """Return the product of ``a`` in its dtype; the bias is added by the library, before it rounds."""
+    out = a.new_empty((a.shape[0], b.shape[1]), dtype=dtype)
+    left = pad_to(a, 1, STEP).contiguous()
+    if verified.offset_of(left):
+        left = left.clone()
+    settings = verified.current_settings(dtype)
+    with verified.applied(settings):
+        if b.shape[1] <= WIDTH:
+            _columns(left, b, bias, out, settings)
+            return out
+        for first in range(0, b.shape[1], WIDTH):
+            part = slice(first, first + WIDTH)
+            _columns(left, b[:, part], None if bias is None else bias[part], out[:, part], settings)
+    return out
+
+
+def _columns(
+    left: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, settings: Settings
+) -> None:
+    """Write ``left @ b + bias`` to ``out``, block by block."""
+    width = out.shape[1]
+    if not width:
+        return
+    right = _right(b, out.dtype)
+    padded = right.shape[1]
+    if bias is not None:
+        bias = pad_to(bias, 0, padded)
+    what = padded, out.dtype, right.stride(0) == 1, verified.offset_of(right), bias is not None, settings
+    for first, end, height in blocks(out.shape[0]):
+        full, alone = end - first == height, height >= out.shape[0]
+        block = left if alone else left[first:end]
+        part = out if alone else out[first:end]
+        if not full:
+            block = pad_to(block, 0, height)
+        way = verified.way_of(Kind(height, left.shape[1], *what))
+        if way is not Way.WHOLE:
+            found = (tiles if way is Way.TILES else _exact)(block, right, bias)
+        elif full and width == padded:
+            verified.library(block, right, bias, part)
+            continue
+        else:
+            found = verified.library(block, right, bias)
+        part.copy_(found[: end - first, :width])
+
+
+@functools.lru_cache(1024)
+def blocks(count: int) -> tuple[tuple[int, int, int], ...]:
+    """Cut rows into the blocks that the library gets, the highest first; return (first row, end, height) of each."""
+    found, first = [], 0
+    for height in HEIGHTS:
+        while count - first >= height or (height == HEIGHTS[-1] and first < count):
+            found.append((first, min(first + height, count), height))
+            first += height
+    return tuple(found)
+
+
+def _right(b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the right operand as the library gets it: without gaps, row by row or column by column, sizes padded."""
+    b = pad_to(b.to(dtype), 0, STEP)
+    if b.shape[1] < TILE_ROWS:
+        # Libraries multiply by a narrow matrix in other orders.
+        b = pad_to(b, 1, TILE_ROWS)
+    return b.t().contiguous().t() if b.stride(0) == 1 else b.contiguous()
+
+
+def tiles(block: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Return ``block @ right + bias`` by products of the library that all have the shape of the tile that was tried."""
+    rows, columns = pad_to(block, 0, TILE_ROWS), pad_to(right.t(), 0, TILE_COLUMNS)
+    extra = None if bias is None else pad_to(bias, 0, TILE_COLUMNS)
+    out = block.new_empty((len(rows), len(columns)))
+    for column in range(0, len(columns), TILE_COLUMNS):
+        part = slice(column, column + TILE_COLUMNS)
+        # A copy, so that all tiles lie alike in memory.
+        right, added = columns[part].clone(memory_format=torch.contiguous_format), None if extra is None else extra[part]
+        for row in range(0, len(rows), TILE_ROWS):
+            here = slice(row, row + TILE_ROWS)
+            out[here, part] = verified.library(rows[here], right.t(), added)
+    return out
+
+
+def _exact(block: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return _finished(fp64.matmul(block, right), bias, block.dtype)
+
+
+def chain_dw(a: torch.Tensor, dc: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Add ``a[M, K]^T @ dc[M, N]`` to ``out[K, N]`` in place, 16 rows of ``a`` per step, and return ``out``.
+
+    Splitting M at multiples of 16 over several calls, or appending zero rows, changes no bit. ``out`` is FP32, for FP64
+    operands FP64, and has any strides.
+    """
+    if out.device.type != "cpu" or out.dtype == torch.float64:
+        return fp64.chain_dw(a, dc, out)
+    if not len(a) or not out.numel():
+        return out
+    settings = verified.current_settings(out.dtype)
+    # Libraries add to a narrow matrix in other orders, and to other strides through a copy in each step.
+    is_plain = min(out.shape) >= TILE_ROWS and 1 in out.stride()
+    total = out if is_plain else pad_to(pad_to(out, 0, TILE_ROWS), 1, TILE_ROWS).contiguous()
+    with verified.applied(settings):
+        if not verified.steps_hold(total, settings):
+            return fp64.chain_dw(a, dc, out)
+        for first in range(0, len(a), ROWS):
+            part = slice(first, first + ROWS)
+            left, right = (_terms(x[part], size) for x, size in zip((a, dc), total.shape, strict=True))
+            for row in range(0, len(left), STEP):
+                total.addmm_(left[row : row + STEP].t(), right[row : row + STEP])
+    return out if is_plain else out.copy_(total[: out.shape[0], : out.shape[1]])
+
+
+def _terms(x: torch.Tensor, size: int) -> torch.Tensor:
+    """Return rows in FP32, whole steps of them, and ``size`` columns; zeros are appended."""
+    return pad_to(torch.nn.functional.pad(x.float(), (0, size - x.shape[1])), 0, STEP).contiguous()

@@ -1,0 +1,241 @@
+"""Which products of the CPU's library keep a row's bits: tried at first use, once for each kind in a process.
+
+A trial repeats the 16 rows and 64 columns of a small tile, in a drawn order, up to the size of the product. Each number
+of the result must have the bits that it has in the tile. The drawn sums cancel, so a number is the rounding of its sum,
+which another order of additions changes. Rows of NaN between the others must change none. The tile itself must have the
+same bits in any order of its rows and columns and on one thread, and be as accurate as sums in FP32 are.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+HEIGHTS = (512, 256, 128, 64, 32, 16, 8)
+"""Rows of a block. With fewer than 4, libraries add in the order of a matrix times a vector."""
+TILE_ROWS, TILE_COLUMNS = 16, 64
+STEP_TERMS = 16
+"""Terms of each sum that a step of a chain adds."""
+ALIGNMENT = 64
+"""Bytes to which PyTorch aligns what it allocates; where a weight lies, modulo these, is part of a kind."""
+ERROR = 16 * 2.0**-24
+"""Largest error of a tile in units of the sum of the magnitudes of its terms; sums in FP32 show up to 3.2 * 2**-24."""
+
+
+class Way(enum.Enum):
+    """How products of a kind are computed."""
+
+    WHOLE = "a block at a time"
+    TILES = "tile by tile, as the library's bits depend on the size of a block"
+    FP64 = "in FP64, as the library's bits depend on the place of a row"
+
+
+class Settings(NamedTuple):
+    """What a user may switch in mid run, and a library may choose its kernel by."""
+
+    threads: int
+    onednn: bool
+
+
+class Kind(NamedTuple):
+    """What a library may choose its kernel by.
+
+    Attributes:
+        height: rows of the block.
+        inner: its columns.
+        columns: those of the right operand.
+        dtype: of operands and result.
+        transposed: whether the right operand is stored column by column.
+        offset: bytes from the last aligned address to the right operand.
+        bias: whether a bias is added.
+        settings: of the moment.
+    """
+
+    height: int
+    inner: int
+    columns: int
+    dtype: torch.dtype
+    transposed: bool
+    offset: int
+    bias: bool
+    settings: Settings
+
+
+_precision = getattr(torch._C, "_get_fp32_precision_getter", None)
+_ways: dict[Kind, Way] = {}
+
+
+def current_settings(dtype: torch.dtype) -> Settings:
+    """Return the settings that products in ``dtype`` get: oneDNN may not compute those of FP32 in fewer bits."""
+    onednn: bool = torch._C._get_mkldnn_enabled()
+    if onednn and dtype == torch.float32:
+        # PyTorch before 2.9 has one setting for all libraries.
+        found = _precision("mkldnn", "matmul") if _precision else torch.get_float32_matmul_precision()
+        onednn = found in ("none", "ieee", "highest")
+    return Settings(torch.get_num_threads(), onednn)
+
+
+class applied:  # noqa: N801 - used as a function
+    """Turn oneDNN off meanwhile, if it is on and the settings say so. (A generator would cost 2 us more.)"""
+
+    __slots__ = ("_switched",)
+
+    def __init__(self, settings: Settings) -> None:
+        self._switched = not settings.onednn and torch._C._get_mkldnn_enabled()
+
+    def __enter__(self) -> None:
+        if self._switched:
+            torch._C._set_mkldnn_enabled(False)
+
+    def __exit__(self, *_: object) -> None:
+        if self._switched:
+            torch._C._set_mkldnn_enabled(True)
+
+
+def library(
+    block: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the library's ``block @ right + bias``."""
+    return torch.mm(block, right, out=out) if bias is None else torch.addmm(bias, block, right, out=out)
+
+
+def offset_of(x: torch.Tensor) -> int:
+    """Return the bytes from the last aligned address to the first element."""
+    return x.data_ptr() % ALIGNMENT
+
+
+def way_of(kind: Kind) -> Way:
+    """Return how products of this kind keep the bits of a row; called within ``applied(kind.settings)``."""
+    found = _ways.get(kind)
+    if found is None:
+        tile = _tile(kind.inner, kind.dtype, kind.bias, kind.settings)
+        found = Way.FP64 if tile is None else Way.WHOLE if _whole_holds(kind, tile) else Way.TILES
+        _ways[kind] = found
+    return found
+
+
+def counts() -> Counter[Way]:
+    """Return how many kinds of products this process has tried, by the way that each takes."""
+    return Counter(_ways.values())
+
+
+class _Tile(NamedTuple):
+    rows: torch.Tensor
+    columns: torch.Tensor
+    bias: torch.Tensor | None
+    product: torch.Tensor
+
+
+@functools.cache
+def _tile(inner: int, dtype: torch.dtype, bias: bool, settings: Settings) -> _Tile | None:
+    """Return the tile of a trial; None if its bits follow place, neighbors or threads, or it is not accurate."""
+    draw = torch.Generator().manual_seed(inner)
+    rows, columns = _cancelling(inner, (TILE_ROWS, TILE_COLUMNS), dtype, draw)
+    # As small as what is left of the sums, so that it does not hide them.
+    extra = (_normal((TILE_COLUMNS,), draw) * 2.0**-20).to(dtype) if bias else None
+    product = library(rows, columns.t(), extra)
+    if not _is_accurate(product, rows, columns, extra):
+        return None
+    for _ in range(4):
+        row, column = torch.randperm(TILE_ROWS, generator=draw), torch.randperm(TILE_COLUMNS, generator=draw)
+        moved = library(rows[row], columns[column].t(), None if extra is None else extra[column])
+        if not torch.equal(moved, product[row][:, column]):
+            return None
+    for value in (torch.nan, torch.inf, 0.0):
+        beside = rows.clone()
+        beside[::2] = value
+        if not torch.equal(library(beside, columns.t(), extra)[1::2], product[1::2]):
+            return None
+    if not torch.equal(_on_one_thread(lambda: library(rows, columns.t(), extra)), product):
+        return None
+    return _Tile(rows, columns, extra, product)
+
+
+def _whole_holds(kind: Kind, tile: _Tile) -> bool:
+    draw = torch.Generator().manual_seed(kind.inner)
+    row = torch.randint(TILE_ROWS, (kind.height,), generator=draw)
+    column = torch.randint(TILE_COLUMNS, (kind.columns,), generator=draw)
+    block, extra = tile.rows[row], None if tile.bias is None else tile.bias[column]
+    shape = (kind.columns, kind.inner) if kind.transposed else (kind.inner, kind.columns)
+    right = _placed(shape, (shape[1], 1), kind.dtype, kind.offset)
+    right = right.t() if kind.transposed else right
+    right.copy_(tile.columns[column].t())
+    expected = tile.product[row][:, column]
+    if not torch.equal(library(block, right, extra), expected):
+        return False
+    # Again into a part of a wider result, beside rows of NaN.
+    part = _placed(expected.shape, (kind.columns + 17, 1), kind.dtype, expected.itemsize)
+    block[::2] = torch.nan
+    return torch.equal(library(block, right, extra, part)[1::2], expected[1::2])
+
+
+@functools.cache
+def _steps_hold(shape: torch.Size, strides: tuple[int, int], offset: int, settings: Settings) -> bool:
+    draw = torch.Generator().manual_seed(STEP_TERMS)
+    left, right = _cancelling(STEP_TERMS, (TILE_COLUMNS, TILE_COLUMNS), torch.float32, draw)
+    start = _normal((TILE_COLUMNS, TILE_COLUMNS), draw) * 2.0**-24
+    step: Callable[[], torch.Tensor] = lambda: start.addmm(left, right.t())  # noqa: E731
+    product = step()
+    if not torch.equal(_on_one_thread(step), product):
+        return False
+    row = torch.randint(TILE_COLUMNS, shape[:1], generator=draw)
+    column = torch.randint(TILE_COLUMNS, shape[1:], generator=draw)
+    out = _placed(tuple(shape), strides, torch.float32, offset)
+    out.copy_(start[row][:, column])
+    # As the operands of a chain lie: term by term.
+    out.addmm_(left[row].t().contiguous().t(), right[column].t().contiguous())
+    return torch.equal(out, product[row][:, column])
+
+
+def steps_hold(out: torch.Tensor, settings: Settings) -> bool:
+    """Say whether the library adds products of 16 terms to ``out``, FP32, with the same bits at every place of it."""
+    return _steps_hold(out.shape, out.stride(), offset_of(out), settings)
+
+
+def _cancelling(
+    inner: int, counts: tuple[int, int], dtype: torch.dtype, draw: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return rows and columns, ``[count, inner]``, whose products sum to zero but for rounding."""
+    order = torch.randperm(inner, generator=draw)
+    rows, columns = (_normal((count, inner // 2), draw) for count in counts)
+    pairs = torch.cat((rows, rows), 1), torch.cat((columns, -columns), 1)
+    left, right = (x[:, order].to(dtype) for x in pairs)
+    return left, right
+
+
+def _normal(shape: tuple[int, ...], draw: torch.Generator) -> torch.Tensor:
+    return torch.randn(shape, generator=draw, dtype=torch.float32, device="cpu")
+
+
+def _is_accurate(
+    product: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, bias: torch.Tensor | None
+) -> bool:
+    left, right = rows.double(), columns.double().t()
+    exact, size = left @ right, left.abs() @ right.abs()
+    if bias is not None:
+        exact, size = exact + bias.double(), size + bias.double().abs()
+    rounding = torch.finfo(product.dtype).eps * product.double().abs()
+    return bool(((product.double() - exact).abs() <= ERROR * size + rounding).all())
+
+
+def _placed(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, offset: int) -> torch.Tensor:
+    """Return room at this distance from an aligned address."""
+    first = offset // dtype.itemsize
+    last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    return torch.zeros(first + last + 1, dtype=dtype, device="cpu").as_strided(shape, strides, first)
+
+
+def _on_one_thread(call: Callable[[], torch.Tensor]) -> torch.Tensor:
+    threads = torch.get_num_threads()
+    if threads == 1:
+        return call()
+    torch.set_num_threads(1)
+    try:
+        return call()
+    finally:
+        torch.set_num_threads(threads)
