@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from rl_kernels.core.distributed import tree_sum
-from rl_kernels.core.rowwise import matmul
+from rl_kernels.core.products import matmul
 from rl_kernels.core.testing import Draw
 from rl_kernels.core.testing.planted import planted
 from rl_kernels.det_gemm import DetLinear, det_gemm, det_gemm_dw, det_linear

@@ -148,21 +148,39 @@ def chain_dw(a: torch.Tensor, dc: torch.Tensor, out: torch.Tensor) -> torch.Tens
         return fp64.chain_dw(a, dc, out)
     if not len(a) or not out.numel():
         return out
-    settings = verified.current_settings(out.dtype)
     # Libraries add to a narrow matrix in other orders, and to other strides through a copy in each step.
-    is_plain = min(out.shape) >= TILE_ROWS and 1 in out.stride()
-    total = out if is_plain else pad_to(pad_to(out, 0, TILE_ROWS), 1, TILE_ROWS).contiguous()
+    is_plain = min(out.shape) >= TILE_COLUMNS and 1 in out.stride()
+    total = out if is_plain else pad_to(pad_to(out, 0, TILE_COLUMNS), 1, TILE_COLUMNS).contiguous()
+    settings = verified.current_settings(out.dtype)
     with verified.applied(settings):
-        if not verified.steps_hold(total, settings):
+        way = verified.way_of_steps(total, settings)
+        if way is Way.FP64:
             return fp64.chain_dw(a, dc, out)
         for first in range(0, len(a), ROWS):
             part = slice(first, first + ROWS)
             left, right = (_terms(x[part], size) for x, size in zip((a, dc), total.shape, strict=True))
-            for row in range(0, len(left), STEP):
-                total.addmm_(left[row : row + STEP].t(), right[row : row + STEP])
+            (_steps if way is Way.WHOLE else _steps_of_tiles)(left, right, total)
     return out if is_plain else out.copy_(total[: out.shape[0], : out.shape[1]])
 
 
 def _terms(x: torch.Tensor, size: int) -> torch.Tensor:
     """Return rows in FP32, whole steps of them, and ``size`` columns; zeros are appended."""
     return pad_to(torch.nn.functional.pad(x.float(), (0, size - x.shape[1])), 0, STEP).contiguous()
+
+
+def _steps(left: torch.Tensor, right: torch.Tensor, total: torch.Tensor) -> None:
+    for row in range(0, len(left), STEP):
+        total.addmm_(left[row : row + STEP].t(), right[row : row + STEP])
+
+
+def _steps_of_tiles(left: torch.Tensor, right: torch.Tensor, total: torch.Tensor) -> None:
+    left, right = (pad_to(x, 1, TILE_COLUMNS) for x in (left, right))
+    for row in range(0, total.shape[0], TILE_COLUMNS):
+        for column in range(0, total.shape[1], TILE_COLUMNS):
+            part = total[row : row + TILE_COLUMNS, column : column + TILE_COLUMNS]
+            # A copy, so that all tiles lie alike in memory.
+            tile = part.new_zeros((TILE_COLUMNS, TILE_COLUMNS))
+            tile[: part.shape[0], : part.shape[1]] = part
+            here, there = (x[:, first : first + TILE_COLUMNS] for x, first in ((left, row), (right, column)))
+            _steps(here.contiguous(), there.contiguous(), tile)
+            part.copy_(tile[: part.shape[0], : part.shape[1]])

@@ -19,6 +19,7 @@ import torch
 HEIGHTS = (512, 256, 128, 64, 32, 16, 8)
 """Rows of a block. With fewer than 4, libraries add in the order of a matrix times a vector."""
 TILE_ROWS, TILE_COLUMNS = 16, 64
+"""Of the product that all others are compared with. That of a step of a chain has 64 rows too."""
 STEP_TERMS = 16
 """Terms of each sum that a step of a chain adds."""
 ALIGNMENT = 64
@@ -175,26 +176,31 @@ def _whole_holds(kind: Kind, tile: _Tile) -> bool:
 
 
 @functools.cache
-def _steps_hold(shape: torch.Size, strides: tuple[int, int], offset: int, settings: Settings) -> bool:
+def _way_of_steps(shape: torch.Size, strides: tuple[int, int], offset: int, settings: Settings) -> Way:
     draw = torch.Generator().manual_seed(STEP_TERMS)
     left, right = _cancelling(STEP_TERMS, (TILE_COLUMNS, TILE_COLUMNS), torch.float32, draw)
     start = _normal((TILE_COLUMNS, TILE_COLUMNS), draw) * 2.0**-24
-    step: Callable[[], torch.Tensor] = lambda: start.addmm(left, right.t())  # noqa: E731
+
+    def step() -> torch.Tensor:
+        return start.addmm(left, right.t())
+
     product = step()
-    if not torch.equal(_on_one_thread(step), product):
-        return False
+    order = torch.randperm(TILE_COLUMNS, generator=draw)
+    moved = start[order][:, order].addmm(left[order], right[order].t())
+    if not torch.equal(moved, product[order][:, order]) or not torch.equal(_on_one_thread(step), product):
+        return Way.FP64
     row = torch.randint(TILE_COLUMNS, shape[:1], generator=draw)
     column = torch.randint(TILE_COLUMNS, shape[1:], generator=draw)
     out = _placed(tuple(shape), strides, torch.float32, offset)
     out.copy_(start[row][:, column])
     # As the operands of a chain lie: term by term.
     out.addmm_(left[row].t().contiguous().t(), right[column].t().contiguous())
-    return torch.equal(out, product[row][:, column])
+    return Way.WHOLE if torch.equal(out, product[row][:, column]) else Way.TILES
 
 
-def steps_hold(out: torch.Tensor, settings: Settings) -> bool:
-    """Say whether the library adds products of 16 terms to ``out``, FP32, with the same bits at every place of it."""
-    return _steps_hold(out.shape, out.stride(), offset_of(out), settings)
+def way_of_steps(out: torch.Tensor, settings: Settings) -> Way:
+    """Return how products of 16 terms are added to ``out``, FP32, with the same bits at every place of it."""
+    return _way_of_steps(out.shape, out.stride(), offset_of(out), settings)
 
 
 def _cancelling(
