@@ -25,6 +25,8 @@ def segmented(
     a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype, segments: int, length: int
 ) -> torch.Tensor:
     """Return ``a[M, K] @ b[K, N] + bias[N]`` in ``out_dtype``, K in segments whose sums a tree merges."""
+    if segments == 1:
+        return forward(a, b, bias, out_dtype)
     return merged(a, b, bias, out_dtype, bounds(a.shape[1], segments, length), products.matmul)
 
 

@@ -5,42 +5,41 @@ from __future__ import annotations
 from rl_kernels.core.testing import Bug, Mutants
 from rl_kernels.det_gemm.spec import mutants_cuda, mutants_triton
 
-MAINLOOP = ".double().contiguous() @ slab"
+ONE_PIECE = "            _columns(left, b, bias, out, settings)\n            return out\n"
+IN_TWO = "out.copy_(a[:, :STEP].float() @ b[:STEP].float() + a[:, STEP:].float() @ b[STEP:].float())"
 PRODUCT = (
     Bug("bias added twice", "product += bias", "product += 2 * bias"),
-    Bug("output rounded through BF16", "return product.to(out_dtype)", "return product.bfloat16().to(out_dtype)"),
-    Bug("last K step skipped", MAINLOOP, "[:, :-STEP].double().contiguous() @ slab[:-STEP]"),
-    Bug("K beyond one segment skipped", MAINLOOP, "[:, :SEGMENT].double().contiguous() @ slab[:SEGMENT]"),
-    Bug("every slab holds the first columns", "slab_of(slice(column, column + width))", "slab_of(slice(0, width))"),
-    Bug("every block holds the first rows", "left[row : row + BLOCK]", "left[:BLOCK]"),
-    Bug("last block of rows skipped", "range(0, m, BLOCK)", "range(0, max(m - BLOCK, 1), BLOCK)"),
+    Bug("output rounded through BF16", "return product.to(wanted)", "return product.bfloat16().to(wanted)"),
+    Bug(
+        "last K step skipped",
+        "left = pad_to(a, 1, STEP).contiguous()",
+        "left = pad_to(a, 1, STEP).clone()\n    left[:, -STEP:] = 0",
+    ),
+    Bug("every piece holds the first columns", "b[:, part], None", "b[:, : out[:, part].shape[1]], None"),
+    Bug("every block holds the first rows", "left[first:end]", "left[: end - first]"),
+    Bug("last block of rows skipped", "in blocks(out.shape[0]):", "in blocks(out.shape[0])[:-1]:"),
     Bug(
         "library product of the rows as they are",
-        "left[row : row + BLOCK].double().contiguous() @ slab",
-        "a[row : row + BLOCK].float() @ slab[: a.shape[1]].float()",
+        ONE_PIECE,
+        "            return torch.mm(a, b.to(dtype)) if bias is None else torch.addmm(bias, a, b.to(dtype))\n",
     ),
-    Bug(
-        "K split for few rows",
-        MAINLOOP,
-        f"{MAINLOOP} if m > 4 else (left[row : row + BLOCK, :STEP].double() @ "
-        "slab[:STEP]).float() + (left[row : row + BLOCK, STEP:].double() @ slab[STEP:]).float()",
-    ),
-    Bug(
-        "K split for many rows",
-        MAINLOOP,
-        f"{MAINLOOP} if m < 128 else (left[row : row + BLOCK, :STEP].double() @ "
-        "slab[:STEP]).float() + (left[row : row + BLOCK, STEP:].double() @ slab[STEP:]).float()",
-    ),
+    Bug("K split for few rows", ONE_PIECE, f"{ONE_PIECE[:-1]} if len(a) > 4 or bias is not None else {IN_TWO}\n"),
+    Bug("K split for many rows", ONE_PIECE, f"{ONE_PIECE[:-1]} if len(a) < 128 or bias is not None else {IN_TWO}\n"),
     Bug(
         "padding not zeroed",
         "F.pad(x, [0, 0] * (x.ndim - 1 - dim % x.ndim) + [0, missing])",
         "torch.cat((x, *[torch.empty_like(x.narrow(dim, 0, 1))] * missing), dim)",
     ),
-    Bug("strides of b ignored", "_slab(b[:, columns])", "_slab(b.as_strided(b.shape, (b.shape[1], 1))[:, columns])"),
+    Bug(
+        "strides of b ignored",
+        "right = _right(b, out.dtype)",
+        "right = _right(b.as_strided(b.shape, (b.shape[1], 1)), out.dtype)",
+    ),
     Bug(
         "output kept between calls",
-        "out = a.new_empty((m, n), dtype=compute_dtype(a.dtype))",
-        "out = globals().setdefault('kept', {}).setdefault((m, n), a.new_empty((m, n), dtype=torch.float32))",
+        "out = a.new_empty((a.shape[0], b.shape[1]), dtype=dtype)",
+        "out = globals().setdefault('kept', {}).setdefault((len(a), b.shape[1]), a.new_empty((len(a), b.shape[1]), "
+        "dtype=dtype))",
     ),
 )
 CHAINS = "chain(a[:, first:end], b[first:end])"
@@ -56,33 +55,37 @@ ORDERS = (
     Bug("a segment is not reset", CHAINS, "chain(a[:, :end], b[:end]) - chain(a[:, :first], b[:first])"),
 )
 """Other orders of the same sum: bits that only a comparison with the contract shows."""
+ALL_STEPS = "(_steps if way is Way.WHOLE else _steps_of_tiles)(left, right, total)"
+ONE_STEP = "total.addmm_(left[row : row + STEP].t(), right[row : row + STEP])"
 WEIGHT_GRADIENT = (
     Bug("gradient not zeroed", "a.new_zeros(", "a.new_empty("),
     Bug(
         "gradient kept between calls, not reset",
         "total = a.new_zeros(",
-        "total = vars(rowwise).setdefault('kept', {}).setdefault((a.shape, dc.shape), torch.zeros((a.shape[1], "
+        "total = vars(products).setdefault('kept', {}).setdefault((a.shape, dc.shape), torch.zeros((a.shape[1], "
         "dc.shape[1])))\n    a.new_zeros(",
     ),
-    Bug("buffer overwritten", "rowwise.chain_dw(a, dc, out)", "out.copy_(weight_gradient(a, dc, out.dtype))"),
-    Bug("buffer added at the end", "rowwise.chain_dw(a, dc, out)", "out.add_(weight_gradient(a, dc, out.dtype))"),
-    Bug("buffer copied", "rowwise.chain_dw(a, dc, out)", "rowwise.chain_dw(a, dc, out.contiguous())"),
+    Bug("buffer overwritten", "products.chain_dw(a, dc, out)", "out.copy_(weight_gradient(a, dc, out.dtype))"),
+    Bug("buffer added at the end", "products.chain_dw(a, dc, out)", "out.add_(weight_gradient(a, dc, out.dtype))"),
+    Bug("buffer copied", "products.chain_dw(a, dc, out)", "products.chain_dw(a, dc, out.contiguous())"),
+    Bug("one library product for all rows", ALL_STEPS, "total.addmm_(left.t(), right)"),
     Bug(
-        "one library product for all rows",
-        "for column in range(0, out.shape[1], SLAB):",
-        "out += (a.double().t() @ dc.double()).to(out.dtype)\n    for column in range(0):",
-    ),
-    Bug(
-        "rows of the last short step skipped", "range(0, a.shape[0], STEP)", "range(0, a.shape[0] // STEP * STEP, STEP)"
+        "rows of the last short step skipped",
+        "return pad_to(torch.nn.functional.pad(x.float()",
+        "x = x[: len(x) // STEP * STEP]\n    return pad_to(torch.nn.functional.pad(x.float()",
     ),
     Bug("steps of 32 rows", 'STEP = 16\n"""Terms added', 'STEP = 32\n"""Terms added'),
-    Bug("steps in descending order", "range(0, a.shape[0], STEP)", "reversed(range(0, a.shape[0], STEP))"),
-    Bug("step rounded to BF16", ".to(total.dtype)\n", ".bfloat16()\n"),
-    Bug("chain in BF16", "dtype=rowwise.compute_dtype(a.dtype))", "dtype=torch.bfloat16)"),
-    Bug("last slab of columns skipped", "range(0, out.shape[1], SLAB)", "range(0, max(out.shape[1] - SLAB, 1), SLAB)"),
+    Bug("steps in descending order", "in range(0, len(left), STEP):", "in reversed(range(0, len(left), STEP)):"),
+    Bug("step rounded to BF16", ONE_STEP, f"total += ({ONE_STEP[13:-1].replace(', right', ' @ right')}).bfloat16()"),
+    Bug("chain in BF16", "dtype=compute_dtype(a.dtype))", "dtype=torch.bfloat16)"),
 )
 
-MODULES = ("rl_kernels.core.rowwise", "rl_kernels.det_gemm.segments", "rl_kernels.det_gemm.backends.native")
+MODULES = (
+    "rl_kernels.core.rowwise",
+    "rl_kernels.core.products",
+    "rl_kernels.det_gemm.segments",
+    "rl_kernels.det_gemm.backends.native",
+)
 MUTANTS = (
     Mutants("native", MODULES, (*PRODUCT, *SEGMENTS, *WEIGHT_GRADIENT)),
     *mutants_cuda.MUTANTS,
