@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from rl_kernels.core import torchlib
+from rl_kernels.core import products, torchlib
 from rl_kernels.core.cuda.where import cuda_backend
 from rl_kernels.core.operator import INVARIANT, REPEATABLE, Backend, Call, Operator
 from rl_kernels.core.triton_lib.launch import triton_backend
@@ -63,6 +63,13 @@ def _limits(call: Call) -> str | None:
     return None
 
 
+def _note(call: Call) -> str | None:
+    if call.device.type != "cpu" or not {"K", "N"} <= call.traits.keys():
+        return None
+    is_column = call.traits.get("layout", "column") == "column"
+    return products.note(call.traits["K"], call.traits["N"], call.dtype, transposed=is_column)
+
+
 OPERATOR = Operator(
     name="det_gemm",
     package="rl_kernels.det_gemm",
@@ -80,7 +87,7 @@ OPERATOR = Operator(
             sources=["rl_kernels.core.cuda.gemm"],
         ),
         triton_backend("rl_kernels.det_gemm.backends.triton.backend"),
-        Backend("native", "rl_kernels.det_gemm.backends.native", {"cpu": INVARIANT, "cuda": REPEATABLE}),
+        Backend("native", "rl_kernels.det_gemm.backends.native", {"cpu": INVARIANT, "cuda": REPEATABLE}, note=_note),
     ),
     describe=describe,
     canary="rl_kernels.det_gemm.canary",

@@ -27,12 +27,13 @@ from typing import Any
 
 import torch
 
-from rl_kernels.core import torchlib
+from rl_kernels.core import products, torchlib
 from rl_kernels.core.cuda.where import cuda_backend
 from rl_kernels.core.operator import INVARIANT, REPEATABLE, Backend, Call, Operator
 from rl_kernels.core.rowwise import compute_dtype
 from rl_kernels.core.triton_lib.launch import triton_backend
 from rl_kernels.linear_logp import kept, packing
+from rl_kernels.linear_logp.vocabulary import UNIT
 
 _INPUTS = (
     "Tensor hidden, Tensor weight, Tensor target_ids, Tensor? bias, Tensor temperature, int? ignore_index, Tensor? cap"
@@ -135,6 +136,12 @@ def _limits(call: Call) -> str | None:
     return None
 
 
+def _note(call: Call) -> str | None:
+    if call.device.type != "cpu" or call.dtype == torch.float64 or not {"D", "V"} <= call.traits.keys():
+        return None
+    return products.note(call.traits["D"], min(call.traits["V"], UNIT), torch.float32)
+
+
 OPERATOR = Operator(
     name="linear_logp",
     package="rl_kernels.linear_logp",
@@ -152,7 +159,7 @@ OPERATOR = Operator(
             sources=["rl_kernels.linear_logp.backends.cuda_sm90", "rl_kernels.core.cuda.gemm"],
         ),
         triton_backend("rl_kernels.linear_logp.backends.triton.backend"),
-        Backend("native", "rl_kernels.linear_logp.backends.native", {"cpu": INVARIANT, "cuda": REPEATABLE}),
+        Backend("native", "rl_kernels.linear_logp.backends.native", {"cpu": INVARIANT, "cuda": REPEATABLE}, note=_note),
     ),
     describe=describe,
     canary="rl_kernels.linear_logp.canary",

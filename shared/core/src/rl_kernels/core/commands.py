@@ -12,7 +12,7 @@ import torch
 
 from rl_kernels.core.command import Parser, table
 from rl_kernels.core.contract import DTYPES, contract
-from rl_kernels.core.dispatch import Verdict, explain_call
+from rl_kernels.core.dispatch import Verdict, explain_call, explain_with_notes
 from rl_kernels.core.operator import Call, Operator, arch_of
 from rl_kernels.core.registry import UnknownOperator, kernel_registry
 
@@ -62,7 +62,7 @@ def list_operators(argv: Sequence[str]) -> int:
 
 def explain(argv: Sequence[str]) -> int:
     """Print the verdict on every backend for a described call; without an operator, for calls of all sizes."""
-    options = parser("explain", "Print for each backend whether a call would use it, or why not. Nothing runs.")
+    options = parser("explain", "Print for each backend whether a call would use it, or why not. The call does not run.")
     options.add_argument("op", nargs="?", help="operator, as `rl-kernels list` names it (default: all, for any sizes)")
     options.add_argument("--shape", help="sizes joined by x or commas, in the operator's order (e.g. 4096x151936)")
     options.add_argument("--dtype", choices=DTYPES, default="bf16", help="dtype of the operands (default: bf16)")
@@ -84,7 +84,7 @@ def explain(argv: Sequence[str]) -> int:
     try:
         operator = kernel_registry.load(given.op)
         call = _described(operator, given)
-        verdicts = explain_call(operator, call)
+        verdicts = explain_with_notes(operator, call)
         _all_known(operator, call)
     except (UnknownOperator, ValueError) as error:
         print(f"rl-kernels explain: {error}", file=sys.stderr)
@@ -159,7 +159,7 @@ def _all_known(operator: Operator, call: Call) -> None:
 
 def as_json(verdict: Verdict) -> dict[str, Any]:
     """Return a verdict as strict JSON has it."""
-    return {"backend": verdict.backend, "chosen": verdict.chosen, "reason": verdict.reason}
+    return {"backend": verdict.backend, "chosen": verdict.chosen, "reason": verdict.reason, "note": verdict.note}
 
 
 def parser(name: str, description: str) -> Parser:

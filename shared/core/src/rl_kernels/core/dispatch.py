@@ -11,7 +11,7 @@ import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Lock
 from types import TracebackType
 from typing import Any, TypeVar
@@ -48,14 +48,16 @@ class Choice:
 
 @dataclass(frozen=True)
 class Verdict:
-    """One line of ``explain``: a backend with ``chosen`` or the reason it was not."""
+    """One line of ``explain``: a backend with ``chosen`` and maybe a note, or the reason it was not."""
 
     backend: str
     reason: str | None
     chosen: bool
+    note: str | None = None
 
     def __str__(self) -> str:
-        return f"{self.backend}: {'chosen' if self.chosen else self.reason or 'can run, comes after the chosen one'}"
+        chosen = f"chosen; {self.note}" if self.note else "chosen"
+        return f"{self.backend}: {chosen if self.chosen else self.reason or 'can run, comes after the chosen one'}"
 
 
 def _canonical(operator: str, where: str) -> str:
@@ -333,7 +335,16 @@ def explain_call(operator: Operator, call: Call) -> list[Verdict]:
     return verdicts
 
 
+def explain_with_notes(operator: Operator, call: Call) -> list[Verdict]:
+    """Return the same, with the note of the chosen backend."""
+    verdicts = zip(operator.backends, explain_call(operator, call), strict=True)
+    return [replace(verdict, note=backend.note(call)) if verdict.chosen else verdict for backend, verdict in verdicts]
+
+
 def explain(op: str, *args: object, **kwargs: object) -> list[Verdict]:
-    """Return a verdict on every backend for a call of the operator ``op`` with these arguments; nothing runs."""
+    """Return a verdict on every backend for a call of the operator ``op`` with these arguments.
+
+    The call does not run; ``native`` tries which products of this size keep a row's bits in the CPU's library.
+    """
     operator = kernel_registry.load(op)
-    return explain_call(operator, operator.describe(*args, **kwargs))
+    return explain_with_notes(operator, operator.describe(*args, **kwargs))

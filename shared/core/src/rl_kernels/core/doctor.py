@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 import torch
 
-from rl_kernels.core import canary
+from rl_kernels.core import canary, products
 from rl_kernels.core.command import table
 from rl_kernels.core.commands import as_json, as_table, parser, print_json, verdicts_of
 from rl_kernels.core.contract import DTYPES, contract
@@ -42,6 +42,7 @@ def doctor(argv: Sequence[str]) -> int:
         ("triton", version("triton") if find_spec("triton") else "not installed"),
         *_cuda(),
         ("device", f"{torch.cuda.get_device_name() if device.type == 'cuda' else 'cpu'} ({arch})"),
+        ("products of the CPU", products.tried()),
         ("arch in the tolerance contract", "yes" if arch in contract().archs else "no: checks need --arch-key"),
         *((name, os.environ.get(name, "not set")) for name in VARIABLES),
     ]

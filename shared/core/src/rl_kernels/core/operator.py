@@ -87,6 +87,7 @@ class Backend:
         promises: device type -> what it promises there; a device type that is not a key is not supported.
         limits: ``call -> reason``: why it cannot run this call, or None. An exception propagates.
         by_name: device types on which it runs only if it is asked for by name.
+        note: ``call -> text``: what ``explain`` adds where it is chosen, or None.
     """
 
     name: str
@@ -94,6 +95,7 @@ class Backend:
     promises: Mapping[str, frozenset[Promise]]
     limits: Callable[[Call], str | None] = no_limits
     by_name: frozenset[str] = frozenset()
+    note: Callable[[Call], str | None] = no_limits
 
     def why_not(self, call: Call) -> str | None:
         """Say why this backend cannot run this call, or return None if it can."""

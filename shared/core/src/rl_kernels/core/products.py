@@ -12,6 +12,8 @@ an FP32 result they are converted to FP32, exactly.
 from __future__ import annotations
 
 import functools
+from collections import Counter
+from itertools import product
 
 import torch
 
@@ -184,3 +186,33 @@ def _steps_of_tiles(left: torch.Tensor, right: torch.Tensor, total: torch.Tensor
             here, there = (x[:, first : first + TILE_COLUMNS] for x, first in ((left, row), (right, column)))
             _steps(here.contiguous(), there.contiguous(), tile)
             part.copy_(tile[: part.shape[0], : part.shape[1]])
+
+
+def ways(inner: int, columns: int, dtype: torch.dtype, *, transposed: bool = True) -> Counter[Way]:
+    """Return how blocks of rows are multiplied by ``[inner, columns]``, counted by the way that each height takes."""
+    settings = verified.current_settings(dtype)
+    padded = -(-inner // STEP) * STEP, min(max(columns, TILE_ROWS), WIDTH)
+    with verified.applied(settings):
+        kinds = (Kind(height, *padded, dtype, transposed, 0, False, settings) for height in HEIGHTS)
+        return Counter(verified.way_of(kind) for kind in kinds)
+
+
+def note(inner: int, columns: int, dtype: torch.dtype, *, transposed: bool = True) -> str | None:
+    """Return what ``explain`` says of such products on a CPU where not all go to the library a block at a time."""
+    found = ways(inner, columns, dtype, transposed=transposed)
+    slow = [way for way in (Way.FP64, Way.TILES) if found[way]]
+    return f"products {slow[0].value}" if slow else None
+
+
+SIZES = ((100, 37), (64, 256), (576, 192))
+"""K and N that ``doctor`` tries."""
+
+
+def tried() -> str:
+    """Return what ``doctor`` says: how the products of a few sizes and all dtypes are computed on this CPU."""
+    found = Counter[Way]()
+    for (inner, columns), dtype in product(SIZES, (torch.float32, torch.bfloat16, torch.float16)):
+        for transposed in (True, False):
+            found += ways(inner, columns, dtype, transposed=transposed)
+    counted = "; ".join(f"{found[way]} {way.value}" for way in Way if found[way])
+    return f"{found.total()} kinds tried: {counted}"

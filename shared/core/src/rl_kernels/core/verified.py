@@ -140,7 +140,7 @@ def _tile(inner: int, dtype: torch.dtype, bias: bool, settings: Settings) -> _Ti
     # As small as what is left of the sums, so that it does not hide them.
     extra = (_normal((TILE_COLUMNS,), draw) * 2.0**-20).to(dtype) if bias else None
     product = library(rows, columns.t(), extra)
-    if not _is_accurate(product, rows, columns, extra):
+    if not _is_accurate(inner, dtype, extra, draw):
         return None
     for _ in range(4):
         row, column = torch.randperm(TILE_ROWS, generator=draw), torch.randperm(TILE_COLUMNS, generator=draw)
@@ -218,15 +218,14 @@ def _normal(shape: tuple[int, ...], draw: torch.Generator) -> torch.Tensor:
     return torch.randn(shape, generator=draw, dtype=torch.float32, device="cpu")
 
 
-def _is_accurate(
-    product: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, bias: torch.Tensor | None
-) -> bool:
+def _is_accurate(inner: int, dtype: torch.dtype, bias: torch.Tensor | None, draw: torch.Generator) -> bool:
+    rows, columns = (_normal((count, inner), draw).to(dtype) for count in (TILE_ROWS, TILE_COLUMNS))
+    product = library(rows, columns.t(), bias).double()
     left, right = rows.double(), columns.double().t()
     exact, size = left @ right, left.abs() @ right.abs()
     if bias is not None:
         exact, size = exact + bias.double(), size + bias.double().abs()
-    rounding = torch.finfo(product.dtype).eps * product.double().abs()
-    return bool(((product.double() - exact).abs() <= ERROR * size + rounding).all())
+    return bool(((product - exact).abs() <= ERROR * size + torch.finfo(dtype).eps / 2 * product.abs()).all())
 
 
 def _placed(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, offset: int) -> torch.Tensor:

@@ -1,0 +1,146 @@
+"""Libraries that do not keep a row's bits are found out, and products keep them all the same."""
+
+import pytest
+import torch
+
+from rl_kernels.core import fp64, products, verified
+from rl_kernels.core.testing import Draw, bits_of
+from rl_kernels.core.verified import Way
+
+TRUE_LIBRARY = verified.library
+TILE = torch.Size((verified.TILE_ROWS, verified.TILE_COLUMNS))
+
+
+def halves(block, right, bias):
+    """Return the product as the sum of two: the same but for rounding."""
+    half = block.shape[1] // 2
+    return TRUE_LIBRARY(block[:, :half], right[:half], None) + TRUE_LIBRARY(block[:, half:], right[half:], bias)
+
+
+def by_rows(block, right, bias):
+    return halves(block, right, bias) if len(block) > 64 else None
+
+
+def by_columns(block, right, bias):
+    return halves(block, right, bias) if right.shape[1] % 64 else None
+
+
+def by_layout(block, right, bias):
+    return None if right.stride(0) == 1 else halves(block, right, bias)
+
+
+def by_place(block, right, bias):
+    found = TRUE_LIBRARY(block, right, bias)
+    found[-1] = halves(block, right, bias)[-1]
+    return found
+
+
+def by_neighbors(block, right, bias):
+    return None if block.isfinite().all() else halves(block, right, bias)
+
+
+def by_threads(block, right, bias):
+    return None if torch.get_num_threads() == 1 else halves(block, right, bias)
+
+
+def in_bfloat16(block, right, bias):
+    return TRUE_LIBRARY(block.bfloat16(), right.bfloat16(), None).float()
+
+
+LIBRARIES = {
+    by_rows: Way.TILES,
+    by_columns: Way.TILES,
+    by_layout: Way.TILES,
+    by_place: Way.FP64,
+    by_neighbors: Way.FP64,
+    by_threads: Way.FP64,
+    in_bfloat16: Way.FP64,
+}
+
+
+@pytest.fixture
+def plant(monkeypatch):
+    """Return a function that puts a library in place of PyTorch's; what was tried before is forgotten."""
+
+    def put(library):
+        def called(block, right, bias, out=None):
+            found = library(block, right, bias)
+            found = TRUE_LIBRARY(block, right, bias) if found is None else found
+            return found if out is None else out.copy_(found)
+
+        monkeypatch.setattr(verified, "library", called)
+
+    monkeypatch.setattr(verified, "_ways", {})
+    verified._tile.cache_clear()
+    yield put
+    verified._tile.cache_clear()
+
+
+@pytest.mark.parametrize("library", LIBRARIES, ids=lambda library: library.__name__)
+def test_a_library_that_does_not_keep_bits_is_found_out(plant, torch_threads, library):
+    draw = Draw(torch.float32)
+    a, b = draw.normal(150, 96), draw.normal(96, 100)
+    plant(library)
+    with torch_threads(2):
+        whole = products.matmul(a, b)
+        assert verified.counts()[LIBRARIES[library]] > 0
+        assert products.note(96, 100, torch.float32, transposed=False) == f"products {LIBRARIES[library].value}"
+        for rows in (a[:1], a[:9], a[:64]):
+            assert torch.equal(products.matmul(rows, b), whole[: len(rows)])
+        order = draw.permutation(150)
+        assert torch.equal(products.matmul(a[order], b), whole[order])
+        assert torch.equal(products.matmul(a, b.t().contiguous().t()), whole)
+        others = a.clone()
+        others[::2] = torch.nan
+        assert torch.equal(products.matmul(others, b)[1::2], whole[1::2])
+    if LIBRARIES[library] is Way.FP64:
+        assert torch.equal(whole, fp64.matmul(a, b))
+
+
+def test_this_library_keeps_bits_a_block_at_a_time():
+    assert products.note(576, 1536, torch.float32) is None
+
+
+def test_a_kind_is_tried_once(plant):
+    calls = []
+    plant(lambda block, right, bias: calls.append(block.shape))
+    a, b = torch.ones(8, 32), torch.ones(32, 64)
+    products.matmul(a, b)
+    tried = len(calls)
+    products.matmul(a, b)
+    assert len(calls) == tried + 1
+
+
+def test_tiles_and_blocks_give_the_same_bits(monkeypatch):
+    draw = Draw(torch.float32)
+    a, b = draw.normal(70, 100), draw.normal(100, 90)
+    whole = products.matmul(a, b)
+    monkeypatch.setattr(verified, "way_of", lambda kind: Way.TILES)
+    assert torch.equal(bits_of(products.matmul(a, b)), bits_of(whole))
+
+
+@pytest.mark.parametrize("way", [Way.TILES, Way.FP64])
+def test_chains_of_tiles_and_in_fp64(monkeypatch, way):
+    draw = Draw(torch.float32)
+    a, dc, start = draw.normal(40, 100), draw.normal(40, 70), draw.normal(100, 70)
+    whole = products.chain_dw(a, dc, start.clone())
+    monkeypatch.setattr(verified, "way_of_steps", lambda out, settings: way)
+    found = products.chain_dw(a, dc, start.clone())
+    if way is Way.TILES:
+        assert torch.equal(found, whole)
+    torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_settings_that_are_switched_in_mid_run_keep_a_rows_bits(dtype):
+    draw = Draw(dtype)
+    a, b = draw.normal(70, 100), draw.normal(100, 90)
+    before = torch.backends.mkldnn.enabled
+    try:
+        for enabled in (True, False):
+            torch.backends.mkldnn.enabled = enabled
+            whole = products.matmul(a, b, out_dtype=dtype)
+            assert torch.equal(products.matmul(a[:1], b, out_dtype=dtype), whole[:1])
+            assert torch.backends.mkldnn.enabled is enabled
+    finally:
+        torch.backends.mkldnn.enabled = before
