@@ -202,12 +202,12 @@ class Steps:
     def cut(self, inputs: Inputs, workspace: int, needed: Sequence[bool], buffers: int = 0) -> tuple[int, int]:
         """Return (piece, height): a piece is a unit; the height is a multiple of 64, at least 64.
 
-        The workspace holds two FP64 copies of a piece of the weight, its dW total, ``buffers`` like it, and per row a
-        few temporaries the size of its logits.
+        The workspace holds a copy of a piece of the weight, its dW total, ``buffers`` like it, and per row a few
+        temporaries the size of its logits.
         """
         size = inputs.hidden.shape[1]
         item = rowwise.compute_dtype(inputs.hidden.dtype).itemsize
-        height = (workspace - UNIT * size * (16 + item * (1 + buffers))) // (item * (8 * UNIT + 2 * size))
+        height = (workspace - UNIT * size * item * (2 + buffers)) // (item * (8 * UNIT + 2 * size))
         return UNIT, max(height // BLOCK, 1) * BLOCK
 
     def room(self, hidden: torch.Tensor, width: int) -> torch.Tensor:
