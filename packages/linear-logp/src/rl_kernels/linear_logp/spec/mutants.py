@@ -17,6 +17,8 @@ MODULES = (
     "rl_kernels.linear_logp.backends.native",
 )
 
+LOGITS = "x = products.matmul(block.hidden, block.weight[columns].t())"
+DW = "products.chain_dw(dz, hidden, total)"
 _LOGITS = (
     Bug("maximum not subtracted", "top = x.amax(-1)", "top = torch.zeros_like(x[:, 0])"),
     Bug("merge without rescaling", "scale = shift.exp()", "scale = torch.ones_like(shift)"),
@@ -27,20 +29,20 @@ _LOGITS = (
     ),
     Bug(
         "last K step skipped",
-        "left[row : row + BLOCK].double().contiguous() @ slab",
-        "left[row : row + BLOCK, :-STEP].double().contiguous() @ slab[:-STEP]",
+        LOGITS,
+        "x = products.matmul(block.hidden[:, :-16], block.weight[columns, :-16].t())",
     ),
     Bug(
         "library product instead of fixed blocks",
-        "return _product(x, weight.shape[0]",
-        "return x.to(compute_dtype(x.dtype)) @ weight.to(compute_dtype(x.dtype)).t()\n    return _product(x, 0",
+        LOGITS,
+        "x = block.hidden.float() @ block.weight[columns].float().t()",
     ),
     Bug(
         "units follow the rows",
         "slices(len(block.weight), UNIT)",
         "slices(len(block.weight), UNIT if block.hidden.shape[0] > 4 else 2 * UNIT)",
     ),
-    Bug("logits rounded to BF16", "block.weight[columns])\n", "block.weight[columns]).bfloat16().float()\n"),
+    Bug("logits rounded to BF16", LOGITS, f"{LOGITS}.bfloat16().float()"),
     Bug(
         "cap after the temperature",
         "return x if block.cap is None else block.cap(x)",
@@ -97,10 +99,10 @@ _GRADIENTS = (
     Bug("gradient through entropy dropped", "if up.grad_entropy is not None and up.entropy is not None:", "if False:"),
     Bug(
         "last tokens of dW skipped",
-        "for row in range(0, a.shape[0], STEP):",
-        "for row in range(0, a.shape[0] - STEP + 1, STEP):",
+        DW,
+        DW.replace("dz, hidden", "dz[: len(dz) // 16 * 16], hidden[: len(dz) // 16 * 16]"),
     ),
-    Bug("dW of the first slab alone", "range(0, out.shape[1], SLAB)", "range(0, min(out.shape[1], SLAB), SLAB)"),
+    Bug("dW of the first columns alone", DW, DW.replace("hidden, total", "hidden[:, :16], total[:, :16]")),
     Bug("dW does not continue its buffer", "in_turn = part.start > 0 or sums", "in_turn = sums"),
     Bug("last joined chain left out", "total.add(chain)\n", "total.add(chain) if rows.stop < count else None\n"),
     Bug("joined chain of the bias not begun anew", "self.bias.zero_()\n", "pass\n"),

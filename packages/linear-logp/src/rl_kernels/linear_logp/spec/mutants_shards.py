@@ -68,5 +68,4 @@ SHARDS = (
         "return dhidden if partial else dhidden.to(",
         "return dhidden.to(hidden.dtype).to(dhidden.dtype) if partial else dhidden.to(",
     ),
-    Bug("sum of -0 with an empty segment", "if segment is segments[-1] and", "if False and"),
 )
