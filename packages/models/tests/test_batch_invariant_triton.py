@@ -46,7 +46,7 @@ def unfused(monkeypatch, call, *args):
     ("rows", "columns"),
     [(70, 1), (70, 3), (3, 100), (70, 300), (2, 2049), (3, SEGMENT), (2, SEGMENT + 1), (1, 17 * SEGMENT + 5)],
 )
-def test_mean_has_the_bits_of_row_sum(monkeypatch, device, dtype, rows, columns):
+def test_mean_has_the_bits_of_tree_sum(monkeypatch, device, dtype, rows, columns):
     x = drawn((rows, columns), device, dtype)
     seen = launches(monkeypatch, "segment_sums")
     expected = unfused(monkeypatch, reductions.mean, x, -1, False)

@@ -1,18 +1,23 @@
 """Batch-invariant sums and softmax statistics: a row gives the same bits wherever it is in the batch.
 
-Library sums choose their reduction order by shape, alignment and thread count. Here every order is fixed: power-of-two
-trees of element-wise additions over fixed segments, merged in ascending order. Products are in ``products``.
+Library sums choose their reduction order by shape, alignment and thread count. Here every order is fixed: sums are sums
+of 64 terms by the library, once it is seen to give them the same bits in every row, or power-of-two trees of
+element-wise additions over fixed segments, merged in ascending order. Products are in ``products``.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import _disable_current_modes
 
 STEP = 16
 """Terms added by one step of a chain, and the multiple to which inner sizes are padded with zeros."""
+FAN = 64
+"""Terms that the library adds at once in a row's sum."""
 SEGMENT = 4096
 """Longest segment of a row that one tree sums."""
 
@@ -34,10 +39,31 @@ def pad_to(x: torch.Tensor, dim: int, multiple: int) -> torch.Tensor:
 
 
 def row_sum(x: torch.Tensor) -> torch.Tensor:
-    """Return the sum over the last dim of ``x[..., n]``: trees over segments, merged in ascending order.
+    """Return the sum over the last dim of ``x[..., n]``: sums of 64 terms, the sums of 64 of these, and so on.
 
-    Zeros appended to a row change no bit, nor does the sign of a zero: an all-zero row sums to +0.
+    Zeros appended to a row change no bit, nor does the sign of a zero: an all-zero row sums to +0. On a GPU, under
+    torch.compile, and where the library's sum of 64 terms depends on a row's place, this is ``tree_sum``.
     """
+    if x.device.type != "cpu" or torch.compiler.is_compiling() or not _sums_rows_alike(x.dtype):
+        return tree_sum(x)
+    padded = pad_to(x, -1, FAN).contiguous()
+    sums = padded.view(*x.shape[:-1], padded.shape[-1] // FAN, FAN).sum(-1)
+    return row_sum(sums) if sums.shape[-1] > 1 else sums.sum(-1)
+
+
+@functools.cache
+def _sums_rows_alike(dtype: torch.dtype) -> bool:
+    """Say whether the library sums FAN terms in one order, in every row of a contiguous tensor; tried once."""
+    with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
+        # Enough rows for several threads. One more element in front: rows are then aligned to one element only.
+        rows = torch.linspace(1, 1000, 1031 * FAN + 1, dtype=dtype, device="cpu").sin_()[1:].view(-1, FAN)
+        sums = rows.sum(-1)
+        cuts = [slice(row, row + height) for height in (1, 2, 3, 64) for row in range(131)]
+        return all(torch.equal(rows[cut].clone().sum(-1), sums[cut]) for cut in cuts)
+
+
+def tree_sum(x: torch.Tensor) -> torch.Tensor:
+    """Return ``row_sum`` in another order, on every device: trees over segments, merged in ascending order."""
     trees = _tree(pad_to(x, -1, SEGMENT).unflatten(-1, (-1, SEGMENT)) if x.shape[-1] > SEGMENT else x[..., None, :])
     total = x.new_zeros(x.shape[:-1])
     for segment in trees.unbind(-1):

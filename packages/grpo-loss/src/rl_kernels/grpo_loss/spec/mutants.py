@@ -55,10 +55,10 @@ SUMS = (
     ),
     Bug(
         "segments follow the length",
-        "pad_to(x, -1, SEGMENT).unflatten(-1, (-1, SEGMENT)) if x.shape[-1] > SEGMENT",
-        "pad_to(x, -1, 2).unflatten(-1, (2, -1)) if x.shape[-1] > 1",
+        "pad_to(x, -1, FAN).contiguous()",
+        "F.pad(x, [-x.shape[-1] % FAN, 0]).contiguous()",
     ),
-    Bug("last segment skipped", "trees.unbind(-1)", "trees.unbind(-1)[: max(x.shape[-1] // SEGMENT, 1)]"),
+    Bug("last terms skipped", "return row_sum(sums) if", "return row_sum(sums[..., :-1]) if"),
     Bug(
         "last block of sequences skipped",
         "range(0, current.shape[0], height)",

@@ -10,7 +10,7 @@ import torch
 from rl_kernels.core import validate as check
 from rl_kernels.core.dispatch import choose
 from rl_kernels.core.gpu import device_of
-from rl_kernels.core.rowwise import SEGMENT, compute_dtype, row_sum
+from rl_kernels.core.rowwise import SEGMENT, compute_dtype, tree_sum
 from rl_kernels.core.torchlib import scalar
 from rl_kernels.core.triton_lib.launch import ceil_div, launch
 from rl_kernels.fused_logp.op import OPERATOR, describe, ops
@@ -123,7 +123,7 @@ def mean(
     if _fits_triton(rows, dtype):
         found = _row_means(rows, dtype)
     else:
-        total = row_sum(rows.to(work))
+        total = tree_sum(rows.to(work))
         # Not by a Python number: on a GPU PyTorch multiplies by its reciprocal, which rounds twice.
         found = (total / total.new_full((), count)).to(dtype)
     return found.view([1 if place in reduced else size for place, size in enumerate(x.shape)]) if keepdim else found
@@ -136,7 +136,7 @@ def _fits_triton(x: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def _row_means(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return ``row_sum(x[..., n]) / n`` in a dtype, bitwise identical to the PyTorch path."""
+    """Return ``tree_sum(x[..., n]) / n`` in a dtype, bitwise identical to the PyTorch path."""
     from rl_kernels.models.clients.batch_invariant_ops import kernels
 
     rows = x.reshape(-1, x.shape[-1])
