@@ -1,4 +1,4 @@
-"""rms_norm and layer_norm in PyTorch, for any device: every sum is a tree of element-wise additions over the row.
+"""rms_norm and layer_norm in PyTorch, for any device: the sum of a row is ``core.rowwise.row_sum``.
 
 The gradients of weight and bias are sums over the rows: a tree within each 16 rows, then the sums of these in ascending
 order, on top of the values in the buffer.
@@ -23,17 +23,22 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (norm ``[N, D]``, stats ``[2, N]``)."""
     row = x.to(compute_dtype(x.dtype))
-    mean = _mean(row) if centred else torch.zeros_like(row[:, 0])
-    row = row - mean[:, None] if centred else row
-    inverse = 1 / (_mean(row * row) + eps).sqrt()
+    mean = _mean(row) if centred else row.new_zeros(len(row))
+    if centred:
+        row = row - mean[:, None]
+    inverse = (_mean(row * row) + eps).sqrt_().reciprocal_()
     row = row * inverse[:, None]
     if cast_first and weight is not None:
         row = row.to(x.dtype).to(row.dtype)
     if weight is not None:
-        row = row * (weight.to(row.dtype) + offset)
+        row *= _scale(weight, offset, row.dtype)
     if bias is not None:
-        row = row + bias.to(row.dtype)
+        row += bias.to(row.dtype)
     return row.to(result_dtype(x, weight, cast_first)).contiguous(), torch.stack((inverse, mean))
+
+
+def _scale(weight: torch.Tensor, offset: float, dtype: torch.dtype) -> torch.Tensor:
+    return weight.to(dtype) + offset if offset else weight.to(dtype)
 
 
 def forward_sum(
@@ -94,15 +99,15 @@ def _terms(
     """Return (dx, terms of dweight, terms of dbias); the terms are yet to be summed over the rows."""
     inverse, mean = stats[0, :, None], stats[1, :, None]
     upstream = grad.to(stats.dtype)
-    scaled = (x.to(stats.dtype) - mean) * inverse
-    pull = upstream if weight is None else upstream * (weight.to(stats.dtype) + offset)
-    part = pull - scaled * _mean(pull * scaled)[:, None]
+    scaled = (x.to(stats.dtype) - mean).mul_(inverse) if centred else x.to(stats.dtype) * inverse
+    pull = upstream if weight is None else upstream * _scale(weight, offset, stats.dtype)
+    dx = pull - scaled * _mean(pull * scaled)[:, None]
     if centred:
-        part = part - _mean(pull)[:, None]
-    dx = part * inverse
+        dx -= _mean(pull)[:, None]
+    dx *= inverse
     if grad_sum is not None:
-        dx = dx + grad_sum.to(stats.dtype)
-    return dx.to(x.dtype).contiguous(), upstream * scaled, upstream
+        dx += grad_sum.to(stats.dtype)
+    return dx.to(x.dtype).contiguous(), upstream.mul(scaled), upstream
 
 
 def _mean(x: torch.Tensor) -> torch.Tensor:
@@ -118,7 +123,7 @@ def _chain(terms: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
     while width > 1:
         width //= 2
         parts = parts[:, :width] + parts[:, width:]
-    total = start
-    for part in parts.unbind(0):
-        total = total + part[0]
+    total = start.clone()
+    for part in parts[:, 0].unbind():
+        total += part
     return total

@@ -9,20 +9,18 @@ BUGS = (
     Bug("eps missing", "(_mean(row * row) + eps)", "_mean(row * row)"),
     Bug("mean by a library", "mean = _mean(row) if", "mean = row.mean(-1) if"),
     Bug("squares by a library", "(_mean(row * row) + eps)", "((row * row).mean(-1) + eps)"),
-    Bug("offset missing", "row * (weight.to(row.dtype) + offset)", "row * weight.to(row.dtype)"),
-    Bug("offset missing in the gradient", "upstream * (weight.to(stats.dtype) + offset)", "upstream * weight"),
-    Bug("weight rounded with its offset", "(weight.to(row.dtype) + offset)", "(weight + offset).to(row.dtype)"),
+    Bug("offset missing", "row *= _scale(weight, offset, row.dtype)", "row *= weight.to(row.dtype)"),
+    Bug("offset missing in the gradient", "upstream * _scale(weight, offset, stats.dtype)", "upstream * weight"),
+    Bug("weight rounded with its offset", "weight.to(dtype) + offset if offset", "(weight + offset).to(dtype) if offset"),
     Bug("sum not rounded", "(x.to(dtype) + residual.to(dtype)).to(x.dtype).contiguous()", "x.to(dtype) + residual"),
-    Bug("gradient of the sum lost", "dx = dx + grad_sum.to(stats.dtype)", "dx = dx * 1"),
-    Bug("mean of the gradient left", "part = part - _mean(pull)[:, None]", "part = part * 1"),
+    Bug("gradient of the sum lost", "dx += grad_sum.to(stats.dtype)", "pass"),
+    Bug("mean of the gradient left", "dx -= _mean(pull)[:, None]", "pass"),
     Bug("projection left out", "pull - scaled * _mean(pull * scaled)[:, None]", "pull * 1"),
-    Bug("mean not subtracted in the gradient", "(x.to(stats.dtype) - mean) * inverse", "x.to(stats.dtype) * inverse"),
+    Bug("mean not subtracted in the gradient", "(x.to(stats.dtype) - mean).mul_(inverse) if centred else ", ""),
     Bug("buffer overwritten", "_chain(terms, main_grad)", "_chain(terms, torch.zeros_like(main_grad))"),
-    Bug("terms summed by a library", "    total = start\n", "    return start + terms.sum(0)\n"),
+    Bug("terms summed by a library", "    total = start.clone()\n", "    return start + terms.sum(0)\n"),
     Bug("steps counted from the last row", "pad_to(terms, 0, STEP)", "pad_to(terms.flip(0), 0, STEP).flip(0)"),
-    Bug(
-        "bias in the wrong place", "row = row + bias.to(row.dtype)", "row = row + bias.to(row.dtype) * inverse[:, None]"
-    ),
+    Bug("bias in the wrong place", "row += bias.to(row.dtype)", "row += bias.to(row.dtype) * inverse[:, None]"),
 )
 
 CASES = (
