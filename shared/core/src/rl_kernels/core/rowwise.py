@@ -44,11 +44,11 @@ def row_sum(x: torch.Tensor) -> torch.Tensor:
     Zeros appended to a row change no bit, nor does the sign of a zero: an all-zero row sums to +0. On a GPU, under
     torch.compile, and where the library's sum of 64 terms depends on a row's place, this is ``tree_sum``.
     """
-    if x.device.type != "cpu" or torch.compiler.is_compiling() or not _sums_rows_alike(x.dtype):
+    if not x.is_cpu or not x.shape[-1] or torch.compiler.is_compiling() or not _sums_rows_alike(x.dtype):
         return tree_sum(x)
     padded = pad_to(x, -1, FAN).contiguous()
     sums = padded.view(*x.shape[:-1], padded.shape[-1] // FAN, FAN).sum(-1)
-    return row_sum(sums) if sums.shape[-1] > 1 else sums.sum(-1)
+    return row_sum(sums) if sums.shape[-1] > 1 else sums.squeeze(-1)
 
 
 @functools.cache
@@ -119,10 +119,11 @@ def softmax_state(x: torch.Tensor, temperature: torch.Tensor, *, entropy: bool) 
     """Return the state of ``x[N, n]``, n >= 1, with ``temperature[N, 1]``; a -inf entry adds nothing to it."""
     top = x.amax(-1)
     # Subtract before scaling: exact for the values that matter, however large they are.
-    shifted = (x - torch.where(top == -torch.inf, 0.0, top)[:, None]) / temperature
+    shifted = (x - torch.where(top == -torch.inf, 0.0, top)[:, None]).div_(temperature)
+    if not entropy:
+        return SoftmaxState(top, row_sum(shifted.exp_()), None)
     power = shifted.exp()
-    weighted = row_sum(torch.where(power == 0, 0.0, power * shifted)) if entropy else None
-    return SoftmaxState(top, row_sum(power), weighted)
+    return SoftmaxState(top, row_sum(power), row_sum(shifted.clamp_(min=SMALLEST_SHIFT).mul_(power)))
 
 
 def merge(left: SoftmaxState, right: SoftmaxState, temperature: torch.Tensor) -> SoftmaxState:
@@ -161,9 +162,14 @@ def finish(state: SoftmaxState, temperature: torch.Tensor) -> Statistics:
 
 def select(z: torch.Tensor, ids: torch.Tensor, first: int = 0) -> torch.Tensor:
     """Return ``z[i, ids[i] - first]`` for each row, 0 where that column is not in this part of the row."""
-    column = ids.long() - first
-    inside = (column >= 0) & (column < z.shape[1])
-    return torch.where(inside, z.gather(1, column.clamp(0, z.shape[1] - 1)[:, None])[:, 0], 0.0)
+    column, inside = _column_of(z, ids, first)
+    return torch.where(inside, z.gather(1, column), 0.0)[:, 0]
+
+
+def _column_of(z: torch.Tensor, ids: torch.Tensor, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the column ``[N, 1]`` of each row's id in this part of the row, and whether it is there."""
+    column = ids.long()[:, None] - first
+    return column.clamp(0, z.shape[1] - 1), (column >= 0) & (column < z.shape[1])
 
 
 def outside(ids: torch.Tensor, size: int) -> torch.Tensor:
@@ -192,18 +198,22 @@ def dlogits(x: torch.Tensor, temperature: torch.Tensor, up: LogpUpstream, first:
 
     dx_j = (g_logp (1[j = id] - p_j) + g_lse p_j - g_H p_j (log p_j + H)) / temperature.
     """
-    log_p = (x - up.norm[:, :1]) / temperature - up.norm[:, 1:]
+    log_p = (x - up.norm[:, :1]).div_(temperature).sub_(up.norm[:, 1:])
     p = log_p.exp()
-    dz = torch.zeros_like(x)
-    if up.grad_logp is not None:
-        chosen = torch.arange(first, first + x.shape[1], device=x.device) == up.ids[:, None]
-        dz = up.grad_logp[:, None] * (chosen.to(x.dtype) - p)
+    if up.grad_logp is None:
+        dz = torch.zeros_like(p)
+    else:
+        down = -up.grad_logp[:, None]
+        dz = p * down
+        column, inside = _column_of(x, up.ids, first)
+        dz.scatter_(1, column, (p.gather(1, column) - inside.to(p.dtype)) * down)
     if up.grad_logsumexp is not None:
-        dz = dz + up.grad_logsumexp[:, None] * p
+        dz += up.grad_logsumexp[:, None] * p
     if up.grad_entropy is not None and up.entropy is not None:
-        surprise = torch.where(p == 0, 0.0, p * (log_p + up.entropy[:, None]))
-        dz = dz - up.grad_entropy[:, None] * surprise
-    return dz / temperature
+        # Clamped, because -inf times a probability of 0 is NaN.
+        surprise = log_p.clamp_(min=SMALLEST_SHIFT).add_(up.entropy[:, None]).mul_(p)
+        dz -= surprise.mul_(up.grad_entropy[:, None])
+    return dz.div_(temperature)
 
 
 def per_row(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

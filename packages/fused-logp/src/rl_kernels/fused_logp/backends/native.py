@@ -128,8 +128,13 @@ def _gradients(
         x = logits[rows].to(temperature.dtype)
         known = rowwise.LogpUpstream(token_ids, norm, *upstream).rows(rows)
         dx = rowwise.dlogits(x, _column(temperature, rows, x), known)
-        dx = torch.where(_undefined(known.ids, x.shape[1], known.norm)[:, None], torch.nan, dx)
-        yield rows, torch.where(_active(known.ids, ignore_index)[:, None], dx, 0.0).to(logits.dtype)
+        active = _active(known.ids, ignore_index)
+        is_gradient = active & ~_undefined(known.ids, x.shape[1], known.norm)
+        # Asking a GPU would sync.
+        if x.is_cuda or not is_gradient.all():
+            other = torch.where(active, torch.nan, 0.0).to(dx.dtype)
+            dx = torch.where(is_gradient[:, None], dx, other[:, None])
+        yield rows, dx.to(logits.dtype)
 
 
 def _blocks(logits: torch.Tensor, row_indices: torch.Tensor | None) -> Iterator[Rows]:

@@ -54,7 +54,7 @@ _ROWS = (
         "torch.where(active if value.ndim == 1 else active[:, None], value, 0.0)",
         "value * active.view(-1, *[1] * (value.ndim - 1))",
     ),
-    Bug("mask missing in backward", "torch.where(_active(known.ids, ignore_index)[:, None], dx, 0.0)", "dx"),
+    Bug("mask missing in backward", "torch.where(active, torch.nan, 0.0)", "torch.full_like(active, torch.nan, dtype=dx.dtype)"),
     Bug(
         "row_indices ignored in backward",
         "_blocks(logits, row_indices):\n        x = logits[rows].to(temperature.dtype)\n        known",
@@ -78,11 +78,11 @@ _OPTIONS = (
     ),
     Bug(
         "temperature missing in backward",
-        "return dz / temperature",
+        "return dz.div_(temperature)",
         "return dz",
     ),
     Bug("gradient through logsumexp dropped", "if up.grad_logsumexp is not None:", "if False:"),
-    Bug("gradient through entropy of the wrong sign", "dz = dz - up.grad_entropy", "dz = dz + up.grad_entropy"),
+    Bug("gradient through entropy of the wrong sign", "dz -= surprise", "dz += surprise"),
 )
 
 MUTANTS = (Mutants("native", MODULES, (*_SOFTMAX, *_ROWS, *_OPTIONS)), *mutants_cuda.MUTANTS, *mutants_triton.MUTANTS)

@@ -93,7 +93,7 @@ _TARGETS = (
 _GRADIENTS = (
     Bug(
         "temperature missing in backward",
-        "return dz / temperature",
+        "return dz.div_(temperature)",
         "return dz",
     ),
     Bug("gradient through entropy dropped", "if up.grad_entropy is not None and up.entropy is not None:", "if False:"),
