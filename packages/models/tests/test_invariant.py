@@ -86,6 +86,22 @@ def test_activations(act, dtype):
     assert bool(leaf.grad.isfinite().all())
 
 
+def test_silu_has_first_and_second_derivatives_also_of_huge_values():
+    made, values = nn.Sequential(nn.SiLU()), Draw(torch.float32, seed=5).normal(2, 500, scale=5.0)
+    values[0, :3] = torch.tensor([-1e30, -200.0, 200.0])
+    leaf, gold = values.requires_grad_(), values.detach().double().requires_grad_()
+    (expected,) = torch.autograd.grad(nn.functional.silu(gold).sum(), gold, create_graph=True)
+    with invariant(made):
+        (found,) = torch.autograd.grad(made(leaf).sum(), leaf)
+        (again,) = torch.autograd.grad(made(leaf).sum(), leaf, create_graph=True)
+        (tail,) = torch.autograd.grad(made(leaf[0, 100:109]).sum(), leaf)
+    assert torch.equal(found, again)
+    assert torch.equal(found[0, 100:109], tail[0, 100:109])
+    torch.testing.assert_close(found, expected.float(), rtol=1e-5, atol=1e-6)
+    second = torch.autograd.grad(again[1].sum(), leaf)[0], torch.autograd.grad(expected[1].sum(), gold)[0]
+    torch.testing.assert_close(second[0], second[1].float(), rtol=1e-5, atol=1e-6)
+
+
 def test_gradients_are_those_of_the_model_and_rows_of_them_follow_nothing(x):
     made, upstream = model(), Draw(torch.float32, seed=5).normal(37, 24)
 

@@ -8,7 +8,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd import forward_ad
 
+from rl_kernels.core.saved import save
+from rl_kernels.core.torchlib import is_traced
 from rl_kernels.core.validate import HALF_AND_FLOAT
 from rl_kernels.models.subclasses import subclass
 
@@ -39,7 +42,31 @@ def _sigmoid(x: torch.Tensor) -> torch.Tensor:
 
 
 def _silu(x: torch.Tensor) -> torch.Tensor:
-    return x * _sigmoid(x)
+    if torch.compiler.is_compiling() or is_traced() or forward_ad._current_level >= 0:
+        return x / (1 + (-x).clamp(max=80).exp())
+    if torch.is_grad_enabled() and x.requires_grad:
+        found: torch.Tensor = _Silu.apply(x)
+        return found
+    return x / x.neg().clamp_(max=80).exp_().add_(1)
+
+
+class _Silu(torch.autograd.Function):
+    """SiLU that saves its input alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        save(ctx, x)
+        return _silu(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        # Clamped, because x times a sigmoid of almost 0 is far from 0 where x is huge.
+        x = ctx.saved_tensors[0].clamp(min=-80)
+        if torch.is_grad_enabled() or is_traced():
+            sigmoid = _sigmoid(x)
+            return grad * (sigmoid * (1 + x * (1 - sigmoid)))
+        sigmoid = x.neg().exp_().add_(1).reciprocal_()
+        return (1 - sigmoid).mul_(x).add_(1).mul_(sigmoid).mul_(grad)
 
 
 def silu(x: torch.Tensor) -> torch.Tensor:
