@@ -54,7 +54,7 @@ _ROWS = (
         "torch.where(active if value.ndim == 1 else active[:, None], value, 0.0)",
         "value * active.view(-1, *[1] * (value.ndim - 1))",
     ),
-    Bug("mask missing in backward", "torch.where(active, torch.nan, 0.0)", "torch.full_like(active, torch.nan, dtype=dx.dtype)"),
+    Bug("mask missing in backward", "torch.where(active, torch.nan, 0.0)", "torch.where(active, torch.nan, torch.nan)"),
     Bug(
         "row_indices ignored in backward",
         "_blocks(logits, row_indices):\n        x = logits[rows].to(temperature.dtype)\n        known",

@@ -11,7 +11,7 @@ BUGS = (
     Bug("squares by a library", "(_mean(row * row) + eps)", "((row * row).mean(-1) + eps)"),
     Bug("offset missing", "row *= _scale(weight, offset, row.dtype)", "row *= weight.to(row.dtype)"),
     Bug("offset missing in the gradient", "upstream * _scale(weight, offset, stats.dtype)", "upstream * weight"),
-    Bug("weight rounded with its offset", "weight.to(dtype) + offset if offset", "(weight + offset).to(dtype) if offset"),
+    Bug("weight rounded with its offset", "weight.to(dtype) + offset if", "(weight + offset).to(dtype) if"),
     Bug("sum not rounded", "(x.to(dtype) + residual.to(dtype)).to(x.dtype).contiguous()", "x.to(dtype) + residual"),
     Bug("gradient of the sum lost", "dx += grad_sum.to(stats.dtype)", "pass"),
     Bug("mean of the gradient left", "dx -= _mean(pull)[:, None]", "pass"),
