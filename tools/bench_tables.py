@@ -4,6 +4,7 @@
 |---|---|---|
 | packages/X/benchmarks/results/ | `rl-kernels bench --json` | packages/X/README.md and benchmarks/README.md |
 | tools/results/*-model-*.json | `tools/model_step.py` | packages/models/benchmarks/README.md |
+| tools/results/cpu-model.json | `tools/cpu_model.py` | packages/models/benchmarks/README.md |
 | tools/results/*-client-calls.json | `tools/client_calls.py` | packages/models/benchmarks/README.md |
 | tools/results/*-grpo-step*.json | `tools/grpo_step.py` | docs/benchmarks/grpo-step.md |
 | tools/results/*-host.json | `rl-kernels bench --set host` | docs/benchmarks/host-time.md |
@@ -45,6 +46,7 @@ from tool_tables import (
     chains,
     client_calls,
     compiled,
+    cpu_models,
     demos,
     hosts,
     mismatch,
@@ -109,6 +111,7 @@ def pages(root: Path, packages: dict[str, dict[str, Document]]) -> Iterator[tupl
     of_models = {
         "model step": model_steps(named("*-model-step.json")),
         "model bits": model_bits(named("*-model-bits.json")),
+        "cpu model": cpu_models(named("cpu-model.json")),
         "batch_invariant_ops": client_calls(calls, "products"),
         "flash attention": client_calls(calls, "attention"),
     }

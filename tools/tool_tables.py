@@ -173,6 +173,23 @@ def filled(parts: Sequence[str]) -> str:
     return "\n" + "\n\n".join(parts) + "\n\n" if parts else NOTHING
 
 
+def cpu_models(files: Iterable[Path]) -> str:
+    """Return the tables of a small model on the CPU: milliseconds, stock and under ``invariant``, and their ratio."""
+    parts = []
+    for file in files:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        given, timed = found["settings"], found["ms"]
+        rows = [["ms", *(cell for dtype in timed for cell in (f"stock {dtype}", "`invariant`", "ratio"))]]
+        for call in next(iter(timed.values())):
+            pairs = [(ms[call]["stock"], ms[call]["invariant"]) for ms in timed.values()]
+            cells = (cell for stock, own in pairs for cell in (digits(stock), digits(own), f"{own / stock:.2f}"))
+            rows.append([call, *cells])
+        sizes = f"{given['layers']} layers, hidden {given['hidden_size']}, vocabulary {given['vocab_size']}"
+        threads = f"{found['environment']['threads']} threads"
+        parts.append(f"A Llama of {sizes}:\n\n{as_table(rows)}\n\n{ran_on(found['environment'])}, {threads}")
+    return filled(parts)
+
+
 def model_steps(files: Iterable[Path]) -> str:
     """Return the tables of whole models: milliseconds, and beside them their share of the stock model's."""
     parts = []
