@@ -14,9 +14,10 @@ def same_bits(left, right):
     return left.dtype == right.dtype and torch.equal(bits_of(left), bits_of(right))
 
 
-# A tree of n terms rounds each of them log2(n) times, then once a segment; 64 terms in 16 lanes of 4, 3 + 16 times.
+# A tree of n terms rounds each of them log2(n) times, then once a segment; the library's sum of 64 terms in 16 lanes
+# rounds 3 + 16 times, the sum of these is FP64.
 ROUNDS = {
-    rowwise.row_sum: lambda length: 20 * (1 + (length > 64) + (length > 64 * 64)),
+    rowwise.row_sum: lambda length: 20,
     rowwise.tree_sum: lambda length: length.bit_length() + length // rowwise.SEGMENT + 1,
 }
 each_sum = pytest.mark.parametrize("total", ROUNDS, ids=lambda total: total.__name__)
@@ -79,15 +80,15 @@ def test_a_library_that_sums_few_rows_in_another_order_is_not_used(monkeypatch, 
     library = torch.Tensor.sum
 
     def planted(x, dim):
-        return library(x.flip(-1) if len(x) == height else x, dim)
+        return library(x * 3 if len(x) == height else x, dim)
 
     x = Draw(torch.float32).normal(5, 1000)
-    rowwise._sums_rows_alike.cache_clear()
+    rowwise._library_sums_rows_alike.cache_clear()
     monkeypatch.setattr(torch.Tensor, "sum", planted)
     try:
         assert same_bits(rowwise.row_sum(x), rowwise.tree_sum(x))
     finally:
-        rowwise._sums_rows_alike.cache_clear()
+        rowwise._library_sums_rows_alike.cache_clear()
 
 
 def one(x):

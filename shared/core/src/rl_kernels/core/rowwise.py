@@ -39,27 +39,31 @@ def pad_to(x: torch.Tensor, dim: int, multiple: int) -> torch.Tensor:
 
 
 def row_sum(x: torch.Tensor) -> torch.Tensor:
-    """Return the sum over the last dim of ``x[..., n]``: sums of 64 terms, the sums of 64 of these, and so on.
+    """Return the sum over the last dim of ``x[..., n]``: sums of 64 terms, added in ascending order.
 
     Zeros appended to a row change no bit, nor does the sign of a zero: an all-zero row sums to +0. On a GPU, under
-    torch.compile, and where the library's sum of 64 terms depends on a row's place, this is ``tree_sum``.
+    torch.compile, and where the library's sums depend on a row's place, this is ``tree_sum``.
     """
-    if not x.is_cpu or not x.shape[-1] or torch.compiler.is_compiling() or not _sums_rows_alike(x.dtype):
+    if not x.is_cpu or not x.shape[-1] or torch.compiler.is_compiling() or not _library_sums_rows_alike(x.dtype):
         return tree_sum(x)
+    return _library_sum(x)
+
+
+def _library_sum(x: torch.Tensor) -> torch.Tensor:
     padded = pad_to(x, -1, FAN).contiguous()
-    sums = padded.view(*x.shape[:-1], padded.shape[-1] // FAN, FAN).sum(-1)
-    return row_sum(sums) if sums.shape[-1] > 1 else sums.squeeze(-1)
+    return padded.view(*x.shape[:-1], padded.shape[-1] // FAN, FAN).sum(-1).cumsum(-1)[..., -1]
 
 
 @functools.cache
-def _sums_rows_alike(dtype: torch.dtype) -> bool:
-    """Say whether the library sums FAN terms in one order, in every row of a contiguous tensor; tried once."""
+def _library_sums_rows_alike(dtype: torch.dtype) -> bool:
+    """Say whether a row's sum by the library depends on that row alone; tried once."""
     with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
-        # Enough rows for several threads. One more element in front: rows are then aligned to one element only.
-        rows = torch.linspace(1, 1000, 1031 * FAN + 1, dtype=dtype, device="cpu").sin_()[1:].view(-1, FAN)
-        sums = rows.sum(-1)
-        cuts = [slice(row, row + height) for height in (1, 2, 3, 64) for row in range(131)]
-        return all(torch.equal(rows[cut].clone().sum(-1), sums[cut]) for cut in cuts)
+        # Enough rows for several threads, aligned to one element only.
+        rows = torch.linspace(1, 1000, 517 * 5 * FAN + 1, dtype=dtype, device="cpu").sin_()[1:].view(517, -1)
+        sums = _library_sum(rows)
+        cuts = [slice(row, row + height) for height in (1, 2, 3, 64) for row in range(67)]
+        alone = all(torch.equal(_library_sum(rows[cut].clone()), sums[cut]) for cut in cuts)
+        return alone and torch.equal(_library_sum(F.pad(rows, [0, 9 * FAN])), sums)
 
 
 def tree_sum(x: torch.Tensor) -> torch.Tensor:

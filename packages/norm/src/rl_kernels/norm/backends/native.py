@@ -26,7 +26,7 @@ def forward(
     mean = _mean(row) if centred else row.new_zeros(len(row))
     if centred:
         row = row - mean[:, None]
-    inverse = (_mean(row * row) + eps).sqrt_().reciprocal_()
+    inverse = _mean(row * row).add_(eps).sqrt_().reciprocal_()
     row = row * inverse[:, None]
     if cast_first and weight is not None:
         row = row.to(x.dtype).to(row.dtype)
@@ -111,7 +111,7 @@ def _terms(
 
 
 def _mean(x: torch.Tensor) -> torch.Tensor:
-    return row_sum(x) / x.shape[-1]
+    return row_sum(x).div_(x.shape[-1])
 
 
 def _chain(terms: torch.Tensor, start: torch.Tensor) -> torch.Tensor:

@@ -6,9 +6,9 @@ from rl_kernels.core.testing import Bug, Mutants
 from rl_kernels.norm.spec.mutants_triton import MUTANTS as TRITON
 
 BUGS = (
-    Bug("eps missing", "(_mean(row * row) + eps)", "_mean(row * row)"),
+    Bug("eps missing", "_mean(row * row).add_(eps)", "_mean(row * row)"),
     Bug("mean by a library", "mean = _mean(row) if", "mean = row.mean(-1) if"),
-    Bug("squares by a library", "(_mean(row * row) + eps)", "((row * row).mean(-1) + eps)"),
+    Bug("squares by a library", "_mean(row * row)", "(row * row).mean(-1)"),
     Bug("offset missing", "row *= _scale(weight, offset, row.dtype)", "row *= weight.to(row.dtype)"),
     Bug("offset missing in the gradient", "upstream * _scale(weight, offset, stats.dtype)", "upstream * weight"),
     Bug("weight rounded with its offset", "weight.to(dtype) + offset if", "(weight + offset).to(dtype) if"),
