@@ -1,8 +1,8 @@
 """Batch-invariant sums and softmax statistics: a row gives the same bits wherever it is in the batch.
 
-Library sums choose their reduction order by shape, alignment and thread count. Here every order is fixed: sums are sums
-of 64 terms by the library, once it is seen to give them the same bits in every row, or power-of-two trees of
-element-wise additions over fixed segments, merged in ascending order. Products are in ``products``.
+Library sums choose their reduction order by shape, alignment and thread count. Here every order is fixed: sums of 64
+terms by the library, once it is seen to give them the same bits in every row, added in ascending order; or power-of-two
+trees of element-wise additions over fixed segments, merged in ascending order. Products are in ``products``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """fused_logp in PyTorch, for any device: rows in blocks of bounded memory, every sum in a fixed order.
 
-Reduction order, which is the contract of this backend: a row is cut into segments of 4096 columns. ``two_pass`` takes
-the maximum of the whole row, sums each segment by a tree, and adds the segments in ascending order. ``online`` computes
-the softmax state of each segment and merges the states in ascending order.
+Reduction order, which is the contract of this backend: ``two_pass`` takes the maximum of the whole row, and sums it by
+``core.rowwise.row_sum``. ``online`` computes the softmax state of each segment of 4096 columns and merges the states in
+ascending order.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """grpo_loss in PyTorch, for any device: element-wise operations and sums in a fixed order, no host sync.
 
-Reduction order, which is the contract of this backend: a sequence is cut into segments of 4096 tokens from its start. A
-tree sums each segment, and the segment sums are added in ascending order. The sequence sums are then added in the same
-way. Masked positions are zeros in both, so padding and masked sequences at the end change no bit. Packed sequences are
-padded first. Rewards are summed in FP64 by a tree over each group, from the group's start.
+Reduction order, which is the contract of this backend: ``core.rowwise.row_sum`` sums a sequence from its start, then the
+sums of the sequences. Masked positions are zeros in both, so padding and masked sequences at the end change no bit.
+Packed sequences are padded first. Rewards are summed in FP64 by a tree over each group, from the group's start.
 """
 
 from __future__ import annotations
