@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
+from rl_kernels.core.verified import on_one_thread
+
 STEP = 16
 """Terms added by one step of a chain, and the multiple to which inner sizes are padded with zeros."""
 FAN = 64
@@ -44,7 +46,7 @@ def row_sum(x: torch.Tensor) -> torch.Tensor:
     Zeros appended to a row change no bit, nor does the sign of a zero: an all-zero row sums to +0. On a GPU, under
     torch.compile, and where the library's sums depend on a row's place, this is ``tree_sum``.
     """
-    if not x.is_cpu or not x.shape[-1] or torch.compiler.is_compiling() or not _library_sums_rows_alike(x.dtype):
+    if not x.is_cpu or not x.shape[-1] or torch.compiler.is_compiling() or not _alike(x.dtype, torch.get_num_threads()):
         return tree_sum(x)
     return _library_sum(x)
 
@@ -55,14 +57,15 @@ def _library_sum(x: torch.Tensor) -> torch.Tensor:
 
 
 @functools.cache
-def _library_sums_rows_alike(dtype: torch.dtype) -> bool:
-    """Say whether a row's sum by the library depends on that row alone; tried once."""
+def _alike(dtype: torch.dtype, threads: int) -> bool:
+    """Say whether a row's sum by the library depends on that row alone; tried once for each number of threads."""
     with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
         # Enough rows for several threads, aligned to one element only.
         rows = torch.linspace(1, 1000, 517 * 5 * FAN + 1, dtype=dtype, device="cpu").sin_()[1:].view(517, -1)
         sums = _library_sum(rows)
         cuts = [slice(row, row + height) for height in (1, 2, 3, 64) for row in range(67)]
         alone = all(torch.equal(_library_sum(rows[cut].clone()), sums[cut]) for cut in cuts)
+        alone = alone and torch.equal(on_one_thread(lambda: _library_sum(rows)), sums)
         return alone and torch.equal(_library_sum(F.pad(rows, [0, 9 * FAN])), sums)
 
 

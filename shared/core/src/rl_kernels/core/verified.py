@@ -152,7 +152,7 @@ def _tile(inner: int, dtype: torch.dtype, bias: bool, settings: Settings) -> _Ti
         beside[::2] = value
         if not torch.equal(library(beside, columns.t(), extra)[1::2], product[1::2]):
             return None
-    if not torch.equal(_on_one_thread(lambda: library(rows, columns.t(), extra)), product):
+    if not torch.equal(on_one_thread(lambda: library(rows, columns.t(), extra)), product):
         return None
     return _Tile(rows, columns, extra, product)
 
@@ -187,7 +187,7 @@ def _way_of_steps(shape: torch.Size, strides: tuple[int, int], offset: int, sett
     product = step()
     order = torch.randperm(TILE_COLUMNS, generator=draw)
     moved = start[order][:, order].addmm(left[order], right[order].t())
-    if not torch.equal(moved, product[order][:, order]) or not torch.equal(_on_one_thread(step), product):
+    if not torch.equal(moved, product[order][:, order]) or not torch.equal(on_one_thread(step), product):
         return Way.FP64
     row = torch.randint(TILE_COLUMNS, shape[:1], generator=draw)
     column = torch.randint(TILE_COLUMNS, shape[1:], generator=draw)
@@ -235,7 +235,8 @@ def _placed(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
     return torch.zeros(first + last + 1, dtype=dtype, device="cpu").as_strided(shape, strides, first)
 
 
-def _on_one_thread(call: Callable[[], torch.Tensor]) -> torch.Tensor:
+def on_one_thread(call: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Return the result of a call that may use one thread of the CPU."""
     threads = torch.get_num_threads()
     if threads == 1:
         return call()
