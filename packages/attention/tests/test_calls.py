@@ -1,5 +1,9 @@
 """det_attention beyond the conformance tests: gradients beside a cache, what is asked of the device, compiled calls."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -173,3 +177,36 @@ def test_a_page_that_does_not_exist_gives_nan_in_16_bits(backend, page, size):
 def test_a_missing_page_that_is_the_first_shows_in_triton(triton):
     with planted(MODULES, MISSING), pytest.raises(AssertionError):
         check_missing_page(triton, -1, 64)
+
+
+@pytest.mark.parametrize("what", ["k", "v"])
+def test_a_key_that_is_not_finite_spares_rows_of_other_blocks_and_sequences(what):
+    """Native computes up to 256 rows of several sequences at once; NaN may spread within 64 rows and 64 keys only."""
+    given = dict(zip("qkv", operands(2, 280, 300, 6, 2), strict=True))
+    given = {name: x.requires_grad_() for name, x in given.items()}
+    clean, upstream = det_attention(**given), torch.randn(2, 280, 6, 8)
+    dq = torch.autograd.grad(clean, given["q"], upstream)[0]
+    with torch.no_grad():
+        given[what][1, 100] = torch.nan
+    spoiled = det_attention(**given)
+    for found, wanted in ((spoiled, clean), (torch.autograd.grad(spoiled, given["q"], upstream)[0], dq)):
+        assert torch.equal(found[0], wanted[0])
+        # 128 rows, of 3 heads each, whose last key lies in the first block.
+        assert torch.equal(found[1, :42], wanted[1, :42])
+        # These see the key.
+        assert found[1, 80:].isnan().all()
+
+
+@pytest.mark.parametrize("setting", ["MKL_CBWR=COMPATIBLE", "ATEN_CPU_CAPABILITY=default", "OMP_NUM_THREADS=2"])
+def test_decoding_has_the_bits_of_the_prompt_whatever_code_the_library_runs(setting):
+    code = """if True:
+        import torch
+        from rl_kernels.attention import det_attention
+        q, k, v = (torch.randn(2, 150, heads, 40) for heads in (6, 2, 2))
+        whole = det_attention(q, k, v)
+        for t in (0, 63, 64, 149):
+            one = det_attention(q[1:, t : t + 1], k[1:, : t + 1], v[1:, : t + 1])
+            assert torch.equal(one[0, 0], whole[1, t]), t
+    """
+    name, value = setting.split("=")
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, name: value}, timeout=300)

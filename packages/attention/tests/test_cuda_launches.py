@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from rl_kernels.attention.backends import native
+from rl_kernels.attention.backends.native import backend as native
 from rl_kernels.attention.inputs import UNLIMITED, Inputs
 from rl_kernels.attention.spec.mutants_cuda import BUGS, MODULES, PLANNED
 from rl_kernels.core.testing.launches import Launch, Recorder

@@ -71,9 +71,9 @@ def plant(monkeypatch):
         monkeypatch.setattr(verified, "library", called)
 
     monkeypatch.setattr(verified, "_ways", {})
-    verified._tile.cache_clear()
+    verified.tile_of.cache_clear()
     yield put
-    verified._tile.cache_clear()
+    verified.tile_of.cache_clear()
 
 
 @pytest.mark.parametrize("library", LIBRARIES, ids=lambda library: library.__name__)

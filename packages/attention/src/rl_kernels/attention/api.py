@@ -119,9 +119,9 @@ def det_attention(
     A query gets the same bits in one call or in chunks, token by token with a cache, alone, padded or packed. In
     training, its gradient gets the same bits too. So do the gradients of its sequence's keys and values, alone, padded
     or packed, but not if the queries come in chunks. In a sequence of T queries and S keys, query t stands at position
-    ``S - T + t``. Scores, softmax and sums are FP32. The weights are rounded to the dtype of the values, and the output
-    is rounded once. q, k, v and sinks are differentiable; k and v of a cache are not. The formula is that of
-    https://arxiv.org/abs/1706.03762.
+    ``S - T + t``. Scores, softmax and sums are FP32. The weights are rounded to the dtype of the values, but not by
+    ``native``, and the output is rounded once. q, k, v and sinks are differentiable; k and v of a cache are not. The
+    formula is that of https://arxiv.org/abs/1706.03762.
 
     Args:
         q: ``[B, T, H, D]``, or ``[total, H, D]`` with ``cu_seqlens_q``; FP32, BF16 or FP16; D is a multiple of 8.

@@ -87,7 +87,7 @@ OPERATOR = Operator(
             "cuda-sm90", "rl_kernels.attention.backends.cuda_sm90.backend", archs="sm_90", limits=_cuda_limits
         ),
         triton_backend("rl_kernels.attention.backends.triton.backend", _limits),
-        Backend("native", "rl_kernels.attention.backends.native", {"cpu": INVARIANT, "cuda": REPEATABLE}),
+        Backend("native", "rl_kernels.attention.backends.native.backend", {"cpu": INVARIANT, "cuda": REPEATABLE}),
     ),
     describe=describe,
     canary="rl_kernels.attention.canary",

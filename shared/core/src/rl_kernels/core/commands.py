@@ -62,7 +62,9 @@ def list_operators(argv: Sequence[str]) -> int:
 
 def explain(argv: Sequence[str]) -> int:
     """Print the verdict on every backend for a described call; without an operator, for calls of all sizes."""
-    options = parser("explain", "Print for each backend whether a call would use it, or why not. The call does not run.")
+    options = parser(
+        "explain", "Print for each backend whether a call would use it, or why not. The call does not run."
+    )
     options.add_argument("op", nargs="?", help="operator, as `rl-kernels list` names it (default: all, for any sizes)")
     options.add_argument("--shape", help="sizes joined by x or commas, in the operator's order (e.g. 4096x151936)")
     options.add_argument("--dtype", choices=DTYPES, default="bf16", help="dtype of the operands (default: bf16)")

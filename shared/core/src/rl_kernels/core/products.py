@@ -129,7 +129,10 @@ def tiles(block: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None) -
     for column in range(0, len(columns), TILE_COLUMNS):
         part = slice(column, column + TILE_COLUMNS)
         # A copy, so that all tiles lie alike in memory.
-        right, added = columns[part].clone(memory_format=torch.contiguous_format), None if extra is None else extra[part]
+        right, added = (
+            columns[part].clone(memory_format=torch.contiguous_format),
+            None if extra is None else extra[part],
+        )
         for row in range(0, len(rows), TILE_ROWS):
             here = slice(row, row + TILE_ROWS)
             out[here, part] = verified.library(rows[here], right.t(), added)

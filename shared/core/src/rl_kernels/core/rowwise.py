@@ -12,9 +12,8 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import _disable_current_modes
 
-from rl_kernels.core.verified import on_one_thread
+from rl_kernels.core.verified import aside, on_one_thread
 
 STEP = 16
 """Terms added by one step of a chain, and the multiple to which inner sizes are padded with zeros."""
@@ -59,7 +58,7 @@ def _library_sum(x: torch.Tensor) -> torch.Tensor:
 @functools.cache
 def _alike(dtype: torch.dtype, threads: int) -> bool:
     """Say whether a row's sum by the library depends on that row alone; tried once for each number of threads."""
-    with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
+    with aside():
         # Enough rows for several threads, aligned to one element only.
         rows = torch.linspace(1, 1000, 517 * 5 * FAN + 1, dtype=dtype, device="cpu").sin_()[1:].view(517, -1)
         sums = _library_sum(rows)

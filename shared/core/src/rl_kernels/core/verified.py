@@ -11,10 +11,12 @@ from __future__ import annotations
 import enum
 import functools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 HEIGHTS = (512, 256, 128, 64, 32, 16, 8)
 """Rows of a block. With fewer than 4, libraries add in the order of a matrix times a vector."""
@@ -69,6 +71,7 @@ class Kind(NamedTuple):
 
 _precision = getattr(torch._C, "_get_fp32_precision_getter", None)
 _ways: dict[Kind, Way] = {}
+_ways_of_steps: dict[tuple[torch.Size, tuple[int, ...], int, Settings], Way] = {}
 
 
 def current_settings(dtype: torch.dtype) -> Settings:
@@ -114,10 +117,18 @@ def way_of(kind: Kind) -> Way:
     """Return how products of this kind keep the bits of a row; called within ``applied(kind.settings)``."""
     found = _ways.get(kind)
     if found is None:
-        tile = _tile(kind.inner, kind.dtype, kind.bias, kind.settings)
-        found = Way.FP64 if tile is None else Way.WHOLE if _whole_holds(kind, tile) else Way.TILES
+        with aside():
+            tile = tile_of(kind.inner, kind.dtype, kind.bias, kind.settings)
+            found = Way.FP64 if tile is None else Way.WHOLE if _whole_holds(kind, tile) else Way.TILES
         _ways[kind] = found
     return found
+
+
+@contextmanager
+def aside() -> Iterator[None]:
+    """Keep a trial out of inference mode, gradients, and modes that watch or replace PyTorch's ops."""
+    with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
+        yield
 
 
 def counts() -> Counter[Way]:
@@ -133,17 +144,17 @@ class _Tile(NamedTuple):
 
 
 @functools.cache
-def _tile(inner: int, dtype: torch.dtype, bias: bool, settings: Settings) -> _Tile | None:
+def tile_of(inner: int, dtype: torch.dtype, bias: bool, settings: Settings) -> _Tile | None:
     """Return the tile of a trial; None if its bits follow place, neighbors or threads, or it is not accurate."""
     draw = torch.Generator().manual_seed(inner)
     rows, columns = _cancelling(inner, (TILE_ROWS, TILE_COLUMNS), dtype, draw)
     # As small as what is left of the sums, so that it does not hide them.
-    extra = (_normal((TILE_COLUMNS,), draw) * 2.0**-20).to(dtype) if bias else None
+    extra = (normal((TILE_COLUMNS,), draw) * 2.0**-20).to(dtype) if bias else None
     product = library(rows, columns.t(), extra)
     if not _is_accurate(inner, dtype, extra, draw):
         return None
     for _ in range(4):
-        row, column = torch.randperm(TILE_ROWS, generator=draw), torch.randperm(TILE_COLUMNS, generator=draw)
+        row, column = permuted(TILE_ROWS, draw), permuted(TILE_COLUMNS, draw)
         moved = library(rows[row], columns[column].t(), None if extra is None else extra[column])
         if not torch.equal(moved, product[row][:, column]):
             return None
@@ -159,8 +170,8 @@ def _tile(inner: int, dtype: torch.dtype, bias: bool, settings: Settings) -> _Ti
 
 def _whole_holds(kind: Kind, tile: _Tile) -> bool:
     draw = torch.Generator().manual_seed(kind.inner)
-    row = torch.randint(TILE_ROWS, (kind.height,), generator=draw)
-    column = torch.randint(TILE_COLUMNS, (kind.columns,), generator=draw)
+    row = torch.randint(TILE_ROWS, (kind.height,), generator=draw, device="cpu")
+    column = torch.randint(TILE_COLUMNS, (kind.columns,), generator=draw, device="cpu")
     block, extra = tile.rows[row], None if tile.bias is None else tile.bias[column]
     shape = (kind.columns, kind.inner) if kind.transposed else (kind.inner, kind.columns)
     right = _placed(shape, (shape[1], 1), kind.dtype, kind.offset)
@@ -175,22 +186,21 @@ def _whole_holds(kind: Kind, tile: _Tile) -> bool:
     return torch.equal(library(block, right, extra, part)[1::2], expected[1::2])
 
 
-@functools.cache
-def _way_of_steps(shape: torch.Size, strides: tuple[int, int], offset: int, settings: Settings) -> Way:
+def _tried_steps(shape: torch.Size, strides: tuple[int, ...], offset: int, settings: Settings) -> Way:
     draw = torch.Generator().manual_seed(STEP_TERMS)
     left, right = _cancelling(STEP_TERMS, (TILE_COLUMNS, TILE_COLUMNS), torch.float32, draw)
-    start = _normal((TILE_COLUMNS, TILE_COLUMNS), draw) * 2.0**-24
+    start = normal((TILE_COLUMNS, TILE_COLUMNS), draw) * 2.0**-24
 
     def step() -> torch.Tensor:
         return start.addmm(left, right.t())
 
     product = step()
-    order = torch.randperm(TILE_COLUMNS, generator=draw)
+    order = permuted(TILE_COLUMNS, draw)
     moved = start[order][:, order].addmm(left[order], right[order].t())
     if not torch.equal(moved, product[order][:, order]) or not torch.equal(on_one_thread(step), product):
         return Way.FP64
-    row = torch.randint(TILE_COLUMNS, shape[:1], generator=draw)
-    column = torch.randint(TILE_COLUMNS, shape[1:], generator=draw)
+    row = torch.randint(TILE_COLUMNS, shape[:1], generator=draw, device="cpu")
+    column = torch.randint(TILE_COLUMNS, shape[1:], generator=draw, device="cpu")
     out = _placed(tuple(shape), strides, torch.float32, offset)
     out.copy_(start[row][:, column])
     # As the operands of a chain lie: term by term.
@@ -200,26 +210,37 @@ def _way_of_steps(shape: torch.Size, strides: tuple[int, int], offset: int, sett
 
 def way_of_steps(out: torch.Tensor, settings: Settings) -> Way:
     """Return how products of 16 terms are added to ``out``, FP32, with the same bits at every place of it."""
-    return _way_of_steps(out.shape, out.stride(), offset_of(out), settings)
+    kind = out.shape, out.stride(), offset_of(out), settings
+    found = _ways_of_steps.get(kind)
+    if found is None:
+        with aside():
+            found = _ways_of_steps[kind] = _tried_steps(*kind)
+    return found
 
 
 def _cancelling(
     inner: int, counts: tuple[int, int], dtype: torch.dtype, draw: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return rows and columns, ``[count, inner]``, whose products sum to zero but for rounding."""
-    order = torch.randperm(inner, generator=draw)
-    rows, columns = (_normal((count, inner // 2), draw) for count in counts)
+    order = permuted(inner, draw)
+    rows, columns = (normal((count, inner // 2), draw) for count in counts)
     pairs = torch.cat((rows, rows), 1), torch.cat((columns, -columns), 1)
     left, right = (x[:, order].to(dtype) for x in pairs)
     return left, right
 
 
-def _normal(shape: tuple[int, ...], draw: torch.Generator) -> torch.Tensor:
+def permuted(count: int, draw: torch.Generator) -> torch.Tensor:
+    """Return a drawn order of so many places."""
+    return torch.randperm(count, generator=draw, device="cpu")
+
+
+def normal(shape: tuple[int, ...], draw: torch.Generator) -> torch.Tensor:
+    """Return drawn numbers in FP32."""
     return torch.randn(shape, generator=draw, dtype=torch.float32, device="cpu")
 
 
 def _is_accurate(inner: int, dtype: torch.dtype, bias: torch.Tensor | None, draw: torch.Generator) -> bool:
-    rows, columns = (_normal((count, inner), draw).to(dtype) for count in (TILE_ROWS, TILE_COLUMNS))
+    rows, columns = (normal((count, inner), draw).to(dtype) for count in (TILE_ROWS, TILE_COLUMNS))
     product = library(rows, columns.t(), bias).double()
     left, right = rows.double(), columns.double().t()
     exact, size = left @ right, left.abs() @ right.abs()

@@ -5,71 +5,64 @@ from __future__ import annotations
 from rl_kernels.attention.spec import mutants_triton
 from rl_kernels.core.testing import Bug, Mutants
 
-MODULES = ("rl_kernels.core.rowwise", "rl_kernels.attention.sinks", "rl_kernels.attention.backends.native")
+MODULES = (
+    "rl_kernels.core.rowwise",
+    "rl_kernels.attention.sinks",
+    "rl_kernels.attention.backends.native.places",
+    "rl_kernels.attention.backends.native.batches",
+    "rl_kernels.attention.backends.native.backend",
+)
 _STATE = (
-    Bug("accumulator not rescaled", "mixed = mixed * keep + _product", "mixed = mixed + _product"),
-    Bug("sum not rescaled", "total = total * keep + rowwise", "total = total + rowwise"),
-    Bug("first of two states not rescaled", "left[2] * a + right[2] * b", "left[2] + right[2] * b"),
     Bug(
-        "segments of one sequence alone merged in descending order",
-        "for segment in range(seen.first // SEGMENT * SEGMENT, seen.end, SEGMENT)",
-        "for segment in range(seen.first // SEGMENT * SEGMENT, seen.end, SEGMENT)[:: 1 if given.batch > 1 else -1]",
+        "blocks of one sequence alone added in descending order",
+        "for block in later:",
+        "for block in later[:: 1 if heads > 2 else -1]:",
     ),
-    Bug(
-        "weights not rounded",
-        "_product(_rounded(weights, given), _block(values, key))",
-        "_product(weights.bfloat16(), _block(values, key))",
-    ),
+    Bug("blocks of few rows added in descending order", "for product in others:", "for product in others[::-1]:"),
+    Bug("last block of keys not added", "for product in others:", "for product in others[:-1]:"),
+    Bug("weights rounded", ".clamp_(min=LEAST).exp_()", ".clamp_(min=LEAST).exp_().bfloat16().float()"),
+    Bug("weights not less than e^-8", ".clamp_(min=LEAST).exp_()", ".clamp_(min=-8).exp_()"),
     Bug(
         "a row's sum follows its place in the tile",
-        "rowwise.row_sum(weights)[..., None]",
-        "(rowwise.row_sum(weights) * (1 + 2e-7 * (seen.rows % 3 == 1)))[..., None]",
+        "found.append((out, total, top))",
+        "found.append((out, total * (1 + 2e-7 * (torch.arange(total.shape[1])[:, None] % 3 == 1)), top))",
+    ),
+    Bug("blocks follow the length", "if keys == BLOCK:", "if keys > 2 * BLOCK or keys == BLOCK:"),
+    Bug("a query that sees nothing is NaN", "masked_fill_(total == 0, 0.0)", "masked_fill_(total < 0, 0.0)"),
+    Bug("lse without the maximum", "lse = batch.queries_of(total.log() + top,", "lse = batch.queries_of(total.log(),"),
+    Bug(
+        "lse of several batches without the maximum",
+        "lse.mT[..., None], total.log() + top)",
+        "lse.mT[..., None], total.log())",
     ),
     Bug(
-        "segment follows the length",
-        "for segment in range(seen.first // SEGMENT * SEGMENT, seen.end, SEGMENT):\n",
-        "for segment in range(seen.first // SEGMENT * SEGMENT, seen.end, SEGMENT if seen.end > 128 else 64):\n",
+        "maximum of the block of rows",
+        "top = seen.without_hidden(score).amax(2, keepdim=True)",
+        "top = seen.without_hidden(score).amax((1, 2), keepdim=True).expand(-1, score.shape[1], 1).clone()",
     ),
-    Bug(
-        "a query that sees nothing is NaN",
-        "torch.where(total == 0, 0.0, mixed / torch.where(total == 0, 1.0, total))",
-        "mixed / total",
-    ),
-    Bug("lse without the maximum", "top + total.log())", "total.log())"),
 )
 _MASKS = (
-    Bug("a query sees one key too many", "(position + given.right + 1).clamp", "(position + given.right + 2).clamp"),
-    Bug("window one key short", "(position - given.left).clamp", "(position - given.left + 1).clamp"),
-    Bug(
-        "queries stand at the first keys",
-        "position = sequence.length - sequence.count + self.rows // given.group",
-        "position = self.rows // given.group",
-    ),
+    Bug("a query sees one key too many", "(key > query + shift + right)", "(key > query + shift + right + 1)"),
+    Bug("window one key short", "(key < query + shift - left)", "(key < query + shift - left + 1)"),
+    Bug("queries stand at the first keys", "(key > query + shift + right)", "(key > query + right)"),
+    Bug("the last key is hidden", "hidden = (key >= length).expand", "hidden = (key >= length - 1).expand"),
     Bug(
         "last block of keys left out",
-        "self.end = sequence.length if given.right == UNLIMITED else",
-        "self.end = max(sequence.length - 1, 1) // 64 * 64 if given.right == UNLIMITED else",
+        "end = min(-(-max(end, begin + 1) // BLOCK) * BLOCK",
+        "end = min(max((end - 1) // BLOCK, begin // BLOCK + 1) * BLOCK",
     ),
     Bug(
         "block of the window's start left out",
-        "range(max(segment, seen.first // BLOCK * BLOCK)",
-        "range(max(segment, -(-seen.first // BLOCK) * BLOCK)",
+        "max(min(low for low, _ in first), 0) // BLOCK",
+        "max(min(low for low, _ in first) + BLOCK - 1, 0) // BLOCK",
     ),
     Bug(
         "blocks counted from the padding",
-        "yield _Sequence(queries, count, (b, slice(low, high)), gone + high - low, None, given.group, gone)",
-        "yield _Sequence(queries, count, (b, slice(0, high)), gone + high, None, given.group, gone)",
+        "yield Place(*of_queries, (b, slice(low, high)), gone + high - low, gone=gone)",
+        "yield Place(*of_queries, (b, slice(0, high)), gone + high, gone=gone)",
     ),
-    Bug(
-        "blocks counted from the first key that is left",
-        "max(-first[b], 0) % SEGMENT",
-        "0",
-    ),
-    Bug(
-        "keys that are gone are seen",
-        "(position - given.left).clamp(min=gone)",
-        "(position - given.left).clamp(min=0)",
-    ),
+    Bug("blocks counted from the first key that is left", "max(-first[b], 0) % BLOCK", "0"),
+    Bug("keys that are gone are seen", "(key < gone) | (key < query", "(key < query"),
     Bug("keys beyond those in use are seen", "min(max(used_k[b], 0), given.k.shape[1])", "given.k.shape[1]"),
     Bug(
         "keys beyond the last page's are seen",
@@ -82,37 +75,56 @@ _MASKS = (
         "page = given.block_table[b].sort().values[key // size].long().clamp(0)",
     ),
     Bug("queries not in use are computed", "min(max(used_q[b], 0), count)", "count"),
+    Bug(
+        "keys that the first rows do not see are seen by all",
+        "start = min(max(min(high for _, high in first), begin), end)",
+        "start = min(max(min(high for _, high in last), begin), end)",
+    ),
+    Bug(
+        "sequences of a batch have the length of the first",
+        "length, shift, gone = torch.tensor(places,",
+        "length, shift, gone = torch.tensor(places[:1] * len(places),",
+    ),
+    Bug(
+        "a mask is remembered without its window",
+        "self._given.left, self._given.right), self._given.q.device)",
+        "-1, self._given.right), self._given.q.device)",
+    ),
 )
 _SCORES = (
+    Bug("scale applied twice", "keys.mT).mul_(given.scale)", "keys.mT).mul_(given.scale**2)"),
+    Bug("cap without its derivative", "if slope is not None:", "if slope is None and given.softcap:"),
+    Bug("cap of the raw score", "score.div_(given.softcap).tanh_()", "score.div_(given.scale * given.softcap).tanh_()"),
+    Bug("sink takes part twice", "total + (sinks[place] - top).exp()", "total + 2 * (sinks[place] - top).exp()"),
     Bug(
-        "scale applied twice",
-        "score = _product(queries, keys.mT) * given.scale",
-        "score = _product(queries, keys.mT) * given.scale**2",
+        "sinks of another head",
+        "row = torch.arange(self.rows, device=x.device) % self.group",
+        "row = (torch.arange(self.rows, device=x.device) + 1) % self.group",
     ),
     Bug(
-        "cap without its derivative",
-        "return given.softcap * bent, 1 - bent * bent",
-        "return given.softcap * bent, None",
+        "sink does not move the maximum",
+        "top = torch.maximum(top, sinks[place])",
+        "top = torch.maximum(top, -sinks[place])",
     ),
-    Bug(
-        "cap of the raw score",
-        "bent = (score / given.softcap).tanh()",
-        "bent = (score / given.scale / given.softcap).tanh()",
-    ),
-    Bug("sink takes part twice", "total * keep + (extra - base).exp()", "total * keep + 2 * (extra - base).exp()"),
-    Bug("sinks of another head", "extra[:, seen.rows % given.group]", "extra[:, (seen.rows + 1) % given.group]"),
-    Bug("sink does not move the accumulator", "(extra - base).exp(), mixed * keep", "(extra - base).exp(), mixed"),
 )
 _GRADIENTS = (
-    Bug("delta left out", "(_product(above, mixed.mT) - _block(delta, first))", "_product(above, mixed.mT)"),
-    Bug("scale left out of dq", "total * given.scale)", "total)"),
-    Bug("scale in dv", "(1.0 if place else given.scale)", "given.scale"),
+    Bug("delta left out", ".sub_(mean).mul_(weights)", ".mul_(weights)"),
+    Bug("scale left out of dq", "seen.of(keys)).mul_(given.scale))", "seen.of(keys)))"),
     Bug(
-        "dk of one query head of a group left out",
-        "totals[0][:, part] += _product(dscore.mT, rows)",
-        "totals[0][:, part] += _product(dscore.mT * (seen.rows % given.group < max(given.group - 1, 1)), rows)",
+        "scale in dv",
+        "return torch.cat(dq, 1), dk.mul_(given.scale), dv",
+        "return torch.cat(dq, 1), dk.mul_(given.scale), dv.mul_(given.scale)",
     ),
-    Bug("rows counted from the padding", "range(sequence.first_query(given.right) * given.group, ", "range(0, "),
+    Bug(
+        "dk of the last block of rows left out",
+        "batched.multiply(one_dscore.mT, one_query, seen.of(dk))",
+        "batched.multiply(one_dscore.mT, one_query * (place == 0), seen.of(dk))",
+    ),
+    Bug(
+        "rows counted from the padding",
+        "own = place.without_padding(given.right) if backward else place",
+        "own = place",
+    ),
     Bug("gradient of sinks of the wrong sign", "return -terms", "return terms"),
     Bug(
         "gradient of sinks of queries not in use", "torch.where(lse == -torch.inf, 0.0, share * delta)", "share * delta"

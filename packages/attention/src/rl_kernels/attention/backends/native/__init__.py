@@ -1,0 +1,1 @@
+"""det_attention in PyTorch, for any device."""
