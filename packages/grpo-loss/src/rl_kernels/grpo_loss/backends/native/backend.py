@@ -1,7 +1,7 @@
 """grpo_loss in PyTorch, for any device: element-wise operations and sums in a fixed order, no host sync.
 
-Reduction order, which is the contract of this backend: ``core.rowwise.row_sum`` sums a sequence from its start, then the
-sums of the sequences. Masked positions are zeros in both, so padding and masked sequences at the end change no bit.
+Reduction order, which is the contract of this backend: ``core.rowwise.row_sum`` sums a sequence from its start, then
+the sums of the sequences. Masked positions are zeros in both, so padding and masked sequences at the end change no bit.
 Packed sequences are padded first. Rewards are summed in FP64 by a tree over each group, from the group's start.
 """
 
