@@ -3,7 +3,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from rl_kernels.core import fp64, products, rowwise, verified
+from rl_kernels.core import products, rowwise
 from rl_kernels.core.products import matmul
 from rl_kernels.core.testing import Draw, bits_of
 

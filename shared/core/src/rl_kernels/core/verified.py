@@ -84,7 +84,7 @@ def current_settings(dtype: torch.dtype) -> Settings:
     return Settings(torch.get_num_threads(), onednn)
 
 
-class applied:  # noqa: N801 - used as a function
+class applied:
     """Turn oneDNN off meanwhile, if it is on and the settings say so. (A generator would cost 2 us more.)"""
 
     __slots__ = ("_switched",)
