@@ -99,7 +99,7 @@ def test_explain_answers_for_all_operators_and_a_gpu_that_is_not_there(toy, caps
     assert line[:2] == ["toy", "native"]
     assert cli.main(["explain", "--arch", "cpu", "--dtype", "fp32", "--json"]) == 0
     explained = json.loads(capsys.readouterr().out)
-    assert explained["operators"] == {"toy": [{"backend": "native", "chosen": True, "reason": None}]}
+    assert explained["operators"] == {"toy": [{"backend": "native", "chosen": True, "reason": None, "note": None}]}
     assert (explained["device"], explained["arch"], explained["dtype"]) == ("cpu", "cpu", "fp32")
     assert cli.main(["explain", "--shape", "8x4"]) == 2
     assert capsys.readouterr().err == "rl-kernels explain: --shape: expected only with an operator\n"
@@ -111,7 +111,7 @@ def test_answers_in_json(toy, capsys):
     assert cli.main([*toy, "--shape", "8x4", "--json"]) == 0
     explained = json.loads(capsys.readouterr().out)
     assert explained["sizes"] == {"D": 4}
-    assert explained["backends"] == [{"backend": "native", "chosen": True, "reason": None}]
+    assert explained["backends"] == [{"backend": "native", "chosen": True, "reason": None, "note": None}]
     assert cli.main(["list", "--json"]) == 0
     (listed,) = json.loads(capsys.readouterr().out)
     assert (listed["operator"], listed["backends"], listed["shape"]) == ("toy", ["native"], ["N", "D"])
