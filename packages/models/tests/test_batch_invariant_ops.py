@@ -209,7 +209,7 @@ def test_rms_norm_and_the_functions_without_the_mode():
 
 
 def test_the_attention_blocks_are_those_of_det_attention():
-    from rl_kernels.attention.backends import native
+    from rl_kernels.attention.backends.native import backend as native
 
     size = batch_invariant_ops.get_batch_invariant_attention_block_size()
     assert size == batch_invariant_ops.AttentionBlockSize(block_m=native.BLOCK, block_n=native.BLOCK)

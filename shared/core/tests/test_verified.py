@@ -11,40 +11,40 @@ TRUE_LIBRARY = verified.library
 TILE = torch.Size((verified.TILE_ROWS, verified.TILE_COLUMNS))
 
 
-def halves(block, right, bias):
+def halves(block, right):
     """Return the product as the sum of two: the same but for rounding."""
     half = block.shape[1] // 2
-    return TRUE_LIBRARY(block[:, :half], right[:half], None) + TRUE_LIBRARY(block[:, half:], right[half:], bias)
+    return TRUE_LIBRARY(block[:, :half], right[:half]) + TRUE_LIBRARY(block[:, half:], right[half:])
 
 
-def by_rows(block, right, bias):
-    return halves(block, right, bias) if len(block) > 64 else None
+def by_rows(block, right):
+    return halves(block, right) if len(block) > 64 else None
 
 
-def by_columns(block, right, bias):
-    return halves(block, right, bias) if right.shape[1] % 64 else None
+def by_columns(block, right):
+    return halves(block, right) if right.shape[1] % 64 else None
 
 
-def by_layout(block, right, bias):
-    return None if right.stride(0) == 1 else halves(block, right, bias)
+def by_layout(block, right):
+    return None if right.stride(0) == 1 else halves(block, right)
 
 
-def by_place(block, right, bias):
-    found = TRUE_LIBRARY(block, right, bias)
-    found[-1] = halves(block, right, bias)[-1]
+def by_place(block, right):
+    found = TRUE_LIBRARY(block, right)
+    found[-1] = halves(block, right)[-1]
     return found
 
 
-def by_neighbors(block, right, bias):
-    return None if block.isfinite().all() else halves(block, right, bias)
+def by_neighbors(block, right):
+    return None if block.isfinite().all() else halves(block, right)
 
 
-def by_threads(block, right, bias):
-    return None if torch.get_num_threads() == 1 else halves(block, right, bias)
+def by_threads(block, right):
+    return None if torch.get_num_threads() == 1 else halves(block, right)
 
 
-def in_bfloat16(block, right, bias):
-    return TRUE_LIBRARY(block.bfloat16(), right.bfloat16(), None).float()
+def in_bfloat16(block, right):
+    return TRUE_LIBRARY(block.bfloat16(), right.bfloat16()).float()
 
 
 LIBRARIES = {
@@ -63,9 +63,9 @@ def plant(monkeypatch):
     """Return a function that puts a library in place of PyTorch's; what was tried before is forgotten."""
 
     def put(library):
-        def called(block, right, bias, out=None):
-            found = library(block, right, bias)
-            found = TRUE_LIBRARY(block, right, bias) if found is None else found
+        def called(block, right, out=None):
+            found = library(block, right)
+            found = TRUE_LIBRARY(block, right) if found is None else found
             return found if out is None else out.copy_(found)
 
         monkeypatch.setattr(verified, "library", called)
@@ -103,7 +103,7 @@ def test_this_library_keeps_bits_a_block_at_a_time():
 
 def test_a_kind_is_tried_once(plant):
     calls = []
-    plant(lambda block, right, bias: calls.append(block.shape))
+    plant(lambda block, right: calls.append(block.shape))
     a, b = torch.ones(8, 32), torch.ones(32, 64)
     products.matmul(a, b)
     tried = len(calls)

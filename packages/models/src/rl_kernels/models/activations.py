@@ -60,13 +60,11 @@ class _Silu(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        # Clamped, because x times a sigmoid of almost 0 is far from 0 where x is huge.
-        x = ctx.saved_tensors[0].clamp(min=-80)
-        if torch.is_grad_enabled() or is_traced():
-            sigmoid = _sigmoid(x)
-            return grad * (sigmoid * (1 + x * (1 - sigmoid)))
-        sigmoid = x.neg().exp_().add_(1).reciprocal_()
-        return (1 - sigmoid).mul_(x).add_(1).mul_(sigmoid).mul_(grad)
+        # The steps that autograd takes for the formula above, so that a compiled model has the same bits.
+        (x,) = ctx.saved_tensors
+        power = (-x).clamp(max=80).exp()
+        below = 1 + power
+        return grad / below + torch.where(x < -80, 0.0, grad * (x / below / below) * power)
 
 
 def silu(x: torch.Tensor) -> torch.Tensor:

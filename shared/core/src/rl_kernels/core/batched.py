@@ -53,18 +53,14 @@ def multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) 
         way = way_of(Kind((*a.shape, b.shape[2]), *strides, settings))
         if way is Way.WHOLE:
             return library(a, b, out)
-        one = products.tiles if way is Way.TILES else _exact
-        parts = [one(rows, columns, None)[: a.shape[1], : b.shape[2]] for rows, columns in zip(a, b, strict=True)]
+        one = products.tiles if way is Way.TILES else fp64.matmul
+        parts = [one(rows, columns)[: a.shape[1], : b.shape[2]] for rows, columns in zip(a, b, strict=True)]
         return torch.stack(parts) if out is None else out.add_(torch.stack(parts))
 
 
 def library(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
     """Return the library's product, added to ``out`` if there is one."""
     return torch.bmm(a, b) if out is None else out.baddbmm_(a, b)
-
-
-def _exact(a: torch.Tensor, b: torch.Tensor, _: None) -> torch.Tensor:
-    return fp64.matmul(a, b)
 
 
 @functools.lru_cache(8192)
@@ -76,7 +72,7 @@ def way_of(kind: Kind) -> Way:
 
 def _tried(kind: Kind) -> Way:
     count, rows, inner, columns = kind.size
-    tile = tile_of(inner, torch.float32, False, kind.settings)
+    tile = tile_of(inner, torch.float32, kind.settings)
     if tile is None:
         return Way.FP64
     draw = torch.Generator("cpu").manual_seed(inner)

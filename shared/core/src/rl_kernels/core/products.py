@@ -5,8 +5,8 @@ heights, the last one padded with zeros. That a row then has the same bits in ev
 neighbors is no promise of the library: ``verified`` tries each kind of block before its first use. Where the trial
 fails, rows go in tiles of one small shape, and where a tile fails too, in FP64.
 
-16-bit operands with a result of the same dtype take the library's 16-bit product, which rounds its FP32 sum once; with
-an FP32 result they are converted to FP32, exactly.
+16-bit operands with a result of the same dtype take the library's 16-bit product, which rounds its FP32 sum once. With
+an FP32 result or a bias, which is added in FP32, they are converted to FP32, exactly.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def matmul(
     wanted = out_dtype or computed
     if a.device.type != "cpu" or a.dtype == torch.float64:
         return _finished(fp64.matmul(a, b), bias, wanted)
-    if wanted == a.dtype == b.dtype and wanted != computed:
-        return _product(a, b, bias, wanted)
-    return _finished(_product(a.to(computed), b, None, computed), bias, wanted)
+    if wanted == a.dtype == b.dtype and wanted != computed and bias is None:
+        return _product(a, b, wanted)
+    return _finished(_product(a.to(computed), b, computed), bias, wanted)
 
 
 def _finished(product: torch.Tensor, bias: torch.Tensor | None, wanted: torch.dtype) -> torch.Tensor:
@@ -55,8 +55,8 @@ def _finished(product: torch.Tensor, bias: torch.Tensor | None, wanted: torch.dt
     return product.to(wanted)
 
 
-def _product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """Return the product of ``a`` in its dtype; the bias is added by the library, before it rounds."""
+def _product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the product of ``a`` in its dtype."""
     out = a.new_empty((a.shape[0], b.shape[1]), dtype=dtype)
     left = pad_to(a, 1, STEP).contiguous()
     if verified.offset_of(left):
@@ -64,26 +64,22 @@ def _product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, dtype:
     settings = verified.current_settings(dtype)
     with verified.applied(settings):
         if b.shape[1] <= WIDTH:
-            _columns(left, b, bias, out, settings)
+            _columns(left, b, out, settings)
             return out
         for first in range(0, b.shape[1], WIDTH):
             part = slice(first, first + WIDTH)
-            _columns(left, b[:, part], None if bias is None else bias[part], out[:, part], settings)
+            _columns(left, b[:, part], out[:, part], settings)
     return out
 
 
-def _columns(
-    left: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, settings: Settings
-) -> None:
-    """Write ``left @ b + bias`` to ``out``, block by block."""
+def _columns(left: torch.Tensor, b: torch.Tensor, out: torch.Tensor, settings: Settings) -> None:
+    """Write ``left @ b`` to ``out``, block by block."""
     width = out.shape[1]
     if not width:
         return
     right = _right(b, out.dtype)
     padded = right.shape[1]
-    if bias is not None:
-        bias = pad_to(bias, 0, padded)
-    what = padded, out.dtype, right.stride(0) == 1, verified.offset_of(right), bias is not None, settings
+    what = padded, out.dtype, right.stride(0) == 1, verified.offset_of(right), settings
     for first, end, height in blocks(out.shape[0]):
         full, alone = end - first == height, height >= out.shape[0]
         block = left if alone else left[first:end]
@@ -92,12 +88,12 @@ def _columns(
             block = pad_to(block, 0, height)
         way = verified.way_of(Kind(height, left.shape[1], *what))
         if way is not Way.WHOLE:
-            found = (tiles if way is Way.TILES else _exact)(block, right, bias)
+            found = (tiles if way is Way.TILES else _exact)(block, right)
         elif full and width == padded:
-            verified.library(block, right, bias, part)
+            verified.library(block, right, part)
             continue
         else:
-            found = verified.library(block, right, bias)
+            found = verified.library(block, right)
         part.copy_(found[: end - first, :width])
 
 
@@ -121,26 +117,22 @@ def _right(b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return b.t().contiguous().t() if b.stride(0) == 1 else b.contiguous()
 
 
-def tiles(block: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return ``block @ right + bias`` by products of the library that all have the shape of the tile that was tried."""
+def tiles(block: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return ``block @ right`` by products of the library that all have the shape of the tile that was tried."""
     rows, columns = pad_to(block, 0, TILE_ROWS), pad_to(right.t(), 0, TILE_COLUMNS)
-    extra = None if bias is None else pad_to(bias, 0, TILE_COLUMNS)
     out = block.new_empty((len(rows), len(columns)))
     for column in range(0, len(columns), TILE_COLUMNS):
         part = slice(column, column + TILE_COLUMNS)
         # A copy, so that all tiles lie alike in memory.
-        right, added = (
-            columns[part].clone(memory_format=torch.contiguous_format),
-            None if extra is None else extra[part],
-        )
+        right = columns[part].clone(memory_format=torch.contiguous_format)
         for row in range(0, len(rows), TILE_ROWS):
             here = slice(row, row + TILE_ROWS)
-            out[here, part] = verified.library(rows[here], right.t(), added)
+            out[here, part] = verified.library(rows[here], right.t())
     return out
 
 
-def _exact(block: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return _finished(fp64.matmul(block, right), bias, block.dtype)
+def _exact(block: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    return fp64.matmul(block, right).to(block.dtype)
 
 
 def chain_dw(a: torch.Tensor, dc: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -196,7 +188,7 @@ def ways(inner: int, columns: int, dtype: torch.dtype, *, transposed: bool = Tru
     settings = verified.current_settings(dtype)
     padded = -(-inner // STEP) * STEP, min(max(columns, TILE_ROWS), WIDTH)
     with verified.applied(settings):
-        kinds = (Kind(height, *padded, dtype, transposed, 0, False, settings) for height in HEIGHTS)
+        kinds = (Kind(height, *padded, dtype, transposed, 0, settings) for height in HEIGHTS)
         return Counter(verified.way_of(kind) for kind in kinds)
 
 

@@ -55,7 +55,6 @@ class Kind(NamedTuple):
         dtype: of operands and result.
         transposed: whether the right operand is stored column by column.
         offset: bytes from the last aligned address to the right operand.
-        bias: whether a bias is added.
         settings: of the moment.
     """
 
@@ -65,7 +64,6 @@ class Kind(NamedTuple):
     dtype: torch.dtype
     transposed: bool
     offset: int
-    bias: bool
     settings: Settings
 
 
@@ -101,11 +99,9 @@ class applied:
             torch._C._set_mkldnn_enabled(True)
 
 
-def library(
-    block: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Return the library's ``block @ right + bias``."""
-    return torch.mm(block, right, out=out) if bias is None else torch.addmm(bias, block, right, out=out)
+def library(block: torch.Tensor, right: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the library's ``block @ right``."""
+    return torch.mm(block, right, out=out)
 
 
 def offset_of(x: torch.Tensor) -> int:
@@ -118,7 +114,7 @@ def way_of(kind: Kind) -> Way:
     found = _ways.get(kind)
     if found is None:
         with aside():
-            tile = tile_of(kind.inner, kind.dtype, kind.bias, kind.settings)
+            tile = tile_of(kind.inner, kind.dtype, kind.settings)
             found = Way.FP64 if tile is None else Way.WHOLE if _whole_holds(kind, tile) else Way.TILES
         _ways[kind] = found
     return found
@@ -139,51 +135,48 @@ def counts() -> Counter[Way]:
 class _Tile(NamedTuple):
     rows: torch.Tensor
     columns: torch.Tensor
-    bias: torch.Tensor | None
     product: torch.Tensor
 
 
 @functools.cache
-def tile_of(inner: int, dtype: torch.dtype, bias: bool, settings: Settings) -> _Tile | None:
+def tile_of(inner: int, dtype: torch.dtype, settings: Settings) -> _Tile | None:
     """Return the tile of a trial; None if its bits follow place, neighbors or threads, or it is not accurate."""
     draw = torch.Generator().manual_seed(inner)
     rows, columns = _cancelling(inner, (TILE_ROWS, TILE_COLUMNS), dtype, draw)
-    # As small as what is left of the sums, so that it does not hide them.
-    extra = (normal((TILE_COLUMNS,), draw) * 2.0**-20).to(dtype) if bias else None
-    product = library(rows, columns.t(), extra)
-    if not _is_accurate(inner, dtype, extra, draw):
+    product = library(rows, columns.t())
+    if not _is_accurate(inner, dtype, draw):
         return None
     for _ in range(4):
         row, column = permuted(TILE_ROWS, draw), permuted(TILE_COLUMNS, draw)
-        moved = library(rows[row], columns[column].t(), None if extra is None else extra[column])
+        moved = library(rows[row], columns[column].t())
         if not torch.equal(moved, product[row][:, column]):
             return None
     for value in (torch.nan, torch.inf, 0.0):
         beside = rows.clone()
         beside[::2] = value
-        if not torch.equal(library(beside, columns.t(), extra)[1::2], product[1::2]):
+        if not torch.equal(library(beside, columns.t())[1::2], product[1::2]):
             return None
-    if not torch.equal(on_one_thread(lambda: library(rows, columns.t(), extra)), product):
+    if not torch.equal(on_one_thread(lambda: library(rows, columns.t())), product):
         return None
-    return _Tile(rows, columns, extra, product)
+    return _Tile(rows, columns, product)
 
 
 def _whole_holds(kind: Kind, tile: _Tile) -> bool:
     draw = torch.Generator().manual_seed(kind.inner)
     row = torch.randint(TILE_ROWS, (kind.height,), generator=draw, device="cpu")
     column = torch.randint(TILE_COLUMNS, (kind.columns,), generator=draw, device="cpu")
-    block, extra = tile.rows[row], None if tile.bias is None else tile.bias[column]
+    block = tile.rows[row]
     shape = (kind.columns, kind.inner) if kind.transposed else (kind.inner, kind.columns)
     right = _placed(shape, (shape[1], 1), kind.dtype, kind.offset)
     right = right.t() if kind.transposed else right
     right.copy_(tile.columns[column].t())
     expected = tile.product[row][:, column]
-    if not torch.equal(library(block, right, extra), expected):
+    if not torch.equal(library(block, right), expected):
         return False
     # Again into a part of a wider result, beside rows of NaN.
     part = _placed(expected.shape, (kind.columns + 17, 1), kind.dtype, expected.itemsize)
     block[::2] = torch.nan
-    return torch.equal(library(block, right, extra, part)[1::2], expected[1::2])
+    return torch.equal(library(block, right, part)[1::2], expected[1::2])
 
 
 def _tried_steps(shape: torch.Size, strides: tuple[int, ...], offset: int, settings: Settings) -> Way:
@@ -239,13 +232,11 @@ def normal(shape: tuple[int, ...], draw: torch.Generator) -> torch.Tensor:
     return torch.randn(shape, generator=draw, dtype=torch.float32, device="cpu")
 
 
-def _is_accurate(inner: int, dtype: torch.dtype, bias: torch.Tensor | None, draw: torch.Generator) -> bool:
+def _is_accurate(inner: int, dtype: torch.dtype, draw: torch.Generator) -> bool:
     rows, columns = (normal((count, inner), draw).to(dtype) for count in (TILE_ROWS, TILE_COLUMNS))
-    product = library(rows, columns.t(), bias).double()
+    product = library(rows, columns.t()).double()
     left, right = rows.double(), columns.double().t()
     exact, size = left @ right, left.abs() @ right.abs()
-    if bias is not None:
-        exact, size = exact + bias.double(), size + bias.double().abs()
     return bool(((product - exact).abs() <= ERROR * size + torch.finfo(dtype).eps / 2 * product.abs()).all())
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rl_kernels.core.testing import Bug, Mutants
 from rl_kernels.det_gemm.spec import mutants_cuda, mutants_triton
 
-ONE_PIECE = "            _columns(left, b, bias, out, settings)\n            return out\n"
+ONE_PIECE = "            _columns(left, b, out, settings)\n            return out\n"
 IN_TWO = "out.copy_(a[:, :STEP].float() @ b[:STEP].float() + a[:, STEP:].float() @ b[STEP:].float())"
 PRODUCT = (
     Bug("bias added twice", "product += bias", "product += 2 * bias"),
@@ -15,16 +15,16 @@ PRODUCT = (
         "left = pad_to(a, 1, STEP).contiguous()",
         "left = pad_to(a, 1, STEP).clone()\n    left[:, -STEP:] = 0",
     ),
-    Bug("every piece holds the first columns", "b[:, part], None", "b[:, : out[:, part].shape[1]], None"),
+    Bug("every piece holds the first columns", "b[:, part], out", "b[:, : out[:, part].shape[1]], out"),
     Bug("every block holds the first rows", "left[first:end]", "left[: end - first]"),
     Bug("last block of rows skipped", "in blocks(out.shape[0]):", "in blocks(out.shape[0])[:-1]:"),
     Bug(
         "library product of the rows as they are",
         ONE_PIECE,
-        "            return torch.mm(a, b.to(dtype)) if bias is None else torch.addmm(bias, a, b.to(dtype))\n",
+        "            return torch.mm(a, b.to(dtype))\n",
     ),
-    Bug("K split for few rows", ONE_PIECE, f"{ONE_PIECE[:-1]} if len(a) > 4 or bias is not None else {IN_TWO}\n"),
-    Bug("K split for many rows", ONE_PIECE, f"{ONE_PIECE[:-1]} if len(a) < 128 or bias is not None else {IN_TWO}\n"),
+    Bug("K split for few rows", ONE_PIECE, f"{ONE_PIECE[:-1]} if len(a) > 4 else {IN_TWO}\n"),
+    Bug("K split for many rows", ONE_PIECE, f"{ONE_PIECE[:-1]} if len(a) < 128 else {IN_TWO}\n"),
     Bug(
         "padding not zeroed",
         "F.pad(x, [0, 0] * (x.ndim - 1 - dim % x.ndim) + [0, missing])",

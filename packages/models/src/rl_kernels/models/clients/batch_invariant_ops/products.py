@@ -96,6 +96,8 @@ def affine(
             raise TypeError(f"{name}: expected a real number, got {number}")
     _check("mat1", a, "mat2", b, ndim=2)
     _check_bias(bias, a, b, out_dtype)
+    if beta == 0 and alpha == 1:
+        return matrices("mat1", a, "mat2", b, out_dtype)
     plain = beta == 1 and alpha == 1 and bias.dtype == a.dtype != torch.float64
     if plain and out_dtype in (None, a.dtype) and bias.shape == b.shape[1:]:
         return linear(a, b.t(), bias)
