@@ -53,7 +53,7 @@ LIBRARIES = {
     by_layout: Way.TILES,
     by_place: Way.FP64,
     by_neighbors: Way.FP64,
-    by_threads: Way.FP64,
+    by_threads: Way.TILES,
     in_bfloat16: Way.FP64,
 }
 
@@ -81,8 +81,11 @@ def test_a_library_that_does_not_keep_bits_is_found_out(plant, torch_threads, li
     draw = Draw(torch.float32)
     a, b = draw.normal(150, 96), draw.normal(96, 100)
     plant(library)
+    with torch_threads(1):
+        alone = products.matmul(a, b)
     with torch_threads(2):
         whole = products.matmul(a, b)
+        assert torch.equal(whole, alone)
         assert verified.counts()[LIBRARIES[library]] > 0
         assert products.note(96, 100, torch.float32, transposed=False) == f"products {LIBRARIES[library].value}"
         for rows in (a[:1], a[:9], a[:64]):

@@ -72,7 +72,7 @@ def way_of(kind: Kind) -> Way:
 
 def _tried(kind: Kind) -> Way:
     count, rows, inner, columns = kind.size
-    tile = tile_of(inner, torch.float32, kind.settings)
+    tile = tile_of(inner, torch.float32, kind.settings.onednn)
     if tile is None:
         return Way.FP64
     draw = torch.Generator("cpu").manual_seed(inner)

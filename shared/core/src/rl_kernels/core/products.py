@@ -118,7 +118,11 @@ def _right(b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def tiles(block: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Return ``block @ right`` by products of the library that all have the shape of the tile that was tried."""
+    """Return ``block @ right`` by products of the library that are all like the tile that was tried."""
+    return verified.on_one_thread(lambda: _tiles(block, right))
+
+
+def _tiles(block: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     rows, columns = pad_to(block, 0, TILE_ROWS), pad_to(right.t(), 0, TILE_COLUMNS)
     out = block.new_empty((len(rows), len(columns)))
     for column in range(0, len(columns), TILE_COLUMNS):
@@ -156,7 +160,10 @@ def chain_dw(a: torch.Tensor, dc: torch.Tensor, out: torch.Tensor) -> torch.Tens
         for first in range(0, len(a), ROWS):
             part = slice(first, first + ROWS)
             left, right = (_terms(x[part], size) for x, size in zip((a, dc), total.shape, strict=True))
-            (_steps if way is Way.WHOLE else _steps_of_tiles)(left, right, total)
+            if way is Way.WHOLE:
+                _steps(left, right, total)
+            else:
+                verified.on_one_thread(functools.partial(_steps_of_tiles, left, right, total))
     return out if is_plain else out.copy_(total[: out.shape[0], : out.shape[1]])
 
 

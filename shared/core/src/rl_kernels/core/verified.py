@@ -2,8 +2,8 @@
 
 A trial repeats the 16 rows and 64 columns of a small tile, in a drawn order, up to the size of the product. Each number
 of the result must have the bits that it has in the tile. The drawn sums cancel, so a number is the rounding of its sum,
-which another order of additions changes. Rows of NaN between the others must change none. The tile itself must have the
-same bits in any order of its rows and columns and on one thread, and be as accurate as sums in FP32 are.
+which another order of additions changes. Rows of NaN between the others must change none. The tile itself, on one
+thread, must have the same bits in any order of its rows and columns, and be as accurate as sums in FP32 are.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+T = TypeVar("T")
 HEIGHTS = (512, 256, 128, 64, 32, 16, 8)
 """Rows of a block. With fewer than 4, libraries add in the order of a matrix times a vector."""
 TILE_ROWS, TILE_COLUMNS = 16, 64
@@ -34,7 +35,7 @@ class Way(enum.Enum):
     """How products of a kind are computed."""
 
     WHOLE = "a block at a time"
-    TILES = "tile by tile, as the library's bits depend on the size of a block"
+    TILES = "tile by tile on one thread, as the library's bits depend on the size of a block or on threads"
     FP64 = "in FP64, as the library's bits depend on the place of a row"
 
 
@@ -114,7 +115,7 @@ def way_of(kind: Kind) -> Way:
     found = _ways.get(kind)
     if found is None:
         with aside():
-            tile = tile_of(kind.inner, kind.dtype, kind.settings)
+            tile = tile_of(kind.inner, kind.dtype, kind.settings.onednn)
             found = Way.FP64 if tile is None else Way.WHOLE if _whole_holds(kind, tile) else Way.TILES
         _ways[kind] = found
     return found
@@ -139,8 +140,12 @@ class _Tile(NamedTuple):
 
 
 @functools.cache
-def tile_of(inner: int, dtype: torch.dtype, settings: Settings) -> _Tile | None:
-    """Return the tile of a trial; None if its bits follow place, neighbors or threads, or it is not accurate."""
+def tile_of(inner: int, dtype: torch.dtype, onednn: bool) -> _Tile | None:
+    """Return the tile of a trial, on one thread; None if its bits follow place or neighbors, or it is not accurate."""
+    return on_one_thread(lambda: _tried_tile(inner, dtype))
+
+
+def _tried_tile(inner: int, dtype: torch.dtype) -> _Tile | None:
     draw = torch.Generator().manual_seed(inner)
     rows, columns = _cancelling(inner, (TILE_ROWS, TILE_COLUMNS), dtype, draw)
     product = library(rows, columns.t())
@@ -156,8 +161,6 @@ def tile_of(inner: int, dtype: torch.dtype, settings: Settings) -> _Tile | None:
         beside[::2] = value
         if not torch.equal(library(beside, columns.t())[1::2], product[1::2]):
             return None
-    if not torch.equal(on_one_thread(lambda: library(rows, columns.t())), product):
-        return None
     return _Tile(rows, columns, product)
 
 
@@ -187,10 +190,9 @@ def _tried_steps(shape: torch.Size, strides: tuple[int, ...], offset: int, setti
     def step() -> torch.Tensor:
         return start.addmm(left, right.t())
 
-    product = step()
-    order = permuted(TILE_COLUMNS, draw)
-    moved = start[order][:, order].addmm(left[order], right[order].t())
-    if not torch.equal(moved, product[order][:, order]) or not torch.equal(on_one_thread(step), product):
+    product, order = on_one_thread(step), permuted(TILE_COLUMNS, draw)
+    moved = on_one_thread(lambda: start[order][:, order].addmm(left[order], right[order].t()))
+    if not torch.equal(moved, product[order][:, order]):
         return Way.FP64
     row = torch.randint(TILE_COLUMNS, shape[:1], generator=draw, device="cpu")
     column = torch.randint(TILE_COLUMNS, shape[1:], generator=draw, device="cpu")
@@ -247,7 +249,7 @@ def _placed(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
     return torch.zeros(first + last + 1, dtype=dtype, device="cpu").as_strided(shape, strides, first)
 
 
-def on_one_thread(call: Callable[[], torch.Tensor]) -> torch.Tensor:
+def on_one_thread(call: Callable[[], T]) -> T:
     """Return the result of a call that may use one thread of the CPU."""
     threads = torch.get_num_threads()
     if threads == 1:
