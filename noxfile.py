@@ -208,7 +208,9 @@ def check(session: nox.Session) -> None:
     install(session, *SHARED, *PACKAGES)
     # Each process may hold a gigabyte or two.
     jobs = ("--jobs", str(min(os.cpu_count() or 1, 4)))
-    session.run("rl-kernels", "check", "--suite", "full", *jobs, *session.posargs, env={"OMP_WAIT_POLICY": "PASSIVE"})
+    # Processes take all cores: threads of theirs would wait for each other.
+    one = {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
+    session.run("rl-kernels", "check", "--suite", "full", *jobs, *session.posargs, env=one)
 
 
 @nox.session
