@@ -25,6 +25,8 @@ WIDTH = 4096
 """Most columns of a block: bounds the memory of a trial, and that of a piece of a 16-bit operand in FP32."""
 ROWS = 512
 """Rows of a chain that are converted to FP32 at a time."""
+SIZES = ((100, 37), (64, 256), (576, 192))
+"""K and N that ``doctor`` tries."""
 
 
 def matmul(
@@ -204,10 +206,6 @@ def note(inner: int, columns: int, dtype: torch.dtype, *, transposed: bool = Tru
     found = ways(inner, columns, dtype, transposed=transposed)
     slow = [way for way in (Way.FP64, Way.TILES) if found[way]]
     return f"products {slow[0].value}" if slow else None
-
-
-SIZES = ((100, 37), (64, 256), (576, 192))
-"""K and N that ``doctor`` tries."""
 
 
 def tried() -> str:
