@@ -2,8 +2,8 @@
 
 The reports are of `rl-kernels check --json --check-grad` on GPUs of one architecture, with every backend that runs
 there. For each row they say how much of its fence the results need (`share`). The architecture's own row allows twice
-the largest share, and at least a tenth of the fence, because other sizes need more. A row that would become no narrower
-is left out. Prints the rows; `--write` replaces those of this architecture in the contract.
+the largest share, and at least half of the fence, because larger sizes need more: on an H200 FP32 products over 8,192
+terms need a fifth of it, the checker's products nothing. A row that would become no narrower is left out. Prints the rows; `--write` replaces those of this architecture in the contract.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from calibrate import FILE, written
 from rl_kernels.core.command import Parser, table
 from rl_kernels.core.contract import ROW_KEYS, Contract, contract, parse
 
-MARGIN, LEAST = 2.0, 0.1
+MARGIN, LEAST = 2.0, 0.5
 """The share that a row of an architecture allows: this many times the measured one, but at least the second."""
 HEADER = ("row", "all", "this one", "share", "results", "largest share at")
 
@@ -67,7 +67,7 @@ def rows(reports: Sequence[Mapping[str, Any]], general: Contract) -> list[dict[s
             continue
         provenance = (
             f"{need.results} results need at most {need.share:.2g} of the row for all architectures "
-            f"({need.at}); this row allows {'twice that' if allowed > LEAST else 'a tenth of it'}. Measured on {where}."
+            f"({need.at}); this row allows {'twice that' if allowed > LEAST else 'half of it'}. Measured on {where}."
         )
         values = (*key, min(atol, row.atol), min(rtol, row.rtol), False, provenance)
         made.append(dict(zip(ROW_KEYS, values, strict=False)))

@@ -42,6 +42,8 @@ def contents(dist: Path, extra: Path | None) -> Iterator[tuple[Path, str]]:
         for file in sorted((package / "tests").rglob("*")):
             if file.is_file() and "__pycache__" not in file.parts:
                 yield file, str(file.relative_to(ROOT))
+        # Tests run the examples of guides.
+        yield from ((file, str(file.relative_to(ROOT))) for file in package.glob("GUIDE.md"))
     others = sorted(extra.glob("*.whl")) if extra else []
     if extra and not others:
         raise ValueError(f"--extra-wheels: there is no wheel in {extra}")

@@ -8,6 +8,9 @@ import pytest
 import torch
 
 from rl_kernels.attention import Attended, det_attention
+from rl_kernels.attention.backends.native import backend as native
+from rl_kernels.attention.backends.native import batches
+from rl_kernels.attention.inputs import UNLIMITED, Inputs
 from rl_kernels.attention.op import OPERATOR
 from rl_kernels.attention.spec.mutants_triton import MISSING, MODULES
 from rl_kernels.core.testing.planted import planted
@@ -42,6 +45,20 @@ def test_one_gradient_alone_is_that_of_all(name):
         return dict(zip(names, found, strict=True))
 
     assert torch.equal(gradients(name)[name], gradients(*given)[name])
+
+
+@pytest.mark.parametrize(("left", "softcap"), [(UNLIMITED, 0.0), (70, 5.0)])
+def test_native_looks_at_no_value_where_that_would_wait(left, softcap):
+    """A meta tensor has no values; nor may a mask be kept that a CUDA graph's memory holds."""
+    q, k, v = (x.to("meta") for x in operands(2, 90, 200))
+    sinks = torch.empty(4, device="meta")
+    given = Inputs(q, k, v, sinks, *[None] * 6, 90, 200, 0.3, left, 0, softcap)
+    batches._remembered_bits.cache_clear()
+    out, lse = native.forward(*given)
+    assert (out.shape, lse.shape) == (q.shape, (2, 4, 90))
+    found = native.backward(*given, out, lse, torch.empty_like(out), True)
+    assert [x.shape for x in found] == [x.shape for x in (q, k, v, sinks)]
+    assert batches._remembered_bits.cache_info().currsize == 0
 
 
 def test_lse_has_no_gradient():

@@ -98,6 +98,20 @@ def test_the_relative_rule_is_that_of_the_checker():
     assert verdicts == {True, False}
 
 
+def test_large_terms_may_round_by_more_than_the_row_allows():
+    arena = Arena(SPEC, Case("toy", {"batch": 11, "size": 8}), "fp32", torch.device("cpu"))
+    x, weight, shift = (arena.inputs[name] for name in ("x", "weight", "shift"))
+    x.mul_(1e4)
+    x[..., ::2], weight[:, ::2] = x[..., 1::2], -weight[:, 1::2]
+    gold = shift.double()[..., None].expand(-1, -1, 5)
+    terms = magnitudes(None, {"x": x.double(), "weight": weight.double(), "shift": shift.double()}, {})["output"]
+    tolerance = contract().tolerance("accuracy", "reduction", "fp32", "forward", "cpu")
+    verify(arena, LAYOUT, {"output": (gold + compare.ROUNDING * terms / 3).float()}, {}, "cpu", 14)
+    assert float(compare.ROUNDING * terms.min() / 3) > tolerance.atol + tolerance.rtol
+    with pytest.raises(Wrong, match="outside the contract's fence"):
+        verify(arena, LAYOUT, {"output": (gold + 5 * compare.ROUNDING * terms).float()}, {}, "cpu", 14)
+
+
 def test_nan_and_other_shapes_and_names_are_wrong(arena):
     found, upstream = results(arena)
     for change in (

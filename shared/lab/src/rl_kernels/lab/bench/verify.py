@@ -19,7 +19,7 @@ from rl_kernels.core.testing import Inputs, RowLayout
 from rl_kernels.core.testing.transforms import Rows
 from rl_kernels.lab.bench.arena import Arena
 from rl_kernels.lab.check.candidate import readable
-from rl_kernels.lab.check.compare import FACTORS, ROUNDING, ulp
+from rl_kernels.lab.check.compare import FACTORS, ROUNDING, fence_of, ulp
 from rl_kernels.lab.check.guard import Results, named
 
 BLOCK = 2**24
@@ -52,13 +52,13 @@ class Accuracy:
 
     def _feed(self, value: torch.Tensor, eager: torch.Tensor, gold: torch.Tensor, magnitude: torch.Tensor) -> None:
         error = (value.double() - gold).abs()
-        limit = self.tolerance.atol + self.tolerance.rtol * gold.abs()
+        slack = ulp(gold, value.dtype) + ROUNDING * magnitude
+        limit = fence_of(self.tolerance, gold, slack)
         if not bool((error <= limit).all()):
             at = int((~(error <= limit)).nonzero()[0])
             found = f"got {float(value[at]):.9g}, expected {float(gold[at]):.9g}"
             raise Wrong(f"{self.item}: outside the contract's fence: {found}, allowed {float(limit[at]):.3g}")
         plain = (eager.double() - gold).abs().nan_to_num()
-        slack = ulp(gold, value.dtype) + ROUNDING * magnitude
         if value.numel():
             self.share = max(self.share, float((error / limit.clamp(min=1e-300)).max()))
             self._worst = max(self._worst, float((error - slack).max()))

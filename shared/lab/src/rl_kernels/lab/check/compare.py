@@ -101,9 +101,7 @@ def accuracy(
     slack = ulp(finite, eager.dtype) + rounding * torch.where(special, 0.0, magnitude)
     plain = torch.where(special, 0.0, eager.double() - gold).abs()
     factor = FACTORS[direction]
-    # The fence is absolute, but rounding of unusually large terms can exceed it.
-    fence = tolerance.atol + tolerance.rtol * finite.abs() + slack / 2
-    granted = slack / 2
+    fence, granted = fence_of(tolerance, finite, slack), slack / 2
     if not calibrated:
         fence, granted = (limit.clamp(min=float(factor * plain.nan_to_num().max())) for limit in (fence, granted))
     by = tolerance if row is None else row
@@ -126,6 +124,14 @@ def accuracy(
         message = f"L2 error {error.norm():.3g} over {budget:.3g} (relative rule)"
         return Comparison(False, *numbers, message, worst, share=share)
     return Comparison(True, *numbers, worst=worst, share=share)
+
+
+def fence_of(tolerance: Tolerance, gold: torch.Tensor, slack: torch.Tensor) -> torch.Tensor:
+    """Return how far a result may be from the gold; ``slack`` is an ulp and what rounding may do.
+
+    A row of the contract is absolute, but rounding of unusually large terms can exceed it.
+    """
+    return tolerance.atol + tolerance.rtol * gold.abs() + slack / 2
 
 
 def parity(candidate: torch.Tensor, other: torch.Tensor, tolerance: Tolerance) -> Comparison:

@@ -83,12 +83,14 @@ def _results(given: Inputs, batch: Batch, compute: Callable[..., T], *arguments:
     """Yield results of a batch, or of its sequences one by one.
 
     A masked key has a weight of 0, but 0 times NaN is NaN: what is not finite may spread to rows that do not see it,
-    and shows in the first result. Blocks of 64 rows of one sequence bound this.
+    and shows in the first result. Blocks of 64 rows of one sequence bound this. A GPU, which would wait for the look
+    at the result, always takes those.
     """
-    found = compute(given, batch, _height(batch), *arguments)
-    if (batch.rows <= BLOCK and batch.is_one) or math.isfinite(found[0].sum()):
-        yield batch, found
-        return
+    if given.q.device.type == "cpu":
+        found = compute(given, batch, _height(batch), *arguments)
+        if (batch.rows <= BLOCK and batch.is_one) or math.isfinite(found[0].sum()):
+            yield batch, found
+            return
     for one in batch.one_by_one():
         yield one, compute(given, one, BLOCK, *arguments)
 

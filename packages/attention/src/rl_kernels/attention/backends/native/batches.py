@@ -167,11 +167,15 @@ class Batch:
         return Seen(begin, end, start, self._kept(range(row, row + count), range(start, end)), lacks_some)
 
     def _kept(self, rows: range, keys: range) -> torch.Tensor:
-        """Return ``Seen.kept``; layers ask for the same again and again."""
+        """Return ``Seen.kept``; layers ask for the same again and again.
+
+        On a GPU nothing is remembered: memory of a call that is captured in a CUDA graph is the graph's.
+        """
         places = tuple((place.length, place.length - place.count, place.gone) for place in self.places)
+        device = self._given.q.device
         is_small = len(places) * len(rows) * len(keys) <= SMALL
-        make = _remembered_bits if is_small else _bits
-        return make(rows, self.group, keys, places, (self._given.left, self._given.right), self._given.q.device)
+        make = _remembered_bits if is_small and device.type == "cpu" else _bits
+        return make(rows, self.group, keys, places, (self._given.left, self._given.right), device)
 
     def _bounds(self, query: int) -> list[tuple[int, int]]:
         """Return the first key that a query sees, and the key after the last one, in each sequence."""
@@ -212,9 +216,13 @@ def _bits(
     """Return ``Seen.kept`` for places of these (length, position of the first query, dropped keys)."""
     key = torch.arange(keys.start, keys.stop, dtype=torch.int32, device=device)
     query = torch.arange(rows.start, rows.stop, dtype=torch.int32, device=device)[:, None] // group
-    length, shift, gone = torch.tensor(places, dtype=torch.int32, device=device).T[..., None, None]
+    # A number stays one: as a tensor it would be copied to a GPU, which waits.
+    length, shift, gone = (
+        of_all[0] if len(places) == 1 else torch.tensor(of_all, dtype=torch.int32, device=device)[:, None, None]
+        for of_all in zip(*places, strict=True)
+    )
     left, right = window
-    hidden = (key >= length).expand(-1, len(rows), -1)
+    hidden = (key >= length).expand(len(places), len(rows), len(keys))
     if right != UNLIMITED:
         hidden = hidden | (key > query + shift + right)
     if left != UNLIMITED:
