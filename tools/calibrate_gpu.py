@@ -3,7 +3,8 @@
 The reports are of `rl-kernels check --json --check-grad` on GPUs of one architecture, with every backend that runs
 there. For each row they say how much of its fence the results need (`share`). The architecture's own row allows twice
 the largest share, and at least half of the fence, because larger sizes need more: on an H200 FP32 products over 8,192
-terms need a fifth of it, the checker's products nothing. A row that would become no narrower is left out. Prints the rows; `--write` replaces those of this architecture in the contract.
+terms need a fifth of it, the checker's products nothing. A row that would become no narrower is left out. Prints the
+rows; `--write` replaces those of this architecture in the contract.
 """
 
 from __future__ import annotations

@@ -82,13 +82,13 @@ _MASKS = (
     ),
     Bug(
         "sequences of a batch have the length of the first",
-        "length, shift, gone = torch.tensor(places,",
-        "length, shift, gone = torch.tensor(places[:1] * len(places),",
+        "else torch.tensor(of_all,",
+        "else torch.tensor(of_all[:1] * len(places),",
     ),
     Bug(
         "a mask is remembered without its window",
-        "self._given.left, self._given.right), self._given.q.device)",
-        "-1, self._given.right), self._given.q.device)",
+        "(self._given.left, self._given.right), device)",
+        "(-1, self._given.right), device)",
     ),
 )
 _SCORES = (
