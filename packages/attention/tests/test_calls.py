@@ -61,6 +61,14 @@ def test_native_looks_at_no_value_where_that_would_wait(left, softcap):
     assert batches._remembered_bits.cache_info().currsize == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("batch", "queries", "heads"), [(2, 7, 2), (1, 7, 2), (1, 130, 1), (3, 1, 4)])
+def test_results_are_contiguous(dtype, batch, queries, heads):
+    q, k, v = (x.to(dtype) for x in operands(batch, queries, 150, heads, heads, 16))
+    out, lse = det_attention(q, k, v, return_lse=True)
+    assert (out.stride(), lse.stride()) == tuple(torch.empty(x.shape).stride() for x in (out, lse))
+
+
 def test_lse_has_no_gradient():
     q, k, v = operands()
     out, lse = det_attention(q.requires_grad_(), k, v, return_lse=True)

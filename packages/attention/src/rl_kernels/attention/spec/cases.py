@@ -17,6 +17,8 @@ from rl_kernels.core.testing import Case, Draw, Inputs, Spec
 
 SEGMENT = 1024
 """Keys of a segment of every backend."""
+INTEGERS = {"cu_seqlens_q", "cu_seqlens_k", "k_start", "seqused_q", "seqused_k", "block_table"}
+"""Arguments that say where sequences lie."""
 
 
 def _sizes(batch: int, queries: int, keys: int, kv_heads: int, group: int, head: int) -> dict[str, int]:
@@ -115,8 +117,7 @@ def inputs(case: Case, draw: Draw) -> Inputs:
         for name in ("q", "k"):
             call[f"max_seqlen_{name}"] = counts["qk".index(name) + 1] + 3
     if asked.get("ints"):
-        wanted = {"cu_seqlens_q", "cu_seqlens_k", "k_start", "seqused_q", "seqused_k", "block_table"}
-        call |= {name: call[name].to(asked["ints"]) for name in wanted & call.keys()}
+        call |= {name: call[name].to(asked["ints"]) for name in INTEGERS & call.keys()}
     return call
 
 
@@ -181,8 +182,10 @@ def _laid_out(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> 
     return paged(pieces, case.options["page"], 0.0, torch.tensor(order))
 
 
-def waits(call: Inputs) -> str | None:
+def waits(call: Inputs, backend: str | None) -> str | None:
     """Say which sizes are read from the device, if any."""
+    if backend == "native" and INTEGERS & call.keys():
+        return "native reads lengths on the host"
     asked = [f"max_seqlen_{x}" for x in "qk" if f"cu_seqlens_{x}" in call and f"max_seqlen_{x}" not in call]
     return f"without {' and '.join(asked)} the device is asked" if asked else None
 

@@ -139,7 +139,7 @@ class Mutants:
     cases: Sequence[str] = ()
 
 
-def _never(inputs: Inputs) -> None:
+def _never(inputs: Inputs, backend: str | None) -> None:
     """Return None: no call waits."""
 
 
@@ -178,7 +178,7 @@ class Spec:
         masks: arguments that are masks.
         on_host: arguments that may lie on the host, which a captured CUDA graph cannot copy.
         eager_only: options that torch.compile must refuse, naming the option.
-        waits: ``inputs`` of a call whose values are not checked -> why it may wait for the device, or None.
+        waits: ``inputs`` of a call whose values are not checked, backend -> why it may wait for the device, or None.
         exempt: relation name -> why it is not checked for this operator.
     """
 
@@ -207,7 +207,7 @@ class Spec:
     masks: Sequence[str] = ()
     on_host: frozenset[str] = frozenset()
     eager_only: frozenset[str] = frozenset()
-    waits: Callable[[Inputs], str | None] = _never
+    waits: Callable[[Inputs, str | None], str | None] = _never
     exempt: Mapping[str, str] = field(default_factory=dict)
 
     def case(self, name: str = "") -> Case:

@@ -64,18 +64,13 @@ def planned(given: Inputs) -> Planned:
 
 
 def _forward(given: Inputs, with_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    found = [part for batch in batches(given, FEWEST, backward=False) for part in _results(given, batch, _attend)]
-    if len(found) == 1 and found[0][0].is_all:
-        ((batch, (of_rows, total, top)),) = found
-        out = batch.queries_of(of_rows, given.q.dtype)
-        lse = batch.queries_of(total.log() + top, torch.float32)[..., 0].mT.contiguous() if with_lse else None
-        return out, lse
     out = given.q.new_zeros((*given.q.shape[:-1], given.v.shape[-1]))
     lse = given.q.new_full(given.lse_shape(), -torch.inf, dtype=torch.float32) if with_lse else None
-    for batch, (of_rows, total, top) in found:
-        batch.put_rows(out, of_rows)
-        if lse is not None:
-            batch.put_rows(lse.mT[..., None], total.log() + top)
+    for batch in batches(given, FEWEST, backward=False):
+        for part, (of_rows, total, top) in _results(given, batch, _attend):
+            part.put_rows(out, of_rows)
+            if lse is not None:
+                part.put_rows(lse.mT[..., None], total.log() + top)
     return out, lse
 
 

@@ -81,11 +81,6 @@ class Batch:
             yield from (Batch(self._given, [part], self._multiple) for part in parts)
 
     @property
-    def is_all(self) -> bool:
-        """Whether the batch is all of a dense call."""
-        return self._is_whole and self._given.q.shape[:2] == (self.items, self.places[0].rows)
-
-    @property
     def is_one(self) -> bool:
         """Whether this is one sequence."""
         return self.items == 1
@@ -103,12 +98,6 @@ class Batch:
         """Write ``found[items * Hkv, rows, D]`` to the rows of the queries in ``out[..., T, H, D]``."""
         for part, place in self._parts(found.view(self.items, self.kv_heads, self.rows, -1)):
             self._grouped(out, place).copy_(self._tokens(part, place, out.shape[-1]))
-
-    def queries_of(self, found: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return ``found[items * Hkv, rows, D]`` as ``[B, T, H, D]``; the batch is all of a dense call."""
-        (place,) = self.places
-        found = self._tokens(found.view(self.items, self.kv_heads, self.rows, -1), place, found.shape[-1])
-        return found.transpose(1, 2).to(dtype).reshape(self.items, place.rows, -1, found.shape[-1])
 
     def per_row(self, x: torch.Tensor) -> torch.Tensor:
         """Return numbers of query heads ``x[H]`` for each row, ``[items * Hkv, rows, 1]``."""

@@ -173,7 +173,7 @@ def _same(cell: Cell, how: str, found: Results, expected: Results) -> Iterator[C
 def _no_sync(cell: Cell) -> Iterator[Record]:
     """Forward and backward without waiting for the device; checks of values, which must wait, are off."""
     inputs = _unchecked(cell)
-    why = cell.spec.waits(inputs)
+    why = cell.spec.waits(inputs, cell.candidate.backend)
     if why is not None:
         yield cell.skip("torch", f"no host sync: {why}")
         return
@@ -198,6 +198,10 @@ def _graph(cell: Cell) -> Iterator[Record]:
     here = [name for name in cell.spec.on_host & cell.inputs.keys() if not _on_gpu(cell.inputs[name])]
     if here:
         yield cell.skip("torch", f"CUDA graph: {', '.join(here)} on the host")
+        return
+    why = cell.spec.waits(cell.inputs, "native") if cell.candidate.backend == "native" else None
+    if why:
+        yield cell.skip("torch", f"CUDA graph: {why}")
         return
     fresh = cell.redrawn()
     eager = fresh.run(_unchecked(fresh))
