@@ -151,8 +151,8 @@ def linear_logp(
             changes no bit.
         saved_mib: MiB, an integer >= 0: at most this much of the logits, those of the last columns, stays in memory
             from the forward to the backward pass, which then does not form them again. A logit takes 4 bytes, 8 for
-            FP64 inputs. None: all of at most 64 tokens (37 MiB for 151936 entries), of more tokens nothing. It changes
-            no bit. Without gradients nothing is kept.
+            FP64 inputs. None: all of at most 64 tokens (37 MiB for 151936 entries), of more tokens nothing; on a CPU
+            64. It changes no bit. Without gradients nothing is kept.
         join_tokens: None, or a multiple of 16: the gradients of weight and bias are then sums of chains of that many
             tokens, added in order and rounded to nearest. Tokens count from the first of the call, ignored ones too.
             One long chain shrinks on Hopper, because tensor cores truncate. Of the workspace it takes one FP32 buffer

@@ -23,6 +23,8 @@ from rl_kernels.core.verified import HEIGHTS, TILE_COLUMNS, TILE_ROWS, Kind, Set
 
 WIDTH = 4096
 """Most columns of a block: bounds the memory of a trial, and that of a piece of a 16-bit operand in FP32."""
+MANY, PAIRS = 256, 8
+"""From so many terms on a sum is padded to a multiple of ``PAIRS``: a trial needs pairs, which cancel."""
 ROWS = 512
 """Rows of a chain that are converted to FP32 at a time."""
 SIZES = ((100, 37), (64, 256), (576, 192))
@@ -60,7 +62,7 @@ def _finished(product: torch.Tensor, bias: torch.Tensor | None, wanted: torch.dt
 def _product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the product of ``a`` in its dtype."""
     out = a.new_empty((a.shape[0], b.shape[1]), dtype=dtype)
-    left = pad_to(a, 1, STEP).contiguous()
+    left = _whole_terms(a, 1).contiguous()
     if verified.offset_of(left):
         left = left.clone()
     settings = verified.current_settings(dtype)
@@ -112,11 +114,20 @@ def blocks(count: int) -> tuple[tuple[int, int, int], ...]:
 
 def _right(b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the right operand as the library gets it: without gaps, row by row or column by column, sizes padded."""
-    b = pad_to(b.to(dtype), 0, STEP)
+    b = _whole_terms(b.to(dtype), 0)
     if b.shape[1] < TILE_ROWS:
         # Libraries multiply by a narrow matrix in other orders.
         b = pad_to(b, 1, TILE_ROWS)
     return b.t().contiguous().t() if b.stride(0) == 1 else b.contiguous()
+
+
+def _whole_terms(x: torch.Tensor, dim: int) -> torch.Tensor:
+    return pad_to(x, dim, _multiple(x.shape[dim]))
+
+
+def _multiple(inner: int) -> int:
+    """Return the multiple to which an inner size is padded. Sums of a few terms often hide another order."""
+    return PAIRS if inner >= MANY else STEP
 
 
 def tiles(block: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -195,9 +206,9 @@ def _steps_of_tiles(left: torch.Tensor, right: torch.Tensor, total: torch.Tensor
 def ways(inner: int, columns: int, dtype: torch.dtype, *, transposed: bool = True) -> Counter[Way]:
     """Return how blocks of rows are multiplied by ``[inner, columns]``, counted by the way that each height takes."""
     settings = verified.current_settings(dtype)
-    padded = -(-inner // STEP) * STEP, min(max(columns, TILE_ROWS), WIDTH)
+    size = inner + -inner % _multiple(inner), min(max(columns, TILE_ROWS), WIDTH)
     with verified.applied(settings):
-        kinds = (Kind(height, *padded, dtype, transposed, 0, settings) for height in HEIGHTS)
+        kinds = (Kind(height, *size, dtype, transposed, 0, settings) for height in HEIGHTS)
         return Counter(verified.way_of(kind) for kind in kinds)
 
 

@@ -125,11 +125,24 @@ def softmax_state(x: torch.Tensor, temperature: torch.Tensor, *, entropy: bool) 
     """Return the state of ``x[N, n]``, n >= 1, with ``temperature[N, 1]``; a -inf entry adds nothing to it."""
     top = x.amax(-1)
     # Subtract before scaling: exact for the values that matter, however large they are.
-    shifted = (x - torch.where(top == -torch.inf, 0.0, top)[:, None]).div_(temperature)
+    shifted = _divide(x - torch.where(top == -torch.inf, 0.0, top)[:, None], temperature)
     if not entropy:
         return SoftmaxState(top, row_sum(shifted.exp_()), None)
     power = shifted.exp()
     return SoftmaxState(top, row_sum(power), row_sum(shifted.clamp_(min=SMALLEST_SHIFT).mul_(power)))
+
+
+def _divide(x: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """Divide ``x[N, n]`` in place by ``temperature[N, 1]``; not by 1, where a look at it waits for nothing."""
+    is_one_number = temperature.is_cpu and temperature.numel() and not temperature.stride(0)
+    return x if is_one_number and float(temperature[0, 0]) == 1.0 else x.div_(temperature)
+
+
+def fill_rows(x: torch.Tensor, where: torch.Tensor, value: float) -> torch.Tensor:
+    """Write a value to the rows of ``x[N, n]`` where ``where[N]`` says so, and return ``x``."""
+    if where.is_cpu and not where.any():
+        return x
+    return x.masked_fill_(where[:, None], value)
 
 
 def merge(left: SoftmaxState, right: SoftmaxState, temperature: torch.Tensor) -> SoftmaxState:
@@ -204,22 +217,23 @@ def dlogits(x: torch.Tensor, temperature: torch.Tensor, up: LogpUpstream, first:
 
     dx_j = (g_logp (1[j = id] - p_j) + g_lse p_j - g_H p_j (log p_j + H)) / temperature.
     """
-    log_p = (x - up.norm[:, :1]).div_(temperature).sub_(up.norm[:, 1:])
-    p = log_p.exp()
+    log_p = _divide(x - up.norm[:, :1], temperature).sub_(up.norm[:, 1:])
+    p = log_p.exp_() if up.grad_entropy is None else log_p.exp()
     if up.grad_logp is None:
         dz = torch.zeros_like(p)
     else:
         down = -up.grad_logp[:, None]
-        dz = p * down
         column, inside = _column_of(x, up.ids, first)
-        dz.scatter_(1, column, (p.gather(1, column) - inside.to(p.dtype)) * down)
+        chosen = (p.gather(1, column) - inside.to(p.dtype)) * down
+        dz = p.mul_(down) if up.grad_logsumexp is up.grad_entropy is None else p * down
+        dz.scatter_(1, column, chosen)
     if up.grad_logsumexp is not None:
         dz += up.grad_logsumexp[:, None] * p
     if up.grad_entropy is not None and up.entropy is not None:
         # Clamped, because -inf times a probability of 0 is NaN.
         surprise = log_p.clamp_(min=SMALLEST_SHIFT).add_(up.entropy[:, None]).mul_(p)
         dz -= surprise.mul_(up.grad_entropy[:, None])
-    return dz.div_(temperature)
+    return _divide(dz, temperature)
 
 
 def per_row(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

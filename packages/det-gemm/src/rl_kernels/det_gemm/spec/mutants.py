@@ -12,8 +12,8 @@ PRODUCT = (
     Bug("output rounded through BF16", "return product.to(wanted)", "return product.bfloat16().to(wanted)"),
     Bug(
         "last K step skipped",
-        "left = pad_to(a, 1, STEP).contiguous()",
-        "left = pad_to(a, 1, STEP).clone()\n    left[:, -STEP:] = 0",
+        "left = _whole_terms(a, 1).contiguous()",
+        "left = _whole_terms(a, 1).clone()\n    left[:, -STEP:] = 0",
     ),
     Bug("every piece holds the first columns", "b[:, part], out", "b[:, : out[:, part].shape[1]], out"),
     Bug("every block holds the first rows", "left[first:end]", "left[: end - first]"),

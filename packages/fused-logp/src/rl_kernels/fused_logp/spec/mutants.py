@@ -78,7 +78,7 @@ _OPTIONS = (
     ),
     Bug(
         "temperature missing in backward",
-        "return dz.div_(temperature)",
+        "return _divide(dz, temperature)",
         "return dz",
     ),
     Bug("gradient through logsumexp dropped", "if up.grad_logsumexp is not None:", "if False:"),

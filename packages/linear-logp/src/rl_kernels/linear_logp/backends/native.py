@@ -230,8 +230,9 @@ class Steps:
         gradient = rowwise.dlogits(x, rowwise.per_row(block.temperature, x), upstream, first)
         if block.cap is not None:
             gradient *= block.cap.slope(x)
-        bad = rowwise.outside(block.target_ids, block.vocab)
-        gradient = block.keep(torch.where(bad[:, None], torch.nan, gradient))
+        rowwise.fill_rows(gradient, rowwise.outside(block.target_ids, block.vocab), torch.nan)
+        if block.ignore_index is not None:
+            rowwise.fill_rows(gradient, block.target_ids == block.ignore_index, 0.0)
         if dbias is not None:
             products.chain_dw(gradient, torch.ones_like(gradient[:, :1]), dbias[:, None])
         dz.copy_(gradient)

@@ -87,13 +87,13 @@ _TARGETS = (
     ),
     Bug("every negative id is ignored, no other", "self.target_ids != self.ignore_index", "self.target_ids >= 0"),
     Bug("hidden of ignored rows read", "hidden = inputs.keep(inputs.hidden)", "hidden = inputs.hidden"),
-    Bug("mask missing in backward", "block.keep(torch.where(bad[:, None]", "(torch.where(bad[:, None]"),
+    Bug("mask missing in backward", "block.target_ids == block.ignore_index", "block.target_ids < -block.vocab"),
     Bug("ignored rows read the weight", "dhidden.masked_fill_(", "dhidden.masked_fill("),
 )
 _GRADIENTS = (
     Bug(
         "temperature missing in backward",
-        "return dz.div_(temperature)",
+        "return _divide(dz, temperature)",
         "return dz",
     ),
     Bug("gradient through entropy dropped", "if up.grad_entropy is not None and up.entropy is not None:", "if False:"),
