@@ -41,9 +41,5 @@ def test_bits_of_a_number_in_any_batch(library, by_columns):
         assert torch.equal(part[0], found[item, rows, columns])
 
 
-def test_a_library_that_looks_at_the_size_is_found_out(library):
-    a, b = torch.randn(2, 16, 64), torch.randn(2, 64, 64)
-    batched.multiply(a, b)
-    settings = batched.verified.current_settings(torch.float32)
-    kind = batched.Kind((2, 16, 64, 64), (64, 1), (64, 1), None, settings)
-    assert batched.way_of(kind) is (Way.TILES if library else Way.WHOLE)
+def test_explain_says_that_a_library_looks_at_the_size(library):
+    assert batched.note(16, 64, 64) == (f"products {Way.TILES.value}" if library else None)

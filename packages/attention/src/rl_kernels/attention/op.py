@@ -12,15 +12,18 @@ from typing import Any
 import torch
 
 from rl_kernels.attention.inputs import Inputs
-from rl_kernels.core import torchlib
+from rl_kernels.core import batched, torchlib
 from rl_kernels.core.cuda.where import cuda_backend
 from rl_kernels.core.operator import INVARIANT, REPEATABLE, Backend, Call, Operator
+from rl_kernels.core.rowwise import STEP
 from rl_kernels.core.triton_lib.launch import triton_backend
 
 WIDEST = 256
 """The largest head size of the Triton kernels: two accumulators of it fill the registers of a multiprocessor."""
 WIDEST_TILE, LARGEST_GROUP = 128, 64
 """The largest head size of the CUDA C++ kernels, and the most query heads that share a KV head."""
+BLOCK = 64
+"""Rows and keys of the products whose way on a CPU ``explain`` tells."""
 _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? k_start, "
     "Tensor? seqused_q, Tensor? seqused_k, Tensor? block_table, SymInt max_seqlen_q, SymInt max_seqlen_k, "
@@ -74,6 +77,14 @@ def _cuda_limits(call: Call) -> str | None:
     return None if size <= WIDEST_TILE else f"takes head sizes up to {WIDEST_TILE}, and D is {size}"
 
 
+def _note(call: Call) -> str | None:
+    """Return what ``explain`` adds for native: how the scores of a block of keys are computed."""
+    if call.device.type != "cpu" or call.dtype == torch.float64 or "D" not in call.traits:
+        return None
+    size = call.traits["D"] + -call.traits["D"] % STEP
+    return batched.note(BLOCK, size, BLOCK)
+
+
 OPERATOR = Operator(
     name="det_attention",
     package="rl_kernels.attention",
@@ -87,7 +98,12 @@ OPERATOR = Operator(
             "cuda-sm90", "rl_kernels.attention.backends.cuda_sm90.backend", archs="sm_90", limits=_cuda_limits
         ),
         triton_backend("rl_kernels.attention.backends.triton.backend", _limits),
-        Backend("native", "rl_kernels.attention.backends.native.backend", {"cpu": INVARIANT, "cuda": REPEATABLE}),
+        Backend(
+            "native",
+            "rl_kernels.attention.backends.native.backend",
+            {"cpu": INVARIANT, "cuda": REPEATABLE},
+            note=_note,
+        ),
     ),
     describe=describe,
     canary="rl_kernels.attention.canary",

@@ -70,6 +70,14 @@ def way_of(kind: Kind) -> Way:
         return _tried(kind)
 
 
+def note(rows: int, inner: int, columns: int) -> str | None:
+    """Return what ``explain`` says of such products on a CPU where they do not go to the library a batch at a time."""
+    settings = verified.current_settings(torch.float32)
+    with verified.applied(settings):
+        way = way_of(Kind((1, rows, inner, columns), (inner, 1), (1, inner), None, settings))
+    return None if way is Way.WHOLE else f"products {way.value}"
+
+
 def _tried(kind: Kind) -> Way:
     count, rows, inner, columns = kind.size
     tile = tile_of(inner, torch.float32, kind.settings.onednn)
