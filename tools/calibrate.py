@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from rl_kernels.core import contract as contract_module
 from rl_kernels.core import kernel_registry
-from rl_kernels.core.command import Parser, count
+from rl_kernels.core.command import Parser, count, json_rows
 from rl_kernels.core.contract import DTYPES, Calibration, Errors, Key, Measured, contract
 from rl_kernels.core.testing import spec_of
 from rl_kernels.lab.check.candidate import reference_candidate
@@ -160,23 +160,8 @@ def written(document: Mapping[str, Any], measured: Mapping[Key, Measured], calib
         kept = {name: value for name, value in row.items() if name != "measured"}
         found = measured.get((row["relation"], row["op_class"], row["dtype"], row["direction"]))
         rows.append({**kept, "measured": _plain(found)} if found else kept)
-    overrides = [f'    "{arch}": {_listed(changed, 4)}' for arch, changed in document["arch_overrides"].items()]
-    lines = [
-        "{",
-        f'  "version": "{document["version"]}",',
-        f'  "calibration": {json.dumps(calibration._asdict())},',
-        '  "arch_overrides": {',
-        ",\n".join(overrides),
-        "  },",
-        f'  "rows": {_listed(rows, 2)}',
-        "}",
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _listed(rows: Sequence[Mapping[str, Any]], indent: int) -> str:
-    each = (f"\n{' ' * (indent + 2)}{json.dumps(row, allow_nan=False)}" for row in rows)
-    return f"[{','.join(each)}\n{' ' * indent}]" if rows else "[]"
+    head = {"version": document["version"], "calibration": calibration._asdict()}
+    return json_rows({**head, "arch_overrides": document["arch_overrides"], "rows": rows}) + "\n"
 
 
 def _plain(measured: Measured) -> dict[str, Any]:

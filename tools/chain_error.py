@@ -9,14 +9,13 @@ time of a micro-batch: of a layer's weight gradient, and of the head forward and
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
 import torch
 
-from rl_kernels.core.command import Parser, count, writable
+from rl_kernels.core.command import Parser, count, writable, write_json
 from rl_kernels.det_gemm import det_gemm, det_gemm_dw
 from rl_kernels.lab.bench.environment import environment
 from rl_kernels.linear_logp import linear_logp
@@ -168,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         record["times"].append({"what": label, "ms": times(calls())})
         print(f"{label}, ms: {record['times'][-1]['ms']}")
     if given.json:
-        given.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        write_json(given.json, record)
 
 
 if __name__ == "__main__":

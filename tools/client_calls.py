@@ -12,7 +12,6 @@ Exit status: 1 if a bit of ours differs; 2 if nothing could run.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -24,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 import rl_kernels.models.clients.batch_invariant_ops as names
-from rl_kernels.core.command import Parser, count, writable
+from rl_kernels.core.command import Parser, count, writable, write_json
 from rl_kernels.core.testing import bits_of
 from rl_kernels.lab.bench.environment import environment
 from rl_kernels.lab.bench.measure import Calls, Effort, call_seconds
@@ -206,7 +205,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     where = environment(torch.device(given.device), packages)
     document = {"version": 1, "environment": where, "settings": settings, "calls": calls}
     if given.json is not None:
-        given.json.write_text(json.dumps(document, allow_nan=False, indent=1) + "\n", encoding="utf-8")
+        write_json(given.json, document)
     show(document)
     return int(any(each[OURS]["differing"][0] for found in calls.values() for each in found.values()))
 

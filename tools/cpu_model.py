@@ -8,7 +8,6 @@ medians of rounds in which both take turns; the ratios are of medians.
 from __future__ import annotations
 
 import copy
-import json
 import statistics
 import sys
 import time
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rl_kernels.core.command import Parser, count, writable
+from rl_kernels.core.command import Parser, count, writable, write_json
 from rl_kernels.core.contract import DTYPES
 from rl_kernels.lab.bench.environment import environment
 from rl_kernels.lab.bench.report import as_table, digits
@@ -55,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         body = [row(call, ms) for call, ms in record["ms"][name].items()]
         print(as_table([["call", f"stock {name}, ms", "invariant, ms", "ratio"], *body]))
         if given.json:
-            given.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+            write_json(given.json, record)
     return 0
 
 

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -36,7 +35,7 @@ from grpo_policy import Batch, Policy
 from rich.console import Console
 from rich.table import Table
 
-from rl_kernels.core.command import Parser, count, writable
+from rl_kernels.core.command import Parser, count, writable, write_json
 from rl_kernels.core.dispatch import AUTO, BackendUnavailable, record_dispatch
 from rl_kernels.lab.bench.environment import environment
 from rl_kernels.lab.bench.measure import Effort, Timing, measure
@@ -247,7 +246,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _write(document: dict[str, Any], file: Path | None) -> None:
     if file is not None:
-        file.write_text(json.dumps(document, allow_nan=False, indent=1) + "\n", encoding="utf-8")
+        write_json(file, document)
 
 
 if __name__ == "__main__":

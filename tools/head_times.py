@@ -11,7 +11,6 @@ Exit status: 1 if a form of linear_logp changes a bit.
 
 from __future__ import annotations
 
-import json
 import random
 import statistics
 import sys
@@ -22,7 +21,7 @@ from typing import Any
 
 import torch
 
-from rl_kernels.core.command import Parser, count, writable
+from rl_kernels.core.command import Parser, count, writable, write_json
 from rl_kernels.core.testing import bits_of
 from rl_kernels.lab.bench.environment import environment
 from rl_kernels.lab.bench.measure import extra_memory
@@ -64,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{name}, {way}: {times}, {mib:,.0f} MiB", flush=True)
         print(f"{name}: {different} bits differ", flush=True)
         if given.json:
-            given.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+            write_json(given.json, record)
     return 1 if differing else 0
 
 

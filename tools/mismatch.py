@@ -36,7 +36,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from rl_kernels.core.command import Parser, count, location, writable
+from rl_kernels.core.command import Parser, count, location, writable, write_json
 from rl_kernels.demo import task
 from rl_kernels.demo.arithmetic import Arithmetic
 from rl_kernels.demo.invariant import INVARIANT
@@ -199,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         document = {"settings": shared, "seeds": given.seeds, "environment": where, "runs": runs}
     console.print(summary(document["runs"]))
     if given.json is not None:
-        given.json.write_text(json.dumps(document, allow_nan=False) + "\n", encoding="utf-8")
+        write_json(given.json, document)
     if given.plot is not None:
         # matplotlib comes with the demo alone, and a machine without it can still measure.
         from mismatch_plot import draw

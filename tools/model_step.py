@@ -16,7 +16,6 @@ Exit status: 1 if a bit differs under `invariant()`; 2 if nothing could run.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -43,7 +42,7 @@ from model_ways import (
 from rich.console import Console
 from rich.table import Table
 
-from rl_kernels.core.command import Parser, count, writable
+from rl_kernels.core.command import Parser, count, writable, write_json
 from rl_kernels.core.contract import DTYPES
 from rl_kernels.lab.bench.environment import environment
 from rl_kernels.lab.bench.measure import GRAPH, clock_of
@@ -110,7 +109,7 @@ class Report:
         """Add the result of one part."""
         self.found.setdefault(part, {})[name] = value
         if self._file is not None:
-            self._file.write_text(json.dumps(self.found, allow_nan=False, indent=1) + "\n", encoding="utf-8")
+            write_json(self._file, self.found)
 
     def times(self, name: str, calls: Mapping[str, tuple[Way, Callable[[], Any]]], rounds: int) -> None:
         """Time calls in turn, and keep the times; calls that fail are recorded and left out."""

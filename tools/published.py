@@ -5,9 +5,9 @@ Core uses that file to say how to install a missing operator.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
+from rl_kernels.core.command import write_json
 from rl_kernels.core.registry import kernel_registry
 
 FILE = Path(__file__).resolve().parents[1] / "shared" / "core" / "src" / "rl_kernels" / "core" / "published.json"
@@ -20,4 +20,4 @@ def published() -> dict[str, dict[str, object]]:
 
 
 if __name__ == "__main__":
-    FILE.write_text(json.dumps(published(), indent=2) + "\n", encoding="utf-8")
+    write_json(FILE, published())

@@ -12,7 +12,6 @@ Exit status: 1 if a bit of ours differs from one GPU.
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import sys
@@ -26,7 +25,7 @@ from rank_model import loop, training
 from torch import distributed
 from torch.distributed import ProcessGroup
 
-from rl_kernels.core.command import Parser, count, writable
+from rl_kernels.core.command import Parser, count, writable, write_json
 from rl_kernels.lab.bench.environment import environment
 from rl_kernels.lab.bench.report import digits
 
@@ -60,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if leads:
                 print(_line(name, found), flush=True)
                 if given.json:
-                    given.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+                    write_json(given.json, record)
     distributed.destroy_process_group()
     return 1 if wrong else 0
 

@@ -14,7 +14,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from rl_kernels.core.command import Parser
+from rl_kernels.core.command import Parser, write_json
 from rl_kernels.core.registry import kernel_registry
 
 
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, records in found.items():
         file = Path(str(files(kernel_registry.load(name).package) / "canary.json"))
         known = json.loads(file.read_text(encoding="utf-8"))
-        file.write_text(json.dumps({**known, **records}, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        write_json(file, {**known, **records})
         print(f"{file}: {', '.join(records)}")
     return 0
 

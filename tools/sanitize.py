@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import json
 import os
 import re
 import shutil
@@ -33,7 +32,7 @@ from typing import Any
 import torch
 from limited import TIMED_OUT, limited
 
-from rl_kernels.core.command import Parser, count
+from rl_kernels.core.command import Parser, count, write_json
 from rl_kernels.core.contract import DTYPES
 from rl_kernels.core.dispatch import BackendUnavailable
 from rl_kernels.core.operator import Operator
@@ -280,7 +279,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "results": [asdict(found) for found in results],
     }
     if given.json:
-        given.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+        write_json(given.json, document)
     return 0 if passed else 1
 
 

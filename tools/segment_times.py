@@ -6,14 +6,13 @@ over replays of CUDA graphs whose products rotate through copies of the operands
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
 import torch
 
-from rl_kernels.core.command import Parser, count, writable
+from rl_kernels.core.command import Parser, count, writable, write_json
 from rl_kernels.det_gemm import det_gemm
 from rl_kernels.lab.bench.environment import environment
 from rl_kernels.lab.bench.report import digits
@@ -81,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"{n}x{k}, M = {m}: {', '.join(each)}", flush=True)
             torch.cuda.empty_cache()
     if given.json:
-        given.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        write_json(given.json, record)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ Exit status: 1 if a bit differs.
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 from rank_calls import LAYERS, VOCABULARIES, different, drawn
 
-from rl_kernels.core.command import Parser, count, writable
+from rl_kernels.core.command import Parser, count, writable, write_json
 from rl_kernels.core.dispatch import choose
 from rl_kernels.core.distributed.sums import total
 from rl_kernels.det_gemm import det_linear
@@ -58,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         record["us"][label] = _kept(label, calls, given.rounds)
     print(f"{wrong} numbers differ from one GPU")
     if given.json:
-        given.json.write_text(json.dumps({**record, "differing": wrong}, indent=1) + "\n", encoding="utf-8")
+        write_json(given.json, {**record, "differing": wrong})
     return 1 if wrong else 0
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import statistics
 import sys
 import tempfile
@@ -30,7 +29,7 @@ from grpo_step import largest, limit
 from rich.console import Console
 from rich.table import Table
 
-from rl_kernels.core.command import Parser, count, writable
+from rl_kernels.core.command import Parser, count, writable, write_json
 from rl_kernels.lab.bench.environment import environment
 from rl_kernels.lab.bench.report import digits
 from rl_kernels.models.clients import trl as client
@@ -295,7 +294,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     where = environment(torch.device(given.device), PACKAGES)
     document = {"version": 1, "environment": where, "settings": settings, "ways": ways}
     if given.json is not None:
-        given.json.write_text(json.dumps(document, allow_nan=False, indent=1) + "\n", encoding="utf-8")
+        write_json(given.json, document)
     show(document)
     return int(ways[ALIGNED]["differing"][SCORED][0] > 0)
 

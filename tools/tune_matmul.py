@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields
@@ -26,7 +25,7 @@ from typing import Any
 import torch
 import triton
 
-from rl_kernels.core.command import writable
+from rl_kernels.core.command import writable, write_json
 from rl_kernels.core.cuda.gemm import matmul as cuda_matmul
 from rl_kernels.core.cuda.gemm import schedule as cuda_schedule
 from rl_kernels.core.cuda.gemm.schedule import Schedule as CudaSchedule
@@ -230,7 +229,7 @@ def compare(products: Sequence[tuple[int, int, int]], cuda: bool, file: Path | N
         print(f"{name} {m}x{n}x{k}: cuBLAS {us:.1f} us; {each}", flush=True)
         document["products"].append({"pass": name, "sizes": [m, n, k], "cuBLAS, us": us, "shares": shares})
         if file is not None:
-            file.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+            write_json(file, document)
 
 
 def main() -> None:
@@ -250,14 +249,12 @@ def main() -> None:
         return
     entries = []
     measured = map(cuda_entry, CUDA) if given.cuda else map(entry, (*LARGE, *FEW))
-    for found in measured:
-        entries.append(found)
-        print(found, flush=True)
-    lines = ",\n".join(f"    {json.dumps(found)}" for found in entries)
-    head, name = f'  "device": "{torch.cuda.get_device_name()}",\n', "cuda"
-    if not given.cuda:
-        head, name = f'{head}  "triton": "{triton.__version__}",\n', "matmul"
-    given.file.write_text(f'{{\n{head}  "{name}": [\n{lines}\n  ]\n}}\n', encoding="utf-8")
+    for each in measured:
+        entries.append(each)
+        print(each, flush=True)
+    device = {"device": torch.cuda.get_device_name()}
+    found = {"cuda": entries} if given.cuda else {"triton": triton.__version__, "matmul": entries}
+    write_json(given.file, device | found)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ Exit status: 1 if a token of the plugin differs from training under `invariant()
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import random
 import statistics
@@ -29,7 +28,7 @@ from typing import Any
 import torch
 from vllm_engines import OURS, STOCK, WAYS, Answers, Engines
 
-from rl_kernels.core.command import Parser, count, writable
+from rl_kernels.core.command import Parser, count, writable, write_json
 from rl_kernels.core.testing import bits_of
 from rl_kernels.lab.bench.environment import environment
 
@@ -190,7 +189,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given.json:
         settings = {name: value for name, value in vars(given).items() if name != "json"}
         document = {"environment": environment(torch.device(given.device), PACKAGES), "settings": settings, **found}
-        given.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+        write_json(given.json, document)
     return int(
         any(each["differ"] for each in found.get("bits", []) if each["way"] == OURS and each["training"] != STOCK)
     )

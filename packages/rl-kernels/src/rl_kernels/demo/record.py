@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 
 from rl_kernels.core import Choice
+from rl_kernels.core.command import write_json
 from rl_kernels.demo.compare import Comparison
 from rl_kernels.demo.model import ModelConfig
 from rl_kernels.demo.train import Settings, StepMetrics
@@ -57,4 +57,4 @@ def backends(choices: Sequence[Choice]) -> dict[str, str]:
 
 def dump(path: Path, record: dict[str, Any]) -> None:
     """Write a record as strict JSON."""
-    path.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    write_json(path, record)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import io
+import json
 import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 
 def install_hint(distribution: str) -> str:
@@ -35,6 +36,25 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     joined = ("  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)) for line in lines)
     return "\n".join(line.rstrip() for line in joined)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write strict JSON, one record a line."""
+    path.write_text(json_rows(value) + "\n", encoding="utf-8")
+
+
+def json_rows(value: Any, indent: str = "") -> str:
+    """Return strict JSON, one record a line: inside, only what holds nothing but objects and lists spans lines."""
+    held = list(value.values()) if isinstance(value, dict) else value
+    if not held or not isinstance(held, (list, tuple)):
+        return json.dumps(value, allow_nan=False)
+    if indent and not all(isinstance(each, (dict, list, tuple)) for each in held):
+        return json.dumps(value, allow_nan=False)
+    names = [f"{json.dumps(str(name))}: " for name in value] if isinstance(value, dict) else [""] * len(held)
+    within = f"{indent} "
+    lines = (f"\n{within}{name}{json_rows(each, within)}" for name, each in zip(names, held, strict=True))
+    first, last = "{}" if isinstance(value, dict) else "[]"
+    return f"{first}{','.join(lines)}\n{indent}{last}"
 
 
 class Parser(argparse.ArgumentParser):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from rl_kernels.core.command import Parser, table
+from rl_kernels.core.command import Parser, json_rows, table
 from rl_kernels.core.contract import DTYPES, contract
 from rl_kernels.core.dispatch import Verdict, explain_call, explain_with_notes
 from rl_kernels.core.operator import Call, Operator, arch_of
@@ -173,4 +172,4 @@ def parser(name: str, description: str) -> Parser:
 
 def print_json(value: Any) -> None:
     """Print strict JSON."""
-    print(json.dumps(value, indent=2))
+    print(json_rows(value))

@@ -8,7 +8,6 @@ nothing to compile, no compiler, or a folder that cannot be used, reported befor
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import sys
@@ -19,7 +18,7 @@ from pathlib import Path
 import torch
 
 from rl_kernels.core import precompile_triton
-from rl_kernels.core.command import Parser, location, table
+from rl_kernels.core.command import Parser, json_rows, location, table
 from rl_kernels.core.cuda import cache, toolchain
 from rl_kernels.core.cuda.program import Compiled, CompileError, Program, compile_program, inputs_of
 from rl_kernels.core.cuda.resources import resources_of, serialized_in, warnings_of
@@ -126,7 +125,7 @@ def _triton(given: argparse.Namespace) -> int:
     found = list(precompile_triton.compile_all(precompile_triton.tasks(given.op or (), named)))
     faults = list(precompile_triton.faults(found))
     if given.json:
-        print(json.dumps(precompile_triton.document(found), indent=1))
+        print(json_rows(precompile_triton.document(found)))
     elif given.verbose:
         print(table(precompile_triton.DETAILS, list(precompile_triton.details(found))))
     else:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from rl_kernels.core.command import write_json
 from rl_kernels.lab.bench.definition import Work
 from rl_kernels.lab.bench.measure import Ceilings, Timing
 
@@ -111,9 +112,8 @@ class Document:
         return [record for record in self.records if record.ours and record.wrong]
 
     def write(self, path: Path) -> None:
-        """Write it as strict JSON."""
-        text = json.dumps({"version": VERSION, **_finite(asdict(self))}, allow_nan=False, indent=1)
-        path.write_text(text + "\n", encoding="utf-8")
+        """Write it as strict JSON, one record a line."""
+        write_json(path, {"version": VERSION, **_finite(asdict(self))})
 
 
 def read(path: Path) -> Document:
