@@ -1,4 +1,4 @@
-"""Adds the pages of the packages to the site: overview, guide, API and benchmarks of each, with their navigation.
+"""Adds the pages of the packages to the site: overview, guide, API and benchmarks of each, and their pictures.
 
 The pages of a package are its README.md, GUIDE.md and benchmarks/README.md. Links between files of the repository are
 rewritten to lead to the pages. Operators are found by their entry points, so a new one needs no edit here.
@@ -12,6 +12,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pictures
 from jinja2 import Environment, FileSystemLoader
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -40,6 +41,8 @@ WHOLE = {
     "conduct.md": "CODE_OF_CONDUCT.md",
 }
 """Pages made from files at the root of the repository."""
+PICTURES = "benchmarks"
+"""The folder of pictures on the site."""
 LINK = re.compile(r"(\]\()([^)#\s:]+)((?:#[\w.-]+)?\))")
 
 
@@ -56,9 +59,13 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages of packages, and those made from files at the root."""
+    """Add the pages of packages with their pictures, and those made from files at the root."""
     for path, source in _sources().items():
-        files.append(File.generated(config, path, content=source.read_text(encoding="utf-8")))
+        text = source.read_text(encoding="utf-8")
+        files.append(File.generated(config, path, content=text))
+        for file in pictures.named(text):
+            drawn = pictures.drawn(ROOT / file)
+            files.append(File.generated(config, f"{PICTURES}/{pictures.name(file)}", content=drawn))
     for folder, operator in {**{folder_of(each): each for each in _operators()}, MODELS: None}.items():
         modules = MODEL_MODULES if operator is None else [operator.package]
         content = TEMPLATE.render(folder=folder, operator=operator, modules=modules)
@@ -67,10 +74,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Make links between files of the repository lead to the pages of the site."""
+    """Make links between files of the repository lead to the pages of the site, and show pictures."""
     if page.is_homepage:
         page.meta["hide"] = ["navigation"]
-    sources = _sources()
+    sources, folder = _sources(), posixpath.dirname(page.file.src_uri) or "."
     source = sources.get(page.file.src_uri, ROOT / "docs" / page.file.src_uri)
     places = {path: name for name, path in sources.items()}
 
@@ -81,9 +88,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             place = target.relative_to(ROOT / "docs").as_posix()
         if place is None:
             return match[0]
-        return match[1] + posixpath.relpath(place, posixpath.dirname(page.file.src_uri) or ".") + match[3]
+        return match[1] + posixpath.relpath(place, folder) + match[3]
 
-    return LINK.sub(on_site, markdown)
+    return pictures.shown(LINK.sub(on_site, markdown), posixpath.relpath(PICTURES, folder))
 
 
 def folder_of(operator: Operator) -> str:

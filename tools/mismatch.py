@@ -25,7 +25,7 @@ import argparse
 import json
 import random
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from multiprocessing import get_context
@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
-from rich.table import Table
+from sections.mismatch import draw, table
 
 from rl_kernels.core.command import Parser, count, location, writable, write_json
 from rl_kernels.demo import task
@@ -138,53 +138,6 @@ def _told(record: dict[str, Any], console: Console) -> dict[str, Any]:
     return record
 
 
-def at_the_end(run: Mapping[str, Any], measure: str) -> float:
-    """Return the mean of a measure over the last tenth of a run."""
-    values = run[measure]
-    return fmean(values[-max(1, len(values) // 10) :])
-
-
-HEADINGS = (
-    "",
-    "reward, last tenth",
-    "evaluated in FP32",
-    "least to greatest",
-    "KL",
-    "ratio off 1, largest",
-    "clipped at once",
-)
-
-
-def rows(runs: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """Return a row for each way: reward at the end, evaluation, and the mismatch over the whole run."""
-    found = []
-    for name in dict.fromkeys(each["way"] for each in runs):
-        mine = [each for each in runs if each["way"] == name]
-        evaluated = [each["evaluated"] for each in mine]
-        kl, clipped = (fmean(fmean(each[measure]) for each in mine) for measure in ("kl", "clipped_at_once"))
-        largest = max(max(each["largest"]) for each in mine)
-        cells = (
-            f"{fmean(at_the_end(each, 'reward') for each in mine):.3f}",
-            f"{fmean(evaluated):.3f}",
-            f"{min(evaluated):.3f} to {max(evaluated):.3f}",
-            f"{kl:.1e}" if kl else "0",
-            f"{largest:.1e}" if largest else "0",
-            f"{clipped:.3%}" if clipped else "0",
-        )
-        found.append((name, *cells))
-    return found
-
-
-def summary(runs: Sequence[Mapping[str, Any]]) -> Table:
-    """Return the table that is printed."""
-    table = Table(*HEADINGS)
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for cells in rows(runs):
-        table.add_row(*cells)
-    return table
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Train or read a record, print it, and write what is asked for; return the exit status."""
     given = arguments(argv)
@@ -197,13 +150,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         runs = run(settings, given.seeds, given.jobs, console)
         shared = {key: value for key, value in asdict(settings).items() if key not in ("seed", "watch_every")}
         document = {"settings": shared, "seeds": given.seeds, "environment": where, "runs": runs}
-    console.print(summary(document["runs"]))
+    print(table(document["runs"]))
     if given.json is not None:
         write_json(given.json, document)
     if given.plot is not None:
-        # matplotlib comes with the demo alone, and a machine without it can still measure.
-        from mismatch_plot import draw
-
         draw(document, given.plot)
     return 0
 

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any
-
-from tool_tables import filled
 
 from rl_kernels.lab.bench.report import as_table
 
@@ -17,12 +13,8 @@ DTYPES = ("bf16", "fp16", "fp32")
 Parts = Mapping[str, Mapping[str, Any]]
 
 
-def evidence(files: Iterable[Path]) -> str:
-    """Return the tables of each record: checks by operator, backend and dtype, and tests by package."""
-    return filled([_of_record(json.loads(file.read_text(encoding="utf-8"))) for file in files])
-
-
-def _of_record(found: Mapping[str, Any]) -> str:
+def checks_and_tests(found: Mapping[str, Any]) -> str:
+    """Return the tables of a record: checks by operator, backend and dtype, and tests by package."""
     checks = {name.split(" ")[1]: part for name, part in found["parts"].items() if name.startswith("check ")}
     tests = {name.split(" ")[1]: part for name, part in found["parts"].items() if name.startswith("tests ")}
     commits = sorted({part["commit"] for part in found["parts"].values() if "commit" in part})

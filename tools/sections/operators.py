@@ -1,14 +1,14 @@
-"""What `bench_tables.py` makes of the benchmarks of an operator: a summary for its README, and its page of tables."""
+"""The tables of an operator's benchmarks: a summary for its README, its page, and the host's time."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 
-from tool_tables import filled
+from sections.text import filled, picture
 
-from rl_kernels.lab.bench.record import Document, Record
-from rl_kernels.lab.bench.report import RATIO, Rows, as_list, as_table, quotient, tables
+from rl_kernels.lab.bench.record import Document, Measured, Record
+from rl_kernels.lab.bench.report import RATIO, Rows, as_list, as_table, facts, quotient, tables
 
 LONGEST = 100
 """Rows of a table that a page shows; of a longer one it shows the geometric means alone."""
@@ -27,18 +27,19 @@ def readme_table(found: Mapping[str, Document]) -> str:
     return filled(parts)
 
 
-def benchmark_page(found: Mapping[str, Document], picture: Mapping[str, str]) -> str:
-    """Return the tables of a package's page of benchmarks, a section for each file of results, with its picture."""
-    return filled([part for name, document in found.items() for part in _section(name, document, picture[name])])
+def benchmark_page(found: Mapping[str, Document], folder: str) -> str:
+    """Return the tables of a package's page of benchmarks, a section for each file of results in the folder."""
+    files = {f"{folder}/{name}.json": (name, document) for name, document in found.items()}
+    return filled([part for file, each in files.items() for part in _section(file, *each)])
 
 
-def _section(name: str, document: Document, picture: str) -> Iterator[str]:
+def _section(file: str, name: str, document: Document) -> Iterator[str]:
     heading = title_of(name, document)
     yield f"## {heading}"
     rows = summary(document.records)
     if len(rows) > 1:
         yield as_table(rows)
-    yield f"![Share of the floor, {heading}]({picture})"
+    yield picture(file, f"Share of the floor, {heading}")
     for title, cells in tables(document):
         yield f"{title}:\n\n{as_table(cells)}" if len(cells) <= LONGEST else f"{title}: {len(cells) - 1} rows."
     yield as_list(document)
@@ -75,3 +76,18 @@ def _spread(ratios: Sequence[float]) -> str:
     if not ratios:
         return "-"
     return f"{quotient(statistics.geometric_mean(ratios))} ({quotient(min(ratios))} to {quotient(max(ratios))})"
+
+
+def host(document: Document) -> str:
+    """Return the table of what the host takes for small calls: `rl-kernels bench --set host`."""
+    timed = [each for each in document.records if each.passes]
+    passes = list(dict.fromkeys(name for each in timed for name in each.passes))
+    rows: Rows = [("operator", "shape", "", *(f"{name}{what}" for name in passes for what in (", us", f", {RATIO}")))]
+    for each in timed:
+        cells = (cell for name in passes for cell in _call(each.passes.get(name)))
+        rows.append((each.operator, each.shape, each.name, *cells))
+    return f"{as_table(rows)}\n\n- {next(facts(document))}"
+
+
+def _call(measured: Measured | None) -> tuple[str, str]:
+    return ("", "") if measured is None else (f"{measured.timing.call_us:.0f}", quotient(measured.call_ratio))

@@ -1,27 +1,24 @@
-"""Compare our loss with TRL's own code on the same tensors, and write the largest differences into docs/objectives.md.
+"""Compare our loss with TRL's own code on the same tensors: `python tools/trl_objectives.py`, which needs trl 1.16.
 
-`python tools/objectives_table.py` prints the table, with `--write` it replaces the one in the page. Needs trl 1.16.
-TRL's `_compute_loss` runs unchanged, on a trainer that was never initialised. Given log-probabilities replace the
+TRL's `_compute_loss` runs unchanged, on a trainer that was never initialized. Given log-probabilities replace the
 model, so that only the loss is compared.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections import defaultdict
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from trl import GRPOConfig, GRPOTrainer
 
+from rl_kernels.core.command import Parser, writable, write_json
 from rl_kernels.grpo_loss import Extras, grpo_loss_from_advantages
+from rl_kernels.lab.bench.environment import environment
 from rl_kernels.models.clients import trl as trl_client
 
-PAGE = Path(__file__).parent.parent / "docs" / "objectives.md"
-BEGIN, END = "<!-- differences -->\n", "<!-- end of differences -->"
 TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -133,33 +130,21 @@ def _size_of_terms(trainer: Any, logps: torch.Tensor, inputs: dict[str, Any]) ->
     ).loss.abs()
 
 
-def table() -> str:
-    """Return the largest differences by type, in FP64 and FP32, as a Markdown table."""
-    lines = [
-        "| `loss_type` | cells | FP64 loss | FP64 gradient | FP32 loss | FP32 gradient |",
-        "|---|---:|---:|---:|---:|---:|",
-    ]
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure the largest differences by type, print them, and write them if asked."""
+    parser = Parser("trl_objectives.py", __doc__.splitlines()[0])
+    parser.add_argument("--json", type=writable, metavar="FILE", help="also write the results as JSON")
+    given = parser.parse_args(argv)
+    types: dict[str, dict[str, Any]] = {}
     for loss_type in TYPES:
         mine = [cell for cell in cells() if cell[0] == loss_type]
-        largest = []
-        for dtype in (torch.float64, torch.float32):
+        types[loss_type] = {"cells": len(mine)}
+        for name, dtype in {"fp64": torch.float64, "fp32": torch.float32}.items():
             found = [difference(*cell, dtype) for cell in mine]
-            largest += [f"{max(values):.1e}" for values in zip(*found, strict=True)]
-        lines.append(f"| `{loss_type}` | {len(mine)} | {' | '.join(largest)} |")
-    return "\n".join(lines) + "\n"
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Print the table, or write it into the page."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--write", action="store_true", help="replace the table in docs/objectives.md")
-    made = table()
-    if not parser.parse_args(argv).write:
-        print(made)
-        return
-    text = PAGE.read_text(encoding="utf-8")
-    before, rest = text.split(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n{made}\n{END}{rest.split(END)[1]}", encoding="utf-8")
+            types[loss_type][name] = [max(values) for values in zip(*found, strict=True)]
+        print(loss_type, types[loss_type], flush=True)
+    if given.json:
+        write_json(given.json, {"environment": environment(torch.device("cpu"), ("trl",)), "types": types})
 
 
 if __name__ == "__main__":

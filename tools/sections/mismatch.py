@@ -1,4 +1,4 @@
-"""The picture of `mismatch.py`: KL and ratio between rollout and training, the reward, and the evaluation."""
+"""The table and picture of `mismatch.py`: KL and ratio of rollout and training, the reward, and the evaluation."""
 
 from __future__ import annotations
 
@@ -10,14 +10,48 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from sections.text import ran_on
 
 from rl_kernels.demo import panels
 from rl_kernels.demo.panels import BLUE, GREEN, ORANGE, RED, Line
 from rl_kernels.lab.bench.plot import save
+from rl_kernels.lab.bench.report import as_table
 
 COLOURS = (BLUE, ORANGE, RED, "#7d3c98", GREEN)
 WIDTHS = (6.0, 2.0, 2.0, 2.0, 2.0)
 """Of lines at 0, which is the first."""
+
+
+HEADINGS = (
+    *("", "reward, last tenth", "evaluated in FP32", "least to greatest"),
+    *("KL", "ratio off 1, largest", "clipped at once"),
+)
+
+
+def section(found: Mapping[str, Any]) -> str:
+    """Return the table of what a mismatch between rollout and training does to a run."""
+    given = found["settings"]
+    batch = given["prompts"] * given["samples_per_prompt"]
+    sizes = f"{found['seeds']} seeds, {given['steps']} steps of {batch} samples"
+    return f"{sizes}:\n\n{table(found['runs'])}\n\n{ran_on(found['environment'])}"
+
+
+def table(runs: Sequence[Mapping[str, Any]]) -> str:
+    """Return a row for each way: reward at the end, evaluation, and the mismatch over the whole run."""
+    rows = [HEADINGS]
+    for name in dict.fromkeys(each["way"] for each in runs):
+        mine = [each for each in runs if each["way"] == name]
+        last = fmean(fmean(each["reward"][-max(1, len(each["reward"]) // 10) :]) for each in mine)
+        evaluated = [each["evaluated"] for each in mine]
+        kl, clipped = (fmean(fmean(each[measure]) for each in mine) for measure in ("kl", "clipped_at_once"))
+        largest = max(max(each["largest"]) for each in mine)
+        cells = (
+            *(f"{last:.3f}", f"{fmean(evaluated):.3f}", f"{min(evaluated):.3f} to {max(evaluated):.3f}"),
+            *(f"{kl:.1e}" if kl else "0", f"{largest:.1e}" if largest else "0"),
+            f"{clipped:.3%}" if clipped else "0",
+        )
+        rows.append((name, *cells))
+    return as_table(rows)
 
 
 def draw(document: Mapping[str, Any], path: Path) -> None:

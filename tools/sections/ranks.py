@@ -1,13 +1,11 @@
-"""The tables of what `ranks.py`, `shard_times.py` and `segment_times.py` measured, and of what follows by counting."""
+"""The tables of what `ranks.py` and `shard_times.py` measured, and of what follows by counting."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
-from tool_tables import NOTHING, filled, ran_on
+from sections.text import ran_on
 
 from rl_kernels.lab.bench.report import as_table, digits
 from rl_kernels.linear_logp import vocab_shards
@@ -35,22 +33,19 @@ LARGE = 1 << 28
 """Bytes of the part whose measured time gives the bandwidth of the estimates."""
 
 
-def measured(files: Iterable[Path]) -> str:
+def measured(found: Mapping[str, Any]) -> str:
     """Return the tables of the parts that were measured."""
-    parts = []
-    for file in files:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        where, done = found["environment"], found["parts"]
-        parts.append(f"### {where['ranks']} GPUs")
-        for part, title in TITLES.items():
-            if part in done:
-                parts.append(f"{title}, microseconds:\n\n{as_table(_timed(done[part]))}")
-        if "training" in done:
-            parts.append(f"{STEPS}:\n\n{as_table(_steps(found))}")
-        if "loop" in done:
-            parts.append(f"{LOOP}: {_rounds(found)}.")
-        parts.append(f"{ran_on(where)}, ranks {where['ranks']}, NCCL {where['nccl']}")
-    return filled(parts)
+    where, done = found["environment"], found["parts"]
+    parts = [f"### {where['ranks']} GPUs"]
+    for part, title in TITLES.items():
+        if part in done:
+            parts.append(f"{title}, microseconds:\n\n{as_table(_timed(done[part]))}")
+    if "training" in done:
+        parts.append(f"{STEPS}:\n\n{as_table(_steps(done['training']))}")
+    if "loop" in done:
+        rounds = ", ".join(f"{each['differing']:,} of {each['tokens']:,}" for each in done["loop"].values())
+        parts.append(f"{LOOP}: {rounds}.")
+    return "\n\n".join([*parts, f"{ran_on(where)}, ranks {where['ranks']}, NCCL {where['nccl']}"])
 
 
 def _timed(found: Mapping[str, Any]) -> list[list[str]]:
@@ -72,43 +67,27 @@ def _timed(found: Mapping[str, Any]) -> list[list[str]]:
 
 def _steps(found: Mapping[str, Any]) -> list[list[str]]:
     rows = [["", "log-probs that differ from one GPU", "ms", "peak GiB"]]
-    for name, each in found["parts"]["training"].items():
+    for name, each in found.items():
         differing = "" if each["differing"] is None else f"{each['differing']:,}"
         rows.append([name, differing, digits(each["ms"]), digits(each["peak_gib"])])
     return rows
 
 
-def _rounds(found: Mapping[str, Any]) -> str:
-    rounds = found["parts"]["loop"].values()
-    return ", ".join(f"{each['differing']:,} of {each['tokens']:,}" for each in rounds)
-
-
-def shards(files: Iterable[Path]) -> str:
+def shards(found: Mapping[str, Any]) -> str:
     """Return the tables of what each rank computes, on one GPU: layers, and linear_logp."""
-    parts = []
-    for file in files:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        times: dict[str, Mapping[str, float]] = found["us"]
-        layers = {name: each for name, each in times.items() if "one GPU, plain" in each}
-        heads = {name: each for name, each in times.items() if name not in layers}
-        rows = [["", "plain", "8 segments", *(f"{size} ranks{what}" for size in SIZES for what in ("", ", / one"))]]
-        rows += [
-            [
-                name,
-                digits(each["one GPU, plain"]),
-                digits(each["one GPU"]),
-                *_of_sizes(each, "product", "sum", "one GPU"),
-            ]
-            for name, each in layers.items()
-        ]
-        of_heads = [["", "one GPU", *rows[0][3:]]]
-        for name, each in heads.items():
-            for what, names in {"forward": ("states", "merge"), "backward": ("backward", "")}.items():
-                one = f"one GPU, {what}"
-                of_heads.append([f"{name}, {what}", digits(each[one]), *_of_sizes(each, *names, one)])
-        parts += [f"{title}:\n\n{as_table(each)}" for title, each in ((LAYERS, rows), (HEADS, of_heads))]
-        parts.append(f"- numbers that differ from one GPU: {found['differing']}\n{ran_on(found['environment'])}")
-    return filled(parts)
+    columns = [f"{size} ranks{what}" for size in SIZES for what in ("", ", / one")]
+    layers, heads = [["", "plain", "8 segments", *columns]], [["", "one GPU", *columns]]
+    for name, each in found["us"].items():
+        if "one GPU, plain" in each:
+            one = [digits(each["one GPU, plain"]), digits(each["one GPU"])]
+            layers.append([name, *one, *_of_sizes(each, "product", "sum", "one GPU")])
+            continue
+        for what, names in {"forward": ("states", "merge"), "backward": ("backward", "")}.items():
+            alone = f"one GPU, {what}"
+            heads.append([f"{name}, {what}", digits(each[alone]), *_of_sizes(each, *names, alone)])
+    tables = [f"{title}:\n\n{as_table(rows)}" for title, rows in ((LAYERS, layers), (HEADS, heads))]
+    told = f"- numbers that differ from one GPU: {found['differing']}\n{ran_on(found['environment'])}"
+    return "\n\n".join([*tables, told])
 
 
 def _of_sizes(each: Mapping[str, float], first: str, second: str, one: str) -> list[str]:
@@ -119,29 +98,9 @@ def _of_sizes(each: Mapping[str, float], first: str, second: str, one: str) -> l
     return cells
 
 
-def segments(files: Iterable[Path]) -> str:
-    """Return the tables of products with segments beside cuBLAS and the plain product."""
-    parts = []
-    for file in files:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        shapes: dict[str, Mapping[str, Mapping[str, float]]] = found["us"]
-        rows = [["N x K", "", *(f"M = {m}" for m in next(iter(shapes.values())))]]
-        for shape, each in shapes.items():
-            ways = [way for way in next(iter(each.values())) if way not in ("cuBLAS", "plain")]
-            pairs = [("plain", "cuBLAS"), *((way, "plain") for way in ways), *((way, "cuBLAS") for way in ways[-1:])]
-            for place, (ours, other) in enumerate(pairs):
-                ratios = (f"{times[ours] / times[other]:.2f}" for times in each.values())
-                rows.append(["" if place else shape.replace("x", " x "), f"{ours} / {other}", *ratios])
-        parts.append(f"{as_table(rows)}\n\n{ran_on(found['environment'])}")
-    return filled(parts)
-
-
-def estimates(files: Iterable[Path]) -> str:
+def estimates(measured: Mapping[str, Any]) -> str:
     """Return the table of exchanges for TP 8 and for 64 nodes, computed from bytes and bandwidths."""
-    file = next(iter(files), None)
-    if file is None:
-        return NOTHING
-    found = json.loads(file.read_text(encoding="utf-8"))["parts"]["exchanges"]
+    found = measured["parts"]["exchanges"]
     name = f"{LARGE >> 10} KiB"
     whole, piece = (found[f"{what}, {name}"]["graph"] for what in ("all-reduce", "reduce-scatter"))
     # With two ranks, half of a part goes each way: 4 bytes a number here, and 2 of the rounded sum come back.
@@ -163,7 +122,7 @@ def estimates(files: Iterable[Path]) -> str:
         _row("linear_logp, TP 8, gradient of hidden", ROWS * HIDDEN * share * 6, ours, numbers * share * 4, nccl),
         _row(f"{nodes}, in rank order", *(2 * gradients, NETWORK) * 2),
     ]
-    return f"\n{as_table(rows)}\n\n"
+    return as_table(rows)
 
 
 def _row(name: str, size: float, rate: float, other: float, other_rate: float) -> list[str]:

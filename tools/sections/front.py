@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tool_tables import NOTHING, of
+from sections.text import filled, of
 
 from rl_kernels.lab.bench.record import OURS, Document
 from rl_kernels.lab.bench.report import as_table, digits
@@ -34,10 +34,8 @@ def front_table(results: Path, packages: Mapping[str, Mapping[str, Document]]) -
         *_attention(results / FLASH),
         *_trl(results / TRL),
     ]
-    if not rows:
-        return NOTHING
     head = ("BF16, one H200", "what people use", "rl-kernels", "ratio")
-    return f"\n{as_table([head, *rows])}\n\n"
+    return filled([as_table([head, *rows])] if rows else [])
 
 
 def _read(file: Path) -> dict[str, Any]:
