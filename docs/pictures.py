@@ -32,8 +32,7 @@ def shown(markdown: str, folder: str) -> str:
 
 def name(file: str) -> str:
     """Return the name of the picture of a file of results."""
-    package, stem = Path(file).parts[1], Path(file).stem
-    return f"{package}-{stem}.svg"
+    return f"{file.removesuffix('.json').replace('/', '-')}.svg"
 
 
 def drawn(file: Path) -> str:

@@ -7,7 +7,7 @@ summary.json there says how each step ended, and is updated during the run. Exit
 nothing could start.
 
 With `--record FILE` the tests and checks are parts of one record: a call runs what FILE does not have yet, until
-`--seconds` are over. Records are kept in tools/results, and bench_tables.py shows them.
+`--seconds` are over. Records are kept in tools/results, and tables.py shows them.
 """
 
 from __future__ import annotations

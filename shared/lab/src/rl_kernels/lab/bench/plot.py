@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,6 +59,9 @@ def save(figure: Figure, path: Path) -> None:
 
     with rc_context({"svg.hashsalt": "rl-kernels"}):
         figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+    if path.suffix == ".svg":
+        # A line for each named group, and none for each point of a curve.
+        path.write_text(re.sub(r" *\n *(?! *<g id)", " ", path.read_text(encoding="utf-8")) + "\n", encoding="utf-8")
 
 
 def _styles(records: Sequence[Record]) -> dict[str, dict[str, object]]:

@@ -1,11 +1,13 @@
-"""The pages of the docs hold what the committed results say; tools/bench_tables.py makes them so."""
+"""The pages of the docs hold what the committed results say; tools/tables.py makes them so."""
 
+import contextlib
+import importlib
+import io
 import json
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -71,8 +73,12 @@ TWINS = {"model": {"parameters": 104_000_000}, "twins": {"ours": twin(0.0, 90.0)
 
 
 def tool(*arguments):
-    command = [sys.executable, "tools/bench_tables.py", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    """Run the tool in this process, which has PyTorch already; return its exit status and what it said."""
+    errors = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(errors):
+        patch.syspath_prepend(str(ROOT / "tools"))
+        status = importlib.import_module("tables").main([*map(str, arguments)])
+    return SimpleNamespace(returncode=status, stderr=errors.getvalue())
 
 
 def test_the_pages_are_up_to_date():
@@ -174,7 +180,7 @@ def tree(tmp_path):
         *(
             ROOT / f"{name}.md"
             for name in (
-                *("README", "docs/demo", "docs/hardware", "docs/many-gpus", "docs/recipes/trl"),
+                *("README", "docs/demo", "docs/hardware", "docs/many-gpus", "docs/objectives", "docs/recipes/trl"),
                 "docs/recipes/vllm-sglang",
             )
         ),
@@ -239,7 +245,7 @@ def test_results_are_written_into_the_pages(tree):
     assert "H100" not in brief
     page = (tree / "packages/fused-logp/benchmarks/README.md").read_text()
     assert "## Shapes `goals`, NVIDIA H200" in page
-    assert "(../../../docs/benchmarks/fused-logp-h200-goals.svg)" in page
+    assert "\n<!-- picture of packages/fused-logp/benchmarks/results/h200-goals.json: Share of the floor, " in page
     assert "fused_logp, bf16, forward:" in page
     assert "| 8192x151936 | rl-kernels triton | 0.612 | 4.07 TB/s | 95 % |" in page
     assert "| 8192x151936 | eager | 5.82 | 0.428 TB/s | 10 % | 0.11 |" in page
@@ -285,10 +291,10 @@ def test_results_are_written_into_the_pages(tree):
     assert "| KL, nats a token | 0 | 2.0e-04 |  |" in demo
     assert "| rollout, ms a step | 90 | 120 | 0.75 |" in demo
     assert "(h200-demo.svg)" in demo
-    pictures = [tree / "docs" / name for name in ("benchmarks/fused-logp-h200-goals.svg", "h200-demo.svg")]
-    before = [picture.read_bytes() for picture in pictures]
+    picture = tree / "docs/h200-demo.svg"
+    before = picture.read_bytes()
     assert tool("--root", tree).returncode == 0
-    assert [picture.read_bytes() for picture in pictures] == before
+    assert picture.read_bytes() == before
 
 
 def test_what_was_not_measured_is_left_out(tree):
@@ -312,7 +318,7 @@ def test_a_page_without_markers_is_named(tree):
     (tree / "packages/det-gemm/README.md").write_text("# det_gemm\n")
     done = tool("--check", "--root", tree)
     assert done.returncode == 1
-    assert done.stderr == "bench_tables: packages/det-gemm/README.md: expected the markers of bench summary\n"
+    assert done.stderr == "tables: packages/det-gemm/README.md: expected the markers of bench summary\n"
 
 
 def test_results_of_ranks_are_tables_and_give_estimates(tree):
@@ -391,7 +397,7 @@ def test_errors_of_long_sums_and_shares_of_schedules_are_tables(tree):
     assert "| 1 | 3 | 0.840, 1.200 | 1.050, 1.500 |\n| 64 | 1 | 1.000, 1.000 | 1.250, 1.250 |" in page
 
 
-def test_results_of_heads_are_tables_and_a_picture(tree):
+def test_results_of_heads_are_tables_and_a_picture_on_the_site(tree, monkeypatch):
     pytest.importorskip("matplotlib")
     ways = {"gemm": [3.0, 4.0, 1024.0], "compile": [12.0, 12.0, 3072.0], "cce": [24.0, 24.0, 512.0]}
     ours = {
@@ -414,5 +420,10 @@ def test_results_of_heads_are_tables_and_a_picture(tree):
     assert "| cce | 24.0 (8.00) | 24.0 (6.00) | 512 |" in page
     assert page.count("| compile |") == 2
     assert "- numbers of the gradients that differ between the forms: 2" in page
-    assert "(../../docs/benchmarks/h200-head.svg)" in page
-    assert "<svg" in (tree / "docs/benchmarks/h200-head.svg").read_text()
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    pictures = importlib.import_module("pictures")
+    (file,) = pictures.named(page)
+    assert file == "tools/results/h200-head.json"
+    assert "![Time over memory](../x/tools-results-h200-head.svg)\n" in pictures.shown(page, "../x")
+    for drawn in (file, "packages/fused-logp/benchmarks/results/h200-goals.json"):
+        assert "<svg" in pictures.drawn(tree / drawn)
