@@ -22,13 +22,6 @@ def tool() -> ModuleType:
         return importlib.import_module("mismatch")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def drawing() -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(TOOLS))
-        importlib.import_module("mismatch_plot")
-
-
 @pytest.fixture(scope="module")
 def finished(tool: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("mismatch")

@@ -15,6 +15,8 @@ from rl_kernels.lab.bench.definition import Work
 from rl_kernels.lab.bench.measure import GRAPH, Ceilings, Timing
 from rl_kernels.lab.bench.record import OURS, Document, Measured, Record
 
+pytest.importorskip("matplotlib")
+
 ROOT = Path(__file__).parents[1]
 CEILINGS = Ceilings(4.28e12, 750e12, "1024 MiB, read and written", "8192^3, bf16, torch.matmul")
 
@@ -232,7 +234,6 @@ def tree(tmp_path):
 
 
 def test_results_are_written_into_the_pages(tree):
-    pytest.importorskip("matplotlib")
     stale = tool("--check", "--root", tree)
     assert stale.returncode == 1
     assert "packages/fused-logp/README.md is not up to date" in stale.stderr
@@ -298,7 +299,6 @@ def test_results_are_written_into_the_pages(tree):
 
 
 def test_what_was_not_measured_is_left_out(tree):
-    pytest.importorskip("matplotlib")
     results = tree / "tools/results"
     for name, change in (
         ("trl-step", lambda found: found["ways"]["TRL"].update(largest=None)),
@@ -322,7 +322,6 @@ def test_a_page_without_markers_is_named(tree):
 
 
 def test_results_of_ranks_are_tables_and_give_estimates(tree):
-    pytest.importorskip("matplotlib")
     times = {"ours": 600.0, "NCCL, BF16": 400.0}
     reduced = {"eager": {**times, "ours": 800.0}, "graph": times, "differing": None, "bytes": 1 << 28}
     layer = {way: {"ours": 30.0, "cuBLAS + NCCL": 40.0} for way in ("eager", "graph")}
@@ -351,7 +350,6 @@ def test_results_of_ranks_are_tables_and_give_estimates(tree):
 
 
 def test_results_of_shards_and_segments_are_tables(tree):
-    pytest.importorskip("matplotlib")
     layer, head = {"one GPU, plain": 52.0, "one GPU": 50.0}, {"one GPU, forward": 60.0, "one GPU, backward": 200.0}
     for size in (2, 4, 8):
         layer |= {f"{size} ranks, product": 40.0 / size, f"{size} ranks, sum": 5.0}
@@ -375,7 +373,6 @@ def test_results_of_shards_and_segments_are_tables(tree):
 
 
 def test_errors_of_long_sums_and_shares_of_schedules_are_tables(tree):
-    pytest.importorskip("matplotlib")
     where = {"environment": {"device": "NVIDIA H100"}}
     ways = {"one chain": {"error": 2e-4, "shrink": 1e-4}, "cuBLAS": {"error": 5e-6, "shrink": 0.0}}
     sums = [{"sum": "4096 tokens", "signs": "one sign", "ways": ways}]
@@ -398,7 +395,6 @@ def test_errors_of_long_sums_and_shares_of_schedules_are_tables(tree):
 
 
 def test_results_of_heads_are_tables_and_a_picture_on_the_site(tree, monkeypatch):
-    pytest.importorskip("matplotlib")
     ways = {"gemm": [3.0, 4.0, 1024.0], "compile": [12.0, 12.0, 3072.0], "cce": [24.0, 24.0, 512.0]}
     ours = {
         "linear_logp": [12.6, 12.4, 750.0],

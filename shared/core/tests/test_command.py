@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rl_kernels.core import cli, commands
-from rl_kernels.core.command import count, install_hint, location, writable
+from rl_kernels.core.command import count, install_hint, json_rows, location, writable
 from rl_kernels.core.operator import INVARIANT, Backend, Operator
 
 
@@ -31,6 +31,20 @@ def test_a_tilde_is_the_home_of_the_user(monkeypatch, tmp_path):
     assert writable("~/file.json") == tmp_path / "file.json"
     with pytest.raises(argparse.ArgumentTypeError, match="expected a path, got '~no-such-user/x'"):
         location("~no-such-user/x")
+
+
+def test_json_has_a_record_a_line():
+    records = [{"a": [1, [2]], "b": ""}, {"a": None, "b": {"c": 0.1}}]
+    value = {"version": 1, "where": {"device": "x"}, "records": records, "us": {"8x4": {"1": [0.5]}}, "none": []}
+    text = json_rows(value)
+    assert json.loads(text) == value
+    assert [line.strip() for line in text.splitlines()] == [
+        *("{", '"version": 1,', '"where": {"device": "x"},'),
+        *('"records": [', '{"a": [1, [2]], "b": ""},', '{"a": null, "b": {"c": 0.1}}', "],"),
+        *('"us": {', '"8x4": {', '"1": [0.5]', "}", "},", '"none": []', "}"),
+    ]
+    with pytest.raises(ValueError, match="JSON compliant"):
+        json_rows({"a": [float("nan")]})
 
 
 def test_a_reader_that_has_enough_ends_a_command_without_a_traceback():

@@ -1,7 +1,7 @@
 """Definitions: what an operator is, what a backend promises, what the choice of a backend may depend on.
 
-Everything here is a frozen dataclass without behaviour of its own, so that it can be read under ``torch.compile`` and
-compared in tests. This module knows no operator and imports no backend.
+Everything here is a frozen dataclass, so that it can be read under ``torch.compile`` and compared in tests. This module
+knows no operator and imports no backend.
 """
 
 from __future__ import annotations
