@@ -220,8 +220,8 @@ def compare(host: Any, x: torch.Tensor, options: tuple[Any, ...], grads: list[to
     gold = [logs.gather(1, ids.long().clamp(0)[:, None])[:, 0], lse, -(logs.exp() * logs).sum(-1)]
     gold = [torch.where(active, value, 0.0) for value in gold]
     norm = torch.where(active, torch.stack((top, lse - top / scale)), 0.0).t()
-    stats = host.forward_stats(x, ids, scale, ignored, indices, "auto")
-    results = (*stats, *host.forward(x, ids, scale, ignored, indices, "auto"))
+    stats = host.forward_stats(x, ids, scale, ignored, indices)
+    results = (*stats, *host.forward(x, ids, scale, ignored, indices))
     for found, expected in zip(results, (*gold, norm, gold[0], norm), strict=True):
         assert torch.allclose(found.double(), expected, atol=1e-4), (x.shape, found, expected)
     sum((value * grad.double()).sum() for value, grad in zip(gold, grads, strict=True) if grad is not None).backward()
@@ -243,7 +243,7 @@ def hold_choices(bulk: bool) -> None:
             x = torch.zeros(vocab, dtype=torch.bfloat16).as_strided((rows, vocab), (0, 1))
             recorder = Recorder()
             with recorder.watching(HOST):
-                module.Host(bulk=bulk).forward(x, torch.zeros(rows, dtype=torch.int64), torch.ones(()), None, None, "")
+                module.Host(bulk=bulk).forward(x, torch.zeros(rows, dtype=torch.int64), torch.ones(()), None, None)
             entries = [(launch.entry, launch.program.file.split("_")[2][:4]) for launch in recorder.launches]
             if vocab > limit or (vocab > STEP and rows < 2048):
                 assert entries == [("forward_parts", "gene"), ("merge_parts", "gene")], (rows, vocab)

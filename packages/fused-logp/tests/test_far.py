@@ -58,8 +58,7 @@ def test_the_gradient_of_the_logsumexp_far_from_0_is_the_softmax(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("reduction", ["two_pass", "online"])
-def test_values_far_from_0_in_other_segments(reduction, backend):
+def test_values_far_from_0_in_other_segments(backend):
     row = torch.full((5, 70_000), -3e38, device=DEVICE)
     row[0, ::9000] = 3e38
     row[1, 65_000:] = 2e38
@@ -67,9 +66,8 @@ def test_values_far_from_0_in_other_segments(reduction, backend):
     row[3, :8192], row[3, 8192] = -INF, 3e38
     row[4] = 0.0
     row[4, 60_000] = -3e38
-    options = {"reduction": reduction, "backend": backend}
     for value, gold in zip(
-        results(fused_logp, row, ("logp", "entropy"), **options),
+        results(fused_logp, row, ("logp", "entropy"), backend=backend),
         results(reference, row.double(), ("logp", "entropy")),
         strict=True,
     ):

@@ -174,8 +174,8 @@ def hold(call: dict[str, Any], backend: Any) -> None:
     gold = (logs.gather(1, ids.long().clamp(0)[:, None])[:, 0], lse, -(logs.exp() * logs).sum(-1))
     gold, top = [torch.where(active, value, 0.0) for value in gold], leaf.amax(-1)
     norm = torch.where(active, torch.stack((top, lse - top / scale)), 0.0).t()
-    stats = backend.forward_stats(x, ids, scale, ignored, indices, "auto")
-    found = (*stats, *backend.forward(x, ids, scale, ignored, indices, "auto"))
+    stats = backend.forward_stats(x, ids, scale, ignored, indices)
+    found = (*stats, *backend.forward(x, ids, scale, ignored, indices))
     for value, expected in zip(found, (*gold, norm, gold[0], norm), strict=True):
         assert torch.allclose(value.double(), expected, atol=1e-4)
     sum((value * grad.double()).sum() for value, grad in zip(gold, given, strict=True) if grad is not None).backward()

@@ -14,8 +14,6 @@ from rl_kernels.core.saved import are_hooked, save
 from rl_kernels.core.torchlib import first_order, no_lost_derivatives, scalar_or_rows
 from rl_kernels.fused_logp.op import OPERATOR, describe, ops
 
-Reduction = Literal["auto", "two_pass", "online"]
-
 
 @overload
 def fused_logp(
@@ -29,7 +27,6 @@ def fused_logp(
     output_dtype: torch.dtype = torch.float32,
     return_stats: Literal[False] = False,
     inplace_backward: bool = False,
-    reduction: Reduction = "auto",
     validate: bool = True,
     backend: str | None = None,
 ) -> torch.Tensor: ...
@@ -47,7 +44,6 @@ def fused_logp(
     output_dtype: torch.dtype = torch.float32,
     return_stats: Literal[True],
     inplace_backward: bool = False,
-    reduction: Reduction = "auto",
     validate: bool = True,
     backend: str | None = None,
 ) -> LogpStats: ...
@@ -65,7 +61,6 @@ def fused_logp(
     output_dtype: torch.dtype = torch.float32,
     return_stats: bool,
     inplace_backward: bool = False,
-    reduction: Reduction = "auto",
     validate: bool = True,
     backend: str | None = None,
 ) -> torch.Tensor | LogpStats: ...
@@ -82,7 +77,6 @@ def fused_logp(
     output_dtype: torch.dtype = torch.float32,
     return_stats: bool = False,
     inplace_backward: bool = False,
-    reduction: Reduction = "auto",
     validate: bool = True,
     backend: str | None = None,
 ) -> torch.Tensor | LogpStats:
@@ -109,8 +103,6 @@ def fused_logp(
         inplace_backward: backward writes the gradient over the logits. A later backward that needs the logits raises,
             as after any in-place write. Not available under torch.compile; has no effect inside
             ``torch.utils.checkpoint`` and under other hooks on saved tensors, where nothing would raise.
-        reduction: order of the sums in the native backend: ``two_pass`` (maximum, then sum), ``online`` (running
-            maximum), or ``auto``, which is ``two_pass``. Each GPU backend has one order and ignores this argument.
         validate: check the values of ids, indices and temperature. This syncs with a GPU, and is skipped under
             torch.compile and graph capture. Without the check, a row with an id out of range gives NaN, and row
             indices are clamped to the valid range.
@@ -126,7 +118,7 @@ def fused_logp(
         CanaryMismatch: this GPU gives other bits than those recorded for its architecture; checked at the first call.
         RuntimeError: forward-mode AD, or gradients through a ``torch.func`` transform.
     """
-    _validate(logits, token_ids, temperature, ignore_index, row_indices, output_dtype, reduction, backend, validate)
+    _validate(logits, token_ids, temperature, ignore_index, row_indices, output_dtype, backend, validate)
     _validate_storage(logits, token_ids, out, output_dtype, inplace_backward)
     no_lost_derivatives("fused_logp", logits, temperature, out)
     chosen = choose(OPERATOR, describe(logits), backend)
@@ -135,9 +127,9 @@ def fused_logp(
     rows = None if row_indices is None else _inside(row_indices, token_ids.numel())
     arguments = (logits.reshape(-1, vocab), token_ids.reshape(-1), scale, ignore_index, rows)
     if logits.requires_grad and torch.is_grad_enabled():
-        results = _FusedLogp.apply(*arguments, reduction, return_stats, inplace_backward, chosen.name)
+        results = _FusedLogp.apply(*arguments, return_stats, inplace_backward, chosen.name)
     else:
-        results = ops["forward_stats" if return_stats else "forward"](*arguments, reduction, chosen.name)
+        results = ops["forward_stats" if return_stats else "forward"](*arguments, chosen.name)
 
     logp = results[0].view(token_ids.shape).to(output_dtype)
     if out is not None:
@@ -155,7 +147,6 @@ def _validate(
     ignore_index: int | None,
     row_indices: torch.Tensor | None,
     output_dtype: torch.dtype,
-    reduction: str,
     backend: str | None,
     values: bool,
 ) -> None:
@@ -168,7 +159,6 @@ def _validate(
     check.same_device(logits=logits, token_ids=token_ids, row_indices=row_indices)
     check.ignore_index(ignore_index, token_ids)
     check.choice("output_dtype", output_dtype, check.FLOATS)
-    check.choice("reduction", reduction, ("auto", "two_pass", "online"))
     check.backend_name(backend)
     check.temperature(temperature, token_ids.shape, logits.device, compute_dtype(logits.dtype), values=values)
     if values:
@@ -224,13 +214,12 @@ class _FusedLogp(torch.autograd.Function):
         temperature: torch.Tensor,
         ignore_index: int | None,
         row_indices: torch.Tensor | None,
-        reduction: str,
         return_stats: bool,
         inplace: bool,
         backend: str,
     ) -> tuple[torch.Tensor, ...]:
         op = ops["forward_stats" if return_stats else "forward"]
-        results = op(logits, token_ids, temperature, ignore_index, row_indices, reduction, backend)
+        results = op(logits, token_ids, temperature, ignore_index, row_indices, backend)
         save(ctx, logits, token_ids, temperature, row_indices, results[-1], *results[2:3])
         ctx.set_materialize_grads(False)
         # Saved by hooks, changed logits would not be noticed by another backward pass that needs them.
@@ -249,4 +238,4 @@ class _FusedLogp(torch.autograd.Function):
             grad = logits.detach()
         else:
             grad = first_order(ops["backward"], *arguments)
-        return grad, *[None] * 8
+        return grad, *[None] * 7

@@ -22,8 +22,8 @@ _INPUTS = "Tensor logits, Tensor token_ids, Tensor temperature, int? ignore_inde
 _SAVED = "Tensor norm, Tensor? entropy, Tensor? grad_logp, Tensor? grad_logsumexp, Tensor? grad_entropy"
 
 SCHEMAS = {
-    "forward": f"({_INPUTS}, str reduction, str backend) -> (Tensor, Tensor)",
-    "forward_stats": f"({_INPUTS}, str reduction, str backend) -> (Tensor, Tensor, Tensor, Tensor)",
+    "forward": f"({_INPUTS}, str backend) -> (Tensor, Tensor)",
+    "forward_stats": f"({_INPUTS}, str backend) -> (Tensor, Tensor, Tensor, Tensor)",
     "backward": f"({_INPUTS}, {_SAVED}, str backend) -> Tensor",
     "backward_inplace": f"({_INPUTS.replace('Tensor logits', 'Tensor(a!) logits')}, {_SAVED}, str backend) -> ()",
 }

@@ -1,13 +1,11 @@
 """fused_logp in PyTorch, for any device: rows in blocks of bounded memory, every sum in a fixed order.
 
-Reduction order, which is the contract of this backend: ``two_pass`` takes the maximum of the whole row, and sums it by
-``core.rowwise.row_sum``. ``online`` computes the softmax state of each segment of 4096 columns and merges the states in
-ascending order.
+Reduction order, which is the contract of this backend: the maximum of the whole row, then its sum by
+``core.rowwise.row_sum``.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 
 import torch
@@ -26,10 +24,9 @@ def forward(
     temperature: torch.Tensor,
     ignore_index: int | None,
     row_indices: torch.Tensor | None,
-    reduction: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (logp, norm), ``[N]`` and ``[N, 2]``."""
-    logp, norm = _statistics(logits, token_ids, temperature, ignore_index, row_indices, reduction, entropy=False)
+    logp, norm = _statistics(logits, token_ids, temperature, ignore_index, row_indices, entropy=False)
     return logp, norm
 
 
@@ -39,10 +36,9 @@ def forward_stats(
     temperature: torch.Tensor,
     ignore_index: int | None,
     row_indices: torch.Tensor | None,
-    reduction: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (logp, logsumexp, entropy, norm), the first three ``[N]``, the last ``[N, 2]``."""
-    found = _statistics(logits, token_ids, temperature, ignore_index, row_indices, reduction, entropy=True)
+    found = _statistics(logits, token_ids, temperature, ignore_index, row_indices, entropy=True)
     logp, norm, lse, entropy = found
     return logp, lse, entropy, norm
 
@@ -53,7 +49,6 @@ def _statistics(
     temperature: torch.Tensor,
     ignore_index: int | None,
     row_indices: torch.Tensor | None,
-    reduction: str,
     *,
     entropy: bool,
 ) -> list[torch.Tensor]:
@@ -63,7 +58,7 @@ def _statistics(
     for rows in _blocks(logits, row_indices):
         x, ids = logits[rows].to(temperature.dtype), token_ids[rows]
         scale = _column(temperature, rows, x)
-        found = rowwise.finish(_state(x, scale, reduction, entropy=entropy), scale)
+        found = rowwise.finish(rowwise.softmax_state(x, scale, entropy=entropy), scale)
         logp = found.logp(rowwise.select(x, ids), scale)
         values = [torch.where(_undefined(ids, x.shape[1], found.norm), torch.nan, logp), found.norm]
         if found.entropy is not None:
@@ -160,10 +155,3 @@ def _undefined(ids: torch.Tensor, vocab: int, norm: torch.Tensor) -> torch.Tenso
 
 def _active(ids: torch.Tensor, ignore_index: int | None) -> torch.Tensor:
     return torch.ones_like(ids, dtype=torch.bool) if ignore_index is None else ids != ignore_index
-
-
-def _state(x: torch.Tensor, scale: torch.Tensor, reduction: str, *, entropy: bool) -> rowwise.SoftmaxState:
-    if reduction != "online":
-        return rowwise.softmax_state(x, scale, entropy=entropy)
-    parts = (rowwise.softmax_state(part, scale, entropy=entropy) for part in x.split(rowwise.SEGMENT, 1))
-    return functools.reduce(lambda left, right: rowwise.merge(left, right, scale), parts)

@@ -16,7 +16,6 @@ AXES = {
     "ignore_index": (None, IGNORED, 0, 7),
     "row_indices": (None, True, "twice"),
     "inplace_backward": (None, True),
-    "reduction": (None, "two_pass", "online"),
     "output_dtype": (None, torch.bfloat16, torch.float64),
     "out": (None, True),
     "ids": (None, torch.int32),
@@ -26,7 +25,7 @@ AXES = {
 TURNS: tuple[Mapping[str, Any], ...] = (
     {"return_stats": True},
     {"return_stats": True, "temperature": "tensor", "ignore_index": IGNORED},
-    {"temperature": 0.7, "reduction": "online"},
+    {"temperature": 0.7},
     {"return_stats": True, "row_indices": True},
     {},
     {"return_stats": True, "temperature": 1.3, "ids": torch.int32},

@@ -55,7 +55,6 @@ ILLEGAL = (
         "inplace_backward: logits: expected elements with storage of their own",
     ),
     IllegalCall("unknown output_dtype", given(output_dtype=torch.int32), ValueError, "output_dtype: expected one of"),
-    IllegalCall("unknown reduction", given(reduction="fast"), ValueError, "reduction: expected one of"),
     IllegalCall("unknown backend", given(backend="no-such"), ValueError, "backend: fused_logp has no backend"),
     IllegalCall("backend not a name", given(backend=3), TypeError, "backend: expected a name"),
     *illegal_ids("token_ids"),

@@ -10,19 +10,6 @@ MODULES = ("rl_kernels.core.rowwise", "rl_kernels.fused_logp.backends.native")
 _SOFTMAX = (
     Bug("maximum not subtracted", "top = x.amax(-1)", "top = torch.zeros_like(x[:, 0])"),
     Bug("maximum of the first segment alone", "top = x.amax(-1)", "top = x[:, :SEGMENT].amax(-1)"),
-    Bug("running maximum never rises", "top = torch.maximum(left.top, right.top)", "top = left.top"),
-    Bug("merge without rescaling", "scale = shift.exp()", "scale = torch.ones_like(shift)"),
-    Bug(
-        "merge of a masked segment gives NaN",
-        "((state.top - top) / temperature[:, 0]).clamp(min=SMALLEST_SHIFT)",
-        "(state.top - top) / temperature[:, 0]",
-    ),
-    Bug(
-        "last segment skipped if it has one column",
-        "in x.split(rowwise.SEGMENT, 1))",
-        "in x.split(rowwise.SEGMENT, 1) if part.shape[1] > 1 or x.shape[1] == 1)",
-    ),
-    Bug("split follows the rows", "x.split(rowwise.SEGMENT, 1)", "x.split(4096 if x.shape[0] > 4 else 2048, 1)"),
     Bug(
         "row summed by the library at once",
         "return _library_sum(x)",
@@ -73,8 +60,8 @@ _ROWS = (
 _OPTIONS = (
     Bug(
         "temperature missing in forward",
-        "rowwise.finish(_state(x, scale, reduction,",
-        "rowwise.finish(_state(x, scale / scale, reduction,",
+        "rowwise.finish(rowwise.softmax_state(x, scale,",
+        "rowwise.finish(rowwise.softmax_state(x, scale / scale,",
     ),
     Bug(
         "temperature missing in backward",

@@ -82,7 +82,6 @@ class Host:
         temperature: torch.Tensor,
         ignore_index: int | None,
         row_indices: torch.Tensor | None,
-        reduction: str,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (logp, norm), ``[N]`` and ``[N, 2]``."""
         logp, _, _, norm = self._statistics(logits, token_ids, temperature, ignore_index, row_indices, entropy=False)
@@ -95,7 +94,6 @@ class Host:
         temperature: torch.Tensor,
         ignore_index: int | None,
         row_indices: torch.Tensor | None,
-        reduction: str,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return (logp, logsumexp, entropy, norm), the first three ``[N]``, the last ``[N, 2]``."""
         return self._statistics(logits, token_ids, temperature, ignore_index, row_indices, entropy=True)

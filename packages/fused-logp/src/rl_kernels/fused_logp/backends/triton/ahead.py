@@ -21,8 +21,8 @@ def calls(dtype: torch.dtype) -> Iterator[Callable[[], object]]:
     for rows in ROWS:
         ids, each, norm = empty(rows, dtype=torch.int64), empty(rows), empty(rows, 2)
         logits, few = empty(rows, WIDE, dtype=dtype), (ids, torch.tensor(1.0, device="cpu"), None, None)
-        yield partial(backend.forward, logits, *few, "online")
+        yield partial(backend.forward, logits, *few)
         yield partial(backend.backward, logits, *few, norm, None, each, None, None)
         logits, many = empty(rows, RAGGED, dtype=dtype), (ids, each, -100, ids)
-        yield partial(backend.forward_stats, logits, *many, "online")
+        yield partial(backend.forward_stats, logits, *many)
         yield partial(backend.backward_inplace, logits, *many, norm, each, each, each, each)

@@ -1,9 +1,9 @@
 """fused_logp in Triton: a row is read once in the forward pass, and read and written once in the backward pass.
 
 Reduction order, which is the contract of this backend: a row is cut into segments of 8192 columns, a segment into
-blocks of 1024, both taken in ascending order; ``two_pass`` and ``online`` are the same here. With many rows one program
-takes a whole row, with few rows one program takes a segment; both give the same bits. The register layout of a block
-depends on the alignment that the compiler may assume. V alone fixes that alignment; rows aligned otherwise are copied.
+blocks of 1024, both taken in ascending order. With many rows one program takes a whole row, with few rows one program
+takes a segment; both give the same bits. The register layout of a block depends on the alignment that the compiler may
+assume. V alone fixes that alignment; rows aligned otherwise are copied.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ def forward(
     temperature: torch.Tensor,
     ignore_index: int | None,
     row_indices: torch.Tensor | None,
-    reduction: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (logp, norm), ``[N]`` and ``[N, 2]``."""
     logp, _, _, norm = _statistics(logits, token_ids, temperature, ignore_index, row_indices, entropy=False)
@@ -40,7 +39,6 @@ def forward_stats(
     temperature: torch.Tensor,
     ignore_index: int | None,
     row_indices: torch.Tensor | None,
-    reduction: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (logp, logsumexp, entropy, norm), the first three ``[N]``, the last ``[N, 2]``."""
     return _statistics(logits, token_ids, temperature, ignore_index, row_indices, entropy=True)

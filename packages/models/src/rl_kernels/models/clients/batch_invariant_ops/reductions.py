@@ -48,7 +48,7 @@ def log_probabilities(x: torch.Tensor, dim: int, out_dtype: torch.dtype | None =
     chosen = choose(OPERATOR, describe(rows)).name
     work = compute_dtype(x.dtype)
     ids = torch.zeros(rows.shape[0], dtype=torch.int64, device=x.device)
-    _, norm = ops["forward"](rows, ids, scalar(1.0, work), None, None, "auto", chosen)
+    _, norm = ops["forward"](rows, ids, scalar(1.0, work), None, None, chosen)
     found = _minus_norm(rows, norm, out_dtype).view(turned.shape)
     return found.movedim(-1, place).contiguous() if x.ndim else found[0]
 
