@@ -1,4 +1,4 @@
-"""The host side of the CUDA C++ backends, with kernels that a few lines of PyTorch stand for; planted bugs show."""
+"""The host side of the CUDA C++ backend, with kernels that a few lines of PyTorch stand for; planted bugs show."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from rl_kernels.core.testing.planted import planted
 from rl_kernels.fused_logp.spec.mutants_cuda import LAUNCHES, MODULES, SHOWN
 
 HOST = "rl_kernels.fused_logp.backends.cuda.backend"
-SEGMENT, STEP, STATE, PROCESSORS = 32768, 1024, 12, 4
-"""The first three as in fused_logp.cuh."""
+SEGMENT, STEP, STATE = 32768, 1024, 12
+"""As in fused_logp.cuh."""
 DTYPES = {0: torch.float32, 1: torch.bfloat16, 2: torch.float16}
 FAILURES = (AssertionError, RuntimeError)
 
@@ -76,20 +76,11 @@ def merge_parts(launch: Launch) -> None:
 
 
 def forward_rows(launch: Launch) -> None:
-    rows, size = launch["rows"], launch["logits"].itemsize
+    rows = launch["rows"]
     units = len(unit_of(torch.arange(launch["vocab"])).unique())
-    if launch.program.file == "fused_logp_sm90.cu":
-        assert launch.program.arch == "sm_90a"
-        assert launch["column_stride"] == size
-        assert launch.block == (8 + 2) * 32
-        assert 0 < launch.grid[0] <= min(rows, PROCESSORS * 2)
-        assert launch.shared == launch.constants["STAGES"] * (8 * STEP * size + 16) + 2 * units * STATE
-        # As few rounds as there can be, all of them as full as the others.
-        assert -(-rows // launch.grid[0]) == -(-rows // (PROCESSORS * 2))
-    else:
-        assert launch.grid[0] == rows
-        assert launch.block <= 256
-        assert launch.shared == units * STATE
+    assert launch.grid[0] == rows
+    assert launch.block <= 256
+    assert launch.shared == units * STATE
     x, _, temperature = inputs(launch, rows)
     z = x / temperature[:, None]
     top = z.amax(1)
@@ -174,14 +165,10 @@ def upstreams(how: str, rows: int) -> list[torch.Tensor | None]:
 
 def constants(file: str, size: int) -> dict[str, int]:
     """Stand for what was tuned: no two alike."""
-    return {"BLOCKS": size, "STAGES": stages(size)} if file.endswith("sm90") else {"BLOCKS": size + 2}
+    return {"BLOCKS": size + len(file)}
 
 
-def stages(size: int) -> int:
-    return size + 1
-
-
-def hold(bulk: bool) -> None:
+def hold_calls() -> None:
     """Hold the host side to what every call implies."""
     module = importlib.import_module(HOST)
     for given in CALLS:
@@ -198,12 +185,12 @@ def hold(bulk: bool) -> None:
         if call["scale"] == "apart":
             scale = scale.repeat_interleave(2)[::2]
         indices = torch.tensor([0, rows - 1, 0]) if "indices" in call else None
-        recorder = Recorder(STAND_INS, processors=PROCESSORS)
+        recorder = Recorder(STAND_INS)
         # Not from the cache, nor into it.
-        tuned = {"constants": constants, "stages": stages, "program": module.program.__wrapped__}
+        tuned = {"constants": constants, "program": module.program.__wrapped__}
         with patch.multiple(module, **tuned, **call["limits"]), recorder.watching(HOST), poisoned_empty():
-            compare(module.Host(bulk=bulk), x, (ids, scale, ignored, indices), upstreams(call["upstream"], rows))
-            compiled = {one for arch in ("sm_90", "sm_90a") for one in module.Host(bulk=bulk).programs(arch)}
+            compare(module, x, (ids, scale, ignored, indices), upstreams(call["upstream"], rows))
+            compiled = {*module.programs("sm_90")}
         assert {launch.program for launch in recorder.launches} <= compiled
 
 
@@ -234,27 +221,24 @@ def compare(host: Any, x: torch.Tensor, options: tuple[Any, ...], grads: list[to
         assert torch.equal(x.contiguous(), found)
 
 
-def hold_choices(bulk: bool) -> None:
+def hold_choices() -> None:
     """Which kernels a size takes, at the real limits: rows of one storage that overlap stand for many."""
     module = importlib.import_module(HOST)
     limit = 32 * SEGMENT
     for rows in (1, 2047, 2048, 100_000):
-        for vocab in (1, STEP, STEP + 1, 16383, 16384, limit, limit + 1):
+        for vocab in (1, STEP, STEP + 1, limit, limit + 1):
             x = torch.zeros(vocab, dtype=torch.bfloat16).as_strided((rows, vocab), (0, 1))
             recorder = Recorder()
             with recorder.watching(HOST):
-                module.Host(bulk=bulk).forward(x, torch.zeros(rows, dtype=torch.int64), torch.ones(()), None, None)
-            entries = [(launch.entry, launch.program.file.split("_")[2][:4]) for launch in recorder.launches]
-            if vocab > limit or (vocab > STEP and rows < 2048):
-                assert entries == [("forward_parts", "gene"), ("merge_parts", "gene")], (rows, vocab)
-            else:
-                assert entries == [("forward_rows", "sm90" if bulk and vocab >= 16384 else "gene")], (rows, vocab)
+                module.forward(x, torch.zeros(rows, dtype=torch.int64), torch.ones(()), None, None)
+            split = vocab > limit or (vocab > STEP and rows < 2048)
+            expected = ["forward_parts", "merge_parts"] if split else ["forward_rows"]
+            assert [launch.entry for launch in recorder.launches] == expected, (rows, vocab)
 
 
 def hold_all() -> None:
-    for bulk in (True, False):
-        hold(bulk)
-        hold_choices(bulk)
+    hold_calls()
+    hold_choices()
 
 
 def test_kernels_are_launched_with_what_the_shapes_imply() -> None:

@@ -104,7 +104,7 @@ def everything(backend, logits, temperature, upstream):
     return found
 
 
-# On Hopper many long rows have a kernel of their own.
+# Many long rows have a kernel of their own.
 SIZES = [(2, 40), (3, 2), (3, 40), *[(2048, 16384)] * (DEVICE == "cuda")]
 
 

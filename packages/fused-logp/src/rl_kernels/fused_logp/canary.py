@@ -10,8 +10,6 @@ from rl_kernels.core.canary import integers, numbers
 from rl_kernels.fused_logp.api import fused_logp
 
 ROWS, COLUMNS, FEW = 9, 5000, 2
-MANY, LONG = 2048, 16384
-"""Rows, and columns of each, from which on cuda-sm90 reads rows by bulk copies."""
 
 
 def results(dtype: torch.dtype, device: torch.device, backend: str) -> Iterator[torch.Tensor]:
@@ -19,11 +17,6 @@ def results(dtype: torch.dtype, device: torch.device, backend: str) -> Iterator[
     logits, ids = _inputs(dtype, device)
     for count in (ROWS, FEW):
         yield from fused_logp(logits[:count], ids[:count], return_stats=True, backend=backend)
-    if backend == "cuda-sm90":
-        # One row in memory, many tokens.
-        row = numbers(1, LONG, salt=6, dtype=dtype, device=device, scale=16.0).expand(MANY, LONG)
-        tokens = integers(MANY, below=LONG, salt=7, device=device)
-        yield from fused_logp(row, tokens, return_stats=True, backend=backend)
 
 
 def gradients(dtype: torch.dtype, device: torch.device, backend: str) -> Iterator[torch.Tensor]:

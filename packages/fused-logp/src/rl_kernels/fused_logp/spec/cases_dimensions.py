@@ -33,9 +33,9 @@ TURNS: tuple[Mapping[str, Any], ...] = (
 """Options of the sweeps; the cases take them in turn."""
 VOCABS = (*EDGES, 2048, 4096, 4097, 8191, 8192, 16384, 32767, 32768)
 """Sizes at and next to multiples of the segments, steps and units of all backends."""
-BULK = (16384, 16391, 33000)
-"""Sizes of rows that ``cuda-sm90`` reads by bulk copies, if there are 2,048 of them or more: whole steps, rows of any
-alignment, and two segments."""
+WHOLE = (16384, 16391, 33000)
+"""Sizes of rows that GPU backends do not split, if there are 2,048 of them or more: whole steps, rows of any alignment,
+and two segments."""
 LARGE_VOCABS = (50257, 65537, 128256, 151936, 160001, 202048, 262144)
 SWEEP = {"batch": 1, "seq": 5, "vocab": 40}
 WIDE = {"batch": 1, "seq": 2, "vocab": 40}
@@ -66,8 +66,8 @@ DIMENSIONS: tuple[Case, ...] = (
     Case("rows-8200", {"batch": 1, "seq": 8200, "vocab": 4104}, relations=("invariance",), suite="full"),
     Case("numbers-2^24", {"batch": 1, "seq": 66, "vocab": 262208}, relations=HELD, suite="full"),
     *(
-        Case(f"bulk-{vocab}", {**WIDE, "seq": 2049, "vocab": vocab}, turn, relations=(*HELD, "invariance"), gpu=True)
-        for vocab, turn in zip(BULK, TURNS, strict=False)
+        Case(f"whole-{vocab}", {**WIDE, "seq": 2049, "vocab": vocab}, turn, relations=(*HELD, "invariance"), gpu=True)
+        for vocab, turn in zip(WHOLE, TURNS, strict=False)
     ),
     *swept("vocab", WIDE, LARGE_VOCABS, TURNS, suite="full"),
     *swept("seq", {**SWEEP, "vocab": 520}, (4096, 8193), TURNS, suite="full"),

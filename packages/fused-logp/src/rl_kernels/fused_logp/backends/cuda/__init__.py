@@ -1,1 +1,1 @@
-"""The CUDA C++ backends of fused_logp: kernel sources and the host code that launches them."""
+"""The CUDA C++ backend of fused_logp: kernel sources and the host code that launches them."""

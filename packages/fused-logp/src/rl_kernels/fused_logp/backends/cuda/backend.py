@@ -1,7 +1,6 @@
 """Host side of fused_logp in CUDA C++: how rows and units are assigned to blocks, and the kernel arguments.
 
-``fused_logp.cuh`` defines the reduction order. Both backends use it, so they give the same bits: ``cuda-generic`` loads
-rows straight into registers, ``cuda-sm90`` reads them by bulk copies into shared memory.
+``fused_logp.cuh`` defines the reduction order, on every architecture from sm_80.
 """
 
 from __future__ import annotations
@@ -11,10 +10,9 @@ from typing import Any
 
 import torch
 
-from rl_kernels.core.cuda.launch import Kernel, kernel
+from rl_kernels.core.cuda.launch import kernel
 from rl_kernels.core.cuda.program import Program
 from rl_kernels.core.cuda.where import target_of
-from rl_kernels.core.gpu import processors
 from rl_kernels.core.operator import arch_of
 from rl_kernels.core.tuned import entry, tuned
 from rl_kernels.fused_logp.rows import per_row
@@ -27,14 +25,12 @@ MOST_UNITS = 256
 """Most units of a row whose states one block keeps; states of longer rows are merged by a separate kernel."""
 SPLIT_BELOW = 2048
 """Below this many rows each unit gets its own warp, so that few rows fill the GPU."""
-SHORT = 16384
-"""Rows shorter than this do not use the bulk copies of cuda-sm90, which move eight steps at a time."""
-STATE, CHUNK = 12, 16
-"""Bytes of a state, and the alignment of a bulk copy in bytes."""
+STATE = 12
+"""Bytes of a state."""
 MOST_THREADS, COLUMNS = 512, 32
 """Most threads of a backward block, and columns that one thread processes."""
 
-GENERIC, SM90, GRADIENT = "fused_logp_generic", "fused_logp_sm90", "fused_logp_backward"
+GENERIC, GRADIENT = "fused_logp_generic", "fused_logp_backward"
 CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Values of the kernels' DTYPE macro."""
 ROWS = "PPPqfi"
@@ -44,15 +40,9 @@ FORWARD, BACKWARD = f"({ROWS}PPPPPPqqqi)", f"({ROWS}PPPPPPPqqqqii)"
 
 @functools.cache
 def constants(file: str, size: int) -> dict[str, int]:
-    """Return the tuned constants for logits of ``size`` bytes: blocks per multiprocessor, and stages in flight."""
+    """Return the tuned constants for logits of ``size`` bytes: blocks per multiprocessor."""
     # Not every kernel file has tuned constants.
     return entry(PACKAGE, file, str(size), kind=dict[str, int]) if file in tuned(PACKAGE) else {}
-
-
-@functools.cache
-def stages(size: int) -> int:
-    """Return how many stages a block of cuda-sm90 keeps in flight, for logits of ``size`` bytes."""
-    return entry(PACKAGE, SM90, str(size), "STAGES", kind=int)
 
 
 @functools.cache
@@ -62,138 +52,122 @@ def program(file: str, arch: str, dtype: torch.dtype, *, entropy: bool) -> Progr
     return Program(PACKAGE, f"{file}.cu", arch, tuple(defines.items()))
 
 
-class Host:
-    """The four raw ops; ``bulk`` selects how rows are read: by bulk copies, or by plain loads."""
+def programs(arch: str) -> list[Program]:
+    """Return the programs of these ops that are compiled for a target such as ``sm_90``; none for ``sm_90a``."""
+    files = () if arch.endswith("a") else (GENERIC, GRADIENT)
+    variants = [(dtype, entropy) for dtype in CODES for entropy in (False, True)]
+    return [program(file, arch, dtype, entropy=entropy) for file in files for dtype, entropy in variants]
 
-    def __init__(self, *, bulk: bool) -> None:
-        self._bulk = bulk
 
-    def programs(self, arch: str) -> list[Program]:
-        """Return the programs of these ops that are compiled for a target such as ``sm_90`` or ``sm_90a``."""
-        plain = [] if arch.endswith("a") else [GENERIC, GRADIENT]
-        files = {"sm_90a": [SM90], "sm_90": plain}.get(arch, []) if self._bulk else plain
-        variants = [(dtype, entropy) for dtype in CODES for entropy in (False, True)]
-        return [program(file, arch, dtype, entropy=entropy) for file in files for dtype, entropy in variants]
+def forward(
+    logits: torch.Tensor,
+    token_ids: torch.Tensor,
+    temperature: torch.Tensor,
+    ignore_index: int | None,
+    row_indices: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (logp, norm), ``[N]`` and ``[N, 2]``."""
+    logp, _, _, norm = _statistics(logits, token_ids, temperature, ignore_index, row_indices, entropy=False)
+    return logp, norm
 
-    def forward(
-        self,
-        logits: torch.Tensor,
-        token_ids: torch.Tensor,
-        temperature: torch.Tensor,
-        ignore_index: int | None,
-        row_indices: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (logp, norm), ``[N]`` and ``[N, 2]``."""
-        logp, _, _, norm = self._statistics(logits, token_ids, temperature, ignore_index, row_indices, entropy=False)
-        return logp, norm
 
-    def forward_stats(
-        self,
-        logits: torch.Tensor,
-        token_ids: torch.Tensor,
-        temperature: torch.Tensor,
-        ignore_index: int | None,
-        row_indices: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return (logp, logsumexp, entropy, norm), the first three ``[N]``, the last ``[N, 2]``."""
-        return self._statistics(logits, token_ids, temperature, ignore_index, row_indices, entropy=True)
+def forward_stats(
+    logits: torch.Tensor,
+    token_ids: torch.Tensor,
+    temperature: torch.Tensor,
+    ignore_index: int | None,
+    row_indices: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (logp, logsumexp, entropy, norm), the first three ``[N]``, the last ``[N, 2]``."""
+    return _statistics(logits, token_ids, temperature, ignore_index, row_indices, entropy=True)
 
-    def backward(
-        self,
-        logits: torch.Tensor,
-        token_ids: torch.Tensor,
-        temperature: torch.Tensor,
-        ignore_index: int | None,
-        row_indices: torch.Tensor | None,
-        norm: torch.Tensor,
-        *upstream: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Return dlogits ``[N, V]`` in the dtype of logits; ``upstream``: entropy and the three upstream gradients."""
-        grad = logits.new_empty(logits.shape)
-        self._gradient(logits, grad, token_ids, temperature, ignore_index, row_indices, norm, *upstream)
-        return grad
 
-    def backward_inplace(
-        self,
-        logits: torch.Tensor,
-        token_ids: torch.Tensor,
-        temperature: torch.Tensor,
-        ignore_index: int | None,
-        row_indices: torch.Tensor | None,
-        norm: torch.Tensor,
-        *upstream: torch.Tensor | None,
-    ) -> None:
-        """Overwrite logits with dlogits."""
-        self._gradient(logits, logits, token_ids, temperature, ignore_index, row_indices, norm, *upstream)
+def backward(
+    logits: torch.Tensor,
+    token_ids: torch.Tensor,
+    temperature: torch.Tensor,
+    ignore_index: int | None,
+    row_indices: torch.Tensor | None,
+    norm: torch.Tensor,
+    *upstream: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return dlogits ``[N, V]`` in the dtype of logits; ``upstream``: entropy and the three upstream gradients."""
+    grad = logits.new_empty(logits.shape)
+    _gradient(logits, grad, token_ids, temperature, ignore_index, row_indices, norm, *upstream)
+    return grad
 
-    def _statistics(
-        self,
-        logits: torch.Tensor,
-        token_ids: torch.Tensor,
-        temperature: torch.Tensor,
-        ignore_index: int | None,
-        row_indices: torch.Tensor | None,
-        *,
-        entropy: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return (logp, logsumexp, entropy, norm); logsumexp and entropy are written only with ``entropy``."""
-        count, vocab = logits.shape
-        logp, norm = logits.new_empty(count, dtype=torch.float32), logits.new_empty((count, 2), dtype=torch.float32)
-        lse, row_entropy = (logits.new_empty(count, dtype=torch.float32) if entropy else logp for _ in range(2))
-        found = (logp, lse, row_entropy, norm)
-        if not count:
-            return found
-        units = _units(vocab)
-        split = units > MOST_UNITS or (units > 1 and count < SPLIT_BELOW)
-        parts = logits.new_empty((units, 3, count), dtype=torch.float32) if split else None
-        rows = _rows(token_ids, temperature, ignore_index, row_indices)
-        strides = (stride * logits.itemsize for stride in logits.stride())
-        arguments = (*rows, logits, logp, norm, lse, row_entropy, parts, count, *strides, vocab)
-        arch = arch_of("cuda", logits.device.index)
-        generic = program(GENERIC, target_of(arch, exact=False), logits.dtype, entropy=entropy)
-        if split:
-            per_unit = kernel(generic, "forward_parts", FORWARD, logits.device)
-            per_unit.launch(-(-count * units // WARPS), WARPS * WARP, *arguments)
-            kernel(generic, "merge_parts", FORWARD, logits.device).launch(-(-count // WARPS), WARPS * WARP, *arguments)
-            return found
-        if self._bulk and logits.stride(1) == 1 and vocab >= SHORT:
-            hopper = program(SM90, target_of(arch, exact=True), logits.dtype, entropy=entropy)
-            streaming = kernel(hopper, "forward_rows", FORWARD, logits.device)
-            stage = WARPS * STEP * logits.itemsize + CHUNK
-            shared = stages(logits.itemsize) * stage + 2 * units * STATE
-            threads = (WARPS + 2) * WARP
-            blocks = _even(count, streaming, threads, shared, logits.get_device())
-            streaming.launch(blocks, threads, *arguments, shared=shared)
-        else:
-            whole = kernel(generic, "forward_rows", FORWARD, logits.device)
-            whole.launch(count, sharing(vocab * logits.itemsize) * WARP, *arguments, shared=units * STATE)
+
+def backward_inplace(
+    logits: torch.Tensor,
+    token_ids: torch.Tensor,
+    temperature: torch.Tensor,
+    ignore_index: int | None,
+    row_indices: torch.Tensor | None,
+    norm: torch.Tensor,
+    *upstream: torch.Tensor | None,
+) -> None:
+    """Overwrite logits with dlogits."""
+    _gradient(logits, logits, token_ids, temperature, ignore_index, row_indices, norm, *upstream)
+
+
+def _statistics(
+    logits: torch.Tensor,
+    token_ids: torch.Tensor,
+    temperature: torch.Tensor,
+    ignore_index: int | None,
+    row_indices: torch.Tensor | None,
+    *,
+    entropy: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (logp, logsumexp, entropy, norm); logsumexp and entropy are written only with ``entropy``."""
+    count, vocab = logits.shape
+    logp, norm = logits.new_empty(count, dtype=torch.float32), logits.new_empty((count, 2), dtype=torch.float32)
+    lse, row_entropy = (logits.new_empty(count, dtype=torch.float32) if entropy else logp for _ in range(2))
+    found = (logp, lse, row_entropy, norm)
+    if not count:
         return found
+    units = _units(vocab)
+    split = units > MOST_UNITS or (units > 1 and count < SPLIT_BELOW)
+    parts = logits.new_empty((units, 3, count), dtype=torch.float32) if split else None
+    rows = _rows(token_ids, temperature, ignore_index, row_indices)
+    strides = (stride * logits.itemsize for stride in logits.stride())
+    arguments = (*rows, logits, logp, norm, lse, row_entropy, parts, count, *strides, vocab)
+    plain = target_of(arch_of("cuda", logits.device.index), exact=False)
+    generic = program(GENERIC, plain, logits.dtype, entropy=entropy)
+    if split:
+        per_unit = kernel(generic, "forward_parts", FORWARD, logits.device)
+        per_unit.launch(-(-count * units // WARPS), WARPS * WARP, *arguments)
+        kernel(generic, "merge_parts", FORWARD, logits.device).launch(-(-count // WARPS), WARPS * WARP, *arguments)
+        return found
+    whole = kernel(generic, "forward_rows", FORWARD, logits.device)
+    whole.launch(count, sharing(vocab * logits.itemsize) * WARP, *arguments, shared=units * STATE)
+    return found
 
-    def _gradient(
-        self,
-        logits: torch.Tensor,
-        out: torch.Tensor,
-        token_ids: torch.Tensor,
-        temperature: torch.Tensor,
-        ignore_index: int | None,
-        row_indices: torch.Tensor | None,
-        norm: torch.Tensor,
-        entropy: torch.Tensor | None,
-        *grads: torch.Tensor | None,
-    ) -> None:
-        count, vocab = logits.shape
-        if not count:
-            return
-        grad_logp, grad_lse, grad_entropy = (grad if grad is None else grad.contiguous() for grad in grads)
-        rows = _rows(token_ids, temperature, ignore_index, row_indices)
-        threads = min(-(-vocab // (COLUMNS * WARP)) * WARP, MOST_THREADS)
-        chunks = -(-vocab // (threads * COLUMNS))
-        strides = (stride * logits.itemsize for tensor in (logits, out) for stride in tensor.stride())
-        plain = target_of(arch_of("cuda", logits.device.index), exact=False)
-        gradient = program(GRADIENT, plain, logits.dtype, entropy=grad_entropy is not None)
-        tensors = (logits, out, norm, entropy, grad_logp, grad_lse, grad_entropy)
-        launched = kernel(gradient, "backward", BACKWARD, logits.device)
-        launched.launch(count * chunks, threads, *rows, *tensors, *strides, vocab, chunks)
+
+def _gradient(
+    logits: torch.Tensor,
+    out: torch.Tensor,
+    token_ids: torch.Tensor,
+    temperature: torch.Tensor,
+    ignore_index: int | None,
+    row_indices: torch.Tensor | None,
+    norm: torch.Tensor,
+    entropy: torch.Tensor | None,
+    *grads: torch.Tensor | None,
+) -> None:
+    count, vocab = logits.shape
+    if not count:
+        return
+    grad_logp, grad_lse, grad_entropy = (grad if grad is None else grad.contiguous() for grad in grads)
+    rows = _rows(token_ids, temperature, ignore_index, row_indices)
+    threads = min(-(-vocab // (COLUMNS * WARP)) * WARP, MOST_THREADS)
+    chunks = -(-vocab // (threads * COLUMNS))
+    strides = (stride * logits.itemsize for tensor in (logits, out) for stride in tensor.stride())
+    plain = target_of(arch_of("cuda", logits.device.index), exact=False)
+    gradient = program(GRADIENT, plain, logits.dtype, entropy=grad_entropy is not None)
+    tensors = (logits, out, norm, entropy, grad_logp, grad_lse, grad_entropy)
+    launched = kernel(gradient, "backward", BACKWARD, logits.device)
+    launched.launch(count * chunks, threads, *rows, *tensors, *strides, vocab, chunks)
 
 
 def _rows(
@@ -217,9 +191,3 @@ def _units(vocab: int) -> int:
     """Return how many units, and so softmax states, a row of ``vocab`` columns has."""
     last = (vocab - 1) // SEGMENT
     return last * UNITS + min(-(-(vocab - last * SEGMENT) // STEP), UNITS)
-
-
-def _even(rows: int, streaming: Kernel, threads: int, shared: int, index: int) -> int:
-    """Return the number of blocks: they share the rows evenly, and all run on the GPU at once."""
-    rounds = -(-rows // (streaming.resident(threads, shared) * processors(index)))
-    return -(-rows // rounds)

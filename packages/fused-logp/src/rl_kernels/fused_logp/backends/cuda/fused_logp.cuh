@@ -4,12 +4,12 @@
 //   step      1024 columns; lane l of a warp holds columns 8 l to 8 l + 7 of each 256 of them (row.cuh)
 //   unit      steps u, u + 8, u + 16 and u + 24 of a segment, u = 0 to 7; one warp forms it
 //
-// Order of the sums, which is the contract of the CUDA backends:
+// Order of the sums, which is the contract of the backend:
 //   lane      adds the steps of a unit in ascending order (`add` in softmax.cuh)
 //   unit      a tree adds the 32 lanes (over_warp)
 //   row       units are numbered segment by segment. Lane l merges units l, l + 32, ... in this order, and a tree adds
 //             the 32 lanes (over_states)
-// It changes no bit which warp forms which unit, nor whether columns come by loads or by TMA.
+// It changes no bit which warp forms which unit.
 #pragma once
 
 #include <rl_kernels/row.cuh>
