@@ -44,15 +44,14 @@ ROWS = (
     "#include <rl_kernels/row.cuh>\n"
     + CHOOSE
     + """
-extern "C" __global__ void rows(const char* begin, float* out, int size, int first, int way) {
+extern "C" __global__ void rows(const char* begin, float* out, int size, int first, int wide) {
     const Row<T> row = {begin, size, T::SIZE};
     const int column = first + threadIdx.x * COLUMNS;
     u32 words[2 * WORDS<T>];
     const char* at = row.floor_at(column);
     const auto load = [&](int beyond) { return load_constant(at + beyond); };
-    if (way == 0) read_wide<T, 2, false>(row.skew(), load, words);
-    if (way == 1) read_wide<T, 2, true>(row.skew(), load, words);
-    if (way == 2) read_aligned<T, 2>([&](int beyond) { return guarded(row, column + beyond / T::SIZE); }, words);
+    if (wide) read_wide<T, 2>(row.skew(), load, words);
+    else read_aligned<T, 2>([&](int beyond) { return guarded(row, column + beyond / T::SIZE); }, words);
     for (int v = 0; v < 2; ++v)
         for (int i = 0; i < WORDS<T>; ++i)
             T::unpack(words[v * WORDS<T> + i], out + v * WARP * COLUMNS + threadIdx.x * COLUMNS + i * PER_WORD<T>);
@@ -77,28 +76,6 @@ extern "C" __global__ void states(const float* x, float* out, float inv, int sel
     if (threadIdx.x == 0) out[0] = found.logp, out[1] = found.lse, out[2] = found.entropy;
 }
 """
-COPIES = """
-#include <rl_kernels/tma.cuh>
-using namespace rlk;
-// Two halves of shared memory in turn, a barrier each; a phase without bytes in between.
-extern "C" __global__ void copies(const char* x, char* out, int pieces, int bytes) {
-    extern __shared__ __align__(16) char held[];
-    __shared__ Barrier full[2];
-    if (threadIdx.x == 0) full[0].init(1), full[1].init(1), fence_init();
-    __syncthreads();
-    for (int i = 0; i < pieces; ++i) {
-        char* half = held + i % 2 * bytes;
-        const bool empty = i % 3 == 2;
-        if (threadIdx.x == 0) {
-            full[i % 2].arrive_expecting(empty ? 0 : bytes);
-            if (!empty) copy_once(half, x + (long long)i * bytes, bytes, full[i % 2]);
-        }
-        full[i % 2].wait(i / 2 % 2);
-        for (int k = threadIdx.x; k < bytes; k += blockDim.x) out[(long long)i * bytes + k] = empty ? 0 : half[k];
-        __syncthreads();
-    }
-}
-"""
 SOFTCAP = """
 #include <rl_kernels/softcap.cuh>
 using namespace rlk;
@@ -114,7 +91,6 @@ SOURCES = {
     "numbers": (NUMBERS, "PPPPPi"),
     "rows": (ROWS, "PPiii"),
     "states": (STATES, "PPfi"),
-    "copies": (COPIES, "PPii"),
     "softcap": (SOFTCAP, "PPPffi"),
 }
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -169,11 +145,10 @@ def test_columns_of_a_row_wherever_it_begins(dtype, offset):
     row = held[offset : offset + 1500]
     out = torch.empty(512, device="cuda")
     for first in (8, 512, 960):
-        for way in (0, 1):
-            load("rows", dtype).launch(1, 32, row, out.zero_(), len(row), first, way)
-            assert torch.equal(out, row[first : first + 512].float()), (first, way)
+        load("rows", dtype).launch(1, 32, row, out.zero_(), len(row), first, 1)
+        assert torch.equal(out, row[first : first + 512].float()), first
     for first in (0, 1000, 1496):
-        load("rows", dtype).launch(1, 32, row, out, len(row), first, 2)
+        load("rows", dtype).launch(1, 32, row, out, len(row), first, 0)
         expected = torch.full((512,), -math.inf, device="cuda")
         part = row[first : first + 512]
         expected[: len(part)] = part
@@ -218,15 +193,3 @@ def test_capped_logits_and_their_slope(cap, scale):
     t = (x.double() * scale / cap).tanh()
     torch.testing.assert_close(capped.double(), cap * t, rtol=5e-7, atol=0, equal_nan=True)
     torch.testing.assert_close(slope.double(), scale * (1 - t.square()), rtol=0, atol=5e-7 * scale, equal_nan=True)
-
-
-@pytest.mark.gpu
-def test_bulk_copies_and_their_barriers():
-    if torch.cuda.get_device_capability(0)[0] < 9:
-        pytest.skip("needs sm_90")
-    pieces, size = 40, 4112
-    x = torch.randint(256, (pieces, size), device="cuda", dtype=torch.uint8)
-    out = torch.empty_like(x)
-    load("copies").launch(1, 128, x, out, pieces, size, shared=2 * size)
-    x[2::3] = 0
-    assert torch.equal(out, x)

@@ -94,7 +94,6 @@ class Kernel:
         self._check_signature()
         static = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
         self._allowed = SHARED - checked(driver.cuFuncGetAttribute(static, self._function), entry)
-        self._resident: dict[tuple[int, int], int] = {}
         self._configurations: dict[tuple[int, ...], Any] = {}
         self._thread = local()
         self._launch = driver.cuLaunchKernel
@@ -158,18 +157,6 @@ class Kernel:
 
     def _unfit(self, error: Exception) -> TypeError:
         return TypeError(f"{self.entry}: the arguments do not fit {self.signature.text!r}: {error}")
-
-    def resident(self, block: int, shared: int = 0) -> int:
-        """Return how many blocks of this size are resident on one multiprocessor."""
-        found = self._resident.get((block, shared))
-        if found is None:
-            if shared > self._allowed:
-                self._allow(shared)
-            what = f"{self.entry}: block {block}, shared {shared}"
-            with on_device(self._index):
-                asked = self._driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(self._function, block, shared)
-            found = self._resident[block, shared] = checked(asked, what)
-        return found
 
     def _check_signature(self) -> None:
         """Compare the signature with the compiled kernel: a misplaced argument would be read as garbage."""

@@ -82,7 +82,6 @@ class Recorder:
         stand_ins: kernel name -> function that is called with the ``Launch`` in its place.
         arch: architecture of the simulated GPU.
         processors: its number of multiprocessors.
-        resident: blocks of any kernel that fit on one multiprocessor.
 
     Attributes:
         launches: the launches, in order.
@@ -94,11 +93,10 @@ class Recorder:
         *,
         arch: str = "sm90",
         processors: int = 132,
-        resident: int = 2,
     ) -> None:
         self.launches: list[Launch] = []
         self.stand_ins = dict(stand_ins or {})
-        self.arch, self.processors, self.resident = arch, processors, resident
+        self.arch, self.processors = arch, processors
 
     @contextmanager
     def watching(self, *modules: str) -> Iterator[Recorder]:
@@ -135,16 +133,9 @@ class _Recorded:
 
     def __init__(self, recorder: Recorder, program: Program, entry: str, signature: str) -> None:
         self._recorder, self._program, self._entry, self._signature = recorder, program, entry, signature
-        self._asked: tuple[int, int] | None = None
-
-    def resident(self, block: int, shared: int = 0) -> int:
-        """Return how many blocks of a size run at once; a launch after it must be of that size."""
-        self._asked = block, shared
-        return self._recorder.resident
 
     def launch(self, grid: int | tuple[int, ...], block: int, *args: Any, shared: int = 0, pdl: bool = False) -> None:
         """Record a launch."""
-        assert self._asked in (None, (block, shared)), f"{self._entry}: not the block that resident() was asked for"
         try:
             maps = [bytes(MAP_SIZE) if isinstance(arg, Box) else arg for arg in args]
             signature = Signature(self._signature)

@@ -102,14 +102,14 @@ struct Steps {
 };
 
 // Reads a lane's words of a step. If the step is wide, load(offset) returns the chunk at this offset in bytes from the
-// chunk in which the step begins. Twice: as in read_skewed (row.cuh).
-template <bool Twice, class Load>
+// chunk in which the step begins.
+template <class Load>
 __device__ inline void read_step(const Row<Number>& row, int step, bool wide, Load load,
                                  u32 (&words)[VECTORS * WORDS<Number>]) {
     const int lane = threadIdx.x % WARP * COLUMNS;
     if (wide) {
         const auto mine = [&](int beyond) { return load(lane * Number::SIZE + beyond); };
-        read_wide<Number, VECTORS, Twice>(row.skew(), mine, words);
+        read_wide<Number, VECTORS>(row.skew(), mine, words);
     } else {
         const auto mine = [&](int beyond) { return guarded(row, step * STEP + lane + beyond / Number::SIZE); };
         read_aligned<Number, VECTORS>(mine, words);

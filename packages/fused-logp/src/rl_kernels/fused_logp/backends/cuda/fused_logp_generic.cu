@@ -20,7 +20,7 @@ __device__ State unit_state(const Row<Number>& row, const Steps& steps, int unit
     for (; step < end; step += UNITS, floor += UNITS * STEP * Number::SIZE) {
         u32 words[VECTORS * WORDS<Number>];
         const auto load = [&](int beyond) { return load_constant(floor + beyond); };
-        read_step<false>(row, step, steps.wide(step), load, words);
+        read_step(row, step, steps.wide(step), load, words);
         add<ENTROPY, Number>(s, words, c);
     }
     return over_warp<ENTROPY>(s, c);

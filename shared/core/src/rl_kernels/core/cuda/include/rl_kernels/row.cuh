@@ -49,16 +49,16 @@ __device__ inline void read_aligned(Load load, u32* words) {
 }
 
 // The same for a row that begins WORD words and `bits` bits beyond a multiple of 16 bytes. The end of a vector then
-// lies in the chunk after its own. With Twice, where loads are cheap, that chunk is loaded again. Otherwise its words
-// come from the next lane (lane 31 takes them from lane 0's next vector), and are loaded only for a lane's last vector.
-template <class T, int N, bool Twice, int WORD, class Load>
+// lies in the chunk after its own. Its words come from the next lane (lane 31 takes them from lane 0's next vector), and
+// are loaded only for a lane's last vector.
+template <class T, int N, int WORD, class Load>
 __device__ inline void read_skewed(int bits, Load load, u32* words) {
     constexpr int SIZE = WORDS<T>;
     const int lane = threadIdx.x % WARP;
     read_aligned<T, N>(load, words);
 #pragma unroll
     for (int v = 0; v < N; ++v) {
-        const bool loaded = Twice || v + 1 == N;
+        const bool loaded = v + 1 == N;
         const Chunk beyond = loaded ? load(v * APART<T> + CHUNKS<T> * CHUNK) : Chunk{};
         u32 held[SIZE + WORD + 1];
 #pragma unroll
@@ -75,15 +75,15 @@ __device__ inline void read_skewed(int bits, Load load, u32* words) {
 }
 
 // The same for any skew. All chunks must be readable.
-template <class T, int N, bool Twice, class Load>
+template <class T, int N, class Load>
 __device__ inline void read_wide(int skew, Load load, u32* words) {
     if (!skew) return read_aligned<T, N>(load, words);
     const int bits = skew % 4 * 8;
     switch (skew / 4) {
-        case 0: return read_skewed<T, N, Twice, 0>(bits, load, words);
-        case 1: return read_skewed<T, N, Twice, 1>(bits, load, words);
-        case 2: return read_skewed<T, N, Twice, 2>(bits, load, words);
-        default: return read_skewed<T, N, Twice, 3>(bits, load, words);
+        case 0: return read_skewed<T, N, 0>(bits, load, words);
+        case 1: return read_skewed<T, N, 1>(bits, load, words);
+        case 2: return read_skewed<T, N, 2>(bits, load, words);
+        default: return read_skewed<T, N, 3>(bits, load, words);
     }
 }
 

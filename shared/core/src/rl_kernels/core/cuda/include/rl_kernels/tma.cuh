@@ -1,4 +1,4 @@
-// TMA copies (sm_90 and later): of contiguous bytes, and of boxes of a matrix that a tensor map describes.
+// TMA copies (sm_90 and later) of boxes of a matrix that a tensor map describes.
 #pragma once
 
 #include <rl_kernels/mbarrier.cuh>
@@ -10,17 +10,6 @@ __device__ inline u64 evicted_first() {
     u64 policy;
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     return policy;
-}
-
-// One thread starts a copy from global to shared memory of data that is read once. Addresses and `bytes` are multiples
-// of 16; `bytes` is not 0. The barrier counts the bytes. Other threads' earlier reads of the target must be ordered
-// before this call, for example by fence_copies and an arrival on a barrier that this thread waits for.
-__device__ inline void copy_once(void* target, const void* source, u32 bytes, Barrier& barrier) {
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
-            shared_address(target)),
-        "l"(source), "r"(bytes), "r"(shared_address(&barrier)), "l"(evicted_first())
-        : "memory");
 }
 
 // A TMA descriptor, encoded by core's tensor_map.py. A kernel takes it as `const __grid_constant__ TensorMap`.
