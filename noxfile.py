@@ -203,7 +203,7 @@ def kernels(session: nox.Session) -> None:
 
 @nox.session(**BORROWING)
 def check(session: nox.Session) -> None:
-    """Check every relation on all cases for every backend that runs here, and plant the bugs that must be caught."""
+    """Check every relation on all cases for every backend that runs here."""
     borrow(session)
     install(session, *SHARED, *PACKAGES)
     # Each process may hold a gigabyte or two.

@@ -29,7 +29,7 @@ FACTORIES = {
     *("triu_indices", "zeros"),
 }
 NOT_CALLED = ("testing", "check", "bench", "demo")
-SPECIFICATION = ("bench", "cases", "illegal", "magnitudes", "mutants", "transforms")
+SPECIFICATION = ("bench", "cases", "illegal", "magnitudes", "transforms")
 
 
 @pytest.fixture

@@ -56,7 +56,7 @@ def steps(folder: Path) -> dict[str, Any]:
 
 def test_bundle_proves_itself_on_a_fresh_machine(bundle: Path, tmp_path: Path) -> None:
     options = ("--device", "cpu", "--candidate", "native", "--suite", "quick", "--op", "fused_logp", "--dtype", "fp32")
-    options += ("--record", "record.json", "--seconds", "600", "--no-planted")
+    options += ("--record", "record.json", "--seconds", "600")
     chosen = ("--", "-q", "-k", "test_reference")
     done = run(bundle / "run.py", "--only", "tests", "check", "--out", "results", *options, *chosen, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr

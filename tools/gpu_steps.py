@@ -73,7 +73,6 @@ class Steps:
         for (name, candidate), dtype in product(pairs, given.dtype):
             chosen = ["--op", name, "--dtype", dtype, "--candidate", candidate, "--device", given.device]
             chosen += ["--suite", given.suite, "--jobs", str(given.processes)]
-            chosen += ["--relation", *self.facts["relations"]] if given.no_planted else []
             report = f"check-{name}-{candidate}-{dtype}.json"
             command = [*self.program, "check", *chosen, "--json"]
             yield Step("check", f"{name}/{candidate}/{dtype}", command, report, prints=True)

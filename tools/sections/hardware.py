@@ -37,8 +37,8 @@ def _check(part: Mapping[str, Any] | None) -> str:
     if part is None or part["state"] != "ran":
         return _not_ran(part)
     passed = f"{part['checks'] - part['failed']:,} of {part['checks']:,}"
-    bugs = f"; {part['planted'] - part['escaped']} of {part['planted']}" if part["planted"] else ""
-    unsound = not part["passed"] and not part["failed"] and not part["escaped"]
+    bugs = f"; {part['planted'] - part['escaped']} of {part['planted']}" if part.get("planted") else ""
+    unsound = not part["passed"] and not part["failed"] and not part.get("escaped")
     return f"{passed}{bugs}{'; FAILED' if unsound else ''}"
 
 

@@ -6,6 +6,7 @@ import torch
 from rl_kernels.attention.op import OPERATOR
 from rl_kernels.attention.spec.cases import SPEC
 from rl_kernels.core.testing import Case, Draw
+from rl_kernels.core.testing.planted import Bug, Mutants
 from rl_kernels.lab.check.conformance import Conformance, cell
 from rl_kernels.lab.check.relations.integration import _no_sync
 
@@ -14,8 +15,67 @@ def sizes(*values):
     return dict(zip(("batch", "queries", "keys", "kv_heads", "group", "head"), values, strict=True))
 
 
+PLANTED = (
+    Mutants(
+        "native",
+        (
+            "rl_kernels.core.rowwise",
+            *(
+                f"rl_kernels.attention.{name}"
+                for name in ("sinks", "backends.native.places", "backends.native.batches", "backends.native.backend")
+            ),
+        ),
+        (
+            Bug("blocks follow the length", "keys == BLOCK", "keys > 2 * BLOCK or keys == BLOCK"),
+            Bug("a query sees one key too many", "shift + right", "shift + right + 1"),
+            Bug(
+                "pages in the order of memory",
+                "[b, key // size].long()",
+                "[b].sort().values[key // size].long().clamp(0)",
+            ),
+            Bug("delta left out", ".sub_(mean).", "."),
+        ),
+    ),
+    Mutants(
+        "triton",
+        tuple(
+            f"rl_kernels.attention.{name}"
+            for name in (
+                *("backends.triton.loads", "backends.triton.tiles", "backends.triton.forward"),
+                *("backends.triton.backward", "backends.triton.dq", "backends.triton.dkdv"),
+                *("backends.triton.boxes", "backends.triton.plan", "backends.triton.passes", "gpu"),
+                *("backends.triton.backend",),
+            )
+        ),
+        (
+            Bug(
+                "accumulator not rescaled",
+                "acc = product(acc, tl.broadcast_to(keep[:, None], acc.shape))\n    return",
+                "return",
+            ),
+            Bug("mask one key too wide", "ahead <= right", "ahead <= right + 1"),
+            Bug("keys that are gone are seen", "- left, gone", "- left, 0"),
+            Bug("every page is the first", "(tl.int64)\n        known", "(tl.int64) * 0\n        known"),
+            Bug(
+                "half of a row's sum left out",
+                "sum(tl.reshape(x, [ROWS, 2, COLUMNS // (4 << step)]), 1)",
+                "max(tl.reshape(x, [ROWS, 2, COLUMNS // (4 << step)]), 1)",
+            ),
+            Bug("last state not merged", "(at < stop) &", "(at + SEGMENT < stop) &"),
+            Bug("delta left out", "dweights - delta", "dweights"),
+            Bug("rows behind the last query are read", "within(grad, whole, used * GROUP, ROWS)", "grad"),
+        ),
+        (
+            *("sinks", "window", "left-padded", "dropped", "dropped-unseen", "block-edge", "pages"),
+            *("large-pages", "packed", "softcap", "segments", "window-from-block-end", "right-padded"),
+        ),
+    ),
+)
+
+
 class TestConformance(Conformance):
     operator = OPERATOR
+    planted = PLANTED
     large = (
         Case("prompt", sizes(2, 2048, 2048, 8, 4, 128), {"return_lse": True}),
         Case("decode", sizes(16, 1, 9000, 8, 4, 128), {"layout": "cache"}, grad=False),

@@ -12,8 +12,6 @@ from rl_kernels.attention.backends.native import backend as native
 from rl_kernels.attention.backends.native import batches
 from rl_kernels.attention.inputs import UNLIMITED, Inputs
 from rl_kernels.attention.op import OPERATOR
-from rl_kernels.attention.spec.mutants_triton import MISSING, MODULES
-from rl_kernels.core.testing.planted import planted
 from rl_kernels.lab.check.conformance import device
 
 
@@ -197,11 +195,6 @@ def test_a_page_that_does_not_exist_gives_nan_in_triton(triton, page, size):
 @pytest.mark.parametrize("size", [16, 64])
 def test_a_page_that_does_not_exist_gives_nan_in_16_bits(backend, page, size):
     check_missing_page(backend, page, size, torch.bfloat16)
-
-
-def test_a_missing_page_that_is_the_first_shows_in_triton(triton):
-    with planted(MODULES, MISSING), pytest.raises(AssertionError):
-        check_missing_page(triton, -1, 64)
 
 
 @pytest.mark.parametrize("what", ["k", "v"])

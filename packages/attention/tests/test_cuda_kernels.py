@@ -8,14 +8,40 @@ import torch
 from rl_kernels.attention.backends.cuda_sm90 import plan, schedule
 from rl_kernels.attention.op import OPERATOR
 from rl_kernels.attention.spec.cases_dimensions import DIMENSIONS
-from rl_kernels.attention.spec.mutants_kernels import KERNELS
 from rl_kernels.core.cuda import launch
 from rl_kernels.core.dispatch import forget
 from rl_kernels.core.testing import Case, spec_of
+from rl_kernels.core.testing.planted import Bug
 from rl_kernels.lab.check.conformance import cell
 from rl_kernels.lab.check.relations import hold
 from rl_kernels.lab.check.result import Check
 
+KERNELS = {
+    "attention_sm90.cu": (
+        Bug("a warp counts as idle unless its last row is in use", "row / 16 * 16", "row / 16 * 16 + 15"),
+        Bug(
+            "finish merges segments in descending order",
+            "for (int i = 0; i < AHEAD; ++i) {\n            const Merge merge(",
+            "for (int i = AHEAD - 1; i >= 0; --i) {\n            const Merge merge(",
+        ),
+    ),
+    "forward.cuh": (
+        Bug("out of padded queries is not zeroed", "used ? done.of(acc[i]) : 0.0f", "done.of(acc[i])"),
+        Bug("the sink is read by KV head, not by query head", "[half], head", "[half], t.head"),
+        Bug("q is read as if its heads were adjacent", "q_row, p.q_head", "q_row, p.size"),
+    ),
+    "states.cuh": (Bug("rescaling picks the factor by column, not by half", "shrink[i / 2 % 2]", "shrink[i % 2]"),),
+    "attention.cuh": (
+        Bug("dropped keys are counted modulo a block, not a segment", "start % SEGMENT", "start % BLOCK"),
+        Bug("the table's integer width is taken from seqused_k", "integer(TABLE, p.table", "integer(USED_K, p.table"),
+    ),
+    "queue.cuh": (Bug("rounds that go backwards miss one tile", "- 1 - mine :", "- mine :"),),
+    "dq.cuh": (Bug("dq does not clear a block that lacks just one key", "PART > length", "PART > length + 1"),),
+    "backward.cuh": (
+        Bug("hidden scores are capped in the backward pass", "if (x == -infinity()) return 0.0f;\n    cap", "cap"),
+    ),
+}
+"""By the file that each of them changes."""
 SOURCES = {
     file.name: file.read_text(encoding="utf-8")
     for file in files(schedule.PACKAGE).iterdir()

@@ -11,10 +11,17 @@ import torch
 
 from rl_kernels.attention import det_attention
 from rl_kernels.attention.inputs import Inputs
-from rl_kernels.attention.spec.mutants_triton import MODULES, OF_HOST, PLANNED
-from rl_kernels.core.testing.planted import planted
+from rl_kernels.core.testing.planted import Bug, planted
 from rl_kernels.core.testing.triton_launches import Descriptor, TritonRecorder
 
+MODULES = (
+    *(f"rl_kernels.attention.backends.triton.{name}" for name in ("boxes", "plan", "passes")),
+    *("rl_kernels.attention.gpu", "rl_kernels.attention.backends.triton.backend"),
+)
+BUGS = (
+    Bug("shapes alone are planned", "x.stride(), x", "x"),
+    Bug("planned keys between multiples of 16 bytes", "| given.k.data_ptr() |", "|"),
+)
 BACKEND = MODULES[-1]
 FAILURES = (AssertionError, AttributeError, RuntimeError, ValueError, TypeError)
 
@@ -185,10 +192,10 @@ def test_launches_are_those_of_the_general_path():
     hold()
 
 
-@pytest.mark.parametrize("bug", PLANNED, ids=lambda bug: bug.name)
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_planted_bugs_show(bug):
     try:
-        hold(partial(planted, OF_HOST, bug))
+        hold(partial(planted, MODULES, bug))
     except FAILURES:
         return
     pytest.fail("the launches are as they should be")

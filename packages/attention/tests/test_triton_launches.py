@@ -10,10 +10,22 @@ import pytest
 import torch
 
 from rl_kernels.attention.inputs import UNLIMITED, Inputs
-from rl_kernels.attention.spec.mutants_triton import HOST, LAUNCHES, MODULES, OF_HOST
-from rl_kernels.core.testing.planted import planted
+from rl_kernels.core.testing.planted import Bug, planted
 from rl_kernels.core.testing.triton_launches import TritonRecorder
 
+MODULES = (
+    *(f"rl_kernels.attention.backends.triton.{name}" for name in ("boxes", "plan", "passes")),
+    *("rl_kernels.attention.gpu", "rl_kernels.attention.backends.triton.backend"),
+)
+BUGS = (
+    Bug(
+        "tiles rounded down",
+        "ceil_div(self.longest_q * self.group, rows)",
+        "max(self.longest_q * self.group // rows, 1)",
+    ),
+    Bug("strides in elements", "batch // UNIT", "batch"),
+    Bug("box across pages", "(table is None or self.page % BLOCK == 0)", "True"),
+)
 BACKEND = MODULES[-1]
 PLAN = BACKEND.removesuffix("backend") + "plan"
 BLOCK, SEGMENT, UNIT = 64, 1024, 8
@@ -231,12 +243,12 @@ def test_launches(name, small):
     check(name, small)
 
 
-@pytest.mark.parametrize("bug", [*HOST, *LAUNCHES], ids=lambda bug: bug.name)
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_planted_bugs_show(bug):
     for name in LOOKED_AT:
         try:
             for small in (0, SMALL):
-                check(name, small, partial(planted, OF_HOST, bug))
+                check(name, small, partial(planted, MODULES, bug))
         except FAILURES:
             return
     pytest.fail("the launches are as they should be")

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl_kernels.core.testing import Case, Draw
+from rl_kernels.core.testing.planted import Bug, Mutants
 from rl_kernels.det_gemm import det_gemm, det_gemm_dw, det_linear
 from rl_kernels.det_gemm.op import OPERATOR
 from rl_kernels.lab.check.conformance import Conformance
@@ -14,8 +15,58 @@ HALVES = [torch.bfloat16, torch.float16]
 DTYPES = [torch.float32, *HALVES]
 
 
+PLANTED = (
+    Mutants(
+        "native",
+        (
+            "rl_kernels.core.rowwise",
+            "rl_kernels.core.products",
+            *(f"rl_kernels.det_gemm.{name}" for name in ("segments", "backends.native")),
+        ),
+        (
+            Bug(
+                "library product of the rows as they are",
+                "_columns(left, b, out, settings)\n            return out",
+                "return torch.mm(a, b.to(dtype))",
+            ),
+            Bug("strides of b ignored", "b, out.dtype", "b.as_strided(b.shape, (b.shape[1], 1)), out.dtype"),
+            Bug("steps in descending order", "range(0, len(left), STEP)", "reversed(range(0, len(left), STEP))"),
+            Bug(
+                "step rounded to BF16",
+                "total.addmm_(left[row : row + STEP].t(), right[row : row + STEP])",
+                "total += (left[row : row + STEP].t() @ right[row : row + STEP]).bfloat16()",
+            ),
+        ),
+    ),
+    Mutants(
+        "triton",
+        (
+            "rl_kernels.core.triton_lib.schedule",
+            "rl_kernels.core.triton_lib.gemm",
+            *(f"rl_kernels.det_gemm.backends.triton.{name}" for name in ("backend",)),
+        ),
+        (
+            Bug("mask of K off by one", "(c < K)[None, :]", "(c < K - 1)[None, :]"),
+            Bug("buffer overwritten", "load(place, mask=inside, other=0.0)", "zeros((BLOCK_M, BLOCK_N), tl.float32)"),
+            Bug("every tile from the first rows", "tile_m * BLOCK_M", "0 * tile_m"),
+            Bug("segments that reach into the next", "tl.minimum((index + 1) * length, K)", "K"),
+            Bug(
+                "tiles rounded down",
+                "min(tiles, processors(a.device)) if cut.persistent else tiles",
+                "max(tiles - 1, 1)",
+            ),
+        ),
+        (
+            *("odd", "one-column", "linear-leading", "linear-column-major", "dw-many-steps"),
+            *("dw-continued", "segments"),
+        ),
+    ),
+)
+
+
 class TestConformance(Conformance):
     operator = OPERATOR
+    planted = PLANTED
     large = (
         Case("many-rows", {"m_dim": 1100, "n_dim": 4096, "k_dim": 4096}),
         Case("few-rows", {"m_dim": 8, "n_dim": 4096, "k_dim": 4096}),

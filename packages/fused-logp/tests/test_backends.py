@@ -1,12 +1,49 @@
 """Every backend of fused_logp that runs here, held to the rules of all operators."""
 
 from rl_kernels.core.testing import Case
+from rl_kernels.core.testing.planted import Bug, Mutants
 from rl_kernels.fused_logp.op import OPERATOR
 from rl_kernels.lab.check.conformance import Conformance
+
+PLANTED = (
+    Mutants(
+        "native",
+        ("rl_kernels.core.rowwise", "rl_kernels.fused_logp.backends.native"),
+        (
+            Bug("merge without rescaling", "scale = shift.exp()", "scale = torch.ones_like(shift)"),
+            Bug("split follows the rows", "rowwise.SEGMENT", "4096 if x.shape[0] > 4 else 2048"),
+            Bug("mask missing in backward", "torch.nan, 0.0", "torch.nan, torch.nan"),
+            Bug(
+                "gradient buffer kept between calls",
+                "logits.new_zeros(logits.shape)",
+                "globals().setdefault(str(logits.shape), logits.new_zeros(logits.shape))",
+            ),
+        ),
+    ),
+    Mutants(
+        "triton",
+        tuple(
+            f"rl_kernels.fused_logp.{name}" for name in ("rows", "backends.triton.kernels", "backends.triton.backend")
+        ),
+        (
+            Bug("mask of the last block off by one", "width, other", "width - 1, other"),
+            Bug("last column has no gradient", "here = columns < V", "here = columns < V - 1"),
+            Bug(
+                "gradient of a row that is left out not written",
+                "tl.store(target, tl.zeros((WIDTH,), tl.float32).to(dtype), mask=here)",
+                "pass",
+            ),
+            Bug("id one past the vocabulary accepted, id 0 not", "(id >= 0) & (id < V)", "(id > 0) & (id <= V)"),
+            Bug("ignored ids not skipped", "HAS_IGNORED:\n", "False:\n"),
+        ),
+        ("temperature-per-token", "pad-token", "indexed", "one-entry"),
+    ),
+)
 
 
 class TestConformance(Conformance):
     operator = OPERATOR
+    planted = PLANTED
     large = (
         Case("few-rows", {"batch": 2, "seq": 512, "vocab": 50257}, {"return_stats": True}),
         Case("many-rows", {"batch": 8, "seq": 512, "vocab": 32768}, {"return_stats": True}),

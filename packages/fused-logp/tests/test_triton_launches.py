@@ -12,11 +12,22 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from rl_kernels.core.testing import Bug, lying, poisoned_empty
-from rl_kernels.core.testing.planted import planted
+from rl_kernels.core.testing import lying, poisoned_empty
+from rl_kernels.core.testing.planted import Bug, planted
 from rl_kernels.core.testing.triton_launches import TritonLaunch, TritonRecorder
-from rl_kernels.fused_logp.spec.mutants_triton import HOST, LAUNCHES, MODULES
 
+MODULES = tuple(
+    f"rl_kernels.fused_logp.{name}" for name in ("rows", "backends.triton.kernels", "backends.triton.backend")
+)
+BUGS = (
+    Bug(
+        "upstream gradients exchanged",
+        "(grad_logp, grad_logsumexp, grad_entropy)",
+        "(grad_logsumexp, grad_logp, grad_entropy)",
+    ),
+    Bug("segments rounded down", "segments = ceil_div(vocab, kernels", "segments = max(1, vocab // kernels"),
+    Bug("strided ids read as if contiguous", "token_ids.contiguous()", "token_ids"),
+)
 BACKEND = "rl_kernels.fused_logp.backends.triton.backend"
 SEGMENT = 8192
 FAILURES = (AssertionError, RuntimeError)
@@ -202,7 +213,7 @@ def test_kernels_are_launched_with_what_the_shapes_imply() -> None:
     hold_all()
 
 
-@pytest.mark.parametrize("bug", [*HOST, *LAUNCHES], ids=lambda bug: bug.name)
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_bug_planted_in_the_host_code_shows_in_the_launches(bug: Bug) -> None:
     with pytest.raises(FAILURES):
         hold_all(partial(planted, MODULES, bug))

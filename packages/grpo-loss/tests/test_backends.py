@@ -10,6 +10,7 @@ import torch
 
 from rl_kernels.core.dispatch import record_dispatch
 from rl_kernels.core.testing import Case, Draw, function_of
+from rl_kernels.core.testing.planted import Bug, Mutants
 from rl_kernels.grpo_loss import GRPOLossOutput
 from rl_kernels.grpo_loss.op import OPERATOR, ops
 from rl_kernels.lab.check.conformance import Conformance
@@ -21,8 +22,73 @@ grpo_loss_from_advantages = function_of(OPERATOR, "grpo_loss_from_advantages")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
+PLANTED = (
+    Mutants(
+        "native",
+        (
+            "rl_kernels.core.rowwise",
+            *(
+                f"rl_kernels.grpo_loss.{name}"
+                for name in (
+                    *("lanes", "backends.native.advantages", "backends.native.terms"),
+                    *("backends.native.metrics", "backends.native.backend"),
+                )
+            ),
+        ),
+        (
+            Bug(
+                "one-pass variance",
+                "(centred.square()[None], start, end)",
+                "(r.square()[None], start, end) - ((_group_sums(r[None], start, end)[0]).square() / size)[None]",
+            ),
+            Bug("upper bound 0.01 % too wide", "1 + n.clip_high) * a)", "1 + 1.0001 * n.clip_high) * a)"),
+            Bug(
+                "masks by multiplication, after the exponential",
+                "(x.view(lanes.dtype) & lanes).view(x.dtype)",
+                "x * (lanes != 0)",
+            ),
+            Bug(
+                "halves of the batch summed separately",
+                "rowwise.row_sum(each)",
+                "sum(rowwise.row_sum(part) for part in each.tensor_split(2))",
+            ),
+            Bug(
+                "slope kept between calls",
+                "new_empty((call.batch, call.length), dtype=call.dtype)",
+                "new_empty(0)\n    kept = torch.empty((call.batch, call.length), dtype=call.dtype)\n"
+                "    slope = globals().setdefault((call.batch, call.length), kept)",
+            ),
+        ),
+    ),
+    Mutants(
+        "triton",
+        tuple(
+            f"rl_kernels.grpo_loss.backends.triton.{name}"
+            for name in (
+                *("groups", "terms", "tokens", "metrics", "sequence", "kernels", "reduce", "objectives"),
+                *("plain", "planned", "backend"),
+            )
+        ),
+        (
+            Bug("one reward beyond the group", "is_there = place < end", "is_there = place <= end"),
+            Bug("gradient of clipped tokens", "tl.where(is_clipped, 0.0, unclipped)", "unclipped"),
+            Bug("KL of masked tokens", "tl.where(is_active, other.to(tl.float32) - x, 0.0)", "other - x"),
+            Bug("beta missing in the gradient", "fma(constant(beta), -expm1, slope)", "slope - expm1"),
+            Bug("advantages of the tokens of the first sequence", "+ row * score_row +", "+"),
+            Bug(
+                "last tokens have no gradient",
+                "(-(-size // GRADIENT_BLOCK),), (size, GRADIENT_BLOCK)",
+                "(max(size // GRADIENT_BLOCK, 1),), (size - 1, GRADIENT_BLOCK)",
+            ),
+        ),
+        ("kl", "ragged", "advantages-per-token", "groups-ragged"),
+    ),
+)
+
+
 class TestConformance(Conformance):
     operator = OPERATOR
+    planted = PLANTED
     large = (
         Case("many-tokens", {"prompts": 128, "samples": 16, "completion": 2048}, {"beta": 0.04, "density": 0.9}),
         Case("many-prompts", {"prompts": 4096, "samples": 8, "completion": 129}, {"group_sizes": (1, 5000, 7)}),

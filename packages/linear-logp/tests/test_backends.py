@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from rl_kernels.core.testing import IGNORED, Case, Draw
+from rl_kernels.core.testing.planted import Bug, Mutants
 from rl_kernels.lab.check.conformance import Conformance
 from rl_kernels.linear_logp import LogpStats, linear_logp
 from rl_kernels.linear_logp.backends import native
@@ -17,8 +18,82 @@ from rl_kernels.linear_logp.op import OPERATOR, ops
 OPERANDS = ("hidden", "lm_head_weight", "bias")
 
 
+PLANTED = (
+    Mutants(
+        "native",
+        (
+            "rl_kernels.core.rowwise",
+            *(
+                f"rl_kernels.linear_logp.{name}"
+                for name in ("vocabulary", "kept", "inputs", "packing", "tree", "sums", "backward", "backends.native")
+            ),
+        ),
+        (
+            Bug(
+                "units follow the rows",
+                "(block.weight), UNIT",
+                "(block.weight), UNIT if block.hidden.shape[0] > 4 else 2 * UNIT",
+            ),
+            Bug(
+                "logits rounded to BF16",
+                "(block.hidden, block.weight[columns].t())",
+                "(block.hidden, block.weight[columns].t()).bfloat16().float()",
+            ),
+            Bug("cap not differentiated", "block.cap is not None", "False"),
+            Bug("mask missing in backward", "target_ids == block.ignore_index", "target_ids < -block.vocab"),
+            Bug("dW does not continue its buffer", "part.start > 0 or sums", "sums"),
+        ),
+    ),
+    Mutants(
+        "triton",
+        (
+            "rl_kernels.core.triton_lib.softcap",
+            *(
+                f"rl_kernels.linear_logp.{name}"
+                for name in (
+                    *("vocabulary", "inputs", "packing", "tree", "sums", "backward", "backends.triton.kernels"),
+                    *("backends.triton.tiles", "blocks", "backends.triton.backward", "backends.triton.backend"),
+                )
+            ),
+        ),
+        (
+            Bug("columns beyond the vocabulary counted", "(columns < V)", "(columns < V + 1)"),
+            Bug("selected logit of the row before", "lanes[None, :]", "lanes[None, :] + 1"),
+            Bug("block states after the first lost", "+ UNIT // BLOCK", "+ 1"),
+            Bug(
+                "ignored rows have a gradient",
+                "here & (id != ignore_index) if HAS_IGNORED else here\n        inv",
+                "here\n        inv",
+            ),
+            Bug(
+                "last column of dz not written",
+                "here[:, None] & (columns < width)[None, :])",
+                "here[:, None] & (columns < width - 1)[None, :])",
+            ),
+        ),
+        ("bias", "temperature-per-token", "odd", "pad-token", "blocks"),
+    ),
+    Mutants(
+        "triton",
+        (
+            "rl_kernels.core.triton_lib.softcap",
+            *(
+                f"rl_kernels.linear_logp.{name}"
+                for name in (
+                    *("vocabulary", "inputs", "packing", "tree", "sums", "backward", "backends.triton.kernels"),
+                    *("backends.triton.tiles", "blocks", "backends.triton.backward", "backends.triton.backend"),
+                )
+            ),
+        ),
+        (Bug("cap applied twice", "(x, cap, rate) if", "(softcap.capped(x, cap, rate), cap, rate) if"),),
+        ("softcap-small",),
+    ),
+)
+
+
 class TestConformance(Conformance):
     operator = OPERATOR
+    planted = PLANTED
     large = (
         Case("few-rows", {"batch": 1, "seq": 129, "hidden": 2048, "vocab": 32768}, {"return_stats": True}),
         Case(

@@ -15,13 +15,20 @@ import torch
 from rl_kernels.core.distributed import tree_sum
 from rl_kernels.core.operator import Call as Described
 from rl_kernels.core.rowwise import compute_dtype
-from rl_kernels.core.testing import IGNORED, Bug, Draw, bits_of
-from rl_kernels.core.testing.planted import planted
+from rl_kernels.core.testing import IGNORED, Draw, bits_of
+from rl_kernels.core.testing.planted import Bug, planted
 from rl_kernels.linear_logp import linear_logp, vocab_shards
 from rl_kernels.linear_logp.op import OPERATOR, ops
-from rl_kernels.linear_logp.spec.mutants_shards import MODULES, SHARDS
 from rl_kernels.linear_logp.tree import Tree
 
+MODULES = tuple(
+    f"rl_kernels.linear_logp.{name}"
+    for name in ("vocabulary", "inputs", "packing", "tree", "sums", "backward", "backends.native", "spec.virtual")
+)
+BUGS = (
+    Bug("units of ranks in the opposite order", "gathered[:, :-1]", "gathered.flip(0)[:, :-1]"),
+    Bug("ids counted from the shard", "target_ids, block.start + columns", "target_ids, columns"),
+)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RANKS = (1, 2, 4, 8)
 INTERPRETED = ("triton", "cpu")
@@ -185,7 +192,7 @@ def test_fake_kernels_know_the_shapes_of_shards(entropy: bool, dtype: torch.dtyp
         torch.library.opcheck(raw.linear_logp_backward.default, (*shard, *saved, *more))
 
 
-@pytest.mark.parametrize("bug", SHARDS, ids=lambda bug: bug.name)
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_bug_planted_in_the_shared_code_shows_in_a_virtual_group(bug: Bug) -> None:
     with pytest.raises(FAILURES):
         hold_all("native", partial(planted, MODULES, bug))

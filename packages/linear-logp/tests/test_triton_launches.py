@@ -13,13 +13,33 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from rl_kernels.core.testing import Bug, lying, poisoned_empty
-from rl_kernels.core.testing.planted import planted
+from rl_kernels.core.testing import lying, poisoned_empty
+from rl_kernels.core.testing.planted import Bug, planted
 from rl_kernels.core.testing.triton_launches import Descriptor, TritonLaunch, TritonRecorder
 from rl_kernels.core.testing.triton_matmul import matmul, operand
 from rl_kernels.linear_logp import vocab_shards, vocabulary
-from rl_kernels.linear_logp.spec.mutants_triton import HOST, LAUNCHES, MODULES, SHARDS
 
+MODULES = tuple(
+    f"rl_kernels.linear_logp.{name}"
+    for name in (
+        *("vocabulary", "inputs", "packing", "tree", "sums", "backward"),
+        *("backends.triton.kernels", "backends.triton.tiles"),
+        *("blocks", "backends.triton.backward", "backends.triton.backend"),
+    )
+)
+MODULES = ("rl_kernels.core.triton_lib.softcap", *MODULES)
+BUGS = (
+    Bug(
+        "hidden gradient added to uninitialised memory",
+        "weight, out, continues=continues",
+        "weight, out, continues=True",
+    ),
+    Bug("strided temperatures read as if contiguous", "temperature.contiguous()", "temperature"),
+    Bug(
+        "last rows are not finished", "(ceil_div(count, kernels.ROWS.value),)", "(max(count // kernels.ROWS.value, 1),)"
+    ),
+    Bug("gradient counted from column 0", "block.start,\n", "0,\n"),
+)
 BLOCK, UNIT, ROWS = 256, 1024, 32
 FAILURES = (AssertionError, RuntimeError)
 Plant = Callable[[], AbstractContextManager[None]]
@@ -330,7 +350,7 @@ def test_kernels_are_launched_with_what_the_shapes_imply() -> None:
     hold_all()
 
 
-@pytest.mark.parametrize("bug", [*HOST, *LAUNCHES, *SHARDS], ids=lambda bug: bug.name)
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_bug_planted_in_the_host_code_shows_in_the_launches(bug: Bug) -> None:
     with pytest.raises(FAILURES):
         hold_all(partial(planted, MODULES, bug))

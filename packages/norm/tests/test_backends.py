@@ -4,15 +4,51 @@ import pytest
 import torch
 
 from rl_kernels.core.testing import Case, Draw
-from rl_kernels.core.testing.planted import planted
+from rl_kernels.core.testing.planted import Bug, Mutants, planted
 from rl_kernels.lab.check.conformance import Conformance
 from rl_kernels.norm import layer_norm, reference, rms_norm
 from rl_kernels.norm.op import OPERATOR, describe
-from rl_kernels.norm.spec.mutants_triton import MANY, MODULES
+
+PLANTED = (
+    Mutants(
+        "native",
+        ("rl_kernels.norm.backends.native",),
+        (
+            Bug("squares by a library", "_mean(row * row)", "(row * row).mean(-1)"),
+            Bug("projection left out", "- scaled * _mean(pull * scaled)[:, None]", "* 1"),
+            Bug("buffer overwritten", "terms, main_grad", "terms, torch.zeros_like(main_grad)"),
+        ),
+        (
+            *("plain", "residual", "residual-half", "gemma", "no-weight", "weight-of-another-dtype"),
+            *("layer", "layer-residual", "layer-offset", "pairs-0", "pairs-1", "pairs-2", "pairs-3"),
+            *("batch-129", "hidden-1025"),
+        ),
+    ),
+    Mutants(
+        "triton",
+        ("rl_kernels.norm.backends.triton.kernels", "rl_kernels.norm.backends.triton.backend"),
+        (
+            Bug("mean over the tile", "D, tl.float32", "x.shape[1], tl.float32"),
+            Bug(
+                "columns behind the row not zero",
+                "tl.where(inside[None, :], x - spread(mean, x), 0.0)",
+                "x - spread(mean, x)",
+            ),
+            Bug("gradient of the sum lost", "dx = dx + of_sum", "dx = dx * 1.0"),
+            Bug("mean of another row", "count + rows, mask", "count + rows // 2, mask"),
+            Bug("last parts left out", "AHEAD, count", "AHEAD, count - REST"),
+        ),
+        (
+            *("plain", "residual", "gemma", "layer", "layer-residual", "layer-offset", "batch-2049"),
+            *("hidden-33", "hidden-4096"),
+        ),
+    ),
+)
 
 
 class TestConformance(Conformance):
     operator = OPERATOR
+    planted = PLANTED
     large = (
         Case("many-rows", {"batch": 4100, "hidden": 4096}, {"residual": True}),
         Case("many-heads", {"batch": 70000, "hidden": 128}),
@@ -76,11 +112,11 @@ def test_triton_sums_the_same_where_a_program_takes_a_tile_and_where_it_takes_a_
     assert sums_of_few_and_of_many(width, many, device) == [True, True]
 
 
-@pytest.mark.parametrize("bug", MANY, ids=lambda bug: bug.name)
-def test_triton_bug_planted_in_a_step_shows(bug):
+def test_triton_bug_planted_in_a_step_shows():
+    bug = Bug("tiles beside the sum of a step", "inner += tl.load(place, mask", "total += tl.load(place, mask")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     needs_triton(device)
-    with planted(MODULES, bug):
+    with planted(PLANTED[1].modules, bug):
         assert sums_of_few_and_of_many(600, 600, device) != [True, True]
 
 

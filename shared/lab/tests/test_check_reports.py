@@ -17,8 +17,8 @@ from rl_kernels.lab.check.reports.document import as_json, document_of
 from rl_kernels.lab.check.reports.html import LONGEST, write_html
 from rl_kernels.lab.check.reports.junit import write_junit
 from rl_kernels.lab.check.reports.summary import percent, printable, shape_said
-from rl_kernels.lab.check.reports.text import WIDTH, text
-from rl_kernels.lab.check.result import Check, Mutation, Skip
+from rl_kernels.lab.check.reports.text import text
+from rl_kernels.lab.check.result import Check, Skip
 from rl_kernels.lab.check.suite import Report
 
 PART = Part(Setting("fp32", torch.device("cpu"), "cpu", seed=5), [])
@@ -33,11 +33,9 @@ BITS = replace(GOOD, relation="invariance", item="batch", tolerance="bitwise", c
 ERROR = replace(BITS, dtype="bf16", case="large", shape=(), comparison=RAISED)
 SKIP = Skip("double", "native", "parity", "plain", "fp32", "no other backend runs <here>")
 ABSENT = Skip("double", "cuda-sm90", "all", "all", "fp32", "runs on cuda")
-CAUGHT = Mutation("double", "native", "fp32", "sign flip", BITS)
-ESCAPED = Mutation("double", "native", "fp32", "one element off", None)
 
 GREEN = Report(PLAN, (GOOD,))
-RED = Report(PLAN, (ABSENT, GOOD, BITS, ERROR, SKIP), (CAUGHT, ESCAPED))
+RED = Report(PLAN, (ABSENT, GOOD, BITS, ERROR, SKIP))
 
 
 def strict(document):
@@ -117,22 +115,6 @@ def test_text_keeps_a_line_for_a_message_whatever_stands_in_it():
     assert all(line.isprintable() for line in text(RED))
 
 
-def test_text_of_planted_bugs():
-    long = replace(ESCAPED, name="a bug with a very long name " * 4, candidate="x" * 2 * WIDTH)
-    lines = list(text(replace(RED, mutations=(CAUGHT, ESCAPED, long)), verbose=True))
-    head = next(
-        n for n, line in enumerate(lines) if line.split() == ["operator", "candidate", "dtype", "bug", "caught", "by"]
-    )
-    score = lines.index("mutation score 33.3% (1 of 3 planted bugs caught)")
-    table = lines[head:score]
-    assert re.search(r"double +native +fp32 +sign flip +invariance plain: batch", table[1])
-    assert re.search(r"double +native +fp32 +one element off +ESCAPED", table[2])
-    assert all(len(line) <= WIDTH for line in table)
-    assert "".join(table[3:]).count("x") == 2 * WIDTH
-    assert not any("mutation score" in line for line in text(GREEN))
-    assert not any("sign flip" in line for line in text(replace(RED, mutations=(CAUGHT, ESCAPED))))
-
-
 def test_text_groups_what_was_skipped_by_reason():
     again = replace(SKIP, case="large")
     lines = list(text(replace(GREEN, records=(GOOD, SKIP, again))))
@@ -154,7 +136,7 @@ def test_what_cannot_be_printed_is_written_out():
 
 def test_json():
     document = strict(as_json(document_of(RED)))
-    assert (document["passed"], document["pass_rate"], document["mutation_score"]) == (False, 1 / 3, 0.5)
+    assert (document["passed"], document["pass_rate"]) == (False, 1 / 3)
     (candidate,) = document["candidates"]
     assert (candidate["operator"], candidate["name"], candidate["passed"]) == ("double", "native", False)
     good, bits, error = candidate["outputs"]
@@ -167,23 +149,13 @@ def test_json():
     assert [skip["candidate"] for skip in document["skipped"]] == ["cuda-sm90", "native"]
 
 
-def test_json_of_planted_bugs():
-    caught, escaped = strict(as_json(document_of(RED)))["mutations"]
-    assert caught["caught"] is True
-    assert caught["by"] == {"case_id": BITS.case_id, "item": "batch"}
-    assert caught["message"] == BROKEN.message
-    assert (escaped["name"], escaped["caught"], escaped["by"]) == ("one element off", False, None)
-    none = strict(as_json(document_of(GREEN)))
-    assert (none["mutation_score"], none["mutations"]) == (None, [])
-
-
 def test_junit_counts(junit):
     root = junit(RED)
-    names = ["double.cuda-sm90.fp32", "double.native.fp32", "double.native.bf16", "mutation"]
+    names = ["double.cuda-sm90.fp32", "double.native.fp32", "double.native.bf16"]
     assert [suite.get("name") for suite in root] == names
     keys = ("tests", "failures", "skipped", "errors")
     counts = [tuple(int(suite.get(key)) for key in keys) for suite in (root, *root)]
-    assert counts == [(7, 3, 2, 0), (1, 0, 1, 0), (3, 1, 1, 0), (1, 1, 0, 0), (2, 1, 0, 0)]
+    assert counts == [(5, 2, 2, 0), (1, 0, 1, 0), (3, 1, 1, 0), (1, 1, 0, 0)]
     for suite in root:
         assert len(suite.findall("testcase")) == int(suite.get("tests"))
         assert {test.get("time") for test in suite.findall("testcase")} == {"0"}
@@ -198,8 +170,6 @@ def test_junit_failures(junit):
     assert tests["double.native.fp32.accuracy", "plain: output"].find("failure") is None
     skipped = tests["double.native.fp32.parity", "plain"].find("skipped")
     assert skipped.get("message") == SKIP.reason
-    assert "escaped" in tests["double.native.fp32.mutation", "one element off"].find("failure").get("message")
-    assert tests["double.native.fp32.mutation", "sign flip"].find("failure") is None
 
 
 def test_junit_holds_any_message(junit):
@@ -284,14 +254,6 @@ def test_html_stays_small(page):
     assert len(markup) < 60_000 + 50 * 1.5 * LONGEST
     many = [replace(GOOD, case=f"case {n // 8}", item=f"output {n}") for n in range(2400)]
     assert len(page(Report(PLAN, tuple(many)))) < 1_000_000
-
-
-def test_html_of_planted_bugs(page):
-    markup = page(RED)
-    assert "Mutation score 50.0% (1 of 2 planted bugs caught)." in markup
-    assert "ESCAPED" in markup
-    assert "ESCAPED" not in page(replace(RED, mutations=(CAUGHT,)))
-    assert "Planted bugs" not in page(GREEN)
 
 
 def test_a_run_without_checks_is_no_pass(page, junit):

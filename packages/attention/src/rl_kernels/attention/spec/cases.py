@@ -10,7 +10,6 @@ from rl_kernels.attention import reference
 from rl_kernels.attention.spec.cases_dimensions import DIMENSIONS
 from rl_kernels.attention.spec.illegal import ILLEGAL
 from rl_kernels.attention.spec.magnitudes import magnitudes
-from rl_kernels.attention.spec.mutants import MUTANTS
 from rl_kernels.attention.spec.places import Piece, cache, integers, packed, paged
 from rl_kernels.attention.spec.transforms import HYGIENE, TRANSFORMS
 from rl_kernels.core.testing import Case, Draw, Inputs, Spec
@@ -203,7 +202,6 @@ SPEC = Spec(
     magnitudes=magnitudes,
     transforms=TRANSFORMS,
     illegal=ILLEGAL,
-    mutants=MUTANTS,
     hygiene=HYGIENE,
     empty=EMPTY,
     unread=frozenset({"max_seqlen_q", "max_seqlen_k", "validate", "backend"}),

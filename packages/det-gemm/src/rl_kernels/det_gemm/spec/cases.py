@@ -11,7 +11,6 @@ from rl_kernels.core.testing import Case, Draw, Inputs, RowLayout, Spec, Variant
 from rl_kernels.det_gemm import reference
 from rl_kernels.det_gemm.spec.cases_dimensions import DIMENSIONS, with_values
 from rl_kernels.det_gemm.spec.illegal import ILLEGAL
-from rl_kernels.det_gemm.spec.mutants import MUTANTS
 
 LINEAR, DW = "det_linear", "det_gemm_dw"
 STEP = 16
@@ -273,7 +272,6 @@ SPEC = Spec(
     magnitudes=magnitudes,
     transforms=TRANSFORMS,
     illegal=ILLEGAL,
-    mutants=MUTANTS,
     empty=EMPTY,
     writes={"accumulate_into": "output"},
     main_grad=frozenset({"weight"}),

@@ -11,7 +11,6 @@ from rl_kernels.core.testing.magnitudes import of_log_softmax
 from rl_kernels.fused_logp import reference
 from rl_kernels.fused_logp.spec.cases_dimensions import DIMENSIONS, with_values
 from rl_kernels.fused_logp.spec.illegal import ILLEGAL
-from rl_kernels.fused_logp.spec.mutants import MUTANTS
 from rl_kernels.fused_logp.spec.transforms import HYGIENE, TRANSFORMS
 
 STATS = {"return_stats": True}
@@ -158,7 +157,6 @@ SPEC = Spec(
     magnitudes=magnitudes,
     transforms=TRANSFORMS,
     illegal=ILLEGAL,
-    mutants=MUTANTS,
     hygiene=HYGIENE,
     empty=EMPTY,
     writes={"out": "logp"},

@@ -14,7 +14,6 @@ from rl_kernels.grpo_loss.spec.cases_dimensions import DIMENSIONS
 from rl_kernels.grpo_loss.spec.cases_objectives import KEYWORDS, OBJECTIVES, RANGE, extras, pack
 from rl_kernels.grpo_loss.spec.illegal import ILLEGAL
 from rl_kernels.grpo_loss.spec.magnitudes import GRADIENT, magnitudes
-from rl_kernels.grpo_loss.spec.mutants import MUTANTS
 from rl_kernels.grpo_loss.spec.transforms import HYGIENE, TRANSFORMS
 
 HALF = torch.bfloat16
@@ -183,7 +182,6 @@ SPEC = Spec(
     magnitudes=magnitudes,
     transforms=TRANSFORMS,
     illegal=ILLEGAL,
-    mutants=MUTANTS,
     hygiene=HYGIENE,
     empty=EMPTY,
     groups={"objective": Objective, "extras": Extras, "normaliser": Normaliser},

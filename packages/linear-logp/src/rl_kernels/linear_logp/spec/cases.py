@@ -14,7 +14,6 @@ from rl_kernels.core.testing.magnitudes import of_log_softmax
 from rl_kernels.linear_logp import reference
 from rl_kernels.linear_logp.spec.cases_dimensions import DIMENSIONS, with_values
 from rl_kernels.linear_logp.spec.illegal import ILLEGAL
-from rl_kernels.linear_logp.spec.mutants import MUTANTS
 from rl_kernels.linear_logp.spec.transforms import HYGIENE, TRANSFORMS, WEIGHTS
 from rl_kernels.linear_logp.vocabulary import UNIT
 
@@ -265,7 +264,6 @@ SPEC = Spec(
     magnitudes=magnitudes,
     transforms=TRANSFORMS,
     illegal=ILLEGAL,
-    mutants=MUTANTS,
     hygiene=HYGIENE,
     empty=EMPTY,
     uncased=frozenset({*KNOWN, "validate", "backend", "process_group"}),

@@ -10,7 +10,6 @@ from rl_kernels.core.testing import Case, Draw, Inputs, Spec
 from rl_kernels.norm import reference
 from rl_kernels.norm.spec.cases_dimensions import DIMENSIONS, LAYER_NORM, with_values
 from rl_kernels.norm.spec.illegal import ILLEGAL
-from rl_kernels.norm.spec.mutants import MUTANTS
 from rl_kernels.norm.spec.transforms import TRANSFORMS
 
 BIASED = {"bias": True}
@@ -107,7 +106,6 @@ SPEC = Spec(
     magnitudes=magnitudes,
     transforms=TRANSFORMS,
     illegal=ILLEGAL,
-    mutants=MUTANTS,
     empty=EMPTY,
     main_grad=frozenset({"weight"}),
     unread=frozenset({"backend"}),

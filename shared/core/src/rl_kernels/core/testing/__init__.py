@@ -16,11 +16,9 @@ from rl_kernels.core.testing.references import (
     selected_logprobs,
 )
 from rl_kernels.core.testing.spec import (
-    Bug,
     Case,
     IllegalCall,
     Inputs,
-    Mutants,
     Spec,
     Transform,
     Variant,
@@ -44,7 +42,6 @@ __all__ = [
     "IGNORED",
     "INTEGERS",
     "STORAGE",
-    "Bug",
     "Case",
     "Chunks",
     "Draw",
@@ -52,7 +49,6 @@ __all__ = [
     "IllegalCall",
     "Inputs",
     "Layout",
-    "Mutants",
     "Packed",
     "RLBatch",
     "RowLayout",

@@ -7,11 +7,37 @@ import linecache
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.util import find_spec
 from types import ModuleType
 
 from rl_kernels.core.dispatch import forget
-from rl_kernels.core.testing import Bug
+
+
+@dataclass(frozen=True)
+class Bug:
+    """A planted bug: ``old``, a fragment that occurs exactly once in the source of a backend, becomes ``new``."""
+
+    name: str
+    old: str
+    new: str
+
+
+@dataclass(frozen=True)
+class Mutants:
+    """Bugs of a backend that its quick cases must catch, each planted in a copy of it.
+
+    Attributes:
+        backend: name of the backend.
+        modules: dotted names of its modules, each before those that import it; the last is the backend's own.
+        bugs: each changes one of the modules.
+        cases: names of quick cases that are enough to catch every bug, if testing all takes long; by default all.
+    """
+
+    backend: str
+    modules: Sequence[str]
+    bugs: Sequence[Bug]
+    cases: Sequence[str] = ()
 
 
 @contextmanager
@@ -22,12 +48,12 @@ def planted(modules: Sequence[str], bug: Bug) -> Iterator[None]:
         LookupError: the text that the bug replaces does not occur exactly once in the modules; no failure that a bug
             leads to, or tests would take it for one.
     """
-    sources = {name: _source(name) for name in modules}
-    count = sum(text.count(bug.old) for text in sources.values())
+    count = places(modules, bug)
     if count != 1:
         raise LookupError(
             f"bug {bug.name!r}: expected {bug.old!r} once in {', '.join(modules)}, found it {count} times"
         )
+    sources = {name: _source(name) for name in modules}
     originals = {name: importlib.import_module(name) for name in modules}
     try:
         for name, text in sources.items():
@@ -38,6 +64,11 @@ def planted(modules: Sequence[str], bug: Bug) -> Iterator[None]:
         for name, module in originals.items():
             _install(name, module)
         forget()
+
+
+def places(modules: Sequence[str], bug: Bug) -> int:
+    """Return how often the text that the bug replaces occurs in the modules."""
+    return sum(_source(name).count(bug.old) for name in modules)
 
 
 def _source(name: str) -> str:

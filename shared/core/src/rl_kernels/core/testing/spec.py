@@ -113,32 +113,6 @@ class IllegalCall:
     case: str = ""
 
 
-@dataclass(frozen=True)
-class Bug:
-    """A planted bug: ``old``, which occurs exactly once in the source of a backend, becomes ``new``."""
-
-    name: str
-    old: str
-    new: str
-
-
-@dataclass(frozen=True)
-class Mutants:
-    """Bugs of a backend that the checker must catch, each planted in a copy of it.
-
-    Attributes:
-        backend: name of the backend.
-        modules: dotted names of its modules, each before those that import it; the last is the backend's own.
-        bugs: each changes one of the modules.
-        cases: names of quick cases that are enough to catch every bug, if testing all takes long; by default all.
-    """
-
-    backend: str
-    modules: Sequence[str]
-    bugs: Sequence[Bug]
-    cases: Sequence[str] = ()
-
-
 def _never(inputs: Inputs, backend: str | None) -> None:
     """Return None: no call waits."""
 
@@ -159,7 +133,6 @@ class Spec:
             magnitudes of the terms that it adds up, which tells how far rounding alone can move it.
         transforms: name -> layouts that must not change a bit.
         illegal: calls that must raise.
-        mutants: by backend, bugs that the checker must catch.
         hygiene: name -> transforms that put garbage where nothing may be read.
         empty: cases whose results have no elements, or are sums of no terms.
         writes: argument -> the result that it holds after the call.
@@ -190,7 +163,6 @@ class Spec:
     magnitudes: Callable[[Case, Inputs, Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
     transforms: Mapping[str, Transform]
     illegal: Sequence[IllegalCall]
-    mutants: Sequence[Mutants] = ()
     hygiene: Mapping[str, Transform] = field(default_factory=dict)
     empty: Sequence[Case] = ()
     writes: Mapping[str, str] = field(default_factory=dict)

@@ -1,9 +1,9 @@
 """``rl-kernels check``: arguments and exit status.
 
-0: at least one check ran, every check that ran passed, each named backend launched kernels of its own, and no planted
-bug escaped. 1: one of these does not hold, or something is worse than in the report of ``--against``. 2: bad arguments
-or a candidate that cannot run here, reported before anything runs; or a report that could not be written. 130: Ctrl-C,
-with a report of what is known so far.
+0: at least one check ran, every check that ran passed, and each named backend launched kernels of its own. 1: one of
+these does not hold, or something is worse than in the report of ``--against``. 2: bad arguments or a candidate that
+cannot run here, reported before anything runs; or a report that could not be written. 130: Ctrl-C, with a report of
+what is known so far.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def parser(operators: Sequence[Operator]) -> Parser:
     made.add_argument(
         "--contract", type=Path, metavar="FILE", help="a tolerance contract of your own (default: that of this release)"
     )
-    made.add_argument("--suite", choices=("quick", "full"), help="full: all cases, gradients, and planted bugs")
+    made.add_argument("--suite", choices=("quick", "full"), help="full: all cases, and gradients")
     made.add_argument("--relation", nargs="+", choices=RELATIONS, metavar="NAME", help=f"any of {', '.join(RELATIONS)}")
     made.add_argument(
         "--check-grad", action="store_true", help="check gradients too (implied by --suite full without --relation)"
@@ -235,8 +235,7 @@ def _plan(given: argparse.Namespace, operators: Sequence[Operator]) -> tuple[Pla
             skips += left_out
         parts.append(Part(setting, found))
     relations = _relations(given, suite)
-    plants_bugs = suite == "full" and not given.relation
-    plan = Plan(parts, relations, suite, sizes, constant, case, plants_bugs, given.fail_fast)
+    plan = Plan(parts, relations, suite, sizes, constant, case, given.fail_fast)
     if case and not any(plan.cells()):
         hint = "" if constant or not case.endswith(", constant") else " without --input-mode constant"
         raise ValueError(f"--replay: {operators[0].name} has no case {case!r}{hint}")

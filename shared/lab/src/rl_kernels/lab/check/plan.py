@@ -1,4 +1,4 @@
-"""The parts of a run: the candidates of each setting, their cells, and the bugs to plant."""
+"""The parts of a run: the candidates of each setting, and their cells."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from rl_kernels.core.testing import spec_of
 from rl_kernels.lab.check.candidate import Candidate
 from rl_kernels.lab.check.cell import Cell, Setting
 from rl_kernels.lab.check.launches import check_relations
-from rl_kernels.lab.check.mutation import bugs_of
 from rl_kernels.lab.check.relations import concerns, exempt
-from rl_kernels.lab.check.result import Mutation, Outcome, Skip
+from rl_kernels.lab.check.result import Outcome
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Task:
-    """An independent part of a run: all relations on one cell, or one planted bug."""
+    """An independent part of a run: all relations on one cell."""
 
     name: str
     run: Callable[[], Iterator[Outcome]]
@@ -43,8 +42,6 @@ class Plan:
     """(value, token): also run every case with inputs filled with these."""
     case: str = ""
     """Run only this case."""
-    plants_bugs: bool = False
-    """Also plant bugs, which the checks must catch."""
     fails_fast: bool = False
     """Stop at the first check that fails."""
 
@@ -80,17 +77,9 @@ class Plan:
                     yield Cell(candidate, spec, filled, replace(setting, constant=self.constant))
 
     def tasks(self) -> Iterator[Task]:
-        """Yield the tasks of the run: the cells, then the bugs if any are to be planted."""
+        """Yield the tasks of the run: one for each cell."""
         for cell in self.cells():
             yield Task(cell.name, partial(check_relations, cell, self.relations))
-        # The quick cases must catch them, because developers run those.
-        quick = replace(self, suite="quick")
-        for part in self.parts if self.plants_bugs else ():
-            # Bugs are planted in our backends only, so they say nothing about a user's implementation.
-            ours = [candidate for candidate in part.candidates if candidate.worker is None]
-            for operator in {candidate.operator.name: candidate.operator for candidate in ours}.values():
-                for name, plant in bugs_of(operator, partial(quick.of, setting=part.setting), part.setting):
-                    yield Task(name, partial(_planted, plant))
 
     def stop(self) -> None:
         """End the processes of the candidates that have one."""
@@ -112,7 +101,3 @@ def _exempt(cell: Cell, relation: str) -> bool:
         return exempt(cell, relation) is not None
     except Exception:  # If the inputs cannot be drawn, running the case reports it.
         return False
-
-
-def _planted(plant: Callable[[], Mutation | Skip]) -> Iterator[Mutation | Skip]:
-    yield plant()

@@ -1,4 +1,4 @@
-"""The records of a run: comparisons, skips, and planted bugs."""
+"""The records of a run: comparisons and skips."""
 
 from __future__ import annotations
 
@@ -95,26 +95,5 @@ class Launches:
 
 
 Record = Check | Skip
-
-
-@dataclass(frozen=True)
-class Mutation:
-    """The outcome of a planted bug.
-
-    Attributes:
-        operator: operator with the bug.
-        candidate: the honest implementation that was spoilt.
-        dtype: dtype of the cases.
-        name: name of the bug.
-        caught: the first failed check that the honest implementation passes; None if the bug escaped.
-    """
-
-    operator: str
-    candidate: str
-    dtype: str
-    name: str
-    caught: Check | None
-
-
-Outcome = Check | Skip | Launches | Mutation
+Outcome = Check | Skip | Launches
 """What a task of a run yields."""

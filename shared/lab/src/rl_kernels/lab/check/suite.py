@@ -1,4 +1,4 @@
-"""Run a plan; return its records and the outcomes of the planted bugs."""
+"""Run a plan and return its records."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from rl_kernels.core.operator import arch_of
 from rl_kernels.lab.check.plan import Plan
-from rl_kernels.lab.check.result import Check, Launches, Mutation, Outcome, Record, Skip
+from rl_kernels.lab.check.result import Check, Launches, Outcome, Record, Skip
 
 CTRL_C = "Ctrl-C"
 
@@ -19,11 +19,10 @@ class Stopped(RuntimeError):
 
 @dataclass(frozen=True)
 class Report:
-    """The records of a run, and the outcomes of the planted bugs."""
+    """The records of a run."""
 
     plan: Plan
     records: tuple[Record, ...]
-    mutations: tuple[Mutation, ...] = ()
     interrupted: str = ""
     """What stopped the run early, if anything did."""
     launches: tuple[Launches, ...] = ()
@@ -43,11 +42,11 @@ class Report:
     def passed(self) -> bool:
         """Whether the run proves something.
 
-        At least one check ran, every check passed, no planted bug escaped, each backend launched kernels of its own,
-        and nothing stopped the run.
+        At least one check ran, every check passed, each backend launched kernels of its own, and nothing stopped the
+        run.
         """
-        holds = bool(self.checks) and all(check.passed for check in self.checks) and not self.interrupted
-        return holds and all(mutation.caught for mutation in self.mutations) and not self.unlaunched
+        holds = bool(self.checks) and all(check.passed for check in self.checks)
+        return holds and not self.interrupted and not self.unlaunched
 
     @property
     def unlaunched(self) -> set[tuple[str, str, str]]:
@@ -65,13 +64,6 @@ class Report:
     def pass_rate(self) -> float:
         """Share of the checks that passed, 0 if none ran."""
         return sum(check.passed for check in self.checks) / max(len(self.checks), 1)
-
-    @property
-    def mutation_score(self) -> float | None:
-        """Share of the planted bugs that were caught, None if none was planted."""
-        if not self.mutations:
-            return None
-        return sum(mutation.caught is not None for mutation in self.mutations) / len(self.mutations)
 
     def replay(self, check: Check) -> str:
         """Return the command that runs a check's relation on its case again, on the same inputs."""
@@ -99,7 +91,7 @@ def run(
     progress: Callable[[str], None] = lambda what: None,
     results: Callable[[Plan], Iterator[tuple[str, Iterable[Outcome]]]] | None = None,
 ) -> Report:
-    """Run every relation of the plan on every cell, then plant bugs if the plan asks for it.
+    """Run every relation of the plan on every cell.
 
     Ctrl-C and ``Stopped`` end it early: the report then holds what is known so far.
 
@@ -111,14 +103,10 @@ def run(
             the other in this process.
     """
     records: list[Record] = list(skips)
-    mutations: list[Mutation] = []
     launches: list[Launches] = []
     interrupted = ""
     try:
         for found in _found(in_turn(plan) if results is None else results(plan), progress):
-            if isinstance(found, Mutation):
-                mutations.append(found)
-                continue
             if isinstance(found, Launches):
                 launches.append(found)
                 continue
@@ -131,7 +119,7 @@ def run(
         interrupted = str(error)
     finally:
         plan.stop()
-    return Report(plan, tuple(records), tuple(mutations), interrupted, tuple(launches))
+    return Report(plan, tuple(records), interrupted, tuple(launches))
 
 
 def in_turn(plan: Plan) -> Iterator[tuple[str, Iterable[Outcome]]]:

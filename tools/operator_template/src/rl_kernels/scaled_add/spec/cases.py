@@ -10,7 +10,6 @@ from rl_kernels.core.testing import Case, Draw, Inputs, RowLayout, Spec
 from rl_kernels.scaled_add import reference
 from rl_kernels.scaled_add.spec.cases_dimensions import DIMENSIONS
 from rl_kernels.scaled_add.spec.illegal import ILLEGAL
-from rl_kernels.scaled_add.spec.mutants import MUTANTS
 
 CASES = (
     Case("plain", {"batch": 6, "width": 33}),
@@ -47,7 +46,6 @@ SPEC = Spec(
     magnitudes=magnitudes,
     transforms=ROWS.transforms(),
     illegal=ILLEGAL,
-    mutants=MUTANTS,
     empty=EMPTY,
     unread=frozenset({"backend"}),
 )

@@ -16,15 +16,13 @@ GROWN = 2.0
 class Changes:
     """What differs between two reports, each entry in words.
 
-    The first three are regressions. A check is known by its case id and output, a backend's kernels by its dtype.
+    The first two are regressions. A check is known by its case id and output, a backend's kernels by its dtype.
     """
 
     failed: list[str] = field(default_factory=list)
     """Passed then, fails now; or is new and fails."""
     vanished: list[str] = field(default_factory=list)
     """Ran then, and does not run now."""
-    escaped: list[str] = field(default_factory=list)
-    """Planted bugs that were caught then, and are not caught now."""
     fixed: list[str] = field(default_factory=list)
     """Failed then, passes now."""
     new: list[str] = field(default_factory=list)
@@ -37,7 +35,7 @@ class Changes:
     @property
     def regressed(self) -> bool:
         """Whether anything is worse than before."""
-        return bool(self.failed or self.vanished or self.escaped)
+        return bool(self.failed or self.vanished)
 
     def document(self) -> dict[str, Any]:
         """Return the changes for the JSON report."""
@@ -45,7 +43,7 @@ class Changes:
 
     def said(self) -> Iterator[str]:
         """Yield a line for each change, regressions last."""
-        for kind in ("settings", "new", "grown", "fixed", "escaped", "vanished", "failed"):
+        for kind in ("settings", "new", "grown", "fixed", "vanished", "failed"):
             for line in getattr(self, kind):
                 yield f"{kind} {line}"
 
@@ -83,9 +81,6 @@ def compared(now: Mapping[str, Any], then: Mapping[str, Any]) -> Changes:
         raised = not old["passed"] and old.get("case_id") in run
         if name not in ours:
             (found.fixed if raised else found.vanished).append(name)
-    caught, before = _bugs(now), _bugs(then)
-    # A run that plants no bugs says nothing about them.
-    found.escaped += [name for name, was in before.items() if caught and was and not caught.get(name)]
     return found
 
 
@@ -114,11 +109,6 @@ def _checks(document: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     for each in found.values():
         _ = each["passed"], each["message"], each["max_abs"]
     return found
-
-
-def _bugs(document: Mapping[str, Any]) -> dict[str, bool]:
-    bugs = document["mutations"]
-    return {f"{bug['operator']}/{bug['candidate']}/{bug['dtype']}: {bug['name']}": bug["caught"] for bug in bugs}
 
 
 def _settings(now: Mapping[str, Any], then: Mapping[str, Any]) -> Iterator[str]:

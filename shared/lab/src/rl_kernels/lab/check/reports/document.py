@@ -9,7 +9,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from rl_kernels.lab.check.reports import summary
-from rl_kernels.lab.check.result import Check, Mutation
+from rl_kernels.lab.check.result import Check
 from rl_kernels.lab.check.suite import Report
 
 
@@ -27,7 +27,6 @@ def document_of(report: Report) -> dict[str, Any]:
         "passed": report.passed,
         "interrupted": report.interrupted,
         "pass_rate": report.pass_rate,
-        "mutation_score": report.mutation_score,
         "candidates": [
             {
                 "operator": operator,
@@ -39,7 +38,6 @@ def document_of(report: Report) -> dict[str, Any]:
             for where, checks in summary.by_candidate(report).items()
             for operator, candidate in [where]
         ],
-        "mutations": [_bug(bug) for bug in report.mutations],
         "skipped": [vars(skip) for skip in report.skips],
         "date": datetime.now(timezone.utc).date().isoformat(),
         "environment": summary.environment(report),
@@ -84,18 +82,6 @@ def _ran(seen: summary.Seen) -> dict[str, Any]:
         "cases_with_own_kernels": seen.own_cases,
         "without_own_kernels": list(seen.without_own),
         "message": seen.fault,
-    }
-
-
-def _bug(bug: Mutation) -> dict[str, Any]:
-    return {
-        "operator": bug.operator,
-        "candidate": bug.candidate,
-        "dtype": bug.dtype,
-        "name": bug.name,
-        "caught": bug.caught is not None,
-        "by": {"case_id": bug.caught.case_id, "item": bug.caught.item} if bug.caught else None,
-        "message": bug.caught.comparison.message if bug.caught else "",
     }
 
 

@@ -9,7 +9,7 @@ from xml.etree.ElementTree import Element, SubElement
 
 from rl_kernels.lab.check.reports import summary
 from rl_kernels.lab.check.reports.summary import Seen, printable
-from rl_kernels.lab.check.result import Check, Mutation, Skip
+from rl_kernels.lab.check.result import Check, Skip
 from rl_kernels.lab.check.suite import Report
 
 COUNTED = {"tests": "testcase", "failures": "testcase/failure", "skipped": "testcase/skipped"}
@@ -17,7 +17,7 @@ COUNTED = {"tests": "testcase", "failures": "testcase/failure", "skipped": "test
 
 
 def write_junit(report: Report, path: Path | str) -> None:
-    """Write a suite for each operator, candidate and dtype, and one for the planted bugs.
+    """Write a suite for each operator, candidate and dtype.
 
     Raises:
         OSError: the file cannot be written.
@@ -38,8 +38,6 @@ def _suites(report: Report) -> Iterator[Element]:
         if words in seen:
             tests.append(_launched(seen[words]))
         yield _suite(".".join(words), tests, report)
-    if report.mutations:
-        yield _suite("mutation", [_bug(bug) for bug in report.mutations], report)
 
 
 def _suite(name: str, tests: list[Element], report: Report) -> Element:
@@ -91,14 +89,4 @@ def _launched(seen: Seen) -> Element:
 def _skip(skip: Skip) -> Element:
     test = _test(skip.case, skip.operator, skip.candidate, skip.dtype, skip.relation)
     SubElement(test, "skipped", message=printable(skip.reason))
-    return test
-
-
-def _bug(bug: Mutation) -> Element:
-    test = _test(bug.name, bug.operator, bug.candidate, bug.dtype, "mutation")
-    if bug.caught:
-        SubElement(test, "system-out").text = printable(f"caught by {summary.place(bug.caught)}")
-    else:
-        failure = SubElement(test, "failure", type="mutation", message="the planted bug escaped")
-        failure.text = "The planted bug passes every check that the honest implementation passes."
     return test

@@ -49,12 +49,6 @@ def checks_said(report: Report) -> str:
     return f"{held(report.checks)} of {len(report.checks)} checks passed ({share}), {len(report.skips)} skipped"
 
 
-def bugs_said(report: Report) -> str:
-    """Return the mutation score in words."""
-    caught, planted = sum(bug.caught is not None for bug in report.mutations), len(report.mutations)
-    return f"mutation score {percent(caught, planted)} ({caught} of {planted} planted bugs caught)"
-
-
 def place(check: Check) -> str:
     """Say which check of a candidate this is."""
     return f"{check.relation} {check.case}: {check.item}"

@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from io import StringIO
-
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+from collections.abc import Iterator
 
 from rl_kernels.lab.check.reports import summary
 from rl_kernels.lab.check.reports.against import Changes
 from rl_kernels.lab.check.reports.summary import verdict
-from rl_kernels.lab.check.result import Check, Mutation
+from rl_kernels.lab.check.result import Check
 from rl_kernels.lab.check.suite import Report
-
-WIDTH = 100
-"""Width of the table of planted bugs, in a terminal and in a pipe."""
 
 
 def text(report: Report, *, verbose: bool = False, changes: Changes | None = None) -> Iterator[str]:
-    """Yield failed checks with the commands that replay them, escaped bugs, skips, and last the verdict.
+    """Yield failed checks with the commands that replay them, skips, and last the verdict.
 
     Args:
         report: the report of the run.
-        verbose: also yield every check that passed, and every planted bug.
+        verbose: also yield every check that passed.
         changes: what differs from an earlier report, if it was compared with one.
     """
     groups = summary.grouped(summary.seen(report), lambda each: (each.operator, each.candidate))
@@ -42,10 +34,6 @@ def text(report: Report, *, verbose: bool = False, changes: Changes | None = Non
                 yield "  " + _line(check)
             if not check.passed:
                 yield f"    replay: {report.replay(check)}"
-    if report.mutations:
-        shown = [bug for bug in report.mutations if verbose or not bug.caught]
-        yield from _bugs(shown) if shown else ()
-        yield summary.bugs_said(report)
     for (operator, candidate, relation, reason), skips in summary.by_reason(report).items():
         yield f"skipped {operator} {candidate} {relation} ({len(skips)}): {_one_line(reason)}"
     if changes is not None:
@@ -79,16 +67,3 @@ def _line(check: Check) -> str:
 
 def _one_line(message: str) -> str:
     return " ".join(summary.printable(message).split())
-
-
-def _bugs(bugs: Sequence[Mutation]) -> list[str]:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in ("operator", "candidate", "dtype", "bug", "caught by"):
-        table.add_column(name, overflow="fold")
-    for bug in bugs:
-        caught = summary.place(bug.caught) if bug.caught else "ESCAPED"
-        table.add_row(*(Text(_one_line(word)) for word in (bug.operator, bug.candidate, bug.dtype, bug.name, caught)))
-    console = Console(file=StringIO(), width=WIDTH, color_system=None)
-    with console.capture() as capture:
-        console.print(table)
-    return [line.rstrip() for line in capture.get().splitlines()]
