@@ -7,9 +7,9 @@ from typing import Any
 
 from sections.text import ran_on
 
+from rl_kernels.core.constants import UNIT
 from rl_kernels.lab.bench.report import as_table, digits
 from rl_kernels.linear_logp import vocab_shards
-from rl_kernels.linear_logp.vocabulary import UNIT
 
 SIZES = (2, 4, 8)
 LAYERS = "Row-parallel layers, product of a rank + sum of its slice, microseconds"

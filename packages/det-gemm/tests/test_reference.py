@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rl_kernels.core.constants import STEP
 from rl_kernels.core.testing import Draw
 from rl_kernels.det_gemm import reference
-from rl_kernels.det_gemm.spec.cases import CUT_OFF, STEP, _of_product, partial_sums
+from rl_kernels.det_gemm.spec.cases import CUT_OFF, _of_product, partial_sums
 
 
 def written_out(a, b):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rl_kernels.core.rowwise import SEGMENT
+from rl_kernels.core.constants import SEGMENT
 from rl_kernels.core.triton_lib.launch import INTERPRETED
 from rl_kernels.models.clients.batch_invariant_ops import reductions
 

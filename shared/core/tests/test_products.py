@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from rl_kernels.core import products, rowwise
+from rl_kernels.core.constants import STEP
 from rl_kernels.core.products import matmul
 from rl_kernels.core.testing import Draw, bits_of
 
@@ -134,7 +135,7 @@ def test_chain_dw_is_the_sum_over_rows(dtype):
     a, dc = draw.normal(77, 19), draw.normal(77, 33)
     terms = a.double().abs().t() @ dc.double().abs()
     error = (weight_gradient(a, dc).double() - a.double().t() @ dc.double()).abs()
-    steps = 77 / rowwise.STEP + 2
+    steps = 77 / STEP + 2
     assert (error <= steps * torch.finfo(rowwise.compute_dtype(dtype)).eps * terms).all()
 
 

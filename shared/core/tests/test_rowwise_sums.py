@@ -4,6 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_kernels.core import rowwise
+from rl_kernels.core.constants import SEGMENT
 from rl_kernels.core.testing import Draw, bits_of
 
 LENGTHS = (1, 2, 3, 5, 16, 31, 4095, 4096, 4097, 8192, 10_001)
@@ -18,7 +19,7 @@ def same_bits(left, right):
 # rounds 3 + 16 times, the sum of these is FP64.
 ROUNDS = {
     rowwise.row_sum: lambda length: 20,
-    rowwise.tree_sum: lambda length: length.bit_length() + length // rowwise.SEGMENT + 1,
+    rowwise.tree_sum: lambda length: length.bit_length() + length // SEGMENT + 1,
 }
 each_sum = pytest.mark.parametrize("total", ROUNDS, ids=lambda total: total.__name__)
 

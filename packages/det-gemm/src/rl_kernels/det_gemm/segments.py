@@ -12,12 +12,11 @@ from collections.abc import Callable
 import torch
 
 from rl_kernels.core import validate as check
+from rl_kernels.core.constants import STEP
 from rl_kernels.core.distributed.sums import tree_sum
 
 COUNTS = (1, 2, 4, 8)
 """Numbers of segments that a caller may ask for; 1 is one chain over the whole sum."""
-STEP = 16
-"""Terms that one step of a chain adds."""
 
 
 def segment_length(size: int, segments: int) -> int:

@@ -11,15 +11,13 @@ from collections.abc import Sequence
 
 import torch
 
+from rl_kernels.core.constants import BIAS_STEP
 from rl_kernels.core.gpu import processors
 from rl_kernels.core.rowwise import LogpUpstream
 from rl_kernels.linear_logp.backward import Steps, gradients
 from rl_kernels.linear_logp.inputs import Inputs
+from rl_kernels.linear_logp.vocabulary import BLOCK
 
-BLOCK = 256
-"""Columns of a vocabulary block; its softmax states and products are computed together."""
-TOKENS = 128
-"""Heights of row blocks are multiples of this, and so of every tile height: each tile sum is one term of dbias."""
 LEAST_PIECE, LEAST_HEIGHT = 2048, 4096
 """Fewest columns and rows that backward processes at once, even beyond the workspace: fewer would be slow."""
 
@@ -66,7 +64,7 @@ def _piece(width: int, vocab: int, hidden: torch.Tensor) -> int:
     """Return the columns of a piece, at most ``width``: in whole rounds of tiles over the GPU, else pieces alike."""
     units = processors(hidden.get_device()) if hidden.is_cuda else 1
     # Tiles of 128 rows and 256 columns.
-    rounds = units // math.gcd(units, ceil_div(hidden.shape[0], TOKENS)) * BLOCK
+    rounds = units // math.gcd(units, ceil_div(hidden.shape[0], BIAS_STEP)) * BLOCK
     if units > 1 and rounds <= width < vocab:
         return width // rounds * rounds
     return ceil_div(ceil_div(vocab, ceil_div(vocab, width)), BLOCK) * BLOCK
@@ -91,6 +89,6 @@ class Blocks:
         item, part = inputs.hidden.itemsize, 4 * needed[2]
         width = workspace // (count * item + ceil_div(count, tile) * part + 4 * size * buffers) // BLOCK * BLOCK
         if width >= min(vocab, LEAST_PIECE):
-            return _piece(width, vocab, inputs.hidden), ceil_div(count, TOKENS) * TOKENS
+            return _piece(width, vocab, inputs.hidden), ceil_div(count, BIAS_STEP) * BIAS_STEP
         height = (workspace - 4 * LEAST_PIECE * size * max(buffers, 1)) * tile // (LEAST_PIECE * (item * tile + part))
-        return LEAST_PIECE, max(height, LEAST_HEIGHT) // TOKENS * TOKENS
+        return LEAST_PIECE, max(height, LEAST_HEIGHT) // BIAS_STEP * BIAS_STEP

@@ -10,11 +10,6 @@ import torch
 
 from rl_kernels.core import validate as check
 
-STEP = 16
-"""Tokens that one step of the gradient of the weight adds: a chain may be continued only at their multiples."""
-BIAS_STEP = 128
-"""The same for the gradient of the bias, in all backends."""
-
 
 class Chunk(NamedTuple):
     """The sequences whose loss is asked for.

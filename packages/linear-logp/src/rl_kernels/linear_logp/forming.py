@@ -21,12 +21,13 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from rl_kernels.core.constants import BIAS_STEP, STEP
 from rl_kernels.core.outputs import LogpStats
 from rl_kernels.core.rowwise import compute_dtype, row_sum
 from rl_kernels.core.saved import are_hooked
 from rl_kernels.linear_logp.arguments import Options, Prepared, RawInputs
 from rl_kernels.linear_logp.autograd import forward, summed
-from rl_kernels.linear_logp.chunks import BIAS_STEP, STEP, Chunk, Rows
+from rl_kernels.linear_logp.chunks import Chunk, Rows
 
 Loss = Callable[[Any, Chunk], torch.Tensor]
 """``(logp or LogpStats, chunk) -> losses[S]``, of S sequences."""

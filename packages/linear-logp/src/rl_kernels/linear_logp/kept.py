@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import torch
 
+from rl_kernels.core.constants import UNIT
 from rl_kernels.core.rowwise import compute_dtype
-from rl_kernels.linear_logp.vocabulary import UNIT
-
-BLOCK = 256
-"""Rows of kept logits are padded to a multiple of this many columns, the width of the kernels' tiles."""
-
+from rl_kernels.linear_logp.vocabulary import BLOCK
 
 FEW = 64
 """Rows of which all logits are kept by default: their products take as long as reading the weight does."""

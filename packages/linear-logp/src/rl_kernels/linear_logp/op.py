@@ -28,12 +28,12 @@ from typing import Any
 import torch
 
 from rl_kernels.core import products, torchlib
+from rl_kernels.core.constants import UNIT
 from rl_kernels.core.cuda.where import cuda_backend
 from rl_kernels.core.operator import INVARIANT, REPEATABLE, Backend, Call, Operator
 from rl_kernels.core.rowwise import compute_dtype
 from rl_kernels.core.triton_lib.launch import triton_backend
 from rl_kernels.linear_logp import kept, packing
-from rl_kernels.linear_logp.vocabulary import UNIT
 
 _INPUTS = (
     "Tensor hidden, Tensor weight, Tensor target_ids, Tensor? bias, Tensor temperature, int? ignore_index, Tensor? cap"

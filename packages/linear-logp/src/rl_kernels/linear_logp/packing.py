@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import torch
 
+from rl_kernels.core.constants import UNIT
 from rl_kernels.core.rowwise import compute_dtype
-from rl_kernels.linear_logp.vocabulary import UNIT, units
+from rl_kernels.linear_logp.vocabulary import units
 
 STATE = 3
 """Numbers of a state in the kernels' ``parts[unit, 3, N]``; the third is used only with entropy."""

@@ -15,9 +15,9 @@ from rl_kernels.core import validate as check
 from rl_kernels.core.dispatch import remembered_choice
 from rl_kernels.core.rowwise import compute_dtype
 from rl_kernels.core.torchlib import autocast_linear, no_lost_derivatives, scalar
-from rl_kernels.linear_logp import kept
 from rl_kernels.linear_logp.arguments import Options, agreed
 from rl_kernels.linear_logp.op import ops
+from rl_kernels.linear_logp.vocabulary import BLOCK
 
 MIB = 1 << 20
 DEFAULTS = Options(
@@ -139,7 +139,7 @@ def linear_logits(
     rows = rows.flatten(0, -2) if leading else rows[None]
     count, one = rows.shape[0], scalar(1.0, dtype)
     ids = torch.zeros(count, dtype=torch.int64, device=rows.device)
-    mib = -(-count * -(-vocab // kept.BLOCK) * kept.BLOCK * dtype.itemsize // MIB)
+    mib = -(-count * -(-vocab // BLOCK) * BLOCK * dtype.itemsize // MIB)
     _, norm, logits = ops["forward"](rows, weight, ids, added, one, None, None, mib, chosen)
     logits = logits[:, :vocab].view(*leading, vocab)
     return LinearLogits(logits, norm.view(*leading, 2), _seen(logits))

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from rl_kernels.core import validate as check
-from rl_kernels.linear_logp.vocabulary import SEGMENTS, UNIT, slots, vocab_shards
+from rl_kernels.core.constants import UNIT
+from rl_kernels.linear_logp.vocabulary import SEGMENTS, slots, vocab_shards
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-UNIT = 1024
-"""Columns of a unit in every backend: softmax states of a row are formed for each unit, then merged. Part of the
-contract, so fixed."""
+from rl_kernels.core.constants import UNIT
+
+BLOCK = 256
+"""Columns of a block, a tile of the kernels: the states of its rows are merged into those of a unit."""
 SEGMENTS = 8
 """Segments of the vocabulary that a shard consists of, and so the most ranks that can share a vocabulary."""
 SHARDS = (1, 2, 4, 8)

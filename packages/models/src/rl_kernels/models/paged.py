@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-SEGMENT = 1024
-"""Keys of a segment in the canonical order of det_attention; a segment that no query sees changes no bit."""
+from rl_kernels.core.constants import KEY_SEGMENT
+
 PAGE = 64
 """Keys of a page: one block, so that TMA can load it."""
 
@@ -96,13 +96,13 @@ def placed(
         total: number of packed keys.
         longest: at least the length of the longest sequence.
     """
-    skipped, lead, held = gone % SEGMENT // PAGE, gone % PAGE, ends.diff()
+    skipped, lead, held = gone % KEY_SEGMENT // PAGE, gone % PAGE, ends.diff()
     pages = (lead + held + PAGE - 1) // PAGE
     first = pages.cumsum(0) - pages
     count = total // PAGE + 2 * len(gone)
     row = torch.arange(count * PAGE, device=ends.device)
     own = torch.searchsorted(first, row // PAGE, right=True) - 1
     source = ends[own] + (row - first[own] * PAGE - lead[own]).clamp(min=0)
-    width = (SEGMENT + longest) // PAGE + 1
+    width = (KEY_SEGMENT + longest) // PAGE + 1
     table = first[:, None] + (torch.arange(width, device=ends.device) - skipped[:, None]).clamp(min=0)
-    return source.clamp(max=total - 1), table.clamp(max=count - 1).int(), (gone % SEGMENT + held).int()
+    return source.clamp(max=total - 1), table.clamp(max=count - 1).int(), (gone % KEY_SEGMENT + held).int()

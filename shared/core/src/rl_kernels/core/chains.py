@@ -7,7 +7,7 @@ of ``join_tokens``. Each part is a chain from 0, and is added to the sum of thos
 from __future__ import annotations
 
 from rl_kernels.core import validate as check
-from rl_kernels.core.rowwise import STEP
+from rl_kernels.core.constants import STEP
 
 
 def validate(join_tokens: int | None) -> None:

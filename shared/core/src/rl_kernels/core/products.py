@@ -18,7 +18,8 @@ from itertools import product
 import torch
 
 from rl_kernels.core import fp64, verified
-from rl_kernels.core.rowwise import STEP, compute_dtype, pad_to
+from rl_kernels.core.constants import STEP
+from rl_kernels.core.rowwise import compute_dtype, pad_to
 from rl_kernels.core.verified import HEIGHTS, TILE_COLUMNS, TILE_ROWS, Kind, Settings, Way
 
 WIDTH = 4096

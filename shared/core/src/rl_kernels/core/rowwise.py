@@ -13,14 +13,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from rl_kernels.core.constants import FAN, SEGMENT
 from rl_kernels.core.verified import aside, on_one_thread
-
-STEP = 16
-"""Terms added by one step of a chain, and the multiple to which inner sizes are padded with zeros."""
-FAN = 64
-"""Terms that the library adds at once in a row's sum."""
-SEGMENT = 4096
-"""Longest segment of a row that one tree sums."""
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -18,13 +18,13 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from rl_kernels.core.constants import STEP
+
 T = TypeVar("T")
 HEIGHTS = (512, 256, 128, 64, 32, 16, 8)
 """Rows of a block. With fewer than 4, libraries add in the order of a matrix times a vector."""
 TILE_ROWS, TILE_COLUMNS = 16, 64
 """Of the product that all others are compared with. That of a step of a chain has 64 rows too."""
-STEP_TERMS = 16
-"""Terms of each sum that a step of a chain adds."""
 ALIGNMENT = 64
 """Bytes to which PyTorch aligns what it allocates; where a weight lies, modulo these, is part of a kind."""
 ERROR = 16 * 2.0**-24
@@ -183,8 +183,8 @@ def _whole_holds(kind: Kind, tile: _Tile) -> bool:
 
 
 def _tried_steps(shape: torch.Size, strides: tuple[int, ...], offset: int, settings: Settings) -> Way:
-    draw = torch.Generator().manual_seed(STEP_TERMS)
-    left, right = _cancelling(STEP_TERMS, (TILE_COLUMNS, TILE_COLUMNS), torch.float32, draw)
+    draw = torch.Generator().manual_seed(STEP)
+    left, right = _cancelling(STEP, (TILE_COLUMNS, TILE_COLUMNS), torch.float32, draw)
     start = normal((TILE_COLUMNS, TILE_COLUMNS), draw) * 2.0**-24
 
     def step() -> torch.Tensor:

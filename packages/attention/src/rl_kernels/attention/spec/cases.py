@@ -12,10 +12,9 @@ from rl_kernels.attention.spec.illegal import ILLEGAL
 from rl_kernels.attention.spec.magnitudes import magnitudes
 from rl_kernels.attention.spec.places import Piece, cache, integers, packed, paged
 from rl_kernels.attention.spec.transforms import HYGIENE, TRANSFORMS
+from rl_kernels.core.constants import KEY_SEGMENT as SEGMENT
 from rl_kernels.core.testing import Case, Draw, Inputs, Spec
 
-SEGMENT = 1024
-"""Keys of a segment of every backend."""
 INTEGERS = {"cu_seqlens_q", "cu_seqlens_k", "k_start", "seqused_q", "seqused_k", "block_table"}
 """Arguments that say where sequences lie."""
 

@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 import torch.nn.functional as F
 
+from rl_kernels.core.constants import STEP
 from rl_kernels.core.testing import Case, Draw, Inputs, RowLayout, Spec, Variant
 from rl_kernels.det_gemm import reference
 from rl_kernels.det_gemm.spec.cases_dimensions import DIMENSIONS, with_values
 from rl_kernels.det_gemm.spec.illegal import ILLEGAL
 
 LINEAR, DW = "det_linear", "det_gemm_dw"
-STEP = 16
-"""Terms that a tensor core adds in one step; rows, in the chain of a weight gradient."""
 CUT_OFF = 2.0**-23 / 2.0**-22
 """Error that a tensor core may add to a partial sum, in units of what the checker allows any sum."""
 PIECE = 2**26

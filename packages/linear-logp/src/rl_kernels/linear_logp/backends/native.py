@@ -14,10 +14,10 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from rl_kernels.core import products, rowwise
+from rl_kernels.core.constants import UNIT
 from rl_kernels.linear_logp import kept, packing
 from rl_kernels.linear_logp.backward import gradients
 from rl_kernels.linear_logp.inputs import Inputs, slices
-from rl_kernels.linear_logp.vocabulary import UNIT
 
 BLOCK = 64
 """Rows of a block are a multiple of it, so that no step of dW is cut."""

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from rl_kernels.core.constants import UNIT
 from rl_kernels.core.testing import IGNORED, Case, Draw, Inputs, Spec
 from rl_kernels.core.testing.dimensions import HELD
 from rl_kernels.core.testing.magnitudes import of_log_softmax
@@ -15,7 +16,6 @@ from rl_kernels.linear_logp import reference
 from rl_kernels.linear_logp.spec.cases_dimensions import DIMENSIONS, with_values
 from rl_kernels.linear_logp.spec.illegal import ILLEGAL
 from rl_kernels.linear_logp.spec.transforms import HYGIENE, TRANSFORMS, WEIGHTS
-from rl_kernels.linear_logp.vocabulary import UNIT
 
 STATS = {"return_stats": True}
 CAPPED = {**STATS, "bias": True, "softcap": 30.0}

@@ -10,12 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from rl_kernels.core.constants import UNIT
 from rl_kernels.core.distributed import all_gather
 from rl_kernels.core.outputs import LogpStats
 from rl_kernels.det_gemm import column_parallel_linear, row_parallel_linear
 from rl_kernels.det_gemm.module import DetLinear
 from rl_kernels.linear_logp import linear_logp
-from rl_kernels.linear_logp.vocabulary import SEGMENTS, UNIT, slots
+from rl_kernels.linear_logp.vocabulary import SEGMENTS, slots
 from rl_kernels.models.parallel.norms import norm_of_part
 from rl_kernels.models.parallel.ranks import TOKENS, Ranks
 

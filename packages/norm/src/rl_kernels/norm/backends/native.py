@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from rl_kernels.core.rowwise import STEP, compute_dtype, pad_to, row_sum
+from rl_kernels.core.constants import STEP
+from rl_kernels.core.rowwise import compute_dtype, pad_to, row_sum
 from rl_kernels.norm.results import result_dtype
 
 

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from rl_kernels.core import constants
 from rl_kernels.core.gpu import device_of
 from rl_kernels.core.operator import arch_of
 from rl_kernels.core.triton_lib.arithmetic import INTERPRETED, fma
@@ -29,7 +30,7 @@ ROWS, COLUMNS, POINTERS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 """How an operand ``[rows, K]`` is read: through a descriptor of it, one of its transpose, or by pointers."""
 BY_ROW, BY_COLUMN = tl.constexpr(1), tl.constexpr(2)
 """Which dim of a tile a bias runs along; 0 is no bias."""
-STEP = tl.constexpr(16)
+STEP = tl.constexpr(constants.STEP)
 """Terms that one step of the chain adds."""
 ALIGNED = 16
 """Bytes of which a descriptor's address and strides are multiples."""

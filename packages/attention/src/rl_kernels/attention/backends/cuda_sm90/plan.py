@@ -11,7 +11,6 @@ from rl_kernels.attention.backends.cuda_sm90.launches import Backward, Forward
 from rl_kernels.attention.backends.cuda_sm90.schedule import (
     BLOCK,
     PART,
-    SEGMENT,
     TILE,
     BackwardTile,
     backward_program,
@@ -20,6 +19,7 @@ from rl_kernels.attention.backends.cuda_sm90.schedule import (
     width_of,
 )
 from rl_kernels.attention.inputs import UNLIMITED, Inputs
+from rl_kernels.core.constants import KEY_SEGMENT as SEGMENT
 from rl_kernels.core.cuda.launch import kernel
 from rl_kernels.core.gpu import processors
 

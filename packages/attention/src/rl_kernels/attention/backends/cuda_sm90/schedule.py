@@ -15,8 +15,8 @@ CODES = {torch.bfloat16: 1, torch.float16: 2}
 """Values of the kernels' DTYPE macro."""
 WIDTHS = (64, 128)
 """Columns of a tile: the head size, or the next of these."""
-HEIGHT, BLOCK, SEGMENT = 64, 128, 1024
-"""Rows of a consumer, keys of a block, keys of a segment."""
+HEIGHT, BLOCK = 64, 128
+"""Rows of a consumer, keys of a block."""
 PART, TILE = 64, 128
 """Of the backward pass: keys or rows of a block, and rows or keys of a tile."""
 SHARED = 227 * 1024

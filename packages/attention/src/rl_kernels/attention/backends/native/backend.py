@@ -23,6 +23,7 @@ from rl_kernels.attention.backends.native.batches import LARGEST, Batch, Seen, b
 from rl_kernels.attention.backends.native.places import BLOCK
 from rl_kernels.attention.inputs import Inputs
 from rl_kernels.core import batched, rowwise, torchlib
+from rl_kernels.core.constants import STEP
 
 T = TypeVar("T", bound=tuple[torch.Tensor, ...])
 ROWS = 256
@@ -205,4 +206,4 @@ def _scores(given: Inputs, queries: torch.Tensor, keys: torch.Tensor) -> torch.T
 
 
 def _whole_steps(size: int) -> int:
-    return size + -size % rowwise.STEP
+    return size + -size % STEP

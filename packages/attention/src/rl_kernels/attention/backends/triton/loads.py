@@ -11,8 +11,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from rl_kernels.core.constants import KEY_SEGMENT
+
 UNIT = tl.constexpr(8)
-SEGMENT = tl.constexpr(1024)
+SEGMENT = tl.constexpr(KEY_SEGMENT)
 """Keys of a segment."""
 
 

@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 import triton
 
-from rl_kernels.attention.backends.triton import loads
 from rl_kernels.attention.backends.triton.backward import rows_of
 from rl_kernels.attention.backends.triton.boxes import UNIT, Box, box_of
 from rl_kernels.attention.backends.triton.dkdv import of_keys
@@ -23,12 +22,11 @@ from rl_kernels.attention.backends.triton.schedule import (
     tile_of_queries,
 )
 from rl_kernels.attention.inputs import UNLIMITED
+from rl_kernels.core.constants import KEY_SEGMENT as SEGMENT
 from rl_kernels.core.operator import arch_of
 from rl_kernels.core.triton_lib.launch import INTERPRETED, Launch, ceil_div
 from rl_kernels.core.triton_lib.schedule import HALF, processors
 
-SEGMENT = loads.SEGMENT.value
-"""Keys of a segment."""
 LOG2E = 1.4426950408889634
 FAR = 1 << 30
 """Stands for an unlimited side of the window."""

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from rl_kernels.core.constants import TOKEN_SEGMENT as SEGMENT
 from rl_kernels.core.gpu import device_of
 from rl_kernels.core.triton_lib.launch import launch
 from rl_kernels.grpo_loss.backends.triton.groups import LANES, Scores, lanes_for
@@ -23,8 +24,6 @@ from rl_kernels.grpo_loss.call import LossCall
 from rl_kernels.grpo_loss.outputs import METRICS
 from rl_kernels.grpo_loss.plan import Numbers, Plan
 
-SEGMENT = 4096
-"""Tokens of a segment, which is summed at once."""
 WARP = 128
 """Lanes of one warp."""
 WIDE = 1024

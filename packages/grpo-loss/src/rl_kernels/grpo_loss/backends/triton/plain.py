@@ -14,14 +14,13 @@ import torch
 import triton
 import triton.language as tl
 
+from rl_kernels.core.constants import TOKEN_SEGMENT as SEGMENT
 from rl_kernels.core.triton_lib.arithmetic import fma
 from rl_kernels.grpo_loss.backends.triton.groups import LANES, Scores, advantage_of, lanes_for, tree
 from rl_kernels.grpo_loss.backends.triton.terms import constant, exp, k3_of
 from rl_kernels.grpo_loss.call import LossCall
 from rl_kernels.grpo_loss.plan import Plan
 
-SEGMENT = 4096
-"""Tokens of a segment, whose sums one program forms."""
 WARP = 128
 """Lanes of one warp: four tokens to a thread, which is one 16-byte load in FP32."""
 REDUCE_WARPS = 4

@@ -10,13 +10,14 @@ from typing import NamedTuple
 
 import torch
 
+from rl_kernels.core.constants import UNIT
 from rl_kernels.core.cuda.launch import kernel
 from rl_kernels.core.cuda.program import Program
 from rl_kernels.core.cuda.tensor_map import TensorMap, tensor_map
 from rl_kernels.core.gpu import processors
 from rl_kernels.core.tuned import entry
 from rl_kernels.linear_logp.inputs import Inputs
-from rl_kernels.linear_logp.vocabulary import UNIT, units
+from rl_kernels.linear_logp.vocabulary import BLOCK, units
 
 PACKAGE = "rl_kernels.linear_logp.backends.cuda_sm90"
 FORWARD, BACKWARD = "linear_logp_sm90.cu", "linear_logp_backward_sm90.cu"
@@ -24,8 +25,6 @@ CODES = {torch.bfloat16: 1, torch.float16: 2}
 """Values of the kernels' DTYPE macro."""
 INPUTS, CAP = "PPPPqiiiiiifi", "ffff"
 """Layout of ``struct Inputs``, and of the fields at its end if logits are capped."""
-BLOCK = 256
-"""Columns of a block; one part is a unit if there are enough of them to fill the GPU, else a block."""
 BLOCKS = UNIT // BLOCK
 """Blocks of a unit."""
 HEIGHT, INNER, SWIZZLE, CHUNK = 64, 64, 128, 16

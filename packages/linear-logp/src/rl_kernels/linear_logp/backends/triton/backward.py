@@ -15,6 +15,7 @@ from rl_kernels.linear_logp import blocks
 from rl_kernels.linear_logp.backends.triton import kernels
 from rl_kernels.linear_logp.backends.triton.tiles import NO_CAP, bias_of, number_or_rows, schedule_of
 from rl_kernels.linear_logp.inputs import Inputs
+from rl_kernels.linear_logp.vocabulary import BLOCK
 
 KEPT_ROWS = 32
 """Rows of a tile whose logits are kept: it is bound by memory, and more rows would not fit in registers."""
@@ -93,7 +94,7 @@ class Steps(blocks.Blocks):
 
     def add_dhidden(self, dz: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, continues: bool) -> None:
         """Write ``dz @ weight`` to ``out``, or continue the chain that ``out`` holds."""
-        gemm.matmul(dz, weight, out, continues=continues, span=blocks.BLOCK)
+        gemm.matmul(dz, weight, out, continues=continues, span=BLOCK)
 
     def add_dweight(self, dz: torch.Tensor, hidden: torch.Tensor, out: torch.Tensor, *, continues: bool) -> None:
         """Write ``dz^T @ hidden`` to ``out``, or continue the chain that ``out`` holds."""

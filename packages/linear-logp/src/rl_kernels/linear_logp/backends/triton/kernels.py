@@ -11,12 +11,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from rl_kernels.core import constants
 from rl_kernels.core.triton_lib import gemm, softcap, softmax
 from rl_kernels.linear_logp import vocabulary
 
-UNIT = tl.constexpr(vocabulary.UNIT)
+UNIT = tl.constexpr(constants.UNIT)
 """Columns of a unit: its blocks are merged first, then the units."""
-BLOCK = tl.constexpr(256)
+BLOCK = tl.constexpr(vocabulary.BLOCK)
 """Columns of a tile, a block: each row of it gives one state."""
 ROWS = tl.constexpr(32)
 """Rows whose states one program merges."""
