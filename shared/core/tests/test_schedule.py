@@ -22,7 +22,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def pretend(monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
     monkeypatch.setattr(schedule, "INTERPRETED", False)
-    monkeypatch.setattr(schedule, "arch_of", lambda *_: arch)
+    monkeypatch.setattr("rl_kernels.core.operator.arch_of", lambda *_: arch)
     monkeypatch.setattr(schedule, "processors", lambda _: 132)
 
 

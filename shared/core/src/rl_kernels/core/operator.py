@@ -48,6 +48,11 @@ def _arch_of_gpu(index: int | None) -> str:
     return f"sm{major}{minor}"
 
 
+def tiles_change_no_bit(device: torch.device) -> bool:
+    """Say whether tiles and loads of Triton kernels were shown to change no bit here, so that rows may choose them."""
+    return arch_of(device.type, device.index) == "sm90"
+
+
 @dataclass(frozen=True)
 class Call:
     """What the choice of a backend may depend on: never the number of rows, or bits would depend on the batch.

@@ -22,7 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rl_kernels.core import constants
 from rl_kernels.core.gpu import device_of
-from rl_kernels.core.operator import arch_of
+from rl_kernels.core.operator import tiles_change_no_bit
 from rl_kernels.core.triton_lib.arithmetic import INTERPRETED, fma
 from rl_kernels.core.triton_lib.schedule import HALF, Schedule, in_segments, processors, schedule_for
 
@@ -60,7 +60,7 @@ def described(x: torch.Tensor) -> bool:
     """Say whether ``x`` can be read through a descriptor: two dims, the last contiguous, 16 bits, aligned."""
     if x.dtype not in HALF or not x.numel():
         return False
-    if not INTERPRETED.value and arch_of(x.device.type, x.device.index) != "sm90":
+    if not INTERPRETED.value and not tiles_change_no_bit(x.device):
         return False
     outer = 0 if x.shape[0] == 1 else x.stride(0) * x.itemsize
     # Rows that overlap, such as expanded ones, are read by pointers.

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from rl_kernels.core.operator import arch_of
+from rl_kernels.core.operator import tiles_change_no_bit
 from rl_kernels.core.triton_lib.launch import INTERPRETED
 from rl_kernels.core.tuned import entry
 
@@ -110,7 +110,7 @@ def schedule_for(m: int, n: int, k: int, dtype: torch.dtype, device: torch.devic
     """
     if INTERPRETED:
         return IN_INTERPRETER
-    if arch_of(device.type, device.index) != "sm90" or (spans and dtype == torch.float32):
+    if not tiles_change_no_bit(device) or (spans and dtype == torch.float32):
         return ANYWHERE[dtype]
     if dtype == torch.float32:
         return _of_fp32(m, n, processors(device))
@@ -119,7 +119,7 @@ def schedule_for(m: int, n: int, k: int, dtype: torch.dtype, device: torch.devic
 
 def schedules(dtype: torch.dtype, device: torch.device) -> tuple[Schedule, ...]:
     """Return all schedules that ``schedule_for`` chooses among."""
-    if arch_of(device.type, device.index) != "sm90":
+    if not tiles_change_no_bit(device):
         return (ANYWHERE[dtype],)
     if dtype == torch.float32:
         return (*(cut for _, cut in FP32), FP32_SMALL, FP32_LARGE, ANYWHERE[dtype])

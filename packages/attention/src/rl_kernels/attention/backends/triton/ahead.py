@@ -9,7 +9,7 @@ import torch
 
 from rl_kernels.attention.backends.triton import backend
 from rl_kernels.attention.inputs import UNLIMITED, Inputs
-from rl_kernels.core.operator import arch_of
+from rl_kernels.core.operator import tiles_change_no_bit
 from rl_kernels.core.triton_lib.ahead import empty
 from rl_kernels.core.triton_lib.schedule import HALF
 
@@ -28,7 +28,7 @@ SPLIT = 64
 
 def calls(dtype: torch.dtype) -> Iterator[Callable[[], object]]:
     """Yield the calls for operands of a dtype: with all arguments, and on Hopper with the fewest, too."""
-    on_hopper = dtype in HALF and arch_of("meta") == "sm90"
+    on_hopper = dtype in HALF and tiles_change_no_bit(torch.device("meta"))
     for size in SIZES.get(dtype, (64, 128, 256)):
         scale = size**-0.5
         q, k, v = _operands((PROMPT,), (PROMPT,), KV_HEADS * ODD, size, dtype)

@@ -23,7 +23,7 @@ from rl_kernels.attention.backends.triton.schedule import (
 )
 from rl_kernels.attention.inputs import UNLIMITED
 from rl_kernels.core.constants import KEY_SEGMENT as SEGMENT
-from rl_kernels.core.operator import arch_of
+from rl_kernels.core.operator import tiles_change_no_bit
 from rl_kernels.core.triton_lib.launch import INTERPRETED, Launch, ceil_div
 from rl_kernels.core.triton_lib.schedule import HALF, processors
 
@@ -110,8 +110,7 @@ class Plan:
         self.strides = of_q[0], *of_k[::2], *of_v[::2]
         sizes = kv_heads, self.group, self.size, self.size_v, self.width, self.width_v
         self.constants = *sizes, *of_q[1:], of_k[1], of_v[1]
-        on_hopper = not INTERPRETED and arch_of(self.device.type, self.device.index) == "sm90"
-        self.fast = on_hopper and self.dtype in HALF
+        self.fast = not INTERPRETED and self.dtype in HALF and tiles_change_no_bit(self.device)
         is_large = batch * self.longest_q * heads * self.longest_k > SMALL
         self.has_boxes = INTERPRETED or (self.fast and is_large)
         self.boxes: tuple[Box, Box] | None = None

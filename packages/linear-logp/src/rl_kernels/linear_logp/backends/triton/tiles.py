@@ -6,7 +6,7 @@ import functools
 
 import torch
 
-from rl_kernels.core.operator import arch_of
+from rl_kernels.core.operator import arch_of, tiles_change_no_bit
 from rl_kernels.core.triton_lib.launch import INTERPRETED
 from rl_kernels.core.triton_lib.schedule import HALF, Schedule
 from rl_kernels.core.triton_lib.targets import LEAST, shared_memory_of
@@ -22,11 +22,10 @@ def schedule_of(name: str, hidden: torch.Tensor) -> Schedule:
     """Return the schedule of the logit tiles; where it could change bits, dtype and architecture alone decide."""
     if INTERPRETED:
         return Schedule(64, kernels.BLOCK.value, 64, 4, 1)
-    arch = arch_of(hidden.device.type, hidden.device.index)
-    is_small = shared_memory_of(arch) == LEAST
+    is_small = shared_memory_of(arch_of(hidden.device.type, hidden.device.index)) == LEAST
     if hidden.dtype not in HALF:
         return Schedule(32, kernels.BLOCK.value, 16, 8, 1 if is_small else 3)
-    if arch != "sm90":
+    if not tiles_change_no_bit(hidden.device):
         return Schedule(32, kernels.BLOCK.value, 32, 8, 2) if is_small else Schedule(64, kernels.BLOCK.value, 32, 8, 3)
     return _tuned(name)
 
