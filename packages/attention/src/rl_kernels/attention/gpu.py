@@ -11,10 +11,8 @@ from rl_kernels.attention import sinks as sink
 from rl_kernels.attention.checks import MULTIPLE
 from rl_kernels.attention.inputs import Inputs
 from rl_kernels.core.gpu import device_of
+from rl_kernels.core.layout import ALIGNED, readable
 from rl_kernels.core.torchlib import are_plain
-
-ALIGNED = 16
-"""Addresses and strides are multiples of this many bytes."""
 
 
 class Plan(Protocol):
@@ -81,9 +79,7 @@ def _canonical(x: torch.Tensor) -> torch.Tensor:
 
     The layout of a kernel's loads then depends on sizes alone.
     """
-    if is_apart(x.shape, x.stride()) and x.data_ptr() % ALIGNED == 0:
-        return x
-    return torch.empty_like(x, memory_format=torch.contiguous_format).copy_(x)
+    return readable(x, is_apart(x.shape, x.stride()) and x.data_ptr() % ALIGNED == 0)
 
 
 def _fitting(given: Inputs) -> Inputs:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from rl_kernels.core.gpu import device_of
+from rl_kernels.core.layout import readable
 from rl_kernels.core.saved import save
 from rl_kernels.core.torchlib import first_order
 from rl_kernels.core.triton_lib.launch import launch
@@ -106,5 +107,5 @@ class _Rotary(torch.autograd.Function):
 def _rotary_backward(
     of_q: torch.Tensor, of_k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    of_q, of_k = (x if x.stride(-1) == 1 else x.contiguous() for x in (of_q.resolve_neg(), of_k.resolve_neg()))
+    of_q, of_k = (readable(x, x.stride(-1) == 1) for x in (of_q.resolve_neg(), of_k.resolve_neg()))
     return _turned(of_q, of_k, cos, sin, dtype, back=True)

@@ -17,12 +17,11 @@ import torch
 from rl_kernels.core.cuda.driver import checked
 from rl_kernels.core.cuda.signature import MAP_SIZE
 from rl_kernels.core.gpu import device_of
+from rl_kernels.core.layout import ALIGNED
 
 TensorMap = NewType("TensorMap", bytes)
 DTYPES = {torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16", torch.float32: "FLOAT32"}
 SWIZZLES = (0, 32, 64, 128)
-ALIGNED = 16
-"""Bytes of which addresses, row strides and widths of boxes are multiples."""
 PROMOTIONS = (64, 128, 256)
 DIMS = range(2, 6)
 LONGEST = 256

@@ -22,6 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rl_kernels.core import constants
 from rl_kernels.core.gpu import device_of
+from rl_kernels.core.layout import ALIGNED
 from rl_kernels.core.operator import tiles_change_no_bit
 from rl_kernels.core.triton_lib.arithmetic import INTERPRETED, fma
 from rl_kernels.core.triton_lib.schedule import HALF, Schedule, in_segments, processors, schedule_for
@@ -32,8 +33,6 @@ BY_ROW, BY_COLUMN = tl.constexpr(1), tl.constexpr(2)
 """Which dim of a tile a bias runs along; 0 is no bias."""
 STEP = tl.constexpr(constants.STEP)
 """Terms that one step of the chain adds."""
-ALIGNED = 16
-"""Bytes of which a descriptor's address and strides are multiples."""
 
 
 class Operand(NamedTuple):

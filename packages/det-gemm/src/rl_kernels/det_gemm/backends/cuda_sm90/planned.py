@@ -11,9 +11,10 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from rl_kernels.core.cuda.gemm.matmul import ALIGNED, NO_MAP, SIGNATURE, Box, plan_of, scratch_of
+from rl_kernels.core.cuda.gemm.matmul import NO_MAP, SIGNATURE, Box, plan_of, scratch_of
 from rl_kernels.core.cuda.launch import kernel
 from rl_kernels.core.gpu import processors
+from rl_kernels.core.layout import ALIGNED
 from rl_kernels.core.torchlib import are_plain
 from rl_kernels.det_gemm.segments import segment_length
 

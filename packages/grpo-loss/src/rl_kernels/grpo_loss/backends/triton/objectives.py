@@ -19,6 +19,7 @@ from rl_kernels.core.gpu import device_of
 from rl_kernels.core.triton_lib.launch import launch
 from rl_kernels.grpo_loss.backends.triton.groups import LANES, Scores, lanes_for
 from rl_kernels.grpo_loss.backends.triton.kernels import terms
+from rl_kernels.grpo_loss.backends.triton.plain import rows_of
 from rl_kernels.grpo_loss.backends.triton.reduce import reduce
 from rl_kernels.grpo_loss.call import LossCall
 from rl_kernels.grpo_loss.outputs import METRICS
@@ -100,7 +101,7 @@ def _launch_terms(
     offsets = None if call.cu_seqlens is None else call.cu_seqlens.contiguous()
     total = 0 if offsets is None else call.current_logps.shape[0]
     tensors = [call.current_logps, call.old_logps, call.ref_logps, call.mask, scores.values, w, entropy]
-    rows = [_rows(x) for x in tensors]
+    rows = [rows_of(x) for x in tensors]
     strides = [0 if x is None else x.stride(0) for x in rows]
     by_sequence = plan.level == "sequence" or plan.kind == "vespo"
     lanes = lanes_for(min(max(call.length, 1), SEGMENT), WARP, WIDE if by_sequence else LANES)
@@ -137,10 +138,3 @@ def _launch_terms(
         *(int(plan.kl[1]), plan.kl_correction == "corrected", call.with_metrics, is_whole),
         num_warps=max(lanes // share, 1),
     )
-
-
-def _rows(x: torch.Tensor | None) -> torch.Tensor | None:
-    """Return ``x`` with contiguous rows; packed tokens and per-sequence values are made contiguous as a whole."""
-    if x is None or x.ndim == 2:
-        return x if x is None or x.stride(1) == 1 else x.contiguous()
-    return x.contiguous()

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from rl_kernels.core.constants import TOKEN_SEGMENT as SEGMENT
+from rl_kernels.core.layout import readable
 from rl_kernels.core.triton_lib.arithmetic import fma
 from rl_kernels.grpo_loss.backends.triton.groups import LANES, Scores, advantage_of, lanes_for, tree
 from rl_kernels.grpo_loss.backends.triton.terms import constant, exp, k3_of
@@ -76,8 +77,8 @@ def segments_of(length: int) -> int:
 
 
 def rows_of(x: torch.Tensor | None) -> torch.Tensor | None:
-    """Return ``x`` if its rows are contiguous, else a contiguous copy."""
-    return x if x is None or x.ndim == 1 or x.stride(1) == 1 else x.contiguous()
+    """Return ``x`` if its rows, or its only dim, are contiguous, else a contiguous copy."""
+    return None if x is None else readable(x, x.stride(-1) == 1)
 
 
 def is_plain(call: LossCall) -> bool:

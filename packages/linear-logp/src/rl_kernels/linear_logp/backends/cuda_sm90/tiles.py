@@ -15,6 +15,7 @@ from rl_kernels.core.cuda.launch import kernel
 from rl_kernels.core.cuda.program import Program
 from rl_kernels.core.cuda.tensor_map import TensorMap, tensor_map
 from rl_kernels.core.gpu import processors
+from rl_kernels.core.layout import ALIGNED, readable
 from rl_kernels.core.tuned import entry
 from rl_kernels.linear_logp.inputs import Inputs
 from rl_kernels.linear_logp.vocabulary import BLOCK, units
@@ -27,8 +28,8 @@ INPUTS, CAP = "PPPPqiiiiiifi", "ffff"
 """Layout of ``struct Inputs``, and of the fields at its end if logits are capped."""
 BLOCKS = UNIT // BLOCK
 """Blocks of a unit."""
-HEIGHT, INNER, SWIZZLE, CHUNK = 64, 64, 128, 16
-"""Rows of a consumer, terms of D in a stage, bytes of a swizzled row, and alignment of addresses in bytes."""
+HEIGHT, INNER, SWIZZLE = 64, 64, 128
+"""Rows of a consumer, terms of D in a stage, bytes of a swizzled row."""
 WARPGROUP, ALIGNMENT = 128, 1024
 SHARED = 227 * 1024
 """Bytes of shared memory available to a block."""
@@ -149,8 +150,5 @@ def _group() -> int:
 def copyable(x: torch.Tensor) -> torch.Tensor:
     """Return ``x``, or a copy of it, with rows that begin at multiples of 16 bytes, as TMA requires."""
     size = x.element_size()
-    fits = x.stride(1) == 1 and x.stride(0) * size % CHUNK == 0 and x.stride(0) >= x.shape[1]
-    if fits and x.data_ptr() % CHUNK == 0:
-        return x
-    # Not clone: a single row counts as contiguous with any stride, and clone would keep that stride.
-    return torch.empty_like(x, memory_format=torch.contiguous_format).copy_(x)
+    fits = x.stride(1) == 1 and x.stride(0) * size % ALIGNED == 0 and x.stride(0) >= x.shape[1]
+    return readable(x, fits and x.data_ptr() % ALIGNED == 0)

@@ -14,6 +14,7 @@ import torch
 import triton
 
 from rl_kernels.core.gpu import device_of
+from rl_kernels.core.layout import ALIGNED, readable
 from rl_kernels.core.triton_lib.launch import ceil_div, launch
 from rl_kernels.norm.backends.triton import kernels
 from rl_kernels.norm.results import result_dtype
@@ -37,8 +38,6 @@ STAGE_BYTES = 1 << 16
 """Shared memory that every GPU has."""
 COLUMNS, AHEAD = 32, 128
 """Columns of a program that adds parts, and the parts that it loads at once."""
-ALIGNED = 16
-"""Addresses are multiples of this many bytes."""
 
 
 def forward(
@@ -186,6 +185,4 @@ def _stages(numbers: int, *read: torch.Tensor | None) -> int:
 
 
 def _canonical(x: torch.Tensor | None) -> torch.Tensor | None:
-    if x is None or (x.is_contiguous() and x.data_ptr() % ALIGNED == 0):
-        return x
-    return torch.empty_like(x, memory_format=torch.contiguous_format).copy_(x)
+    return None if x is None else readable(x, x.is_contiguous() and x.data_ptr() % ALIGNED == 0)

@@ -24,14 +24,13 @@ from rl_kernels.core.cuda.program import Program
 from rl_kernels.core.cuda.signature import MAP_SIZE
 from rl_kernels.core.cuda.tensor_map import tensor_map
 from rl_kernels.core.gpu import processors
+from rl_kernels.core.layout import ALIGNED
 
 HALVES = (torch.bfloat16, torch.float16)
 CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Values of the kernel's DTYPE and OUT."""
 SIGNATURE = "TTT(PPPPPqqqqqqiiiiii)"
 """Tensor maps of both operands and the output, then ``struct Args``."""
-ALIGNED = 16
-"""TMA needs addresses and rows that are multiples of this many bytes."""
 NO_MAP = bytes(MAP_SIZE)
 THREADS = 128
 """Threads of a warpgroup."""

@@ -1,0 +1,14 @@
+"""The layout in which a kernel reads a tensor, or a copy in that layout."""
+
+from __future__ import annotations
+
+import torch
+
+ALIGNED = 16
+"""Bytes of which addresses and the strides of rows are multiples, where 16 bytes are loaded at once or by TMA."""
+
+
+def readable(x: torch.Tensor, fits: bool) -> torch.Tensor:
+    """Return ``x`` if its layout ``fits`` a kernel, else a contiguous copy, which PyTorch aligns."""
+    # Not clone: a single row counts as contiguous with any stride, and clone would keep that stride.
+    return x if fits else torch.empty_like(x, memory_format=torch.contiguous_format).copy_(x)
