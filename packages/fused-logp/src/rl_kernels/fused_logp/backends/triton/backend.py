@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from rl_kernels.core.gpu import device_of
+from rl_kernels.core.layout import readable
 from rl_kernels.core.triton_lib.launch import ceil_div
 from rl_kernels.fused_logp.backends.triton import kernels
 from rl_kernels.fused_logp.rows import per_row
@@ -88,9 +89,7 @@ def _canonical(logits: torch.Tensor) -> torch.Tensor:
     aligned = (
         logits.shape[1] % kernels.ALIGNED.value or not (logits.stride(0) | logits.data_ptr()) % kernels.ALIGNED.value
     )
-    if logits.stride(1) == 1 and aligned:
-        return logits
-    return torch.empty_like(logits, memory_format=torch.contiguous_format).copy_(logits)
+    return readable(logits, logits.stride(1) == 1 and aligned)
 
 
 def _rows(
