@@ -198,7 +198,7 @@ def kernels(session: nox.Session) -> None:
     env = {"RL_KERNELS_CACHE": kept, "TRITON_CACHE_DIR": kept}
     session.run("rl-kernels", "compile", "--arch", "all", *session.posargs, env=env)
     session.run("rl-kernels", "compile", "--backend", "triton", *session.posargs, env=env)
-    session.run("python", "-m", "pytest", "-q", "shared/core/tests/test_precompile_triton.py")
+    session.run("python", "-m", "pytest", "-q", "shared/lab/tests/test_compile_triton.py")
 
 
 @nox.session(**BORROWING)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rl_kernels.core.commands import verdicts_of
+from rl_kernels.core.commands.explain import verdicts_of
 from rl_kernels.core.cuda import where
 from rl_kernels.core.operator import Call
 from rl_kernels.core.triton_lib import launch

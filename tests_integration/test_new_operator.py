@@ -42,7 +42,7 @@ def test_its_tests_pass(made):
 
 
 def test_it_is_listed_and_checks_green(made):
-    code = "import sys; from rl_kernels.core.cli import main; sys.exit(main(sys.argv[1:]))"
+    code = "import sys; from rl_kernels.core.commands.cli import main; sys.exit(main(sys.argv[1:]))"
     listed = run("-c", code, "list", PYTHONPATH=str(made[1]))
     assert "soft_cap" in listed.stdout
     checked = run("-c", code, "check", "--op", "soft_cap", "--suite", "full", PYTHONPATH=str(made[1]))

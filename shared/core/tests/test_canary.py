@@ -219,7 +219,7 @@ def test_numbers_are_exact_and_the_same_everywhere():
     assert canary.integers(4, below=10, salt=1, device=CPU).tolist() == [3, 8, 3, 4]
 
 
-RUN = "import sys; from rl_kernels.core.cli import main; sys.exit(main(sys.argv[1:]))"
+RUN = "import sys; from rl_kernels.core.commands.cli import main; sys.exit(main(sys.argv[1:]))"
 CALL = (
     "import torch; from rl_kernels.fused_logp import fused_logp; fused_logp(torch.zeros(2, 3), torch.zeros(2).long())"
 )

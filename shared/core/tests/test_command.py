@@ -2,16 +2,16 @@
 
 import argparse
 import json
-import shutil
 import subprocess
 import sys
 
 import pytest
 import torch
 
-from rl_kernels.core import cli, commands
 from rl_kernels.core.command import count, install_hint, json_rows, location, writable
+from rl_kernels.core.commands import cli
 from rl_kernels.core.operator import INVARIANT, Backend, Operator
+from rl_kernels.core.registry import kernel_registry
 
 
 def test_count():
@@ -49,8 +49,8 @@ def test_json_has_a_record_a_line():
 
 def test_a_reader_that_has_enough_ends_a_command_without_a_traceback():
     main = (
-        "import sys; from rl_kernels.core import cli\n"
-        "cli._commands = lambda: {'say': ('', lambda: lambda rest: print('x' * 10**6) or 0)}\n"
+        "import sys; from rl_kernels.core.commands import cli\n"
+        "cli.installed = lambda: {'say': ('', lambda: lambda rest: print('x' * 10**6) or 0)}\n"
         "sys.exit(cli.main(['say']))"
     )
     with subprocess.Popen([sys.executable, "-c", main], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
@@ -73,7 +73,8 @@ def test_a_hint_begins_with_what_works_before_a_release(distribution, paths):
 
 
 def test_a_missing_torch_is_said_in_one_line():
-    main = "import sys; sys.modules['torch'] = None\nfrom rl_kernels.core import cli\nsys.exit(cli.main(['list']))"
+    main = "import sys; sys.modules['torch'] = None\n"
+    main += "from rl_kernels.core.commands import cli\nsys.exit(cli.main(['list']))"
     done = subprocess.run([sys.executable, "-c", main], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "rl-kernels list: torch is not installed: pip install torch\n"
@@ -81,7 +82,8 @@ def test_a_missing_torch_is_said_in_one_line():
 
 @pytest.mark.parametrize("argument", ["--version", "--help"])
 def test_what_needs_no_torch_does_not_import_it(argument):
-    main = f"import sys\nfrom rl_kernels.core import cli\ncli.main([{argument!r}])\nassert 'torch' not in sys.modules"
+    main = f"import sys\nfrom rl_kernels.core.commands import cli\ncli.main([{argument!r}])\n"
+    main += "assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", main], capture_output=True, check=True)
 
 
@@ -94,8 +96,8 @@ def toy(monkeypatch):
 
     backend = Backend("native", "nowhere", {"cpu": INVARIANT}, limits)
     operator = Operator("toy", "toy", "a toy", ("N", "D"), frozenset({"N"}), {}, {}, (backend,), lambda **_: None)
-    monkeypatch.setattr(commands.kernel_registry, "names", lambda: ["toy"])
-    monkeypatch.setattr(commands.kernel_registry, "load", lambda name: operator)
+    monkeypatch.setattr(kernel_registry, "names", lambda: ["toy"])
+    monkeypatch.setattr(kernel_registry, "load", lambda name: operator)
     return ["explain", "toy", "--device", "cpu"]
 
 
@@ -135,43 +137,10 @@ def test_answers_in_json(toy, capsys):
     assert found["operators"]["toy"][0]["backend"] == "native"
 
 
-@pytest.mark.parametrize("command", ["list", "explain", "doctor", "compile"])
+@pytest.mark.parametrize("command", ["list", "explain", "doctor"])
 def test_every_command_says_what_it_does_and_what_its_arguments_are(command, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main([command, "--help"])
     assert ended.value.code == 0
     described = capsys.readouterr().out
     assert described.split("\n\n")[1].endswith(".")
-
-
-@pytest.fixture(scope="module")
-def completion(tmp_path_factory):
-    """Return the script for bash, made once."""
-    script = tmp_path_factory.mktemp("completion") / "completion.sh"
-    main = "import sys; from rl_kernels.core import cli; sys.exit(cli.main())"
-    with script.open("w", encoding="utf-8") as out:
-        subprocess.run([sys.executable, "-c", main, "completion", "bash"], stdout=out, check=True)
-    return script
-
-
-@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
-@pytest.mark.parametrize(
-    ("typed", "expected"),
-    [
-        ("", {"list", "explain", "doctor", "compile", "completion", "--version"}),
-        ("do", {"doctor"}),
-        ("compile --a", {"--arch"}),
-        ("list --", {"--help", "--json"}),
-        ("explain --dtype b", {"bf16"}),
-        ("completion z", set()),
-    ],
-)
-def test_a_shell_completes(typed, expected, completion):
-    words = ["rl-kernels", *typed.split(" ")]
-    ask = f"source {completion}; COMP_WORDS=({' '.join(map(repr, words))}); COMP_CWORD={len(words) - 1}; _rl_kernels"
-    found = subprocess.run(
-        ["bash", "-c", f'{ask}; printf "%s\\n" "${{COMPREPLY[@]}}"'], capture_output=True, text=True, check=True
-    )
-    assert not found.stderr
-    assert expected <= {*found.stdout.split()}
-    assert expected or not found.stdout.strip()

@@ -38,7 +38,7 @@ def test_a_malformed_environment_is_refused_by_the_first_call(run_python):
 
 @pytest.mark.parametrize("value", ["zzz", "no_such=plain", "fused_logp="])
 def test_a_command_says_what_is_wrong_with_the_environment_in_one_line(run_python, value):
-    script = "import sys; from rl_kernels.core.cli import main; sys.exit(main(sys.argv[1:]))"
+    script = "import sys; from rl_kernels.core.commands.cli import main; sys.exit(main(sys.argv[1:]))"
     done = run_python("-c", script, "list", RL_KERNELS_BACKEND=value)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("rl-kernels list: RL_KERNELS_BACKEND: ")

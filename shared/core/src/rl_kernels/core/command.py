@@ -68,6 +68,18 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n")
 
 
+def json_parser(name: str, description: str) -> Parser:
+    """Return the parser of a command that can print JSON."""
+    made = Parser(f"rl-kernels {name}", description)
+    made.add_argument("--json", action="store_true", help="print strict JSON, and nothing else")
+    return made
+
+
+def print_json(value: Any) -> None:
+    """Print strict JSON."""
+    print(json_rows(value))
+
+
 def count(least: int, bits: int | None = None) -> Callable[[str], int]:
     """Return an argument type: an integer that is at least ``least``, and below ``2^bits`` where given."""
 

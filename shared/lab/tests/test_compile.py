@@ -8,13 +8,14 @@ from importlib.metadata import EntryPoint
 import pytest
 import torch
 
-from rl_kernels.core import cli, precompile
+from rl_kernels.core.commands import cli
 from rl_kernels.core.cuda import cache, toolchain
 from rl_kernels.core.cuda.program import CompileError, Program, inputs_of
 from rl_kernels.core.cuda.resources import serialized_in
 from rl_kernels.core.cuda.where import cuda_backend
 from rl_kernels.core.operator import INVARIANT, Backend, Call, Operator
 from rl_kernels.core.registry import GROUP, KernelRegistry
+from rl_kernels.lab.compile import cli as compile_cli
 
 MISSING = toolchain.why_no_compiler()
 compiling = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
@@ -67,7 +68,7 @@ def toys(make_module, make_kernels, cubins, offered, monkeypatch):
     make_module("toy_pkg")
     make_module("toy_pkg.op", **TOYS)
     points = {name: EntryPoint(name, f"toy_pkg.op:{name}", GROUP) for name in TOYS}
-    monkeypatch.setattr(precompile, "kernel_registry", KernelRegistry(points))
+    monkeypatch.setattr(compile_cli, "kernel_registry", KernelRegistry(points))
     monkeypatch.setenv("COLUMNS", "200")
     return make_kernels("toy_kernels", fine__cu=FINE, warning__cu=WARNING, stack__cu=STACK, wrong__cu="wrong")
 
@@ -91,7 +92,7 @@ def test_all_targets_into_the_cache(cubins, capsys, monkeypatch):
 
 
 def listed(*argv):
-    return [(name, str(one)) for name, one in precompile._programs(precompile.parser().parse_args(argv))]
+    return [(name, str(one)) for name, one in compile_cli._programs(compile_cli.parser().parse_args(argv))]
 
 
 @pytest.fixture
@@ -105,7 +106,7 @@ def test_a_program_of_two_operators_is_compiled_once(compiler, make_module, monk
     again = operator("again", cuda_backend("cuda-sm90", "toy_pkg.cuda_sm90", archs="sm_90"))
     make_module("toy_pkg.op", again=again, **TOYS)
     points = {name: EntryPoint(name, f"toy_pkg.op:{name}", GROUP) for name in ("again", "double")}
-    monkeypatch.setattr(precompile, "kernel_registry", KernelRegistry(points))
+    monkeypatch.setattr(compile_cli, "kernel_registry", KernelRegistry(points))
     programs = [f"toy_kernels/fine.cu TIMES={times} for sm_90a" for times in (3, 4)]
     for names in (("again", "double"), ("double", "again")):
         options = [word for name in names for word in ("--op", name)]
@@ -122,7 +123,7 @@ def test_kernels_of_one_package(compiler, offered, make_module):
 @compiling
 def test_one_target_into_a_folder_to_be_shipped(toys, cubins, monkeypatch):
     out = toys / "cubins"
-    assert precompile.main(["--op", "double", "--arch", "sm_90a", "--out", str(out)]) == 0
+    assert compile_cli.main(["--op", "double", "--arch", "sm_90a", "--out", str(out)]) == 0
     wanted = [Program("toy_kernels", "fine.cu", "sm_90a", (("TIMES", times),)) for times in (3, 4)]
     names = {cache.shipped_name(one, inputs_of(one)) for one in wanted}
     assert {file.name for file in out.iterdir()} == names
@@ -142,7 +143,7 @@ def test_one_target_into_a_folder_to_be_shipped(toys, cubins, monkeypatch):
 )
 def test_what_is_not_in_order_fails_and_all_others_are_compiled(file, words, offered, cubins, capsys):
     offered["generic"]["sm_80"].insert(0, (file, ()))
-    assert precompile.main(["--arch", "sm_80"]) == 1
+    assert compile_cli.main(["--arch", "sm_80"]) == 1
     said = capsys.readouterr()
     assert words in said.err
     assert "TIMES=2" in said.out
@@ -153,8 +154,8 @@ def test_what_is_not_in_order_fails_and_all_others_are_compiled(file, words, off
 def test_targets_of_the_gpus_that_are_here_are_the_default(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(precompile, "arch_of", lambda kind, index: "sm90")
-    assert precompile.main([]) == 0
+    monkeypatch.setattr(compile_cli, "arch_of", lambda kind, index: "sm90")
+    assert compile_cli.main([]) == 0
     assert [line.split()[3] for line in capsys.readouterr().out.splitlines()[1:]] == ["sm_90a", "sm_90a", "sm_90"]
 
 
@@ -175,9 +176,9 @@ def test_targets_of_the_gpus_that_are_here_are_the_default(capsys, monkeypatch):
 def test_bad_arguments(argv, words, capsys, monkeypatch):
     monkeypatch.setattr(toolchain, "why_no_compiler", lambda: None)
     monkeypatch.setattr(toolchain, "targets", lambda: frozenset({80, 90}))
-    monkeypatch.setattr(precompile, "compile_program", None)
+    monkeypatch.setattr(compile_cli, "compile_program", None)
     try:
-        status = precompile.main(argv)
+        status = compile_cli.main(argv)
     except SystemExit as stopped:
         status = stopped.code
     said = capsys.readouterr()
@@ -188,15 +189,15 @@ def test_bad_arguments(argv, words, capsys, monkeypatch):
 
 def test_nothing_to_compile_with(capsys, monkeypatch):
     monkeypatch.setattr(toolchain, "bindings_version", lambda: None)
-    assert precompile.main([]) == 2
+    assert compile_cli.main([]) == 2
     expected = "rl-kernels compile: cuda-bindings is not installed: pip install cuda-bindings\n"
     assert capsys.readouterr().err == expected
 
 
 def test_nothing_to_compile(capsys, monkeypatch):
     points = {"plain": EntryPoint("plain", "toy_pkg.op:plain", GROUP)}
-    monkeypatch.setattr(precompile, "kernel_registry", KernelRegistry(points))
-    assert precompile.main([]) == 2
+    monkeypatch.setattr(compile_cli, "kernel_registry", KernelRegistry(points))
+    assert compile_cli.main([]) == 2
     assert capsys.readouterr().err == "rl-kernels compile: no installed operator has a CUDA backend\n"
 
 
@@ -204,7 +205,7 @@ def test_nothing_to_compile(capsys, monkeypatch):
 def test_a_cache_that_cannot_be_used(tmp_path, capsys, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "file" / "folder"))
-    assert precompile.main(["--arch", "sm_80"]) == 2
+    assert compile_cli.main(["--arch", "sm_80"]) == 2
     assert "cannot be written; set RL_KERNELS_CACHE" in capsys.readouterr().err
 
 
@@ -216,7 +217,7 @@ def test_a_full_disk_is_told_in_one_line(shipped, tmp_path, capsys, monkeypatch)
 
     monkeypatch.setattr(cache, "write", full)
     out = ["--out", str(tmp_path / "out")] if shipped else []
-    assert precompile.main(["--arch", "sm_80", *out]) == 1
+    assert compile_cli.main(["--arch", "sm_80", *out]) == 1
     said = capsys.readouterr().err
     place = tmp_path / ("out" if shipped else "cubins")
     program = "toy_kernels/fine.cu TIMES=2 for sm_80"
@@ -238,8 +239,8 @@ def test_programs_are_compiled_beside_each_other(many, capsys, monkeypatch):
         raise CompileError(f"no {program}")
 
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    monkeypatch.setattr(precompile, "compile_program", compile_program)
-    assert precompile.main(["--arch", "sm_80"]) == 1
+    monkeypatch.setattr(compile_cli, "compile_program", compile_program)
+    assert compile_cli.main(["--arch", "sm_80"]) == 1
     programs = [f"no toy_kernels/fine.cu TIMES={times} for sm_80" for times in range(12)]
     assert capsys.readouterr().err.splitlines() == programs
 
@@ -258,14 +259,14 @@ def test_what_waits_is_not_compiled_if_nothing_can_be_written(many, capsys, monk
         raise error("full")
 
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
-    monkeypatch.setattr(precompile, "compile_program", compile_program)
-    monkeypatch.setattr(precompile, "_write", write)
+    monkeypatch.setattr(compile_cli, "compile_program", compile_program)
+    monkeypatch.setattr(compile_cli, "_write", write)
     if error is OSError:
-        assert precompile.main(["--arch", "sm_80"]) == 1
+        assert compile_cli.main(["--arch", "sm_80"]) == 1
         assert capsys.readouterr().err.count("cannot write") == 1
     else:
         with pytest.raises(KeyboardInterrupt):
-            precompile.main(["--arch", "sm_80"])
+            compile_cli.main(["--arch", "sm_80"])
     assert len(compiled) < 6
 
 
@@ -273,7 +274,7 @@ def test_what_waits_is_not_compiled_if_nothing_can_be_written(many, capsys, monk
 def test_a_cache_that_is_not_trusted(cubins, capsys):
     cubins.mkdir()
     cubins.chmod(0o777)
-    assert precompile.main(["--arch", "sm_80"]) == 2
+    assert compile_cli.main(["--arch", "sm_80"]) == 2
     said = capsys.readouterr().err
     assert f"{cubins} can be written by everybody, so what it holds is not trusted; set RL_KERNELS_CACHE" in said
     assert said.count("\n") == 1
@@ -283,7 +284,7 @@ def test_a_cache_that_is_not_trusted(cubins, capsys):
 @compiling
 def test_a_tilde_is_the_home_of_the_user(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert precompile.main(["--arch", "sm_80", "--out", "~/out"]) == 0
+    assert compile_cli.main(["--arch", "sm_80", "--out", "~/out"]) == 0
     assert len(list((tmp_path / "out").iterdir())) == 1
 
 

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from unittest.mock import patch
 
 from rl_kernels.core.command import Parser
+from rl_kernels.core.commands.cli import installed
 from rl_kernels.core.registry import kernel_registry
 
 SHELLS = ("bash", "zsh")
@@ -36,15 +37,15 @@ NAMED = ("--op", "OP")
 Command = Callable[[Sequence[str]], int]
 
 
-def main(argv: Sequence[str], commands: Mapping[str, Callable[[], Command]]) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Print the script for a shell; return the exit status."""
     parser = Parser("rl-kernels completion", 'Print a script for a shell: eval "$(rl-kernels completion bash)"')
     parser.add_argument("shell", choices=SHELLS, help="the shell that reads it")
-    shell = parser.parse_args(argv).shell
+    shell, commands = parser.parse_args(argv).shell, installed()
     options, values = [], []
-    for name, command in commands.items():
+    for name, (_, load) in commands.items():
         words: list[str] = []
-        for action in _parser_of(command())._actions:
+        for action in _parser_of(load())._actions:
             words += action.option_strings
             known = list(map(str, action.choices or ()))
             if not {*action.option_strings, str(action.metavar), action.dest.upper()}.isdisjoint(NAMED):
@@ -55,7 +56,7 @@ def main(argv: Sequence[str], commands: Mapping[str, Callable[[], Command]]) -> 
             elif known:
                 words += known
         options.append(f'                {name}) words="{" ".join(words)}" ;;')
-    parts = {"commands": " ".join([*commands, "completion"]), "values": "\n".join(values)}
+    parts = {"commands": " ".join(commands), "values": "\n".join(values)}
     print(SCRIPT.format(zsh=ZSH if shell == "zsh" else "", options="\n".join(options), **parts), end="")
     return 0
 

@@ -11,8 +11,8 @@ from importlib.util import find_spec
 import torch
 
 from rl_kernels.core import canary, products
-from rl_kernels.core.command import table
-from rl_kernels.core.commands import as_json, as_table, parser, print_json, verdicts_of
+from rl_kernels.core.command import json_parser, print_json, table
+from rl_kernels.core.commands.explain import as_json, as_table, verdicts_of
 from rl_kernels.core.contract import DTYPES, contract
 from rl_kernels.core.cuda import cache, toolchain
 from rl_kernels.core.dispatch import BackendUnavailable
@@ -24,7 +24,7 @@ VARIABLES = ("RL_KERNELS_BACKEND", "RL_KERNELS_STRICT", canary.ACTION, canary.RE
 
 def doctor(argv: Sequence[str]) -> int:
     """Print versions, devices, and for every backend of every operator whether it can run here, or why not."""
-    made = parser("doctor", "Print what is installed, what can run here, and why the rest cannot.")
+    made = json_parser("doctor", "Print what is installed, what can run here, and why the rest cannot.")
     made.add_argument(
         "--canary",
         action="store_true",

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import torch
 
-from rl_kernels.core import precompile_triton
 from rl_kernels.core.command import Parser, json_rows, location, table
 from rl_kernels.core.cuda import cache, toolchain
 from rl_kernels.core.cuda.program import Compiled, CompileError, Program, compile_program, inputs_of
@@ -25,6 +24,7 @@ from rl_kernels.core.cuda.resources import resources_of, serialized_in, warnings
 from rl_kernels.core.cuda.where import target_of
 from rl_kernels.core.operator import arch_of
 from rl_kernels.core.registry import UnknownOperator, kernel_registry
+from rl_kernels.lab.compile import triton
 
 USAGE = 2
 PREFIX = "cuda-"
@@ -40,7 +40,7 @@ def parser() -> Parser:
     made.add_argument("--op", action="append", metavar="NAME", help="operator (default: every one with such kernels)")
     made.add_argument(
         "--backend",
-        choices=("cuda", precompile_triton.NAME),
+        choices=("cuda", triton.NAME),
         default="cuda",
         help="cuda: compile what will be run; triton: compile every configuration, and hold it to the GPU's limits",
     )
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Compile the kernels and print what they use; return the exit status."""
     try:
         given = parser().parse_args(argv)
-        if given.backend == precompile_triton.NAME:
+        if given.backend == triton.NAME:
             return _triton(given)
         if given.verbose or given.json:
             raise ValueError("--verbose, --json: expected only with --backend triton")
@@ -118,18 +118,18 @@ def _tried(program: Program) -> Compiled | CompileError:
 
 
 def _triton(given: argparse.Namespace) -> int:
-    reason = precompile_triton.why_not()
+    reason = triton.why_not()
     if reason or given.out is not None or given.package is not None:
         raise ValueError(reason or "--out, --package: expected only with --backend cuda")
     named = [arch for arch in given.arch or () if arch != ALL]
-    found = list(precompile_triton.compile_all(precompile_triton.tasks(given.op or (), named)))
-    faults = list(precompile_triton.faults(found))
+    found = list(triton.compile_all(triton.tasks(given.op or (), named)))
+    faults = list(triton.faults(found))
     if given.json:
-        print(json_rows(precompile_triton.document(found)))
+        print(json_rows(triton.document(found)))
     elif given.verbose:
-        print(table(precompile_triton.DETAILS, list(precompile_triton.details(found))))
+        print(table(triton.DETAILS, list(triton.details(found))))
     else:
-        print(table(precompile_triton.HEADER, list(precompile_triton.summary(found))))
+        print(table(triton.HEADER, list(triton.summary(found))))
     for fault in faults:
         print(fault, file=sys.stderr)
     return 1 if faults else 0

@@ -1,4 +1,4 @@
-"""The commands ``rl-kernels list`` and ``explain``: what is installed, and what would run where."""
+"""The command ``rl-kernels explain``: which backend a call would use."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from rl_kernels.core.command import Parser, json_rows, table
+from rl_kernels.core.command import json_parser, print_json, table
 from rl_kernels.core.contract import DTYPES, contract
 from rl_kernels.core.dispatch import Verdict, explain_call, explain_with_notes
 from rl_kernels.core.operator import Call, Operator, arch_of
@@ -33,35 +33,9 @@ class _Sizes(dict[str, Any]):
         return 0
 
 
-def list_operators(argv: Sequence[str]) -> int:
-    """Print the installed operators."""
-    given = parser("list", "Print the installed operators, their other names and their backends.").parse_args(argv)
-    operators = [kernel_registry.load(name) for name in kernel_registry.names()]
-    if given.json:
-        print_json(
-            [
-                {
-                    "operator": each.name,
-                    "aliases": list(each.aliases),
-                    "backends": [backend.name for backend in each.backends],
-                    "shape": list(each.shape),
-                    "summary": each.summary,
-                }
-                for each in operators
-            ]
-        )
-        return 0
-    rows = [
-        (each.name, ", ".join(each.aliases), ", ".join(backend.name for backend in each.backends), each.summary)
-        for each in operators
-    ]
-    print(table(("operator", "aliases", "backends", "what it computes"), rows))
-    return 0
-
-
 def explain(argv: Sequence[str]) -> int:
     """Print the verdict on every backend for a described call; without an operator, for calls of all sizes."""
-    options = parser(
+    options = json_parser(
         "explain", "Print for each backend whether a call would use it, or why not. The call does not run."
     )
     options.add_argument("op", nargs="?", help="operator, as `rl-kernels list` names it (default: all, for any sizes)")
@@ -161,15 +135,3 @@ def _all_known(operator: Operator, call: Call) -> None:
 def as_json(verdict: Verdict) -> dict[str, Any]:
     """Return a verdict as strict JSON has it."""
     return {"backend": verdict.backend, "chosen": verdict.chosen, "reason": verdict.reason, "note": verdict.note}
-
-
-def parser(name: str, description: str) -> Parser:
-    """Return the parser of a command that can print JSON."""
-    made = Parser(f"rl-kernels {name}", description)
-    made.add_argument("--json", action="store_true", help="print strict JSON, and nothing else")
-    return made
-
-
-def print_json(value: Any) -> None:
-    """Print strict JSON."""
-    print(json_rows(value))

@@ -10,12 +10,12 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from rl_kernels.core import cli, precompile_triton
+from rl_kernels.core.commands import cli
 from rl_kernels.core.operator import INVARIANT, Backend, Call, Operator
 from rl_kernels.core.registry import GROUP, KernelRegistry
-from rl_kernels.core.triton_lib import ahead
 from rl_kernels.core.triton_lib.launch import INTERPRETED, triton_backend
 from rl_kernels.core.triton_lib.targets import LEAST, TARGETS, shared_memory_of
+from rl_kernels.lab.compile import ahead, triton
 
 NATIVE = Backend("native", "toy_pkg.native", {"cpu": INVARIANT})
 SCALED = """
@@ -48,8 +48,8 @@ def toys(make_module, monkeypatch):
     }
     make_module("toy_pkg.op", **found)
     points = {name: EntryPoint(name, f"toy_pkg.op:{name}", GROUP) for name in found}
-    monkeypatch.setattr(precompile_triton, "kernel_registry", KernelRegistry(points))
-    monkeypatch.setattr(precompile_triton, "why_not", lambda: None)
+    monkeypatch.setattr(triton, "kernel_registry", KernelRegistry(points))
+    monkeypatch.setattr(triton, "why_not", lambda: None)
     monkeypatch.setenv("COLUMNS", "200")
 
 
@@ -59,9 +59,9 @@ def made(monkeypatch):
     found = {}
 
     def compile_all(tasks):
-        return [precompile_triton.Compiled(task, *found.get(task, ((used(),), ()))) for task in tasks]
+        return [triton.Compiled(task, *found.get(task, ((used(),), ()))) for task in tasks]
 
-    monkeypatch.setattr(precompile_triton, "compile_all", compile_all)
+    monkeypatch.setattr(triton, "compile_all", compile_all)
     return found
 
 
@@ -70,11 +70,11 @@ def command(*argv):
 
 
 def test_a_row_for_each_target(made, capsys):
-    task = precompile_triton.Task("double", "sm_80", "bf16")
+    task = triton.Task("double", "sm_80", "bf16")
     made[task] = ((used(), used("other", registers=255, spills=16, shared=2048)), ())
     assert command() == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == list(precompile_triton.HEADER)
+    assert lines[0].split() == list(triton.HEADER)
     assert lines[1].split() == ["double", "sm_80", "3", "255", "16", "2048", str(163 * 1024)]
     assert [line.split()[1] for line in lines[1:]] == list(TARGETS)
 
@@ -82,7 +82,7 @@ def test_a_row_for_each_target(made, capsys):
 def test_a_row_for_each_kernel(made, capsys):
     assert command("--arch", "sm_89", "--op", "double", "--verbose") == 0
     head, *lines = capsys.readouterr().out.splitlines()
-    assert head.split() == list(precompile_triton.DETAILS)
+    assert head.split() == list(triton.DETAILS)
     expected = ["double", "sm_89", "one", "bf16", "BLOCK=64", "4", "2", "40", "0", "1024"]
     assert [line.split() for line in lines] == [expected, [*expected[:3], "fp32", *expected[4:]]]
 
@@ -107,7 +107,7 @@ def test_rows_in_json(made, make_module, capsys):
     ],
 )
 def test_what_does_not_fit_or_fails_is_a_fault(made, found, words, capsys):
-    made[precompile_triton.Task("double", "sm_86", "fp32")] = found
+    made[triton.Task("double", "sm_86", "fp32")] = found
     assert command("--arch", "sm_86", "sm_80") == 1
     assert capsys.readouterr().err == f"{words}\n"
 
@@ -133,7 +133,7 @@ def test_rows_and_json_are_of_triton(capsys):
 
 def test_without_triton(monkeypatch, capsys):
     monkeypatch.undo()
-    monkeypatch.setattr(precompile_triton, "INSTALLED", False)
+    monkeypatch.setattr(triton, "INSTALLED", False)
     assert command() == 2
     assert capsys.readouterr().err == "rl-kernels compile: Triton is not installed: pip install triton\n"
 
@@ -155,14 +155,14 @@ def test_calls_are_those_beside_the_backend(make_module, monkeypatch):
     make_module("toy_pkg.triton")
     make_module("toy_pkg.triton.ahead", calls=calls)
     monkeypatch.setattr(ahead, "compiling", compiling)
-    task = precompile_triton.Task("double", "sm_80", "bf16")
-    assert precompile_triton.compiled(task) == (task, ["sm_80"], ["double sm_80 bf16: fails: ValueError: no"])
+    task = triton.Task("double", "sm_80", "bf16")
+    assert triton.compiled(task) == (task, ["sm_80"], ["double sm_80 bf16: fails: ValueError: no"])
     assert seen == [torch.bfloat16]
 
 
 def test_a_backend_without_calls_is_a_fault():
-    task = precompile_triton.Task("double", "sm_80", "bf16")
-    (fault,) = precompile_triton.faults([precompile_triton.compiled(task)])
+    task = triton.Task("double", "sm_80", "bf16")
+    (fault,) = triton.faults([triton.compiled(task)])
     assert fault.startswith("double sm_80 bf16: expected a module toy_pkg.triton.ahead that yields calls: No module")
 
 

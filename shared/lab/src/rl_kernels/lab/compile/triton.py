@@ -19,9 +19,9 @@ import torch
 from rl_kernels.core.contract import DTYPES
 from rl_kernels.core.operator import Operator
 from rl_kernels.core.registry import kernel_registry
-from rl_kernels.core.triton_lib import ahead
 from rl_kernels.core.triton_lib.launch import INSTALLED, INTERPRETED
 from rl_kernels.core.triton_lib.targets import TARGETS
+from rl_kernels.lab.compile import ahead
 
 NAME = "triton"
 COMPILED = ("bf16", "fp32")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import EntryPoint, entry_points, version
 
 from rl_kernels.core.command import install_hint, print_anything
@@ -18,6 +18,8 @@ GROUP = "rl_kernels.commands"
 OTHERS = {
     "check": ("rl-kernels-lab", "check backends, or your own implementation, against the tolerance contract"),
     "bench": ("rl-kernels-lab", "time operators against other implementations; wrong results get no time"),
+    "compile": ("rl-kernels-lab", "compile kernels before they are needed"),
+    "completion": ("rl-kernels-lab", "print a script that completes this command in a shell"),
     "audit": ("rl-kernels-models", "find the first module of a model whose output depends on the batch"),
     "demo": ("rl-kernels", "train a small model through the operators"),
 }
@@ -31,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the sub-command named by the first argument; return the exit status."""
     print_anything()
     name, *rest = list(sys.argv[1:] if argv is None else argv) or ["--help"]
-    commands = _commands()
+    commands = installed()
     if name in ("-h", "--help"):
         _help(commands)
         return 0
@@ -68,22 +70,15 @@ def _run(name: str, command: Callable[[], Command], rest: Sequence[str]) -> int:
         return USAGE
 
 
-def _commands() -> dict[str, tuple[str, Callable[[], Command]]]:
+def installed() -> dict[str, tuple[str, Callable[[], Command]]]:
+    """Return the installed sub-commands by name: a summary, and what loads the command."""
     own = {
-        "list": ("installed operators and their backends", lambda: _command("commands", "list_operators")),
-        "explain": ("which backend a call would use, and why not the others", lambda: _command("commands", "explain")),
+        "list": ("installed operators and their backends", lambda: _command("listing", "list_operators")),
+        "explain": ("which backend a call would use, and why not the others", lambda: _command("explain", "explain")),
         "doctor": ("what is installed and what can run here", lambda: _command("doctor", "doctor")),
-        "compile": ("compile CUDA kernels before they are needed", lambda: _command("precompile", "main")),
     }
     added = {point.name: (_summary(point), point.load) for point in entry_points(group=GROUP)}
-    completed = {name: command for name, (_, command) in {**added, **own}.items()}
-    completion = ("print a script that completes this command in a shell", lambda: _completion(completed))
-    return {**added, **own, "completion": completion}
-
-
-def _completion(commands: Mapping[str, Callable[[], Command]]) -> Command:
-    main = importlib.import_module("rl_kernels.core.completion").main
-    return lambda argv: main(argv, commands)
+    return {**added, **own}
 
 
 def _summary(point: EntryPoint) -> str:
@@ -91,7 +86,7 @@ def _summary(point: EntryPoint) -> str:
 
 
 def _command(module: str, function: str) -> Command:
-    command: Command = getattr(importlib.import_module(f"rl_kernels.core.{module}"), function)
+    command: Command = getattr(importlib.import_module(f"rl_kernels.core.commands.{module}"), function)
     return command
 
 

@@ -1,0 +1,1 @@
+"""The command ``rl-kernels`` and its sub-commands ``list``, ``explain`` and ``doctor``."""

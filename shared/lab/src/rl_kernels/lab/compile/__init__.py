@@ -1,0 +1,1 @@
+"""``rl-kernels compile``: compile kernels before they are needed, for GPUs that may be missing."""
