@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from rl_kernels.core.rowwise import row_sum
+from rl_kernels.core.rowwise.sums import row_sum
 from rl_kernels.core.testing import Draw, bits_of
 from rl_kernels.core.testing.planted import Bug, planted
 from rl_kernels.linear_logp import Chunk, LogpStats, kept, linear_logp, linear_logp_loss

@@ -14,7 +14,7 @@ import torch
 
 from rl_kernels.core.distributed import tree_sum
 from rl_kernels.core.operator import Call as Described
-from rl_kernels.core.rowwise import compute_dtype
+from rl_kernels.core.rowwise.operands import compute_dtype
 from rl_kernels.core.testing import IGNORED, Draw, bits_of
 from rl_kernels.core.testing.planted import Bug, planted
 from rl_kernels.linear_logp import linear_logp, vocab_shards

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from rl_kernels.core.rowwise import pad_to
+from rl_kernels.core.rowwise.operands import pad_to
 from rl_kernels.core.testing import Draw
 from rl_kernels.models import invariant
 

@@ -3,9 +3,10 @@ from itertools import pairwise
 import pytest
 import torch
 
-from rl_kernels.core import products, rowwise
+from rl_kernels.core import products
 from rl_kernels.core.constants import STEP
 from rl_kernels.core.products import matmul
+from rl_kernels.core.rowwise.operands import compute_dtype, pad_to
 from rl_kernels.core.testing import Draw, bits_of
 
 
@@ -122,7 +123,7 @@ def test_reduced_precision_of_fp32_products_does_not_reach_them():
 
 
 def weight_gradient(a, dc, cuts=()):
-    out = torch.zeros(a.shape[1], dc.shape[1], dtype=rowwise.compute_dtype(a.dtype))
+    out = torch.zeros(a.shape[1], dc.shape[1], dtype=compute_dtype(a.dtype))
     bounds = [0, *cuts, a.shape[0]]
     for low, high in pairwise(bounds):
         assert products.chain_dw(a[low:high], dc[low:high], out) is out
@@ -136,7 +137,7 @@ def test_chain_dw_is_the_sum_over_rows(dtype):
     terms = a.double().abs().t() @ dc.double().abs()
     error = (weight_gradient(a, dc).double() - a.double().t() @ dc.double()).abs()
     steps = 77 / STEP + 2
-    assert (error <= steps * torch.finfo(rowwise.compute_dtype(dtype)).eps * terms).all()
+    assert (error <= steps * torch.finfo(compute_dtype(dtype)).eps * terms).all()
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -190,7 +191,7 @@ def test_chain_dw_of_no_rows_leaves_the_buffer():
 )
 def test_pad_to_appends_zeros(dim, multiple, shape):
     x = torch.ones(3, 5)
-    padded = rowwise.pad_to(x, dim, multiple)
+    padded = pad_to(x, dim, multiple)
     assert padded.shape == shape
     assert torch.equal(padded[:3, :5], x)
     assert padded.sum() == 15
@@ -198,9 +199,9 @@ def test_pad_to_appends_zeros(dim, multiple, shape):
 
 def test_pad_to_gives_back_what_needs_no_padding():
     x = torch.ones(3, 5)
-    assert rowwise.pad_to(x, 1, 5) is x
+    assert pad_to(x, 1, 5) is x
 
 
 def test_compute_dtype():
     dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-    assert [rowwise.compute_dtype(dtype) for dtype in dtypes] == [torch.float32] * 3 + [torch.float64]
+    assert [compute_dtype(dtype) for dtype in dtypes] == [torch.float32] * 3 + [torch.float64]

@@ -3,8 +3,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_kernels.core import rowwise
 from rl_kernels.core.constants import SEGMENT
+from rl_kernels.core.rowwise.ids import outside, select
+from rl_kernels.core.rowwise.logp_gradient import LogpUpstream, dlogits
+from rl_kernels.core.rowwise.softmax import finish, merge, per_row, softmax_state
+from rl_kernels.core.rowwise.sums import _alike, row_sum, tree_sum
 from rl_kernels.core.testing import Draw, bits_of
 
 LENGTHS = (1, 2, 3, 5, 16, 31, 4095, 4096, 4097, 8192, 10_001)
@@ -18,8 +21,8 @@ def same_bits(left, right):
 # A tree of n terms rounds each of them log2(n) times, then once a segment; the library's sum of 64 terms in 16 lanes
 # rounds 3 + 16 times, the sum of these is FP64.
 ROUNDS = {
-    rowwise.row_sum: lambda length: 20,
-    rowwise.tree_sum: lambda length: length.bit_length() + length // SEGMENT + 1,
+    row_sum: lambda length: 20,
+    tree_sum: lambda length: length.bit_length() + length // SEGMENT + 1,
 }
 each_sum = pytest.mark.parametrize("total", ROUNDS, ids=lambda total: total.__name__)
 
@@ -84,12 +87,12 @@ def test_a_library_that_sums_few_rows_in_another_order_is_not_used(monkeypatch, 
         return library(x * 3 if len(x) == height else x, dim)
 
     x = Draw(torch.float32).normal(5, 1000)
-    rowwise._alike.cache_clear()
+    _alike.cache_clear()
     monkeypatch.setattr(torch.Tensor, "sum", planted)
     try:
-        assert same_bits(rowwise.row_sum(x), rowwise.tree_sum(x))
+        assert same_bits(row_sum(x), tree_sum(x))
     finally:
-        rowwise._alike.cache_clear()
+        _alike.cache_clear()
 
 
 def one(x):
@@ -99,10 +102,10 @@ def one(x):
 
 def found(x, cuts=(), temperature=None):
     scale = one(x) if temperature is None else temperature
-    first, *others = (rowwise.softmax_state(part, scale, entropy=True) for part in x.tensor_split(cuts, dim=1))
+    first, *others = (softmax_state(part, scale, entropy=True) for part in x.tensor_split(cuts, dim=1))
     for part in others:
-        first = rowwise.merge(first, part, scale)
-    return rowwise.finish(first, scale)
+        first = merge(first, part, scale)
+    return finish(first, scale)
 
 
 def statistics(x, cuts=(), temperature=None):
@@ -150,8 +153,8 @@ def test_values_far_from_0_keep_the_digits_of_their_differences(row, temperature
     torch.testing.assert_close(stats.logp(x[:, 1], scale), logs[:, 1].float(), **near)
     torch.testing.assert_close(stats.entropy, entropy.float(), **near)
     torch.testing.assert_close(stats.logsumexp, z.logsumexp(-1).float(), **near)
-    up = rowwise.LogpUpstream(ids, stats.norm, stats.entropy, torch.ones(1), None, torch.full((1,), 0.5))
-    torch.testing.assert_close(rowwise.dlogits(x, scale, up) * scale, z.grad.float(), **near)
+    up = LogpUpstream(ids, stats.norm, stats.entropy, torch.ones(1), None, torch.full((1,), 0.5))
+    torch.testing.assert_close(dlogits(x, scale, up) * scale, z.grad.float(), **near)
 
 
 def test_softmax_states_of_fp64_stay_there():
@@ -204,7 +207,7 @@ def test_statistics_ignore_strides_masked_columns_and_whether_entropy_is_wanted(
     ):
         for value, expected in zip(statistics(same), (lse, entropy), strict=True):
             assert same_bits(value, expected)
-    _, alone, missing = rowwise.finish(rowwise.softmax_state(z, one(z), entropy=False), one(z))
+    _, alone, missing = finish(softmax_state(z, one(z), entropy=False), one(z))
     assert same_bits(alone, lse)
     assert missing is None
 
@@ -212,8 +215,8 @@ def test_statistics_ignore_strides_masked_columns_and_whether_entropy_is_wanted(
 def test_states_without_entropy_merge_to_the_same_logsumexp():
     z = Draw(torch.float64).normal(3, 50)
     scale, parts = one(z), z.split(20, 1)[:2]
-    states = [[rowwise.softmax_state(part, scale, entropy=wanted) for part in parts] for wanted in (True, False)]
-    with_it, without = (rowwise.finish(rowwise.merge(*pair, scale), scale) for pair in states)
+    states = [[softmax_state(part, scale, entropy=wanted) for part in parts] for wanted in (True, False)]
+    with_it, without = (finish(merge(*pair, scale), scale) for pair in states)
     assert same_bits(without.norm, with_it.norm)
     assert same_bits(without.logsumexp, with_it.logsumexp)
     assert without.entropy is None
@@ -221,13 +224,13 @@ def test_states_without_entropy_merge_to_the_same_logsumexp():
 
 def test_select_takes_the_column_of_each_id():
     z = torch.arange(12.0).view(3, 4)
-    assert rowwise.select(z, torch.tensor([3, 0, 2])).tolist() == [3, 4, 10]
-    assert rowwise.select(z, torch.tensor([13, 9, 12], dtype=torch.int32), first=10).tolist() == [3, 0, 10]
-    assert rowwise.select(z, torch.tensor([4, -1, 10**9])).tolist() == [0, 0, 0]
+    assert select(z, torch.tensor([3, 0, 2])).tolist() == [3, 4, 10]
+    assert select(z, torch.tensor([13, 9, 12], dtype=torch.int32), first=10).tolist() == [3, 0, 10]
+    assert select(z, torch.tensor([4, -1, 10**9])).tolist() == [0, 0, 0]
 
 
 def test_outside():
-    assert rowwise.outside(torch.tensor([-1, 0, 6, 7]), 7).tolist() == [True, False, False, True]
+    assert outside(torch.tensor([-1, 0, 6, 7]), 7).tolist() == [True, False, False, True]
 
 
 def upstream_of(z, ids, **grads):
@@ -241,7 +244,7 @@ def upstream_of(z, ids, **grads):
     }
     sum((outputs[name] * grad.double()).sum() for name, grad in grads.items()).backward()
     stats = found(z)
-    return rowwise.LogpUpstream(ids, stats.norm, stats.entropy, *(grads.get(name) for name in outputs)), leaf.grad
+    return LogpUpstream(ids, stats.norm, stats.entropy, *(grads.get(name) for name in outputs)), leaf.grad
 
 
 @pytest.mark.parametrize(
@@ -253,17 +256,17 @@ def test_dlogits_against_autograd(names):
     draw = Draw(torch.float64)
     z, ids = draw.normal(6, 33), draw.ids(33, 6)
     up, expected = upstream_of(z, ids, **{name: draw.normal(6) for name in names})
-    torch.testing.assert_close(rowwise.dlogits(z, one(z), up), expected, rtol=1e-12, atol=1e-14)
-    parts = [rowwise.dlogits(z[:, first : first + 8], one(z), up, first) for first in range(0, 33, 8)]
-    assert same_bits(torch.cat(parts, 1), rowwise.dlogits(z, one(z), up))
+    torch.testing.assert_close(dlogits(z, one(z), up), expected, rtol=1e-12, atol=1e-14)
+    parts = [dlogits(z[:, first : first + 8], one(z), up, first) for first in range(0, 33, 8)]
+    assert same_bits(torch.cat(parts, 1), dlogits(z, one(z), up))
     rows = torch.tensor([4, 1])
-    assert same_bits(rowwise.dlogits(z[rows], one(z)[rows], up.rows(rows)), rowwise.dlogits(z, one(z), up)[rows])
+    assert same_bits(dlogits(z[rows], one(z)[rows], up.rows(rows)), dlogits(z, one(z), up)[rows])
 
 
 def test_dlogits_without_upstream_is_zero():
     z = Draw(torch.float32).normal(2, 5)
-    up = rowwise.LogpUpstream(torch.tensor([0, 1]), found(z).norm, None, None, None, None)
-    assert same_bits(rowwise.dlogits(z, one(z), up), torch.zeros(2, 5))
+    up = LogpUpstream(torch.tensor([0, 1]), found(z).norm, None, None, None, None)
+    assert same_bits(dlogits(z, one(z), up), torch.zeros(2, 5))
 
 
 def test_dlogits_of_a_minus_inf_entry_is_zero():
@@ -271,15 +274,15 @@ def test_dlogits_of_a_minus_inf_entry_is_zero():
     z, ids = draw.normal(3, 6), torch.tensor([0, 1, 2])
     z[:, 4] = -INF
     stats = found(z)
-    up = rowwise.LogpUpstream(ids, stats.norm, stats.entropy, *(draw.normal(3) for _ in range(3)))
-    dz = rowwise.dlogits(z, one(z), up)
+    up = LogpUpstream(ids, stats.norm, stats.entropy, *(draw.normal(3) for _ in range(3)))
+    dz = dlogits(z, one(z), up)
     assert (dz[:, 4] == 0).all()
     assert dz.isfinite().all()
 
 
 def test_per_row():
     like = torch.zeros(3, 4)
-    assert torch.equal(rowwise.per_row(torch.tensor([1.0, 2.0, 3.0]), like), torch.tensor([[1.0], [2.0], [3.0]]))
-    assert torch.equal(rowwise.per_row(torch.tensor(2.0), like), torch.full((3, 1), 2.0))
-    elsewhere = rowwise.per_row(torch.tensor(2.0), like.to("meta"))
+    assert torch.equal(per_row(torch.tensor([1.0, 2.0, 3.0]), like), torch.tensor([[1.0], [2.0], [3.0]]))
+    assert torch.equal(per_row(torch.tensor(2.0), like), torch.full((3, 1), 2.0))
+    elsewhere = per_row(torch.tensor(2.0), like.to("meta"))
     assert (elsewhere.shape, elsewhere.device.type, elsewhere.dtype) == ((3, 1), "meta", torch.float32)

@@ -9,7 +9,7 @@ import torch
 from rl_kernels.core import validate as check
 from rl_kernels.core.dispatch import choose
 from rl_kernels.core.outputs import LogpStats
-from rl_kernels.core.rowwise import compute_dtype
+from rl_kernels.core.rowwise.operands import compute_dtype
 from rl_kernels.core.saved import are_hooked, save
 from rl_kernels.core.torchlib import first_order, no_lost_derivatives, scalar_or_rows
 from rl_kernels.fused_logp.op import OPERATOR, describe, ops

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from rl_kernels.core.rowwise import compute_dtype
+from rl_kernels.core.rowwise.operands import compute_dtype
 from rl_kernels.grpo_loss.estimator import Estimator
 from rl_kernels.grpo_loss.plan import Numbers, Plan
 

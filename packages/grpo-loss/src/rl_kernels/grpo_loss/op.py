@@ -35,7 +35,7 @@ import torch
 
 from rl_kernels.core import torchlib
 from rl_kernels.core.operator import INVARIANT, Backend, Call, Operator
-from rl_kernels.core.rowwise import compute_dtype
+from rl_kernels.core.rowwise.operands import compute_dtype
 from rl_kernels.core.triton_lib.launch import triton_backend
 from rl_kernels.grpo_loss.call import LossCall
 from rl_kernels.grpo_loss.outputs import METRICS

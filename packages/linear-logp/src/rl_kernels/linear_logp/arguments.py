@@ -9,7 +9,7 @@ import torch
 from rl_kernels.core import chains
 from rl_kernels.core import validate as check
 from rl_kernels.core.dispatch import choose
-from rl_kernels.core.rowwise import compute_dtype
+from rl_kernels.core.rowwise.operands import compute_dtype
 from rl_kernels.core.torchlib import autocast_linear, no_lost_derivatives, scalar_or_rows, scalars, values_hidden
 from rl_kernels.linear_logp.known import Known, draw, validate
 from rl_kernels.linear_logp.op import OPERATOR, describe

@@ -22,7 +22,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from rl_kernels.core import rowwise
+from rl_kernels.core.rowwise.logp_gradient import LogpUpstream
+from rl_kernels.core.rowwise.operands import compute_dtype
 from rl_kernels.linear_logp.inputs import Inputs, slices
 from rl_kernels.linear_logp.sums import Sums, Totals
 from rl_kernels.linear_logp.tree import Tree
@@ -35,7 +36,7 @@ COLUMNS, MOST_ROWS, LEAST = 33792, 16384, 256 << 20
 def default_workspace(hidden: torch.Tensor) -> int:
     """Return bytes for the buffer of dH and for dz of pieces so wide that continuing dH costs little."""
     count, size = hidden.shape
-    buffer = count * size * rowwise.compute_dtype(hidden.dtype).itemsize
+    buffer = count * size * compute_dtype(hidden.dtype).itemsize
     return max(buffer + min(count, MOST_ROWS) * COLUMNS * hidden.itemsize, LEAST)
 
 
@@ -54,7 +55,7 @@ class Steps(Protocol):
     def dlogits(
         self,
         block: Inputs,
-        upstream: rowwise.LogpUpstream,
+        upstream: LogpUpstream,
         columns: slice,
         dbias: torch.Tensor | None,
         dz: torch.Tensor,
@@ -74,7 +75,7 @@ class Steps(Protocol):
 def gradients(
     steps: Steps,
     inputs: Inputs,
-    upstream: rowwise.LogpUpstream,
+    upstream: LogpUpstream,
     vocab_segments: int,
     partial: bool,
     workspace_mib: int | None,
@@ -88,7 +89,7 @@ def gradients(
     With ``partial`` that of hidden is the sum over this shard in the compute dtype, not rounded. With ``main_grad``
     that of the weight is added to it, and comes back empty, as that of the bias with ``bias_total``.
     """
-    count, dtype = inputs.hidden.shape[0], rowwise.compute_dtype(inputs.hidden.dtype)
+    count, dtype = inputs.hidden.shape[0], compute_dtype(inputs.hidden.dtype)
     workspace = default_workspace(inputs.hidden) if workspace_mib is None else workspace_mib << 20
     if needed[1]:
         inputs, workspace = _cleaned(inputs, workspace)
@@ -126,7 +127,7 @@ class _Loop(NamedTuple):
 
     steps: Steps
     inputs: Inputs
-    upstream: rowwise.LogpUpstream
+    upstream: LogpUpstream
     height: int
     is_hidden_needed: bool
     totals: Totals

@@ -13,7 +13,7 @@ import torch
 
 from rl_kernels.core.constants import BIAS_STEP
 from rl_kernels.core.gpu import processors
-from rl_kernels.core.rowwise import LogpUpstream
+from rl_kernels.core.rowwise.logp_gradient import LogpUpstream
 from rl_kernels.linear_logp.backward import Steps, gradients
 from rl_kernels.linear_logp.inputs import Inputs
 from rl_kernels.linear_logp.vocabulary import BLOCK

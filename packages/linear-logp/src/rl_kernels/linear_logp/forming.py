@@ -23,7 +23,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from rl_kernels.core.constants import BIAS_STEP, STEP
 from rl_kernels.core.outputs import LogpStats
-from rl_kernels.core.rowwise import compute_dtype, row_sum
+from rl_kernels.core.rowwise.operands import compute_dtype
+from rl_kernels.core.rowwise.sums import row_sum
 from rl_kernels.core.saved import are_hooked
 from rl_kernels.linear_logp.arguments import Options, Prepared, RawInputs
 from rl_kernels.linear_logp.autograd import forward, summed

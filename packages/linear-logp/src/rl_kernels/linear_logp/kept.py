@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from rl_kernels.core.constants import UNIT
-from rl_kernels.core.rowwise import compute_dtype
+from rl_kernels.core.rowwise.operands import compute_dtype
 from rl_kernels.linear_logp.vocabulary import BLOCK
 
 FEW = 64

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from rl_kernels.core import validate as check
-from rl_kernels.core.rowwise import compute_dtype
+from rl_kernels.core.rowwise.operands import compute_dtype
 
 
 class Known(NamedTuple):

@@ -31,7 +31,7 @@ from rl_kernels.core import products, torchlib
 from rl_kernels.core.constants import UNIT
 from rl_kernels.core.cuda.where import cuda_backend
 from rl_kernels.core.operator import INVARIANT, REPEATABLE, Backend, Call, Operator
-from rl_kernels.core.rowwise import compute_dtype
+from rl_kernels.core.rowwise.operands import compute_dtype
 from rl_kernels.core.triton_lib.launch import triton_backend
 from rl_kernels.linear_logp import kept, packing
 

@@ -17,7 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rl_kernels.core import validate as check
 from rl_kernels.core.distributed import all_gather, all_reduce, reduce_scatter
-from rl_kernels.core.rowwise import compute_dtype, row_sum
+from rl_kernels.core.rowwise.operands import compute_dtype
+from rl_kernels.core.rowwise.sums import row_sum
 
 CHAIN = "chain"
 BLOCK = 1 << 24

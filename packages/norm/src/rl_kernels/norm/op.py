@@ -16,7 +16,7 @@ import torch
 
 from rl_kernels.core import torchlib
 from rl_kernels.core.operator import INVARIANT, Backend, Call, Operator
-from rl_kernels.core.rowwise import compute_dtype
+from rl_kernels.core.rowwise.operands import compute_dtype
 from rl_kernels.core.triton_lib.launch import triton_backend
 from rl_kernels.norm.results import result_dtype
 

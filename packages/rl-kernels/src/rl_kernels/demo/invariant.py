@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from rl_kernels.core.rowwise import row_sum
+from rl_kernels.core.rowwise.sums import row_sum
 from rl_kernels.demo.arithmetic import NORM_EPS, Arithmetic, visible
 from rl_kernels.linear_logp import linear_logp
 from rl_kernels.norm import rms_norm

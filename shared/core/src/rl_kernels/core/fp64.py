@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from rl_kernels.core.constants import SEGMENT, STEP
-from rl_kernels.core.rowwise import compute_dtype, pad_to
+from rl_kernels.core.rowwise.operands import compute_dtype, pad_to
 
 BLOCK = 64
 """Rows of a product computed at once; the last block is padded with zero rows."""

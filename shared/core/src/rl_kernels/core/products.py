@@ -19,7 +19,7 @@ import torch
 
 from rl_kernels.core import fp64, verified
 from rl_kernels.core.constants import STEP
-from rl_kernels.core.rowwise import compute_dtype, pad_to
+from rl_kernels.core.rowwise.operands import compute_dtype, pad_to
 from rl_kernels.core.verified import HEIGHTS, TILE_COLUMNS, TILE_ROWS, Kind, Settings, Way
 
 WIDTH = 4096

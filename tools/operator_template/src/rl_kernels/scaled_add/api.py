@@ -8,7 +8,7 @@ import torch
 
 from rl_kernels.core import validate as check
 from rl_kernels.core.dispatch import choose
-from rl_kernels.core.rowwise import compute_dtype
+from rl_kernels.core.rowwise.operands import compute_dtype
 from rl_kernels.core.torchlib import first_order, no_lost_derivatives, scalar
 from rl_kernels.scaled_add.op import OPERATOR, describe, ops
 

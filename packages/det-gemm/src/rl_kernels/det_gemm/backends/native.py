@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from rl_kernels.core import products
-from rl_kernels.core.rowwise import compute_dtype
+from rl_kernels.core.rowwise.operands import compute_dtype
 from rl_kernels.det_gemm.chains import joined
 from rl_kernels.det_gemm.segments import bounds, merged
 

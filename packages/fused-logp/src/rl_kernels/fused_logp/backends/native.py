@@ -1,7 +1,7 @@
 """fused_logp in PyTorch, for any device: rows in blocks of bounded memory, every sum in a fixed order.
 
 Reduction order, which is the contract of this backend: the maximum of the whole row, then its sum by
-``core.rowwise.row_sum``.
+``core.rowwise.sums.row_sum``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,10 @@ from collections.abc import Iterator
 
 import torch
 
-from rl_kernels.core import rowwise
+from rl_kernels.core.constants import SEGMENT
+from rl_kernels.core.rowwise.ids import outside, select
+from rl_kernels.core.rowwise.logp_gradient import LogpUpstream, dlogits
+from rl_kernels.core.rowwise.softmax import SoftmaxState, finish, merge, per_row, softmax_state
 
 BLOCK_ELEMENTS = 1 << 18
 """Logits processed at once, so that they stay in the cache. Rows are independent, so this changes no bit."""
@@ -58,8 +61,8 @@ def _statistics(
     for rows in _blocks(logits, row_indices):
         x, ids = logits[rows].to(temperature.dtype), token_ids[rows]
         scale = _column(temperature, rows, x)
-        found = rowwise.finish(rowwise.softmax_state(x, scale, entropy=entropy), scale)
-        logp = found.logp(rowwise.select(x, ids), scale)
+        found = finish(softmax_state(x, scale, entropy=entropy), scale)
+        logp = found.logp(select(x, ids), scale)
         values = [torch.where(_undefined(ids, x.shape[1], found.norm), torch.nan, logp), found.norm]
         if found.entropy is not None:
             values += [found.logsumexp, found.entropy]
@@ -121,8 +124,8 @@ def _gradients(
 ) -> Iterator[tuple[Rows, torch.Tensor]]:
     for rows in _blocks(logits, row_indices):
         x = logits[rows].to(temperature.dtype)
-        known = rowwise.LogpUpstream(token_ids, norm, *upstream).rows(rows)
-        dx = rowwise.dlogits(x, _column(temperature, rows, x), known)
+        known = LogpUpstream(token_ids, norm, *upstream).rows(rows)
+        dx = dlogits(x, _column(temperature, rows, x), known)
         active = _active(known.ids, ignore_index)
         is_gradient = active & ~_undefined(known.ids, x.shape[1], known.norm)
         # Asking a GPU would sync.
@@ -142,7 +145,7 @@ def _blocks(logits: torch.Tensor, row_indices: torch.Tensor | None) -> Iterator[
 
 
 def _column(temperature: torch.Tensor, rows: Rows, x: torch.Tensor) -> torch.Tensor:
-    return rowwise.per_row(temperature[rows] if temperature.ndim else temperature, x)
+    return per_row(temperature[rows] if temperature.ndim else temperature, x)
 
 
 def _undefined(ids: torch.Tensor, vocab: int, norm: torch.Tensor) -> torch.Tensor:
@@ -150,7 +153,7 @@ def _undefined(ids: torch.Tensor, vocab: int, norm: torch.Tensor) -> torch.Tenso
 
     They all get the same NaN: the sign of a NaN from arithmetic depends on its position in the vector.
     """
-    return rowwise.outside(ids, vocab) | norm.isnan().any(1)
+    return outside(ids, vocab) | norm.isnan().any(1)
 
 
 def _active(ids: torch.Tensor, ignore_index: int | None) -> torch.Tensor:

@@ -13,8 +13,13 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from rl_kernels.core import products, rowwise
+from rl_kernels.core import products
 from rl_kernels.core.constants import UNIT
+from rl_kernels.core.rowwise import softmax
+from rl_kernels.core.rowwise.ids import fill_rows, outside, select
+from rl_kernels.core.rowwise.logp_gradient import LogpUpstream, dlogits
+from rl_kernels.core.rowwise.operands import compute_dtype
+from rl_kernels.core.rowwise.softmax import SoftmaxState, merge, per_row, softmax_state
 from rl_kernels.linear_logp import kept, packing
 from rl_kernels.linear_logp.backward import gradients
 from rl_kernels.linear_logp.inputs import Inputs, slices
@@ -94,8 +99,8 @@ def finish(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (logp, logsumexp, entropy, norm) from the packed states of all shards; two are empty if not wanted."""
     parts, chosen = packing.unpacked(gathered, target_ids, vocab_size, entropy=entropy)
-    scale = rowwise.per_row(temperature, chosen)
-    each = (rowwise.SoftmaxState(top, total, weighted if entropy else None) for top, total, weighted in parts)
+    scale = per_row(temperature, chosen)
+    each = (SoftmaxState(top, total, weighted if entropy else None) for top, total, weighted in parts)
     inputs = Inputs(gathered, gathered, target_ids, None, temperature, ignore_index, None, whole=vocab_size)
     logp, norm, *others = _results(inputs, _merged(each, scale), chosen, scale)
     lse, row_entropy = others or [gathered.new_empty(0), gathered.new_empty(0)]
@@ -129,7 +134,7 @@ def backward(
     """Return (dhidden, dweight, dbias), empty if not needed; what has a total is added to it instead."""
     inputs = Inputs(hidden, weight, target_ids, bias, temperature, ignore_index, cap, vocab_start, vocab_size, logits)
     grads = (grad_logp, grad_logsumexp, grad_entropy)
-    upstream = rowwise.LogpUpstream(target_ids, norm, entropy, *grads)
+    upstream = LogpUpstream(target_ids, norm, entropy, *grads)
     sums = needed, join_tokens, main_grad, bias_total
     return gradients(Steps(), inputs, upstream, vocab_segments, partial, workspace_mib, *sums)
 
@@ -142,12 +147,12 @@ def backward_main_grad(*args: object) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _statistics(inputs: Inputs, *, entropy: bool) -> list[torch.Tensor]:
     count = len(inputs.hidden)
-    dtype = rowwise.compute_dtype(inputs.hidden.dtype)
+    dtype = compute_dtype(inputs.hidden.dtype)
     shapes = ((count,), (count, 2), *([(count,)] * 2 if entropy else ()))
     totals = [inputs.hidden.new_empty(shape, dtype=dtype) for shape in shapes]
     for rows in _blocks(inputs):
         block = inputs.block(rows)
-        scale = rowwise.per_row(block.temperature, block.hidden)
+        scale = per_row(block.temperature, block.hidden)
         chosen = block.hidden.new_zeros(len(block.hidden), dtype=dtype)
         state = _merged(_walk(block, chosen, entropy=entropy), scale)
         for total, value in zip(totals, _results(block, state, chosen, scale), strict=True):
@@ -160,28 +165,26 @@ def _blocks(inputs: Inputs) -> Iterator[slice]:
     return slices(count, max(BLOCK_ELEMENTS // max(UNIT, size), BLOCK))
 
 
-def _walk(block: Inputs, chosen: torch.Tensor, *, entropy: bool) -> Iterator[rowwise.SoftmaxState]:
+def _walk(block: Inputs, chosen: torch.Tensor, *, entropy: bool) -> Iterator[SoftmaxState]:
     """Yield the softmax states of each unit; add the logit that a row selects to ``chosen[N]``, and keep logits."""
     for columns in slices(len(block.weight), UNIT):
         x = _logits(block, columns)
         kept_part = block.kept_part(columns)
         if kept_part is not None:
             kept_part.copy_(x)
-        chosen += rowwise.select(x, block.target_ids, block.start + columns.start)
-        yield rowwise.softmax_state(x, rowwise.per_row(block.temperature, x), entropy=entropy)
+        chosen += select(x, block.target_ids, block.start + columns.start)
+        yield softmax_state(x, per_row(block.temperature, x), entropy=entropy)
 
 
-def _merged(states: Iterable[rowwise.SoftmaxState], scale: torch.Tensor) -> rowwise.SoftmaxState:
+def _merged(states: Iterable[SoftmaxState], scale: torch.Tensor) -> SoftmaxState:
     """Return the state of all units, merged in ascending order."""
-    return functools.reduce(lambda left, right: rowwise.merge(left, right, scale), states)
+    return functools.reduce(lambda left, right: merge(left, right, scale), states)
 
 
-def _results(
-    block: Inputs, state: rowwise.SoftmaxState, chosen: torch.Tensor, scale: torch.Tensor
-) -> list[torch.Tensor]:
+def _results(block: Inputs, state: SoftmaxState, chosen: torch.Tensor, scale: torch.Tensor) -> list[torch.Tensor]:
     """Return logp and norm, and with entropy logsumexp and entropy; 0 at ignored positions."""
-    found = rowwise.finish(state, scale)
-    bad = rowwise.outside(block.target_ids, block.vocab) | found.norm.isnan().any(1)
+    found = softmax.finish(state, scale)
+    bad = outside(block.target_ids, block.vocab) | found.norm.isnan().any(1)
     values = [torch.where(bad, torch.nan, found.logp(chosen, scale)), found.norm]
     if found.entropy is not None:
         values += [found.logsumexp, found.entropy]
@@ -206,7 +209,7 @@ class Steps:
         temporaries the size of its logits.
         """
         size = inputs.hidden.shape[1]
-        item = rowwise.compute_dtype(inputs.hidden.dtype).itemsize
+        item = compute_dtype(inputs.hidden.dtype).itemsize
         height = (workspace - UNIT * size * item * (2 + buffers)) // (item * (8 * UNIT + 2 * size))
         return UNIT, max(height // BLOCK, 1) * BLOCK
 
@@ -217,7 +220,7 @@ class Steps:
     def dlogits(
         self,
         block: Inputs,
-        upstream: rowwise.LogpUpstream,
+        upstream: LogpUpstream,
         columns: slice,
         dbias: torch.Tensor | None,
         dz: torch.Tensor,
@@ -227,12 +230,12 @@ class Steps:
         if x is None:
             x = _logits(block, columns)
         first = block.start + columns.start
-        gradient = rowwise.dlogits(x, rowwise.per_row(block.temperature, x), upstream, first)
+        gradient = dlogits(x, per_row(block.temperature, x), upstream, first)
         if block.cap is not None:
             gradient *= block.cap.slope(x)
-        rowwise.fill_rows(gradient, rowwise.outside(block.target_ids, block.vocab), torch.nan)
+        fill_rows(gradient, outside(block.target_ids, block.vocab), torch.nan)
         if block.ignore_index is not None:
-            rowwise.fill_rows(gradient, block.target_ids == block.ignore_index, 0.0)
+            fill_rows(gradient, block.target_ids == block.ignore_index, 0.0)
         if dbias is not None:
             products.chain_dw(gradient, torch.ones_like(gradient[:, :1]), dbias[:, None])
         dz.copy_(gradient)
@@ -247,7 +250,7 @@ class Steps:
 
     def add_dweight(self, dz: torch.Tensor, hidden: torch.Tensor, out: torch.Tensor, *, continues: bool) -> None:
         """Write ``dz^T @ hidden`` to ``out``, or add it if ``continues``."""
-        total = out if continues else out.new_zeros(out.shape, dtype=rowwise.compute_dtype(out.dtype))
+        total = out if continues else out.new_zeros(out.shape, dtype=compute_dtype(out.dtype))
         products.chain_dw(dz, hidden, total)
         if not continues:
             out.copy_(total)

@@ -1,4 +1,4 @@
-"""rms_norm and layer_norm in PyTorch, for any device: the sum of a row is ``core.rowwise.row_sum``.
+"""rms_norm and layer_norm in PyTorch, for any device: the sum of a row is ``rowwise.sums.row_sum``.
 
 The gradients of weight and bias are sums over the rows: a tree within each 16 rows, then the sums of these in ascending
 order, on top of the values in the buffer.
@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 
 from rl_kernels.core.constants import STEP
-from rl_kernels.core.rowwise import compute_dtype, pad_to, row_sum
+from rl_kernels.core.rowwise.operands import compute_dtype, pad_to
+from rl_kernels.core.rowwise.sums import row_sum
 from rl_kernels.norm.results import result_dtype
 
 

@@ -22,8 +22,9 @@ from rl_kernels.attention import sinks as sink
 from rl_kernels.attention.backends.native.batches import LARGEST, Batch, Seen, batches
 from rl_kernels.attention.backends.native.places import BLOCK
 from rl_kernels.attention.inputs import Inputs
-from rl_kernels.core import batched, rowwise, torchlib
+from rl_kernels.core import batched, torchlib
 from rl_kernels.core.constants import STEP
+from rl_kernels.core.rowwise.sums import row_sum
 
 T = TypeVar("T", bound=tuple[torch.Tensor, ...])
 ROWS = 256
@@ -164,7 +165,7 @@ def backward(*arguments: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     assert isinstance(grad, torch.Tensor)
     dq = given.q.new_zeros(given.q.shape)
     dk, dv = (value.new_zeros(value.shape if needs_keys else 0) for value in (given.k, given.v))
-    delta = rowwise.row_sum(out.float() * grad.float()).movedim(-1, -2)
+    delta = row_sum(out.float() * grad.float()).movedim(-1, -2)
     for batch in batches(given, BLOCK, backward=True):
         for part, (of_rows, of_keys, of_values) in _results(given, batch, _gradients, lse, delta, grad):
             part.put_rows(dq, of_rows)

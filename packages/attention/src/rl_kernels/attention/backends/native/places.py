@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from rl_kernels.attention.inputs import UNLIMITED, Inputs
-from rl_kernels.core import rowwise
+from rl_kernels.core.rowwise.ids import outside
 
 BLOCK = 64
 """Keys of a block."""
@@ -96,7 +96,7 @@ def _paged(given: Inputs, b: int, used: int) -> tuple[tuple[torch.Tensor, torch.
     length = min(max(used, 0), given.block_table.shape[1] * size * bool(pages))
     key = torch.arange(length, device=given.q.device)
     page = given.block_table[b, key // size].long()
-    return (page.clamp(0, max(pages - 1, 0)), key % size), length, rowwise.outside(page, pages)
+    return (page.clamp(0, max(pages - 1, 0)), key % size), length, outside(page, pages)
 
 
 def _within(bounds: list[int], total: int) -> tuple[int, int]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from rl_kernels.core import rowwise
+from rl_kernels.core.rowwise.operands import compute_dtype
+from rl_kernels.core.rowwise.sums import row_sum
 from rl_kernels.grpo_loss.estimator import Estimator
 
 
@@ -15,7 +16,7 @@ def advantages(
     formula = Estimator.parse(estimator)
     count = rewards.shape[0]
     if not count:
-        return rewards.new_empty(0, dtype=rowwise.compute_dtype(rewards.dtype))
+        return rewards.new_empty(0, dtype=compute_dtype(rewards.dtype))
     if boundaries is None:
         boundaries = torch.arange(0, count + 1, samples, device=rewards.device)
     r = rewards.double()
@@ -37,7 +38,7 @@ def advantages(
         centred = torch.where(present, centred, 0.0)
     scaled = _scaled(centred, size, r, present, formula, eps, start, end)
     # The mean of seven times 0.1 is not 0.1, so equal rewards are detected by comparison.
-    return torch.where(unlike == 0, 0.0, scaled).to(rowwise.compute_dtype(rewards.dtype))
+    return torch.where(unlike == 0, 0.0, scaled).to(compute_dtype(rewards.dtype))
 
 
 def _scaled(
@@ -66,9 +67,9 @@ def _scaled(
 def _std_of_all(r: torch.Tensor, present: torch.Tensor | None) -> torch.Tensor:
     """Return the sample standard deviation of all rewards that are present, summed in order."""
     here = torch.ones_like(r) if present is None else present.double()
-    size = rowwise.row_sum(here)
-    centred = torch.where(here != 0, r - rowwise.row_sum(r) / size, 0.0)
-    return (rowwise.row_sum(centred.square()) / (size - 1)).sqrt()
+    size = row_sum(here)
+    centred = torch.where(here != 0, r - row_sum(r) / size, 0.0)
+    return (row_sum(centred.square()) / (size - 1)).sqrt()
 
 
 def _first_present(present: torch.Tensor, group: torch.Tensor, start: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """grpo_loss in PyTorch, for any device: element-wise operations and sums in a fixed order, no host sync.
 
-Reduction order, which is the contract of this backend: ``core.rowwise.row_sum`` sums a sequence from its start, then
+Reduction order, which is the contract of this backend: ``rowwise.sums.row_sum`` sums a sequence from its start, then
 the sums of the sequences. Masked positions are zeros in both, so padding and masked sequences at the end change no bit.
 Packed sequences are padded first. Rewards are summed in FP64 by a tree over each group, from the group's start.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from rl_kernels.core import rowwise
+from rl_kernels.core.rowwise.sums import row_sum
 from rl_kernels.grpo_loss import packing
 from rl_kernels.grpo_loss.backends.native import metrics
 from rl_kernels.grpo_loss.backends.native.advantages import advantages
@@ -67,7 +67,7 @@ def combine(
     if mean == "sequences":
         policy, kl_sums = (each / counts.clamp(min=1) for each in (policy, kl_sums))
     divisor = _divisor(counts, normaliser, length, mean, n)
-    policy_loss, kl = (rowwise.row_sum(each) / divisor for each in (policy, kl_sums))
+    policy_loss, kl = (row_sum(each) / divisor for each in (policy, kl_sums))
     has_metrics = sums.shape[0] > SUMS
     values = metrics.vector(sums[SUMS:], counts) if has_metrics else sums.new_empty(0, dtype=torch.float32)
     return policy_loss + n.beta * kl, policy_loss, kl, values, divisor
@@ -105,9 +105,9 @@ def _sums(call: LossCall, slope: torch.Tensor | None) -> torch.Tensor:
     for rows in _blocks(current):
         block = inputs.rows(rows)
         terms = terms_of(block, plan, n, call.with_metrics)
-        found[0, rows] = rowwise.row_sum(terms.policy)
+        found[0, rows] = row_sum(terms.policy)
         if terms.kl is not None:
-            found[1, rows] = rowwise.row_sum(terms.kl)
+            found[1, rows] = row_sum(terms.kl)
         # Exact in FP32 for a sequence of up to 2^24 tokens.
         found[2, rows] = block.mask.sum(1).to(call.dtype)
         if call.with_metrics:

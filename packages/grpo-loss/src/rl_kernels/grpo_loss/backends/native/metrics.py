@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from rl_kernels.core import rowwise
+from rl_kernels.core.rowwise.sums import row_sum
 from rl_kernels.grpo_loss.backends.native.terms import Block, Terms, _k3
 from rl_kernels.grpo_loss.lanes import keep, lanes
 from rl_kernels.grpo_loss.outputs import METRICS
@@ -35,7 +35,7 @@ def store(rows: torch.Tensor, block: Block, terms: Terms, plan: Plan, n: Numbers
     if block.entropy is not None:
         values["entropy"] = block.entropy.to(dtype)
     for name, value in values.items():
-        rows[SUMS.index(name)] = rowwise.row_sum(keep(value, active))
+        rows[SUMS.index(name)] = row_sum(keep(value, active))
     if ratio.shape[1]:
         is_number = block.mask & ~ratio.isnan()
         rows[-2] = torch.where(is_number, ratio, math.inf).amin(1)
@@ -47,8 +47,8 @@ def vector(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
 
     ``counts[B]`` are the active tokens of each sequence.
     """
-    sums = dict(zip(SUMS, rowwise.row_sum(rows[:-2]), strict=True))
-    number = rowwise.row_sum(counts)
+    sums = dict(zip(SUMS, row_sum(rows[:-2]), strict=True))
+    number = row_sum(counts)
     means = {name: value / number.clamp(min=1) for name, value in sums.items()}
     is_any = number > 0
     infinity = rows.new_full((1,), math.inf)

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from rl_kernels.core import rowwise
+from rl_kernels.core.rowwise.operands import compute_dtype
+from rl_kernels.core.rowwise.sums import row_sum
 from rl_kernels.grpo_loss.lanes import keep, lanes
 from rl_kernels.grpo_loss.plan import Numbers, Plan
 
@@ -66,7 +67,7 @@ class Terms(NamedTuple):
 
 def terms_of(block: Block, plan: Plan, n: Numbers, with_ratio: bool) -> Terms:
     """Return the terms of some sequences, with the ratio if ``with_ratio``."""
-    dtype = rowwise.compute_dtype(block.current.dtype)
+    dtype = compute_dtype(block.current.dtype)
     current = block.current.to(dtype)
     a = _column(block.advantages, dtype)
     # Masked and A = 0 tokens are removed before any exponential: 0 * inf would be NaN.
@@ -75,7 +76,7 @@ def terms_of(block: Block, plan: Plan, n: Numbers, with_ratio: bool) -> Terms:
     # 0 on-policy, except NaN for log-probabilities that are not finite, which the loss must show.
     d = current - (current if block.old is None else block.old.to(dtype))
     if plan.level == "sequence":
-        ratio = seen = (rowwise.row_sum(keep(d, where.active))[:, None] / tokens).exp()
+        ratio = seen = (row_sum(keep(d, where.active))[:, None] / tokens).exp()
     else:
         ratio = keep(d, where.counted).exp()
         seen = keep(d, where.active).exp() if with_ratio or plan.kl_correction == "corrected" else ratio
@@ -125,7 +126,7 @@ def _policy(
     term, slope = keep(term, where.counted), keep(slope, where.counted)
     if plan.level == "sequence" and through_ratio:
         # Each of the n tokens of a sequence moves its log-ratio by 1/n of the change of its log-probability.
-        slope = keep(rowwise.row_sum(slope)[:, None] / where.tokens, where.active)
+        slope = keep(row_sum(slope)[:, None] / where.tokens, where.active)
     return term, slope
 
 
@@ -172,7 +173,7 @@ def _weight(
         return torch.ones_like(a)
     if plan.kind == "cispo":
         return ratio.clamp(n.cispo_floor, n.cispo_cap)
-    log_weight = rowwise.row_sum(keep(d.clamp(-LOG_MOST, LOG_MOST), where.active))[:, None]
+    log_weight = row_sum(keep(d.clamp(-LOG_MOST, LOG_MOST), where.active))[:, None]
     if rollout is not None:
         log_rollout = rollout.log().clamp(LOG_LEAST, LOG_MOST)
         # A per-sequence value counts once, however long the sequence is.
@@ -185,7 +186,7 @@ def _weight(
 
 
 def _row(values: torch.Tensor, where: Lanes) -> torch.Tensor:
-    return rowwise.row_sum(keep(values, where.active))[:, None]
+    return row_sum(keep(values, where.active))[:, None]
 
 
 def _kl(e: torch.Tensor, ratio: torch.Tensor, where: Lanes, plan: Plan) -> Term:
@@ -194,7 +195,7 @@ def _kl(e: torch.Tensor, ratio: torch.Tensor, where: Lanes, plan: Plan) -> Term:
     if plan.kl_correction == "plain":
         return estimate, slope if plan.kl == "k3" else keep(slope, where.active)
     if plan.level == "sequence":
-        shared = rowwise.row_sum(keep(estimate, where.active))[:, None] / where.tokens
+        shared = row_sum(keep(estimate, where.active))[:, None] / where.tokens
         return keep(estimate * ratio, where.active), keep((slope + shared) * ratio, where.active)
     # d(k3 ratio) = -e ratio: this form avoids the cancellation in slope + estimate.
     own = -e if plan.kl == "k3" else slope + estimate

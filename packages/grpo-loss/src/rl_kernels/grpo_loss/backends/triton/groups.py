@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from rl_kernels.core.gpu import device_of
-from rl_kernels.core.rowwise import compute_dtype
+from rl_kernels.core.rowwise.operands import compute_dtype
 from rl_kernels.core.triton_lib.launch import launch
 from rl_kernels.grpo_loss.call import LossCall
 from rl_kernels.grpo_loss.estimator import ESTIMATORS, Estimator

@@ -13,7 +13,7 @@ import torch
 from rl_kernels.core.cuda.gemm.matmul import matmul
 from rl_kernels.core.cuda.launch import kernel
 from rl_kernels.core.cuda.tensor_map import tensor_map
-from rl_kernels.core.rowwise import LogpUpstream
+from rl_kernels.core.rowwise.logp_gradient import LogpUpstream
 from rl_kernels.linear_logp import blocks
 from rl_kernels.linear_logp.backends.cuda_sm90.tiles import (
     BACKWARD,

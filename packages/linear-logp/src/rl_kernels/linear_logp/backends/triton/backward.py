@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from rl_kernels.core.gpu import device_of
-from rl_kernels.core.rowwise import LogpUpstream
+from rl_kernels.core.rowwise.logp_gradient import LogpUpstream
 from rl_kernels.core.triton_lib import gemm
 from rl_kernels.core.triton_lib.launch import ceil_div
 from rl_kernels.core.triton_lib.schedule import processors

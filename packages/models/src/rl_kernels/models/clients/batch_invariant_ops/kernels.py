@@ -1,4 +1,4 @@
-"""The reductions in Triton, bitwise identical to ``reductions``: each sum is the tree of ``rowwise.tree_sum``."""
+"""The reductions in Triton, bitwise identical to ``reductions``: each sum is the tree of ``rowwise.sums.tree_sum``."""
 
 from __future__ import annotations
 

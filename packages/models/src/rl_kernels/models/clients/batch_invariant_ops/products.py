@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from rl_kernels.core import fp64, rowwise
+from rl_kernels.core import fp64
 from rl_kernels.core import validate as check
+from rl_kernels.core.rowwise.operands import compute_dtype
 from rl_kernels.core.torchlib import as_native
 from rl_kernels.det_gemm import det_gemm, det_linear
 
@@ -102,7 +103,7 @@ def affine(
     if plain and out_dtype in (None, a.dtype) and bias.shape == b.shape[1:]:
         return linear(a, b.t(), bias)
     # The steps of det_linear's epilogue: a bias expanded over all rows gives the same bits as a bias ``[N]``.
-    total = matrices("mat1", a, "mat2", b, rowwise.compute_dtype(a.dtype))
+    total = matrices("mat1", a, "mat2", b, compute_dtype(a.dtype))
     # Each step rounds: vector code does not use a fused multiply-add for every element.
     if alpha != 1:
         total = total * alpha

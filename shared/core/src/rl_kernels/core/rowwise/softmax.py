@@ -1,0 +1,106 @@
+"""Softmax statistics of rows: states of parts of a row, which are merged in ascending order."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from rl_kernels.core.rowwise.sums import row_sum
+
+SMALLEST_SHIFT = -1e4
+"""``exp`` of anything below is 0 in every dtype. Shifts are clamped to it, because -inf times a sum of 0 is NaN."""
+
+
+class SoftmaxState(NamedTuple):
+    """Softmax statistics of a part of each row x, where z = x / temperature.
+
+    Attributes:
+        top: max x.
+        total: sum of e^(z - max z).
+        weighted: sum of (z - max z) e^(z - max z); None if the entropy is not wanted, which changes no bit of the
+            others.
+    """
+
+    top: torch.Tensor
+    total: torch.Tensor
+    weighted: torch.Tensor | None
+
+
+class Statistics(NamedTuple):
+    """Softmax statistics of whole rows: ``norm[N, 2]`` holds max x and the log of the sum of e^(z - max z).
+
+    ``norm[:, 0] / temperature + norm[:, 1]`` is the logsumexp. Both parts are kept, because the rounded logsumexp is
+    too coarse to subtract where x is large.
+    """
+
+    norm: torch.Tensor
+    logsumexp: torch.Tensor
+    entropy: torch.Tensor | None
+
+    def logp(self, chosen: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+        """Return the log-probability of the raw value that each row selects; at most 0, as the largest one counts 1."""
+        return (chosen - self.norm[:, 0]) / temperature[:, 0] - self.norm[:, 1]
+
+
+def softmax_state(x: torch.Tensor, temperature: torch.Tensor, *, entropy: bool) -> SoftmaxState:
+    """Return the state of ``x[N, n]``, n >= 1, with ``temperature[N, 1]``; a -inf entry adds nothing to it."""
+    top = x.amax(-1)
+    # Subtract before scaling: exact for the values that matter, however large they are.
+    shifted = divide(x - torch.where(top == -torch.inf, 0.0, top)[:, None], temperature)
+    if not entropy:
+        return SoftmaxState(top, row_sum(shifted.exp_()), None)
+    power = shifted.exp()
+    return SoftmaxState(top, row_sum(power), row_sum(shifted.clamp_(min=SMALLEST_SHIFT).mul_(power)))
+
+
+def divide(x: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """Divide ``x[N, n]`` in place by ``temperature[N, 1]``; not by 1, where a look at it waits for nothing."""
+    is_one_number = temperature.is_cpu and temperature.numel() and not temperature.stride(0)
+    return x if is_one_number and float(temperature[0, 0]) == 1.0 else x.div_(temperature)
+
+
+def merge(left: SoftmaxState, right: SoftmaxState, temperature: torch.Tensor) -> SoftmaxState:
+    """Return the state of two parts of a row; not associative in the last bit, so always merge in ascending order."""
+    top = torch.maximum(left.top, right.top)
+    (left_total, left_weighted), (right_total, right_weighted) = (_at(s, top, temperature) for s in (left, right))
+    if left_weighted is None or right_weighted is None:
+        return SoftmaxState(top, left_total + right_total, None)
+    return SoftmaxState(top, left_total + right_total, left_weighted + right_weighted)
+
+
+def _at(state: SoftmaxState, top: torch.Tensor, temperature: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    # A part that is all -inf has sums of 0, which stay 0 under any finite scale.
+    shift = ((state.top - top) / temperature[:, 0]).clamp(min=SMALLEST_SHIFT)
+    shift = torch.where(state.top == top, 0.0, shift)
+    scale = shift.exp()
+    if state.weighted is None:
+        return state.total * scale, None
+    return state.total * scale, (state.weighted + shift * state.total) * scale
+
+
+def finish(state: SoftmaxState, temperature: torch.Tensor) -> Statistics:
+    """Return the statistics of whole rows; NaN for a row that is all -inf or contains NaN or +inf.
+
+    The NaN always has the same bits: on a CPU, the sign of a computed NaN depends on its place in the vector.
+    """
+    log_total = state.total.log()
+    undefined = (state.top == -torch.inf) | (state.top + log_total).isnan()
+    top, log_total = (torch.where(undefined, torch.nan, value) for value in (state.top, log_total))
+    norm, lse = torch.stack((top, log_total), 1), torch.where(undefined, torch.nan, top / temperature[:, 0] + log_total)
+    if state.weighted is None:
+        return Statistics(norm, lse, None)
+    entropy = torch.where(undefined, torch.nan, log_total - state.weighted / state.total)
+    return Statistics(norm, lse, entropy)
+
+
+def per_row(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return a column for the rows of ``like``, of one value per row or of one number (without dims, maybe on the CPU).
+
+    Never a scalar: as an operand it may run another kernel (a GPU multiplies by its reciprocal) and give other bits.
+    """
+    if value.ndim:
+        return value[:, None]
+    if value.device == like.device:
+        return value.expand(like.shape[0], 1)
+    return torch.full((like.shape[0], 1), float(value), dtype=value.dtype, device=like.device)
