@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from rl_kernels.core import kernel_registry, torchlib
+from rl_kernels.core import kernel_registry
 from rl_kernels.core.dispatch import forget
 from rl_kernels.core.testing import Draw, function_of, spec_of
+from rl_kernels.core.torchlib.scalars import _cached_numbers
 from rl_kernels.lab.check.guard import named
 
 ROOT = Path(__file__).parents[1]
@@ -100,7 +101,7 @@ def test_a_default_dtype_changes_no_bit(operator, case, default_dtype):
 def test_a_rollout_in_inference_mode_changes_no_bit_of_the_update(operator, case):
     expected = run(operator, case)()
     forget()
-    torchlib._cached_numbers.cache_clear()
+    _cached_numbers.cache_clear()
     call = run(operator, case)
 
     def make(value):

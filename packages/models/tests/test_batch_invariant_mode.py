@@ -9,7 +9,7 @@ import rl_kernels.models.clients.batch_invariant_ops as batch_invariant_ops
 from rl_kernels.attention import det_attention
 from rl_kernels.core import products
 from rl_kernels.core.testing import Draw
-from rl_kernels.core.torchlib import as_native, within_native
+from rl_kernels.core.torchlib.ops import as_native, within_native
 from rl_kernels.det_gemm import det_gemm, det_linear
 from rl_kernels.linear_logp import linear_logp
 from rl_kernels.models.clients.batch_invariant_ops import mode

@@ -17,10 +17,15 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rl_kernels.core import dispatch, torchlib
+from rl_kernels.core import dispatch
 from rl_kernels.core.dispatch import BackendUnavailable, Choice, choose, record_dispatch, use_backend
 from rl_kernels.core.operator import INVARIANT, Backend, Call, Operator
 from rl_kernels.core.registry import GROUP, KernelRegistry
+from rl_kernels.core.torchlib.autocast import autocast_dtype, autocast_linear
+from rl_kernels.core.torchlib.derivatives import first_order, no_lost_derivatives
+from rl_kernels.core.torchlib.observed import values_hidden
+from rl_kernels.core.torchlib.ops import define, define_check
+from rl_kernels.core.torchlib.scalars import scalar, scalar_or_rows, scalars
 
 native = ModuleType("toy_native")
 native.forward = lambda a, b: a @ b
@@ -51,7 +56,7 @@ OPERATOR = Operator(
     ),
     describe=lambda a, b: Call.of(a, K=b.shape[0], N=b.shape[1]),
 )
-ops = torchlib.define(OPERATOR)
+ops = define(OPERATOR)
 
 
 def _require_positive(value, name):
@@ -59,7 +64,7 @@ def _require_positive(value, name):
         raise ValueError(f"{name}: expected values > 0")
 
 
-check_toy = torchlib.define_check("check_toy", "(Tensor value, str name)", _require_positive)
+check_toy = define_check("check_toy", "(Tensor value, str name)", _require_positive)
 
 
 class _Product(torch.autograd.Function):
@@ -71,7 +76,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return torchlib.first_order(ops["backward"], grad, *ctx.saved_tensors, ctx.backend), None, None
+        return first_order(ops["backward"], grad, *ctx.saved_tensors, ctx.backend), None, None
 
 
 def toy_product(a, b, backend=None):
@@ -148,24 +153,24 @@ def test_double_backward_raises(upstream_needs_grad):
 
 
 def test_first_order_with_gradients_off_records_nothing(monkeypatch):
-    monkeypatch.setattr(torchlib, "_FirstOrder", None)
+    monkeypatch.setattr("rl_kernels.core.torchlib.derivatives._FirstOrder", None)
     a, b = torch.ones(2, 3), torch.ones(3, 2)
     with torch.no_grad():
-        assert torch.equal(torchlib.first_order(ops["backward"], a @ b, b, "native"), (a @ b) @ b.t())
+        assert torch.equal(first_order(ops["backward"], a @ b, b, "native"), (a @ b) @ b.t())
 
 
 def test_numbers_in_one_tensor_are_those_of_one_each():
     values = (0.1, 1, 1e-30)
-    expected = [torchlib.scalar(value, torch.float64) for value in values]
-    compiled = torch.compile(torchlib.scalars, fullgraph=True, backend="aot_eager")
-    for found in (torchlib.scalars(*values), compiled(*values)):
+    expected = [scalar(value, torch.float64) for value in values]
+    compiled = torch.compile(scalars, fullgraph=True, backend="aot_eager")
+    for found in (scalars(*values), compiled(*values)):
         assert found.dtype == torch.float64
         assert torch.equal(found, torch.stack(expected))
 
 
 def test_first_order_without_gradients_in_play_is_the_op_itself():
     a, b = operands()
-    grad = torchlib.first_order(ops["backward"], (a @ b).detach(), b, "native")
+    grad = first_order(ops["backward"], (a @ b).detach(), b, "native")
     assert not grad.requires_grad
     assert torch.equal(grad, (a @ b).detach() @ b.t())
 
@@ -180,7 +185,7 @@ def test_define_check_looks_at_values_where_there_are_any():
 
 
 def test_values_are_seen_in_eager_mode():
-    assert not torchlib.values_hidden(torch.ones(1))
+    assert not values_hidden(torch.ones(1))
 
 
 def test_values_are_hidden_while_a_graph_is_captured(monkeypatch):
@@ -188,10 +193,10 @@ def test_values_are_hidden_while_a_graph_is_captured(monkeypatch):
         is_cuda = True
 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert torchlib.values_hidden(OnGpu())
-    assert not torchlib.values_hidden(torch.ones(1))
+    assert values_hidden(OnGpu())
+    assert not values_hidden(torch.ones(1))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    assert not torchlib.values_hidden(OnGpu())
+    assert not values_hidden(OnGpu())
 
 
 def test_the_very_first_call_may_be_compiled(run_python):
@@ -203,7 +208,7 @@ def compile_first():
     """Compile before any eager call; see that graphs follow what is forced, and that bits and records are eager's."""
 
     def loss(a, b):
-        assert torchlib.values_hidden(b)
+        assert values_hidden(b)
         return toy_product(a, b)
 
     a, b = operands()
@@ -292,20 +297,20 @@ def test_elsewhere_the_backend_is_called_as_it_is(monkeypatch):
 
 def test_numbers_are_kept_where_they_may_be():
     with torch.inference_mode():
-        first = torchlib.scalar(0.37, torch.float32)
-    assert torchlib.scalar(0.37, torch.float32) is first
+        first = scalar(0.37, torch.float32)
+    assert scalar(0.37, torch.float32) is first
     assert not first.is_inference()
     with FakeTensorMode():
-        fake = torchlib.scalars(0.5, 7.25)
-    kept = torchlib.scalars(0.5, 7.25)
+        fake = scalars(0.5, 7.25)
+    kept = scalars(0.5, 7.25)
     assert type(fake) is not type(kept)
     assert type(kept) is torch.Tensor
     assert kept.tolist() == [0.5, 7.25]
     for value in (0.0, -0.0, 0.0):
-        assert math.copysign(1, float(torchlib.scalar(value, torch.float32))) == math.copysign(1, value)
-        assert math.copysign(1, torchlib.scalars(1.0, value).tolist()[1]) == math.copysign(1, value)
-    assert torchlib.scalar(3, torch.float64).dtype == torch.float64
-    assert torchlib.scalar(3, torch.float32).dtype == torch.float32
+        assert math.copysign(1, float(scalar(value, torch.float32))) == math.copysign(1, value)
+        assert math.copysign(1, scalars(1.0, value).tolist()[1]) == math.copysign(1, value)
+    assert scalar(3, torch.float64).dtype == torch.float64
+    assert scalar(3, torch.float32).dtype == torch.float32
 
 
 if __name__ == "__main__":
@@ -313,9 +318,9 @@ if __name__ == "__main__":
 
 
 def test_a_number_stays_on_the_cpu_and_a_tensor_is_one_value_a_row():
-    assert torchlib.scalar_or_rows(0.5, 3, torch.float32).shape == ()
+    assert scalar_or_rows(0.5, 3, torch.float32).shape == ()
     for shape, rows in (((), 1), ((), 4), ((3,), 3), ((2, 3), 6)):
-        found = torchlib.scalar_or_rows(torch.full(shape, 0.5, dtype=torch.float64), rows, torch.float32)
+        found = scalar_or_rows(torch.full(shape, 0.5, dtype=torch.float64), rows, torch.float32)
         assert (found.shape, found.dtype) == ((rows,), torch.float32)
 
 
@@ -323,7 +328,7 @@ def test_gradient_transforms_are_refused_by_name():
     a, b = (x.detach() for x in operands())
 
     def product(a):
-        torchlib.no_lost_derivatives("toy_product", a, b)
+        no_lost_derivatives("toy_product", a, b)
         return toy_product(a, b).sum()
 
     with pytest.raises(
@@ -346,13 +351,13 @@ def test_a_second_import_in_a_process_is_refused_in_plain_words():
 
 @pytest.mark.parametrize("value", [2**70, Fraction(1, 3), np.float32(0.7), 3])
 def test_any_real_number_becomes_a_scalar(value):
-    assert torchlib.scalar(value, torch.float64).item() == float(value)
+    assert scalar(value, torch.float64).item() == float(value)
 
 
 @pytest.mark.parametrize("first", [0.5, 3])
 def test_a_scalar_stays_one_graph(first):
     def scaled(x, value):
-        return x * torchlib.scalar(value, torch.float32)
+        return x * scalar(value, torch.float32)
 
     compiled = torch.compile(scaled, fullgraph=True, backend="aot_eager")
     for value in (first, first + 1, first + 2):
@@ -361,31 +366,31 @@ def test_a_scalar_stays_one_graph(first):
 
 def test_operands_of_a_layer_under_autocast():
     x, weight, bias = torch.ones(2, 3), torch.ones(4, 3), torch.ones(4)
-    assert torchlib.autocast_dtype(x) is None
-    assert all(a is b for a, b in zip(torchlib.autocast_linear(x, weight, bias), (x, weight, bias), strict=True))
+    assert autocast_dtype(x) is None
+    assert all(a is b for a, b in zip(autocast_linear(x, weight, bias), (x, weight, bias), strict=True))
     with torch.autocast("cpu", torch.bfloat16):
-        assert torchlib.autocast_dtype(x) == torch.bfloat16
-        assert torchlib.autocast_dtype(x.to("meta")) is None
-        assert torchlib.autocast_dtype([1.0]) is None
-        assert [value.dtype for value in torchlib.autocast_linear(x, weight, bias)] == [torch.bfloat16] * 3
+        assert autocast_dtype(x) == torch.bfloat16
+        assert autocast_dtype(x.to("meta")) is None
+        assert autocast_dtype([1.0]) is None
+        assert [value.dtype for value in autocast_linear(x, weight, bias)] == [torch.bfloat16] * 3
         for other in (x.double(), x.int(), x.to(torch.float8_e4m3fn), x.to_sparse(), None, "x"):
             with torch.no_grad():
-                assert all(value is other for value in torchlib.autocast_linear(x, other, other)[1:])
-        assert torchlib.autocast_linear(x, weight.half(), None)[1].dtype == torch.bfloat16
+                assert all(value is other for value in autocast_linear(x, other, other)[1:])
+        assert autocast_linear(x, weight.half(), None)[1].dtype == torch.bfloat16
         halves = x.bfloat16(), weight.bfloat16(), None
-        assert all(a is b for a, b in zip(torchlib.autocast_linear(*halves), halves, strict=True))
+        assert all(a is b for a, b in zip(autocast_linear(*halves), halves, strict=True))
 
 
 def test_casts_of_a_layer_with_gradients_and_without():
     x, weight = torch.randn(2, 3), torch.nn.Parameter(torch.randn(4, 3))
     with torch.autocast("cpu", torch.bfloat16):
         with torch.no_grad():
-            first = torchlib.autocast_linear(x, weight.t(), weight)
+            first = autocast_linear(x, weight.t(), weight)
         assert torch.equal(first[1], weight.t().bfloat16())
         assert torch.equal(first[2], weight.bfloat16())
         assert not first[2].requires_grad
         # Not what autocast may have kept, which leads to no gradient.
-        torchlib.autocast_linear(x, weight, None)[1].sum().backward()
+        autocast_linear(x, weight, None)[1].sum().backward()
     assert torch.equal(weight.grad, torch.ones(4, 3))
 
 
@@ -395,7 +400,7 @@ def test_autocast_keeps_what_it_cast_of_a_parameter():
     x = torch.randn(2, 3, device="cuda")
 
     def kept():
-        return torchlib.autocast_linear(x, weight, None)[1]
+        return autocast_linear(x, weight, None)[1]
 
     with torch.autocast("cuda", torch.bfloat16):
         with torch.no_grad():

@@ -6,8 +6,9 @@ from types import ModuleType
 import pytest
 import torch
 
-from rl_kernels.core import torchlib
 from rl_kernels.core.operator import INVARIANT, Backend, Call, Operator
+from rl_kernels.core.torchlib.derivatives import may_overwrite
+from rl_kernels.core.torchlib.ops import define
 
 
 def add_into(a, out):
@@ -35,7 +36,7 @@ OPERATOR = Operator(
     backends=(Backend("hidden", "toy_hidden", {"cpu": INVARIANT}), Backend("seen", "toy_seen", {"cpu": INVARIANT})),
     describe=Call.of,
 )
-add = torchlib.define(OPERATOR)["add_into"]
+add = define(OPERATOR)["add_into"]
 
 
 @pytest.mark.parametrize("backend", ["hidden", "seen"])
@@ -102,7 +103,7 @@ def test_only_the_last_backward_pass_may_overwrite_what_was_saved():
         @staticmethod
         def backward(ctx, upstream):
             (saved,) = ctx.saved_tensors
-            answers.append(torchlib.may_overwrite(saved))
+            answers.append(may_overwrite(saved))
             return 2 * upstream * torch.ones_like(saved)
 
     x = torch.ones(3, requires_grad=True)
@@ -114,4 +115,4 @@ def test_only_the_last_backward_pass_may_overwrite_what_was_saved():
     with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: foreign):
         torch.autograd.grad(Double.apply(x), x)
     assert answers == [False, False, True, False, False]
-    assert not torchlib.may_overwrite(x)
+    assert not may_overwrite(x)

@@ -12,7 +12,8 @@ from rl_kernels.attention.op import OPERATOR, describe, ops
 from rl_kernels.core import validate as check
 from rl_kernels.core.dispatch import choose, planned_choice
 from rl_kernels.core.saved import save
-from rl_kernels.core.torchlib import are_plain, first_order, no_lost_derivatives, ops_are_observed
+from rl_kernels.core.torchlib.derivatives import first_order, no_lost_derivatives
+from rl_kernels.core.torchlib.observed import are_plain, ops_are_observed
 
 Window = tuple[int | None, int | None]
 

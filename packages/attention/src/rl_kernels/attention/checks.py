@@ -8,7 +8,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from rl_kernels.core import validate as check
-from rl_kernels.core.torchlib import define_check, values_hidden
+from rl_kernels.core.torchlib.observed import values_hidden
+from rl_kernels.core.torchlib.ops import define_check
 
 MULTIPLE = 8
 """Head sizes are multiples of it, so that rows begin at multiples of 16 bytes."""

@@ -12,7 +12,7 @@ from rl_kernels.attention.checks import MULTIPLE
 from rl_kernels.attention.inputs import Inputs
 from rl_kernels.core.gpu import device_of
 from rl_kernels.core.layout import ALIGNED, readable
-from rl_kernels.core.torchlib import are_plain
+from rl_kernels.core.torchlib.observed import are_plain
 
 
 class Plan(Protocol):

@@ -9,7 +9,7 @@ from rl_kernels.attention.api import Window, _chosen, _factor, _most
 from rl_kernels.attention.inputs import UNLIMITED, Inputs
 from rl_kernels.attention.op import ops
 from rl_kernels.core import validate as check
-from rl_kernels.core.torchlib import first_order, no_lost_derivatives
+from rl_kernels.core.torchlib.derivatives import first_order, no_lost_derivatives
 
 
 def det_attention_backward(

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from rl_kernels.attention.inputs import Inputs
-from rl_kernels.core import batched, torchlib
+from rl_kernels.core import batched
+from rl_kernels.core.constants import STEP
 from rl_kernels.core.cuda.where import cuda_backend
 from rl_kernels.core.operator import INVARIANT, REPEATABLE, Backend, Call, Operator
-from rl_kernels.core.rowwise import STEP
+from rl_kernels.core.torchlib.ops import define
 from rl_kernels.core.triton_lib.launch import triton_backend
 
 WIDEST = 256
@@ -109,4 +110,4 @@ OPERATOR = Operator(
     canary="rl_kernels.attention.canary",
 )
 
-ops = torchlib.define(OPERATOR)
+ops = define(OPERATOR)

@@ -10,7 +10,9 @@ from rl_kernels.core import chains
 from rl_kernels.core import validate as check
 from rl_kernels.core.dispatch import choose, planned_choice, remembered_choice
 from rl_kernels.core.main_grad import gather, refuse_checkpoint
-from rl_kernels.core.torchlib import are_plain, autocast_linear, no_lost_derivatives
+from rl_kernels.core.torchlib.autocast import autocast_linear
+from rl_kernels.core.torchlib.derivatives import no_lost_derivatives
+from rl_kernels.core.torchlib.observed import are_plain
 from rl_kernels.det_gemm import segments
 from rl_kernels.det_gemm.autograd import Sums, linear, product
 from rl_kernels.det_gemm.op import OPERATOR, describe, describe_dw, ops

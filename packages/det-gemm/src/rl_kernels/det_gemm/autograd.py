@@ -9,7 +9,8 @@ import torch
 from torch.autograd.graph import increment_version
 
 from rl_kernels.core.saved import save
-from rl_kernels.core.torchlib import first_order, is_asked_for, no_lost_derivatives, ops_are_observed
+from rl_kernels.core.torchlib.derivatives import first_order, is_asked_for, no_lost_derivatives
+from rl_kernels.core.torchlib.observed import ops_are_observed
 from rl_kernels.det_gemm.op import ops
 from rl_kernels.det_gemm.segments import segment_length
 

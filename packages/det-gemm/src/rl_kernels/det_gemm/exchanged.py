@@ -9,7 +9,8 @@ from torch.distributed import ProcessGroup
 
 from rl_kernels.core.distributed import all_gather, group_rank, group_size, reduce_product
 from rl_kernels.core.saved import save
-from rl_kernels.core.torchlib import first_order, no_lost_derivatives, ops_are_observed
+from rl_kernels.core.torchlib.derivatives import first_order, no_lost_derivatives
+from rl_kernels.core.torchlib.observed import ops_are_observed
 from rl_kernels.det_gemm.autograd import Sums, bias_gradient, flat_rows, gradients, is_needed, plain_linear
 from rl_kernels.det_gemm.op import ops
 

@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
-from rl_kernels.core import products, torchlib
+from rl_kernels.core import products
 from rl_kernels.core.cuda.where import cuda_backend
 from rl_kernels.core.operator import INVARIANT, REPEATABLE, Backend, Call, Operator
+from rl_kernels.core.torchlib.ops import define
 from rl_kernels.core.triton_lib.launch import triton_backend
 
 PER_CHUNK = 8
@@ -93,4 +94,4 @@ OPERATOR = Operator(
     canary="rl_kernels.det_gemm.canary",
 )
 
-ops = torchlib.define(OPERATOR)
+ops = define(OPERATOR)

@@ -12,7 +12,9 @@ from rl_kernels.core import validate as check
 from rl_kernels.core.constants import STEP
 from rl_kernels.core.distributed import agree, group_of, group_size
 from rl_kernels.core.main_grad import gather
-from rl_kernels.core.torchlib import autocast_linear, no_lost_derivatives, values_hidden
+from rl_kernels.core.torchlib.autocast import autocast_linear
+from rl_kernels.core.torchlib.derivatives import no_lost_derivatives
+from rl_kernels.core.torchlib.observed import values_hidden
 from rl_kernels.det_gemm.api import chosen_for_linear
 from rl_kernels.det_gemm.exchanged import Cut, layer
 from rl_kernels.det_gemm.segments import COUNTS, segment_length

@@ -11,7 +11,8 @@ from rl_kernels.core.dispatch import choose
 from rl_kernels.core.outputs import LogpStats
 from rl_kernels.core.rowwise.operands import compute_dtype
 from rl_kernels.core.saved import are_hooked, save
-from rl_kernels.core.torchlib import first_order, no_lost_derivatives, scalar_or_rows
+from rl_kernels.core.torchlib.derivatives import first_order, no_lost_derivatives
+from rl_kernels.core.torchlib.scalars import scalar_or_rows
 from rl_kernels.fused_logp.op import OPERATOR, describe, ops
 
 

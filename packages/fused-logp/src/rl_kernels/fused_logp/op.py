@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import torch
 
-from rl_kernels.core import torchlib
 from rl_kernels.core.cuda.where import cuda_backend
 from rl_kernels.core.operator import INVARIANT, Backend, Call, Operator
 from rl_kernels.core.rowwise.operands import compute_dtype
+from rl_kernels.core.torchlib.ops import define
 from rl_kernels.core.triton_lib.launch import triton_backend
 
 COLUMNS = (1 << 31) - (1 << 15)
@@ -69,4 +69,4 @@ OPERATOR = Operator(
     canary="rl_kernels.fused_logp.canary",
 )
 
-ops = torchlib.define(OPERATOR)
+ops = define(OPERATOR)

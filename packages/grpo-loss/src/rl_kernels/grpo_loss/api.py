@@ -8,7 +8,8 @@ from typing import Literal, overload
 import torch
 
 from rl_kernels.core.dispatch import remembered_plan
-from rl_kernels.core.torchlib import are_plain, no_lost_derivatives, ops_are_observed
+from rl_kernels.core.torchlib.derivatives import no_lost_derivatives
+from rl_kernels.core.torchlib.observed import are_plain, ops_are_observed
 from rl_kernels.grpo_loss.checked import advantages_call, rewards_call
 from rl_kernels.grpo_loss.extras import NO_EXTRAS, NO_NORMALISER, Extras, Normaliser, group
 from rl_kernels.grpo_loss.objective import Objective, chosen

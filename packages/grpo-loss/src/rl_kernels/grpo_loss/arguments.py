@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from rl_kernels.core import validate as check
-from rl_kernels.core.torchlib import define_check, values_hidden
+from rl_kernels.core.torchlib.observed import values_hidden
+from rl_kernels.core.torchlib.ops import define_check
 
 MASKS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, *check.FLOATS)
 

@@ -9,7 +9,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from rl_kernels.core import validate as check
-from rl_kernels.core.torchlib import define_check, values_hidden
+from rl_kernels.core.torchlib.observed import values_hidden
+from rl_kernels.core.torchlib.ops import define_check
 from rl_kernels.grpo_loss.plan import FORMS
 
 

@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 
 from rl_kernels.core import validate as check
-from rl_kernels.core.torchlib import define_check, values_hidden
+from rl_kernels.core.torchlib.observed import values_hidden
+from rl_kernels.core.torchlib.ops import define_check
 
 SHOWN = 8
 """How many offsets an error message shows."""

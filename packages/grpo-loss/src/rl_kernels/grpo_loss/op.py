@@ -33,9 +33,9 @@ from typing import Any
 
 import torch
 
-from rl_kernels.core import torchlib
 from rl_kernels.core.operator import INVARIANT, Backend, Call, Operator
 from rl_kernels.core.rowwise.operands import compute_dtype
+from rl_kernels.core.torchlib.ops import define
 from rl_kernels.core.triton_lib.launch import triton_backend
 from rl_kernels.grpo_loss.call import LossCall
 from rl_kernels.grpo_loss.outputs import METRICS
@@ -134,4 +134,4 @@ OPERATOR = Operator(
     canary="rl_kernels.grpo_loss.canary",
 )
 
-ops = torchlib.define(OPERATOR)
+ops = define(OPERATOR)

@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from rl_kernels.core import validate as check
 from rl_kernels.core.dispatch import choose
 from rl_kernels.core.distributed import fingerprint
-from rl_kernels.core.torchlib import no_lost_derivatives, scalar
+from rl_kernels.core.torchlib.derivatives import no_lost_derivatives
+from rl_kernels.core.torchlib.scalars import scalar
 from rl_kernels.grpo_loss.checked import advantages_call, rewards_call_of
 from rl_kernels.grpo_loss.estimator import Estimator
 from rl_kernels.grpo_loss.extras import Extras

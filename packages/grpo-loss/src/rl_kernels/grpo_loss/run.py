@@ -10,7 +10,9 @@ import torch
 from rl_kernels.core import validate as check
 from rl_kernels.core.dispatch import choose
 from rl_kernels.core.saved import are_hooked
-from rl_kernels.core.torchlib import first_order, may_overwrite, no_lost_derivatives, ops_are_observed, scalars
+from rl_kernels.core.torchlib.derivatives import first_order, may_overwrite, no_lost_derivatives
+from rl_kernels.core.torchlib.observed import ops_are_observed
+from rl_kernels.core.torchlib.scalars import scalars
 from rl_kernels.grpo_loss.arguments import Layout
 from rl_kernels.grpo_loss.call import LossCall
 from rl_kernels.grpo_loss.estimator import Estimator

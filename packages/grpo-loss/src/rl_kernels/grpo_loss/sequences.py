@@ -8,7 +8,7 @@ import torch
 
 from rl_kernels.core.dispatch import choose
 from rl_kernels.core.saved import are_hooked, save
-from rl_kernels.core.torchlib import first_order, may_overwrite, no_lost_derivatives
+from rl_kernels.core.torchlib.derivatives import first_order, may_overwrite, no_lost_derivatives
 from rl_kernels.grpo_loss.call import LossCall
 from rl_kernels.grpo_loss.checked import advantages_call
 from rl_kernels.grpo_loss.extras import NO_EXTRAS, NO_NORMALISER, Extras, Normaliser, group

@@ -8,7 +8,7 @@ import torch
 
 from rl_kernels.core.main_grad import gather
 from rl_kernels.core.outputs import LogpStats
-from rl_kernels.core.torchlib import values_hidden
+from rl_kernels.core.torchlib.observed import values_hidden
 from rl_kernels.linear_logp.arguments import Options, agreed
 from rl_kernels.linear_logp.autograd import LinearLogp, check_known, forward
 from rl_kernels.linear_logp.known import Known

@@ -10,7 +10,10 @@ from rl_kernels.core import chains
 from rl_kernels.core import validate as check
 from rl_kernels.core.dispatch import choose
 from rl_kernels.core.rowwise.operands import compute_dtype
-from rl_kernels.core.torchlib import autocast_linear, no_lost_derivatives, scalar_or_rows, scalars, values_hidden
+from rl_kernels.core.torchlib.autocast import autocast_linear
+from rl_kernels.core.torchlib.derivatives import no_lost_derivatives
+from rl_kernels.core.torchlib.observed import values_hidden
+from rl_kernels.core.torchlib.scalars import scalar_or_rows, scalars
 from rl_kernels.linear_logp.known import Known, draw, validate
 from rl_kernels.linear_logp.op import OPERATOR, describe
 from rl_kernels.linear_logp.shard import Shard, same_of, shard_of

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rl_kernels.core.saved import save
-from rl_kernels.core.torchlib import first_order, is_asked_for
+from rl_kernels.core.torchlib.derivatives import first_order, is_asked_for
 from rl_kernels.linear_logp.inputs import slices
 from rl_kernels.linear_logp.known import Known, compare, draw, rows_to_check
 from rl_kernels.linear_logp.op import ops

@@ -10,7 +10,7 @@ from torch._compile import _disable_dynamo
 
 from rl_kernels.core import validate as check
 from rl_kernels.core.main_grad import gather, refuse_checkpoint
-from rl_kernels.core.torchlib import values_hidden
+from rl_kernels.core.torchlib.observed import values_hidden
 from rl_kernels.linear_logp.arguments import Options, agreed
 from rl_kernels.linear_logp.chunks import chunks_of, offsets_of
 from rl_kernels.linear_logp.forming import Forming, Gradients, Loss

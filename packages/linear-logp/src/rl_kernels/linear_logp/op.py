@@ -27,11 +27,12 @@ from typing import Any
 
 import torch
 
-from rl_kernels.core import products, torchlib
+from rl_kernels.core import products
 from rl_kernels.core.constants import UNIT
 from rl_kernels.core.cuda.where import cuda_backend
 from rl_kernels.core.operator import INVARIANT, REPEATABLE, Backend, Call, Operator
 from rl_kernels.core.rowwise.operands import compute_dtype
+from rl_kernels.core.torchlib.ops import define
 from rl_kernels.core.triton_lib.launch import triton_backend
 from rl_kernels.linear_logp import kept, packing
 
@@ -165,4 +166,4 @@ OPERATOR = Operator(
     canary="rl_kernels.linear_logp.canary",
 )
 
-ops = torchlib.define(OPERATOR)
+ops = define(OPERATOR)

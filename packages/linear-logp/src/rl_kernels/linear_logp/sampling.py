@@ -14,7 +14,9 @@ import torch
 from rl_kernels.core import validate as check
 from rl_kernels.core.dispatch import remembered_choice
 from rl_kernels.core.rowwise.operands import compute_dtype
-from rl_kernels.core.torchlib import autocast_linear, no_lost_derivatives, scalar
+from rl_kernels.core.torchlib.autocast import autocast_linear
+from rl_kernels.core.torchlib.derivatives import no_lost_derivatives
+from rl_kernels.core.torchlib.scalars import scalar
 from rl_kernels.linear_logp.arguments import Options, agreed
 from rl_kernels.linear_logp.op import ops
 from rl_kernels.linear_logp.vocabulary import BLOCK

@@ -11,7 +11,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from rl_kernels.core.saved import save
-from rl_kernels.core.torchlib import is_traced
+from rl_kernels.core.torchlib.observed import is_traced
 from rl_kernels.core.validate import HALF_AND_FLOAT
 from rl_kernels.models.subclasses import subclass
 

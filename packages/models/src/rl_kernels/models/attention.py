@@ -19,7 +19,8 @@ import torch
 from torch import nn
 
 from rl_kernels.attention import det_attention
-from rl_kernels.core.torchlib import autocast_dtype, values_hidden
+from rl_kernels.core.torchlib.autocast import autocast_dtype
+from rl_kernels.core.torchlib.observed import values_hidden
 from rl_kernels.models import paged
 
 MaskFunction = Callable[..., torch.Tensor]

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rl_kernels.core.torchlib import values_hidden
+from rl_kernels.core.torchlib.observed import values_hidden
 from rl_kernels.models import pretrained
 from rl_kernels.models.attention import PACKED
 from rl_kernels.models.marks import MARKS, marks_of

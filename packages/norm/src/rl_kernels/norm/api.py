@@ -10,7 +10,7 @@ from rl_kernels.core import validate as check
 from rl_kernels.core.dispatch import choose, remembered_choice
 from rl_kernels.core.main_grad import gather
 from rl_kernels.core.saved import save
-from rl_kernels.core.torchlib import first_order, is_asked_for, no_lost_derivatives
+from rl_kernels.core.torchlib.derivatives import first_order, is_asked_for, no_lost_derivatives
 from rl_kernels.norm.op import OPERATOR, describe, ops
 from rl_kernels.norm.results import NormAndSum
 

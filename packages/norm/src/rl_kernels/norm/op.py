@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from rl_kernels.core import torchlib
 from rl_kernels.core.operator import INVARIANT, Backend, Call, Operator
 from rl_kernels.core.rowwise.operands import compute_dtype
+from rl_kernels.core.torchlib.ops import define
 from rl_kernels.core.triton_lib.launch import triton_backend
 from rl_kernels.norm.results import result_dtype
 
@@ -88,4 +88,4 @@ OPERATOR = Operator(
     canary="rl_kernels.norm.canary",
 )
 
-ops = torchlib.define(OPERATOR)
+ops = define(OPERATOR)

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from rl_kernels.core.torchlib import define_check, values_hidden
+from rl_kernels.core.torchlib.observed import values_hidden
+from rl_kernels.core.torchlib.ops import define_check
 
 HALF_AND_FLOAT = (torch.float32, torch.bfloat16, torch.float16)
 FLOATS = (*HALF_AND_FLOAT, torch.float64)

@@ -9,7 +9,8 @@ import torch
 from rl_kernels.core import validate as check
 from rl_kernels.core.dispatch import choose
 from rl_kernels.core.rowwise.operands import compute_dtype
-from rl_kernels.core.torchlib import first_order, no_lost_derivatives, scalar
+from rl_kernels.core.torchlib.derivatives import first_order, no_lost_derivatives
+from rl_kernels.core.torchlib.scalars import scalar
 from rl_kernels.scaled_add.op import OPERATOR, describe, ops
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from rl_kernels.core import torchlib
 from rl_kernels.core.operator import INVARIANT, Backend, Call, Operator
+from rl_kernels.core.torchlib.ops import define
 
 SCHEMAS = {
     "forward": "(Tensor x, Tensor y, Tensor scale, str backend) -> Tensor",
@@ -37,4 +37,4 @@ OPERATOR = Operator(
     describe=describe,
 )
 
-ops = torchlib.define(OPERATOR)
+ops = define(OPERATOR)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from rl_kernels.core.torchlib import is_traced
+from rl_kernels.core.torchlib.observed import is_traced
 from rl_kernels.core.triton_lib.launch import INSTALLED, INTERPRETED
 from rl_kernels.core.validate import HALF_AND_FLOAT
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from rl_kernels.core.gpu import device_of
 from rl_kernels.core.saved import savable, save
-from rl_kernels.core.torchlib import is_traced
+from rl_kernels.core.torchlib.observed import is_traced
 from rl_kernels.core.triton_lib.launch import ceil_div, launch
 from rl_kernels.models.fused.conditions import PLAIN, fits
 

@@ -9,7 +9,7 @@ import torch
 from rl_kernels.core.gpu import device_of
 from rl_kernels.core.layout import readable
 from rl_kernels.core.saved import save
-from rl_kernels.core.torchlib import first_order
+from rl_kernels.core.torchlib.derivatives import first_order
 from rl_kernels.core.triton_lib.launch import launch
 from rl_kernels.models.fused.conditions import fits
 

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from rl_kernels.core.distributed import agree, all_gather, fingerprint, group_of, split
-from rl_kernels.core.torchlib import values_hidden
+from rl_kernels.core.torchlib.observed import values_hidden
 from rl_kernels.models.invariance import invariant
 from rl_kernels.models.parallel.plan import Plan, plan_of
 from rl_kernels.models.parallel.ranks import TOKENS, Ranks

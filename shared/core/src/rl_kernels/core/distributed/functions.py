@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from rl_kernels.core.distributed import exchange
 from rl_kernels.core.distributed.groups import group_rank, group_size
-from rl_kernels.core.torchlib import first_order
+from rl_kernels.core.torchlib.derivatives import first_order
 
 
 def all_gather(x: torch.Tensor, group: ProcessGroup, dim: int = 0) -> torch.Tensor:

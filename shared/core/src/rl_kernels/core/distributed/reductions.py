@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from rl_kernels.core.distributed.groups import group_rank, group_size
 from rl_kernels.core.distributed.symmetric import ONE_SHOT, Window, window_of
 from rl_kernels.core.gpu import device_of
-from rl_kernels.core.torchlib import values_hidden
+from rl_kernels.core.torchlib.observed import values_hidden
 
 SENT_ROWS = 1024
 """From this many rows of a slice on, products write their parts into the memory of the rank that adds them."""

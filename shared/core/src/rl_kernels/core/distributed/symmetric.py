@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from rl_kernels.core.distributed.groups import SIZES, gather_into, group_size
 from rl_kernels.core.gpu import processors, stream_of
-from rl_kernels.core.torchlib import values_hidden
+from rl_kernels.core.torchlib.observed import values_hidden
 from rl_kernels.core.triton_lib.launch import INSTALLED
 
 VARIABLE = "RL_KERNELS_SYMMETRIC_MEMORY"

@@ -22,9 +22,10 @@ from rl_kernels.attention import sinks as sink
 from rl_kernels.attention.backends.native.batches import LARGEST, Batch, Seen, batches
 from rl_kernels.attention.backends.native.places import BLOCK
 from rl_kernels.attention.inputs import Inputs
-from rl_kernels.core import batched, torchlib
+from rl_kernels.core import batched
 from rl_kernels.core.constants import STEP
 from rl_kernels.core.rowwise.sums import row_sum
+from rl_kernels.core.torchlib.ops import as_native
 
 T = TypeVar("T", bound=tuple[torch.Tensor, ...])
 ROWS = 256
@@ -53,7 +54,7 @@ class Planned:
         """Return (out, None) unless ``with_lse``."""
         if with_lse or torch.is_autocast_enabled(given.q.device.type):
             return None
-        found: tuple[torch.Tensor, None] = torchlib.as_native(_forward, given, False)
+        found: tuple[torch.Tensor, None] = as_native(_forward, given, False)
         return found
 
     def backward(self, *_: object) -> None:

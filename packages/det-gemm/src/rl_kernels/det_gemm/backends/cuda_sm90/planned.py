@@ -15,7 +15,7 @@ from rl_kernels.core.cuda.gemm.matmul import NO_MAP, SIGNATURE, Box, plan_of, sc
 from rl_kernels.core.cuda.launch import kernel
 from rl_kernels.core.gpu import processors
 from rl_kernels.core.layout import ALIGNED
-from rl_kernels.core.torchlib import are_plain
+from rl_kernels.core.torchlib.observed import are_plain
 from rl_kernels.det_gemm.segments import segment_length
 
 KEPT = 1 << 14

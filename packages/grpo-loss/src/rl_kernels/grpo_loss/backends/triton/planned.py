@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from rl_kernels.core.gpu import device_of
-from rl_kernels.core.torchlib import are_plain
+from rl_kernels.core.torchlib.observed import are_plain
 from rl_kernels.core.triton_lib.launch import Launch
 from rl_kernels.grpo_loss.backends.triton.groups import Scores, scores_in
 from rl_kernels.grpo_loss.backends.triton.plain import (

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from rl_kernels.core.torchlib import within_native
+from rl_kernels.core.torchlib.ops import within_native
 from rl_kernels.models.clients.batch_invariant_ops import products, reductions
 
 KEYS = ("CPU", "CUDA")

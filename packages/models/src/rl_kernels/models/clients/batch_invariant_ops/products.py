@@ -11,7 +11,7 @@ import torch
 from rl_kernels.core import fp64
 from rl_kernels.core import validate as check
 from rl_kernels.core.rowwise.operands import compute_dtype
-from rl_kernels.core.torchlib import as_native
+from rl_kernels.core.torchlib.ops import as_native
 from rl_kernels.det_gemm import det_gemm, det_linear
 
 Number = int | float

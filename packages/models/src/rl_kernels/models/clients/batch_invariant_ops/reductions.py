@@ -13,7 +13,7 @@ from rl_kernels.core.dispatch import choose
 from rl_kernels.core.gpu import device_of
 from rl_kernels.core.rowwise.operands import compute_dtype
 from rl_kernels.core.rowwise.sums import tree_sum
-from rl_kernels.core.torchlib import scalar
+from rl_kernels.core.torchlib.scalars import scalar
 from rl_kernels.core.triton_lib.launch import ceil_div, launch
 from rl_kernels.fused_logp.op import OPERATOR, describe, ops
 from rl_kernels.models.fused.conditions import fits

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl_kernels.core.testing import Case, Inputs
 from rl_kernels.core.testing.grouped import grouped, named_apart
-from rl_kernels.core.torchlib import NAMESPACE
+from rl_kernels.core.torchlib.ops import NAMESPACE
 from rl_kernels.lab.check import compare
 from rl_kernels.lab.check.cell import Cell
 from rl_kernels.lab.check.compare import Comparison
