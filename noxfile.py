@@ -213,6 +213,15 @@ def check(session: nox.Session) -> None:
     session.run("rl-kernels", "check", "--suite", "full", *jobs, *session.posargs, env=one)
 
 
+@nox.session(**BORROWING)
+def mutation(session: nox.Session) -> None:
+    """Draw mutants of the operators and count those that the tests catch; for the night: half a minute each."""
+    borrow(session)
+    install(session, *SHARED, *OPERATORS)
+    session.install(*TRITON["3.6"])
+    session.run("python", "tools/mutation.py", *(session.posargs or ("--json", "tools/results/mutation.json")))
+
+
 @nox.session
 def lint(session: nox.Session) -> None:
     """Check style, formatting, import boundaries and the Markdown files."""

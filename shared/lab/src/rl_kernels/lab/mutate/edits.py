@@ -1,0 +1,136 @@
+"""The edits of a source: each replaces the text of one node of its syntax tree by the text of a changed one."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import random
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+OPERATORS: dict[type[ast.AST], type[ast.AST]] = {
+    **{ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult},
+    **{ast.Mod: ast.FloorDiv, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd, ast.LShift: ast.RShift},
+    **{ast.RShift: ast.LShift, ast.And: ast.Or, ast.Or: ast.And},
+}
+COMPARISONS: dict[type[ast.AST], type[ast.AST]] = {
+    **{ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq},
+    **{ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In},
+}
+ORDERED = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
+PAIRS = (("min", "max"), ("minimum", "maximum"), ("amin", "amax"), ("any", "all"), ("zeros", "ones"))
+OTHER_NAME = {name: other for pair in PAIRS for name, other in (pair, pair[::-1])}
+LEFT_ALONE = (ast.Raise, ast.Assert, ast.Import, ast.ImportFrom, ast.JoinedStr, ast.AnnAssign)
+"""Nodes that hold nothing a call computes: messages, imports and types."""
+
+
+class Edit(NamedTuple):
+    """One edit: the bytes from ``start`` to ``end`` of the source, which are ``old``, become ``new``."""
+
+    kind: str
+    line: int
+    start: int
+    end: int
+    old: str
+    new: str
+
+    def applied(self, source: str) -> str:
+        """Return the source with the edit."""
+        text = source.encode()
+        return (text[: self.start] + self.new.encode() + text[self.end :]).decode()
+
+
+def edits_of(source: str) -> list[Edit]:
+    """Return every edit of a source, in the order of the nodes."""
+    text = source.encode()
+    lines = [0]
+    for line in text.splitlines(keepends=True):
+        lines.append(lines[-1] + len(line))
+    found = []
+    for node in _walk(ast.parse(source)):
+        for kind, place, new in _changes(node):
+            start = lines[place.lineno - 1] + place.col_offset
+            end = lines[(place.end_lineno or 0) - 1] + (place.end_col_offset or 0)
+            found.append(Edit(kind, place.lineno, start, end, text[start:end].decode(), new))
+    return found
+
+
+def drawn(sources: Mapping[str, str], seed: int) -> Iterator[tuple[str, Edit]]:
+    """Yield the edits of the modules in an order that the seed gives, by module name."""
+    every = [(name, edit) for name in sorted(sources) for edit in edits_of(sources[name])]
+    random.Random(seed).shuffle(every)
+    yield from every
+
+
+def _walk(node: ast.AST) -> Iterator[ast.AST]:
+    yield node
+    for name, value in ast.iter_fields(node):
+        if name in ("annotation", "returns", "decorator_list", "type_params"):
+            continue
+        for child in value if isinstance(value, list) else [value]:
+            if isinstance(child, ast.AST) and not isinstance(child, LEFT_ALONE):
+                yield from _walk(child)
+
+
+def _changes(node: ast.AST) -> Iterator[tuple[str, ast.expr | ast.stmt, str]]:
+    """Yield (kind, the node that is replaced, its new text)."""
+    if isinstance(node, ast.BinOp | ast.BoolOp | ast.AugAssign) and type(node.op) in OPERATORS:
+        yield "operator", node, _changed(node, op=OPERATORS[type(node.op)]())
+    if isinstance(node, ast.Compare) and len(node.ops) == 1:
+        yield "comparison", node, _changed(node, ops=[COMPARISONS[type(node.ops[0])]()])
+        if isinstance(node.ops[0], ORDERED):
+            yield from _off_by_one("bound", node.comparators[0])
+    if isinstance(node, ast.Slice) and node.upper is not None:
+        yield from _off_by_one("bound", node.upper)
+    if isinstance(node, ast.UnaryOp) and not isinstance(node.operand, ast.Constant):
+        yield "operator", node, f"({ast.unparse(node.operand)})"
+    if isinstance(node, ast.IfExp):
+        yield "branch", node, f"({ast.unparse(node.body)})"
+        yield "branch", node, f"({ast.unparse(node.orelse)})"
+    if isinstance(node, ast.If):
+        yield "branch", node.test, "True"
+        yield "branch", node.test, "False"
+    if isinstance(node, ast.AugAssign) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)):
+        yield "statement", node, "pass"
+    if isinstance(node, ast.Constant):
+        yield from _constants(node)
+    if isinstance(node, ast.Call):
+        yield from _calls(node)
+
+
+def _constants(node: ast.Constant) -> Iterator[tuple[str, ast.expr, str]]:
+    if isinstance(node.value, bool):
+        yield "constant", node, str(not node.value)
+    elif isinstance(node.value, int):
+        yield "constant", node, str(node.value + 1)
+    elif isinstance(node.value, float):
+        yield "constant", node, repr(node.value * 2 or 1.0)
+
+
+def _calls(node: ast.Call) -> Iterator[tuple[str, ast.expr, str]]:
+    for index in range(len(node.keywords)):
+        yield "argument", node, _changed(node, keywords=node.keywords[:index] + node.keywords[index + 1 :])
+    if len(node.args) > 1 and ast.dump(node.args[0]) != ast.dump(node.args[1]):
+        yield "argument", node, _changed(node, args=[node.args[1], node.args[0], *node.args[2:]])
+    if isinstance(node.func, ast.Name) and node.func.id == "range":
+        yield from _off_by_one("bound", node.args[min(len(node.args) - 1, 1)])
+    name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+    if name in OTHER_NAME:
+        field = "attr" if isinstance(node.func, ast.Attribute) else "id"
+        yield "name", node.func, _changed(node.func, **{field: OTHER_NAME[name]})
+    if isinstance(node.func, ast.Attribute) and not (node.args or node.keywords):
+        yield "call", node, ast.unparse(node.func.value)
+
+
+def _off_by_one(kind: str, node: ast.expr) -> Iterator[tuple[str, ast.expr, str]]:
+    if not isinstance(node, ast.Starred | ast.Constant):
+        yield kind, node, f"({ast.unparse(node)} + 1)"
+        yield kind, node, f"({ast.unparse(node)} - 1)"
+
+
+def _changed(node: ast.expr | ast.stmt, **fields: object) -> str:
+    other = copy.copy(node)
+    for name, value in fields.items():
+        setattr(other, name, value)
+    text = ast.unparse(other)
+    return f"({text})" if isinstance(node, ast.BinOp | ast.BoolOp | ast.Compare) else text

@@ -1,0 +1,131 @@
+"""Draw mutants of the operators' host code and Triton kernels, and count those that the tests catch.
+
+Host code is everything of an operator that runs at a call, ``reference.py`` excepted. A mutant of a backend is shown to
+the tests of that backend, any other to those of all backends that run on a CPU: recorded launches, the quick cases in
+FP32, and Triton kernels in its interpreter. Mutants that crash are drawn again; known equivalents are left out.
+
+``python tools/mutation.py --seed 1 --count 300 --json tools/results/mutation.json``; ``nox -s mutation`` runs it.
+Exit status 1 if fewer than 95 % are caught.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rl_kernels.lab.mutate.edits import Edit, drawn
+from rl_kernels.lab.mutate.judge import CAUGHT, INVALID, SURVIVED, TIMEOUT, Stage, judged
+
+ROOT = Path(__file__).resolve().parent.parent
+EQUIVALENT = ROOT / "tools" / "mutants_equivalent.json"
+LEAST = 0.95
+NOT_AT_A_CALL = ("__init__", "reference", "canary")
+LAUNCHES = ("test_triton_launches.py", "test_cuda_launches.py", "test_planned.py")
+PYTEST = ("-x", "-q", "-p", "no:cacheprovider", "--no-header")
+PLAIN = "not planted and not bug and not control"
+CASES = f"test_relation and fp32 and {PLAIN} and not torch and not parity"
+ONE = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+SECONDS = {"launches": 120, "cases": 240, "interpreted": 300, "others": 240}
+
+
+def modules(packages: Sequence[str]) -> dict[str, Path]:
+    """Return the modules of the operators that run at a call, by dotted name."""
+    found = {}
+    for package in packages:
+        source = ROOT / "packages" / package / "src"
+        for file in sorted(source.rglob("*.py")):
+            parts = file.relative_to(source).with_suffix("").parts
+            if "spec" not in parts and not parts[-1].startswith(NOT_AT_A_CALL):
+                found[".".join(parts)] = file
+    return found
+
+
+def stages(package: str, module: str) -> list[Stage]:
+    """Return the tests that a mutant of this module is shown, the quickest first."""
+    tests = ROOT / "packages" / package / "tests"
+    in_triton, in_cuda, in_native = (f".backends.{name}" in module for name in ("triton", "cuda", "native"))
+    left_out = "cuda" if in_triton else "triton" if in_cuda else "none"
+    files = [str(tests / name) for name in LAUNCHES if (tests / name).exists() and left_out not in name]
+    cases = str(tests / "test_backends.py")
+    found = []
+    if files and not in_native:
+        found.append(_stage("launches", files, PLAIN))
+    if not (in_triton or in_cuda):
+        found.append(_stage("cases", [cases], f"native and {CASES}"))
+        others = {*tests.glob("test_*.py")} - {*map(Path, (*files, cases))}
+        named = [str(file) for file in sorted(others) if not any(word in file.name for word in ("bench", "far", "gpu"))]
+        found.append(_stage("others", named, PLAIN))
+    if in_triton:
+        found.append(_stage("interpreted", [cases], f"triton and {CASES}", TRITON_INTERPRET="1"))
+    return found
+
+
+def _stage(name: str, files: Iterable[str], chosen: str, **environment: str) -> Stage:
+    return Stage((*PYTEST, *files, "-k", chosen), {**ONE, **environment}, SECONDS[name])
+
+
+def entry(module: str, source: str, edit: Edit) -> dict[str, Any]:
+    """Return how a record and the list of equivalents name a mutant: not by a number of its line."""
+    code = source.splitlines()[edit.line - 1].strip()
+    return {"module": module, "code": code, "kind": edit.kind, "old": edit.old, "new": edit.new}
+
+
+def known(found: dict[str, Any], equivalent: Sequence[dict[str, Any]]) -> bool:
+    """Say whether a mutant is listed as equivalent."""
+    return any(all(found[name] == each[name] for name in found) for each in equivalent)
+
+
+def run(given: argparse.Namespace) -> list[dict[str, Any]]:
+    """Draw and judge mutants until enough are valid; print each, and return the record's entries."""
+    files = modules(given.package)
+    sources = {name: file.read_text(encoding="utf-8") for name, file in files.items()}
+    equivalent = json.loads(EQUIVALENT.read_text(encoding="utf-8"))
+    folders = {name: file.relative_to(ROOT / "packages").parts[0] for name, file in files.items()}
+    end = time.monotonic() + (given.seconds or float("inf"))
+    found: list[dict[str, Any]] = []
+    for name, edit in drawn(sources, given.seed):
+        mutant = entry(name, sources[name], edit)
+        if sum(each["state"] != INVALID for each in found) >= given.count or time.monotonic() > end:
+            break
+        if known(mutant, equivalent):
+            continue
+        verdict = judged(name, edit, stages(folders[name], name))
+        found.append({**mutant, **verdict._asdict()})
+        print(f"{verdict.state:9}{name}:{edit.line} {edit.kind}: {edit.old} -> {edit.new} [{verdict.said}]", flush=True)
+    return found
+
+
+def write(path: Path, seed: int, counts: Counter[str], found: Sequence[dict[str, Any]]) -> None:
+    """Write the record, one mutant a line; those that crashed are counted alone."""
+    lines = ",\n".join(json.dumps(each) for each in found if each["state"] != INVALID)
+    path.write_text(f'{{"seed": {seed}, "counts": {json.dumps(counts)}, "mutants": [\n{lines}\n]}}\n', encoding="utf-8")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return the exit status."""
+    operators = sorted(file.parents[3].name for file in ROOT.glob("packages/*/src/rl_kernels/*/op.py"))
+    made = argparse.ArgumentParser(description="Draw mutants of the operators, and count those that the tests catch.")
+    made.add_argument("--seed", type=int, default=1, help="which mutants are drawn (default: 1)")
+    made.add_argument("--count", type=int, default=300, help="how many, those that crash not counted (default: 300)")
+    made.add_argument("--package", nargs="+", choices=operators, default=operators, metavar="NAME", help="default: all")
+    made.add_argument("--seconds", type=float, metavar="S", help="end after so long (default: when all are judged)")
+    made.add_argument("--json", type=Path, metavar="FILE", help="write the record")
+    given = made.parse_args(argv)
+    found = run(given)
+    counts = Counter(each["state"] for each in found)
+    valid = counts[CAUGHT] + counts[TIMEOUT] + counts[SURVIVED]
+    score = (counts[CAUGHT] + counts[TIMEOUT]) / max(valid, 1)
+    if given.json:
+        write(given.json, given.seed, counts, found)
+    print(f"mutation score {score:.1%}: {valid} mutants, {', '.join(f'{n} {state}' for state, n in counts.items())}")
+    return 0 if valid and score >= LEAST else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
