@@ -19,7 +19,8 @@ PLANTED = (
     Mutants(
         "native",
         (
-            "rl_kernels.core.rowwise",
+            "rl_kernels.core.rowwise.operands",
+            "rl_kernels.core.rowwise.sums",
             *(
                 f"rl_kernels.attention.{name}"
                 for name in ("sinks", "backends.native.places", "backends.native.batches", "backends.native.backend")

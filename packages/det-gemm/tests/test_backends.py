@@ -19,7 +19,7 @@ PLANTED = (
     Mutants(
         "native",
         (
-            "rl_kernels.core.rowwise",
+            "rl_kernels.core.rowwise.operands",
             "rl_kernels.core.products",
             *(f"rl_kernels.det_gemm.{name}" for name in ("segments", "backends.native")),
         ),

@@ -8,10 +8,13 @@ from rl_kernels.lab.check.conformance import Conformance
 PLANTED = (
     Mutants(
         "native",
-        ("rl_kernels.core.rowwise", "rl_kernels.fused_logp.backends.native"),
         (
-            Bug("merge without rescaling", "scale = shift.exp()", "scale = torch.ones_like(shift)"),
-            Bug("split follows the rows", "rowwise.SEGMENT", "4096 if x.shape[0] > 4 else 2048"),
+            *(f"rl_kernels.core.rowwise.{name}" for name in ("operands", "sums", "ids", "softmax", "logp_gradient")),
+            "rl_kernels.fused_logp.backends.native",
+        ),
+        (
+            Bug("maximum of all rows", "top = x.amax(-1)", "top = x.amax().expand(len(x))"),
+            Bug("temperature missing in backward", "return divide(dz, temperature)", "return dz"),
             Bug("mask missing in backward", "torch.nan, 0.0", "torch.nan, torch.nan"),
             Bug(
                 "gradient buffer kept between calls",

@@ -26,7 +26,8 @@ PLANTED = (
     Mutants(
         "native",
         (
-            "rl_kernels.core.rowwise",
+            "rl_kernels.core.rowwise.operands",
+            "rl_kernels.core.rowwise.sums",
             *(
                 f"rl_kernels.grpo_loss.{name}"
                 for name in (
@@ -49,8 +50,8 @@ PLANTED = (
             ),
             Bug(
                 "halves of the batch summed separately",
-                "rowwise.row_sum(each)",
-                "sum(rowwise.row_sum(part) for part in each.tensor_split(2))",
+                "row_sum(each)",
+                "sum(row_sum(part) for part in each.tensor_split(2))",
             ),
             Bug(
                 "slope kept between calls",

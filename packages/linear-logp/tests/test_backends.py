@@ -22,7 +22,11 @@ PLANTED = (
     Mutants(
         "native",
         (
-            "rl_kernels.core.rowwise",
+            "rl_kernels.core.rowwise.operands",
+            "rl_kernels.core.rowwise.sums",
+            "rl_kernels.core.rowwise.ids",
+            "rl_kernels.core.rowwise.softmax",
+            "rl_kernels.core.rowwise.logp_gradient",
             *(
                 f"rl_kernels.linear_logp.{name}"
                 for name in ("vocabulary", "kept", "inputs", "packing", "tree", "sums", "backward", "backends.native")

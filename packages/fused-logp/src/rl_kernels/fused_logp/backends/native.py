@@ -10,10 +10,9 @@ from collections.abc import Iterator
 
 import torch
 
-from rl_kernels.core.constants import SEGMENT
 from rl_kernels.core.rowwise.ids import outside, select
 from rl_kernels.core.rowwise.logp_gradient import LogpUpstream, dlogits
-from rl_kernels.core.rowwise.softmax import SoftmaxState, finish, merge, per_row, softmax_state
+from rl_kernels.core.rowwise.softmax import finish, per_row, softmax_state
 
 BLOCK_ELEMENTS = 1 << 18
 """Logits processed at once, so that they stay in the cache. Rows are independent, so this changes no bit."""
