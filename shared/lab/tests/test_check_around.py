@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from rl_kernels.core.testing import Case, IllegalCall, Spec, edited
-from rl_kernels.core.testing.surroundings import Surroundings, changed, global_state
 from rl_kernels.lab.check.candidate import Candidate
 from rl_kernels.lab.check.cell import Cell, Setting
 from rl_kernels.lab.check.relations import determinism, hold
 from rl_kernels.lab.check.result import Check
+from rl_kernels.lab.check.surroundings import Surroundings, changed, global_state
 
 RESULTS = ("output", "gradient:x")
 

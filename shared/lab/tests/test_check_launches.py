@@ -12,8 +12,8 @@ from rl_kernels.core.dispatch import choose
 from rl_kernels.core.operator import INVARIANT, Backend, Call, Operator
 from rl_kernels.core.registry import GROUP, KernelRegistry
 from rl_kernels.core.testing import Case, RowLayout, Spec
-from rl_kernels.core.testing.launched import Launched
 from rl_kernels.lab.check import cli, launches
+from rl_kernels.lab.check.launched import Launched
 
 OWN = Launched("toy_pkg.kernels.code", "", "forward", "")
 SHARED = Launched("toy_pkg", "generic.cu", "forward", "sm_90")

@@ -11,12 +11,12 @@ import torch
 from rl_kernels.core.dispatch import AUTO
 from rl_kernels.core.operator import Operator
 from rl_kernels.core.testing.spec import Inputs, Spec, function_of
-from rl_kernels.core.testing.surroundings import Surroundings
 from rl_kernels.lab.check.guard import Results
 from rl_kernels.lab.check.isolation.remote import RemoteRun, Worker
 from rl_kernels.lab.check.many import call_in_threads, call_often
 from rl_kernels.lab.check.ran import Ran
 from rl_kernels.lab.check.run import PLAIN, Run
+from rl_kernels.lab.check.surroundings import Surroundings
 
 
 def _everything(function: str, argument: str) -> bool:

@@ -13,13 +13,13 @@ import torch
 from rl_kernels.core.contract import ALL_DTYPES, Contract, Key, Tolerance, contract
 from rl_kernels.core.operator import Call, Operator
 from rl_kernels.core.testing import Case, Draw, Inputs, Spec, spec_of
-from rl_kernels.core.testing.surroundings import Surroundings
 from rl_kernels.lab.check.candidate import Candidate, gold_inputs, readable
 from rl_kernels.lab.check.compare import Comparison
 from rl_kernels.lab.check.guard import Misbehaved, Results
 from rl_kernels.lab.check.ran import Ran
 from rl_kernels.lab.check.result import CaseId, Check, Skip
 from rl_kernels.lab.check.run import PLAIN, Run
+from rl_kernels.lab.check.surroundings import Surroundings
 
 Choice = TypeVar("Choice")
 

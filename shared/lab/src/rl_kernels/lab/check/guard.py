@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from rl_kernels.core.dispatch import BackendUnavailable
-from rl_kernels.core.testing.surroundings import changed
+from rl_kernels.lab.check.surroundings import changed
 
 Results = dict[str, torch.Tensor]
 LEFT = "changed global state"

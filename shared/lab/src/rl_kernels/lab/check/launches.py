@@ -7,8 +7,8 @@ from contextlib import ExitStack
 
 from rl_kernels.core.dispatch import AUTO, record_dispatch
 from rl_kernels.core.operator import arch_of
-from rl_kernels.core.testing.launched import Launched, owns, record_launches
 from rl_kernels.lab.check.cell import Cell
+from rl_kernels.lab.check.launched import Launched, owns, record_launches
 from rl_kernels.lab.check.relations import hold
 from rl_kernels.lab.check.result import Check, Launches, Record
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from rl_kernels.core.testing.spec import Inputs
-from rl_kernels.core.testing.surroundings import global_state
 from rl_kernels.lab.check.guard import Misbehaved, Results, as_found, equal, guarded, misbehaved, named
+from rl_kernels.lab.check.surroundings import global_state
 
 OTHERS = 5000
 """Calls on each of the other inputs at the end, as time allows; they must not change the first result."""

@@ -11,8 +11,8 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from rl_kernels.core.testing.spec import Inputs
-from rl_kernels.core.testing.surroundings import Surroundings, global_state
 from rl_kernels.lab.check.guard import Misbehaved, Results, as_found, equal, guarded, named, or_refused
+from rl_kernels.lab.check.surroundings import Surroundings, global_state
 
 PLAIN = Surroundings()
 

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from rl_kernels.core.testing.spec import Inputs
-from rl_kernels.core.testing.surroundings import Surroundings
 from rl_kernels.lab.check.guard import Misbehaved, Results
 from rl_kernels.lab.check.isolation import wire
 from rl_kernels.lab.check.run import PLAIN
+from rl_kernels.lab.check.surroundings import Surroundings
 
 TIMEOUT = 60.0
 """Default limit in seconds for an answer; loading the candidate gets at least this. A hang is a failed check."""

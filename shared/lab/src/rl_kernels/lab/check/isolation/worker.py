@@ -24,12 +24,12 @@ import torch
 from rl_kernels.core.loading import Loaded, Unusable, load
 from rl_kernels.core.testing.grouped import grouped
 from rl_kernels.core.testing.spec import Inputs
-from rl_kernels.core.testing.surroundings import Surroundings
 from rl_kernels.lab.check import compare
 from rl_kernels.lab.check.guard import Misbehaved, Results, misbehaved
 from rl_kernels.lab.check.isolation import wire
 from rl_kernels.lab.check.many import call_in_threads, call_often
 from rl_kernels.lab.check.run import Run
+from rl_kernels.lab.check.surroundings import Surroundings
 
 WATCHED = ("torch", "torch.nn.functional", "torch.autograd", "torch.linalg", "torch.testing", "torch.random", "numpy")
 """Modules whose public functions a candidate must not replace; so too for this project, builtins and math."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rl_kernels.core.testing.surroundings import Surroundings
 from rl_kernels.lab.check import compare
 from rl_kernels.lab.check.cell import Cell
 from rl_kernels.lab.check.guard import Misbehaved, Results
@@ -13,6 +12,7 @@ from rl_kernels.lab.check.relations.derivatives import derivatives
 from rl_kernels.lab.check.relations.main_grad import main_grad
 from rl_kernels.lab.check.result import Record
 from rl_kernels.lab.check.run import PLAIN
+from rl_kernels.lab.check.surroundings import Surroundings
 from rl_kernels.lab.check.upstreams import Upstream, upstreams
 
 

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 import torch
 
-from rl_kernels.core.testing.surroundings import Surroundings
 from rl_kernels.lab.check import compare
 from rl_kernels.lab.check.cell import Cell
 from rl_kernels.lab.check.compare import Comparison
 from rl_kernels.lab.check.guard import LEFT, Misbehaved, Results
 from rl_kernels.lab.check.result import Check, Record
+from rl_kernels.lab.check.surroundings import Surroundings
 
 REFUSED = 3
 """Number of bad calls that are made."""

@@ -9,13 +9,13 @@ import torch
 
 from rl_kernels.core.contract import Tolerance
 from rl_kernels.core.testing import Case, Draw, Inputs, Transform, Variant
-from rl_kernels.core.testing.surroundings import Surroundings
 from rl_kernels.lab.check import compare
 from rl_kernels.lab.check.cell import Cell
 from rl_kernels.lab.check.compare import Comparison
 from rl_kernels.lab.check.guard import Misbehaved, Results
 from rl_kernels.lab.check.repeat import other_stream
 from rl_kernels.lab.check.result import Check, Record
+from rl_kernels.lab.check.surroundings import Surroundings
 
 RUNS, INTERPRETED_RUNS = 20, 3
 """Calls that repeatability compares; in Triton's interpreter each takes seconds, and its programs run in order."""

@@ -9,13 +9,13 @@ from dataclasses import replace
 import torch
 
 from rl_kernels.core.testing import Inputs
-from rl_kernels.core.testing.surroundings import Surroundings
 from rl_kernels.lab.check import compare
 from rl_kernels.lab.check.cell import Cell
 from rl_kernels.lab.check.compare import Comparison
 from rl_kernels.lab.check.guard import Misbehaved, Results
 from rl_kernels.lab.check.result import Check, Record
 from rl_kernels.lab.check.run import PLAIN
+from rl_kernels.lab.check.surroundings import Surroundings
 
 HELD = Comparison(True)
 ROLLOUT = Surroundings(recording=False)

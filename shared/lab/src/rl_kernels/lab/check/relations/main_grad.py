@@ -8,12 +8,12 @@ from collections.abc import Iterator
 import torch
 
 from rl_kernels.core.testing import Inputs
-from rl_kernels.core.testing.surroundings import Surroundings
 from rl_kernels.lab.check import compare
 from rl_kernels.lab.check.cell import Cell
 from rl_kernels.lab.check.compare import Comparison
 from rl_kernels.lab.check.guard import Misbehaved, Results
 from rl_kernels.lab.check.result import Check, Record
+from rl_kernels.lab.check.surroundings import Surroundings
 
 FEW = 32
 """A buffer with at most this many numbers may look rounded by chance."""

@@ -7,8 +7,8 @@ import pytest
 from rl_kernels.core.cuda import launch
 from rl_kernels.core.cuda.program import Program
 from rl_kernels.core.operator import INVARIANT, Backend
-from rl_kernels.core.testing.launched import Launched, owns, record_launches
 from rl_kernels.core.triton_lib.launch import INSTALLED
+from rl_kernels.lab.check.launched import Launched, owns, record_launches
 
 PROGRAM = Program("rl_kernels.toy", "toy_sm90.cu", "sm_90a", (("DTYPE", 1),))
 GENERAL = Program("rl_kernels.toy", "toy.cu", "sm_90")
@@ -16,7 +16,7 @@ TRITON = """
 import torch
 import triton
 import triton.language as tl
-from rl_kernels.core.testing.launched import record_launches
+from rl_kernels.lab.check.launched import record_launches
 from rl_kernels.core.triton_lib.launch import Launch, launch
 
 @triton.jit
