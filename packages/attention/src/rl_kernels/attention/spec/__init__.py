@@ -1,1 +1,1 @@
-"""Cases, mutants and benchmarks of det_attention, for checks and tests; never imported at run time."""
+"""Cases and benchmarks of det_attention, for checks and tests; never imported at run time."""
