@@ -46,28 +46,28 @@ def modules(packages: Sequence[str]) -> dict[str, Path]:
     return found
 
 
-def stages(package: str, module: str) -> list[Stage]:
-    """Return the tests that a mutant of this module is shown, the quickest first."""
+def stages(package: str, module: str, source: str) -> list[Stage]:
+    """Return the tests that a mutant of this module is shown: those named after it, and the likeliest, come first."""
     tests = ROOT / "packages" / package / "tests"
     in_triton, in_cuda, in_native = (f".backends.{name}" in module for name in ("triton", "cuda", "native"))
     left_out = "cuda" if in_triton else "triton" if in_cuda else "none"
-    files = [str(tests / name) for name in LAUNCHES if (tests / name).exists() and left_out not in name]
-    cases = str(tests / "test_backends.py")
-    found = []
-    if files and not in_native:
-        found.append(_stage("launches", files, PLAIN))
-    if not (in_triton or in_cuda):
-        found.append(_stage("cases", [cases], f"native and {CASES}"))
-        others = {*tests.glob("test_*.py")} - {*map(Path, (*files, cases))}
-        named = [str(file) for file in sorted(others) if not any(word in file.name for word in ("bench", "far", "gpu"))]
-        found.append(_stage("others", named, PLAIN))
+    files = [tests / name for name in LAUNCHES if (tests / name).exists() and left_out not in name]
+    launches = [] if in_native else [_stage("launches", files, PLAIN)] if files else []
+    cases = tests / "test_backends.py"
     if in_triton:
-        found.append(_stage("interpreted", [cases], f"triton and {CASES}", TRITON_INTERPRET="1"))
-    return found
+        interpreted = _stage("interpreted", [cases], f"triton and {CASES}", TRITON_INTERPRET="1")
+        return [interpreted, *launches] if "triton.jit" in source else [*launches, interpreted]
+    if in_cuda:
+        return launches
+    others = {*tests.glob("test_*.py")} - {*files, cases}
+    own = {file for file in others if module.rpartition(".")[2] in file.name}
+    others = {file for file in others - own if not any(word in file.name for word in ("bench", "far", "gpu"))}
+    first = [_stage("others", own, PLAIN)] if own else []
+    return [*first, _stage("cases", [cases], f"native and {CASES}"), *launches, _stage("others", others, PLAIN)]
 
 
-def _stage(name: str, files: Iterable[str], chosen: str, **environment: str) -> Stage:
-    return Stage((*PYTEST, *files, "-k", chosen), {**ONE, **environment}, SECONDS[name])
+def _stage(name: str, files: Iterable[Path], chosen: str, **environment: str) -> Stage:
+    return Stage((*PYTEST, *map(str, sorted(files)), "-k", chosen), {**ONE, **environment}, SECONDS[name])
 
 
 def entry(module: str, source: str, edit: Edit) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def run(given: argparse.Namespace) -> list[dict[str, Any]]:
             break
         if known(mutant, equivalent):
             continue
-        verdict = judged(name, edit, stages(folders[name], name))
+        verdict = judged(name, edit, stages(folders[name], name, sources[name]))
         found.append({**mutant, **verdict._asdict()})
         print(f"{verdict.state:9}{name}:{edit.line} {edit.kind}: {edit.old} -> {edit.new} [{verdict.said}]", flush=True)
     return found

@@ -62,12 +62,7 @@ def _ran(module: str, edit: Edit | None, stage: Stage) -> Verdict:
         environment = {**os.environ, **stage.environment}
         # Time of a core, because others may use the cores too; a process that only waits takes none.
         limit = partial(resource.setrlimit, resource.RLIMIT_CPU, (stage.seconds, stage.seconds))
-        asked: dict[str, Any] = {
-            "env": environment,
-            "capture_output": True,
-            "check": False,
-            "timeout": PATIENCE * stage.seconds,
-        }
+        asked: dict[str, Any] = {"env": environment, "capture_output": True, "timeout": PATIENCE * stage.seconds}
         try:
             done = subprocess.run(command, check=False, preexec_fn=limit, **asked)
         except subprocess.TimeoutExpired:
