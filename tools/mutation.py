@@ -31,7 +31,7 @@ PYTEST = ("-x", "-q", "-p", "no:cacheprovider", "--no-header")
 PLAIN = "not planted and not bug and not control"
 CASES = f"test_relation and fp32 and {PLAIN} and not torch and not parity"
 ONE = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-SECONDS = {"launches": 120, "cases": 240, "interpreted": 300, "others": 240}
+SECONDS = {"launches": 300, "cases": 900, "interpreted": 900, "others": 900}
 
 
 def modules(packages: Sequence[str]) -> dict[str, Path]:

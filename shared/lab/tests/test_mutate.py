@@ -74,6 +74,6 @@ def test_what_becomes_of_a_mutant(old, new, state, tmp_path):
     start = MODULE.index(old)
     edit = edits_of(MODULE)[0]._replace(start=start, end=start + len(old), new=new)
     environment = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": str(tmp_path)}
-    stage = Stage(("-x", "-c", "/dev/null", str(tmp_path / "test_toy.py")), environment, 5 if state == TIMEOUT else 60)
+    stage = Stage(("-x", "-c", "/dev/null", str(tmp_path / "test_toy.py")), environment, 3 if state == TIMEOUT else 60)
     assert judged("toy_mutated", edit, [stage]).state == state
     assert (tmp_path / "toy_mutated.py").read_text() == MODULE
