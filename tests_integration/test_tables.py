@@ -35,12 +35,9 @@ BITS = {
 
 def twin(kl, rollout_ms):
     """Return what the demo records of one."""
-    counts = dict(reward=0.5, solved=0.25, kl=kl, clip_fraction=0.125)
-    seconds = dict(rollout_seconds=2.0, update_seconds=1.0, seconds=4.0)
-    steps = [counts | seconds | dict(step=step, tokens=10, mismatches=0, ratios_off=0, largest=0.0) for step in (1, 2)]
-    summary = counts | seconds | dict(largest_kl=kl, ratios_off=0.0, rollout_ms=rollout_ms, update_ms=50.0)
-    summary |= dict(mismatches=0.0, largest=0.0)
-    return {"steps": steps, "summary": summary | dict(first_seconds=8.0)}
+    counts = dict(reward=0.5, solved=0.25, kl=kl, clip_fraction=0.125, tokens=10, mismatches=0, largest=0.0)
+    seconds = dict(rollout_seconds=rollout_ms / 1000, update_seconds=1.0, seconds=4.0)
+    return [counts | seconds | dict(step=step, ratios_off=0, watched={}) for step in (1, 2)]
 
 
 CALLS = {
@@ -71,7 +68,7 @@ TRL = {
         ("rl-kernels, invariant", 70.0, 368, {"TRL": [310, 320], "rl-kernels": [0, 320]}),
     )
 }
-TWINS = {"model": {"parameters": 104_000_000}, "twins": {"ours": twin(0.0, 90.0), "stock": twin(2e-4, 120.0)}}
+TWINS = {"model": {"parameters": 104_000_000}, "runs": {"ours": twin(0.0, 90.0), "stock": twin(2e-4, 120.0)}}
 
 
 def tool(*arguments):

@@ -35,57 +35,65 @@ from typing import Any, NamedTuple
 import torch
 from rich.console import Console
 from sections.mismatch import draw, table
+from torch import nn
 
 from rl_kernels.core.command import Parser, count, location, writable, write_json
 from rl_kernels.demo import task
-from rl_kernels.demo.arithmetic import Arithmetic
-from rl_kernels.demo.invariant import INVARIANT
-from rl_kernels.demo.model import Policy
-from rl_kernels.demo.numerics import OURS_FP32, PLAIN_BF16, PLAIN_FP32, Numerics, in_bf16
-from rl_kernels.demo.plain import PLAIN
+from rl_kernels.demo.model import make
 from rl_kernels.demo.rollout import sample
-from rl_kernels.demo.train import Settings, StepMetrics, Trainer
+from rl_kernels.demo.task import Settings
+from rl_kernels.demo.train import StepMetrics, Trainer
+from rl_kernels.demo.ways import OURS, Numerics, Ours, Stock, copy_weights
 from rl_kernels.lab.bench.environment import environment
 
 FP8 = torch.float8_e4m3fn
 STRETCH = 10
 """Steps that a record takes together: the mean of each measure, but the largest ratio of all."""
-SETTINGS = Settings(steps=400)
+SETTINGS = Settings(steps=400, characters="".join(map(chr, range(256))))
 EVALUATION, EVALUATED = 1 << 20, 2048
 """Seed and number of prompts of the evaluation."""
 
 
-def in_fp8(policy: Policy) -> Policy:
-    """Return a BF16 copy of a policy whose layers' weights went through FP8, with one scale for each weight."""
-    rounded = in_bf16(policy)
-    for name, weight in policy.named_parameters():
+class Plain(Stock):
+    """Stock PyTorch, but for the loss, which is the same in all ways."""
+
+    loss = Ours.loss
+
+
+PLAIN = Plain()
+
+
+def load_fp8(model: nn.Module, masters: Sequence[torch.Tensor]) -> None:
+    """Load weights, those of the layers through FP8, with one scale for each weight."""
+    for (name, weight), master in zip(model.named_parameters(), masters, strict=True):
+        rounded = master.detach()
         if name.startswith("blocks.") and weight.ndim == 2:
-            scale = weight.detach().abs().max() / torch.finfo(FP8).max
-            rounded.get_parameter(name).copy_((weight.detach() / scale).to(FP8).float() * scale)
-    return rounded
+            scale = rounded.abs().max() / torch.finfo(FP8).max
+            rounded = (rounded / scale).to(FP8).float() * scale
+        weight.copy_(rounded)
 
 
 class Way(NamedTuple):
     """How a run samples and trains, and whether training computes the old log-probs again."""
 
     rollout: Numerics
-    training: Arithmetic
+    training: Stock
     recompute: bool = False
 
 
-PLAIN_FP8 = Numerics("plain PyTorch, FP8 weights", PLAIN, in_fp8)
+PLAIN_FP8 = Numerics(PLAIN, "BF16", load_fp8)
 WAYS = {
-    "rl-kernels": Way(OURS_FP32, INVARIANT),
-    "plain FP32": Way(PLAIN_FP32, PLAIN),
-    "BF16 rollout": Way(PLAIN_BF16, PLAIN),
+    "rl-kernels": Way(Numerics(OURS, "FP32"), OURS),
+    "plain FP32": Way(Numerics(PLAIN, "FP32"), PLAIN),
+    "BF16 rollout": Way(Numerics(PLAIN, "BF16"), PLAIN),
     "FP8 rollout": Way(PLAIN_FP8, PLAIN),
     "FP8, recomputed": Way(PLAIN_FP8, PLAIN, recompute=True),
 }
 MEASURES: dict[str, Callable[[StepMetrics], float]] = {
     "reward": lambda step: step.reward,
     "solved": lambda step: step.solved,
-    "kl": lambda step: step.gap.kl,
-    "largest": lambda step: step.gap.largest,
+    "kl": lambda step: step.kl,
+    "largest": lambda step: step.largest,
     "clipped_at_once": lambda step: step.clipped_at_once,
 }
 
@@ -94,11 +102,14 @@ def train(name: str, settings: Settings) -> dict[str, Any]:
     """Train in one way with one seed, on one thread; return its record."""
     torch.set_num_threads(1)
     way = WAYS[name]
-    trainer = Trainer(settings, way.rollout, way.training, recompute=way.recompute)
-    history = trainer.run(lambda metrics: None)
+    trainer = Trainer(settings, way.training, rollout=way.rollout, recompute=way.recompute)
+    history = [trainer.step(step) for step in range(1, settings.steps + 1)]
     stretches = [history[first : first + STRETCH] for first in range(0, len(history), STRETCH)]
     measures = {measure: [_together(measure, steps) for steps in stretches] for measure in MEASURES}
-    seconds, evaluated = round(sum(metrics.seconds for metrics in history), 1), evaluation(trainer.policy)
+    seconds, evaluated = (
+        round(sum(metrics.seconds for metrics in history), 1),
+        evaluation(settings, trainer.optimizer.masters),
+    )
     return {
         **{"way": name, "seed": settings.seed, "seconds": seconds, "evaluated": evaluated},
         **{"steps": [steps[-1].step for steps in stretches]},
@@ -106,13 +117,14 @@ def train(name: str, settings: Settings) -> dict[str, Any]:
     }
 
 
-def evaluation(policy: Policy) -> float:
+def evaluation(settings: Settings, weights: Sequence[torch.Tensor]) -> float:
     """Return the mean reward of answers to the prompts of the evaluation, sampled in plain FP32."""
     source = random.Random(EVALUATION)
-    prompts = [task.draw_prompt(source) for _ in range(EVALUATED)]
-    generator = torch.Generator().manual_seed(EVALUATION)
-    answers = sample(policy, prompts, PLAIN, temperature=1.0, generator=generator).answers
-    return round(fmean(task.reward(*pair) for pair in zip(prompts, answers, strict=True)), 4)
+    prompts = [task.draw_prompt(source, settings.shortest, settings.longest) for _ in range(EVALUATED)]
+    policy = make(settings, torch.device("cpu"), "FP32").requires_grad_(False)
+    copy_weights(policy, weights)
+    batch = sample(policy, prompts, PLAIN, settings, torch.Generator().manual_seed(EVALUATION))
+    return round(fmean(task.reward(*pair) for pair in batch.answers), 4)
 
 
 def _together(measure: str, steps: Sequence[StepMetrics]) -> float:
@@ -148,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings = replace(SETTINGS, steps=given.steps)
         where = environment(torch.device("cpu"), ("rl-kernels",)) | {"threads": "1"}
         runs = run(settings, given.seeds, given.jobs, console)
-        shared = {key: value for key, value in asdict(settings).items() if key not in ("seed", "watch_every")}
+        shared = {key: value for key, value in asdict(settings).items() if key != "seed"}
         document = {"settings": shared, "seeds": given.seeds, "environment": where, "runs": runs}
     print(table(document["runs"]))
     if given.json is not None:

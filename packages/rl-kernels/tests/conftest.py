@@ -1,15 +1,18 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
-from rl_kernels.demo.train import Settings, Trainer
+from rl_kernels.demo.task import CPU, GPU
+from rl_kernels.demo.train import Trainer
 
-
-@pytest.fixture(scope="session")
-def trained(one_thread):
-    """A policy after two steps, and a rollout of it."""
-    trainer = Trainer(Settings(steps=2, prompts=4, samples_per_prompt=8))
-    trainer.run(lambda metrics: None)
-    return trainer.policy, trainer.sample(4)[1]
+SMALL = replace(CPU, steps=3, prompts=4, samples_per_prompt=8)
+# Sequences of fewer positions come out the same in stock PyTorch on many a CPU.
+LLAMA = replace(
+    GPU,
+    **{"steps": 3, "prompts": 4, "samples_per_prompt": 4, "shortest": 6, "measure_every": 2, "learning_rate": 3e-3},
+    **{"warmup_steps": 1, "width": 64, "feed_forward": 128, "layers": 2, "heads": 2, "kv_heads": 1},
+)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -18,8 +21,28 @@ def one_thread():
     torch.set_num_threads(1)
 
 
-@pytest.fixture(params=[1, 2])
-def threads(request):
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(1)
+@pytest.fixture(params=["small", "llama"])
+def settings(request):
+    """A small run of either model, on the CPU."""
+    if request.param == "llama":
+        pytest.importorskip("transformers")
+    return SMALL if request.param == "small" else LLAMA
+
+
+@pytest.fixture
+def run():
+    """Return all steps of a trainer."""
+    return lambda trainer: [trainer.step(step) for step in range(1, trainer.settings.steps + 1)]
+
+
+@pytest.fixture
+def small():
+    return SMALL
+
+
+@pytest.fixture
+def trainer(settings):
+    """A trainer through the operators after one step."""
+    made = Trainer(settings)
+    made.step(1)
+    return made

@@ -1,1 +1,1 @@
-"""The demo: GRPO on the CPU through the operators, ending in a bitwise comparison of rollout and training."""
+"""The demo: GRPO on the operators, and a bitwise comparison of the log-probs of rollout and training."""

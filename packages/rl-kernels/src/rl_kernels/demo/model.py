@@ -1,104 +1,123 @@
-"""The policy: a small causal transformer over bytes, and the cache of keys and values that decodes it."""
+"""The policies: a small causal transformer for a CPU, and transformers' Llama. Both return hidden states."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from rl_kernels.demo.arithmetic import Arithmetic
-from rl_kernels.demo.tokenizer import VOCAB
-from rl_kernels.det_gemm import DetLinear
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """Sizes of the transformer."""
-
-    positions: int
-    vocab: int = VOCAB
-    width: int = 64
-    heads: int = 4
-    layers: int = 2
+from rl_kernels.demo.task import DTYPES, Settings
 
 
-class Cache:
-    """Keys and values of every layer for up to ``positions`` tokens of each row; ``length`` positions are filled."""
+def make(settings: Settings, device: torch.device, dtype: str) -> Any:
+    """Return a policy with the random weights of the seed, the same for all dtypes but for rounding."""
+    torch.manual_seed(settings.seed)
+    with torch.device(device):
+        return Llama(settings, DTYPES[dtype]) if settings.llama else Policy(settings).to(DTYPES[dtype])
 
-    def __init__(self, config: ModelConfig, rows: int, dtype: torch.dtype = torch.float32) -> None:
-        shape = (config.layers, rows, config.heads, config.positions, config.width // config.heads)
-        self.keys, self.values = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
-        self.length = 0
 
-    def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store ``k, v [B, H, Q, d]`` behind what is there; return all keys and values ``[B, H, length + Q, d]``."""
-        end = self.length + k.shape[2]
-        for store, new in ((self.keys[layer], k), (self.values[layer], v)):
-            store[:, :, self.length : end] = new
-        return self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
+class Llama(nn.Module):
+    """A ``LlamaForCausalLM``; at first every token is about as likely as any other."""
+
+    def __init__(self, settings: Settings, dtype: torch.dtype) -> None:
+        super().__init__()
+        from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
+
+        sizes: dict[str, Any] = {"hidden_size": settings.width, "intermediate_size": settings.feed_forward}
+        sizes |= {"num_hidden_layers": settings.layers, "max_position_embeddings": 2 * (settings.longest + 1)}
+        sizes |= {"num_attention_heads": settings.heads, "num_key_value_heads": settings.kv_heads}
+        sizes |= {"bos_token_id": None, "eos_token_id": settings.vocabulary.end, "pad_token_id": None}
+        config = LlamaConfig(vocab_size=settings.vocabulary.size, **sizes)
+        # Made in its dtype: a cast to BF16 would round the frequencies of the rotary embedding too.
+        self.inner: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        self.cache = lambda: DynamicCache(config=config)
+
+    @property
+    def head(self) -> Any:
+        """The linear layer from hidden states to logits."""
+        return self.inner.lm_head
+
+    def forward(self, tokens: Tensor, cache: Any = None) -> Any:
+        """Return hidden states ``[B, Q, D]`` of ``tokens[B, Q]``, which stand behind the tokens in the cache."""
+        return self.inner.model(input_ids=tokens, past_key_values=cache, use_cache=cache is not None).last_hidden_state
 
 
 class Block(nn.Module):
-    """Attention, then two linear layers with a ReLU between; each normalised before and added to its input."""
+    """Attention, then two linear layers with a ReLU between; each normalized before and added to its input."""
 
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    def __init__(self, width: int, feed_forward: int, heads: int) -> None:
         super().__init__()
-        width = config.width
-        self.layer, self.heads = layer, config.heads
-        self.attention_gain, self.feed_gain = nn.Parameter(torch.ones(width)), nn.Parameter(torch.ones(width))
-        self.qkv = DetLinear(width, 3 * width, bias=False)
-        self.mix = DetLinear(width, width, bias=False)
-        self.up = DetLinear(width, 4 * width, bias=False)
-        self.down = DetLinear(4 * width, width, bias=False)
+        self.head_size = width // heads
+        self.attention_norm, self.feed_norm = nn.RMSNorm(width, eps=1e-6), nn.RMSNorm(width, eps=1e-6)
+        self.qkv, self.mix = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+        self.up, self.down = nn.Linear(width, feed_forward, bias=False), nn.Linear(feed_forward, width, bias=False)
 
-    def forward(self, x: torch.Tensor, arithmetic: Arithmetic, cache: Cache | None) -> torch.Tensor:
-        """Return ``[B, Q, D]`` from ``x[B, Q, D]``; with a cache, Q positions behind those in it."""
-        rows, queries, width = x.shape
-        qkv = arithmetic.linear(self.qkv, arithmetic.rms_norm(x, self.attention_gain))
-        q, k, v = qkv.view(rows, queries, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+    def forward(self, x: Tensor, attend: Any, cache: dict[Any, Any] | None) -> Any:
+        """Return ``[B, Q, D]`` from ``x[B, Q, D]``; rows of ``qkv.weight`` lie head by head: ranks can cut it."""
+        q, k, v = self.qkv(self.attention_norm(x)).unflatten(-1, (-1, 3, self.head_size)).permute(3, 0, 2, 1, 4)
         if cache is not None:
-            k, v = cache.append(self.layer, k, v)
-        mixed = arithmetic.attention(q, k, v).transpose(1, 2).reshape(rows, queries, width)
-        x = x + arithmetic.linear(self.mix, mixed)
-        inner = arithmetic.linear(self.up, arithmetic.rms_norm(x, self.feed_gain)).relu()
-        return x + arithmetic.linear(self.down, inner)
+            k, v = cache[self] = [
+                torch.cat(pair, 2) for pair in zip(cache.get(self, (k[:, :, :0],) * 2), (k, v), strict=True)
+            ]
+        x = x + self.mix(attend(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.down(self.up(self.feed_norm(x)).relu())
 
 
 class Policy(nn.Module):
-    """Tokens to hidden states; ``head.weight`` turns those into logits."""
+    """Tokens to hidden states; ``head`` turns those into logits, ``attend`` computes attention."""
 
-    def __init__(self, config: ModelConfig, generator: torch.Generator) -> None:
+    def __init__(self, settings: Settings) -> None:
         super().__init__()
-        self.config = config
-        self.token = nn.Embedding(config.vocab, config.width)
-        self.position = nn.Embedding(config.positions, config.width)
-        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
-        self.gain = nn.Parameter(torch.ones(config.width))
-        self.head = DetLinear(config.width, config.vocab, bias=False)
-        self._initialise(generator)
-
-    @torch.no_grad()
-    def _initialise(self, generator: torch.Generator) -> None:
+        width, vocabulary = settings.width, settings.vocabulary.size
+        self.attend, self.cache = library_attention, dict[Any, Any]
+        self.token, self.position = nn.Embedding(vocabulary, width), nn.Embedding(2 * (settings.longest + 1), width)
+        blocks = (Block(width, settings.feed_forward, settings.heads) for _ in range(settings.layers))
+        self.blocks, self.norm = nn.ModuleList(blocks), nn.RMSNorm(width, eps=1e-6)
+        self.head = nn.Linear(width, vocabulary, bias=False)
         for module in self.modules():
-            if isinstance(module, nn.Embedding):
-                module.weight.normal_(std=0.5, generator=generator)
-            elif isinstance(module, nn.Linear):
-                module.weight.normal_(std=module.in_features**-0.5, generator=generator)
-        # Small logits: at first every byte is about as likely as any other.
-        self.head.weight.mul_(0.1)
+            if isinstance(module, (nn.Embedding, nn.Linear)):
+                nn.init.normal_(
+                    module.weight, std=0.5 if isinstance(module, nn.Embedding) else module.in_features**-0.5
+                )
+        # Small logits: at first every token is about as likely as any other.
+        self.head.weight.data.mul_(0.1)
 
-    def forward(self, tokens: torch.Tensor, arithmetic: Arithmetic, cache: Cache | None = None) -> torch.Tensor:
-        """Return hidden states ``[B, Q, D]`` of ``tokens[B, Q]``, int64, which stand behind the tokens in the cache."""
-        start = 0 if cache is None else cache.length
-        places = torch.arange(start, start + tokens.shape[1])
-        x = self.token(tokens) + self.position(places)
+    def forward(self, tokens: Tensor, cache: dict[Any, Any] | None = None) -> Any:
+        """Return hidden states ``[B, Q, D]`` of ``tokens[B, Q]``, which stand behind the tokens in the cache."""
+        start = cache[self.blocks[0]][0].shape[2] if cache else 0
+        x = self.token(tokens) + self.position(torch.arange(start, start + tokens.shape[1]))
         for block in self.blocks:
-            x = block(x, arithmetic, cache)
-        if cache is not None:
-            cache.length += tokens.shape[1]
-        return arithmetic.rms_norm(x, self.gain)
+            x = block(x, self.attend, cache)
+        return self.norm(x)
 
-    def cache(self, rows: int) -> Cache:
-        """Return an empty cache in the dtype of the weights."""
-        return Cache(self.config, rows, self.head.weight.dtype)
+
+def visible(q: Tensor, k: Tensor) -> Tensor:
+    """Return ``[Q, K]``: whether a query sees a key; the Q queries stand at the last of the K positions."""
+    return torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
+
+
+def library_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return causal attention ``[B, H, Q, d]`` of ``q``, with ``k`` and ``v [B, H, K, d]``, by PyTorch's function."""
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=visible(q, k))
+
+
+def ordered_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return the same with bits that do not depend on the batch, for all sequences at once.
+
+    On a CPU ``det_attention`` takes sequences one by one: too slow for 256 of a few tokens. Here a score is a tree of
+    additions over the head, whose size is a power of two, and keys are added one after the other; those not seen add 0.
+    Computed in FP32, rounded once to the dtype of ``q``.
+    """
+    dtype, (q, k, v) = q.dtype, (x.float() for x in (q, k, v))
+    products = q[..., :, None, :] * k[..., None, :, :]
+    while products.shape[-1] > 1:
+        low, high = products.chunk(2, -1)
+        products = low + high
+    scores = (products[..., 0] * q.shape[-1] ** -0.5).masked_fill(~visible(q, k), -torch.inf)
+    weights = (scores - scores.detach().amax(-1, keepdim=True)).exp()
+    total, mixed = torch.zeros_like(weights[..., :1]), torch.zeros_like(q)
+    for key, weight in enumerate(weights[..., None].unbind(-2)):
+        total, mixed = total + weight, mixed + weight * v[..., key, None, :]
+    return (mixed / total).to(dtype)

@@ -1,89 +1,85 @@
-"""Sampling: each forward pass is one token a row, and the log-probability is taken as the token is drawn."""
+"""Sampling with a cache of keys and values, and the log-probabilities of the sampled tokens taken again."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from rl_kernels.demo import task, tokenizer
-from rl_kernels.demo.arithmetic import Arithmetic
-from rl_kernels.demo.model import Policy
+from rl_kernels.demo.task import Settings
 
 IGNORE = -100
 """Target of a position whose next token was given, or is padding."""
 
 
-@dataclass(frozen=True)
-class Rollout:
-    """Prompts with their sampled answers, padded on the right to the longest.
+class Batch(NamedTuple):
+    """Prompts with their sampled answers, padded on the right; scored, also the two fields with defaults."""
 
-    Attributes:
-        tokens: ``[B, T]``, int64.
-        targets: ``[B, T - 1]``, int64: the token that was sampled behind each position, else ``IGNORE``.
-        logps: ``[B, T - 1]``, FP32: its log-probability as the rollout saw it, else 0.
-        answers: the sampled texts.
-    """
-
-    tokens: torch.Tensor
-    targets: torch.Tensor
-    logps: torch.Tensor
-    answers: list[str]
+    tokens: Tensor  # [B, T]
+    targets: Tensor  # [B, T - 1]: the token that was sampled behind each position, else IGNORE
+    logps: Tensor  # [B, T - 1]: its log-probability as the rollout saw it, else 0
+    answers: list[tuple[str, str]]  # prompt and sampled text of each row
+    rewards: Tensor = torch.empty(0)
+    reference: Tensor | None = None  # [B, T - 1]: log-probabilities of the initial policy, for the KL penalty
 
     @property
-    def mask(self) -> torch.Tensor:
+    def mask(self) -> Tensor:
         """``[B, T - 1]``, bool: where a token was sampled."""
         return self.targets != IGNORE
 
-    def row(self, row: int) -> Rollout:
+    def row(self, row: int) -> Batch:
         """Return one sequence as a rollout of its own, padded as it was."""
-        here = slice(row, row + 1)
-        return Rollout(self.tokens[here], self.targets[here], self.logps[here], self.answers[here])
+        return Batch(*(part[row : row + 1] for part in self[:4]))  # type: ignore[arg-type]
 
 
 @torch.no_grad()
-def sample(
-    policy: Policy,
-    prompts: Sequence[str],
-    arithmetic: Arithmetic,
-    *,
-    temperature: float,
-    generator: torch.Generator,
-) -> Rollout:
-    """Sample an answer to each prompt, all rows at once, one position a step; prompts are fed in the same way."""
-    given = [tokenizer.encode(prompt) for prompt in prompts]
-    steps = max(map(len, given)) + task.ANSWER_TOKENS - 1
-    lengths = torch.tensor([len(ids) for ids in given])
-    tokens = torch.full((len(given), steps + 1), tokenizer.EOS)
-    for row, ids in enumerate(given):
-        tokens[row, : len(ids)] = torch.tensor(ids)
-    targets, logps = torch.full((len(given), steps), IGNORE), torch.zeros(len(given), steps)
-    done = torch.zeros(len(given), dtype=torch.bool)
-    cache = policy.cache(len(given))
+def sample(model: Any, prompts: Sequence[str], way: Any, settings: Settings, generator: torch.Generator) -> Batch:
+    """Sample an answer to each prompt, all rows at once, on the device of the generator.
 
-    for step in range(steps):
-        hidden = policy(tokens[:, step : step + 1], arithmetic, cache)[:, 0]
-        logits = arithmetic.linear(policy.head, hidden).float() / temperature
-        drawn = torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
-        sampling = (lengths <= step + 1) & (step + 1 < lengths + task.ANSWER_TOKENS) & ~done
-        targets[:, step] = torch.where(sampling, drawn, IGNORE)
-        logps[:, step] = arithmetic.logp(hidden, policy.head.weight, targets[:, step], temperature, IGNORE)
-        tokens[:, step + 1] = torch.where(sampling, drawn, tokens[:, step + 1])
-        done |= sampling & (drawn == tokenizer.EOS)
-        if done.all():
-            break
-    return _trimmed(tokens, targets, logps)
+    What all prompts have goes through the model in one pass; a longer one is fed on while others are sampled already,
+    so that no row needs padding and every batch has one shape. Nothing in the loop waits for the device.
+    """
+    # A prompt has an equals sign, an answer an end.
+    vocabulary, longest, device = settings.vocabulary, settings.longest + 1, generator.device
+    given = [vocabulary.encode(prompt) for prompt in prompts]
+    rows = [[*ids, *[vocabulary.end] * (2 * longest - len(ids))] for ids in given]
+    tokens, lengths = torch.tensor(rows, device=device), torch.tensor([[len(ids)] for ids in given], device=device)
+    after = torch.arange(1, 2 * longest, device=device)
+    is_open = (lengths <= after) & (after < lengths + longest)
+    targets, logps = torch.full_like(tokens[:, 1:], IGNORE), torch.zeros(is_open.shape, device=device)
+    ended = torch.zeros_like(is_open[:, 0])
+    for place, hidden in _decoded(model, tokens, settings):
+        noise = torch.empty(len(rows), vocabulary.size, device=device).exponential_(generator=generator)
+        drawn, logp = way.draw(model.head, hidden, noise)
+        sampled = is_open[:, place] & ~ended
+        targets[:, place] = torch.where(sampled, drawn, IGNORE)
+        logps[:, place] = torch.where(sampled, logp, 0.0)
+        tokens[:, place + 1] = torch.where(sampled, drawn, tokens[:, place + 1])
+        ended |= sampled & (drawn == vocabulary.end)
+    answers = [vocabulary.decode(token for token in row if token != IGNORE) for row in targets.tolist()]
+    return Batch(tokens, targets, logps, list(zip(prompts, answers, strict=True)))
 
 
-def _trimmed(tokens: torch.Tensor, targets: torch.Tensor, logps: torch.Tensor) -> Rollout:
-    used = int((targets != IGNORE).any(0).nonzero().max()) + 1
-    sampled = [[token for token in row if token != IGNORE] for row in targets.tolist()]
-    answers = [tokenizer.decode(ids) for ids in sampled]
-    return Rollout(tokens[:, : used + 1], targets[:, :used], logps[:, :used], answers)
+@torch.no_grad()
+def decoded_logps(model: Any, batch: Batch, way: Any, settings: Settings) -> Tensor:
+    """Return ``[B, T - 1]`` log-probabilities of a rollout's tokens, fed to the model as ``sample`` fed them."""
+    logps = torch.zeros_like(batch.logps)
+    for place, hidden in _decoded(model, batch.tokens, settings):
+        logps[:, place] = way.logps(model.head, hidden, batch.targets[:, place])
+    return logps
 
 
-def training_logps(policy: Policy, rollout: Rollout, arithmetic: Arithmetic, temperature: float) -> torch.Tensor:
+def _decoded(model: Any, tokens: Tensor, settings: Settings) -> Iterator[tuple[int, Tensor]]:
+    """Yield each place from the last of the shortest prompt on, with its hidden states ``[B, D]``."""
+    cache, fed = model.cache(), tokens[:, : settings.shortest + 1]
+    for place in range(settings.shortest, tokens.shape[1] - 1):
+        yield place, model(fed, cache)[:, -1]
+        fed = tokens[:, place + 1 : place + 2]
+
+
+def training_logps(model: Any, batch: Batch, way: Any) -> Tensor:
     """Return ``[B, T - 1]`` log-probabilities of a rollout's tokens by one pass over the whole padded batch."""
-    hidden = policy(rollout.tokens[:, :-1], arithmetic)
-    return arithmetic.logp(hidden, policy.head.weight, rollout.targets, temperature, IGNORE)
+    logps: Tensor = way.logps(model.head, model(batch.tokens[:, :-1]), batch.targets)
+    return logps

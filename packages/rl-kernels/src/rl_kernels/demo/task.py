@@ -1,4 +1,4 @@
-"""The task: put the digits of a number in ascending order. A program can check every answer.
+"""The task, put the digits of a number in ascending order, and the settings of a run.
 
 The prompt ``4192=`` asks for ``1249``. Half of the reward is for the right digits, whatever their order, the other
 half for what stands in its right place; an answer that is too long or too short loses of both, and only the solution
@@ -9,15 +9,72 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import takewhile
 
-SHORTEST, LONGEST = 2, 4
-PROMPT_TOKENS = LONGEST + 1
-"""Tokens of the longest prompt: its digits and the equals sign."""
-ANSWER_TOKENS = LONGEST + 1
-"""Tokens that an answer may take: the longest solution, and its end."""
+import torch
+
+DTYPES = {"FP32": torch.float32, "BF16": torch.bfloat16}
 
 
-def draw_prompt(source: random.Random, shortest: int = SHORTEST, longest: int = LONGEST) -> str:
+class Vocabulary:
+    """A token for each character, and one that ends an answer and pads its row."""
+
+    def __init__(self, characters: str) -> None:
+        self.characters, self.end, self.size = characters, len(characters), len(characters) + 1
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a text; a character without a token raises ValueError."""
+        return [self.characters.index(character) for character in text]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of the ids up to the first end."""
+        return "".join(self.characters[token] for token in takewhile(lambda token: token != self.end, ids))
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a run is made of; the defaults are those of a CPU."""
+
+    steps: int = 100
+    seed: int = 0
+    prompts: int = 16
+    samples_per_prompt: int = 16
+    shortest: int = 2  # digits of a prompt
+    longest: int = 4
+    epochs: int = 2  # optimizer steps on one batch
+    learning_rate: float = 4e-3
+    warmup_steps: int = 10
+    clip_eps: float = 0.2
+    beta: float = 0.05  # weight of the KL penalty to the initial policy
+    measure_every: int = 10  # the gap in other numerics is measured in the first of so many steps
+    llama: bool = False  # whether the model is a LlamaForCausalLM, else model.Policy
+    dtype: str = "FP32"  # of the weights that are trained
+    width: int = 64
+    feed_forward: int = 256
+    layers: int = 2
+    heads: int = 4
+    kv_heads: int = 4
+    characters: str = "0123456789="  # with a token: those of the task alone, so that answers are found at once
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """The tokens of the model."""
+        return Vocabulary(self.characters)
+
+    def rate(self, step: int) -> float:
+        """Return the learning rate of a step, counted from 1: it rises, then falls in a line to a tenth."""
+        return self.learning_rate * min(1.0, step / self.warmup_steps) * (1 - 0.9 * (step - 1) / self.steps)
+
+
+CPU = Settings()
+GPU = replace(CPU, steps=200, prompts=64, shortest=4, longest=8, learning_rate=1.5e-4, warmup_steps=20, beta=0.0)
+GPU = replace(GPU, llama=True, dtype="BF16", width=768, feed_forward=3072, layers=12, heads=12)
+"""A Llama of 104 million parameters, whose width the learning rate suits."""
+
+
+def draw_prompt(source: random.Random, shortest: int, longest: int) -> str:
     """Return a prompt: ``shortest`` to ``longest`` different digits, of which there are ten, and an equals sign."""
     return "".join(source.sample("0123456789", source.randint(shortest, longest))) + "="
 
@@ -28,10 +85,7 @@ def solution(prompt: str) -> str:
 
 
 def reward(prompt: str, answer: str) -> float:
-    """Return the reward of an answer, from 0 to 1: the mean of two shares of the longer of answer and solution.
-
-    One is the share of the characters that answer and solution have in common, the other that of the places that agree.
-    """
+    """Return the reward of an answer, from 0 to 1."""
     right = solution(prompt)
     common = (Counter(answer) & Counter(right)).total()
     agreeing = sum(a == b for a, b in zip(answer, right, strict=False))

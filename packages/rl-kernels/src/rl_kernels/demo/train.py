@@ -1,181 +1,219 @@
-"""GRPO: sample groups, score them, take a few clipped steps on each batch."""
+"""GRPO: sample groups with a cache, score them, take a few clipped steps on each padded batch."""
 
 from __future__ import annotations
 
 import copy
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
+from rl_kernels.core import record_dispatch
+from rl_kernels.core.distributed import all_gather, all_reduce, group_rank
 from rl_kernels.demo import task
-from rl_kernels.demo.arithmetic import Arithmetic
-from rl_kernels.demo.compare import gap_of
-from rl_kernels.demo.invariant import INVARIANT
 from rl_kernels.demo.measures import Gap, clip_fraction, gap
-from rl_kernels.demo.model import ModelConfig, Policy
-from rl_kernels.demo.numerics import OURS_FP32, Numerics
-from rl_kernels.demo.rollout import Rollout, sample, training_logps
-from rl_kernels.demo.schedule import learning_rate
-from rl_kernels.grpo_loss import GRPOLossOutput, grpo_loss
+from rl_kernels.demo.model import make
+from rl_kernels.demo.rollout import Batch, decoded_logps, sample, training_logps
+from rl_kernels.demo.ways import OURS, Numerics, Stock
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What a run is made of.
-
-    Attributes:
-        epochs: optimiser steps on one batch.
-        watch_every: steps from one measure of the watched numerics to the next; the first is measured.
-    """
-
-    steps: int = 200
-    seed: int = 0
-    prompts: int = 16
-    samples_per_prompt: int = 16
-    epochs: int = 2
-    learning_rate: float = 4e-3
-    warmup_steps: int = 10
-    clip_eps: float = 0.2
-    beta: float = 0.05
-    temperature: float = 1.0
-    watch_every: int = 5
-
-
-@dataclass(frozen=True)
-class StepMetrics:
-    """One step of training.
-
-    Attributes:
-        step: counted from 1.
-        reward: mean of the batch.
-        solved: share of answers that earned the whole reward.
-        kl: mean k3 estimate per token against the initial policy, before the last update on the batch.
-        clip_fraction: share of tokens whose ratio the last update on the batch found clipped.
-        clipped_at_once: share of tokens whose ratio was clipped before any update.
-        gap: between the rollout and the first training pass, whose weights are the same.
-        watched: the same gap in other numerics, of the same weights and tokens; empty in steps that measure none.
-        seconds: wall time of the step.
-    """
+@dataclass(frozen=True, kw_only=True)
+class StepMetrics(Gap):
+    """One step of training, and the gap between its rollout and first training pass, whose weights are the same."""
 
     step: int
     reward: float
-    solved: float
-    kl: float
-    clip_fraction: float
-    clipped_at_once: float
-    gap: Gap
-    watched: Mapping[str, Gap]
-    seconds: float
+    solved: float  # share of answers that earned the whole reward
+    clip_fraction: float  # share of tokens whose ratio the last update on the batch found clipped
+    clipped_at_once: float = 0.0  # the same before any update
+    rollout_seconds: float
+    update_seconds: float
+    seconds: float  # the whole step, but without the measures of other numerics
+    watched: Mapping[str, Gap]  # the gap in other numerics, of the same weights and tokens, in steps that measure it
+
+
+class MasterAdamW:
+    """AdamW on FP32 masters, rounded into BF16 weights, whose last bits are too coarse for small updates."""
+
+    def __init__(self, weights: Iterable[nn.Parameter], clips: bool = True) -> None:
+        self.weights: list[Tensor] = list(weights)
+        # FP32 weights are their own masters.
+        self.masters: list[Tensor] = [nn.Parameter(weight.detach().float()) for weight in self.weights]
+        fused = self.weights[0].is_cuda
+        self._adam = torch.optim.AdamW(self.masters, betas=(0.9, 0.95), weight_decay=0.0, fused=fused)
+        self._clips = clips
+
+    def step(self, rate: float) -> None:
+        """Take the gradients from the weights, clip their common norm to 1 if asked to, and step."""
+        for weight, master in zip(self.weights, self.masters, strict=True):
+            assert weight.grad is not None
+            master.grad, weight.grad = weight.grad.float(), None
+        if self._clips:
+            nn.utils.clip_grad_norm_(self.masters, 1.0)
+        self._adam.param_groups[0]["lr"] = rate
+        self._adam.step()
+        with torch.no_grad():
+            torch._foreach_copy_(self.weights, self.masters)
+        self._adam.zero_grad()
 
 
 class Trainer:
-    """A policy, its frozen initial copy as the reference, and the optimiser.
-
-    Args:
-        settings: what the run is made of.
-        rollout: samples, and takes the log-probabilities that the loss calls old.
-        training: computes the passes of reference and updates, on the FP32 weights.
-        watched: further numerics whose gap is measured every ``watch_every`` steps; they change nothing.
-        recompute: take the old log-probabilities from the first training pass, as trainers do that get only tokens
-            from their rollout.
-    """
+    """A policy, its frozen initial copy as the reference, and the optimizer; the settings decide what is drawn."""
 
     def __init__(
         self,
-        settings: Settings,
-        rollout: Numerics = OURS_FP32,
-        training: Arithmetic = INVARIANT,
-        watched: Sequence[Numerics] = (),
-        recompute: bool = False,
+        settings: task.Settings,
+        way: Stock = OURS,
+        device: str = "cpu",
+        *,
+        watched: Sequence[Numerics] = (),  # whose gap is measured every few steps; they change nothing
+        rollout: Numerics | None = None,  # of a copy that samples in the policy's place
+        recompute: bool = False,  # take old log-probabilities from the first training pass, as if it gave only tokens
+        # Cuts the policy over ranks. Gradients are then not clipped: their norm would need an exchange of its own.
+        cut: Callable[[Any], None] | None = None,
+        parts: int = 1,  # micro-batches of a step
+        group: ProcessGroup | None = None,  # ranks that run one micro-batch each; None runs all here, one by one
     ) -> None:
-        self.settings, self.rollout, self.training, self.watched = settings, rollout, training, watched
-        self.recompute = recompute
-        self.prompts = random.Random(settings.seed)
-        self.generator = torch.Generator().manual_seed(settings.seed)
-        self.policy = Policy(ModelConfig(positions=task.PROMPT_TOKENS + task.ANSWER_TOKENS), self.generator)
-        self.reference = copy.deepcopy(self.policy).requires_grad_(False)
-        self.optimizer = torch.optim.AdamW(self.policy.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
-
-    def run(self, report: Callable[[StepMetrics], None]) -> list[StepMetrics]:
-        """Train for all steps; hand each step's metrics to ``report`` and return them all."""
-        history = []
-        for step in range(1, self.settings.steps + 1):
-            history.append(self.step(step))
-            report(history[-1])
-        return history
+        self.settings, self.way, self.device, self.recompute = settings, way, torch.device(device), recompute
+        self.parts, self.group, self.draws = parts, group, random.Random(settings.seed)
+        self.own, self.watched = Numerics(way, settings.dtype), watched
+        self.sampler = rollout or self.own
+        self.model = make(settings, self.device, settings.dtype)
+        if cut is not None:
+            cut(self.model)
+        self.reference = copy.deepcopy(self.model).requires_grad_(False) if settings.beta else None
+        self.copies = {each: make(settings, self.device, each.dtype) for each in {*watched, self.sampler} - {self.own}}
+        for each, model in (*self.copies.items(), (self.own, self.model), (self.own, self.reference)):
+            if model is not None:
+                each.way.take(model)
+        self.optimizer = MasterAdamW(self.model.parameters(), clips=cut is None)
+        self.backends: dict[str, dict[str, str]] = {}
+        """Numerics -> operator -> the backend that ran it in the first step."""
+        self.answers: list[tuple[str, str, float]] = []
+        """Prompt, answer and reward of all that the last step sampled."""
 
     def step(self, step: int) -> StepMetrics:
-        """Sample one batch and learn from it."""
-        start = time.perf_counter()
-        prompts, rollout = self.sample(self.settings.prompts)
-        rewards = torch.tensor([task.reward(*pair) for pair in zip(prompts, rollout.answers, strict=True)])
-        watched = self._watch(step, rollout)
-        self._set_learning_rate(step)
-        with torch.no_grad():
-            reference = training_logps(self.reference, rollout, self.training, self.settings.temperature)
-        first, output = self._update(rollout, None if self.recompute else rollout.logps, reference, rewards)
-        current, old = first, first if self.recompute else rollout.logps
-        for _ in range(self.settings.epochs - 1):
-            current, output = self._update(rollout, old, reference, rewards)
+        """Sample one batch, or one for each part, and learn from it."""
+        times = [self._now()]
+        with self._recorded(self.own, step):
+            batches = self.sample()
+        times.append(self._now())
+        batches = [self._scored(batch) for batch in batches]
+        times.append(self._now())
+        watched = {}
+        for each in self.watched if (step - 1) % self.settings.measure_every == 0 else ():
+            with self._recorded(each):
+                watched[each.name] = self.compare(each, batches[0])
+        times.append(self._now())
+        with self._recorded(self.own, step):
+            firsts, currents, olds = self._learn(batches, self.settings.rate(step))
+        times.append(self._now())
+        rewards = torch.cat([batch.rewards for batch in batches])
+        logps = torch.cat([batch.logps[batch.mask] for batch in batches])
+        first = torch.cat([each[batch.mask] for each, batch in zip(firsts, batches, strict=True)])
         return StepMetrics(
+            **vars(gap(logps, first)),
             step=step,
             reward=float(rewards.mean()),
             solved=float((rewards == 1).float().mean()),
-            kl=float(output.kl),
-            clip_fraction=self._clipped(current, old, rewards, rollout.mask),
-            clipped_at_once=self._clipped(first, old, rewards, rollout.mask),
-            gap=gap(rollout.logps, first, rollout.mask),
+            clip_fraction=self._clipped(currents, olds, batches),
+            clipped_at_once=self._clipped(firsts, olds, batches),
+            rollout_seconds=times[1] - times[0],
+            update_seconds=times[4] - times[3],
+            seconds=self._now() - times[3] + times[2] - times[0],
             watched=watched,
-            seconds=time.perf_counter() - start,
         )
 
-    def sample(self, prompts: int) -> tuple[list[str], Rollout]:
-        """Draw prompts and sample a group of answers to each; the prompts are returned once an answer."""
-        drawn = [task.draw_prompt(self.prompts) for _ in range(prompts)]
-        repeated = [prompt for prompt in drawn for _ in range(self.settings.samples_per_prompt)]
-        policy, temperature = self.rollout.weights(self.policy), self.settings.temperature
-        rollout = sample(policy, repeated, self.rollout.arithmetic, temperature=temperature, generator=self.generator)
-        return repeated, rollout
+    def sample(self) -> list[Batch]:
+        """Draw prompts and sample a group of answers to each."""
+        settings, count, found = self.settings, self.settings.prompts, []
+        draws = range(count * self.parts)
+        drawn = [task.draw_prompt(self.draws, settings.shortest, settings.longest) for _ in draws]
+        seeds = [self.draws.getrandbits(63) for _ in range(self.parts)]
+        for part in range(self.parts) if self.group is None else (group_rank(self.group),):
+            mine = drawn[part * count : (part + 1) * count]
+            prompts = [prompt for prompt in mine for _ in range(settings.samples_per_prompt)]
+            generator = torch.Generator(self.device).manual_seed(seeds[part])
+            found.append(sample(self.loaded(self.sampler), prompts, self.sampler.way, settings, generator))
+        return found
 
-    def _watch(self, step: int, rollout: Rollout) -> dict[str, Gap]:
-        if (step - 1) % self.settings.watch_every:
-            return {}
-        temperature = self.settings.temperature
-        return {each.name: gap_of(self.policy, rollout, each, temperature) for each in self.watched}
+    @torch.no_grad()
+    def loaded(self, each: Numerics) -> Any:
+        """Return the policy, or its copy in other numerics with the weights of now."""
+        if each == self.own:
+            return self.model
+        each.load(self.copies[each], self.optimizer.masters)
+        return self.copies[each]
 
-    def _set_learning_rate(self, step: int) -> None:
-        settings = self.settings
-        rate = learning_rate(
-            step, steps=settings.steps, peak=settings.learning_rate, warmup_steps=settings.warmup_steps
+    @torch.no_grad()
+    def compare(self, each: Numerics, batch: Batch, rows: Sequence[int] | None = None) -> Gap:
+        """Decode a rollout's tokens again with the weights of now, and compare with one training pass over all of them.
+
+        With ``rows``, these sequences are decoded, each alone.
+        """
+        model, settings = self.loaded(each), self.settings
+        parts = [batch] if rows is None else [batch.row(row) for row in rows]
+        decoded = torch.cat([decoded_logps(model, part, each.way, settings) for part in parts])
+        chosen = slice(None) if rows is None else list(rows)
+        mask = batch.mask[chosen]
+        return gap(decoded[mask], training_logps(model, batch, each.way)[chosen][mask])
+
+    def _scored(self, batch: Batch) -> Batch:
+        self.answers = [(*pair, task.reward(*pair)) for pair in batch.answers]
+        rewards = torch.tensor([reward for _, _, reward in self.answers], device=self.device)
+        with torch.no_grad():
+            reference = None if self.reference is None else training_logps(self.reference, batch, self.way)
+        return batch._replace(rewards=rewards, reference=reference)
+
+    def _learn(self, batches: Sequence[Batch], rate: float) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """Take the steps on the batches; return log-probabilities of the first pass and the last, and the old ones."""
+        firsts, currents, olds = list[Tensor](), list[Tensor](), [batch.logps for batch in batches]
+        tokens = None
+        if self.parts > 1:
+            counts = torch.stack([batch.mask.sum() for batch in batches])
+            tokens = (counts if self.group is None else all_gather(counts, self.group)).sum()
+        for _ in range(self.settings.epochs):
+            currents = []
+            for place, batch in enumerate(batches):
+                current = training_logps(self.model, batch, self.way)
+                if self.recompute and not firsts:
+                    olds[place] = current.detach()
+                self.way.loss(current, olds[place], batch, self.settings, tokens).backward()
+                currents.append(current.detach())
+            firsts = firsts or currents
+            for parameter in self.model.parameters() if self.group is not None else ():
+                assert self.group is not None
+                # In the order in which one process adds them to .grad.
+                parameter.grad = all_reduce(parameter.grad, self.group, order="chain")
+            self.optimizer.step(rate)
+        return firsts, currents, olds
+
+    def _clipped(self, currents: Sequence[Tensor], olds: Sequence[Tensor], batches: Sequence[Batch]) -> float:
+        group, parts = (
+            (self.settings.samples_per_prompt, self.settings.clip_eps),
+            zip(currents, olds, batches, strict=True),
         )
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        return fmean(clip_fraction(new, old, batch.rewards, batch.mask, *group) for new, old, batch in parts)
 
-    def _clipped(self, current: torch.Tensor, old: torch.Tensor, rewards: torch.Tensor, mask: torch.Tensor) -> float:
-        samples, eps = self.settings.samples_per_prompt, self.settings.clip_eps
-        return clip_fraction(current, old, rewards, mask, samples_per_prompt=samples, clip_eps=eps)
+    @contextmanager
+    def _recorded(self, each: Numerics, step: int = 1) -> Iterator[None]:
+        """Note backends, in the first step alone: while dispatch is recorded, no launch plan is kept between calls."""
+        if step > 1:
+            yield
+            return
+        with record_dispatch() as choices:
+            yield
+        self.backends.setdefault(each.name, {}).update({choice.operator: choice.backend for choice in choices})
 
-    def _update(
-        self, rollout: Rollout, old: torch.Tensor | None, reference: torch.Tensor, rewards: torch.Tensor
-    ) -> tuple[torch.Tensor, GRPOLossOutput]:
-        """Take a step of the optimiser; where ``old`` is None, it is what this pass computes."""
-        settings = self.settings
-        current = training_logps(self.policy, rollout, self.training, settings.temperature)
-        output = grpo_loss(
-            current,
-            current.detach() if old is None else old,
-            reference,
-            rewards,
-            rollout.mask,
-            samples_per_prompt=settings.samples_per_prompt,
-            clip_eps=settings.clip_eps,
-            beta=settings.beta,
-        )
-        self.optimizer.zero_grad()
-        output.loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.policy.parameters(), 1.0)
-        self.optimizer.step()
-        return current.detach(), output
+    def _now(self) -> float:
+        """Return the time, once the device has done what it was given."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()

@@ -1,1 +1,0 @@
-"""The demo over ranks: training on several processes has the bits of one."""
