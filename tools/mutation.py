@@ -96,13 +96,16 @@ def run(given: argparse.Namespace) -> list[dict[str, Any]]:
         if known(mutant, equivalent):
             continue
         verdict = judged(name, edit, stages(folders[name], name, sources[name]))
-        found.append({**mutant, **verdict._asdict()})
+        found.append({**mutant, "state": verdict.state, "where": verdict.where})
+        if given.json:
+            write(given.json, given.seed, found)
         print(f"{verdict.state:9}{name}:{edit.line} {edit.kind}: {edit.old} -> {edit.new} [{verdict.said}]", flush=True)
     return found
 
 
-def write(path: Path, seed: int, counts: Counter[str], found: Sequence[dict[str, Any]]) -> None:
+def write(path: Path, seed: int, found: Sequence[dict[str, Any]]) -> None:
     """Write the record, one mutant a line; those that crashed are counted alone."""
+    counts = Counter(each["state"] for each in found)
     lines = ",\n".join(json.dumps(each) for each in found if each["state"] != INVALID)
     path.write_text(f'{{"seed": {seed}, "counts": {json.dumps(counts)}, "mutants": [\n{lines}\n]}}\n', encoding="utf-8")
 
@@ -121,8 +124,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     counts = Counter(each["state"] for each in found)
     valid = counts[CAUGHT] + counts[TIMEOUT] + counts[SURVIVED]
     score = (counts[CAUGHT] + counts[TIMEOUT]) / max(valid, 1)
-    if given.json:
-        write(given.json, given.seed, counts, found)
     print(f"mutation score {score:.1%}: {valid} mutants, {', '.join(f'{n} {state}' for state, n in counts.items())}")
     return 0 if valid and score >= LEAST else 1
 
