@@ -62,9 +62,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser_of(command: Command) -> Parser:
-    """Return the parser of a command: the one whose help it prints."""
+    """Return the parser of a command: the one whose help it prints; one without options if it has none to print.
+
+    `check` and `bench` need an operator for theirs.
+    """
     found: list[Parser] = []
     asked = patch.object(Parser, "print_help", lambda self, file=None: found.append(self))
-    with asked, contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
+    silent = contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO())
+    with asked, contextlib.suppress(SystemExit), silent[0], silent[1]:
         command(["--help"])
-    return found[-1]
+    return found[-1] if found else Parser("", add_help=False)
