@@ -34,7 +34,7 @@ BUGS = (
     Bug("upstream gradients exchanged", "grad_logp, upstream.grad_logsumexp", "grad_logsumexp, upstream.grad_logp"),
     Bug("chain of dH not continued", "weight, out, continues=continues", "weight, out"),
     Bug("one stage too many", "self._boxes(stores)) // STAGE\n", "self._boxes(stores)) // STAGE + 1\n"),
-    Bug("unaligned rows copied by TMA", "fits and x.data_ptr() % CHUNK == 0", "fits"),
+    Bug("unaligned rows copied by TMA", "fits and x.data_ptr() % ALIGNED == 0", "fits"),
     Bug("last rows are not finished", "-(-count * WARP // 256)", "max(count * WARP // 256, 1)"),
     Bug("shard counted from column 0", "inputs.start, inputs.vocab", "0, inputs.vocab"),
 )
