@@ -101,7 +101,8 @@ def _launch_terms(
     offsets = None if call.cu_seqlens is None else call.cu_seqlens.contiguous()
     total = 0 if offsets is None else call.current_logps.shape[0]
     tensors = [call.current_logps, call.old_logps, call.ref_logps, call.mask, scores.values, w, entropy]
-    rows = [rows_of(x) for x in tensors]
+    # Packed tokens and numbers of sequences have no stride in this kernel.
+    rows = [rows_of(x) if x is None or x.ndim == 2 else x.contiguous() for x in tensors]
     strides = [0 if x is None else x.stride(0) for x in rows]
     by_sequence = plan.level == "sequence" or plan.kind == "vespo"
     lanes = lanes_for(min(max(call.length, 1), SEGMENT), WARP, WIDE if by_sequence else LANES)

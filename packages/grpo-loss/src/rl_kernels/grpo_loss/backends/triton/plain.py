@@ -77,8 +77,8 @@ def segments_of(length: int) -> int:
 
 
 def rows_of(x: torch.Tensor | None) -> torch.Tensor | None:
-    """Return ``x`` if its rows, or its only dim, are contiguous, else a contiguous copy."""
-    return None if x is None else readable(x, x.stride(-1) == 1)
+    """Return ``x`` if its rows are contiguous, else a contiguous copy; one dim may have any stride."""
+    return None if x is None else readable(x, x.ndim == 1 or x.stride(1) == 1)
 
 
 def is_plain(call: LossCall) -> bool:
