@@ -47,7 +47,7 @@ def test_each_way_shows_its_mismatch(tool: ModuleType, finished: Path) -> None:
     aligned, fp32, bf16, fp8, recomputed = runs.values()
     assert aligned["kl"] == aligned["largest"] == aligned["clipped_at_once"] == [0, 0]
     for measure in ("kl", "largest"):
-        assert 0 < fp32[measure][0] < bf16[measure][0] < fp8[measure][0] == recomputed[measure][0]
+        assert 0 < fp32[measure][0] < bf16[measure][0] < min(fp8[measure][0], recomputed[measure][0])
     assert recomputed["clipped_at_once"] == [0, 0]
 
 
@@ -77,11 +77,12 @@ def test_processes_find_what_one_finds(tool: ModuleType, monkeypatch: pytest.Mon
 
 @torch.no_grad()
 def test_fp8_rounds_the_weights_of_the_layers_alone(tool: ModuleType) -> None:
-    policy = tool.Trainer(tool.Settings()).policy
-    rounded = dict(tool.in_fp8(policy).named_parameters())
+    policy, rounded = (tool.make(tool.Settings(), torch.device("cpu"), dtype) for dtype in ("FP32", "BF16"))
+    tool.load_fp8(rounded, list(policy.parameters()))
+    found = dict(rounded.named_parameters())
     for name, weight in policy.named_parameters():
-        off = float((rounded[name].float() - weight).abs().max() / weight.abs().max())
-        assert rounded[name].dtype == torch.bfloat16
+        off = float((found[name].float() - weight).abs().max() / weight.abs().max())
+        assert found[name].dtype == torch.bfloat16
         # Three bits behind the first, where BF16 has seven.
         assert (2**-8 < off < 2**-3) if name.startswith("blocks.") and weight.ndim == 2 else off <= 2**-8, name
 

@@ -19,8 +19,9 @@ from rl_kernels.demo.ways import Numerics
 
 ROWS = 10
 """Rows of the table of steps, at most; each is the mean since the row before."""
-CAPTION = """Tokens whose log-prob differs in any bit between rollout and training, with rl-kernels (ours) and
-in stock PyTorch, and their KL. The last kind trains and is compared in every step, the others in one of"""
+CAPTION = """Tokens whose log-prob differs in any bit between rollout and training, with rl-kernels
+(ours) and in stock PyTorch, and their KL. The last kind trains and is compared in every step,
+the others in one of"""
 SAME_IN_BF16 = """Stock BF16 differs nowhere: this CPU's BF16 products give a row the same bits
 in any batch of this size. Those of other CPUs and of GPUs do not, nor does FP32 here."""
 NEXT = """next    your model: rl-kernels audit path/to/model
@@ -63,7 +64,7 @@ def train(trainer: Trainer, console: Console) -> list[StepMetrics]:
     bars = TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("reward {task.fields[reward]:.2f}")
     with Progress(*bars, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as progress:
         task = progress.add_task("training", total=steps, reward=0.0)
-        numerics = "".join(f"{each.way.short} {each.dtype}".rjust(12) for each in shown)
+        numerics = "".join(f"{each.way.short} {each.dtype}".rjust(11) for each in shown)
         line(console, f"step  reward  solved{numerics}       KL  ms: rollout  update")
         for step in range(1, steps + 1):
             history.append(trainer.step(step))
@@ -79,7 +80,7 @@ def _row(steps: Sequence[StepMetrics], shown: Sequence[Numerics]) -> str:
     names = "reward", "solved", "kl", "rollout_seconds", "update_seconds"
     reward, solved, kl, rollout, update = (fmean(getattr(step, name) for step in steps) for name in names)
     gaps = [[step.watched[each.name] for step in steps if step.watched] for each in shown[:-1]]
-    cells = "".join((share(found) if found else "").rjust(12) for found in [*gaps, steps])
+    cells = "".join((share(found) if found else "").rjust(11) for found in [*gaps, steps])
     return (
         f"{steps[-1].step:4}{reward:8.3f}{solved:8.0%}{cells}{small(kl):>9}{1000 * rollout:13,.0f}{1000 * update:8,.0f}"
     )
