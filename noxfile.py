@@ -215,7 +215,7 @@ def check(session: nox.Session) -> None:
 
 @nox.session(**BORROWING)
 def mutation(session: nox.Session) -> None:
-    """Draw mutants of the operators and count those that the tests catch; for the night: half a minute each."""
+    """Draw mutants of the operators and count those that the tests catch; for the night: tests run for each."""
     borrow(session)
     install(session, *SHARED, *OPERATORS)
     session.install(*TRITON["3.6"])
