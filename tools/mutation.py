@@ -2,7 +2,8 @@
 
 Host code is everything of an operator that runs at a call, ``reference.py`` excepted. A mutant of a backend is shown to
 the tests of that backend, any other to those of all backends that run on a CPU: recorded launches, the quick cases in
-FP32, and Triton kernels in its interpreter. Mutants that crash are drawn again; known equivalents are left out.
+FP32, and Triton kernels in its interpreter. Mutants that crash are drawn again; known equivalents are left out. Tests
+that fail without a mutant end the run. A record that exists is continued: what was caught stays so.
 
 ``python tools/mutation.py --seed 1 --count 300 --json tools/results/mutation.json``; ``nox -s mutation`` runs it.
 Exit status 1 if fewer than 95 % are caught.
@@ -16,11 +17,14 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from rl_kernels.lab.mutate.edits import Edit, drawn
-from rl_kernels.lab.mutate.judge import CAUGHT, INVALID, SURVIVED, TIMEOUT, Stage, judged
+from rl_kernels.lab.mutate.judge import CAUGHT, INVALID, SURVIVED, TIMEOUT, Stage, Verdict, judged
 
 ROOT = Path(__file__).resolve().parent.parent
 EQUIVALENT = ROOT / "tools" / "mutants_equivalent.json"
@@ -31,7 +35,7 @@ PYTEST = ("-x", "-q", "-p", "no:cacheprovider", "--no-header")
 PLAIN = "not planted and not bug and not control"
 CASES = f"test_relation and fp32 and {PLAIN} and not torch and not parity"
 ONE = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-SECONDS = {"launches": 300, "cases": 900, "interpreted": 900, "others": 900}
+SECONDS = {"smoke": 300, "launches": 300, "cases": 900, "interpreted": 900, "others": 900}
 
 
 def modules(packages: Sequence[str]) -> dict[str, Path]:
@@ -63,11 +67,32 @@ def stages(package: str, module: str, source: str) -> list[Stage]:
     own = {file for file in others if module.rpartition(".")[2] in file.name}
     others = {file for file in others - own if not any(word in file.name for word in ("bench", "far", "gpu"))}
     first = [_stage("others", own, PLAIN)] if own else []
-    return [*first, _stage("cases", [cases], f"native and {CASES}"), *launches, _stage("others", others, PLAIN)]
+    smoke = Stage((*PYTEST, str(tests), "-m", "smoke", "-k", PLAIN), ONE, SECONDS["smoke"])
+    return [*first, smoke, _stage("cases", [cases], f"native and {CASES}"), *launches, _stage("others", others, PLAIN)]
 
 
 def _stage(name: str, files: Iterable[Path], chosen: str, **environment: str) -> Stage:
     return Stage((*PYTEST, *map(str, sorted(files)), "-k", chosen), {**ONE, **environment}, SECONDS[name])
+
+
+@cache
+def fails_alone(stage: tuple[Any, ...]) -> str:
+    """Return what a stage fails on without a mutant; nothing if it passes."""
+    arguments, environment, seconds = stage
+    verdict = judged("", None, [Stage(arguments, dict(environment), seconds)])
+    return "" if verdict.state == SURVIVED else f"{verdict.where}: {verdict.said}"
+
+
+def verdict_of(module: str, edit: Edit, shown: Sequence[Stage]) -> Verdict:
+    """Judge a mutant; ``RuntimeError`` if the stage that caught it fails without a mutant too."""
+    for stage in shown:
+        verdict = judged(module, edit, [stage])
+        if verdict.state != SURVIVED:
+            said = fails_alone((stage.arguments, tuple(sorted(stage.environment.items())), stage.seconds))
+            if said:
+                raise RuntimeError(f"the tests fail without a mutant: {said}")
+            return verdict
+    return Verdict(SURVIVED)
 
 
 def entry(module: str, source: str, edit: Edit) -> dict[str, Any]:
@@ -86,21 +111,41 @@ def run(given: argparse.Namespace) -> list[dict[str, Any]]:
     files = modules(given.package)
     sources = {name: file.read_text(encoding="utf-8") for name, file in files.items()}
     equivalent = json.loads(EQUIVALENT.read_text(encoding="utf-8"))
-    folders = {name: file.relative_to(ROOT / "packages").parts[0] for name, file in files.items()}
     end = time.monotonic() + (given.seconds or float("inf"))
-    found: list[dict[str, Any]] = []
-    for name, edit in drawn(sources, given.seed):
-        mutant = entry(name, sources[name], edit)
-        if sum(each["state"] != INVALID for each in found) >= given.count or time.monotonic() > end:
-            break
-        if known(mutant, equivalent):
-            continue
-        verdict = judged(name, edit, stages(folders[name], name, sources[name]))
-        found.append({**mutant, "state": verdict.state, "where": verdict.where})
-        if given.json:
-            write(given.json, given.seed, found)
+    kept = recorded(given.json, given.seed)
+
+    def judge(drawn_one: tuple[dict[str, Any], str, Edit]) -> dict[str, Any] | None:
+        mutant, name, edit = drawn_one
+        if json.dumps(mutant) in kept:
+            return kept[json.dumps(mutant)]
+        if time.monotonic() > end:
+            return None
+        package = files[name].relative_to(ROOT / "packages").parts[0]
+        verdict = verdict_of(name, edit, stages(package, name, sources[name]))
         print(f"{verdict.state:9}{name}:{edit.line} {edit.kind}: {edit.old} -> {edit.new} [{verdict.said}]", flush=True)
+        return {**mutant, "state": verdict.state, "where": verdict.where}
+
+    every = ((entry(name, sources[name], edit), name, edit) for name, edit in drawn(sources, given.seed))
+    left = (each for each in every if not known(each[0], equivalent))
+    found: list[dict[str, Any]] = []
+    with ThreadPoolExecutor(given.jobs) as pool:
+        while missing := given.count - sum(each["state"] != INVALID for each in found):
+            ended = list(pool.map(judge, islice(left, missing)))
+            found += [each for each in ended if each is not None]
+            if given.json:
+                write(given.json, given.seed, found)
+            if not ended or None in ended:
+                break
     return found
+
+
+def recorded(path: Path | None, seed: int) -> dict[str, dict[str, Any]]:
+    """Return what a record of this seed holds as caught, by the mutant's entry as JSON."""
+    if path is None or not path.exists():
+        return {}
+    record = json.loads(path.read_text(encoding="utf-8"))
+    caught = [each for each in record["mutants"] if each["state"] != SURVIVED] if record["seed"] == seed else []
+    return {json.dumps({name: each[name] for name in each if name not in ("state", "where")}): each for each in caught}
 
 
 def write(path: Path, seed: int, found: Sequence[dict[str, Any]]) -> None:
@@ -117,8 +162,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     made.add_argument("--seed", type=int, default=1, help="which mutants are drawn (default: 1)")
     made.add_argument("--count", type=int, default=300, help="how many, those that crash not counted (default: 300)")
     made.add_argument("--package", nargs="+", choices=operators, default=operators, metavar="NAME", help="default: all")
+    made.add_argument("--jobs", type=int, default=1, help="mutants that are judged at once (default: 1)")
     made.add_argument("--seconds", type=float, metavar="S", help="end after so long (default: when all are judged)")
-    made.add_argument("--json", type=Path, metavar="FILE", help="write the record")
+    made.add_argument("--json", type=Path, metavar="FILE", help="the record to write, or to continue")
     given = made.parse_args(argv)
     found = run(given)
     counts = Counter(each["state"] for each in found)

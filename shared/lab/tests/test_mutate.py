@@ -11,7 +11,7 @@ def clamped(x: "a | b", low=0.5):
     if x < low:
         raise ValueError(f"{x + 1}")
     x -= min(x, 1)
-    return sum(range(x), start=low)
+    return sum(zip(range(x), low, strict=False), start=low)
 '''
 MADE = [
     ("constant", "0.5", "1.0"),
@@ -22,12 +22,13 @@ MADE = [
     ("bound", "low", "(low - 1)"),
     ("operator", "x -= min(x, 1)", "x += min(x, 1)"),
     ("statement", "x -= min(x, 1)", "pass"),
-    ("argument", "min(x, 1)", "min(1, x)"),
     ("name", "min", "max"),
     ("constant", "1", "2"),
-    ("argument", "sum(range(x), start=low)", "sum(range(x))"),
+    ("argument", "sum(zip(range(x), low, strict=False), start=low)", "sum(zip(range(x), low, strict=False))"),
+    ("argument", "zip(range(x), low, strict=False)", "zip(low, range(x), strict=False)"),
     ("bound", "x", "(x + 1)"),
     ("bound", "x", "(x - 1)"),
+    ("constant", "False", "True"),
 ]
 MODULE = """
 def steps(n):
@@ -66,6 +67,7 @@ def test_a_seed_gives_the_order():
         ("found += 1", "pass", TIMEOUT),
         ("len(str())", "1", SURVIVED),
         ("found if size else len(str())", "(found())", INVALID),
+        ("abs(n)", "__import__('os')._exit(0)", INVALID),
     ],
 )
 def test_what_becomes_of_a_mutant(old, new, state, tmp_path):

@@ -20,6 +20,9 @@ COMPARISONS: dict[type[ast.AST], type[ast.AST]] = {
 ORDERED = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 PAIRS = (("min", "max"), ("minimum", "maximum"), ("amin", "amax"), ("any", "all"), ("zeros", "ones"))
 OTHER_NAME = {name: other for pair in PAIRS for name, other in (pair, pair[::-1])}
+COMMUTATIVE = {"min", "max", "minimum", "maximum"}
+NO_CHANGE = {"strict=False", "strict=True", "check=False"}
+"""Keywords that change no result: defaults, and guards of what is so."""
 LEFT_ALONE = (ast.Raise, ast.Assert, ast.Import, ast.ImportFrom, ast.JoinedStr, ast.AnnAssign)
 """Nodes that hold nothing a call computes: messages, imports and types."""
 
@@ -108,13 +111,14 @@ def _constants(node: ast.Constant) -> Iterator[tuple[str, ast.expr, str]]:
 
 
 def _calls(node: ast.Call) -> Iterator[tuple[str, ast.expr, str]]:
-    for index in range(len(node.keywords)):
-        yield "argument", node, _changed(node, keywords=node.keywords[:index] + node.keywords[index + 1 :])
-    if len(node.args) > 1 and ast.dump(node.args[0]) != ast.dump(node.args[1]):
+    name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+    for index, keyword in enumerate(node.keywords):
+        if ast.unparse(keyword) not in NO_CHANGE:
+            yield "argument", node, _changed(node, keywords=node.keywords[:index] + node.keywords[index + 1 :])
+    if len(node.args) > 1 and name not in COMMUTATIVE and ast.dump(node.args[0]) != ast.dump(node.args[1]):
         yield "argument", node, _changed(node, args=[node.args[1], node.args[0], *node.args[2:]])
     if isinstance(node.func, ast.Name) and node.func.id == "range":
         yield from _off_by_one("bound", node.args[min(len(node.args) - 1, 1)])
-    name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
     if name in OTHER_NAME:
         field = "attr" if isinstance(node.func, ast.Attribute) else "id"
         yield "name", node.func, _changed(node.func, **{field: OTHER_NAME[name]})

@@ -45,7 +45,7 @@ class Verdict(NamedTuple):
 def judged(module: str, edit: Edit | None, stages: Sequence[Stage]) -> Verdict:
     """Return the verdict of the first stage that fails, with ``edit`` in the module; without one, nothing is changed.
 
-    A crash (``TypeError`` and the like) is no failure of a check: any call would have shown it.
+    A crash (``TypeError`` and the like, or the end of the process) is no failure of a check: any call would show it.
     """
     for stage in stages:
         found = _ran(module, edit, stage)
@@ -70,7 +70,7 @@ def _ran(module: str, edit: Edit | None, stage: Stage) -> Verdict:
         if done.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
             return Verdict(TIMEOUT, said=f"{stage.seconds} s")
         if not out.exists():
-            return Verdict(CAUGHT, said=f"the process ended with {done.returncode}")
+            return Verdict(INVALID, said=f"the process ended with {done.returncode}")
         ended = json.loads(out.read_text(encoding="utf-8"))
     if ended["status"] in (0, NOTHING_SELECTED):
         return Verdict(SURVIVED)
