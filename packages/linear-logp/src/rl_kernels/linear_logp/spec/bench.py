@@ -89,32 +89,30 @@ def cce(filter_eps: str | None) -> Callable[[], Callable[..., torch.Tensor]]:
     return make
 
 
-def liger() -> Callable[..., torch.Tensor]:
-    """Import Liger's fused linear cross entropy; it returns a sum, and computes the gradient in the forward pass."""
-    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+def _summed(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return the sum of all log-probabilities, made of a linear cross entropy that takes ``[N, D]`` and ``[N]``."""
 
     def call(
         hidden: torch.Tensor, lm_head_weight: torch.Tensor, target_ids: torch.Tensor, *, ignore_index: int = IGNORED
     ) -> torch.Tensor:
         rows, ids = hidden.flatten(0, -2), target_ids.flatten()
-        options = {"ignore_index": ignore_index, "reduction": "sum"}
-        return -liger_fused_linear_cross_entropy(rows, lm_head_weight, ids, **options)
+        return -function(rows, lm_head_weight, ids, ignore_index=ignore_index, reduction="sum")
 
     return call
+
+
+def liger() -> Callable[..., torch.Tensor]:
+    """Import Liger's fused linear cross entropy; it returns a sum, and computes the gradient in the forward pass."""
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+    return _summed(liger_fused_linear_cross_entropy)
 
 
 def quack() -> Callable[..., torch.Tensor]:
     """Import quack's chunked linear cross entropy."""
     from quack.linear_cross_entropy import chunked_linear_cross_entropy
 
-    def call(
-        hidden: torch.Tensor, lm_head_weight: torch.Tensor, target_ids: torch.Tensor, *, ignore_index: int = IGNORED
-    ) -> torch.Tensor:
-        rows, ids = hidden.flatten(0, -2), target_ids.flatten()
-        options = {"ignore_index": ignore_index, "reduction": "sum"}
-        return -chunked_linear_cross_entropy(rows, lm_head_weight, ids, **options)
-
-    return call
+    return _summed(chunked_linear_cross_entropy)
 
 
 def passes(shape: Shape, itemsize: int) -> dict[str, Pass]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -18,141 +19,82 @@ from rl_kernels.linear_logp.spec.illegal import ILLEGAL
 from rl_kernels.linear_logp.spec.transforms import HYGIENE, TRANSFORMS, WEIGHTS
 
 STATS = {"return_stats": True}
-CAPPED = {**STATS, "bias": True, "softcap": 30.0}
+BIASED = {**STATS, "bias": True}
 PIECE = UNIT
 """Columns that a backend may process at once: ids and maxima are placed on both sides of its multiples."""
 FEATURES = 16
 """A weight with fewer features than this is drawn at the scale of this many."""
 
+
+def _case(name: str, sizes: tuple[int, int, int, int], options: Mapping[str, Any] = STATS, **kind: Any) -> Case:
+    """Return a case of (batch, seq, hidden, vocab)."""
+    return Case(name, dict(zip(("batch", "seq", "hidden", "vocab"), sizes, strict=True)), options, **kind)
+
+
 _CASES = (
-    Case("plain", {"batch": 2, "seq": 16, "hidden": 64, "vocab": 257}),
-    Case("stats", {"batch": 2, "seq": 9, "hidden": 48, "vocab": 1000}, STATS),
-    Case("bias", {"batch": 2, "seq": 7, "hidden": 32, "vocab": 131}, {**STATS, "bias": True}),
-    Case("temperature", {"batch": 2, "seq": 5, "hidden": 40, "vocab": 333}, {**STATS, "temperature": 0.7}),
-    Case(
-        "temperature-per-token",
-        {"batch": 3, "seq": 5, "hidden": 24, "vocab": 129},
-        {**STATS, "temperature": "tensor", "bias": True},
-    ),
-    Case(
-        "ignored", {"batch": 4, "seq": 7, "hidden": 32, "vocab": 65}, {**STATS, "ignore_index": IGNORED, "bias": True}
-    ),
-    Case(
-        "segments",
-        {"batch": 2, "seq": 9, "hidden": 17, "vocab": 9001},
-        {**STATS, "bias": True, "edges": True, "workspace_mib": 1},
-    ),
+    _case("plain", (2, 16, 64, 257), {}),
+    _case("stats", (2, 9, 48, 1000)),
+    _case("bias", (2, 7, 32, 131), BIASED),
+    _case("temperature", (2, 5, 40, 333), {**STATS, "temperature": 0.7}),
+    _case("temperature-per-token", (3, 5, 24, 129), {**BIASED, "temperature": "tensor"}),
+    _case("ignored", (4, 7, 32, 65), {**BIASED, "ignore_index": IGNORED}),
+    _case("segments", (2, 9, 17, 9001), {**BIASED, "edges": True, "workspace_mib": 1}),
     # The last 952 columns are kept, in blocks of rows.
-    Case(
-        "kept",
-        {"batch": 1, "seq": 130, "hidden": 8, "vocab": 3000},
-        {**STATS, "saved_mib": 1, "workspace_mib": 1},
-        relations=HELD,
-    ),
-    Case("few-rows", {"batch": 2, "seq": 16, "hidden": 24, "vocab": 1300}, {**STATS, "saved_mib": None, "bias": True}),
-    Case(
-        "tree",
-        {"batch": 2, "seq": 9, "hidden": 17, "vocab": 9001},
-        {**STATS, "bias": True, "vocab_segments": 8, "whole": True, "workspace_mib": 1},
-    ),
+    _case("kept", (1, 130, 8, 3000), {**STATS, "saved_mib": 1, "workspace_mib": 1}, relations=HELD),
+    _case("few-rows", (2, 16, 24, 1300), {**BIASED, "saved_mib": None}),
+    _case("tree", (2, 9, 17, 9001), {**BIASED, "vocab_segments": 8, "whole": True, "workspace_mib": 1}),
     # Several chains over tokens, the last one short.
-    Case("joined", {"batch": 3, "seq": 31, "hidden": 24, "vocab": 1300}, {**STATS, "bias": True, "join_tokens": 32}),
-    Case(
-        "joined-ignored",
-        {"batch": 2, "seq": 40, "hidden": 16, "vocab": 33},
-        {**STATS, "bias": True, "join_tokens": 16, "ignore_index": IGNORED, "scale": 0.25},
-    ),
+    _case("joined", (3, 31, 24, 1300), {**BIASED, "join_tokens": 32}),
+    _case("joined-ignored", (2, 40, 16, 33), {**BIASED, "join_tokens": 16, "ignore_index": IGNORED, "scale": 0.25}),
     # Blocks of 64 rows, which the chains cut.
-    Case(
-        "joined-blocks",
-        {"batch": 1, "seq": 400, "hidden": 700, "vocab": 40},
-        {"join_tokens": 144, "workspace_mib": 1, "scale": 0.25},
-        relations=HELD,
-    ),
-    Case("odd", {"batch": 3, "seq": 3, "hidden": 33, "vocab": 1025}, {**STATS, "edges": True}),
-    Case(
-        "equal-rows",
-        {"batch": 2, "seq": 6, "hidden": 24, "vocab": 130},
-        {**STATS, "temperature": "tensor", "bias": True, "equal": True},
-    ),
-    Case("one-token", {"batch": 1, "seq": 1, "hidden": 64, "vocab": 515}, STATS),
-    Case("one-feature", {"batch": 2, "seq": 9, "hidden": 1, "vocab": 7}, STATS),
-    Case("pad-token", {"batch": 3, "seq": 7, "hidden": 20, "vocab": 50}, {**STATS, "ignore_index": 0, "bias": True}),
-    Case("rising", {"batch": 1, "seq": 6, "hidden": 12, "vocab": 2 * PIECE + 1}, {**STATS, "bias": True, "low": PIECE}),
-    Case(
-        "masked-pieces",
-        {"batch": 1, "seq": 6, "hidden": 12, "vocab": 2 * PIECE},
-        {**STATS, "bias": True, "edges": True, "minus_inf_first": PIECE},
-    ),
-    Case("wide", {"batch": 1, "seq": 5, "hidden": 4100, "vocab": 11}, {**STATS, "scale": 0.5}),
-    Case("blocks", {"batch": 2, "seq": 40, "hidden": 16, "vocab": 33}, {**STATS, "bias": True, "scale": 0.25}),
-    Case(
-        "many-tokens",
-        {"batch": 2, "seq": 521, "hidden": 4, "vocab": 33},
-        {**STATS, "bias": True, "temperature": "tensor"},
-        grad=False,
-    ),
+    _case("joined-blocks", (1, 400, 700, 40), {"join_tokens": 144, "workspace_mib": 1, "scale": 0.25}, relations=HELD),
+    _case("odd", (3, 3, 33, 1025), {**STATS, "edges": True}),
+    _case("equal-rows", (2, 6, 24, 130), {**BIASED, "temperature": "tensor", "equal": True}),
+    _case("one-token", (1, 1, 64, 515)),
+    _case("one-feature", (2, 9, 1, 7)),
+    _case("pad-token", (3, 7, 20, 50), {**BIASED, "ignore_index": 0}),
+    _case("rising", (1, 6, 12, 2 * PIECE + 1), {**BIASED, "low": PIECE}),
+    _case("masked-pieces", (1, 6, 12, 2 * PIECE), {**BIASED, "edges": True, "minus_inf_first": PIECE}),
+    _case("wide", (1, 5, 4100, 11), {**STATS, "scale": 0.5}),
+    _case("blocks", (2, 40, 16, 33), {**BIASED, "scale": 0.25}),
+    _case("many-tokens", (2, 521, 4, 33), {**BIASED, "temperature": "tensor"}, grad=False),
     # LM heads as in Gemma 2, Granite and Cohere.
-    Case("softcap", {"batch": 2, "seq": 7, "hidden": 48, "vocab": 300}, {**STATS, "softcap": 30.0, "scale": 8.0}),
-    Case(
+    _case("softcap", (2, 7, 48, 300), {**STATS, "softcap": 30.0, "scale": 8.0}),
+    _case(
         "softcap-all",
-        {"batch": 3, "seq": 5, "hidden": 24, "vocab": 1025},
-        {**STATS, "softcap": 5.0, "logit_scale": 2.5, "temperature": "tensor", "bias": True, "ignore_index": IGNORED},
+        (3, 5, 24, 1025),
+        {**BIASED, "softcap": 5.0, "logit_scale": 2.5, "temperature": "tensor", "ignore_index": IGNORED},
     ),
-    Case(
-        "softcap-small",
-        {"batch": 1, "seq": 5, "hidden": 24, "vocab": 67},
-        {**CAPPED, "softcap": 4.0, "logit_scale": 3.0, "temperature": 0.7},
-    ),
-    Case("softcap-masked", {"batch": 1, "seq": 6, "hidden": 32, "vocab": 200}, {**CAPPED, "minus_inf": 0.3}),
-    Case("logit-scale", {"batch": 2, "seq": 7, "hidden": 64, "vocab": 257}, {**STATS, "logit_scale": 0.0625}),
-    Case(
+    _case("softcap-small", (1, 5, 24, 67), {**BIASED, "softcap": 4.0, "logit_scale": 3.0, "temperature": 0.7}),
+    _case("softcap-masked", (1, 6, 32, 200), {**BIASED, "softcap": 30.0, "minus_inf": 0.3}),
+    _case("logit-scale", (2, 7, 64, 257), {**STATS, "logit_scale": 0.0625}),
+    _case(
         "logit-scale-per-token",
-        {"batch": 2, "seq": 7, "hidden": 33, "vocab": 129},
+        (2, 7, 33, 129),
         {**STATS, "logit_scale": 0.125, "temperature": "tensor", "scale": 4.0},
     ),
-    Case("one-entry", {"batch": 2, "seq": 8, "hidden": 24, "vocab": 1}, {**STATS, "bias": True}),
-    Case("beyond-exp", {"batch": 1, "seq": 6, "hidden": 16, "vocab": 300}, {**STATS, "bias": True, "offset": 100.0}),
-    Case("peaked", {"batch": 1, "seq": 6, "hidden": 64, "vocab": 500}, {**STATS, "scale": 8.0}),
-    Case(
-        "masked-vocabulary",
-        {"batch": 1, "seq": 6, "hidden": 32, "vocab": 200},
-        {**STATS, "bias": True, "minus_inf": 0.3},
-    ),
-    Case(
-        "qwen3-vocabulary", {"batch": 1, "seq": 3, "hidden": 16, "vocab": 151936}, {**STATS, "scale": 2.0}, suite="full"
-    ),
-    Case("gpt2-vocabulary", {"batch": 1, "seq": 4, "hidden": 24, "vocab": 50257}, STATS, suite="full"),
-    Case("llama3-hidden", {"batch": 1, "seq": 3, "hidden": 4096, "vocab": 300}, STATS, suite="full"),
-    Case(
-        "many-rows",
-        {"batch": 4, "seq": 500, "hidden": 16, "vocab": 33},
-        {"workspace_mib": 1, "scale": 0.125},
-        suite="full",
-    ),
+    _case("one-entry", (2, 8, 24, 1), BIASED),
+    _case("beyond-exp", (1, 6, 16, 300), {**BIASED, "offset": 100.0}),
+    _case("peaked", (1, 6, 64, 500), {**STATS, "scale": 8.0}),
+    _case("masked-vocabulary", (1, 6, 32, 200), {**BIASED, "minus_inf": 0.3}),
+    _case("qwen3-vocabulary", (1, 3, 16, 151936), {**STATS, "scale": 2.0}, suite="full"),
+    _case("gpt2-vocabulary", (1, 4, 24, 50257), suite="full"),
+    _case("llama3-hidden", (1, 3, 4096, 300), suite="full"),
+    _case("many-rows", (4, 500, 16, 33), {"workspace_mib": 1, "scale": 0.125}, suite="full"),
     *DIMENSIONS,
 )
 # Few rows keep their logits by default, and then the path of many rows would not be checked.
 CASES = tuple(replace(case, options={"saved_mib": 0, **case.options}) for case in _CASES)
-EMPTY = (Case("no-rows", {"batch": 0, "seq": 5, "hidden": 16, "vocab": 33}, {**STATS, "bias": True}),)
+EMPTY = (_case("no-rows", (0, 5, 16, 33), BIASED),)
 KNOWN = ("return_known", "known", "check_rows")
 """Arguments that need two calls, one after the other."""
+SHARD = ("process_group", "vocab_start", "vocab_size", "vocab_segments")
 TEMPERATURES = {"tensor": (0.5, 2.0), "cold": (0.001, 0.003)}
 """Range of per-token temperatures, by option value."""
 DRAWN = frozenset(
     {
-        "whole",
-        "scale",
-        "offset",
-        "minus_inf",
-        "minus_inf_first",
-        "low",
-        "edges",
-        "equal",
-        "bias",
-        "temperature",
-        "values",
-        "ids",
+        *("whole", "scale", "offset", "minus_inf", "minus_inf_first", "low", "edges", "equal"),
+        *("bias", "temperature", "values", "ids"),
     }
 )
 """Options that shape the inputs; all others become keyword arguments of the call."""
@@ -267,20 +209,7 @@ SPEC = Spec(
     hygiene=HYGIENE,
     empty=EMPTY,
     uncased=frozenset({*KNOWN, "validate", "backend", "process_group"}),
-    unread=frozenset(
-        {
-            *KNOWN,
-            "workspace_mib",
-            "saved_mib",
-            "join_tokens",
-            "process_group",
-            "vocab_start",
-            "vocab_size",
-            "vocab_segments",
-            "validate",
-            "backend",
-        }
-    ),
+    unread=frozenset({*KNOWN, *SHARD, "workspace_mib", "saved_mib", "join_tokens", "validate", "backend"}),
     output="logp",
     spared=frozenset({"return_stats", "saved_mib", "workspace_mib"}),
     ids=("target_ids",),
