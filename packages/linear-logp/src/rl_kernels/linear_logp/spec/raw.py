@@ -1,0 +1,122 @@
+"""Calls of a backend's raw functions beside the definition in FP64, for tests that record its launches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from rl_kernels.core.testing.logp_launches import Rows, back, gold, laid_out, rows_of
+from rl_kernels.linear_logp.vocabulary import slots, vocab_shards
+
+
+class Held(NamedTuple):
+    """A call that was compared with the definition.
+
+    Attributes:
+        inputs: of the raw functions.
+        rows: ids, temperatures and upstream gradients.
+        stats: logp, logsumexp, entropy and norm.
+        leaves: hidden, weight and bias in FP64, with their gradients; None without a bias.
+        saved_mib: MiB of logits that are kept.
+    """
+
+    inputs: tuple[Any, ...]
+    rows: Rows
+    stats: list[torch.Tensor]
+    leaves: Sequence[Any]
+    saved_mib: int
+
+    @property
+    def saved(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Norm and entropy, as the backward pass takes them."""
+        return self.stats[3], None if self.rows.upstream[2] is None else self.stats[2]
+
+
+def hold(call: Mapping[str, Any], backend: Any) -> Held:
+    """Hold forward and backward of a call to the definition.
+
+    ``rows``, ``vocab``, ``size``, ``dtype``; ``layout`` of hidden and weight; ``bias`` True, or "row" for a contiguous
+    one; ``cap``; ``saved``: MiB of logits that are kept, and their columns; ``needed``; ``main_grad``; ``join``: tokens
+    of a chain. For the others see ``rows_of``.
+    """
+    torch.manual_seed(1)
+    count, vocab, size, dtype, layout = (call[name] for name in ("rows", "vocab", "size", "dtype", "layout"))
+    hidden = laid_out(torch.randn(count, size).to(dtype), layout)
+    # Of equal rows of the weight no gradient is left.
+    weight = laid_out(torch.randn(vocab, size).to(dtype), "odd" if layout == "expanded" else layout)
+    bias = torch.randn(2 * vocab).to(dtype)[::2] if "bias" in call else None
+    bias = bias.contiguous() if bias is not None and call["bias"] == "row" else bias
+    rows, (saved_mib, width) = rows_of(call, count, vocab), call.get("saved", (0, 0))
+    cap = torch.tensor(call["cap"], dtype=torch.float64) if "cap" in call else None
+    inputs = hidden, weight, rows.ids, bias, rows.temperature, rows.ignored, cap
+    leaves = [None if x is None else x.double().detach().requires_grad_() for x in (hidden, weight, bias)]
+    *stats, kept = backend.forward_stats(*inputs, saved_mib)
+    held = Held(inputs, rows, stats, leaves, saved_mib)
+    expected = _gold(held, call.get("cap"))
+    for found, value in zip(stats, expected, strict=True):
+        assert torch.allclose(found.double(), value, atol=1e-3, rtol=1e-4)
+    logp, norm, again = backend.forward(*inputs, saved_mib)
+    assert torch.equal(logp, stats[0])
+    assert torch.equal(norm, stats[3])
+    assert kept.shape == again.shape == (count, width)
+    back(expected, rows.upstream)
+    _hold_backward(held, kept if saved_mib else None, call, backend)
+    return held
+
+
+def _gold(held: Held, cap: tuple[float, float] | None) -> list[torch.Tensor]:
+    hidden, weight, bias = held.leaves
+    z = hidden @ weight.t() + (0.0 if bias is None else bias)
+    return gold(z if cap is None else cap[0] * (z * cap[1]).tanh(), held.rows, held.rows.active)
+
+
+def _hold_backward(held: Held, kept: torch.Tensor | None, call: Mapping[str, Any], backend: Any) -> None:
+    needed = call.get("needed", [True, True, held.leaves[2] is not None])
+    shard = 0, call["vocab"], 1, False, 1, needed, call.get("join")
+    arguments = *held.inputs, *held.saved, kept, *held.rows.upstream, *shard
+    for found, leaf, wanted in zip(backend.backward(*arguments), held.leaves, needed, strict=True):
+        assert bool(found.numel()) == wanted
+        if wanted:
+            close(found, leaf.grad)
+    if "main_grad" in call:
+        total = torch.randn(held.inputs[1].shape)
+        continued = total.double() + held.leaves[1].grad
+        backend.backward_main_grad(*arguments, total)
+        close(total, continued)
+
+
+def hold_shards(held: Held, backend: Any) -> None:
+    """Hold both parts of the forward pass over shards to the whole, and backward on the shards to the definition."""
+    hidden, weight, ids, bias, scale, ignored, cap = held.inputs
+    vocab, entropy = len(weight), bias is not None
+    for ranks in (2, 8):
+        bounds, shards, packed, kept = vocab_shards(vocab, ranks), [], [], []
+        for start, stop in bounds:
+            of_bias = None if bias is None else bias[start:stop]
+            shards.append((hidden, weight[start:stop], ids, of_bias, scale, ignored, cap))
+            states, logits = backend.states(*shards[-1], start, slots(vocab, ranks), entropy, held.saved_mib)
+            packed.append(states)
+            kept.append(logits)
+        found = backend.finish(torch.stack(packed), ids, scale, ignored, vocab, entropy)
+        for value, whole, wanted in zip(found, held.stats, (True, entropy, entropy, True), strict=True):
+            assert bool(value.numel()) == wanted
+            assert not wanted or torch.allclose(value, whole, atol=1e-5, rtol=1e-5)
+    saved = held.saved
+    needed = [True, True, bias is not None]
+    parts = [
+        backend.backward(*shard, *saved, logits, *held.rows.upstream, start, vocab, 8, True, 1, needed)
+        for shard, logits, (start, _) in zip(shards, kept, bounds, strict=True)
+    ]
+    dhidden, *others = zip(*parts, strict=True)
+    for value, leaf in zip((sum(dhidden), *map(torch.cat, others)), held.leaves, strict=True):
+        if leaf is not None:
+            close(value, leaf.grad)
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Hold a gradient to the definition's."""
+    assert found.shape == expected.shape
+    assert not found.isnan().any()
+    assert (found.double() - expected).abs().max() <= 1e-2 * expected.abs().max() + 1e-6
