@@ -1,11 +1,10 @@
-"""Bits of linear_logp that no layout of rows shows: main_grad, workspace, threads, blocks of rows."""
+"""What the rules of all operators do not show: main_grad bit by bit, gradients that are asked for, special values."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from itertools import pairwise, product
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,185 +14,122 @@ from rl_kernels.linear_logp import linear_logp
 from rl_kernels.linear_logp.backends import native
 
 ROWS, SIZE, VOCAB = 100, 20, 2100
+OPERANDS = ("hidden", "lm_head_weight", "bias")
 
 
-def _call(dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+def _call(dtype: torch.dtype = torch.float32, **options: Any) -> dict[str, Any]:
     draw = Draw(dtype, seed=11)
-    weight = draw.normal(VOCAB, SIZE, scale=SIZE**-0.5).requires_grad_()
-    call = {"hidden": draw.normal(ROWS, SIZE).requires_grad_(), "lm_head_weight": weight, "bias": draw.normal(VOCAB)}
-    return {**call, "target_ids": draw.ids(VOCAB, ROWS), "temperature": 0.8}
+    operands = draw.normal(ROWS, SIZE), draw.normal(VOCAB, SIZE, scale=SIZE**-0.5), draw.normal(VOCAB)
+    leaves = {name: value.requires_grad_() for name, value in zip(OPERANDS, operands, strict=True)}
+    return {**leaves, "target_ids": draw.ids(VOCAB, ROWS), "temperature": 0.8, "backend": "native", **options}
 
 
-def _upstream() -> torch.Tensor:
-    return Draw(torch.float32, seed=12).normal(ROWS)
-
-
-def _backward(call: dict[str, Any], rows: slice = slice(None), **options: Any) -> None:
-    """Run forward and backward on some of the rows."""
-    part = {**call, "hidden": call["hidden"][rows], "target_ids": call["target_ids"][rows], **options}
-    linear_logp(**part).backward(_upstream()[rows])
-
-
-def _main_grad(call: dict[str, Any]) -> torch.Tensor:
+def _backward(call: dict[str, Any], *ends: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Run forward and backward on the rows between ends, under autocast to a dtype; return ``main_grad``."""
     call["lm_head_weight"].main_grad = torch.zeros(VOCAB, SIZE)
+    upstream = Draw(torch.float32, seed=12).normal(ROWS)
+    for start, stop in pairwise((0, *ends, ROWS)):
+        rows = slice(start, stop)
+        with torch.autocast("cpu", dtype, enabled=dtype is not None):
+            found = linear_logp(**{**call, "hidden": call["hidden"][rows], "target_ids": call["target_ids"][rows]})
+        found.backward(upstream[rows])
+    assert call["lm_head_weight"].grad is None
     return call["lm_head_weight"].main_grad
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_main_grad_is_the_unrounded_gradient(dtype: torch.dtype) -> None:
-    plain, continued = _call(dtype), _call(dtype)
-    _backward(plain)
-    total = _main_grad(continued)
-    _backward(continued)
-    assert continued["lm_head_weight"].grad is None
-    assert torch.equal(total.to(dtype), plain["lm_head_weight"].grad)
-    assert torch.equal(continued["hidden"].grad, plain["hidden"].grad)
+def test_main_grad_is_the_unrounded_gradient_of_any_micro_batches(dtype: torch.dtype) -> None:
+    whole, plain = _call(dtype), _call(dtype)
+    expected = _backward(whole)
+    linear_logp(**plain).backward(Draw(torch.float32, seed=12).normal(ROWS))
+    assert torch.equal(expected.to(dtype), plain["lm_head_weight"].grad)
+    for ends in ((), (16,), (48, 64), (*range(16, ROWS, 16),)):
+        parts = _call(dtype)
+        assert torch.equal(_backward(parts, *ends), expected)
+        assert torch.equal(parts["hidden"].grad, whole["hidden"].grad)
+        assert torch.equal(whole["hidden"].grad, plain["hidden"].grad)
+    # Under autocast the buffer is that of the weight before the cast.
+    if dtype == torch.bfloat16:
+        assert torch.equal(_backward(_call(), dtype=dtype), expected)
 
 
-@pytest.mark.parametrize("cuts", [(0, 16, ROWS), (0, 48, 64, ROWS), (0, *range(16, ROWS, 16), ROWS)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_batch_cut_at_multiples_of_16_gives_the_bits_of_the_whole(dtype: torch.dtype, cuts: tuple[int, ...]) -> None:
-    whole, parts = _call(dtype), _call(dtype)
-    expected, found = _main_grad(whole), _main_grad(parts)
-    _backward(whole)
-    for start, stop in pairwise(cuts):
-        _backward(parts, slice(start, stop))
-    assert torch.equal(found, expected)
-    assert torch.equal(parts["hidden"].grad, whole["hidden"].grad)
+def test_a_frozen_weight_keeps_its_main_grad_and_another_has_no_second_derivative() -> None:
+    call = _call()
+    call["lm_head_weight"].main_grad = torch.zeros(VOCAB, SIZE)
+    (grad,) = torch.autograd.grad(linear_logp(**call).square().sum(), call["hidden"], create_graph=True)
+    with pytest.raises(RuntimeError, match="double backward"):
+        grad.sum().backward()
+    call["lm_head_weight"].requires_grad_(False).main_grad = torch.zeros(2, dtype=torch.int32)
+    linear_logp(**call).sum().backward()
+    assert not call["lm_head_weight"].main_grad.any()
 
 
-def test_only_gradients_that_are_asked_for_are_formed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_that_are_asked_for_are_computed_alone() -> None:
     """``needs_input_grad`` says which may be; the pass under way may want fewer, and main_grad is not to be touched."""
-    formed: list[Any] = []
-    monkeypatch.setattr(native, "backward", _noting(formed, native.backward))
-    call = {**_call(), "backend": "native"}
-    leaves = [call["hidden"], call["lm_head_weight"], call["bias"].requires_grad_()]
+    call, steps = _call(), native.Steps
+    leaves = [call[name] for name in OPERANDS]
+    expected = torch.autograd.grad(linear_logp(**call).sum(), leaves)
     for wanted in product((False, True), repeat=3):
-        if any(wanted):
-            asked = [leaf for leaf, is_asked in zip(leaves, wanted, strict=True) if is_asked]
-            torch.autograd.grad(linear_logp(**call).sum(), asked)
+        asked = [leaf for leaf, is_asked in zip(leaves, wanted, strict=True) if is_asked]
+        if not asked:
+            continue
+        with (
+            patch.object(steps, "add_dhidden", autospec=True, side_effect=steps.add_dhidden) as dhidden,
+            patch.object(steps, "add_dweight", autospec=True, side_effect=steps.add_dweight) as dweight,
+            patch.object(steps, "dlogits", autospec=True, side_effect=steps.dlogits) as dz,
+        ):
+            grads = torch.autograd.grad(linear_logp(**call).sum(), asked)
+            for leaf in leaves:
+                leaf.grad = None
             linear_logp(**call).sum().backward(inputs=asked)
-            assert formed[-2:] == [list(wanted)] * 2
-    total = _main_grad(call)
+        found = dhidden.called, dweight.called, dz.call_args.args[-2] is not None
+        assert found == wanted
+        own = [grad for grad, is_asked in zip(expected, wanted, strict=True) if is_asked]
+        assert all(map(torch.equal, grads, own))
+        assert all(torch.equal(leaf.grad, grad) for leaf, grad in zip(asked, own, strict=True))
+    total = call["lm_head_weight"].main_grad = torch.zeros(VOCAB, SIZE)
     torch.autograd.grad(linear_logp(**call).sum(), leaves[::2])
     assert not total.any()
     torch.autograd.grad(linear_logp(**call).sum(), leaves[1], allow_unused=True)
     assert bool(total.any())
 
 
-def _noting(formed: list[Any], backward: Callable[..., Any]) -> Callable[..., Any]:
-    def note(*arguments: Any) -> Any:
-        formed.append(list(arguments[18]))
-        return backward(*arguments)
-
-    return note
-
-
-def test_main_grad_of_any_strides_is_continued_in_place() -> None:
-    plain, spread = _call(), _call()
-    start = Draw(torch.float32, seed=13).normal(VOCAB, SIZE)
-    _main_grad(plain).copy_(start)
-    storage = torch.zeros(SIZE, 2 * VOCAB)
-    spread["lm_head_weight"].main_grad = storage[:, ::2].t().copy_(start)
-    for call in (plain, spread):
-        _backward(call)
-    assert torch.equal(storage[:, ::2].t(), plain["lm_head_weight"].main_grad)
-    assert not torch.equal(storage[:, ::2].t(), start)
-    assert not storage[:, 1::2].any()
+@pytest.mark.parametrize("bad", [-(2**62), 2**62])
+def test_an_unchecked_id_of_63_bits_gives_nan_for_its_row_alone(bad: int) -> None:
+    call = _call(validate=False)
+    good = linear_logp(**call)
+    call["target_ids"][5] = bad
+    others = torch.arange(ROWS) != 5
+    found = linear_logp(**call)
+    assert found[5].isnan()
+    assert torch.equal(found[others], good[others])
+    found.sum().backward()
+    assert call["hidden"].grad[5].isnan().all()
+    assert call["hidden"].grad[others].isfinite().all()
 
 
-def test_main_grad_changed_between_forward_and_backward_is_continued_all_the_same() -> None:
-    call = _call()
-    total = _main_grad(call)
-    parts = [linear_logp(**call) for _ in range(2)]
-    for part in parts:
-        part.backward(_upstream())
-    single = _call()
-    once = _main_grad(single)
-    _backward(single)
-    assert not torch.equal(total, once)
-    torch.testing.assert_close(total, 2 * once)
+def test_all_positions_ignored_beside_a_broken_weight() -> None:
+    call = _call(ignore_index=IGNORED)
+    call["target_ids"][:] = IGNORED
+    call["lm_head_weight"].data[7] = torch.inf
+    found = linear_logp(**call)
+    assert not found.any()
+    found.backward(torch.full((ROWS,), torch.nan))
+    assert not any(call[name].grad.any() for name in OPERANDS)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int32])
-def test_main_grad_of_a_frozen_weight_is_neither_checked_nor_written(dtype: torch.dtype) -> None:
-    call = _call()
-    call["lm_head_weight"].requires_grad_(False)
-    call["lm_head_weight"].main_grad = torch.zeros(VOCAB, SIZE, dtype=dtype)
-    _backward(call)
-    assert not call["lm_head_weight"].main_grad.any()
+def test_target_without_probability() -> None:
+    call = _call(return_stats=True)
+    call["bias"].data[int(call["target_ids"][0])] = -torch.inf
+    stats = linear_logp(**call)
+    assert stats.logp[0] == -torch.inf
+    assert stats.logsumexp.isfinite().all()
+    assert stats.entropy.isfinite().all()
 
 
-def test_main_grad_under_autocast_belongs_to_the_uncast_weight() -> None:
-    call, cast = _call(), _call(torch.bfloat16)
-    found, expected = _main_grad(call), _main_grad(cast)
-    with torch.autocast("cpu", torch.bfloat16):
-        result = linear_logp(**call)
-    result.backward(_upstream())
-    _backward(cast)
-    assert torch.equal(found, expected)
-
-
-def test_double_backward_with_main_grad_raises() -> None:
-    call = _call()
-    _main_grad(call)
-    (grad,) = torch.autograd.grad(linear_logp(**call).square().sum(), call["hidden"], create_graph=True)
-    with pytest.raises(RuntimeError, match="double backward"):
-        grad.sum().backward()
-
-
-def test_ignored_rows_appended_change_no_bit_of_the_weights_gradient() -> None:
-    call = _call()
-    call["bias"].requires_grad_()
-    longer = {
-        name: value.detach().clone() if isinstance(value, torch.Tensor) else value for name, value in call.items()
-    }
-    longer["hidden"] = torch.cat((longer["hidden"], torch.full((29, SIZE), torch.nan))).requires_grad_()
-    longer["target_ids"] = torch.cat((longer["target_ids"], torch.full((29,), IGNORED)))
-    for name in ("lm_head_weight", "bias"):
-        longer[name].requires_grad_()
-    _backward(call)
-    linear_logp(**longer, ignore_index=IGNORED).backward(torch.cat((_upstream(), torch.full((29,), torch.nan))))
-    for name in ("lm_head_weight", "bias"):
-        assert torch.equal(longer[name].grad, call[name].grad), name
-    assert torch.equal(longer["hidden"].grad[:ROWS], call["hidden"].grad)
-    assert not longer["hidden"].grad[ROWS:].any()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_workspace_changes_no_bit(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    heights = []
-    add = native.Steps.add_dhidden
-
-    def watched(self: native.Steps, dz: torch.Tensor, *others: torch.Tensor, continues: bool) -> None:
-        heights.append(len(dz))
-        add(self, dz, *others, continues=continues)
-
-    monkeypatch.setattr(native.Steps, "add_dhidden", watched)
-    found = []
-    for workspace_mib in (1, 4096):
-        call = _call(dtype)
-        call["bias"].requires_grad_()
-        _backward(call, workspace_mib=workspace_mib)
-        found.append([call[name].grad for name in ("hidden", "lm_head_weight", "bias")])
-    assert {64, ROWS} <= {*heights}
-    assert all(torch.equal(small, large) for small, large in zip(*found, strict=True))
-
-
-def test_height_of_forward_blocks_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    call = _call()
-    expected = linear_logp(**call, return_stats=True)
-    monkeypatch.setattr(native, "BLOCK_ELEMENTS", 1)
-    found = linear_logp(**call, return_stats=True)
-    assert all(torch.equal(value, truth) for value, truth in zip(found, expected, strict=True))
-
-
-def test_threads_change_no_bit(torch_threads: Callable[[int], AbstractContextManager[None]]) -> None:
-    found = []
-    for count in (1, 2):
-        call = _call()
-        call["bias"].requires_grad_()
-        with torch_threads(count):
-            _backward(call)
-            found.append([linear_logp(**call).detach(), *(call[n].grad for n in ("hidden", "lm_head_weight", "bias"))])
-    assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+def test_no_features() -> None:
+    hidden, weight = torch.zeros(2, 3, 0, requires_grad=True), torch.zeros(4, 0, requires_grad=True)
+    logp = linear_logp(hidden, weight, torch.zeros(2, 3, dtype=torch.int64))
+    torch.testing.assert_close(logp, torch.full((2, 3), 0.25).log())
+    logp.sum().backward()
+    assert (hidden.grad.shape, weight.grad.shape) == (hidden.shape, weight.shape)

@@ -1,4 +1,4 @@
-"""Statistics that are known give the bits of the plain call, and are compared with rows that are formed again."""
+"""Logits that are kept and statistics that are known change no bit; known ones are compared with recomputed rows."""
 
 from __future__ import annotations
 
@@ -11,30 +11,19 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from rl_kernels.core.testing import Draw, bits_of
+from rl_kernels.core.testing import IGNORED, Draw, bits_of
 from rl_kernels.core.testing.planted import Bug, planted
 from rl_kernels.linear_logp import BitsDiffer, Known, known, linear_logp
 
-MODULES = tuple(
-    f"rl_kernels.linear_logp.{name}"
-    for name in (
-        *("known", "arguments", "sums", "backward", "backends.native"),
-        *("autograd", "chunks", "forming", "loss", "api"),
-    )
-)
+PACKAGE = "rl_kernels.linear_logp"
+MODULES = tuple(f"{PACKAGE}.{name}" for name in ("known", "arguments", "autograd", "api"))
 BUGS = (
-    Bug(
-        "another temperature in the check",
-        "given = hidden[rows], weight, ids[rows], bias, scale",
-        "given = hidden[rows], weight, ids[rows], bias, 1.01 * scale",
-    ),
+    Bug("another temperature in the check", "weight, ids[rows], bias, scale", "weight, ids[rows], bias, 1.01 * scale"),
     Bug("a distance of one passes", "().clamp(min=1)", "() // 2"),
 )
-PACKAGE = "rl_kernels.linear_logp"
-IGNORED = -100
 OPTIONS: tuple[dict[str, Any], ...] = (
     {},
-    {"ignore_index": IGNORED, "return_stats": True, "temperature": "tensor"},
+    {"ignore_index": IGNORED, "return_stats": True, "temperature": "tensor", "bias": True},
     {"softcap": 15.0, "temperature": 0.7, "bias": True},
     {"bias": True, "vocab_segments": 8, "ignore_index": IGNORED, "return_stats": True, "main_grad": True},
     {"workspace_mib": 1, "main_grad": True, "saved_mib": 1},
@@ -60,57 +49,50 @@ def drawn(shape: tuple[int, int, int], options: dict[str, Any], dtype: torch.dty
     return {**call, "target_ids": ids, **options}
 
 
-def results(call: dict[str, Any], **more: Any) -> Iterator[torch.Tensor]:
-    """Yield the results and gradients of a call, and of a second backward pass."""
-    found = linear_logp(**call, **more)
-    outputs = [found] if isinstance(found, torch.Tensor) else list(found)
-    yield from (value.detach() for value in outputs)
+def results(call: dict[str, Any], **more: Any) -> list[torch.Tensor]:
+    """Return the results and gradients of a call, and of a second backward pass."""
+    stats = linear_logp(**{**call, **more})
+    outputs = [stats] if isinstance(stats, torch.Tensor) else list(stats)
+    found = [value.detach() for value in outputs]
     upstream = [Draw(value.dtype, seed=3, device=value.device.type).normal(*value.shape) for value in outputs]
     for _ in range(2):
         torch.autograd.backward(outputs, upstream, retain_graph=True)
         for leaf in (call[name] for name in ("hidden", "lm_head_weight", "bias") if name in call):
-            yield from (value.clone() for value in (leaf.grad, getattr(leaf, "main_grad", None)) if value is not None)
+            found += [value.clone() for value in (leaf.grad, getattr(leaf, "main_grad", None)) if value is not None]
+    return found
 
 
 @contextmanager
 def without_forward(validate: bool) -> Iterator[None]:
     """Fail if a forward pass runs, unless rows are checked."""
-    ops = importlib.import_module(f"{PACKAGE}.autograd").ops
-    taken = {name: op for name, op in ops.items() if name.startswith("backward") or validate}
-    with patch.object(importlib.import_module(f"{PACKAGE}.autograd"), "ops", taken):
+    autograd = importlib.import_module(f"{PACKAGE}.autograd")
+    taken = {name: op for name, op in autograd.ops.items() if name.startswith("backward") or validate}
+    with patch.object(autograd, "ops", taken):
         try:
             yield
         except KeyError as error:
             raise AssertionError("a forward pass ran") from error
 
 
-def test_statistics_of_a_rollout_in_inference_mode_serve_the_update() -> None:
-    """So do its ids and temperatures."""
-    options = {"return_stats": True, "temperature": "tensor"}
-    plain = list(results(drawn(SHAPES[0], options, torch.float32, "cpu")))
-    with torch.inference_mode():
-        call = drawn(SHAPES[0], options, torch.float32, "cpu")
-        stats = linear_logp(**call, return_known=True)
-    of_update = drawn(SHAPES[0], options, torch.float32, "cpu")
-    call |= {name: of_update[name] for name in ("hidden", "lm_head_weight")}
-    assert all(map(torch.equal, results(call, known=stats), plain))
+def same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(bits_of(one), bits_of(other))
 
 
 def hold(shape: tuple[int, int, int], options: dict[str, Any], dtype: torch.dtype, device: str, backend: str) -> None:
-    plain = list(results(drawn(shape, options, dtype, device), backend=backend))
+    options = {**options, "backend": backend}
+    plain = results(drawn(shape, options, dtype, device))
+    for saved_mib in (0, 1, 3, 4096):
+        same(results(drawn(shape, options, dtype, device), saved_mib=saved_mib), plain)
     call = drawn(shape, options, dtype, device)
     with torch.no_grad():
-        stats = linear_logp(**call, return_known=True, backend=backend)
+        stats = linear_logp(**call, return_known=True)
     if "ignore_index" in options:
-        for value in stats:
-            if value is not None:
-                value[call["target_ids"] == IGNORED] = torch.nan
+        for value in filter(lambda value: value is not None, stats):
+            value[call["target_ids"] == IGNORED] = torch.nan
     for validate in (True, False):
-        call = drawn(shape, options, dtype, device)
         with without_forward(validate):
-            found = list(results(call, known=stats, validate=validate, backend=backend))
-        assert len(found) == len(plain)
-        assert all(torch.equal(bits_of(one), bits_of(other)) for one, other in zip(found, plain, strict=True))
+            same(results(drawn(shape, options, dtype, device), known=stats, validate=validate), plain)
 
 
 @pytest.mark.parametrize(
@@ -118,22 +100,38 @@ def hold(shape: tuple[int, int, int], options: dict[str, Any], dtype: torch.dtyp
     [*((options, torch.float32) for options in OPTIONS), (OPTIONS[3], torch.bfloat16), (OPTIONS[1], torch.float64)],
     ids=str,
 )
-def test_known_statistics_change_no_bit(options: dict[str, Any], dtype: torch.dtype) -> None:
+def test_kept_logits_and_known_statistics_change_no_bit(options: dict[str, Any], dtype: torch.dtype) -> None:
     hold((300, 8, 2300), options, dtype, "cpu", "native")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("backend", ["cuda-sm90", "triton"])
-def test_known_statistics_change_no_bit_on_a_gpu(
-    backend: str, shape: tuple[int, int, int], options: dict[str, Any]
-) -> None:
+def test_they_change_no_bit_on_a_gpu(backend: str, options: dict[str, Any]) -> None:
     if backend == "cuda-sm90" and torch.cuda.get_device_capability(0)[0] != 9:
         pytest.skip("needs sm_90")
-    if options.get("temperature") == "tensor":
-        options = {**options, "bias": True}
-    hold(shape, options, torch.bfloat16, "cuda", backend)
+    for shape in SHAPES:
+        hold(shape, options, torch.bfloat16, "cuda", backend)
+
+
+def test_nothing_is_kept_without_gradients() -> None:
+    call = {**drawn((9, 8, 50), {}, torch.float32, "cpu"), "saved_mib": 4}
+    saved = linear_logp(**call).grad_fn.next_functions[0][0].saved_tensors
+    kept = [value for value in saved if value is not None and value.shape == (9, 256)]
+    assert [value.dtype for value in kept] == [torch.float32]
+    with torch.no_grad():
+        assert linear_logp(**call).grad_fn is None
+
+
+def test_statistics_of_a_rollout_in_inference_mode_serve_the_update() -> None:
+    options = {"return_stats": True, "temperature": "tensor"}
+    plain = results(drawn(SHAPES[0], options, torch.float32, "cpu"))
+    with torch.inference_mode():
+        call = drawn(SHAPES[0], options, torch.float32, "cpu")
+        stats = linear_logp(**call, return_known=True)
+    of_update = drawn(SHAPES[0], options, torch.float32, "cpu")
+    call |= {name: of_update[name] for name in ("hidden", "lm_head_weight")}
+    same(results(call, known=stats), plain)
 
 
 def no_gradients(options: dict[str, Any]) -> tuple[dict[str, Any], Known]:
@@ -143,20 +141,17 @@ def no_gradients(options: dict[str, Any]) -> tuple[dict[str, Any], Known]:
         return call, linear_logp(**call, return_known=True)
 
 
-def test_ignored_rows_are_neither_read_nor_compared() -> None:
+def test_what_is_not_read() -> None:
+    """Ignored rows are neither read nor compared, statistics that are not asked for may be left out."""
     call, stats = no_gradients(OPTIONS[1])
     for name in Known._fields:
         wrong = getattr(stats, name).clone()
         wrong[33] = torch.nan
         found = linear_logp(**call, known=stats._replace(**{name: wrong}), check_rows=150)
         assert all(map(torch.equal, found, (stats.logp, stats.logsumexp, stats.entropy)))
-
-
-@pytest.mark.parametrize("left_out", ["logsumexp", "entropy"])
-def test_statistics_without_one_that_is_not_asked_for(left_out: str) -> None:
-    call, stats = no_gradients(OPTIONS[1])
-    found = linear_logp(**{**call, "return_stats": False}, known=stats._replace(**{left_out: None}))
-    assert torch.equal(found, stats.logp)
+    for name in ("logsumexp", "entropy"):
+        found = linear_logp(**{**call, "return_stats": False}, known=stats._replace(**{name: None}))
+        assert torch.equal(found, stats.logp)
 
 
 def test_other_weights_are_found_and_not_without_the_check() -> None:
@@ -168,18 +163,12 @@ def test_other_weights_are_found_and_not_without_the_check() -> None:
         assert torch.equal(linear_logp(**call, known=stats, **more), stats.logp)
 
 
-def hold_all() -> None:
-    for options in OPTIONS:
-        hold((60, 8, 2300), options, torch.float32, "cpu", "native")
-
-
-def one_bit_is_found(row: int) -> None:
-    """Hold the check to every statistic, a row of which is off by one bit."""
+def test_one_bit_is_found() -> None:
     call, stats = no_gradients(OPTIONS[1])
     for name in Known._fields:
         wrong = getattr(stats, name).clone()
-        bits_of(wrong)[row] += 1
-        with pytest.raises(RuntimeError, match=rf"known\.{name}: .*row {row} differs by 1 ULPs"):
+        bits_of(wrong)[34] += 1
+        with pytest.raises(RuntimeError, match=rf"known\.{name}: .*row 34 differs by 1 ULPs"):
             linear_logp(**call, known=stats._replace(**{name: wrong}), check_rows=200)
     call, stats = no_gradients({})
     wrong = stats.logp.clone()
@@ -194,16 +183,12 @@ def one_bit_is_found(row: int) -> None:
         often()
 
 
-def test_one_bit_is_found() -> None:
-    one_bit_is_found(34)
-
-
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_planted_bugs_show(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
     with planted(MODULES, bug):
         monkeypatch.setitem(globals(), "linear_logp", importlib.import_module(f"{PACKAGE}.api").linear_logp)
         with pytest.raises((AssertionError, RuntimeError, pytest.fail.Exception)):
-            one_bit_is_found(34) if bug is BUGS[-1] else hold_all()
+            test_one_bit_is_found() if bug is BUGS[-1] else hold(SHAPES[1], OPTIONS[2], torch.float32, "cpu", "native")
 
 
 def test_each_call_takes_other_rows_and_leaves_the_random_numbers_of_pytorch() -> None:
@@ -228,33 +213,30 @@ def test_no_rows_and_none_that_are_active() -> None:
     assert not linear_logp(**call, ignore_index=IGNORED, known=stats).any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_ulps(dtype: torch.dtype) -> None:
-    tiny, huge = torch.finfo(dtype).smallest_normal, torch.finfo(dtype).max
-    one = torch.tensor([1.0, -0.0, 0.0, torch.nan, -tiny, huge, torch.nan], dtype=dtype)
-    other = torch.tensor([1.0, 0.0, 0.0, torch.nan, -tiny, -huge, 0.0], dtype=dtype)
-    one[0] = torch.nextafter(one[0], one[1])
-    apart = known._ulps(one, other)
-    assert apart[:5].tolist() == [1, 1, 0, 0, 0]
-    assert bool((apart[5:] > 0).all())
+def test_ulps() -> None:
+    for dtype in (torch.float32, torch.float64):
+        tiny, huge = torch.finfo(dtype).smallest_normal, torch.finfo(dtype).max
+        one = torch.tensor([1.0, -0.0, 0.0, torch.nan, -tiny, huge, torch.nan], dtype=dtype)
+        other = torch.tensor([1.0, 0.0, 0.0, torch.nan, -tiny, -huge, 0.0], dtype=dtype)
+        one[0] = torch.nextafter(one[0], one[1])
+        apart = known._ulps(one, other)
+        assert apart[:5].tolist() == [1, 1, 0, 0, 0]
+        assert bool((apart[5:] > 0).all())
 
 
 def test_arguments() -> None:
     call, stats = no_gradients({})
-    with pytest.raises(ValueError, match="return_known: expected no gradients"):
-        linear_logp(**call, return_known=True)
-    with pytest.raises(TypeError, match="known: expected what return_known=True returns, got Tensor"):
-        linear_logp(**call, known=stats.logp)  # type: ignore[call-overload]
-    with pytest.raises(ValueError, match="known: expected logsumexp with return_stats=True"):
-        linear_logp(**call, known=stats, return_stats=True)
-    with pytest.raises(ValueError, match=r"known\.norm: expected shape"):
-        linear_logp(**call, known=stats._replace(norm=stats.norm[:, 0]))
-    with pytest.raises(TypeError, match=r"known\.logp: expected dtype"):
-        linear_logp(**call, known=stats._replace(logp=stats.logp.double()))
-    with pytest.raises(ValueError, match=r"known\.logp: expected device"):
-        linear_logp(**call, known=stats._replace(logp=stats.logp.to("meta")))
-    with pytest.raises(ValueError, match="check_rows: expected"):
-        linear_logp(**call, known=stats, check_rows=-1)
+    for error, match, more in (
+        (ValueError, "return_known: expected no gradients", {"return_known": True}),
+        (TypeError, "known: expected what return_known=True returns, got Tensor", {"known": stats.logp}),
+        (ValueError, "known: expected logsumexp with return_stats=True", {"known": stats, "return_stats": True}),
+        (ValueError, r"known\.norm: expected shape", {"known": stats._replace(norm=stats.norm[:, 0])}),
+        (TypeError, r"known\.logp: expected dtype", {"known": stats._replace(logp=stats.logp.double())}),
+        (ValueError, r"known\.logp: expected device", {"known": stats._replace(logp=stats.logp.to("meta"))}),
+        (ValueError, "check_rows: expected", {"known": stats, "check_rows": -1}),
+    ):
+        with pytest.raises(error, match=match):
+            linear_logp(**call, **more)
 
 
 def test_any_leading_shape_and_torch_compile() -> None:
