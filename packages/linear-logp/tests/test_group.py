@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
-import pytest
 import torch
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
@@ -18,21 +17,14 @@ from rl_kernels.linear_logp import Chunk, LogpStats, autograd, linear_logp, line
 ROWS, SIZE = 9, 16
 OPERANDS = ("hidden", "lm_head_weight", "bias")
 CALLS: tuple[dict[str, Any], ...] = (
-    {"vocab": 9001},
-    {"vocab": 9001, "bias": True, "per_token": True, "ignore_index": 7, "return_stats": True, "softcap": 5.0},
-    {
-        "vocab": 1500,
-        "bias": True,
-        "temperature": 0.7,
-        "return_stats": True,
-        "dtype": torch.bfloat16,
-        "logit_scale": 0.5,
-    },
-    {"vocab": 16384, "return_stats": True, "dtype": torch.float64, "ignore_index": IGNORED, "ids": torch.int32},
-    {"vocab": 5000, "validate": False, "bad": True, "leading": (3, 3)},
-    {"vocab": 700, "rows": 0, "return_stats": True},
-    {"vocab": 700, "rows": 1, "leading": (), "bias": True},
-    {"vocab": 3000, "rows": 40, "bias": True, "join_tokens": 16},
+    dict(vocab=9001),
+    dict(vocab=9001, bias=True, per_token=True, ignore_index=7, return_stats=True, softcap=5.0),
+    dict(vocab=1500, bias=True, temperature=0.7, return_stats=True, dtype=torch.bfloat16, logit_scale=0.5),
+    dict(vocab=16384, return_stats=True, dtype=torch.float64, ignore_index=IGNORED, ids=torch.int32),
+    dict(vocab=5000, validate=False, bad=True, leading=(3, 3)),
+    dict(vocab=700, rows=0, return_stats=True),
+    dict(vocab=700, rows=1, leading=(), bias=True),
+    dict(vocab=3000, rows=40, bias=True, join_tokens=16),
 )
 
 
@@ -55,12 +47,16 @@ def drawn(vocab: int, **options: Any) -> dict[str, Any]:
     return {**call, "target_ids": ids.view(leading), **options}
 
 
-def shard(call: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
-    """Return the arguments of a rank."""
-    vocab = len(call["lm_head_weight"])
-    part = slice(*vocab_shards(vocab, world)[rank])
+def part_of(call: dict[str, Any], group: Any) -> slice:
+    """Return the columns of this rank."""
+    return slice(*vocab_shards(len(call["lm_head_weight"]), group.size())[group.rank()])
+
+
+def shard(call: dict[str, Any], group: Any) -> dict[str, Any]:
+    """Return the arguments of this rank."""
+    part = part_of(call, group)
     mine = {name: call[name][part] for name in ("lm_head_weight", "bias") if name in call}
-    return {**call, **mine, "process_group": distributed.group.WORLD, "vocab_size": vocab}
+    return {**call, **mine, "process_group": group, "vocab_size": len(call["lm_head_weight"])}
 
 
 def results(call: dict[str, Any], function: Callable[..., Any] = linear_logp) -> dict[str, torch.Tensor]:
@@ -79,27 +75,18 @@ def results(call: dict[str, Any], function: Callable[..., Any] = linear_logp) ->
 
 
 def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    nan = expected.isnan()
-    if (found.shape, found.dtype) != (expected.shape, expected.dtype) or not torch.equal(found.isnan(), nan):
-        return False
-    return torch.equal(bits_of(found)[~nan], bits_of(expected)[~nan])
+    one, other = (bits_of(value.masked_fill(value.isnan(), torch.nan)) for value in (found, expected))
+    return found.dtype == expected.dtype and torch.equal(one, other)
 
 
-def differing(
-    call: dict[str, Any], rank: int, world: int, function: Callable[..., Any] = linear_logp, **more: Any
-) -> list[str]:
+def differing(call: dict[str, Any], group: Any, function: Callable[..., Any] = linear_logp, **more: Any) -> list[str]:
     """Return the names of the results that do not have one process's bits."""
     expected = results({**call, "vocab_segments": 8})
-    found = results({**shard(call, rank, world), **more}, function)
-    part = slice(*vocab_shards(len(call["lm_head_weight"]), world)[rank])
+    found = results({**shard(call, group), **more}, function)
     for name in ("lm_head_weight", "bias"):
         if name in call:
-            expected[f"gradient of {name}"] = expected[f"gradient of {name}"][part]
-    bad = []
-    for name, value in expected.items():
-        if not same(found[name], value):
-            bad.append(name)
-    return bad
+            expected[f"gradient of {name}"] = expected[f"gradient of {name}"][part_of(call, group)]
+    return [name for name, value in expected.items() if not same(found[name], value)]
 
 
 def accumulated(call: dict[str, Any], steps: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -117,37 +104,28 @@ def accumulated(call: dict[str, Any], steps: int) -> tuple[torch.Tensor, list[to
     return weight.main_grad, grads
 
 
-def bits(rank: int, world: int) -> list[Any]:
+def bits(group: Any, mesh: Any) -> list[Any]:
     failed: list[Any] = []
     for options in CALLS:
         call = drawn(**options)
-        start = vocab_shards(len(call["lm_head_weight"]), world)[rank][0]
-        if bad := differing(call, rank, world, vocab_start=start):
+        if bad := differing(call, group, vocab_start=part_of(call, group).start):
             failed.append((options, bad))
-    call, kept = drawn(**CALLS[1]), autograd.ROWS
-    autograd.ROWS = 4
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
-    failed += differing(call, rank, world, process_group=mesh["tp"], vocab_segments=8)
-    autograd.ROWS = kept
-    if world == 2:
-        failed += differing(call, rank, world, torch.compile(linear_logp, fullgraph=True, backend="aot_eager"))
+    with patch.object(autograd, "ROWS", 4):
+        failed += differing(drawn(**CALLS[1]), group, process_group=mesh, vocab_segments=8)
     call = drawn(5000, rows=48)
+    mine, part = shard(call, group), part_of(call, group)
     whole, expected = accumulated({**call, "vocab_segments": 8}, 3)
-    found, grads = accumulated(shard(call, rank, world), 3)
-    if not torch.equal(found, whole[slice(*vocab_shards(5000, world)[rank])]):
-        failed.append("main_grad")
+    found, grads = accumulated(mine, 3)
+    failed += [] if torch.equal(found, whole[part]) else ["main_grad"]
     failed += ["main_grad, hidden" for one, other in zip(grads, expected, strict=True) if not torch.equal(one, other)]
     # A frozen weight; and hidden states that need no gradient, for which nothing is exchanged.
-    mine = shard(call, rank, world)
     for name in ("hidden", "lm_head_weight"):
         leaf = mine[name].clone().requires_grad_()
         alone = torch.autograd.grad(linear_logp(**{**mine, name: leaf}).sum(), leaf)[0]
         leaf = call[name].clone().requires_grad_()
         wanted = torch.autograd.grad(linear_logp(**{**call, name: leaf}, vocab_segments=8).sum(), leaf)[0]
-        part = slice(*vocab_shards(5000, world)[rank]) if name == "lm_head_weight" else slice(None)
-        failed += [] if torch.equal(alone, wanted[part]) else [f"{name} alone"]
-    failed += known_in_a_group(call, mine, world)
-    return [*failed, *loss_in_a_group(call, mine, part)]
+        failed += [] if torch.equal(alone, wanted[part] if name == "lm_head_weight" else wanted) else [f"{name} alone"]
+    return [*failed, *known_in_a_group(call, mine), *loss_in_a_group(call, mine, part)]
 
 
 def loss_in_a_group(call: dict[str, Any], mine: dict[str, Any], part: slice) -> list[str]:
@@ -168,7 +146,7 @@ def loss_in_a_group(call: dict[str, Any], mine: dict[str, Any], part: slice) -> 
     return [f"loss {number}" for number, pair in enumerate(zip(*found, strict=True)) if not torch.equal(*pair)]
 
 
-def known_in_a_group(call: dict[str, Any], mine: dict[str, Any], world: int) -> list[str]:
+def known_in_a_group(call: dict[str, Any], mine: dict[str, Any]) -> list[str]:
     """Statistics that are known give one process's bits; all ranks form the same rows again."""
     with torch.no_grad():
         known, alone = linear_logp(**mine, return_known=True), linear_logp(**call, return_known=True)
@@ -179,9 +157,10 @@ def known_in_a_group(call: dict[str, Any], mine: dict[str, Any], world: int) -> 
     return failed if torch.equal(found, wanted) else [*failed, "gradient of known"]
 
 
-def errors(rank: int, world: int) -> dict[str, str]:
+def errors(group: Any) -> dict[str, str]:
     """Return the text of each error, which must be the same on all ranks."""
-    call, texts, last = shard(drawn(9001, bias=True), rank, world), {}, rank == world - 1
+    world = group.size()
+    call, texts, last = shard(drawn(9001, bias=True), group), {}, group.rank() == world - 1
     weight, even = call["lm_head_weight"], torch.randn(9004 // world, SIZE)
 
     def attempt(name: str, function: Callable[..., Any] = linear_logp, **changes: Any) -> None:
@@ -193,14 +172,11 @@ def errors(rank: int, world: int) -> dict[str, str]:
     attempt("ids", target_ids=call["target_ids"] + (10**6 if last else 0))
     attempt("shape", hidden=call["hidden"][: ROWS - last], target_ids=call["target_ids"][: ROWS - last])
     attempt("values", hidden=call["hidden"] + float(last))
-    attempt("dtype", **{name: call[name].bfloat16() if last else call[name] for name in OPERANDS})
     attempt("temperature", temperature=1.0 + last)
     attempt("temperatures", temperature=torch.full((ROWS,), 1.0 + last))
     attempt("statistics", return_stats=last)
     attempt("chains", join_tokens=16 + 16 * last)
     attempt("hidden", hidden=[1.0] if last else call["hidden"])
-    attempt("device", lm_head_weight=weight.to("meta") if last else weight)
-    attempt("backend", backend="no-such" if last else None)
     attempt("size", vocab_size=None)
     attempt("sizes", vocab_size=9001 + 8192 * last)
     attempt("start", vocab_start=0)
@@ -221,29 +197,46 @@ def errors(rank: int, world: int) -> dict[str, str]:
     return texts
 
 
-def ranks(rank: int, world: int) -> tuple[list[Any], dict[str, str]]:
-    return bits(rank, world), errors(rank, world)
+def alone(group: Any) -> list[str]:
+    """A group of one rank gives the gradient of hidden that larger groups give, unless it is asked for one chain."""
+    call = drawn(9001)
+    found = [results({**call, **more}) for more in ({"process_group": group}, {"vocab_segments": 8})]
+    plain = [results({**call, **more}) for more in ({"process_group": group, "vocab_segments": 1}, {})]
+    return [name for one, other in (found, plain) for name in one if not torch.equal(one[name], other[name])]
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_ranks(world: int) -> None:
-    found = run_ranks(ranks, world, world)
-    assert [failed for failed, _ in found] == [[]] * world
-    texts = found[0][1]
+def ranks(rank: int, world: int) -> tuple[list[Any], list[dict[str, str]]]:
+    """Return what failed in all ranks, in one of two pairs of them and in this rank alone, and the errors' texts."""
+    mesh, whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), distributed.group.WORLD
+    pair, single = mesh["tp"].get_group(), [distributed.new_group([one]) for one in range(world)][rank]
+    failed = [*bits(whole, whole), *bits(pair, mesh["tp"]), *(alone(single) if rank == 0 else [])]
+    if rank < 2:
+        failed += differing(drawn(**CALLS[1]), pair, torch.compile(linear_logp, fullgraph=True, backend="aot_eager"))
+    return failed, [errors(whole), errors(pair)]
+
+
+def test_ranks() -> None:
+    found = run_ranks(ranks, 4, 4)
+    assert [failed for failed, _ in found] == [[]] * 4
+    whole, pairs = zip(*(texts for _, texts in found), strict=True)
+    for texts in (whole, pairs[:2], pairs[2:]):
+        check(texts[0], len(texts))
+        assert all(other == texts[0] for other in texts)
+
+
+def check(texts: dict[str, str], world: int) -> None:
+    """Check the text of each error."""
     where = f"(on rank {world - 1} of process_group)"
     differ = "expected the same on every rank of process_group"
     assert texts["ids"].startswith("ValueError: target_ids: expected values in [0, 9001)")
     assert texts["ids"].endswith(where)
     assert texts["shape"].startswith(f"ValueError: hidden: {differ}, got (9, 16) float32, ")
     assert texts["values"].startswith(f"ValueError: hidden (hash of its values): {differ}")
-    assert texts["dtype"].startswith(f"ValueError: hidden: {differ}")
     assert texts["temperature"].startswith(f"ValueError: temperature: {differ}")
     assert texts["temperatures"].startswith(f"ValueError: temperature (hash of its values): {differ}")
     assert texts["statistics"].startswith(f"ValueError: return_stats: {differ}")
     assert texts["chains"].startswith(f"ValueError: join_tokens: {differ}, got 16, ")
     assert texts["hidden"] == f"TypeError: hidden: expected a tensor, got list {where}"
-    assert texts["device"].startswith("ValueError: lm_head_weight: expected device cpu")
-    assert texts["backend"].startswith("ValueError: backend: linear_logp has no backend 'no-such'")
     assert texts["size"].startswith("ValueError: vocab_size: expected the number of columns of the whole vocabulary")
     # With other sizes the last of two ranks has other columns; the last of four has none either way.
     expected = "lm_head_weight: expected" if world == 2 else f"vocab_size: {differ}"
@@ -257,35 +250,4 @@ def test_ranks(world: int) -> None:
     assert "double backward is not supported" in texts["double"]
     assert texts["known"].startswith(f"ValueError: known.logp (hash of its values): {differ}")
     assert texts["bits"].startswith("BitsDiffer: known.norm: expected the bits that these inputs give, row ")
-    assert len(texts) == 21
-    assert all(other == texts for _, other in found)
-
-
-def dies(rank: int) -> float:
-    call = shard(drawn(3000), rank, 2)
-    hidden = call["hidden"].requires_grad_()
-    logp = linear_logp(**call)
-    if rank == 1:
-        raise KeyError("between the passes")
-    started = time.monotonic()
-    with pytest.raises(RuntimeError):
-        torch.autograd.grad(logp.sum(), hidden)
-    return time.monotonic() - started
-
-
-def test_a_rank_that_raises_between_the_passes_ends_the_others() -> None:
-    with pytest.raises(RuntimeError, match=r"rank 1 raised:(.|\n)*between the passes"):
-        run_ranks(dies, 2, timeout=20.0)
-
-
-def alone(rank: int) -> list[str]:
-    """A group of one rank gives the gradient of hidden that larger groups give, unless it is asked for one chain."""
-    call = drawn(9001)
-    group = distributed.group.WORLD
-    found = [results({**call, **more}) for more in ({"process_group": group}, {"vocab_segments": 8})]
-    plain = [results({**call, **more}) for more in ({"process_group": group, "vocab_segments": 1}, {})]
-    return [name for one, other in (found, plain) for name in one if not torch.equal(one[name], other[name])]
-
-
-def test_a_group_of_one_rank() -> None:
-    assert run_ranks(alone, 1) == [[]]
+    assert len(texts) == 18
