@@ -8,19 +8,15 @@ from rl_kernels.lab.check.conformance import Conformance
 from rl_kernels.linear_logp.op import OPERATOR
 
 SHARED = ("vocabulary", "kept", "inputs", "packing", "tree", "sums", "backward")
+NATIVE = (
+    *(f"rl_kernels.core.rowwise.{name}" for name in ("operands", "sums", "ids", "softmax", "logp_gradient")),
+    *(f"rl_kernels.linear_logp.{name}" for name in (*SHARED, "backends.native")),
+)
 PLANTED = (
     Mutants(
         "native",
+        NATIVE,
         (
-            *(f"rl_kernels.core.rowwise.{name}" for name in ("operands", "sums", "ids", "softmax", "logp_gradient")),
-            *(f"rl_kernels.linear_logp.{name}" for name in (*SHARED, "backends.native")),
-        ),
-        (
-            Bug(
-                "units follow the rows",
-                "(block.weight), UNIT",
-                "(block.weight), UNIT if block.hidden.shape[0] > 4 else 2 * UNIT",
-            ),
             Bug(
                 "logits rounded to BF16",
                 "(block.hidden, block.weight[columns].t())",
@@ -28,9 +24,22 @@ PLANTED = (
             ),
             Bug("cap not differentiated", "block.cap is not None", "False"),
             Bug("mask missing in backward", "target_ids == block.ignore_index", "target_ids < -block.vocab"),
-            Bug("dW does not continue its buffer", "part.start > 0 or sums", "sums"),
         ),
+        ("softcap-small", "pad-token"),
     ),
+    Mutants(
+        "native",
+        NATIVE,
+        (
+            Bug(
+                "units follow the rows",
+                "(block.weight), UNIT",
+                "(block.weight), UNIT if block.hidden.shape[0] > 4 else 2 * UNIT",
+            ),
+        ),
+        ("odd",),
+    ),
+    Mutants("native", NATIVE, (Bug("dW does not continue its buffer", "part.start > 0 or sums", "sums"),), ("kept",)),
     Mutants(
         "triton",
         (

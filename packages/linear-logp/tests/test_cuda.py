@@ -1,5 +1,7 @@
 """Logits in CUDA C++: what is compiled and refused; on a GPU, that bits follow no rows, parts or places."""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -62,22 +64,20 @@ def test_what_it_refuses(monkeypatch, dtype, size, reason):
     assert found is None if reason is None else reason in found
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("offset", [0, 1, 8])
-def test_a_copy_begins_its_rows_where_the_copy_engine_can(rows, offset):
-    x = torch.randn(5, 300).half()[:rows, offset : offset + 136]
-    for value in (x, x.t().contiguous().t(), x[:1].expand(rows, 136)):
-        found = cuda_tiles.copyable(value)
-        assert torch.equal(found, value)
-        assert found.stride(1) == 1
-        assert found.stride(0) % 8 == 0
-        assert found.stride(0) >= 136
-        assert found.data_ptr() % 16 == 0
+def test_a_copy_begins_its_rows_where_the_copy_engine_can():
+    for rows, offset in product((1, 3), (0, 1, 8)):
+        x = torch.randn(5, 300).half()[:rows, offset : offset + 136]
+        for value in (x, x.t().contiguous().t(), x[:1].expand(rows, 136)):
+            found = cuda_tiles.copyable(value)
+            assert torch.equal(found, value)
+            assert found.stride(1) == 1
+            assert found.stride(0) % 8 == 0
+            assert found.stride(0) >= 136
+            assert found.data_ptr() % 16 == 0
 
 
-@pytest.mark.parametrize("stores", [False, True])
-def test_tiles_and_stages(stores):
-    for count, groups in ((1, 1), (64, 1), (65, 2), (128, 2), (129, 2)):
+def test_tiles_and_stages():
+    for (count, groups), stores in product(((1, 1), (64, 1), (65, 2), (128, 2), (129, 2)), (False, True)):
         cut = cuda_tiles.Cut.of(count)
         assert cut.groups == groups
         assert cut.stages(stores=stores) >= 4
@@ -154,25 +154,17 @@ def test_rows_that_are_skipped_change_no_bit(hopper, ignored):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("workspace_mib", [1, 256])
-def test_gradients_are_as_close_to_fp64_as_those_of_triton(hopper, dtype, workspace_mib):
-    hidden, weight, ids = drawn(500, 264, 5003, dtype)
-    bias = torch.randn(5003, device="cuda").to(dtype)
+@pytest.mark.parametrize(
+    ("size", "vocab", "workspace_mib"), [(264, 5003, 1), (264, 5003, 256), (1032, 20011, 256)], ids=str
+)
+def test_as_close_to_fp64_as_triton(hopper, dtype, size, vocab, workspace_mib):
+    hidden, weight, ids = drawn(500, size, vocab, dtype)
+    bias = torch.randn(vocab, device="cuda").to(dtype)
     gold = both("native", hidden.double(), weight.double(), ids, bias.double())
     mine, theirs = (both(name, hidden, weight, ids, bias, workspace_mib=workspace_mib) for name in (BACKEND, "triton"))
     for found, other, value in zip(mine, theirs, gold, strict=True):
         allowed = 2 * float((other.double() - value).abs().max()) + 1e-6
         assert float((found.double() - value).abs().max()) <= allowed
-
-
-@pytest.mark.gpu
-def test_bias_gradients_are_chains_of_sixteen_tokens(hopper):
-    hidden, weight, ids = drawn(300, 264, 700)
-    bias = torch.zeros(700, device="cuda", dtype=torch.bfloat16)
-    whole = both(BACKEND, hidden, weight, ids, bias)[-1]
-    padded = [torch.cat((x, x[:33])) for x in (hidden, ids)]
-    padded[1][300:] = -100
-    assert same([both(BACKEND, padded[0], weight, padded[1], bias, ignore_index=-100)[-1]], [whole])
 
 
 @pytest.mark.gpu
@@ -201,30 +193,3 @@ def test_ids_that_are_no_column_give_nan(hopper, bad):
     assert same([value[others] for value in found[:4]], [value[others] for value in whole[:4]])
     assert found[0][5].isnan()
     assert all(value.isnan().all() for value in (found[3][5], *found[4:]))
-
-
-@pytest.mark.gpu
-def test_where_the_inputs_lie_changes_no_bit(hopper):
-    hidden, weight, ids = drawn(70, 136, 3000)
-    expected = linear_logp(hidden, weight, ids, return_stats=True, backend=BACKEND)
-    apart = torch.full((70, 300), torch.nan, device="cuda", dtype=torch.bfloat16)
-    for offset in (0, 1, 8):
-        moved = apart[:, offset : offset + 136].copy_(hidden)
-        lying = weight.t().contiguous().t()
-        assert same(linear_logp(moved, lying, ids, return_stats=True, backend=BACKEND), expected)
-        one = linear_logp(moved[:1], lying, ids[:1], return_stats=True, backend=BACKEND)
-        assert same(one, [value[:1] for value in expected])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", HALVES)
-def test_as_close_to_fp64_as_triton(hopper, dtype):
-    hidden, weight, ids = drawn(200, 1032, 20011, dtype)
-    z = hidden.double() @ weight.double().t()
-    logs = z.log_softmax(-1)
-    gold = logs.gather(1, ids[:, None])[:, 0], z.logsumexp(-1), -(logs.exp() * logs).sum(-1)
-    errors = [
-        [float((a.double() - b).abs().max()) for a, b in zip(found, gold, strict=True)]
-        for found in (linear_logp(hidden, weight, ids, return_stats=True, backend=name) for name in (BACKEND, "triton"))
-    ]
-    assert all(mine <= 2 * theirs + 1e-6 for mine, theirs in zip(*errors, strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -34,22 +35,23 @@ if REASON is None:
 ROWS, SIZE, VOCAB = 300, 24, 1500
 
 
-def _gradients(workspace_mib: int = 256, **options: Any) -> list[torch.Tensor]:
+def _gradients(workspace_mib: int, *, main_grad: bool = False, **options: Any) -> list[torch.Tensor]:
     draw = Draw(torch.float32, DEVICE, seed=5)
-    weight = draw.normal(VOCAB, SIZE, scale=SIZE**-0.5)
-    leaves = [draw.normal(ROWS, SIZE).requires_grad_(), weight.requires_grad_(), draw.normal(VOCAB).requires_grad_()]
+    weight = draw.normal(VOCAB, SIZE, scale=SIZE**-0.5).requires_grad_()
+    leaves = [draw.normal(ROWS, SIZE).requires_grad_(), draw.normal(VOCAB).requires_grad_(), weight]
     ids = draw.ids(VOCAB, ROWS).masked_fill(draw.mask(0.3, ROWS), IGNORED)
-    options = {"ignore_index": IGNORED, "workspace_mib": workspace_mib, "return_stats": True, **options}
-    found = linear_logp(*leaves[:2], ids, leaves[2], backend="triton", **options)
-    return [*torch.autograd.grad(sum(value.sum() for value in found), leaves), *(value.detach() for value in found)]
+    if main_grad:
+        weight.main_grad = draw.normal(VOCAB, SIZE)
+    given = {"ignore_index": IGNORED, "workspace_mib": workspace_mib, "return_stats": True, **options}
+    found = linear_logp(leaves[0], weight, ids, leaves[1], backend="triton", **given)
+    sum(value.sum() for value in found).backward()
+    return [leaf.grad if leaf.grad is not None else leaf.main_grad for leaf in leaves]
 
 
-def _cuts(monkeypatch: pytest.MonkeyPatch, **least: int) -> list[tuple[int, int]]:
-    """Change the least that is worked on at once; return what will be."""
+@pytest.mark.parametrize("more", [{}, {"main_grad": True}, {"join_tokens": 208}], ids=str)
+def test_pieces_and_blocks_change_no_bit(monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]) -> None:
     from rl_kernels.linear_logp import blocks
 
-    for name, value in least.items():
-        monkeypatch.setattr(blocks, name, value)
     found: list[tuple[int, int]] = []
     cut = blocks.Blocks.cut
 
@@ -58,53 +60,21 @@ def _cuts(monkeypatch: pytest.MonkeyPatch, **least: int) -> list[tuple[int, int]
         return found[-1]
 
     monkeypatch.setattr(blocks.Blocks, "cut", watched)
-    return found
-
-
-def test_pieces_and_blocks_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = _gradients()
-    pieces = _cuts(monkeypatch, LEAST_PIECE=256)
-    in_pieces = _gradients(1)
-    assert pieces == [(768, 384)]
-    blocks = _cuts(monkeypatch, LEAST_PIECE=1280, LEAST_HEIGHT=128)
-    in_blocks = _gradients(1)
-    assert blocks == [(1280, 128)]
-    for name, a, b, c in zip(("hidden", "weight", "bias"), whole, in_pieces, in_blocks, strict=False):
-        assert bits(b, a).passed, name
-        assert bits(c, a).passed, name
-
-
-def test_blocks_inside_joined_chains_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuts = _cuts(monkeypatch)
-    whole = _gradients(join_tokens=208)
-    _cuts(monkeypatch, LEAST_PIECE=1280, LEAST_HEIGHT=128)
-    in_blocks = _gradients(1, join_tokens=208)
-    # Rows of the longest chain, rounded up to 128; then blocks of fewer.
-    assert [height for _, height in cuts][:2] == [256, 128]
-    for name, a, b in zip(("hidden", "weight", "bias"), whole, in_blocks, strict=False):
-        assert bits(b, a).passed, name
-
-
-def test_main_grad_is_continued_in_pieces_and_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    draw = Draw(torch.float32, DEVICE, seed=6)
-    hidden, ids = draw.normal(ROWS, SIZE), draw.ids(VOCAB, ROWS)
-    weight = draw.normal(VOCAB, SIZE, scale=SIZE**-0.5).requires_grad_()
-    start = draw.normal(VOCAB, SIZE)
-    found = []
-    for least in ({}, {"LEAST_PIECE": 256}, {"LEAST_PIECE": 1280, "LEAST_HEIGHT": 128}):
-        _cuts(monkeypatch, **least)
-        weight.main_grad = start.clone()
-        linear_logp(hidden, weight, ids, workspace_mib=1 if least else 256, backend="triton").sum().backward()
-        assert weight.grad is None
-        found.append(weight.main_grad)
-    assert not bits(found[0], start).passed
-    assert all(bits(other, found[0]).passed for other in found[1:])
+    whole = _gradients(256, **more)
+    for least in ({"LEAST_PIECE": 256}, {"LEAST_PIECE": 1280, "LEAST_HEIGHT": 128}):
+        for name, value in least.items():
+            monkeypatch.setattr(blocks, name, value)
+        assert all(bits(one, other).passed for one, other in zip(_gradients(1, **more), whole, strict=True))
+    if more:
+        # Rows of the longest chain, rounded up to 128; then blocks of fewer.
+        assert [height for _, height in found] == [256, 256, 128] if "join_tokens" in more else True
+    else:
+        assert found[1:] == [(768, 384), (1280, 128)]
 
 
 @pytest.mark.parametrize("count", [1, 200, 4096, 100_000])
 @pytest.mark.parametrize("workspace_mib", [1, 64, 256, 4096])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("buffers", [0, 2])
+@pytest.mark.parametrize(("dtype", "buffers"), product((torch.float32, torch.bfloat16), (0, 2)))
 def test_cut_keeps_to_the_workspace(count: int, workspace_mib: int, dtype: torch.dtype, buffers: int) -> None:
     from rl_kernels.linear_logp.backends.triton.backward import Steps
     from rl_kernels.linear_logp.backends.triton.tiles import schedule_of
@@ -125,16 +95,6 @@ def test_cut_keeps_to_the_workspace(count: int, workspace_mib: int, dtype: torch
     used = min(piece, vocab) * (height * dz.itemsize + -(-height // rows) * 4 + sums)
     least = LEAST_PIECE * (4 * size * max(buffers, 1) + LEAST_HEIGHT * dz.itemsize + LEAST_HEIGHT // rows * 4)
     assert used <= max(workspace_mib << 20, least)
-
-
-def test_every_row_and_column_is_worked_on_when_one_is_left_over() -> None:
-    draw = Draw(torch.float32, DEVICE, seed=7)
-    hidden, weight = draw.normal(65, 33), draw.normal(4097, 33, scale=33**-0.5)
-    ids = torch.tensor([4096, 4095, 0, 255, 256], device=DEVICE).repeat(13)
-    found = linear_logp(hidden, weight, ids, return_stats=True, backend="triton")
-    logp = torch.log_softmax(hidden.double() @ weight.double().t(), -1)
-    torch.testing.assert_close(found.logp.double(), logp.gather(1, ids[:, None])[:, 0], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(found.entropy.double(), -(logp.exp() * logp).sum(-1), rtol=1e-5, atol=1e-5)
 
 
 def test_selected_logit_has_the_bits_of_its_tile() -> None:
