@@ -5,23 +5,32 @@ from rl_kernels.core.testing.planted import Bug, Mutants
 from rl_kernels.fused_logp.op import OPERATOR
 from rl_kernels.lab.check.conformance import Conformance
 
+NATIVE = (
+    *(f"rl_kernels.core.rowwise.{name}" for name in ("operands", "sums", "ids", "softmax", "logp_gradient")),
+    "rl_kernels.fused_logp.backends.native",
+)
 PLANTED = (
     Mutants(
         "native",
+        NATIVE,
         (
-            *(f"rl_kernels.core.rowwise.{name}" for name in ("operands", "sums", "ids", "softmax", "logp_gradient")),
-            "rl_kernels.fused_logp.backends.native",
-        ),
-        (
-            Bug("maximum of all rows", "top = x.amax(-1)", "top = x.amax().expand(len(x))"),
             Bug("temperature missing in backward", "return divide(dz, temperature)", "return dz"),
             Bug("mask missing in backward", "torch.nan, 0.0", "torch.nan, torch.nan"),
+        ),
+        ("temperature", "pad-token"),
+    ),
+    Mutants(
+        "native",
+        NATIVE,
+        (
+            Bug("maximum of all rows", "top = x.amax(-1)", "top = x.amax().expand(len(x))"),
             Bug(
                 "gradient buffer kept between calls",
                 "logits.new_zeros(logits.shape)",
                 "globals().setdefault(str(logits.shape), logits.new_zeros(logits.shape))",
             ),
         ),
+        ("masked-vocabulary",),
     ),
     Mutants(
         "triton",

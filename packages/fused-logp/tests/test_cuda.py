@@ -39,19 +39,14 @@ def assert_same(found, expected):
         assert bits(a, b).passed
 
 
-@pytest.fixture
-def drawn():
-    def draw(rows, vocab, dtype):
-        torch.manual_seed(rows + vocab)
-        logits = torch.randn(rows, vocab, device="cuda").to(dtype)
-        return logits, torch.randint(vocab, (rows,), device="cuda")
-
-    return draw
+def drawn(rows, vocab, dtype):
+    torch.manual_seed(rows + vocab)
+    return torch.randn(rows, vocab, device="cuda").to(dtype), torch.randint(vocab, (rows,), device="cuda")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_where_a_row_begins_changes_no_bit(drawn, dtype):
+def test_where_a_row_begins_changes_no_bit(dtype):
     logits, ids = drawn(5, 9001, dtype)
     expected = results(logits, ids)
     for offset in range(9):
@@ -64,15 +59,11 @@ def test_where_a_row_begins_changes_no_bit(drawn, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("vocab", [5000, 8193, 40000])
-def test_rows_and_segments_give_the_same_bits(drawn, vocab, monkeypatch):
+def test_rows_and_segments_give_the_same_bits(vocab, monkeypatch):
     logits, ids = drawn(2100, vocab, torch.bfloat16)
     expected = results(logits, ids)
-    for name, value in (
-        ("SPLIT_BELOW", 1 << 30),
-        ("sharing", lambda _: 1),
-        ("sharing", lambda _: 3),
-        ("MOST_UNITS", 1),
-    ):
+    shares = (lambda _: 1, lambda _: 3)
+    for name, value in (("SPLIT_BELOW", 1 << 30), *(("sharing", share) for share in shares), ("MOST_UNITS", 1)):
         with monkeypatch.context() as changed:
             changed.setattr(cuda_backend, name, value)
             assert_same(results(logits, ids), expected)
@@ -82,7 +73,7 @@ def test_rows_and_segments_give_the_same_bits(drawn, vocab, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_rows_that_are_left_out_are_not_read(drawn):
+def test_rows_that_are_left_out_are_not_read():
     logits, ids = drawn(3000, 4100, torch.bfloat16)
     kept = torch.randint(3000, (700,), device="cuda")
     expected = results(logits, ids)
@@ -96,12 +87,13 @@ def test_rows_that_are_left_out_are_not_read(drawn):
 
 
 @pytest.mark.gpu
-def test_more_elements_than_32_bits_count():
+@pytest.mark.parametrize("backend", [BACKEND, "triton"])
+def test_more_elements_than_32_bits_count(backend):
     rows, vocab = 17_000, 131_072
     logits = torch.randn(rows, vocab, device="cuda", dtype=torch.bfloat16).requires_grad_()
     ids = torch.randint(vocab, (rows,), device="cuda")
     last = logits.detach()[-3:].clone().requires_grad_()
-    whole, alone = (fused_logp(x, i, backend=BACKEND) for x, i in ((logits, ids), (last, ids[-3:])))
+    whole, alone = (fused_logp(x, i, backend=backend) for x, i in ((logits, ids), (last, ids[-3:])))
     assert bits(whole[-3:], alone).passed
     (grad,), (expected,) = (torch.autograd.grad(y.sum(), x) for y, x in ((whole, logits), (alone, last)))
     assert bits(grad[-3:], expected).passed

@@ -8,6 +8,7 @@ from rl_kernels.core.dispatch import explain
 from rl_kernels.fused_logp import fused_logp
 
 MODIFIED = "modified by an inplace operation"
+SHARED = "expected elements with storage of their own"
 
 
 @pytest.fixture(params=["native", "triton"])
@@ -24,11 +25,15 @@ def draw():
     return logits.requires_grad_(), torch.arange(5)
 
 
-def test_a_saved_result_of_softmax(backend):
+def test_what_others_have_saved(backend):
+    """A result of softmax that is given as logits, and ``out`` that is the saved result of exp."""
     leaf, ids = draw()
-    loss = fused_logp(leaf.softmax(-1), ids, inplace_backward=True, backend=backend).sum()
-    with pytest.raises(RuntimeError, match=MODIFIED):
-        loss.backward()
+    out = torch.zeros(5, requires_grad=True).exp()
+    fused_logp(leaf.detach(), ids, out=out.detach(), backend=backend)
+    for result in (fused_logp(leaf.softmax(-1), ids, inplace_backward=True, backend=backend), out):
+        loss = result.sum()
+        with pytest.raises(RuntimeError, match=MODIFIED):
+            loss.backward()
 
 
 @pytest.mark.parametrize("overwriting", ["first", "second", "both"])
@@ -53,6 +58,17 @@ def test_a_second_call_on_the_same_logits(backend, overwriting, turn):
         assert torch.equal(leaf.grad, expected)
 
 
+def test_both_in_one_graph(backend):
+    leaf, ids = draw()
+    logits = leaf * 1
+    # The engine takes the younger node first.
+    plain, overwriting = (
+        fused_logp(logits, ids, inplace_backward=inplace, backend=backend) for inplace in (False, True)
+    )
+    with pytest.raises(RuntimeError, match=MODIFIED):
+        (plain + overwriting).sum().backward()
+
+
 def test_a_checkpoint_whose_logits_have_another_reader(backend):
     """Autograd does not see that logits changed which hooks have saved, so they stay."""
     leaf, ids = draw()
@@ -67,57 +83,41 @@ def test_a_checkpoint_whose_logits_have_another_reader(backend):
 
 
 @pytest.mark.parametrize("together", [False, True])
-def test_a_second_backward(backend, together):
-    leaf, ids = draw()
-    result = fused_logp(leaf * 1, ids, inplace_backward=True, return_stats=together, backend=backend)
-    loss = sum(value.sum() for value in result) if together else result.sum()
-    loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match=MODIFIED):
-        loss.backward()
-
-
-def test_both_in_one_graph(backend):
-    leaf, ids = draw()
-    logits = leaf * 1
-    # The engine takes the younger node first.
-    plain, overwriting = (
-        fused_logp(logits, ids, backend=backend),
-        fused_logp(logits, ids, inplace_backward=True, backend=backend),
+def test_a_gradient_takes_the_place_of_the_logits_once(backend, together):
+    logits, ids = draw()
+    expected, found = (
+        fused_logp(logits, ids, inplace_backward=inplace, return_stats=together, backend=backend)
+        for inplace in (False, True)
     )
-    with pytest.raises(RuntimeError, match=MODIFIED):
-        (plain + overwriting).sum().backward()
-
-
-def test_out_that_a_graph_has_saved(backend):
-    leaf, ids = draw()
-    out = torch.zeros(5, requires_grad=True).exp()
-    loss = out.sum()
-    fused_logp(leaf.detach(), ids, out=out.detach(), backend=backend)
+    (wanted,) = torch.autograd.grad(sum(expected).sum(), logits)
+    loss = sum(found).sum()
+    (grad,) = torch.autograd.grad(loss, logits, retain_graph=True)
+    assert torch.equal(grad, wanted)
+    assert grad.data_ptr() == logits.data_ptr()
     with pytest.raises(RuntimeError, match=MODIFIED):
         loss.backward()
 
 
-LAYOUTS = {"expanded": (0, 1), "overlapping": (3, 1), "repeated columns": (1, 0)}
-
-
-@pytest.mark.parametrize("strides", LAYOUTS.values(), ids=LAYOUTS)
-def test_rows_that_share_storage_cannot_be_overwritten(strides):
-    logits = torch.randn(64).as_strided((5, 10), strides)
+def test_rows_that_share_storage_cannot_be_overwritten():
     ids = torch.zeros(5, dtype=torch.long)
-    fused_logp(logits, ids)
-    with pytest.raises(ValueError, match="inplace_backward: logits: expected elements with storage of their own"):
-        fused_logp(logits, ids, inplace_backward=True)
-    fused_logp(logits[:0], ids[:0], inplace_backward=True)
+    for strides in ((0, 1), (3, 1), (1, 0)):
+        logits = torch.randn(64).as_strided((5, 10), strides)
+        fused_logp(logits, ids)
+        with pytest.raises(ValueError, match=f"inplace_backward: logits: {SHARED}"):
+            fused_logp(logits, ids, inplace_backward=True)
+        fused_logp(logits[:0], ids[:0], inplace_backward=True)
 
 
-def test_out_must_have_storage_of_its_own_and_not_require_grad():
+def test_out_has_storage_of_its_own_and_no_gradient():
     logits, ids = torch.randn(4, 5, 10), torch.zeros(4, 5, dtype=torch.long)
     for out in (torch.zeros(1).expand(4, 5), torch.zeros(64).as_strided((4, 5), (2, 1))):
-        with pytest.raises(ValueError, match="out: expected elements with storage of their own, got strides"):
+        with pytest.raises(ValueError, match=f"out: {SHARED}, got strides"):
             fused_logp(logits, ids, out=out)
     out = torch.zeros(4, 5, requires_grad=True)
     for wanted in (out, out * 1):
         with pytest.raises(ValueError, match="out: expected a tensor that does not require grad"):
             fused_logp(logits, ids, out=wanted)
+    with pytest.raises(ValueError, match="out: expected None when logits require grad"):
+        fused_logp(logits.requires_grad_(), ids, out=torch.zeros(4, 5))
     with torch.no_grad():
         assert fused_logp(logits, ids, out=out) is out

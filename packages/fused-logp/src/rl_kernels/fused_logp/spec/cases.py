@@ -14,6 +14,8 @@ from rl_kernels.fused_logp.spec.illegal import ILLEGAL
 from rl_kernels.fused_logp.spec.transforms import HYGIENE, TRANSFORMS
 
 STATS = {"return_stats": True}
+LOWEST = {**STATS, "minus_inf": 0.3, "finite": True}
+TWICE = {"row_indices": "twice", "inplace_backward": True}
 SEGMENT = 4096
 """Columns that a backend may process at once: ids and maxima are placed on both sides of its multiples."""
 SPREAD = 64
@@ -33,19 +35,11 @@ CASES = (
     Case("peaked", {"batch": 1, "seq": 6, "vocab": 500}, {**STATS, "scale": 8.0}),
     Case("beyond-exp", {"batch": 1, "seq": 6, "vocab": 300}, {**STATS, "offset": 100.0}),
     Case("masked-vocabulary", {"batch": 1, "seq": 6, "vocab": 200}, {**STATS, "minus_inf": 0.3}),
-    Case(
-        "masked-by-lowest",
-        {"batch": 1, "seq": 6, "vocab": 200},
-        {**STATS, "minus_inf": 0.3, "finite": True, "temperature": 0.7},
-    ),
+    Case("masked-by-lowest", {"batch": 1, "seq": 6, "vocab": 200}, {**LOWEST, "temperature": 0.7}),
     Case("pad-token", {"batch": 3, "seq": 7, "vocab": 50}, {**STATS, "ignore_index": 0}),
     Case("rising", {"batch": 1, "seq": 6, "vocab": 2 * SEGMENT + 1}, {**STATS, "low": SEGMENT}),
     Case("masked-segments", {"batch": 1, "seq": 6, "vocab": 2 * SEGMENT}, {**STATS, "hidden": SEGMENT}),
-    Case(
-        "indexed-inplace",
-        {"batch": 6, "seq": 11, "vocab": 2 * SEGMENT + 1},
-        {"row_indices": "twice", "inplace_backward": True},
-    ),
+    Case("indexed-inplace", {"batch": 6, "seq": 11, "vocab": 2 * SEGMENT + 1}, TWICE),
     Case("no-distribution", {"batch": 1, "seq": 6, "vocab": 40}, {**STATS, "specials": True}),
     Case("one-entry", {"batch": 1, "seq": 3, "vocab": 1}, STATS),
     Case("qwen3-vocabulary", {"batch": 1, "seq": 3, "vocab": 151936}, STATS, suite="full"),
@@ -58,20 +52,8 @@ TEMPERATURES = {"tensor": (0.5, 2.0), "cold": (0.001, 0.003)}
 """Range of per-token temperatures, by option value."""
 DRAWN = frozenset(
     {
-        *(
-            "scale",
-            "offset",
-            "minus_inf",
-            "low",
-            "hidden",
-            "edges",
-            "equal",
-            "finite",
-            "specials",
-            "row_indices",
-            "out",
-        ),
-        *("temperature", "values", "ids"),
+        *("scale", "offset", "minus_inf", "low", "hidden", "edges", "equal", "finite", "specials", "row_indices"),
+        *("out", "temperature", "values", "ids"),
     }
 )
 """Options that shape the inputs; all others become keyword arguments of the call."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -20,43 +20,31 @@ def _two_rows(make: Callable[[torch.Tensor], Inputs]) -> Change:
     return change
 
 
+def _rows() -> Iterator[tuple[str, Change, type[Exception], str]]:
+    """Yield the fields of the calls that are this operator's own."""
+    own, far = "expected elements with storage of their own", torch.tensor([10**6])
+    yield "logits not a tensor", given(logits=[1.0]), TypeError, "logits: expected a tensor"
+    yield "logits of integers", edited("logits", torch.Tensor.int), TypeError, "logits: expected dtype"
+    yield "logits without dims", given(logits=torch.tensor(1.0)), ValueError, "logits: expected at least 1 dims"
+    yield "empty vocabulary", edited("logits", lambda x: x[..., :0]), ValueError, "logits: expected a vocabulary"
+    here = _two_rows(lambda logits: {"row_indices": far.to(logits.device)})
+    yield "row index out of range", here, ValueError, r"row_indices: expected values in \[0"
+    yield "row indices of floats", given(row_indices=torch.ones(2)), TypeError, "row_indices: expected dtype"
+    yield "out of another shape", given(out=torch.zeros(1)), ValueError, "out: expected shape"
+    yield "out of another dtype", given(out=torch.zeros(1).double()), TypeError, "out: expected dtype"
+    expanded = _two_rows(lambda logits: {"out": torch.zeros(1, device=logits.device).expand(2)})
+    yield "out that shares storage", expanded, ValueError, f"out: {own}"
+    leaf = _two_rows(lambda logits: {"out": torch.zeros(2, device=logits.device, requires_grad=True)})
+    yield "out that requires grad", leaf, ValueError, "out: expected a tensor that does not require grad"
+    shared = _two_rows(lambda logits: {"logits": logits[:1].expand(2, 3), "inplace_backward": True})
+    yield "rows that share storage, overwritten", shared, ValueError, f"inplace_backward: logits: {own}"
+    yield "unknown output_dtype", given(output_dtype=torch.int32), ValueError, "output_dtype: expected one of"
+    yield "unknown backend", given(backend="no-such"), ValueError, "backend: fused_logp has no backend"
+    yield "backend not a name", given(backend=3), TypeError, "backend: expected a name"
+
+
 ILLEGAL = (
-    IllegalCall("logits not a tensor", given(logits=[1.0]), TypeError, "logits: expected a tensor"),
-    IllegalCall("logits of integers", edited("logits", torch.Tensor.int), TypeError, "logits: expected dtype"),
-    IllegalCall("logits without dims", given(logits=torch.tensor(1.0)), ValueError, "logits: expected at least 1 dims"),
-    IllegalCall(
-        "empty vocabulary", edited("logits", lambda x: x[..., :0]), ValueError, "logits: expected a vocabulary"
-    ),
-    IllegalCall(
-        "row index out of range",
-        lambda call: {**call, "row_indices": torch.tensor([10**6], device=call["token_ids"].device)},
-        ValueError,
-        r"row_indices: expected values in \[0",
-    ),
-    IllegalCall("row indices of floats", given(row_indices=torch.ones(2)), TypeError, "row_indices: expected dtype"),
-    IllegalCall("out of another shape", given(out=torch.zeros(1)), ValueError, "out: expected shape"),
-    IllegalCall("out of another dtype", given(out=torch.zeros(1).double()), TypeError, "out: expected dtype"),
-    IllegalCall(
-        "out that shares storage",
-        _two_rows(lambda logits: {"out": torch.zeros(1, device=logits.device).expand(2)}),
-        ValueError,
-        "out: expected elements with storage of their own",
-    ),
-    IllegalCall(
-        "out that requires grad",
-        _two_rows(lambda logits: {"out": torch.zeros(2, device=logits.device, requires_grad=True)}),
-        ValueError,
-        "out: expected a tensor that does not require grad",
-    ),
-    IllegalCall(
-        "rows that share storage, overwritten",
-        _two_rows(lambda logits: {"logits": logits[:1].expand(2, 3), "inplace_backward": True}),
-        ValueError,
-        "inplace_backward: logits: expected elements with storage of their own",
-    ),
-    IllegalCall("unknown output_dtype", given(output_dtype=torch.int32), ValueError, "output_dtype: expected one of"),
-    IllegalCall("unknown backend", given(backend="no-such"), ValueError, "backend: fused_logp has no backend"),
-    IllegalCall("backend not a name", given(backend=3), TypeError, "backend: expected a name"),
+    *(IllegalCall(*row) for row in _rows()),
     *illegal_ids("token_ids"),
     *illegal_temperatures("token_ids"),
 )
