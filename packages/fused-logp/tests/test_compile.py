@@ -1,12 +1,12 @@
 """fused_logp under torch.compile beyond the conformance tests."""
 
-import subprocess
 import sys
 
 import pytest
 import torch
 
 from rl_kernels.core import use_backend
+from rl_kernels.core.dispatch import forget
 from rl_kernels.fused_logp import fused_logp
 from rl_kernels.lab.check.compare import bits
 
@@ -16,32 +16,25 @@ def compiled():
     return torch.compile(fused_logp, fullgraph=True, backend="aot_eager")
 
 
-def test_the_very_first_call_may_be_compiled():
-    code = (
-        "import torch\n"
-        "from rl_kernels.fused_logp import fused_logp\n"
-        "call = torch.compile(fused_logp, fullgraph=True, backend='aot_eager')\n"
-        "z = torch.randn(3, 9, requires_grad=True)\n"
-        "call(z, torch.tensor([0, 1, 2]), temperature=0.5).sum().backward()\n"
-        "assert z.grad.abs().sum() > 0\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
+def test_the_very_first_call_may_be_compiled(monkeypatch):
+    monkeypatch.delitem(sys.modules, "rl_kernels.fused_logp.backends.native", raising=False)
+    forget()
+    logits = torch.randn(3, 9, requires_grad=True)
+    compiled()(logits, torch.tensor([0, 1, 2]), temperature=0.5, backend="native").sum().backward()
+    assert logits.grad.abs().sum() > 0
+    forget()
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="PyTorch 2.11 compiles a graph for each value of a number")
 def test_a_temperature_that_varies_does_not_recompile_each_time():
     call = compiled()
     logits, ids = torch.randn(3, 9), torch.tensor([0, 1, 2])
-    torch._dynamo.config.error_on_recompile, before = False, torch._dynamo.config.error_on_recompile
-    try:
-        for temperature in (0.5, 0.6):
-            call(logits, ids, temperature=temperature)
-        torch._dynamo.config.error_on_recompile = True
+    for temperature in (0.5, 0.6):
+        call(logits, ids, temperature=temperature)
+    with torch._dynamo.config.patch(error_on_recompile=True):
         for temperature in (0.7, 0.8, 1.3, 2.0):
             found = call(logits, ids, temperature=temperature)
             assert bits(found, fused_logp(logits, ids, temperature=temperature)).passed
-    finally:
-        torch._dynamo.config.error_on_recompile = before
 
 
 def test_rows_that_vary_do_not_change_bits():

@@ -174,6 +174,7 @@ def hold_all() -> None:
     hold_choices()
 
 
+@pytest.mark.smoke
 def test_kernels_are_launched_with_what_the_shapes_imply() -> None:
     hold_all()
 

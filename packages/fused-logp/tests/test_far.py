@@ -92,14 +92,8 @@ def everything(backend, logits, temperature, upstream):
     found = []
     for inplace in (False, True):
         leaf = logits.detach().requires_grad_()
-        stats = fused_logp(
-            leaf * 1 if inplace else leaf,
-            ids,
-            temperature=temperature,
-            return_stats=True,
-            inplace_backward=inplace,
-            backend=backend,
-        )
+        options = {"return_stats": True, "inplace_backward": inplace, "backend": backend}
+        stats = fused_logp(leaf * 1 if inplace else leaf, ids, temperature=temperature, **options)
         found += [*(x.detach() for x in stats), *torch.autograd.grad([stats.logp, stats.entropy], leaf, upstream)]
     return found
 

@@ -8,6 +8,7 @@ import torch
 from rl_kernels.fused_logp import reference
 
 DOUBLE = torch.float64
+pytestmark = pytest.mark.smoke
 
 
 def test_uniform_logits():

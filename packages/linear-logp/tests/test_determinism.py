@@ -38,6 +38,7 @@ def _backward(call: dict[str, Any], *ends: int, dtype: torch.dtype | None = None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.smoke
 def test_main_grad_is_the_unrounded_gradient_of_any_micro_batches(dtype: torch.dtype) -> None:
     whole, plain = _call(dtype), _call(dtype)
     expected = _backward(whole)

@@ -20,43 +20,42 @@ ROWS = {
 }
 
 
-CALL = Call.of(torch.zeros(1, device=DEVICE), D=SIZE, V=3, bias=True)
-BACKENDS = [backend.name for backend in OPERATOR.backends if backend.why_not(CALL) is None]
+def backends(dtype):
+    call = Call.of(torch.zeros(1, device=DEVICE, dtype=dtype), D=SIZE, V=3, bias=True)
+    return [backend.name for backend in OPERATOR.backends if backend.why_not(call) is None]
+
+
+BACKENDS, OF_HALF = backends(torch.float32), backends(torch.bfloat16)
+
+
+def of_logits(row, dtype, **options):
+    """Return the statistics, and the logits with the gradient of ``logp + entropy / 2``: they are the bias."""
+    hidden, weight = (torch.zeros(n, SIZE, device=DEVICE, dtype=dtype) for n in (1, 3))
+    bias = torch.tensor(row, device=DEVICE, dtype=dtype, requires_grad=True)
+    ids = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    stats = linear_logp(hidden, weight, ids, bias, return_stats=True, **options)
+    (stats.logp + 0.5 * stats.entropy).sum().backward()
+    return stats, bias
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("row", ROWS)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_values_far_from_0_keep_the_digits_of_their_differences(temperature, row, backend):
-    # The logits are the bias, whose gradient is theirs.
-    hidden, weight = torch.zeros(1, SIZE, device=DEVICE), torch.zeros(3, SIZE, device=DEVICE)
-    bias = torch.tensor(ROWS[row], device=DEVICE, requires_grad=True)
-    ids = torch.zeros(1, dtype=torch.int64, device=DEVICE)
-    stats = linear_logp(hidden, weight, ids, bias, temperature=temperature, return_stats=True, backend=backend)
-    (stats.logp + 0.5 * stats.entropy).sum().backward()
-    z = (bias.detach().double() / temperature).requires_grad_()
-    logs = z.log_softmax(-1)
-    entropy = -(logs.exp() * logs).sum()
-    (logs[0] + 0.5 * entropy).backward()
-    near = {"rtol": 1e-6, "atol": 2e-6}
-    torch.testing.assert_close(stats.logp[0], logs[0].float(), **near)
-    torch.testing.assert_close(stats.entropy[0], entropy.float(), **near)
-    torch.testing.assert_close(bias.grad * temperature, z.grad.float(), **near)
-
-
-HALF = Call.of(torch.zeros(1, device=DEVICE, dtype=torch.bfloat16), D=SIZE, V=3, bias=True)
-
-
-OF_HALF = [backend.name for backend in OPERATOR.backends if backend.why_not(HALF) is None]
+def test_values_far_from_0_keep_the_digits_of_their_differences(temperature, backend):
+    for row in ROWS.values():
+        stats, bias = of_logits(row, torch.float32, temperature=temperature, backend=backend)
+        z = (bias.detach().double() / temperature).requires_grad_()
+        logs = z.log_softmax(-1)
+        entropy = -(logs.exp() * logs).sum()
+        (logs[0] + 0.5 * entropy).backward()
+        near = {"rtol": 1e-6, "atol": 2e-6}
+        torch.testing.assert_close(stats.logp[0], logs[0].float(), **near)
+        torch.testing.assert_close(stats.entropy[0], entropy.float(), **near)
+        torch.testing.assert_close(bias.grad * temperature, z.grad.float(), **near)
 
 
 @pytest.mark.parametrize("backend", OF_HALF)
 def test_a_tie_of_bf16_at_the_top(backend):
-    hidden, weight = (torch.zeros(n, SIZE, device=DEVICE, dtype=torch.bfloat16) for n in (1, 3))
-    bias = torch.tensor([3e38, 3e38, -3e38], device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
-    ids = torch.zeros(1, dtype=torch.int64, device=DEVICE)
-    stats = linear_logp(hidden, weight, ids, bias, return_stats=True, backend=backend)
-    stats.logp.sum().backward()
+    stats, bias = of_logits(ROWS["a tie at the top"], torch.bfloat16, backend=backend)
     assert stats.entropy.tolist() == pytest.approx([0.6931472])
     assert bias.grad.tolist() == [0.5, -0.5, 0.0]
 

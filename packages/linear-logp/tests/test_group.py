@@ -48,19 +48,16 @@ def drawn(vocab: int, **options: Any) -> dict[str, Any]:
 
 
 def part_of(call: dict[str, Any], group: Any) -> slice:
-    """Return the columns of this rank."""
     return slice(*vocab_shards(len(call["lm_head_weight"]), group.size())[group.rank()])
 
 
 def shard(call: dict[str, Any], group: Any) -> dict[str, Any]:
-    """Return the arguments of this rank."""
     part = part_of(call, group)
     mine = {name: call[name][part] for name in ("lm_head_weight", "bias") if name in call}
     return {**call, **mine, "process_group": group, "vocab_size": len(call["lm_head_weight"])}
 
 
 def results(call: dict[str, Any], function: Callable[..., Any] = linear_logp) -> dict[str, torch.Tensor]:
-    """Return the statistics and the gradients."""
     leaves = {name: call[name].detach().clone().requires_grad_() for name in OPERANDS if name in call}
     with torch.no_grad():
         plain = linear_logp(**call)

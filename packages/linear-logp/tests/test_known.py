@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -62,16 +60,11 @@ def results(call: dict[str, Any], **more: Any) -> list[torch.Tensor]:
     return found
 
 
-@contextmanager
-def without_forward(validate: bool) -> Iterator[None]:
-    """Fail if a forward pass runs, unless rows are checked."""
+def without_forward(validate: bool) -> Any:
+    """Leave out the ops of the forward pass, unless rows are checked."""
     autograd = importlib.import_module(f"{PACKAGE}.autograd")
     taken = {name: op for name, op in autograd.ops.items() if name.startswith("backward") or validate}
-    with patch.object(autograd, "ops", taken):
-        try:
-            yield
-        except KeyError as error:
-            raise AssertionError("a forward pass ran") from error
+    return patch.object(autograd, "ops", taken)
 
 
 def same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
@@ -163,6 +156,7 @@ def test_other_weights_are_found_and_not_without_the_check() -> None:
         assert torch.equal(linear_logp(**call, known=stats, **more), stats.logp)
 
 
+@pytest.mark.smoke
 def test_one_bit_is_found() -> None:
     call, stats = no_gradients(OPTIONS[1])
     for name in Known._fields:

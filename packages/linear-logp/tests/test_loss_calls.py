@@ -103,6 +103,7 @@ def test_a_loss_of_no_gradient_gives_zeros() -> None:
     assert not weight.grad.any()
 
 
+@pytest.mark.smoke
 def test_the_upstream_gradient_is_that_of_the_forward_pass() -> None:
     given = *call(9, 30), total
     with pytest.raises(RuntimeError, match=r"expected the upstream gradient 1, got 0\.5; give it as grad_scale"):

@@ -132,11 +132,12 @@ def hold(options: dict[str, Any], backend: str) -> None:
 
 def calls() -> Iterator[Any]:
     for backend in OPERATOR.backends:
-        if backend.name != "cuda-sm90":
-            reason = backend.why_not(Described.of(torch.zeros(1, device=DEVICE)))
-            marks = pytest.mark.skipif(reason is not None, reason=str(reason))
-            for options in OPTIONS[1:3] if (backend.name, DEVICE) == INTERPRETED else OPTIONS:
-                yield pytest.param(backend.name, options, marks=marks)
+        half = {"dtype": torch.bfloat16} if backend.name == "cuda-sm90" else {}
+        like = torch.zeros(1, 8, device=DEVICE, **half)
+        reason = backend.why_not(Described.of(like, D=8))
+        marks = [pytest.mark.skipif(reason is not None, reason=str(reason)), *[pytest.mark.gpu] * like.is_cuda]
+        for options in OPTIONS[1:3] if (backend.name, DEVICE) == INTERPRETED else OPTIONS:
+            yield pytest.param(backend.name, {**options, **half}, marks=marks)
 
 
 @pytest.mark.parametrize(("backend", "options"), calls())
@@ -154,14 +155,6 @@ def test_ranks_have_the_bits_of_one_gpu(backend: str, rows: int, vocab: int) -> 
     for more in ({}, {"bias": True, "temperature": True, "ignored": IGNORED, "cap": (30.0, 0.02)}):
         for dtype in (torch.bfloat16, torch.float16):
             hold({"vocab": vocab, "rows": rows, "size": 136, "dtype": dtype, "entropy": bool(more), **more}, backend)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_ranks_have_the_bits_of_one_hopper(options: dict[str, Any]) -> None:
-    if torch.cuda.get_device_capability(0)[0] != 9:
-        pytest.skip("needs sm_90")
-    hold({**options, "dtype": torch.bfloat16}, "cuda-sm90")
 
 
 @pytest.mark.parametrize(("entropy", "dtype"), [(True, torch.bfloat16), (False, torch.float64)])
@@ -193,6 +186,7 @@ def test_bug_planted_in_the_shared_code_shows_in_a_virtual_group(bug: Bug) -> No
         hold_all()
 
 
+@pytest.mark.smoke
 def test_one_process_with_segments_has_the_bits_of_a_group() -> None:
     call, _ = drawn({"vocab": 9001})
     leaf = call.hidden.requires_grad_()

@@ -65,11 +65,9 @@ def test_pieces_and_blocks_change_no_bit(monkeypatch: pytest.MonkeyPatch, more: 
         for name, value in least.items():
             monkeypatch.setattr(blocks, name, value)
         assert all(bits(one, other).passed for one, other in zip(_gradients(1, **more), whole, strict=True))
-    if more:
-        # Rows of the longest chain, rounded up to 128; then blocks of fewer.
-        assert [height for _, height in found] == [256, 256, 128] if "join_tokens" in more else True
-    else:
-        assert found[1:] == [(768, 384), (1280, 128)]
+    # Of chains of 208 rows, blocks have their length, rounded up to 128; then fewer.
+    assert [height for _, height in found] == ([256, 256, 128] if "join_tokens" in more else [384, 384, 128])
+    assert found[-1][0] == 1280
 
 
 @pytest.mark.parametrize("count", [1, 200, 4096, 100_000])

@@ -38,7 +38,7 @@ WHOLE = (16384, 16391, 33000)
 and two segments."""
 LARGE_VOCABS = (50257, 65537, 128256, 151936, 160001, 202048, 262144)
 SWEEP = {"batch": 1, "seq": 5, "vocab": 40}
-WIDE = {"batch": 1, "seq": 2, "vocab": 40}
+WIDE, NARROW = {"batch": 1, "seq": 2, "vocab": 40}, {"batch": 1, "seq": 8200, "vocab": 40}
 
 
 def _possible(options: Mapping[str, Any]) -> bool:
@@ -57,12 +57,14 @@ DIMENSIONS: tuple[Case, ...] = (
     *drawn("drawn", {"batch": 2, "seq": 9, "vocab": 261}, AXES, 24, _possible),
     *drawn("drawn-more", {"batch": 2, "seq": 9, "vocab": 261}, AXES, 150, _possible, suite="full"),
     *swept("seq", SWEEP, ROWS, TURNS),
-    *swept("vocab", WIDE, VOCABS, TURNS),
+    # The quick suite has every second size.
+    *swept("vocab", WIDE, VOCABS[1::2], TURNS),
+    *swept("vocab", WIDE, VOCABS[::2], TURNS, suite="full"),
     # Each exceeds one limit (a grid size, a table, an index held in FP32 or 16 bits) and is small otherwise.
     Case("vocab-262208", {"batch": 1, "seq": 1, "vocab": 262208}, {"return_stats": True}, relations=HELD),
-    Case("edges", {"batch": 1, "seq": 66, "vocab": 32769}, {**TURNS[0], "edges": True}, relations=HELD),
-    Case("rows-65600", {"batch": 1, "seq": 65600, "vocab": 3}, TURNS[1], relations=HELD),
-    Case("rows-8200-narrow", {"batch": 1, "seq": 8200, "vocab": 40}, TURNS[1], relations=("invariance",)),
+    Case("edges", {"batch": 1, "seq": 66, "vocab": 32769}, {**TURNS[0], "edges": True}, relations=HELD, dtype="bf16"),
+    Case("rows-65600", {"batch": 1, "seq": 65600, "vocab": 3}, TURNS[1], relations=HELD, dtype="bf16"),
+    Case("rows-8200-narrow", NARROW, TURNS[1], relations=("invariance",), dtype="bf16"),
     Case("rows-8200", {"batch": 1, "seq": 8200, "vocab": 4104}, relations=("invariance",), suite="full"),
     Case("numbers-2^24", {"batch": 1, "seq": 66, "vocab": 262208}, relations=HELD, suite="full"),
     *(

@@ -33,16 +33,17 @@ TURNS = (
 )
 """Options of the sweeps; the cases take them in turn."""
 LITTLE = {"bias": True, "workspace_mib": 1, "scale": 0.25}
-PIECES = {"batch": 1, "seq": 300, "hidden": 24, "vocab": 16400}
+PIECES = {"batch": 1, "seq": 300, "hidden": 24, "vocab": 6200}
 BLOCKS = {"batch": 1, "seq": 400, "hidden": 1024, "vocab": 40}
+EDGED = {"batch": 1, "seq": 66, "hidden": 8, "vocab": 32769}
+ROWS_8200 = {"batch": 1, "seq": 8200, "hidden": 8, "vocab": 40}
 HEAD = {"return_stats": True, "bias": True, "minus_inf_first": 16384}
 VOCABS = (*EDGES, 2048, 4095, 4096, 4097, 8192)
 LARGE_VOCABS = (32768, 50257, 128256, 151936, 160001, 202048, 262144)
 HIDDEN = (*EDGES, 2048)
 LARGE_HIDDEN = (1536, 3584, 4096, 5120, 8192)
 SIZES = {"batch": 1, "seq": 3, "hidden": 16, "vocab": 40}
-"""The hidden size is a multiple of 8, which TMA needs, here and below; `drawn` and the
-sweep over it have others."""
+"""The hidden size is a multiple of 8, which TMA needs, here and below; `drawn` and its own sweep have others."""
 
 
 def _possible(options: Mapping[str, Any]) -> bool:
@@ -55,21 +56,24 @@ DIMENSIONS: tuple[Case, ...] = (
     *drawn("drawn", {"batch": 2, "seq": 9, "hidden": 37, "vocab": 261}, AXES, 24, _possible),
     *drawn("drawn-more", {"batch": 2, "seq": 9, "hidden": 40, "vocab": 261}, AXES, 150, _possible, suite="full"),
     *swept("seq", SIZES, ROWS, TURNS),
-    *swept("hidden", SIZES, HIDDEN, TURNS),
-    *swept("vocab", {**SIZES, "hidden": 8}, VOCABS, TURNS),
+    # The quick suite has every second size of each; together they have all.
+    *swept("hidden", SIZES, HIDDEN[::2], TURNS),
+    *swept("hidden", SIZES, HIDDEN[1::2], TURNS, suite="full"),
+    *swept("vocab", {**SIZES, "hidden": 8}, VOCABS[1::2], TURNS),
+    *swept("vocab", {**SIZES, "hidden": 8}, VOCABS[::2], TURNS, suite="full"),
     # Each exceeds one limit (a grid size, a table, a workspace) and is small otherwise.
-    Case("vocab-262208", {"batch": 1, "seq": 1, "hidden": 8, "vocab": 262208}, TURNS[0], relations=HELD),
-    Case("rows-65600", {"batch": 1, "seq": 65600, "hidden": 8, "vocab": 3}, TURNS[1], relations=HELD),
+    Case("vocab-262208", {"batch": 1, "seq": 1, "hidden": 8, "vocab": 262208}, TURNS[0], relations=HELD, dtype="bf16"),
+    Case("rows-65600", {"batch": 1, "seq": 65600, "hidden": 8, "vocab": 3}, TURNS[1], relations=HELD, dtype="bf16"),
     # NaN of a diverged model must reach the results.
     Case("nan-row", SIZES, {**TURNS[0], "values": "nan-row"}, relations=("accuracy",)),
-    Case("rows-8200", {"batch": 1, "seq": 8200, "hidden": 8, "vocab": 40}, TURNS[1], relations=("invariance",)),
+    Case("rows-8200", ROWS_8200, TURNS[1], relations=("invariance",), dtype="bf16"),
     Case("hidden-12296", {"batch": 1, "seq": 2, "hidden": 12296, "vocab": 5}, TURNS[0], relations=HELD),
     Case("hidden-8200", {"batch": 1, "seq": 2, "hidden": 8200, "vocab": 5}, {}, relations=HELD, dtype="bf16"),
-    Case("small-workspace", BLOCKS, LITTLE, relations=(*HELD, "invariance")),
+    Case("small-workspace", BLOCKS, LITTLE, relations=(*HELD, "invariance"), dtype="fp32"),
     Case("small-workspace-half", BLOCKS, LITTLE, relations=HELD, dtype="bf16"),
     Case("many-pieces-half", PIECES, {"temperature": 0.7, "workspace_mib": 1}, relations=HELD, dtype="bf16"),
     Case("logits-256MiB", {"batch": 1, "seq": 1030, "hidden": 8, "vocab": 65600}, relations=HELD[1:], suite="full"),
-    Case("edges", {"batch": 1, "seq": 66, "hidden": 8, "vocab": 32769}, {**TURNS[0], "edges": True}, relations=HELD),
+    Case("edges", EDGED, {**TURNS[0], "edges": True}, relations=HELD, dtype="bf16"),
     Case("masked-head", {"batch": 1, "seq": 3, "hidden": 8, "vocab": 20000}, HEAD, relations=HELD),
     *swept("vocab", {**SIZES, "hidden": 8}, LARGE_VOCABS, TURNS, suite="full"),
     *swept("hidden", SIZES, LARGE_HIDDEN, TURNS, suite="full"),
