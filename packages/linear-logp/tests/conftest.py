@@ -2,8 +2,8 @@
 
 import pytest
 
-SMOKE = {f"test_relation[native-{relation}-fp32-bias]" for relation in ("accuracy", "gradients")}
-SMOKE |= {"test_relation[native-robustness-fp32-plain]", "test_relation[native-invariance-fp32-one-token]"}
+SMOKE = {f"test_relation[native-{relation}-fp32-bias]" for relation in ("accuracy", "gradients", "invariance")}
+SMOKE.add("test_relation[native-robustness-fp32-plain]")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

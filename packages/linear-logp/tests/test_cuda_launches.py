@@ -223,6 +223,7 @@ def hold_all() -> None:
     assert widths == {1, 4}
 
 
+@pytest.mark.smoke
 def test_kernels_are_launched_with_what_the_shapes_imply() -> None:
     hold_all()
 

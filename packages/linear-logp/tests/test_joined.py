@@ -46,7 +46,6 @@ class Batch:
     """Operands of a call, and the upstream gradient."""
 
     def __init__(self, dtype: torch.dtype = torch.float32, rows: int = ROWS, **options: Any) -> None:
-        """Draw the operands."""
         self.dtype, self.options = dtype, dict(options)
         device = "cpu" if options.get("backend", "native") == "native" else DEVICE
         draw = Draw(dtype, device, seed=5)
@@ -120,7 +119,6 @@ def backends() -> Iterator[Any]:
 
 
 def dtypes(backend: str) -> list[torch.dtype]:
-    """Return the dtypes that a backend takes."""
     wide = {"native": [torch.float32, torch.float64], "triton": [torch.float32]}
     return [torch.bfloat16, *wide.get(backend, [])]
 

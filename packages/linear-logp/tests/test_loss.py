@@ -47,7 +47,6 @@ class Batch:
         sizes: tuple[int, int] = (24, 2300),
         lengths: Sequence[int] = LENGTHS,
     ) -> None:
-        """Draw the operands."""
         size, vocab = sizes
         options, draw = dict(options), Draw(dtype, seed=5, device=device)
         lengths = lengths if packed else (30,) * 9

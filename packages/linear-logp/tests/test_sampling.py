@@ -10,7 +10,8 @@ import torch
 from rl_kernels.core.testing import Draw, bits_of
 from rl_kernels.linear_logp import LinearLogits, linear_logits, linear_logp
 
-SHAPES = ((1, 64, 300), (63, 72, 1025), (64, 128, 5003), (65, 64, 2048), (300, 64, 16500))
+SHAPES = ((1, 64, 300), (63, 72, 1025), (64, 128, 5003), (65, 64, 2048), (4096, 8, 257), (300, 64, 16500))
+"""In FP32 the last but one takes 5 MiB without the padding to 512 columns, 8 with it."""
 
 
 def drawn(
@@ -45,12 +46,7 @@ def hold(shape: tuple[int, int, int], dtype: torch.dtype, device: str, backend: 
         alone = linear_logits(hidden[middle], weight, b, backend=backend)
         assert same(alone.logits, found.logits[middle])
         assert same(alone.logp(ids[middle]), found.logp(ids)[middle])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("shape", SHAPES[:4], ids=str)
-def test_log_probabilities_have_the_bits_of_linear_logp(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
-    hold(shape, dtype, "cpu", "native")
+    hold_undefined(device, backend)
 
 
 def hold_undefined(device: str, backend: str) -> None:
@@ -69,8 +65,10 @@ def hold_undefined(device: str, backend: str) -> None:
     assert none == -torch.inf
 
 
-def test_undefined_rows() -> None:
-    hold_undefined("cpu", "native")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", SHAPES[:-1], ids=str)
+def test_log_probabilities_have_the_bits_of_linear_logp(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    hold(shape, dtype, "cpu", "native")
 
 
 @pytest.mark.gpu
@@ -80,7 +78,6 @@ def test_bits_on_a_gpu(backend: str, shape: tuple[int, int, int]) -> None:
     if backend == "cuda-sm90" and torch.cuda.get_device_capability(0)[0] != 9:
         pytest.skip("needs sm_90")
     hold(shape, torch.bfloat16, "cuda", backend)
-    hold_undefined("cuda", backend)
 
 
 @pytest.mark.parametrize("leading", [(), (3,), (2, 3), (0,), (2, 0)], ids=str)
@@ -92,11 +89,6 @@ def test_any_leading_dims(leading: tuple[int, ...]) -> None:
         found = linear_logits(given, weight)
         assert found.logits.shape == (*leading, 70)
         assert same(found.logp(ids), linear_logp(hidden, weight, ids))
-
-
-def test_padded_logits_have_room() -> None:
-    # 5 MiB without the padding to 512 columns, 8 with it.
-    hold((4096, 8, 257), torch.float32, "cpu", "native")
 
 
 def test_autocast() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
@@ -17,11 +16,11 @@ from rl_kernels.core.testing import IGNORED, Draw, bits_of
 from rl_kernels.core.testing.planted import Bug, planted
 from rl_kernels.linear_logp import linear_logp, vocab_shards
 from rl_kernels.linear_logp.op import OPERATOR, ops
+from rl_kernels.linear_logp.spec import virtual
 from rl_kernels.linear_logp.tree import Tree
 
 MODULES = tuple(
-    f"rl_kernels.linear_logp.{name}"
-    for name in ("vocabulary", "inputs", "packing", "tree", "sums", "backward", "backends.native", "spec.virtual")
+    f"rl_kernels.linear_logp.{name}" for name in ("inputs", "packing", "tree", "backward", "backends.native")
 )
 BUGS = (
     Bug("units of ranks in the opposite order", "gathered[:, :-1]", "gathered.flip(0)[:, :-1]"),
@@ -49,8 +48,6 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 
 def drawn(options: dict[str, Any], device: str = DEVICE) -> tuple[Any, list[torch.Tensor]]:
     """Return the inputs of a call, and upstream gradients of the three statistics."""
-    from rl_kernels.linear_logp.spec import virtual
-
     rows, vocab, dtype = options.get("rows", 9), options["vocab"], options.get("dtype", torch.float32)
     size = options.get("size", 16)
     draw = Draw(dtype, device, seed=vocab)
@@ -103,7 +100,6 @@ def segmented(call: Any, saved: list[Any], backend: str) -> torch.Tensor:
 
 def hold(options: dict[str, Any], backend: str) -> None:
     """Hold a virtual group of every size to one process, bit by bit."""
-    virtual = importlib.import_module("rl_kernels.linear_logp.spec.virtual")
     call, upstream = drawn(options)
     vocab, entropy = len(call.weight), bool(options.get("entropy"))
     logp, lse, row_entropy, norm, _ = ops["forward_stats"](*call, 0, backend)
