@@ -65,8 +65,7 @@ def inputs(case: Case, draw: Draw) -> Inputs:
     asked = case.options
     # Rounding an FP32 logsumexp of 100 changes p by 4e-6 of p: within the absolute tolerance only if p is small.
     offset = asked.get("offset", 0.0) if vocab >= SPREAD else 0.0
-    logits = draw.normal(batch, seq, vocab, scale=asked.get("scale", 2.0)) + offset
-    logits = with_values(logits, asked.get("values"))
+    logits = with_values(draw.normal(batch, seq, vocab, scale=asked.get("scale", 2.0)) + offset, asked.get("values"))
     ids = draw.ids(vocab, batch, seq)
     if "minus_inf" in asked or asked.get("values") == "minus_inf":
         hidden = draw.mask(asked.get("minus_inf", 0.3), batch, seq, vocab).scatter(-1, ids[..., None], False)

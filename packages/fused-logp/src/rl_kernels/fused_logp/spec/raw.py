@@ -24,7 +24,7 @@ def hold(call: Mapping[str, Any], backend: Any) -> None:
         indices = torch.tensor([0, count - 1, 0])
         active = torch.zeros_like(active).index_fill(0, indices, True)
     inputs = x, rows.ids, rows.temperature, rows.ignored, indices
-    leaf = x.double().requires_grad_()
+    leaf: Any = x.double().requires_grad_()
     expected = gold(leaf, rows, active & rows.active)
     stats = backend.forward_stats(*inputs)
     results = *stats, *backend.forward(*inputs)
