@@ -39,7 +39,7 @@ CASES = (
     Case("pad-token", {"batch": 3, "seq": 7, "vocab": 50}, {**STATS, "ignore_index": 0}),
     Case("rising", {"batch": 1, "seq": 6, "vocab": 2 * SEGMENT + 1}, {**STATS, "low": SEGMENT}),
     Case("masked-segments", {"batch": 1, "seq": 6, "vocab": 2 * SEGMENT}, {**STATS, "hidden": SEGMENT}),
-    Case("indexed-inplace", {"batch": 6, "seq": 11, "vocab": 2 * SEGMENT + 1}, TWICE),
+    Case("indexed-inplace", {"batch": 3, "seq": 14, "vocab": 2 * SEGMENT + 1}, TWICE),
     Case("no-distribution", {"batch": 1, "seq": 6, "vocab": 40}, {**STATS, "specials": True}),
     Case("one-entry", {"batch": 1, "seq": 3, "vocab": 1}, STATS),
     Case("qwen3-vocabulary", {"batch": 1, "seq": 3, "vocab": 151936}, STATS, suite="full"),
